@@ -1,0 +1,1 @@
+"""Train CosmoFlow on simulated universes."""

@@ -1,0 +1,79 @@
+"""Simulated universes as samples.   B batch, D H W the cube, C redshifts, P parameters."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from apps.cosmoflow.settings import Config
+from hpcai.data import Loader, Rows
+from hpcai.dist import Mesh
+from hpcai.errors import DataError
+from hpcai.models.cosmoflow import Batch, CosmoFlowConfig, to_physical
+
+
+class Universes:
+    """The universes of one split; ``turn`` seeds a random turn of each, a pure function of (seed, epoch, index)."""
+
+    def __init__(self, folder: Path, model: CosmoFlowConfig, turn: int | None) -> None:
+        cube = (model.size,) * 3
+        remedy = (
+            f"make data with: python -m data_prep.cosmoflow simulate {folder.parent} --size {model.size}, "
+            "or set data.directory, model.size and model.channels to what is there"
+        )
+        fields = {"counts": ("int16", (*cube, model.channels)), "target": ("float32", (len(model.parameters),))}
+        self.rows, self.turn = Rows(folder, fields, remedy), turn
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def describe(self, index: int) -> str:
+        return self.rows.describe(index)
+
+    def batch(self, indices: np.ndarray, epoch: int) -> Batch:
+        samples = [self.rows.read(int(index)) for index in indices]
+        counts = [sample["counts"] for sample in samples]
+        if self.turn is not None:
+            counts = [turned(c, np.random.default_rng([self.turn, epoch, index])) for c, index in zip(counts, indices)]
+        return Batch(torch.from_numpy(np.stack(counts)), torch.from_numpy(np.stack([sample["target"] for sample in samples])))
+
+
+def turned(counts: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """One of the 48 turns and mirrors of a cube, all equally likely.   [D, H, W, C] -> [D, H, W, C]"""
+    axes = rng.permutation(3)
+    flips = tuple(axis for axis in range(3) if rng.integers(2))
+    return np.flip(counts.transpose(*axes, 3), flips)
+
+
+def universes(cfg: Config, mesh: Mesh) -> tuple[Loader, Loader, CosmoFlowConfig]:
+    """Loaders for training and validation, and the model's settings with the physical ranges that the data carry."""
+    seed = cfg.train.seed
+    train = Universes(cfg.data.directory / "train", cfg.model, seed if cfg.data.turn else None)
+    validation = Universes(cfg.data.directory / "validation", cfg.model, None)
+    loaders = (
+        Loader(train, cfg.data.batch, mesh, name="train", seed=seed, accumulate=cfg.step.accumulate, threads=cfg.data.threads),
+        Loader(
+            validation, cfg.data.evaluation_batch, mesh, name="validation", shuffle=False, whole=False, threads=cfg.data.threads
+        ),
+    )
+    return *loaders, _with_ranges(cfg.model, train.rows)
+
+
+def _with_ranges(model: CosmoFlowConfig, rows: Rows) -> CosmoFlowConfig:
+    about = rows.about
+    if model.low is not None or "low" not in about:
+        return model
+    if tuple(about["parameters"]) != model.parameters:
+        raise DataError(
+            f"{rows.folder}: holds the parameters {about['parameters']}, the settings say model.parameters={list(model.parameters)}"
+        )
+    return model.model_copy(update={"low": tuple(about["low"]), "high": tuple(about["high"]), "units": tuple(about["units"])})
+
+
+def write_pairs(path: Path, pairs: dict[str, torch.Tensor], model: CosmoFlowConfig) -> None:
+    """Predicted and true parameters of the validation universes, in physical units where the data name them.   [N, P]"""
+    values = {name: (to_physical(rows, model) if model.low else rows).numpy() for name, rows in pairs.items()}
+    with path.open("wb") as file:
+        np.savez(
+            file, names=np.array(model.parameters), units=np.array(model.units), predicted=values["predicted"], true=values["true"]
+        )

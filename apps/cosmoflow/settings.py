@@ -1,0 +1,56 @@
+"""Settings of a CosmoFlow run. No torch here."""
+
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from hpcai.config import Settings
+from hpcai.models.cosmoflow import CosmoFlowConfig
+from hpcai.settings import CheckpointConfig, MeshConfig, ReportConfig, ScheduleConfig, StepConfig, TrainConfig
+
+Positive = Annotated[int, Field(ge=1)]
+
+
+class DataConfig(Settings):
+    """Universes on disk, as ``data_prep.cosmoflow`` makes them."""
+
+    directory: Path = Path("datasets/cosmoflow")
+    """folder with train/ and validation/"""
+    batch: Positive = 64
+    """universes per optimizer step, over all processes"""
+    evaluation_batch: Positive = 64
+    """universes per evaluation batch, over all processes"""
+    turn: bool = False
+    """turn and mirror each cube at random, one of 48 ways, anew in every epoch (not in the MLPerf codes)"""
+    threads: Positive = 2
+    """threads that read ahead, per process"""
+
+
+class Config(Settings):
+    """A CosmoFlow run. The defaults are the reference's of MLPerf HPC at a global batch of 64."""
+
+    model: CosmoFlowConfig = CosmoFlowConfig()
+    data: DataConfig = DataConfig()
+    mesh: MeshConfig = MeshConfig()
+    step: StepConfig = StepConfig(
+        optimizer="sgd",
+        lr=1e-3,
+        momentum=0.9,
+        decay_names=("dense1.weight", "dense2.weight"),
+        schedule=ScheduleConfig(
+            warmup=4, start=1e-3, decay="steps", decay_at=(32, 64), decay_to=(0.25, 0.125), boundary="after", per="epoch"
+        ),
+    )
+    train: TrainConfig = TrainConfig(epochs=128, metric="mae", target=0.124)
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    report: ReportConfig = ReportConfig(directory=Path("runs/cosmoflow"))
+
+    @model_validator(mode="after")
+    def _one_regulariser(self) -> Self:
+        if self.step.weight_decay and self.model.dropout:
+            raise ValueError(
+                f"step.weight_decay is {self.step.weight_decay:g} and model.dropout {self.model.dropout:g}; "
+                "the MLPerf HPC rules allow one of them: set the other to 0"
+            )
+        return self

@@ -1,0 +1,18 @@
+"""Processes and the named axes they form."""
+
+from hpcai.lazy import lazy
+
+__getattr__, __all__ = lazy(
+    __name__,
+    {
+        "Place": ".launch",
+        "place": ".launch",
+        "start": ".launch",
+        "alone": ".launch",
+        "Mesh": ".mesh",
+        "Axis": ".mesh",
+        "total": ".collect",
+        "agree": ".collect",
+        "gather_rows": ".collect",
+    },
+)

@@ -1,0 +1,56 @@
+"""Collective operations over an axis of the mesh. Over an axis of size 1 each does nothing."""
+
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor
+
+from hpcai.dist.mesh import Axis
+
+T = TypeVar("T")
+
+
+def total(value: Tensor, *axes: Axis) -> Tensor:
+    """Sum of ``value`` over the processes of ``axes``, in place."""
+    for axis in axes:
+        if axis.size > 1:
+            torch_dist.all_reduce(value, group=axis.group)
+    return value
+
+
+def least(value: Tensor, axis: Axis) -> Tensor:
+    """Smallest ``value`` among the processes of ``axis``, in place."""
+    if axis.size > 1:
+        torch_dist.all_reduce(value, torch_dist.ReduceOp.MIN, group=axis.group)
+    return value
+
+
+def gather_objects(value: T, axis: Axis) -> list[T]:
+    """``value`` of every process of ``axis``, by rank. Small Python objects of ours only; they are pickled on the way."""
+    if axis.size == 1:
+        return [value]
+    values: list[Any] = [None] * axis.size
+    torch_dist.all_gather_object(values, value, group=axis.group)
+    return values
+
+
+def agree(value: T, axis: Axis) -> T:
+    """``value`` as the first process of ``axis`` sees it."""
+    if axis.size == 1:
+        return value
+    box = [value]
+    torch_dist.broadcast_object_list(box, group=axis.group, group_src=0)
+    return box[0]
+
+
+def gather_rows(value: Tensor, axis: Axis) -> Tensor:
+    """Rows of all processes of ``axis`` in rank order; the numbers of rows may differ.   [N_r, ...] -> [sum N_r, ...]"""
+    if axis.size == 1:
+        return value
+    counts = gather_objects(value.shape[0], axis)
+    padded = value.new_zeros((max(counts), *value.shape[1:]))
+    padded[: value.shape[0]] = value
+    parts = [torch.empty_like(padded) for _ in counts]
+    torch_dist.all_gather(parts, padded, group=axis.group)
+    return torch.cat([part[:count] for part, count in zip(parts, counts)])

@@ -1,0 +1,1 @@
+"""Fused operations, each with its plain-torch twin in the same file."""

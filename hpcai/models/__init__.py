@@ -1,0 +1,1 @@
+"""Scientific models; each folder stands alone."""

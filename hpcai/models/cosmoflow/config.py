@@ -1,0 +1,48 @@
+"""Shape of CosmoFlow and the meaning of its outputs. No torch here: a mistake in a setting must be told at once."""
+
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from hpcai.config import Settings
+
+Positive = Annotated[int, Field(ge=1)]
+
+
+class CosmoFlowConfig(Settings):
+    """The network of MLPerf HPC (v1.0 and later) by default: 8,907,556 parameters."""
+
+    channels: Positive = 4
+    """redshifts of a universe"""
+    size: Positive = 128
+    """edge of the cube, cells"""
+    filters: Positive = 32
+    """output channels of the first convolution; each further one doubles them"""
+    blocks: Positive = 5
+    """convolutions, each followed by a pooling that halves the cube"""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.5
+    """after each hidden dense layer"""
+    parameters: tuple[str, ...] = ("Omega_m", "sigma_8", "n_s", "H_0")
+    """what is predicted, in the order of the outputs"""
+    units: tuple[str, ...] = ("", "", "", "km/s/Mpc")
+    low: tuple[float, ...] | None = None
+    """physical value of each parameter at output -1; null: taken from the data"""
+    high: tuple[float, ...] | None = None
+    """physical value of each parameter at output +1; null: taken from the data"""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.size < 2**self.blocks:
+            raise ValueError(f"size {self.size} cannot be halved {self.blocks} times; give at least {2**self.blocks}")
+        for name in ("units", "low", "high"):
+            values = getattr(self, name)
+            if values is not None and len(values) != len(self.parameters):
+                raise ValueError(f"{name} has {len(values)} entries, parameters {len(self.parameters)}; give one for each")
+        if (self.low is None) != (self.high is None):
+            raise ValueError("low and high are given together or not at all")
+        return self
+
+    @property
+    def edge(self) -> int:
+        """Edge of the cube after the last pooling, cells."""
+        return self.size >> self.blocks

@@ -1,0 +1,109 @@
+"""CosmoFlow: cosmological parameters from the matter of a universe (Mathuriya et al., SC18, arXiv:1808.04728).
+
+The network is that of MLPerf HPC v1.0 and later; names of weights are those of the public PyTorch submissions.
+B batch, C redshifts, D H W the cube, P parameters, F filters of the last block.
+"""
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hpcai.models.cosmoflow.config import CosmoFlowConfig
+from hpcai.nn.conv import Conv3d
+
+_SLOPE = 0.3  # Keras's default for a leaky rectifier, not torch's 0.01
+
+
+class Block(nn.Module):
+    """Convolution, rectifier, halving.   [B, C, D, H, W] -> [B, O, D/2, H/2, W/2]"""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.conv = Conv3d(inputs, outputs, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # The rectifier rises, so the largest of eight rectified cells is the rectified largest: rectify an eighth of them.
+        return F.leaky_relu(F.max_pool3d(self.conv(x), 2), _SLOPE)
+
+
+class CosmoFlow(nn.Module):
+    """[B, C, D, H, W] log(1 + counts) -> [B, P] parameters scaled to [-1, 1]. Weights and activations are channels-last."""
+
+    def __init__(self, cfg: CosmoFlowConfig | None = None) -> None:
+        super().__init__()
+        self.cfg = cfg = cfg or CosmoFlowConfig()
+        widths = [cfg.channels] + [cfg.filters << i for i in range(cfg.blocks)]
+        self.conv_seq = nn.Sequential(*(Block(i, o) for i, o in pairwise(widths)))
+        self.dense1 = nn.Linear(widths[-1] * cfg.edge**3, 128)
+        self.dense2 = nn.Linear(128, 64)
+        self.output = nn.Linear(64, len(cfg.parameters))
+        for layer in self.modules():
+            if isinstance(layer, (nn.Conv3d, nn.Linear)):
+                nn.init.xavier_uniform_(layer.weight)
+                nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
+        self.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.conv_seq(x.contiguous(memory_format=torch.channels_last_3d))
+        x = x.permute(0, 2, 3, 4, 1).flatten(1)  # [B, D*H*W*F]: Keras's order, and the order in memory
+        x = F.dropout(F.leaky_relu(self.dense1(x), _SLOPE), self.cfg.dropout, self.training)
+        x = F.dropout(F.leaky_relu(self.dense2(x), _SLOPE), self.cfg.dropout, self.training)
+        return torch.tanh(self.output(x)) * 1.2
+
+    @torch.no_grad()
+    def predict(self, volume: Any) -> dict[str, Any]:
+        """Cosmological parameters of one universe or of several, by name, in physical units (``model.cfg.units``).
+
+        ``volume`` holds particle counts per cell, [D, H, W, C] or [N, D, H, W, C] (the layout of the public data), as an
+        array or a tensor. Returns floats for one universe, arrays [N] for several. Raises ValueError for a wrong shape,
+        negative or non-finite counts, or a model whose outputs have no physical range.
+        """
+        cfg = self.cfg
+        counts = torch.as_tensor(np.asarray(volume) if not isinstance(volume, Tensor) else volume)
+        one = counts.ndim == 4
+        counts = counts[None] if one else counts
+        expected = (cfg.size, cfg.size, cfg.size, cfg.channels)
+        if counts.ndim != 5 or tuple(counts.shape[1:]) != expected:
+            raise ValueError(
+                f"volume has shape {list(counts.shape)}; expected {list(expected)} (D, H, W, redshifts), or several of them"
+            )
+        if not bool(torch.isfinite(counts).all()) or bool((counts < 0).any()):
+            raise ValueError("volume holds negative or non-finite values; expected particle counts per cell")
+        if cfg.low is None or cfg.high is None:
+            raise ValueError("this model has no physical range of its parameters (cfg.low, cfg.high); give them when it is built")
+        was_training, weight = self.training, self.output.weight
+        self.eval()
+        scaled = self(log_density(counts.to(weight.device), weight.dtype)).double().cpu()
+        self.train(was_training)
+        physical = to_physical(scaled, cfg).numpy()
+        return {name: float(column[0]) if one else column for name, column in zip(cfg.parameters, physical.T)}
+
+    @classmethod
+    def load(cls, path: Any, cfg: CosmoFlowConfig | None = None) -> "CosmoFlow":
+        """A model from weights in a file; see ``hpcai.models.cosmoflow.load_weights`` for the formats."""
+        from hpcai.models.cosmoflow.load import load_weights
+
+        return load_weights(path, cfg)
+
+    def save(self, path: Any) -> None:
+        """Weights and settings in one safetensors file."""
+        from hpcai.models.cosmoflow.load import save_weights
+
+        save_weights(self, path)
+
+
+def log_density(counts: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """log(1 + counts), the input of the network.   [B, D, H, W, C] counts -> [B, C, D, H, W] in channels-last memory, no copy."""
+    return counts.to(dtype, copy=True).log1p_().permute(0, 4, 1, 2, 3)
+
+
+def to_physical(scaled: Tensor, cfg: CosmoFlowConfig) -> Tensor:
+    """[..., P] in [-1, 1] -> [..., P] in physical units."""
+    if cfg.low is None or cfg.high is None:
+        raise ValueError("the settings name no physical range (low, high)")
+    low, high = torch.tensor(cfg.low, dtype=torch.float64), torch.tensor(cfg.high, dtype=torch.float64)
+    return low + (scaled.double() + 1) / 2 * (high - low)

@@ -1,0 +1,40 @@
+"""What CosmoFlow is trained for and how well it does.   B batch, D H W the cube, C redshifts, P parameters."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hpcai.models.cosmoflow.model import log_density
+
+
+class Batch(NamedTuple):
+    """Universes and what they were made with."""
+
+    counts: Tensor  # [B, D, H, W, C] particles per cell, int16
+    target: Tensor  # [B, P] parameters scaled to [-1, 1]
+
+
+def _guess(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    dtype = next(model.parameters()).dtype
+    guess = model(log_density(batch.counts, dtype))
+    return guess.to(dtype), batch.target.to(dtype)
+
+
+def loss(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    """Mean squared error of the scaled parameters; ``mae`` is the mean absolute error of the training samples."""
+    guess, target = _guess(model, batch)
+    return {"loss": F.mse_loss(guess, target), "mae": F.l1_loss(guess.detach(), target)}
+
+
+def error(model: nn.Module, batch: Batch) -> dict[str, tuple[Tensor, Tensor | float]]:
+    """``mae``, the metric of MLPerf HPC: absolute error over all samples and parameters (target 0.124). Also the squared error."""
+    guess, target = _guess(model, batch)
+    return {"mae": ((guess - target).abs().sum(), guess.numel()), "mse": ((guess - target).square().sum(), guess.numel())}
+
+
+def pairs(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    """Predicted and true parameters, scaled, sample by sample.   [B, P] each"""
+    guess, target = _guess(model, batch)
+    return {"predicted": guess.float(), "true": target.to(torch.float32)}

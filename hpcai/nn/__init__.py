@@ -1,0 +1,5 @@
+"""Layers that two or more models use, for one process."""
+
+from hpcai.lazy import lazy
+
+__getattr__, __all__ = lazy(__name__, {"Conv3d": ".conv"})

@@ -1,0 +1,1 @@
+"""Parallel forms: functions that take a built model and a mesh."""

@@ -1,0 +1,151 @@
+"""Settings that every app shares: mesh, step, training, checkpoints, reports. No torch here."""
+
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from hpcai.config import Settings
+
+Positive = Annotated[int, Field(ge=1)]
+
+
+class MeshConfig(Settings):
+    """Named axes of the processes. Their product is the number of processes; an axis of size 1 is unused."""
+
+    replicate: Annotated[int, Field(ge=-1)] = -1
+    """copies of the model, each with its own samples; -1: every process that the other axes leave"""
+    axial: Positive = 1
+    """cut along an axis of an alignment or a pair matrix (dynamic axial parallelism)"""
+    depth: Positive = 1
+    """cut of a volume along its depth"""
+    tensor: Positive = 1
+    """cut of weight matrices"""
+    pipeline: Positive = 1
+    """cut of a model into stages"""
+    expert: Positive = 1
+    """cut of the experts of a mixture"""
+    context: Positive = 1
+    """cut of a sequence"""
+    evaluate: Positive = 1
+    """processes that only evaluate"""
+
+    @model_validator(mode="after")
+    def _replicate_is_a_size(self) -> Self:
+        if self.replicate == 0:
+            raise ValueError("replicate is 0; expected a number of copies, or -1 for every process that the other axes leave")
+        return self
+
+
+class ScheduleConfig(Settings):
+    """Learning rate as a pure function of the global optimizer step. Lengths are in epochs."""
+
+    warmup: Annotated[float, Field(ge=0)] = 0.0
+    """epochs of linear warm-up from `start` to the learning rate"""
+    start: Annotated[float, Field(ge=0)] = 0.0
+    """learning rate at the first step of the warm-up"""
+    decay: Literal["none", "steps", "linear", "cosine"] = "none"
+    """after the warm-up: constant; the factors `decay_to` from the epochs `decay_at`; or a slope to `floor` at the last step"""
+    decay_at: tuple[Annotated[float, Field(ge=0)], ...] = ()
+    """epochs at which a factor begins"""
+    decay_to: tuple[Annotated[float, Field(ge=0)], ...] = ()
+    """factors of the learning rate, one per entry of `decay_at`"""
+    boundary: Literal["at", "after"] = "at"
+    """a factor begins in the epoch named (0-based), or in the one after it (the MLPerf HPC CosmoFlow reference)"""
+    per: Literal["step", "epoch"] = "step"
+    """change the rate at every step, or hold it for a whole epoch (both CosmoFlow codes)"""
+    floor: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """last factor of a linear or cosine decay"""
+
+    @model_validator(mode="after")
+    def _steps_fit(self) -> Self:
+        if len(self.decay_at) != len(self.decay_to):
+            raise ValueError(
+                f"decay_at has {len(self.decay_at)} entries and decay_to {len(self.decay_to)}; give one factor per epoch"
+            )
+        if list(self.decay_at) != sorted(self.decay_at):
+            raise ValueError(f"decay_at {list(self.decay_at)} must rise")
+        if (self.decay == "steps") != bool(self.decay_at):
+            raise ValueError("decay: steps needs decay_at and decay_to, and they need decay: steps")
+        return self
+
+
+class StepConfig(Settings):
+    """One optimizer step: precision, gradients, optimizer, learning rate."""
+
+    precision: Literal["fp32", "bf16", "fp64"] = "fp32"
+    """bf16: autocast, weights and optimizer stay fp32"""
+    accumulate: Positive = 1
+    """micro-batches per step and process"""
+    clip: Annotated[float, Field(gt=0)] | None = None
+    """largest L2 norm of the whole gradient"""
+    bucket_mb: Annotated[float, Field(gt=0)] = 25.0
+    """size of the gradient buckets that are summed while the backward pass goes on, MB"""
+    optimizer: Literal["sgd", "adamw"] = "adamw"
+    """sgd: momentum; adamw: decoupled weight decay"""
+    lr: Annotated[float, Field(gt=0)] = 1e-3
+    """peak learning rate"""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """sgd"""
+    lr_in_momentum: bool = True
+    """sgd: v = momentum*v + lr*g, p -= v (Keras and the MLPerf codes), not v = momentum*v + g, p -= lr*v (torch)"""
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
+    """adamw"""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """adamw"""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """sgd: added to the gradient as weight_decay*w (Keras l2 = weight_decay/2); adamw: decoupled"""
+    decay_names: tuple[str, ...] = ("*.weight",)
+    """parameters that decay, as shell patterns of their names"""
+    average: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """decay of an exponential moving average of the weights, which is then what is evaluated and saved for people"""
+    schedule: ScheduleConfig = ScheduleConfig()
+
+
+class TrainConfig(Settings):
+    """How long, how often, how good."""
+
+    steps: Positive | None = None
+    """optimizer steps in all"""
+    epochs: Positive | None = None
+    """passes over the training samples in all"""
+    evaluate_every: Positive = 1
+    """epochs between evaluations; the last step is always evaluated"""
+    report_every: Positive = 10
+    """steps between reports of the loss"""
+    metric: str | None = None
+    """name of the evaluated metric that is compared with `target`"""
+    target: float | None = None
+    """stop when the metric is this good"""
+    better: Literal["lower", "higher"] = "lower"
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """of the weights, the order of the samples and the dropout"""
+
+    @model_validator(mode="after")
+    def _one_length(self) -> Self:
+        if self.steps is not None and self.epochs is not None:
+            raise ValueError(f"steps {self.steps} and epochs {self.epochs} are both given; give one, the other null")
+        if self.target is not None and self.metric is None:
+            raise ValueError(f"target {self.target:g} needs metric: the name of what is compared with it")
+        return self
+
+
+class CheckpointConfig(Settings):
+    """Files to resume from, below `report.directory`/checkpoints."""
+
+    every_steps: Positive | None = None
+    """steps between checkpoints; null: at the end of every epoch"""
+    keep: Positive = 2
+    """newest checkpoints that are kept"""
+    resume: Literal["auto", "never"] = "auto"
+    """auto: go on from the newest whole checkpoint of the run's directory, if there is one"""
+
+
+class ReportConfig(Settings):
+    """Where the numbers go. metrics.jsonl and settings.yaml are always written into the directory."""
+
+    directory: Path | None = None
+    """the run's directory; null: nothing is written"""
+    sinks: tuple[Literal["terminal", "tensorboard", "mlperf"], ...] = ("terminal",)
+    benchmark: str | None = None
+    """name of the MLPerf HPC benchmark in mlperf.log"""

@@ -1,0 +1,294 @@
+"""Checkpoints to resume from: whole or not there.
+
+A checkpoint is a folder ``step-00000120`` of tensors (torch.distributed.checkpoint), an index of them and the state of the
+run as JSON, and a manifest with the size and SHA-256 of each file. It is written as ``.step-00000120.partial``, flushed, and
+renamed once the manifest is there; only then are old ones removed. Nothing in it is a pickle.
+"""
+
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from hpcai.dist.collect import agree, gather_objects
+from hpcai.dist.mesh import Mesh
+from hpcai.errors import CheckpointError
+from hpcai.settings import CheckpointConfig
+from hpcai.train import rng
+from hpcai.train.step import Step
+
+T = TypeVar("T")
+_INDEX, _RUN, _MANIFEST, _FORMAT = "index.json", "run.json", "manifest.json", 1
+_NAME = re.compile(r"step-(\d{8,})")
+
+
+@dataclass
+class Progress:
+    """Where a run stands. ``sample`` is the position in the order of ``epoch``, counted over all copies of the model."""
+
+    step: int = 0
+    epoch: int = 0
+    sample: int = 0
+    seen: int = 0
+    seconds: float = 0.0
+    ended: str = ""
+
+
+class Checkpoints:
+    """The checkpoints of one run, below ``directory``. All processes call each method together.
+
+    ``settings`` are those of the run, kept inside; resuming with other ``frozen`` sections of them (the model) is refused.
+    """
+
+    def __init__(
+        self, directory: str | Path, cfg: CheckpointConfig, mesh: Mesh, settings: dict[str, Any] | None = None,
+        frozen: tuple[str, ...] = ("model",),
+    ) -> None:  # fmt: skip
+        self.directory, self.cfg, self.mesh = Path(directory), cfg, mesh
+        self.settings, self.frozen = settings or {}, frozen
+        self.notes: list[str] = []
+
+    def save(self, step: Step, progress: Progress) -> tuple[Path, float, int]:
+        """Write a checkpoint -> its path, seconds, bytes. On CheckpointError nothing has changed and older ones are whole."""
+        began = time.perf_counter()
+        final = self.directory / f"step-{progress.step:08d}"
+        partial = self.directory / f".{final.name}.partial"
+        self._together(f"{final} cannot be written", lambda: self._clear(partial), first_only=True)
+        state = _tensors(step, self.mesh.rank)
+        own: dict[str, dict[str, Any]] = {}
+
+        def write() -> None:
+            _quietly(lambda: dcp.save(state, storage_writer=_Writer(partial), no_dist=self.mesh.world == 1))
+            for file in partial.glob(f"__{self.mesh.rank}_*.distcp"):
+                own[file.name] = _seal(file)
+
+        self._together(f"{final} cannot be written", write, clean=partial)
+        files = {name: entry for part in gather_objects(own, self.mesh.everyone) for name, entry in part.items()}
+        self._together(
+            f"{final} cannot be written", lambda: self._commit(partial, final, files, progress), clean=partial, first_only=True
+        )
+        return final, time.perf_counter() - began, sum(entry["bytes"] for entry in files.values())
+
+    def _commit(self, partial: Path, final: Path, files: dict[str, dict[str, Any]], progress: Progress) -> None:
+        run = {"format": _FORMAT, "world": self.mesh.world, "progress": asdict(progress), "settings": self.settings}
+        _write(partial / _RUN, json.dumps(run, indent=1))
+        files = files | {name: _seal(partial / name) for name in (_INDEX, _RUN)}
+        _write(partial / _MANIFEST, json.dumps({"format": _FORMAT, "files": files}, indent=1))
+        _sync(partial)
+        if final.exists():  # a damaged one of the same step, which resume passed over
+            shutil.rmtree(final)
+        partial.rename(final)
+        _sync(self.directory)
+        for old in self.found()[: -self.cfg.keep]:
+            shutil.rmtree(old, ignore_errors=True)
+
+    def found(self) -> list[Path]:
+        """Complete-looking checkpoints, oldest first."""
+        folders = self.directory.glob("step-*") if self.directory.is_dir() else ()
+        return sorted((p for p in folders if _NAME.fullmatch(p.name)), key=lambda p: int(p.name[5:]))
+
+    def resume(self, step: Step) -> Progress | None:
+        """Load the newest whole checkpoint into ``step``; None when there is none. Damaged ones are named in ``notes``."""
+        if self.cfg.resume == "never":
+            if agree(bool(self.found()), self.mesh.everyone):
+                raise CheckpointError(
+                    f"{self.directory} holds checkpoints of an earlier run, and checkpoint.resume is never; "
+                    "choose another report.directory, remove them, or set checkpoint.resume=auto"
+                )
+            return None
+        if self.mesh.is_first and self.directory.is_dir():
+            self.notes += [f"{p.name} was not finished and is ignored" for p in self.directory.glob(".step-*.partial")]
+        for path in reversed(agree(self.found(), self.mesh.everyone)):
+            damage = next((text for text in gather_objects(self._damage(path), self.mesh.everyone) if text), None)
+            if damage:
+                self.notes.append(f"{path.name} is passed over: {damage}")
+                continue
+            return self._load(path, step)
+        return None
+
+    def _damage(self, path: Path) -> str | None:
+        """What is wrong with the files of ``path``; each process looks at its share of them."""
+        try:
+            files = json.loads((path / _MANIFEST).read_text())["files"]
+        except (OSError, ValueError, KeyError, TypeError) as problem:
+            return f"{_MANIFEST} cannot be read ({type(problem).__name__})"
+        for name in sorted(files)[self.mesh.rank :: self.mesh.world]:
+            file = path / name
+            if not file.is_file():
+                return f"{name} is missing"
+            if _seal(file) != files[name]:
+                return f"{name} has changed since it was written (size or SHA-256)"
+        return None
+
+    def _load(self, path: Path, step: Step) -> Progress:
+        run = json.loads((path / _RUN).read_text())
+        for section in self.frozen:
+            before, now = run["settings"].get(section), self.settings.get(section)
+            if before != now:
+                changes = ", ".join(_changes(before, now, section))
+                raise CheckpointError(
+                    f"{path}: the run was started with other settings ({changes}); keep them or choose another report.directory"
+                )
+        index = json.loads((path / _INDEX).read_text())["tensors"]
+        state = _tensors(step, self.mesh.rank)
+        for key, entry in index.items():
+            kind, _, rest = key.partition("/")
+            if kind == "optimizer" and key not in state:
+                parameter, _, what = rest.rpartition(".")
+                size, dtype = torch.Size(entry["size"]), getattr(torch, entry["dtype"])
+                state[key] = step.optimizer.allocate(what, parameter, size, dtype)
+        anew = {
+            key: state.pop(key)
+            for key in list(state)
+            if key.startswith("rng/") and (run["world"] != self.mesh.world or key not in index)
+        }
+        missing = sorted(set(state) - set(index))
+        if missing:
+            raise CheckpointError(
+                f"{path}: holds no {missing[0]!r} (and {len(missing) - 1} more); it belongs to another model or optimizer"
+            )
+        _quietly(lambda: dcp.load(state, storage_reader=_Reader(path), no_dist=self.mesh.world == 1))
+        progress = Progress(**run["progress"])
+        if anew:
+            self.notes.append(
+                f"{run['world']} processes wrote {path.name} and {self.mesh.world} read it: random numbers start anew"
+            )
+            rng.seed_all(hash((progress.step, self.mesh.rank)) % 2**63)
+        else:
+            rng.restore({key.rsplit("/", 1)[1]: t for key, t in state.items() if key.startswith(f"rng/{self.mesh.rank}/")})
+        step.count = progress.step
+        return progress
+
+    def _clear(self, partial: Path) -> None:
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        for left in partial.parent.glob(".step-*.partial"):
+            shutil.rmtree(left)
+        partial.mkdir()
+
+    def _together(self, what: str, action: Callable[[], None], clean: Path | None = None, first_only: bool = False) -> None:
+        """Run ``action`` and raise CheckpointError on all processes when it failed on one."""
+        problem = ""
+        if self.mesh.is_first or not first_only:
+            try:
+                action()
+            except Exception as error:  # torch wraps the errors of all ranks in one of its own
+                problem = _reason(error)
+        problem = next((text for text in gather_objects(problem, self.mesh.everyone) if text), "")
+        if problem:
+            if clean is not None and self.mesh.is_first:
+                shutil.rmtree(clean, ignore_errors=True)
+            whole = self.found()
+            left = f"{whole[-1].name} is the newest whole checkpoint" if whole else "there is no checkpoint yet"
+            raise CheckpointError(f"{what}: {problem}; {left}")
+
+
+class _Writer(FileSystemWriter):
+    """torch's writer with an index of tensors as JSON where torch would pickle its own."""
+
+    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
+        tensors: dict[str, dict[str, Any]] = {}
+        for result in (r for part in results for r in part):
+            about, info = metadata.state_dict_metadata[result.index.fqn], result.storage_data
+            if not isinstance(about, TensorStorageMetadata):
+                raise CheckpointError(f"{result.index.fqn}: only tensors are kept in a checkpoint, found a {type(about).__name__}")
+            entry = tensors.setdefault(
+                result.index.fqn,
+                {"dtype": str(about.properties.dtype).removeprefix("torch."), "size": list(about.size), "chunks": []},
+            )
+            offsets = list(result.index.offset or [0] * len(about.size))
+            sizes = next(list(c.sizes) for c in about.chunks if list(c.offsets) == offsets)
+            entry["chunks"].append(
+                {"offsets": offsets, "sizes": sizes, "file": info.relative_path, "at": info.offset, "bytes": info.length}
+            )
+        _write(Path(self.path) / _INDEX, json.dumps({"format": _FORMAT, "tensors": tensors}))
+
+
+class _Reader(FileSystemReader):
+    """torch's reader on ``_Writer``'s index; it reads tensors with ``weights_only``."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        tensors = json.loads((Path(self.path) / _INDEX).read_text())["tensors"]
+        about: dict[str, Any] = {}
+        storage: dict[MetadataIndex, _StorageInfo] = {}
+        for name, entry in tensors.items():
+            chunks = [ChunkStorageMetadata(torch.Size(c["offsets"]), torch.Size(c["sizes"])) for c in entry["chunks"]]
+            properties = TensorProperties(dtype=getattr(torch, entry["dtype"]))
+            about[name] = TensorStorageMetadata(properties, torch.Size(entry["size"]), chunks)
+            for number, chunk in enumerate(entry["chunks"]):
+                storage[MetadataIndex(name, chunk["offsets"], number)] = _StorageInfo(chunk["file"], chunk["at"], chunk["bytes"])
+        return Metadata(state_dict_metadata=about, storage_data=storage)
+
+
+def _tensors(step: Step, rank: int) -> dict[str, Tensor]:
+    """All that resuming needs, by name, as the tensors in use."""
+    parts = {"model": step.model.state_dict(), "optimizer": step.optimizer.state(), "average": step.average.state()}
+    state = {f"{kind}/{name}": tensor for kind, part in parts.items() for name, tensor in part.items()}
+    return state | {f"rng/{rank}/{name}": tensor for name, tensor in rng.state().items()}
+
+
+def _seal(file: Path) -> dict[str, Any]:
+    with file.open("rb") as stream:
+        return {"bytes": os.fstat(stream.fileno()).st_size, "sha256": hashlib.file_digest(stream, "sha256").hexdigest()}
+
+
+def _write(path: Path, text: str) -> None:
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _quietly(action: Callable[[], T]) -> T:
+    with warnings.catch_warnings():  # torch warns of its own deprecated calls, and that one process needs no process group
+        warnings.simplefilter("ignore")
+        return action()
+
+
+def _reason(error: BaseException) -> str:
+    """The system's own words when a disk is full or a path cannot be written, from however deep."""
+    seen: list[BaseException] = (
+        [error, *getattr(error, "failures", {}).values()] if isinstance(getattr(error, "failures", None), dict) else [error]
+    )
+    chain = [e for top in seen for e in (top if isinstance(top, tuple) else (top,)) if isinstance(e, BaseException)]
+    for link in chain:
+        while link is not None:
+            if isinstance(link, OSError) and link.errno is not None:
+                free = " (no space left)" if link.errno == errno.ENOSPC else ""
+                return f"{link.strerror or link}{free if 'space' not in str(link).lower() else ''}"
+            link = link.__cause__ or link.__context__  # type: ignore[assignment]
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[-1] if text else ''}"
+
+
+def _changes(before: Any, now: Any, path: str) -> list[str]:
+    if isinstance(before, dict) and isinstance(now, dict):
+        return [text for key in sorted({*before, *now}) for text in _changes(before.get(key), now.get(key), f"{path}.{key}")]
+    return [] if before == now else [f"{path}: {before} then, {now} now"]

@@ -1,0 +1,243 @@
+"""The only loop: steps and epochs, reports, evaluation, checkpoints, and an orderly stop."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from hpcai.dist.collect import agree
+from hpcai.errors import CheckpointError, ConfigError, DataError
+from hpcai.settings import TrainConfig
+from hpcai.train.checkpoint import Progress
+from hpcai.train.evaluation import Metric, evaluate
+from hpcai.train.measure import Sums
+from hpcai.train.run import Run
+from hpcai.train.schedule import rate
+from hpcai.train.signals import StopSignals
+from hpcai.train.step import Step, samples_in
+
+REQUEUE = 85
+"""Exit code of a run that was asked to stop, saved itself and wants to be started again."""
+
+
+@dataclass
+class Report:
+    """What was measured up to ``step``. ``report["loss"]`` and the other names are means since the report before."""
+
+    step: int
+    values: dict[str, float]
+
+    def __getitem__(self, name: str) -> float:
+        return self.values[name]
+
+
+@dataclass
+class Result:
+    """How a run ended: ``finished``, ``target`` or ``signal``. Iterating gives its training reports."""
+
+    reason: str
+    progress: Progress
+    reports: list[Report] = field(default_factory=list)
+    evaluations: list[Report] = field(default_factory=list)
+
+    @property
+    def exit_code(self) -> int:
+        return REQUEUE if self.reason == "signal" else 0
+
+    def __iter__(self) -> Iterator[Report]:
+        return iter(self.reports)
+
+
+class Batches:
+    """A list of ready batches as the loop wants them: the same ones in every epoch. For notebooks."""
+
+    def __init__(self, batches: Sequence[Any]) -> None:
+        if not batches:
+            raise DataError("there is no batch to train on; give at least one")
+        self._batches = batches
+        self.size = samples_in(batches[0])
+        self.samples = sum(samples_in(batch) for batch in batches)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def epoch(self, epoch: int, first: int = 0) -> Iterator[Any]:
+        return iter(self._batches[first // self.size :])
+
+    def describe(self, epoch: int, first: int) -> str:
+        return f"batch {first // self.size}"
+
+
+def fit(
+    step: Step, data: Any, cfg: TrainConfig, *, validation: Any = None, evaluate: Metric | None = None,
+    run: Run | None = None,
+) -> Result:  # fmt: skip
+    """Train ``step`` on ``data`` (a ``Loader``, or a list of batches) until the steps or epochs of ``cfg`` are done, the target
+    is reached, or a signal asks for the end.
+
+    ``evaluate(model, batch)`` is summed over ``validation`` at the end of every ``cfg.evaluate_every`` epochs and at the end.
+    ``run`` is where reports and checkpoints go; with it, training goes on from the newest whole checkpoint.
+    """
+    if (evaluate is None) != (validation is None):
+        raise ConfigError("fit needs both evaluate and validation, or neither")
+    if cfg.target is not None and evaluate is None:
+        raise ConfigError(f"train.target is {cfg.target:g}, but nothing is evaluated; give evaluate and validation, or no target")
+    loader = data if hasattr(data, "epoch") else Batches(data)
+    return _Training(step, loader, cfg, validation, evaluate, run or Run("", None, step.mesh)).go()
+
+
+class _Training:
+    def __init__(self, step: Step, data: Any, cfg: TrainConfig, validation: Any, metric: Metric | None, run: Run) -> None:
+        self.step, self.data, self.cfg, self.mesh = step, data, cfg, step.mesh
+        self.validation, self.metric = validation, metric
+        self.run, self.reports, self.checkpoints = run, run.reports, run.checkpoints
+        self.steps = cfg.steps if cfg.steps is not None else (cfg.epochs or 1) * len(data)
+        self.rate: Callable[[int], float] = rate(step.cfg.schedule, step.cfg.lr, len(data), self.steps)
+        self.sums = Sums()
+        self.progress, self.result = Progress(), Result("finished", Progress())
+        self._reported = self._saved = 0
+        self._since: tuple[float, int] = (0.0, 0)
+
+    def go(self) -> Result:
+        resumed = self.checkpoints.resume(self.step) if self.checkpoints else None
+        self.progress = self.result.progress = resumed or self.progress
+        self._reported = self._saved = self.progress.step
+        self._start(self.progress.step if resumed else None)
+        self.step.model.train()
+        done = self.progress.ended in ("finished", "target") and self._is_over()
+        with StopSignals(self.mesh) as signals:
+            self._since = (time.perf_counter(), self.progress.seen)
+            reason = self.progress.ended if done else self._epochs(signals)
+            self.progress.ended = self.result.reason = reason
+            if done:
+                self.reports.emit("note", step=self.progress.step, text=f"this run had ended: {reason}; nothing is left to do")
+            elif self.checkpoints:
+                self._save(final=True)
+        if reason == "signal":
+            self.reports.emit("note", step=self.progress.step, text=f"stopped by {signals.received or 'a signal on another rank'}")
+        self.reports.emit(
+            "stop", **self._position(), reason=reason, seconds=self.progress.seconds, target_reached=reason == "target"
+        )
+        return self.result
+
+    def _is_over(self) -> bool:
+        return self.progress.ended == "target" or self.progress.step >= self.steps
+
+    def _epochs(self, signals: StopSignals) -> str:
+        while self.progress.step < self.steps:
+            self.reports.emit("epoch", epoch=self.progress.epoch, step=self.progress.step)
+            for batch in self.data.epoch(self.progress.epoch, self.progress.sample):
+                self._one(batch)
+                if signals.agreed():
+                    return "signal"
+                if self.progress.step >= self.steps:
+                    break
+            else:
+                self.progress.epoch, self.progress.sample = self.progress.epoch + 1, 0
+            last = self.progress.step >= self.steps
+            if (last or self.progress.epoch % self.cfg.evaluate_every == 0) and self._evaluate():
+                return "target"
+            if not last and self._save_is_due(end_of_epoch=True):
+                self._save()
+        return "finished"
+
+    def _one(self, batch: Any) -> None:
+        lr = self.rate(self.progress.step)
+        values = self.step(batch, lr)
+        self.sums.add(values, samples_in(batch))
+        self.progress.step += 1
+        self.progress.sample += self.data.size
+        self.progress.seen += self.data.size
+        if self.progress.step % self.cfg.report_every == 0:
+            self._report()
+        # The last step of an epoch is saved after its evaluation, which would otherwise be done again by whoever resumes.
+        if self.progress.sample < self.data.samples and self.progress.step < self.steps and self._save_is_due():
+            self._save()
+
+    def _save_is_due(self, end_of_epoch: bool = False) -> bool:
+        if self.checkpoints is None:
+            return False
+        every = self.checkpoints.cfg.every_steps
+        return end_of_epoch if every is None else self.progress.step % every == 0
+
+    def _report(self) -> None:
+        """One reduction, one host read; raises DivergedError before a bad number is shown or saved."""
+        if self._reported == self.progress.step:
+            return
+        self.step.check(self._samples_of)
+        values = self.sums.reduce(self.mesh["replicate"], self.mesh.device)
+        now, (then, seen) = time.perf_counter(), self._since
+        self.progress.seconds += now - then
+        speed = (self.progress.seen - seen) / max(now - then, 1e-9)
+        self._since, self._reported = (now, self.progress.seen), self.progress.step
+        self.result.reports.append(Report(self.progress.step, values))
+        self.reports.emit(
+            "train", **self._position(), seconds=self.progress.seconds, samples_per_second=speed,
+            lr=self.rate(self.progress.step - 1), **values,
+        )  # fmt: skip
+
+    def _samples_of(self, step: int) -> str:
+        """What this process read for 0-based ``step``, when it lies in the epoch that runs."""
+        first = self.progress.sample - (self.progress.step - step) * self.data.size
+        return self.data.describe(self.progress.epoch, first) if first >= 0 else "in an epoch before this one"
+
+    def _evaluate(self) -> bool:
+        """Whether the target is reached, the same on all processes."""
+        self._report()
+        if self.metric is None:
+            return False
+        began = time.perf_counter()
+        values = evaluate(self.step, self.metric, self.validation)
+        seconds = time.perf_counter() - began
+        self._since = (self._since[0] + time.perf_counter() - began, self._since[1])
+        self.result.evaluations.append(Report(self.progress.step, values))
+        self.reports.emit("evaluate", **self._position(), **{**values, "seconds": seconds})
+        if self.cfg.target is None or self.cfg.metric is None:
+            return False
+        if self.cfg.metric not in values:
+            raise ConfigError(f"train.metric is {self.cfg.metric!r}, but what is evaluated is {', '.join(values)}")
+        value = agree(values[self.cfg.metric], self.mesh.everyone)
+        reached = value <= self.cfg.target if self.cfg.better == "lower" else value >= self.cfg.target
+        if reached:
+            self.reports.emit(
+                "note", step=self.progress.step, text=f"target reached: {self.cfg.metric} {value:.6g}, asked {self.cfg.target:g}"
+            )
+        return reached
+
+    def _save(self, final: bool = False) -> None:
+        """A checkpoint that cannot be written is told and tried again at the next one; the last one must succeed."""
+        self._report()
+        if self.checkpoints is None or (self._saved == self.progress.step and not final):
+            return
+        try:
+            path, seconds, size = self.checkpoints.save(self.step, self.progress)
+        except CheckpointError as problem:
+            if final:
+                raise
+            self.reports.emit("note", step=self.progress.step, text=f"error: {problem}; training goes on")
+            return
+        self._saved = self.progress.step
+        self._since = (self._since[0] + seconds, self._since[1])
+        self.reports.emit("checkpoint", step=self.progress.step, path=str(path), seconds=seconds, bytes=size)
+
+    def _position(self) -> dict[str, Any]:
+        epoch = self.progress.epoch + self.progress.sample / (len(self.data) * self.data.size)
+        return {"step": self.progress.step, "epoch": round(epoch, 6), "samples": self.progress.seen}
+
+    def _start(self, resumed: int | None) -> None:
+        self.reports.emit(
+            "start", name=self.run.name, directory=str(self.run.directory or ""), settings=self.run.settings,
+            world=self.mesh.world, device=str(self.mesh.device), parameters=_size(self.step.model),
+            steps=self.steps, steps_per_epoch=len(self.data), epochs=self.steps / len(self.data), global_batch=self.data.size,
+            train_samples=self.data.samples, validation_samples=getattr(self.validation, "samples", 0), resumed_from=resumed,
+        )  # fmt: skip
+        for text in self.checkpoints.notes if self.checkpoints else ():
+            self.reports.emit("note", step=self.progress.step, text=text)
+        if resumed is not None:
+            self.reports.emit("note", step=self.progress.step, text=f"resumed from step {resumed}")
+
+
+def _size(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())

@@ -1,0 +1,45 @@
+"""Sums of what was measured, on the device; one reduction and one host read per report.
+
+A value is a mean over the batch, weighted by its number of samples, or a pair (sum, count). What is reported is always
+sum / count over everything that was added, on every process: never a mean of means.
+"""
+
+import torch
+from torch import Tensor
+
+from hpcai.dist.collect import gather_objects, total
+from hpcai.dist.mesh import Axis
+
+Value = Tensor | tuple[Tensor, Tensor | float]
+
+
+class Sums:
+    """``add`` on the device, ``reduce`` over ``axis`` once."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, list] = {}
+
+    def add(self, values: dict[str, Value], samples: int) -> None:
+        for name, value in values.items():
+            if isinstance(value, tuple):
+                part, count = value[0].detach(), value[1]
+            else:
+                part, count = value.detach() * samples, samples
+            entry = self._sums.setdefault(name, [0.0, 0.0])
+            entry[0] = entry[0] + part.double()
+            entry[1] = entry[1] + (count.detach().double() if isinstance(count, Tensor) else count)
+
+    def reduce(self, axis: Axis, device: torch.device, uneven: bool = False) -> dict[str, float]:
+        """Means by name over all processes of ``axis``; starts anew. Every process of the axis calls it.
+
+        ``uneven``: a process may have added nothing at all, and learns the names from the others.
+        """
+        names = sorted(set().union(*gather_objects(sorted(self._sums), axis)) if uneven else self._sums)
+        nothing = [0.0, 0.0]
+        flat = [x for name in names for x in self._sums.get(name, nothing)]
+        self._sums = {}
+        if not flat:
+            return {}
+        packed = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=device) for x in flat])
+        sums = total(packed, axis).tolist()  # the one host read
+        return {name: sums[2 * i] / sums[2 * i + 1] if sums[2 * i + 1] else float("nan") for i, name in enumerate(names)}

@@ -1,0 +1,42 @@
+"""The folder of one run: settings.yaml, metrics.jsonl, checkpoints/, and what an app leaves there for people."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from hpcai import config, log
+from hpcai.dist.mesh import Mesh
+from hpcai.train.checkpoint import Checkpoints
+
+
+class Run:
+    """Reports and checkpoints of a run with the settings ``cfg``, which has ``report`` and ``checkpoint`` sections.
+
+    Without settings, or with ``report.directory: null``, nothing is written. A context manager: the sinks are closed at its end.
+    """
+
+    def __init__(self, name: str, cfg: Any, mesh: Mesh) -> None:
+        log.setup(mesh.rank, mesh.world)
+        self.name, self.mesh = name, mesh
+        self.settings: dict[str, Any] = cfg.model_dump(mode="json") if cfg is not None else {}
+        self.directory: Path | None = cfg.report.directory if cfg is not None else None
+        self.reports = log.reports(cfg.report, mesh) if cfg is not None else log.Reports()
+        self.checkpoints: Checkpoints | None = None
+        if self.directory is not None:
+            self.keep("settings.yaml", lambda path: path.write_text(config.dump(cfg)))
+            self.checkpoints = Checkpoints(self.directory / "checkpoints", cfg.checkpoint, mesh, self.settings)
+
+    def keep(self, name: str, write: Callable[[Path], Any]) -> None:
+        """``write(path)`` a file of the run on the first process, beside its place and then renamed."""
+        if self.directory is not None and self.mesh.is_first:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            partial = self.directory / f".{name}.partial"
+            write(partial)
+            partial.replace(self.directory / name)
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.reports.close()

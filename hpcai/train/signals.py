@@ -1,0 +1,53 @@
+"""Signals of a scheduler: noted by a handler, agreed by all processes at a step boundary."""
+
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+
+from hpcai.dist.mesh import Mesh
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class StopSignals:
+    """Within the context, SIGTERM, SIGUSR1 and SIGUSR2 ask the run to stop; ``agreed()`` tells all processes in the same step.
+
+    The vote of one step is counted while the next one runs, so nobody waits for it: a sum of one integer between the hosts.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.everyone = mesh.everyone
+        self.received: str | None = None
+        self._vote: tuple[torch.Tensor, Any] | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> "StopSignals":
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._vote is not None and kind is None:
+            self._vote[1].wait()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.received = signal.Signals(number).name
+
+    def agreed(self) -> bool:
+        """Whether any process had been asked to stop by the last call, the same answer on every process."""
+        if self.everyone.size == 1:
+            return self.received is not None
+        stop = False
+        if self._vote is not None:
+            votes, work = self._vote
+            work.wait()
+            stop = bool(votes.item())  # a tensor of the host: no device is waited for
+        votes = torch.tensor([int(self.received is not None)], dtype=torch.int32)
+        self._vote = votes, torch_dist.all_reduce(votes, group=self.everyone.group, async_op=True)
+        return stop

@@ -1,0 +1,145 @@
+"""One optimizer step: forward and backward over its micro-batches, gradient sums, clipping, guard, update.
+
+Nothing in a step reads a number from the device: the host runs ahead, and a guard on the device keeps a NaN out of the weights.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hpcai.dist.collect import gather_objects, least
+from hpcai.dist.mesh import Mesh
+from hpcai.errors import ConfigError, DataError, DivergedError
+from hpcai.parallel.replicate import GradientSums
+from hpcai.settings import StepConfig
+from hpcai.train.average import Average
+from hpcai.train.measure import Value
+from hpcai.train.optim import Optimizer
+
+Loss = Callable[[nn.Module, Any], dict[str, Value]]
+_NEVER = 2**62
+
+
+class Step:
+    """``step(batch, lr)`` -> what the loss measured on this process's part of the batch, as device tensors.
+
+    ``loss(model, batch)`` is pure and returns ``{"loss": mean over the batch, name: ...}``; a batch is a tensor, tuple, named
+    tuple or dict whose tensors share their first dim: the samples of this process. The gradient is that of the mean over the
+    global batch: over micro-batches and copies of the model. ``forward_backward`` is one act and may be replaced as one.
+    """
+
+    def __init__(self, model: nn.Module, loss: Loss, cfg: StepConfig, mesh: Mesh) -> None:
+        self.cfg, self.loss, self.mesh = cfg, loss, mesh
+        self.model = model.to(mesh.device, torch.float64 if cfg.precision == "fp64" else None)
+        self.sums = GradientSums(self.model, mesh, cfg.bucket_mb)
+        self.optimizer = Optimizer(self.model, cfg)
+        self.average = Average(self.model, cfg.average)
+        self.forward_backward: Callable[[nn.Module, Any], dict[str, Value]] = self._forward_backward
+        self.count = 0
+        self._share = 1.0 / (cfg.accumulate * mesh["replicate"].size)
+        self._skip = torch.zeros((), device=mesh.device)
+        self._first_bad = torch.full((2,), _NEVER, dtype=torch.int64, device=mesh.device)  # any process's gradient, own loss
+
+    def __call__(self, batch: Any, lr: float | None = None) -> dict[str, Value]:
+        self.sums.zero()
+        values = self.forward_backward(self.model, batch)
+        self.sums.finish()
+        self._update(values, self.cfg.lr if lr is None else lr)
+        self.count += 1
+        return values
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self.mesh.device.type, torch.bfloat16, enabled=self.cfg.precision == "bf16")
+
+    def _forward_backward(self, model: nn.Module, batch: Any) -> dict[str, Value]:
+        parts = split(batch, self.cfg.accumulate)
+        every: list[dict[str, Value]] = []
+        for part in parts:
+            self.sums.last = part is parts[-1]
+            with self.autocast():
+                values = self.loss(model, part)
+            head = values.get("loss")
+            if not isinstance(head, Tensor):
+                raise ConfigError(f"the loss function returned {sorted(values)}; expected a scalar tensor named 'loss' among them")
+            (head * self._share).backward()
+            every.append({name: _detach(value) for name, value in values.items()})
+        return _mean(every)
+
+    @torch.no_grad()
+    def _update(self, values: dict[str, Value], lr: float) -> None:
+        gradients = [p.grad for p in self.sums.parameters if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if self.cfg.clip is not None:
+            torch.nn.utils.clip_grads_with_norm_(self.sums.parameters, self.cfg.clip, norm)
+        own = values["loss"][0] if isinstance(values["loss"], tuple) else values["loss"]
+        # Gradients are summed over the copies, so a NaN anywhere reaches all of them in the same step. From then on the weights
+        # stay those of the last good step.
+        bad = ~torch.stack((norm.isfinite(), own.isfinite().reshape(())))
+        self._first_bad = torch.minimum(self._first_bad, torch.where(bad, self.count, _NEVER))
+        self._skip = (self._first_bad[0] < _NEVER).to(self._skip.dtype)
+        self.optimizer.step(lr, self._skip)
+        self.average.update()
+
+    def check(self, samples: Callable[[int], str] | None = None) -> None:
+        """Raise DivergedError on every process when a loss or a gradient was not finite. Reads the device: between steps only.
+
+        ``samples(step)`` names what this process read for a step.
+        """
+        first = int(least(self._first_bad.amin(), self.mesh.everyone).item())
+        if first == _NEVER:
+            return
+        bad, own = self._first_bad.tolist()
+        seen = gather_objects((bad, own, samples(own) if samples and own == first else ""), self.mesh.everyone)
+        ranks = [(rank, s[2]) for rank, s in enumerate(seen) if s[1] == first]
+        what = "the loss" if ranks else "the gradient"
+        where = " and ".join(f"rank {rank}" + (f" ({text})" if text else "") for rank, text in ranks) or "all ranks"
+        raise DivergedError(
+            f"step {first + 1}: {what} is not finite on {where}; weights stay those of step {first} and nothing was saved since; "
+            f"look at these samples, or lower step.lr (now {self.cfg.lr:g}), lengthen step.schedule.warmup or set step.clip"
+        )
+
+
+def split(batch: Any, parts: int) -> list[Any]:
+    """``parts`` equal pieces of every tensor of ``batch`` along its first dim. Raises DataError when they are not equal."""
+    if parts == 1:
+        return [batch]
+    if isinstance(batch, Tensor):
+        if len(batch) % parts:
+            raise DataError(
+                f"a batch of {len(batch)} samples per process does not split into {parts} micro-batches (step.accumulate)"
+            )
+        return list(batch.chunk(parts))
+    if isinstance(batch, dict):
+        columns = {key: split(value, parts) for key, value in batch.items()}
+        return [{key: column[i] for key, column in columns.items()} for i in range(parts)]
+    if isinstance(batch, (tuple, list)):
+        rows = zip(*(split(value, parts) for value in batch))
+        return [type(batch)(*row) if hasattr(batch, "_fields") else type(batch)(row) for row in rows]
+    raise DataError(f"a batch holds a {type(batch).__name__}; expected tensors in tuples, named tuples or dicts")
+
+
+def samples_in(batch: Any) -> int:
+    """Number of samples of a batch: the first dim of its first tensor."""
+    while not isinstance(batch, Tensor):
+        batch = next(iter(batch.values() if isinstance(batch, dict) else batch))
+    return len(batch)
+
+
+def _detach(value: Value) -> Value:
+    return (value[0].detach(), value[1]) if isinstance(value, tuple) else value.detach()
+
+
+def _mean(every: list[dict[str, Value]]) -> dict[str, Value]:
+    """Over equal micro-batches: the mean of means, the sum of pairs."""
+    if len(every) == 1:
+        return every[0]
+    merged: dict[str, Value] = {}
+    for name in every[0]:
+        column = [values[name] for values in every]
+        if isinstance(column[0], tuple):
+            merged[name] = (sum(c[0] for c in column), sum(c[1] for c in column))  # type: ignore[assignment]
+        else:
+            merged[name] = torch.stack(column).mean(0)  # type: ignore[arg-type]
+    return merged
