@@ -4,8 +4,6 @@ Li et al., "PyTorch Distributed", VLDB 2020, section 3.2: buckets in the reverse
 sum per full bucket, gradients as views of their bucket so that nothing is copied.
 """
 
-from collections.abc import Iterable
-
 import torch
 import torch.distributed as torch_dist
 from torch import Tensor, nn
@@ -53,7 +51,7 @@ class GradientSums:
     """Adds the gradients of ``model`` over ``replicate`` and over the axes that ``sum_over`` recorded.
 
     ``zero()`` before the backward passes of a step, ``last = True`` before its last one, ``finish()`` after it. The first
-    process of each axis gives all others its parameters and buffers, so that the copies start equal. Over axes of size 1
+    process along those axes gives the others its parameters, so that the copies start equal. Over axes of size 1
     there is nothing to add: gradients are then left to autograd, which keeps no buckets and no zeros.
     """
 
@@ -61,7 +59,10 @@ class GradientSums:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.last = True
         axes = {p: self._axes(p, mesh) for p in self.parameters}
-        _start_equal([*model.parameters(), *model.buffers()], mesh["replicate"])
+        for parameter in model.parameters():
+            _start_equal(parameter, self._axes(parameter, mesh))
+        for buffer in model.buffers():
+            _start_equal(buffer, (mesh["replicate"],))
         self.buckets = [_Bucket(group, axes[group[0]]) for group in _group(self.parameters, axes, bucket_mb * 1e6)]
         self._launched = 0
         for bucket in self.buckets:
@@ -126,7 +127,7 @@ def _group(parameters: list[nn.Parameter], axes: dict[nn.Parameter, tuple[Axis, 
     return closed + list(open_groups.values())
 
 
-def _start_equal(tensors: Iterable[Tensor], axis: Axis) -> None:
-    if axis.size > 1:
-        for tensor in tensors:
+def _start_equal(tensor: Tensor, axes: tuple[Axis, ...]) -> None:
+    for axis in axes:
+        if axis.size > 1:
             torch_dist.broadcast(tensor.detach(), group=axis.group, group_src=0)

@@ -5,7 +5,6 @@ run as JSON, and a manifest with the size and SHA-256 of each file. It is writte
 renamed once the manifest is there; only then are old ones removed. Nothing in it is a pickle.
 """
 
-import errno
 import hashlib
 import json
 import os
@@ -21,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -151,23 +151,19 @@ class Checkpoints:
                 )
         index = json.loads((path / _INDEX).read_text())["tensors"]
         state = _tensors(step, self.mesh.rank)
+        anew = {key: state.pop(key) for key in list(state) if key.startswith("rng/") and run["world"] != self.mesh.world}
+        missing = sorted(set(state) - set(index))
+        if missing:
+            raise CheckpointError(f"{path}: holds no {missing[0]!r} (and {len(missing) - 1} more); it belongs to another model")
         for key, entry in index.items():
             kind, _, rest = key.partition("/")
             if kind == "optimizer" and key not in state:
                 parameter, _, what = rest.rpartition(".")
-                size, dtype = torch.Size(entry["size"]), getattr(torch, entry["dtype"])
-                state[key] = step.optimizer.allocate(what, parameter, size, dtype)
-        anew = {
-            key: state.pop(key)
-            for key in list(state)
-            if key.startswith("rng/") and (run["world"] != self.mesh.world or key not in index)
-        }
-        missing = sorted(set(state) - set(index))
-        if missing:
-            raise CheckpointError(
-                f"{path}: holds no {missing[0]!r} (and {len(missing) - 1} more); it belongs to another model or optimizer"
-            )
-        _quietly(lambda: dcp.load(state, storage_reader=_Reader(path), no_dist=self.mesh.world == 1))
+                state[key] = step.optimizer.allocate(what, parameter, torch.Size(entry["size"]), getattr(torch, entry["dtype"]))
+        self._together(
+            f"{path} cannot be read",
+            lambda: _quietly(lambda: dcp.load(state, storage_reader=_Reader(path), no_dist=self.mesh.world == 1)),
+        )
         progress = Progress(**run["progress"])
         if anew:
             self.notes.append(
@@ -191,7 +187,7 @@ class Checkpoints:
         if self.mesh.is_first or not first_only:
             try:
                 action()
-            except Exception as error:  # torch wraps the errors of all ranks in one of its own
+            except (Exception, CheckpointException) as error:
                 problem = _reason(error)
         problem = next((text for text in gather_objects(problem, self.mesh.everyone) if text), "")
         if problem:
@@ -274,16 +270,13 @@ def _quietly(action: Callable[[], T]) -> T:
 
 def _reason(error: BaseException) -> str:
     """The system's own words when a disk is full or a path cannot be written, from however deep."""
-    seen: list[BaseException] = (
-        [error, *getattr(error, "failures", {}).values()] if isinstance(getattr(error, "failures", None), dict) else [error]
-    )
-    chain = [e for top in seen for e in (top if isinstance(top, tuple) else (top,)) if isinstance(e, BaseException)]
-    for link in chain:
+    # torch gathers the errors of all ranks in an exception of its own, which is no Exception.
+    for cause in (found[0] for found in error.failures.values()) if isinstance(error, CheckpointException) else (error,):
+        link: BaseException | None = cause
         while link is not None:
-            if isinstance(link, OSError) and link.errno is not None:
-                free = " (no space left)" if link.errno == errno.ENOSPC else ""
-                return f"{link.strerror or link}{free if 'space' not in str(link).lower() else ''}"
-            link = link.__cause__ or link.__context__  # type: ignore[assignment]
+            if isinstance(link, OSError) and link.strerror:
+                return link.strerror
+            link = link.__cause__ or link.__context__
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[-1] if text else ''}"
 

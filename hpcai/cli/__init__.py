@@ -1,0 +1,40 @@
+"""The `hpcai` command. A subcommand's module is imported when that subcommand runs, so that help costs nothing."""
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from hpcai import __version__
+from hpcai.errors import HpcaiError
+
+COMMANDS = {
+    "report": "RUN [--open]   draw a run's directory as one page, RUN/report.html, and its plots",
+    "bench": "NAME ...        measure one part on this machine",
+    "doctor": "[--packages]   show what this installation finds: torch, GPUs, MPI, HDF5, launcher",
+}
+
+
+def usage() -> str:
+    lines = [f"hpcai {__version__}: scientific AI training for supercomputers", "", "usage: hpcai COMMAND ...", ""]
+    lines += [f"  {name:<7} {text}" for name, text in COMMANDS.items()]
+    lines += ["", "hpcai COMMAND --help says more. An app is trained with python -m apps.NAME CONFIG.yaml key=value ..."]
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one subcommand; 0 is success, 2 a refusal whose reason is on stderr."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0
+    if words[0] == "--version":
+        print(__version__)
+        return 0
+    if words[0] not in COMMANDS:
+        print(f"hpcai: there is no command {words[0]!r}; expected one of {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    try:
+        return import_module(f"hpcai.cli.{words[0]}").main(words[1:]) or 0
+    except HpcaiError as error:
+        print(f"hpcai {words[0]}: {error}", file=sys.stderr)
+        return 2

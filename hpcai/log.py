@@ -1,0 +1,513 @@
+"""Logging that knows its rank, and the sinks that hear what a run does: terminal, JSON lines, TensorBoard, MLPerf log.
+
+The training loop says once, in plain numbers and text, what happened; every sink writes it down in its own way:
+
+========== ===========================================================================================================
+start       name, directory, settings (nested), world, device, parameters, steps (planned), steps_per_epoch, epochs,
+            global_batch, train_samples, validation_samples, resumed_from (a step, or None), nodes (optional, 1)
+epoch       epoch (from 0), step: an epoch begins, or goes on after a resume
+train       step, epoch (with its fraction), samples (so far), seconds (so far), samples_per_second, lr, loss, metrics
+evaluate    step, epoch, samples, seconds (this evaluation), metrics
+checkpoint  step, path, seconds, bytes
+note        text, step (optional)
+stop        step, epoch, samples, reason ("finished", "target", "signal", "error"), seconds, target_reached
+========== ===========================================================================================================
+
+A sink that cannot write (a full disk, a closed terminal) warns once and never ends a run.
+"""
+
+import importlib.util
+import json
+import logging
+import math
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Protocol, Self, TextIO
+
+from hpcai.errors import ConfigError, DataError, MissingExtraError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+
+logger = logging.getLogger(__name__)
+
+METRICS = "metrics.jsonl"
+SINKS = ("terminal", "jsonl", "tensorboard", "mlperf")
+
+
+# ---------------------------------------------------------------------------------------------------------- logging
+
+
+class _ToStderr(logging.Handler):
+    """Looks ``sys.stderr`` up per record: a progress bar, a notebook or a test may have put its own there."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            sys.stderr.write(self.format(record) + "\n")
+            sys.stderr.flush()
+        except Exception:                                # a closed terminal is no reason to end a run
+            self.handleError(record)
+
+
+def setup(rank: int = 0, world: int = 1) -> None:
+    """Sends INFO and above of the first rank, WARNING and above of every other, to stderr; may be called again."""
+    root = logging.getLogger()
+    for handler in [h for h in root.handlers if isinstance(h, _ToStderr)]:
+        root.removeHandler(handler)
+    handler = _ToStderr()
+    where = f" rank {rank} on {socket.gethostname()}".replace("%", "%%") if world > 1 else ""
+    handler.setFormatter(logging.Formatter(f"%(levelname)s{where}: %(message)s"))
+    handler.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    root.addHandler(handler)
+    root.setLevel(handler.level)
+
+
+# ----------------------------------------------------------------------------------------------------------- events
+
+
+class Event(NamedTuple):
+    """One thing that happened in a run; ``time`` is in seconds since 1970."""
+
+    kind: str
+    time: float
+    fields: Mapping[str, Any]
+
+
+class Sink(Protocol):
+    """Writes events down."""
+
+    def write(self, event: Event) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Reports:
+    """The one door through which a run's events leave; without sinks (every rank but the first) it is a no-op."""
+
+    def __init__(self, sinks: Sequence[Sink] = (), directory: Path | None = None) -> None:
+        self.sinks = tuple(sinks)
+        self.directory = directory
+        self._failed: set[int] = set()
+
+    def emit(self, kind: str, **fields: Any) -> None:
+        """Tells every sink that ``kind`` has happened."""
+        event = Event(kind, time.time(), fields)
+        for sink in self.sinks:
+            self._guarded(sink, partial(sink.write, event))
+
+    def close(self) -> None:
+        """Lets every sink finish its files; may be called again."""
+        sinks, self.sinks = self.sinks, ()
+        for sink in sinks:
+            self._guarded(sink, sink.close)
+
+    def _guarded(self, sink: Sink, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except OSError as error:
+            if id(sink) not in self._failed:
+                self._failed.add(id(sink))
+                logger.warning("%s cannot write (%s); the run goes on without it", type(sink).__name__, error)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class ReportSettings(Protocol):
+    """What ``reports`` reads of a run's settings."""
+
+    @property
+    def directory(self) -> Path | None: ...
+
+    @property
+    def sinks(self) -> Sequence[str]: ...
+
+    @property
+    def benchmark(self) -> str | None: ...
+
+
+class Ranks(Protocol):
+    """What ``reports`` asks of a mesh."""
+
+    @property
+    def is_first(self) -> bool: ...
+
+
+def reports(cfg: ReportSettings, mesh: Ranks) -> Reports:
+    """The sinks that ``cfg`` asks for on the first rank of ``mesh``, and none on the others.
+
+    JSON lines are always written where there is a directory. The benchmark's lines also go to stdout where no progress for
+    people does. Refusals come on every rank alike: ConfigError, or MissingExtraError where TensorBoard is not installed.
+    """
+    _check(cfg)
+    if not mesh.is_first:
+        return Reports((), cfg.directory)
+    sinks: list[Sink] = [Terminal()] if "terminal" in cfg.sinks else []
+    if cfg.directory is not None:
+        try:
+            cfg.directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"report.directory {cfg.directory} cannot be made ({error.strerror}); name another") from error
+        sinks.append(JsonLines(cfg.directory / METRICS))
+        if "tensorboard" in cfg.sinks:
+            sinks.append(TensorBoard(cfg.directory / "tensorboard"))
+        if "mlperf" in cfg.sinks:
+            from hpcai.mllog import MlperfLog
+
+            echo = None if "terminal" in cfg.sinks else sys.stdout
+            sinks.append(MlperfLog(cfg.directory / "mlperf.log", str(cfg.benchmark), echo))
+    return Reports(sinks, cfg.directory)
+
+
+def _check(cfg: ReportSettings) -> None:
+    if unknown := [name for name in cfg.sinks if name not in SINKS]:
+        raise ConfigError(f"report.sinks has {', '.join(map(repr, unknown))}, expected some of {', '.join(SINKS)}")
+    for name in ("tensorboard", "mlperf"):
+        if name in cfg.sinks and cfg.directory is None:
+            raise ConfigError(f"report.sinks has '{name}', which writes files, but report.directory is not set; set it")
+    if "tensorboard" in cfg.sinks and importlib.util.find_spec("tensorboard") is None:
+        raise MissingExtraError("report.sinks has 'tensorboard', which is not installed: pip install 'hpcai-suite[tensorboard]'")
+    if "mlperf" in cfg.sinks:
+        from hpcai.mllog import BENCHMARKS
+
+        if cfg.benchmark not in BENCHMARKS:
+            raise ConfigError(f"report.benchmark is {cfg.benchmark!r}, but the MLPerf log knows {', '.join(sorted(BENCHMARKS))}")
+
+
+# ------------------------------------------------------------------------------------------------------- JSON lines
+
+_NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def _plain(value: Any) -> Any:
+    """``value`` as strict JSON can hold it: JSON has no NaN and no infinity, so they become the texts of their names."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_plain(inner) for inner in value]
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    return _plain(value.item()) if hasattr(value, "item") else str(value)      # a scalar of numpy or torch; a path
+
+
+def _numbers(value: Any) -> Any:
+    """Undoes ``_plain`` for the numbers that JSON cannot hold."""
+    if isinstance(value, str):
+        return _NOT_FINITE.get(value, value)
+    if isinstance(value, dict):
+        return {key: _numbers(inner) for key, inner in value.items()}
+    return [_numbers(inner) for inner in value] if isinstance(value, list) else value
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The events of a ``metrics.jsonl``, in order, each with ``kind`` and ``time``; NaN and infinities are floats again.
+
+    A last line that a crash has torn is left out. Raises DataError where the file is missing or not of this kind.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}; expected the JSON lines that a run writes to its directory") from error
+    events = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            event = json.loads(line)
+            if not isinstance(event, dict) or "kind" not in event:
+                raise ValueError("not an event")
+        except ValueError as error:
+            if number == len(lines):                     # no newline after it: torn
+                break
+            raise DataError(f"{path}:{number}: {line[:60]!r} is not an event of a run; expected an object with 'kind'") from error
+        events.append(_numbers(event))
+    return events
+
+
+class Lines:
+    """A text file that grows by whole lines. On a full disk it loses lines and says so once; it takes up again when it can."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: BinaryIO = open(path, "ab", buffering=0)
+        self._size = os.fstat(self._file.fileno()).st_size
+        self._warned = False
+
+    def append(self, line: str) -> None:
+        data = line.encode() + b"\n"
+        try:
+            if self._file.write(data) != len(data):
+                raise OSError("no space for a whole line")
+            self._size += len(data)
+        except OSError as error:
+            os.ftruncate(self._file.fileno(), self._size)                      # never half a line between two others
+            if not self._warned:
+                self._warned = True
+                logger.warning("%s: %s; the run goes on, and what does not fit is lost", self.path, error.strerror or error)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def resumed(path: Path, step: int | None, later: Callable[[dict[str, Any], int], bool], prefix: str = "") -> Lines:
+    """Opens the JSON lines at ``path`` for a run that goes on from ``step``: what was written about later steps is dropped first.
+
+    Without a step the run is a new one: an older file moves aside (``metrics.1.jsonl``), nothing is lost. ``prefix`` stands
+    before the object on each line.
+    """
+    if path.exists() and step is None:
+        path.rename(next(aside for n in range(1, sys.maxsize) if not (aside := path.with_stem(f"{path.stem}.{n}")).exists()))
+    elif path.exists() and step is not None:
+        kept = []
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                if not later(json.loads(line.removeprefix(prefix)), step):
+                    kept.append(line + "\n")
+            except ValueError:                                                 # torn by the end of the earlier life
+                continue
+        new = path.with_name(path.name + ".new")
+        with open(new, "w", encoding="utf-8") as file:
+            file.writelines(kept)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, path)
+    return Lines(path)
+
+
+def _later(event: dict[str, Any], step: int) -> bool:
+    """An epoch that began at ``step`` begins again; a checkpoint, an evaluation or a report at ``step`` stays."""
+    at = event.get("resumed_from" if event.get("kind") == "start" else "step")
+    return isinstance(at, int) and (at >= step if event.get("kind") == "epoch" else at > step)
+
+
+class JsonLines:
+    """``metrics.jsonl``: one strict JSON object per event, on disk as soon as it happened."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lines: Lines | None = None
+        self._early: list[str] = []                      # before `start` nobody knows whether the run goes on or is new
+        self._start: Event | None = None
+
+    def write(self, event: Event) -> None:
+        self._early.append(json.dumps(_plain({"kind": event.kind, "time": event.time, **event.fields}), allow_nan=False))
+        if event.kind == "start" and self._start is None:
+            self._start = event
+        if self._start is not None:
+            self._flush(self._start.fields.get("resumed_from"))
+
+    def _flush(self, step: int | None) -> None:
+        if self._lines is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._lines = resumed(self.path, step, _later)
+        for line in self._early:
+            self._lines.append(line)
+        self._early.clear()
+
+    def close(self) -> None:
+        if self._early:
+            self._flush(None)
+        if self._lines is not None:
+            self._lines.close()
+
+
+# --------------------------------------------------------------------------------------------------------- terminal
+
+
+def duration(seconds: float) -> str:
+    """``seconds`` as h:mm:ss."""
+    if not math.isfinite(seconds):
+        return "?"
+    whole = round(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
+
+
+def size(count: float) -> str:
+    """A number of bytes in decimal units, as disks and networks are sold."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.4g} TB"
+
+
+def number(value: Any) -> str:
+    """A metric for people: four digits that mean something."""
+    return f"{value:.4g}" if isinstance(value, (int, float)) else str(value)
+
+
+def per_second(rate: float) -> str:
+    """Samples per second: whole ones where there are many."""
+    return f"{rate:,.0f} samples/s" if rate >= 100 else f"{rate:.3g} samples/s"
+
+
+_NOT_METRICS = {"step", "epoch", "samples", "seconds", "samples_per_second", "lr"}
+
+
+def metrics(fields: Mapping[str, Any]) -> dict[str, float]:
+    """The loss and the metrics among the fields of a `train` or `evaluate` event."""
+    return {name: value for name, value in fields.items()
+            if name not in _NOT_METRICS and isinstance(value, (int, float)) and not isinstance(value, bool)}
+
+
+class Terminal:
+    """Progress for people: a bar on a terminal, one plain line per event in a job log or a notebook."""
+
+    def __init__(self, stream: TextIO | None = None, console: "Console | None" = None) -> None:
+        self._stream = stream or sys.stdout
+        if console is None and self._stream.isatty():
+            from rich.console import Console
+
+            console = Console(file=self._stream)
+        self._console = console if console and console.is_terminal and not console.is_jupyter else None
+        self._bar: Progress | None = None
+        self._steps = self._batch = 0
+        self._first: tuple[float, int] | None = None     # time and step of this life's first report: the ETA counts from it
+        self._evaluation = ""
+
+    def write(self, event: Event) -> None:
+        if event.kind == "start":
+            self._steps, self._first = int(event.fields.get("steps") or 0), None
+            self._batch = int(event.fields.get("global_batch") or 0)
+        line = getattr(self, f"_{event.kind}", lambda event: "")(event)
+        if self._console is None:
+            if line:
+                self._stream.write(line + "\n")
+                self._stream.flush()
+            return
+        if event.kind in ("start", "train"):
+            self._advance(event)
+        if event.kind == "stop":
+            self.close()
+        if line and event.kind not in ("train", "checkpoint"):
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _advance(self, event: Event) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn
+        from rich.table import Column
+
+        if self._bar is None:
+            text = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis"))
+            self._bar = Progress(BarColumn(24), text, console=self._console, transient=True, refresh_per_second=4)
+            self._bar.add_task("", total=self._steps or None)
+            self._bar.start()
+        words = ["waiting for the first step"] if event.kind == "start" else [*self._numbers(event), self._evaluation]
+        done = event.fields.get("step", event.fields.get("resumed_from")) or 0
+        self._bar.update(self._bar.task_ids[0], completed=done, description="  ".join(words))
+
+    def _at(self, fields: Mapping[str, Any]) -> str:
+        return f"step {fields.get('step', 0)}/{self._steps}" if self._steps else f"step {fields.get('step', 0)}"
+
+    def _numbers(self, event: Event) -> list[str]:
+        fields = event.fields
+        words = [self._at(fields)]
+        if "epoch" in fields:
+            words.append(f"epoch {round(fields['epoch'], 2):g}")
+        words += [f"{name} {number(value)}" for name, value in metrics(fields).items()]
+        if "lr" in fields:
+            words.append(f"lr {fields['lr']:.1e}")
+        if rate := fields.get("samples_per_second"):
+            words.append(per_second(rate))
+        if (left := self._left(event)) is not None:
+            words.append(f"ETA {duration(left)}")
+        return words
+
+    def _left(self, event: Event) -> float | None:
+        """Seconds to the last planned step; from the second report on evaluations and checkpoints are in it."""
+        step = int(event.fields.get("step", 0))
+        if event.kind != "train" or not self._steps:
+            return None
+        if self._first is None:
+            self._first = (event.time, step)
+        since, first = self._first
+        if step > first:
+            return (event.time - since) / (step - first) * (self._steps - step)
+        rate = event.fields.get("samples_per_second") or 0
+        return self._batch * (self._steps - step) / rate if rate > 0 and self._batch else None
+
+    def _start(self, event: Event) -> str:
+        get = event.fields.get
+        words = [f"{get('name', 'run')}:"]
+        words += [f"{get('parameters'):,} parameters"] if get("parameters") else []
+        words += [f"{get('world', 1)} x {get('device')}"] if get("device") else []
+        words += [f"{self._steps:,} steps"] if self._steps else []
+        words += [f"{get('epochs')} epochs of {get('steps_per_epoch')}"] if get("epochs") and get("steps_per_epoch") else []
+        words += [f"global batch {get('global_batch')}"] if get("global_batch") else []
+        words += [f"resumed from step {get('resumed_from')}"] if get("resumed_from") is not None else []
+        return words[0] + " " + ", ".join(words[1:]) + (f" -> {get('directory')}" if get("directory") else "")
+
+    def _train(self, event: Event) -> str:
+        return "  ".join(self._numbers(event))
+
+    def _evaluate(self, event: Event) -> str:
+        found = "  ".join(f"{name} {number(value)}" for name, value in metrics(event.fields).items())
+        self._evaluation = f"[evaluated: {found}]"
+        head = f"evaluation at {self._at(event.fields)}"
+        epoch = f"epoch {round(event.fields['epoch'], 2):g}" if "epoch" in event.fields else ""
+        return "  ".join(word for word in (head, epoch, found, f"{event.fields.get('seconds', math.nan):.1f} s") if word)
+
+    def _checkpoint(self, event: Event) -> str:
+        get = event.fields.get
+        return f"checkpoint at {self._at(event.fields)}  {size(get('bytes') or 0)} in {get('seconds') or 0:.2f} s  {get('path')}"
+
+    def _note(self, event: Event) -> str:
+        where = f" at {self._at(event.fields)}" if event.fields.get("step") is not None else ""
+        return f"note{where}: {event.fields.get('text', '')}"
+
+    def _stop(self, event: Event) -> str:
+        get = event.fields.get
+        end = {"finished": "finished", "target": "target reached", "signal": "stopped by a signal", "error": "stopped by an error"}
+        reached = ", target reached" if get("target_reached") and get("reason") != "target" else ""
+        return (f"{end.get(str(get('reason')), get('reason'))}{reached} at {self._at(event.fields)} after "
+                f"{duration(get('seconds') or 0)}, {get('samples') or 0:,} samples")
+
+
+# ------------------------------------------------------------------------------------------------------ TensorBoard
+
+
+class TensorBoard:
+    """Scalars ``train/*`` and ``evaluate/*``, by TensorBoard's own event writer, which needs neither torch nor TensorFlow."""
+
+    def __init__(self, directory: Path) -> None:
+        try:
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        except ImportError as error:
+            raise MissingExtraError("TensorBoard is not installed: pip install 'hpcai-suite[tensorboard]'") from error
+        self._writer = EventFileWriter(str(directory))
+
+    def write(self, event: Event) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event as Record
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        step = event.fields.get("step")
+        if event.kind == "start" and (since := event.fields.get("resumed_from")) is not None:
+            # TensorBoard hides what earlier files say about this step and later ones
+            self._writer.add_event(Record(wall_time=event.time, step=since + 1, session_log=SessionLog(status=SessionLog.START)))
+        elif event.kind in ("train", "evaluate") and step is not None:
+            names = metrics(event.fields) | {name: event.fields[name] for name in ("lr", "samples_per_second", "epoch")
+                                             if event.kind == "train" and name in event.fields}
+            values = [Summary.Value(tag=f"{event.kind}/{name}", simple_value=value) for name, value in names.items()]
+            self._writer.add_event(Record(wall_time=event.time, step=step, summary=Summary(value=values)))
+            if event.kind == "evaluate":
+                self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()

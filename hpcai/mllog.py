@@ -1,0 +1,187 @@
+"""The MLPerf log: ``:::MLLOG {...}`` lines, as the compliance checker of MLPerf HPC 3.0 wants them.
+
+The training loop knows nothing of it. A benchmark is a table below: which setting, found by its dotted path in the `start`
+event, is logged under which key, and which metric of an `evaluate` event is the benchmark's own. Keys and rules: the files
+``hpc_3.0.0/*.yaml`` of mlcommons/logging, and the rules of mlcommons/training_policies.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+from hpcai.errors import ConfigError
+from hpcai.log import Event, Lines, resumed
+
+PREFIX = ":::MLLOG "
+REQUIRED = object()
+
+
+class Row(NamedTuple):
+    """An MLLOG key, the setting that holds its value (or how settings give it), and the value where the run has no such setting."""
+
+    key: str
+    setting: str | Callable[[Callable[[str], Any]], Any]
+    otherwise: Any = REQUIRED
+
+
+class Benchmark(NamedTuple):
+    """What one benchmark logs beside the common lines."""
+
+    rows: tuple[Row, ...]
+    metric: str                                          # of an `evaluate` event
+    metric_key: str
+
+
+SUBMISSION = (
+    Row("submission_org", "report.submission.org", "reference"),
+    Row("submission_division", "report.submission.division", "closed"),
+    Row("submission_status", "report.submission.status", "onprem"),
+    Row("submission_platform", "report.submission.platform", None),            # None: the world and the device of the run
+)
+
+
+def _first_rate(setting: Callable[[str], Any]) -> float:
+    """MLPerf's base rate is where the warm-up starts; base x factor is the peak."""
+    start = setting("step.schedule.start")
+    return start if start and setting("step.schedule.warmup") else setting("step.lr")
+
+
+def _rise(setting: Callable[[str], Any]) -> float:
+    return setting("step.lr") / _first_rate(setting)
+
+
+BENCHMARKS = {
+    "cosmoflow": Benchmark(
+        rows=(
+            Row("seed", "train.seed"),
+            Row("opt_name", "step.optimizer"),
+            Row("opt_base_learning_rate", _first_rate),
+            Row("opt_learning_rate_warmup_epochs", "step.schedule.warmup"),
+            Row("opt_learning_rate_warmup_factor", _rise),
+            Row("opt_learning_rate_decay_boundary_epochs", "step.schedule.decay_at"),
+            Row("opt_learning_rate_decay_factor", "step.schedule.decay_to"),
+            Row("opt_weight_decay", "step.weight_decay"),
+            Row("dropout", "model.dropout"),
+            Row("target_quality", "train.target", None),
+        ),
+        metric="mae",
+        metric_key="eval_error",
+    ),
+}
+
+
+def value_of(row: Row, settings: Mapping[str, Any]) -> Any:
+    """The value that ``row`` logs for a run with ``settings``; ConfigError where it is required and missing."""
+
+    def setting(path: str) -> Any:
+        found: Any = settings
+        for name in path.split("."):
+            found = found.get(name) if isinstance(found, Mapping) else None
+        if found is None and row.otherwise is REQUIRED:
+            raise ConfigError(f"the MLPerf log needs the setting {path} for its key {row.key}, but this run has none; set it")
+        return row.otherwise if found is None else found
+
+    return setting(row.setting) if isinstance(row.setting, str) else row.setting(setting)
+
+
+class MlperfLog:
+    """``mlperf.log``: the lines of one run of ``benchmark``; ``echo`` gets them too.
+
+    Epochs count from 1. A run is a success when it reached its target, and aborted otherwise.
+    """
+
+    def __init__(self, path: Path, benchmark: str, echo: TextIO | None = None) -> None:
+        self.path = path
+        self.benchmark = BENCHMARKS[benchmark]
+        self.name = benchmark
+        self.echo = echo
+        self._lines: Lines | None = None
+        self._began: float | None = None                 # time of the first event of any kind: the program is up
+        self._per_epoch = 1
+        self._open = 0                                   # the epoch that has started and not stopped, or 0
+
+    def write(self, event: Event) -> None:
+        self._began = self._began or event.time
+        if event.kind == "start":
+            self._start(event)
+        elif self._lines is not None and event.kind in ("epoch", "evaluate", "stop"):
+            getattr(self, f"_{event.kind}")(event)
+
+    def close(self) -> None:
+        if self._lines is not None:
+            self._lines.close()
+
+    def _line(self, time: float, kind: str, key: str, value: Any = None, **metadata: Any) -> None:
+        # NaN stays Python's NaN here: the checker reads with Python's json and compares numbers
+        record = {"namespace": "", "time_ms": round(time * 1000), "event_type": kind, "key": key, "value": value}
+        line = PREFIX + json.dumps(record | {"metadata": metadata})
+        assert self._lines is not None
+        self._lines.append(line)
+        if self.echo is not None:
+            self.echo.write(line + "\n")
+            self.echo.flush()
+
+    def _start(self, event: Event) -> None:
+        get, at = event.fields.get, event.time
+        settings = get("settings") or {}
+        values = {row.key: value_of(row, settings) for row in (*SUBMISSION, *self.benchmark.rows)}
+        self._per_epoch = max(1, int(get("steps_per_epoch") or 1))
+        goes_on = get("resumed_from") is not None and self.path.exists()
+        self._lines = resumed(self.path, get("resumed_from"), self._later, PREFIX)
+        if goes_on:                                      # one header in a run's log, however many lives the run has
+            return
+        world, nodes = int(get("world") or 1), int(get("nodes") or 1)
+        device = str(get("device") or "unknown device")
+        values["submission_platform"] = values["submission_platform"] or f"{world} x {device}"
+        values |= {
+            "submission_benchmark": self.name,
+            "number_of_nodes": nodes,
+            "accelerators_per_node": 0 if "cpu" in device.lower() else world // nodes,
+            "number_of_ranks": world,
+            "global_batch_size": get("global_batch"),
+            "train_samples": get("train_samples"),
+            "eval_samples": get("validation_samples"),
+        }
+        # False: this program drops no page cache; a job script that does so logs its own line
+        self._line(self._began or at, "POINT_IN_TIME", "cache_clear", False)
+        self._line(self._began or at, "INTERVAL_START", "init_start")
+        for key, value in values.items():
+            if value is not None:
+                self._line(at, "POINT_IN_TIME", key, value)
+        self._line(at, "INTERVAL_END", "init_stop")
+        self._line(at, "INTERVAL_START", "run_start")
+
+    def _epoch(self, event: Event) -> None:
+        self._end_epoch(event.time, event.fields["step"])
+        self._open = event.fields["epoch"] + 1
+        self._line(event.time, "INTERVAL_START", "epoch_start", epoch_num=self._open, step_num=event.fields["step"])
+
+    def _end_epoch(self, time: float, step: int) -> None:
+        if self._open:
+            self._line(time, "INTERVAL_END", "epoch_stop", epoch_num=self._open, step_num=step)
+        self._open = 0
+
+    def _evaluate(self, event: Event) -> None:
+        """An evaluation after the last step of an epoch is outside the epoch, any other one is inside."""
+        step, began = event.fields["step"], event.time - (event.fields.get("seconds") or 0)
+        where = {"epoch_num": math.ceil(step / self._per_epoch), "step_num": step}
+        if step % self._per_epoch == 0 and self._open == where["epoch_num"]:
+            self._end_epoch(began, step)
+        self._line(began, "INTERVAL_START", "eval_start", **where)
+        if (error := event.fields.get(self.benchmark.metric)) is not None:
+            self._line(event.time, "POINT_IN_TIME", self.benchmark.metric_key, error, **where)
+        self._line(event.time, "INTERVAL_END", "eval_stop", **where)
+
+    def _stop(self, event: Event) -> None:
+        self._end_epoch(event.time, event.fields["step"])
+        status = "success" if event.fields.get("target_reached") else "aborted"
+        where = {"epoch_num": math.ceil(event.fields["step"] / self._per_epoch), "step_num": event.fields["step"]}
+        self._line(event.time, "INTERVAL_END", "run_stop", status=status, **where)
+
+    def _later(self, record: dict[str, Any], step: int) -> bool:
+        """An unfinished epoch starts again, and a run that goes on has not stopped."""
+        at, epoch = (record["metadata"].get(name, 0) for name in ("step_num", "epoch_num"))
+        unfinished = record["key"] in ("epoch_start", "epoch_stop") and epoch > step // self._per_epoch
+        return at > step or unfinished or record["key"] == "run_stop"

@@ -1,0 +1,142 @@
+"""CosmoFlow against numbers that the reference implementations produced (shared/golden/cosmoflow)."""
+
+import json
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hpcai import dist, train
+from hpcai.models import cosmoflow
+from hpcai.models.cosmoflow import CosmoFlow, CosmoFlowConfig
+from hpcai.models.cosmoflow.load import from_keras
+from hpcai.train.schedule import rate
+
+GOLDEN = Path(__file__).resolve().parents[2] / ".." / "shared" / "golden" / "cosmoflow"
+pytestmark = pytest.mark.skipif(not GOLDEN.is_dir(), reason=f"no golden data at {GOLDEN}")
+
+
+def hashed(count: int, salt: str) -> np.ndarray:
+    """The hash numbers of the golden data, in [0, 1): 32-bit arithmetic on the index and the CRC of ``salt``."""
+    mask = np.uint64(0xFFFFFFFF)
+    z = (np.arange(count, dtype=np.uint64) * np.uint64(2654435761) + np.uint64(zlib.crc32(salt.encode()) * 40503)) & mask
+    for _ in range(2):
+        z ^= z >> np.uint64(16)
+        z = (z * np.uint64(0x45D9F3B)) & mask
+    z ^= z >> np.uint64(16)
+    return z.astype(np.float64) / 2.0**32
+
+
+def universes(size: int, count: int) -> torch.Tensor:
+    """Counts [B, D, H, W, C] of the golden cases."""
+    cubes = [np.floor(-3 * np.log(1 - hashed(size**3 * 4, f"cosmo_x_{size}_{i}"))).astype(np.int16) for i in range(count)]
+    return torch.from_numpy(np.stack(cubes).reshape(count, size, size, size, 4))
+
+
+def check(model: CosmoFlow, case: dict, counts: torch.Tensor, rounding: float = 1e-6) -> None:
+    batch = cosmoflow.Batch(counts, torch.tensor(case["target"]))
+    values = cosmoflow.loss(model, batch)
+    values["loss"].backward()
+    model.eval()
+    with torch.no_grad():
+        out = model(cosmoflow.log_density(counts))
+    torch.testing.assert_close(out, torch.tensor(case["out_eval"]), atol=1e-5, rtol=0)
+    assert values["loss"].item() == pytest.approx(case["loss_mse"], rel=rounding)
+    assert values["mae"].item() == pytest.approx(case["mae"], rel=rounding)
+    assert sum(p.numel() for p in model.parameters()) == case["n_params"]
+    for name, parameter in model.named_parameters():
+        assert parameter.grad.double().norm().item() == pytest.approx(case["grad_l2"][name], rel=1e-4), name
+
+
+def test_a_reference_state_dict_gives_its_outputs_loss_gradients_and_steps() -> None:
+    case = json.loads((GOLDEN / "f8_s32_b2.json").read_text())
+    model = CosmoFlow.load(GOLDEN / "f8_s32_b2_state_dict.pt")
+    assert (model.cfg.size, model.cfg.filters, model.cfg.channels) == (32, 8, 4)
+    model.cfg = model.cfg.model_copy(update={"dropout": 0.0})
+    model.train()
+    counts = universes(32, 2)
+    stored = np.load(GOLDEN / "f8_s32_b2_input.npz")
+    assert any(np.array_equal(stored[key].reshape(counts.shape), counts) for key in stored.files), "the hash rule is not theirs"
+    check(model, case, counts)
+
+    model = CosmoFlow.load(GOLDEN / "f8_s32_b2_state_dict.pt")
+    model.cfg = model.cfg.model_copy(update={"dropout": 0.0})
+    step = train.Step(model, cosmoflow.loss, train.StepConfig(optimizer="sgd", lr=0.01, momentum=0.9), dist.alone())
+    losses = [step(cosmoflow.Batch(counts, torch.tensor(case["target"])))["loss"].item() for _ in range(3)]
+    assert losses == pytest.approx(case["sgd_lr0.01_mu0.9_losses"], rel=1e-5)
+
+
+def test_the_full_benchmark_network() -> None:
+    case = json.loads((GOLDEN / "f32_s128_b1_formula.json").read_text())
+    model = CosmoFlow(CosmoFlowConfig(dropout=0.0))
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            v = 2 * hashed(tensor.numel(), name) - 1
+            fan = tensor[0].numel() if tensor.ndim > 1 else 1
+            value = 0.1 * v if name.endswith("bias") else v * np.sqrt(3 / fan)
+            tensor.copy_(torch.from_numpy(value).reshape(tensor.shape))
+    counts = universes(128, 1)
+    # oneDNN adds channels-last products in another order: float32 rounds a little more, in both directions. In float64 the loss
+    # agrees to the last digit of the stored number.
+    check(model, case, counts, rounding=3e-6)
+    with torch.no_grad():
+        values = cosmoflow.loss(model.double(), cosmoflow.Batch(counts, torch.tensor(case["target"])))
+    assert values["loss"].item() == pytest.approx(case["loss_mse"], rel=2e-7)
+
+
+def test_seed_0_makes_the_reference_weights() -> None:
+    torch.manual_seed(0)
+    made = CosmoFlow(CosmoFlowConfig(size=32, filters=8)).state_dict()
+    reference = torch.load(GOLDEN / "f8_s32_b2_state_dict.pt", weights_only=True)
+    assert list(made) == list(reference)
+    for name, tensor in reference.items():
+        assert made[name].shape == tensor.shape, name
+        assert made[name].std().item() == pytest.approx(tensor.std().item(), rel=0.2), name  # Xavier uniform, not its random numbers
+
+
+def test_keras_weights_give_keras_outputs(tmp_path: Path) -> None:
+    stored = np.load(GOLDEN / "keras_f8_s32_weights_io.npz")
+    weights = [stored[f"w{i}"] for i in range(16)]
+    model = CosmoFlow(CosmoFlowConfig(size=32, filters=8, dropout=0.0))
+    model.load_state_dict(from_keras(weights))
+    x = next(stored[key] for key in stored.files if stored[key].dtype == np.int16)
+    with torch.no_grad():
+        out = model.eval()(cosmoflow.log_density(torch.from_numpy(x)))
+    torch.testing.assert_close(out, torch.from_numpy(stored["y"]), atol=2e-6, rtol=0)
+
+    import h5py
+
+    names = ["conv3d", *(f"conv3d_{i}" for i in range(1, 5)), "dense", "dense_1", "dense_2"]
+    for layout in ("legacy", "keras 3"):
+        path = tmp_path / f"{layout}.h5"
+        with h5py.File(path, "w") as file:
+            for i, name in enumerate(names):
+                for j, what in enumerate(("kernel:0", "bias:0")):
+                    key = f"model_weights/{name}/{name}/{what}" if layout == "legacy" else f"layers/{name}/vars/{j}"
+                    file[key] = weights[2 * i + j]
+            file["optimizer_weights/conv3d/momentum:0"] = np.zeros(3)
+        loaded = CosmoFlow.load(path)
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(loaded.state_dict()[name], tensor), (layout, name)
+
+
+SCHEDULES = {
+    "reference_default_gbs64": (1e-3, {"warmup": 4, "start": 1e-3, "decay_at": (32, 64), "decay_to": (0.25, 0.125), "boundary": "after"}),
+    "reference_default_gbs256": (4e-3, {"warmup": 4, "start": 1e-3, "decay_at": (32, 64), "decay_to": (0.25, 0.125), "boundary": "after"}),
+    "reference_default_gbs512": (8e-3, {"warmup": 4, "start": 1e-3, "decay_at": (32, 64), "decay_to": (0.25, 0.125), "boundary": "after"}),
+    "nvidia_gbs512_v3.0": (0.024, {"warmup": 6, "start": 6e-3, "decay_at": (20, 22, 23, 24), "decay_to": (0.5, 0.25, 0.125, 0.0625)}),
+    "nvidia_gbs32_weak": (4e-3, {"warmup": 2, "start": 1e-3, "decay_at": (4, 6), "decay_to": (0.25, 0.0625)}),
+    "nvidia_gbs128": (4e-3, {"warmup": 4, "start": 1e-3, "decay_at": (16, 32), "decay_to": (0.25, 0.125)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_learning_rate_of_every_epoch(name: str) -> None:
+    expected = json.loads((GOLDEN / "lr_schedules.json").read_text())[name]
+    lr, words = SCHEDULES[name]
+    steps = 7
+    at = rate(train.ScheduleConfig(decay="steps", per="epoch", **words), lr, steps, steps * len(expected))
+    for epoch, value in enumerate(expected):
+        assert [at(epoch * steps), at(epoch * steps + steps - 1)] == pytest.approx([value, value], rel=1e-12), epoch

@@ -1,0 +1,156 @@
+"""The MLPerf log of a run passes the public compliance checker of MLPerf HPC 3.0, and the checker notices what is missing."""
+
+import io
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcai.errors import ConfigError
+from hpcai.log import Event
+from hpcai.mllog import BENCHMARKS, PREFIX, MlperfLog, value_of
+
+compliance = pytest.importorskip("mlperf_logging.compliance_checker.mlp_compliance")
+
+SETTINGS: dict[str, Any] = {
+    "model": {"dropout": 0.5},
+    "step": {"optimizer": "sgd", "lr": 4e-3, "weight_decay": 0.0,
+             "schedule": {"warmup": 2.0, "start": 1e-3, "decay_at": (4.0, 6.0), "decay_to": (0.25, 0.0625)}},
+    "train": {"seed": 7, "target": 0.124, "metric": "mae"},
+}
+START = {
+    "name": "small", "settings": SETTINGS, "world": 8, "nodes": 2, "device": "NVIDIA H200", "parameters": 8907556, "steps": 8,
+    "steps_per_epoch": 2, "epochs": 4, "global_batch": 32, "train_samples": 64, "validation_samples": 16, "resumed_from": None,
+}
+
+
+def life(path: Path, errors: list[float], first: int = 0, reason: str = "target", echo: io.StringIO | None = None,
+         **start: Any) -> None:
+    """Epochs of two steps from epoch ``first`` on, one per entry of ``errors``, as the training loop tells them."""
+    log, now = MlperfLog(path, "cosmoflow", echo), 1000.0 + 100 * first
+    log.write(Event("note", now - 5, {"text": "the model is built"}))
+    log.write(Event("start", now, START | start))
+    for epoch, error in enumerate(errors, start=first):
+        step = 2 * epoch + 2
+        log.write(Event("epoch", now, {"epoch": epoch, "step": step - 2}))
+        log.write(Event("train", now + 8, {"step": step, "epoch": epoch + 1.0, "loss": 0.1}))
+        log.write(Event("evaluate", now + 10, {"step": step, "epoch": epoch + 1.0, "samples": 9, "seconds": 2.0, "mae": error}))
+        log.write(Event("checkpoint", now + 11, {"step": step, "path": "x", "seconds": 0.1, "bytes": 1}))
+        now += 12
+    log.write(Event("stop", now, {"step": step, "reason": reason, "seconds": 1.0, "target_reached": reason == "target"}))
+    log.close()
+
+
+def complies(path: Path) -> bool:
+    return compliance.main(str(path), "hpc_3.0.0/common.yaml", compliance.make_checker("hpc", "3.0.0", True, False))[0]
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line.removeprefix(PREFIX)) for line in path.read_text().splitlines()]
+
+
+def test_the_lines_of_a_run(tmp_path: Path) -> None:
+    """The whole log, by hand: keys, values, epoch numbers and times."""
+    path, echo = tmp_path / "mlperf.log", io.StringIO()
+    life(path, [0.2, 0.123], echo=echo)
+    assert echo.getvalue() == path.read_text()
+    found = records(path)
+    assert {record["key"]: record["value"] for record in found if record["event_type"] == "POINT_IN_TIME"} == {
+        "cache_clear": False, "submission_org": "reference", "submission_division": "closed", "submission_status": "onprem",
+        "submission_platform": "8 x NVIDIA H200", "submission_benchmark": "cosmoflow", "number_of_nodes": 2,
+        "accelerators_per_node": 4, "number_of_ranks": 8, "global_batch_size": 32, "train_samples": 64, "eval_samples": 16,
+        "seed": 7, "opt_name": "sgd", "opt_base_learning_rate": 1e-3, "opt_learning_rate_warmup_epochs": 2.0,
+        "opt_learning_rate_warmup_factor": 4.0, "opt_learning_rate_decay_boundary_epochs": [4.0, 6.0],
+        "opt_learning_rate_decay_factor": [0.25, 0.0625], "opt_weight_decay": 0.0, "dropout": 0.5, "target_quality": 0.124,
+        "eval_error": 0.123,
+    }
+    spans = [(r["key"], r["time_ms"], r["metadata"].get("epoch_num")) for r in found if r["event_type"] != "POINT_IN_TIME"]
+    assert spans == [
+        ("init_start", 995_000, None), ("init_stop", 1_000_000, None), ("run_start", 1_000_000, None),
+        ("epoch_start", 1_000_000, 1), ("epoch_stop", 1_008_000, 1), ("eval_start", 1_008_000, 1), ("eval_stop", 1_010_000, 1),
+        ("epoch_start", 1_012_000, 2), ("epoch_stop", 1_020_000, 2), ("eval_start", 1_020_000, 2), ("eval_stop", 1_022_000, 2),
+        ("run_stop", 1_024_000, 2),
+    ]
+    assert found[-1]["metadata"]["status"] == "success"
+
+
+def test_the_public_checker_passes(tmp_path: Path) -> None:
+    path = tmp_path / "mlperf.log"
+    life(path, [0.2, math.nan, 0.123])
+    words = ["--usage", "hpc", "--ruleset", "3.0.0", "--werror", "--log_output", str(tmp_path / "checker.log"), str(path)]
+    run = subprocess.run([sys.executable, "-m", "mlperf_logging.compliance_checker", *words], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert "closed_cosmoflow.yaml" in run.stderr and "SUCCESS" in run.stderr
+
+
+@pytest.mark.parametrize("key", [
+    "cache_clear", "init_start", "init_stop", "run_start", "run_stop", "epoch_start", "epoch_stop", "eval_error", "submission_org",
+    "submission_division", "submission_benchmark", "submission_platform", "submission_status", "train_samples", "eval_samples",
+    "number_of_nodes", "accelerators_per_node", "global_batch_size", "opt_name", "opt_base_learning_rate",
+    "opt_learning_rate_warmup_epochs", "opt_learning_rate_warmup_factor", "opt_learning_rate_decay_boundary_epochs",
+    "opt_learning_rate_decay_factor",
+])
+def test_the_checker_misses_every_key_that_is_left_out(key: str, tmp_path: Path) -> None:
+    path = tmp_path / "mlperf.log"
+    life(path, [0.2, 0.123])
+    lines = [line for line in path.read_text().splitlines() if f'"key": "{key}"' not in line]
+    assert len(lines) < len(records(path))
+    path.write_text("\n".join(lines))
+    assert not complies(path)
+
+
+def test_a_missed_target_is_aborted_and_does_not_comply(tmp_path: Path) -> None:
+    path = tmp_path / "mlperf.log"
+    life(path, [0.2, 0.125], reason="finished")
+    assert records(path)[-1]["metadata"]["status"] == "aborted"
+    assert not complies(path)
+
+
+def test_a_resumed_run_has_one_header_and_every_epoch_once(tmp_path: Path) -> None:
+    path = tmp_path / "mlperf.log"
+    life(path, [0.3, 0.25], reason="signal")
+    life(path, [0.2], first=2, reason="error", resumed_from=4)
+    life(path, [0.21, 0.12], first=2, resumed_from=4)    # the third epoch of the second life is lost
+    found = records(path)
+    assert [r["metadata"]["epoch_num"] for r in found if r["key"] == "epoch_start"] == [1, 2, 3, 4]
+    assert [r["metadata"]["epoch_num"] for r in found if r["key"] == "epoch_stop"] == [1, 2, 3, 4]
+    assert [r["value"] for r in found if r["key"] == "eval_error"] == [0.3, 0.25, 0.21, 0.12]
+    assert [r["metadata"]["status"] for r in found if r["key"] == "run_stop"] == ["success"]
+    assert complies(path)
+
+
+def test_a_run_resumed_inside_an_epoch_starts_that_epoch_again(tmp_path: Path) -> None:
+    path = tmp_path / "mlperf.log"
+    life(path, [0.3, 0.25], reason="signal")
+    log = MlperfLog(path, "cosmoflow")
+    log.write(Event("start", 2000.0, START | {"resumed_from": 3}))
+    log.write(Event("epoch", 2000.0, {"epoch": 1, "step": 3}))
+    log.close()
+    assert [(r["key"], r["metadata"]["epoch_num"]) for r in records(path) if r["key"].startswith("epoch")] == [
+        ("epoch_start", 1), ("epoch_stop", 1), ("epoch_start", 2)]
+
+
+def test_without_a_start_rate_the_base_is_the_peak(tmp_path: Path) -> None:
+    path = tmp_path / "mlperf.log"
+    schedule = SETTINGS["step"]["schedule"] | {"start": 0.0}
+    life(path, [0.12], settings=SETTINGS | {"step": SETTINGS["step"] | {"schedule": schedule}}, device="cpu")
+    values = {record["key"]: record["value"] for record in records(path)}
+    assert (values["opt_base_learning_rate"], values["opt_learning_rate_warmup_factor"]) == (4e-3, 1.0)
+    assert values["accelerators_per_node"] == 0
+    assert complies(path)
+
+
+def test_a_setting_that_the_log_needs_is_named(tmp_path: Path) -> None:
+    settings = SETTINGS | {"step": {"optimizer": "sgd", "lr": 1.0, "schedule": {"start": 0.1}}}
+    with pytest.raises(ConfigError, match=r"needs the setting step\.schedule\.warmup .*, but this run has none"):
+        life(tmp_path / "mlperf.log", [0.12], settings=settings)
+
+
+def test_every_table_is_well_formed() -> None:
+    for benchmark in BENCHMARKS.values():
+        assert len({row.key for row in benchmark.rows}) == len(benchmark.rows)
+        assert all(value_of(row, SETTINGS) is not None for row in benchmark.rows)

@@ -1,0 +1,144 @@
+"""Copies of a model that each see a part of the batch: the same values and gradients as one process with the whole batch."""
+
+import pytest
+import torch
+from torch import nn
+
+from hpcai.dist.mesh import Mesh
+from hpcai.parallel.replicate import GradientSums, sum_over
+from hpcai.settings import StepConfig
+from hpcai.train.step import Step
+from tests.ranks.launch import on_ranks
+
+MESHES = [{"replicate": 1}, {"replicate": 2}, {"replicate": 4}, {"replicate": 2, "depth": 2}, {"replicate": 2, "axial": 2}]
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 16, 16), nn.Tanh(), nn.Linear(16, 2)).double()
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(8, 3, 6, 6, generator=generator).double(), torch.randn(8, 2, generator=generator).double()
+
+
+def loss(model: nn.Module, part: tuple[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {"loss": (model(part[0]) - part[1]).square().mean()}
+
+
+def whole() -> tuple[nn.Module, list[torch.Tensor]]:
+    model = network()
+    loss(model, batch())["loss"].backward()
+    return model, [p.grad for p in model.parameters()]
+
+
+def cut(mesh: Mesh, bucket_mb: float, accumulate: int) -> None:
+    expected_model, expected = whole()
+    model = network()
+    if mesh["replicate"].rank or mesh["depth"].rank:  # the copies start equal, whatever they were
+        with torch.no_grad():
+            for p in model.parameters():
+                p.normal_()
+    keys = list(model.state_dict())
+    if mesh["depth"].size > 1:  # as if each rank of the axis saw half of every sample: halves add up to the whole
+        sum_over(model, mesh["depth"])
+    axis = mesh["replicate"]
+    part = tuple(x.chunk(axis.size)[axis.rank] for x in batch())
+    step = Step(
+        model, loss, StepConfig(precision="fp64", bucket_mb=bucket_mb, accumulate=accumulate, optimizer="sgd", lr=0.1), mesh
+    )
+    plain = step.forward_backward
+    share = 1.0 / mesh["depth"].size
+    step._share *= share
+    for _ in range(2):  # a second step finds no trace of the first
+        for p, before in zip(model.parameters(), expected_model.parameters()):
+            torch.testing.assert_close(p, before, rtol=0, atol=0)
+        step.sums.zero()
+        plain(model, part)
+        step.sums.finish()
+        for p, gradient in zip(model.parameters(), expected):
+            torch.testing.assert_close(p.grad, gradient, rtol=1e-12, atol=1e-14)
+            assert p.grad.stride() == p.stride()
+    assert list(model.state_dict()) == keys
+    if mesh["replicate"].size > 1:
+        flats = [bucket.flat for bucket in step.sums.buckets]
+        inside = [any(f.data_ptr() <= p.grad.data_ptr() < f.data_ptr() + f.nbytes for f in flats) for p in model.parameters()]
+        assert all(inside), "gradients are views of their buckets"
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+@pytest.mark.parametrize("bucket_mb, accumulate", [(25.0, 1), (1e-4, 1), (1e-3, 2)])
+def test_cut_equals_whole(axes: dict[str, int], bucket_mb: float, accumulate: int) -> None:
+    on_ranks(axes, cut, bucket_mb, accumulate)
+
+
+def overlapped(mesh: Mesh) -> list[str]:
+    """Order of the events of a backward pass: gradients made (by layer) and sums started."""
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    sums = GradientSums(model, mesh, bucket_mb=1e-4)
+    events: list[str] = []
+    for bucket in sums.buckets:
+        start = bucket.launch
+        bucket.launch = lambda start=start: (events.append("sum"), start())[1]  # type: ignore[method-assign]
+    for layer in model:
+        layer.register_full_backward_hook(lambda *_: events.append("gradient"))
+    sums.zero()
+    model(torch.ones(2, 8, requires_grad=True)).sum().backward()
+    events.append("backward is over")
+    sums.finish()
+    return events
+
+
+def test_sums_start_while_the_backward_pass_goes_on() -> None:
+    events = on_ranks({"replicate": 2}, overlapped)[0]
+    before = events[: events.index("backward is over")]
+    assert before.count("sum") >= 3
+    assert before.index("sum") < len(before) - 1 - before[::-1].index("gradient")
+
+
+class Sometimes(nn.Module):
+    """Uses its second layer on the first rank only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(2, 2), nn.Linear(2, 2)
+
+
+def unused(mesh: Mesh) -> float:
+    torch.manual_seed(0)
+    model = Sometimes()
+    sums = GradientSums(model, mesh, bucket_mb=1e-5)
+    sums.zero()
+    out = model.always(torch.ones(1, 2))
+    if mesh.rank == 0:
+        out = model.sometimes(out)
+    out.sum().backward()
+    sums.finish()
+    return model.sometimes.weight.grad.sum().item()
+
+
+def test_a_parameter_that_one_rank_does_not_use_counts_as_zero_and_nobody_hangs() -> None:
+    first, second = on_ranks({"replicate": 2}, unused)
+    assert first == second != 0.0
+
+
+def trained(mesh: Mesh, steps: int) -> list[float]:
+    from hpcai.settings import ScheduleConfig
+    from hpcai.train.schedule import rate
+
+    schedule = ScheduleConfig(warmup=2, start=0.0, decay="steps", decay_at=(3,), decay_to=(0.5,))
+    cfg = StepConfig(precision="fp64", optimizer="sgd", lr=0.05, schedule=schedule)
+    step, axis = Step(network(), loss, cfg, mesh), mesh["replicate"]
+    at = rate(schedule, cfg.lr, 2, steps)
+    part = tuple(x.chunk(axis.size)[axis.rank] for x in batch())
+    for i in range(steps):
+        step(part, at(i))
+    return [p.sum().item() for p in step.model.parameters()]
+
+
+def test_the_schedule_counts_global_steps_on_any_number_of_ranks() -> None:
+    alone = on_ranks({"replicate": 1}, trained, 8)[0]
+    for size in (2, 4):
+        for rank in on_ranks({"replicate": size}, trained, 8):
+            assert rank == pytest.approx(alone, rel=1e-12)

@@ -1,0 +1,158 @@
+"""The place of a process follows from its environment alone: recorded launchers in, rank and world out."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpcai import dist
+from hpcai.dist import launch
+from hpcai.dist.launch import Place, device, expand, place
+from hpcai.errors import LaunchError, MeshError
+
+CASES = yaml.safe_load((Path(__file__).parent / "environments.yaml").read_text())
+BY_NAME = {case["name"]: case["environ"] for case in CASES}
+SRUN = BY_NAME["srun --mpi=none -N2 -n4"]
+PMI2 = BY_NAME["srun --mpi=pmi2 -N2 -n4"]
+MPICH = BY_NAME["mpiexec of MPICH 5.0, 4 ranks on one node"]
+TORCHRUN = BY_NAME["torchrun with two nodes inside srun"]
+BY_HAND = BY_NAME["RANK and WORLD_SIZE set by a script under srun"]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["name"])
+def test_place(case: dict[str, Any]) -> None:
+    assert place(case["environ"]) == Place(**case["place"])
+
+
+@pytest.mark.parametrize(
+    ("environ", "says"),
+    [
+        (MPICH | {"PMI_RANK": "4"}, "PMI_RANK=4, but the world has 4 ranks"),
+        (MPICH | {"PMI_RANK": "-1"}, "PMI_RANK=-1 is not a whole number"),
+        (MPICH | {"MPI_LOCALRANKID": "4"}, "local rank 4, but 4 ranks on the node"),
+        (PMI2 | {"PMI_RANK": "0"}, "SLURM_PROCID=2, but PMI_RANK=0"),
+        ({k: v for k, v in SRUN.items() if "TASKS" not in k}, "SLURM_NTASKS is not set"),
+        ({k: v for k, v in SRUN.items() if "NODELIST" not in k}, "set HPCAI_ADDRESS"),
+        (SRUN | {"SLURM_PROCID": "0", "SLURM_NODEID": "1"}, "rank 0 is not on n1"),
+        (BY_HAND | {"WORLD_SIZE": "1", "RANK": "0"}, "srun started 2 tasks, each with RANK and WORLD_SIZE of WORLD_SIZE=1"),
+        (TORCHRUN | {"GROUP_WORLD_SIZE": "1"}, "srun started 2 tasks, each with torchrun of 1 node"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "LOCAL_RANK or SLURM_LOCALID is not set"),
+        (SRUN | {"MASTER_PORT": "http"}, "MASTER_PORT=http is not a whole number"),
+    ],
+)
+def test_contradictions_are_refused(environ: dict[str, str], says: str) -> None:
+    with pytest.raises(LaunchError, match=says.replace("(", r"\(")):
+        place(environ)
+
+
+def test_ports_of_neighbouring_jobs_and_steps_differ() -> None:
+    ports = [
+        place(SRUN | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}).port for job in range(4000, 4100) for step in range(8)
+    ]
+    assert len(set(ports)) == len(ports)
+    assert all(port is not None and 20000 <= port < 32768 for port in ports)
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "visible", "expected"),
+    [(0, 0, "cpu"), (3, 0, "cpu"), (0, 1, "cuda:0"), (3, 1, "cuda:0"), (None, 1, "cuda:0"), (0, 4, "cuda:0"), (3, 4, "cuda:3")],
+)
+def test_device(local_rank: int | None, visible: int, expected: str) -> None:
+    assert device(Place("srun", 5, 8, local_rank, 4), visible) == torch.device(expected)
+
+
+def test_too_few_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Place("srun", 6, 8, 2, 4)
+    with pytest.raises(LaunchError, match="local rank 2 finds only 2 visible GPUs"):
+        device(here, 2)
+    monkeypatch.setenv("HPCAI_SHARE_GPU", "1")
+    assert device(here, 2) == torch.device("cuda:0")
+
+
+def test_two_ranks_on_one_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a site shows to each task as GPU 0 may be one and the same."""
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda where: type("Properties", (), {"uuid": "GPU-1"}))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    where = torch.device("cuda:0")
+    launch._claim(where, Place("srun", 0, 2, 0, 2), store)
+    launch._claim(where, Place("srun", 0, 2, 0, 2), store)
+    with pytest.raises(LaunchError, match="rank 1 and rank 0 both use GPU GPU-1"):
+        launch._claim(where, Place("srun", 1, 2, 1, 2), store)
+    monkeypatch.setenv("HPCAI_SHARE_GPU", "1")
+    launch._claim(where, Place("srun", 1, 2, 1, 2), store)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "names"),
+    [
+        ("n1", ["n1"]),
+        ("n[1-3]", ["n1", "n2", "n3"]),
+        ("nid[001084-001085,1],login", ["nid001084", "nid001085", "nid1", "login"]),
+        ("r[1-2]n[09-10]-ib", ["r1n09-ib", "r1n10-ib", "r2n09-ib", "r2n10-ib"]),
+        ("a,b[2],c3-[0-1]", ["a", "b2", "c3-0", "c3-1"]),
+        ("x1000c0s0b0n0,x1000c[1-2]s0", ["x1000c0s0b0n0", "x1000c1s0", "x1000c2s0"]),
+        ("", []),
+    ],
+)
+def test_host_lists(hosts: str, names: list[str]) -> None:
+    assert expand(hosts) == names
+
+
+def compress(groups: list[tuple[str, int, list[tuple[int, int]], str]]) -> tuple[str, list[str]]:
+    """A Slurm list of host groups (prefix, width, ranges, suffix), and the names it stands for."""
+    texts, names = [], []
+    for prefix, width, ranges, suffix in groups:
+        texts.append(
+            f"{prefix}[" + ",".join(f"{a:0{width}d}-{b:0{width}d}" if a != b else f"{a:0{width}d}" for a, b in ranges) + "]"
+        )
+        texts[-1] += suffix
+        names += [f"{prefix}{n:0{width}d}{suffix}" for a, b in ranges for n in range(a, b + 1)]
+    return ",".join(texts), names
+
+
+RANGE = st.tuples(st.integers(0, 12000), st.integers(0, 30)).map(lambda pair: (pair[0], pair[0] + pair[1]))
+WORD = st.from_regex(r"[a-z]([a-z0-9-]{0,4}[a-z])?", fullmatch=True)
+
+
+@given(st.lists(st.tuples(WORD, st.integers(1, 6), st.lists(RANGE, min_size=1, max_size=4), st.just("") | WORD), max_size=4))
+def test_expand_undoes_compress(groups: list[tuple[str, int, list[tuple[int, int]], str]]) -> None:
+    text, names = compress(groups)
+    assert expand(text) == names
+
+
+def test_alone_is_a_mesh_of_one() -> None:
+    mesh = dist.alone(torch.device("cpu"))
+    assert (mesh.world, mesh.rank, mesh["replicate"].size, mesh["replicate"].group) == (1, 0, 1, None)
+    assert not torch.distributed.is_initialized()
+
+
+def test_one_process_lets_exceptions_pass(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(launch, "place", lambda: launch._ALONE)
+    with pytest.raises(ValueError, match="mine"), dist.start({"replicate": -1}) as mesh:
+        assert mesh.world == 1
+        raise ValueError("mine")
+    with pytest.raises(SystemExit) as left, dist.start({}):
+        sys.exit(85)
+    assert left.value.code == 85
+    with pytest.raises(MeshError, match="needs 2 processes, but 1 was started"), dist.start({"axial": 2}):
+        pass
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "-5", "inf", "nan"])
+def test_timeout_is_checked(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HPCAI_TIMEOUT", text)
+    with pytest.raises(LaunchError, match="HPCAI_TIMEOUT"):
+        launch._timeout()
+
+
+def test_import_starts_neither_mpi_nor_cuda() -> None:
+    code = "import sys, torch, hpcai.dist.launch; assert 'mpi4py.MPI' not in sys.modules and not torch.cuda.is_initialized()"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

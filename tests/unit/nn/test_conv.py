@@ -1,0 +1,64 @@
+"""The convolution that goes through as two halves is nn.Conv3d, in value, gradient and names."""
+
+import pytest
+import torch
+from torch import nn
+
+from hpcai.nn import Conv3d
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 16, 16, 16), (1, 8, 4, 6, 10), (1, 3, 8, 5, 7)])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d])
+def test_halves_are_the_whole(shape: tuple[int, ...], layout: torch.memory_format) -> None:
+    torch.manual_seed(0)
+    plain, ours = nn.Conv3d(shape[1], 5, 3, padding=1), Conv3d(shape[1], 5, 3, padding=1)
+    ours.load_state_dict(plain.state_dict())
+    assert list(plain.state_dict()) == list(ours.state_dict())
+    x = torch.randn(shape).contiguous(memory_format=layout)
+    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+    assert ours._would_be_unrolled(b)
+    expected, found = plain(a), ours(b)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert found.is_contiguous(memory_format=torch.channels_last_3d), "no copy is needed behind it"
+    weight = torch.randn_like(expected)
+    (expected * weight).sum().backward()
+    (found * weight).sum().backward()
+    torch.testing.assert_close(b.grad, a.grad, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ours.weight.grad, plain.weight.grad, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(ours.bias.grad, plain.bias.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "conv, shape",
+    [
+        (Conv3d(4, 4, 3, padding=1), (2, 4, 8, 8, 8)),
+        (Conv3d(4, 4, 3, padding=1), (1, 4, 7, 8, 8)),
+        (Conv3d(4, 4, 3, padding=1), (1, 4, 128, 128, 8)),
+        (Conv3d(4, 4, 3), (1, 4, 8, 8, 8)),
+        (Conv3d(4, 4, 3, padding=1, stride=2), (1, 4, 8, 8, 8)),
+        (Conv3d(4, 4, 3, padding=1, dilation=2), (1, 4, 8, 8, 8)),
+        (Conv3d(4, 4, 5, padding=2), (1, 4, 8, 8, 8)),
+        (Conv3d(4, 4, 3, padding=1, groups=2), (1, 4, 8, 8, 8)),
+        (Conv3d(4, 4, 3, padding=1).double(), (1, 4, 8, 8, 8)),
+    ],
+)
+def test_everything_else_is_left_to_torch(conv: Conv3d, shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, dtype=conv.weight.dtype)
+    assert not conv._would_be_unrolled(x)
+    torch.testing.assert_close(conv(x), nn.Conv3d.forward(conv, x))
+
+
+def test_torch_still_unrolls_what_we_think_it_does() -> None:
+    """When this fails, torch has moved the boundary: measure again, and drop ``Conv3d`` or its limit."""
+    from torch.profiler import ProfilerActivity, profile
+
+    def kernels(size: int) -> set[str]:
+        layer, x = nn.Conv3d(4, 4, 3, padding=1), torch.randn(1, 4, size, size, 4)
+        with profile(activities=[ProfilerActivity.CPU]) as trace:
+            layer(x)
+        return {event.key for event in trace.key_averages()}
+
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("this torch has no oneDNN")
+    assert "aten::slow_conv3d_forward" in kernels(64)  # 1*4*64*64 = 16384
+    assert "aten::mkldnn_convolution" in kernels(72)  # 1*4*72*72 = 20736

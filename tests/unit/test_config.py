@@ -1,0 +1,660 @@
+"""Settings: defaults < file < words, strict types, every mistake at once, and what a refused run costs."""
+
+import enum
+import math
+import os
+import pty
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pydantic
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import Field
+
+from hpcai import config
+from hpcai.config import Settings, dump, load
+from hpcai.errors import ConfigError
+
+
+class Mode(enum.Enum):
+    fast = "fast"
+    exact = "exact"
+
+
+class Step(Settings):
+    """One optimizer step."""
+
+    lr: float = Field(1e-3, gt=0)
+    "Learning rate after the warm-up."
+    precision: Literal["fp32", "bf16"] = "fp32"
+    clip: float | None = Field(None, gt=0, lt=10)
+    micro: int = Field(1, ge=1)
+    compile: bool = False
+    steps: int = 1000
+    warmup: int = 0
+
+    @pydantic.model_validator(mode="after")
+    def _warm_up_fits(self) -> "Step":
+        if self.warmup > self.steps:
+            raise ValueError(f"warmup is {self.warmup}, expected at most steps ({self.steps})")
+        return self
+
+
+class Data(Settings):
+    directory: Path
+    "Where the samples are."
+    shape: tuple[int, int, int] = (128, 128, 128)
+    names: tuple[str, ...] = ()
+    weights: dict[str, float] = {"a": 1.0}
+    mode: Mode = Mode.fast
+    cache: Path = Path("cache")
+
+
+class Average(Settings):
+    decay: Annotated[float, Field(gt=0, lt=1)] = 0.999
+    folder: Path = Path("average")
+
+
+class Sgd(Settings):
+    kind: Literal["sgd"] = "sgd"
+    momentum: float = 0.9
+
+
+class Adam(Settings):
+    kind: Literal["adam"] = "adam"
+    betas: tuple[float, float] = (0.9, 0.999)
+
+
+class Config(Settings):
+    """A run of the tests."""
+
+    name: str = "run"
+    step: Step = Step(precision="bf16")
+    data: Data
+    average: Average | None = None
+    optimizer: Annotated[Sgd | Adam, Field(discriminator="kind")] = Sgd()
+    either: Sgd | Adam | Literal["none"] = "none"
+    threads: int | Literal["auto"] = "auto"
+    seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field((1,), min_length=1)
+    label: str | None = None
+
+    @pydantic.field_validator("name")
+    @classmethod
+    def _no_blank(cls, name: str) -> str:
+        if " " in name:
+            raise ValueError("expected a name without blanks")
+        return name
+
+
+HERE = "data.directory=here"
+
+
+def refused(*words: str, path: Path | None = None, schema: Any = Config) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load(schema, path, words)
+    return str(caught.value).splitlines()
+
+
+def one(word: str, *more: str) -> str:
+    (line,) = refused(HERE, word, *more)
+    return line.removeprefix("command line: ")
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.chdir(tmp_path)
+
+    def write(text: str, name: str = "small.yaml") -> Path:
+        Path(name).write_text(text)
+        return Path(name)
+
+    return write
+
+
+# ---- Defaults < file < words --------------------------------------------------------------------------------------------------
+
+
+def test_words_count_more_than_the_file_and_the_file_more_than_defaults(file):
+    path = file("step:\n  lr: 0.5\n  micro: 2\ndata:\n  directory: a b\n")
+    settings = load(Config, path, ["step.lr=2e-3", "data.shape=[1,2,3]", "step.lr=3e-3"])
+    assert settings.step == Step(lr=3e-3, micro=2, precision="bf16")
+    assert settings.data == Data(directory=Path("a b"), shape=(1, 2, 3))
+
+
+def test_a_word_keeps_the_other_keys_of_a_default_section_and_of_its_own():
+    assert load(Config, None, [HERE, "step.micro=4"]).step == Step(precision="bf16", micro=4)
+    assert load(Config, None, [HERE, "average.decay=0.5"]).average == Average(decay=0.5)
+    assert load(Config, None, [HERE, "optimizer.momentum=0.5"]).optimizer == Sgd(momentum=0.5)
+    assert load(Config, None, [HERE, "optimizer.kind=adam"]).optimizer == Adam()
+
+
+def test_words_merge_into_a_mapping_and_replace_a_list(file):
+    path = file("step: {lr: 0.5, micro: 2}\ndata: {directory: x, names: [a, b], weights: {b: 2}}\n")
+    settings = load(Config, path, ["step={micro: 3}", "data.names=[c]", "data.weights={c: 3}"])
+    assert (settings.step.lr, settings.step.micro) == (0.5, 3)
+    assert settings.data.names == ("c",)
+    assert settings.data.weights == {"b": 2.0, "c": 3.0}
+    assert load(Config, None, [HERE, "data.weights.c=3"]).data.weights == {"a": 1.0, "c": 3.0}
+
+
+def test_null_turns_a_section_off_and_a_word_below_turns_it_on(file):
+    assert load(Config, None, [HERE, "average.decay=0.5", "average=null"]).average is None
+    assert load(Config, file("average: null\n"), [HERE, "average.decay=0.5"]).average == Average(decay=0.5)
+
+
+def test_a_section_without_lines_keeps_its_defaults(file):
+    assert load(Config, file("step:\n#  lr: 1\ndata: {directory: x}\n")).step == Step(precision="bf16")
+    assert refused(HERE, path=file("step: null\n")) == [
+        "small.yaml:1: step is null, expected a section (lr, precision, clip, micro, compile, steps, warmup)"
+    ]
+
+
+def test_a_section_without_a_default_stands_for_its_own_defaults():
+    class Short(Settings):
+        step: Step
+        data: Data
+
+    assert load(Short, None, [HERE]) == Short(step=Step(), data=Data(directory=Path("here")))
+    assert refused(schema=Short) == ["command line: data.directory is missing, expected a path"]
+
+
+def test_a_file_with_nothing_in_it(file):
+    assert load(Config, file("# nothing\n"), [HERE]) == load(Config, None, [HERE])
+
+
+# ---- What a value is ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-3", 1e-3),
+        ("1E5", 1e5),
+        (".5", 0.5),
+        ("5.", 5.0),
+        ("3", 3.0),
+        ("-1.5e+2", -150.0),
+        (".inf", math.inf),
+        ("-.INF", -math.inf),
+    ],
+)
+def test_numbers(text, value):
+    class One(Settings):
+        x: float = 0
+
+    assert load(One, None, [f"x={text}"]).x == value
+
+
+@pytest.mark.parametrize("text", ["no", "yes", "on", "off", "1_000", "1:30:00", "2024-01-01", "0o9", "1e", "+", "=", "<<"])
+def test_text_that_yaml_1_1_would_read_as_something_else(text):
+    assert load(Config, None, [HERE, f"label={text}"]).label == text
+
+
+@pytest.mark.parametrize(("text", "value"), [("010", 10), ("0x10", 16), ("0o10", 8), ("-7", -7)])
+def test_whole_numbers(text, value):
+    assert load(Config, None, [HERE, f"threads={text}"]).threads == value
+
+
+@pytest.mark.parametrize(
+    ("word", "line"),
+    [
+        ("step.micro=2.0", "step.micro is 2.0, expected a whole number >= 1; write 2"),
+        ("step.micro=true", "step.micro is true, expected a whole number >= 1"),
+        ("step.lr=true", "step.lr is true, expected a number > 0"),
+        ("step.lr='3'", "step.lr is '3', expected a number > 0; write 3, without quotes"),
+        ("step.steps=1_000", "step.steps is '1_000', expected a whole number; write 1000, without quotes"),
+        ("step.compile=yes", "step.compile is 'yes', expected true or false; write true"),
+        ("step.compile=1", "step.compile is 1, expected true or false"),
+        ("step.clip=None", "step.clip is 'None', expected a number > 0 and < 10 or null; write null"),
+        ("step.precision=bf15", "step.precision is 'bf15', expected one of 'fp32', 'bf16'; did you mean 'bf16'?"),
+        ("step.precision=BF16", "step.precision is 'BF16', expected one of 'fp32', 'bf16'; did you mean 'bf16'?"),
+        ("data.mode=exat", "data.mode is 'exat', expected one of 'fast', 'exact'; did you mean 'exact'?"),
+        ("data.cache=3", "data.cache is 3, expected a path; text is put in quotes: '\"3\"'"),
+        ("name=true", "name is true, expected text; text is put in quotes: '\"true\"'"),
+        ("threads=atuo", "threads is 'atuo', expected 'auto' or a whole number; did you mean 'auto'?"),
+        ("seeds=[]", "seeds is [], expected a list, each a whole number >= 0, at least 1 long"),
+        ("seeds=[1, -2]", "seeds[1] is -2, expected a whole number >= 0"),
+        ("data.shape=[1, 2]", "data.shape is [1, 2], expected a list of 3, each a whole number"),
+        ("data.shape=[1, 2, 3, 4]", "data.shape is [1, 2, 3, 4], expected a list of 3, each a whole number"),
+        ("data.shape.1=5", "data.shape is {1: 5}, expected a list of 3, each a whole number"),
+        ("data.weights=3", "data.weights is 3, expected a mapping of names, each to a number"),
+        ("data.weights.b=x", "data.weights.b is 'x', expected a number"),
+        ("step.lr.x=1", "step.lr is {x: 1}, expected a number > 0"),
+        ("average=3", "average is 3, expected a section (decay, folder) or null"),
+        ("optimizer.kind=adm", "optimizer.kind is 'adm', expected one of 'sgd', 'adam'; did you mean 'adam'?"),
+        ("optimizer={kind: adam, betas: [1]}", "optimizer.betas is [1], expected a list of 2, each a number"),
+        ("either={kind: sgd, momentum: x}", "either.momentum is 'x', expected a number"),
+        ("either=x", "either is 'x', expected 'none' or a section (kind, momentum) or a section (kind, betas)"),
+        ("step.lr=.nan", "step.lr: .nan is of no use as a setting; write a plain value"),
+        ("step.lr=!foo x", "step.lr: the tag !foo is not known here; write a plain value"),
+        ("step.micro=!!int x", "step.micro: invalid literal for int() with base 10: 'x'; write a plain value"),
+        ("name=a: b", "name is {a: 'b'}, expected text"),
+        ("step.warmup=2000", "step: warmup is 2000, expected at most steps (1000)"),
+        ("name=a b", "name: expected a name without blanks"),
+    ],
+)
+def test_a_wrong_value(word, line):
+    assert one(word) == line
+
+
+# ---- Words and keys -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("word", "line"),
+    [
+        ("label=", "label= has no value; write label=null for none, or 'label=\"\"' for empty text"),
+        ("label=#3", "label=#3 has no value; write label=null for none, or 'label=\"\"' for empty text"),
+        ("step", "step: expected key=value, such as step.lr=1e-3, or one file.yaml"),
+        ("=3", "=3: expected key=value, such as step.lr=1e-3, or one file.yaml"),
+        ("a..b=3", "a..b=3: expected key=value, such as step.lr=1e-3, or one file.yaml"),
+        ("--step.lr=3", "--step.lr=3: settings are written without dashes: step.lr=3"),
+        ("--foo", "--foo: no such option; the options are --show and --help, settings are written key=value"),
+        (
+            "label=a: b: c",
+            "label=a: b: c is not YAML (mapping values are not allowed here); text is put in quotes: 'label=\"a: b: c\"'",
+        ),
+        ("step={lr: 1, lr: 2}", "step.lr is written twice; keep one"),
+        ("lr=1", "lr: no such key; did you mean step.lr?"),
+        ("step.micr=1", "step.micr: no such key; did you mean step.micro?"),
+        ("Step.lr=1", "Step: no such key; did you mean step?"),
+        ("stpe={lr: 1, wd: 2}", "stpe: no such key; did you mean step?"),
+        ("lrr=1", "lrr: no such key; did you mean step.lr?"),
+        ("average.qqq=1", "average.qqq: no such key; the keys here are decay, folder"),
+        ("optimizer.betas=[1,2]", "optimizer.betas: no such key; the keys here are kind, momentum"),
+        ("kind=adam", "kind: no such key; did you mean optimizer.kind or either.kind?"),
+    ],
+)
+def test_a_wrong_word(word, line):
+    assert one(word) == line
+
+
+def test_half_a_character_is_refused():
+    assert one('name="\\ud800"').startswith("name: 'utf-8' codec can't encode character '\\ud800'")
+
+
+def test_a_path_with_an_equals_sign_and_a_value_with_one(file):
+    Path("lr=1").mkdir()
+    path = file("data: {directory: x}\n", "lr=1/small.yaml")
+    assert config._is_file("./" + str(path)) and not config._is_file("data.directory=/a/b.yaml")
+    assert load(Config, None, ["data.directory=/a=b.yaml"]).data.directory == Path("/a=b.yaml")
+
+
+# ---- The file -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (
+            "a:\n\tb: 1\n",
+            "small.yaml:2:1: not YAML: found character '\\t' that cannot start any token; indent with spaces, not tabs",
+        ),
+        ("name: [a\n", "small.yaml:2:1: not YAML: expected ',' or ']', but got '<stream end>'"),
+        ("a: 1\n---\nb: 2\n", "small.yaml:2:1: not YAML: but found another document"),
+        ("- 1\n", "small.yaml: found [1], expected key: value lines"),
+        ("step: &a [*a]\n", "small.yaml: nested too deeply, or an alias that contains itself"),
+        ("step:\n  lr: 1\n  micro: 2\n\n  lr: 3\n", "small.yaml:5: step.lr is written twice, first in small.yaml:2; keep one"),
+        ("step:\n  ? [a]\n  : 3\n", "small.yaml:2: step: a key must be a plain name"),
+        ("step: 3\n", "small.yaml:1: step is 3, expected a section (lr, precision, clip, micro, compile, steps, warmup)"),
+        (
+            "\ndata:\n  names:\n    - a\n    - 3\n",
+            "small.yaml:5: data.names[1] is 3, expected text; text is put in quotes: '\"3\"'",
+        ),
+    ],
+)
+def test_a_wrong_file(file, text, line):
+    assert refused(HERE, path=file(text)) == [line]
+
+
+def test_an_unreadable_file_hides_no_mistake_of_the_words_and_invents_none(file):
+    assert refused("lr=1", "step.micro=x", path=file("a: [\n")) == [
+        "small.yaml:2:1: not YAML: expected the node content, but found '<stream end>'",
+        "command line: lr: no such key; did you mean step.lr?",
+        "command line: step.micro is 'x', expected a whole number >= 1",
+    ]
+
+
+def test_a_file_that_is_not_there(file):
+    file("", "small.yaml"), file("", "large.yml"), file("", "notes.txt")
+    assert refused(HERE, path=Path("smal.yaml")) == ["smal.yaml: no such file; did you mean small.yaml?"]
+    assert refused(HERE, path=Path("small")) == ["small: no such file; did you mean small.yaml?"]
+    assert refused(HERE, path=Path("qq.yaml")) == ["qq.yaml: no such file; its directory has large.yml, small.yaml"]
+    assert refused(HERE, path=Path("no/x.yaml")) == ["no/x.yaml: no such file; there is no directory no"]
+    assert refused(HERE, path=Path()) == [".: cannot be read: Is a directory"]
+
+
+def test_a_section_given_as_a_value_is_reported_even_where_a_word_goes_below_it(file):
+    assert refused(HERE, "step.lr=1", path=file("step: 3\n"))[0].startswith("small.yaml:1: step is 3, expected a section")
+
+
+# ---- All at once --------------------------------------------------------------------------------------------------------------
+
+WRONG = """\
+# a run with mistakes
+nme: x
+step:
+  precision: bf15
+  warmup: 2000
+
+  lr: -1
+data:
+  shape: [1, 2]
+  weights: {b: x, c: 1}
+average:
+  dekay: 0.5
+lr: 2
+"""
+
+GOLDEN = """\
+small.yaml:2: nme: no such key; did you mean name?
+small.yaml:4: step.precision is 'bf15', expected one of 'fp32', 'bf16'; did you mean 'bf16'?
+small.yaml:7: step.lr is -1, expected a number > 0
+small.yaml:8: data.directory is missing, expected a path
+small.yaml:9: data.shape is [1, 2], expected a list of 3, each a whole number
+small.yaml:10: data.weights.b is 'x', expected a number
+small.yaml:12: average.dekay: no such key; did you mean average.decay?
+small.yaml:13: lr: no such key; did you mean step.lr?
+command line: step.micro is 0, expected a whole number >= 1
+command line: other.yaml: a second file; one run has one file, here small.yaml
+command line: --x=1: settings are written without dashes: x=1
+command line: data.foldr: no such key; did you mean average.folder?
+command line: threads is 'many', expected 'auto' or a whole number
+"""
+
+
+def test_all_mistakes_of_file_and_words_in_one_answer(file):
+    words = ["step.micro=0", "other.yaml", "--x=1", "data.foldr=1", "threads=many"]
+    assert "\n".join(refused(*words, path=file(WRONG))) + "\n" == GOLDEN
+
+
+def test_rules_are_heard_beside_unknown_keys_and_name_both_origins(file):
+    path = file("step:\n  warmup: 20\n  qqq: 1\n")
+    assert refused(HERE, "step.steps=10", "name=a b", path=path) == [
+        "small.yaml:1, command line: step: warmup is 20, expected at most steps (10)",
+        "small.yaml:3: step.qqq: no such key; the keys here are lr, precision, clip, micro, compile, steps, warmup",
+        "command line: name: expected a name without blanks",
+    ]
+
+
+def test_a_rule_between_sections_and_a_missing_key_without_a_file():
+    class Whole(Settings):
+        step: Step = Step()
+        batch: int
+
+        @pydantic.model_validator(mode="after")
+        def _even(self) -> "Whole":
+            if self.batch % self.step.micro:
+                raise ValueError("batch must be a multiple\n  of step.micro")
+            return self
+
+    assert refused(schema=Whole) == ["command line: batch is missing, expected a whole number"]
+    assert refused("batch=3", "step.micro=2", schema=Whole) == ["command line: batch must be a multiple of step.micro"]
+    assert refused("bach=3", schema=Whole) == ["command line: bach: no such key; did you mean batch?"]
+
+
+def test_a_wrong_default_is_the_schemas_fault():
+    class Bad(Settings):
+        x: int = Field(0, ge=1)
+
+    assert refused(schema=Bad) == ["Bad: the default of x is 0, expected a whole number >= 1"]
+
+
+def test_plain_pydantic_models_are_as_strict_and_lists_and_dicts_of_sections_are_looked_into():
+    class Source(pydantic.BaseModel):
+        path: Path = Path("x")
+        top: float = math.inf
+
+    class Many(Settings):
+        sources: dict[str, Source] = {}
+        chain: tuple[Source, ...] = ()
+
+    settings = load(Many, None, ["sources.a.top=1", "chain=[{path: y}]"])
+    assert settings.sources == {"a": Source(top=1.0)} and settings.chain == (Source(path=Path("y")),)
+    assert load(Many, None, ["sources.a={}"]).sources == {"a": Source()}
+    assert refused("sources.a.pth=1", "sources.b.top=true", "chain=[{path: a}, {patth: b}]", schema=Many) == [
+        "command line: sources.a.pth: no such key; did you mean sources.a.path?",
+        "command line: sources.b.top is true, expected a number",
+        "command line: chain[1].patth: no such key; did you mean chain[1].path?",
+    ]
+
+
+# ---- Frozen, and there and back -----------------------------------------------------------------------------------------------
+
+
+def test_settings_are_frozen_and_strict_in_python_too():
+    step = Step()
+    with pytest.raises(pydantic.ValidationError, match="frozen"):
+        step.lr = 1.0
+    for wrong in ({"lr": True}, {"lr": "3"}, {"micro": 2.0}, {"qqq": 1}):
+        with pytest.raises(pydantic.ValidationError):
+            Step(**wrong)
+
+
+TRAPS = ["no", "1e3", "null", "", "~", "010", "1_000", "true", "Yes", "1:30", "2024-01-01", "=", "<<", " a", "a: b", "#", "-", "*"]
+TEXT = st.text(max_size=12) | st.sampled_from([*TRAPS, "\n", "\x85", "\ufeff", "\0"])
+FLOAT = st.floats(allow_nan=False) | st.sampled_from([1e-05, 1e300, 5e-324, -0.0, 1e16, math.inf])
+PATHS = TEXT.filter(lambda text: "\0" not in text).map(Path)
+
+
+class Everything(Settings):
+    text: str = "x"
+    label: str | None = None
+    number: float = 0.0
+    count: int = 0
+    flag: bool = False
+    path: Path = Path("x")
+    names: tuple[str, ...] = ("a",)
+    pair: tuple[int, float] = (1, 2.0)
+    nested: tuple[tuple[str, ...], ...] = ()
+    table: dict[str, float] = {"a": 1.0}
+    numbered: dict[int, str] = {}
+    averages: dict[str, Average] = {"a": Average(decay=0.5)}
+    mode: Mode = Mode.fast
+    either: float | Literal["auto"] | tuple[int, ...] = "auto"
+    average: Average | None = None
+    optimizer: Annotated[Sgd | Adam, Field(discriminator="kind")] = Sgd()
+    chain: tuple[Average, ...] = ()
+
+
+AVERAGE = st.builds(Average, decay=st.floats(0, 1, exclude_min=True, exclude_max=True), folder=PATHS)
+EVERYTHING = st.builds(
+    Everything,
+    text=TEXT,
+    label=st.none() | TEXT,
+    number=FLOAT,
+    count=st.integers(),
+    flag=st.booleans(),
+    path=PATHS,
+    names=st.lists(TEXT).map(tuple),
+    pair=st.tuples(st.integers(), FLOAT),
+    nested=st.lists(st.lists(TEXT).map(tuple)).map(tuple),
+    table=st.dictionaries(TEXT, FLOAT),
+    numbered=st.dictionaries(st.integers(), TEXT),
+    averages=st.dictionaries(TEXT, AVERAGE, max_size=2),
+    mode=st.sampled_from(Mode),
+    either=FLOAT | st.just("auto") | st.lists(st.integers()).map(tuple),
+    average=st.none() | AVERAGE,
+    optimizer=st.builds(Sgd, momentum=FLOAT) | st.builds(Adam, betas=st.tuples(FLOAT, FLOAT)),
+    chain=st.lists(AVERAGE, max_size=2).map(tuple),
+)
+
+
+@given(EVERYTHING)
+def test_what_is_dumped_is_read_back_equal(tmp_path_factory, settings):
+    path = tmp_path_factory.getbasetemp() / "dumped.yaml"
+    path.write_text(dump(settings), encoding="utf-8")
+    assert load(Everything, path) == settings
+
+
+@given(TEXT)
+def test_dumped_text_is_text_for_a_yaml_1_1_reader_too(text):
+    assert yaml.safe_load(dump(Everything(text=text)))["text"] == text
+
+
+def test_a_dump_is_plain():
+    settings = Config(data=Data(directory=Path("a b"), names=("no", "x")))
+    assert dump(settings).startswith("name: run\nstep:\n  lr: 0.001\n  precision: bf16\n  clip: null\n")
+    assert "data:\n  directory: a b\n  shape: [128, 128, 128]\n  names: ['no', x]\n  weights:\n    a: 1.0\n  mode: fast\n" in dump(
+        settings
+    )
+
+
+# ---- The command line ---------------------------------------------------------------------------------------------------------
+
+APP = '''
+"""An app."""
+import sys
+from pathlib import Path
+from pydantic import Field
+from hpcai import errors
+from hpcai.config import Settings, run
+
+class Step(Settings):
+    """One optimizer step."""
+    lr: float = Field(1e-3, gt=0)
+    "Learning rate after the warm-up, which is described here at such a length that it needs more than one line of the page."
+    fail: str = ""
+
+class Config(Settings):
+    """What the app does."""
+    step: Step = Step()
+    data: Path = Path("no where")
+
+def main(cfg: Config) -> None:
+    if cfg.step.fail == "keyboard":
+        raise KeyboardInterrupt
+    if cfg.step.fail == "exit":
+        raise SystemExit(7)
+    if cfg.step.fail:
+        raise getattr(errors, cfg.step.fail)("it failed")
+    print("ran", cfg.step.lr)
+
+if __name__ == "__main__":
+    try:
+        run(Config, main)
+    finally:
+        heavy = [name for name in ("torch", "numpy", "rich") if name in sys.modules]
+        if heavy:
+            sys.exit(f"imported: {heavy}")
+'''
+
+
+@pytest.fixture
+def app(tmp_path):
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "__init__.py").touch()
+    (tmp_path / "app" / "__main__.py").write_text(APP)
+    root = str(Path(config.__file__).parents[1])
+
+    def call(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "app", *words],
+            cwd=tmp_path, env=os.environ | {"PYTHONPATH": root} | env, capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+
+    call.root = tmp_path
+    return call
+
+
+def test_a_run_and_a_refused_run(app):
+    (app.root / "small.yaml").write_text("step:\n  lr: 0.5\n")
+    done = app("small.yaml", "data=x")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ran 0.5\n", "")
+    done = app("lr=1", "small.yaml", "step.lr=0", "--foo", "small.yaml")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "4 mistakes in the settings (--help lists every key):\n"
+        "  command line: lr: no such key; did you mean step.lr?\n"
+        "  command line: step.lr is 0, expected a number > 0\n"
+        "  command line: --foo: no such option; the options are --show and --help, settings are written key=value\n"
+        "  command line: small.yaml: a second file; one run has one file, here small.yaml\n"
+    )
+
+
+def test_what_is_shown_runs_again(app):
+    shown = app("--show", "step.lr=1e-5", "data=a b")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    (app.root / "again.yaml").write_text(shown.stdout)
+    assert app("again.yaml", "--show").stdout == shown.stdout
+    assert app("again.yaml").stdout == "ran 1e-05\n"
+    assert app("--show", "step.lr=x").returncode == 2
+
+
+def test_help_lists_every_key(app):
+    done = app("--help", "step.lr=wrong", COLUMNS="90")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == HELP
+    assert max(map(len, app("-h", COLUMNS="60").stdout.partition("top level")[2].splitlines())) <= 66
+
+
+HELP = """\
+usage: python -m app [file.yaml] [key=value ...] [--show] [--help]
+
+What the app does.
+
+  --show  print the settings of this run as YAML, which can be run again
+  --help  this page
+
+Defaults give way to the file, the file to the words. Values are written as in YAML: step.lr=2e-3 shape=[1,2] name=null
+
+top level
+  data       a path        'no where'
+
+step: One optimizer step.
+  step.lr    a number > 0  0.001       Learning rate after the warm-up, which is
+                                       described here at such a length that it needs more
+                                       than one line of the page.
+  step.fail  text          ''
+"""
+
+
+def test_help_is_coloured_on_a_terminal(app):
+    main, terminal = pty.openpty()
+    env = os.environ | {"PYTHONPATH": str(Path(config.__file__).parents[1]), "TERM": "xterm", "COLUMNS": "90"}
+    env.pop("NO_COLOR", None)
+    command = "import app.__main__ as a; a.run(a.Config, a.main, ['--help'])"
+    with subprocess.Popen([sys.executable, "-c", command], cwd=app.root, env=env, stdout=terminal) as process:
+        os.close(terminal)
+        text = b""
+        while select.select([main], [], [], 30)[0]:
+            try:
+                text += os.read(main, 65536)
+            except OSError:  # the other end is closed
+                break
+        process.wait(30)
+    os.close(main)
+    assert process.returncode == 0 and b"\x1b[1m  step.lr" in text and b"a number > 0" in text
+
+
+@pytest.mark.parametrize(
+    ("fail", "code", "stderr"),
+    [
+        ("ConfigError", 2, "error: it failed\n"),
+        ("MeshError", 2, "error: it failed\n"),
+        ("LaunchError", 2, "error: it failed\n"),
+        ("DataError", 1, "error: it failed\n"),
+        ("keyboard", 130, ""),
+        ("exit", 7, ""),
+    ],
+)
+def test_exit_codes(app, fail, code, stderr):
+    done = app(f"step.fail={fail}")
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", stderr)
+
+
+@pytest.mark.parametrize("word", ["step.lr=fast", "--help"])
+def test_a_refused_setting_and_help_cost_less_than_a_second(app, word):
+    def seconds() -> float:
+        start = time.perf_counter()
+        app(word)
+        return time.perf_counter() - start
+
+    assert min(seconds() for _ in range(3)) < 1.0

@@ -1,0 +1,308 @@
+"""Reports: what every sink writes for the same events, and that no sink ever ends a run."""
+
+import io
+import json
+import logging
+import math
+import re
+import resource
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from hpcai import log
+from hpcai.errors import ConfigError, DataError, MissingExtraError
+from hpcai.log import Event, JsonLines, Reports, Terminal, read_metrics
+
+START = {
+    "name": "small", "directory": "runs/small", "settings": {"step": {"lr": 0.01}}, "world": 2, "device": "NVIDIA H200",
+    "parameters": 8907556, "steps": 640, "steps_per_epoch": 80, "epochs": 8, "global_batch": 32, "train_samples": 2560,
+    "validation_samples": 320, "resumed_from": None,
+}
+TRAIN = {"epoch": 1.5, "samples": 3840, "seconds": 9.3, "samples_per_second": 412.4, "lr": 0.01, "loss": 0.0712, "mae": 0.199}
+
+
+def settings(directory: Path | None, *sinks: str, benchmark: str | None = None) -> Any:
+    return SimpleNamespace(directory=directory, sinks=sinks, benchmark=benchmark)
+
+
+def mesh(rank: int = 0, world: int = 1) -> Any:
+    return SimpleNamespace(is_first=rank == 0, rank=rank, world=world)
+
+
+def steps(path: Path, kind: str) -> list[int]:
+    return [event["step"] for event in read_metrics(path) if event["kind"] == kind]
+
+
+# ------------------------------------------------------------------------------------------------------- JSON lines
+
+
+def test_json_lines_come_back_as_they_were_and_are_strict(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "metrics.jsonl"
+    sink = JsonLines(path)
+    sink.write(Event("start", 1.0, {**START, "settings": {"where": Path("a/b"), "decay_at": (4, 6), "clip": math.inf}}))
+    sink.write(Event("train", 2.5, {"step": 10, "loss": math.nan, "low": -math.inf, "mae": np.float32(0.5), "on": True, "é": None}))
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    for line in path.read_text().splitlines():           # before close: every line is already in the file
+        json.loads(line, parse_constant=refuse)
+    start, train = read_metrics(path)
+    assert (start["kind"], start["time"], start["parameters"], start["resumed_from"]) == ("start", 1.0, 8907556, None)
+    assert start["settings"] == {"where": "a/b", "decay_at": [4, 6], "clip": math.inf}
+    assert math.isnan(train.pop("loss"))
+    assert train == {"kind": "train", "time": 2.5, "step": 10, "low": -math.inf, "mae": 0.5, "on": True, "é": None}
+    sink.close()
+
+
+def live(path: Path, resumed_from: int | None, last: int) -> None:
+    """One life of a run with epochs of 20 steps, as the loop tells it."""
+    sink = JsonLines(path)
+    sink.write(Event("start", 0.0, START | {"resumed_from": resumed_from}))
+    for step in range((resumed_from or 0) + 1, last + 1):
+        if (step - 1) % 20 == 0:
+            sink.write(Event("epoch", step, {"epoch": (step - 1) // 20, "step": step - 1}))
+        sink.write(Event("train", step, {"step": step, "loss": 1.0}))
+        if step % 20 == 0:
+            sink.write(Event("evaluate", step, {"step": step, "mae": 0.5}))
+            sink.write(Event("note", step, {"step": step, "text": f"at {step}"}))
+    sink.close()
+
+
+def test_a_resumed_run_has_every_step_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    live(path, None, 70)
+    live(path, 60, 65)
+    live(path, 40, 100)
+    assert steps(path, "train") == list(range(1, 101))
+    assert steps(path, "evaluate") == steps(path, "note") == [20, 40, 60, 80, 100]
+    assert steps(path, "epoch") == [0, 20, 40, 60, 80]                         # the one that began at 40 began again
+    assert [e["resumed_from"] for e in read_metrics(path) if e["kind"] == "start"] == [None, 40]
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_new_run_in_an_old_directory_moves_the_old_lines_aside(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for last in (3, 4, 5):
+        live(path, None, last)
+    assert [steps(tmp_path / name, "train")[-1] for name in ("metrics.1.jsonl", "metrics.2.jsonl", "metrics.jsonl")] == [3, 4, 5]
+
+
+def test_events_before_the_start_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    live(path, None, 3)
+    sink = JsonLines(path)
+    sink.write(Event("note", 0.0, {"text": "resumed from step 2"}))
+    sink.write(Event("start", 0.0, START | {"resumed_from": 2}))
+    sink.close()
+    assert [e["kind"] for e in read_metrics(path)] == ["start", "epoch", "train", "train", "note", "start"]
+    alone = JsonLines(tmp_path / "other.jsonl")
+    alone.write(Event("note", 0.0, {"text": "died early"}))
+    alone.close()
+    assert [e["text"] for e in read_metrics(tmp_path / "other.jsonl")] == ["died early"]
+
+
+def test_a_torn_last_line_is_left_out_and_a_damaged_one_named(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    live(path, None, 5)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-9])
+    assert steps(path, "train") == [1, 2, 3, 4]
+    live(path, 4, 6)                                     # goes on behind the torn line, not inside it
+    assert steps(path, "train") == [1, 2, 3, 4, 5, 6]
+    path.write_bytes(whole.replace(b'{"kind": "train", "time": 2', b'{"kind": "tra', 1))
+    with pytest.raises(DataError, match=r"metrics\.jsonl:4: .* is not an event"):
+        read_metrics(path)
+    path.write_text("[1, 2]\n")
+    with pytest.raises(DataError, match=r"metrics\.jsonl:1"):
+        read_metrics(path)
+    with pytest.raises(DataError, match="No such file"):
+        read_metrics(tmp_path / "missing.jsonl")
+
+
+def test_a_full_disk_costs_lines_and_one_warning_but_no_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "metrics.jsonl"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with Reports([JsonLines(path)]) as reports:
+        reports.emit("start", **START)
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 100, hard))      # room for one line and a half
+            for step in range(1, 6):
+                reports.emit("train", step=step, loss=0.5)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        reports.emit("train", step=6, loss=0.5)
+    assert steps(path, "train") == [1, 6]
+    assert path.read_bytes().endswith(b"\n")
+    assert len(caplog.records) == 1
+    assert "metrics.jsonl" in caplog.text and "the run goes on" in caplog.text
+
+
+def test_a_sink_that_fails_warns_once_and_the_others_go_on(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken:
+        def write(self, event: Event) -> None:
+            raise BrokenPipeError("nobody listens")
+
+        close = lambda self: self.write(Event("close", 0.0, {}))  # noqa: E731
+
+    heard = io.StringIO()
+    with Reports([Broken(), Terminal(heard)]) as reports:
+        for step in (1, 2, 3):
+            reports.emit("note", text="on", step=step)
+    assert heard.getvalue().count("note") == 3
+    assert caplog.messages == ["Broken cannot write (nobody listens); the run goes on without it"]
+
+
+# --------------------------------------------------------------------------------------------------------- terminal
+
+EVENTS = [
+    Event("start", 100.0, START | {"resumed_from": 110}),
+    Event("epoch", 100.0, {"epoch": 1, "step": 110}),
+    Event("train", 110.0, {"step": 120, **TRAIN}),
+    Event("train", 111.0, {"step": 130, **TRAIN, "epoch": 1.625, "loss": math.nan, "samples_per_second": 8.25}),
+    Event("evaluate", 120.0, {"step": 160, "epoch": 2, "samples": 5120, "seconds": 2.13, "mae": 0.15234}),
+    Event("checkpoint", 121.0, {"step": 160, "path": "runs/small/checkpoints/160", "seconds": 0.4, "bytes": 106_890_672}),
+    Event("note", 122.0, {"text": "rank 1 [slow]"}),
+    Event("stop", 130.0, {"step": 640, "samples": 20480, "reason": "finished", "seconds": 3725.0, "target_reached": True}),
+]
+LINES = """\
+small: 8,907,556 parameters, 2 x NVIDIA H200, 640 steps, 8 epochs of 80, global batch 32, resumed from step 110 -> runs/small
+step 120/640  epoch 1.5  loss 0.0712  mae 0.199  lr 1.0e-02  412 samples/s  ETA 0:00:40
+step 130/640  epoch 1.62  loss nan  mae 0.199  lr 1.0e-02  8.25 samples/s  ETA 0:00:51
+evaluation at step 160/640  epoch 2  mae 0.1523  2.1 s
+checkpoint at step 160/640  107 MB in 0.40 s  runs/small/checkpoints/160
+note: rank 1 [slow]
+finished, target reached at step 640/640 after 1:02:05, 20,480 samples
+"""
+
+
+def test_a_job_log_gets_one_plain_line_per_event() -> None:
+    stream = io.StringIO()
+    terminal = Terminal(stream)
+    for event in EVENTS:
+        terminal.write(event)
+    terminal.close()
+    assert stream.getvalue() == LINES
+
+
+def test_a_notebook_gets_the_plain_lines_too() -> None:
+    stream = io.StringIO()
+    terminal = Terminal(stream, Console(file=stream, force_terminal=True, force_jupyter=True))
+    for event in EVENTS:
+        terminal.write(event)
+    assert stream.getvalue() == LINES
+
+
+def test_a_terminal_gets_a_passing_bar_and_lasting_evaluations() -> None:
+    stream = io.StringIO()
+    terminal = Terminal(stream, Console(file=stream, force_terminal=True, width=150))
+    for event in EVENTS[:5]:
+        terminal.write(event)
+    assert terminal._bar is not None and terminal._bar.tasks[0].completed == 130
+    terminal._bar.refresh()
+    terminal.write(EVENTS[2])
+    terminal._bar.refresh()
+    for event in EVENTS[5:]:
+        terminal.write(event)
+    assert terminal._bar is None
+    terminal.close()
+    assert "\x1b[2K" in stream.getvalue().rsplit("━", 1)[1]                     # the bar is erased when the run ends
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
+    assert "step 120/640  epoch 1.5  loss 0.0712  mae 0.199  lr 1.0e-02  412 samples/s" in text
+    assert "[evaluated: mae 0.1523]" in text
+    assert "evaluation at step 160/640  epoch 2  mae 0.1523  2.1 s\n" in text
+    assert "note: rank 1 [slow]\n" in text
+    assert "step 120/640  epoch 1.5  loss 0.0712  mae 0.199  lr 1.0e-02  412 samples/s  ETA 0:00:40\n" not in text
+
+
+# ---------------------------------------------------------------------------------------------------------- reports
+
+
+def test_only_the_first_rank_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in (1, 0):
+        with log.reports(settings(tmp_path / f"{rank}", "terminal"), mesh(rank, 2)) as reports:
+            assert reports.directory == tmp_path / f"{rank}"
+            reports.emit("start", **START)
+            reports.emit("train", step=120, **TRAIN)
+        assert (tmp_path / f"{rank}" / "metrics.jsonl").exists() == (rank == 0)
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["small:", "step"]
+
+
+def test_without_a_directory_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with log.reports(settings(None), mesh()) as reports:
+        reports.emit("train", step=120, **TRAIN)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_wrong_report_settings_are_refused_on_every_rank(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    at = mesh(rank, 2)
+    with pytest.raises(ConfigError, match=r"report.sinks has 'wandb', expected some of terminal"):
+        log.reports(settings(tmp_path, "wandb"), at)
+    with pytest.raises(ConfigError, match=r"report.directory is not set"):
+        log.reports(settings(None, "tensorboard"), at)
+    with pytest.raises(ConfigError, match=r"report.benchmark is 'chess', but the MLPerf log knows cosmoflow"):
+        log.reports(settings(tmp_path, "mlperf", benchmark="chess"), at)
+    monkeypatch.setattr(log.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match=r"hpcai-suite\[tensorboard\]"):
+        log.reports(settings(tmp_path, "tensorboard"), at)
+
+
+def test_a_directory_that_cannot_be_made_is_a_setting_to_mend(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"report.directory .*file/run cannot be made \(Not a directory\)"):
+        log.reports(settings(tmp_path / "file" / "run"), mesh())
+
+
+def test_tensorboard_has_the_scalars_and_hides_what_a_resume_repeats(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for resumed_from, points in ((None, (10, 20, 30)), (20, (30, 40))):
+        with log.reports(settings(tmp_path, "tensorboard"), mesh()) as reports:
+            reports.emit("start", **START | {"resumed_from": resumed_from})
+            for step in points:
+                reports.emit("train", step=step, **TRAIN)
+            reports.emit("evaluate", step=points[-1], epoch=1, samples=9, seconds=1.0, mae=0.25)
+            written = sum(path.stat().st_size for path in (tmp_path / "tensorboard").iterdir())
+        assert written == sum(path.stat().st_size for path in (tmp_path / "tensorboard").iterdir())      # no wait for the end
+    found = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    found.Reload()
+    names = {"train/loss", "train/mae", "train/lr", "train/samples_per_second", "train/epoch", "evaluate/mae"}
+    assert set(found.Tags()["scalars"]) == names
+    assert [point.step for point in found.Scalars("train/loss")] == [10, 20, 30, 40]
+    assert found.Scalars("train/loss")[0].value == pytest.approx(0.0712)
+
+
+# ---------------------------------------------------------------------------------------------------------- logging
+
+
+def test_every_rank_warns_and_the_first_informs(capsys: pytest.CaptureFixture[str]) -> None:
+    root = logging.getLogger()
+    before = root.handlers[:], root.level
+    try:
+        for rank, world in ((0, 1), (0, 4), (3, 4)):
+            log.setup(rank, world)
+            logging.getLogger("hpcai.test").info("hello")
+            logging.getLogger("hpcai.test").warning("careful: %d %%", 7)
+        host = socket.gethostname()
+        assert capsys.readouterr().err.splitlines() == [
+            "INFO: hello", "WARNING: careful: 7 %",
+            f"INFO rank 0 on {host}: hello", f"WARNING rank 0 on {host}: careful: 7 %",
+            f"WARNING rank 3 on {host}: careful: 7 %",
+        ]
+    finally:
+        root.handlers[:], root.level = before
+
+
+def test_reports_cost_no_heavy_import() -> None:
+    heavy = "torch", "numpy", "rich", "tensorboard", "yaml"
+    code = f"import sys, hpcai.log, hpcai.mllog; print([name for name in {heavy} if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -1,0 +1,264 @@
+"""A checkpoint is whole or not there; resuming puts everything back."""
+
+import errno
+import json
+import os
+import random
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from hpcai import dist
+from hpcai.dist.mesh import Mesh
+from hpcai.errors import CheckpointError
+from hpcai.parallel.replicate import sum_over
+from hpcai.settings import CheckpointConfig, StepConfig
+from hpcai.train import checkpoint, rng
+from hpcai.train.checkpoint import Checkpoints, Progress
+from hpcai.train.step import Step
+from tests.ranks.launch import on_ranks
+
+
+def loss(model: nn.Module, batch: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"loss": model(batch).square().mean()}
+
+
+def new_step(mesh: Mesh | None = None, seed: int = 0, **words: Any) -> Step:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Conv3d(2, 4, 3), nn.Flatten(), nn.Dropout(0.5), nn.Linear(4, 3)).to(memory_format=torch.channels_last_3d)
+    mesh = mesh or dist.alone()
+    sum_over(model, mesh["depth"])  # every rank holds the whole model
+    return Step(model, loss, StepConfig(average=0.9, **words), mesh)
+
+
+def train(step: Step, count: int) -> None:
+    for _ in range(count):
+        step(torch.randn(4, 2, 3, 3, 3))
+
+
+def contents(step: Step) -> dict[str, torch.Tensor]:
+    parts = (step.model.state_dict(), step.optimizer.state(), step.average.state())
+    return {f"{i}/{name}": tensor.clone() for i, part in enumerate(parts) for name, tensor in part.items()}
+
+
+def sums(step: Step) -> list[float]:
+    return [tensor.double().sum().item() for _, tensor in sorted(contents(step).items())]
+
+
+def keeper(path: Path, mesh: Mesh | None = None, settings: dict | None = None, **words: Any) -> Checkpoints:
+    return Checkpoints(path, CheckpointConfig(**words), mesh or dist.alone(), settings)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_resumed_is_uninterrupted_bit_for_bit(tmp_path: Path, optimizer: str) -> None:
+    rng.seed_all(3)
+    step = new_step(optimizer=optimizer)
+    train(step, 3)
+    progress = Progress(step=3, epoch=1, sample=12, seen=44, seconds=1.5)
+    path, _, size = keeper(tmp_path).save(step, progress)
+    assert path.name == "step-00000003" and size > 1000
+    train(step, 3)
+    after = contents(step), torch.rand(3), np.random.rand(3), random.random()
+
+    rng.seed_all(99)
+    other = new_step(seed=5, optimizer=optimizer)
+    assert keeper(tmp_path).resume(other) == progress
+    assert other.count == 3
+    train(other, 3)
+    again = contents(other), torch.rand(3), np.random.rand(3), random.random()
+    assert all(torch.equal(again[0][name], tensor) for name, tensor in after[0].items())
+    assert torch.equal(again[1], after[1]) and np.array_equal(again[2], after[2]) and again[3] == after[3]
+
+
+def spoil(path: Path, how: str) -> None:
+    data = next(path.glob("*.distcp"))
+    if how == "bit":
+        raw = bytearray(data.read_bytes())
+        raw[len(raw) // 2] ^= 1
+        data.write_bytes(raw)
+    elif how == "truncated":
+        data.write_bytes(data.read_bytes()[:-10])
+    elif how == "missing":
+        data.unlink()
+    else:
+        (path / how).write_text("{")
+
+
+@pytest.mark.parametrize(
+    "how, text",
+    [
+        ("bit", "distcp has changed since it was written"),
+        ("truncated", "distcp has changed since it was written"),
+        ("missing", "distcp is missing"),
+        ("manifest.json", "manifest.json cannot be read"),
+        ("index.json", "index.json has changed"),
+        ("run.json", "run.json has changed"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path, how: str, text: str) -> None:
+    step, kept = new_step(), keeper(tmp_path, keep=3)
+    for count in (1, 2):
+        train(step, 1)
+        kept.save(step, Progress(step=count))
+    spoil(tmp_path / "step-00000002", how)
+    again = keeper(tmp_path, keep=3)
+    progress = again.resume(new_step(seed=1))
+    assert progress is not None and progress.step == 1
+    assert len(again.notes) == 1 and "step-00000002 is passed over: " in again.notes[0] and text in again.notes[0]
+    again.save(step, Progress(step=2))  # the damaged one is replaced
+    assert keeper(tmp_path).resume(new_step()).step == 2
+
+
+def test_a_half_written_one_is_ignored_named_and_cleared_by_the_next_save(tmp_path: Path) -> None:
+    step, kept = new_step(), keeper(tmp_path)
+    train(step, 1)
+    kept.save(step, Progress(step=1))
+    left = tmp_path / ".step-00000002.partial"
+    left.mkdir()
+    (left / "__0_0.distcp").write_bytes(b"half")
+    again = keeper(tmp_path)
+    assert again.resume(new_step()).step == 1
+    assert again.notes == [".step-00000002.partial was not finished and is ignored"]
+    again.save(step, Progress(step=2))
+    assert not left.exists() and [p.name for p in again.found()] == ["step-00000001", "step-00000002"]
+
+
+def test_old_ones_are_removed_after_the_new_one_is_whole(tmp_path: Path) -> None:
+    step, kept = new_step(), keeper(tmp_path, keep=2)
+    for count in range(1, 5):
+        train(step, 1)
+        kept.save(step, Progress(step=count))
+    assert [p.name for p in kept.found()] == ["step-00000003", "step-00000004"]
+
+
+def test_a_full_disk_is_told_and_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, kept = new_step(), keeper(tmp_path)
+    train(step, 1)
+    kept.save(step, Progress(step=1))
+    for place in ("write_data", "finish"):
+
+        def full(*args: Any, **words: Any) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint._Writer, place, full)
+            with pytest.raises(CheckpointError, match=r"step-00000002 cannot be written: No space left on device; step-00000001 is the newest"):
+                kept.save(step, Progress(step=2))
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000001"]
+    assert keeper(tmp_path).resume(new_step()).step == 1
+    kept.save(step, Progress(step=2))
+
+
+def test_a_really_full_disk(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=160k", "none", disk], capture_output=True).returncode:
+        pytest.skip("a small file system cannot be mounted here (not root?)")
+    try:
+        torch.manual_seed(0)
+        step = Step(nn.Linear(10, 150), loss, StepConfig(), dist.alone())
+        kept = keeper(disk / "checkpoints")
+        step(torch.randn(4, 10))
+        kept.save(step, Progress(step=1))
+        with pytest.raises(CheckpointError, match="cannot be written: No space left on device; step-00000001 is the newest whole"):
+            for count in range(2, 12):
+                (disk / f"fill{count}").write_bytes(b"x" * 10_000)
+                kept.save(step, Progress(step=2))
+        assert keeper(disk / "checkpoints").resume(step).step in (1, 2)
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def test_other_settings_or_another_model_are_refused(tmp_path: Path) -> None:
+    step = new_step()
+    train(step, 1)
+    keeper(tmp_path, settings={"model": {"size": 32, "filters": 8}, "train": 1}).save(step, Progress(step=1))
+    with pytest.raises(CheckpointError, match=r"other settings \(model.filters: 8 then, 16 now\); keep them"):
+        keeper(tmp_path, settings={"model": {"size": 32, "filters": 16}}).resume(new_step())
+    torch.manual_seed(0)
+    stranger = Step(nn.Linear(2, 2), loss, StepConfig(), dist.alone())
+    with pytest.raises(CheckpointError, match="holds no 'model/bias' .*another model"):
+        keeper(tmp_path, settings={"model": {"size": 32, "filters": 8}}).resume(stranger)
+    with pytest.raises(CheckpointError, match="checkpoint.resume is never; choose another report.directory"):
+        keeper(tmp_path, resume="never").resume(new_step())
+
+
+def test_nothing_in_a_checkpoint_is_a_pickle_but_tensors(tmp_path: Path) -> None:
+    step = new_step()
+    train(step, 1)
+    path, _, _ = keeper(tmp_path).save(step, Progress(step=1))
+    assert sorted(p.name for p in path.iterdir()) == ["__0_0.distcp", "index.json", "manifest.json", "run.json"]
+    index = json.loads((path / "index.json").read_text())["tensors"]
+    with (path / "__0_0.distcp").open("rb") as file:
+        for name, entry in index.items():
+            for chunk in entry["chunks"]:
+                file.seek(chunk["at"])
+                import io
+
+                tensor = torch.load(io.BytesIO(file.read(chunk["bytes"])), weights_only=True)
+                assert list(tensor.shape) == chunk["sizes"], name
+
+
+def write_and_read(mesh: Mesh, path: str, write: bool) -> list[float]:
+    step = new_step(mesh, optimizer="adamw")
+    if write:
+        torch.manual_seed(100 + mesh.rank)
+        train(step, 2)
+        keeper(Path(path), mesh).save(step, Progress(step=2, sample=8))
+        train(step, 1)
+    else:
+        kept = keeper(Path(path), mesh)
+        progress = kept.resume(step)
+        assert progress == Progress(step=2, sample=8)
+        if kept.notes:
+            assert "random numbers start anew" in kept.notes[0]
+            return sums(step)
+        train(step, 1)
+    return sums(step)
+
+
+@pytest.mark.parametrize("axes", [{"replicate": 2}, {"replicate": 4}, {"replicate": 2, "depth": 2}], ids=str)
+def test_every_rank_gets_its_own_random_numbers_back(tmp_path: Path, axes: dict[str, int]) -> None:
+    before = on_ranks(axes, write_and_read, str(tmp_path), True)
+    assert on_ranks(axes, write_and_read, str(tmp_path), False) == before
+
+
+@pytest.mark.parametrize("writers, readers", [(2, 4), (4, 1), (1, 2)])
+def test_another_number_of_ranks_reads_the_same_weights_and_moments(tmp_path: Path, writers: int, readers: int) -> None:
+    def saved(mesh: Mesh) -> list[float]:
+        step = new_step(mesh, optimizer="adamw")
+        torch.manual_seed(100 + mesh.rank)
+        train(step, 2)
+        keeper(tmp_path, mesh).save(step, Progress(step=2, sample=8))
+        return sums(step)
+
+    expected = on_ranks({"replicate": writers}, saved)[0]
+    for rank in on_ranks({"replicate": readers}, write_and_read, str(tmp_path), False):
+        assert rank == expected
+
+
+def fails_on_one(mesh: Mesh, path: str) -> str:
+    step = new_step(mesh)
+    train(step, 1)
+    if mesh.rank == 1:
+
+        def full(*args: Any, **words: Any) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        checkpoint._Writer.write_data = full  # type: ignore[method-assign]
+    try:
+        keeper(Path(path), mesh).save(step, Progress(step=1))
+    except CheckpointError as problem:
+        return str(problem)
+    return "saved"
+
+
+def test_a_disk_that_is_full_on_one_rank_stops_the_save_on_all(tmp_path: Path) -> None:
+    for text in on_ranks({"replicate": 2}, fails_on_one, str(tmp_path)):
+        assert "cannot be written: No space left on device; there is no checkpoint yet" in text
+    assert not list(tmp_path.iterdir())

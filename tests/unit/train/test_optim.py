@@ -1,0 +1,97 @@
+"""Updates against their formulas, in float64."""
+
+import pytest
+import torch
+from torch import nn
+
+from hpcai.errors import ConfigError
+from hpcai.settings import StepConfig
+from hpcai.train.optim import Optimizer
+
+RATES = [0.0, 0.05, 0.1, 0.1, 0.025, 0.0, 0.01]
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv3d(2, 3, 3), nn.Linear(4, 3)).double().to(memory_format=torch.channels_last_3d)
+
+
+def gradients(model: nn.Module, step: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randn(p.shape, generator=generator).double().contiguous(memory_format=_layout(p)) for p in model.parameters()]
+
+
+def _layout(p: torch.Tensor) -> torch.memory_format:
+    return torch.channels_last_3d if p.ndim == 5 else torch.contiguous_format
+
+
+def run(cfg: StepConfig, skips: tuple[int, ...] = ()) -> nn.Module:
+    model = network()
+    optimizer = Optimizer(model, cfg)
+    for step, lr in enumerate(RATES):
+        for p, g in zip(model.parameters(), gradients(model, step)):
+            p.grad = torch.full_like(g, torch.nan) if step in skips else g
+        optimizer.step(lr, torch.tensor(float(step in skips)))
+    return model
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_sgd_with_the_learning_rate_inside_or_outside_the_momentum(inside: bool) -> None:
+    decay = 0.02
+    cfg = StepConfig(optimizer="sgd", lr=0.1, momentum=0.9, lr_in_momentum=inside, weight_decay=decay, decay_names=("1.weight",))
+    found = run(cfg)
+    model = network()
+    velocity = [torch.zeros_like(p) for p in model.parameters()]
+    with torch.no_grad():
+        for step, lr in enumerate(RATES):
+            for (name, p), g, v in zip(model.named_parameters(), gradients(model, step), velocity):
+                g = g + decay * p if name == "1.weight" else g
+                v.mul_(0.9).add_(lr * g if inside else g)
+                p.sub_(v if inside else lr * v)
+    for p, expected in zip(found.parameters(), model.parameters()):
+        torch.testing.assert_close(p, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_the_two_momenta_differ_after_a_change_of_rate() -> None:
+    inside, outside = (run(StepConfig(optimizer="sgd", lr=0.1, lr_in_momentum=x)) for x in (True, False))
+    assert not torch.allclose(next(inside.parameters()), next(outside.parameters()), rtol=1e-3)
+
+
+def test_adamw() -> None:
+    cfg = StepConfig(optimizer="adamw", lr=0.1, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)
+    found = run(cfg)
+    model = network()
+    state = [(torch.zeros_like(p), torch.zeros_like(p)) for p in model.parameters()]
+    with torch.no_grad():
+        for step, lr in enumerate(RATES):
+            for (name, p), g, (m, v) in zip(model.named_parameters(), gradients(model, step), state):
+                p.mul_(1 - lr * 0.1 if name.endswith("weight") else 1.0)
+                m.mul_(0.8).add_(0.2 * g)
+                v.mul_(0.95).add_(0.05 * g * g)
+                hat = m / (1 - 0.8 ** (step + 1)), v / (1 - 0.95 ** (step + 1))
+                p.sub_(lr * hat[0] / (hat[1].sqrt() + 1e-6))
+    for p, expected in zip(found.parameters(), model.parameters()):
+        torch.testing.assert_close(p, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+def test_a_skipped_update_leaves_no_trace(kind: str) -> None:
+    cfg = StepConfig(optimizer=kind, lr=0.1, weight_decay=0.1)
+    model = network()
+    optimizer = Optimizer(model, cfg)
+
+    def step(seed: int, skip: float) -> None:
+        for p, g in zip(model.parameters(), gradients(model, seed)):
+            p.grad = torch.full_like(g, torch.nan) if skip else g
+        optimizer.step(0.1, torch.tensor(skip))
+
+    step(0, 0.0)
+    before = {n: t.clone() for n, t in {**model.state_dict(), **optimizer.state()}.items()}
+    step(1, 1.0)
+    for name, tensor in {**model.state_dict(), **optimizer.state()}.items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_a_pattern_that_matches_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"step.decay_names: 'dense9.\*' matches no parameter; the model has 0.weight, 0.bias"):
+        Optimizer(network(), StepConfig(weight_decay=0.1, decay_names=("0.weight", "dense9.*")))

@@ -1,0 +1,124 @@
+"""One step: parts equal the whole, the guard holds, nothing reads the device."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hpcai import dist
+from hpcai.errors import ConfigError, DataError, DivergedError
+from hpcai.settings import StepConfig
+from hpcai.train.measure import Sums
+from hpcai.train.step import Step, split
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def loss(model: nn.Module, batch: torch.Tensor) -> dict:
+    out = model(batch[:, :3])
+    return {"loss": (out[:, 0] - batch[:, 3]).square().mean(), "worst": (out.sum(), len(batch))}
+
+
+def batch(seed: int = 0) -> torch.Tensor:
+    return torch.randn(8, 4, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_micro_batches_are_the_whole_batch(parts: int) -> None:
+    steps = [Step(network(), loss, StepConfig(precision="fp64", accumulate=n, clip=0.1), dist.alone()) for n in (1, parts)]
+    for seed in range(3):
+        values = [step(batch(seed).double()) for step in steps]
+        assert values[1]["loss"].item() == pytest.approx(values[0]["loss"].item(), rel=1e-12)
+        assert values[1]["worst"][0].item() == pytest.approx(values[0]["worst"][0].item(), rel=1e-9)
+        assert values[1]["worst"][1] == 8
+    for a, b in zip(steps[0].model.parameters(), steps[1].model.parameters()):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+def test_clipping_bounds_the_whole_gradient() -> None:
+    step = Step(network(), loss, StepConfig(clip=1e-3, optimizer="sgd", momentum=0.0, lr=1.0), dist.alone())
+    before = [p.detach().clone() for p in step.model.parameters()]
+    step(batch())
+    moved = torch.cat([(a - b).flatten() for a, b in zip(step.model.parameters(), before)])
+    assert moved.norm().item() == pytest.approx(1e-3, rel=1e-4)
+
+
+def test_bf16_keeps_fp32_weights_and_differs_a_little() -> None:
+    values = {p: Step(network(), loss, StepConfig(precision=p), dist.alone()) for p in ("fp32", "bf16")}
+    losses = {p: step(batch())["loss"].item() for p, step in values.items()}
+    assert losses["bf16"] != losses["fp32"] and losses["bf16"] == pytest.approx(losses["fp32"], rel=2e-2)
+    assert all(p.dtype == torch.float32 for p in values["bf16"].model.parameters())
+
+
+class NoHostRead(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
+            raise AssertionError(f"{function} reads the device inside a step")
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("cfg", [StepConfig(), StepConfig(optimizer="sgd", clip=1.0, accumulate=2, average=0.9)])
+def test_nothing_is_read_from_the_device_inside_a_step(cfg: StepConfig) -> None:
+    step, sums = Step(network(), loss, cfg, dist.alone()), Sums()
+    step(batch())
+    with NoHostRead():
+        for seed in range(3):
+            sums.add(step(batch(seed), 1e-3 * seed), 8)
+
+
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_nan_never_reaches_the_weights_and_is_told_with_its_step_and_samples(where: str, optimizer: str) -> None:
+    def bad(model: nn.Module, part: torch.Tensor) -> dict:
+        values = loss(model, part)
+        if part[0, 0] == 7:
+            zero = next(model.parameters()).sum() * 0
+            values["loss"] = values["loss"] + (torch.log(zero) if where == "loss" else torch.sqrt(zero))
+        return values
+
+    step = Step(network(), bad, StepConfig(optimizer=optimizer, weight_decay=0.1), dist.alone())
+    step(batch(0))
+    step.check()
+    good = [p.detach().clone() for p in step.model.parameters()]
+    poisoned = batch(1)
+    poisoned[0, 0] = 7
+    step(poisoned)
+    step(batch(2))
+    for p, q in zip(step.model.parameters(), good):
+        assert torch.equal(p, q)
+    text = r"step 2: the loss is not finite on rank 0 \(sample of step 1\)" if where == "loss" else "step 2: the gradient is not finite"
+    with pytest.raises(DivergedError, match=text + ".*weights stay those of step 1"):
+        step.check(lambda index: f"sample of step {index}")
+
+
+def test_the_average_follows_and_is_put_back() -> None:
+    step = Step(network(), loss, StepConfig(average=0.5, optimizer="sgd", lr=0.1), dist.alone())
+    name = "0.weight"
+    mean = step.model.state_dict()[name].clone()
+    for seed in range(3):
+        step(batch(seed))
+        mean = 0.5 * mean + 0.5 * step.model.state_dict()[name]
+    live = step.model.state_dict()[name].clone()
+    with step.average.applied():
+        torch.testing.assert_close(step.model.state_dict()[name], mean)
+    assert torch.equal(step.model.state_dict()[name], live)
+
+
+def test_split_keeps_the_kind_of_batch_and_refuses_uneven_parts() -> None:
+    from hpcai.models.cosmoflow import Batch
+
+    parts = split(Batch(torch.arange(4), torch.arange(8).reshape(4, 2)), 2)
+    assert isinstance(parts[1], Batch) and parts[1].counts.tolist() == [2, 3]
+    assert split({"a": torch.arange(2)}, 2)[1]["a"].tolist() == [1]
+    with pytest.raises(DataError, match="a batch of 3 samples per process does not split into 2 micro-batches"):
+        split(torch.arange(3), 2)
+    with pytest.raises(DataError, match="a batch holds a str"):
+        split(("x",), 2)
+
+
+def test_a_loss_without_loss_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"returned \['mae'\]; expected a scalar tensor named 'loss'"):
+        Step(network(), lambda m, b: {"mae": m(b[:, :3]).mean()}, StepConfig(), dist.alone())(batch())
