@@ -113,7 +113,8 @@ class _Training:
             self.progress.ended = self.result.reason = reason
             if done:
                 self.reports.emit("note", step=self.progress.step, text=f"this run had ended: {reason}; nothing is left to do")
-            elif self.checkpoints:
+            else:
+                self._report()
                 self._save(final=True)
         if reason == "signal":
             self.reports.emit("note", step=self.progress.step, text=f"stopped by {signals.received or 'a signal on another rank'}")
@@ -179,15 +180,17 @@ class _Training:
         )  # fmt: skip
 
     def _samples_of(self, step: int) -> str:
-        """What this process read for 0-based ``step``, when it lies in the epoch that runs."""
-        first = self.progress.sample - (self.progress.step - step) * self.data.size
-        return self.data.describe(self.progress.epoch, first) if first >= 0 else "in an epoch before this one"
+        """What this process read for 0-based ``step``."""
+        epoch, first = self.progress.epoch, self.progress.sample - (self.progress.step - step) * self.data.size
+        while first < 0 < epoch:
+            epoch, first = epoch - 1, first + self.data.samples
+        return self.data.describe(epoch, first)
 
     def _evaluate(self) -> bool:
         """Whether the target is reached, the same on all processes."""
-        self._report()
         if self.metric is None:
             return False
+        self._report()
         began = time.perf_counter()
         values = evaluate(self.step, self.metric, self.validation)
         seconds = time.perf_counter() - began

@@ -1,0 +1,192 @@
+"""The loop in one process: a notebook's use, what is reported when, how a run ends."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hpcai import dist, log, train
+from hpcai.config import Settings
+from hpcai.errors import CheckpointError, ConfigError, DataError, DivergedError
+from hpcai.settings import CheckpointConfig, ReportConfig, StepConfig, TrainConfig
+from hpcai.train.checkpoint import Checkpoints
+
+
+def loss(model: nn.Module, batch: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"loss": (model(batch) - 1).square().mean()}
+
+
+def metric(model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
+    assert not model.training
+    return {"error": ((model(batch) - 1).abs().sum(), len(batch))}
+
+
+def new_step(lr: float = 0.05) -> train.Step:
+    torch.manual_seed(0)
+    return train.Step(nn.Linear(3, 1), loss, StepConfig(optimizer="sgd", lr=lr), dist.alone())
+
+
+def batches(count: int = 3) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(4, 3, generator=generator) for _ in range(count)]
+
+
+class Config(Settings):
+    report: ReportConfig
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    model: int = 1
+
+
+def new_run(path: Path, **words: Any) -> train.Run:
+    return train.Run("test", Config(report=ReportConfig(directory=path, sinks=()), checkpoint=CheckpointConfig(**words)), dist.alone())
+
+
+def events(path: Path) -> list[dict]:
+    return log.read_metrics(path / "metrics.jsonl")
+
+
+def test_in_a_notebook() -> None:
+    result = train.fit(new_step(), batches(), TrainConfig(steps=20, report_every=5))
+    assert result.reason == "finished" and result.exit_code == 0
+    assert [report.step for report in result] == [5, 10, 15, 20]
+    assert result.reports[-1]["loss"] < 0.5 * result.reports[0]["loss"]
+
+
+def test_a_report_is_the_mean_of_its_steps() -> None:
+    step, seen = new_step(), []
+    plain = step.forward_backward
+    step.forward_backward = lambda model, batch: (values := plain(model, batch), seen.append(values["loss"].item()))[0]
+    result = train.fit(step, batches(), TrainConfig(steps=7, report_every=4))
+    assert [report.step for report in result] == [4, 7]
+    assert result.reports[0]["loss"] == pytest.approx(sum(seen[:4]) / 4, rel=1e-6)
+    assert result.reports[1]["loss"] == pytest.approx(sum(seen[4:]) / 3, rel=1e-6)
+
+
+def test_evaluation_every_second_epoch_and_at_the_end(tmp_path: Path) -> None:
+    with new_run(tmp_path) as run:
+        result = train.fit(new_step(), batches(), TrainConfig(epochs=5, evaluate_every=2), validation=batches(2), evaluate=metric, run=run)
+    assert [report.step for report in result.evaluations] == [6, 12, 15]
+    step = new_step()
+    step.model.load_state_dict(_weights(tmp_path))
+    expected = sum((step.model(b) - 1).abs().sum().item() for b in batches(2)) / 8
+    assert result.evaluations[-1]["error"] == pytest.approx(expected, rel=1e-6)
+    kinds = [e["kind"] for e in events(tmp_path)]
+    assert kinds[0] == "start" and kinds[-1] == "stop" and kinds.count("checkpoint") == 5 and kinds.count("epoch") == 5
+
+
+def _weights(path: Path) -> dict[str, torch.Tensor]:
+    step = new_step()
+    assert Checkpoints(path / "checkpoints", CheckpointConfig(), dist.alone(), _settings(path)).resume(step) is not None
+    return step.model.state_dict()
+
+
+def _settings(path: Path) -> dict[str, Any]:
+    return json.loads((sorted((path / "checkpoints").glob("step-*"))[-1] / "run.json").read_text())["settings"]
+
+
+def test_the_target_ends_the_run_and_a_second_start_does_nothing(tmp_path: Path) -> None:
+    cfg = TrainConfig(epochs=50, metric="error", target=0.5)
+    words = {"validation": batches(), "evaluate": metric}
+    with new_run(tmp_path) as run:
+        first = train.fit(new_step(), batches(), cfg, run=run, **words)
+    assert first.reason == "target" and first.evaluations[-1]["error"] <= 0.5 < first.evaluations[-2]["error"]
+    assert events(tmp_path)[-1]["target_reached"] is True
+    with new_run(tmp_path) as run:
+        second = train.fit(new_step(), batches(), cfg, run=run, **words)
+    assert second.reason == "target" and second.progress.step == first.progress.step and not second.reports
+    assert any("nothing is left to do" in e.get("text", "") for e in events(tmp_path))
+
+
+@pytest.mark.parametrize("stop", [1, 2, 4, 5, 6, 7])
+@pytest.mark.parametrize("every", [None, 1, 2])
+def test_resumed_is_uninterrupted_also_in_the_middle_of_an_epoch(tmp_path: Path, stop: int, every: int | None) -> None:
+    def go(folder: str, steps: int) -> tuple[dict, list[dict]]:
+        step = new_step()
+        with new_run(tmp_path / folder, every_steps=every) as run:
+            train.fit(step, batches(), TrainConfig(steps=steps, report_every=2), validation=batches(2), evaluate=metric, run=run)
+        return step.model.state_dict(), events(tmp_path / folder)
+
+    whole, expected = go("whole", 8)
+    go("cut", stop)
+    again, found = go("cut", 8)
+    for name, tensor in whole.items():
+        assert torch.equal(again[name], tensor), name
+    last = {e["step"]: e["loss"] for e in expected if e["kind"] == "train"}
+    assert {e["step"]: e["loss"] for e in found if e["kind"] == "train" and e["step"] > stop + 1}.items() <= last.items()
+    steps = [e["step"] for e in found if e["kind"] == "train"]
+    assert steps == sorted(set(steps)), "no step is reported twice"
+
+
+def test_a_checkpoint_that_cannot_be_written_is_told_and_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failures = iter([True, True, False])
+    save = Checkpoints.save
+
+    def sometimes(self: Checkpoints, step: Any, progress: Any) -> Any:
+        if next(failures, False):
+            raise CheckpointError("step-1 cannot be written: No space left on device")
+        return save(self, step, progress)
+
+    monkeypatch.setattr(Checkpoints, "save", sometimes)
+    with new_run(tmp_path) as run:
+        result = train.fit(new_step(), batches(), TrainConfig(epochs=4), run=run)
+    assert result.reason == "finished" and result.progress.step == 12
+    notes = [e["text"] for e in events(tmp_path) if e["kind"] == "note"]
+    assert len(notes) == 2 and all("No space left on device; training goes on" in text for text in notes)
+
+    monkeypatch.setattr(Checkpoints, "save", lambda *_: (_ for _ in ()).throw(CheckpointError("No space left on device")))
+    with new_run(tmp_path / "b") as run, pytest.raises(CheckpointError, match="No space left"):
+        train.fit(new_step(), batches(), TrainConfig(epochs=1), run=run)
+
+
+def test_a_run_that_diverges_keeps_its_last_good_checkpoint(tmp_path: Path) -> None:
+    with new_run(tmp_path, every_steps=2) as run, pytest.raises(DivergedError, match=r"step \d+: .* is not finite on .*rank 0 \(batch 2\)"):
+        train.fit(new_step(lr=1e12), batches(), TrainConfig(steps=40, report_every=7), run=run)
+    for value in _weights(tmp_path).values():
+        assert torch.isfinite(value).all()
+
+
+def test_contradictions_are_refused() -> None:
+    step, cfg = new_step(), TrainConfig(steps=2, metric="mae", target=0.1)
+    with pytest.raises(ConfigError, match="nothing is evaluated"):
+        train.fit(step, batches(), cfg)
+    with pytest.raises(ConfigError, match="both evaluate and validation"):
+        train.fit(step, batches(), TrainConfig(steps=1), evaluate=metric)
+    with pytest.raises(ConfigError, match="train.metric is 'mae', but what is evaluated is error"):
+        train.fit(step, batches(), cfg, evaluate=metric, validation=batches())
+    with pytest.raises(DataError, match="no batch"):
+        train.fit(step, [], TrainConfig(steps=1))
+
+
+def test_a_signal_stops_at_a_step_boundary(tmp_path: Path) -> None:
+    import os
+    import signal
+
+    step = new_step()
+    plain = step.forward_backward
+
+    def interrupted(model: nn.Module, batch: Any) -> Any:
+        if step.count == 4:
+            os.kill(os.getpid(), signal.SIGUSR2)
+        return plain(model, batch)
+
+    step.forward_backward = interrupted
+    before = signal.getsignal(signal.SIGUSR2)
+    with new_run(tmp_path) as run:
+        result = train.fit(step, batches(), TrainConfig(steps=20), run=run)
+    assert (result.reason, result.exit_code, result.progress.step) == ("signal", 85, 5)
+    assert signal.getsignal(signal.SIGUSR2) == before
+    assert any(e.get("text") == "stopped by SIGUSR2" for e in events(tmp_path))
+    with new_run(tmp_path) as run:
+        assert train.fit(new_step(), batches(), TrainConfig(steps=20), run=run).progress.step == 20
+
+
+def test_without_settings_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    train.fit(new_step(), batches(), TrainConfig(steps=2), run=train.Run("x", None, dist.alone()))
+    cfg = SimpleNamespace(report=ReportConfig(sinks=()), checkpoint=CheckpointConfig(), model_dump=lambda mode: {})
+    train.fit(new_step(), batches(), TrainConfig(steps=2), run=train.Run("x", cfg, dist.alone()))
+    assert not list(tmp_path.iterdir())
