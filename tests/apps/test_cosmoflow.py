@@ -1,0 +1,288 @@
+"""The CosmoFlow app as its users start it: alone, on ranks, stopped, killed, resumed, and with bad input."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from apps.cosmoflow.__main__ import main
+from apps.cosmoflow.settings import Config
+from hpcai import config, log
+from tests.apps.universes import make
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ROOT / "apps/cosmoflow/configs/small.yaml"
+MPIEXEC = Path(sys.executable).with_name("mpiexec")
+# 24 universes in batches of 8: three steps an epoch.
+QUICK = ["model.filters=2", "data.batch=8", "train.report_every=1", "train.epochs=2", "checkpoint.every_steps=1", "step.schedule.decay=none"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("data") / "universes")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def words(data: Path, run: Path, *more: str) -> list[str]:
+    return [str(SMALL), *QUICK, f"data.directory={data}", f"report.directory={run}", *more]
+
+
+def here(data: Path, run: Path, *more: str) -> int:
+    """Run the app in this process; its exit code."""
+    try:
+        config.run(Config, main, words(data, run, *more))
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+def command(data: Path, run: Path, *more: str) -> list[str]:
+    return [sys.executable, "-m", "apps.cosmoflow", *words(data, run, *more)]
+
+
+def start(arguments: list[str]) -> subprocess.Popen:
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(arguments, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def losses(run: Path, kind: str = "train", name: str = "loss") -> dict[int, float]:
+    return {e["step"]: e[name] for e in log.read_metrics(run / "metrics.jsonl") if e["kind"] == kind}
+
+
+def test_every_yaml_loads() -> None:
+    files = sorted((ROOT / "apps/cosmoflow/configs").glob("*.yaml"))
+    assert len(files) >= 4
+    for path in files:
+        cfg = config.load(Config, path)
+        assert config.load(Config, None, []).model_fields_set is not None and cfg.step.lr > 0
+
+
+def test_a_run_leaves_everything_that_its_users_want(data: Path, tmp_path: Path) -> None:
+    assert here(data, tmp_path / "run") == 0
+    run = tmp_path / "run"
+    assert sorted(p.name for p in run.iterdir()) == ["checkpoints", "metrics.jsonl", "model.safetensors", "predictions.npz", "settings.yaml"]
+    again = config.load(Config, run / "settings.yaml")
+    assert again == config.load(Config, SMALL, words(data, run)[1:])
+    pairs = np.load(run / "predictions.npz", allow_pickle=False)
+    assert pairs["names"].tolist() == ["Omega_m", "sigma_8", "n_s", "H_0"] and pairs["predicted"].shape == pairs["true"].shape == (12, 4)
+    assert (pairs["true"][:, 3] >= 63).all() and (pairs["true"][:, 3] <= 77).all(), "in physical units"
+
+    from hpcai.models.cosmoflow import CosmoFlow
+
+    model = CosmoFlow.load(run / "model.safetensors")
+    with h5py.File(data / "validation/universe_00000.h5") as file:
+        guess = model.predict(file["counts"][0])
+        several = model.predict(file["counts"][:2])
+    assert list(guess) == ["Omega_m", "sigma_8", "n_s", "H_0"] and 55 < guess["H_0"] < 85
+    assert several["sigma_8"].shape == (2,) and several["sigma_8"][0] == pytest.approx(guess["sigma_8"], rel=1e-5)
+
+    from hpcai.cli.report import draw
+
+    page = draw(run).read_text()
+    assert "Omega_m" in page and "http" not in page.replace("http://www.w3.org", "")
+
+
+@pytest.mark.parametrize("stop", [2, 4])
+def test_resumed_is_uninterrupted(data: Path, tmp_path: Path, stop: int) -> None:
+    assert here(data, tmp_path / "whole") == 0
+    assert here(data, tmp_path / "cut", "train.epochs=null", f"train.steps={stop}") == 0
+    assert here(data, tmp_path / "cut") == 0
+    whole, cut = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut"))
+    assert all(torch.equal(whole[name], cut[name]) for name in whole)
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    assert here(data, tmp_path / "cut") == 0, "a finished run can be started again"
+
+
+def test_the_measured_loss_falls(data: Path, tmp_path: Path) -> None:
+    more = ["model.filters=4", "train.epochs=8", "step.lr=3e-3", "model.dropout=0", "checkpoint.every_steps=null"]
+    assert here(data, tmp_path / "run", *more) == 0
+    found = list(losses(tmp_path / "run").values())
+    assert sum(found[-3:]) < 0.7 * sum(found[:3])
+
+
+def ended(process: subprocess.Popen, timeout: float = 120) -> tuple[int, str]:
+    output, _ = process.communicate(timeout=timeout)
+    return process.returncode, output
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen, timeout: float = 120) -> None:
+    end = time.monotonic() + timeout
+    while not condition():
+        assert process.poll() is None, f"the run ended first:\n{process.communicate()[0]}"
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.0005)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGUSR2"])
+def test_a_signal_saves_and_asks_to_be_requeued(data: Path, tmp_path: Path, name: str) -> None:
+    run, more = tmp_path / "run", ["train.epochs=300", "checkpoint.every_steps=1000"]
+    process = start(command(data, run, *more))
+    wait_for(lambda: (run / "metrics.jsonl").exists() and len(losses(run)) >= 2, process)
+    process.send_signal(signal.Signals[name])
+    code, output = ended(process)
+    assert code == 85, output
+    assert f"stopped by {name}" in output
+    saved = [p.name for p in (run / "checkpoints").iterdir()]
+    assert saved == [f"step-{max(losses(run)):08d}"], "nothing that was done is lost"
+    assert not (run / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_killed_at_any_instant_also_while_saving_it_goes_on(data: Path, tmp_path: Path) -> None:
+    more = ["train.epochs=5", "model.filters=4"]
+    assert here(data, tmp_path / "whole", *more) == 0
+    run, checkpoints, lost = tmp_path / "run", tmp_path / "run" / "checkpoints", []
+    for attempt in range(4):
+        process = start(command(data, run, *more))
+        known = set(checkpoints.glob("step-*"))
+        if attempt % 2:  # in the middle of a save
+            wait_for(lambda known=known: set(checkpoints.glob("step-*")) != known and any(checkpoints.glob(".step-*.partial")), process)
+        else:
+            wait_for(lambda known=known: set(checkpoints.glob("step-*")) != known, process)
+            time.sleep(0.02 * attempt)
+        process.kill()
+        ended(process)
+        lost.append(any(checkpoints.glob(".step-*.partial")))
+    assert any(lost), "no kill hit a save"
+    code, output = ended(start(command(data, run, *more)))
+    assert code == 0, output
+    whole, cut = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "run"))
+    assert all(torch.equal(whole[name], cut[name]) for name in whole)
+    assert losses(run) == losses(tmp_path / "whole")
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(not MPIEXEC.exists(), reason="no mpiexec beside this Python: install the extra 'mpi'")
+def test_four_ranks_give_the_loss_curve_of_one(data: Path, tmp_path: Path) -> None:
+    more = ["step.precision=fp64", "model.dropout=0", "checkpoint.every_steps=null"]
+    assert here(data, tmp_path / "one", *more) == 0
+    four = [str(MPIEXEC), "-n", "4", *command(data, tmp_path / "four", *more, "mesh.replicate=4")]
+    code, output = ended(start(four), 240)
+    assert code == 0, output
+    for kind, name in (("train", "loss"), ("train", "mae"), ("evaluate", "mae")):
+        one, found = (losses(tmp_path / folder, kind, name) for folder in ("one", "four"))
+        assert found == pytest.approx(one, rel=1e-10), (kind, name)
+    assert output.count("finished at step") == 1, "only one rank speaks"
+    # A run of four is taken up by one, in the middle of an epoch.
+    shutil.rmtree(tmp_path / "four" / "checkpoints" / "step-00000006")
+    assert here(data, tmp_path / "four", *more, "train.epochs=3") == 0
+    assert here(data, tmp_path / "one", *more, "train.epochs=3") == 0
+    assert losses(tmp_path / "four") == pytest.approx(losses(tmp_path / "one"), rel=1e-9)
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(not MPIEXEC.exists(), reason="no mpiexec beside this Python: install the extra 'mpi'")
+def test_two_ranks_are_stopped_by_a_signal_to_one(data: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = start([str(MPIEXEC), "-n", "2", *command(data, run, "train.epochs=300", "checkpoint.every_steps=1000")])
+    wait_for(lambda: (run / "metrics.jsonl").exists() and len(losses(run)) >= 2, process, 240)
+    ranks = [int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit() and _is_rank(p, run, process.pid)]
+    assert len(ranks) == 2
+    os.kill(ranks[-1], signal.SIGTERM)
+    code, output = ended(process)
+    assert code == 85, output
+    assert [p.name for p in (run / "checkpoints").iterdir()] == [f"step-{max(losses(run)):08d}"]
+
+
+def _is_rank(process: Path, run: Path, launcher: int) -> bool:
+    try:
+        arguments = (process / "cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return str(run).encode() in b" ".join(arguments) and b"python" in arguments[0] and int(process.name) != launcher
+
+
+def copy(data: Path, to: Path) -> Path:
+    shutil.copytree(data, to)
+    for split in ("train", "validation"):
+        (to / split / "index.json").unlink()
+    return to
+
+
+def _nan(folder: Path) -> None:
+    for path in (folder / "train").glob("*.h5"):
+        with h5py.File(path, "r+") as file:
+            file["target"][1, 2] = np.nan
+
+
+BAD_DATA: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no folder": (lambda d: shutil.rmtree(d), "/train: no such folder; make data with: python -m data_prep.cosmoflow simulate"),
+    "empty": (lambda d: [p.unlink() for p in (d / "train").iterdir()], "/train: holds no *.h5 file; make data with"),
+    "truncated": (lambda d: _cut(d / "train/universe_00003.h5"), "universe_00003.h5: not a whole HDF5 file"),
+    "NaN": (_nan, "row 1 of 'target' holds NaN or infinity"),
+}
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:3000])
+
+
+@pytest.mark.parametrize("kind", BAD_DATA)
+def test_bad_files_are_named(data: Path, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    spoil, text = BAD_DATA[kind]
+    folder = copy(data, tmp_path / "data")
+    spoil(folder)
+    assert here(folder, tmp_path / "run") == 1
+    told = capsys.readouterr().err
+    assert text in told and told.count("\n") == 1, told
+
+
+@pytest.mark.parametrize(
+    "more, code, text",
+    [
+        (["model.size=64"], 1, "dataset 'counts' is (4, 32, 32, 32, 4), expected (rows, 64, 64, 64, 4); make data with"),
+        (["model.channels=2"], 1, "expected (rows, 32, 32, 32, 2)"),
+        (["data.batch=25"], 1, "train: 24 samples are fewer than one batch of 25"),
+        (["step.accumulate=3"], 1, "a batch of 8 samples does not divide by 1 copies x 3 micro-batches"),
+        (["mesh.depth=2"], 2, "mesh depth 2 needs a multiple of 2 processes, but 1 was started"),
+        (["mesh.replicate=4"], 2, "mesh replicate 4 needs 4 processes, but 1 was started"),
+        (["step.lr=1e25", "step.optimizer=sgd"], 1, "is not finite on rank 0 (train/universe_"),
+        (["step.lrr=1"], 2, "step.lrr: no such key; did you mean step.lr?"),
+        (["step.weight_decay=0.1"], 2, "the MLPerf HPC rules allow one of them"),
+        (["report.sinks=[tensorbord]"], 2, "'tensorboard'"),
+    ],
+)  # fmt: skip
+def test_what_cannot_work_is_told_in_one_line(
+    data: Path, tmp_path: Path, more: list[str], code: int, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert here(data, tmp_path / "run", *more) == code
+    told = capsys.readouterr().err
+    assert text in told and "Traceback" not in told, told
+
+
+def test_other_model_settings_do_not_overwrite_a_run(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert here(data, tmp_path / "run", "train.epochs=1") == 0
+    kept = sorted((tmp_path / "run" / "checkpoints").iterdir())
+    assert here(data, tmp_path / "run", "model.filters=3") == 1
+    assert "model.filters: 2 then, 3 now" in capsys.readouterr().err
+    assert sorted((tmp_path / "run" / "checkpoints").iterdir()) == kept
+
+
+def test_a_refused_setting_costs_less_than_a_second_and_no_torch() -> None:
+    code = "import sys; sys.argv = ['x', 'step.lr=fast']\nfrom apps.cosmoflow import __main__ as m\n"
+    code += "try: m.config.run(m.Config, m.main)\nexcept SystemExit as e: print(e.code, 'torch' in sys.modules, 'numpy' in sys.modules)"
+    best = 9.0
+    for _ in range(3):
+        began = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+        best = min(best, time.perf_counter() - began)
+    assert done.stdout.split() == ["2", "False", "False"], done
+    assert "command line: step.lr is 'fast', expected a number > 0" in done.stderr
+    assert best < 1.0
