@@ -24,7 +24,14 @@ ROOT = Path(__file__).resolve().parents[2]
 SMALL = ROOT / "apps/cosmoflow/configs/small.yaml"
 MPIEXEC = Path(sys.executable).with_name("mpiexec")
 # 24 universes in batches of 8: three steps an epoch.
-QUICK = ["model.filters=2", "data.batch=8", "train.report_every=1", "train.epochs=2", "checkpoint.every_steps=1", "step.schedule.decay=none"]
+QUICK = [
+    "model.filters=2",
+    "data.batch=8",
+    "train.report_every=1",
+    "train.epochs=2",
+    "checkpoint.every_steps=1",
+    "step.schedule.decay=none",
+]
 
 
 @pytest.fixture(scope="module")
@@ -77,11 +84,20 @@ def test_every_yaml_loads() -> None:
 def test_a_run_leaves_everything_that_its_users_want(data: Path, tmp_path: Path) -> None:
     assert here(data, tmp_path / "run") == 0
     run = tmp_path / "run"
-    assert sorted(p.name for p in run.iterdir()) == ["checkpoints", "metrics.jsonl", "model.safetensors", "predictions.npz", "settings.yaml"]
+    assert sorted(p.name for p in run.iterdir()) == [
+        "checkpoints",
+        "metrics.jsonl",
+        "model.safetensors",
+        "predictions.npz",
+        "settings.yaml",
+    ]
     again = config.load(Config, run / "settings.yaml")
     assert again == config.load(Config, SMALL, words(data, run)[1:])
     pairs = np.load(run / "predictions.npz", allow_pickle=False)
-    assert pairs["names"].tolist() == ["Omega_m", "sigma_8", "n_s", "H_0"] and pairs["predicted"].shape == pairs["true"].shape == (12, 4)
+    assert pairs["names"].tolist() == ["Omega_m", "sigma_8", "n_s", "H_0"] and pairs["predicted"].shape == pairs["true"].shape == (
+        12,
+        4,
+    )
     assert (pairs["true"][:, 3] >= 63).all() and (pairs["true"][:, 3] <= 77).all(), "in physical units"
 
     from hpcai.models.cosmoflow import CosmoFlow
@@ -153,7 +169,9 @@ def test_killed_at_any_instant_also_while_saving_it_goes_on(data: Path, tmp_path
         process = start(command(data, run, *more))
         known = set(checkpoints.glob("step-*"))
         if attempt % 2:  # in the middle of a save
-            wait_for(lambda known=known: set(checkpoints.glob("step-*")) != known and any(checkpoints.glob(".step-*.partial")), process)
+            wait_for(
+                lambda known=known: set(checkpoints.glob("step-*")) != known and any(checkpoints.glob(".step-*.partial")), process
+            )
         else:
             wait_for(lambda known=known: set(checkpoints.glob("step-*")) != known, process)
             time.sleep(0.02 * attempt)
@@ -277,7 +295,9 @@ def test_other_model_settings_do_not_overwrite_a_run(data: Path, tmp_path: Path,
 
 def test_a_refused_setting_costs_less_than_a_second_and_no_torch() -> None:
     code = "import sys; sys.argv = ['x', 'step.lr=fast']\nfrom apps.cosmoflow import __main__ as m\n"
-    code += "try: m.config.run(m.Config, m.main)\nexcept SystemExit as e: print(e.code, 'torch' in sys.modules, 'numpy' in sys.modules)"
+    code += (
+        "try: m.config.run(m.Config, m.main)\nexcept SystemExit as e: print(e.code, 'torch' in sys.modules, 'numpy' in sys.modules)"
+    )
     best = 9.0
     for _ in range(3):
         began = time.perf_counter()

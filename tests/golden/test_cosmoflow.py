@@ -93,7 +93,9 @@ def test_seed_0_makes_the_reference_weights() -> None:
     assert list(made) == list(reference)
     for name, tensor in reference.items():
         assert made[name].shape == tensor.shape, name
-        assert made[name].std().item() == pytest.approx(tensor.std().item(), rel=0.2), name  # Xavier uniform, not its random numbers
+        assert made[name].std().item() == pytest.approx(tensor.std().item(), rel=0.2), (
+            name
+        )  # Xavier uniform, not its random numbers
 
 
 def test_keras_weights_give_keras_outputs(tmp_path: Path) -> None:
@@ -122,14 +124,15 @@ def test_keras_weights_give_keras_outputs(tmp_path: Path) -> None:
             assert torch.equal(loaded.state_dict()[name], tensor), (layout, name)
 
 
+REFERENCE = {"warmup": 4, "start": 1e-3, "decay_at": (32, 64), "decay_to": (0.25, 0.125), "boundary": "after"}
 SCHEDULES = {
-    "reference_default_gbs64": (1e-3, {"warmup": 4, "start": 1e-3, "decay_at": (32, 64), "decay_to": (0.25, 0.125), "boundary": "after"}),
-    "reference_default_gbs256": (4e-3, {"warmup": 4, "start": 1e-3, "decay_at": (32, 64), "decay_to": (0.25, 0.125), "boundary": "after"}),
-    "reference_default_gbs512": (8e-3, {"warmup": 4, "start": 1e-3, "decay_at": (32, 64), "decay_to": (0.25, 0.125), "boundary": "after"}),
+    "reference_default_gbs64": (1e-3, REFERENCE),
+    "reference_default_gbs256": (4e-3, REFERENCE),
+    "reference_default_gbs512": (8e-3, REFERENCE),
     "nvidia_gbs512_v3.0": (0.024, {"warmup": 6, "start": 6e-3, "decay_at": (20, 22, 23, 24), "decay_to": (0.5, 0.25, 0.125, 0.0625)}),
     "nvidia_gbs32_weak": (4e-3, {"warmup": 2, "start": 1e-3, "decay_at": (4, 6), "decay_to": (0.25, 0.0625)}),
     "nvidia_gbs128": (4e-3, {"warmup": 4, "start": 1e-3, "decay_at": (16, 32), "decay_to": (0.25, 0.125)}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

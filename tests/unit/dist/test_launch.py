@@ -1,7 +1,11 @@
 """The place of a process follows from its environment alone: recorded launchers in, rank and world out."""
 
+import os
+import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,7 @@ from hypothesis import strategies as st
 from hpcai import dist
 from hpcai.dist import launch
 from hpcai.dist.launch import Place, device, expand, place
+from hpcai.dist.watch import Watch
 from hpcai.errors import LaunchError, MeshError
 
 CASES = yaml.safe_load((Path(__file__).parent / "environments.yaml").read_text())
@@ -38,11 +43,11 @@ def test_place(case: dict[str, Any]) -> None:
         (MPICH | {"MPI_LOCALRANKID": "4"}, "local rank 4, but 4 ranks on the node"),
         (PMI2 | {"PMI_RANK": "0"}, "SLURM_PROCID=2, but PMI_RANK=0"),
         ({k: v for k, v in SRUN.items() if "TASKS" not in k}, "SLURM_NTASKS is not set"),
-        ({k: v for k, v in SRUN.items() if "NODELIST" not in k}, "set HPCAI_ADDRESS"),
+        ({k: v for k, v in SRUN.items() if "NODELIST" not in k}, "where rank 0 listens is not known; set MASTER_ADDR"),
         (SRUN | {"SLURM_PROCID": "0", "SLURM_NODEID": "1"}, "rank 0 is not on n1"),
         (BY_HAND | {"WORLD_SIZE": "1", "RANK": "0"}, "srun started 2 tasks, each with RANK and WORLD_SIZE of WORLD_SIZE=1"),
         (TORCHRUN | {"GROUP_WORLD_SIZE": "1"}, "srun started 2 tasks, each with torchrun of 1 node"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "LOCAL_RANK or SLURM_LOCALID is not set"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "LOCAL_RANK or .* is not set"),
         (SRUN | {"MASTER_PORT": "http"}, "MASTER_PORT=http is not a whole number"),
     ],
 )
@@ -156,3 +161,14 @@ def test_timeout_is_checked(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_import_starts_neither_mpi_nor_cuda() -> None:
     code = "import sys, torch, hpcai.dist.launch; assert 'mpi4py.MPI' not in sys.modules and not torch.cuda.is_initialized()"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_strangers_at_the_hub_do_no_harm() -> None:
+    """Security scanners knock at every open port of a compute node."""
+    store = torch.distributed.HashStore()
+    with Watch(0, 1, "127.0.0.1", store, os._exit):
+        for words in (b"GET / HTTP/1.0\r\n\r\n", b"5\n", b""):
+            with socket.create_connection(("127.0.0.1", int(store.get("hub")))) as stranger:
+                stranger.sendall(words)
+        time.sleep(0.1)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("hpcai")]

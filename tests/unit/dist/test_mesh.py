@@ -43,4 +43,9 @@ def place(mesh: Mesh) -> tuple[int, ...]:
 
 
 def test_the_last_axis_varies_fastest() -> None:
-    assert on_ranks({"replicate": 2, "depth": 2}, place) == [(0, 0, 0, 2, 2, 1), (1, 0, 1, 2, 2, 1), (2, 1, 0, 2, 2, 1), (3, 1, 1, 2, 2, 1)]
+    assert on_ranks({"replicate": 2, "depth": 2}, place) == [
+        (0, 0, 0, 2, 2, 1),
+        (1, 0, 1, 2, 2, 1),
+        (2, 1, 0, 2, 2, 1),
+        (3, 1, 1, 2, 2, 1),
+    ]

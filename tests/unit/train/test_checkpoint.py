@@ -30,7 +30,9 @@ def loss(model: nn.Module, batch: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def new_step(mesh: Mesh | None = None, seed: int = 0, **words: Any) -> Step:
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Conv3d(2, 4, 3), nn.Flatten(), nn.Dropout(0.5), nn.Linear(4, 3)).to(memory_format=torch.channels_last_3d)
+    model = nn.Sequential(nn.Conv3d(2, 4, 3), nn.Flatten(), nn.Dropout(0.5), nn.Linear(4, 3)).to(
+        memory_format=torch.channels_last_3d
+    )
     mesh = mesh or dist.alone()
     sum_over(model, mesh["depth"])  # every rank holds the whole model
     return Step(model, loss, StepConfig(average=0.9, **words), mesh)
@@ -147,7 +149,9 @@ def test_a_full_disk_is_told_and_nothing_is_lost(tmp_path: Path, monkeypatch: py
 
         with monkeypatch.context() as patch:
             patch.setattr(checkpoint._Writer, place, full)
-            with pytest.raises(CheckpointError, match=r"step-00000002 cannot be written: No space left on device; step-00000001 is the newest"):
+            with pytest.raises(
+                CheckpointError, match=r"step-00000002 cannot be written: No space left on device; step-00000001 is the newest"
+            ):
                 kept.save(step, Progress(step=2))
         assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000001"]
     assert keeper(tmp_path).resume(new_step()).step == 1
@@ -165,7 +169,9 @@ def test_a_really_full_disk(tmp_path: Path) -> None:
         kept = keeper(disk / "checkpoints")
         step(torch.randn(4, 10))
         kept.save(step, Progress(step=1))
-        with pytest.raises(CheckpointError, match="cannot be written: No space left on device; step-0000000[12] is the newest whole"):
+        with pytest.raises(
+            CheckpointError, match="cannot be written: No space left on device; step-0000000[12] is the newest whole"
+        ):
             for count in range(2, 12):
                 (disk / f"fill{count}").write_bytes(b"x" * 10_000)
                 kept.save(step, Progress(step=2))

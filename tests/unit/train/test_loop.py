@@ -42,7 +42,9 @@ class Config(Settings):
 
 
 def new_run(path: Path, **words: Any) -> train.Run:
-    return train.Run("test", Config(report=ReportConfig(directory=path, sinks=()), checkpoint=CheckpointConfig(**words)), dist.alone())
+    return train.Run(
+        "test", Config(report=ReportConfig(directory=path, sinks=()), checkpoint=CheckpointConfig(**words)), dist.alone()
+    )
 
 
 def events(path: Path) -> list[dict]:
@@ -68,7 +70,9 @@ def test_a_report_is_the_mean_of_its_steps() -> None:
 
 def test_evaluation_every_second_epoch_and_at_the_end(tmp_path: Path) -> None:
     with new_run(tmp_path) as run:
-        result = train.fit(new_step(), batches(), TrainConfig(epochs=5, evaluate_every=2), validation=batches(2), evaluate=metric, run=run)
+        result = train.fit(
+            new_step(), batches(), TrainConfig(epochs=5, evaluate_every=2), validation=batches(2), evaluate=metric, run=run
+        )
     assert [report.step for report in result.evaluations] == [6, 12, 15]
     step = new_step()
     step.model.load_state_dict(_weights(tmp_path))
@@ -143,7 +147,10 @@ def test_a_checkpoint_that_cannot_be_written_is_told_and_training_goes_on(tmp_pa
 
 
 def test_a_run_that_diverges_keeps_its_last_good_checkpoint(tmp_path: Path) -> None:
-    with new_run(tmp_path, every_steps=2) as run, pytest.raises(DivergedError, match=r"step \d+: .* is not finite on .*rank 0 \(batch 2\)"):
+    with (
+        new_run(tmp_path, every_steps=2) as run,
+        pytest.raises(DivergedError, match=r"step \d+: .* is not finite on .*rank 0 \(batch 2\)"),
+    ):
         train.fit(new_step(lr=1e12), batches(), TrainConfig(steps=40, report_every=7), run=run)
     for value in _weights(tmp_path).values():
         assert torch.isfinite(value).all()

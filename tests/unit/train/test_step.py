@@ -89,7 +89,11 @@ def test_a_nan_never_reaches_the_weights_and_is_told_with_its_step_and_samples(w
     step(batch(2))
     for p, q in zip(step.model.parameters(), good):
         assert torch.equal(p, q)
-    text = r"step 2: the loss is not finite on rank 0 \(sample of step 1\)" if where == "loss" else "step 2: the gradient is not finite"
+    text = (
+        r"step 2: the loss is not finite on rank 0 \(sample of step 1\)"
+        if where == "loss"
+        else "step 2: the gradient is not finite"
+    )
     with pytest.raises(DivergedError, match=text + ".*weights stay those of step 1"):
         step.check(lambda index: f"sample of step {index}")
 

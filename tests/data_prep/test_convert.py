@@ -1,0 +1,274 @@
+"""Public TFRecords and HDF5 universes to our files; damaged ones are named with their byte."""
+
+import gzip
+import shutil
+import struct
+import sys
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from data_prep import cosmoflow, tfrecord
+from hpcai.errors import MissingExtraError
+
+pytest.importorskip("google_crc32c")
+pytest.importorskip("google.protobuf")
+
+GOLDEN = Path(__file__).resolve().parents[2] / ".." / "shared" / "golden" / "cosmoflow"
+golden = pytest.mark.skipif(not (GOLDEN / "tfrecord" / "expected.npz").is_file(), reason="no shared/golden beside the checkout")
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch):
+    for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def convert(source, out, *more):
+    return cosmoflow.main(["convert", str(source), str(out), "--workers", "1", *more])
+
+
+def rows(out, split="train"):
+    counts, target = [], []
+    for path in sorted((out / split).glob("*.h5")):
+        with h5py.File(path) as file:
+            assert file["counts"].dtype == np.int16 and file["counts"].chunks is None and file["target"].dtype == np.float32
+            counts.append(file["counts"][...])
+            target.append(file["target"][...])
+    return np.concatenate(counts), np.concatenate(target)
+
+
+# ---- records of our own, for what the golden files do not hold
+
+
+def _varint(number):
+    out = b""
+    while number > 127:
+        out, number = out + bytes([number & 127 | 128]), number >> 7
+    return out + bytes([number])
+
+
+def _field(number, data):
+    return _varint(number << 3 | 2) + _varint(len(data)) + data
+
+
+def example(x, y):
+    """tf.train.Example on the wire, written by hand: the reader's own declaration has no part in it."""
+    features = {"x": _field(1, _field(1, x)), "y": _field(2, _field(1, struct.pack(f"<{len(y)}f", *y)))}
+    return _field(1, b"".join(_field(1, _field(1, name.encode()) + _field(2, value)) for name, value in features.items()))
+
+
+def framed(payload):
+    head = struct.pack("<Q", len(payload))
+    return head + struct.pack("<I", tfrecord._masked_crc(head)) + payload + struct.pack("<I", tfrecord._masked_crc(payload))
+
+
+def sample(seed, edge=4):
+    random = np.random.default_rng(seed)
+    return random.integers(0, 900, (edge, edge, edge, 4)).astype("<i2"), random.uniform(-1, 1, 4).astype(np.float32)
+
+
+def record(seed, edge=4):
+    counts, target = sample(seed, edge)
+    return framed(example(counts.tobytes(), target.tolist()))
+
+
+@pytest.fixture
+def public(tmp_path):
+    """train: 5 files of one record; validation: 2."""
+    for split, count in (("train", 5), ("validation", 2)):
+        (tmp_path / "public" / split).mkdir(parents=True)
+        for i in range(count):
+            (tmp_path / "public" / split / f"u_{i:03d}.tfrecord").write_bytes(record(i + 10 * (split == "validation")))
+    return tmp_path / "public"
+
+
+# ---- what comes out
+
+
+@golden
+@pytest.mark.parametrize("folder", ["tfrecord", "tfrecord_gzip"])
+def test_golden_records_are_the_universe_that_was_cut(folder, tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    for file in (GOLDEN / folder).glob("*.tfrecord"):
+        shutil.copy(file, source)
+    assert convert(source, tmp_path / "out", "--split", "validation", "--rows-per-file", "3") == 0
+    counts, target = rows(tmp_path / "out", "validation")
+    expected = np.load(GOLDEN / "tfrecord" / "expected.npz")
+    assert counts.shape == (8, 4, 4, 4, 4) and len(list((tmp_path / "out" / "validation").glob("*.h5"))) == 3
+    for i, cube in enumerate(counts):
+        x, y, z = 4 * (i // 4), 4 * (i // 2 % 2), 4 * (i % 2)
+        assert (cube == expected["full"][x : x + 4, y : y + 4, z : z + 4]).all()
+    assert (target == expected["unitPar"]).all()
+    assert cosmoflow.main(["check", str(tmp_path / "out")]) == 0
+
+
+def test_every_record_in_order_with_its_source(public, tmp_path):
+    assert convert(public, tmp_path / "out", "--rows-per-file", "2") == 0
+    for split, first, count in (("train", 0, 5), ("validation", 10, 2)):
+        counts, target = rows(tmp_path / "out", split)
+        assert len(counts) == count
+        for i in range(count):
+            assert (counts[i] == sample(first + i)[0]).all() and (target[i] == sample(first + i)[1]).all()
+    with h5py.File(tmp_path / "out" / "train" / "samples_000001.h5") as file:
+        assert file["source"][...].tolist() == [b"train/u_002.tfrecord", b"train/u_003.tfrecord"]
+        assert list(file.attrs["parameters"]) == ["Omega_m", "sigma_8", "n_s", "H_0"]
+
+
+def test_any_number_of_workers_makes_the_same_bytes(public, tmp_path):
+    assert convert(public, tmp_path / "one", "--rows-per-file", "2") == 0
+    assert cosmoflow.main(["convert", str(public), str(tmp_path / "two"), "--rows-per-file", "2", "--workers", "2"]) == 0
+    files = sorted(path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*.h5"))
+    assert len(files) == 4
+    assert all((tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes() for file in files)
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        lambda: record(0) + record(1) + record(2),
+        lambda: gzip.compress(record(0) + record(1) + record(2)),
+        lambda: b"".join(gzip.compress(record(i)) for i in range(3)),
+        lambda: b"".join(framed(gzip.compress(example(sample(i)[0].tobytes(), sample(i)[1].tolist()))) for i in range(3)),
+    ],
+    ids=["plain", "gzip file", "gzip member each", "gzip payload each"],
+)
+def test_many_records_in_one_file_however_packed(packed, tmp_path):
+    (tmp_path / "flat").mkdir()
+    (tmp_path / "flat" / "a.gz").write_bytes(packed())       # the name tells nothing
+    (tmp_path / "flat" / "b.tfrecord").write_bytes(record(3))
+    assert convert(tmp_path / "flat", tmp_path / "out", "--split", "train") == 0
+    counts, target = rows(tmp_path / "out")
+    assert [(counts[i] == sample(i)[0]).all() and (target[i] == sample(i)[1]).all() for i in range(4)] == [True] * 4
+
+
+def test_a_plain_record_that_begins_like_gzip_is_plain(tmp_path):
+    file = tmp_path / "a"
+    file.write_bytes(framed(bytes(0x088B1F)))                # its length begins with the three bytes of gzip
+    assert [len(payload) for _, payload in tfrecord.payloads(file)] == [0x088B1F]
+
+
+def test_limit_takes_the_first_files(public, tmp_path):
+    assert convert(public, tmp_path / "out", "--limit", "2", "--split", "train") == 0
+    assert (rows(tmp_path / "out")[0] == np.stack([sample(0)[0], sample(1)[0]])).all()
+    assert not (tmp_path / "out" / "validation").exists()
+
+
+def test_a_stopped_conversion_goes_on(public, tmp_path, monkeypatch):
+    assert convert(public, tmp_path / "out", "--rows-per-file", "2") == 0
+    lost = tmp_path / "out" / "train" / "samples_000001.h5"
+    before = lost.read_bytes()
+    lost.unlink()
+    shares, work = [], cosmoflow.convert_share
+    monkeypatch.setattr(cosmoflow, "convert_share", lambda job: shares.append(job.path.name) or work(job))
+    assert convert(public, tmp_path / "out", "--rows-per-file", "2") == 0
+    assert shares == ["samples_000001.h5"] and lost.read_bytes() == before
+
+
+def test_a_public_universe_is_cut_first_axis_slowest(tmp_path):
+    counts, target = sample(5, edge=8)
+    (tmp_path / "raw" / "21688988").mkdir(parents=True)
+    with h5py.File(tmp_path / "raw" / "21688988" / "univ_ics_a1.hdf5", "w") as file:
+        file["full"], file["unitPar"] = counts, target
+    assert convert(tmp_path / "raw", tmp_path / "out", "--split", "train", "--cut-size", "4") == 0
+    cubes, targets = rows(tmp_path / "out")
+    assert (cubes[1] == counts[:4, :4, 4:]).all() and (cubes[6] == counts[4:, 4:, :4]).all() and len(cubes) == 8
+    assert (targets == target).all()
+
+
+# ---- what is refused
+
+
+def _harmed(file, data):
+    file.write_bytes(data)
+    return file
+
+
+def _flip(data, at):
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+FIRST = len(record(0))
+
+
+@pytest.mark.parametrize(
+    "data, words",
+    [
+        (lambda: record(0) + record(1)[:-40], ["cut off", f"byte {FIRST}: "]),
+        (lambda: record(0) + record(1)[:7], ["cut off", f"byte {FIRST}: 7 bytes of a header of 12"]),
+        (lambda: _flip(record(0), 100), ["checksum of the payload", "byte 0"]),
+        (lambda: record(0) + _flip(record(1), 3), ["checksum of the length", f"byte {FIRST}"]),
+        (lambda: gzip.compress(record(0))[:-60], ["damaged gzip", "byte 0 of the decompressed file"]),
+        (lambda: gzip.compress(record(0) + record(1)[:-9]), ["cut off", f"byte {FIRST} of the decompressed file"]),
+        (lambda: b"not a record at all", ["begins with bytes 6e 6f"]),
+        (lambda: b"", ["is empty"]),
+        (lambda: framed(b"\x08\x96\x01 no example"), ["not a tf.train.Example"]),
+        (lambda: framed(example(bytes(100), [0, 0, 0, 0])), ["100 bytes are no cube of 4 int16 channels", "--channels"]),
+        (lambda: framed(example(bytes(512), [0, 0, 0, 1.6])), ["target", "[-1.5, 1.5]"]),
+        (lambda: framed(example(bytes(512), [0, 0, 0, float("nan")])), ["target", "finite"]),
+        (lambda: framed(example(bytes(512), [0, 0, 0])), ["3 target values", "expected 4"]),
+        (lambda: framed(example(b"\xff" * 512, [0, 0, 0, 0])), ["count of -1"]),
+        (lambda: record(0) + record(1, edge=2), ["(2, 2, 2, 4)", "expected (4, 4, 4, 4)", f"byte {FIRST}"]),
+    ],
+)
+def test_a_harmed_file_is_named_with_its_byte(data, words, tmp_path, capsys):
+    (tmp_path / "flat").mkdir()
+    _harmed(tmp_path / "flat" / "bad.tfrecord", data())
+    assert convert(tmp_path / "flat", tmp_path / "out", "--split", "train") == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and "bad.tfrecord" in error
+    assert all(word in error for word in words), error
+    assert not list((tmp_path / "out").rglob("*.h5")) and not list((tmp_path / "out").rglob("*.partial"))
+
+
+def test_an_error_in_a_worker_is_the_same_line(public, tmp_path, capsys):
+    _harmed(public / "train" / "u_003.tfrecord", record(3)[:-1])
+    assert cosmoflow.main(["convert", str(public), str(tmp_path / "out"), "--rows-per-file", "1", "--workers", "2"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and "u_003.tfrecord: cut off in the record at byte 0" in error
+
+
+@pytest.mark.parametrize(
+    "prepare, more, words",
+    [
+        (lambda source: None, [], "no such folder"),
+        (lambda source: source.mkdir(), [], "--split"),
+        (lambda source: source.mkdir(), ["--split", "train"], "no files"),
+    ],
+)
+def test_a_wrong_source_is_one_line(prepare, more, words, tmp_path, capsys):
+    prepare(tmp_path / "source")
+    assert convert(tmp_path / "source", tmp_path / "out", *more) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and words in error
+
+
+@pytest.mark.parametrize(
+    "full, unit, words",
+    [
+        (np.zeros((8, 8, 8, 4), np.int16), np.zeros(4), "no multiple of --cut-size 3"),
+        (np.zeros((8, 8, 8, 4), np.float32), np.zeros(4), "expected int16"),
+        (np.zeros((9, 9, 9, 4), np.int16), np.full(4, 2.0), "[-1.5, 1.5]"),
+        (np.full((9, 9, 9, 4), -1, np.int16), np.zeros(4), "count of -1"),
+    ],
+)
+def test_a_wrong_universe_is_one_line(full, unit, words, tmp_path, capsys):
+    (tmp_path / "raw").mkdir()
+    with h5py.File(tmp_path / "raw" / "u.hdf5", "w") as file:
+        file["full"], file["unitPar"] = full, unit
+    assert convert(tmp_path / "raw", tmp_path / "out", "--split", "train", "--cut-size", "3") == 2
+    error = capsys.readouterr().err
+    assert words in error and "u.hdf5" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("package", ["google_crc32c", "google.protobuf"])
+def test_a_missing_package_names_the_extra(package, tmp_path, monkeypatch):
+    file = _harmed(tmp_path / "a", record(0))
+    tfrecord._example_class.cache_clear()
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingExtraError, match=r"hpcai-suite\[cosmoflow\]"):
+        list(tfrecord.samples(file, 4))
+    tfrecord._example_class.cache_clear()

@@ -1,0 +1,315 @@
+"""Files of simulated universes: the same from any number of processes, resumable, checked, and worth learning from."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from data_prep import cosmoflow, inspection, store, universe
+
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCHERS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
+SMALL = ["--size", "8", "--cut", "2", "--universes", "8", "--no-check"]
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch):
+    for name in LAUNCHERS:
+        monkeypatch.delenv(name, raising=False)
+
+
+def simulate(out, *more, small=SMALL):
+    return cosmoflow.main(["simulate", str(out), "--workers", "1", *small, *more])
+
+
+def content(out):
+    """Every data file and what the index says about it."""
+    files = {path.relative_to(out).as_posix(): path.read_bytes() for path in sorted(out.glob("*/*.h5"))}
+    return files, {path.parent.name: json.loads(path.read_text()) for path in sorted(out.glob("*/index.json"))}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    out = tmp_path_factory.mktemp("cosmoflow") / "alone"
+    assert simulate(out) == 0
+    return out
+
+
+def test_the_files_are_as_promised_to_the_loader(made):
+    files, index = content(made)
+    assert len(files) == 8 and [len(index[split]["files"]) for split in ("train", "validation")] == [7, 1]
+    assert index["train"]["shape"] == [8, 8, 8, 4] and index["train"]["parameters"] == ["Omega_m", "sigma_8", "n_s", "H_0"]
+    for split, name in (name.split("/") for name in files):
+        with h5py.File(made / split / name) as file:
+            counts, target = file["counts"], file["target"]
+            assert counts.shape == (8, 8, 8, 8, 4) and counts.dtype == np.int16 and counts.chunks is None
+            assert target.shape == (8, 4) and target.dtype == np.float32 and (target[...] == target[0]).all()
+            physical = file.attrs["low"] + (target[0] + 1) / 2 * (file.attrs["high"] - file.attrs["low"])
+            assert file.attrs["physical"] == pytest.approx(physical, rel=1e-6)
+            assert list(file.attrs["redshifts"]) == [0, 0.5, 1.5, 3] and file.attrs["voxel_mpc_h"] == 8
+            assert name == f"universe_{file.attrs['universe']:06d}.h5" and file.attrs["seed"] == 1
+            assert counts[...].mean(axis=(0, 1, 2, 3)) == pytest.approx(np.full(4, 16.0), abs=6 * 0.5 / 64)
+            assert (np.diff(counts[...].var(axis=(0, 1, 2, 3))) < 0).all()        # structure grows towards redshift 0
+    assert not list(made.rglob("*.partial"))
+
+
+def test_samples_are_cut_first_axis_slowest_and_join_again(made):
+    path = made / "train" / "universe_000001.h5"
+    with h5py.File(path) as file:
+        settings = json.loads(file.attrs["recipe"])
+        recipe = cosmoflow.Recipe(**{key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()})
+        counts, whole = file["counts"][...], inspection.whole(file)
+    expected, _ = cosmoflow.evolve(recipe, 1)
+    assert (whole == expected).all()
+    assert (counts[5] == expected[8:, :8, 8:]).all()
+
+
+def test_statistics_are_those_of_the_data(made):
+    statistics = json.loads((made / "statistics.json").read_text())["splits"]["train"]
+    counts, target = [], []
+    for path in sorted((made / "train").glob("*.h5")):
+        with h5py.File(path) as file:
+            counts.append(file["counts"][...])
+            target.append(file["target"][...])
+    counts, target = np.concatenate(counts).reshape(-1, 4).astype(float), np.concatenate(target).astype(float)
+    assert statistics["rows"] == len(target) == 56
+    assert statistics["counts"]["mean"] == pytest.approx(counts.mean(0))
+    assert statistics["counts"]["variance"] == pytest.approx(counts.var(0))
+    assert statistics["counts"]["max"] == counts.max(0).tolist()
+    assert statistics["log1p"]["mean"] == pytest.approx(np.log1p(counts).mean(0))
+    assert statistics["log1p"]["std"] == pytest.approx(np.log1p(counts).std(0))
+    assert statistics["target"]["mean"] == pytest.approx(target.mean(0))
+    assert statistics["target"]["std"] == pytest.approx(target.std(0))
+
+
+def test_two_workers_make_the_same_bytes(made, tmp_path):
+    assert cosmoflow.main(["simulate", str(tmp_path / "two"), *SMALL, "--workers", "2"]) == 0
+    assert content(tmp_path / "two") == content(made)
+
+
+@pytest.mark.parametrize("launcher", [("PMI_RANK", "PMI_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")])
+def test_ranks_share_the_work_and_make_the_same_bytes(made, tmp_path, monkeypatch, launcher):
+    monkeypatch.setenv(launcher[1], "3")
+    for rank in "210":                                       # rank 0 waits for the others, so it comes last here
+        monkeypatch.setenv(launcher[0], rank)
+        assert simulate(tmp_path) == 0
+        assert len(list(tmp_path.glob("*/*.h5"))) == {"2": 2, "1": 5, "0": 8}[rank]
+        assert (tmp_path / "train" / "index.json").exists() == (rank == "0")
+    assert content(tmp_path) == content(made)
+
+
+@pytest.mark.mpi
+def test_under_mpiexec(made, tmp_path):
+    mpiexec = shutil.which("mpiexec") or shutil.which("mpiexec", path=str(Path(sys.executable).parent))
+    if mpiexec is None:
+        pytest.skip("no mpiexec")
+    command = [mpiexec, "-n", "2", sys.executable, "-m", "data_prep.cosmoflow", "simulate", str(tmp_path), *SMALL]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert content(tmp_path) == content(made)
+    assert done.stdout.count("next: python -m apps.cosmoflow") == 1
+
+
+def test_rank_0_does_not_wait_for_ever(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PMI_RANK", "0")
+    monkeypatch.setenv("PMI_SIZE", "2")
+    monkeypatch.setattr(store, "PATIENCE", 0.5)
+    assert simulate(tmp_path) == 2
+    assert "no file came from another rank" in capsys.readouterr().err
+
+
+def test_a_batch_script_is_not_a_rank(monkeypatch):
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    monkeypatch.setenv("SLURM_NTASKS", "16")
+    assert store.launched() == (0, 1)
+
+
+def test_a_stopped_run_goes_on(made, tmp_path, monkeypatch):
+    out = tmp_path / "again"
+    shutil.copytree(made, out)
+    (out / "train" / "universe_000002.h5").unlink()
+    (out / "train" / "index.json").unlink()
+    for number in (2, 5):
+        (out / "train" / f".universe_{number:06d}.h5.partial").write_bytes(b"half")
+    (out / "train" / ".records" / "universe_000003.h5.json").unlink()              # stopped between file and record
+    (out / "train" / "universe_000004.h5").write_bytes(b"cut off")
+    calls, evolve = [], cosmoflow.evolve
+    monkeypatch.setattr(cosmoflow, "evolve", lambda recipe, index: calls.append(index) or evolve(recipe, index))
+    assert simulate(out) == 0
+    assert calls == [2, 4]
+    assert content(out) == content(made)
+    assert not list(out.rglob("*.partial"))
+
+
+def test_a_set_grows_without_a_change_of_what_is_there(made, tmp_path):
+    out = tmp_path / "more"
+    shutil.copytree(made, out)
+    assert simulate(out, "--universes", "16") == 0
+    before, after = content(made)[0], content(out)[0]
+    assert len(after) == 16 and before.items() <= after.items()
+
+
+@pytest.mark.parametrize(
+    "more, words",
+    [
+        (["--seed", "2"], ["seed 1 (now 2)", "new folder"]),
+        (["--universes", "4", "--validation", "0"], ["validation 0.125 (now 0.0)"]),
+        (["--universes", "1"], ["none is left for"]),
+        (["--universes", "7"], ["universe_00000", "at least as many"]),
+    ],
+)
+def test_another_recipe_in_the_same_folder_is_refused(made, tmp_path, capsys, more, words):
+    shutil.copytree(made, tmp_path / "same")
+    assert simulate(tmp_path / "same", *more) == 2
+    error = capsys.readouterr().err
+    assert all(word in error for word in words) and "Traceback" not in error
+    assert content(tmp_path / "same") == content(made)
+
+
+@pytest.mark.parametrize(
+    "more, words",
+    [
+        (["--size", "7", "--cut", "1"], ["--size 7", "even"]),
+        (["--redshifts", "0,0"], ["--redshifts", "different"]),
+        (["--ranges", "Omega_m=0.4:0.3"], ["Omega_m=0.4:0.3", "LOW below HIGH"]),
+        (["--validation", "0.7", "--test", "0.3"], ["sum to less than 1"]),
+        (["--omega-b", "0.2"], ["--omega-b"]),
+        (["--mean-count", "1000", "--particles-per-cell", "1", "--voxel", "0.5", "--size", "32"], ["--mean-count", "int16"]),
+    ],
+)
+def test_a_wrong_setting_is_one_clear_line(tmp_path, capsys, more, words):
+    assert simulate(tmp_path / "new", *more) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and all(word in error for word in words)
+
+
+@pytest.mark.parametrize(
+    "words", ["simulate x --univrses 3", "simulate x --size b", "simulate x --size 0", "simulate x --ranges O=1:2", "simulate", "x"]
+)
+def test_a_mistyped_option_ends_with_2(words, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cosmoflow.main(words.split())
+    assert stopped.value.code == 2
+    assert "error: " in capsys.readouterr().err
+
+
+def _recipe(**other):
+    settings = {"seed": 1, "size": 32, "cut": 1, "voxel": 8.0, "particles": 1, "mean_count": 16.0, "omega_b": 0.045}
+    low, high = (tuple(cosmoflow.RANGES[name][i] for name in cosmoflow.PARAMETERS) for i in (0, 1))
+    rest = {"redshifts": (0.0, 0.5, 1.5, 3.0), "validation": 0.125, "test": 0.1, "low": low, "high": high}
+    return cosmoflow.Recipe(**{**settings, **rest, **other})
+
+
+@pytest.mark.parametrize("seed", [1, 2, 77])
+def test_parameters_cover_their_ranges_evenly_and_splits_keep_their_shares(seed):
+    recipe = _recipe(seed=seed)
+    physical = np.array([recipe.physical(i) for i in range(200)])
+    low, high = np.array(recipe.low), np.array(recipe.high)
+    assert (physical >= low).all() and (physical <= high).all()
+    unit = (physical - low) / (high - low)
+    for axis in range(4):
+        assert np.histogram(unit[:, axis], 10, (0, 1))[0] == pytest.approx(20, abs=6)
+    assert np.abs(np.corrcoef(unit.T) - np.eye(4)).max() < 0.1
+    splits = [recipe.split(i) for i in range(200)]
+    assert splits.count("validation") == pytest.approx(25, abs=1) and splits.count("test") == pytest.approx(20, abs=1)
+    assert (recipe.physical(0) != _recipe(seed=seed + 1).physical(0)).any()
+
+
+CHECKED = ["--size", "16", "--cut", "2", "--voxel", "16", "--universes", "12", "--particles-per-cell", "1"]
+
+
+def test_the_check_passes_and_draws(tmp_path, capsys):
+    assert simulate(tmp_path, small=CHECKED) == 0
+    text = capsys.readouterr().out
+    assert "12 files, 96 samples against index.json: equal" in text and "redshift 3: " in text and "next: python -m apps" in text
+    assert (tmp_path / "universes.png").read_bytes().startswith(b"\x89PNG")
+
+
+def _louder(mesh, spectrum, noise, right=universe.linear_modes):
+    return 1.2 * right(mesh, spectrum, noise)
+
+
+def _without_h(mesh, spectrum, noise, right=universe.linear_modes):
+    """P(k) looked up at k in 1/Mpc, and not divided by h^3."""
+    return right(mesh, lambda k: spectrum(k * 0.7), noise)
+
+
+def _not_normalised(mesh, spectrum, noise, right=universe.linear_modes):
+    return right(mesh, spectrum, noise) / np.float32(np.sqrt(2))
+
+
+@pytest.mark.parametrize("wrong", [_louder, _without_h, _not_normalised])
+def test_the_check_fails_for_wrong_physics(tmp_path, capsys, monkeypatch, wrong):
+    monkeypatch.setattr(universe, "linear_modes", wrong)
+    assert simulate(tmp_path, small=CHECKED) == 1
+    text = capsys.readouterr().out
+    assert "wrong: redshift 3: " in text and "next: " not in text
+
+
+def test_the_check_fails_for_wrong_growth(tmp_path, capsys, monkeypatch):
+    right = universe.growth
+    monkeypatch.setattr(universe, "growth", lambda z, omega_m: right(z, omega_m) * (1.15 if z == 1.5 else 1.0))
+    assert simulate(tmp_path, "--no-check", small=CHECKED) == 0
+    monkeypatch.setattr(universe, "growth", right)
+    assert cosmoflow.main(["check", str(tmp_path), "--no-picture"]) == 1
+    text = capsys.readouterr().out
+    assert "wrong: redshift 1.5: " in text and text.count("wrong: ") == 1
+
+
+def _damage(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "harm, words",
+    [
+        (_damage, "SHA-256"),
+        (lambda path: path.unlink(), "not there"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "the index says"),
+    ],
+)
+def test_the_check_finds_harm(made, tmp_path, capsys, harm, words):
+    shutil.copytree(made, tmp_path / "harmed")
+    harm(tmp_path / "harmed" / "train" / "universe_000002.h5")
+    assert cosmoflow.main(["check", str(tmp_path / "harmed")]) == 1
+    text = capsys.readouterr().out
+    assert words in text and "universe_000002.h5" in text and "mistakes: 1" in text
+
+
+def test_the_check_of_no_data_says_so(tmp_path, capsys):
+    assert cosmoflow.main(["check", str(tmp_path)]) == 2
+    (tmp_path / "train").mkdir()
+    assert cosmoflow.main(["check", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.count("error: ") == 2
+
+
+def _summary(counts):
+    """Variance and skewness per redshift, of the counts in cells and in blocks of 2 and 4 cells a side."""
+    numbers = []
+    for channel in range(counts.shape[-1]):
+        cells = counts[..., channel].astype(float)
+        for block in (1, 2, 4):
+            n = len(cells) // block
+            mean = cells.reshape(n, block, n, block, n, block).mean(axis=(1, 3, 5))
+            numbers += [np.log(mean.var()), ((mean - mean.mean()) ** 3).mean() / mean.std() ** 3]
+    return numbers
+
+
+def test_the_numbers_can_be_learnt_from_the_counts():
+    """Linear regression from 24 summary numbers of a 32^3 universe, on 150 universes, held to the test on 50 others."""
+    recipe = _recipe()
+    x = np.array([_summary(cosmoflow.evolve(recipe, i)[0]) for i in range(200)])
+    y = np.array([recipe.target(i) for i in range(200)])
+    x = np.column_stack([(x - x[:150].mean(0)) / x[:150].std(0), np.ones(200)])
+    weights = np.linalg.solve(x[:150].T @ x[:150] + 0.1 * np.eye(x.shape[1]), x[:150].T @ y[:150])
+    error = ((x[150:] @ weights - y[150:]) ** 2).sum(0)
+    r2 = 1 - error / ((y[150:] - y[:150].mean(0)) ** 2).sum(0)
+    print("R2", dict(zip(cosmoflow.PARAMETERS, r2.round(3))))
+    assert r2[0] > 0.6 and r2[1] > 0.8
