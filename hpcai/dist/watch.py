@@ -1,0 +1,318 @@
+"""When one rank fails, all ranks stop, with the traceback of the rank that failed first.
+
+Every rank keeps one connection to a hub, a thread on rank 0. A rank that fails says so; a rank that is killed says nothing, but
+its connection closes. The hub lets the first one print its traceback and then tells all others to stop. No rank polls and no
+heartbeat is missed while a long C call holds the interpreter.
+
+A rank whose main thread is inside a collective or a long computation cannot be asked to leave, so it is ended where it is.
+Losing the hub counts as a failure of rank 0; rank 0 therefore leaves last.
+"""
+
+import json
+import os
+import selectors
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+import torch.distributed as torch_dist
+
+from hpcai.errors import ConfigError, HpcaiError, LaunchError, MeshError
+
+_SETTLE = 0.3  # seconds in which consequences elsewhere ("connection closed by peer") may overtake their cause
+_SETTLE_OURS = 2.0  # a refusal is mostly the same on all ranks: time for all to say so, to print it once
+_PATIENCE = 8.0  # seconds that a failing rank waits for the hub
+_LAST_WORDS = 0.5  # seconds from the word to stop until the rank that failed ends the job,
+_LAST_RESORT = 2.0  # and until the others end by themselves: the launcher shall see the cause first, and its exit code
+
+
+class Watch:
+    """Binds the ranks of a job together while its ``with`` block runs.
+
+    ``address`` is rank 0's, ``store`` tells the others the hub's port, ``abort`` ends the job with an exit code. In an orderly
+    end the process groups are destroyed. The exit code is 2 for refused settings, else 1; SystemExit keeps its own.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world: int,
+        address: str,
+        store: torch_dist.Store,
+        abort: Callable[[int], Any],
+    ) -> None:
+        self._rank, self._name = rank, f"rank {rank} on {socket.gethostname()}"
+        self._abort = abort
+        self._lock, self._answered = threading.Lock(), threading.Event()
+        self._failing = self._stopping = self._leaving = self._printed = False
+        self._words = ""
+        self._stop: dict[str, Any] | None = None
+        self._hub: threading.Thread | None = None
+        if rank == 0:
+            hub = _Hub(world)
+            self._hub = threading.Thread(target=hub.serve, name="hpcai-hub", daemon=True)
+            self._hub.start()
+            store.set("hub", str(hub.port))
+        port = int(store.get("hub"))
+        self._line = socket.create_connection(("127.0.0.1" if rank == 0 else address, port), timeout=60)
+        self._line.settimeout(None)
+        _keep_alive(self._line)
+        _send(self._line, rank=rank, name=self._name)
+        self._ear = threading.Thread(target=self._listen, name="hpcai-watch", daemon=True)
+        self._ear.start()
+
+    def __enter__(self) -> "Watch":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None or isinstance(error, SystemExit | GeneratorExit):
+            try:
+                self._leave(error.code if isinstance(error, SystemExit) else None)
+            except Exception as late:
+                self._fail(late)
+        else:
+            self._fail(error)
+
+    def _leave(self, code: Any) -> None:
+        _release()
+        self._leaving = True
+        _send(self._line, left=code if isinstance(code, int) else bool(code))
+        while self._hub is not None and self._hub.is_alive():
+            self._hub.join(0.5)
+        self._hang_up()
+
+    def _fail(self, error: BaseException) -> NoReturn:
+        ours = isinstance(error, HpcaiError)
+        code = 2 if isinstance(error, ConfigError | MeshError | LaunchError) else 130 if isinstance(error, KeyboardInterrupt) else 1
+        text = "".join(traceback.format_exception_only(error)).strip()
+        if ours:
+            text = f"{type(error).__name__}: {error}"
+        quiet = ours or code == 130
+        trace = error.__traceback__ and (error.__traceback__.tb_next or error.__traceback__)  # without start() itself
+        whole = "".join(traceback.format_exception(type(error), error, trace))
+        self._words = f"{self._name}: {text}" if quiet else f"{self._name} failed:\n{whole}"
+        with self._lock:
+            self._failing = not self._stopping
+        if self._stopping:
+            time.sleep(2 * _LAST_RESORT)  # a consequence; _stopped ends this process
+        _send(self._line, failed=text, code=code, ours=ours)
+        self._answered.wait(_PATIENCE)
+        stop = self._stop or {}
+        if stop.get("alike"):
+            if self._rank == 0:
+                shout(text)
+            self._hang_up()
+            _release()
+            raise SystemExit(code)
+        if not self._printed:
+            shout(f"{self._name} failed as well: {text}" if stop else self._words)
+        time.sleep(_LAST_WORDS if self._printed or not stop else _LAST_RESORT)
+        _flush()
+        self._abort(code)
+        leave_now(code)
+
+    def _listen(self) -> None:
+        for message in _messages(self._line):
+            if "print" in message:
+                shout(self._words)
+                self._printed = True
+                _send(self._line, printed=True)
+            elif "stop" in message:
+                return self._stopped(message)
+        if not self._leaving:
+            self._stopped({"stop": "the connection to rank 0 is lost", "code": 1, "dead": True})
+        return None
+
+    def _stopped(self, message: dict[str, Any]) -> None:
+        with self._lock:
+            if self._failing:
+                self._stop = message
+                self._answered.set()
+                return
+            self._stopping = True
+        shout(f"{message['stop']}; this is {self._name}, stopping")
+        time.sleep(0 if message["dead"] else _LAST_RESORT)
+        leave_now(message["code"])
+
+    def _hang_up(self) -> None:
+        with suppress(OSError):  # the other end was faster
+            self._line.shutdown(socket.SHUT_RDWR)
+        self._ear.join()
+        self._line.close()
+
+
+@dataclass(eq=False)
+class _Member:
+    line: socket.socket
+    rank: int = -1  # until it has said who it is
+    name: str = ""
+    left: bool = False
+    code: int | str | None = None  # with which it left
+    rest: bytes = b""
+
+
+@dataclass(frozen=True)
+class _Failure:
+    member: _Member
+    text: str
+    code: int = 1
+    ours: bool = False
+    dead: bool = False
+
+
+class _Hub:
+    """Hears all ranks; ends when all have left, or when it has stopped them."""
+
+    def __init__(self, world: int) -> None:
+        self._world = world
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        self._door = socket.create_server(("", 0), family=family, backlog=min(world, 4096), dualstack_ipv6=both)
+        self.port: int = self._door.getsockname()[1]
+        self._members: list[_Member] = []
+        self._failures: list[_Failure] = []
+
+    def serve(self) -> None:
+        try:
+            with selectors.DefaultSelector() as ready:
+                ready.register(self._door, selectors.EVENT_READ, None)
+                self._attend(ready)
+        finally:  # whatever happened, ranks that are still there notice the end
+            for member in self._members:
+                member.line.close()
+            self._door.close()
+
+    def _attend(self, ready: selectors.BaseSelector) -> None:
+        decide_at: float | None = None
+        while sum(member.left for member in self._members) < self._world:
+            for key, _ in ready.select(None if decide_at is None else max(0.0, decide_at - time.monotonic())):
+                if key.data is None:
+                    line, _ = self._door.accept()
+                    _keep_alive(line)
+                    self._members.append(_Member(line))
+                    ready.register(line, selectors.EVENT_READ, self._members[-1])
+                elif not self._hear(key.data):
+                    ready.unregister(key.data.line)
+            if not self._failures:
+                continue
+            first, complete = self._failures[0], len(self._failures) == self._world
+            wait = 0.0 if complete else _SETTLE_OURS if first.ours else _SETTLE
+            decide_at = min(decide_at or float("inf"), time.monotonic() + wait)
+            if any(failure.dead for failure in self._failures) or time.monotonic() >= decide_at:
+                return self._stop_all()
+        return None
+
+    def _hear(self, member: _Member) -> bool:
+        """Take in what a rank says; False when its connection is closed."""
+        try:
+            data = member.line.recv(65536)
+        except OSError:
+            data = b""
+        *lines, member.rest = (member.rest + data).split(b"\n")
+        for line in lines:
+            try:
+                message = dict(json.loads(line))
+            except (ValueError, TypeError):
+                return False  # a port scanner, not a rank
+            member.rank, member.name = message.get("rank", member.rank), message.get("name", member.name)
+            member.left, member.code = member.left or "left" in message, message.get("left")
+            if "failed" in message:
+                self._failures.append(_Failure(member, message["failed"], message["code"], message["ours"]))
+        if not data and member.rank >= 0 and not member.left and all(failure.member is not member for failure in self._failures):
+            text = "it ended without a word: killed by a signal, by the scheduler or for want of memory"
+            self._failures.append(_Failure(member, text, dead=True))
+        return bool(data)
+
+    def _stop_all(self) -> None:
+        first = next((failure for failure in self._failures if failure.dead), self._failures[0])
+        alike = len(self._failures) == self._world and first.ours and len({failure.text for failure in self._failures}) == 1
+        if not alike and not first.dead:
+            first.member.line.settimeout(3)
+            _send(first.member.line, print=True)
+            self._hear(first.member)  # that it has printed; only then may anyone leave, for launchers then end the rest
+        text = f"{first.member.name} failed: {first.text}"
+        early = [member for member in self._members if member.code]
+        if early:
+            text += f" ({early[0].name} had left with exit code {early[0].code})"
+        for member in sorted(self._members, key=lambda member: -member.rank):  # this process, rank 0, last
+            _send(member.line, stop=text, code=first.code, alike=alike, dead=first.dead)
+
+
+def shout(text: str) -> None:
+    """Write whole lines to stderr at once, from any thread, past Python's buffers and their locks."""
+    with suppress(OSError):  # nobody reads any more
+        os.write(2, (text.rstrip("\n") + "\n").encode(errors="replace"))
+
+
+def leave_now(code: int) -> NoReturn:
+    """End this process from any thread, whatever the others do."""
+    _flush()
+    os._exit(code)
+
+
+def _release() -> None:
+    if torch_dist.is_initialized():
+        torch_dist.destroy_process_group()
+        _let_gloo_rest()
+
+
+def _let_gloo_rest() -> None:
+    """Wait until gloo's threads sleep, 20 ms as a rule.
+
+    A thread that still lets go of the last collective's tensors while the interpreter ends aborts the process; destroying the
+    group joins the threads only when nobody, such as an Axis in a layer, holds it any more.
+    """
+    before: list[str] | None = None
+    for _ in range(100):
+        states = []
+        for task in Path("/proc/self/task").iterdir():
+            with suppress(OSError):
+                if "gloo_runloop" in (task / "comm").read_text():
+                    states.append((task / "status").read_text())
+        # Asleep and not scheduled since the last look; one that waits for the interpreter lock wakes every 5 ms
+        now = [line for state in states for line in state.splitlines() if line.startswith(("State", "Pid", "voluntary_ctxt"))]
+        if now == before and not any("R (running)" in line for line in now):
+            return
+        before = now
+        time.sleep(0.02)
+
+
+def _flush() -> None:
+    """What was printed must not be lost; a stream that another thread holds for ever must not hold this one."""
+    thread = threading.Thread(target=lambda: (sys.stdout.flush(), sys.stderr.flush()), daemon=True)
+    thread.start()
+    thread.join(1)
+
+
+def _send(line: socket.socket, **message: Any) -> None:
+    with suppress(OSError):  # the reader at this end notices the closed connection
+        line.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _messages(line: socket.socket) -> Iterator[dict[str, Any]]:
+    rest = b""
+    while True:
+        try:
+            data = line.recv(65536)
+        except OSError:
+            data = b""
+        if not data:
+            return
+        *lines, rest = (rest + data).split(b"\n")
+        yield from map(json.loads, lines)
+
+
+def _keep_alive(line: socket.socket) -> None:
+    """A node that vanishes without closing its connections is noticed after about two minutes."""
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4)):
+        if hasattr(socket, name):
+            line.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

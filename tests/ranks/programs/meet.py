@@ -1,0 +1,41 @@
+"""Every rank says who it is and what it computed with the others, one JSON line each."""
+
+import json
+import os
+import sys
+import threading
+
+import torch
+import torch.distributed as torch_dist
+
+from hpcai import dist
+
+sizes = json.loads(sys.argv[1]) if len(sys.argv) > 1 else {"replicate": -1}
+here = dist.place()
+with dist.start(sizes) as mesh:
+    total = torch.tensor([float(mesh.rank)], dtype=torch.float64)
+    if mesh.world > 1:
+        torch_dist.all_reduce(total)
+    along = {}
+    for name in sizes:
+        part = torch.tensor([float(mesh.rank)], dtype=torch.float64)
+        if mesh[name].group is not None:
+            torch_dist.all_reduce(part, group=mesh[name].group)
+        along[name] = [mesh[name].rank, mesh[name].size, part.item()]
+    said = {
+        "launcher": here.launcher,
+        "rank": mesh.rank,
+        "world": mesh.world,
+        "local_rank": here.local_rank,
+        "local_world": here.local_world,
+        "total": total.item(),
+        "along": along,
+        "mpi": "mpi4py.MPI" in sys.modules,
+    }
+with dist.start({"replicate": -1}) as mesh:  # the same processes may meet again
+    again = torch.ones(1)
+    if mesh.world > 1:
+        torch_dist.all_reduce(again)
+    assert again.item() == mesh.world
+threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+os.write(1, (json.dumps(said | {"threads": threads, "group": torch_dist.is_initialized()}) + "\n").encode())
