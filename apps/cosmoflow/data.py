@@ -1,5 +1,6 @@
 """Simulated universes as samples.   B batch, D H W the cube, C redshifts, P parameters."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -46,7 +47,7 @@ def turned(counts: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 def universes(cfg: Config, mesh: Mesh) -> tuple[Loader, Loader, CosmoFlowConfig]:
-    """Loaders for training and validation, and the model's settings with the physical ranges that the data carry."""
+    """Loaders for training and validation, and the model's settings completed by what the data know."""
     seed = cfg.train.seed
     train = Universes(cfg.data.directory / "train", cfg.model, seed if cfg.data.turn else None)
     validation = Universes(cfg.data.directory / "validation", cfg.model, None)
@@ -56,18 +57,25 @@ def universes(cfg: Config, mesh: Mesh) -> tuple[Loader, Loader, CosmoFlowConfig]
             validation, cfg.data.evaluation_batch, mesh, name="validation", shuffle=False, whole=False, threads=cfg.data.threads
         ),
     )
-    return *loaders, _with_ranges(cfg.model, train.rows)
+    return *loaders, _completed(cfg, train.rows)
 
 
-def _with_ranges(model: CosmoFlowConfig, rows: Rows) -> CosmoFlowConfig:
-    about = rows.about
-    if model.low is not None or "low" not in about:
-        return model
-    if tuple(about["parameters"]) != model.parameters:
-        raise DataError(
-            f"{rows.folder}: holds the parameters {about['parameters']}, the settings say model.parameters={list(model.parameters)}"
-        )
-    return model.model_copy(update={"low": tuple(about["low"]), "high": tuple(about["high"]), "units": tuple(about["units"])})
+def _completed(cfg: Config, rows: Rows) -> CosmoFlowConfig:
+    """The model's settings with what the data know: physical ranges, and the statistics of the input where they are wanted."""
+    model, about = cfg.model, rows.about
+    if model.low is None and "low" in about:
+        if tuple(about["parameters"]) != model.parameters:
+            found, asked = about["parameters"], list(model.parameters)
+            raise DataError(f"{rows.folder}: holds the parameters {found}, the settings say model.parameters={asked}")
+        model = model.model_copy(update={"low": tuple(about["low"]), "high": tuple(about["high"]), "units": tuple(about["units"])})
+    if cfg.data.standardise and model.mean is None:
+        path = cfg.data.directory / "statistics.json"
+        try:
+            input_ = json.loads(path.read_text())["splits"]["train"]["log1p"]
+            model = model.model_copy(update={"mean": tuple(input_["mean"]), "spread": tuple(input_["std"])})
+        except (OSError, ValueError, KeyError) as problem:
+            raise DataError(f"{path}: no statistics of the input ({problem!r}); give data.standardise=false") from problem
+    return model
 
 
 def write_pairs(path: Path, pairs: dict[str, torch.Tensor], model: CosmoFlowConfig) -> None:

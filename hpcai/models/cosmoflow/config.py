@@ -30,6 +30,11 @@ class CosmoFlowConfig(Settings):
     high: tuple[float, ...] | None = None
     """physical value of each parameter at output +1; null: taken from the data"""
 
+    mean: tuple[float, ...] | None = None
+    """mean of log(1 + counts) of each redshift, taken from the input; null: nothing is taken (MLPerf HPC)"""
+    spread: tuple[Annotated[float, Field(gt=0)], ...] | None = None
+    """standard deviation of log(1 + counts) of each redshift, by which the input is divided"""
+
     @model_validator(mode="after")
     def _fits(self) -> Self:
         if self.size < 2**self.blocks:
@@ -38,8 +43,13 @@ class CosmoFlowConfig(Settings):
             values = getattr(self, name)
             if values is not None and len(values) != len(self.parameters):
                 raise ValueError(f"{name} has {len(values)} entries, parameters {len(self.parameters)}; give one for each")
-        if (self.low is None) != (self.high is None):
-            raise ValueError("low and high are given together or not at all")
+        for name in ("mean", "spread"):
+            values = getattr(self, name)
+            if values is not None and len(values) != self.channels:
+                raise ValueError(f"{name} has {len(values)} entries, but there are {self.channels} channels; give one for each")
+        for pair in (("low", "high"), ("mean", "spread")):
+            if len({getattr(self, name) is None for name in pair}) > 1:
+                raise ValueError(f"{pair[0]} and {pair[1]} are given together or not at all")
         return self
 
     @property

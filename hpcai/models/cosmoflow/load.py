@@ -92,7 +92,7 @@ def _read(path: Path) -> tuple[dict[str, Tensor], CosmoFlowConfig | None]:
     except CheckpointError:
         raise
     except Exception as problem:  # every reader has errors of its own for a damaged file
-        reason = str(problem).splitlines()[0]
+        reason = next(iter(str(problem).splitlines()), type(problem).__name__)
         raise CheckpointError(
             f"{path}: not a safetensors file, torch state dict or Keras weights, or damaged: {reason}"
         ) from problem

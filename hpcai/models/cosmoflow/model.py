@@ -33,6 +33,9 @@ class Block(nn.Module):
 class CosmoFlow(nn.Module):
     """[B, C, D, H, W] log(1 + counts) -> [B, P] parameters scaled to [-1, 1]. Weights and activations are channels-last."""
 
+    mean: Tensor | None
+    spread: Tensor | None
+
     def __init__(self, cfg: CosmoFlowConfig | None = None) -> None:
         super().__init__()
         self.cfg = cfg = cfg or CosmoFlowConfig()
@@ -45,9 +48,14 @@ class CosmoFlow(nn.Module):
             if isinstance(layer, (nn.Conv3d, nn.Linear)):
                 nn.init.xavier_uniform_(layer.weight)
                 nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
+        # Of the settings and not of the weights: the keys of a checkpoint are those of the benchmark.
+        for name, values in (("mean", cfg.mean), ("spread", cfg.spread)):
+            self.register_buffer(name, None if values is None else torch.tensor(values), persistent=False)
         self.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.mean is not None and self.spread is not None:
+            x = (x - self.mean.view(-1, 1, 1, 1)) / self.spread.view(-1, 1, 1, 1)
         x = self.conv_seq(x.contiguous(memory_format=torch.channels_last_3d))
         x = x.permute(0, 2, 3, 4, 1).flatten(1)  # [B, D*H*W*F]: Keras's order, and the order in memory
         x = F.dropout(F.leaky_relu(self.dense1(x), _SLOPE), self.cfg.dropout, self.training)
@@ -64,12 +72,12 @@ class CosmoFlow(nn.Module):
         """
         cfg = self.cfg
         counts = torch.as_tensor(np.asarray(volume) if not isinstance(volume, Tensor) else volume)
-        one = counts.ndim == 4
+        one, shape = counts.ndim == 4, list(counts.shape)
         counts = counts[None] if one else counts
         expected = (cfg.size, cfg.size, cfg.size, cfg.channels)
         if counts.ndim != 5 or tuple(counts.shape[1:]) != expected:
             raise ValueError(
-                f"volume has shape {list(counts.shape)}; expected {list(expected)} (D, H, W, redshifts), or several of them"
+                f"volume has shape {shape}; expected {list(expected)} (D, H, W, redshifts), or several of them"
             )
         if not bool(torch.isfinite(counts).all()) or bool((counts < 0).any()):
             raise ValueError("volume holds negative or non-finite values; expected particle counts per cell")

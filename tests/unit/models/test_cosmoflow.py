@@ -1,0 +1,195 @@
+"""CosmoFlow in a notebook: shapes, weights in and out, predictions, and what is refused."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from hpcai import dist
+from hpcai.errors import CheckpointError
+from hpcai.models import cosmoflow
+from hpcai.models.cosmoflow import CosmoFlow, CosmoFlowConfig
+
+SMALL = CosmoFlowConfig(size=32, filters=2, dropout=0.0, low=(0.1, 0.5, 0.8, 50.0), high=(0.5, 1.0, 1.1, 90.0))
+
+
+def counts(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).poisson(3, shape).astype(np.int16)
+
+
+def test_the_benchmark_network_has_its_size_and_names() -> None:
+    model = CosmoFlow(CosmoFlowConfig())
+    assert sum(p.numel() for p in model.parameters()) == 8_907_556
+    names = [f"conv_seq.{i}.conv.{what}" for i in range(5) for what in ("weight", "bias")]
+    names += [f"{layer}.{what}" for layer in ("dense1", "dense2", "output") for what in ("weight", "bias")]
+    assert list(model.state_dict()) == names
+    assert all(p.abs().sum() == 0 for n, p in model.named_parameters() if n.endswith("bias"))
+    bound = (6 / (128 * 27 + 256 * 27)) ** 0.5  # Xavier uniform
+    assert model.state_dict()["conv_seq.3.conv.weight"].abs().max().item() == pytest.approx(bound, rel=1e-3)
+
+
+@pytest.mark.parametrize("size, channels, blocks", [(32, 4, 5), (48, 1, 5), (40, 2, 3), (33, 3, 5)])
+def test_any_cube_and_any_number_of_redshifts(size: int, channels: int, blocks: int) -> None:
+    cfg = CosmoFlowConfig(size=size, channels=channels, filters=2, blocks=blocks)
+    out = CosmoFlow(cfg)(torch.randn(2, channels, size, size, size))
+    assert out.shape == (2, 4) and out.abs().max() <= 1.2
+
+
+def test_pooling_first_changes_nothing() -> None:
+    torch.manual_seed(0)
+    model = CosmoFlow(SMALL)
+    x = torch.randn(2, 4, 32, 32, 32)
+    y = x
+    for block in model.conv_seq:
+        y = torch.nn.functional.max_pool3d(torch.nn.functional.leaky_relu(block.conv(y), 0.3), 2)
+    assert torch.equal(model.conv_seq(x), y)
+
+
+@pytest.mark.parametrize("size, batch", [(32, 1), (32, 3), (64, 1)])
+def test_layouts_and_halves_agree_with_float64(size: int, batch: int) -> None:
+    torch.manual_seed(0)
+    model = CosmoFlow(SMALL.model_copy(update={"size": size}))
+    batch_ = cosmoflow.Batch(torch.from_numpy(counts(batch, size, size, size, 4)), torch.rand(batch, 4))
+    cosmoflow.loss(model, batch_)["loss"].backward()
+    exact = CosmoFlow(model.cfg).double()
+    exact.load_state_dict(model.state_dict())
+    cosmoflow.loss(exact, batch_)["loss"].backward()
+    for (name, p), q in zip(model.named_parameters(), exact.parameters()):
+        torch.testing.assert_close(p.grad.double(), q.grad, rtol=1e-3, atol=1e-5 * float(q.grad.abs().max()), msg=name)
+
+
+def test_standardised_input_is_a_setting_and_not_a_weight() -> None:
+    torch.manual_seed(0)
+    plain = CosmoFlow(SMALL)
+    cfg = SMALL.model_copy(update={"mean": (1.0, 2.0, 3.0, 4.0), "spread": (0.5, 1.0, 2.0, 4.0)})
+    model = CosmoFlow(cfg)
+    model.load_state_dict(plain.state_dict())
+    x = torch.randn(1, 4, 32, 32, 32)
+    scaled = (x - torch.tensor(cfg.mean).view(4, 1, 1, 1)) / torch.tensor(cfg.spread).view(4, 1, 1, 1)
+    torch.testing.assert_close(model(x), plain(scaled))
+    with pytest.raises(ValueError, match="mean has 2 entries, but there are 4 channels"):
+        CosmoFlowConfig(mean=(1.0, 2.0), spread=(1.0, 1.0))
+
+
+def test_weights_and_settings_travel_in_one_file(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = CosmoFlow(SMALL)
+    model.save(tmp_path / "w.safetensors")
+    again = CosmoFlow.load(tmp_path / "w.safetensors")
+    assert again.cfg == SMALL and not again.training
+    assert all(torch.equal(a, b) for a, b in zip(again.state_dict().values(), model.state_dict().values()))
+    assert [p.name for p in tmp_path.iterdir()] == ["w.safetensors"]
+
+
+@pytest.mark.parametrize("nested", ["", "state_dict", "model_state_dict", "model"])
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_state_dicts_of_the_submissions_load(tmp_path: Path, nested: str, prefix: str) -> None:
+    torch.manual_seed(0)
+    model = CosmoFlow(SMALL)
+    state = {prefix + name: tensor for name, tensor in model.state_dict().items()}
+    torch.save({nested: state, "epoch": 3} if nested else state, tmp_path / "w.pt")
+    again = CosmoFlow.load(tmp_path / "w.pt")
+    assert (again.cfg.size, again.cfg.filters, again.cfg.low) == (32, 2, None)
+    x = torch.randn(1, 4, 32, 32, 32)
+    assert torch.equal(again(x), model.eval()(x))
+    assert CosmoFlow.load(tmp_path / "w.pt", SMALL).cfg == SMALL
+
+
+class Evil:
+    def __reduce__(self):  # type: ignore[no-untyped-def]
+        return print, ("executed!",)
+
+
+def test_what_is_not_weights_is_refused_and_nothing_is_executed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "w.pt"
+    torch.save({"conv_seq.0.conv.weight": Evil()}, path)
+    with pytest.raises(CheckpointError, match=r"w.pt: not a safetensors file, torch state dict or Keras weights"):
+        CosmoFlow.load(path)
+    assert "executed" not in capsys.readouterr().out
+    for content in (b"", b"hello", b"\x89HDF\r\n\x1a\nrubbish", b"\x00" * 100):
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match="w.pt"):
+            CosmoFlow.load(path)
+    with pytest.raises(CheckpointError, match="no such file"):
+        CosmoFlow.load(tmp_path / "none.pt")
+    save_file({"x": torch.ones(2)}, path)
+    with pytest.raises(CheckpointError, match="expected the names conv_seq.0.conv.weight"):
+        CosmoFlow.load(path)
+    save_file({"x": torch.ones(2)}, path, metadata={"hpcai": json.dumps({"model": "deepcam", "settings": {}})})
+    with pytest.raises(CheckpointError, match="holds a model of kind 'deepcam'"):
+        CosmoFlow.load(path)
+
+
+def test_settings_that_do_not_fit_the_weights(tmp_path: Path) -> None:
+    torch.save(CosmoFlow(SMALL).state_dict(), tmp_path / "w.pt")
+    with pytest.raises(CheckpointError, match="the weights have filters 2, the settings 8"):
+        CosmoFlow.load(tmp_path / "w.pt", SMALL.model_copy(update={"filters": 8}))
+
+
+def test_predictions_have_names_and_physical_units() -> None:
+    torch.manual_seed(0)
+    model = CosmoFlow(SMALL)
+    one, two = counts(32, 32, 32, 4), counts(2, 32, 32, 32, 4)
+    guess = model.predict(one)
+    with torch.no_grad():
+        scaled = model.eval()(cosmoflow.log_density(torch.from_numpy(one)[None]))[0].double().numpy()
+    expected = np.array(SMALL.low) + (scaled + 1) / 2 * (np.array(SMALL.high) - np.array(SMALL.low))
+    assert list(guess) == ["Omega_m", "sigma_8", "n_s", "H_0"]
+    np.testing.assert_allclose(list(guess.values()), expected, rtol=1e-6)
+    assert model.predict(torch.from_numpy(two))["H_0"].shape == (2,)
+    model.train()
+    model.predict(one)
+    assert model.training
+
+
+@pytest.mark.parametrize(
+    "volume, text",
+    [
+        (np.zeros((16, 16, 16, 4)), r"shape \[16, 16, 16, 4\]; expected \[32, 32, 32, 4\]"),
+        (np.full((32, 32, 32, 4), np.nan), "negative or non-finite"),
+        (np.full((32, 32, 32, 4), -1), "negative or non-finite"),
+    ],
+)
+def test_volumes_that_make_no_sense(volume: np.ndarray, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        CosmoFlow(SMALL).predict(volume)
+
+
+def test_a_model_without_ranges_says_so() -> None:
+    model = CosmoFlow(SMALL.model_copy(update={"low": None, "high": None}))
+    with pytest.raises(ValueError, match="no physical range"):
+        model.predict(counts(32, 32, 32, 4))
+
+
+def test_the_objective() -> None:
+    torch.manual_seed(0)
+    model = CosmoFlow(SMALL)
+    batch = cosmoflow.Batch(torch.from_numpy(counts(3, 32, 32, 32, 4)), torch.rand(3, 4))
+    guess = model(cosmoflow.log_density(batch.counts))
+    assert cosmoflow.loss(model, batch)["loss"].item() == pytest.approx((guess - batch.target).square().mean().item())
+    total, count = cosmoflow.error(model, batch)["mae"]
+    assert count == 12 and total.item() == pytest.approx((guess - batch.target).abs().sum().item())
+    assert torch.equal(cosmoflow.pairs(model, batch)["true"], batch.target)
+
+
+def test_only_copies_can_be_spread() -> None:
+    from hpcai.errors import MeshError
+
+    mesh = dist.alone()
+    mesh.sizes["depth"] = 2
+    with pytest.raises(MeshError, match="mesh.depth is 2, but CosmoFlow can be spread over replicate only"):
+        cosmoflow.parallelize(CosmoFlow(SMALL), mesh)
+
+
+def test_log_density_leaves_the_counts_alone_and_copies_once() -> None:
+    x = torch.from_numpy(counts(1, 8, 8, 8, 4))
+    before = x.clone()
+    y = cosmoflow.log_density(x)
+    assert torch.equal(x, before) and y.is_contiguous(memory_format=torch.channels_last_3d)
+    z = torch.rand(1, 8, 8, 8, 4)
+    before = z.clone()
+    cosmoflow.log_density(z)
+    assert torch.equal(z, before)
