@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from fractions import Fraction
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
@@ -92,14 +93,17 @@ class Recipe:
         return self.cells**3 * len(self.redshifts) * 2
 
     def split(self, index: int) -> str:
-        """Evenly spread over the indices, so that n universes hold n * fraction of a split, give or take one."""
-        held = self.validation + self.test
-        phase = float(self.generator("split", 0).random())
-        before, after = math.floor(index * held + phase), math.floor((index + 1) * held + phase)
-        if before == after:
+        """One universe of every 1/held neighbours is held out, so that n of them hold n * fraction of a split, give or take one.
+        Which one is random: every eighth point of the sequence of ``target`` lies near one of eight values."""
+        held, test = (Fraction(f).limit_denominator(10**6) for f in (self.validation + self.test, self.test))
+        if not held:
             return "train"
-        share = self.test / held
-        return "test" if math.floor((before + 1) * share) > math.floor(before * share) else "validation"
+        block = math.floor(index * held)
+        first, end = math.ceil(block / held), math.ceil((block + 1) / held)
+        if index != first + int(self.generator("split", block).integers(end - first)):
+            return "train"
+        share = test / held
+        return "test" if math.floor((block + 1) * share) > math.floor(block * share) else "validation"
 
     def target(self, index: int) -> NDArray[np.float64]:
         """Parameters in [-1, 1): a point of an additive low-discrepancy sequence with square roots of primes (Richtmyer 1951;

@@ -95,10 +95,11 @@ def digest(path: Path) -> str:
 
 
 def sums(counts: h5py.Dataset, target: h5py.Dataset) -> dict[str, Any]:
-    """Per channel: cells, sum, sum of squares, maximum, sums of log(1 + count) and of its square; per parameter: sums.
+    """Per channel: cells, sum, sum of squares, maximum, sums of log(1 + count) and of its products; per parameter: sums.
     They come from a histogram, so that integers are exact and their order does not matter."""
     channels = counts.shape[-1]
     histogram = [np.zeros(1, np.int64) for _ in range(channels)]
+    products = np.zeros((channels, channels))
     for row in range(counts.shape[0]):
         cube = counts[row].reshape(-1, channels)
         if cube.min() < 0:
@@ -107,6 +108,8 @@ def sums(counts: h5py.Dataset, target: h5py.Dataset) -> dict[str, Any]:
             more = np.bincount(cube[:, channel], minlength=histogram[channel].size)
             more[: histogram[channel].size] += histogram[channel]
             histogram[channel] = more
+        log = np.log1p(np.arange(cube.max() + 1))[cube]                                  # [cells, C]
+        products += np.einsum("ni,nj->ij", log, log)      # not BLAS, whose sums depend on the number of threads
     every = [(h, np.arange(h.size), np.log1p(np.arange(h.size))) for h in histogram]
     rows = target[...].astype(np.float64)
     return {
@@ -115,7 +118,7 @@ def sums(counts: h5py.Dataset, target: h5py.Dataset) -> dict[str, Any]:
         "square": [int((h * n * n).sum()) for h, n, _ in every],
         "max": [int(h.size - 1) for h in histogram],
         "log_sum": [float((h * log).sum()) for h, _, log in every],
-        "log_square": [float((h * log * log).sum()) for h, _, log in every],
+        "log_product": products.tolist(),
         "target_sum": rows.sum(0).tolist(),
         "target_square": (rows**2).sum(0).tolist(),
     }
@@ -213,7 +216,7 @@ def _moments(records: Sequence[Record]) -> dict[str, Any]:
             "variance": (total("square") / cells - mean**2).tolist(),
             "max": np.max([record["sums"]["max"] for record in records], axis=0).tolist(),
         },
-        "log1p": {"mean": log.tolist(), "std": deviation(log, total("log_square") / cells)},
+        "log1p": {"mean": log.tolist(), "covariance": (total("log_product") / cells - np.outer(log, log)).tolist()},
         "target": {"mean": target.tolist(), "std": deviation(target, total("target_square") / rows)},
     }
 

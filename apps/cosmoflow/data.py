@@ -68,14 +68,22 @@ def _completed(cfg: Config, rows: Rows) -> CosmoFlowConfig:
             found, asked = about["parameters"], list(model.parameters)
             raise DataError(f"{rows.folder}: holds the parameters {found}, the settings say model.parameters={asked}")
         model = model.model_copy(update={"low": tuple(about["low"]), "high": tuple(about["high"]), "units": tuple(about["units"])})
-    if cfg.data.standardise and model.mean is None:
+    if cfg.data.whiten and model.mean is None:
         path = cfg.data.directory / "statistics.json"
         try:
-            input_ = json.loads(path.read_text())["splits"]["train"]["log1p"]
-            model = model.model_copy(update={"mean": tuple(input_["mean"]), "spread": tuple(input_["std"])})
-        except (OSError, ValueError, KeyError) as problem:
-            raise DataError(f"{path}: no statistics of the input ({problem!r}); give data.standardise=false") from problem
+            about = json.loads(path.read_text())["splits"]["train"]["log1p"]
+            mean, mix = about["mean"], whitening(np.array(about["covariance"]))
+        except (OSError, ValueError, KeyError, np.linalg.LinAlgError) as problem:
+            raise DataError(f"{path}: no statistics of the input ({problem!r}); set data.whiten=false") from problem
+        model = model.model_copy(update={"mean": tuple(mean), "mix": tuple(map(tuple, mix.tolist()))})
     return model
+
+
+def whitening(covariance: np.ndarray) -> np.ndarray:
+    """The symmetric matrix that makes a covariance the identity: the same matter seen at several redshifts is almost the same
+    input several times, and what tells one cosmology from another is the small difference.   [C, C] -> [C, C]"""
+    values, vectors = np.linalg.eigh(covariance)
+    return (vectors / np.sqrt(np.maximum(values, 1e-6 * values[-1]))) @ vectors.T
 
 
 def write_pairs(path: Path, pairs: dict[str, torch.Tensor], model: CosmoFlowConfig) -> None:

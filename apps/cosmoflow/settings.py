@@ -21,8 +21,8 @@ class DataConfig(Settings):
     """universes per optimizer step, over all processes"""
     evaluation_batch: Positive = 64
     """universes per evaluation batch, over all processes"""
-    standardise: bool = False
-    """give the network inputs of mean 0 and spread 1 at each redshift, by statistics.json (not in the MLPerf codes)"""
+    whiten: bool = False
+    """take mean and covariance of the redshifts out of the input, by statistics.json (not in the MLPerf codes)"""
     turn: bool = False
     """turn and mirror each cube at random, one of 48 ways, anew in every epoch (not in the MLPerf codes)"""
     threads: Positive = 2

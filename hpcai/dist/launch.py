@@ -398,6 +398,7 @@ def _device(here: Place) -> torch.device:
     where = device(here)
     if where.type == "cuda":
         torch.cuda.set_device(where)
+        torch.cuda.init()  # DeviceMesh chooses a device of its own for a process that has not begun to use one
     return where
 
 

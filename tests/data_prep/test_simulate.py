@@ -82,7 +82,7 @@ def test_statistics_are_those_of_the_data(made):
     assert statistics["counts"]["variance"] == pytest.approx(counts.var(0))
     assert statistics["counts"]["max"] == counts.max(0).tolist()
     assert statistics["log1p"]["mean"] == pytest.approx(np.log1p(counts).mean(0))
-    assert statistics["log1p"]["std"] == pytest.approx(np.log1p(counts).std(0))
+    assert np.array(statistics["log1p"]["covariance"]) == pytest.approx(np.cov(np.log1p(counts).T, bias=True))
     assert statistics["target"]["mean"] == pytest.approx(target.mean(0))
     assert statistics["target"]["std"] == pytest.approx(target.std(0))
 
@@ -313,3 +313,12 @@ def test_the_numbers_can_be_learnt_from_the_counts():
     r2 = 1 - error / ((y[150:] - y[:150].mean(0)) ** 2).sum(0)
     print("R2", dict(zip(cosmoflow.PARAMETERS, r2.round(3))))
     assert r2[0] > 0.6 and r2[1] > 0.8
+
+
+@pytest.mark.parametrize("seed", [1, 7])
+def test_universes_held_out_cover_the_ranges_too(seed):
+    recipe = _recipe(seed=seed, validation=0.125, test=0.0)
+    held = np.array([recipe.target(i) for i in range(1600) if recipe.split(i) == "validation"])
+    assert len(held) == pytest.approx(200, abs=1)
+    for column in held.T:
+        assert np.histogram(column, 20, (-1, 1))[0].min() > 0

@@ -32,8 +32,8 @@ class CosmoFlowConfig(Settings):
 
     mean: tuple[float, ...] | None = None
     """mean of log(1 + counts) of each redshift, taken from the input; null: nothing is taken (MLPerf HPC)"""
-    spread: tuple[Annotated[float, Field(gt=0)], ...] | None = None
-    """standard deviation of log(1 + counts) of each redshift, by which the input is divided"""
+    mix: tuple[tuple[float, ...], ...] | None = None
+    """matrix that then mixes the redshifts, one row for each of them"""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -43,11 +43,11 @@ class CosmoFlowConfig(Settings):
             values = getattr(self, name)
             if values is not None and len(values) != len(self.parameters):
                 raise ValueError(f"{name} has {len(values)} entries, parameters {len(self.parameters)}; give one for each")
-        for name in ("mean", "spread"):
-            values = getattr(self, name)
-            if values is not None and len(values) != self.channels:
-                raise ValueError(f"{name} has {len(values)} entries, but there are {self.channels} channels; give one for each")
-        for pair in (("low", "high"), ("mean", "spread")):
+        for name, rows in (("mean", [self.mean]), ("mix", [self.mix, *(self.mix or ())])):
+            for values in rows:
+                if values is not None and len(values) != self.channels:
+                    raise ValueError(f"{name} has {len(values)} entries, but there are {self.channels} channels; give one for each")
+        for pair in (("low", "high"), ("mean", "mix")):
             if len({getattr(self, name) is None for name in pair}) > 1:
                 raise ValueError(f"{pair[0]} and {pair[1]} are given together or not at all")
         return self

@@ -33,8 +33,8 @@ class Block(nn.Module):
 class CosmoFlow(nn.Module):
     """[B, C, D, H, W] log(1 + counts) -> [B, P] parameters scaled to [-1, 1]. Weights and activations are channels-last."""
 
-    mean: Tensor | None
-    spread: Tensor | None
+    mean: Tensor | None  # [C]
+    mix: Tensor | None  # [C, C]
 
     def __init__(self, cfg: CosmoFlowConfig | None = None) -> None:
         super().__init__()
@@ -49,13 +49,14 @@ class CosmoFlow(nn.Module):
                 nn.init.xavier_uniform_(layer.weight)
                 nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
         # Of the settings and not of the weights: the keys of a checkpoint are those of the benchmark.
-        for name, values in (("mean", cfg.mean), ("spread", cfg.spread)):
+        for name, values in (("mean", cfg.mean), ("mix", cfg.mix)):
             self.register_buffer(name, None if values is None else torch.tensor(values), persistent=False)
         self.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.mean is not None and self.spread is not None:
-            x = (x - self.mean.view(-1, 1, 1, 1)) / self.spread.view(-1, 1, 1, 1)
+        if self.mean is not None and self.mix is not None:
+            with torch.autocast(x.device.type, enabled=False):  # small differences of large numbers
+                x = ((x.permute(0, 2, 3, 4, 1) - self.mean) @ self.mix).permute(0, 4, 1, 2, 3)
         x = self.conv_seq(x.contiguous(memory_format=torch.channels_last_3d))
         x = x.permute(0, 2, 3, 4, 1).flatten(1)  # [B, D*H*W*F]: Keras's order, and the order in memory
         x = F.dropout(F.leaky_relu(self.dense1(x), _SLOPE), self.cfg.dropout, self.training)

@@ -61,17 +61,20 @@ def test_layouts_and_halves_agree_with_float64(size: int, batch: int) -> None:
         torch.testing.assert_close(p.grad.double(), q.grad, rtol=1e-3, atol=1e-5 * float(q.grad.abs().max()), msg=name)
 
 
-def test_standardised_input_is_a_setting_and_not_a_weight() -> None:
+def test_whitened_input_is_a_setting_and_not_a_weight() -> None:
     torch.manual_seed(0)
     plain = CosmoFlow(SMALL)
-    cfg = SMALL.model_copy(update={"mean": (1.0, 2.0, 3.0, 4.0), "spread": (0.5, 1.0, 2.0, 4.0)})
+    mix = ((2.0, 0.0, 0.0, -1.0), (0.0, 1.0, 0.0, 0.5), (0.0, 0.0, 0.5, 0.0), (-1.0, 0.5, 0.0, 3.0))
+    cfg = SMALL.model_copy(update={"mean": (1.0, 2.0, 3.0, 4.0), "mix": mix})
     model = CosmoFlow(cfg)
     model.load_state_dict(plain.state_dict())
     x = torch.randn(1, 4, 32, 32, 32)
-    scaled = (x - torch.tensor(cfg.mean).view(4, 1, 1, 1)) / torch.tensor(cfg.spread).view(4, 1, 1, 1)
-    torch.testing.assert_close(model(x), plain(scaled))
+    mixed = torch.einsum("ncdhw,ck->nkdhw", x - torch.tensor(cfg.mean).view(4, 1, 1, 1), torch.tensor(mix))
+    torch.testing.assert_close(model(x), plain(mixed))
     with pytest.raises(ValueError, match="mean has 2 entries, but there are 4 channels"):
-        CosmoFlowConfig(mean=(1.0, 2.0), spread=(1.0, 1.0))
+        CosmoFlowConfig(mean=(1.0, 2.0), mix=mix)
+    with pytest.raises(ValueError, match="given together"):
+        CosmoFlowConfig(mix=mix)
 
 
 def test_weights_and_settings_travel_in_one_file(tmp_path: Path) -> None:

@@ -1,0 +1,54 @@
+"""The README runs: its notebook cells, its file names, its six files to read, and no word that would fetch another's package."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from hpcai.models.cosmoflow import CosmoFlow, CosmoFlowConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def cells() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", README, re.S)
+
+
+def test_the_notebook_cells_run(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    folder = tmp_path / "runs/cosmoflow-small"
+    folder.mkdir(parents=True)
+    CosmoFlow(CosmoFlowConfig(size=32, filters=2, dropout=0.0, low=(0.1,) * 4, high=(0.9,) * 4)).save(folder / "model.safetensors")
+    monkeypatch.chdir(tmp_path)
+    counts = torch.from_numpy(np.random.default_rng(0).poisson(2, (32, 32, 32, 4)).astype(np.int16))
+    names: dict = {"counts": counts, "target": torch.zeros(4)}
+    assert len(cells()) == 2
+    for cell in cells():
+        exec(cell, names)
+    assert set(names["model"].predict(counts)) == {"Omega_m", "sigma_8", "n_s", "H_0"}
+
+
+def test_every_file_that_the_readme_names_is_there() -> None:
+    for name in re.findall(r"`((?:apps|hpcai|slurm|docs|tests|data_prep)/[\w./-]+\.\w+)`", README) + re.findall(
+        r"\]\((\w[\w./-]+)\)", README
+    ):
+        assert (ROOT / name).exists(), name
+    for name in re.findall(r"apps/cosmoflow/configs/\w+\.yaml", README):
+        assert (ROOT / name).exists(), name
+
+
+def test_the_make_targets_are_there() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in set(re.findall(r"`?make (\w+)", README)):
+        assert re.search(rf"^{target}:", makefile, re.M), target
+
+
+def test_no_document_installs_somebody_elses_package() -> None:
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split()
+    bare = re.compile(r"pip3? install +(-\S+ +)*" + "hpcai" + r"($|[^-/.\w])", re.M)
+    for name in tracked:
+        path = ROOT / name
+        if path.suffix in {".md", ".py", ".sh", ".yaml", ".toml", ""} and path.is_file() and path != Path(__file__):
+            assert not bare.search(path.read_text(errors="replace")), name
