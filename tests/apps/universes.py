@@ -26,4 +26,7 @@ def make(folder: Path, size: int = 32, train: int = 6, validation: int = 3, rows
             "low": [0.27, 0.72, 0.86, 63.0], "high": [0.33, 0.88, 1.06, 77.0], "units": ["", "", "", "km/s/Mpc"],
         }  # fmt: skip
         (folder / split / "index.json").write_text(json.dumps(about))
+    cells = np.concatenate([np.log1p(h5py.File(p)["counts"][:]).reshape(-1, 4) for p in sorted(folder.glob("train/*.h5"))])
+    log1p = {"mean": cells.mean(0, dtype=float).tolist(), "covariance": np.cov(cells.T).tolist()}
+    (folder / "statistics.json").write_text(json.dumps({"splits": {"train": {"log1p": log1p}}}))
     return folder

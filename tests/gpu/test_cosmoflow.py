@@ -1,0 +1,106 @@
+"""One GPU: the same training as on the CPU, bf16 close to it, no host read in a step, resumed bit for bit."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from hpcai import dist, train
+from hpcai.data import Loader
+from hpcai.models import cosmoflow
+from hpcai.settings import CheckpointConfig, StepConfig
+from hpcai.train.checkpoint import Checkpoints, Progress
+from hpcai.train.measure import Sums
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")]
+SIZE = 32
+
+
+def batch(device: str, count: int = 4, seed: int = 0) -> cosmoflow.Batch:
+    generator = torch.Generator().manual_seed(seed)
+    counts = torch.randint(0, 50, (count, SIZE, SIZE, SIZE, 4), dtype=torch.int16, generator=generator)
+    return cosmoflow.Batch(counts.to(device), (2 * torch.rand(count, 4, generator=generator) - 1).to(device))
+
+
+def new_step(device: str, dropout: float = 0.0, **words) -> train.Step:  # type: ignore[no-untyped-def]
+    torch.manual_seed(0)
+    model = cosmoflow.CosmoFlow(cosmoflow.CosmoFlowConfig(size=SIZE, filters=8, dropout=dropout))
+    return train.Step(model, cosmoflow.loss, StepConfig(**words), dist.alone(torch.device(device)))
+
+
+def losses(step: train.Step, device: str, steps: int = 6) -> list[float]:
+    return [step(batch(device, seed=i), 1e-3)["loss"].item() for i in range(steps)]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_the_gpu_trains_as_the_cpu_does(optimizer: str) -> None:
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    words = {"optimizer": optimizer, "average": 0.9, "clip": 1.0}
+    assert losses(new_step("cuda", **words), "cuda") == pytest.approx(losses(new_step("cpu", **words), "cpu"), rel=2e-4)
+
+
+def test_bf16_is_close_to_fp32() -> None:
+    assert losses(new_step("cuda", precision="bf16"), "cuda") == pytest.approx(losses(new_step("cuda"), "cuda"), rel=3e-2)
+
+
+@pytest.mark.parametrize("words", [{"optimizer": "sgd", "clip": 1.0, "average": 0.9}, {"precision": "bf16", "accumulate": 2}])
+def test_a_step_reads_nothing_from_the_gpu(words: dict) -> None:
+    step, sums = new_step("cuda", **words), Sums()
+    data = [batch("cuda", seed=i) for i in range(4)]
+    step(data[0])
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for part in data[1:]:
+            sums.add(step(part, 1e-3), 4)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_nan_leaves_the_weights_alone() -> None:
+    step = new_step("cuda")
+    step(batch("cuda"))
+    before = [p.detach().clone() for p in step.model.parameters()]
+    bad = batch("cuda")
+    step(cosmoflow.Batch(bad.counts, bad.target * float("nan")))
+    assert all(torch.equal(p, q) for p, q in zip(step.model.parameters(), before))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_resumed_is_uninterrupted(tmp_path: Path, optimizer: str) -> None:
+    torch.backends.cudnn.deterministic = True
+    step = new_step("cuda", dropout=0.5, optimizer=optimizer)
+    torch.manual_seed(1)
+    losses(step, "cuda", 2)
+    Checkpoints(tmp_path, CheckpointConfig(), step.mesh).save(step, Progress(step=2))
+    expected = losses(step, "cuda", 3)
+    again = new_step("cuda", dropout=0.5, optimizer=optimizer)
+    Checkpoints(tmp_path, CheckpointConfig(), again.mesh).resume(again)
+    assert losses(again, "cuda", 3) == expected
+
+
+def test_batches_arrive_on_the_gpu() -> None:
+    class Source:
+        def __len__(self) -> int:
+            return 8
+
+        def batch(self, indices, epoch):  # type: ignore[no-untyped-def]
+            return cosmoflow.Batch(torch.as_tensor(indices), torch.as_tensor(indices) * 2.0)
+
+        def describe(self, index: int) -> str:
+            return str(index)
+
+    loader = Loader(Source(), 4, dist.alone(torch.device("cuda")), name="train", shuffle=False)
+    for i, part in enumerate(loader.epoch(0)):
+        assert part.counts.is_cuda and part.counts.tolist() == list(range(4 * i, 4 * i + 4))
+
+
+def test_peak_memory_is_no_more_than_a_plain_networks() -> None:
+    from hpcai.cli.bench import _peak
+
+    peaks = {}
+    for kind in ("plain", "ours"):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        peaks[kind] = _peak(kind, 64, 4, "bf16")["mb"]
+    assert peaks["ours"] <= peaks["plain"] * 1.02
