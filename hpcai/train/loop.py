@@ -230,6 +230,7 @@ class _Training:
         return {"step": self.progress.step, "epoch": round(epoch, 6), "samples": self.progress.seen}
 
     def _start(self, resumed: int | None) -> None:
+        self.run.begin()
         self.reports.emit(
             "start", name=self.run.name, directory=str(self.run.directory or ""), settings=self.run.settings,
             world=self.mesh.world, device=str(self.mesh.device), parameters=_size(self.step.model),

@@ -23,9 +23,13 @@ class Run:
         self.directory: Path | None = cfg.report.directory if cfg is not None else None
         self.reports = log.reports(cfg.report, mesh) if cfg is not None else log.Reports()
         self.checkpoints: Checkpoints | None = None
+        self._cfg = cfg
         if self.directory is not None:
-            self.keep("settings.yaml", lambda path: path.write_text(config.dump(cfg)))
             self.checkpoints = Checkpoints(self.directory / "checkpoints", cfg.checkpoint, mesh, self.settings)
+
+    def begin(self) -> None:
+        """Called by ``fit`` once nothing stands against the run: a refused one leaves the files of an earlier life alone."""
+        self.keep("settings.yaml", lambda path: path.write_text(config.dump(self._cfg)))
 
     def keep(self, name: str, write: Callable[[Path], Any]) -> None:
         """``write(path)`` a file of the run on the first process, beside its place and then renamed."""

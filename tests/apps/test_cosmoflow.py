@@ -302,6 +302,7 @@ def test_other_model_settings_do_not_overwrite_a_run(data: Path, tmp_path: Path,
     assert here(data, tmp_path / "run", "model.filters=3") == 1
     assert "model.filters: 2 then, 3 now" in capsys.readouterr().err
     assert sorted((tmp_path / "run" / "checkpoints").iterdir()) == kept
+    assert config.load(Config, tmp_path / "run" / "settings.yaml").model.filters == 2
 
 
 def test_a_refused_setting_costs_less_than_a_second_and_no_torch() -> None:

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -194,6 +193,6 @@ def test_a_signal_stops_at_a_step_boundary(tmp_path: Path) -> None:
 def test_without_settings_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     train.fit(new_step(), batches(), TrainConfig(steps=2), run=train.Run("x", None, dist.alone()))
-    cfg = SimpleNamespace(report=ReportConfig(sinks=()), checkpoint=CheckpointConfig(), model_dump=lambda mode: {})
+    cfg = Config(report=ReportConfig(sinks=()))
     train.fit(new_step(), batches(), TrainConfig(steps=2), run=train.Run("x", cfg, dist.alone()))
     assert not list(tmp_path.iterdir())
