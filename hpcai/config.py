@@ -16,6 +16,7 @@ same key the later counts. Every mistake is in the one answer, file first.
 """
 
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -86,7 +87,7 @@ def run(schema: type[T], main: Callable[[T], None], argv: Sequence[str] | None =
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if "--help" in words or "-h" in words:
-        write_help(schema)
+        _show_to_reader(lambda: write_help(schema))
         return
     show = "--show" in words
     words = [word for word in words if word != "--show"]
@@ -102,7 +103,7 @@ def run(schema: type[T], main: Callable[[T], None], argv: Sequence[str] | None =
             sys.stderr.write("\n  ".join([f"{count} in the settings (--help lists every key):", *lines]) + "\n")
             raise SystemExit(2) from None
         if show:
-            sys.stdout.write(dump(settings))
+            _show_to_reader(lambda: sys.stdout.write(dump(settings)))
         else:
             main(settings)
     except HpcaiError as problem:
@@ -110,6 +111,15 @@ def run(schema: type[T], main: Callable[[T], None], argv: Sequence[str] | None =
         raise SystemExit(2 if isinstance(problem, ConfigError | MeshError | LaunchError) else 1) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+
+
+def _show_to_reader(write: Callable[[], object]) -> None:
+    """Write to stdout; a reader that has seen enough (``| head``) is no error."""
+    try:
+        write()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 # ---- YAML ---------------------------------------------------------------------------------------------------------------------

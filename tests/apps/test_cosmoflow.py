@@ -305,6 +305,12 @@ def test_other_model_settings_do_not_overwrite_a_run(data: Path, tmp_path: Path,
     assert config.load(Config, tmp_path / "run" / "settings.yaml").model.filters == 2
 
 
+def test_help_may_be_read_in_part() -> None:
+    line = f"{sys.executable} -m apps.cosmoflow --help | head -n 1"
+    done = subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.startswith("usage: ") and not done.stderr
+
+
 def test_a_refused_setting_costs_less_than_a_second_and_no_torch() -> None:
     code = "import sys; sys.argv = ['x', 'step.lr=fast']\nfrom apps.cosmoflow import __main__ as m\n"
     code += (
