@@ -30,6 +30,7 @@ import h5py
 import numpy as np
 
 import hpcai
+from hpcai.dist.environment import place
 from hpcai.errors import ConfigError, DataError
 
 SPLITS = ("train", "validation", "test")
@@ -225,17 +226,13 @@ def _moments(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def launched() -> tuple[int, int]:
-    """Rank and number of processes of the launcher that started this one, or (0, 1). Slurm's own variables count only inside an
-    srun step: a batch script sees a SLURM_PROCID of 0 and the tasks of the whole job, although it runs once."""
-    known = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
-    for rank, size in known:
-        if rank in os.environ and size in os.environ:
-            return int(os.environ[rank]), int(os.environ[size])
-    if "PMIX_RANK" in os.environ:                # PMIx states no size in the environment
+    """Rank and number of processes of the launcher that started this one, or (0, 1)."""
+    here = place()
+    if here.world is None:                       # PMIx states no size in the environment
         from mpi4py import MPI
 
         return MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-    return 0, 1
+    return here.rank, here.world
 
 
 def cores() -> int:

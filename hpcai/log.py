@@ -405,12 +405,18 @@ class Terminal:
 
         if self._bar is None:
             text = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis"))
-            self._bar = Progress(BarColumn(24), text, console=self._console, transient=True, refresh_per_second=4)
+            bar = BarColumn(24 if self._wide() else 12)
+            self._bar = Progress(bar, text, console=self._console, transient=True, refresh_per_second=4)
             self._bar.add_task("", total=self._steps or None)
             self._bar.start()
         words = ["waiting for the first step"] if event.kind == "start" else [*self._numbers(event), self._evaluation]
+        if not self._wide():  # what a glance wants: step, loss, speed and the time left
+            words = [word for word in words if word.startswith(("waiting", "step", "loss", "ETA")) or word.endswith("/s")]
         done = event.fields.get("step", event.fields.get("resumed_from")) or 0
         self._bar.update(self._bar.task_ids[0], completed=done, description="  ".join(words))
+
+    def _wide(self) -> bool:
+        return self._console is None or self._console.width >= 110
 
     def _at(self, fields: Mapping[str, Any]) -> str:
         return f"step {fields.get('step', 0)}/{self._steps}" if self._steps else f"step {fields.get('step', 0)}"

@@ -5,8 +5,8 @@ from hpcai.lazy import lazy
 __getattr__, __all__ = lazy(
     __name__,
     {
-        "Place": ".launch",
-        "place": ".launch",
+        "Place": ".environment",
+        "place": ".environment",
         "start": ".launch",
         "alone": ".launch",
         "Mesh": ".mesh",

@@ -9,7 +9,6 @@ A person may set, alike for all ranks:
 """
 
 import os
-import re
 import resource
 import socket
 import sys
@@ -19,123 +18,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from itertools import product
 from typing import Any
 
 import torch
 import torch.distributed as torch_dist
 
+from hpcai.dist.environment import ALONE, Place, place
 from hpcai.dist.mesh import Mesh
 from hpcai.dist.watch import Watch, leave_now, shout
 from hpcai.errors import LaunchError
-
-
-@dataclass(frozen=True)
-class Place:
-    """This process among the processes of its job, as the environment tells it. None is what only MPI can tell."""
-
-    launcher: str
-    rank: int
-    world: int | None
-    local_rank: int | None
-    local_world: int | None
-    mpi: bool = False
-    address: str | None = None
-    port: int | None = None
-
-
-@dataclass(frozen=True)
-class _Launcher:
-    """How one launcher names things. It fits where ``rank`` and all of ``signs`` are set; of several names the first set counts."""
-
-    name: str
-    rank: str
-    world: str = ""
-    local_rank: str = ""
-    local_world: str = ""
-    signs: str = ""
-    mpi: bool = True
-    step: bool = False  # only in a Slurm job step; in a batch shell the same variables describe the job, not this process
-    same: str = ""  # other names for the rank; one that differs was inherited from somewhere else
-
-
-def _srun(name: str, rank: str = "") -> _Launcher:
-    return _Launcher(
-        name,
-        "SLURM_PROCID",
-        "SLURM_STEP_NUM_TASKS SLURM_NTASKS",
-        "SLURM_LOCALID",
-        "SLURM_STEP_TASKS_PER_NODE SLURM_TASKS_PER_NODE SLURM_NTASKS_PER_NODE",
-        signs=rank,
-        mpi=bool(rank),
-        step=True,
-        same=rank,
-    )
-
-
-_TORCHRUN = _Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID", mpi=False)
-_BY_HAND = _Launcher(
-    "RANK and WORLD_SIZE",
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK SLURM_LOCALID MPI_LOCALRANKID PALS_LOCAL_RANKID",
-    "LOCAL_WORLD_SIZE",
-    "WORLD_SIZE MASTER_ADDR MASTER_PORT",
-    mpi=False,
-)
-_OMPI, _MV2 = "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_"
-# The first that fits counts, the innermost first: torchrun may run inside srun, and in a Slurm job mpiexec starts its proxies
-# with srun, whose SLURM_PROCID then numbers nodes. HPE's PALS gives no world size under PMIx; Slurm's Cray plugin sets
-# PALS_RANKID but nothing local.
-_LAUNCHERS = (
-    _TORCHRUN,
-    _BY_HAND,
-    _Launcher("mpirun (Open MPI)", _OMPI + "RANK", _OMPI + "SIZE", _OMPI + "LOCAL_RANK", _OMPI + "LOCAL_SIZE"),
-    _Launcher("mpiexec (MVAPICH)", _MV2 + "RANK", _MV2 + "SIZE", _MV2 + "LOCAL_RANK", _MV2 + "LOCAL_SIZE"),
-    _Launcher("mpiexec (MPICH, Intel MPI)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "MPI_LOCALRANKID"),
-    _Launcher(
-        "mpiexec (PALS)",
-        "PALS_RANKID",
-        "PMI_SIZE",
-        "PALS_LOCAL_RANKID",
-        "PALS_LOCAL_SIZE PMI_LOCAL_SIZE",
-        "PALS_LOCAL_RANKID",
-        same="PMI_RANK PMIX_RANK",
-    ),
-    _srun("srun (Cray MPI)", "PALS_RANKID"),
-    _srun("srun (PMIx)", "PMIX_RANK"),
-    _srun("srun (PMI2)", "PMI_RANK"),
-    _srun("srun"),
-    _Launcher("PMI", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE", "PMI_SIZE"),
-    _Launcher("PMIx", "PMIX_RANK", signs="PMIX_NAMESPACE"),
-)
-_ALONE = Place("alone", 0, 1, 0, 1)
-_FIRST_SPECIAL_STEP = 0xFFFFFFF0  # the batch shell (…fb) and salloc's interactive shell (…fa) have step ids above this
-
-
-def place(environ: Mapping[str, str] = os.environ) -> Place:
-    """Read this process' place from the variables that launchers set; touches neither network nor MPI nor GPU.
-
-    Raises LaunchError when they contradict one another, or when several copies of a job would start side by side.
-    """
-    found = [launcher for launcher in _LAUNCHERS if _fits(launcher, environ)]
-    if not found:
-        return _ALONE
-    launcher = found[0]
-    rank = _number(environ, launcher.rank, launcher.name)
-    world = _number(environ, launcher.world, launcher.name)
-    local_rank = _number(environ, launcher.local_rank, launcher.name)
-    local_world = _number(environ, launcher.local_world, launcher.name)
-    assert rank is not None  # else the launcher would not fit
-    if not launcher.mpi:
-        for value, names in ((world, launcher.world), (local_rank, launcher.local_rank)):
-            if value is None:
-                raise LaunchError(f"{launcher.name}: {launcher.rank}={rank}, but {' or '.join(names.split())} is not set; set it")
-    _check(environ, launcher, rank, world, local_rank, local_world)
-    if launcher in (_TORCHRUN, _BY_HAND):
-        _check_copies(environ, launcher, world or 1, found)
-    address, port = _meeting_point(environ, launcher, rank)
-    return Place(launcher.name, rank, world, local_rank, local_world, launcher.mpi, address, port)
 
 
 def device(place: Place, visible: int | None = None) -> torch.device:
@@ -164,7 +55,7 @@ def device(place: Place, visible: int | None = None) -> torch.device:
 
 def alone(device: torch.device | None = None) -> Mesh:
     """A mesh of one process, all axes of size 1: for a notebook or a script. Uses the first visible GPU, where there is one."""
-    return Mesh({}, 1, 0, device if device is not None else _device(_ALONE))
+    return Mesh({}, 1, 0, device if device is not None else _device(ALONE))
 
 
 @contextmanager
@@ -194,76 +85,6 @@ def start(axes: Any) -> Iterator[Mesh]:
         yield Mesh(sizes, here.world, here.rank, where)
 
 
-def expand(hosts: str) -> list[str]:
-    """The hosts of a Slurm list, in order: ``nid[001-003,7],gpu[1-2]-ib[0-1],login``. Containers seldom hold scontrol."""
-    names = []
-    for item in re.findall(r"(?:\[[^\]]*\]|[^,\[])+", hosts):
-        parts = [_range(part[1:-1]) if part.startswith("[") else [part] for part in re.findall(r"\[[^\]]*\]|[^\[]+", item)]
-        names += ["".join(choice) for choice in product(*parts)]
-    return names
-
-
-def _range(numbers: str) -> list[str]:
-    every = []
-    for part in numbers.split(","):
-        first, _, last = part.partition("-")
-        every += [f"{n:0{len(first)}d}" for n in range(int(first), int(last or first) + 1)]
-    return every
-
-
-def _per_node(counts: str) -> list[int]:
-    """``4(x2),3``: four tasks on each of two nodes, three on the third."""
-    every: list[int] = []
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts):
-        every += [int(count)] * int(times or 1)
-    return every
-
-
-def _fits(launcher: _Launcher, environ: Mapping[str, str]) -> bool:
-    step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
-    in_step = step.isdigit() and int(step) < _FIRST_SPECIAL_STEP
-    return all(environ.get(sign) for sign in (launcher.rank, *launcher.signs.split())) and (in_step or not launcher.step)
-
-
-def _number(environ: Mapping[str, str], names: str, launcher: str) -> int | None:
-    for name in names.split():
-        value = environ.get(name)
-        if not value:
-            continue
-        if name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
-            counts, node = _per_node(value), int(environ.get("SLURM_NODEID", "0"))
-            if node < len(counts):
-                return counts[node]
-        elif value.isdigit():
-            return int(value)
-        else:
-            raise LaunchError(f"{launcher}: {name}={value} is not a whole number")
-    return None
-
-
-def _check(
-    environ: Mapping[str, str], launcher: _Launcher, rank: int, world: int | None, local_rank: int | None, local_world: int | None
-) -> None:
-    said = f"{launcher.name}: {launcher.rank}={rank}"
-    if world is not None and rank >= world:
-        raise LaunchError(f"{said}, but the world has {world} ranks; a variable of another launcher is left over, unset it")
-    if local_rank is not None and local_world is not None and local_rank >= local_world:
-        raise LaunchError(f"{said}: local rank {local_rank}, but {local_world} ranks on the node; unset what another launcher left")
-    for name in launcher.same.split():
-        if environ.get(name, str(rank)) != str(rank):
-            raise LaunchError(f"{said}, but {name}={environ[name]}, left over from another launcher; unset {name}")
-
-
-def _check_copies(environ: Mapping[str, str], inner: _Launcher, world: int, found: list[_Launcher]) -> None:
-    groups = int(environ.get("GROUP_WORLD_SIZE", "1")) if inner is _TORCHRUN else world
-    for outer in found:
-        tasks = None if outer in (_TORCHRUN, _BY_HAND) else _number(environ, outer.world, outer.name)
-        if tasks is not None and tasks > groups:
-            todo = "give torchrun --nnodes and --rdzv-endpoint" if inner is _TORCHRUN else "unset RANK and WORLD_SIZE"
-            what = f"{groups} node" if inner is _TORCHRUN else f"WORLD_SIZE={world}"
-            raise LaunchError(f"{outer.name} started {tasks} tasks, each with {inner.name} of {what}: copies of one job; {todo}")
-
-
 def _check_unannounced(here: Place) -> None:
     mpi = sys.modules.get("mpi4py.MPI")
     if here.world == 1 and mpi is not None and mpi.Is_initialized() and mpi.COMM_WORLD.size > 1:
@@ -271,24 +92,6 @@ def _check_unannounced(here: Place) -> None:
             f"this process looks alone ({here.launcher}), but MPI has {mpi.COMM_WORLD.size} ranks; set RANK, WORLD_SIZE, "
             "LOCAL_RANK, MASTER_ADDR and MASTER_PORT for this launcher"
         )
-
-
-def _meeting_point(environ: Mapping[str, str], launcher: _Launcher, rank: int) -> tuple[str | None, int | None]:
-    port = _number(environ, "MASTER_PORT", launcher.name)
-    address = environ.get("MASTER_ADDR") or None
-    if launcher.name == "srun":
-        # Steps of one job and jobs that follow one another get ports of their own: 20000 + (8 job + step) mod 12768
-        ids = [int(environ.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID")]
-        port = port or 20000 + (8 * ids[0] + ids[1]) % 12768
-        hosts = expand(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or "")
-        address = address or environ.get("HPCAI_ADDRESS") or ("127.0.0.1" if len(hosts) == 1 else next(iter(hosts), None))
-        if rank == 0 and environ.get("SLURM_NODEID", "0") != "0" and address in hosts:
-            raise LaunchError(f"srun: rank 0 is not on {address}, the first node of the step; set HPCAI_ADDRESS to its node")
-    if not launcher.mpi and (address is None or port is None):
-        raise LaunchError(
-            f"{launcher.name}: where rank 0 listens is not known; set MASTER_ADDR and MASTER_PORT, alike for all ranks"
-        )
-    return address, port
 
 
 @dataclass(frozen=True)

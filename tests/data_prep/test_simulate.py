@@ -95,6 +95,9 @@ def test_two_workers_make_the_same_bytes(made, tmp_path):
 @pytest.mark.parametrize("launcher", [("PMI_RANK", "PMI_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")])
 def test_ranks_share_the_work_and_make_the_same_bytes(made, tmp_path, monkeypatch, launcher):
     monkeypatch.setenv(launcher[1], "3")
+    if launcher[0] == "SLURM_PROCID":                        # only a job step makes ranks
+        for name, value in {"SLURM_STEP_ID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NODELIST": "n1"}.items():
+            monkeypatch.setenv(name, value)
     for rank in "210":                                       # rank 0 waits for the others, so it comes last here
         monkeypatch.setenv(launcher[0], rank)
         assert simulate(tmp_path) == 0

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from hpcai import dist
 from hpcai.dist import launch
-from hpcai.dist.launch import Place, device, expand, place
+from hpcai.dist.environment import ALONE, Place, expand, place
+from hpcai.dist.launch import device
 from hpcai.dist.watch import Watch
 from hpcai.errors import LaunchError, MeshError
 
@@ -139,7 +140,7 @@ def test_alone_is_a_mesh_of_one() -> None:
 
 
 def test_one_process_lets_exceptions_pass(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(launch, "place", lambda: launch._ALONE)
+    monkeypatch.setattr(launch, "place", lambda: ALONE)
     with pytest.raises(ValueError, match="mine"), dist.start({"replicate": -1}) as mesh:
         assert mesh.world == 1
         raise ValueError("mine")
