@@ -1,5 +1,6 @@
 """The only loop: steps and epochs, reports, evaluation, checkpoints, and an orderly stop."""
 
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -7,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from hpcai.dist.collect import agree
+from hpcai.dist.collect import agree, gather_objects
 from hpcai.errors import CheckpointError, ConfigError, DataError
 from hpcai.settings import TrainConfig
 from hpcai.train.checkpoint import Progress
@@ -231,9 +232,10 @@ class _Training:
 
     def _start(self, resumed: int | None) -> None:
         self.run.begin()
+        nodes = len(set(gather_objects(socket.gethostname(), self.mesh.everyone)))
         self.reports.emit(
             "start", name=self.run.name, directory=str(self.run.directory or ""), settings=self.run.settings,
-            world=self.mesh.world, device=str(self.mesh.device), parameters=_size(self.step.model),
+            world=self.mesh.world, nodes=nodes, device=str(self.mesh.device), parameters=_size(self.step.model),
             steps=self.steps, steps_per_epoch=len(self.data), epochs=self.steps / len(self.data), global_batch=self.data.size,
             train_samples=self.data.samples, validation_samples=getattr(self.validation, "samples", 0), resumed_from=resumed,
         )  # fmt: skip

@@ -17,7 +17,8 @@ class Run:
     """
 
     def __init__(self, name: str, cfg: Any, mesh: Mesh) -> None:
-        log.setup(mesh.rank, mesh.world)
+        if cfg is not None:  # a notebook keeps its own logging
+            log.setup(mesh.rank, mesh.world)
         self.name, self.mesh = name, mesh
         self.settings: dict[str, Any] = cfg.model_dump(mode="json") if cfg is not None else {}
         self.directory: Path | None = cfg.report.directory if cfg is not None else None

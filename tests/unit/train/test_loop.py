@@ -1,6 +1,7 @@
 """The loop in one process: a notebook's use, what is reported when, how a run ends."""
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +52,12 @@ def events(path: Path) -> list[dict]:
 
 
 def test_in_a_notebook() -> None:
+    handlers = list(logging.getLogger().handlers)
     result = train.fit(new_step(), batches(), TrainConfig(steps=20, report_every=5))
     assert result.reason == "finished" and result.exit_code == 0
     assert [report.step for report in result] == [5, 10, 15, 20]
     assert result.reports[-1]["loss"] < 0.5 * result.reports[0]["loss"]
+    assert logging.getLogger().handlers == handlers, "a notebook keeps its own logging"
 
 
 def test_a_report_is_the_mean_of_its_steps() -> None:
