@@ -19,5 +19,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OneMachineSlurm]
         pytest.skip(f"no Slurm on this machine: {reason}")
     with OneMachineSlurm(tmp_path_factory.mktemp("slurm") / "cluster") as running:
         root = str(Path(__file__).parents[2])
-        running.env |= {"PYTHONPATH": root, "OMP_NUM_THREADS": "1", "HPCAI_TIMEOUT": "60"}
+        # The MPICH wheel tells its peers its UCX address. With all transports that is longer than what Slurm PMI2 carries,
+        # and with some environments the job then hangs at its start; with two transports it is short.
+        running.env |= {"PYTHONPATH": root, "OMP_NUM_THREADS": "1", "HPCAI_TIMEOUT": "60", "UCX_TLS": "tcp,self"}
         yield running
