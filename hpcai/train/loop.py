@@ -132,10 +132,10 @@ class _Training:
             self.reports.emit("epoch", epoch=self.progress.epoch, step=self.progress.step)
             for batch in self.data.epoch(self.progress.epoch, self.progress.sample):
                 self._one(batch)
+                if self.progress.step >= self.steps:  # a signal now changes nothing: the end is evaluated and saved
+                    break
                 if signals.agreed():
                     return "signal"
-                if self.progress.step >= self.steps:
-                    break
             else:
                 self.progress.epoch, self.progress.sample = self.progress.epoch + 1, 0
             last = self.progress.step >= self.steps
@@ -213,7 +213,7 @@ class _Training:
     def _save(self, final: bool = False) -> None:
         """A checkpoint that cannot be written is told and tried again at the next one; the last one must succeed."""
         self._report()
-        if self.checkpoints is None or (self._saved == self.progress.step and not final):
+        if self.checkpoints is None or self._saved == self.progress.step:
             return
         try:
             path, seconds, size = self.checkpoints.save(self.step, self.progress)

@@ -78,7 +78,7 @@ def test_every_yaml_loads() -> None:
     assert len(files) >= 4
     for path in files:
         cfg = config.load(Config, path)
-        assert config.load(Config, None, []).model_fields_set is not None and cfg.step.lr > 0
+        assert cfg != Config() and cfg.report.directory is not None, f"{path.name} sets nothing"
 
 
 def test_a_run_leaves_everything_that_its_users_want(data: Path, tmp_path: Path) -> None:

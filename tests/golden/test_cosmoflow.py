@@ -86,7 +86,7 @@ def test_the_full_benchmark_network() -> None:
     assert values["loss"].item() == pytest.approx(case["loss_mse"], rel=2e-7)
 
 
-def test_seed_0_makes_the_reference_weights() -> None:
+def test_new_weights_have_the_reference_names_shapes_and_spread() -> None:
     torch.manual_seed(0)
     made = CosmoFlow(CosmoFlowConfig(size=32, filters=8)).state_dict()
     reference = torch.load(GOLDEN / "f8_s32_b2_state_dict.pt", weights_only=True)

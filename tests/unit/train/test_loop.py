@@ -193,6 +193,30 @@ def test_a_signal_stops_at_a_step_boundary(tmp_path: Path) -> None:
         assert train.fit(new_step(), batches(), TrainConfig(steps=20), run=run).progress.step == 20
 
 
+@pytest.mark.parametrize("when, reason", [(4, "signal"), (6, "finished")])
+def test_a_whole_checkpoint_is_never_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: int, reason: str) -> None:
+    """A signal right after a save, or at the last step: replacing the newest checkpoint would leave none for an instant."""
+    import os
+    import signal
+
+    saved: list[int] = []
+    save = Checkpoints.save
+    monkeypatch.setattr(
+        Checkpoints, "save", lambda self, step, progress: (saved.append(progress.step), save(self, step, progress))[1]
+    )
+    step = new_step()
+    plain = step.forward_backward
+    step.forward_backward = lambda model, batch: (
+        step.count == when - 1 and os.kill(os.getpid(), signal.SIGTERM),
+        plain(model, batch),
+    )[1]
+    with new_run(tmp_path, every_steps=1) as run:
+        words = {"validation": batches(1), "evaluate": metric}
+        result = train.fit(step, batches(8), TrainConfig(steps=6), run=run, **words)
+    assert result.reason == reason and len(result.evaluations) == (reason == "finished")
+    assert saved == list(range(1, when + 1))
+
+
 def test_without_settings_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     train.fit(new_step(), batches(), TrainConfig(steps=2), run=train.Run("x", None, dist.alone()))
