@@ -1,7 +1,8 @@
 # make train     sets up .venv, simulates small universes, trains CosmoFlow on them, leaves a report to look at
 # make test      sets up .venv, checks style and types, passes the tests
 # make install   the part that both share        make slurm    Slurm for tests/cluster (Debian, as root)
-# make lint      style, types, floors            make bench    speed and memory against a plain network
+# make lint      style, types, floors            make bench    speed and memory against a plain network, and of reading samples
+# make fio       the disk benchmark that ours is compared with (Debian, as root)
 # make clean     removes .venv, datasets/ and runs/
 
 PYTHON ?= python3
@@ -13,7 +14,7 @@ DATA   := datasets/cosmoflow-small
 RUN    := runs/cosmoflow-small
 SHELL  := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
-.PHONY: train test install lint slurm bench clean
+.PHONY: train test install lint slurm fio bench clean
 
 train: install
 	@echo "== simulate universes -> $(DATA)"
@@ -74,8 +75,17 @@ slurm:
 	  || echo "== Slurm could not be installed: tests/cluster will be skipped"; \
 	else echo "== Slurm needs Debian and root: tests/cluster will be skipped"; fi
 
+fio:
+	@if command -v fio >/dev/null; then echo "== fio is installed"; \
+	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  echo "== fio from Debian's packages"; \
+	  { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends fio; } >/dev/null \
+	  || echo "== fio could not be installed: what is compared with it will be skipped"; \
+	else echo "== fio needs Debian and root: what is compared with it will be skipped"; fi
+
 bench: install
 	@$(BIN)/hpcai bench cosmoflow
+	@$(BIN)/hpcai bench data
 
 clean:
 	rm -rf $(VENV) datasets runs

@@ -191,7 +191,12 @@ def finish(out: Path, planned: Sequence[Path], header: dict[str, Any], settings:
         if len(shapes) > 1:
             raise DataError(f"{out / split}: samples of different shapes {sorted(shapes)}, expected one; give each its own folder")
         files = [{key: record[key] for key in ("name", "rows", "bytes", "sha256")} for record in records]
-        indexes[split] = {"format": 1, "files": files, "shape": list(shapes.pop()), **header}
+        shape = list(shapes.pop())
+        fields = {                               # what hpcai data check compares with
+            "counts": {"dtype": "int16", "shape": shape, "low": 0},
+            "target": {"dtype": "float32", "shape": [len(header["parameters"])], "low": -1, "high": 1},
+        }
+        indexes[split] = {"format": 1, "files": files, "shape": shape, "fields": fields, **header}
         statistics["splits"][split] = _moments(records)
     write_json(out / "statistics.json", statistics)
     for split, index in indexes.items():

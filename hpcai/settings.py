@@ -1,7 +1,7 @@
 """Settings that every app shares: mesh, step, training, checkpoints, reports. No torch here."""
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -34,6 +34,48 @@ class MeshConfig(Settings):
     def _replicate_is_a_size(self) -> Self:
         if self.replicate == 0:
             raise ValueError("replicate is 0; expected a number of copies, or -1 for every process that the other axes leave")
+        return self
+
+
+class LoaderConfig(Settings):
+    """How samples come from files to the device: what every app's `data` settings begin with."""
+
+    reader: Literal["auto", "direct", "buffered", "memory", "hdf5", "dali", "gds"] = "auto"
+    """auto: buffered where all samples fit into the page cache, else direct; direct: past the page cache (O_DIRECT);
+    memory: kept once read; hdf5: by the HDF5 library (compressed files too); dali: batches made by NVIDIA DALI;
+    gds: straight to the GPU (GPUDirect Storage)"""
+    workers: Positive = 2
+    """threads that prepare samples, per process"""
+    processes: bool = False
+    """worker processes instead of threads, for samples that cost Python time"""
+    prefetch: Annotated[float, Field(gt=0)] = 1.0
+    """GB of samples that wait ready, per process"""
+    order: Literal["strict", "ready"] = "strict"
+    """strict: the same batches in every run; ready: a sample that is slow to prepare comes in a later batch of its epoch"""
+    on_bad_sample: Literal["stop", "skip"] = "stop"
+    """skip: one that cannot be read or is not finite is replaced by another, reported and counted"""
+    patience: Annotated[float, Field(gt=0)] = 600.0
+    """seconds without any sample after which a run stops and names what it waits for"""
+    stage: str | None = None
+    """folder on each node's own disk, such as $TMPDIR/data, to which the data are copied first"""
+    shards: Positive = 1
+    """1: every node's disk holds all training samples; more: each holds one shard, and trains on that"""
+
+    def loading(self) -> dict[str, Any]:
+        """What a `Loader` is told."""
+        return {
+            "workers": self.workers, "processes": self.processes, "prefetch": int(self.prefetch * 1e9), "order": self.order,
+            "on_bad_sample": self.on_bad_sample, "patience": self.patience,
+        }  # fmt: skip
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> Self:
+        if self.reader == "gds" and self.processes:
+            raise ValueError("reader gds reads to the GPU of this process; set processes to false")
+        if self.reader == "dali" and (self.order == "ready" or self.on_bad_sample == "skip"):
+            raise ValueError("reader dali has a strict order and stops at a bad sample; set order strict and on_bad_sample stop")
+        if self.shards > 1 and self.stage is None:
+            raise ValueError(f"shards is {self.shards}, which needs stage: a folder on each node's own disk")
         return self
 
 

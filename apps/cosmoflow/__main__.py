@@ -12,8 +12,11 @@ def main(cfg: Config) -> None:
     from hpcai import dist, train
     from hpcai.models import cosmoflow
 
-    with dist.start(cfg.mesh) as mesh, train.Run("cosmoflow", cfg, mesh) as run:
-        training, validation, shape = universes(cfg, mesh)
+    with (
+        dist.start(cfg.mesh) as mesh,
+        train.Run("cosmoflow", cfg, mesh) as run,
+        universes(cfg, mesh) as (training, validation, shape),
+    ):
         train.seed_all(cfg.train.seed)  # the same weights everywhere,
         model = cosmoflow.parallelize(cosmoflow.CosmoFlow(shape), mesh)
         train.seed_all(cfg.train.seed + mesh.rank)  # and dropout of its own on each process
@@ -24,7 +27,7 @@ def main(cfg: Config) -> None:
             with step.average.applied():
                 run.keep("model.safetensors", model.save)
             run.keep("predictions.npz", lambda path: write_pairs(path, pairs, shape))
-        raise SystemExit(result.exit_code)
+    raise SystemExit(result.exit_code)
 
 
 if __name__ == "__main__":

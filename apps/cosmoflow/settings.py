@@ -7,13 +7,13 @@ from pydantic import Field, model_validator
 
 from hpcai.config import Settings
 from hpcai.models.cosmoflow import CosmoFlowConfig
-from hpcai.settings import CheckpointConfig, MeshConfig, ReportConfig, ScheduleConfig, StepConfig, TrainConfig
+from hpcai.settings import CheckpointConfig, LoaderConfig, MeshConfig, ReportConfig, ScheduleConfig, StepConfig, TrainConfig
 
 Positive = Annotated[int, Field(ge=1)]
 
 
-class DataConfig(Settings):
-    """Universes on disk, as ``data_prep.cosmoflow`` makes them."""
+class DataConfig(LoaderConfig):
+    """Universes on disk, as ``data_prep.cosmoflow`` makes them, and how they are read."""
 
     directory: Path = Path("datasets/cosmoflow")
     """folder with train/ and validation/"""
@@ -25,8 +25,6 @@ class DataConfig(Settings):
     """take mean and covariance of the redshifts out of the input, by statistics.json (not in the MLPerf codes)"""
     turn: bool = False
     """turn and mirror each cube at random, one of 48 ways, anew in every epoch (not in the MLPerf codes)"""
-    threads: Positive = 2
-    """threads that read ahead, per process"""
 
 
 class Config(Settings):

@@ -1,7 +1,7 @@
 """``hpcai bench NAME``: ours against a plain network of the same layers, in the same process, on the same input.
 
 Times are CPU seconds of one thread (wall seconds on a GPU), medians of repeated steps that alternate between the two, so that
-a busy machine slows both. The ratio is what counts.
+a busy machine slows both. The ratio is what counts. ``hpcai bench data --help`` is about reading samples.
 """
 
 import argparse
@@ -16,10 +16,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-NAMES = ("cosmoflow",)
+NAMES = ("cosmoflow", "data")
 
 
 def main(argv: Sequence[str]) -> int:
+    if argv and argv[0] == "data":
+        from hpcai.cli import bench_data
+
+        return bench_data.main(argv[1:])
     parser = argparse.ArgumentParser(prog="hpcai bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", choices=NAMES)
     parser.add_argument("--sizes", type=int, nargs="+", default=[64, 128], help="edges of the cube, cells")

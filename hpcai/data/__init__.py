@@ -2,4 +2,23 @@
 
 from hpcai.lazy import lazy
 
-__getattr__, __all__ = lazy(__name__, {"Rows": ".hdf5", "Loader": ".loader", "Source": ".loader", "order": ".sampler"})
+__getattr__, __all__ = lazy(
+    __name__,
+    {
+        "Reader": ".direct",
+        "Memory": ".direct",
+        "Layout": ".layout",
+        "Rows": ".hdf5",
+        "Files": ".npy",
+        "open_reader": ".readers",
+        "stage_in": ".stage",
+        "Loader": ".loader",
+        "Source": ".loader",
+        "Shuffled": ".sampler",
+        "InOrder": ".sampler",
+        "Endless": ".sampler",
+        "Weighted": ".sampler",
+        "Sharded": ".sampler",
+        "Balanced": ".sampler",
+    },
+)

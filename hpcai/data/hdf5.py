@@ -1,41 +1,94 @@
-"""Rows of HDF5 files as one indexable source.   N rows of a file."""
+"""Rows of HDF5 files as one indexable set.   N rows of a file."""
 
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import h5py
 import numpy as np
+import torch
 
+from hpcai.data.direct import ALIGN, Reader
+from hpcai.data.layout import Layout, UnreadableLayoutError, finite
+from hpcai.data.layout import hdf5 as layout_of
+from hpcai.data.readers import open_reader
+from hpcai.data.sampler import share
+from hpcai.dist.mesh import Axis
 from hpcai.errors import DataError
 
-_OPEN = 64  # files kept open; a parallel file system answers an open in milliseconds
+if TYPE_CHECKING:
+    from hpcai.data.gds import GdsReader
+
+_OPEN = 64  # files that h5py keeps open; a parallel file system answers an open in milliseconds
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What one opening of a file told: where each field lies, and the values of those that are small."""
+
+    layouts: Mapping[str, Layout]
+    small: Mapping[str, np.ndarray]
 
 
 class Rows:
     """All rows of the ``*.h5`` files of a folder, in the order of the files' names.
 
     ``fields`` names each dataset with its dtype and the shape of a row; None in a shape allows any length. ``index.json``,
-    where there is one, tells rows and sizes without opening the files. Raises DataError, naming the file, for an empty folder,
-    a missing, truncated or damaged file, and a dataset of another shape or dtype.
+    where there is one, tells rows and sizes without opening the files. h5py is asked once per file where the values lie; samples
+    are then read by ``reader``: one of ours, or the name of a way to read (see ``open_reader``), of which ``hdf5`` leaves all
+    reading to h5py (compressed files too, one read at a time), ``memory`` keeps each row that was read, and ``gds`` gives the
+    large fields as tensors on ``device``. ``cut`` names fields of which each process along an axis reads its neighbouring part
+    of one dim of the row. ``local`` maps files to whole copies elsewhere (see hpcai.data.stage).
+
+    Raises DataError, naming the file, for an empty folder, a missing, truncated or damaged file, a dataset of another shape
+    or dtype, and UnreadableLayoutError for one that cannot be read directly.
     """
 
-    def __init__(self, folder: str | Path, fields: Mapping[str, tuple[str, tuple[int | None, ...]]], remedy: str = "") -> None:
+    def __init__(
+        self, folder: str | Path, fields: Mapping[str, tuple[str, tuple[int | None, ...]]], remedy: str = "", *,
+        reader: str | Reader = "auto", device: torch.device | None = None, cut: Mapping[str, tuple[int, Axis]] | None = None,
+        local: Mapping[Path, Path] | None = None,
+    ) -> None:  # fmt: skip
         self.folder, self.fields, self.remedy = Path(folder), dict(fields), f"; {remedy}" if remedy else ""
+        self.way = reader if isinstance(reader, str) else "direct"
+        self.local = dict(local or {})
         self.about: dict[str, Any] = {}
         if not self.folder.is_dir():
             raise DataError(f"{self.folder}: no such folder{self.remedy}")
+        self._begin()
         files = self._listed() or [(path, None) for path in sorted(self.folder.glob("*.h5"))]
         if not files:
             raise DataError(f"{self.folder}: holds no *.h5 file{self.remedy}")
-        self._lock, self._files = threading.Lock(), OrderedDict[Path, h5py.File]()
         self.paths = [path for path, _ in files]
-        self.shapes = self._row_shapes(self.paths[0])
+        self.shapes = {name: layout.shape[1:] for name, layout in self._known(self.paths[0]).layouts.items()}
+        self.cut = {name: self._part(name, dim, axis) for name, (dim, axis) in (cut or {}).items()}
         counts = [self._count(path) if rows is None else rows for path, rows in files]
         self._ends = np.cumsum(counts)
+        self.reader = reader if isinstance(reader, Reader) else open_reader(reader, self.bytes, str(self.folder), device)
+        self.gds = self._gds(device) if self.way == "gds" else None
+
+    @staticmethod
+    def _gds(device: torch.device | None) -> "GdsReader":
+        from hpcai.data.gds import GdsReader
+
+        return GdsReader(device or torch.device("cuda"))
+
+    def _begin(self) -> None:
+        self._lock, self._files = threading.Lock(), OrderedDict[Path, h5py.File]()
+        self._seen: dict[Path, _Known] = {}
+        self._kept: dict[int, dict[str, Any]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For worker processes: without open files and what was read."""
+        return {key: value for key, value in self.__dict__.items() if key not in ("_lock", "_files", "_seen", "_kept")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin()
 
     def _listed(self) -> list[tuple[Path, int | None]]:
         path = self.folder / "index.json"
@@ -46,15 +99,28 @@ class Rows:
             files = [(self.folder / entry["name"], int(entry["rows"]), int(entry["bytes"])) for entry in self.about["files"]]
         except (ValueError, KeyError, TypeError) as problem:
             raise DataError(f"{path}: cannot be read as an index of files ({problem!r}){self.remedy}") from problem
-        for file, _, size in files:
+        for file, rows, size in files:
             found = file.stat().st_size if file.is_file() else None
-            if found != size:
+            if found != size or rows < 0:
                 what = "is missing" if found is None else f"has {found:,} bytes (truncated or rewritten?)"
-                raise DataError(f"{file}: {what}, {path.name} says {size:,} bytes{self.remedy}")
+                raise DataError(f"{file}: {what}, {path.name} says {size:,} bytes and {rows} rows{self.remedy}")
         return [(file, rows) for file, rows, _ in files]
+
+    def _part(self, name: str, dim: int, axis: Axis) -> tuple[slice, ...]:
+        size = self.shapes[name][dim]
+        if size % axis.size:
+            raise DataError(f"'{name}' has {size} along dim {dim}, which does not divide by mesh.{axis.name} {axis.size}")
+        part = share(size, axis.rank, axis.size)
+        return (slice(None),) * dim + (slice(int(part[0]), int(part[-1]) + 1),)
 
     def __len__(self) -> int:
         return int(self._ends[-1])
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all files, as the index has them or the disk."""
+        listed = [int(entry["bytes"]) for entry in self.about.get("files", ())]
+        return sum(listed) if listed else sum(path.stat().st_size for path in self.paths)
 
     def locate(self, index: int) -> tuple[Path, int]:
         """File and row of sample ``index``."""
@@ -65,56 +131,128 @@ class Rows:
         path, row = self.locate(index)
         return f"{path.parent.name}/{path.name} row {row}"
 
-    def read(self, index: int) -> dict[str, np.ndarray]:
+    def read(self, index: int) -> dict[str, Any]:
         """One row of every field. Raises DataError when it cannot be read or holds a value that is not finite."""
+        if index in self._kept:
+            return self._kept[index]
         path, row = self.locate(index)
+        values = self._through_h5py(path, row) if self.way == "hdf5" else self._directly(path, row)
+        for name, value in values.items():
+            if isinstance(value, np.ndarray) and not value.dtype.isnative:
+                values[name] = value.astype(value.dtype.newbyteorder("="))
+            if not finite(value):
+                raise DataError(f"{path}: row {row} of '{name}' holds NaN or infinity{self.remedy}")
+        if self.way == "memory":
+            for value in values.values():
+                value.flags.writeable = False  # whoever wants to change it works on a copy
+            self._kept[index] = values
+        return values
+
+    def close(self) -> None:
+        self.reader.close()
+        with self._lock:
+            for file in self._files.values():
+                file.close()
+            self._files.clear()
+
+    # ---- one file
+
+    def _directly(self, path: Path, row: int) -> dict[str, Any]:
+        known = self._known(path)
+        values: dict[str, Any] = {}
+        for name, layout in known.layouts.items():
+            if row >= layout.shape[0]:
+                raise DataError(f"{path}: dataset '{name}' has {layout.shape[0]} rows, row {row} is asked for{self.remedy}")
+            where: tuple[int | slice, ...] = (row, *self.cut.get(name, ()))
+            if self.gds is not None and name not in known.small:
+                values[name] = self.gds.read(layout, *where)
+                continue
+            values[name] = known.small[name][where] if name in known.small else layout.read(self.reader, *where)
+        return values
+
+    def _through_h5py(self, path: Path, row: int) -> dict[str, np.ndarray]:
         with self._lock:
             file = self._open(path)
             try:
-                values = {name: file[name][row] for name in self.fields}
-            except (OSError, KeyError, ValueError) as problem:
+                return {name: file[name][(row, *self.cut.get(name, ()))] for name in self.fields}
+            except Exception as problem:  # a damaged file ends in any of a dozen exceptions of h5py
                 raise DataError(f"{path}: row {row} cannot be read ({problem}){self.remedy}") from problem
-        for name, value in values.items():
-            if value.dtype.kind == "f" and not np.isfinite(value).all():
-                raise DataError(f"{path}: row {row} of '{name}' holds NaN or infinity{self.remedy}")
-        return values
 
     def _open(self, path: Path) -> h5py.File:
         if path in self._files:
             self._files.move_to_end(path)
             return self._files[path]
-        try:
-            file = h5py.File(path, "r")
-        except OSError as problem:
-            reason = "no such file" if not path.exists() else f"not a whole HDF5 file ({problem})"
-            raise DataError(f"{path}: {reason}{self.remedy}") from problem
-        self._check(path, file)
+        file = self._opened(path)
         self._files[path] = file
         if len(self._files) > _OPEN:
             self._files.popitem(last=False)[1].close()
         return file
+
+    def _opened(self, path: Path) -> h5py.File:
+        try:
+            file = h5py.File(self.local.get(path, path), "r")
+        except Exception as problem:
+            reason = "no such file" if not path.exists() else f"not a whole HDF5 file ({problem})"
+            raise DataError(f"{path}: {reason}{self.remedy}") from problem
+        try:
+            self._check(path, file)
+        except BaseException:
+            file.close()
+            raise
+        return file
+
+    def _known(self, path: Path) -> _Known:
+        known = self._seen.get(path)
+        if known is None:
+            with self._lock, self._opened(path) as file:
+                known = self._seen[path] = _Known(dict(self._layouts(path, file)), dict(self._small(path, file)))
+        return known
+
+    def _layouts(self, path: Path, file: h5py.File) -> Iterator[tuple[str, Layout]]:
+        for name in self.fields:
+            data = file[name]
+            if self.way == "hdf5" or self._is_small(data):
+                yield name, Layout(path, name, data.shape, data.dtype, None)
+                continue
+            try:
+                yield name, layout_of(file, name)
+            except UnreadableLayoutError as problem:
+                raise UnreadableLayoutError(
+                    f"{problem}; rewrite it with: hpcai data check {self.folder} --repair, or leave the reading to HDF5: "
+                    "data.reader=hdf5"
+                ) from problem
+
+    def _small(self, path: Path, file: h5py.File) -> Iterator[tuple[str, np.ndarray]]:
+        """A row of a few bytes would cost a block of the disk each time."""
+        for name in self.fields:
+            if self.way != "hdf5" and self._is_small(file[name]):
+                if file[name].nbytes > 100 * path.stat().st_size:
+                    raise DataError(f"{path}: dataset '{name}' says {file[name].nbytes:,} bytes; the file is damaged{self.remedy}")
+                try:
+                    yield name, file[name][...]
+                except Exception as problem:
+                    raise DataError(f"{path}: dataset '{name}' cannot be read ({problem}){self.remedy}") from problem
+
+    @staticmethod
+    def _is_small(data: h5py.Dataset) -> bool:
+        return data.nbytes <= max(data.shape[0], 1) * ALIGN // 4
 
     def _check(self, path: Path, file: h5py.File) -> None:
         for name, (dtype, shape) in self.fields.items():
             if name not in file:
                 raise DataError(f"{path}: no dataset '{name}'; it has {', '.join(file) or 'none'}{self.remedy}")
             data = file[name]
+            if not isinstance(data, h5py.Dataset) or data.shape is None:
+                raise DataError(f"{path}: '{name}' holds no values, expected {np.dtype(dtype)}{self.remedy}")
             fits = len(data.shape) == len(shape) + 1 and all(want in (None, got) for want, got in zip(shape, data.shape[1:]))
             if not fits:
                 want_text = ", ".join("any" if n is None else str(n) for n in ("rows", *shape))
                 raise DataError(f"{path}: dataset '{name}' is {tuple(data.shape)}, expected ({want_text}){self.remedy}")
-            if data.dtype != np.dtype(dtype):
+            if data.dtype.newbyteorder("=") != np.dtype(dtype):
                 raise DataError(f"{path}: dataset '{name}' is {data.dtype}, expected {np.dtype(dtype)}{self.remedy}")
 
-    def _row_shapes(self, path: Path) -> dict[str, tuple[int, ...]]:
-        with self._lock:
-            file = self._open(path)
-            return {name: tuple(file[name].shape[1:]) for name in self.fields}
-
     def _count(self, path: Path) -> int:
-        with self._lock:
-            file = self._open(path)
-            rows = {name: file[name].shape[0] for name in self.fields}
+        rows = {name: layout.shape[0] for name, layout in self._known(path).layouts.items()}
         if len(set(rows.values())) > 1:
             raise DataError(f"{path}: datasets have different numbers of rows: {rows}{self.remedy}")
         return next(iter(rows.values()))

@@ -1,111 +1,358 @@
-"""Batches on the device, read ahead by threads, in an order that any number of processes shares."""
+"""Batches on the device, prepared ahead, in an order that any number of processes shares.
 
+An epoch is a row of positions, 0 ... M - 1; the sampler says which sample stands at each. Batch k takes B of them, dealt to the
+copies of the model. In ``strict`` order batch k takes positions kB ... kB + B - 1. In ``ready`` order each copy takes those of its
+own positions that are ready, the lowest first, so that a sample which takes a hundred times as long holds up nobody: it comes
+in a later batch of the same epoch. Either way each position is delivered once in an epoch; where a run stands is told by the
+number of samples delivered and the positions that were passed over (``late``), and another number of processes can go on there.
+"""
+
+import logging
 from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import lru_cache
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+import torch.distributed as torch_dist
 
-from hpcai.data.sampler import order, share
-from hpcai.dist.mesh import Mesh
+from hpcai.data.ahead import Ahead, Ready, Task
+from hpcai.data.assemble import Assembler, Made, tree_bytes
+from hpcai.data.direct import pin, unpin
+from hpcai.data.sampler import InOrder, Sampler, Shuffled
+from hpcai.dist.collect import gather_objects
+from hpcai.dist.mesh import Axis, Mesh
 from hpcai.errors import DataError
+
+logger = logging.getLogger(__name__)
 
 
 class Source(Protocol):
-    """Samples by index. ``batch`` is called from several threads."""
+    """Samples by index. ``sample`` is called from several threads, or in several processes.
+
+    A source may also have ``collate(samples) -> batch`` of CPU tensors, where stacking is not what its samples want, and
+    ``close()``.
+    """
 
     def __len__(self) -> int: ...
 
-    def batch(self, indices: np.ndarray, epoch: int) -> Any:
-        """Tensors on the CPU, stacked, in tuples, named tuples or dicts."""
+    def sample(self, index: int, epoch: int) -> Any:
+        """Arrays, numbers or tensors in tuples, named tuples or dicts: a pure function of ``index`` and ``epoch``."""
 
     def describe(self, index: int) -> str:
         """Where a sample lies, for people."""
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A sample that could not be used, and what was delivered in its place (None: nothing)."""
+
+    epoch: int
+    index: int
+    instead: int | None
+    reason: str
 
 
 class Loader:
     """Batches of ``source`` for one process of the mesh.
 
     ``batch`` counts samples over all copies of the model: the same settings train the same way on any number of processes.
-    ``whole`` drops the last batch of an epoch when it is not full, so that all copies take equal parts; otherwise (evaluation)
-    every sample is delivered exactly once, in parts that may be uneven. Raises DataError when a batch does not divide.
+    Processes that hold one copy together (all axes but replicate) get the same samples, in the same order. ``last`` says what
+    becomes of samples that do not fill the last batch: ``drop`` (another order leaves out others), ``pad`` (the first ones of
+    the epoch come again), ``keep`` (evaluation: each exactly once, in parts that may be uneven).
+
+    ``workers`` threads, or ``processes``, prepare samples ahead, up to ``prefetch`` bytes. ``on_bad_sample``: ``stop`` raises;
+    ``skip`` delivers the next good one of the order (nothing, with ``keep``) and counts it in ``skipped``. All processes of a
+    cut copy construct it together. Raises DataError when a batch does not divide.
     """
 
     def __init__(
-        self, source: Source, batch: int, mesh: Mesh, *, name: str, seed: int = 0, shuffle: bool = True, whole: bool = True,
-        accumulate: int = 1, threads: int = 2, ahead: int = 4,
+        self, source: Source, batch: int, mesh: Mesh, *, name: str, sampler: Sampler | None = None, seed: int = 0,
+        shuffle: bool = True, last: Literal["drop", "pad", "keep"] = "drop", accumulate: int = 1, workers: int = 2,
+        processes: bool = False, prefetch: int = 1 << 30, order: Literal["strict", "ready"] = "strict",
+        on_bad_sample: Literal["stop", "skip"] = "stop", patience: float = 600.0,
     ) -> None:  # fmt: skip
         self.source, self.size, self.name, self.device = source, batch, name, mesh.device
-        self.copies = mesh["replicate"]
-        self._whole, self._threads, self._ahead = whole, threads, ahead
-        parts = self.copies.size * accumulate
-        if whole and batch % parts:
+        self.copies, self.order, self.last = mesh["replicate"], order, last
+        self.sampler = sampler or (Shuffled(len(source), seed) if shuffle else InOrder(len(source)))
+        self.skipped: list[Skipped] = []
+        self._told = 0
+        self._rank, self._workers, self._prefetch = mesh.rank, workers, prefetch
+        self._on_bad, self._patience = on_bad_sample, patience
+        self._check(batch, accumulate, mesh)
+        self._order: Callable[[int], np.ndarray] = lru_cache(2)(self.sampler.order)
+        self._leader = _Leader(mesh.copy) if order == "ready" and mesh.copy.size > 1 else None
+        self._assembler = Assembler(mesh.device, name, getattr(source, "collate", None))
+        self._following: _Course | None = None
+        self._plan: _Plan | None = None
+        self._history: deque[tuple[int, int, list[int]]] = deque(maxlen=4096)
+        self._processes = self._start_processes() if processes else []
+
+    def _check(self, batch: int, accumulate: int, mesh: Mesh) -> None:
+        name, copies, samples = self.name, self.copies.size, self.sampler.samples
+        parts = copies * accumulate
+        if self.last != "keep" and batch % parts:
             raise DataError(
-                f"{name}: a batch of {batch} samples does not divide by {self.copies.size} copies x {accumulate} micro-batches; "
+                f"{name}: a batch of {batch} samples does not divide by {copies} copies x {accumulate} micro-batches; "
                 f"give a multiple of {parts}"
             )
-        if whole and len(source) < batch:
-            raise DataError(f"{name}: {len(source)} samples are fewer than one batch of {batch}; make more data or lower the batch")
-        if len(source) < self.copies.size:
-            raise DataError(
-                f"{name}: {len(source)} samples for {self.copies.size} processes; make more data or start fewer processes"
-            )
-        self._order: Callable[[int], np.ndarray] = lru_cache(2)(lambda epoch: order(len(source), seed, epoch, shuffle))
+        if not len(self.source) or not samples:
+            raise DataError(f"{name}: there is no sample; make some data first")
+        if self.last == "drop" and samples < batch:
+            raise DataError(f"{name}: {samples} samples are fewer than one batch of {batch}; make more data or lower the batch")
+        if samples < copies:
+            raise DataError(f"{name}: {samples} samples for {copies} processes; make more data or start fewer processes")
+        if self._on_bad == "skip" and mesh.copy.size > 1:
+            raise DataError(f"{name}: on_bad_sample=skip, but {mesh.copy.size} processes hold a sample together; set it to stop")
+        rest = samples % batch
+        if rest and self.last == "drop":
+            logger.info("%s: %d samples in batches of %d: each epoch leaves out %d, others each time", name, samples, batch, rest)
+        if rest and self.last == "pad":
+            logger.info("%s: %d samples in batches of %d: each epoch repeats %d", name, samples, batch, batch - rest)
+
+    def _start_processes(self) -> list[Any]:
+        from hpcai.data.processes import Worker
+
+        pinned = {"pin": pin, "unpin": unpin} if self.device.type == "cuda" else {}
+        return [Worker(self.source, self.name, number, **pinned) for number in range(self._workers)]
+
+    # ---- what an epoch is
 
     def __len__(self) -> int:
         """Batches of an epoch."""
-        return len(self.source) // self.size if self._whole else -(-len(self.source) // self.size)
+        return self.sampler.samples // self.size if self.last == "drop" else -(-self.sampler.samples // self.size)
 
     @property
     def samples(self) -> int:
         """Samples that an epoch delivers, over all processes."""
-        return len(self) * self.size if self._whole else len(self.source)
+        return self.sampler.samples if self.last == "keep" else len(self) * self.size
 
     def indices(self, epoch: int, first: int) -> np.ndarray:
-        """Samples that this process reads for the batch that begins at position ``first`` of ``epoch``."""
-        return share(self._order(epoch)[first : first + self.size], self.copies.rank, self.copies.size)
+        """Samples that this process reads, in strict order, for the batch that begins at position ``first`` of ``epoch``."""
+        positions = np.arange(first, min(first + self.size, self.samples))
+        return self._at(epoch, positions)[self._deal(epoch, positions)]
 
     def describe(self, epoch: int, first: int) -> str:
-        names = [self.source.describe(int(index)) for index in self.indices(epoch, first)]
+        """Where the samples lie that this process got for the batch after ``first`` samples of ``epoch``."""
+        indices = next((i for e, f, i in self._history if (e, f) == (epoch, first)), None)
+        names = [self.source.describe(int(index)) for index in (self.indices(epoch, first) if indices is None else indices)]
         return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
-    def epoch(self, epoch: int, first: int = 0) -> Iterator[Any]:
-        """Batches of ``epoch`` from position ``first`` on; a part without samples (a small last one) is left out."""
-        end = len(self.source) - (self.size - 1 if self._whole else 0)
-        starts = iter(s for s in range(first, end, self.size) if len(self.indices(epoch, s)))
-        reading: deque[Future] = deque()
-        pool = ThreadPoolExecutor(self._threads, thread_name_prefix=f"read-{self.name}")
+    def _at(self, epoch: int, positions: np.ndarray) -> np.ndarray:
+        return self._order(epoch)[positions % self.sampler.samples]
+
+    def _deal(self, epoch: int, positions: np.ndarray) -> np.ndarray:
+        return self.sampler.deal(self._at(epoch, positions), self.copies.rank, self.copies.size)
+
+    # ---- an epoch
+
+    def epoch(self, epoch: int, first: int = 0, late: Sequence[int] = (), more: bool = False) -> Iterator[Any]:
+        """Batches of ``epoch``, after ``first`` samples were delivered and the positions ``late`` were passed over.
+
+        A part without samples (of a small last batch) is left out. With ``more`` the first samples of the next epoch are
+        prepared while the last ones of this are awaited.
+        """
+        plan = _Plan(self, epoch, first, tuple(late))
+        course = self._begun(plan)
+        self._plan = course.plan
+        following = _Course(_Plan(self, epoch + 1, 0, ()), course.ahead) if more else None
+        if following is not None:
+            course.ahead.feed(following.plan.tasks())
         try:
-            while True:
-                while len(reading) < self._ahead and (start := next(starts, None)) is not None:
-                    reading.append(pool.submit(self._read, epoch, start))
-                if not reading:
-                    return
-                yield _move(reading.popleft().result(), self.device)
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+            yield from self._batches(course, following)
+        except BaseException:  # also when the consumer has had enough
+            course.ahead.close()
+            raise
+        self._following = following
+        if following is None:
+            course.ahead.close()
 
-    def _read(self, epoch: int, first: int) -> Any:
-        batch = self.source.batch(self.indices(epoch, first), epoch)
-        return _pin(batch) if self.device.type == "cuda" else batch
+    def late(self) -> list[int]:
+        """Positions that were passed over: below the highest one delivered, on any copy, and not delivered yet. All processes
+        ask together."""
+        if self.order == "strict" or self._plan is None:
+            return []
+        highest = max(gather_objects(self._plan.highest, self.copies))
+        return sorted(p for part in gather_objects(self._plan.left_below(highest), self.copies) for p in part)
+
+    def news(self) -> list[str]:
+        """Samples that were skipped since it was last asked, on any process. All processes ask together."""
+        if self._on_bad == "stop":
+            return []
+        new, self._told = self.skipped[self._told :], len(self.skipped)
+        texts = [f"{self.name}: sample {s.index} of epoch {s.epoch} is skipped ({_instead(s)}): {s.reason}" for s in new]
+        parts = gather_objects((texts, len(self.skipped)), self.copies)
+        told = [text for part, _ in parts for text in part]
+        return [*told, f"{self.name}: {sum(count for _, count in parts)} samples skipped so far"] if told else []
+
+    def close(self) -> None:
+        """End workers and processes, and the source where it wants that."""
+        if self._following is not None:
+            self._following.ahead.close()
+            self._following = None
+        for process in self._processes:
+            process.close()
+        self._assembler.close()
+        if hasattr(self.source, "close"):
+            self.source.close()
+
+    def __enter__(self) -> "Loader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- within an epoch
+
+    def _begun(self, plan: "_Plan") -> "_Course":
+        """The epoch, if it was begun at the end of the one before; else its first samples are prepared from now on."""
+        following, self._following = self._following, None
+        if following is not None:
+            if plan.is_whole and plan.epoch == following.plan.epoch:
+                return following
+            following.ahead.close()
+        part = -(-self.size // self.copies.size)
+        ahead = Ahead(
+            self._prepare, name=self.name, workers=self._workers, budget=self._prefetch, least=2 * part + self._workers,
+            patience=self._patience,
+        )  # fmt: skip
+        ahead.feed(plan.tasks())
+        return _Course(plan, ahead)
+
+    def _batches(self, course: "_Course", following: "_Course | None") -> Iterator[Any]:
+        plan = course.plan
+        if course.coming is None:
+            self._put_together(course)
+        while course.coming is not None:
+            number, (found, made) = course.number, course.coming.result()
+            # The next batch is put together while this one is computed with.
+            self._put_together(course)
+            if course.coming is None and following is not None:
+                self._put_together(following)
+            batch = self._assembler.finish(made)
+            plan.deliver(found)
+            self._history.append((plan.epoch, plan.first + number * self.size, [task.index for task in found]))
+            if batch is not None:
+                yield batch
+            del batch, made
+
+    def _put_together(self, course: "_Course") -> None:
+        part, course.coming = next(course.parts, None), None
+        if part is not None:
+            course.number, positions = part
+            course.coming = self._assembler.begin(partial(self._taken, course.ahead, course.plan, positions))
+
+    def _taken(self, ahead: Ahead, plan: "_Plan", part: np.ndarray) -> tuple[list[Task], list[Any]]:
+        """Tasks and samples of the next batch, as soon as they are ready."""
+        if self.order == "strict":
+            found = ahead.take(plan.epoch, len(part), part.tolist())
+        elif self._leader is None:
+            found = ahead.take(plan.epoch, len(part))
+        else:
+            found = self._leader.take(ahead, plan.epoch, len(part))
+        assert found is not None
+        return [ready.task for ready in found], [ready.sample for ready in found if ready.sample is not None]
+
+    def _prepare(self, task: Task, worker: int) -> tuple[Any, int]:
+        index = task.index
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                sample = (self._processes[worker] if self._processes else self.source).sample(index, task.epoch)
+                return sample, tree_bytes(sample)
+            except DataError as problem:
+                where = f"{self.name}, rank {self._rank}, sample {index}: {problem}"
+                if self._on_bad == "stop":
+                    raise DataError(where) from problem
+                if attempt == _ATTEMPTS:
+                    raise DataError(f"{where}; {_ATTEMPTS} samples in a row could not be used") from problem
+                row = self._order(task.epoch)
+                instead = None if self.last == "keep" else int(row[(task.position + attempt) % len(row)])
+                skipped = Skipped(task.epoch, index, instead, str(problem))
+                self.skipped.append(skipped)
+                logger.warning("%s; skipped, %s", where, _instead(skipped))
+                if instead is None:
+                    break
+                index = instead
+        return None, 0
 
 
-def _map(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(batch, Tensor):
-        return change(batch)
-    if isinstance(batch, dict):
-        return {key: _map(value, change) for key, value in batch.items()}
-    parts = [_map(value, change) for value in batch]
-    return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+def _instead(skipped: Skipped) -> str:
+    return "nothing in its place" if skipped.instead is None else f"{skipped.instead} in its place"
 
 
-def _pin(batch: Any) -> Any:
-    return _map(batch, torch.Tensor.pin_memory)
+_ATTEMPTS = 10
 
 
-def _move(batch: Any, device: torch.device) -> Any:
-    return batch if device.type == "cpu" else _map(batch, lambda tensor: tensor.to(device, non_blocking=True))
+class _Plan:
+    """What is left of an epoch, and which of it this process takes and has delivered."""
+
+    def __init__(self, loader: Loader, epoch: int, first: int, late: tuple[int, ...]) -> None:
+        self.epoch, self.first, self._loader = epoch, first, loader
+        self.is_whole = first == 0 and not late
+        self.highest = -1
+        self._delivered: set[int] = set()
+        self._row = np.concatenate([np.array(sorted(late), int), np.arange(first + len(late), loader.samples)])
+
+    def parts(self) -> Iterator[tuple[int, np.ndarray]]:
+        """Number and positions of this process' part of each batch, in strict order."""
+        size = self._loader.size
+        for number in range(-(-len(self._row) // size)):
+            positions = self._row[number * size : (number + 1) * size]
+            mine = positions[self._loader._deal(self.epoch, positions)]
+            if len(mine):
+                yield number, mine
+
+    def tasks(self) -> Iterator[Task]:
+        for _, part in self.parts():
+            for position, index in zip(part.tolist(), self._loader._at(self.epoch, part).tolist()):
+                yield Task(self.epoch, position, index)
+
+    def deliver(self, tasks: Sequence[Task]) -> None:
+        positions = [task.position for task in tasks]
+        self._delivered.update(positions)
+        self.highest = max(self.highest, *positions)
+
+    def left_below(self, highest: int) -> list[int]:
+        left: list[int] = []
+        for _, part in self.parts():
+            if part.min() > highest:
+                break
+            left += [p for p in part.tolist() if p < highest and p not in self._delivered]
+        return left
+
+
+class _Course:
+    """An epoch on its way: what is left of it, who prepares its samples, and the batch that is being put together."""
+
+    def __init__(self, plan: _Plan, ahead: Ahead) -> None:
+        self.plan, self.ahead, self.parts = plan, ahead, plan.parts()
+        self.number = 0
+        self.coming: Future[tuple[list[Task], Made]] | None = None
+
+
+class _Leader:
+    """In ready order the first process of a copy says which samples are next, the others take the same."""
+
+    def __init__(self, axis: Axis) -> None:
+        assert axis.group is not None
+        self._ranks, self._leads = torch_dist.get_process_group_ranks(axis.group), axis.rank == 0
+        # A group of its own: the loop's collectives run in the same one, in another order.
+        self._group = torch_dist.new_group(self._ranks, backend="gloo", use_local_synchronization=True)
+
+    def take(self, ahead: Ahead, epoch: int, count: int) -> list[Ready] | None:
+        chosen = torch.full((count,), -1)
+        found = None
+        try:
+            if self._leads:
+                found = ahead.take(epoch, count)
+                chosen = torch.tensor([ready.task.position for ready in found or ()])
+        finally:  # also when nothing comes any more: the others wait
+            torch_dist.broadcast(chosen, self._ranks[0], group=self._group)
+        if self._leads:
+            return found
+        if chosen[0] < 0:
+            raise DataError("the first process of this copy of the model has ended its epoch; see its message")
+        return ahead.take(epoch, count, chosen.tolist())

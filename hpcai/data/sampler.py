@@ -1,16 +1,171 @@
-"""Who reads what: a pure function of (seed, epoch, position), the same on any number of processes."""
+"""Who reads what: a pure function of (seed, epoch, position), the same on any number of processes.
+
+A sampler knows the order of an epoch, and how the samples of one global batch are dealt to the copies of the model.
+N samples, B of them a batch.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
-
-def order(count: int, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
-    """Indices of all ``count`` samples in the order of one epoch."""
-    if not shuffle:
-        return np.arange(count)
-    return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(count)
+from hpcai.errors import DataError
 
 
-def share(indices: np.ndarray, rank: int, size: int) -> np.ndarray:
-    """The neighbouring part of ``indices`` that process ``rank`` of ``size`` takes; parts differ by one sample at most."""
-    first = len(indices) * rank // size
-    return indices[first : len(indices) * (rank + 1) // size]
+class Sampler(Protocol):
+    samples: int
+    """samples of an epoch"""
+
+    def order(self, epoch: int) -> np.ndarray:
+        """Indices of the samples of an epoch.   [samples]"""
+
+    def deal(self, indices: np.ndarray, rank: int, size: int) -> np.ndarray:
+        """Places, within the batch ``indices``, of the samples that copy ``rank`` of ``size`` takes."""
+
+
+def share(count: int, rank: int, size: int) -> np.ndarray:
+    """The neighbouring part of 0 ... ``count`` - 1 that ``rank`` of ``size`` takes; parts differ by one at most."""
+    return np.arange(count * rank // size, count * (rank + 1) // size)
+
+
+def _generator(*seed: int) -> np.random.Generator:
+    return np.random.Generator(np.random.PCG64(list(seed)))
+
+
+class _Shared:
+    def deal(self, indices: np.ndarray, rank: int, size: int) -> np.ndarray:
+        return share(len(indices), rank, size)
+
+
+class InOrder(_Shared):
+    """0 ... N - 1, in every epoch."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def order(self, epoch: int) -> np.ndarray:
+        return np.arange(self.samples)
+
+
+class Shuffled(_Shared):
+    """Every sample once, anew in every epoch."""
+
+    def __init__(self, samples: int, seed: int = 0) -> None:
+        self.samples, self.seed = samples, seed
+
+    def order(self, epoch: int) -> np.ndarray:
+        return _generator(self.seed, epoch).permutation(self.samples)
+
+
+class Endless(_Shared):
+    """One endless row of shuffled passes over ``count`` samples; an epoch is its next stretch of ``samples``.
+
+    Where a pass does not divide by the batch nothing is dropped or repeated: the next pass begins within the batch.
+    """
+
+    def __init__(self, count: int, samples: int, seed: int = 0) -> None:
+        if count < 1 or samples < 1:
+            raise DataError(f"an epoch of {samples} out of {count} samples; both must be at least 1")
+        self.count, self.samples, self.seed = count, samples, seed
+
+    def order(self, epoch: int) -> np.ndarray:
+        first, end = epoch * self.samples, (epoch + 1) * self.samples
+        passes = range(first // self.count, -(-end // self.count))
+        row = np.concatenate([_generator(self.seed, number).permutation(self.count) for number in passes])
+        return row[first - passes.start * self.count :][: self.samples]
+
+
+class Weighted(_Shared):
+    """``samples`` draws an epoch, with replacement, each sample as often as its weight says.   weights [N], 0 or more"""
+
+    def __init__(self, weights: Sequence[float] | np.ndarray, samples: int, seed: int = 0) -> None:
+        weights = np.asarray(weights, np.float64)
+        if weights.ndim != 1 or not np.isfinite(weights).all() or (weights < 0).any() or not weights.sum() > 0:
+            raise DataError("weights must be a row of finite numbers of 0 or more, not all of them 0")
+        self.samples, self.seed = samples, seed
+        self._ends = np.cumsum(weights) / weights.sum()
+        self._ends[np.flatnonzero(weights)[-1] :] = 1.0  # whatever was rounded: no draw falls behind the last weight
+
+    def order(self, epoch: int) -> np.ndarray:
+        return np.searchsorted(self._ends, _generator(self.seed, epoch).random(self.samples), side="right")
+
+
+class Sharded:
+    """Each sample belongs to a shard that lies on some nodes' own disks; each of S shards gives B / S samples to every batch.
+
+    ``shard`` is that of each sample; copy r of R takes from shard r * S // R. Shards of different size give as many samples as
+    the smallest has; which ones are left out changes with the epoch. Raises DataError when S does not divide B.   shard [N]
+    """
+
+    def __init__(self, shard: Sequence[int] | np.ndarray, batch: int, seed: int = 0) -> None:
+        self.shard, self.seed = np.asarray(shard), seed
+        self.members = [np.flatnonzero(self.shard == s) for s in range(int(self.shard.max(initial=0)) + 1)]
+        self.each, rest = divmod(batch, len(self.members))
+        if rest:
+            raise DataError(f"a batch of {batch} samples does not divide by {len(self.members)} shards; give a multiple of them")
+        if min(map(len, self.members)) < 1:
+            raise DataError(f"shard {[len(m) for m in self.members].index(0)} of {len(self.members)} holds no sample")
+        self.samples = min(map(len, self.members)) * len(self.members)
+
+    def order(self, epoch: int) -> np.ndarray:
+        least = self.samples // len(self.members)
+        rows = [_generator(self.seed, epoch, s).permutation(m)[:least] for s, m in enumerate(self.members)]
+        return np.concatenate([row[first : first + self.each] for first in range(0, least, self.each) for row in rows])
+
+    def deal(self, indices: np.ndarray, rank: int, size: int) -> np.ndarray:
+        room = [len(share(len(indices), r, size)) for r in range(size)]
+        owner = np.full(len(indices), -1)
+        home = self.shard[indices]
+        for s in range(len(self.members)):
+            ranks = [r for r in range(size) if r * len(self.members) // size == s or s * size // len(self.members) == r]
+            mine = iter(np.flatnonzero(home == s))
+            for r in ranks:
+                while room[r] and (place := next(mine, None)) is not None:
+                    owner[place], room[r] = r, room[r] - 1
+        # After a resume, or at the end of an epoch, a shard may have more to give than its copies have room for.
+        for place in np.flatnonzero(owner < 0):
+            r = next(r for r in range(size) if room[r])
+            owner[place], room[r] = r, room[r] - 1
+        return np.flatnonzero(owner == rank)
+
+
+class Balanced:
+    """The same work for every copy at every step: a batch is dealt so that the sums of ``costs`` are as even as can be.
+
+    Of each batch the costliest sample goes to the copy that has least so far (longest processing time first, Graham 1969).
+    With ``equal`` all copies take equally many, so that shapes stay the same; without, as published for graphs, only the cost
+    counts. ``window`` > 1 also sorts the samples of that many batches by cost before they are cut into batches, so that what
+    meets in a batch is alike; the batches are then shuffled.   costs [N], 0 or more
+    """
+
+    def __init__(
+        self, costs: Sequence[float] | np.ndarray, batch: int, seed: int = 0, *, window: int = 1, equal: bool = True
+    ) -> None:
+        self.costs, self.batch, self.seed = np.asarray(costs, np.float64), batch, seed
+        if self.costs.ndim != 1 or not np.isfinite(self.costs).all() or (self.costs < 0).any():
+            raise DataError("costs must be a row of finite numbers of 0 or more")
+        self.samples, self.window, self.equal = len(self.costs), window, equal
+
+    def order(self, epoch: int) -> np.ndarray:
+        generator = _generator(self.seed, epoch)
+        row = generator.permutation(self.samples)
+        if self.window == 1:
+            return row
+        step = self.batch * self.window
+        sorted_ = [part[np.argsort(self.costs[part], kind="stable")] for part in _parts(row, step)]
+        batches = [batch for part in sorted_ for batch in _parts(part, self.batch)]
+        short = [batches.pop()] if len(batches[-1]) < self.batch else []  # stays last: it may be left out or filled up
+        return np.concatenate([batches[i] for i in generator.permutation(len(batches))] + short)
+
+    def deal(self, indices: np.ndarray, rank: int, size: int) -> np.ndarray:
+        room = [len(share(len(indices), r, size)) if self.equal else len(indices) for r in range(size)]
+        load, owner = np.zeros(size), np.empty(len(indices), int)
+        for place in np.argsort(-self.costs[indices], kind="stable"):
+            r = min((r for r in range(size) if room[r]), key=load.__getitem__)
+            owner[place], room[r] = r, room[r] - 1
+            load[r] += self.costs[indices[place]]
+        return np.flatnonzero(owner == rank)
+
+
+def _parts(row: np.ndarray, step: int) -> list[np.ndarray]:
+    return [row[first : first + step] for first in range(0, len(row), step)]

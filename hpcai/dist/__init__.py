@@ -9,6 +9,7 @@ __getattr__, __all__ = lazy(
         "place": ".environment",
         "start": ".launch",
         "alone": ".launch",
+        "communicator": ".launch",
         "Mesh": ".mesh",
         "Axis": ".mesh",
         "total": ".collect",

@@ -53,6 +53,11 @@ def device(place: Place, visible: int | None = None) -> torch.device:
     )
 
 
+def communicator() -> Any:
+    """mpi4py's world communicator where the processes of this job met over MPI, else None. For bulk data between CPUs."""
+    return _mpi[0] if _mpi else None
+
+
 def alone(device: torch.device | None = None) -> Mesh:
     """A mesh of one process, all axes of size 1: for a notebook or a script. Uses the first visible GPU, where there is one."""
     return Mesh({}, 1, 0, device if device is not None else _device(ALONE))
@@ -154,9 +159,11 @@ def _join_mpi(here: Place) -> tuple[Place, Any]:
     name = "127.0.0.1" if node.size == comm.size else socket.gethostname()
     node.Free()
     address, port = comm.bcast((here.address or os.environ.get("HPCAI_ADDRESS") or name, here.port))
+    _mpi[:] = [comm]
     return replace(here, world=comm.size, address=address, port=port), comm
 
 
+_mpi: list[Any] = []
 _opened: list[tuple[str, torch_dist.Store]] = []  # kept for a further start() in the same processes
 
 

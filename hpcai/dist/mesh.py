@@ -27,7 +27,8 @@ class Mesh:
     """Axes by name: ``mesh["replicate"]``. Callers never ask whether a run is distributed.
 
     The last axis varies fastest over the ranks, so that processes which exchange most share a node.
-    ``everyone`` spans all processes, for what concerns the job as a whole (agreement, checkpoints).
+    ``everyone`` spans all processes, for what concerns the job as a whole (agreement, checkpoints); ``copy`` spans those that
+    hold one copy of the model together, and so get the same samples.
     Raises MeshError when the sizes do not multiply to the number of processes.
     """
 
@@ -39,7 +40,7 @@ class Mesh:
         self.device = device if device is not None else torch.device("cpu")
         self.sizes = _fill({name: sizes.get(name, 1) for name in AXES}, world)
         self._axes = {name: Axis(name) for name in AXES}
-        self.everyone = Axis("everyone")
+        self.everyone, self.copy = Axis("everyone"), Axis("copy")
         if world > 1:
             self.everyone = Axis("everyone", world, rank, torch_dist.group.WORLD)
             used = {name: size for name, size in self.sizes.items() if size > 1}
@@ -47,6 +48,10 @@ class Mesh:
             for name, size in used.items():
                 part = devices[name]
                 self._axes[name] = Axis(name, size, part.get_local_rank(), part.get_group())
+            within = tuple(name for name in used if name not in ("replicate", "evaluate"))
+            if within:
+                part = devices[within]._flatten("copy") if len(within) > 1 else devices[within[0]]
+                self.copy = Axis("copy", part.size(), part.get_local_rank(), part.get_group())
 
     @property
     def is_first(self) -> bool:

@@ -13,7 +13,7 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -44,7 +44,8 @@ _NAME = re.compile(r"step-(\d{8,})")
 
 @dataclass
 class Progress:
-    """Where a run stands. ``sample`` is the position in the order of ``epoch``, counted over all copies of the model."""
+    """Where a run stands. ``sample`` counts what ``epoch`` has delivered over all copies of the model; ``late`` are the positions
+    of its order that were passed over so far (see hpcai.data.loader)."""
 
     step: int = 0
     epoch: int = 0
@@ -52,6 +53,7 @@ class Progress:
     seen: int = 0
     seconds: float = 0.0
     ended: str = ""
+    late: list[int] = field(default_factory=list)
 
 
 class Checkpoints:

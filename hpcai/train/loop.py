@@ -64,11 +64,17 @@ class Batches:
     def __len__(self) -> int:
         return len(self._batches)
 
-    def epoch(self, epoch: int, first: int = 0) -> Iterator[Any]:
+    def epoch(self, epoch: int, first: int = 0, late: Sequence[int] = (), more: bool = False) -> Iterator[Any]:
         return iter(self._batches[first // self.size :])
 
     def describe(self, epoch: int, first: int) -> str:
         return f"batch {first // self.size}"
+
+    def late(self) -> list[int]:
+        return []
+
+    def news(self) -> list[str]:
+        return []
 
 
 def fit(
@@ -130,14 +136,16 @@ class _Training:
     def _epochs(self, signals: StopSignals) -> str:
         while self.progress.step < self.steps:
             self.reports.emit("epoch", epoch=self.progress.epoch, step=self.progress.step)
-            for batch in self.data.epoch(self.progress.epoch, self.progress.sample):
+            left = (self.data.samples - self.progress.sample) / self.data.size
+            more = self.steps - self.progress.step > left  # another epoch follows
+            for batch in self.data.epoch(self.progress.epoch, self.progress.sample, self.progress.late, more):
                 self._one(batch)
                 if self.progress.step >= self.steps:  # a signal now changes nothing: the end is evaluated and saved
                     break
                 if signals.agreed():
                     return "signal"
             else:
-                self.progress.epoch, self.progress.sample = self.progress.epoch + 1, 0
+                self.progress.epoch, self.progress.sample, self.progress.late = self.progress.epoch + 1, 0, []
             last = self.progress.step >= self.steps
             if (last or self.progress.epoch % self.cfg.evaluate_every == 0) and self._evaluate():
                 return "target"
@@ -175,10 +183,15 @@ class _Training:
         speed = (self.progress.seen - seen) / max(now - then, 1e-9)
         self._since, self._reported = (now, self.progress.seen), self.progress.step
         self.result.reports.append(Report(self.progress.step, values))
+        self._tell_skipped(self.data)
         self.reports.emit(
             "train", **self._position(), seconds=self.progress.seconds, samples_per_second=speed,
             lr=self.rate(self.progress.step - 1), **values,
         )  # fmt: skip
+
+    def _tell_skipped(self, data: Any) -> None:
+        for text in data.news() if hasattr(data, "news") else ():  # a list of batches has none
+            self.reports.emit("note", step=self.progress.step, text=text)
 
     def _samples_of(self, step: int) -> str:
         """What this process read for 0-based ``step``."""
@@ -194,6 +207,7 @@ class _Training:
         self._report()
         began = time.perf_counter()
         values = evaluate(self.step, self.metric, self.validation)
+        self._tell_skipped(self.validation)
         seconds = time.perf_counter() - began
         self._since = (self._since[0] + time.perf_counter() - began, self._since[1])
         self.result.evaluations.append(Report(self.progress.step, values))
@@ -215,6 +229,7 @@ class _Training:
         self._report()
         if self.checkpoints is None or self._saved == self.progress.step:
             return
+        self.progress.late = self.data.late() if self.progress.sample else []
         try:
             path, seconds, size = self.checkpoints.save(self.step, self.progress)
         except CheckpointError as problem:

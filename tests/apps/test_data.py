@@ -5,11 +5,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from apps.cosmoflow.data import Universes, turned, universes, whitening
+from apps.cosmoflow.data import _rows, _shards, turned, universes, whitening
 from apps.cosmoflow.settings import Config
 from hpcai import config, dist
+from hpcai.data import Memory
 from hpcai.errors import DataError
 from tests.apps.universes import make
+
+MEMORY = Memory()
 
 
 @pytest.fixture(scope="module")
@@ -23,10 +26,10 @@ def settings(data: Path, *words: str) -> Config:
 
 def test_there_are_48_turns_and_each_keeps_the_redshifts_apart() -> None:
     cube = np.arange(4 * 4 * 4 * 2).reshape(4, 4, 4, 2)
-    seen = {turned(cube, np.random.default_rng(i)).tobytes() for i in range(2000)}
+    seen = {turned(cube, np.random.default_rng(i), MEMORY).tobytes() for i in range(2000)}
     assert len(seen) == 48
     for i in range(20):
-        once = turned(cube, np.random.default_rng(i))
+        once = turned(cube, np.random.default_rng(i), MEMORY)
         assert sorted(once[..., 0].ravel()) == sorted(cube[..., 0].ravel())
         neighbours = {
             abs(int(a) - int(b)) for axis in range(3) for a, b in zip(once.take(0, axis).ravel(), once.take(1, axis).ravel())
@@ -35,27 +38,28 @@ def test_there_are_48_turns_and_each_keeps_the_redshifts_apart() -> None:
 
 
 def test_a_turn_is_a_pure_function_of_seed_epoch_and_index(data: Path) -> None:
-    model = settings(data).model
-    one, same, other = (Universes(data / "train", model, turn) for turn in (5, 5, 6))
-    indices = np.arange(4)
-    first = one.batch(indices, 0).counts.numpy()
-    assert np.array_equal(first, same.batch(indices, 0).counts.numpy())
-    assert np.array_equal(first[2:], same.batch(indices[2:], 0).counts.numpy()), "alone or in a batch"
-    assert not np.array_equal(first, one.batch(indices, 1).counts.numpy())
-    assert not np.array_equal(first, other.batch(indices, 0).counts.numpy())
-    plain = Universes(data / "train", model, None)
-    assert np.array_equal(plain.batch(indices, 0).counts.numpy(), plain.batch(indices, 1).counts.numpy())
+    def counts(seed: int, epoch: int, index: int = 2) -> np.ndarray:
+        with universes(settings(data, "data.turn=true", f"train.seed={seed}"), dist.alone()) as (training, _, _):
+            return training.source.sample(index, epoch).counts
+
+    first = counts(5, 0)
+    assert np.array_equal(first, counts(5, 0))
+    assert not np.array_equal(first, counts(5, 1)) and not np.array_equal(first, counts(6, 0))
+    with universes(settings(data), dist.alone()) as (training, held_out, _):
+        assert np.array_equal(training.source.sample(2, 0).counts, training.source.sample(2, 1).counts)
+        assert held_out.source.turn is None
 
 
 def test_whitened_input_has_no_covariance_and_ranges_come_with_the_data(data: Path) -> None:
-    training, _, model = universes(settings(data, "data.whiten=true"), dist.alone())
-    batch = training.source.batch(np.arange(4), 0)
-    x = (np.log1p(batch.counts.numpy().reshape(-1, 4)) - np.array(model.mean)) @ np.array(model.mix)
+    with universes(settings(data, "data.whiten=true"), dist.alone()) as (training, _, model):
+        counts = np.stack([training.source.sample(i, 0).counts for i in range(4)])
+    x = (np.log1p(counts.reshape(-1, 4)) - np.array(model.mean)) @ np.array(model.mix)
     np.testing.assert_allclose(np.cov(x.T), np.eye(4), atol=1e-3)
     assert model.low == (0.27, 0.72, 0.86, 63.0)
-    assert universes(settings(data), dist.alone())[2].mix is None
-    given = settings(data, "model.low=[0,0,0,0]", "model.high=[1,1,1,1]")
-    assert universes(given, dist.alone())[2].high == (1.0, 1.0, 1.0, 1.0)
+    with universes(settings(data), dist.alone()) as (_, _, model):
+        assert model.mix is None
+    with universes(settings(data, "model.low=[0,0,0,0]", "model.high=[1,1,1,1]"), dist.alone()) as (_, _, model):
+        assert model.high == (1.0, 1.0, 1.0, 1.0)
 
 
 def test_whitening_is_one_matrix_whatever_the_signs_of_the_eigenvectors() -> None:
@@ -68,4 +72,21 @@ def test_whitening_is_one_matrix_whatever_the_signs_of_the_eigenvectors() -> Non
 
 def test_other_parameters_than_those_of_the_data_are_refused(data: Path) -> None:
     with pytest.raises(DataError, match=r"holds the parameters \['Omega_m'"):
-        universes(settings(data, "model.parameters=[a,b,c,d]"), dist.alone())
+        universes(settings(data, "model.parameters=[a,b,c,d]"), dist.alone()).__enter__()
+
+
+def test_shards_of_samples_are_those_of_their_files(data: Path) -> None:
+    cfg = settings(data, "data.stage=/nowhere", "data.shards=2")
+    rows = _rows(settings(data), "train", dist.alone())
+    shard = _shards(rows, cfg.data)
+    assert shard.tolist() in ([0, 0, 1, 1], [1, 1, 0, 0]), "two files of two universes"
+    with pytest.raises(DataError, match="2 shards need a multiple of 2 nodes, but the job has 1 node"):
+        universes(settings(data, f"data.stage={data.parent / 'own'}", "data.shards=2"), dist.alone()).__enter__()
+
+
+def test_a_variable_that_is_not_set_makes_no_folder(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("NO_SUCH_DISK", raising=False)
+    with pytest.raises(DataError, match=r"data.stage=\$NO_SUCH_DISK/x: \$NO_SUCH_DISK is not set on this node"):
+        universes(settings(data, "data.stage=$NO_SUCH_DISK/x"), dist.alone()).__enter__()
+    assert list(tmp_path.iterdir()) == []

@@ -84,8 +84,8 @@ def test_batches_arrive_on_the_gpu() -> None:
         def __len__(self) -> int:
             return 8
 
-        def batch(self, indices, epoch):  # type: ignore[no-untyped-def]
-            return cosmoflow.Batch(torch.as_tensor(indices), torch.as_tensor(indices) * 2.0)
+        def sample(self, index, epoch):  # type: ignore[no-untyped-def]
+            return cosmoflow.Batch(torch.tensor(index), torch.tensor(index * 2.0))
 
         def describe(self, index: int) -> str:
             return str(index)

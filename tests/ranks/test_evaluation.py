@@ -19,8 +19,8 @@ class Numbers:
     def __len__(self) -> int:
         return len(self.x)
 
-    def batch(self, indices: np.ndarray, epoch: int) -> torch.Tensor:
-        return self.x[torch.as_tensor(indices)]
+    def sample(self, index: int, epoch: int) -> torch.Tensor:
+        return self.x[index]
 
     def describe(self, index: int) -> str:
         return str(index)
@@ -29,7 +29,7 @@ class Numbers:
 def measured(mesh: Mesh, count: int, batch: int) -> tuple[dict[str, float], list[list[float]]]:
     torch.manual_seed(0)
     step = Step(nn.Linear(3, 2), lambda m, b: {"loss": m(b).mean()}, StepConfig(precision="fp64"), mesh)
-    loader = Loader(Numbers(count), batch, mesh, name="v", shuffle=False, whole=False)
+    loader = Loader(Numbers(count), batch, mesh, name="v", shuffle=False, last="keep")
     values = evaluate(step, lambda m, b: {"mean": m(b).mean(), "rms": (m(b).square().sum(), 2 * len(b))}, loader)
     return values, predict(step, lambda m, b: {"y": m(b)}, loader)["y"].tolist()
 

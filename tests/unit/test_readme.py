@@ -3,11 +3,14 @@
 import re
 import subprocess
 from pathlib import Path
+from typing import get_args
 
+import h5py
 import numpy as np
 import torch
 
 from hpcai.models.cosmoflow import CosmoFlow, CosmoFlowConfig
+from hpcai.settings import LoaderConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -28,6 +31,26 @@ def test_the_notebook_cells_run(tmp_path: Path, monkeypatch) -> None:  # type: i
     for cell in cells():
         exec(cell, names)
     assert set(names["model"].predict(counts)) == {"Omega_m", "sigma_8", "n_s", "H_0"}
+
+
+def test_the_cell_of_the_data_page_runs(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "train").mkdir()
+    with h5py.File(tmp_path / "train" / "a.h5", "w") as file:
+        file["image"], file["label"] = np.ones((8, 3, 512, 512), np.float32), np.zeros((8, 512, 512), np.uint8)
+    monkeypatch.chdir(tmp_path)
+    names: dict = {}
+    (cell,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/data.md").read_text(), re.S)
+    exec(cell, names)
+    assert names["batch"]["image"].shape == (8, 3, 512, 512) and names["batch"]["label"].dtype == torch.uint8
+
+
+def test_the_data_page_names_settings_that_there_are() -> None:
+    page = (ROOT / "docs/data.md").read_text()
+    fields = LoaderConfig.model_fields
+    for name in re.findall(r"data\.(\w+)=", page + README):
+        assert name in fields or name == "batch", name
+    ways = set(re.findall(r"^\| `(\w+)` \|", page, re.M))
+    assert ways == set(get_args(fields["reader"].annotation))
 
 
 def test_every_file_that_the_readme_names_is_there() -> None:

@@ -1,5 +1,6 @@
 """Files that cannot be used are named, with what was found and what was expected."""
 
+import copy
 import json
 from pathlib import Path
 
@@ -7,7 +8,8 @@ import h5py
 import numpy as np
 import pytest
 
-from hpcai.data import Rows
+from hpcai import dist
+from hpcai.data import Loader, Rows
 from hpcai.errors import DataError
 
 FIELDS = {"counts": ("int16", (4, 4, 4, 2)), "target": ("float32", (3,))}
@@ -93,3 +95,85 @@ def test_many_files_do_not_stay_open(tmp_path: Path) -> None:
     for i in range(70):
         rows.read(i)
     assert len(rows._files) <= 64
+
+
+LARGE = {"counts": ("int16", (8, 8, 8, 2)), "target": ("float32", (3,))}
+"""Rows of 2 KiB; those of a few bytes are read with the header."""
+WAYS = ("auto", "direct", "buffered", "memory", "hdf5")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_of_reading_gives_the_same_rows(tmp_path: Path, way: str) -> None:
+    generator = np.random.default_rng(0)
+    expected = []
+    for i, chunks in enumerate((None, (1, 8, 4, 8, 2), (2, 3, 3, 3, 1))):
+        counts, target = generator.integers(0, 99, (3, 8, 8, 8, 2)).astype(np.int16), generator.random((3, 3), np.float32)
+        with h5py.File(tmp_path / f"u{i}.h5", "w") as file:
+            file.create_dataset("counts", data=counts.astype(">i2") if i == 1 else counts, chunks=chunks)
+            file["target"] = target
+        expected += list(zip(counts, target))
+    rows = Rows(tmp_path, LARGE, reader=way)
+    for _ in range(2):
+        for i, (counts, target) in enumerate(expected):
+            found = rows.read(i)
+            assert np.array_equal(found["counts"], counts) and np.array_equal(found["target"], target)
+            assert found["counts"].dtype == np.dtype("int16") and found["counts"].dtype.isnative
+    again = copy.copy(rows)  # as for a worker process
+    assert np.array_equal(again.read(4)["counts"], expected[4][0])
+    rows.close()
+    again.close()
+
+
+def test_rows_that_are_kept_cannot_be_changed_by_who_gets_them(tmp_path: Path) -> None:
+    write(tmp_path / "u0.h5", counts=np.full((2, 8, 8, 8, 2), 2, np.int16))
+    source = Rows(tmp_path, LARGE, reader="memory")
+
+    class Samples:
+        def __len__(self) -> int:
+            return len(source)
+
+        def sample(self, index: int, epoch: int) -> dict[str, np.ndarray]:
+            return source.read(index)
+
+        def describe(self, index: int) -> str:
+            return source.describe(index)
+
+    (tmp_path / "u0.h5").rename(tmp_path / "was.read")
+    with pytest.raises(DataError, match="no such file"):
+        source.read(0)
+    (tmp_path / "was.read").rename(tmp_path / "u0.h5")
+    with Loader(Samples(), 1, dist.alone(), name="t", shuffle=False) as loader:
+        for epoch in range(2):
+            for batch in loader.epoch(epoch):
+                assert (batch["counts"] == 2).all() and batch["counts"].shape == (1, 8, 8, 8, 2)
+                batch["counts"].fill_(77)
+    (tmp_path / "u0.h5").unlink()
+    assert source.read(1)["counts"][0, 0, 0, 0] == 2, "it is read once"
+
+
+def test_compressed_files_are_refused_with_what_to_do_and_read_by_h5py_when_asked(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "u0.h5", "w") as file:
+        file.create_dataset("counts", data=np.full((2, 8, 8, 8, 2), 5, np.int16), compression="gzip")
+        file["target"] = np.zeros((2, 3), np.float32)
+    text = rf"u0.h5: dataset 'counts' is written through .*deflate.*: hpcai data check {tmp_path} --repair, or .* data.reader=hdf5"
+    with pytest.raises(DataError, match=text):
+        Rows(tmp_path, LARGE, reader="direct")
+    assert (Rows(tmp_path, LARGE, reader="hdf5").read(1)["counts"] == 5).all()
+
+
+def test_local_copies_are_read_in_place_of_the_shared_files(tmp_path: Path) -> None:
+    write(tmp_path / "shared" / "u0.h5", 2)
+    write(tmp_path / "shared" / "u1.h5", 3)
+    write(tmp_path / "own" / "u1.h5", 3, value=9)
+    rows = Rows(tmp_path / "shared", FIELDS, local={tmp_path / "shared" / "u1.h5": tmp_path / "own" / "u1.h5"})
+    assert [rows.read(i)["target"][0] for i in range(5)] == [0.5, 0.5, 9, 9, 9]
+
+
+def test_rows_that_the_index_promises_and_the_file_lacks(tmp_path: Path) -> None:
+    write(tmp_path / "u0.h5", counts=np.zeros((2, 8, 8, 8, 2), np.int16))
+    index(tmp_path)
+    text = (tmp_path / "index.json").read_text()
+    (tmp_path / "index.json").write_text(text.replace('"rows": 2', '"rows": 4'))
+    for way in ("direct", "hdf5"):
+        with pytest.raises(DataError, match="u0.h5: .*row"):
+            Rows(tmp_path, LARGE, reader=way).read(3)

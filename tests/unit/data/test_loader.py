@@ -1,32 +1,42 @@
-"""Every sample once, in an order that does not depend on the number of processes."""
+"""Every sample once an epoch, in an order that does not depend on the number of processes, whoever is late and wherever a run
+was killed."""
 
 import threading
+import time
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcai.data import Loader
-from hpcai.data.sampler import order, share
+from hpcai.data.loader import _Plan
 from hpcai.dist.mesh import Axis, Mesh
 from hpcai.errors import DataError
 
 
-class Numbers:
-    """Sample i is the number i."""
+class Pair(NamedTuple):
+    x: Any
+    y: Any
 
-    def __init__(self, count: int, broken: int = -1) -> None:
-        self.count, self.broken = count, broken
+
+class Numbers:
+    """Sample i is the number i; some are slow, some cannot be read."""
+
+    def __init__(self, count: int, broken: tuple[int, ...] = (), slow: dict[int, float] | None = None) -> None:
+        self.count, self.broken, self.slow = count, broken, slow or {}
 
     def __len__(self) -> int:
         return self.count
 
-    def batch(self, indices: np.ndarray, epoch: int) -> dict[str, torch.Tensor]:
-        if self.broken in indices:
-            raise DataError("sample 13 is broken")
-        return {"x": torch.as_tensor(indices)}
+    def sample(self, index: int, epoch: int) -> dict[str, Any]:
+        if index in self.broken:
+            raise DataError(f"number {index} is broken")
+        if index in self.slow:
+            time.sleep(self.slow[index])
+        return {"x": np.array(index), "more": [Pair(np.full((2, 3), index + epoch, np.float32), np.arange(3) == index)]}
 
     def describe(self, index: int) -> str:
         return f"number {index}"
@@ -38,41 +48,79 @@ def mesh_of(rank: int, size: int) -> Mesh:
     return mesh
 
 
+def loader_of(count: int, batch: int, rank: int = 0, size: int = 1, source: Any = None, **words: Any) -> Loader:
+    return Loader(source or Numbers(count), batch, mesh_of(rank, size), name="train", **words)
+
+
 def read(loader: Loader, epoch: int = 0, first: int = 0) -> list[list[int]]:
-    return [batch["x"].tolist() for batch in loader.epoch(epoch, first)]
-
-
-@given(st.integers(0, 200), st.integers(1, 9))
-def test_shares_cover_and_differ_by_one(count: int, size: int) -> None:
-    parts = [share(np.arange(count), rank, size) for rank in range(size)]
-    assert np.concatenate(parts).tolist() == list(range(count))
-    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    with loader:
+        return [batch["x"].tolist() for batch in loader.epoch(epoch, first)]
 
 
 @given(st.integers(8, 60), st.sampled_from([1, 2, 4]), st.integers(0, 3))
+@settings(max_examples=40)
 def test_the_global_batch_is_the_same_on_any_number_of_processes(count: int, size: int, epoch: int) -> None:
-    alone = read(Loader(Numbers(count), 8, mesh_of(0, 1), name="train", seed=5), epoch)
-    ranks = [read(Loader(Numbers(count), 8, mesh_of(r, size), name="train", seed=5), epoch) for r in range(size)]
+    alone = read(loader_of(count, 8, seed=5), epoch)
+    ranks = [read(loader_of(count, 8, r, size, seed=5), epoch) for r in range(size)]
     assert [sum(parts, []) for parts in zip(*ranks)] == alone
     assert all(len(part) == 8 // size for rank in ranks for part in rank)
     assert len(alone) == count // 8 and len({x for b in alone for x in b}) == len(alone) * 8
 
 
-@given(st.integers(4, 40), st.sampled_from([1, 2, 3, 4]))
-def test_evaluation_delivers_every_sample_once(count: int, size: int) -> None:
-    loaders = [Loader(Numbers(count), 6, mesh_of(r, size), name="v", shuffle=False, whole=False) for r in range(size)]
-    assert sorted(x for loader in loaders for batch in read(loader) for x in batch) == list(range(count))
+@given(st.integers(4, 40), st.sampled_from([1, 2, 3, 4]), st.sampled_from(["strict", "ready"]))
+@settings(max_examples=40)
+def test_evaluation_delivers_every_sample_once(count: int, size: int, order: str) -> None:
+    loaders = [loader_of(count, 6, r, size, shuffle=False, last="keep", order=order) for r in range(size)]
     assert loaders[0].samples == count
+    assert sorted(x for loader in loaders for batch in read(loader) for x in batch) == list(range(count))
+
+
+@given(st.integers(1, 40), st.sampled_from([1, 2, 4]))
+@settings(max_examples=40)
+def test_padding_fills_the_last_batch_with_the_first_samples(count: int, size: int) -> None:
+    if count < size:
+        return
+    batches = [read(loader_of(count, 8, r, size, last="pad", seed=3)) for r in range(size)]
+    row = [x for parts in zip(*batches) for part in parts for x in part]
+    assert all(len(part) == 8 // size for rank in batches for part in rank)
+    assert sorted(row[:count]) == list(range(count))
+    assert row[count:] == (row[:count] * 8)[: -(-count // 8) * 8 - count]
 
 
 def test_an_epoch_can_begin_in_the_middle_also_with_another_batch() -> None:
-    loader = Loader(Numbers(50), 8, mesh_of(0, 1), name="train", seed=1)
-    whole = sum(read(loader, 2), [])
-    assert sum(read(loader, 2, 16), []) == whole[16:]
-    other = Loader(Numbers(50), 4, mesh_of(0, 1), name="train", seed=1)
-    assert sum(read(other, 2, 16), [])[:32] == whole[16:48]
-    assert read(loader, 3) != read(loader, 2) and read(loader, 2) == read(loader, 2)
-    assert not np.array_equal(order(50, 1, 0, True), order(50, 2, 0, True))
+    def row(batch: int, epoch: int, first: int = 0) -> list[int]:
+        return sum(read(loader_of(50, batch, seed=1), epoch, first), [])
+
+    whole = row(8, 2)
+    assert row(8, 2, 16) == whole[16:]
+    assert row(4, 2, 16)[:32] == whole[16:48]
+    assert row(8, 3) != whole and row(8, 2) == whole
+
+
+def test_batches_are_stacked_in_the_shape_that_samples_have() -> None:
+    for batch in (1, 2):
+        with loader_of(4, batch, shuffle=False) as loader:
+            first = next(iter(loader.epoch(3)))
+        pair = first["more"][0]
+        assert isinstance(pair, Pair) and pair.x.shape == (batch, 2, 3) and pair.x.dtype == torch.float32
+        assert pair.x[-1, 0, 0] == batch - 1 + 3 and pair.y.dtype == torch.bool and first["x"].shape == (batch,)
+
+
+def test_a_source_may_join_its_samples_itself() -> None:
+    class Graphs(Numbers):
+        def collate(self, samples: list[Any]) -> Any:
+            return torch.tensor([int(sample["x"]) for sample in samples]), len(samples)
+
+    with loader_of(6, 3, source=Graphs(6), shuffle=False) as loader:
+        assert [(x.tolist(), n) for x, n in loader.epoch(0)] == [([0, 1, 2], 3), ([3, 4, 5], 3)]
+
+
+@pytest.mark.parametrize("order", ["strict", "ready"])
+def test_batches_keep_their_content_when_memory_is_used_again(order: str) -> None:
+    with loader_of(64, 4, order=order, workers=4) as loader:
+        kept = [(batch["x"].tolist(), batch) for epoch in range(3) for batch in loader.epoch(epoch, more=epoch < 2)]
+    for number, (x, batch) in enumerate(kept):
+        assert batch["x"].tolist() == x and batch["more"][0].x[:, 1, 2].tolist() == [i + number // 16 for i in x]
 
 
 @pytest.mark.parametrize(
@@ -81,24 +129,213 @@ def test_an_epoch_can_begin_in_the_middle_also_with_another_batch() -> None:
         (100, 6, 4, {}, "a batch of 6 samples does not divide by 4 copies x 1 micro-batches; give a multiple of 4"),
         (100, 6, 1, {"accumulate": 4}, "1 copies x 4 micro-batches"),
         (5, 8, 1, {}, "5 samples are fewer than one batch of 8"),
-        (3, 8, 4, {"whole": False}, "3 samples for 4 processes"),
+        (3, 8, 4, {"last": "keep"}, "3 samples for 4 processes"),
+        (3, 8, 4, {"last": "pad"}, "3 samples for 4 processes"),
+        (0, 8, 1, {"last": "keep"}, "there is no sample"),
     ],
 )
 def test_what_cannot_be_shared_is_refused_at_once(count: int, batch: int, size: int, words: dict, text: str) -> None:
     with pytest.raises(DataError, match=text):
-        Loader(Numbers(count), batch, mesh_of(0, size), name="train", **words)
+        loader_of(count, batch, 0, size, **words)
 
 
-def test_a_broken_sample_is_raised_where_it_is_needed_and_no_thread_stays() -> None:
+# ---- late samples
+
+
+def test_a_late_sample_holds_up_nobody_and_comes_in_the_same_epoch() -> None:
+    slow = {5: 0.5}
+    with loader_of(400, 4, source=Numbers(400, slow=slow), shuffle=False, order="ready") as loader:
+        began, seen, passed = time.perf_counter(), [], 0.0
+        for batch in loader.epoch(0):
+            seen.append(batch["x"].tolist())
+            passed = passed or (time.perf_counter() - began if len(seen) == 20 else 0.0)
+            time.sleep(0.01)
+    assert passed < 0.45, "twenty batches came before the late one was ready"
+    row = sum(seen, [])
+    assert sorted(row) == list(range(400)) and row.index(5) > 80
+    assert set(row[:5]) < set(range(12)), "the lowest ready positions come first"
+    assert all(b == sorted(b) for b in seen)
+
+
+def test_strict_order_waits_for_the_late_one() -> None:
+    with loader_of(40, 4, source=Numbers(40, slow={5: 0.2}), shuffle=False) as loader:
+        assert sum((b["x"].tolist() for b in loader.epoch(0)), []) == list(range(40)) and loader.late() == []
+
+
+def test_describe_names_what_a_batch_really_held() -> None:
+    with loader_of(40, 4, source=Numbers(40, slow={1: 0.3}), shuffle=False, order="ready") as loader:
+        epoch = loader.epoch(0)
+        got = [next(epoch)["x"].tolist() for _ in range(3)]
+        assert 1 not in got[0] + got[1]
+        assert [loader.describe(0, 4 * k) for k in range(3)] == [", ".join(f"number {i}" for i in part) for part in got]
+        assert loader.late() == [1]
+
+
+@given(
+    count=st.integers(20, 90), batch=st.sampled_from([4, 8, 12]), last=st.sampled_from(["drop", "pad", "keep"]),
+    sizes=st.lists(st.sampled_from([1, 2, 4]), min_size=1, max_size=4), seed=st.integers(0, 10**6),
+)  # fmt: skip
+@settings(max_examples=60)
+def test_exactly_once_under_random_stops_on_random_numbers_of_processes(
+    count: int, batch: int, last: str, sizes: list[int], seed: int
+) -> None:
+    """Each leg runs some batches on some processes, in ready order with late samples, and is then killed between two steps."""
+    generator = np.random.default_rng(seed)
+    slow = {int(i): 0.004 for i in generator.integers(0, count, 4)}
+    first, late, seen = 0, [], []
+    for leg, size in enumerate([*sizes, 2]):
+        words: dict[str, Any] = {"last": last, "order": "ready", "seed": seed, "prefetch": 1 << 14}
+        loaders = [loader_of(count, batch, r, size, source=Numbers(count, slow=slow), **words) for r in range(size)]
+        samples = loaders[0].samples
+        left = -(-(samples - first) // batch)
+        take = left if leg == len(sizes) else int(generator.integers(0, left + 1))
+        epochs = [loader.epoch(1, first, late) for loader in loaders]
+        plans = [_Plan(loader, 1, first, tuple(late)) for loader in loaders]
+        numbers = [[n for n, _ in plan.parts()] for plan in plans]
+        for k in range(take):
+            for r in range(size):
+                if k in numbers[r]:  # else its part of a small last batch is empty
+                    seen += next(epochs[r])["x"].tolist()
+        began = [loader._plan for loader in loaders if loader._plan is not None]
+        for loader, epoch in zip(loaders, epochs):
+            epoch.close()
+            loader.close()
+        if take:
+            for loader, plan in zip(loaders, plans):
+                loader._plan = loader._plan or plan
+            highest = max(plan.highest for plan in began)
+            late = sorted(p for loader in loaders for p in (loader._plan or plans[0]).left_below(highest))
+            first = min(first + take * batch, samples)
+        if first >= samples:
+            break
+    order = loaders[0]._order(1)
+    expected = [int(order[p % count]) for p in range(samples)]
+    assert sorted(seen) == sorted(expected) and late == []
+
+
+# ---- faults
+
+
+@pytest.mark.parametrize("order", ["strict", "ready"])
+def test_a_broken_sample_ends_the_epoch_and_no_thread_stays(order: str) -> None:
     before = threading.active_count()
-    loader = Loader(Numbers(14, broken=13), 2, mesh_of(0, 1), name="train", shuffle=False)
+    loader = loader_of(14, 2, source=Numbers(14, broken=(13,)), shuffle=False, order=order)
     seen = []
-    with pytest.raises(DataError, match="sample 13 is broken"):
+    with pytest.raises(DataError, match="train, rank 0, sample 13: number 13 is broken"):
         for batch in loader.epoch(0):
             seen += batch["x"].tolist()
-    assert seen == list(range(12))
+    assert seen == list(range(len(seen))) and len(seen) <= 12
     epoch = loader.epoch(0)
+    loader.source.broken = ()
     next(epoch)
     epoch.close()
+    loader.close()
     assert threading.active_count() == before
-    assert loader.describe(0, 0) == "number 0, number 1"
+
+
+def test_an_error_of_the_source_that_is_not_ours_is_named_too() -> None:
+    class Odd(Numbers):
+        def sample(self, index: int, epoch: int) -> dict[str, Any]:
+            raise ZeroDivisionError("of mine")
+
+    with loader_of(4, 2, source=Odd(4)) as loader, pytest.raises(DataError, match=r"index \d.*ZeroDivisionError: of mine"):
+        next(loader.epoch(0))
+
+
+@pytest.mark.parametrize("order", ["strict", "ready"])
+def test_bad_samples_are_replaced_counted_and_told(order: str, caplog: pytest.LogCaptureFixture) -> None:
+    words: dict[str, Any] = {"on_bad_sample": "skip", "order": order, "seed": 2}
+    with loader_of(16, 4, source=Numbers(16, broken=(3, 7)), **words) as loader:
+        row = sum((b["x"].tolist() for b in loader.epoch(0)), [])
+        news = loader.news()
+        assert loader.news() == []
+    place = {int(x): i for i, x in enumerate(loader._order(0))}
+    assert len(row) == 16 and set(row) == set(range(16)) - {3, 7}
+    assert sorted((s.index, s.instead) for s in loader.skipped if s.index in (3, 7)) == [
+        (i, int(loader._order(0)[(place[i] + 1) % 16])) for i in (3, 7)
+    ]
+    assert any("sample 3 of epoch 0 is skipped" in text and "number 3 is broken" in text for text in news)
+    assert news[-1] == f"train: {len(loader.skipped)} samples skipped so far"
+    assert sum("skipped" in record.message for record in caplog.records) == len(loader.skipped)
+
+
+def test_evaluation_leaves_bad_samples_out() -> None:
+    source = Numbers(10, broken=(4, 5, 8, 9))
+    with loader_of(10, 4, source=source, shuffle=False, last="keep", on_bad_sample="skip", workers=1) as loader:
+        assert [b["x"].tolist() for b in loader.epoch(0)] == [[0, 1, 2, 3], [6, 7]]
+    assert [(s.index, s.instead) for s in loader.skipped] == [(4, None), (5, None), (8, None), (9, None)]
+
+
+def test_when_nothing_can_be_read_skipping_ends() -> None:
+    with (
+        loader_of(40, 4, source=Numbers(40, broken=tuple(range(40))), on_bad_sample="skip") as loader,
+        pytest.raises(DataError, match="10 samples in a row could not be used"),
+    ):
+        next(loader.epoch(0))
+
+
+def test_a_source_that_hangs_is_named() -> None:
+    with (
+        loader_of(8, 2, source=Numbers(8, slow={1: 3.0}), shuffle=False, patience=0.3) as loader,
+        pytest.raises(DataError, match="no sample has become ready for 0 s; workers are at index 1 for"),
+    ):
+        next(loader.epoch(0))
+
+
+# ---- the budget
+
+
+class Big(Numbers):
+    begun = 0
+
+    def sample(self, index: int, epoch: int) -> Any:
+        Big.begun += 1
+        time.sleep(0.002)
+        return np.zeros(1 << 20, np.uint8)
+
+
+@pytest.mark.parametrize("order", ["strict", "ready"])
+@pytest.mark.parametrize("budget, most", [(10 << 20, 10), (1 << 10, 6)])
+def test_no_more_than_the_budget_is_prepared(order: str, budget: int, most: int) -> None:
+    """Or the least that is always allowed: two batches, and one sample for each worker."""
+    Big.begun = 0
+    with loader_of(100, 2, source=Big(100), workers=2, prefetch=budget, order=order) as loader:
+        epoch = loader.epoch(0)
+        for got in range(1, 8):
+            next(epoch)
+            time.sleep(0.06 if got < 3 else 0)
+            assert Big.begun <= 2 * got + 2 + most, "delivered, put together ahead, and held"
+        time.sleep(0.2)
+        assert Big.begun >= 2 * got + most - 1
+        epoch.close()
+
+
+def test_the_next_epoch_is_begun_while_the_last_samples_are_awaited() -> None:
+    class Told(Numbers):
+        asked: list[tuple[int, int]] = []
+
+        def sample(self, index: int, epoch: int) -> dict[str, Any]:
+            self.asked.append((epoch, index))
+            return super().sample(index, epoch)
+
+    with loader_of(8, 4, source=Told(8, slow={7: 0.3}), shuffle=False) as loader:
+        assert [b["x"].tolist() for b in loader.epoch(0, more=True)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        assert len([e for e, _ in Told.asked if e == 1]) >= 4
+        assert [b["x"].tolist() for b in loader.epoch(1)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert sorted(Told.asked) == [(e, i) for e in (0, 1) for i in range(8)], "and nothing is prepared twice"
+    with loader_of(8, 4, shuffle=False) as loader:
+        list(loader.epoch(0, more=True))
+        assert len(list(loader.epoch(5))) == 2, "another epoch than the one prepared"
+
+
+def test_samples_of_the_next_epoch_wait_until_this_one_is_whole() -> None:
+    with loader_of(8, 4, source=Numbers(8, slow={7: 0.2}), shuffle=False, order="ready", workers=4) as loader:
+        for epoch in range(3):
+            got = [(b["x"].tolist(), b["more"][0].x[:, 0, 0].tolist()) for b in loader.epoch(epoch, more=epoch < 2)]
+            assert sorted(x for part, _ in got for x in part) == list(range(8))
+            assert all(tags == [x + epoch for x in part] for part, tags in got), "each as it is in its own epoch"
+
+
+def test_worker_processes_give_the_same_batches() -> None:
+    threads = read(loader_of(24, 4, seed=1))
+    assert read(loader_of(24, 4, seed=1, processes=True)) == threads

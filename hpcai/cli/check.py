@@ -1,0 +1,249 @@
+"""``hpcai data check DIR``: a data set looked over before the job is queued.
+
+Sizes and SHA-256 against index.json, schema and values of every row, samples that are there twice, batches and ranks, files and
+stripes, and whether the disk feeds the GPUs. Exit code 0: nothing wrong; 1: errors (with --strict also warnings); 2: not usable.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from hpcai import log
+from hpcai.errors import HpcaiError
+
+if TYPE_CHECKING:
+    from hpcai.data.doctor import Finding, Outcome, Progress, Summary
+
+SHOWN = 5
+EVERY = 10.0  # seconds between two lines where there is no terminal
+INTERRUPTED = 130
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = _parser()
+    words = parser.parse_args(argv)
+    if words.accept is not None and not words.repair:
+        parser.error("--accept says what --repair may take as it is; add --repair")
+    out: TextIO = sys.stderr if words.json == "-" else sys.stdout
+    names = "quick", "sample", "world", "batch", "nodes", "step_time", "seconds", "threads", "seed"
+    try:
+        from hpcai.data.doctor import Inspectors, Options, check, repair  # help and mistakes cost no numpy
+
+        options = Options(ranges=dict(words.range), **{name: getattr(words, name) for name in names})
+        with Inspectors(options.threads, options.patience) as inspectors, _progress() as progress:
+            outcome = check(words.directory, options, progress=progress, inspectors=inspectors)
+            if words.repair:
+                done = repair(words.directory, outcome, words.accept or (), progress=progress, inspectors=inspectors)
+                for line in done or ["nothing to repair"]:
+                    print(_printable(f"repair: {line}"), file=out)
+                if done:
+                    outcome = check(words.directory, options, progress=progress, inspectors=inspectors)
+    except HpcaiError as problem:
+        print(f"hpcai data check: {_printable(str(problem))}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("hpcai data check: interrupted; nothing was left behind", file=sys.stderr)
+        return INTERRUPTED
+    try:
+        for line in report(outcome, words.strict):
+            print(_printable(line), file=out)
+        if words.json is not None:
+            text = json.dumps(outcome.as_json(), indent=1, allow_nan=False)
+            if words.json == "-":
+                print(text)
+            else:
+                Path(words.json).write_text(text + "\n", encoding="utf-8")
+        out.flush()
+    except BrokenPipeError:  # ... | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
+    except OSError as problem:
+        print(f"hpcai data check: --json {words.json}: cannot be written: {problem.strerror}", file=sys.stderr)
+        return 2
+    return int(outcome.failed(words.strict))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hpcai data check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("directory", metavar="DIR", type=Path, help="a data set: train, validation, test in it, or *.h5 and *.npy themselves")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--quick", action="store_true", help="sizes and headers only, no content")
+    how.add_argument("--sample", type=int, metavar="N", help="read N random rows of each split, and no whole file")
+    add(
+        "--range", type=_range, action="append", default=[], metavar="FIELD=LOW:HIGH", help="values allowed; either may be left out"
+    )
+    add("--world", type=int, metavar="N", help="processes of the job")
+    add("--batch", type=int, metavar="B", help="samples of a step, over all processes")
+    add("--step-time", type=float, metavar="SECONDS", help="time of a step without waiting for data; needs --batch")
+    add("--nodes", type=int, default=1, metavar="N", help="nodes that share the reading (1)")
+    add("--seconds", type=float, default=3.0, help="time to measure each way of reading (3); 0 for none")
+    add("--threads", type=int, default=4, metavar="N", help="files looked at at once (4)")
+    add("--seed", type=int, default=0, help="of the random rows (0)")
+    add("--strict", action="store_true", help="warnings count as errors")
+    add("--json", metavar="FILE", help="findings and figures as JSON; - is standard output")
+    add(
+        "--repair",
+        action="store_true",
+        help="rewrite packed and unaligned files, renew index.json, remove leftovers; then check again",
+    )
+    add(
+        "--accept",
+        nargs="+",
+        metavar="FILE",
+        help="with --repair: take these as they are, though not what index.json says; or 'all'",
+    )
+    return parser
+
+
+def _range(text: str) -> tuple[str, tuple[float | None, float | None]]:
+    name, _, bounds = text.rpartition("=")
+    low, colon, high = bounds.partition(":")
+    try:
+        if not name or not colon:
+            raise ValueError
+        return name, (_bound(low), _bound(high))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}, expected FIELD=LOW:HIGH such as counts=0:32767 or target=:1") from None
+
+
+def _bound(text: str) -> float | None:
+    if not text:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        value = float(text)
+        if value != value:
+            raise ValueError from None
+        return value
+
+
+# ---- what is said
+
+
+def report(outcome: "Outcome", strict: bool = False) -> Iterator[str]:
+    """The splits, the findings by code with the first few of each, the figures, and the verdict: lines of text."""
+    for split in outcome.splits:
+        yield from _split(split, log.size(split.bytes))
+    if outcome.splits:
+        yield ""
+    for (severity, code), group in groupby(outcome.findings, key=lambda finding: (finding.severity, finding.code)):
+        findings = list(group)
+        yield f"{severity}: {code} ({len(findings):,})"
+        for finding in findings[:SHOWN]:
+            yield f"  {_place(finding, outcome.directory)}: {finding.text}"
+        if len(findings) > SHOWN:
+            yield f"  and {len(findings) - SHOWN:,} more; --json FILE names all"
+    if outcome.findings:
+        yield ""
+    yield from _figures(outcome.figures)
+    errors, warnings, notes = (outcome.count(severity) for severity in ("error", "warning", "note"))
+    samples, size = sum(split.samples for split in outcome.splits), log.size(outcome.figures["bytes"])
+    seen = f"{outcome.figures['files']:,} files, {samples:,} samples, {size} in {outcome.figures['seconds']:,.1f} s"
+    looked = "sizes and headers of " if outcome.options.quick else ""
+    if outcome.options.sample is not None:
+        looked = f"{outcome.options.sample:,} rows of each split of "
+    word = "FAILED" if outcome.failed(strict) else "usable, with warnings" if warnings else "fine"
+    yield f"{word}: {looked}{seen}; {_many(errors, 'error')}, {_many(warnings, 'warning')}, {_many(notes, 'note')}"
+
+
+def _many(count: int, word: str) -> str:
+    return f"{count:,} {word}{'' if count == 1 else 's'}"
+
+
+def _place(finding: "Finding", directory: Path) -> str:
+    path = finding.path.relative_to(directory) if finding.path.is_relative_to(directory) else finding.path
+    name = str(path) if path != Path(".") else str(directory)
+    dataset = f" '{finding.dataset}'" if finding.dataset else ""
+    return f"{name}{dataset}{'' if finding.row is None else f' row {finding.row}'}"
+
+
+def _split(split: "Summary", size: str) -> Iterator[str]:
+    name = "this folder" if split.name == "." else split.name
+    aligned = "" if split.aligned is None else f", {split.aligned:.0%} of rows begin on a page"
+    verified = f"SHA-256 of {split.verified:,} verified" if split.verified else "no SHA-256 verified"
+    yield f"{name:<12}{_many(split.files, 'file')}, {_many(split.samples, 'sample')}, {size}, {verified}{aligned}"
+    for field, kind in split.fields.items():
+        yield f"{'':<12}{field}: {kind}"
+    if (division := split.division) is not None:
+        rest = f"drop leaves {division.left_out:,} out; pad makes {division.padded_batches:,}, repeating {division.repeated:,}"
+        yield f"{'':<12}{_many(division.batches, 'batch').replace('batchs', 'batches')} of {division.batch:,} per epoch; {rest}"
+
+
+def _figures(figures: Any) -> Iterator[str]:
+    where = f", on {figures['file_system']}" if figures["file_system"] else ""
+    yield f"{_many(figures['inodes'], 'inode')}, {figures['bytes_per_file'] / 2**20:,.2f} MiB per file{where}"
+    rate = figures.get("rate")
+    if not rate:
+        return
+    for mode in ("direct", "buffered"):
+        found = rate[mode]
+        if "problem" in found:
+            yield f"random rows, {mode}: not measured: {found['problem']}"
+            continue
+        speed = f"{found['gb_per_s']:.3g} GB/s, {found['samples_per_s']:,.1f} samples/s"
+        yield f"random rows, {mode}: {speed} ({found['bytes'] / 2**20:,.0f} MiB in {found['seconds']:.1f} s, cold)"
+    if need := rate.get("needed_per_node"):
+        yield f"needed by each node: {need['gb_per_s']:.3g} GB/s, {need['samples_per_s']:,.1f} samples/s"
+
+
+def _printable(text: str) -> str:
+    """Names come from files that nobody vouches for: no control character and no broken one reaches the terminal."""
+    encoding = sys.stdout.encoding or "ascii"
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+    return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+# ---- how far it is
+
+
+@contextmanager
+def _progress() -> Iterator["Callable[[Progress], None]"]:
+    """A bar on a terminal, a line every ten seconds elsewhere; on standard error."""
+    if sys.stderr.isatty():
+        with _bar() as show:
+            yield show
+        return
+    last = time.monotonic()
+
+    def tell(now: "Progress") -> None:
+        nonlocal last
+        if time.monotonic() - last >= EVERY:
+            last = time.monotonic()
+            print(f"{now.label}: {_far(now)}", file=sys.stderr, flush=True)
+
+    yield tell
+
+
+@contextmanager
+def _bar() -> Iterator["Callable[[Progress], None]"]:
+    from rich import progress as rich
+    from rich.console import Console
+
+    columns = (
+        rich.TextColumn("{task.description}"), rich.BarColumn(), rich.TextColumn("{task.fields[far]}"), rich.TimeRemainingColumn(),
+    )  # fmt: skip
+    with rich.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        tasks: dict[str, Any] = {}
+
+        def show(now: "Progress") -> None:
+            if now.label not in tasks:
+                tasks[now.label] = bar.add_task(now.label, total=now.total, far="")
+            bar.update(tasks[now.label], completed=now.done, total=now.total, far=_far(now))
+
+        yield show
+
+
+def _far(now: "Progress") -> str:
+    if now.unit == "bytes":
+        return f"{now.done / 2**30:,.2f} of {now.total / 2**30:,.2f} GiB"
+    return f"{now.done:,} of {now.total:,} {now.unit}"

@@ -1,0 +1,113 @@
+"""``hpcai data stage SOURCE TARGET``: copy a data set to node-local disks; the nodes read each byte once, and pass it on.
+
+hpcai data stage /scratch/universe /local/universe
+srun --mpi=pmi2 --ntasks-per-node=4 hpcai data stage /scratch/universe '$SLURM_TMPDIR/universe' --shards 8
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hpcai.errors import DataError
+from hpcai.log import size
+
+if TYPE_CHECKING:
+    from hpcai.data.stage import Staged
+
+_EVERY = 10.0  # seconds between lines where no terminal shows a bar
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="hpcai data stage", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("source", type=Path, help="a folder that all nodes see")
+    parser.add_argument("target", help="a folder on the disk of each node; $NAMES are replaced on each node")
+    parser.add_argument("--shards", type=int, default=1, help="cut the data over so many groups of nodes (1: every node holds all)")
+    parser.add_argument("--no-verify", action="store_true", help="do not compare SHA-256")
+    parser.add_argument("--block", type=int, default=16, metavar="MIB", help="of a read, a broadcast and a write (%(default)s)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a line")
+    parser.add_argument("--node", default="", help="name of this node, where host names do not tell nodes apart; $NAMES as above")
+    words = parser.parse_args(argv)
+
+    from hpcai.data.stage import stage_in
+    from hpcai.dist import start
+    from hpcai.dist.collect import gather_objects
+
+    with start({"replicate": -1}) as mesh:
+        try:
+            target, node = _expand([words.target, words.node], lambda text: gather_objects(text, mesh.everyone))
+            with _progress(mesh.is_first) as progress:
+                staged = stage_in(
+                    words.source, target, mesh, shards=words.shards, verify=not words.no_verify, block=words.block << 20,
+                    progress=progress, node=node or None,
+                )  # fmt: skip
+        except DataError as error:  # the same on all ranks
+            if mesh.is_first:
+                print(f"hpcai data stage: {error}", file=sys.stderr)
+            return 2
+        nodes = {found.node: found for found in gather_objects(staged, mesh.everyone)}
+        if mesh.is_first:
+            _say(words.source, list(nodes.values()), staged.seconds, not words.no_verify, words.json)
+    return 0
+
+
+def _expand(texts: Sequence[str], gather: Callable[[str], list[str]]) -> list[str]:
+    """``texts`` with the variables of this node. Raises DataError on all ranks where one is not set on any."""
+    from hpcai.data.stage import on_this_node
+
+    found, names = zip(*(on_this_node(text) for text in texts))
+    unset = [name for some in names for name in some]
+    for rank, name in enumerate(gather(unset[0] if unset else "")):
+        if name:
+            raise DataError(f"{' '.join(texts).strip()}: {name} is not set on rank {rank}; set it, or name a path without it")
+    return list(found)
+
+
+@contextmanager
+def _progress(speak: bool) -> Iterator[Callable[[int, int], None] | None]:
+    """A bar on a terminal, else a line now and then; both on stderr."""
+    if not speak:
+        yield None
+    elif sys.stderr.isatty():
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+        columns = (TextColumn("stage"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task("stage", total=None)
+            yield lambda done, total: bar.update(task, completed=done, total=total)
+    else:
+        said = time.monotonic()
+
+        def line(done: int, total: int) -> None:
+            nonlocal said
+            if time.monotonic() - said >= _EVERY:
+                said = time.monotonic()
+                print(f"staged {size(done)} of {size(total)}", file=sys.stderr, flush=True)
+
+        yield line
+
+
+def _say(source: Path, nodes: "list[Staged]", seconds: float, verified: bool, as_json: bool) -> None:
+    first = nodes[0]
+    read, kept, whole = (sum(getattr(node, key) for node in nodes) for key in ("read", "kept", "bytes"))
+    speed = (whole - kept) / max(seconds, 1e-9)
+    if as_json:
+        found = {"source": str(source), "shards": first.shards, "exchange": first.exchange, "verified": verified}
+        found |= {"seconds": round(seconds, 3), "read": read, "kept": kept, "bytes": whole, "gb_per_s": round(speed / 1e9, 3)}
+        found["nodes"] = [asdict(node) | {"directory": str(node.directory)} for node in nodes]
+        print(json.dumps(found))
+        return
+    count = f"{len(nodes)} node{'s' if len(nodes) > 1 else ''}"
+    cut = f" in {first.shards} shards" if first.shards > 1 else ""
+    print(
+        f"staged {size(whole - kept)} to {count}{cut} in {seconds:.1f} s ({speed / 1e9:.2f} GB/s): read {size(read)} from "
+        f"{source} ({size(read // len(nodes))} a node), kept {size(kept)}, {'SHA-256 compared' if verified else 'not compared'}"
+    )

@@ -1,0 +1,359 @@
+"""Ranges of files past the page cache: O_DIRECT, many reads in flight, into page-aligned memory that is used again.
+
+A set that is larger than the memory turns the page cache over in every epoch: each byte is copied once more, and pages are
+thrown out just before they are wanted. O_DIRECT leaves the cache alone, but asks for addresses, offsets and lengths that are
+multiples of a block; here any offset and length will do.
+
+Threads that call preadv release the interpreter's lock and keep a disk as busy as io_uring does.
+"""
+
+import errno
+import logging
+import mmap
+import os
+import queue
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from hpcai.data.opened import OpenFiles
+from hpcai.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+ALIGN = max(4096, mmap.PAGESIZE)
+"""Bytes. A multiple of every disk's block; Lustre asks for whole pages, which have 64 KiB on some processors."""
+HUGE = 2 << 20
+Mode = Literal["auto", "direct", "buffered"]
+_REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
+
+
+def below(offset: int) -> int:
+    """The last multiple of ALIGN that is not above ``offset``."""
+    return offset // ALIGN * ALIGN
+
+
+def above(offset: int) -> int:
+    """The first multiple of ALIGN that is not below ``offset``."""
+    return -(-offset // ALIGN) * ALIGN
+
+
+class _Lease:
+    """Bears the memory of a block for as long as an array or tensor looks at it."""
+
+    __slots__ = ("__array_interface__", "__weakref__")
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__array_interface__ = {"data": (address, False), "shape": (size,), "typestr": "|u1", "version": 3}
+
+
+class Memory:
+    """Page-aligned blocks of memory, used again once the last array that views one is gone.
+
+    At most ``keep`` bytes wait unused, or three of the largest blocks. ``pin`` registers each block with CUDA, so that copies to
+    a GPU neither pass through another buffer nor stop the processor.
+    """
+
+    def __init__(self, keep: int = 1 << 30, pin: bool = False) -> None:
+        self.keep, self.pin = keep, pin
+        self._lock, self._free = threading.Lock(), OrderedDict[int, list[np.ndarray]]()
+        self._unused = self._largest = 0
+        # Blocks come back from finalizers, which run at any moment, also while this thread holds the lock.
+        self._back: queue.SimpleQueue[np.ndarray] = queue.SimpleQueue()
+
+    def take(self, size: int) -> np.ndarray:
+        """``size`` bytes at an aligned address, uninitialised; there is room up to the next multiple of ALIGN.   [size] uint8"""
+        whole = _class(size)
+        with self._lock:
+            self._largest = max(self._largest, whole)
+            self._collect()
+            blocks = self._free.get(whole)
+            block = blocks.pop() if blocks else None
+            if block is not None:
+                self._unused -= whole
+        if block is None:
+            block = _map(whole)
+            if self.pin:
+                pin(block.ctypes.data, block.size)
+        lease = _Lease(block.ctypes.data, whole)
+        weakref.finalize(lease, self._back.put, block).atexit = False
+        return np.asarray(lease)[:size]
+
+    def copy(self, array: np.ndarray) -> np.ndarray:
+        """A contiguous copy of ``array`` in this memory."""
+        place = self.take(max(array.nbytes, 1))[: array.nbytes].view(array.dtype).reshape(array.shape)
+        np.copyto(place, array)
+        return place
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A worker process has memory of its own, and no device."""
+        return Memory, (self.keep,)
+
+    @property
+    def unused(self) -> int:
+        """Bytes that wait to be used again."""
+        with self._lock:
+            self._collect()
+            return self._unused
+
+    def _collect(self) -> None:
+        while True:
+            try:
+                block = self._back.get_nowait()
+            except queue.Empty:
+                break
+            self._free.setdefault(block.size, []).append(block)
+            self._free.move_to_end(block.size)
+            self._unused += block.size
+        while self._unused > max(self.keep, 3 * self._largest):
+            size, blocks = next(iter(self._free.items()))
+            if blocks:
+                block = blocks.pop()
+                self._unused -= size
+                if self.pin:
+                    unpin(block.ctypes.data, block.size)
+            if not blocks:
+                del self._free[size]
+
+
+def _class(size: int) -> int:
+    """Sizes are rounded up by a quarter at most, so that samples of many sizes share blocks."""
+    step = max(ALIGN, 1 << max(max(size, 1).bit_length() - 3, 0))
+    return -(-max(size, 1) // step) * step
+
+
+def _map(size: int) -> np.ndarray:
+    block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if size >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # of a kernel without them
+            block.madvise(mmap.MADV_HUGEPAGE)  # a direct read looks up every page that it fills
+    return np.frombuffer(block, np.uint8)
+
+
+def pin(address: int, size: int) -> None:
+    """Register memory with CUDA, so that copies to the GPU come straight from it. Raises DataError where that is not granted."""
+    import torch
+
+    failed = int(torch.cuda.cudart().cudaHostRegister(address, size, 0))
+    if failed:
+        raise DataError(f"{size:,} bytes of memory cannot be pinned (CUDA error {failed}); lower data.prefetch, or raise ulimit -l")
+
+
+def unpin(address: int, size: int) -> None:
+    import torch
+
+    torch.cuda.cudart().cudaHostUnregister(address)
+
+
+@dataclass(eq=False, slots=True)
+class _File:
+    path: Path
+    descriptor: int
+    direct: bool
+    device: int
+
+
+class Reader:
+    """Reads ranges of files with ``threads`` reads of up to ``block`` bytes in flight. May be used from many threads.
+
+    ``mode``: ``direct`` insists on O_DIRECT; ``auto`` uses it where the file system has it and says once where not;
+    ``buffered`` reads through the page cache, which wins when the whole set fits into memory.
+    ``requested`` and ``transferred`` count bytes asked for, and bytes read with what alignment adds.
+    Raises DataError, naming file and range, for what cannot be opened or read, and for a range beyond the end of a file.
+    """
+
+    def __init__(
+        self, mode: Mode = "auto", *, threads: int = 8, block: int = 4 << 20, memory: Memory | None = None, files: int = 64,
+        preadv: Callable[[int, Sequence[Any], int], int] = os.preadv,
+    ) -> None:  # fmt: skip
+        self.mode, self.block, self.memory = mode, above(block), memory if memory is not None else Memory()
+        self.requested = self.transferred = 0
+        self._preadv, self._limit, self._threads = preadv, files, threads
+        self._lock = threading.Lock()
+        self._files = OpenFiles(self._open, lambda file: os.close(file.descriptor), files)
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="pread")
+        self._own = threading.local()
+
+    # ---- what callers want
+
+    def fetch(self, path: Path, offset: int, length: int) -> np.ndarray:
+        """Bytes ``offset`` to ``offset + length`` of a file in memory of their own, read in place.   [length] uint8"""
+        return self.fetch_all([(path, offset, length)])[0]
+
+    def fetch_all(self, ranges: Sequence[tuple[Path, int, int]]) -> list[np.ndarray]:
+        """Several ranges at once, each in memory of its own."""
+        jobs: list[Callable[[], None]] = []
+        found: list[np.ndarray] = []
+        for path, offset, length in ranges:
+            first = below(offset)  # also for a buffered read: then both have the same alignment in memory
+            whole = self.memory.take(above(offset + length) - first)
+            found.append(whole[offset - first : offset - first + length])
+            if self.mode == "buffered":
+                jobs += self._cut(path, offset, found[-1], length)
+            else:
+                jobs += self._cut(path, first, whole, offset - first + length)
+        self._run(jobs, sum(length for _, _, length in ranges))
+        return found
+
+    def read(self, parts: Sequence[tuple[Path, int, np.ndarray]]) -> None:
+        """Fill each array [n] uint8 from ``offset`` of its file. What does not lie on block boundaries is copied once."""
+        jobs: list[Callable[[], None]] = []
+        for path, offset, into in parts:
+            if not into.size:
+                continue
+            end = offset + into.size
+            first, last = above(offset), below(end)
+            if self.mode == "buffered":
+                jobs += self._cut(path, offset, into, into.size)
+            elif (into.ctypes.data - offset) % ALIGN or first >= last:
+                jobs += self._cut_through(path, offset, into)
+            else:
+                jobs += self._cut(path, first, into[first - offset : last - offset], last - first)
+                edges = ((offset, into[: first - offset]), (last, into[last - offset :]))
+                jobs += [job for o, edge in edges if edge.size for job in self._cut_through(path, o, edge)]
+        self._run(jobs, sum(into.size for _, _, into in parts))
+
+    def close(self) -> None:
+        """Give back threads and files. Arrays that were fetched stay."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._files.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A worker process opens its own files."""
+        return _again, (self.mode, self._threads, self.block, self.memory, self._limit)
+
+    def __enter__(self) -> "Reader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- pieces of at most one block
+
+    def _cut(self, path: Path, offset: int, into: np.ndarray, need: int) -> Iterator[Callable[[], None]]:
+        """Reads straight into ``into``, of which the first ``need`` bytes are wanted; the file may end after them."""
+        for start in range(0, need, self.block):
+            view = into[start : start + self.block].data
+            yield partial(self._fill, path, offset + start, view, min(need - start, self.block))
+
+    def _cut_through(self, path: Path, offset: int, into: np.ndarray) -> Iterator[Callable[[], None]]:
+        """Reads by way of aligned memory of the thread."""
+        end = offset + into.size
+        start = offset
+        while start < end:
+            stop = min(below(start) + self.block, end)
+            yield partial(self._pass, path, start, into[start - offset : stop - offset])
+            start = stop
+
+    def _pass(self, path: Path, offset: int, into: np.ndarray) -> None:
+        if not hasattr(self._own, "bounce"):
+            self._own.bounce = _map(self.block + ALIGN)
+        first, end = below(offset), offset + into.size
+        whole = self._own.bounce[: above(end) - first]
+        self._fill(path, first, whole.data, end - first)
+        np.copyto(into, whole[offset - first : end - first])
+
+    def _run(self, jobs: Sequence[Callable[[], None]], size: int) -> None:
+        """All jobs; the last one by this thread, which else only waits."""
+        with self._lock:
+            self.requested += size
+        if not jobs:
+            return
+        others = [self._pool.submit(job) for job in jobs[:-1]]
+        problem: BaseException | None = None
+        try:
+            jobs[-1]()
+        except BaseException as error:
+            problem = error
+            for other in others:
+                other.cancel()
+        wait_for(others)  # before any memory goes, also when one has failed
+        for other in others:
+            if not other.cancelled() and (failure := other.exception()) is not None:
+                raise failure
+        if problem is not None:
+            raise problem
+
+    # ---- one read
+
+    def _fill(self, path: Path, offset: int, view: memoryview, need: int) -> None:
+        """Read on until ``need`` bytes are there; up to ``len(view)`` are asked for."""
+        with self._files.use(path) as file:
+            done = stuck = 0
+            while done < need:
+                try:
+                    count = self._preadv(file.descriptor, [view[done:]], offset + done)
+                except InterruptedError:
+                    continue
+                except OSError as error:
+                    if error.errno == errno.EINVAL and file.direct and self.mode == "auto":
+                        self._leave_direct(file, error)
+                        return self._fill(path, offset, view, need)
+                    raise DataError(
+                        f"{path}: bytes {offset + done:,} to {offset + need:,} cannot be read: {error.strerror} "
+                        f"({errno.errorcode.get(error.errno or 0, error.errno)})" + self._advice(error)
+                    ) from error
+                before, done = done, done + count
+                if done < need and file.direct and done % ALIGN:
+                    done = below(done)  # a short read: go on from the last whole block
+                stuck = stuck + 1 if done <= before else 0
+                if count == 0 or stuck > 3:
+                    size = os.fstat(file.descriptor).st_size
+                    raise DataError(
+                        f"{path}: ends at byte {size:,}, but bytes {offset:,} to {offset + need:,} are asked for; "
+                        "it is truncated or was rewritten: compare it with its source"
+                    )
+            with self._lock:
+                self.transferred += done
+        return None
+
+    def _advice(self, error: OSError) -> str:
+        if error.errno == errno.EINVAL and self.mode == "direct":
+            return "; this file system may not have O_DIRECT: set the reader to auto or buffered"
+        return (
+            "; the disk or the file system fails: try cat FILE > /dev/null, and tell the centre" if error.errno == errno.EIO else ""
+        )
+
+    def _open(self, path: Path) -> _File:
+        try:
+            if self.mode == "buffered":
+                return _File(path, os.open(path, os.O_RDONLY | os.O_CLOEXEC), False, 0)
+            device = os.stat(path).st_dev
+            if device not in _without_direct or self.mode == "direct":
+                try:
+                    return _File(path, os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT), True, device)
+                except OSError as error:
+                    if error.errno not in _REFUSED or self.mode == "direct":
+                        raise
+                    _say_without_direct(path, device, error)
+            return _File(path, os.open(path, os.O_RDONLY | os.O_CLOEXEC), False, device)
+        except OSError as error:
+            found = "no such file (moved or deleted since the start?)" if error.errno == errno.ENOENT else error.strerror
+            raise DataError(f"{path}: cannot be opened: {found}{self._advice(error)}") from error
+
+    def _leave_direct(self, file: _File, error: OSError) -> None:
+        _say_without_direct(file.path, file.device, error)
+        self._files.forget(file.path, file)
+
+
+def _again(mode: Mode, threads: int, block: int, memory: Memory, files: int) -> Reader:
+    return Reader(mode, threads=threads, block=block, memory=memory, files=files)
+
+
+_without_direct: set[int] = set()
+
+
+def _say_without_direct(path: Path, device: int, error: OSError) -> None:
+    if device not in _without_direct:
+        _without_direct.add(device)
+        logger.info("%s: its file system has no O_DIRECT (%s); its files are read through the page cache", path, error.strerror)

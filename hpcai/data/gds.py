@@ -1,0 +1,227 @@
+"""Ranges of files straight into the memory of a GPU, past the processor's: GPUDirect Storage, by way of KvikIO.
+
+Where the driver has no GPUDirect Storage for a file system, KvikIO reads through pinned memory by itself (its compatibility
+mode), which is right but no faster than the direct reader; which of both it is, is logged. No reads at all without a GPU's
+driver: the logic here is tested against a double.
+"""
+
+import logging
+import math
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hpcai.data.direct import ALIGN, above, below
+from hpcai.data.layout import Layout, Run, box_of, runs_of
+from hpcai.data.opened import OpenFiles
+from hpcai.errors import DataError, MissingExtraError
+
+logger = logging.getLogger(__name__)
+
+_PORTION = 256 << 20
+"""Bytes of device memory that runs are read into before they are copied to their places."""
+_FILES = 64  # kept open: KvikIO registers each with the driver
+
+
+@dataclass(eq=False, slots=True)
+class _File:
+    handle: Any
+    size: int
+
+
+class GdsReader:
+    """Reads boxes of layouts into memory of ``device``, with ``threads`` reads of up to ``task`` bytes in flight (KvikIO has
+    both once per process). May be used from many threads.
+
+    Each run of bytes is read with the blocks that it begins and ends in, to an aligned address: what GPUDirect Storage does
+    without a detour. One run is viewed where it was read; several are copied to their places on the device.
+    ``requested`` and ``transferred`` count bytes asked for, and bytes read with what alignment adds.
+    Raises MissingExtraError without KvikIO, and DataError without a GPU's driver, for what cannot be opened or read, for a range
+    beyond the end of a file, and for values that torch has no dtype for. ``kvikio`` stands in for the module in tests.
+    """
+
+    def __init__(self, device: torch.device, *, threads: int = 8, task: int = 4 << 20, kvikio: Any = None) -> None:
+        self.device, self.requested, self.transferred = device, 0, 0
+        self._kvikio, self._task = _imported(device) if kvikio is None else kvikio, above(task)
+        self._lock = threading.Lock()
+        self._files = OpenFiles(self._open, lambda file: file.handle.close(), _FILES)
+        # A read is ordered with no stream. Memory of a stream that only this reader uses is free when the allocator says so.
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        try:
+            self._kvikio.defaults.set({"num_threads": threads, "task_size": self._task})
+            _say_mode(bool(self._kvikio.defaults.is_compat_mode_preferred()))
+        except Exception as problem:
+            raise DataError(f"KvikIO cannot be set up: {problem}; {_INSTEAD}") from problem
+
+    def read(self, layout: Layout, *where: slice | int) -> Tensor:
+        """The values of a box of an array, as ``Layout.read``, on the device and in order with its current stream."""
+        dtype = _torch_dtype(layout)
+        box, single = box_of(where, layout.shape, f"{layout.path}: '{layout.name}'")
+        shape = tuple(s.stop - s.start for s in box)
+        runs = [run for cell in layout.cells(box) for run in runs_of(*cell, layout.dtype.itemsize)] if 0 not in shape else []
+        with self._lock:
+            self.requested += math.prod(shape) * layout.dtype.itemsize
+        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
+            if len(runs) == 1 and runs[0].dense and runs[0].offset is not None:
+                whole = _typed(self._fetch(layout.path, runs)[0], dtype).view(shape)
+            else:
+                whole = torch.empty(shape, dtype=dtype, device=self.device)
+                for portion in _portions(runs):
+                    self._place(layout, portion, whole)
+        if self._stream is not None:
+            self._stream.synchronize()  # pieces are in place: whoever goes on with them may do so on any stream
+            whole.record_stream(torch.cuda.current_stream(self.device))
+        return whole.view([n for dim, n in enumerate(shape) if dim not in single])
+
+    def close(self) -> None:
+        """Close the files; one that is being read, after that. Tensors stay."""
+        self._files.close()
+
+    def __enter__(self) -> "GdsReader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- runs of bytes
+
+    def _place(self, layout: Layout, runs: Sequence[Run], whole: Tensor) -> None:
+        item = layout.dtype.itemsize
+        for run in runs:
+            if run.offset is None:  # never written
+                whole[run.place].fill_(np.asarray(layout.fill).item())
+        there = [run for run in runs if run.offset is not None]
+        for run, raw in zip(there, self._fetch(layout.path, there) if there else ()):
+            place = whole[run.place]
+            place.copy_(_typed(raw, whole.dtype).as_strided(place.shape, [stride // item for stride in run.strides]))
+
+    def _fetch(self, path: Path, runs: Sequence[Run]) -> list[Tensor]:
+        """The bytes of each run, in memory of the device.   [span] uint8"""
+        with self._files.use(path) as file:
+            ranges = [(run.offset or 0, (run.offset or 0) + run.span) for run in runs]
+            if (end := max(end for _, end in ranges)) > file.size:
+                raise DataError(
+                    f"{path}: ends at byte {file.size:,}, but bytes up to {end:,} are asked for; it is truncated or was rewritten: "
+                    "compare it with its source"
+                )
+            reads, size = [], 0
+            for start, end in ranges:
+                first, last = below(start), min(above(end), file.size)  # KvikIO takes the end of a file for an error
+                reads.append((size, first, last))
+                size += above(last - first)
+            memory = torch.empty(size + ALIGN, dtype=torch.uint8, device=self.device)
+            memory = memory[-memory.data_ptr() % ALIGN :]
+            if self._stream is not None:
+                self._stream.synchronize()  # copies out of this memory, by an earlier read
+            self._await(path, [(memory[at : at + last - first], first) for at, first, last in reads], file, ranges)
+        return [memory[at + start - first : at + end - first] for (at, first, _), (start, end) in zip(reads, ranges)]
+
+    def _await(self, path: Path, parts: Sequence[tuple[Tensor, int]], file: _File, ranges: Sequence[tuple[int, int]]) -> None:
+        futures, failure = [], None
+        counts: list[int] = []
+        try:
+            for into, first in parts:
+                futures.append(file.handle.pread(into, len(into), first, self._task))
+        except Exception as problem:
+            failure = problem
+        for future in futures:  # all of them, before any memory goes
+            try:
+                counts.append(future.get())
+            except Exception as problem:
+                counts.append(0)
+                failure = failure or problem
+        with self._lock:
+            self.transferred += sum(counts)
+        for (_, first), (start, end), count in zip(parts, ranges, counts):
+            if first + count < end and failure is None:
+                raise DataError(
+                    f"{path}: bytes {start:,} to {end:,} are asked for, but reads stop at byte {first + count:,} of {file.size:,}; "
+                    "it is being rewritten, or its file system fails: compare it with its source"
+                )
+        if failure is not None:
+            low, high = min(start for start, _ in ranges), max(end for _, end in ranges)
+            raise DataError(f"{path}: bytes {low:,} to {high:,} cannot be read to the GPU: {failure}; {_INSTEAD}") from failure
+
+    # ---- files
+
+    def _open(self, path: Path) -> _File:
+        try:
+            size = os.stat(path).st_size
+        except OSError as problem:
+            raise DataError(f"{path}: cannot be opened: {problem.strerror}") from problem
+        try:
+            return _File(self._kvikio.CuFile(path, "r"), size)
+        except Exception as problem:
+            raise DataError(f"{path}: cannot be opened for the GPU: {problem}; {_INSTEAD}") from problem
+
+
+_INSTEAD = "data.reader=direct needs neither KvikIO nor a driver"
+
+
+def _imported(device: torch.device) -> Any:
+    try:
+        kvikio = import_module("kvikio")
+        import_module("kvikio.defaults")
+    except ModuleNotFoundError as problem:
+        raise MissingExtraError(f"data.reader=gds needs {problem.name}: pip install 'hpcai-suite[gds]'; {_INSTEAD}") from problem
+    except (ImportError, OSError) as problem:
+        raise DataError(f"data.reader=gds: KvikIO is installed but does not load ({problem}); {_INSTEAD}") from problem
+    if device.type != "cuda" or not torch.cuda.is_available():
+        raise DataError(
+            f"data.reader=gds reads to a GPU, but the device is {device} and CUDA is {'' if torch.cuda.is_available() else 'not '}"
+            f"available (KvikIO needs libcuda.so.1, the driver's library); {_INSTEAD}"
+        )
+    return kvikio
+
+
+_said: set[bool] = set()
+
+
+def _say_mode(compatible: bool) -> None:
+    if compatible not in _said:
+        _said.add(compatible)
+        logger.info(
+            "data.reader=gds: %s",
+            "no GPUDirect Storage on this machine: KvikIO reads through pinned memory (compatibility mode)"
+            if compatible
+            else "GPUDirect Storage is there; file systems without it are read through pinned memory",
+        )
+
+
+def _torch_dtype(layout: Layout) -> torch.dtype:
+    where = f"{layout.path}: '{layout.name}' is {layout.dtype.str}"
+    if not layout.dtype.isnative:
+        raise DataError(f"{where}, and a GPU reads bytes as they lie; write it in this machine's byte order, or data.reader=direct")
+    try:
+        return torch.from_numpy(np.empty(0, layout.dtype)).dtype
+    except TypeError as problem:
+        raise DataError(f"{where}, which torch has no dtype for; use data.reader=direct") from problem
+
+
+def _typed(raw: Tensor, dtype: torch.dtype) -> Tensor:
+    """Bytes as values; in a copy, where they do not lie on a multiple of an item's size.   [span] uint8 -> [span / item]"""
+    if raw.data_ptr() % dtype.itemsize:
+        raw = raw.clone()
+    return raw.view(dtype)
+
+
+def _portions(runs: Sequence[Run]) -> Iterator[list[Run]]:
+    portion: list[Run] = []
+    size = 0
+    for run in runs:
+        if portion and size + run.span > _PORTION:
+            yield portion
+            portion, size = [], 0
+        portion.append(run)
+        size += above(run.span) + ALIGN if run.offset is not None else 0
+    if portion:
+        yield portion

@@ -1,0 +1,290 @@
+"""Where the values of an array lie in a file, so that they are read without the library that wrote it.
+
+HDF5, .npy and raw files come down to the same: a box of values in row-major order, whole or in chunks, at known offsets. The
+library (h5py) tells the offsets once per file; samples are then ranges of bytes.
+"""
+
+import itertools
+import math
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from hpcai.data.direct import Reader
+from hpcai.errors import DataError, HpcaiError
+
+GAP = 16 << 10
+"""Bytes between two runs below which it is cheaper to read on than to read twice."""
+_CHUNKS = 1 << 22  # chunks of one dataset that we are ready to list
+
+_PARSING = threading.Lock()  # Python 3.11's parser, which reads the header, fails now and then in several threads at once
+
+Slices = Sequence[slice]
+
+
+class UnreadableLayoutError(DataError):
+    """A whole file whose values do not lie in it as they are: compressed, filtered, virtual or external."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """An array on disk. ``offset`` is that of the first value; a chunked array has the ``offsets`` of its chunks instead, by
+    place in the grid, each chunk whole also at the rim, and ``fill`` where none was written."""
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    offset: int | None
+    chunk: tuple[int, ...] = ()
+    offsets: Mapping[tuple[int, ...], int] = field(default_factory=dict, repr=False)
+    fill: Any = 0
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def read(self, reader: Reader, *where: slice | int) -> np.ndarray:
+        """The values of a box of the array: a slice (step 1) or an index for each leading dim; the rest is whole.
+
+        One run of bytes is viewed where it was read; several are read into one array. Raises DataError as ``Reader`` does.
+        """
+        box, single = box_of(where, self.shape, f"{self.path}: '{self.name}'")
+        shape = tuple(s.stop - s.start for s in box)
+        found = self._read(reader, box, shape)
+        return found.reshape([n for i, n in enumerate(shape) if i not in single]) if single else found
+
+    def run(self, *where: slice | int) -> tuple[int, int, tuple[int, ...]] | None:
+        """(offset, bytes, shape) of a box that lies in one piece in the file; None of one that does not."""
+        box, single = box_of(where, self.shape, f"{self.path}: '{self.name}'")
+        shape = tuple(s.stop - s.start for s in box)
+        pieces = [piece for cell in self.cells(box) for piece in runs_of(*cell, self.dtype.itemsize)] if 0 not in shape else []
+        if len(pieces) != 1 or pieces[0].offset is None or not pieces[0].dense:
+            return None
+        return pieces[0].offset, pieces[0].span, tuple(n for i, n in enumerate(shape) if i not in single)
+
+    def _read(self, reader: Reader, box: Slices, shape: tuple[int, ...]) -> np.ndarray:
+        if 0 in shape:
+            return np.empty(shape, self.dtype)
+        pieces = [piece for cell in self.cells(box) for piece in runs_of(*cell, self.dtype.itemsize)]
+        if len(pieces) == 1 and pieces[0].offset is not None and pieces[0].dense:
+            raw = reader.fetch(self.path, pieces[0].offset, pieces[0].span)
+            if raw.ctypes.data % self.dtype.itemsize == 0 or self.dtype.itemsize == 1:
+                return raw.view(self.dtype).reshape(shape)
+            return reader.memory.copy(np.frombuffer(raw, self.dtype)).reshape(shape)
+        whole = reader.memory.take(math.prod(shape) * self.dtype.itemsize).view(self.dtype).reshape(shape)
+        parts, strided = [], []
+        for piece in pieces:
+            place = whole[piece.place]
+            if piece.offset is None:
+                place[...] = self.fill
+            elif piece.dense and place.flags.c_contiguous:
+                parts.append((self.path, piece.offset, place.reshape(-1).view(np.uint8)))
+            else:
+                strided.append((piece, place))
+        reader.read(parts)
+        raws = reader.fetch_all([(self.path, piece.offset or 0, piece.span) for piece, _ in strided])
+        for (piece, place), raw in zip(strided, raws):
+            np.copyto(place, np.ndarray(place.shape, self.dtype, raw.data, 0, piece.strides))
+        return whole
+
+    def cells(self, box: Slices) -> Iterator[tuple[int | None, tuple[int, ...], Slices, tuple[int, ...]]]:
+        """(offset, shape, box within it, where that begins in the result) of the whole, or of each chunk touched."""
+        if not self.chunk:
+            yield self.offset, self.shape, box, (0,) * len(box)
+            return
+        grid = [range(s.start // n, -(-s.stop // n)) for s, n in zip(box, self.chunk)]
+        for cell in itertools.product(*grid):
+            first = [c * n for c, n in zip(cell, self.chunk)]
+            inner = [slice(max(s.start, f) - f, min(s.stop, f + n) - f) for s, f, n in zip(box, first, self.chunk)]
+            begin = tuple(max(s.start, f) - s.start for s, f in zip(box, first))
+            yield self.offsets.get(cell), self.chunk, inner, begin
+
+
+@dataclass(frozen=True)
+class Run:
+    """``span`` bytes from ``offset`` on that hold the values of ``place`` in the result, ``strides`` bytes apart."""
+
+    offset: int | None
+    span: int
+    strides: tuple[int, ...]
+    place: tuple[slice, ...]
+    dense: bool
+
+
+def runs_of(offset: int | None, shape: tuple[int, ...], box: Slices, begin: tuple[int, ...], item: int) -> Iterator[Run]:
+    """The runs of bytes of a box within a row-major array; runs that lie close together are read as one."""
+    dims = len(shape)
+    count = [s.stop - s.start for s in box]
+    strides = tuple(item * math.prod(shape[d + 1 :]) for d in range(dims))
+    level = next((d for d in range(dims - 1, -1, -1) if count[d] != shape[d]), 0)  # below it all dims are whole
+    dense = True
+    while level > 0 and offset is not None:
+        used = count[level] * strides[level]
+        if count[level - 1] > 1 and strides[level - 1] - used > GAP:
+            break
+        # Else a single index above it costs nothing, and a small gap less than another read.
+        dense = dense and count[level - 1] == 1
+        level -= 1
+    if offset is None:
+        level = 0
+    span = sum((n - 1) * s for n, s in zip(count[level:], strides[level:])) + item
+    for outer in itertools.product(*(range(n) for n in count[:level])):
+        index = [box[d].start + outer[d] for d in range(level)] + [box[d].start for d in range(level, dims)]
+        at = None if offset is None else offset + sum(i * s for i, s in zip(index, strides))
+        place = tuple(slice(b + o, b + o + 1) for b, o in zip(begin, outer))
+        place += tuple(slice(begin[d], begin[d] + count[d]) for d in range(level, dims))
+        yield Run(at, span, strides, place, dense)
+
+
+def box_of(where: Sequence[slice | int], shape: tuple[int, ...], name: str) -> tuple[list[slice], set[int]]:
+    if len(where) > len(shape):
+        raise DataError(f"{name} has {len(shape)} dims, {len(where)} are indexed")
+    box, single = [], set()
+    for dim, size in enumerate(shape):
+        asked = where[dim] if dim < len(where) else slice(None)
+        if isinstance(asked, slice):
+            start, stop, step = asked.indices(size)
+            if step != 1:
+                raise DataError(f"{name}: dim {dim} is read with a step of {step}, expected 1")
+            box.append(slice(start, max(start, stop)))
+        else:
+            if not -size <= asked < size:
+                raise DataError(f"{name}: index {asked} of dim {dim}, which has {size}")
+            single.add(dim)
+            box.append(slice(asked % size, asked % size + 1))
+    return box, single
+
+
+def finite(value: Any) -> bool:
+    """Whether an array or tensor holds neither NaN nor infinity. A sum tells it at the speed of the memory; only one that
+    overflows needs a look at each value."""
+    if not isinstance(value, np.ndarray):
+        return not value.is_floating_point() or bool(value.isfinite().all())
+    if value.dtype.kind not in "fc":
+        return True
+    with np.errstate(over="ignore", invalid="ignore"):
+        return bool(np.isfinite(value.sum()) or np.isfinite(value).all())
+
+
+# ---- the formats
+
+
+def raw(path: str | Path, dtype: Any, shape: Sequence[int], offset: int = 0) -> Layout:
+    """Values of ``shape`` from byte ``offset`` of a file without a header. Raises DataError when the file is too short."""
+    path = Path(path)
+    found = Layout(path, path.name, tuple(shape), _plain(dtype, path, path.name), offset)
+    _ends_within(found, offset + found.nbytes, _size(path))
+    return found
+
+
+def npy(path: str | Path) -> Layout:
+    """The array of a ``.npy`` file. Raises DataError for a damaged header, Python objects, and a file that is too short."""
+    path = Path(path)
+    size = _size(path)
+    try:
+        with path.open("rb") as file:
+            version = np.lib.format.read_magic(file)
+            read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
+            if read is None:
+                raise ValueError(f"format {version}, expected 1.0 or 2.0")
+            with _PARSING:
+                shape, fortran, dtype = read(file, max_header_size=10_000)
+            offset = file.tell()
+    except OSError as problem:
+        raise DataError(f"{path}: cannot be read: {problem.strerror}") from problem
+    except Exception as problem:  # a damaged header ends in the tokenizer of Python, in an overflow, in whatever
+        raise DataError(f"{path}: not a .npy file ({type(problem).__name__}: {str(problem)[:200]})") from problem
+    if any(n < 0 for n in shape):
+        raise DataError(f"{path}: not a .npy file: its shape is {shape}")
+    dtype = _plain(dtype, path, path.name)
+    if fortran and len(shape) > 1:
+        raise UnreadableLayoutError(f"{path}: its values lie in Fortran order; write it again with numpy.save(ascontiguousarray)")
+    found = Layout(path, path.name, shape, dtype, offset)
+    _ends_within(found, offset + found.nbytes, size)
+    return found
+
+
+def hdf5(file: h5py.File, name: str) -> Layout:
+    """The layout of one dataset of an open HDF5 file.
+
+    Raises UnreadableLayoutError for compressed or otherwise filtered chunks, virtual, external and compact datasets and
+    files with a user block, and DataError for a damaged file and for values that lie beyond its end.
+    """
+    try:
+        return _hdf5(file, name)
+    except HpcaiError:
+        raise
+    except Exception as problem:  # what the library raises for a damaged file is not documented
+        raise DataError(f"{file.filename}: dataset '{name}' cannot be read ({type(problem).__name__}: {problem})") from problem
+
+
+def _hdf5(file: h5py.File, name: str) -> Layout:
+    path, data = Path(file.filename), file[name]
+    where = f"{path}: dataset '{name}'"
+    if not isinstance(data, h5py.Dataset):
+        raise DataError(f"{where} is a {type(data).__name__.lower()}, expected values")
+    if data.dtype.hasobject or data.shape is None:
+        raise UnreadableLayoutError(f"{where} is {data.dtype}, expected numbers")
+    plist = data.id.get_create_plist()
+    if plist.get_nfilters():
+        names = [plist.get_filter(i)[3].decode(errors="replace") or "a filter" for i in range(plist.get_nfilters())]
+        raise UnreadableLayoutError(f"{where} is written through {', '.join(names)}, and direct reads need plain values")
+    kind = plist.get_layout()
+    if kind == h5py.h5d.VIRTUAL or (kind == h5py.h5d.CONTIGUOUS and plist.get_external_count()):
+        raise UnreadableLayoutError(f"{where} lies in other files")
+    if kind == h5py.h5d.COMPACT:
+        raise UnreadableLayoutError(f"{where} lies within the header")
+    if file.userblock_size:  # some versions of the library count it in, some do not
+        raise UnreadableLayoutError(f"{path}: begins with a user block of {file.userblock_size} bytes")
+    dtype, size = _plain(data.dtype, path, name), _size(path)
+    if kind == h5py.h5d.CONTIGUOUS:
+        offset = data.id.get_offset()
+        if offset is None:  # nothing was ever written
+            return Layout(path, name, data.shape, dtype, None, data.shape or (1,), {}, data.fillvalue)
+        found = Layout(path, name, data.shape, dtype, offset)
+        _ends_within(found, offset + found.nbytes, size)
+        return found
+    whole = math.prod(data.chunks) * dtype.itemsize
+    number = data.id.get_num_chunks()
+    if number > _CHUNKS or number * whole > size:
+        raise DataError(f"{where} says that it has {number:,} chunks of {whole:,} bytes, in a file of {size:,}; it is damaged")
+    offsets: dict[tuple[int, ...], int] = {}
+
+    def note(chunk: Any) -> None:
+        if chunk.size != whole or chunk.filter_mask:
+            raise DataError(f"{where}: chunk at {chunk.chunk_offset} has {chunk.size:,} bytes, expected {whole:,}; it is damaged")
+        offsets[tuple(o // n for o, n in zip(chunk.chunk_offset, data.chunks))] = chunk.byte_offset
+
+    data.id.chunk_iter(note)
+    found = Layout(path, name, data.shape, dtype, None, data.chunks, offsets, data.fillvalue)
+    if offsets:
+        _ends_within(found, max(offsets.values()) + whole, size)
+    return found
+
+
+def _plain(dtype: Any, path: Path, name: str) -> np.dtype:
+    dtype = np.dtype(dtype)
+    if dtype.hasobject or dtype.itemsize == 0:
+        raise UnreadableLayoutError(f"{path}: '{name}' is {dtype}, expected numbers")
+    return dtype
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError as problem:
+        raise DataError(f"{path}: cannot be read: {problem.strerror}") from problem
+
+
+def _ends_within(layout: Layout, end: int, size: int) -> None:
+    if end > size:
+        raise DataError(
+            f"{layout.path}: '{layout.name}' {layout.shape} ends at byte {end:,}, but the file has {size:,}; it is truncated: copy "
+            "or make it again"
+        )

@@ -1,0 +1,85 @@
+"""Which way to read, by what fits into memory."""
+
+import logging
+import os
+from pathlib import Path
+
+import torch
+
+from hpcai.data.direct import Memory, Mode, Reader
+from hpcai.errors import DataError
+from hpcai.log import size as told
+
+logger = logging.getLogger(__name__)
+
+SHARE = 0.6
+"""Part of the memory that a page cache may be counted on for; the rest is for models, batches and others on the node."""
+
+
+def available_memory(root: Path = Path("/")) -> int:
+    """Bytes that this process and its page cache may still fill: what the node has free, within the limits of its cgroups."""
+    fields = dict(line.split(":", 1) for line in (root / "proc/meminfo").read_text().splitlines())
+    free = int(fields["MemAvailable"].split()[0]) << 10
+    for line in (root / "proc/self/cgroup").read_text().splitlines():
+        _, controllers, name = line.split(":", 2)
+        if controllers == "":  # version 2
+            base = root / "sys/fs/cgroup"
+            limit, usage, cache = "memory.max", "memory.current", "file"
+        elif "memory" in controllers.split(","):
+            base = root / "sys/fs/cgroup/memory"
+            limit, usage, cache = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache"
+        else:
+            continue
+        folder = base / name.lstrip("/")
+        # In a container the path is that of the host; what it may see is the root of its own hierarchy. Limits of parents hold too.
+        for place in (folder, *folder.parents):
+            if not place.is_relative_to(base):
+                break
+            most = _number(place / limit)
+            if most is not None:
+                free = min(free, most - (_number(place / usage) or 0) + _field(place / "memory.stat", cache))
+    return max(free, 0)
+
+
+def choose(size: int, root: Path = Path("/")) -> tuple[Mode, str]:
+    """``buffered`` where ``size`` bytes fit into the page cache and ``direct`` (``auto``) where not, with the reason."""
+    room = int(SHARE * available_memory(root))
+    if size <= room:
+        return "buffered", f"{told(size)} of samples fit into {told(room)} of page cache: reads go through it"
+    return "auto", f"{told(size)} of samples do not fit into {told(room)} of page cache: reads go past it"
+
+
+def open_reader(way: str, size: int, name: str = "data", device: torch.device | None = None) -> Reader:
+    """A reader for ``size`` bytes of samples, whose memory suits copies to ``device``.
+
+    ``auto`` takes what ``choose`` finds best, and says so; ``direct`` insists on O_DIRECT; ``buffered`` reads through the page
+    cache. What else a source may be told (``memory``, ``hdf5``, ``dali``, ``gds``) reads O_DIRECT where the file system has it.
+    Raises DataError for ``memory`` when the samples do not fit.
+    """
+    mode: Mode = "direct" if way == "direct" else "buffered" if way == "buffered" else "auto"
+    if way == "auto":
+        mode, why = choose(size)
+        logger.info("%s: %s", name, why)
+    elif way == "memory" and size > (room := int(SHARE * available_memory())):
+        raise DataError(
+            f"{name}: data.reader=memory, but there are {told(size)} of samples, and {told(room)} of memory may be used for them; "
+            "use data.reader=direct"
+        )
+    memory = Memory(pin=device is not None and device.type == "cuda")
+    return Reader(mode, memory=memory, threads=max(8, min(32, os.cpu_count() or 8)))
+
+
+def _number(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _field(path: Path, name: str) -> int:
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.split()[0] == name), 0)

@@ -1,0 +1,250 @@
+"""One GPU: what arrives there is what lies in the files, in order with a busy stream, and the host waits for nothing."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+from hpcai import dist
+from hpcai.data.dali import DaliLoader, Field, apply, draw
+from hpcai.data.direct import Memory, Reader
+from hpcai.data.gds import GdsReader
+from hpcai.data.layout import Layout, hdf5, npy
+from hpcai.data.loader import Loader
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")]
+
+DEVICE = torch.device("cuda")
+COUNT, SHAPE = 48, (16, 32, 32, 4)
+
+
+def busy() -> None:
+    """Some milliseconds of work on the current stream: what is not in order with it comes too early or too late."""
+    torch.cuda._sleep(20_000_000)
+
+
+def value(index: int) -> np.ndarray:
+    return np.random.default_rng(index).integers(0, 100, SHAPE).astype(np.int16)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("volumes")
+    for index in range(COUNT):
+        np.save(folder / f"{index:03d}.npy", value(index))
+    return sorted(folder.glob("*.npy"))
+
+
+class Volumes:
+    """Samples read past the page cache into pinned memory, of which little is kept, so that it is soon written again."""
+
+    def __init__(self, files: list[Path], device: torch.device, mode: Any = "auto") -> None:
+        self.paths = files
+        self.layouts = [npy(path) for path in files if path.suffix == ".npy"]
+        self.reader = Reader(mode, threads=4, memory=Memory(keep=1 << 20, pin=device.type == "cuda"))
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def files(self, index: int) -> dict[str, Path]:
+        return {"volume": self.paths[index]}
+
+    def sample(self, index: int, epoch: int) -> dict[str, Any]:
+        return {"volume": self.layouts[index].read(self.reader), "index": np.array(index)}
+
+    def describe(self, index: int) -> str:
+        return self.paths[index].name
+
+    def close(self) -> None:
+        self.reader.close()
+
+
+@pytest.mark.parametrize("mode", ["auto", "buffered"])
+def test_direct_reads_into_pinned_memory_are_right_after_the_upload(files: list[Path], mode: Any) -> None:
+    with Reader(mode, memory=Memory(keep=4 << 20, pin=True)) as reader, Reader("buffered") as plain:
+        for turn in range(3):
+            for index, path in enumerate(files):
+                read = torch.from_numpy(npy(path).read(reader, slice(index % 5, 12)))
+                assert read.is_pinned()
+                there = read.to(DEVICE, non_blocking=True)
+                torch.cuda.current_stream().synchronize()  # or the memory is read into again below the copy
+                del read
+                expected = npy(path).read(plain, slice(index % 5, 12))
+                assert np.array_equal(there.cpu(), expected) and np.array_equal(expected, value(index)[index % 5 : 12]), turn
+
+
+@pytest.mark.parametrize("order", ["strict", "ready"])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_batches_are_right_while_the_stream_is_busy(files: list[Path], order: Any, batch: int) -> None:
+    device = dist.alone(DEVICE)
+    words: dict[str, Any] = {"name": "train", "seed": 1, "order": order, "workers": 4, "prefetch": 1 << 20}
+    seen: list[int] = []
+    kept = []
+    with Loader(Volumes(files, DEVICE), batch, device, **words) as loader:
+        for epoch in range(3):
+            for part in loader.epoch(epoch, more=epoch < 2):
+                busy()  # the copies of the next batches run meanwhile, and samples are read into memory that is used again
+                kept.append((part["index"] * 1, part["volume"].clone()))
+                del part
+            seen += [int(i) for index, _ in kept[-len(loader) :] for i in index]
+    for index, volume in kept:
+        for i, found in zip(index.tolist(), volume.cpu()):
+            assert np.array_equal(found, value(i)), f"sample {i}"
+    assert [sorted(seen[e * COUNT : (e + 1) * COUNT]) for e in range(3)] == [list(range(COUNT))] * 3
+    if order == "strict":
+        with Loader(Volumes(files, torch.device("cpu")), batch, dist.alone(), **words) as loader:
+            assert seen == [i for epoch in range(3) for part in loader.epoch(epoch) for i in part["index"].tolist()]
+
+
+def test_the_host_waits_for_nothing_when_a_batch_is_handed_over(files: list[Path]) -> None:
+    with Loader(Volumes(files, DEVICE), 4, dist.alone(DEVICE), name="train", workers=4) as loader:
+        batches = loader.epoch(0)
+        next(batches)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for part in batches:
+                busy()
+                part["volume"].add_(1)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+# ---- DALI
+
+
+CROP: dict[str, Any] = {"crop": (8, 16, 24), "crop_at": "random", "flip": (0, 1, 2)}
+FIELDS = (Field("volume", "DHWC", log1p=True, dtype="float32", transpose=(3, 0, 1, 2), **CROP), Field("index"))
+
+
+@pytest.fixture
+def needs_dali() -> Iterator[None]:
+    pytest.importorskip("nvidia.dali", reason="NVIDIA DALI is not installed")
+    yield
+
+
+def new_dali(files: list[Path], batch: int = 4, fields: Any = FIELDS, **words: Any) -> DaliLoader:
+    mesh = words.pop("mesh", None) or dist.alone(DEVICE)
+    return DaliLoader(Volumes(files, mesh.device), batch, mesh, fields, name="train", seed=3, **words)
+
+
+@pytest.mark.usefixtures("needs_dali")
+@pytest.mark.parametrize("device", [None, "cpu"])
+@pytest.mark.parametrize("reader", ["external", "numpy"])
+def test_dali_gives_what_numpy_gives_while_the_stream_is_busy(files: list[Path], device: Any, reader: Any) -> None:
+    fields = FIELDS if reader == "external" else FIELDS[:1]
+    with new_dali(files, fields=fields, device=device, reader=reader, prefetch=8 << 20) as loader:
+        order = [loader.indices(epoch, first) for epoch in range(2) for first in range(0, COUNT, 4)]
+        kept = []
+        for epoch in range(2):
+            for part in loader.epoch(epoch, more=epoch < 1):
+                busy()
+                assert part["volume"].device.type == DEVICE.type
+                kept.append({name: tensor.clone() for name, tensor in part.items()})
+                del part
+    assert len(kept) == len(order) == 2 * COUNT // 4
+    for number, (indices, part) in enumerate(zip(order, kept)):
+        for row, index in enumerate(indices.tolist()):
+            drawn = draw(fields, 3, number * 4 // COUNT, number * 4 % COUNT + row)
+            expected = apply(fields, {"volume": value(index), "index": index}, drawn)
+            np.testing.assert_allclose(part["volume"][row].cpu(), expected["volume"], rtol=2e-6, err_msg=f"{number} {row}")
+            assert reader == "numpy" or int(part["index"][row]) == index
+
+
+@pytest.mark.usefixtures("needs_dali")
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"mean": [1.0, 2.0, 3.0, 4.0], "std": [5.0, 6.0, 7.0, 8.0], "transpose": (3, 0, 1, 2)},
+        {"mean": 1.5, "std": 2.5, "dtype": "float16", "flip": (1,)},
+        {"log1p": True, "dtype": "bfloat16", "crop": (9, 9, 9)},
+        {"dtype": "uint8", "transpose": (2, 1, 0, 3)},
+        {},
+    ],
+)
+def test_every_operator_of_dali_is_the_same_on_the_gpu(files: list[Path], words: dict[str, Any]) -> None:
+    field = Field("volume", "DHWC", **words)
+    with new_dali(files, fields=[field]) as loader, new_dali(files, fields=[field], mesh=dist.alone()) as plain:
+        for here, there in zip(loader.epoch(0), plain.epoch(0)):
+            found, expected = here["volume"], there["volume"]
+            assert found.device.type == DEVICE.type and found.dtype == expected.dtype and found.shape == expected.shape
+            loss = {torch.bfloat16: 2**-7, torch.float16: 2**-9, torch.float32: 2e-6}.get(found.dtype, 0.0)
+            assert torch.allclose(found.cpu().double(), expected.double(), rtol=loss, atol=loss)
+
+
+@pytest.mark.usefixtures("needs_dali")
+def test_a_batch_of_dali_stays_as_it_is_on_the_gpu(files: list[Path]) -> None:
+    with new_dali(files, fields=(Field("volume"), Field("index"))) as loader:
+        kept = list(loader.epoch(0))
+        list(loader.epoch(1))
+    torch.cuda.synchronize()
+    for part in kept:
+        for index, found in zip(part["index"].tolist(), part["volume"].cpu()):
+            assert np.array_equal(found, value(index))
+
+
+@pytest.mark.usefixtures("needs_dali")
+def test_dali_goes_on_where_it_was_left_on_the_gpu(files: list[Path]) -> None:
+    with new_dali(files) as loader:
+        whole = [part["volume"].clone() for part in loader.epoch(1)]
+        rest = [part["volume"].clone() for part in loader.epoch(1, 20)]
+    assert len(rest) == len(whole) - 5 and all(map(torch.equal, rest, whole[5:]))
+
+
+@pytest.mark.usefixtures("needs_dali")
+def test_images_are_decoded_on_the_gpu(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    pictures = [np.random.default_rng(i).integers(0, 256, (24, 31, 3)).astype(np.uint8) for i in range(8)]
+    for i, picture in enumerate(pictures):
+        image.fromarray(picture).save(tmp_path / f"{i}.png")
+
+    class Pictures(Volumes):
+        def sample(self, index: int, epoch: int) -> dict[str, Any]:
+            return {"image": self.paths[index].read_bytes()}
+
+    field = Field("image", "HWC", decode=True, crop=(20, 20), transpose=(2, 0, 1))
+    source = Pictures(sorted(tmp_path.glob("*.png")), DEVICE)
+    with DaliLoader(source, 4, dist.alone(DEVICE), [field], name="train", shuffle=False) as loader:
+        found = torch.cat([part["image"] for part in loader.epoch(0)])
+    assert found.device.type == DEVICE.type
+    assert np.array_equal(found.cpu(), [picture[2:22, 5:25].transpose(2, 0, 1) for picture in pictures])
+
+
+# ---- GPUDirect Storage, or what KvikIO has instead
+
+
+@pytest.fixture
+def gds() -> Iterator[GdsReader]:
+    pytest.importorskip("kvikio", reason="KvikIO is not installed")
+    with GdsReader(DEVICE) as reader:
+        yield reader
+
+
+def chunked(folder: Path) -> Layout:
+    with h5py.File(folder / "x.h5", "w") as file:
+        data = file.create_dataset("x", (20, 30, 40), np.float32, chunks=(6, 7, 40), fillvalue=3)
+        data[:12] = np.arange(14400).reshape(12, 30, 40)
+    with h5py.File(folder / "x.h5") as file:
+        return hdf5(file, "x")
+
+
+def test_gds_reads_what_the_direct_reader_reads_while_the_stream_is_busy(gds: GdsReader, files: list[Path], tmp_path: Path) -> None:
+    boxes: list[tuple[Any, ...]] = [(), (3,), (slice(2, 9),), (slice(0, 16), slice(3, 8)), (2, 5, slice(1, 30), 2)]
+    layouts = [npy(path) for path in files[:8]]
+    kept = []
+    with Reader("auto") as direct:
+        for _ in range(3):
+            for layout in [*layouts, chunked(tmp_path)]:
+                for box in boxes:
+                    where = box[: len(layout.shape)]
+                    found = gds.read(layout, *where)
+                    busy()  # what was read before is still used, while the allocator hands out memory for the next read
+                    kept.append((found * 1, layout.read(direct, *where).copy()))
+                    del found
+    for found, expected in kept:
+        assert found.device.type == DEVICE.type and np.array_equal(found.cpu(), expected)
+    assert gds.transferred >= gds.requested > 0

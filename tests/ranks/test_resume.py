@@ -1,0 +1,68 @@
+"""A run in ready order that is stopped anywhere goes on on another number of ranks: each sample is trained on once an epoch."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hpcai import train
+from hpcai.config import Settings
+from hpcai.data import Loader
+from hpcai.dist.mesh import Mesh
+from hpcai.settings import CheckpointConfig, ReportConfig, StepConfig, TrainConfig
+from tests.ranks.launch import on_ranks
+
+COUNT, BATCH = 48, 8
+
+
+class Config(Settings):
+    report: ReportConfig
+    checkpoint: CheckpointConfig = CheckpointConfig(every_steps=2)
+    model: int = 1
+
+
+class Numbers:
+    """Two samples of the first epoch are late."""
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def sample(self, index: int, epoch: int) -> Any:
+        if epoch == 0 and index in (7, 30):
+            time.sleep(0.3)
+        return torch.tensor([float(index)], dtype=torch.float64)
+
+    def describe(self, index: int) -> str:
+        return str(index)
+
+
+def leg(mesh: Mesh, folder: Path, steps: int) -> list[tuple[int, int]]:
+    """What this rank trained on, as (step, index)."""
+    seen: list[tuple[int, int]] = []
+    torch.manual_seed(0)
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> dict[str, torch.Tensor]:
+        seen.extend((step.count, int(x)) for x in batch[:, 0])
+        time.sleep(0.02)
+        return {"loss": model(batch / COUNT).square().mean()}
+
+    step = train.Step(nn.Linear(1, 1), loss, StepConfig(optimizer="sgd", precision="fp64"), mesh)
+    cfg = Config(report=ReportConfig(directory=folder, sinks=()))
+    with train.Run("t", cfg, mesh) as run, Loader(Numbers(), BATCH, mesh, name="train", order="ready", seed=3) as loader:
+        train.fit(step, loader, TrainConfig(steps=steps), run=run)
+    return seen
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 4), (4, 2, 1), (2, 4, 2)], ids=str)
+def test_each_sample_once_an_epoch(tmp_path: Path, sizes: tuple[int, ...]) -> None:
+    seen: list[tuple[int, int]] = []
+    for size, steps in zip(sizes, (2, 5, 12)):
+        for part in on_ranks({"replicate": size}, leg, tmp_path / "run", steps):
+            seen += part
+    assert len(seen) == 12 * BATCH
+    first = [index for step, index in seen if step < 6]
+    assert sorted(first) == list(range(COUNT)) and sorted(i for s, i in seen if s >= 6) == list(range(COUNT))
+    assert {7, 30} & {index for step, index in seen if 2 <= step < 6}, "late ones came after a stop"

@@ -1,0 +1,235 @@
+"""``hpcai data check``: what it prints, its exit codes, its JSON; a mistake or a Ctrl-C is no traceback."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from hpcai import cli
+from hpcai.cli import check as command
+from hpcai.cli import data
+from tests.apps import universes
+
+FAST = ["--seconds", "0", "--threads", "1"]
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Path:
+    return universes.make(tmp_path / "set", size=8, train=3, validation=2)
+
+
+def run(*words: Any) -> int:
+    return cli.main(["data", "check", *map(str, words), *FAST])
+
+
+def nan(path: Path, row: int = 1) -> None:
+    with h5py.File(path, "a") as file:
+        file["target"][row, 2] = np.nan
+
+
+def test_help_costs_neither_torch_nor_numpy() -> None:
+    code = (
+        "import sys, hpcai.cli\n"
+        "try: hpcai.cli.main(['data', 'check', '--help'])\n"
+        "except SystemExit as end: print('code', end.code)\n"
+        "print([name for name in ('torch', 'numpy', 'h5py', 'rich', 'hpcai.data.doctor') if name in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.endswith("code 0\n[]\n") and "--step-time SECONDS" in out
+    code = "import sys, hpcai.data.doctor; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+    assert "check" in data.COMMANDS
+
+
+def test_a_healthy_set_is_fine(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(made) == 0 and run(made, "--strict") == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == "train       3 files, 12 samples, 55.5 kB, no SHA-256 verified, 0% of rows begin on a page"
+    assert out[1] == "            counts: <i2 (8, 8, 8, 4)"
+    assert out[-1].startswith("fine: 5 files, 20 samples, 92.5 kB in ") and out[-1].endswith("; 0 errors, 0 warnings, 0 notes")
+
+
+def test_findings_are_grouped_and_the_first_five_shown(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in sorted(made.glob("*/*.h5")):
+        nan(path)
+    for i in range(3, 6):
+        (made / "train" / f"universe_{i:05d}.h5").write_bytes((made / "train" / "universe_00000.h5").read_bytes()[:-1])
+    assert run(made) == 1
+    out = capsys.readouterr().out
+    assert "error: nan (5)\n  train/universe_00000.h5 'target' row 1: row 1 of 4 holds NaN or infinity" in out
+    assert "error: unreadable (3)\n" in out and "warning: stranger (3)\n" in out and "more; --json" not in out
+    assert out.splitlines()[-1].startswith("FAILED: 8 files,") and out.endswith("; 8 errors, 3 warnings, 0 notes\n")
+    (made / "train" / "universe_00006.h5").write_bytes(b"")
+    (made / "train" / "universe_00007.h5").write_bytes(b"")
+    (made / "train" / "universe_00008.h5").write_bytes(b"")
+    assert run(made) == 1
+    out = capsys.readouterr().out
+    assert "error: unreadable (6)" in out and "  and 1 more; --json FILE names all\n" in out and out.count("cannot be read") == 5
+
+
+def test_exit_codes(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(made, "--world", 2, "--batch", 8) == 0  # a note: some samples are left out
+    assert "4 of them" in capsys.readouterr().out
+    assert run(made, "--world", 3, "--batch", 8) == 1
+    (made / "train" / "index.json").unlink()
+    assert run(made) == 0 and run(made, "--strict") == 1
+    assert "usable, with warnings: 5 files" in capsys.readouterr().out
+    assert run(tmp_path / "nowhere") == 2
+    assert capsys.readouterr().err.startswith(f"hpcai data check: {tmp_path}/nowhere: no such folder; name the folder")
+
+
+@pytest.mark.parametrize(
+    "words, text",
+    [
+        (["--sample", "0"], "sample is 0, expected 1 or more"),
+        (["--step-time", "1"], "add batch, counted over all processes"),
+        (["--range", "counts=5:1"], "range counts=5:1: expected the least value first"),
+    ],
+)
+def test_wrong_options_are_refused(made: Path, capsys: pytest.CaptureFixture[str], words: list[str], text: str) -> None:
+    assert run(made, *words) == 2
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words, text",
+    [
+        (["--range", "counts"], "expected FIELD=LOW:HIGH such as counts=0:32767"),
+        (["--range", "=0:1"], "expected FIELD=LOW:HIGH"),
+        (["--range", "a=x:1"], "expected FIELD=LOW:HIGH"),
+        (["--range", "a=nan:1"], "expected FIELD=LOW:HIGH"),
+        (["--accept", "all"], "--accept says what --repair may take as it is; add --repair"),
+        (["--quick", "--sample", "3"], "not allowed with"),
+    ],
+)
+def test_wrong_words_are_a_usage_error(made: Path, capsys: pytest.CaptureFixture[str], words: list[str], text: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run(made, *words)
+    assert caught.value.code == 2 and text in capsys.readouterr().err
+
+
+def test_ranges(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command._range("a=b=-1.5:") == ("a=b", (-1.5, None)) and command._range("x=:7") == ("x", (None, 7))
+    assert run(made, "--range", "counts=0:32767", "--range", "target=-1:1") == 0
+    assert run(made, "--range", "counts=1:") == 1
+    assert "such as 0, expected 1 to any" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("target", ["-", "file"])
+def test_json_is_complete(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], target: str) -> None:
+    nan(made / "train" / "universe_00001.h5")
+    where = "-" if target == "-" else tmp_path / "out.json"
+    assert (
+        cli.main(["data", "check", str(made), "--json", str(where), "--seconds", "0.02", "--batch", "4", "--step-time", "9"]) == 1
+    )
+    captured = capsys.readouterr()
+    found = json.loads(captured.out if target == "-" else (tmp_path / "out.json").read_text())
+    assert ("FAILED" in captured.err) == (target == "-")
+    assert found["summary"] == {"errors": 1, "warnings": 0, "notes": 0, "codes": {"nan": 1}}
+    (finding,) = found["findings"]
+    assert finding.pop("text").startswith("row 1 of 4 holds NaN")
+    assert finding == {
+        "severity": "error", "code": "nan", "path": str(made / "train" / "universe_00001.h5"), "dataset": "target", "row": 1,
+        "repairable": False,
+    }  # fmt: skip
+    assert found["splits"][0]["division"]["batches"] == 3 and found["splits"][0]["fields"]["counts"] == "<i2 (8, 8, 8, 4)"
+    assert found["figures"]["rate"]["needed_per_node"]["samples_per_s"] == pytest.approx(4 / 9)
+    assert {"direct", "buffered", "bytes_per_sample"} <= found["figures"]["rate"].keys() and found["figures"]["inodes"] == 11
+
+
+def test_json_that_cannot_be_written_is_told(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(made, "--json", tmp_path / "no" / "out.json") == 2
+    assert "out.json: cannot be written: No such file or directory" in capsys.readouterr().err
+
+
+def test_repair_says_what_it_did_and_checks_again(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = made / "train" / "universe_00000.h5"
+    with h5py.File(path) as file:
+        counts, target = file["counts"][:], file["target"][:]
+    with h5py.File(path, "w") as file:
+        file.create_dataset("counts", data=counts, compression="gzip")
+        file["target"] = target
+    assert run(made) == 1 and "error: truncated (1)" in capsys.readouterr().out
+    assert run(made, "--repair") == 1  # not what the index says: left alone
+    assert run(made, "--repair", "--accept", "universe_00077.h5") == 2
+    assert "--accept universe_00077.h5" in capsys.readouterr().err
+    assert run(made, "--repair", "--accept", "universe_00000.h5", "--strict") == 1  # now it is packed
+    assert "index.json: renewed" in capsys.readouterr().out
+    assert run(made, "--repair", "--strict") == 0
+    out = capsys.readouterr().out
+    assert "universe_00000.h5: rewritten in one piece, aligned: " in out and "fine: 5 files" in out
+    assert run(made, "--repair") == 0 and "repair: nothing to repair" in capsys.readouterr().out
+    with h5py.File(path) as file:
+        assert np.array_equal(file["counts"], counts) and file["counts"].chunks is None
+
+
+def test_names_reach_the_terminal_as_text(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = b"\xff\x1b[31m[red].h5"
+    (Path(os.fsdecode(os.fsencode(made / "train") + b"/" + name))).write_bytes(b"no HDF5")
+    assert run(made) == 1
+    out = capsys.readouterr().out
+    assert "train/\\udcff\\x1b[31m[red].h5" in out and "\x1b" not in out
+
+
+def test_the_rate_is_shown_beside_what_is_needed(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    need = ["--batch", "1000000", "--step-time", "0.001", "--nodes", "2"]
+    assert cli.main(["data", "check", str(made), "--quick", "--seconds", "0.02", *need]) == 1
+    out = capsys.readouterr().out
+    assert "random rows, buffered: " in out and "needed by each node: 2.06e+03 GB/s, 500,000,000.0 samples/s" in out
+    assert "error: rate (1)" in out and "FAILED: sizes and headers of 5 files" in out
+
+
+def test_progress_without_a_terminal_is_a_line_now_and_then(
+    made: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(made)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(command, "EVERY", 0)
+    run(made)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines and all(line.startswith("reading: ") and line.endswith(" of 0.00 GiB") for line in lines)
+    run(made, "--sample", 2)
+    assert "sampled rows: 4 of 4 rows" in capsys.readouterr().err
+
+
+def test_progress_on_a_terminal_is_a_bar(made: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert run(made) == 0
+    captured = capsys.readouterr()
+    assert "reading" in captured.err and "fine: 5 files" in captured.out
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(made: Path) -> None:
+    code = f"import hpcai.cli, sys; sys.exit(hpcai.cli.main(['data', 'check', {str(made)!r}, '--quick', '--seconds', '0']))"
+    words = [sys.executable, "-u", "-c", code]
+    child = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert child.stdout is not None and child.stderr is not None
+    child.stdout.close()
+    assert child.stderr.read() == b"" and child.wait(60) == 0
+    child.stderr.close()
+
+
+def test_ctrl_c_ends_it_and_its_children(made: Path) -> None:
+    code = f"import hpcai.cli, sys; sys.exit(hpcai.cli.main(['data', 'check', {str(made)!r}, '--seconds', '60']))"
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    end = time.monotonic() + 60
+    while not (below := children(child.pid)) and time.monotonic() < end:
+        time.sleep(0.02)
+    child.send_signal(signal.SIGINT)
+    out, err = child.communicate(timeout=60)
+    assert (child.returncode, out) == (130, "") and err == "hpcai data check: interrupted; nothing was left behind\n"
+    while any(Path(f"/proc/{pid}").exists() for pid in below) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in below)
+
+
+def children(pid: int) -> list[str]:
+    return [line for task in Path(f"/proc/{pid}/task").glob("*/children") for line in task.read_text().split()]

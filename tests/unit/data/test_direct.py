@@ -1,0 +1,307 @@
+"""Any range of any file, right to the byte, past the page cache; what cannot be read is named; nothing leaks."""
+
+import copy
+import ctypes
+import errno
+import gc
+import mmap
+import os
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpcai.data import direct
+from hpcai.data.direct import ALIGN, Memory, Reader
+from hpcai.errors import DataError
+
+SIZE = 3 * (1 << 20) + 1234
+CONTENT = np.random.default_rng(0).bytes(SIZE)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("direct") / "file.bin"
+    path.write_bytes(CONTENT)
+    os.sync()
+    return path
+
+
+def open_files() -> set[str]:
+    links = {os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")}
+    return {os.readlink(link) for link in links if os.path.exists(link)}
+
+
+def resident(path: Path) -> float:
+    """The part of a file that is in the page cache."""
+    size = path.stat().st_size
+    with path.open("rb") as file, mmap.mmap(file.fileno(), size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE) as view:
+        pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
+        address = ctypes.addressof(ctypes.c_char.from_buffer(view))
+        assert ctypes.CDLL(None, use_errno=True).mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), pages) == 0
+    return sum(page & 1 for page in pages) / len(pages)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, SIZE - 1), st.sampled_from([1, 7, 512, 4096, 5000, 1 << 20])), min_size=1, max_size=5),
+    st.sampled_from(["auto", "direct", "buffered"]), st.sampled_from([4096, 1 << 16, 4 << 20]), st.integers(0, 4100),
+)  # fmt: skip
+@settings(max_examples=80)
+def test_any_range_is_right_to_the_byte(file: Path, ranges: list[tuple[int, int]], mode: Any, block: int, shift: int) -> None:
+    ranges = [(offset, min(length, SIZE - offset)) for offset, length in ranges]
+    with Reader(mode, threads=3, block=block) as reader:
+        for (offset, length), found in zip(ranges, reader.fetch_all([(file, o, n) for o, n in ranges])):
+            assert found.tobytes() == CONTENT[offset : offset + length]
+        places = [np.full(length + shift + 50, 0xAA, np.uint8) for _, length in ranges]
+        reader.read([(file, o, place[shift : shift + n]) for (o, n), place in zip(ranges, places)])
+        for (offset, length), place in zip(ranges, places):
+            assert place[shift : shift + length].tobytes() == CONTENT[offset : offset + length]
+            assert (place[:shift] == 0xAA).all() and (place[shift + length :] == 0xAA).all(), "not a byte beside its place"
+        asked = 2 * sum(length for _, length in ranges)
+        assert reader.requested == asked <= reader.transferred <= asked + 2 * len(ranges) * (2 * ALIGN + 2 * ALIGN)
+        if mode == "buffered":
+            assert reader.transferred == asked
+
+
+def test_direct_reads_leave_the_page_cache_alone(file: Path) -> None:
+    def forget() -> None:
+        with file.open("rb") as handle:
+            os.fsync(handle.fileno())
+            os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    forget()
+    with Reader("direct") as reader:
+        reader.fetch(file, 5, SIZE - 5)
+        reader.read([(file, 17, np.empty(1 << 20, np.uint8))])
+    assert resident(file) < 0.05
+    with Reader("buffered") as reader:
+        reader.fetch(file, 0, SIZE)
+    assert resident(file) > 0.9
+    forget()
+
+
+def test_aligned_reads_go_straight_to_their_place(file: Path) -> None:
+    places: list[int] = []
+
+    def told(descriptor: int, views: Sequence[Any], offset: int) -> int:
+        places.append(np.frombuffer(views[0], np.uint8).ctypes.data)
+        return os.preadv(descriptor, views, offset)
+
+    with Reader("direct", preadv=told) as reader:
+        whole = reader.memory.take(1 << 20)
+        reader.read([(file, 8192, whole)])
+        assert places == [whole.ctypes.data]
+        places.clear()
+        found = reader.fetch(file, 8192 + 100, 9000)
+        assert places == [found.ctypes.data - 100] and found.ctypes.data % ALIGN == 100
+
+
+@pytest.mark.parametrize("offset, length", [(100, 1 << 16), (4096, 10_000), (0, 8192), (4000, 200), (4095, 4098)])
+def test_ends_that_are_not_whole_blocks_are_read_too(file: Path, offset: int, length: int) -> None:
+    with Reader("direct", block=1 << 14) as reader:
+        whole = reader.memory.take(length + 2 * ALIGN)
+        whole[:] = 0xAA
+        place = whole[offset % ALIGN :][:length]  # lies in memory as in the file
+        reader.read([(file, offset, place)])
+        assert place.tobytes() == CONTENT[offset : offset + length]
+        assert (whole[: offset % ALIGN] == 0xAA).all() and (whole[offset % ALIGN + length :] == 0xAA).all()
+
+
+def test_a_file_is_not_closed_while_it_is_read(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{i}.bin" for i in range(6)]
+    for i, path in enumerate(paths):
+        path.write_bytes(bytes([i]) * 8192)
+
+    def slow(descriptor: int, views: Sequence[Any], offset: int) -> int:
+        time.sleep(0.005)
+        return os.preadv(descriptor, views, offset)
+
+    with Reader("direct", threads=6, files=1, preadv=slow) as reader:
+        for _ in range(10):
+            assert [int(found[-1]) for found in reader.fetch_all([(path, 0, 8192) for path in paths])] == list(range(6))
+
+
+# ---- memory
+
+
+def test_memory_is_used_again_once_nobody_looks_at_it() -> None:
+    memory = Memory()
+    one = memory.take(1 << 20)
+    address = one.ctypes.data
+    assert address % ALIGN == 0 and memory.unused == 0
+    part = one[100:200].view(np.int16).reshape(5, 10)
+    del one
+    other = memory.take(1 << 20)
+    assert other.ctypes.data != address, "a view of a view keeps it"
+    del part
+    gc.collect()
+    assert memory.take(1 << 20).ctypes.data == address
+
+
+def test_a_tensor_keeps_the_memory_that_it_views() -> None:
+    import torch
+
+    memory = Memory()
+    tensor = torch.from_numpy(memory.take(1 << 16)).view(torch.float32)[5:]
+    tensor.fill_(3.0)
+    for _ in range(20):
+        memory.take(1 << 16)[:] = 0xFF
+    assert (tensor == 3.0).all()
+
+
+@given(st.lists(st.integers(1, 1 << 22), min_size=1, max_size=30))
+@settings(max_examples=30)
+def test_unused_memory_stays_within_its_bound(sizes: list[int]) -> None:
+    memory = Memory(keep=4 << 20)
+    held = []
+    for i, size in enumerate(sizes):
+        held.append(memory.take(size))
+        assert len(held[-1]) == size
+        if i % 3 == 2:
+            held.clear()
+        assert memory.unused <= max(4 << 20, 3 * 1.25 * max(sizes) + 3 * ALIGN)
+    held.clear()
+    assert memory.unused <= max(4 << 20, 3 * 1.25 * max(sizes) + 3 * ALIGN)
+
+
+def test_memory_from_many_threads_is_never_given_twice() -> None:
+    memory, wrong = Memory(keep=1 << 20), []
+
+    def work(number: int) -> None:
+        for i in range(300):
+            place = memory.take(4096 * (1 + i % 5))
+            place[:] = number
+            if not (place == number).all():
+                wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_copies_are_contiguous_and_keep_shape_and_type() -> None:
+    memory = Memory()
+    source = np.arange(24, dtype=">i4").reshape(2, 3, 4).transpose(2, 0, 1)[::-1]
+    copy = memory.copy(source)
+    assert copy.flags.c_contiguous and copy.dtype == source.dtype and np.array_equal(copy, source)
+    assert memory.copy(np.empty((0, 3))).shape == (0, 3) and memory.copy(np.array(7)).shape == ()
+
+
+# ---- faults
+
+
+def test_short_reads_and_interruptions_are_gone_on_from(file: Path) -> None:
+    calls = 0
+
+    def grudging(descriptor: int, views: Sequence[Any], offset: int) -> int:
+        nonlocal calls
+        calls += 1
+        assert offset % ALIGN == 0 or mode == "buffered", "a disk of 4 KiB blocks would refuse that"
+        if calls % 3 == 0:
+            raise InterruptedError
+        return os.preadv(descriptor, [views[0][: min(len(views[0]), 4096 * (1 + calls % 2) if calls % 5 else 512)]], offset)
+
+    for mode in ("direct", "buffered"):
+        with Reader(mode, threads=1, preadv=grudging) as reader:  # type: ignore[arg-type]
+            assert reader.fetch(file, 3000, 100_000).tobytes() == CONTENT[3000:103_000]
+
+
+def test_a_disk_error_is_named_with_file_and_range(file: Path) -> None:
+    def failing(descriptor: int, views: Sequence[Any], offset: int) -> int:
+        if offset >= 1 << 20:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return os.preadv(descriptor, views, offset)
+
+    before = open_files()
+    with Reader("direct", block=1 << 18, preadv=failing) as reader:
+        with pytest.raises(DataError, match=r"file.bin: bytes [\d,]+ to [\d,]+ cannot be read: Input/output error \(EIO\)"):
+            reader.fetch(file, 0, SIZE)
+        assert reader.fetch(file, 0, 1 << 20).tobytes() == CONTENT[: 1 << 20], "the others can still be read"
+    assert open_files() == before
+
+
+@pytest.mark.parametrize("mode", ["auto", "direct", "buffered"])
+def test_beyond_the_end_and_missing_files(file: Path, tmp_path: Path, mode: Any) -> None:
+    with Reader(mode) as reader:
+        with pytest.raises(DataError, match=r"file.bin: ends at byte 3,146,962, but bytes 3,145,728 to 3,147,728 are asked for"):
+            reader.fetch(file, 3 << 20, 2000)
+        with pytest.raises(DataError, match="ends at byte 3,146,962"):
+            reader.read([(file, 4 << 20, np.empty(10, np.uint8))])
+        with pytest.raises(DataError, match=r"none.bin: cannot be opened: no such file \(moved or deleted"):
+            reader.fetch(tmp_path / "none.bin", 0, 1)
+        with pytest.raises(DataError, match="cannot be"):
+            reader.fetch(tmp_path, 0, 1)
+
+
+def test_a_file_system_without_direct_reads_is_said_once(
+    file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    real, refused = os.open, []
+
+    def without(path: Any, flags: int, *rest: Any) -> int:
+        if flags & os.O_DIRECT:
+            refused.append(path)
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(path, flags, *rest)
+
+    monkeypatch.setattr(direct, "_without_direct", set())
+    monkeypatch.setattr(os, "open", without)
+    with Reader("auto", files=1) as reader:
+        for _ in range(3):
+            assert reader.fetch(file, 10, 5000).tobytes() == CONTENT[10:5010]
+    assert len(refused) == 1 and [r.message for r in caplog.records if "has no O_DIRECT" in r.message] != []
+    with Reader("direct") as reader, pytest.raises(DataError, match="may not have O_DIRECT: set the reader to auto or buffered"):
+        reader.fetch(file, 10, 5000)
+    monkeypatch.undo()
+
+
+def test_a_file_system_that_refuses_the_first_direct_read(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct, "_without_direct", set())
+    refused = []
+
+    def picky(descriptor: int, views: Sequence[Any], offset: int) -> int:
+        if os.O_DIRECT & int(Path(f"/proc/self/fdinfo/{descriptor}").read_text().split("flags:")[1].split()[0], 8):
+            refused.append(offset)
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return os.preadv(descriptor, views, offset)
+
+    before = open_files()
+    with Reader("auto", threads=1, block=1 << 18, preadv=picky) as reader:
+        assert reader.fetch(file, 100, 1 << 20).tobytes() == CONTENT[100 : 100 + (1 << 20)]
+        assert len(refused) <= 2
+    assert open_files() == before
+
+
+def test_files_are_closed_and_not_too_many_are_open(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{i}.bin" for i in range(40)]
+    for i, path in enumerate(paths):
+        path.write_bytes(bytes([i]) * 5000)
+    before = open_files()
+    with Reader("direct", files=8) as reader:
+        threads = [
+            threading.Thread(target=lambda: [reader.fetch(path, 0, 5000) for path in paths for _ in range(3)]) for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(open_files() - before) <= 8
+        assert all(reader.fetch(path, 4000, 1000)[0] == i for i, path in enumerate(paths))
+    assert open_files() == before and not [t for t in threading.enumerate() if t.name.startswith("pread")]
+
+
+def test_a_reader_goes_to_another_process_without_its_files(file: Path) -> None:
+    with Reader("direct", threads=2, block=8192) as reader:
+        reader.fetch(file, 0, 10)
+        with copy.copy(reader) as again:  # by way of pickle's protocol
+            assert (again.mode, again.block) == ("direct", 8192) and again.fetch(file, 1, 9).tobytes() == CONTENT[1:10]

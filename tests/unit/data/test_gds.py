@@ -1,0 +1,328 @@
+"""Boxes of arrays by GPUDirect Storage equal what the direct reader reads; the module that would read is a double with os.pread."""
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpcai.data import gds
+from hpcai.data.direct import ALIGN, Reader
+from hpcai.data.gds import GdsReader
+from hpcai.data.layout import Layout, hdf5, npy, raw
+from hpcai.errors import DataError, MissingExtraError
+
+CPU = torch.device("cpu")
+
+
+class Double:
+    """KvikIO, as far as it is used. ``change(count, offset)`` alters how many bytes a read gives, or raises."""
+
+    def __init__(self) -> None:
+        self.defaults, self.settings, self.compatible = self, {}, False
+        self.pool = ThreadPoolExecutor(4)
+        self.reads: list[tuple[int, int, int, int]] = []  # address, bytes, offset, task
+        self.open: list[Any] = []
+        self.opened = self.closed = self.flying = self.most = 0
+        self.change: Callable[[int, int], int] = lambda count, offset: count
+        self.wait = 0.0
+        self.lock = threading.Lock()
+
+    def set(self, settings: dict[str, int]) -> None:
+        self.settings |= settings
+
+    def is_compat_mode_preferred(self) -> bool:
+        return self.compatible
+
+    def CuFile(self, path: Path, flags: str) -> "DoubleFile":  # noqa: N802
+        assert flags == "r"
+        self.opened += 1
+        return DoubleFile(self, path)
+
+
+class DoubleFile:
+    def __init__(self, module: Double, path: Path) -> None:
+        self.module, self.descriptor = module, os.open(path, os.O_RDONLY)
+
+    def pread(self, into: torch.Tensor, size: int, offset: int, task: int) -> Any:
+        assert into.dtype == torch.uint8 and into.is_contiguous() and len(into) == size and size > 0
+        if offset + size > os.fstat(self.descriptor).st_size:
+            raise RuntimeError("POSIX error on pread: EOF")  # as KvikIO does
+        module = self.module
+        module.reads.append((into.data_ptr(), size, offset, task))
+
+        def run() -> int:
+            with module.lock:
+                module.flying += 1
+                module.most = max(module.most, module.flying)
+            time.sleep(module.wait)
+            try:
+                count = module.change(size, offset)
+                into.numpy()[:count] = np.frombuffer(os.pread(self.descriptor, count, offset), np.uint8)
+                return count
+            finally:
+                with module.lock:
+                    module.flying -= 1
+
+        future = module.pool.submit(run)
+        future.get = future.result  # type: ignore[attr-defined]
+        return future
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+        self.module.closed += 1
+
+
+@pytest.fixture
+def double() -> Iterator[Double]:
+    module = Double()
+    yield module
+    module.pool.shutdown()
+
+
+@pytest.fixture
+def reader(double: Double) -> Iterator[GdsReader]:
+    with GdsReader(CPU, kvikio=double) as found:
+        yield found
+
+
+@st.composite
+def boxes(draw: Any) -> tuple[np.ndarray, tuple[int, ...] | None, list[slice | int]]:
+    shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=4)))
+    if draw(st.integers(0, 4)) == 0:
+        shape = (2, 30, 40, 9)
+    array = np.arange(np.prod(shape)).astype(draw(st.sampled_from(["i2", "f4", "f8", "u1"]))).reshape(shape)
+    chunks = tuple(draw(st.integers(1, n)) for n in shape) if draw(st.booleans()) else None
+    where: list[slice | int] = []
+    for size in shape[: draw(st.integers(0, len(shape)))]:
+        start = draw(st.integers(0, size - 1))
+        where.append(draw(st.sampled_from([start, start - size, slice(start, draw(st.integers(start, size))), slice(None)])))
+    return array, chunks, where
+
+
+@given(boxes(), st.sampled_from([0, 1, 3, 4096, 5001]), st.booleans(), st.sampled_from([1, 5000, 1 << 28]))
+@settings(max_examples=100)
+def test_any_box_of_any_array_is_right(tmp_path_factory: Any, case: Any, offset: int, partly: bool, portion: int) -> None:
+    array, chunks, where = case
+    folder = tmp_path_factory.mktemp("gds")
+    if chunks is None:
+        (folder / "x.bin").write_bytes(bytes(offset) + array.tobytes())
+        layout = raw(folder / "x.bin", array.dtype, array.shape, offset)
+    else:
+        with h5py.File(folder / "x.h5", "w") as file:
+            data = file.create_dataset("x", array.shape, array.dtype, chunks=chunks, fillvalue=7)
+            data[: len(array) // 2 if partly else None] = array[: len(array) // 2 if partly else None]
+            if partly:
+                array = np.concatenate([array[: len(array) // 2], np.full_like(array[len(array) // 2 :], 7)])
+        with h5py.File(folder / "x.h5") as file:
+            layout = hdf5(file, "x")
+    module, plain = Double(), gds._PORTION
+    gds._PORTION = portion
+    try:
+        with GdsReader(CPU, kvikio=module) as reader:
+            found = reader.read(layout, *where)
+    finally:
+        gds._PORTION = plain
+        module.pool.shutdown()
+    expected = array[tuple(where)]
+    assert found.dtype == torch.from_numpy(array).dtype and tuple(found.shape) == expected.shape
+    assert np.array_equal(found.numpy(), expected)
+    assert all(address % ALIGN == 0 and first % ALIGN == 0 for address, _, first, _ in module.reads)
+    end = layout.path.stat().st_size
+    assert all(size % ALIGN == 0 or first + size == end for _, size, first, _ in module.reads)
+    assert reader.requested == expected.nbytes
+    assert reader.transferred == sum(size for _, size, _, _ in module.reads)
+    assert module.opened == module.closed
+
+
+@pytest.fixture
+def volume(tmp_path: Path) -> tuple[Layout, np.ndarray]:
+    array = np.random.default_rng(0).integers(-999, 999, (16, 256, 64, 4)).astype(np.int16)
+    np.save(tmp_path / "volume.npy", array)
+    return npy(tmp_path / "volume.npy"), array
+
+
+def test_one_run_is_viewed_where_it_was_read(double: Double, reader: GdsReader, volume: Any) -> None:
+    layout, array = volume
+    found = reader.read(layout, slice(3, 9))
+    assert torch.equal(found, torch.from_numpy(array[3:9]))
+    ((address, size, offset, task),) = double.reads
+    start = layout.offset + 3 * array[0].nbytes
+    assert offset == start // ALIGN * ALIGN and found.data_ptr() == address + start - offset, "no copy"
+    assert task == 4 << 20 and double.settings == {"num_threads": 8, "task_size": 4 << 20}
+    assert reader.requested == 6 * array[0].nbytes <= reader.transferred == size <= reader.requested + 2 * ALIGN
+    with Reader("auto") as direct:
+        assert np.array_equal(found.numpy(), layout.read(direct, slice(3, 9)))
+
+
+def test_values_that_lie_askew_are_copied(reader: GdsReader, tmp_path: Path) -> None:
+    array = np.arange(1000, dtype=np.float64)
+    (tmp_path / "x").write_bytes(b"123" + array.tobytes())
+    found = reader.read(raw(tmp_path / "x", np.float64, (1000,), 3))
+    assert found.data_ptr() % 8 == 0 and torch.equal(found, torch.from_numpy(array))
+
+
+def test_a_scalar_and_nothing_at_all(reader: GdsReader, tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.float32(2.5))
+    assert reader.read(npy(tmp_path / "x.npy")) == 2.5
+    np.save(tmp_path / "y.npy", np.zeros((3, 4), np.float16))
+    assert reader.read(npy(tmp_path / "y.npy"), slice(1, 1)).shape == (0, 4)
+    assert reader.read(npy(tmp_path / "y.npy"), 1, 2).dtype == torch.float16
+
+
+def test_many_reads_are_in_flight(double: Double, reader: GdsReader, volume: Any) -> None:
+    layout, array = volume
+    double.wait = 0.02
+    assert torch.equal(reader.read(layout, slice(0, 16), slice(5, 40)), torch.from_numpy(array[:, 5:40]))
+    assert len(double.reads) == 16 and double.most == 4, "as many as there are threads"
+
+
+def test_memory_beside_the_result_is_bounded(reader: GdsReader, volume: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout, array = volume
+    monkeypatch.setattr(gds, "_PORTION", 100_000)
+    fetch, counts = reader._fetch, []
+    monkeypatch.setattr(reader, "_fetch", lambda path, runs: (counts.append(len(runs)), fetch(path, runs))[1])
+    assert torch.equal(reader.read(layout, slice(0, 16), slice(5, 40)), torch.from_numpy(array[:, 5:40]))
+    assert counts == [4, 4, 4, 4], "runs of 17,920 bytes in 20,480, with a block more that alignment may add"
+
+
+def test_a_file_may_be_put_away_while_it_is_read(double: Double, reader: GdsReader, volume: Any, tmp_path: Path) -> None:
+    layout, array = volume
+    with ThreadPoolExecutor(1) as pool:
+        double.wait = 0.3
+        coming = pool.submit(reader.read, layout)
+        while not double.flying:
+            time.sleep(0.01)
+        reader.close()
+        assert double.flying and double.closed == 0, "its reads go on"
+        assert torch.equal(coming.result(), torch.from_numpy(array))
+    assert (double.opened, double.closed) == (1, 1)
+
+
+def test_a_gap_is_read_across_not_around(double: Double, reader: GdsReader, volume: Any) -> None:
+    layout, array = volume
+    assert torch.equal(reader.read(layout, 2, slice(0, 64), slice(7, 30)), torch.from_numpy(array[2, :64, 7:30]))
+    assert len(double.reads) == 1
+
+
+def test_from_many_threads(double: Double, reader: GdsReader, volume: Any) -> None:
+    layout, array = volume
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda i: reader.read(layout, i % 16), range(64)))
+    assert all(torch.equal(f, torch.from_numpy(array[i % 16])) for i, f in enumerate(found))
+    assert reader.requested == 4 * array.nbytes
+
+
+def test_files_stay_open_up_to_a_number_and_are_closed(double: Double, reader: GdsReader, tmp_path: Path) -> None:
+    reader._files._limit = 4
+    layouts = []
+    for i in range(6):
+        np.save(tmp_path / f"{i}.npy", np.full(10, i))
+        layouts.append(npy(tmp_path / f"{i}.npy"))
+    for _ in range(3):
+        assert [int(reader.read(layout)[0]) for layout in layouts[:4]] == [0, 1, 2, 3]
+    assert (double.opened, double.closed) == (4, 0)
+    assert [int(reader.read(layout)[0]) for layout in layouts] == [0, 1, 2, 3, 4, 5]
+    assert (double.opened, double.closed) == (6, 2)
+    assert int(reader.read(layouts[2])[0]) == 2 and double.opened == 6, "what was used last stays longest"
+    reader.read(layouts[0])
+    assert int(reader.read(layouts[2])[0]) == 2 and double.opened == 7
+    kept = reader.read(layouts[5])
+    reader.close()
+    assert double.opened == double.closed and int(kept[9]) == 5
+    assert int(reader.read(layouts[0])[0]) == 0, "it may be used again"
+
+
+def test_what_is_too_short_is_named(double: Double, reader: GdsReader, volume: Any) -> None:
+    layout, array = volume
+    double.change = lambda count, offset: count - 3 * ALIGN
+    with pytest.raises(DataError, match=r"volume.npy: bytes 393,344 to 524,416 are asked for, but reads stop at byte 516,096 of"):
+        reader.read(layout, 3)
+    double.change = lambda count, offset: count - 1  # of what only alignment has added
+    assert torch.equal(reader.read(layout, 3), torch.from_numpy(array[3]))
+    os.truncate(layout.path, 100_000)
+    reader.close()
+    with pytest.raises(DataError, match=r"volume.npy: ends at byte 100,000, but bytes up to 524,416 are asked for; it is"):
+        reader.read(layout, 3)
+
+
+def test_an_error_of_the_driver_is_named_and_no_read_is_left_behind(double: Double, reader: GdsReader, volume: Any) -> None:
+    layout, array = volume
+    done: list[int] = []
+
+    def fail(count: int, offset: int) -> int:
+        if offset < ALIGN:
+            raise RuntimeError("cuFile: internal error")
+        time.sleep(0.1)
+        done.append(offset)
+        return count
+
+    double.change = fail
+    with pytest.raises(DataError, match="volume.npy: bytes .* cannot be read to the GPU: cuFile: internal error; data.reader"):
+        reader.read(layout, slice(0, 4), slice(0, 40))
+    assert double.flying == 0 and len(done) == 3, "memory goes only after the last read into it"
+    double.change = lambda count, offset: count
+    assert torch.equal(reader.read(layout), torch.from_numpy(array))
+    layout.path.unlink()
+    reader.close()
+    with pytest.raises(DataError, match=r"volume.npy: cannot be opened: No such file"):
+        reader.read(layout)
+
+
+def test_a_file_that_the_driver_refuses_is_named(double: Double, reader: GdsReader, volume: Any) -> None:
+    def refuse(path: Path, flags: str) -> Any:
+        raise OSError("cuFileHandleRegister: not supported")
+
+    double.CuFile = refuse  # type: ignore[method-assign]
+    with pytest.raises(DataError, match=r"volume.npy: cannot be opened for the GPU: cuFileHandleRegister: not supported; data"):
+        reader.read(volume[0])
+
+
+@pytest.mark.parametrize("dtype, text", [(">f4", "'x' is >f4, and a GPU reads bytes as they lie"), ("V6", "torch has no dtype")])
+def test_values_that_torch_has_not_are_refused(reader: GdsReader, tmp_path: Path, dtype: str, text: str) -> None:
+    (tmp_path / "x").write_bytes(bytes(600))
+    with pytest.raises(DataError, match=text):
+        reader.read(raw(tmp_path / "x", dtype, (50,)))
+
+
+def test_which_way_it_reads_is_said_once(double: Double, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gds, "_said", set())
+    caplog.set_level(logging.INFO)
+    for double.compatible in (True, True, False, False):
+        GdsReader(CPU, kvikio=double)
+    assert [("compatibility mode" in text, "is there" in text) for text in caplog.messages] == [(True, False), (False, True)]
+
+
+def test_without_kvikio_or_a_driver_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "kvikio", None)  # as when it is not installed
+    with pytest.raises(MissingExtraError, match=r"pip install 'hpcai-suite\[gds\]'; data.reader=direct needs neither"):
+        GdsReader(torch.device("cuda"))
+    module = Double()
+    monkeypatch.setattr(gds, "import_module", lambda name: module)
+    with pytest.raises(DataError, match="the device is cpu and CUDA is .*libcuda.so.1"):
+        GdsReader(CPU)
+
+    def broken(name: str) -> Any:
+        raise OSError("libcufile.so.0: cannot open shared object file")
+
+    monkeypatch.setattr(gds, "import_module", broken)
+    with pytest.raises(DataError, match="installed but does not load .libcufile.so.0"):
+        GdsReader(CPU)
+
+    def unset(settings: dict) -> None:
+        raise RuntimeError("libcuda.so.1: cannot open shared object file")
+
+    module.set = unset  # type: ignore[method-assign]
+    with pytest.raises(DataError, match="KvikIO cannot be set up: libcuda.so.1: .*; data.reader=direct"):
+        GdsReader(CPU, kvikio=module)

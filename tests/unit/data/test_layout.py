@@ -1,0 +1,245 @@
+"""Boxes of arrays by direct reads equal what the libraries read; what does not lie plainly is refused; damage is an error."""
+
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpcai.data.direct import Memory, Reader
+from hpcai.data.layout import GAP, Layout, UnreadableLayoutError, finite, hdf5, npy, raw
+from hpcai.data.npy import Files
+from hpcai.errors import DataError
+
+dims = st.integers(1, 9)
+
+
+@st.composite
+def boxes(draw: Any) -> tuple[np.ndarray, tuple[int, ...] | None, list[slice | int]]:
+    shape = tuple(draw(st.lists(dims, min_size=1, max_size=4)))
+    if draw(st.integers(0, 4)) == 0:
+        shape = (2, 30, 40, 9)
+    array = np.arange(np.prod(shape)).astype(draw(st.sampled_from(["<i2", ">f4", "f8", "u1"]))).reshape(shape)
+    chunks = tuple(draw(st.integers(1, n)) for n in shape) if draw(st.booleans()) else None
+    where: list[slice | int] = []
+    for size in shape[: draw(st.integers(0, len(shape)))]:
+        start = draw(st.integers(0, size - 1))
+        where.append(draw(st.sampled_from([start, start - size, slice(start, draw(st.integers(start, size))), slice(None)])))
+    return array, chunks, where
+
+
+@given(boxes(), st.sampled_from(["earliest", "latest"]), st.booleans())
+@settings(max_examples=150)
+def test_any_box_equals_what_the_library_reads(tmp_path_factory: Any, case: Any, version: str, partly: bool) -> None:
+    array, chunks, where = case
+    folder = tmp_path_factory.mktemp("layout")
+    with h5py.File(folder / "x.h5", "w", libver=version) as file:
+        data = file.create_dataset("group/x", array.shape, array.dtype, chunks=chunks, fillvalue=7)
+        if partly and chunks:
+            data[:1] = array[:1]  # the other chunks are never written
+            array = data[...]
+        else:
+            data[...] = array
+    np.save(folder / "x.npy", array)
+    (folder / "x.raw").write_bytes(b"head" + array.tobytes())
+    with h5py.File(folder / "x.h5") as file:
+        layouts = [hdf5(file, "group/x"), npy(folder / "x.npy"), raw(folder / "x.raw", array.dtype, array.shape, 4)]
+    with Reader("direct", threads=2, block=4096) as reader:
+        for layout in layouts:
+            found = layout.read(reader, *where)
+            assert found.dtype == array.dtype and np.array_equal(found, array[tuple(where)]) and found.flags.aligned
+            place = layout.run(*where)
+            if place is not None:
+                offset, length, shape = place
+                assert reader.fetch(layout.path, offset, length).tobytes() == np.asarray(array[tuple(where)], array.dtype).tobytes()
+                assert shape == array[tuple(where)].shape
+
+
+def test_a_row_is_read_in_place_and_a_part_of_it_costs_its_bytes(tmp_path: Path) -> None:
+    array = np.random.default_rng(0).integers(0, 99, (3, 64, 64, 64, 4), np.int16)
+    with h5py.File(tmp_path / "x.h5", "w", alignment_threshold=1, alignment_interval=4096) as file:
+        file["x"] = array
+        layout = hdf5(file, "x")
+    with Reader("direct") as reader:
+        assert np.array_equal(layout.read(reader, 1), array[1])
+        assert reader.transferred == array[1].nbytes
+        for part in (slice(0, 32), slice(16, 48)):  # of the first dim: one run
+            before = reader.transferred
+            assert np.array_equal(layout.read(reader, 2, part), array[2, part])
+            assert reader.transferred - before == array[2, part].nbytes
+        before = reader.transferred  # of the second: runs of 16 KiB with gaps of 16 KiB are read over, larger gaps not
+        assert np.array_equal(layout.read(reader, 0, slice(None), slice(0, 32)), array[0, :, :32])
+        assert array[0, 0, :32].nbytes == GAP and reader.transferred - before <= array[0].nbytes
+
+
+def test_fields_with_large_gaps_are_read_run_by_run(tmp_path: Path) -> None:
+    array = np.random.default_rng(0).random((8, 16, 4096))
+    np.save(tmp_path / "x.npy", array)
+    layout = npy(tmp_path / "x.npy")
+    with Reader("direct") as reader:
+        assert np.array_equal(layout.read(reader, slice(None), slice(3, 5)), array[:, 3:5])
+        assert reader.transferred <= array[:, 3:5].nbytes + 8 * 3 * 4096
+        assert layout.run(slice(None), slice(3, 5)) is None and layout.run(2, slice(3, 5)) is not None
+
+
+def test_wrong_boxes_are_refused(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.zeros((3, 4)))
+    layout = npy(tmp_path / "x.npy")
+    with Reader() as reader:
+        wrong = {(3,): "index 3 of dim 0, which has 3", (0, 0, 0): "2 dims, 3 are"}
+        for where, text in [*wrong.items(), ((slice(0, 3, 2),), "step of 2")]:
+            with pytest.raises(DataError, match=text):
+                layout.read(reader, *where)
+
+
+# ---- what does not lie plainly
+
+
+def test_what_cannot_be_read_directly_is_refused_by_name(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file.create_dataset("gzip", data=np.zeros((4, 100)), compression="gzip", shuffle=True)
+        file.create_dataset("checksum", data=np.zeros((4, 100)), fletcher32=True)
+        file.create_dataset("words", data=["a", "b"])
+        file.create_dataset("external", (4,), "f4", external=[("other.bin", 0, 16)])
+        file.create_virtual_dataset("virtual", h5py.VirtualLayout((4,), "f4"))
+        plist = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        plist.set_layout(h5py.h5d.COMPACT)
+        h5py.h5d.create(file.id, b"compact", h5py.h5t.NATIVE_FLOAT, h5py.h5s.create_simple((4,)), plist)
+        file.create_dataset("nothing", data=h5py.Empty("f4"))
+        file.create_group("group")
+        texts = {
+            "gzip": "written through shuffle, deflate", "checksum": "written through fletcher32", "words": "object",
+            "external": "lies in other files", "virtual": "lies in other files", "compact": "within the header",
+            "nothing": "expected numbers", "group": "is a group",
+        }  # fmt: skip
+        for name, text in texts.items():
+            with pytest.raises(DataError, match=f"'{name}'.*{text}") as caught:
+                hdf5(file, name)
+            assert isinstance(caught.value, UnreadableLayoutError) == (name != "group")
+    with h5py.File(tmp_path / "user.h5", "w", userblock_size=512) as file:
+        file["x"] = np.zeros(3)
+        with pytest.raises(UnreadableLayoutError, match="user block of 512"):
+            hdf5(file, "x")
+    np.save(tmp_path / "fortran.npy", np.asfortranarray(np.zeros((3, 4))))
+    with pytest.raises(UnreadableLayoutError, match="Fortran order"):
+        npy(tmp_path / "fortran.npy")
+    np.save(tmp_path / "object.npy", np.array([None, {}]), allow_pickle=True)
+    with pytest.raises(DataError, match=r"object.npy: 'object.npy' is object"):
+        npy(tmp_path / "object.npy")
+
+
+def test_truncated_files_are_found_before_anything_is_read(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.zeros(1000))
+    whole = (tmp_path / "x.npy").read_bytes()
+    (tmp_path / "x.npy").write_bytes(whole[:-1])
+    with pytest.raises(DataError, match=r"'x.npy' \(1000,\) ends at byte 8,128, but the file has 8,127; it is truncated"):
+        npy(tmp_path / "x.npy")
+    with pytest.raises(DataError, match=r"ends at byte 16,000"):
+        raw(tmp_path / "x.npy", "f8", (2000,))
+    with pytest.raises(DataError, match="cannot be read: No such file"):
+        npy(tmp_path / "none.npy")
+
+
+def damaged(content: bytes, draw: Any) -> bytes:
+    spoilt = bytearray(content)
+    for _ in range(draw.draw(st.integers(1, 6))):
+        place = draw.draw(st.integers(0, min(len(spoilt) - 1, 2200)))
+        spoilt[place] = draw.draw(st.integers(0, 255))
+    return bytes(spoilt[: draw.draw(st.integers(0, len(spoilt)))] if draw.draw(st.booleans()) else spoilt)
+
+
+@given(st.data())
+@settings(max_examples=300)
+def test_a_damaged_npy_is_an_error_or_within_the_file(tmp_path_factory: Any, data: Any) -> None:
+    path = tmp_path_factory.getbasetemp() / "damaged.npy"
+    np.save(path, np.arange(300, dtype=np.int16).reshape(10, 30))
+    path.write_bytes(damaged(path.read_bytes(), data))
+    reader = Reader("buffered", threads=1, memory=Memory(keep=1 << 20))
+    try:
+        found = npy(path)
+        assert found.offset is not None and found.offset + found.nbytes <= path.stat().st_size
+        assert found.read(reader).nbytes == found.nbytes
+    except DataError as problem:
+        assert str(path) in str(problem)
+    finally:
+        reader.close()
+
+
+@given(st.data(), st.sampled_from([None, (2, 7)]))
+@settings(max_examples=300)
+def test_a_damaged_hdf5_is_an_error_or_within_the_file(tmp_path_factory: Any, data: Any, chunks: Any) -> None:
+    path = tmp_path_factory.getbasetemp() / "damaged.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("x", data=np.arange(300, dtype=np.int16).reshape(10, 30), chunks=chunks)
+    path.write_bytes(damaged(path.read_bytes(), data))
+    try:
+        file = h5py.File(path)
+        file["x"]
+    except Exception:  # the library itself says no
+        return
+    with file, Reader("buffered", threads=1) as reader:
+        try:
+            layout = hdf5(file, "x")
+            if layout.nbytes < 1 << 20:  # sources compare the shape with what they expect before they read
+                layout.read(reader)
+        except DataError as problem:
+            assert str(path) in str(problem)
+
+
+# ---- sources of one file per sample
+
+
+def images(folder: Path, count: int = 3) -> Path:
+    folder.mkdir()
+    for i in range(count):
+        np.save(folder / f"case_{i:02d}_x.npy", np.full((1, 4 + i, 5), i, np.float32))
+        np.save(folder / f"case_{i:02d}_y.npy", np.full((4 + i, 5), i, np.uint8))
+    return folder
+
+
+FIELDS = {"image": ("*_x.npy", "float32", (1, None, 5)), "label": ("*_y.npy", "uint8", (None, None))}
+
+
+@pytest.mark.parametrize("reader", ["direct", "buffered", "auto"])
+def test_files_of_several_fields_and_any_size(tmp_path: Path, reader: str) -> None:
+    files = Files(images(tmp_path / "train"), FIELDS, reader=reader)
+    assert len(files) == 3 and files.names == ["case_00", "case_01", "case_02"] and files.describe(1) == "train/case_01"
+    for i in range(3):
+        sample = files.read(i)
+        assert sample["image"].shape == (1, 4 + i, 5) and (sample["image"] == i).all() and (sample["label"] == i).all()
+    files.close()
+
+
+@pytest.mark.parametrize(
+    "spoil, text",
+    [
+        (lambda f: (f / "case_01_y.npy").unlink(), "sample case_01 lacks case_01_y.npy; make it so"),
+        (lambda f: np.save(f / "case_01_x.npy", np.zeros((1, 4, 6), np.float32)), r"is \(1, 4, 6\), expected \(1, any, 5\); make"),
+        (lambda f: np.save(f / "case_01_x.npy", np.zeros((1, 4, 5))), "is float64, expected float32; make it so"),
+        (lambda f: np.save(f / "case_01_x.npy", np.full((1, 4, 5), np.inf, np.float32)), "case_01_x.npy: holds NaN or inf"),
+        (lambda f: (f / "case_01_x.npy").write_bytes(b"no"), "case_01_x.npy: not a .npy file"),
+        (lambda f: [p.unlink() for p in f.iterdir()], r"holds no \*_x.npy or \*_y.npy; make it so"),
+    ],
+)
+def test_bad_files_are_named(tmp_path: Path, spoil: Any, text: str) -> None:
+    folder = images(tmp_path / "train")
+    spoil(folder)
+    with pytest.raises(DataError, match=text):
+        Files(folder, FIELDS, "make it so").read(1)
+    with pytest.raises(DataError, match="no such folder"):
+        Files(tmp_path / "none", FIELDS)
+
+
+def test_finite_is_right_also_where_the_sum_overflows() -> None:
+    large = np.full(10, 3e38, np.float32)
+    assert finite(large) and finite(np.array([1, 2])) and finite(np.array([1 + 2j]))
+    for bad in (np.nan, np.inf, -np.inf):
+        assert not finite(np.array([1.0, bad, 2.0])) and not finite(np.append(large, np.float32(bad)))
+    assert not finite(np.array([np.inf, -np.inf])), "which sum to NaN"
+
+
+def test_a_layout_knows_its_size() -> None:
+    assert Layout(Path("x"), "x", (3, 5), np.dtype("f4"), 0).nbytes == 60

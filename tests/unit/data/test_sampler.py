@@ -1,0 +1,127 @@
+"""Who reads what: pure functions, every sample as often as it should be, work as even as it can be."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpcai.data.sampler import Balanced, Endless, InOrder, Sampler, Sharded, Shuffled, Weighted, share
+from hpcai.errors import DataError
+
+
+@given(st.integers(0, 200), st.integers(1, 9))
+def test_shares_cover_and_differ_by_one(count: int, size: int) -> None:
+    parts = [share(count, rank, size) for rank in range(size)]
+    assert np.concatenate(parts).tolist() == list(range(count))
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+def samplers(count: int, batch: int, seed: int) -> list[Sampler]:
+    costs = np.random.default_rng(seed).pareto(1.5, count)
+    return [
+        InOrder(count), Shuffled(count, seed), Endless(count, 2 * batch, seed), Weighted(costs, 3 * batch, seed),
+        Sharded(np.arange(count) % 4, batch, seed), Balanced(costs, batch, seed), Balanced(costs, batch, seed, window=3),
+        Balanced(costs, batch, seed, equal=False),
+    ]  # fmt: skip
+
+
+@given(st.integers(16, 90), st.sampled_from([8, 16]), st.integers(0, 99), st.integers(0, 3), st.sampled_from([1, 2, 3, 4, 8]))
+@settings(max_examples=60)
+def test_every_batch_is_dealt_to_exactly_one_copy_each(count: int, batch: int, seed: int, epoch: int, size: int) -> None:
+    for sampler, again in zip(samplers(count, batch, seed), samplers(count, batch, seed)):
+        order = sampler.order(epoch)
+        assert len(order) == sampler.samples and ((order >= 0) & (order < count)).all()
+        assert np.array_equal(order, again.order(epoch)), "the same in every process"
+        for first in range(0, len(order), batch):
+            indices = order[first : first + batch]
+            parts = [sampler.deal(indices, rank, size) for rank in range(size)]
+            assert sorted(np.concatenate(parts)) == list(range(len(indices)))
+            if getattr(sampler, "equal", True):
+                assert [len(part) for part in parts] == [len(share(len(indices), rank, size)) for rank in range(size)]
+
+
+@given(st.integers(1, 60), st.integers(0, 9))
+def test_a_shuffled_epoch_holds_every_sample_once_and_differs_from_the_last(count: int, seed: int) -> None:
+    assert sorted(Shuffled(count, seed).order(3)) == list(range(count))
+    if count > 20:
+        orders = {tuple(Shuffled(count, s).order(e)) for s in (seed, seed + 1) for e in range(3)}
+        assert len(orders) == 6
+
+
+@given(st.integers(1, 40), st.integers(1, 90), st.integers(0, 9))
+@settings(max_examples=60)
+def test_an_endless_row_has_no_seam(count: int, samples: int, seed: int) -> None:
+    row = np.concatenate([Endless(count, samples, seed).order(epoch) for epoch in range(6)])
+    for first in range(0, len(row) - count + 1, count):
+        assert sorted(row[first : first + count]) == list(range(count)), "each pass is whole, wherever epochs begin"
+    whole = Endless(count, 6 * samples, seed).order(0)
+    assert np.array_equal(row, whole)
+
+
+def test_weighted_draws_follow_the_weights() -> None:
+    drawn = np.bincount(Weighted([1, 0, 3, 0], 40_000, 1).order(0), minlength=4) / 40_000
+    assert drawn[1] == drawn[3] == 0 and drawn[0] == pytest.approx(0.25, abs=0.01)
+    assert Weighted([0.1] * 10 + [0], 1)._ends[9] == 1.0, "whatever was rounded"
+    for bad in ([], [0, 0], [1, -1], [np.nan], [[1.0]]):
+        with pytest.raises(DataError, match="weights must be"):
+            Weighted(bad, 3)
+    with pytest.raises(DataError, match="at least 1"):
+        Endless(0, 3)
+
+
+@given(st.integers(1, 4), st.integers(8, 70), st.integers(0, 5), st.integers(0, 3))
+@settings(max_examples=60)
+def test_each_copy_takes_from_the_shard_on_its_own_disk(shards: int, count: int, seed: int, epoch: int) -> None:
+    batch = 4 * shards
+    shard = np.random.default_rng(seed).permutation(np.arange(count) % shards)
+    sampler = Sharded(shard, batch, seed)
+    order = sampler.order(epoch)
+    assert len(order) == (count // shards) * shards and len(set(order)) == len(order)
+    for size in (shards, 2 * shards):
+        for first in range(0, len(order) - batch + 1, batch):
+            indices = np.random.default_rng(first).permutation(order[first : first + batch])
+            for rank in range(size):
+                assert set(shard[indices[sampler.deal(indices, rank, size)]]) == {rank * shards // size}
+    left = {i for e in range(30) for i in sampler.order(e)}
+    assert len(left) >= min(count, len(order) + 1) - (shards == 1 and 0), "what one epoch leaves out another brings"
+
+
+def test_sharding_that_cannot_be_is_refused() -> None:
+    with pytest.raises(DataError, match="a batch of 6 samples does not divide by 4 shards"):
+        Sharded([0, 1, 2, 3], 6)
+    with pytest.raises(DataError, match="shard 1 of 3 holds no sample"):
+        Sharded([0, 2, 2, 0], 3)
+
+
+def spread(sampler: Any, costs: np.ndarray, batch: int, size: int) -> float:
+    """Mean over the steps of what the busiest copy has over what it would have if all had the same."""
+    order = sampler.order(0)
+    ratios = []
+    for first in range(0, len(order) - batch + 1, batch):
+        indices = order[first : first + batch]
+        work = [costs[indices[sampler.deal(indices, rank, size)]].sum() for rank in range(size)]
+        ratios.append(max(work) * size / sum(work))
+    return float(np.mean(ratios))
+
+
+def test_balanced_copies_have_the_same_work_at_the_same_step() -> None:
+    costs = np.random.default_rng(0).lognormal(0, 0.8, 4096)
+    plain = spread(Shuffled(4096), costs, 128, 16)
+    dealt = spread(Balanced(costs, 128), costs, 128, 16)
+    bucketed = spread(Balanced(costs, 128, window=8), costs, 128, 16)
+    free = spread(Balanced(costs, 128, equal=False), costs, 128, 16)
+    assert plain > 1.4 and dealt < 1.08 and bucketed < 1.05 and free < 1.08, (plain, dealt, bucketed, free)
+    with pytest.raises(DataError, match="costs must be"):
+        Balanced([1, -2], 1)
+
+
+def test_buckets_change_who_meets_not_who_comes() -> None:
+    costs = np.arange(100.0)
+    for epoch in range(3):
+        order = Balanced(costs, 8, 3, window=4).order(epoch)
+        assert sorted(order) == list(range(100))
+        widths = [np.ptp(costs[order[first : first + 8]]) for first in range(0, 96, 8)]
+        assert np.median(widths) < 40 < np.ptp(costs[Balanced(costs, 8, 3).order(epoch)[:8]])
+    assert not np.array_equal(Balanced(costs, 8, 3, window=4).order(0), Balanced(costs, 8, 3, window=4).order(1))

@@ -1,0 +1,639 @@
+"""Staging by one process: what arrives, what is kept, what is refused, and that nothing bad, half or open stays."""
+
+import errno
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hpcai import dist, log
+from hpcai.cli import main as hpcai
+from hpcai.cli import stage as command
+from hpcai.data.direct import Reader
+from hpcai.data.stage import Staged, assign, holds, job, plan, stage_in
+from hpcai.errors import DataError
+
+BLOCK = 16384
+FILES = {
+    "train/a.h5": 3 * BLOCK + 5, "train/b.h5": 2 * BLOCK, "train/c.h5": 4095, "train/d.h5": 4096, "train/e.h5": 4097,
+    "validation/a.h5": BLOCK + 4096, "validation/empty.h5": 0, "recipe.json": 40, "deep/er/README": 13, "nothing": 0,
+    "a name with spaces/Größe α β.npy": 9 * BLOCK + 1, "tab\tand\nnewline.txt": 7,
+}  # fmt: skip
+
+
+def content(name: str, size: int) -> bytes:
+    return np.random.default_rng(len(name) + size).bytes(size)
+
+
+def make(folder: Path, files: dict[str, int], indexed: Sequence[str] = ("train", "validation")) -> Path:
+    for name, size in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content(name, size))
+    for part in indexed:
+        index(folder / part)
+    return folder
+
+
+def index(folder: Path) -> None:
+    listed = [
+        {"name": p.name, "rows": 1, "bytes": p.stat().st_size, "sha256": hashlib.sha256(p.read_bytes()).hexdigest()}
+        for p in sorted(folder.glob("*.h5"))
+    ]
+    (folder / "index.json").write_text(json.dumps({"format": 1, "files": listed}))
+
+
+def tree(folder: Path, hidden: bool = False) -> dict[str, bytes]:
+    paths = [p for p in folder.rglob("*") if p.is_file() and (hidden or not p.name.startswith("."))]
+    return {str(p.relative_to(folder)): p.read_bytes() for p in paths}
+
+
+def clean(target: Path) -> bool:
+    """Of hidden files only the record."""
+    return [p.name for p in target.rglob(".*")] == [plan.RECORD]
+
+
+def run(source: Path, target: Path, **other: Any) -> Staged:
+    return stage_in(source, target, dist.alone(), **{"block": BLOCK, **other})
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return make(tmp_path / "source", FILES)
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    return tmp_path / "disk" / "target"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays() -> Iterator[None]:
+    """No descriptor and no thread outlives a call, however it ended."""
+
+    def held() -> tuple[list[str], list[str]]:
+        links = []
+        for name in os.listdir("/proc/self/fd"):
+            try:
+                links.append(os.readlink(f"/proc/self/fd/{name}"))
+            except OSError:
+                continue  # the listing itself
+        return sorted(link for link in links if link.startswith("/")), sorted(t.name for t in threading.enumerate())
+
+    before = held()
+    yield
+    until = time.monotonic() + 3
+    while held() != before and time.monotonic() < until:  # the thread of a progress bar is told to end, not awaited
+        time.sleep(0.02)
+    assert held() == before
+
+
+# ---- who holds what
+
+
+@given(st.lists(st.integers(0, 1 << 50), max_size=60), st.integers(1, 12))
+def test_shards_are_even(sizes: list[int], shards: int) -> None:
+    found = assign(sizes, shards)
+    assert found.tolist() == assign(np.array(sizes, np.int64), shards).tolist()  # type: ignore[arg-type]
+    files = np.bincount(found, minlength=shards)
+    assert len(files) == shards and files.max() - files.min() <= 1
+    weights = [sum(size for size, shard in zip(sizes, found) if shard == s) for s in range(shards)]
+    if len(sizes) % shards == 0 and sizes:
+        assert max(weights) - min(weights) <= max(sizes)
+
+
+def test_shards_as_computed_by_hand() -> None:
+    assert assign([1, 9, 5, 5, 2, 7], 2).tolist() == [0, 0, 1, 0, 1, 1]  # 9 7 | 5: to the 7 | 5 | 2: to 7 + 5 | 1
+    assert assign([1, 9, 5, 5, 2, 7, 3], 1).tolist() == [0] * 7
+    with pytest.raises(DataError, match="0 shards were asked for"):
+        assign([1], 0)
+
+
+@given(st.lists(st.lists(st.integers(0, 1000), min_size=1, max_size=9), max_size=6), st.integers(1, 5))
+def test_shards_are_even_in_every_folder_and_over_all(folders: list[list[int]], shards: int) -> None:
+    sizes = {f"{f}/{i}": size for f, some in enumerate(folders) for i, size in enumerate(some)}
+    found = plan._shards(sizes, shards)
+    assert set(found) == set(sizes)
+    for prefix in ["", *(f"{f}/" for f in range(len(folders)))]:
+        files = np.bincount([shard for name, shard in found.items() if name.startswith(prefix)] or [0], minlength=shards)
+        assert not sizes or files.max() - files.min() <= 1
+
+
+@given(st.data())
+def test_every_missing_file_reaches_its_node_once(data: st.DataObject) -> None:
+    """Through lanes and circles, for any state of the targets and any numbers of processes."""
+    shards, each = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 7))
+    names = [f"n{i}" for i in range(shards * each) for _ in range(data.draw(st.integers(1, 3)))]
+    nodes = plan.nodes_of(names, shards)
+    count = data.draw(st.integers(1, 40))
+    files = [
+        plan.SourceFile(str(i), data.draw(st.integers(0, 9)), None, 0, data.draw(st.sampled_from([None, *range(shards)])))
+        for i in range(count)
+    ]
+    wanted = np.array([[f.shard in (None, nodes.shard(n)) for f in files] for n in range(shards * each)])
+    missing = wanted & np.array(
+        data.draw(st.lists(st.lists(st.booleans(), min_size=count, max_size=count), min_size=shards * each, max_size=shards * each))
+    )
+    came: dict[tuple[int, int], int] = {}
+    ranks_of_lane = []
+    for lane in plan.lanes_of(files, nodes, missing):
+        assert len(lane) <= plan._CIRCLES
+        assert [circle.layer for circle in lane] == list(range(len(lane)))
+        ranks_of_lane.append({rank for circle in lane for rank in circle.ranks})
+        for circle in lane:
+            here = [next(n for n, ranks in enumerate(nodes.ranks) if rank in ranks) for rank in circle.ranks]
+            assert len({nodes.shard(n) for n in here}) == 1 and len(set(here)) == len(here)
+            for i in circle.files:
+                for n in here:
+                    came[n, i] = came.get((n, i), 0) + 1
+            turns = [(b.root, b.file) for b in plan.blocks_of([circle], files, 4)]
+            assert [root for root, _ in turns] == [circle.ranks[i % len(here)] for i in range(len(turns))]
+            assert len(turns) == plan.count_blocks([circle], files, 4)
+    assert all(not a & b for i, a in enumerate(ranks_of_lane) for b in ranks_of_lane[:i])
+    assert {key for key in came if missing[key]} == set(zip(*map(np.ndarray.tolist, np.nonzero(missing))))
+    assert set(came.values()) <= {1}
+
+
+# ---- what arrives
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("mode", ["auto", "buffered"])
+def test_every_byte_arrives_and_a_second_run_reads_nothing(source: Path, target: Path, verify: bool, mode: Any) -> None:
+    (source / ".hidden").write_text("x")
+    (source / "train/half.h5.partial").write_text("x")
+    with Reader(mode) as reader:
+        done = run(source, target, verify=verify, reader=reader)
+        whole = {name: data for name, data in tree(source).items() if not name.endswith(".partial")}
+        assert tree(target) == whole and clean(target)
+        size = sum(map(len, whole.values()))
+        assert (done.files, done.bytes, done.kept, done.received, done.exchange) == (len(whole), size, 0, 0, "none")
+        assert done.read == reader.transferred and size <= done.read <= size + 4096 * len(whole)
+        record = json.loads((target / plan.RECORD).read_text())
+        assert record["source"] == str(source) and set(record["files"]) == set(whole)
+        if verify:
+            assert {n: e["sha256"] for n, e in record["files"].items()} == {
+                n: hashlib.sha256(d).hexdigest() for n, d in whole.items()
+            }
+        inodes = {p: p.stat().st_ino for p in target.rglob("*")}
+        again = run(source, target, verify=verify, reader=reader)
+        assert (again.read, again.kept, reader.transferred) == (0, size, done.read)
+        inodes.pop(target / plan.RECORD)
+        assert {p: p.stat().st_ino for p in inodes} == inodes
+
+
+@settings(max_examples=20)
+@given(st.lists(st.integers(-2, 2), min_size=1, max_size=5), st.sampled_from([4096, BLOCK]))
+def test_sizes_around_blocks(tmp_path_factory: pytest.TempPathFactory, around: list[int], block: int) -> None:
+    folder = tmp_path_factory.mktemp("sizes")
+    make(folder / "source", {f"{i}.npy": max(0, i * 4096 + more) for i, more in enumerate(around)}, ())
+    run(folder / "source", folder / "target", block=block)
+    assert tree(folder / "target") == tree(folder / "source")
+
+
+def test_links(source: Path, target: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    outside = make(tmp_path / "outside", {"x.h5": 5000, "folder/y.h5": 6000}, ())
+    (source / "inside.h5").symlink_to("train/a.h5")
+    (source / "out.h5").symlink_to(outside / "x.h5")
+    (source / "folder").symlink_to(outside / "folder")
+    with caplog.at_level(logging.INFO):
+        run(source, target)
+    assert tree(target)["folder/y.h5"] == content("folder/y.h5", 6000)
+    assert tree(target) == tree(source) | {"folder/y.h5": content("folder/y.h5", 6000)}
+    assert not any(path.is_symlink() for path in target.rglob("*"))
+    assert sum("leads out of" in line for line in caplog.messages) == 2
+
+
+def test_name_that_is_not_text(source: Path, target: Path) -> None:
+    odd = os.fsdecode(b"\xff\xfe.h5")
+    (source / odd).write_bytes(b"12345")
+    run(source, target)
+    assert (target / odd).read_bytes() == b"12345"
+    assert holds(target, source)[source / odd] == target / odd
+    assert run(source, target).read == 0
+
+
+def test_long_name(source: Path, target: Path) -> None:
+    (source / ("n" * 255)).write_bytes(b"12345")
+    run(source, target)
+    assert tree(target) == tree(source) and clean(target)
+
+
+def test_small_files_go_everywhere_and_data_to_shards(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "LARGE", 30)  # the indexes are longer, as those of many files are
+    found = {file.name: file.shard for file in plan.scan(source, 2)}
+    assert {name for name, shard in found.items() if shard is None} == {
+        "train/index.json", "validation/index.json", "recipe.json", "deep/er/README", "nothing", "tab\tand\nnewline.txt",
+    }  # fmt: skip
+    (source / "deep/er/README").write_bytes(bytes(30))
+    assert {file.name: file.shard for file in plan.scan(source, 2)}["deep/er/README"] is not None
+
+
+# ---- what is kept
+
+
+def test_changed_source_is_copied_anew(source: Path, target: Path) -> None:
+    run(source, target)
+    (source / "train/a.h5").write_bytes(content("other", FILES["train/a.h5"]))
+    index(source / "train")
+    (source / "a name with spaces/Größe α β.npy").write_bytes(b"shorter")
+    os.utime(source / "recipe.json")
+    again = run(source, target)
+    assert tree(target) == tree(source) and clean(target)
+    changed = FILES["train/a.h5"] + 7 + 40 + len((source / "train/index.json").read_bytes())
+    assert again.bytes - again.kept == changed
+
+
+def test_same_content_under_another_time_is_kept(source: Path, target: Path) -> None:
+    run(source, target)
+    os.utime(source / "train/a.h5")
+    assert run(source, target).read == 0
+
+
+@pytest.mark.parametrize(
+    "spoil", [lambda p: p.unlink(), lambda p: p.write_bytes(bytes(p.stat().st_size)), lambda p: p.write_bytes(b"")]
+)
+def test_spoiled_copy_is_copied_anew(source: Path, target: Path, spoil: Callable[[Path], Any]) -> None:
+    run(source, target)
+    spoil(target / "train/a.h5")
+    assert source / "train/a.h5" not in holds(target, source)
+    again = run(source, target)
+    assert again.bytes - again.kept == FILES["train/a.h5"]
+    assert tree(target) == tree(source)
+
+
+def test_without_record_the_hash_decides(source: Path, target: Path) -> None:
+    run(source, target)
+    (target / plan.RECORD).unlink()
+    again = run(source, target)
+    assert again.kept == sum(FILES[n] for n in FILES if n.endswith(".h5"))
+    assert len(holds(target, source)) == again.files
+
+
+def test_hashing_has_an_end(source: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other ranks wait for it."""
+    run(source, target)
+    (target / plan.RECORD).unlink()
+    monkeypatch.setattr(job, "PATIENCE", -1.0)
+    assert run(source, target).kept == 0
+    assert tree(target) == tree(source)
+
+
+def test_unverified_files_are_hashed_when_it_is_asked_for(source: Path, target: Path) -> None:
+    run(source, target, verify=False)
+    assert not json.loads((target / plan.RECORD).read_text())["files"]["train/a.h5"]["verified"]
+    before = (target / "train/a.h5").stat().st_ino
+    assert run(source, target).read == 0
+    assert json.loads((target / plan.RECORD).read_text())["files"]["train/a.h5"]["verified"]
+    assert (target / "train/a.h5").stat().st_ino == before
+    run(source, target, verify=False)
+    assert json.loads((target / plan.RECORD).read_text())["files"]["train/a.h5"]["verified"]
+
+
+def test_what_a_killed_run_left(source: Path, target: Path) -> None:
+    (target / "train").mkdir(parents=True)
+    for left in (target / "train/.a.h5.partial", target / ".stage.json.partial", target / ".stage.0123.partial"):
+        left.write_bytes(b"half")
+    (target / "train/a.h5").write_bytes(b"short")
+    (target / ".stage.7.jsonl").write_bytes(b'{"name": "train/b.h5", "by')
+    run(source, target)
+    assert tree(target) == tree(source) and clean(target)
+
+
+def test_interrupted_run_goes_on(source: Path, target: Path) -> None:
+    def stop(done: int, total: int) -> None:
+        if done > total / 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(source, target, progress=stop, block=4096)
+    assert not list(target.rglob("*.partial"))
+    there = holds(target, source)
+    assert there and all(copy.read_bytes() == path.read_bytes() for path, copy in there.items())
+    again = run(source, target)
+    assert again.kept == sum(path.stat().st_size for path in there) > 0
+    assert tree(target) == tree(source) and clean(target)
+
+
+def test_file_that_the_source_no_longer_has(source: Path, target: Path) -> None:
+    run(source, target)
+    (target / "mine.txt").write_text("not staged")
+    (source / "train/a.h5").unlink()
+    index(source / "train")
+    run(source, target)
+    assert tree(target) == tree(source) | {"mine.txt": b"not staged"}
+
+
+# ---- what is refused, before anything is written
+
+
+def refused(source: Path, target: Path, text: str, **other: Any) -> None:
+    there = tree(target, hidden=True)
+    with pytest.raises(DataError, match=text):
+        run(source, target, **other)
+    assert tree(target, hidden=True) == there
+    assert there or not target.parent.exists()  # not even an empty folder
+
+
+def test_index_and_files_must_agree(source: Path, target: Path) -> None:
+    os.truncate(source / "train/a.h5", 100)
+    refused(source, target, r"train/a.h5: has 100 bytes \(truncated or rewritten\?\), index.json says 49,157 bytes; restore")
+    (source / "train/a.h5").unlink()
+    (source / "train/b.h5").unlink()
+    refused(source, target, r"train/a.h5: is missing, index.json says 49,157 bytes \(and 1 more files\)")
+
+
+@pytest.mark.parametrize(
+    "entry, text",
+    [
+        ({"name": "../b.h5", "bytes": 1}, "lists '../b.h5', expected the name of a file in its folder"),
+        ({"name": "/b.h5", "bytes": 1}, "lists '/b.h5', expected the name of a file"),
+        ({"name": 3, "bytes": 1}, "lists 3, expected the name of a file"),
+        ({"name": "a.h5"}, "lists 'a.h5' with None bytes"),
+        ({"name": "a.h5", "bytes": 49157, "sha256": "12"}, "lists 'a.h5' with SHA-256 '12', expected 64"),
+        ("{", "cannot be read as JSON"),
+    ],
+)
+def test_bad_index(source: Path, target: Path, entry: Any, text: str) -> None:
+    (source / "train/index.json").write_text(entry if entry == "{" else json.dumps({"files": [entry]}))
+    refused(source, target, f"train/index.json: {text}")
+
+
+@pytest.mark.parametrize("content", ["[]", '{"files": 3}', '{"files": ["a.h5"]}', "{}"])
+def test_index_of_something_else_is_a_file(source: Path, target: Path, content: str) -> None:
+    (source / "train/index.json").write_text(content)
+    run(source, target)
+    assert tree(target) == tree(source)
+
+
+def test_links_that_lead_nowhere_or_round(source: Path, target: Path) -> None:
+    (source / "broken").symlink_to("gone")
+    refused(source, target, "broken: leads nowhere; mend or delete it")
+    (source / "broken").unlink()
+    (source / "deep/round").symlink_to("..")
+    refused(source, target, "deep/round: this link leads back to a folder that it lies in")
+
+
+def test_room_is_looked_for_first(source: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(source)
+    free = sum(-(-len(data) // 4096) * 4096 for data in tree(source).values())
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=free))
+    refused(
+        source,
+        target,
+        rf"target: {int(free * 1.05):,} bytes are needed on here \({free:,} to copy, 5% in .* {free:,} are free; make room",
+        node="here",
+    )
+    run(source, target, reserve=0.0)
+    free = 0
+    assert run(source, target).read == 0  # nothing to copy needs no room
+
+
+@pytest.mark.parametrize("inside", ["", "train", "..", "new/folder"])
+def test_target_and_source_apart(source: Path, inside: str) -> None:
+    before = tree(source, hidden=True)
+    with pytest.raises(DataError, match="is, holds or lies in the source"):
+        run(source, source / inside)
+    assert tree(source, hidden=True) == before
+
+
+def test_other_refusals(source: Path, target: Path, tmp_path: Path) -> None:
+    refused(tmp_path / "none", target, "none: no such folder on")
+    (tmp_path / "empty").mkdir()
+    refused(tmp_path / "empty", target, "empty: holds no file to copy")
+    refused(source, target, r"2 shards need a multiple of 2 nodes, but the job has 1 node; give --shards 1", shards=2)
+    refused(source, target, "0 shards were asked for", shards=0)
+    refused(source, target, "blocks of 0 bytes, expected 4,096 to", block=0)
+    with pytest.raises(DataError, match="recipe.json/target: cannot be written on .*: Not a directory; name a folder"):
+        run(tmp_path / "source", make(tmp_path / "other", {"recipe.json": 3}, ()) / "recipe.json/target")
+
+
+def test_record_of_another_source(source: Path, target: Path, tmp_path: Path) -> None:
+    run(source, target)
+    other = make(tmp_path / "other", {"x.h5": 3}, ())
+    refused(other, target, f"target: holds files staged from {source}, not from {other}; name another folder")
+    with pytest.raises(DataError, match="holds files staged from"):
+        holds(target, other)
+    for bad in ("{", "[]", '{"files": []}', '{"files": {"a": 3}, "source": "x"}', '{"files": {}}'):
+        (target / plan.RECORD).write_text(bad)
+        refused(source, target, f"{plan.RECORD}: not a record of staged files .* delete it and stage again")
+    with pytest.raises(DataError, match="not there; run hpcai data stage"):
+        holds(tmp_path / "nowhere", source)
+
+
+def test_two_jobs_do_not_share_a_target(source: Path, target: Path) -> None:
+    target.mkdir(parents=True)
+    other = os.open(target, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    with pytest.raises(DataError, match="another job stages to it"):
+        run(source, target)
+    os.close(other)
+    run(source, target)
+    assert tree(target) == tree(source)
+
+
+# ---- what fails on the way
+
+
+def left_in_order(source: Path, target: Path, without: str) -> None:
+    """Whole files only, the bad one is not there, and a second run completes."""
+    there = tree(target)
+    assert without not in there and all((source / name).read_bytes() == data for name, data in there.items())
+    assert clean(target)
+    assert set(holds(target, source)) == {source / name for name in there}
+
+
+def test_flipped_bit(source: Path, target: Path) -> None:
+    path = source / "train/b.h5"
+    good = path.read_bytes()
+    path.write_bytes(good[:20000] + bytes([good[20000] ^ 4]) + good[20001:])
+    found, listed = hashlib.sha256(path.read_bytes()).hexdigest(), hashlib.sha256(good).hexdigest()
+    with pytest.raises(DataError, match=f"train/b.h5: what came to .* has SHA-256 {found}, index.json says {listed}; compare"):
+        run(source, target)
+    left_in_order(source, target, "train/b.h5")
+    path.write_bytes(good)
+    assert run(source, target).kept > 0
+    assert tree(target) == tree(source)
+
+
+def test_flipped_bit_passes_where_nothing_is_compared(source: Path, target: Path) -> None:
+    (source / "train/b.h5").write_bytes(bytes(FILES["train/b.h5"]))
+    run(source, target, verify=False)
+    assert tree(target) == tree(source)
+
+
+def test_file_cut_off_while_it_is_copied(source: Path, target: Path) -> None:
+    def cut(descriptor: int, views: Sequence[Any], offset: int) -> int:
+        os.truncate(source / "train/a.h5", BLOCK + 100)
+        return os.preadv(descriptor, views, offset)
+
+    with Reader(preadv=cut) as reader, pytest.raises(DataError, match="train/a.h5: ends at byte 16,484, but bytes"):
+        run(source, target, reader=reader)
+    left_in_order(source, target, "train/a.h5")
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_file_rewritten_while_it_is_copied(source: Path, target: Path, verify: bool) -> None:
+    """Where no index states what it must be, its time tells."""
+    name = "a name with spaces/Größe α β.npy"
+
+    def touch(descriptor: int, views: Sequence[Any], offset: int) -> int:
+        if offset == 4 * BLOCK:
+            os.utime(source / name)
+        return os.preadv(descriptor, views, offset)
+
+    with Reader(preadv=touch) as reader, pytest.raises(DataError, match="npy: was rewritten while it was copied"):
+        run(source, target, reader=reader, verify=verify)
+    left_in_order(source, target, name)
+
+
+def test_read_error(source: Path, target: Path) -> None:
+    def fail(descriptor: int, views: Sequence[Any], offset: int) -> int:
+        if offset == 2 * BLOCK:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return os.preadv(descriptor, views, offset)
+
+    with Reader(preadv=fail) as reader, pytest.raises(DataError, match=r"npy: bytes .* cannot be read: .*\(EIO\)"):
+        run(source, target, reader=reader)
+    left_in_order(source, target, "a name with spaces/Größe α β.npy")
+    run(source, target)
+    assert tree(target) == tree(source)
+
+
+@pytest.mark.parametrize("how", ["write", "allocate", "flush"])
+def test_full_disk(source: Path, target: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def fails(*words: Any) -> Any:
+        if how == "flush" and "/.b.h5" not in os.readlink(f"/proc/self/fd/{words[0]}"):
+            return plain(*words)
+        if how == "allocate" and words[2] != FILES["train/b.h5"]:
+            return plain(*words)
+        if how == "write" and words[2] != BLOCK:
+            return plain(*words)
+        raise full
+
+    plain: Any = {"write": os.pwrite, "allocate": os.posix_fallocate, "flush": os.fsync}[how]
+    if how != "write":
+        monkeypatch.setattr(os, "posix_fallocate" if how == "allocate" else "fsync", fails)
+    text = r"\.(npy|h5): cannot be written on mynode: No space left on device \(ENOSPC\); make room on this node"
+    with pytest.raises(DataError, match=text) as caught:
+        run(source, target, node="mynode", pwrite=fails if how == "write" else os.pwrite)
+    assert caught.value.__cause__ is not None
+    left_in_order(source, target, str(caught.value).split(": cannot")[0].removeprefix(f"{target}/"))
+    monkeypatch.undo()
+    run(source, target)
+    assert tree(target) == tree(source)
+
+
+def test_full_disk_keeps_its_reason_when_the_record_fails_too(source: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = False
+
+    def pwrite(descriptor: int, data: Any, offset: int) -> int:
+        nonlocal broken
+        broken = broken or offset == BLOCK
+        if broken:
+            raise OSError(errno.ENOSPC, "full")
+        return os.pwrite(descriptor, data, offset)
+
+    def write_text(path: Path, text: str, **other: Any) -> int:
+        if broken:
+            raise OSError(errno.ENOSPC, "full")
+        return plain(path, text, **other)
+
+    plain = Path.write_text
+    monkeypatch.setattr(Path, "write_text", write_text)
+    with pytest.raises(DataError, match=r"\.(npy|h5): cannot be written"):
+        run(source, target, pwrite=pwrite)
+    monkeypatch.undo()
+    assert not list(target.rglob("*.partial"))
+    assert {target / name for name in tree(target)} == set(holds(target, source).values())
+    run(source, target)
+    assert tree(target) == tree(source) and clean(target)
+
+
+def test_file_system_that_refuses_direct_or_long_writes(source: Path, target: Path) -> None:
+    refusals = 0
+
+    def pwrite(descriptor: int, data: Any, offset: int) -> int:
+        nonlocal refusals
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            refusals += 1
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return os.pwrite(descriptor, data[:1000], offset)
+
+    run(source, target, pwrite=pwrite)
+    assert refusals and tree(target) == tree(source)
+
+
+def test_write_that_makes_no_way(source: Path, target: Path) -> None:
+    with pytest.raises(DataError, match=r"cannot be written on .*\(EIO\)"):
+        run(source, target, pwrite=lambda descriptor, data, offset: 0)
+    assert clean(target)
+
+
+def test_progress(source: Path, target: Path) -> None:
+    told: list[tuple[int, int]] = []
+    done = run(source, target, progress=lambda *words: told.append(words))
+    assert told[0] == (0, done.bytes) and told[-1] == (done.bytes, done.bytes) and len(told) > 3
+    assert [a for a, _ in told] == sorted(a for a, _ in told)
+    with pytest.raises(DataError, match="ZeroDivisionError"):
+        run(source, target.with_name("other"), progress=lambda done, total: 1 // (done == 0))
+
+
+def test_data_passes_the_page_cache(source: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda fd, *words: flags.append(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT))
+    try:
+        os.close(os.open(source / "recipe.json", os.O_RDONLY | os.O_DIRECT))
+    except OSError:
+        pytest.skip("this file system has no O_DIRECT")
+    run(source, target)
+    assert flags and all(flags)
+
+
+# ---- the command
+
+
+def test_command(source: Path, target: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_DISK", str(target.parent))
+    monkeypatch.setattr(command, "_EVERY", 0.0)
+    words = ["data", "stage", str(source), "$MY_DISK/target", "--block", "1"]
+    assert hpcai(words) == 0
+    out, err = capsys.readouterr()
+    size = sum(map(len, tree(source).values()))
+    assert out.startswith(f"staged {log.size(size)} to 1 node in ") and out.endswith("kept 0 B, SHA-256 compared\n")
+    assert err.startswith("staged 0 B of ") and tree(target) == tree(source)
+    assert hpcai([*words, "--json", "--no-verify", "--node", "$MY_DISK"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["kept"], found["read"], found["bytes"], found["verified"]) == (size, 0, size, False)
+    assert found["nodes"][0]["node"] == str(target.parent)
+
+
+def test_command_refuses(source: Path, target: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_SUCH", raising=False)
+    for name in ("$NO_SUCH", "${NO_SUCH}"):
+        assert hpcai(["data", "stage", str(source), f"{name}/x"]) == 2
+        assert f"{name} is not set on rank 0; set it" in capsys.readouterr().err
+    assert hpcai(["data", "stage", str(source), str(source)]) == 2
+    assert capsys.readouterr().err.startswith("hpcai data stage: ")
+
+
+def test_bar_on_a_terminal(source: Path, target: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    assert hpcai(["data", "stage", str(source), str(target)]) == 0
+    out, err = capsys.readouterr()
+    assert out.count("\n") == 1 and "stage" in err and "\x1b[" in err
