@@ -27,8 +27,8 @@ class MeshConfig(Settings):
     """cut of the experts of a mixture"""
     context: Positive = 1
     """cut of a sequence"""
-    evaluate: Positive = 1
-    """processes that only evaluate"""
+    evaluate: Annotated[int, Field(ge=0)] = 0
+    """the last processes of the job, which only evaluate while the others train on"""
 
     @model_validator(mode="after")
     def _replicate_is_a_size(self) -> Self:
@@ -115,33 +115,64 @@ class ScheduleConfig(Settings):
 class StepConfig(Settings):
     """One optimizer step: precision, gradients, optimizer, learning rate."""
 
-    precision: Literal["fp32", "bf16", "fp64"] = "fp32"
-    """bf16: autocast, weights and optimizer stay fp32"""
+    precision: Literal["auto", "fp32", "bf16", "bf16-params", "fp64"] = "fp32"
+    """bf16: autocast, weights and optimizer stay fp32; bf16-params: weights and gradients too are bfloat16, the optimizer keeps an
+    fp32 master copy of them; auto: bf16 where the processor computes in it faster, else fp32"""
     accumulate: Positive = 1
     """micro-batches per step and process"""
     clip: Annotated[float, Field(gt=0)] | None = None
     """largest L2 norm of the whole gradient"""
     bucket_mb: Annotated[float, Field(gt=0)] = 25.0
     """size of the gradient buckets that are summed while the backward pass goes on, MB"""
-    optimizer: Literal["sgd", "adamw"] = "adamw"
-    """sgd: momentum; adamw: decoupled weight decay"""
+    optimizer: Literal["sgd", "adam", "adamw", "lamb", "lars"] = "adamw"
+    """sgd: momentum; adam: weight decay in the gradient; adamw: decoupled from it; lamb, lars: rates adapted to each parameter that
+    decay_names names, for large batches"""
     lr: Annotated[float, Field(gt=0)] = 1e-3
     """peak learning rate"""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """sgd"""
+    """sgd, lars"""
     lr_in_momentum: bool = True
     """sgd: v = momentum*v + lr*g, p -= v (Keras and the MLPerf codes), not v = momentum*v + g, p -= lr*v (torch)"""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
-    """adamw"""
+    """adam, adamw, lamb"""
     eps: Annotated[float, Field(gt=0)] = 1e-8
-    """adamw"""
+    """adam, adamw, lamb"""
+    trust: Annotated[float, Field(gt=0)] = 0.001
+    """lars: factor of |w| / (|g| + weight_decay*|w|)"""
+    moments: Literal["fp32", "bf16"] = "fp32"
+    """bf16: moments take half the memory, rounded stochastically"""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """sgd: added to the gradient as weight_decay*w (Keras l2 = weight_decay/2); adamw: decoupled"""
+    """sgd, adam, lars: added to the gradient as weight_decay*w (Keras l2 = weight_decay/2); adamw, lamb: decoupled"""
     decay_names: tuple[str, ...] = ("*.weight",)
     """parameters that decay, as shell patterns of their names"""
     average: Annotated[float, Field(gt=0, lt=1)] | None = None
     """decay of an exponential moving average of the weights, which is then what is evaluated and saved for people"""
+    capture: Literal["none", "auto", "forward", "whole"] = "none"
+    """CUDA Graphs: forward and backward with the gradient sums, or the whole step with its update, recorded once for each shape of
+    the batch; auto: whole, where there is a GPU that can"""
+    capture_shapes: Positive = 4
+    """shapes of the batch that are captured, at most"""
+    compile: Literal["none", "blocks", "whole"] = "none"
+    """torch.compile of each repeated block, or of the model as one"""
+    compile_cache: Path | None = None
+    """folder of compiled code that later jobs begin with"""
+    shard: Literal["none", "optimizer", "weights"] = "none"
+    """what the copies of the model divide among them: the optimizer's state and work, or the weights too (torch's fully_shard)"""
+    shard_within: Positive | None = None
+    """neighbouring copies that divide it, such as those of one node; null: all of them"""
     schedule: ScheduleConfig = ScheduleConfig()
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> Self:
+        if self.precision == "fp64" and self.moments == "bf16":
+            raise ValueError("moments bf16 with precision fp64 loses what fp64 is for; set moments to fp32")
+        if self.capture in ("forward", "whole") and self.shard == "weights":
+            raise ValueError(f"capture {self.capture} with shard weights cannot be done; set shard to optimizer or capture to none")
+        if self.shard_within is not None and self.shard == "none":
+            raise ValueError(f"shard_within is {self.shard_within}, but nothing is divided; set shard to optimizer or weights")
+        if self.compile_cache is not None and self.compile == "none":
+            raise ValueError("compile_cache is given, but nothing is compiled; set compile to blocks or whole")
+        return self
 
 
 class TrainConfig(Settings):
@@ -153,6 +184,10 @@ class TrainConfig(Settings):
     """passes over the training samples in all"""
     evaluate_every: Positive = 1
     """epochs between evaluations; the last step is always evaluated"""
+    evaluate: Literal["wait", "background"] = "wait"
+    """training waits for an evaluation, or goes on beside it; mesh.evaluate gives it processes of its own"""
+    keep_validation: bool = False
+    """the validation samples stay on the device once they are read"""
     report_every: Positive = 10
     """steps between reports of the loss"""
     metric: str | None = None
@@ -162,6 +197,11 @@ class TrainConfig(Settings):
     better: Literal["lower", "higher"] = "lower"
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """of the weights, the order of the samples and the dropout"""
+    collect_every: Positive | None = 1000
+    """steps between Python's garbage collections, which else may stop one process at any time while all others wait; null: as
+    Python likes"""
+    profile: tuple[Positive, Positive] | None = None
+    """first and last step of a trace, in report.directory/profile"""
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:

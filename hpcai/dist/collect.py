@@ -19,6 +19,26 @@ def total(value: Tensor, *axes: Axis) -> Tensor:
     return value
 
 
+class Scattered:
+    """A sum under way: rank r of ``axis`` gets the r-th of equal pieces of ``whole``, summed, into ``own`` once ``wait()`` returns.
+
+    gloo's reduce_scatter sends as much as its all_reduce does; the pieces sent one to one and added in the order of the ranks are half.
+    """
+
+    def __init__(self, own: Tensor, whole: Tensor, axis: Axis) -> None:
+        self._own, self._pieces = own, None
+        if torch_dist.get_backend(axis.group) == "gloo":
+            self._pieces = torch.empty_like(whole)
+            self._work = torch_dist.all_to_all_single(self._pieces, whole, group=axis.group, async_op=True)
+        else:
+            self._work = torch_dist.reduce_scatter_tensor(own, whole, group=axis.group, async_op=True)
+
+    def wait(self) -> None:
+        self._work.wait()
+        if self._pieces is not None:
+            torch.sum(self._pieces.view(-1, len(self._own)), 0, out=self._own)
+
+
 def least(value: Tensor, axis: Axis) -> Tensor:
     """Smallest ``value`` among the processes of ``axis``, in place."""
     if axis.size > 1:

@@ -5,9 +5,11 @@ A person may set, alike for all ranks:
     MASTER_ADDR, MASTER_PORT   where rank 0 listens
     HPCAI_ADDRESS              rank 0's name on the network to be used, where its host name is unknown to the others or slow
     HPCAI_TIMEOUT              seconds that ranks wait for one another, when they meet and in every collective (600)
+    HPCAI_BIND=0               leave the CPUs of each process to the system, where there is a GPU
     HPCAI_SHARE_GPU=1          several ranks may use one GPU, over gloo: for tests
 """
 
+import logging
 import os
 import resource
 import socket
@@ -24,9 +26,13 @@ import torch
 import torch.distributed as torch_dist
 
 from hpcai.dist.environment import ALONE, Place, place
+from hpcai.dist.host import bind
 from hpcai.dist.mesh import Mesh
 from hpcai.dist.watch import Watch, leave_now, shout
 from hpcai.errors import LaunchError
+
+
+logger = logging.getLogger(__name__)
 
 
 def device(place: Place, visible: int | None = None) -> torch.device:
@@ -77,10 +83,13 @@ def start(axes: Any) -> Iterator[Mesh]:
         raise LaunchError("torch.distributed is initialised already; start() makes the process group itself")
     here, job = (here, None) if here.world == 1 else _meet(here)
     if job is None or here.world is None:
-        yield Mesh(sizes, 1, 0, _device(here))
+        where = _device(here)
+        _bind(where, here)
+        yield Mesh(sizes, 1, 0, where)
         return
     with job.watch:
         where = _device(here)
+        _bind(where, here)
         backend = "gloo"
         if where.type == "cuda":
             _claim(where, here, job.store)
@@ -222,6 +231,13 @@ def _claim(where: torch.device, here: Place, store: torch_dist.Store) -> None:
             f"{me} and {owner} both use GPU {gpu}; {me} has local rank {here.local_rank} and sees {torch.cuda.device_count()} GPU; "
             "give each task its own (srun --gpus-per-task=1), start fewer tasks on a node, or set HPCAI_SHARE_GPU=1 for a test"
         )
+
+
+def _bind(where: torch.device, here: Place) -> None:
+    if where.type == "cuda" and os.environ.get("HPCAI_BIND") != "0":
+        done = bind(where, here.local_rank or 0, here.local_world or 1)
+        if done:
+            logger.info("rank %d: %s", here.rank, done)
 
 
 def _share_gpu() -> bool:

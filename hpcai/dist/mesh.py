@@ -3,10 +3,11 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as torch_dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from hpcai.errors import MeshError
 
@@ -26,9 +27,11 @@ class Axis:
 class Mesh:
     """Axes by name: ``mesh["replicate"]``. Callers never ask whether a run is distributed.
 
-    The last axis varies fastest over the ranks, so that processes which exchange most share a node.
-    ``everyone`` spans all processes, for what concerns the job as a whole (agreement, checkpoints); ``copy`` spans those that
-    hold one copy of the model together, and so get the same samples.
+    The last axis varies fastest over the ranks, so that processes which exchange most share a node. ``rank`` of ``world`` and
+    ``everyone`` concern the processes that do the same work (agreement, checkpoints); ``copy`` spans those that hold one copy of the
+    model together, and so get the same samples.
+    With ``evaluate`` the last processes of the job only evaluate: they have axes of their own, cut as those of the others.
+    ``trains`` tells which these are. ``link`` joins a first process that trains with those that evaluate its part of the weights.
     Raises MeshError when the sizes do not multiply to the number of processes.
     """
 
@@ -36,42 +39,112 @@ class Mesh:
         unknown = sorted(set(sizes) - set(AXES))
         if unknown:
             raise MeshError(f"mesh has no axis {unknown[0]!r}; it has {', '.join(AXES)}")
-        self.world, self.rank = world, rank
         self.device = device if device is not None else torch.device("cpu")
-        self.sizes = _fill({name: sizes.get(name, 1) for name in AXES}, world)
-        self._axes = {name: Axis(name) for name in AXES}
-        self.everyone, self.copy = Axis("everyone"), Axis("copy")
-        if world > 1:
-            self.everyone = Axis("everyone", world, rank, torch_dist.group.WORLD)
-            used = {name: size for name, size in self.sizes.items() if size > 1}
-            devices = init_device_mesh(self.device.type, tuple(used.values()), mesh_dim_names=tuple(used))
-            for name, size in used.items():
-                part = devices[name]
-                self._axes[name] = Axis(name, size, part.get_local_rank(), part.get_group())
-            within = tuple(name for name in used if name not in ("replicate", "evaluate"))
-            if within:
-                part = devices[within]._flatten("copy") if len(within) > 1 else devices[within[0]]
-                self.copy = Axis("copy", part.size(), part.get_local_rank(), part.get_group())
+        cut = {name: sizes.get(name, 1) for name in AXES if name != "evaluate"}
+        evaluate = sizes.get("evaluate", 0)
+        if evaluate >= world and evaluate:
+            raise MeshError(f"mesh.evaluate is {evaluate}, which leaves no process to train; {world} were started")
+        parts = [_fill(cut, world - evaluate)]
+        if evaluate:
+            within = math.prod(size for name, size in parts[0].items() if name != "replicate")
+            if evaluate % within:
+                raise MeshError(f"mesh.evaluate is {evaluate}, but a copy of the model takes {within}; give a multiple of {within}")
+            parts.append(parts[0] | {"replicate": evaluate // within})
+        self.trains = rank < world - evaluate
+        self.sizes = parts[0 if self.trains else 1] | {"evaluate": evaluate}
+        self.job = Axis("job", world, rank, torch_dist.group.WORLD if world > 1 else None)
+        self.world, self.rank = (world - evaluate, rank) if self.trains else (evaluate, rank - world + evaluate)
+        first, shapes = 0, []
+        for part in parts:
+            count = math.prod(part.values())
+            shapes.append(torch.arange(first, first + count).reshape([part[name] for name in AXES if name != "evaluate"]))
+            first += count
+        self._ranks = shapes
+        self._axes = {name: self._axis(name, (name,)) for name in AXES if name != "evaluate"}
+        self.copy = self._axis("copy", tuple(name for name in AXES if name not in ("replicate", "evaluate")))
+        self.everyone = self._axis("everyone", tuple(name for name in AXES if name != "evaluate"))
+        self.link = self._link() if evaluate else Axis("link")
+        self._aside: dict[str, Axis] = {}
+        self._split: dict[tuple[str, int], tuple[Axis, Axis]] = {}
+
+    def _axis(self, label: str, names: tuple[str, ...], **words: Any) -> Axis:
+        """The axis along ``names`` together. All processes of the job make the groups of all, in the same order."""
+        dims = [AXES.index(name) for name in names]
+        lines: list[list[int]] = []
+        for ranks in self._ranks:
+            count = math.prod(ranks.shape[d] for d in dims)
+            lines += ranks.movedim(dims, list(range(-len(dims), 0))).reshape(-1, count).tolist()
+        return self._among(label, lines, **words)
+
+    def _among(self, label: str, lines: list[list[int]], **words: Any) -> Axis:
+        mine = next((line for line in lines if self.job.rank in line), [self.job.rank])
+        lines = [line for line in lines if len(line) > 1]
+        if lines == [list(range(self.job.size))] and not words:
+            group = self.job.group
+        elif lines:
+            group, _ = torch_dist.new_subgroups_by_enumeration(lines, **words)
+        else:
+            group = None
+        return Axis(label, len(mine), mine.index(self.job.rank), group if len(mine) > 1 else None)
+
+    def _link(self) -> Axis:
+        train, evaluate = (ranks.flatten(1).T.tolist() for ranks in self._ranks)  # [place in a copy, copy]
+        lines = [[ours[0], *theirs] for ours, theirs in zip(train, evaluate)]
+        return self._among("link", lines, backend="gloo", timeout=timedelta(days=7))  # between hosts, while GPUs go on
 
     @property
     def is_first(self) -> bool:
         """The one process that speaks and writes for all."""
-        return self.rank == 0
+        return self.job.rank == 0
 
     def __getitem__(self, name: str) -> Axis:
         if name not in self._axes:
             raise MeshError(f"mesh has no axis {name!r}; it has {', '.join(self._axes)}")
         return self._axes[name]
 
+    def split(self, name: str, within: int, setting: str = "within") -> tuple[Axis, Axis]:
+        """The axis ``name`` as two, (between, within): ``within`` neighbouring ranks of it, such as those of one node, and the ranks
+        with the same place among theirs. Every process of the job calls this together. Raises MeshError when it does not divide.
+        """
+        axis = self[name]
+        if axis.size % within:
+            raise MeshError(
+                f"mesh.{name} has {axis.size} ranks, which do not divide into groups of {within}; "
+                f"set {setting} to a divisor of {axis.size}"
+            )
+        if within in (1, axis.size):
+            alone = Axis(f"{name} alone")
+            return (axis, alone) if within == 1 else (alone, axis)
+        if (name, within) not in self._split:
+            dim = AXES.index(name)
+            inner: list[list[int]] = []
+            outer: list[list[int]] = []
+            for ranks in self._ranks:
+                lines = ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim] // within, within)
+                inner += lines.flatten(0, 1).tolist()
+                outer += lines.transpose(1, 2).flatten(0, 1).tolist()
+            self._split[name, within] = self._among(f"{name} between", outer), self._among(f"{name} within", inner)
+        return self._split[name, within]
+
+    def aside(self, name: str) -> Axis:
+        """The ranks of an axis, or of ``everyone``, with a channel of their own between hosts: for another thread, beside the training.
+
+        Every process of the job calls this together, the first time.
+        """
+        if name not in self._aside:
+            names = tuple(n for n in AXES if n != "evaluate") if name == "everyone" else (name,)
+            self._aside[name] = self._axis(f"{name} aside", names, backend="gloo")
+        return self._aside[name]
+
     def only(self, model: str, *names: str) -> None:
         """Raise MeshError when an axis is used that ``model`` cannot be cut along: its ranks would repeat one another's work."""
         for name, size in self.sizes.items():
-            if size > 1 and name not in names:
+            if size > 1 and name not in (*names, "evaluate"):
                 can = ", ".join(names) or "no axis"
                 raise MeshError(f"mesh.{name} is {size}, but {model} can be spread over {can} only; set mesh.{name}=1")
 
     def __repr__(self) -> str:
-        return "Mesh(" + ", ".join(f"{n} {s}" for n, s in self.sizes.items() if s > 1) + ")"
+        return "Mesh(" + ", ".join(f"{n} {s}" for n, s in self.sizes.items() if s > (n != "evaluate")) + ")"
 
 
 def _fill(sizes: dict[str, int], world: int) -> dict[str, int]:

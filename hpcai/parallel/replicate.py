@@ -1,14 +1,18 @@
 """Sums of gradients over the copies of a model, in buckets, while the backward pass goes on.
 
 Li et al., "PyTorch Distributed", VLDB 2020, section 3.2: buckets in the reverse order of the parameters, one asynchronous
-sum per full bucket, gradients as views of their bucket so that nothing is copied.
+sum per full bucket, gradients as views of their bucket so that nothing is copied twice.
 """
+
+from collections.abc import Callable, Collection
+from typing import Any
 
 import torch
 import torch.distributed as torch_dist
 from torch import Tensor, nn
 
 from hpcai.dist.mesh import Axis, Mesh
+from hpcai.parallel.rows import Part, Row, check_dense, loose
 
 _ALIGN = 32  # elements: every gradient starts on a cache line and on a vector register
 
@@ -20,77 +24,131 @@ def sum_over(module: nn.Module, axis: Axis) -> None:
             parameter.sum_axes = (*getattr(parameter, "sum_axes", ()), axis)  # type: ignore[attr-defined]
 
 
-class _Bucket:
-    """Neighbouring gradients of one dtype that are summed over the same axes in one message."""
+class Bucket:
+    """Neighbouring parameters of one dtype whose gradients are summed over the same axes in one message.
 
-    def __init__(self, parameters: list[nn.Parameter], axes: tuple[Axis, ...]) -> None:
-        self.parameters, self.axes = parameters, axes
-        starts, size = [], 0
-        for parameter in parameters:
-            starts.append(size)
+    ``weights`` and ``flat`` (the gradients) are rows; the parameters become views of the first. ``pieces``: the number of equal
+    shares that the rows can be cut into.
+    """
+
+    def __init__(
+        self, parameters: dict[str, nn.Parameter], axes: tuple[Axis, ...], decays: bool, dtype: torch.dtype, pieces: int = 1,
+    ) -> None:  # fmt: skip
+        self.parameters, self.axes, self.decays = list(parameters.values()), axes, decays
+        self.parts: list[Part] = []
+        size = 0
+        for name, parameter in parameters.items():
+            self.parts.append(Part(name, parameter, 0, parameter.numel(), size))
             size += -(-parameter.numel() // _ALIGN) * _ALIGN
-        self.flat = torch.zeros(size, dtype=parameters[0].dtype, device=parameters[0].device)
-        # The strides of the parameter, so that a channels-last weight keeps a channels-last gradient.
-        self.views = [torch.as_strided(self.flat, p.size(), p.stride(), start) for p, start in zip(parameters, starts)]
+        size = -(-size // (pieces * _ALIGN)) * pieces * _ALIGN
+        first = self.parameters[0]
+        self.weights = torch.zeros(size, dtype=first.dtype, device=first.device)
+        self.flat = torch.zeros(size, dtype=dtype, device=first.device)
+        self.views = [part.whole(self.flat) for part in self.parts]
+        self._places = [part.whole(self.weights) for part in self.parts]
+        self.hold()
         self.missing = 0
-        self.work: torch_dist.Work | None = None
+        self.filled: set[int] = set()
+        self.work: Any = None
+
+    @torch.no_grad()
+    def hold(self) -> None:
+        """Make the parameters views of ``weights``, with their values: also when somebody gave them other memory since."""
+        for parameter, place in zip(self.parameters, self._places):
+            if parameter.data_ptr() != place.data_ptr():
+                place.copy_(parameter)
+                parameter.data = place
+
+    def row(self) -> Row:
+        return Row(self.parts, self.weights, lambda: self.flat, self.decays)
 
     def launch(self) -> None:
-        self.work = torch_dist.all_reduce(self.flat, group=self.axes[0].group, async_op=True)
+        if self.axes:
+            self.work = torch_dist.all_reduce(self.flat, group=self.axes[0].group, async_op=True)
 
     def wait(self) -> None:
-        if self.work is None:
-            raise RuntimeError("a gradient bucket was waited for before its sum was started")
-        self.work.wait()
-        self.work = None
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
         for axis in self.axes[1:]:
             torch_dist.all_reduce(self.flat, group=axis.group)
+
+    @torch.no_grad()
+    def take(self, index: int) -> None:
+        """Add the gradient that autograd left at a parameter to its place in the bucket."""
+        parameter, view = self.parameters[index], self.views[index]
+        if parameter.grad is None:
+            return
+        if index in self.filled:
+            view.add_(parameter.grad)
+        else:
+            view.copy_(parameter.grad)
+            self.filled.add(index)
+        parameter.grad = None
+
+    def show(self) -> None:
+        """Leave the finished gradients at the parameters, as views."""
+        for parameter, view in zip(self.parameters, self.views):
+            if view.dtype == parameter.dtype:
+                parameter.grad = view
 
 
 class GradientSums:
     """Adds the gradients of ``model`` over ``replicate`` and over the axes that ``sum_over`` recorded.
 
-    ``zero()`` before the backward passes of a step, ``last = True`` before its last one, ``finish()`` after it. The first
-    process along those axes gives the others its parameters, so that the copies start equal. Over axes of size 1
-    there is nothing to add: gradients are then left to autograd, which keeps no buckets and no zeros.
+    ``zero()`` before the backward passes of a step, ``last = True`` before its last one, ``finish()`` after it; then ``rows`` are
+    to be updated, and ``share()`` follows. The first process along those axes gives the others its parameters, so that the copies
+    start equal. ``decays`` names the parameters with weight decay; ``wide``: gradients are added up in float32 whatever the
+    parameters are. On one CPU process gradients are left where autograd puts them, and each parameter is a row of its own, unless
+    they must lie in the same memory in every step (``fixed``).
     """
 
-    def __init__(self, model: nn.Module, mesh: Mesh, bucket_mb: float = 25.0) -> None:
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
+    def __init__(
+        self, model: nn.Module, mesh: Mesh, bucket_mb: float = 25.0, decays: Collection[str] = (), wide: bool = False,
+        fixed: bool = False,
+    ) -> None:  # fmt: skip
+        self.model, self.mesh, self.wide = model, mesh, wide
         self.last = True
-        axes = {p: self._axes(p, mesh) for p in self.parameters}
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        check_dense(named)
+        axes = {p: _axes(p, mesh) for p in named.values()}
         for parameter in model.parameters():
-            _start_equal(parameter, self._axes(parameter, mesh))
+            start_equal(parameter, _axes(parameter, mesh))
         for buffer in model.buffers():
-            _start_equal(buffer, (mesh["replicate"],))
-        self.buckets = [_Bucket(group, axes[group[0]]) for group in _group(self.parameters, axes, bucket_mb * 1e6)]
+            start_equal(buffer, (mesh["replicate"],))
+        free = {n for n, p in named.items() if p.device.type == "cpu" and not (axes[p] or fixed) and self._dtype(p) == p.dtype}
+        bound = {name: p for name, p in named.items() if name not in free}
+        groups = _group(bound, axes, bucket_mb * 1e6, decays)
+        self.buckets = [self._bucket({n: named[n] for n in group}, axes[named[group[0]]], group[0] in decays) for group in groups]
+        self.rows = [bucket.row() for bucket in self.buckets] + [loose(name, named[name], name in decays) for name in sorted(free)]
+        self._free = [named[name] for name in sorted(free)]
         self._launched = 0
         for bucket in self.buckets:
-            for parameter, view in zip(bucket.parameters, bucket.views):
-                parameter.register_post_accumulate_grad_hook(self._hook(bucket, view))
+            for index, parameter in enumerate(bucket.parameters):
+                parameter.register_post_accumulate_grad_hook(self._hook(bucket, index))
 
-    @staticmethod
-    def _axes(parameter: nn.Parameter, mesh: Mesh) -> tuple[Axis, ...]:
-        axes = (mesh["replicate"], *getattr(parameter, "sum_axes", ()))
-        return tuple(axis for axis in axes if axis.size > 1)
+    def _dtype(self, parameter: nn.Parameter) -> torch.dtype:
+        narrow = parameter.dtype in (torch.bfloat16, torch.float16)
+        return torch.float32 if self.wide and narrow else parameter.dtype
+
+    def _bucket(self, parameters: dict[str, nn.Parameter], axes: tuple[Axis, ...], decays: bool) -> Bucket:
+        return Bucket(parameters, axes, decays, self._dtype(next(iter(parameters.values()))))
 
     def zero(self) -> None:
-        """Clear the gradients; those of a bucket stay views of it."""
+        """Forget the gradients."""
         self._launched = 0
         for bucket in self.buckets:
+            bucket.hold()
             bucket.missing = len(bucket.parameters)
-            bucket.flat.zero_()
-            for parameter, view in zip(bucket.parameters, bucket.views):
-                parameter.grad = view
-        if not self.buckets:
-            for parameter in self.parameters:
+            bucket.filled.clear()
+            for parameter in bucket.parameters:
                 parameter.grad = None
+        for parameter in self._free:
+            parameter.grad = None
 
-    def _hook(self, bucket: _Bucket, view: Tensor):  # type: ignore[no-untyped-def]
+    def _hook(self, bucket: Bucket, index: int) -> Callable[[Tensor], None]:
         def ready(parameter: Tensor) -> None:
-            if parameter.grad is not None and parameter.grad.data_ptr() != view.data_ptr():
-                view.copy_(parameter.grad)
-                parameter.grad = view
+            bucket.take(index)
             if self.last:
                 bucket.missing -= 1
                 self._launch_in_order()
@@ -106,28 +164,44 @@ class GradientSums:
     def finish(self) -> None:
         """Wait until every gradient holds its sum; a parameter that the loss did not use counts as zero."""
         for bucket in self.buckets[self._launched :]:
+            for index, view in enumerate(bucket.views):
+                if index not in bucket.filled:
+                    view.zero_()
             bucket.launch()
         self._launched = len(self.buckets)
         for bucket in self.buckets:
             bucket.wait()
+            bucket.show()
+
+    def share(self) -> None:
+        """The rows have been updated: give every process the new weights of the others' shares. Here there are none."""
+
+    def settle(self) -> None:
+        """Wait until the weights of ``share()`` have come."""
 
 
-def _group(parameters: list[nn.Parameter], axes: dict[nn.Parameter, tuple[Axis, ...]], size: float) -> list[list[nn.Parameter]]:
-    """Buckets of about ``size`` bytes in the order of the backward pass, one dtype and one set of axes each."""
-    open_groups: dict[tuple, list[nn.Parameter]] = {}
-    closed: list[list[nn.Parameter]] = []
-    for parameter in reversed(parameters):
-        if not axes[parameter]:
-            continue
-        key = (parameter.dtype, parameter.device, tuple(axis.name for axis in axes[parameter]))
+def _axes(parameter: nn.Parameter, mesh: Mesh) -> tuple[Axis, ...]:
+    axes = (mesh["replicate"], *getattr(parameter, "sum_axes", ()))
+    return tuple(axis for axis in axes if axis.size > 1)
+
+
+def _group(
+    parameters: dict[str, nn.Parameter], axes: dict[nn.Parameter, tuple[Axis, ...]], size: float, decays: Collection[str],
+) -> list[list[str]]:  # fmt: skip
+    """Buckets of about ``size`` bytes in the order of the backward pass, of one dtype, one set of axes and one decay each."""
+    open_groups: dict[tuple, list[str]] = {}
+    closed: list[list[str]] = []
+    for name, parameter in reversed(parameters.items()):
+        key = (parameter.dtype, parameter.device, tuple(axis.name for axis in axes[parameter]), name in decays)
         group = open_groups.setdefault(key, [])
-        group.append(parameter)
-        if sum(p.numel() * p.element_size() for p in group) >= size:
+        group.append(name)
+        if sum(parameters[n].numel() * parameters[n].element_size() for n in group) >= size:
             closed.append(open_groups.pop(key))
     return closed + list(open_groups.values())
 
 
-def _start_equal(tensor: Tensor, axes: tuple[Axis, ...]) -> None:
+def start_equal(tensor: Tensor, axes: tuple[Axis, ...]) -> None:
+    """Give ``tensor`` on all ranks of ``axes`` the values of the first."""
     for axis in axes:
         if axis.size > 1:
             torch_dist.broadcast(tensor.detach(), group=axis.group, group_src=0)

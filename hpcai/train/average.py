@@ -6,33 +6,59 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from hpcai.parallel.replicate import GradientSums, start_equal
+from hpcai.parallel.rows import Share
+from hpcai.parallel.shard import FullySharded
+from hpcai.train.optim import Optimizer
+
 
 class Average:
-    """a = decay*a + (1 - decay)*w after every step, started at the first weights. None as ``decay``: the weights themselves."""
+    """a = decay*a + (1 - decay)*w after every step, started at the first weights; None as ``decay``: the weights themselves.
 
-    def __init__(self, model: nn.Module, decay: float | None) -> None:
-        self.decay = decay
-        self._live = [t for t in model.state_dict(keep_vars=True).values() if decay is not None and t.is_floating_point()]
-        self._names = [n for n, t in model.state_dict().items() if decay is not None and t.is_floating_point()]
-        self._mean = [t.detach().clone() for t in self._live]
+    The optimizer averages the parameters in the pass that updates them; the floating-point buffers are averaged here.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, sums: GradientSums | FullySharded, decay: float | None) -> None:
+        self.decay, self.optimizer, self.sums = decay, optimizer, sums
+        kept = model.state_dict(keep_vars=True).items()
+        self._live = {n: b for n, b in kept if not isinstance(b, nn.Parameter) and b.is_floating_point()}
+        self._mean = {name: buffer.detach().clone() for name, buffer in self._live.items() if decay is not None}
 
     @torch.no_grad()
     def update(self) -> None:
-        if self.decay is not None:
-            torch._foreach_lerp_(self._mean, [t.detach() for t in self._live], 1.0 - self.decay)
+        if self._mean:
+            assert self.decay is not None
+            torch._foreach_lerp_(self.buffers, list(self._live.values()), 1.0 - self.decay)
 
-    def state(self) -> dict[str, Tensor]:
-        return dict(zip(self._names, self._mean))
+    def state(self) -> dict[str, Tensor | Share]:
+        return {**self.optimizer.averages(), **self._mean}
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """The averages of the buffers, in place."""
+        return list(self._mean.values())
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Inside, the model holds the average; outside, what it was."""
-        self._swap()
+        """Inside, the model holds the average, and running statistics are on all copies those of the first one, as in a checkpoint;
+        outside, it is what it was. All processes that train call it together. No memory moves, so captured graphs go on.
+        """
+        rows = [] if self.decay is None else [(s.row.weights, s.weights, s.average) for s in self.optimizer.states]
+        pairs = [(live, live.clone() if live is full else full, mean) for live, full, mean in rows]
+        buffers = [(live, live.clone(), self._mean.get(name)) for name, live in self._live.items()]
+        self._put([(live, mean) for live, _, mean in pairs + buffers if mean is not None], shared=bool(pairs))
+        for live, _, _ in buffers:
+            start_equal(live, (self.sums.mesh["replicate"],))
         try:
             yield
         finally:
-            self._swap()
+            self._put([(live, before) for live, before, _ in pairs + buffers], shared=bool(pairs))
 
-    def _swap(self) -> None:
-        for live, mean in zip(self._live, self._mean):
-            live.data, mean.data = mean.data, live.data
+    @torch.no_grad()
+    def _put(self, pairs: list[tuple[Tensor, Tensor]], shared: bool) -> None:
+        self.sums.settle()
+        for live, value in pairs:
+            live.copy_(value)
+        if shared:
+            self.sums.share()
+            self.sums.settle()

@@ -21,6 +21,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -29,10 +30,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from hpcai.dist.collect import agree, gather_objects
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import CheckpointError
+from hpcai.parallel.rows import Share
 from hpcai.settings import CheckpointConfig
 from hpcai.train import rng
 from hpcai.train.step import Step
@@ -69,6 +72,7 @@ class Checkpoints:
         self.directory, self.cfg, self.mesh = Path(directory), cfg, mesh
         self.settings, self.frozen = settings or {}, frozen
         self.notes: list[str] = []
+        self._among: dict[str, Any] = {"process_group": mesh.everyone.group, "no_dist": mesh.world == 1}
 
     def save(self, step: Step, progress: Progress) -> tuple[Path, float, int]:
         """Write a checkpoint -> its path, seconds, bytes. On CheckpointError nothing has changed and older ones are whole."""
@@ -80,7 +84,7 @@ class Checkpoints:
         own: dict[str, dict[str, Any]] = {}
 
         def write() -> None:
-            _quietly(lambda: dcp.save(state, storage_writer=_Writer(partial), no_dist=self.mesh.world == 1))
+            _quietly(lambda: dcp.save(state, storage_writer=_Writer(partial), planner=_SavePlan(), **self._among))
             for file in partial.glob(f"__{self.mesh.rank}_*.distcp"):
                 own[file.name] = _seal(file)
 
@@ -156,16 +160,14 @@ class Checkpoints:
         anew = {key: state.pop(key) for key in list(state) if key.startswith("rng/") and run["world"] != self.mesh.world}
         missing = sorted(set(state) - set(index))
         if missing:
-            raise CheckpointError(f"{path}: holds no {missing[0]!r} (and {len(missing) - 1} more); it belongs to another model")
-        for key, entry in index.items():
-            kind, _, rest = key.partition("/")
-            if kind == "optimizer" and key not in state:
-                parameter, _, what = rest.rpartition(".")
-                state[key] = step.optimizer.allocate(what, parameter, torch.Size(entry["size"]), getattr(torch, entry["dtype"]))
+            whose = missing[0].partition("/")[0]
+            raise CheckpointError(f"{path}: holds no {missing[0]!r} (and {len(missing) - 1} more); it belongs to another {whose}")
         self._together(
             f"{path} cannot be read",
-            lambda: _quietly(lambda: dcp.load(state, storage_reader=_Reader(path), no_dist=self.mesh.world == 1)),
+            lambda: _quietly(lambda: dcp.load(state, storage_reader=_Reader(path), planner=_LoadPlan(), **self._among)),
         )
+        step.optimizer.refresh()
+        step.sums.share()
         progress = Progress(**run["progress"])
         if anew:
             self.notes.append(
@@ -237,11 +239,56 @@ class _Reader(FileSystemReader):
         return Metadata(state_dict_metadata=about, storage_data=storage)
 
 
-def _tensors(step: Step, rank: int) -> dict[str, Tensor]:
-    """All that resuming needs, by name, as the tensors in use."""
-    parts = {"model": step.model.state_dict(), "optimizer": step.optimizer.state(), "average": step.average.state()}
-    state = {f"{kind}/{name}": tensor for kind, part in parts.items() for name, tensor in part.items()}
+def _tensors(step: Step, rank: int) -> dict[str, Any]:
+    """All that resuming needs, by name, as the memory in use: weights in full precision, and of what is shared out, this share."""
+    step.sums.settle()
+    parts: dict[str, dict[str, Any]] = {
+        "model": {**step.model.state_dict(), **step.optimizer.weights()},
+        "optimizer": step.optimizer.state(),
+        "average": step.average.state(),
+    }
+    state = {f"{kind}/{name}": _Cut(t) if isinstance(t, Share) else t for kind, part in parts.items() for name, t in part.items()}
     return state | {f"rng/{rank}/{name}": tensor for name, tensor in rng.state().items()}
+
+
+class _Cut:
+    """A share of a parameter's numbers as torch.distributed.checkpoint writes and reads it: a few boxes of the whole."""
+
+    def __init__(self, share: Share) -> None:
+        self._size, self._dtype = torch.Size(share.part.parameter.shape), share.row.dtype
+        self._boxes = {torch.Size(offsets): box for offsets, box in share.part.boxes(share.row)}
+
+    def size(self) -> torch.Size:
+        return self._size
+
+    def __create_write_items__(self, name: str, value: Any) -> list[WriteItem]:
+        about = TensorProperties(dtype=self._dtype)
+        chunks = {chunk.offsets: TensorWriteData(chunk, about, self._size) for chunk in self.__create_chunk_list__()}
+        return [WriteItem(MetadataIndex(name, at), WriteItemType.SHARD, tensor_data=data) for at, data in chunks.items()]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(offsets, box.size()) for offsets, box in self._boxes.items()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        assert index.offset is not None
+        return self._boxes[index.offset]
+
+
+class _SavePlan(DefaultSavePlanner):
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        value = self.state_dict[index.fqn]
+        return value.__get_tensor_shard__(index) if isinstance(value, _Cut) else super().lookup_object(index)
+
+
+class _LoadPlan(DefaultLoadPlanner):
+    def set_up_planner(self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        # torch's own goes through the values and forgets those of a kind that it does not know.
+        self.original_state_dict = self.state_dict = state_dict
+        self.metadata, self.is_coordinator, self.mappings = metadata, is_coordinator, {}
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        value = self.state_dict[index.fqn]
+        return value.__get_tensor_shard__(index) if isinstance(value, _Cut) else super().lookup_tensor(index)
 
 
 def _seal(file: Path) -> dict[str, Any]:

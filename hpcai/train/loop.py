@@ -8,14 +8,17 @@ from typing import Any
 
 from torch import nn
 
-from hpcai.dist.collect import agree, gather_objects
+from hpcai.dist.collect import gather_objects
+from hpcai.dist.host import Collector, Gpu, warm_collectives
 from hpcai.errors import CheckpointError, ConfigError, DataError
 from hpcai.settings import TrainConfig
 from hpcai.train.checkpoint import Progress
-from hpcai.train.evaluation import Metric, evaluate
+from hpcai.train.evaluation import Kept, Metric
 from hpcai.train.measure import Sums
+from hpcai.train.profile import Profile
 from hpcai.train.run import Run
 from hpcai.train.schedule import rate
+from hpcai.train.scoring import Position, Scored, scoring, serve
 from hpcai.train.signals import StopSignals
 from hpcai.train.step import Step, samples_in
 
@@ -86,12 +89,15 @@ def fit(
 
     ``evaluate(model, batch)`` is summed over ``validation`` at the end of every ``cfg.evaluate_every`` epochs and at the end.
     ``run`` is where reports and checkpoints go; with it, training goes on from the newest whole checkpoint.
+    On the processes of ``mesh.evaluate`` this evaluates the weights that the others train, and returns when they do.
     """
     if (evaluate is None) != (validation is None):
         raise ConfigError("fit needs both evaluate and validation, or neither")
     if cfg.target is not None and evaluate is None:
         raise ConfigError(f"train.target is {cfg.target:g}, but nothing is evaluated; give evaluate and validation, or no target")
     loader = data if hasattr(data, "epoch") else Batches(data)
+    if cfg.keep_validation and validation is not None:
+        validation = Kept(validation if hasattr(validation, "epoch") else Batches(validation))
     return _Training(step, loader, cfg, validation, evaluate, run or Run("", None, step.mesh)).go()
 
 
@@ -99,6 +105,9 @@ class _Training:
     def __init__(self, step: Step, data: Any, cfg: TrainConfig, validation: Any, metric: Metric | None, run: Run) -> None:
         self.step, self.data, self.cfg, self.mesh = step, data, cfg, step.mesh
         self.validation, self.metric = validation, metric
+        self.scores = scoring(step, metric, validation, cfg.evaluate)
+        self.gpu = Gpu(self.mesh.device)
+        self._scored: Position | None = None  # where the target was reached
         self.run, self.reports, self.checkpoints = run, run.reports, run.checkpoints
         self.steps = cfg.steps if cfg.steps is not None else (cfg.epochs or 1) * len(data)
         self.rate: Callable[[int], float] = rate(step.cfg.schedule, step.cfg.lr, len(data), self.steps)
@@ -108,13 +117,30 @@ class _Training:
         self._since: tuple[float, int] = (0.0, 0)
 
     def go(self) -> Result:
+        if not self.mesh.trains:
+            assert self.metric is not None
+            with StopSignals(self.mesh):  # the others stop when they have agreed to
+                self.result.reason = serve(self.step, self.metric, self.validation)
+            return self.result
+        result = self._train()
+        if self.scores is not None:
+            self.scores.close(result.reason)
+        return result
+
+    def _train(self) -> Result:
         resumed = self.checkpoints.resume(self.step) if self.checkpoints else None
         self.progress = self.result.progress = resumed or self.progress
         self._reported = self._saved = self.progress.step
         self._start(self.progress.step if resumed else None)
         self.step.model.train()
         done = self.progress.ended in ("finished", "target") and self._is_over()
-        with StopSignals(self.mesh) as signals:
+        warm_collectives(self.mesh)
+        folder = self.run.directory
+        with (
+            StopSignals(self.mesh) as signals,
+            Collector(self.cfg.collect_every) as self.collector,
+            Profile(folder, self.cfg.profile, self.mesh, done=self.progress.step) as self.profile,
+        ):
             self._since = (time.perf_counter(), self.progress.seen)
             reason = self.progress.ended if done else self._epochs(signals)
             self.progress.ended = self.result.reason = reason
@@ -125,9 +151,8 @@ class _Training:
                 self._save(final=True)
         if reason == "signal":
             self.reports.emit("note", step=self.progress.step, text=f"stopped by {signals.received or 'a signal on another rank'}")
-        self.reports.emit(
-            "stop", **self._position(), reason=reason, seconds=self.progress.seconds, target_reached=reason == "target"
-        )
+        at = self._scored or self._position()
+        self.reports.emit("stop", **at, reason=reason, seconds=self.progress.seconds, target_reached=reason == "target")
         return self.result
 
     def _is_over(self) -> bool:
@@ -142,12 +167,16 @@ class _Training:
                 self._one(batch)
                 if self.progress.step >= self.steps:  # a signal now changes nothing: the end is evaluated and saved
                     break
+                if self._target_is_reached():
+                    return "target"
                 if signals.agreed():
-                    return "signal"
+                    return "target" if self._target_is_reached(wait=True) else "signal"
             else:
                 self.progress.epoch, self.progress.sample, self.progress.late = self.progress.epoch + 1, 0, []
             last = self.progress.step >= self.steps
-            if (last or self.progress.epoch % self.cfg.evaluate_every == 0) and self._evaluate():
+            if last or self.progress.epoch % self.cfg.evaluate_every == 0:
+                self._evaluate()
+            if self._target_is_reached(wait=last):
                 return "target"
             if not last and self._save_is_due(end_of_epoch=True):
                 self._save()
@@ -160,6 +189,8 @@ class _Training:
         self.progress.step += 1
         self.progress.sample += self.data.size
         self.progress.seen += self.data.size
+        self.collector.at(self.progress.step)
+        self.profile.at(self.progress.step)
         if self.progress.step % self.cfg.report_every == 0:
             self._report()
         # The last step of an epoch is saved after its evaluation, which would otherwise be done again by whoever resumes.
@@ -183,14 +214,15 @@ class _Training:
         speed = (self.progress.seen - seen) / max(now - then, 1e-9)
         self._since, self._reported = (now, self.progress.seen), self.progress.step
         self.result.reports.append(Report(self.progress.step, values))
-        self._tell_skipped(self.data)
+        self._tell_news(self.data)
+        self._tell_news(self.step)
         self.reports.emit(
             "train", **self._position(), seconds=self.progress.seconds, samples_per_second=speed,
-            lr=self.rate(self.progress.step - 1), **values,
+            lr=self.rate(self.progress.step - 1), **values, **self.gpu.readings(),
         )  # fmt: skip
 
-    def _tell_skipped(self, data: Any) -> None:
-        for text in data.news() if hasattr(data, "news") else ():  # a list of batches has none
+    def _tell_news(self, of: Any) -> None:
+        for text in of.news() if hasattr(of, "news") else ():  # a list of batches has none
             self.reports.emit("note", step=self.progress.step, text=text)
 
     def _samples_of(self, step: int) -> str:
@@ -200,28 +232,41 @@ class _Training:
             epoch, first = epoch - 1, first + self.data.samples
         return self.data.describe(epoch, first)
 
-    def _evaluate(self) -> bool:
-        """Whether the target is reached, the same on all processes."""
-        if self.metric is None:
+    def _evaluate(self) -> None:
+        if self.scores is not None:
+            self._report()
+            began = time.perf_counter()
+            self.scores.start(self._position())
+            self._since = (self._since[0] + time.perf_counter() - began, self._since[1])
+
+    def _target_is_reached(self, wait: bool = False) -> bool:
+        """Tell the evaluations that are done (``wait``: all), and whether one is as good as asked: the same on all processes."""
+        if self.scores is None or not self.scores.pending:
             return False
-        self._report()
+        if not wait and self.progress.sample and self.progress.step % self.cfg.report_every:
+            return False  # looked at with the reports, when the host waits anyway
         began = time.perf_counter()
-        values = evaluate(self.step, self.metric, self.validation)
-        self._tell_skipped(self.validation)
-        seconds = time.perf_counter() - began
+        found = self.scores.results(wait)
         self._since = (self._since[0] + time.perf_counter() - began, self._since[1])
-        self.result.evaluations.append(Report(self.progress.step, values))
-        self.reports.emit("evaluate", **self._position(), **{**values, "seconds": seconds})
+        reached = [self._judge(scored) for scored in found]
+        return any(reached)
+
+    def _judge(self, scored: Scored) -> bool:
+        self._tell_news(self.validation)
+        step = scored.position["step"]
+        self.result.evaluations.append(Report(step, scored.values))
+        self.reports.emit("evaluate", **scored.position, **{**scored.values, "seconds": scored.seconds})
         if self.cfg.target is None or self.cfg.metric is None:
             return False
-        if self.cfg.metric not in values:
-            raise ConfigError(f"train.metric is {self.cfg.metric!r}, but what is evaluated is {', '.join(values)}")
-        value = agree(values[self.cfg.metric], self.mesh.everyone)
+        if self.cfg.metric not in scored.values:
+            raise ConfigError(f"train.metric is {self.cfg.metric!r}, but what is evaluated is {', '.join(scored.values)}")
+        value = scored.values[self.cfg.metric]
         reached = value <= self.cfg.target if self.cfg.better == "lower" else value >= self.cfg.target
-        if reached:
-            self.reports.emit(
-                "note", step=self.progress.step, text=f"target reached: {self.cfg.metric} {value:.6g}, asked {self.cfg.target:g}"
-            )
+        if reached and self._scored is None:
+            self._scored = scored.position
+            text = f"target reached: {self.cfg.metric} {value:.6g}, asked {self.cfg.target:g}"
+            later = f", by the weights of step {step}" if step < self.progress.step else ""
+            self.reports.emit("note", step=step, text=text + later)
         return reached
 
     def _save(self, final: bool = False) -> None:
@@ -255,6 +300,8 @@ class _Training:
             train_samples=self.data.samples, validation_samples=getattr(self.validation, "samples", 0), resumed_from=resumed,
         )  # fmt: skip
         for text in self.checkpoints.notes if self.checkpoints else ():
+            self.reports.emit("note", step=self.progress.step, text=text)
+        for text in self.step.notes:
             self.reports.emit("note", step=self.progress.step, text=text)
         if resumed is not None:
             self.reports.emit("note", step=self.progress.step, text=f"resumed from step {resumed}")

@@ -1,98 +1,192 @@
-"""Optimizers. Each updates in one fused pass over weight, gradient and moments, and skips it when told by a device scalar."""
+"""Optimizers: each updates a row in one fused pass over weights, gradient, moments and average, and leaves all of them as they are
+when a device scalar says so. Nothing is read from the device, so that a step can be captured."""
 
+from collections.abc import Callable
 from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from hpcai.dist.collect import total
 from hpcai.errors import ConfigError
+from hpcai.kernels import update
+from hpcai.parallel.rows import Row, Share, held
 from hpcai.settings import StepConfig
+
+_MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "lamb": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
+_MOMENTS |= {"adamw": _MOMENTS["adam"], "lars": _MOMENTS["sgd"]}
+
+
+class _State:
+    """What an optimizer keeps for one row."""
+
+    lines: Tensor  # [parts] the parameters' lines in the table of norms
+
+    def __init__(self, row: Row, cfg: StepConfig) -> None:
+        self.row = row
+        wide = row.weights.dtype in (torch.float32, torch.float64)
+        self._master = None if wide else row.weights.float()
+        kept = torch.bfloat16 if cfg.moments == "bf16" else self.weights.dtype
+        names = _MOMENTS[cfg.optimizer] if cfg.optimizer not in ("sgd", "lars") or cfg.momentum else ()
+        self.moments = {name: torch.zeros_like(self.weights, dtype=kept) for name in names}
+        self.average = self.weights.clone() if cfg.average is not None else None
+        adapts = cfg.optimizer in ("lamb", "lars")
+        stretches = [(part.start, part.length) for part in row.parts]
+        self.segments = update.Segments(stretches, row.weights.device, len(row.weights)) if adapts else None
+        self.direction = torch.zeros_like(self.weights) if cfg.optimizer == "lamb" else None
+
+    @property
+    def weights(self) -> Tensor:
+        """The weights in full precision."""
+        return self.row.weights if self._master is None else self._master
+
+    @property
+    def low(self) -> Tensor | None:
+        return None if self._master is None else self.row.weights
 
 
 class Optimizer:
-    """``step(lr, skip)`` updates the parameters unless the device scalar ``skip`` is 1. No host read.
+    """``step(scale, skip)`` updates the rows by ``scale`` times their gradients at the rate ``lr`` (set with ``set_rate``), unless
+    ``skip`` is 1; all three are device scalars.
 
-    SGD with the learning rate inside the momentum, v = mu v + lr (g + wd w), w -= v (Keras; MLPerf HPC CosmoFlow): with the
-    constant s = peak learning rate and u = v/s this is u = mu u + (lr/s) (g + wd w), w -= s u, the usual fused update at
-    rate s of a gradient scaled by lr/s. A rate of zero needs no special case.
-
-    Weights, gradients and moments are updated as one row of numbers each, in the order of memory: torch's fused kernels copy
-    whatever is not contiguous, channels-last weights among them, and are then slower than the plain ones.
+    sgd: the learning rate is inside the momentum, v = mu v + lr (g + wd w), w -= v (Keras; MLPerf HPC CosmoFlow), or outside it
+    (torch). adamw: Loshchilov and Hutter 2019; adam: its weight decay is part of the gradient. lamb: You et al., ICLR 2020; lars:
+    You, Gitman and Ginsburg 2017; both adapt the rate of the parameters that ``decay_names`` names, and of no other.
+    Weights narrower than float32 have a master copy in float32 here, which is what is updated, averaged and saved.
     """
 
-    def __init__(self, model: nn.Module, cfg: StepConfig) -> None:
+    def __init__(self, rows: list[Row], cfg: StepConfig) -> None:
+        if not rows:
+            raise ConfigError("the model has no parameter to train")
         self.cfg = cfg
-        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._rows = {name: nn.Parameter(_row(p.detach(), p)) for name, p in self.parameters.items()}
-        decayed, kept = _split(self.parameters, cfg)
-        parts = ((decayed, cfg.weight_decay), (kept, 0.0))
-        groups = [{"params": [self._rows[name] for name in names], "weight_decay": decay} for names, decay in parts if names]
-        # Fused kernels exist for the CPU, CUDA and a few others; torch says so itself where they do not.
-        if cfg.optimizer == "sgd":
-            self.inner: torch.optim.Optimizer = torch.optim.SGD(groups, lr=cfg.lr, momentum=cfg.momentum, fused=True)
-        else:
-            self.inner = torch.optim.AdamW(groups, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, fused=True)
-        self._decays = [group["weight_decay"] for group in self.inner.param_groups]
-        self._scale = torch.ones((), device=next(iter(self._rows.values())).device)
+        self.states = [_State(row, cfg) for row in rows]
+        self.cut = rows[0].cut
+        first = self.states[0].weights
+        self.lr = torch.zeros((), dtype=first.dtype, device=first.device)
+        self.count = torch.zeros((), device=first.device)  # updates made
+        self._seed = torch.zeros((), dtype=torch.int64, device=first.device)
+        if cfg.optimizer in ("lamb", "lars"):  # a line per parameter in a table that is the same on all ranks of the cut
+            names = sorted({part.name for row in rows for part in row.parts})
+            line = {name: i for i, name in enumerate(names)}
+            for state in self.states:
+                lines = [line[part.name] for part in state.row.parts]
+                state.lines = torch.tensor(lines, dtype=torch.int64, device=first.device)
+            self._table = torch.zeros((len(names), 2), dtype=first.dtype, device=first.device)
 
-    def step(self, lr: float, skip: Tensor) -> None:
-        inside = self.cfg.optimizer == "sgd" and self.cfg.lr_in_momentum
-        factor = lr / self.cfg.lr
-        for group, decay in zip(self.inner.param_groups, self._decays):
-            group["lr"] = self.cfg.lr if inside else lr
-            group["weight_decay"] = decay * factor if inside else decay
-        for name, parameter in self.parameters.items():
-            row = self._rows[name]
-            if row.data_ptr() != parameter.data_ptr():  # somebody gave the parameter other memory
-                row.data = _row(parameter.detach(), parameter)
-            row.grad = None if parameter.grad is None else _row(parameter.grad, parameter)
-        # The protocol of torch.amp.GradScaler: fused kernels divide by grad_scale and return at once when found_inf is 1.
-        self.inner.grad_scale = self._scale.fill_(1.0 / factor if factor else torch.inf) if inside else None  # type: ignore[attr-defined]
-        self.inner.found_inf = skip  # type: ignore[attr-defined]
-        self.inner.step()
+    def set_rate(self, lr: float) -> None:
+        self.lr.fill_(lr)
 
-    def state(self) -> dict[str, Tensor]:
-        """Moments, in the shape of their parameters, and counters by ``<parameter>.<what>``; empty before the first step."""
-        found: dict[str, Tensor] = {}
-        for name, parameter in self.parameters.items():
-            for what, value in self.inner.state.get(self._rows[name], {}).items():
-                if isinstance(value, Tensor):
-                    found[f"{name}.{what}"] = _shaped(value, parameter) if value.ndim else value
+    @torch.no_grad()
+    def step(self, scale: Tensor, skip: Tensor) -> None:
+        cfg = self.cfg
+        self.count += 1 - skip
+        self._seed.copy_(self.count)  # random bits of a step are the same however often it is tried, and after a resume
+        present = [(state, gradient) for state in self.states if (gradient := state.row.gradient()) is not None]
+        if cfg.optimizer in ("lamb", "lars"):
+            self._adapted(present, scale, skip)
+            return
+        for state, gradient in present:
+            decay = cfg.weight_decay if state.row.decays else 0.0
+            copies: dict[str, Any] = {"low": state.low, "average": state.average, "keep": cfg.average or 0.0}
+            copies |= {"seed": self._seed, "offset": state.row.first}
+            if cfg.optimizer == "sgd":
+                update.sgd_(
+                    state.weights, gradient, state.moments.get("momentum_buffer"), lr=self.lr, scale=scale, skip=skip,
+                    momentum=cfg.momentum, weight_decay=decay, lr_in_momentum=cfg.lr_in_momentum, **copies,
+                )  # fmt: skip
+            else:
+                update.adam_(
+                    state.weights, gradient, state.moments["exp_avg"], state.moments["exp_avg_sq"], lr=self.lr, step=self.count,
+                    scale=scale, skip=skip, betas=cfg.betas, eps=cfg.eps, weight_decay=decay, decoupled=cfg.optimizer == "adamw",
+                    **copies,
+                )  # fmt: skip
+
+    def _adapted(self, present: list[tuple[_State, Tensor]], scale: Tensor, skip: Tensor) -> None:
+        """Norms of whole parameters decide on their rates: of every share, added over the ranks that hold the others."""
+        cfg, lars = self.cfg, self.cfg.optimizer == "lars"
+        sums = []
+        for state, gradient in present:
+            decay = cfg.weight_decay if state.row.decays else 0.0
+            segments = cast(update.Segments, state.segments)
+            if lars:
+                sums.append(update.lars_norms(state.weights, gradient, segments, scale=scale))
+                continue
+            sums.append(
+                update.lamb_direction_(
+                    state.weights, gradient, state.moments["exp_avg"], state.moments["exp_avg_sq"], cast(Tensor, state.direction),
+                    segments, step=self.count, scale=scale, skip=skip, betas=cfg.betas, eps=cfg.eps, weight_decay=decay,
+                    seed=self._seed, offset=state.row.first,
+                )
+            )
+        for (state, gradient), norms in zip(present, self._over_shares([state for state, _ in present], sums)):
+            decay = cfg.weight_decay if state.row.decays else 0.0
+            segments = cast(update.Segments, state.segments)
+            ratio = torch.ones_like(norms[:, 0])
+            if state.row.decays:
+                ratio = update.trust_ratio(norms, weight_decay=decay, coefficient=cfg.trust if lars else 1.0, lars=lars)
+            copies: dict[str, Any] = {"low": state.low, "average": state.average, "keep": cfg.average or 0.0}
+            if lars:
+                update.lars_(
+                    state.weights, gradient, state.moments.get("momentum_buffer"), segments, ratio, lr=self.lr, scale=scale,
+                    skip=skip, momentum=cfg.momentum, weight_decay=decay, seed=self._seed, offset=state.row.first, **copies,
+                )  # fmt: skip
+            else:
+                direction = cast(Tensor, state.direction)
+                update.trust_(state.weights, direction, segments, ratio, lr=self.lr, skip=skip, **copies)
+
+    def _over_shares(self, states: list[_State], sums: list[Tensor]) -> list[Tensor]:
+        """Sums per parameter over the ranks of ``cut``, which hold different parameters: in one message for all."""
+        if self.cut.size == 1:
+            return sums
+        self._table.zero_()
+        for state, part in zip(states, sums):
+            self._table.index_copy_(0, state.lines, part)
+        total(self._table, self.cut)
+        return [self._table[state.lines] for state in states]
+
+    def weights(self) -> dict[str, Tensor | Share]:
+        """The weights in full precision, by parameter."""
+        return self._named(lambda state: state.weights)
+
+    def averages(self) -> dict[str, Tensor | Share]:
+        """The average of the weights, by parameter; empty without one."""
+        return self._named(lambda state: state.average)
+
+    def state(self) -> dict[str, Tensor | Share]:
+        """Moments by ``<parameter>.<what>``, and ``step``, the number of updates made."""
+        found: dict[str, Tensor | Share] = {"step": self.count}
+        for what in _MOMENTS[self.cfg.optimizer]:
+            rows = self._named(partial(_moment, what))
+            found |= {f"{name}.{what}": value for name, value in rows.items()}
         return found
 
-    def allocate(self, what: str, parameter: str, size: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Room for one entry of ``state()``, to load into."""
-        target, row = self.parameters[parameter], self._rows[parameter]
-        value = torch.zeros(row.shape if len(size) else (), dtype=dtype, device=row.device)
-        self.inner.state[row][what] = value
-        return _shaped(value, target) if value.ndim else value
+    def _named(self, row_of: Callable[[_State], Tensor | None]) -> dict[str, Tensor | Share]:
+        found: dict[str, Tensor | Share] = {}
+        for state in self.states:
+            row = row_of(state)
+            if row is not None:
+                found |= {part.name: held(part, row) for part in state.row.parts}
+        return found
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Round the master weights to what the model computes with, after they were loaded."""
+        for state in self.states:
+            if state.low is not None:
+                state.low.copy_(state.weights)
 
 
-def _row(tensor: Tensor, parameter: nn.Parameter) -> Tensor:
-    """The numbers of ``tensor`` in the order in which ``parameter`` lies in memory: a view, unless it lies otherwise."""
-    if tensor.stride() != parameter.stride():
-        tensor = torch.empty_like(parameter, requires_grad=False).copy_(tensor)
-    return torch.as_strided(tensor, (tensor.numel(),), (1,))
+def _moment(what: str, state: _State) -> Tensor | None:
+    return state.moments.get(what)
 
 
-def _shaped(row: Tensor, parameter: nn.Parameter) -> Tensor:
-    return torch.as_strided(row, parameter.size(), parameter.stride())
-
-
-def _split(parameters: dict[str, nn.Parameter], cfg: StepConfig) -> tuple[list[str], list[str]]:
-    """Names of the parameters that decay, and of the others."""
-    if not parameters:
-        raise ConfigError("the model has no parameter to train")
-    for name, parameter in parameters.items():
-        if sum((n - 1) * stride for n, stride in zip(parameter.shape, parameter.stride())) + 1 != parameter.numel():
-            raise ConfigError(
-                f"parameter {name} has gaps in memory or repeats itself (strides {parameter.stride()}); make it contiguous"
-            )
-    patterns = cfg.decay_names if cfg.weight_decay else ()
+def decayed(model: nn.Module, cfg: StepConfig) -> set[str]:
+    """Names of the parameters that ``cfg.decay_names`` names. Raises ConfigError for a pattern that names none."""
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    patterns = cfg.decay_names if cfg.weight_decay or cfg.optimizer in ("lamb", "lars") else ()
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in parameters):
-            raise ConfigError(
-                f"step.decay_names: {pattern!r} matches no parameter; the model has {', '.join(list(parameters)[:20])}"
-            )
-    decays = [any(fnmatchcase(name, pattern) for pattern in patterns) for name in parameters]
-    return [n for n, d in zip(parameters, decays) if d], [n for n, d in zip(parameters, decays) if not d]
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ConfigError(f"step.decay_names: {pattern!r} matches no parameter; the model has {', '.join(names[:20])}")
+    return {name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)}

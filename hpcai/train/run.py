@@ -18,7 +18,7 @@ class Run:
 
     def __init__(self, name: str, cfg: Any, mesh: Mesh) -> None:
         if cfg is not None:  # a notebook keeps its own logging
-            log.setup(mesh.rank, mesh.world)
+            log.setup(mesh.job.rank, mesh.job.size)
         self.name, self.mesh = name, mesh
         self.settings: dict[str, Any] = cfg.model_dump(mode="json") if cfg is not None else {}
         self.directory: Path | None = cfg.report.directory if cfg is not None else None

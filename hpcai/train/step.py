@@ -3,18 +3,22 @@
 Nothing in a step reads a number from the device: the host runs ahead, and a guard on the device keeps a NaN out of the weights.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from hpcai.dist.collect import gather_objects, least
+from hpcai.dist.collect import gather_objects, least, total
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import ConfigError, DataError, DivergedError
-from hpcai.parallel.replicate import GradientSums
 from hpcai.settings import StepConfig
+from hpcai.train import rng
 from hpcai.train.average import Average
+from hpcai.train.capture import Capture, CudaGraph, Graph
+from hpcai.train.choices import Compiled, chosen, gradient_sums
 from hpcai.train.measure import Value
 from hpcai.train.optim import Optimizer
 
@@ -28,30 +32,64 @@ class Step:
     ``loss(model, batch)`` is pure and returns ``{"loss": mean over the batch, name: ...}``; a batch is a tensor, tuple, named
     tuple or dict whose tensors share their first dim: the samples of this process. The gradient is that of the mean over the
     global batch: over micro-batches and copies of the model. ``forward_backward`` is one act and may be replaced as one.
+    ``graph`` records a captured step (a CUDA Graph). ``notes`` says what ``auto`` settings came to.
     """
 
-    def __init__(self, model: nn.Module, loss: Loss, cfg: StepConfig, mesh: Mesh) -> None:
-        self.cfg, self.loss, self.mesh = cfg, loss, mesh
+    def __init__(
+        self, model: nn.Module, loss: Loss, cfg: StepConfig, mesh: Mesh, *, graph: Callable[[], Graph] | None = None,
+    ) -> None:  # fmt: skip
+        self.cfg, self.notes = chosen(cfg, mesh, graph is not None)
+        cfg, self.loss, self.mesh = self.cfg, loss, mesh
         self.model = model.to(mesh.device, torch.float64 if cfg.precision == "fp64" else None)
-        self.sums = GradientSums(self.model, mesh, cfg.bucket_mb)
-        self.optimizer = Optimizer(self.model, cfg)
-        self.average = Average(self.model, cfg.average)
+        self._compiled = Compiled(self.model, cfg, mesh) if cfg.compile != "none" else None
+        self.notes += [self._compiled.note] if self._compiled else []
+        self.sums = gradient_sums(self.model, mesh, cfg)
+        self.optimizer = Optimizer(self.sums.rows, cfg)
+        self.average = Average(self.model, self.optimizer, self.sums, cfg.average)
         self.forward_backward: Callable[[nn.Module, Any], dict[str, Value]] = self._forward_backward
-        self.count = 0
         self._share = 1.0 / (cfg.accumulate * mesh["replicate"].size)
-        self._skip = torch.zeros((), device=mesh.device)
+        self._one = torch.ones((), dtype=self.optimizer.lr.dtype, device=mesh.device)
+        self._hold = torch.zeros((), device=mesh.device)  # 1: nothing is updated
+        self._count = torch.zeros((), dtype=torch.int64, device=mesh.device)
         self._first_bad = torch.full((2,), _NEVER, dtype=torch.int64, device=mesh.device)  # any process's gradient, own loss
+        self._steps = 0
+        self._capture: Capture | None = None
+        if cfg.capture != "none":
+            inside = self._iterate if cfg.capture == "whole" else self._gradients
+            traced = cfg.compile == "none"
+            self._capture = Capture(inside, self._untouched, cfg.capture_shapes, graph or CudaGraph, traced)
 
     def __call__(self, batch: Any, lr: float | None = None) -> dict[str, Value]:
+        self.optimizer.set_rate(self.cfg.lr if lr is None else lr)
+        values = (self._capture or self._iterate)(batch)
+        if self.cfg.capture == "forward":
+            self._update(values)
+        self._steps += 1
+        return values
+
+    @property
+    def count(self) -> int:
+        """Steps made."""
+        return self._steps
+
+    @count.setter
+    def count(self, value: int) -> None:
+        self._steps = value
+        self._count.fill_(value)
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self.mesh.device.type, torch.bfloat16, enabled=self.cfg.precision in ("bf16", "bf16-params"))
+
+    def _iterate(self, batch: Any) -> dict[str, Value]:
+        values = self._gradients(batch)
+        self._update(values)
+        return values
+
+    def _gradients(self, batch: Any) -> dict[str, Value]:
         self.sums.zero()
         values = self.forward_backward(self.model, batch)
         self.sums.finish()
-        self._update(values, self.cfg.lr if lr is None else lr)
-        self.count += 1
         return values
-
-    def autocast(self) -> torch.autocast:
-        return torch.autocast(self.mesh.device.type, torch.bfloat16, enabled=self.cfg.precision == "bf16")
 
     def _forward_backward(self, model: nn.Module, batch: Any) -> dict[str, Value]:
         parts = split(batch, self.cfg.accumulate)
@@ -68,19 +106,54 @@ class Step:
         return _mean(every)
 
     @torch.no_grad()
-    def _update(self, values: dict[str, Value], lr: float) -> None:
-        gradients = [p.grad for p in self.sums.parameters if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
+    def _update(self, values: dict[str, Value]) -> None:
+        norm = self._norm()
+        scale = self._one
         if self.cfg.clip is not None:
-            torch.nn.utils.clip_grads_with_norm_(self.sums.parameters, self.cfg.clip, norm)
+            scale = (self.cfg.clip / (norm + 1e-6)).clamp(max=1.0)
         own = values["loss"][0] if isinstance(values["loss"], tuple) else values["loss"]
         # Gradients are summed over the copies, so a NaN anywhere reaches all of them in the same step. From then on the weights
         # stay those of the last good step.
         bad = ~torch.stack((norm.isfinite(), own.isfinite().reshape(())))
-        self._first_bad = torch.minimum(self._first_bad, torch.where(bad, self.count, _NEVER))
-        self._skip = (self._first_bad[0] < _NEVER).to(self._skip.dtype)
-        self.optimizer.step(lr, self._skip)
+        self._first_bad.copy_(torch.minimum(self._first_bad, torch.where(bad, self._count, _NEVER)))
+        skip = torch.maximum((self._first_bad[0] < _NEVER).to(self._hold.dtype), self._hold)
+        self.optimizer.step(scale, skip)
+        self.sums.share()
         self.average.update()
+        self._count += 1
+
+    def _norm(self) -> Tensor:
+        """L2 norm of the whole gradient, over all shares of it."""
+        rows = [gradient for row in self.sums.rows if (gradient := row.gradient()) is not None]
+        norms = torch._foreach_norm(rows, 2, dtype=self.optimizer.lr.dtype) if rows else [torch.zeros_like(self._one)]
+        squares = torch.stack(norms).square().sum()
+        return total(squares, self.optimizer.cut).sqrt()
+
+    @torch.no_grad()
+    def snapshot(self) -> dict[str, Tensor]:
+        """A copy of the weights that are evaluated (the average, where there is one), whole, under the names of the model."""
+        with self.average.applied():
+            state = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in self.model.state_dict().items()}
+            return {name: tensor.detach().clone() for name, tensor in state.items()}
+
+    def news(self) -> list[str]:
+        """What there is to tell of the steps since the last call."""
+        return self._compiled.news() if self._compiled else []
+
+    @contextmanager
+    def _untouched(self) -> Iterator[None]:
+        """Inside, steps change gradients and scratch memory only: weights, moments, averages, buffers, counters and the random
+        numbers to come are afterwards what they were, bit for bit."""
+        kept = [*self.model.buffers(), *self.average.buffers, self._count, self._first_bad]
+        before, random = [tensor.clone() for tensor in kept], rng.state()
+        self._hold.fill_(1)
+        try:
+            yield
+        finally:
+            self._hold.fill_(0)
+            for tensor, value in zip(kept, before):
+                tensor.data.copy_(value)
+            rng.restore(random)
 
     def check(self, samples: Callable[[int], str] | None = None) -> None:
         """Raise DivergedError on every process when a loss or a gradient was not finite. Reads the device: between steps only.

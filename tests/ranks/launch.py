@@ -19,8 +19,9 @@ from hpcai.dist.mesh import Mesh
 def on_ranks(axes: dict[str, int], function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
     """``function(mesh, *args)`` on a process per place of the mesh ``axes``; what each returned, by rank."""
     world = 1
-    for size in axes.values():
-        world *= size
+    for name, size in axes.items():
+        world *= size if name != "evaluate" else 1
+    world += axes.get("evaluate", 0)
     if world == 1:
         return [function(Mesh(axes), *args)]
     context = multiprocessing.get_context("fork")

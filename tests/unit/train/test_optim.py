@@ -4,10 +4,13 @@ import pytest
 import torch
 from torch import nn
 
+from hpcai import dist
 from hpcai.errors import ConfigError
+from hpcai.parallel.replicate import GradientSums
 from hpcai.settings import StepConfig
-from hpcai.train.optim import Optimizer
+from hpcai.train.optim import Optimizer, decayed
 
+ONE = torch.ones((), dtype=torch.float64)
 RATES = [0.0, 0.05, 0.1, 0.1, 0.025, 0.0, 0.01]
 
 
@@ -25,13 +28,18 @@ def _layout(p: torch.Tensor) -> torch.memory_format:
     return torch.channels_last_3d if p.ndim == 5 else torch.contiguous_format
 
 
+def new(model: nn.Module, cfg: StepConfig) -> Optimizer:
+    return Optimizer(GradientSums(model, dist.alone(torch.device("cpu")), decays=decayed(model, cfg)).rows, cfg)
+
+
 def run(cfg: StepConfig, skips: tuple[int, ...] = ()) -> nn.Module:
     model = network()
-    optimizer = Optimizer(model, cfg)
+    optimizer = new(model, cfg)
     for step, lr in enumerate(RATES):
         for p, g in zip(model.parameters(), gradients(model, step)):
             p.grad = torch.full_like(g, torch.nan) if step in skips else g
-        optimizer.step(lr, torch.tensor(float(step in skips)))
+        optimizer.set_rate(lr)
+        optimizer.step(ONE, torch.tensor(float(step in skips)))
     return model
 
 
@@ -78,12 +86,13 @@ def test_adamw() -> None:
 def test_a_skipped_update_leaves_no_trace(kind: str) -> None:
     cfg = StepConfig(optimizer=kind, lr=0.1, weight_decay=0.1)
     model = network()
-    optimizer = Optimizer(model, cfg)
+    optimizer = new(model, cfg)
 
     def step(seed: int, skip: float) -> None:
         for p, g in zip(model.parameters(), gradients(model, seed)):
             p.grad = torch.full_like(g, torch.nan) if skip else g
-        optimizer.step(0.1, torch.tensor(skip))
+        optimizer.set_rate(0.1)
+        optimizer.step(ONE, torch.tensor(skip))
 
     step(0, 0.0)
     before = {n: t.clone() for n, t in {**model.state_dict(), **optimizer.state()}.items()}
@@ -94,4 +103,4 @@ def test_a_skipped_update_leaves_no_trace(kind: str) -> None:
 
 def test_a_pattern_that_matches_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"step.decay_names: 'dense9.\*' matches no parameter; the model has 0.weight, 0.bias"):
-        Optimizer(network(), StepConfig(weight_decay=0.1, decay_names=("0.weight", "dense9.*")))
+        new(network(), StepConfig(weight_decay=0.1, decay_names=("0.weight", "dense9.*")))

@@ -1,0 +1,160 @@
+# mypy: disable-error-code="no-untyped-def"
+"""The Triton kernels behind ``update``, in float32 arithmetic. What depends on a pointer that is None is not compiled."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hpcai.kernels.update import Row
+
+
+@triton.jit
+def _bits(seed_, place):
+    """32 random bits for each place, those of ``update._Bits``."""
+    z = tl.load(seed_).to(tl.uint64, bitcast=True) + 0x9E3779B97F4A7C15
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    z = z ^ (z >> 31)
+    x = place * 0x9E3779B1 + z.to(tl.uint32)
+    x = ((x ^ (x >> 16)) + (z >> 32).to(tl.uint32)) * 0x21F0AAAD
+    x = (x ^ (x >> 15)) * 0xD35A2D97
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _store(row_, value, mask, noise):
+    """A moment; in bfloat16 with 16 random bits added below those that it keeps, and a NaN in the form that stays one."""
+    if row_.dtype.element_ty == tl.bfloat16:
+        upper = (value.to(tl.uint32, bitcast=True) + noise) >> 16
+        value = tl.where(value == value, upper, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    tl.store(row_, value, mask)
+
+
+@triton.jit
+def _complement(x):
+    """1 - exp(x) for x <= 0 without cancellation: Adam's bias corrections are 1 - beta^step."""
+    series = -x * (1 + x / 2 * (1 + x / 3 * (1 + x / 4 * (1 + x / 5 * (1 + x / 6 * (1 + x / 7 * (1 + x / 8)))))))
+    return tl.where(x > -0.5, series, 1.0 - tl.exp(x))
+
+
+@triton.jit
+def update(
+    w_, g_, m_, v_, low_, average_, direction_, ratio_, table_, sums_, lr_, step_, scale_, skip_, seed_, n, offset,
+    log1, take1, log2, beta2, take2, eps, mu, decay, take, KIND: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    block, lane = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    if table_ is None:
+        first, last, counted = block * BLOCK, n, n
+    else:
+        first, last = tl.load(table_ + 4 * block + 1) * ALIGN, tl.load(table_ + 4 * block + 2) * ALIGN
+        counted = tl.load(table_ + 4 * block + 3)
+    if skip_ is not None:
+        last = tl.where(tl.load(skip_) == 1.0, first, last)
+    mask = lane < tl.minimum(last - first, BLOCK).to(tl.int32)
+    kept = lane < tl.minimum(tl.maximum(counted - first, 0), BLOCK).to(tl.int32)
+    w = tl.load(w_ + first + lane, mask, other=0.0)
+    u = tl.load(g_ + first + lane, mask, other=0.0).to(tl.float32)
+    if scale_ is not None:
+        u *= tl.load(scale_)
+    lr = tl.load(lr_) if lr_ is not None else 0.0
+    noise = tl.zeros((BLOCK,), tl.uint32)
+    if seed_ is not None:
+        noise = _bits(seed_, (first + offset).to(tl.uint32) + lane.to(tl.uint32))
+    if KIND == "adam" or KIND == "adamw" or KIND == "lamb":
+        if KIND == "adam":
+            u += decay * w
+        m = tl.load(m_ + first + lane, mask, other=0.0).to(tl.float32)
+        v = tl.load(v_ + first + lane, mask, other=0.0).to(tl.float32)
+        m += take1 * (u - m)
+        v = beta2 * v + take2 * u * u
+        _store(m_ + first + lane, m, mask, noise & 0xFFFF)
+        _store(v_ + first + lane, v, mask, noise >> 16)
+        step = tl.load(step_)
+        u = m / (_complement(log1 * step) * (tl.sqrt(v) / tl.sqrt(_complement(log2 * step)) + eps))
+        if KIND == "lamb":
+            u += decay * w
+            tl.store(direction_ + first + lane, u, mask)
+        else:
+            if KIND == "adamw":
+                w *= 1.0 - lr * decay
+            w -= lr * u
+    elif KIND == "inside" or KIND == "outside":
+        u += decay * w
+        if ratio_ is not None:
+            ratio = tl.load(ratio_ + tl.load(table_ + 4 * block), first < counted, other=1.0)
+            u *= tl.where(kept, ratio, 1.0)
+        if KIND == "inside":
+            u *= lr
+        if m_ is not None:
+            u += mu * tl.load(m_ + first + lane, mask, other=0.0).to(tl.float32)
+            _store(m_ + first + lane, u, mask, noise & 0xFFFF)
+        w -= lr * u if KIND == "outside" else u
+    if sums_ is not None:
+        tl.store(sums_ + 2 * block, tl.sum(tl.where(kept, w * w, 0.0)))
+        tl.store(sums_ + 2 * block + 1, tl.sum(tl.where(kept, u * u, 0.0)))
+    else:
+        tl.store(w_ + first + lane, w, mask)
+        if low_ is not None:
+            tl.store(low_ + first + lane, w.to(tl.bfloat16), mask)
+        if average_ is not None:
+            a = tl.load(average_ + first + lane, mask, other=0.0)
+            tl.store(average_ + first + lane, a + take * (w - a), mask)
+
+
+@triton.jit
+def fold(sums_, upto_, total_, BLOCK: tl.constexpr):
+    """The sums of a segment from those of its blocks, always in one order."""
+    segment, pair = tl.program_id(0).to(tl.int64), tl.arange(0, 2)
+    total, first, last = tl.zeros((BLOCK, 2), tl.float64), tl.load(upto_ + segment), tl.load(upto_ + segment + 1)
+    while first < last:
+        block = (first + tl.arange(0, BLOCK))[:, None]
+        total += tl.load(sums_ + 2 * block + pair[None, :], block < last, other=0.0)
+        first += BLOCK
+    tl.store(total_ + 2 * segment + pair, tl.sum(total, 0).to(tl.float32))
+
+
+def run(
+    row: Row, kind: str, lr: Tensor | None = None, step: Tensor | None = None, betas: tuple[float, float] = (0.0, 0.0),
+    eps: float = 0.0, mu: float = 0.0, decay: float = 0.0,
+) -> Tensor | None:  # fmt: skip
+    """Launches; of kind "lamb" and "norms" -> [S, 2] sums of squares."""
+    s, w, n, (m, v) = row.segments, row.weights, row.weights.numel(), (*row.moments, None, None)[:2]
+    block, blocks, align = (1024, triton.cdiv(n, 1024), 1) if s is None else (s.block, len(s.table), s.align)
+    sums = w.new_empty(blocks, 2) if kind in ("lamb", "norms") else None
+    log1, log2 = (math.log(beta) if beta else -math.inf for beta in betas)
+    with torch.cuda.device_of(w):
+        update[(blocks,)](
+            w, row.gradient, m, v, row.low, row.average, row.direction, row.ratio, None if s is None else s.table, sums, lr, step,
+            row.scale, row.skip, row.seed, n, row.offset, log1, 1 - betas[0], log2, betas[1], 1 - betas[1], eps, mu, decay,
+            1 - row.keep, KIND=kind, ALIGN=align, BLOCK=block, num_warps=block // 256,
+        )  # fmt: skip
+        if s is None or sums is None:
+            return None
+        total = w.new_empty(s.count, 2)
+        fold[(s.count,)](sums, s.upto, total, BLOCK=512, num_warps=4)
+    return total
+
+
+def variants() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any]]]:
+    """(name, kernel, signature, constexprs) of what training launches, for compilation ahead of time."""
+    for kind, given, rounded in (
+        ("adam", "m_ v_ average_ low_ lr_ step_ scale_ skip_", "g_"),
+        ("adamw", "m_ v_ average_ low_ lr_ step_ scale_ skip_ seed_", "g_ m_ v_"),
+        ("lamb", "m_ v_ direction_ table_ sums_ step_ scale_ skip_ seed_", "g_ m_ v_"),
+        ("inside", "low_ average_ ratio_ table_ lr_ skip_", ""),
+        ("inside", "m_ low_ average_ ratio_ table_ lr_ scale_ skip_", "g_"),
+        ("outside", "m_ low_ average_ lr_ scale_ skip_ seed_", "g_ m_"),
+        ("norms", "table_ sums_ scale_", "g_"),
+    ):
+        names, present, half = update.arg_names, ["w_", "g_", *given.split()], rounded.split()
+        fixed: dict[str, Any] = {x: None for x in names if x.endswith("_") and x not in present}
+        fixed |= {"KIND": kind, "ALIGN": 16, "BLOCK": 2048 if "table_" in present else 1024}
+        types = {"low_": "*bf16", "table_": "*i64", "seed_": "*i64", "n": "i64", "offset": "i64", **dict.fromkeys(half, "*bf16")}
+        types = {x: types.get(x, "*fp32" if x in present else "fp32") for x in names} | dict.fromkeys(fixed, "constexpr")
+        yield f"{kind} {' '.join(x + 'bf16' if x in half else x for x in present)}", update, types, fixed
+    yield "fold", fold, {"sums_": "*fp32", "upto_": "*i64", "total_": "*fp32", "BLOCK": "constexpr"}, {"BLOCK": 512}

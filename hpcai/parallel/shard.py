@@ -1,0 +1,201 @@
+"""The optimizer and its state cut over the copies of a model: each rank updates its share of the weights.
+
+Rajbhandari et al., "ZeRO", SC20 (stage 1 and 2); the blocks of NVIDIA apex's distributed optimizers. Per bucket: the gradients are
+scattered as sums while the backward pass goes on, each rank updates its share, and the new weights are gathered while the next
+forward pass begins. On the wire: 2 (G-1)/G of the parameters per step and rank, as an all-reduce alone would need.
+With ``within`` (the ranks of one node) shares are held within that group and summed between the groups.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor, nn
+
+from hpcai.dist.collect import Scattered
+from hpcai.dist.mesh import Axis, Mesh
+from hpcai.errors import ConfigError
+from hpcai.parallel.replicate import Bucket, GradientSums, start_equal
+from hpcai.parallel.rows import Part, Row, row_of
+
+
+class _CutBucket(Bucket):
+    """A bucket of which this rank of ``cut`` updates one share."""
+
+    def __init__(
+        self, parameters: dict[str, nn.Parameter], axes: tuple[Axis, ...], decays: bool, dtype: torch.dtype, cut: Axis,
+    ) -> None:  # fmt: skip
+        super().__init__(parameters, axes, decays, dtype, pieces=cut.size)
+        self.cut, size = cut, len(self.weights) // cut.size
+        self.first, self.last = cut.rank * size, (cut.rank + 1) * size
+        self.own = torch.zeros(size, dtype=dtype, device=self.flat.device)
+        self.coming: Any = None
+
+    def row(self) -> Row:
+        parts = []
+        for part in self.parts:
+            begin, end = (min(max(at, self.first), self.last) for at in (part.start, part.start + part.length))
+            parts.append(Part(part.name, part.parameter, begin - part.start if begin < end else 0, end - begin, begin - self.first))
+        return Row(parts, self.weights[self.first : self.last], lambda: self.own, self.decays, self.cut, self.first)
+
+    def launch(self) -> None:
+        self.work = Scattered(self.own, self.flat, self.cut)
+
+    def wait(self) -> None:
+        if self.work is None:
+            raise RuntimeError("a gradient bucket was waited for before its sum was started")
+        self.work.wait()
+        self.work = None
+        for axis in self.axes:
+            torch_dist.all_reduce(self.own, group=axis.group)
+
+    def show(self) -> None:
+        """No rank has the sum of whole gradients."""
+
+    def share(self) -> None:
+        own = self.weights[self.first : self.last]
+        self.coming = torch_dist.all_gather_into_tensor(self.weights, own, group=self.cut.group, async_op=True)
+
+    def arrive(self) -> None:
+        if self.coming is not None:
+            self.coming.wait()
+            self.coming = None
+
+
+class ShardedSums(GradientSums):
+    """``GradientSums`` whose rows are this rank's shares; ``share()`` gathers the new weights.
+
+    ``overlap``: each module waits for its own weights when its forward pass begins, so a parameter must be used by the module that
+    holds it; else ``share()`` returns when they are there.
+    """
+
+    def __init__(
+        self, model: nn.Module, mesh: Mesh, bucket_mb: float = 25.0, decays: Collection[str] = (), wide: bool = False,
+        within: int | None = None, overlap: bool = True,
+    ) -> None:  # fmt: skip
+        self.between, self.cut = mesh.split("replicate", within or mesh["replicate"].size)
+        self.overlap = overlap
+        super().__init__(model, mesh, bucket_mb, decays, wide)
+        if overlap:
+            bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
+            for module in model.modules():
+                needed = {bucket_of[p] for p in module.parameters(recurse=False) if p in bucket_of}
+                if needed:
+                    module.register_forward_pre_hook(_arrival([b for b in self.buckets if b in needed]))
+
+    def _bucket(self, parameters: dict[str, nn.Parameter], axes: tuple[Axis, ...], decays: bool) -> Bucket:
+        dtype = self._dtype(next(iter(parameters.values())))
+        others = tuple(axis for axis in axes if axis.name != "replicate")
+        if self.between.size > 1:
+            others = (self.between, *others)
+        return _CutBucket(parameters, others, decays, dtype, self.cut)
+
+    def share(self) -> None:
+        for bucket in reversed(self.buckets):  # in the order of the forward pass
+            bucket.share()  # type: ignore[attr-defined]
+        if not self.overlap:
+            self.settle()
+
+    def settle(self) -> None:
+        for bucket in reversed(self.buckets):
+            bucket.arrive()  # type: ignore[attr-defined]
+
+
+def _arrival(buckets: Sequence[Any]) -> Callable[[nn.Module, Any], None]:
+    def wait(module: nn.Module, inputs: Any) -> None:
+        for bucket in buckets:
+            bucket.arrive()
+
+    wait.waits_for_weights = True  # type: ignore[attr-defined]
+    return wait
+
+
+class FullySharded:
+    """torch's ``fully_shard`` behind the interface of ``GradientSums``: weights, gradients and optimizer state are all cut, and a
+    block's weights are gathered when it runs. For models whose weights do not fit; ``ShardedSums`` is faster where they do.
+
+    ``blocks`` are gathered one by one, the rest of the model together. ``narrow``: it computes in bfloat16, and sums are float32.
+    """
+
+    last: bool
+
+    def __init__(
+        self, model: nn.Module, mesh: Mesh, decays: Collection[str] = (), blocks: Sequence[nn.Module] = (),
+        within: int | None = None, narrow: bool = False,
+    ) -> None:  # fmt: skip
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        self.model, self.mesh = model, mesh
+        self.buckets: list[Bucket] = []
+        between, self.cut = mesh.split("replicate", within or mesh["replicate"].size)
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        for tensor in (*model.parameters(), *model.buffers()):
+            start_equal(tensor, (mesh["replicate"],))
+            tensor.data = tensor.data.contiguous()  # fully_shard takes no other order
+        if self.cut.size == 1:
+            raise ConfigError("step.shard is weights, but one process holds each group; set step.shard_within to 2 or more")
+        groups: list[Any] = [axis.group for axis in (between, self.cut) if axis.size > 1]
+        names = ("between", "within")[-len(groups) :]
+        devices = DeviceMesh.from_group(
+            groups if len(groups) > 1 else groups[0], mesh.device.type, mesh=_ranks(between, self.cut), mesh_dim_names=names
+        )
+        dtypes: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if narrow else {}
+        policy = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
+        axes = {name: tuple(a for a in getattr(p, "sum_axes", ()) if a.size > 1) for name, p in named.items()}
+        self._parts = [*blocks, model]
+        for module in self._parts:
+            fully_shard(module, mesh=devices, mp_policy=policy)
+            module.set_gradient_divide_factor(1.0)  # type: ignore[operator]  # sums, as everywhere here,
+            module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]  # and by no operation that NCCL alone has
+        self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._axes = [(self._named[name], a) for name, a in axes.items() if a]
+        self.rows = [self._row(name, p, name in decays) for name, p in self._named.items()]
+
+    def _row(self, name: str, parameter: Any, decays: bool) -> Row:
+        length, step = parameter.shape[0], -(-parameter.shape[0] // self.cut.size)
+        begin, end = min(self.cut.rank * step, length), min((self.cut.rank + 1) * step, length)
+        inner = parameter.numel() // max(length, 1)
+        part = Part(name, parameter, begin * inner, (end - begin) * inner, 0)
+
+        def gradient() -> Tensor | None:
+            if parameter.grad is None:
+                return None
+            local = parameter.grad.to_local()
+            return row_of(local, local.contiguous())
+
+        local = parameter.to_local().detach()
+        return Row([part], row_of(local, local), gradient, decays, self.cut, begin * inner)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "last":
+            self.model.set_requires_gradient_sync(value)  # type: ignore[operator]
+
+    def zero(self) -> None:
+        for parameter in self._named.values():
+            parameter.grad = None
+
+    def finish(self) -> None:
+        for parameter, axes in self._axes:
+            for axis in axes:
+                if parameter.grad is not None:
+                    torch_dist.all_reduce(parameter.grad.to_local(), group=axis.group)  # type: ignore[attr-defined]
+
+    def share(self) -> None:
+        """The weights of a block are gathered when it runs. Forget those that a forward pass without a backward one left."""
+        for module in self._parts:
+            module.reshard()  # type: ignore[operator]
+
+    def settle(self) -> None:
+        """Nothing is under way."""
+
+
+def _ranks(between: Axis, within: Axis) -> Any:
+    groups = [axis.group for axis in (between, within) if axis.size > 1]
+    if len(groups) == 1:
+        return torch.tensor(torch_dist.get_process_group_ranks(groups[0]))
+    inner = torch_dist.get_process_group_ranks(groups[1])
+    outer = torch_dist.get_process_group_ranks(groups[0])
+    return torch.tensor([[r - inner[within.rank] + i for i in inner] for r in outer])

@@ -1,0 +1,113 @@
+"""From settings to parts of a step: what ``auto`` comes to here, how the model is compiled, how gradients are summed."""
+
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+from torch import nn
+
+from hpcai.dist.mesh import Mesh
+from hpcai.errors import ConfigError
+from hpcai.parallel.replicate import GradientSums
+from hpcai.parallel.shard import FullySharded, ShardedSums
+from hpcai.settings import StepConfig
+from hpcai.train.optim import decayed
+
+
+def chosen(cfg: StepConfig, mesh: Mesh, captures: bool = False) -> tuple[StepConfig, list[str]]:
+    """``cfg`` with every ``auto`` replaced, and a sentence for each. ``captures``: something else than CUDA records the step.
+
+    Raises ConfigError for what this machine cannot do.
+    """
+    changes: dict[str, Any] = {} if mesh.trains else {"shard": "none", "shard_within": None, "capture": "none"}
+    cfg = cfg.model_copy(update=changes)  # who evaluates only has the weights whole
+    notes: list[str] = []
+    if cfg.precision == "auto":
+        changes["precision"], reason = ("bf16", "computes in bfloat16") if fast_bf16(mesh.device) else ("fp32", "does not")
+        notes.append(f"step.precision: {changes['precision']}, since {mesh.device.type} {reason} at full speed")
+    cannot = None if captures else _cannot_capture(cfg, mesh)
+    if cfg.capture == "auto":
+        changes["capture"] = "none" if cannot else "whole"
+        notes.append(f"step.capture: {changes['capture']}" + (f", since {cannot}" if cannot else ""))
+    elif cfg.capture != "none" and cannot:
+        raise ConfigError(f"step.capture is {cfg.capture}, but {cannot}; set step.capture=auto or none")
+    return cfg.model_copy(update=changes), notes
+
+
+def _cannot_capture(cfg: StepConfig, mesh: Mesh) -> str | None:
+    if mesh.device.type != "cuda":
+        return f"there is no GPU: this process computes on {mesh.device.type}"
+    if cfg.shard == "weights":
+        return "fully sharded weights are not captured"
+    if mesh.world > 1 and torch_dist.get_backend() != "nccl":
+        return f"the processes communicate over {torch_dist.get_backend()}, whose sums cannot be captured"
+    return None
+
+
+def fast_bf16(device: torch.device) -> bool:
+    """Whether matrix products in bfloat16 are faster than in float32. On a CPU only with tile instructions (AMX): those without
+    compute in bfloat16 up to four times slower."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    has_tiles = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    return bool(has_tiles and has_tiles())
+
+
+def gradient_sums(model: nn.Module, mesh: Mesh, cfg: StepConfig) -> GradientSums | FullySharded:
+    """How the gradients of ``model`` are added, by ``cfg.shard``; with ``bf16-params`` the model's parameters change to bfloat16.
+
+    Raises MeshError when ``cfg.shard_within`` does not divide the copies.
+    """
+    decays, alone = decayed(model, cfg), mesh["replicate"].size == 1
+    if cfg.shard_within is not None and not alone:
+        mesh.split("replicate", cfg.shard_within, "step.shard_within")
+    if cfg.shard == "weights" and not alone:
+        from hpcai.train.compiling import blocks
+
+        return FullySharded(model, mesh, decays, blocks(model), cfg.shard_within, cfg.precision == "bf16-params")
+    if cfg.precision == "bf16-params":
+        narrow(model)
+    wide = cfg.accumulate > 1
+    if cfg.shard == "none" or alone:
+        return GradientSums(model, mesh, cfg.bucket_mb, decays, wide, fixed=cfg.capture != "none")
+    overlap = cfg.capture == cfg.compile == "none"
+    return ShardedSums(model, mesh, cfg.bucket_mb, decays, wide, cfg.shard_within, overlap)
+
+
+def narrow(model: nn.Module) -> None:
+    """Parameters to bfloat16, in place, but those of modules with running statistics, which compute in float32."""
+    for module in model.modules():
+        if not any(buffer.is_floating_point() for buffer in module.buffers(recurse=False)):
+            for parameter in module.parameters(recurse=False):
+                parameter.data = parameter.data.bfloat16()
+
+
+
+
+class Compiled:
+    """``model`` compiled in place by ``cfg.compile``, beginning with the code that ``cfg.compile_cache`` holds for it."""
+
+    def __init__(self, model: nn.Module, cfg: StepConfig, mesh: Mesh) -> None:
+        from hpcai.train import compiling
+
+        self._folder, self._first = cfg.compile_cache, mesh.is_first
+        relevant = {name: getattr(cfg, name) for name in ("precision", "compile", "accumulate", "shard")}
+        self._key = compiling.cache_key({"model": repr(model), **relevant})
+        began = self._folder is not None and compiling.restore(self._folder, self._key)
+        count = compiling.compile_model(model, cfg.compile)
+        kept = ", beginning with the code of an earlier job" if began else ""
+        self.note = f"step.compile: {count} module{'s' if count > 1 else ''} of {type(model).__name__}{kept}"
+        self._counts = compiling.Counts()
+        self._told = 0
+
+    def news(self) -> list[str]:
+        """What has been compiled since the start, when it is more than before; then it is also stored for later jobs."""
+        from hpcai.train import compiling
+
+        graphs = self._counts.read()["graphs"]
+        if graphs == self._told:
+            return []
+        self._told = graphs
+        if self._folder is not None and self._first:
+            compiling.store(self._folder, self._key)
+        return [self._counts.describe()]

@@ -1,0 +1,231 @@
+"""torch.compile for models: in place, counted, and kept on disk from one job to the next.
+
+Compiled code is kept as one archive per key of what Inductor and Triton leave on a node's own disk. torch's own portable form
+(``torch.compiler.save_cache_artifacts``) is not used: it lacks the C++ kernels' binaries, which g++ would build again.
+"""
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import re
+import sys
+import tempfile
+import time
+import zipfile
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from hpcai.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks of ``model``: children of an nn.ModuleList or nn.Sequential of which two or more have one class.
+
+    The outermost count; torch's own layers do not, nor does a list or stage that holds blocks itself.
+    """
+    return list(dict.fromkeys(_blocks(model)))
+
+
+def _blocks(module: nn.Module) -> Iterator[nn.Module]:
+    kinds = Counter(type(child) for child in module.children())
+    for child in module.children():
+        inner = list(_blocks(child))
+        bases = [base for base in type(child).__mro__ if base is not nn.Module]
+        layer = not list(child.children()) and any(base.__module__.startswith("torch.nn.") for base in bases)
+        stage = isinstance(child, nn.ModuleList | nn.ModuleDict) or (inner and isinstance(child, nn.Sequential))
+        if isinstance(module, nn.ModuleList | nn.Sequential) and kinds[type(child)] > 1 and not layer and not stage:
+            yield child
+        else:
+            yield from inner
+
+
+def compile_model(
+    model: nn.Module, how: Literal["none", "blocks", "whole"], dynamic: bool | None = False, backend: str = "inductor"
+) -> int:
+    """Have ``model`` compiled at its next call, in place, so that checkpoint keys stay; returns how many modules were chosen.
+
+    ``blocks`` compiles each repeated block: torch compiles blocks that are alike once. Raises ConfigError when there is none.
+    """
+    if how == "none":
+        return 0
+    chosen = [model] if how == "whole" else blocks(model)
+    if not chosen:
+        raise ConfigError(f"compile: blocks, but {type(model).__name__} repeats none in a list or sequence; set compile: whole")
+    # Blocks of one class share one code object, whose versions torch counts: by size, training or not, gradients or not. Past
+    # its limit (8) it would run them uncompiled.
+    kinds = {(type(block), tuple(tuple(p.shape) for p in block.parameters())) for block in chosen}
+    most = max(Counter(kind for kind, _ in kinds).values())
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 8 * most)
+    options = {"options": {"triton.cudagraphs": False}} if backend == "inductor" else {}  # a step is captured as a whole
+    for module in chosen:
+        module.compile(dynamic=dynamic, fullgraph=False, backend=backend, **options)
+    return len(chosen)
+
+
+class Counts:
+    """What torch.compile did in this process since this was made. Made after the first steps, it counts what should not be."""
+
+    def __init__(self) -> None:
+        self._since, self._then = time.time(), _counted()
+
+    def read(self) -> dict[str, Any]:
+        """graphs, seconds (with the backward graphs), graph_breaks, recompiles (of a frame; other sizes of block among them),
+        given_up (frames past the limit of versions, which run uncompiled), and why: the most frequent reasons by count."""
+        now = {name: counter - self._then[name] for name, counter in _counted().items()}  # a Counter keeps what is above zero
+        before, versions = self._then["versions"], now["versions"]
+        return {
+            "graphs": int(now["stats"]["unique_graphs"]),
+            "seconds": round(sum(now["seconds"].values()), 3),
+            "graph_breaks": sum(now["breaks"].values()),
+            "recompiles": sum(n - (0 if before[frame] else 1) for frame, n in versions.items()),
+            "given_up": sum(n + before[frame] > torch._dynamo.config.recompile_limit for frame, n in versions.items()),
+            "why": dict((now["breaks"] + Counter(self._recompile_reasons())).most_common(3)),
+        }
+
+    def describe(self) -> str:
+        """One sentence for the log."""
+        found = self.read()
+        text = "compiled {graphs} graphs in {seconds:.1f} s, {graph_breaks} graph breaks, {recompiles} recompiles".format(**found)
+        text += f", {found['given_up']} functions given up after too many versions" if found["given_up"] else ""
+        return text + "".join(f"; {n} x {reason}" for reason, n in found["why"].items())
+
+    def _recompile_reasons(self) -> list[str]:
+        known: list[Any] = getattr(torch._dynamo.utils, "get_compilation_metrics", list)() if _started() else []  # the last 64
+        recent = [m for m in known if (getattr(m, "start_time_us", 0) or 0) / 1e6 >= self._since]
+        return [_short(re.sub(r"^\d+/\d+: ", "", why)) for m in recent if (why := getattr(m, "recompile_reason", None))]
+
+
+def _started() -> bool:
+    return "torch._dynamo.convert_frame" in sys.modules  # else nothing was compiled, and the import would cost a second
+
+
+def _counted() -> dict[str, Counter]:
+    """torch's own counters. They are not its public interface: what a version lacks counts as nothing."""
+    inside = torch._dynamo.utils if _started() else None
+    counters, times = getattr(inside, "counters", {}), getattr(inside, "compilation_time_metrics", {})
+    versions = getattr(torch._dynamo.convert_frame, "FRAME_COMPILE_COUNTER", {}) if _started() else {}
+    breaks: Counter = Counter()
+    for reason, n in counters.get("graph_break", {}).items():
+        breaks[_short(reason)] += n
+    return {
+        "stats": Counter(counters.get("stats", {})),
+        "breaks": breaks,
+        "versions": Counter(versions),
+        "seconds": Counter({name: sum(times.get(name, ())) for name in ("_compile.compile_inner", "backward._backward_impl")}),
+    }
+
+
+def _short(reason: str) -> str:
+    return " ".join(re.split(r"\n\s*(?:Hint|Developer debug context)", reason)[0].replace("Explanation: ", "").split())[:200]
+
+
+def cache_key(settings: Mapping[str, Any]) -> str:
+    """Names compiled code by what it depends on: GPU, CPU, system, torch, Triton, CUDA and ``settings`` of model and step."""
+    gpu = [torch.cuda.get_device_name(), torch.cuda.get_device_capability()] if torch.cuda.is_available() else None
+    triton = [part.version for part in metadata.distributions(name="triton")]
+    facts = [torch.__version__, torch.version.git_version, torch.version.cuda, triton, sys.version_info[:2], gpu, _cpu(), settings]
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:24]
+
+
+def _cpu() -> list[str]:
+    """Kernels in C++ are built for the very processor: on an older one they would end the process."""
+    names = r"^(?:model name|cpu family|model|flags|CPU implementer|CPU part|Features)\s*:.*$"
+    listed = Path("/proc/cpuinfo")
+    first = listed.read_text().split("\n\n")[0] if listed.exists() else ""
+    return [os.uname().machine, os.confstr("CS_GNU_LIBC_VERSION") or "", *re.findall(names, first, re.MULTILINE)]
+
+
+def restore(folder: Path, key: str) -> bool:
+    """Have torch keep compiled code on this node's disk, filled from the archive of ``key`` in ``folder``; False without one.
+
+    Call it on every process, before anything is compiled. The place is below TORCHINDUCTOR_CACHE_DIR, else TMPDIR. A damaged or
+    foreign archive is ignored, with a warning. **It is code that will run** (libraries, pickles): ``folder`` must be one that
+    only you can write to, like those of your programs; an archive of another user is refused.
+    """
+    path = folder / f"{key}.zip"
+    try:
+        home = _use(key)
+        _check_owner(path)
+        with zipfile.ZipFile(path) as archive, tempfile.TemporaryDirectory(prefix=".new-", dir=home) as new:
+            if archive.comment != key.encode():
+                raise ValueError("made for something else")
+            archive.extractall(new)  # checks every file's sum
+            for name in archive.namelist():  # several ranks may do so at once
+                (home / name).parent.mkdir(parents=True, exist_ok=True)
+                os.replace(Path(new) / name, home / name)
+        return True
+    except FileNotFoundError:
+        logger.info("no compiled code yet at %s", path)
+    except Exception as error:  # zipfile, zlib and the system raise many kinds; all that is lost is time
+        logger.warning("compiled code at %s is not used: %s", path, str(error) or type(error).__name__)
+    return False
+
+
+def store(folder: Path, key: str) -> None:
+    """Archive what was compiled since ``restore(folder, key)``; for one process of the job. Nothing new: nothing is written."""
+    path, home = folder / f"{key}.zip", Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", ""))
+    new = folder / f".{key}.{os.uname().nodename}.{os.getpid()}"
+    try:
+        found = os.walk(home) if home.name == key else ()
+        names = {os.path.relpath(os.path.join(where, file), home) for where, _, files in found for file in files}
+        busy = {Path(name).stem for name in names if name.endswith(".lock") and _is_locked(home / name)}  # g++ is at work
+        names = {n for n in names if not re.search(r"(^|/)\.|\.lock$", n) and Path(n).name.split(".")[0] not in busy}
+        if not names or _holds(path, key, names):
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        with zipfile.ZipFile(new, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+            archive.comment = key.encode()
+            for name in sorted(names):
+                archive.write(home / name, name)
+        os.replace(new, path)
+    except Exception as error:
+        with suppress(OSError):
+            new.unlink(missing_ok=True)
+        logger.warning("compiled code is not kept at %s: %s", path, error)
+
+
+def _holds(path: Path, key: str, names: set[str]) -> bool:
+    with suppress(Exception), zipfile.ZipFile(path) as archive:  # a damaged one is written anew
+        return archive.comment == key.encode() and names <= set(archive.namelist()) and archive.testzip() is None
+    return False
+
+
+def _use(key: str) -> Path:
+    """The folder on this node for compiled code of ``key``, which torch and Triton are told."""
+    before, ours = os.environ.get("TORCHINDUCTOR_CACHE_DIR"), f"hpcai-compiled-{os.getuid()}"
+    base = Path(before or tempfile.gettempdir())
+    home = (base.parent if base.parent.name == ours else base / ours) / key
+    home.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    home.mkdir(exist_ok=True)
+    _check_owner(home.parent)
+    if os.environ.get("TRITON_CACHE_DIR") in (None, f"{before}/triton"):
+        os.environ["TRITON_CACHE_DIR"] = str(home / "triton")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(home)
+    import torch._inductor.config as inductor
+
+    if hasattr(inductor, "cpp_cache_precompile_headers"):  # 150 MB, kept elsewhere, built anew on each node in 6 s
+        inductor.cpp_cache_precompile_headers = False
+    return home
+
+
+def _check_owner(path: Path) -> None:
+    if path.stat().st_uid not in (os.getuid(), 0):
+        raise PermissionError(f"{path} belongs to another user")
+
+
+def _is_locked(path: Path) -> bool:
+    with open(path, "rb") as file, suppress(OSError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
+    return True

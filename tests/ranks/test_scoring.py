@@ -1,0 +1,203 @@
+"""Evaluation by the ranks that train, beside the training, or by ranks of its own: the same metrics of the same steps."""
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hpcai.dist.mesh import Mesh
+from hpcai.errors import ConfigError, MeshError
+from hpcai.parallel.replicate import sum_over
+from hpcai.settings import StepConfig, TrainConfig
+from hpcai.train.loop import Result, fit
+from hpcai.train.step import Step
+from tests.ranks.launch import on_ranks
+
+Rows = list[tuple[int, dict[str, float]]]
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.tanh(self.norm(self.first(x))))
+
+
+def batches(count: int, size: int, seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(size, 5, generator=generator) for _ in range(count)]
+
+
+def loss(model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
+    return {"loss": (model(batch[:, :4])[:, 0] - batch[:, 4]).square().mean()}
+
+
+def metric(model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
+    assert not model.training and not torch.is_grad_enabled()
+    error = (model(batch[:, :4])[:, 0] - batch[:, 4]).abs()
+    return {"mae": (error.sum(), len(batch)), "mse": (error.square().sum(), len(batch))}
+
+
+def run(mesh: Mesh, evaluate: str = "wait", score: Any = metric, cfg: dict[str, Any] | None = None, **words: Any) -> Result:
+    torch.manual_seed(0)
+    model = Network()
+    sum_over(model, mesh["depth"])
+    step = Step(model, loss, StepConfig(average=0.8, lr=0.01, **words), mesh)
+    axis = mesh["replicate"]
+    training = [b.chunk(axis.size)[axis.rank] for b in batches(6, 8, 1)]
+    validation = [b.chunk(axis.size)[axis.rank] for b in batches(3, 8, 2)]
+    settings = TrainConfig(**{"epochs": 3, "report_every": 2, "evaluate": evaluate} | (cfg or {}))
+    return fit(step, training, settings, validation=validation, evaluate=score)
+
+
+def measured(mesh: Mesh, *args: Any, **words: Any) -> tuple[Rows, list[float], str, bool]:
+    result = run(mesh, *args, **words)
+    return [(r.step, r.values) for r in result.evaluations], [r["loss"] for r in result.reports], result.reason, mesh.trains
+
+
+def background(mesh: Mesh, words: dict[str, Any]) -> Any:
+    return measured(mesh, "background", **words)
+
+
+def waiting(mesh: Mesh, words: dict[str, Any]) -> Any:
+    return measured(mesh, "wait", **words)
+
+
+@pytest.mark.parametrize("words", [{}, {"shard": "optimizer"}, {"precision": "bf16-params"}], ids=str)
+@pytest.mark.parametrize("axes", [{"replicate": 1}, {"replicate": 2}, {"replicate": 4}, {"replicate": 2, "depth": 2}], ids=str)
+def test_beside_the_training_is_as_waiting_exactly(axes: dict[str, int], words: dict[str, Any]) -> None:
+    assert on_ranks(axes, background, words) == on_ranks(axes, waiting, words)
+
+
+@pytest.mark.parametrize("words", [{}, {"shard": "optimizer"}, {"shard": "weights"}, {"precision": "bf16-params"}], ids=str)
+@pytest.mark.parametrize(
+    "axes", [{"replicate": 1, "evaluate": 1}, {"replicate": 2, "evaluate": 2}, {"replicate": 2, "depth": 2, "evaluate": 2}], ids=str
+)
+def test_ranks_of_its_own_find_the_same(axes: dict[str, int], words: dict[str, Any]) -> None:
+    plain = {name: size for name, size in axes.items() if name != "evaluate"}
+    expected = on_ranks(plain, waiting, words)[0]
+    for rows, losses, reason, trains in on_ranks(axes, waiting, words):
+        assert reason == "finished"
+        if not trains:
+            continue
+        assert losses == pytest.approx(expected[1], rel=1e-5) and [step for step, _ in rows] == [6, 12, 18]
+        for (_, found), (_, right) in zip(rows, expected[0]):
+            assert found == pytest.approx(right, rel=1e-5)
+
+
+def slowly(mesh: Mesh, evaluate: str) -> tuple[list[float], Rows, float]:
+    """When each step was done, with an evaluation that takes half a second."""
+
+    def slow(model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
+        time.sleep(0.5 / 3)
+        return metric(model, batch)
+
+    times: list[float] = []
+
+    def timed(model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
+        times.append(time.perf_counter())
+        return loss(model, batch)
+
+    if not mesh.trains:
+        run(mesh, evaluate, slow)
+        return [], [], 0.0
+    torch.manual_seed(0)
+    step = Step(Network(), timed, StepConfig(), mesh)
+    cfg = TrainConfig(epochs=3, evaluate=evaluate, report_every=2)
+    result = fit(step, batches(6, 8, 1), cfg, validation=batches(3, 8, 2), evaluate=slow)
+    return times, [(r.step, r.values) for r in result.evaluations], max(b - a for a, b in zip(times, times[1:]))
+
+
+def test_training_does_not_stop_for_an_evaluation() -> None:
+    assert on_ranks({"replicate": 1}, slowly, "wait")[0][2] > 0.45
+    for axes, how in (({"replicate": 1}, "background"), ({"replicate": 1, "evaluate": 1}, "wait")):
+        times, rows, longest = on_ranks(axes, slowly, how)[0]
+        assert len(times) == 18 and [step for step, _ in rows] == [6, 12, 18]
+        assert longest < 0.4
+
+
+def target(mesh: Mesh, evaluate: str) -> tuple[str, list[int], int, list[str]]:
+    def slow(model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
+        time.sleep(0.02)
+        return metric(model, batch)
+
+    cfg = {"epochs": 200, "metric": "mae", "target": 2.0, "report_every": 1}
+    result = run(mesh, evaluate, slow, cfg)
+    return result.reason, [r.step for r in result.evaluations], result.progress.step, []
+
+
+@pytest.mark.parametrize("axes, how", [({"replicate": 2}, "background"), ({"replicate": 2, "evaluate": 1}, "wait")])
+def test_a_run_stops_on_all_ranks_when_a_result_reaches_the_target(axes: dict[str, int], how: str) -> None:
+    found = on_ranks(axes, target, how)
+    for reason, steps, last, _ in found[:2]:
+        assert reason == "target" and steps[0] == 6
+        assert last == found[0][2] < 1200 and last >= 6, "all ranks stop at the same step, soon after the one that was scored"
+    assert all(reason == "target" for reason, *_ in found)
+
+
+def failing(mesh: Mesh) -> str:
+    def broken(model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
+        raise RuntimeError("no such class")
+
+    with pytest.raises(RuntimeError) as error:
+        run(mesh, "background", broken)
+    return str(error.value)
+
+
+def test_an_error_beside_the_training_is_raised_in_it() -> None:
+    assert on_ranks({"replicate": 2}, failing) == ["no such class"] * 2
+
+
+def test_evaluation_on_all_ranks_and_on_ranks_of_its_own_at_once_is_refused() -> None:
+    with pytest.raises(MeshError, match="mesh.evaluate is 4, which leaves no process to train; 4 were started"):
+        Mesh({"evaluate": 4}, 4)
+    with pytest.raises(MeshError, match="mesh.evaluate is 3, but a copy of the model takes 2; give a multiple of 2"):
+        Mesh({"replicate": -1, "depth": 2, "evaluate": 3}, 7)
+    mesh = Mesh({})
+    mesh.sizes["evaluate"] = 1
+    step = Step(Network(), loss, StepConfig(), Mesh({}))
+    step.mesh = mesh
+    from hpcai.train.scoring import scoring
+
+    with pytest.raises(ConfigError, match="train.evaluate is background, but mesh.evaluate gives it processes"):
+        scoring(step, metric, [], "background")
+    with pytest.raises(ConfigError, match="mesh.evaluate is 1, but nothing is evaluated"):
+        scoring(step, None, None, "wait")
+
+
+def fully(mesh: Mesh) -> str:
+    with pytest.raises(ConfigError) as error:
+        run(mesh, "background", shard="weights")
+    return str(error.value)
+
+
+def test_weights_that_no_rank_holds_whole_are_not_evaluated_beside_the_training() -> None:
+    assert "no process has a whole model; set mesh.evaluate" in on_ranks({"replicate": 2}, fully)[0]
+
+
+def test_validation_samples_are_read_once_when_they_are_kept() -> None:
+    read = []
+
+    class Counted:
+        samples, size = 24, 8
+
+        def epoch(self, epoch: int) -> Any:
+            read.append(epoch)
+            return iter(batches(3, 8, 2))
+
+        def news(self) -> list[str]:
+            return []
+
+    torch.manual_seed(0)
+    step = Step(Network(), loss, StepConfig(), Mesh({}))
+    cfg = TrainConfig(epochs=3, keep_validation=True)
+    kept = fit(step, batches(6, 8, 1), cfg, validation=Counted(), evaluate=metric)
+    assert len(read) == 1
+    torch.manual_seed(0)
+    step = Step(Network(), loss, StepConfig(), Mesh({}))
+    anew = fit(step, batches(6, 8, 1), TrainConfig(epochs=3), validation=Counted(), evaluate=metric)
+    assert [r.values for r in kept.evaluations] == [r.values for r in anew.evaluations]

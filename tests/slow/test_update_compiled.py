@@ -1,0 +1,46 @@
+"""Every kernel of ``hpcai.kernels.update_triton`` compiles for A100 and H100 without a GPU, in registers, with vector loads."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+pytest.importorskip("triton", reason="triton is not installed: the CUDA kernels are NOT compiled")
+
+PROGRAM = """
+import re, subprocess, sys
+from pathlib import Path
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from hpcai.kernels.update_triton import variants
+
+tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+for name, kernel, signature, constexprs in variants():
+    attrs = {(i,): [["tt.divisibility", 16]] for i, x in enumerate(kernel.arg_names) if signature[x][0] == "*" or x == "n"}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attrs)
+    for arch in (80, 90):
+        made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": max(4, constexprs["BLOCK"] // 256)})
+        Path(sys.argv[1]).write_bytes(made.asm["cubin"])
+        usage = subprocess.run([tool, "-res-usage", sys.argv[1]], capture_output=True, text=True, check=True).stdout
+        registers, stack, local = (re.search(rf"\\b{x}:(\\d+)", usage)[1] for x in ("REG", "STACK", "LOCAL"))
+        rows = re.findall(r"(?:ld|st)\\.global\\S*\\.(v[248])\\.", made.asm["ptx"])
+        print(made.asm["ptx"].split(".target ")[1].split()[0], registers, stack, local, len(rows), name, sep="|")
+"""
+
+
+def test_every_kernel_compiles_without_spills_and_moves_whole_vectors(tmp_path: Path) -> None:
+    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path / "cubin")], cwd=ROOT, capture_output=True, text=True,
+                          env={**kept, "TRITON_CACHE_DIR": str(tmp_path)}, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    print("architecture | registers | stack | local | vector loads and stores | kernel", done.stdout, sep="\n")
+    found = [line.split("|") for line in done.stdout.splitlines()]
+    assert {arch.rstrip(",") for arch, *_ in found} == {"sm_80", "sm_90a"} and len(found) == 16
+    for arch, registers, stack, local, vectors, name in found:
+        assert stack == local == "0", f"{name} on {arch} spills"
+        assert int(registers) <= 64, f"{name} on {arch}: fewer than half of a multiprocessor's threads"
+        assert int(vectors) >= (0 if name == "fold" else 3), f"{name} on {arch} moves single elements"

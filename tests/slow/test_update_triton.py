@@ -1,0 +1,85 @@
+"""The Triton kernels, run by Triton's interpreter on the CPU, are the plain-torch twin."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+pytest.importorskip("triton", reason="triton is not installed: the CUDA kernels are NOT tested")
+
+PROGRAM = """
+import random, sys, torch
+from hpcai.kernels import update, update_triton
+from hpcai.kernels.update import Segments, adam_, lamb_direction_, lars_, lars_norms, sgd_, trust_
+
+class OnTriton(update.Row):
+    def __init__(self, *rows, **after):
+        super().__init__(*rows, **after)
+        self.triton = update_triton
+
+def close(name, found, expected):
+    if found.dtype != torch.bfloat16:
+        torch.testing.assert_close(found, expected, rtol=4e-6, atol=1e-6, msg=lambda m: f"{name}: {m}")
+    else:  # low: the interpreter truncates; moments: the same bits, another result only where float32 differs in the last place
+        torch.testing.assert_close(found, expected, rtol=2**-7, atol=1e-7)
+        assert name == "low" or (found != expected).float().mean() < 0.02, f"{name}: other bits"
+
+def example(r):
+    n = r.choice([1, 15, 16, 1000, 1024, 2048, 3000, 5008])
+    torch.manual_seed(r.randrange(10**6))
+    rows = {"weights": torch.randn(n), "gradient": torch.randn(n) * 0.1, "first": torch.randn(n) * 0.1, "second": torch.rand(n)}
+    for name in ("gradient", "first", "second"):
+        rows[name] = rows[name].to(r.choice([torch.float32, torch.bfloat16] + [torch.float64] * (name == "gradient")))
+    rows |= {"low": r.choice([torch.randn(n).bfloat16(), None]), "average": r.choice([torch.randn(n), None])}
+    edges = sorted(r.choices(range(0, n + 1, r.choice([1, 16])), k=2 * r.randint(1, 4)))
+    segments = Segments([(a, b - a) for a, b in zip(edges[::2], edges[1::2])], "cpu", n)
+    kind = r.choice("adam adamw sgd keras lamb lars".split())
+    lr, step = torch.tensor(r.choice([0.0, 1e-3, 0.3])), torch.tensor(r.choice([1.0, 2.0, 4.0, 50.0, 1e5]))
+    scale, skip = r.choice([torch.tensor(0.37), torch.tensor(1.0), None]), torch.tensor(r.choice([0.0, 0.0, 0.0, 1.0]))
+    rows["gradient"].fill_(torch.nan) if skip else None
+    seed, offset = torch.tensor(r.choice([-5, 0, 7, 1 << 40])), r.choice([0, 5, 1 << 31, (1 << 33) + 3])
+    decay, momentum, betas = r.choice([0.0, 0.1]), r.choice([0.0, 0.9]), r.choice([(0.9, 0.999), (0.0, 0.5)])
+    keep, ratio = r.choice([0.0, 0.3, 0.5, 0.999]), torch.linspace(0.5, 2, segments.count)
+
+    def run(row_class):
+        update.Row = row_class
+        x = {k: None if t is None else t.clone() for k, t in rows.items()}
+        after, rounding = dict(low=x["low"], average=x["average"], keep=keep), dict(seed=seed, offset=offset)
+        w, g, m, v, moments = *list(x.values())[:4], dict(scale=scale, skip=skip, weight_decay=decay)
+        if kind in ("adam", "adamw"):
+            adam_(w, g, m, v, lr=lr, step=step, betas=betas, eps=1e-8, decoupled=kind == "adamw", **moments, **after, **rounding)
+        elif kind in ("sgd", "keras"):
+            sgd_(w, g, m, lr=lr, momentum=momentum, lr_in_momentum=kind == "keras", **moments, **after, **rounding)
+        elif kind == "lamb":
+            x["direction"] = d = torch.zeros(n)
+            x["sums"] = lamb_direction_(w, g, m, v, d, segments, step=step, betas=betas, eps=1e-6, **moments, **rounding)
+            trust_(w, d, segments, ratio, lr=lr, skip=skip, **after)
+        else:
+            x["sums"] = lars_norms(w, g, segments, scale=scale)
+            lars_(w, g, m, segments, ratio, lr=lr, momentum=momentum, **moments, **after, **rounding)
+        return x
+
+    plain, fused = run(Plain), run(OnTriton)
+    for name, row in plain.items():
+        if row is not None and skip and name in rows and name != "gradient":
+            assert torch.equal(fused[name], rows[name]), f"{name} changed in a skipped update"
+        elif row is not None and not skip:
+            close(name, fused[name], row)
+
+Plain, r, sums, total = update.Row, random.Random(int(sys.argv[1])), torch.rand(1500, 2), torch.empty(2, 2)
+update_triton.fold[(2,)](sums, torch.tensor([3, 1400, 1500]), total, BLOCK=512)
+close("total", total, torch.stack([sums[3:1400].sum(0), sums[1400:].sum(0)]))
+print(len([example(r) for k in range(150)]), "examples")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+def test_triton_is_the_twin_over_random_rows_and_options(seed: int) -> None:
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", PROGRAM, str(seed)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0 and "150 examples" in done.stdout, done.stderr

@@ -1,0 +1,237 @@
+"""What the host does beside the training, on made-up machines: a kernel's map in a folder, a driver that is a module."""
+
+import gc
+import os
+import sys
+import threading
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hpcai import dist
+from hpcai.dist import host
+from hpcai.dist.host import Collector, Gpu, bind, plan_cpus
+from hpcai.errors import ConfigError
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+FOUR = {"0000:07:00.0": 0, "0000:0a:00.0": 0, "0000:87:00.0": 1, "0000:8a:00.0": 1}
+TWO_NODES = ["0-7,16-23", "8-15,24-31"]  # 16 cores of two hyper-threads
+
+
+def machine(root: Path, nodes: list[str], cores: int, threads: int, gpus: dict[str, int]) -> set[int]:
+    """A kernel's map: CPUs of each NUMA node, hyper-threads of each core, NUMA node of each GPU. Returns all CPUs."""
+    files = {f"sys/devices/system/node/node{node}/cpulist": cpus for node, cpus in enumerate(nodes)}
+    for cpu in range(cores * threads):
+        siblings = ",".join(str(cpu % cores + t * cores) for t in range(threads))
+        files[f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"] = siblings
+    for address, node in {"0000:00:1f.0": 0, **gpus}.items():  # the first is a network card of NVIDIA's
+        kind = "0x030200" if address in gpus else "0x020700"
+        for name, text in (("numa_node", str(node)), ("vendor", "0x10de"), ("class", kind)):
+            files[f"sys/bus/pci/devices/{address}/{name}"] = text
+    for path, text in files.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text + "\n")
+    return set(range(cores * threads))
+
+
+def plans(root: Path, allowed: set[int], peers: list[str | None]) -> list[set[int]]:
+    return [plan[0] if (plan := plan_cpus(root, allowed, i, peers)) else allowed for i in range(len(peers))]
+
+
+def test_on_one_socket_processes_without_gpu_divide_the_cores_and_one_alone_keeps_all(tmp_path: Path) -> None:
+    every = machine(tmp_path, ["0-3"], 4, 1, {})
+    assert plans(tmp_path, every, [None, None]) == [{0, 1}, {2, 3}]
+    assert plans(tmp_path, every, [None] * 3) == [{0}, {1}, {2, 3}]
+    assert plan_cpus(tmp_path, every, 0, [None]) is None
+    assert plans(tmp_path, every, [None] * 5) == [every] * 5  # more processes than cores: nothing to divide
+
+
+def test_four_gpus_on_two_nodes_divide_whole_cores_next_to_them(tmp_path: Path) -> None:
+    every = machine(tmp_path, TWO_NODES, 16, 2, FOUR)
+    found = plans(tmp_path, every, list(FOUR))
+    assert found == [{*range(a, a + 4), *range(a + 16, a + 20)} for a in (0, 4, 8, 12)]
+    assert plan_cpus(tmp_path, every, 2, list(FOUR)) == (found[2], 4, "NUMA node 1")
+    assert plans(tmp_path, every, ["0000:8a:00.0"]) == [found[2] | found[3]]
+    assert plans(tmp_path, every, [None, None]) == [found[0] | found[1], found[2] | found[3]]
+
+
+def test_of_eight_nodes_those_with_gpus_are_used_and_without_gpus_each_gets_its_part(tmp_path: Path) -> None:
+    gpus = {"0000:01:00.0": 3, "0000:41:00.0": 1, "0000:81:00.0": 7, "0000:c1:00.0": 5}
+    every = machine(tmp_path, [f"{8 * n}-{8 * n + 7}" for n in range(8)], 64, 1, gpus)
+    assert plans(tmp_path, every, list(gpus)) == [set(range(8 * n, 8 * n + 8)) for n in (3, 1, 7, 5)]
+    assert plans(tmp_path, every, [None] * 4) == [set(range(16 * i, 16 * i + 16)) for i in range(4)]
+    for h in range(2, 20):
+        parts = plans(tmp_path, every, [None] * h)
+        assert sum(map(len, parts)) == 64 and set().union(*parts) == every
+
+
+def test_where_a_virtual_machine_hides_the_node_of_a_gpu_processes_are_counted(tmp_path: Path) -> None:
+    every = machine(tmp_path, TWO_NODES, 16, 2, {**dict.fromkeys(FOUR, -1), "0000:8a:00.0": 1})
+    found = plans(tmp_path, every, list(FOUR))
+    assert sum(map(len, found)) == 32 and found[0] == {*range(4), *range(16, 20)}
+    assert plan_cpus(tmp_path, every, 0, ["0000:07:00.0"]) is None  # one process keeps the machine
+    assert plan_cpus(tmp_path / "no map", {0, 1}, 0, [None, None]) is bind(CPU, 0, 2, tmp_path / "no map") is None
+
+
+def test_only_what_the_cgroup_leaves_is_divided_and_a_launchers_binding_is_left_alone(tmp_path: Path) -> None:
+    machine(tmp_path, TWO_NODES, 16, 2, FOUR)
+    left = {2, 3, 18, 19, 4, 5, 20, 8, 9, 24, 25}
+    assert plans(tmp_path, left, list(FOUR)) == [{2, 18, 3, 19}, {4, 20, 5}, {8, 24}, {9, 25}]
+    assert plan_cpus(tmp_path, {*range(8, 12), *range(24, 28)}, 0, ["0000:87:00.0", "0000:8a:00.0"]) is None
+    assert plans(tmp_path, {0, 1, 8, 9}, ["0000:07:00.0", "0000:87:00.0"]) == [{0, 1}, {8, 9}]
+
+
+def show_gpus(monkeypatch: pytest.MonkeyPatch, *buses: int) -> None:
+    seen = [SimpleNamespace(pci_domain_id=0, pci_bus_id=b, pci_device_id=0, uuid="aaaa-bbbb") for b in buses]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(seen))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: seen[torch.device(device).index])
+
+
+def test_bind_moves_every_thread_next_to_its_gpu_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bound: dict[int, set[int]] = {}
+    machine(tmp_path, TWO_NODES, 16, 2, FOUR)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda thread: set(range(32)))
+    monkeypatch.setattr(os, "sched_setaffinity", bound.__setitem__)
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: bound.__setitem__(-1, {n}))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    show_gpus(monkeypatch, 0x07, 0x0A, 0x87, 0x8A)
+    stop = threading.Event()
+    threading.Thread(target=stop.wait, daemon=True).start()
+    said = bind(torch.device("cuda", 3), 3, 4, tmp_path)
+    assert len(bound) > 1 and said == "bound to 8 CPUs (4 cores) of NUMA node 1, next to GPU 0000:8a:00.0: 12-15,28-31"
+    assert bound == {int(thread): {*range(12, 16), *range(28, 32)} for thread in os.listdir("/proc/self/task")}
+    stop.set()
+    found = []
+    for local_rank, bus in enumerate((0x8A, 0x07, 0x0A, 0x87)):  # each sees one GPU only, in whatever order a site deals them
+        show_gpus(monkeypatch, bus)
+        assert f"GPU 0000:{bus:02x}:00.0" in str(bind(CUDA, local_rank, 4, tmp_path))
+        found.append(bound[os.getpid()])
+    assert len(set().union(*found)) == 32 == sum(map(len, found)) and -1 not in bound
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert bind(CPU, 1, 4, tmp_path) == "bound to 8 CPUs (4 cores) of NUMA node 0: 4-7,20-23"
+    assert bound[-1] == {4}  # threads of torch
+
+
+class Knot:  # only the collector can free it
+    alive = 0
+
+    def __init__(self) -> None:
+        self.itself = self
+        Knot.alive += 1
+
+    def __del__(self) -> None:
+        Knot.alive -= 1
+
+
+def test_garbage_is_collected_at_the_steps_asked_for_and_never_between() -> None:
+    Knot.alive, thresholds = 0, gc.get_threshold()
+    with Collector(5) as collector:
+        assert not gc.isenabled() and gc.get_freeze_count() > 0
+        for step in range(1, 5):
+            Knot()
+            collector.at(step)
+            assert Knot.alive == step
+        collector.at(5)
+        assert Knot.alive == 0
+        old = Knot()
+        collector.at(10)
+        collector.at(15)  # by now in the oldest generation
+        del old
+        collector.at(20)
+        assert Knot.alive == 1
+        collector.at(50)
+        assert Knot.alive == 0
+    assert gc.isenabled() and gc.get_freeze_count() == 0 and gc.get_threshold() == thresholds
+
+
+def test_collectors_nest_none_does_nothing_and_zero_is_refused() -> None:
+    with Collector(None) as nothing, pytest.raises(ConfigError, match="every 0 steps"):
+        nothing.at(0)
+        assert gc.isenabled() and gc.get_freeze_count() == 0
+        Collector(0)
+    with Collector(2):
+        with Collector(3):
+            pass
+        assert not gc.isenabled() and gc.get_freeze_count() > 0
+    assert gc.isenabled() and gc.get_freeze_count() == 0
+
+
+class Nvml(ModuleType):
+    """A driver with one GPU, by UUID; ``lacks`` names calls that it does not support."""
+
+    NVML_CLOCK_SM, NVML_TEMPERATURE_GPU = 1, 0
+
+    def __init__(self, uuid: str = "GPU-aaaa-bbbb", *lacks: str, mask: int = 0) -> None:
+        super().__init__("pynvml")
+        self.uuid, self.lacks, self.mask, self.joules, self.watts = uuid, lacks, mask, 5000.0, 300.0
+
+    def __getattr__(self, name: str) -> Any:
+        answers = {"Init": None, "HandleByUUID": "handle", "PowerUsage": self.watts * 1e3, "ClockInfo": 1980, "Temperature": 61}
+        answers |= {"TotalEnergyConsumption": self.joules * 1e3, "MemoryInfo": SimpleNamespace(used=7e9)}
+        answers |= dict.fromkeys(("CurrentClocksEventReasons", "CurrentClocksThrottleReasons"), self.mask)
+
+        def call(*given: Any) -> Any:
+            if any(lack in name for lack in self.lacks) or (name.endswith("ByUUID") and given != (self.uuid,)):
+                raise RuntimeError("not supported")
+            assert name.endswith(("ByUUID", "Init")) or given[0] == "handle"
+            return answers[name.removeprefix("nvml").removeprefix("DeviceGet")]
+
+        return call
+
+
+def gpu(monkeypatch: pytest.MonkeyPatch, nvml: Nvml | None) -> Gpu:
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)  # None: as if it were not installed
+    show_gpus(monkeypatch, 1)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3e9)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *device: pytest.fail("waited for the GPU"))
+    return Gpu(CUDA)
+
+
+def test_the_counters_of_a_gpu_come_in_units_for_people(monkeypatch: pytest.MonkeyPatch) -> None:
+    counters = gpu(monkeypatch, nvml := Nvml())
+    nvml.joules += 42
+    known = {"power_w": 300, "energy_j": 42, "sm_clock_mhz": 1980, "temperature_c": 61, "throttled": 0}
+    assert counters.readings() == pytest.approx({**known, "memory_gb": 3, "memory_used_gb": 7})
+
+
+@pytest.mark.parametrize("lacks", ["EventReasons", "ThrottleReasons"])
+def test_clocks_are_held_back_by_power_and_heat_only(monkeypatch: pytest.MonkeyPatch, lacks: str) -> None:
+    for mask, held in ((0x1, 0.0), (0x2, 0.0), (0x4, 1.0), (0x20, 1.0), (0x40, 1.0), (0x81, 1.0)):
+        assert gpu(monkeypatch, Nvml("GPU-aaaa-bbbb", lacks, mask=mask)).readings()["throttled"] == held
+
+
+def test_energy_is_summed_from_the_power_where_there_is_no_meter(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter((0.0, 2.0, 4.0))
+    monkeypatch.setattr(host.time, "monotonic", lambda: next(clock))
+    counters = gpu(monkeypatch, nvml := Nvml("GPU-aaaa-bbbb", "TotalEnergy"))
+    assert counters.readings()["energy_j"] == 600.0
+    nvml.watts = 100.0
+    assert counters.readings()["energy_j"] == 600.0 + 2 * 200.0
+
+
+def test_what_nvml_does_not_tell_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    slice_of_a_gpu = Nvml("MIG-aaaa-bbbb", "Power", "Energy", "Clock", "Temperature")
+    assert gpu(monkeypatch, slice_of_a_gpu).readings() == {"memory_gb": 3.0, "memory_used_gb": 7.0}
+    for nothing in (None, Nvml("GPU-aaaa-bbbb", "Init"), Nvml("GPU-of-another-job")):
+        assert gpu(monkeypatch, nothing).readings() == {}
+    assert Gpu(CPU).readings() == {}
+
+
+class FourProcesses(dict):
+    world, device, sizes = 4, CPU, {"replicate": 2, "axial": 1, "depth": 2, "evaluate": 2}
+    everyone = dist.Axis("everyone", 4, 0, object())
+
+
+def test_every_axis_in_use_is_summed_over_and_a_lone_process_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    axis, seen = dist.Axis, list[Any]()
+    monkeypatch.setattr(host.torch_dist, "all_reduce", lambda tensor, group: seen.append(group))
+    host.warm_collectives(dist.alone(CPU))
+    assert seen == []
+    mesh: Any = FourProcesses({name: axis(name, 2, 0, object()) for name in ("replicate", "depth")}, axial=axis("axial"))
+    mesh.copy = mesh["depth"]
+    host.warm_collectives(mesh)
+    assert [seen.count(axis.group) for axis in (mesh["replicate"], mesh["depth"], mesh.everyone)] == [20] * 3 and len(seen) == 60

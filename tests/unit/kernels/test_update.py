@@ -1,0 +1,199 @@
+"""Fused updates of a row against torch's optimizers, and against their formulas in float64."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hpcai.errors import ConfigError
+from hpcai.kernels.update import Segments, adam_, lamb_direction_, lars_, lars_norms, sgd_, trust_, trust_ratio
+
+SIZES = st.sampled_from([1, 15, 16, 17, 1000, 262_143, 262_144, 262_145, 600_000])
+BETAS = {"betas": (0.9, 0.999), "eps": 1e-8}
+STRETCHES = [(0, 0), (3, 5), (8, 0), (8, 1), (16, 300_000), (300_016, 0), (300_020, 100)]  # padding before, between and behind
+N = 300_130
+
+
+def rand(n: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def squares(x: Tensor, y: Tensor) -> Tensor:
+    return torch.stack([torch.stack([row[a : a + b].square().sum() for row in (x, y)]) for a, b in STRETCHES])
+
+
+def per_element(ratio: Tensor) -> Tensor:
+    each = torch.ones(N, dtype=torch.float64)
+    for (a, b), r in zip(STRETCHES, ratio):
+        each[a : a + b] = r
+    return each
+
+
+def scalars(lr: float = 0.1, scale: float = 1.0, skip: float = 0.0) -> dict[str, Tensor]:
+    return {name: torch.tensor(x) for name, x in (("lr", lr), ("scale", scale), ("skip", skip))}
+
+
+class Trap(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        assert func is not torch.ops.aten._local_scalar_dense.default, "the host reads the device"
+        return func(*args, **(kwargs or {}))
+
+
+@given(n=SIZES, decoupled=st.booleans(), fused=st.booleans())
+def test_adam_is_that_of_torch_over_50_steps(n: int, decoupled: bool, fused: bool) -> None:
+    parameter = torch.nn.Parameter(rand(n))
+    kind, w, m, v = torch.optim.AdamW if decoupled else torch.optim.Adam, rand(n), torch.zeros(n), torch.zeros(n)
+    same = {**BETAS, **scalars(3e-3)}
+    lr = torch.tensor(3e-3) if fused else float(torch.tensor(3e-3))  # the same float32 number
+    other = kind([parameter], lr=lr, weight_decay=0.1, fused=fused, foreach=False)
+    for step in range(1, 51 if n < 1001 else 4):
+        parameter.grad = rand(n, step)
+        other.step()
+        adam_(w, rand(n, step), m, v, step=torch.tensor(float(step)), weight_decay=0.1, decoupled=decoupled, **same)
+    if fused:
+        assert torch.equal(w, parameter) and torch.equal(m, other.state[parameter]["exp_avg"]), "torch's own fused update"
+    torch.testing.assert_close(w, parameter.detach(), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(v, other.state[parameter]["exp_avg_sq"], rtol=2e-6, atol=0)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("inside", [True, False])
+@given(n=SIZES)
+def test_sgd_has_the_rate_inside_or_outside_the_momentum(n: int, inside: bool, momentum: float) -> None:
+    w, velocity = rand(n), torch.zeros(n) if momentum else None
+    expected, v = rand(n).double(), torch.zeros(n, dtype=torch.float64)
+    parameter = torch.nn.Parameter(rand(n))
+    other = torch.optim.SGD([parameter], lr=0.1, momentum=momentum, weight_decay=0.02, fused=True)
+    for step, lr in enumerate([0.1, 0.1, 0.1] if not inside else [0.0, 0.1, 0.025]):
+        g = rand(n, step + 1)
+        sgd_(w, g, velocity, momentum=momentum, weight_decay=0.02, lr_in_momentum=inside, **scalars(lr, 0.25))
+        u = 0.25 * g.double() + 0.02 * expected
+        v = momentum * v + (lr * u if inside else u)
+        expected -= v if inside else lr * v
+        parameter.grad = 0.25 * g
+        other.step()
+    torch.testing.assert_close(w.double(), expected, rtol=1e-6, atol=1e-6)
+    assert inside or torch.allclose(w, parameter, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_lamb_and_lars_follow_their_formulas_with_padding_and_empty_segments(dtype: torch.dtype) -> None:
+    tolerance = {"rtol": 2e-6, "atol": 2e-6} if dtype == torch.float32 else {"rtol": 1e-7, "atol": 1e-7}
+    segments, s = Segments(STRETCHES, "cpu", N), scalars(0.125, 0.5)
+    w, g, m, v = rand(N, 1, dtype), rand(N, 2, dtype), rand(N, 3, dtype), rand(N, 4, dtype).abs()
+    w[16:200_000] *= 3
+    w[8] = 0  # a whole parameter
+    old, g64, direction = w.double().clone(), 0.5 * g.double(), torch.empty_like(w)
+    m64, v64 = 0.9 * m.double() + 0.1 * g64, 0.99 * v.double() + 0.01 * g64**2
+    u = m64 / (1 - 0.9**3) / ((v64 / (1 - 0.99**3)).sqrt() + 1e-6) + 0.05 * old
+    sums = lamb_direction_(w, g, m, v, direction, segments, step=torch.tensor(3.0), scale=s["scale"], skip=s["skip"],
+                           betas=(0.9, 0.99), eps=1e-6, weight_decay=0.05)  # fmt: skip
+    expected = squares(old, u)
+    torch.testing.assert_close(sums.double(), expected, rtol=4e-6, atol=1e-6)
+    torch.testing.assert_close(direction.double(), u, **tolerance)
+    ratio = trust_ratio(sums, weight_decay=0.05)
+    assert ratio[[0, 2, 3, 5]].tolist() == [1, 1, 1, 1] and abs(ratio[4] - expected[4, 0].sqrt() / expected[4, 1].sqrt()) < 1e-5
+    trust_(w, direction, segments, ratio, lr=s["lr"], skip=s["skip"])
+    torch.testing.assert_close(w.double(), old - 0.125 * per_element(ratio) * u, **tolerance)
+
+    old, velocity = w.double().clone(), m.clone()
+    norms = lars_norms(w, g, segments, scale=s["scale"])
+    torch.testing.assert_close(norms.double(), expected := squares(old, g64), rtol=4e-6, atol=1e-6)
+    ratio = trust_ratio(norms, weight_decay=0.05, coefficient=0.02, lars=True)
+    a, b = expected[4].sqrt()
+    assert ratio[[0, 2, 5]].tolist() == [1, 1, 1] and abs(ratio[4] - 0.02 * a / (b + 0.05 * a)) < 1e-7
+    lars_(w, g, velocity, segments, ratio, momentum=0.9, weight_decay=0.05, **s)
+    new = 0.9 * m.double() + 0.125 * per_element(ratio) * (g64 + 0.05 * old)
+    torch.testing.assert_close(velocity.double(), new, **tolerance)
+    torch.testing.assert_close(w.double(), old - new, **tolerance)
+
+
+@given(n=SIZES, keep=st.sampled_from([0.0, 0.3, 0.5, 0.999]), half=st.booleans())
+def test_average_low_copy_and_scale_follow_the_weights(n: int, keep: float, half: bool) -> None:
+    g = rand(n, 2, torch.bfloat16 if half else torch.float32)
+    before, w, average, expected, low = g.clone(), rand(n), rand(n, 5), rand(n, 5), torch.zeros(n, dtype=torch.bfloat16)
+    sgd_(w, g, None, momentum=0.0, weight_decay=0.0, lr_in_momentum=False, low=low, average=average, keep=keep, **scalars(0.1, 0.3))
+    torch.testing.assert_close(w, rand(n) - 0.1 * 0.3 * g.float(), rtol=1e-6, atol=3e-7)
+    assert torch.equal(low, w.bfloat16()) and torch.equal(g, before)
+    torch.testing.assert_close(average, expected.lerp_(w, 1 - keep), rtol=1e-6, atol=5e-7)
+
+
+def every_update(x: dict[str, Tensor], g: Tensor, s: dict[str, Tensor], keep: float) -> None:
+    n, step, fixed, rounds = len(g), torch.tensor(2.0), {"weight_decay": 0.1}, {"seed": torch.tensor(7)}
+    after, quiet = {"low": x["low"], "average": x["average"], "keep": keep}, {"scale": s["scale"], "skip": s["skip"]}
+    segments = Segments([(0, n // 2), (n // 2 + 1, 3)], "cpu", n)
+    with Trap():
+        for decoupled in (True, False):
+            adam_(x["w"], g, x["m"], x["v"], step=step, decoupled=decoupled, **BETAS, **fixed, **after, **rounds, **s)
+        for inside in (True, False):
+            sgd_(x["w"], g, x["m"], momentum=0.9, lr_in_momentum=inside, **fixed, **after, **rounds, **s)
+        sums = lamb_direction_(x["w"], g, x["m"], x["v"], torch.empty(n), segments, step=step, **BETAS, **fixed, **rounds, **quiet)
+        trust_(x["w"], x["direction"], segments, trust_ratio(sums, weight_decay=0.1), lr=s["lr"], skip=s["skip"], **after)
+        ratio = trust_ratio(lars_norms(x["w"], g, segments, scale=s["scale"]), weight_decay=0.1, lars=True)
+        lars_(x["w"], g, x["m"], segments, ratio, momentum=0.9, **fixed, **after, **rounds, **s)
+
+
+@pytest.mark.parametrize("keep", [0.3, 0.999])
+def test_a_skipped_update_changes_no_bit_and_the_host_reads_nothing(keep: float) -> None:
+    n = 300_000
+    x = {name: rand(n, k) for k, name in enumerate(("w", "average", "direction"))}  # no two agree: any write shows
+    x |= {name: rand(n, k).abs().bfloat16() for k, name in enumerate(("m", "v", "low"), 3)}
+    for row in x.values():
+        row[:3] = torch.tensor([-0.0, torch.inf, torch.nan])
+    before = copy.deepcopy(x)
+    every_update(x, torch.full((n,), torch.nan), scalars(scale=torch.inf, skip=1.0), keep)
+    for name, row in x.items():
+        assert torch.equal(row.view(torch.int16), before[name].view(torch.int16)), name
+    every_update(x, rand(n, 9), scalars(), keep)
+    for name in ("w", "average", "m", "v", "low"):
+        assert (x[name] != before[name]).float().mean() > 0.2, f"{name} is written when not skipped"
+
+
+@given(cut=st.integers(1, 299_999), seed=st.sampled_from([0, 1, -3, 1 << 50]), start=st.sampled_from([0, 5, (1 << 32) - 1000]))
+def test_a_shard_draws_the_bits_of_its_place_in_the_row(cut: int, seed: int, start: int) -> None:
+    n, fixed = 300_000, {"step": torch.tensor(1.0), "weight_decay": 0.0, "seed": torch.tensor(seed), **BETAS, **scalars()}
+    whole, g = [rand(n), *(torch.zeros(n, dtype=torch.bfloat16) for _ in "mv")], rand(n, 2)
+    parts, again = ([row.clone() for row in whole] for _ in "pa")
+    adam_(whole[0], g, *whole[1:], offset=start, **fixed)
+    adam_(again[0], g, *again[1:], offset=start, **fixed)
+    for part in (slice(0, cut), slice(cut, n)):
+        adam_(parts[0][part], g[part], *(row[part] for row in parts[1:]), offset=start + part.start, **fixed)
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(whole, parts, again))
+
+
+def test_stochastic_rounding_is_unbiased_and_independent_from_step_to_step_and_moment_to_moment() -> None:
+    n, value = 1_000_000, 1.0 + 0.3 * 2**-7  # three tenths of the way from 1 to the next bfloat16
+    ups = []
+    for seed in (1, 2):
+        m, v, g = torch.zeros(n).bfloat16(), torch.zeros(n).bfloat16(), torch.full((n,), value)
+        adam_(torch.zeros(n), g, m, v, step=torch.tensor(1.0), weight_decay=0.0, betas=(0.0, 0.0), eps=1.0,
+              seed=torch.tensor(seed), **scalars())  # fmt: skip
+        ups += [(m > 1).double() - 0.3, (v > 1).double() - (value**2 - 1) * 2**7]
+        assert set(m.tolist()) == {1.0, 1.0 + 2**-7}
+        assert abs(m.double().mean() - value) < 5 * 2**-7 * (0.21 / n) ** 0.5
+        assert abs(v.double().mean() - value**2) < 5 * 2**-7 * (0.25 / n) ** 0.5
+    ups += [ups[0].roll(1), ups[0].roll(1024)]
+    assert torch.corrcoef(torch.stack(ups)).fill_diagonal_(0).abs().max() < 5 / n**0.5
+    m[:], g[:4] = 0, torch.tensor([torch.nan, torch.inf, -torch.inf, 3.4e38])
+    g[:1].view(torch.int32).fill_(0x7FFFFFFF)  # the NaN that overflows into -0
+    sgd_(torch.zeros(n), g, m, momentum=0.9, weight_decay=0.0, lr_in_momentum=True, seed=torch.tensor(1), **scalars(1.0))
+    assert m[0].isnan() and m[1] == torch.inf and m[2] == -torch.inf and m[3] > 3e38
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    s, w, half = {"momentum": 0.9, "weight_decay": 0.0, "lr_in_momentum": True, **scalars()}, rand(4), rand(4).bfloat16()
+    for match, call in {
+        r"segment 1 is \(3, 2\), expected a start from 4": lambda: Segments([(0, 4), (3, 2)], "cpu"),
+        r"segments were made for 4": lambda: lars_norms(rand(8), rand(8), Segments([(0, 4)], "cpu"), scale=None),
+        r"ratio is \[2\], expected one": lambda: trust_(w, w, Segments([(0, 4)], "cpu"), rand(2), lr=s["lr"], skip=s["skip"]),
+        r"need a seed": lambda: sgd_(w, w, half, **s),
+        r"needs a row for the velocity": lambda: sgd_(w, w, None, **s),
+        r"gradient is torch.float32 \[3\]": lambda: sgd_(w, rand(3), w.clone(), **s),
+        r"average is torch.float64": lambda: sgd_(w, w, w.clone(), average=w.double(), **s),
+    }.items():
+        with pytest.raises(ConfigError, match=match):
+            call()

@@ -1,0 +1,203 @@
+"""A captured step is the eager one. The graph here is a tape of operations on fixed memory; tests/gpu has the real one."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hpcai import dist
+from hpcai.errors import ConfigError, DivergedError
+from hpcai.settings import StepConfig
+from hpcai.train.capture import shapes
+from hpcai.train.checkpoint import Checkpoints, Progress
+from hpcai.train.measure import Sums
+from hpcai.train.step import Step
+from tests.tape import Tape
+
+
+class Network(nn.Module):
+    """With a buffer that every pass changes, and dropout."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Linear(16, 2)
+        self.dropout = dropout
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.dropout(torch.relu(self.norm(self.first(x))), self.dropout, self.training)
+        return self.last(x)
+
+
+def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+    error = (model(batch["x"]) - batch["y"]).square()
+    return {"loss": error.mean(), "worst": (error.detach().amax(), 1)}
+
+
+def batch(seed: int, count: int = 8) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {"x": torch.randn(count, 6, generator=generator), "y": torch.randn(count, 2, generator=generator)}
+
+
+def new_step(capture: str, dropout: float = 0.0, loss: Any = loss, **words: Any) -> Step:
+    torch.manual_seed(0)
+    cfg = StepConfig(capture=capture, **{"weight_decay": 0.1, "decay_names": ("first.weight",)} | words)
+    return Step(Network(dropout), loss, cfg, dist.alone(torch.device("cpu")), graph=Tape)
+
+
+def contents(step: Step) -> dict[str, torch.Tensor]:
+    parts = (step.model.state_dict(), step.optimizer.weights(), step.optimizer.state(), step.average.state())
+    return {f"{i}/{name}": tensor.clone() for i, part in enumerate(parts) for name, tensor in part.items()}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+OPTIMIZERS = [
+    {"optimizer": "sgd", "clip": 0.5, "average": 0.9},
+    {"optimizer": "sgd", "lr_in_momentum": False, "momentum": 0.0},
+    {"optimizer": "adamw", "accumulate": 2, "average": 0.9},
+    {"optimizer": "adam", "precision": "bf16"},
+    {"optimizer": "adamw", "precision": "bf16-params", "moments": "bf16", "average": 0.9},
+    {"optimizer": "lamb", "clip": 1.0},
+    {"optimizer": "lars", "average": 0.5},
+]
+
+
+@pytest.mark.parametrize("how", ["forward", "whole"])
+@pytest.mark.parametrize("words", OPTIMIZERS, ids=str)
+def test_captured_is_eager_bit_for_bit(how: str, words: dict[str, Any]) -> None:
+    eager, captured = new_step("whole", **words), new_step(how, **words)
+    eager._capture = None  # the same rows, but nothing recorded
+    sums = [Sums(), Sums()]
+    for i, rate in enumerate((1e-3, 0.0, 2e-3, 5e-4, 3e-3)):
+        part = batch(i, 4 if i == 3 else 8)  # a second shape, and back
+        values = [step(part, rate) for step in (eager, captured)]
+        assert torch.equal(values[0]["loss"], values[1]["loss"]) and torch.equal(values[0]["worst"][0], values[1]["worst"][0])
+        for total, value in zip(sums, values):
+            total.add(value, len(part["x"]))
+        same(contents(eager), contents(captured))
+    reports = [total.reduce(step.mesh["replicate"], step.mesh.device) for total, step in zip(sums, (eager, captured))]
+    assert reports[0] == reports[1] and eager.count == captured.count == 5
+
+
+@pytest.mark.parametrize("how", ["forward", "whole"])
+def test_dropout_differs_from_replay_to_replay(how: str) -> None:
+    step = new_step(how, dropout=0.5)
+    same_batch = batch(0)
+    losses = {step(same_batch, 0.0)["loss"].item() for _ in range(5)}
+    assert len(losses) == 5
+
+
+def test_what_warms_up_leaves_no_trace_bit_for_bit() -> None:
+    step = new_step("whole", dropout=0.5, average=0.9)
+    step(batch(0))
+    before, random = contents(step), torch.get_rng_state()
+    counts = step.count, step._count.clone(), step._first_bad.clone()
+    with step._untouched():
+        for i in range(3):
+            step._iterate(batch(i))
+    same(contents(step), before)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert step.count == counts[0] and torch.equal(step._count, counts[1]) and torch.equal(step._first_bad, counts[2])
+
+
+def test_no_parameter_and_no_gradient_moves_in_memory_after_warm_up() -> None:
+    step = new_step("whole", average=0.9, precision="bf16-params")
+    step(batch(0))
+
+    def places() -> list[int]:
+        states = step.optimizer.states
+        rows = [t for s in states for t in (s.row.weights, s.weights, s.row.gradient(), s.average, *s.moments.values())]
+        return [t.data_ptr() for t in (*step.model.parameters(), *step.model.buffers(), *rows)]
+
+    first = places()
+    for i in range(3):
+        step(batch(i))
+        with step.average.applied():
+            assert places() == first
+    assert places() == first
+
+
+@pytest.mark.parametrize("how", ["forward", "whole"])
+def test_a_nan_under_capture_leaves_the_weights_and_names_its_step(how: str) -> None:
+    step = new_step(how, optimizer="adamw", average=0.9)
+    step(batch(0))
+    step(batch(1))
+    good = {name: p.detach().clone() for name, p in step.model.named_parameters()}
+    bad = batch(2)
+    bad["y"][0] = float("nan")
+    step(bad)
+    step(batch(3))
+    for name, p in step.model.named_parameters():
+        assert torch.equal(p, good[name])
+    with pytest.raises(DivergedError, match="step 3: the loss is not finite on rank 0"):
+        step.check()
+
+
+def test_a_captured_run_resumes_bit_for_bit(tmp_path: Any) -> None:
+    from hpcai.settings import CheckpointConfig
+
+    step = new_step("whole", dropout=0.5)
+    for i in range(2):
+        step(batch(i))
+    Checkpoints(tmp_path, CheckpointConfig(), step.mesh).save(step, Progress(step=2))
+    expected = [step(batch(i))["loss"].item() for i in (2, 3)]
+    again = new_step("whole", dropout=0.5)
+    Checkpoints(tmp_path, CheckpointConfig(), again.mesh).resume(again)
+    assert [again(batch(i))["loss"].item() for i in (2, 3)] == expected
+    same(contents(step), contents(again))
+
+
+def test_a_loss_that_reads_the_device_is_refused_with_its_line() -> None:
+    def reads(model: nn.Module, part: dict[str, torch.Tensor]) -> dict[str, Any]:
+        values = loss(model, part)
+        if values["loss"].item() > 1e9:  # here
+            raise AssertionError
+        return values
+
+    text = r"aten._local_scalar_dense at .*test_capture.py:\d+ \(if values\[\"loss\"\].item\(\) > 1e9:.*\) makes the host wait"
+    with pytest.raises(ConfigError, match="step.capture: " + text + ".*step.capture=none"):
+        new_step("whole", loss=reads)(batch(0))
+
+
+def test_more_shapes_than_allowed_are_refused() -> None:
+    step = new_step("whole", capture_shapes=2)
+    step(batch(0, 8))
+    step(batch(0, 4))
+    step(batch(1, 8))
+    with pytest.raises(ConfigError, match=r"a batch of another shape, .*\(6, 6\).*, after 2 that were captured .*drop the last"):
+        step(batch(0, 6))
+
+
+def test_shapes_distinguish_structure_dtype_and_what_is_no_tensor() -> None:
+    x = torch.zeros(2, 3)
+    assert shapes({"a": x, "n": 3}) == (("a", ((2, 3), "float32")), ("n", 3))
+    assert len({shapes((x,)), shapes((x.double(),)), shapes((x, x)), shapes((x.T,))}) == 4
+
+
+def test_a_capture_that_fails_names_the_operation() -> None:
+    class Refusing(Tape):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if "cumsum" in str(function):
+                raise RuntimeError("operation not permitted when stream is capturing")
+            return super().__torch_dispatch__(function, types, args, kwargs)
+
+    def summed(model: nn.Module, part: dict[str, torch.Tensor]) -> dict[str, Any]:
+        return {"loss": model(part["x"]).cumsum(0).mean()}
+
+    torch.manual_seed(0)
+    step = Step(Network(), summed, StepConfig(capture="whole"), dist.alone(torch.device("cpu")), graph=Refusing)
+    with pytest.raises(ConfigError, match=r"cannot be captured by aten.cumsum.default at .*test_capture.py.*not permitted"):
+        step(batch(0))
+
+
+def test_without_a_gpu_capture_is_refused_or_left_out() -> None:
+    here = dist.alone(torch.device("cpu"))
+    with pytest.raises(ConfigError, match="step.capture is whole, but there is no GPU: this process computes on cpu"):
+        Step(Network(), loss, StepConfig(capture="whole"), here)
+    step = Step(Network(), loss, StepConfig(capture="auto"), here)
+    assert step.cfg.capture == "none" and step.notes == ["step.capture: none, since there is no GPU: this process computes on cpu"]

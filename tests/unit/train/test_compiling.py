@@ -1,0 +1,197 @@
+"""Compiled in place: same keys, same numbers; what torch did is counted; what it made is kept."""
+
+import fcntl
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch._dynamo.convert_frame
+from torch import Tensor, nn
+
+from hpcai.errors import ConfigError
+from hpcai.models.cosmoflow import CosmoFlow, CosmoFlowConfig
+from hpcai.train import compiling
+from hpcai.train.compiling import Counts, blocks, cache_key, compile_model, restore, store
+
+NOTHING = "compiled 0 graphs in 0.0 s, 0 graph breaks, 0 recompiles"
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 8, inner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.layer, self.inner = nn.Linear(width, width), inner or nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(self.layer(x))
+
+
+class Model(nn.Module):
+    def __init__(self, *kept: nn.Module) -> None:
+        super().__init__()
+        self.embed = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+        self.body = nn.ModuleList(kept or [Block() for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.body:
+            x = block(x)
+        return x
+
+
+class Talks(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        print("", end="")
+        return x * x.sum().item()
+
+
+@pytest.fixture(autouse=True)
+def _fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.config.recompile_limit = 8
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "one"))
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+
+
+def test_blocks_are_the_outermost_repeated_children_and_never_torchs_layers() -> None:
+    nests = Model(Block(inner=nn.Sequential(Block(), Block())), Block())
+    stages = nn.Sequential(nn.Sequential(Block(), Block()), nn.Sequential(Block(), Block()))
+    small = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
+    lists = nn.ModuleList([nn.ModuleList([Block(), Block()]), nn.ModuleList([Block()])])
+    lists.append(nn.ModuleList(list(lists[0])))  # the same blocks once more: weights are shared
+    cosmoflow = CosmoFlow(CosmoFlowConfig(size=32, blocks=5, filters=2))
+    for model, expected in (
+        (nests, nests.body), (stages, [*stages[0], *stages[1]]), (small, small), (lists, lists[0]),
+        (cosmoflow, cosmoflow.conv_seq), (Model(Block(), nn.Linear(8, 8), nn.Linear(8, 8)), []), (nn.Linear(8, 8), []),
+    ):  # fmt: skip
+        assert blocks(model) == list(expected)
+
+
+@pytest.mark.parametrize(("how", "count"), [("none", 0), ("blocks", 4), ("whole", 1)])
+def test_keys_values_and_gradients_stay_and_blocks_that_are_alike_are_compiled_once(how: str, count: int) -> None:
+    model, x, counts = Model().double(), torch.randn(5, 8, dtype=torch.float64), Counts()
+    keys, plain = list(model.state_dict()), model(x)
+    gradients = torch.autograd.grad(plain.square().sum(), list(model.parameters()))
+    assert compile_model(model, how, backend="aot_eager") == count  # type: ignore[arg-type]
+    torch.testing.assert_close(model(x), plain)
+    torch.testing.assert_close(torch.autograd.grad(model(x).square().sum(), list(model.parameters())), gradients)
+    read = counts.read()
+    assert list(model.state_dict()) == keys
+    assert read["graphs"] == min(count, 1) and read["graph_breaks"] == read["recompiles"] == read["given_up"] == 0
+    assert (read["seconds"] > 0) == (count > 0)
+
+
+def test_many_kinds_of_a_block_are_all_compiled_and_a_model_without_blocks_is_refused() -> None:
+    widths = [8, 16, 24, 8, 32, 40, 48, 56, 64, 72, 80]
+    model, counts = nn.ModuleList([Block(width) for width in widths]), Counts()
+    assert compile_model(model, "blocks", backend="eager") == len(widths)
+    for width, block in zip(widths, model):
+        block(torch.randn(2, width))
+    assert counts.read()["graphs"] == len(set(widths)) and counts.read()["given_up"] == 0 and counts.read()["seconds"] > 0
+    with pytest.raises(ConfigError, match="Linear repeats none.*set compile: whole"):
+        compile_model(nn.Linear(2, 2), "blocks")
+
+
+def test_graph_breaks_are_counted_with_their_reasons() -> None:
+    model, counts = nn.Sequential(Talks()), Counts()
+    compile_model(model, "whole", backend="eager")
+    model(torch.ones(3))
+    read = counts.read()
+    assert read["graph_breaks"] == sum(read["why"].values()) == 2 and "2 graph breaks" in counts.describe()
+    assert any("print" in reason for reason in read["why"]) and any("item()" in reason for reason in read["why"])
+    assert "Hint" not in counts.describe() and Counts().describe() == NOTHING
+
+
+def test_recompiles_are_counted_with_their_reasons_and_so_is_giving_up() -> None:
+    model, counts = Model(), Counts()
+    compile_model(model, "whole", backend="eager")
+    model(torch.randn(2, 8))
+    later = Counts()
+    model(torch.randn(2, 8))
+    assert later.describe() == NOTHING
+    model(torch.randn(3, 8))
+    assert counts.read()["recompiles"] == later.read()["recompiles"] == 1
+    assert counts.describe().startswith("compiled 2 graphs in ") and "1 recompiles; 1 x tensor 'x' size" in counts.describe()
+    for rows in range(4, 20):
+        model(torch.randn(rows, 8))
+    assert counts.read()["given_up"] == 1 and "given up" in counts.describe()
+    dynamic, counts = Model(), Counts()
+    compile_model(dynamic, "blocks", dynamic=True, backend="eager")
+    for rows in (2, 3, 4):
+        dynamic(torch.randn(rows, 8))
+    assert counts.read()["recompiles"] == 0 and counts.read()["graphs"] == 1
+
+
+def test_what_this_torch_does_not_count_counts_as_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("counters", "compilation_time_metrics", "get_compilation_metrics"):
+        monkeypatch.delattr(torch._dynamo.utils, name)
+    monkeypatch.delattr(torch._dynamo.convert_frame, "FRAME_COMPILE_COUNTER")
+    assert Counts().describe() == NOTHING
+
+
+def test_the_key_names_settings_and_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    key = cache_key({"how": "blocks", "shape": (4, 8)})
+    assert key == cache_key({"shape": (4, 8), "how": "blocks"}) and key.isalnum()
+    keys = {key, cache_key({"how": "whole", "shape": (4, 8)}), cache_key({})}
+    assert any(line.startswith(("flags", "Features")) for line in compiling._cpu())
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H200")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    changes = (torch, "__version__", "9"), (torch.version, "cuda", "99"), (torch.cuda, "is_available", lambda: True)
+    for place, name, value in (*changes, (compiling, "_cpu", list)):
+        monkeypatch.setattr(place, name, value)
+        keys.add(cache_key({"how": "blocks", "shape": (4, 8)}))
+    assert len(keys) == 7
+
+
+def home() -> Path:
+    return Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+
+
+def test_what_was_compiled_comes_back_on_another_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared, path = tmp_path / "shared", tmp_path / "shared/k1.zip"
+    assert not restore(shared, "k1")
+    first = home()
+    assert first.is_relative_to(tmp_path / "one") and os.environ["TRITON_CACHE_DIR"] == str(first / "triton")
+    assert not restore(shared, "k1") and home() == first  # once more in the same process
+    for name in ("ab/x.so", "ab/.123.tmp", "ab/busy.main.so", "locks/x.lock", "locks/busy.lock"):
+        (first / name).parent.mkdir(exist_ok=True)
+        (first / name).write_text("code")
+    with open(first / "locks/busy.lock", "rb") as held:  # g++ is at work
+        fcntl.flock(held, fcntl.LOCK_EX)
+        store(shared, "k1")
+        before = path.stat().st_mtime_ns
+        store(shared, "k1")
+    assert path.stat().st_mtime_ns == before and list(shared.iterdir()) == [path]
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "two"))
+    assert restore(shared, "k1") and home().is_relative_to(tmp_path / "two")
+    assert {str(p.relative_to(home())): p.read_text() for p in home().rglob("*") if p.is_file()} == {"ab/x.so": "code"}
+    (home() / "ab/x.so").write_text("co")  # left by a job that was killed
+    assert restore(shared, "k1") and (home() / "ab/x.so").read_text() == "code"
+    assert not restore(shared, "k2") and not list(home().iterdir())
+    (home() / "y.so").write_text("other")
+    store(shared, "k1")  # not what this process compiles for
+    assert path.stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("harm", ["torn", "flipped", "empty", "foreign", "folder", "other user"])
+def test_a_damaged_or_foreign_archive_is_ignored_with_a_reason_and_written_anew(
+    tmp_path: Path, harm: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared, path = tmp_path / "shared", tmp_path / "shared/k.zip"
+    restore(shared, "other" if harm == "foreign" else "k")
+    (home() / "x.so").write_bytes(code := os.urandom(5000))
+    store(shared, home().name)
+    (home() / "x.so").unlink()
+    whole = next(shared.iterdir()).read_bytes()
+    path.write_bytes({"torn": whole[:3000], "flipped": whole[:900] + b"??" + whole[902:], "empty": b""}.get(harm, whole))
+    if harm == "folder":
+        path.unlink()
+        path.mkdir()
+    with monkeypatch.context() as patch:
+        if harm == "other user":
+            os.chown(path, 12345, -1) if os.getuid() == 0 else patch.setattr(os, "getuid", lambda: 12345)
+        assert not restore(shared, "k")
+    assert f"{path} is not used: " in caplog.text and not list(home().iterdir())
+    (home() / "x.so").write_bytes(code)
+    store(shared, "k")
+    assert "is not kept" in caplog.text if harm == "folder" else restore(shared, "k") or harm == "other user"

@@ -1,0 +1,97 @@
+"""A trace holds the chosen steps and nothing else; without them nothing is written."""
+
+import gzip
+import json
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hpcai import dist
+from hpcai.errors import ConfigError
+from hpcai.train import profile
+from hpcai.train.profile import Profile, span
+
+ALONE = dist.alone(torch.device("cpu"))
+
+
+def names(path: Path) -> list[str]:
+    return [event.get("name", "") for event in json.loads(gzip.open(path).read())["traceEvents"] if event.get("ph") == "X"]
+
+
+def train(watch: Profile, first: int, last: int) -> None:
+    with watch:
+        for step in range(first, last + 1):
+            with span(f"forward of {step}"):
+                torch.ones(8, 8) @ torch.ones(8, 8)
+            watch.at(step)
+
+
+@pytest.mark.parametrize(
+    ("steps", "done", "ends", "seen"),
+    [((3, 4), 0, 6, [3, 4]), ((2,), 0, 6, [2]), ((1, 2), 0, 6, [1, 2]), ((3, 5), 3, 6, [4, 5]), ((2, 9), 0, 3, [2, 3])],
+)
+def test_the_trace_holds_the_spans_of_the_chosen_steps_only(
+    tmp_path: Path, steps: tuple[int, ...], done: int, ends: int, seen: list[int]
+) -> None:
+    train(Profile(tmp_path, steps, ALONE, done), done + 1, ends)
+    found = names(tmp_path / "profile/rank-0000.json.gz")
+    assert [name for name in found if name.startswith("forward ")] == [f"forward of {n}" for n in seen]
+    assert [name for name in found if name.startswith("step ")][: len(seen)] == [f"step {n}" for n in seen]
+    assert found.count("aten::matmul") == len(seen)
+    assert "aten::mm" in (tmp_path / "profile/rank-0000.txt").read_text()
+    assert span("after") is span("that")
+
+
+def test_nothing_is_written_unless_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    second: Any = SimpleNamespace(device=torch.device("cpu"), is_first=False, job=dist.Axis("job", 2, 1))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.profiler, "profile", lambda **given: pytest.fail("profiled"))
+        train(Profile(tmp_path, None, ALONE), 1, 5)
+        train(Profile(None, (2, 3), ALONE), 1, 5)
+        train(Profile(tmp_path, (2, 3), second), 1, 5)
+        train(Profile(tmp_path, (8, 9), ALONE), 1, 5)
+        train(Profile(tmp_path, (1, 2), ALONE, done=2), 3, 5)
+    assert list(tmp_path.iterdir()) == []
+    train(Profile(tmp_path, (2, 3), second, ranks="all"), 1, 5)
+    assert "step 3" in names(tmp_path / "profile/rank-0001.json.gz")
+
+
+def test_a_full_disk_does_not_end_the_run_and_steps_must_be_some(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "profile").write_text("in the way")
+    train(Profile(tmp_path, (2, 3), ALONE), 1, 4)
+    assert "cannot be written" in caplog.text
+    for wrong in ((), (0, 1), (4, 2), (1, 2, 3)):
+        with pytest.raises(ConfigError, match="first and the last"):
+            Profile(tmp_path, wrong, ALONE)
+
+
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+def test_on_a_gpu_spans_are_ranges_and_the_steps_are_marked_for_nsight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(profile, "_gpu", True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: told.append("wait"))
+    monkeypatch.setattr(torch.cuda.profiler, "start", lambda: told.append("start"))
+    monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: told.append("stop"))
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", told.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: told.append("pop"))
+    watch = Profile(tmp_path, (2,), ALONE)
+    watch._cuda = True
+    train(watch, 1, 3)
+    each = [[f"forward of {n}", "pop"] for n in (1, 2, 3)]
+    assert told == [*each[0], "wait", "start", *each[1], "wait", "stop", *each[2]]
+
+
+@pytest.mark.timing
+def test_a_span_outside_a_profile_costs_less_than_a_microsecond() -> None:
+    best = 1.0
+    for _ in range(20):
+        began = time.perf_counter()
+        for _ in range(10_000):
+            with span("forward"):
+                pass
+        best = min(best, (time.perf_counter() - began) / 10_000)
+    assert best < 1e-6, f"{best * 1e6:.2f} us"
