@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from hpcai.dist.collect import gather_objects
 from hpcai.dist.host import Collector, Gpu, warm_collectives
@@ -14,7 +15,7 @@ from hpcai.errors import CheckpointError, ConfigError, DataError
 from hpcai.settings import TrainConfig
 from hpcai.train.checkpoint import Progress
 from hpcai.train.evaluation import Kept, Metric
-from hpcai.train.measure import Sums
+from hpcai.train.measure import Sums, means
 from hpcai.train.profile import Profile
 from hpcai.train.run import Run
 from hpcai.train.schedule import rate
@@ -101,6 +102,16 @@ def fit(
     return _Training(step, loader, cfg, validation, evaluate, run or Run("", None, step.mesh)).go()
 
 
+@dataclass
+class _Reading:
+    """Sums on their way to the host, of the steps up to ``position``; the last value is the first bad step."""
+
+    names: list[str]
+    values: Tensor
+    ready: Any
+    position: dict[str, Any]
+
+
 class _Training:
     def __init__(self, step: Step, data: Any, cfg: TrainConfig, validation: Any, metric: Metric | None, run: Run) -> None:
         self.step, self.data, self.cfg, self.mesh = step, data, cfg, step.mesh
@@ -114,6 +125,7 @@ class _Training:
         self.sums = Sums()
         self.progress, self.result = Progress(), Result("finished", Progress())
         self._reported = self._saved = 0
+        self._reading: _Reading | None = None
         self._since: tuple[float, int] = (0.0, 0)
 
     def go(self) -> Result:
@@ -185,6 +197,7 @@ class _Training:
     def _one(self, batch: Any) -> None:
         lr = self.rate(self.progress.step)
         values = self.step(batch, lr)
+        self._tell()
         self.sums.add(values, samples_in(batch))
         self.progress.step += 1
         self.progress.sample += self.data.size
@@ -192,7 +205,9 @@ class _Training:
         self.collector.at(self.progress.step)
         self.profile.at(self.progress.step)
         if self.progress.step % self.cfg.report_every == 0:
-            self._report()
+            self._read()
+            if not self.lags:
+                self._tell()
         # The last step of an epoch is saved after its evaluation, which would otherwise be done again by whoever resumes.
         if self.progress.sample < self.data.samples and self.progress.step < self.steps and self._save_is_due():
             self._save()
@@ -204,21 +219,51 @@ class _Training:
         return end_of_epoch if every is None else self.progress.step % every == 0
 
     def _report(self) -> None:
-        """One reduction, one host read; raises DivergedError before a bad number is shown or saved."""
+        """Everything up to the last step is read and told; raises DivergedError before a bad number is shown or saved."""
+        self._tell()
+        self._read()
+        self._tell()
+
+    @property
+    def lags(self) -> bool:
+        """Whether a report is told one step later."""
+        return self.mesh.device.type == "cuda"
+
+    def _read(self) -> None:
+        """Begin to read what was measured, once it is summed over all processes: one reduction, one copy to the host.
+
+        On a GPU the copy is waited for after the next step has been started, so that the GPU never waits for the host.
+        """
         if self._reported == self.progress.step:
             return
-        self.step.check(self._samples_of)
-        values = self.sums.reduce(self.mesh["replicate"], self.mesh.device)
+        names = self.sums.names
+        packed = self.sums.pack(names, self.mesh["replicate"], self.mesh.device)
+        values, ready = torch.cat((packed, self.step.first_bad().double()[None])), None
+        if self.mesh.device.type == "cuda":
+            values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+            ready = torch.cuda.current_stream().record_event()
+        self._reported = self.progress.step
+        self._reading = _Reading(names, values, ready, self._position())
+
+    def _tell(self) -> None:
+        if self._reading is None:
+            return
+        reading, self._reading = self._reading, None
+        if reading.ready is not None:
+            reading.ready.synchronize()
+        *sums, first_bad = reading.values.tolist()
+        self.step.check(self._samples_of, int(first_bad))
+        values = means(reading.names, sums)
         now, (then, seen) = time.perf_counter(), self._since
         self.progress.seconds += now - then
-        speed = (self.progress.seen - seen) / max(now - then, 1e-9)
-        self._since, self._reported = (now, self.progress.seen), self.progress.step
-        self.result.reports.append(Report(self.progress.step, values))
+        step, samples = reading.position["step"], reading.position["samples"]
+        self._since = (now, samples)
+        self.result.reports.append(Report(step, values))
         self._tell_news(self.data)
         self._tell_news(self.step)
         self.reports.emit(
-            "train", **self._position(), seconds=self.progress.seconds, samples_per_second=speed,
-            lr=self.rate(self.progress.step - 1), **values, **self.gpu.readings(),
+            "train", **reading.position, seconds=self.progress.seconds, samples_per_second=(samples - seen) / max(now - then, 1e-9),
+            lr=self.rate(step - 1), **values, **self.gpu.readings(),
         )  # fmt: skip
 
     def _tell_news(self, of: Any) -> None:

@@ -35,11 +35,20 @@ class Sums:
         ``uneven``: a process may have added nothing at all, and learns the names from the others.
         """
         names = sorted(set().union(*gather_objects(sorted(self._sums), axis)) if uneven else self._sums)
-        nothing = [0.0, 0.0]
-        flat = [x for name in names for x in self._sums.get(name, nothing)]
+        return means(names, self.pack(names, axis, device).tolist())  # the one host read
+
+    def pack(self, names: list[str], axis: Axis, device: torch.device) -> Tensor:
+        """Sum and count of each name over all processes of ``axis``, on the device; starts anew.   [2 N]"""
+        flat = [x for name in names for x in self._sums.get(name, [0.0, 0.0])]
         self._sums = {}
-        if not flat:
-            return {}
-        packed = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=device) for x in flat])
-        sums = total(packed, axis).tolist()  # the one host read
-        return {name: sums[2 * i] / sums[2 * i + 1] if sums[2 * i + 1] else float("nan") for i, name in enumerate(names)}
+        packed = [torch.as_tensor(x, dtype=torch.float64, device=device) for x in flat]
+        return total(torch.stack(packed), axis) if packed else torch.zeros(0, dtype=torch.float64, device=device)
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(self._sums)
+
+
+def means(names: list[str], sums: list[float]) -> dict[str, float]:
+    """What ``Sums.pack`` gave, read, as means by name."""
+    return {name: sums[2 * i] / sums[2 * i + 1] if sums[2 * i + 1] else float("nan") for i, name in enumerate(names)}

@@ -48,7 +48,7 @@ class _State:
 
 
 class Optimizer:
-    """``step(scale, skip)`` updates the rows by ``scale`` times their gradients at the rate ``lr`` (set with ``set_rate``), unless
+    """``step(scale, skip)`` updates the rows by ``scale`` times their gradients (None: 1) at the rate that ``set_rate`` set, unless
     ``skip`` is 1; all three are device scalars.
 
     sgd: the learning rate is inside the momentum, v = mu v + lr (g + wd w), w -= v (Keras; MLPerf HPC CosmoFlow), or outside it
@@ -79,7 +79,7 @@ class Optimizer:
         self.lr.fill_(lr)
 
     @torch.no_grad()
-    def step(self, scale: Tensor, skip: Tensor) -> None:
+    def step(self, scale: Tensor | None, skip: Tensor) -> None:
         cfg = self.cfg
         self.count += 1 - skip
         self._seed.copy_(self.count)  # random bits of a step are the same however often it is tried, and after a resume
@@ -103,7 +103,7 @@ class Optimizer:
                     **copies,
                 )  # fmt: skip
 
-    def _adapted(self, present: list[tuple[_State, Tensor]], scale: Tensor, skip: Tensor) -> None:
+    def _adapted(self, present: list[tuple[_State, Tensor]], scale: Tensor | None, skip: Tensor) -> None:
         """Norms of whole parameters decide on their rates: of every share, added over the ranks that hold the others."""
         cfg, lars = self.cfg, self.cfg.optimizer == "lars"
         sums = []

@@ -21,6 +21,7 @@ from hpcai.train.capture import Capture, CudaGraph, Graph
 from hpcai.train.choices import Compiled, chosen, gradient_sums
 from hpcai.train.measure import Value
 from hpcai.train.optim import Optimizer
+from hpcai.train.profile import span
 
 Loss = Callable[[nn.Module, Any], dict[str, Value]]
 _NEVER = 2**62
@@ -48,7 +49,6 @@ class Step:
         self.average = Average(self.model, self.optimizer, self.sums, cfg.average)
         self.forward_backward: Callable[[nn.Module, Any], dict[str, Value]] = self._forward_backward
         self._share = 1.0 / (cfg.accumulate * mesh["replicate"].size)
-        self._one = torch.ones((), dtype=self.optimizer.lr.dtype, device=mesh.device)
         self._hold = torch.zeros((), device=mesh.device)  # 1: nothing is updated
         self._count = torch.zeros((), dtype=torch.int64, device=mesh.device)
         self._first_bad = torch.full((2,), _NEVER, dtype=torch.int64, device=mesh.device)  # any process's gradient, own loss
@@ -61,9 +61,10 @@ class Step:
 
     def __call__(self, batch: Any, lr: float | None = None) -> dict[str, Value]:
         self.optimizer.set_rate(self.cfg.lr if lr is None else lr)
-        values = (self._capture or self._iterate)(batch)
-        if self.cfg.capture == "forward":
-            self._update(values)
+        with span("step"):
+            values = (self._capture or self._iterate)(batch)
+            if self.cfg.capture == "forward":
+                self._update(values)
         self._steps += 1
         return values
 
@@ -86,9 +87,11 @@ class Step:
         return values
 
     def _gradients(self, batch: Any) -> dict[str, Value]:
-        self.sums.zero()
-        values = self.forward_backward(self.model, batch)
-        self.sums.finish()
+        with span("gradients"):
+            self.sums.zero()
+            values = self.forward_backward(self.model, batch)
+        with span("sums"):
+            self.sums.finish()
         return values
 
     def _forward_backward(self, model: nn.Module, batch: Any) -> dict[str, Value]:
@@ -108,24 +111,23 @@ class Step:
     @torch.no_grad()
     def _update(self, values: dict[str, Value]) -> None:
         norm = self._norm()
-        scale = self._one
-        if self.cfg.clip is not None:
-            scale = (self.cfg.clip / (norm + 1e-6)).clamp(max=1.0)
+        scale = None if self.cfg.clip is None else (self.cfg.clip / (norm + 1e-6)).clamp(max=1.0)
         own = values["loss"][0] if isinstance(values["loss"], tuple) else values["loss"]
         # Gradients are summed over the copies, so a NaN anywhere reaches all of them in the same step. From then on the weights
         # stay those of the last good step.
         bad = ~torch.stack((norm.isfinite(), own.isfinite().reshape(())))
         self._first_bad.copy_(torch.minimum(self._first_bad, torch.where(bad, self._count, _NEVER)))
         skip = torch.maximum((self._first_bad[0] < _NEVER).to(self._hold.dtype), self._hold)
-        self.optimizer.step(scale, skip)
-        self.sums.share()
+        with span("update"):
+            self.optimizer.step(scale, skip)
+            self.sums.share()
         self.average.update()
         self._count += 1
 
     def _norm(self) -> Tensor:
         """L2 norm of the whole gradient, over all shares of it."""
         rows = [gradient for row in self.sums.rows if (gradient := row.gradient()) is not None]
-        norms = torch._foreach_norm(rows, 2, dtype=self.optimizer.lr.dtype) if rows else [torch.zeros_like(self._one)]
+        norms = torch._foreach_norm(rows, 2, dtype=self.optimizer.lr.dtype) if rows else [torch.zeros_like(self.optimizer.lr)]
         squares = torch.stack(norms).square().sum()
         return total(squares, self.optimizer.cut).sqrt()
 
@@ -155,12 +157,16 @@ class Step:
                 tensor.data.copy_(value)
             rng.restore(random)
 
-    def check(self, samples: Callable[[int], str] | None = None) -> None:
+    def first_bad(self) -> Tensor:
+        """0-based step with the first loss or gradient that is not finite on any process, on the device; else a huge number."""
+        return least(self._first_bad.amin(), self.mesh.everyone)
+
+    def check(self, samples: Callable[[int], str] | None = None, first: int | None = None) -> None:
         """Raise DivergedError on every process when a loss or a gradient was not finite. Reads the device: between steps only.
 
-        ``samples(step)`` names what this process read for a step.
+        ``samples(step)`` names what this process read for a step; ``first`` is what ``first_bad`` gave, where it has been read.
         """
-        first = int(least(self._first_bad.amin(), self.mesh.everyone).item())
+        first = int(self.first_bad().item()) if first is None else first
         if first == _NEVER:
             return
         bad, own = self._first_bad.tolist()

@@ -223,3 +223,15 @@ def test_without_settings_nothing_is_written(tmp_path: Path, monkeypatch: pytest
     cfg = Config(report=ReportConfig(sinks=()))
     train.fit(new_step(), batches(), TrainConfig(steps=2), run=train.Run("x", cfg, dist.alone()))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_report_that_is_read_one_step_later_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hpcai.train import loop
+
+    def rows() -> list[tuple[int, float]]:
+        result = train.fit(new_step(), batches(), TrainConfig(epochs=3, report_every=2), validation=batches(), evaluate=metric)
+        return [(report.step, report["loss"]) for report in result.reports]
+
+    now = rows()
+    monkeypatch.setattr(loop._Training, "lags", property(lambda training: True))
+    assert rows() == now

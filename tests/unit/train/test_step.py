@@ -126,3 +126,86 @@ def test_split_keeps_the_kind_of_batch_and_refuses_uneven_parts() -> None:
 def test_a_loss_without_loss_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"returned \['mae'\]; expected a scalar tensor named 'loss'"):
         Step(network(), lambda m, b: {"mae": m(b[:, :3]).mean()}, StepConfig(), dist.alone())(batch())
+
+
+def drift(precision: str, **words) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[no-untyped-def]
+    """How far 200 small steps take the weights of a layer, as the model holds them and in full precision."""
+    torch.manual_seed(0)
+    model = nn.Linear(16, 16)
+    start = model.weight.detach().clone()
+    cfg = StepConfig(precision=precision, optimizer="adamw", lr=1e-5, **words)
+    target = torch.randn(64, 16, generator=torch.Generator().manual_seed(1))
+
+    def away(model: nn.Module, part: torch.Tensor) -> dict:
+        return {"loss": (model(part).float() - target).square().mean()}
+
+    step = Step(model, away, cfg, dist.alone())
+    part = torch.randn(64, 16, generator=torch.Generator().manual_seed(2))
+    for _ in range(200):
+        step(part, 1e-5)
+    kept = step.optimizer.weights()["weight"]
+    assert isinstance(kept, torch.Tensor)
+    return model.weight.detach().float() - start, kept - start
+
+
+def test_bf16_weights_with_masters_follow_fp32_and_without_them_stall() -> None:
+    expected = drift("fp32")[1]
+    assert expected.abs().mean() > 1e-3
+    for words in ({}, {"moments": "bf16"}):
+        live, kept = drift("bf16-params", **words)
+        assert (kept - expected).norm() < 0.2 * expected.norm() and (kept - expected).abs().max() < 1e-3
+        assert (live - expected).abs().max() < 2e-3, "the model's own copy is that, rounded"
+    torch.manual_seed(0)
+    model = nn.Linear(16, 16).bfloat16()  # as torch alone would do it
+    start = model.weight.detach().clone()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    part = torch.randn(64, 16, generator=torch.Generator().manual_seed(2)).bfloat16()
+    for _ in range(200):
+        optimizer.zero_grad()
+        model(part).square().mean().backward()
+        optimizer.step()
+    assert (model.weight - start).float().norm() < 0.2 * expected.norm()
+
+
+def test_bf16_params_leaves_running_statistics_and_their_layers_in_fp32() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    step = Step(model, loss4, StepConfig(precision="bf16-params", accumulate=2), dist.alone())
+    for seed in range(3):
+        step(batch(seed))
+    step.check()
+    assert [p.dtype for p in model.parameters()] == [torch.bfloat16] * 2 + [torch.float32] * 2 + [torch.bfloat16] * 2
+    assert all(w.dtype == torch.float32 for w in step.optimizer.weights().values())  # type: ignore[union-attr]
+    gradients = [row.gradient() for row in step.sums.rows]
+    assert all(g.dtype == torch.float32 for g in gradients), "micro-batches are added up in float32"
+
+
+def loss4(model: nn.Module, part: torch.Tensor) -> dict:
+    return {"loss": model(part).float().square().mean()}
+
+
+@pytest.mark.parametrize("words", [{"precision": "fp32"}, {"precision": "bf16-params", "moments": "bf16"}, {"optimizer": "lamb"}])
+def test_a_checkpoint_goes_from_one_precision_to_another(tmp_path, words: dict) -> None:  # type: ignore[no-untyped-def]
+    from hpcai.settings import CheckpointConfig
+    from hpcai.train.checkpoint import Checkpoints, Progress
+
+    step = Step(network(), loss, StepConfig(average=0.9, precision="bf16-params"), dist.alone())
+    for seed in range(3):
+        step(batch(seed))
+    Checkpoints(tmp_path, CheckpointConfig(), step.mesh).save(step, Progress(step=3))
+    other = Step(network(), loss, StepConfig(average=0.9, **words), dist.alone())
+    Checkpoints(tmp_path, CheckpointConfig(), other.mesh).resume(other)
+    for kind in ("weights", "averages"):
+        for name, value in getattr(step.optimizer, kind)().items():
+            assert torch.equal(getattr(other.optimizer, kind)()[name], value)
+    for name, live in other.model.named_parameters():
+        assert torch.equal(live, other.optimizer.weights()[name].to(live.dtype)), "the model computes with what was loaded"
+    assert other.optimizer.count == 3
+    for name, value in step.optimizer.state().items():
+        torch.testing.assert_close(other.optimizer.state()[name].float(), value.float(), rtol=1e-2, atol=1e-12)
+
+
+def test_auto_precision_knows_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    for tiles, expected in ((False, "fp32"), (True, "bf16")):
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda t=tiles: t)
+        step = Step(network(), loss, StepConfig(precision="auto"), dist.alone(torch.device("cpu")))
+        assert step.cfg.precision == expected and step.notes[0].startswith(f"step.precision: {expected}, since cpu ")
