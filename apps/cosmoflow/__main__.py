@@ -24,8 +24,8 @@ def main(cfg: Config) -> None:
         result = train.fit(step, training, cfg.train, validation=validation, evaluate=cosmoflow.error, run=run)
         if result.reason != "signal":
             pairs = train.predict(step, cosmoflow.pairs, validation)
-            with step.average.applied():
-                run.keep("model.safetensors", model.save)
+            weights = step.snapshot()
+            run.keep("model.safetensors", lambda path: model.save(path, weights))
             run.keep("predictions.npz", lambda path: write_pairs(path, pairs, shape))
     raise SystemExit(result.exit_code)
 

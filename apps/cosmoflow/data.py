@@ -3,7 +3,7 @@
 import json
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +59,17 @@ def turned(counts: Any, rng: np.random.Generator, memory: Memory) -> Any:
 
 @contextmanager
 def universes(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, CosmoFlowConfig]]:
-    """Loaders for training and validation, and the model's settings completed by what the data know."""
+    """Loaders for training (None on processes that only evaluate) and validation, and the model's settings completed by what the
+    data know."""
     train, validation = _rows(cfg, "train", mesh), _rows(cfg, "validation", mesh)
     seed, batch = cfg.train.seed, cfg.data.batch
     words: dict[str, Any] = {"name": "train", "seed": seed, "accumulate": cfg.step.accumulate}
     if cfg.data.shards > 1:
         words["sampler"] = Sharded(_shards(train, cfg.data), batch, seed)
     with (
-        _loader(Universes(train, seed if cfg.data.turn else None), batch, cfg, mesh, **words) as training,
+        _loader(Universes(train, seed if cfg.data.turn else None), batch, cfg, mesh, **words)
+        if mesh.trains
+        else nullcontext() as training,
         _loader(
             Universes(validation, None), cfg.data.evaluation_batch, cfg, mesh, name="validation", shuffle=False, last="keep"
         ) as held_out,

@@ -47,6 +47,15 @@ class Config(Settings):
     report: ReportConfig = ReportConfig(directory=Path("runs/cosmoflow"))
 
     @model_validator(mode="after")
+    def _every_node_stages(self) -> Self:
+        if self.mesh.evaluate and self.data.stage is not None:
+            raise ValueError(
+                f"data.stage is {self.data.stage} and mesh.evaluate {self.mesh.evaluate}: processes that only evaluate cannot take part "
+                "in staging; set mesh.evaluate to 0 or data.stage to null (hpcai data stage copies beforehand)"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _one_regulariser(self) -> Self:
         if self.step.weight_decay and self.model.dropout:
             raise ValueError(

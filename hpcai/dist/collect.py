@@ -19,6 +19,16 @@ def total(value: Tensor, *axes: Axis) -> Tensor:
     return value
 
 
+# torch 2.13 has other names for these, and warns of the old ones.
+_gather_into = getattr(torch_dist, "all_gather_single", None) or torch_dist.all_gather_into_tensor
+_scatter_sum = getattr(torch_dist, "reduce_scatter_single", None) or torch_dist.reduce_scatter_tensor
+
+
+def gather_shares(whole: Tensor, own: Tensor, axis: Axis) -> torch_dist.Work:
+    """Begin to fill ``whole`` with the equal shares ``own`` of all ranks of ``axis``, in their order."""
+    return _gather_into(whole, own, group=axis.group, async_op=True)
+
+
 class Scattered:
     """A sum under way: rank r of ``axis`` gets the r-th of equal pieces of ``whole``, summed, into ``own`` once ``wait()`` returns.
 
@@ -31,7 +41,7 @@ class Scattered:
             self._pieces = torch.empty_like(whole)
             self._work = torch_dist.all_to_all_single(self._pieces, whole, group=axis.group, async_op=True)
         else:
-            self._work = torch_dist.reduce_scatter_tensor(own, whole, group=axis.group, async_op=True)
+            self._work = _scatter_sum(own, whole, group=axis.group, async_op=True)
 
     def wait(self) -> None:
         self._work.wait()

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as torch_dist
 from torch import Tensor, nn
 
-from hpcai.dist.collect import Scattered
+from hpcai.dist.collect import Scattered, gather_shares
 from hpcai.dist.mesh import Axis, Mesh
 from hpcai.errors import ConfigError
 from hpcai.parallel.replicate import Bucket, GradientSums, start_equal
@@ -55,7 +55,7 @@ class _CutBucket(Bucket):
 
     def share(self) -> None:
         own = self.weights[self.first : self.last]
-        self.coming = torch_dist.all_gather_into_tensor(self.weights, own, group=self.cut.group, async_op=True)
+        self.coming = gather_shares(self.weights, own, self.cut)
 
     def arrive(self) -> None:
         if self.coming is not None:

@@ -45,12 +45,12 @@ def _cannot_capture(cfg: StepConfig, mesh: Mesh) -> str | None:
 
 
 def fast_bf16(device: torch.device) -> bool:
-    """Whether matrix products in bfloat16 are faster than in float32. On a CPU only with tile instructions (AMX): those without
-    compute in bfloat16 up to four times slower."""
+    """Whether products in bfloat16 are faster than in float32. A CPU needs instructions for them (AVX512-BF16 or AMX): CosmoFlow is
+    then 1.7 to 1.9 times as fast, and without them up to four times slower (docs/benchmarks.md)."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    has_tiles = getattr(torch.cpu, "_is_amx_tile_supported", None)
-    return bool(has_tiles and has_tiles())
+    tests = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
+    return any(test() for test in tests if test is not None)
 
 
 def gradient_sums(model: nn.Module, mesh: Mesh, cfg: StepConfig) -> GradientSums | FullySharded:

@@ -90,15 +90,19 @@ def fit(
 
     ``evaluate(model, batch)`` is summed over ``validation`` at the end of every ``cfg.evaluate_every`` epochs and at the end.
     ``run`` is where reports and checkpoints go; with it, training goes on from the newest whole checkpoint.
-    On the processes of ``mesh.evaluate`` this evaluates the weights that the others train, and returns when they do.
+    On the processes of ``mesh.evaluate`` this evaluates the weights that the others train, and returns when they do; ``data`` is
+    not looked at there.
     """
     if (evaluate is None) != (validation is None):
         raise ConfigError("fit needs both evaluate and validation, or neither")
     if cfg.target is not None and evaluate is None:
         raise ConfigError(f"train.target is {cfg.target:g}, but nothing is evaluated; give evaluate and validation, or no target")
-    loader = data if hasattr(data, "epoch") else Batches(data)
     if cfg.keep_validation and validation is not None:
         validation = Kept(validation if hasattr(validation, "epoch") else Batches(validation))
+    if not step.mesh.trains and evaluate is not None:
+        with StopSignals(step.mesh):  # the others stop when they have agreed to
+            return Result(serve(step, evaluate, validation), Progress())
+    loader = data if hasattr(data, "epoch") else Batches(data)
     return _Training(step, loader, cfg, validation, evaluate, run or Run("", None, step.mesh)).go()
 
 
@@ -129,11 +133,6 @@ class _Training:
         self._since: tuple[float, int] = (0.0, 0)
 
     def go(self) -> Result:
-        if not self.mesh.trains:
-            assert self.metric is not None
-            with StopSignals(self.mesh):  # the others stop when they have agreed to
-                self.result.reason = serve(self.step, self.metric, self.validation)
-            return self.result
         result = self._train()
         if self.scores is not None:
             self.scores.close(result.reason)

@@ -363,3 +363,43 @@ def test_a_refused_setting_costs_less_than_a_second_and_no_torch() -> None:
     assert done.stdout.split() == ["2", "False", "False"], done
     assert "command line: step.lr is 'fast', expected a number > 0" in done.stderr
     assert best < 1.0
+
+
+FAST = [
+    ("", "step.precision=bf16-params", "step.moments=bf16", "train.evaluate=background", "train.keep_validation=true"),
+    ("", "step.optimizer=lamb", "step.precision=auto", "step.capture=auto", "train.collect_every=2", "train.profile=[2,3]"),
+    ("2", "step.shard=optimizer", "train.evaluate=background"),
+    ("4", "step.shard=optimizer", "step.shard_within=2", "step.optimizer=lamb"),
+    ("2", "step.shard=weights", "step.average=0.9"),
+    ("3", "mesh.evaluate=1", "step.shard=optimizer"),
+]
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("case", FAST, ids=lambda case: " ".join(case))
+def test_every_fast_setting_trains_as_the_plain_one(data: Path, tmp_path: Path, case: tuple[str, ...]) -> None:
+    ranks, *settings = case
+    plain = [word for word in settings if word.startswith(("step.optimizer", "step.average"))]
+
+    def train(run: Path, *more: str) -> None:
+        prefix = [str(MPIEXEC), "-n", ranks] if ranks else []
+        process = start([*prefix, *command(data, run, *settings, *more)])
+        text, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, text
+
+    train(tmp_path / "whole")
+    assert here(data, tmp_path / "plain", *plain) == 0
+    expected, found = losses(tmp_path / "plain"), losses(tmp_path / "whole")
+    assert list(found) == list(expected) and found == pytest.approx(expected, rel=8e-2 if "bf16" in " ".join(case) else 1e-3)
+    scores = losses(tmp_path / "whole", "evaluate", "mae")
+    assert list(scores) == [3, 6] and scores == pytest.approx(losses(tmp_path / "plain", "evaluate", "mae"), rel=8e-2)
+    names = load_file(tmp_path / "plain" / "model.safetensors").keys()
+    assert load_file(tmp_path / "whole" / "model.safetensors").keys() == names, "no switch changes the names of the weights"
+    if "train.profile=[2,3]" in settings:
+        assert (tmp_path / "whole/profile/rank-0000.json.gz").stat().st_size > 1000
+
+
+def test_staging_is_refused_where_some_only_evaluate(data: Path, tmp_path: Path) -> None:
+    process = start(command(data, tmp_path / "run", "mesh.evaluate=1", "data.stage=/tmp/x"))
+    text, _ = process.communicate(timeout=60)
+    assert process.returncode == 2 and "processes that only evaluate cannot take part in staging" in " ".join(text.split())

@@ -16,14 +16,14 @@ from hpcai.models.cosmoflow.model import CosmoFlow
 _MODEL = "cosmoflow"
 
 
-def save_weights(model: CosmoFlow, path: str | Path) -> None:
-    """Weights and settings in one safetensors file, written beside and then renamed."""
+def save_weights(model: CosmoFlow, path: str | Path, weights: Mapping[str, Tensor] | None = None) -> None:
+    """Weights and settings in one safetensors file, written beside and then renamed. ``weights``: others than the model's own."""
     from safetensors.torch import save_file
 
     path = Path(path)
     partial = path.with_name(f".{path.name}.partial")
     settings = json.dumps({"model": _MODEL, "settings": model.cfg.model_dump(mode="json")})
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in (weights or model.state_dict()).items()}
     save_file(tensors, partial, metadata={"hpcai": settings})
     partial.chmod(0o644)  # safetensors makes a file for its owner only
     partial.replace(path)

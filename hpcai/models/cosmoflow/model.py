@@ -86,7 +86,9 @@ class CosmoFlow(nn.Module):
             raise ValueError("this model has no physical range of its parameters (cfg.low, cfg.high); give them when it is built")
         was_training, weight = self.training, self.output.weight
         self.eval()
-        scaled = self(log_density(counts.to(weight.device), weight.dtype)).double().cpu()
+        narrow = weight.dtype == torch.bfloat16
+        with torch.autocast(weight.device.type, torch.bfloat16, enabled=narrow):
+            scaled = self(log_density(counts.to(weight.device), torch.float32 if narrow else weight.dtype)).double().cpu()
         self.train(was_training)
         physical = to_physical(scaled, cfg).numpy()
         return {name: float(column[0]) if one else column for name, column in zip(cfg.parameters, physical.T)}
@@ -98,11 +100,11 @@ class CosmoFlow(nn.Module):
 
         return load_weights(path, cfg)
 
-    def save(self, path: Any) -> None:
-        """Weights and settings in one safetensors file."""
+    def save(self, path: Any, weights: dict[str, Tensor] | None = None) -> None:
+        """Weights and settings in one safetensors file; ``weights`` by name in place of the model's own."""
         from hpcai.models.cosmoflow.load import save_weights
 
-        save_weights(self, path)
+        save_weights(self, path, weights)
 
 
 def log_density(counts: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

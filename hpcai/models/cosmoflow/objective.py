@@ -17,7 +17,8 @@ class Batch(NamedTuple):
 
 
 def _guess(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    dtype = next(model.parameters()).dtype
+    double = next(model.parameters()).dtype == torch.float64
+    dtype = torch.float64 if double else torch.float32  # a narrower model casts its input itself
     guess = model(log_density(batch.counts, dtype))
     return guess.to(dtype), batch.target.to(dtype)
 

@@ -206,6 +206,7 @@ def test_a_checkpoint_goes_from_one_precision_to_another(tmp_path, words: dict) 
 
 def test_auto_precision_knows_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     for tiles, expected in ((False, "fp32"), (True, "bf16")):
+        monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda t=tiles: t)
         step = Step(network(), loss, StepConfig(precision="auto"), dist.alone(torch.device("cpu")))
         assert step.cfg.precision == expected and step.notes[0].startswith(f"step.precision: {expected}, since cpu ")
