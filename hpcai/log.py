@@ -6,7 +6,9 @@ The training loop says once, in plain numbers and text, what happened; every sin
 start       name, directory, settings (nested), world, device, parameters, steps (planned), steps_per_epoch, epochs,
             global_batch, train_samples, validation_samples, resumed_from (a step, or None), nodes (optional, 1)
 epoch       epoch (from 0), step: an epoch begins, or goes on after a resume
-train       step, epoch (with its fraction), samples (so far), seconds (so far), samples_per_second, lr, loss, metrics
+train       step, epoch (with its fraction), samples (so far), seconds (so far), samples_per_second, lr, loss, metrics;
+            gpu_power_w, gpu_energy_j, gpu_samples_per_joule, gpu_sm_clock_mhz, gpu_temperature_c, gpu_memory_gb, ... where
+            there is one to read: the first process's
 evaluate    step, epoch, samples, seconds (this evaluation), metrics
 checkpoint  step, path, seconds, bytes
 note        text, step (optional)
@@ -359,7 +361,8 @@ _NOT_METRICS = {"step", "epoch", "samples", "seconds", "samples_per_second", "lr
 def metrics(fields: Mapping[str, Any]) -> dict[str, float]:
     """The loss and the metrics among the fields of a `train` or `evaluate` event."""
     return {name: value for name, value in fields.items()
-            if name not in _NOT_METRICS and isinstance(value, (int, float)) and not isinstance(value, bool)}
+            if name not in _NOT_METRICS and not name.startswith("gpu_")
+            and isinstance(value, (int, float)) and not isinstance(value, bool)}
 
 
 class Terminal:
@@ -508,8 +511,8 @@ class TensorBoard:
             # TensorBoard hides what earlier files say about this step and later ones
             self._writer.add_event(Record(wall_time=event.time, step=since + 1, session_log=SessionLog(status=SessionLog.START)))
         elif event.kind in ("train", "evaluate") and step is not None:
-            names = metrics(event.fields) | {name: event.fields[name] for name in ("lr", "samples_per_second", "epoch")
-                                             if event.kind == "train" and name in event.fields}
+            names = metrics(event.fields) | {name: value for name, value in event.fields.items() if event.kind == "train"
+                                             and (name in ("lr", "samples_per_second", "epoch") or name.startswith("gpu_"))}
             values = [Summary.Value(tag=f"{event.kind}/{name}", simple_value=value) for name, value in names.items()]
             self._writer.add_event(Record(wall_time=event.time, step=step, summary=Summary(value=values)))
             if event.kind == "evaluate":

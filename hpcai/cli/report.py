@@ -303,6 +303,16 @@ def _throughput(run: Run, theme: Theme) -> Figure:
     return figure
 
 
+def _power(run: Run, theme: Theme) -> Figure:
+    figure, axes = _axes(run, theme, "watts of the first GPU")
+    axes.plot(*run.series("train", "gpu_power_w"), color=theme.main, linewidth=1.2)
+    each = run.series("train", "gpu_samples_per_joule")[1]
+    if np.isfinite(each).any():
+        axes.set_title(f"median {np.nanmedian(each):.3g} samples per joule", fontsize=9, loc="right", color=theme.faint)
+    axes.set_ylim(bottom=0)
+    return figure
+
+
 def _scatter(found: Predictions, theme: Theme) -> Figure:
     count = len(found.names)
     columns = min(count, 4)
@@ -359,6 +369,8 @@ def plots(run: Run) -> list[Plot]:
     if drawable("train", "samples_per_second", "throughput"):
         caption = "Whole job, between two reports."
         drawn.append(Plot("throughput", "Throughput", caption, partial(_throughput, run)))
+    if np.isfinite(run.series("train", "gpu_power_w")[1]).any():
+        drawn.append(Plot("power", "Power", "At each report, by NVML.", partial(_power, run)))
     if run.predictions is not None:
         caption = (f"{len(run.predictions.true):,} validation samples. A network that has learned nothing says the mean (dashed):"
                    " R² 0. A perfect one lies on the diagonal: R² 1.")

@@ -121,7 +121,7 @@ class _Training:
         self.step, self.data, self.cfg, self.mesh = step, data, cfg, step.mesh
         self.validation, self.metric = validation, metric
         self.scores = scoring(step, metric, validation, cfg.evaluate)
-        self.gpu = Gpu(self.mesh.device)
+        self.gpu, self._energy = Gpu(self.mesh.device), 0.0
         self._scored: Position | None = None  # where the target was reached
         self.run, self.reports, self.checkpoints = run, run.reports, run.checkpoints
         self.steps = cfg.steps if cfg.steps is not None else (cfg.epochs or 1) * len(data)
@@ -262,8 +262,16 @@ class _Training:
         self._tell_news(self.step)
         self.reports.emit(
             "train", **reading.position, seconds=self.progress.seconds, samples_per_second=(samples - seen) / max(now - then, 1e-9),
-            lr=self.rate(step - 1), **values, **self.gpu.readings(),
+            lr=self.rate(step - 1), **values, **self._gpu(samples - seen),
         )  # fmt: skip
+
+    def _gpu(self, samples: int) -> dict[str, float]:
+        """Readings of this process's GPU, and what its part of so many samples cost."""
+        readings = self.gpu.readings()
+        if "energy_j" in readings:
+            spent, self._energy = readings["energy_j"] - self._energy, readings["energy_j"]
+            readings |= {"samples_per_joule": samples / self.mesh.world / spent} if spent > 0 else {}
+        return {f"gpu_{name}": value for name, value in readings.items()}
 
     def _tell_news(self, of: Any) -> None:
         for text in of.news() if hasattr(of, "news") else ():  # a list of batches has none

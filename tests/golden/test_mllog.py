@@ -154,3 +154,23 @@ def test_every_table_is_well_formed() -> None:
     for benchmark in BENCHMARKS.values():
         assert len({row.key for row in benchmark.rows}) == len(benchmark.rows)
         assert all(value_of(row, SETTINGS) is not None for row in benchmark.rows)
+
+
+@pytest.mark.parametrize("seconds", [3.0, 9.0])
+def test_an_evaluation_that_training_did_not_wait_for_complies(tmp_path: Path, seconds: float) -> None:
+    """Its lines come in a later epoch, with the step whose weights it scored, and so does the end of the run."""
+    path = tmp_path / "mlperf.log"
+    log = MlperfLog(path, "cosmoflow", None)
+    log.write(Event("note", 995.0, {"text": "the model is built"}))
+    log.write(Event("start", 1000.0, START))
+    for epoch in range(3):
+        now, step = 1000.0 + 10 * epoch, 2 * epoch
+        log.write(Event("epoch", now, {"epoch": epoch, "step": step}))
+        if epoch:
+            found = {"step": step, "epoch": float(epoch), "samples": 9, "seconds": seconds, "mae": [0.2, 0.123][epoch - 1]}
+            log.write(Event("evaluate", now + 5, found))
+    log.write(Event("stop", 1025.0, {"step": 4, "reason": "target", "seconds": 1.0, "target_reached": True}))
+    log.close()
+    assert complies(path)
+    last = records(path)[-1]
+    assert last["metadata"] == {"status": "success", "epoch_num": 2, "step_num": 4}

@@ -235,3 +235,27 @@ def test_a_report_that_is_read_one_step_later_says_the_same(monkeypatch: pytest.
     now = rows()
     monkeypatch.setattr(loop._Training, "lags", property(lambda training: True))
     assert rows() == now
+
+
+def test_readings_of_a_gpu_are_in_the_reports_with_what_a_joule_bought(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hpcai.cli.report import main as report
+    from hpcai.train import loop
+
+    class Meter:
+        def __init__(self, device: torch.device) -> None:
+            self.energy = 0.0
+
+        def readings(self) -> dict[str, float]:
+            self.energy += 6.0
+            return {"power_w": 300.0, "energy_j": self.energy, "temperature_c": 50.0}
+
+    monkeypatch.setattr(loop, "Gpu", Meter)
+    run = new_run(tmp_path)
+    result = train.fit(new_step(), batches(), TrainConfig(epochs=2, report_every=3), run=run)
+    run.reports.close()
+    rows = [event for event in events(tmp_path) if event["kind"] == "train"]
+    assert [row["gpu_energy_j"] for row in rows] == [6.0, 12.0] and rows[0]["gpu_power_w"] == 300.0
+    each = 3 * len(batches()[0]) / 6.0
+    assert all(row["gpu_samples_per_joule"] == pytest.approx(each) for row in rows)
+    assert "gpu_power_w" not in result.reports[0].values and "gpu_power_w" not in log.metrics(rows[0])
+    assert report([str(tmp_path)]) in (0, None) and "Power" in (tmp_path / "report.html").read_text()
