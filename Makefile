@@ -1,7 +1,7 @@
 # make train     sets up .venv, simulates small universes, trains CosmoFlow on them, leaves a report to look at
 # make test      sets up .venv, checks style and types, passes the tests
 # make install   the part that both share        make slurm    Slurm for tests/cluster (Debian, as root)
-# make lint      style, types, floors            make bench    speed and memory against a plain network, and of reading samples
+# make lint      style, types, floors            make bench    speed and memory of steps, and of reading samples
 # make fio       the disk benchmark that ours is compared with (Debian, as root)
 # make clean     removes .venv, datasets/ and runs/
 
@@ -85,6 +85,7 @@ fio:
 
 bench: install
 	@$(BIN)/hpcai bench cosmoflow
+	@$(BIN)/hpcai bench step
 	@$(BIN)/hpcai bench data
 
 clean:

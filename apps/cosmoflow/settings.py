@@ -50,8 +50,8 @@ class Config(Settings):
     def _every_node_stages(self) -> Self:
         if self.mesh.evaluate and self.data.stage is not None:
             raise ValueError(
-                f"data.stage is {self.data.stage} and mesh.evaluate {self.mesh.evaluate}: processes that only evaluate cannot take part "
-                "in staging; set mesh.evaluate to 0 or data.stage to null (hpcai data stage copies beforehand)"
+                f"data.stage is {self.data.stage} and mesh.evaluate {self.mesh.evaluate}: processes that only evaluate cannot take "
+                "part in staging; set mesh.evaluate to 0 or data.stage to null (hpcai data stage copies beforehand)"
             )
         return self
 

@@ -42,6 +42,7 @@ from hpcai.train.step import Step
 
 T = TypeVar("T")
 _INDEX, _RUN, _MANIFEST, _FORMAT = "index.json", "run.json", "manifest.json", 1
+_COUNT = "optimizer/step"
 _NAME = re.compile(r"step-(\d{8,})")
 
 
@@ -158,6 +159,8 @@ class Checkpoints:
         index = json.loads((path / _INDEX).read_text())["tensors"]
         state = _tensors(step, self.mesh.rank)
         anew = {key: state.pop(key) for key in list(state) if key.startswith("rng/") and run["world"] != self.mesh.world}
+        if _COUNT not in index:  # written when each parameter had a count of its own, and sgd none
+            state.pop(_COUNT)
         missing = sorted(set(state) - set(index))
         if missing:
             whose = missing[0].partition("/")[0]
@@ -177,6 +180,8 @@ class Checkpoints:
         else:
             rng.restore({key.rsplit("/", 1)[1]: t for key, t in state.items() if key.startswith(f"rng/{self.mesh.rank}/")})
         step.count = progress.step
+        if _COUNT not in index:
+            step.optimizer.count.fill_(progress.step)
         return progress
 
     def _clear(self, partial: Path) -> None:

@@ -268,3 +268,24 @@ def test_a_disk_that_is_full_on_one_rank_stops_the_save_on_all(tmp_path: Path) -
     for text in on_ranks({"replicate": 2}, fails_on_one, str(tmp_path)):
         assert "cannot be written: No space left on device; there is no checkpoint yet" in text
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_checkpoint_of_before_is_read_where_each_parameter_had_a_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str
+) -> None:
+    step = new_step(optimizer=optimizer)
+    train(step, 3)
+    now = type(step.optimizer).state
+
+    def before(self: Any) -> dict[str, Any]:
+        state = now(self)
+        count = state.pop("step")
+        return state | ({f"{name}.step": count for name, _ in step.model.named_parameters()} if optimizer == "adamw" else {})
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(step.optimizer), "state", before)
+        keeper(tmp_path).save(step, Progress(step=3))
+    other = new_step(seed=5, optimizer=optimizer)
+    assert keeper(tmp_path).resume(other) == Progress(step=3)
+    assert all(torch.equal(contents(other)[name], tensor) for name, tensor in contents(step).items())

@@ -210,3 +210,15 @@ def test_auto_precision_knows_the_processor(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda t=tiles: t)
         step = Step(network(), loss, StepConfig(precision="auto"), dist.alone(torch.device("cpu")))
         assert step.cfg.precision == expected and step.notes[0].startswith(f"step.precision: {expected}, since cpu ")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-params"])
+def test_parameters_that_somebody_moved_are_trained_on(precision: str) -> None:
+    steps = [Step(network(), loss, StepConfig(precision=precision, average=0.9), dist.alone()) for _ in range(2)]
+    for seed in range(3):
+        for step in steps:
+            step(batch(seed))
+        for parameter in steps[1].model.parameters():
+            parameter.data = parameter.data.clone()
+    for a, b in zip(*(step.model.parameters() for step in steps)):
+        assert torch.equal(a, b)
