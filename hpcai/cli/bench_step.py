@@ -11,6 +11,7 @@ CPU times are CPU seconds of one thread where nothing else is said; those of a G
 """
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
@@ -388,7 +389,7 @@ def _steps_beside(mesh: Any, how: str, steps: int) -> tuple[float, float]:
     cfg = TrainConfig.model_validate({"steps": steps, "evaluate": "background" if how == "background" else "wait"})
     given: Row = {} if how == "none" else {"validation": held_out, "evaluate": metric}
     fit(step, data, cfg, **given)
-    gaps = sorted(b - a for a, b in zip(times, times[1:]))
+    gaps = sorted(b - a for a, b in itertools.pairwise(times))
     return (statistics.median(gaps), times[-1] - times[0]) if gaps else (0.0, 0.0)
 
 

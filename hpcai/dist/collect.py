@@ -24,6 +24,18 @@ _gather_into = getattr(torch_dist, "all_gather_single", None) or torch_dist.all_
 _scatter_sum = getattr(torch_dist, "reduce_scatter_single", None) or torch_dist.reduce_scatter_tensor
 
 
+def backend(device: torch.device, axis: Axis) -> str:
+    """What carries tensors of ``device`` along ``axis``: nccl or gloo; none where there is one process.
+
+    A group of several backends names all of them: cpu:gloo,cuda:nccl.
+    """
+    if axis.group is None:
+        return "none"
+    names = str(torch_dist.get_backend(axis.group))
+    of_device = dict(pair.split(":", 1) for pair in names.split(",") if ":" in pair)
+    return of_device.get(device.type, names)
+
+
 def gather_shares(whole: Tensor, own: Tensor, axis: Axis) -> torch_dist.Work:
     """Begin to fill ``whole`` with the equal shares ``own`` of all ranks of ``axis``, in their order."""
     return _gather_into(whole, own, group=axis.group, async_op=True)
@@ -37,7 +49,7 @@ class Scattered:
 
     def __init__(self, own: Tensor, whole: Tensor, axis: Axis) -> None:
         self._own, self._pieces = own, None
-        if torch_dist.get_backend(axis.group) == "gloo":
+        if backend(whole.device, axis) == "gloo":
             self._pieces = torch.empty_like(whole)
             self._work = torch_dist.all_to_all_single(self._pieces, whole, group=axis.group, async_op=True)
         else:

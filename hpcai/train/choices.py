@@ -3,9 +3,9 @@
 from typing import Any
 
 import torch
-import torch.distributed as torch_dist
 from torch import nn
 
+from hpcai.dist.collect import backend
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import ConfigError
 from hpcai.parallel.replicate import GradientSums
@@ -39,9 +39,8 @@ def _cannot_capture(cfg: StepConfig, mesh: Mesh) -> str | None:
         return f"there is no GPU: this process computes on {mesh.device.type}"
     if cfg.shard == "weights":
         return "fully sharded weights are not captured"
-    if mesh.world > 1 and torch_dist.get_backend() != "nccl":
-        return f"the processes communicate over {torch_dist.get_backend()}, whose sums cannot be captured"
-    return None
+    carrier = backend(mesh.device, mesh.everyone)
+    return None if carrier in ("nccl", "none") else f"the processes communicate over {carrier}, whose sums cannot be captured"
 
 
 def fast_bf16(device: torch.device) -> bool:

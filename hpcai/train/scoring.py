@@ -74,7 +74,7 @@ class Background(Here):
             )
         self.model = _twin(step.model)
         self.axis = step.mesh.aside("replicate")
-        self._stream = torch.cuda.Stream(priority=0) if step.mesh.device.type == "cuda" else None
+        self._stream = torch.cuda.Stream() if step.mesh.device.type == "cuda" else None
         self._under_way: list[tuple[Position, Future[tuple[dict[str, float], float]]]] = []
 
     @property
@@ -121,6 +121,7 @@ class Elsewhere(Background):
     def __init__(self, step: Step, metric: Metric, validation: Any) -> None:
         Here.__init__(self, step, metric, validation)
         self.link = step.mesh.link
+        self._stream = torch.cuda.Stream() if step.mesh.device.type == "cuda" else None
         self._under_way = []
 
     def start(self, position: Position) -> None:
@@ -128,7 +129,7 @@ class Elsewhere(Background):
             self._done += self._take(1)
         weights = self.step.snapshot()
         before = self._under_way[-1][1] if self._under_way else None
-        ready = torch.cuda.current_stream().record_event() if self.step.mesh.device.type == "cuda" else None
+        ready = torch.cuda.current_stream().record_event() if self._stream else None
         if self.link.size > 1:
             future = _later(lambda: self._ask(weights, ready), before)
         else:
@@ -137,11 +138,13 @@ class Elsewhere(Background):
         self._under_way.append((position, future))
 
     def _ask(self, weights: dict[str, Tensor], ready: Any) -> tuple[dict[str, float], float]:
-        if ready is not None:
-            ready.synchronize()
+        with torch.cuda.stream(self._stream):  # None: no stream
+            if self._stream is not None:
+                self._stream.wait_event(ready)
+            packed = _bytes(weights)
         kinds = [str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()]
         _send(self.link, json.dumps({"weights": kinds}).encode())
-        torch_dist.broadcast(_bytes(weights), group=self.link.group, group_src=0)
+        torch_dist.broadcast(packed, group=self.link.group, group_src=0)
         answer = json.loads(_receive(self.link, 1))
         return answer["values"], answer["seconds"]
 

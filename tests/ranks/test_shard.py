@@ -242,7 +242,9 @@ def events(mesh: Mesh) -> list[str]:
     seen: list[str] = []
     for bucket in step.sums.buckets:
         launch, arrive = bucket.launch, bucket.arrive  # type: ignore[attr-defined]
+        share, name = bucket.share, bucket.parts[-1].name  # type: ignore[attr-defined]
         bucket.launch = lambda f=launch: (seen.append("sum"), f())[1]  # type: ignore[method-assign]
+        bucket.share = lambda f=share, n=name: (seen.append(f"gather {n}"), f())[1]  # type: ignore[attr-defined]
         bucket.arrive = lambda b=bucket, f=arrive: (b.coming and seen.append("arrive"), f())[1]  # type: ignore[attr-defined]
     for i, layer in enumerate(model):
         layer.register_full_backward_hook(lambda *_: seen.append("gradient"))
@@ -258,6 +260,8 @@ def test_sums_hide_behind_the_backward_pass_and_gathers_behind_the_next_forward_
     over = seen.index("step is over")
     first = seen[:over]
     assert first.index("sum") < len(first) - 1 - first[::-1].index("gradient")
+    gathers = [event.split()[1] for event in first if event.startswith("gather")]
+    assert gathers == sorted(gathers) and len(gathers) >= 3, "what the next forward pass needs first comes first"
     second = seen[over + 1 :]
     assert "arrive" not in first and second.count("arrive") == 4
     assert second.index("layer 0") < len(second) - 1 - second[::-1].index("arrive"), "later weights come after layer 0"

@@ -1,4 +1,4 @@
-"""What docs/benchmarks.md claims of the fast step, measured here. Noise of a busy machine only ever adds: the best of a few runs."""
+"""What docs/benchmarks.md claims of the fast step, measured here. Noise of a busy machine only adds: the best of a few runs."""
 
 import json
 import os

@@ -49,3 +49,46 @@ def test_the_last_axis_varies_fastest() -> None:
         (2, 1, 0, 2, 2, 1),
         (3, 1, 1, 2, 2, 1),
     ]
+
+
+def test_the_backend_of_a_group_of_several_is_that_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hpcai.dist import Axis, collect
+
+    cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
+    assert collect.backend(cuda, Axis("alone")) == "none"
+    axis = Axis("replicate", 2, 0, object())  # type: ignore[arg-type]
+    for names, expected in (("cpu:gloo,cuda:nccl", ("gloo", "nccl")), ("gloo", ("gloo", "gloo")), ("nccl", ("nccl", "nccl"))):
+        monkeypatch.setattr(collect.torch_dist, "get_backend", lambda group, n=names: n)
+        assert (collect.backend(cpu, axis), collect.backend(cuda, axis)) == expected
+
+
+def ranks_of(mesh: Mesh) -> tuple[bool, bool, int, int, tuple[int, ...], list[int]]:
+    import torch.distributed as torch_dist
+
+    link = torch_dist.get_process_group_ranks(mesh.link.group) if mesh.link.group else []
+    axes = (mesh["replicate"].rank, mesh["replicate"].size, mesh["depth"].rank, mesh["depth"].size, mesh.everyone.size)
+    return mesh.trains, mesh.is_first, mesh.rank, mesh.world, axes, link
+
+
+def test_the_last_ranks_only_evaluate_with_axes_of_their_own() -> None:
+    assert on_ranks({"replicate": 2, "depth": 2, "evaluate": 2}, ranks_of) == [
+        (True, True, 0, 4, (0, 2, 0, 2, 4), [0, 4]),
+        (True, False, 1, 4, (0, 2, 1, 2, 4), [1, 5]),
+        (True, False, 2, 4, (1, 2, 0, 2, 4), []),
+        (True, False, 3, 4, (1, 2, 1, 2, 4), []),
+        (False, False, 0, 2, (0, 1, 0, 2, 2), [0, 4]),
+        (False, False, 1, 2, (0, 1, 1, 2, 2), [1, 5]),
+    ]
+
+
+def halves(mesh: Mesh) -> list[list[int]]:
+    import torch.distributed as torch_dist
+
+    axes = mesh.split("replicate", 2)
+    return [torch_dist.get_process_group_ranks(axis.group) if axis.group else [axis.size] for axis in axes]
+
+
+def test_an_axis_splits_into_neighbours_and_those_with_the_same_place() -> None:
+    found = on_ranks({"replicate": 4, "depth": 1}, halves)
+    assert found == [[[0, 2], [0, 1]], [[1, 3], [0, 1]], [[0, 2], [2, 3]], [[1, 3], [2, 3]]]
+    assert on_ranks({"replicate": 2, "depth": 2}, halves)[0] == [[1], [0, 2]], "one group: nothing is between"

@@ -195,3 +195,14 @@ def test_a_damaged_or_foreign_archive_is_ignored_with_a_reason_and_written_anew(
     (home() / "x.so").write_bytes(code)
     store(shared, "k")
     assert "is not kept" in caplog.text if harm == "folder" else restore(shared, "k") or harm == "other user"
+
+
+def test_a_sequence_of_torch_layers_alone_is_compiled_too() -> None:
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    x = torch.randn(4, 8)
+    expected, keys = model(x), list(model.state_dict())
+    counts = Counts()
+    assert compile_model(model, "whole", backend="eager") == 1
+    assert torch.equal(model(x), expected) and counts.read()["graphs"] == 1
+    assert list(model.state_dict()) == keys

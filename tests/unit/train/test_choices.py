@@ -1,0 +1,93 @@
+"""From settings to parts of a step: what is compiled is told and kept for later jobs; what contradicts itself is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from torch import nn
+
+from hpcai import dist
+from hpcai.errors import ConfigError
+from hpcai.settings import StepConfig
+from hpcai.train import compiling
+from hpcai.train.step import Step
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)))
+
+
+def loss(model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
+    return {"loss": model(batch).square().mean()}
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo without Inductor, whose C++ takes half a minute."""
+    whole = compiling.compile_model
+    monkeypatch.setattr(compiling, "compile_model", lambda model, how: whole(model, how, backend="eager"))
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("how, count", [("whole", 1), ("blocks", 3)])
+def test_a_compiled_step_says_what_it_compiled_once(quick: None, how: str, count: int) -> None:
+    plain, step = (Step(network(), loss, StepConfig(compile=c), dist.alone()) for c in ("none", how))
+    modules = "3 modules" if count == 3 else "1 module"
+    assert step.notes == [f"step.compile: {modules} of Sequential"] and plain.news() == []
+    batch = torch.randn(4, 8)
+    for _ in range(3):
+        assert step(batch)["loss"].item() == pytest.approx(plain(batch)["loss"].item(), rel=1e-6)
+    assert step.news()[0].startswith("compiled")
+    assert step.news() == []
+    assert list(step.model.state_dict()) == list(plain.model.state_dict())
+
+
+def test_compiled_code_is_stored_by_the_first_process_and_found_by_the_next_job(
+    quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored: list[tuple[Path, str]] = []
+    monkeypatch.setattr(compiling, "store", lambda folder, key: stored.append((folder, key)))
+    monkeypatch.setattr(compiling, "restore", lambda folder, key: (folder, key) in stored)
+    cfg = StepConfig(compile="whole", compile_cache=tmp_path)
+    step = Step(network(), loss, cfg, dist.alone())
+    assert step.notes == ["step.compile: 1 module of Sequential"] and not stored
+    step(torch.randn(4, 8))
+    step.news()
+    step(torch.randn(4, 8))
+    step.news()
+    assert len(stored) == 1 and stored[0][0] == tmp_path
+    torch._dynamo.reset()
+    again = Step(network(), loss, cfg, dist.alone())
+    assert again.notes == ["step.compile: 1 module of Sequential, beginning with the code of an earlier job"]
+    other = Step(nn.Sequential(nn.Linear(8, 4)), loss, cfg, dist.alone())
+    assert "earlier job" not in other.notes[0], "another model has code of its own"
+
+
+def test_blocks_of_a_model_without_repeated_blocks_are_refused() -> None:
+    with pytest.raises(ConfigError, match="whole"):
+        Step(nn.Sequential(nn.Linear(8, 4), nn.Tanh()), loss, StepConfig(compile="blocks"), dist.alone())
+
+
+@pytest.mark.parametrize(
+    "words, text",
+    [
+        ({"precision": "fp64", "moments": "bf16"}, "moments bf16 with precision fp64"),
+        ({"capture": "whole", "shard": "weights"}, "capture whole with shard weights cannot be done"),
+        ({"shard_within": 2}, "shard_within is 2, but nothing is divided"),
+        ({"compile_cache": Path("x")}, "compile_cache is given, but nothing is compiled"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused_before_anything_starts(words: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValidationError, match=text):
+        StepConfig(**words)
+
+
+def test_where_nothing_can_be_divided_the_plain_form_is_used() -> None:
+    for shard in ("optimizer", "weights"):
+        step = Step(network(), loss, StepConfig(shard=shard, shard_within=4), dist.alone())
+        assert type(step.sums).__name__ == "GradientSums"
+        step(torch.randn(4, 8))
+        step.check()
