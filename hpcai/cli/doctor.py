@@ -16,7 +16,7 @@ from packaging.utils import canonicalize_name
 from hpcai.errors import DataError
 
 DISTRIBUTION = "hpcai-suite"
-EXTRAS = ("mpich", "tensorboard", "nvidia-dali-cuda130", "kvikio-cu13", "mlperf-logging")
+EXTRAS = ("mpich", "tensorboard", "nvidia-dali-cuda130", "kvikio-cu13", "nvidia-ml-py", "triton", "mlperf-logging")
 
 # Each probe is a process of its own: a library that cannot be loaded may take its process down
 PROBES = {

@@ -201,3 +201,17 @@ def test_validation_samples_are_read_once_when_they_are_kept() -> None:
     step = Step(Network(), loss, StepConfig(), Mesh({}))
     anew = fit(step, batches(6, 8, 1), TrainConfig(epochs=3), validation=Counted(), evaluate=metric)
     assert [r.values for r in kept.evaluations] == [r.values for r in anew.evaluations]
+
+
+def hooks(mesh: Mesh) -> tuple[int, int, bool]:
+    from hpcai.train.scoring import _twin
+
+    step = Step(Network(), loss, StepConfig(shard="optimizer"), mesh)
+    twin = _twin(step.model)
+    counts = [sum(len(module._forward_pre_hooks) for module in model.modules()) for model in (step.model, twin)]
+    apart = all(a.data_ptr() != b.data_ptr() for a, b in zip(step.model.parameters(), twin.parameters()))
+    return counts[0], counts[1], apart
+
+
+def test_the_model_that_is_scored_beside_waits_for_no_weights_of_the_one_that_trains() -> None:
+    assert on_ranks({"replicate": 2}, hooks)[0] == (3, 0, True)

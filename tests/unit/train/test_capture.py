@@ -201,3 +201,23 @@ def test_without_a_gpu_capture_is_refused_or_left_out() -> None:
         Step(Network(), loss, StepConfig(capture="whole"), here)
     step = Step(Network(), loss, StepConfig(capture="auto"), here)
     assert step.cfg.capture == "none" and step.notes == ["step.capture: none, since there is no GPU: this process computes on cpu"]
+
+
+def test_what_a_step_returned_stays_when_the_next_one_runs() -> None:
+    step = new_step("whole")
+    first = step(batch(0))
+    kept = first["loss"].item(), first["worst"][0].item()
+    step(batch(1))
+    assert (first["loss"].item(), first["worst"][0].item()) == kept
+
+
+def test_applying_the_average_leaves_weights_and_running_statistics_as_they_were() -> None:
+    step = new_step("none", average=0.5)
+    for seed in range(3):
+        step(batch(seed))
+    before = {name: t.clone() for name, t in step.model.state_dict().items()}
+    with step.average.applied():
+        inside = {name: t.clone() for name, t in step.model.state_dict().items()}
+    assert not torch.equal(inside["norm.running_mean"], before["norm.running_mean"])
+    assert not torch.equal(inside["first.weight"], before["first.weight"])
+    assert all(torch.equal(t, before[name]) for name, t in step.model.state_dict().items())

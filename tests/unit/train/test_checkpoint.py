@@ -289,3 +289,17 @@ def test_a_checkpoint_of_before_is_read_where_each_parameter_had_a_count(
     other = new_step(seed=5, optimizer=optimizer)
     assert keeper(tmp_path).resume(other) == Progress(step=3)
     assert all(torch.equal(contents(other)[name], tensor) for name, tensor in contents(step).items())
+
+
+def test_a_run_that_goes_on_counts_its_steps_from_the_first(tmp_path: Path) -> None:
+    from hpcai.errors import DivergedError
+
+    step = new_step()
+    train(step, 3)
+    keeper(tmp_path).save(step, Progress(step=3))
+    other = new_step(seed=5)
+    keeper(tmp_path).resume(other)
+    train(other, 1)
+    other(torch.full((4, 2, 3, 3, 3), torch.nan))
+    with pytest.raises(DivergedError, match="step 5: .*weights stay those of step 4"):
+        other.check()
