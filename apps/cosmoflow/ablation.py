@@ -14,7 +14,7 @@ from contextlib import ExitStack, closing, contextmanager
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import h5py
 import numpy as np
@@ -53,16 +53,16 @@ class CONFIG(Config):
 
 def switches(cfg: Config, mesh: Mesh) -> list[Switch]:
     kind, optimizer = mesh.device.type, cfg.step.optimizer
-    precision, compiled = _precision(cfg.step, mesh), _compile(cfg.step)
-    slow = f"this {kind} does not compute in bfloat16 at full speed" if precision == "fp32" else None
+    asked = _asked(cfg.step, mesh)
+    slow = f"this {kind} does not compute in bfloat16 at full speed" if asked["precision"] == "fp32" else None
     no_gpu = f"there is no GPU: this process computes on {kind}" if kind == "cpu" else None
     unknown = None if optimizer in _TORCH else f"torch has no {optimizer} to compare with"
-    alone = "one process: the optimizer is divided among copies of the model" if mesh["replicate"].size == 1 else None
+    alone = "one process: the optimizer is divided among copies" if mesh["replicate"].size == 1 else None
     return [
         Switch("kernels", "convolutions that halve a single small volume (on a CPU), and pooling before the rectifier"),
         Switch("channels-last", "weights and activations in channels-last memory, as the files have them"),
-        Switch("precision", f"step.precision={precision}", slow),
-        Switch("compile", f"step.compile={compiled}", _cannot_compile(kind)),
+        Switch("precision", f"step.precision={asked['precision']}", slow),
+        Switch("compile", f"step.compile={asked['compile']}", _cannot_compile(kind)),
         Switch("fused optimizer", f"{optimizer} in one pass over each row, not operation by operation", unknown),
         Switch("capture", "step.capture: the step as a CUDA graph (without fused optimizer, all but the update)", no_gpu),
         Switch("sharded optimizer", "step.shard=optimizer (with fused optimizer only)", alone),
@@ -72,19 +72,15 @@ def switches(cfg: Config, mesh: Mesh) -> list[Switch]:
     ]
 
 
-def _precision(cfg: StepConfig, mesh: Mesh) -> str:
-    return cfg.precision if cfg.precision.startswith("bf16") else "bf16" if fast_bf16(mesh.device) else "fp32"
-
-
-def _compile(cfg: StepConfig) -> str:
-    return "whole" if cfg.compile == "none" else cfg.compile
+def _asked(cfg: StepConfig, mesh: Mesh) -> dict[str, str]:
+    """Precision and compilation when they are on: as the settings have it, else the best there is."""
+    narrow = cfg.precision if cfg.precision.startswith("bf16") else "bf16" if fast_bf16(mesh.device) else "fp32"
+    return {"precision": narrow, "compile": "whole" if cfg.compile == "none" else cfg.compile}
 
 
 def _cannot_compile(kind: str) -> str | None:
-    if kind == "cuda":
-        return None if find_spec("triton") else "Triton is not installed, which torch.compile needs on a GPU"
-    compilers = (os.environ.get("CXX", "g++"), "clang++")
-    return None if any(map(shutil.which, compilers)) else "there is no C++ compiler, which torch.compile needs on a CPU"
+    found = find_spec("triton") if kind == "cuda" else shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
+    return None if found else f"there is no {'Triton' if kind == 'cuda' else 'C++ compiler'}, which torch.compile needs here"
 
 
 def _cannot_share(cfg: Config, mesh: Mesh) -> str | None:
@@ -121,10 +117,10 @@ class _Trial:
         random = torch.Generator().manual_seed(self.mesh.rank)
         counts = torch.randint(0, 100, (count, *[cfg.size] * 3, cfg.channels), dtype=torch.int16, generator=random)
         target = 2 * torch.rand(count, len(cfg.parameters), generator=random) - 1
-        batch = Batch(counts.to(self.mesh.device), target.to(self.mesh.device))
-        values: Any = self.step(batch, 0.0)  # all of the step, at a rate that changes no weight
-        found = {name: p.grad for name, p in self.step.model.named_parameters() if p.grad is not None}
-        for bucket in self.step.sums.buckets:
+        device, step = self.mesh.device, self.step
+        values: Any = step._gradients(Batch(counts.to(device), target.to(device)))  # an update may scale them where they lie
+        found = {name: p.grad for name, p in step.model.named_parameters() if p.grad is not None}
+        for bucket in step.sums.buckets:
             if hasattr(bucket, "own"):  # of the sum each process has its share
                 gather_shares(bucket.flat, bucket.own, self.mesh["replicate"]).wait()
             found |= {part.name: part.whole(bucket.flat) for part in bucket.parts}
@@ -136,6 +132,10 @@ class _Trial:
     def run(self, steps: int) -> None:
         if self.training is None:
             self.training = self._batches("train", steps)
+            # Compiled before an evaluation runs beside it: tracing holds Python's lock and waits for that of the autocast cache,
+            # which the end of an autocast in another thread holds while it waits for Python's (torch 2.13).
+            for batch in self.training.epoch(0):
+                self.step(batch)
         with closing(self.training.epoch(self.runs)) as batches:
             for number, batch in enumerate(batches):
                 if number == steps // 2:
@@ -147,12 +147,11 @@ class _Trial:
 
     def _batches(self, split: str, count: int) -> Any:
         cfg, mesh, batch = self.cfg, self.mesh, self.samples
-        words: dict[str, Any] = {"shuffle": False, "last": "keep"}
         if self.by_torch:
             return self.held.enter_context(closing(_ByDataLoader(cfg, mesh, split, count)))
         source = Universes(_rows(cfg, split, mesh), None)
-        if split == "train":
-            words = {"sampler": Endless(len(source), count * batch), "accumulate": cfg.step.accumulate}
+        endless = {"sampler": Endless(len(source), count * batch), "accumulate": cfg.step.accumulate}
+        words: Any = endless if split == "train" else {"shuffle": False, "last": "keep"}
         return self.held.enter_context(_loader(source, batch, cfg, mesh, name=split, **words))
 
 
@@ -161,19 +160,19 @@ def _step(cfg: Config, mesh: Mesh, on: frozenset[str]) -> Step:
     model: Any = parallelize(CosmoFlow(cfg.model), mesh)
     if "kernels" not in on:
         for block in model.conv_seq:
-            block.__class__, block.conv.__class__ = _PlainBlock, nn.Conv3d
+            block.__class__, block.conv.__class__ = _Usual, nn.Conv3d
     if "channels-last" not in on:
         model.to(memory_format=torch.contiguous_format).conv_seq.__class__ = _Contiguous
     fused = "fused optimizer" in on or cfg.step.optimizer not in _TORCH
     shard = "optimizer" if fused and "sharded optimizer" in on else "none"
-    changes = {"shard": shard, "shard_within": None, "compile_cache": None}
-    changes["precision"] = _precision(cfg.step, mesh) if "precision" in on else "fp32"
-    changes["compile"] = _compile(cfg.step) if "compile" in on else "none"
+    changes = {"shard": shard, "shard_within": None, "compile_cache": None, "precision": "fp32", "compile": "none"}
+    changes |= {name: value for name, value in _asked(cfg.step, mesh).items() if name in on}
+    torch._dynamo.config.recompile_limit = 64  # of the versions of one forward, over all arrangements
     changes["capture"] = "none" if "capture" not in on else "whole" if fused else "forward"
     return (Step if fused else _ByTorch)(model, loss, cfg.step.model_copy(update=changes), mesh)
 
 
-class _PlainBlock(Block):
+class _Usual(Block):
     def forward(self, x: Tensor) -> Tensor:
         return F.max_pool3d(F.leaky_relu(self.conv(x), _SLOPE), 2)
 
@@ -211,15 +210,13 @@ class _ByTorch(Step):
                 averages[name].lerp_(parameter, 1 - self.cfg.average)
 
 
-@cache
-def _home() -> Any:
-    return tempfile.TemporaryDirectory(prefix="hpcai-ablation-")
+_HOME = tempfile.TemporaryDirectory(prefix="hpcai-ablation-")  # deleted when the process ends
 
 
 @cache
 def _universes(cfg: CosmoFlowConfig, batch: int) -> Path:
-    """A folder with some batches of random counts for each split, in the layout of data_prep; it goes when the process ends."""
-    folder = Path(tempfile.mkdtemp(dir=_home().name))
+    """A folder with some batches of random counts for each split, in the layout of data_prep."""
+    folder = Path(tempfile.mkdtemp(dir=_HOME.name))
     random, rows = np.random.default_rng(0), _EVALUATED * batch
     row = random.integers(0, 100, (*[cfg.size] * 3, cfg.channels), np.int16)
     for split in ("train", "validation"):
@@ -236,16 +233,14 @@ class _Plain(Dataset):
     """Universes as anybody reads them."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.file = path, None
+        self.path, self.file = path, cast(Any, None)
 
     def __getitem__(self, index: int) -> Any:
-        self.file: Any = self.file or h5py.File(self.path, "r")  # by each worker
+        self.file = self.file or h5py.File(self.path, "r")  # by each worker
         return self.file["counts"][index], self.file["target"][index]
 
 
 class _ByDataLoader:
-    """``count`` batches an epoch."""
-
     def __init__(self, cfg: Config, mesh: Mesh, split: str, count: int) -> None:
         copies, self.device = mesh["replicate"], mesh.device
         batch, rows = cfg.data.batch // copies.size, _EVALUATED * cfg.data.batch
@@ -253,7 +248,7 @@ class _ByDataLoader:
         order = RandomSampler(range(rows), replacement=True, num_samples=count * batch) if split == "train" else mine
         words = {"persistent_workers": True, "pin_memory": self.device.type == "cuda"}
         data = _Plain(cfg.data.directory / split / "universes.h5")
-        self.loader: Any = DataLoader(data, batch, sampler=order, num_workers=cfg.data.workers, **words)  # type: ignore[arg-type]
+        self.loader: Any = DataLoader(data, batch, sampler=order, num_workers=cfg.data.workers, **words)
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
         for part in self.loader:

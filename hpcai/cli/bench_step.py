@@ -327,7 +327,9 @@ def _acknowledged() -> int:
 
 def _on_ranks(world: int, function: Callable[..., Any], args: tuple[Any, ...], sizes: dict[str, int] | None = None) -> list[Any]:
     """``function(mesh, *args)`` on so many processes of this machine, on the CPU."""
-    context = multiprocessing.get_context("spawn")
+    import torch
+
+    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")  # CUDA does not outlive a fork
     with tempfile.TemporaryDirectory() as folder:
         answers = context.Queue()
         common = (world, sizes or {}, folder, answers, function, args)

@@ -259,3 +259,36 @@ def test_readings_of_a_gpu_are_in_the_reports_with_what_a_joule_bought(tmp_path:
     assert all(row["gpu_samples_per_joule"] == pytest.approx(each) for row in rows)
     assert "gpu_power_w" not in result.reports[0].values and "gpu_power_w" not in log.metrics(rows[0])
     assert report([str(tmp_path)]) in (0, None) and "Power" in (tmp_path / "report.html").read_text()
+
+
+def slow_metric(model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
+    import time
+
+    time.sleep(0.05)
+    return metric(model, batch)
+
+
+def test_a_target_reached_beside_the_training_ends_the_run_in_the_name_of_the_step_that_was_scored(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    cfg = TrainConfig(epochs=2000, report_every=1, evaluate="background", metric="error", target=1e9)
+    result = train.fit(new_step(), batches(), cfg, validation=batches(), evaluate=slow_metric, run=run)
+    run.reports.close()
+    stop = [event for event in events(tmp_path) if event["kind"] == "stop"][0]
+    assert result.reason == stop["reason"] == "target" and stop["target_reached"]
+    assert stop["step"] == result.evaluations[0].step == 3 < result.progress.step < 6000
+    notes = [event["text"] for event in events(tmp_path) if event["kind"] == "note"]
+    assert any("by the weights of step 3" in text for text in notes)
+
+
+def test_an_evaluation_under_way_is_told_before_a_signal_ends_the_run(tmp_path: Path) -> None:
+    import os
+    import signal
+
+    def stops(model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return slow_metric(model, batch)
+
+    run = new_run(tmp_path)
+    cfg = TrainConfig(epochs=2000, report_every=5000, evaluate="background")
+    result = train.fit(new_step(), batches(), cfg, validation=batches(), evaluate=stops, run=run)
+    assert result.reason == "signal" and [r.step for r in result.evaluations][:1] == [3]

@@ -103,3 +103,13 @@ def test_a_skipped_update_leaves_no_trace(kind: str) -> None:
 def test_a_pattern_that_matches_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"step.decay_names: 'dense9.\*' matches no parameter; the model has 0.weight, 0.bias"):
         new(network(), StepConfig(weight_decay=0.1, decay_names=("0.weight", "dense9.*")))
+
+
+@pytest.mark.parametrize("kind", ["lamb", "lars"])
+def test_rates_are_adapted_only_for_the_parameters_that_decay_names_names(kind: str) -> None:
+    """LAMB without adaptation is AdamW without decay; LARS without it is SGD."""
+    cfg = StepConfig(optimizer=kind, lr=0.1, decay_names=("0.weight",))
+    plain = StepConfig(optimizer="adamw" if kind == "lamb" else "sgd", lr=0.1)
+    found, expected = run(cfg), run(plain)
+    for (name, p), q in zip(found.named_parameters(), expected.parameters()):
+        assert torch.allclose(p, q, rtol=1e-9) == (name != "0.weight"), name
