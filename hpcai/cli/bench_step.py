@@ -296,7 +296,7 @@ def _share_of_update(mesh: Any, shard: str, millions: float, repeats: int) -> tu
         step.optimizer.step(None, skip)
         spent.append(time.thread_time() - began)
     torch_dist.barrier()
-    before = _acknowledged()
+    before = bytes_sent()
     for _ in range(3):
         step.sums.zero()
         step.sums.finish()
@@ -304,10 +304,10 @@ def _share_of_update(mesh: Any, shard: str, millions: float, repeats: int) -> tu
         step.sums.settle()
     torch_dist.barrier()
     size = sum(p.nbytes for p in step.model.parameters())
-    return statistics.median(spent[2:]), (_acknowledged() - before) / 3 / size
+    return statistics.median(spent[2:]), (bytes_sent() - before) / 3 / size
 
 
-def _acknowledged() -> int:
+def bytes_sent() -> int:
     """Bytes that this process's TCP sockets have sent and had acknowledged."""
     import socket
     import struct

@@ -1,9 +1,6 @@
 """The optimizer, or the weights too, divided among the copies of a model: the same training as with none divided, the same
 checkpoints, 1/G of the state, 2 (G-1)/G of the parameters on the wire."""
 
-import os
-import socket
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +10,7 @@ import torch
 import torch.distributed as torch_dist
 from torch import nn
 
+from hpcai.cli.bench_step import bytes_sent
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import MeshError
 from hpcai.parallel.replicate import sum_over
@@ -206,26 +204,12 @@ def sent(mesh: Mesh, shard: str, steps: int) -> tuple[int, int]:
     step(part)
     step.sums.settle()
     torch_dist.barrier()
-    before = _acknowledged()
+    before = bytes_sent()
     for _ in range(steps):
         step(part)
     step.sums.settle()
     torch_dist.barrier()
-    return _acknowledged() - before, sum(p.nbytes for p in big.parameters())
-
-
-def _acknowledged() -> int:
-    count = 0
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                with socket.socket(fileno=os.dup(int(name))) as each:
-                    if each.family in (socket.AF_INET, socket.AF_INET6) and each.type == socket.SOCK_STREAM:
-                        info = each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-                        count += struct.unpack_from("Q", info, 120)[0]  # tcpi_bytes_acked
-        except OSError:
-            continue
-    return count
+    return bytes_sent() - before, sum(p.nbytes for p in big.parameters())
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -273,7 +273,7 @@ def test_a_target_reached_beside_the_training_ends_the_run_in_the_name_of_the_st
     cfg = TrainConfig(epochs=2000, report_every=1, evaluate="background", metric="error", target=1e9)
     result = train.fit(new_step(), batches(), cfg, validation=batches(), evaluate=slow_metric, run=run)
     run.reports.close()
-    stop = [event for event in events(tmp_path) if event["kind"] == "stop"][0]
+    stop = next(event for event in events(tmp_path) if event["kind"] == "stop")
     assert result.reason == stop["reason"] == "target" and stop["target_reached"]
     assert stop["step"] == result.evaluations[0].step == 3 < result.progress.step < 6000
     notes = [event["text"] for event in events(tmp_path) if event["kind"] == "note"]
