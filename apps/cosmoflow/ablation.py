@@ -34,7 +34,6 @@ from hpcai.models.cosmoflow.model import _SLOPE, Block
 from hpcai.settings import StepConfig
 from hpcai.train.ablation import Switch
 from hpcai.train.choices import fast_bf16
-from hpcai.train.measure import Value
 from hpcai.train.optim import decayed
 from hpcai.train.scoring import scoring
 from hpcai.train.step import Step
@@ -107,10 +106,9 @@ class _Trial:
         self.collector = Collector(cfg.train.collect_every if "garbage collection" in on else None)
         self.step = _step(cfg, mesh, on)
         self.step.model.train()
-        how: Any = "background" if "async evaluation" in on else "wait"
-        self.scores: Any = scoring(self.step, error, self._batches("validation", _EVALUATED), how)
-        self.training: Any = None
-        self.runs = 0
+        validation = self._batches("validation", _EVALUATED)
+        self.scores: Any = scoring(self.step, error, validation, "background" if "async evaluation" in on else "wait")
+        self.training, self.runs = cast(Any, None), 0
 
     def numerics(self) -> tuple[float, Tensor]:
         cfg, count = self.cfg.model, self.samples // self.mesh["replicate"].size
@@ -194,20 +192,19 @@ class _ByTorch(Step):
         groups = [{"params": [p], "weight_decay": cfg.weight_decay * (name in decays)} for name, p in model.named_parameters()]
         self.by_torch = _TORCH[cfg.optimizer](groups, lr=cfg.lr, foreach=False, fused=False, **words)
 
-    def __call__(self, batch: Any, lr: float | None = None) -> dict[str, Value]:
+    def __call__(self, batch: Any, lr: float | None = None) -> dict[str, Any]:
         for group in self.by_torch.param_groups:
             group["lr"] = self.cfg.lr if lr is None else lr
         return super().__call__(batch, lr)
 
     @torch.no_grad()
-    def _update(self, values: dict[str, Value]) -> None:
+    def _update(self, values: Any) -> None:
         if self.cfg.clip is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.cfg.clip)
         self.by_torch.step()
-        averages: Any = self.optimizer.averages()
-        for name, parameter in self.model.named_parameters():
-            if self.cfg.average is not None:
-                averages[name].lerp_(parameter, 1 - self.cfg.average)
+        averages: Any = self.optimizer.averages()  # none without step.average
+        for name, parameter in self.model.named_parameters() if averages else ():
+            averages[name].lerp_(parameter, 1 - (self.cfg.average or 0))
 
 
 _HOME = tempfile.TemporaryDirectory(prefix="hpcai-ablation-")  # deleted when the process ends
@@ -230,8 +227,6 @@ def _universes(cfg: CosmoFlowConfig, batch: int) -> Path:
 
 
 class _Plain(Dataset):
-    """Universes as anybody reads them."""
-
     def __init__(self, path: Path) -> None:
         self.path, self.file = path, cast(Any, None)
 

@@ -11,6 +11,7 @@ COMMANDS = {
     "report": "RUN [--open]   draw a run's directory as one page, RUN/report.html, and its plots",
     "data": "check | stage   look a data set over, or copy it to node-local disks",
     "bench": "NAME ...        measure one part on this machine",
+    "ablate": "APP ...         measure what each optimisation brings an app on this machine",
     "doctor": "[--packages]   show what this installation finds: torch, GPUs, MPI, HDF5, launcher",
 }
 

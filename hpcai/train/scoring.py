@@ -240,6 +240,9 @@ def _later(function: Callable[[], Any], after: Future[Any] | None) -> Future[Any
     future: Future[Any] = Future()
 
     def run() -> None:
+        # Where autocast ends for good it clears a cache, under a lock that the other thread may hold while it waits for this one's
+        # interpreter lock (torch 2.13, tracing for torch.compile): so it never ends for good here.
+        torch.autocast_increment_nesting()
         try:
             if after is not None:
                 after.exception()

@@ -215,3 +215,14 @@ def hooks(mesh: Mesh) -> tuple[int, int, bool]:
 
 def test_the_model_that_is_scored_beside_waits_for_no_weights_of_the_one_that_trains() -> None:
     assert on_ranks({"replicate": 2}, hooks)[0] == (3, 0, True)
+
+
+def test_the_thread_beside_the_training_never_clears_the_cache_of_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which would take a lock that the training may hold while it waits for the interpreter."""
+    import threading
+
+    threads: list[str] = []
+    clear = torch.clear_autocast_cache
+    monkeypatch.setattr(torch, "clear_autocast_cache", lambda: (threads.append(threading.current_thread().name), clear())[1])
+    run(Mesh({}), "background", precision="bf16")
+    assert "MainThread" in threads and "evaluation" not in threads

@@ -1,0 +1,330 @@
+"""`hpcai ablate APP`: what each optimisation brings an app on this machine.
+
+Its switches are put on one after another, and then each is left out alone. Every repeat goes over all arrangements, each time from
+another one on, so that a busy machine slows all alike; one run of each is not counted. Factors are medians of the ratios within a
+repeat, against plain and against all, with 95 % intervals (bootstrap). Differences of loss and gradient (L2) are relative to plain,
+at the same weights and batch. Arrangements stay in memory where they leave half of it free; else each is built anew in each repeat.
+"""
+
+import argparse
+import gc
+import json
+import math
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from pkgutil import iter_modules
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
+import hpcai
+from hpcai import config, dist
+from hpcai.data.readers import available_memory
+from hpcai.dist.collect import gather_objects
+from hpcai.errors import ConfigError
+from hpcai.train.ablation import Switch, Trial
+
+On = frozenset[str]
+BLUE, ORANGE, GREY, INK = "#0072B2", "#D55E00", "#c9ced6", "#1c2430"  # told apart by the colour-blind, and by lightness in print
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="hpcai ablate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("app", metavar="APP", help="a folder of apps/ with a file ablation.py")
+    parser.add_argument("words", nargs="*", metavar="CONFIG.yaml|key=value", help="settings of the app")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--steps", type=int, help="steps of a run, with an evaluation among them (4; on a GPU 8)")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these switches; the others stay off")
+    parser.add_argument("--json", action="store_true", help="print JSON alone")
+    parser.add_argument("--directory", type=Path, metavar="OUT", help="folder for ablation.json and ablation.png")
+    words = parser.parse_intermixed_args(argv)
+    if words.repeats < 1 or words.steps == 0:
+        parser.error("--repeats and --steps are at least 1")
+    app = find(words.app)
+    files = [word for word in words.words if word.endswith((".yaml", ".yml"))][:1]
+    cfg = config.load(app.CONFIG, files[0] if files else None, [word for word in words.words if word not in files])
+    with dist.start(cfg.mesh) as mesh:
+        if mesh.sizes["evaluate"]:
+            raise ConfigError(f"mesh.evaluate is {mesh.sizes['evaluate']}, but here all processes train; set it to 0")
+        names = chosen(switches := app.switches(cfg, mesh), words.only)
+        on_gpu = mesh.device.type == "cuda"
+        steps = words.steps or (8 if on_gpu else 4)
+        found: dict[str, Any] = {"ablate": words.app, "torch": torch.__version__, "steps": steps, "repeats": words.repeats}
+        found["device"] = torch.cuda.get_device_name() if on_gpu else f"cpu, {torch.backends.cpu.get_cpu_capability()}"
+        found |= {"threads": torch.get_num_threads(), "processes": mesh.world, "load": round(os.getloadavg()[0], 1)}
+        found["switches"] = [{**vars(switch), "on": switch.name in names} for switch in switches]
+        bench = Bench(lambda on: app.trial(cfg, mesh, on), names, mesh, steps)
+        with Console(stderr=True, quiet=not mesh.is_first).status("") as status:
+            bench.go(words.repeats, status.update)
+        found |= {**bench.rows(), "kept": bench.keeps, "load_after": round(os.getloadavg()[0], 1)}
+        found["settings"] = cfg.model_dump(mode="json")
+    if mesh.is_first and words.directory is not None:
+        words.directory.mkdir(parents=True, exist_ok=True)
+        (words.directory / "ablation.json").write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")
+        draw(found, words.directory / "ablation.png")
+    if mesh.is_first:
+        print(json.dumps(found, allow_nan=False)) if words.json else show(found)
+    return 0
+
+
+def find(name: str) -> Any:
+    """The module ``apps.<name>.ablation``. Raises ConfigError, which lists the apps that have one."""
+    if find_spec("apps") is None:  # the command's own path has neither the current folder nor the checkout
+        sys.path += [str(Path.cwd()), str(Path(hpcai.__file__).parents[1])]
+    places = import_module("apps").__path__ if find_spec("apps") else []
+    known = [app.name for app in iter_modules(places) if app.ispkg]
+    offer = [app for app in known if find_spec(f"apps.{app}.ablation")]
+    if name not in offer:
+        what = f"apps/{name} has no file ablation.py" if name in known else f"there is no app {name!r}"
+        raise ConfigError(f"{what}; expected one of {', '.join(offer) or 'those in apps/ of a checkout, which is not here'}")
+    return import_module(f"apps.{name}.ablation")
+
+
+def chosen(switches: Sequence[Switch], only: Sequence[str]) -> list[str]:
+    """Names of the switches that are measured, in their order. Raises ConfigError for one that is not there or cannot be had."""
+    known = {_key(switch.name): switch for switch in switches}
+    for word in only:
+        if _key(word) not in known:
+            raise ConfigError(f"--only: there is no switch {word!r}; expected some of {', '.join(known)}")
+        if reason := known[_key(word)].why_not:
+            raise ConfigError(f"--only: {word!r} cannot be switched on here: {reason}")
+    asked = {_key(word) for word in only} or set(known)
+    return [switch.name for key, switch in known.items() if key in asked and switch.why_not is None]
+
+
+def _key(name: str) -> str:
+    return name.lower().replace(" ", "-").replace("_", "-")
+
+
+def orders(count: int, repeats: int) -> list[list[int]]:
+    """Of each repeat, the order of ``count`` arrangements: rotated so that the repeats begin evenly spread over them."""
+    firsts = [repeat * count // repeats for repeat in range(repeats)]
+    return [[*range(first, count), *range(first)] for first in firsts]
+
+
+def interval(ratios: Sequence[float], draws: int = 2000) -> dict[str, float]:
+    """Median and its 95 % interval by the percentile bootstrap (Efron 1979): the same for the same ratios."""
+    values = np.asarray(ratios)
+    picks = np.random.default_rng(0).integers(0, len(values), (draws, len(values)))
+    low, high = np.percentile(np.median(values[picks], 1), (2.5, 97.5))
+    return {"median": float(np.median(values)), "low": float(low), "high": float(high)}
+
+
+@dataclass
+class Measured:
+    """One arrangement of switches: wall and CPU seconds of a step in each repeat, and how far its numbers are from plain."""
+
+    on: On
+    times: list[tuple[float, float]] = field(default_factory=list)
+    samples: int = 0
+    differences: dict[str, float | None] = field(default_factory=dict)
+    peak: int | None = None  # bytes on the GPU
+    error: str | None = None
+    trial: Any = None
+    held: ExitStack = field(default_factory=ExitStack)
+
+
+class Bench:
+    """Measures ``trial(on)`` for plain, for the first one, two, ... of ``names``, and for all but one of them."""
+
+    def __init__(self, trial: Callable[[On], AbstractContextManager[Trial]], names: list[str], mesh: dist.Mesh, steps: int) -> None:
+        self.trial, self.names, self.mesh, self.steps = trial, names, mesh, steps
+        self.added = [frozenset(names[:count]) for count in range(len(names) + 1)]
+        self.left_out = [frozenset(names) - {name} for name in names]
+        self.found = {on: Measured(on) for on in (*self.added, *self.left_out)}
+        self.keeps, self._gpu = True, mesh.device.type == "cuda"
+        self._room, self._reference = self._free(), (math.nan, torch.tensor(math.nan))  # not plain's, should that fail
+
+    def go(self, repeats: int, tell: Callable[[str], None]) -> None:
+        every = list(self.found.values())
+        try:
+            for one in every:
+                tell(f"building, of {len(every)} arrangements: {', '.join(n for n in self.names if n in one.on) or 'plain'}")
+                self._attempt(one, self._first)
+            for repeat, order in enumerate(orders(len(every), repeats)):
+                tell(f"repeat {repeat + 1} of {repeats}")
+                gc.collect()
+                for number in order:
+                    self._attempt(every[number], self._again)
+        finally:
+            self._close(*every)
+
+    def _attempt(self, one: Measured, act: Callable[[Measured], None]) -> None:
+        try:
+            if one.error is None:
+                act(one)
+        except Exception as error:  # whatever an app's trial may raise: the others are measured all the same,
+            if self.mesh.world > 1:  # unless other processes are in the middle of it
+                raise
+            one.error = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+        if one.error is not None or not self.keeps:
+            self._close(one)
+
+    def _close(self, *those: Measured) -> None:
+        for one in those:
+            one.trial = None
+            with suppress(Exception):
+                one.held.close()
+        if self._gpu:
+            gc.collect()
+
+    def _first(self, one: Measured) -> None:
+        if self._gpu:
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        one.trial = one.held.enter_context(self.trial(one.on))
+        one.samples = one.trial.samples
+        loss, gradient = one.trial.numerics()
+        if not one.on:
+            self._reference = loss, gradient
+        plain, flat = self._reference
+        far = {"loss": abs(loss - plain) / (abs(plain) or 1.0), "gradient": float((gradient - flat).norm() / flat.norm())}
+        one.differences = {of: value if math.isfinite(value) else None for of, value in far.items()}
+        self._timed(one)
+        if self._gpu:  # now, because a captured step allocates nothing later
+            one.peak = torch.cuda.max_memory_allocated() - before
+        if any(gather_objects(self._free() < self._room / 2, self.mesh.everyone)):
+            self.keeps = False
+            self._close(*self.found.values())
+
+    def _again(self, one: Measured) -> None:
+        if one.trial is None:
+            one.trial = one.held.enter_context(self.trial(one.on))
+            self._timed(one)
+        one.times.append(self._timed(one))
+
+    def _timed(self, one: Measured) -> tuple[float, float]:
+        with one.trial.around():
+            self._wait()
+            cpu, wall = _cpu_seconds(), time.perf_counter()
+            one.trial.run(self.steps)
+            self._wait()
+            spent = (time.perf_counter() - wall) / self.steps, (_cpu_seconds() - cpu) / self.steps
+        every = gather_objects(spent, self.mesh.everyone)
+        return max(wall for wall, _ in every), sum(cpu for _, cpu in every)
+
+    def _wait(self) -> None:
+        if self._gpu:
+            torch.cuda.synchronize()
+        gather_objects(None, self.mesh.everyone)
+
+    def _free(self) -> int:
+        """Bytes that nobody uses where the models are."""
+        if not self._gpu:
+            return available_memory()
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info()[0]
+
+    def rows(self) -> dict[str, list[dict[str, Any]]]:
+        """``cumulative``, from plain to all, and ``left_out``."""
+        added = [self._row(name, on, self.added[0]) for name, on in zip(["plain", *self.names], self.added)]
+        return {"cumulative": added, "left_out": [self._row(n, on, self.added[-1]) for n, on in zip(self.names, self.left_out)]}
+
+    def _row(self, name: str, on: On, against: On) -> dict[str, Any]:
+        """The factor is how many times faster than plain, or how many times slower than all."""
+        one, base = self.found[on], self.found[against]
+        row: dict[str, Any] = {"name": name, "on": [n for n in self.names if n in on], "error": one.error}
+        if one.error is not None:
+            return row
+        for i, kind in enumerate(("", "cpu_")):
+            own, others = [times[i] for times in one.times], [times[i] for times in base.times]
+            ratios = [b / a if against == self.added[0] else a / b for a, b in zip(own, others) if a and b]
+            row |= {f"{kind}seconds": float(np.median(own)), f"{kind}each": [round(value, 6) for value in own]}
+            row[f"{kind}factor"] = interval(ratios) if ratios and base.error is None else None
+        row |= {"samples_per_second": one.samples / row["seconds"], "peak_bytes": one.peak}
+        return row | {f"{of}_difference": one.differences.get(of) for of in ("loss", "gradient")}
+
+
+def _cpu_seconds() -> float:
+    """Of this process, of those it started (a DataLoader's workers) and of those that have ended."""
+    ended, ticks = os.times(), os.sysconf("SC_CLK_TCK")
+    spent = time.process_time() + ended.children_user + ended.children_system
+    for child in multiprocessing.active_children():
+        with suppress(OSError):
+            words = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
+            spent += (int(words[11]) + int(words[12])) / ticks
+    return spent
+
+
+def show(found: dict[str, Any]) -> None:
+    console = Console()
+    console.width = max(console.width, 132)
+    where = "{ablate} on {device}, torch {torch}, {threads} threads, {processes} processes, load {load} to {load_after}; "
+    console.print(where.format(**found) + "{repeats} repeats of {steps} steps".format(**found))
+    for switch in found["switches"]:
+        reason = f"; NOT HERE: {switch['why_not']}" if switch["why_not"] else "" if switch["on"] else "; not asked for"
+        console.print(f"  {switch['name']}: {switch['what']}{reason}", soft_wrap=True, markup=False)
+    on_gpu = any(row.get("peak_bytes") is not None for row in found["cumulative"])
+    table = Table(caption="+ added to those above, times faster than plain; - left out alone, times slower than all")
+    for name in ("", "s a step", "times", *(["peak MB"] if on_gpu else ["CPU s", "times, CPU"]), "samples/s", "loss", "gradient"):
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    for sign, kind in (("+", "cumulative"), ("-", "left_out")):
+        for row in found[kind]:
+            name = row["name"] if row["name"] == "plain" else f"{sign} {row['name']}"
+            if row["error"]:
+                table.add_row(name, "failed")
+                console.print(f"{name} failed: {row['error']}", soft_wrap=True, markup=False)
+                continue
+            cells = [f"{row['peak_bytes'] / 1e6:,.0f}"] if on_gpu else [f"{row['cpu_seconds']:.4g}", _factor(row["cpu_factor"])]
+            far = ["" if (value := row[f"{of}_difference"]) is None else f"{value:.0e}" for of in ("loss", "gradient")]
+            table.add_row(name, f"{row['seconds']:.4g}", _factor(row["factor"]), *cells, f"{row['samples_per_second']:.4g}", *far)
+        table.add_section()
+    console.print(table)
+
+
+def _factor(factor: dict[str, float] | None) -> str:
+    return "" if factor is None else "{median:.2f} ({low:.2f} to {high:.2f})".format(**factor)
+
+
+def draw(found: dict[str, Any], path: Path) -> None:
+    """The waterfall: time of a step from plain to all, and beside it how much slower all is without each switch."""
+    figure = Figure(figsize=(9.6, 1.5 + 0.42 * len(found["cumulative"])), layout="constrained")
+    left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
+    figure.suptitle(f"{found['ablate']} on {found['device']}, torch {found['torch']}", x=0.01, ha="left", fontsize=11)
+
+    def bar(axes: Any, y: int, begin: float, end: float, color: str) -> None:
+        marks = {"hatch": "///", "edgecolor": "white"} if color == ORANGE else {}
+        axes.barh(y, end - begin, left=begin, height=0.62, color=color, linewidth=0, **marks)
+
+    before = 0.0
+    for y, row in enumerate(found["cumulative"]):
+        if row["error"]:
+            left.text(0, y, "  failed", va="center", fontsize=9, color=ORANGE)
+            continue
+        now = 1000 * row["seconds"]
+        before = before or now
+        bar(left, y, 0, min(now, before), BLUE)
+        bar(left, y, min(now, before), max(now, before), GREY if now <= before else ORANGE)  # what this one takes away, or adds
+        factor = f"  {row['factor']['median']:.2f}×" if y and row["factor"] else ""
+        left.text(max(now, before), y, f"  {now:.4g} ms{factor}", va="center", fontsize=9)
+        before = now
+    for y, row in enumerate(found["left_out"], 1):
+        if row["error"] or not row["factor"]:
+            right.text(1, y, "  failed", va="center", fontsize=9, color=ORANGE)
+            continue
+        at, low, high = (row["factor"][key] for key in ("median", "low", "high"))
+        bar(right, y, 1, at, BLUE if at >= 1 else ORANGE)
+        right.plot((low, high), (y, y), color=INK, linewidth=1.2, marker="|")
+        right.text(max(high, 1), y, f"  {at:.2f}×", va="center", fontsize=9)
+    left.set_yticks(range(len(found["cumulative"])), ["plain", *(f"+ {row['name']}" for row in found["left_out"])])
+    left.invert_yaxis()
+    left.set_xlabel("ms a step, and times faster than plain")
+    right.set_xlabel("times slower without it alone")
+    right.axvline(1, color=INK, linewidth=0.8)
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(axis="y", length=0)
+        axes.margins(x=0.22)
+    figure.savefig(path, dpi=160, metadata={"Software": None})

@@ -1,0 +1,198 @@
+"""`hpcai ablate` with an app whose trials only wait: statistics, order, table, JSON, picture and refusals."""
+
+import json
+import multiprocessing
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+import apps
+from hpcai.cli import ablate
+from hpcai.errors import ConfigError
+
+APP = """
+import time
+from contextlib import contextmanager, nullcontext
+import torch
+from hpcai.config import Settings
+from hpcai.settings import MeshConfig
+from hpcai.train.ablation import Switch
+seen, ALIVE, counts = [], [], []
+class CONFIG(Settings):
+    mesh: MeshConfig = MeshConfig()
+    wrong: str = ""
+    "switch that fails"
+    late: bool = False
+    "it fails after its first run"
+def switches(cfg, mesh):
+    return [Switch("half", "takes half the time"), Switch("warp drive", "faster than light", "there is no dilithium"),
+            Switch("rounded", "computes roughly"), Switch("brake", "takes longer")]
+class Trial:
+    samples = 6
+    def __init__(self, cfg, on):
+        self.cfg, self.on, self.runs = cfg, on, 0
+        if cfg.wrong in on and not cfg.late:
+            raise RuntimeError("no room [for it]\\nsecond line")
+    def numerics(self):
+        assert not self.runs, "before any step"
+        far = "rounded" in self.on
+        return 2.0 + 0.02 * far, torch.tensor([3.0, 4.0 + 0.5 * far])
+    def around(self):
+        time.sleep(0.01)
+        return nullcontext()
+    def run(self, steps):
+        self.runs += 1
+        if self.cfg.wrong in self.on and self.runs > 1:
+            raise ValueError("later")
+        seen.append(self.on)
+        time.sleep(steps * (0.004 if "half" in self.on else 0.008) + steps * 0.002 * ("brake" in self.on))
+@contextmanager
+def trial(cfg, mesh, on):
+    made = Trial(cfg, on)
+    ALIVE.append(on)
+    counts.append(len(ALIVE))
+    try:
+        yield made
+    finally:
+        ALIVE.remove(on)
+"""
+PLAIN, ALL = frozenset[str](), frozenset({"half", "rounded", "brake"})
+SETS = [PLAIN, {"half"}, {"half", "rounded"}, ALL, ALL - {"half"}, ALL - {"rounded"}]  # all but brake is there already
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    for name, text in (("fake", APP), ("bare", None)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+        if text:
+            (tmp_path / name / "ablation.py").write_text(text)
+    monkeypatch.setattr(apps, "__path__", [*apps.__path__, str(tmp_path)])
+    yield ablate.find("fake")
+    for name in [name for name in sys.modules if name.startswith(("apps.fake", "apps.bare"))]:
+        del sys.modules[name]
+
+
+def result(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert ablate.main(["fake", "--json", *words]) == 0
+    return json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+
+
+def test_an_interval_covers_the_true_ratio_and_is_always_the_same() -> None:
+    rng = np.random.default_rng(7)
+    rows = [1.5 * np.exp(0.1 * rng.standard_normal(15)) for _ in range(300)]
+    found = [ablate.interval(row) for row in rows]
+    assert 0.9 <= np.mean([f["low"] <= 1.5 <= f["high"] for f in found]) < 1, "about 95 % of them"
+    assert all(f["low"] < f["median"] < f["high"] for f in found) and found[0]["median"] == np.median(rows[0])
+    assert ablate.interval(rows[0]) == found[0]
+    assert ablate.interval([2.0]) == {"median": 2.0, "low": 2.0, "high": 2.0}
+
+
+def test_each_repeat_goes_over_all_from_another_one_on() -> None:
+    assert ablate.orders(4, 2) == [[0, 1, 2, 3], [2, 3, 0, 1]]
+    orders = ablate.orders(7, 5)
+    assert all(sorted(order) == list(range(7)) for order in orders)
+    assert [order[0] for order in orders] == [0, 1, 2, 4, 5]
+
+
+def test_arrangements_are_interleaved_warmed_up_and_released(fake: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    found = result(capsys, "--repeats", "2", "--steps", "1")
+    expected = [SETS[i] for i in (*range(6), *range(6), 3, 4, 5, 0, 1, 2)]
+    assert fake.seen == expected and fake.ALIVE == [] and found["kept"]
+    assert all(len(row["each"]) == 2 for row in found["cumulative"] + found["left_out"]), "the first run is not counted"
+
+
+def test_what_does_not_fit_together_is_built_anew_in_every_repeat(
+    fake: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ablate.Bench, "_free", lambda self: 100 - 20 * len(fake.ALIVE))
+    found = result(capsys, "--repeats", "1", "--steps", "1")
+    assert fake.counts == [1, 2, 3] + [1] * 9 and not found["kept"] and fake.ALIVE == []
+    assert fake.seen == [*SETS, *(one for one in SETS for _ in range(2))], "each with a run that is not counted"
+
+
+def test_the_rows_say_what_each_switch_brings(fake: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    found = result(capsys, "--repeats", "5", "--steps", "3")
+    rows = {row["name"]: row for row in found["cumulative"]}
+    assert list(rows) == ["plain", "half", "rounded", "brake"] and rows["rounded"]["on"] == ["half", "rounded"]
+    assert 0.008 < rows["plain"]["seconds"] < 0.012, "around() is not counted"
+    assert rows["plain"]["samples_per_second"] == pytest.approx(6 / rows["plain"]["seconds"])
+    assert 1.6 < rows["half"]["factor"]["median"] < 2.2 and 1.1 < rows["brake"]["factor"]["median"] < 1.5, "against plain"
+    assert rows["half"]["cpu_seconds"] < rows["half"]["seconds"]
+    assert rows["half"]["loss_difference"] == rows["half"]["gradient_difference"] == 0
+    assert rows["brake"]["loss_difference"] == pytest.approx(0.01) and rows["brake"]["gradient_difference"] == pytest.approx(0.1)
+    alone = {row["name"]: row for row in found["left_out"]}
+    assert list(alone) == ["half", "rounded", "brake"] and alone["half"]["on"] == ["rounded", "brake"]
+    assert 1.4 < alone["half"]["factor"]["median"] < 1.9 and alone["brake"]["factor"]["median"] < 0.85, "against all"
+    assert alone["half"]["each"] != rows["plain"]["each"] and alone["brake"]["each"] == rows["rounded"]["each"]
+
+
+def test_table_file_and_picture(fake: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "new" / "out"
+    assert ablate.main(["fake", "wrong=rounded", "--repeats", "1", "--steps", "1", "--directory", str(out)]) == 0
+    shown = capsys.readouterr().out
+    for text in ("plain", "+ half", "- brake", "warp drive", "there is no dilithium", "RuntimeError: no room [for it]", "failed"):
+        assert text in shown
+    assert "+ warp drive" not in shown and "…" not in shown
+    assert json.loads((out / "ablation.json").read_text())["ablate"] == "fake"
+    image = imread(out / "ablation.png")[..., :3]
+    assert image.shape[1] > 1000
+    for color in ("0072B2", "D55E00", "c9ced6"):  # bars, what is worse or failed, what was saved
+        near = np.abs(image - [int(color[i : i + 2], 16) / 255 for i in (0, 2, 4)]).max(2) < 0.02
+        assert near.sum() > 20, color
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_trial_that_raises_is_a_row(fake: Any, capsys: pytest.CaptureFixture[str], late: bool) -> None:
+    found = result(capsys, "wrong=rounded", f"late={str(late).lower()}", "--repeats", "2", "--steps", "1")
+    reason = "ValueError: later" if late else "RuntimeError: no room [for it]"
+    errors = [row["error"] for row in found["cumulative"]]
+    assert errors == [None, None, reason, reason] and fake.ALIVE == []
+    assert found["cumulative"][1]["factor"] and "factor" not in found["cumulative"][2]
+    alone = {row["name"]: row for row in found["left_out"]}
+    assert alone["half"]["error"] == reason and alone["rounded"]["error"] is None
+    assert alone["rounded"]["factor"] is None, "there is no all to compare with"
+
+
+def test_only_some_switches(fake: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    found = result(capsys, "--repeats", "1", "--steps", "1", "--only", "Brake", "half")
+    assert [row["name"] for row in found["cumulative"]] == ["plain", "half", "brake"], "in their own order"
+    assert [s["name"] for s in found["switches"] if s["on"]] == ["half", "brake"] and len(found["switches"]) == 4
+    with pytest.raises(ConfigError, match="no switch 'quarter'; expected some of half, warp-drive, rounded, brake"):
+        ablate.main(["fake", "--only", "quarter"])
+    with pytest.raises(ConfigError, match="'warp_drive' cannot be switched on here: there is no dilithium"):
+        ablate.main(["fake", "--only", "warp_drive"])
+
+
+def test_apps_without_an_ablation_are_refused_with_those_that_have_one(fake: Any) -> None:
+    with pytest.raises(ConfigError, match=r"there is no app 'cosmo'; expected one of cosmoflow, fake"):
+        ablate.main(["cosmo"])
+    with pytest.raises(ConfigError, match="apps/bare has no file ablation.py; expected one of cosmoflow, fake"):
+        ablate.main(["bare"])
+    with pytest.raises(ConfigError, match="wrnog: no such key"):
+        ablate.main(["fake", "wrnog=half"])
+    with pytest.raises(SystemExit):
+        ablate.main(["fake", "--repeats", "0"])
+
+
+def _burn(ready: Any) -> None:
+    end = time.process_time() + 0.5
+    while time.process_time() < end:
+        pass
+    ready.set()
+    time.sleep(60)
+
+
+def test_cpu_seconds_are_also_those_of_living_children() -> None:
+    ready, before = multiprocessing.Event(), ablate._cpu_seconds()
+    child = multiprocessing.Process(target=_burn, args=(ready,), daemon=True)
+    child.start()
+    assert ready.wait(30)
+    assert 0.4 < ablate._cpu_seconds() - before < 2
+    child.kill()
