@@ -237,7 +237,7 @@ def _loop(size: int, repeats: int) -> dict[str, Any]:
 
     step.sums.zero = timed(step.sums.zero)
     step.forward_backward = timed(bare)
-    step.optimizer.step = timed(step.optimizer.step)  # type: ignore[method-assign]
+    step.optimizer.step = timed(step.optimizer.step)
     steps, rows = 25, []
     for repeat in range(repeats + 1):
         spent[0], began = 0.0, time.process_time()

@@ -20,7 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _alternate(runs: dict[str, Callable[[], object]], repeats: int, warm: int = 2) -> dict[str, float]:
+def _alternate(runs: Mapping[str, Callable[[], object]], repeats: int, warm: int = 2) -> dict[str, float]:
     """Median seconds of each run: of the CPU, or of the wall on a GPU, which is waited for."""
     import torch
 
@@ -130,7 +131,8 @@ def _optimizer(words: Any) -> list[Row]:
         parameter.grad = torch.randn_like(parameter)
     means = [p.detach().clone() for p in plain.parameters()]
     fused = device.type == "cuda"  # on a GPU the fairer yardstick is torch's own fused kernel
-    adam = torch.optim.Adam(plain.parameters(), lr=1e-3, **({"fused": True} if fused else {"foreach": False}))
+    how: Row = {"fused": True} if fused else {"foreach": False}
+    adam = torch.optim.Adam(plain.parameters(), lr=1e-3, **how)
 
     def theirs() -> None:
         adam.step()
@@ -191,7 +193,7 @@ def _precision(words: Any) -> list[Row]:
             model = cosmoflow.CosmoFlow(cosmoflow.CosmoFlowConfig(size=size, dropout=0.0))
             cfg = StepConfig.model_validate({"optimizer": "sgd", "precision": precision, "capture": "auto"})
             step = Step(model, cosmoflow.loss, cfg, mesh)
-            runs[precision] = lambda step=step, counts=counts, target=target: step(cosmoflow.Batch(counts, target))
+            runs[precision] = partial(step, cosmoflow.Batch(counts, target))
             if precision == "auto":
                 chosen = step.cfg.precision
         seconds = _alternate(runs, words.repeats)
@@ -241,7 +243,7 @@ def _capture(words: Any) -> list[Row]:
         torch.manual_seed(0)
         cfg = StepConfig.model_validate({"precision": "bf16-params", "capture": how, "average": 0.999})
         step = Step(small_operations(), lambda model, x: {"loss": model(x).float().square().mean()}, cfg, mesh)
-        runs[how] = lambda step=step: [step(batch) for _ in range(steps)]
+        runs[how] = partial(_several, step, batch, steps)
     seconds = {how: value / steps for how, value in _alternate(runs, words.repeats).items()}
     row: Row = {f"{how}_ms": _ms(value) for how, value in seconds.items()}
     row |= {"forward_over_none": round(seconds["none"] / seconds["forward"], 2)}
@@ -250,6 +252,11 @@ def _capture(words: Any) -> list[Row]:
         runs["whole"]()
         torch.cuda.synchronize()
     return [row | {"host_gaps_percent": round(100 * _gaps(trace), 2)}]
+
+
+def _several(step: Any, batch: Any, count: int) -> None:
+    for _ in range(count):
+        step(batch)
 
 
 def _gaps(trace: Any) -> float:
@@ -329,7 +336,7 @@ def _on_ranks(world: int, function: Callable[..., Any], args: tuple[Any, ...], s
     """``function(mesh, *args)`` on so many processes of this machine, on the CPU."""
     import torch
 
-    context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")  # CUDA does not outlive a fork
+    context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")  # CUDA does not outlive a fork
     with tempfile.TemporaryDirectory() as folder:
         answers = context.Queue()
         common = (world, sizes or {}, folder, answers, function, args)
