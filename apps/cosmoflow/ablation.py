@@ -130,9 +130,7 @@ class _Trial:
     def run(self, steps: int) -> None:
         if self.training is None:
             self.training = self._batches("train", steps)
-            # Compiled before an evaluation runs beside it: tracing holds Python's lock and waits for that of the autocast cache,
-            # which the end of an autocast in another thread holds while it waits for Python's (torch 2.13).
-            for batch in self.training.epoch(0):
+            for batch in self.training.epoch(0):  # compiled and captured before an evaluation runs beside it
                 self.step(batch)
         with closing(self.training.epoch(self.runs)) as batches:
             for number, batch in enumerate(batches):

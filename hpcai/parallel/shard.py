@@ -148,7 +148,8 @@ class FullySharded:
         for module in self._parts:
             fully_shard(module, mesh=devices, mp_policy=policy)
             module.set_gradient_divide_factor(1.0)  # type: ignore[operator]  # sums, as everywhere here,
-            module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]  # and by no operation that NCCL alone has
+            if hasattr(module, "set_force_sum_reduction_for_comms"):  # and by no operation that NCCL alone has
+                module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
         self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._axes = [(self._named[name], a) for name, a in axes.items() if a]
         self.rows = [self._row(name, p, name in decays) for name, p in self._named.items()]
