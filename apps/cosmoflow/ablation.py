@@ -31,6 +31,7 @@ from hpcai.dist.collect import gather_shares
 from hpcai.dist.host import Collector
 from hpcai.models.cosmoflow import Batch, CosmoFlow, CosmoFlowConfig, error, loss, parallelize
 from hpcai.models.cosmoflow.model import _SLOPE, Block
+from hpcai.nn import Conv3d
 from hpcai.settings import StepConfig
 from hpcai.train.ablation import Switch
 from hpcai.train.choices import fast_bf16
@@ -156,7 +157,7 @@ def _step(cfg: Config, mesh: Mesh, on: frozenset[str]) -> Step:
     model: Any = parallelize(CosmoFlow(cfg.model), mesh)
     if "kernels" not in on:
         for block in model.conv_seq:
-            block.__class__, block.conv.__class__ = _Usual, nn.Conv3d
+            block.__class__, block.conv.__class__ = _Usual, _Whole
     if "channels-last" not in on:
         model.to(memory_format=torch.contiguous_format).conv_seq.__class__ = _Contiguous
     fused = "fused optimizer" in on or cfg.step.optimizer not in _TORCH
@@ -171,6 +172,11 @@ def _step(cfg: Config, mesh: Mesh, on: frozenset[str]) -> Step:
 class _Usual(Block):
     def forward(self, x: Tensor) -> Tensor:
         return F.max_pool3d(F.leaky_relu(self.conv(x), _SLOPE), 2)
+
+
+class _Whole(Conv3d):
+    def _would_be_unrolled(self, x: Tensor) -> bool:
+        return False
 
 
 class _Contiguous(nn.Sequential):

@@ -62,3 +62,26 @@ def test_torch_still_unrolls_what_we_think_it_does() -> None:
         pytest.skip("this torch has no oneDNN")
     assert "aten::slow_conv3d_forward" in kernels(64)  # 1*4*64*64 = 16384
     assert "aten::mkldnn_convolution" in kernels(72)  # 1*4*72*72 = 20736
+
+
+def spoil_memory() -> None:
+    """Leave NaN in what torch will allocate next."""
+    kept = [torch.full((2**k,), torch.nan, dtype=dtype) for k in range(6, 22) for dtype in (torch.float32, torch.bfloat16)]
+    del kept
+
+
+@pytest.mark.parametrize("how", ["autocast", "bf16 weights"])
+@pytest.mark.parametrize("depth, kernel", [(2, 3), (1, 3), (4, 5), (3, 5)])
+def test_gradients_of_a_shallow_volume_in_bf16_hold_nothing_that_nobody_wrote(how: str, depth: int, kernel: int) -> None:
+    torch.manual_seed(0)
+    layer = Conv3d(16, 32, kernel, padding=kernel // 2)
+    x = torch.randn(2, 16, depth, 8, 8).to(memory_format=torch.channels_last_3d)
+    expected = torch.autograd.grad(layer(x).square().mean(), layer.parameters())
+    narrow = layer if how == "autocast" else layer.bfloat16()
+    for _ in range(4):
+        with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+            y = narrow(x if how == "autocast" else x.bfloat16())
+        assert y.dtype == torch.bfloat16
+        spoil_memory()
+        for found, right in zip(torch.autograd.grad(y.float().square().mean(), narrow.parameters()), expected):
+            assert (found.float() - right).norm() < 2e-2 * right.norm()
