@@ -71,7 +71,7 @@ def _note(seen: list[bool], module: nn.Module, inputs: tuple[torch.Tensor]) -> N
 def test_plain_is_plain_and_all_is_ours() -> None:
     cfg = config.load(ablation.CONFIG, None, [*SMALL, "data.turn=true"])
     with ablation.trial(cfg, MESH, frozenset()) as plain, ablation.trial(cfg, MESH, frozenset(QUICK)) as ours:
-        what = ((plain, nn.Conv3d, ablation._ByTorch, Here, None), (ours, Conv3d, Step, Background, 1000))
+        what = ((plain, ablation._Whole, ablation._ByTorch, Here, None), (ours, Conv3d, Step, Background, 1000))
         for trial, conv, step, scores, every in what:
             model: Any = trial.step.model
             assert type(trial.step) is step and type(trial.scores) is scores and trial.around().every == every

@@ -390,7 +390,8 @@ def test_every_fast_setting_trains_as_the_plain_one(data: Path, tmp_path: Path, 
     train(tmp_path / "whole")
     assert here(data, tmp_path / "plain", *plain) == 0
     expected, found = losses(tmp_path / "plain"), losses(tmp_path / "whole")
-    assert list(found) == list(expected) and found == pytest.approx(expected, rel=8e-2 if "bf16" in " ".join(case) else 1e-3)
+    narrow = "step.precision" in " ".join(case)  # auto is bf16 on some processors
+    assert list(found) == list(expected) and found == pytest.approx(expected, rel=8e-2 if narrow else 1e-3)
     scores = losses(tmp_path / "whole", "evaluate", "mae")
     assert list(scores) == [3, 6] and scores == pytest.approx(losses(tmp_path / "plain", "evaluate", "mae"), rel=8e-2)
     names = load_file(tmp_path / "plain" / "model.safetensors").keys()
