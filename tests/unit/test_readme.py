@@ -75,3 +75,23 @@ def test_no_document_installs_somebody_elses_package() -> None:
         path = ROOT / name
         if path.suffix in {".md", ".py", ".sh", ".yaml", ".toml", ""} and path.is_file() and path != Path(__file__):
             assert not bare.search(path.read_text(errors="replace")), name
+
+
+def test_every_setting_that_the_documents_name_can_be_set() -> None:
+    from apps.cosmoflow.settings import Config
+    from hpcai import config
+
+    together = {"step.compile_cache=x": "step.compile=whole", "step.shard_within=8": "step.shard=optimizer", "data.shards=2": "data.stage=x"}
+    named = set()
+    for text in (README, *((ROOT / "docs" / name).read_text() for name in ("performance.md", "data.md", "benchmarks.md"))):
+        named |= set(re.findall(r"`((?:step|train|data|mesh)\.[a-z_]+(?:\.[a-z_]+)*)(?:=([\w.\[\],-]+))?`", text))
+    assert len(named) > 25
+    for key, value in sorted(named):
+        word = f"{key}={value.replace('FOLDER', 'x').replace('N', '2')}"
+        if value:
+            config.load(Config, None, [word, *([together[word]] if word in together else [])])
+            continue
+        at: object = Config()
+        for part in key.split("."):
+            assert hasattr(at, part), f"{key}: there is no such setting"
+            at = getattr(at, part)
