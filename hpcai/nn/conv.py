@@ -27,7 +27,7 @@ class Conv3d(nn.Conv3d):
 
     def _would_lose_gradients(self, x: Tensor) -> bool:
         """In bfloat16 on a CPU, where a volume is less deep than the kernel, oneDNN's gradient of the weights holds memory that
-        nobody wrote (torch 2.13: depth 2 with a kernel of 3, 3 and 4 with one of 5). So small a volume costs nothing in float32."""
+        nobody wrote (torch 2.13: depth 2 with a kernel of 3, 3 and 4 with one of 5). So small a volume costs little in float32."""
         narrow = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
         return x.device.type == "cpu" and x.shape[2] < self.kernel_size[0] and (narrow or self.weight.dtype == torch.bfloat16)
 
