@@ -28,12 +28,11 @@ _WAITING = 2  # evaluations under way at most; the next one waits, for each hold
 
 @dataclass
 class Scored:
-    """Metrics of the weights at ``position``. ``seconds`` were spent on them, of which training waited ``waited``."""
+    """Metrics of the weights at ``position``, and the seconds that they took."""
 
     position: Position
     values: dict[str, float]
     seconds: float
-    waited: float = 0.0
 
 
 class Here:
@@ -50,8 +49,7 @@ class Here:
     def start(self, position: Position) -> None:
         began = time.perf_counter()
         values = evaluate(self.step, self.metric, self.validation)
-        seconds = time.perf_counter() - began
-        self._done.append(Scored(position, values, seconds, seconds))
+        self._done.append(Scored(position, values, time.perf_counter() - began))
 
     def results(self, wait: bool = False) -> list[Scored]:
         """Those that all processes of the run know to be done; ``wait``: all that were started."""
@@ -108,11 +106,7 @@ class Background(Here):
 
     def _take(self, count: int) -> list[Scored]:
         taken, self._under_way = self._under_way[:count], self._under_way[count:]
-        began = time.perf_counter()
-        scored = [Scored(position, *future.result()) for position, future in taken]
-        if scored:
-            scored[0].waited = time.perf_counter() - began
-        return scored
+        return [Scored(position, *future.result()) for position, future in taken]
 
 
 class Elsewhere(Background):
@@ -158,7 +152,7 @@ class Elsewhere(Background):
     def _take(self, count: int) -> list[Scored]:
         scored = super()._take(count) if count else []
         told = agree([(s.values, s.seconds) for s in scored], self.step.mesh.everyone) if count else []
-        return [Scored(s.position, *parts, waited=s.waited) for s, parts in zip(scored, told)]
+        return [Scored(s.position, *parts) for s, parts in zip(scored, told)]
 
     def close(self, reason: str) -> None:
         for _, future in self._under_way:  # of which nobody will hear; but the others must finish it before they hear of the end
