@@ -31,6 +31,7 @@ import numpy as np
 
 import hpcai
 from hpcai.dist.environment import place
+from hpcai.durable import flush
 from hpcai.errors import ConfigError, DataError
 
 SPLITS = ("train", "validation", "test")
@@ -68,14 +69,9 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def _settle(partial: Path, path: Path) -> None:
-    for step in (partial, path.parent):
-        handle = os.open(step, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-        if step is partial:
-            partial.replace(path)
+    flush(partial)
+    partial.replace(path)
+    flush(path.parent)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -158,7 +158,7 @@ class StepConfig(Settings):
     """folder of compiled code that later jobs begin with"""
     shard: Literal["none", "optimizer", "weights"] = "none"
     """what the copies of the model divide among them: the optimizer's state and work, or the weights too (torch's fully_shard)"""
-    shard_within: Positive | None = None
+    shard_within: Annotated[int, Field(ge=2)] | None = None
     """neighbouring copies that divide it, such as those of one node; null: all of them"""
     schedule: ScheduleConfig = ScheduleConfig()
 

@@ -102,7 +102,7 @@ class Mesh:
             raise MeshError(f"mesh has no axis {name!r}; it has {', '.join(self._axes)}")
         return self._axes[name]
 
-    def split(self, name: str, within: int, setting: str = "within") -> tuple[Axis, Axis]:
+    def split(self, name: str, within: int, setting: str) -> tuple[Axis, Axis]:
         """The axis ``name`` as two, (between, within): ``within`` neighbouring ranks of it, such as those of one node, and the ranks
         with the same place among theirs. Every process of the job calls this together. Raises MeshError when it does not divide.
         """

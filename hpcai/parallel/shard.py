@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from hpcai.dist.collect import Scattered, gather_shares
 from hpcai.dist.mesh import Axis, Mesh
-from hpcai.errors import ConfigError
 from hpcai.parallel.replicate import Bucket, GradientSums, start_equal
-from hpcai.parallel.rows import Part, Row, row_of
+from hpcai.parallel.rows import ALONE, Part, Row, row_of
 
 
 class _CutBucket(Bucket):
@@ -66,15 +65,16 @@ class _CutBucket(Bucket):
 class ShardedSums(GradientSums):
     """``GradientSums`` whose rows are this rank's shares; ``share()`` gathers the new weights.
 
+    ``axes``: replicate as two, (between, within), of which the second holds the shares (``Mesh.split``); None: all copies do.
     ``overlap``: each module waits for its own weights when its forward pass begins, so a parameter must be used by the module that
     holds it; else ``share()`` returns when they are there.
     """
 
     def __init__(
         self, model: nn.Module, mesh: Mesh, bucket_mb: float = 25.0, decays: Collection[str] = (), wide: bool = False,
-        within: int | None = None, overlap: bool = True,
+        axes: tuple[Axis, Axis] | None = None, overlap: bool = True,
     ) -> None:  # fmt: skip
-        self.between, self.cut = mesh.split("replicate", within or mesh["replicate"].size)
+        self.between, self.cut = axes or (ALONE, mesh["replicate"])
         self.overlap = overlap
         super().__init__(model, mesh, bucket_mb, decays, wide)
         if overlap:
@@ -122,20 +122,18 @@ class FullySharded:
 
     def __init__(
         self, model: nn.Module, mesh: Mesh, decays: Collection[str] = (), blocks: Sequence[nn.Module] = (),
-        within: int | None = None, narrow: bool = False,
+        axes: tuple[Axis, Axis] | None = None, narrow: bool = False,
     ) -> None:  # fmt: skip
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         self.model, self.mesh = model, mesh
         self.buckets: list[Bucket] = []
-        between, self.cut = mesh.split("replicate", within or mesh["replicate"].size)
+        between, self.cut = axes or (ALONE, mesh["replicate"])
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         for tensor in (*model.parameters(), *model.buffers()):
             start_equal(tensor, (mesh["replicate"],))
             tensor.data = tensor.data.contiguous()  # fully_shard takes no other order
-        if self.cut.size == 1:
-            raise ConfigError("step.shard is weights, but one process holds each group; set step.shard_within to 2 or more")
         groups: list[Any] = [axis.group for axis in (between, self.cut) if axis.size > 1]
         names = ("between", "within")[-len(groups) :]
         devices = DeviceMesh.from_group(
@@ -143,7 +141,7 @@ class FullySharded:
         )
         dtypes: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if narrow else {}
         policy = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
-        axes = {name: tuple(a for a in getattr(p, "sum_axes", ()) if a.size > 1) for name, p in named.items()}
+        sums = {name: tuple(a for a in getattr(p, "sum_axes", ()) if a.size > 1) for name, p in named.items()}
         self._parts = [*blocks, model]
         for module in self._parts:
             fully_shard(module, mesh=devices, mp_policy=policy)
@@ -151,7 +149,7 @@ class FullySharded:
             if hasattr(module, "set_force_sum_reduction_for_comms"):  # and by no operation that NCCL alone has
                 module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
         self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._axes = [(self._named[name], a) for name, a in axes.items() if a]
+        self._axes = [(self._named[name], a) for name, a in sums.items() if a]
         self.rows = [self._row(name, p, name in decays) for name, p in self._named.items()]
 
     def _row(self, name: str, parameter: Any, decays: bool) -> Row:

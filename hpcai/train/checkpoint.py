@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from hpcai.dist.collect import agree, gather_objects
 from hpcai.dist.mesh import Mesh
+from hpcai.durable import flush
 from hpcai.errors import CheckpointError
 from hpcai.parallel.rows import Share
 from hpcai.settings import CheckpointConfig
@@ -101,11 +102,11 @@ class Checkpoints:
         _write(partial / _RUN, json.dumps(run, indent=1))
         files = files | {name: _seal(partial / name) for name in (_INDEX, _RUN)}
         _write(partial / _MANIFEST, json.dumps({"format": _FORMAT, "files": files}, indent=1))
-        _sync(partial)
+        flush(partial)
         if final.exists():  # a damaged one of the same step, which resume passed over
             shutil.rmtree(final)
         partial.rename(final)
-        _sync(self.directory)
+        flush(self.directory)
         for old in self.found()[: -self.cfg.keep]:
             shutil.rmtree(old, ignore_errors=True)
 
@@ -306,14 +307,6 @@ def _write(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _quietly(action: Callable[[], T]) -> T:

@@ -58,19 +58,18 @@ def gradient_sums(model: nn.Module, mesh: Mesh, cfg: StepConfig) -> GradientSums
     Raises MeshError when ``cfg.shard_within`` does not divide the copies.
     """
     decays, alone = decayed(model, cfg), mesh["replicate"].size == 1
-    if cfg.shard_within is not None and not alone:
-        mesh.split("replicate", cfg.shard_within, "step.shard_within")
+    axes = None if cfg.shard_within is None or alone else mesh.split("replicate", cfg.shard_within, "step.shard_within")
     if cfg.shard == "weights" and not alone:
         from hpcai.train.compiling import blocks
 
-        return FullySharded(model, mesh, decays, blocks(model), cfg.shard_within, cfg.precision == "bf16-params")
+        return FullySharded(model, mesh, decays, blocks(model), axes, cfg.precision == "bf16-params")
     if cfg.precision == "bf16-params":
         narrow(model)
     wide = cfg.accumulate > 1
     if cfg.shard == "none" or alone:
         return GradientSums(model, mesh, cfg.bucket_mb, decays, wide, fixed=cfg.capture != "none")
     overlap = cfg.capture == cfg.compile == "none"
-    return ShardedSums(model, mesh, cfg.bucket_mb, decays, wide, cfg.shard_within, overlap)
+    return ShardedSums(model, mesh, cfg.bucket_mb, decays, wide, axes, overlap)
 
 
 def narrow(model: nn.Module) -> None:
@@ -79,8 +78,6 @@ def narrow(model: nn.Module) -> None:
         if not any(buffer.is_floating_point() for buffer in module.buffers(recurse=False)):
             for parameter in module.parameters(recurse=False):
                 parameter.data = parameter.data.bfloat16()
-
-
 
 
 class Compiled:

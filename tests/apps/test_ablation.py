@@ -1,7 +1,6 @@
 """What `hpcai ablate cosmoflow` switches is what it says, and its numbers are those of the plain network."""
 
 import json
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,12 +22,7 @@ QUICK = ["kernels", "channels-last", "fused optimizer", "garbage collection", "d
 MESH = dist.alone(torch.device("cpu"))
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def measured(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from hpcai.data.doctor.examination import Work
 from hpcai.data.doctor.findings import ARRAY, INDEX, JOURNAL, Outcome, Progress
 from hpcai.data.doctor.inspector import Inspectors
 from hpcai.data.doctor.manifest import Field, SetFile, Split, entry_in, json_of, splits_in
+from hpcai.durable import flush
 from hpcai.errors import DataError
 
 _YOUNG = 60.0  # seconds: a partial file that was written to since may belong to a process at work
@@ -119,7 +120,7 @@ class _Repair:
             with self.work.inspectors.one() as inspector:
                 for count in inspector.ask("rewrite", source=str(path), target=str(partial)):
                     self.work.advance(count)
-            _flush(partial)
+            flush(partial)
             rows = self._counted(self.work.describe(partial), None)
             size = partial.stat().st_size
             entry = {"name": path.name, "rows": rows, "bytes": size, "sha256": self.work.sha256(partial, size)}
@@ -136,7 +137,7 @@ class _Repair:
                         os.fsync(journal.fileno())
                 partial.replace(path)
                 self._renewed[path] = entry
-            _flush(path.parent)
+            flush(path.parent)
             self._renew_record(path, entry)
             self.say(path, f"rewritten in one piece, aligned: {log.size(before.st_size)} became {log.size(size)}")
         except (DataError, OSError) as error:
@@ -265,14 +266,6 @@ class _Repair:
                 self.say(finding.path, "removed")
 
 
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Replaces the file in one act."""
     partial = path.with_name(f".{path.name}.partial")
@@ -280,8 +273,8 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
         partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         if path.exists():
             shutil.copymode(path, partial)
-        _flush(partial)
+        flush(partial)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
-    _flush(path.parent)
+    flush(path.parent)

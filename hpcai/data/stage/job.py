@@ -36,6 +36,7 @@ from hpcai.data.stage.plan import (
 )
 from hpcai.dist.collect import agree, gather_objects
 from hpcai.dist.mesh import Mesh
+from hpcai.durable import flush
 from hpcai.errors import DataError, HpcaiError, LaunchError
 
 logger = logging.getLogger(__name__)
@@ -358,7 +359,7 @@ class Job:
                     elif name not in known and whole:
                         (self.target / name).unlink()
             for folder in {(self.target / name).parent for name in kept}:
-                _flush(folder)
+                flush(folder)
         except OSError as error:
             raise self.unwritten(self.target / RECORD, error) from error
         self._save(kept)
@@ -371,9 +372,9 @@ class Job:
         partial = partial_of(path)
         try:
             partial.write_text(json.dumps(content, indent=1) + "\n", encoding="ascii")
-            _flush(partial)
+            flush(partial)
             partial.replace(path)
-            _flush(path.parent)
+            flush(path.parent)
             for left in [*self.target.glob(".stage.*.jsonl"), *self.target.glob(".stage.*.partial")]:
                 left.unlink()
         except OSError as error:
@@ -394,11 +395,3 @@ class Job:
         if self._token is not None:
             self._token.unlink(missing_ok=True)
             self._token = None
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

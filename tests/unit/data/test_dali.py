@@ -1,8 +1,6 @@
 """DALI gives what plain numpy gives, in the order of ``Loader``, on any number of processes and from any place; nothing hangs."""
 
-import ctypes
 import io
-import mmap
 import os
 import struct
 import subprocess
@@ -30,6 +28,7 @@ from hpcai.data.sampler import Balanced
 from hpcai.dist.mesh import Axis, Mesh
 from hpcai.errors import DataError, MissingExtraError
 from hpcai.settings import StepConfig, TrainConfig
+from tests.page_cache import resident
 
 HAS_DALI = find_spec("nvidia") is not None and find_spec("nvidia.dali") is not None
 needs_dali = pytest.mark.skipif(not HAS_DALI, reason="NVIDIA DALI is not installed: pip install 'hpcai-suite[dali]'")
@@ -541,15 +540,6 @@ def test_what_dali_refuses_to_begin_is_named(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(graph._pipe, "schedule_run", refuse)
     with pytest.raises(DataError, match=r"^graph, in or after the batch of samples 7 \(7\): DALI stops: no luck$"):
         graph.start(0, [Ready(Task(0, 0, 7), dali._Item((np.zeros(2, np.float32),), (None,), (None,)))])
-
-
-def resident(path: Path) -> float:
-    size = path.stat().st_size
-    with path.open("rb") as file, mmap.mmap(file.fileno(), size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE) as view:
-        pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
-        address = ctypes.addressof(ctypes.c_char.from_buffer(view))
-        assert ctypes.CDLL(None, use_errno=True).mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), pages) == 0
-    return sum(page & 1 for page in pages) / len(pages)
 
 
 @needs_dali

@@ -1,10 +1,8 @@
 """Any range of any file, right to the byte, past the page cache; what cannot be read is named; nothing leaks."""
 
 import copy
-import ctypes
 import errno
 import gc
-import mmap
 import os
 import threading
 import time
@@ -20,6 +18,7 @@ from hypothesis import strategies as st
 from hpcai.data import direct
 from hpcai.data.direct import ALIGN, Memory, Reader
 from hpcai.errors import DataError
+from tests.page_cache import resident
 
 SIZE = 3 * (1 << 20) + 1234
 CONTENT = np.random.default_rng(0).bytes(SIZE)
@@ -36,16 +35,6 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def open_files() -> set[str]:
     links = {os.path.join("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")}
     return {os.readlink(link) for link in links if os.path.exists(link)}
-
-
-def resident(path: Path) -> float:
-    """The part of a file that is in the page cache."""
-    size = path.stat().st_size
-    with path.open("rb") as file, mmap.mmap(file.fileno(), size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE) as view:
-        pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
-        address = ctypes.addressof(ctypes.c_char.from_buffer(view))
-        assert ctypes.CDLL(None, use_errno=True).mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), pages) == 0
-    return sum(page & 1 for page in pages) / len(pages)
 
 
 @given(

@@ -22,6 +22,7 @@ from hpcai.data.direct import ALIGN, Reader
 from hpcai.data.gds import GdsReader
 from hpcai.data.layout import Layout, hdf5, npy, raw
 from hpcai.errors import DataError, MissingExtraError
+from tests.boxes import boxes
 
 CPU = torch.device("cpu")
 
@@ -97,21 +98,7 @@ def reader(double: Double) -> Iterator[GdsReader]:
         yield found
 
 
-@st.composite
-def boxes(draw: Any) -> tuple[np.ndarray, tuple[int, ...] | None, list[slice | int]]:
-    shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=4)))
-    if draw(st.integers(0, 4)) == 0:
-        shape = (2, 30, 40, 9)
-    array = np.arange(np.prod(shape)).astype(draw(st.sampled_from(["i2", "f4", "f8", "u1"]))).reshape(shape)
-    chunks = tuple(draw(st.integers(1, n)) for n in shape) if draw(st.booleans()) else None
-    where: list[slice | int] = []
-    for size in shape[: draw(st.integers(0, len(shape)))]:
-        start = draw(st.integers(0, size - 1))
-        where.append(draw(st.sampled_from([start, start - size, slice(start, draw(st.integers(start, size))), slice(None)])))
-    return array, chunks, where
-
-
-@given(boxes(), st.sampled_from([0, 1, 3, 4096, 5001]), st.booleans(), st.sampled_from([1, 5000, 1 << 28]))
+@given(boxes(["i2", "f4", "f8", "u1"]), st.sampled_from([0, 1, 3, 4096, 5001]), st.booleans(), st.sampled_from([1, 5000, 1 << 28]))
 @settings(max_examples=100)
 def test_any_box_of_any_array_is_right(tmp_path_factory: Any, case: Any, offset: int, partly: bool, portion: int) -> None:
     array, chunks, where = case

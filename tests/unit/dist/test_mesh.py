@@ -84,7 +84,7 @@ def test_the_last_ranks_only_evaluate_with_axes_of_their_own() -> None:
 def halves(mesh: Mesh) -> list[list[int]]:
     import torch.distributed as torch_dist
 
-    axes = mesh.split("replicate", 2)
+    axes = mesh.split("replicate", 2, "step.shard_within")
     return [torch_dist.get_process_group_ranks(axis.group) if axis.group else [axis.size] for axis in axes]
 
 

@@ -76,6 +76,7 @@ def test_blocks_of_a_model_without_repeated_blocks_are_refused() -> None:
     [
         ({"precision": "fp64", "moments": "bf16"}, "moments bf16 with precision fp64"),
         ({"capture": "whole", "shard": "weights"}, "capture whole with shard weights cannot be done"),
+        ({"shard": "optimizer", "shard_within": 1}, "greater than or equal to 2"),
         ({"shard_within": 2}, "shard_within is 2, but nothing is divided"),
         ({"compile_cache": Path("x")}, "compile_cache is given, but nothing is compiled"),
     ],
