@@ -4,7 +4,9 @@ No systemd, no cgroups, no accounting: what Debian's packages give (apt-get inst
 its own folder, munge key, socket and ports, and ends by the process ids that it recorded.
 """
 
+import contextlib
 import os
+import random
 import re
 import shutil
 import signal
@@ -227,11 +229,13 @@ def _alive(pid: int) -> bool:
 
 
 def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
+    """Below those that the system gives to connections, which could take one before the daemon does."""
+    ports: set[int] = set()
+    while len(ports) < count:
+        port = random.randrange(20000, 30000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            ports.add(port)
+    return list(ports)
 
 
 if __name__ == "__main__":  # for trying things: one_machine_slurm.py FOLDER, until Ctrl-C
