@@ -13,15 +13,11 @@ A universe is a pure function of (seed, index), so that ranks, cores, stops and 
 """
 
 import argparse
-import hashlib
 import json
-import math
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -30,8 +26,8 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep import store, tfrecord, universe
-from hpcai.errors import ConfigError, DataError, HpcaiError
+from data_prep import command, store, tfrecord, universe
+from hpcai.errors import ConfigError, DataError
 
 PARAMETERS = ("Omega_m", "sigma_8", "n_s", "H_0")
 UNITS = ("", "", "", "km/s/Mpc")
@@ -39,6 +35,71 @@ RANGES = {"Omega_m": (0.27, 0.33), "sigma_8": (0.72, 0.88), "n_s": (0.864, 1.056
 ALLOWED = {"Omega_m": (0.1, 1.0), "sigma_8": (0.1, 2.0), "n_s": (0.5, 1.5), "H_0": (40.0, 100.0)}   # where the fits hold
 HDF5 = b"\x89HDF\r\n\x1a\n"
 BESIDE = {".idx", ".lst", ".txt", ".md", ".json", ".yaml"}          # what people keep beside the public files
+
+
+# ---- what the files hold
+
+
+def _fields(shape: list[int], header: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "counts": {"dtype": "int16", "shape": shape, "low": 0},
+        "target": {"dtype": "float32", "shape": [len(header["parameters"])], "low": -1, "high": 1},
+    }
+
+
+def _sums(file: h5py.File) -> dict[str, Any]:
+    """Per channel: cells, sum, sum of squares, maximum, sums of log(1 + count) and of its products; per parameter: sums.
+    They come from a histogram, so that integers are exact and their order does not matter."""
+    counts, target = file["counts"], file["target"]
+    channels = counts.shape[-1]
+    histogram = [np.zeros(1, np.int64) for _ in range(channels)]
+    products = np.zeros((channels, channels))
+    for row in range(counts.shape[0]):
+        cube = counts[row].reshape(-1, channels)
+        if cube.min() < 0:
+            raise DataError(f"{file.filename}: row {row} holds a count of {cube.min()}, expected none below 0")
+        for channel in range(channels):
+            more = np.bincount(cube[:, channel], minlength=histogram[channel].size)
+            more[: histogram[channel].size] += histogram[channel]
+            histogram[channel] = more
+        log = np.log1p(np.arange(cube.max() + 1))[cube]                                  # [cells, C]
+        products += np.einsum("ni,nj->ij", log, log)      # not BLAS, whose sums depend on the number of threads
+    every = [(h, np.arange(h.size), np.log1p(np.arange(h.size))) for h in histogram]
+    rows = target[...].astype(np.float64)
+    return {
+        "cells": int(histogram[0].sum()),
+        "sum": [int((h * n).sum()) for h, n, _ in every],
+        "square": [int((h * n * n).sum()) for h, n, _ in every],
+        "max": [int(h.size - 1) for h in histogram],
+        "log_sum": [float((h * log).sum()) for h, _, log in every],
+        "log_product": products.tolist(),
+        "target_sum": rows.sum(0).tolist(),
+        "target_square": (rows**2).sum(0).tolist(),
+    }
+
+
+def _moments(records: Sequence[store.Record]) -> dict[str, Any]:
+    def total(key: str) -> Any:
+        return np.sum([record["sums"][key] for record in records], axis=0, dtype=np.float64)
+
+    def deviation(mean: Any, square: Any) -> list[float]:
+        return np.sqrt(np.maximum(square - mean**2, 0)).tolist()
+
+    rows, cells = sum(record["rows"] for record in records), float(total("cells"))
+    mean, log, target = total("sum") / cells, total("log_sum") / cells, total("target_sum") / rows
+    return {
+        "rows": rows,
+        "counts": {
+            "mean": mean.tolist(),
+            "variance": (total("square") / cells - mean**2).tolist(),
+            "max": np.max([record["sums"]["max"] for record in records], axis=0).tolist(),
+        },
+        "log1p": {"mean": log.tolist(), "covariance": (total("log_product") / cells - np.outer(log, log)).tolist()},
+        "target": {"mean": target.tolist(), "std": deviation(target, total("target_square") / rows)},
+    }
+
+
+CONTENTS = store.Contents("counts", _fields, _sums, _moments)
 
 
 # ---- simulate
@@ -81,8 +142,7 @@ class Recipe:
                 yield f"--ranges {name}={low}:{high}: expected LOW below HIGH, within {least} to {most}"
         if not 0 < self.omega_b < self.low[0] / 2:
             yield f"--omega-b is {self.omega_b}, expected above 0 and below half of the least Omega_m, {self.low[0] / 2}"
-        if self.validation < 0 or self.test < 0 or self.validation + self.test >= 1:
-            yield f"--validation {self.validation} and --test {self.test}: expected fractions of 0 or more that sum to less than 1"
+        yield from command.wrong_fractions(self.validation, self.test)
 
     @property
     def cells(self) -> int:
@@ -93,17 +153,8 @@ class Recipe:
         return self.cells**3 * len(self.redshifts) * 2
 
     def split(self, index: int) -> str:
-        """One universe of every 1/held neighbours is held out, so that n of them hold n * fraction of a split, give or take one.
-        Which one is random: every eighth point of the sequence of ``target`` lies near one of eight values."""
-        held, test = (Fraction(f).limit_denominator(10**6) for f in (self.validation + self.test, self.test))
-        if not held:
-            return "train"
-        block = math.floor(index * held)
-        first, end = math.ceil(block / held), math.ceil((block + 1) / held)
-        if index != first + int(self.generator("split", block).integers(end - first)):
-            return "train"
-        share = test / held
-        return "test" if math.floor((block + 1) * share) > math.floor(block * share) else "validation"
+        """Held out at random, as every eighth point of the sequence of ``target`` lies near one of eight values."""
+        return store.split_of(index, self.validation, self.test, partial(self.generator, "split"))
 
     def target(self, index: int) -> NDArray[np.float64]:
         """Parameters in [-1, 1): a point of an additive low-discrepancy sequence with square roots of primes (Richtmyer 1951;
@@ -127,6 +178,10 @@ class Universe:
     path: Path
     index: int
     recipe: Recipe
+
+    @property
+    def rows(self) -> int:
+        return self.recipe.cut**3
 
 
 @lru_cache(maxsize=1)
@@ -160,15 +215,9 @@ def cubes(whole: NDArray[np.int16], size: int) -> Iterator[NDArray[np.int16]]:
 
 def make_universe(job: Universe) -> None:
     recipe, text = job.recipe, json.dumps(asdict(job.recipe))
-    if job.path.is_file():                      # its record is missing or does not fit
-        try:
-            with h5py.File(job.path, "r") as file:
-                whole = file.attrs.get("recipe") == text and file["counts"].shape[0] == recipe.cut**3
-        except OSError:
-            whole = False
-        if whole:
-            store.write_record(job.path)
-            return
+    if store.is_made(job.path, text, "counts", job.rows):       # its record is missing or does not fit
+        store.write_record(job.path, CONTENTS)
+        return
     counts, variance = evolve(recipe, job.index)
     attributes = {
         **_header(recipe.low, recipe.high),
@@ -181,11 +230,15 @@ def make_universe(job: Universe) -> None:
         "recipe": text,
     }
     shape = (recipe.size,) * 3 + (len(recipe.redshifts),)
-    with store.rows_file(job.path, recipe.cut**3, shape, len(PARAMETERS), attributes) as file:
+    with store.rows_file(job.path, job.rows, _datasets(shape), attributes) as file:
         for row, cube in enumerate(cubes(counts, recipe.size)):
             file["counts"][row] = cube
         file["target"][...] = recipe.target(job.index).astype(np.float32)
-    store.write_record(job.path)
+    store.write_record(job.path, CONTENTS)
+
+
+def _datasets(shape: Sequence[int]) -> dict[str, tuple[Any, Sequence[int]]]:
+    return {"counts": (np.int16, shape), "target": (np.float32, (len(PARAMETERS),))}
 
 
 def _header(low: Sequence[float], high: Sequence[float]) -> dict[str, Any]:
@@ -204,52 +257,14 @@ def simulate(options: argparse.Namespace) -> int:
         options.mean_count, options.omega_b, low, high, options.validation, options.test,
     )  # fmt: skip
     splits = [recipe.split(index) for index in range(options.universes)]
-    for split, fraction in (("train", 1.0), ("validation", recipe.validation), ("test", recipe.test)):
-        if fraction > 0 and split not in splits:
-            raise ConfigError(f"--universes {options.universes}: none is left for {split}; ask for more, or change the fractions")
+    command.refuse_empty(splits, options, f"--universes {options.universes}")
     jobs = [Universe(options.out / split / f"universe_{index:06d}.h5", index, recipe) for index, split in enumerate(splits)]
     advice = f"ask for at least as many as it holds (--universes is {options.universes}), or choose a new folder"
     where = f"{recipe.cut**3} samples of {recipe.size}^3 x {len(recipe.redshifts)} each"
-    print_once(f"{len(jobs)} universes, {where}: {len(jobs) * recipe.bytes / 1e6:,.0f} MB in {options.out}")
-    _work(options, jobs, make_universe, {"kind": "simulate", **json.loads(json.dumps(asdict(recipe)))}, (low, high), advice)
-    if store.launched()[0] == 0:
-        verdict = 0
-        if options.check:
-            from data_prep import inspection
-
-            verdict = inspection.check(options.out, spectra=64, picture=True)
-        if verdict == 0:
-            _next(options.out)
-        return verdict
-    return 0
-
-
-def _next(out: Path) -> None:
-    print(f"next: python -m apps.cosmoflow apps/cosmoflow/configs/small.yaml data.directory={out}", flush=True)
-
-
-def print_once(text: str) -> None:
-    if store.launched()[0] == 0:
-        print(text, flush=True)
-
-
-def _work(options: argparse.Namespace, jobs: Sequence[Any], work: Any, recipe: dict[str, Any], ranges: Any, advice: str) -> None:
-    """Makes what is missing of this rank's share; rank 0 then writes index and statistics for all."""
-    rank, size = store.launched()
-    begin, planned = time.monotonic(), [job.path for job in jobs]
-    store.claim(options.out, recipe)
-    store.refuse_strangers(options.out, planned, advice)
-    mine = jobs[rank::size]
-    missing = [job for job in mine if not store.finished(job.path)]
-    if len(missing) < len(mine):
-        print_once(f"{len(mine) - len(missing)} of {len(mine)} files are there and are kept")
-    store.make(missing, work, options.workers, options.command, rank == 0)
-    if rank == 0:
-        store.wait_for(planned, True)
-        size_of_all = store.finish(options.out, planned, _header(*ranges), recipe)
-        took = time.monotonic() - begin
-        means = f"ranks: {size}, processes of each: {options.workers}"
-        print(f"{len(planned)} files, {size_of_all / 1e6:,.1f} MB in {options.out}, {took:.1f} s ({means})", flush=True)
+    command.print_once(f"{len(jobs)} universes, {where}: {len(jobs) * recipe.bytes / 1e6:,.0f} MB in {options.out}")
+    settings = {"kind": "simulate", **command.settings_of(asdict(recipe))}
+    command.work(options, jobs, make_universe, settings, _header(low, high), CONTENTS, advice)
+    return command.conclude("cosmoflow", options, partial(_inspect, options.out, 64, True) if options.check else None)
 
 
 # ---- convert
@@ -266,6 +281,7 @@ class Share:
     cut_size: int
     low: tuple[float, ...]
     high: tuple[float, ...]
+    rows: None = None                           # known when the sources have been read
 
 
 def _kind(path: Path) -> str:
@@ -287,7 +303,7 @@ def convert_share(job: Share) -> None:
             _convert_records(job, len(job.sources))
         except _OtherRowsError:                 # not the public one record per file: count first
             _convert_records(job, sum(sum(1 for _ in tfrecord.payloads(job.root / source)) for source in job.sources))
-    store.write_record(job.path)
+    store.write_record(job.path, CONTENTS)
 
 
 class _OtherRowsError(Exception):
@@ -303,7 +319,7 @@ def _convert_records(job: Share, rows: int) -> None:
     shape, parameters = first[2].shape, len(first[3])
     if parameters != len(PARAMETERS):
         raise DataError(f"{first[1]}: {parameters} target values, expected {len(PARAMETERS)} ({', '.join(PARAMETERS)})")
-    with store.rows_file(job.path, rows, shape, parameters, _public(job)) as file:
+    with store.rows_file(job.path, rows, _datasets(shape), _public(job)) as file:
         for row, (source, where, counts, target) in enumerate(chain([first], samples)):
             if row >= rows:
                 raise _OtherRowsError
@@ -337,7 +353,7 @@ def _convert_universe(job: Share) -> None:
             raise DataError(f"{path}: 'unitPar' has {len(target)} values, expected {len(PARAMETERS)} ({', '.join(PARAMETERS)})")
         tfrecord.refuse_target(target, str(path))
         rows, row = (edge // size) ** 3, 0
-        with store.rows_file(job.path, rows, (size, size, size, full.shape[3]), len(target), _public(job)) as file:
+        with store.rows_file(job.path, rows, _datasets((size, size, size, full.shape[3])), _public(job)) as file:
             for x in range(0, edge, size):
                 slab = full[x : x + size]
                 tfrecord.refuse_counts(slab, f"{path}: cells {x} to {x + size} of the first axis")
@@ -379,8 +395,7 @@ def _is_source(path: Path, folder: Path) -> bool:
 
 def convert(options: argparse.Namespace) -> int:
     sources = _sources(options)
-    if options.source.resolve() == options.out.resolve():
-        raise ConfigError(f"{options.out}: SOURCE and OUT are the same folder; choose another OUT")
+    command.refuse_same(options.source, options.out)
     low, high = _ends(options)
     jobs: list[Share] = []
     for split, files in sources.items():
@@ -396,45 +411,26 @@ def convert(options: argparse.Namespace) -> int:
         "cut_size": options.cut_size,
         "low": list(low),
         "high": list(high),
-        "sources": {split: f"{len(files)} files, names {_names(files)}" for split, files in sources.items()},
+        "sources": {split: f"{len(files)} files, names {command.digest(files)}" for split, files in sources.items()},
     }
     total = sum((options.source / file).stat().st_size for files in sources.values() for file in files)
     count = ", ".join(f"{len(files)} for {split}" for split, files in sources.items())
-    print_once(f"source files: {count}, {total / 1e6:,.1f} MB in {options.source}")
-    _work(options, jobs, convert_share, recipe, (low, high), "choose a new folder")
-    if store.launched()[0] == 0:
-        _next(options.out)
-    return 0
-
-
-def _names(files: Sequence[str]) -> str:
-    return hashlib.sha256("\n".join(files).encode()).hexdigest()[:16]
+    command.print_once(f"source files: {count}, {total / 1e6:,.1f} MB in {options.source}")
+    command.work(options, jobs, convert_share, recipe, _header(low, high), CONTENTS, "choose a new folder")
+    return command.conclude("cosmoflow", options)
 
 
 # ---- command line
 
 
-def check(options: argparse.Namespace) -> int:
+def _inspect(out: Path, spectra: int, picture: bool) -> int:
     from data_prep import inspection
 
-    return inspection.check(options.out, options.spectra, options.picture)
+    return inspection.check(out, spectra=spectra, picture=picture)
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError
-    return value
-
-
-def _natural(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise ValueError
-    return value
-
-
-_positive.__name__, _natural.__name__ = "whole number of 1 or more", "whole number of 0 or more"
+def check(options: argparse.Namespace) -> int:
+    return _inspect(options.out, options.spectra, options.picture)
 
 
 def _numbers(text: str) -> list[float]:
@@ -459,74 +455,49 @@ def _ranges(text: str) -> dict[str, tuple[float, float]]:
 _ranges.__name__ = "list such as Omega_m=0.27:0.33,H_0=63:77"
 
 
-def _workers(text: str) -> int:
-    return store.cores() if text == "cores" else _positive(text)
-
-
-_workers.__name__ = "whole number of 1 or more, or cores"
-
-
 def parser() -> argparse.ArgumentParser:
-    formatter = argparse.ArgumentDefaultsHelpFormatter
-    text = "CosmoFlow data: simulate universes, check them, or convert the public sets."
-    top = argparse.ArgumentParser(prog="python -m data_prep.cosmoflow", description=text, allow_abbrev=False)
-    commands = top.add_subparsers(dest="command", required=True, metavar="simulate | check | convert")
-
-    def command(name: str, text: str, run: Any) -> argparse.ArgumentParser:
-        made = commands.add_parser(name, help=text, description=text, formatter_class=formatter, allow_abbrev=False)
-        made.set_defaults(run=run)
-        return made
+    top, add = command.parser("cosmoflow", "CosmoFlow data: simulate universes, check them, or convert the public sets.")
 
     def shared(made: argparse.ArgumentParser) -> None:
         usual = ",".join(f"{name}={low:g}:{high:g}" for name, (low, high) in RANGES.items())
         made.add_argument("--ranges", metavar="NAME=LOW:HIGH,...", type=_ranges, default=usual, help="change some of them")
-        made.add_argument("--workers", metavar="N", type=_workers, default="cores", help="processes of this rank")
+        command.add_workers(made)
 
-    one = command("simulate", "Universes of cold dark matter, from their four numbers to particle counts.", simulate)
-    one.add_argument("out", type=Path, metavar="OUT", help="folder; what a stopped run finished there is kept")
-    one.add_argument("--universes", metavar="N", type=_positive, default=256, help="how many; a later run may ask for more")
+    one = add("simulate", "Universes of cold dark matter, from their four numbers to particle counts.", simulate)
+    command.add_out(one)
+    one.add_argument("--universes", metavar="N", type=command.positive, default=256, help="how many; a later run may ask for more")
     one.add_argument("--validation", metavar="F", type=float, default=0.125, help="fraction of the universes")
     one.add_argument("--test", metavar="F", type=float, default=0.0, help="fraction of the universes")
-    one.add_argument("--size", metavar="N", type=_positive, default=32, help="cells per side of a sample")
-    one.add_argument("--cut", metavar="N", type=_positive, default=2, help="samples per side of a universe")
+    one.add_argument("--size", metavar="N", type=command.positive, default=32, help="cells per side of a sample")
+    one.add_argument("--cut", metavar="N", type=command.positive, default=2, help="samples per side of a universe")
     one.add_argument("--voxel", metavar="X", type=float, default=8.0, help="width of a cell in Mpc/h")
     one.add_argument("--redshifts", metavar="Z,Z,...", type=_numbers, default="0,0.5,1.5,3", help="one channel each")
     one.add_argument("--particles-per-cell", type=int, choices=sorted(universe.LATTICES), default=2, help="that are moved")
     one.add_argument("--mean-count", metavar="X", type=float, default=16.0, help="counts in a cell of mean density")
     one.add_argument("--omega-b", metavar="X", type=float, default=0.045, help="baryon density, the same in every universe")
-    one.add_argument("--seed", metavar="N", type=_natural, default=1, help="of everything")
+    one.add_argument("--seed", metavar="N", type=command.natural, default=1, help="of everything")
     one.add_argument("--check", action=argparse.BooleanOptionalAction, default=True, help="check at the end")
     shared(one)
 
-    two = command("check", "Files against index.json, spectra against the linear input, and OUT/universes.png.", check)
+    two = add("check", "Files against index.json, spectra against the linear input, and OUT/universes.png.", check)
     two.add_argument("out", type=Path, metavar="OUT")
-    two.add_argument("--spectra", metavar="N", type=_natural, default=64, help="universes whose spectra are measured")
+    two.add_argument("--spectra", metavar="N", type=command.natural, default=64, help="universes whose spectra are measured")
     two.add_argument("--picture", action=argparse.BooleanOptionalAction, default=True, help="draw OUT/universes.png")
 
-    three = command("convert", "Public MLPerf TFRecords (plain or gzip) or public HDF5 universes to our files.", convert)
+    three = add("convert", "Public MLPerf TFRecords (plain or gzip) or public HDF5 universes to our files.", convert)
     three.add_argument("source", type=Path, metavar="SOURCE", help="holds train, validation, test; or the files of one --split")
-    three.add_argument("out", type=Path, metavar="OUT", help="folder; what a stopped run finished there is kept")
+    command.add_out(three)
     three.add_argument("--split", choices=store.SPLITS, default=None, help="only this split, or the split of a flat folder")
-    three.add_argument("--rows-per-file", metavar="N", type=_positive, default=64, help="TFRecord files per output file")
-    three.add_argument("--channels", metavar="N", type=_positive, default=4, help="of a TFRecord sample")
-    three.add_argument("--cut-size", metavar="N", type=_positive, default=128, help="cells per side of a sample cut from HDF5")
-    three.add_argument("--limit", metavar="N", type=_positive, default=None, help="at most this many source files per split")
+    three.add_argument("--rows-per-file", metavar="N", type=command.positive, default=64, help="TFRecord files per output file")
+    three.add_argument("--channels", metavar="N", type=command.positive, default=4, help="of a TFRecord sample")
+    three.add_argument("--cut-size", metavar="N", type=command.positive, default=128, help="cells per side of a cut from HDF5")
+    three.add_argument("--limit", metavar="N", type=command.positive, default=None, help="at most this many source files per split")
     shared(three)
     return top
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parser().parse_args(arguments)
-    try:
-        return int(options.run(options))
-    except HpcaiError as error:
-        print(f"error: {error}", file=sys.stderr)
-    except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
-    except KeyboardInterrupt:
-        print("stopped; the same command goes on from the finished files", file=sys.stderr)
-        return 130
-    return 2
+    return command.main(parser(), arguments)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep import store, universe
-from hpcai.errors import DataError
+from data_prep import command, store, universe
 
 PICTURE = "universes.png"
 WINDOW = 0.02           # relative error that the mesh leaves in the power at the wavenumbers compared
@@ -65,11 +64,11 @@ class Comparison:
 
 def check(out: Path, spectra: int, picture: bool) -> int:
     """0 when all is well, 1 with the reasons printed when not. Raises DataError for a folder that cannot be read at all."""
-    wrong, files = [], list(_indexed(out))
+    wrong, files = [], list(store.indexed(out))
     for split, name, entry, index in files:
         wrong += [f"{out / split / name}: {text}" for text in _file_mistakes(out / split / name, entry, index)]
     rows = sum(entry["rows"] for _, _, entry, _ in files)
-    print(f"{len(files)} files, {rows} samples against index.json: {f'mistakes: {len(wrong)}' if wrong else 'equal'}", flush=True)
+    command.tell_index(len(files), rows, len(wrong))
     settings = store.read_json(out / "recipe.json")
     if settings.get("kind") != "simulate":
         print("not simulated here, so there is no input spectrum to compare with")
@@ -81,41 +80,16 @@ def check(out: Path, spectra: int, picture: bool) -> int:
         if picture:
             draw(out / PICTURE, paths, comparison)
             print(f"picture: {out / PICTURE}")
-    for text in wrong[:20]:
-        print(f"wrong: {text}")
-    if len(wrong) > 20:
-        print(f"and {len(wrong) - 20} more")
-    return 1 if wrong else 0
-
-
-def _indexed(out: Path) -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any]]]:
-    """(split, name, entry, index) of every file."""
-    splits = [split for split in store.SPLITS if (out / split).is_dir()]
-    if not splits:
-        raise DataError(f"{out}: holds no folder train, validation or test; simulate or convert into it first")
-    for split in splits:
-        index = store.read_json(out / split / "index.json")
-        for entry in index["files"]:
-            yield split, entry["name"], entry, index
+    return command.told(wrong)
 
 
 def _file_mistakes(path: Path, entry: dict[str, Any], index: dict[str, Any]) -> Iterator[str]:
-    if not path.is_file():
-        yield "not there; repeat the command that made the folder"
-        return
-    if path.stat().st_size != entry["bytes"]:
-        yield f"{path.stat().st_size} bytes, the index says {entry['bytes']}; delete it and repeat the command that made the folder"
-        return
-    if store.digest(path) != entry["sha256"]:
-        yield "its SHA-256 is not that of the index; delete it and repeat the command that made the folder"
+    found = list(store.mistakes(path, entry, index))
+    yield from found
+    if found:
         return
     with h5py.File(path, "r") as file:
         counts, target = file["counts"], file["target"]
-        shape, parameters = (entry["rows"], *index["shape"]), len(index["parameters"])
-        if counts.shape != shape or counts.dtype != np.int16 or counts.chunks is not None:
-            yield f"'counts' is {counts.dtype} {counts.shape}, expected int16 {shape} without chunks"
-        if target.shape != (entry["rows"], parameters) or target.dtype != np.float32:
-            yield f"'target' is {target.dtype} {target.shape}, expected float32 {(entry['rows'], parameters)}"
         if "recipe" not in file.attrs:
             return
         if not (np.abs(target[...]) <= 1).all():

@@ -1,30 +1,33 @@
 """The files of a prepared data set, and the work of making them: many files, each made once, by any number of processes.
 
     OUT/recipe.json             the settings that decide every value; a run with other settings is refused
-    OUT/<split>/<name>.h5       "counts" int16 [R, D, H, W, C] and "target" float32 [R, P], contiguous
-    OUT/<split>/.records/       one JSON text per finished file: size, SHA-256, sums; what a resumed run trusts
+    OUT/<split>/<name>.h5       datasets of R rows each, contiguous
+    OUT/<split>/.records/       one JSON text per finished file: rows, size, SHA-256, sums; what a resumed run trusts
     OUT/<split>/index.json      written when all files are there
     OUT/statistics.json         moments per split, and the settings
 
+What the datasets are, and what is measured of them, a workload says by Contents.
+
 Ranks share nothing but the folder: rank r of n makes every n-th file, and rank 0 waits for the files of the others. No MPI call
 is needed for that, so the same code runs under mpiexec, srun or alone.
-
-R rows   D, H, W cells   C channels   P parameters
 """
 
 import hashlib
 import json
+import math
 import os
 import signal
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import dataclass
+from fractions import Fraction
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import h5py
 import numpy as np
@@ -39,19 +42,42 @@ PATIENCE = 1800.0                               # seconds without a new file fro
 Record = dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Contents:
+    """What the files of a workload hold."""
+
+    sample: str                                                     # the dataset whose rows have the shape of a sample
+    fields: Callable[[list[int], dict[str, Any]], dict[str, Any]]   # shape and header to what the index says of each dataset
+    measure: Callable[[h5py.File], dict[str, Any]]                  # sums of a file, for its record
+    merge: Callable[[Sequence[Record]], dict[str, Any]]             # statistics of a split, from its records
+
+
+class Job(Protocol):
+    """A file to be made, with so many rows if that is known before."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def rows(self) -> int | None: ...
+
+
 # ---- one file
 
 
 @contextmanager
-def rows_file(path: Path, rows: int, shape: Sequence[int], parameters: int, attributes: dict[str, Any]) -> Iterator[h5py.File]:
-    """A new file with room for its rows: written beside its place, flushed to the disk and renamed, or not there at all."""
+def rows_file(
+    path: Path, rows: int, datasets: Mapping[str, tuple[Any, Sequence[int]]], attributes: dict[str, Any]
+) -> Iterator[h5py.File]:
+    """A new file with room for the rows of each dataset, given as dtype and shape of a row: written beside its place, flushed to
+    the disk and renamed, or not there at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     try:
         # Data on a page boundary can be read past the page cache.
         with h5py.File(partial, "w", alignment_threshold=1 << 16, alignment_interval=4096) as file:
-            file.create_dataset("counts", (rows, *shape), np.int16)
-            file.create_dataset("target", (rows, parameters), np.float32)
+            for name, (dtype, shape) in datasets.items():
+                file.create_dataset(name, (rows, *shape), dtype)
             file.attrs.update({**attributes, "version": hpcai.__version__})
             yield file
         _settle(partial, path)
@@ -91,62 +117,60 @@ def digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def sums(counts: h5py.Dataset, target: h5py.Dataset) -> dict[str, Any]:
-    """Per channel: cells, sum, sum of squares, maximum, sums of log(1 + count) and of its products; per parameter: sums.
-    They come from a histogram, so that integers are exact and their order does not matter."""
-    channels = counts.shape[-1]
-    histogram = [np.zeros(1, np.int64) for _ in range(channels)]
-    products = np.zeros((channels, channels))
-    for row in range(counts.shape[0]):
-        cube = counts[row].reshape(-1, channels)
-        if cube.min() < 0:
-            raise DataError(f"{counts.file.filename}: row {row} holds a count of {cube.min()}, expected none below 0")
-        for channel in range(channels):
-            more = np.bincount(cube[:, channel], minlength=histogram[channel].size)
-            more[: histogram[channel].size] += histogram[channel]
-            histogram[channel] = more
-        log = np.log1p(np.arange(cube.max() + 1))[cube]                                  # [cells, C]
-        products += np.einsum("ni,nj->ij", log, log)      # not BLAS, whose sums depend on the number of threads
-    every = [(h, np.arange(h.size), np.log1p(np.arange(h.size))) for h in histogram]
-    rows = target[...].astype(np.float64)
-    return {
-        "cells": int(histogram[0].sum()),
-        "sum": [int((h * n).sum()) for h, n, _ in every],
-        "square": [int((h * n * n).sum()) for h, n, _ in every],
-        "max": [int(h.size - 1) for h in histogram],
-        "log_sum": [float((h * log).sum()) for h, _, log in every],
-        "log_product": products.tolist(),
-        "target_sum": rows.sum(0).tolist(),
-        "target_square": (rows**2).sum(0).tolist(),
-    }
-
-
 def _record_path(path: Path) -> Path:
     return path.parent / ".records" / f"{path.name}.json"
 
 
-def write_record(path: Path) -> Record:
+def write_record(path: Path, contents: Contents) -> Record:
     """The record of a finished file, from the file."""
     with h5py.File(path, "r") as file:
         record: Record = {
             "name": path.name,
-            "rows": file["counts"].shape[0],
+            "rows": file[contents.sample].shape[0],
             "bytes": path.stat().st_size,
             "sha256": digest(path),
-            "shape": list(file["counts"].shape[1:]),
-            "sums": sums(file["counts"], file["target"]),
+            "shape": list(file[contents.sample].shape[1:]),
+            "sums": contents.measure(file),
         }
     write_json(_record_path(path), record)
     return record
 
 
-def finished(path: Path) -> bool:
-    """Whether the file is there, of the size that its record states."""
-    record = _record_path(path)
-    return path.is_file() and record.is_file() and read_json(record).get("bytes") == path.stat().st_size
+def finished(job: Job) -> bool:
+    """Whether the file is there, with the rows that it should have, of the size that its record states."""
+    record = _record_path(job.path)
+    if not (job.path.is_file() and record.is_file()):
+        return False
+    stated = read_json(record)
+    return stated.get("bytes") == job.path.stat().st_size and job.rows in (None, stated.get("rows"))
+
+
+def is_made(path: Path, recipe: str, sample: str, rows: int) -> bool:
+    """Whether a file without a fitting record is whole all the same: of this recipe, with all its rows."""
+    if not path.is_file():
+        return False
+    try:
+        with h5py.File(path, "r") as file:
+            return bool(file.attrs.get("recipe") == recipe and file[sample].shape[0] == rows)
+    except (OSError, KeyError):
+        return False
 
 
 # ---- one folder
+
+
+def split_of(index: int, validation: float, test: float, random: Callable[[int], np.random.Generator]) -> str:
+    """One of every 1/held neighbours is held out, so that n of them hold n * fraction of a split, give or take one. Which one is
+    random, drawn by the generator of its block; a periodic choice could follow a period of the data."""
+    held, part = (Fraction(f).limit_denominator(10**6) for f in (validation + test, test))
+    if not held:
+        return "train"
+    block = math.floor(index * held)
+    first, end = math.ceil(block / held), math.ceil((block + 1) / held)
+    if index != first + int(random(block).integers(end - first)):
+        return "train"
+    share = part / held
+    return "test" if math.floor((block + 1) * share) > math.floor(block * share) else "validation"
 
 
 def claim(out: Path, recipe: dict[str, Any]) -> None:
@@ -167,15 +191,21 @@ def claim(out: Path, recipe: dict[str, Any]) -> None:
         raise ConfigError(f"{out}: was made with {', '.join(changed)}; choose a new folder, or repeat those settings")
 
 
-def refuse_strangers(out: Path, planned: Sequence[Path], advice: str) -> None:
-    """Files that this run would not make must not end up in its splits unseen."""
+def refuse_strangers(out: Path, jobs: Sequence[Job], advice: str) -> None:
+    """Files that this run would not make must not end up in its splits unseen, nor rows be lost that another run made."""
+    for job in jobs:
+        record = _record_path(job.path)
+        held = read_json(record).get("rows", 0) if job.rows and job.path.is_file() and record.is_file() else 0
+        if job.rows and held > job.rows:
+            raise ConfigError(f"{job.path}: holds {held} samples, this run would make {job.rows}; {advice}")
+    planned = {job.path for job in jobs}
     there = {path for split in SPLITS for path in (out / split).glob("*.h5")}
-    extra = sorted(there - set(planned))
+    extra = sorted(there - planned)
     if extra:
         raise ConfigError(f"{extra[0]}: one of {len(extra)} files that this run would not make; {advice}")
 
 
-def finish(out: Path, planned: Sequence[Path], header: dict[str, Any], settings: dict[str, Any]) -> int:
+def finish(out: Path, planned: Sequence[Path], header: dict[str, Any], settings: dict[str, Any], contents: Contents) -> int:
     """Index of every split, and statistics. Returns the bytes of all files."""
     statistics: dict[str, Any] = {"format": 1, "version": hpcai.__version__, "splits": {}, "settings": settings}
     indexes: dict[str, Any] = {}
@@ -188,12 +218,9 @@ def finish(out: Path, planned: Sequence[Path], header: dict[str, Any], settings:
             raise DataError(f"{out / split}: samples of different shapes {sorted(shapes)}, expected one; give each its own folder")
         files = [{key: record[key] for key in ("name", "rows", "bytes", "sha256")} for record in records]
         shape = list(shapes.pop())
-        fields = {                               # what hpcai data check compares with
-            "counts": {"dtype": "int16", "shape": shape, "low": 0},
-            "target": {"dtype": "float32", "shape": [len(header["parameters"])], "low": -1, "high": 1},
-        }
+        fields = contents.fields(shape, header)  # what hpcai data check compares with
         indexes[split] = {"format": 1, "files": files, "shape": shape, "fields": fields, **header}
-        statistics["splits"][split] = _moments(records)
+        statistics["splits"][split] = contents.merge(records)
     write_json(out / "statistics.json", statistics)
     for split, index in indexes.items():
         write_json(out / split / "index.json", index)
@@ -202,25 +229,36 @@ def finish(out: Path, planned: Sequence[Path], header: dict[str, Any], settings:
     return sum(file["bytes"] for index in indexes.values() for file in index["files"])
 
 
-def _moments(records: Sequence[Record]) -> dict[str, Any]:
-    def total(key: str) -> Any:
-        return np.sum([record["sums"][key] for record in records], axis=0, dtype=np.float64)
+# ---- what a folder holds
 
-    def deviation(mean: Any, square: Any) -> list[float]:
-        return np.sqrt(np.maximum(square - mean**2, 0)).tolist()
 
-    rows, cells = sum(record["rows"] for record in records), float(total("cells"))
-    mean, log, target = total("sum") / cells, total("log_sum") / cells, total("target_sum") / rows
-    return {
-        "rows": rows,
-        "counts": {
-            "mean": mean.tolist(),
-            "variance": (total("square") / cells - mean**2).tolist(),
-            "max": np.max([record["sums"]["max"] for record in records], axis=0).tolist(),
-        },
-        "log1p": {"mean": log.tolist(), "covariance": (total("log_product") / cells - np.outer(log, log)).tolist()},
-        "target": {"mean": target.tolist(), "std": deviation(target, total("target_square") / rows)},
-    }
+def indexed(out: Path) -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any]]]:
+    """(split, name, entry, index) of every file."""
+    splits = [split for split in SPLITS if (out / split).is_dir()]
+    if not splits:
+        raise DataError(f"{out}: holds no folder train, validation or test; simulate or convert into it first")
+    for split in splits:
+        index = read_json(out / split / "index.json")
+        for entry in index["files"]:
+            yield split, entry["name"], entry, index
+
+
+def mistakes(path: Path, entry: dict[str, Any], index: dict[str, Any]) -> Iterator[str]:
+    """What a file has otherwise than the index says."""
+    if not path.is_file():
+        yield "not there; repeat the command that made the folder"
+        return
+    if path.stat().st_size != entry["bytes"]:
+        yield f"{path.stat().st_size} bytes, the index says {entry['bytes']}; delete it and repeat the command that made the folder"
+        return
+    if digest(path) != entry["sha256"]:
+        yield "its SHA-256 is not that of the index; delete it and repeat the command that made the folder"
+        return
+    with h5py.File(path, "r") as file:
+        for name, field in index["fields"].items():
+            found, shape = file[name], (entry["rows"], *field["shape"])
+            if found.shape != shape or found.dtype != np.dtype(field["dtype"]) or found.chunks is not None:
+                yield f"'{name}' is {found.dtype} {found.shape}, expected {field['dtype']} {shape} without chunks"
 
 
 # ---- the work
@@ -304,20 +342,20 @@ def _progress(total: int, label: str, speak: bool) -> Iterator[Callable[[], None
     yield step
 
 
-def wait_for(planned: Sequence[Path], speak: bool) -> None:
+def wait_for(jobs: Sequence[Job], speak: bool) -> None:
     """Rank 0, its own files done, waits for those of the others."""
-    missing, last, told = [path for path in planned if not finished(path)], time.monotonic(), 0.0
+    missing, last, told = [job for job in jobs if not finished(job)], time.monotonic(), 0.0
     while missing:
         if speak and time.monotonic() - told > 30:
             told = time.monotonic()
             print(f"waiting for {len(missing)} files of the other ranks", flush=True)
         time.sleep(0.2)
-        still = [path for path in missing if not finished(path)]
+        still = [job for job in missing if not finished(job)]
         if len(still) < len(missing):
             last = time.monotonic()
         elif time.monotonic() - last > PATIENCE:
             raise DataError(
-                f"{still[0]}: not made, and no file came from another rank for {PATIENCE:.0f} s; look whether a rank ended early, "
-                "then repeat the command: finished files are kept"
+                f"{still[0].path}: not made, and no file came from another rank for {PATIENCE:.0f} s; look whether a rank ended "
+                "early, then repeat the command: finished files are kept"
             )
         missing = still

@@ -52,7 +52,62 @@ def _rise(setting: Callable[[str], Any]) -> float:
     return setting("step.lr") / _first_rate(setting)
 
 
+def _lamb(value: Any) -> Callable[[Callable[[str], Any]], Any]:
+    """What LAMB's rule has, and no other optimizer's."""
+    return lambda setting: value if setting("step.optimizer") == "lamb" else None
+
+
+def _steps(path: str) -> Callable[[Callable[[str], Any]], Any]:
+    """A length of the schedule, in steps."""
+
+    def found(setting: Callable[[str], Any]) -> Any:
+        if setting("step.schedule.unit") != "steps" and setting(path):
+            raise ConfigError(f"the MLPerf log of this benchmark counts {path} in steps; set step.schedule.unit=steps")
+        return setting(path)
+
+    return found
+
+
+def _kind(setting: Callable[[str], Any]) -> Any:
+    return {"steps": "multistep", "cosine": "cosine_annealing"}.get(setting("step.schedule.decay"))
+
+
+def _factor(setting: Callable[[str], Any]) -> Any:
+    """The one by which each milestone multiplies the rate."""
+    factors = setting("step.schedule.decay_to") if setting("step.schedule.decay") == "steps" else ()
+    return factors[0] if factors else None
+
+
+def _of(decay: str, row: Callable[[Callable[[str], Any]], Any]) -> Callable[[Callable[[str], Any]], Any]:
+    return lambda setting: row(setting) if setting("step.schedule.decay") == decay else None
+
+
 BENCHMARKS = {
+    "deepcam": Benchmark(
+        rows=(
+            Row("seed", "train.seed"),
+            Row("gradient_accumulation_frequency", "step.accumulate"),
+            Row("batchnorm_group_size", "batchnorm_group"),
+            Row("opt_name", lambda setting: {"adam": "Adam", "adamw": "AdamW", "lamb": "LAMB"}.get(setting("step.optimizer"))),
+            Row("opt_lr", "step.lr"),
+            Row("opt_betas", "step.betas"),
+            Row("opt_eps", "step.eps"),
+            Row("opt_weight_decay", "step.weight_decay"),
+            Row("opt_bias_correction", _lamb(True)),
+            Row("opt_grad_averaging", _lamb(True)),
+            Row("opt_max_grad_norm", lambda setting: setting("step.clip") if setting("step.optimizer") == "lamb" else None),
+            Row("scheduler_type", _kind),
+            Row("scheduler_lr_warmup_steps", _steps("step.schedule.warmup")),
+            Row("scheduler_lr_warmup_factor", _rise),
+            Row("scheduler_milestones", _of("steps", _steps("step.schedule.decay_at"))),
+            Row("scheduler_decay_rate", _factor),
+            Row("scheduler_t_max", _of("cosine", _steps("step.schedule.length"))),
+            Row("scheduler_eta_min", _of("cosine", lambda setting: setting("step.schedule.floor") * setting("step.lr"))),
+            Row("target_quality", "train.target", None),
+        ),
+        metric="iou",
+        metric_key="eval_accuracy",
+    ),
     "cosmoflow": Benchmark(
         rows=(
             Row("seed", "train.seed"),

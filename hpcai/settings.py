@@ -80,20 +80,30 @@ class LoaderConfig(Settings):
 
 
 class ScheduleConfig(Settings):
-    """Learning rate as a pure function of the global optimizer step. Lengths are in epochs."""
+    """Learning rate as a pure function of the global optimizer step. Lengths are in epochs, or in steps (`unit`)."""
 
+    unit: Literal["epochs", "steps"] = "epochs"
+    """of warmup, decay_at and length"""
     warmup: Annotated[float, Field(ge=0)] = 0.0
-    """epochs of linear warm-up from `start` to the learning rate"""
+    """length of the linear warm-up from `start` to the learning rate"""
     start: Annotated[float, Field(ge=0)] = 0.0
     """learning rate at the first step of the warm-up"""
     decay: Literal["none", "steps", "linear", "cosine"] = "none"
     """after the warm-up: constant; the factors `decay_to` from the epochs `decay_at`; or a slope to `floor` at the last step"""
+    length: Annotated[float, Field(gt=0)] | None = None
+    """of the slope after the warm-up; null: to the last step. A cosine rises again after it, as torch's does"""
     decay_at: tuple[Annotated[float, Field(ge=0)], ...] = ()
-    """epochs at which a factor begins"""
+    """when a factor begins"""
+    decay_from: Literal["start", "warmup"] = "start"
+    """what decay_at counts from: the first step, or the end of the warm-up (the MLPerf HPC DeepCAM reference)"""
+    after_warmup: Literal["peak", "last"] = "peak"
+    """rate after the warm-up: the learning rate, or that of the warm-up's last step, which is a little less (DeepCAM reference)"""
+    first: Literal[0, 1] = 0
+    """number of the first step: 0, at `start`, or 1, one step up the warm-up (DeepCAM reference)"""
     decay_to: tuple[Annotated[float, Field(ge=0)], ...] = ()
     """factors of the learning rate, one per entry of `decay_at`"""
     boundary: Literal["at", "after"] = "at"
-    """a factor begins in the epoch named (0-based), or in the one after it (the MLPerf HPC CosmoFlow reference)"""
+    """a factor begins in the epoch or step named (0-based), or in the one after it (both MLPerf HPC references)"""
     per: Literal["step", "epoch"] = "step"
     """change the rate at every step, or hold it for a whole epoch (both CosmoFlow codes)"""
     floor: Annotated[float, Field(ge=0, le=1)] = 0.0
@@ -109,6 +119,10 @@ class ScheduleConfig(Settings):
             raise ValueError(f"decay_at {list(self.decay_at)} must rise")
         if (self.decay == "steps") != bool(self.decay_at):
             raise ValueError("decay: steps needs decay_at and decay_to, and they need decay: steps")
+        if self.length is not None and self.decay not in ("linear", "cosine"):
+            raise ValueError(f"length is {self.length:g}, but decay is {self.decay}; only linear and cosine have a length")
+        if self.unit == "steps" and self.per == "epoch":
+            raise ValueError("unit steps goes with per step: the rate cannot change in steps and be held for epochs")
         return self
 
 

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
-from apps.cosmoflow.data import Universes, _loader, _rows
+from apps.cosmoflow.data import _rows, batches, universe
 from apps.cosmoflow.settings import Config, DataConfig
 from hpcai.data import Endless
 from hpcai.dist import Mesh
@@ -146,10 +146,10 @@ class _Trial:
         cfg, mesh, batch = self.cfg, self.mesh, self.samples
         if self.by_torch:
             return self.held.enter_context(closing(_ByDataLoader(cfg, mesh, split, count)))
-        source = Universes(_rows(cfg, split, mesh), None)
+        source = universe(_rows(cfg, split, mesh), None)
         endless = {"sampler": Endless(len(source), count * batch), "accumulate": cfg.step.accumulate}
         words: Any = endless if split == "train" else {"shuffle": False, "last": "keep"}
-        return self.held.enter_context(_loader(source, batch, cfg, mesh, name=split, **words))
+        return self.held.enter_context(batches(source, batch, cfg, mesh, name=split, **words))
 
 
 def _step(cfg: Config, mesh: Mesh, on: frozenset[str]) -> Step:

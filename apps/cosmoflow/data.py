@@ -1,7 +1,6 @@
 """Simulated universes as samples.   B batch, D H W the cube, C redshifts, P parameters."""
 
 import json
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -10,38 +9,25 @@ from typing import Any
 import numpy as np
 import torch
 
-from apps.cosmoflow.settings import Config, DataConfig
-from hpcai.data import Loader, Memory, Rows, Sharded
-from hpcai.data.stage import holds, on_this_node, shard_of, stage_in
+from apps.cosmoflow.settings import Config
+from hpcai.data import Loader, Memory, Rows
+from hpcai.data.splits import Samples, by_shard, load, open_split
 from hpcai.dist import Mesh
 from hpcai.errors import DataError
 from hpcai.models.cosmoflow import Batch, CosmoFlowConfig, to_physical
 
-logger = logging.getLogger(__name__)
 
+def universe(rows: Rows, turn: int | None) -> Samples:
+    """Universes of one split: counts [D, H, W, C] int16 and target [P] float32; ``turn`` seeds a random turn of each, a pure
+    function of (seed, epoch, index)."""
 
-class Universes:
-    """The universes of one split; ``turn`` seeds a random turn of each, a pure function of (seed, epoch, index)."""
-
-    def __init__(self, rows: Rows, turn: int | None) -> None:
-        self.rows, self.turn = rows, turn
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def describe(self, index: int) -> str:
-        return self.rows.describe(index)
-
-    def sample(self, index: int, epoch: int) -> Batch:
-        """Counts [D, H, W, C] int16 and target [P] float32 of one universe."""
-        values = self.rows.read(index)
+    def make(values: dict[str, Any], index: int, epoch: int) -> Batch:
         counts = values["counts"]
-        if self.turn is not None:
-            counts = turned(counts, np.random.default_rng([self.turn, epoch, index]), self.rows.reader.memory)
+        if turn is not None:
+            counts = turned(counts, np.random.default_rng([turn, epoch, index]), rows.reader.memory)
         return Batch(counts, values["target"])
 
-    def close(self) -> None:
-        self.rows.close()
+    return Samples(rows, make)
 
 
 def turned(counts: Any, rng: np.random.Generator, memory: Memory) -> Any:
@@ -64,27 +50,20 @@ def universes(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, CosmoFlowConf
     train, validation = _rows(cfg, "train", mesh), _rows(cfg, "validation", mesh)
     seed, batch = cfg.train.seed, cfg.data.batch
     words: dict[str, Any] = {"name": "train", "seed": seed, "accumulate": cfg.step.accumulate}
-    if cfg.data.shards > 1:
-        words["sampler"] = Sharded(_shards(train, cfg.data), batch, seed)
+    words |= by_shard(train, cfg.data, batch, seed)
     with (
-        _loader(Universes(train, seed if cfg.data.turn else None), batch, cfg, mesh, **words)
+        batches(universe(train, seed if cfg.data.turn else None), batch, cfg, mesh, **words)
         if mesh.trains
         else nullcontext() as training,
-        _loader(
-            Universes(validation, None), cfg.data.evaluation_batch, cfg, mesh, name="validation", shuffle=False, last="keep"
+        batches(
+            universe(validation, None), cfg.data.evaluation_batch, cfg, mesh, name="validation", shuffle=False, last="keep"
         ) as held_out,
     ):
         yield training, held_out, _completed(cfg, train)
 
 
-def _loader(source: Universes, batch: int, cfg: Config, mesh: Mesh, **words: Any) -> Loader:
-    if cfg.data.reader != "dali":
-        return Loader(source, batch, mesh, **cfg.data.loading(), **words)
-    from hpcai.data.dali import DaliLoader, Field
-
-    fields = (Field("counts", "DHWC"), Field("target"))
-    own = {key: value for key, value in cfg.data.loading().items() if key in ("workers", "prefetch", "patience")}
-    return DaliLoader(source, batch, mesh, fields, collect=lambda arrays: Batch(**arrays), **own, **words)
+def batches(source: Samples, batch: int, cfg: Config, mesh: Mesh, **words: Any) -> Loader:
+    return load(source, batch, cfg.data, mesh, {"counts": "DHWC", "target": ""}, Batch, **words)
 
 
 def _rows(cfg: Config, split: str, mesh: Mesh) -> Rows:
@@ -93,28 +72,9 @@ def _rows(cfg: Config, split: str, mesh: Mesh) -> Rows:
         f"make data with: python -m data_prep.cosmoflow simulate {data.directory} --size {model.size}, "
         "or set data.directory, model.size and model.channels to what is there"
     )
-    cube, folder = (model.size,) * 3, data.directory / split
+    cube = (model.size,) * 3
     fields = {"counts": ("int16", (*cube, model.channels)), "target": ("float32", (len(model.parameters),))}
-    local = {}
-    if data.stage is not None and folder.is_dir():  # else Rows says what to do
-        own_disk = _own_disk(data.stage) / split
-        staged = stage_in(folder, own_disk, mesh, shards=data.shards if split == "train" else 1)
-        logger.info("%s: %s", split, staged)
-        local = holds(own_disk, folder)
-    return Rows(folder, fields, remedy, reader=data.reader, device=mesh.device, local=local)
-
-
-def _own_disk(text: str) -> Path:
-    found, unset = on_this_node(text)
-    if unset:
-        raise DataError(f"data.stage={text}: {unset[0]} is not set on this node; set it, or name a folder without it")
-    return Path(found)
-
-
-def _shards(rows: Rows, data: DataConfig) -> np.ndarray:
-    """Shard of each sample.   [N]"""
-    of_file = shard_of(rows.folder, data.shards)
-    return np.array([of_file[rows.locate(index)[0]] for index in range(len(rows))])
+    return open_split(data.directory / split, fields, remedy, data, mesh, data.shards if split == "train" else 1)
 
 
 def _completed(cfg: Config, rows: Rows) -> CosmoFlowConfig:

@@ -104,10 +104,11 @@ class Mesh:
 
     def split(self, name: str, within: int, setting: str) -> tuple[Axis, Axis]:
         """The axis ``name`` as two, (between, within): ``within`` neighbouring ranks of it, such as those of one node, and the ranks
-        with the same place among theirs. Every process of the job calls this together. Raises MeshError when it does not divide.
+        with the same place among theirs. Every process of the job calls this together. Raises MeshError when it does not divide the
+        axis of those that train; those that only evaluate are split where it divides theirs.
         """
         axis = self[name]
-        if axis.size % within:
+        if axis.size % within and self.trains:
             raise MeshError(
                 f"mesh.{name} has {axis.size} ranks, which do not divide into groups of {within}; "
                 f"set {setting} to a divisor of {axis.size}"
@@ -120,6 +121,8 @@ class Mesh:
             inner: list[list[int]] = []
             outer: list[list[int]] = []
             for ranks in self._ranks:
+                if ranks.shape[dim] % within:
+                    continue  # of those that only evaluate there may be any number
                 lines = ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim] // within, within)
                 inner += lines.flatten(0, 1).tolist()
                 outer += lines.transpose(1, 2).flatten(0, 1).tolist()

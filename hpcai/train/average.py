@@ -6,7 +6,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from hpcai.parallel.replicate import GradientSums, start_equal
+from hpcai.dist.collect import total
+from hpcai.parallel.replicate import GradientSums
 from hpcai.parallel.rows import Share
 from hpcai.parallel.shard import FullySharded
 from hpcai.train.optim import Optimizer
@@ -40,19 +41,29 @@ class Average:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Inside, the model holds the average, and running statistics are on all copies those of the first one, as in a checkpoint;
-        outside, it is what it was. All processes that train call it together. No memory moves, so captured graphs go on.
+        """Inside, the model holds the average, with level statistics (``level``); outside, the weights are what they were. All
+        processes that train call it together. No memory moves, so captured graphs go on.
         """
+        self.level()
         rows = [] if self.decay is None else [(s.row.weights, s.weights, s.average) for s in self.optimizer.states]
         pairs = [(live, live.clone() if live is full else full, mean) for live, full, mean in rows]
         buffers = [(live, live.clone(), self._mean.get(name)) for name, live in self._live.items()]
         self._put([(live, mean) for live, _, mean in pairs + buffers if mean is not None], shared=bool(pairs))
-        for live, _, _ in buffers:
-            start_equal(live, (self.sums.mesh["replicate"],))
         try:
             yield
         finally:
             self._put([(live, before) for live, before, _ in pairs + buffers], shared=bool(pairs))
+
+    @torch.no_grad()
+    def level(self) -> None:
+        """Running statistics, and their averages, become the mean of all copies', in one message. Training reads none of them and
+        goes on as it would have; who does, an evaluation or a checkpoint, then sees all samples and not one copy's."""
+        axis, kept = self.sums.mesh["replicate"], [*self._live.values(), *self._mean.values()]
+        if axis.size == 1 or not kept:
+            return
+        flat = total(torch.cat([tensor.reshape(-1).to(self.optimizer.lr.dtype) for tensor in kept]), axis).div_(axis.size)
+        for tensor, value in zip(kept, flat.split([tensor.numel() for tensor in kept])):
+            tensor.copy_(value.view(tensor.shape))
 
     @torch.no_grad()
     def _put(self, pairs: list[tuple[Tensor, Tensor]], shared: bool) -> None:

@@ -82,6 +82,7 @@ class Checkpoints:
         final = self.directory / f"step-{progress.step:08d}"
         partial = self.directory / f".{final.name}.partial"
         self._together(f"{final} cannot be written", lambda: self._clear(partial), first_only=True)
+        step.average.level()
         state = _tensors(step, self.mesh.rank)
         own: dict[str, dict[str, Any]] = {}
 

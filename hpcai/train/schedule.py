@@ -10,24 +10,33 @@ def rate(cfg: ScheduleConfig, lr: float, steps_per_epoch: int, steps: int) -> Ca
     """Learning rate by 0-based global optimizer step, for a run of ``steps`` steps.
 
     Warm-up is linear in the epoch from ``cfg.start`` to ``lr``. With ``per: epoch`` the epoch is a whole number, as in the
-    MLPerf HPC codes, whose first epoch runs at ``cfg.start``; with ``per: step`` it is a fraction.
+    MLPerf HPC CosmoFlow codes, whose first epoch runs at ``cfg.start``; with ``per: step`` it is a fraction. With ``unit: steps``
+    an epoch is one step long.
     """
-    last = max(steps - 1, 1) / steps_per_epoch
+    unit = 1 if cfg.unit == "steps" else steps_per_epoch
+    last = max(steps - 1, 1) / unit
+    peak = lr
+    if cfg.after_warmup == "last" and cfg.warmup:
+        peak = cfg.start + (lr - cfg.start) * (cfg.warmup - 1 / unit) / cfg.warmup
 
     def at(step: int) -> float:
-        epoch = step // steps_per_epoch if cfg.per == "epoch" else step / steps_per_epoch
+        number = step + cfg.first
+        epoch = number // unit if cfg.per == "epoch" else number / unit
         if epoch < cfg.warmup:
             return cfg.start + (lr - cfg.start) * epoch / cfg.warmup
         if cfg.decay == "steps":
-            whole = step // steps_per_epoch if cfg.boundary == "after" else epoch
+            whole = number // unit if cfg.boundary == "after" else epoch
+            whole -= cfg.warmup if cfg.decay_from == "warmup" else 0
             begun = [
                 to for at_, to in zip(cfg.decay_at, cfg.decay_to) if (whole > at_ if cfg.boundary == "after" else whole >= at_)
             ]
-            return lr * (begun[-1] if begun else 1.0)
+            return peak * (begun[-1] if begun else 1.0)
         if cfg.decay == "none":
-            return lr
-        done = min(max((epoch - cfg.warmup) / max(last - cfg.warmup, 1e-12), 0.0), 1.0)
+            return peak
+        done = max((epoch - cfg.warmup) / (cfg.length or max(last - cfg.warmup, 1e-12)), 0.0)
+        done = done if cfg.length and cfg.decay == "cosine" else min(done, 1.0)
         left = 1.0 - done if cfg.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
-        return lr * (cfg.floor + (1.0 - cfg.floor) * left)
+        top = peak if done <= 1.0 else lr  # torch's cosine rises to the learning rate itself
+        return top * (cfg.floor + (1.0 - cfg.floor) * left)
 
     return at

@@ -19,8 +19,8 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OneMachineSlurm]
         pytest.skip(f"no Slurm on this machine: {reason}")
     with OneMachineSlurm(tmp_path_factory.mktemp("slurm") / "cluster") as running:
         root = str(Path(__file__).parents[2])
-        # Over UCX the MPICH wheel (5.0) tells its peers 4 KiB of its heap beside its address, through lines of Slurm's PMI that hold
-        # 1,024 characters: whether they fit depends on what lies there. Over libfabric it sends the address alone.
+        # Over UCX the MPICH wheel (5.0) tells its peers 4 KiB of its heap beside its address, through lines of Slurm's PMI that
+        # hold 1,024 characters: whether they fit depends on what lies there. Over libfabric it sends the address alone.
         running.env |= {"PYTHONPATH": root, "OMP_NUM_THREADS": "1", "HPCAI_TIMEOUT": "60"}
         running.env |= {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp"}
         yield running

@@ -1,7 +1,6 @@
 """CosmoFlow against numbers that the reference implementations produced (shared/golden/cosmoflow)."""
 
 import json
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -13,20 +12,10 @@ from hpcai.models import cosmoflow
 from hpcai.models.cosmoflow import CosmoFlow, CosmoFlowConfig
 from hpcai.models.cosmoflow.load import from_keras
 from hpcai.train.schedule import rate
+from tests.hashed import hashed
 
 GOLDEN = Path(__file__).resolve().parents[2] / ".." / "shared" / "golden" / "cosmoflow"
 pytestmark = pytest.mark.skipif(not GOLDEN.is_dir(), reason=f"no golden data at {GOLDEN}")
-
-
-def hashed(count: int, salt: str) -> np.ndarray:
-    """The hash numbers of the golden data, in [0, 1): 32-bit arithmetic on the index and the CRC of ``salt``."""
-    mask = np.uint64(0xFFFFFFFF)
-    z = (np.arange(count, dtype=np.uint64) * np.uint64(2654435761) + np.uint64(zlib.crc32(salt.encode()) * 40503)) & mask
-    for _ in range(2):
-        z ^= z >> np.uint64(16)
-        z = (z * np.uint64(0x45D9F3B)) & mask
-    z ^= z >> np.uint64(16)
-    return z.astype(np.float64) / 2.0**32
 
 
 def universes(size: int, count: int) -> torch.Tensor:

@@ -1,6 +1,5 @@
 """CosmoFlow weights in and out of files. Nothing is unpickled but tensors."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,24 +8,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcai.errors import CheckpointError, ConfigError
+from hpcai.errors import CheckpointError
 from hpcai.models.cosmoflow.config import CosmoFlowConfig
 from hpcai.models.cosmoflow.model import CosmoFlow
+from hpcai.nn import weights
 
 _MODEL = "cosmoflow"
 
 
-def save_weights(model: CosmoFlow, path: str | Path, weights: Mapping[str, Tensor] | None = None) -> None:
-    """Weights and settings in one safetensors file, written beside and then renamed. ``weights``: others than the model's own."""
-    from safetensors.torch import save_file
-
-    path = Path(path)
-    partial = path.with_name(f".{path.name}.partial")
-    settings = json.dumps({"model": _MODEL, "settings": model.cfg.model_dump(mode="json")})
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in (weights or model.state_dict()).items()}
-    save_file(tensors, partial, metadata={"hpcai": settings})
-    partial.chmod(0o644)  # safetensors makes a file for its owner only
-    partial.replace(path)
+def save_weights(model: CosmoFlow, path: str | Path, given: Mapping[str, Tensor] | None = None) -> None:
+    """Weights and settings in one safetensors file; ``given``: others than the model's own."""
+    weights.write(path, _MODEL, model.cfg, given or model.state_dict())
 
 
 def load_weights(path: str | Path, cfg: CosmoFlowConfig | None = None) -> CosmoFlow:
@@ -79,48 +71,21 @@ def from_keras(weights: Sequence[np.ndarray]) -> dict[str, Tensor]:
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], CosmoFlowConfig | None]:
-    if not path.is_file():
-        raise CheckpointError(f"{path}: no such file of weights")
-    with path.open("rb") as file:
-        head = file.read(9)
+    if not _is_hdf5(path):
+        return weights.read(path, _MODEL, CosmoFlowConfig)
     try:
-        if head.startswith(b"\x89HDF"):
-            return from_keras(_keras_arrays(path)), None
-        if head[8:9] == b"{":
-            return _read_safetensors(path)
-        return _plain(torch.load(path, map_location="cpu", weights_only=True)), None
+        return from_keras(_keras_arrays(path)), None
     except CheckpointError:
         raise
-    except Exception as problem:  # every reader has errors of its own for a damaged file
-        reason = next(iter(str(problem).splitlines()), type(problem).__name__)
-        raise CheckpointError(
-            f"{path}: not a safetensors file, torch state dict or Keras weights, or damaged: {reason}"
-        ) from problem
+    except Exception as problem:  # h5py has errors of its own for a damaged file
+        raise CheckpointError(f"{path}: not Keras weights, or damaged: {problem}") from problem
 
 
-def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], CosmoFlowConfig | None]:
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as file:
-        state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 not a dict
-        about = json.loads((file.metadata() or {}).get("hpcai", "{}"))
-    if not about:
-        return _plain(state), None
-    if about.get("model") != _MODEL:
-        raise CheckpointError(f"{path}: holds a model of kind {about.get('model')!r}; expected {_MODEL!r}")
-    try:
-        return state, CosmoFlowConfig.model_validate_json(json.dumps(about["settings"]))
-    except ValueError as problem:
-        raise ConfigError(f"{path}: settings inside the file: {problem}") from problem
-
-
-def _plain(found: Any) -> dict[str, Tensor]:
-    for key in ("state_dict", "model_state_dict", "model"):
-        if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
-            found = found[key]
-    if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
-        raise CheckpointError("expected a mapping of names to tensors")
-    return {name.removeprefix("module."): value for name, value in found.items()}
+def _is_hdf5(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(4) == b"\x89HDF"
 
 
 def _keras_arrays(path: Path) -> list[np.ndarray]:

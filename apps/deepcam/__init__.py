@@ -1,0 +1,1 @@
+"""Train DeepCAM on maps of the weather."""

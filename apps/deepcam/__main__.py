@@ -1,0 +1,34 @@
+"""Train DeepCAM:  python -m apps.deepcam apps/deepcam/configs/small.yaml [step.lr=2e-3 ...]
+
+The same line runs alone, or behind mpiexec, srun or torchrun.
+"""
+
+from apps.deepcam.settings import Config
+from hpcai import config
+
+
+def main(cfg: Config) -> None:
+    from apps.deepcam.data import weather, write_maps
+    from hpcai import dist, train
+    from hpcai.models import deepcam
+
+    with (
+        dist.start(cfg.mesh) as mesh,
+        train.Run("deepcam", cfg, mesh) as run,
+        weather(cfg, mesh) as (training, validation, pictures, shape),
+    ):
+        train.seed_all(cfg.train.seed)  # the same weights everywhere
+        model = deepcam.parallelize(deepcam.DeepCam(shape), mesh, cfg.batchnorm_group)
+        step = train.Step(model, deepcam.loss, cfg.step, mesh)
+        result = train.fit(step, training, cfg.train, validation=validation, evaluate=deepcam.score, run=run)
+        if result.reason != "signal":
+            weights = step.snapshot()
+            run.keep("model.safetensors", lambda path: model.save(path, weights))
+            if pictures is not None:
+                maps = train.predict(step, deepcam.maps, pictures)
+                run.keep("maps.npz", lambda path: write_maps(path, maps, shape))
+    raise SystemExit(result.exit_code)
+
+
+if __name__ == "__main__":
+    config.run(Config, main)

@@ -1,0 +1,113 @@
+"""Maps of the weather as samples.   B batch, H W the map, V variables."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from apps.deepcam.settings import Config
+from hpcai.data import Loader, Rows
+from hpcai.data.splits import Samples, by_shard, load, open_split
+from hpcai.dist import Mesh
+from hpcai.errors import DataError
+from hpcai.models.deepcam import STRIDE, Batch, DeepCamConfig
+
+
+@contextmanager
+def weather(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any, DeepCamConfig]]:
+    """Loaders for training (None on processes that only evaluate), validation and pictures, and the model's settings completed by
+    what the data know."""
+    train, validation = _rows(cfg, "train", mesh), _rows(cfg, "validation", mesh)
+    batch, seed = cfg.data.batch, cfg.train.seed
+    words: dict[str, Any] = {"name": "train", "seed": seed, "accumulate": cfg.step.accumulate}
+    words |= by_shard(train, cfg.data, batch, seed)
+    held: dict[str, Any] = {"shuffle": False, "last": "keep"}
+    copies = mesh["replicate"].size
+    few = _First(maps_of(validation), cfg.data.pictures)
+    with (
+        batches(maps_of(train), batch, cfg, mesh, **words) if mesh.trains else nullcontext() as training,
+        batches(maps_of(validation), cfg.data.evaluation_batch, cfg, mesh, name="validation", **held) as held_out,
+        batches(few, copies, cfg, mesh, name="pictures", **held) if len(few) and mesh.trains else nullcontext() as pictures,
+    ):
+        yield training, held_out, pictures, _completed(cfg, train)
+
+
+def maps_of(rows: Rows) -> Samples:
+    """Fields [H, W, V] float32 in physical units and mask [H, W] uint8."""
+    return Samples(rows, lambda values, index, epoch: Batch(values["fields"], values["mask"]))
+
+
+class _First(Samples):
+    """The first few of ``samples``."""
+
+    def __init__(self, samples: Samples, count: int) -> None:
+        super().__init__(samples.rows, samples.make)
+        self._count = min(count, len(samples))
+
+    def __len__(self) -> int:
+        return self._count
+
+    def close(self) -> None:
+        """The files are those of all the others."""
+
+
+def batches(source: Samples, batch: int, cfg: Config, mesh: Mesh, **words: Any) -> Loader:
+    return load(source, batch, cfg.data, mesh, {"fields": "HWC", "mask": "HW"}, Batch, **words)
+
+
+def _rows(cfg: Config, split: str, mesh: Mesh) -> Rows:
+    data, count = cfg.data, len(cfg.model.variables)
+    remedy = (
+        f"make data with: python -m data_prep.deepcam simulate {data.directory}, "
+        "or set data.directory and model.variables to what is there"
+    )
+    fields: Any = {"fields": ("float32", (None, None, count)), "mask": ("uint8", (None, None))}
+    rows = open_split(data.directory / split, fields, remedy, data, mesh, data.shards if split == "train" else 1)
+    height, width = rows.shapes["fields"][:2]
+    if height % STRIDE or width % STRIDE or rows.shapes["mask"] != (height, width):
+        found = f"maps of {height} x {width} cells with masks of {' x '.join(map(str, rows.shapes['mask']))}"
+        raise DataError(
+            f"{rows.folder}: holds {found}; expected both alike, in multiples of {STRIDE}, the network's output stride; "
+            "cut the maps before they are converted, or simulate others"
+        )
+    names = rows.about.get("variables")
+    if names is not None and tuple(names) != cfg.model.variables:
+        raise DataError(f"{rows.folder}: holds the variables {names}, the settings say model.variables={list(cfg.model.variables)}")
+    return rows
+
+
+def _completed(cfg: Config, rows: Rows) -> DeepCamConfig:
+    """The model's settings with what the data know: range of each variable, frequency of each class."""
+    model, path = cfg.model, cfg.data.directory / "statistics.json"
+    if model.low is not None and model.frequencies is not None:
+        return model
+    try:
+        about = json.loads(path.read_text())["splits"]["train"]
+        low, high, share = about["fields"]["minimum"], about["fields"]["maximum"], about["mask"]["frequency"]
+    except (OSError, ValueError, KeyError, TypeError) as problem:
+        raise DataError(
+            f"{path}: no statistics of the training maps ({problem!r}); make them with data_prep.deepcam, "
+            "or set model.low, model.high and model.frequencies"
+        ) from problem
+    changes: dict[str, Any] = {} if model.low is not None else {"low": tuple(low), "high": tuple(high)}
+    if model.frequencies is None:
+        rare = [name for name, part in zip(model.classes, share) if not part]
+        if rare:
+            raise DataError(f"{path}: no training map holds a {rare[0]}; give more maps, or set model.frequencies")
+        changes["frequencies"] = tuple(share)
+    try:
+        return DeepCamConfig.model_validate(model.model_dump() | changes)
+    except ValueError as problem:
+        raise DataError(f"{path}: does not fit the settings: {problem}") from problem
+
+
+def write_maps(path: Path, maps: dict[str, torch.Tensor], model: DeepCamConfig) -> None:
+    """Some validation maps, with what is in them and what the model sees.   fields [N, H, W, V], true and predicted [N, H, W]"""
+    arrays = {name: values.numpy() for name, values in maps.items()}
+    names = {name: np.array(getattr(model, name)) for name in ("variables", "units", "classes")}
+    with path.open("wb") as file:
+        np.savez_compressed(file, **names, **arrays)  # type: ignore[arg-type]

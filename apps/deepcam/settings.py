@@ -1,0 +1,56 @@
+"""Settings of a DeepCAM run. No torch here."""
+
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from hpcai.config import Settings
+from hpcai.models.deepcam import DeepCamConfig
+from hpcai.settings import CheckpointConfig, LoaderConfig, MeshConfig, ReportConfig, ScheduleConfig, StepConfig, TrainConfig
+
+Positive = Annotated[int, Field(ge=1)]
+
+
+class DataConfig(LoaderConfig):
+    """Maps on disk, as ``data_prep.deepcam`` makes them, and how they are read."""
+
+    directory: Path = Path("datasets/deepcam")
+    """folder with train/, validation/ and statistics.json"""
+    batch: Positive = 128
+    """maps per optimizer step, over all processes"""
+    evaluation_batch: Positive = 128
+    """maps per evaluation batch, over all processes"""
+    pictures: Annotated[int, Field(ge=0)] = 6
+    """validation maps of which the report shows what is in them and what the model sees"""
+
+
+class Config(Settings):
+    """A DeepCAM run. The defaults are those of MLPerf HPC at a global batch of 128: six to eight epochs to an IoU of 0.82."""
+
+    model: DeepCamConfig = DeepCamConfig()
+    batchnorm_group: Positive = 1
+    """neighbouring copies of the model whose batch norms share their statistics, such as those of one node"""
+    data: DataConfig = DataConfig()
+    mesh: MeshConfig = MeshConfig()
+    step: StepConfig = StepConfig(
+        optimizer="lamb",
+        lr=1.55e-3,
+        eps=1e-6,
+        weight_decay=0.01,
+        decay_names=("*",),
+        clip=1.0,
+        schedule=ScheduleConfig(unit="steps", decay="cosine", length=9000, first=1),
+    )
+    train: TrainConfig = TrainConfig(epochs=16, metric="iou", target=0.82, better="higher")
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    report: ReportConfig = ReportConfig(directory=Path("runs/deepcam"))
+
+    @model_validator(mode="after")
+    def _every_node_stages(self) -> Self:
+        if self.mesh.evaluate and self.data.stage is not None:
+            raise ValueError(
+                f"data.stage is {self.data.stage} and mesh.evaluate {self.mesh.evaluate}: processes that only evaluate cannot take "
+                "part in staging; set mesh.evaluate to 0 or data.stage to null (hpcai data stage copies beforehand)"
+            )
+        return self

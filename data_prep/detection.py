@@ -1,0 +1,197 @@
+"""Tropical cyclones and atmospheric rivers found in the fields of a weather map, by a rule on the fields alone.
+
+Tropical cyclone, after Vitart et al. (1997, J. Climate 10, 745), Zhao et al. (2009, J. Climate 22, 6653) and the TECA detector
+of Prabhat et al. (2012, Procedia Comp. Sci. 9, 866): a minimum of sea-level pressure within 3 degrees, equatorward of 40, that
+is 4 hPa or more below the mean of the ring at 5 to 7 degrees; with vorticity at 850 hPa of at least 3.5e-5 /s (cyclonic) and wind
+of at least 17 m/s within 3 degrees; and a warm core: the mean of T500 and T200 within 1.5 degrees is 0.8 K above that of the ring,
+and T500 alone 0.4 K. Its mask is what is connected with the centre where wind at 850 hPa exceeds 15 m/s, out to 5 degrees, with
+its eye (all that is nearer than the fastest wind).
+
+Atmospheric river, after Rutz et al. (2014, Mon. Wea. Rev. 142, 905), Guan and Waliser (2015, JGR Atmos. 120, 12514) and Ralph et
+al. (2004, Mon. Wea. Rev. 132, 1721): vapour transport is taken as IVT = 0.8 TMQ |V850|, as the moist layer holds most of the
+water. Cells of at least 250 kg/m/s and 1.7 times the median of their latitude, with at least 20 kg/m2 of water, poleward of 20
+degrees and more than 6 degrees from a tropical cyclone, that are connected. An object counts if its length (great circle, between
+its ends along its main axis) is at least 2000 km and twice its width (area / length), and its water moves poleward by 50 kg/m/s or
+more on average.
+
+H, W rows (south to north) and columns (eastward)   C the 16 variables
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from data_prep.atmosphere import VARIABLES
+from data_prep.sphere import DEGREE, RADIUS, Array, Box, Grid, polar
+from hpcai.errors import MissingExtraError
+
+CYCLONE, RIVER = 1, 2
+
+TROPICS = 40.0          # degrees
+ALONE = 3.0             # degrees without a lower pressure
+DEFICIT = 400.0         # Pa
+RING = (5.0, 7.0)       # degrees
+VORTICITY = 3.5e-5      # /s
+GALE = 17.0             # m/s
+WARM, WARM_500 = 0.8, 0.4   # K
+OUTER_WIND, OUTER = 15.0, 5.0   # m/s, degrees
+
+TRANSPORT, LAYER = 250.0, 0.8   # kg/m/s; share of the water that moves with the wind at 850 hPa
+RELATIVE, MOIST = 1.7, 20.0     # of the median of the latitude; kg/m2
+SUBTROPICS = 20.0       # degrees
+CLEAR = 6.0             # degrees
+LENGTH, SLENDER, POLEWARD = 2.0e6, 2.0, 50.0    # m, 1, kg/m/s
+
+
+@dataclass(frozen=True)
+class Cyclone:
+    latitude: float
+    longitude: float
+    pressure: float                             # Pa, least at sea level
+    wind: float                                 # m/s, largest at 850 hPa
+    warmth: float                               # K, of T500 and T200 above the ring
+    cells: int
+
+
+@dataclass(frozen=True)
+class River:
+    latitude: float                             # of the mean of its cells
+    longitude: float
+    length: float                               # m
+    width: float                                # m
+    transport: float                            # kg/m/s, mean
+    cells: int
+
+
+@dataclass(frozen=True)
+class Objects:
+    mask: NDArray[np.uint8]                     # [H, W] 0 nothing, 1 tropical cyclone, 2 atmospheric river
+    cyclones: tuple[Cyclone, ...]
+    rivers: tuple[River, ...]
+
+
+def _ndimage() -> Any:
+    try:
+        from scipy import ndimage
+    except ImportError as problem:
+        raise MissingExtraError("finding cyclones and rivers needs scipy: pip install 'hpcai-suite[deepcam]'") from problem
+    return ndimage
+
+
+def detect(grid: Grid, fields: NDArray[Any]) -> Objects:
+    """fields [H, W, C]"""
+    field = {name: fields[..., channel].astype(np.float64) for channel, name in enumerate(VARIABLES)
+             if name in ("TMQ", "U850", "V850", "PSL", "T200", "T500")}  # fmt: skip
+    mask = np.zeros(fields.shape[:2], np.uint8)
+    cyclones = _cyclones(grid, field, mask)
+    rivers = _rivers(grid, field, mask, cyclones)
+    return Objects(mask, tuple(cyclones), tuple(rivers))
+
+
+def _around(grid: Grid, row: int, column: int, reach: float) -> tuple[Box, Array]:
+    """The box about a cell, eastward without a break, and the distance of its cells in degrees."""
+    latitude, longitude = float(grid.latitude[row]), float(grid.longitude[column])
+    rows, columns = grid.near(latitude, longitude, reach * DEGREE)
+    columns = columns[np.argsort((grid.longitude[columns] - longitude + 180) % 360)]
+    return np.ix_(rows, columns), polar(grid, rows, columns, latitude, longitude)[0] / DEGREE
+
+
+def _cyclones(grid: Grid, field: dict[str, Array], mask: NDArray[np.uint8]) -> list[Cyclone]:
+    ndimage = _ndimage()
+    spacing = np.abs(np.array((grid.latitude[1] - grid.latitude[0], grid.longitude[1] - grid.longitude[0])))
+    size = 2 * np.maximum(np.round(ALONE / 2 / spacing), 1).astype(int) + 1
+    pressure, wind = field["PSL"], np.hypot(field["U850"], field["V850"])
+    lowest = pressure == ndimage.minimum_filter(pressure, size, mode=("nearest", "wrap" if grid.periodic else "nearest"))
+    lowest &= np.abs(grid.latitude)[:, None] <= TROPICS
+    vorticity = grid.gradient(field["V850"])[0] - grid.gradient(field["U850"])[1]
+    vorticity *= np.sign(grid.latitude)[:, None]
+    both = (field["T500"] + field["T200"]) / 2
+    found: list[Cyclone] = []
+    for row, column in np.argwhere(lowest):
+        box, away = _around(grid, row, column, RING[1])
+        ring, near, core = (away >= RING[0]), away <= 3.0, away <= max(1.5, float(spacing.max()))
+        ring &= away <= RING[1]
+        if not ring.any() or (pressure[box][away <= ALONE] < pressure[row, column]).any():
+            continue
+        first = np.unravel_index(np.where(away <= ALONE, pressure[box], np.inf).argmin(), away.shape)
+        if away[first] > away.min():            # two cells of the same pressure are one minimum
+            continue
+        warmth, middle = (float(t[box][core].mean() - t[box][ring].mean()) for t in (both, field["T500"]))
+        fast = float(wind[box][near].max())
+        if (pressure[box][ring].mean() - pressure[row, column] < DEFICIT or vorticity[box][near].max() < VORTICITY
+                or fast < GALE or warmth < WARM or middle < WARM_500):  # fmt: skip
+            continue
+        eye = float(away[near & (wind[box] == fast)].min())
+        inside = ((wind[box] > OUTER_WIND) | (away <= eye)) & (away <= OUTER)
+        labels, _ = ndimage.label(inside, np.ones((3, 3)))
+        here = labels == labels[np.unravel_index(away.argmin(), away.shape)]
+        part = mask[box]
+        part[here] = CYCLONE
+        mask[box] = part
+        place = float(grid.latitude[row]), float(grid.longitude[column])
+        found.append(Cyclone(*place, float(pressure[row, column]), fast, warmth, int(here.sum())))
+    return found
+
+
+def transport(field: dict[str, Array]) -> tuple[Array, Array]:
+    """Eastward and northward vapour transport in kg/m/s."""
+    return LAYER * field["TMQ"] * field["U850"], LAYER * field["TMQ"] * field["V850"]
+
+
+def _rivers(grid: Grid, field: dict[str, Array], mask: NDArray[np.uint8], cyclones: list[Cyclone]) -> list[River]:
+    ndimage = _ndimage()
+    east, north = transport(field)
+    flow = np.hypot(east, north)
+    rows_of_4_degrees = max(1, round(4 / float(grid.latitude[1] - grid.latitude[0])))
+    usual = ndimage.uniform_filter1d(np.median(flow, axis=1), rows_of_4_degrees, mode="nearest")
+    strong = (flow >= np.maximum(TRANSPORT, RELATIVE * usual[:, None])) & (field["TMQ"] >= MOIST)
+    strong &= np.abs(grid.latitude)[:, None] >= SUBTROPICS
+    for cyclone in cyclones:
+        rows, columns = grid.near(cyclone.latitude, cyclone.longitude, CLEAR * DEGREE)
+        away = polar(grid, rows, columns, cyclone.latitude, cyclone.longitude)[0]
+        strong[np.ix_(rows, columns)] &= away > CLEAR * DEGREE
+    labels, count = ndimage.label(strong, np.ones((3, 3)))
+    if grid.periodic:
+        _join_seam(labels)
+    found = []
+    area = (DEGREE**2 * np.cos(grid.phi) * np.diff(grid.latitude[:2]) * np.diff(grid.longitude[:2])).clip(0) * np.ones(flow.shape)
+    sizes = np.bincount(labels.ravel(), area.ravel(), count + 1)
+    for label in np.flatnonzero(sizes > LENGTH**2 / 50):        # less would be thinner than a fiftieth of its length
+        if label == 0:
+            continue
+        here = np.nonzero(labels == label)
+        latitude, longitude, length = _extent(grid, here, area[here])
+        width = float(sizes[label]) / max(length, 1.0)
+        weight = area[here] / area[here].sum()
+        poleward = float((north[here] * np.sign(grid.latitude[here[0]]) * weight).sum())
+        if length >= LENGTH and length >= SLENDER * width and poleward >= POLEWARD:
+            mask[here] = np.where(mask[here] == CYCLONE, CYCLONE, RIVER)
+            found.append(River(latitude, longitude, length, width, float((flow[here] * weight).sum()), len(here[0])))
+    return found
+
+
+def _join_seam(labels: NDArray[Any]) -> None:
+    """One label for what touches across the first and last column, corners included."""
+    height = len(labels)
+    for row in range(height):
+        for other in range(max(row - 1, 0), min(row + 2, height)):
+            a, b = labels[row, 0], labels[other, -1]
+            if a and b and a != b:
+                labels[labels == b] = a
+
+
+def _extent(grid: Grid, here: tuple[NDArray[Any], ...], area: Array) -> tuple[float, float, float]:
+    """Latitude and longitude of the mean of some cells, and the great-circle distance between the ends of their main axis."""
+    phi, lam = grid.phi[here[0], 0], grid.lam[0, here[1]]
+    point = np.stack((np.cos(phi) * np.cos(lam), np.cos(phi) * np.sin(lam), np.sin(phi)), axis=1)       # [cells, 3]
+    centre = (area[:, None] * point).sum(0)
+    centre /= np.linalg.norm(centre)
+    flat = point - (point * centre).sum(1, keepdims=True) * centre
+    spread = np.einsum("n,ni,nj->ij", area, flat, flat)
+    axis = np.linalg.eigh(spread)[1][:, -1]
+    along = (flat * axis).sum(1)
+    first, last = point[along.argmin()], point[along.argmax()]
+    length = RADIUS * float(np.arctan2(np.linalg.norm(np.cross(first, last)), first @ last))
+    return float(np.degrees(np.arcsin(centre[2]))), float(np.degrees(np.arctan2(centre[1], centre[0]))), length

@@ -1,0 +1,66 @@
+"""The public DeepCAM files: one time step of the climate model CAM5 each, with the labels of an expert rule.
+
+    data-<date>.h5      climate/data float32 [H, W, 16], climate/labels_0 (2019: climate/labels) of any whole-number type [H, W]
+"""
+
+from pathlib import Path
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from data_prep.atmosphere import VARIABLES
+from hpcai.errors import DataError
+
+
+def read(path: Path, shape: tuple[int, int] | None = None) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
+    """Fields [H, W, 16] and labels [H, W] of a public file. Raises DataError for what is not as it is published."""
+    again = "fetch it again, or move it away"
+    try:
+        source = h5py.File(path, "r")
+    except OSError as error:
+        raise DataError(f"{path}: unreadable HDF5 ({error}); {again}") from None
+    with source:
+        group = source.get("climate")
+        if not isinstance(group, h5py.Group) or "data" not in group:
+            there = sorted(group) if isinstance(group, h5py.Group) else sorted(source)
+            raise DataError(f"{path}: no dataset climate/data, found {there}; is it a time step of the public set?")
+        key = next((key for key in ("labels_0", "labels") if key in group), None)
+        if key is None:
+            raise DataError(f"{path}: no climate/labels_0 nor climate/labels, found {sorted(group)}; rename the labels to labels_0")
+        data, labels = group["data"], group[key]
+        count = len(VARIABLES)
+        if data.ndim != 3 or data.shape[-1] != count or data.dtype.kind != "f":
+            expected = f"float32 (H, W, {count}): {', '.join(VARIABLES)}, in this order"
+            raise DataError(f"{path}: climate/data is {data.dtype} {data.shape}, expected {expected}")
+        if shape and data.shape[:2] != shape:
+            raise DataError(f"{path}: climate/data has {data.shape[:2]} cells, the first file {shape}; convert each size by itself")
+        if labels.shape != data.shape[:2] or labels.dtype.kind not in "iu":
+            what = f"climate/{key} is {labels.dtype} {labels.shape}"
+            raise DataError(f"{path}: {what}, expected whole numbers {data.shape[:2]}; {again}")
+        try:
+            fields, mask = data[...].astype(np.float32, copy=False), labels[...]
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read to its end ({error}); {again}") from None
+    if mask.min() < 0 or mask.max() >= 3:
+        others = sorted(set(np.unique(mask).tolist()) - set(range(3)))[:5]
+        raise DataError(f"{path}: climate/{key} holds {others}, expected 0 background, 1 tropical cyclone, 2 river; {again}")
+    _refuse_values(path, fields)
+    return fields, mask.astype(np.uint8)
+
+
+def _refuse_values(path: Path, fields: NDArray[np.float32]) -> None:
+    finite = np.isfinite(fields)
+    for channel, (name, usual) in enumerate(VARIABLES.items()):
+        values = fields[..., channel]
+        if not finite[..., channel].all():
+            bad = ~finite[..., channel]
+            rows = np.flatnonzero(bad.any(1))
+            pole = ", at a pole" if rows[0] == 0 or rows[-1] == len(bad) - 1 else ""
+            where = f"{bad.sum()} cells in rows {rows[0]} to {rows[-1]} of 0 to {len(bad) - 1}{pole}"
+            raise DataError(f"{path}: {name} (variable {channel}) is NaN or infinite in {where}; repair or move the file away")
+        least, most = float(values.min()), float(values.max())
+        if least < usual.least or most > usual.most or most < usual.reach:
+            expected = f"expected {usual.units} between {usual.least:g} and {usual.most:g}, reaching {usual.reach:g}"
+            advice = f"convert {name} to {usual.units}, or put the variables in the public order"
+            raise DataError(f"{path}: {name} (variable {channel}) is {least:g} to {most:g}, {expected}; {advice}")

@@ -1,0 +1,85 @@
+"""From an app's settings of its data to a split's rows, samples and batches."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpcai.data.hdf5 import Rows
+from hpcai.data.loader import Loader, Source
+from hpcai.data.sampler import Sharded
+from hpcai.data.stage import holds, on_this_node, shard_of, stage_in
+from hpcai.dist.mesh import Mesh
+from hpcai.errors import DataError
+from hpcai.settings import LoaderConfig
+
+logger = logging.getLogger(__name__)
+
+
+class Samples:
+    """A split as samples. ``make(values, index, epoch)`` turns the values of a row, by name, into one: a tree of arrays, and a pure
+    function of index and epoch."""
+
+    def __init__(self, rows: Rows, make: Callable[[dict[str, Any], int, int], Any]) -> None:
+        self.rows, self.make = rows, make
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def describe(self, index: int) -> str:
+        return self.rows.describe(index)
+
+    def sample(self, index: int, epoch: int) -> Any:
+        return self.make(self.rows.read(index), index, epoch)
+
+    def close(self) -> None:
+        self.rows.close()
+
+
+def open_split(
+    folder: Path, fields: Mapping[str, tuple[str, tuple[int | None, ...]]], remedy: str, cfg: LoaderConfig, mesh: Mesh,
+    shards: int = 1,
+) -> Rows:  # fmt: skip
+    """The rows of a split, once its files, or this node's of ``shards`` parts of them, are on the node's own disk where
+    ``cfg.stage`` wants them there."""
+    local = {}
+    if cfg.stage is not None and folder.is_dir():  # else Rows says what to do
+        own_disk = _own_disk(cfg.stage) / folder.name
+        logger.info("%s: %s", folder.name, stage_in(folder, own_disk, mesh, shards=shards))
+        local = holds(own_disk, folder)
+    return Rows(folder, fields, remedy, reader=cfg.reader, device=mesh.device, local=local)
+
+
+def _own_disk(text: str) -> Path:
+    found, unset = on_this_node(text)
+    if unset:
+        raise DataError(f"data.stage={text}: {unset[0]} is not set on this node; set it, or name a folder without it")
+    return Path(found)
+
+
+def by_shard(rows: Rows, cfg: LoaderConfig, batch: int, seed: int) -> dict[str, Any]:
+    """What a loader is told where each group of nodes trains on a shard of its own (``cfg.shards``)."""
+    return {"sampler": Sharded(shards_of(rows, cfg.shards), batch, seed)} if cfg.shards > 1 else {}
+
+
+def shards_of(rows: Rows, shards: int) -> np.ndarray:
+    """Shard of each sample.   [N]"""
+    of_file = shard_of(rows.folder, shards)
+    return np.array([of_file[rows.locate(index)[0]] for index in range(len(rows))])
+
+
+def load(
+    source: Source, batch: int, cfg: LoaderConfig, mesh: Mesh, layouts: Mapping[str, str], collect: Callable[..., Any],
+    **words: Any,
+) -> Loader:  # fmt: skip
+    """Batches of ``source`` as ``cfg`` wants them made. ``layouts`` names the dims of each field of a sample (DHWC, or none) and
+    ``collect(**fields)`` makes a batch of them: both are for DALI."""
+    if cfg.reader != "dali":
+        return Loader(source, batch, mesh, **cfg.loading(), **words)
+    from hpcai.data.dali import DaliLoader, Field
+
+    fields: Sequence[Field] = tuple(Field(name, layout) for name, layout in layouts.items())
+    own = {key: value for key, value in cfg.loading().items() if key in ("workers", "prefetch", "patience")}
+    return DaliLoader(source, batch, mesh, fields, collect=lambda arrays: collect(**arrays), **own, **words)

@@ -1,0 +1,119 @@
+"""Batch normalisation, alone or over several processes, with the sum and the rectifier that follow it (Ioffe and Szegedy 2015).
+
+    y = relu(weight * (x - mean) / sqrt(variance + eps) + bias + plus)
+
+``x`` [B, C, ...] float32, float64, bfloat16 or float16; ``weight``, ``bias``, statistics [C] float32 (float64 for a float64 ``x``).
+Statistics are of all B*... values of a channel, on all processes among which ``total`` adds a small tensor, in place: one message
+forward, one backward. On CUDA and channels-last memory each pass over ``x`` is one Triton kernel (``batchnorm_triton``); elsewhere
+the plain-torch twin in this file. Nothing is read from the device.
+"""
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Total = Callable[[Tensor], Tensor]
+
+
+def moments(x: Tensor, total: Total | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean and biased variance [C] of each channel, and the count of its values [] float64, over all processes."""
+    mean, variance = _passes(x).moments(x)
+    count = x.numel() // x.shape[1]
+    if total is None:
+        return mean, variance, torch.full((), count, dtype=torch.float64, device=x.device)
+    # Powers of the values are added in float64: a mean far larger than the deviation costs no digits, and counts may differ.
+    wide = mean.double()
+    message = torch.cat((wide, variance.double() + wide.square(), wide.new_ones(1))) * count
+    sums = total(message)
+    every, squares = (sums[:-1] / sums[-1]).chunk(2)
+    return every.to(mean.dtype), (squares - every.square()).clamp_(min=0).to(mean.dtype), sums[-1]
+
+
+def normalise(x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor, bias: Tensor, eps: float, plus: Tensor | None,
+              relu: bool) -> Tensor:  # fmt: skip
+    """y, in the dtype and memory format of ``x``."""
+    return _passes(x).normalise(x, mean, variance, weight, bias, eps, plus, relu)
+
+
+def gradients(dy: Tensor, x: Tensor, y: Tensor | None, mean: Tensor, variance: Tensor, count: Tensor, weight: Tensor, eps: float,
+              total: Total | None, need_plus: bool) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
+    """Gradients by x, plus, weight, bias; those of weight and bias are of this process's values alone.
+
+    ``y``: what ``normalise`` returned, where it was rectified, else None.
+    """
+    passes = _passes(x)
+    dy = dy.contiguous(memory_format=_format(x))
+    invstd = (variance + eps).rsqrt()
+    if total is None and passes is _Plain:
+        dz = dy if y is None else torch.ops.aten.threshold_backward(dy, y, 0)
+        dx, dweight, dbias = _native(dz, x, mean, invstd, weight, variance, eps, (True, True, True))
+        return dx, dz if need_plus else None, dweight, dbias
+    dz, dweight, dbias = passes.sums(dy, x, y, mean, invstd, need_plus)
+    both = torch.cat((dweight, dbias))
+    if total is not None:
+        both = total(both)
+    over = (both / count.to(both.dtype)).chunk(2)
+    masked = need_plus or y is None  # then dz is the gradient before the rectifier, and else it may be dy
+    return passes.by_input(dz, x, None if masked else y, mean, invstd, weight, *over), dz if need_plus else None, dweight, dbias
+
+
+def _format(x: Tensor) -> torch.memory_format:
+    for ndim, form in ((4, torch.channels_last), (5, torch.channels_last_3d)):
+        if x.ndim == ndim and x.is_contiguous(memory_format=form):
+            return form
+    return torch.contiguous_format
+
+
+def _passes(x: Tensor) -> Any:
+    if x.is_cuda and x.dtype != torch.float64 and _format(x) is not torch.contiguous_format:
+        return import_module("hpcai.kernels.batchnorm_triton")
+    return _Plain
+
+
+class _Plain:
+    """The passes over the values in torch's operations; those of the CPU are vectorised over channels-last memory."""
+
+    @staticmethod
+    def moments(x: Tensor) -> tuple[Tensor, Tensor]:
+        if x.device.type == "cpu":
+            scratch = torch.zeros(x.shape[1], dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
+            mean, variance = torch.batch_norm_update_stats(x, scratch, scratch.clone(), 0.0)  # whose dtype is that of these
+            return mean, variance
+        wide = x if x.dtype == torch.float64 else x.float()
+        variance, mean = torch.var_mean(wide, [d for d in range(x.ndim) if d != 1], correction=0)
+        return mean, variance
+
+    @staticmethod
+    def normalise(x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor, bias: Tensor, eps: float, plus: Tensor | None,
+                  relu: bool) -> Tensor:  # fmt: skip
+        y = F.batch_norm(x, mean, variance, weight, bias, eps=eps)
+        if plus is not None:
+            y.add_(plus)
+        return y.relu_() if relu else y
+
+    @staticmethod
+    def sums(dy: Tensor, x: Tensor, y: Tensor | None, mean: Tensor, invstd: Tensor, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """dz, the gradient before the rectifier, and the sums of dz*(x - mean)*invstd and of dz [C]."""
+        dz = dy if y is None else torch.ops.aten.threshold_backward(dy, y, 0)
+        _, dweight, dbias = _native(dz, x, mean, invstd, None, None, 0.0, (False, True, True))
+        return dz, dweight, dbias
+
+    @staticmethod
+    def by_input(dz: Tensor, x: Tensor, y: Tensor | None, mean: Tensor, invstd: Tensor, weight: Tensor, by_weight: Tensor,
+                 by_bias: Tensor) -> Tensor:  # fmt: skip
+        """weight*invstd * (dz - by_bias - (x - mean)*invstd*by_weight); ``y`` has no part: dz is rectified already."""
+        scale = weight * invstd
+        one, slope = torch.ones_like(scale), -scale * invstd * by_weight
+        dx = F.batch_norm(x, mean, one, slope, -scale * by_bias, eps=0.0)
+        return dx.add_(F.batch_norm(dz, torch.zeros_like(scale), one, scale, eps=0.0))
+
+
+def _native(dz: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, variance: Tensor | None, eps: float,
+            want: tuple[bool, bool, bool]) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    if weight is None:
+        weight = torch.ones_like(mean)
+    return torch.ops.aten.native_batch_norm_backward(dz, x, weight, mean, variance, mean, invstd, True, eps, want)

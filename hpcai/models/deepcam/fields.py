@@ -1,0 +1,96 @@
+"""Named fields with units, as a person has them, in the order and the units that the network was trained with."""
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpcai.models.deepcam.config import STRIDE, DeepCamConfig
+
+# value in our unit = (value in theirs + offset) * factor
+_CONVERSIONS: dict[tuple[str, str], tuple[float, float]] = {
+    ("hPa", "Pa"): (0.0, 100.0),
+    ("mbar", "Pa"): (0.0, 100.0),
+    ("degC", "K"): (273.15, 1.0),
+    ("g/kg", "kg/kg"): (0.0, 1e-3),
+    ("mm/day", "m/s"): (0.0, 1e-3 / 86400),
+    ("mm/h", "m/s"): (0.0, 1e-3 / 3600),
+    ("mm/s", "m/s"): (0.0, 1e-3),
+    ("knot", "m/s"): (0.0, 1852 / 3600),
+    ("km", "m"): (0.0, 1000.0),
+    ("mm", "kg/m2"): (0.0, 1.0),  # of water
+}
+_SPELLINGS = {
+    "C": "degC", "°C": "degC", "celsius": "degC", "mb": "mbar", "knots": "knot", "kt": "knot", "gpm": "m", "1": "kg/kg",
+    "kelvin": "K", "m s-1": "m/s", "m s**-1": "m/s", "kg m-2": "kg/m2", "kg m**-2": "kg/m2", "kg/m^2": "kg/m2", "kg kg-1": "kg/kg",
+    "kg kg**-1": "kg/kg", "g kg-1": "g/kg", "mm d-1": "mm/day", "mm/d": "mm/day", "mm h-1": "mm/h", "mm/hr": "mm/h",
+}  # fmt: skip
+
+
+def stacked(fields: Mapping[str, Any], cfg: DeepCamConfig, units: Mapping[str, str] | None = None) -> NDArray[np.float32]:
+    """The variables of ``cfg`` one beside the other: {name: [H, W] or [N, H, W]} -> [N, H, W, V].
+
+    A field's unit is what ``units`` says, else its own ``attrs["units"]`` (xarray), else that of ``cfg``. Raises ValueError for
+    missing variables, unknown units, shapes that differ, values that are not finite or far outside what the network has seen.
+    """
+    missing = [name for name in cfg.variables if name not in fields]
+    if missing:
+        others = sorted(set(fields) - set(cfg.variables))
+        near = [f"{name} (is it {hit[0]!r}?)" if (hit := get_close_matches(name, others, 1, 0.5)) else name for name in missing]
+        raise ValueError(f"fields lack {', '.join(near)}; expected {', '.join(cfg.variables)}, found {', '.join(fields) or 'none'}")
+    strange = sorted(set(units or {}) - set(cfg.variables))
+    if strange:
+        raise ValueError(f"units names {', '.join(strange)}, which the network does not take; it takes {', '.join(cfg.variables)}")
+    columns = []
+    for name, ours in zip(cfg.variables, cfg.units):
+        given = (units or {}).get(name) or getattr(fields[name], "attrs", {}).get("units", ours)
+        columns.append(_converted(name, np.asarray(fields[name]), given, ours))
+    for name, column in zip(cfg.variables, columns):
+        if column.ndim not in (2, 3) or column.shape != columns[0].shape:
+            raise ValueError(
+                f"{name} has shape {list(column.shape)}, {cfg.variables[0]} {list(columns[0].shape)}; "
+                "expected [H, W] or [N, H, W], the same for all"
+            )
+    for i, (name, column) in enumerate(zip(cfg.variables, columns)):
+        _check(name, column, cfg, i)
+    whole = np.stack(columns, -1)
+    return whole[None] if whole.ndim == 3 else whole
+
+
+def _converted(name: str, values: NDArray[Any], given: str, ours: str) -> NDArray[np.float32]:
+    theirs = _SPELLINGS.get(given, given)
+    if theirs == ours or not ours:
+        return values.astype(np.float32)
+    if (theirs, ours) not in _CONVERSIONS:
+        known = [a for a, b in _CONVERSIONS if b == ours]
+        raise ValueError(f"{name} is in {given!r}; expected {ours}" + (f", or one of {', '.join(known)}" if known else ""))
+    offset, factor = _CONVERSIONS[theirs, ours]
+    return ((values.astype(np.float64) + offset) * factor).astype(np.float32)
+
+
+def _check(name: str, values: NDArray[np.float32], cfg: DeepCamConfig, i: int) -> None:
+    bad = ~np.isfinite(values)
+    if bad.any():
+        rows = np.unique(np.nonzero(bad)[-2])
+        where = f"row {rows[0]}" if len(rows) == 1 else f"rows {rows[0]} to {rows[-1]}"
+        raise ValueError(
+            f"{name}: {bad.sum()} values are not finite, in {where} of {values.shape[-2]}; fill them, or leave these rows out"
+        )
+    if cfg.low is None or cfg.high is None:
+        return
+    low, high = cfg.low[i], cfg.high[i]
+    slack = high - low
+    least, most = float(values.min()), float(values.max())
+    if least < low - slack or most > high + slack:
+        raise ValueError(
+            f"{name} goes from {least:g} to {most:g} {cfg.units[i]}, but from {low:g} to {high:g} in training; "
+            f"is it in another unit? say units={{{name!r}: ...}}"
+        )
+
+
+def padded(fields: NDArray[np.float32]) -> NDArray[np.float32]:
+    """The last rows and columns repeated until both are multiples of the output stride.   [N, H, W, V] -> [N, H', W', V]"""
+    more = [(0, -n % STRIDE) for n in fields.shape[1:3]]
+    return np.pad(fields, ((0, 0), *more, (0, 0)), mode="edge")

@@ -1,0 +1,292 @@
+"""DeepCAM: which cells of a weather map are a tropical cyclone or an atmospheric river (Kurth et al., SC18, arXiv:1810.01993).
+
+The network is that of MLPerf HPC: an Xception encoder (Chollet 2017, as in Chen et al. 2018, DeepLabv3+), atrous pooling and a
+decoder of transposed convolutions; names of weights are those of its reference. B batch, V variables, C channels, O output
+channels, H W the map.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hpcai.models.deepcam.config import STRIDE, DeepCamConfig
+from hpcai.models.deepcam.fields import padded, stacked
+from hpcai.nn import BatchNorm, Conv2d
+
+Rectified = nn.Identity  # stands where the reference has a rectifier, so that keys keep their numbers: Norm does its work
+
+
+def _kaiming(part: nn.Module) -> None:
+    """First weights of the convolutions, drawn at the end of a part's construction, as the reference does: seeds mean the same."""
+    for layer in part.modules():
+        if isinstance(layer, nn.Conv2d):
+            nn.init.kaiming_normal_(layer.weight)
+
+
+class Norm(nn.Module):
+    """Batch normalisation, a sum, a rectifier.   [B, C, H, W] -> the same"""
+
+    def __init__(self, channels: int, relu: bool = True) -> None:
+        super().__init__()
+        self.bn = BatchNorm(channels, relu)
+
+    def forward(self, x: Tensor, plus: Tensor | None = None) -> Tensor:
+        return self.bn(x, plus)
+
+
+class Separable(nn.Module):
+    """Depthwise, then pointwise convolution.   [B, C, H, W] -> [B, O, H/stride, W/stride]"""
+
+    def __init__(self, inputs: int, outputs: int, stride: int = 1, dilation: int = 1) -> None:
+        super().__init__()
+        self.conv1 = Conv2d(inputs, inputs, 3, stride, dilation, dilation, groups=inputs, bias=False)
+        self.pointwise = Conv2d(inputs, outputs, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.pointwise(self.conv1(x))
+
+
+class Block(nn.Module):
+    """Two separable convolutions and a third that may halve the map, beside a 1 x 1 convolution.
+
+    [B, C, H, W] -> [B, O, H/stride, W/stride]
+    """
+
+    def __init__(self, inputs: int, outputs: int, stride: int, relu: bool, grow_first: bool = True) -> None:
+        super().__init__()
+        self.skip = Conv2d(inputs, outputs, 1, stride, bias=False)
+        self.skipbn = Norm(outputs, relu)
+        inner = outputs if grow_first else inputs
+        self.rep = nn.Sequential(
+            Separable(inputs, inner), Norm(inner), Rectified(),
+            Separable(inner, outputs), Norm(outputs, relu=False),
+            Separable(outputs, outputs, stride),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.skipbn(self.skip(x), plus=self.rep(x))
+
+
+class MiddleBlock(nn.Module):
+    """Three separable convolutions around which the input goes unchanged.   [B, C, H, W] -> the same"""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.rep = nn.Sequential(
+            Separable(channels, channels), Norm(channels), Rectified(),
+            Separable(channels, channels), Norm(channels), Rectified(),
+            Separable(channels, channels), Norm(channels),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        *inner, norm = self.rep
+        y = x
+        for layer in inner:
+            y = layer(y)
+        return norm(y, plus=x)
+
+
+class Xception(nn.Module):
+    """[B, V, H, W] -> features [B, 2048, H/16, W/16] and those of the first block [B, 128, H/4, W/4]"""
+
+    def __init__(self, cfg: DeepCamConfig) -> None:
+        super().__init__()
+
+        def width(full: int) -> int:
+            return full // cfg.divide
+
+        self.conv1 = Conv2d(len(cfg.variables), width(32), 3, 2, 1, bias=False)
+        self.bn1 = Norm(width(32))
+        self.conv2 = Conv2d(width(32), width(64), 3, 1, 1, bias=False)
+        self.bn2 = Norm(width(64))
+        self.block1 = Block(width(64), width(128), 2, relu=cfg.skip == "after")
+        self.block2 = Block(width(128), width(256), 2, relu=True)
+        self.block3 = Block(width(256), width(728), 2, relu=True)
+        for i in range(cfg.middle):
+            self.add_module(f"block{4 + i}", MiddleBlock(width(728)))
+        self.add_module(f"block{4 + cfg.middle}", Block(width(728), width(1024), 1, relu=False, grow_first=False))
+        for i, (inputs, outputs) in enumerate(((1024, 1536), (1536, 1536), (1536, 2048)), 3):
+            self.add_module(f"conv{i}", Separable(width(inputs), width(outputs), dilation=2))
+            self.add_module(f"bn{i}", Norm(width(outputs)))
+        self.blocks = 4 + cfg.middle
+        _kaiming(self)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.bn1(self.conv1(x))
+        low = self.block1(self.bn2(self.conv2(x)))
+        x = low if self.block1.skipbn.bn.relu else low.relu()
+        for i in range(2, self.blocks + 1):
+            x = self.get_submodule(f"block{i}")(x)
+        for i in (3, 4, 5):
+            x = self.get_submodule(f"bn{i}")(self.get_submodule(f"conv{i}")(x))
+        return x, low
+
+
+class Atrous(nn.Module):
+    """A convolution with holes.   [B, C, H, W] -> [B, O, H, W]"""
+
+    def __init__(self, inputs: int, outputs: int, rate: int) -> None:
+        super().__init__()
+        if rate == 1:
+            self.atrous_convolution = Conv2d(inputs, outputs, 1, bias=False)
+        else:
+            self.atrous_convolution = Conv2d(inputs, outputs, 3, 1, rate, rate, bias=False)
+        self.bn = Norm(outputs)
+        _kaiming(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bn(self.atrous_convolution(x))
+
+
+class Affine(nn.Module):
+    """A factor and a term for each channel.   [B, C, 1, 1] -> the same"""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.ones(channels, 1, 1))
+        self.bias = nn.Parameter(torch.zeros(channels, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weights * x + self.bias
+
+
+class GlobalPool(nn.Module):
+    """The mean of the map.   [B, C, H, W] -> [B, O, 1, 1]"""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.global_average_pool = nn.Sequential(
+            nn.AdaptiveAvgPool2d((1, 1)), Conv2d(inputs, outputs, 1, bias=False), Affine(outputs), nn.ReLU()
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.global_average_pool(x)
+
+
+class Pyramid(nn.Module):
+    """Atrous spatial pyramid pooling: the features at four scales and their mean.   [B, C, H, W] -> [B, O, H, W]"""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        for i, rate in enumerate((1, 6, 12, 18), 1):
+            self.add_module(f"aspp{i}", Atrous(inputs, outputs, rate))
+        self.global_avg_pool = GlobalPool(inputs, outputs)
+        self.conv = Conv2d(5 * outputs, outputs, 1, bias=False)
+        self.bn = Norm(outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scales = [self.get_submodule(f"aspp{i}")(x) for i in (1, 2, 3, 4)]
+        mean = self.global_avg_pool(x).expand(-1, -1, *x.shape[2:])
+        return self.bn(self.conv(torch.cat((*scales, mean), 1)))
+
+
+def _doubling(channels: int, outputs: int) -> nn.ConvTranspose2d:
+    return nn.ConvTranspose2d(channels, outputs, 3, 2, 1, 1, bias=False)
+
+
+class Decoder(nn.Module):
+    """[B, 256, H/16, W/16] and [B, 48, H/4, W/4] -> [B, classes, H, W]"""
+
+    def __init__(self, channels: int, low: int, classes: int) -> None:
+        super().__init__()
+        self.deconv1 = nn.Sequential(
+            _doubling(channels, channels), Norm(channels), Rectified(),
+            _doubling(channels, channels), Norm(channels), Rectified(),
+        )  # fmt: skip
+        self.conv1 = nn.Sequential(
+            Conv2d(channels + low, channels, 3, padding=1, bias=False), Norm(channels), Rectified(),
+            Conv2d(channels, channels, 3, padding=1, bias=False), Norm(channels), Rectified(),
+            Conv2d(channels, channels, 1),
+        )  # fmt: skip
+        self.deconv2 = nn.Sequential(_doubling(channels, channels), Norm(channels), Rectified())
+        self.last_deconv = nn.Sequential(_doubling(channels, classes))
+
+    def forward(self, x: Tensor, low: Tensor) -> Tensor:
+        x = torch.cat((self.deconv1(x), low), 1)
+        return self.last_deconv(self.deconv2(self.conv1(x)))
+
+
+class DeepCam(nn.Module):
+    """[B, V, H, W] variables scaled to [0, 1] -> [B, classes, H, W] logits. Weights and activations are channels-last.
+
+    H and W are any multiples of 16; raises ValueError for others.
+    """
+
+    class_weights: Tensor  # [K] of the loss
+    low: Tensor  # [V] physical value that the network sees as 0
+    scale: Tensor  # [V]
+
+    def __init__(self, cfg: DeepCamConfig | None = None) -> None:
+        super().__init__()
+        self.cfg = cfg = cfg or DeepCamConfig()
+        self.xception_features = Xception(cfg)
+        self.bottleneck = Pyramid(2048 // cfg.divide, 256 // cfg.divide)
+        self.conv2 = Conv2d(128 // cfg.divide, 48 // cfg.divide, 1, bias=False)
+        self.bn2 = Norm(48 // cfg.divide)
+        self.upsample = Decoder(256 // cfg.divide, 48 // cfg.divide, len(cfg.classes))
+        # Of the settings and not of the weights: the keys of a checkpoint are those of the benchmark.
+        self.register_buffer("class_weights", torch.tensor(cfg.frequencies or [1.0] * len(cfg.classes)) ** -0.125, persistent=False)
+        low, high = (torch.tensor(cfg.low or 0.0), torch.tensor(cfg.high or 1.0))
+        self.register_buffer("low", low, persistent=False)
+        self.register_buffer("scale", 1.0 / (high - low), persistent=False)
+        if cfg.init == "vendor":
+            for layer in self.modules():
+                if isinstance(layer, nn.Conv2d):
+                    fan = layer.kernel_size[0] * layer.kernel_size[1] * layer.out_channels
+                    nn.init.normal_(layer.weight, 0.0, (2.0 / fan) ** 0.5)
+        self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[2] % STRIDE or x.shape[3] % STRIDE:
+            raise ValueError(
+                f"the map is {x.shape[2]} x {x.shape[3]} cells; expected multiples of {STRIDE}, the output stride: "
+                "crop it, or pad it at its edges"
+            )
+        features, low = self.xception_features(x.contiguous(memory_format=torch.channels_last))
+        return self.upsample(self.bottleneck(features), self.bn2(self.conv2(low)))
+
+    def scaled(self, fields: Tensor) -> Tensor:
+        """The input of the network: each variable between 0 and 1 (``cfg.low``, ``cfg.high``).
+
+        [B, H, W, V] in physical units -> [B, V, H, W] in channels-last memory, not moved
+        """
+        return ((fields.to(self.scale.dtype) - self.low) * self.scale).permute(0, 3, 1, 2)
+
+    @torch.no_grad()
+    def segment(self, fields: Mapping[str, Any], units: Mapping[str, str] | None = None) -> dict[str, Any]:
+        """What each cell of one map or of several is: class -> True where a cell is of that class, [H, W] or [N, H, W].
+
+        ``fields`` holds the variables of ``cfg`` by name, [H, W] or [N, H, W] arrays of any size; ``units`` those that are not in
+        ``cfg.units`` (an xarray's own are read). Raises ValueError for what is missing, not finite, or in a wrong unit, and for a
+        model that does not know the ranges of its variables.
+        """
+        if self.cfg.low is None:
+            raise ValueError("this model has no ranges of its variables (cfg.low, cfg.high); give them when it is built")
+        whole = stacked(fields, self.cfg, units)
+        weight, (height, width) = self.conv2.weight, whole.shape[1:3]
+        was_training, narrow = self.training, weight.dtype == torch.bfloat16
+        self.eval()
+        guesses = []
+        for one in padded(whole):  # maps are large: one at a time
+            values = torch.from_numpy(one[None]).to(weight.device, torch.float64 if weight.dtype == torch.float64 else None)
+            with torch.autocast(weight.device.type, torch.bfloat16, enabled=narrow):
+                guesses.append(self(self.scaled(values)).argmax(1)[0, :height, :width].cpu().numpy())
+        self.train(was_training)
+        cells = np.stack(guesses) if np.ndim(fields[self.cfg.variables[0]]) == 3 else guesses[0]
+        return {name: cells == k for k, name in enumerate(self.cfg.classes)}
+
+    @classmethod
+    def load(cls, path: Any, cfg: DeepCamConfig | None = None) -> "DeepCam":
+        """A model from weights in a file; see ``hpcai.models.deepcam.load_weights`` for the formats."""
+        from hpcai.models.deepcam.load import load_weights
+
+        return load_weights(path, cfg)
+
+    def save(self, path: Any, weights: dict[str, Tensor] | None = None) -> None:
+        """Weights and settings in one safetensors file; ``weights`` by name in place of the model's own."""
+        from hpcai.models.deepcam.load import save_weights
+
+        save_weights(self, path, weights)

@@ -1,0 +1,58 @@
+"""What DeepCAM is trained for and how well it does.   B batch, V variables, H W the map, K classes."""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Batch(NamedTuple):
+    """Maps of the weather and what each of their cells is."""
+
+    fields: Tensor  # [B, H, W, V] in physical units, float32
+    mask: Tensor  # [B, H, W] class of each cell, uint8
+
+
+def _logits(model: Any, batch: Batch) -> Tensor:
+    logits = model(model.scaled(batch.fields))
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def _cross_entropy(model: Any, logits: Tensor, mask: Tensor) -> Tensor:
+    """Of each cell, times the weight of its class.   [B, H, W]"""
+    return F.cross_entropy(logits, mask.long(), model.class_weights.to(logits.dtype), reduction="none")
+
+
+def loss(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    """Cross entropy of each cell, weighted by f^(-1/8) of its class's frequency f, and the plain mean over cells: not divided by
+    the sum of the weights (MLPerf HPC)."""
+    return {"loss": _cross_entropy(model, _logits(model, batch), batch.mask).mean()}
+
+
+def score(model: Any, batch: Batch) -> dict[str, tuple[Tensor, int]]:
+    """``iou``, the metric of MLPerf HPC (target 0.82): intersection over union of each class in each map, 1 where a class is in
+    neither; the mean over classes, then over maps. Also that of each class (``iou_<class>``), and the loss."""
+    logits = _logits(model, batch)
+    found = iou(logits.argmax(1), batch.mask, logits.shape[1])
+    count = len(found)
+    names = [f"iou_{name.replace(' ', '_')}" for name in model.cfg.classes]
+    every = {name: (column.sum(), count) for name, column in zip(names, found.unbind(1))}
+    entropy = _cross_entropy(model, logits, batch.mask).mean((1, 2)).sum()
+    return {"iou": (found.mean(1).sum(), count), **every, "loss": (entropy, count)}
+
+
+def iou(guess: Tensor, mask: Tensor, classes: int) -> Tensor:
+    """Intersection over union of each class in each map; 1 where it is in neither.   [B, H, W] twice -> [B, K]"""
+    columns = []
+    for k in range(classes):
+        a, b = (guess == k).flatten(1), (mask == k).flatten(1)
+        both, either = (a & b).sum(1), (a | b).sum(1)
+        columns.append(torch.where(either > 0, both / either.clamp(min=1), 1.0))
+    return torch.stack(columns, 1)
+
+
+def maps(model: Any, batch: Batch) -> dict[str, Tensor]:
+    """The maps, what is in them and what the model sees: for pictures.   fields [B, H, W, V], true and predicted [B, H, W] uint8"""
+    guess = _logits(model, batch).argmax(1)
+    return {"fields": batch.fields, "true": batch.mask.to(torch.uint8), "predicted": guess.to(torch.uint8)}

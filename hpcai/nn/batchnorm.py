@@ -1,0 +1,104 @@
+"""Batch normalisation that takes the sum and the rectifier after it along.   B batch, C channels."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from hpcai.kernels import batchnorm
+
+
+class BatchNorm(nn.modules.batchnorm._BatchNorm):
+    """``nn.BatchNorm`` of any number of dims, then ``+ plus``, then a rectifier (``relu``), in one pass.   [B, C, ...] -> the same
+
+    Keys are those of ``nn.BatchNorm2d``. Statistics are float32 whatever the input is. ``total`` is the seam for statistics over
+    several processes: ``hpcai.parallel.batchnorm`` puts there a module that adds a small tensor over them.
+    """
+
+    def __init__(self, channels: int, relu: bool = False, eps: float = 1e-5, momentum: float | None = 0.1,
+                 affine: bool = True, track_running_stats: bool = True) -> None:  # fmt: skip
+        super().__init__(channels, eps, momentum, affine, track_running_stats)
+        self.relu = relu
+        self.total = nn.Identity()
+
+    def forward(self, x: Tensor, plus: Tensor | None = None) -> Tensor:
+        self._check_input_dim(x)
+        alone = isinstance(self.total, nn.Identity)
+        if torch.compiler.is_compiling() and alone:  # which fuses these itself
+            y = super().forward(x)
+            y = y if plus is None else y + plus.to(y.dtype)
+            return F.relu(y) if self.relu else y
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        one, zero = (x.new_full((self.num_features,), value, dtype=wide) for value in (1.0, 0.0))
+        weight, bias = (one, zero) if self.weight is None else (self.weight.to(wide), self.bias.to(wide))
+        if plus is not None:
+            plus = plus.to(x.dtype)
+        if not self.training and self.running_mean is not None and self.running_var is not None:
+            return _Fixed.apply(x, plus, weight, bias, self.running_mean.to(wide), self.running_var.to(wide), self.eps, self.relu)
+        y, mean, variance, count = _Normalise.apply(x, plus, weight, bias, self.eps, self.relu, None if alone else self.total)
+        if self.training and self.running_mean is not None:
+            self._track(mean, variance, count)
+        return y
+
+    @torch.no_grad()
+    def _track(self, mean: Tensor, variance: Tensor, count: Tensor) -> None:
+        assert self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        momentum: Any = self.momentum
+        if momentum is None:  # the mean of all batches so far
+            momentum = 1.0 / self.num_batches_tracked.to(mean.dtype)
+        unbiased = variance * (count / (count - 1).clamp(min=1)).to(variance.dtype)
+        for running, value in ((self.running_mean, mean), (self.running_var, unbiased)):
+            running.lerp_(value.to(running.dtype), momentum)
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.ndim < 2 or input.shape[1] != self.num_features:
+            raise ValueError(f"input has shape {list(input.shape)}; expected [B, {self.num_features}, ...]")
+
+
+class _Normalise(torch.autograd.Function):
+    """With the statistics of the batch."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, plus: Tensor | None, weight: Tensor, bias: Tensor, eps: float, relu: bool, total: Any) -> Any:
+        mean, variance, count = batchnorm.moments(x, total)
+        y = batchnorm.normalise(x, mean, variance, weight, bias, eps, plus, relu)
+        ctx.eps, ctx.total, ctx.plus = eps, total, plus is not None
+        ctx.save_for_backward(x, y if relu else None, mean, variance, count, weight)
+        ctx.mark_non_differentiable(mean, variance, count)
+        return y, mean, variance, count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, *_: Any) -> Any:
+        x, y, mean, variance, count, weight = ctx.saved_tensors
+        need = ctx.plus and ctx.needs_input_grad[1]
+        found = batchnorm.gradients(dy, x, y, mean, variance, count, weight, ctx.eps, ctx.total, need)
+        return *found, None, None, None
+
+
+class _Fixed(torch.autograd.Function):
+    """With statistics that are given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, plus: Tensor | None, weight: Tensor, bias: Tensor, mean: Tensor, variance: Tensor, eps: float,
+                relu: bool) -> Tensor:  # fmt: skip
+        y = batchnorm.normalise(x, mean, variance, weight, bias, eps, plus, relu)
+        ctx.eps, ctx.plus = eps, plus is not None
+        ctx.save_for_backward(x, y if relu else None, mean, variance, weight)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, y, mean, variance, weight = ctx.saved_tensors
+        dz = dy if y is None else torch.ops.aten.threshold_backward(dy, y, 0)
+        shape = [1, -1] + [1] * (x.ndim - 2)
+        invstd = (variance + ctx.eps).rsqrt()
+        wide = dz.to(weight.dtype)
+        dims = [d for d in range(x.ndim) if d != 1]
+        dweight = (wide * (x - mean.view(shape)) * invstd.view(shape)).sum(dims)
+        dx = (wide * (weight * invstd).view(shape)).to(x.dtype)
+        return dx, dz if ctx.plus else None, dweight, wide.sum(dims), None, None, None, None

@@ -1,0 +1,234 @@
+"""The idealised atmosphere is balanced, and the rule finds cyclones and rivers in it and nothing else."""
+
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from data_prep import detection, scenes
+from data_prep.atmosphere import AMBIENT, GAS, T0, VARIABLES, River, Vortex, Weather
+from data_prep.sphere import GRAVITY, OMEGA, RADIUS, Grid, polar
+from hpcai.errors import MissingExtraError
+
+REGION = Grid.region(96, 144, 0.5, 8, 0)
+SOUTH = Grid.region(96, 144, 0.5, -56, 0)
+GLOBE = Grid.globe(180, 360)
+
+
+def random_scene(grid=REGION, index=0):
+    return scenes.draw(grid, np.random.default_rng(index))
+
+
+def calm(**other):
+    """No waves, no noise, no land: the zonal mean and what is planted."""
+    scene = random_scene()
+    quiet = {name: replace(getattr(scene, name), weight=getattr(scene, name).weight * 0)
+             for name in ("eddies", "continents", "mountains", "humidity", "rain")}  # fmt: skip
+    return replace(scene, **{**quiet, "season": 0.0, "wave_height": 0.0, "vortices": (), "rivers": (), **other})
+
+
+def named(fields):
+    return {name: fields[..., channel].astype(float) for channel, name in enumerate(VARIABLES)}
+
+
+def found(grid, **planted):
+    return detection.detect(grid, Weather(grid, calm(**planted)).fields())
+
+
+CYCLONE = Vortex(20, 40, 5000, 8e4, 1.5, "warm", (-5, 2), 15)
+LATITUDES, LONGITUDES = (25, 33, 44), (20, 34, 46)
+FILAMENT = River(LATITUDES, LONGITUDES, 2e5, 26, 20)
+
+
+# ---- balance
+
+
+@pytest.mark.parametrize("latitude", [12.0, -28.0])
+def test_a_cyclone_is_that_of_holland(latitude):
+    cyclone = replace(CYCLONE, latitude=latitude)
+    r = np.linspace(1e4, 8e5, 100)
+    power = (8e4 / r) ** 1.5
+    pressure = AMBIENT - 5000 + 5000 * np.exp(-power)
+    f = abs(2 * OMEGA * np.sin(np.radians(latitude)))
+    wind = np.sqrt(1.5 * 5000 / (pressure / (GAS * T0)) * power * np.exp(-power) + (r * f / 2) ** 2) - r * f / 2
+    z, slope = cyclone.height(r)
+    assert AMBIENT * np.exp(GRAVITY * z / (GAS * T0)) == pytest.approx(pressure, rel=1e-9)
+    assert cyclone.wind(r, slope) == pytest.approx(wind, rel=1e-9) and 40 < wind.max() < 60
+
+
+@pytest.mark.parametrize("grid, latitude", [(REGION, 20), (SOUTH, -20)])
+def test_a_cyclone_in_the_fields(grid, latitude):
+    calm_fields, fields = (named(Weather(grid, calm(vortices=some)).fields())
+                           for some in ((), (replace(CYCLONE, latitude=latitude, drift=(0, 0)),)))  # fmt: skip
+    row = np.flatnonzero(np.abs(grid.latitude - latitude) < 0.3)         # on either side of the centre
+    east, west = (int(np.abs(grid.longitude - at).argmin()) for at in (40.9, 39.1))
+    turn = np.sign(latitude)
+    wind = {name: fields[name] - calm_fields[name] for name in ("U850", "V850", "UBOT", "VBOT")}
+    assert (turn * wind["V850"][row, east] > 30).all() and (turn * wind["V850"][row, west] < -30).all()
+    assert wind["UBOT"][row, east].mean() < -5 and wind["UBOT"][row, west].mean() > 5    # friction: inward on both sides
+    middle = row[0], int(np.abs(grid.longitude - 40).argmin())
+    change = {name: fields[name][middle] - calm_fields[name][middle] for name in ("PSL", "T500", "T200", "Z1000", "Z200")}
+    assert change["PSL"] < -3500 and 6 < change["T500"] < 14 and 3 < change["T200"] < change["T500"]
+    assert change["Z1000"] < -300 and change["Z200"] == pytest.approx(0.1 * change["Z1000"], rel=0.02)
+    assert fields["PRECT"][row, east].min() > 10 * calm_fields["PRECT"].max()
+
+
+@pytest.mark.parametrize("grid, pressure", [(GLOBE, 1e5), (GLOBE, 85000.0), (GLOBE, 20000.0), (REGION, 85000.0), (REGION, 1e5)])
+def test_the_zonal_mean_waves_and_fronts_are_geostrophic(grid, pressure):
+    weather = Weather(grid, calm() if grid is GLOBE else replace(random_scene(), vortices=(), rivers=(FILAMENT,)))
+    (u, v), z, f = weather.wind(pressure), weather.height(pressure), 2 * OMEGA * np.sin(grid.phi)
+    east = np.gradient(z, grid.lam[0], axis=1) / np.cos(grid.phi) / RADIUS
+    north = np.gradient(z, grid.phi[:, 0], axis=0) / RADIUS
+    inside = np.s_[3:-3, 1:-1] if grid is GLOBE else np.s_[34:-1, 1:-1]                  # north of 25 degrees
+    assert (f * v)[inside] == pytest.approx(GRAVITY * east[inside], abs=5e-5)
+    assert (f * u)[inside] == pytest.approx(-GRAVITY * north[inside], abs=5e-5)
+    if pressure == 20000:
+        jet, latitude = u[100:, 0], grid.latitude[100:]
+        assert 25 < jet.max() < 45 and 30 < latitude[jet.argmax()] < 50
+    assert np.hypot(u, v).max() > 4 and (grid is GLOBE or np.hypot(u, v).max() > 20)
+
+
+@pytest.mark.parametrize("index", range(3))
+def test_height_and_temperature_are_hydrostatic(index):
+    weather = Weather(REGION, random_scene(index=index))
+    for pressure in (85000.0, 50000.0, 20000.0):
+        rise = (weather.height(pressure * 0.999) - weather.height(pressure * 1.001)) / np.log(1.001 / 0.999)
+        assert weather.temperature(pressure) == pytest.approx(GRAVITY / GAS * rise, rel=1e-5)
+    fields = named(weather.fields())
+    assert fields["PSL"] == pytest.approx(1e5 * np.exp(GRAVITY * fields["Z1000"] / (GAS * T0)), rel=1e-5)
+    high = weather.terrain > 1000
+    assert high.any() and (fields["PS"][high] < 0.9 * fields["PSL"][high]).all() and (fields["PS"] <= fields["PSL"]).all()
+
+
+def test_samples_lie_within_what_climate_reaches():
+    for grid in (REGION, SOUTH, GLOBE):
+        fields = Weather(grid, random_scene(grid, 5)).fields()
+        assert fields.shape == (*grid.phi.shape[:1], grid.lam.size, 16) and fields.dtype == np.float32
+        for usual, values in zip(VARIABLES.values(), np.moveaxis(fields, -1, 0)):
+            assert usual.least <= values.min() and usual.reach <= values.max() <= usual.most
+
+
+def test_the_globe_is_periodic_and_single_at_the_poles():
+    scene = random_scene(GLOBE, 1)
+    turned = Grid(GLOBE.latitude, GLOBE.longitude + 180, True)
+    fields, other = Weather(GLOBE, scene).fields(), Weather(turned, scene).fields()
+    np.testing.assert_allclose(fields, np.roll(other, 180, axis=1), rtol=1e-4, atol=1e-4)
+    scalars = [channel for channel, name in enumerate(VARIABLES) if name[0] not in "UV"]
+    poles = fields[[0, -1]][..., scalars].astype(float)
+    assert (poles.std(1) <= 1e-5 * np.abs(poles.mean(1)) + 1e-12).all()
+
+
+# ---- the rule
+
+
+@pytest.mark.parametrize("grid, sign", [(REGION, 1), (SOUTH, -1)])
+def test_a_cyclone_and_a_river_are_found(grid, sign):
+    river = replace(FILAMENT, latitude=tuple(sign * at for at in LATITUDES))
+    wide = replace(CYCLONE, latitude=14 * sign, longitude=60, depth=6000, radius=1.4e5, shape=1.2)
+    objects = found(grid, vortices=(wide,), rivers=(river,))
+    (cyclone,), (filament,) = objects.cyclones, objects.rivers
+    assert (cyclone.latitude, cyclone.longitude) == pytest.approx((14 * sign, 60), abs=0.5)
+    assert 95000 < cyclone.pressure < 96500 and 40 < cyclone.wind < 60 and cyclone.warmth > 3
+    away = polar(grid, np.arange(96), np.arange(144), cyclone.latitude, cyclone.longitude)[0][objects.mask == 1]
+    assert 5.3e5 < away.max() < 5.01 * RADIUS * np.pi / 180
+    row, column = (int(np.abs(axis - at).argmin()) for axis, at in ((grid.latitude, 14 * sign), (grid.longitude, 60)))
+    assert (objects.mask[row - 1 : row + 2, column - 1 : column + 2] == 1).all()         # with its eye
+    assert cyclone.cells == (objects.mask == 1).sum() and filament.cells == (objects.mask == 2).sum()
+    assert abs(filament.latitude - 34 * sign) < 4 and abs(filament.longitude - 33) < 5
+    assert 2.0e6 < filament.length < 3.6e6 and filament.width < 8e5 and filament.transport > 300
+
+
+LOOK_ALIKES = {
+    "a cold low": Vortex(30, 40, 2500, 4e5, None, "cold"),
+    "a low without a core": Vortex(16, 40, 1000, 2.5e5, None, "neutral", moisture=10),
+    "a shallow warm low": Vortex(16, 40, 300, 2.2e5, None, "warm", moisture=10),
+    "a warm low of high latitude": Vortex(48, 40, 5000, 8e4, 1.5, "warm"),
+}
+
+
+@pytest.mark.parametrize("name", LOOK_ALIKES)
+def test_what_looks_like_a_cyclone_is_refused(name):
+    low = LOOK_ALIKES[name]
+    objects = found(REGION, vortices=(low,))
+    assert not objects.cyclones and not (objects.mask == 1).any()
+
+
+@pytest.mark.parametrize("names, part", [("", 1), ("PSL", 0), ("U850 V850", 0.3), ("T500 T200", 0), ("T500", 0), ("V850 U850", 9)])
+def test_every_part_of_the_rule_for_cyclones_counts(names, part):
+    calm_fields, fields = (Weather(REGION, calm(vortices=some)).fields() for some in ((), (CYCLONE,)))
+    for channel in map(list(VARIABLES).index, names.split()):
+        left = calm_fields[..., channel] + (fields - calm_fields)[..., channel] * part
+        fields[..., channel] = 15 if part == 9 else left                  # a gale without vorticity, or weaker
+    assert len(detection.detect(REGION, fields).cyclones) == (not names)
+
+
+NOT_RIVERS = {
+    "nothing": {"jet": 0.0, "moisture": 0.0},
+    "too short": {"latitude": (31, 34, 37), "longitude": (30, 34, 37)},
+    "tropical": {"latitude": (11, 12, 13), "longitude": (20, 34, 46)},
+    "moving equatorward": {"latitude": LATITUDES[::-1]},
+    "dry": {"moisture": -15.0},
+    "without wind": {"jet": 3.0},
+}
+
+
+@pytest.mark.parametrize("name", NOT_RIVERS)
+def test_what_looks_like_a_river_is_refused(name):
+    objects = found(REGION, rivers=(replace(FILAMENT, **NOT_RIVERS[name]),))
+    assert not objects.rivers and not objects.mask.any()
+
+
+@pytest.mark.parametrize(
+    "half_width, water, wind, usual, count", [(4e5, 40, 12, 0, 1), (1.2e6, 40, 12, 0, 0), (4e5, 19, 30, 0, 0), (4e5, 40, 12, 12, 0)]
+)
+def test_a_patch_that_is_round_or_dry_or_no_more_than_usual_is_no_river(half_width, water, wind, usual, count):
+    fields = Weather(REGION, calm()).fields()
+    r, east, north = polar(REGION, np.arange(96), np.arange(144), 38, 36)
+    patch = np.hypot(r * (east + north) / 1.2e6, r * (east - north) / half_width) < np.sqrt(2)
+    for name, inside, outside in (("TMQ", water, 25), ("U850", wind, usual), ("V850", wind, usual)):
+        fields[..., list(VARIABLES).index(name)] = np.where(patch, inside, outside)
+    objects = detection.detect(REGION, fields)
+    assert len(objects.rivers) == count and ((objects.mask == 2) == (patch & bool(count))).all()
+    if count:
+        (river,) = objects.rivers
+        assert river.length == pytest.approx(2.4e6, rel=0.05) and river.width == pytest.approx(np.pi / 4 * 8e5, rel=0.05)
+        assert river.transport == pytest.approx(0.8 * 40 * np.hypot(12, 12), rel=1e-4)
+
+
+def test_without_scipy_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    with pytest.raises(MissingExtraError, match=r"hpcai-suite\[deepcam\]"):
+        found(REGION)
+
+
+def test_across_the_seam_of_the_globe_they_stay_whole():
+    rivers = [replace(FILAMENT, longitude=tuple(x - 34 + at for x in LONGITUDES)) for at in (180, 0)]
+    here, seam = (found(GLOBE, vortices=(replace(CYCLONE, latitude=14, longitude=it.longitude[1]),), rivers=(it,)) for it in rivers)
+    assert len(here.cyclones) == len(seam.cyclones) == len(here.rivers) == len(seam.rivers) == 1
+    assert (np.roll(here.mask, 180, axis=1) == seam.mask).mean() > 0.9999
+    assert seam.rivers[0].length == pytest.approx(here.rivers[0].length, rel=0.01)
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_the_spacing_of_the_grid_hardly_matters(index):
+    fine = Grid.region(192, 288, 0.25, 8, 0)
+    scene = random_scene(REGION, (3, 5, 8, 11)[index])
+    coarse, dense = (detection.detect(grid, Weather(grid, scene).fields()) for grid in (REGION, fine))
+    for one, two in ((coarse.cyclones, dense.cyclones), (coarse.rivers, dense.rivers)):
+        assert len(one) == len(two)
+        for a, b in zip(sorted(one, key=lambda x: x.longitude), sorted(two, key=lambda x: x.longitude)):
+            assert (a.latitude, a.longitude) == pytest.approx((b.latitude, b.longitude), abs=0.8)
+    assert (coarse.mask == dense.mask[::2, ::2]).mean() > 0.985
+
+
+def test_the_planted_and_the_found_agree_over_many_scenes():
+    planted = met = strange = rivers = 0
+    for index in range(40):
+        scene = random_scene(REGION, index)
+        objects = detection.detect(REGION, Weather(REGION, scene).fields())
+        places = [(v.latitude, v.longitude) for v in scene.vortices if v.shape]
+        near = [any(np.hypot(c.latitude - a, c.longitude - b) < 2.5 for a, b in places) for c in objects.cyclones]
+        planted, met, strange = planted + len(places), met + sum(near), strange + near.count(False)
+        rivers += len(objects.rivers)
+    assert planted > 10 and met > 0.8 * planted and strange <= 1 and 10 < rivers < 40

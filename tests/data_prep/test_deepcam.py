@@ -1,0 +1,242 @@
+"""Files of weather maps: the same from any number of processes, resumable, checked; and public time steps to our files."""
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from data_prep import deepcam, detection, scenes, store
+from data_prep.atmosphere import VARIABLES
+from data_prep.sphere import Grid
+from hpcai.data.hdf5 import Rows
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ["--height", "48", "--width", "72", "--spacing", "1", "--samples", "20", "--rows", "6", "--no-check"]
+NAMES = list(VARIABLES)
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch):
+    for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def run(command, *words, workers="1"):
+    return deepcam.main([command, *map(str, words), *(["--workers", workers] if command != "check" else [])])
+
+
+def content(out):
+    return {path.relative_to(out).as_posix(): path.read_bytes() for path in sorted(out.glob("*/[is]*.*"))}
+
+
+def rows(out, split="train"):
+    parts = [h5py.File(path) for path in sorted((out / split).glob("*.h5"))]
+    return [np.concatenate([part[name][...] for part in parts]) for name in ("fields", "mask")]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    out = tmp_path_factory.mktemp("deepcam") / "alone"
+    assert run("simulate", out, *SMALL) == 0
+    return out
+
+
+def test_the_files_are_as_promised_to_the_loader(made, tmp_path):
+    index = json.loads((made / "train" / "index.json").read_text())
+    assert index["shape"] == [48, 72, 16] and index["variables"] == NAMES and index["units"][:3] == ["kg/m2", "m/s", "m/s"]
+    assert index["latitude"] == [8.5, 55.5] and index["longitude"] == [0.5, 71.5] and not index["periodic"]
+    assert index["fields"]["mask"] == {"dtype": "uint8", "shape": [48, 72], "low": 0, "high": 2}
+    assert [len(rows(made, split)[0]) for split in ("train", "validation", "test")] == [16, 2, 2]
+    for path in made.glob("*/*.h5"):
+        with h5py.File(path) as file:
+            assert all(file[name].chunks is None for name in ("fields", "mask"))
+            assert list(file.attrs["variables"]) == NAMES and len(file.attrs["samples"]) == len(file["mask"]) <= 6
+    with store.rows_file(tmp_path / "x.h5", 9, {"odd": (np.uint8, (8191,)), **deepcam._datasets(96, 144)}, {}) as file:
+        for name in file:
+            file[name][...] = 1
+        assert [file[name].id.get_offset() % 4096 for name in file] == [0, 0, 0]
+    source = Rows(made / "train", {"fields": ("float32", (48, 72, 16)), "mask": ("uint8", (48, 72))})
+    assert len(source) == 16 and (np.asarray(source.read(5)["fields"]) == rows(made)[0][5]).all()
+
+
+def test_a_sample_is_a_pure_function_of_seed_and_index(made):
+    seen = {}
+    for path in made.glob("*/*.h5"):
+        with h5py.File(path) as file:
+            recipe = deepcam.Recipe(**json.loads(file.attrs["recipe"]))
+            seen.update({int(i): (file["fields"][row], file["mask"][row]) for row, i in enumerate(file.attrs["samples"])})
+    assert sorted(seen) == list(range(20)) and recipe.seed == 1
+    for index in (13, 2):
+        fields = scenes.sample(recipe.grid(), recipe.generator(1, index))
+        assert (fields == seen[index][0]).all() and (detection.detect(recipe.grid(), fields).mask == seen[index][1]).all()
+    assert (seen[13][0] != seen[2][0]).mean() > 0.99
+    assert len({mask.max() for _, mask in seen.values()}) > 1                   # some hold something, some do not
+
+
+def test_workers_and_ranks_make_the_same_bytes(made, tmp_path, monkeypatch):
+    assert run("simulate", tmp_path / "two", *SMALL, workers="2") == 0 and content(tmp_path / "two") == content(made)
+    monkeypatch.setenv("PMI_SIZE", "2")
+    for rank in "10":
+        monkeypatch.setenv("PMI_RANK", rank)
+        assert run("simulate", tmp_path / "ranks", *SMALL) == 0
+    assert content(tmp_path / "ranks") == content(made)
+
+
+def test_statistics_are_those_of_the_data(made):
+    statistics = json.loads((made / "statistics.json").read_text())["splits"]["train"]
+    fields, mask = rows(made)
+    values = fields.reshape(-1, 16).astype(np.float64)
+    found = statistics["fields"]
+    assert statistics["rows"] == len(mask) and found["cells"] == mask.size
+    assert found["minimum"] == values.min(0).tolist() and found["maximum"] == values.max(0).tolist()
+    assert found["mean"] == pytest.approx(values.mean(0), rel=1e-12)
+    assert found["deviation"] == pytest.approx(values.std(0), rel=1e-11)
+    assert statistics["mask"]["cells"] == np.bincount(mask.ravel(), minlength=3).tolist()
+    assert statistics["mask"]["frequency"] == pytest.approx(np.bincount(mask.ravel(), minlength=3) / mask.size, rel=1e-15)
+    assert 0.9 < statistics["mask"]["frequency"][0] < 1
+
+
+def test_a_killed_run_goes_on_with_what_is_missing(made, tmp_path, monkeypatch):
+    words = [sys.executable, "-m", "data_prep.deepcam", "simulate", str(tmp_path), *SMALL, "--workers", "1"]
+    process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL)
+    while not list(tmp_path.glob("train/samples_*.h5")) and process.poll() is None:
+        time.sleep(0.005)
+    process.kill()
+    process.wait()
+    assert run("simulate", tmp_path, *SMALL) == 0
+    assert content(tmp_path) == content(made) and not list(tmp_path.rglob("*.partial"))
+    (tmp_path / "train" / "samples_000000.h5").unlink()
+    (tmp_path / "train" / "samples_000001.h5").write_bytes(b"cut off")
+    (tmp_path / "train" / ".records" / "samples_000002.h5.json").unlink()        # stopped between file and record
+    calls, sample = [], scenes.sample
+    monkeypatch.setattr(scenes, "sample", lambda *words: calls.append(1) or sample(*words))
+    assert run("simulate", tmp_path, *SMALL) == 0
+    assert len(calls) == 12 and content(tmp_path) == content(made)
+
+
+def test_a_set_grows_and_does_not_shrink(made, tmp_path, capsys):
+    out = shutil.copytree(made, tmp_path / "more")
+    assert run("simulate", out, *SMALL, "--samples", "28") == 0
+    for split in ("train", "validation", "test"):
+        before, after = rows(made, split), rows(out, split)
+        assert all((new[: len(old)] == old).all() for old, new in zip(before, after))
+    for fewer in ("20", "27"):                                                  # files too many, rows too many
+        assert run("simulate", out, *SMALL, "--samples", fewer) == 2 and "ask for at least as many" in capsys.readouterr().err
+
+
+WRONG = {
+    "--seed 2": "seed 1 (now 2)", "--samples 1 --seed 1": "none is left for", "--height 8": "--height 8",
+    "--spacing 3": "0.05 to 2", "--south 60": "expected -85 to 85", "--width 400": "more than 360",
+    "--validation 0.6 --test 0.4": "sum to less than 1", "--globe --height 32": "the spacing is 5.6",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("more", WRONG)
+def test_a_wrong_setting_is_refused(made, tmp_path, capsys, more):
+    assert run("simulate", shutil.copytree(made, tmp_path / "same"), *SMALL, *more.split()) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and WRONG[more] in error and content(tmp_path / "same") == content(made)
+
+
+def test_the_check_passes_and_draws_and_finds_harm(made, tmp_path, capsys, monkeypatch):
+    out = shutil.copytree(made, tmp_path / "harmed")
+    assert run("check", out) == 0 and (out / "weather.png").read_bytes().startswith(b"\x89PNG")
+    assert "20 samples against index.json: equal" in (text := capsys.readouterr().out)
+    assert "masks of 20 samples" in text and "atmospheric rivers per sample: 0 in " in text
+    path = out / "train" / "samples_000001.h5"
+    path.write_bytes(bytes(path.stat().st_size))
+    assert run("check", out) == 1 and "SHA-256" in capsys.readouterr().out
+    monkeypatch.setattr(detection, "TRANSPORT", 2 * detection.TRANSPORT)
+    assert run("check", made, "--no-picture") == 1 and "differs from the rule" in capsys.readouterr().out
+
+
+# ---- the public set
+
+
+def step(path, seed, key="labels_0", kind=np.int64, change=None, name="data", **datasets):
+    fields = scenes.sample(Grid.globe(24, 36), np.random.default_rng(seed))
+    labels = np.random.default_rng(seed).integers(0, 3, (24, 36)).astype(kind)
+    if change:
+        change(fields, labels)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with h5py.File(path, "w") as file:
+        for dataset, values in {name: fields, key: labels, **datasets}.items():
+            file[f"climate/{dataset}"] = values
+    return fields, labels
+
+
+def test_the_public_folders_are_taken_as_they_are(tmp_path, capsys):
+    source, out = tmp_path / "All-Hist", tmp_path / "out"
+    kinds = ("labels_0", np.int64), ("labels", np.uint8), ("labels_0", np.int8)
+    steps = {split: [step(source / split / f"data-1996-{i:02d}.h5", i + 10 * len(split), *how) for i, how in enumerate(kinds)]
+             for split in ("train", "test")}  # fmt: skip
+    low, high = (op([op(f, axis=(0, 1)) for both in steps.values() for f, _ in both], axis=0) for op in (np.min, np.max))
+    with h5py.File(source / "stats.h5", "w") as file:
+        file["climate/minval"], file["climate/maxval"] = low, high + (high - low) * (np.arange(16) == 7)
+    assert run("convert", source, out, "--rows", "2", workers="2") == 0
+    for split, both in steps.items():
+        fields, mask = rows(out, split)
+        assert (fields == np.stack([f for f, _ in both])).all() and (mask == np.stack([m for _, m in both])).all()
+    assert mask.dtype == np.uint8 and len(list((out / "train").glob("*.h5"))) == 2
+    with h5py.File(out / "train" / "samples_000001.h5") as file:
+        assert file["source"][...].tolist() == [b"train/data-1996-02.h5"] and file.attrs["latitude"].tolist() == [-90, 90]
+    told = capsys.readouterr().out
+    assert "PSL: the data are" in told and told.count("stats.h5 says") == 1
+    assert run("check", out) == 0 and (out / "weather.png").is_file()
+
+
+def test_a_flat_folder_is_split_by_its_seed(tmp_path, capsys):
+    steps = [step(tmp_path / "flat" / f"data-{i:02d}.h5", i) for i in range(10)]
+    assert run("convert", tmp_path / "flat", tmp_path / "out") == 0 == run("convert", tmp_path / "flat", tmp_path / "same")
+    assert run("convert", tmp_path / "flat", tmp_path / "other", "--split-seed", "5") == 0
+    assert content(tmp_path / "out") == content(tmp_path / "same") != content(tmp_path / "other")
+    files = [h5py.File(tmp_path / "out" / split / "samples_000000.h5") for split in ("train", "validation", "test")]
+    assert [len(file["mask"]) for file in files] == [8, 1, 1]
+    names = [name for file in files for name in file["source"][...]]
+    assert sorted(names) == [f"data-{i:02d}.h5".encode() for i in range(10)] and names[:8] == sorted(names[:8])
+    assert (rows(tmp_path / "out", "test")[0][0] == steps[int(names[9][5:7])][0]).all()
+    assert run("convert", tmp_path / "flat", tmp_path / "flat") == 2 and "same folder" in capsys.readouterr().err
+    assert run("convert", tmp_path / "none", tmp_path / "new") == 2 and "no such folder" in capsys.readouterr().err
+
+
+def put(name, value, at=np.s_[:]):
+    return lambda fields, labels: fields[..., NAMES.index(name)].__setitem__(at, value(fields[..., NAMES.index(name)][at]))
+
+
+REFUSED = {
+    "misnamed labels": ({"key": "label"}, ["no climate/labels_0", "'label'", "rename"]),
+    "missing data": ({"name": "fields"}, ["no dataset climate/data", "found ['fields', 'labels_0']"]),
+    "15 channels": ({"data": np.zeros((24, 36, 15), "f4")}, ["(24, 36, 15)", "(H, W, 16)", "TMQ, U850"]),
+    "another size": ({"data": np.zeros((12, 36, 16), "f4"), "labels_0": np.zeros((12, 36), int)}, ["(12, 36)", "(24, 36)"]),
+    "labels of another shape": ({"labels_0": np.zeros((24, 35), int)}, ["int64 (24, 35)", "(24, 36)"]),
+    "labels of floats": ({"labels_0": np.zeros((24, 36))}, ["float64", "whole numbers"]),
+    "label 3": ({"change": lambda fields, labels: labels.__setitem__((3, 4), 3)}, ["holds [3]", "0 background"]),
+    "label -1": ({"change": lambda fields, labels: labels.__setitem__((3, 4), -1)}, ["holds [-1]"]),
+    "NaN at a pole": ({"change": put("U850", lambda v: v * np.nan, 0)}, ["U850 (variable 1)", "36 cells in rows 0 to 0", "pole"]),
+    "infinite inside": ({"change": put("TS", lambda v: np.inf, (5, 6))}, ["TS (variable 11)", "1 cells in rows 5 to 5 of"]),
+    "PSL in hPa": ({"change": put("PSL", lambda v: v / 100)}, ["PSL (variable 7)", "expected Pa", "convert PSL to Pa"]),
+    "a fill value": ({"change": put("T500", lambda v: -9999, (2, 3))}, ["T500 (variable 9) is -9999 to"]),
+    "TREFHT in C": ({"change": put("TREFHT", lambda v: v - 273.15)}, ["TREFHT", "expected K"]),
+    "PRECT in mm/day": ({"change": put("PRECT", lambda v: v * 8.64e7)}, ["PRECT", "expected m/s"]),
+    "no HDF5": (b"not HDF5", ["unreadable HDF5", "fetch it again"]),
+}
+
+
+@pytest.mark.parametrize("fault", REFUSED)
+def test_a_faulty_step_is_refused_with_its_name(tmp_path, capsys, fault):
+    how, words = REFUSED[fault]
+    step(tmp_path / "train" / "data-0.h5", 0)
+    path = tmp_path / "train" / "data-1.h5"
+    step(path, 1, **(how if isinstance(how, dict) else {}))
+    if isinstance(how, bytes):
+        path.write_bytes(how)
+    assert run("convert", tmp_path, tmp_path / "out") == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1 and all(word in error for word in ("data-1.h5", *words)), error
+    assert not list((tmp_path / "out").rglob("*.h5")) and not list((tmp_path / "out").rglob("*.partial"))

@@ -1,0 +1,228 @@
+"""Batch norm over a group of copies is batch norm of one process with all samples of the group."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as torch_dist
+from torch import nn
+
+from hpcai.dist.mesh import Mesh
+from hpcai.errors import MeshError
+from hpcai.nn import BatchNorm
+from hpcai.parallel.batchnorm import group_batch_norm
+from hpcai.parallel.replicate import sum_over
+from hpcai.settings import CheckpointConfig, StepConfig
+from hpcai.train.checkpoint import Checkpoints, Progress
+from hpcai.train.step import Step
+from tests.ranks.launch import on_ranks
+
+MESHES = [{"replicate": 1}, {"replicate": 2}, {"replicate": 4}, {"replicate": 2, "depth": 2}]
+CASES = [(axes, group) for axes in MESHES for group in (1, 2, 4) if axes["replicate"] % group == 0]
+STEPS = 3
+
+
+class Network(nn.Module):
+    """With torch's batch norms and ours, a rectifier and a sum inside, a norm without weights, and one that keeps no statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.first = BatchNorm(8, relu=True)
+        self.second = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8, momentum=None))
+        self.third = BatchNorm(8, relu=True)
+        self.volume = nn.BatchNorm3d(8, affine=False)
+        self.flat = nn.BatchNorm1d(8, track_running_stats=False)
+        self.out = nn.Linear(8, 2)
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(self.conv(x))
+        x = self.third(self.second(x), plus=x)
+        x = self.volume(x[:, :, None])[:, :, 0]
+        return self.out(self.flat(x.mean((2, 3)) + x.amax((2, 3))))
+
+
+def new_model() -> Network:
+    torch.manual_seed(0)
+    model = Network().double()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, 0.3, 0.5)
+    return model
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x = 3 + torch.randn(8, 3, 6, 5, generator=generator).double() * torch.arange(1, 9).view(8, 1, 1, 1)
+    return x, torch.randn(8, 2, generator=generator).double()
+
+
+def loss(model: nn.Module, part: tuple[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {"loss": (model(part[0]) - part[1]).square().mean()}
+
+
+def training(mesh: Mesh, group: int, folder: str | None = None) -> dict[str, Any]:
+    model = new_model()
+    names = list(model.state_dict())
+    group_batch_norm(model, mesh, group)
+    sum_over(model, mesh["depth"])
+    step = Step(model, loss, StepConfig(optimizer="sgd", precision="fp64", lr=0.1, clip=1.0, average=0.5 if folder else None), mesh)
+    step._share /= mesh["depth"].size
+    copies = mesh["replicate"]
+    size = 8 // copies.size
+    for i in range(STEPS):
+        x, y = batch(i)
+        mine = slice(copies.rank * size, (copies.rank + 1) * size)
+        step((x[mine], y[mine]))
+    assert list(model.state_dict()) == names, "a performance switch never changes keys"
+    state = {n: t.detach().clone().numpy() for n, t in model.state_dict().items()}
+    if folder:
+        Checkpoints(Path(folder), CheckpointConfig(), mesh, {}).save(step, Progress(STEPS))
+    level = {n: t.numpy() for n, t in step.snapshot().items()}
+    return {"state": state, "level": level, "copy": copies.rank}
+
+
+def one_process(groups: int) -> tuple[dict[str, np.ndarray], list[dict[str, np.ndarray]]]:
+    """The same training in torch alone: weights, and the running statistics of each group."""
+    models = [new_model() for _ in range(groups)]
+    for model in models:
+        for name, norm in list(model.named_modules()):
+            if isinstance(norm, BatchNorm):
+                model.set_submodule(name, Usual(norm))
+    parameters = [list(model.parameters()) for model in models]
+    optimizer = torch.optim.SGD(parameters[0], lr=0.1, momentum=0.9)
+    for i in range(STEPS):
+        for model, x, y in zip(models, *(part.chunk(groups) for part in batch(i))):
+            model.zero_grad()
+            (loss(model, (x, y))["loss"] / groups).backward()
+        for p, *others in zip(*parameters):
+            p.grad = sum((q.grad for q in others), p.grad)
+        nn.utils.clip_grad_norm_(parameters[0], 1.0)
+        optimizer.step()
+        for p, *others in zip(*parameters):
+            for q in others:
+                q.data.copy_(p.data)
+    states = [{n.replace(".norm", ""): t.detach().numpy() for n, t in model.state_dict().items()} for model in models]
+    return states[0], states
+
+
+class Usual(nn.Module):
+    def __init__(self, norm: BatchNorm) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(norm.num_features, norm.eps).double()
+        self.norm.load_state_dict(norm.state_dict())
+
+    def forward(self, x: torch.Tensor, plus: torch.Tensor | None = None) -> torch.Tensor:
+        y = self.norm(x)
+        return torch.relu(y if plus is None else y + plus)
+
+
+@pytest.mark.parametrize(("axes", "group"), CASES, ids=str)
+def test_a_group_is_one_process_with_all_its_samples(axes: dict[str, int], group: int) -> None:
+    weights, groups = one_process(axes["replicate"] // group)
+    assert len(groups) == 1 or any(not np.allclose(groups[0][n], groups[1][n]) for n in weights if "running" in n)
+    for found in on_ranks(axes, training, group):
+        assert list(found["state"]) == list(weights)
+        for name, value in found["state"].items():
+            expected = groups[found["copy"] // group][name]
+            np.testing.assert_allclose(value, expected, rtol=1e-9, atol=1e-11, err_msg=name)
+        for name, value in found["level"].items():  # what is evaluated: the mean of all copies
+            expected = np.mean([state[name] for state in groups], axis=0)
+            np.testing.assert_allclose(value, expected, rtol=1e-9, atol=1e-11, err_msg=name)
+
+
+def resumed(mesh: Mesh, folder: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    step = Step(group_batch_norm(new_model(), mesh, mesh["replicate"].size), loss, StepConfig(optimizer="sgd", precision="fp64", average=0.5), mesh)
+    Checkpoints(Path(folder), CheckpointConfig(), mesh, {}).resume(step)
+    live = {n: t.detach().clone().numpy() for n, t in step.model.state_dict().items()}
+    return live, {n: t.numpy() for n, t in step.snapshot().items()}
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_a_checkpoint_holds_the_statistics_of_all_copies_once(tmp_path: Path, copies: int) -> None:
+    found = on_ranks({"replicate": 4}, training, 2, str(tmp_path))
+    for live, averaged in on_ranks({"replicate": copies}, resumed, str(tmp_path)):
+        for name in live:
+            if "running" in name:
+                mean = np.mean([part["state"][name] for part in found], axis=0)
+                np.testing.assert_allclose(live[name], mean, rtol=1e-12, err_msg=name)
+                np.testing.assert_allclose(averaged[name], found[0]["level"][name], rtol=1e-12, err_msg=name)
+
+
+def uneven(mesh: Mesh, rows: list[int]) -> dict[str, Any]:
+    axis = mesh["replicate"]
+    generator = torch.Generator().manual_seed(0)
+    x = 1e3 + torch.randn(sum(rows), 5, 4, 3, generator=generator).double()
+    dy = torch.randn(x.shape, generator=generator).double()
+    mine = slice(sum(rows[: axis.rank]), sum(rows[: axis.rank + 1]))
+    norm = BatchNorm(5, relu=True).double()
+    nn.init.normal_(norm.weight, generator=torch.Generator().manual_seed(1))
+    whole = nn.BatchNorm2d(5).double()
+    whole.load_state_dict(norm.state_dict())
+    a, b = x[mine].clone().requires_grad_(), x.clone().requires_grad_()
+    group_batch_norm(nn.Sequential(norm), mesh, axis.size)(a).backward(dy[mine])
+    torch.relu(whole(b)).backward(dy)
+    assert a.grad is not None and b.grad is not None
+    torch.testing.assert_close(a.grad, b.grad[mine], rtol=1e-8, atol=1e-9)
+    torch.testing.assert_close(norm.running_var, whole.running_var, rtol=1e-8, atol=0)
+    torch.testing.assert_close(norm.running_mean, whole.running_mean, rtol=1e-12, atol=0)
+    every = (*norm.named_parameters(), *((f"whole {name}", p) for name, p in whole.named_parameters()))
+    return {name: p.grad.numpy() for name, p in every if p.grad is not None}
+
+
+@pytest.mark.parametrize("rows", [[3, 1], [1, 1, 4, 2]], ids=str)
+def test_copies_may_have_different_numbers_of_samples(rows: list[int]) -> None:
+    found = on_ranks({"replicate": len(rows)}, uneven, rows)
+    for name in ("weight", "bias"):
+        total = sum(part[name] for part in found)
+        np.testing.assert_allclose(total, found[0][f"whole {name}"], rtol=1e-7)
+
+
+def messages(mesh: Mesh) -> tuple[int, int, int]:
+    sent = [0]
+    original = torch_dist.all_reduce
+
+    def counted(*args: Any, **words: Any) -> Any:
+        sent[0] += 1
+        return original(*args, **words)
+
+    torch_dist.all_reduce = counted
+    try:
+        model = group_batch_norm(new_model(), mesh, 2)
+        x, y = batch(0)
+        value = loss(model, (x[mesh.rank :: 2], y[mesh.rank :: 2]))["loss"]
+        forward, sent[0] = sent[0], 0
+        value.backward()
+        backward, sent[0] = sent[0], 0
+        step = Step(model, loss, StepConfig(precision="fp64"), mesh)
+        sent[0] = 0
+        with step.average.applied():
+            return forward, backward, sent[0]
+    finally:
+        torch_dist.all_reduce = original
+
+
+def test_a_layer_sends_one_message_forward_and_one_backward_and_an_evaluation_one() -> None:
+    assert on_ranks({"replicate": 2}, messages) == [(5, 5, 1)] * 2
+
+
+def refused(mesh: Mesh) -> str:
+    with pytest.raises(MeshError) as error:
+        group_batch_norm(new_model(), mesh, 3, "batchnorm_group")
+    return str(error.value)
+
+
+def test_a_group_that_does_not_divide_the_copies_is_refused() -> None:
+    for text in on_ranks({"replicate": 4}, refused):
+        assert "4 ranks" in text and "groups of 3" in text and "batchnorm_group" in text
+
+
+def only_evaluating(mesh: Mesh) -> int:
+    model = group_batch_norm(new_model(), mesh, 2)
+    return sum(not isinstance(norm.total, nn.Identity) for norm in model.modules() if isinstance(norm, BatchNorm))
+
+
+def test_processes_that_only_evaluate_may_be_any_number() -> None:
+    assert on_ranks({"replicate": 2, "evaluate": 1}, only_evaluating)[:2] == [5, 5]
