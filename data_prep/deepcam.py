@@ -42,7 +42,7 @@ PUBLIC_SEED = 12345             # of the random 80/10/10 split of the public set
 
 
 def _fields(shape: list[int], header: dict[str, Any]) -> dict[str, Any]:
-    mask = {"dtype": "uint8", "shape": shape[:2], "low": 0, "high": len(CLASSES) - 1}
+    mask = {"dtype": "uint8", "shape": shape[:2], "low": 0, "high": len(CLASSES) - 1, "blank": 0}  # calm weather has no object
     return {"fields": {"dtype": "float32", "shape": shape}, "mask": mask}
 
 

@@ -17,17 +17,19 @@ from hpcai.errors import DataError
 from hpcai.models.cosmoflow import Batch, CosmoFlowConfig, to_physical
 
 
-def universe(rows: Rows, turn: int | None) -> Samples:
-    """Universes of one split: counts [D, H, W, C] int16 and target [P] float32; ``turn`` seeds a random turn of each, a pure
+class Universes(Samples):
+    """Universes of one split: counts [D, H, W, C] int16 and target [P] float32. ``turn`` seeds a random turn of each, a pure
     function of (seed, epoch, index)."""
 
-    def make(values: dict[str, Any], index: int, epoch: int) -> Batch:
-        counts = values["counts"]
-        if turn is not None:
-            counts = turned(counts, np.random.default_rng([turn, epoch, index]), rows.reader.memory)
-        return Batch(counts, values["target"])
+    def __init__(self, rows: Rows, turn: int | None) -> None:
+        super().__init__(rows)
+        self.turn = turn
 
-    return Samples(rows, make)
+    def make(self, values: dict[str, Any], index: int, epoch: int) -> Batch:
+        counts = values["counts"]
+        if self.turn is not None:
+            counts = turned(counts, np.random.default_rng([self.turn, epoch, index]), self.rows.reader.memory)
+        return Batch(counts, values["target"])
 
 
 def turned(counts: Any, rng: np.random.Generator, memory: Memory) -> Any:
@@ -52,11 +54,11 @@ def universes(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, CosmoFlowConf
     words: dict[str, Any] = {"name": "train", "seed": seed, "accumulate": cfg.step.accumulate}
     words |= by_shard(train, cfg.data, batch, seed)
     with (
-        batches(universe(train, seed if cfg.data.turn else None), batch, cfg, mesh, **words)
+        batches(Universes(train, seed if cfg.data.turn else None), batch, cfg, mesh, **words)
         if mesh.trains
         else nullcontext() as training,
         batches(
-            universe(validation, None), cfg.data.evaluation_batch, cfg, mesh, name="validation", shuffle=False, last="keep"
+            Universes(validation, None), cfg.data.evaluation_batch, cfg, mesh, name="validation", shuffle=False, last="keep"
         ) as held_out,
     ):
         yield training, held_out, _completed(cfg, train)

@@ -27,32 +27,27 @@ def weather(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any, DeepCamCon
     words |= by_shard(train, cfg.data, batch, seed)
     held: dict[str, Any] = {"shuffle": False, "last": "keep"}
     copies = mesh["replicate"].size
-    few = _First(maps_of(validation), cfg.data.pictures)
+    few = Maps(validation, cfg.data.pictures)
     with (
-        batches(maps_of(train), batch, cfg, mesh, **words) if mesh.trains else nullcontext() as training,
-        batches(maps_of(validation), cfg.data.evaluation_batch, cfg, mesh, name="validation", **held) as held_out,
+        batches(Maps(train), batch, cfg, mesh, **words) if mesh.trains else nullcontext() as training,
+        batches(Maps(validation), cfg.data.evaluation_batch, cfg, mesh, name="validation", **held) as held_out,
         batches(few, copies, cfg, mesh, name="pictures", **held) if len(few) and mesh.trains else nullcontext() as pictures,
     ):
         yield training, held_out, pictures, _completed(cfg, train)
 
 
-def maps_of(rows: Rows) -> Samples:
-    """Fields [H, W, V] float32 in physical units and mask [H, W] uint8."""
-    return Samples(rows, lambda values, index, epoch: Batch(values["fields"], values["mask"]))
+class Maps(Samples):
+    """Maps of one split: fields [H, W, V] float32 in physical units and mask [H, W] uint8; ``count``: the first of them only."""
 
-
-class _First(Samples):
-    """The first few of ``samples``."""
-
-    def __init__(self, samples: Samples, count: int) -> None:
-        super().__init__(samples.rows, samples.make)
-        self._count = min(count, len(samples))
+    def __init__(self, rows: Rows, count: int | None = None) -> None:
+        super().__init__(rows)
+        self._count = len(rows) if count is None else min(count, len(rows))
 
     def __len__(self) -> int:
         return self._count
 
-    def close(self) -> None:
-        """The files are those of all the others."""
+    def make(self, values: dict[str, Any], index: int, epoch: int) -> Batch:
+        return Batch(values["fields"], values["mask"])
 
 
 def batches(source: Samples, batch: int, cfg: Config, mesh: Mesh, **words: Any) -> Loader:

@@ -1,8 +1,8 @@
 """``hpcai bench NAME``: ours against a plain network of the same layers, in the same process, on the same input.
 
 Times are CPU seconds of one thread (wall seconds on a GPU), medians of repeated steps that alternate between the two, so that
-a busy machine slows both. The ratio is what counts. ``hpcai bench data --help`` is about reading samples,
-``hpcai bench step --help`` about ways to make a step faster; ``hpcai bench all`` measures each of them briefly, in ten minutes.
+a busy machine slows both. The ratio is what counts. ``hpcai bench deepcam --help`` is about DeepCAM, ``data --help`` about reading
+samples, ``step --help`` about ways to make a step faster; ``hpcai bench all`` measures each of them briefly, in ten minutes.
 """
 
 import argparse
@@ -17,12 +17,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-NAMES = ("cosmoflow", "data", "step", "all")
+NAMES = ("cosmoflow", "deepcam", "data", "step", "all")
 # What fits ten minutes on one GPU.
 ALL = {
     "step": ["step", "--repeats", "5"],
     "step of 100 million parameters": ["step", "optimizer", "--repeats", "5", "--millions", "100"],
     "cosmoflow": ["cosmoflow", "--repeats", "3"],
+    "deepcam": ["deepcam", "--repeats", "3", "--precision", "fp32", "bf16"],
     "data": ["data", "direct", "peers", "--repeats", "1", "--gib", "1"],
 }
 
@@ -32,6 +33,10 @@ def main(argv: Sequence[str]) -> int:
         from hpcai.cli import bench_data
 
         return bench_data.main(argv[1:])
+    if argv and argv[0] == "deepcam":
+        from hpcai.cli import bench_deepcam
+
+        return bench_deepcam.main(argv[1:])
     if argv and argv[0] == "step":
         from hpcai.cli import bench_step
 
@@ -61,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
     if words.loop or every:
         found["loop"] = _loop(words.sizes[0], words.repeats)
     if not words.json:
-        _table(found)
+        print_tables(found, ("steps", "memory", "loop"))
     print(json.dumps(found))
     return 0
 
@@ -178,16 +183,21 @@ def _alternate(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str,
 
 
 def _peak(kind: str, size: int, batch: int, precision: str) -> dict[str, float]:
-    import torch
-
     run = _setup(kind, size, batch, precision)
     for _ in range(3):
         run()
+    return {"mb": high_water()}
+
+
+def high_water() -> float:
+    """The most memory that this process has held so far, MB: of the GPU where there is one."""
+    import torch
+
     if torch.cuda.is_available():
-        return {"mb": torch.cuda.max_memory_allocated() / 1e6}
+        return torch.cuda.max_memory_allocated() / 1e6
     # Not getrusage, whose maximum a child takes over from its parent.
-    high_water = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    return {"mb": int(high_water.split()[1]) * 1024 / 1e6}
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024 / 1e6
 
 
 def _memory(size: int, batch: int, precision: str) -> dict[str, Any]:
@@ -252,17 +262,19 @@ def _loop(size: int, repeats: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _table(found: dict[str, Any]) -> None:
+def print_tables(found: dict[str, Any], parts: Sequence[str]) -> None:
+    """One table for each part of ``found``; the first has what was measured, and where, as its title."""
     from rich.console import Console
     from rich.table import Table
 
     console = Console()
-    title = f"{found['bench']}, {found['precision']}, torch {found['torch']}, {found['device']}, one thread, load {found['load']}"
-    for name in ("steps", "memory", "loop"):
+    what = ", ".join(found[key] for key in ("bench", "precision") if key in found)
+    title = f"{what}, torch {found['torch']}, {found['device']}, one thread, load {found['load']}"
+    for name in parts:
         rows = found.get(name)
         if rows:
             rows = rows if isinstance(rows, list) else [rows]
-            table = Table(title=title if name == "steps" else name, title_justify="left")
+            table = Table(title=f"{name}: {title}" if name == parts[0] else name, title_justify="left")
             for key in rows[0]:
                 table.add_column(key.replace("_", " "), justify="right")
             for row in rows:

@@ -19,14 +19,17 @@ logger = logging.getLogger(__name__)
 
 
 class Samples:
-    """A split as samples. ``make(values, index, epoch)`` turns the values of a row, by name, into one: a tree of arrays, and a pure
-    function of index and epoch."""
+    """A split as samples: a row's values by name, or what a subclass makes of them."""
 
-    def __init__(self, rows: Rows, make: Callable[[dict[str, Any], int, int], Any]) -> None:
-        self.rows, self.make = rows, make
+    def __init__(self, rows: Rows) -> None:
+        self.rows = rows
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def make(self, values: dict[str, Any], index: int, epoch: int) -> Any:
+        """A tree of arrays, and a pure function of index and epoch."""
+        return values
 
     def describe(self, index: int) -> str:
         return self.rows.describe(index)

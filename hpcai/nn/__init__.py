@@ -2,4 +2,4 @@
 
 from hpcai.lazy import lazy
 
-__getattr__, __all__ = lazy(__name__, {"BatchNorm": ".batchnorm", "Conv2d": ".conv", "Conv3d": ".conv"})
+__getattr__, __all__ = lazy(__name__, {"BatchNorm": ".batchnorm", "Conv2d": ".conv", "Conv3d": ".conv", "ConvTranspose2d": ".conv"})

@@ -25,11 +25,21 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
 
     def forward(self, x: Tensor, plus: Tensor | None = None) -> Tensor:
         self._check_input_dim(x)
+        if not torch.compiler.is_compiling():
+            return self._fused(x, plus)
+        if not isinstance(self.total, nn.Identity):
+            return self._untraced(x, plus)
+        y = super().forward(x)  # the compiler fuses what follows itself
+        y = y if plus is None else y + plus.to(y.dtype)
+        return F.relu(y) if self.relu else y
+
+    @torch.compiler.disable
+    def _untraced(self, x: Tensor, plus: Tensor | None) -> Tensor:
+        """Messages between processes are not for a compiler's graph."""
+        return self._fused(x, plus)
+
+    def _fused(self, x: Tensor, plus: Tensor | None) -> Tensor:
         alone = isinstance(self.total, nn.Identity)
-        if torch.compiler.is_compiling() and alone:  # which fuses these itself
-            y = super().forward(x)
-            y = y if plus is None else y + plus.to(y.dtype)
-            return F.relu(y) if self.relu else y
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         one, zero = (x.new_full((self.num_features,), value, dtype=wide) for value in (1.0, 0.0))
         weight, bias = (one, zero) if self.weight is None else (self.weight.to(wide), self.bias.to(wide))

@@ -1,8 +1,11 @@
 """Convolutions of maps and volumes.   B batch, C channels, O output channels, D H W the volume."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 # torch sends a 3 x 3 x 3 convolution of one float32 volume to oneDNN only when B*C*D*H is larger than this (2.11 to 2.13), and
 # else unrolls it into a matrix product that takes 1.5 to 6 times as long (docs/benchmarks.md).
@@ -70,7 +73,7 @@ class Conv2d(nn.Conv2d):
     def forward(self, x: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, O, H', W']"""
         if not self._is_product(x):
-            return super().forward(x)
+            return _Apart.of(self, x) if self.dilation != (1, 1) and _slow_weights(self, x) else super().forward(x)
         down, across = self.stride
         return F.linear(x[:, :, ::down, ::across].permute(0, 2, 3, 1), self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
 
@@ -82,3 +85,62 @@ class Conv2d(nn.Conv2d):
             and self.groups == 1
             and x.is_contiguous(memory_format=torch.channels_last)
         )
+
+
+class ConvTranspose2d(nn.ConvTranspose2d):
+    """``nn.ConvTranspose2d``, whose gradient of the weights is on a CPU computed in contiguous memory (``_Apart``)."""
+
+    def forward(self, x: Tensor, output_size: list[int] | None = None) -> Tensor:
+        """[B, C, H, W] -> [B, O, H', W']"""
+        if output_size is None and _slow_weights(self, x):
+            return _Apart.of(self, x)
+        return super().forward(x, output_size)
+
+
+def _slow_weights(conv: nn.Conv2d | nn.ConvTranspose2d, x: Tensor) -> bool:
+    """Whether oneDNN's gradient of the weights is so much slower in channels-last memory that a copy pays: in float32, of transposed
+    convolutions (0.46 s and 0.22 s for 256 to 256 channels at 96 x 144) and of those with holes (0.20 s and 0.15 s for 2,048 to
+    256 at 24 x 36), but not where there are few output channels."""
+    return (
+        x.device.type == "cpu"
+        and x.dtype == conv.weight.dtype == torch.float32
+        and conv.groups == 1
+        and conv.out_channels >= 16
+        and conv.padding_mode == "zeros"
+        and not isinstance(conv.padding, str)
+        and not torch.is_autocast_enabled("cpu")
+        and x.is_contiguous(memory_format=torch.channels_last)
+        and not torch.compiler.is_compiling()
+    )
+
+
+class _Apart(torch.autograd.Function):
+    """A convolution whose gradient of the input is computed in channels-last memory and that of the weights in contiguous."""
+
+    @staticmethod
+    def of(conv: nn.Conv2d | nn.ConvTranspose2d, x: Tensor) -> Tensor:
+        transposed = isinstance(conv, nn.ConvTranspose2d)
+        how = (conv.stride, conv.padding, conv.dilation, transposed, conv.output_padding, conv.groups)
+        return _Apart.apply(x, conv.weight, conv.bias, how)
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: tuple[Any, ...]) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.how, ctx.bias = how, bias is not None
+        return torch.convolution(x, weight, bias, *how)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        by_input, by_weight, by_bias = ctx.needs_input_grad[:3]
+        sizes = [dy.shape[1]] if ctx.bias else None
+
+        def gradients(form: torch.memory_format, want: list[bool]) -> Any:
+            dy_, x_, weight_ = (t.contiguous(memory_format=form) for t in (dy, x, weight))
+            return torch.ops.aten.convolution_backward(dy_, x_, weight_, sizes, *ctx.how, want)
+
+        dx = gradients(torch.channels_last, [True, False, False])[0] if by_input else None
+        want = [False, by_weight, ctx.bias and by_bias]
+        _, dweight, dbias = gradients(torch.contiguous_format, want) if any(want) else (None, None, None)
+        return dx, dweight, dbias, None

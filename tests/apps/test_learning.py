@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hpcai import log
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -26,3 +28,20 @@ def test_cosmology_is_learned_from_simulated_universes(tmp_path: Path) -> None:
     better = dict(zip(pairs["names"], pairs["true"].std(0) / rmse))
     print({name: round(float(factor), 2) for name, factor in better.items()})
     assert better["Omega_m"] > 2.0 and better["sigma_8"] > 3.0, better
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_cyclones_and_rivers_are_found_in_simulated_weather(tmp_path: Path) -> None:
+    """All background would be an IoU of 0.70: a class in neither map counts as one."""
+    data, run = tmp_path / "data", tmp_path / "run"
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    simulate = ["data_prep.deepcam", "simulate", str(data), "--samples", "400", "--no-check"]
+    train = ["apps.deepcam", "apps/deepcam/configs/small.yaml", f"data.directory={data}", f"report.directory={run}"]
+    for words in (simulate, train):
+        done = subprocess.run([sys.executable, "-m", *words], cwd=ROOT, env=environ, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    last = [event for event in log.read_metrics(run / "metrics.jsonl") if event["kind"] == "evaluate"][-1]
+    found = {name: round(last[name], 3) for name in ("iou", "iou_tropical_cyclone", "iou_atmospheric_river")}
+    print(found)
+    assert last["iou"] > 0.82 and last["iou_tropical_cyclone"] > 0.75 and last["iou_atmospheric_river"] > 0.65, found

@@ -134,7 +134,8 @@ def test_a_group_is_one_process_with_all_its_samples(axes: dict[str, int], group
 
 
 def resumed(mesh: Mesh, folder: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    step = Step(group_batch_norm(new_model(), mesh, mesh["replicate"].size), loss, StepConfig(optimizer="sgd", precision="fp64", average=0.5), mesh)
+    cfg = StepConfig(optimizer="sgd", precision="fp64", average=0.5)
+    step = Step(group_batch_norm(new_model(), mesh, mesh["replicate"].size), loss, cfg, mesh)
     Checkpoints(Path(folder), CheckpointConfig(), mesh, {}).resume(step)
     live = {n: t.detach().clone().numpy() for n, t in step.model.state_dict().items()}
     return live, {n: t.numpy() for n, t in step.snapshot().items()}

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from hpcai.models.cosmoflow import CosmoFlow, CosmoFlowConfig
+from hpcai.models.deepcam import VARIABLES, DeepCam, DeepCamConfig
 from hpcai.settings import LoaderConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,11 +27,16 @@ def test_the_notebook_cells_run(tmp_path: Path, monkeypatch) -> None:  # type: i
     CosmoFlow(CosmoFlowConfig(size=32, filters=2, dropout=0.0, low=(0.1,) * 4, high=(0.9,) * 4)).save(folder / "model.safetensors")
     monkeypatch.chdir(tmp_path)
     counts = torch.from_numpy(np.random.default_rng(0).poisson(2, (32, 32, 32, 4)).astype(np.int16))
-    names: dict = {"counts": counts, "target": torch.zeros(4)}
-    assert len(cells()) == 2
+    (tmp_path / "runs/deepcam-small").mkdir()
+    cfg = DeepCamConfig(divide=16, middle=0, low=(0.0,) * 16, high=(1.0,) * 16)
+    DeepCam(cfg).save(tmp_path / "runs/deepcam-small/model.safetensors")
+    fields = {name: np.full((40, 50), 0.5 / (100 if name == "PSL" else 1)) for name in VARIABLES}
+    names: dict = {"counts": counts, "target": torch.zeros(4), "fields": fields}
+    assert len(cells()) == 3
     for cell in cells():
         exec(cell, names)
     assert set(names["model"].predict(counts)) == {"Omega_m", "sigma_8", "n_s", "H_0"}
+    assert names["masks"]["tropical cyclone"].shape == (40, 50)
 
 
 def test_the_cell_of_the_data_page_runs(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]

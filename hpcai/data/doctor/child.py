@@ -160,11 +160,11 @@ def _chunks(data: h5py.Dataset, plist: Any, size: int) -> dict[str, Any]:
     return {"grid": grid, "written": written, "stored": stored}
 
 
-def _values(path: str, name: str, rows: list[int] | None, bounds: list[Any], keys: bool) -> Iterator[Any]:
+def _values(path: str, name: str, rows: list[int] | None, bounds: list[Any], keys: bool, blank: float | None) -> Iterator[Any]:
     """The tally of a dataset, or of some of its rows: keys as they come, the rest at the end."""
     with _opened(path) as file:
         data = file[name]
-        tally = Tally(data.dtype, data.shape[1:], (bounds[0], bounds[1]), keys)
+        tally = Tally(data.dtype, data.shape[1:], (bounds[0], bounds[1]), keys, blank)
         for first, count, part, last in _row_parts(data, rows):
             if count:
                 tally.rows(first, part)

@@ -389,7 +389,8 @@ class _Check:
         largest, found = file.largest, []
         for data in file.fields:
             if data.readable and data.width and data.shape[0]:
-                tally = Tally(data.type, data.shape[1:], self._bounds(file, data.name), data is largest)
+                blank = file.split.wanted.get(data.name, {}).get("blank")
+                tally = Tally(data.type, data.shape[1:], self._bounds(file, data.name), data is largest, blank)
                 file.tallies[data.name] = tally
                 found.append((data, tally))
         return found
@@ -443,7 +444,7 @@ class _Check:
         words: dict[str, Any] = {"path": str(file.path), "name": data.name, "rows": rows, "keys": tally.keys is not None}
         try:
             with self.work.inspectors.one() as inspector:
-                for told in inspector.ask("values", bounds=[tally.low, tally.high], **words):
+                for told in inspector.ask("values", bounds=[tally.low, tally.high], blank=tally.blank, **words):
                     self.work.advance(0)
                     if tally.keys is not None:
                         tally.keys.frombytes(bytes.fromhex(told["keys"]))
@@ -470,7 +471,7 @@ class _Check:
         if tally.constant.count and not data.unwritten:
             text = (
                 f"{tally.constant} of {file.rows:,} holds nothing but {tally.constant.values[0]:g}, expected values that differ; "
-                "find why it is blank, or leave it out"
+                f"find why it is blank, or leave it out; where it may be, 'fields' of {INDEX} says so: \"blank\" and this value"
             )
             self.found("warning", "constant", file.path, text, name, tally.constant.rows[0])
 

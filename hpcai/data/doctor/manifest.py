@@ -186,13 +186,13 @@ def _read_index(split: Split) -> Iterator[Finding]:
 
 def _wanted(told: Any) -> dict[str, Any]:
     if not isinstance(told, dict):
-        raise ValueError(f"is a {type(told).__name__}, expected an object with dtype, shape, low, high")
+        raise ValueError(f"is a {type(told).__name__}, expected an object with dtype, shape, low, high, blank")
     found: dict[str, Any] = {}
     if told.get("dtype") is not None:
         found["dtype"] = np.dtype(told["dtype"])
     if told.get("shape") is not None:
         found["shape"] = tuple(_count(n) for n in told["shape"])
-    for key in ("low", "high"):
+    for key in ("low", "high", "blank"):  # blank: the value that may fill a whole row
         value = told.get(key)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value != value):
             raise ValueError(f"{key} is {str(value)[:50]!r}, expected a number or null")

@@ -59,14 +59,16 @@ class Tally:
     """What the rows of one dataset hold: not finite, out of range, constant; and a key of each row, equal for equal rows.
 
     Rows come whole and many at once, or one in pieces. The key of a wide row comes from sums of its 64-bit words in lanes, a page
-    apart, at the speed of memory; rows with equal keys are candidates, to be compared by their digests.
+    apart, at the speed of memory; rows with equal keys are candidates, to be compared by their digests. Rows that
+    hold nothing but ``blank`` are as they should be.
     """
 
-    def __init__(self, dtype: np.dtype, shape: Sequence[int], bounds: Bounds, keys: bool) -> None:
+    def __init__(self, dtype: np.dtype, shape: Sequence[int], bounds: Bounds, keys: bool, blank: float | None = None) -> None:
         self.width = math.prod(shape) * dtype.itemsize
         self.item = dtype.itemsize
         self.values = _values_of(dtype)
         self.low, self.high = bounds
+        self.blank = blank
         self.long = self.values is not None and self.width // self.item > FEW
         self.keys = array("Q") if keys else None
         self.bad, self.outside, self.constant = _Named(), _Named(), _Named()
@@ -142,12 +144,13 @@ class Tally:
         assert self.values is not None
         finite = np.isfinite(least) & np.isfinite(most) if self.values.kind == "f" else np.ones(least.shape, bool)
         same = (least == most) & finite if self.long else np.zeros(least.shape, bool)
+        odd = same if self.blank is None else same & (least != self.blank)
         below_it = least < self.low if self.low is not None else np.zeros(least.shape, bool)
         above_it = most > self.high if self.high is not None else np.zeros(least.shape, bool)
         for named, mask, value in (
             (self.bad, ~finite, least),
             (self.outside, (below_it | above_it) & finite, np.where(below_it, least, most)),
-            (self.constant, same, least),
+            (self.constant, odd, least),
         ):
             if count := int(np.count_nonzero(mask)):
                 which = np.flatnonzero(mask)[:NAMED]

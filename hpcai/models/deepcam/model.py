@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hpcai.models.deepcam.config import STRIDE, DeepCamConfig
 from hpcai.models.deepcam.fields import padded, stacked
-from hpcai.nn import BatchNorm, Conv2d
+from hpcai.nn import BatchNorm, Conv2d, ConvTranspose2d
 
 Rectified = nn.Identity  # stands where the reference has a rectifier, so that keys keep their numbers: Norm does its work
 
@@ -183,8 +183,8 @@ class Pyramid(nn.Module):
         return self.bn(self.conv(torch.cat((*scales, mean), 1)))
 
 
-def _doubling(channels: int, outputs: int) -> nn.ConvTranspose2d:
-    return nn.ConvTranspose2d(channels, outputs, 3, 2, 1, 1, bias=False)
+def _doubling(channels: int, outputs: int) -> ConvTranspose2d:
+    return ConvTranspose2d(channels, outputs, 3, 2, 1, 1, bias=False)
 
 
 class Decoder(nn.Module):

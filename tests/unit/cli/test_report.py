@@ -14,6 +14,9 @@ from matplotlib.image import imread
 
 from hpcai import cli
 from hpcai.cli import report
+from hpcai.cli.report import document, pictures
+from hpcai.cli.report.run import Predictions
+from hpcai.cli.report.theme import DARK, LIGHT
 from hpcai.errors import DataError
 
 SETTINGS = {"train": {"metric": "mae", "target": 0.124, "better": "lower"}, "model": {"note": "<script>alert(1)</script>"}}
@@ -112,7 +115,7 @@ def test_an_axis_over_decades_has_powers_of_ten_and_a_metric_may_be_called_anyth
     odd = "$\\frac{$ <mae>"
     lines = [START, *({"kind": "evaluate", "time": 0.0, "step": n, "epoch": n, "seconds": 1.0, odd: 10.0**-n} for n in range(4))]
     run = written(tmp_path, lines)
-    figure = report._metric(report.read(run), odd, report.LIGHT)
+    figure = pictures._metric(report.read(run), odd, [], LIGHT)
     figure.draw_without_rendering()
     (axes,) = figure.axes
     assert axes.get_yscale() == "log" and axes.get_ylabel() == odd.replace("$", r"\$")
@@ -124,11 +127,41 @@ def test_the_target_is_drawn_only_for_the_metric_it_is_for(run: Path) -> None:
     found = report.read(run)
     labels = {}
     for name in ("mae", "accuracy"):
-        (axes,) = report._metric(found, name, report.LIGHT).axes
+        (axes,) = pictures._metric(found, name, [], LIGHT).axes
         labels[name] = axes.get_legend_handles_labels()[1]
     assert "target 0.124" in labels["mae"] and "best 0.1231" in labels["mae"]
     assert not any("target" in label for label in labels["accuracy"]) and "best 0.64" in labels["accuracy"]
     assert found.best("mae") == (560, 0.1231)
+
+
+def test_the_best_of_a_metric_is_the_highest_where_the_settings_say_so(tmp_path: Path) -> None:
+    """Also of its parts, whatever they are called; its axis stays linear and its parts have no picture of their own."""
+    values = [(0.01, 0.02, 9.0), (0.9, 0.8, 3.0), (0.6, 0.7, 5.0)]
+    about = {"kind": "evaluate", "time": 0.0, "seconds": 1.0}
+    lines = [about | {"step": n, "epoch": n, "skill_of_rain": part, "skill": skill, "bias": bias}
+             for n, (skill, part, bias) in enumerate(values, 1)]
+    run = written(tmp_path, [START, *lines])
+    (run / "settings.yaml").write_text(yaml.safe_dump({"train": {"metric": "skill", "target": 0.95, "better": "higher"}}))
+    found = report.read(run)
+    assert [found.best(name) for name in ("skill", "skill_of_rain", "bias")] == [(2, 0.9), (2, 0.8), (2, 3.0)]
+    words = text(report.draw(run).read_text())
+    assert "best validation skill 0.9 at step 2, target 0.95" in words and "skill_of_rain 0.8 2 0.7 3" in words
+    assert {path.stem for path in (run / "plots").iterdir()} == {"evaluate_skill", "evaluate_bias"}
+    (axes,) = pictures._metric(found, "skill", ["skill_of_rain"], LIGHT).axes
+    assert axes.get_legend_handles_labels()[1] == ["skill", "of rain", "target 0.95", "best 0.9"]
+    assert axes.get_yscale() == "linear" and axes.get_ylim()[1] > 0.95
+    (run / "settings.yaml").write_text(yaml.safe_dump({"train": {"metric": "skill", "target": 0.95, "better": "lower"}}))
+    found = report.read(run)
+    assert [found.best(name) for name in ("skill", "skill_of_rain")] == [(1, 0.01), (1, 0.02)]
+    assert pictures._metric(found, "skill", [], LIGHT).axes[0].get_yscale() == "log"
+
+
+def test_parts_belong_to_the_shortest_metric_that_begins_their_names(tmp_path: Path) -> None:
+    names = ["iou_river_deep", "iou", "iou_river", "loss", "loss_ce", "mae", "maerz_1", "iouu"]
+    event = {"kind": "evaluate", "time": 0.0, "step": 1, "epoch": 1, "seconds": 1.0}
+    run = written(tmp_path, [START, event | dict.fromkeys(names, 1.0)])
+    parts = {"iou": ["iou_river_deep", "iou_river"], "loss_ce": [], "mae": [], "maerz_1": [], "iouu": []}
+    assert report.read(run).families() == parts
 
 
 def test_a_young_run_is_drawn_with_what_it_has(tmp_path: Path) -> None:
@@ -137,7 +170,8 @@ def test_a_young_run_is_drawn_with_what_it_has(tmp_path: Path) -> None:
         file.write('{"kind": "train", "ti')              # the line that is being written
     found = text(report.draw(run).read_text())
     for words in ("still running, last heard of 2026-09-21", "evaluations: none so far", "40 / 640",
-                  "predicted against true: there is no predictions.npz", "settings.yaml: there is no settings.yaml"):
+                  "predicted against true: there is no predictions.npz and no maps.npz",
+                  "settings.yaml: there is no settings.yaml"):
         assert words in found, words
     assert {path.stem for path in (run / "plots").iterdir()} == {"loss", "learning_rate", "throughput"}
 
@@ -154,8 +188,8 @@ ENDS = [("signal", "stopped by a signal"), ("error", "stopped by an error"), ("f
 def test_the_page_says_how_the_run_ended(end: str, words: str, tmp_path: Path) -> None:
     lines = list(events(last=20, end=end))
     run = report.read(written(tmp_path, lines))
-    assert words in report._header(run)
-    assert "still running" in report._header(report.read(written(tmp_path, [*lines, START | {"resumed_from": 20}])))
+    assert words in document._header(run)
+    assert "still running" in document._header(report.read(written(tmp_path, [*lines, START | {"resumed_from": 20}])))
 
 
 @pytest.mark.parametrize("arrays", [
@@ -181,21 +215,21 @@ def test_unusable_predictions_are_left_out_with_a_reason(arrays: Any, tmp_path: 
 def test_many_parameters_and_samples_fill_rows_of_panels() -> None:
     rng = np.random.default_rng(0)
     true = rng.normal(size=(5000, 5))
-    found = report.Predictions([f"p{p}" for p in range(5)], [""] * 5, true + 0.5 * rng.normal(size=true.shape), true)
-    figure = report._scatter(found, report.LIGHT)
+    found = Predictions([f"p{p}" for p in range(5)], [""] * 5, true + 0.5 * rng.normal(size=true.shape), true)
+    figure = pictures._scatter(found, LIGHT)
     assert len(figure.axes) == 5
     assert found.r2(0) == pytest.approx(0.75, abs=0.03)
-    constant = report.Predictions(["p"], [""], np.zeros((4, 1)), np.ones((4, 1)))
-    assert math.isnan(constant.r2(0)) and report._scatter(constant, report.DARK).axes
+    constant = Predictions(["p"], [""], np.zeros((4, 1)), np.ones((4, 1)))
+    assert math.isnan(constant.r2(0)) and pictures._scatter(constant, DARK).axes
 
 
 def test_a_smoothed_curve_keeps_a_constant_and_passes_over_nan() -> None:
     values = np.full(100, 3.0)
     values[[0, 50, 99]] = math.nan
-    assert np.allclose(report.smooth(values), 3.0)
+    assert np.allclose(pictures.smooth(values), 3.0)
     line = np.arange(100.0)
-    assert np.allclose(report.smooth(line)[10:-10], line[10:-10])              # it does not lag
-    assert report.smooth(np.array([5.0])).tolist() == [5.0] and report.smooth(np.array([])).size == 0
+    assert np.allclose(pictures.smooth(line)[10:-10], line[10:-10])              # it does not lag
+    assert pictures.smooth(np.array([5.0])).tolist() == [5.0] and pictures.smooth(np.array([])).size == 0
 
 
 def test_where_there_is_no_run_the_error_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from data_prep import cosmoflow
+from data_prep import cosmoflow, deepcam
 from hpcai.data.direct import Reader
 from hpcai.data.doctor import (
     Finding,
@@ -246,6 +246,7 @@ def test_records_stand_in_for_a_missing_index(made: Path, look: Any) -> None:
         ('{"files": [], "fields": {"counts": {"dtype": "no"}}}', "'fields' of 'counts': "),
         ('{"files": [], "fields": {"counts": {"shape": [-1]}}}', "'fields' of 'counts': '-1' is no count"),
         ('{"files": [], "fields": {"counts": {"low": "0"}}}', "low is '0', expected a number or null"),
+        ('{"files": [], "fields": {"counts": {"blank": true}}}', "blank is 'True', expected a number or null"),
     ],
 )
 def test_a_damaged_index_is_a_finding(made: Path, look: Any, content: str, text: str) -> None:
@@ -389,6 +390,27 @@ def test_a_constant_row_is_a_warning(made: Path, look: Any) -> None:
         ("warning", "constant", "train/u0.h5", "counts", 1),
         ("warning", "constant", "validation/u1.h5", "counts", 3),
     ]
+
+
+@pytest.mark.parametrize("how", [{}, {"compression": "gzip"}])
+def test_a_row_may_be_blank_where_the_index_says_so(tmp_path: Path, look: Any, how: dict[str, Any]) -> None:
+    """With the value that the index names and no other; maps without an object are such rows, by what data_prep says of them."""
+    fields = deepcam.CONTENTS.fields([20, 30, 2], {})
+    rng = np.random.default_rng(0)
+    mask = rng.integers(0, 3, (6, 20, 30), np.uint8)
+    mask[1], mask[2], mask[4] = 0, 0, 2
+    write(tmp_path / "a.h5", {"fields": rng.normal(size=(6, 20, 30, 2)).astype(np.float32), "mask": mask}, **how)
+    index(tmp_path, fields=fields)
+    for options in ({}, {"sample": 6}, {"ranges": {"mask": (0, 2)}}):
+        finding = one(look(tmp_path, **options), "constant")
+        assert finding.row == 4 and "row 4 of 6 holds nothing but 2," in finding.text
+    del fields["mask"]["blank"]
+    index(tmp_path, fields=fields)
+    assert "rows 1, 2, 4 (3) of 6 holds nothing but 0," in one(look(tmp_path), "constant").text
+    fields["mask"]["blank"], mask[4] = 0, mask[0]
+    write(tmp_path / "a.h5", {"fields": rng.normal(size=(6, 20, 30, 2)).astype(np.float32), "mask": mask}, **how)
+    index(tmp_path, fields=fields)
+    assert {f.code for f in look(tmp_path).findings} <= {"compressed", "chunked"}
 
 
 @pytest.mark.parametrize("shape", [(4, 3), (200, 100), (300, 200, 9)])

@@ -1,10 +1,10 @@
-"""The convolution that goes through as two halves is nn.Conv3d, in value, gradient and names."""
+"""Our convolutions are those of torch, in value, gradient and names, whichever way they go."""
 
 import pytest
 import torch
 from torch import nn
 
-from hpcai.nn import Conv3d
+from hpcai.nn import Conv2d, Conv3d, ConvTranspose2d
 
 
 @pytest.mark.parametrize("shape", [(1, 4, 16, 16, 16), (1, 8, 4, 6, 10), (1, 3, 8, 5, 7)])
@@ -85,3 +85,70 @@ def test_gradients_of_a_shallow_volume_in_bf16_hold_nothing_that_nobody_wrote(ho
         spoil_memory()
         for found, right in zip(torch.autograd.grad(y.float().square().mean(), narrow.parameters()), expected):
             assert (found.float() - right).norm() < 2e-2 * right.norm()
+
+
+@pytest.mark.parametrize("stride", [1, 2, (1, 3)])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_1x1_convolution_is_a_matrix_product(stride: int, bias: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    plain = nn.Conv2d(6, 10, 1, stride, bias=bias).double()
+    ours = Conv2d(6, 10, 1, stride, bias=bias).to(dtype)
+    ours.load_state_dict(plain.state_dict())
+    assert list(plain.state_dict()) == list(ours.state_dict())
+    plain.load_state_dict(ours.state_dict())
+    x = torch.randn(2, 6, 9, 8).to(dtype).contiguous(memory_format=torch.channels_last)
+    a, b = x.double().clone().requires_grad_(), x.clone().requires_grad_()
+    assert ours._is_product(b) and not ours._is_product(x.contiguous())
+    expected, found = plain(a), ours(b)
+    assert found.is_contiguous(memory_format=torch.channels_last)
+    weight = torch.randn(expected.shape).to(dtype)
+    (expected * weight.double()).sum().backward()
+    (found * weight).sum().backward()
+    small = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 6e-2}[dtype]
+    torch.testing.assert_close(found.double(), expected, rtol=small, atol=small)
+    for p, q in ((b.grad, a.grad), *((p.grad, q.grad) for p, q in zip(ours.parameters(), plain.parameters()))):
+        assert p is not None
+        torch.testing.assert_close(p.double(), q, rtol=small, atol=10 * small)
+
+
+@pytest.mark.parametrize("conv", [Conv2d(4, 4, 3), Conv2d(4, 4, 1, padding=1), Conv2d(4, 4, 1, groups=2)], ids=str)
+def test_other_convolutions_of_maps_go_through_unchanged(conv: Conv2d) -> None:
+    plain = nn.Conv2d(4, 4, conv.kernel_size, padding=conv.padding, groups=conv.groups)  # type: ignore[arg-type]
+    plain.load_state_dict(conv.state_dict())
+    x = torch.randn(2, 4, 6, 6).contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(conv(x), plain(x))
+
+
+def test_the_gradient_of_a_strided_1x1_convolution_that_ends_torchs_process() -> None:
+    conv = Conv2d(8, 16, 1, 2, bias=False).to(memory_format=torch.channels_last)
+    y = conv(torch.randn(2, 8, 48, 72).contiguous(memory_format=torch.channels_last))
+    y.sum().backward()
+    assert conv.weight.grad is not None and bool(conv.weight.grad.isfinite().all())
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kind", ["holes", "transposed"])
+def test_gradients_in_two_memory_formats_are_those_of_one(kind: str, bias: bool) -> None:
+    torch.manual_seed(0)
+    words = {"padding": 2, "dilation": 2} if kind == "holes" else {"stride": 2, "padding": 1, "output_padding": 1}
+    classes = (nn.Conv2d, Conv2d) if kind == "holes" else (nn.ConvTranspose2d, ConvTranspose2d)
+    plain, ours = (made(5, 16, 3, bias=bias, **words) for made in classes)  # type: ignore[operator]
+    ours.load_state_dict(plain.state_dict())
+    ours.to(memory_format=torch.channels_last)
+    x = torch.randn(2, 5, 9, 8).contiguous(memory_format=torch.channels_last)
+    a, b = x.contiguous().requires_grad_(), x.clone().requires_grad_()
+    expected, found = plain(a), ours(b)
+    assert "_Apart" in type(found.grad_fn).__name__ and found.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    weight = torch.randn_like(expected)
+    (expected * weight).sum().backward()
+    (found * weight).sum().backward()
+    torch.testing.assert_close(b.grad, a.grad, rtol=1e-4, atol=1e-4)
+    for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert p.grad is not None
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-4)
+    ours.requires_grad_(False)
+    found = ours(b)
+    found.sum().backward()
+    assert all(p.grad is not None for p in plain.parameters())

@@ -1,0 +1,210 @@
+"""The page: one file of HTML that needs no network."""
+
+import base64
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from html import escape
+from typing import Any
+
+import numpy as np
+
+from hpcai.cli.report.run import Maps, Predictions, Run
+from hpcai.cli.report.theme import Plot
+from hpcai.log import duration, number, per_second, size
+
+MOST = 12                                                # checkpoints in the table
+
+STYLE = """
+:root { color-scheme: light dark; --paper: #fff; --page: #f3f5f8; --ink: #1c2430; --faint: #6b7685; --line: #e1e5eb;
+  --main: #2458d3; --good: #15803d; --warn: #b45309; --bad: #b91c1c; }
+@media screen and (prefers-color-scheme: dark) { :root { --paper: #171b22; --page: #0e1116; --ink: #e4e8ef; --faint: #8e99a9;
+  --line: #2b323d; --main: #79a8ff; --good: #4ade80; --warn: #fbbf24; --bad: #f87171; } }
+* { box-sizing: border-box }
+body { margin: 0; background: var(--page); color: var(--ink); font: 15px/1.5 system-ui, "Segoe UI", "Liberation Sans", sans-serif }
+main { max-width: 1160px; margin: 0 auto; padding: 36px 20px 60px }
+h1 { font-size: 30px; margin: 0; letter-spacing: -.02em; overflow-wrap: anywhere }
+h2 { font-size: 17px; margin: 0 0 2px }
+header { display: flex; flex-wrap: wrap; gap: 6px 16px; align-items: center }
+.state { font-size: 13px; font-weight: 600; padding: 3px 12px; border-radius: 99px; border: 1.5px solid }
+.good { color: var(--good) } .warn { color: var(--warn) } .bad { color: var(--bad) } .live { color: var(--main) }
+.faint, figcaption { color: var(--faint); font-size: 13.5px }
+.tiles, .plots { display: grid; gap: 16px; margin: 16px 0 }
+.tiles { grid-template-columns: repeat(auto-fit, minmax(200px, 1fr)); margin-top: 24px }
+.plots { grid-template-columns: repeat(auto-fit, minmax(min(460px, 100%), 1fr)) }
+.card { background: var(--paper); border: 1px solid var(--line); border-radius: 12px; padding: 16px 20px; min-width: 0 }
+figure { margin: 0 }
+.tile b { display: block; font-size: 25px; line-height: 1.25; letter-spacing: -.01em; font-variant-numeric: tabular-nums }
+.wide { grid-column: 1 / -1 }
+img { width: 100%; height: auto; display: block; margin-top: 10px }
+section { overflow-x: auto } main > section { margin-top: 16px }
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; margin-top: 6px }
+th, td { text-align: left; padding: 5px 14px 5px 0; border-bottom: 1px solid var(--line); vertical-align: top }
+tr:last-child td { border-bottom: 0 }
+th { color: var(--faint); font-weight: 500; font-size: 13px }
+td:first-child { white-space: nowrap }
+td:last-child { overflow-wrap: anywhere }
+.n { text-align: right; white-space: nowrap }
+.n:last-child { padding-right: 0 }
+.words td:last-child { width: 100% }
+ul { margin: 6px 0 0; padding-left: 20px }
+summary { cursor: pointer; font-weight: 600; font-size: 17px }
+pre { font-size: 12.5px; line-height: 1.45; overflow-x: auto; margin: 12px 0 0 }
+@media print { body { background: #fff; font-size: 11px } main { max-width: none; padding: 0 } .card { break-inside: avoid }
+  .faint, figcaption, th { font-size: 10px } h2 { font-size: 13px } .tile b { font-size: 17px } .card { padding: 10px 14px }
+  .tiles { grid-template-columns: repeat(4, 1fr) } .plots { grid-template-columns: 1fr 1fr } .screen { display: none } }
+"""
+
+STATES = {
+    "finished": ("finished", "good"),
+    "target": ("target reached", "good"),
+    "signal": ("stopped by a signal", "warn"),
+    "error": ("stopped by an error", "bad"),
+}
+
+
+def _date(time: float) -> str:
+    return datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[Any]], numbers: int = 0) -> str:
+    """An HTML table of plain text whose columns from ``numbers`` on are right-aligned; 0: none is."""
+
+    def cells(row: Sequence[Any], tag: str) -> str:
+        marks = [' class="n"' if numbers and column >= numbers else "" for column in range(len(row))]
+        return "<tr>" + "".join(f"<{tag}{mark}>{escape(str(cell))}</{tag}>" for cell, mark in zip(row, marks)) + "</tr>"
+
+    top = cells(head, "th") if any(head) else ""
+    mark = "" if numbers else ' class="words"'
+    return f"<table{mark}>{top}{''.join(cells(row, 'td') for row in rows)}</table>"
+
+
+def _card(title: str, body: str, note: str = "") -> str:
+    faint = f'<div class="faint">{escape(note)}</div>' if note else ""
+    return f'<section class="card"><h2>{escape(title)}</h2>{faint}{body}</section>'
+
+
+def _header(run: Run) -> str:
+    stop, last = run.stop, run.events[-1]
+    if stop:
+        text, mark = STATES.get(str(stop.get("reason")), (str(stop.get("reason")), "warn"))
+        if stop.get("target_reached") and stop.get("reason") != "target":
+            text += ", target reached"
+    else:
+        text, mark = f"still running, last heard of {_date(last['time'])}", "live"
+    when = f"{_date(run.events[0]['time'])} to {_date(last['time'])}"
+    return (f'<header><h1>{escape(run.name)}</h1><span class="state {mark}">{escape(text)}</span></header>'
+            f'<div class="faint">{escape(str(run.directory))} · {escape(when)}</div>')
+
+
+def _tiles(run: Run) -> str:
+    last = (run.of("train") or run.of("stop") or [{}])[-1]
+    rate = run.series("train", "samples_per_second")[1]
+    tiles = []
+    name = run.setting("train.metric") or next(iter(run.names("evaluate")), None)
+    if name and (best := run.best(name)):
+        target = f", target {number(run.target(name))}" if run.target(name) is not None else ""
+        tiles.append((f"best validation {name}", number(best[1]), f"at step {best[0]:,}{target}"))
+    if np.isfinite(rate).any():
+        world = run.start.get("world") or 1
+        median = float(np.nanmedian(rate))
+        each = f"; {per_second(median / world)} per process" if world > 1 else ""
+        tiles.append(("throughput", per_second(median), f"median{each}"))
+    tiles.append(("training time", duration(run.seconds), f"{last.get('samples') or 0:,} samples seen"))
+    steps, planned = last.get("step") or 0, run.start.get("steps")
+    share = f"{100 * steps / planned:.0f} % of the plan" if planned else ""
+    tiles.append(("steps", f"{steps:,}" + (f" / {planned:,}" if planned else ""), share))
+    cards = [f'<div class="card tile"><span class="faint">{escape(label)}</span><b>{escape(value)}</b>'
+             f'<span class="faint">{escape(note)}</span></div>' for label, value, note in tiles]
+    return f'<div class="tiles">{"".join(cards)}</div>'
+
+
+def _results(run: Run) -> str:
+    rows = []
+    for name in run.names("evaluate"):
+        steps, values = run.series("evaluate", name)
+        best, target = run.best(name), run.target(name)
+        first = (name, number(best[1]), f"{best[0]:,}") if best else (name, "none", "")
+        rows.append((*first, number(values[-1]), f"{steps[-1]:,}", number(target) if target is not None else ""))
+    return _card("Evaluations", _table(("metric", "best", "at step", "last", "at step", "target"), rows, numbers=1)) if rows else ""
+
+
+def _parameters(found: Predictions) -> str:
+    head = ("parameter", "R²", "RMSE", "RMSE of the mean", "mean absolute error")
+    rows = []
+    for p, (name, unit) in enumerate(zip(found.names, found.units)):
+        errors = found.rmse(p), found.spread(p), found.mae(p)
+        rows.append((f"{name} [{unit}]" if unit else name, f"{found.r2(p):.4f}", *map(number, errors)))
+    overall = statistics.fmean(found.r2(p) for p in range(len(found.names)))
+    return _card("Prediction per parameter", _table(head, rows, numbers=1), f"mean R² {overall:.4f}")
+
+
+def _classes(maps: Maps) -> str:
+    cells, head = maps.cells.sum(0), ("class", "IoU", "cells", *(f"seen as {name}" for name in maps.classes))
+    rows = []
+    for name, iou, seen in zip(maps.classes, maps.iou(), cells):
+        shares = [f"{100 * part / seen.sum():.2f} %" for part in seen] if seen.sum() else ["–"] * len(seen)
+        rows.append((name, "–" if math.isnan(iou) else f"{iou:.4f}", f"{seen.sum():,}", *shares))
+    note = (f"All {cells.sum():,} cells of {len(maps.cells)} validation maps together. An evaluation means something else by IoU:"
+            " the mean over maps of the IoU in each, which is 1 where a class is neither there nor seen.")
+    return _card("Prediction per class", _table(head, rows, numbers=1), note)
+
+
+def _facts(run: Run) -> str:
+    get = run.start.get
+    last: dict[str, Any] = (run.of("train") or run.of("stop") or [{}])[-1]
+    epochs = f"{round(last.get('epoch') or 0, 2):g}" + (f" of {get('epochs')}" if get("epochs") else "")
+    rows = [
+        ("processes and device", f"{get('world', '?')} x {get('device', '?')}"),
+        ("parameters", f"{get('parameters'):,}" if get("parameters") else "?"),
+        ("epochs", epochs + (f", {get('steps_per_epoch'):,} steps each" if get("steps_per_epoch") else "")),
+        ("global batch", get("global_batch", "?")),
+        ("samples", f"{get('train_samples') or 0:,} for training, {get('validation_samples') or 0:,} for validation"),
+        ("last training loss", f"{number(last.get('loss', '?'))} at step {last.get('step') or 0:,}"),
+        ("lives", f"{len(run.of('start'))}" + "".join(f", resumed from step {life['resumed_from']:,}" for life in run.of("start")
+                                                     if life.get("resumed_from") is not None)),
+    ]
+    return _card("The run", _table(("", ""), rows))
+
+
+def _checkpoints(run: Run) -> str:
+    rows = []
+    for event in run.of("checkpoint"):
+        written = size(event.get("bytes") or 0), f"{event.get('seconds') or 0:.2f} s", _date(event["time"])
+        rows.append((event.get("path", ""), f"{event.get('step') or 0:,}", *written))
+    if not rows:
+        return ""
+    note = f"{len(rows)} written" + (f", the last {MOST} shown" if len(rows) > MOST else "") + "; a run keeps the newest ones"
+    return _card("Checkpoints", _table(("path", "step", "size", "took", "when"), rows[-MOST:], numbers=1), note)
+
+
+def page(run: Run, drawn: Sequence[Plot], pictures: Sequence[tuple[bytes, bytes]]) -> str:
+    """The whole page; ``pictures`` are the light and the dark PNG of each plot in ``drawn``."""
+
+    def uri(png: bytes) -> str:
+        return "data:image/png;base64," + base64.b64encode(png).decode()
+
+    def figure(plot: Plot, light: bytes, dark: bytes) -> str:
+        return (f'<figure class="card{" wide" if plot.wide else ""}"><h2>{escape(plot.title)}</h2>'
+                f"<figcaption>{escape(plot.caption)}</figcaption>"
+                f'<picture><source media="screen and (prefers-color-scheme: dark)" srcset="{uri(dark)}">'
+                f'<img src="{uri(light)}" alt="{escape(plot.title)}"></picture></figure>')
+
+    figures = "".join(figure(plot, *pair) for plot, pair in zip(drawn, pictures))
+    notes = [(_date(event["time"]), f"{event['step']:,}" if event.get("step") is not None else "", event.get("text", ""))
+             for event in run.of("note")]
+    gaps = "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in run.left_out) + "</ul>"
+    settings = f"<details><summary>Settings</summary><pre>{escape(run.settings_text)}</pre></details>"
+    parts = [
+        _header(run), _tiles(run), f'<div class="plots">{figures}</div>',
+        _parameters(run.predictions) if run.predictions else "",
+        _classes(run.maps) if run.maps else "",
+        f'<div class="plots">{_facts(run)}{_results(run)}</div>', _checkpoints(run),
+        _card("Notes", _table(("when", "step", "what"), notes)) if notes else "",
+        _card("Left out", gaps) if run.left_out else "",
+        f'<section class="card screen">{settings}</section>' if run.settings_text else "",
+    ]
+    return (f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+            f"<title>{escape(run.name)}</title><style>{STYLE}</style></head>\n<body><main>\n" + "\n".join(filter(None, parts))
+            + "\n</main></body></html>\n")

@@ -1,0 +1,197 @@
+"""The curves of a run, and what it predicted."""
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import count
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from hpcai.cli.report import maps
+from hpcai.cli.report.run import Predictions, Run
+from hpcai.cli.report.theme import CLASSES, MARKS, Plot, Theme, verbatim
+from hpcai.log import number, per_second
+
+
+def _axes(run: Run, theme: Theme, label: str) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(6.4, 3.5))
+    axes = figure.subplots()
+    axes.set_xlabel("step")
+    axes.set_ylabel(verbatim(label))
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.margins(x=0.02)
+    for life in run.of("start"):
+        if life.get("resumed_from"):
+            axes.axvline(life["resumed_from"], color=theme.faint, linewidth=0.9, linestyle=(0, (1, 3)), zorder=1)
+    return figure, axes
+
+
+def _zoom(axes: Axes, values: np.ndarray) -> None:
+    """A logarithmic axis where the values span more than a factor of 20."""
+    finite = values[np.isfinite(values)]
+    if len(finite) and finite.min() > 0 and finite.max() / finite.min() > 20:
+        axes.set_yscale("log")
+
+
+def smooth(values: np.ndarray) -> np.ndarray:
+    """Mean over a window of about a tenth of the curve, centred, so that it does not lag; NaN is passed over."""
+    if not len(values):
+        return values
+    finite = np.isfinite(values)
+    reach = min(max(3, len(values) // 10) // 2, (len(values) - 1) // 2)
+    window = np.ones(2 * reach + 1)
+    total = np.convolve(np.where(finite, values, 0.0), window, mode="same")
+    count = np.convolve(finite.astype(float), window, mode="same")
+    return np.where(count > 0.5, total / np.maximum(count, 1), np.nan)
+
+
+def _loss(run: Run, theme: Theme) -> Figure:
+    figure, axes = _axes(run, theme, "loss")
+    steps, values = run.series("train", "loss")
+    axes.plot(steps, values, color=theme.main, alpha=0.45, linewidth=1, label="training, every report")
+    axes.plot(steps, smooth(values), color=theme.main, linewidth=2, label="training, smoothed")
+    at, evaluated = run.series("evaluate", "loss")
+    if len(at):
+        axes.plot(at, evaluated, color=theme.second, linewidth=1.6, marker="o", markersize=4, label="validation")
+    _zoom(axes, np.concatenate([values, evaluated]))
+    axes.legend()
+    return figure
+
+
+def _metric(run: Run, name: str, members: Sequence[str], theme: Theme) -> Figure:
+    """A metric, and thinner those that belong to it."""
+    figure, axes = _axes(run, theme, name)
+    steps, values = run.series("train", name)
+    if len(steps):
+        axes.plot(steps, smooth(values), color=theme.main, alpha=0.55, linewidth=1.4, label="training, smoothed")
+    at, evaluated = run.series("evaluate", name)
+    main = theme.ink if members else theme.second
+    axes.plot(at, evaluated, color=main, linewidth=2, marker="o", markersize=4.5, label=verbatim(name) if members else "validation")
+    for member, (color, mark) in zip(members, _colors(run, name, members, theme)):
+        each, label = run.series("evaluate", member), member.removeprefix(f"{name}_").replace("_", " ")
+        axes.plot(*each, color=color, linewidth=1.2, marker=mark, markersize=4, zorder=1.9, label=verbatim(label))
+        values = np.concatenate([values, each[1]])
+    target, best = run.target(name), run.best(name)
+    if target is not None:
+        axes.axhline(target, color=theme.good, linewidth=1.4, linestyle=(0, (5, 3)), label=f"target {number(target)}")
+    if best is not None:
+        axes.plot(*best, marker="o", markersize=11, markerfacecolor="none", markeredgecolor=main, markeredgewidth=1.4,
+                  linestyle="none", label=f"best {number(best[1])}")
+    if not run.higher(name):  # the last steps to a high score are the ones to be seen
+        _zoom(axes, np.concatenate([values, evaluated]))
+    axes.legend(ncols=2 if len(members) > 3 else 1)
+    return figure
+
+
+def _colors(run: Run, name: str, members: Sequence[str], theme: Theme) -> Iterator[tuple[str, str]]:
+    """Colour and mark of each: those of the maps where it is a class of theirs."""
+    classes = [f"{name}_{each.replace(' ', '_')}" for each in run.classes]
+    known = {each: (CLASSES[i % len(CLASSES)], MARKS[i % len(MARKS)]) for i, each in enumerate(classes[1:])}
+    known |= dict.fromkeys(classes[:1], (theme.faint, "o"))
+    free = (i for i in count(max(len(classes) - 1, 0)))
+    for member in members:
+        if member not in known:
+            i = next(free)
+            known[member] = CLASSES[i % len(CLASSES)], MARKS[i % len(MARKS)]
+        yield known[member]
+
+
+def _rate(run: Run, theme: Theme) -> Figure:
+    figure, axes = _axes(run, theme, "learning rate")
+    axes.plot(*run.series("train", "lr"), color=theme.main, linewidth=2)
+    axes.set_ylim(bottom=0)
+    axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
+    return figure
+
+
+def _throughput(run: Run, theme: Theme) -> Figure:
+    figure, axes = _axes(run, theme, "samples per second")
+    steps, values = run.series("train", "samples_per_second")
+    marks = {"marker": "o", "markersize": 2.5, "linewidth": 1.2} if len(steps) < 200 else {"linewidth": 0.7}
+    axes.plot(steps, values, color=theme.main, alpha=0.75, **marks)
+    median = float(np.nanmedian(values))
+    axes.axhline(median, color=theme.second, linewidth=1.4, linestyle=(0, (5, 3)), label=f"median {per_second(median)}")
+    axes.set_ylim(bottom=0, top=1.15 * float(np.nanmax(values)))
+    axes.legend(loc="lower right")
+    return figure
+
+
+def _power(run: Run, theme: Theme) -> Figure:
+    figure, axes = _axes(run, theme, "watts of the first GPU")
+    axes.plot(*run.series("train", "gpu_power_w"), color=theme.main, linewidth=1.2)
+    each = run.series("train", "gpu_samples_per_joule")[1]
+    if np.isfinite(each).any():
+        axes.set_title(f"median {np.nanmedian(each):.3g} samples per joule", fontsize=9, loc="right", color=theme.faint)
+    axes.set_ylim(bottom=0)
+    return figure
+
+
+def _scatter(found: Predictions, theme: Theme) -> Figure:
+    count = len(found.names)
+    columns = min(count, 4)
+    rows = math.ceil(count / columns)
+    figure = Figure(figsize=(3.3 * columns, 3.8 * rows))
+    panels = np.atleast_1d(figure.subplots(rows, columns)).ravel()
+    for axes in panels[count:]:
+        axes.remove()
+    for p, axes in enumerate(panels[:count]):
+        true, predicted = found.true[:, p], found.predicted[:, p]
+        low, high = float(min(true.min(), predicted.min())), float(max(true.max(), predicted.max()))
+        pad = 0.04 * (high - low) or 1.0
+        box = (low - pad, high + pad)
+        if len(true) > 4000:
+            axes.hexbin(true, predicted, gridsize=60, bins="log", mincnt=1, cmap=theme.map, linewidths=0.1, extent=(*box, *box))
+        else:
+            axes.scatter(true, predicted, s=14 if len(true) < 500 else 6, alpha=0.55, color=theme.main, linewidths=0)
+        axes.plot(box, box, color=theme.ink, linewidth=1, label="perfect")
+        axes.axhline(float(true.mean()), color=theme.second, linewidth=1.3, linestyle=(0, (5, 3)), label="the mean")
+        unit = verbatim(f" [{found.units[p]}]") if found.units[p] else ""
+        axes.set(xlim=box, ylim=box, xlabel=f"true{unit}", ylabel=f"predicted{unit}" if p % columns == 0 else "")
+        axes.set_box_aspect(1)
+        axes.xaxis.set_major_locator(MaxNLocator(5, prune="both"))
+        axes.set_title(verbatim(found.names[p]) + "\n", fontsize=11.5, fontweight="bold", loc="left")
+        axes.text(0, 1.03, f"R² {found.r2(p):.3f}   RMSE {found.rmse(p):.3g}  (the mean: {found.spread(p):.3g})",
+                  transform=axes.transAxes, fontsize=8.5, color=theme.faint)
+        if p == 0:
+            axes.legend(loc="upper left", fontsize=8)
+    return figure
+
+
+def plots(run: Run) -> list[Plot]:
+    """The pictures that the run has numbers for; the others are noted in ``run.left_out``."""
+    resumed = " Dotted: resumed." if any(life.get("resumed_from") for life in run.of("start")) else ""
+
+    def drawable(kind: str, name: str, title: str) -> bool:
+        if np.isfinite(run.series(kind, name)[1]).any():
+            return True
+        run.left_out.append(f"{title}: the run has no finite value of it yet")
+        return False
+
+    drawn = []
+    if drawable("train", "loss", "loss"):
+        drawn.append(Plot("loss", "Loss", f"Training loss at every report and its running mean.{resumed}", partial(_loss, run)))
+    if not run.of("evaluate"):
+        run.left_out.append("evaluations: none so far")
+    for name, members in run.families().items():
+        members = [member for member in members if drawable("evaluate", member, member)]
+        if drawable("evaluate", name, name) or members:
+            slug = "".join(letter if letter.isalnum() else "_" for letter in name)
+            caption = f"One point per evaluation.{' Thin: its parts.' if members else ''}"
+            drawn.append(Plot(f"evaluate_{slug}", f"Validation {name}", caption, partial(_metric, run, name, members)))
+    if drawable("train", "lr", "learning rate"):
+        drawn.append(Plot("learning_rate", "Learning rate", "As the optimizer used it.", partial(_rate, run)))
+    if drawable("train", "samples_per_second", "throughput"):
+        caption = "Whole job, between two reports."
+        drawn.append(Plot("throughput", "Throughput", caption, partial(_throughput, run)))
+    if np.isfinite(run.series("train", "gpu_power_w")[1]).any():
+        drawn.append(Plot("power", "Power", "At each report, by NVML.", partial(_power, run)))
+    if run.predictions is not None:
+        caption = (f"{len(run.predictions.true):,} validation samples. A network that has learned nothing says the mean (dashed):"
+                   " R² 0. A perfect one lies on the diagonal: R² 1.")
+        drawn.append(Plot("predictions", "Predicted against true", caption, partial(_scatter, run.predictions), wide=True))
+    if False:
+        drawn.append(Plot("maps", "Predicted and true maps", maps.caption(run.maps), partial(maps.draw, run.maps), wide=True))
+    return drawn

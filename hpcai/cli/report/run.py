@@ -1,0 +1,254 @@
+"""What a run's directory says."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from hpcai.errors import DataError
+from hpcai.log import METRICS, metrics, read_metrics
+
+PANELS = 6                                               # maps that are drawn
+HECTOPASCAL = {"Pa": 0.01, "hPa": 1.0, "mbar": 1.0, "mb": 1.0}
+
+Series = tuple[np.ndarray, np.ndarray]                   # steps, values
+
+# Words of metric names that are better when higher; a run's own `train.metric` obeys `train.better`
+HIGHER = ("acc", "iou", "dice", "r2", "auc", "lddt", "score", "f1", "precision", "recall", "correlation")
+
+
+@dataclass
+class Predictions:
+    """What the network said about the validation samples, and what is true.   P parameters, N samples"""
+
+    names: list[str]
+    units: list[str]
+    predicted: np.ndarray                                # [N, P]
+    true: np.ndarray                                     # [N, P]
+
+    def rmse(self, p: int) -> float:
+        return float(np.sqrt(np.mean((self.predicted[:, p] - self.true[:, p]) ** 2)))
+
+    def mae(self, p: int) -> float:
+        return float(np.mean(np.abs(self.predicted[:, p] - self.true[:, p])))
+
+    def spread(self, p: int) -> float:
+        """RMSE of the network that always says the mean: the yardstick."""
+        return float(np.std(self.true[:, p]))
+
+    def r2(self, p: int) -> float:
+        return 1 - (self.rmse(p) / self.spread(p)) ** 2 if self.spread(p) > 0 else math.nan
+
+
+@dataclass
+class Maps:
+    """Validation maps: the weather, what is in it and what the network sees.   N maps, M of them shown, H W cells, K classes"""
+
+    classes: list[str]
+    variable: str
+    unit: str
+    shown: list[int]                                     # which maps are drawn: M of 0 ... N - 1
+    colour: np.ndarray                                   # [M, H, W] of the variable
+    pressure: np.ndarray | None                          # [M, H, W] at sea level, hPa
+    true: np.ndarray                                     # [M, H, W]
+    predicted: np.ndarray                                # [M, H, W]
+    cells: np.ndarray                                    # [N, K, K] of each true class (first K) that are seen as each
+
+    def iou(self, n: int | None = None) -> np.ndarray:
+        """Of each class in map ``n``, or of all cells of all maps together; NaN where a class is neither there nor seen.   [K]"""
+        cells = self.cells.sum(0) if n is None else self.cells[n]
+        both = np.diagonal(cells).astype(float)
+        either = cells.sum(0) + cells.sum(1) - both
+        return np.divide(both, either, out=np.full(len(both), math.nan), where=either > 0)
+
+
+@dataclass
+class Run:
+    """All that a run's directory says."""
+
+    directory: Path
+    events: list[dict[str, Any]]
+    settings: dict[str, Any] = field(default_factory=dict)
+    settings_text: str = ""
+    predictions: Predictions | None = None
+    maps: Maps | None = None
+    left_out: list[str] = field(default_factory=list)    # what the page lacks, and why
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["kind"] == kind]
+
+    @property
+    def start(self) -> dict[str, Any]:
+        return next(iter(reversed(self.of("start"))), {})
+
+    @property
+    def stop(self) -> dict[str, Any]:
+        """The end of the last life, or nothing while it lasts."""
+        last: dict[str, Any] = next((event for event in reversed(self.events) if event["kind"] in ("start", "stop")), {})
+        return last if last.get("kind") == "stop" else {}
+
+    @property
+    def name(self) -> str:
+        return str(self.start.get("name") or self.directory.resolve().name)
+
+    def setting(self, path: str) -> Any:
+        found: Any = self.settings
+        for word in path.split("."):
+            found = found.get(word) if isinstance(found, Mapping) else None
+        return found
+
+    def series(self, kind: str, name: str) -> Series:
+        pairs = {e["step"]: e[name] for e in self.of(kind) if "step" in e and isinstance(e.get(name), (int, float))}
+        return np.array(sorted(pairs)), np.array([pairs[step] for step in sorted(pairs)], dtype=float)
+
+    def names(self, kind: str) -> list[str]:
+        """Metrics of all events of ``kind``, in the order in which they came up."""
+        return list(dict.fromkeys(name for event in self.of(kind) for name in metrics(event) if name != "time"))
+
+    def target(self, name: str) -> float | None:
+        return self.setting("train.target") if name == self.setting("train.metric") else None
+
+    def higher(self, name: str) -> bool:
+        """Whether more of it is better; the classes of the run's own metric go with it."""
+        metric, better = self.setting("train.metric"), self.setting("train.better")
+        if metric and better and (name == metric or name.startswith(f"{metric}_")):
+            return bool(better == "higher")
+        return any(word in name.lower() for word in HIGHER)
+
+    def families(self) -> dict[str, list[str]]:
+        """Each evaluated metric but the loss, with those that belong to it: iou with iou_background, iou_tropical_cyclone."""
+        names = [name for name in self.names("evaluate") if name != "loss"]
+        found: dict[str, list[str]] = {}
+        for name in names:
+            heads = [head for head in names if name.startswith(f"{head}_")]
+            if heads:
+                found.setdefault(min(heads, key=len), []).append(name)
+            else:
+                found.setdefault(name, [])
+        return found
+
+    @property
+    def classes(self) -> list[str]:
+        """What a cell of a map can be, the first being what is neither."""
+        named = self.maps.classes if self.maps else self.setting("model.classes")
+        return [str(name) for name in named] if isinstance(named, Sequence) else []
+
+    def best(self, name: str) -> tuple[int, float] | None:
+        """Step and value of the best evaluation; None where no value is finite."""
+        pairs = [(int(step), float(value)) for step, value in zip(*self.series("evaluate", name)) if math.isfinite(value)]
+        return (max if self.higher(name) else min)(pairs, key=lambda pair: pair[1], default=None)
+
+    @property
+    def seconds(self) -> float:
+        """Training time over all lives of the run, whether the clock went on after a resume or began again."""
+        total = last = 0.0
+        for event in self.events:
+            if event["kind"] in ("train", "stop") and isinstance(event.get("seconds"), (int, float)):
+                now = event["seconds"]
+                total += now - last if now >= last else now
+                last = now
+        return total
+
+
+def read(directory: Path) -> Run:
+    """Raises DataError where ``directory`` holds no run; whatever else is missing is noted in ``left_out``."""
+    if not directory.is_dir():
+        raise DataError(f"{directory} is not a directory; expected a run's directory, which holds {METRICS}")
+    events = read_metrics(directory / METRICS)
+    if not events:
+        raise DataError(f"{directory / METRICS} holds no event; the run has not started, or died before its first line")
+    run = Run(directory, events)
+    path = directory / "settings.yaml"
+    try:
+        run.settings_text = path.read_text(encoding="utf-8")
+        loaded = yaml.safe_load(run.settings_text)
+        run.settings = loaded if isinstance(loaded, dict) else {}
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        run.left_out.append(f"settings.yaml: {_reason(error)}; the settings are those of the last start, as {METRICS} has them")
+        run.settings = run.start.get("settings") or {}
+        run.settings_text = yaml.safe_dump(run.settings, sort_keys=False) if run.settings else ""
+    pairs, maps = directory / "predictions.npz", directory / "maps.npz"
+    if not pairs.exists() and not maps.exists():
+        run.left_out.append(f"predicted against true: there is no {pairs.name} and no {maps.name}")
+    if pairs.exists():
+        run.predictions = _tried(_predictions, pairs, "predicted against true", run)
+    if maps.exists():
+        run.maps = _tried(_maps, maps, "predicted and true maps", run)
+    return run
+
+
+def _tried(act: Callable[[Path], Any], path: Path, what: str, run: Run) -> Any:
+    try:
+        return act(path)
+    except Exception as error:  # a damaged archive fails in zipfile, zlib, tokenize, numpy or for want of memory
+        run.left_out.append(f"{what}: {path.name}: {_reason(error)}")
+        return None
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, FileNotFoundError):
+        return f"there is no {Path(error.filename).name}"
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return (text or type(error).__name__).replace("\n", " ")[:500]
+
+
+def _has(file: Any, *names: str) -> None:
+    missing = [name for name in names if name not in file]
+    if missing:
+        raise DataError(f"has no array {', '.join(missing)}")
+
+
+def _predictions(path: Path) -> Predictions:
+    with np.load(path, allow_pickle=False) as file:
+        _has(file, "names", "units", "predicted", "true")
+        names, units = file["names"].astype(str).tolist(), file["units"].astype(str).tolist()
+        predicted, true = file["predicted"].astype(float), file["true"].astype(float)
+    found = (predicted.shape, true.shape, (len(true), len(names)), (len(true), len(units)))
+    if len(set(found)) > 1 or not predicted.size:
+        raise DataError(f"predicted {found[0]}, true {found[1]}, names [{len(names)}], units [{len(units)}];"
+                        " expected predicted and true [N, P], names and units [P]")
+    finite = np.isfinite(predicted).all(1) & np.isfinite(true).all(1)
+    if not finite.any():
+        raise DataError("no sample has finite predictions and truths")
+    return Predictions(names, units, predicted[finite], true[finite])
+
+
+def _maps(path: Path) -> Maps:
+    with np.load(path, allow_pickle=False) as file:
+        _has(file, "variables", "units", "classes", "fields", "true", "predicted")
+        variables, units, classes = (np.atleast_1d(file[name]).astype(str).tolist() for name in ("variables", "units", "classes"))
+        true, predicted = file["true"], file["predicted"]
+        fields = file["fields"]
+    _refuse_misshapen(variables, units, classes, fields, true, predicted)
+    count, kinds = len(true), len(classes)
+    cells = np.stack([np.bincount(t.ravel() * np.intp(kinds) + p.ravel(), minlength=kinds**2) for t, p in zip(true, predicted)])
+    cells = cells.reshape(count, kinds, kinds)
+    # Those that hold or seem to hold most; of equals the first.
+    variety = ((cells.sum(1) > 0) | (cells.sum(2) > 0)).sum(1)
+    shown = sorted(np.argsort(-variety, kind="stable")[:PANELS].tolist())
+    first = variables.index("TMQ") if "TMQ" in variables else 0
+    colour = fields[shown, ..., first].astype(float)
+    if not np.isfinite(colour).any():
+        raise DataError(f"no cell has a finite {variables[first]}")
+    pressure = None
+    if "PSL" in variables and (scale := HECTOPASCAL.get(units[variables.index("PSL")])):
+        pressure = scale * fields[shown, ..., variables.index("PSL")].astype(float)
+    return Maps(classes, variables[first], units[first], shown, colour, pressure, true[shown], predicted[shown], cells)
+
+
+def _refuse_misshapen(
+    variables: list[str], units: list[str], classes: list[str], fields: np.ndarray, true: np.ndarray, predicted: np.ndarray
+) -> None:
+    alike = fields.ndim == 4 and fields.shape[:3] == true.shape == predicted.shape and min(fields.shape[1:3]) > 1
+    if not alike or not fields.size or not len(variables) == len(units) == fields.shape[3] or fields.dtype.kind not in "fiu":
+        shapes = f"fields {fields.shape}, true {true.shape}, predicted {predicted.shape}"
+        found = f"{shapes}, variables [{len(variables)}], units [{len(units)}]"
+        raise DataError(f"{found}; expected numbers, fields [N, H, W, V], true and predicted [N, H, W], variables and units [V]")
+    for name, mask in (("true", true), ("predicted", predicted)):
+        if mask.dtype.kind not in "iu" or mask.min() < 0 or mask.max() >= len(classes):
+            found = f"{mask.dtype} {mask.min()} to {mask.max()}"
+            raise DataError(f"{name} is {found}, expected whole numbers 0 to {len(classes) - 1}, one for each of classes")

@@ -1,0 +1,58 @@
+"""How the pictures look."""
+
+import io
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import matplotlib
+from matplotlib.figure import Figure
+
+
+class Theme(NamedTuple):
+    paper: str
+    ink: str
+    faint: str
+    grid: str
+    main: str
+    second: str
+    good: str
+    map: str
+    water: str
+
+
+LIGHT = Theme("#ffffff", "#1c2430", "#6b7685", "#e6e9ee", "#2458d3", "#d9730d", "#15803d", "Blues", "YlGnBu")
+DARK = Theme("#171b22", "#e4e8ef", "#8e99a9", "#2b323d", "#79a8ff", "#f5a962", "#4ade80", "Blues_r", "YlGnBu_r")
+
+# Of classes in the order of the data, without the first, which is what is neither: told apart by all eyes, on light and dark paper
+CLASSES = ("#e8590c", "#d0219b", "#f2c500", "#6d3bef", "#8b4513", "#00b8c8")
+MARKS = ("s", "^", "D", "v", "P", "X")
+
+
+class Plot(NamedTuple):
+    """One picture of the page; drawn once per theme."""
+
+    name: str
+    title: str
+    caption: str
+    draw: Callable[[Theme], Figure]
+    wide: bool = False
+
+    def png(self, theme: Theme) -> bytes:
+        style: dict[Any, Any] = {
+            "figure.facecolor": theme.paper, "axes.facecolor": theme.paper, "savefig.facecolor": theme.paper,
+            "text.color": theme.ink, "axes.labelcolor": theme.faint, "axes.edgecolor": theme.grid, "axes.titlecolor": theme.ink,
+            "xtick.color": theme.grid, "ytick.color": theme.grid, "xtick.labelcolor": theme.faint, "ytick.labelcolor": theme.faint,
+            "axes.grid": True, "grid.color": theme.grid, "grid.linewidth": 0.8, "axes.axisbelow": True, "axes.linewidth": 0.8,
+            "axes.spines.top": False, "axes.spines.right": False, "axes.labelsize": 9, "xtick.labelsize": 9, "ytick.labelsize": 9,
+            "legend.frameon": False, "legend.fontsize": 9, "lines.solid_capstyle": "round", "agg.path.chunksize": 20000,
+            "font.family": "sans-serif", "figure.constrained_layout.use": True,
+        }
+        with matplotlib.rc_context(style):
+            file = io.BytesIO()
+            self.draw(theme).savefig(file, format="png", dpi=160, metadata={"Software": None})
+        return file.getvalue()
+
+
+def verbatim(text: str) -> str:
+    """Names come from files: a "$" in them starts no formula."""
+    return text.replace("$", r"\$")

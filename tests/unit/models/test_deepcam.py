@@ -1,0 +1,277 @@
+"""DeepCAM as a scientist meets it: weights of three lineages, named fields with units, clear refusals; and its objective."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from hpcai.errors import CheckpointError
+from hpcai.models import deepcam
+from hpcai.models.deepcam import CLASSES, VARIABLES, Batch, DeepCam, DeepCamConfig
+from hpcai.models.deepcam.objective import iou
+from hpcai.nn import BatchNorm
+
+LOW = tuple(float(i) for i in range(16))
+SMALL = DeepCamConfig(divide=8, middle=1, low=LOW, high=tuple(2 * x + 10 for x in LOW))
+
+
+def new(cfg: DeepCamConfig = SMALL, seed: int = 0) -> DeepCam:
+    torch.manual_seed(seed)
+    model = DeepCam(cfg)
+    for norm in model.modules():
+        if isinstance(norm, BatchNorm):
+            assert norm.running_mean is not None and norm.running_var is not None
+            norm.running_mean.normal_()
+            norm.running_var.uniform_(1, 3)
+            norm.num_batches_tracked.fill_(7)  # type: ignore[union-attr]
+    return model.eval()
+
+
+def fields(height: int = 32, width: int = 48, count: int | None = None) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    shape = (height, width) if count is None else (count, height, width)
+    return {name: rng.uniform(low, 2 * low + 10, shape).astype(np.float32) for name, low in zip(VARIABLES, LOW)}
+
+
+def same(a: DeepCam, b: DeepCam) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
+
+
+# ---- weights
+
+
+def test_weights_and_settings_travel_in_one_file(tmp_path: Path) -> None:
+    model = new()
+    model.save(tmp_path / "w.safetensors")
+    again = DeepCam.load(tmp_path / "w.safetensors")
+    assert again.cfg == SMALL and not again.training and same(again, model)
+
+
+@pytest.mark.parametrize("nested", ["", "model", "state_dict"])
+@pytest.mark.parametrize("prefix", ["", "module."])
+def test_weights_of_the_reference_load(tmp_path: Path, nested: str, prefix: str) -> None:
+    model = new()
+    state = {prefix + name: tensor for name, tensor in model.state_dict().items()}
+    torch.save({nested: state, "step": 3, "epoch": 1, "optimizer": {"lr": 0.1}} if nested else state, tmp_path / "w.cpt")
+    again = DeepCam.load(tmp_path / "w.cpt")
+    assert same(again, model) and (again.cfg.divide, again.cfg.middle, again.cfg.skip, again.cfg.low) == (8, 1, "after", None)
+    assert DeepCam.load(tmp_path / "w.cpt", SMALL).cfg == SMALL
+
+
+def vendors(state: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
+    """``state`` under the names of NVIDIA's submissions: rectifiers fused (indices close up), or batch-norm groups."""
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in state.items():
+        if kind == "group":
+            found[name] = tensor
+            if ".bn." in name:
+                found["run_handle.0.".join(name.rsplit("bn.", 1))] = tensor
+            continue
+        fused = re.sub(r"\.rep\.(\d)\.", lambda m: f".rep.{[0, 1, 1, 2, 3, 3, 4, 5][int(m[1])]}.", name)
+        found[re.sub(r"\.bn\.(weight|bias|running|num)", r".0.\1" if kind == "fused" else r".\1", fused)] = tensor
+    return found
+
+
+@pytest.mark.parametrize("kind", ["plain", "fused", "group"])
+def test_weights_of_the_vendors_codes_load_and_see_the_skip_before_its_rectifier(tmp_path: Path, kind: str) -> None:
+    model = new()
+    state = vendors(model.state_dict(), kind)
+    assert set(state) != set(model.state_dict())
+    torch.save({"model": {f"module.{name}": tensor for name, tensor in state.items()}, "step": 1}, tmp_path / "w.cpt")
+    again = DeepCam.load(tmp_path / "w.cpt")
+    assert again.cfg.skip == "before" and same(again, model)
+    x = torch.rand(1, 16, 32, 48)
+    with torch.no_grad():
+        assert not torch.equal(again(x), model(x))
+    asked = DeepCam.load(tmp_path / "w.cpt", SMALL)
+    assert asked.cfg.skip == "after" and torch.equal(asked(x), model(x)), "who gives settings has the say"
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    state, path = new().state_dict(), tmp_path / "w.pt"
+    torch.save(state, path)
+    with pytest.raises(CheckpointError, match="the weights have divide 8, the settings 4"):
+        DeepCam.load(path, DeepCamConfig(divide=4, middle=1))
+    torch.save({name: tensor for name, tensor in state.items() if "aspp2" not in name}, path)
+    with pytest.raises(CheckpointError, match=r"w.pt: \d+ tensors, expected \d+ .*without bottleneck.aspp2"):
+        DeepCam.load(path)
+    torch.save({"x": torch.ones(2)}, path)
+    with pytest.raises(CheckpointError, match="expected the names of the reference"):
+        DeepCam.load(path)
+    with pytest.raises(CheckpointError, match="no such file"):
+        DeepCam.load(tmp_path / "none.pt")
+    new(DeepCamConfig(divide=8, middle=1)).save(tmp_path / "w.safetensors")
+    with pytest.raises(CheckpointError, match="holds a model of kind 'deepcam'; expected 'cosmoflow'"):
+        from hpcai.models.cosmoflow import CosmoFlow
+
+        CosmoFlow.load(tmp_path / "w.safetensors")
+
+
+def test_other_channels_and_classes_get_names(tmp_path: Path) -> None:
+    cfg = DeepCamConfig(
+        variables=("a", "b"), units=("", ""), classes=("none", "front"), frequencies=None, divide=16, middle=0
+    )  # fmt: skip
+    torch.save(new(cfg).state_dict(), tmp_path / "w.pt")
+    again = DeepCam.load(tmp_path / "w.pt")
+    assert again.cfg.variables == ("variable_0", "variable_1") and again.cfg.classes == ("class_0", "class_1")
+    assert again(torch.rand(1, 2, 32, 32)).shape == (1, 2, 32, 32)
+
+
+def test_the_two_initialisations() -> None:
+    torch.manual_seed(0)
+    reference, vendor = DeepCam(DeepCamConfig(divide=2, middle=1)), DeepCam(DeepCamConfig(divide=2, middle=1, init="vendor"))
+    name = "xception_features.block4.rep.0.conv1.weight"  # depthwise: [364, 1, 3, 3]
+    assert reference.state_dict()[name].std().item() == pytest.approx((2 / 9) ** 0.5, rel=0.1)
+    assert vendor.state_dict()[name].std().item() == pytest.approx((2 / (9 * 364)) ** 0.5, rel=0.1)
+    name = "upsample.deconv1.0.weight"
+    assert vendor.state_dict()[name].std().item() == pytest.approx(reference.state_dict()[name].std().item(), rel=0.1)
+
+
+def test_activations_stay_channels_last() -> None:
+    model = new().train()
+    seen: list[bool] = []
+    for layer in model.modules():
+        if isinstance(layer, (torch.nn.Conv2d, BatchNorm, torch.nn.ConvTranspose2d)):
+            layer.register_forward_hook(lambda m, i, out: seen.append(out.is_contiguous(memory_format=torch.channels_last)))
+    x = torch.rand(2, 32, 48, 16)
+    assert model.scaled(x).is_contiguous(memory_format=torch.channels_last)
+    for narrow in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
+            model(model.scaled(x))
+    assert len(seen) > 100 and all(seen)
+
+
+# ---- named fields
+
+
+def test_masks_of_named_fields(one_thread: None) -> None:
+    model = new()
+    given = fields()
+    masks = model.segment(given)
+    assert list(masks) == list(CLASSES) and all(mask.shape == (32, 48) and mask.dtype == bool for mask in masks.values())
+    assert (sum(mask.astype(int) for mask in masks.values()) == 1).all()
+    low, high = np.array(SMALL.low), np.array(SMALL.high)
+    x = (np.stack([given[name] for name in VARIABLES], -1) - low) / (high - low)
+    with torch.no_grad():
+        guess = model(torch.from_numpy(x).float().permute(2, 0, 1)[None]).argmax(1)[0].numpy()
+    assert (masks["tropical cyclone"] == (guess == 1)).mean() > 0.999
+    several = model.segment(fields(count=2))
+    assert several["background"].shape == (2, 32, 48)
+    first = model.segment({name: values[0] for name, values in fields(count=2).items()})
+    assert (several["background"][0] == first["background"]).all()
+    shuffled = dict(reversed(list(given.items()))) | {"extra": np.zeros(3)}
+    assert (model.segment(shuffled)["background"] == masks["background"]).all(), "by name, in any order"
+
+
+def test_maps_of_any_size_are_padded_at_their_edges() -> None:
+    model, given = new(), fields(37, 50)
+    masks = model.segment(given)
+    assert masks["background"].shape == (37, 50)
+    padded = {name: np.pad(values, ((0, 11), (0, 14)), mode="edge") for name, values in given.items()}
+    assert (model.segment(padded)["background"][:37, :50] == masks["background"]).all()
+    with pytest.raises(ValueError, match=r"37 x 50 cells; expected multiples of 16"):
+        model(torch.rand(1, 16, 37, 50))
+
+
+class Labelled(np.ndarray):
+    attrs: dict[str, str]
+
+
+def test_units_are_converted(one_thread: None) -> None:
+    cfg = SMALL.model_copy(update={"low": (0.0,) * 16, "high": (2e5,) * 16})
+    model, given = new(cfg), fields()
+    expected = model.segment(given)
+    other = given | {"PSL": given["PSL"] / 100, "TS": given["TS"] - 273.15, "PRECT": given["PRECT"] * 86400e3}
+    found = model.segment(other, units={"PSL": "hPa", "TS": "C", "PRECT": "mm/day"})
+    assert (found["background"] == expected["background"]).mean() > 0.99
+    labelled = (given["PSL"] / 100).view(Labelled)
+    labelled.attrs = {"units": "mb"}
+    assert (model.segment(given | {"PSL": labelled})["background"] == expected["background"]).mean() > 0.99
+    with pytest.raises(ValueError, match=r"PSL is in 'psi'; expected Pa, or one of hPa, mbar"):
+        model.segment(given, units={"PSL": "psi"})
+    with pytest.raises(ValueError, match="units names PLS, which the network does not take"):
+        model.segment(given, units={"PLS": "hPa"})
+
+
+def test_bad_fields_are_named() -> None:
+    model, given = new(), fields()
+    with pytest.raises(ValueError, match=r"fields lack TMQ \(is it 'TMQ1'\?\); expected TMQ"):
+        model.segment({"TMQ1" if name == "TMQ" else name: values for name, values in given.items()})
+    with pytest.raises(ValueError, match=r"V850 has shape \[32, 47\], TMQ \[32, 48\]"):
+        model.segment(given | {"V850": given["V850"][:, 1:]})
+    poles = given["T500"].copy()
+    poles[-2:] = np.nan
+    with pytest.raises(ValueError, match="T500: 96 values are not finite, in rows 30 to 31 of 32; fill them"):
+        model.segment(given | {"T500": poles})
+    with pytest.raises(ValueError, match=r"TS goes from .* but from 11 to 32 in training; is it in another unit"):
+        model.segment(given | {"TS": given["TS"] + 273.15})
+    with pytest.raises(ValueError, match="no ranges of its variables"):
+        new(DeepCamConfig(divide=8, middle=0)).segment(given)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ({"units": ("m",)}, "units has 1 entries, variables 16"),
+        ({"low": LOW}, "low and high are given together"),
+        ({"low": LOW, "high": LOW}, "TMQ: low is 0 and high 0; low must be below high"),
+        ({"frequencies": (0.5, 0.5)}, "frequencies has 2 entries, classes 3"),
+        ({"classes": ("all",), "frequencies": None}, "at least two"),
+        ({"variables": ("a",) * 16}, "names one twice"),
+    ],
+)
+def test_settings_that_contradict_themselves(words: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        DeepCamConfig(**words)
+
+
+# ---- objective
+
+
+def batch(height: int = 32, width: int = 48, count: int = 2) -> Batch:
+    torch.manual_seed(1)
+    return Batch(torch.rand(count, height, width, 16) * 10, torch.randint(0, 3, (count, height, width), dtype=torch.uint8))
+
+
+def test_the_loss_is_weighted_per_cell_and_then_a_plain_mean() -> None:
+    model, given = new(), batch()
+    logits = model(model.scaled(given.fields))
+    weights = torch.tensor(SMALL.frequencies) ** -0.125
+    torch.testing.assert_close(weights, torch.tensor([1.00173, 2.61461, 1.71642]), rtol=1e-5, atol=0)
+    by_hand = -(logits.log_softmax(1).gather(1, given.mask.long()[:, None])[:, 0] * weights[given.mask.long()]).mean()
+    found = deepcam.loss(model, given)["loss"]
+    torch.testing.assert_close(found, by_hand)
+    assert not torch.isclose(found, F.cross_entropy(logits, given.mask.long(), weights)), "not divided by the sum of the weights"
+
+
+def test_a_class_in_neither_map_counts_as_one() -> None:
+    guess, truth = torch.zeros(3, 4, 4, dtype=torch.long), torch.zeros(3, 4, 4, dtype=torch.uint8)
+    guess[1, 0], truth[1, :2] = 1, 1  # half of it
+    guess[2, 0] = 2  # where there is none
+    expected = [[1.0, 1.0, 1.0], [8 / 12, 0.5, 1.0], [12 / 16, 1.0, 0.0]]
+    torch.testing.assert_close(iou(guess, truth, 3), torch.tensor(expected))
+
+
+def test_an_all_background_map_trains_and_scores() -> None:
+    model = new().train()
+    given = Batch(batch().fields, torch.zeros(2, 32, 48, dtype=torch.uint8))
+    value = deepcam.loss(model, given)["loss"]
+    value.backward()
+    assert bool(value.isfinite()) and all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
+    scores = deepcam.score(model, given)
+    assert set(scores) == {"iou", "iou_background", "iou_tropical_cyclone", "iou_atmospheric_river", "loss"}
+    assert all(count == 2 for _, count in scores.values())
+
+
+def test_scores_of_parts_add_up_to_the_whole() -> None:
+    model, given = new(), batch(count=5)
+    model.requires_grad_(False)
+    whole = deepcam.score(model, given)
+    parts = [deepcam.score(model, Batch(given.fields[a:b], given.mask[a:b])) for a, b in ((0, 2), (2, 3), (3, 5))]
+    for name, (total, count) in whole.items():
+        assert float(sum(part[name][0] for part in parts)) == pytest.approx(float(total), rel=1e-4)
+        assert sum(part[name][1] for part in parts) == count == 5
