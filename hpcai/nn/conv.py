@@ -98,7 +98,7 @@ class ConvTranspose2d(nn.ConvTranspose2d):
 
 
 def _slow_weights(conv: nn.Conv2d | nn.ConvTranspose2d, x: Tensor) -> bool:
-    """Whether oneDNN's gradient of the weights is so much slower in channels-last memory that a copy pays: in float32, of transposed
+    """Whether oneDNN's gradient of the weights is so slow in channels-last memory that copies pay: in float32, of transposed
     convolutions (0.46 s and 0.22 s for 256 to 256 channels at 96 x 144) and of those with holes (0.20 s and 0.15 s for 2,048 to
     256 at 24 x 36), but not where there are few output channels."""
     return (

@@ -51,7 +51,7 @@ def test_the_files_are_as_promised_to_the_loader(made, tmp_path):
     index = json.loads((made / "train" / "index.json").read_text())
     assert index["shape"] == [48, 72, 16] and index["variables"] == NAMES and index["units"][:3] == ["kg/m2", "m/s", "m/s"]
     assert index["latitude"] == [8.5, 55.5] and index["longitude"] == [0.5, 71.5] and not index["periodic"]
-    assert index["fields"]["mask"] == {"dtype": "uint8", "shape": [48, 72], "low": 0, "high": 2}
+    assert index["fields"]["mask"] == {"dtype": "uint8", "shape": [48, 72], "low": 0, "high": 2, "blank": 0}
     assert [len(rows(made, split)[0]) for split in ("train", "validation", "test")] == [16, 2, 2]
     for path in made.glob("*/*.h5"):
         with h5py.File(path) as file:

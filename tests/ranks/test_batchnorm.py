@@ -209,6 +209,22 @@ def test_a_layer_sends_one_message_forward_and_one_backward_and_an_evaluation_on
     assert on_ranks({"replicate": 2}, messages) == [(5, 5, 1)] * 2
 
 
+def kept(mesh: Mesh) -> bool:
+    model = new_model()
+    for tensor in model.buffers():
+        tensor.copy_(tensor + 5)
+    before = [*model.parameters(), *model.buffers()]
+    group_batch_norm(model, mesh, 2)
+    after = [*model.parameters(), *model.buffers()]
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    same = len(before) == len(after) and all(a is b for a, b in zip(before, after))
+    return same and len(norms) == 5 and all(isinstance(norm, BatchNorm) for norm in norms)
+
+
+def test_parameters_and_buffers_are_those_of_the_model_and_no_copies() -> None:
+    assert all(on_ranks({"replicate": 2}, kept))
+
+
 def refused(mesh: Mesh) -> str:
     with pytest.raises(MeshError) as error:
         group_batch_norm(new_model(), mesh, 3, "batchnorm_group")

@@ -192,6 +192,6 @@ def plots(run: Run) -> list[Plot]:
         caption = (f"{len(run.predictions.true):,} validation samples. A network that has learned nothing says the mean (dashed):"
                    " R² 0. A perfect one lies on the diagonal: R² 1.")
         drawn.append(Plot("predictions", "Predicted against true", caption, partial(_scatter, run.predictions), wide=True))
-    if False:
+    if run.maps is not None:
         drawn.append(Plot("maps", "Predicted and true maps", maps.caption(run.maps), partial(maps.draw, run.maps), wide=True))
     return drawn

@@ -132,6 +132,7 @@ def test_truth_is_outlined_and_what_is_seen_is_filled_in_the_colour_of_its_class
         assert set(lines) == set(CLASSES[: 1 + m])
         corners = np.concatenate(lines[CLASSES[0]])
         assert corners.min(0).tolist() == [3.5, 3.5] and corners.max(0).tolist() == [7.5, 7.5]
+        assert {image.origin for image in axes.get_images()} == {"lower"}
         water, seen = (image.get_array() for image in axes.get_images())
         assert np.allclose(water, found.colour[m])
         assert ((seen[..., 3] > 0) == (found.predicted[m] == 1)).all()
@@ -152,6 +153,7 @@ def test_pressure_is_drawn_in_hectopascals(tmp_path: Path) -> None:
     assert [width > 0.5 for width in lines.get_linewidth()] == [level % 20 == 0 for level in lines.levels]
 
 
+@pytest.mark.filterwarnings("error")
 def test_odd_maps_are_drawn_too(tmp_path: Path) -> None:
     """No pressure, or none that is finite or varies; other variables and units; gaps; classes everywhere; wide, high and large."""
     for change in (

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from hpcai.errors import CheckpointError
 from hpcai.models import deepcam
 from hpcai.models.deepcam import CLASSES, VARIABLES, Batch, DeepCam, DeepCamConfig
+from hpcai.models.deepcam.fields import stacked
 from hpcai.models.deepcam.objective import iou
 from hpcai.nn import BatchNorm
 
@@ -191,6 +192,11 @@ def test_units_are_converted(one_thread: None) -> None:
     labelled = (given["PSL"] / 100).view(Labelled)
     labelled.attrs = {"units": "mb"}
     assert (model.segment(given | {"PSL": labelled})["background"] == expected["background"]).mean() > 0.99
+    theirs = {"PSL": "hPa", "TS": "celsius", "QREFHT": "g kg-1", "PRECT": "mm/d", "U850": "kt", "Z200": "km", "TMQ": "mm"}
+    ones = stacked({name: np.ones((1, 1)) for name in VARIABLES}, cfg.model_copy(update={"low": None, "high": None}), theirs)
+    converted = dict(zip(VARIABLES, ones.flatten().tolist()))
+    expected_values = {"PSL": 100, "TS": 274.15, "QREFHT": 1e-3, "PRECT": 1e-3 / 86400, "U850": 0.514444, "Z200": 1000, "TMQ": 1}
+    assert {name: converted[name] for name in expected_values} == pytest.approx(expected_values, rel=1e-5)
     with pytest.raises(ValueError, match=r"PSL is in 'psi'; expected Pa, or one of hPa, mbar"):
         model.segment(given, units={"PSL": "psi"})
     with pytest.raises(ValueError, match="units names PLS, which the network does not take"):

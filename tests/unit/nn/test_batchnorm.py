@@ -144,5 +144,8 @@ def test_a_group_is_not_traced_and_the_rest_is_compiled() -> None:
     found = torch.compile(plain, backend="aot_eager")(x)
     found.sum().backward()
     torch.testing.assert_close(found, expected)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(plain, backend="aot_eager", fullgraph=True)(x)
     for parameter, gradient in zip(plain.parameters(), gradients, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-5)
