@@ -48,10 +48,6 @@ def gradients(dy: Tensor, x: Tensor, y: Tensor | None, mean: Tensor, variance: T
     passes = _passes(x)
     dy = dy.contiguous(memory_format=_format(x))
     invstd = (variance + eps).rsqrt()
-    if total is None and passes is _Plain:
-        dz = dy if y is None else torch.ops.aten.threshold_backward(dy, y, 0)
-        dx, dweight, dbias = _native(dz, x, mean, invstd, weight, variance, eps, (True, True, True))
-        return dx, dz if need_plus else None, dweight, dbias
     dz, dweight, dbias = passes.sums(dy, x, y, mean, invstd, need_plus)
     both = torch.cat((dweight, dbias))
     if total is not None:
@@ -99,7 +95,9 @@ class _Plain:
     def sums(dy: Tensor, x: Tensor, y: Tensor | None, mean: Tensor, invstd: Tensor, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
         """dz, the gradient before the rectifier, and the sums of dz*(x - mean)*invstd and of dz [C]."""
         dz = dy if y is None else torch.ops.aten.threshold_backward(dy, y, 0)
-        _, dweight, dbias = _native(dz, x, mean, invstd, None, None, 0.0, (False, True, True))
+        _, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
+            dz, x, torch.ones_like(mean), mean, mean, mean, invstd, True, 0.0, (False, True, True)
+        )
         return dz, dweight, dbias
 
     @staticmethod
@@ -110,10 +108,3 @@ class _Plain:
         one, slope = torch.ones_like(scale), -scale * invstd * by_weight
         dx = F.batch_norm(x, mean, one, slope, -scale * by_bias, eps=0.0)
         return dx.add_(F.batch_norm(dz, torch.zeros_like(scale), one, scale, eps=0.0))
-
-
-def _native(dz: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, variance: Tensor | None, eps: float,
-            want: tuple[bool, bool, bool]) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    if weight is None:
-        weight = torch.ones_like(mean)
-    return torch.ops.aten.native_batch_norm_backward(dz, x, weight, mean, variance, mean, invstd, True, eps, want)

@@ -25,13 +25,17 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
 
     def forward(self, x: Tensor, plus: Tensor | None = None) -> Tensor:
         self._check_input_dim(x)
-        if not torch.compiler.is_compiling():
-            return self._fused(x, plus)
-        if not isinstance(self.total, nn.Identity):
+        alone, compiling = isinstance(self.total, nn.Identity), torch.compiler.is_compiling()
+        if not alone and compiling:
             return self._untraced(x, plus)
-        y = super().forward(x)  # the compiler fuses what follows itself
-        y = y if plus is None else y + plus.to(y.dtype)
-        return F.relu(y) if self.relu else y
+        if not alone or (x.is_cuda and not compiling):
+            return self._fused(x, plus)
+        y = super().forward(x)  # on one CPU torch's own is as good, and the compiler fuses what follows itself
+        if compiling:
+            y = y if plus is None else y + plus.to(y.dtype)
+            return F.relu(y) if self.relu else y
+        y = y if plus is None else y.add_(plus)
+        return y.relu_() if self.relu else y
 
     @torch.compiler.disable
     def _untraced(self, x: Tensor, plus: Tensor | None) -> Tensor:

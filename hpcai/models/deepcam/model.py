@@ -179,7 +179,7 @@ class Pyramid(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         scales = [self.get_submodule(f"aspp{i}")(x) for i in (1, 2, 3, 4)]
-        mean = self.global_avg_pool(x).expand(-1, -1, *x.shape[2:])
+        mean = self.global_avg_pool(x).expand(-1, -1, *x.shape[2:]).contiguous(memory_format=torch.channels_last)
         return self.bn(self.conv(torch.cat((*scales, mean), 1)))
 
 
