@@ -57,7 +57,7 @@ def switches(cfg: CONFIG, mesh: Mesh) -> list[Switch]:
         minutes = "torch.compile takes minutes for each arrangement on a CPU; ask for it with step.compile=whole"
         loop = [replace(switch, why_not=switch.why_not or minutes) if switch.name == "compile" else switch for switch in loop]
     return [
-        Switch("kernels", "batch norm, sum and rectifier in one pass (on a GPU), 1 x 1 convolutions as products (on a CPU, channels-last)"),
+        Switch("kernels", "batch norm, sum and rectifier in one pass on a GPU, 1 x 1 convolutions as products on a CPU"),
         Switch("channels-last", "weights and activations in channels-last memory, as the files have them"),
         Switch(_GROUP, f"batchnorm_group={group}, which costs messages (with kernels only)", why_not),
         *loop,
