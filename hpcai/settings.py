@@ -79,6 +79,15 @@ class LoaderConfig(Settings):
         return self
 
 
+def check_staging(mesh: MeshConfig, data: LoaderConfig) -> None:
+    """Raise ValueError where some processes would have to stage that do not train."""
+    if mesh.evaluate and data.stage is not None:
+        raise ValueError(
+            f"data.stage is {data.stage} and mesh.evaluate {mesh.evaluate}: processes that only evaluate cannot take part in "
+            "staging; set mesh.evaluate to 0 or data.stage to null (hpcai data stage copies beforehand)"
+        )
+
+
 class ScheduleConfig(Settings):
     """Learning rate as a pure function of the global optimizer step. Lengths are in epochs, or in steps (`unit`)."""
 

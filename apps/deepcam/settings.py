@@ -7,7 +7,16 @@ from pydantic import Field, model_validator
 
 from hpcai.config import Settings
 from hpcai.models.deepcam import DeepCamConfig
-from hpcai.settings import CheckpointConfig, LoaderConfig, MeshConfig, ReportConfig, ScheduleConfig, StepConfig, TrainConfig
+from hpcai.settings import (
+    CheckpointConfig,
+    LoaderConfig,
+    MeshConfig,
+    ReportConfig,
+    ScheduleConfig,
+    StepConfig,
+    TrainConfig,
+    check_staging,
+)
 
 Positive = Annotated[int, Field(ge=1)]
 
@@ -48,9 +57,5 @@ class Config(Settings):
 
     @model_validator(mode="after")
     def _every_node_stages(self) -> Self:
-        if self.mesh.evaluate and self.data.stage is not None:
-            raise ValueError(
-                f"data.stage is {self.data.stage} and mesh.evaluate {self.mesh.evaluate}: processes that only evaluate cannot take "
-                "part in staging; set mesh.evaluate to 0 or data.stage to null (hpcai data stage copies beforehand)"
-            )
+        check_staging(self.mesh, self.data)
         return self
