@@ -9,6 +9,7 @@ the plain-torch twin in this file. Nothing is read from the device.
 """
 
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -66,8 +67,13 @@ def _format(x: Tensor) -> torch.memory_format:
 
 def _passes(x: Tensor) -> Any:
     if x.is_cuda and x.dtype != torch.float64 and _format(x) is not torch.contiguous_format:
-        return import_module("hpcai.kernels.batchnorm_triton")
+        return _triton()
     return _Plain
+
+
+@cache
+def _triton() -> Any:
+    return import_module("hpcai.kernels.batchnorm_triton")
 
 
 class _Plain:

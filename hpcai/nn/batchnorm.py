@@ -45,8 +45,10 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
     def _fused(self, x: Tensor, plus: Tensor | None) -> Tensor:
         alone = isinstance(self.total, nn.Identity)
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        one, zero = (x.new_full((self.num_features,), value, dtype=wide) for value in (1.0, 0.0))
-        weight, bias = (one, zero) if self.weight is None else (self.weight.to(wide), self.bias.to(wide))
+        if self.weight is None:
+            weight, bias = (x.new_full((self.num_features,), value, dtype=wide) for value in (1.0, 0.0))
+        else:
+            weight, bias = self.weight.to(wide), self.bias.to(wide)
         if plus is not None:
             plus = plus.to(x.dtype)
         if not self.training and self.running_mean is not None and self.running_var is not None:

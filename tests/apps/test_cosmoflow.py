@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from apps.cosmoflow.__main__ import main
 from apps.cosmoflow.settings import Config
 from hpcai import config, log
+from tests.apps.running import exit_code
 from tests.apps.universes import make
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,11 +49,7 @@ def words(data: Path, run: Path, *more: str) -> list[str]:
 
 def here(data: Path, run: Path, *more: str) -> int:
     """Run the app in this process; its exit code."""
-    try:
-        config.run(Config, main, words(data, run, *more))
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
+    return exit_code(Config, main, words(data, run, *more))
 
 
 def command(data: Path, run: Path, *more: str) -> list[str]:

@@ -20,6 +20,7 @@ from apps.deepcam.settings import Config
 from data_prep import deepcam as prep
 from hpcai import config, log
 from hpcai.models.deepcam import CLASSES, DeepCam
+from tests.apps.running import exit_code
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ROOT / "apps/deepcam/configs/small.yaml"
@@ -47,11 +48,7 @@ def words(data: Path, run: Path, *more: str) -> list[str]:
 
 
 def here(data: Path, run: Path, *more: str) -> int:
-    try:
-        config.run(Config, main, words(data, run, *more))
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
+    return exit_code(Config, main, words(data, run, *more))
 
 
 def told(run: Path, kind: str, name: str) -> dict[int, float]:
