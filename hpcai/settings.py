@@ -19,6 +19,8 @@ class MeshConfig(Settings):
     """cut along an axis of an alignment or a pair matrix (dynamic axial parallelism)"""
     depth: Positive = 1
     """cut of a volume along its depth"""
+    height: Positive = 1
+    """cut of a volume or a map along its height"""
     tensor: Positive = 1
     """cut of weight matrices"""
     pipeline: Positive = 1
@@ -156,6 +158,8 @@ class StepConfig(Settings):
     """sgd, lars"""
     lr_in_momentum: bool = True
     """sgd: v = momentum*v + lr*g, p -= v (Keras and the MLPerf codes), not v = momentum*v + g, p -= lr*v (torch)"""
+    nesterov: bool = False
+    """sgd: what is subtracted looks one step ahead"""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     """adam, adamw, lamb"""
     eps: Annotated[float, Field(gt=0)] = 1e-8
@@ -187,6 +191,8 @@ class StepConfig(Settings):
 
     @model_validator(mode="after")
     def _goes_together(self) -> Self:
+        if self.nesterov and (self.optimizer != "sgd" or not self.momentum):
+            raise ValueError(f"nesterov is for sgd with momentum; optimizer is {self.optimizer}, momentum {self.momentum:g}")
         if self.precision == "fp64" and self.moments == "bf16":
             raise ValueError("moments bf16 with precision fp64 loses what fp64 is for; set moments to fp32")
         if self.capture in ("forward", "whole") and self.shard == "weights":
@@ -207,6 +213,8 @@ class TrainConfig(Settings):
     """passes over the training samples in all"""
     evaluate_every: Positive = 1
     """epochs between evaluations; the last step is always evaluated"""
+    evaluate_from: Positive | None = None
+    """epochs before the first evaluation, from which the others are counted; null: evaluate_every"""
     evaluate: Literal["wait", "background"] = "wait"
     """training waits for an evaluation, or goes on beside it; mesh.evaluate gives it processes of its own"""
     keep_validation: bool = False
@@ -218,6 +226,8 @@ class TrainConfig(Settings):
     target: float | None = None
     """stop when the metric is this good"""
     better: Literal["lower", "higher"] = "lower"
+    hopeless: float | None = None
+    """a run whose metric is this bad, at any evaluation, has diverged: it stops and says so"""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """of the weights, the order of the samples and the dropout"""
     collect_every: Positive | None = 1000
@@ -232,6 +242,10 @@ class TrainConfig(Settings):
             raise ValueError(f"steps {self.steps} and epochs {self.epochs} are both given; give one, the other null")
         if self.target is not None and self.metric is None:
             raise ValueError(f"target {self.target:g} needs metric: the name of what is compared with it")
+        if self.hopeless is not None and self.metric is None:
+            raise ValueError(f"hopeless {self.hopeless:g} needs metric: the name of what is compared with it")
+        if self.hopeless is not None and self.target is not None and (self.hopeless < self.target) != (self.better == "higher"):
+            raise ValueError(f"hopeless {self.hopeless:g} is better than target {self.target:g}, where {self.better} is better")
         return self
 
 

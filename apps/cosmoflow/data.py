@@ -1,7 +1,7 @@
 """Simulated universes as samples.   B batch, D H W the cube, C redshifts, P parameters."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -11,31 +11,49 @@ import torch
 
 from apps.cosmoflow.settings import Config
 from hpcai.data import Loader, Memory, Rows
+from hpcai.data.hdf5 import Where
 from hpcai.data.splits import Samples, by_shard, load, open_split
 from hpcai.dist import Mesh
 from hpcai.errors import DataError
-from hpcai.models.cosmoflow import Batch, CosmoFlowConfig, to_physical
+from hpcai.models.cosmoflow import Batch, CosmoFlowConfig, cut_of, to_physical
 
 
 class Universes(Samples):
     """Universes of one split: counts [D, H, W, C] int16 and target [P] float32. ``turn`` seeds a random turn of each, a pure
-    function of (seed, epoch, index)."""
+    function of (seed, epoch, index). ``part``: the box of the turned cube that this process holds."""
 
-    def __init__(self, rows: Rows, turn: int | None) -> None:
+    def __init__(self, rows: Rows, turn: int | None, part: Sequence[slice] = ()) -> None:
         super().__init__(rows)
-        self.turn = turn
+        self.turn, self.part = turn, tuple(part)
+
+    def where(self, index: int, epoch: int) -> Where | None:
+        if not self.part:
+            return None
+        if self.turn is None:
+            return {"counts": self.part}
+        axes, flips = self._turn(index, epoch)
+        box, size = list(self.part), self.rows.shapes["counts"][0]
+        for dim, axis in enumerate(axes):
+            first, end, _ = self.part[dim].indices(size)
+            box[axis] = slice(size - end, size - first) if dim in flips else slice(first, end)
+        return {"counts": box}
 
     def make(self, values: dict[str, Any], index: int, epoch: int) -> Batch:
         counts = values["counts"]
         if self.turn is not None:
-            counts = turned(counts, np.random.default_rng([self.turn, epoch, index]), self.rows.reader.memory)
+            counts = turned(counts, *self._turn(index, epoch), self.rows.reader.memory)
         return Batch(counts, values["target"])
 
+    def _turn(self, index: int, epoch: int) -> tuple[list[int], tuple[int, ...]]:
+        """One of the 48 turns and mirrors of a cube, all equally likely: axes in their new order, and which of these are
+        mirrored."""
+        rng = np.random.default_rng([self.turn or 0, epoch, index])
+        axes = [int(axis) for axis in rng.permutation(3)]
+        return axes, tuple(axis for axis in range(3) if rng.integers(2))
 
-def turned(counts: Any, rng: np.random.Generator, memory: Memory) -> Any:
-    """One of the 48 turns and mirrors of a cube, all equally likely.   [D, H, W, C] -> [D, H, W, C]"""
-    axes = [int(axis) for axis in rng.permutation(3)]
-    flips = tuple(axis for axis in range(3) if rng.integers(2))
+
+def turned(counts: Any, axes: Sequence[int], flips: tuple[int, ...], memory: Memory) -> Any:
+    """A cube with its axes in another order, some of them mirrored.   [D, H, W, C] -> [D, H, W, C]"""
     if isinstance(counts, torch.Tensor):
         side = torch.cuda.Stream(counts.device)  # not the one that trains, behind which it would wait
         with torch.cuda.stream(side):
@@ -51,14 +69,16 @@ def universes(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, CosmoFlowConf
     data know."""
     train, validation = _rows(cfg, "train", mesh), _rows(cfg, "validation", mesh)
     seed, batch = cfg.train.seed, cfg.data.batch
+    cut = cut_of(mesh)
+    part = cut.part((cfg.model.size,) * 3) if cut.axes else ()
     words: dict[str, Any] = {"name": "train", "seed": seed, "accumulate": cfg.step.accumulate}
     words |= by_shard(train, cfg.data, batch, seed)
     with (
-        batches(Universes(train, seed if cfg.data.turn else None), batch, cfg, mesh, **words)
+        batches(Universes(train, seed if cfg.data.turn else None, part), batch, cfg, mesh, **words)
         if mesh.trains
         else nullcontext() as training,
         batches(
-            Universes(validation, None), cfg.data.evaluation_batch, cfg, mesh, name="validation", shuffle=False, last="keep"
+            Universes(validation, None, part), cfg.data.evaluation_batch, cfg, mesh, name="validation", shuffle=False, last="keep"
         ) as held_out,
     ):
         yield training, held_out, _completed(cfg, train)

@@ -15,10 +15,10 @@ def main(cfg: Config) -> None:
     with (
         dist.start(cfg.mesh) as mesh,
         train.Run("deepcam", cfg, mesh) as run,
-        weather(cfg, mesh) as (training, validation, pictures, shape),
+        weather(cfg, mesh) as (training, validation, pictures, shape, size),
     ):
         train.seed_all(cfg.train.seed)  # the same weights everywhere
-        model = deepcam.parallelize(deepcam.DeepCam(shape), mesh, cfg.batchnorm_group)
+        model = deepcam.parallelize(deepcam.DeepCam(shape), mesh, cfg.batchnorm_group, size)
         step = train.Step(model, deepcam.loss, cfg.step, mesh)
         result = train.fit(step, training, cfg.train, validation=validation, evaluate=deepcam.score, run=run)
         if result.reason != "signal":

@@ -1,7 +1,7 @@
 """Maps of the weather as samples.   B batch, H W the map, V variables."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -11,40 +11,47 @@ import torch
 
 from apps.deepcam.settings import Config
 from hpcai.data import Loader, Rows
+from hpcai.data.hdf5 import Where
 from hpcai.data.splits import Samples, by_shard, load, open_split
 from hpcai.dist import Mesh
 from hpcai.errors import DataError
-from hpcai.models.deepcam import STRIDE, Batch, DeepCamConfig
+from hpcai.models.deepcam import STRIDE, Batch, DeepCamConfig, cut_of
 
 
 @contextmanager
-def weather(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any, DeepCamConfig]]:
-    """Loaders for training (None on processes that only evaluate), validation and pictures, and the model's settings completed by
-    what the data know."""
+def weather(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any, DeepCamConfig, tuple[int, int]]]:
+    """Loaders for training (None on processes that only evaluate), validation and pictures, the model's settings completed by what
+    the data know, and the size of the maps."""
     train, validation = _rows(cfg, "train", mesh), _rows(cfg, "validation", mesh)
     batch, seed = cfg.data.batch, cfg.train.seed
     words: dict[str, Any] = {"name": "train", "seed": seed, "accumulate": cfg.step.accumulate}
     words |= by_shard(train, cfg.data, batch, seed)
     held: dict[str, Any] = {"shuffle": False, "last": "keep"}
-    copies = mesh["replicate"].size
-    few = Maps(validation, cfg.data.pictures)
+    copies, cut = mesh["replicate"].size, cut_of(mesh)
+    part = cut.part(train.shapes["mask"]) if cut.axes else ()
+    few = Maps(validation, cfg.data.pictures, part)
     with (
-        batches(Maps(train), batch, cfg, mesh, **words) if mesh.trains else nullcontext() as training,
-        batches(Maps(validation), cfg.data.evaluation_batch, cfg, mesh, name="validation", **held) as held_out,
+        batches(Maps(train, None, part), batch, cfg, mesh, **words) if mesh.trains else nullcontext() as training,
+        batches(Maps(validation, None, part), cfg.data.evaluation_batch, cfg, mesh, name="validation", **held) as held_out,
         batches(few, copies, cfg, mesh, name="pictures", **held) if len(few) and mesh.trains else nullcontext() as pictures,
     ):
-        yield training, held_out, pictures, _completed(cfg, train)
+        yield training, held_out, pictures, _completed(cfg, train), train.shapes["mask"]
 
 
 class Maps(Samples):
-    """Maps of one split: fields [H, W, V] float32 in physical units and mask [H, W] uint8; ``count``: the first of them only."""
+    """Maps of one split: fields [H, W, V] float32 in physical units and mask [H, W] uint8; ``count``: the first of them only;
+    ``part``: the box of each map that this process holds."""
 
-    def __init__(self, rows: Rows, count: int | None = None) -> None:
+    def __init__(self, rows: Rows, count: int | None = None, part: Sequence[slice] = ()) -> None:
         super().__init__(rows)
+        self._part = part
         self._count = len(rows) if count is None else min(count, len(rows))
 
     def __len__(self) -> int:
         return self._count
+
+    def where(self, index: int, epoch: int) -> Where | None:
+        return {"fields": self._part, "mask": self._part} if self._part else None
 
     def make(self, values: dict[str, Any], index: int, epoch: int) -> Batch:
         return Batch(values["fields"], values["mask"])

@@ -1,8 +1,9 @@
 """``hpcai bench NAME``: ours against a plain network of the same layers, in the same process, on the same input.
 
 Times are CPU seconds of one thread (wall seconds on a GPU), medians of repeated steps that alternate between the two, so that
-a busy machine slows both. The ratio is what counts. ``hpcai bench deepcam --help`` is about DeepCAM, ``data --help`` about reading
-samples, ``step --help`` about ways to make a step faster; ``hpcai bench all`` measures each of them briefly, in ten minutes.
+a busy machine slows both. The ratio is what counts. ``hpcai bench deepcam --help`` is about DeepCAM, ``unet3d --help`` about the 3D
+U-Net, ``data --help`` about reading samples, ``step --help`` about ways to make a step faster; ``hpcai bench all`` measures each of
+them briefly, in ten minutes.
 """
 
 import argparse
@@ -14,33 +15,25 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-NAMES = ("cosmoflow", "deepcam", "data", "step", "all")
+NAMES = ("cosmoflow", "deepcam", "unet3d", "spatial", "data", "step", "all")
 # What fits ten minutes on one GPU.
 ALL = {
     "step": ["step", "--repeats", "5"],
     "step of 100 million parameters": ["step", "optimizer", "--repeats", "5", "--millions", "100"],
     "cosmoflow": ["cosmoflow", "--repeats", "3"],
     "deepcam": ["deepcam", "--repeats", "3", "--precision", "fp32", "bf16"],
+    "unet3d": ["unet3d", "--repeats", "3", "--size", "128", "--precision", "fp32", "bf16"],
     "data": ["data", "direct", "peers", "--repeats", "1", "--gib", "1"],
 }
 
 
 def main(argv: Sequence[str]) -> int:
-    if argv and argv[0] == "data":
-        from hpcai.cli import bench_data
-
-        return bench_data.main(argv[1:])
-    if argv and argv[0] == "deepcam":
-        from hpcai.cli import bench_deepcam
-
-        return bench_deepcam.main(argv[1:])
-    if argv and argv[0] == "step":
-        from hpcai.cli import bench_step
-
-        return bench_step.main(argv[1:])
+    if argv and argv[0] in ("data", "deepcam", "spatial", "step", "unet3d"):
+        return int(import_module(f"hpcai.cli.bench_{argv[0]}").main(argv[1:]))
     if argv and argv[0] == "all":
         return _all("--json" in argv)
     parser = argparse.ArgumentParser(prog="hpcai bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -65,10 +58,7 @@ def main(argv: Sequence[str]) -> int:
         found["memory"] = [_memory(size, words.batches[0], words.precision) for size in words.sizes]
     if words.loop or every:
         found["loop"] = _loop(words.sizes[0], words.repeats)
-    if not words.json:
-        print_tables(found, ("steps", "memory", "loop"))
-    print(json.dumps(found))
-    return 0
+    return finish(found, ("steps", "memory", "loop"), words.json)
 
 
 def _all(quiet: bool) -> int:
@@ -201,13 +191,16 @@ def high_water() -> float:
 
 
 def _memory(size: int, batch: int, precision: str) -> dict[str, Any]:
-    peak = {}
-    for kind in ("plain", "ours"):
-        arguments = ["cosmoflow", "--one", kind, "--sizes", str(size), "--batches", str(batch), "--precision", precision]
-        code = f"import sys; from hpcai.cli.bench import main; sys.exit(main({arguments!r}))"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        peak[kind] = json.loads(done.stdout.splitlines()[-1])["mb"]
+    words = ["cosmoflow", "--sizes", str(size), "--batches", str(batch), "--precision", precision]
+    peak = {kind: peak_of([*words, "--one", kind]) for kind in ("plain", "ours")}
     return {"size": size, "batch": batch, "plain_mb": round(peak["plain"]), "ours_mb": round(peak["ours"])}
+
+
+def peak_of(words: Sequence[str]) -> float:
+    """``mb`` of what ``hpcai bench`` with these words prints, in a process of its own."""
+    code = f"import sys; from hpcai.cli.bench import main; sys.exit(main({list(words)!r}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return float(json.loads(done.stdout.splitlines()[-1])["mb"])
 
 
 def _loop(size: int, repeats: int) -> dict[str, Any]:
@@ -280,3 +273,66 @@ def print_tables(found: dict[str, Any], parts: Sequence[str]) -> None:
             for row in rows:
                 table.add_row(*(str(value) for value in row.values()))
             console.print(table)
+
+
+def parser_of_parts(name: str, text: str | None, parts: Sequence[str]) -> argparse.ArgumentParser:
+    """Of ``hpcai bench NAME [PART ...]``; ``parts`` are all of them where none is named."""
+
+    class Parts(argparse.Action):
+        def __call__(self, parser: Any, space: argparse.Namespace, given: Any, option: str | None = None) -> None:
+            unknown = [part for part in given if part not in parts]
+            if unknown:
+                parser.error(f"there is no part {unknown[0]!r}; there are {', '.join(parts)}")
+            space.parts = given or parts
+
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog=f"hpcai bench {name}", description=text, formatter_class=formatter)
+    parser.add_argument("parts", nargs="*", default=parts, action=Parts, help="what is measured; all by default")
+    parser.add_argument("--json", action="store_true", help="print JSON alone")
+    return parser
+
+
+def finish(found: dict[str, Any], parts: Sequence[str], quiet: bool) -> int:
+    if not quiet:
+        print_tables(found, parts)
+    print(json.dumps(found))
+    return 0
+
+
+def forward_backward(model: Any, loss: Callable[[], Any], device: Any, narrow: bool) -> Callable[[], Any]:
+    """Forward and backward as a function that waits for the device and returns the loss; ``narrow``: in bfloat16."""
+    import torch
+
+    def run() -> Any:
+        model.zero_grad()
+        with torch.autocast(device.type, torch.bfloat16, enabled=narrow):
+            value = loss()
+        value.backward()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return value.detach()
+
+    return run
+
+
+def shares(run: Callable[[], Any], norm: str) -> dict[str, str]:
+    """Shares of the time of one run, by kind of operation; ``norm`` is what its norms are called."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    kinds = {
+        "convolution": ("convolution", "conv2d", "conv3d", "mm", "linear", "bmm"),
+        norm: ("batch_norm", "_normalise", "relu", "threshold", "clamp_min", "_moments", "_sums", "_by_input", "_merge"),
+        "copies and casts": ("copy_", "cat", "contiguous", "fill_", "zero_", "clone"),
+    }
+    run()
+    on_gpu = torch.cuda.is_available()
+    with profile(activities=[ProfilerActivity.CUDA] if on_gpu else [ProfilerActivity.CPU]) as trace:
+        run()
+    parts, whole = dict.fromkeys([*kinds, "other"], 0.0), 0.0
+    for event in trace.key_averages():
+        spent = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        kind = next((kind for kind, words in kinds.items() if any(word in event.key.lower() for word in words)), "other")
+        parts[kind] += spent
+        whole += spent
+    return {kind: f"{100 * part / whole:.1f} %" for kind, part in parts.items()}

@@ -419,7 +419,7 @@ def _late(folder: Path, words: Any) -> list[dict[str, Any]]:
 
 def _cut(folder: Path, words: Any) -> list[dict[str, Any]]:
     from hpcai.data import Reader, Rows
-    from hpcai.dist import Axis
+    from hpcai.parallel.spatial import part
 
     shape = (128, 128, 128, 4)
     data = _volumes(folder / "cut", 8, shape, "int16")
@@ -428,9 +428,9 @@ def _cut(folder: Path, words: Any) -> list[dict[str, Any]]:
         total = 0
         for rank in range(ranks):
             with Reader("direct") as reader:
-                part = Rows(data, {"counts": ("int16", shape)}, reader=reader, cut={"counts": (0, Axis("depth", ranks, rank))})
-                for index in range(len(part)):
-                    part.read(index)
+                every = Rows(data, {"counts": ("int16", shape)}, reader=reader)
+                for index in range(len(every)):
+                    every.read(index, {"counts": (slice(*part(128, rank, ranks)),)})
                 total += reader.transferred
         whole = whole or total
         rows.append({"ranks": ranks, "bytes_read": total, "of_one_whole_read": round(total / whole, 4)})

@@ -12,42 +12,28 @@ is then measured in float32 too, as somebody who writes it down first would run 
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 PARTS = ("steps", "memory", "group", "profile")
-_KINDS = {
-    "convolution": ("convolution", "conv2d", "mm", "linear", "bmm"),
-    "batch norm and rectifier": ("batch_norm", "_normalise", "relu", "threshold", "_moments", "_sums", "_by_input", "_merge"),
-    "copies and casts": ("copy_", "cat", "contiguous", "fill_", "zero_", "clone"),
-}
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="hpcai bench deepcam", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("parts", nargs="*", help="what is measured; all by default")
+    from hpcai.cli.bench import _machine, finish, parser_of_parts
+
+    parser = parser_of_parts("deepcam", __doc__, PARTS)
     parser.add_argument("--maps", nargs="+", default=["384x576"], help="cells of a map, HEIGHTxWIDTH")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 2], help="maps per step")
     parser.add_argument("--repeats", type=int, default=3, help="measured steps of each network")
     parser.add_argument("--precision", choices=("auto", "fp32", "bf16"), nargs="+", default=["fp32", "auto"])
-    parser.add_argument("--json", action="store_true", help="print JSON alone")
     parser.add_argument("--one", choices=("ours", "plain"), help=argparse.SUPPRESS)
     words = parser.parse_args(argv)
-    unknown = [part for part in words.parts if part not in PARTS]
-    if unknown:
-        parser.error(f"there is no part {unknown[0]!r}; there are {', '.join(PARTS)}")
     sizes = [tuple(int(n) for n in text.split("x")) for text in words.maps]
     if words.one:  # the process that memory starts
         print(json.dumps({"mb": _peak(words.one, sizes[0], words.batches[0], words.precision[0])}))
         return 0
-    from hpcai.cli.bench import _machine, print_tables
-
-    parts = words.parts or PARTS
+    parts = words.parts
     found: dict[str, Any] = {"bench": "deepcam", **_machine()}
     if "steps" in parts:
         found["steps"] = [
@@ -60,10 +46,7 @@ def main(argv: Sequence[str]) -> int:
         found["group"] = _group(words.repeats)
     if "profile" in parts:
         found["profile"] = [_profile(sizes[0], words.batches[0], precision) for precision in words.precision]
-    if not words.json:
-        print_tables(found, PARTS)
-    print(json.dumps(found))
-    return 0
+    return finish(found, PARTS, words.json)
 
 
 def plain_network(seed: int = 0) -> Any:
@@ -105,6 +88,7 @@ def _setup(kind: str, size: tuple[int, ...], batch: int, precision: str) -> Call
     """Forward and backward of one network, which wait for the device."""
     import torch
 
+    from hpcai.cli.bench import forward_backward
     from hpcai.models import deepcam
     from hpcai.train.choices import fast_bf16
 
@@ -116,16 +100,7 @@ def _setup(kind: str, size: tuple[int, ...], batch: int, precision: str) -> Call
     mask = torch.randint(0, 3, (batch, *size), dtype=torch.uint8, generator=generator).to(device)
     torch.manual_seed(0)
     model = (deepcam.DeepCam() if kind == "ours" else plain_network()).to(device)
-
-    def run() -> None:
-        model.zero_grad()
-        with torch.autocast(device.type, torch.bfloat16, enabled=narrow):
-            value = deepcam.loss(model, deepcam.Batch(fields, mask))["loss"]
-        value.backward()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-
-    return run
+    return forward_backward(model, lambda: deepcam.loss(model, deepcam.Batch(fields, mask))["loss"], device, narrow)
 
 
 def _steps(size: tuple[int, ...], batch: int, repeats: int, precision: str) -> dict[str, Any]:
@@ -152,13 +127,12 @@ def _peak(kind: str, size: tuple[int, ...], batch: int, precision: str) -> int:
 
 
 def _memory(size: tuple[int, ...], batch: int, precision: str) -> dict[str, Any]:
-    text, peak = "x".join(map(str, size)), {}
-    for kind in ("plain", "ours"):
-        words = ["deepcam", "--one", kind, "--maps", text, "--batches", str(batch), "--precision", precision]
-        code = f"import sys; from hpcai.cli.bench import main; sys.exit(main({words!r}))"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-        peak[kind] = json.loads(done.stdout.splitlines()[-1])["mb"]
-    return {"map": text, "batch": batch, "precision": precision, "plain_mb": peak["plain"], "ours_mb": peak["ours"]}
+    from hpcai.cli.bench import peak_of
+
+    text = "x".join(map(str, size))
+    words = ["deepcam", "--maps", text, "--batches", str(batch), "--precision", precision]
+    peak = {f"{kind}_mb": round(peak_of([*words, "--one", kind])) for kind in ("plain", "ours")}
+    return {"map": text, "batch": batch, "precision": precision, **peak}
 
 
 def _group(repeats: int) -> list[dict[str, Any]]:
@@ -252,18 +226,6 @@ def synchronised(channels: int) -> Any:
 
 def _profile(size: tuple[int, ...], batch: int, precision: str) -> dict[str, Any]:
     """Shares of the time of one step of ours, by kind of operation."""
-    import torch
-    from torch.profiler import ProfilerActivity, profile
+    from hpcai.cli.bench import shares
 
-    run = _setup("ours", size, batch, precision)
-    run()
-    on_gpu = torch.cuda.is_available()
-    with profile(activities=[ProfilerActivity.CUDA] if on_gpu else [ProfilerActivity.CPU]) as trace:
-        run()
-    shares, whole = dict.fromkeys([*_KINDS, "other"], 0.0), 0.0
-    for event in trace.key_averages():
-        spent = event.self_device_time_total if on_gpu else event.self_cpu_time_total
-        kind = next((kind for kind, words in _KINDS.items() if any(word in event.key.lower() for word in words)), "other")
-        shares[kind] += spent
-        whole += spent
-    return {"precision": precision, **{kind: f"{100 * part / whole:.1f} %" for kind, part in shares.items()}}
+    return {"precision": precision, **shares(_setup("ours", size, batch, precision), "batch norm and rectifier")}

@@ -3,7 +3,7 @@
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,12 +16,12 @@ from hpcai.data.direct import ALIGN, Reader
 from hpcai.data.layout import Layout, UnreadableLayoutError, finite
 from hpcai.data.layout import hdf5 as layout_of
 from hpcai.data.readers import open_reader
-from hpcai.data.sampler import share
-from hpcai.dist.mesh import Axis
 from hpcai.errors import DataError
 
 if TYPE_CHECKING:
     from hpcai.data.gds import GdsReader
+
+Where = Mapping[str, Sequence[slice]]
 
 _OPEN = 64  # files that h5py keeps open; a parallel file system answers an open in milliseconds
 
@@ -41,8 +41,7 @@ class Rows:
     where there is one, tells rows and sizes without opening the files. h5py is asked once per file where the values lie; samples
     are then read by ``reader``: one of ours, or the name of a way to read (see ``open_reader``), of which ``hdf5`` leaves all
     reading to h5py (compressed files too, one read at a time), ``memory`` keeps each row that was read, and ``gds`` gives the
-    large fields as tensors on ``device``. ``cut`` names fields of which each process along an axis reads its neighbouring part
-    of one dim of the row. ``local`` maps files to whole copies elsewhere (see hpcai.data.stage).
+    large fields as tensors on ``device``. ``local`` maps files to whole copies elsewhere (see hpcai.data.stage).
 
     Raises DataError, naming the file, for an empty folder, a missing, truncated or damaged file, a dataset of another shape
     or dtype, and UnreadableLayoutError for one that cannot be read directly.
@@ -50,8 +49,7 @@ class Rows:
 
     def __init__(
         self, folder: str | Path, fields: Mapping[str, tuple[str, tuple[int | None, ...]]], remedy: str = "", *,
-        reader: str | Reader = "auto", device: torch.device | None = None, cut: Mapping[str, tuple[int, Axis]] | None = None,
-        local: Mapping[Path, Path] | None = None,
+        reader: str | Reader = "auto", device: torch.device | None = None, local: Mapping[Path, Path] | None = None,
     ) -> None:  # fmt: skip
         self.folder, self.fields, self.remedy = Path(folder), dict(fields), f"; {remedy}" if remedy else ""
         self.way = reader if isinstance(reader, str) else "direct"
@@ -65,7 +63,6 @@ class Rows:
             raise DataError(f"{self.folder}: holds no *.h5 file{self.remedy}")
         self.paths = [path for path, _ in files]
         self.shapes = {name: layout.shape[1:] for name, layout in self._known(self.paths[0]).layouts.items()}
-        self.cut = {name: self._part(name, dim, axis) for name, (dim, axis) in (cut or {}).items()}
         counts = [self._count(path) if rows is None else rows for path, rows in files]
         self._ends = np.cumsum(counts)
         self.reader = reader if isinstance(reader, Reader) else open_reader(reader, self.bytes, str(self.folder), device)
@@ -106,13 +103,6 @@ class Rows:
                 raise DataError(f"{file}: {what}, {path.name} says {size:,} bytes and {rows} rows{self.remedy}")
         return [(file, rows) for file, rows, _ in files]
 
-    def _part(self, name: str, dim: int, axis: Axis) -> tuple[slice, ...]:
-        size = self.shapes[name][dim]
-        if size % axis.size:
-            raise DataError(f"'{name}' has {size} along dim {dim}, which does not divide by mesh.{axis.name} {axis.size}")
-        part = share(size, axis.rank, axis.size)
-        return (slice(None),) * dim + (slice(int(part[0]), int(part[-1]) + 1),)
-
     def __len__(self) -> int:
         return int(self._ends[-1])
 
@@ -131,12 +121,25 @@ class Rows:
         path, row = self.locate(index)
         return f"{path.parent.name}/{path.name} row {row}"
 
-    def read(self, index: int) -> dict[str, Any]:
-        """One row of every field. Raises DataError when it cannot be read or holds a value that is not finite."""
+    def shape(self, index: int, name: str) -> tuple[int, ...]:
+        """Of one row of a field, where files differ: as the index has it, or the file."""
+        path, _ = self.locate(index)
+        want, entries = self.fields[name][1], self.about.get("files") or [{}] * len(self.paths)
+        told = entries[self.paths.index(path)].get("shape")
+        if told is not None and None in want and len(told) == len(want):
+            return tuple(int(n) for n in told)
+        return tuple(self._known(path).layouts[name].shape[1:])
+
+    def read(self, index: int, where: Where | None = None) -> dict[str, Any]:
+        """One row of every field; ``where``: only a box of it, a slice for each of the leading dims of the row, by field. Raises
+        DataError when it cannot be read or holds a value that is not finite."""
+        if self.way == "memory" and where:
+            row_values = self.read(index)
+            return {name: value[tuple(where.get(name, ()))] for name, value in row_values.items()}
         if index in self._kept:
             return self._kept[index]
         path, row = self.locate(index)
-        values = self._through_h5py(path, row) if self.way == "hdf5" else self._directly(path, row)
+        values = self._through_h5py(path, row, where or {}) if self.way == "hdf5" else self._directly(path, row, where or {})
         for name, value in values.items():
             if isinstance(value, np.ndarray) and not value.dtype.isnative:
                 values[name] = value.astype(value.dtype.newbyteorder("="))
@@ -157,24 +160,24 @@ class Rows:
 
     # ---- one file
 
-    def _directly(self, path: Path, row: int) -> dict[str, Any]:
+    def _directly(self, path: Path, row: int, boxes: Where) -> dict[str, Any]:
         known = self._known(path)
         values: dict[str, Any] = {}
         for name, layout in known.layouts.items():
             if row >= layout.shape[0]:
                 raise DataError(f"{path}: dataset '{name}' has {layout.shape[0]} rows, row {row} is asked for{self.remedy}")
-            where: tuple[int | slice, ...] = (row, *self.cut.get(name, ()))
+            where: tuple[int | slice, ...] = (row, *boxes.get(name, ()))
             if self.gds is not None and name not in known.small:
                 values[name] = self.gds.read(layout, *where)
                 continue
             values[name] = known.small[name][where] if name in known.small else layout.read(self.reader, *where)
         return values
 
-    def _through_h5py(self, path: Path, row: int) -> dict[str, np.ndarray]:
+    def _through_h5py(self, path: Path, row: int, boxes: Where) -> dict[str, np.ndarray]:
         with self._lock:
             file = self._open(path)
             try:
-                return {name: file[name][(row, *self.cut.get(name, ()))] for name in self.fields}
+                return {name: file[name][(row, *boxes.get(name, ()))] for name in self.fields}
             except Exception as problem:  # a damaged file ends in any of a dozen exceptions of h5py
                 raise DataError(f"{path}: row {row} cannot be read ({problem}){self.remedy}") from problem
 

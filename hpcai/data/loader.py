@@ -22,7 +22,7 @@ import torch.distributed as torch_dist
 from hpcai.data.ahead import Ahead, Ready, Task
 from hpcai.data.assemble import Assembler, Made, tree_bytes
 from hpcai.data.direct import pin, unpin
-from hpcai.data.sampler import InOrder, Sampler, Shuffled
+from hpcai.data.sampler import InOrder, LargestFirst, Sampler, Shuffled
 from hpcai.dist.collect import gather_objects
 from hpcai.dist.mesh import Axis, Mesh
 from hpcai.errors import DataError
@@ -103,7 +103,7 @@ class Loader:
             raise DataError(f"{name}: there is no sample; make some data first")
         if self.last == "drop" and samples < batch:
             raise DataError(f"{name}: {samples} samples are fewer than one batch of {batch}; make more data or lower the batch")
-        if samples < copies:
+        if samples < copies and not isinstance(self.sampler, LargestFirst):
             raise DataError(f"{name}: {samples} samples for {copies} processes; make more data or start fewer processes")
         if self._on_bad == "skip" and mesh.copy.size > 1:
             raise DataError(f"{name}: on_bad_sample=skip, but {mesh.copy.size} processes hold a sample together; set it to stop")

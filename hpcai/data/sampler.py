@@ -129,6 +129,35 @@ class Sharded:
         return np.flatnonzero(owner == rank)
 
 
+class LargestFirst:
+    """Every sample once, for evaluation: the costliest goes first, each to the group of copies that will be free first (Graham
+    1969).
+
+    ``group`` neighbouring copies take the same samples; a batch holds a sample for each group, until one has no more.   costs [N]
+    """
+
+    def __init__(self, costs: Sequence[float] | np.ndarray, copies: int, group: int = 1) -> None:
+        costs = np.asarray(costs, np.float64)
+        if costs.ndim != 1 or not np.isfinite(costs).all() or (costs < 0).any():
+            raise DataError("costs must be a row of finite numbers of 0 or more")
+        self.samples, self.groups, self.group = len(costs), copies // group, group
+        load, self.owner = np.zeros(self.groups), np.zeros(len(costs), int)
+        queues: list[list[int]] = [[] for _ in range(self.groups)]
+        for index in np.argsort(-costs, kind="stable"):
+            owner = int(load.argmin())
+            self.owner[index] = owner
+            load[owner] += costs[index]
+            queues[owner].append(int(index))
+        longest = max(map(len, queues), default=0)
+        self._order = np.array([queue[k] for k in range(longest) for queue in queues if k < len(queue)], int)
+
+    def order(self, epoch: int) -> np.ndarray:
+        return self._order
+
+    def deal(self, indices: np.ndarray, rank: int, size: int) -> np.ndarray:
+        return np.flatnonzero(self.owner[indices] == rank // self.group)
+
+
 class Balanced:
     """The same work for every copy at every step: a batch is dealt so that the sums of ``costs`` are as even as can be.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcai.data.hdf5 import Rows
+from hpcai.data.hdf5 import Rows, Where
 from hpcai.data.loader import Loader, Source
 from hpcai.data.sampler import Sharded
 from hpcai.data.stage import holds, on_this_node, shard_of, stage_in
@@ -19,13 +19,18 @@ logger = logging.getLogger(__name__)
 
 
 class Samples:
-    """A split as samples: a row's values by name, or what a subclass makes of them."""
+    """A split as samples: a row's values by name, or what a subclass makes of them. What it reads of a row may depend on index and
+    epoch, and on the place of this process in a cut copy of the model."""
 
     def __init__(self, rows: Rows) -> None:
         self.rows = rows
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def where(self, index: int, epoch: int) -> Where | None:
+        """The boxes of the row's fields that are read; None: all of it. A pure function, too."""
+        return None
 
     def make(self, values: dict[str, Any], index: int, epoch: int) -> Any:
         """A tree of arrays, and a pure function of index and epoch."""
@@ -35,7 +40,7 @@ class Samples:
         return self.rows.describe(index)
 
     def sample(self, index: int, epoch: int) -> Any:
-        return self.make(self.rows.read(index), index, epoch)
+        return self.make(self.rows.read(index, self.where(index, epoch)), index, epoch)
 
     def close(self) -> None:
         self.rows.close()

@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as torch_dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from hpcai.dist.mesh import Axis
 
@@ -17,6 +18,27 @@ def total(value: Tensor, *axes: Axis) -> Tensor:
         if axis.size > 1:
             torch_dist.all_reduce(value, group=axis.group)
     return value
+
+
+def summed(value: Tensor, *axes: Axis, once: bool = False) -> Tensor:
+    """Sum of ``value`` over the processes of ``axes``, and its adjoint: gradients are added too, for each process may use the sum
+    for something else. ``once``: all make the same of it, which counts as one; a gradient is then that of each one's own part."""
+    axes = tuple(axis for axis in axes if axis.size > 1)
+    return _Summed.apply(value, axes, once) if axes else value
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, axes: tuple[Axis, ...], once: bool) -> Tensor:
+        ctx.axes, ctx.once = axes, once
+        return total(value.clone(memory_format=torch.contiguous_format), *axes)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        if ctx.once:
+            return gradient, None, None
+        return total(gradient.clone(memory_format=torch.contiguous_format), *ctx.axes), None, None
 
 
 # torch 2.13 has other names for these, and warns of the old ones.
@@ -44,7 +66,8 @@ def gather_shares(whole: Tensor, own: Tensor, axis: Axis) -> torch_dist.Work:
 class Scattered:
     """A sum under way: rank r of ``axis`` gets the r-th of equal pieces of ``whole``, summed, into ``own`` once ``wait()`` returns.
 
-    gloo's reduce_scatter sends as much as its all_reduce does; the pieces sent one to one and added in the order of the ranks are half.
+    gloo's reduce_scatter sends as much as its all_reduce does; the pieces sent one to one and added in the order of the ranks are
+    half.
     """
 
     def __init__(self, own: Tensor, whole: Tensor, axis: Axis) -> None:

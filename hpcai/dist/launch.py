@@ -31,7 +31,6 @@ from hpcai.dist.mesh import Mesh
 from hpcai.dist.watch import Watch, leave_now, shout
 from hpcai.errors import LaunchError
 
-
 logger = logging.getLogger(__name__)
 
 

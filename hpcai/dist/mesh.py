@@ -11,7 +11,7 @@ import torch.distributed as torch_dist
 
 from hpcai.errors import MeshError
 
-AXES = ("replicate", "axial", "depth", "tensor", "pipeline", "expert", "context", "evaluate")
+AXES = ("replicate", "axial", "depth", "height", "tensor", "pipeline", "expert", "context", "evaluate")
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Mesh:
     """Axes by name: ``mesh["replicate"]``. Callers never ask whether a run is distributed.
 
     The last axis varies fastest over the ranks, so that processes which exchange most share a node. ``rank`` of ``world`` and
-    ``everyone`` concern the processes that do the same work (agreement, checkpoints); ``copy`` spans those that hold one copy of the
-    model together, and so get the same samples.
+    ``everyone`` concern the processes that do the same work (agreement, checkpoints); ``copy`` spans those that hold one copy of
+    the model together, and so get the same samples.
     With ``evaluate`` the last processes of the job only evaluate: they have axes of their own, cut as those of the others.
     ``trains`` tells which these are. ``link`` joins a first process that trains with those that evaluate its part of the weights.
     Raises MeshError when the sizes do not multiply to the number of processes.
@@ -103,9 +103,9 @@ class Mesh:
         return self._axes[name]
 
     def split(self, name: str, within: int, setting: str) -> tuple[Axis, Axis]:
-        """The axis ``name`` as two, (between, within): ``within`` neighbouring ranks of it, such as those of one node, and the ranks
-        with the same place among theirs. Every process of the job calls this together. Raises MeshError when it does not divide the
-        axis of those that train; those that only evaluate are split where it divides theirs.
+        """The axis ``name`` as two, (between, within): ``within`` neighbouring ranks of it, such as those of one node, and the
+        ranks with the same place among theirs. Every process of the job calls this together. Raises MeshError when it does not
+        divide the axis of those that train; those that only evaluate are split where it divides theirs.
         """
         axis = self[name]
         if axis.size % within and self.trains:
@@ -130,12 +130,14 @@ class Mesh:
         return self._split[name, within]
 
     def aside(self, name: str) -> Axis:
-        """The ranks of an axis, or of ``everyone``, with a channel of their own between hosts: for another thread, beside the training.
+        """The ranks of an axis, of ``copy`` or of ``everyone``, with a channel of their own between hosts: for another thread,
+        beside the training.
 
         Every process of the job calls this together, the first time.
         """
         if name not in self._aside:
-            names = tuple(n for n in AXES if n != "evaluate") if name == "everyone" else (name,)
+            several = {"everyone": AXES, "copy": tuple(n for n in AXES if n != "replicate")}
+            names = tuple(n for n in several.get(name, (name,)) if n != "evaluate")
             self._aside[name] = self._axis(f"{name} aside", names, backend="gloo")
         return self._aside[name]
 

@@ -23,9 +23,13 @@ Total = Callable[[Tensor], Tensor]
 def moments(x: Tensor, total: Total | None) -> tuple[Tensor, Tensor, Tensor]:
     """Mean and biased variance [C] of each channel, and the count of its values [] float64, over all processes."""
     mean, variance = _passes(x).moments(x)
-    count = x.numel() // x.shape[1]
+    return agreed(mean, variance, x.numel() // x.shape[1], total)
+
+
+def agreed(mean: Tensor, variance: Tensor, count: int, total: Total | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean, biased variance [C] and count [] float64 over all processes, from those of this one's ``count`` values a channel."""
     if total is None:
-        return mean, variance, torch.full((), count, dtype=torch.float64, device=x.device)
+        return mean, variance, torch.full((), count, dtype=torch.float64, device=mean.device)
     # Powers of the values are added in float64: a mean far larger than the deviation costs no digits, and counts may differ.
     wide = mean.double()
     message = torch.cat((wide, variance.double() + wide.square(), wide.new_ones(1))) * count
@@ -46,16 +50,32 @@ def gradients(dy: Tensor, x: Tensor, y: Tensor | None, mean: Tensor, variance: T
 
     ``y``: what ``normalise`` returned, where it was rectified, else None.
     """
-    passes = _passes(x)
-    dy = dy.contiguous(memory_format=_format(x))
     invstd = (variance + eps).rsqrt()
-    dz, dweight, dbias = passes.sums(dy, x, y, mean, invstd, need_plus)
+    dz, dweight, dbias = sums(dy, x, y, mean, invstd, need_plus)
+    over = shares(dweight, dbias, count, total)
+    masked = need_plus or y is None  # then dz is the gradient before the rectifier, and else it may be dy
+    return by_input(dz, x, None if masked else y, mean, invstd, weight, *over), dz if need_plus else None, dweight, dbias
+
+
+def sums(dy: Tensor, x: Tensor, y: Tensor | None, mean: Tensor, invstd: Tensor, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """dz, and the sums of dz*(x - mean)*invstd and of dz [C] of this process's values. dz is the gradient before the rectifier;
+    without ``keep`` it may be ``dy``, for ``by_input`` to rectify."""
+    return _passes(x).sums(dy.contiguous(memory_format=_format(x)), x, y, mean, invstd, keep)
+
+
+def shares(dweight: Tensor, dbias: Tensor, count: Tensor, total: Total | None) -> tuple[Tensor, Tensor]:
+    """The two sums over all processes, for each of the ``count`` values [C]."""
     both = torch.cat((dweight, dbias))
     if total is not None:
         both = total(both)
-    over = (both / count.to(both.dtype)).chunk(2)
-    masked = need_plus or y is None  # then dz is the gradient before the rectifier, and else it may be dy
-    return passes.by_input(dz, x, None if masked else y, mean, invstd, weight, *over), dz if need_plus else None, dweight, dbias
+    by_weight, by_bias = (both / count.to(both.dtype)).chunk(2)
+    return by_weight, by_bias
+
+
+def by_input(dz: Tensor, x: Tensor, y: Tensor | None, mean: Tensor, invstd: Tensor, weight: Tensor, by_weight: Tensor,
+             by_bias: Tensor) -> Tensor:  # fmt: skip
+    """The gradient by x, of what ``sums`` and ``shares`` found; ``y`` where dz is not rectified yet."""
+    return _passes(x).by_input(dz, x, y, mean, invstd, weight, by_weight, by_bias)
 
 
 def _format(x: Tensor) -> torch.memory_format:
@@ -82,9 +102,14 @@ class _Plain:
     @staticmethod
     def moments(x: Tensor) -> tuple[Tensor, Tensor]:
         if x.device.type == "cpu":
-            scratch = torch.zeros(x.shape[1], dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
-            mean, variance = torch.batch_norm_update_stats(x, scratch, scratch.clone(), 0.0)  # whose dtype is that of these
-            return mean, variance
+            folded, fold = _folded(x)
+            scratch = torch.zeros(folded.shape[1], dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
+            mean, variance = torch.batch_norm_update_stats(folded, scratch, scratch.clone(), 0.0)  # whose dtype is that of these
+            if fold == 1:
+                return mean, variance
+            means, variances = mean.double().view(fold, -1), variance.double().view(fold, -1)
+            every = means.mean(0)
+            return every.to(mean.dtype), (variances + (means - every).square()).mean(0).to(mean.dtype)
         wide = x if x.dtype == torch.float64 else x.float()
         variance, mean = torch.var_mean(wide, [d for d in range(x.ndim) if d != 1], correction=0)
         return mean, variance
@@ -101,9 +126,13 @@ class _Plain:
     def sums(dy: Tensor, x: Tensor, y: Tensor | None, mean: Tensor, invstd: Tensor, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
         """dz, the gradient before the rectifier, and the sums of dz*(x - mean)*invstd and of dz [C]."""
         dz = dy if y is None else torch.ops.aten.threshold_backward(dy, y, 0)
+        (dz_, fold), (x_, _) = (_folded(dz), _folded(x)) if x.device.type == "cpu" else ((dz, 1), (x, 1))
+        m, i = (v.repeat(fold) for v in (mean, invstd))
         _, dweight, dbias = torch.ops.aten.native_batch_norm_backward(
-            dz, x, torch.ones_like(mean), mean, mean, mean, invstd, True, 0.0, (False, True, True)
+            dz_, x_, torch.ones_like(m), m, m, m, i, True, 0.0, (False, True, True)
         )
+        if fold > 1:
+            dweight, dbias = (v.view(fold, -1).sum(0, dtype=torch.float64).to(v.dtype) for v in (dweight, dbias))
         return dz, dweight, dbias
 
     @staticmethod
@@ -113,4 +142,19 @@ class _Plain:
         scale = weight * invstd
         one, slope = torch.ones_like(scale), -scale * invstd * by_weight
         dx = F.batch_norm(x, mean, one, slope, -scale * by_bias, eps=0.0)
+        if dx.dtype == scale.dtype:
+            return dx.addcmul_(dz, scale.view(1, -1, *[1] * (x.ndim - 2)))
         return dx.add_(F.batch_norm(dz, torch.zeros_like(scale), one, scale, eps=0.0))
+
+
+def _folded(x: Tensor) -> tuple[Tensor, int]:
+    """``x`` in channels-last memory with so many neighbours beside each other as channels [rows, fold * C, 1, 1].
+
+    torch adds such rows up in float32, one after the other: the variance of 64^3 voxels is then wrong by 7e-5 of it, and with 64
+    sums instead of one by 3e-7, at no cost.
+    """
+    if _format(x) is torch.contiguous_format or x.dtype == torch.float64:
+        return x, 1
+    rows, channels = x.numel() // x.shape[1], x.shape[1]
+    fold = next((n for n in range(min(64, rows // 16), 1, -1) if rows % n == 0), 1)
+    return (x.movedim(1, -1).reshape(-1, fold * channels, 1, 1), fold) if fold > 1 else (x, 1)

@@ -76,10 +76,11 @@ def adam_(weights: Tensor, gradient: Tensor, first: Tensor, second: Tensor, *, l
 
 
 def sgd_(weights: Tensor, gradient: Tensor, velocity: Tensor | None, *, lr: Tensor, scale: Tensor | None, skip: Tensor,
-         momentum: float, weight_decay: float, lr_in_momentum: bool, **after: Any) -> None:  # fmt: skip
-    """v = mu v + g + wd w, w -= lr v; with ``lr_in_momentum`` v = mu v + lr (g + wd w), w -= v (Keras). Momentum 0: no velocity."""
+         momentum: float, weight_decay: float, lr_in_momentum: bool, nesterov: bool = False, **after: Any) -> None:  # fmt: skip
+    """v = mu v + g + wd w, w -= lr v; with ``lr_in_momentum`` v = mu v + lr (g + wd w), w -= v (Keras). Momentum 0: no velocity.
+    ``nesterov``: what is subtracted looks one step ahead, w -= lr (g + wd w + mu v) (Sutskever et al. 2013, as torch has it)."""
     row = Row(weights, gradient, (velocity,) if momentum else (), scale, skip, **after)
-    _descend(row, "inside" if lr_in_momentum else "outside", lr, momentum, weight_decay)
+    _descend(row, "inside" if lr_in_momentum else "outside", lr, momentum, weight_decay, nesterov and momentum > 0)
 
 
 def lamb_direction_(weights: Tensor, gradient: Tensor, first: Tensor, second: Tensor, direction: Tensor, segments: Segments, *,
@@ -132,26 +133,27 @@ def _adam(row: "Row", kind: str, lr: Any, step: Tensor, betas: tuple[float, floa
     return row.by_chunks(update, norms=row.direction is not None)
 
 
-def _descend(row: "Row", kind: str, lr: Tensor, mu: float, decay: float) -> None:
+def _descend(row: "Row", kind: str, lr: Tensor, mu: float, decay: float, ahead: bool = False) -> None:
     """``inside``: the learning rate, and the ratios if there are any, are in the momentum."""
     if row.triton:
-        return row.triton.run(row, kind, lr=lr, mu=mu, decay=decay)
+        return row.triton.run(row, kind, lr=lr, mu=mu, decay=decay, nesterov=ahead)
     ratios = row.ratio.unbind() if row.ratio is not None else ()
 
     def update(w: Tensor, g: Tensor, m: list[Tensor], k: int) -> None:
         if kind == "outside":
-            return _sgd(w, g, m, lr, mu, decay, row.skip)
+            return _sgd(w, g, m, lr, mu, decay, row.skip, ahead)
         if decay:
             g.add_(w, alpha=decay)
         if k < len(ratios):
             g.mul_(ratios[k])
-        return _sgd(w, g.mul_(lr) if m else g, m, 1.0 if m else lr, mu, 0.0, row.skip)
+        return _sgd(w, g.mul_(lr) if m else g, m, 1.0 if m else lr, mu, 0.0, row.skip, ahead)
 
     return row.by_chunks(update, writes=kind == "inside")
 
 
-def _sgd(w: Tensor, g: Tensor, m: list[Tensor], lr: Any, mu: float, decay: float, skip: Any, up: bool = False) -> None:
-    torch._fused_sgd_([w], [g], m, weight_decay=decay, momentum=mu, lr=lr, dampening=0.0, nesterov=False, maximize=up,
+def _sgd(w: Tensor, g: Tensor, m: list[Tensor], lr: Any, mu: float, decay: float, skip: Any, ahead: bool = False,
+         up: bool = False) -> None:  # fmt: skip
+    torch._fused_sgd_([w], [g], m, weight_decay=decay, momentum=mu, lr=lr, dampening=0.0, nesterov=ahead, maximize=up,
                       is_first_step=False, found_inf=skip)  # fmt: skip
 
 

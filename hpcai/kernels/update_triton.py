@@ -45,7 +45,8 @@ def _complement(x):
 @triton.jit
 def update(
     w_, g_, m_, v_, low_, average_, direction_, ratio_, table_, sums_, lr_, step_, scale_, skip_, seed_, n, offset,
-    log1, take1, log2, beta2, take2, eps, mu, decay, take, KIND: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr,
+    log1, take1, log2, beta2, take2, eps, mu, decay, take, KIND: tl.constexpr, NESTEROV: tl.constexpr, ALIGN: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     block, lane = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     if table_ is None:
@@ -91,8 +92,9 @@ def update(
         if KIND == "inside":
             u *= lr
         if m_ is not None:
-            u += mu * tl.load(m_ + first + lane, mask, other=0.0).to(tl.float32)
-            _store(m_ + first + lane, u, mask, noise & 0xFFFF)
+            v = u + mu * tl.load(m_ + first + lane, mask, other=0.0).to(tl.float32)
+            _store(m_ + first + lane, v, mask, noise & 0xFFFF)
+            u = u + mu * v if NESTEROV else v
         w -= lr * u if KIND == "outside" else u
     if sums_ is not None:
         tl.store(sums_ + 2 * block, tl.sum(tl.where(kept, w * w, 0.0)))
@@ -120,7 +122,7 @@ def fold(sums_, upto_, total_, BLOCK: tl.constexpr):
 
 def run(
     row: Row, kind: str, lr: Tensor | None = None, step: Tensor | None = None, betas: tuple[float, float] = (0.0, 0.0),
-    eps: float = 0.0, mu: float = 0.0, decay: float = 0.0,
+    eps: float = 0.0, mu: float = 0.0, decay: float = 0.0, nesterov: bool = False,
 ) -> Tensor | None:  # fmt: skip
     """Launches; of kind "lamb" and "norms" -> [S, 2] sums of squares."""
     s, w, n, (m, v) = row.segments, row.weights, row.weights.numel(), (*row.moments, None, None)[:2]
@@ -131,7 +133,7 @@ def run(
         update[(blocks,)](
             w, row.gradient, m, v, row.low, row.average, row.direction, row.ratio, None if s is None else s.table, sums, lr, step,
             row.scale, row.skip, row.seed, n, row.offset, log1, 1 - betas[0], log2, betas[1], 1 - betas[1], eps, mu, decay,
-            1 - row.keep, KIND=kind, ALIGN=align, BLOCK=block, num_warps=block // 256,
+            1 - row.keep, KIND=kind, NESTEROV=nesterov, ALIGN=align, BLOCK=block, num_warps=block // 256,
         )  # fmt: skip
         if s is None or sums is None:
             return None
@@ -153,7 +155,7 @@ def variants() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any]]]:
     ):
         names, present, half = update.arg_names, ["w_", "g_", *given.split()], rounded.split()
         fixed: dict[str, Any] = {x: None for x in names if x.endswith("_") and x not in present}
-        fixed |= {"KIND": kind, "ALIGN": 16, "BLOCK": 2048 if "table_" in present else 1024}
+        fixed |= {"KIND": kind, "NESTEROV": kind == "outside", "ALIGN": 16, "BLOCK": 2048 if "table_" in present else 1024}
         types = {"low_": "*bf16", "table_": "*i64", "seed_": "*i64", "n": "i64", "offset": "i64", **dict.fromkeys(half, "*bf16")}
         types = {x: types.get(x, "*fp32" if x in present else "fp32") for x in names} | dict.fromkeys(fixed, "constexpr")
         yield f"{kind} {' '.join(x + 'bf16' if x in half else x for x in present)}", update, types, fixed

@@ -2,4 +2,14 @@
 
 from hpcai.lazy import lazy
 
-__getattr__, __all__ = lazy(__name__, {"BatchNorm": ".batchnorm", "Conv2d": ".conv", "Conv3d": ".conv", "ConvTranspose2d": ".conv"})
+__getattr__, __all__ = lazy(
+    __name__,
+    {
+        "BatchNorm": ".batchnorm",
+        "InstanceNorm": ".instancenorm",
+        "Conv2d": ".conv",
+        "Conv3d": ".conv",
+        "ConvTranspose2d": ".conv",
+        "ConvTranspose3d": ".conv",
+    },
+)

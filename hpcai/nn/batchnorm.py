@@ -10,6 +10,11 @@ from torch.autograd.function import once_differentiable
 from hpcai.kernels import batchnorm
 
 
+def is_alone(total: nn.Module) -> bool:
+    """Whether the seam for statistics over several processes adds over none: it is empty, or its ``axes`` are."""
+    return isinstance(total, nn.Identity) or not getattr(total, "axes", True)
+
+
 class BatchNorm(nn.modules.batchnorm._BatchNorm):
     """``nn.BatchNorm`` of any number of dims, then ``+ plus``, then a rectifier (``relu``), in one pass.   [B, C, ...] -> the same
 
@@ -25,7 +30,7 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
 
     def forward(self, x: Tensor, plus: Tensor | None = None) -> Tensor:
         self._check_input_dim(x)
-        alone, compiling = isinstance(self.total, nn.Identity), torch.compiler.is_compiling()
+        alone, compiling = is_alone(self.total), torch.compiler.is_compiling()
         if not alone and compiling:
             return self._untraced(x, plus)
         if not alone or (x.is_cuda and not compiling):
@@ -43,7 +48,7 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
         return self._fused(x, plus)
 
     def _fused(self, x: Tensor, plus: Tensor | None) -> Tensor:
-        alone = isinstance(self.total, nn.Identity)
+        alone = is_alone(self.total)
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         if self.weight is None:
             weight, bias = (x.new_full((self.num_features,), value, dtype=wide) for value in (1.0, 0.0))

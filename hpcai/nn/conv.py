@@ -1,5 +1,7 @@
-"""Convolutions of maps and volumes.   B batch, C channels, O output channels, D H W the volume."""
+"""Convolutions of maps and volumes.   B batch, C channels, O output channels, D H W the volume, P voxels of it."""
 
+from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -7,60 +9,211 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-# torch sends a 3 x 3 x 3 convolution of one float32 volume to oneDNN only when B*C*D*H is larger than this (2.11 to 2.13), and
-# else unrolls it into a matrix product that takes 1.5 to 6 times as long (docs/benchmarks.md).
+# torch sends a convolution of one float32 volume to oneDNN only when B*C*D*H is larger than this (2.11 to 2.13), and else unrolls
+# it into a matrix product that takes 1.5 to 6 times as long (docs/benchmarks.md).
 _UNROLLED_UP_TO = 20480
+# The gradients of one volume with no more voxels than this are products with it unrolled: oneDNN spends its time on reordering the
+# weights then (320 channels at 4^3, those of input and weights: 15 ms as products, 24 as halves; 256 at 8^3: 61 and 41).
+_PRODUCTS_UP_TO = 128
+
+Triple = tuple[int, ...]
+
+
+def channels_last(x: Tensor) -> Tensor:
+    """``x`` [B, C, D, H, W] in channels-last memory. With one channel its strides say so too, else torch takes it for contiguous,
+    and so is all that comes of it."""
+    if x.shape[1] == 1 and x.is_contiguous():
+        return x[:, 0, ..., None].permute(0, 4, 1, 2, 3)
+    return x.contiguous(memory_format=torch.channels_last_3d)
+
+
+def conv3d(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Triple = (1, 1, 1), padding: Triple = (0, 0, 0),
+           dilation: Triple = (1, 1, 1), groups: int = 1) -> Tensor:  # fmt: skip
+    """``F.conv3d``, as fast for a single small volume on a CPU as for a batch, and right for a shallow one in bfloat16.
+
+    [B, C, D, H, W] -> [B, O, D', H', W']
+    """
+    if _would_lose_gradients(x, weight):
+        with torch.autocast("cpu", enabled=False):
+            wide = None if bias is None else bias.float()
+            return F.conv3d(x.float(), weight.float(), wide, stride, padding, dilation, groups).bfloat16()
+    if x.device.type == "cpu" and x.ndim == 5 and groups == 1 and not torch.compiler.is_compiling():
+        if weight.shape[2:].numel() == 1 and not any(padding) and x.is_contiguous(memory_format=torch.channels_last_3d):
+            down, up, across = stride
+            return F.linear(_rows(x[:, :, ::down, ::up, ::across]), weight.flatten(1), bias).permute(0, 4, 1, 2, 3)
+        if _would_be_unrolled(x, weight):
+            return _Direct.apply(channels_last(x), weight, bias, stride, padding, dilation)
+    return F.conv3d(x, weight, bias, stride, padding, dilation, groups)
+
+
+def conv_transpose3d(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Triple = (1, 1, 1),
+                     padding: Triple = (0, 0, 0), output_padding: Triple = (0, 0, 0), dilation: Triple = (1, 1, 1),
+                     groups: int = 1) -> Tensor:  # fmt: skip
+    """``F.conv_transpose3d``; where its kernels do not overlap it is on a CPU, in channels-last memory, one product.
+
+    [B, C, D, H, W] -> [B, O, D', H', W']
+    """
+    kernel = tuple(weight.shape[2:])
+    if (
+        x.device.type == "cpu"
+        and x.ndim == 5
+        and kernel == tuple(stride)
+        and not any(padding)
+        and not any(output_padding)
+        and set(dilation) == {1}
+        and groups == 1
+        and x.is_contiguous(memory_format=torch.channels_last_3d)
+        and not torch.compiler.is_compiling()
+    ):
+        (batch, _, *sizes), (a, b, c), outputs = x.shape, kernel, weight.shape[1]
+        y = F.linear(_rows(x), _rows(weight).flatten(1).t(), None if bias is None else bias.repeat(a * b * c))
+        y = y.view(batch, *sizes, a, b, c, outputs).permute(0, 1, 4, 2, 5, 3, 6, 7)
+        return y.reshape(batch, sizes[0] * a, sizes[1] * b, sizes[2] * c, outputs).permute(0, 4, 1, 2, 3)
+    return F.conv_transpose3d(x, weight, bias, stride, padding, output_padding, groups, dilation)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[B, C, D, H, W] -> [B, D, H, W, C]"""
+    return x.permute(0, 2, 3, 4, 1)
+
+
+def _would_lose_gradients(x: Tensor, weight: Tensor) -> bool:
+    """In bfloat16 on a CPU, where a volume is less deep than the kernel, oneDNN's gradient of the weights holds memory that
+    nobody wrote (torch 2.13: depth 2 with a kernel of 3, 3 and 4 with one of 5). So small a volume costs little in float32."""
+    narrow = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
+    return x.device.type == "cpu" and x.shape[-3] < weight.shape[2] and (narrow or weight.dtype == torch.bfloat16)
+
+
+def _would_be_unrolled(x: Tensor, weight: Tensor) -> bool:
+    kernel = weight.shape[2:]
+    return bool(
+        x.dtype == weight.dtype == torch.float32
+        and x.shape[0] == 1
+        and x.shape[1:4].numel() <= _UNROLLED_UP_TO
+        and x.shape[1] == weight.shape[1]
+        and kernel.numel() > 1
+        and not (kernel[1] > 3 and kernel[2] > 3)
+        and not torch.is_autocast_enabled("cpu")
+        and torch.backends.mkldnn.enabled
+        and torch.backends.mkldnn.is_available()
+        and hasattr(torch, "mkldnn_convolution")
+    )
+
+
+class _Direct(torch.autograd.Function):
+    """The convolution of one float32 volume by oneDNN, which torch's own choice would unroll: forward by the operation itself, and
+    backward, where torch has none, as two samples or as products. It has no second derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, stride: Triple, padding: Triple,
+                dilation: Triple) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(x, weight)
+        ctx.how = stride, padding, dilation
+        return torch.mkldnn_convolution(x, weight, bias, padding, stride, dilation, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        by_input, by_weight, by_bias = ctx.needs_input_grad[:3]
+        dx, dweight = _gradients(dy, x, weight, ctx.how, by_input, by_weight)
+        return dx, dweight, dy.sum((0, 2, 3, 4)) if by_bias else None, None, None, None
+
+
+def _gradients(dy: Tensor, x: Tensor, weight: Tensor, how: tuple[Triple, Triple, Triple], by_input: bool,
+               by_weight: bool) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    if not (by_input or by_weight):
+        return None, None
+    dy = channels_last(dy)
+    small = dy.shape[2] == 1 or dy.shape[2:].numel() <= _PRODUCTS_UP_TO
+    return (_products if small else _halves)(dy, x, weight, how, by_input, by_weight)
+
+
+def conv3d_gradients(
+    dy: Tensor, x: Tensor, weight: Tensor, stride: Triple, padding: Triple, dilation: Triple, groups: int, want: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """Gradients of ``conv3d`` by its input, weight and bias, those that ``want`` says, by the same ways."""
+    by_input, by_weight, by_bias = want
+    if x.device.type == "cpu" and groups == 1 and _would_be_unrolled(x, weight):
+        dx, dweight = _gradients(dy, channels_last(x), weight, (stride, padding, dilation), by_input, by_weight)
+        return dx, dweight, dy.sum((0, 2, 3, 4)) if by_bias else None
+    sizes = [weight.shape[0]] if by_bias else None
+    how = (stride, padding, dilation, False, (0, 0, 0), groups)
+    found: Any = torch.ops.aten.convolution_backward(dy, x, weight, sizes, *how, tuple(want))
+    return found
+
+
+def _products(dy: Tensor, x: Tensor, weight: Tensor, how: tuple[Triple, Triple, Triple], by_input: bool,
+              by_weight: bool) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """Gradients by x and weight, with the one volume unrolled into [P', kernel * C]."""
+    (stride, padding, dilation), kernel, channels = how, weight.shape[2:], x.shape[1]
+    across = [p for n in reversed(padding) for p in (n, n)]
+    rows = _rows(dy).reshape(-1, dy.shape[1])
+    dx = dweight = None
+    if by_weight:
+        padded = _rows(F.pad(x, across)).contiguous()
+        steps = padded.stride()[1:4]
+        apart = [s * n for s, n in zip(stride, steps)], [d * n for d, n in zip(dilation, steps)]
+        columns = padded.as_strided((*dy.shape[2:], *kernel, channels), (*apart[0], *apart[1], 1))
+        dweight = (rows.t() @ columns.reshape(len(rows), -1)).view(-1, *kernel, channels).permute(0, 4, 1, 2, 3)
+    if by_input:
+        parts = (rows @ _rows(weight).reshape(len(weight), -1)).view(*dy.shape[2:], *kernel, channels)
+        padded = x.new_zeros([n + 2 * p for n, p in zip(x.shape[2:], padding)] + [channels])
+        for place in product(*map(range, kernel)):
+            read: Any = (..., *place, slice(None))
+            starts = [k * d for k, d in zip(place, dilation)]
+            write: Any = tuple(slice(a, a + s * (n - 1) + 1, s) for a, s, n in zip(starts, stride, dy.shape[2:]))
+            padded[write] += parts[read]
+        dx = F.pad(padded.permute(3, 0, 1, 2)[None], [-p for p in across])
+    return dx, dweight
+
+
+def _halves(dy: Tensor, x: Tensor, weight: Tensor, how: tuple[Triple, Triple, Triple], by_input: bool,
+            by_weight: bool) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """Gradients by x and weight, with the one volume as two samples to torch, which then takes oneDNN: its halves along D and what
+    of the volume they are made of."""
+    (stride, padding, dilation), half = how, -(-dy.shape[2] // 2)
+    if dy.shape[2] % 2:
+        dy = channels_last(F.pad(dy, (0, 0, 0, 0, 0, 1)))
+    first = half * stride[0]
+    span = (half - 1) * stride[0] + dilation[0] * (weight.shape[2] - 1) + 1
+    ends = padding[0], first + span - x.shape[2] - padding[0]
+    padded = F.pad(x, (0, 0, 0, 0, *ends))
+    both = channels_last(torch.cat((padded[:, :, :span], padded[:, :, first:])))
+    pair = _rows(dy).view(2, half, *dy.shape[3:], dy.shape[1]).permute(0, 4, 1, 2, 3)  # half the memory is half the volume
+    rest = (stride, (0, *padding[1:]), dilation, False, (0, 0, 0), 1)
+    dboth, dweight, _ = torch.ops.aten.convolution_backward(pair, both, weight, None, *rest, (by_input, by_weight, False))
+    if not by_input:
+        return None, dweight
+    dx = torch.zeros_like(padded, memory_format=torch.channels_last_3d)
+    dx[:, :, :span] = dboth[:1]
+    dx[:, :, first:] += dboth[1:]
+    return F.pad(dx, (0, 0, 0, 0, -ends[0], -ends[1])), dweight
 
 
 class Conv3d(nn.Conv3d):
-    """``nn.Conv3d``, as fast for a single small volume on a CPU as for a batch, and right for a shallow one in bfloat16.
-
-    The single volume goes through as two halves with a halo: two samples to torch, which then takes the oneDNN path. Values and
-    gradients are those of ``nn.Conv3d``.
-    """
+    """``nn.Conv3d`` by ``conv3d``: values and gradients are the same."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, C, D, H, W] -> [B, O, D', H', W']"""
-        if self._would_be_unrolled(x):
-            return self._halves(x)
-        if self._would_lose_gradients(x):
+        if self.padding_mode == "zeros" and not isinstance(self.padding, str):
+            return conv3d(x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
+        if _would_lose_gradients(x, self.weight):
             with torch.autocast("cpu", enabled=False):
                 bias = None if self.bias is None else self.bias.float()
                 return self._conv_forward(x.float(), self.weight.float(), bias).bfloat16()
         return super().forward(x)
 
-    def _would_lose_gradients(self, x: Tensor) -> bool:
-        """In bfloat16 on a CPU, where a volume is less deep than the kernel, oneDNN's gradient of the weights holds memory that
-        nobody wrote (torch 2.13: depth 2 with a kernel of 3, 3 and 4 with one of 5). So small a volume costs little in float32."""
-        narrow = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
-        return x.device.type == "cpu" and x.shape[2] < self.kernel_size[0] and (narrow or self.weight.dtype == torch.bfloat16)
 
-    def _would_be_unrolled(self, x: Tensor) -> bool:
-        return (
-            x.device.type == "cpu"
-            and x.dtype == self.weight.dtype == torch.float32
-            and x.shape[0] == 1
-            and x.shape[1:4].numel() <= _UNROLLED_UP_TO
-            and x.shape[2] % 2 == 0
-            and x.shape[2] >= 4
-            and self.kernel_size == (3, 3, 3)
-            and self.stride == self.dilation == (1, 1, 1)
-            and self.padding == (1, 1, 1)
-            and self.padding_mode == "zeros"
-            and self.groups == 1
-            and not torch.is_autocast_enabled("cpu")
-        )
+class ConvTranspose3d(nn.ConvTranspose3d):
+    """``nn.ConvTranspose3d`` by ``conv_transpose3d``: values and gradients are the same."""
 
-    def _halves(self, x: Tensor) -> Tensor:
-        half = x.shape[2] // 2
-        edge = torch.zeros_like(x[:, :, :1])
-        upper = torch.cat((edge, x[:, :, : half + 1]), 2)
-        lower = torch.cat((x[:, :, half - 1 :], edge), 2)
-        both = torch.cat((upper, lower)).contiguous(memory_format=torch.channels_last_3d)  # [2, C, D/2 + 2, H, W]
-        y = nn.functional.conv3d(both, self.weight, self.bias, padding=(0, 1, 1))  # [2, O, D/2, H, W]
-        # In channels-last memory two halves of a volume are the volume.
-        y = y.permute(0, 2, 3, 4, 1)
-        return y.reshape(1, 2 * half, *y.shape[2:]).permute(0, 4, 1, 2, 3)
+    def forward(self, x: Tensor, output_size: list[int] | None = None) -> Tensor:
+        """[B, C, D, H, W] -> [B, O, D', H', W']"""
+        if output_size is not None or self.padding_mode != "zeros" or isinstance(self.padding, str):
+            return super().forward(x, output_size)
+        how = (self.stride, self.padding, self.output_padding, self.dilation, self.groups)
+        return conv_transpose3d(x, self.weight, self.bias, *how)
 
 
 class Conv2d(nn.Conv2d):

@@ -1,7 +1,7 @@
 """Weights in and out of files, together with the settings of their model. Nothing is unpickled but tensors."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,9 +26,12 @@ def write(path: str | Path, kind: str, cfg: Settings, weights: Mapping[str, Tens
     partial.replace(path)
 
 
-def read(path: Path, kind: str, settings: type[Shape]) -> tuple[dict[str, Tensor], Shape | None]:
+def read(
+    path: Path, kind: str, settings: type[Shape], under: Sequence[str] = (),
+) -> tuple[dict[str, Tensor], Shape | None]:  # fmt: skip
     """Weights by name, and the settings that travelled with them: of a safetensors file, or of a torch state dict, alone or under
-    ``state_dict``, ``model_state_dict`` or ``model``, with or without ``module.`` before the names. Raises CheckpointError.
+    ``state_dict``, ``model_state_dict``, ``model`` or one of ``under``, with or without ``module.`` before the names. Raises
+    CheckpointError.
     """
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file of weights")
@@ -37,7 +40,7 @@ def read(path: Path, kind: str, settings: type[Shape]) -> tuple[dict[str, Tensor
     try:
         if head[8:9] == b"{":
             return _safetensors(path, kind, settings)
-        return _plain(torch.load(path, map_location="cpu", weights_only=True)), None
+        return _plain(torch.load(path, map_location="cpu", weights_only=True), under), None
     except (CheckpointError, ConfigError):
         raise
     except Exception as problem:  # every reader has errors of its own for a damaged file
@@ -61,8 +64,8 @@ def _safetensors(path: Path, kind: str, settings: type[Shape]) -> tuple[dict[str
         raise ConfigError(f"{path}: settings inside the file: {problem}") from problem
 
 
-def _plain(found: Any) -> dict[str, Tensor]:
-    for key in ("state_dict", "model_state_dict", "model"):
+def _plain(found: Any, under: Sequence[str] = ()) -> dict[str, Tensor]:
+    for key in ("state_dict", "model_state_dict", "model", *under):
         if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
             found = found[key]
     if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):

@@ -7,22 +7,23 @@ from torch import Tensor, nn
 from hpcai.dist.collect import total
 from hpcai.dist.mesh import Axis, Mesh
 from hpcai.nn.batchnorm import BatchNorm
+from hpcai.nn.instancenorm import InstanceNorm
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
 class Total(nn.Module):
-    """Adds a tensor over an axis, in place."""
+    """Adds a tensor over axes, in place. Over no axis it is as if it were not there."""
 
-    def __init__(self, axis: Axis) -> None:
+    def __init__(self, *axes: Axis) -> None:
         super().__init__()
-        self.axis = axis
+        self.axes = axes
 
     def forward(self, value: Tensor) -> Tensor:
-        return total(value, self.axis)
+        return total(value, *self.axes)
 
     def __deepcopy__(self, memo: dict) -> "Total":
-        return Total(self.axis)  # a group of processes is not copied
+        return Total(*self.axes)  # a group of processes is not copied
 
 
 def group_batch_norm(model: Model, mesh: Mesh, group: int, setting: str = "batchnorm_group") -> Model:
@@ -36,18 +37,27 @@ def group_batch_norm(model: Model, mesh: Mesh, group: int, setting: str = "batch
     _, axis = mesh.split("replicate", group, setting)
     if axis.size == 1:
         return model
-    for module in list(model.modules()):
-        for name, child in module.named_children():
-            if isinstance(child, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)):
-                setattr(module, name, _ours(child))
+    use_ours(model)
     for module in model.modules():
         if isinstance(module, BatchNorm):
             module.add_module("total", Total(axis))
     return model
 
 
-def _ours(norm: nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d) -> BatchNorm:
-    """A batch norm with the parameters and buffers of ``norm``, not copies of them."""
-    made = BatchNorm(norm.num_features, False, norm.eps, norm.momentum, norm.affine, norm.track_running_stats)
-    made._parameters, made._buffers = norm._parameters, norm._buffers
-    return made.train(norm.training)
+def use_ours(model: nn.Module) -> None:
+    """Put norms whose statistics can be those of several processes in the place of torch's, in ``model``, with the parameters and
+    buffers of these, not copies of them."""
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            made: BatchNorm | InstanceNorm
+            if isinstance(child, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)):
+                made = BatchNorm(child.num_features, False, child.eps, child.momentum, child.affine, child.track_running_stats)
+            elif isinstance(child, _INSTANCE) and child.affine and not child.track_running_stats:
+                made = InstanceNorm(child.num_features, False, child.eps)
+            else:
+                continue
+            made._parameters, made._buffers = child._parameters, child._buffers
+            setattr(module, name, made.train(child.training))
+
+
+_INSTANCE = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hpcai.dist.collect import gather_objects
 from hpcai.dist.host import Collector, Gpu, warm_collectives
-from hpcai.errors import CheckpointError, ConfigError, DataError
+from hpcai.errors import CheckpointError, ConfigError, DataError, DivergedError
 from hpcai.settings import TrainConfig
 from hpcai.train.checkpoint import Progress
 from hpcai.train.evaluation import Kept, Metric
@@ -185,7 +185,8 @@ class _Training:
             else:
                 self.progress.epoch, self.progress.sample, self.progress.late = self.progress.epoch + 1, 0, []
             last = self.progress.step >= self.steps
-            if last or self.progress.epoch % self.cfg.evaluate_every == 0:
+            since = self.progress.epoch - (self.cfg.evaluate_from or self.cfg.evaluate_every)
+            if last or (since >= 0 and since % self.cfg.evaluate_every == 0):
                 self._evaluate()
             if self._target_is_reached(wait=last):
                 return "target"
@@ -308,12 +309,20 @@ class _Training:
         step = scored.position["step"]
         self.result.evaluations.append(Report(step, scored.values))
         self.reports.emit("evaluate", **scored.position, **{**scored.values, "seconds": scored.seconds})
-        if self.cfg.target is None or self.cfg.metric is None:
+        if self.cfg.metric is None or (self.cfg.target is None and self.cfg.hopeless is None):
             return False
         if self.cfg.metric not in scored.values:
             raise ConfigError(f"train.metric is {self.cfg.metric!r}, but what is evaluated is {', '.join(scored.values)}")
         value = scored.values[self.cfg.metric]
-        reached = value <= self.cfg.target if self.cfg.better == "lower" else value >= self.cfg.target
+        higher = self.cfg.better == "higher"
+        if self.cfg.hopeless is not None and not (value > self.cfg.hopeless if higher else value < self.cfg.hopeless):
+            raise DivergedError(
+                f"step {step}: {self.cfg.metric} is {value:.6g}; train.hopeless: a run at {self.cfg.hopeless:g} has diverged; "
+                f"lower step.lr (now {self.step.cfg.lr:g}), lengthen step.schedule.warmup, or begin anew with another train.seed"
+            )
+        if self.cfg.target is None:
+            return False
+        reached = value >= self.cfg.target if higher else value <= self.cfg.target
         if reached and self._scored is None:
             self._scored = scored.position
             text = f"target reached: {self.cfg.metric} {value:.6g}, asked {self.cfg.target:g}"

@@ -94,7 +94,7 @@ class Optimizer:
             if cfg.optimizer == "sgd":
                 update.sgd_(
                     state.weights, gradient, state.moments.get("momentum_buffer"), lr=self.lr, scale=scale, skip=skip,
-                    momentum=cfg.momentum, weight_decay=decay, lr_in_momentum=cfg.lr_in_momentum, **copies,
+                    momentum=cfg.momentum, weight_decay=decay, lr_in_momentum=cfg.lr_in_momentum, nesterov=cfg.nesterov, **copies,
                 )  # fmt: skip
             else:
                 update.adam_(

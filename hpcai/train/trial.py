@@ -138,7 +138,8 @@ class ByTorch(Step):
         super().__init__(model, function, cfg, mesh)
         for state in self.optimizer.states:
             state.moments.clear()
-        words = {"momentum": cfg.momentum} if cfg.optimizer == "sgd" else {"betas": cfg.betas, "eps": cfg.eps}
+        momentum = {"momentum": cfg.momentum, "nesterov": cfg.nesterov}
+        words = momentum if cfg.optimizer == "sgd" else {"betas": cfg.betas, "eps": cfg.eps}
         decays = decayed(model, cfg)
         groups = [{"params": [p], "weight_decay": cfg.weight_decay * (name in decays)} for name, p in model.named_parameters()]
         self.by_torch = TORCH[cfg.optimizer](groups, lr=cfg.lr, foreach=False, fused=False, **words)

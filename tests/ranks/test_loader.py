@@ -11,6 +11,7 @@ import pytest
 from hpcai.data import Loader, Reader, Rows
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import DataError
+from hpcai.parallel.spatial import Cut
 from tests.ranks.launch import on_ranks
 
 MESHES = (
@@ -78,22 +79,22 @@ def volumes(folder: Path, rows: int = 6, edge: int = 64) -> Path:
 
 
 def parts(mesh: Mesh, folder: Path) -> tuple[list[Any], int]:
-    class Cut:
+    class Parts:
         def __init__(self) -> None:
             fields = {"counts": ("int16", (64, 64, 64, 4)), "target": ("float32", (3,))}
-            cut = {"counts": (0, mesh["depth"])}
-            self.rows = Rows(folder, fields, reader=Reader("direct"), cut=cut)
+            self.rows = Rows(folder, fields, reader=Reader("direct"))
+            self.where = {"counts": Cut.over({"depth": mesh["depth"]}, 3).part((64, 64, 64))}
 
         def __len__(self) -> int:
             return len(self.rows)
 
         def sample(self, index: int, epoch: int) -> Any:
-            return self.rows.read(index)
+            return self.rows.read(index, self.where)
 
         def describe(self, index: int) -> str:
             return self.rows.describe(index)
 
-    source = Cut()
+    source = Parts()
     with Loader(source, 1, mesh, name="t", seed=2) as loader:
         found = [(batch["counts"].numpy().copy(), batch["target"].tolist()) for batch in loader.epoch(0)]
         return found, source.rows.reader.transferred
@@ -114,7 +115,7 @@ def test_ranks_that_cut_a_sample_read_their_part_only(tmp_path: Path) -> None:
 
 def refused(mesh: Mesh, folder: Path) -> str:
     try:
-        Rows(folder, {"counts": ("int16", (64, 64, 64, 4))}, cut={"counts": (3, mesh["depth"])}, reader=Reader())
+        Rows(folder, {"counts": ("int16", (64, 64, 64, 4))}, reader=Reader())
         Loader(Numbers(9, set()), 1, mesh, name="t", on_bad_sample="skip")
     except DataError as problem:
         return str(problem)

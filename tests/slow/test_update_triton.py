@@ -42,6 +42,7 @@ def example(r):
     rows["gradient"].fill_(torch.nan) if skip else None
     seed, offset = torch.tensor(r.choice([-5, 0, 7, 1 << 40])), r.choice([0, 5, 1 << 31, (1 << 33) + 3])
     decay, momentum, betas = r.choice([0.0, 0.1]), r.choice([0.0, 0.9]), r.choice([(0.9, 0.999), (0.0, 0.5)])
+    ahead = r.choice([True, False])
     keep, ratio = r.choice([0.0, 0.3, 0.5, 0.999]), torch.linspace(0.5, 2, segments.count)
 
     def run(row_class):
@@ -52,7 +53,7 @@ def example(r):
         if kind in ("adam", "adamw"):
             adam_(w, g, m, v, lr=lr, step=step, betas=betas, eps=1e-8, decoupled=kind == "adamw", **moments, **after, **rounding)
         elif kind in ("sgd", "keras"):
-            sgd_(w, g, m, lr=lr, momentum=momentum, lr_in_momentum=kind == "keras", **moments, **after, **rounding)
+            sgd_(w, g, m, lr=lr, momentum=momentum, lr_in_momentum=kind == "keras", nesterov=ahead, **moments, **after, **rounding)
         elif kind == "lamb":
             x["direction"] = d = torch.zeros(n)
             x["sums"] = lamb_direction_(w, g, m, v, d, segments, step=step, betas=betas, eps=1e-6, **moments, **rounding)

@@ -14,6 +14,7 @@ __getattr__, _names = lazy(
         "error": ".objective",
         "pairs": ".objective",
         "parallelize": ".parallel",
+        "cut_of": ".parallel",
         "load_weights": ".load",
         "save_weights": ".load",
     },

@@ -24,10 +24,11 @@ class Block(nn.Module):
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         self.conv = Conv3d(inputs, outputs, 3, padding=1)
+        self.pool = nn.MaxPool3d(2)
 
     def forward(self, x: Tensor) -> Tensor:
         # The rectifier rises, so the largest of eight rectified cells is the rectified largest: rectify an eighth of them.
-        return F.leaky_relu(F.max_pool3d(self.conv(x), 2), _SLOPE)
+        return F.leaky_relu(self.pool(self.conv(x)), _SLOPE)
 
 
 class CosmoFlow(nn.Module):
@@ -41,9 +42,11 @@ class CosmoFlow(nn.Module):
         self.cfg = cfg = cfg or CosmoFlowConfig()
         widths = [cfg.channels] + [cfg.filters << i for i in range(cfg.blocks)]
         self.conv_seq = nn.Sequential(*(Block(i, o) for i, o in pairwise(widths)))
+        self.every_cell: nn.Module = nn.Identity()  # seam: the dense layers need all of a cube that is cut
         self.dense1 = nn.Linear(widths[-1] * cfg.edge**3, 128)
         self.dense2 = nn.Linear(128, 64)
         self.output = nn.Linear(64, len(cfg.parameters))
+        self.one_answer: nn.Module = nn.Identity()  # seam: processes that hold a cube together give one answer, which counts once
         for layer in self.modules():
             if isinstance(layer, (nn.Conv3d, nn.Linear)):
                 nn.init.xavier_uniform_(layer.weight)
@@ -57,11 +60,11 @@ class CosmoFlow(nn.Module):
         if self.mean is not None and self.mix is not None:
             with torch.autocast(x.device.type, enabled=False):  # small differences of large numbers
                 x = ((x.permute(0, 2, 3, 4, 1) - self.mean) @ self.mix).permute(0, 4, 1, 2, 3)
-        x = self.conv_seq(x.contiguous(memory_format=torch.channels_last_3d))
+        x = self.every_cell(self.conv_seq(x.contiguous(memory_format=torch.channels_last_3d)))
         x = x.permute(0, 2, 3, 4, 1).flatten(1)  # [B, D*H*W*F]: Keras's order, and the order in memory
         x = F.dropout(F.leaky_relu(self.dense1(x), _SLOPE), self.cfg.dropout, self.training)
         x = F.dropout(F.leaky_relu(self.dense2(x), _SLOPE), self.cfg.dropout, self.training)
-        return torch.tanh(self.output(x)) * 1.2
+        return self.one_answer(torch.tanh(self.output(x)) * 1.2)
 
     @torch.no_grad()
     def predict(self, volume: Any) -> dict[str, Any]:

@@ -1,10 +1,21 @@
-"""CosmoFlow over the mesh: copies of the whole network, each with its own universes."""
+"""CosmoFlow over the mesh: copies, each with its own universes, which may be cut along their depth and height."""
 
 from hpcai.dist.mesh import Mesh
 from hpcai.models.cosmoflow.model import CosmoFlow
+from hpcai.parallel.spatial import Cut, Join, Once, spatial
+
+
+def cut_of(mesh: Mesh) -> Cut:
+    """How a universe lies on the processes of a copy."""
+    return Cut.over({"depth": mesh["depth"], "height": mesh["height"]}, 3)
 
 
 def parallelize(model: CosmoFlow, mesh: Mesh) -> CosmoFlow:
-    """The model as it is, once the mesh is one that it can use. Raises MeshError."""
-    mesh.only("CosmoFlow", "replicate")
+    """``model``, in place, whose convolutions are cut over ``depth`` and ``height``. Raises MeshError for a mesh that does not
+    fit."""
+    mesh.only("CosmoFlow", "replicate", "depth", "height")
+    if mesh.copy.size > 1:
+        model.every_cell = Join()
+        cut = spatial(model, {"depth": mesh["depth"], "height": mesh["height"]}, (model.cfg.size,) * 3)
+        model.one_answer = Once(cut)
     return model

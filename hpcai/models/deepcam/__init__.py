@@ -12,6 +12,7 @@ __getattr__, _names = lazy(
         "score": ".objective",
         "maps": ".objective",
         "parallelize": ".parallel",
+        "cut_of": ".parallel",
         "load_weights": ".load",
         "save_weights": ".load",
     },

@@ -227,6 +227,9 @@ class DeepCam(nn.Module):
         self.conv2 = Conv2d(128 // cfg.divide, 48 // cfg.divide, 1, bias=False)
         self.bn2 = Norm(48 // cfg.divide)
         self.upsample = Decoder(256 // cfg.divide, 48 // cfg.divide, len(cfg.classes))
+        self.total: nn.Module = nn.Identity()  # seam: sums over a map that is cut
+        self.whole: nn.Module = nn.Identity()  # seam: all of a map that is cut
+        self.is_cut = False
         # Of the settings and not of the weights: the keys of a checkpoint are those of the benchmark.
         self.register_buffer("class_weights", torch.tensor(cfg.frequencies or [1.0] * len(cfg.classes)) ** -0.125, persistent=False)
         low, high = (torch.tensor(cfg.low or 0.0), torch.tensor(cfg.high or 1.0))
@@ -240,13 +243,19 @@ class DeepCam(nn.Module):
         self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.shape[2] % STRIDE or x.shape[3] % STRIDE:
-            raise ValueError(
-                f"the map is {x.shape[2]} x {x.shape[3]} cells; expected multiples of {STRIDE}, the output stride: "
-                "crop it, or pad it at its edges"
-            )
+        if not self.is_cut:  # else the whole was checked when it was cut
+            self.check(x.shape[2], x.shape[3])
         features, low = self.xception_features(x.contiguous(memory_format=torch.channels_last))
         return self.upsample(self.bottleneck(features), self.bn2(self.conv2(low)))
+
+    @staticmethod
+    def check(height: int, width: int) -> None:
+        """Raise ValueError for a map that the network cannot see."""
+        if height % STRIDE or width % STRIDE:
+            raise ValueError(
+                f"the map is {height} x {width} cells; expected multiples of {STRIDE}, the output stride: "
+                "crop it, or pad it at its edges"
+            )
 
     def scaled(self, fields: Tensor) -> Tensor:
         """The input of the network: each variable between 0 and 1 (``cfg.low``, ``cfg.high``).

@@ -1,5 +1,6 @@
 """What DeepCAM is trained for and how well it does.   B batch, V variables, H W the map, K classes."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -27,32 +28,39 @@ def _cross_entropy(model: Any, logits: Tensor, mask: Tensor) -> Tensor:
 def loss(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     """Cross entropy of each cell, weighted by f^(-1/8) of its class's frequency f, and the plain mean over cells: not divided by
     the sum of the weights (MLPerf HPC)."""
-    return {"loss": _cross_entropy(model, _logits(model, batch), batch.mask).mean()}
+    return {"loss": _mean(model, _cross_entropy(model, _logits(model, batch), batch.mask)).mean()}
+
+
+def _mean(model: Any, values: Tensor) -> Tensor:
+    """Of each whole map, however it is cut.   [B, H, W] -> [B]"""
+    own = torch.stack((values.sum((1, 2)), values.new_full((len(values),), values[0].numel())))
+    total, count = model.total(own)
+    return total / count
 
 
 def score(model: Any, batch: Batch) -> dict[str, tuple[Tensor, int]]:
     """``iou``, the metric of MLPerf HPC (target 0.82): intersection over union of each class in each map, 1 where a class is in
     neither; the mean over classes, then over maps. Also that of each class (``iou_<class>``), and the loss."""
     logits = _logits(model, batch)
-    found = iou(logits.argmax(1), batch.mask, logits.shape[1])
+    found = iou(logits.argmax(1), batch.mask, logits.shape[1], model.total)
     count = len(found)
     names = [f"iou_{name.replace(' ', '_')}" for name in model.cfg.classes]
     every = {name: (column.sum(), count) for name, column in zip(names, found.unbind(1))}
-    entropy = _cross_entropy(model, logits, batch.mask).mean((1, 2)).sum()
+    entropy = _mean(model, _cross_entropy(model, logits, batch.mask)).sum()
     return {"iou": (found.mean(1).sum(), count), **every, "loss": (entropy, count)}
 
 
-def iou(guess: Tensor, mask: Tensor, classes: int) -> Tensor:
-    """Intersection over union of each class in each map; 1 where it is in neither.   [B, H, W] twice -> [B, K]"""
-    columns = []
-    for k in range(classes):
-        a, b = (guess == k).flatten(1), (mask == k).flatten(1)
-        both, either = (a & b).sum(1), (a | b).sum(1)
-        columns.append(torch.where(either > 0, both / either.clamp(min=1), 1.0))
-    return torch.stack(columns, 1)
+def iou(guess: Tensor, mask: Tensor, classes: int, total: Callable[[Tensor], Tensor] = lambda sums: sums) -> Tensor:
+    """Intersection over union of each class in each map; 1 where it is in neither. ``total`` adds the cells of the parts of maps
+    that are cut.   [B, H, W] twice -> [B, K]"""
+    pairs = [((guess == k).flatten(1), (mask == k).flatten(1)) for k in range(classes)]
+    both, either = total(torch.stack([torch.stack([(a & b).sum(1), (a | b).sum(1)]) for a, b in pairs], -1))
+    return torch.where(either > 0, both / either.clamp(min=1), 1.0)
 
 
 def maps(model: Any, batch: Batch) -> dict[str, Tensor]:
     """The maps, what is in them and what the model sees: for pictures.   fields [B, H, W, V], true and predicted [B, H, W] uint8"""
     guess = _logits(model, batch).argmax(1)
-    return {"fields": batch.fields, "true": batch.mask.to(torch.uint8), "predicted": guess.to(torch.uint8)}
+    true, predicted = (model.whole(mask[:, None])[:, 0].to(torch.uint8) for mask in (batch.mask, guess))
+    fields = model.whole(batch.fields.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+    return {"fields": fields, "true": true, "predicted": predicted}

@@ -1,11 +1,27 @@
-"""DeepCAM over the mesh: copies of the whole network, each with its own maps, whose batch norms may share their statistics."""
+"""DeepCAM over the mesh: copies, each with its own maps, which may be cut along their height, and whose batch norms may share their
+statistics."""
 
 from hpcai.dist.mesh import Mesh
+from hpcai.errors import MeshError
 from hpcai.models.deepcam.model import DeepCam
 from hpcai.parallel.batchnorm import group_batch_norm
+from hpcai.parallel.spatial import Cut, Summed, Whole, spatial
 
 
-def parallelize(model: DeepCam, mesh: Mesh, batchnorm_group: int = 1) -> DeepCam:
-    """``model`` with batch statistics of ``batchnorm_group`` neighbouring copies. Raises MeshError where the mesh does not fit."""
-    mesh.only("DeepCAM", "replicate")
-    return group_batch_norm(model, mesh, batchnorm_group)
+def cut_of(mesh: Mesh) -> Cut:
+    """How a map lies on the processes of a copy."""
+    return Cut.over({"height": mesh["height"]}, 2)
+
+
+def parallelize(model: DeepCam, mesh: Mesh, batchnorm_group: int = 1, size: tuple[int, int] | None = None) -> DeepCam:
+    """``model``, in place, with batch statistics of ``batchnorm_group`` neighbouring copies, its maps of ``size`` (H, W) cut over
+    ``height``. Raises MeshError where the mesh does not fit."""
+    mesh.only("DeepCAM", "replicate", "height")
+    group_batch_norm(model, mesh, batchnorm_group)
+    if mesh["height"].size > 1:
+        if size is None:
+            raise MeshError(f"mesh.height is {mesh['height'].size}: give the size of the maps that are cut")
+        model.check(*size)
+        cut = spatial(model, {"height": mesh["height"]}, size)
+        model.total, model.whole, model.is_cut = Summed(cut), Whole(cut, size), True
+    return model

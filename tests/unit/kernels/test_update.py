@@ -62,18 +62,20 @@ def test_adam_is_that_of_torch_over_50_steps(n: int, decoupled: bool, fused: boo
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("ahead", [True, False])
 @given(n=SIZES)
-def test_sgd_has_the_rate_inside_or_outside_the_momentum(n: int, inside: bool, momentum: float) -> None:
+def test_sgd_has_the_rate_inside_or_outside_the_momentum(n: int, ahead: bool, inside: bool, momentum: float) -> None:
     w, velocity = rand(n), torch.zeros(n) if momentum else None
     expected, v = rand(n).double(), torch.zeros(n, dtype=torch.float64)
     parameter = torch.nn.Parameter(rand(n))
-    other = torch.optim.SGD([parameter], lr=0.1, momentum=momentum, weight_decay=0.02, fused=True)
+    other = torch.optim.SGD([parameter], lr=0.1, momentum=momentum, weight_decay=0.02, nesterov=ahead and momentum > 0, fused=True)
     for step, lr in enumerate([0.1, 0.1, 0.1] if not inside else [0.0, 0.1, 0.025]):
         g = rand(n, step + 1)
-        sgd_(w, g, velocity, momentum=momentum, weight_decay=0.02, lr_in_momentum=inside, **scalars(lr, 0.25))
+        sgd_(w, g, velocity, momentum=momentum, weight_decay=0.02, lr_in_momentum=inside, nesterov=ahead, **scalars(lr, 0.25))
         u = 0.25 * g.double() + 0.02 * expected
         v = momentum * v + (lr * u if inside else u)
-        expected -= v if inside else lr * v
+        down = (lr * u if inside else u) + momentum * v if ahead else v
+        expected -= down if inside else lr * down
         parameter.grad = 0.25 * g
         other.step()
     torch.testing.assert_close(w.double(), expected, rtol=1e-6, atol=1e-6)

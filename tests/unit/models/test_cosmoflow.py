@@ -178,12 +178,12 @@ def test_the_objective() -> None:
     assert torch.equal(cosmoflow.pairs(model, batch)["true"], batch.target)
 
 
-def test_only_copies_can_be_spread() -> None:
+def test_it_cannot_be_cut_into_stages() -> None:
     from hpcai.errors import MeshError
 
     mesh = dist.alone()
-    mesh.sizes["depth"] = 2
-    with pytest.raises(MeshError, match="mesh.depth is 2, but CosmoFlow can be spread over replicate only"):
+    mesh.sizes["pipeline"] = 2
+    with pytest.raises(MeshError, match="mesh.pipeline is 2, but CosmoFlow can be spread over replicate, depth, height only"):
         cosmoflow.parallelize(CosmoFlow(SMALL), mesh)
 
 

@@ -1,67 +1,196 @@
 """Our convolutions are those of torch, in value, gradient and names, whichever way they go."""
 
+import itertools
+import random
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from hpcai.nn import Conv2d, Conv3d, ConvTranspose2d
+from hpcai.nn import Conv2d, Conv3d, ConvTranspose2d, ConvTranspose3d
+from hpcai.nn.conv import channels_last, conv3d
+
+LAST = torch.channels_last_3d
+LAYOUTS = [torch.contiguous_format, LAST]
 
 
-@pytest.mark.parametrize("shape", [(1, 4, 16, 16, 16), (1, 8, 4, 6, 10), (1, 3, 8, 5, 7)])
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last_3d])
-def test_halves_are_the_whole(shape: tuple[int, ...], layout: torch.memory_format) -> None:
+def gradients(function: Any, leaves: list[torch.Tensor], dy: torch.Tensor) -> list[torch.Tensor]:
+    leaves = [t.detach().clone().requires_grad_() for t in leaves]
+    y = function(*leaves)
+    return [y.detach(), *torch.autograd.grad(y, leaves, dy.to(y.dtype))]
+
+
+def compare(ours: Any, theirs: Any, leaves: list[torch.Tensor], small: float) -> None:
+    """Values and gradients, to ``small`` of the largest, against torch's in float64 and contiguous memory."""
+    wide = [t.double().contiguous() for t in leaves]
+    dy = torch.randn(theirs(*wide).shape)
+    for found, expected in zip(gradients(ours, leaves, dy), gradients(theirs, wide, dy.double()), strict=True):
+        assert found.shape == expected.shape
+        torch.testing.assert_close(found.double(), expected, rtol=0, atol=small * max(1e-3, float(expected.abs().max())))
+
+
+def called(function: Any, bias: Any, how: tuple[Any, ...], *leaves: torch.Tensor) -> torch.Tensor:
+    return function(*leaves, *(bias or []), *how)
+
+
+def with_weights(layer: nn.Module, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+    return torch.func.functional_call(layer, dict(zip(dict(layer.named_parameters()), weights)), (x,))
+
+
+SHAPES = [
+    # channels in and out, volume, kernel, stride, padding, dilation
+    (1, 8, (16, 12, 10), 3, 1, 1, 1),
+    (4, 5, (16, 16, 16), 3, 1, 1, 1),
+    (4, 5, (16, 16, 16), 3, 1, (0, 1, 1), 1),
+    (4, 5, (9, 7, 12), 3, 1, (1, 0, 0), 1),
+    (3, 5, (7, 9, 6), 3, 2, 1, 1),
+    (16, 8, (16, 14, 12), 3, 2, 1, 1),
+    (16, 8, (17, 14, 12), 3, 2, (0, 1, 1), 1),
+    (16, 8, (4, 4, 4), 3, 1, 1, 1),
+    (16, 8, (4, 4, 4), 3, 2, 1, 1),
+    (16, 8, (2, 2, 2), 3, 2, 1, 1),
+    (8, 8, (1, 20, 20), 3, 1, 1, 1),
+    (8, 6, (12, 13, 11), (3, 1, 2), (1, 2, 3), (0, 2, 1), (2, 1, 1)),
+    (8, 6, (12, 12, 12), (1, 3, 3), (3, 1, 1), (0, 1, 1), 1),
+    (3, 2, (10, 10, 10), 5, 3, 2, 1),
+    (8, 6, (6, 5, 4), 1, 1, 0, 1),
+    (8, 6, (6, 5, 4), 1, (1, 2, 2), 0, 1),
+    (8, 6, (6, 5, 4), 1, 1, 1, 1),
+]
+
+
+def three(value: int | tuple[int, ...]) -> tuple[int, ...]:
+    return (value,) * 3 if isinstance(value, int) else value
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", SHAPES, ids=str)
+def test_a_convolution_of_a_volume_is_torchs(case: tuple[Any, ...], layout: torch.memory_format) -> None:
     torch.manual_seed(0)
-    plain, ours = nn.Conv3d(shape[1], 5, 3, padding=1), Conv3d(shape[1], 5, 3, padding=1)
-    ours.load_state_dict(plain.state_dict())
-    assert list(plain.state_dict()) == list(ours.state_dict())
-    x = torch.randn(shape).contiguous(memory_format=layout)
-    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
-    assert ours._would_be_unrolled(b)
-    expected, found = plain(a), ours(b)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    assert found.is_contiguous(memory_format=torch.channels_last_3d), "no copy is needed behind it"
-    weight = torch.randn_like(expected)
-    (expected * weight).sum().backward()
-    (found * weight).sum().backward()
-    torch.testing.assert_close(b.grad, a.grad, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(ours.weight.grad, plain.weight.grad, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(ours.bias.grad, plain.bias.grad, rtol=1e-4, atol=1e-4)
+    inputs, outputs, volume, *how = case
+    kernel, stride, padding, dilation = map(three, how)
+    for batch, groups, bias, dtype in itertools.product((1, 2), (1, 2), (False, True), (torch.float64, torch.float32)):
+        if inputs % groups or outputs % groups:
+            continue
+        x = torch.randn(batch, inputs, *volume).to(dtype, memory_format=layout)
+        weight = torch.randn(outputs, inputs // groups, *kernel).to(dtype, memory_format=layout)
+        leaves = [x, weight, *([torch.randn(outputs, dtype=dtype)] if bias else [])]
+
+        how = None if bias else [None], (stride, padding, dilation, groups)
+        compare(partial(called, conv3d, *how), partial(called, F.conv3d, *how), leaves, 1e-12 if dtype == torch.float64 else 1e-5)
 
 
-@pytest.mark.parametrize(
-    "conv, shape",
-    [
-        (Conv3d(4, 4, 3, padding=1), (2, 4, 8, 8, 8)),
-        (Conv3d(4, 4, 3, padding=1), (1, 4, 7, 8, 8)),
-        (Conv3d(4, 4, 3, padding=1), (1, 4, 128, 128, 8)),
-        (Conv3d(4, 4, 3), (1, 4, 8, 8, 8)),
-        (Conv3d(4, 4, 3, padding=1, stride=2), (1, 4, 8, 8, 8)),
-        (Conv3d(4, 4, 3, padding=1, dilation=2), (1, 4, 8, 8, 8)),
-        (Conv3d(4, 4, 5, padding=2), (1, 4, 8, 8, 8)),
-        (Conv3d(4, 4, 3, padding=1, groups=2), (1, 4, 8, 8, 8)),
-        (Conv3d(4, 4, 3, padding=1).double(), (1, 4, 8, 8, 8)),
-    ],
-)
-def test_everything_else_is_left_to_torch(conv: Conv3d, shape: tuple[int, ...]) -> None:
-    x = torch.randn(shape, dtype=conv.weight.dtype)
-    assert not conv._would_be_unrolled(x)
+def test_random_convolutions_of_one_volume_are_torchs() -> None:
+    torch.manual_seed(0)
+    r, done = random.Random(0), 0
+    while done < 60:
+        channels, outputs = r.choice([1, 3, 8]), r.choice([1, 4, 7])
+        volume, kernel, stride, padding, dilation = (
+            tuple(r.choice(of) for _ in range(3)) for of in ([5, 6, 8, 9, 12], [1, 2, 3, 3, 5], [1, 1, 2, 3], [0, 1, 2], [1, 1, 2])
+        )
+        if any(n + 2 * p < d * (k - 1) + 1 for n, k, p, d in zip(volume, kernel, padding, dilation)):
+            continue
+        done += 1
+        leaves = [torch.randn(1, channels, *volume), torch.randn(outputs, channels, *kernel), torch.randn(outputs)]
+        leaves[0] = leaves[0].contiguous(memory_format=r.choice(LAYOUTS))
+        how = None, (stride, padding, dilation)
+        compare(partial(called, conv3d, *how), partial(called, F.conv3d, *how), leaves, 1e-5)
+
+
+@pytest.mark.parametrize("channels", [1, 4])
+@pytest.mark.parametrize("padding", [(1, 1, 1), (0, 1, 1)])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_no_convolution_of_a_small_volume_is_unrolled(channels: int, padding: tuple[int, ...], stride: int) -> None:
+    x = torch.randn(1, channels, 16, 16, 16)
+    layer = Conv3d(channels, 5, 3, stride, padding)
+    names = kernels(lambda: layer(x.requires_grad_()).sum().backward())
+    assert "aten::mkldnn_convolution" in names and not any("slow_conv3d" in name for name in names)
+    y = layer(x)
+    assert y.stride(1) == 1, "channels-last memory, even of one channel: no copy is needed behind it"
+    assert not any("slow" in name for name in kernels(lambda: Conv3d(channels, 5, 1, 1, 0)(channels_last(x))))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kernel, words", [
+    (2, {"stride": 2}), ((1, 2, 3), {"stride": (1, 2, 3)}), (3, {"stride": 2, "padding": 1, "output_padding": 1}),
+    (2, {"stride": 2, "output_padding": 1}), (3, {"stride": 1, "dilation": 2}), (2, {"stride": 2, "groups": 2}), (1, {}),
+], ids=str)  # fmt: skip
+def test_a_transposed_convolution_is_torchs(kernel: Any, words: dict[str, Any], layout: torch.memory_format) -> None:
+    torch.manual_seed(0)
+    for inputs, batch, bias, dtype in itertools.product((1, 6), (1, 2), (False, True), (torch.float64, torch.float32)):
+        if inputs % words.get("groups", 1):
+            continue
+        plain = nn.ConvTranspose3d(inputs, 4, kernel, bias=bias, **words)
+        ours = ConvTranspose3d(inputs, 4, kernel, bias=bias, **words).to(dtype, memory_format=layout)  # type: ignore[call-overload]
+        ours.load_state_dict(plain.state_dict())
+        assert list(plain.state_dict()) == list(ours.state_dict())
+
+        x = torch.randn(batch, inputs, 3, 4, 5).to(dtype, memory_format=layout)
+        small = 1e-12 if dtype == torch.float64 else 1e-5
+        compare(
+            partial(with_weights, ours), partial(with_weights, plain.double()), [x, *(p.detach() for p in ours.parameters())], small
+        )
+
+
+def test_a_transposed_convolution_without_overlap_is_a_product_in_channels_last_memory() -> None:
+    layer, x = ConvTranspose3d(6, 4, 2, 2), channels_last(torch.randn(1, 6, 3, 4, 5))
+    names = kernels(lambda: layer(x))
+    assert "aten::addmm" in names and not any("conv" in name for name in names)
+    assert layer(x).is_contiguous(memory_format=LAST)
+    size = [7, 8, 9]
+    assert layer(x[..., :4], size).shape[2:] == torch.Size(size), "torch's own way, for a size that is asked for"
+
+
+@pytest.mark.parametrize("conv", [Conv3d(4, 4, 3, padding="same"), Conv3d(4, 4, 3, padding=1, padding_mode="circular")], ids=str)
+def test_other_paddings_are_torchs(conv: Conv3d) -> None:
+    x = torch.randn(1, 4, 8, 8, 8)
     torch.testing.assert_close(conv(x), nn.Conv3d.forward(conv, x))
 
 
-def test_torch_still_unrolls_what_we_think_it_does() -> None:
-    """When this fails, torch has moved the boundary: measure again, and drop ``Conv3d`` or its limit."""
-    from torch.profiler import ProfilerActivity, profile
+def test_one_unbatched_volume_is_torchs() -> None:
+    conv, x = Conv3d(4, 5, 3, padding=1), torch.randn(4, 6, 6, 6)
+    torch.testing.assert_close(conv(x), nn.Conv3d.forward(conv, x))
 
-    def kernels(size: int) -> set[str]:
-        layer, x = nn.Conv3d(4, 4, 3, padding=1), torch.randn(1, 4, size, size, 4)
-        with profile(activities=[ProfilerActivity.CPU]) as trace:
-            layer(x)
-        return {event.key for event in trace.key_averages()}
+
+def test_compiled_volumes_are_eager() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Conv3d(1, 4, 3, padding=1), Conv3d(4, 4, 3, 2, 1), ConvTranspose3d(4, 3, 2, 2), Conv3d(3, 2, 1))
+    leaves = [channels_last(torch.randn(1, 1, 8, 8, 8))]
+    dy = torch.randn(1, 2, 8, 8, 8)
+    expected, found = (gradients(f, leaves, dy) for f in (model, torch.compile(model, backend="aot_eager", fullgraph=True)))
+    for a, b in zip(found, expected):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_volumes_under_autocast_are_bfloat16() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Conv3d(1, 4, 3, padding=1), Conv3d(4, 4, 3, 2, 1), ConvTranspose3d(4, 3, 2, 2), Conv3d(3, 2, 1))
+    x = channels_last(torch.randn(1, 1, 8, 8, 8))
+    expected = model(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = model(x)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), expected, rtol=5e-2, atol=5e-2)
+
+
+def kernels(function: Any) -> set[str]:
+    from torch.profiler import ProfilerActivity, profile
 
     if not torch.backends.mkldnn.is_available():
         pytest.skip("this torch has no oneDNN")
-    assert "aten::slow_conv3d_forward" in kernels(64)  # 1*4*64*64 = 16384
-    assert "aten::mkldnn_convolution" in kernels(72)  # 1*4*72*72 = 20736
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        function()
+    return {event.key for event in trace.key_averages()}
+
+
+def test_torch_still_unrolls_what_we_think_it_does() -> None:
+    """When this fails, torch has moved the boundary: measure again, and drop ``_Direct`` or its limit."""
+    layer = nn.Conv3d(4, 4, 3, padding=1)
+    assert "aten::slow_conv3d_forward" in kernels(lambda: layer(torch.randn(1, 4, 64, 64, 4)))  # 1*4*64*64 = 16384
+    assert "aten::mkldnn_convolution" in kernels(lambda: layer(torch.randn(1, 4, 72, 72, 4)))  # 1*4*72*72 = 20736
 
 
 def spoil_memory() -> None:

@@ -84,6 +84,33 @@ def test_evaluation_every_second_epoch_and_at_the_end(tmp_path: Path) -> None:
     assert kinds[0] == "start" and kinds[-1] == "stop" and kinds.count("checkpoint") == 5 and kinds.count("epoch") == 5
 
 
+def test_the_first_evaluation_may_be_late() -> None:
+    cfg = TrainConfig(epochs=9, evaluate_every=2, evaluate_from=3)
+    result = train.fit(new_step(), batches(), cfg, validation=batches(2), evaluate=metric)
+    assert [report.step for report in result.evaluations] == [9, 15, 21, 27]
+
+
+COLLAPSES = [("higher", [0.5, 0.25, 0.0]), ("lower", [3.0, 5.0, 8.0]), ("higher", [0.5, 0.25, float("nan")])]
+
+
+@pytest.mark.parametrize(("better", "values"), COLLAPSES)
+def test_a_run_whose_metric_is_hopeless_stops_and_says_so(tmp_path: Path, better: str, values: list[float]) -> None:
+    left = iter(values)
+
+    def collapsing(model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
+        return {"dice": (torch.tensor(next(left)), 1)}
+
+    words: dict[str, Any] = {"better": better, "hopeless": {"higher": 0.1, "lower": 7.0}[better]}
+    cfg = TrainConfig(epochs=9, metric="dice", **words)
+    with new_run(tmp_path) as run, pytest.raises(DivergedError, match=r"step 9: dice is .* has diverged; lower step.lr"):
+        train.fit(new_step(), batches(), cfg, validation=batches(1), evaluate=collapsing, run=run)
+    assert [e["dice"] for e in events(tmp_path) if e["kind"] == "evaluate"][:2] == values[:2]
+    with pytest.raises(ValueError, match="needs metric"):
+        TrainConfig(hopeless=0.1)
+    with pytest.raises(ValueError, match="hopeless 0.9 is better than target 0.5"):
+        TrainConfig(metric="dice", better="higher", hopeless=0.9, target=0.5)
+
+
 def _weights(path: Path) -> dict[str, torch.Tensor]:
     step = new_step()
     assert Checkpoints(path / "checkpoints", CheckpointConfig(), dist.alone(), _settings(path)).resume(step) is not None

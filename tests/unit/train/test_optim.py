@@ -42,11 +42,12 @@ def run(cfg: StepConfig, skips: tuple[int, ...] = ()) -> nn.Module:
     return model
 
 
+@pytest.mark.parametrize("ahead", [True, False])
 @pytest.mark.parametrize("inside", [True, False])
-def test_sgd_with_the_learning_rate_inside_or_outside_the_momentum(inside: bool) -> None:
+def test_sgd_with_the_learning_rate_inside_or_outside_the_momentum(inside: bool, ahead: bool) -> None:
     decay = 0.02
-    cfg = StepConfig(optimizer="sgd", lr=0.1, momentum=0.9, lr_in_momentum=inside, weight_decay=decay, decay_names=("1.weight",))
-    found = run(cfg)
+    words = {"lr_in_momentum": inside, "nesterov": ahead, "weight_decay": decay, "decay_names": ("1.weight",)}
+    found = run(StepConfig(optimizer="sgd", lr=0.1, momentum=0.9, **words))
     model = network()
     velocity = [torch.zeros_like(p) for p in model.parameters()]
     with torch.no_grad():
@@ -54,7 +55,8 @@ def test_sgd_with_the_learning_rate_inside_or_outside_the_momentum(inside: bool)
             for (name, p), g, v in zip(model.named_parameters(), gradients(model, step), velocity):
                 g = g + decay * p if name == "1.weight" else g
                 v.mul_(0.9).add_(lr * g if inside else g)
-                p.sub_(v if inside else lr * v)
+                down = (lr * g if inside else g) + 0.9 * v if ahead else v
+                p.sub_(down if inside else lr * down)
     for p, expected in zip(found.parameters(), model.parameters()):
         torch.testing.assert_close(p, expected, rtol=1e-12, atol=1e-14)
 

@@ -1,0 +1,35 @@
+"""Train the 3D U-Net:  python -m apps.unet3d apps/unet3d/configs/small.yaml [step.lr=0.2 ...]
+
+The same line runs alone, or behind mpiexec, srun or torchrun.
+"""
+
+from apps.unet3d.settings import Config
+from hpcai import config
+
+
+def main(cfg: Config) -> None:
+    from apps.unet3d.data import volumes, write_slices
+    from hpcai import dist, train
+    from hpcai.models import unet3d
+
+    with (
+        dist.start(cfg.mesh) as mesh,
+        train.Run("unet3d", cfg, mesh) as run,
+        volumes(cfg, mesh) as (training, validation, pictures),
+    ):
+        train.seed_all(cfg.train.seed)  # the same weights everywhere
+        beside = cfg.train.evaluate == "background"
+        model = unet3d.parallelize(unet3d.UNet3D(cfg.model), mesh, cfg.data.window_group if mesh.trains else 1, beside)
+        step = train.Step(model, unet3d.loss, cfg.step, mesh)
+        result = train.fit(step, training, cfg.train, validation=validation, evaluate=unet3d.score, run=run)
+        if result.reason != "signal":
+            weights = step.snapshot()
+            run.keep("model.safetensors", lambda path: model.save(path, weights))
+            if pictures is not None:
+                slices = train.predict(step, unet3d.slices, pictures)
+                run.keep("maps.npz", lambda path: write_slices(path, slices, cfg.model))
+    raise SystemExit(result.exit_code)
+
+
+if __name__ == "__main__":
+    config.run(Config, main)

@@ -1,0 +1,230 @@
+"""CT volumes as samples: random crops to train on, whole volumes to evaluate.   D H W the volume."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from apps.unet3d.augment import vary
+from apps.unet3d.settings import AugmentConfig, Config
+from hpcai.data import Loader, Rows
+from hpcai.data.hdf5 import Where
+from hpcai.data.sampler import LargestFirst
+from hpcai.data.splits import Samples, by_shard, load, open_split
+from hpcai.dist import Mesh
+from hpcai.errors import DataError
+from hpcai.models.unet3d import Batch, UNet3DConfig, cut_of, place
+
+FIELDS: dict[str, Any] = {
+    "image": ("float32", (None, None, None)), "label": ("uint8", (None, None, None)), "boxes": ("int32", (2, 2, 6)),
+}  # fmt: skip
+
+
+@contextmanager
+def volumes(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any]]:
+    """Loaders for training (None on processes that only evaluate), validation and pictures."""
+    train, validation = _rows(cfg, "train", mesh), _rows(cfg, "validation", mesh)
+    cut = cut_of(mesh)
+    crops = Crops(train, cfg.model.window, cfg.data.augment, cfg.train.seed, cut.part(cfg.model.window), cfg.data.repeat)
+    words: dict[str, Any] = {"name": "train", "seed": cfg.train.seed, "accumulate": cfg.step.accumulate}
+    words |= by_shard(train, cfg.data, cfg.data.batch, cfg.train.seed)
+    with (
+        _changed(load(crops, cfg.data.batch, cfg.data, mesh, {}, Batch, **words), crops) if mesh.trains
+        else nullcontext() as training,
+        _held(Volumes(validation), cfg, mesh, "validation") as held_out,
+        _held(Volumes(validation, cfg.data.pictures), cfg, mesh, "pictures") if cfg.data.pictures and mesh.trains
+        else nullcontext() as pictures,
+    ):  # fmt: skip
+        yield training, held_out, pictures
+
+
+def _held(source: "Volumes", cfg: Config, mesh: Mesh, name: str) -> Loader:
+    """Validation volumes, the one with most windows first, each to whoever is free first."""
+    group = cfg.data.window_group if mesh.trains else 1
+    copies = mesh["replicate"].size
+    sampler = LargestFirst([source.windows(index, cfg.model) for index in range(len(source))], copies, group)
+    return load(source, sampler.groups, cfg.data, mesh, {}, Batch, name=name, sampler=sampler, last="keep")
+
+
+def _rows(cfg: Config, split: str, mesh: Mesh) -> Rows:
+    data = cfg.data
+    remedy = f"make data with: python -m data_prep.kits19 simulate {data.directory}, or set data.directory to what is there"
+    rows = open_split(data.directory / split, FIELDS, remedy, data, mesh, data.shards if split == "train" else 1)
+    about = rows.about.get("spacing_mm")
+    if about is not None and not np.allclose(about, cfg.model.spacing_mm):
+        found, asked = (" x ".join(f"{n:g}" for n in row) for row in (about, cfg.model.spacing_mm))
+        raise DataError(f"{rows.folder}: voxels of {found} mm, but model.spacing_mm is {asked}; make data of that, or set it")
+    if split == "train":
+        for index in range(len(rows)):
+            shape = rows.shape(index, "image")
+            if any(n < w for n, w in zip(shape, cfg.model.window)):
+                found, asked = (" x ".join(map(str, row)) for row in (shape, cfg.model.window))
+                raise DataError(
+                    f"{rows.describe(index)}: a volume of {found}, smaller than the window (model.window {asked}); make data with "
+                    f"data_prep.kits19 --least {asked.replace(' x ', ' ')}, or lower the window"
+                )
+    return rows
+
+
+# ---- training
+
+
+@dataclass(frozen=True)
+class Crop:
+    """What becomes of a volume: the corner of the crop, the dims along which it is mirrored, factor and noise."""
+
+    corner: tuple[int, int, int]
+    flips: tuple[int, ...]
+    factor: float
+    noise: float
+    seed: int
+
+
+class Crops(Samples):
+    """A random crop of each volume, mirrored and changed: image [d, h, w] float32 and label [d, h, w] uint8, a pure function of
+    (seed, epoch, index). ``part``: the box of the crop that this process holds; nothing else is read. ``repeat``: crops of each
+    volume in an epoch."""
+
+    def __init__(
+        self, rows: Rows, window: Sequence[int], cfg: AugmentConfig, seed: int, part: Sequence[slice], repeat: int = 1,
+    ) -> None:  # fmt: skip
+        super().__init__(rows)
+        self.window, self.cfg, self.seed, self.repeat = tuple(window), cfg, seed, repeat
+        self.box = [part_.indices(n)[:2] for part_, n in zip(part, window)]
+
+    def __len__(self) -> int:
+        return len(self.rows) * self.repeat
+
+    def describe(self, index: int) -> str:
+        return self.rows.describe(index % len(self.rows))
+
+    def sample(self, index: int, epoch: int) -> Any:
+        volume = index % len(self.rows)
+        crop = self.choose(index, epoch)
+        values = self.rows.read(volume, self._box(crop))
+        copy = self.rows.reader.memory.copy
+        image, label = (copy(np.flip(values[name], crop.flips)) for name in ("image", "label"))
+        if self.cfg.where == "device":
+            return Unchanged(image, label, np.array([crop.factor, crop.noise], np.float32), np.array(crop.seed, np.int64))
+        if crop.factor != 1 or crop.noise:
+            change, seed = torch.tensor([[crop.factor, crop.noise]]), torch.tensor([crop.seed])
+            image = vary(torch.from_numpy(image)[None], change, seed, self.window, self.box)[0].numpy()
+        return Numbers(image, label)
+
+    def choose(self, index: int, epoch: int) -> Crop:
+        cfg, rng = self.cfg, np.random.default_rng([self.seed, epoch, index])
+        volume = index % len(self.rows)
+        shape = self.rows.shape(volume, "image")
+        wanted = rng.random() < cfg.foreground
+        corner = self._around(volume, shape, rng) if wanted else None
+        if corner is None:
+            corner = tuple(int(rng.integers(n - w + 1)) for n, w in zip(shape, self.window))
+        flips = tuple(dim for dim in range(3) if rng.random() < cfg.flip)
+        factor = float(rng.uniform(*cfg.factor)) if rng.random() < cfg.brighter else 1.0
+        noise = float(rng.uniform(0, cfg.noise)) if rng.random() < cfg.noisy else 0.0
+        return Crop((corner[0], corner[1], corner[2]), flips, factor, noise, int(rng.integers(2**62)))
+
+    def _around(self, volume: int, shape: Sequence[int], rng: np.random.Generator) -> tuple[int, ...] | None:
+        """The corner of a crop that holds a piece of some class, or as much of it as fits; None where there is no piece."""
+        boxes = self.rows.read(volume, _NOTHING)["boxes"]
+        present = [[box for box in kind if box[3] > box[0]] for kind in boxes]
+        present = [kind for kind in present if kind]
+        if not present:
+            return None
+        kind = present[int(rng.integers(len(present)))]
+        box = kind[int(rng.integers(len(kind)))]
+        corner = []
+        for first, end, n, w in zip(box[:3], box[3:], shape, self.window):
+            low, high = sorted((int(end) - w, int(first)))
+            corner.append(min(max(int(rng.integers(low, high + 1)), 0), n - w))
+        return tuple(corner)
+
+    def _box(self, crop: Crop) -> Where:
+        box = []
+        for dim, (at, (first, end), w) in enumerate(zip(crop.corner, self.box, self.window)):
+            first, end = (w - end, w - first) if dim in crop.flips else (first, end)
+            box.append(slice(at + first, at + end))
+        return {"image": box, "label": box}
+
+
+_NOTHING: Where = {"image": (slice(0, 0),), "label": (slice(0, 0),)}
+
+
+class Numbers(NamedTuple):
+    """A ``Batch`` that is not on a device yet, or a sample of one."""
+
+    image: Any
+    label: Any
+
+
+class Unchanged(NamedTuple):
+    """Crops whose intensities are still to be changed."""
+
+    image: Any
+    label: Any
+    change: Any  # [B, 2] factor, deviation of the noise
+    seed: Any  # [B]
+
+
+class _Changed:
+    """Batches of a loader, changed on the device if they still are to be."""
+
+    def __init__(self, loader: Loader, source: Crops) -> None:
+        self._loader, self._source = loader, source
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def epoch(self, *words: Any, **more: Any) -> Iterator[Batch]:
+        for batch in self._loader.epoch(*words, **more):
+            image, label = batch[:2]
+            if isinstance(batch, Unchanged):
+                image = vary(image, batch.change, batch.seed, self._source.window, self._source.box)
+            yield Batch(image, label)
+
+
+@contextmanager
+def _changed(loader: Loader, crops: Crops) -> Iterator[Any]:
+    with loader:
+        yield _Changed(loader, crops)
+
+
+# ---- evaluation
+
+
+class Volumes(Samples):
+    """Whole volumes, of any sizes; a batch is a list of them. ``count``: the first of them only."""
+
+    def __init__(self, rows: Rows, count: int | None = None) -> None:
+        super().__init__(rows)
+        self._count = len(rows) if count is None else min(count, len(rows))
+
+    def __len__(self) -> int:
+        return self._count
+
+    def windows(self, index: int, model: UNet3DConfig) -> int:
+        """How many windows it takes to see a volume."""
+        placed = (place(n, w, model.overlap, True) for n, w in zip(self.rows.shape(index, "image"), model.window))
+        return int(np.prod([len(p.starts) for p in placed]))
+
+    def make(self, values: dict[str, Any], index: int, epoch: int) -> Numbers:
+        return Numbers(values["image"], values["label"])
+
+    def collate(self, samples: list[Numbers]) -> list[Batch]:
+        return [Batch(*(torch.from_numpy(np.ascontiguousarray(value))[None] for value in sample)) for sample in samples]
+
+
+def write_slices(path: Path, slices: dict[str, torch.Tensor], model: UNet3DConfig) -> None:
+    """A slice of some validation volumes, with what is in it and what the model sees.   fields [N, H, W, 1], true, predicted
+    [N, H, W]"""
+    names = {"variables": np.array(["CT"]), "units": np.array(["HU"]), "classes": np.array(model.classes)}
+    with path.open("wb") as file:
+        arrays: dict[str, Any] = {**names, **{name: values.numpy() for name, values in slices.items()}}
+        np.savez_compressed(file, **arrays)

@@ -1,0 +1,139 @@
+"""3D U-Net: segmentation of volumes (Cicek et al. 2016, arXiv:1606.06650, in the form of Isensee et al. 2019, nnU-Net).
+
+The network is that of MLPerf Training's KiTS19 benchmark; names of weights are those of its reference. B batch, C channels, O
+output channels, D H W the volume.
+"""
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hpcai.models.unet3d.config import UNet3DConfig
+from hpcai.models.unet3d.volume import normalise, resample, resampled_shape
+from hpcai.models.unet3d.windows import Windows
+from hpcai.nn import Conv3d, ConvTranspose3d, InstanceNorm
+from hpcai.nn.conv import channels_last
+
+
+class Layer(nn.Sequential):
+    """Convolution, instance norm with a rectifier.   [B, C, D, H, W] -> [B, O, D/stride, H/stride, W/stride]"""
+
+    def __init__(self, inputs: int, outputs: int, stride: int = 1) -> None:
+        super().__init__(Conv3d(inputs, outputs, 3, stride, padding=1, bias=False), InstanceNorm(outputs, relu=True))
+
+
+class Pair(nn.Module):
+    """Two layers, the first of which may halve the volume.   [B, C, D, H, W] -> [B, O, D/stride, H/stride, W/stride]"""
+
+    def __init__(self, inputs: int, outputs: int, stride: int = 1) -> None:
+        super().__init__()
+        self.conv1 = Layer(inputs, outputs, stride)
+        self.conv2 = Layer(outputs, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv2(self.conv1(x))
+
+
+class Up(nn.Module):
+    """A transposed convolution, beside the features of that resolution, then two layers.
+
+    [B, C, D, H, W] and [B, O, 2D, 2H, 2W] -> [B, O, 2D, 2H, 2W]
+    """
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.upsample_conv = nn.Sequential(ConvTranspose3d(inputs, outputs, 2, 2))
+        self.conv1 = Layer(2 * outputs, outputs)
+        self.conv2 = Layer(outputs, outputs)
+
+    def forward(self, x: Tensor, skip: Tensor) -> Tensor:
+        return self.conv2(self.conv1(torch.cat((self.upsample_conv(x), skip), 1)))
+
+
+class Output(nn.Module):
+    """[B, C, D, H, W] -> logits [B, classes, D, H, W]"""
+
+    def __init__(self, inputs: int, classes: int) -> None:
+        super().__init__()
+        self.conv = Conv3d(inputs, classes, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x)
+
+
+class UNet3D(nn.Module):
+    """[B, C, D, H, W] normalised intensities -> [B, classes, D, H, W] logits.
+
+    D, H and W are any multiples of ``cfg.stride``; raises ValueError for others.
+    """
+
+    def __init__(self, cfg: UNet3DConfig | None = None) -> None:
+        super().__init__()
+        self.cfg = cfg = cfg or UNet3DConfig()
+        widths = cfg.filters
+        self.input_block = Pair(cfg.channels, widths[0])
+        self.downsample = nn.ModuleList(Pair(i, o, 2) for i, o in pairwise(widths))
+        self.bottleneck = Pair(widths[-1], widths[-1], 2)
+        self.upsample = nn.ModuleList(Up(i, o) for i, o in pairwise((widths[-1], *reversed(widths))))
+        self.output = Output(widths[0], len(cfg.classes))
+        self.total: nn.Module = nn.Identity()  # seam: sums over a volume that is cut
+        self.windows = Windows(cfg.window, cfg.overlap)
+        self.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
+
+    def forward(self, x: Tensor) -> Tensor:
+        # oneDNN and, in bf16, cuDNN reorder contiguous volumes before each convolution; norms go over rows of channels at once.
+        x = self.input_block(channels_last(x))
+        skips = [x]
+        for down in self.downsample:
+            skips.append(x := down(x))
+        x = self.bottleneck(x)
+        for up, skip in zip(self.upsample, reversed(skips)):
+            x = up(x, skip)
+        return self.output(x)
+
+    @torch.no_grad()
+    def segment(self, volume: Any, spacing_mm: Any) -> dict[str, Any]:
+        """What each voxel of a CT volume is: class -> True where a voxel is of that class, [D, H, W] as ``volume``.
+
+        ``volume`` [D, H, W] in Hounsfield units, D along the body; ``spacing_mm`` its voxels' lengths along D, H, W. The volume is
+        brought to ``cfg.spacing_mm``, seen in overlapping windows, and the logits brought back to its own voxels before the
+        largest one is taken. Raises ValueError for a wrong shape, values that are not finite, and spacings that are not positive.
+        """
+        image = np.asarray(volume)
+        if image.ndim != 3 or 0 in image.shape:
+            raise ValueError(f"volume has shape {list(image.shape)}; expected [D, H, W], the slices first")
+        spacing = np.asarray(spacing_mm, float)
+        if spacing.shape != (3,) or not (np.isfinite(spacing).all() and (spacing > 0).all()):
+            raise ValueError(f"spacing_mm is {spacing_mm}; expected three lengths in mm, along D, H and W")
+        if not np.isfinite(image).all():
+            raise ValueError(f"volume holds {(~np.isfinite(image)).sum()} values that are not finite; fill them (-1024 HU is air)")
+        shape = resampled_shape(image.shape, spacing.tolist(), self.cfg.spacing_mm)
+        weight, was_training = self.output.conv.weight, self.training
+        narrow = weight.dtype == torch.bfloat16
+        values = torch.from_numpy(normalise(resample(image, shape, "linear")))[None, None]
+        self.eval()
+        with torch.autocast(weight.device.type, torch.bfloat16, enabled=narrow):
+            logits, _ = self.windows(self, values.to(weight.device, None if narrow else weight.dtype), crop=False)
+        self.train(was_training)
+        best, mask = None, np.zeros(image.shape, np.uint8)
+        for k in range(len(self.cfg.classes)):  # one class at a time: the volume's own grid may be large
+            level = resample(logits[0, k].float().cpu().numpy(), image.shape, "linear")
+            mask = mask if best is None else np.where(level > best, np.uint8(k), mask)
+            best = level if best is None else np.maximum(level, best)
+        return {name: mask == k for k, name in enumerate(self.cfg.classes)}
+
+    @classmethod
+    def load(cls, path: Any, cfg: UNet3DConfig | None = None) -> "UNet3D":
+        """A model from weights in a file; see ``hpcai.models.unet3d.load_weights`` for the formats."""
+        from hpcai.models.unet3d.load import load_weights
+
+        return load_weights(path, cfg)
+
+    def save(self, path: Any, weights: dict[str, Tensor] | None = None) -> None:
+        """Weights and settings in one safetensors file; ``weights`` by name in place of the model's own."""
+        from hpcai.models.unet3d.load import save_weights
+
+        save_weights(self, path, weights)

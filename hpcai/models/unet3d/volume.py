@@ -1,0 +1,100 @@
+"""CT volumes in the space of the network: resampled to one spacing, clipped, normalised, padded.
+
+As the MLPerf reference prepares KiTS19, so that its weights and its score mean the same here. Hounsfield units (HU): air is
+-1000, water 0. All dims are in the order of the public set: D along the body, H rows, W columns.
+
+D H W the volume
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+
+TARGET_MM = (1.6, 1.2, 1.2)
+LEAST = (128, 128, 128)
+CLIP_HU = (-79.0, 304.0)
+MEAN_HU, DEVIATION_HU = 101.0, 76.9
+CLASSES = ("background", "kidney", "tumour")
+
+
+def resampled_shape(shape: Sequence[int], spacing_mm: Sequence[float], target_mm: Sequence[float]) -> tuple[int, int, int]:
+    """Voxels at the target spacing, cut off and not rounded, as the reference has it; at least 1 in each dim."""
+    # In this order of operations: 0.8 / 1.2 * 60 must not become 39.
+    size = (np.asarray(spacing_mm, np.float64) / np.asarray(target_mm, np.float64) * np.asarray(shape)).astype(int)
+    depth, height, width = (max(1, int(n)) for n in size)
+    return depth, height, width
+
+
+def resample(volume: NDArray[Any], shape: Sequence[int], kind: Literal["linear", "nearest"]) -> NDArray[Any]:
+    """[D, H, W] to another shape, in the dtype that it has; whole numbers are rounded. ``linear`` is trilinear with the centres
+    of the corner voxels held in place; ``nearest`` takes the voxel at floor(i * old / new), as torch does both."""
+    if tuple(shape) == volume.shape:
+        return volume
+    if kind == "nearest":
+        # One dim at a time: torch would make float32 of all voxels.
+        rows = [F.interpolate(torch.arange(old, dtype=torch.float32)[None, None], new)[0, 0].long().numpy()
+                for old, new in zip(volume.shape, shape)]  # fmt: skip
+        return volume[np.ix_(*rows)]
+    exact = volume.dtype.itemsize > (2 if volume.dtype.kind in "iub" else 4)
+    # No copy of a float32 volume.
+    whole = torch.from_numpy(np.ascontiguousarray(volume, np.float64 if exact else np.float32))
+    found = F.interpolate(whole[None, None], tuple(shape), mode="trilinear", align_corners=True)[0, 0].numpy()
+    if volume.dtype.kind in "iub":
+        np.rint(found, out=found)
+    return found.astype(volume.dtype.newbyteorder("="), copy=False)
+
+
+def normalise(image: NDArray[Any]) -> NDArray[np.float32]:
+    """HU, clipped to what the network sees, to about mean 0 and deviation 1."""
+    values = np.clip(image, *CLIP_HU).astype(np.float32, copy=False)
+    values -= np.float32(MEAN_HU)
+    values /= np.float32(DEVIATION_HU)
+    return values
+
+
+def pad(array: NDArray[Any], least: Sequence[int]) -> NDArray[Any]:
+    """To at least so many voxels, on both sides of a dim, with the values of its edge; an odd voxel goes to the far side."""
+    missing = [max(0, need - size) for size, need in zip(array.shape, least)]
+    if not any(missing):
+        return array
+    return np.pad(array, [(more // 2, more - more // 2) for more in missing], "edge")
+
+
+def prepare(
+    image: NDArray[Any], label: NDArray[Any] | None, spacing_mm: Sequence[float], target_mm: Sequence[float] = TARGET_MM,
+    least: Sequence[int] = LEAST,
+) -> tuple[NDArray[np.float32], NDArray[np.uint8] | None]:  # fmt: skip
+    """A CT image in HU and its label, with the distance of voxels in mm, to what the network takes.   image, label [D, H, W]
+
+    Raises ValueError for shapes that differ or are not three-dimensional, values that are not finite, spacings that are not
+    three positive numbers, and labels other than 0 background, 1 kidney, 2 tumour.
+    """
+    _refuse(image, label, spacing_mm, target_mm)
+    if tuple(spacing_mm) != tuple(target_mm):
+        shape = resampled_shape(image.shape, spacing_mm, target_mm)
+        image = resample(image if image.dtype.kind == "f" else image.astype(np.float32), shape, "linear")
+        label = None if label is None else resample(label, shape, "nearest")
+    found = None if label is None else pad(label.astype(np.uint8, copy=False), least)
+    return pad(normalise(image), least), found
+
+
+def _refuse(image: NDArray[Any], label: NDArray[Any] | None, *spacings: Sequence[float]) -> None:
+    for spacing in spacings:
+        if len(spacing) != 3 or not all(np.isfinite(mm) and mm > 0 for mm in spacing):
+            raise ValueError(f"spacing {tuple(spacing)}, expected three positive numbers of mm along D, H, W")
+    if image.ndim != 3 or 0 in image.shape:
+        raise ValueError(f"an image of shape {image.shape}, expected (D, H, W) with voxels in each dim")
+    if image.dtype.kind == "f" and not all(np.isfinite(part).all() for part in image):
+        bad = sum(int(np.count_nonzero(~np.isfinite(part))) for part in image)
+        raise ValueError(f"{bad:,} of {image.size:,} voxels of the image are NaN or infinite; repair them or leave the case out")
+    if label is None:
+        return
+    if label.shape != image.shape:
+        raise ValueError(f"a label of shape {label.shape} with an image of {image.shape}; expected one label for each voxel")
+    if not all(np.isin(part, (0, 1, 2)).all() for part in label):
+        others = sorted(set(np.unique(label).tolist()) - {0, 1, 2})[:5]
+        raise ValueError(f"the label holds {others}, expected only 0 background, 1 kidney, 2 tumour")

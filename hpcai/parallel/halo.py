@@ -1,0 +1,340 @@
+"""Slices that travel between the parts of a cut dim, with their adjoints, and convolutions over what came.
+
+A dim of S places is cut into the ranges that the ranks of an axis hold. Each rank says which range it needs; what it lacks comes
+from those that hold it: a slice from a neighbour, several ranks' slabs where they are thinner than the halo, or all of them.
+Gradients go back the same ways and are added where the places are held.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hpcai.dist.mesh import Axis
+from hpcai.nn.conv import conv3d, conv3d_gradients
+
+Range = tuple[int, int]
+
+
+def shared(one: Range, other: Range) -> Range:
+    """The places that are in both; of no length where there are none."""
+    first = max(one[0], other[0])
+    return first, max(first, min(one[1], other[1]))
+
+
+@dataclass(frozen=True)
+class Route:
+    """What each rank of ``axis`` holds and needs of ``dim``, in places of the whole. This rank puts ``before`` and ``after`` places
+    of fill around what it needs (beyond the ends of the whole)."""
+
+    dim: int
+    axis: Axis
+    have: tuple[Range, ...]
+    need: tuple[Range, ...]
+    before: int = 0
+    after: int = 0
+
+    @property
+    def own(self) -> Range:
+        return self.have[self.axis.rank]
+
+    @property
+    def wanted(self) -> Range:
+        return self.need[self.axis.rank]
+
+    def gets(self, rank: int) -> list[tuple[int, Range]]:
+        """(from whom, which places) ``rank`` gets, in the order of the places."""
+        need, held = self.need[rank], self.have[rank]
+        if held[0] <= need[0] and need[1] <= held[1]:
+            return []
+        parts = [(r, shared(need, self.have[r])) for r in range(self.axis.size) if r != rank]
+        return [(r, part) for r, part in parts if part[1] > part[0]]
+
+    def gives(self) -> list[tuple[int, Range]]:
+        """(to whom, which places) this rank gives."""
+        me = self.axis.rank
+        return [(r, part) for r in range(self.axis.size) if r != me for giver, part in self.gets(r) if giver == me]
+
+    @property
+    def is_local(self) -> bool:
+        """Whether this rank needs just what it has, and nobody else needs it."""
+        return self.wanted == self.own and not (self.before or self.after or self.gives())
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[B, C, D, H, W] -> [B, D, H, W, C]: slices of one sample in channels-last memory lie in one piece."""
+    return x.movedim(1, -1)
+
+
+def _is_last(x: Tensor) -> bool:
+    form = torch.channels_last if x.ndim == 4 else torch.channels_last_3d
+    return x.ndim in (4, 5) and x.is_contiguous(memory_format=form)
+
+
+def _like(x: Tensor, dim: int, count: int) -> Tensor:
+    """New memory for ``count`` places along ``dim``, in the memory format of ``x``."""
+    shape = list(x.shape)
+    shape[dim] = count
+    return _rows(x).new_empty([*shape[:1], *shape[2:], shape[1]]).movedim(-1, 1) if _is_last(x) else x.new_empty(shape)
+
+
+class Flight:
+    """Slices on their way: those of ``gives`` are cut from ``x``, whose dim begins at place ``first``; ``wait`` for the others."""
+
+    def __init__(
+        self, x: Tensor, dim: int, axis: Axis, gives: Sequence[tuple[int, Range]], gets: Sequence[tuple[int, Range]], first: int,
+    ) -> None:  # fmt: skip
+        turn = _rows if _is_last(x) else (lambda tensor: tensor)
+        self._sent = [turn(x.narrow(dim, a - first, b - a)).contiguous() for _, (a, b) in gives]
+        self.slices = [_like(x, dim, b - a) for _, (a, b) in gets]
+        self.bytes = sum(t.numel() * t.element_size() for t in self._sent)
+        ops = []
+        coming = [turn(tensor) for tensor in self.slices]
+        for tensors, peers, do in ((self._sent, gives, torch_dist.isend), (coming, gets, torch_dist.irecv)):
+            for tensor, (rank, _) in zip(tensors, peers):
+                peer = torch_dist.get_global_rank(axis.group, rank)  # type: ignore[arg-type]  # where it has peers it has a group
+                ops.append(torch_dist.P2POp(do, tensor, peer, axis.group))
+        self.is_used = bool(ops)
+        self._works = torch_dist.batch_isend_irecv(ops) if ops else []
+
+    def wait(self) -> list[Tensor]:
+        for work in self._works:
+            work.wait()
+        self._works, self._sent = [], []
+        return self.slices
+
+
+@dataclass
+class Traffic:
+    """Bytes that this process has sent to others, and in how many exchanges."""
+
+    sent: int = 0
+    messages: int = 0
+
+    def count(self, flight: "Flight") -> None:
+        self.sent += flight.bytes
+        self.messages += flight.is_used
+
+
+def depart(x: Tensor, route: Route, traffic: Traffic) -> Flight:
+    flight = Flight(x, route.dim, route.axis, route.gives(), route.gets(route.axis.rank), route.own[0])
+    traffic.count(flight)
+    return flight
+
+
+def around(x: Tensor, slices: Sequence[Tensor], route: Route, fill: float = 0.0, within: Range | None = None) -> Tensor:
+    """What this rank needs, of its own ``x`` and the ``slices`` that came; ``within``: only these places of it, which count from
+    ``before`` places ahead of the first one needed."""
+    start = route.wanted[0] - route.before
+    first, end = within or (0, route.wanted[1] + route.after - start)
+    first, end = start + first, start + end
+    dim, parts = route.dim, []
+
+    def filled(count: int) -> None:
+        if count > 0:
+            parts.append(_like(x, dim, count).fill_(fill))
+
+    filled(min(route.wanted[0], end) - first)
+    gets = route.gets(route.axis.rank)
+    mine = shared(route.own, route.wanted)
+    pieces = sorted([(part, tensor) for (_, part), tensor in zip(gets, slices)] + [(mine, x)], key=lambda piece: piece[0])
+    for (a, b), tensor in pieces:
+        low, high = shared((a, b), (first, end))
+        if high > low:
+            origin = route.own[0] if tensor is x else a
+            whole = low == origin and high - low == tensor.shape[dim]
+            parts.append(tensor if whole else tensor.narrow(dim, low - origin, high - low))
+    filled(end - max(route.wanted[1], first))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+class Exchange(torch.autograd.Function):
+    """[.., s, ..] what each rank holds -> [.., before + n + after, ..] what it needs. Gradients are added at whose places they
+    are."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, route: Route, traffic: Traffic, fill: float) -> Tensor:
+        ctx.route, ctx.traffic = route, traffic
+        y = around(x, depart(x, route, traffic).wait(), route, fill)
+        return y.view_as(y) if y is x else y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return bring_back([(0, dy.clone() if ctx.route.gives() else dy)], ctx.route, ctx.traffic), None, None, None
+
+
+def bring_back(pieces: Sequence[tuple[int, Tensor]], route: Route, traffic: Traffic, flight: Flight | None = None) -> Tensor:
+    """The gradient of what this rank holds, from ``pieces`` of the gradient of what it needed: (first place, as ``around`` counts
+    them, values). ``flight``: the others' part where that is under way."""
+    dim, start = route.dim, route.wanted[0] - route.before
+    flight = flight or returning(pieces, route, traffic)
+    own = route.own
+    first, piece = max(pieces, key=lambda item: item[1].shape[dim])  # what covers all is used where it lies
+    low, high = start + first, start + first + piece.shape[dim]
+    if low <= own[0] and own[1] <= high:
+        dx = piece.narrow(dim, own[0] - low, own[1] - own[0])
+        rest = [item for item in pieces if item[1] is not piece]
+    else:
+        dx, rest = _like(piece, dim, own[1] - own[0]).zero_(), list(pieces)
+    for first, piece in rest:
+        low, high = shared(own, (start + first, start + first + piece.shape[dim]))
+        if high > low:
+            dx.narrow(dim, low - own[0], high - low).add_(piece.narrow(dim, low - start - first, high - low))
+    for (_, (a, b)), tensor in zip(route.gives(), flight.wait()):
+        dx.narrow(dim, a - own[0], b - a).add_(tensor)
+    return dx
+
+
+def returning(pieces: Sequence[tuple[int, Tensor]], route: Route, traffic: Traffic) -> Flight:
+    """Send the gradients of slices that came from others back to them. ``pieces`` hold all of these."""
+    dim, start = route.dim, route.wanted[0] - route.before
+    gets = route.gets(route.axis.rank)
+    if len(pieces) == 1:
+        first, whole = pieces[0]
+        first += start
+    else:  # each slice lies in one or more of the pieces
+        first, end = min((p[0] for _, p in gets), default=0), max((p[1] for _, p in gets), default=0)
+        whole = _like(pieces[0][1], dim, end - first).zero_()
+        for at, piece in pieces:
+            low, high = shared((first, end), (start + at, start + at + piece.shape[dim]))
+            if high > low:
+                whole.narrow(dim, low - first, high - low).add_(piece.narrow(dim, low - start - at, high - low))
+    flight = Flight(whole, dim, route.axis, gets, route.gives(), first)
+    traffic.count(flight)
+    return flight
+
+
+@dataclass(frozen=True)
+class How:
+    """A convolution but for its weights. ``padding`` is 0 along dims that have a route; of its output along these, ``kept``: (first
+    place, count), by dim."""
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    output_padding: tuple[int, ...] | None = None  # of a transposed one
+    kept: tuple[tuple[int, int, int], ...] = ()
+
+    @property
+    def is_plain(self) -> bool:
+        """Of a volume, and not transposed: there are faster ways than torch's own."""
+        return len(self.stride) == 3 and self.output_padding is None
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if self.is_plain:
+            return conv3d(x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
+        transposed, more = self.output_padding is not None, self.output_padding or (0,) * len(self.stride)
+        return torch.convolution(x, weight, bias, self.stride, self.padding, self.dilation, transposed, more, self.groups)
+
+    def backward(self, dy: Tensor, x: Tensor, weight: Tensor, want: list[bool]) -> Any:
+        if self.is_plain:
+            return conv3d_gradients(dy, x, weight, self.stride, self.padding, self.dilation, self.groups, want)
+        sizes = [dy.shape[1]] if want[2] else None
+        transposed, more = self.output_padding is not None, self.output_padding or (0,) * len(self.stride)
+        words = (self.stride, self.padding, self.dilation, transposed, more, self.groups, want)
+        return torch.ops.aten.convolution_backward(dy, x, weight, sizes, *words)
+
+    def crop(self, y: Tensor) -> Tensor:
+        for dim, first, count in self.kept:
+            if first or count != y.shape[dim]:
+                y = y.narrow(dim, first, count)
+        return y
+
+    def uncrop(self, dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        """Zeros where ``crop`` cut something off."""
+        for dim, first, count in self.kept:
+            i = dim - 2
+            span = self.dilation[i] * (weight.shape[dim] - 1) + 1
+            size = (x.shape[dim] - 1) * self.stride[i] + span
+            if first or count != size:
+                wide = _like(dy, dim, size).zero_()
+                wide.narrow(dim, first, count).copy_(dy)
+                dy = wide
+        return dy
+
+
+class Convolution(torch.autograd.Function):
+    """A convolution of a cut volume. ``routes`` bring what this rank's output needs, those of the first dim last: with ``apart``
+    what needs none of them is convolved meanwhile. Of the input only the slices that came are kept beside ``x`` itself."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, routes: tuple[Route, ...], how: How, traffic: Traffic,
+        apart: bool,
+    ) -> Tensor:  # fmt: skip
+        came: list[Tensor] = []
+        wide, parts = x, _WHOLE
+        for route in reversed(routes[1:]):
+            slices = depart(wide, route, traffic).wait()
+            wide, came = around(wide, slices, route), [*slices, *came]
+        if routes:
+            flight = depart(wide, routes[0], traffic)
+            parts = _parts(routes[0], how, weight) if apart and flight.bytes else _WHOLE
+            inner = [how.forward(around(wide, [], routes[0], within=cells), weight, bias) for _, cells in parts[:1] if cells]
+            slices = flight.wait()
+            came = [*slices, *came]
+            outer = [how.forward(around(wide, slices, routes[0], within=cells), weight, bias) for _, cells in parts[len(inner) :]]
+            pieces = sorted(zip([out for out, _ in parts], inner + outer), key=lambda piece: piece[0] or (0, 0))
+            y = pieces[0][1] if len(pieces) == 1 else torch.cat([piece for _, piece in pieces], routes[0].dim)
+        else:
+            y = how.forward(x, weight, bias)
+        ctx.save_for_backward(x, weight, *came)
+        ctx.routes, ctx.how, ctx.traffic, ctx.parts, ctx.bias = routes, how, traffic, parts, bias is not None
+        return how.crop(y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, weight, *came = ctx.saved_tensors
+        routes, how, traffic = ctx.routes, ctx.how, ctx.traffic
+        by_input, by_weight, by_bias = ctx.needs_input_grad[:3]
+        wide = x
+        for route in reversed(routes[1:]):
+            count = len(route.gets(route.axis.rank))
+            came, slices = came[: len(came) - count], came[len(came) - count :]
+            wide = around(wide, slices, route)
+        dweight = dbias = None
+        pieces: list[tuple[int, Tensor]] = []
+        flight = None
+        want = [by_input, by_weight, ctx.bias and by_bias]
+        # What others wait for first: the edges; the interior is the first part.
+        for number, (out, cells) in reversed(list(enumerate(ctx.parts))):
+            if number == 0 and pieces and routes and by_input:
+                flight = returning(pieces, routes[0], traffic)
+            part = around(wide, came, routes[0], within=cells) if routes else wide
+            own = dy if out is None else dy.narrow(routes[0].dim, out[0], out[1] - out[0])
+            dpart, dw, db = how.backward(how.uncrop(own, part, weight), part, weight, want)
+            pieces.append((cells[0] if cells else 0, dpart))
+            dweight = dw if dweight is None or dw is None else dweight.add_(dw)
+            dbias = db if dbias is None or db is None else dbias.add_(db)
+        dx = None
+        if by_input:
+            dx = bring_back(pieces, routes[0], traffic, flight) if routes else pieces[0][1]
+            for route in routes[1:]:
+                dx = bring_back([(0, dx)], route, traffic)
+        return dx, dweight, dbias, None, None, None, None
+
+
+_WHOLE: tuple[tuple[Range | None, Range | None], ...] = ((None, None),)
+_APART = 4  # places of output that need nothing from others below which one convolution of all is cheaper
+
+
+def _parts(route: Route, how: How, weight: Tensor) -> tuple[tuple[Range | None, Range | None], ...]:
+    """(places of the output, places of the input), the interior first."""
+    i = route.dim - 2
+    stride, span = how.stride[i], how.dilation[i] * (weight.shape[route.dim] - 1) + 1
+    start = route.wanted[0] - route.before
+    size = route.wanted[1] + route.after - start
+    count = (size - span) // stride + 1
+    low, high = (place - start for place in shared(route.own, route.wanted))
+    first, end = -(-low // stride), (high - span) // stride + 1
+    if how.output_padding is not None or end - first < _APART:
+        return _WHOLE
+    outs = [(first, end), (0, first), (end, count)]
+    return tuple((out, (out[0] * stride, (out[1] - 1) * stride + span)) for out in outs if out[1] > out[0])

@@ -1,0 +1,591 @@
+"""Volumes and maps that are cut over processes: one sample on many GPUs.
+
+    cut = spatial(model, {"depth": mesh["depth"], "height": mesh["height"]}, size=(128, 128, 128))
+    y = model(cut.own(x))                                       # slabs in, slabs out
+
+A dim of S places is cut at S*r/n, at every resolution of the network, so that the sizes of a level say what each rank holds.
+Where a level has fewer than ``least`` places a rank, every rank holds all of it. One rule makes all gradients right: what ranks
+count adds up to the loss, so gradients are added, at seams and for parameters; whatever ranks compute alike from a whole level
+gets its part of the gradient from each. No learning rate is touched. B batch, C channels, D H W the volume, n the size of an axis.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hpcai.dist.collect import summed
+from hpcai.dist.mesh import Axis
+from hpcai.errors import MeshError
+from hpcai.nn.batchnorm import BatchNorm
+from hpcai.nn.instancenorm import InstanceNorm
+from hpcai.parallel.batchnorm import Total, use_ours
+from hpcai.parallel.halo import Convolution, Exchange, How, Range, Route, Traffic
+from hpcai.parallel.replicate import sum_over
+
+Sizes = tuple[int, ...]  # of the whole, by dim: D, H, W
+
+NAMES = ("depth", "height", "width")  # of the dims of a volume; a map has the last two
+
+
+class Cut:
+    """Which dims of a tensor are cut over which axes, and of what sizes the whole is at each layer.
+
+    ``least``: places a rank below which a level is not cut. ``apart``: the interior of a slab is convolved while halos travel.
+    """
+
+    def __init__(self, axes: Mapping[int, Axis], least: int = 2, apart: bool = False) -> None:
+        self.axes = {dim: axis for dim, axis in axes.items() if axis.size > 1}
+        self.least, self.apart, self.active = least, apart, True
+        self.traffic = Traffic()
+        self.known: dict[str, dict[Sizes, Sizes]] = {}  # by layer: sizes of what this rank holds, and of the whole
+
+    @classmethod
+    def over(cls, axes: Mapping[str, Axis], dims: int, **words: Any) -> "Cut":
+        """Of a volume (3 ``dims``: D, H, W) or a map (H, W) over the axes of depth, height and width. Raises MeshError for an axis
+        that it has no dim for."""
+        names = NAMES[-dims:]
+        unknown = [name for name, axis in axes.items() if name not in names and axis.size > 1]
+        if unknown:
+            have = " and ".join(names)
+            raise MeshError(f"mesh.{unknown[0]} is {axes[unknown[0]].size}, but there is only {have} to cut; set it to 1")
+        return cls({names.index(name) + 2: axis for name, axis in axes.items() if name in names}, **words)
+
+    def __deepcopy__(self, memo: dict) -> "Cut":
+        """A model's copy has a state of its own, over the same processes."""
+        twin = Cut(self.axes, self.least, self.apart)
+        twin.known, twin.active = self.known, self.active
+        return twin
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Inside, the model is what it was before: every rank computes with whole volumes of its own."""
+        before, self.active = self.active, False
+        try:
+            yield
+        finally:
+            self.active = before
+
+    def check(self, size: Sequence[int]) -> None:
+        """Raise MeshError when a volume of ``size`` is too small for so many ranks."""
+        for dim, axis in self.axes.items():
+            n = size[dim - 2]
+            if not self.is_cut(dim, n):
+                raise MeshError(
+                    f"mesh.{axis.name} is {axis.size}, but {n} places along {axis.name} are fewer than {self.least} for each rank; "
+                    f"set mesh.{axis.name} to {max(n // self.least, 1)} or less"
+                )
+
+    def is_cut(self, dim: int, size: int) -> bool:
+        return dim in self.axes and size >= self.axes[dim].size * self.least
+
+    def range_of(self, dim: int, size: int, rank: int | None = None) -> Range:
+        """Places of ``dim`` that a rank of its axis holds."""
+        if not self.is_cut(dim, size):
+            return 0, size
+        return part(size, self.axes[dim].rank if rank is None else rank, self.axes[dim].size)
+
+    def part(self, size: Sequence[int]) -> tuple[slice, ...]:
+        """Where this rank's part of a volume lies: a slice for each of D, H, W."""
+        return tuple(slice(*self.range_of(dim, n)) for dim, n in enumerate(size, 2))
+
+    def own(self, x: Tensor) -> Tensor:
+        """This rank's part of a whole.   [B, C, D, H, W] -> [B, C, D/n, H/m, W]"""
+        box: Any = (..., *self.part(x.shape[2:]))
+        return x[box]
+
+    def join(self, x: Tensor, size: Sequence[int]) -> Tensor:
+        """The whole on every rank, of ``size`` places.   [B, C, D/n, H/m, W] -> [B, C, D, H, W]"""
+        for dim, n in enumerate(size, 2):
+            if self.is_cut(dim, n):
+                axis = self.axes[dim]
+                have = tuple(self.range_of(dim, n, r) for r in range(axis.size))
+                x = Exchange.apply(x, Route(dim, axis, have, ((0, n),) * axis.size), self.traffic, 0.0)
+        return x
+
+    def cut_axes(self, size: Sequence[int]) -> tuple[Axis, ...]:
+        """The axes over which a level of ``size`` is cut."""
+        return tuple(self.axes[dim] for dim, n in enumerate(size, 2) if self.is_cut(dim, n))
+
+    def held(self, size: Sequence[int], ranks: Mapping[int, int] | None = None) -> Sizes:
+        """Sizes of what this rank (or that of ``ranks``, by dim) holds of a whole."""
+        parts = [self.range_of(dim, n, None if ranks is None else ranks.get(dim)) for dim, n in enumerate(size, 2)]
+        return tuple(end - first for first, end in parts)
+
+    def whole(self, layer: str, held: Sequence[int]) -> Sizes:
+        """Sizes of the whole of which a layer's input is a part."""
+        table = self.known.get(layer, {})
+        if tuple(held) in table:
+            return table[tuple(held)]
+        sizes = " or ".join(" x ".join(map(str, s)) for s in table) or "nothing"
+        raise MeshError(
+            f"spatial: {layer} got a part of {' x '.join(map(str, held))} places; this rank holds {sizes} there of the volumes "
+            "whose sizes were told; tell another with plan(model, cut, size), or give each rank cut.own(volume)"
+        )
+
+    def note(self, layer: str, size: Sizes) -> None:
+        """A layer sees a whole of ``size``. Raises MeshError, on all ranks, where some rank could not tell it from another one."""
+        table = self.known.setdefault(layer, {})
+        for other in set(table.values()) - {size}:
+            for ranks in self._every_rank():
+                if self.held(size, ranks) == self.held(other, ranks):
+                    raise MeshError(
+                        f"spatial: {layer} sees volumes of {size} and of {other}, of which a rank holds parts of one size; "
+                        "cut each with a model of its own"
+                    )
+        table[self.held(size)] = size
+
+    def _every_rank(self) -> Iterator[dict[int, int]]:
+        found: list[dict[int, int]] = [{}]
+        for dim, axis in self.axes.items():
+            found = [{**ranks, dim: r} for ranks in found for r in range(axis.size)]
+        yield from found
+
+
+def part(size: int, rank: int, count: int) -> Range:
+    """Places that ``rank`` of ``count`` holds of ``size``."""
+    return size * rank // count, size * (rank + 1) // count
+
+
+def spatial(
+    model: nn.Module, axes: Mapping[str, Axis], size: Sequence[int], *, channels: int | None = None, least: int = 2,
+    apart: bool | None = None,
+) -> Cut:  # fmt: skip
+    """Cut what ``model`` computes of a volume of ``size`` (D, H, W), or of a map (H, W), over the processes of ``axes``, in place.
+
+    ``axes`` names the dims: depth, height, width. Afterwards the model takes this rank's part of its input and gives this rank's
+    part of its output, equal to those of one process in value and gradient. Convolutions of any kernel, stride, dilation and zero
+    padding, transposed ones too, pooling and upsampling exchange the slices that they lack; instance, group and batch norms add
+    up their moments. Parameters and their names stay; ``sum_axes`` says over which axes gradients are added. ``channels`` of the
+    input, where they are not those of the first convolution. ``apart``: convolve the interior while halos travel; None: on a GPU.
+    The processes of a cut need the same random numbers where all of them hold a whole level.
+
+    Raises MeshError for a size that cannot be cut so, for layers that it does not know, and for operations outside of layers that
+    mix places.
+    """
+    cut = Cut.over(axes, len(size), least=least, apart=next(model.parameters()).is_cuda if apart is None else apart)
+    cut.check(size)
+    if cut.axes:
+        _swap(model, cut)
+        plan(model, cut, size, channels)
+        for axis in cut.axes.values():
+            sum_over(model, axis)
+    return cut
+
+
+def plan(model: nn.Module, cut: Cut, size: Sequence[int], channels: int | None = None) -> None:
+    """Tell a cut model that volumes of ``size`` come: it runs once, without memory or arithmetic, and each layer notes what it
+    sees."""
+    if not cut.axes:
+        return
+    inputs = [getattr(m, "in_channels", 0) for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd)]
+    if channels is None and not inputs:
+        raise MeshError("spatial: the model has no convolution that tells the channels of its input; give channels")
+    x = torch.empty((1, channels or inputs[0], *size), device="meta", dtype=next(model.parameters()).dtype)
+    state = {name: t.to("meta") for name, t in (*model.named_parameters(), *model.named_buffers())}
+    watch = _Watch()
+    handles = []
+    for name, layer in model.named_modules():
+        if isinstance(layer, _Layer):
+            handles += [layer.register_forward_pre_hook(watch.enter(name, cut)), layer.register_forward_hook(watch.leave)]
+    training = {module: module.training for module in model.modules()}
+    try:
+        with cut.off(), torch.no_grad(), watch:
+            torch.func.functional_call(model.eval(), state, (x,))
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module, value in training.items():
+            module.training = value
+
+
+_MIXING = ("convolution", "pool", "upsample", "norm", "roll", "flip", "fft", "grid_sampler", "im2col", "cumsum")
+_REDUCING = ("mean", "sum", "var", "var_mean", "amax", "amin", "max", "min", "prod", "std", "softmax", "_softmax", "_log_softmax")
+
+
+class _Watch(TorchDispatchMode):
+    """Refuses operations that mix places outside of the layers that know how to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._inside: list[str] = []
+        self._last = "its input"
+
+    def enter(self, name: str, cut: Cut) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+            cut.note(name, tuple(args[0].shape[2:]))
+            self._inside.append(name)
+
+        return hook
+
+    def leave(self, *_: Any) -> None:
+        self._last = self._inside.pop()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if not self._inside and args and isinstance(args[0], Tensor) and args[0].ndim >= 4:
+            mixes = any(word in name for word in _MIXING)
+            if name in _REDUCING:
+                over = args[1] if len(args) > 1 else None
+                dims = [over] if isinstance(over, int) else over
+                mixes = dims is None or any(dim % args[0].ndim >= 2 for dim in dims)
+            if mixes:
+                raise MeshError(
+                    f"spatial: after {self._last} the model calls {name} itself, which mixes places of a cut volume; make it a "
+                    "layer (nn.MaxPool3d for F.max_pool3d), or a seam"
+                )
+        return func(*args, **(kwargs or {}))
+
+
+# ---- the layers
+
+
+class _Layer(nn.Module):
+    """What each layer of a cut model has, beside what it was."""
+
+    cut: Cut
+    name: str
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not self.cut.active:
+            return super().forward(x, *args, **kwargs)
+        return self._apart(x, *args, **kwargs)
+
+    @torch.compiler.disable
+    def _apart(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Messages between processes are not for a compiler's graph."""
+        return self.over(x, self.cut.whole(self.name, x.shape[2:]), *args, **kwargs)
+
+    def over(self, x: Tensor, size: Sizes) -> Tensor:
+        """This rank's output, from its part ``x`` of a whole of ``size``."""
+        raise NotImplementedError
+
+    def check(self) -> str | None:
+        """What about this layer cannot be cut."""
+        return None
+
+
+def _route(cut: Cut, dim: int, size: int, out: int, reach: Callable[[Range], Range]) -> tuple[Route, int] | None:
+    """What ranks need along ``dim`` of ``size`` places to compute their part of ``out``; ``reach`` of a range of the output is
+    what it needs, beyond the ends too. And how many places of output this rank computes. None where nothing is cut."""
+    axis = cut.axes.get(dim)
+    if axis is None or not (cut.is_cut(dim, size) or cut.is_cut(dim, out)):
+        return None
+    # A level that is cut no more is computed in parts all the same, if there is a place for each, and then joined: that is smaller.
+    outs = [part(out, r, axis.size) if out >= axis.size else (0, out) for r in range(axis.size)]
+    reached = [reach(each) for each in outs]
+    need = tuple((min(max(a, 0), size), max(min(b, size), 0)) for a, b in reached)
+    have = tuple(cut.range_of(dim, size, r) for r in range(axis.size))
+    a, b = reached[axis.rank]
+    low, high = need[axis.rank]
+    first, end = outs[axis.rank]
+    return Route(dim, axis, have, need, max(low - a, 0), max(b - high, 0)), end - first
+
+
+def _settled(cut: Cut, y: Tensor, out: Sizes) -> Tensor:
+    """``y``, computed in parts, as a level of ``out`` is held: joined along dims that are not cut there."""
+    for dim, n in enumerate(out, 2):
+        if y.shape[dim] != n and not cut.is_cut(dim, n):
+            axis = cut.axes[dim]
+            have = tuple(part(n, r, axis.size) for r in range(axis.size))
+            y = Exchange.apply(y, Route(dim, axis, have, ((0, n),) * axis.size), cut.traffic, 0.0)
+    return y
+
+
+class _Convolution(_Layer):
+    kernel_size: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: Any
+    output_padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    padding_mode: str
+    weight: Tensor
+    bias: Tensor | None
+
+    def check(self) -> str | None:
+        if self.padding_mode != "zeros":
+            return f"padding_mode {self.padding_mode}; only zeros can be cut"
+        return f"padding {self.padding!r}; give numbers" if isinstance(self.padding, str) else None
+
+    def over(self, x: Tensor, size: Sizes) -> Tensor:
+        routes, how, out = self._plan(size)
+        if all(route.is_local for route in routes) and how.padding == tuple(self.padding) and not how.kept:
+            return _settled(self.cut, super(_Layer, self).forward(x), out)
+        weight, bias = self.weight, self.bias
+        if torch.is_autocast_enabled(x.device.type):
+            narrow = torch.get_autocast_dtype(x.device.type)
+            x, weight, bias = x.to(narrow), weight.to(narrow), None if bias is None else bias.to(narrow)
+        y = Convolution.apply(x, weight, bias, routes, how, self.cut.traffic, self.cut.apart)
+        return _settled(self.cut, y, out)
+
+    def _plan(self, size: Sizes) -> tuple[tuple[Route, ...], How, Sizes]:
+        transposed = isinstance(self, nn.modules.conv._ConvTransposeNd)
+        routes, kept, out = [], [], []
+        padding, more = [int(p) for p in self.padding], [int(p) for p in self.output_padding]
+        for i, n in enumerate(size):
+            k, s, p, d = self.kernel_size[i], self.stride[i], padding[i], self.dilation[i]
+            if transposed:
+                o = (n - 1) * s - 2 * p + d * (k - 1) + more[i] + 1
+
+                def reach(of: Range, k: int = k, s: int = s, p: int = p, d: int = d) -> Range:
+                    return -(-(of[0] + p - d * (k - 1)) // s), (of[1] - 1 + p) // s + 1
+            else:
+                o = (n + 2 * p - d * (k - 1) - 1) // s + 1
+
+                def reach(of: Range, k: int = k, s: int = s, p: int = p, d: int = d) -> Range:
+                    return of[0] * s - p, (of[1] - 1) * s - p + d * (k - 1) + 1
+
+            out.append(o)
+            found = _route(self.cut, i + 2, n, o, reach)
+            if found is None:
+                continue
+            route, count = found
+            routes.append(route)
+            if transposed:
+                first = part(o, route.axis.rank, route.axis.size)[0] if count < o else 0
+                skipped = first + p - (route.wanted[0] - route.before) * s
+                places = (route.wanted[1] + route.after - route.wanted[0] + route.before - 1) * s + d * (k - 1) + 1
+                if skipped or count != places:
+                    kept.append((i + 2, skipped, count))
+                more[i] = 0
+            padding[i] = 0
+        how = How(
+            tuple(self.stride), tuple(padding), tuple(self.dilation), self.groups, tuple(more) if transposed else None, tuple(kept)
+        )
+        return tuple(routes), how, tuple(out)
+
+
+class _Pool(_Layer):
+    """Of windows: the largest value or the mean."""
+
+    def check(self) -> str | None:
+        if self.ceil_mode:
+            return "ceil_mode; only whole windows can be cut"
+        if getattr(self, "return_indices", False):
+            return "return_indices; places of a part are not those of the whole"
+        if any(self._words("padding")) and not getattr(self, "count_include_pad", True):
+            return "count_include_pad=False with padding"
+        return None
+
+    def _words(self, name: str) -> tuple[int, ...]:
+        value: Any = getattr(self, name, 1)
+        return tuple(value) if isinstance(value, (tuple, list)) else (value,) * self.dims
+
+    @property
+    def dims(self) -> int:
+        return 3 if isinstance(self, (nn.MaxPool3d, nn.AvgPool3d)) else 2
+
+    def over(self, x: Tensor, size: Sizes) -> Tensor:
+        largest = isinstance(self, (nn.MaxPool2d, nn.MaxPool3d))
+        kernel, stride, padding, dilation = (self._words(name) for name in ("kernel_size", "stride", "padding", "dilation"))
+        left, out = list(padding), []
+        for i, n in enumerate(size):
+            k, s, p, d = kernel[i], stride[i], padding[i], dilation[i]
+
+            def reach(of: Range, k: int = k, s: int = s, p: int = p, d: int = d) -> Range:
+                return of[0] * s - p, (of[1] - 1) * s - p + d * (k - 1) + 1
+
+            out.append((n + 2 * p - d * (k - 1) - 1) // s + 1)
+            found = _route(self.cut, i + 2, n, out[-1], reach)
+            if found is not None:
+                left[i] = 0
+                if not found[0].is_local:
+                    x = Exchange.apply(x, found[0], self.cut.traffic, -torch.inf if largest else 0.0)
+        pool: Any = getattr(F, f"{'max' if largest else 'avg'}_pool{self.dims}d")
+        words: dict[str, Any] = {"dilation": dilation} if largest else {"divisor_override": getattr(self, "divisor_override", None)}
+        return _settled(self.cut, pool(x, kernel, stride, tuple(left), **words), tuple(out))
+
+
+class _Upsample(_Layer):
+    size: Any
+    scale_factor: Any
+    mode: str
+    align_corners: bool | None
+
+    def check(self) -> str | None:
+        scale = self.scale_factor if isinstance(self.scale_factor, tuple) else (self.scale_factor,)
+        if self.size is not None or any(s is None or s != int(s) for s in scale):
+            return "a size or a broken scale_factor; give whole factors"
+        if self.mode not in ("nearest", "bilinear", "trilinear") or self.align_corners:
+            return f"mode {self.mode} with align_corners {self.align_corners}; nearest, bilinear and trilinear without can be cut"
+        return None
+
+    def over(self, x: Tensor, size: Sizes) -> Tensor:
+        factor: Any = self.scale_factor if isinstance(self.scale_factor, tuple) else (self.scale_factor,) * len(size)
+        scale = [int(s) for s in factor]
+        wide, out, kept = 0 if self.mode == "nearest" else 1, [], []
+        for i, n in enumerate(size):
+            s = scale[i]
+
+            def reach(of: Range, s: int = s, n: int = n) -> Range:
+                # At the ends of the whole an edge repeats itself, which interpolation does.
+                return max(of[0] // s - wide, 0), min((of[1] - 1) // s + 1 + wide, n)
+
+            out.append(n * s)
+            found = _route(self.cut, i + 2, n, n * s, reach)
+            if found is None:
+                continue
+            route, count = found
+            first = part(n * s, route.axis.rank, route.axis.size)[0]
+            kept.append((i + 2, first - route.wanted[0] * s, count))
+            if not route.is_local:
+                x = Exchange.apply(x, route, self.cut.traffic, 0.0)
+        y = F.interpolate(x, scale_factor=tuple(float(s) for s in scale), mode=self.mode)
+        for dim, first, count in kept:
+            y = y.narrow(dim, first, count)
+        return _settled(self.cut, y, tuple(out))
+
+
+class _GlobalMean(_Layer):
+    def check(self) -> str | None:
+        size: Any = self.output_size
+        return None if set(size if isinstance(size, tuple) else (size,)) == {1} else f"output_size {size}; only 1 can be cut"
+
+    def over(self, x: Tensor, size: Sizes) -> Tensor:
+        own = x.sum(tuple(range(2, x.ndim)), keepdim=True)
+        return summed(own, *self.cut.cut_axes(size)) / torch.Size(size).numel()
+
+
+class _Norm(_Layer):
+    """Instance and batch norms, whose ``total`` adds up moments over the axes over which the level is cut."""
+
+    def over(self, x: Tensor, size: Sizes, *args: Any, **kwargs: Any) -> Tensor:
+        layer: Any = self
+        whole = layer.total
+        layer.total = Total(*whole.axes, *self.cut.cut_axes(size))  # one for this pass: its backward adds over the same axes
+        try:
+            return super(_Layer, self).forward(x, *args, **kwargs)
+        finally:
+            layer.total = whole
+
+
+class _GroupNorm(_Layer):
+    num_groups: int
+    eps: float
+    affine: bool
+    weight: Tensor
+    bias: Tensor
+
+    def over(self, x: Tensor, size: Sizes) -> Tensor:
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        groups = x.to(wide).reshape(x.shape[0], self.num_groups, -1)
+        axes = self.cut.cut_axes(size)
+        count = groups.shape[2] // x.shape[2:].numel() * torch.Size(size).numel()
+        mean = summed(groups.sum(2, keepdim=True), *axes) / count
+        off = groups - mean
+        variance = summed(off.square().sum(2, keepdim=True), *axes) / count
+        y = (off * (variance + self.eps).rsqrt()).reshape(x.shape)
+        shape = (1, -1, *(1,) * len(size))
+        return (y * self.weight.view(shape) + self.bias.view(shape) if self.affine else y).to(x.dtype)
+
+
+class Join(nn.Module):
+    """Where a model needs every place of a volume: the whole, on every rank. A seam, also where nothing is cut."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class _Join(_Layer, Join):
+    def over(self, x: Tensor, size: Sizes) -> Tensor:
+        return self.cut.join(x, size)
+
+
+class Once(nn.Module):
+    """Where ranks have computed the same: what follows counts once, though each does it."""
+
+    def __init__(self, cut: Cut) -> None:
+        super().__init__()
+        self.cut = cut
+
+    def forward(self, x: Tensor) -> Tensor:
+        count = 1
+        for axis in self.cut.axes.values():
+            count *= axis.size
+        return x if count == 1 or not self.cut.active else _Once.apply(x, count)
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, count: int) -> Tensor:
+        ctx.count = count
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return dy / ctx.count, None
+
+
+class Summed(nn.Module):
+    """Sums over a cut volume, of which a loss or a metric is made that all its ranks count as one: a gradient is that of each one's
+    own sums."""
+
+    def __init__(self, cut: Cut) -> None:
+        super().__init__()
+        self.cut = cut
+
+    def forward(self, sums: Tensor) -> Tensor:
+        return summed(sums, *self.cut.axes.values(), once=True) if self.cut.active else sums
+
+
+class Whole(nn.Module):
+    """All of a volume of ``size``, on every rank, of the ranks' parts.   [B, C, D/n, H/m, W] -> [B, C, D, H, W]"""
+
+    def __init__(self, cut: Cut, size: Sequence[int]) -> None:
+        super().__init__()
+        self.cut, self.size = cut, tuple(size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.cut.join(x, self.size) if self.cut.active else x
+
+
+_KINDS: dict[type[nn.Module], type[_Layer]] = {
+    **dict.fromkeys((nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool2d, nn.AvgPool3d), _Pool),
+    **dict.fromkeys((nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d), _GlobalMean),
+    **dict.fromkeys((BatchNorm, InstanceNorm), _Norm),
+    nn.Upsample: _Upsample,
+    nn.GroupNorm: _GroupNorm,
+    Join: _Join,
+}
+# Of torch's own layers these leave places where they are.
+_LOCAL = (
+    nn.Identity, nn.Dropout, nn.Dropout2d, nn.Dropout3d, nn.Linear, nn.Flatten, nn.Sequential, nn.ModuleList, nn.ModuleDict,
+)  # fmt: skip
+
+
+def _swap(model: nn.Module, cut: Cut) -> None:
+    use_ours(model)
+    for name, layer in model.named_modules():
+        kind = _Convolution if isinstance(layer, nn.modules.conv._ConvNd) else _KINDS.get(type(layer))
+        if kind is None:
+            _refuse(name, layer)
+            continue
+        layer.__class__ = _joined(kind, type(layer))
+        layer.cut, layer.name = cut, name
+        why = layer.check()
+        if why is not None:
+            raise MeshError(f"spatial: {name} has {why}")
+        if kind is _Norm and not isinstance(layer.total, Total):
+            layer.total = Total()
+
+
+_made: dict[tuple[type, type], type] = {}
+
+
+def _joined(kind: type[_Layer], was: type[nn.Module]) -> type:
+    """A layer that is still of the class that it was, so that it can do as before (``Cut.off``)."""
+    if (kind, was) not in _made:
+        _made[kind, was] = type(f"Cut{was.__name__}", (kind, was), {"__module__": __name__})
+    return _made[kind, was]
+
+
+def _refuse(name: str, layer: nn.Module) -> None:
+    theirs = type(layer).__module__.startswith("torch.nn.")
+    pointwise = type(layer).__module__ == "torch.nn.modules.activation" and not isinstance(layer, nn.MultiheadAttention)
+    if theirs and not pointwise and not isinstance(layer, _LOCAL):
+        raise MeshError(f"spatial: {name} is a {type(layer).__name__}, of which it is not known how to cut it")

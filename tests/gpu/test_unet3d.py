@@ -1,0 +1,108 @@
+"""3D U-Net on a GPU: channels-last is the CPU's network in value and gradient; capture == eager; bf16 within tolerance."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from hpcai import dist, train
+from hpcai.models import unet3d
+from hpcai.nn import InstanceNorm
+from hpcai.settings import StepConfig
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")]
+SGD = {"optimizer": "sgd", "momentum": 0.9}
+
+
+def model() -> unet3d.UNet3D:
+    torch.manual_seed(0)
+    return unet3d.UNet3D(unet3d.UNet3DConfig(filters=(8, 16, 32), window=(32, 32, 32)))
+
+
+def batch(device: str, seed: int, size: int = 2) -> unet3d.Batch:
+    image = torch.randn(size, 32, 32, 32, generator=torch.Generator().manual_seed(seed))
+    return unet3d.Batch(image.to(device), (image > 0.5).to(torch.uint8).to(device))
+
+
+@pytest.mark.parametrize("shape", [(1, 32, 16, 16, 16), (2, 32, 8, 9, 10), (3, 6, 7, 5, 4), (2, 91, 2, 2, 3)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last_3d])
+def test_instance_norm_is_that_of_float64(shape: tuple[int, ...], dtype: torch.dtype, form: torch.memory_format) -> None:
+    torch.manual_seed(0)
+    x, dy = (torch.randn(shape).to(dtype).cuda().contiguous(memory_format=form) for _ in range(2))
+    norm, wide = InstanceNorm(shape[1], relu=True), InstanceNorm(shape[1], relu=True).double()
+    torch.nn.init.normal_(norm.weight)
+    wide.load_state_dict(norm.state_dict())
+
+    def passed(layer: Any, x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
+        x = x.detach().clone().requires_grad_()
+        y = layer(x)
+        return [t.double().cpu() for t in (y.detach(), *torch.autograd.grad(y, [x, *layer.parameters()], dy))]
+
+    found = passed(norm.cuda(), 3 + x, dy)
+    expected = passed(wide, (3 + x).double().cpu().contiguous(), dy.double().cpu().contiguous())
+    small = 2e-5 if dtype == torch.float32 else 2e-2
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=small, atol=small * max(1.0, float(b.abs().max())))
+
+
+def gradients(device: str, narrow: bool = False) -> tuple[float, dict[str, torch.Tensor]]:
+    net = model().to(device)
+    with torch.autocast(device, torch.bfloat16, enabled=narrow):
+        value = unet3d.loss(net, batch(device, 0))["loss"]
+    value.backward()
+    return value.item(), {name: p.grad.double().cpu() for name, p in net.named_parameters() if p.grad is not None}
+
+
+def test_forward_and_backward_are_those_of_the_cpu() -> None:
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    (value, found), (right, expected) = gradients("cuda"), gradients("cpu")
+    assert value == pytest.approx(right, rel=1e-5)
+    largest = max(float(g.norm()) for g in expected.values())
+    for name, gradient in expected.items():
+        assert float((found[name] - gradient).norm()) < 1e-3 * float(gradient.norm()) + 1e-5 * largest, name
+
+
+def test_bf16_is_close() -> None:
+    (value, found), (right, expected) = gradients("cuda", narrow=True), gradients("cpu")
+    assert value == pytest.approx(right, rel=2e-2)
+    largest = max(float(g.norm()) for g in expected.values())
+    for name, gradient in expected.items():
+        assert float((found[name] - gradient).norm()) < 0.15 * float(gradient.norm()) + 0.02 * largest, name
+
+
+def test_every_volume_inside_is_channels_last() -> None:
+    net, seen = model().cuda(), []
+    for layer in net.modules():
+        if isinstance(layer, InstanceNorm):
+            layer.register_forward_hook(lambda _, x, y: seen.extend([x[0], y]))
+    net(torch.randn(1, 1, 32, 32, 32, device="cuda"))
+    assert len(seen) >= 20 and all(t.is_contiguous(memory_format=torch.channels_last_3d) for t in seen)
+
+
+def new_step(**words: Any) -> train.Step:
+    return train.Step(model(), unet3d.loss, StepConfig(**words, **SGD), dist.alone(torch.device("cuda")))
+
+
+def losses(step: train.Step) -> list[float]:
+    return [step(batch("cuda", i), 1e-2)["loss"].item() for i in range(6)]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_captured_is_eager(precision: str) -> None:
+    eager, captured = (new_step(precision=precision, capture=how) for how in ("none", "whole"))
+    assert losses(captured) == pytest.approx(losses(eager), rel=1e-3 if precision == "fp32" else 2e-2)
+    for name, tensor in eager.model.state_dict().items():
+        torch.testing.assert_close(captured.model.state_dict()[name].float(), tensor.float(), rtol=5e-2, atol=5e-3, msg=name)
+
+
+def test_a_step_reads_nothing_from_the_gpu() -> None:
+    step, data = new_step(precision="bf16"), [batch("cuda", i) for i in range(3)]
+    step(data[0])
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for part in data[1:]:
+            step(part)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

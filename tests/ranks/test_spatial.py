@@ -1,0 +1,213 @@
+"""A network whose volume is cut is the network of one process: in value, gradient and keys."""
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hpcai.dist.collect import total
+from hpcai.dist.mesh import Mesh
+from hpcai.nn import BatchNorm, Conv3d, InstanceNorm
+from hpcai.parallel.spatial import Join, Once, Summed, spatial
+from tests.ranks.launch import on_ranks
+
+MESHES: list[dict[str, int]] = [
+    {"depth": 1}, {"depth": 2}, {"depth": 4}, {"depth": 2, "height": 2}, {"replicate": 2, "depth": 2}, {"height": 3},
+]  # fmt: skip
+
+
+def filled(model: nn.Module) -> nn.Module:
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.5)
+    return model.double()
+
+
+def compare(mesh: Mesh, make: Any, size: tuple[int, ...], channels: int, words: dict[str, Any], batch: int = 2) -> tuple[int, str]:
+    """Cut and whole, forward and backward, on every rank; bytes sent and what differed most."""
+    whole = filled(make())
+    model = deepcopy(whole)
+    keys = list(model.state_dict())
+    names = ("depth", "height", "width")[-len(size) :]
+    cut = spatial(model, {n: mesh[n] for n in names if n != "width"}, size, channels=channels, **words)
+    assert list(model.state_dict()) == keys
+    x = torch.randn(batch, channels, *size, generator=torch.Generator().manual_seed(7 + mesh["replicate"].rank)).double()
+    own = cut.own(x).clone().requires_grad_()
+    x.requires_grad_()
+    for _ in range(2):  # what belongs to one pass must not stay for the next
+        y_whole, y = whole(x), model(own)
+        where = cut.part(y_whole.shape[2:])
+        assert y.shape == y_whole[(..., *where)].shape
+        torch.testing.assert_close(y, y_whole[(..., *where)], rtol=1e-10, atol=1e-10)
+        weights = torch.randn(y_whole.shape, generator=torch.Generator().manual_seed(3)).double()
+        share = 1.0
+        for dim, axis in cut.axes.items():  # where the output is whole on every rank, each counts a part of it
+            share /= axis.size if not cut.is_cut(dim, y_whole.shape[dim]) else 1
+        for model_, x_ in ((whole, x), (model, own)):
+            model_.zero_grad()
+            x_.grad = None
+        (y_whole * weights).square().sum().backward()
+        ((y * weights[(..., *where)]).square().sum() * share).backward()
+        worst = ("x", float((own.grad - cut.own(x.grad)).abs().max() / x.grad.abs().max()))
+        largest = max(float(p.grad.abs().max()) for p in whole.parameters())  # a bias before a norm has a gradient of 0
+        for (name, a), b in zip(whole.named_parameters(), model.parameters()):
+            axes = getattr(b, "sum_axes", ())
+            assert [axis.name for axis in axes] == [axis.name for axis in cut.axes.values()]
+            gradient = total(b.grad.clone(), *axes)
+            worst = max(worst, (name, float((gradient - a.grad).abs().max()) / largest), key=lambda v: v[1])
+        assert worst[1] < 1e-10, worst
+        for (name, a), b in zip(whole.named_buffers(), model.buffers()):
+            torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-12, msg=name)
+    return cut.traffic.sent, worst[0]
+
+
+class Unet(nn.Module):
+    """Two halvings, a deep level that few ranks can cut, skips, every kind of norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(Conv3d(2, 6, 3, padding=1, bias=False), InstanceNorm(6, relu=True))
+        self.down = nn.Sequential(nn.Conv3d(6, 8, 3, 2, 1), nn.GroupNorm(2, 8), nn.ReLU())
+        deep = (nn.Conv3d(8, 8, 3, 2, 1), nn.BatchNorm3d(8), nn.Conv3d(8, 8, 3, padding=1), BatchNorm(8, relu=True))
+        self.deep = nn.Sequential(*deep)
+        self.up = nn.ConvTranspose3d(8, 8, 2, 2)
+        self.middle = nn.Sequential(nn.Conv3d(16, 6, 3, padding=1), nn.InstanceNorm3d(6, affine=True))
+        self.up2 = nn.ConvTranspose3d(6, 6, 3, 2, 1, output_padding=1)
+        self.last = nn.Conv3d(12, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = self.first(x)
+        b = self.down(a)
+        c = self.middle(torch.cat((self.up(self.deep(b)), b), 1))
+        return self.last(torch.cat((self.up2(c), a), 1))
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["together", "apart"])
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_a_network_that_is_cut_is_the_network(axes: dict[str, int], apart: bool) -> None:
+    on_ranks(axes, compare, Unet, (16, 12, 8), 2, {"apart": apart})
+
+
+def test_eight_slabs() -> None:
+    on_ranks({"depth": 8}, compare, Unet, (32, 4, 4), 2, {"apart": True})
+    on_ranks({"depth": 8}, compare, Unet, (32, 4, 4), 2, {"least": 1})
+
+
+CONVOLUTIONS = [
+    {"kernel_size": 3, "padding": 1}, {"kernel_size": 5, "padding": 2}, {"kernel_size": 3, "stride": 2, "padding": 1},
+    {"kernel_size": 3, "dilation": 3, "padding": 3}, {"kernel_size": 4, "stride": 3, "padding": 2}, {"kernel_size": 2, "stride": 2},
+    {"kernel_size": (7, 1, 3), "padding": (3, 0, 1)}, {"kernel_size": 3}, {"kernel_size": 1, "stride": 2},
+    {"kernel_size": 3, "padding": 3},
+    {"kernel_size": 9, "padding": 4, "groups": 2}, {"kernel_size": 3, "dilation": 5, "padding": 5, "stride": 2},
+]  # fmt: skip
+TRANSPOSED = [
+    {"kernel_size": 2, "stride": 2}, {"kernel_size": 3, "stride": 2, "padding": 1, "output_padding": 1},
+    {"kernel_size": 4, "stride": 2, "padding": 1}, {"kernel_size": 3, "stride": 3, "dilation": 2, "padding": 2},
+    {"kernel_size": 5, "stride": 1, "padding": 2, "groups": 2}, {"kernel_size": 3, "stride": 2, "padding": 3},
+]  # fmt: skip
+OTHERS = [
+    nn.MaxPool3d(2), nn.MaxPool3d(3, 2, 1), nn.AvgPool3d(3, 1, 1), nn.AvgPool3d(2), nn.Upsample(scale_factor=2),
+    nn.Upsample(scale_factor=3, mode="trilinear"), nn.MaxPool3d(3, 1, 1, dilation=1), nn.AdaptiveAvgPool3d(1),
+]  # fmt: skip
+
+
+class Single(nn.Module):
+    """A layer between two that can be told apart."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.factor = layer, nn.Conv3d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.factor(x))
+
+
+class Made:
+    """Of a layer's class and words, or of a layer; can be sent to another process."""
+
+    def __init__(self, kind: Any, words: dict[str, Any]) -> None:
+        self.kind, self.words = kind, words
+
+    def __call__(self) -> nn.Module:
+        layer = self.kind(4, 4, **self.words) if isinstance(self.kind, type) else deepcopy(self.kind)
+        return Single(layer)
+
+
+def every(mesh: Mesh, size: tuple[int, ...]) -> None:
+    cases = [Made(nn.Conv3d, words) for words in CONVOLUTIONS] + [Made(nn.ConvTranspose3d, words) for words in TRANSPOSED]
+    for case in cases + [Made(layer, {}) for layer in OTHERS]:
+        for words in ({"apart": True}, {"least": 1}):
+            try:
+                compare(mesh, case, size, 4, words, batch=1)
+            except AssertionError as problem:
+                raise AssertionError(f"{case.kind} {case.words} {words} {size}: {problem}") from problem
+
+
+@pytest.mark.parametrize("axes", [{"depth": 2}, {"depth": 3}, {"depth": 4}, {"depth": 2, "height": 2}], ids=str)
+@pytest.mark.parametrize("size", [(24, 12, 9), (19, 11, 9), (10, 13, 9)], ids=str)
+def test_every_layer_on_slabs_of_any_size(axes: dict[str, int], size: tuple[int, ...]) -> None:
+    on_ranks(axes, every, size)
+
+
+class Flat(nn.Module):
+    """A map, with pooling over all of it that goes on beside the map."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 8, 3, 2, 1), BatchNorm(8, relu=True)
+        self.pool = nn.Sequential(nn.AdaptiveAvgPool2d((1, 1)), nn.Conv2d(8, 8, 1), nn.ReLU())
+        self.holes, self.out = nn.Conv2d(8, 8, 3, padding=6, dilation=6), nn.ConvTranspose2d(16, 2, 3, 2, 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.conv(x))
+        return self.out(torch.cat((self.holes(x), self.pool(x).expand_as(x)), 1))
+
+
+@pytest.mark.parametrize("axes", [{"height": 2}, {"height": 4}, {"replicate": 2, "height": 2}], ids=str)
+def test_a_map_is_cut_along_its_height(axes: dict[str, int]) -> None:
+    on_ranks(axes, compare, Flat, (22, 6), 3, {})
+
+
+class Regressor(nn.Module):
+    """Dense layers after the volume, and a loss that is made of sums over it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Sequential(nn.Conv3d(2, 4, 3, padding=1), nn.MaxPool3d(2), nn.LeakyReLU(), nn.Conv3d(4, 4, 3, padding=1))
+        self.every_place: nn.Module = Join()
+        self.dense = nn.Sequential(nn.Linear(4 * 8 * 4 * 2, 6), nn.Tanh(), nn.Linear(6, 2))
+        self.once: nn.Module = nn.Identity()
+        self.total: nn.Module = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.once(self.dense(self.every_place(self.conv(x)).flatten(1)))
+
+    def loss(self, x: Tensor) -> Tensor:
+        sums = self.total(torch.cat((x.square().sum((1, 2, 3, 4)), self.conv(x).exp().sum((1, 2, 3, 4)))))
+        return self(x).square().sum() + (sums[1:] / sums[:1]).sum()
+
+
+def losses(mesh: Mesh) -> None:
+    whole = filled(Regressor())
+    model: Any = deepcopy(whole)
+    cut = spatial(model, {"depth": mesh["depth"], "height": mesh["height"]}, (16, 8, 4))
+    model.once, model.total = Once(cut), Summed(cut)
+    x = torch.randn(2, 2, 16, 8, 4, generator=torch.Generator().manual_seed(5)).double()
+    expected, found = whole.loss(x), model.loss(cut.own(x))
+    expected.backward()
+    found.backward()
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=0)
+    for (name, a), b in zip(whole.named_parameters(), model.parameters()):
+        torch.testing.assert_close(total(b.grad, *b.sum_axes), a.grad, rtol=1e-10, atol=1e-12, msg=name)
+    with cut.off():
+        torch.testing.assert_close(model(x), whole(x), rtol=1e-12, atol=0)
+    twin = deepcopy(model)
+    torch.testing.assert_close(twin(cut.own(x)), model(cut.own(x)), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("axes", [{"depth": 2}, {"depth": 4}, {"depth": 2, "height": 2}], ids=str)
+def test_what_ranks_compute_alike_counts_once(axes: dict[str, int]) -> None:
+    on_ranks(axes, losses)

@@ -1,0 +1,148 @@
+"""The models whose volumes and maps are cut train as one process does: losses, weights, scores."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hpcai.dist.launch import alone
+from hpcai.dist.mesh import Mesh
+from hpcai.errors import MeshError
+from hpcai.models import cosmoflow, deepcam, unet3d
+from hpcai.settings import StepConfig
+from hpcai.train.step import Step
+from tests.ranks.launch import on_ranks
+
+STEPS, COPIES = 3, 2
+CFG = StepConfig(optimizer="sgd", lr=0.05, precision="fp64", nesterov=True)
+
+
+def random(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+class Unet:
+    """Half the resolutions, so that one level is cut on four ranks and one is not."""
+
+    cfg = unet3d.UNet3DConfig(filters=(4, 6, 8), window=(32, 16, 16))
+    package: Any = unet3d
+
+    def model(self, mesh: Mesh) -> Any:
+        return unet3d.parallelize(unet3d.UNet3D(self.cfg), mesh)
+
+    def batch(self, step: int, mesh: Mesh, copies: slice) -> Any:
+        image = torch.randn(COPIES, *self.cfg.window, generator=random(step)).double()
+        label = torch.randint(0, 3, image.shape, generator=random(step), dtype=torch.uint8)
+        part = unet3d.cut_of(mesh).part(self.cfg.window)
+        return unet3d.Batch(image[(copies, *part)], label[(copies, *part)])
+
+    def held(self, mesh: Mesh) -> Any:
+        image = torch.randn(1, 53, 24, 17, generator=random(99)).double()
+        return [unet3d.Batch(image, (image > 0.8).to(torch.uint8))]
+
+    def score(self, model: Any, mesh: Mesh) -> Any:
+        return unet3d.score(model, self.held(mesh))
+
+
+class Cosmo:
+    cfg = cosmoflow.CosmoFlowConfig(size=16, filters=4, blocks=3, dropout=0.3)
+    package: Any = cosmoflow
+
+    def model(self, mesh: Mesh) -> Any:
+        return cosmoflow.parallelize(cosmoflow.CosmoFlow(self.cfg), mesh)
+
+    def batch(self, step: int, mesh: Mesh, copies: slice) -> Any:
+        counts = torch.randint(0, 50, (COPIES, 16, 16, 16, 4), generator=random(step), dtype=torch.int16)
+        target = torch.rand(COPIES, 4, generator=random(step))
+        return cosmoflow.Batch(counts[(copies, *cosmoflow.cut_of(mesh).part((16, 16, 16)))], target[copies])
+
+    def score(self, model: Any, mesh: Mesh) -> Any:
+        return cosmoflow.error(model, self.batch(99, mesh, slice(None)))
+
+
+class Cam:
+    cfg = deepcam.DeepCamConfig(divide=32, middle=1, variables=("A", "B"), units=("K", "K"), low=(0.0, 0.0), high=(1.0, 1.0))
+    package: Any = deepcam
+
+    def model(self, mesh: Mesh) -> Any:
+        return deepcam.parallelize(deepcam.DeepCam(self.cfg), mesh, mesh["replicate"].size, (96, 32))
+
+    def batch(self, step: int, mesh: Mesh, copies: slice) -> Any:
+        part = deepcam.cut_of(mesh).part((96, 32))
+        fields = torch.rand(COPIES, 96, 32, 2, generator=random(step))
+        mask = torch.randint(0, 3, (COPIES, 96, 32), generator=random(step), dtype=torch.uint8)
+        return deepcam.Batch(fields[(copies, *part)].double(), mask[(copies, *part)])
+
+    def score(self, model: Any, mesh: Mesh) -> Any:
+        maps = deepcam.maps(model, self.batch(99, mesh, slice(None)))
+        assert {name: tuple(rows.shape[:3]) for name, rows in maps.items()} == dict.fromkeys(maps, (COPIES, 96, 32))
+        return deepcam.score(model, self.batch(99, mesh, slice(None)))
+
+
+def trained(mesh: Mesh, kind: Any, cfg: StepConfig = CFG) -> tuple[list[float], dict[str, Any], dict[str, float]]:
+    torch.manual_seed(0)
+    case = kind()
+    model = case.model(mesh)
+    step = Step(model, case.package.loss, cfg, mesh)
+    axis = mesh["replicate"]
+    mine = slice(axis.rank * COPIES // axis.size, (axis.rank + 1) * COPIES // axis.size)
+    losses = []
+    for number in range(STEPS):
+        torch.manual_seed(5)
+        losses.append(step(case.batch(number, mesh, mine))["loss"].item())
+    with torch.no_grad():
+        scores = {name: float(value / count) for name, (value, count) in case.score(model.eval(), mesh).items()}
+    state = {name: tensor.detach().double().numpy() for name, tensor in model.state_dict().items()}  # a queue loses tensors
+    return losses, state, scores
+
+
+MESHES = [
+    (Unet, {"depth": 2}), (Unet, {"depth": 4}), (Unet, {"depth": 2, "height": 2}), (Unet, {"replicate": 2, "depth": 2}),
+    (Cosmo, {"depth": 2}), (Cosmo, {"depth": 4}), (Cosmo, {"depth": 2, "height": 2}), (Cam, {"height": 2}), (Cam, {"height": 4}),
+    (Cam, {"replicate": 2, "height": 2}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "axes"), MESHES, ids=str)
+def test_a_model_that_is_cut_trains_as_one_process_does(kind: Any, axes: dict[str, int]) -> None:
+    losses, weights, scores = trained(alone(), kind)
+    ranks = on_ranks(axes, trained, kind)
+    copies = axes.get("replicate", 1)
+    for found, state, held in ranks:
+        assert list(state) == list(weights)
+        for name, values in weights.items():
+            np.testing.assert_allclose(state[name], values, rtol=1e-8, atol=1e-9, err_msg=name)
+        assert held == pytest.approx(scores, rel=1e-8)
+        if copies == 1:
+            assert found == pytest.approx(losses, rel=1e-9)
+    if copies > 1:
+        within = len(ranks) // copies
+        means = [sum(ranks[c * within][0][k] for c in range(copies)) / copies for k in range(STEPS)]
+        assert means == pytest.approx(losses, rel=1e-9)
+
+
+def test_an_optimizer_shared_out_over_the_copies_of_a_cut_model() -> None:
+    expected = trained(alone(), Unet)[1]
+    cfg = CFG.model_copy(update={"shard": "optimizer"})
+    for _, state, _ in on_ranks({"replicate": 2, "depth": 2}, trained, Unet, cfg):
+        for name, values in expected.items():
+            np.testing.assert_allclose(state[name], values, rtol=1e-8, atol=1e-9, err_msg=name)
+
+
+def refused(mesh: Mesh) -> list[str]:
+    texts = []
+    unet = unet3d.UNet3D(unet3d.UNet3DConfig(filters=(4, 6), window=(4, 8, 8)))
+    cosmo = cosmoflow.CosmoFlow(cosmoflow.CosmoFlowConfig(size=8, blocks=2))
+    for package, model in ((unet3d, unet), (cosmoflow, cosmo), (deepcam, deepcam.DeepCam(Cam.cfg))):
+        try:
+            package.parallelize(model, mesh)  # type: ignore[arg-type]
+        except MeshError as problem:
+            texts.append(str(problem))
+    return texts
+
+
+def test_too_many_ranks_for_a_volume_are_refused() -> None:
+    unet, cosmo, cam = on_ranks({"depth": 8}, refused)[3]
+    assert unet == "mesh.depth is 8, but 4 places along depth are fewer than 2 for each rank; set mesh.depth to 2 or less"
+    assert cosmo.startswith("mesh.depth is 8, but 8 places") and "mesh.depth is 8, but DeepCAM can be spread over" in cam
