@@ -28,7 +28,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from data_prep import command, detection, scenes, store, timestep
+from data_prep import command, detection, moments, scenes, store, timestep
 from data_prep.atmosphere import VARIABLES
 from data_prep.sphere import Grid
 from hpcai.errors import ConfigError, DataError
@@ -48,28 +48,15 @@ def _fields(shape: list[int], header: dict[str, Any]) -> dict[str, Any]:
 
 def _sums(file: h5py.File) -> dict[str, Any]:
     """Per variable: cells, least, most, mean, sum of squared deviations, in float64; cells of each class."""
-    parts = []
-    for row in range(file["fields"].shape[0]):
-        values = file["fields"][row].reshape(-1, len(VARIABLES)).astype(np.float64)
-        mean = values.mean(0)
-        parts.append((len(values), values.min(0), values.max(0), mean, ((values - mean) ** 2).sum(0)))
-    cells, least, most, mean, square = _together(parts)
+    rows = (file["fields"][row].reshape(-1, len(VARIABLES)) for row in range(file["fields"].shape[0]))
+    cells, least, most, mean, square = moments.join([moments.measure(values) for values in rows])
     classes = np.bincount(file["mask"][...].ravel(), minlength=len(CLASSES))
     arrays = {"minimum": least, "maximum": most, "mean": mean, "square": square, "classes": classes}
     return {"cells": cells, **{name: values.tolist() for name, values in arrays.items()}}
 
 
-def _together(parts: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
-    """Moments of all parts (Chan, Golub and LeVeque 1983): no large sums are subtracted, so pressures lose no digits."""
-    cells, least, most, mean, square = (np.array(values) for values in zip(*parts))
-    weight = cells[:, None] / cells.sum()
-    whole = (weight * mean).sum(0)
-    return int(cells.sum()), least.min(0), most.max(0), whole, (square + cells[:, None] * (mean - whole) ** 2).sum(0)
-
-
 def _moments(records: Sequence[store.Record]) -> dict[str, Any]:
-    names = ("cells", "minimum", "maximum", "mean", "square")
-    cells, least, most, mean, square = _together([tuple(record["sums"][name] for name in names) for record in records])
+    cells, least, most, mean, square = moments.join([moments.of(record["sums"]) for record in records])
     classes = np.sum([record["sums"]["classes"] for record in records], axis=0)
     return {
         "rows": sum(record["rows"] for record in records),

@@ -3,7 +3,7 @@
     OUT/recipe.json             the settings that decide every value; a run with other settings is refused
     OUT/<split>/<name>.h5       datasets of R rows each, contiguous
     OUT/<split>/.records/       one JSON text per finished file: rows, size, SHA-256, sums; what a resumed run trusts
-    OUT/<split>/index.json      written when all files are there
+    OUT/<split>/index.json      written when all files are there; where samples vary in shape, each of "files" has its "shape"
     OUT/statistics.json         moments per split, and the settings
 
 What the datasets are, and what is measured of them, a workload says by Contents.
@@ -47,9 +47,10 @@ class Contents:
     """What the files of a workload hold."""
 
     sample: str                                                     # the dataset whose rows have the shape of a sample
-    fields: Callable[[list[int], dict[str, Any]], dict[str, Any]]   # shape and header to what the index says of each dataset
+    fields: Callable[[list[Any], dict[str, Any]], dict[str, Any]]   # shape and header to what the index says of each dataset
     measure: Callable[[h5py.File], dict[str, Any]]                  # sums of a file, for its record
     merge: Callable[[Sequence[Record]], dict[str, Any]]             # statistics of a split, from its records
+    varies: bool = False                                            # each file has samples of a shape of its own
 
 
 class Job(Protocol):
@@ -213,18 +214,20 @@ def finish(out: Path, planned: Sequence[Path], header: dict[str, Any], settings:
         records = [read_json(_record_path(path)) for path in sorted(planned) if path.parent.name == split]
         if not records:
             continue
-        shapes = {tuple(record["shape"]) for record in records}
+        shapes = {tuple(len(record["shape"]) * [None] if contents.varies else record["shape"]) for record in records}
         if len(shapes) > 1:
             raise DataError(f"{out / split}: samples of different shapes {sorted(shapes)}, expected one; give each its own folder")
-        files = [{key: record[key] for key in ("name", "rows", "bytes", "sha256")} for record in records]
         shape = list(shapes.pop())
+        told = ("name", "rows", "bytes", "sha256", *(["shape"] if contents.varies else []))
+        files = [{key: record[key] for key in told} for record in records]
+        one = {} if contents.varies else {"shape": shape}
         fields = contents.fields(shape, header)  # what hpcai data check compares with
-        indexes[split] = {"format": 1, "files": files, "shape": shape, "fields": fields, **header}
+        indexes[split] = {"format": 1, "files": files, **one, "fields": fields, **header}
         statistics["splits"][split] = contents.merge(records)
     write_json(out / "statistics.json", statistics)
     for split, index in indexes.items():
         write_json(out / split / "index.json", index)
-        for left in (out / split).glob(".*.partial"):
+        for left in (out / split).rglob(".*.partial"):          # of files and of their records
             left.unlink(missing_ok=True)
     return sum(file["bytes"] for index in indexes.values() for file in index["files"])
 
@@ -256,9 +259,14 @@ def mistakes(path: Path, entry: dict[str, Any], index: dict[str, Any]) -> Iterat
         return
     with h5py.File(path, "r") as file:
         for name, field in index["fields"].items():
-            found, shape = file[name], (entry["rows"], *field["shape"])
+            found, shape = file[name], (entry["rows"], *_shape(field["shape"], entry))
             if found.shape != shape or found.dtype != np.dtype(field["dtype"]) or found.chunks is not None:
                 yield f"'{name}' is {found.dtype} {found.shape}, expected {field['dtype']} {shape} without chunks"
+
+
+def _shape(told: Sequence[int | None], entry: dict[str, Any]) -> list[Any]:
+    """The shape of a row, where the fields leave lengths open (None) as the entry of the file has them."""
+    return [here if length is None else length for length, here in zip(told, entry["shape"])] if None in told else list(told)
 
 
 # ---- the work

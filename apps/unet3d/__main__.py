@@ -19,7 +19,7 @@ def main(cfg: Config) -> None:
     ):
         train.seed_all(cfg.train.seed)  # the same weights everywhere
         beside = cfg.train.evaluate == "background"
-        model = unet3d.parallelize(unet3d.UNet3D(cfg.model), mesh, cfg.data.window_group if mesh.trains else 1, beside)
+        model = unet3d.parallelize(unet3d.UNet3D(cfg.model), mesh, cfg.data.window_group, beside)
         step = train.Step(model, unet3d.loss, cfg.step, mesh)
         result = train.fit(step, training, cfg.train, validation=validation, evaluate=unet3d.score, run=run)
         if result.reason != "signal":

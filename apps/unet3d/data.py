@@ -44,9 +44,9 @@ def volumes(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any]]:
 
 def _held(source: "Volumes", cfg: Config, mesh: Mesh, name: str) -> Loader:
     """Validation volumes, the one with most windows first, each to whoever is free first."""
-    group = cfg.data.window_group if mesh.trains else 1
-    copies = mesh["replicate"].size
-    sampler = LargestFirst([source.windows(index, cfg.model) for index in range(len(source))], copies, group)
+    _, group = mesh.split("replicate", cfg.data.window_group, "data.window_group")
+    costs = [source.windows(index, cfg.model) for index in range(len(source))]
+    sampler = LargestFirst(costs, mesh["replicate"].size, group.size)
     return load(source, sampler.groups, cfg.data, mesh, {}, Batch, name=name, sampler=sampler, last="keep")
 
 

@@ -2,7 +2,8 @@
 
     DIR/<split>/*.h5 | *.npy        rows along dim 0 of every dataset; a .npy file is one sample
     DIR/<split>/index.json          {"files": [{"name", "rows", "bytes", "sha256"}], "fields": {NAME: {"dtype", "shape", "low",
-                                    "high"}}, ...}; all keys but "files" and "name" may be absent
+                                    "high", "blank"}}, ...}; all keys but "files" and "name" may be absent; null in a
+                                    shape allows any length
     DIR/<split>/.records/NAME.json  what the maker of a file noted of it, where it did; trusted where the index says nothing
 
 Each file is read once, in blocks, past the page cache: its SHA-256 and the checks of its rows see the same bytes. No file is

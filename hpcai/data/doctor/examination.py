@@ -529,40 +529,41 @@ class _Check:
         for name in names:
             each = [next((f for f in file.fields if f.name == name), None) for file in files]
             want = split.wanted.get(name, {})
-            seen = Counter((f.dtype, f.shape[1:], f.kind == "scalar") if f else None for f in each)
+            kinds = [(f.dtype, split.open_shape(f), f.kind == "scalar") if f else None for f in each]
+            seen = Counter(kinds)
             most = max(seen.values())
             likely = [kind for kind, count in seen.items() if count == most]
             usual = next((kind for kind in likely if kind and want and self._fits(kind, want)), likely[0])
             have = f"as {most:,} of {len(files):,} files have it"
-            for file, data in zip(files, each):
+            for file, data, kind in zip(files, each, kinds):
                 if data is None and usual is not None:
                     text = f"is not in this file; expected {usual[0]} (rows, {_dims(usual[1])}), {have}; make it again"
                     self.found("error", "schema", file.path, text, name)
                 elif data is not None and usual is None:
                     text = f"is in this file and not in {most:,} of {len(files):,} files; delete it there, or make the others again"
                     self.found("error", "schema", file.path, text, name)
-                elif data is not None and usual is not None:
+                elif data is not None and kind is not None and usual is not None:
                     if data.dtype != usual[0]:
                         text = f"is {data.dtype}, expected {usual[0]}, {have}; make it again"
                         self.found("error", "dtype", file.path, text, name)
-                    if data.shape[1:] != usual[1] or (data.kind == "scalar") != usual[2]:
+                    if kind[1] != usual[1] or (data.kind == "scalar") != usual[2]:
                         text = f"has rows of ({_dims(data.shape[1:])}), expected ({_dims(usual[1])}), {have}; make it again"
                         self.found("error", "shape", file.path, text, name)
-                    if (data.dtype, data.shape[1:], data.kind == "scalar") == usual:
+                    if kind == usual:
                         self._against_index(file, data, want)
         for name in split.wanted.keys() - names.keys() if files else ():
             text = f"'fields' names dataset '{name}', which no file has; correct it by hand, or make the files again"
             self.found("error", "schema", split.path / INDEX, text, name)
 
     @staticmethod
-    def _fits(kind: tuple[str, tuple[int, ...], bool], want: Mapping[str, Any]) -> bool:
+    def _fits(kind: tuple[str, tuple[int | None, ...], bool], want: Mapping[str, Any]) -> bool:
         return ("dtype" not in want or want["dtype"].str == kind[0]) and ("shape" not in want or want["shape"] == kind[1])
 
     def _against_index(self, file: SetFile, data: Field, want: Mapping[str, Any]) -> None:
         if "dtype" in want and data.plain and want["dtype"] != np.dtype(data.dtype):
             text = f"is {data.dtype}, 'fields' of {INDEX} says {want['dtype'].str}; correct one of them"
             self.found("error", "dtype", file.path, text, data.name)
-        if "shape" in want and want["shape"] != data.shape[1:]:
+        if "shape" in want and want["shape"] != file.split.open_shape(data):
             text = f"has rows of ({_dims(data.shape[1:])}), 'fields' of {INDEX} says ({_dims(want['shape'])}); correct one of them"
             self.found("error", "shape", file.path, text, data.name)
 
@@ -579,12 +580,13 @@ class _Check:
             for name in sorted(kind.keys() & usual.keys()):
                 for code, here, there in zip(("dtype", "shape"), kind[name], usual[name]):
                     if here != there:
-                        text = f"'{name}' has a {code} of {here}, that of {first.name} is {there}; make both alike"
+                        mine, theirs = (f"({_dims(each)})" if isinstance(each, tuple) else each for each in (here, there))
+                        text = f"'{name}' has a {code} of {mine}, that of {first.name} is {theirs}; make both alike"
                         self.found("warning", code, split.path, text, name)
 
     @staticmethod
-    def _usual(split: Split) -> dict[str, tuple[str, tuple[int, ...]]]:
-        seen = Counter(tuple((f.name, f.dtype, f.shape[1:]) for f in sorted(file.fields, key=lambda f: f.name))
+    def _usual(split: Split) -> dict[str, tuple[str, tuple[int | None, ...]]]:
+        seen = Counter(tuple((f.name, f.dtype, split.open_shape(f)) for f in sorted(file.fields, key=lambda f: f.name))
                        for file in split.files if file.whole)  # fmt: skip
         return {name: (dtype, shape) for name, dtype, shape in seen.most_common(1)[0][0]} if seen else {}
 
@@ -743,8 +745,8 @@ class _Check:
         return found
 
 
-def _dims(shape: Sequence[int]) -> str:
-    return ", ".join(map(str, shape))
+def _dims(shape: Sequence[int | None]) -> str:
+    return ", ".join("any" if length is None else str(length) for length in shape)
 
 
 # ---- the rate

@@ -114,6 +114,11 @@ class Split:
     wanted: dict[str, dict[str, Any]] = field(default_factory=dict)
     journal: dict[str, _Entry] = field(default_factory=dict)
 
+    def open_shape(self, data: Field) -> tuple[int | None, ...]:
+        """Of a row, with None where the index allows any length."""
+        shape, told = data.shape[1:], self.wanted.get(data.name, {}).get("shape", ())
+        return tuple(None if want is None else got for want, got in zip(told, shape)) if len(told) == len(shape) else shape
+
 
 def _count(value: Any) -> int | None:
     if value is None:

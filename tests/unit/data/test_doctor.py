@@ -329,6 +329,40 @@ def test_the_fields_of_the_index_are_obeyed(made: Path, look: Any) -> None:
     assert one(look(made, quick=True), "schema").path.name == "index.json"
 
 
+def test_a_length_that_the_index_leaves_open_may_be_any(tmp_path: Path, look: Any) -> None:
+    """Also where files and splits are compared with one another; dtypes and numbers of dims are still those of the index."""
+    rng = np.random.default_rng(0)
+    fields = {"image": {"dtype": "float32", "shape": [None, None, 3]}, "kind": {"dtype": "int32", "shape": [2]}}
+
+    def volume(path: str, shape: tuple[int, ...], dtype: str = "f4") -> None:
+        write(tmp_path / path, {"image": rng.normal(size=(1, *shape)).astype(dtype), "kind": rng.integers(0, 9, (1, 2), np.int32)})
+        index((tmp_path / path).parent, fields=fields)
+
+    for i, shape in enumerate([(40, 50, 3), (41, 50, 3), (40, 33, 3), (7, 9, 3)]):
+        volume(f"train/v{i}.h5", shape)
+    volume("validation/v0.h5", (20, 21, 3))
+    outcome = look(tmp_path)
+    assert outcome.findings == () and outcome.splits[0].fields["image"] == "<f4 (any, any, 3)"
+    assert outcome.splits[0].verified == 4
+    for spoiled, code, text in (
+        (((40, 50, 4),), "shape", "has rows of (40, 50, 4), expected (any, any, 3), as 3 of 4 files have it"),
+        (((40, 50),), "shape", "has rows of (40, 50), expected (any, any, 3)"),
+        (((40, 50, 3, 1),), "shape", "has rows of (40, 50, 3, 1), expected (any, any, 3)"),
+        (((40, 50, 3), "f8"), "dtype", "is <f8, expected <f4"),
+    ):
+        volume("train/v0.h5", *spoiled)
+        outcome = look(tmp_path, quick=True)
+        assert told(outcome) == [("error", code, "train/v0.h5", "image", None)] and text in outcome.findings[0].text
+    volume("train/v0.h5", (40, 50, 3))
+    volume("validation/v0.h5", (20, 21, 4))                         # all files of a split against its index, and the splits
+    found = {(f.severity, f.code, f.text.split(",")[0]) for f in look(tmp_path, quick=True).findings}
+    assert found == {("error", "shape", "has rows of (20"), ("warning", "shape", "'image' has a shape of (any")}
+    fields["image"]["shape"] = [40, 50, 3]
+    index(tmp_path / "train", fields=fields)
+    wrong = [f for f in look(tmp_path / "train", quick=True).findings if f.code == "shape"]
+    assert len(wrong) == 3 and all("expected (40, 50, 3)" in f.text for f in wrong)
+
+
 def test_files_in_groups_scalars_and_odd_dtypes_are_fine(made: Path, look: Any) -> None:
     for split in ("train", "validation"):
         for i, path in enumerate(sorted((made / split).glob("*.h5"))):

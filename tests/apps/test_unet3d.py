@@ -1,0 +1,290 @@
+"""The 3D U-Net app as its users start it: alone, cut over ranks, resumed, with every way to read, and with bad input."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from apps.unet3d.__main__ import main
+from apps.unet3d.augment import normal, vary
+from apps.unet3d.data import FIELDS, Crops, Volumes
+from apps.unet3d.settings import AugmentConfig, Config
+from data_prep import kits19 as prep
+from hpcai import config, log
+from hpcai.data import Rows
+from hpcai.models.unet3d import UNet3D
+from tests.apps.running import exit_code
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ROOT / "apps/unet3d/configs/small.yaml"
+MPIEXEC = Path(sys.executable).with_name("mpiexec")
+WINDOW = (16, 32, 32)
+# Six training volumes in batches of 2: three steps an epoch.
+QUICK = ["model.filters=[4,6,8]", "model.window=[16,32,32]", "model.spacing_mm=[14,9,9]", "data.batch=2", "train.report_every=1",
+         "train.epochs=2", "train.evaluate_every=1", "checkpoint.every_steps=1", "step.precision=fp32", "data.pictures=2",
+         "step.schedule.decay=none"]  # fmt: skip
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six training volumes and three of validation, of about 18 x 40 x 40 voxels."""
+    folder = tmp_path_factory.mktemp("data") / "kidneys"
+    size = ["--cases", "9", "--validation", "0.34", "--spacing", "14", "9", "9", "--least", "16", "32", "32"]
+    assert prep.main(["simulate", str(folder), *size, "--workers", "1", "--no-check"]) == 0
+    assert len(json.loads((folder / "validation/index.json").read_text())["files"]) == 3
+    return folder
+
+
+def words(data: Path, run: Path, *more: str) -> list[str]:
+    return [str(SMALL), *QUICK, f"data.directory={data}", f"report.directory={run}", *more]
+
+
+def here(data: Path, run: Path, *more: str) -> int:
+    return exit_code(Config, main, words(data, run, *more))
+
+
+def told(run: Path, kind: str, name: str) -> dict[int, float]:
+    return {e["step"]: e[name] for e in log.read_metrics(run / "metrics.jsonl") if e["kind"] == kind}
+
+
+def test_every_yaml_loads() -> None:
+    files = sorted((ROOT / "apps/unet3d/configs").glob("*.yaml"))
+    assert [file.stem for file in files] == ["gpu1", "node", "small", "spatial8"]
+    for path in files:
+        cfg = config.load(Config, path)
+        assert cfg.report.directory is not None and cfg.train.better == "higher" and cfg.train.metric == "mean_dice"
+        if path.stem != "small":  # the benchmark: network, optimizer, schedule of evaluations
+            assert cfg.model == Config().model and cfg.train.target == 0.908 and cfg.data.augment.foreground == 0.4
+            assert (cfg.step.optimizer, cfg.step.nesterov, cfg.step.momentum, cfg.step.weight_decay) == ("sgd", True, 0.9, 0)
+            assert cfg.train.evaluate_from == 1000 and cfg.train.evaluate_every == 20  # 168 divides by these batches
+            assert 168 % cfg.data.batch == 0
+    spatial = config.load(Config, ROOT / "apps/unet3d/configs/spatial8.yaml")
+    assert spatial.mesh.depth == 8 and spatial.mesh.replicate * 8 + spatial.mesh.evaluate == 768 == 96 * 8
+    assert (spatial.data.batch, spatial.step.lr, spatial.step.schedule.warmup) == (84, 1.5, 1500)
+
+
+def test_a_run_leaves_everything_that_its_users_want(data: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert here(data, run) == 0
+    files = ["checkpoints", "maps.npz", "metrics.jsonl", "model.safetensors", "settings.yaml"]
+    assert sorted(p.name for p in run.iterdir()) == files
+    assert config.load(Config, run / "settings.yaml") == config.load(Config, SMALL, words(data, run)[1:])
+    maps = np.load(run / "maps.npz", allow_pickle=False)
+    assert maps["fields"].shape == (2, 48, 48, 1) and maps["true"].shape == maps["predicted"].shape == (2, 48, 48)
+    assert maps["fields"].min() >= -79 and maps["fields"].max() <= 304.1 and maps["true"].max() > 0
+    scores = [e for e in log.read_metrics(run / "metrics.jsonl") if e["kind"] == "evaluate"]
+    assert len(scores) == 2
+    for score in scores:
+        assert score["mean_dice"] == pytest.approx((score["dice_kidney"] + score["dice_tumour"]) / 2)
+
+    model = UNet3D.load(run / "model.safetensors")
+    masks = model.segment(np.random.default_rng(0).normal(0, 200, (20, 41, 33)), spacing_mm=(14, 9, 9))
+    assert {name: mask.shape for name, mask in masks.items()} == dict.fromkeys(model.cfg.classes, (20, 41, 33))
+    assert np.array_equal(sum(mask.astype(int) for mask in masks.values()), np.ones((20, 41, 33)))
+
+    from hpcai.cli.report import draw
+
+    assert "mean_dice" in draw(run).read_text()
+
+
+def test_resumed_is_uninterrupted(data: Path, tmp_path: Path) -> None:
+    assert here(data, tmp_path / "whole") == 0
+    assert here(data, tmp_path / "cut", "train.epochs=null", "train.steps=2") == 0
+    assert here(data, tmp_path / "cut") == 0
+    whole, cut = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut"))
+    assert all(torch.equal(whole[name], cut[name]) for name in whole)
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(not MPIEXEC.exists(), reason="no mpiexec beside this Python: install the extra 'mpi'")
+@pytest.mark.parametrize(
+    ("ranks", "more"),
+    [
+        (2, ["mesh.depth=2"]),
+        (4, ["mesh.depth=2", "mesh.height=2", "data.augment.where=device"]),
+        (4, ["mesh.depth=2", "data.window_group=2"]),
+        (4, ["mesh.depth=2", "mesh.evaluate=2"]),
+        (2, ["mesh.depth=2", "train.evaluate=background"]),
+        (2, ["data.window_group=2"]),
+    ],
+    ids=str,
+)
+def test_volumes_cut_over_ranks_train_as_one_process(data: Path, tmp_path: Path, ranks: int, more: list[str]) -> None:
+    noisy = ["step.precision=fp64", "data.augment.noisy=0.7", "data.augment.brighter=0.7"]
+    one = tmp_path.parent / "alone"
+    if not one.exists():
+        assert here(data, one, *noisy) == 0
+    line = [str(MPIEXEC), "-n", str(ranks), sys.executable, "-m", "apps.unet3d", *words(data, tmp_path / "cut", *noisy, *more)]
+    done = subprocess.run(line, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for kind, name in (("train", "loss"), ("evaluate", "mean_dice"), ("evaluate", "dice_tumour"), ("evaluate", "loss")):
+        assert told(tmp_path / "cut", kind, name) == pytest.approx(told(one, kind, name), rel=1e-5), name
+    whole, parts = (load_file(path / "model.safetensors") for path in (one, tmp_path / "cut"))
+    for name, tensor in whole.items():
+        torch.testing.assert_close(parts[name], tensor, rtol=1e-5, atol=1e-7, msg=name)
+    a, b = (np.load(path / "maps.npz") for path in (one, tmp_path / "cut"))
+    assert sorted(a["fields"].sum((1, 2, 3)).tolist()) == pytest.approx(sorted(b["fields"].sum((1, 2, 3)).tolist()), rel=1e-5)
+
+
+@pytest.mark.parametrize("way", ["direct", "buffered", "memory", "hdf5"])
+def test_however_volumes_are_read_the_loss_is_the_same(data: Path, tmp_path: Path, way: str) -> None:
+    expected = tmp_path.parent / "auto"
+    if not expected.exists():
+        assert here(data, expected, "train.epochs=1") == 0
+    assert here(data, tmp_path / "run", f"data.reader={way}", "train.epochs=1") == 0
+    assert told(tmp_path / "run", "train", "loss") == told(expected, "train", "loss")
+
+
+# ---- crops
+
+
+def crops(data: Path, box: tuple[slice, ...] = (slice(None),) * 3, repeat: int = 1, **more: Any) -> Crops:
+    return Crops(Rows(data / "train", FIELDS, reader="direct"), WINDOW, AugmentConfig(**more), 7, box, repeat)
+
+
+def test_a_part_of_a_crop_is_that_part_and_reads_no_more(data: Path) -> None:
+    more = {"foreground": 0.5, "flip": 0.5, "brighter": 0.5, "noisy": 0.5}
+    for box in ((slice(0, 8),), (slice(8, 16), slice(16, 32)), (slice(5, 16), slice(0, 11), slice(3, 20))):
+        whole, part = crops(data, **more), crops(data, (*box, *(slice(None),) * (3 - len(box))), **more)
+        for index in range(len(whole)):
+            for epoch in range(4):
+                a, b = whole.sample(index, epoch), part.sample(index, epoch)
+                assert np.array_equal(a.label[box], b.label)
+                np.testing.assert_array_equal(a.image[box], b.image)
+        if len(box) == 1:
+            assert part.rows.reader.transferred < 0.8 * whole.rows.reader.transferred
+
+
+def test_a_crop_is_a_function_of_seed_epoch_and_index(data: Path) -> None:
+    one, two = crops(data, repeat=2), crops(data, repeat=2)
+    assert len(one) == 12 and one.choose(3, 1) == two.choose(3, 1)
+    assert len({one.choose(index, epoch) for index in (3, 9) for epoch in (0, 1)}) == 4, "crops of one volume differ"
+    assert one.describe(3) == one.describe(9)
+
+
+def test_how_often_crops_hold_foreground_and_are_changed(data: Path) -> None:
+    source = crops(data, foreground=0.4)
+    drawn = [source.choose(index, epoch) for epoch in range(400) for index in range(6)]
+    n = len(drawn)
+    for dim in range(3):
+        assert abs(sum(dim in c.flips for c in drawn) / n - 1 / 3) < 0.04
+    factors, noises = [c.factor for c in drawn if c.factor != 1], [c.noise for c in drawn if c.noise]
+    assert abs(len(factors) / n - 0.1) < 0.025 and 1.7 <= min(factors) < 1.75 and 2.25 < max(factors) <= 2.3
+    assert abs(len(noises) / n - 0.1) < 0.025 and max(noises) <= 0.1 and abs(np.mean(noises) - 0.05) < 0.01
+    shapes = [source.rows.shape(index, "image") for index in range(6)]
+    for k, crop in enumerate(drawn):
+        assert all(0 <= at <= n - w for at, n, w in zip(crop.corner, shapes[k % 6], WINDOW))
+
+    always = crops(data, foreground=1.0, flip=0, brighter=0, noisy=0)
+    assert all((always.sample(index, epoch).label > 0).any() for index in range(6) for epoch in range(20))
+
+
+def test_crops_hold_the_pieces_that_the_boxes_name(data: Path) -> None:
+    source = crops(data, foreground=1.0)
+    for index in range(6):
+        boxes = [box for box in source.rows.read(index)["boxes"].reshape(-1, 6) if box[3] > box[0]]
+        for epoch in range(15):
+            corner = source.choose(index, epoch).corner
+            inside = [all((c <= b[d] and b[d + 3] <= c + w) or (c >= b[d] and c + w <= b[d + 3])
+                          for d, (c, w) in enumerate(zip(corner, WINDOW))) for b in boxes]  # fmt: skip
+            assert any(inside), (corner, boxes)
+
+
+def test_noise_is_normal_and_of_its_place() -> None:
+    seed = torch.tensor([5, 2**61 + 7])
+    whole = normal(seed, (32, 32, 32), [(0, 32)] * 3)
+    part = normal(seed, (32, 32, 32), [(3, 9), (0, 32), (30, 32)])
+    assert torch.equal(part, whole[:, 3:9, :, 30:32])
+    assert abs(whole.mean()) < 0.01 and abs(whole.std() - 1) < 0.01 and abs((whole**4).mean() - 3) < 0.15
+    rows = whole.flatten(1).double()
+    assert abs(torch.corrcoef(rows)[0, 1]) < 0.02, "of two seeds"
+    for shift in (1, 32, 1024):
+        assert abs((rows[:, :-shift] * rows[:, shift:]).mean()) < 0.02, shift
+    change = torch.tensor([[2.0, 0.0], [1.0, 0.5]])
+    image = torch.ones(2, 32, 32, 32)
+    torch.testing.assert_close(vary(image, change, seed, (32, 32, 32), [(0, 32)] * 3)[0], 2 * image[0])
+
+
+def test_the_largest_volumes_are_evaluated_first(data: Path) -> None:
+    from hpcai.data.sampler import LargestFirst
+
+    source = Volumes(Rows(data / "validation", FIELDS))
+    model = config.load(Config, SMALL, QUICK).model
+    counts = [source.windows(index, model) for index in range(3)]
+    for index, count in enumerate(counts):  # the formula of the fact sheet
+        sides = zip(source.rows.shape(index, "image"), WINDOW)
+        assert count == np.prod([n // (w // 2) - 1 + (n % (w // 2) >= w // 4) for n, w in sides])
+    sampler = LargestFirst([3, 9, 1, 5, 4, 2], copies=4, group=2)
+    dealt = [sorted(sampler.order(0)[sampler.deal(sampler.order(0), rank, 4)]) for rank in range(4)]
+    assert dealt == [[0, 1], [0, 1], [2, 3, 4, 5], [2, 3, 4, 5]]
+    assert sampler.order(0)[:2].tolist() == [1, 3]
+
+
+# ---- bad input
+
+
+def broken(data: Path, folder: Path, kind: str) -> Path:
+    shutil.copytree(data, folder)
+    files = sorted((folder / "train").glob("*.h5"))
+    index = folder / "train/index.json"
+    if kind == "label":
+        with h5py.File(files[0], "r+") as file:
+            values = file["label"][:]
+            del file["label"]
+            file["label"] = values.astype(np.int64)
+        index.unlink()
+    elif kind == "truncated":
+        files[1].write_bytes(files[1].read_bytes()[:5000])
+    elif kind == "missing":
+        files[2].unlink()
+    elif kind == "nan":
+        for path in files:
+            with h5py.File(path, "r+") as file:
+                file["image"][0, :, :, 20:] = np.nan
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "text"),
+    [
+        ("label", (), "dataset 'label' is int64, expected uint8"),
+        ("truncated", (), "truncated or rewritten?"),
+        ("missing", (), "is missing"),
+        ("nan", (), "holds NaN or infinity"),
+        ("none", ("model.window=[32,64,64]",), "smaller than the window (model.window 32 x 64 x 64)"),
+        ("none", ("model.spacing_mm=[4.8,3.6,3.6]",), "voxels of 14 x 9 x 9 mm, but model.spacing_mm is 4.8 x 3.6 x 3.6"),
+        ("none", ("model.window=[16,20,32]",), "multiples of 8"),
+        ("none", ("data.reader=dali",), "data.reader is dali"),
+        ("none", ("data.window_group=2", "train.evaluate=background"), "window_group is 2 and train.evaluate background"),
+        ("none", ("data.window_group=2",), "data.window_group"),
+        ("none", ("data.augment.factor=[2,1]",), "give the smaller one first"),
+        ("none", ("train.hopeless=1.0", "train.epochs=1"), "train.hopeless: a run at 1 has diverged"),
+        ("none", ("data.directory=/nowhere",), "data_prep.kits19 simulate"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_told_in_one_line(
+    data: Path, tmp_path: Path, kind: str, more: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = broken(data, tmp_path / "data", kind) if kind != "none" else data
+    assert here(folder, tmp_path / "run", *more) not in (0, 85)
+    shown = capsys.readouterr().err
+    assert text in shown and "Traceback" not in shown, shown
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
+def test_help_names_every_setting() -> None:
+    done = subprocess.run([sys.executable, "-m", "apps.unet3d", "--help"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0
+    for name in ("mesh.height", "data.window_group", "data.augment.foreground", "train.evaluate_from", "train.hopeless"):
+        assert name in done.stdout

@@ -1,0 +1,402 @@
+"""CT of phantoms: the same from any number of processes, resumable, checked, not told by HU alone; and NIfTI cases to our files."""
+
+import gzip
+import io
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import h5py
+import nibabel
+import numpy as np
+import pytest
+
+from data_prep import kits19, nifti, phantom
+from hpcai.data.doctor import Options, check
+from hpcai.data.hdf5 import Rows
+from hpcai.models.unet3d.volume import prepare
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ["--cases", "10", "--spacing", "9.6", "7.2", "7.2", "--least", "8", "32", "32", "--extent", "150", "--no-check"]
+GRID = ["--spacing", "9.6", "7.2", "7.2", "--least", "8", "32", "32"]
+FIELDS = {"image": ("float32", (None, None, None)), "label": ("uint8", (None, None, None)), "boxes": ("int32", (2, 2, 6))}
+RECIPE = kits19.Recipe(1, (9.6, 7.2, 7.2), (8, 32, 32), 150.0, 0.2, 0.0)
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch):
+    for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def run(command, *words, workers="1"):
+    return kits19.main([command, *map(str, words), *(["--workers", workers] if command != "check" else [])])
+
+
+def content(out):
+    return {path.relative_to(out).as_posix(): path.read_bytes() for path in sorted(out.glob("*/[ic]*.*"))}
+
+
+def case(out, name):
+    with h5py.File(next(out.glob(f"*/{name}.h5"))) as file:
+        return {key: file[key][0] for key in file}, dict(file.attrs)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    out = tmp_path_factory.mktemp("kits19") / "alone"
+    assert run("simulate", out, *SMALL) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def public(tmp_path_factory):
+    out = tmp_path_factory.mktemp("kits19") / "public"
+    assert run("simulate", out, *SMALL, "--cases", "4", "--nifti") == 0
+    return out
+
+
+def test_the_files_are_as_promised_to_the_loader_and_the_doctor(made):
+    index = json.loads((made / "train" / "index.json").read_text())
+    assert "shape" not in index and index["spacing_mm"] == [9.6, 7.2, 7.2] and index["classes"][1:] == ["kidney", "tumour"]
+    assert index["fields"]["image"] == {"dtype": "float32", "shape": [None, None, None]}
+    shapes = {tuple(entry["shape"]) for entry in index["files"]}
+    assert len(shapes) > 1 and [len(list((made / split).glob("*.h5"))) for split in ("train", "validation")] == [8, 2]
+    source = Rows(made / "train", FIELDS)
+    for number, entry in enumerate(index["files"]):
+        values, about = case(made, entry["name"][:-3])
+        assert list(values["image"].shape) == entry["shape"] and (np.asarray(source.read(number)["label"]) == values["label"]).all()
+        assert about["kind"] == "simulated" and about["case"] == entry["name"][:-3] and about["original_shape"].shape == (3,)
+        assert values["image"].dtype == np.float32 and -2.35 < values["image"].min() < values["image"].max() < 2.65
+    with h5py.File(made / "train" / index["files"][0]["name"]) as file:
+        assert all(file[name].chunks is None for name in file) and file["image"].id.get_offset() % 4096 == 0
+    outcome = check(made, Options(seconds=0, threads=2))
+    assert outcome.findings == () and [split.verified for split in outcome.splits] == [8, 2]
+
+
+def test_a_case_is_a_pure_function_of_seed_and_index(made):
+    for index in (7, 2):
+        scan = RECIPE.scan(index)
+        values, about = case(made, f"case_{index:05d}")
+        image, label = prepare(scan.image, scan.label, scan.spacing_mm, (9.6, 7.2, 7.2), (8, 32, 32))
+        assert (values["image"] == image).all() and (values["label"] == label).all()
+        assert (values["boxes"] == kits19.boxes(label)).all()
+        assert tuple(about["original_spacing_mm"]) == scan.spacing_mm and tuple(about["original_shape"]) == scan.image.shape
+    other = kits19.Recipe(**{**json.loads(about["recipe"]), "seed": 2}).scan(2)
+    assert other.image.shape != scan.image.shape or (other.image != scan.image).mean() > 0.5
+
+
+def test_workers_and_ranks_make_the_same_bytes(made, tmp_path, monkeypatch):
+    assert run("simulate", tmp_path / "two", *SMALL, workers="2") == 0 and content(tmp_path / "two") == content(made)
+    monkeypatch.setenv("PMI_SIZE", "2")
+    for rank in "10":
+        monkeypatch.setenv("PMI_RANK", rank)
+        assert run("simulate", tmp_path / "ranks", *SMALL) == 0
+    assert content(tmp_path / "ranks") == content(made)
+
+
+def test_a_set_grows_and_does_not_shrink(made, tmp_path, capsys):
+    out = shutil.copytree(made, tmp_path / "more")
+    assert run("simulate", out, *SMALL, "--cases", "13") == 0
+    before, after = content(made), content(out)
+    assert all(after[name] == data for name, data in before.items() if name.endswith(".h5"))
+    assert sum(name.endswith(".h5") for name in after) == 13
+    assert run("simulate", out, *SMALL) == 2 and "ask for at least as many" in capsys.readouterr().err
+
+
+def test_a_killed_run_goes_on_with_what_is_missing(made, tmp_path, monkeypatch):
+    words = [sys.executable, "-m", "data_prep.kits19", "simulate", str(tmp_path), *SMALL, "--workers", "1"]
+    process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL)
+    while not list(tmp_path.glob("train/case_*.h5")) and process.poll() is None:
+        time.sleep(0.005)
+    process.kill()
+    process.wait()
+    (tmp_path / "train" / ".records").mkdir(exist_ok=True)
+    (tmp_path / "train" / ".records" / ".case_00001.h5.json.0123.partial").touch()        # stopped while it wrote a record
+    assert run("simulate", tmp_path, *SMALL) == 0
+    assert content(tmp_path) == content(made) and not list(tmp_path.rglob("*.partial"))
+    files = sorted(tmp_path.glob("train/*.h5"))
+    files[0].unlink()
+    files[1].write_bytes(b"cut off")
+    (tmp_path / "train" / ".records" / f"{files[2].name}.json").unlink()         # stopped between file and record
+    calls, scan = [], phantom.scan
+    monkeypatch.setattr(phantom, "scan", lambda *words: calls.append(1) or scan(*words))
+    assert run("simulate", tmp_path, *SMALL) == 0
+    assert len(calls) == 2 and content(tmp_path) == content(made)
+
+
+def test_statistics_are_those_of_the_data(made):
+    found = json.loads((made / "statistics.json").read_text())["splits"]["train"]
+    files = [case(made, path.stem)[0] for path in sorted(made.glob("train/*.h5"))]
+    values = np.concatenate([file["image"].ravel() for file in files]).astype(np.float64)
+    classes = sum(np.bincount(file["label"].ravel(), minlength=3) for file in files)
+    shapes = np.array([file["image"].shape for file in files])
+    assert (found["cases"], found["voxels"], found["without_kidney"]) == (8, values.size, [])
+    assert (found["image"]["minimum"], found["image"]["maximum"]) == (values.min(), values.max())
+    assert found["image"]["mean"] == pytest.approx(values.mean(), rel=1e-12)
+    assert found["image"]["deviation"] == pytest.approx(values.std(), rel=1e-12)
+    assert found["label"] == {"voxels": classes.tolist(), "frequency": (classes / values.size).tolist()}
+    assert found["shapes"] == {"least": shapes.min(0).tolist(), "largest": shapes.max(0).tolist()}
+
+
+def test_boxes_are_those_of_the_two_largest_parts():
+    label = np.zeros((20, 20, 20), np.uint8)
+    label[1:4, 2:5, 3:9], label[10:19, 10:19, 10:12], label[0, 0, 0] = 1, 1, 1
+    label[12, 12, 10], label[5, 5, 5], label[6, 6, 5] = 2, 2, 2      # the last two touch at an edge only
+    one, two = kits19.boxes(label)
+    assert one.tolist() == [[10, 10, 10, 19, 19, 12], [1, 2, 3, 4, 5, 9]]
+    assert {tuple(box) for box in two.tolist()} < {(12, 12, 10, 13, 13, 11), (5, 5, 5, 6, 6, 6), (6, 6, 5, 7, 7, 6)}
+    assert kits19.boxes(np.full((3, 4, 5), 2, np.uint8)).tolist() == [[[0] * 6] * 2, [[0, 0, 0, 3, 4, 5], [0] * 6]]
+    assert not kits19.boxes(np.zeros((3, 4, 5), np.uint8)).any()
+
+
+def test_no_window_of_hu_finds_a_kidney(made):
+    files = [case(made, path.stem)[0] for path in sorted(made.glob("*/*.h5"))]
+    for wanted in ({1}, {1, 2}, {2}):
+        best = 0.0
+        for low in np.linspace(-1.5, 2.5, 25):
+            for high in np.linspace(low + 0.1, 2.7, 16):
+                hits = kidney = both = 0
+                for file in files:
+                    inside, there = (file["image"] >= low) & (file["image"] < high), np.isin(file["label"], list(wanted))
+                    hits, kidney, both = hits + inside.sum(), kidney + there.sum(), both + (inside & there).sum()
+                best = max(best, 2 * both / (hits + kidney))
+        assert best < 0.5
+
+
+def test_phantoms_are_plausible():
+    scans = [RECIPE.scan(index) for index in range(40)]
+    with_tumour = sum((scan.label == 2).any() for scan in scans)
+    assert 30 <= with_tumour <= 40 and all((scan.label == 1).any() for scan in scans)
+    for scan in scans:
+        voxel = np.prod(scan.spacing_mm) / 1000                     # ml
+        assert 60 < (scan.label == 1).sum() * voxel < 700
+        assert scan.image[scan.label > 0].mean() > 0 and (scan.image == np.rint(scan.image)).all()
+        middle = np.argwhere(scan.label > 0).mean(0) / scan.label.shape
+        assert (abs(middle[1:] - 0.55) < 0.3).all()
+    fine = phantom.scan(np.random.default_rng(0), (1.6, 1.2, 1.2), 40.0)
+    assert 1.5 <= fine.spacing_mm[0] <= 5 and 0.54 <= fine.spacing_mm[1] <= 0.95
+
+
+WRONG = {
+    "--seed 2": "seed 1 (now 2)", "--cases 1": "none is left for", "--spacing 0.1 1 1": "expected 0.3 to 20 mm",
+    "--extent 9": "expected 40 to 600", "--validation 0.6 --test 0.4": "sum to less than 1", "--least 8 32 9999": "at most 1024",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("more", WRONG)
+def test_a_wrong_setting_is_refused(made, tmp_path, capsys, more):
+    assert run("simulate", shutil.copytree(made, tmp_path / "same"), *SMALL, *more.split()) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and WRONG[more] in error and content(tmp_path / "same") == content(made)
+
+
+def test_the_check_passes_and_draws_and_finds_harm(made, tmp_path, capsys, monkeypatch):
+    out = shutil.copytree(made, tmp_path / "harmed")
+    assert run("check", out) == 0 and (out / kits19.PICTURE).read_bytes().startswith(b"\x89PNG")
+    text = capsys.readouterr().out
+    assert "10 samples against index.json: equal" in text and "boxes of 5 cases" in text and "train: 8 cases of" in text
+    monkeypatch.setattr(kits19, "PARTS", 1)
+    assert run("check", out, "--no-picture") == 1 and "delete the file and make it again" in capsys.readouterr().out
+    index = json.loads((out / "train" / "index.json").read_text())
+    index["files"][1]["shape"][2] += 1
+    (out / "train" / "index.json").write_text(json.dumps(index))
+    assert run("check", out) == 1
+    text = capsys.readouterr().out
+    assert "wrong: " in text and "'image' is float32" in text and "'label' is uint8" in text and "without chunks" in text
+    path = next(out.glob("train/*.h5"))
+    path.write_bytes(bytes(path.stat().st_size))
+    assert run("check", out) == 1 and "SHA-256" in capsys.readouterr().out
+
+
+# ---- NIfTI
+
+
+def test_the_public_layout_is_prepared_as_it_is(public, made, tmp_path, capsys):
+    assert run("convert", public, tmp_path / "out", *GRID, workers="2") == 0
+    told = capsys.readouterr().out
+    assert "4 of the 210 labelled cases" in told and "cases: 2 for train, 2 for validation" in told
+    for number in range(4):
+        values, about = case(tmp_path / "out", f"case_{number:05d}")
+        there = case(made, f"case_{number:05d}")[0]                  # simulated without a detour
+        assert all((values[name] == there[name]).all() for name in values) and about["kind"] == "converted"
+        folder = public / f"case_{number:05d}"
+        image, label = (nibabel.load(folder / name) for name in (nifti.IMAGE, nifti.LABEL))
+        assert image.get_data_dtype() == np.int16 and nibabel.aff2axcodes(image.affine) == ("I", "P", "L")
+        ready = prepare(
+            np.asarray(image.dataobj), np.asarray(label.dataobj), [float(mm) for mm in image.header.get_zooms()], (9.6, 7.2, 7.2),
+            (8, 32, 32),
+        )  # fmt: skip
+        assert (values["image"] == ready[0]).all() and (values["label"] == ready[1]).all()
+    assert {path.stem for path in (tmp_path / "out" / "validation").glob("*.h5")} == {"case_00000", "case_00003"}
+    assert check(tmp_path / "out", Options(seconds=0, threads=2)).findings == () and run("check", tmp_path / "out") == 0
+
+
+def test_a_stopped_conversion_goes_on(public, tmp_path, monkeypatch):
+    assert run("convert", public, tmp_path, *GRID) == 0
+    whole = content(tmp_path)
+    (tmp_path / "train" / "case_00001.h5").unlink()
+    calls, read = [], nifti.read
+    monkeypatch.setattr(nifti, "read", lambda *words: calls.append(words) or read(*words))
+    assert run("convert", public, tmp_path, *GRID) == 0 and len(calls) == 1 and content(tmp_path) == whole
+
+
+def volumes(folder):
+    return [nibabel.load(folder / name) for name in (nifti.IMAGE, nifti.LABEL)]
+
+
+def save(folder, image=None, label=None, **how):
+    for name, file in ((nifti.IMAGE, image), (nifti.LABEL, label)):
+        if file is not None:
+            nibabel.save(file, folder / name)
+    return folder
+
+
+@pytest.mark.parametrize("order", [(2, 1, 0), (1, 2, 0), (0, 2, 1)])
+def test_axes_in_another_order_give_the_same_volume(public, tmp_path, order):
+    source, folder = public / "case_00001", tmp_path / "case_00001"
+    folder.mkdir()
+    both = [(np.asarray(file.dataobj), file.affine) for file in volumes(source)]
+    turned = [nibabel.Nifti1Image(values.transpose(order), affine[:, [*order, 3]]) for values, affine in both]
+    one, other = nifti.read(source), nifti.read(save(folder, *turned))
+    assert turned[0].shape != one[0].shape or (np.asarray(turned[0].dataobj) != one[0]).any()
+    assert (one[0] == other[0]).all() and (one[1] == other[1]).all() and one[2] == other[2]
+    assert one[0].dtype == np.float32 and one[1].dtype == np.uint8
+
+
+def test_slope_and_intercept_are_applied(public, tmp_path):
+    image, label = volumes(public / "case_00001")
+    scaled = nibabel.Nifti1Image(np.asarray(image.dataobj) // 2, image.affine)
+    scaled.header.set_slope_inter(2, -3)
+    raw = bytearray(scaled.to_bytes())
+    header = nibabel.Nifti1Header.from_fileobj(io.BytesIO(bytes(raw)), check=False)
+    header["scl_slope"], header["scl_inter"] = 2, -3
+    raw[:348] = header.binaryblock
+    raw[352:] = (np.asarray(image.dataobj) // 2).astype(np.int16).tobytes(order="F")
+    folder = save(tmp_path, label=label)
+    (folder / nifti.IMAGE).write_bytes(gzip.compress(bytes(raw)))
+    assert (nifti.read(folder)[0] == np.asarray(image.dataobj) // 2 * 2.0 - 3).all()
+
+
+def rotated(affine, degrees=5):
+    turn = np.eye(4)
+    c, s = np.cos(np.radians(degrees)), np.sin(np.radians(degrees))
+    turn[:2, :2] = [[c, -s], [s, c]]
+    return turn @ affine
+
+
+def with_pixdim(file, value):
+    raw = bytearray(file.to_bytes())
+    header = nibabel.Nifti1Header.from_fileobj(io.BytesIO(bytes(raw)), check=False)
+    header["pixdim"][2] = value
+    raw[:348] = header.binaryblock
+    return lambda folder: (folder / nifti.IMAGE).write_bytes(gzip.compress(bytes(raw)))
+
+
+def spoil(folder, fault):
+    image, label = volumes(folder)
+    hu, classes = np.asarray(image.dataobj).astype(np.float32), np.asarray(label.dataobj).copy()
+    new = nibabel.Nifti1Image
+    if fault == "NaN":
+        hu[3, 4, 5] = np.nan
+    if fault == "label 7":
+        classes[3, 4, 5] = 7
+    moved = label.affine.copy()
+    moved[0, 3] += 30
+    {
+        "missing": lambda: (folder / nifti.LABEL).unlink(),
+        "cut": lambda: (folder / nifti.IMAGE).write_bytes((folder / nifti.IMAGE).read_bytes()[:-200]),
+        "damaged": lambda: (folder / nifti.IMAGE).write_bytes(flipped((folder / nifti.IMAGE).read_bytes())),
+        "not gzip": lambda: (folder / nifti.IMAGE).write_bytes(b"no scan at all"),
+        "no NIfTI": lambda: (folder / nifti.IMAGE).write_bytes(gzip.compress(b"no scan at all" * 99)),
+        "short": lambda: (folder / nifti.IMAGE).write_bytes(gzip.compress(image.to_bytes()[:-500])),
+        "shapes": lambda: save(folder, label=new(classes[1:], label.affine)),
+        "moved": lambda: save(folder, label=new(classes, moved)),
+        "label 7": lambda: save(folder, label=new(classes, label.affine)),
+        "4-D": lambda: save(folder, new(hu[..., None], image.affine)),
+        "rotated": lambda: save(folder, new(hu, rotated(image.affine)), new(classes, rotated(label.affine))),
+        "spacing 0": lambda: with_pixdim(image, 0)(folder),
+        "spacing NaN": lambda: with_pixdim(image, np.nan)(folder),
+        "NaN": lambda: save(folder, new(hu, image.affine)),
+    }[fault]()
+
+
+def flipped(data):
+    spot = len(data) // 2
+    return data[:spot] + bytes([data[spot] ^ 0xFF]) + data[spot + 1 :]
+
+
+REFUSED = {
+    "missing": (nifti.LABEL, ["no such file"]), "cut": (nifti.IMAGE, ["cannot be read", "fetch it again"]),
+    "damaged": (nifti.IMAGE, ["cannot be read", "fetch it again"]), "not gzip": (nifti.IMAGE, ["packed by gzip"]),
+    "no NIfTI": (nifti.IMAGE, ["fetch it again"]), "short": (nifti.IMAGE, ["ends before the last"]),
+    "shapes": (nifti.LABEL, ["voxels, imaging.nii.gz has", "on the grid of its image"]),
+    "moved": (nifti.LABEL, ["voxels from where", "resample the label"]),
+    "label 7": (nifti.LABEL, ["[7]", "1 kidney, 2 tumour"]), "4-D": (nifti.IMAGE, ["4 dimensions", "expected 3"]),
+    "rotated": (nifti.IMAGE, ["rotated or sheared", "resample it to an axis-aligned grid first"]),
+    "spacing 0": (nifti.IMAGE, ["0.0", "correct pixdim"]), "spacing NaN": (nifti.IMAGE, ["nan", "correct pixdim"]),
+    "NaN": (nifti.IMAGE, ["NaN or infinity"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", REFUSED)
+def test_a_faulty_case_is_refused_with_its_name(public, tmp_path, capsys, fault):
+    shutil.copytree(public / "case_00000", tmp_path / "in" / "case_00000")
+    shutil.copytree(public / "case_00001", tmp_path / "in" / "case_00001")
+    spoil(tmp_path / "in" / "case_00001", fault)
+    assert run("convert", tmp_path / "in", tmp_path / "out", *GRID) == 2
+    error, (name, words) = capsys.readouterr().err, REFUSED[fault]
+    assert error.startswith("error: ") and all(word in error for word in (f"case_00001/{name}", *words)), error
+    assert not list((tmp_path / "out" / "train").glob("*")) and not list((tmp_path / "out").rglob("*.partial"))
+
+
+def names(root, *numbers, bare=()):
+    for number in (*numbers, *bare):
+        folder = root / f"case_{number:05d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / nifti.IMAGE).touch()
+        if number in numbers:
+            (folder / nifti.LABEL).touch()
+    return root
+
+
+def options(root, *words):
+    return kits19.parser().parse_args(["convert", str(root), "out", *words])
+
+
+def test_the_split_is_that_of_the_reference(tmp_path, capsys):
+    splits = kits19._cases(options(names(tmp_path, *range(210), bare=range(210, 300))))
+    assert [len(splits[split]) for split in ("train", "validation")] == [168, 42]
+    assert splits["validation"][:5] == ["case_00000", "case_00003", "case_00005", "case_00006", "case_00012"]
+    assert splits["validation"][-1] == "case_00207" and not {*splits["train"]} & {*splits["validation"]}
+    assert "90 cases from case_00210 on have no label" in capsys.readouterr().out
+    chosen = kits19._cases(options(tmp_path, "--validation-cases", "1,2"))
+    assert chosen["validation"] == ["case_00001", "case_00002"] and len(chosen["train"]) == 208
+
+
+def test_own_cases_are_split_as_asked(tmp_path, capsys):
+    names(tmp_path / "own", 1000, 1001, 1002)
+    for words, text in (
+        ([], "case_01000 is no labelled case of the public set; name yours"), (["--validation-cases", "7"], "names [7], which"),
+        (["--validation-cases", "1000,1001,1002"], "is for train"),
+    ):  # fmt: skip
+        assert run("convert", tmp_path / "own", tmp_path / "out", *words) == 2 and text in capsys.readouterr().err
+    assert kits19._cases(options(tmp_path / "own", "--validation-cases", "1001"))["validation"] == ["case_01001"]
+    assert run("convert", names(tmp_path / "few", 1, 2), tmp_path / "out") == 2 and "is for validation" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert run("convert", tmp_path / "empty", tmp_path / "out") == 2 and "no folder case_00000" in capsys.readouterr().err
+    assert run("convert", tmp_path / "none", tmp_path / "out") == 2 and "no such folder" in capsys.readouterr().err
+
+
+def test_a_case_without_a_kidney_is_a_note(public, tmp_path, capsys):
+    for number in (0, 1):
+        shutil.copytree(public / f"case_{number:05d}", tmp_path / "in" / f"case_{number:05d}")
+    label = volumes(public / "case_00001")[1]
+    save(tmp_path / "in" / "case_00001", label=nibabel.Nifti1Image(np.zeros(label.shape, np.uint8), label.affine))
+    assert run("convert", tmp_path / "in", tmp_path / "out", *GRID) == 0
+    assert "note: no kidney in case_00001 of train" in capsys.readouterr().out
+    assert not case(tmp_path / "out", "case_00001")[0]["boxes"].any()
+    assert check(tmp_path / "out", Options(seconds=0, threads=2)).findings == ()
