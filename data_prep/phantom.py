@@ -5,7 +5,7 @@ body within its wall), and is scaled, bent and painted in Hounsfield units with 
 places and attenuations follow radiology textbooks in rough numbers; nothing is fitted to data.
 
     contrast    35 + enhancement in HU, of three phases: late arterial (cortex and aorta bright), venous (kidneys even), none
-    tumours     0 to 3, in 92 % of the cases at least one; diameters 10 to 90 mm, log-uniform; many leave the kidney's outline
+    tumours     0 to 3, in 92 % of the cases at least one; diameters 20 to 100 mm, log-uniform; many leave the kidney's outline
     look-alikes liver, spleen, bowel with contrast and vessels overlap kidneys and tumours in HU; cysts count as kidney
 
 D slices from head to feet (z, mm)   H rows from front to back (y)   W columns from the patient's right to the left (x)
@@ -255,7 +255,7 @@ def _lesions(who: Patient, kidneys: Sequence[Kidney]) -> None:
         centre = kidney.point(random, random.uniform(0.6, 1.05))
         who.ellipsoid(centre, np.full(3, radius), random.uniform(-2, 18), 1, lobes=0.04, room=2)
     for _ in range(int(random.choice(4, p=(0.08, 0.74, 0.13, 0.05)))):
-        kidney, radius = kidneys[int(random.integers(len(kidneys)))], 0.5 * math.exp(random.uniform(math.log(10), math.log(90)))
+        kidney, radius = kidneys[int(random.integers(len(kidneys)))], 0.5 * math.exp(random.uniform(math.log(20), math.log(100)))
         centre = kidney.point(random, random.uniform(0.55, 1.1) if radius < 20 else random.uniform(0.75, 1.2))
         tissue = str(random.choice(("clear cell", "papillary", "oncocytic"), p=(0.7, 0.18, 0.12)))
         value = who.hu(tissue, random.normal(33, 4)) * random.uniform(0.75, 1.2)

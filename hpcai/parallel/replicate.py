@@ -4,6 +4,7 @@ Li et al., "PyTorch Distributed", VLDB 2020, section 3.2: buckets in the reverse
 sum per full bucket, gradients as views of their bucket so that nothing is copied twice.
 """
 
+import math
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -132,6 +133,10 @@ class GradientSums:
         return torch.float32 if self.wide and narrow else parameter.dtype
 
     def _bucket(self, parameters: dict[str, nn.Parameter], axes: tuple[Axis, ...], decays: bool) -> Bucket:
+        if len(axes) > 1:  # one message over all of them, where there is a group for that
+            count = math.prod(axis.size for axis in axes)
+            whole = [axis for axis in (self.mesh.everyone, self.mesh.copy) if axis.size == count]
+            axes = tuple(whole[:1]) if whole and (whole[0] is self.mesh.everyone or self.mesh["replicate"] not in axes) else axes
         return Bucket(parameters, axes, decays, self._dtype(next(iter(parameters.values()))))
 
     def zero(self) -> None:

@@ -193,10 +193,12 @@ def test_killed_at_any_instant_also_while_saving_it_goes_on(data: Path, tmp_path
 
 @pytest.mark.mpi
 @pytest.mark.skipif(not MPIEXEC.exists(), reason="no mpiexec beside this Python: install the extra 'mpi'")
-def test_four_ranks_give_the_loss_curve_of_one(data: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("axes", [["mesh.replicate=4"], ["mesh.depth=2"], ["mesh.depth=2", "mesh.height=2"]], ids=" ".join)
+def test_four_ranks_give_the_loss_curve_of_one(data: Path, tmp_path: Path, axes: list[str]) -> None:
+    """Copies, cut ones too: each rank then reads its part of a turned universe."""
     more = ["step.precision=fp64", "model.dropout=0", "checkpoint.every_steps=null"]
     assert here(data, tmp_path / "one", *more) == 0
-    four = [str(MPIEXEC), "-n", "4", *command(data, tmp_path / "four", *more, "mesh.replicate=4")]
+    four = [str(MPIEXEC), "-n", "4", *command(data, tmp_path / "four", *more, *axes)]
     code, output = ended(start(four), 240)
     assert code == 0, output
     for kind, name in (("train", "loss"), ("train", "mae"), ("evaluate", "mae")):

@@ -100,20 +100,25 @@ def test_resumed_is_uninterrupted(data: Path, tmp_path: Path) -> None:
 
 @pytest.mark.mpi
 @pytest.mark.skipif(not MPIEXEC.exists(), reason="no mpiexec beside this Python: install the extra 'mpi'")
-def test_batch_norm_over_all_ranks_trains_as_one_process(data: Path, tmp_path: Path) -> None:
+def test_batch_norm_over_all_ranks_and_maps_cut_over_them_train_as_one_process(data: Path, tmp_path: Path) -> None:
     assert here(data, tmp_path / "one", "step.precision=fp64") == 0
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    for name, group in (("two", 2), ("apart", 1)):
+    for name, more in (("two", "batchnorm_group=2"), ("cut", "mesh.height=2"), ("apart", "batchnorm_group=1")):
         line = [MPIEXEC, "-n", "2", sys.executable, "-m", "apps.deepcam"]
-        line += words(data, tmp_path / name, "step.precision=fp64", f"batchnorm_group={group}")
+        line += words(data, tmp_path / name, "step.precision=fp64", more)
         done = subprocess.run(line, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=200)
         assert done.returncode == 0, done.stdout + done.stderr
-    one, two, apart = (told(tmp_path / name, "train", "loss") for name in ("one", "two", "apart"))
-    assert two == pytest.approx(one, rel=1e-6) and apart != pytest.approx(one, rel=1e-3)
-    assert told(tmp_path / "two", "evaluate", "iou") == pytest.approx(told(tmp_path / "one", "evaluate", "iou"), rel=1e-6)
-    whole, parts = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
-    for name, tensor in whole.items():
-        torch.testing.assert_close(parts[name], tensor, rtol=1e-5, atol=1e-7, msg=name)
+    one, apart = (told(tmp_path / name, "train", "loss") for name in ("one", "apart"))
+    assert apart != pytest.approx(one, rel=1e-3)
+    whole = load_file(tmp_path / "one" / "model.safetensors")
+    for way in ("two", "cut"):
+        assert told(tmp_path / way, "train", "loss") == pytest.approx(one, rel=1e-6)
+        assert told(tmp_path / way, "evaluate", "iou") == pytest.approx(told(tmp_path / "one", "evaluate", "iou"), rel=1e-6)
+        parts = load_file(tmp_path / way / "model.safetensors")
+        for name, tensor in whole.items():
+            torch.testing.assert_close(parts[name], tensor, rtol=1e-5, atol=1e-7, msg=name)
+        shown, expected = (np.load(tmp_path / folder / "maps.npz") for folder in (way, "one"))
+        assert np.array_equal(shown["fields"], expected["fields"]) and (shown["predicted"] == expected["predicted"]).mean() > 0.999
 
 
 @pytest.mark.parametrize("way", ["direct", "buffered", "memory", "hdf5", "dali"])

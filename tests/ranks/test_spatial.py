@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from hpcai.dist.collect import total
 from hpcai.dist.mesh import Mesh
+from hpcai.errors import MeshError
 from hpcai.nn import BatchNorm, Conv3d, InstanceNorm
-from hpcai.parallel.spatial import Join, Once, Summed, spatial
+from hpcai.parallel.spatial import Join, Once, Summed, plan, spatial
 from tests.ranks.launch import on_ranks
 
 MESHES: list[dict[str, int]] = [
@@ -211,3 +212,70 @@ def losses(mesh: Mesh) -> None:
 @pytest.mark.parametrize("axes", [{"depth": 2}, {"depth": 4}, {"depth": 2, "height": 2}], ids=str)
 def test_what_ranks_compute_alike_counts_once(axes: dict[str, int]) -> None:
     on_ranks(axes, losses)
+
+
+# ---- what cannot be cut
+
+
+def why_not(mesh: Mesh) -> list[str]:
+    class Itself(nn.Module):
+        def __init__(self, act: Any) -> None:
+            super().__init__()
+            self.conv, self.act = nn.Conv3d(2, 4, 3, padding=1), act
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.act(self.conv(x))
+
+    axes = {"depth": mesh["depth"]}
+    layers = [
+        nn.Conv3d(2, 4, 3, padding=1, padding_mode="circular"), nn.Conv3d(2, 4, 3, padding="same"), nn.MaxPool3d(2, ceil_mode=True),
+        nn.AvgPool3d(3, padding=1, count_include_pad=False), nn.Upsample(size=(9, 9, 9)), nn.AdaptiveAvgPool3d(2), nn.LayerNorm(8),
+        nn.Upsample(scale_factor=2, mode="trilinear", align_corners=True),
+    ]  # fmt: skip
+    itself = [
+        lambda x: torch.nn.functional.max_pool3d(x, 2), lambda x: x - x.mean((2, 3, 4), keepdim=True), lambda x: x.flip(2),
+        lambda x: torch.nn.functional.interpolate(x, scale_factor=2.0), lambda x: x.softmax(2), lambda x: x / x.amax(),
+    ]  # fmt: skip
+    models: list[nn.Module] = [nn.Sequential(nn.Conv3d(2, 2, 1), layer) for layer in layers]
+    models += [Itself(function) for function in itself]
+    texts = []
+    for model in models:
+        try:
+            spatial(model, axes, (8, 8, 8))
+            texts.append("cut")
+        except MeshError as problem:
+            texts.append(str(problem))
+    spatial(Itself(lambda x: x.relu() / x.mean(1, keepdim=True)), axes, (8, 8, 8))  # of channels, place by place
+    model = Itself(nn.ReLU())
+    cut = spatial(model, axes, (8, 8, 8))
+    for call in (
+        lambda: model(torch.zeros(1, 2, 8, 8, 8)), lambda: spatial(Itself(nn.ReLU()), axes, (2, 8, 8)),
+        lambda: spatial(Itself(nn.ReLU()), axes, (8, 8)), lambda: plan(model, cut, (9, 8, 8)),
+    ):  # fmt: skip
+        try:
+            call()
+            texts.append("done")
+        except MeshError as problem:
+            texts.append(str(problem))
+    plan(model, cut, (12, 8, 6))
+    for size in ((8, 8, 8), (12, 8, 6)):
+        model(cut.own(torch.zeros(1, 2, *size)))
+    return texts
+
+
+def test_what_cannot_be_cut_is_told_before_anything_is_computed() -> None:
+    first, second = on_ranks({"depth": 2}, why_not)
+    assert first == second, "all ranks refuse the same"
+    expected = [
+        "spatial: 1 has padding_mode circular; only zeros can be cut", "1 has padding 'same'; give numbers", "ceil_mode",
+        "count_include_pad=False", "a size or a broken scale_factor", "output_size 2; only 1", "is a LayerNorm, of which",
+        "align_corners True", "after conv the model calls max_pool3d", "calls mean itself", "calls flip itself", "calls upsample",
+        "softmax itself", "calls amax itself",
+        "conv got a part of 8 x 8 x 8 places; this rank holds 4 x 8 x 8 there of the volumes whose sizes were told",
+        "mesh.depth is 2, but 2 places along depth are fewer than 2 for each rank; set mesh.depth to 1 or less",
+        "mesh.depth is 2, but there is only height and width to cut; set it to 1",
+        "conv sees volumes of (9, 8, 8) and of (8, 8, 8), of which a rank holds parts of one size",
+    ]  # fmt: skip
+    assert len(first) == len(expected)
+    for text, part in zip(first, expected):
+        assert part in text, text

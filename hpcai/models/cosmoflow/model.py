@@ -58,7 +58,7 @@ class CosmoFlow(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.mean is not None and self.mix is not None:
-            with torch.autocast(x.device.type, enabled=False):  # small differences of large numbers
+            with torch.autocast("cuda" if x.is_cuda else "cpu", enabled=False):  # small differences of large numbers
                 x = ((x.permute(0, 2, 3, 4, 1) - self.mean) @ self.mix).permute(0, 4, 1, 2, 3)
         x = self.every_cell(self.conv_seq(x.contiguous(memory_format=torch.channels_last_3d)))
         x = x.permute(0, 2, 3, 4, 1).flatten(1)  # [B, D*H*W*F]: Keras's order, and the order in memory

@@ -28,13 +28,11 @@ def place(size: int, window: int, overlap: float, crop: bool) -> Placed:
     so; else the volume is padded to the next stride, and to one window at least.
     """
     stride = int(window * (1 - overlap))
-    rest = size % stride if crop else 0
+    rest = (size - window) % stride if crop else 0
     rest = rest if rest < stride // 2 else 0
     kept = slice(rest // 2, size - (rest - rest // 2))
     left = kept.stop - kept.start
-    whole = -(-left // stride) * stride
-    while whole < window:
-        whole += stride
+    whole = window + -(-max(left - window, 0) // stride) * stride
     pad = whole - left
     return Placed(kept, pad // 2, pad - pad // 2, range(0, whole - window + 1, stride))
 

@@ -1,0 +1,182 @@
+"""The 3D U-Net against numbers that the reference implementation produced (shared/golden/unet3d)."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hpcai.dist.mesh import Mesh
+from hpcai.models import unet3d
+from hpcai.models.unet3d import Batch, UNet3D, UNet3DConfig
+from hpcai.models.unet3d.objective import dice
+from hpcai.models.unet3d.windows import gaussian
+from hpcai.settings import ScheduleConfig
+from hpcai.train.schedule import rate
+from tests.hashed import fill, hashed
+from tests.ranks.launch import on_ranks
+
+GOLDEN = Path(__file__).resolve().parents[2] / ".." / "shared" / "golden" / "unet3d"
+pytestmark = [pytest.mark.skipif(not GOLDEN.is_dir(), reason=f"no golden data at {GOLDEN}"), pytest.mark.usefixtures("one_thread")]
+NARROW = UNet3DConfig(filters=(8, 16, 32, 64, 80), window=(64, 64, 64))
+STORED = "div4_64x64x32_b2"
+
+
+def read(name: str) -> Any:
+    return json.loads((GOLDEN / f"{name}.json").read_text())
+
+
+def volume(shape: tuple[int, ...], tag: str, batch: int, case: dict[str, Any]) -> Batch:
+    """Input and labels of a case: two balls, one in the other, under noise."""
+    labels = []
+    for b in range(batch):
+        sides = [x - (0.4 + 0.1 * b) * n for x, n in zip(np.ogrid[tuple(slice(0, n) for n in shape)], shape)]
+        square = sum(side * side for side in sides)
+        labels.append(sum((square <= (part * min(shape)) ** 2).astype(np.uint8) for part in (0.3, 0.12)))
+    label = np.stack(labels)
+    assert hashlib.sha256(label.tobytes()).hexdigest() == case["label_sha256"]
+    noise = np.sqrt(3) * (2 * hashed(label.size, f"unet_x_{tag}") - 1)
+    image = (noise.reshape(label.shape) + 0.5 * label).astype(np.float32)
+    assert image.ravel()[:4].tolist() == pytest.approx(case["x_stats"]["first"], rel=1e-6)
+    return Batch(torch.from_numpy(image), torch.from_numpy(label))
+
+
+def check(values: torch.Tensor, stats: dict[str, Any], relative: float) -> None:
+    wide = values.detach().double()
+    assert wide.numel() == stats["n"]
+    assert wide.norm().item() == pytest.approx(stats["l2"], rel=relative)
+    assert wide.sum().item() == pytest.approx(stats["sum"], abs=relative * stats["abs_sum"])
+
+
+def check_gradients(model: torch.nn.Module, norms: dict[str, float], relative: float = 1e-3) -> None:
+    largest = max(norms.values())
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        assert abs(parameter.grad.norm().item() - norms[name]) < relative * (norms[name] + 1e-4 * largest), name
+
+
+def narrow() -> UNet3D:
+    torch.manual_seed(0)
+    return UNet3D(NARROW)
+
+
+def test_a_seed_draws_the_references_weights_and_its_state_dict_loads(tmp_path: Path) -> None:
+    stored = torch.load(GOLDEN / f"{STORED}_state_dict.pt")
+    drawn = narrow().state_dict()
+    assert list(drawn) == list(stored) and all(torch.equal(drawn[name], stored[name]) for name in stored)
+    for wrapped in (stored, {"epoch": 3, "best_model_state_dict": {f"module.{name}": t for name, t in stored.items()}}):
+        torch.save(wrapped, tmp_path / "weights.pt")
+        model = UNet3D.load(tmp_path / "weights.pt")
+        assert model.cfg.filters == NARROW.filters and all(torch.equal(model.state_dict()[name], stored[name]) for name in stored)
+    assert sum(p.numel() for p in UNet3D().parameters()) == 31190243 and len(UNet3D().state_dict()) == 78
+
+
+def test_the_narrow_network_gives_the_references_outputs_loss_and_gradients() -> None:
+    case, stored = read(STORED), np.load(GOLDEN / f"{STORED}_io.npz")
+    model, batch = narrow(), volume((64, 64, 32), STORED, 2, case)
+    logits = model(batch.image[:, None])
+    np.testing.assert_allclose(logits.detach(), stored["out_train"], rtol=0, atol=2e-5)
+    values = unet3d.loss(model, batch)
+    values["loss"].backward()
+    assert values["loss"].item() == pytest.approx(case["loss"], rel=1e-6)
+    assert values["entropy"].item() == pytest.approx(case["ce"], rel=1e-6)
+    assert values["dice"].item() == pytest.approx(np.mean(case["soft_dice_per_sample_class"]), rel=1e-5)
+    assert dice(logits.argmax(1), batch.label, 3).mean(0).tolist() == pytest.approx(case["dice_score_argmax"], abs=1e-5)
+    check_gradients(model, case["grad_l2"])
+
+
+def whole(size: int) -> None:
+    case = read(f"div1_s{size}_b1_formula")
+    model = UNet3D(UNet3DConfig(window=(size,) * 3))
+    fill(model)
+    batch = volume((size,) * 3, case["tag"], 1, case)
+    values = unet3d.loss(model, batch)
+    assert values["loss"].item() == pytest.approx(case["loss"], rel=1e-6)
+    values["loss"].backward()
+    check_gradients(model, case["grad_l2"])
+
+
+def test_the_whole_network_gives_the_references_loss_and_gradients() -> None:
+    whole(64)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_whole_network_at_its_true_size() -> None:
+    whole(128)
+
+
+@pytest.mark.parametrize("shape", ["64x64x64", "70x64x101", "100x96x79"])
+def test_windows_give_the_references_logits_on_the_same_part_of_the_volume(shape: str) -> None:
+    stored, case = np.load(GOLDEN / f"sw_roi64_{shape}.npz"), read("sliding_window")[f"sw_roi64_{shape}"]
+    model = narrow().eval()
+    seen = []
+    handle = model.register_forward_pre_hook(lambda *_: seen.append(1))
+    with torch.no_grad():
+        logits, kept = model.windows(model, torch.from_numpy(stored["vol"]))
+    handle.remove()
+    assert len(seen) == case["n_windows"] and list(logits.shape) == case["out_shape"]
+    np.testing.assert_allclose(logits, stored["result"], rtol=0, atol=2e-5)
+    label = stored["label"][(..., *kept)]
+    assert np.array_equal(label, stored["label_out"])
+    scores = unet3d.score(model, [Batch(torch.from_numpy(stored["vol"])[0], torch.from_numpy(stored["label"])[0])])
+    found = [float(scores[f"dice_{name}"][0]) for name in ("kidney", "tumour")]
+    assert found == pytest.approx(case["dice"], abs=1e-4)
+
+
+def test_weights_of_a_window_are_the_references() -> None:
+    for size in (32, 64, 128):
+        stats, weights = read("sliding_window")[f"gaussian_{size}"], gaussian((size,) * 3)
+        check(weights, stats, 1e-9)
+        assert weights.flatten()[:4].tolist() == pytest.approx(stats["first"], rel=1e-9) and weights.max() == 1
+
+
+def seen_by(mesh: Mesh, stored: dict[str, np.ndarray]) -> float:
+    model = unet3d.parallelize(narrow().eval(), mesh, mesh["replicate"].size)
+    with torch.no_grad():
+        logits, _ = model.windows(model, torch.from_numpy(stored["vol"]))
+    return float(np.abs(logits.numpy() - stored["result"]).max())
+
+
+@pytest.mark.parametrize("axes", [{"depth": 2}, {"replicate": 2, "depth": 2}, {"replicate": 3}], ids=str)
+def test_processes_that_share_the_windows_out_give_the_references_logits(axes: dict[str, int]) -> None:
+    """Two windows: with three or four processes some have none."""
+    stored = dict(np.load(GOLDEN / "sw_roi64_70x64x101.npz"))
+    assert max(on_ranks(axes, seen_by, stored)) < 2e-5
+
+
+def cut(mesh: Mesh) -> tuple[float, dict[str, float]]:
+    case = read(STORED)
+    cfg = UNet3DConfig(filters=NARROW.filters, window=(64, 64, 32))
+    torch.manual_seed(0)
+    model = unet3d.parallelize(UNet3D(cfg), mesh)
+    image, label = volume((64, 64, 32), STORED, 2, case)
+    part = (slice(None), *unet3d.cut_of(mesh).part(cfg.window))
+    values = unet3d.loss(model, Batch(image[part], label[part]))
+    values["loss"].backward()
+    for parameter in model.parameters():
+        for axis in getattr(parameter, "sum_axes", ()):
+            torch.distributed.all_reduce(parameter.grad, group=axis.group)
+    return values["loss"].item(), {name: p.grad.norm().item() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("axes", [{"depth": 2}, {"depth": 4}, {"depth": 2, "height": 2}], ids=str)
+def test_a_volume_that_is_cut_gives_the_references_loss_and_gradients(axes: dict[str, int]) -> None:
+    case = read(STORED)
+    largest = max(case["grad_l2"].values())
+    for loss, norms in on_ranks(axes, cut):
+        assert loss == pytest.approx(case["loss"], rel=1e-6)
+        for name, norm in case["grad_l2"].items():
+            assert abs(norms[name] - norm) < 1e-3 * (norm + 1e-4 * largest), name
+
+
+@pytest.mark.parametrize(("which", "lr", "warmup"), [("reference", 0.8, 200), ("nvidia_gbs56", 2.0, 1000), ("nvidia_gbs84", 1.5, 1500)])
+def test_the_warm_up_is_the_references(which: str, lr: float, warmup: int) -> None:
+    """By epoch, counted from 1."""
+    cfg = ScheduleConfig(unit="epochs", warmup=warmup, start=1e-4, per="epoch", first=1)
+    rates = rate(cfg, lr, 1, 10_000)
+    for epoch, value in read("lr_schedules")["lr"][which].items():
+        assert rates(int(epoch) - 1) == pytest.approx(value, rel=1e-6), epoch

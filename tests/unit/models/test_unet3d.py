@@ -1,0 +1,175 @@
+"""The 3D U-Net as a person meets it: a volume in, masks out; weights in and out; sizes that do not fit."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hpcai.errors import CheckpointError, ConfigError
+from hpcai.models import unet3d
+from hpcai.models.unet3d import Batch, UNet3D, UNet3DConfig, place, sliding_window
+from hpcai.models.unet3d.objective import dice
+
+SMALL = UNet3DConfig(filters=(4, 6), window=(8, 16, 16), spacing_mm=(4.0, 2.0, 2.0))
+
+
+def model() -> UNet3D:
+    torch.manual_seed(0)
+    net = UNet3D(SMALL)
+    torch.nn.init.zeros_(net.output.conv.bias)  # or one class wins everywhere
+    return net.eval()
+
+
+def test_a_volume_is_segmented_on_its_own_grid() -> None:
+    net = model()
+    volume = np.random.default_rng(0).normal(40, 100, (11, 60, 47)).astype(np.int16)
+    masks = net.segment(volume, spacing_mm=(5.0, 0.9, 0.8))
+    assert list(masks) == ["background", "kidney", "tumour"]
+    assert all(mask.shape == volume.shape and mask.dtype == bool for mask in masks.values())
+    assert np.array_equal(sum(mask.astype(int) for mask in masks.values()), np.ones(volume.shape, int)), "each voxel is of one class"
+    assert 0 < masks["kidney"].mean() < 1 or 0 < masks["tumour"].mean() < 1
+    # At the network's spacing nothing is resampled: the masks are those of the windows.
+    same = net.segment(volume, spacing_mm=SMALL.spacing_mm)
+    image = torch.from_numpy((np.clip(volume, -79, 304).astype(np.float32) - 101) / np.float32(76.9))
+    with torch.no_grad():
+        logits, _ = net.windows(net, image[None, None], crop=False)
+    assert (np.stack(list(same.values())).argmax(0) == logits[0].argmax(0).numpy()).all()
+
+
+def test_a_mask_does_not_depend_on_mode_precision_or_memory() -> None:
+    net = model()
+    volume = np.random.default_rng(1).normal(40, 100, (9, 33, 35))
+    expected = net.segment(volume, (4, 2, 2))
+    assert net.training is False
+    net.train()
+    again = net.segment(np.asfortranarray(volume), (4, 2, 2))
+    assert net.training and all(np.array_equal(again[name], expected[name]) for name in expected)
+    double = net.double().segment(volume, (4, 2, 2))
+    assert np.mean([np.mean(double[name] == expected[name]) for name in expected]) > 0.999
+
+
+@pytest.mark.parametrize(
+    ("volume", "spacing", "text"),
+    [
+        (np.zeros((4, 4)), (1, 1, 1), r"shape \[4, 4\]; expected \[D, H, W\]"),
+        (np.zeros((1, 4, 4, 4)), (1, 1, 1), "the slices first"),
+        (np.zeros((0, 4, 4)), (1, 1, 1), "shape"),
+        (np.full((4, 4, 4), np.nan), (1, 1, 1), "64 values that are not finite"),
+        (np.zeros((4, 4, 4)), (1, 1), "expected three lengths in mm"),
+        (np.zeros((4, 4, 4)), (1, 0, 1), "expected three lengths in mm"),
+        (np.zeros((4, 4, 4)), (1, float("nan"), 1), "expected three lengths in mm"),
+    ],
+)
+def test_what_is_no_volume_is_refused(volume: Any, spacing: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        model().segment(volume, spacing)
+
+
+def test_weights_travel_with_their_settings(tmp_path: Path) -> None:
+    net = model()
+    net.save(tmp_path / "w.safetensors")
+    again = UNet3D.load(tmp_path / "w.safetensors")
+    assert again.cfg == SMALL and not again.training
+    assert all(torch.equal(a, b) for a, b in zip(net.state_dict().values(), again.state_dict().values()))
+    torch.save(net.state_dict(), tmp_path / "w.pt")
+    assert UNet3D.load(tmp_path / "w.pt", SMALL).cfg == SMALL and UNet3D.load(tmp_path / "w.pt").cfg.filters == (4, 6)
+    four = UNet3D(SMALL.model_copy(update={"classes": ("a", "b", "c", "d")}))
+    torch.save(four.state_dict(), tmp_path / "four.pt")
+    assert UNet3D.load(tmp_path / "four.pt").cfg.classes == ("background", "class_1", "class_2", "class_3")
+    with pytest.raises(CheckpointError, match=r"weights have filters \(4, 6\), the settings \(8, 6\)"):
+        UNet3D.load(tmp_path / "w.pt", SMALL.model_copy(update={"filters": (8, 6)}))
+    with pytest.raises(CheckpointError, match="weights have outputs 4, the settings 3"):
+        UNet3D.load(tmp_path / "four.pt", SMALL)
+    torch.save({"conv.weight": torch.zeros(2)}, tmp_path / "other.pt")
+    with pytest.raises(CheckpointError, match=r"expected the names input_block.conv1.0.weight"):
+        UNet3D.load(tmp_path / "other.pt")
+    with pytest.raises(CheckpointError, match="no such file"):
+        UNet3D.load(tmp_path / "none.pt")
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ({"window": (128, 100, 128)}, "multiples of 32"),
+        ({"window": (32, 32, 32)}, "the bottleneck has one voxel, and no statistics"),
+        ({"classes": ("background",)}, "at least two"),
+        ({"filters": ()}, "give the width of at least one resolution"),
+        ({"overlap": 1.0}, "overlap"),
+    ],
+)
+def test_settings_that_do_not_fit(words: dict[str, Any], text: str) -> None:
+    with pytest.raises((ConfigError, ValueError), match=text):
+        UNet3DConfig(**words)
+
+
+def test_windows_cover_every_voxel_and_weigh_it_once() -> None:
+    """A network that gives back its input must give back the volume."""
+    random = np.random.default_rng(2)
+    for _ in range(40):
+        size = [int(n) for n in random.integers(3, 70, 3)]
+        window = [int(n) for n in random.choice([8, 16, 24, 32], 3)]
+        overlap = float(random.choice([0.0, 0.25, 0.5, 0.75]))
+        x = torch.from_numpy(random.normal(size=(1, 2, *size)))
+        y, kept = sliding_window(lambda part: part, x, window, overlap, crop=False)
+        assert kept == tuple(slice(0, n) for n in size)
+        torch.testing.assert_close(y, x, rtol=1e-11, atol=1e-11)
+        y, kept = sliding_window(lambda part: part, x, window, overlap)
+        torch.testing.assert_close(y, x[(..., *kept)], rtol=1e-11, atol=1e-11)
+        for n, w, part in zip(size, window, kept):
+            assert n - (part.stop - part.start) < int(w * (1 - overlap)) // 2 or n == part.stop - part.start
+
+
+def test_a_volume_smaller_than_the_window_is_surrounded_by_air() -> None:
+    seen = []
+
+    def network(part: torch.Tensor) -> torch.Tensor:
+        seen.append(part)
+        return part
+
+    y, _ = sliding_window(network, torch.ones(1, 1, 5, 9, 40), (16, 16, 32), crop=False)
+    torch.testing.assert_close(y, torch.ones_like(y), rtol=1e-6, atol=0)
+    assert seen[0].shape == (1, 1, 16, 16, 32)
+    assert seen[0].min() == pytest.approx(-2.2) and (seen[0] == 1).sum() == 5 * 9 * (32 - 4)
+    assert list(place(300, 128, 0.5, True).starts) == [0, 64, 128, 192] and place(300, 128, 0.5, True).before == 10
+    assert place(130, 128, 0.5, True).kept == slice(1, 129)
+
+
+def test_dice_of_a_class_that_is_nowhere_is_one() -> None:
+    label = torch.zeros(2, 2, 2, 2, dtype=torch.uint8)
+    label[1, 0] = 1
+    guess = label.long().clone()
+    guess[1, 1, 0, 0] = 1
+    found = dice(guess, label, 3)
+    torch.testing.assert_close(found, torch.tensor([[1.0, 1.0], [8 / 9, 1.0]]).double(), rtol=1e-6, atol=0)
+
+
+def test_the_loss_has_no_background_and_the_score_is_a_mean_over_volumes() -> None:
+    net = model().double()
+    image = torch.randn(2, 8, 16, 16, generator=torch.Generator().manual_seed(3)).double()
+    label = (image > 1).to(torch.uint8) + (image > 2).to(torch.uint8)
+    values = unet3d.loss(net, Batch(image, label))
+    guess, hot = net(image[:, None]).softmax(1), torch.nn.functional.one_hot(label.long(), 3).movedim(-1, 1).double()
+    over = (2, 3, 4)
+    soft = (2 * (guess * hot).sum(over) + 1e-6) / (guess.sum(over) + hot.sum(over) + 1e-6)
+    entropy = torch.nn.functional.cross_entropy(net(image[:, None]), label.long())
+    torch.testing.assert_close(values["loss"], ((1 - soft[:, 1:]).mean() + entropy) / 2, rtol=1e-9, atol=0)
+    with torch.no_grad():
+        both = unet3d.score(net, [Batch(image[:1], label[:1]), Batch(image[1:], label[1:])])
+        each = [unet3d.score(net, [Batch(image[b : b + 1], label[b : b + 1])]) for b in (0, 1)]
+    for name, (value, count) in both.items():
+        assert count == 2 and float(value) == pytest.approx(sum(float(one[name][0]) for one in each))
+    assert float(both["mean_dice"][0]) == pytest.approx((float(both["dice_kidney"][0]) + float(both["dice_tumour"][0])) / 2)
+
+
+def test_slices_are_those_with_most_tumour_in_one_frame() -> None:
+    net = model()
+    label = torch.zeros(1, 12, 40, 30, dtype=torch.uint8)
+    label[0, 5, 10:14, 4:9], label[0, 7, 11:13, 5:9] = 1, 2
+    empty = torch.zeros_like(label)
+    with torch.no_grad():
+        found = unet3d.slices(net, [Batch(torch.zeros(label.shape), label), Batch(torch.ones(label.shape), empty)])
+    assert found["fields"].shape == (2, 24, 24, 1) and found["true"].shape == found["predicted"].shape == (2, 24, 24)
+    assert found["true"][0].unique().tolist() == [0, 2] and (found["true"][0] == 2).sum() == 8 and not found["true"][1].any()
+    assert found["fields"][0].unique().tolist() == pytest.approx([-79, 101])
