@@ -1,12 +1,13 @@
-"""The MLPerf log: ``:::MLLOG {...}`` lines, as the compliance checker of MLPerf HPC 3.0 wants them.
+"""The MLPerf log: ``:::MLLOG {...}`` lines, as the compliance checkers of MLPerf HPC 3.0 and MLPerf Training 4.0 want them.
 
 The training loop knows nothing of it. A benchmark is a table below: which setting, found by its dotted path in the `start`
 event, is logged under which key, and which metric of an `evaluate` event is the benchmark's own. Keys and rules: the files
-``hpc_3.0.0/*.yaml`` of mlcommons/logging, and the rules of mlcommons/training_policies.
+``hpc_3.0.0/*.yaml`` and ``training_4.0.0/*.yaml`` of mlcommons/logging, and the rules of mlcommons/training_policies.
 """
 
 import json
 import math
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -59,10 +60,13 @@ def _lamb(value: Any) -> Callable[[Callable[[str], Any]], Any]:
 
 def _steps(path: str) -> Callable[[Callable[[str], Any]], Any]:
     """A length of the schedule, in steps."""
+    return _counted(path, "steps")
 
+
+def _counted(path: str, unit: str) -> Callable[[Callable[[str], Any]], Any]:
     def found(setting: Callable[[str], Any]) -> Any:
-        if setting("step.schedule.unit") != "steps" and setting(path):
-            raise ConfigError(f"the MLPerf log of this benchmark counts {path} in steps; set step.schedule.unit=steps")
+        if setting("step.schedule.unit") != unit and setting(path):
+            raise ConfigError(f"the MLPerf log of this benchmark counts {path} in {unit}; set step.schedule.unit={unit}")
         return setting(path)
 
     return found
@@ -76,6 +80,11 @@ def _factor(setting: Callable[[str], Any]) -> Any:
     """The one by which each milestone multiplies the rate."""
     factors = setting("step.schedule.decay_to") if setting("step.schedule.decay") == "steps" else ()
     return factors[0] if factors else None
+
+
+def _drops(row: Callable[[Callable[[str], Any]], Any]) -> Callable[[Callable[[str], Any]], Any]:
+    """Nothing where the rate slopes, for which MLPerf Training has no key: its checker then misses a line."""
+    return lambda setting: row(setting) if setting("step.schedule.decay") in ("none", "steps") else None
 
 
 def _of(decay: str, row: Callable[[Callable[[str], Any]], Any]) -> Callable[[Callable[[str], Any]], Any]:
@@ -124,6 +133,26 @@ BENCHMARKS = {
         metric="mae",
         metric_key="eval_error",
     ),
+    "unet3d": Benchmark(
+        rows=(
+            Row("seed", "train.seed"),
+            Row("gradient_accumulation_steps", "step.accumulate"),
+            Row("opt_name", "step.optimizer"),
+            Row("opt_base_learning_rate", "step.lr"),                          # Training's base is the peak
+            Row("opt_momentum", lambda setting: setting("step.momentum") if setting("step.optimizer") == "sgd" else None),
+            Row("opt_weight_decay", "step.weight_decay"),
+            Row("opt_learning_rate_warmup_epochs", _counted("step.schedule.warmup", "epochs")),
+            Row("opt_learning_rate_decay_boundary_epochs", _drops(_counted("step.schedule.decay_at", "epochs"))),
+            Row("opt_learning_rate_decay_factor", _drops(lambda setting: _factor(setting) or 1.0)),
+            Row("oversampling", "data.augment.foreground"),
+            Row("training_input_shape", "model.window"),
+            Row("validation_input_shape", "model.window"),
+            Row("validation_overlap", "model.overlap"),
+            Row("target_quality", "train.target", None),
+        ),
+        metric="mean_dice",
+        metric_key="eval_accuracy",
+    ),
 }
 
 
@@ -144,7 +173,7 @@ def value_of(row: Row, settings: Mapping[str, Any]) -> Any:
 class MlperfLog:
     """``mlperf.log``: the lines of one run of ``benchmark``; ``echo`` gets them too.
 
-    Epochs count from 1. A run is a success when it reached its target, and aborted otherwise.
+    Epochs count from 1. A run is a success when it reached its target, and aborted otherwise, also where an error ends it.
     """
 
     def __init__(self, path: Path, benchmark: str, echo: TextIO | None = None) -> None:
@@ -156,6 +185,8 @@ class MlperfLog:
         self._began: float | None = None                 # time of the first event of any kind: the program is up
         self._per_epoch = 1
         self._open = 0                                   # the epoch that has started and not stopped, or 0
+        self._runs = False
+        self._last = 0                                   # step of the last event
 
     def write(self, event: Event) -> None:
         self._began = self._began or event.time
@@ -163,14 +194,18 @@ class MlperfLog:
             self._start(event)
         elif self._lines is not None and event.kind in ("epoch", "evaluate", "stop"):
             getattr(self, f"_{event.kind}")(event)
+        self._last = max(self._last, event.fields.get("step") or 0)
 
     def close(self) -> None:
+        """Of a run that has not stopped something broke it."""
+        if self._runs:
+            self._stop(Event("stop", time.time(), {"step": self._last}))
         if self._lines is not None:
             self._lines.close()
 
-    def _line(self, time: float, kind: str, key: str, value: Any = None, **metadata: Any) -> None:
+    def _line(self, at: float, kind: str, key: str, value: Any = None, **metadata: Any) -> None:
         # NaN stays Python's NaN here: the checker reads with Python's json and compares numbers
-        record = {"namespace": "", "time_ms": round(time * 1000), "event_type": kind, "key": key, "value": value}
+        record = {"namespace": "", "time_ms": round(at * 1000), "event_type": kind, "key": key, "value": value}
         line = PREFIX + json.dumps(record | {"metadata": metadata})
         assert self._lines is not None
         self._lines.append(line)
@@ -185,6 +220,7 @@ class MlperfLog:
         self._per_epoch = max(1, int(get("steps_per_epoch") or 1))
         goes_on = get("resumed_from") is not None and self.path.exists()
         self._lines = resumed(self.path, get("resumed_from"), self._later, PREFIX)
+        self._runs, self._last = True, get("resumed_from") or 0
         if goes_on:                                      # one header in a run's log, however many lives the run has
             return
         world, nodes = int(get("world") or 1), int(get("nodes") or 1)
@@ -213,9 +249,9 @@ class MlperfLog:
         self._open = event.fields["epoch"] + 1
         self._line(event.time, "INTERVAL_START", "epoch_start", epoch_num=self._open, step_num=event.fields["step"])
 
-    def _end_epoch(self, time: float, step: int) -> None:
+    def _end_epoch(self, at: float, step: int) -> None:
         if self._open:
-            self._line(time, "INTERVAL_END", "epoch_stop", epoch_num=self._open, step_num=step)
+            self._line(at, "INTERVAL_END", "epoch_stop", epoch_num=self._open, step_num=step)
         self._open = 0
 
     def _evaluate(self, event: Event) -> None:
@@ -234,6 +270,7 @@ class MlperfLog:
         status = "success" if event.fields.get("target_reached") else "aborted"
         where = {"epoch_num": math.ceil(event.fields["step"] / self._per_epoch), "step_num": event.fields["step"]}
         self._line(event.time, "INTERVAL_END", "run_stop", status=status, **where)
+        self._runs = False
 
     def _later(self, record: dict[str, Any], step: int) -> bool:
         """An unfinished epoch starts again, and a run that goes on has not stopped."""

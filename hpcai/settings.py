@@ -267,4 +267,4 @@ class ReportConfig(Settings):
     """the run's directory; null: nothing is written"""
     sinks: tuple[Literal["terminal", "tensorboard", "mlperf"], ...] = ("terminal",)
     benchmark: str | None = None
-    """name of the MLPerf HPC benchmark in mlperf.log"""
+    """name of the MLPerf benchmark in mlperf.log"""

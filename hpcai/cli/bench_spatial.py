@@ -1,9 +1,10 @@
 """``hpcai bench spatial``: a training step of the 3D U-Net whose volume is cut along its depth over processes of this machine.
 
 Each number of ranks runs in processes of its own, one thread each (a GPU each where there are enough), in turns. Of each: wall
-seconds of a step, how much faster than one rank that is, the bytes that ranks send to one another beside what the formula says,
-and the memory of what a rank keeps for its backward pass, as a share of what one rank keeps. On a machine with fewer cores (or
-GPUs) than ranks the times mean nothing and are left out.
+seconds of a step and how much faster than one rank that is; CPU seconds of the rank that needs most, as a share of those of one rank,
+beside what the cost model says (docs/performance.md); the bytes that ranks send to one another, beside what the formula says; and
+what a rank keeps for its backward pass, as a share of what one rank keeps. On a machine with fewer cores (or GPUs) than ranks wall
+seconds mean nothing and are left out.
 """
 
 import argparse
@@ -52,9 +53,11 @@ def _row(ranks: int, runs: dict[int, list[dict[str, Any]]], words: Any) -> dict[
     seconds = {n: statistics.median(s for run in each for s in run["seconds"]) for n, each in runs.items()}
     first = runs[ranks][0]
     kept = runs[1][0]["kept"] if 1 in runs else None
+    cpu = {n: statistics.median(s for run in each for s in run["cpu"]) for n, each in runs.items()}
     return {
         "ranks": ranks, "step_s": round(seconds[ranks], 3) if enough else None,
         "faster": round(seconds[1] / seconds[ranks], 3) if enough and 1 in runs else None,
+        "cpu_share": round(cpu[ranks] / cpu[1], 3) if 1 in runs else None, "model": round(first["work"], 3),
         "sent_mb": round(first["sent"] / 1e6, 3), "formula_mb": round(first["formula"] / 1e6, 3), "messages": first["messages"],
         "kept_mb": round(first["kept"] / 1e6, 1), "share": round(first["kept"] / kept, 3) if kept else None,
     }  # fmt: skip
@@ -86,6 +89,7 @@ def _launch(ranks: int, argv: list[str]) -> dict[str, Any]:
         found = [json.loads(file.read_text()) for file in files]
     return {
         "seconds": [max(times) for times in zip(*(one["seconds"] for one in found))],
+        "cpu": [max(times) for times in zip(*(one["cpu"] for one in found))], "work": found[0]["work"],
         "sent": sum(one["sent"] for one in found), "formula": found[0]["formula"], "kept": max(one["kept"] for one in found),
         "messages": max(one["messages"] for one in found),
     }  # fmt: skip
@@ -121,21 +125,22 @@ def _measure(words: Any) -> dict[str, Any]:
                 kept[storage.data_ptr()] = storage.nbytes()
             return tensor
 
-        seconds = []
+        seconds, cpu = [], []
         for repeat in range(words.repeats + 1):
             before = cut.traffic.sent, cut.traffic.messages
             gather_objects(0, mesh.everyone)
-            began = time.perf_counter()
+            began, used = time.perf_counter(), time.process_time()
             if repeat:
                 step(batch)
                 seconds.append(_until_done(mesh.device) - began)
+                cpu.append(time.process_time() - used)
             else:  # not timed: the first step, whose saved tensors are counted
                 with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                     step(batch)
             sent, messages = cut.traffic.sent - before[0], cut.traffic.messages - before[1]
         size = 2 if words.precision == "bf16" else 4
-        return {"seconds": seconds, "sent": sent, "messages": messages, "formula": formula(cfg, world, cut.least) * size,
-                "kept": sum(kept.values())}  # fmt: skip
+        return {"seconds": seconds, "cpu": cpu, "sent": sent, "messages": messages, "kept": sum(kept.values()),
+                "formula": formula(cfg, world, cut.least) * size, "work": work(cfg, world, cut.least)}  # fmt: skip
 
 
 def _until_done(device: Any) -> float:
@@ -144,6 +149,30 @@ def _until_done(device: Any) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
+
+
+def work(cfg: Any, ranks: int, least: int = 2) -> float:
+    """Multiplications of one rank for a step, as a share of all of them: a level that is cut is shared, one that is not is computed by
+    each. The layer between the two is computed in parts."""
+    depth, height, width = cfg.window
+    widths = [*cfg.filters, cfg.filters[-1]]
+
+    def layer(level: int, inputs: int, outputs: int, kernel: int, passes: int = 3) -> float:
+        return passes * kernel * inputs * outputs * ((depth * height * width) >> 3 * level)
+
+    shared = whole = 0.0
+    for level, here in enumerate(widths):
+        is_cut = ranks > 1 and depth >> level >= ranks * least
+        above = layer(level, widths[level - 1] if level else cfg.channels, here, 27, 3 if level else 2)
+        rest = layer(level, here, here, 27)
+        if level < len(cfg.filters):
+            up = layer(level, 2 * here, here, 27) + layer(level, here, here, 27)
+            rest += up + layer(level + 1, widths[level + 1], here, 8)
+        if level == 0:
+            rest += layer(0, here, len(cfg.classes), 1)
+        shared += above * (is_cut or depth >> level >= ranks > 1) + rest * is_cut
+        whole += above * (not (is_cut or depth >> level >= ranks > 1)) + rest * (not is_cut)
+    return (shared / ranks + whole) / (shared + whole)
 
 
 def formula(cfg: Any, ranks: int, least: int = 2, batch: int = 1) -> int:

@@ -36,6 +36,20 @@ def test_cosmology_is_learned_from_simulated_universes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
+def test_kidneys_and_tumours_are_found_in_simulated_patients(tmp_path: Path) -> None:
+    data, run = tmp_path / "data", tmp_path / "run"
+    simulate = ["data_prep.kits19", "simulate", str(data), "--cases", "96", "--no-check"]
+    train = ["apps.unet3d", "apps/unet3d/configs/small.yaml", f"data.directory={data}", f"report.directory={run}"]
+    python(simulate)
+    python(train)
+    last = [event for event in log.read_metrics(run / "metrics.jsonl") if event["kind"] == "evaluate"][-1]
+    found = {name: round(last[name], 3) for name in ("mean_dice", "dice_kidney", "dice_tumour")}
+    print(found)
+    assert last["dice_kidney"] > 0.85 and last["dice_tumour"] > 0.4, found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
 def test_cyclones_and_rivers_are_found_in_simulated_weather(tmp_path: Path) -> None:
     """All background would be an IoU of 0.70: a class in neither map counts as one."""
     data, run = tmp_path / "data", tmp_path / "run"

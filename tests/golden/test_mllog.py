@@ -1,4 +1,4 @@
-"""The MLPerf log of a run passes the public compliance checker of MLPerf HPC 3.0, and the checker notices what is missing."""
+"""The MLPerf log of a run passes the compliance checkers of MLPerf HPC 3.0 and Training 4.0, which notice what is missing."""
 
 import io
 import json
@@ -131,9 +131,9 @@ def test_a_run_resumed_inside_an_epoch_starts_that_epoch_again(tmp_path: Path) -
     log = MlperfLog(path, "cosmoflow")
     log.write(Event("start", 2000.0, START | {"resumed_from": 3}))
     log.write(Event("epoch", 2000.0, {"epoch": 1, "step": 3}))
-    log.close()
     assert [(r["key"], r["metadata"]["epoch_num"]) for r in records(path) if r["key"].startswith("epoch")] == [
         ("epoch_start", 1), ("epoch_stop", 1), ("epoch_start", 2)]
+    log.close()
 
 
 def test_without_a_start_rate_the_base_is_the_peak(tmp_path: Path) -> None:
@@ -181,3 +181,119 @@ def test_an_evaluation_that_training_did_not_wait_for_complies(tmp_path: Path, s
     assert complies(path)
     last = records(path)[-1]
     assert last["metadata"] == {"status": "success", "epoch_num": 2, "step_num": 4}
+
+
+# ---- MLPerf Training: the 3D U-Net
+
+YAML = Path(__file__).resolve().parents[2] / "apps" / "unet3d" / "configs"
+
+
+def trained(path: Path, dice: list[float], *words: str, ends: bool = True) -> None:
+    """Epochs of three steps on eight GPUs, one per entry of ``dice``."""
+    settings = config.load(import_module("apps.unet3d.settings").Config, YAML / "node.yaml", words).model_dump(mode="json")
+    start = {"name": "unet3d", "settings": settings, "steps": 30000, "steps_per_epoch": 3, "global_batch": 56, "train_samples": 168,
+             "validation_samples": 42}  # fmt: skip
+    log, now, step = MlperfLog(path, "unet3d"), 1000.0, 0
+    log.write(Event("start", now, START | start))
+    for epoch, value in enumerate(dice):
+        log.write(Event("epoch", now, {"epoch": epoch, "step": step}))
+        step += 3
+        log.write(Event("train", now + 8, {"step": step, "epoch": epoch + 1.0, "loss": 0.1, "dice": 0.5}))
+        found = {"dice_kidney": 0.96, "dice_tumour": 0.86, "loss": 0.2, "mean_dice": value}
+        log.write(Event("evaluate", now + 10, {"step": step, "epoch": epoch + 1.0, "samples": 42, "seconds": 1.0, **found}))
+        now += 10
+    if ends:
+        reached = dice[-1] >= 0.908
+        reason = "target" if reached else "finished"
+        log.write(Event("stop", now, {"step": step, "reason": reason, "seconds": 1.0, "target_reached": reached}))
+    log.close()
+
+
+def complies_with_training(path: Path) -> bool:
+    checker = compliance.make_checker("training", "4.0.0", True, False)
+    return bool(compliance.main(str(path), "training_4.0.0/common.yaml", checker)[0])
+
+
+def test_the_training_checker_passes_a_3d_unet(tmp_path: Path) -> None:
+    path = tmp_path / "mlperf.log"
+    trained(path, [0.5, 0.9, 0.9081])
+    words = ["--usage", "training", "--ruleset", "4.0.0", "--werror", "--log_output", str(tmp_path / "checker.log"), str(path)]
+    run = subprocess.run([sys.executable, "-m", "mlperf_logging.compliance_checker", *words], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert "closed_unet3d.yaml" in run.stderr and "SUCCESS" in run.stderr
+    found = records(path)
+    points = {record["key"]: record["value"] for record in found if record["event_type"] == "POINT_IN_TIME"}
+    said = {
+        "submission_benchmark": "unet3d", "global_batch_size": 56, "train_samples": 168, "eval_samples": 42, "seed": 0,
+        "gradient_accumulation_steps": 1, "opt_name": "sgd", "opt_base_learning_rate": 2.0, "opt_momentum": 0.9,
+        "opt_weight_decay": 0.0, "opt_learning_rate_warmup_epochs": 1000, "opt_learning_rate_decay_boundary_epochs": [],
+        "opt_learning_rate_decay_factor": 1.0, "oversampling": 0.4, "training_input_shape": [128] * 3,
+        "validation_input_shape": [128] * 3, "validation_overlap": 0.5, "target_quality": 0.908, "eval_accuracy": 0.9081,
+    }  # fmt: skip
+    assert {key: points[key] for key in said} == said
+    assert [record["metadata"]["epoch_num"] for record in found if record["key"] == "eval_accuracy"] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("key", [
+    "cache_clear", "init_start", "init_stop", "run_start", "run_stop", "epoch_start", "epoch_stop", "eval_start", "eval_stop",
+    "eval_accuracy", "submission_org", "submission_division", "submission_benchmark", "submission_platform", "submission_status",
+    "train_samples", "eval_samples", "global_batch_size", "seed", "gradient_accumulation_steps", "opt_name",
+    "opt_base_learning_rate", "opt_momentum", "opt_weight_decay", "opt_learning_rate_warmup_epochs",
+    "opt_learning_rate_decay_boundary_epochs", "opt_learning_rate_decay_factor", "oversampling", "training_input_shape",
+    "validation_input_shape", "validation_overlap",
+])  # fmt: skip
+def test_the_training_checker_misses_every_key_that_is_left_out(key: str, tmp_path: Path) -> None:
+    path = tmp_path / "mlperf.log"
+    trained(path, [0.5, 0.91])
+    lines = [line for line in path.read_text().splitlines() if f'"key": "{key}"' not in line]
+    assert len(lines) < len(records(path))
+    path.write_text("\n".join(lines))
+    assert not complies_with_training(path)
+
+
+def test_the_training_checker_sees_a_missed_target(tmp_path: Path) -> None:
+    path = tmp_path / "mlperf.log"
+    trained(path, [0.5, 0.907])
+    assert records(path)[-1]["metadata"]["status"] == "aborted"
+    assert not complies_with_training(path)
+
+
+def test_the_rate_of_a_3d_unet_drops_in_epochs_or_not_at_all(tmp_path: Path) -> None:
+    steps = "step.schedule={decay: steps, decay_at: [3000, 5000], decay_to: [0.5, 0.25]}"
+    trained(tmp_path / "steps.log", [0.91], steps)
+    values = {record["key"]: record["value"] for record in records(tmp_path / "steps.log")}
+    assert values["opt_learning_rate_decay_boundary_epochs"] == [3000, 5000] and values["opt_learning_rate_decay_factor"] == 0.5
+    assert complies_with_training(tmp_path / "steps.log")
+    trained(tmp_path / "cosine.log", [0.91], "step.schedule.decay=cosine")
+    assert not any(record["key"].startswith("opt_learning_rate_decay") for record in records(tmp_path / "cosine.log"))
+    assert not complies_with_training(tmp_path / "cosine.log")
+    with pytest.raises(ConfigError, match=r"counts step\.schedule\.warmup in epochs; set step\.schedule\.unit=epochs"):
+        trained(tmp_path / "unit.log", [0.91], "step.schedule={unit: steps, per: step}")
+
+
+def test_a_run_that_an_error_ends_is_aborted_and_may_be_resumed(tmp_path: Path) -> None:
+    path = tmp_path / "mlperf.log"
+    trained(path, [0.5, 0.01], ends=False)
+    last = records(path)[-1]
+    assert (last["key"], last["metadata"]) == ("run_stop", {"status": "aborted", "epoch_num": 2, "step_num": 6})
+    assert sum(record["key"] == "run_stop" for record in records(path)) == 1
+    log = MlperfLog(path, "unet3d")
+    settings = import_module("apps.unet3d.settings").Config().model_dump(mode="json")
+    log.write(Event("start", 2000.0, START | {"settings": settings, "steps_per_epoch": 3, "resumed_from": 3}))
+    assert not any(record["key"] == "run_stop" or record["metadata"].get("step_num", 0) > 3 for record in records(path))
+    log.write(Event("stop", 2001.0, {"step": 6, "reason": "target", "seconds": 1.0, "target_reached": True}))
+    log.close()
+    assert [record["metadata"]["status"] for record in records(path) if record["key"] == "run_stop"] == ["success"]
+
+
+def test_an_error_in_a_real_run_ends_its_log(tmp_path: Path) -> None:
+    from hpcai import dist, train
+
+    report = f"report={{directory: {tmp_path}, sinks: [mlperf], benchmark: unet3d}}"
+    cfg = config.load(import_module("apps.unet3d.settings").Config, YAML / "small.yaml", [report])
+    with pytest.raises(RuntimeError), train.Run("unet3d", cfg, dist.alone()) as run:
+        run.reports.emit("start", **START | {"settings": run.settings})
+        run.reports.emit("epoch", epoch=0, step=0)
+        raise RuntimeError
+    keys = [(record["key"], record["metadata"].get("status")) for record in records(tmp_path / "mlperf.log")]
+    assert keys[-2:] == [("epoch_stop", None), ("run_stop", "aborted")]

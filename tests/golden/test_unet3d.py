@@ -173,7 +173,10 @@ def test_a_volume_that_is_cut_gives_the_references_loss_and_gradients(axes: dict
             assert abs(norms[name] - norm) < 1e-3 * (norm + 1e-4 * largest), name
 
 
-@pytest.mark.parametrize(("which", "lr", "warmup"), [("reference", 0.8, 200), ("nvidia_gbs56", 2.0, 1000), ("nvidia_gbs84", 1.5, 1500)])
+WARM_UPS = [("reference", 0.8, 200), ("nvidia_gbs56", 2.0, 1000), ("nvidia_gbs84", 1.5, 1500)]
+
+
+@pytest.mark.parametrize(("which", "lr", "warmup"), WARM_UPS)
 def test_the_warm_up_is_the_references(which: str, lr: float, warmup: int) -> None:
     """By epoch, counted from 1."""
     cfg = ScheduleConfig(unit="epochs", warmup=warmup, start=1e-4, per="epoch", first=1)

@@ -205,6 +205,12 @@ def losses(mesh: Mesh) -> None:
         torch.testing.assert_close(total(b.grad, *b.sum_axes), a.grad, rtol=1e-10, atol=1e-12, msg=name)
     with cut.off():
         torch.testing.assert_close(model(x), whole(x), rtol=1e-12, atol=0)
+    slab, other = cut.own(x).clone().requires_grad_(), x.clone().requires_grad_()
+    weights = torch.randn(x.shape, generator=torch.Generator().manual_seed(6)).double()
+    ((cut.join(slab, x.shape[2:]) + other) * weights).sum().backward()  # one gradient for two: it is not written into
+    assert slab.grad is not None and other.grad is not None
+    torch.testing.assert_close(other.grad, weights, rtol=0, atol=0)
+    torch.testing.assert_close(slab.grad, cut.own(weights) * mesh.copy.size, rtol=1e-12, atol=0)
     twin = deepcopy(model)
     torch.testing.assert_close(twin(cut.own(x)), model(cut.own(x)), rtol=0, atol=0)
 

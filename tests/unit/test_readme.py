@@ -11,6 +11,7 @@ import torch
 
 from hpcai.models.cosmoflow import CosmoFlow, CosmoFlowConfig
 from hpcai.models.deepcam import VARIABLES, DeepCam, DeepCamConfig
+from hpcai.models.unet3d import UNet3D, UNet3DConfig
 from hpcai.settings import LoaderConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,12 +32,15 @@ def test_the_notebook_cells_run(tmp_path: Path, monkeypatch) -> None:  # type: i
     cfg = DeepCamConfig(divide=16, middle=0, low=(0.0,) * 16, high=(1.0,) * 16)
     DeepCam(cfg).save(tmp_path / "runs/deepcam-small/model.safetensors")
     fields = {name: np.full((40, 50), 0.5 / (100 if name == "PSL" else 1)) for name in VARIABLES}
-    names: dict = {"counts": counts, "target": torch.zeros(4), "fields": fields}
-    assert len(cells()) == 3
+    (tmp_path / "runs/unet3d-small").mkdir()
+    UNet3D(UNet3DConfig(filters=(4, 4), window=(8, 16, 16))).save(tmp_path / "runs/unet3d-small/model.safetensors")
+    scan = np.random.default_rng(0).normal(0, 100, (8, 30, 30))
+    names: dict = {"counts": counts, "target": torch.zeros(4), "fields": fields, "scan": scan}
+    assert len(cells()) == 4
     for cell in cells():
         exec(cell, names)
     assert set(names["model"].predict(counts)) == {"Omega_m", "sigma_8", "n_s", "H_0"}
-    assert names["masks"]["tropical cyclone"].shape == (40, 50)
+    assert names["masks"]["tropical cyclone"].shape == (40, 50) and names["organs"]["kidney"].shape == scan.shape
 
 
 def test_the_cell_of_the_data_page_runs(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcai.cli.report.run import Maps, Predictions, Run
+from hpcai.cli.report.run import Maps, Predictions, Run, Slices
 from hpcai.cli.report.theme import Plot
 from hpcai.log import duration, number, per_second, size
 
@@ -140,14 +140,21 @@ def _parameters(found: Predictions) -> str:
     return _card("Prediction per parameter", _table(head, rows, numbers=1), f"mean R² {overall:.4f}")
 
 
-def _classes(maps: Maps) -> str:
-    cells, head = maps.cells.sum(0), ("class", "IoU", "cells", *(f"seen as {name}" for name in maps.classes))
-    rows = []
-    for name, iou, seen in zip(maps.classes, maps.iou(), cells):
+def _classes(found: Maps | Slices) -> str:
+    cells, total = found.cells.sum(0), len(found.cells)
+    if isinstance(found, Maps):
+        score, cell, scores = "IoU", "cells", found.iou()
+        note = (f"All {cells.sum():,} cells of {total} validation maps together. An evaluation means something else by IoU:"
+                " the mean over maps of the IoU in each, which is 1 where a class is neither there nor seen.")
+    else:
+        score, cell, scores = "Dice", "voxels", found.dice()
+        which = f"{total} slices, one of each volume," if total > 1 else "one slice"
+        note = (f"All {cells.sum():,} voxels of {which} together. An evaluation means something else by Dice: the mean over"
+                " volumes of the Dice in each whole volume, which is 1 where a class is neither there nor seen.")
+    head, rows = ("class", score, cell, *(f"seen as {name}" for name in found.classes)), []
+    for name, value, seen in zip(found.classes, scores, cells):
         shares = [f"{100 * part / seen.sum():.2f} %" for part in seen] if seen.sum() else ["–"] * len(seen)
-        rows.append((name, "–" if math.isnan(iou) else f"{iou:.4f}", f"{seen.sum():,}", *shares))
-    note = (f"All {cells.sum():,} cells of {len(maps.cells)} validation maps together. An evaluation means something else by IoU:"
-            " the mean over maps of the IoU in each, which is 1 where a class is neither there nor seen.")
+        rows.append((name, "–" if math.isnan(value) else f"{value:.4f}", f"{seen.sum():,}", *shares))
     return _card("Prediction per class", _table(head, rows, numbers=1), note)
 
 
@@ -199,7 +206,7 @@ def page(run: Run, drawn: Sequence[Plot], pictures: Sequence[tuple[bytes, bytes]
     parts = [
         _header(run), _tiles(run), f'<div class="plots">{figures}</div>',
         _parameters(run.predictions) if run.predictions else "",
-        _classes(run.maps) if run.maps else "",
+        _classes(images) if (images := run.maps or run.slices) else "",
         f'<div class="plots">{_facts(run)}{_results(run)}</div>', _checkpoints(run),
         _card("Notes", _table(("when", "step", "what"), notes)) if notes else "",
         _card("Left out", gaps) if run.left_out else "",

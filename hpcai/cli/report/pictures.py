@@ -10,9 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from hpcai.cli.report import maps
-from hpcai.cli.report.run import Predictions, Run
-from hpcai.cli.report.theme import CLASSES, MARKS, Plot, Theme, verbatim
+from hpcai.cli.report import maps, slices
+from hpcai.cli.report.run import Predictions, Run, stem
+from hpcai.cli.report.theme import CLASSES, MARKS, TISSUES, Plot, Theme, verbatim
 from hpcai.log import number, per_second
 
 
@@ -64,14 +64,18 @@ def _loss(run: Run, theme: Theme) -> Figure:
 def _metric(run: Run, name: str, members: Sequence[str], theme: Theme) -> Figure:
     """A metric, and thinner those that belong to it."""
     figure, axes = _axes(run, theme, name)
-    steps, values = run.series("train", name)
-    if len(steps):
-        axes.plot(steps, smooth(values), color=theme.main, alpha=0.55, linewidth=1.4, label="training, smoothed")
     at, evaluated = run.series("evaluate", name)
     main = theme.ink if members else theme.second
+    steps, values = run.series("train", name)
+    color, label = theme.main, "training, smoothed"
+    if not len(steps) and stem(name) != name:
+        steps, values = run.series("train", stem(name))
+        color, label = main, f"{verbatim(stem(name))} in training, smoothed"
+    if len(steps):
+        axes.plot(steps, smooth(values), color=color, alpha=0.55, linewidth=1.4, label=label)
     axes.plot(at, evaluated, color=main, linewidth=2, marker="o", markersize=4.5, label=verbatim(name) if members else "validation")
     for member, (color, mark) in zip(members, _colors(run, name, members, theme)):
-        each, label = run.series("evaluate", member), member.removeprefix(f"{name}_").replace("_", " ")
+        each, label = run.series("evaluate", member), member.removeprefix(f"{stem(name)}_").replace("_", " ")
         axes.plot(*each, color=color, linewidth=1.2, marker=mark, markersize=4, zorder=1.9, label=verbatim(label))
         values = np.concatenate([values, each[1]])
     target, best = run.target(name), run.best(name)
@@ -87,15 +91,16 @@ def _metric(run: Run, name: str, members: Sequence[str], theme: Theme) -> Figure
 
 
 def _colors(run: Run, name: str, members: Sequence[str], theme: Theme) -> Iterator[tuple[str, str]]:
-    """Colour and mark of each: those of the maps where it is a class of theirs."""
-    classes = [f"{name}_{each.replace(' ', '_')}" for each in run.classes]
-    known = {each: (CLASSES[i % len(CLASSES)], MARKS[i % len(MARKS)]) for i, each in enumerate(classes[1:])}
+    """Colour and mark of each: those of the maps, or of the slices, where it is a class of theirs."""
+    palette = TISSUES if "dice" in name else CLASSES                            # as from the first evaluation on, without slices
+    classes = [f"{stem(name)}_{each.replace(' ', '_')}" for each in run.classes]
+    known = {each: (palette[i % len(palette)], MARKS[i % len(MARKS)]) for i, each in enumerate(classes[1:])}
     known |= dict.fromkeys(classes[:1], (theme.faint, "o"))
     free = (i for i in count(max(len(classes) - 1, 0)))
     for member in members:
         if member not in known:
             i = next(free)
-            known[member] = CLASSES[i % len(CLASSES)], MARKS[i % len(MARKS)]
+            known[member] = palette[i % len(palette)], MARKS[i % len(MARKS)]
         yield known[member]
 
 
@@ -194,4 +199,7 @@ def plots(run: Run) -> list[Plot]:
         drawn.append(Plot("predictions", "Predicted against true", caption, partial(_scatter, run.predictions), wide=True))
     if run.maps is not None:
         drawn.append(Plot("maps", "Predicted and true maps", maps.caption(run.maps), partial(maps.draw, run.maps), wide=True))
+    if run.slices is not None:
+        caption = slices.caption(run.slices)
+        drawn.append(Plot("slices", "Predicted and true slices", caption, partial(slices.draw, run.slices), wide=True))
     return drawn

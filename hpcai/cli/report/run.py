@@ -12,7 +12,7 @@ import yaml
 from hpcai.errors import DataError
 from hpcai.log import METRICS, metrics, read_metrics
 
-PANELS = 6                                               # maps that are drawn
+PANELS = 6                                               # maps or slices that are drawn
 HECTOPASCAL = {"Pa": 0.01, "hPa": 1.0, "mbar": 1.0, "mb": 1.0}
 
 Series = tuple[np.ndarray, np.ndarray]                   # steps, values
@@ -44,19 +44,25 @@ class Predictions:
         return 1 - (self.rmse(p) / self.spread(p)) ** 2 if self.spread(p) > 0 else math.nan
 
 
-@dataclass
-class Maps:
-    """Validation maps: the weather, what is in it and what the network sees.   N maps, M of them shown, H W cells, K classes"""
+@dataclass(kw_only=True)
+class Images:
+    """What is in validation images and what the network sees.   N images, M of them shown, H W cells, K classes"""
 
     classes: list[str]
     variable: str
     unit: str
-    shown: list[int]                                     # which maps are drawn: M of 0 ... N - 1
-    colour: np.ndarray                                   # [M, H, W] of the variable
-    pressure: np.ndarray | None                          # [M, H, W] at sea level, hPa
+    shown: list[int]                                     # which are drawn: M of 0 ... N - 1
     true: np.ndarray                                     # [M, H, W]
     predicted: np.ndarray                                # [M, H, W]
     cells: np.ndarray                                    # [N, K, K] of each true class (first K) that are seen as each
+
+
+@dataclass(kw_only=True)
+class Maps(Images):
+    """Validation maps: the weather, what is in it and what the network sees."""
+
+    colour: np.ndarray                                   # [M, H, W] of the variable
+    pressure: np.ndarray | None                          # [M, H, W] at sea level, hPa
 
     def iou(self, n: int | None = None) -> np.ndarray:
         """Of each class in map ``n``, or of all cells of all maps together; NaN where a class is neither there nor seen.   [K]"""
@@ -64,6 +70,26 @@ class Maps:
         both = np.diagonal(cells).astype(float)
         either = cells.sum(0) + cells.sum(1) - both
         return np.divide(both, either, out=np.full(len(both), math.nan), where=either > 0)
+
+
+@dataclass(kw_only=True)
+class Slices(Images):
+    """Axial slices of validation volumes, one of each, the front of the body in the first row."""
+
+    scan: np.ndarray                                     # [M, H, W] of the variable
+    spacing_mm: tuple[float, float] | None               # of rows and of columns
+
+    def dice(self, n: int | None = None) -> np.ndarray:
+        """Of each class in slice ``n``, or in all slices together; NaN where a class is neither there nor seen.   [K]"""
+        cells = self.cells.sum(0) if n is None else self.cells[n]
+        both, sizes = 2.0 * np.diagonal(cells), cells.sum(0) + cells.sum(1)
+        return np.divide(both, sizes, out=np.full(len(both), math.nan), where=sizes > 0)
+
+    def mean_dice(self) -> np.ndarray:
+        """Of each class, over the slices that are shown and where it is there or seen; NaN where there is none.   [K]"""
+        rows = np.array([self.dice(n) for n in self.shown])
+        count = np.isfinite(rows).sum(0)
+        return np.divide(np.nansum(rows, 0), count, out=np.full(rows.shape[1], math.nan), where=count > 0)
 
 
 @dataclass
@@ -76,6 +102,7 @@ class Run:
     settings_text: str = ""
     predictions: Predictions | None = None
     maps: Maps | None = None
+    slices: Slices | None = None
     left_out: list[str] = field(default_factory=list)    # what the page lacks, and why
 
     def of(self, kind: str) -> list[dict[str, Any]]:
@@ -115,16 +142,16 @@ class Run:
     def higher(self, name: str) -> bool:
         """Whether more of it is better; the classes of the run's own metric go with it."""
         metric, better = self.setting("train.metric"), self.setting("train.better")
-        if metric and better and (name == metric or name.startswith(f"{metric}_")):
+        if metric and better and (name == metric or name.startswith(f"{stem(metric)}_")):
             return bool(better == "higher")
         return any(word in name.lower() for word in HIGHER)
 
     def families(self) -> dict[str, list[str]]:
-        """Each evaluated metric but the loss, with those that belong to it: iou with iou_background, iou_tropical_cyclone."""
+        """Each evaluated metric but the loss, with those that belong to it: iou with iou_background, mean_dice with dice_kidney."""
         names = [name for name in self.names("evaluate") if name != "loss"]
         found: dict[str, list[str]] = {}
         for name in names:
-            heads = [head for head in names if name.startswith(f"{head}_")]
+            heads = [head for head in names if name.startswith(f"{stem(head)}_")]
             if heads:
                 found.setdefault(min(heads, key=len), []).append(name)
             else:
@@ -134,7 +161,8 @@ class Run:
     @property
     def classes(self) -> list[str]:
         """What a cell of a map can be, the first being what is neither."""
-        named = self.maps.classes if self.maps else self.setting("model.classes")
+        images = self.maps or self.slices
+        named = images.classes if images else self.setting("model.classes")
         return [str(name) for name in named] if isinstance(named, Sequence) else []
 
     def best(self, name: str) -> tuple[int, float] | None:
@@ -152,6 +180,11 @@ class Run:
                 total += now - last if now >= last else now
                 last = now
         return total
+
+
+def stem(metric: str) -> str:
+    """What the names of its classes begin with."""
+    return metric.removeprefix("mean_")
 
 
 def read(directory: Path) -> Run:
@@ -177,7 +210,8 @@ def read(directory: Path) -> Run:
     if pairs.exists():
         run.predictions = _tried(_predictions, pairs, "predicted against true", run)
     if maps.exists():
-        run.maps = _tried(_maps, maps, "predicted and true maps", run)
+        found = _tried(_images, maps, "predicted and true maps", run)
+        run.maps, run.slices = found if isinstance(found, Maps) else None, found if isinstance(found, Slices) else None
     return run
 
 
@@ -217,12 +251,14 @@ def _predictions(path: Path) -> Predictions:
     return Predictions(names, units, predicted[finite], true[finite])
 
 
-def _maps(path: Path) -> Maps:
+def _images(path: Path) -> Images:
     with np.load(path, allow_pickle=False) as file:
         _has(file, "variables", "units", "classes", "fields", "true", "predicted")
         variables, units, classes = (np.atleast_1d(file[name]).astype(str).tolist() for name in ("variables", "units", "classes"))
         true, predicted = file["true"], file["predicted"]
         fields = file["fields"]
+        kind = str(file["kind"]) if "kind" in file.files else "maps"
+        spacing = file["spacing_mm"] if "spacing_mm" in file.files else None
     _refuse_misshapen(variables, units, classes, fields, true, predicted)
     count, kinds = len(true), len(classes)
     cells = np.stack([np.bincount(t.ravel() * np.intp(kinds) + p.ravel(), minlength=kinds**2) for t, p in zip(true, predicted)])
@@ -230,6 +266,11 @@ def _maps(path: Path) -> Maps:
     # Those that hold or seem to hold most; of equals the first.
     variety = ((cells.sum(1) > 0) | (cells.sum(2) > 0)).sum(1)
     shown = sorted(np.argsort(-variety, kind="stable")[:PANELS].tolist())
+    seen: dict[str, Any] = {"classes": classes, "shown": shown, "true": true[shown], "predicted": predicted[shown], "cells": cells}
+    if kind == "slices":
+        return _slices(seen, variables[0], units[0], fields[shown, ..., 0].astype(float), spacing)
+    if kind != "maps":
+        raise DataError(f"kind is {kind!r}, expected 'slices' or, of maps, none")
     first = variables.index("TMQ") if "TMQ" in variables else 0
     colour = fields[shown, ..., first].astype(float)
     if not np.isfinite(colour).any():
@@ -237,7 +278,18 @@ def _maps(path: Path) -> Maps:
     pressure = None
     if "PSL" in variables and (scale := HECTOPASCAL.get(units[variables.index("PSL")])):
         pressure = scale * fields[shown, ..., variables.index("PSL")].astype(float)
-    return Maps(classes, variables[first], units[first], shown, colour, pressure, true[shown], predicted[shown], cells)
+    return Maps(variable=variables[first], unit=units[first], colour=colour, pressure=pressure, **seen)
+
+
+def _slices(seen: dict[str, Any], variable: str, unit: str, scan: np.ndarray, spacing: np.ndarray | None) -> Slices:
+    if not np.isfinite(scan).any():
+        raise DataError(f"no voxel has a finite {variable}")
+    mm = None
+    if spacing is not None:
+        if spacing.shape != (2,) or spacing.dtype.kind not in "fiu" or not (np.isfinite(spacing).all() and spacing.min() > 0):
+            raise DataError(f"spacing_mm is {spacing.tolist()}, expected two numbers above 0, of rows and of columns")
+        mm = float(spacing[0]), float(spacing[1])
+    return Slices(variable=variable, unit=unit, scan=scan, spacing_mm=mm, **seen)
 
 
 def _refuse_misshapen(

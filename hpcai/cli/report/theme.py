@@ -25,6 +25,8 @@ DARK = Theme("#171b22", "#e4e8ef", "#8e99a9", "#2b323d", "#79a8ff", "#f5a962", "
 
 # Of classes in the order of the data, without the first, which is what is neither: told apart by all eyes, on light and dark paper
 CLASSES = ("#e8590c", "#d0219b", "#f2c500", "#6d3bef", "#8b4513", "#00b8c8")
+# Of tissues on the grey of a scan: eyes without red or green receptors tell blue and orange from it and apart
+TISSUES = ("#2f8fff", "#ff9f1c", "#00c08b", "#e64980", "#b197fc", "#f2e205")
 MARKS = ("s", "^", "D", "v", "P", "X")
 
 

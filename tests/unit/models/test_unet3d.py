@@ -28,7 +28,8 @@ def test_a_volume_is_segmented_on_its_own_grid() -> None:
     masks = net.segment(volume, spacing_mm=(5.0, 0.9, 0.8))
     assert list(masks) == ["background", "kidney", "tumour"]
     assert all(mask.shape == volume.shape and mask.dtype == bool for mask in masks.values())
-    assert np.array_equal(sum(mask.astype(int) for mask in masks.values()), np.ones(volume.shape, int)), "each voxel is of one class"
+    every = sum(mask.astype(int) for mask in masks.values())
+    assert np.array_equal(every, np.ones(volume.shape, int)), "each voxel is of one class"
     assert 0 < masks["kidney"].mean() < 1 or 0 < masks["tumour"].mean() < 1
     # At the network's spacing nothing is resampled: the masks are those of the windows.
     same = net.segment(volume, spacing_mm=SMALL.spacing_mm)
