@@ -12,7 +12,7 @@ train       step, epoch (with its fraction), samples (so far), seconds (so far),
 evaluate    step, epoch, samples, seconds (this evaluation), metrics
 checkpoint  step, path, seconds, bytes
 note        text, step (optional)
-stop        step, epoch, samples, reason ("finished", "target", "signal", "error"), seconds, target_reached
+stop        step, epoch, samples, reason ("finished", "target", "signal", "diverged"), seconds, target_reached
 ========== ===========================================================================================================
 
 A sink that cannot write (a full disk, a closed terminal) warns once and never ends a run.
@@ -482,7 +482,7 @@ class Terminal:
 
     def _stop(self, event: Event) -> str:
         get = event.fields.get
-        end = {"finished": "finished", "target": "target reached", "signal": "stopped by a signal", "error": "stopped by an error"}
+        end = {"finished": "finished", "target": "target reached", "signal": "stopped by a signal", "diverged": "diverged"}
         reached = ", target reached" if get("target_reached") and get("reason") != "target" else ""
         return (f"{end.get(str(get('reason')), get('reason'))}{reached} at {self._at(event.fields)} after "
                 f"{duration(get('seconds') or 0)}, {get('samples') or 0:,} samples")

@@ -1,10 +1,10 @@
 """``hpcai bench spatial``: a training step of the 3D U-Net whose volume is cut along its depth over processes of this machine.
 
 Each number of ranks runs in processes of its own, one thread each (a GPU each where there are enough), in turns. Of each: wall
-seconds of a step and how much faster than one rank that is; CPU seconds of the rank that needs most, as a share of those of one rank,
-beside what the cost model says (docs/performance.md); the bytes that ranks send to one another, beside what the formula says; and
-what a rank keeps for its backward pass, as a share of what one rank keeps. On a machine with fewer cores (or GPUs) than ranks wall
-seconds mean nothing and are left out.
+seconds of a step and how much faster than one rank that is; CPU seconds of the rank that needs most, as a share of those of one
+rank, beside what the cost model says (docs/performance.md); the bytes that ranks send to one another, beside what the formula
+says; and what a rank keeps for its backward pass, as a share of what one rank keeps. On a machine with fewer cores (or GPUs) than
+ranks wall seconds mean nothing and are left out.
 """
 
 import argparse
@@ -152,8 +152,8 @@ def _until_done(device: Any) -> float:
 
 
 def work(cfg: Any, ranks: int, least: int = 2) -> float:
-    """Multiplications of one rank for a step, as a share of all of them: a level that is cut is shared, one that is not is computed by
-    each. The layer between the two is computed in parts."""
+    """Multiplications of one rank for a step, as a share of all of them: a level that is cut is shared, one that is not is
+    computed by each. The layer between the two is computed in parts."""
     depth, height, width = cfg.window
     widths = [*cfg.filters, cfg.filters[-1]]
 

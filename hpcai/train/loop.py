@@ -133,7 +133,12 @@ class _Training:
         self._since: tuple[float, int] = (0.0, 0)
 
     def go(self) -> Result:
-        result = self._train()
+        try:
+            result = self._train()
+        except DivergedError:
+            where = self._position()
+            self.reports.emit("stop", **where, reason="diverged", seconds=self.progress.seconds, target_reached=False)
+            raise
         if self.scores is not None:
             self.scores.close(result.reason)
         return result

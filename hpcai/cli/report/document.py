@@ -60,7 +60,7 @@ STATES = {
     "finished": ("finished", "good"),
     "target": ("target reached", "good"),
     "signal": ("stopped by a signal", "warn"),
-    "error": ("stopped by an error", "bad"),
+    "diverged": ("diverged", "bad"),
 }
 
 

@@ -181,7 +181,7 @@ def test_a_run_that_has_only_started_is_drawn(tmp_path: Path) -> None:
     assert "loss: the run has no finite value of it yet" in found and "still running" in found
 
 
-ENDS = [("signal", "stopped by a signal"), ("error", "stopped by an error"), ("finished", ">finished<")]
+ENDS = [("signal", "stopped by a signal"), ("diverged", ">diverged<"), ("finished", ">finished<")]
 
 
 @pytest.mark.parametrize(("end", "words"), ENDS)

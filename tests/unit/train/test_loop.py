@@ -105,6 +105,8 @@ def test_a_run_whose_metric_is_hopeless_stops_and_says_so(tmp_path: Path, better
     with new_run(tmp_path) as run, pytest.raises(DivergedError, match=r"step 9: dice is .* has diverged; lower step.lr"):
         train.fit(new_step(), batches(), cfg, validation=batches(1), evaluate=collapsing, run=run)
     assert [e["dice"] for e in events(tmp_path) if e["kind"] == "evaluate"][:2] == values[:2]
+    last = events(tmp_path)[-1]
+    assert (last["kind"], last["reason"], last["step"], last["target_reached"]) == ("stop", "diverged", 9, False)
     with pytest.raises(ValueError, match="needs metric"):
         TrainConfig(hopeless=0.1)
     with pytest.raises(ValueError, match="hopeless 0.9 is better than target 0.5"):
