@@ -35,10 +35,11 @@ NAMES = ("depth", "height", "width")  # of the dims of a volume; a map has the l
 class Cut:
     """Which dims of a tensor are cut over which axes, and of what sizes the whole is at each layer.
 
-    ``least``: places a rank below which a level is not cut. ``apart``: the interior of a slab is convolved while halos travel.
+    ``least``: places a rank below which a level is not cut. ``apart``: the interior of a slab is convolved while halos travel;
+    None: on a GPU.
     """
 
-    def __init__(self, axes: Mapping[int, Axis], least: int = 2, apart: bool = False) -> None:
+    def __init__(self, axes: Mapping[int, Axis], least: int = 2, apart: bool | None = None) -> None:
         self.axes = {dim: axis for dim, axis in axes.items() if axis.size > 1}
         self.least, self.apart, self.active = least, apart, True
         self.traffic = Traffic()
@@ -167,7 +168,7 @@ def spatial(
     Raises MeshError for a size that cannot be cut so, for layers that it does not know, and for operations outside of layers that
     mix places.
     """
-    cut = Cut.over(axes, len(size), least=least, apart=next(model.parameters()).is_cuda if apart is None else apart)
+    cut = Cut.over(axes, len(size), least=least, apart=apart)
     cut.check(size)
     if cut.axes:
         _swap(model, cut)
@@ -320,7 +321,8 @@ class _Convolution(_Layer):
         if torch.is_autocast_enabled(x.device.type):
             narrow = torch.get_autocast_dtype(x.device.type)
             x, weight, bias = x.to(narrow), weight.to(narrow), None if bias is None else bias.to(narrow)
-        y = Convolution.apply(x, weight, bias, routes, how, self.cut.traffic, self.cut.apart)
+        apart = x.is_cuda if self.cut.apart is None else self.cut.apart
+        y = Convolution.apply(x, weight, bias, routes, how, self.cut.traffic, apart)
         return _settled(self.cut, y, out)
 
     def _plan(self, size: Sizes) -> tuple[tuple[Route, ...], How, Sizes]:
