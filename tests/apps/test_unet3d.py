@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -149,8 +150,23 @@ def test_however_volumes_are_read_the_loss_is_the_same(data: Path, tmp_path: Pat
 # ---- crops
 
 
+OPENED: list[Rows] = []
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    yield
+    while OPENED:
+        OPENED.pop().close()
+
+
+def rows(folder: Path) -> Rows:
+    OPENED.append(Rows(folder, FIELDS, reader="direct"))
+    return OPENED[-1]
+
+
 def crops(data: Path, box: tuple[slice, ...] = (slice(None),) * 3, repeat: int = 1, **more: Any) -> Crops:
-    return Crops(Rows(data / "train", FIELDS, reader="direct"), WINDOW, AugmentConfig(**more), 7, box, repeat)
+    return Crops(rows(data / "train"), WINDOW, AugmentConfig(**more), 7, box, repeat)
 
 
 def test_a_part_of_a_crop_is_that_part_and_reads_no_more(data: Path) -> None:
@@ -219,7 +235,7 @@ def test_noise_is_normal_and_of_its_place() -> None:
 def test_the_largest_volumes_are_evaluated_first(data: Path) -> None:
     from hpcai.data.sampler import LargestFirst
 
-    source = Volumes(Rows(data / "validation", FIELDS))
+    source = Volumes(rows(data / "validation"))
     model = config.load(Config, SMALL, QUICK).model
     counts = [source.windows(index, model) for index in range(3)]
     for index, count in enumerate(counts):  # the formula of the fact sheet

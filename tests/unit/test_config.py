@@ -624,7 +624,9 @@ def test_help_is_coloured_on_a_terminal(app):
     with subprocess.Popen([sys.executable, "-c", command], cwd=app.root, env=env, stdout=terminal) as process:
         os.close(terminal)
         text = b""
-        while select.select([main], [], [], 30)[0]:
+        ready = select.poll()  # not select, which knows no file descriptor above 1,023
+        ready.register(main, select.POLLIN)
+        while ready.poll(30_000):
             try:
                 text += os.read(main, 65536)
             except OSError:  # the other end is closed
