@@ -67,6 +67,17 @@ def add_workers(made: argparse.ArgumentParser) -> None:
     made.add_argument("--workers", metavar="N", type=workers, default="cores", help="processes of this rank")
 
 
+def add_making(made: argparse.ArgumentParser) -> None:
+    made.add_argument("--seed", metavar="N", type=natural, default=1, help="of everything")
+    made.add_argument("--check", action=argparse.BooleanOptionalAction, default=True, help="check at the end")
+    add_workers(made)
+
+
+def add_checking(made: argparse.ArgumentParser, picture: str) -> None:
+    made.add_argument("out", type=Path, metavar="OUT")
+    made.add_argument("--picture", action=argparse.BooleanOptionalAction, default=True, help=f"draw OUT/{picture}")
+
+
 # ---- the work
 
 

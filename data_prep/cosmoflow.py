@@ -458,10 +458,9 @@ _ranges.__name__ = "list such as Omega_m=0.27:0.33,H_0=63:77"
 def parser() -> argparse.ArgumentParser:
     top, add = command.parser("cosmoflow", "CosmoFlow data: simulate universes, check them, or convert the public sets.")
 
-    def shared(made: argparse.ArgumentParser) -> None:
+    def add_ranges(made: argparse.ArgumentParser) -> None:
         usual = ",".join(f"{name}={low:g}:{high:g}" for name, (low, high) in RANGES.items())
         made.add_argument("--ranges", metavar="NAME=LOW:HIGH,...", type=_ranges, default=usual, help="change some of them")
-        command.add_workers(made)
 
     one = add("simulate", "Universes of cold dark matter, from their four numbers to particle counts.", simulate)
     command.add_out(one)
@@ -475,14 +474,12 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--particles-per-cell", type=int, choices=sorted(universe.LATTICES), default=2, help="that are moved")
     one.add_argument("--mean-count", metavar="X", type=float, default=16.0, help="counts in a cell of mean density")
     one.add_argument("--omega-b", metavar="X", type=float, default=0.045, help="baryon density, the same in every universe")
-    one.add_argument("--seed", metavar="N", type=command.natural, default=1, help="of everything")
-    one.add_argument("--check", action=argparse.BooleanOptionalAction, default=True, help="check at the end")
-    shared(one)
+    add_ranges(one)
+    command.add_making(one)
 
     two = add("check", "Files against index.json, spectra against the linear input, and OUT/universes.png.", check)
-    two.add_argument("out", type=Path, metavar="OUT")
+    command.add_checking(two, "universes.png")
     two.add_argument("--spectra", metavar="N", type=command.natural, default=64, help="universes whose spectra are measured")
-    two.add_argument("--picture", action=argparse.BooleanOptionalAction, default=True, help="draw OUT/universes.png")
 
     three = add("convert", "Public MLPerf TFRecords (plain or gzip) or public HDF5 universes to our files.", convert)
     three.add_argument("source", type=Path, metavar="SOURCE", help="holds train, validation, test; or the files of one --split")
@@ -492,7 +489,8 @@ def parser() -> argparse.ArgumentParser:
     three.add_argument("--channels", metavar="N", type=command.positive, default=4, help="of a TFRecord sample")
     three.add_argument("--cut-size", metavar="N", type=command.positive, default=128, help="cells per side of a cut from HDF5")
     three.add_argument("--limit", metavar="N", type=command.positive, default=None, help="at most this many source files per split")
-    shared(three)
+    add_ranges(three)
+    command.add_workers(three)
     return top
 
 

@@ -371,15 +371,12 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--south", metavar="X", type=float, default=8.0, help="southern edge of a region in degrees")
     one.add_argument("--west", metavar="X", type=float, default=0.0, help="western edge of a region in degrees")
     one.add_argument("--globe", action="store_true", help="the whole globe, periodic, with rows at both poles")
-    one.add_argument("--seed", metavar="N", type=command.natural, default=1, help="of everything")
-    one.add_argument("--check", action=argparse.BooleanOptionalAction, default=True, help="check at the end")
     fractions(one, "")
-    command.add_workers(one)
+    command.add_making(one)
 
     two = add("check", f"Files against index.json, masks against the rule, and OUT/{PICTURE}.", check)
-    two.add_argument("out", type=Path, metavar="OUT")
+    command.add_checking(two, PICTURE)
     two.add_argument("--rule", metavar="N", type=command.natural, default=64, help="samples whose masks are made again")
-    two.add_argument("--picture", action=argparse.BooleanOptionalAction, default=True, help=f"draw OUT/{PICTURE}")
 
     three = add("convert", "The public time steps (data-*.h5) to our files.", convert)
     three.add_argument("source", type=Path, metavar="SOURCE", help="holds train, validation, test; or data-*.h5, to be split")

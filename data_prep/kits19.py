@@ -380,14 +380,11 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--nifti", action="store_true", help="write the public layout, at the scanner's grid, for convert")
     one.add_argument("--validation", metavar="F", type=float, default=0.2, help="fraction of the cases")
     one.add_argument("--test", metavar="F", type=float, default=0.0, help="fraction of the cases")
-    one.add_argument("--seed", metavar="N", type=command.natural, default=1, help="of everything")
-    one.add_argument("--check", action=argparse.BooleanOptionalAction, default=True, help="check at the end")
-    command.add_workers(one)
+    command.add_making(one)
 
     two = add("check", f"Files against index.json, boxes against labels, and OUT/{PICTURE}.", check)
-    two.add_argument("out", type=Path, metavar="OUT")
+    command.add_checking(two, PICTURE)
     two.add_argument("--boxes", metavar="N", type=command.natural, default=8, help="cases whose boxes are made again")
-    two.add_argument("--picture", action=argparse.BooleanOptionalAction, default=True, help=f"draw OUT/{PICTURE}")
 
     three = add("convert", "The public cases (case_00000/imaging.nii.gz, segmentation.nii.gz) to our files.", convert)
     three.add_argument("source", type=Path, metavar="SOURCE", help="holds case_00000 and so on; in KiTS19 its folder data")

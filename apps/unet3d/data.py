@@ -102,18 +102,19 @@ class Crops(Samples):
     def describe(self, index: int) -> str:
         return self.rows.describe(index % len(self.rows))
 
-    def sample(self, index: int, epoch: int) -> Any:
+    def sample(self, index: int, epoch: int) -> "Batch | Unchanged":
         volume = index % len(self.rows)
         crop = self.choose(index, epoch)
         values = self.rows.read(volume, self._box(crop))
         copy = self.rows.reader.memory.copy
-        image, label = (copy(np.flip(values[name], crop.flips)) for name in ("image", "label"))
+        image: Any = copy(np.flip(values["image"], crop.flips))
+        label: Any = copy(np.flip(values["label"], crop.flips))
         if self.cfg.where == "device":
             return Unchanged(image, label, np.array([crop.factor, crop.noise], np.float32), np.array(crop.seed, np.int64))
         if crop.factor != 1 or crop.noise:
             change, seed = torch.tensor([[crop.factor, crop.noise]]), torch.tensor([crop.seed])
             image = vary(torch.from_numpy(image)[None], change, seed, self.window, self.box)[0].numpy()
-        return Numbers(image, label)
+        return Batch(image, label)
 
     def choose(self, index: int, epoch: int) -> Crop:
         cfg, rng = self.cfg, np.random.default_rng([self.seed, epoch, index])
@@ -152,13 +153,6 @@ class Crops(Samples):
 
 
 _NOTHING: Where = {"image": (slice(0, 0),), "label": (slice(0, 0),)}
-
-
-class Numbers(NamedTuple):
-    """A ``Batch`` that is not on a device yet, or a sample of one."""
-
-    image: Any
-    label: Any
 
 
 class Unchanged(NamedTuple):
@@ -214,10 +208,10 @@ class Volumes(Samples):
         placed = (place(n, w, model.overlap, True) for n, w in zip(self.rows.shape(index, "image"), model.window))
         return int(np.prod([len(p.starts) for p in placed]))
 
-    def make(self, values: dict[str, Any], index: int, epoch: int) -> Numbers:
-        return Numbers(values["image"], values["label"])
+    def make(self, values: dict[str, Any], index: int, epoch: int) -> Batch:
+        return Batch(values["image"], values["label"])
 
-    def collate(self, samples: list[Numbers]) -> list[Batch]:
+    def collate(self, samples: list[Batch]) -> list[Batch]:
         return [Batch(*(torch.from_numpy(np.ascontiguousarray(value))[None] for value in sample)) for sample in samples]
 
 

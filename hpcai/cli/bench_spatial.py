@@ -109,8 +109,8 @@ def _measure(words: Any) -> dict[str, Any]:
     world = int(os.environ["WORLD_SIZE"])
     with dist.start(MeshConfig(depth=world)) as mesh:
         torch.manual_seed(0)
-        model = unet3d.parallelize(unet3d.UNet3D(cfg), mesh)
-        cut: Any = getattr(model.total, "cut")  # noqa: B009 of a seam that may be none
+        model: Any = unet3d.parallelize(unet3d.UNet3D(cfg), mesh)
+        cut = model.total.cut
         step = train.Step(model, unet3d.loss, StepConfig.model_validate({"optimizer": "sgd", "precision": words.precision}), mesh)
         part = cut.part(cfg.window)
         image = torch.randn(1, *cfg.window, generator=torch.Generator().manual_seed(1))[(slice(None), *part)]

@@ -11,5 +11,6 @@ __getattr__, __all__ = lazy(
         "Conv3d": ".conv",
         "ConvTranspose2d": ".conv",
         "ConvTranspose3d": ".conv",
+        "Multiples": ".sizes",
     },
 )

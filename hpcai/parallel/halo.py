@@ -7,6 +7,7 @@ Gradients go back the same ways and are added where the places are held.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -46,23 +47,28 @@ class Route:
     def wanted(self) -> Range:
         return self.need[self.axis.rank]
 
-    def gets(self, rank: int) -> list[tuple[int, Range]]:
-        """(from whom, which places) ``rank`` gets, in the order of the places."""
+    @cached_property
+    def gets(self) -> list[tuple[int, Range]]:
+        """(from whom, which places) this rank gets, in the order of the places."""
+        return self._gets(self.axis.rank)
+
+    def _gets(self, rank: int) -> list[tuple[int, Range]]:
         need, held = self.need[rank], self.have[rank]
         if held[0] <= need[0] and need[1] <= held[1]:
             return []
         parts = [(r, shared(need, self.have[r])) for r in range(self.axis.size) if r != rank]
         return [(r, part) for r, part in parts if part[1] > part[0]]
 
+    @cached_property
     def gives(self) -> list[tuple[int, Range]]:
         """(to whom, which places) this rank gives."""
         me = self.axis.rank
-        return [(r, part) for r in range(self.axis.size) if r != me for giver, part in self.gets(r) if giver == me]
+        return [(r, part) for r in range(self.axis.size) if r != me for giver, part in self._gets(r) if giver == me]
 
     @property
     def is_local(self) -> bool:
         """Whether this rank needs just what it has, and nobody else needs it."""
-        return self.wanted == self.own and not (self.before or self.after or self.gives())
+        return self.wanted == self.own and not (self.before or self.after or self.gives)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -121,7 +127,7 @@ class Traffic:
 
 
 def depart(x: Tensor, route: Route, traffic: Traffic) -> Flight:
-    flight = Flight(x, route.dim, route.axis, route.gives(), route.gets(route.axis.rank), route.own[0])
+    flight = Flight(x, route.dim, route.axis, route.gives, route.gets, route.own[0])
     traffic.count(flight)
     return flight
 
@@ -139,9 +145,8 @@ def around(x: Tensor, slices: Sequence[Tensor], route: Route, fill: float = 0.0,
             parts.append(_like(x, dim, count).fill_(fill))
 
     filled(min(route.wanted[0], end) - first)
-    gets = route.gets(route.axis.rank)
     mine = shared(route.own, route.wanted)
-    pieces = sorted([(part, tensor) for (_, part), tensor in zip(gets, slices)] + [(mine, x)], key=lambda piece: piece[0])
+    pieces = sorted([(part, tensor) for (_, part), tensor in zip(route.gets, slices)] + [(mine, x)], key=lambda piece: piece[0])
     for (a, b), tensor in pieces:
         low, high = shared((a, b), (first, end))
         if high > low:
@@ -165,7 +170,7 @@ class Exchange(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
-        return bring_back([(0, dy.clone() if ctx.route.gives() else dy)], ctx.route, ctx.traffic), None, None, None
+        return bring_back([(0, dy.clone() if ctx.route.gives else dy)], ctx.route, ctx.traffic), None, None, None
 
 
 def bring_back(pieces: Sequence[tuple[int, Tensor]], route: Route, traffic: Traffic, flight: Flight | None = None) -> Tensor:
@@ -185,15 +190,14 @@ def bring_back(pieces: Sequence[tuple[int, Tensor]], route: Route, traffic: Traf
         low, high = shared(own, (start + first, start + first + piece.shape[dim]))
         if high > low:
             dx.narrow(dim, low - own[0], high - low).add_(piece.narrow(dim, low - start - first, high - low))
-    for (_, (a, b)), tensor in zip(route.gives(), flight.wait()):
+    for (_, (a, b)), tensor in zip(route.gives, flight.wait()):
         dx.narrow(dim, a - own[0], b - a).add_(tensor)
     return dx
 
 
 def returning(pieces: Sequence[tuple[int, Tensor]], route: Route, traffic: Traffic) -> Flight:
     """Send the gradients of slices that came from others back to them. ``pieces`` hold all of these."""
-    dim, start = route.dim, route.wanted[0] - route.before
-    gets = route.gets(route.axis.rank)
+    dim, start, gets = route.dim, route.wanted[0] - route.before, route.gets
     if len(pieces) == 1:
         first, whole = pieces[0]
         first += start
@@ -204,7 +208,7 @@ def returning(pieces: Sequence[tuple[int, Tensor]], route: Route, traffic: Traff
             low, high = shared((first, end), (start + at, start + at + piece.shape[dim]))
             if high > low:
                 whole.narrow(dim, low - first, high - low).add_(piece.narrow(dim, low - start - at, high - low))
-    flight = Flight(whole, dim, route.axis, gets, route.gives(), first)
+    flight = Flight(whole, dim, route.axis, gets, route.gives, first)
     traffic.count(flight)
     return flight
 
@@ -242,8 +246,7 @@ class How:
 
     def crop(self, y: Tensor) -> Tensor:
         for dim, first, count in self.kept:
-            if first or count != y.shape[dim]:
-                y = y.narrow(dim, first, count)
+            y = y.narrow(dim, first, count)
         return y
 
     def uncrop(self, dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
@@ -251,11 +254,9 @@ class How:
         for dim, first, count in self.kept:
             i = dim - 2
             span = self.dilation[i] * (weight.shape[dim] - 1) + 1
-            size = (x.shape[dim] - 1) * self.stride[i] + span
-            if first or count != size:
-                wide = _like(dy, dim, size).zero_()
-                wide.narrow(dim, first, count).copy_(dy)
-                dy = wide
+            wide = _like(dy, dim, (x.shape[dim] - 1) * self.stride[i] + span).zero_()
+            wide.narrow(dim, first, count).copy_(dy)
+            dy = wide
         return dy
 
 
@@ -296,7 +297,7 @@ class Convolution(torch.autograd.Function):
         by_input, by_weight, by_bias = ctx.needs_input_grad[:3]
         wide = x
         for route in reversed(routes[1:]):
-            count = len(route.gets(route.axis.rank))
+            count = len(route.gets)
             came, slices = came[: len(came) - count], came[len(came) - count :]
             wide = around(wide, slices, route)
         dweight = dbias = None

@@ -9,6 +9,7 @@ count adds up to the loss, so gradients are added, at seams and for parameters; 
 gets its part of the gradient from each. No learning rate is touched. B batch, C channels, D H W the volume, n the size of an axis.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -44,6 +45,7 @@ class Cut:
         self.least, self.apart, self.active = least, apart, True
         self.traffic = Traffic()
         self.known: dict[str, dict[Sizes, Sizes]] = {}  # by layer: sizes of what this rank holds, and of the whole
+        self.plans: dict[tuple[str, Sizes], Any] = {}  # by layer and size of the whole: what travels where
 
     @classmethod
     def over(cls, axes: Mapping[str, Axis], dims: int, **words: Any) -> "Cut":
@@ -59,7 +61,7 @@ class Cut:
     def __deepcopy__(self, memo: dict) -> "Cut":
         """A model's copy has a state of its own, over the same processes."""
         twin = Cut(self.axes, self.least, self.apart)
-        twin.known, twin.active = self.known, self.active
+        twin.known, twin.plans, twin.active = self.known, self.plans, self.active
         return twin
 
     @contextmanager
@@ -103,10 +105,14 @@ class Cut:
         """The whole on every rank, of ``size`` places.   [B, C, D/n, H/m, W] -> [B, C, D, H, W]"""
         for dim, n in enumerate(size, 2):
             if self.is_cut(dim, n):
-                axis = self.axes[dim]
-                have = tuple(self.range_of(dim, n, r) for r in range(axis.size))
-                x = Exchange.apply(x, Route(dim, axis, have, ((0, n),) * axis.size), self.traffic, 0.0)
+                x = self.join_along(x, dim, n)
         return x
+
+    def join_along(self, x: Tensor, dim: int, size: int) -> Tensor:
+        """All ``size`` places of one dim, of which each rank holds its part."""
+        axis = self.axes[dim]
+        have = tuple(part(size, r, axis.size) for r in range(axis.size))
+        return Exchange.apply(x, Route(dim, axis, have, ((0, size),) * axis.size), self.traffic, 0.0)
 
     def cut_axes(self, size: Sequence[int]) -> tuple[Axis, ...]:
         """The axes over which a level of ``size`` is cut."""
@@ -265,6 +271,17 @@ class _Layer(nn.Module):
         """This rank's output, from its part ``x`` of a whole of ``size``."""
         raise NotImplementedError
 
+    def planned(self, size: Sizes) -> Any:
+        """``plan(size)``, made once."""
+        key = self.name, size
+        if key not in self.cut.plans:
+            self.cut.plans[key] = self.plan(size)
+        return self.cut.plans[key]
+
+    def plan(self, size: Sizes) -> Any:
+        """What travels where for a whole of ``size``."""
+        raise NotImplementedError
+
     def check(self) -> str | None:
         """What about this layer cannot be cut."""
         return None
@@ -287,13 +304,22 @@ def _route(cut: Cut, dim: int, size: int, out: int, reach: Callable[[Range], Ran
     return Route(dim, axis, have, need, max(low - a, 0), max(b - high, 0)), end - first
 
 
+def _windows(n: int, k: int, s: int, p: int, d: int) -> tuple[int, Callable[[Range], Range]]:
+    """Of windows of ``k`` places, ``d`` apart, that begin every ``s`` of ``n`` places with ``p`` more at either end: how many there
+    are, and what a range of them reaches."""
+    return (n + 2 * p - d * (k - 1) - 1) // s + 1, lambda of: (of[0] * s - p, (of[1] - 1) * s - p + d * (k - 1) + 1)
+
+
+def _transposed(n: int, k: int, s: int, p: int, d: int, more: int) -> tuple[int, Callable[[Range], Range]]:
+    """The same of a transposed convolution, whose windows are in its output."""
+    return (n - 1) * s - 2 * p + d * (k - 1) + more + 1, lambda of: (-(-(of[0] + p - d * (k - 1)) // s), (of[1] - 1 + p) // s + 1)
+
+
 def _settled(cut: Cut, y: Tensor, out: Sizes) -> Tensor:
     """``y``, computed in parts, as a level of ``out`` is held: joined along dims that are not cut there."""
     for dim, n in enumerate(out, 2):
         if y.shape[dim] != n and not cut.is_cut(dim, n):
-            axis = cut.axes[dim]
-            have = tuple(part(n, r, axis.size) for r in range(axis.size))
-            y = Exchange.apply(y, Route(dim, axis, have, ((0, n),) * axis.size), cut.traffic, 0.0)
+            y = cut.join_along(y, dim, n)
     return y
 
 
@@ -314,7 +340,7 @@ class _Convolution(_Layer):
         return f"padding {self.padding!r}; give numbers" if isinstance(self.padding, str) else None
 
     def over(self, x: Tensor, size: Sizes) -> Tensor:
-        routes, how, out = self._plan(size)
+        routes, how, out = self.planned(size)
         if all(route.is_local for route in routes) and how.padding == tuple(self.padding) and not how.kept:
             return _settled(self.cut, super(_Layer, self).forward(x), out)
         weight, bias = self.weight, self.bias
@@ -325,23 +351,13 @@ class _Convolution(_Layer):
         y = Convolution.apply(x, weight, bias, routes, how, self.cut.traffic, apart)
         return _settled(self.cut, y, out)
 
-    def _plan(self, size: Sizes) -> tuple[tuple[Route, ...], How, Sizes]:
+    def plan(self, size: Sizes) -> tuple[tuple[Route, ...], How, Sizes]:
         transposed = isinstance(self, nn.modules.conv._ConvTransposeNd)
         routes, kept, out = [], [], []
         padding, more = [int(p) for p in self.padding], [int(p) for p in self.output_padding]
         for i, n in enumerate(size):
             k, s, p, d = self.kernel_size[i], self.stride[i], padding[i], self.dilation[i]
-            if transposed:
-                o = (n - 1) * s - 2 * p + d * (k - 1) + more[i] + 1
-
-                def reach(of: Range, k: int = k, s: int = s, p: int = p, d: int = d) -> Range:
-                    return -(-(of[0] + p - d * (k - 1)) // s), (of[1] - 1 + p) // s + 1
-            else:
-                o = (n + 2 * p - d * (k - 1) - 1) // s + 1
-
-                def reach(of: Range, k: int = k, s: int = s, p: int = p, d: int = d) -> Range:
-                    return of[0] * s - p, (of[1] - 1) * s - p + d * (k - 1) + 1
-
+            o, reach = _transposed(n, k, s, p, d, more[i]) if transposed else _windows(n, k, s, p, d)
             out.append(o)
             found = _route(self.cut, i + 2, n, o, reach)
             if found is None:
@@ -384,23 +400,25 @@ class _Pool(_Layer):
 
     def over(self, x: Tensor, size: Sizes) -> Tensor:
         largest = isinstance(self, (nn.MaxPool2d, nn.MaxPool3d))
-        kernel, stride, padding, dilation = (self._words(name) for name in ("kernel_size", "stride", "padding", "dilation"))
-        left, out = list(padding), []
-        for i, n in enumerate(size):
-            k, s, p, d = kernel[i], stride[i], padding[i], dilation[i]
-
-            def reach(of: Range, k: int = k, s: int = s, p: int = p, d: int = d) -> Range:
-                return of[0] * s - p, (of[1] - 1) * s - p + d * (k - 1) + 1
-
-            out.append((n + 2 * p - d * (k - 1) - 1) // s + 1)
-            found = _route(self.cut, i + 2, n, out[-1], reach)
-            if found is not None:
-                left[i] = 0
-                if not found[0].is_local:
-                    x = Exchange.apply(x, found[0], self.cut.traffic, -torch.inf if largest else 0.0)
+        routes, padding, out = self.planned(size)
+        for route in routes:
+            if not route.is_local:
+                x = Exchange.apply(x, route, self.cut.traffic, -torch.inf if largest else 0.0)
         pool: Any = getattr(F, f"{'max' if largest else 'avg'}_pool{self.dims}d")
-        words: dict[str, Any] = {"dilation": dilation} if largest else {"divisor_override": getattr(self, "divisor_override", None)}
-        return _settled(self.cut, pool(x, kernel, stride, tuple(left), **words), tuple(out))
+        words = {"dilation": self._words("dilation")} if largest else {"divisor_override": getattr(self, "divisor_override", None)}
+        return _settled(self.cut, pool(x, self._words("kernel_size"), self._words("stride"), padding, **words), out)
+
+    def plan(self, size: Sizes) -> tuple[list[Route], Sizes, Sizes]:
+        padding, routes, out = list(self._words("padding")), [], []
+        each = zip(*(self._words(name) for name in ("kernel_size", "stride", "padding", "dilation")))
+        for i, (n, words) in enumerate(zip(size, each)):
+            o, reach = _windows(n, *words)
+            out.append(o)
+            found = _route(self.cut, i + 2, n, o, reach)
+            if found is not None:
+                padding[i] = 0
+                routes.append(found[0])
+        return routes, tuple(padding), tuple(out)
 
 
 class _Upsample(_Layer):
@@ -418,29 +436,33 @@ class _Upsample(_Layer):
         return None
 
     def over(self, x: Tensor, size: Sizes) -> Tensor:
-        factor: Any = self.scale_factor if isinstance(self.scale_factor, tuple) else (self.scale_factor,) * len(size)
-        scale = [int(s) for s in factor]
-        wide, out, kept = 0 if self.mode == "nearest" else 1, [], []
-        for i, n in enumerate(size):
-            s = scale[i]
+        routes, kept, out = self.planned(size)
+        for route in routes:
+            if not route.is_local:
+                x = Exchange.apply(x, route, self.cut.traffic, 0.0)
+        y = F.interpolate(x, scale_factor=tuple(float(s) for s in self._scale(len(size))), mode=self.mode)
+        for dim, first, count in kept:
+            y = y.narrow(dim, first, count)
+        return _settled(self.cut, y, out)
+
+    def _scale(self, dims: int) -> tuple[int, ...]:
+        factor = self.scale_factor if isinstance(self.scale_factor, tuple) else (self.scale_factor,) * dims
+        return tuple(int(s) for s in factor)
+
+    def plan(self, size: Sizes) -> tuple[list[Route], list[tuple[int, int, int]], Sizes]:
+        routes, kept, scale, wide = [], [], self._scale(len(size)), 0 if self.mode == "nearest" else 1
+        for i, (n, s) in enumerate(zip(size, scale)):
 
             def reach(of: Range, s: int = s, n: int = n) -> Range:
                 # At the ends of the whole an edge repeats itself, which interpolation does.
                 return max(of[0] // s - wide, 0), min((of[1] - 1) // s + 1 + wide, n)
 
-            out.append(n * s)
             found = _route(self.cut, i + 2, n, n * s, reach)
-            if found is None:
-                continue
-            route, count = found
-            first = part(n * s, route.axis.rank, route.axis.size)[0]
-            kept.append((i + 2, first - route.wanted[0] * s, count))
-            if not route.is_local:
-                x = Exchange.apply(x, route, self.cut.traffic, 0.0)
-        y = F.interpolate(x, scale_factor=tuple(float(s) for s in scale), mode=self.mode)
-        for dim, first, count in kept:
-            y = y.narrow(dim, first, count)
-        return _settled(self.cut, y, tuple(out))
+            if found is not None:
+                route, count = found
+                routes.append(route)
+                kept.append((i + 2, part(n * s, route.axis.rank, route.axis.size)[0] - route.wanted[0] * s, count))
+        return routes, kept, tuple(n * s for n, s in zip(size, scale))
 
 
 class _GlobalMean(_Layer):
@@ -506,9 +528,7 @@ class Once(nn.Module):
         self.cut = cut
 
     def forward(self, x: Tensor) -> Tensor:
-        count = 1
-        for axis in self.cut.axes.values():
-            count *= axis.size
+        count = math.prod(axis.size for axis in self.cut.axes.values())
         return x if count == 1 or not self.cut.active else _Once.apply(x, count)
 
 

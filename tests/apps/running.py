@@ -1,16 +1,54 @@
 """An app run in this process, as its command line would."""
 
-from collections.abc import Callable, Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from hpcai import config
+from hpcai import config, log
 from hpcai.config import Settings
 
+ROOT = Path(__file__).resolve().parents[2]
 
-def exit_code(settings: type[Settings], main: Callable[[Any], None], words: Sequence[str]) -> int:
-    """Of ``main`` with the settings that ``words`` give."""
-    try:
-        config.run(settings, main, list(words))
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
+
+@dataclass
+class App:
+    """``python -m apps.NAME apps/NAME/configs/small.yaml``, made quick by more words."""
+
+    name: str
+    settings: type[Settings]
+    main: Callable[[Any], None]
+    quick: Sequence[str]
+
+    @property
+    def small(self) -> Path:
+        return ROOT / f"apps/{self.name}/configs/small.yaml"
+
+    def words(self, data: Path, run: Path, *more: str) -> list[str]:
+        return [str(self.small), *self.quick, f"data.directory={data}", f"report.directory={run}", *more]
+
+    def here(self, data: Path, run: Path, *more: str) -> int:
+        """Exit code of a run in this process."""
+        try:
+            config.run(self.settings, self.main, self.words(data, run, *more))
+        except SystemExit as end:
+            return int(end.code or 0)
+        return 0
+
+    def once(self, data: Path, *more: str) -> Path:
+        """The folder of a run that several tests look at."""
+        run = data.with_name(f"{data.name}-once")
+        if not run.exists():
+            assert self.here(data, run, *more) == 0
+        return run
+
+    def names_in_help(self, names: Iterable[str]) -> None:
+        done = subprocess.run([sys.executable, "-m", f"apps.{self.name}", "--help"], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0 and [name for name in names if name not in done.stdout] == [], done.stderr
+
+
+def told(run: Path, kind: str = "train", name: str = "loss") -> dict[int, float]:
+    """What a run's events say, by step."""
+    return {e["step"]: e[name] for e in log.read_metrics(run / "metrics.jsonl") if e["kind"] == kind}

@@ -18,11 +18,10 @@ from safetensors.torch import load_file
 from apps.cosmoflow.__main__ import main
 from apps.cosmoflow.settings import Config
 from hpcai import config, log
-from tests.apps.running import exit_code
+from tests.apps.running import App, told
 from tests.apps.universes import make
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = ROOT / "apps/cosmoflow/configs/small.yaml"
 MPIEXEC = Path(sys.executable).with_name("mpiexec")
 # 24 universes in batches of 8: three steps an epoch.
 QUICK = [
@@ -33,6 +32,7 @@ QUICK = [
     "checkpoint.every_steps=1",
     "step.schedule.decay=none",
 ]
+APP = App("cosmoflow", Config, main, QUICK)
 
 
 @pytest.fixture(scope="module")
@@ -43,26 +43,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def words(data: Path, run: Path, *more: str) -> list[str]:
-    return [str(SMALL), *QUICK, f"data.directory={data}", f"report.directory={run}", *more]
-
-
-def here(data: Path, run: Path, *more: str) -> int:
-    """Run the app in this process; its exit code."""
-    return exit_code(Config, main, words(data, run, *more))
-
-
 def command(data: Path, run: Path, *more: str) -> list[str]:
-    return [sys.executable, "-m", "apps.cosmoflow", *words(data, run, *more)]
+    return [sys.executable, "-m", "apps.cosmoflow", *APP.words(data, run, *more)]
 
 
 def start(arguments: list[str]) -> subprocess.Popen:
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(arguments, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def losses(run: Path, kind: str = "train", name: str = "loss") -> dict[int, float]:
-    return {e["step"]: e[name] for e in log.read_metrics(run / "metrics.jsonl") if e["kind"] == kind}
 
 
 def test_every_yaml_loads() -> None:
@@ -74,7 +61,7 @@ def test_every_yaml_loads() -> None:
 
 
 def test_a_run_leaves_everything_that_its_users_want(data: Path, tmp_path: Path) -> None:
-    assert here(data, tmp_path / "run") == 0
+    assert APP.here(data, tmp_path / "run") == 0
     run = tmp_path / "run"
     assert sorted(p.name for p in run.iterdir()) == [
         "checkpoints",
@@ -84,7 +71,7 @@ def test_a_run_leaves_everything_that_its_users_want(data: Path, tmp_path: Path)
         "settings.yaml",
     ]
     again = config.load(Config, run / "settings.yaml")
-    assert again == config.load(Config, SMALL, words(data, run)[1:])
+    assert again == config.load(Config, APP.small, APP.words(data, run)[1:])
     pairs = np.load(run / "predictions.npz", allow_pickle=False)
     assert pairs["names"].tolist() == ["Omega_m", "sigma_8", "n_s", "H_0"] and pairs["predicted"].shape == pairs["true"].shape == (
         12,
@@ -110,7 +97,7 @@ def test_a_run_leaves_everything_that_its_users_want(data: Path, tmp_path: Path)
 def test_the_mlperf_log_of_a_run_keeps_the_rules(data: Path, tmp_path: Path) -> None:
     more = ["report.sinks=[mlperf]", "report.benchmark=cosmoflow", "train.target=9", "step.optimizer=sgd", "model.dropout=0.5"]
     more += ["step.schedule={decay: steps, decay_at: [1], decay_to: [0.25], per: epoch, warmup: 1, start: 1e-4}"]
-    assert here(data, tmp_path / "run", *more) == 0
+    assert APP.here(data, tmp_path / "run", *more) == 0
     checker = [sys.executable, "-m", "mlperf_logging.compliance_checker", "--usage", "hpc", "--ruleset", "3.0.0"]
     done = subprocess.run([*checker, str(tmp_path / "run" / "mlperf.log")], capture_output=True, text=True, cwd=tmp_path)
     # All rules but one are kept: three steps do not reach 0.124.
@@ -120,19 +107,19 @@ def test_the_mlperf_log_of_a_run_keeps_the_rules(data: Path, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("stop", [2, 4])
 def test_resumed_is_uninterrupted(data: Path, tmp_path: Path, stop: int) -> None:
-    assert here(data, tmp_path / "whole") == 0
-    assert here(data, tmp_path / "cut", "train.epochs=null", f"train.steps={stop}") == 0
-    assert here(data, tmp_path / "cut") == 0
+    assert APP.here(data, tmp_path / "whole") == 0
+    assert APP.here(data, tmp_path / "cut", "train.epochs=null", f"train.steps={stop}") == 0
+    assert APP.here(data, tmp_path / "cut") == 0
     whole, cut = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut"))
     assert all(torch.equal(whole[name], cut[name]) for name in whole)
-    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
-    assert here(data, tmp_path / "cut") == 0, "a finished run can be started again"
+    assert told(tmp_path / "cut") == told(tmp_path / "whole")
+    assert APP.here(data, tmp_path / "cut") == 0, "a finished run can be started again"
 
 
 def test_the_measured_loss_falls(data: Path, tmp_path: Path) -> None:
     more = ["model.filters=4", "train.epochs=8", "step.lr=3e-3", "model.dropout=0", "checkpoint.every_steps=null"]
-    assert here(data, tmp_path / "run", *more) == 0
-    found = list(losses(tmp_path / "run").values())
+    assert APP.here(data, tmp_path / "run", *more) == 0
+    found = list(told(tmp_path / "run").values())
     assert sum(found[-3:]) < 0.7 * sum(found[:3])
 
 
@@ -153,20 +140,20 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen, timeout: 
 def test_a_signal_saves_and_asks_to_be_requeued(data: Path, tmp_path: Path, name: str) -> None:
     run, more = tmp_path / "run", ["train.epochs=300", "checkpoint.every_steps=1000"]
     process = start(command(data, run, *more))
-    wait_for(lambda: (run / "metrics.jsonl").exists() and len(losses(run)) >= 2, process)
+    wait_for(lambda: (run / "metrics.jsonl").exists() and len(told(run)) >= 2, process)
     process.send_signal(signal.Signals[name])
     code, output = ended(process)
     assert code == 85, output
     assert f"stopped by {name}" in output
     saved = [p.name for p in (run / "checkpoints").iterdir()]
-    assert saved == [f"step-{max(losses(run)):08d}"], "nothing that was done is lost"
+    assert saved == [f"step-{max(told(run)):08d}"], "nothing that was done is lost"
     assert not (run / "model.safetensors").exists()
 
 
 @pytest.mark.slow
 def test_killed_at_any_instant_also_while_saving_it_goes_on(data: Path, tmp_path: Path) -> None:
     more = ["train.epochs=8", "model.filters=4"]
-    assert here(data, tmp_path / "whole", *more) == 0
+    assert APP.here(data, tmp_path / "whole", *more) == 0
     run, checkpoints, lost = tmp_path / "run", tmp_path / "run" / "checkpoints", []
     for attempt in range(12):
         if attempt >= 4 and any(lost):
@@ -188,7 +175,7 @@ def test_killed_at_any_instant_also_while_saving_it_goes_on(data: Path, tmp_path
     assert code == 0, output
     whole, cut = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "run"))
     assert all(torch.equal(whole[name], cut[name]) for name in whole)
-    assert losses(run) == losses(tmp_path / "whole")
+    assert told(run) == told(tmp_path / "whole")
 
 
 @pytest.mark.mpi
@@ -197,19 +184,19 @@ def test_killed_at_any_instant_also_while_saving_it_goes_on(data: Path, tmp_path
 def test_four_ranks_give_the_loss_curve_of_one(data: Path, tmp_path: Path, axes: list[str]) -> None:
     """Copies, cut ones too: each rank then reads its part of a turned universe."""
     more = ["step.precision=fp64", "model.dropout=0", "checkpoint.every_steps=null"]
-    assert here(data, tmp_path / "one", *more) == 0
+    assert APP.here(data, tmp_path / "one", *more) == 0
     four = [str(MPIEXEC), "-n", "4", *command(data, tmp_path / "four", *more, *axes)]
     code, output = ended(start(four), 240)
     assert code == 0, output
     for kind, name in (("train", "loss"), ("train", "mae"), ("evaluate", "mae")):
-        one, found = (losses(tmp_path / folder, kind, name) for folder in ("one", "four"))
+        one, found = (told(tmp_path / folder, kind, name) for folder in ("one", "four"))
         assert found == pytest.approx(one, rel=1e-10), (kind, name)
     assert output.count("finished at step") == 1, "only one rank speaks"
     # A run of four is taken up by one, in the middle of an epoch.
     shutil.rmtree(tmp_path / "four" / "checkpoints" / "step-00000006")
-    assert here(data, tmp_path / "four", *more, "train.epochs=3") == 0
-    assert here(data, tmp_path / "one", *more, "train.epochs=3") == 0
-    assert losses(tmp_path / "four") == pytest.approx(losses(tmp_path / "one"), rel=1e-9)
+    assert APP.here(data, tmp_path / "four", *more, "train.epochs=3") == 0
+    assert APP.here(data, tmp_path / "one", *more, "train.epochs=3") == 0
+    assert told(tmp_path / "four") == pytest.approx(told(tmp_path / "one"), rel=1e-9)
 
 
 @pytest.mark.mpi
@@ -217,13 +204,13 @@ def test_four_ranks_give_the_loss_curve_of_one(data: Path, tmp_path: Path, axes:
 def test_two_ranks_are_stopped_by_a_signal_to_one(data: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = start([str(MPIEXEC), "-n", "2", *command(data, run, "train.epochs=300", "checkpoint.every_steps=1000")])
-    wait_for(lambda: (run / "metrics.jsonl").exists() and len(losses(run)) >= 2, process, 240)
+    wait_for(lambda: (run / "metrics.jsonl").exists() and len(told(run)) >= 2, process, 240)
     ranks = [int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit() and _is_rank(p, run, process.pid)]
     assert len(ranks) == 2
     os.kill(ranks[-1], signal.SIGTERM)
     code, output = ended(process)
     assert code == 85, output
-    assert [p.name for p in (run / "checkpoints").iterdir()] == [f"step-{max(losses(run)):08d}"]
+    assert [p.name for p in (run / "checkpoints").iterdir()] == [f"step-{max(told(run)):08d}"]
 
 
 def _is_rank(process: Path, run: Path, launcher: int) -> bool:
@@ -237,8 +224,8 @@ def _is_rank(process: Path, run: Path, launcher: int) -> bool:
 @pytest.fixture(scope="module")
 def curve(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     run = tmp_path_factory.mktemp("curve") / "run"
-    assert here(data, run, "data.reader=direct", "step.precision=fp64") == 0
-    return losses(run) | {-1: losses(run, "evaluate", "mae")[6]}
+    assert APP.here(data, run, "data.reader=direct", "step.precision=fp64") == 0
+    return told(run) | {-1: told(run, "evaluate", "mae")[6]}
 
 
 @pytest.mark.parametrize(
@@ -255,8 +242,8 @@ def test_however_samples_are_read_the_loss_is_the_same(
     if "data.reader=dali" in more:
         pytest.importorskip("nvidia.dali")
     monkeypatch.setenv("OWN_DISK", str(tmp_path / "own"))
-    assert here(data, tmp_path / "run", "step.precision=fp64", *more) == 0
-    assert losses(tmp_path / "run") | {-1: losses(tmp_path / "run", "evaluate", "mae")[6]} == curve
+    assert APP.here(data, tmp_path / "run", "step.precision=fp64", *more) == 0
+    assert told(tmp_path / "run") | {-1: told(tmp_path / "run", "evaluate", "mae")[6]} == curve
     if "data.stage=$OWN_DISK/data" in more:
         assert len(list((tmp_path / "own/data/train").glob("*.h5"))) == 6
 
@@ -264,9 +251,9 @@ def test_however_samples_are_read_the_loss_is_the_same(
 def test_ready_order_and_skipped_samples(data: Path, tmp_path: Path) -> None:
     folder = copy(data, tmp_path / "data")
     _nan(folder)
-    assert here(folder, tmp_path / "run", "data.order=ready", "data.on_bad_sample=skip") == 0
+    assert APP.here(folder, tmp_path / "run", "data.order=ready", "data.on_bad_sample=skip") == 0
     notes = [e["text"] for e in log.read_metrics(tmp_path / "run" / "metrics.jsonl") if e["kind"] == "note"]
-    assert len(losses(tmp_path / "run")) == 6
+    assert len(told(tmp_path / "run")) == 6
     assert any("is skipped" in text and "row 1 of 'target' holds NaN" in text for text in notes), notes
     assert any(text.endswith("samples skipped so far") for text in notes)
 
@@ -301,9 +288,9 @@ def test_bad_files_are_named(data: Path, tmp_path: Path, kind: str, capsys: pyte
     spoil, text = BAD_DATA[kind]
     folder = copy(data, tmp_path / "data")
     spoil(folder)
-    assert here(folder, tmp_path / "run") == 1
-    told = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("INFO")]
-    assert text in told[0] and len(told) == 1, told
+    assert APP.here(folder, tmp_path / "run") == 1
+    shown = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("INFO")]
+    assert text in shown[0] and len(shown) == 1, shown
 
 
 @pytest.mark.parametrize(
@@ -324,15 +311,15 @@ def test_bad_files_are_named(data: Path, tmp_path: Path, kind: str, capsys: pyte
 def test_what_cannot_work_is_told_in_one_line(
     data: Path, tmp_path: Path, more: list[str], code: int, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert here(data, tmp_path / "run", *more) == code
-    told = capsys.readouterr().err
-    assert text in told and "Traceback" not in told, told
+    assert APP.here(data, tmp_path / "run", *more) == code
+    shown = capsys.readouterr().err
+    assert text in shown and "Traceback" not in shown, shown
 
 
 def test_other_model_settings_do_not_overwrite_a_run(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert here(data, tmp_path / "run", "train.epochs=1") == 0
+    assert APP.here(data, tmp_path / "run", "train.epochs=1") == 0
     kept = sorted((tmp_path / "run" / "checkpoints").iterdir())
-    assert here(data, tmp_path / "run", "model.filters=3") == 1
+    assert APP.here(data, tmp_path / "run", "model.filters=3") == 1
     assert "model.filters: 2 then, 3 now" in capsys.readouterr().err
     assert sorted((tmp_path / "run" / "checkpoints").iterdir()) == kept
     assert config.load(Config, tmp_path / "run" / "settings.yaml").model.filters == 2
@@ -382,12 +369,12 @@ def test_every_fast_setting_trains_as_the_plain_one(data: Path, tmp_path: Path, 
         assert process.returncode == 0, text
 
     train(tmp_path / "whole")
-    assert here(data, tmp_path / "plain", *plain) == 0
-    expected, found = losses(tmp_path / "plain"), losses(tmp_path / "whole")
+    assert APP.here(data, tmp_path / "plain", *plain) == 0
+    expected, found = told(tmp_path / "plain"), told(tmp_path / "whole")
     narrow = "step.precision" in " ".join(case)  # auto is bf16 on some processors
     assert list(found) == list(expected) and found == pytest.approx(expected, rel=8e-2 if narrow else 1e-3)
-    scores = losses(tmp_path / "whole", "evaluate", "mae")
-    assert list(scores) == [3, 6] and scores == pytest.approx(losses(tmp_path / "plain", "evaluate", "mae"), rel=8e-2)
+    scores = told(tmp_path / "whole", "evaluate", "mae")
+    assert list(scores) == [3, 6] and scores == pytest.approx(told(tmp_path / "plain", "evaluate", "mae"), rel=8e-2)
     names = load_file(tmp_path / "plain" / "model.safetensors").keys()
     assert load_file(tmp_path / "whole" / "model.safetensors").keys() == names, "no switch changes the names of the weights"
     if "train.profile=[2,3]" in settings:

@@ -18,17 +18,17 @@ from safetensors.torch import load_file
 from apps.deepcam.__main__ import main
 from apps.deepcam.settings import Config
 from data_prep import deepcam as prep
-from hpcai import config, log
+from hpcai import config
 from hpcai.models.deepcam import CLASSES, DeepCam
-from tests.apps.running import exit_code
+from tests.apps.running import App, told
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = ROOT / "apps/deepcam/configs/small.yaml"
 MPIEXEC = Path(sys.executable).with_name("mpiexec")
 # Maps in batches of 4: three steps an epoch.
 QUICK = ["model.middle=1", "model.divide=16", "model.frequencies=[0.95,0.01,0.04]", "data.batch=4", "data.evaluation_batch=4",
          "train.report_every=1", "train.epochs=2", "checkpoint.every_steps=1", "step.precision=fp32", "data.pictures=2",
          "step.schedule.decay=none"]  # fmt: skip
+APP = App("deepcam", Config, main, QUICK)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -41,18 +41,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert prep.main(["simulate", str(folder), *size, "--rows", "4", "--workers", "1", "--no-check"]) == 0
     assert json.loads((folder / "validation/index.json").read_text())["files"]
     return folder
-
-
-def words(data: Path, run: Path, *more: str) -> list[str]:
-    return [str(SMALL), *QUICK, f"data.directory={data}", f"report.directory={run}", *more]
-
-
-def here(data: Path, run: Path, *more: str) -> int:
-    return exit_code(Config, main, words(data, run, *more))
-
-
-def told(run: Path, kind: str, name: str) -> dict[int, float]:
-    return {e["step"]: e[name] for e in log.read_metrics(run / "metrics.jsonl") if e["kind"] == kind}
 
 
 def test_every_yaml_loads() -> None:
@@ -68,10 +56,10 @@ def test_every_yaml_loads() -> None:
 
 def test_a_run_leaves_everything_that_its_users_want(data: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    assert here(data, run) == 0
+    assert APP.here(data, run) == 0
     files = ["checkpoints", "maps.npz", "metrics.jsonl", "model.safetensors", "settings.yaml"]
     assert sorted(p.name for p in run.iterdir()) == files
-    assert config.load(Config, run / "settings.yaml") == config.load(Config, SMALL, words(data, run)[1:])
+    assert config.load(Config, run / "settings.yaml") == config.load(Config, APP.small, APP.words(data, run)[1:])
     maps = np.load(run / "maps.npz", allow_pickle=False)
     assert maps["fields"].shape == (2, 64, 96, 16) and maps["true"].shape == maps["predicted"].shape == (2, 64, 96)
     with h5py.File(data / "validation/samples_000000.h5") as file:
@@ -91,9 +79,9 @@ def test_a_run_leaves_everything_that_its_users_want(data: Path, tmp_path: Path)
 
 
 def test_resumed_is_uninterrupted(data: Path, tmp_path: Path) -> None:
-    assert here(data, tmp_path / "whole") == 0
-    assert here(data, tmp_path / "cut", "train.epochs=null", "train.steps=2") == 0
-    assert here(data, tmp_path / "cut") == 0
+    assert APP.here(data, tmp_path / "whole") == 0
+    assert APP.here(data, tmp_path / "cut", "train.epochs=null", "train.steps=2") == 0
+    assert APP.here(data, tmp_path / "cut") == 0
     whole, cut = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut"))
     assert all(torch.equal(whole[name], cut[name]) for name in whole)
 
@@ -101,18 +89,18 @@ def test_resumed_is_uninterrupted(data: Path, tmp_path: Path) -> None:
 @pytest.mark.mpi
 @pytest.mark.skipif(not MPIEXEC.exists(), reason="no mpiexec beside this Python: install the extra 'mpi'")
 def test_batch_norm_over_all_ranks_and_maps_cut_over_them_train_as_one_process(data: Path, tmp_path: Path) -> None:
-    assert here(data, tmp_path / "one", "step.precision=fp64") == 0
+    assert APP.here(data, tmp_path / "one", "step.precision=fp64") == 0
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     for name, more in (("two", "batchnorm_group=2"), ("cut", "mesh.height=2"), ("apart", "batchnorm_group=1")):
         line = [MPIEXEC, "-n", "2", sys.executable, "-m", "apps.deepcam"]
-        line += words(data, tmp_path / name, "step.precision=fp64", more)
+        line += APP.words(data, tmp_path / name, "step.precision=fp64", more)
         done = subprocess.run(line, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=200)
         assert done.returncode == 0, done.stdout + done.stderr
-    one, apart = (told(tmp_path / name, "train", "loss") for name in ("one", "apart"))
+    one, apart = (told(tmp_path / name) for name in ("one", "apart"))
     assert apart != pytest.approx(one, rel=1e-3)
     whole = load_file(tmp_path / "one" / "model.safetensors")
     for way in ("two", "cut"):
-        assert told(tmp_path / way, "train", "loss") == pytest.approx(one, rel=1e-6)
+        assert told(tmp_path / way) == pytest.approx(one, rel=1e-6)
         assert told(tmp_path / way, "evaluate", "iou") == pytest.approx(told(tmp_path / "one", "evaluate", "iou"), rel=1e-6)
         parts = load_file(tmp_path / way / "model.safetensors")
         for name, tensor in whole.items():
@@ -125,16 +113,9 @@ def test_batch_norm_over_all_ranks_and_maps_cut_over_them_train_as_one_process(d
 def test_however_maps_are_read_the_loss_is_the_same(data: Path, tmp_path: Path, way: str) -> None:
     if way == "dali":
         pytest.importorskip("nvidia.dali", reason="DALI is not installed: data.reader=dali is NOT tested")
-    expected = told(_once(data, tmp_path.parent), "train", "loss")
-    assert here(data, tmp_path / "run", f"data.reader={way}", "train.epochs=1") == 0
-    assert told(tmp_path / "run", "train", "loss") == expected
-
-
-def _once(data: Path, folder: Path) -> Path:
-    run = folder / "auto"
-    if not run.exists():
-        assert here(data, run, "train.epochs=1") == 0
-    return run
+    expected = told(APP.once(data, "train.epochs=1"))
+    assert APP.here(data, tmp_path / "run", f"data.reader={way}", "train.epochs=1") == 0
+    assert told(tmp_path / "run") == expected
 
 
 @pytest.mark.parametrize("optimizer", ["lamb", "adamw"])
@@ -145,7 +126,7 @@ def test_the_mlperf_log_of_a_run_keeps_the_rules(data: Path, tmp_path: Path, opt
         schedule = "{unit: steps, warmup: 2, first: 1, decay: steps, length: null, decay_at: [3], decay_to: [0.1]}"
     more = ["report.sinks=[mlperf]", "report.benchmark=deepcam", "train.target=0.001", "train.seed=3"]
     more.append(f"step.optimizer={optimizer}")
-    assert here(data, tmp_path / "run", *more, "train.epochs=1", f"step.schedule={schedule}") == 0
+    assert APP.here(data, tmp_path / "run", *more, "train.epochs=1", f"step.schedule={schedule}") == 0
     checker = [sys.executable, "-m", "mlperf_logging.compliance_checker", "--usage", "hpc", "--ruleset", "3.0.0"]
     done = subprocess.run([*checker, str(tmp_path / "run" / "mlperf.log")], capture_output=True, text=True, cwd=tmp_path)
     # All rules are kept but those that twelve maps cannot: the size of the set, and 0.82 in three steps.
@@ -207,14 +188,11 @@ def test_bad_input_is_told_in_one_line(
     data: Path, tmp_path: Path, kind: str, more: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = broken(data, tmp_path / "data", kind) if kind != "none" else data
-    assert here(folder, tmp_path / "run", *more) not in (0, 85)
+    assert APP.here(folder, tmp_path / "run", *more) not in (0, 85)
     shown = capsys.readouterr().err
     assert text in shown and "Traceback" not in shown, shown
     assert not (tmp_path / "run" / "model.safetensors").exists()
 
 
 def test_help_names_every_setting() -> None:
-    done = subprocess.run([sys.executable, "-m", "apps.deepcam", "--help"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0
-    for name in ("batchnorm_group", "model.skip", "model.init", "data.pictures", "step.schedule.after_warmup"):
-        assert name in done.stdout
+    APP.names_in_help(("batchnorm_group", "model.skip", "model.init", "data.pictures", "step.schedule.after_warmup"))

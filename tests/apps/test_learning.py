@@ -13,20 +13,25 @@ from hpcai import log
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def python(words: list[str]) -> None:
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-m", *words], cwd=ROOT, env=environ, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+def small_run(app: str, prep: str, size: list[str], folder: Path) -> Path:
+    """The README's two lines: data made up, and the small configuration trained on them. The folder of the run."""
+    data, run, environ = folder / "data", folder / "run", {**os.environ, "OMP_NUM_THREADS": "1"}
+    simulate = [f"data_prep.{prep}", "simulate", str(data), *size, "--no-check"]
+    train = [f"apps.{app}", f"apps/{app}/configs/small.yaml", f"data.directory={data}", f"report.directory={run}"]
+    for words in (simulate, train):
+        done = subprocess.run([sys.executable, "-m", *words], cwd=ROOT, env=environ, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    return run
+
+
+def last_scores(run: Path) -> dict[str, float]:
+    return [event for event in log.read_metrics(run / "metrics.jsonl") if event["kind"] == "evaluate"][-1]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_cosmology_is_learned_from_simulated_universes(tmp_path: Path) -> None:
-    data, run = tmp_path / "data", tmp_path / "run"
-    simulate = ["data_prep.cosmoflow", "simulate", str(data), "--universes", "384", "--no-check"]
-    train = ["apps.cosmoflow", "apps/cosmoflow/configs/small.yaml", f"data.directory={data}", f"report.directory={run}"]
-    python(simulate)
-    python(train)
+    run = small_run("cosmoflow", "cosmoflow", ["--universes", "384"], tmp_path)
     pairs = np.load(run / "predictions.npz", allow_pickle=False)
     rmse = np.sqrt(np.square(pairs["predicted"] - pairs["true"]).mean(0))
     better = dict(zip(pairs["names"], pairs["true"].std(0) / rmse))
@@ -37,12 +42,7 @@ def test_cosmology_is_learned_from_simulated_universes(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_kidneys_and_tumours_are_found_in_simulated_patients(tmp_path: Path) -> None:
-    data, run = tmp_path / "data", tmp_path / "run"
-    simulate = ["data_prep.kits19", "simulate", str(data), "--cases", "96", "--no-check"]
-    train = ["apps.unet3d", "apps/unet3d/configs/small.yaml", f"data.directory={data}", f"report.directory={run}"]
-    python(simulate)
-    python(train)
-    last = [event for event in log.read_metrics(run / "metrics.jsonl") if event["kind"] == "evaluate"][-1]
+    last = last_scores(small_run("unet3d", "kits19", ["--cases", "96"], tmp_path))
     found = {name: round(last[name], 3) for name in ("mean_dice", "dice_kidney", "dice_tumour")}
     print(found)
     assert last["dice_kidney"] > 0.85 and last["dice_tumour"] > 0.4, found
@@ -52,12 +52,7 @@ def test_kidneys_and_tumours_are_found_in_simulated_patients(tmp_path: Path) -> 
 @pytest.mark.timeout(1500)
 def test_cyclones_and_rivers_are_found_in_simulated_weather(tmp_path: Path) -> None:
     """All background would be an IoU of 0.70: a class in neither map counts as one."""
-    data, run = tmp_path / "data", tmp_path / "run"
-    simulate = ["data_prep.deepcam", "simulate", str(data), "--samples", "400", "--no-check"]
-    train = ["apps.deepcam", "apps/deepcam/configs/small.yaml", f"data.directory={data}", f"report.directory={run}"]
-    python(simulate)
-    python(train)
-    last = [event for event in log.read_metrics(run / "metrics.jsonl") if event["kind"] == "evaluate"][-1]
+    last = last_scores(small_run("deepcam", "deepcam", ["--samples", "400"], tmp_path))
     found = {name: round(last[name], 3) for name in ("iou", "iou_tropical_cyclone", "iou_atmospheric_river")}
     print(found)
     assert last["iou"] > 0.82 and last["iou_tropical_cyclone"] > 0.75 and last["iou_atmospheric_river"] > 0.65, found

@@ -23,16 +23,16 @@ from data_prep import kits19 as prep
 from hpcai import config, log
 from hpcai.data import Rows
 from hpcai.models.unet3d import UNet3D
-from tests.apps.running import exit_code
+from tests.apps.running import App, told
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = ROOT / "apps/unet3d/configs/small.yaml"
 MPIEXEC = Path(sys.executable).with_name("mpiexec")
 WINDOW = (16, 32, 32)
 # Six training volumes in batches of 2: three steps an epoch.
 QUICK = ["model.filters=[4,6,8]", "model.window=[16,32,32]", "model.spacing_mm=[14,9,9]", "data.batch=2", "train.report_every=1",
          "train.epochs=2", "train.evaluate_every=1", "checkpoint.every_steps=1", "step.precision=fp32", "data.pictures=2",
          "step.schedule.decay=none"]  # fmt: skip
+APP = App("unet3d", Config, main, QUICK)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -45,18 +45,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert prep.main(["simulate", str(folder), *size, "--workers", "1", "--no-check"]) == 0
     assert len(json.loads((folder / "validation/index.json").read_text())["files"]) == 3
     return folder
-
-
-def words(data: Path, run: Path, *more: str) -> list[str]:
-    return [str(SMALL), *QUICK, f"data.directory={data}", f"report.directory={run}", *more]
-
-
-def here(data: Path, run: Path, *more: str) -> int:
-    return exit_code(Config, main, words(data, run, *more))
-
-
-def told(run: Path, kind: str, name: str) -> dict[int, float]:
-    return {e["step"]: e[name] for e in log.read_metrics(run / "metrics.jsonl") if e["kind"] == kind}
 
 
 def test_every_yaml_loads() -> None:
@@ -77,10 +65,10 @@ def test_every_yaml_loads() -> None:
 
 def test_a_run_leaves_everything_that_its_users_want(data: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    assert here(data, run) == 0
+    assert APP.here(data, run) == 0
     files = ["checkpoints", "maps.npz", "metrics.jsonl", "model.safetensors", "settings.yaml"]
     assert sorted(p.name for p in run.iterdir()) == files
-    assert config.load(Config, run / "settings.yaml") == config.load(Config, SMALL, words(data, run)[1:])
+    assert config.load(Config, run / "settings.yaml") == config.load(Config, APP.small, APP.words(data, run)[1:])
     maps = np.load(run / "maps.npz", allow_pickle=False)
     assert maps["fields"].shape == (2, 48, 48, 1) and maps["true"].shape == maps["predicted"].shape == (2, 48, 48)
     assert maps["fields"].min() >= -79 and maps["fields"].max() <= 304.1 and maps["true"].max() > 0
@@ -100,9 +88,9 @@ def test_a_run_leaves_everything_that_its_users_want(data: Path, tmp_path: Path)
 
 
 def test_resumed_is_uninterrupted(data: Path, tmp_path: Path) -> None:
-    assert here(data, tmp_path / "whole") == 0
-    assert here(data, tmp_path / "cut", "train.epochs=null", "train.steps=2") == 0
-    assert here(data, tmp_path / "cut") == 0
+    assert APP.here(data, tmp_path / "whole") == 0
+    assert APP.here(data, tmp_path / "cut", "train.epochs=null", "train.steps=2") == 0
+    assert APP.here(data, tmp_path / "cut") == 0
     whole, cut = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut"))
     assert all(torch.equal(whole[name], cut[name]) for name in whole)
 
@@ -125,8 +113,8 @@ def test_volumes_cut_over_ranks_train_as_one_process(data: Path, tmp_path: Path,
     noisy = ["step.precision=fp64", "data.augment.noisy=0.7", "data.augment.brighter=0.7"]
     one = tmp_path.parent / "alone"
     if not one.exists():
-        assert here(data, one, *noisy) == 0
-    line = [str(MPIEXEC), "-n", str(ranks), sys.executable, "-m", "apps.unet3d", *words(data, tmp_path / "cut", *noisy, *more)]
+        assert APP.here(data, one, *noisy) == 0
+    line = [str(MPIEXEC), "-n", str(ranks), sys.executable, "-m", "apps.unet3d", *APP.words(data, tmp_path / "cut", *noisy, *more)]
     done = subprocess.run(line, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     for kind, name in (("train", "loss"), ("evaluate", "mean_dice"), ("evaluate", "dice_tumour"), ("evaluate", "loss")):
@@ -140,11 +128,9 @@ def test_volumes_cut_over_ranks_train_as_one_process(data: Path, tmp_path: Path,
 
 @pytest.mark.parametrize("way", ["direct", "buffered", "memory", "hdf5"])
 def test_however_volumes_are_read_the_loss_is_the_same(data: Path, tmp_path: Path, way: str) -> None:
-    expected = tmp_path.parent / "auto"
-    if not expected.exists():
-        assert here(data, expected, "train.epochs=1") == 0
-    assert here(data, tmp_path / "run", f"data.reader={way}", "train.epochs=1") == 0
-    assert told(tmp_path / "run", "train", "loss") == told(expected, "train", "loss")
+    expected = told(APP.once(data, "train.epochs=1"))
+    assert APP.here(data, tmp_path / "run", f"data.reader={way}", "train.epochs=1") == 0
+    assert told(tmp_path / "run") == expected
 
 
 # ---- crops
@@ -236,7 +222,7 @@ def test_the_largest_volumes_are_evaluated_first(data: Path) -> None:
     from hpcai.data.sampler import LargestFirst
 
     source = Volumes(rows(data / "validation"))
-    model = config.load(Config, SMALL, QUICK).model
+    model = config.load(Config, APP.small, QUICK).model
     counts = [source.windows(index, model) for index in range(3)]
     for index, count in enumerate(counts):  # the formula of the fact sheet
         sides = zip(source.rows.shape(index, "image"), WINDOW)
@@ -293,14 +279,11 @@ def test_bad_input_is_told_in_one_line(
     data: Path, tmp_path: Path, kind: str, more: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = broken(data, tmp_path / "data", kind) if kind != "none" else data
-    assert here(folder, tmp_path / "run", *more) not in (0, 85)
+    assert APP.here(folder, tmp_path / "run", *more) not in (0, 85)
     shown = capsys.readouterr().err
     assert text in shown and "Traceback" not in shown, shown
     assert not (tmp_path / "run" / "model.safetensors").exists()
 
 
 def test_help_names_every_setting() -> None:
-    done = subprocess.run([sys.executable, "-m", "apps.unet3d", "--help"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0
-    for name in ("mesh.height", "data.window_group", "data.augment.foreground", "train.evaluate_from", "train.hopeless"):
-        assert name in done.stdout
+    APP.names_in_help(("mesh.height", "data.window_group", "data.augment.foreground", "train.evaluate_from", "train.hopeless"))

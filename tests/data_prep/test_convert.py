@@ -20,12 +20,6 @@ GOLDEN = Path(__file__).resolve().parents[2] / ".." / "shared" / "golden" / "cos
 golden = pytest.mark.skipif(not (GOLDEN / "tfrecord" / "expected.npz").is_file(), reason="no shared/golden beside the checkout")
 
 
-@pytest.fixture(autouse=True)
-def _alone(monkeypatch):
-    for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID"):
-        monkeypatch.delenv(name, raising=False)
-
-
 def convert(source, out, *more):
     return cosmoflow.main(["convert", str(source), str(out), "--workers", "1", *more])
 

@@ -2,9 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import h5py
@@ -15,16 +12,11 @@ from data_prep import deepcam, detection, scenes, store
 from data_prep.atmosphere import VARIABLES
 from data_prep.sphere import Grid
 from hpcai.data.hdf5 import Rows
+from tests.data_prep.making import kill_after, workers_and_ranks_agree
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--height", "48", "--width", "72", "--spacing", "1", "--samples", "20", "--rows", "6", "--no-check"]
 NAMES = list(VARIABLES)
-
-
-@pytest.fixture(autouse=True)
-def _alone(monkeypatch):
-    for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID"):
-        monkeypatch.delenv(name, raising=False)
 
 
 def run(command, *words, workers="1"):
@@ -79,13 +71,8 @@ def test_a_sample_is_a_pure_function_of_seed_and_index(made):
     assert len({mask.max() for _, mask in seen.values()}) > 1                   # some hold something, some do not
 
 
-def test_workers_and_ranks_make_the_same_bytes(made, tmp_path, monkeypatch):
-    assert run("simulate", tmp_path / "two", *SMALL, workers="2") == 0 and content(tmp_path / "two") == content(made)
-    monkeypatch.setenv("PMI_SIZE", "2")
-    for rank in "10":
-        monkeypatch.setenv("PMI_RANK", rank)
-        assert run("simulate", tmp_path / "ranks", *SMALL) == 0
-    assert content(tmp_path / "ranks") == content(made)
+def test_workers_and_ranks_make_the_same_bytes(made, tmp_path):
+    workers_and_ranks_agree(run, content, made, tmp_path, SMALL)
 
 
 def test_statistics_are_those_of_the_data(made):
@@ -103,12 +90,7 @@ def test_statistics_are_those_of_the_data(made):
 
 
 def test_a_killed_run_goes_on_with_what_is_missing(made, tmp_path, monkeypatch):
-    words = [sys.executable, "-m", "data_prep.deepcam", "simulate", str(tmp_path), *SMALL, "--workers", "1"]
-    process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL)
-    while not list(tmp_path.glob("train/samples_*.h5")) and process.poll() is None:
-        time.sleep(0.005)
-    process.kill()
-    process.wait()
+    kill_after("train/samples_*.h5", "deepcam", tmp_path, SMALL)
     assert run("simulate", tmp_path, *SMALL) == 0
     assert content(tmp_path) == content(made) and not list(tmp_path.rglob("*.partial"))
     (tmp_path / "train" / "samples_000000.h5").unlink()

@@ -4,9 +4,6 @@ import gzip
 import io
 import json
 import shutil
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import h5py
@@ -18,18 +15,13 @@ from data_prep import kits19, nifti, phantom
 from hpcai.data.doctor import Options, check
 from hpcai.data.hdf5 import Rows
 from hpcai.models.unet3d.volume import prepare
+from tests.data_prep.making import kill_after, workers_and_ranks_agree
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--cases", "10", "--spacing", "9.6", "7.2", "7.2", "--least", "8", "32", "32", "--extent", "150", "--no-check"]
 GRID = ["--spacing", "9.6", "7.2", "7.2", "--least", "8", "32", "32"]
 FIELDS = {"image": ("float32", (None, None, None)), "label": ("uint8", (None, None, None)), "boxes": ("int32", (2, 2, 6))}
 RECIPE = kits19.Recipe(1, (9.6, 7.2, 7.2), (8, 32, 32), 150.0, 0.2, 0.0)
-
-
-@pytest.fixture(autouse=True)
-def _alone(monkeypatch):
-    for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID"):
-        monkeypatch.delenv(name, raising=False)
 
 
 def run(command, *words, workers="1"):
@@ -89,13 +81,8 @@ def test_a_case_is_a_pure_function_of_seed_and_index(made):
     assert other.image.shape != scan.image.shape or (other.image != scan.image).mean() > 0.5
 
 
-def test_workers_and_ranks_make_the_same_bytes(made, tmp_path, monkeypatch):
-    assert run("simulate", tmp_path / "two", *SMALL, workers="2") == 0 and content(tmp_path / "two") == content(made)
-    monkeypatch.setenv("PMI_SIZE", "2")
-    for rank in "10":
-        monkeypatch.setenv("PMI_RANK", rank)
-        assert run("simulate", tmp_path / "ranks", *SMALL) == 0
-    assert content(tmp_path / "ranks") == content(made)
+def test_workers_and_ranks_make_the_same_bytes(made, tmp_path):
+    workers_and_ranks_agree(run, content, made, tmp_path, SMALL)
 
 
 def test_a_set_grows_and_does_not_shrink(made, tmp_path, capsys):
@@ -108,12 +95,7 @@ def test_a_set_grows_and_does_not_shrink(made, tmp_path, capsys):
 
 
 def test_a_killed_run_goes_on_with_what_is_missing(made, tmp_path, monkeypatch):
-    words = [sys.executable, "-m", "data_prep.kits19", "simulate", str(tmp_path), *SMALL, "--workers", "1"]
-    process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL)
-    while not list(tmp_path.glob("train/case_*.h5")) and process.poll() is None:
-        time.sleep(0.005)
-    process.kill()
-    process.wait()
+    kill_after("train/case_*.h5", "kits19", tmp_path, SMALL)
     (tmp_path / "train" / ".records").mkdir(exist_ok=True)
     (tmp_path / "train" / ".records" / ".case_00001.h5.json.0123.partial").touch()        # stopped while it wrote a record
     assert run("simulate", tmp_path, *SMALL) == 0

@@ -13,14 +13,7 @@ import pytest
 from data_prep import cosmoflow, inspection, store, universe
 
 ROOT = Path(__file__).resolve().parents[2]
-LAUNCHERS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 SMALL = ["--size", "8", "--cut", "2", "--universes", "8", "--no-check"]
-
-
-@pytest.fixture(autouse=True)
-def _alone(monkeypatch):
-    for name in LAUNCHERS:
-        monkeypatch.delenv(name, raising=False)
 
 
 def simulate(out, *more, small=SMALL):

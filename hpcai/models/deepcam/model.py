@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hpcai.models.deepcam.config import STRIDE, DeepCamConfig
 from hpcai.models.deepcam.fields import padded, stacked
-from hpcai.nn import BatchNorm, Conv2d, ConvTranspose2d
+from hpcai.nn import BatchNorm, Conv2d, ConvTranspose2d, Multiples
 
 Rectified = nn.Identity  # stands where the reference has a rectifier, so that keys keep their numbers: Norm does its work
 
@@ -229,7 +229,7 @@ class DeepCam(nn.Module):
         self.upsample = Decoder(256 // cfg.divide, 48 // cfg.divide, len(cfg.classes))
         self.total: nn.Module = nn.Identity()  # seam: sums over a map that is cut
         self.whole: nn.Module = nn.Identity()  # seam: all of a map that is cut
-        self.is_cut = False
+        self.fits: nn.Module = Multiples(STRIDE, "cells")
         # Of the settings and not of the weights: the keys of a checkpoint are those of the benchmark.
         self.register_buffer("class_weights", torch.tensor(cfg.frequencies or [1.0] * len(cfg.classes)) ** -0.125, persistent=False)
         low, high = (torch.tensor(cfg.low or 0.0), torch.tensor(cfg.high or 1.0))
@@ -243,19 +243,8 @@ class DeepCam(nn.Module):
         self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.is_cut:  # else the whole was checked when it was cut
-            self.check(x.shape[2], x.shape[3])
-        features, low = self.xception_features(x.contiguous(memory_format=torch.channels_last))
+        features, low = self.xception_features(self.fits(x).contiguous(memory_format=torch.channels_last))
         return self.upsample(self.bottleneck(features), self.bn2(self.conv2(low)))
-
-    @staticmethod
-    def check(height: int, width: int) -> None:
-        """Raise ValueError for a map that the network cannot see."""
-        if height % STRIDE or width % STRIDE:
-            raise ValueError(
-                f"the map is {height} x {width} cells; expected multiples of {STRIDE}, the output stride: "
-                "crop it, or pad it at its edges"
-            )
 
     def scaled(self, fields: Tensor) -> Tensor:
         """The input of the network: each variable between 0 and 1 (``cfg.low``, ``cfg.high``).

@@ -1,6 +1,8 @@
 """DeepCAM over the mesh: copies, each with its own maps, which may be cut along their height, and whose batch norms may share their
 statistics."""
 
+from torch import nn
+
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import MeshError
 from hpcai.models.deepcam.model import DeepCam
@@ -21,7 +23,6 @@ def parallelize(model: DeepCam, mesh: Mesh, batchnorm_group: int = 1, size: tupl
     if mesh["height"].size > 1:
         if size is None:
             raise MeshError(f"mesh.height is {mesh['height'].size}: give the size of the maps that are cut")
-        model.check(*size)
-        cut = spatial(model, {"height": mesh["height"]}, size)
-        model.total, model.whole, model.is_cut = Summed(cut), Whole(cut, size), True
+        cut = spatial(model, {"height": mesh["height"]}, size)  # which looks at the whole
+        model.total, model.whole, model.fits = Summed(cut), Whole(cut, size), nn.Identity()
     return model

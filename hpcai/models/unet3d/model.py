@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hpcai.models.unet3d.config import UNet3DConfig
 from hpcai.models.unet3d.volume import normalise, resample, resampled_shape
 from hpcai.models.unet3d.windows import Windows
-from hpcai.nn import Conv3d, ConvTranspose3d, InstanceNorm
+from hpcai.nn import Conv3d, ConvTranspose3d, InstanceNorm, Multiples
 from hpcai.nn.conv import channels_last
 
 
@@ -80,12 +80,13 @@ class UNet3D(nn.Module):
         self.upsample = nn.ModuleList(Up(i, o) for i, o in pairwise((widths[-1], *reversed(widths))))
         self.output = Output(widths[0], len(cfg.classes))
         self.total: nn.Module = nn.Identity()  # seam: sums over a volume that is cut
+        self.fits: nn.Module = Multiples(cfg.stride, "voxels")
         self.windows = Windows(cfg.window, cfg.overlap)
         self.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
 
     def forward(self, x: Tensor) -> Tensor:
         # oneDNN and, in bf16, cuDNN reorder contiguous volumes before each convolution; norms go over rows of channels at once.
-        x = self.input_block(channels_last(x))
+        x = self.input_block(channels_last(self.fits(x)))
         skips = [x]
         for down in self.downsample:
             skips.append(x := down(x))

@@ -76,7 +76,7 @@ def score(model: Any, volumes: Sequence[Batch]) -> dict[str, tuple[Tensor, float
         label = label[(..., *kept)]
         found.append(dice(logits.argmax(1), label, logits.shape[1]))
         losses.append(_mixed(*_measure(logits, label, lambda sums: sums)))
-    every, share = torch.cat(found), 1 / model.windows.copies  # copies that share a volume's windows out count it together
+    every, share = torch.cat(found), model.windows.team.share
     names = [f"dice_{name.replace(' ', '_')}" for name in model.cfg.classes[1:]]
     columns = {"mean_dice": every.mean(1), **dict(zip(names, every.unbind(1))), "loss": torch.stack(losses)}
     return {name: (column.sum() * share, len(every) * share) for name, column in columns.items()}
@@ -97,7 +97,7 @@ def slices(model: Any, volumes: Sequence[Batch]) -> dict[str, Tensor]:
         first = [int(at) - side // 2 for at in middle]
         columns.append([_framed(plane[here], first, side, fill) for plane, fill in ((seen, CLIP_HU[0]), (true, 0), (guess, 0))])
     fields, true, guess = (torch.stack(planes) for planes in zip(*columns))
-    shown = len(fields) if model.windows.speaks else 0
+    shown = len(fields) if model.windows.team.is_first else 0
     return {"fields": fields[:shown, ..., None], "true": true[:shown].to(torch.uint8), "predicted": guess[:shown].to(torch.uint8)}
 
 

@@ -1,7 +1,13 @@
 """The 3D U-Net over the mesh: copies, each of which may be cut along the depth and the height of its volume."""
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+from torch import Tensor, nn
+
 from hpcai.dist.mesh import Axis, Mesh
 from hpcai.models.unet3d.model import UNet3D
+from hpcai.models.unet3d.windows import Alone, Corner
 from hpcai.parallel.batchnorm import Total
 from hpcai.parallel.spatial import Cut, Summed, spatial
 
@@ -21,10 +27,27 @@ def parallelize(model: UNet3D, mesh: Mesh, window_group: int = 1, beside: bool =
     mesh.only("UNet3D", "replicate", "depth", "height")
     cut = spatial(model, {"depth": mesh["depth"], "height": mesh["height"]}, model.cfg.window)
     model.total = Summed(cut)
+    if cut.axes:
+        model.fits = nn.Identity()
     _, group = mesh.split("replicate", window_group, "data.window_group")
-    together: tuple[Axis, Axis] = (mesh.aside("copy") if beside else mesh.copy, group)
-    windows = model.windows
-    windows.alone, windows.total = cut.off, Total(*together)
-    windows.rank, windows.size = group.rank * mesh.copy.size + mesh.copy.rank, group.size * mesh.copy.size
-    windows.copies, windows.speaks = group.size, group.rank == 0
+    model.windows.team = Team(cut, mesh.aside("copy") if beside else mesh.copy, group)
     return model
+
+
+class Team(Alone):
+    """The processes of a copy, and of the neighbouring copies of ``group``: each sees every n-th window, whole."""
+
+    def __init__(self, cut: Cut, copy: Axis, group: Axis) -> None:
+        super().__init__()
+        self.cut, self.sum = cut, Total(copy, group)
+        self.rank, self.size = group.rank * copy.size + copy.rank, group.size * copy.size
+        self.share, self.is_first = 1 / group.size, group.rank == 0
+
+    def mine(self, windows: Sequence[Corner]) -> Sequence[Corner]:
+        return windows[self.rank :: self.size]
+
+    def total(self, sums: Tensor) -> Tensor:
+        return self.sum(sums)
+
+    def whole_windows(self) -> AbstractContextManager[None]:
+        return self.cut.off()

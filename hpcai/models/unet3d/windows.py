@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+Corner = tuple[int, int, int]
+
 FILL = -2.2  # what surrounds a volume: the least normalised intensity, rounded by the reference
 
 
@@ -49,13 +51,13 @@ def gaussian(window: Sequence[int]) -> Tensor:
 
 def sliding_window(
     network: Callable[[Tensor], Tensor], image: Tensor, window: Sequence[int], overlap: float = 0.5, *, crop: bool = True,
-    fill: float = FILL, rank: int = 0, size: int = 1, total: Callable[[Tensor], Tensor] | None = None,
+    fill: float = FILL, team: "Alone | None" = None,
 ) -> tuple[Tensor, tuple[slice, slice, slice]]:  # fmt: skip
     """Mean of the logits of all windows over a voxel, weighted by ``gaussian``, and the part of the volume that they are of.
 
-    [1, C, D, H, W] -> [1, K, D', H', W']. The ``rank``-th of ``size`` processes takes every ``size``-th window, and ``total`` adds
-    their sums. At least one window falls to each: with fewer windows than processes some see one twice, at no weight.
+    [1, C, D, H, W] -> [1, K, D', H', W']. ``team`` says which of the windows this process sees, and adds up what all have seen.
     """
+    team = team or Alone()
     if image.ndim != 5 or image.shape[0] != 1:
         raise ValueError(f"image has shape {list(image.shape)}; expected [1, C, D, H, W]")
     places = [place(n, w, overlap, crop) for n, w in zip(image.shape[2:], window)]
@@ -64,20 +66,18 @@ def sliding_window(
     middle: Any = (..., *kept)
     padded = torch.nn.functional.pad(image[middle], around, value=fill)
     corners = [(d, h, w) for d in places[0].starts for h in places[1].starts for w in places[2].starts]
-    mine = corners[rank::size] or corners[:1]
-    share = 1.0 if rank < len(corners) else 0.0
+    mine = team.mine(corners)
     dtype = torch.float64 if image.dtype == torch.float64 else torch.float32
     weights = gaussian(window).to(image.device, dtype)
     sums: Tensor | None = None
-    for corner in mine:
+    for corner in mine or corners[:1]:  # with fewer windows than processes some see one again, at no weight
         box: Any = (..., *(slice(c, c + w) for c, w in zip(corner, window)))
         logits = network(padded[box].contiguous()).to(dtype)
         if sums is None:
             sums = logits.new_zeros(1, logits.shape[1], *padded.shape[2:])
-        sums[box] += logits * (weights * share)
+        sums[box] += logits * (weights if mine else 0 * weights)
     assert sums is not None
-    if total is not None:
-        sums = total(sums)
+    sums = team.total(sums)
     seen = torch.ones((), dtype=dtype, device=image.device)
     for p, w, n in zip(places, window, padded.shape[2:]):  # the weights are a product over the dims, and so is their sum
         seen = seen[..., None] * _covered(p.starts, w, n).to(image.device, dtype)
@@ -93,20 +93,33 @@ def _covered(starts: range, window: int, size: int) -> Tensor:
     return line
 
 
+class Alone(nn.Module):
+    """Who sees the windows of a volume: one process, all of them. A seam."""
+
+    share = 1.0
+    """of a volume's score that this process counts"""
+    is_first = True
+    """of those that see a volume together"""
+
+    def mine(self, windows: Sequence[Corner]) -> Sequence[Corner]:
+        return windows
+
+    def total(self, sums: Tensor) -> Tensor:
+        return sums
+
+    def whole_windows(self) -> AbstractContextManager[Any]:
+        """Inside, the network takes windows that are not cut."""
+        return nullcontext()
+
+
 class Windows(nn.Module):
-    """``sliding_window`` of a model. Where several processes share the windows out, ``total`` is the seam that adds their sums, and
-    ``alone`` what lets each run the network on a whole window."""
+    """``sliding_window`` of a model, whose ``team`` may be several processes."""
 
     def __init__(self, window: Sequence[int], overlap: float) -> None:
         super().__init__()
         self.window, self.overlap = tuple(window), overlap
-        self.rank, self.size = 0, 1
-        self.copies = 1  # of the model that share the windows of a volume out
-        self.speaks = True  # for these
-        self.total: nn.Module = nn.Identity()
-        self.alone: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self.team = Alone()
 
     def forward(self, network: Callable[[Tensor], Tensor], image: Tensor, crop: bool = True) -> tuple[Tensor, tuple[slice, ...]]:
-        words: dict[str, Any] = {"crop": crop, "rank": self.rank, "size": self.size, "total": self.total}
-        with self.alone():
-            return sliding_window(network, image, self.window, self.overlap, **words)
+        with self.team.whole_windows():
+            return sliding_window(network, image, self.window, self.overlap, crop=crop, team=self.team)

@@ -68,6 +68,11 @@ def test_what_is_no_volume_is_refused(volume: Any, spacing: Any, text: str) -> N
         model().segment(volume, spacing)
 
 
+def test_a_window_that_does_not_halve_is_refused() -> None:
+    with pytest.raises(ValueError, match="the input is 8 x 18 x 16 voxels; expected multiples of 4, the output stride"):
+        model()(torch.zeros(1, 1, 8, 18, 16))
+
+
 def test_weights_travel_with_their_settings(tmp_path: Path) -> None:
     net = model()
     net.save(tmp_path / "w.safetensors")
