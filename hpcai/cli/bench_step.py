@@ -363,19 +363,22 @@ def _enter(rank: int, world: int, sizes: dict[str, int], folder: str, answers: A
 
 
 def _evaluation(words: Any) -> list[Row]:
-    waits = {}
-    for how, world, sizes in (("none", 1, {}), ("wait", 1, {}), ("background", 1, {}), ("elsewhere", 2, {"evaluate": 1})):
-        answers = _on_ranks(world, _steps_beside, (how, 40), sizes)
-        waits[how] = answers[0]
-    none = waits.pop("none")
+    ways: dict[str, tuple[int, dict[str, int]]] = {
+        "none": (1, {}), "wait": (1, {}), "background": (1, {}), "elsewhere": (2, {"evaluate": 1})
+    }  # fmt: skip
+    found: dict[str, list[tuple[float, float]]] = {how: [] for how in ways}
+    for _ in range(3):  # one after the other, and what else the machine does only adds: the shortest of each
+        for how, (world, sizes) in ways.items():
+            found[how].append(_on_ranks(world, _steps_beside, (how, 40), sizes)[0])
+    step, total = ({how: min(each[i] for each in runs) for how, runs in found.items()} for i in (0, 1))
     return [
-        {"evaluation": how, "step_ms": _ms(step), "over_none": round(step / none[0], 3), "all_over_none": round(total / none[1], 3)}
-        for how, (step, total) in waits.items()
-    ]
+        {"evaluation": how, "step_ms": _ms(step[how]), "over_none": round(step[how] / step["none"], 3),
+         "all_over_none": round(total[how] / total["none"], 3)} for how in ways if how != "none"
+    ]  # fmt: skip
 
 
 def _steps_beside(mesh: Any, how: str, steps: int) -> tuple[float, float]:
-    """Median wall seconds of a step, and of all; the accelerator is emulated: it computes 20 ms while the host sleeps."""
+    """Median wall seconds of a step, and of all; the accelerator is emulated: it computes 50 ms while the host sleeps."""
     import torch
     from torch import nn
 
@@ -386,11 +389,11 @@ def _steps_beside(mesh: Any, how: str, steps: int) -> tuple[float, float]:
 
     def loss(model: nn.Module, batch: torch.Tensor) -> Row:
         times.append(time.perf_counter())
-        time.sleep(0.02)
+        time.sleep(0.05)
         return {"loss": model(batch).square().mean()}
 
     def metric(model: nn.Module, batch: torch.Tensor) -> Row:
-        time.sleep(0.02)
+        time.sleep(0.05)
         return {"error": (model(batch).square().sum(), len(batch))}
 
     step = Step(nn.Linear(512, 512), loss, StepConfig(), mesh)

@@ -1,37 +1,26 @@
-"""What docs/benchmarks.md claims of reading samples, measured here. Noise of a busy machine only ever adds, so the best of a few
-runs counts; CPU seconds and refaults hold on any."""
+"""What docs/benchmarks.md claims of reading samples, measured here; CPU seconds and refaults hold on any machine."""
 
-import json
-import os
 import shutil
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.slow.trying import bench, until
+
 pytestmark = pytest.mark.timing
+Rows = list[dict[str, Any]]
 
 
-def bench(folder: Path, *words: str) -> dict[str, Any]:
-    code = "import sys; from hpcai.cli import main; sys.exit(main())"
-    command = [sys.executable, "-c", code, "bench", "data", "--json", "--directory", str(folder), *words]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environ, check=False)
-    assert done.returncode == 0, done.stderr
+def measured(folder: Path, part: str, *words: str) -> Rows:
+    found = bench("data", "--directory", str(folder), part, *words)[part]
     assert list(folder.iterdir()) == [], "nothing is left behind"
-    return json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
-def tries(folder: Path, words: tuple[str, ...], good: Any, count: int = 3) -> None:
-    rows = []
-    for _ in range(count):
-        rows.append(bench(folder, *words)[words[0]])
-        if good(rows[-1]):
-            return
-    raise AssertionError(rows)
+def tries(folder: Path, words: tuple[str, ...], good: Callable[[Rows], bool]) -> None:
+    until(good, lambda: measured(folder, *words))
 
 
 @pytest.mark.skipif(shutil.which("fio") is None, reason="no fio (make fio)")
@@ -40,7 +29,7 @@ def test_the_direct_reader_gives_what_the_disk_gives_to_fio(tmp_path: Path) -> N
 
 
 def test_a_set_larger_than_the_memory_is_read_faster_than_through_the_page_cache(tmp_path: Path) -> None:
-    rows = bench(tmp_path, "larger", "--gib", "1")["larger"]
+    rows = measured(tmp_path, "larger", "--gib", "1")
     if "left out" in rows[0]:
         pytest.skip(rows[0]["left out"])
     torch, ours = rows

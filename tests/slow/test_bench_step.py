@@ -1,32 +1,18 @@
-"""What docs/benchmarks.md claims of the fast step, measured here. Noise of a busy machine only adds: the best of a few runs."""
+"""What docs/benchmarks.md claims of the fast step, measured here."""
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.slow.trying import bench, until
+
 pytestmark = pytest.mark.timing
 Rows = list[dict[str, Any]]
 
 
 def tries(part: str, good: Callable[[Rows], bool], *words: str) -> None:
-    code = "import sys; from hpcai.cli import main; sys.exit(main())"
-    seen = []
-    for _ in range(3):
-        command = [sys.executable, "-c", code, "bench", "step", part, "--json", *words]
-        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environ, check=False)
-        assert done.returncode == 0, done.stderr
-        seen.append(json.loads(done.stdout.splitlines()[-1])[part])
-        if good(seen[-1]):
-            return
-    raise AssertionError(seen)
+    until(good, lambda: bench("step", part, *words)[part])
 
 
 def test_update_and_average_in_one_pass_are_twice_as_fast_as_one_after_the_other() -> None:
