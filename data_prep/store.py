@@ -6,6 +6,9 @@
     OUT/<split>/index.json      written when all files are there; where samples vary in shape, each of "files" has its "shape"
     OUT/statistics.json         moments per split, and the settings
 
+A dataset may also be flat: the parts of all rows one after the other, where another dataset tells the length of each part. Its
+shape then begins with the name of that dataset, and each of "files" has the sum as one of its "lengths".
+
 What the datasets are, and what is measured of them, a workload says by Contents.
 
 Ranks share nothing but the folder: rank r of n makes every n-th file, and rank 0 waits for the files of the others. No MPI call
@@ -51,6 +54,8 @@ class Contents:
     measure: Callable[[h5py.File], dict[str, Any]]                  # sums of a file, for its record
     merge: Callable[[Sequence[Record]], dict[str, Any]]             # statistics of a split, from its records
     varies: bool = False                                            # each file has samples of a shape of its own
+    parts: tuple[str, ...] = ()                                     # the datasets that tell how flat ones are cut
+    across: Callable[[Path, dict[str, Any], dict[str, Any]], None] | None = None    # adds to statistics what no split tells alone
 
 
 class Job(Protocol):
@@ -68,23 +73,29 @@ class Job(Protocol):
 
 @contextmanager
 def rows_file(
-    path: Path, rows: int, datasets: Mapping[str, tuple[Any, Sequence[int]]], attributes: dict[str, Any]
-) -> Iterator[h5py.File]:
+    path: Path, rows: int, datasets: Mapping[str, tuple[Any, Sequence[Any]]], attributes: dict[str, Any],
+    lengths: Mapping[str, int] | None = None,
+) -> Iterator[h5py.File]:  # fmt: skip
     """A new file with room for the rows of each dataset, given as dtype and shape of a row: written beside its place, flushed to
-    the disk and renamed, or not there at all."""
+    the disk and renamed, or not there at all. A shape that begins with one of the named lengths is that of a flat dataset."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     try:
         # Data on a page boundary can be read past the page cache.
         with h5py.File(partial, "w", alignment_threshold=1 << 16, alignment_interval=4096) as file:
             for name, (dtype, shape) in datasets.items():
-                file.create_dataset(name, (rows, *shape), dtype)
+                file.create_dataset(name, _whole(rows, shape, lengths or {}), dtype)
             file.attrs.update({**attributes, "version": hpcai.__version__})
             yield file
         _settle(partial, path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def _whole(rows: int, shape: Sequence[Any], lengths: Mapping[str, int]) -> tuple[Any, ...]:
+    """The shape of a dataset, from that of a row."""
+    return (lengths.get(shape[0]), *shape[1:]) if shape and isinstance(shape[0], str) else (rows, *shape)
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
@@ -132,6 +143,7 @@ def write_record(path: Path, contents: Contents) -> Record:
             "sha256": digest(path),
             "shape": list(file[contents.sample].shape[1:]),
             "sums": contents.measure(file),
+            **({"lengths": {name: int(file[name][...].sum()) for name in contents.parts}} if contents.parts else {}),
         }
     write_json(_record_path(path), record)
     return record
@@ -146,13 +158,13 @@ def finished(job: Job) -> bool:
     return stated.get("bytes") == job.path.stat().st_size and job.rows in (None, stated.get("rows"))
 
 
-def is_made(path: Path, recipe: str, sample: str, rows: int) -> bool:
-    """Whether a file without a fitting record is whole all the same: of this recipe, with all its rows."""
+def is_made(path: Path, recipe: str, sample: str, rows: int | None) -> bool:
+    """Whether a file without a fitting record is whole all the same: of this recipe, with all its rows if they are known."""
     if not path.is_file():
         return False
     try:
         with h5py.File(path, "r") as file:
-            return bool(file.attrs.get("recipe") == recipe and file[sample].shape[0] == rows)
+            return bool(file.attrs.get("recipe") == recipe and rows in (None, file[sample].shape[0]))
     except (OSError, KeyError):
         return False
 
@@ -218,12 +230,15 @@ def finish(out: Path, planned: Sequence[Path], header: dict[str, Any], settings:
         if len(shapes) > 1:
             raise DataError(f"{out / split}: samples of different shapes {sorted(shapes)}, expected one; give each its own folder")
         shape = list(shapes.pop())
-        told = ("name", "rows", "bytes", "sha256", *(["shape"] if contents.varies else []))
+        more = [*(["shape"] if contents.varies else []), *(["lengths"] if contents.parts else [])]
+        told = ("name", "rows", "bytes", "sha256", *more)
         files = [{key: record[key] for key in told} for record in records]
         one = {} if contents.varies else {"shape": shape}
         fields = contents.fields(shape, header)  # what hpcai data check compares with
         indexes[split] = {"format": 1, "files": files, **one, "fields": fields, **header}
         statistics["splits"][split] = contents.merge(records)
+    if contents.across:
+        contents.across(out, indexes, statistics)
     write_json(out / "statistics.json", statistics)
     for split, index in indexes.items():
         write_json(out / split / "index.json", index)
@@ -259,12 +274,12 @@ def mistakes(path: Path, entry: dict[str, Any], index: dict[str, Any]) -> Iterat
         return
     with h5py.File(path, "r") as file:
         for name, field in index["fields"].items():
-            found, shape = file[name], (entry["rows"], *_shape(field["shape"], entry))
+            found, shape = file[name], _whole(entry["rows"], _shape(field["shape"], entry), entry.get("lengths", {}))
             if found.shape != shape or found.dtype != np.dtype(field["dtype"]) or found.chunks is not None:
                 yield f"'{name}' is {found.dtype} {found.shape}, expected {field['dtype']} {shape} without chunks"
 
 
-def _shape(told: Sequence[int | None], entry: dict[str, Any]) -> list[Any]:
+def _shape(told: Sequence[Any], entry: dict[str, Any]) -> list[Any]:
     """The shape of a row, where the fields leave lengths open (None) as the entry of the file has them."""
     return [here if length is None else length for length, here in zip(told, entry["shape"])] if None in told else list(told)
 

@@ -133,6 +133,21 @@ BENCHMARKS = {
         metric="mae",
         metric_key="eval_error",
     ),
+    "oc20": Benchmark(
+        rows=(
+            Row("seed", "train.seed"),
+            Row("gradient_accumulation_frequency", "step.accumulate"),
+            Row("opt_name", lambda setting: {"adam": "Adam", "adamw": "AdamW", "lamb": "LAMB"}.get(setting("step.optimizer"))),
+            Row("opt_base_learning_rate", "step.lr"),                          # here the base is the peak
+            Row("opt_learning_rate_warmup_steps", _steps("step.schedule.warmup")),
+            Row("opt_learning_rate_warmup_factor", lambda setting: setting("step.schedule.start") / setting("step.lr")),
+            Row("opt_learning_rate_decay_boundary_steps", _of("steps", _steps("step.schedule.decay_at"))),
+            Row("opt_learning_rate_decay_factor", _factor),
+            Row("target_quality", "train.target", None),
+        ),
+        metric="force_mae",
+        metric_key="eval_error",
+    ),
     "unet3d": Benchmark(
         rows=(
             Row("seed", "train.seed"),

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from hpcai.data.gds import GdsReader
 
 Where = Mapping[str, Sequence[slice]]
+Fields = Mapping[str, tuple[str, tuple[int | str | None, ...]]]
 
 _OPEN = 64  # files that h5py keeps open; a parallel file system answers an open in milliseconds
 
@@ -32,12 +33,14 @@ class _Known:
 
     layouts: Mapping[str, Layout]
     small: Mapping[str, np.ndarray]
+    ends: Mapping[str, np.ndarray]  # of each row's part of a flat dataset, by the name of its counts
 
 
 class Rows:
     """All rows of the ``*.h5`` files of a folder, in the order of the files' names.
 
-    ``fields`` names each dataset with its dtype and the shape of a row; None in a shape allows any length. ``index.json``,
+    ``fields`` names each dataset with its dtype and the shape of a row; None in a shape allows any length. A name in place of the
+    first length is that of a dataset of counts: the parts of all rows lie one after another, so many of them a row. ``index.json``,
     where there is one, tells rows and sizes without opening the files. h5py is asked once per file where the values lie; samples
     are then read by ``reader``: one of ours, or the name of a way to read (see ``open_reader``), of which ``hdf5`` leaves all
     reading to h5py (compressed files too, one read at a time), ``memory`` keeps each row that was read, and ``gds`` gives the
@@ -48,10 +51,11 @@ class Rows:
     """
 
     def __init__(
-        self, folder: str | Path, fields: Mapping[str, tuple[str, tuple[int | None, ...]]], remedy: str = "", *,
+        self, folder: str | Path, fields: Fields, remedy: str = "", *,
         reader: str | Reader = "auto", device: torch.device | None = None, local: Mapping[Path, Path] | None = None,
     ) -> None:  # fmt: skip
         self.folder, self.fields, self.remedy = Path(folder), dict(fields), f"; {remedy}" if remedy else ""
+        self._counted = {name: shape[0] for name, (_, shape) in self.fields.items() if shape and isinstance(shape[0], str)}
         self.way = reader if isinstance(reader, str) else "direct"
         self.local = dict(local or {})
         self.about: dict[str, Any] = {}
@@ -121,6 +125,14 @@ class Rows:
         path, row = self.locate(index)
         return f"{path.parent.name}/{path.name} row {row}"
 
+    def column(self, name: str) -> np.ndarray:
+        """All values of a small field, such as the counts that the work of a sample follows from.   [N, ...]"""
+        parts = []
+        for path in self.paths:
+            with self._lock, self._opened(path) as file:
+                parts.append(file[name][...])
+        return np.concatenate(parts)
+
     def shape(self, index: int, name: str) -> tuple[int, ...]:
         """Of one row of a field, where files differ: as the index has it, or the file."""
         path, _ = self.locate(index)
@@ -147,7 +159,8 @@ class Rows:
                 raise DataError(f"{path}: row {row} of '{name}' holds NaN or infinity{self.remedy}")
         if self.way == "memory":
             for value in values.values():
-                value.flags.writeable = False  # whoever wants to change it works on a copy
+                if isinstance(value, np.ndarray):
+                    value.flags.writeable = False  # whoever wants to change it works on a copy
             self._kept[index] = values
         return values
 
@@ -164,6 +177,10 @@ class Rows:
         known = self._known(path)
         values: dict[str, Any] = {}
         for name, layout in known.layouts.items():
+            if name in self._counted:
+                ends = known.ends[self._counted[name]]
+                values[name] = layout.read(self.reader, slice(int(ends[row - 1]) if row else 0, int(ends[row])))
+                continue
             if row >= layout.shape[0]:
                 raise DataError(f"{path}: dataset '{name}' has {layout.shape[0]} rows, row {row} is asked for{self.remedy}")
             where: tuple[int | slice, ...] = (row, *boxes.get(name, ()))
@@ -177,7 +194,12 @@ class Rows:
         with self._lock:
             file = self._open(path)
             try:
-                return {name: file[name][(row, *boxes.get(name, ()))] for name in self.fields}
+                begins = {name: int(file[name][:row].sum()) for name in set(self._counted.values())}
+                parts = {name: slice(begin, begin + int(file[name][row])) for name, begin in begins.items()}
+                return {
+                    name: file[name][parts[self._counted[name]] if name in self._counted else (row, *boxes.get(name, ()))]
+                    for name in self.fields
+                }
             except Exception as problem:  # a damaged file ends in any of a dozen exceptions of h5py
                 raise DataError(f"{path}: row {row} cannot be read ({problem}){self.remedy}") from problem
 
@@ -208,13 +230,19 @@ class Rows:
         known = self._seen.get(path)
         if known is None:
             with self._lock, self._opened(path) as file:
-                known = self._seen[path] = _Known(dict(self._layouts(path, file)), dict(self._small(path, file)))
+                layouts, small = dict(self._layouts(path, file)), dict(self._small(path, file))
+                ends = {name: np.cumsum(file[name][...], dtype=np.int64) for name in set(self._counted.values())}
+                for name, counts in self._counted.items():
+                    if (many := int(ends[counts][-1]) if len(ends[counts]) else 0) != layouts[name].shape[0]:
+                        text = f"dataset '{name}' holds {layouts[name].shape[0]:,} {counts}, its rows should have {many:,}"
+                        raise DataError(f"{path}: {text}{self.remedy}")
+                known = self._seen[path] = _Known(layouts, small, ends)
         return known
 
     def _layouts(self, path: Path, file: h5py.File) -> Iterator[tuple[str, Layout]]:
         for name in self.fields:
             data = file[name]
-            if self.way == "hdf5" or self._is_small(data):
+            if self.way == "hdf5" or (self._is_small(data) and name not in self._counted):
                 yield name, Layout(path, name, data.shape, data.dtype, None)
                 continue
             try:
@@ -228,7 +256,7 @@ class Rows:
     def _small(self, path: Path, file: h5py.File) -> Iterator[tuple[str, np.ndarray]]:
         """A row of a few bytes would cost a block of the disk each time."""
         for name in self.fields:
-            if self.way != "hdf5" and self._is_small(file[name]):
+            if self.way != "hdf5" and self._is_small(file[name]) and name not in self._counted:
                 if file[name].nbytes > 100 * path.stat().st_size:
                     raise DataError(f"{path}: dataset '{name}' says {file[name].nbytes:,} bytes; the file is damaged{self.remedy}")
                 try:
@@ -247,15 +275,17 @@ class Rows:
             data = file[name]
             if not isinstance(data, h5py.Dataset) or data.shape is None:
                 raise DataError(f"{path}: '{name}' holds no values, expected {np.dtype(dtype)}{self.remedy}")
-            fits = len(data.shape) == len(shape) + 1 and all(want in (None, got) for want, got in zip(shape, data.shape[1:]))
+            expected = shape if name in self._counted else ("rows", *shape)
+            fits = len(data.shape) == len(expected) and all(want in (None, got) for want, got in zip(expected[1:], data.shape[1:]))
             if not fits:
-                want_text = ", ".join("any" if n is None else str(n) for n in ("rows", *shape))
+                want_text = ", ".join("any" if n is None else str(n) for n in expected)
                 raise DataError(f"{path}: dataset '{name}' is {tuple(data.shape)}, expected ({want_text}){self.remedy}")
             if data.dtype.newbyteorder("=") != np.dtype(dtype):
                 raise DataError(f"{path}: dataset '{name}' is {data.dtype}, expected {np.dtype(dtype)}{self.remedy}")
 
     def _count(self, path: Path) -> int:
-        rows = {name: layout.shape[0] for name, layout in self._known(path).layouts.items()}
+        layouts = self._known(path).layouts
+        rows = {name: layout.shape[0] for name, layout in layouts.items() if name not in self._counted}
         if len(set(rows.values())) > 1:
             raise DataError(f"{path}: datasets have different numbers of rows: {rows}{self.remedy}")
         return next(iter(rows.values()))

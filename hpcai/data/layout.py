@@ -164,6 +164,8 @@ def box_of(where: Sequence[slice | int], shape: tuple[int, ...], name: str) -> t
 def finite(value: Any) -> bool:
     """Whether an array or tensor holds neither NaN nor infinity. A sum tells it at the speed of the memory; only one that
     overflows needs a look at each value."""
+    if isinstance(value, np.generic):
+        value = np.asarray(value)
     if not isinstance(value, np.ndarray):
         return not value.is_floating_point() or bool(value.isfinite().all())
     if value.dtype.kind not in "fc":

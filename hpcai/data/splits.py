@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcai.data.hdf5 import Rows, Where
+from hpcai.data.hdf5 import Fields, Rows, Where
 from hpcai.data.loader import Loader, Source
 from hpcai.data.sampler import Sharded
 from hpcai.data.stage import holds, on_this_node, shard_of, stage_in
@@ -47,7 +47,7 @@ class Samples:
 
 
 def open_split(
-    folder: Path, fields: Mapping[str, tuple[str, tuple[int | None, ...]]], remedy: str, cfg: LoaderConfig, mesh: Mesh,
+    folder: Path, fields: Fields, remedy: str, cfg: LoaderConfig, mesh: Mesh,
     shards: int = 1,
 ) -> Rows:  # fmt: skip
     """The rows of a split, once its files, or this node's of ``shards`` parts of them, are on the node's own disk where

@@ -6,6 +6,7 @@ __getattr__, __all__ = lazy(
     __name__,
     {
         "Step": ".step",
+        "Parts": ".step",
         "fit": ".loop",
         "Result": ".loop",
         "REQUEUE": ".loop",

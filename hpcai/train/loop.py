@@ -203,7 +203,7 @@ class _Training:
         lr = self.rate(self.progress.step)
         values = self.step(batch, lr)
         self._tell()
-        self.sums.add(values, samples_in(batch))
+        self.sums.add(values, 1)  # every copy's part of a step counts alike, however many samples balancing gave it
         self.progress.step += 1
         self.progress.sample += self.data.size
         self.progress.seen += self.data.size

@@ -180,8 +180,16 @@ class Step:
         )
 
 
+class Parts(tuple):
+    """A batch that comes as its micro-batches: of samples that cannot be cut along a first dim."""
+
+
 def split(batch: Any, parts: int) -> list[Any]:
     """``parts`` equal pieces of every tensor of ``batch`` along its first dim. Raises DataError when they are not equal."""
+    if isinstance(batch, Parts):
+        if len(batch) != parts:
+            raise DataError(f"a batch comes as {len(batch)} micro-batches, step.accumulate is {parts}; give it as many")
+        return list(batch)
     if parts == 1:
         return [batch]
     if isinstance(batch, Tensor):
@@ -201,6 +209,8 @@ def split(batch: Any, parts: int) -> list[Any]:
 
 def samples_in(batch: Any) -> int:
     """Number of samples of a batch: the first dim of its first tensor."""
+    if isinstance(batch, Parts):
+        return sum(map(samples_in, batch))
     while not isinstance(batch, Tensor):
         batch = next(iter(batch.values() if isinstance(batch, dict) else batch))
     return len(batch)

@@ -7,8 +7,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from ase import Atoms
+from ase.calculators.emt import EMT
+from ase.constraints import FixAtoms
+from ase.optimize import BFGS
 
+from apps.opencatalyst.data import FIELDS
 from hpcai import log
+from hpcai.data import Rows
+from hpcai.models.dimenet import DimeNet
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -37,6 +44,32 @@ def test_cosmology_is_learned_from_simulated_universes(tmp_path: Path) -> None:
     better = dict(zip(pairs["names"], pairs["true"].std(0) / rmse))
     print({name: round(float(factor), 2) for name, factor in better.items()})
     assert better["Omega_m"] > 2.0 and better["sigma_8"] > 3.0, better
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_forces_are_learned_from_slabs_and_relax_unseen_ones(tmp_path: Path) -> None:
+    """Forces on unseen compositions, and slabs that were shaken go back to EMT's minimum."""
+    run = small_run("opencatalyst", "opencatalyst", [], tmp_path)
+    last = last_scores(run)
+    print({name: round(last[name], 4) for name in ("force_mae", "force_zero", "force_cosine", "energy_mae", "energy_mean")})
+    assert last["force_mae"] < 0.5 * last["force_zero"], last
+    model, rms = DimeNet.load(run / "model.safetensors"), []
+    rows = Rows(tmp_path / "data/validation", {**FIELDS, "system": ("int64", ())})
+    for system in np.unique(systems := rows.column("system")):
+        values = rows.read(int(np.flatnonzero(systems == system)[0]))
+        slab = Atoms(values["numbers"], values["positions"].astype(float), cell=values["cell"], pbc=True)
+        slab.set_constraint(FixAtoms(mask=values["fixed"] > 0))
+        slab.calc = EMT()
+        BFGS(slab, logfile=None).run(fmax=0.02, steps=300)
+        shaken = slab.copy()
+        shaken.rattle(0.1, seed=1)
+        shaken.calc = model.calculator()
+        BFGS(shaken, logfile=None).run(fmax=0.05, steps=100)
+        metal = (values["fixed"] == 0) & (values["numbers"] > 8)
+        rms.append(float(np.sqrt(((shaken.positions - slab.positions)[metal] ** 2).sum(1).mean())))
+    print("rms distance of the metal's free atoms from EMT's minimum, angstrom:", [round(x, 3) for x in rms])
+    assert np.median(rms) < 0.1, rms
 
 
 @pytest.mark.slow

@@ -156,7 +156,7 @@ def test_every_table_is_well_formed() -> None:
     steps = ["step.schedule={unit: steps, decay: steps, length: null, decay_at: [800], decay_to: [0.1]}"]
     for name, benchmark in BENCHMARKS.items():
         assert len({row.key for row in benchmark.rows}) == len(benchmark.rows)
-        settings = import_module(f"apps.{name}.settings").Config
+        settings = import_module(f"apps.{'opencatalyst' if name == 'oc20' else name}.settings").Config
         words = [[], steps] if name == "deepcam" else [[]]
         runs = [config.load(settings, None, each).model_dump(mode="json") for each in words]
         for row in benchmark.rows:  # LAMB's lines and those of one decay are for runs with them

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from hpcai.cli.report import maps, slices
+from hpcai.cli.report import maps, pairs, slices
 from hpcai.cli.report.run import Predictions, Run, stem
 from hpcai.cli.report.theme import CLASSES, MARKS, TISSUES, Plot, Theme, verbatim
 from hpcai.log import number, per_second
@@ -202,4 +202,7 @@ def plots(run: Run) -> list[Plot]:
     if run.slices is not None:
         caption = slices.caption(run.slices)
         drawn.append(Plot("slices", "Predicted and true slices", caption, partial(slices.draw, run.slices), wide=True))
+    if run.pairs is not None:
+        caption = pairs.caption(run.pairs)
+        drawn.append(Plot("pairs", "Predicted and true energies and forces", caption, partial(pairs.draw, run.pairs), wide=True))
     return drawn

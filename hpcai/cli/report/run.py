@@ -14,11 +14,12 @@ from hpcai.log import METRICS, metrics, read_metrics
 
 PANELS = 6                                               # maps or slices that are drawn
 HECTOPASCAL = {"Pa": 0.01, "hPa": 1.0, "mbar": 1.0, "mb": 1.0}
+ELEMENTS = 118
 
 Series = tuple[np.ndarray, np.ndarray]                   # steps, values
 
 # Words of metric names that are better when higher; a run's own `train.metric` obeys `train.better`
-HIGHER = ("acc", "iou", "dice", "r2", "auc", "lddt", "score", "f1", "precision", "recall", "correlation")
+HIGHER = ("acc", "iou", "dice", "r2", "auc", "lddt", "score", "f1", "precision", "recall", "correlation", "cosine", "within")
 
 
 @dataclass
@@ -93,6 +94,15 @@ class Slices(Images):
 
 
 @dataclass
+class Pairs:
+    """Validation frames of atoms: what is true and what the network says.   B frames, A free atoms"""
+
+    energy: np.ndarray                                   # [B, 2] eV
+    forces: np.ndarray                                   # [A, 2, 3] eV/angstrom
+    numbers: np.ndarray                                  # [A] atomic numbers
+
+
+@dataclass
 class Run:
     """All that a run's directory says."""
 
@@ -103,6 +113,7 @@ class Run:
     predictions: Predictions | None = None
     maps: Maps | None = None
     slices: Slices | None = None
+    pairs: Pairs | None = None
     left_out: list[str] = field(default_factory=list)    # what the page lacks, and why
 
     def of(self, kind: str) -> list[dict[str, Any]]:
@@ -204,14 +215,16 @@ def read(directory: Path) -> Run:
         run.left_out.append(f"settings.yaml: {_reason(error)}; the settings are those of the last start, as {METRICS} has them")
         run.settings = run.start.get("settings") or {}
         run.settings_text = yaml.safe_dump(run.settings, sort_keys=False) if run.settings else ""
-    pairs, maps = directory / "predictions.npz", directory / "maps.npz"
-    if not pairs.exists() and not maps.exists():
-        run.left_out.append(f"predicted against true: there is no {pairs.name} and no {maps.name}")
-    if pairs.exists():
-        run.predictions = _tried(_predictions, pairs, "predicted against true", run)
+    predictions, maps, pairs = (directory / name for name in ("predictions.npz", "maps.npz", "pairs.npz"))
+    if not any(path.exists() for path in (predictions, maps, pairs)):
+        run.left_out.append(f"predicted against true: there is no {predictions.name}, no {maps.name} and no {pairs.name}")
+    if predictions.exists():
+        run.predictions = _tried(_predictions, predictions, "predicted against true", run)
     if maps.exists():
         found = _tried(_images, maps, "predicted and true maps", run)
         run.maps, run.slices = found if isinstance(found, Maps) else None, found if isinstance(found, Slices) else None
+    if pairs.exists():
+        run.pairs = _tried(_pairs, pairs, "predicted and true energies and forces", run)
     return run
 
 
@@ -249,6 +262,24 @@ def _predictions(path: Path) -> Predictions:
     if not finite.any():
         raise DataError("no sample has finite predictions and truths")
     return Predictions(names, units, predicted[finite], true[finite])
+
+
+def _pairs(path: Path) -> Pairs:
+    with np.load(path, allow_pickle=False) as file:
+        _has(file, "energy", "forces", "numbers")
+        energy, forces, numbers = file["energy"], file["forces"], file["numbers"]
+    shapes = energy.shape[1:] == (2,) and forces.shape == (*numbers.shape, 2, 3) and numbers.ndim == 1
+    if not shapes or not {energy.dtype.kind, forces.dtype.kind} <= set("fiu"):
+        found = f"energy {energy.dtype} {energy.shape}, forces {forces.dtype} {forces.shape}, numbers {numbers.shape}"
+        raise DataError(f"{found}; expected energy [B, 2], forces [A, 2, 3] and numbers [A] of frames and their free atoms")
+    frames, atoms = np.isfinite(energy).all(1), np.isfinite(forces).all((1, 2))
+    for what, finite in (("frame has a finite true and predicted energy", frames), ("free atom has finite forces", atoms)):
+        if not finite.any():
+            raise DataError(f"no {what}")
+    if numbers.dtype.kind not in "iu" or numbers.min() < 1 or numbers.max() > ELEMENTS:
+        found = f"{numbers.dtype} {numbers.min()} to {numbers.max()}"
+        raise DataError(f"numbers is {found}, expected whole atomic numbers 1 to {ELEMENTS}")
+    return Pairs(energy[frames].astype(float), forces[atoms].astype(float), numbers[atoms].astype(np.intp))
 
 
 def _images(path: Path) -> Images:

@@ -309,8 +309,14 @@ class _Check:
 
     def _rows(self, file: SetFile) -> None:
         """Rows per dataset against one another and against the index."""
-        arrays = [f for f in file.fields if f.kind != "scalar"]
+        flat = file.flat
+        arrays = [f for f in file.fields if f.kind != "scalar" and f.name not in flat]
         said = file.entry.rows if file.entry is not None else None
+        for data in file.fields:
+            many = file.entry.lengths.get(flat[data.name]) if file.entry is not None and data.name in flat else None
+            if many is not None and data.shape[:1] != (many,):
+                text = f"holds {_dims(data.shape[:1])} {flat[data.name]}, {INDEX} says {many:,}; make the file again"
+                self.found("error", "rows", file.path, text, data.name)
         if file.path.name.endswith(".npy"):
             for data in arrays:
                 if said is not None and said != 1 and data.shape[1:2] == (said,):
@@ -468,7 +474,7 @@ class _Check:
                 "correct the file, or the range"
             )
             self.found("error", "range", file.path, text, name, tally.outside.rows[0])
-        if tally.constant.count and not data.unwritten:
+        if tally.constant.count and not data.unwritten and name not in file.flat:
             text = (
                 f"{tally.constant} of {file.rows:,} holds nothing but {tally.constant.values[0]:g}, expected values that differ; "
                 f"find why it is blank, or leave it out; where it may be, 'fields' of {INDEX} says so: \"blank\" and this value"
@@ -767,7 +773,8 @@ class _Sources:
     def ranges(self, number: int, chance: random.Random) -> list[tuple[Path, int, int]]:
         index = int(np.searchsorted(self.ends, number, side="right"))
         file, row = self.files[index], number - (self.ends[index - 1] if index else 0)
-        found = [(file.path, (f.offset or 0) + row * f.width, f.width) for f in file.fields if f.kind == "contiguous" and f.width]
+        plain = [f for f in file.fields if f.kind == "contiguous" and f.width and f.name not in file.flat]
+        found = [(file.path, (f.offset or 0) + row * f.width, f.width) for f in plain]
         if len(found) == sum(f.kind != "scalar" for f in file.fields):
             return found
         length = max(file.size // max(file.rows, 1), 1)  # of packed rows as much as they take, wherever
@@ -776,10 +783,10 @@ class _Sources:
 
 def _sources(split: Split) -> _Sources:
     files = [file for file in split.files if file.whole and file.rows and all(
-        f.kind == "scalar" or f.shape[0] == file.rows for f in file.fields)]  # fmt: skip
+        f.kind == "scalar" or f.name in file.flat or f.shape[0] == file.rows for f in file.fields)]  # fmt: skip
     size = 0
     for file in files:
-        plain = all(f.kind in ("contiguous", "scalar") for f in file.fields)
+        plain = all(f.kind in ("contiguous", "scalar") for f in file.fields) and not file.flat
         size += sum(f.width * file.rows for f in file.fields if f.kind == "contiguous") if plain else file.size
     return _Sources(files, np.cumsum([file.rows for file in files]).tolist(), size)
 

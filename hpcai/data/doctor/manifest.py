@@ -30,6 +30,7 @@ class _Entry:
     rows: int | None = None
     bytes: int | None = None
     sha256: str | None = None
+    lengths: dict[str, int | None] = field(default_factory=dict)
 
 
 @dataclass
@@ -99,8 +100,14 @@ class SetFile:
     rows: int = 0
 
     @property
+    def flat(self) -> dict[str, str]:
+        """Datasets that hold the parts of all rows one after another, and the dataset that counts each row's."""
+        return {name: want["parts"] for name, want in self.split.wanted.items() if "parts" in want}
+
+    @property
     def largest(self) -> Field | None:
-        rows = [f for f in self.fields if f.readable and f.width]
+        """The dataset whose rows stand for the samples."""
+        rows = [f for f in self.fields if f.readable and f.width] if not self.flat else []
         return max(rows, key=lambda f: (f.width, f.name)) if rows else None
 
 
@@ -137,7 +144,11 @@ def entry_in(told: Any) -> tuple[str, _Entry]:
         raise ValueError(f"name {name[:50]!r} is not that of a file in this folder")
     if sha is not None and not (isinstance(sha, str) and len(sha) == 64 and set(sha.lower()) <= set("0123456789abcdef")):
         raise ValueError(f"{name[:50]!r}: sha256 {str(sha)[:20]!r} is not 64 hexadecimal digits")
-    return name, _Entry(_count(told.get("rows")), _count(told.get("bytes")), sha.lower() if sha else None)
+    lengths = told.get("lengths") or {}
+    if not isinstance(lengths, dict):
+        raise ValueError(f"{name[:50]!r}: lengths is a {type(lengths).__name__}, expected an object")
+    counts = {key: _count(value) for key, value in lengths.items()}
+    return name, _Entry(_count(told.get("rows")), _count(told.get("bytes")), sha.lower() if sha else None, counts)
 
 
 def json_of(path: Path) -> Any:
@@ -196,6 +207,9 @@ def _wanted(told: Any) -> dict[str, Any]:
     if told.get("dtype") is not None:
         found["dtype"] = np.dtype(told["dtype"])
     if told.get("shape") is not None:
+        first, *rest = told["shape"] or [None]
+        if isinstance(first, str):
+            found["parts"], told = first, {**told, "shape": rest}
         found["shape"] = tuple(_count(n) for n in told["shape"])
     for key in ("low", "high", "blank"):  # blank: the value that may fill a whole row
         value = told.get(key)

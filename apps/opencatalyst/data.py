@@ -1,0 +1,147 @@
+"""Frames of atoms as samples, and batches of them as graphs.   N atoms, E edges"""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from apps.opencatalyst.settings import Config
+from hpcai.data import Loader, Rows
+from hpcai.data.sampler import Balanced, Sampler
+from hpcai.data.splits import Samples, by_shard, open_split
+from hpcai.dist import Mesh
+from hpcai.errors import DataError
+from hpcai.models.dimenet import Batch, DimeNetConfig, Sizes, Structure, find, join
+from hpcai.train import Parts
+
+FIELDS: dict[str, tuple[str, tuple[int | str | None, ...]]] = {
+    "atoms": ("int32", ()), "triplets": ("int64", ()), "edges": ("int32", ()), "energy": ("float64", ()),
+    "cell": ("float64", (3, 3)), "pbc": ("uint8", (3,)), "positions": ("float32", ("atoms", 3)),
+    "forces": ("float32", ("atoms", 3)), "numbers": ("uint8", ("atoms",)), "fixed": ("uint8", ("atoms",)),
+}  # fmt: skip
+
+
+@contextmanager
+def frames(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any, DimeNetConfig]]:
+    """Loaders for training (None on processes that only evaluate), validation and pictures, and the model's settings completed by
+    what the data know."""
+    train, validation = _rows(cfg, "train", mesh), _rows(cfg, "validation", mesh)
+    model = _completed(cfg, train)
+    copies, parts, held = mesh["replicate"].size, cfg.step.accumulate, {"shuffle": False, "last": "keep"}
+    words: dict[str, Any] = {"name": "train", "seed": cfg.train.seed, "accumulate": parts, **_sampler(cfg, train)}
+    ladder = Ladder.of(train, cfg.data.batch // (copies * parts), model.most) if cfg.data.shapes == "few" else None
+    few, batch = Frames(validation, model, count=cfg.data.pictures), cfg.data.evaluation_batch
+
+    def load(source: Frames, size: int, **more: Any) -> Loader:
+        return Loader(source, size, mesh, **cfg.data.loading(), **more)
+
+    with (
+        load(Frames(train, model, parts, ladder), cfg.data.batch, **words) if mesh.trains else nullcontext() as training,
+        load(Frames(validation, model), batch, name="validation", **held) as held_out,
+        load(few, batch, name="pictures", **held) if len(few) and mesh.trains else nullcontext() as pictures,
+    ):
+        yield training, held_out, pictures, model
+
+
+def _sampler(cfg: Config, rows: Rows) -> dict[str, Sampler]:
+    data, seed = cfg.data, cfg.train.seed
+    if data.balance == "none":
+        return by_shard(rows, data, data.batch, seed)
+    return {"sampler": Balanced(rows.column("triplets"), data.batch, seed, equal=data.balance == "frames")}
+
+
+class Frame(NamedTuple):
+    structure: Structure
+    energy: float  # eV
+    forces: np.ndarray  # [N, 3] eV/angstrom
+    free: np.ndarray  # [N] 1: may move
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """Sizes of batches in steps of a tenth, all at once, so that there are few of them."""
+
+    sizes: Sizes
+
+    @classmethod
+    def of(cls, rows: Rows, frames: int, most: int | None) -> "Ladder":
+        """From what ``frames`` frames have on average."""
+        atoms, edges = rows.column("atoms"), rows.column("edges")
+        wide = most or int((edges / np.maximum(atoms, 1)).max()) + 1
+        mean = [int(column.mean() * frames) + 1 for column in (atoms, edges)]
+        return cls(Sizes(mean[0], mean[1], wide, wide + wide // 2, int(atoms.max())))
+
+    def least(self, structures: Sequence[Structure]) -> Sizes:
+        """The lowest step that these structures fit."""
+        graph = join(structures)
+        need = (len(graph.numbers), len(graph.centre), graph.incoming.shape[1], graph.outgoing.shape[1], graph.members.shape[1])
+        steps = max(max(np.ceil(np.log(n / size) / np.log(1.1)), 0) for n, size in zip(need, self.sizes))
+        return Sizes(*(int(np.ceil(size * 1.1**steps)) for size in self.sizes))
+
+
+class Frames(Samples):
+    """Frames of one split with the neighbours of their atoms; ``count``: the first of them only. Batches are joined, and in
+    ``parts`` micro-batches where a step has several."""
+
+    def __init__(
+        self, rows: Rows, model: DimeNetConfig, parts: int = 1, ladder: Ladder | None = None, count: int | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(rows)
+        self.model, self.parts, self.ladder = model, parts, ladder
+        self._count = len(rows) if count is None else min(count, len(rows))
+
+    def __len__(self) -> int:
+        return self._count
+
+    def make(self, values: dict[str, Any], index: int, epoch: int) -> Frame:
+        where = self.rows.describe(index)
+        found = find(values["numbers"], values["positions"], values["cell"], values["pbc"], self.model, where)
+        return Frame(found, float(values["energy"]), values["forces"], 1 - values["fixed"])
+
+    def collate(self, samples: list[Frame]) -> Any:
+        each = len(samples) // self.parts
+        counts = torch.tensor([sum(float(s.free.sum()) for s in samples), float(len(samples))]) / self.parts
+        made = [self._join(samples[k * each : (k + 1) * each], counts) for k in range(self.parts)]
+        return Parts(made) if self.parts > 1 else made[0]
+
+    def _join(self, samples: list[Frame], counts: torch.Tensor) -> Batch:
+        structures = [s.structure for s in samples]
+        graph = join(structures, self.ladder.least(structures) if self.ladder else Sizes())
+        rest = len(graph.numbers) - sum(len(s.free) for s in samples)
+        forces = np.concatenate([*(s.forces for s in samples), np.zeros((rest, 3), np.float32)])
+        free = np.concatenate([*(s.free for s in samples), np.zeros(rest, np.uint8)]).astype(np.float32)
+        energy = torch.tensor([s.energy for s in samples], dtype=torch.float64)
+        return Batch(energy, torch.from_numpy(forces), torch.from_numpy(free), counts, graph)
+
+
+def _rows(cfg: Config, split: str, mesh: Mesh) -> Rows:
+    data = cfg.data
+    remedy = f"make data with: python -m data_prep.opencatalyst simulate {data.directory}, or set data.directory to what is there"
+    return open_split(data.directory / split, FIELDS, remedy, data, mesh, data.shards if split == "train" else 1)
+
+
+def _completed(cfg: Config, rows: Rows) -> DimeNetConfig:
+    """The model's settings with what the data know: mean energy, and the size of a force."""
+    model, path = cfg.model, cfg.data.directory / "statistics.json"
+    if model.mean is not None and model.scale is not None:
+        return model
+    try:
+        about = json.loads(path.read_text())["splits"]["train"]
+        found = {"mean": float(about["energy"]["mean"]), "scale": float(about["forces"]["rms"])}
+    except (OSError, ValueError, KeyError, TypeError) as problem:
+        raise DataError(
+            f"{path}: no statistics of the training frames ({problem!r}); make them with data_prep.opencatalyst, or set model.mean "
+            "and model.scale"
+        ) from problem
+    return model.model_copy(update={name: value for name, value in found.items() if getattr(model, name) is None})
+
+
+def write_pairs(path: Path, pairs: dict[str, torch.Tensor]) -> None:
+    """What is true beside what the model says: energy [B, 2] eV; forces [A, 2, 3] eV/angstrom and numbers [A] of free atoms."""
+    with path.open("wb") as file:
+        np.savez_compressed(file, **{name: values.numpy() for name, values in pairs.items()})  # type: ignore[arg-type]

@@ -1,0 +1,109 @@
+"""What a conversion of trajectories begins with: which files there are, what computed their labels, which frames are held out."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from data_prep import command, store, trajectories
+from hpcai.errors import ConfigError, DataError
+
+SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "val_id", "val"), "test": ("test", "test_id")}
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A source file."""
+
+    path: Path
+    name: str                                   # in its set
+    systems: tuple[int | None, ...]             # of each frame
+    labels: str | None                          # what the file says of how they were computed
+    relative: bool                              # energies are told less a reference
+
+
+def files(root: Path) -> dict[str, list[Path]]:
+    """Source files of each split, or of all under ""."""
+    if root.is_file():
+        if trajectories.kind(root) is None:
+            raise ConfigError(f"{root}: unknown ending, expected one of {', '.join(trajectories.ENDINGS)}")
+        return {"": [root]}
+    if not root.is_dir():
+        raise ConfigError(f"{root}: no such file or folder")
+    named = {split: folder for split, names in SPLIT_NAMES.items() for name in names[::-1] if (folder := root / name).is_dir()}
+    folders = named if "train" in named else {"": root}
+    found = {split: [path for path in sorted(folder.rglob("*")) if path.is_file() and trajectories.kind(path)]
+             for split, folder in folders.items()}  # fmt: skip
+    for split, folder in folders.items():
+        if not found[split]:
+            raise ConfigError(f"{folder}: holds no file that ends with {', '.join(trajectories.ENDINGS)}; name another SOURCE")
+    return found
+
+
+def origin(path: Path, root: Path, options: argparse.Namespace, by_system: bool) -> Origin:
+    name = path.relative_to(root if root.is_dir() else root.parent).as_posix()
+    labels, length = None, 0
+    for item in trajectories.items(path, name, options.trust_pickle):
+        if length == 0 or (labels is None and length < 9):
+            try:
+                labels = item().labels
+            except DataError:
+                labels = None                   # told when it is its turn
+        length += 1
+    if not length:
+        raise DataError(f"{path}: holds no frames; {trajectories.AGAIN}")
+    systems = trajectories.systems(path, name, options.trust_pickle) if by_system else [None] * length
+    return Origin(path, name, tuple(systems), labels, trajectories.has_references(path) is not None)
+
+
+def sources(origins: Sequence[Origin], options: argparse.Namespace) -> tuple[list[dict[str, str]], list[int]]:
+    """What the index says of the sources, and which of them each file is. Refuses to mix labels unless it is asked to."""
+    told = [(origin.labels or options.label, origin.relative) for origin in origins]
+    silent = [origin for origin, (labels, relative) in zip(origins, told) if labels is None and not relative]
+    kinds = list(dict.fromkeys(told))
+    advice = "convert them one by one, or give --mix to have them in one set, with an offset of energy for each"
+    if not options.mix and len(kinds) > 1:
+        one, other = (f"{origins[told.index(kind)].path.name} has {kind[0] or 'labels of unknown method'}"
+                      f"{', energies less a reference' if kind[1] else ''}" for kind in kinds[:2])  # fmt: skip
+        raise ConfigError(f"{options.source}: {one}, {other}; {advice}; --label names the method of files that do not tell it")
+    if not options.mix and len(silent) > 1:
+        raise ConfigError(f"{options.source}: {len(silent)} files such as {silent[0].path.name} do not tell how their labels were "
+                          f"computed; if by one method, name it, as in --label 'DFT (VASP)'; else {advice}")  # fmt: skip
+    name = options.source_name or options.source.name
+    if not options.mix:
+        known = options.label or told[0][0] or "not stated"
+        return [{"name": name, "labels": known, "energy": "less a reference" if told[0][1] else "total"}], [0] * len(origins)
+    groups = [origin.name if labels is None else f"{labels}{', less a reference' if relative else ''}"
+              for origin, (labels, relative) in zip(origins, told)]  # fmt: skip
+    names = list(dict.fromkeys(groups))
+    if len(names) > np.iinfo(np.int16).max:
+        raise ConfigError(f"{options.source}: {len(names)} sources, expected {np.iinfo(np.int16).max} at most; name a --label")
+    index = [{"name": name, "labels": told[groups.index(name)][0] or "not stated"} for name in names]
+    return index, [names.index(group) for group in groups]
+
+
+def splits(origins: dict[str, list[Origin]], options: argparse.Namespace) -> dict[str, list[tuple[Origin, list[int]]]]:
+    """The frames of each split."""
+    if "" not in origins:
+        return {split: [(origin, list(range(len(origin.systems)))) for origin in group] for split, group in origins.items()}
+    group = origins[""]
+    if options.hold_last:
+        only, last = group[0], options.hold_last
+        if len(group) > 1 or last >= len(only.systems):
+            found = f"{len(group)} files" if len(group) > 1 else f"{len(only.systems)} frames"
+            raise ConfigError(f"--hold-last {last}: {options.source} has {found}, expected one trajectory of more frames than that")
+        cut = len(only.systems) - last
+        return {"train": [(only, list(range(cut)))], "validation": [(only, list(range(cut, cut + last)))]}
+    order = list(dict.fromkeys(system for origin in group for system in origin.systems))
+
+    def generator(block: int) -> np.random.Generator:
+        return np.random.Generator(np.random.PCG64DXSM(np.random.SeedSequence([options.seed, 0, block])))
+
+    where = {system: store.split_of(n, options.validation, options.test, generator) for n, system in enumerate(order)}
+    one = f"{options.source} has {len(order)} systems" if len(order) > 1 else f"{options.source} is of one system (--hold-last N?)"
+    command.refuse_empty(list(where.values()), options, one)
+    parts = {split: [(origin, [n for n, system in enumerate(origin.systems) if where[system] == split]) for origin in group]
+             for split in store.SPLITS if split in where.values()}  # fmt: skip
+    return {split: [(origin, picked) for origin, picked in part if picked] for split, part in parts.items()}

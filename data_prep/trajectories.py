@@ -1,0 +1,316 @@
+"""Readers of structures with energies and forces, as simulations and the public sets have them.
+
+    *.extxyz, *.xyz, also .gz, .xz      extended XYZ; where N.txt lies beside N.extxyz.xz, as in OC20, each of its lines is "system
+                                        id,frame id,reference energy" of a frame, and the reference is taken from its energy
+    *.traj, *.db                        ASE: trajectories, SQLite
+    *.aselmdb                           ASE rows in LMDB: keys "1", "2", ..., values JSON packed by zlib
+    *.lmdb                              pickles of torch_geometric's Data in LMDB, as OC20's own scripts wrote them: only on demand
+"""
+
+import bz2
+import gzip
+import hashlib
+import io
+import json
+import lzma
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+
+from data_prep import pickled
+from data_prep.frames import Array, Frame, ase
+from hpcai.errors import DataError, MissingExtraError
+
+Item = Callable[[], Frame]                      # reads one frame, or raises DataError that names it
+PACKED: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
+ENDINGS = (".extxyz", ".xyz", ".traj", ".db", ".aselmdb", ".lmdb")
+AGAIN = "fetch it again, or leave it out with --skip-bad"
+SILENT = ("None", "unknown", "socketiocalculator")         # what says nothing of a method
+METHODS = {"vasp": "DFT (VASP)", "espresso": "DFT (Quantum ESPRESSO)", "gpaw": "DFT (GPAW)", "emt": "EMT"}
+
+
+def kind(path: Path) -> str | None:
+    """The ending that tells how a file is read, without that of packing; None for other files."""
+    ending = Path(path.stem).suffix if path.suffix in PACKED else path.suffix
+    plain = path.suffix in PACKED and ending not in (".extxyz", ".xyz")
+    return ending if ending in ENDINGS and not plain and not path.name.startswith(".") else None
+
+
+def items(path: Path, name: str, trust: bool) -> Iterator[Item]:
+    """The frames of a file, in its order, each to be read by a call before the next is asked for. ``name``, the path in its set,
+    tells its systems from others where they have no ids. Raises DataError for a file that cannot be opened."""
+    if path.stat().st_size == 0:
+        raise DataError(f"{path}: empty; {AGAIN}")
+    readers: dict[str, Callable[[Path, str], Iterator[Item]]] = {".extxyz": _extxyz, ".xyz": _extxyz}
+    readers |= {".traj": _traj, ".db": _db, ".aselmdb": _aselmdb}
+    found = kind(path)
+    if found == ".lmdb":
+        return _pickles(path, name, trust)
+    return readers[str(found)](path, name)
+
+
+def has_references(path: Path) -> Path | None:
+    """The N.txt beside N.extxyz.xz."""
+    listed = path.with_name(path.name.split(".")[0] + ".txt")
+    return listed if kind(path) in (".extxyz", ".xyz") and listed.is_file() else None
+
+
+def systems(path: Path, name: str, trust: bool) -> list[int | None]:
+    """The system of every frame; None for a frame that cannot be read."""
+    listed = has_references(path)
+    if listed:                                  # each frame of OC20 has its line, so that its atoms need not be read
+        length, lines = sum(1 for _ in items(path, name, trust)), _lines(listed)
+        return [_system(line.split(",")[0]) for line in lines[:length]] + [None] * (length - len(lines))
+    found: list[int | None] = []
+    for item in items(path, name, trust):
+        try:
+            found.append(item().system)
+        except DataError:
+            found.append(None)
+    return found
+
+
+# ---- extended XYZ
+
+
+def _lines(listed: Path) -> list[str]:
+    return [line.strip() for line in listed.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def _extxyz(path: Path, name: str) -> Iterator[Item]:
+    listed = has_references(path)
+    lines = _lines(listed) if listed else None
+    index = -1
+    for index, block in enumerate(_blocks(path)):
+        yield _block(path, name, index, block, None if lines is None else (lines[index] if index < len(lines) else ""))
+    if lines is not None and index + 1 < len(lines):
+        raise DataError(f"{path}: holds {index + 1} frames, {listed} has {len(lines)} lines; {AGAIN}")
+
+
+def _blocks(path: Path) -> Iterator[str | DataError]:
+    """The lines of each frame; an error in the place of one that is cut off, and then nothing more."""
+    unpack: Callable[..., Any] = PACKED.get(path.suffix, open)
+    index = 0
+    with unpack(path, "rt", encoding="utf-8") as file:
+        while True:
+            try:
+                block = _next(file)
+            except (EOFError, OSError, ValueError, lzma.LZMAError, zlib.error) as problem:
+                yield DataError(f"{path}: frame {index}: {problem or 'the file ends'}; {AGAIN}")
+                return
+            if block is None:
+                return
+            yield block
+            index += 1
+
+
+def _next(file: TextIO) -> str | None:
+    first = file.readline()
+    while first and not first.strip():
+        first = file.readline()
+    if not first:
+        return None
+    if not first.strip().isdigit():
+        raise ValueError(f"begins with {first.strip()[:40]!r}, expected the number of its atoms")
+    lines = [first]
+    for number in range(int(first) + 1):
+        lines.append(file.readline())
+        if not lines[-1].strip() and number:
+            raise ValueError(f"ends after {number - 1} of its {int(first)} atoms")
+    return "".join(lines)
+
+
+def _block(path: Path, name: str, index: int, block: str | DataError, line: str | None) -> Item:
+    def read() -> Frame:
+        if isinstance(block, DataError):
+            raise block
+        where = f"{path}: frame {index}"
+        reference, about = 0.0, {}
+        if line is not None:
+            parts = line.split(",")
+            try:
+                about, reference = {"sid": parts[0], "fid": parts[1]}, float(parts[2])
+            except (IndexError, ValueError):
+                text = f"its line in {path.name.split('.')[0]}.txt is {line[:60]!r}, expected system id,frame id,reference energy"
+                raise DataError(f"{where}: {text}; {AGAIN}") from None
+        with _told(where):
+            return _of_atoms(ase().io.read(io.StringIO(block), format="extxyz", index=0), name, index, about, reference)
+    return read
+
+
+# ---- ASE's own
+
+
+@contextmanager
+def _told(where: str) -> Iterator[None]:
+    """Whatever a parser makes of a damaged file, as one error that names it."""
+    try:
+        yield
+    except (DataError, MissingExtraError):
+        raise
+    except Exception as problem:
+        raise DataError(f"{where}: cannot be read ({type(problem).__name__}: {problem}); {AGAIN}") from None
+
+
+def _traj(path: Path, name: str) -> Iterator[Item]:
+    with _told(str(path)):
+        trajectory = ase().io.Trajectory(str(path))
+
+    def read(index: int) -> Frame:
+        return _of_atoms(trajectory[index], name, index, {})
+
+    with trajectory:
+        for index in range(len(trajectory)):
+            yield _row(f"{path}: frame {index}", partial(read, index))
+
+
+def _db(path: Path, name: str) -> Iterator[Item]:
+    with _told(str(path)):
+        rows = ase().db.connect(str(path), type="db", use_lock_file=False)
+        numbers = [row.id for row in rows.select(columns=["id"])]
+
+    def read(index: int, number: int) -> Frame:
+        row = rows.get(id=number)
+        return _of_atoms(row.toatoms(), name, index, {**row.key_value_pairs, **row.data}, labels=row.get("calculator"))
+
+    for index, number in enumerate(numbers):
+        yield _row(f"{path}: frame {index} (row {number})", partial(read, index, number))
+
+
+def _row(where: str, take: Callable[[], Frame]) -> Item:
+    def read() -> Frame:
+        with _told(where):
+            return take()
+    return read
+
+
+def _of_atoms(
+    atoms: Any, name: str, index: int, about: dict[str, Any], reference: float = 0.0, labels: str | None = None
+) -> Frame:
+    """A frame from ASE's Atoms, with what else is known about it."""
+    found, about = (atoms.calc.results if atoms.calc else {}), {**atoms.info, **about}
+    energy, forces = found.get("energy"), found.get("forces", atoms.arrays.get("force"))
+    told = about.get("calculator") or labels or (getattr(atoms.calc, "name", None) if atoms.calc else None)
+    return _frame(
+        name, index, about, atoms.numbers, atoms.positions, atoms.cell.array, atoms.pbc, energy, forces, atoms.arrays.get("tags"),
+        atoms.arrays.get("fixed", _held(len(atoms), [each.todict() for each in atoms.constraints])), reference, told,
+    )  # fmt: skip
+
+
+def _held(atoms: int, constraints: list[dict[str, Any]]) -> Array:
+    """1 for the atoms that cannot move along any direction."""
+    held = np.zeros(atoms, np.uint8)
+    for each in constraints:
+        how = each.get("kwargs", {})
+        if each.get("name") == "FixAtoms":
+            held[np.asarray(how["indices"], int)] = 1
+        elif each.get("name") == "FixCartesian" and np.all(how.get("mask", True)):
+            held[np.asarray(how["a"], int)] = 1
+    return held
+
+
+def _frame(
+    name: str, index: int, about: dict[str, Any], numbers: Any, positions: Any, cell: Any, pbc: Any, energy: Any, forces: Any,
+    tags: Any, fixed: Any, reference: float, labels: str | None,
+) -> Frame:  # fmt: skip
+    z = np.asarray(numbers)
+    sid, fid = (next((about[key] for key in keys if about.get(key) is not None), None)
+                for keys in (("sid", "system_id"), ("fid", "frame_id")))  # fmt: skip
+    # Without an id, structures of the same atoms in one file are one system.
+    system = _system(f"{name} {z.astype(int).tolist()}" if sid is None else sid)
+    frame = None if fid is None else _number(fid)
+    method = None if str(labels) in SILENT else METHODS.get(str(labels), str(labels))
+    if tags is not None and not np.isin(tags, (0, 1, 2)).all():
+        raise ValueError(f"tags {np.unique(tags)[:6].tolist()}, expected 0 below the surface, 1 surface, 2 adsorbate")
+    return Frame(
+        z, np.asarray(positions, np.float64), np.asarray(cell, np.float64).reshape(3, 3), np.asarray(pbc, np.uint8),
+        None if energy is None else float(energy) - reference, None if forces is None else np.asarray(forces, np.float64),
+        np.zeros(len(z), np.uint8) if tags is None else np.asarray(tags, np.uint8), np.asarray(fixed, np.uint8), system,
+        index if frame is None or frame >= 1 << 31 else frame, labels=method,
+    )  # fmt: skip
+
+
+def _number(value: Any) -> int | None:
+    """Of an id such as 1447590, "random1447590" or "frame12"."""
+    found = re.fullmatch(r"\D*?(\d{1,18})(\.0)?", str(np.asarray(value).reshape(-1)[0]))
+    return int(found[1]) if found else None
+
+
+def _system(value: Any) -> int:
+    """The number of an id, or one made from its text."""
+    number = _number(value)
+    return int.from_bytes(hashlib.sha256(str(value).encode()).digest()[:7]) if number is None else number
+
+
+# ---- LMDB
+
+
+@contextmanager
+def _lmdb(path: Path) -> Iterator[Any]:
+    """A read transaction. LMDB maps the file, so that reading past the end of a cut one would kill the process."""
+    try:
+        import lmdb
+    except ImportError as problem:
+        raise MissingExtraError("LMDB files need lmdb: pip install 'hpcai-suite[opencatalyst]'") from problem
+    with _told(str(path)):
+        environment = lmdb.open(str(path), subdir=False, readonly=True, lock=False, readahead=False, meminit=False, create=False)
+    with environment:
+        needed = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
+        if path.stat().st_size < needed:
+            raise DataError(f"{path}: {path.stat().st_size:,} bytes, its pages need {needed:,}; {AGAIN}")
+        with environment.begin() as transaction:
+            yield transaction
+
+
+def _aselmdb(path: Path, name: str) -> Iterator[Item]:
+    def read(index: int, key: int) -> Frame:
+        row = _decoded(json.loads(zlib.decompress(transaction.get(str(key).encode()))))
+        about = {**row.get("key_value_pairs", {}), **row.get("data", {})}
+        fixed = _held(len(row["numbers"]), row.get("constraints", []))
+        return _frame(name, index, about, row["numbers"], row["positions"], row["cell"], row["pbc"], row.get("energy"),
+                      row.get("forces"), row.get("tags"), fixed, 0.0, row.get("calculator"))  # fmt: skip
+
+    with _lmdb(path) as transaction:
+        keys = sorted(int(key) for key, _ in transaction.cursor() if bytes(key).isdigit())
+        for index, key in enumerate(keys):
+            yield _row(f"{path}: frame {index} (row {key})", partial(read, index, key))
+
+
+def _decoded(value: Any) -> Any:
+    """Arrays out of {"__ndarray__": [shape, dtype, values]}."""
+    if isinstance(value, dict) and "__ndarray__" in value:
+        shape, dtype, flat = value["__ndarray__"]
+        return np.array(flat, dtype).reshape(shape)
+    if isinstance(value, dict):
+        return {key: _decoded(each) for key, each in value.items()}
+    return [_decoded(each) for each in value] if isinstance(value, list) else value
+
+
+def _pickles(path: Path, name: str, trust: bool) -> Iterator[Item]:
+    if not trust:
+        raise DataError(f"{path}: holds pickles, and opening a pickle can run code that is in it; give --trust-pickle if you know "
+                        "who wrote it, or get the set as extxyz")  # fmt: skip
+
+    def read(index: int, key: int) -> Frame:
+        values = vars(pickled.load(transaction.get(str(key).encode())))
+        if "_store" in values:                                      # PyG 2
+            values = vars(values["_store"])["_mapping"]
+        held = {key: np.asarray(value) for key, value in values.items() if value is not None}
+        missing = [field for field in ("pos", "atomic_numbers", "cell") if field not in held]
+        if missing:
+            raise ValueError(f"has no {missing[0]}")
+        fixed = held.get("fixed", np.zeros(len(held["pos"])))
+        energy = held["y"].item() if "y" in held else None
+        return _frame(name, index, held, np.rint(held["atomic_numbers"]).astype(int).reshape(-1), held["pos"], held["cell"],
+                      held.get("pbc", np.ones(3)), energy, held.get("force"), held.get("tags"), fixed, 0.0, None)  # fmt: skip
+
+    with _lmdb(path) as transaction:
+        keys = sorted(int(key) for key, _ in transaction.cursor() if bytes(key).isdigit())
+        for index, key in enumerate(keys):
+            yield _row(f"{path}: frame {index}", partial(read, index, key))

@@ -1,0 +1,125 @@
+"""Energies and forces of frames of atoms: what the network says over what is true.   N frames, or components of forces"""
+
+import math
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap, LogNorm
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
+
+from hpcai.cli.report.run import Pairs
+from hpcai.cli.report.theme import Theme
+from hpcai.log import number
+
+WIDTH = 13.2                                             # inches of the picture
+FEW = 4000                                               # frames that are drawn one by one
+CELLS = 110                                              # of a histogram along each axis
+BARS = 16                                                # elements in a panel
+SYMBOLS = (
+    "H He Li Be B C N O F Ne Na Mg Al Si P S Cl Ar K Ca Sc Ti V Cr Mn Fe Co Ni Cu Zn Ga Ge As Se Br Kr Rb Sr Y Zr Nb Mo Tc Ru Rh "
+    "Pd Ag Cd In Sn Sb Te I Xe Cs Ba La Ce Pr Nd Pm Sm Eu Gd Tb Dy Ho Er Tm Yb Lu Hf Ta W Re Os Ir Pt Au Hg Tl Pb Bi Po At Rn "
+    "Fr Ra Ac Th Pa U Np Pu Am Cm Bk Cf Es Fm Md No Lr Rf Db Sg Bh Hs Mt Ds Rg Cn Nh Fl Mc Lv Ts Og"
+)
+
+
+def caption(found: Pairs) -> str:
+    return (f"{len(found.energy):,} validation frames, {len(found.forces):,} free atoms in them. A perfect network lies on the"
+            " diagonal; one that has learned nothing says that no force acts, and of each energy the mean of these (dashed). Axes"
+            " of forces are linear near 0 and logarithmic far from it.")
+
+
+def draw(found: Pairs, theme: Theme) -> Figure:
+    elements = np.unique(found.numbers)
+    parts = np.array_split(elements, math.ceil(len(elements) / BARS))
+    columns = 4 if len(parts) == 2 else 3
+    rows = math.ceil((2 + len(parts)) / columns)
+    figure = Figure(figsize=(WIDTH, rows * (WIDTH / columns + 0.45)))
+    panels = figure.subplots(rows, columns).ravel()
+    for axes in panels[2 + len(parts) :]:
+        axes.remove()
+    _forces(panels[0], found.forces.transpose(1, 0, 2).reshape(2, -1), theme)
+    _energies(panels[1], found.energy.T, theme)
+    errors, sizes = (np.abs(each).mean(1) for each in (found.forces[:, 1] - found.forces[:, 0], found.forces[:, 0]))
+    total = np.maximum(np.bincount(found.numbers), 1)
+    mae, zero = (np.bincount(found.numbers, each) / total for each in (errors, sizes))
+    for axes, part in zip(panels[2:], parts):
+        _bars(axes, part, total[part], mae[part], zero[part], theme)
+        axes.set(xlim=(0, 1.3 * max(mae.max(), zero.max()) or 1.0), ylim=(max(len(parts[0]), 6) - 0.4, -1.6))
+    panels[2].legend(loc="upper left", fontsize=8, ncols=2, reverse=True)
+    _head(panels[2], "Force error by element", "MAE of the components, by atomic number", theme)
+    return figure
+
+
+def _forces(axes: Axes, pair: np.ndarray, theme: Theme) -> None:
+    end = 1.2 * float(np.abs(pair).max()) or 1.0
+    # Most forces are small and a few are a hundred times as large: on a linear axis all but those few would be one cell.
+    width = float(np.median(np.abs(pair[0]))) or end
+    edges = width * np.sinh(np.linspace(-1, 1, CELLS + 1) * math.asinh(end / width))
+    _histogram(axes, pair, edges, "components in a cell", theme)
+    last = math.floor(math.log10(end))
+    first = min(math.ceil(math.log10(width)), last)
+    tens = 10.0 ** np.arange(last, first - 1, -1 - (last - first) // 4)
+    for axis, set_scale in ((axes.xaxis, axes.set_xscale), (axes.yaxis, axes.set_yscale)):
+        set_scale("asinh", linear_width=width)
+        axis.set_major_locator(FixedLocator([*-tens, 0, *tens]))
+        axis.set_minor_locator(NullLocator())
+        axis.set_major_formatter(lambda value, _: f"{value:g}".replace("-", "\N{MINUS SIGN}"))
+    _guides(axes, pair, (-end, end), ("Forces", "eV/Å"), ("no force", 0.0), theme)
+    axes.set(xlabel="true component [eV/Å]", ylabel="predicted component [eV/Å]")
+
+
+def _energies(axes: Axes, pair: np.ndarray, theme: Theme) -> None:
+    low, high = float(pair.min()), float(pair.max())
+    pad = 0.04 * (high - low) or 1.0
+    if pair.shape[1] > FEW:
+        _histogram(axes, pair, np.linspace(low - pad, high + pad, CELLS + 1), "frames in a cell", theme)
+    else:
+        axes.scatter(pair[0], pair[1], s=14 if pair.shape[1] < 500 else 8, alpha=0.55, color=theme.main, linewidths=0)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(6, prune="both"))
+    _guides(axes, pair, (low - pad, high + pad), ("Energies", "eV"), ("the mean", float(pair[0].mean())), theme)
+    axes.set(xlabel="true energy [eV]", ylabel="predicted energy [eV]")
+
+
+def _histogram(axes: Axes, pair: np.ndarray, edges: np.ndarray, what: str, theme: Theme) -> None:
+    counts = np.histogram2d(pair[1], pair[0], bins=(edges, edges))[0]
+    # Without the palest: a cell with a single point differs from the paper.
+    shades = LinearSegmentedColormap.from_list("counts", matplotlib.colormaps[theme.map](np.linspace(0.3, 1, 64)))
+    cells = axes.pcolormesh(edges, edges, np.ma.masked_equal(counts, 0), norm=LogNorm(1, max(counts.max(), 10)), cmap=shades)
+    inset = axes.inset_axes((0.58, 0.1, 0.38, 0.025))
+    axes.figure.colorbar(cells, cax=inset, orientation="horizontal").outline.set_visible(False)
+    inset.set_title(what, fontsize=8, color=theme.faint, pad=3)
+    inset.tick_params(labelsize=8)
+
+
+def _guides(
+    axes: Axes, pair: np.ndarray, box: tuple[float, float], what: tuple[str, str], naive: tuple[str, float], theme: Theme
+) -> None:
+    """Perfect and naive answers, the mean absolute error and that of the naive one.   pair true and predicted [2, N]"""
+    axes.plot(box, box, color=theme.ink, linewidth=1, label="perfect")
+    axes.axhline(naive[1], color=theme.second, linewidth=1.3, linestyle=(0, (5, 3)), label=naive[0])
+    axes.set(xlim=box, ylim=box)
+    axes.set_box_aspect(1)
+    axes.legend(loc="upper left", fontsize=8)
+    mae, yardstick = (float(np.abs(each - pair[0]).mean()) for each in (pair[1], naive[1]))
+    _head(axes, what[0], f"MAE {number(mae)} {what[1]}   ({naive[0]}: {number(yardstick)})", theme)
+
+
+def _bars(axes: Axes, elements: np.ndarray, atoms: np.ndarray, mae: np.ndarray, zero: np.ndarray, theme: Theme) -> None:
+    rows = np.arange(len(elements))
+    axes.barh(rows, mae, height=0.62, color=theme.main, label="the network")
+    axes.vlines(zero, rows - 0.42, rows + 0.42, color=theme.second, linewidth=2.4, label="no force")
+    for row, text in zip((-1, *rows), ("free atoms", *(f"{count:,}" for count in atoms))):
+        axes.text(0.99, row, text, transform=axes.get_yaxis_transform(), fontsize=8.5, color=theme.faint, ha="right", va="center")
+    axes.set_yticks(rows, [SYMBOLS.split()[z - 1] for z in elements], color=theme.ink)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(False, axis="y")
+    axes.set_xlabel("force MAE [eV/Å]")
+    axes.set_box_aspect(1)
+
+
+def _head(axes: Axes, title: str, said: str, theme: Theme) -> None:
+    axes.set_title(f"{title}\n", fontsize=11.5, fontweight="bold", loc="left")
+    axes.text(0, 1.03, said, transform=axes.transAxes, fontsize=8.5, color=theme.faint)

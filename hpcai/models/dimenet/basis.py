@@ -1,0 +1,156 @@
+"""Functions of distance and direction: spherical Bessel functions under an envelope, and real spherical harmonics.
+
+Gasteiger, Gross and Guennemann, ICLR 2020, section 5.   E edges, L orders, R radial functions of each order.
+"""
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+# ---- Bessel functions
+
+
+def _bessel(x: Any, orders: int, sin: Any, cos: Any) -> list[Any]:
+    """j_0(x) ... j_(orders-1)(x), by the upward recurrence: in float64 good to 1e-9 from x = 0.5 on for orders up to 7."""
+    found = [sin(x) / x]
+    if orders > 1:
+        found.append((found[0] - cos(x)) / x)
+    for n in range(1, orders - 1):
+        found.append((2 * n + 1) / x * found[n] - found[n - 1])
+    return found
+
+
+@lru_cache
+def zeros(orders: int, count: int) -> NDArray[np.float64]:
+    """The first ``count`` positive zeros of j_0 ... j_(orders-1).   [L, R]
+
+    Between two neighbouring zeros of one order lies one of the next, found by bisection.
+    """
+    rows = [np.arange(1, count + orders) * np.pi]
+    for order in range(1, orders):
+        low, high = rows[-1][:-1].copy(), rows[-1][1:].copy()
+        rising = _bessel(low, order + 1, np.sin, np.cos)[order] < 0
+        for _ in range(60):
+            middle = (low + high) / 2
+            left = (_bessel(middle, order + 1, np.sin, np.cos)[order] < 0) == rising
+            low, high = np.where(left, middle, low), np.where(left, high, middle)
+        rows.append((low + high) / 2)
+    return np.stack([row[:count] for row in rows])
+
+
+def envelope(x: Tensor, exponent: int, order: int = 0) -> Tensor:
+    """1/x + a x^(p-1) + b x^p + c x^(p+1) with p = ``exponent`` + 1, or its derivative of ``order``: 0 at x = 1, as are its first
+    two derivatives; 0 beyond."""
+    p = exponent + 1
+    a, b, c = -(p + 1) * (p + 2) / 2, p * (p + 2), -p * (p + 1) / 2
+    y = (-1) ** order * math.factorial(order) / x ** (order + 1)
+    for factor, power in ((a, p - 1), (b, p), (c, p + 1)):
+        y = y + factor * math.perm(power, order) * x ** max(power - order, 0)
+    return torch.where(x < 1, y, 0.0)
+
+
+class SphericalBessel(nn.Module):
+    """j_l(z_ln d/c) under the envelope, normalised in the sphere of radius c.   d [E] -> [E, L * R]
+
+    Computed in float64, with its derivatives in closed form: in float32 the recurrence for j_6 is off by 2e-4 at 1.1 angstrom.
+    """
+
+    z: Tensor  # [L, R]
+    norm: Tensor  # [L, R]
+
+    def __init__(self, orders: int, count: int, cutoff: float, exponent: int) -> None:
+        super().__init__()
+        self.cutoff, self.exponent = cutoff, exponent
+        z = zeros(orders, count)
+        norm = [math.sqrt(2) / np.abs(_bessel(z[n], n + 2, np.sin, np.cos)[n + 1]) for n in range(orders)]
+        self._exact = {"z": torch.from_numpy(z), "norm": torch.from_numpy(np.stack(norm))}
+        for name, values in self._exact.items():
+            self.register_buffer(name, values, persistent=False)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "SphericalBessel":
+        """Also in a model of narrower numbers the constants stay float64."""
+        super()._apply(fn, recurse)
+        for name, values in self._exact.items():
+            self._buffers[name] = values.to(getattr(self, name).device)
+        return self
+
+    def forward(self, d: Tensor) -> Tensor:
+        words = d, self.z, self.norm, self.cutoff, self.exponent, 0
+        return _derivative(*words) if torch.compiler.is_compiling() else _Radial.apply(*words)
+
+
+def _derivative(d: Tensor, z: Tensor, norm: Tensor, cutoff: float, exponent: int, order: int) -> Tensor:
+    """Of the functions, by d.   [E] -> [E, L * R]"""
+    x = (d.double() / cutoff)[:, None]
+    around = [envelope(x, exponent, k) / cutoff**order * math.comb(order, k) for k in range(order + 1)]
+    rows = []
+    for n in range(len(z)):
+        y = x * z[n]
+        j = _bessel(y, n + (2 if order else 1), torch.sin, torch.cos)
+        row = around[order] * j[n]
+        if order:
+            slope = n / y * j[n] - j[n + 1]
+            row = row + around[order - 1] * z[n] * slope
+            if order == 2:
+                row = row + around[0] * z[n] ** 2 * ((n * (n + 1) / y**2 - 1) * j[n] - 2 / y * slope)
+        rows.append(row * norm[n])
+    return torch.cat(rows, 1).to(d.dtype)
+
+
+class _Radial(torch.autograd.Function):
+    """A derivative, whose derivative is the next one; under torch.compile that of a plain function is right, and not of this."""
+
+    forward = staticmethod(_derivative)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.words = inputs[3:]
+        ctx.save_for_backward(*inputs[:3])
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        (d, z, norm), (cutoff, exponent, order) = ctx.saved_tensors, ctx.words
+        if order == 2:
+            raise NotImplementedError("third derivatives of the radial functions are not built")
+        return (g * _Radial.apply(d, z, norm, cutoff, exponent, order + 1)).sum(1), None, None, None, None, None
+
+
+# ---- harmonics
+
+
+def harmonics(u: Tensor, orders: int) -> Tensor:
+    """Real spherical harmonics of unit vectors, order after order, scaled so that the sum over m of Y_lm(u) Y_lm(v) is the Legendre
+    polynomial P_l(u.v) (addition theorem).   [E, 3] -> [E, L * L]
+
+    Polynomials in x, y and z, by the recurrences of the associated Legendre functions: smooth also at the poles.
+    """
+    x, y, z = u.unbind(-1)
+    one = torch.ones_like(x)
+    real, imaginary = [one], [torch.zeros_like(x)]  # (x + iy)^m
+    for m in range(1, orders):
+        real.append(x * real[m - 1] - y * imaginary[m - 1])
+        imaginary.append(x * imaginary[m - 1] + y * real[m - 1])
+    legendre: dict[tuple[int, int], Tensor] = {}
+    for m in range(orders):
+        legendre[m, m] = one * math.prod(range(1, 2 * m, 2))
+        if m + 1 < orders:
+            legendre[m + 1, m] = (2 * m + 1) * z * legendre[m, m]
+        for n in range(m + 2, orders):
+            legendre[n, m] = ((2 * n - 1) * z * legendre[n - 1, m] - (n + m - 1) * legendre[n - 2, m]) / (n - m)
+    columns = []
+    for n in range(orders):
+        for m in range(-n, n + 1):
+            k = abs(m)
+            factor = math.sqrt((2.0 if k else 1.0) * math.factorial(n - k) / math.factorial(n + k))
+            columns.append(factor * legendre[n, k] * (imaginary[k] if m < 0 else real[k]))
+    return torch.stack(columns, -1)
+
+
+def angular_factors(orders: int) -> list[float]:
+    """Y_l0(angle) = factor * P_l(cos angle).   [L]"""
+    return [math.sqrt((2 * n + 1) / (4 * math.pi)) for n in range(orders)]

@@ -1,0 +1,67 @@
+"""Shape of DimeNet++ and the meaning of its energies. No torch here."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from hpcai.config import Settings
+
+Positive = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0)]
+Length = Annotated[float, Field(gt=0)]
+
+
+class ObjectiveConfig(Settings):
+    """What a step lessens. The defaults are MLPerf HPC's: forces alone."""
+
+    force: Annotated[float, Field(ge=0)] = 50.0
+    """weight of the sum of |dF| over the directions of an atom, in units of the network, averaged over free atoms"""
+    energy: Annotated[float, Field(ge=0)] = 0.0
+    """weight of |dE|, averaged over structures; 0: energies are those whose slopes are the forces, up to a constant"""
+
+    @model_validator(mode="after")
+    def _something(self) -> Self:
+        if not (self.force or self.energy):
+            raise ValueError("force and energy are both 0; give one of them a weight")
+        return self
+
+
+class DimeNetConfig(Settings):
+    """The network of MLPerf HPC's OpenCatalyst by default, but for its angles: 1,810,182 parameters."""
+
+    hidden: Positive = 192
+    """channels of a message"""
+    output: Positive = 192
+    """channels of an atom before the last layers"""
+    interaction: Positive = 64
+    """channels of a message while it meets those that come to its sender"""
+    basis: Positive = 8
+    """channels between a basis and its filter"""
+    blocks: Positive = 3
+    """interaction blocks"""
+    spherical: Positive = 7
+    """angular functions: orders 0 to spherical - 1"""
+    radial: Positive = 6
+    """radial functions of each order"""
+    cutoff: Length = 6.0
+    """angstrom"""
+    most: Positive | None = 50
+    """nearest neighbours of an atom that are kept; null: all within the cutoff, without which an energy is not smooth"""
+    envelope: Positive = 5
+    """exponent of the polynomial that takes all functions smoothly to 0 at the cutoff"""
+    before_skip: Natural = 1
+    """residual layers before the skip connection of a block"""
+    after_skip: Natural = 2
+    """residual layers after it"""
+    output_layers: Natural = 3
+    """dense layers of an output block"""
+    elements: Positive = 95
+    """rows of the embedding: atomic numbers 0 to elements - 1"""
+    angles: Literal["conservative", "detached"] = "conservative"
+    """detached: forces leave out how angles change (MLPerf HPC, and both public codes); they are then no gradient of an energy"""
+    mean: float | None = 0.0
+    """eV that a structure's energy has more than the network says; null: taken from the data"""
+    scale: Annotated[float, Field(gt=0)] | None = 1.0
+    """eV per unit of the network's energy, and eV/angstrom of its forces; null: taken from the data"""
+    references: dict[Annotated[int, Field(ge=1, le=118)], float] = {}
+    """eV that each atom of an element has more, by atomic number: those of the source of the data"""

@@ -1,0 +1,279 @@
+"""DimeNet++: energies and forces of atoms from distances and angles (Gasteiger et al., arXiv:2011.14115).
+
+The network is that of MLPerf HPC's OpenCatalyst, and so are the names of its weights. Messages m of an edge j -> i gather what
+comes to j from its neighbours k, by the angle at j. No triplet k -> j -> i is ever made: the angular functions are Legendre
+polynomials of u_ji . u_kj, which are sums over m of Y_lm(u_ji) Y_lm(u_kj); so each atom gathers its moments once, and every message
+that leaves it reads them off. What came from the receiver itself, straight back, is taken out again.
+B structures, N atoms, E edges, K into an atom, L out of it, H hidden, I interaction, S orders, R radial functions.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hpcai.models.dimenet.basis import SphericalBessel, angular_factors, envelope, harmonics
+from hpcai.models.dimenet.config import DimeNetConfig
+from hpcai.models.dimenet.graph import Graph, Structure, fits, join
+from hpcai.models.dimenet.tables import collect, place, spread, turn, unplace
+from hpcai.nn.swish import swish
+
+
+class Prediction(NamedTuple):
+    """In units of the network: ``cfg.scale`` eV, and eV/angstrom."""
+
+    energy: Tensor  # [B]
+    forces: Tensor  # [N, 3]
+
+
+class Functions(NamedTuple):
+    """Of all edges, made once and used by every block."""
+
+    radial: Tensor  # [E, R] Bessel functions of order 0, with frequencies that are learnt
+    spherical: Tensor  # [E, S * R]
+    moments: Tensor  # [N, S * S * R, K] what a message that comes in adds to each moment
+    angular: Tensor  # [N, L, S * S] how a message that goes out reads them
+
+
+class Bessel(nn.Module):
+    """sin(freq_n d/c) under the envelope.   d [E] -> [E, R]"""
+
+    wide = True  # a frequency in bfloat16 is off by half a percent
+
+    def __init__(self, cfg: DimeNetConfig) -> None:
+        super().__init__()
+        self.cutoff, self.exponent = cfg.cutoff, cfg.envelope
+        self.freq = nn.Parameter(torch.arange(1, cfg.radial + 1) * math.pi)
+
+    def forward(self, d: Tensor) -> Tensor:
+        x = (d / self.cutoff)[:, None]
+        return envelope(x, self.exponent) * torch.sin(self.freq.to(d.dtype) * x)
+
+
+class Embedding(nn.Module):
+    """Messages from the two elements and their distance.   numbers [N] -> [E, H]"""
+
+    def __init__(self, cfg: DimeNetConfig) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(cfg.elements, cfg.hidden)
+        self.lin_rbf = nn.Linear(cfg.radial, cfg.hidden)
+        self.lin = nn.Linear(3 * cfg.hidden, cfg.hidden)
+        nn.init.uniform_(self.emb.weight, -math.sqrt(3), math.sqrt(3))
+
+    def forward(self, graph: Graph, radial: Tensor) -> Tensor:
+        h = self.emb(graph.numbers)
+        # One matrix times the three joined is three matrices; two of them act on atoms, which are fewer.
+        of_centre, of_other, of_distance = self.lin.weight.chunk(3, 1)
+        x = nn.functional.linear(swish(self.lin_rbf(radial)), of_distance, self.lin.bias)
+        x = x + spread(nn.functional.linear(h, of_centre), graph.centre, graph.incoming)
+        return swish(x + spread(nn.functional.linear(h, of_other), graph.other, graph.outgoing))
+
+
+class Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.lin1, self.lin2 = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + swish(self.lin2(swish(self.lin1(x))))
+
+
+class Interaction(nn.Module):
+    """[E, H] -> [E, H]"""
+
+    def __init__(self, cfg: DimeNetConfig) -> None:
+        super().__init__()
+        width, small = cfg.hidden, cfg.interaction
+        self.lin_rbf1 = nn.Linear(cfg.radial, cfg.basis, bias=False)
+        self.lin_rbf2 = nn.Linear(cfg.basis, width, bias=False)
+        self.lin_sbf1 = nn.Linear(cfg.spherical * cfg.radial, cfg.basis, bias=False)
+        self.lin_sbf2 = nn.Linear(cfg.basis, small, bias=False)
+        self.lin_kj, self.lin_ji = nn.Linear(width, width), nn.Linear(width, width)
+        self.lin_down, self.lin_up = nn.Linear(width, small, bias=False), nn.Linear(small, width, bias=False)
+        self.layers_before_skip = nn.ModuleList(Residual(width) for _ in range(cfg.before_skip))
+        self.lin = nn.Linear(width, width)
+        self.layers_after_skip = nn.ModuleList(Residual(width) for _ in range(cfg.after_skip))
+        self.around = Around(cfg)
+
+    def forward(self, m: Tensor, graph: Graph, functions: Functions) -> Tensor:
+        x = swish(self.lin_kj(m)) * (functions.radial @ (self.lin_rbf2.weight @ self.lin_rbf1.weight).T)
+        x = swish(self.lin_down(x))
+        x = self.around(x, graph, functions, self.lin_sbf2.weight @ self.lin_sbf1.weight)
+        x = swish(self.lin_ji(m)) + swish(self.lin_up(x))
+        for layer in self.layers_before_skip:
+            x = layer(x)
+        x = swish(self.lin(x)) + m
+        for layer in self.layers_after_skip:
+            x = layer(x)
+        return x
+
+
+class Around(nn.Module):
+    """For every message j -> i the sum over those that come to j from k, filtered by the angle at j and the distance of k.
+
+    x [E, I], weight [I, S * R] -> [E, I]
+    """
+
+    def __init__(self, cfg: DimeNetConfig) -> None:
+        super().__init__()
+        self.orders, self.radial = cfg.spherical, cfg.radial
+
+    def forward(self, x: Tensor, graph: Graph, functions: Functions, weight: Tensor) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):  # sums over fifty neighbours that cancel
+            x, kind = x.to(functions.spherical.dtype), weight.device
+            factor = torch.tensor(angular_factors(self.orders), dtype=x.dtype, device=kind)
+            weight = weight.to(x.dtype).unflatten(1, (self.orders, self.radial)) * factor[:, None]  # [I, S, R]
+            came = place(x, graph.incoming, graph.into)  # [N, K, I]
+            gathered = (functions.moments @ came).unflatten(1, (-1, self.radial))  # [N, S * S, R, I]
+            repeats = torch.tensor([2 * n + 1 for n in range(self.orders)], device=kind)
+            each = weight.permute(1, 2, 0).repeat_interleave(repeats, 0, output_size=self.orders**2)  # [S * S, R, I]
+            moments = (gathered * each).sum(2)
+            found = unplace(functions.angular @ moments, graph.out_of, graph.outgoing)
+            sign = torch.tensor([(-1.0) ** n for n in range(self.orders)], dtype=x.dtype, device=kind)
+            back = x * (functions.spherical @ (weight * sign[:, None]).flatten(1).T)
+            return found - turn(back, graph.reverse)
+
+
+class Output(nn.Module):
+    """What messages say of the atoms that they come to.   [E, H] -> [N, 1]"""
+
+    def __init__(self, cfg: DimeNetConfig) -> None:
+        super().__init__()
+        self.lin_rbf = nn.Linear(cfg.radial, cfg.hidden, bias=False)
+        self.lin_up = nn.Linear(cfg.hidden, cfg.output)
+        self.lins = nn.ModuleList(nn.Linear(cfg.output, cfg.output) for _ in range(cfg.output_layers))
+        self.lin = nn.Linear(cfg.output, 1, bias=False)
+
+    def forward(self, m: Tensor, graph: Graph, functions: Functions) -> Tensor:
+        said = (self.lin_rbf(functions.radial) * m).to(functions.radial.dtype)  # fifty of them are added
+        x = self.lin_up(collect(said, graph.centre, graph.incoming))
+        for layer in self.lins:
+            x = swish(layer(x))
+        with torch.autocast(x.device.type, enabled=False):  # energies of atoms add up to small differences
+            return nn.functional.linear(x.to(said.dtype), self.lin.weight.to(said.dtype))
+
+
+class DimeNet(nn.Module):
+    """A graph -> energies of its structures and forces on its atoms."""
+
+    references: Tensor | None  # [elements, 1] eV
+
+    def __init__(self, cfg: DimeNetConfig | None = None) -> None:
+        super().__init__()
+        self.cfg = cfg = cfg or DimeNetConfig()
+        self.rbf = Bessel(cfg)
+        self.emb = Embedding(cfg)
+        self.output_blocks = nn.ModuleList(Output(cfg) for _ in range(cfg.blocks + 1))
+        self.interaction_blocks = nn.ModuleList(Interaction(cfg) for _ in range(cfg.blocks))
+        self.spherical = SphericalBessel(cfg.spherical, cfg.radial, cfg.cutoff, cfg.envelope)
+        self.mean_over_copies: nn.Module = nn.Identity()  # seam: a loss divides by what all copies of the model count
+        self.scale, self.mean = cfg.scale or 1.0, cfg.mean or 0.0
+        each = torch.tensor([cfg.references.get(number, 0.0) for number in range(cfg.elements)], dtype=torch.float64)
+        # Of the settings and not of the weights: the keys of a checkpoint are those of the benchmark.
+        self.register_buffer("references", each[:, None] if cfg.references else None, persistent=False)
+        _initialise(self)
+
+    def forward(self, graph: Graph) -> Prediction:
+        wide = torch.float64 if self.rbf.freq.dtype == torch.float64 else torch.float32
+        graph = graph.to(graph.positions.device, wide)
+
+        def energy(positions: Tensor) -> tuple[Tensor, Tensor]:
+            each = self.energy(positions, graph)
+            return each.sum(), each
+
+        # A pure function of the positions: what the parameters need of the second derivative is computed, and no more.
+        slope, each = torch.func.grad(energy, has_aux=True)(graph.positions)
+        return Prediction(each, -slope)
+
+    def offset(self, graph: Graph) -> Tensor | float:
+        """eV that the energies have more than the network says.   [B]"""
+        if self.references is None:
+            return self.mean
+        return self.mean + collect(self.references[graph.numbers], graph.structure, graph.members)[:-1, 0]
+
+    def physical(self, graph: Graph, found: Prediction) -> tuple[Tensor, Tensor]:
+        """eV [B] and eV/angstrom [N, 3]."""
+        return found.energy.double() * self.scale + self.offset(graph), found.forces * self.scale
+
+    @torch.no_grad()
+    def energy_and_forces(self, structures: Structure | Sequence[Structure]) -> Any:
+        """Energy (eV, a float) and forces (eV/angstrom, [N, 3]) of one structure (see ``atoms``), or a list of such pairs.
+
+        Raises DataError for a structure whose neighbours were sought otherwise than this model needs, or with an element that it
+        does not know.
+        """
+        one = isinstance(structures, Structure)
+        given = [structures] if isinstance(structures, Structure) else list(structures)
+        for structure in given:
+            fits(structure, self.cfg)
+        weight = self.emb.emb.weight
+        graph = join(given).to(weight.device, torch.float32 if weight.dtype == torch.bfloat16 else weight.dtype)
+        with torch.autocast(weight.device.type, torch.bfloat16, enabled=weight.dtype == torch.bfloat16):
+            energy, forces = self.physical(graph, self(graph))
+        parts = forces.double().cpu().split([len(s.positions) for s in given] + [len(graph.numbers) - sum(map(_size, given))])
+        found = [(e, f.numpy()) for e, f in zip(energy.tolist(), parts)]
+        return found[0] if one else found
+
+    def calculator(self) -> Any:
+        """For ASE: ``slab.calc = model.calculator()``. Raises ConfigError for a model whose forces are no gradient."""
+        from hpcai.models.dimenet.calculator import DimeNetCalculator
+
+        return DimeNetCalculator(self)
+
+    @classmethod
+    def load(cls, path: Any, cfg: DimeNetConfig | None = None) -> "DimeNet":
+        """A model from weights in a file; see ``hpcai.models.dimenet.load_weights`` for the formats."""
+        from hpcai.models.dimenet.load import load_weights
+
+        return load_weights(path, cfg)
+
+    def save(self, path: Any, weights: Mapping[str, Tensor] | None = None) -> None:
+        """Weights and settings in one safetensors file; ``weights`` by name in place of the model's own."""
+        from hpcai.models.dimenet.load import save_weights
+
+        save_weights(self, path, weights)
+
+    def energy(self, positions: Tensor, graph: Graph) -> Tensor:
+        """[N, 3] -> [B]"""
+        functions = self.functions(positions, graph)
+        m = self.emb(graph, functions.radial)
+        atoms = self.output_blocks[0](m, graph, functions)
+        for interaction, output in zip(self.interaction_blocks, self.output_blocks[1:]):
+            m = interaction(m, graph, functions)
+            atoms = atoms + output(m, graph, functions)
+        return collect(atoms, graph.structure, graph.members)[:-1, 0]
+
+    def functions(self, positions: Tensor, graph: Graph) -> Functions:
+        cfg = self.cfg
+        with torch.autocast(positions.device.type, enabled=False):
+            there = spread(positions, graph.other, graph.outgoing)
+            vector = there - spread(positions, graph.centre, graph.incoming) + graph.shift
+            d = vector.square().sum(1).sqrt()
+            directed = vector.detach() if cfg.angles == "detached" else vector
+            u = directed / directed.square().sum(1, keepdim=True).sqrt()
+            angular, spherical = harmonics(u, cfg.spherical), self.spherical(d)
+            y = place(angular, graph.incoming, graph.into)  # [N, K, S * S]
+            r = place(spherical, graph.incoming, graph.into).unflatten(2, (-1, cfg.radial))
+            parts = [y[..., n * n : (n + 1) ** 2, None] * r[:, :, n, None] for n in range(cfg.spherical)]
+            moments = torch.cat([part.flatten(2) for part in parts], 2).transpose(1, 2)  # [N, S * S * R, K]
+            return Functions(self.rbf(d), spherical, moments, place(angular, graph.outgoing, graph.out_of))
+
+
+def _size(structure: Structure) -> int:
+    return len(structure.positions)
+
+
+def _initialise(model: nn.Module) -> None:
+    """Orthogonal matrices of the variance that Glorot asks for; what an output block says last is 0 at first."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Linear) and not name.startswith("emb."):
+            nn.init.orthogonal_(layer.weight)
+            rows, columns = layer.weight.shape
+            with torch.no_grad():
+                layer.weight *= math.sqrt(2.0 / ((rows + columns) * layer.weight.var()))
+            if layer.bias is not None and not name.endswith("lin_up"):
+                nn.init.zeros_(layer.bias)
+    for output in model.output_blocks:  # type: ignore[union-attr]
+        nn.init.zeros_(output.lin.weight)

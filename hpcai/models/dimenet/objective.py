@@ -1,0 +1,70 @@
+"""What DimeNet++ is trained for and how well it does.   B structures, N atoms."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hpcai.models.dimenet.config import ObjectiveConfig
+from hpcai.models.dimenet.graph import Graph
+
+_ENERGY, _FORCE = 0.02, 0.03  # eV and eV/angstrom within which a structure counts as right (OC20)
+
+
+class Batch(NamedTuple):
+    """Structures, what they were found to be, and which of their atoms count."""
+
+    energy: Tensor  # [B] eV, float64: total energies are large and their differences small
+    forces: Tensor  # [N, 3] eV/angstrom
+    free: Tensor  # [N] 1: may move; 0: is held fast, or is none
+    counts: Tensor  # [2] free atoms and structures of this process's batch, of a micro-batch on average
+    graph: Graph
+
+
+def loss(model: Any, batch: Batch, cfg: ObjectiveConfig = ObjectiveConfig()) -> dict[str, Any]:  # noqa: B008 immutable
+    """Sum of |dF| over free atoms and directions, for each free atom, and mean |dE|, both over all copies of the model and in its
+    units, times their weights (MLPerf HPC: 50 and 0)."""
+    found, scale = model(batch.graph), model.scale
+    atoms, structures = model.mean_over_copies(batch.counts)
+    force = ((found.forces - batch.forces / scale).abs() * batch.free[:, None]).sum()
+    wanted = (batch.energy - model.offset(batch.graph)) / scale
+    energy = (found.energy - wanted.to(found.energy.dtype)).abs().sum()
+    value = cfg.force * force / atoms + cfg.energy * energy / structures
+    return {
+        "loss": value,
+        "force_mae": (scale * force.detach(), 3 * batch.free.sum()),
+        "energy_mae": (scale * energy.detach(), len(batch.energy)),
+    }
+
+
+def score(model: Any, batch: Batch) -> dict[str, tuple[Tensor, Any]]:
+    """``force_mae``, the metric of MLPerf HPC (target 0.036 eV/angstrom): mean |dF| over free atoms and directions.
+    ``force_cosine``: mean cosine of the angle between forces. ``energy_mae``. ``within``: share of the structures whose energy is
+    right to 0.02 eV and every force to 0.03 eV/angstrom. And what would be had for nothing: ``force_zero``, the MAE of no force at
+    all, and ``energy_mean``, that of the mean energy."""
+    energy, forces = model.physical(batch.graph, model(batch.graph))
+    free, graph, count = batch.free[:, None], batch.graph, len(batch.energy)
+    error, off = (forces - batch.forces).abs() * free, (energy - batch.energy).abs()
+    same = torch.nn.functional.cosine_similarity(forces, batch.forces, 1, 1e-12)
+    worst = error.amax(1)[graph.members[:-1]].amax(1)  # an empty place names an atom that is none
+    atoms = batch.free.sum()
+    return {
+        "force_mae": (error.sum(), 3 * atoms),
+        "force_cosine": ((same * batch.free).sum(), atoms),
+        "energy_mae": (off.sum(), count),
+        "within": (((off <= _ENERGY) & (worst <= _FORCE)).sum(), count),
+        "force_zero": ((batch.forces.abs() * free).sum(), 3 * atoms),
+        "energy_mean": ((batch.energy - model.offset(graph)).abs().sum(), count),
+    }
+
+
+def pairs(model: Any, batch: Batch) -> dict[str, Tensor]:
+    """For pictures: true and predicted energies [B, 2], eV; of every free atom its element [A] and its forces [A, 2, 3],
+    eV/angstrom."""
+    energy, forces = model.physical(batch.graph, model(batch.graph))
+    free = batch.free > 0
+    return {
+        "energy": torch.stack((batch.energy, energy), 1),
+        "forces": torch.stack((batch.forces, forces), 1)[free],
+        "numbers": batch.graph.numbers[free].to(torch.uint8),
+    }

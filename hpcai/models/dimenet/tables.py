@@ -1,0 +1,108 @@
+"""Values of edges at their atoms and back, without a sum whose order is left to chance.
+
+Every edge has a place in the row of its centre and one in the row of the atom it comes from, so that each of these maps and its
+adjoint is a copy by a table, or a sum over a row of one: the same bits in every run on a GPU, to any derivative. Empty places hold
+the number of an edge that is none, whose values are 0.   N atoms, E edges, K places of a row, C channels.
+
+Under torch.compile they are plain indexing: there the second derivative of such functions comes out wrong (torch 2.13).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def place(x: Tensor, there: Tensor, back: Tensor) -> Tensor:
+    """Rows in another order: ``there`` says which row of ``x`` stands at each place, ``back`` at which place each row stands.
+
+    x [E, C], there [N, K], back [E] -> [N, K, C]
+    """
+    rows = there.flatten()
+    return (x[rows] if torch.compiler.is_compiling() else _Place.apply(x, rows, back)).unflatten(0, there.shape)
+
+
+def unplace(x: Tensor, back: Tensor, there: Tensor) -> Tensor:
+    """What ``place`` does, undone.   x [N, K, C], back [E], there [N, K] -> [E, C]"""
+    rows = x.flatten(0, 1)
+    return rows[back] if torch.compiler.is_compiling() else _Place.apply(rows, back, there.flatten())
+
+
+def turn(x: Tensor, reverse: Tensor) -> Tensor:
+    """Values of the edges that lead back.   x [E, C], reverse [E] -> [E, C]"""
+    return x[reverse] if torch.compiler.is_compiling() else _Turn.apply(x, reverse)
+
+
+def spread(x: Tensor, index: Tensor, table: Tensor) -> Tensor:
+    """Values of atoms at their edges: row ``index`` of ``x``, where ``table`` lists the edges of each.
+
+    x [N, C], index [E], table [N, K] -> [E, C]
+    """
+    return x[index] if torch.compiler.is_compiling() else _Spread.apply(x, index, table)
+
+
+def collect(x: Tensor, index: Tensor, table: Tensor) -> Tensor:
+    """The sum over the edges of each atom.   x [E, C], index [E], table [N, K] -> [N, C]"""
+    if torch.compiler.is_compiling():
+        return x.new_zeros(len(table), x.shape[1]).index_add(0, index, x)
+    return _Collect.apply(x, index, table)
+
+
+class _Place(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, there: Tensor, back: Tensor) -> Tensor:
+        return x.index_select(0, there)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        there, back = ctx.saved_tensors
+        return _Place.apply(g, back, there), None, None
+
+
+class _Turn(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, reverse: Tensor) -> Tensor:
+        return x.index_select(0, reverse)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return _Turn.apply(g, *ctx.saved_tensors), None
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, index: Tensor, table: Tensor) -> Tensor:
+        return x.index_select(0, index)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        index, table = ctx.saved_tensors
+        return _Collect.apply(g, index, table), None, None
+
+
+class _Collect(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, index: Tensor, table: Tensor) -> Tensor:
+        none = len(x) - 1  # the last edge is none
+        return torch.nn.functional.embedding_bag(table, x, mode="sum", padding_idx=none)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[1:])
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        index, table = ctx.saved_tensors
+        return _Spread.apply(g, index, table), None, None

@@ -1,0 +1,270 @@
+"""Slabs by EMT: the same from any number of processes, resumable, exact labels, no composition in two splits, checked."""
+
+import json
+import shutil
+
+import ase.build
+import ase.calculators.emt
+import h5py
+import numpy as np
+import pytest
+from ase.constraints import FixAtoms
+from ase.optimize import LBFGS
+
+from data_prep import opencatalyst, slabs, store
+from hpcai.errors import DataError
+from tests.data_prep.making import kill_after, workers_and_ranks_agree
+
+SMALL = ["--systems", "5", "--each", "1", "--size", "2", "2", "3", "--dynamics", "10", "--no-check"]
+RECIPE = opencatalyst.Recipe(1, (2, 2, 3), 10, 1, 0.2, 0.0, 6.0, 50)
+
+
+def run(command, *words, workers="1"):
+    return opencatalyst.main([command, *map(str, words), *(["--workers", workers] if command != "check" else [])])
+
+
+def content(out):
+    return {path.relative_to(out).as_posix(): path.read_bytes() for path in sorted(out.glob("*/[isf]*.*"))}
+
+
+def whole(folder):
+    """All datasets of a split, one file after the other."""
+    files = []
+    for path in sorted(folder.glob("*.h5")):
+        with h5py.File(path) as file:
+            files.append({name: file[name][...] for name in file})
+    return {name: np.concatenate([file[name] for file in files]) for name in files[0]}
+
+
+def loaded(path):
+    return json.loads(path.read_text())
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    out = tmp_path_factory.mktemp("slabs") / "alone"
+    assert run("simulate", out, *SMALL) == 0
+    return out
+
+
+# ---- simulate
+
+
+def test_the_files_are_as_promised(made):
+    index = loaded(made / "train" / "index.json")
+    fields = {name: (field["dtype"], field["shape"]) for name, field in index["fields"].items()}
+    assert fields == {
+        "atoms": ("int32", []), "edges": ("int32", []), "triplets": ("int64", []), "energy": ("float64", []),
+        "cell": ("float64", [3, 3]), "pbc": ("uint8", [3]), "system": ("int64", []), "frame": ("int32", []),
+        "source": ("int16", []), "positions": ("float32", ["atoms", 3]), "forces": ("float32", ["atoms", 3]),
+        "numbers": ("uint8", ["atoms"]), "tags": ("uint8", ["atoms"]), "fixed": ("uint8", ["atoms"]),
+    }  # fmt: skip
+    assert (index["cutoff"], index["most"]) == (6.0, 50) and "EMT" in index["label"] and "not DFT" in index["label"]
+    assert all(source["labels"] == "EMT" for source in index["sources"]) and len(index["sources"]) == 3
+    assert len(index["files"]) == 4 and len(list(made.glob("validation/*.h5"))) == 1
+    for entry in index["files"]:
+        with h5py.File(made / "train" / entry["name"]) as file:
+            assert all(file[name].chunks is None for name in file) and "EMT" in file.attrs["label"]
+            assert file["atoms"].shape == (entry["rows"],) and file["positions"].shape == (entry["lengths"]["atoms"], 3)
+            assert file["atoms"][...].sum() == entry["lengths"]["atoms"] and (np.diff(file["frame"][...]) == 1).all()
+            assert (file["atoms"][...] >= 13).all() and (file["pbc"][...] == 1).all() and (file["edges"][...] > 12 * 12).all()
+            assert {int(tag) for tag in file["tags"][...]} == {0, 1, 2}
+            assert ((file["tags"][...] == 0) == (file["fixed"][...] == 1)).all()
+            metal = np.isin(file["numbers"][...], [13, 28, 29, 46, 47, 78, 79])
+            assert (metal == (file["tags"][...] < 2)).all()
+    assert all(store.mistakes(made / split / name, entry, about) is not None for split, name, entry, about in store.indexed(made))
+
+
+def test_flat_datasets_begin_on_pages(tmp_path):
+    datasets = {"atoms": ("int32", ()), "positions": ("float32", ("atoms", 3)), "tags": ("uint8", ("atoms",))}
+    with store.rows_file(tmp_path / "a.h5", 3, datasets, {}, {"atoms": 70000}) as file:
+        assert {name: file[name].shape for name in file} == {"atoms": (3,), "positions": (70000, 3), "tags": (70000,)}
+        file["positions"][...] = 1
+    with h5py.File(tmp_path / "a.h5") as file:
+        assert file["positions"].id.get_offset() % 4096 == 0 and file["positions"].chunks is None
+
+
+def test_a_system_is_a_pure_function_of_seed_and_number(made):
+    for number in (3, 1):
+        system, path = RECIPE.system(number), next(made.glob(f"*/systems_{number:06d}.h5"))
+        assert path.parent.name == RECIPE.split(number) and system.composition in RECIPE.compositions()[path.parent.name]
+        with h5py.File(path) as file:
+            assert json.loads(file.attrs["systems"])[0]["name"] == system.name
+            assert (file["energy"][...] == [frame.energy for frame in system.frames]).all()
+            assert (file["positions"][...] == np.concatenate([frame.positions for frame in system.frames]).astype(np.float32)).all()
+            assert (file["system"][...] == number).all() and set(file["source"][...]) == {0, 1, 2}
+    other = opencatalyst.Recipe(**{**json.loads(json.dumps(RECIPE.__dict__)), "seed": 2}).system(3)
+    assert other.name != RECIPE.system(3).name or other.frames[0].energy != RECIPE.system(3).frames[0].energy
+
+
+def test_workers_and_ranks_make_the_same_bytes(made, tmp_path):
+    workers_and_ranks_agree(run, content, made, tmp_path, SMALL)
+
+
+def test_a_set_grows_and_does_not_shrink(made, tmp_path, capsys):
+    out = shutil.copytree(made, tmp_path / "more")
+    assert run("simulate", out, *SMALL, "--systems", "6") == 0
+    before, after = content(made), content(out)
+    assert all(after[name] == data for name, data in before.items() if name.endswith(".h5"))
+    assert sum(name.endswith(".h5") for name in after) == 6
+    assert run("simulate", out, *SMALL) == 2 and "ask for at least as many" in capsys.readouterr().err
+
+
+def test_a_killed_run_goes_on_with_what_is_missing(made, tmp_path, monkeypatch):
+    kill_after("*/systems_*.h5", "opencatalyst", tmp_path, SMALL)
+    calls, system = [], slabs.system
+    monkeypatch.setattr(slabs, "system", lambda *words: calls.append(1) or system(*words))
+    done = len(list(tmp_path.glob("*/systems_*.h5")))
+    assert run("simulate", tmp_path, *SMALL) == 0 and len(calls) == 5 - done < 5
+    assert content(tmp_path) == content(made) and not list(tmp_path.rglob("*.partial"))
+    files = sorted(tmp_path.glob("train/*.h5"))
+    files[0].unlink()
+    (tmp_path / "train" / ".records" / f"{files[1].name}.json").unlink()         # stopped between file and record
+    assert run("simulate", tmp_path, *SMALL) == 0 and len(calls) == 6 - done and content(tmp_path) == content(made)
+
+
+def test_no_composition_is_in_two_splits(made):
+    for seed in range(20):
+        parts = slabs.shared_out(np.random.default_rng(seed), 0.2, 0.1)
+        assert [len(parts[split]) for split in store.SPLITS] == [19, 6, 3]
+        assert sorted(sum(parts.values(), [])) == slabs.compositions() and len(set(slabs.compositions())) == 28
+    told = loaded(made / "validation" / "index.json")["compositions"]
+    for split in ("train", "validation"):
+        for path in made.glob(f"{split}/*.h5"):
+            with h5py.File(path) as file:
+                metals = {ase.data.chemical_symbols[z] for z in file["numbers"][...][file["tags"][...] < 2]}
+            assert "-".join(sorted(metals)) in told[split]
+    assert not {*told["train"]} & {*told["validation"]} and told["test"] == []
+
+
+def as_atoms(frame):
+    atoms = ase.Atoms(frame.numbers, np.asarray(frame.positions, np.float64), cell=frame.cell, pbc=frame.pbc)
+    atoms.calc = ase.calculators.emt.EMT(asap_cutoff=False)
+    return atoms
+
+
+def test_labels_are_those_of_emt_and_forces_are_its_slope():
+    system = RECIPE.system(0)
+    for frame in system.frames[::7]:
+        atoms = as_atoms(frame)
+        assert atoms.get_potential_energy() - system.reference == pytest.approx(frame.energy, abs=1e-9)
+        assert np.abs(atoms.get_forces() - frame.forces).max() < 1e-9 and np.abs(frame.forces).max() <= slabs.STEEP
+    moved = system.frames[-1]
+    assert (system.frames[0].positions != moved.positions)[moved.fixed == 0].all()
+    assert (system.frames[0].positions == moved.positions)[moved.fixed == 1].all()
+    for atom, axis in ((0, 2), (len(moved.numbers) - 1, 0), (7, 1)):              # held, adsorbate, metal
+        energies = []
+        for step in (1e-4, -1e-4):
+            atoms = as_atoms(moved)
+            atoms.positions[atom, axis] += step
+            energies.append(atoms.get_potential_energy())
+        assert (energies[1] - energies[0]) / 2e-4 == pytest.approx(moved.forces[atom, axis], abs=1e-6)
+
+
+def test_energies_are_less_a_clean_slab_and_lone_atoms():
+    for number in (0, 2):
+        system = RECIPE.system(number)
+        first = system.frames[0]
+        clean = as_atoms(first)
+        lone = {"H": 3.21, "C": 3.5, "N": 5.1, "O": 4.6}
+        atoms = sum(lone[symbol] for symbol in clean.symbols[first.tags == 2])
+        clean.set_constraint(FixAtoms(mask=first.fixed == 1))
+        del clean[np.flatnonzero(first.tags == 2)]
+        LBFGS(clean, logfile=None).run(fmax=0.02, steps=100)
+        assert system.reference == pytest.approx(clean.get_potential_energy() + atoms, abs=1e-6)
+
+
+def test_steep_frames_are_left_out_and_hopeless_starts_drawn_again(monkeypatch):
+    every = RECIPE.system(0).frames
+    monkeypatch.setattr(slabs, "STEEP", float(np.median([np.abs(frame.forces).max() for frame in every])))
+    some = RECIPE.system(0).frames
+    assert 0 < len(some) < len(every) and [frame.frame for frame in some] == list(range(len(some)))
+    assert all(np.abs(frame.forces).max() <= slabs.STEEP for frame in some)
+    monkeypatch.setattr(slabs, "HOPELESS", 1e-9)
+    with pytest.raises(DataError, match="system 0: 50 draws began with forces above 1e-09"):
+        RECIPE.system(0)
+
+
+def test_dynamics_keep_their_temperature():
+    atoms = ase.build.fcc111("Cu", (2, 2, 3), vacuum=8, periodic=True)
+    atoms.calc, free, speeds = slabs.emt(), np.arange(12) >= 4, []
+    before = atoms.positions.copy()
+    for _ in slabs._dynamics(np.random.default_rng(0), atoms, free, 600.0, 400):
+        speeds.append(atoms.positions.copy())
+    spread = np.std(speeds[20:], axis=0)[free]
+    assert 0.05 < spread.mean() < 0.3 and (atoms.positions[~free] == before[~free]).all()
+    potential = []
+    for positions in speeds[20:]:
+        atoms.positions = positions
+        potential.append(atoms.get_potential_energy())
+    atoms.positions = before
+    assert (np.mean(potential) - atoms.get_potential_energy()) / (12 * ase.units.kB * 600) == pytest.approx(1, abs=0.35)
+
+
+def test_statistics_are_those_of_the_data(made):
+    stated = loaded(made / "statistics.json")
+    train, held = whole(made / "train"), whole(made / "validation")
+
+    def counts(part):
+        frame = np.repeat(np.arange(len(part["atoms"])), part["atoms"])
+        return np.stack([np.bincount(frame, part["numbers"] == z, len(part["atoms"])) for z in sorted({*train["numbers"]})], 1)
+
+    solution = np.linalg.lstsq(counts(train), train["energy"], rcond=None)[0]
+    for split, part in (("train", train), ("validation", held)):
+        found, free = stated["splits"][split], part["forces"][part["fixed"] == 0].astype(np.float64)
+        assert (found["frames"], found["atoms"]) == (len(part["energy"]), len(part["numbers"]))
+        assert found["systems"] == len({*part["system"]}) and sum(found["elements"].values()) == len(part["numbers"])
+        assert found["elements"] == {ase.data.chemical_symbols[z]: int((part["numbers"] == z).sum()) for z in {*part["numbers"]}}
+        energy = [part["energy"].mean(), part["energy"].std(), part["energy"].min(), part["energy"].max()]
+        assert [found["energy"][name] for name in ("mean", "deviation", "minimum", "maximum")] == pytest.approx(energy, rel=1e-12)
+        forces = [np.sqrt((free**2).mean()), np.abs(free).mean(), np.sqrt((free**2).sum(1)).max()]
+        assert [found["forces"][name] for name in ("rms", "zero_mae", "largest")] == pytest.approx(forces, rel=1e-12)
+        assert found["triplets_per_frame"]["mean"] == pytest.approx(part["triplets"].mean())
+        assert found["edges_per_frame"]["maximum"] == part["edges"].max()
+        linear = np.abs(part["energy"] - counts(part) @ solution).mean()
+        assert found["baselines"]["energy_of_linear_reference"] == pytest.approx(linear, rel=1e-6)
+        assert found["baselines"]["energy_of_mean"] == pytest.approx(np.abs(part["energy"] - train["energy"].mean()).mean())
+        assert found["baselines"]["forces_of_zero"] == found["forces"]["zero_mae"]
+    assert stated["normaliser"]["force_rms"] == stated["splits"]["train"]["forces"]["rms"]
+    assert stated["normaliser"]["energy_deviation"] == pytest.approx(train["energy"].std())
+    assert [*stated["linear_reference"]["energy"].values()] == pytest.approx(solution, abs=1e-7)
+
+
+WRONG = {
+    "--seed 2": "seed 1 (now 2)", "--each 2": "--systems 5: expected a multiple of --each 2", "--size 1 2 3": "expected 2 to 12",
+    "--cutoff 0.1": "expected 1 to 50", "--validation 0.6 --test 0.4": "sum to less than 1", "--systems 1": "none is left for",
+    "--validation 0.99": "leave no composition",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("more", WRONG)
+def test_a_wrong_setting_is_refused(made, tmp_path, capsys, more):
+    assert run("simulate", shutil.copytree(made, tmp_path / "same"), *SMALL, *more.split()) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and WRONG[more] in error and content(tmp_path / "same") == content(made)
+
+
+def harm(out, change):
+    """Changes a file and what the index says of its bytes."""
+    path = sorted(out.glob("train/*.h5"))[0]
+    with h5py.File(path, "r+") as file:
+        change(file)
+    index = loaded(out / "train" / "index.json")
+    index["files"][0] |= {"sha256": store.digest(path), "bytes": path.stat().st_size}
+    (out / "train" / "index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize("name, text", [("edges", "counted again"), ("energy", "EMT again is"), ("forces", "the forces sum to")])
+def test_the_check_passes_and_draws_and_finds_harm(made, tmp_path, capsys, name, text):
+    out = shutil.copytree(made, tmp_path / "harmed")
+    if name == "edges":
+        assert run("check", out) == 0 and (out / opencatalyst.PICTURE).read_bytes().startswith(b"\x89PNG")
+        told = capsys.readouterr().out
+        assert "samples against index.json: equal" in told and "labels and neighbours of 12 frames made again" in told
+    more = 1 if name == "edges" else 3e-4
+    harm(out, lambda file: file[name].write_direct(np.asarray(file[name][...] + more, file[name].dtype)))
+    assert run("check", out, "--no-picture", "--frames", "999") == 1 and text in capsys.readouterr().out
+    index = loaded(out / "train" / "index.json")
+    index["files"][0]["lengths"]["atoms"] += 1
+    (out / "train" / "index.json").write_text(json.dumps(index))
+    assert run("check", out) == 1 and "'positions' is float32" in capsys.readouterr().out

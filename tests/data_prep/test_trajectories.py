@@ -1,0 +1,336 @@
+"""Trajectories of every kind to our files: the same frames from each, methods mixed on demand only, a line for what is wrong."""
+
+import json
+import lzma
+import pickle
+import re
+import sys
+import types
+import zlib
+from collections import OrderedDict
+from contextlib import contextmanager
+from pathlib import Path
+
+import ase.build
+import ase.calculators.emt
+import ase.db
+import ase.io
+import lmdb
+import numpy as np
+import pytest
+import torch
+from ase.calculators.singlepoint import SinglePointCalculator
+from ase.constraints import FixAtoms, FixCartesian
+
+from data_prep import frames, pickled, trajectories
+from tests.data_prep.test_opencatalyst import loaded, run, whole
+
+REAL = Path(__file__).resolve().parents[2] / ".." / "shared" / "realdata" / "oc20"
+
+
+def labelled(atoms, energy=None, forces=None, name=None, **info):
+    if energy is None:
+        atoms.calc = ase.calculators.emt.EMT()
+        energy, forces = atoms.get_potential_energy(), atoms.get_forces(apply_constraint=False)
+    atoms.calc = SinglePointCalculator(atoms, energy=energy, forces=forces)
+    if name:
+        atoms.calc.name = name
+    atoms.info.update(info)
+    return atoms
+
+
+def images(number=6, metal="Cu", seed=0, **how):
+    random, slab = np.random.default_rng(seed), ase.build.fcc111(metal, (2, 2, 3), vacuum=8, periodic=True)
+    slab.info.clear()
+    slab.set_tags(np.arange(12) >= 8)
+    slab.set_constraint(FixAtoms(range(4)))
+    found = []
+    for _ in range(number):
+        atoms = slab.copy()
+        atoms.positions += 0.05 * random.standard_normal((12, 3))
+        found.append(labelled(atoms, **how))
+    return found
+
+
+@pytest.mark.skipif(not REAL.is_dir(), reason=f"no real data at {REAL}")
+@pytest.mark.parametrize("row", loaded(REAL / "index.json") if REAL.is_dir() else [], ids=lambda row: row["source_file"])
+def test_every_real_file_is_taken_in(tmp_path, row, capsys):
+    sources = [REAL / row["file"], REAL / "original" / row["source_file"]]
+    if row["source_file"] == "random1447590.traj":
+        sources.append(REAL / "oc20_random1447590.aselmdb")
+    parts = []
+    for number, source in enumerate(source for source in sources if trajectories.kind(source)):
+        out = tmp_path / str(number)
+        assert run("convert", source, out, "--validation", "0", "--skip-bad", "--label", "as told") == 0
+        found, part = loaded(out / "statistics.json")["splits"]["train"], whole(out / "train")
+        assert found["frames"] == row["frames"] and sorted({*part["atoms"].tolist()}) == row["natoms"]
+        assert found["energy"]["mean"] == pytest.approx(row["energy_mean"], rel=1e-9)
+        assert found["forces"]["zero_mae"] == pytest.approx(row["zero_force_mae_free"], rel=1e-5)
+        assert part["pbc"][0].astype(bool).tolist() == row["pbc"] and run("check", out, "--no-picture") == 0
+        parts.append(part)
+    for name in ("numbers", "positions", "forces", "fixed", "energy", "cell", "edges", "triplets"):
+        assert all(np.abs(part[name] - parts[0][name]).max() < 1e-5 for part in parts[1:]), name
+    if row["source_file"] == "sample_traj.traj":
+        assert "skipped: 2 frames" in capsys.readouterr().out
+
+
+@contextmanager
+def written(path):
+    with lmdb.open(str(path), subdir=False, lock=False, map_size=1 << 24) as opened, opened.begin(write=True) as transaction:
+        yield transaction
+
+
+def write_rows(path, atoms_list, method="vasp"):
+    """As ase-db-backends writes .aselmdb."""
+    def array(values):
+        values = np.asarray(values)
+        return {"__ndarray__": [list(values.shape), str(values.dtype), values.ravel().tolist()]}
+    with written(path) as transaction:
+        for n, atoms in enumerate(atoms_list, 1):
+            arrays = {"numbers": atoms.numbers, "positions": atoms.positions, "pbc": atoms.pbc, "cell": atoms.cell.array,
+                      "forces": atoms.calc.results["forces"], "tags": atoms.get_tags()}  # fmt: skip
+            row = {key: array(value) for key, value in arrays.items()}
+            row |= {"energy": atoms.calc.results["energy"], "calculator": method, "data": {"sid": 7, "fid": n},
+                    "constraints": [{"name": "FixAtoms", "kwargs": {"indices": [0, 1, 2, 3]}}]}  # fmt: skip
+            transaction.put(str(n).encode(), zlib.compress(json.dumps(row).encode()))
+        transaction.put(b"nextid", zlib.compress(b"99"))
+    return path
+
+
+class Evil:
+    def __reduce__(self):
+        return (print, ("the pickle ran this",))
+
+
+def write_pickles(path, atoms_list, monkeypatch, style="1.7", **more):
+    """As OC20's scripts wrote .lmdb, by a stand-in for torch_geometric."""
+    names = ["torch_geometric", "torch_geometric.data", "torch_geometric.data.data", "torch_geometric.data.storage"]
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    data, storage = (type(name, (), {"__module__": f"torch_geometric.data.{where}"}) for name, where in
+                     (("Data", "data"), ("GlobalStorage", "storage")))  # fmt: skip
+    sys.modules[names[2]].Data, sys.modules[names[3]].GlobalStorage = data, storage
+    with written(path) as transaction:
+        for n, atoms in enumerate(atoms_list):
+            values = {"pos": torch.tensor(atoms.positions, dtype=torch.float32), "cell": torch.tensor(atoms.cell.array[None]),
+                      "atomic_numbers": torch.tensor(atoms.numbers, dtype=torch.float32), "natoms": len(atoms),
+                      "tags": torch.tensor(atoms.get_tags()), "fixed": torch.tensor((np.arange(12) < 4).astype(np.float32)),
+                      "y": atoms.calc.results["energy"], "sid": 7, "fid": torch.tensor([n]), "edge_index": None,
+                      "force": torch.tensor(atoms.calc.results["forces"]), **more}  # fmt: skip
+            made = data()
+            if style == "2":
+                inner = storage()
+                inner.__dict__.update(_mapping=values, _parent=made)
+                made.__dict__.update(_store=inner, _edge_attr_cls=None)
+            else:
+                made.__dict__.update(values)
+            transaction.put(str(n).encode(), pickle.dumps(made, protocol=4 if style == "2" else 2))
+        transaction.put(b"length", pickle.dumps(len(atoms_list)))
+    for name in names:
+        monkeypatch.delitem(sys.modules, name)
+    return path
+
+
+def test_every_kind_of_file_gives_the_same_frames(tmp_path, monkeypatch, capsys):
+    some = images()
+    ase.io.write(tmp_path / "a.extxyz", some)
+    (tmp_path / "b.extxyz.xz").write_bytes(lzma.compress((tmp_path / "a.extxyz").read_bytes()))
+    ase.io.write(tmp_path / "c.traj", some)
+    with ase.db.connect(tmp_path / "d.db") as rows:
+        for n, atoms in enumerate(some):
+            rows.write(atoms, sid=7, fid=n)
+    write_rows(tmp_path / "e.aselmdb", some)
+    for name, style in (("f.lmdb", "1.7"), ("g.lmdb", "2")):
+        write_pickles(tmp_path / name, some, monkeypatch, style)
+    parts = {}
+    for source in sorted(tmp_path.glob("?.*")):
+        words = ["--trust-pickle"] if source.suffix == ".lmdb" else []
+        assert run("convert", source, tmp_path / "out" / source.name, "--validation", "0", "--frames", "4", *words) == 0
+        parts[source.name] = whole(tmp_path / "out" / source.name / "train")
+        assert len(list((tmp_path / "out" / source.name / "train").glob("*.h5"))) == 2
+        assert (str(source) in capsys.readouterr().out) == (source.suffix == ".lmdb")
+    first = parts["c.traj"]
+    assert (first["fixed"].reshape(6, 12).sum(1) == 4).all() and set(first["tags"]) == {0, 1}
+    assert np.abs(first["forces"].reshape(6, 12, 3)[:, :4]).min() > 0                               # raw, of held atoms too
+    for name, part in parts.items():
+        for key in ("numbers", "tags", "fixed", "atoms", "edges", "triplets", "pbc"):
+            assert (part[key] == first[key]).all(), (name, key)
+        assert all(np.abs(part[key] - first[key]).max() < 1e-6 for key in ("energy", "forces", "positions", "cell")), name
+        assert len({*part["system"]}) == 1 and (np.diff(part["frame"]) == 1).all()
+        assert (part["system"] == 7).all() == (name[0] in "defg")
+
+
+def test_pickles_are_opened_on_demand_and_run_nothing(tmp_path, monkeypatch, capsys):
+    write_pickles(tmp_path / "a.lmdb", images(2), monkeypatch)
+    assert run("convert", tmp_path / "a.lmdb", tmp_path / "out") == 2 and "--trust-pickle" in capsys.readouterr().err
+    assert run("convert", tmp_path / "a.lmdb", tmp_path / "out", "--skip-bad") == 2 and "run code" in capsys.readouterr().err
+    write_pickles(tmp_path / "b.lmdb", images(2), monkeypatch, more=Evil())
+    assert run("convert", tmp_path / "b.lmdb", tmp_path / "out", "--trust-pickle", "--validation", "0") == 2
+    told = capsys.readouterr()
+    assert "builtin__.print" in told.err and "the pickle ran this" not in told.out and "b.lmdb: frame 0" in told.err
+    nested = torch.storage._load_from_bytes, (pickle.dumps(Evil()),)                  # a pickle in the pickle
+    class Nested:
+        def __reduce__(self):
+            return nested
+    with pytest.raises(Exception, match=r"(?i)weights|legacy|invalid|unsupported"):
+        pickled.load(pickle.dumps(Nested()))
+    assert "the pickle ran this" not in capsys.readouterr().out
+    assert (pickled.load(pickle.dumps(OrderedDict(a=np.float64(3)), protocol=2))["a"]) == 3
+
+
+def test_chunks_of_oc20_lose_their_references(tmp_path, capsys):
+    for n, metal in enumerate(("Cu", "Ag", "Au", "Ni", "Pd")):
+        ase.io.write(tmp_path / "x.extxyz", images(3, metal, seed=n))
+        (tmp_path / "in").mkdir(exist_ok=True)
+        (tmp_path / "in" / f"{n}.extxyz.xz").write_bytes(lzma.compress((tmp_path / "x.extxyz").read_bytes()))
+        (tmp_path / "in" / f"{n}.txt").write_text("".join(f"random{n + 40},frame{7 * k},{-100.5 - n}\n" for k in range(3)))
+    assert run("convert", tmp_path / "in", tmp_path / "out", "--label", "DFT (VASP)") == 0
+    told = loaded(tmp_path / "out" / "train" / "index.json")
+    assert told["label"] == "DFT (VASP)"
+    assert told["sources"] == [{"name": "in", "labels": "DFT (VASP)", "energy": "less a reference"}]
+    parts = {split: whole(tmp_path / "out" / split) for split in ("train", "validation")}
+    there = [{*part["system"].tolist()} for part in parts.values()]
+    assert [len(systems) for systems in there] == [4, 1] and not there[0] & there[1]
+    for part in parts.values():
+        for row, system in enumerate(part["system"]):
+            first = images(3, ("Cu", "Ag", "Au", "Ni", "Pd")[system - 40], seed=system - 40)
+            assert part["frame"][row] in (0, 7, 14)
+            energy = first[part["frame"][row] // 7].calc.results["energy"] + 100.5 + system - 40
+            assert part["energy"][row] == pytest.approx(energy, abs=1e-7)
+    (tmp_path / "in" / "2.txt").write_text("random42,frame0,-1\n")
+    assert run("convert", tmp_path / "in", tmp_path / "out2") == 2
+    assert "2.extxyz.xz: frame 1: its line in 2.txt" in capsys.readouterr().err
+
+
+def test_the_last_frames_of_a_trajectory_are_held_out(tmp_path, capsys):
+    some = images()
+    ase.io.write(tmp_path / "a.traj", some)
+    assert run("convert", tmp_path / "a.traj", tmp_path / "out", "--hold-last", "2") == 0
+    for split, wanted in (("train", [0, 1, 2, 3]), ("validation", [4, 5])):
+        part = whole(tmp_path / "out" / split)
+        assert part["frame"].tolist() == wanted
+        assert (part["energy"] == [some[n].calc.results["energy"] for n in wanted]).all()
+    assert run("convert", tmp_path / "a.traj", tmp_path / "b", "--hold-last", "6") == 2 and "6 frames" in capsys.readouterr().err
+    assert run("convert", tmp_path / "a.traj", tmp_path / "c") == 2 and "is of one system" in capsys.readouterr().err
+
+
+def test_named_folders_are_the_splits(tmp_path):
+    for folder, number in (("train", 5), ("val_id", 2), ("val_ood_ads", 3)):
+        (tmp_path / "in" / folder).mkdir(parents=True)
+        ase.io.write(tmp_path / "in" / folder / "a.traj", images(number))
+    assert run("convert", tmp_path / "in", tmp_path / "out", "--label", "EMT") == 0
+    folders = [path for path in (tmp_path / "out").iterdir() if path.is_dir()]
+    assert {path.name: len(whole(path)["energy"]) for path in folders} == {"train": 5, "validation": 2}
+    assert run("check", tmp_path / "out") == 0
+
+
+def test_methods_are_mixed_on_demand_only(tmp_path, capsys):
+    (tmp_path / "in").mkdir()
+    ase.io.write(tmp_path / "in" / "a.traj", images(4, name="vasp"))
+    other = [labelled(atoms, atoms.calc.results["energy"] + 5, atoms.calc.results["forces"], "emt") for atoms in images(4)]
+    ase.io.write(tmp_path / "in" / "b.traj", other)
+    words = [tmp_path / "in", tmp_path / "out", "--validation", "0"]
+    assert run("convert", *words) == 2 and re.search(r"a.traj has DFT \(VASP\), b.traj has EMT; .*--mix", capsys.readouterr().err)
+    assert run("convert", *words, "--mix") == 0
+    index, offsets = loaded(tmp_path / "out" / "train" / "index.json"), loaded(tmp_path / "out" / "statistics.json")["offsets"]
+    assert [source["labels"] for source in index["sources"]] == ["DFT (VASP)", "EMT"]
+    assert offsets[1]["energy"] - offsets[0]["energy"] == pytest.approx(5, abs=1e-6)
+    assert (whole(tmp_path / "out" / "train")["source"] == [0] * 4 + [1] * 4).all()
+    for name in "ab":
+        ase.io.write(tmp_path / "in" / f"{name}.traj", images(2))
+    again = [tmp_path / "in", tmp_path / "other", "--validation", "0"]
+    assert run("convert", *again) == 2 and "do not tell how" in capsys.readouterr().err
+    assert run("convert", *again, "--label", "DFT (VASP)") == 0
+
+
+def spoil(folder, fault):
+    some = images(4)
+    one = some[2]
+    results, path = one.calc.results, folder / "a.extxyz"
+    if fault == "no energy":
+        one.calc = SinglePointCalculator(one, forces=results["forces"])
+    if fault == "no forces":
+        one.calc = SinglePointCalculator(one, energy=1.0)
+    if fault.startswith("NaN"):
+        {"NaN energy": results, "NaN forces": None, "NaN positions": None}[fault] and results.update(energy=np.nan)
+        {"NaN forces": results["forces"], "NaN positions": one.positions}.get(fault, np.zeros((9, 9)))[3, 1] = np.nan
+    if fault == "flat cell":
+        one.cell[2] = 0
+    if fault == "overlap":
+        one.positions[5] = one.positions[4] + one.cell[0]
+    if fault == "far":
+        one.set_cell([100, 100, 100])
+        one.positions *= 30
+    if fault == "element":
+        one.numbers[3] = 0
+    if fault == "tags":
+        one.set_tags(range(12))
+    ase.io.write(path, some)
+    data = path.read_text()
+    if fault == "cut":
+        path.write_text(data[: int(0.6 * len(data))])
+    if fault == "cut xz":
+        path.unlink()
+        (folder / "a.extxyz.xz").write_bytes(lzma.compress(np.random.default_rng(0).bytes(10) + data.encode())[:-400])
+    if fault == "letters":
+        path.write_text(data.replace("Cu", "Qx", 30))
+    if fault == "empty":
+        path.write_text("")
+    if fault in ("cut lmdb", "cut traj", "no db"):
+        path.unlink()
+        ase.io.write(folder / "a.traj", some)
+        write_rows(folder / "a.aselmdb", some)
+        (folder / "a.db").write_bytes(b"no database at all" * 99)
+        keep = folder / {"cut lmdb": "a.aselmdb", "cut traj": "a.traj", "no db": "a.db"}[fault]
+        for other in folder.glob("a.*"):
+            if other != keep:
+                other.unlink()
+        keep.write_bytes(keep.read_bytes()[: -max(400, keep.stat().st_size // 3)])
+
+
+REFUSED = {
+    "no energy": ("frame 2 (system ", "has no energy"), "no forces": ("frame 2 (system ", "has no forces"),
+    "NaN energy": ("frame 2 (", "energy holds NaN"), "NaN forces": ("frame 2 (", "forces holds NaN"),
+    "NaN positions": ("frame 2 (", "positions[3, 1] is nan"), "flat cell": ("frame 2 (", "has no volume"),
+    "overlap": ("frame 2 (", "angstrom apart"), "far": ("frame 2 (", "no two atoms are within 6 angstrom"),
+    "element": ("frame 2 (", "numbers[3] is 0"), "tags": ("frame 2", "expected 0 below the surface"),
+    "cut": ("frame 2: ", "of its 12 atoms"), "letters": ("frame 0: ", "cannot be read"),
+    "cut xz": ("a.extxyz.xz: frame 0", "fetch it"),
+    "empty": ("a.extxyz: empty", "fetch it again"), "cut lmdb": ("a.aselmdb: ", "its pages need"),
+    "cut traj": ("a.traj: ", "cannot be read"),
+    "no db": ("a.db: ", "cannot be read"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", REFUSED)
+def test_what_is_wrong_is_told_in_one_line_and_left_out_on_demand(tmp_path, capsys, fault):
+    (tmp_path / "in").mkdir()
+    spoil(tmp_path / "in", fault)
+    source, words = next((tmp_path / "in").glob("a.*")), ["--validation", "0", "--label", "EMT"]
+    assert run("convert", source, tmp_path / "out", *words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1, error
+    assert all(text in error for text in (source.name, *REFUSED[fault])), error
+    assert not list(tmp_path.rglob("*.h5")) and not list(tmp_path.rglob("*.partial"))
+    ase.io.write(tmp_path / "in" / "good.traj", images(3, "Ag"))
+    assert run("convert", tmp_path / "in", tmp_path / "less", *words, "--skip-bad") == 0
+    told, left = capsys.readouterr().out, len(whole(tmp_path / "less" / "train")["energy"])
+    assert source.name in told and REFUSED[fault][1] in told and re.search(r"skipped: \d frames, \d files", told)
+    assert left == 3 + {"cut": 2, "letters": 1, "cut traj": 2, "cut xz": 0, "empty": 0, "cut lmdb": 0, "no db": 0}.get(fault, 3)
+
+
+def test_an_atom_is_fixed_that_cannot_move_at_all(tmp_path):
+    atoms = images(1)[0]
+    atoms.set_constraint([FixCartesian([2]), FixCartesian([5], mask=(True, False, True)), FixAtoms([7])])
+    ase.io.write(tmp_path / "a.traj", atoms)
+    frame = next(item() for item in trajectories.items(tmp_path / "a.traj", "a", False))
+    assert np.flatnonzero(frame.fixed).tolist() == [2, 7]
+    assert frames.count(frame, 6.0, 50, "here")[0] > frames.count(frame, 6.0, 10, "here")[0] == 120
+    alone = frames.Frame(np.array([8, 1]), np.eye(2, 3), np.zeros((3, 3)), np.zeros(3), 0.0, np.zeros((2, 3)), *np.zeros((2, 2)))
+    assert frames.count(alone, 6.0, 50, "no cell, nothing periodic") == (2, 0)
+
+
+def test_ids_are_numbers_or_made_from_their_text():
+    values = [7, "random12", np.array([3.0]), "frame0", "a1b2"]
+    assert [trajectories._number(value) for value in values] == [7, 12, 3, 0, None]
+    assert len({trajectories._system(value) for value in (*values, "a1b3")}) == 6

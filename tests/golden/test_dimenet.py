@@ -1,0 +1,165 @@
+"""DimeNet++ against numbers that the MLPerf HPC reference produced (shared/golden/dimenetpp)."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from apps.opencatalyst.settings import STD, Config
+from hpcai import config
+from hpcai.models.dimenet import Batch, DimeNet, DimeNetConfig, Structure, join, loss
+from hpcai.models.dimenet.basis import SphericalBessel, angular_factors, envelope, harmonics, zeros
+from hpcai.train.schedule import rate
+from tests import triplets
+
+ROOT = Path(__file__).resolve().parents[2]
+GOLDEN = ROOT / ".." / "shared" / "golden" / "dimenetpp"
+pytestmark = [pytest.mark.skipif(not GOLDEN.is_dir(), reason=f"no golden data at {GOLDEN}"), pytest.mark.usefixtures("one_thread")]
+SMALL = DimeNetConfig(hidden=32, output=48, interaction=16, basis=8, blocks=2)
+MEAN = -0.7554450631141663
+
+
+def read(name: str) -> dict[str, np.ndarray]:
+    with np.load(GOLDEN / f"{name}.npz", allow_pickle=False) as file:
+        return dict(file)
+
+
+def golden() -> Any:
+    return json.loads((GOLDEN / "golden.json").read_text())
+
+
+def batch(dtype: Any) -> Batch:
+    """The three structures with the edges that the reference had."""
+    given = read("small_input")
+    made, atom, edge = [], 0, 0
+    for atoms, edges, cell in zip(given["natoms"], given["neighbors"], given["cell"]):
+        other, centre = given["edge_index"][:, edge : edge + edges] - atom
+        offset = given["cell_offsets"][edge : edge + edges]
+        place = {key: e for e, key in enumerate(zip(other.tolist(), centre.tolist(), map(tuple, offset.tolist())))}
+        back = [place.get((i, j, (-a, -b, -c)), -1) for j, i, (a, b, c) in zip(other.tolist(), centre.tolist(), offset.tolist())]
+        own = slice(atom, atom + atoms)
+        shift = (offset @ cell.astype(dtype)).astype(dtype)
+        positions, numbers = given["pos"][own].astype(dtype), given["atomic_numbers"][own]
+        made.append(Structure(positions, numbers, centre, other, shift, np.array(back), 6.0, 50))
+        atom, edge = atom + int(atoms), edge + int(edges)
+    rest, graph = [[0, 0, 0]], join(made)
+    forces = torch.from_numpy(np.concatenate([given["force_target"], rest]).astype(dtype))
+    free = torch.from_numpy(np.append(1 - given["fixed"], 0).astype(dtype))
+    counts = torch.tensor([free.sum(), 3], dtype=forces.dtype)
+    return Batch(torch.from_numpy(given["energy_target"]), forces, free, counts, graph)
+
+
+def network(cfg: DimeNetConfig) -> DimeNet:
+    model = DimeNet(cfg).double()
+    model.load_state_dict({name: torch.from_numpy(value).double() for name, value in read("small_state").items()})
+    return model
+
+
+def hashed(model: DimeNet) -> DimeNet:
+    """The rule for weights of the full size."""
+    for t, (name, parameter) in enumerate(model.named_parameters()):
+        x = np.arange(parameter.numel(), dtype=np.uint32) * np.uint32(2654435761) + np.uint32(t * 40503 + 12345)
+        for _ in range(2):
+            x = (x ^ (x >> np.uint32(16))) * np.uint32(0x45D9F3B)
+        x = x ^ (x >> np.uint32(16))
+        u = 2 * (x.astype(np.float64) + 0.5) / 2**32 - 1
+        if name == "rbf.freq":
+            u = np.arange(1, len(u) + 1) * np.pi
+        elif parameter.ndim == 1:
+            u = 0.05 * u
+        else:
+            u = u * (np.sqrt(3) if name == "emb.emb.weight" else np.sqrt(3 / parameter.shape[1]))
+            u = u * (1e-3 if name.startswith("output_blocks") and name.endswith(".lin.weight") else 1)
+        parameter.data.copy_(torch.from_numpy(u).view_as(parameter))
+    return model
+
+
+UNITS = {"mean": MEAN, "scale": STD}
+FOUND = {"detached": ("small_output_f64", "f64"), "conservative": ("small_output_f64_nodetach", "f64_nodetach")}
+
+
+@pytest.mark.parametrize("angles", FOUND)
+def test_energies_forces_losses_and_gradients(angles: Any) -> None:
+    model, given = network(SMALL.model_copy(update={"angles": angles, **UNITS})), batch(np.float64)
+    about, (name, key) = golden(), FOUND[angles]
+    energy, forces = model(given.graph)
+    expected = read(name)
+    np.testing.assert_allclose(energy.detach(), expected["energy"][:, 0], atol=2e-5)
+    np.testing.assert_allclose(forces[:-1].detach(), expected["forces"], atol=5e-6)
+    for kind, (weight, tolerance) in {"mlperf": (0, 1e-6), "ef": (1, 1e-6)}.items():
+        told = about["results"][key]["losses"][kind]
+        model.zero_grad()
+        value = loss(model, given, Config().objective.model_copy(update={"energy": weight}))
+        value["loss"].backward()
+        assert value["loss"].item() == pytest.approx(told["loss"], rel=tolerance)
+        norms = {name: p.grad.norm().item() for name, p in model.named_parameters()}
+        assert norms == pytest.approx(told["per_param"], rel=1e-5)
+    if angles == "detached":
+        for name, gradient in read("small_grads_f64").items():
+            found = dict(model.named_parameters())[name].grad
+            assert np.abs(found.numpy() - gradient).max() <= 1e-4 * np.abs(gradient).max(), name
+    else:
+        for place, slope in about["results"]["finite_difference_force"].items():
+            atom, dim = map(int, place.split(","))
+            assert forces[atom, dim].item() == pytest.approx(slope, abs=1e-5)
+
+
+def test_float32() -> None:
+    model, expected = network(SMALL.model_copy(update={"angles": "detached"})).float(), read("small_output_f32")
+    energy, forces = model(batch(np.float32).graph)
+    np.testing.assert_allclose(energy.detach(), expected["energy"][:, 0], rtol=1e-5, atol=1e-4)
+    scale = np.sqrt(np.square(expected["forces"]).mean())
+    assert np.abs(forces[:-1].detach().numpy() - expected["forces"]).max() < 1e-3 * scale
+
+
+def test_the_full_size() -> None:
+    about, model = golden(), hashed(DimeNet(DimeNetConfig(angles="detached", **UNITS)).double())
+    assert [[name, list(p.shape)] for name, p in model.named_parameters()] == about["param_names_full"]
+    assert sum(p.numel() for p in model.parameters()) == about["params_full"] == 1_810_182
+    first = list(model.parameters())[7].detach().flatten()[:5].tolist()
+    scaled = np.array(first) / np.array(about["hash_check"]["first5_tensor7"])
+    assert scaled == pytest.approx([scaled[0]] * 5, rel=1e-6), "the rule itself, before it is scaled"
+    given, expected = batch(np.float64), about["results"]["full_f64"]
+    value = loss(model, given, Config().objective)
+    value["loss"].backward()
+    energy, _ = model(given.graph)
+    np.testing.assert_allclose(energy.detach(), expected["energy"], atol=2e-5)
+    assert value["loss"].item() == pytest.approx(expected["losses"]["mlperf"]["loss"], rel=1e-5)
+    norms = {name: p.grad.norm().item() for name, p in model.named_parameters()}
+    assert norms == pytest.approx(expected["losses"]["mlperf"]["per_param"], rel=2e-3, abs=1e-6)
+
+
+def test_functions_of_distance_and_angle() -> None:
+    found = read("basis")
+    x = torch.from_numpy(found["x"])
+    inside = found["x"] < 1
+    np.testing.assert_allclose(zeros(7, 6), found["jn_zeros"], rtol=1e-7)
+    around = envelope(x, 5)
+    np.testing.assert_allclose(around[inside], found["envelope_pyg172"][inside], rtol=1e-6, atol=1e-6)
+    d = torch.from_numpy(found["dist"])
+    rbf = DimeNet(SMALL).double().rbf(d).detach()
+    np.testing.assert_allclose(rbf[inside], found["rbf_pyg172"][inside], atol=2e-5)
+    table, near = SphericalBessel(7, 6, 6.0, 5)(d), inside & (found["dist"] > 0.5)
+    np.testing.assert_allclose((table / around[:, None])[near], found["radial_norm_jl"][near], atol=3e-5)
+    theta = torch.from_numpy(found["theta"])
+    u = torch.stack((torch.sin(theta), torch.zeros_like(theta), torch.cos(theta)), 1)
+    y, factors = harmonics(u, 7), angular_factors(7)
+    along = harmonics(torch.tensor([[0, 0, 1.0]], dtype=u.dtype), 7)
+    columns = [factors[n] * (y * along)[:, n * n : (n + 1) ** 2].sum(1) for n in range(7)]
+    np.testing.assert_allclose(torch.stack(columns, 1), found["cbf"], atol=2e-6)
+
+
+def test_triplets_are_those_of_the_reference() -> None:
+    expected = {tuple(pair) for pair in read("small_output_f64")["triplets_kj_ji_sorted"].tolist()}
+    first, second = triplets.triplets(batch(np.float64).graph)
+    assert set(zip(first.tolist(), second.tolist())) == expected and len(first) == 38_923
+
+
+def test_the_schedule() -> None:
+    about = json.loads((GOLDEN / "lr_schedule.json").read_text())
+    cfg = config.load(Config, ROOT / "apps/opencatalyst/configs/batch2048.yaml")
+    found = rate(cfg.step.schedule, cfg.step.lr, 976, 976 * 48)
+    assert [found(step) / cfg.step.lr for step in about["steps"]] == pytest.approx(about["mult"], rel=1e-9)

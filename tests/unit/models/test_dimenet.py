@@ -1,0 +1,288 @@
+"""DimeNet++: the sums without triplets, forces, symmetries, padding, and what a notebook does with it."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ase import Atoms
+from ase.build import fcc111
+from ase.optimize import BFGS
+from scipy.spatial.transform import Rotation
+from torch.overrides import TorchFunctionMode
+
+from hpcai.errors import CheckpointError, ConfigError, DataError
+from hpcai.models.dimenet import Batch, DimeNet, DimeNetConfig, ObjectiveConfig, Sizes, atoms, join, loss, pairs, score
+from hpcai.models.dimenet.basis import SphericalBessel, harmonics
+from hpcai.nn.swish import swish
+from hpcai.train.choices import narrow
+from tests import triplets
+from tests.atoms import SMALL, crystal, network, structure
+
+DETACHED = SMALL.model_copy(update={"angles": "detached"})
+FEW = SMALL.model_copy(update={"most": 9})
+
+
+@pytest.mark.parametrize("cfg", [SMALL, DETACHED, FEW], ids=["conservative", "detached", "nine neighbours"])
+def test_moments_are_the_sum_over_all_triplets(cfg: DimeNetConfig) -> None:
+    """Energies, forces, and the gradients of a loss of both."""
+    model, graph = network(cfg), join([structure(seed, cfg, count) for seed, count in ((0, 3), (1, 1), (2, 5))])
+    assert (graph.reverse[: len(graph.centre) - 1] == len(graph.centre) - 1).any() == (cfg is FEW), "edges without a way back"
+    found = []
+    for way in (model, lambda graph: triplets.energy_and_forces(model, graph)):
+        energy, forces = way(graph)
+        model.zero_grad()
+        (energy.square().sum() + (forces[:-1] - 0.3).abs().sum()).backward()
+        found.append([energy, forces[:-1], *(p.grad.clone() for p in model.parameters())])
+    for ours, theirs in zip(*found):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
+    assert found[0][0].shape == (3,) and min(g.abs().max() for g in found[0][2:]) > 0
+
+
+def shifted(numbers: Any, positions: Any, cell: Any, atom: int, dim: int, by: float) -> Any:
+    moved = positions.copy()
+    moved[atom, dim] += by
+    return atoms(numbers, moved, cell, cutoff=SMALL.cutoff, most=None)
+
+
+def test_conservative_forces_are_the_slope_of_the_energy_and_detached_ones_are_not() -> None:
+    numbers, positions, cell = crystal(3)
+    for cfg in (SMALL, DETACHED):
+        model = network(cfg)
+        _, forces = model.energy_and_forces(atoms(numbers, positions, cell, cutoff=4.0, most=None))
+        found = []
+        for atom, dim in ((0, 0), (1, 2), (3, 1)):
+            high, low = (model.energy_and_forces(shifted(numbers, positions, cell, atom, dim, by))[0] for by in (1e-4, -1e-4))
+            found.append(forces[atom, dim] + (high - low) / 2e-4)
+        assert (np.abs(found).max() < 1e-6) == (cfg is SMALL), found
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_energies_do_not_change_and_forces_turn_with_the_atoms(seed: int) -> None:
+    """Rotation, translation, the order of the atoms, and the choice of the unit cell."""
+    model, (numbers, positions, cell) = network(), crystal(seed)
+
+    def found(numbers: Any, positions: Any, cell: Any) -> Any:
+        return model.energy_and_forces(atoms(numbers, positions, cell, cutoff=4.0, most=None))
+
+    energy, forces = found(numbers, positions, cell)
+    assert abs(energy) > 1e-3 and np.abs(forces.sum(0)).max() < 1e-9
+    turn = Rotation.random(random_state=seed).as_matrix()
+    order = np.random.default_rng(seed).permutation(len(numbers))
+    wrapped = positions + np.random.default_rng(seed).integers(-2, 3, (len(numbers), 3)) @ cell
+    sheared = cell + np.array([[0, 0, 0], [1, 0, 0], [-2, 1, 0]]) @ cell
+    for other, expected in (
+        (found(numbers, positions @ turn.T, cell @ turn.T), forces @ turn.T),
+        (found(numbers, positions + [3.0, -7, 1], cell), forces),
+        (found(numbers[order], positions[order], cell), forces[order]), (found(numbers, wrapped, cell), forces),
+        (found(numbers, positions, sheared), forces),
+    ):  # fmt: skip
+        assert other[0] == pytest.approx(energy, rel=1e-9) and np.abs(other[1] - expected).max() < 1e-9
+    twice = found(np.tile(numbers, 2), np.concatenate([positions, positions + cell[1]]), cell * [[1], [2], [1]])
+    assert twice[0] == pytest.approx(2 * energy, rel=1e-9) and np.abs(twice[1] - np.tile(forces, (2, 1))).max() < 1e-9
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_padding_and_company_change_nothing(dtype: torch.dtype) -> None:
+    model, parts = network(dtype=dtype), [structure(seed, count=count) for seed, count in ((0, 3), (1, 1), (2, 5))]
+    batches = [join(parts), join(parts, Sizes(40, 900, 90, 95, 17))]
+    found = []
+    for graph in batches:
+        model.zero_grad()
+        energy, forces = model(graph)
+        (energy.sum() + forces.square().sum()).backward()
+        found.append([energy, forces[:9], *(p.grad.clone() for p in model.parameters())])
+        assert not forces[9:].any()
+    rounding = 1e-12 if dtype == torch.float64 else 2e-4
+    for one, other in zip(*found):
+        assert (one - other).norm() <= rounding * other.norm()
+    alone = torch.stack([model(join([part])).energy[0] for part in parts])
+    assert (alone - found[0][0]).norm() <= rounding * alone.norm()
+
+
+class Trace(TorchFunctionMode):
+    """The names of the functions that were called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(getattr(function, "__name__", ""))
+        return function(*args, **(kwargs or {}))
+
+
+def test_nothing_is_added_in_an_order_left_to_chance() -> None:
+    model, graph = network(), join([structure(0)])
+    with Trace() as trace:
+        model(graph).forces.sum().backward()
+    assert not {name for name in trace.names if "index_add" in name or "scatter" in name or name == "index_put_"}, trace.names
+
+
+def test_functions_of_the_distance_meet_their_derivatives() -> None:
+    functions = SphericalBessel(7, 6, 6.0, 5)
+    d = torch.linspace(1.2, 5.9, 23, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(functions, (d,)) and torch.autograd.gradgradcheck(functions, (d,))
+    assert not functions(torch.tensor([6.0, 7.0, 12.0])).any(), "nothing from the cutoff on"
+    narrow = functions.bfloat16()
+    assert narrow.z.dtype == torch.float64
+    torch.testing.assert_close(narrow(d.float()).double(), functions(d), rtol=1e-5, atol=1e-5)
+
+
+def test_harmonics_add_up_to_legendre_polynomials() -> None:
+    rng = np.random.default_rng(0)
+    u, v = (torch.from_numpy(x / np.linalg.norm(x, axis=1, keepdims=True)) for x in rng.normal(size=(2, 50, 3)))
+    u[0], v[0] = torch.tensor([0, 0, 1.0]), torch.tensor([0, 0, -1.0])
+    both, cosine = harmonics(u, 7) * harmonics(v, 7), (u * v).sum(1)
+    for n in range(7):
+        expected = np.polynomial.legendre.Legendre.basis(n)(cosine.numpy())
+        np.testing.assert_allclose(both[:, n * n : (n + 1) ** 2].sum(1), expected, atol=1e-13)
+
+
+def test_swish_and_its_first_two_derivatives() -> None:
+    x = torch.linspace(-8, 8, 41, dtype=torch.float64, requires_grad=True)
+    assert torch.equal(swish(x), torch.nn.functional.silu(x))
+    assert torch.autograd.gradcheck(swish, (x,)) and torch.autograd.gradgradcheck(swish, (x,))
+
+
+@pytest.mark.slow
+def test_compiled_it_is_the_same_to_the_second_derivative() -> None:
+    model, graph = network(), join([structure(0), structure(1)])
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    found = []
+    for way in (model, compiled):
+        model.zero_grad()
+        energy, forces = way(graph)
+        (energy.sum() + forces.square().sum()).backward()
+        found.append([energy, forces, *(p.grad.clone() for p in model.parameters())])
+    for one, other in zip(*found):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("parameters", [torch.float32, torch.bfloat16])
+def test_under_bf16_the_sums_stay_wide(parameters: torch.dtype) -> None:
+    model, graph = network(dtype=torch.float32), join([structure(0), structure(1)]).to("cpu", torch.float32)
+    expected = model(graph)
+    if parameters == torch.bfloat16:
+        narrow(model)
+        assert model.rbf.freq.dtype == torch.float32 and model.emb.lin.weight.dtype == torch.bfloat16
+    with torch.autocast("cpu", torch.bfloat16):
+        found = model(graph)
+        found.forces.square().sum().backward()
+    assert found.energy.dtype == found.forces.dtype == torch.float32
+    assert (found.forces - expected.forces).norm() < 0.05 * expected.forces.norm()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+# ---- objective
+
+
+def batch(cfg: DimeNetConfig = SMALL, dtype: torch.dtype = torch.float64) -> Batch:
+    graph = join([structure(seed, cfg, count) for seed, count in ((0, 3), (2, 5))]).to("cpu", dtype)
+    generator = torch.Generator().manual_seed(0)
+    forces, free = torch.randn(9, 3, generator=generator, dtype=dtype), torch.tensor([1, 0, 1, 1, 1, 0, 1, 1, 0], dtype=dtype)
+    return Batch(torch.tensor([5.0, 7], dtype=torch.float64), forces, free, torch.tensor([6.0, 2], dtype=dtype), graph)
+
+
+def test_the_loss_is_that_of_the_benchmark() -> None:
+    """Of free atoms alone, divided by atoms and not by directions."""
+    cfg = SMALL.model_copy(update={"mean": 1.5, "scale": 2.0, "references": {number: 0.1 * number for number in range(1, 60)}})
+    model, given = network(cfg), batch(cfg)
+    energy, forces = model(given.graph)
+    offset = 1.5 + np.array([sum(0.1 * int(z) for z in given.graph.numbers[rows]) for rows in (slice(0, 3), slice(3, 8))])
+    free = given.free.bool()
+    force = (forces - given.forces / 2).abs()[free].sum() / 6
+    off = (energy - (given.energy - torch.from_numpy(offset)) / 2).abs().mean()
+    values = loss(model, given, ObjectiveConfig(force=50, energy=3))
+    assert values["loss"].item() == pytest.approx((50 * force + 3 * off).item(), rel=1e-12)
+    assert (values["force_mae"][0] / values["force_mae"][1]).item() == pytest.approx((2 * force / 3).item())
+    found = {name: float(a.detach()) / float(b) for name, (a, b) in score(model, given).items()}
+    physical, true = (2 * forces)[free].detach(), given.forces[free]
+    assert found["force_mae"] == pytest.approx((physical - true).abs().mean().item())
+    assert found["force_cosine"] == pytest.approx(torch.cosine_similarity(physical, true).mean().item())
+    assert found["energy_mae"] == pytest.approx((2 * energy + torch.from_numpy(offset) - given.energy).abs().mean().item())
+    assert found["force_zero"] == pytest.approx(true.abs().mean().item()) and found["within"] == 0
+    assert found["energy_mean"] == pytest.approx((torch.from_numpy(offset) - given.energy).abs().mean().item())
+
+
+def test_a_structure_is_within_when_its_energy_and_every_force_on_a_free_atom_are() -> None:
+    model, given = network(), batch()
+    energy, forces = model.physical(given.graph, model(given.graph))
+    right = given._replace(energy=energy.detach() + 0.019, forces=forces.detach() + 0.029)
+    assert float(score(model, right)["within"][0]) == 2
+    wrong = right.forces.clone()
+    wrong[1] += 9  # held fast
+    assert float(score(model, right._replace(forces=wrong))["within"][0]) == 2
+    wrong[7, 2] += 0.01
+    assert float(score(model, right._replace(forces=wrong))["within"][0]) == 1
+    assert float(score(model, right._replace(energy=right.energy + 0.01))["within"][0]) == 0
+
+
+def test_pairs_hold_free_atoms_alone() -> None:
+    found = pairs(network(), given := batch())
+    assert found["energy"].shape == (2, 2) and found["forces"].shape == (6, 2, 3)
+    assert torch.equal(found["forces"][:, 0], given.forces[given.free > 0])
+    assert found["numbers"].tolist() == given.graph.numbers[given.free > 0].tolist()
+
+
+# ---- for people
+
+
+def test_ase_atoms_and_arrays_give_the_same(tmp_path: Any) -> None:
+    slab = fcc111("Cu", (2, 2, 3), vacuum=6.0)
+    slab.pbc = (True, True, False)
+    slab.rattle(0.05, seed=0)
+    model = network(DimeNetConfig(hidden=16, output=16, interaction=8, blocks=1, mean=-3.0, scale=2.0))
+    given = atoms(slab.numbers, slab.positions, slab.cell.array, slab.pbc)
+    energy, forces = model.energy_and_forces(atoms(slab))
+    assert model.energy_and_forces(given)[0] == energy and forces.shape == (12, 3)
+    one, two = model.energy_and_forces([given, atoms([1, 8], [[0, 0, 0], [0, 0, 0.97]])])
+    assert one[0] == pytest.approx(energy) and two[1].shape == (2, 3)
+    np.testing.assert_allclose(one[1], forces, atol=1e-10)
+    model.save(tmp_path / "w.safetensors")
+    again = DimeNet.load(tmp_path / "w.safetensors")
+    assert again.cfg == model.cfg and again.double().energy_and_forces(given)[0] == pytest.approx(energy, rel=1e-6)
+
+
+def test_a_structure_is_relaxed_in_three_lines() -> None:
+    slab = Atoms("H3", [[0, 0, 0], [0.9, 0, 0], [0.2, 1.1, 0.3]])
+    slab.calc = network(SMALL).calculator()
+    before = slab.get_potential_energy()
+    BFGS(slab, logfile=None).run(fmax=1e-3, steps=60)
+    assert slab.get_potential_energy() < before
+    with pytest.raises(ConfigError, match="no gradient of its energy.*conservative"):
+        network(DETACHED).calculator()
+
+
+@pytest.mark.parametrize(
+    "given, text",
+    [
+        ({"numbers": [1, 1], "positions": [[0, 0, 0], [0, 0, 9.0]]}, "no atom has a neighbour within 4 angstrom"),
+        ({"numbers": [1, 97], "positions": [[0, 0, 0], [0, 0, 1.0]]}, "element 97; the model knows those up to 94"),
+        ({"numbers": [1, 1], "positions": [[0, 0, 0], [0, 0, 1.0]], "cutoff": 5.0}, "cutoff=4, most=None"),
+        ({"numbers": [1, 1], "positions": [[0, 0, 0], [0, 0, np.nan]]}, "positions"),
+        ({"numbers": [1, 1], "positions": [[0, 0, 0], [0, 0, 1.0]], "cell": -np.eye(3) * 5}, "left-handed"),
+    ],
+)
+def test_what_cannot_be_is_refused(given: Any, text: str) -> None:
+    with pytest.raises(DataError, match=text):
+        network().energy_and_forces(atoms(**{"cutoff": 4.0, "most": None, **given}))
+
+
+def test_weights_of_other_codes_load(tmp_path: Any) -> None:
+    model = network(DETACHED)
+    state = model.state_dict()
+    torch.save({"state_dict": {f"module.module.{name}": value for name, value in state.items()}}, tmp_path / "ocp.pt")
+    units = {"cutoff": 4.0, "most": None}
+    again = DimeNet.load(tmp_path / "ocp.pt")
+    assert again.cfg == DETACHED.model_copy(update={"cutoff": 6.0, "most": 50})
+    again = DimeNet.load(tmp_path / "ocp.pt", DETACHED)
+    assert torch.equal(again.double()(join([structure(0)])).energy, model(join([structure(0)])).energy)
+    torch.save({name: value for name, value in state.items() if not name.endswith("lin_up.bias")}, tmp_path / "pyg.pt")
+    bare = DimeNet.load(tmp_path / "pyg.pt", SMALL.model_copy(update=units))
+    assert not bare.output_blocks[0].lin_up.bias.any()
+    with pytest.raises(CheckpointError, match="the weights have hidden 12, the settings 64"):
+        DimeNet.load(tmp_path / "ocp.pt", SMALL.model_copy(update={"hidden": 64}))
+    torch.save({"a": torch.zeros(2)}, tmp_path / "other.pt")
+    with pytest.raises(CheckpointError, match="expected the names of the reference"):
+        DimeNet.load(tmp_path / "other.pt")

@@ -1,0 +1,219 @@
+"""Neighbour lists: as ASE finds them, in one order everywhere, and bad structures refused."""
+
+import sys
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
+
+from hpcai.errors import DataError, MissingExtraError
+from hpcai.models.dimenet import neighbours_device
+from hpcai.models.dimenet.neighbours import Neighbours, check, count_triplets, neighbours, reverse
+from hpcai.models.dimenet.neighbours_device import neighbours_of_batch
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+Structure = tuple[Any, Any, Any]
+
+
+def random_structure(seed: int) -> Structure:
+    """Up to seven atoms in and out of a right-handed cell that may be skewed and thin, periodic in any directions."""
+    draw = np.random.default_rng(seed)
+    pbc = draw.integers(0, 2, 3).astype(bool)
+    while True:
+        cell = draw.normal(size=(3, 3)) * draw.uniform(0.5, 6, size=(3, 1))
+        volume = np.linalg.det(cell)
+        cell[0] *= np.sign(volume)
+        if abs(volume) / np.linalg.norm(np.cross(np.roll(cell, -1, 0), np.roll(cell, -2, 0)), axis=1).max() > 0.4:
+            return draw.uniform(-2, 3, size=(draw.integers(1, 8), 3)) @ cell, cell, pbc
+
+
+def batch(structures: list[Structure], dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
+    r, cells, pbc = zip(*structures)
+    index = torch.arange(len(r)).repeat_interleave(torch.tensor([len(p) for p in r]))
+    return torch.tensor(np.concatenate(r)).to(dtype), torch.tensor(np.stack(cells)).to(dtype), torch.tensor(np.stack(pbc)), index
+
+
+def rows(found: Neighbours) -> list[list[int]]:
+    return np.c_[found.centre, found.other, found.offset].tolist()
+
+
+def same_as_batch(structures: list[Structure], cutoff: float, most: int | None = None, dtype: torch.dtype = torch.float64) -> int:
+    """Edges of a batch, found equal and in the same order as those of each structure."""
+    i, j, offset = neighbours_of_batch(*batch(structures, dtype), cutoff, most)
+    assert (i.dtype, j.dtype, offset.dtype) == (torch.int64, torch.int64, torch.int32)
+    wanted, atoms = [np.zeros((0, 5), np.int64)], 0
+    for r, cell, pbc in structures:
+        kind = np.float32 if dtype == torch.float32 else np.float64
+        found = neighbours(r.astype(kind), cell.astype(kind), pbc, cutoff, most)
+        wanted.append(np.c_[found.centre + atoms, found.other + atoms, found.offset])
+        atoms += len(r)
+    assert np.array_equal(np.c_[i, j, offset], np.concatenate(wanted))
+    return len(i)
+
+
+def fcc(cells: int, side: float = 3.6) -> Structure:
+    corners = np.array(list(product(range(cells), repeat=3)), float)
+    sites = np.array([[0, 0, 0], [0, 0.5, 0.5], [0.5, 0, 0.5], [0.5, 0.5, 0]])
+    return (corners[:, None] + sites).reshape(-1, 3) * side, np.eye(3) * side * cells, np.ones(3, bool)
+
+
+@examples(max_examples=60)
+@given(st.integers(0, 10**6), st.floats(0.5, 5))
+def test_the_edges_are_those_of_ase(seed: int, cutoff: float) -> None:
+    search = pytest.importorskip("ase.neighborlist").primitive_neighbor_list
+    r, cell, pbc = random_structure(seed)
+    found = neighbours(r, cell, pbc, cutoff)
+    i, j, d, S = search("ijdS", pbc, cell, r, cutoff)
+    assert sorted(rows(found)) == sorted(np.c_[i, j, S].tolist())
+    assert np.allclose(found.vector, r[found.other] + found.offset @ cell - r[found.centre], atol=1e-12)
+    assert np.allclose(np.sort(found.distance), np.sort(d)) and np.allclose(np.linalg.norm(found.vector, axis=1), found.distance)
+
+
+@examples(max_examples=40)
+@given(st.integers(0, 10**6), st.integers(1, 4), st.floats(0.5, 4), st.sampled_from([None, 1, 9, 30]), st.booleans())
+def test_a_batch_has_the_edges_of_its_structures(seed: int, size: int, cutoff: float, most: int | None, wide: bool) -> None:
+    dtype = torch.float64 if wide else torch.float32
+    same_as_batch([random_structure(seed + k) for k in range(size)], cutoff, most, dtype)
+
+
+def test_candidates_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    structures = [random_structure(k) for k in range(6)]
+    whole = same_as_batch(structures, 4.0, 12)
+    monkeypatch.setattr(neighbours_device, "CANDIDATES", 40)
+    assert same_as_batch(structures, 4.0, 12) == whole > 100
+
+
+def test_a_pair_at_the_cutoff_is_left_out() -> None:
+    """As ASE has it: nearer than the cutoff, not as near."""
+    pair = np.array([[0, 0, 0], [2.0, 0, 0]]), np.zeros((3, 3)), np.zeros(3, bool)
+    assert len(neighbours(*pair, 2.0).centre) == same_as_batch([pair], 2.0) == same_as_batch([pair], 2.0, 5) == 0
+    assert len(neighbours(*pair, np.nextafter(2, 3)).centre) == same_as_batch([pair], float(np.nextafter(2, 3))) == 2
+
+
+@pytest.mark.parametrize("row", [(0, 0, 0), (1, 0, 0), (0, 0, -9), (1e-9, 5, 0)])
+def test_cell_vectors_of_free_directions_do_not_matter(row: tuple[float, ...]) -> None:
+    r, pbc = np.random.default_rng(0).uniform(-8, 8, (9, 3)), np.array([True, True, False])
+    cell = np.array([[4.0, 0, 0], [1, 5, 0], [0, 0, 30]])
+    whole = neighbours(r, cell, pbc, 4.5)
+    cell[2] = row
+    assert rows(neighbours(r, cell, pbc, 4.5)) == rows(whole) and not whole.offset[:, 2].any()
+    assert same_as_batch([(r, cell, pbc)], 4.5) == len(whole.centre) > 50
+
+
+def test_edges_come_by_centre_distance_other_and_offset() -> None:
+    r, cell, pbc = np.random.default_rng(0).uniform(0, 9, (30, 3)), np.eye(3) * 9, np.ones(3, bool)
+    found = neighbours(r, cell, pbc, 5.0)
+    assert (np.diff(found.centre) >= 0).all() and (np.diff(found.distance)[np.diff(found.centre) == 0] > -1e-4).all()
+    nearest = [row for k in range(len(r)) for row in [x for x in rows(found) if x[0] == k][:7]]
+    assert rows(neighbours(r, cell, pbc, 5.0, most=7)) == nearest
+
+
+@pytest.mark.parametrize("most", [None, 12, 15, 50])
+def test_ties_of_a_crystal_fall_the_same_way_turned_or_in_float32(most: int | None) -> None:
+    """Shells of 12, 6, 24, 12 and 24 neighbours, of which 15 and 50 cut one. By index and offset, which a rotation leaves alone."""
+    r, cell, pbc = fcc(2, 3.61495)
+    found = neighbours(r, cell, pbc, 6.0, most)
+    assert np.bincount(found.centre).tolist() == [min(78, most or 78)] * len(r)
+    for seed in range(4):
+        turn = np.linalg.qr(np.random.default_rng(seed).normal(size=(3, 3)))[0]
+        turn *= np.linalg.det(turn)
+        for dtype in (np.float64, np.float32):
+            assert rows(neighbours((r @ turn).astype(dtype), (cell @ turn).astype(dtype), pbc, 6.0, most)) == rows(found)
+        same_as_batch([(r @ turn, cell @ turn, pbc), (r, cell, pbc)], 6.0, most, torch.float32)
+    near = [row[1:] for row, d in zip(rows(found), found.distance) if row[0] == 0 and d < 2.7]
+    assert near == sorted(near) and len(near) == 12, "equally far: by the other atom, then offset"
+
+
+def test_atoms_in_another_order_have_the_same_edges() -> None:
+    """Without a cut, or one that falls between shells; which of a tied shell are kept is by index, and may change."""
+    r, cell, pbc = fcc(2)
+    old = np.random.default_rng(1).permutation(len(r))
+    for most in (None, 12, 18):
+        back = [[old[i], old[j], *offset] for i, j, *offset in rows(neighbours(r[old], cell, pbc, 6.0, most))]
+        assert sorted(back) == sorted(rows(neighbours(r, cell, pbc, 6.0, most)))
+
+
+def test_a_supercell_has_so_many_times_the_edges() -> None:
+    (r, cell, _), pbc = random_structure(3), np.ones(3, bool)
+    times = np.array(list(product(range(2), range(3), range(1))))
+    large = (r + (times @ cell)[:, None]).reshape(-1, 3), cell * [[2], [3], [1]], pbc
+    one, six = neighbours(r, cell, pbc, 4.0), neighbours(*large, 4.0)
+    assert len(six.centre) == 6 * len(one.centre) > 100
+    assert np.allclose(np.sort(six.distance), np.sort(np.tile(one.distance, 6)))
+    assert count_triplets(six, 6 * len(r)) == 6 * count_triplets(one, len(r))
+    same_as_batch([large], 4.0)
+
+
+@pytest.mark.parametrize("most", [None, 1, 5, 20])
+def test_reverse_and_triplets_against_brute_force(most: int | None) -> None:
+    lone = 0
+    for seed in range(12):
+        r, cell, pbc = random_structure(seed)
+        found = neighbours(r, cell, pbc, 4.0, most)
+        edges = [tuple(row) for row in rows(found)]
+        place = {edge: k for k, edge in enumerate(edges)}
+        back = [place.get((j, i, -a, -b, -c), -1) for i, j, a, b, c in edges]
+        assert reverse(found, len(r)).tolist() == back
+        lone += back.count(-1)
+        paths = [(e, f) for e in edges for f in edges if f[0] == e[1]]  # k -> j -> i
+        returns = [p for p in paths if p[1][1] == p[0][0] and not np.add(p[0][2:], p[1][2:]).any()]
+        assert count_triplets(found, len(r)) == len(paths) - len(returns)
+    assert (lone > 0) == (most is not None)
+
+
+def test_no_neighbours() -> None:
+    alone = np.zeros((1, 3)), np.eye(3) * 9, np.ones(3, bool)
+    found = neighbours(*alone, 6.0, 50)
+    assert [a.shape for a in found] == [(0,), (0,), (0, 3), (0, 3), (0,)]
+    assert [a.dtype for a in found] == [np.int64, np.int64, np.int32, np.float64, np.float64]
+    assert same_as_batch([alone, alone], 6.0, 50) == count_triplets(found, 1) == len(reverse(found, 1)) == 0
+    nobody = torch.zeros(0, 3), torch.zeros(0, 3, 3), torch.zeros(0, 3, dtype=torch.bool), torch.zeros(0, dtype=torch.int64)
+    none = neighbours_of_batch(*nobody, 6.0)
+    assert [list(a.shape) for a in none] == [[0], [0], [0, 3]]
+
+
+GOOD: dict[str, Any] = {"numbers": [29, 29], "positions": [[0.0, 0, 0], [2, 0, 0]], "cell": np.eye(3) * 10, "pbc": [1, 1, 0]}
+
+
+def test_check_returns_clean_arrays() -> None:
+    clean = check(**GOOD)
+    assert [(a.dtype, a.shape) for a in clean] == [(np.int64, (2,)), (np.float64, (2, 3)), (np.float64, (3, 3)), (np.bool_, (3,))]
+    for cell, pbc in (np.diag([10, 10, 0]), [1, 1, 0]), (np.zeros((3, 3)), [0, 0, 0]), (-np.eye(3), [0, 0, 0]):
+        check(**GOOD | {"cell": cell, "pbc": pbc})
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"positions": [[0, 0, 0], [np.nan, 0, 0]]}, r"positions\[1, 0\] is nan, expected at most 10000 angstrom"),
+    ({"positions": [[0, 0, 0], [0, -2e4, 0]]}, r"positions\[1, 1\] is -20000, expected at most 10000 angstrom; check the units"),
+    ({"cell": np.diag([9, np.inf, 9])}, r"cell\[1, 1\] is inf, expected a finite number"),
+    ({"positions": [[0, 0], [1, 1]]}, r"positions has shape \[2, 2\], expected \[2, 3\]"),
+    ({"cell": [10, 10, 10]}, r"cell has shape \[3\], expected \[3, 3\]"),
+    ({"pbc": True}, r"pbc has shape \[\], expected \[3\]"),
+    ({"pbc": [2, 0, 0]}, r"pbc\[0\] is 2, expected true or false"),
+    ({"numbers": ["Cu", "Cu"]}, "could not convert.*give arrays of numbers"),
+    ({"numbers": [], "positions": np.zeros((0, 3))}, r"numbers has shape \[0\], expected \[N\] for one atom or more"),
+    ({"numbers": [29, 0]}, r"numbers\[1\] is 0, expected an atomic number from 1 to 118"),
+    ({"numbers": [119, 1]}, r"numbers\[0\] is 119"),
+    ({"cell": np.diag([10, 0, 10])}, "cell .* has no volume, .*unset pbc"),
+    ({"cell": [[1, 0, 0], [0, 1, 0], [1, 1, 0]]}, "cell .* has no volume"),
+    ({"cell": np.diag([10, 10, -10])}, "cell .* is left-handed, .*swap two vectors"),
+    ({"positions": [[0, 0, 0], [0, 5e-4, 0]]}, r"atoms 0 and 1 \(offset \[0, 0, 0\]\) are 5.0e-04 angstrom apart"),
+    ({"positions": [[0, 0, 0], [10, -10.0005, 0]]}, r"atoms 0 and 1 \(offset \[-1, 1, 0\]\) are 5.0e-04 angstrom apart"),
+    ({"cell": np.eye(3) * 1e-3}, r"2 atoms in .* have about .* neighbours within 6, expected 2e\+08 at most; check the units"),
+])  # fmt: skip
+def test_what_check_refuses(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=f"^slab_7: {message}"):
+        check(**GOOD | change, where="slab_7", cutoff=6.0)
+
+
+def test_what_the_search_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DataError, match="neighbours within 6"):
+        neighbours(np.zeros((1, 3)), np.eye(3) * 1e-3, np.ones(3, bool), 6.0)
+    monkeypatch.setitem(sys.modules, "vesin", None)
+    with pytest.raises(MissingExtraError, match="opencatalyst"):
+        neighbours(*random_structure(0), 3.0)
