@@ -4,6 +4,7 @@ A sampler knows the order of an epoch, and how the samples of one global batch a
 N samples, B of them a batch.
 """
 
+import heapq
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -188,11 +189,15 @@ class Balanced:
 
     def deal(self, indices: np.ndarray, rank: int, size: int) -> np.ndarray:
         room = [len(share(len(indices), r, size)) if self.equal else len(indices) for r in range(size)]
-        load, owner = np.zeros(size), np.empty(len(indices), int)
-        for place in np.argsort(-self.costs[indices], kind="stable"):
-            r = min((r for r in range(size) if room[r]), key=load.__getitem__)
+        owner, least = np.empty(len(indices), int), [(0.0, r) for r in range(size) if room[r]]
+        costs = self.costs[indices]
+        for place in np.argsort(-costs, kind="stable").tolist():
+            load, r = least[0]
             owner[place], room[r] = r, room[r] - 1
-            load[r] += self.costs[indices[place]]
+            if room[r]:
+                heapq.heapreplace(least, (load + float(costs[place]), r))
+            else:
+                heapq.heappop(least)
         return np.flatnonzero(owner == rank)
 
 

@@ -11,13 +11,17 @@ from ase.optimize import BFGS
 from scipy.spatial.transform import Rotation
 from torch.overrides import TorchFunctionMode
 
+from hpcai import dist
 from hpcai.errors import CheckpointError, ConfigError, DataError
 from hpcai.models.dimenet import Batch, DimeNet, DimeNetConfig, ObjectiveConfig, Sizes, atoms, join, loss, pairs, score
 from hpcai.models.dimenet.basis import SphericalBessel, harmonics
 from hpcai.nn.swish import swish
+from hpcai.settings import StepConfig
+from hpcai.train import Step
 from hpcai.train.choices import narrow
 from tests import triplets
 from tests.atoms import SMALL, crystal, network, structure
+from tests.tape import Tape
 
 DETACHED = SMALL.model_copy(update={"angles": "detached"})
 FEW = SMALL.model_copy(update={"most": 9})
@@ -223,6 +227,24 @@ def test_pairs_hold_free_atoms_alone() -> None:
     assert found["energy"].shape == (2, 2) and found["forces"].shape == (6, 2, 3)
     assert torch.equal(found["forces"][:, 0], given.forces[given.free > 0])
     assert found["numbers"].tolist() == given.graph.numbers[given.free > 0].tolist()
+
+
+@pytest.mark.parametrize("angles", ["conservative", "detached"])
+def test_a_captured_step_is_the_eager_one(angles: Any) -> None:
+    """Batches padded to one shape, which the graph has recorded once."""
+    cfg = SMALL.model_copy(update={"angles": angles})
+    mesh, words = dist.alone(torch.device("cpu")), {"optimizer": "sgd", "lr": 1e-4}
+    steps = [Step(network(cfg), loss, StepConfig(capture=how, **words), mesh, graph=Tape) for how in ("none", "whole")]
+    for seed in range(3):
+        structures = [structure(seed + k, cfg, 3 + k) for k in range(2)]
+        graph = join(structures, Sizes(12, 900, 110, 110, 5))
+        forces, free = torch.full((12, 3), 0.2), (torch.arange(12) < 7).double()
+        given = Batch(torch.ones(2, dtype=torch.float64), forces.double(), free, torch.tensor([7.0, 2], dtype=torch.float64), graph)
+        eager, captured = (step(given) for step in steps)
+        assert eager["loss"].item() == pytest.approx(captured["loss"].item(), rel=1e-12)
+    for one, other in zip(steps[0].model.parameters(), steps[1].model.parameters()):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+    assert steps[1]._capture is not None and len(steps[1]._capture._slots) == 1
 
 
 # ---- for people

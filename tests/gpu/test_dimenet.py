@@ -1,0 +1,81 @@
+"""DimeNet++ on a GPU: what the CPU computes, the same bits every time, captured, in bf16, and its neighbours."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hpcai import dist, train
+from hpcai.models.dimenet import Batch, DimeNetConfig, Sizes, join, loss
+from hpcai.models.dimenet.neighbours import neighbours
+from hpcai.models.dimenet.neighbours_device import neighbours_of_batch
+from hpcai.settings import StepConfig
+from tests.atoms import crystal, network, structure
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")]
+CFG = DimeNetConfig(hidden=64, output=64, interaction=32, blocks=2, cutoff=4.0, most=None)
+
+
+def batch(device: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> Batch:
+    parts = [structure(seed + k, CFG, 3 + k) for k in range(4)]
+    graph = join(parts, Sizes(20, 3000, 110, 110, 7)).to(device, dtype)
+    generator = torch.Generator().manual_seed(seed)
+    forces, free = torch.randn(20, 3, generator=generator).to(dtype), (torch.arange(20) < 18).to(dtype)
+    energy = torch.randn(4, generator=generator, dtype=torch.float64)
+    counts = torch.tensor([18.0, 4])
+    return Batch(energy.to(device), forces.to(device), free.to(device), counts.to(device), graph)
+
+
+def gradients(device: str, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    model = network(CFG, dtype=dtype).to(device)
+    loss(model, batch(device, dtype=dtype))["loss"].backward()
+    return [p.grad.cpu() for p in model.parameters() if p.grad is not None]
+
+
+def test_it_is_what_the_cpu_computes() -> None:
+    for found, expected in zip(gradients("cuda", torch.float64), gradients("cpu", torch.float64)):
+        assert (found - expected).norm() <= 1e-9 * expected.norm()
+
+
+def test_every_run_has_the_same_bits() -> None:
+    first, *others = (gradients("cuda") for _ in range(4))
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other))
+
+
+def losses(**words: Any) -> tuple[list[float], train.Step]:
+    step = train.Step(network(CFG, dtype=torch.float32), loss, StepConfig(lr=1e-4, **words), dist.alone(torch.device("cuda")))
+    return [step(batch("cuda", seed))["loss"].item() for seed in range(6)], step
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-params"])
+def test_captured_is_eager(precision: str) -> None:
+    eager, _ = losses(precision=precision)
+    captured, step = losses(precision=precision, capture="whole")
+    assert captured == pytest.approx(eager, rel=1e-4 if precision == "fp32" else 2e-2)
+    assert step._capture is not None and len(step._capture._slots) == 1
+
+
+def test_bf16_is_close() -> None:
+    wide, _ = losses(precision="fp32")
+    narrow, _ = losses(precision="bf16")
+    assert narrow == pytest.approx(wide, rel=5e-2)
+
+
+def test_compiled_is_close() -> None:
+    wide, _ = losses(precision="fp32")
+    compiled, _ = losses(precision="fp32", compile="whole")
+    assert compiled == pytest.approx(wide, rel=1e-3)
+
+
+def test_neighbours_are_those_of_the_cpu() -> None:
+    given = [crystal(seed, 4) for seed in range(5)]
+    positions = torch.from_numpy(np.concatenate([p for _, p, _ in given])).cuda()
+    cells = torch.from_numpy(np.stack([c for _, _, c in given])).cuda()
+    pbc, owner = torch.ones(5, 3, dtype=torch.bool, device="cuda"), torch.arange(5, device="cuda").repeat_interleave(4)
+    centre, other, offset = (t.cpu().numpy() for t in neighbours_of_batch(positions, cells, pbc, owner, 6.0, 50))
+    parts = [neighbours(p, c, [True] * 3, 6.0, 50) for _, p, c in given]
+    np.testing.assert_array_equal(centre, np.concatenate([part.centre + 4 * k for k, part in enumerate(parts)]))
+    np.testing.assert_array_equal(other, np.concatenate([part.other + 4 * k for k, part in enumerate(parts)]))
+    np.testing.assert_array_equal(offset, np.concatenate([part.offset for part in parts]))

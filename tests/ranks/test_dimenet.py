@@ -1,0 +1,69 @@
+"""DimeNet++ on several copies with batches of different size: gradients are those of one process that has all structures."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from hpcai import dist
+from hpcai.dist.mesh import Mesh
+from hpcai.errors import MeshError
+from hpcai.models.dimenet import Batch, ObjectiveConfig, join, loss, parallelize
+from hpcai.models.dimenet.graph import Structure
+from hpcai.settings import StepConfig
+from hpcai.train import Step
+from tests.atoms import network, structure
+from tests.ranks.launch import on_ranks
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SIZES = [3, 5, 1, 4, 2, 6, 3]
+SHARES = {1: [7], 2: [5, 2], 4: [1, 3, 1, 2]}  # structures of each copy
+
+
+def batch(parts: list[tuple[int, Structure]]) -> Batch:
+    """With energies, forces and free atoms that follow from the structure's number alone."""
+    energy, forces, free = [], [], []
+    for number, part in parts:
+        generator, count = torch.Generator().manual_seed(number), len(part.positions)
+        energy.append(torch.randn(1, generator=generator, dtype=torch.float64))
+        forces.append(torch.randn(count, 3, generator=generator, dtype=torch.float64))
+        free.append((torch.arange(count) != number % count).double() if count > 1 else torch.ones(1, dtype=torch.float64))
+    graph = join([part for _, part in parts])
+    rest = torch.zeros(1, 3, dtype=torch.float64)
+    counts = torch.tensor([float(sum(f.sum() for f in free)), float(len(parts))], dtype=torch.float64)
+    return Batch(torch.cat(energy), torch.cat([*forces, rest]), torch.cat([*free, rest[:, 0]]), counts, graph)
+
+
+def trained(mesh: Mesh, shares: list[int]) -> dict[str, torch.Tensor]:
+    every = [(number, structure(number, count=count)) for number, count in enumerate(SIZES)]
+    first = sum(shares[: mesh["replicate"].rank])
+    mine = batch(every[first : first + shares[mesh["replicate"].rank]])
+    step = Step(parallelize(network(), mesh), both, StepConfig(optimizer="sgd", precision="fp64"), mesh)
+    values = [step(mine, 1e-4)["loss"] for _ in range(3)]
+    return {"loss": torch.stack(values).numpy(), **{name: t.numpy() for name, t in step.model.state_dict().items()}}  # type: ignore[dict-item]
+
+
+def both(model: Any, given: Batch) -> dict[str, Any]:
+    return loss(model, given, ObjectiveConfig(force=2, energy=1))
+
+
+@pytest.mark.parametrize("copies", [1, 2, 4])
+def test_uneven_copies_are_one_process(copies: int) -> None:
+    expected = trained(dist.alone(torch.device("cpu")), [7])
+    found = on_ranks({"replicate": copies}, trained, SHARES[copies])
+    mean = sum(torch.from_numpy(rank["loss"]) for rank in found) / copies  # type: ignore[arg-type]
+    torch.testing.assert_close(mean, torch.from_numpy(expected.pop("loss")), rtol=1e-10, atol=0)
+    for rank in found:
+        assert {"loss", *expected} == set(rank), "checkpoint keys"
+        for name, tensor in expected.items():
+            torch.testing.assert_close(torch.from_numpy(rank[name]), torch.from_numpy(tensor), rtol=1e-9, atol=1e-11, msg=name)
+
+
+def refused(mesh: Mesh) -> str:
+    with pytest.raises(MeshError) as problem:
+        parallelize(network(), mesh)
+    return str(problem.value)
+
+
+def test_a_mesh_that_would_cut_it_is_refused() -> None:
+    assert all("mesh.depth is 2" in text for text in on_ranks({"replicate": 2, "depth": 2}, refused))
