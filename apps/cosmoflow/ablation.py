@@ -20,7 +20,7 @@ from hpcai.models.cosmoflow import Batch, CosmoFlow, CosmoFlowConfig, error, los
 from hpcai.models.cosmoflow.model import _SLOPE, Block
 from hpcai.nn import Conv3d
 from hpcai.train.ablation import On, Switch, of_the_loop
-from hpcai.train.trial import Subject, Training
+from hpcai.train.trial import Stacked, Subject, Training
 from hpcai.train.trial import trial as trial_of
 
 _GPU = torch.cuda.is_available()
@@ -81,4 +81,4 @@ def _loader(cfg: Config, mesh: Mesh, split: str, **words: Any) -> Any:
     return batches(Universes(_rows(cfg, split, mesh), None), cfg.data.batch, cfg, mesh, **words)
 
 
-_APP = Subject(_build, loss, error, Batch, _random, _loader)
+_APP = Subject(_build, loss, error, Batch._fields, _random, _loader, Stacked(Batch))

@@ -28,7 +28,7 @@ from hpcai.models.deepcam import STRIDE, Batch, DeepCam, DeepCamConfig, loss, pa
 from hpcai.nn import BatchNorm, Conv2d, ConvTranspose2d
 from hpcai.settings import StepConfig
 from hpcai.train.ablation import On, Switch, of_the_loop
-from hpcai.train.trial import Subject, Training, exchange
+from hpcai.train.trial import Stacked, Subject, Training, exchange
 from hpcai.train.trial import trial as trial_of
 
 Cells = Annotated[int, Field(ge=STRIDE, multiple_of=STRIDE)]
@@ -121,4 +121,4 @@ def _loader(cfg: CONFIG, mesh: Mesh, split: str, **words: Any) -> Any:
     return batches(Maps(_rows(cfg, split, mesh)), cfg.data.batch, cfg, mesh, **words)
 
 
-_APP = Subject(_build, loss, score, Batch, _random, _loader)
+_APP = Subject(_build, loss, score, Batch._fields, _random, _loader, Stacked(Batch))

@@ -99,24 +99,34 @@ class Frames(Samples):
         return self._count
 
     def make(self, values: dict[str, Any], index: int, epoch: int) -> Frame:
-        where = self.rows.describe(index)
-        found = find(values["numbers"], values["positions"], values["cell"], values["pbc"], self.model, where)
-        return Frame(found, float(values["energy"]), values["forces"], 1 - values["fixed"])
+        return frame(values, self.model, self.rows.describe(index))
 
     def collate(self, samples: list[Frame]) -> Any:
-        each = len(samples) // self.parts
-        counts = torch.tensor([sum(float(s.free.sum()) for s in samples), float(len(samples))]) / self.parts
-        made = [self._join(samples[k * each : (k + 1) * each], counts) for k in range(self.parts)]
-        return Parts(made) if self.parts > 1 else made[0]
+        return joined(samples, self.parts, self.ladder)
 
-    def _join(self, samples: list[Frame], counts: torch.Tensor) -> Batch:
-        structures = [s.structure for s in samples]
-        graph = join(structures, self.ladder.least(structures) if self.ladder else Sizes())
-        rest = len(graph.numbers) - sum(len(s.free) for s in samples)
-        forces = np.concatenate([*(s.forces for s in samples), np.zeros((rest, 3), np.float32)])
-        free = np.concatenate([*(s.free for s in samples), np.zeros(rest, np.uint8)]).astype(np.float32)
-        energy = torch.tensor([s.energy for s in samples], dtype=torch.float64)
-        return Batch(energy, torch.from_numpy(forces), torch.from_numpy(free), counts, graph)
+
+def frame(values: dict[str, Any], model: DimeNetConfig, where: str) -> Frame:
+    """What a file has of a frame, with its neighbours."""
+    found = find(values["numbers"], values["positions"], values["cell"], values["pbc"], model, where)
+    return Frame(found, float(values["energy"]), values["forces"], 1 - values["fixed"])
+
+
+def joined(frames: list[Frame], parts: int = 1, ladder: Ladder | None = None) -> Any:
+    """One batch, or as many micro-batches."""
+    each = len(frames) // parts
+    counts = torch.tensor([sum(float(f.free.sum()) for f in frames), float(len(frames))]) / parts
+    made = [_join(frames[k * each : (k + 1) * each], counts, ladder) for k in range(parts)]
+    return Parts(made) if parts > 1 else made[0]
+
+
+def _join(frames: list[Frame], counts: torch.Tensor, ladder: Ladder | None) -> Batch:
+    structures = [f.structure for f in frames]
+    graph = join(structures, ladder.least(structures) if ladder else Sizes())
+    rest = len(graph.numbers) - sum(len(f.free) for f in frames)
+    forces = np.concatenate([*(f.forces for f in frames), np.zeros((rest, 3), np.float32)])
+    free = np.concatenate([*(f.free for f in frames), np.zeros(rest, np.uint8)]).astype(np.float32)
+    energy = torch.tensor([f.energy for f in frames], dtype=torch.float64)
+    return Batch(energy, torch.from_numpy(forces), torch.from_numpy(free), counts, graph)
 
 
 def _rows(cfg: Config, split: str, mesh: Mesh) -> Rows:

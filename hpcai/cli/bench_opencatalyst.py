@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from hpcai.cli.bench_opencatalyst_plain import edges_of, energy_and_forces, plain_network, pyg_network
 from hpcai.errors import DataError, MissingExtraError
 
 PARTS = ("steps", "memory", "build", "neighbours", "balance")
@@ -97,6 +96,16 @@ def settings(angles: str = "detached", tiny: bool = False) -> Any:
     return DimeNetConfig.model_validate({"angles": angles, **(small if tiny else {})})
 
 
+def pyg_network(cfg: Any) -> Any:
+    """PyTorch Geometric's, whose own ``forward`` knows no periodic images and needs a compiled extension."""
+    return import_module("torch_geometric.nn.models").DimeNetPlusPlus(
+        hidden_channels=cfg.hidden, out_channels=1, num_blocks=cfg.blocks, int_emb_size=cfg.interaction, basis_emb_size=cfg.basis,
+        out_emb_channels=cfg.output, num_spherical=cfg.spherical, num_radial=cfg.radial, cutoff=cfg.cutoff,
+        envelope_exponent=cfg.envelope, num_before_skip=cfg.before_skip, num_after_skip=cfg.after_skip,
+        num_output_layers=cfg.output_layers,
+    )  # fmt: skip
+
+
 def graph_of(structures: Sequence[Any], cfg: Any) -> Any:
     from hpcai.models.dimenet import atoms, join
 
@@ -106,6 +115,7 @@ def graph_of(structures: Sequence[Any], cfg: Any) -> Any:
 def _setup(kind: str, angles: str, tiny: bool) -> Callable[[], Any]:
     """A training step of one network, which waits for the device; returns the loss."""
     from hpcai.models.dimenet import DimeNet
+    from hpcai.models.dimenet.triplets import WithTriplets, edges_of, energy_and_forces
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     cfg = settings(angles, tiny)
@@ -114,7 +124,7 @@ def _setup(kind: str, angles: str, tiny: bool) -> Callable[[], Any]:
     ours = DimeNet(cfg)
     for output in ours.output_blocks:
         nn.init.normal_(output.lin.weight, 0, 0.1)  # which is 0 at first, and so would be all gradients
-    net: Any = {"ours": lambda cfg: ours, "plain": plain_network, "pyg": pyg_network}[kind](cfg)
+    net: Any = {"ours": lambda cfg: ours, "plain": WithTriplets, "pyg": pyg_network}[kind](cfg)
     net.load_state_dict({name: values for name, values in ours.state_dict().items() if name in net.state_dict()})
     net.to(device)
     edges = None if kind == "ours" else edges_of(graph)
@@ -142,6 +152,8 @@ def _steps(angles: str, repeats: int, tiny: bool = False, of: Sequence[str] | No
     times = _alternate({kind: _setup(kind, angles, tiny) for kind in of}, repeats)
     clock = int(torch.cuda.is_available())
     spent = {kind: statistics.median(t[clock] for t in rows) for kind, rows in times.items()}
+    from hpcai.models.dimenet.triplets import edges_of
+
     edges = edges_of(graph_of(slabs(tiny), settings(angles, tiny)))
     ratios = {f"{kind}_over_ours": round(spent[kind] / spent["ours"], 3) for kind in of if kind != "ours"}
     return {

@@ -6,10 +6,10 @@ what it does in the background is counted too.
 """
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from hpcai.data import Endless
+from hpcai.data.assemble import tree_map
 from hpcai.dist import Mesh
 from hpcai.dist.collect import gather_shares
 from hpcai.dist.host import Collector
@@ -41,12 +42,16 @@ class Subject:
     """(cfg, mesh, on) -> the network over the mesh, with those of its own switches that are on"""
     loss: Loss
     metric: Metric
-    batch: type[Any]
-    """named tuple of a batch; its fields are the datasets of a file"""
+    fields: Sequence[str]
+    """the datasets of a file"""
     random: Callable[[Any, np.random.Generator], tuple[Any, ...]]
     """(cfg, generator) -> a sample as the files have it: an array for each field"""
     loader: Callable[..., Any]
     """(cfg, mesh, split, **words) -> our Loader over the samples in ``cfg.data.directory``"""
+    together: Callable[[Any, list[tuple[Any, ...]]], Any]
+    """(cfg, samples) -> a batch of CPU tensors"""
+    flat: frozenset[str] = frozenset()
+    """fields whose samples lie one after another along their first dim"""
 
     def sample_bytes(self, cfg: Any) -> int:
         return sum(values.nbytes for values in self.random(cfg, np.random.default_rng(0)))
@@ -76,8 +81,8 @@ class Training:
     def numerics(self) -> tuple[float, Tensor]:
         copies, step = self.mesh["replicate"], self.step
         seeds = [[copies.rank // self.alike, i] for i in range(self.samples // copies.size)]
-        columns = zip(*(self.app.random(self.cfg, np.random.default_rng(seed)) for seed in seeds))
-        batch = self.app.batch(*(torch.from_numpy(np.stack(column)).to(self.mesh.device) for column in columns))
+        samples = [self.app.random(self.cfg, np.random.default_rng(seed)) for seed in seeds]
+        batch = tree_map(self.app.together(self.cfg, samples), lambda tensor: tensor.to(self.mesh.device))
         values: Any = step._gradients(batch)  # an update may scale them where they lie
         found = {name: p.grad for name, p in step.model.named_parameters() if p.grad is not None}
         for bucket in step.sums.buckets:
@@ -106,10 +111,20 @@ class Training:
     def _batches(self, split: str, count: int) -> Any:
         cfg, batch = self.cfg, self.samples
         if self.by_torch:
-            return self.held.enter_context(closing(_ByDataLoader(self.app.batch, cfg, self.mesh, split, count)))
+            return self.held.enter_context(closing(_ByDataLoader(self.app, cfg, self.mesh, split, count)))
         endless = {"sampler": Endless(_EVALUATED * batch, count * batch), "accumulate": cfg.step.accumulate}
         words: Any = endless if split == "train" else {"shuffle": False, "last": "keep"}
         return self.held.enter_context(self.app.loader(cfg, self.mesh, split, name=split, **words))
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """``Subject.together`` of samples of one shape: a ``batch``, a named tuple of the fields."""
+
+    batch: type[Any]
+
+    def __call__(self, cfg: Any, samples: list[tuple[Any, ...]]) -> Any:
+        return self.batch(*(torch.from_numpy(np.stack(column)) for column in zip(*samples)))
 
 
 def exchange(model: nn.Module, classes: Mapping[type[nn.Module], type[nn.Module]]) -> None:
@@ -162,43 +177,60 @@ class ByTorch(Step):
 _HOME = tempfile.TemporaryDirectory(prefix="hpcai-ablation-")  # deleted when the process ends
 
 
-@cache
+_MADE: dict[tuple[Subject, str], Path] = {}
+
+
 def _files(app: Subject, cfg: Any) -> Path:
-    """A folder with some batches of random samples for each split, in the layout of data_prep."""
+    """A folder with some batches of random samples for each split, in the layout of data_prep; made once."""
+    key = app, cfg.model_dump_json()
+    if key not in _MADE:
+        _MADE[key] = _written(app, cfg)
+    return _MADE[key]
+
+
+def _written(app: Subject, cfg: Any) -> Path:
     folder, rows = Path(tempfile.mkdtemp(dir=_HOME.name)), _EVALUATED * cfg.data.batch
-    sample = app.random(cfg, np.random.default_rng(0))
     for split in ("train", "validation"):
         (folder / split).mkdir()
         with h5py.File(folder / split / _FILE, "w", alignment_threshold=1 << 16, alignment_interval=4096) as file:
-            for name, values in zip(app.batch._fields, sample):
-                dataset = file.create_dataset(name, (rows, *values.shape), values.dtype)
-                for i in range(rows):
-                    dataset[i] = np.roll(values, i)
+            for i in range(rows):
+                for name, values in zip(app.fields, app.random(cfg, np.random.default_rng(i))):
+                    each = (len(values),) if name in app.flat else ()
+                    shape = (rows * len(values), *values.shape[1:]) if each else (rows, *values.shape)
+                    dataset = file.require_dataset(name, shape, values.dtype)
+                    dataset[_place(i, *each)] = values
     return folder
 
 
+def _place(row: int, each: int | None = None) -> int | slice:
+    """Of a sample, of which a flat dataset has ``each`` rows."""
+    return row if each is None else slice(row * each, (row + 1) * each)
+
+
 class _Plain(Dataset):
-    def __init__(self, path: Path, names: tuple[str, ...]) -> None:
-        self.path, self.names, self.file = path, names, cast(Any, None)
+    def __init__(self, path: Path, app: Subject, rows: int) -> None:
+        self.path, self.app, self.rows, self.file = path, app, rows, cast(Any, None)
 
     def __getitem__(self, index: int) -> Any:
         self.file = self.file or h5py.File(self.path, "r")  # by each worker
-        return tuple(self.file[name][index] for name in self.names)
+        data = [(self.file[name], name in self.app.flat) for name in self.app.fields]
+        return tuple(values[_place(index, len(values) // self.rows if flat else None)] for values, flat in data)
 
 
 class _ByDataLoader:
-    def __init__(self, collect: Any, cfg: Any, mesh: Mesh, split: str, count: int) -> None:
-        copies, self.device, self.collect = mesh["replicate"], mesh.device, collect
+    def __init__(self, app: Subject, cfg: Any, mesh: Mesh, split: str, count: int) -> None:
+        copies, self.device = mesh["replicate"], mesh.device
         batch, rows = cfg.data.batch // copies.size, _EVALUATED * cfg.data.batch
         mine = range(copies.rank, rows, copies.size)
         order = RandomSampler(range(rows), replacement=True, num_samples=count * batch) if split == "train" else mine
         words = {"persistent_workers": True, "pin_memory": self.device.type == "cuda"}
-        data = _Plain(cfg.data.directory / split / _FILE, collect._fields)
-        self.loader: Any = DataLoader(data, batch, sampler=order, num_workers=cfg.data.workers, **words)
+        data = _Plain(cfg.data.directory / split / _FILE, app, rows)
+        join = partial(app.together, cfg)
+        self.loader: Any = DataLoader(data, batch, sampler=order, num_workers=cfg.data.workers, collate_fn=join, **words)
 
     def epoch(self, epoch: int) -> Iterator[Any]:
         for part in self.loader:
-            yield self.collect(*(tensor.to(self.device, non_blocking=True) for tensor in part))
+            yield tree_map(part, lambda tensor: tensor.to(self.device, non_blocking=True))
 
     def close(self) -> None:
         self.loader = None  # whose workers end with it

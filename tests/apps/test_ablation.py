@@ -14,12 +14,15 @@ from torch import nn
 
 from apps.cosmoflow import ablation as cosmoflow
 from apps.deepcam import ablation as deepcam
+from apps.opencatalyst import ablation as opencatalyst
 from hpcai import config, dist
 from hpcai.cli import ablate
 from hpcai.data import Loader
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import ConfigError
 from hpcai.models.deepcam import Batch, DeepCam, loss
+from hpcai.models.dimenet import DimeNet
+from hpcai.models.dimenet.triplets import WithTriplets
 from hpcai.nn import BatchNorm, Conv2d, Conv3d
 from hpcai.parallel.batchnorm import Total
 from hpcai.train import ablation
@@ -76,6 +79,23 @@ def test_every_switch_that_is_here_and_why_the_others_are_not(app: str, capsys: 
     assert "no GPU" in switches["capture"]["why_not"] and "one process" in switches["sharded optimizer"]["why_not"]
     numbers_agree(found)
     assert {path.name for path in tmp_path.iterdir()} == {"ablation.json", "ablation.png"}
+
+
+def test_opencatalyst_with_and_without_triplets(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["model.hidden=8", "model.output=8", "model.interaction=4", "model.blocks=1", "model.cutoff=3.6", "data.workers=1"]
+    names = ["no triplets", "fused optimizer", "direct I/O", "async evaluation"]
+    words = ["opencatalyst", *small, "--repeats", "1", "--steps", "1", "--json", "--only", *names]
+    assert ablate.main(words) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [row["name"] for row in found["cumulative"]] == ["plain", *names]
+    for row in found["cumulative"] + found["left_out"]:
+        assert row["error"] is None and row["loss_difference"] < 1e-5 and row["gradient_difference"] < 1e-3, row
+    assert max(row["gradient_difference"] for row in found["cumulative"]) > 0
+    cfg = config.load(opencatalyst.CONFIG, None, small)
+    with opencatalyst.trial(cfg, MESH, frozenset()) as plain, opencatalyst.trial(cfg, MESH, frozenset(names)) as ours:
+        assert type(plain.step.model) is WithTriplets and type(ours.step.model) is DimeNet
+        assert set(plain.step.model.state_dict()) == set(ours.step.model.state_dict())
+        assert plain.numerics()[0] > 1, "networks that say something"
 
 
 def _note(seen: list[bool], module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:

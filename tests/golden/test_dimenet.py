@@ -12,8 +12,8 @@ from apps.opencatalyst.settings import STD, Config
 from hpcai import config
 from hpcai.models.dimenet import Batch, DimeNet, DimeNetConfig, Structure, join, loss
 from hpcai.models.dimenet.basis import SphericalBessel, angular_factors, envelope, harmonics, zeros
+from hpcai.models.dimenet.triplets import edges_of
 from hpcai.train.schedule import rate
-from tests import triplets
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / ".." / "shared" / "golden" / "dimenetpp"
@@ -154,8 +154,8 @@ def test_functions_of_distance_and_angle() -> None:
 
 def test_triplets_are_those_of_the_reference() -> None:
     expected = {tuple(pair) for pair in read("small_output_f64")["triplets_kj_ji_sorted"].tolist()}
-    first, second = triplets.triplets(batch(np.float64).graph)
-    assert set(zip(first.tolist(), second.tolist())) == expected and len(first) == 38_923
+    edges = edges_of(batch(np.float64).graph)
+    assert set(zip(edges.kj.tolist(), edges.ji.tolist())) == expected and len(edges.kj) == 38_923
 
 
 def test_the_schedule() -> None:

@@ -5,9 +5,9 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from hpcai.cli.bench_opencatalyst import _balance, _build, _counts, _memory, _steps, graph_of, settings, slabs
-from hpcai.cli.bench_opencatalyst_plain import edges_of, energy_and_forces, pyg_network
+from hpcai.cli.bench_opencatalyst import _balance, _build, _counts, _memory, _steps, graph_of, pyg_network, settings, slabs
 from hpcai.models.dimenet import DimeNet
+from hpcai.models.dimenet.triplets import edges_of, energy_and_forces
 from tests.slow.trying import until
 
 pytestmark = pytest.mark.usefixtures("one_thread")

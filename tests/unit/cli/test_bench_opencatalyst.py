@@ -12,10 +12,10 @@ from ase.build import bulk
 
 from hpcai.cli import bench, bench_opencatalyst
 from hpcai.cli.bench_opencatalyst import _balance, _counts, graph_of, settings, slabs
-from hpcai.cli.bench_opencatalyst_plain import edges_of, energy_and_forces, plain_network
 from hpcai.errors import DataError
 from hpcai.models.dimenet import DimeNet
 from hpcai.models.dimenet.neighbours import count_triplets, neighbours
+from hpcai.models.dimenet.triplets import WithTriplets, edges_of, energy_and_forces
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -41,7 +41,7 @@ def tiny(angles: str, **more: object):  # type: ignore[no-untyped-def]
 def test_the_plain_form_is_the_same_network(angles: str, most: int | None) -> None:
     for structures, more in ((slabs(tiny=True), {}), (crystals(), {"cutoff": 6.0, "most": most, "spherical": 7, "radial": 6})):
         cfg, ours = tiny(angles, **more)
-        plain = plain_network(cfg).double()
+        plain = WithTriplets(cfg).double()
         plain.load_state_dict(ours.state_dict())
         graph = graph_of(structures, cfg)
         edges = edges_of(graph)

@@ -15,11 +15,11 @@ from hpcai import dist
 from hpcai.errors import CheckpointError, ConfigError, DataError
 from hpcai.models.dimenet import Batch, DimeNet, DimeNetConfig, ObjectiveConfig, Sizes, atoms, join, loss, pairs, score
 from hpcai.models.dimenet.basis import SphericalBessel, harmonics
+from hpcai.models.dimenet.triplets import WithTriplets
 from hpcai.nn.swish import swish
 from hpcai.settings import StepConfig
 from hpcai.train import Step
 from hpcai.train.choices import narrow
-from tests import triplets
 from tests.atoms import SMALL, crystal, network, structure
 from tests.tape import Tape
 
@@ -32,12 +32,13 @@ def test_moments_are_the_sum_over_all_triplets(cfg: DimeNetConfig) -> None:
     """Energies, forces, and the gradients of a loss of both."""
     model, graph = network(cfg), join([structure(seed, cfg, count) for seed, count in ((0, 3), (1, 1), (2, 5))])
     assert (graph.reverse[: len(graph.centre) - 1] == len(graph.centre) - 1).any() == (cfg is FEW), "edges without a way back"
+    plain = WithTriplets(cfg).double()
+    plain.load_state_dict(model.state_dict())
     found = []
-    for way in (model, lambda graph: triplets.energy_and_forces(model, graph)):
+    for way in (model, plain):
         energy, forces = way(graph)
-        model.zero_grad()
         (energy.square().sum() + (forces[:-1] - 0.3).abs().sum()).backward()
-        found.append([energy, forces[:-1], *(p.grad.clone() for p in model.parameters())])
+        found.append([energy, forces[:-1], *(p.grad for p in way.parameters())])
     for ours, theirs in zip(*found):
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-11)
     assert found[0][0].shape == (3,) and min(g.abs().max() for g in found[0][2:]) > 0

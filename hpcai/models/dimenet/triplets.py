@@ -1,15 +1,20 @@
-"""DimeNet++ in the form that public codes have, with a list of all triplets, for ``hpcai bench opencatalyst``.
+"""DimeNet++ in the form that the paper and all public codes have, with a list of all triplets: what ours is measured against.
 
 B structures, N atoms, E edges j -> i, T triplets k -> j -> i, L orders, R radial functions.
 """
 
 import math
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from hpcai.models.dimenet import model as ours
+from hpcai.models.dimenet.basis import zeros
+from hpcai.models.dimenet.config import DimeNetConfig
+from hpcai.models.dimenet.graph import Graph
+from hpcai.models.dimenet.model import Prediction
 
 
 class Edges(NamedTuple):
@@ -25,7 +30,7 @@ class Edges(NamedTuple):
     ji: Tensor  # [T] edge
 
 
-def edges_of(graph: Any) -> Edges:
+def edges_of(graph: Graph) -> Edges:
     """Triplets k -> j -> i, but for those that return to the very atom that they came from: not to an image of it."""
     structures = len(graph.members) - 1
     real = graph.structure < structures
@@ -41,7 +46,7 @@ def edges_of(graph: Any) -> Edges:
 
 
 def energy_and_forces(net: Any, positions: Tensor, edges: Edges, detached: bool) -> tuple[Tensor, Tensor]:
-    """Of the plain network or of PyTorch Geometric's.   positions [N, 3] -> [B], [N, 3]"""
+    """Of ``WithTriplets``, or of PyTorch Geometric's modules.   positions [N, 3] -> [B], [N, 3]"""
     i, j, kj, ji = edges.i, edges.j, edges.kj, edges.ji
     positions = positions.clone().requires_grad_()
     vector = positions[j] - positions[i] + edges.shift
@@ -70,9 +75,7 @@ class _Radial(nn.Module):
 class _Spherical(nn.Module):
     """[E], [T] -> [T, L * R]; as polynomials of a sine and a cosine, of every edge and then of every triplet."""
 
-    def __init__(self, cfg: Any) -> None:
-        from hpcai.models.dimenet.basis import zeros
-
+    def __init__(self, cfg: DimeNetConfig) -> None:
         super().__init__()
         self.cutoff, self.exponent, self.zeros = cfg.cutoff, cfg.envelope, torch.from_numpy(zeros(cfg.spherical, cfg.radial))
 
@@ -137,27 +140,23 @@ class _Output(nn.Module):
         return self.lin(x)
 
 
-def plain_network(cfg: Any) -> Any:
-    """Our weights under our names, in layers as anybody writes them down; see ``energy_and_forces``."""
-    from hpcai.models.dimenet import model as ours
+class WithTriplets(ours.DimeNet):
+    """Our weights under our names, in layers as anybody writes them down."""
 
-    net = ours.DimeNet(cfg)
-    plain = {
-        ours.Bessel: _Radial, ours.Embedding: _Embedding, ours.Residual: _Residual, ours.Interaction: _Interaction,
-        ours.Output: _Output,
-    }  # fmt: skip
-    for layer in net.modules():
-        layer.__class__ = plain.get(type(layer), type(layer))
-    del net.spherical
-    net.sbf = _Spherical(cfg)
-    return net
+    def __init__(self, cfg: DimeNetConfig | None = None) -> None:
+        super().__init__(cfg)
+        plain = {
+            ours.Bessel: _Radial, ours.Embedding: _Embedding, ours.Residual: _Residual, ours.Interaction: _Interaction,
+            ours.Output: _Output,
+        }  # fmt: skip
+        for layer in self.modules():
+            layer.__class__ = plain.get(type(layer), type(layer))
+        del self.spherical
+        self.sbf = _Spherical(self.cfg)
 
-
-def pyg_network(cfg: Any) -> Any:
-    """PyTorch Geometric's, whose own ``forward`` knows no periodic images and needs a compiled extension."""
-    return import_module("torch_geometric.nn.models").DimeNetPlusPlus(
-        hidden_channels=cfg.hidden, out_channels=1, num_blocks=cfg.blocks, int_emb_size=cfg.interaction, basis_emb_size=cfg.basis,
-        out_emb_channels=cfg.output, num_spherical=cfg.spherical, num_radial=cfg.radial, cutoff=cfg.cutoff,
-        envelope_exponent=cfg.envelope, num_before_skip=cfg.before_skip, num_after_skip=cfg.after_skip,
-        num_output_layers=cfg.output_layers,
-    )  # fmt: skip
+    def forward(self, graph: Graph) -> Prediction:
+        edges, detached = edges_of(graph), self.cfg.angles == "detached"
+        with torch.enable_grad():
+            energy, forces = energy_and_forces(self, graph.positions[: len(edges.numbers)], edges, detached)
+        rest = len(graph.numbers) - len(edges.numbers)
+        return Prediction(energy, F.pad(forces, (0, 0, 0, rest)))
