@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from hpcai import config, log
 from hpcai.config import Settings
 
@@ -36,6 +38,13 @@ class App:
         except SystemExit as end:
             return int(end.code or 0)
         return 0
+
+    def refuses(self, data: Path, run: Path, more: Sequence[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+        """The run ends with one message that says ``text``, and leaves no weights."""
+        assert self.here(data, run, *more) not in (0, 85)
+        shown = capsys.readouterr().err
+        assert text in shown and "Traceback" not in shown, shown
+        assert not (run / "model.safetensors").exists()
 
     def once(self, data: Path, *more: str) -> Path:
         """The folder of a run that several tests look at."""

@@ -48,14 +48,18 @@ def collect(x: Tensor, index: Tensor, table: Tensor) -> Tensor:
     return _Collect.apply(x, index, table)
 
 
-class _Place(torch.autograd.Function):
-    @staticmethod
-    def forward(x: Tensor, there: Tensor, back: Tensor) -> Tensor:
-        return x.index_select(0, there)
+class _ByTable(torch.autograd.Function):
+    """Of values and tables, of which the derivative needs the tables alone."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
         ctx.save_for_backward(*inputs[1:])
+
+
+class _Place(_ByTable):
+    @staticmethod
+    def forward(x: Tensor, there: Tensor, back: Tensor) -> Tensor:
+        return x.index_select(0, there)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
@@ -63,28 +67,20 @@ class _Place(torch.autograd.Function):
         return _Place.apply(g, back, there), None, None
 
 
-class _Turn(torch.autograd.Function):
+class _Turn(_ByTable):
     @staticmethod
     def forward(x: Tensor, reverse: Tensor) -> Tensor:
         return x.index_select(0, reverse)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        ctx.save_for_backward(inputs[1])
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         return _Turn.apply(g, *ctx.saved_tensors), None
 
 
-class _Spread(torch.autograd.Function):
+class _Spread(_ByTable):
     @staticmethod
     def forward(x: Tensor, index: Tensor, table: Tensor) -> Tensor:
         return x.index_select(0, index)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[1:])
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
@@ -92,15 +88,11 @@ class _Spread(torch.autograd.Function):
         return _Collect.apply(g, index, table), None, None
 
 
-class _Collect(torch.autograd.Function):
+class _Collect(_ByTable):
     @staticmethod
     def forward(x: Tensor, index: Tensor, table: Tensor) -> Tensor:
         none = len(x) - 1  # the last edge is none
         return torch.nn.functional.embedding_bag(table, x, mode="sum", padding_idx=none)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[1:])
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
