@@ -173,7 +173,7 @@ def test_only_some_switches(fake: Any, capsys: pytest.CaptureFixture[str]) -> No
 def test_apps_without_an_ablation_are_refused_with_those_that_have_one(fake: Any) -> None:
     with pytest.raises(ConfigError, match=r"there is no app 'cosmo'; expected one of cosmoflow, deepcam, opencatalyst, fake"):
         ablate.main(["cosmo"])
-    with pytest.raises(ConfigError, match="apps/bare has no file ablation.py; expected one of cosmoflow, deepcam, opencatalyst, fake"):
+    with pytest.raises(ConfigError, match=r"apps/bare has no file ablation.py; expected one of cosmoflow, .*, fake"):
         ablate.main(["bare"])
     with pytest.raises(ConfigError, match="wrnog: no such key"):
         ablate.main(["fake", "wrnog=half"])
