@@ -23,7 +23,7 @@ class Total(nn.Module):
         return total(value, *self.axes)
 
     def __deepcopy__(self, memo: dict) -> "Total":
-        return Total(*self.axes)  # a group of processes is not copied
+        return type(self)(*self.axes)  # a group of processes is not copied
 
 
 def group_batch_norm(model: Model, mesh: Mesh, group: int, setting: str = "batchnorm_group") -> Model:

@@ -91,11 +91,11 @@ def test_resumed_is_uninterrupted(data: Path, tmp_path: Path) -> None:
 
 @pytest.mark.mpi
 @pytest.mark.skipif(not MPIEXEC.is_file(), reason="no mpiexec (pip install '.[mpi]')")
-@pytest.mark.parametrize("balance", ["none", "frames", "triplets"])
-def test_copies_train_as_one_process_however_frames_are_dealt(data: Path, tmp_path: Path, balance: str) -> None:
+@pytest.mark.parametrize("how", ["data.balance=none", "train.evaluate=background", "data.balance=triplets"])
+def test_copies_train_as_one_process_however_frames_are_dealt(data: Path, tmp_path: Path, how: str) -> None:
     """Copies have more or fewer atoms, and losses are means over all of them."""
-    more = ["step.precision=fp64", f"data.balance={balance}", "checkpoint.every_steps=null"]
-    words = APP.words(data, tmp_path / "three", *more, "data.batch=9")
+    more = ["step.precision=fp64", "checkpoint.every_steps=null"]
+    words = APP.words(data, tmp_path / "three", *more, "data.batch=9", how)
     run = [str(MPIEXEC), "-n", "3", sys.executable, "-m", "apps.opencatalyst", *words]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(run, cwd=ROOT, env=environ, capture_output=True, text=True)

@@ -1,10 +1,12 @@
 """DimeNet++ over the mesh: copies, whose batches differ in atoms and edges."""
 
-from torch import Tensor, nn
+import math
 
-from hpcai.dist.collect import total
-from hpcai.dist.mesh import Axis, Mesh
+from torch import Tensor
+
+from hpcai.dist.mesh import Mesh
 from hpcai.models.dimenet.model import DimeNet
+from hpcai.parallel.batchnorm import Total
 
 
 def parallelize(model: DimeNet, mesh: Mesh) -> DimeNet:
@@ -14,12 +16,8 @@ def parallelize(model: DimeNet, mesh: Mesh) -> DimeNet:
     return model
 
 
-class Mean(nn.Module):
-    """Of a tensor over the processes of an axis."""
-
-    def __init__(self, axis: Axis) -> None:
-        super().__init__()
-        self.axis = axis
+class Mean(Total):
+    """Of a tensor over the processes of axes."""
 
     def forward(self, value: Tensor) -> Tensor:
-        return total(value.clone(), self.axis) / self.axis.size
+        return super().forward(value.clone()) / math.prod(axis.size for axis in self.axes)
