@@ -36,7 +36,7 @@ class _Slope(torch.autograd.Function):
         g, x = ctx.saved_tensors
         y = x.sigmoid()
         # s'' = y (1 - y) (2 + x (1 - 2 y))
-        curve = torch.addcmul(x, x, y, value=-2).add(2) if y.requires_grad else torch.addcmul(x, x, y, value=-2).add_(2)
+        curve = torch.addcmul(x, x, y, value=-2).add_(2)
         second = torch.ops.aten.sigmoid_backward(h * g, y) * curve
         return _Slope.apply(h, x), second
 

@@ -10,8 +10,8 @@ from hpcai.dist.mesh import Mesh
 from hpcai.errors import MeshError
 from hpcai.models.dimenet import Batch, ObjectiveConfig, join, loss, parallelize
 from hpcai.models.dimenet.graph import Structure
-from hpcai.settings import StepConfig
-from hpcai.train import Step
+from hpcai.settings import StepConfig, TrainConfig
+from hpcai.train import Step, fit
 from tests.atoms import network, structure
 from tests.ranks.launch import on_ranks
 
@@ -41,6 +41,20 @@ def trained(mesh: Mesh, shares: list[int]) -> dict[str, torch.Tensor]:
     step = Step(parallelize(network(), mesh), both, StepConfig(optimizer="sgd", precision="fp64"), mesh)
     values = [step(mine, 1e-4)["loss"] for _ in range(3)]
     return {"loss": torch.stack(values).numpy(), **{name: t.numpy() for name, t in step.model.state_dict().items()}}  # type: ignore[dict-item]
+
+
+def reported(mesh: Mesh, shares: list[int]) -> float:
+    """The loss that a run reports."""
+    every = [(number, structure(number, count=count)) for number, count in enumerate(SIZES)]
+    first = sum(shares[: mesh["replicate"].rank])
+    mine = batch(every[first : first + shares[mesh["replicate"].rank]])
+    step = Step(parallelize(network(), mesh), both, StepConfig(optimizer="sgd", precision="fp64"), mesh)
+    return fit(step, [mine], TrainConfig(steps=1, report_every=1)).reports[-1]["loss"]
+
+
+def test_copies_count_alike_in_what_is_reported() -> None:
+    expected = reported(dist.alone(torch.device("cpu")), [7])
+    assert on_ranks({"replicate": 2}, reported, [5, 2]) == pytest.approx([expected] * 2, rel=1e-12)
 
 
 def both(model: Any, given: Batch) -> dict[str, Any]:

@@ -144,6 +144,16 @@ def test_harmonics_add_up_to_legendre_polynomials() -> None:
         np.testing.assert_allclose(both[:, n * n : (n + 1) ** 2].sum(1), expected, atol=1e-13)
 
 
+def test_a_new_network_has_matrices_of_glorot_s_variance_and_says_nothing() -> None:
+    model = DimeNet(DimeNetConfig(hidden=32, output=48, blocks=1))
+    layer = model.interaction_blocks[0].lin_kj.weight
+    assert layer.var().item() == pytest.approx(2 / 64, rel=1e-5) and not model.output_blocks[1].lin.weight.any()
+    unit = layer @ layer.T
+    torch.testing.assert_close(unit, unit[0, 0] * torch.eye(32), rtol=1e-4, atol=1e-5)
+    graph = join([atoms([1, 8], [[0, 0, 0], [0, 0, 1.0]])]).to("cpu", torch.float32)
+    assert not model(graph).energy.any() and not model(graph).forces.any()
+
+
 def test_swish_and_its_first_two_derivatives() -> None:
     x = torch.linspace(-8, 8, 41, dtype=torch.float64, requires_grad=True)
     assert torch.equal(swish(x), torch.nn.functional.silu(x))
