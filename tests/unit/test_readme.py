@@ -8,9 +8,11 @@ from typing import get_args
 import h5py
 import numpy as np
 import torch
+from ase.build import fcc111
 
 from hpcai.models.cosmoflow import CosmoFlow, CosmoFlowConfig
 from hpcai.models.deepcam import VARIABLES, DeepCam, DeepCamConfig
+from hpcai.models.dimenet import DimeNet, DimeNetConfig
 from hpcai.models.unet3d import UNet3D, UNet3DConfig
 from hpcai.settings import LoaderConfig
 
@@ -35,11 +37,17 @@ def test_the_notebook_cells_run(tmp_path: Path, monkeypatch) -> None:  # type: i
     (tmp_path / "runs/unet3d-small").mkdir()
     UNet3D(UNet3DConfig(filters=(4, 4), window=(8, 16, 16))).save(tmp_path / "runs/unet3d-small/model.safetensors")
     scan = np.random.default_rng(0).normal(0, 100, (8, 30, 30))
-    names: dict = {"counts": counts, "target": torch.zeros(4), "fields": fields, "scan": scan}
-    assert len(cells()) == 4
+    (tmp_path / "runs/opencatalyst-small").mkdir()
+    small = DimeNetConfig(hidden=8, output=8, interaction=4, blocks=1, cutoff=5.0, most=None)
+    DimeNet(small).save(tmp_path / "runs/opencatalyst-small/model.safetensors")
+    slab = fcc111("Cu", (2, 2, 3), vacuum=5.0, periodic=True)
+    atoms = {"numbers": slab.numbers, "positions": slab.positions, "cell": slab.cell.array, "slab": slab}
+    names: dict = {"counts": counts, "target": torch.zeros(4), "fields": fields, "scan": scan, **atoms}
+    assert len(cells()) == 5
     for cell in cells():
         exec(cell, names)
     assert set(names["model"].predict(counts)) == {"Omega_m", "sigma_8", "n_s", "H_0"}
+    assert names["forces"].shape == (12, 3) and slab.get_potential_energy() == names["energy"]
     assert names["masks"]["tropical cyclone"].shape == (40, 50) and names["organs"]["kidney"].shape == scan.shape
 
 
@@ -89,6 +97,7 @@ def test_no_document_installs_somebody_elses_package() -> None:
 
 def test_every_setting_that_the_documents_name_can_be_set() -> None:
     from apps.cosmoflow.settings import Config
+    from apps.opencatalyst.settings import Config as Atoms
     from hpcai import config
 
     together = {"step.compile_cache=x": "step.compile=whole", "step.shard_within=8": "step.shard=optimizer"}
@@ -99,10 +108,11 @@ def test_every_setting_that_the_documents_name_can_be_set() -> None:
     assert len(named) > 25
     for key, value in sorted(named):
         word = f"{key}={value.replace('FOLDER', 'x').replace('N', '2')}"
+        settings = Atoms if key == "data.balance" else Config
         if value:
-            config.load(Config, None, [word, *([together[word]] if word in together else [])])
+            config.load(settings, None, [word, *([together[word]] if word in together else [])])
             continue
-        at: object = Config()
+        at: object = settings()
         for part in key.split("."):
             assert hasattr(at, part), f"{key}: there is no such setting"
             at = getattr(at, part)
