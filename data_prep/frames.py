@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from data_prep import moments, store
 from hpcai.errors import DataError, MissingExtraError
-from hpcai.models.dimenet import neighbours
+from hpcai.models.dimenet import periodic
 
 Array = NDArray[Any]
 ELEMENTS = 119                                  # atomic numbers from 0
@@ -76,12 +76,12 @@ def count(frame: Frame, cutoff: float, most: int, where: str) -> tuple[int, int]
         if not np.isfinite(values).all():
             raise DataError(f"{where}: {name} holds NaN or infinity; {again}")
     stored = np.asarray(frame.positions).astype(np.float32)
-    _, positions, cell, pbc = neighbours.check(frame.numbers, stored, frame.cell, frame.pbc, where)
-    found = neighbours.neighbours(positions, cell, pbc, cutoff, most)
+    _, positions, cell, pbc = periodic.check(frame.numbers, stored, frame.cell, frame.pbc, where)
+    found = periodic.neighbours(positions, cell, pbc, cutoff, most)
     if not len(found.centre):
         raise DataError(f"{where}: no two atoms are within {cutoff:g} angstrom; raise --cutoff, or leave such frames out with "
                         "--skip-bad")  # fmt: skip
-    return len(found.centre), neighbours.count_triplets(found, len(positions))
+    return len(found.centre), periodic.count_triplets(found, len(positions))
 
 
 def write(path: Path, frames: Sequence[Frame], counts: Sequence[tuple[int, int]], about: dict[str, Any]) -> None:

@@ -209,8 +209,8 @@ def _neighbours(repeats: int, tiny: bool = False) -> dict[str, Any]:
     import numpy as np
 
     from hpcai.cli.bench import _alternate
-    from hpcai.models.dimenet.neighbours import neighbours
-    from hpcai.models.dimenet.neighbours_device import neighbours_of_batch
+    from hpcai.models.dimenet.periodic import neighbours
+    from hpcai.models.dimenet.periodic_batch import neighbours_of_batch
 
     cfg, given = settings(tiny=tiny), slabs(tiny)
     from ase.neighborlist import neighbor_list

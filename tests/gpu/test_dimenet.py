@@ -8,8 +8,8 @@ import torch
 
 from hpcai import dist, train
 from hpcai.models.dimenet import Batch, DimeNetConfig, Sizes, join, loss
-from hpcai.models.dimenet.neighbours import neighbours
-from hpcai.models.dimenet.neighbours_device import neighbours_of_batch
+from hpcai.models.dimenet.periodic import neighbours
+from hpcai.models.dimenet.periodic_batch import neighbours_of_batch
 from hpcai.settings import StepConfig
 from tests.atoms import crystal, network, structure
 

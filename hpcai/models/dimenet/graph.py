@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hpcai.errors import DataError
 from hpcai.models.dimenet.config import DimeNetConfig
-from hpcai.models.dimenet.neighbours import check, neighbours, reverse
+from hpcai.models.dimenet.periodic import check, neighbours, reverse
 
 
 class Graph(NamedTuple):
@@ -55,7 +55,7 @@ def atoms(
     numbers [N] of the elements, positions [N, 3] and cell [3, 3] in angstrom (rows are lattice vectors; None: no cell), pbc: for
     each lattice vector whether the structure repeats along it (None: along all of them, if there is a cell). Or ASE's ``Atoms``
     alone. ``cutoff`` and ``most`` are those of the model. Raises DataError, with ``where``, for what cannot be (see
-    ``neighbours.check``) and for atoms none of which has a neighbour.
+    ``periodic.check``) and for atoms none of which has a neighbour.
     """
     if positions is None:
         ase = numbers

@@ -14,7 +14,7 @@ from hpcai.cli import bench, bench_opencatalyst
 from hpcai.cli.bench_opencatalyst import _balance, _counts, graph_of, settings, slabs
 from hpcai.errors import DataError
 from hpcai.models.dimenet import DimeNet
-from hpcai.models.dimenet.neighbours import count_triplets, neighbours
+from hpcai.models.dimenet.periodic import count_triplets, neighbours
 from hpcai.models.dimenet.triplets import WithTriplets, edges_of, energy_and_forces
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from hpcai.models.dimenet.neighbours import check, count_triplets, neighbours, reverse
-from hpcai.models.dimenet.neighbours_device import neighbours_of_batch
+from hpcai.models.dimenet.periodic import check, count_triplets, neighbours, reverse
+from hpcai.models.dimenet.periodic_batch import neighbours_of_batch
 
 GOLDEN = Path(__file__).resolve().parents[2] / ".." / "shared" / "golden" / "dimenetpp"
 pytestmark = [pytest.mark.skipif(not GOLDEN.is_dir(), reason=f"no golden data at {GOLDEN}"), pytest.mark.usefixtures("one_thread")]

@@ -12,9 +12,9 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from hpcai.errors import DataError, MissingExtraError
-from hpcai.models.dimenet import neighbours_device
-from hpcai.models.dimenet.neighbours import Neighbours, check, count_triplets, neighbours, reverse
-from hpcai.models.dimenet.neighbours_device import neighbours_of_batch
+from hpcai.models.dimenet import periodic_batch
+from hpcai.models.dimenet.periodic import Neighbours, check, count_triplets, neighbours, reverse
+from hpcai.models.dimenet.periodic_batch import neighbours_of_batch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 Structure = tuple[Any, Any, Any]
@@ -84,7 +84,7 @@ def test_a_batch_has_the_edges_of_its_structures(seed: int, size: int, cutoff: f
 def test_candidates_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     structures = [random_structure(k) for k in range(6)]
     whole = same_as_batch(structures, 4.0, 12)
-    monkeypatch.setattr(neighbours_device, "CANDIDATES", 40)
+    monkeypatch.setattr(periodic_batch, "CANDIDATES", 40)
     assert same_as_batch(structures, 4.0, 12) == whole > 100
 
 

@@ -6,7 +6,8 @@ P pairs of atoms of one structure, C candidates: pairs with one of the offsets t
 import torch
 from torch import Tensor
 
-TIE = 1e-4  # between equal distances, as in neighbours.py
+from hpcai.models.dimenet.periodic import TIE
+
 CANDIDATES = 2**22  # at a time: they take about 1 GB
 SLACK = 1e-6  # of a cell, against rounding of fractional coordinates
 
@@ -16,7 +17,7 @@ def neighbours_of_batch(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``neighbours`` of every structure, one after another: i [E], j [E] int64 in the batch, S [E, 3] int32, in the same order.
 
-    positions [N, 3], cells [B, 3, 3], pbc [B, 3] bool, structure [N] ascending, of atoms that ``neighbours.check`` has passed.
+    positions [N, 3], cells [B, 3, 3], pbc [B, 3] bool, structure [N] ascending, of atoms that ``periodic.check`` has passed.
     All is computed in float64, whatever the dtype of positions and cells. Every pair of atoms of a structure is looked at, with
     just those offsets that may bring it within the cutoff along each lattice vector: right for any cell and for atoms outside of
     it, and meant for structures of up to some thousand atoms.
