@@ -134,8 +134,15 @@ def conclude(app: str, options: argparse.Namespace, check: Callable[[], int] | N
     return verdict
 
 
-def tell_index(files: int, samples: int, mistakes: int) -> None:
-    print(f"{files} files, {samples} samples against index.json: {f'mistakes: {mistakes}' if mistakes else 'equal'}", flush=True)
+def against_index(out: Path, mistakes: Callable[..., Iterator[str]] = store.mistakes) -> tuple[list[Any], list[str]]:
+    """Every file as ``store.indexed`` has it, and what is wrong with them; says how many there are."""
+    files = list(store.indexed(out))
+    wrong = [f"{out / split / name}: {text}" for split, name, entry, index in files
+             for text in mistakes(out / split / name, entry, index)]  # fmt: skip
+    samples = sum(entry["rows"] for _, _, entry, _ in files)
+    verdict = f"mistakes: {len(wrong)}" if wrong else "equal"
+    print(f"{len(files)} files, {samples} samples against index.json: {verdict}", flush=True)
+    return files, wrong
 
 
 def settings_of(recipe: dict[str, Any]) -> dict[str, Any]:

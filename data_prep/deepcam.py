@@ -283,11 +283,8 @@ def _compare(path: Path, out: Path) -> None:
 
 def inspect(out: Path, rule: int, picture: bool) -> int:
     """0 when all is well, 1 with the reasons printed when not. Raises DataError for a folder that cannot be read at all."""
-    files = list(store.indexed(out))
-    wrong = [f"{out / split / name}: {text}" for split, name, entry, index in files
-             for text in store.mistakes(out / split / name, entry, index)]  # fmt: skip
+    files, wrong = command.against_index(out)
     places = [(out / split / name, row) for split, name, entry, _ in files for row in range(entry["rows"])]
-    command.tell_index(len(files), len(places), len(wrong))
     for split, part in store.read_json(out / "statistics.json")["splits"].items():
         shares = ", ".join(f"{name} {share:.5f}" for name, share in zip(CLASSES, part["mask"]["frequency"]))
         print(f"{split}: {part['rows']} samples; {shares}")

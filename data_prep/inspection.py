@@ -64,11 +64,7 @@ class Comparison:
 
 def check(out: Path, spectra: int, picture: bool) -> int:
     """0 when all is well, 1 with the reasons printed when not. Raises DataError for a folder that cannot be read at all."""
-    wrong, files = [], list(store.indexed(out))
-    for split, name, entry, index in files:
-        wrong += [f"{out / split / name}: {text}" for text in _file_mistakes(out / split / name, entry, index)]
-    rows = sum(entry["rows"] for _, _, entry, _ in files)
-    command.tell_index(len(files), rows, len(wrong))
+    files, wrong = command.against_index(out, _file_mistakes)
     settings = store.read_json(out / "recipe.json")
     if settings.get("kind") != "simulate":
         print("not simulated here, so there is no input spectrum to compare with")

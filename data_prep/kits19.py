@@ -285,11 +285,8 @@ def convert(options: argparse.Namespace) -> int:
 
 def inspect(out: Path, boxed: int, picture: bool) -> int:
     """0 when all is well, 1 with the reasons printed when not. Raises DataError for a folder that cannot be read at all."""
-    files = list(store.indexed(out))
-    wrong = [f"{out / split / name}: {text}" for split, name, entry, index in files
-             for text in store.mistakes(out / split / name, entry, index)]  # fmt: skip
+    files, wrong = command.against_index(out)
     paths = [out / split / name for split, name, _, _ in files]
-    command.tell_index(len(files), len(files), len(wrong))
     _tell(out)
     if boxed and not wrong:
         some = paths[:: max(1, -(-len(paths) // boxed))]

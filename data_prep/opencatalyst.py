@@ -242,11 +242,8 @@ def _tell_skipped(paths: Sequence[Path], files: Sequence[str]) -> None:
 
 def inspect(out: Path, some: int, picture: bool) -> int:
     """0 when all is well, 1 with the reasons printed when not. Raises DataError for a folder that cannot be read at all."""
-    files = list(store.indexed(out))
-    wrong = [f"{out / split / name}: {text}" for split, name, entry, index in files
-             for text in store.mistakes(out / split / name, entry, index)]  # fmt: skip
+    files, wrong = command.against_index(out)
     places = [(out / split / name, row) for split, name, entry, _ in files for row in range(entry["rows"])]
-    command.tell_index(len(files), len(places), len(wrong))
     _tell(out)
     index = files[0][3]
     if some and not wrong:

@@ -16,7 +16,7 @@ from hpcai.data.sampler import Balanced, Sampler
 from hpcai.data.splits import Samples, by_shard, open_split
 from hpcai.dist import Mesh
 from hpcai.errors import DataError
-from hpcai.models.dimenet import Batch, DimeNetConfig, Sizes, Structure, find, join
+from hpcai.models.dimenet import Batch, DimeNetConfig, Sizes, Structure, find, join, sizes
 from hpcai.train import Parts
 
 FIELDS: dict[str, tuple[str, tuple[int | str | None, ...]]] = {
@@ -78,9 +78,7 @@ class Ladder:
 
     def least(self, structures: Sequence[Structure]) -> Sizes:
         """The lowest step that these structures fit."""
-        graph = join(structures)
-        need = (len(graph.numbers), len(graph.centre), graph.incoming.shape[1], graph.outgoing.shape[1], graph.members.shape[1])
-        steps = max(max(np.ceil(np.log(n / size) / np.log(1.1)), 0) for n, size in zip(need, self.sizes))
+        steps = max(max(np.ceil(np.log(n / size) / np.log(1.1)), 0) for n, size in zip(sizes(structures), self.sizes))
         return Sizes(*(int(np.ceil(size * 1.1**steps)) for size in self.sizes))
 
 

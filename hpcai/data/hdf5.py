@@ -178,8 +178,7 @@ class Rows:
         values: dict[str, Any] = {}
         for name, layout in known.layouts.items():
             if name in self._counted:
-                ends = known.ends[self._counted[name]]
-                values[name] = layout.read(self.reader, slice(int(ends[row - 1]) if row else 0, int(ends[row])))
+                values[name] = layout.read(self.reader, _part(known.ends[self._counted[name]], row))
                 continue
             if row >= layout.shape[0]:
                 raise DataError(f"{path}: dataset '{name}' has {layout.shape[0]} rows, row {row} is asked for{self.remedy}")
@@ -191,15 +190,12 @@ class Rows:
         return values
 
     def _through_h5py(self, path: Path, row: int, boxes: Where) -> dict[str, np.ndarray]:
+        ends = self._known(path).ends if self._counted else {}
         with self._lock:
             file = self._open(path)
             try:
-                begins = {name: int(file[name][:row].sum()) for name in set(self._counted.values())}
-                parts = {name: slice(begin, begin + int(file[name][row])) for name, begin in begins.items()}
-                return {
-                    name: file[name][parts[self._counted[name]] if name in self._counted else (row, *boxes.get(name, ()))]
-                    for name in self.fields
-                }
+                parts = {name: (_part(ends[counts], row),) for name, counts in self._counted.items()}
+                return {name: file[name][parts.get(name, (row, *boxes.get(name, ())))] for name in self.fields}
             except Exception as problem:  # a damaged file ends in any of a dozen exceptions of h5py
                 raise DataError(f"{path}: row {row} cannot be read ({problem}){self.remedy}") from problem
 
@@ -289,3 +285,8 @@ class Rows:
         if len(set(rows.values())) > 1:
             raise DataError(f"{path}: datasets have different numbers of rows: {rows}{self.remedy}")
         return next(iter(rows.values()))
+
+
+def _part(ends: np.ndarray, row: int) -> slice:
+    """Of a flat dataset, that of one row."""
+    return slice(int(ends[row - 1]) if row else 0, int(ends[row]))

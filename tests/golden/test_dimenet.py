@@ -11,7 +11,7 @@ import torch
 from apps.opencatalyst.settings import STD, Config
 from hpcai import config
 from hpcai.models.dimenet import Batch, DimeNet, DimeNetConfig, Structure, join, loss
-from hpcai.models.dimenet.basis import SphericalBessel, angular_factors, envelope, harmonics, zeros
+from hpcai.models.dimenet.basis import SphericalBessel, angular_factor, envelope, harmonics, zeros
 from hpcai.models.dimenet.triplets import edges_of
 from hpcai.train.schedule import rate
 
@@ -146,7 +146,7 @@ def test_functions_of_distance_and_angle() -> None:
     np.testing.assert_allclose((table / around[:, None])[near], found["radial_norm_jl"][near], atol=3e-5)
     theta = torch.from_numpy(found["theta"])
     u = torch.stack((torch.sin(theta), torch.zeros_like(theta), torch.cos(theta)), 1)
-    y, factors = harmonics(u, 7), angular_factors(7)
+    y, factors = harmonics(u, 7), angular_factor(torch.arange(7))
     along = harmonics(torch.tensor([[0, 0, 1.0]], dtype=u.dtype), 7)
     columns = [factors[n] * (y * along)[:, n * n : (n + 1) ** 2].sum(1) for n in range(7)]
     np.testing.assert_allclose(torch.stack(columns, 1), found["cbf"], atol=2e-6)

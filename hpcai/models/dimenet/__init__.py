@@ -17,6 +17,7 @@ __getattr__, _names = lazy(
         "atoms": ".graph",
         "find": ".graph",
         "join": ".graph",
+        "sizes": ".graph",
         "parallelize": ".parallel",
         "load_weights": ".load",
         "save_weights": ".load",

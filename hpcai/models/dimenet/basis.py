@@ -151,6 +151,6 @@ def harmonics(u: Tensor, orders: int) -> Tensor:
     return torch.stack(columns, -1)
 
 
-def angular_factors(orders: int) -> list[float]:
-    """Y_l0(angle) = factor * P_l(cos angle).   [L]"""
-    return [math.sqrt((2 * n + 1) / (4 * math.pi)) for n in range(orders)]
+def angular_factor(order: Tensor) -> Tensor:
+    """Y_l0(angle) = factor * P_l(cos angle)."""
+    return ((2 * order + 1) / (4 * math.pi)).sqrt()

@@ -103,6 +103,14 @@ class Sizes(NamedTuple):
     members: int = 0
 
 
+def sizes(structures: Sequence[Structure]) -> Sizes:
+    """What ``join`` makes of them without padding."""
+    atoms = [len(structure.positions) for structure in structures]
+    wide = [[np.bincount(row).max(initial=1) for row in (s.centre, s.other)] for s in structures]
+    incoming, outgoing = (int(max(column)) for column in zip(*wide))
+    return Sizes(sum(atoms) + 1, sum(len(s.centre) for s in structures) + 1, incoming, outgoing, max(atoms))
+
+
 def join(structures: Sequence[Structure], least: Sizes = Sizes()) -> Graph:  # noqa: B008 immutable
     """Structures as one graph, padded to ``least``. What is none lies beyond the cutoff, and all its functions are 0."""
     count, edges = (np.array([len(getattr(s, name)) for s in structures]) for name in ("positions", "centre"))

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hpcai.models.dimenet.basis import SphericalBessel, angular_factors, envelope, harmonics
+from hpcai.models.dimenet.basis import SphericalBessel, angular_factor, envelope, harmonics
 from hpcai.models.dimenet.config import DimeNetConfig
 from hpcai.models.dimenet.graph import Graph, Structure, fits, join
 from hpcai.models.dimenet.tables import collect, place, spread, turn, unplace
@@ -116,23 +116,29 @@ class Around(nn.Module):
     x [E, I], weight [I, S * R] -> [E, I]
     """
 
+    order: Tensor  # [S]
+    order_of: Tensor  # [S * S] of each moment
+
     def __init__(self, cfg: DimeNetConfig) -> None:
         super().__init__()
         self.orders, self.radial = cfg.spherical, cfg.radial
+        # On the device before the first step: a captured one takes nothing from the host. Whole numbers stay what they are in a
+        # model of any precision.
+        order = torch.arange(cfg.spherical)
+        self.register_buffer("order", order, persistent=False)
+        self.register_buffer("order_of", order.repeat_interleave(2 * order + 1), persistent=False)
 
     def forward(self, x: Tensor, graph: Graph, functions: Functions, weight: Tensor) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):  # sums over fifty neighbours that cancel
-            x, kind = x.to(functions.spherical.dtype), weight.device
-            factor = torch.tensor(angular_factors(self.orders), dtype=x.dtype, device=kind)
-            weight = weight.to(x.dtype).unflatten(1, (self.orders, self.radial)) * factor[:, None]  # [I, S, R]
+            x = x.to(functions.spherical.dtype)
+            order = self.order.to(x.dtype)[:, None]  # [S, 1]
+            weight = weight.to(x.dtype).unflatten(1, (self.orders, self.radial)) * angular_factor(order)  # [I, S, R]
             came = place(x, graph.incoming, graph.into)  # [N, K, I]
             gathered = (functions.moments @ came).unflatten(1, (-1, self.radial))  # [N, S * S, R, I]
-            repeats = torch.tensor([2 * n + 1 for n in range(self.orders)], device=kind)
-            each = weight.permute(1, 2, 0).repeat_interleave(repeats, 0, output_size=self.orders**2)  # [S * S, R, I]
+            each = weight.permute(1, 2, 0).index_select(0, self.order_of)  # [S * S, R, I]
             moments = (gathered * each).sum(2)
             found = unplace(functions.angular @ moments, graph.out_of, graph.outgoing)
-            sign = torch.tensor([(-1.0) ** n for n in range(self.orders)], dtype=x.dtype, device=kind)
-            back = x * (functions.spherical @ (weight * sign[:, None]).flatten(1).T)
+            back = x * (functions.spherical @ (weight * (1 - 2 * (order % 2))).flatten(1).T)  # P_l(-1) = (-1)^l
             return found - turn(back, graph.reverse)
 
 
@@ -212,7 +218,8 @@ class DimeNet(nn.Module):
         graph = join(given).to(weight.device, torch.float32 if weight.dtype == torch.bfloat16 else weight.dtype)
         with torch.autocast(weight.device.type, torch.bfloat16, enabled=weight.dtype == torch.bfloat16):
             energy, forces = self.physical(graph, self(graph))
-        parts = forces.double().cpu().split([len(s.positions) for s in given] + [len(graph.numbers) - sum(map(_size, given))])
+        sizes = [len(structure.positions) for structure in given]
+        parts = forces.double().cpu()[: sum(sizes)].split(sizes)
         found = [(e, f.numpy()) for e, f in zip(energy.tolist(), parts)]
         return found[0] if one else found
 
@@ -259,10 +266,6 @@ class DimeNet(nn.Module):
             parts = [y[..., n * n : (n + 1) ** 2, None] * r[:, :, n, None] for n in range(cfg.spherical)]
             moments = torch.cat([part.flatten(2) for part in parts], 2).transpose(1, 2)  # [N, S * S * R, K]
             return Functions(self.rbf(d), spherical, moments, place(angular, graph.outgoing, graph.out_of))
-
-
-def _size(structure: Structure) -> int:
-    return len(structure.positions)
 
 
 def _initialise(model: nn.Module) -> None:

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from hpcai import dist
 from hpcai.errors import CheckpointError, ConfigError, DataError
-from hpcai.models.dimenet import Batch, DimeNet, DimeNetConfig, ObjectiveConfig, Sizes, atoms, join, loss, pairs, score
+from hpcai.models.dimenet import Batch, DimeNet, DimeNetConfig, ObjectiveConfig, Sizes, atoms, join, loss, pairs, score, sizes
 from hpcai.models.dimenet.basis import SphericalBessel, harmonics
 from hpcai.models.dimenet.triplets import WithTriplets
 from hpcai.nn.swish import swish
@@ -105,6 +105,13 @@ def test_padding_and_company_change_nothing(dtype: torch.dtype) -> None:
     assert (alone - found[0][0]).norm() <= rounding * alone.norm()
 
 
+def test_sizes_are_those_of_the_graph() -> None:
+    parts = [structure(seed, FEW, count) for seed, count in ((0, 3), (1, 1), (2, 5))]
+    graph = join(parts)
+    shapes = len(graph.numbers), len(graph.centre), graph.incoming.shape[1], graph.outgoing.shape[1], graph.members.shape[1]
+    assert sizes(parts) == shapes
+
+
 class Trace(TorchFunctionMode):
     """The names of the functions that were called."""
 
@@ -122,6 +129,7 @@ def test_nothing_is_added_in_an_order_left_to_chance() -> None:
     with Trace() as trace:
         model(graph).forces.sum().backward()
     assert not {name for name in trace.names if "index_add" in name or "scatter" in name or name == "index_put_"}, trace.names
+    assert "tensor" not in trace.names, "made on the host, which a captured step cannot be"
 
 
 def test_functions_of_the_distance_meet_their_derivatives() -> None:
