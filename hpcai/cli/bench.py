@@ -198,10 +198,14 @@ def _memory(size: int, batch: int, precision: str) -> dict[str, Any]:
 
 
 def peak_of(words: Sequence[str]) -> float:
-    """``mb`` of what ``hpcai bench`` with these words prints, in a process of its own."""
+    return float(apart(words)["mb"])
+
+
+def apart(words: Sequence[str]) -> dict[str, Any]:
+    """What ``hpcai bench`` with these words prints last, in a process of its own."""
     code = f"import sys; from hpcai.cli.bench import main; sys.exit(main({list(words)!r}))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return float(json.loads(done.stdout.splitlines()[-1])["mb"])
+    return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 def _loop(size: int, repeats: int) -> dict[str, Any]:

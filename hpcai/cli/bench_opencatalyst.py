@@ -2,14 +2,16 @@
 
     steps       forward, forces, loss, backward and AdamW of four slabs of 81 atoms, the network of MLPerf HPC, in turns: ours,
                 which makes no triplets; the plain network, which lists them all; and PyTorch Geometric's modules, if installed
+    wall        wall seconds of a step on all cores (detached), each in a process of its own: as a script runs it, and with freed
+                memory kept, as every app of ours runs on a CPU
     memory      the peak of one step of each, in a process of its own
     build       seconds to construct the network
     neighbours  milliseconds for the neighbours of a slab: ASE's, ours, and ours of the four at once on the device
     balance     triplets of the copy that has most over their mean, of batches of 16 frames a copy, on average of an epoch: dealt as
                 they come (none), equally many frames (frames), only triplets counted (triplets); of the first 64 batches at most
 
-Times are CPU seconds of one thread (wall seconds on a GPU), medians. Indices of edges and triplets, and our tables of edges, are
-made before. ``--directory`` holds frames as ``data_prep.opencatalyst`` makes them, whose counts are then those of ``balance``.
+Times but those of ``wall`` are CPU seconds of one thread (wall seconds on a GPU), medians. Indices of edges and triplets, and our
+tables of edges, are made before. ``--directory`` holds frames as ``data_prep.opencatalyst`` makes them: ``balance`` counts those.
 """
 
 import argparse
@@ -28,7 +30,7 @@ from torch import nn
 
 from hpcai.errors import DataError, MissingExtraError
 
-PARTS = ("steps", "memory", "build", "neighbours", "balance")
+PARTS = ("steps", "wall", "memory", "build", "neighbours", "balance")
 _KINDS = ("plain", "ours", "pyg")
 _ANGLES = ("detached", "conservative")
 _COPIES, _FRAMES = (8, 64), 16  # a copy
@@ -45,7 +47,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--directory", type=Path, help="frames for balance; synthetic counts without")
     parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)  # for a quick test
     parser.add_argument("--one", choices=_KINDS, help=argparse.SUPPRESS)
+    parser.add_argument("--clock", choices=("script", "app"), help=argparse.SUPPRESS)
     words = parser.parse_args(argv)
+    if words.clock:  # the process that wall starts
+        seconds = _clock(words.one, words.clock == "app", words.tiny)
+        print(json.dumps({"s": seconds, "threads": torch.get_num_threads()}))
+        return 0
     torch.set_num_threads(1)
     if words.one:  # the process that memory starts
         print(json.dumps({"mb": _peak(words.one, words.angles[0], words.tiny)}))
@@ -53,6 +60,8 @@ def main(argv: Sequence[str]) -> int:
     found: dict[str, Any] = {"bench": "opencatalyst", **_machine()}
     if "steps" in words.parts:
         found["steps"] = [_steps(angles, words.repeats, words.tiny) for angles in words.angles]
+    if "wall" in words.parts:
+        found["wall"] = _wall(words.repeats, words.tiny)
     if "memory" in words.parts:
         found["memory"] = [_memory(angles, words.tiny) for angles in words.angles]
     if "build" in words.parts:
@@ -62,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
     if "balance" in words.parts:
         counts, source = _counts(words.directory)
         found["balance"] = [_balance(counts, copies, source) for copies in _COPIES]
-    if "pyg" not in kinds() and {"steps", "memory", "build"} & set(words.parts):
+    if "pyg" not in kinds() and {"steps", "wall", "memory", "build"} & set(words.parts):
         found["left_out"] = {"left out": "pyg: torch_geometric is not installed (pip install torch_geometric)"}
     return finish(found, (*PARTS, "left_out"), words.json)
 
@@ -160,6 +169,35 @@ def _steps(angles: str, repeats: int, tiny: bool = False, of: Sequence[str] | No
         "angles": angles, "atoms": len(edges.numbers), "edges": len(edges.i), "triplets": len(edges.ji),
         **{f"{kind}_s": round(spent[kind], 4 if tiny or clock else 2) for kind in of}, **ratios,
     }  # fmt: skip
+
+
+def _clock(kind: str, keep: bool, tiny: bool) -> float:
+    """Of the third step: the first ones meet pages that no tensor had."""
+    from hpcai.dist.host import keep_memory
+
+    run = _setup(kind, "detached", tiny)
+    if keep:
+        keep_memory()
+    for _ in range(3):
+        began = time.perf_counter()
+        run()
+    return time.perf_counter() - began
+
+
+def _wall(repeats: int, tiny: bool = False, of: Sequence[str] | None = None) -> dict[str, Any]:
+    from hpcai.cli.bench import apart
+
+    of = of or kinds()
+    words = ["opencatalyst", *(["--tiny"] if tiny else [])]
+    times: dict[str, list[float]] = {f"{kind}_{place}": [] for place in ("script", "app") for kind in of}
+    for _ in range(repeats):  # in turns: what else the machine does falls on all
+        for name, rows in times.items():
+            kind, place = name.split("_")
+            said = apart([*words, "--one", kind, "--clock", place])
+            rows.append(float(said["s"]))
+    spent = {name: statistics.median(rows) for name, rows in times.items()}
+    ratios = {f"{kind}_over_ours": round(spent[f"{kind}_script"] / spent["ours_app"], 3) for kind in of if kind != "ours"}
+    return {"threads": said["threads"], **{f"{name}_s": round(s, 4 if tiny else 2) for name, s in spent.items()}, **ratios}
 
 
 def _peak(kind: str, angles: str, tiny: bool) -> int:

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as torch_dist
 
 from hpcai.dist.environment import ALONE, Place, place
-from hpcai.dist.host import bind
+from hpcai.dist.host import bind, keep_memory
 from hpcai.dist.mesh import Mesh
 from hpcai.dist.watch import Watch, leave_now, shout
 from hpcai.errors import LaunchError
@@ -83,12 +83,12 @@ def start(axes: Any) -> Iterator[Mesh]:
     here, job = (here, None) if here.world == 1 else _meet(here)
     if job is None or here.world is None:
         where = _device(here)
-        _bind(where, here)
+        _settle(where, here)
         yield Mesh(sizes, 1, 0, where)
         return
     with job.watch:
         where = _device(here)
-        _bind(where, here)
+        _settle(where, here)
         backend = "gloo"
         if where.type == "cuda":
             _claim(where, here, job.store)
@@ -232,8 +232,10 @@ def _claim(where: torch.device, here: Place, store: torch_dist.Store) -> None:
         )
 
 
-def _bind(where: torch.device, here: Place) -> None:
-    if where.type == "cuda" and os.environ.get("HPCAI_BIND") != "0":
+def _settle(where: torch.device, here: Place) -> None:
+    if where.type == "cpu":
+        keep_memory()
+    elif os.environ.get("HPCAI_BIND") != "0":
         done = bind(where, here.local_rank or 0, here.local_world or 1)
         if done:
             logger.info("rank %d: %s", here.rank, done)

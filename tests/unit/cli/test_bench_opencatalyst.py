@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -103,6 +104,22 @@ def test_memory_and_build_of_a_tiny_network(capsys: pytest.CaptureFixture[str], 
     assert [words[-1] for words in asked] == ["plain", "ours"] and all("--tiny" in words for words in asked)
     assert row["ours_mb"] > 0 and row["ours_over_plain"] == pytest.approx(row["ours_mb"] / row["plain_mb"], abs=0.01)
     assert set(bench_opencatalyst._build(1)) == {"ours_s"}
+
+
+def test_wall_time_of_a_tiny_network(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_opencatalyst, "find_spec", lambda name: None)
+    kept: list[bool] = []
+    monkeypatch.setattr("hpcai.dist.host.keep_memory", lambda: kept.append(True))  # not in this process
+
+    def here(words: list[str]) -> Any:
+        before = len(kept)
+        assert bench.main(words) == 0 and len(kept) - before == (words[-1] == "app")
+        return json.loads(capsys.readouterr().out)
+
+    monkeypatch.setattr(bench, "apart", here)
+    row = bench_opencatalyst._wall(1, tiny=True)
+    assert len(kept) == 2 and row["threads"] == torch.get_num_threads()
+    assert row["plain_over_ours"] == pytest.approx(row["plain_script_s"] / row["ours_app_s"], rel=0.2)
 
 
 def test_balance_of_the_counts_of_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -125,6 +126,32 @@ class Knot:  # only the collector can free it
 
     def __del__(self) -> None:
         Knot.alive -= 1
+
+
+PAGES = """
+import resource, torch
+from hpcai import dist
+with dist.start({}):
+    before = torch.ones(50_000_000).sum()
+    for _ in range(4):
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.ones(49_000_000).sum()
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "confstr") or "glibc" not in (os.confstr("CS_GNU_LIBC_VERSION") or ""), reason="GNU C library")
+def test_pages_of_freed_tensors_are_used_again_unless_malloc_was_set_by_hand() -> None:
+    def faults(**variables: str) -> list[int]:
+        env = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES" and not name.startswith("MALLOC_")}
+        env |= {"CUDA_VISIBLE_DEVICES": "", **variables}
+        said = subprocess.run([sys.executable, "-c", PAGES], capture_output=True, text=True, check=True, env=env, timeout=120)
+        return [int(word) for word in said.stdout.split()]
+
+    pages = 49_000_000 * 4 // os.sysconf("SC_PAGE_SIZE")
+    kept = max(faults())
+    assert kept < 0.01 * pages
+    assert min(faults(MALLOC_ARENA_MAX="8")) > kept
 
 
 def test_garbage_is_collected_at_the_steps_asked_for_and_never_between() -> None:
