@@ -57,8 +57,8 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h of the GNU C library
 def keep_memory() -> bool:
     """Memory that this process frees stays its own, for the next tensor. Returns whether that could be asked for.
 
-    Else the GNU C library gives every large tensor back to the system, which clears the pages of the next one again: a third of
-    the wall time of a step on a CPU. Where ``GLIBC_TUNABLES`` or a ``MALLOC_`` variable is set, that is left as it is.
+    Else the GNU C library gives every large tensor back to the system, which clears the pages of the next one again: up to
+    a third of the wall time of a step on a CPU. Where ``GLIBC_TUNABLES`` or a ``MALLOC_`` variable is set, that is left as it is.
     """
     if any(name == "GLIBC_TUNABLES" or name.startswith("MALLOC_") for name in os.environ):
         return False
