@@ -1,0 +1,33 @@
+"""Products with a sigmoid that keep what they are given and nothing that they make."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def gate(x: Tensor, g: Tensor, mask: Tensor | None = None) -> Tensor:
+    """x * sigmoid(g) * mask, all of one shape or ``mask`` broadcast."""
+    if torch.compiler.is_compiling():
+        return plain(x, g, mask)
+    return _Gate.apply(x, g, mask)
+
+
+def plain(x: Tensor, g: Tensor, mask: Tensor | None = None) -> Tensor:
+    y = x * g.sigmoid()
+    return y if mask is None else y * mask
+
+
+class _Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, g: Tensor, mask: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, g, mask)
+        y = g.sigmoid().mul_(x)
+        return y if mask is None else y.mul_(mask)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, g, mask = ctx.saved_tensors
+        s = g.sigmoid()
+        grad = grad * s if mask is None else (grad * mask).mul_(s)
+        return grad, torch.addcmul(grad, grad, s, value=-1).mul_(x), None

@@ -1,0 +1,15 @@
+"""OpenFold: the structure of a protein from its sequence and its relatives', as AlphaFold 2 has it."""
+
+from hpcai.lazy import lazy
+from hpcai.models.openfold.config import ObjectiveConfig, OpenFoldConfig
+
+__getattr__, _names = lazy(
+    __name__,
+    {
+        "OpenFold": ".model",
+        "Prediction": ".model",
+        "loss": ".objective",
+        "lddt": ".objective",
+    },
+)
+__all__ = ["ObjectiveConfig", "OpenFoldConfig", *_names]

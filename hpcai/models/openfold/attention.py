@@ -1,0 +1,106 @@
+"""Attention over the rows and columns of an alignment, and over pairs that share a residue (supplement 1.6.1 to 1.6.6, 1.7.2).
+
+B batch, S sequences, R residues, C channels, H heads; n axial size, 1 outside a cluster.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from hpcai.kernels.attention import gated_attention
+from hpcai.models.openfold.layers import Linear, channels_first, draw
+
+
+class GatedAttention(nn.Module):
+    """Of every row over its entries; the four projections are one product.   x [B, I, N, C], mask [B, I, N] -> [B, I, N, C]"""
+
+    def __init__(self, channels: int, head: int, heads: int) -> None:
+        super().__init__()
+        self.head, self.heads = head, heads
+        self.linear_qkvg = Linear(channels, 4 * head * heads, bias=False)
+        self.gate_bias = nn.Parameter(torch.ones(head * heads))
+        self.linear_o = Linear(head * heads, channels, start="final")
+        with torch.no_grad():
+            for part in self.linear_qkvg.weight.chunk(4)[:3]:
+                draw(part, "glorot")
+            self.linear_qkvg.weight[3 * head * heads :] = 0
+
+    def forward(self, x: Tensor, mask: Tensor, bias: Tensor | None = None) -> Tensor:
+        qkvg = self.linear_qkvg(x).unflatten(-1, (4, self.heads, self.head))
+        return self.linear_o(gated_attention(qkvg, self.gate_bias, mask, bias))
+
+
+class RowAttention(nn.Module):
+    """Algorithm 7.   m [B, S/n, R, C], mask [B, S/n, R], z [B, R/n, R, C] -> [B, S/n, R, C]"""
+
+    def __init__(self, channels: int, pair: int, head: int, heads: int) -> None:
+        super().__init__()
+        self.layer_norm_m, self.layer_norm_z = nn.LayerNorm(channels), nn.LayerNorm(pair)
+        self.linear_z = Linear(pair, heads, bias=False)
+        self.attention = GatedAttention(channels, head, heads)
+        self.every_row = nn.Identity()  # seam: a sequence meets every pair
+
+    def forward(self, m: Tensor, mask: Tensor, z: Tensor) -> Tensor:
+        bias = channels_first(self.linear_z.weight, None, self.layer_norm_z(z))  # [B, H, R/n, R]
+        return self.attention(self.layer_norm_m(m), mask, self.every_row(bias))
+
+
+class ColumnAttention(nn.Module):
+    """Algorithm 8.   m [B, S, R/n, C], mask [B, S, R/n] -> [B, S, R/n, C]"""
+
+    def __init__(self, channels: int, head: int, heads: int) -> None:
+        super().__init__()
+        self.layer_norm_m = nn.LayerNorm(channels)
+        self.attention = GatedAttention(channels, head, heads)
+
+    def forward(self, m: Tensor, mask: Tensor) -> Tensor:
+        # Transposed after the norm, whose output is then read in the order in which it was written.
+        return self.attention(self.layer_norm_m(m).transpose(1, 2), mask.transpose(1, 2)).transpose(1, 2)
+
+
+class GlobalColumnAttention(nn.Module):
+    """Algorithm 19: one query for a whole column, one key and value for all heads.   m [B, S, R/n, C], mask [B, S, R/n]"""
+
+    def __init__(self, channels: int, head: int, heads: int) -> None:
+        super().__init__()
+        self.head, self.heads = head, heads
+        self.layer_norm_m = nn.LayerNorm(channels)
+        self.linear_q = Linear(channels, head * heads, bias=False, start="glorot")
+        self.linear_kv = Linear(channels, 2 * head, bias=False, start="glorot")
+        self.linear_g = Linear(channels, head * heads, start="final")
+        self.linear_o = Linear(head * heads, channels, start="final")
+        nn.init.ones_(self.linear_g.bias)
+        with torch.no_grad():
+            for part in self.linear_kv.weight.chunk(2):
+                draw(part, "glorot")
+
+    def forward(self, m: Tensor, mask: Tensor) -> Tensor:
+        m = self.layer_norm_m(m)
+        count = mask.sum(1)[..., None]  # [B, R, 1]
+        query = (m * mask[..., None]).sum(1) / (count + 1e-8)  # [B, R, C]
+        q = self.linear_q(query).unflatten(-1, (self.heads, self.head)) * self.head**-0.5  # [B, R, H, C]
+        k, v = self.linear_kv(m).transpose(1, 2).chunk(2, -1)  # [B, R, S, C]
+        logits = (q @ k.transpose(-1, -2)).float() if q.dtype in (torch.bfloat16, torch.float16) else q @ k.transpose(-1, -2)
+        p = (logits + (mask.transpose(1, 2)[:, :, None] - 1) * 1e9).softmax(-1).to(v.dtype)  # [B, R, H, S]
+        o = (p @ v).flatten(-2)[:, None]  # [B, 1, R, H * C]
+        return self.linear_o(self.linear_g(m).sigmoid() * o)
+
+
+class TriangleAttention(nn.Module):
+    """Algorithm 13, about the residue that edges start from: z [B, R/n, R, C], mask [B, R/n, R]; or 14, about that which
+    they end at: z [B, R, R/n, C], mask [B, R, R/n].
+    """
+
+    def __init__(self, channels: int, head: int, heads: int, starting: bool) -> None:
+        super().__init__()
+        self.starting = starting
+        self.layer_norm = nn.LayerNorm(channels)
+        self.linear = Linear(channels, heads, bias=False)
+        self.attention = GatedAttention(channels, head, heads)
+        self.every_row = nn.Identity()  # seam: a row meets every pair of its columns
+
+    def forward(self, z: Tensor, mask: Tensor) -> Tensor:
+        z = self.layer_norm(z)
+        if not self.starting:
+            z, mask = z.transpose(1, 2), mask.transpose(1, 2)
+        found = self.attention(z, mask, self.every_row(channels_first(self.linear.weight, None, z)))
+        return found if self.starting else found.transpose(1, 2)

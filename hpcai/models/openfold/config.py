@@ -1,0 +1,148 @@
+"""Shape of OpenFold, the AlphaFold 2 network for single chains, and the settings it is known by. No torch here."""
+
+from typing import Annotated, Any, Self
+
+from pydantic import Field
+
+from hpcai.config import Settings
+
+Positive = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0)]
+Weight = Annotated[float, Field(ge=0)]
+Rate = Annotated[float, Field(ge=0, lt=1)]
+
+
+class PairConfig(Settings):
+    """What a block does to pairs."""
+
+    triangle: Positive = 128
+    """channels of a triangle multiplication"""
+    head: Positive = 32
+    """channels of a head of triangle attention"""
+    heads: Positive = 4
+    transition: Positive = 4
+    """width of the transition over its channels"""
+    dropout: Rate = 0.25
+
+
+class MsaConfig(Settings):
+    """What a block does to the rows of an alignment."""
+
+    head: Positive = 32
+    heads: Positive = 8
+    outer: Positive = 32
+    """channels of the outer product's factors"""
+    transition: Positive = 4
+    dropout: Rate = 0.15
+    """of row attention alone"""
+
+
+class TemplateConfig(Settings):
+    """Structures of relatives."""
+
+    channels: Positive = 64
+    blocks: Natural = 2
+    pairs: PairConfig = PairConfig(triangle=64, head=16, heads=4, transition=2)
+    head: Positive = 16
+    """channels of a head of the attention over templates"""
+    heads: Positive = 4
+
+
+class ExtraConfig(Settings):
+    """Rows of the alignment beyond the clusters."""
+
+    channels: Positive = 64
+    blocks: Natural = 4
+    msa: MsaConfig = MsaConfig(head=8)
+    pairs: PairConfig = PairConfig()
+
+
+class StructureConfig(Settings):
+    """From pairs to atoms."""
+
+    passes: Positive = 8
+    """with the same weights"""
+    head: Positive = 16
+    """scalar channels of a head of invariant point attention"""
+    heads: Positive = 12
+    query_points: Positive = 4
+    value_points: Positive = 8
+    transition_layers: Positive = 1
+    angle: Positive = 128
+    """channels of the residual network for torsion angles"""
+    angle_blocks: Natural = 2
+    dropout: Rate = 0.1
+
+
+class HeadsConfig(Settings):
+    """What is predicted beside atoms."""
+
+    plddt: Positive = 128
+    """channels of the head for confidence"""
+    tm: bool = False
+    """aligned errors of pairs, for pTM"""
+
+
+class OpenFoldConfig(Settings):
+    """The network of MLPerf HPC's OpenFold by default: 93,229,082 parameters."""
+
+    msa: Positive = 256
+    """channels of the alignment"""
+    pair: Positive = 128
+    single: Positive = 384
+    blocks: Natural = 48
+    """Evoformer blocks"""
+    rows: MsaConfig = MsaConfig()
+    pairs: PairConfig = PairConfig()
+    extra: ExtraConfig = ExtraConfig()
+    template: TemplateConfig | None = TemplateConfig()
+    structure: StructureConfig = StructureConfig()
+    heads: HeadsConfig = HeadsConfig()
+    checkpoint: bool = False
+    """blocks keep their inputs alone and are computed again in the backward pass"""
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> Self:
+        """``initial`` and ``finetuning`` (of training), ``model_1`` to ``model_5`` of AlphaFold (and with ``_ptm``), ``tiny``."""
+        found: dict[str, Any] = dict(_TINY) if name == "tiny" else {}
+        kind, _, tm = name.partition("_ptm") if name.startswith("model_") else (name, "", "")
+        if kind in ("model_3", "model_4", "model_5"):
+            found["template"] = None
+        elif kind not in ("initial", "finetuning", "model_1", "model_2", "tiny") or tm:
+            raise ValueError(f"there is no preset {name!r}; expected initial, finetuning, model_1 to model_5 (or with _ptm), tiny")
+        if name.endswith("_ptm"):
+            found["heads"] = {"tm": True}
+        return cls.model_validate(found | changes)
+
+
+_SMALL_PAIRS = {"triangle": 16, "head": 8, "heads": 2, "transition": 2}
+_SMALL_ROWS = {"head": 8, "heads": 4, "outer": 8, "transition": 2}
+_TINY: dict[str, Any] = {
+    "msa": 32, "pair": 16, "single": 32, "blocks": 2, "rows": _SMALL_ROWS, "pairs": _SMALL_PAIRS,
+    "extra": {"channels": 16, "blocks": 1, "msa": {**_SMALL_ROWS, "head": 4}, "pairs": _SMALL_PAIRS},
+    "template": {"channels": 16, "blocks": 1, "pairs": _SMALL_PAIRS, "head": 8, "heads": 2},
+    "structure": {"passes": 2, "head": 8, "heads": 4, "query_points": 3, "value_points": 5, "angle": 16},
+    "heads": {"plddt": 16},
+}  # fmt: skip
+
+
+class ObjectiveConfig(Settings):
+    """Weights of what a step lessens. The defaults are those of initial training, in MLPerf HPC too."""
+
+    fape: Weight = 1.0
+    """frame-aligned point error: half of backbones in all passes, half of all atoms in the last"""
+    chi: Weight = 1.0
+    """torsion angles of side chains in all passes, and their length"""
+    distogram: Weight = 0.3
+    masked_msa: Weight = 2.0
+    plddt: Weight = 0.01
+    resolved: Weight = 0.0
+    """which atoms an experiment sees; 0.01 in fine-tuning"""
+    violation: Weight = 0.0
+    """bonds, angles and clashes; 1 in fine-tuning"""
+    aligned_error: Weight = 0.0
+    """0.1 for a network with ``heads.tm``"""
+
+    @classmethod
+    def finetuning(cls, **changes: Any) -> Self:
+        return cls.model_validate({"resolved": 0.01, "violation": 1.0} | changes)

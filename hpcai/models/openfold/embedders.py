@@ -1,0 +1,142 @@
+"""What the network starts from: sequence, alignment, the pass before, templates and extra rows (supplement 1.5 and 1.7).
+
+B batch, S sequences, E extra rows, T templates, R residues, C channels.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from hpcai.models.openfold.config import TemplateConfig
+from hpcai.models.openfold.evoformer import TemplateStack
+from hpcai.models.openfold.layers import Linear, one_hot
+from hpcai.models.openfold.residues import ATOMS, MASKED
+
+_LETTERS = MASKED + 1  # of alignments: 20, unknown, gap, masked
+_TYPES = _LETTERS - 1
+_FAR = 32  # residues of a chain beyond which a distance along it says no more
+_FARTHEST = 1e8  # square angstrom: the last bin of distances is open
+
+
+class InputEmbedder(nn.Module):
+    """Algorithms 3 and 4.   target [B, R, 22], index [B, R], msa [B, S, R, 49] -> m [B, S, R, C], z [B, R, R, C]"""
+
+    def __init__(self, msa: int, pair: int) -> None:
+        super().__init__()
+        self.linear_tf_z_i, self.linear_tf_z_j = Linear(22, pair), Linear(22, pair)
+        self.linear_tf_m, self.linear_msa_m = Linear(22, msa), Linear(49, msa)
+        self.linear_relpos = Linear(2 * _FAR + 1, pair)
+
+    def forward(self, target: Tensor, index: Tensor, msa: Tensor) -> tuple[Tensor, Tensor]:
+        apart = (index[:, :, None] - index[:, None]).clamp(-_FAR, _FAR) + _FAR
+        z = self.linear_tf_z_i(target)[:, :, None] + self.linear_tf_z_j(target)[:, None]
+        z = z + self.linear_relpos(one_hot(apart, 2 * _FAR + 1, target.dtype))
+        return self.linear_msa_m(msa) + self.linear_tf_m(target)[:, None], z
+
+
+class RecyclingEmbedder(nn.Module):
+    """Algorithm 32: of the pass before the first sequence m [B, R, C], pairs z [B, R, R, C] and atoms x [B, R, 3] (angstrom)."""
+
+    edges: Tensor
+
+    def __init__(self, msa: int, pair: int) -> None:
+        super().__init__()
+        self.linear = Linear(15, pair)
+        self.layer_norm_m, self.layer_norm_z = nn.LayerNorm(msa), nn.LayerNorm(pair)
+        self.register_buffer("edges", square_edges(3.25, 20.75, 15), persistent=False)
+
+    def forward(self, m: Tensor, z: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layer_norm_m(m), self.layer_norm_z(z) + self.linear(bins(x, self.edges).to(z.dtype))
+
+
+class ExtraEmbedder(nn.Module):
+    """[B, E, R, 25] -> [B, E, R, C]"""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.linear = Linear(_LETTERS + 2, channels)
+
+    def forward(self, features: Mapping[str, Tensor]) -> Tensor:
+        letters = one_hot(features["extra_msa"], _LETTERS, self.linear.weight.dtype)
+        more = [features[name][..., None].to(letters.dtype) for name in ("extra_has_deletion", "extra_deletion_value")]
+        return self.linear(torch.cat([letters, *more], -1))
+
+
+class TemplateAngles(nn.Module):
+    """Torsion angles of a template as a row of the alignment.   [B, T, R, 57] -> [B, T, R, C]"""
+
+    def __init__(self, msa: int) -> None:
+        super().__init__()
+        self.linear_1, self.linear_2 = Linear(57, msa, start="relu"), Linear(msa, msa)
+
+    def forward(self, features: Mapping[str, Tensor]) -> Tensor:
+        kind = self.linear_1.weight.dtype
+        x = [one_hot(features["template_aatype"], _TYPES, kind)]
+        x += [features[f"template_{name}torsion_angles_sin_cos"].flatten(-2).to(kind) for name in ("", "alt_")]
+        x += [features["template_torsion_angles_mask"].to(kind)]
+        return self.linear_2(self.linear_1(torch.cat(x, -1)).relu_())
+
+
+class PointwiseAttention(nn.Module):
+    """Algorithm 17: every pair of the target over those of its templates.   t [B, T, R, R, Ct], z [B, R, R, C] -> [B, R, R, C]"""
+
+    def __init__(self, template: int, pair: int, head: int, heads: int) -> None:
+        super().__init__()
+        self.head, self.heads = head, heads
+        self.linear_q = Linear(pair, head * heads, bias=False, start="glorot")
+        self.linear_kv = Linear(template, 2 * head * heads, bias=False, start="glorot")
+        self.linear_o = Linear(head * heads, pair, start="final")
+
+    def forward(self, t: Tensor, z: Tensor, mask: Tensor) -> Tensor:
+        q = self.linear_q(z).unflatten(-1, (self.heads, self.head))[:, None] * self.head**-0.5  # [B, 1, R, R, H, C]
+        k, v = self.linear_kv(t).unflatten(-1, (2, self.heads, self.head)).unbind(-3)  # [B, T, R, R, H, C]
+        logits = (q * k).sum(-1, dtype=torch.promote_types(q.dtype, torch.float32))  # [B, T, R, R, H]
+        p = (logits + (mask[:, :, None, None, None] - 1) * 1e5).softmax(1)
+        return self.linear_o((p[..., None].to(v.dtype) * v).sum(1).flatten(-2))
+
+
+class TemplateEmbedder(nn.Module):
+    """What templates say of pairs.   z [B, R, R, C], pair_mask [B, R, R] -> [B, R, R, C]"""
+
+    edges: Tensor
+
+    def __init__(self, msa: int, pair: int, cfg: TemplateConfig, save: bool = False) -> None:
+        super().__init__()
+        self.template_single_embedder = TemplateAngles(msa)
+        self.template_pair_embedder = Linear(88, cfg.channels, start="relu")
+        self.template_pair_stack = TemplateStack(cfg.channels, cfg.blocks, cfg.pairs, save)
+        self.template_pointwise_att = PointwiseAttention(cfg.channels, pair, cfg.head, cfg.heads)
+        self.register_buffer("edges", square_edges(3.25, 50.75, 39), persistent=False)
+
+    def forward(self, features: Mapping[str, Tensor], z: Tensor, pair_mask: Tensor) -> Tensor:
+        t = self.template_pair_embedder(self._pairs(features))  # [B, T, R, R, C]
+        several = t.shape[1]
+        every = pair_mask[:, None].expand(-1, several, -1, -1).flatten(0, 1)
+        t = self.template_pair_stack(t.flatten(0, 1), every).unflatten(0, (-1, several))
+        mask = features["template_mask"].to(z.dtype)  # [B, T]
+        return self.template_pointwise_att(t, z, mask) * (mask.sum(1) > 0)[:, None, None, None]
+
+    def _pairs(self, features: Mapping[str, Tensor]) -> Tensor:
+        """[B, T, R, R, 88]: distances, which are known, types by column and by row, three unused zeros, backbones."""
+        kind = self.template_pair_embedder.weight.dtype
+        atoms = features["template_all_atom_mask"][..., [ATOMS.index(name) for name in ("N", "CA", "C")]].prod(-1).to(kind)
+        beta = features["template_pseudo_beta_mask"].to(kind)
+        types = one_hot(features["template_aatype"], _TYPES, kind)
+        known, backbone = (x[..., :, None] * x[..., None, :] for x in (beta, atoms))  # [B, T, R, R]
+        near = bins(features["template_pseudo_beta"], self.edges).to(kind)
+        shape = *known.shape, _TYPES
+        nothing = known.new_zeros(*known.shape, 3)
+        by_type = types[..., None, :, :].expand(shape), types[..., :, None, :].expand(shape)
+        return torch.cat([near, known[..., None], *by_type, nothing, backbone[..., None]], -1) * backbone[..., None]
+
+
+def square_edges(first: float, last: float, count: int) -> Tensor:
+    """Lower edges of bins of distances, squared, and the upper one of the last.   angstrom -> [count + 1] square angstrom"""
+    return torch.cat([torch.linspace(first, last, count) ** 2, torch.tensor([_FARTHEST])])
+
+
+def bins(x: Tensor, edges: Tensor) -> Tensor:
+    """Which bin holds the distance of each pair, if any.   x [..., R, 3], edges [K + 1] -> [..., R, R, K]"""
+    apart = (x[..., :, None, :] - x[..., None, :, :]).square().sum(-1, keepdim=True)
+    return (apart > edges[:-1].to(apart.dtype)) & (apart < edges[1:].to(apart.dtype))

@@ -1,0 +1,172 @@
+"""Evoformer: an alignment and its pairs tell each other what they know (supplement 1.6); stacks for templates and extra rows.
+
+B batch, S sequences, R residues, C channels; n axial size, 1 outside a cluster. Attributes named ``to_`` and ``every_`` are seams:
+places where a process needs what others hold. A cut runs over sequences or residues of the alignment, rows or columns of pairs.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from hpcai.kernels.gate import gate
+from hpcai.kernels.outer import outer_product
+from hpcai.models.openfold.attention import ColumnAttention, GlobalColumnAttention, RowAttention, TriangleAttention
+from hpcai.models.openfold.config import MsaConfig, PairConfig
+from hpcai.models.openfold.layers import Dropout, Linear, Transition, channels_first
+
+_COUNT_EPS = 1e-3
+
+
+class Masks(NamedTuple):
+    """What is there (1) and what pads (0), as each part of a block holds it."""
+
+    rows: Tensor  # [B, S/n, R]
+    columns: Tensor  # [B, S, R/n]
+    pairs: Tensor  # [B, R/n, R]
+
+
+class TriangleMultiplication(nn.Module):
+    """Algorithms 11 and 12.   z [B, R/n, R, C], mask [B, R/n, R] -> [B, R/n, R, C]
+
+    Of incoming edges a process holds columns: z [B, R, R/n, C].
+    """
+
+    def __init__(self, channels: int, hidden: int, outgoing: bool) -> None:
+        super().__init__()
+        self.outgoing = outgoing
+        self.layer_norm_in, self.layer_norm_out = nn.LayerNorm(channels), nn.LayerNorm(hidden)
+        self.linear_ab = Linear(channels, 4 * hidden)  # projections of a and b, then their gates
+        self.linear_g = Linear(channels, channels, start="final")
+        self.linear_z = Linear(hidden, channels, start="final")
+        self.every_edge = nn.Identity()  # seam: those of i/n meet those of every j, or the other way round
+        nn.init.ones_(self.linear_g.bias)
+        with torch.no_grad():
+            self.linear_ab.weight[2 * hidden :] = 0
+            self.linear_ab.bias[2 * hidden :] = 1
+
+    def forward(self, z: Tensor, mask: Tensor) -> Tensor:
+        z = self.layer_norm_in(z)
+        x, g = channels_first(self.linear_ab.weight, self.linear_ab.bias, z).chunk(2, 1)
+        a, b = gate(x, g, mask[:, None]).chunk(2, 1)
+        if self.outgoing:
+            x = a @ self.every_edge(b).transpose(-1, -2)  # a_ik b_jk
+        else:
+            x = self.every_edge(a).transpose(-1, -2) @ b  # a_ki b_kj
+        return gate(self.linear_z(self.layer_norm_out(x.permute(0, 2, 3, 1))), self.linear_g(z))
+
+
+class OuterProductMean(nn.Module):
+    """Algorithm 10; a pair that no sequence has gets bias / 0.001, as published.
+
+    m [B, S, R/n, C], mask [B, S, R/n] -> [B, R/n, R, C]
+    """
+
+    def __init__(self, channels: int, pair: int, hidden: int) -> None:
+        super().__init__()
+        self.layer_norm = nn.LayerNorm(channels)
+        self.linear_1, self.linear_2 = Linear(channels, hidden), Linear(channels, hidden)
+        self.linear_out = Linear(hidden**2, pair, start="final")
+        self.every_residue = nn.Identity()  # seam: a residue meets every other
+
+    def forward(self, m: Tensor, mask: Tensor) -> Tensor:
+        m = self.layer_norm(m)
+        a, b = self.linear_1(m) * mask[..., None], self.linear_2(m) * mask[..., None]
+        whole = self.every_residue(mask[..., None])[..., 0]
+        count = mask.transpose(1, 2) @ whole + _COUNT_EPS
+        return outer_product(a, self.every_residue(b), self.linear_out.weight, self.linear_out.bias, count)
+
+
+class PairUpdate(nn.Module):
+    """Pairs through the triangles that they are edges of.   z [B, R/n, R, C], mask [B, R/n, R] (symmetric) -> [B, R/n, R, C]"""
+
+    def __init__(self, channels: int, cfg: PairConfig, attention_first: bool = False) -> None:
+        super().__init__()
+        self.attention_first = attention_first
+        self.tri_mul_out = TriangleMultiplication(channels, cfg.triangle, outgoing=True)
+        self.tri_mul_in = TriangleMultiplication(channels, cfg.triangle, outgoing=False)
+        self.tri_att_start = TriangleAttention(channels, cfg.head, cfg.heads, starting=True)
+        self.tri_att_end = TriangleAttention(channels, cfg.head, cfg.heads, starting=False)
+        self.pair_transition = Transition(channels, cfg.transition)
+        self.drop_columns, self.drop_rows = Dropout(cfg.dropout, shared=1), Dropout(cfg.dropout, shared=2)
+        self.to_columns, self.to_rows = nn.Identity(), nn.Identity()  # seams: the cut of the pairs moves
+
+    def forward(self, z: Tensor, mask: Tensor) -> Tensor:
+        multiply = self.tri_mul_out, self.tri_mul_in, self.drop_columns
+        attend = self.tri_att_start, self.tri_att_end, self.drop_rows
+        for by_row, by_column, drop in (attend, multiply) if self.attention_first else (multiply, attend):
+            z = self.to_columns(z + self.drop_columns(by_row(z, mask)))
+            z = self.to_rows(z + drop(by_column(z, mask.transpose(1, 2))))
+        return z + self.pair_transition(z)
+
+
+class EvoformerBlock(nn.Module):
+    """Algorithm 6.   m [B, S/n, R, C], z [B, R/n, R, C] -> the same"""
+
+    def __init__(self, channels: int, pair: int, msa: MsaConfig, pairs: PairConfig) -> None:
+        super().__init__()
+        self.msa_att_row = RowAttention(channels, pair, msa.head, msa.heads)
+        self.msa_att_col: nn.Module = ColumnAttention(channels, msa.head, msa.heads)
+        self.msa_transition = Transition(channels, msa.transition)
+        self.outer_product_mean = OuterProductMean(channels, pair, msa.outer)
+        self.pair = PairUpdate(pair, pairs)
+        self.drop_rows = Dropout(msa.dropout, shared=1)
+        self.to_columns, self.to_rows = nn.Identity(), nn.Identity()  # seams: the cut of the alignment moves
+
+    def forward(self, m: Tensor, z: Tensor, masks: Masks) -> tuple[Tensor, Tensor]:
+        m = self.to_columns(m + self.drop_rows(self.msa_att_row(m, masks.rows, z)))
+        m = m + self.msa_att_col(m, masks.columns)
+        m = m + self.msa_transition(m)
+        z = z + self.outer_product_mean(m, masks.columns)
+        return self.to_rows(m), self.pair(z, masks.pairs)
+
+
+class ExtraBlock(EvoformerBlock):
+    """Algorithm 18: as above, with a column's one global query."""
+
+    def __init__(self, channels: int, pair: int, msa: MsaConfig, pairs: PairConfig) -> None:
+        super().__init__(channels, pair, msa, pairs)
+        self.msa_att_col = GlobalColumnAttention(channels, msa.head, msa.heads)
+
+
+class Stack(nn.Module):
+    """Blocks one after another. With ``save`` each keeps its input alone until the backward pass.
+
+    m [B, S, R, C], z [B, R, R, C], msa_mask [B, S, R], pair_mask [B, R, R] -> the first two again
+    """
+
+    def __init__(self, blocks: list[EvoformerBlock], save: bool = False) -> None:
+        super().__init__()
+        self.blocks, self.save = nn.ModuleList(blocks), save
+        # Seams: where whole tensors are divided.
+        self.cut, self.cut_columns, self.join = nn.Identity(), nn.Identity(), nn.Identity()
+
+    def forward(self, m: Tensor, z: Tensor, msa_mask: Tensor, pair_mask: Tensor) -> tuple[Tensor, Tensor]:
+        masks = Masks(self.cut(msa_mask), self.cut_columns(msa_mask), self.cut(pair_mask))
+        m, z = self.cut(m), self.cut(z)
+        for block in self.blocks:
+            m, z = saving(block, self.save, m, z, masks)
+        return self.join(m), self.join(z)
+
+
+class TemplateStack(nn.Module):
+    """Algorithm 16, of every template by itself.   t [B, R, R, C], mask [B, R, R] -> [B, R, R, C]"""
+
+    def __init__(self, channels: int, blocks: int, cfg: PairConfig, save: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(PairUpdate(channels, cfg, attention_first=True) for _ in range(blocks))
+        self.layer_norm = nn.LayerNorm(channels)
+        self.save = save
+        self.cut, self.join = nn.Identity(), nn.Identity()  # seams
+
+    def forward(self, t: Tensor, mask: Tensor) -> Tensor:
+        t, mask = self.cut(t), self.cut(mask)
+        for block in self.blocks:
+            t = saving(block, self.save, t, mask)
+        return self.layer_norm(self.join(t))
+
+
+def saving(block: nn.Module, save: bool, *given: Any) -> Any:
+    # The re-entrant form breaks under data parallelism.
+    return checkpoint(block, *given, use_reentrant=False) if save and torch.is_grad_enabled() else block(*given)

@@ -1,0 +1,66 @@
+"""What is predicted beside atoms: confidence, distances, masked letters, atoms an experiment sees, aligned errors (supplement 1.9).
+
+B batch, S sequences, R residues, C channels.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hpcai.models.openfold.config import HeadsConfig
+from hpcai.models.openfold.layers import Linear
+from hpcai.models.openfold.residues import ATOMS, MASKED
+
+PLDDT_BINS, DISTANCE_BINS, ERROR_BINS = 50, 64, 64
+
+
+class Logits(NamedTuple):
+    """Always float32 at least: losses are made of them."""
+
+    plddt: Tensor  # [B, R, 50]
+    distogram: Tensor  # [B, R, R, 64]
+    masked_msa: Tensor  # [B, S, R, 23]
+    resolved: Tensor  # [B, R, 37]
+    aligned_error: Tensor | None  # [B, R, R, 64]
+
+
+class Confidence(nn.Module):
+    """Algorithm 29.   [B, R, C] -> [B, R, 50]"""
+
+    def __init__(self, single: int, hidden: int) -> None:
+        super().__init__()
+        self.layer_norm = nn.LayerNorm(single)
+        self.linear_1, self.linear_2 = Linear(single, hidden, start="relu"), Linear(hidden, hidden, start="relu")
+        self.linear_3 = Linear(hidden, PLDDT_BINS, start="final")
+
+    def forward(self, s: Tensor) -> Tensor:
+        return self.linear_3(self.linear_2(self.linear_1(self.layer_norm(s)).relu()).relu())
+
+
+class Heads(nn.Module):
+    def __init__(self, msa: int, pair: int, single: int, cfg: HeadsConfig) -> None:
+        super().__init__()
+        self.plddt = Confidence(single, cfg.plddt)
+        self.distogram = Linear(pair, DISTANCE_BINS, start="final")
+        self.masked_msa = Linear(msa, MASKED + 1, start="final")
+        self.experimentally_resolved = Linear(single, len(ATOMS), start="final")
+        self.tm = Linear(pair, ERROR_BINS, start="final") if cfg.tm else None
+
+    def forward(self, m: Tensor, z: Tensor, s: Tensor, structured: Tensor) -> Logits:
+        """``structured`` is what the structure module made of ``s``.   [B, S, R, C], [B, R, R, C], [B, R, C], [B, R, C]"""
+        with torch.autocast(m.device.type, enabled=False):
+            wide = torch.promote_types(self.distogram.weight.dtype, torch.float32)
+            m, z, s, structured = (x.to(wide) for x in (m, z, s, structured))
+            half = self.distogram(z)
+            return Logits(
+                self.plddt(structured), half + half.transpose(1, 2), self.masked_msa(m), self.experimentally_resolved(s),
+                self.tm(z) if self.tm is not None else None,
+            )  # fmt: skip
+
+
+def plddt(logits: Tensor) -> Tensor:
+    """Expected lDDT-Calpha of each residue, 0 to 100.   [..., 50] -> [...]"""
+    bins = logits.shape[-1]
+    middles = (torch.arange(bins, dtype=logits.dtype, device=logits.device) + 0.5) * (100 / bins)
+    return logits.softmax(-1) @ middles

@@ -1,0 +1,73 @@
+"""Linear layers with the initial weights of AlphaFold (supplement 1.11.4), transitions, and dropout that rows or columns share."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+Start = Literal["lecun", "relu", "glorot", "final"]
+_CUT = 0.87962566103423978  # deviation of a normal distribution that is cut at two of its deviations
+
+
+class Linear(nn.Linear):
+    """``start``: LeCun's normal distribution, He's before a rectifier, Glorot's uniform one, or 0 for the last of a branch."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool = True, start: Start = "lecun") -> None:
+        self.start = start
+        super().__init__(inputs, outputs, bias)
+
+    def reset_parameters(self) -> None:
+        draw(self.weight, self.start)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
+def draw(weight: Tensor, start: Start) -> None:
+    """weight [outputs, inputs]"""
+    if start == "final":
+        nn.init.zeros_(weight)
+    elif start == "glorot":
+        nn.init.xavier_uniform_(weight)
+    else:
+        deviation = ((2.0 if start == "relu" else 1.0) / weight.shape[1]) ** 0.5 / _CUT
+        nn.init.trunc_normal_(weight, std=deviation, a=-2 * deviation, b=2 * deviation)
+
+
+class Transition(nn.Module):
+    """Algorithms 9 and 15.   [..., C] -> [..., C]"""
+
+    def __init__(self, channels: int, widen: int) -> None:
+        super().__init__()
+        self.layer_norm = nn.LayerNorm(channels)
+        self.linear_1 = Linear(channels, widen * channels, start="relu")
+        self.linear_2 = Linear(widen * channels, channels, start="final")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear_2(self.linear_1(self.layer_norm(x)).relu_())
+
+
+class Dropout(nn.Module):
+    """The same entries are dropped all along dim ``shared``."""
+
+    def __init__(self, rate: float, shared: int) -> None:
+        super().__init__()
+        self.rate, self.shared = rate, shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not (self.training and self.rate):
+            return x
+        shape = list(x.shape)
+        shape[self.shared] = 1
+        return x * nn.functional.dropout(x.new_ones(shape), self.rate)
+
+
+def channels_first(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+    """A linear layer whose channels come out in front, for products over the other dims.   x [B, I, J, C] -> [B, C', I, J]"""
+    found = weight @ x.flatten(1, 2).transpose(1, 2)
+    if bias is not None:
+        found = found + bias[:, None]
+    return found.unflatten(2, x.shape[1:3])
+
+
+def one_hot(index: Tensor, classes: int, dtype: torch.dtype) -> Tensor:
+    return nn.functional.one_hot(index, classes).to(dtype)

@@ -1,0 +1,109 @@
+"""OpenFold: the structure of a protein from its sequence and its relatives' (Jumper et al. 2021, Algorithm 2 of the supplement).
+
+B batch, S clusters, E extra rows, T templates, R residues, C channels, P passes (one more than recycles).
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hpcai.models.openfold.config import OpenFoldConfig
+from hpcai.models.openfold.embedders import ExtraEmbedder, InputEmbedder, RecyclingEmbedder, TemplateEmbedder
+from hpcai.models.openfold.evoformer import EvoformerBlock, ExtraBlock, Stack
+from hpcai.models.openfold.heads import Heads, Logits
+from hpcai.models.openfold.layers import Linear
+from hpcai.models.openfold.residues import ATOMS, LETTERS
+from hpcai.models.openfold.structure import Atoms, StructureModule
+
+_CA, _CB, _GLYCINE = ATOMS.index("CA"), ATOMS.index("CB"), LETTERS.index("G")
+_PSI = 2  # of the seven torsion angles
+
+
+class Prediction(NamedTuple):
+    msa: Tensor  # [B, S, R, C]
+    pair: Tensor  # [B, R, R, C]
+    single: Tensor  # [B, R, C]
+    atoms: Atoms
+    positions: Tensor  # [B, R, 37, 3] angstrom
+    logits: Logits
+
+
+class Previous(NamedTuple):
+    """What a pass takes over from the one before."""
+
+    first: Tensor  # [B, R, C] of the alignment
+    pair: Tensor  # [B, R, R, C]
+    positions: Tensor  # [B, R, 37, 3] angstrom
+
+
+class OpenFold(nn.Module):
+    """Features -> Prediction."""
+
+    def __init__(self, cfg: OpenFoldConfig | None = None) -> None:
+        super().__init__()
+        self.cfg = cfg = cfg or OpenFoldConfig()
+        extra = cfg.extra
+        self.input_embedder = InputEmbedder(cfg.msa, cfg.pair)
+        self.recycling_embedder = RecyclingEmbedder(cfg.msa, cfg.pair)
+        self.template_embedder = TemplateEmbedder(cfg.msa, cfg.pair, cfg.template, cfg.checkpoint) if cfg.template else None
+        self.extra_msa_embedder = ExtraEmbedder(extra.channels)
+        self.extra_msa_stack = Stack(
+            [ExtraBlock(extra.channels, cfg.pair, extra.msa, extra.pairs) for _ in range(extra.blocks)], cfg.checkpoint
+        )
+        self.evoformer = Stack([EvoformerBlock(cfg.msa, cfg.pair, cfg.rows, cfg.pairs) for _ in range(cfg.blocks)], cfg.checkpoint)
+        self.to_single = Linear(cfg.msa, cfg.single)
+        self.structure_module = StructureModule(cfg.single, cfg.pair, cfg.structure)
+        self.heads = Heads(cfg.msa, cfg.pair, cfg.single, cfg.heads)
+
+    def forward(self, features: Mapping[str, Tensor]) -> Prediction:
+        """``features`` as ``hpcai.models.openfold.features`` makes them, with a batch dim in front and a dim of passes at the end.
+
+        Only the last pass has gradients; the others give it where to begin.
+        """
+        previous, graded = None, torch.is_grad_enabled()
+        passes = features["aatype"].shape[-1]
+        for number in range(passes):
+            last = number == passes - 1
+            now = {name: value[..., number] for name, value in features.items()}
+            with torch.set_grad_enabled(graded and last):
+                if torch.is_autocast_enabled(now["aatype"].device.type):
+                    torch.clear_autocast_cache()  # casts that were made without gradients have none
+                m, z, s, atoms, positions = self._once(now, previous)
+            previous = Previous(m[:, 0], z, positions)
+        clusters = features["msa_feat"].shape[1]
+        return Prediction(m[:, :clusters], z, s, atoms, positions, self.heads(m[:, :clusters], z, s, atoms.states[-1]))
+
+    def _once(self, features: Mapping[str, Tensor], previous: Previous | None) -> tuple[Tensor, Tensor, Tensor, Atoms, Tensor]:
+        kind = self.to_single.weight.dtype
+        residues, aatype = features["seq_mask"].to(kind), features["aatype"]
+        pair_mask = residues[:, :, None] * residues[:, None]
+        m, z = self.input_embedder(features["target_feat"].to(kind), features["residue_index"], features["msa_feat"].to(kind))
+        first, again = self.recycling_embedder(*self._recycled(previous, aatype, m, z))
+        m = torch.cat([m[:, :1] + first[:, None], m[:, 1:]], 1)
+        z = z + again
+        msa_mask = features["msa_mask"].to(kind)
+        if self.template_embedder is not None:
+            z = z + self.template_embedder(features, z, pair_mask)
+            m = torch.cat([m, self.template_embedder.template_single_embedder(features)], 1)
+            msa_mask = torch.cat([msa_mask, features["template_torsion_angles_mask"][..., _PSI].to(kind)], 1)
+        extra = self.extra_msa_embedder(features)
+        z = self.extra_msa_stack(extra, z, features["extra_msa_mask"].to(kind), pair_mask)[1]
+        m, z = self.evoformer(m, z, msa_mask, pair_mask)
+        s = self.to_single(m[:, 0])
+        atoms = self.structure_module(s, z, aatype, residues)
+        return m, z, s, atoms, self._positions(atoms.positions[-1], features)
+
+    def _recycled(self, previous: Previous | None, aatype: Tensor, m: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The first pass meets zeros, of which the norms leave their biases."""
+        if previous is None:
+            return torch.zeros_like(m[:, 0]), torch.zeros_like(z), torch.zeros(*aatype.shape, 3, dtype=m.dtype, device=m.device)
+        x = previous.positions
+        beta = torch.where((aatype == _GLYCINE)[..., None], x[:, :, _CA], x[:, :, _CB])
+        return previous.first.to(m.dtype), previous.pair.to(z.dtype), beta
+
+    def _positions(self, positions: Tensor, features: Mapping[str, Tensor]) -> Tensor:
+        """From 14 places to 37.   [B, R, 14, 3] -> [B, R, 37, 3]"""
+        index = features["residx_atom37_to_atom14"][..., None].expand(-1, -1, -1, 3)
+        return positions.gather(2, index) * features["atom37_atom_exists"][..., None].to(positions.dtype)

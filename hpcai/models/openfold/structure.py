@@ -1,0 +1,184 @@
+"""From pairs to atoms (supplement 1.8): invariant point attention moves one frame per residue, torsion angles hang its atoms on it.
+
+Coordinates inside are in units of 10 angstrom, those that come out in angstrom. All of it is float32 at least.
+B batch, R residues, H heads, C channels, P points, L passes.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hpcai.models.openfold import residues
+from hpcai.models.openfold.config import StructureConfig
+from hpcai.models.openfold.geometry import Frames, groups_of, rotation_of, turned_further
+from hpcai.models.openfold.layers import Linear
+
+_UNIT = 10.0  # angstrom
+_EPS = 1e-8
+
+
+class Atoms(NamedTuple):
+    """What every pass says; L of all passes, the last one is the prediction."""
+
+    backbone: Tensor  # [L, B, R, 7] quaternion (w, x, y, z) and translation, angstrom
+    rotation: Tensor  # [L, B, R, 8, 3, 3] of the rigid groups
+    translation: Tensor  # [L, B, R, 8, 3] angstrom
+    raw_angles: Tensor  # [L, B, R, 7, 2] sine and cosine before they are brought to length 1
+    angles: Tensor  # [L, B, R, 7, 2]
+    positions: Tensor  # [L, B, R, 14, 3] angstrom
+    states: Tensor  # [L, B, R, C]
+
+
+class PointAttention(nn.Module):
+    """Algorithm 22: attention by features, pairs and distances between points that each residue sets in space.
+
+    s [B, R, C], z [B, R, R, Cz], frames [B, R], mask [B, R] -> [B, R, C]
+    """
+
+    def __init__(self, single: int, pair: int, cfg: StructureConfig) -> None:
+        super().__init__()
+        self.cfg = cfg
+        width, points = cfg.heads * cfg.head, cfg.query_points + cfg.value_points
+        # With biases and LeCun's initial weights, as in the published code and unlike the supplement.
+        self.linear_q, self.linear_kv = Linear(single, width), Linear(single, 2 * width)
+        self.linear_q_points = Linear(single, 3 * cfg.heads * cfg.query_points)
+        self.linear_kv_points = Linear(single, 3 * cfg.heads * points)
+        self.linear_b = Linear(pair, cfg.heads)
+        self.head_weights = nn.Parameter(torch.full((cfg.heads,), 0.541324854612918))  # softplus gives 1
+        self.linear_out = Linear(cfg.heads * (pair + cfg.head + 4 * cfg.value_points), single, start="final")
+
+    def forward(self, s: Tensor, bias: Tensor, z: Tensor, frames: Frames, mask: Tensor) -> Tensor:
+        cfg, heads = self.cfg, self.cfg.heads
+        q = self.linear_q(s).unflatten(-1, (heads, -1)).transpose(1, 2)  # [B, H, R, C]
+        k, v = self.linear_kv(s).unflatten(-1, (heads, -1)).transpose(1, 2).chunk(2, -1)
+        q_points = self._points(self.linear_q_points(s), frames)  # [B, H, R, P, 3]
+        k_points, v_points = self._points(self.linear_kv_points(s), frames).split([cfg.query_points, cfg.value_points], 3)
+        # -w/2 |q - k|^2 of points is one more product of features: what depends on q alone falls out of the softmax.
+        weight = nn.functional.softplus(self.head_weights) * (1 / (3 * cfg.query_points * 9 / 2)) ** 0.5
+        weight = weight[:, None, None]
+        left = torch.cat([q * (1 / (3 * cfg.head)) ** 0.5, q_points.flatten(-2) * weight], -1)
+        logits = left @ torch.cat([k, k_points.flatten(-2)], -1).transpose(-1, -2)  # [B, H, R, R]
+        far = k_points.square().sum((-1, -2)) * weight[..., 0] / 2  # [B, H, R]
+        both = (mask[:, :, None] * mask[:, None])[:, None]
+        p = (logits + bias - far[:, :, None] + (both - 1) * 1e5).softmax(-1)
+        o = (p @ v).transpose(1, 2).flatten(-2)
+        met = frames.at(..., None).to_local((p @ v_points.flatten(-2)).unflatten(-1, (-1, 3)).transpose(1, 2).flatten(2, 3))
+        length = (met.square().sum(-1) + _EPS).sqrt()
+        pairs = (p.transpose(1, 2) @ z).flatten(-2)  # [B, R, H * Cz]
+        return self.linear_out(torch.cat([o, *met.unbind(-1), length, pairs], -1))
+
+    def _points(self, x: Tensor, frames: Frames) -> Tensor:
+        """[B, R, 3 * H * P], all x before all y before all z -> [B, H, R, P, 3] in space"""
+        local = x.unflatten(-1, (3, -1))  # [B, R, 3, H * P]
+        space = frames.rotation @ local + frames.translation[..., None]
+        return space.unflatten(-1, (self.cfg.heads, -1)).permute(0, 3, 1, 4, 2)
+
+    def bias(self, z: Tensor) -> Tensor:
+        """What pairs say, the same in every pass.   [B, R, R, Cz] -> [B, H, R, R]"""
+        return (self.linear_b(z) * (1 / 3) ** 0.5).permute(0, 3, 1, 2)
+
+
+class Angles(nn.Module):
+    """Algorithm 20, lines 11 to 14.   s, initial [B, R, C] -> [B, R, 7, 2] as they come, and of length 1"""
+
+    def __init__(self, single: int, cfg: StructureConfig) -> None:
+        super().__init__()
+        width = cfg.angle
+        self.linear_in, self.linear_initial = Linear(single, width), Linear(single, width)
+        pairs = (
+            nn.ModuleDict({"linear_1": Linear(width, width, start="relu"), "linear_2": Linear(width, width, start="final")})
+            for _ in range(cfg.angle_blocks)
+        )
+        self.layers = nn.ModuleList(pairs)
+        self.linear_out = Linear(width, 14)
+
+    def forward(self, s: Tensor, initial: Tensor) -> tuple[Tensor, Tensor]:
+        a = self.linear_in(s.relu()) + self.linear_initial(initial.relu())
+        for layer in self.layers:
+            a = a + layer["linear_2"](layer["linear_1"](a.relu()).relu())  # type: ignore[index]
+        raw = self.linear_out(a.relu()).unflatten(-1, (7, 2))
+        return raw, raw / raw.square().sum(-1, keepdim=True).clamp(min=_EPS).sqrt()
+
+
+class Transition(nn.Module):
+    """Algorithm 20, lines 8 and 9.   [B, R, C] -> [B, R, C]"""
+
+    def __init__(self, single: int, cfg: StructureConfig) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({
+                "linear_1": Linear(single, single, start="relu"),
+                "linear_2": Linear(single, single, start="relu"),
+                "linear_3": Linear(single, single, start="final"),
+            })
+            for _ in range(cfg.transition_layers)
+        )
+        self.dropout = nn.Dropout(cfg.dropout)
+        self.layer_norm = nn.LayerNorm(single)
+
+    def forward(self, s: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden = layer["linear_2"](layer["linear_1"](s).relu()).relu()  # type: ignore[index]
+            s = s + layer["linear_3"](hidden)  # type: ignore[index]
+        return self.layer_norm(self.dropout(s))
+
+
+class StructureModule(nn.Module):
+    """Algorithm 20.   single [B, R, C], pair [B, R, R, Cz], aatype [B, R], mask [B, R] -> Atoms"""
+
+    group_frame: Tensor
+    atom_group: Tensor
+    atom_position: Tensor
+    atom_exists: Tensor
+
+    def __init__(self, single: int, pair: int, cfg: StructureConfig) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self.layer_norm_s, self.layer_norm_z = nn.LayerNorm(single), nn.LayerNorm(pair)
+        self.linear_in = Linear(single, single)
+        self.ipa = PointAttention(single, pair, cfg)
+        self.ipa_dropout = nn.Dropout(cfg.dropout)
+        self.layer_norm_ipa = nn.LayerNorm(single)
+        self.transition = Transition(single, cfg)
+        self.bb_update = Linear(single, 6, start="final")
+        self.angle_resnet = Angles(single, cfg)
+        tables = {
+            "group_frame": residues.GROUP_FRAME, "atom_group": residues.ATOM14_GROUP,
+            "atom_position": residues.ATOM14_POSITION, "atom_exists": residues.ATOM14_EXISTS,
+        }  # fmt: skip
+        for name, table in tables.items():
+            self.register_buffer(name, torch.tensor(table), persistent=False)
+
+    def forward(self, single: Tensor, pair: Tensor, aatype: Tensor, mask: Tensor) -> Atoms:
+        with torch.autocast(single.device.type, enabled=False):
+            wide = torch.promote_types(single.dtype, torch.float32)
+            s, z = self.layer_norm_s(single.to(wide)), self.layer_norm_z(pair.to(wide))
+            bias, mask, initial = self.ipa.bias(z), mask.to(wide), s
+            s = self.linear_in(s)
+            quaternion = torch.zeros(*s.shape[:-1], 4, dtype=wide, device=s.device)
+            quaternion[..., 0] = 1
+            translation = torch.zeros_like(quaternion[..., 1:])
+            passes = []
+            for _ in range(self.cfg.passes):
+                rotation = rotation_of(quaternion)
+                s = self.layer_norm_ipa(self.ipa_dropout(s + self.ipa(s, bias, z, Frames(rotation, translation), mask)))
+                s = self.transition(s)
+                turn, move = self.bb_update(s).split(3, -1)
+                translation = translation + (rotation @ move[..., None])[..., 0]
+                quaternion = turned_further(quaternion, turn)
+                raw, angles = self.angle_resnet(s, initial)
+                backbone = Frames(rotation_of(quaternion), translation * _UNIT)
+                groups = groups_of(backbone, angles, self.group_frame[aatype].to(wide))
+                seven = torch.cat([quaternion, backbone.translation], -1)
+                passes.append((seven, *groups, raw, angles, self._atoms(groups, aatype), s))
+                quaternion = quaternion.detach()  # a rotation learns from its own pass alone, or it would swing
+            return Atoms(*(torch.stack(each) for each in zip(*passes)))
+
+    def _atoms(self, groups: Frames, aatype: Tensor) -> Tensor:
+        """The atoms of each residue where its groups put them, those that it has not at 0.   [B, R, 14, 3]"""
+        of = self.atom_group[aatype]  # [B, R, 14]
+        rotation = groups.rotation.gather(2, of[..., None, None].expand(-1, -1, -1, 3, 3))
+        translation = groups.translation.gather(2, of[..., None].expand(-1, -1, -1, 3))
+        placed = Frames(rotation, translation).apply(self.atom_position[aatype].to(rotation.dtype))
+        return placed * self.atom_exists[aatype][..., None].to(placed.dtype)
