@@ -1,0 +1,345 @@
+"""Aligned sequences and template hits from the files of search tools, as arrays.
+
+    *.a3m, *.a3m.gz     one row after each ">" line; a lower-case letter is an insertion: it has no column and counts as a deletion
+                        of the column after it
+    *.sto, *.sto.gz     Stockholm: rows in blocks, ended by "//"; a column where the query has a gap is an insertion
+    *.hhr, *.hhr.gz     HHsearch: pairwise alignments of the query and templates
+
+The first row is the query, without gaps and insertions. Time and memory grow with the file: 6 to 20 bytes for each of its
+letters, up to 50 where rows hold only a few.
+"""
+
+import gzip
+import re
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hpcai.errors import DataError
+from hpcai.models.openfold.residues import GAP, LETTERS, UNKNOWN
+
+AGAIN = "make it again, or leave it out"
+NOT_FOR_MONOMERS = ("uniprot_hits", "pairing", "hmm_output", "pdb_hits")      # rows to pair chains by, and templates
+ORDER = ("uniref90", "mgnify", "bfd", "small_bfd")
+
+_INSERTED = b"abcdefghijklmnopqrstuvwxyz"
+_ALLOWED = _INSERTED + _INSERTED.upper() + b"-."
+_BAD = -1
+_CODES = np.full(256, _BAD, np.int8)
+for _letter, _code in [*zip(LETTERS, range(20)), ("X", UNKNOWN), ("-", GAP)]:
+    _CODES[ord(_letter)] = _code
+for _letter, _like in zip("BZUJO", "DECXX"):                                  # as AlphaFold has them
+    _CODES[ord(_letter)] = _CODES[ord(_like)]
+_AS_COLUMNS = bytes(b"-"[0] if code == b"."[0] else code for code in range(256)).upper()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Alignment:
+    """Rows aligned to the first, the query.
+
+    msa        [S, N]  residue types in the order of LETTERS, UNKNOWN, GAP
+    deletions  [S, N]  letters of the row between the column before and this one, which the query lacks
+    names      of the rows, with all that stands beside them
+    """
+
+    msa: NDArray[np.int8]
+    deletions: NDArray[np.int32]
+    names: list[str]
+
+    def __len__(self) -> int:
+        return len(self.msa)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Hit:
+    """One template of an HHsearch result. ``query`` and ``hit`` are aligned texts of C columns; the indices [C] count the letters
+    of the two whole sequences from 0, -1 at a gap. ``sum_probs`` is the sum of the posteriors of the aligned pairs."""
+
+    index: int
+    name: str
+    aligned_columns: int
+    sum_probs: float
+    query: str
+    hit: str
+    query_indices: NDArray[np.int64]
+    hit_indices: NDArray[np.int64]
+
+
+def encode(sequence: str) -> NDArray[np.int8]:
+    """Residue types of one-letter codes, X for those that have none.   [N]"""
+    codes = _CODES[np.frombuffer(sequence.upper().encode("ascii", "replace"), np.uint8)]
+    return np.where(codes == _BAD, np.int8(UNKNOWN), codes)
+
+
+def read_alignments(source: Path | Sequence[Path], sequence: str | None = None) -> Alignment:
+    """All rows of a folder's .a3m and .sto files, or of the files given, each aligned sequence once.
+
+    The files of a folder come as uniref90, mgnify, bfd and then the others by name; uniprot_hits and pairing, which pair the rows
+    of complexes, are left out. Raises DataError where a file's query is not ``sequence``, or, without one, not that of the first
+    file; an unknown residue on either side agrees with all.
+    """
+    files = _files(source) if isinstance(source, Path) else list(source)
+    if not files:
+        raise DataError(f"{source}: no alignments there, expected files such as uniref90_hits.a3m or mgnify_hits.sto")
+    found = []
+    wanted = None if sequence is None else encode(sequence)
+    for path in files:
+        found.append(read_stockholm(path) if ".sto" in path.suffixes else read_a3m(path))
+        wanted = found[0].msa[0] if wanted is None else wanted
+        _agree(found[-1].msa[0], wanted, path)
+    msa, deletions = (np.concatenate([getattr(part, field) for part in found]) for field in ("msa", "deletions"))
+    first: dict[bytes, int] = {}
+    for index, row in enumerate(msa):
+        first.setdefault(row.tobytes(), index)
+    kept = list(first.values())
+    names = [name for part in found for name in part.names]
+    if len(kept) == len(msa):
+        return Alignment(msa, deletions, names)
+    return Alignment(msa[kept], deletions[kept], [names[index] for index in kept])
+
+
+def _files(folder: Path) -> list[Path]:
+    def rank(path: Path) -> tuple[int, str]:
+        known = [place for place, start in enumerate(ORDER) if path.name.startswith(start)]
+        return (known[0] if known else len(ORDER)), path.name
+
+    try:
+        files = [path for path in folder.iterdir() if re.search(r"\.(a3m|sto)(\.gz)?$", path.name)]
+    except OSError as problem:
+        raise DataError(f"{folder}: {problem.strerror}; expected a folder of alignments") from problem
+    return sorted((path for path in files if path.name.split(".")[0] not in NOT_FOR_MONOMERS), key=rank)
+
+
+def _agree(query: NDArray[np.int8], wanted: NDArray[np.int8], path: Path) -> None:
+    if len(query) != len(wanted):
+        raise DataError(f"{path}: the query has {len(query)} residues, expected {len(wanted)}; is it of another chain?")
+    other = np.flatnonzero((query != wanted) & (query != UNKNOWN) & (wanted != UNKNOWN))
+    if len(other):
+        at, shown = other[0], LETTERS + "X-"
+        raise DataError(
+            f"{path}: the query has {shown[query[at]]} at residue {at + 1}, expected {shown[wanted[at]]} ({len(other)} of "
+            f"{len(query)} residues differ); is it of another chain?"
+        )
+
+
+# ---- A3M
+
+
+def read_a3m(path: Path) -> Alignment:
+    return parse_a3m(_content(path), str(path))
+
+
+def parse_a3m(data: bytes, where: str) -> Alignment:
+    """Rows of A3M; ``where`` names them in errors. Lines that begin with "#" are skipped."""
+    lines = _lines(data, where)
+    names: list[str] = []
+    starts: list[int] = []
+    parts: list[list[bytes]] = []
+    for number, line in enumerate(lines, 1):
+        line = line.strip()
+        if line.startswith(b">"):
+            names.append(line[1:].decode("utf-8", "replace"))
+            starts.append(number)
+            parts.append([])
+        elif line and not line.startswith(b"#"):
+            if not parts:
+                raise DataError(f"{where}: line {number}: {_shown(line)} before any line with '>'; expected A3M; {AGAIN}")
+            parts[-1].append(line)
+    if not parts:
+        raise DataError(f"{where}: no line begins with '>', expected A3M with the query first; {AGAIN}")
+    rows = [b"".join(part).translate(None, b".") for part in parts]
+    del parts
+    aligned = [row.translate(None, _INSERTED) for row in rows]
+    width = len(aligned[0])
+    if not width or len(rows[0]) != width:
+        text = "lower-case letters, which are insertions" if rows[0] else "no letters"
+        raise DataError(f"{where}: line {starts[0]}: the query, the first row, has {text}; expected upper-case letters; {AGAIN}")
+    ragged = next((index for index, row in enumerate(aligned) if len(row) != width), None)
+    if ragged is not None:
+        text = f"row {names[ragged][:40]!r} has {len(aligned[ragged]):,} columns (lower-case letters aside), expected {width:,}"
+        _refuse_letters(lines, starts[ragged], where)
+        raise DataError(f"{where}: line {starts[ragged]}: {text} as in the query; {AGAIN}")
+    msa = _CODES[np.frombuffer(b"".join(aligned), np.uint8)].reshape(-1, width)
+    del aligned
+    bad = np.flatnonzero((msa == _BAD).any(1))
+    if len(bad):
+        _refuse_letters(lines, starts[bad[0]], where)
+    _refuse_gaps(msa[0], where, starts[0])
+    return Alignment(msa, _deletions(rows, width), names)
+
+
+def _deletions(rows: list[bytes], width: int) -> NDArray[np.int32]:
+    """[S, width]; most rows have none, and their zeros cost no memory until they are read."""
+    deletions = np.zeros((len(rows), width), np.int32)
+    longer = [index for index, row in enumerate(rows) if len(row) > width]
+    step = max(1, 1_000_000 // width)                   # rows at a time: the positions take 8 bytes
+    for some in (longer[begin:begin + step] for begin in range(0, len(longer), step)):
+        letters = np.frombuffer(b"".join(rows[index] for index in some), np.uint8)
+        columns = np.flatnonzero(letters < ord("a")).reshape(-1, width)
+        before = np.cumsum([0, *(len(rows[index]) for index in some[:-1])]) - 1
+        deletions[some] = np.diff(columns, axis=1, prepend=before[:, None]) - 1
+    return deletions
+
+
+# ---- Stockholm
+
+
+def read_stockholm(path: Path) -> Alignment:
+    return parse_stockholm(_content(path), str(path))
+
+
+def parse_stockholm(data: bytes, where: str) -> Alignment:
+    """Rows of Stockholm; ``where`` names them in errors. Case means nothing and "." is a gap."""
+    lines = _lines(data, where)
+    parts: dict[bytes, list[bytes]] = {}
+    starts: list[int] = []
+    end = None
+    for number, line in enumerate(lines, 1):
+        line = line.strip()
+        if number == 1 and not line.startswith(b"# STOCKHOLM"):
+            raise DataError(f"{where}: line 1: {_shown(line)}, expected '# STOCKHOLM 1.0'; {AGAIN}")
+        if line and end is not None:
+            raise DataError(f"{where}: line {number}: {_shown(line)} after '//', expected one alignment; {AGAIN}")
+        if line == b"//":
+            end = number
+        elif line and not line.startswith(b"#"):
+            fields = line.split()
+            if len(fields) != 2:
+                raise DataError(f"{where}: line {number}: {_shown(line)}, expected a name and a row; {AGAIN}")
+            if fields[0] not in parts:
+                parts[fields[0]] = []
+                starts.append(number)
+            parts[fields[0]].append(fields[1])
+    if end is None:
+        raise DataError(f"{where}: line {len(lines)}: the file ends without '//': it is cut off; {AGAIN}")
+    if not parts:
+        raise DataError(f"{where}: line {end}: no rows before '//', expected the query at least; {AGAIN}")
+    names = [name.decode("utf-8", "replace") for name in parts]
+    rows = [b"".join(part).translate(_AS_COLUMNS) for part in parts.values()]
+    width = len(rows[0])
+    for name, row, start in zip(names, rows, starts):
+        if len(row) != width:
+            text = f"row {name[:40]!r}, which begins here, has {len(row):,} columns in all, expected {width:,} as in the query"
+            raise DataError(f"{where}: line {start}: {text}; {AGAIN}")
+    codes = _CODES[np.frombuffer(b"".join(rows), np.uint8)].reshape(-1, width)
+    bad = np.flatnonzero((codes == _BAD).any(1))
+    if len(bad):
+        _refuse_letters(lines, starts[bad[0]], where, list(parts)[bad[0]])
+    column = codes[0] != GAP
+    if not column.any():
+        raise DataError(f"{where}: line {starts[0]}: the query, the first row, has only gaps; {AGAIN}")
+    deletions = np.zeros((len(rows), int(column.sum())), np.int32)
+    if not column.all():
+        next_column, first = np.unique(np.cumsum(column)[~column], return_index=True)
+        counts = np.add.reduceat(codes[:, ~column] != GAP, first, axis=1, dtype=np.int32)
+        inside = next_column < deletions.shape[1]       # what follows the last column is no deletion
+        deletions[:, next_column[inside]] = counts[:, inside]
+    return Alignment(np.ascontiguousarray(codes[:, column]), deletions, names)
+
+
+# ---- HHsearch
+
+
+def read_hhr(path: Path) -> list[Hit]:
+    """The hits in the order of the file; none where the search found none."""
+    return parse_hhr(_content(path), str(path))
+
+
+def parse_hhr(data: bytes, where: str) -> list[Hit]:
+    lines = [line.decode("utf-8", "replace") for line in _lines(data, where)]
+    if not lines[0].startswith("Query"):
+        raise DataError(f"{where}: line 1: {_shown(_lines(data, where)[0])}, expected 'Query', as HHsearch begins; {AGAIN}")
+    starts = [at for at, line in enumerate(lines) if line.startswith("No ")]
+    return [_hit(lines[begin:end], begin + 1, where) for begin, end in zip(starts, [*starts[1:], len(lines)])]
+
+
+def _hit(lines: list[str], begin: int, where: str) -> Hit:
+    """One section, which begins at line ``begin`` of the file."""
+    try:
+        index = int(lines[0].split()[1])
+        summary = dict(field.split("=") for field in lines[2].split())
+        aligned_columns, sum_probs = int(float(summary["Aligned_cols"])), float(summary["Sum_probs"])
+        if not lines[1].startswith(">"):
+            raise ValueError
+    except (ValueError, IndexError, KeyError, OverflowError):
+        text = "not the head of a hit; expected lines 'No 1', '>name' and 'Probab=... Aligned_cols=... Sum_probs=...'"
+        raise DataError(f"{where}: line {begin}: {text}; {AGAIN}") from None
+    texts: dict[str, list[str]] = {"Q": [], "T": []}
+    places: dict[str, list[NDArray[np.int64]]] = {"Q": [], "T": []}
+    width = {"Q": 0, "T": 0}
+    for number, line in enumerate(lines[3:], begin + 3):
+        fields = line.split()
+        if line[:2] not in ("Q ", "T ") or fields[1:2] in (["Consensus"], ["ss_dssp"], ["ss_pred"]):
+            continue
+        try:
+            first, text, last = int(fields[-4]), fields[-3], int(fields[-2])
+            letters = np.frombuffer(text.encode("ascii"), np.uint8) != ord("-")
+            if not re.fullmatch("[A-Z-]+", text) or last - first + 1 != letters.sum() or first < 1:
+                raise ValueError
+            width[line[0]] += len(text)
+            if line[0] == "T" and width["T"] != width["Q"]:
+                raise ValueError
+            place = np.where(letters, first - 2 + np.cumsum(letters), -1)
+        except (ValueError, IndexError, OverflowError):
+            text = "expected the name, the first residue, letters, the last residue and (length), as many columns in Q as in T"
+            raise DataError(f"{where}: line {number}: {_shown(line.encode())}: {text}; {AGAIN}") from None
+        texts[line[0]].append(text)
+        places[line[0]].append(place)
+    if not width["Q"] or width["Q"] != width["T"]:
+        text = f"hit {index} has {width['Q']} columns of the query and {width['T']} of the template: it is cut off"
+        raise DataError(f"{where}: line {begin}: {text}; {AGAIN}")
+    query, hit = ("".join(texts[side]) for side in "QT")
+    query_indices, hit_indices = (np.concatenate(places[side]) for side in "QT")
+    return Hit(index, lines[1][1:], aligned_columns, sum_probs, query, hit, query_indices, hit_indices)
+
+
+# ---- bytes
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (OSError, EOFError, zlib.error) as problem:
+        raise DataError(f"{path}: cannot be read: {getattr(problem, 'strerror', None) or problem}; {AGAIN}") from problem
+
+
+def _lines(data: bytes, where: str) -> list[bytes]:
+    if not data.strip():
+        raise DataError(f"{where}: line 1: empty, expected an alignment; {AGAIN}")
+    if b"\0" in data:
+        line = data.count(b"\n", 0, data.index(b"\0")) + 1
+        raise DataError(f"{where}: line {line}: a NUL byte, expected text; is it packed, or several files in one? {AGAIN}")
+    return data.splitlines()
+
+
+def _shown(line: bytes) -> str:
+    return repr(line[:40].decode("utf-8", "replace")) + ("..." if len(line) > 40 else "")
+
+
+def _refuse_letters(lines: list[bytes], start: int, where: str, name: bytes | None = None) -> None:
+    """Raise at the first character of a row that no residue has; the row begins at line ``start`` (of Stockholm: has ``name``)."""
+    for number, line in enumerate(lines[start - 1:], start):
+        text = line.rstrip()
+        if name is not None:
+            text = text if text.split()[:1] == [name] else b""
+        elif text.startswith((b">", b"#")):
+            if number > start and text.startswith(b">"):
+                return
+            text = b""
+        row = text.split()[-1] if name is not None and text else text.strip()
+        odd = row.translate(None, _ALLOWED)
+        if odd:
+            column = len(text) - len(row) + row.index(odd[:1]) + 1
+            character = repr(chr(odd[0])) if odd[0] < 128 else f"byte 0x{odd[0]:02x}"
+            raise DataError(f"{where}: line {number}, column {column}: {character}, expected letters of residues or '-'; {AGAIN}")
+
+
+def _refuse_gaps(query: NDArray[np.int8], where: str, line: int) -> None:
+    gaps = np.flatnonzero(query == GAP)
+    if len(gaps):
+        text = f"the query, the first row, has a gap at its column {gaps[0] + 1}"
+        raise DataError(f"{where}: line {line}: {text}; expected letters only; {AGAIN}")

@@ -1,0 +1,332 @@
+"""Protein chains from mmCIF files of the Protein Data Bank, and predicted chains into mmCIF and PDB files.
+
+A chain has all residues of its SEQRES record, those without coordinates too. gemmi reads here what the public OpenFold reads by
+Biopython, with the same result.
+"""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from hpcai.errors import DataError, MissingExtraError
+from hpcai.models.openfold.residues import ATOMS, LETTERS, NAMES, UNKNOWN
+
+AGAIN = "fetch it again, or leave it out"
+PLACE = {name: place for place, name in enumerate(ATOMS)}
+TYPE = {letter: number for number, letter in enumerate(LETTERS)}
+LETTER = dict(zip(NAMES, LETTERS))
+# The first that is a number; NMR has none of them.
+RESOLUTIONS = ("_refine.ls_d_res_high", "_em_3d_reconstruction.resolution", "_reflns.d_resolution_high")
+SITE = ("label_asym_id", "auth_asym_id", "label_seq_id", "label_comp_id", "label_atom_id", "Cartn_x", "Cartn_y", "Cartn_z")
+PDB_RESIDUES, PDB_RANGE = 9999, (-999.999, 9999.999)      # what the columns of the format hold; angstrom
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chain:
+    """One protein chain of N residues.
+
+    name                    of the file and the chain as the authors name it: "5zyh_A"
+    sequence                one letter for each residue, modified ones as their parents, X for others
+    aatype     [N]          the same as numbers
+    positions  [N, 37, 3]   angstrom, 0 where the mask is
+    mask       [N, 37]      1 where the file has the atom
+    bfactors   [N, 37]      square angstrom; pLDDT of predictions
+    resolution              angstrom, None where the method has none
+    release                 of the oldest revision
+    method                  "x-ray diffraction"
+    """
+
+    name: str
+    sequence: str
+    aatype: NDArray[np.int64]
+    positions: NDArray[np.float32]
+    mask: NDArray[np.float32]
+    bfactors: NDArray[np.float32]
+    resolution: float | None
+    release: date | None
+    method: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entry:
+    """A file: its protein chains, by the names that the authors give them, and what holds for them all."""
+
+    chains: dict[str, Chain]
+    resolution: float | None
+    release: date | None
+    method: str
+
+
+@dataclass(slots=True)
+class _Polymer:
+    """Residue names by number: more than one where the crystal has more. The first is that of the sequence."""
+
+    residues: dict[int, list[str]]
+    canonical: str
+
+
+def _gemmi() -> ModuleType:
+    try:
+        import gemmi as module
+    except ImportError as problem:
+        raise MissingExtraError("structures need gemmi: pip install 'hpcai-suite[openfold]'") from problem
+    return module
+
+
+def read_mmcif(path: Path, chain: str | None = None) -> Entry:
+    """The protein chains of a .cif or .cif.gz, or only ``chain``; of several models the first.
+
+    Of alternate places of an atom the most occupied is taken, and the first of equals. Selenium of MSE stands as SD, and NH1 of
+    arginine is the one nearer to CD. Raises DataError for a file that is cut off, a chain that is not there or no protein, atoms
+    beyond the sequence or not in it, and coordinates that are no numbers.
+    """
+    path = Path(path)
+    try:
+        document = _gemmi().cif.read(str(path))
+        block = document[0] if len(document) else None
+        tables = None if block is None else _tables(block)
+    except (ValueError, RuntimeError, OSError, IndexError) as problem:
+        text = str(problem).removeprefix(f"{path}:")
+        raise DataError(f"{path}: not a whole mmCIF file: {text}; {AGAIN}") from problem
+    if tables is None:
+        raise DataError(f"{path}: empty, expected mmCIF; {AGAIN}")
+    about = _about(tables, path)
+    polymers = _polymers(tables, path)
+    rows, names = _rows(tables["_atom_site."], polymers, path)
+    if not rows:
+        text = f"{len(polymers)} protein chains in _entity_poly_seq, none with atoms" if polymers else "no protein chain"
+        raise DataError(f"{path}: {text}; expected at least one with coordinates")
+    labels: dict[str, str] = {}
+    for label in rows:                  # Two polymers may share the authors' name, such as a peptide bound to its own chain.
+        if names[label] not in labels or len(polymers[label].residues) > len(polymers[labels[names[label]]].residues):
+            labels[names[label]] = label
+    if chain is not None and chain not in labels:
+        text = "is not a protein" if chain in names.values() else "is not there"
+        raise DataError(f"{path}: chain {chain!r} {text}; the protein chains are {', '.join(sorted(labels))}")
+    stem = path.name.removesuffix(".gz").removesuffix(".cif")
+    chains = {
+        author: _chain(f"{stem}_{author}", polymers[label], tables["_atom_site."], rows[label], about, path)
+        for author, label in labels.items() if chain in (None, author)
+    }  # fmt: skip
+    return Entry(chains, *about)
+
+
+def _tables(block: Any) -> dict[str, dict[str, list[Any]]]:
+    """The categories that are needed; a value that the file leaves open is None or False."""
+    wanted = ("_atom_site.", "_entity_poly_seq.", "_entity_poly.", "_struct_asym.", "_chem_comp.", "_exptl.",
+              "_pdbx_audit_revision_history.", *(tag.split(".")[0] + "." for tag in RESOLUTIONS))  # fmt: skip
+    return {name: block.get_mmcif_category(name) for name in wanted}
+
+
+def _columns(table: dict[str, list[Any]], category: str, tags: Iterable[str], path: Path) -> list[list[Any]]:
+    missing = [tag for tag in tags if tag not in table]
+    if missing:
+        raise DataError(f"{path}: no {category}{missing[0]}, expected an entry with sequences and atoms as the PDB has it; {AGAIN}")
+    return [table[tag] for tag in tags]
+
+
+def _about(tables: dict[str, dict[str, list[Any]]], path: Path) -> tuple[float | None, date | None, str]:
+    resolution = None
+    for category, tag in (name.split(".") for name in RESOLUTIONS):
+        value = next(iter(tables[category + "."].get(tag, [])), None)
+        number = _gemmi().cif.as_number(value) if value else math.nan
+        if math.isfinite(number) and number > 0:
+            resolution = number
+            break
+    days = [day for day in tables["_pdbx_audit_revision_history."].get("revision_date", []) if day]
+    try:
+        release = date.fromisoformat(min(days)) if days else None
+    except ValueError as problem:
+        text = f"_pdbx_audit_revision_history.revision_date {min(days)!r}"
+        raise DataError(f"{path}: {text}, expected a day such as 2018-05-30; {AGAIN}") from problem
+    return resolution, release, ",".join(method.lower() for method in tables["_exptl."].get("method", []) if method)
+
+
+def _polymers(tables: dict[str, dict[str, list[Any]]], path: Path) -> dict[str, _Polymer]:
+    """The proteins by the file's own chain names: polymers with at least one residue of peptides."""
+    residues: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
+    entities, numbers, monomers = _columns(tables["_entity_poly_seq."], "_entity_poly_seq.", ("entity_id", "num", "mon_id"), path)
+    for entity, number, monomer in zip(entities, numbers, monomers):
+        residues[entity][_number(number, "_entity_poly_seq.num", path)].append(monomer or "UNK")
+    types = {name: str(kind).lower() for name, kind in zip(*(tables["_chem_comp."].get(tag, []) for tag in ("id", "type")))}
+
+    def is_peptide(monomer: str) -> bool:
+        return "peptide" in types.get(monomer, "") or _gemmi().find_tabulated_residue(monomer).is_amino_acid()
+
+    peptides = {name for name in set(monomers) if name and is_peptide(name)}
+    canonical = dict(zip(*(tables["_entity_poly."].get(tag, []) for tag in ("entity_id", "pdbx_seq_one_letter_code_can"))))
+    labels, of = _columns(tables["_struct_asym."], "_struct_asym.", ("id", "entity_id"), path)
+    return {
+        label: _Polymer(residues[entity], "".join((canonical.get(entity) or "").split())) for label, entity in zip(labels, of)
+        if entity in residues and any(name in peptides for names in residues[entity].values() for name in names)
+    }  # fmt: skip
+
+
+def _rows(site: dict[str, list[Any]], polymers: dict[str, _Polymer], path: Path) -> tuple[dict[str, list[int]], dict[str, str]]:
+    """The rows of _atom_site of each protein in the first model, and the authors' name of every chain."""
+    labels, authors, *_ = _columns(site, "_atom_site.", SITE, path)
+    models = site.get("pdbx_PDB_model_num") or [None] * len(labels)
+    rows: dict[str, list[int]] = defaultdict(list)
+    names: dict[str, str] = {}
+    for row, (label, author, model) in enumerate(zip(labels, authors, models)):
+        if model == models[0]:
+            names[label] = author or label
+            if label in polymers:
+                rows[label].append(row)
+    return rows, names
+
+
+def _chain(name: str, polymer: _Polymer, site: dict[str, list[Any]], rows: list[int],
+           about: tuple[float | None, date | None, str], path: Path) -> Chain:  # fmt: skip
+    order = {number: index for index, number in enumerate(sorted(polymer.residues))}
+    sequence = _sequence(polymer)
+    number, monomers, atoms, *xyz = (site[tag] for tag in SITE[2:])
+    occupancy, bfactor = (site.get(tag) or [None] * len(atoms) for tag in ("occupancy", "B_iso_or_equiv"))
+    as_number = _gemmi().cif.as_number
+    best: dict[tuple[int, int], tuple[float, int]] = {}
+    for row in rows:
+        if not number[row]:             # a ligand under the name of the chain
+            continue
+        seq, monomer = _number(number[row], "_atom_site.label_seq_id", path), monomers[row]
+        names = polymer.residues.get(seq)
+        if names is None:
+            text = f"residue {seq} of chain {name} has atoms, its sequence goes from {min(order)} to {max(order)}"
+            raise DataError(f"{path}: {text}; {AGAIN}")
+        if monomer not in names:
+            text = f"residue {seq} of chain {name} is {monomer} in _atom_site and {' or '.join(names)} in _entity_poly_seq"
+            raise DataError(f"{path}: {text}; {AGAIN}")
+        place = PLACE.get("SD" if monomer == "MSE" and atoms[row] == "SE" else atoms[row])
+        if place is None or monomer != names[0]:
+            continue
+        share = as_number(occupancy[row]) if occupancy[row] else 1.0
+        if (order[seq], place) not in best or share > best[order[seq], place][0]:
+            best[order[seq], place] = share, row
+    positions, mask = np.zeros((len(order), len(ATOMS), 3), np.float32), np.zeros((len(order), len(ATOMS)), np.float32)
+    bfactors = np.zeros_like(mask)
+    if best:
+        where = tuple(np.array(list(best)).T)
+        taken = [row for _, row in best.values()]
+        found = np.array([[as_number(axis[row]) if axis[row] else math.nan for axis in xyz] for row in taken])
+        if not (np.abs(found) < np.finfo(np.float32).max).all():
+            row = taken[int(np.argmax(~(np.abs(found) < np.finfo(np.float32).max).all(1)))]
+            text = f"atom {atoms[row]} of residue {number[row]} of chain {name} is at {[axis[row] or '?' for axis in xyz]}"
+            raise DataError(f"{path}: {text}, expected three numbers; {AGAIN}")
+        positions[where], mask[where] = found, 1
+        bfactors[where] = np.nan_to_num([as_number(bfactor[row]) if bfactor[row] else 0.0 for row in taken], posinf=0.0, neginf=0.0)
+    _name_by_distance([index for seq, index in order.items() if polymer.residues[seq][0] == "ARG"], positions, mask, bfactors)
+    aatype = np.array([TYPE.get(letter, UNKNOWN) for letter in sequence], np.int64)
+    return Chain(name, sequence, aatype, positions, mask, bfactors, *about)
+
+
+def _sequence(polymer: _Polymer) -> str:
+    """Modified residues have the letters that the PDB gives them, else gemmi's. The PDB's text counts a chromophore as the residues
+    that it was made of, and then does not fit."""
+    letters = []
+    canonical = polymer.canonical if len(polymer.canonical) == len(polymer.residues) else "X" * len(polymer.residues)
+    for (_, names), known in zip(sorted(polymer.residues.items()), canonical):
+        tabulated = _gemmi().find_tabulated_residue(names[0])
+        other = tabulated.one_letter_code.upper() if tabulated.is_amino_acid() else "X"
+        letter = LETTER.get(names[0]) or (known if known in TYPE else other)
+        letters.append(letter if letter in TYPE else "X")
+    return "".join(letters)
+
+
+def _name_by_distance(arginines: list[int], *arrays: NDArray[np.float32]) -> None:
+    """Swap NH1 and NH2 where NH2 is the nearer to CD."""
+    positions, mask, _ = arrays
+    cd, one, two = (PLACE[name] for name in ("CD", "NH1", "NH2"))
+    for index in arginines:
+        far, near = (np.linalg.norm(positions[index, nh] - positions[index, cd]) for nh in (one, two))
+        if mask[index, [cd, one, two]].all() and far > near:
+            for array in arrays:
+                array[index, [one, two]] = array[index, [two, one]]
+
+
+def _number(value: Any, tag: str, path: Path) -> int:
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        raise DataError(f"{path}: {tag} {value or '?'!r}, expected a whole number; {AGAIN}") from None
+
+
+# ---- writing
+
+
+def write_structure(path: Path, aatype: ArrayLike, positions: ArrayLike, mask: ArrayLike, bfactors: ArrayLike, *,
+                    name: str = "model", chain: str = "A") -> None:  # fmt: skip
+    """One chain as mmCIF or PDB, by the suffix .cif or .pdb, its residues numbered from 1.
+
+    aatype [N], positions [N, 37, 3] in angstrom, mask [N, 37]; bfactors [N, 37], or [N] for all atoms of a residue, as pLDDT.
+    Raises DataError for shapes that do not fit, values that are not finite, and what the PDB format has no columns for.
+    """
+    path = Path(path)
+    types = np.asarray(aatype)
+    xyz, present, b = np.asarray(positions, np.float64), np.asarray(mask) > 0, np.asarray(bfactors, np.float64)
+    b = np.broadcast_to(b[:, None], present.shape) if b.ndim == 1 and len(b) == len(present) else b
+    _refuse(path, types, xyz, present, b, chain)
+    module = _gemmi()
+    structure, model, made = module.Structure(), module.Model(1), module.Chain(chain)
+    structure.name = name
+    names = [NAMES[number] if number < UNKNOWN else "UNK" for number in types.tolist()]
+    for index, residue_name in enumerate(names):
+        residue = module.Residue()
+        residue.name, residue.seqid, residue.label_seq = residue_name, module.SeqId(index + 1, " "), index + 1
+        residue.subchain, residue.entity_id, residue.entity_type, residue.het_flag = chain, "1", module.EntityType.Polymer, "A"
+        for place in np.flatnonzero(present[index]):
+            atom = module.Atom()
+            atom.name, atom.element, atom.occ = ATOMS[place], module.Element(ATOMS[place][0]), 1.0
+            atom.pos, atom.b_iso = module.Position(*xyz[index, place]), float(b[index, place])
+            residue.add_atom(atom)
+        if len(residue):
+            made.add_residue(residue)
+    model.add_chain(made)
+    structure.add_model(model)
+    entity = module.Entity("1")
+    entity.entity_type, entity.polymer_type = module.EntityType.Polymer, module.PolymerType.PeptideL
+    entity.subchains, entity.full_sequence = [chain], names
+    structure.entities.append(entity)
+    structure.assign_serial_numbers()
+    if path.suffix == ".cif":
+        groups = module.MmcifOutputGroups(True)
+        groups.cell = groups.symmetry = False               # of a crystal
+        document = structure.make_mmcif_document(groups)
+        for row in document[0].find("_chem_comp.", ["id", "type"]):     # which readers know proteins by
+            row[1] = "'peptide linking'" if row[0] == "GLY" else "'L-peptide linking'"
+        text = document.as_string()
+    else:
+        text = structure.make_pdb_string(module.PdbWriteOptions(cryst1_record=False))
+    path.write_text(text, encoding="ascii")
+
+
+def _refuse(path: Path, types: NDArray[Any], xyz: NDArray[np.float64], present: NDArray[np.bool_], b: NDArray[np.float64],
+            chain: str) -> None:  # fmt: skip
+    length = len(types)
+    shapes = {"positions": (xyz, (length, 37, 3)), "mask": (present, (length, 37)), "bfactors": (b, (length, 37))}
+    if path.suffix not in (".cif", ".pdb"):
+        raise DataError(f"{path}: ends in {path.suffix!r}, expected .cif or .pdb")
+    if not re.fullmatch("[A-Za-z0-9]+", chain):
+        raise DataError(f"{path}: a chain named {chain!r}, expected letters and digits")
+    if types.ndim != 1 or types.dtype.kind not in "iu" or not ((types >= 0) & (types <= UNKNOWN)).all():
+        raise DataError(f"{path}: aatype of {types.dtype} {types.shape}, expected whole numbers [N] from 0 to {UNKNOWN}")
+    for name, (array, shape) in shapes.items():
+        if array.shape != shape:
+            raise DataError(f"{path}: {name} of shape {array.shape}, expected {shape} for {length} residues")
+    if not present.any():
+        raise DataError(f"{path}: no atoms in the mask, expected at least one")
+    if not (np.isfinite(xyz[present]).all() and np.isfinite(b[present]).all()):
+        residue = int(np.argmax((present & ~(np.isfinite(xyz).all(2) & np.isfinite(b))).any(1))) + 1
+        raise DataError(f"{path}: an atom of residue {residue} has a coordinate or B factor that is not finite")
+    if path.suffix == ".pdb":
+        low, high = PDB_RANGE
+        if length > PDB_RESIDUES or len(chain) != 1 or not ((xyz[present] >= low) & (xyz[present] <= high)).all():
+            text = f"{length} residues of chain {chain!r}, coordinates from {xyz[present].min():.3f} to {xyz[present].max():.3f}"
+            raise DataError(f"{path}: {text}; PDB holds {PDB_RESIDUES}, one character, {low} to {high}; write .cif")

@@ -1,0 +1,239 @@
+"""Protein chains of mmCIF files, made here row by row, and predicted chains written and read again."""
+
+import gzip
+import sys
+from datetime import date
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hpcai.errors import DataError, MissingExtraError
+from hpcai.models.openfold.residues import ATOMS, LETTERS, UNKNOWN
+from hpcai.models.openfold.structures import Chain, read_mmcif, write_structure
+
+gemmi = pytest.importorskip("gemmi", reason="gemmi is not installed: structures are NOT tested")
+N, CA, CD, SD, NH1, NH2 = (ATOMS.index(name) for name in ("N", "CA", "CD", "SD", "NH1", "NH2"))
+
+HEAD = """data_1ABC
+_exptl.method 'X-RAY DIFFRACTION'
+_refine.ls_d_res_high 1.95
+loop_
+_pdbx_audit_revision_history.ordinal
+_pdbx_audit_revision_history.revision_date
+1 2011-03-02
+2 2009-12-31
+loop_
+_entity_poly.entity_id
+_entity_poly.pdbx_seq_one_letter_code_can
+1 {canonical}
+2 AC
+loop_
+_struct_asym.id
+_struct_asym.entity_id
+A 1
+B 2
+C 3
+loop_
+_entity_poly_seq.entity_id
+_entity_poly_seq.num
+_entity_poly_seq.mon_id
+{residues}
+2 1 DA
+2 2 DC
+loop_
+_atom_site.group_PDB
+_atom_site.label_asym_id
+_atom_site.auth_asym_id
+_atom_site.label_seq_id
+_atom_site.label_comp_id
+_atom_site.label_atom_id
+_atom_site.label_alt_id
+_atom_site.Cartn_x
+_atom_site.Cartn_y
+_atom_site.Cartn_z
+_atom_site.occupancy
+_atom_site.B_iso_or_equiv
+_atom_site.pdbx_PDB_model_num
+"""
+SMALL = """
+    A H 2 GLY N . 1 2 3 1 10 1 / A H 2 GLY CA . 2 2 3 1 11 1 / B D 1 DA P . 0 0 0 1 1 1 / C H . HOH O . 5 5 5 1 1 1
+    A H 2 GLY C . 9 9 9 1 10 2"""
+
+
+def entry(atoms: str, residues: str = "ALA GLY", canonical: str = "?") -> str:
+    """An mmCIF text. An atom: label chain, author's chain, residue, its name, atom, alternative, x y z, occupancy, B, model."""
+    rows = [f"1 {number} {name}" for number, names in enumerate(residues.split(), 1) for name in names.split("/")]
+    lines = [f"ATOM {' '.join(atom.split())}" for atom in atoms.replace("\n", " / ").split(" / ") if atom.strip()]
+    return HEAD.format(canonical=canonical, residues="\n".join(rows)) + "\n".join(lines) + "\n"
+
+
+def read(folder: Path, text: str, chain: str | None = "H") -> Chain:
+    (folder / "1abc.cif").write_text(text)
+    return read_mmcif(folder / "1abc.cif", chain).chains["H"]
+
+
+def test_a_chain_has_the_residues_without_atoms_too(tmp_path: Path) -> None:
+    chain = read(tmp_path, entry(SMALL), None)
+    assert (chain.name, chain.sequence, chain.aatype.tolist()) == ("1abc_H", "AG", [LETTERS.index("A"), LETTERS.index("G")])
+    assert chain.mask.sum(1).tolist() == [0, 2] and chain.positions[1, [N, CA]].tolist() == [[1, 2, 3], [2, 2, 3]]
+    assert chain.bfactors[1, [N, CA]].tolist() == [10, 11] and not chain.positions[0].any()
+    assert (chain.resolution, chain.release, chain.method) == (1.95, date(2009, 12, 31), "x-ray diffraction")
+    assert [array.dtype for array in (chain.aatype, chain.positions, chain.mask)] == [np.int64, np.float32, np.float32]
+    (tmp_path / "2abc.cif.gz").write_bytes(gzip.compress(entry(SMALL).encode()))
+    assert read_mmcif(tmp_path / "2abc.cif.gz").chains["H"].name == "2abc_H"
+
+
+@pytest.mark.parametrize(("refine", "em", "expected"), [("?", "3.2", 3.2), ("?", "?", None), ("0", "nan", None), (".", "x", None)])
+def test_the_resolution_is_the_first_that_is_a_number(tmp_path: Path, refine: str, em: str, expected: float | None) -> None:
+    text = f"_refine.ls_d_res_high {refine}\n_em_3d_reconstruction.resolution {em}"
+    assert read(tmp_path, entry(SMALL).replace("_refine.ls_d_res_high 1.95", text)).resolution == expected
+
+
+def test_of_alternate_places_the_most_occupied_then_the_first_is_taken(tmp_path: Path) -> None:
+    chain = read(tmp_path, entry("""
+        A H 1 ALA N  A 1 0 0 0.3 1 1 / A H 1 ALA N  B 2 0 0 0.7 2 1
+        A H 1 ALA CA A 3 0 0 0.5 3 1 / A H 1 ALA CA B 4 0 0 0.5 4 1"""))
+    assert chain.positions[0, [N, CA], 0].tolist() == [2, 3] and chain.bfactors[0, [N, CA]].tolist() == [2, 3]
+
+
+def test_where_the_crystal_has_two_residues_the_first_of_the_sequence_counts(tmp_path: Path) -> None:
+    chain = read(tmp_path, entry("""
+        A H 1 SER CA A 1 0 0 0.4 1 1 / A H 1 THR CA B 2 0 0 0.6 1 1 / A H 2 GLY CA . 3 0 0 1 1 1""", "SER/THR GLY"))
+    assert chain.sequence == "SG" and chain.positions[:, CA, 0].tolist() == [1, 3]
+
+
+def test_modified_residues_have_the_letter_of_their_parent(tmp_path: Path) -> None:
+    residues, atoms = "MSE PCA SEC UNK M3L DAL", "A H 1 MSE SE . 7 0 0 1 1 1 / A H 6 DAL CA . 1 0 0 1 1 1"
+    chain = read(tmp_path, entry(atoms, residues, "MQUXKA"))
+    assert chain.sequence == "MQXXKA" and chain.positions[0, SD, 0] == 7
+    assert read(tmp_path, entry(atoms, residues, "MEXXTYGA")).sequence == "MEXXKA"      # a text that does not fit: gemmi's letters
+
+
+def test_the_nitrogens_of_arginine_are_named_by_their_distance(tmp_path: Path) -> None:
+    chain = read(tmp_path, entry("""
+        A H 1 ARG CD . 0 0 0 1 1 1 / A H 1 ARG NH1 . 4 0 0 1 4 1 / A H 1 ARG NH2 . 3 0 0 1 3 1
+        A H 2 ARG CD . 0 0 0 1 1 1 / A H 2 ARG NH1 . 3 0 0 1 3 1 / A H 2 ARG NH2 . 4 0 0 1 4 1
+        A H 3 ARG NH1 . 4 0 0 1 4 1 / A H 3 ARG NH2 . 3 0 0 1 3 1""", "ARG ARG ARG"))
+    assert chain.positions[:, [CD, NH1, NH2], 0].tolist() == [[0, 3, 4], [0, 3, 4], [0, 4, 3]]
+    assert chain.bfactors[:, [NH1, NH2]].tolist() == [[3, 4], [3, 4], [4, 3]]
+
+
+@pytest.mark.parametrize(("text", "chain", "message"), [
+    ("", None, "empty, expected mmCIF"),
+    ("ATOM 1 N", None, "not a whole mmCIF file: 1:.*expected block header"),
+    ("data_a\n_x.y 1\n", None, "no _entity_poly_seq.entity_id"),
+    (entry(SMALL)[:-3], None, r"not a whole mmCIF file: \d+:.*Wrong number of values in loop _atom_site"),
+    (entry(SMALL).replace("_atom_site.Cartn_y", "_atom_site.what"), None, "no _atom_site.Cartn_y"),
+    (entry(SMALL), "A", "chain 'A' is not there; the protein chains are H"),
+    (entry(SMALL), "D", "chain 'D' is not a protein; the protein chains are H"),
+    (entry(SMALL, "DA DG"), None, "no protein chain"),
+    (entry("B D 1 DA P . 0 0 0 1 1 1"), None, "1 protein chains in _entity_poly_seq, none with atoms"),
+    (entry(SMALL + "\nA H 3 GLY N . 1 2 3 1 1 1"), None, "residue 3 of chain 1abc_H has atoms, its sequence goes from 1 to 2"),
+    (entry(SMALL + "\nA H 1 GLY N . 1 2 3 1 1 1"), None, "residue 1 of chain 1abc_H is GLY in _atom_site and ALA in _ent"),
+    (entry(SMALL + "\nA H 1 ALA N . 1 nan 3 1 1 1"), None, r"atom N of residue 1 of chain 1abc_H is at \['1', 'nan', '3'\]"),
+    (entry(SMALL + "\nA H 1 ALA N . 1 1e99 3 1 1 1"), None, "atom N of residue 1"),
+    (entry(SMALL + "\nA H 1 ALA N . ? 2 3 1 1 1"), None, r"is at \['\?', '2', '3'\]"),
+    (entry(SMALL + "\nA H one ALA N . 1 2 3 1 1 1"), None, "_atom_site.label_seq_id 'one', expected a whole number"),
+    (entry(SMALL).replace("2009-12-31", "1999-99-99"), None, "revision_date '1999-99-99', expected a day"),
+])  # fmt: skip
+def test_a_broken_file_is_refused(tmp_path: Path, text: str, chain: str | None, message: str) -> None:
+    with pytest.raises(DataError, match=f"^{tmp_path}/1abc.cif: .*{message}"):
+        read(tmp_path, text, chain)
+
+
+def test_a_file_that_is_not_there_and_one_that_is_cut_off_are_named(tmp_path: Path) -> None:
+    (tmp_path / "1abc.cif.gz").write_bytes(gzip.compress(entry(SMALL).encode())[:-20])
+    for name in ("1abc.cif.gz", "none.cif"):
+        with pytest.raises(DataError, match=f"^{tmp_path}/{name}: not a whole mmCIF file"):
+            read_mmcif(tmp_path / name)
+
+
+def test_without_gemmi_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gemmi", None)
+    with pytest.raises(MissingExtraError, match=r"hpcai-suite\[openfold\]"):
+        read_mmcif(tmp_path / "1abc.cif")
+
+
+def predicted() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    random = np.random.default_rng(0)
+    mask = (random.random((21, 37)) < 0.6).astype(np.float32)
+    mask[3] = 0
+    return np.arange(21), random.normal(0, 50, (21, 37, 3)).astype(np.float32), mask, random.uniform(0, 100, 21).astype(np.float32)
+
+
+@pytest.mark.parametrize("suffix", [".cif", ".pdb"])
+def test_a_prediction_is_read_again_by_gemmi(tmp_path: Path, suffix: str) -> None:
+    aatype, positions, mask, plddt = predicted()
+    write_structure(tmp_path / f"p{suffix}", aatype, positions, mask, plddt, chain="Q")
+    found = gemmi.read_structure(str(tmp_path / f"p{suffix}"))[0]["Q"]
+    assert [residue.seqid.num for residue in found] == [index + 1 for index in range(21) if index != 3]
+    for residue in found:
+        index = residue.seqid.num - 1
+        assert [atom.name for atom in residue] == [ATOMS[place] for place in np.flatnonzero(mask[index])]
+        assert np.abs([[*atom.pos] for atom in residue] - positions[index][mask[index] > 0]).max() <= 0.001
+        assert np.abs(np.array([atom.b_iso for atom in residue]) - plddt[index]).max() <= 0.01
+        assert all(atom.element.name == atom.name[0] for atom in residue)
+    text = (tmp_path / f"p{suffix}").read_text()
+    assert "_cell." not in text and "CRYST1" not in text                # a prediction is no crystal
+
+
+def test_a_prediction_is_read_again_here(tmp_path: Path) -> None:
+    aatype, positions, mask, plddt = predicted()
+    positions[1, [NH1, NH2]], positions[1, CD] = [[1.0, 0, 0], [2.0, 0, 0]], 0.0           # else they may be renamed
+    write_structure(tmp_path / "p.cif", aatype, positions, mask, plddt)
+    found = read_mmcif(tmp_path / "p.cif", "A").chains["A"]
+    assert found.sequence == LETTERS + "X" and found.aatype[-1] == UNKNOWN and np.array_equal(found.mask, mask)
+    assert np.abs(found.positions - positions * mask[..., None]).max() <= 0.001
+    assert np.abs(found.bfactors - plddt[:, None] * mask).max() <= 0.001 and found.release is None
+
+
+@pytest.mark.parametrize("suffix", [".cif", ".pdb"])
+def test_a_prediction_is_read_again_by_biopython(tmp_path: Path, suffix: str) -> None:
+    bio = pytest.importorskip("Bio.PDB", reason="Biopython is not installed: what it makes of predictions is NOT tested")
+    aatype, positions, mask, plddt = predicted()
+    write_structure(tmp_path / f"p{suffix}", aatype, positions, mask, plddt)
+    parser = (bio.MMCIFParser if suffix == ".cif" else bio.PDBParser)(QUIET=True)
+    atoms = list(parser.get_structure("p", str(tmp_path / f"p{suffix}"))[0]["A"].get_atoms())
+    index, place = np.nonzero(mask)
+    assert [(atom.get_parent().id[1] - 1, atom.name) for atom in atoms] == [(i, ATOMS[p]) for i, p in zip(index, place)]
+    assert np.abs([atom.coord for atom in atoms] - positions[index, place]).max() <= 0.001
+
+
+def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    aatype, positions, mask, plddt = predicted()
+    cases = [
+        ("p.ent", {}, "ends in '.ent', expected .cif or .pdb"),
+        ("p.cif", {"aatype": aatype + 1}, "expected whole numbers .N. from 0 to 20"),
+        ("p.cif", {"positions": positions[:, :14]}, r"positions of shape \(21, 14, 3\), expected \(21, 37, 3\)"),
+        ("p.cif", {"bfactors": plddt[:3]}, r"bfactors of shape \(3,\)"), ("p.cif", {"mask": 0 * mask}, "no atoms"),
+        ("p.cif", {"positions": np.where(np.arange(21)[:, None, None] == 6, np.nan, positions)}, "an atom of residue 7 has"),
+        ("p.cif", {"chain": "A B"}, "a chain named 'A B'"), ("p.pdb", {"chain": "AA"}, "chain 'AA', .*; write .cif"),
+        ("p.pdb", {"positions": positions * 1000}, "coordinates from -.*; PDB holds"),
+    ]  # fmt: skip
+    for name, change, message in cases:
+        with pytest.raises(DataError, match=f"^{tmp_path}/{name}: .*{message}"):
+            write_structure(tmp_path / name, **{"aatype": aatype, "positions": positions, "mask": mask, "bfactors": plddt} | change)
+    assert not list(tmp_path.iterdir())
+
+
+WHOLE = entry(SMALL).encode()
+
+
+@settings(max_examples=300, deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_a_damaged_file_is_read_or_refused(tmp_path: Path, data: st.DataObject) -> None:
+    begin, end = sorted(data.draw(st.tuples(*[st.integers(0, len(WHOLE))] * 2)))
+    odd = st.sampled_from([b"?", b"nan", b"\nloop_\n", b"'", b"99999999999", b"_x.y", b" . "])
+    piece = data.draw(st.one_of(st.binary(max_size=3), odd))
+    cut = data.draw(st.sampled_from([WHOLE[:begin] + piece + WHOLE[end:], WHOLE[:begin] + piece + WHOLE[begin + len(piece):]]))
+    (tmp_path / "f.cif").write_bytes(cut)
+    try:
+        chains = read_mmcif(tmp_path / "f.cif").chains
+    except DataError as problem:
+        assert str(problem).startswith(f"{tmp_path}/f.cif: ")
+        return
+    for chain in chains.values():
+        assert len(chain.sequence) == len(chain.aatype) == len(chain.positions) and np.isfinite(chain.positions).all()
