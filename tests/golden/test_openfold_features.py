@@ -1,0 +1,108 @@
+"""Samples of alignments, and whole feature dictionaries, against those of the reference implementation (shared/golden/openfold).
+
+Random numbers are not matched: what was drawn there is given here.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hpcai.models.openfold import sampling
+from hpcai.models.openfold.alignments import Alignment
+from hpcai.models.openfold.features import TEMPLATES, FeatureConfig, centred, collate, features
+from hpcai.models.openfold.residues import GAP, LETTERS
+from hpcai.models.openfold.structures import Chain
+
+GOLDEN = Path(__file__).resolve().parents[2] / ".." / "shared" / "golden" / "openfold"
+pytestmark = pytest.mark.skipif(not GOLDEN.is_dir(), reason=f"no golden data at {GOLDEN}")
+BY_LETTER = "ACDEFGHIKLMNPQRSTVWY"  # as HHblits numbers them, before X and the gap
+OURS = np.array([*(LETTERS.index(letter) for letter in BY_LETTER), 20, 21])
+CHAINS = pytest.mark.parametrize("name", ["5zyh_A", "2q2k_A"])
+# Where atoms are missing the reference's angles are noise, and here 0; its frames, in float32, are off.
+KNOWN = {
+    "chi_angles_sin_cos": "chi_mask",
+    "rigidgroups_gt_frames": "rigidgroups_gt_exists",
+    "rigidgroups_alt_gt_frames": "rigidgroups_gt_exists",
+    "template_torsion_angles_sin_cos": "template_torsion_angles_mask",
+    "template_alt_torsion_angles_sin_cos": "template_torsion_angles_mask",
+}
+SAMPLED = {"msa_feat", "true_msa", "bert_mask", "extra_msa", "extra_has_deletion", "extra_deletion_value"}
+
+
+def _load(path: Path) -> dict[str, np.ndarray]:
+    if not path.exists():
+        pytest.skip(f"no {path}")
+    with np.load(path, allow_pickle=False) as golden:
+        return {name: golden[name] for name in golden.files}
+
+
+@CHAINS
+def test_clusters_and_features_of_the_rows_that_the_reference_drew(name: str) -> None:
+    golden = _load(GOLDEN / "features_real" / f"{name}.npz")
+    sampled = {key.removeprefix("sampled."): array for key, array in golden.items() if key.startswith("sampled.")}
+    msa, deletions = sampled["msa"], sampled["deletion_matrix"]
+    extra, extra_deletions = sampled["extra_msa"], sampled["extra_deletion_matrix"]
+    cluster = sampling.nearest(msa, extra)
+    assert np.array_equal(cluster, golden["cluster.assignment"]) and (not len(extra) or len(np.unique(cluster)) > 20)
+    profile, mean = sampling.summarise(msa, deletions, extra, extra_deletions, cluster)
+    found = {
+        "cluster.profile": profile,
+        "cluster.deletion_mean": mean,
+        "feat.msa_feat": sampling.msa_feat(msa, deletions, profile, mean),
+        "feat.target_feat": sampling.target_feat(golden["det.aatype"]),
+        "feat.extra_has_deletion": sampling.has_deletion(extra_deletions),
+        "feat.extra_deletion_value": sampling.deletion_value(extra_deletions),
+        "det.hhblits_profile": sampling.profile(golden["det.msa"]),
+    }
+    for key, array in found.items():
+        assert array.shape == golden[key].shape and array.dtype == golden[key].dtype, key
+        assert np.abs(array - golden[key]).max(initial=0) < 2e-7, key
+    assert deletions.max() > 0
+
+
+def _given(raw: dict[str, np.ndarray]) -> tuple[Chain, Alignment, dict[str, np.ndarray]]:
+    aatype = raw["aatype"].argmax(-1)
+    mask = raw["all_atom_mask"]
+    chain = Chain("golden", "", aatype, raw["all_atom_positions"], mask, mask, float(raw["resolution"][0]), None, "")
+    msa = OURS[raw["msa"]].astype(np.int8)
+    templates = {key: raw[key] for key in TEMPLATES}
+    templates["template_aatype"] = OURS[raw["template_aatype"].argmax(-1)]
+    return chain, Alignment(msa, raw["deletion_matrix_int"], []), templates
+
+
+def test_the_small_batch_of_the_whole_model() -> None:
+    """All that is not drawn is the same. The templates are those that the reference drew; centred here, and not there."""
+    raw, golden = (_load(GOLDEN / "full_model" / f"{name}.npz") for name in ("raw_features", "batch"))
+    chain, alignment, templates = _given(raw)
+    cfg = FeatureConfig(crop=24, clusters=6, extra=8, templates=2, recycles=1)
+    drawn = [np.flatnonzero((raw["template_sum_probs"] == one).all(1))[0] for one in golden["template_sum_probs"][0, ..., 0]]
+    given = {key: array[drawn] for key, array in templates.items()}
+    sample = features(chain, alignment, given, cfg, training=False)
+    batch = collate([sample])
+    assert batch.keys() == golden.keys() - {"no_recycling_iters"}
+    _centre(golden)
+    for name, array in batch.items():
+        wanted = golden[name]
+        assert array.shape == wanted.shape and array.dtype == wanted.dtype, name
+        if name not in SAMPLED | {"use_clamped_fape"}:
+            known = np.moveaxis(golden[KNOWN[name]] if name in KNOWN else np.ones_like(wanted), -1, 0)
+            off = np.moveaxis(np.abs(array - wanted), -1, 0)
+            assert (off * known[(..., *[None] * (off.ndim - known.ndim))]).max() < 1e-5, name
+    assert np.array_equal(golden["true_msa"][0, 0], batch["true_msa"][0, 0])
+    rows = {row.tobytes() for row in np.pad(alignment.msa.astype(np.int64), ((0, 0), (0, 3)))}
+    for msa in (golden["true_msa"], golden["extra_msa"], batch["true_msa"], batch["extra_msa"]):
+        assert all(np.ascontiguousarray(row).tobytes() in rows for row in np.moveaxis(msa[0], -1, 0).reshape(-1, 24))
+    assert batch["extra_msa"].max() == GAP
+
+
+def _centre(golden: dict[str, np.ndarray]) -> None:
+    """Templates, which the reference leaves where they are once they are read."""
+    positions, beta = (golden[f"template_{name}"][0] for name in ("all_atom_positions", "pseudo_beta"))
+    there, known = (golden[f"template_{name}"][0, ..., 0] > 0 for name in ("all_atom_mask", "pseudo_beta_mask"))
+    found = centred(positions[..., 0], there)
+    for template, atoms in enumerate(there):
+        mean = positions[template, atoms, :, 0].mean(0)
+        assert np.abs(found[template, atoms] + mean - positions[template, atoms, :, 0]).max() < 1e-5
+        beta[template, known[template]] -= mean[:, None]
+    positions[:] = found[..., None]
