@@ -29,5 +29,5 @@ class _Gate(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, g, mask = ctx.saved_tensors
         s = g.sigmoid()
-        grad = grad * s if mask is None else (grad * mask).mul_(s)
+        grad = grad * s if mask is None else (grad * mask.to(grad.dtype)).mul_(s)
         return grad, torch.addcmul(grad, grad, s, value=-1).mul_(x), None

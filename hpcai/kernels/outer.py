@@ -19,7 +19,10 @@ def outer_product(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor, count: Ten
     """
     if torch.compiler.is_compiling():
         return plain(a, b, weight, bias, count)
-    return _Outer.apply(a, b, weight, bias, count)
+    device = a.device.type
+    kind = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else a.dtype
+    with torch.autocast(device, enabled=False):  # the parts are written in place, where autocast does not reach
+        return _Outer.apply(a.to(kind), b.to(kind), weight.to(kind), bias.to(kind), count)
 
 
 def plain(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor, count: Tensor) -> Tensor:

@@ -1,0 +1,87 @@
+"""Attention, gates and outer products that keep little: as their plain twins in value and gradient, however they are cut."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from hpcai.kernels import attention, gate, outer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def both(fused: Callable[..., Tensor], plain: Callable[..., Tensor], given: Sequence[Tensor | None], learn: Sequence[int]) -> None:
+    found = []
+    for function in (fused, plain):
+        inputs = [x.detach().requires_grad_(i in learn) if x is not None else None for i, x in enumerate(given)]
+        out = function(*inputs)
+        weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
+        grads = torch.autograd.grad((out * weight).sum(), [x for i, x in enumerate(inputs) if x is not None and i in learn])
+        found.append([out, *grads])
+    for ours, theirs in zip(*found):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("bytes_", [1, 3000, 1 << 20])
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("turned", [True, False])
+def test_attention(bytes_: int, biased: bool, turned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_CPU", bytes_)
+    torch.manual_seed(0)
+    batch, rows, entries, heads, channels = 2, 5, 6, 3, 4
+    shape = (batch, entries, rows, 4, heads, channels) if turned else (batch, rows, entries, 4, heads, channels)
+    qkvg = torch.randn(shape, dtype=torch.float64)
+    qkvg = qkvg.transpose(1, 2) if turned else qkvg
+    mask = (torch.rand(batch, rows, entries) > 0.3).double()
+    mask[0, 0] = 0  # a row with nothing in it
+    bias = torch.randn(batch, heads, entries, entries, dtype=torch.float64) if biased else None
+    given = [qkvg, torch.randn(heads * channels, dtype=torch.float64), mask, bias]
+    both(attention.gated_attention, attention.plain, given, [0, 1, *([3] if biased else [])])
+
+
+def test_what_attention_gives_back_lies_as_what_it_was_given() -> None:
+    """So that a transposed alignment is not copied on the way back."""
+    qkvg = torch.randn(1, 4, 5, 4, 2, 3).transpose(1, 2).requires_grad_()
+    out = attention.gated_attention(qkvg, torch.zeros(6), torch.ones(1, 5, 4))
+    assert out.transpose(1, 2).is_contiguous()
+    (grad,) = torch.autograd.grad(out.sum(), [qkvg])
+    assert grad.stride() == qkvg.stride()
+
+
+def test_masked_entries_are_not_seen() -> None:
+    torch.manual_seed(0)
+    qkvg, mask = torch.randn(1, 2, 5, 4, 2, 3), torch.ones(1, 2, 5)
+    mask[..., 3:] = 0
+    changed = qkvg.clone()
+    changed[:, :, 3:, 1:3] += 7
+    out, other = (attention.gated_attention(x, torch.zeros(6), mask) for x in (qkvg, changed))
+    assert torch.equal(out[:, :, :3], other[:, :, :3]) and not torch.equal(out[:, :, 3:], torch.zeros_like(out[:, :, 3:]))
+
+
+@pytest.mark.parametrize("bytes_", [1, 3000, 1 << 20])
+def test_outer_products(bytes_: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outer, "_CPU", bytes_)
+    torch.manual_seed(0)
+    shapes = (2, 3, 5, 4), (2, 3, 6, 4), (7, 16), (7,)
+    given = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+    both(outer.outer_product, outer.plain, [*given, torch.rand(2, 5, 6, dtype=torch.float64) + 1], [0, 1, 2, 3])
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_gates(masked: bool) -> None:
+    torch.manual_seed(0)
+    x, g = torch.randn(2, 3, 4, 5, dtype=torch.float64).unbind()
+    both(gate.gate, gate.plain, [x, g, torch.rand(3, 1, 5, dtype=torch.float64) if masked else None], [0, 1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_half_precision_keeps_its_types(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    qkvg, bias = (torch.randn(shape, dtype=dtype, requires_grad=True) for shape in ((1, 3, 4, 4, 2, 8), (1, 2, 4, 4)))
+    gate_bias = torch.zeros(16, requires_grad=True)
+    out = attention.gated_attention(qkvg, gate_bias, torch.ones(1, 3, 4), bias)
+    grads = torch.autograd.grad(out.float().sum(), [qkvg, gate_bias, bias])
+    assert out.dtype == dtype and [g.dtype for g in grads] == [dtype, torch.float32, dtype]
+    wide = attention.plain(qkvg.double(), gate_bias.double(), torch.ones(1, 3, 4).double(), bias.double())
+    assert (out.double() - wide).norm() <= torch.finfo(dtype).eps * wide.norm()

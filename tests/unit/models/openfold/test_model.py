@@ -1,0 +1,212 @@
+"""OpenFold as a network: what changes nothing must change nothing, and its seams are there to be filled."""
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hpcai.models.openfold import OpenFold, OpenFoldConfig, loss
+from hpcai.models.openfold import objective as objectives
+from hpcai.models.openfold.config import ObjectiveConfig
+from hpcai.models.openfold.geometry import Frames, rotation_of
+from hpcai.models.openfold.layers import Dropout
+from hpcai.models.openfold.objective import point_error, terms, total
+from hpcai.models.openfold.structure import StructureModule
+from tests import proteins
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+ALL = ObjectiveConfig(resolved=0.01, violation=1.0, aligned_error=0.1)
+
+
+def network(dtype: torch.dtype = torch.float64, **changes: Any) -> OpenFold:
+    """With weights that say something, which new ones do not: the last of each branch is 0."""
+    torch.manual_seed(0)
+    model = OpenFold(OpenFoldConfig.preset("tiny", heads={"plddt": 16, "tm": True}, **changes))
+    for parameter in model.parameters():
+        if not parameter.any():
+            nn.init.normal_(parameter, std=0.1)
+    return model.to(dtype)
+
+
+def still(model: OpenFold) -> OpenFold:
+    for layer in model.modules():
+        if isinstance(layer, Dropout):
+            layer.rate = 0.0
+        if isinstance(layer, nn.Dropout):
+            layer.p = 0.0
+    return model
+
+
+def learnt(model: OpenFold, batch: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    model.zero_grad()
+    values = loss(model, batch, ALL)
+    values["loss"].backward()
+    return values, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_a_batch_is_the_mean_of_its_proteins() -> None:
+    """The published code sums periodic torsions over the batch, and takes a mean of lengths."""
+    model = still(network())
+    whole = proteins.batch([14, 14, 14])
+    whole["seq_length"][1] = 5  # a length of its own
+    values, grads = learnt(model, whole)
+    parts = [learnt(model, {name: value[i : i + 1] for name, value in whole.items()}) for i in range(3)]
+    for name, value in values.items():
+        assert value.item() == pytest.approx(np.mean([part[0][name].item() for part in parts]), rel=1e-9), name
+    for name, grad in grads.items():
+        torch.testing.assert_close(grad, torch.stack([part[1][name] for part in parts]).mean(0), rtol=1e-6, atol=1e-9)
+
+
+def test_padding_changes_nothing() -> None:
+    model = still(network())
+    cfg = proteins.SMALL.model_copy(update={"crop": 20})
+    alone, padded = proteins.batch([14]), proteins.batch([14], cfg)
+    found = [model(x) for x in (alone, padded)]
+    torch.testing.assert_close(found[1].positions[:, :14], found[0].positions, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found[1].logits.distogram[:, :14, :14], found[0].logits.distogram, rtol=1e-6, atol=1e-6)
+    losses = [loss(model, x, ALL)["loss"].item() for x in (alone, padded)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+
+
+def test_blocks_that_keep_their_inputs_alone_learn_the_same() -> None:
+    batch = proteins.batch([12])
+    values, grads = learnt(still(network()), batch)
+    again, same = learnt(still(network(checkpoint=True)), batch)
+    assert again["loss"].item() == pytest.approx(values["loss"].item(), rel=1e-12) and grads.keys() == same.keys()
+    for name, grad in grads.items():
+        torch.testing.assert_close(same[name], grad, rtol=1e-9, atol=1e-12)
+
+
+def test_only_the_last_pass_learns() -> None:
+    model, batch = still(network()), proteins.batch([12], passes=3)
+    passes: list[bool] = []
+    model.structure_module.register_forward_hook(lambda *_: passes.append(torch.is_grad_enabled()))
+    loss(model, batch)["loss"].backward()
+    assert passes == [False, False, True]
+    with torch.no_grad():
+        model(batch)
+    assert passes[3:] == [False] * 3
+
+
+def test_a_turned_truth_is_the_same_truth() -> None:
+    model, batch = still(network()), proteins.batch([12])
+    turn, _ = torch.linalg.qr(torch.randn(3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(3)))
+    turn = turn * turn.det()
+    moved = dict(batch)
+    for name in ("all_atom_positions", "atom14_gt_positions", "atom14_alt_gt_positions", "pseudo_beta"):
+        moved[name] = torch.einsum("ij,...jp->...ip", turn, batch[name]) + 5
+    for name in ("backbone_rigid_tensor", "rigidgroups_gt_frames", "rigidgroups_alt_gt_frames"):
+        matrix = batch[name].clone()
+        matrix[..., :3, :, :] = torch.einsum("ij,...jkp->...ikp", turn, batch[name][..., :3, :, :])
+        matrix[..., :3, 3, :] += 5
+        moved[name] = matrix
+    values, others = (loss(model, x, ALL) for x in (batch, moved))
+    for name, value in values.items():
+        assert others[name].item() == pytest.approx(value.item(), rel=1e-9), name
+
+
+def test_points_meet_in_frames_wherever_these_stand() -> None:
+    """Invariant point attention does not see how its frames are turned together."""
+    torch.manual_seed(0)
+    module = StructureModule(32, 16, OpenFoldConfig.preset("tiny").structure).double().ipa
+    nn.init.normal_(module.linear_out.weight)
+    s, z = torch.randn(1, 9, 32, dtype=torch.float64), torch.randn(1, 9, 9, 16, dtype=torch.float64)
+    quaternions = nn.functional.normalize(torch.randn(1, 9, 4).double(), dim=-1)
+    frames = Frames(rotation_of(quaternions), torch.randn(1, 9, 3).double())
+    turn = Frames(rotation_of(quaternions[0, 0].flip(0)), torch.ones(3).double() * 30)
+    found = [module(s, module.bias(z), z, f, torch.ones(1, 9).double()) for f in (frames, turn.then(frames))]
+    torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-9)
+
+
+def test_a_term_that_is_no_number_is_not_hidden() -> None:
+    model, batch = still(network()), proteins.batch([12])
+    with torch.no_grad():
+        model.heads.distogram.bias[3] = float("nan")
+    values = loss(model, batch)
+    assert values["loss"].isnan() and values["distogram"].isnan() and values["fape"].isfinite()
+
+
+def test_seams_are_there_and_have_no_weights() -> None:
+    model = network()
+    names = {name for name, layer in model.named_modules() if type(layer) is nn.Identity}
+    block = {"every_row", "every_residue", "every_edge", "to_columns", "to_rows"}
+    for stack in ("evoformer", "extra_msa_stack", "template_embedder.template_pair_stack"):
+        found = {name.rsplit(".", 1)[-1] for name in names if name.startswith(f"{stack}.")}
+        assert found >= ({"cut", "join"} | block if "template" not in stack else {"cut", "join", "every_row", "every_edge"})
+    keys = list(model.state_dict())
+    for name in names:
+        model.get_submodule(name.rpartition(".")[0]).__setattr__(name.rpartition(".")[2], nn.Sequential(nn.Identity()))
+    assert list(model.state_dict()) == keys
+    batch = proteins.batch([12])
+    assert loss(model, batch)["loss"].isfinite()
+
+
+@pytest.mark.parametrize("shared", [1, 2])
+def test_dropout_is_shared(shared: int) -> None:
+    torch.manual_seed(0)
+    kept = Dropout(0.25, shared)(torch.ones(2, 40, 50, 8)) != 0
+    assert (kept == kept.select(shared, 0).unsqueeze(shared)).all() and 0.7 < kept.float().mean() < 0.8
+    other = Dropout(0.25, shared).eval()
+    assert (other(torch.ones(3)) == 1).all()
+
+
+def test_distances_seen_a_few_frames_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = still(network()), proteins.batch([11])
+    last = {name: value[..., -1] for name, value in batch.items()}
+    found = []
+    for size in (1 << 30, 20_000):
+        monkeypatch.setattr(objectives, "_CPU", size)
+        found.append(learnt(model, batch))
+    assert found[1][0]["fape"].item() == pytest.approx(found[0][0]["fape"].item(), rel=1e-12)
+    for name, grad in found[0][1].items():
+        torch.testing.assert_close(found[1][1][name], grad, rtol=1e-8, atol=1e-12)
+    true = Frames(last["backbone_rigid_tensor"][..., :3, :3], last["backbone_rigid_tensor"][..., :3, 3])
+    mask = last["backbone_rigid_mask"]
+    none = point_error(true, true, mask, true.translation, true.translation, mask, None)
+    assert none.item() == pytest.approx(1e-3, rel=1e-2), "the square root of 1e-4 over 10 angstrom"
+
+
+def test_half_precision_is_close_and_learns_every_weight() -> None:
+    model, batch = still(network(torch.float32)), proteins.batch([12], dtype=torch.float32)
+    values, grads = learnt(model, batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        model.zero_grad()
+        half = loss(model, batch, ALL)
+    half["loss"].backward()
+    assert half["loss"].dtype == torch.float32
+    assert half["loss"].item() == pytest.approx(values["loss"].item(), rel=0.02)
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is not None) == (name in grads), name
+    halves = [p.grad for p in model.parameters() if p.grad is not None]
+    flat = [torch.cat([g.flatten() for g in row]) for row in (grads.values(), halves)]
+    assert nn.functional.cosine_similarity(flat[0], flat[1], 0) > 0.98
+
+
+def test_terms_without_weight_are_not_computed() -> None:
+    model, batch = still(network()), proteins.batch([12])
+    last = {name: value[..., -1] for name, value in batch.items()}
+    found = terms(model(batch), last, ObjectiveConfig())
+    assert set(found) == {"fape", "chi", "distogram", "masked_msa", "plddt"}
+    root = total(found, last, ObjectiveConfig()) / sum(getattr(ObjectiveConfig(), name) * term for name, term in found.items())
+    assert root.item() == pytest.approx(12**0.5)
+
+
+def test_only_structures_of_known_resolution_teach_confidence() -> None:
+    model, batch = still(network()), proteins.batch([12])
+    for resolution, counts in ((0.0, False), (0.1, True), (3.0, True), (3.1, False)):
+        batch["resolution"] = torch.full_like(batch["resolution"], resolution)
+        values = loss(model, batch, ALL)
+        assert (values["plddt"] > 0) == (values["resolved"] > 0) == (values["aligned_error"] > 0) == counts
+
+
+def test_the_full_network_is_there_in_seconds() -> None:
+    """The public codes take 47, for their truncated normal distribution."""
+    began = time.process_time()
+    model = OpenFold()
+    assert time.process_time() - began < 5
+    weight = model.evoformer.blocks[0].msa_transition.linear_1.weight
+    assert weight.std().item() == pytest.approx((2 / 256) ** 0.5, rel=0.01) and weight.abs().max() <= 2 * (2 / 256) ** 0.5 / 0.8796
+    assert not model.evoformer.blocks[0].msa_transition.linear_2.weight.any()

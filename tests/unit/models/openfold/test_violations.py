@@ -1,0 +1,102 @@
+"""Bonds, angles and clashes of atoms that are where nobody's are."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from hpcai.models.openfold import residues, violations
+from hpcai.models.openfold.violations import bonds, clashes, violation, within
+from tests import proteins
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def atoms(length: int, seed: int = 0, spread: float = 4.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Residues close to one another, the fourth of which follows no other."""
+    draw = np.random.default_rng(seed)
+    aatype = torch.from_numpy(draw.integers(0, 20, (2, length)))
+    aatype[:, :2] = residues.LETTERS.index("C")  # two cysteines may be bridged
+    positions = torch.from_numpy(draw.normal(0, spread, (2, length, 14, 3)))
+    index = torch.arange(length).repeat(2, 1)
+    index[:, 4:] += 3
+    return positions, torch.tensor(residues.ATOM14_EXISTS, dtype=torch.float64)[aatype], aatype, index
+
+
+def every_clash(positions: Tensor, exists: Tensor, aatype: Tensor, index: Tensor) -> Tensor:
+    """Pair by pair."""
+    sums = []
+    for x, there, types, number in zip(positions, exists, aatype, index):
+        total = torch.zeros((), dtype=positions.dtype)
+        for i in range(len(x)):
+            for j in range(len(x)):
+                if number[i] >= number[j]:
+                    continue
+                for a in range(14):
+                    for b in range(14):
+                        names = residues.ATOM14_NAMES[types[i]][a], residues.ATOM14_NAMES[types[j]][b]
+                        bonded = number[j] == number[i] + 1 and names == ("C", "N")
+                        if not (there[i, a] and there[j, b]) or bonded or names == ("SG", "SG"):
+                            continue
+                        radii = sum(residues.VAN_DER_WAALS[name[0]] for name in names)
+                        total = total + 2 * (radii - 1.5 - (x[i, a] - x[j, b]).norm()).relu()
+        sums.append(total)
+    return torch.stack(sums)
+
+
+@pytest.mark.parametrize("bytes_", [1, 1 << 24])
+def test_clashes_and_their_slope(bytes_: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(violations, "_CPU", bytes_)
+    given = atoms(6)
+    found = []
+    for function in (clashes, every_clash):
+        x = given[0].clone().requires_grad_()
+        out = function(x, *given[1:])
+        found.append((out, torch.autograd.grad((out * torch.tensor([1.0, -2.0])).sum(), [x])[0]))
+    assert found[1][0].min() > 1
+    for ours, theirs in zip(*found):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_ideal_residues_can_stand_without_violation() -> None:
+    """Some turns of a side chain bring its atoms too near, others do not."""
+    chain = proteins.chain(1200)
+    aatype = torch.from_numpy(chain.aatype)[:, None]  # every residue by itself
+    made = torch.tensor(residues.ATOM14_TO_37)[aatype]
+    positions = torch.from_numpy(chain.positions)[:, None].double().gather(2, made[..., None].expand(-1, -1, -1, 3))
+    exists = torch.from_numpy(chain.mask)[:, None].double().gather(2, made) * torch.tensor(residues.ATOM14_EXISTS)[aatype]
+    found = within(positions, exists, aatype)
+    least = [found[aatype[:, 0] == kind].min().item() for kind in range(20)]
+    assert max(least) < 0.01, dict(zip(residues.NAMES, least))
+    positions[:, 0, 1] += 2
+    assert within(positions, exists, aatype)[exists[:, 0, :3].all(1)].min() > 1
+
+
+def test_a_stretched_bond_is_told_and_a_gap_is_none() -> None:
+    """N, CA and C along a line of ideal bonds; angles are wrong all over, lengths where they are stretched."""
+    count = 6
+    positions = torch.zeros(1, count, 14, 3, dtype=torch.float64)
+    step = torch.tensor([0.0, 1.459, 2.984])
+    positions[0, :, :3, 0] = step + torch.arange(count)[:, None] * (2.984 + 1.329)
+    exists = torch.zeros(1, count, 14, dtype=torch.float64)
+    exists[..., :3] = 1
+    aatype, index = torch.zeros(1, count, dtype=torch.int64), torch.arange(count)[None]
+    assert bonds(positions, exists, aatype, index).lengths == 0
+    stretched = positions.clone()
+    stretched[0, 3:, :, 0] += 1.0
+    told = bonds(stretched, exists, aatype, index)
+    assert told.lengths.item() == pytest.approx((1.0 - 12 * 0.014) / 5, rel=1e-3)
+    apart = index.clone()
+    apart[0, 3:] += 5
+    assert bonds(stretched, exists, aatype, apart).lengths == 0
+    aatype[0, 3] = residues.LETTERS.index("P")
+    longer = bonds(stretched, exists, aatype, index)
+    assert longer.lengths.item() == pytest.approx((1.0 - 0.012 - 12 * 0.016) / 5, rel=1e-3)
+
+
+def test_violations_of_no_atoms_are_none() -> None:
+    positions, exists, aatype, index = atoms(5)
+    assert (violation(positions, torch.zeros_like(exists), aatype, index) == 0).all()
+    x = positions.requires_grad_()
+    (grad,) = torch.autograd.grad(violation(x, exists, aatype, index).sum(), [x])
+    assert grad.isfinite().all() and not grad[exists == 0].any()
