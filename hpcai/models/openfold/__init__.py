@@ -8,8 +8,17 @@ __getattr__, _names = lazy(
     {
         "OpenFold": ".model",
         "Prediction": ".model",
+        "Alignment": ".alignments",
+        "read_alignments": ".alignments",
+        "Chain": ".structures",
+        "read_mmcif": ".structures",
+        "FeatureConfig": ".features",
+        "features": ".features",
+        "Fold": ".fold",
         "loss": ".objective",
         "lddt": ".objective",
+        "load_weights": ".load",
+        "save_weights": ".load",
     },
 )
 __all__ = ["ObjectiveConfig", "OpenFoldConfig", *_names]

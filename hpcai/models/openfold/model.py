@@ -4,7 +4,7 @@ B batch, S clusters, E extra rows, T templates, R residues, C channels, P passes
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -74,6 +74,25 @@ class OpenFold(nn.Module):
             previous = Previous(m[:, 0], z, positions)
         clusters = features["msa_feat"].shape[1]
         return Prediction(m[:, :clusters], z, s, atoms, positions, self.heads(m[:, :clusters], z, s, atoms.states[-1]))
+
+    def fold(self, sequence: str, alignments: Any = None, **words: Any) -> Any:
+        """The structure of a sequence, with confidence; see ``hpcai.models.openfold.fold.fold``."""
+        from hpcai.models.openfold.fold import fold
+
+        return fold(self, sequence, alignments, **words)
+
+    @classmethod
+    def load(cls, path: Any, cfg: OpenFoldConfig | None = None) -> "OpenFold":
+        """A model from weights in a file; see ``hpcai.models.openfold.load_weights`` for the formats."""
+        from hpcai.models.openfold.load import load_weights
+
+        return load_weights(path, cfg)
+
+    def save(self, path: Any, weights: Mapping[str, Tensor] | None = None, form: str = "hpcai") -> None:
+        """Weights and settings in one safetensors file, or as another code has them; ``weights`` in place of the model's own."""
+        from hpcai.models.openfold.load import save_weights
+
+        save_weights(self, path, weights, form)
 
     def _once(self, features: Mapping[str, Tensor], previous: Previous | None) -> tuple[Tensor, Tensor, Tensor, Atoms, Tensor]:
         kind = self.to_single.weight.dtype

@@ -1,0 +1,65 @@
+"""From a sequence and its relatives' to a structure with confidence, in one call."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hpcai.models.openfold.alignments import Alignment, encode, read_alignments
+from hpcai.models.openfold.features import FeatureConfig, collate, features
+from hpcai.models.openfold.heads import plddt
+from hpcai.models.openfold.model import OpenFold
+from hpcai.models.openfold.structures import write_structure
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """What a network says of a chain of N residues."""
+
+    sequence: str
+    aatype: NDArray[np.int64]  # [N]
+    positions: NDArray[np.float32]  # [N, 37, 3] angstrom
+    mask: NDArray[np.float32]  # [N, 37] 1 for the atoms that a residue has
+    plddt: NDArray[np.float32]  # [N] expected lDDT-Calpha, 0 to 100
+
+    def write(self, path: str | Path, name: str = "model") -> None:
+        """As .cif or .pdb, with the confidence of a residue where the B-factors of its atoms stand."""
+        write_structure(Path(path), self.aatype, self.positions, self.mask, self.plddt, name=name)
+
+
+def fold(
+    model: OpenFold, sequence: str, alignments: Alignment | str | Path | Sequence[str | Path] | None = None,
+    templates: Mapping[str, Any] | None = None, *, recycles: int = 3, seed: int = 0, cfg: FeatureConfig | None = None,
+) -> Fold:  # fmt: skip
+    """``alignments``: those of the sequence, the folder or the files where they are, or none: then it is folded by itself.
+
+    ``templates`` as for ``features``. ``cfg`` says how many rows are seen: those of MLPerf HPC's evaluation by default. Raises
+    DataError for an alignment of another sequence.
+    """
+    cfg = cfg or FeatureConfig.preset("evaluation")
+    if model.cfg.template is None:
+        cfg = cfg.model_copy(update={"templates": 0})
+    if alignments is None:
+        msa = encode(sequence)[None]
+        alignments = Alignment(msa, np.zeros(msa.shape, np.int32), ["query"])
+    elif not isinstance(alignments, Alignment):
+        one = isinstance(alignments, str | Path)
+        alignments = read_alignments(Path(alignments) if one else [Path(each) for each in alignments], sequence)  # type: ignore[arg-type]
+    arrays = features(sequence, alignments, templates, cfg, seed=seed, passes=recycles + 1, training=False)
+    weight, was = model.to_single.weight, model.training
+    batch = {name: torch.from_numpy(np.ascontiguousarray(array)).to(weight.device) for name, array in collate([arrays]).items()}
+    kind = torch.promote_types(weight.dtype, torch.float32)
+    batch = {name: x.to(kind) if x.is_floating_point() else x for name, x in batch.items()}
+    with torch.no_grad():
+        try:
+            found = model.eval()(batch)
+        finally:
+            model.train(was)
+    return Fold(
+        sequence, encode(sequence).astype(np.int64), found.positions[0].float().cpu().numpy(),
+        batch["atom37_atom_exists"][0, ..., -1].float().cpu().numpy(), plddt(found.logits.plddt)[0].float().cpu().numpy(),
+    )  # fmt: skip

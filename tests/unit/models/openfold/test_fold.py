@@ -1,0 +1,44 @@
+"""A structure in one call, from a notebook."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hpcai.errors import DataError
+from hpcai.models.openfold import FeatureConfig, OpenFold, OpenFoldConfig, read_mmcif
+from tests import proteins
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+FEW = FeatureConfig.preset("evaluation", clusters=4, extra=4, templates=1)
+SEQUENCE = "MKVLAAGXWW"
+
+
+def test_a_sequence_becomes_a_file_that_reads_again(tmp_path: Path) -> None:
+    pytest.importorskip("gemmi")
+    torch.manual_seed(0)
+    model = OpenFold(OpenFoldConfig.preset("tiny"))
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "uniref90_hits.a3m").write_text(f">query\n{SEQUENCE}\n>other\nMKaaVLAA-AWW\n")
+    alone = model.fold(SEQUENCE, recycles=1, cfg=FEW)
+    found = model.fold(SEQUENCE, tmp_path / "rows", recycles=1, cfg=FEW)
+    assert model.training, "as it was before"
+    assert found.positions.shape == (10, 37, 3) and found.plddt.shape == (10,) and ((found.plddt > 0) & (found.plddt < 100)).all()
+    assert found.mask[0].sum() == 8 and found.mask[7].sum() == 0, "methionine has 8 atoms, an unknown residue none"
+    assert not np.allclose(alone.positions, found.positions), "relatives say something"
+    again = model.fold(SEQUENCE, [tmp_path / "rows" / "uniref90_hits.a3m"], recycles=1, cfg=FEW)
+    assert np.array_equal(again.positions, found.positions), "the same seed"
+    found.write(tmp_path / "guess.cif")
+    chain = read_mmcif(tmp_path / "guess.cif").chains["A"]
+    seen = chain.mask > 0
+    assert seen.sum() == found.mask.sum() and np.allclose(chain.positions[seen], found.positions[seen], atol=1e-3)
+    assert np.allclose(chain.bfactors[0, :2], found.plddt[0], atol=0.01)
+
+
+def test_a_network_without_templates_needs_none_and_another_alignment_is_refused() -> None:
+    model = OpenFold(OpenFoldConfig.preset("tiny", template=None))
+    assert model.fold(SEQUENCE, recycles=0, cfg=FEW).positions.shape == (10, 37, 3)
+    other = proteins.chain(10)
+    with pytest.raises(DataError, match="is it of another chain"):
+        model.fold(SEQUENCE, proteins.alignment(other, 3), recycles=0, cfg=FEW)
