@@ -47,8 +47,9 @@ def fold(
         msa = encode(sequence)[None]
         alignments = Alignment(msa, np.zeros(msa.shape, np.int32), ["query"])
     elif not isinstance(alignments, Alignment):
-        one = isinstance(alignments, str | Path)
-        alignments = read_alignments(Path(alignments) if one else [Path(each) for each in alignments], sequence)  # type: ignore[arg-type]
+        where = Path(alignments) if isinstance(alignments, str | Path) else [Path(each) for each in alignments]
+        files = where if isinstance(where, list) or where.is_dir() else [where]
+        alignments = read_alignments(files, sequence)
     arrays = features(sequence, alignments, templates, cfg, seed=seed, passes=recycles + 1, training=False)
     weight, was = model.to_single.weight, model.training
     batch = {name: torch.from_numpy(np.ascontiguousarray(array)).to(weight.device) for name, array in collate([arrays]).items()}

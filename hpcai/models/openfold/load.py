@@ -1,50 +1,516 @@
-"""Weights of every lineage: names in ours, in AlphaFold's parameters and in what was made of them."""
+"""OpenFold weights in and out of files, under our names and those of every public lineage. Nothing is unpickled but tensors.
 
-from collections.abc import Mapping
+A lineage is a table of renamings, read forwards alone: it says under which names the parts of one of our tensors are found or
+written. A name holds # for the number of a block, and begins with a dot while it is renamed.
+"""
 
+import itertools
+import pickle
+import re
+import zipfile
+from collections.abc import Collection, Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
 import torch
 from torch import Tensor
 
-_QKVG = ("q", "k", "v", "g")
-# Ours -> names of the public OpenFold 2; where there are several, ours are theirs one after another.
-_PARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    (".attention.linear_qkvg.weight", tuple(f".mha.linear_{x}.weight" for x in _QKVG)),
-    (".attention.gate_bias", (".mha.linear_g.bias",)),
-    (".attention.linear_o.", (".mha.linear_o.",)),
-    (".template_pointwise_att.linear_q.", (".template_pointwise_att.mha.linear_q.",)),
-    (".template_pointwise_att.linear_kv.", (".template_pointwise_att.mha.linear_k.", ".template_pointwise_att.mha.linear_v.")),
-    (".template_pointwise_att.linear_o.", (".template_pointwise_att.mha.linear_o.",)),
-    (".linear_ab.", (".linear_a_p.", ".linear_b_p.", ".linear_a_g.", ".linear_b_g.")),
-    (".msa_att_col.linear_kv.", (".msa_att_col.global_attention.linear_k.", ".msa_att_col.global_attention.linear_v.")),
-    (".linear_q_points.", (".linear_q_points.linear.",)),
-    (".linear_kv_points.", (".linear_kv_points.linear.",)),
-    (".bb_update.", (".bb_update.linear.",)),
-    (".template_pair_embedder.", (".template_pair_embedder.linear.",)),
-)
+from hpcai.errors import CheckpointError
+from hpcai.models.openfold.config import OpenFoldConfig
+from hpcai.models.openfold.model import OpenFold
+from hpcai.nn import weights as files
+
+Form = Literal["hpcai", "openfold", "openfold_v1", "mlperf", "mlperf_fused", "alphafold"]
+Rules = tuple[tuple[str, str], ...]
+_MODEL = "openfold"
+_FEW = 4  # names in a message
 
 
-def public_names(name: str) -> list[str]:
-    """What the public OpenFold calls the tensors that make up one of ours."""
-    found = [name]
-    for ours, theirs in _PARTS:
-        if ours in f".{name}":
-            found = [f".{name}".replace(ours, each)[1:] for each in theirs]
-    return [_place(each) for each in found]
+def _rules(table: str) -> Rules:
+    return tuple((old, new) for old, new in (line.split() for line in table.strip().splitlines()))
 
 
-def _place(name: str) -> str:
-    name = name.replace(".pair.", ".pair_stack.").replace("to_single.", "evoformer.linear.")
-    if name.startswith("heads."):
-        name = "aux_" + name
-        for head in ("distogram", "masked_msa", "experimentally_resolved", "tm"):
-            name = name.replace(f"heads.{head}.", f"heads.{head}.linear.")
-    if name.startswith("evoformer.blocks."):
-        name = name.replace(".msa_att_col.", ".msa_att_col._msa_att.")
-    elif ".msa_att_col.linear_" in name:
-        name = name.replace(".msa_att_col.", ".msa_att_col.global_attention.")
-    return name
+# ---- names
+
+# Ours -> parts of which it is made, one after another, under names of OpenFold 2.
+_PARTS: dict[str, tuple[str, ...]] = {
+    ".attention.linear_qkvg.weight": tuple(f".mha.linear_{x}.weight" for x in "qkvg"),
+    ".template_pointwise_att.linear_kv.": (".template_pointwise_att.mha.linear_k.", ".template_pointwise_att.mha.linear_v."),
+    ".linear_ab.": (".linear_a_p.", ".linear_b_p.", ".linear_a_g.", ".linear_b_g."),
+    ".msa_att_col.linear_kv.": (".msa_att_col.linear_k.", ".msa_att_col.linear_v."),
+}
+# What NVIDIA's submissions keep in one piece, as we do.
+_FUSED = {
+    ".attention.linear_qkvg.weight": (".mha.linear_qkvg.weight",), ".attention.gate_bias": (".mha.linear_g_bias",),
+    ".template_pointwise_att.linear_kv.": (".template_pointwise_att.mha.linear_kv.",),
+}  # fmt: skip
+
+_OPENFOLD = _rules("""
+    .attention.gate_bias                    .mha.linear_g.bias
+    .attention.                             .mha.
+    .template_pointwise_att.linear_         .template_pointwise_att.mha.linear_
+    .evoformer.blocks.#.msa_att_col.        .evoformer.blocks.#.msa_att_col._msa_att.
+    .msa_att_col.linear_                    .msa_att_col.global_attention.linear_
+    .pair.                                  .pair_stack.
+    .template_pair_embedder.                .template_pair_embedder.linear.
+    .linear_q_points.                       .linear_q_points.linear.
+    .linear_kv_points.                      .linear_kv_points.linear.
+    .bb_update.                             .bb_update.linear.
+    .to_single.                             .evoformer.linear.
+    .heads.distogram.                       .heads.distogram.linear.
+    .heads.masked_msa.                      .heads.masked_msa.linear.
+    .heads.experimentally_resolved.         .heads.experimentally_resolved.linear.
+    .heads.tm.                              .heads.tm.linear.
+    .heads.                                 .aux_heads.
+""")
+# OpenFold 2 -> others.
+_V1 = _rules("""
+    .template_embedder.template_single_embedder. .template_angle_embedder.
+    .template_embedder.                     .
+    .msa_transition.                        .core.msa_transition.
+    .outer_product_mean.                    .core.outer_product_mean.
+    .pair_stack.                            .core.
+    _points.linear.                         _points.
+""")
+_MLPERF = _V1 + _rules("""
+    .evoformer.                             .evoformer_stack.
+    .msa_att_col._msa_att.                  .msa_att_col.
+    .template_pointwise_att.                .template_pointwise_attention.
+    .structure_module.transition.layers.0.  .structure_module.transition.
+    .aux_heads.                             .auxiliary_heads.
+""")
+# Of incoming edges AlphaFold's left factor is b: its code has the two the other way round than its paper.
+_ALPHAFOLD = _rules("""
+    .input_embedder.linear_tf_m.            .evoformer.preprocess_1d.
+    .input_embedder.linear_msa_m.           .evoformer.preprocess_msa.
+    .input_embedder.linear_tf_z_i.          .evoformer.left_single.
+    .input_embedder.linear_tf_z_j.          .evoformer.right_single.
+    .input_embedder.linear_relpos.          .evoformer.pair_activiations.
+    .recycling_embedder.linear.             .evoformer.prev_pos_linear.
+    .recycling_embedder.layer_norm_m.       .evoformer.prev_msa_first_row_norm.
+    .recycling_embedder.layer_norm_z.       .evoformer.prev_pair_norm.
+    .extra_msa_embedder.linear.             .evoformer.extra_msa_activations.
+    .evoformer.linear.                      .evoformer.single_activations.
+    .evoformer.blocks.#.                    .evoformer.evoformer_iteration.
+    .extra_msa_stack.blocks.#.              .evoformer.extra_msa_stack.
+    .template_embedder.template_single_embedder.linear_1. .evoformer.template_single_embedding.
+    .template_embedder.template_single_embedder.linear_2. .evoformer.template_projection.
+    .template_embedder.template_pointwise_att. .evoformer.template_embedding.
+    .template_embedder.                     .evoformer.template_embedding.single_template_embedding.
+    .template_pair_embedder.linear.         .embedding2d.
+    .template_pair_stack.layer_norm.        .output_layer_norm.
+    .template_pair_stack.blocks.#.          .template_pair_stack.__layer_stack_no_state.
+    ._msa_att.                              .
+    .pair_stack.                            .
+    .msa_att_row.layer_norm_z.              .msa_att_row.feat_2d_norm.
+    .msa_att_row.linear_z.weight            .msa_att_row.feat_2d_weights
+    .layer_norm_m.                          .query_norm.
+    .msa_att_row.                           .msa_row_attention_with_pair_bias.
+    .extra_msa_stack.msa_att_col.           .extra_msa_stack.msa_column_global_attention.
+    .msa_att_col.                           .msa_column_attention.
+    .tri_att_start.                         .triangle_attention_starting_node.
+    .tri_att_end.                           .triangle_attention_ending_node.
+    _node.layer_norm.                       _node.query_norm.
+    _node.linear.weight                     _node.feat_2d_weights
+    .global_attention.                      .attention.
+    .mha.                                   .attention.
+    .attention.linear_q.weight              .attention.query_w
+    .attention.linear_k.weight              .attention.key_w
+    .attention.linear_v.weight              .attention.value_w
+    .attention.linear_g.weight              .attention.gating_w
+    .attention.linear_g.bias                .attention.gating_b
+    .attention.linear_o.weight              .attention.output_w
+    .attention.linear_o.bias                .attention.output_b
+    .tri_mul_out.linear_a_p.                .tri_mul_out.left_projection.
+    .tri_mul_out.linear_b_p.                .tri_mul_out.right_projection.
+    .tri_mul_out.linear_a_g.                .tri_mul_out.left_gate.
+    .tri_mul_out.linear_b_g.                .tri_mul_out.right_gate.
+    .tri_mul_in.linear_a_p.                 .tri_mul_in.right_projection.
+    .tri_mul_in.linear_b_p.                 .tri_mul_in.left_projection.
+    .tri_mul_in.linear_a_g.                 .tri_mul_in.right_gate.
+    .tri_mul_in.linear_b_g.                 .tri_mul_in.left_gate.
+    .tri_mul_out.                           .triangle_multiplication_outgoing.
+    .tri_mul_in.                            .triangle_multiplication_incoming.
+    .layer_norm_in.                         .layer_norm_input.
+    .layer_norm_out.                        .center_layer_norm.
+    .linear_z.                              .output_projection.
+    .linear_g.                              .gating_linear.
+    .outer_product_mean.layer_norm.         .outer_product_mean.layer_norm_input.
+    .outer_product_mean.linear_1.           .outer_product_mean.left_projection.
+    .outer_product_mean.linear_2.           .outer_product_mean.right_projection.
+    .outer_product_mean.linear_out.weight   .outer_product_mean.output_w
+    .outer_product_mean.linear_out.bias     .outer_product_mean.output_b
+    _transition.layer_norm.                 _transition.input_layer_norm.
+    _transition.linear_                     _transition.transition
+    .structure_module.layer_norm_s.         .structure_module.single_layer_norm.
+    .structure_module.layer_norm_z.         .structure_module.pair_layer_norm.
+    .structure_module.linear_in.            .structure_module.initial_projection.
+    .structure_module.layer_norm_ipa.       .structure_module.fold_iteration.attention_layer_norm.
+    .structure_module.bb_update.linear.     .structure_module.fold_iteration.affine_update.
+    .structure_module.transition.           .structure_module.fold_iteration.transition.
+    .transition.layer_norm.                 .transition_layer_norm.
+    .transition.layers.0.linear_1.          .transition.
+    .transition.layers.0.linear_2.          .transition_1.
+    .transition.layers.0.linear_3.          .transition_2.
+    .structure_module.ipa.                  .structure_module.fold_iteration.invariant_point_attention.
+    _attention.linear_q.                    _attention.q_scalar.
+    _attention.linear_kv.                   _attention.kv_scalar.
+    _attention.linear_q_points.linear.      _attention.q_point_local.
+    _attention.linear_kv_points.linear.     _attention.kv_point_local.
+    _attention.linear_b.                    _attention.attention_2d.
+    _attention.linear_out.                  _attention.output_projection.
+    .head_weights                           .trainable_point_weights
+    .structure_module.angle_resnet.         .structure_module.fold_iteration.rigid_sidechain.
+    .rigid_sidechain.linear_in.             .rigid_sidechain.input_projection.
+    .rigid_sidechain.linear_initial.        .rigid_sidechain.input_projection_1.
+    .rigid_sidechain.layers.0.linear_1.     .rigid_sidechain.resblock1.
+    .rigid_sidechain.layers.0.linear_2.     .rigid_sidechain.resblock2.
+    .rigid_sidechain.layers.1.linear_1.     .rigid_sidechain.resblock1_1.
+    .rigid_sidechain.layers.1.linear_2.     .rigid_sidechain.resblock2_1.
+    .rigid_sidechain.linear_out.            .rigid_sidechain.unnormalized_angles.
+    .aux_heads.plddt.layer_norm.            .predicted_lddt_head.input_layer_norm.
+    .aux_heads.plddt.linear_1.              .predicted_lddt_head.act_0.
+    .aux_heads.plddt.linear_2.              .predicted_lddt_head.act_1.
+    .aux_heads.plddt.linear_3.              .predicted_lddt_head.logits.
+    .aux_heads.distogram.linear.            .distogram_head.half_logits.
+    .aux_heads.masked_msa.linear.           .masked_msa_head.logits.
+    .aux_heads.experimentally_resolved.linear. .experimentally_resolved_head.logits.
+    .aux_heads.tm.linear.                   .predicted_aligned_error_head.logits.
+""")
+_LINEAGES: dict[Form, Rules] = {
+    "openfold": (), "openfold_v1": _V1, "mlperf": _MLPERF, "mlperf_fused": _MLPERF, "alphafold": _ALPHAFOLD,
+}  # fmt: skip
 
 
-def from_public(theirs: Mapping[str, Tensor], names: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights for a model whose state dict is ``names``."""
-    return {name: torch.cat([theirs[part] for part in public_names(name)]) for name in names}
+def public_names(name: str, form: Form = "openfold") -> list[str]:
+    """What a lineage calls the tensors that make up one of ours, in their order."""
+    return [part.name for part in _parts(name, form)]
+
+
+class _Part(NamedTuple):
+    name: str
+    block: int | None  # where it lies in a stack of all blocks
+
+
+def _parts(name: str, form: Form) -> list[_Part]:
+    number = re.search(r"\.blocks\.(\d+)\.", name)
+    if form == "hpcai" or number is None:
+        return [_Part(each, None) for each in _named(name, form)]
+    found = _named(name.replace(number[0], ".blocks.#.", 1), form)
+    return [_Part(each.replace("#", number[1]), None if "#" in each else int(number[1])) for each in found]
+
+
+@cache
+def _named(name: str, form: Form) -> tuple[str, ...]:
+    if form == "hpcai":
+        return (name,)
+    name = f".{name}"
+    parts = _PARTS | _FUSED if form == "mlperf_fused" else _PARTS
+    ours = next((each for each in parts if each in name), "")
+    found = tuple(name.replace(ours, theirs) for theirs in parts.get(ours, ("",)))
+    for old, new in _OPENFOLD + _LINEAGES[form]:
+        found = tuple(each.replace(old, new) for each in found)
+    return tuple(_path(each) if form == "alphafold" else each[1:] for each in found)
+
+
+def _path(name: str) -> str:
+    path, _, leaf = name[1:].rpartition(".")
+    leaves = {"weight": "scale", "bias": "offset"} if "_norm" in path else {"weight": "weights"}
+    return f"alphafold/alphafold_iteration/{path.replace('.', '/')}//{leaves.get(leaf, leaf)}"
+
+
+# ---- values
+
+
+def from_public(theirs: Mapping[str, Tensor], names: Iterable[str], form: Form = "openfold") -> dict[str, Tensor]:
+    """Weights for a model whose state dict has ``names``; copies."""
+    return {name: torch.cat([_ours(theirs[part.name], part, form) for part in _parts(name, form)]) for name in names}
+
+
+def to_public(state: Mapping[str, Tensor], cfg: OpenFoldConfig, form: Form = "openfold") -> dict[str, Tensor]:
+    """A model's weights under the names and in the shapes of a lineage; views where they can be."""
+    found: dict[str, Tensor] = {}
+    stacks: dict[str, list[Tensor]] = {}
+    for name, value in state.items():
+        parts = _parts(name, form)
+        for part, piece in zip(parts, value.chunk(len(parts))):
+            piece = _theirs(piece, part.name, _heads(name, cfg)) if form == "alphafold" else piece
+            if part.block is None:
+                found[part.name] = piece
+            else:
+                stacks.setdefault(part.name, []).append(piece)
+    return found | {name: torch.stack(pieces) for name, pieces in stacks.items()}
+
+
+def _ours(x: Tensor, part: _Part, form: Form) -> Tensor:
+    x = x if part.block is None else x[part.block]
+    if form != "alphafold":
+        return x
+    if part.name.endswith("output_w"):
+        return x.flatten(0, 1).t()  # [H, C, out]
+    return (x.flatten(-2) if _by_head(part.name) else x).t()  # [in, H, C] or [H, C]; [in, out]
+
+
+def _theirs(x: Tensor, name: str, heads: int) -> Tensor:
+    if name.endswith("output_w"):
+        return x.t().unflatten(0, (heads, -1))
+    return x.t().unflatten(-1, (heads, -1)) if _by_head(name) else x.t()
+
+
+def _by_head(name: str) -> bool:
+    leaf = name.rpartition("/")[2]
+    return leaf in ("query_w", "gating_w", "gating_b") or (leaf in ("key_w", "value_w") and "global" not in name)
+
+
+def _heads(name: str, cfg: OpenFoldConfig) -> int:
+    """What AlphaFold divides the channels of one of our tensors by: heads, or one of the outer product's factors."""
+    if cfg.template is not None and name.startswith("template_embedder."):
+        return cfg.template.pairs.heads if ".tri_att_" in name else cfg.template.heads
+    msa, pairs = (cfg.extra.msa, cfg.extra.pairs) if name.startswith("extra_msa_stack.") else (cfg.rows, cfg.pairs)
+    return pairs.heads if ".tri_att_" in name else msa.outer if ".outer_product_mean." in name else msa.heads
+
+
+# ---- files
+
+
+def save_weights(model: OpenFold, path: str | Path, weights: Mapping[str, Tensor] | None = None, form: str = "hpcai") -> None:
+    """``weights`` by our names, or the model's own, in a file of a lineage:
+
+    - ``hpcai``: safetensors with settings;
+    - ``openfold``, ``openfold_v1``: a torch state dict as the public OpenFold 2 reads it, and as its first version did;
+    - ``mlperf``, ``mlperf_fused``: that of MLPerf HPC's reference and of NVIDIA's submissions, under ``alphafold_state_dict``;
+    - ``alphafold``: DeepMind's .npz, in float32.
+    """
+    path, state = Path(path), model.state_dict() if weights is None else weights
+    lineage: Form | None = next((each for each in get_args(Form) if each == form), None)
+    if lineage is None:
+        raise CheckpointError(f"{path}: there is no form {form!r} of weights; expected one of {', '.join(get_args(Form))}")
+    if lineage == "hpcai":
+        files.write(path, _MODEL, model.cfg, state)
+        return
+    public = to_public({name: value.detach() for name, value in state.items()}, model.cfg, lineage)
+    # Clones: torch would write all that a view is of.
+    public = {name: value.cpu().clone(memory_format=torch.contiguous_format) for name, value in public.items()}
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("wb") as file:
+        if lineage == "alphafold":
+            np.savez(file, **{name: value.float().numpy() for name, value in public.items()})  # type: ignore[arg-type]
+        else:
+            torch.save({"alphafold_state_dict": public} if lineage.startswith("mlperf") else public, file)
+    partial.replace(path)
+
+
+def load_weights(path: str | Path, cfg: OpenFoldConfig | None = None) -> OpenFold:
+    """A model in evaluation mode and float32 from a file of weights, told apart by what the file is:
+
+    - safetensors: ours (settings travel inside), or plain weights under the names of any lineage;
+    - a torch state dict (``.pt``, ``.ckpt``) of the public OpenFold, 1 or 2, of MLPerf HPC's reference, of NVIDIA's submissions or
+      ours; alone or within a checkpoint of Lightning, DeepSpeed or the reference, of which the moving average is taken if there is
+      one, and with what these put before the names;
+    - DeepMind's ``params_model_N.npz`` for single chains.
+
+    Without ``cfg`` the settings are those that the weights have. Files do not say, and so are as published: rates of dropout, how
+    often the structure module runs (8; 2 in the sizes of ``tiny``), and, but for AlphaFold's, by how many heads a pair attends to
+    templates (as many as attend within a template). Raises CheckpointError for a file that is none of these or does not fit.
+    """
+    path = Path(path)
+    state, found = _read(path)
+    form: Form = "hpcai" if found is not None else _lineage(state, path)
+    if found is not None and cfg is not None and cfg != found:
+        raise CheckpointError(f"{path}: holds its own settings, and other ones are given; load without settings")
+    if found is None:
+        try:
+            found = cfg or _settings(state, form)
+        except (LookupError, RuntimeError, ValueError, ArithmeticError) as problem:
+            _names_fit(_any_block(state), _any_block(_likely(state, form)), path, form)
+            raise CheckpointError(f"{path}: weights by the names of {form!r} in shapes of no OpenFold: {problem}") from problem
+    model = _unfilled(found)
+    names = model.state_dict()
+    expected = to_public(names, found, form)
+    _names_fit(state, expected, path, form)
+    wrong = [name for name, value in expected.items() if state[name].shape != value.shape]
+    if wrong:
+        first = wrong[0]
+        raise CheckpointError(
+            f"{path}: {_some(wrong)} of other shapes than the settings ask for: {first} is {tuple(state[first].shape)}, "
+            f"expected {tuple(expected[first].shape)}; give the settings that they are of, or none to take them from the file"
+        )
+    ours = from_public(state, names, form)
+    model.load_state_dict({name: value.float() for name, value in ours.items()}, assign=True)
+    return model.eval()
+
+
+def _unfilled(cfg: OpenFoldConfig) -> OpenFold:
+    """A network whose weights have no memory yet. Its tables, which files do not hold, are the same in every size."""
+    with torch.device("meta"):
+        model = OpenFold(cfg)
+    tables = dict(OpenFold(OpenFoldConfig.preset("tiny")).named_buffers())
+    for name, _ in list(model.named_buffers()):
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, tables[name])
+    return model
+
+
+def _names_fit(found: Collection[str], expected: Collection[str], path: Path, form: Form) -> None:
+    missing, more = ([name for name in one if name not in other] for one, other in ((expected, found), (found, expected)))
+    if missing or more:
+        raise CheckpointError(
+            f"{path}: weights by the names of {form!r} that do not fit: {_some(missing)} missing; {_some(more)} unexpected; "
+            "give the settings that they are of, or none, and a file of one lineage"
+        )
+
+
+def _likely(state: Mapping[str, Tensor], form: Form) -> dict[str, Tensor]:
+    """Names of the network that weights without a tensor or two would be of; one block stands for all."""
+    template = OpenFoldConfig().template if _has(state, "template_embedder.template_pair_embedder.weight", form) else None
+    cfg = OpenFoldConfig.preset("tiny", template=template, heads={"tm": _has(state, "heads.tm.weight", form)})
+    return to_public(_unfilled(cfg).state_dict(), cfg, form)
+
+
+def _any_block(names: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(re.sub(r"\.blocks\.\d+\.", ".blocks.#.", name) for name in names))
+
+
+def _some(names: list[str]) -> str:
+    return f"{len(names)} ({', '.join(names[:_FEW])}{', ...' if len(names) > _FEW else ''})" if names else "none"
+
+
+# What a lineage is known by.
+_TELLING = (
+    "heads.plddt.layer_norm.weight", "structure_module.ipa.linear_q_points.weight",
+    "extra_msa_stack.blocks.0.msa_att_row.attention.gate_bias", "evoformer.blocks.0.msa_att_row.attention.gate_bias",
+    "evoformer.blocks.0.pair.pair_transition.layer_norm.weight",
+)  # fmt: skip
+
+
+def _lineage(state: Mapping[str, Tensor], path: Path) -> Form:
+    marks = {form: sum(_has(state, name, form) for name in _TELLING) for form in get_args(Form)}
+    best: Form = max(marks, key=lambda form: marks[form])
+    if not marks[best]:
+        raise CheckpointError(
+            f"{path}: names of no OpenFold that is known: {_some(list(state))}; expected {public_names(_TELLING[0])[0]} of the "
+            f"public OpenFold, or its like of {', '.join(get_args(Form))}"
+        )
+    return best
+
+
+def _has(state: Mapping[str, Tensor], name: str, form: Form) -> bool:
+    return all(
+        part.name in state and (part.block is None or state[part.name].shape[:1] > (part.block,)) for part in _parts(name, form)
+    )
+
+
+def _settings(state: Mapping[str, Tensor], form: Form) -> OpenFoldConfig:
+    """What the shapes tell; heads are counted by the biases that pairs give them."""
+
+    def size(name: str, dim: int = 0) -> int:
+        return from_public(state, [name], form)[name].shape[dim]
+
+    def count(name: str) -> int:
+        return next(number for number in itertools.count() if not _has(state, name.format(number), form))
+
+    def rows(block: str) -> dict[str, int]:
+        heads, wide = size(f"{block}msa_att_row.linear_z.weight"), f"{block}msa_transition.linear_1.weight"
+        return {
+            "heads": heads, "head": size(f"{block}msa_att_row.attention.linear_o.weight", 1) // heads,
+            "outer": size(f"{block}outer_product_mean.linear_1.weight"), "transition": size(wide) // size(wide, 1),
+        }  # fmt: skip
+
+    def pairs(block: str) -> dict[str, int]:
+        heads, wide = size(f"{block}tri_att_start.linear.weight"), f"{block}pair_transition.linear_1.weight"
+        return {
+            "heads": heads, "head": size(f"{block}tri_att_start.attention.linear_o.weight", 1) // heads,
+            "triangle": size(f"{block}tri_mul_out.layer_norm_out.weight"), "transition": size(wide) // size(wide, 1),
+        }  # fmt: skip
+
+    found: dict[str, Any] = {
+        "msa": size("recycling_embedder.layer_norm_m.weight"), "pair": size("recycling_embedder.layer_norm_z.weight"),
+        "single": size("to_single.weight"), "blocks": count("evoformer.blocks.{}.msa_att_row.layer_norm_m.weight"),
+        "heads": {"plddt": size("heads.plddt.linear_1.weight"), "tm": _has(state, "heads.tm.weight", form)},
+        "extra": {
+            "channels": size("extra_msa_embedder.linear.weight"),
+            "blocks": count("extra_msa_stack.blocks.{}.msa_att_row.layer_norm_m.weight"),
+        },
+    }  # fmt: skip
+    if found["blocks"]:
+        found |= {"rows": rows("evoformer.blocks.0."), "pairs": pairs("evoformer.blocks.0.pair.")}
+    if found["extra"]["blocks"]:
+        found["extra"] |= {"msa": rows("extra_msa_stack.blocks.0."), "pairs": pairs("extra_msa_stack.blocks.0.pair.")}
+
+    place, found["template"] = "template_embedder.", None
+    if _has(state, f"{place}template_pair_embedder.weight", form):
+        stack, query = f"{place}template_pair_stack.blocks.", f"{place}template_pointwise_att.linear_q.weight"
+        template: dict[str, Any] = {
+            "channels": size(f"{place}template_pair_embedder.weight"), "blocks": count(stack + "{}.tri_mul_out.linear_g.weight"),
+        }  # fmt: skip
+        if template["blocks"]:
+            template["pairs"] = pairs(f"{stack}0.")
+        heads = template.get("pairs", {"heads": 4})["heads"]
+        if form == "alphafold":
+            heads = state[public_names(query, form)[0]].shape[1]
+        found["template"] = template | {"heads": heads, "head": size(query) // heads}
+
+    ipa, angles = "structure_module.ipa.", "structure_module.angle_resnet."
+    heads = size(f"{ipa}head_weights")
+    query_points = size(f"{ipa}linear_q_points.weight") // (3 * heads)
+    found["structure"] = {
+        "heads": heads, "head": size(f"{ipa}linear_q.weight") // heads, "query_points": query_points,
+        "value_points": size(f"{ipa}linear_kv_points.weight") // (3 * heads) - query_points,
+        "transition_layers": count("structure_module.transition.layers.{}.linear_1.weight"),
+        "angle": size(f"{angles}linear_in.weight"), "angle_blocks": count(angles + "layers.{}.linear_1.weight"),
+    }  # fmt: skip
+    tiny = OpenFoldConfig.preset("tiny", template=found["template"], heads=found["heads"])
+    asked = OpenFoldConfig.model_validate(found)
+    shorter = asked.model_copy(update={"structure": asked.structure.model_copy(update={"passes": tiny.structure.passes})})
+    return shorter if shorter == tiny else asked
+
+
+# Lightning's, DeepSpeed's, torch's for data parallelism, averages and compiled modules.
+_BEFORE = re.compile(r"^(?:_forward_module\.|averaged_model\.|module\.|model\.|_orig_mod\.)+")
+_AROUND = ("ema", "params", "alphafold_state_dict", "state_dict", "model_state_dict", "module", "model")
+
+
+def _read(path: Path) -> tuple[dict[str, Tensor], OpenFoldConfig | None]:
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file of weights")
+    with path.open("rb") as file:
+        head = file.read(9)
+    if head[8:] == b"{":
+        state, cfg = files.read(path, _MODEL, OpenFoldConfig)
+        return (state, cfg) if cfg is not None else (_stripped(state, path), None)
+    try:
+        zipped = zipfile.is_zipfile(path)
+        if zipped and _is_numpy(path):
+            with np.load(path, allow_pickle=False) as arrays:
+                return {name: torch.from_numpy(arrays[name]) for name in arrays}, None
+        # Mapped, so that a checkpoint's optimizer is not read.
+        return _stripped(torch.load(path, map_location="cpu", weights_only=True, mmap=zipped), path), None
+    except CheckpointError:
+        raise
+    except pickle.UnpicklingError as problem:
+        raise CheckpointError(
+            f"{path}: damaged, or holds more than tensors and plain values, which is not unpickled; save the state dict alone"
+        ) from problem
+    except Exception as problem:  # every reader has errors of its own for a damaged file
+        reason = next(iter(str(problem).splitlines()), type(problem).__name__)
+        raise CheckpointError(f"{path}: no safetensors, torch or numpy file of weights, or damaged: {reason}") from problem
+
+
+def _is_numpy(path: Path) -> bool:
+    with zipfile.ZipFile(path) as file:
+        return all(name.endswith(".npy") for name in file.namelist())
+
+
+def _stripped(found: Any, path: Path) -> dict[str, Tensor]:
+    """Weights alone, of whatever is around them."""
+    while isinstance(found, Mapping) and (inner := next((k for k in _AROUND if isinstance(found.get(k), Mapping)), None)):
+        found = found[inner]
+    if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
+        raise CheckpointError(f"{path}: expected names with tensors, alone or under one of {', '.join(_AROUND)}")
+    state = {_BEFORE.sub("", name): value for name, value in found.items()}
+    if len(state) != len(found):
+        raise CheckpointError(f"{path}: several tensors of one name, but for what is before it; save one state dict alone")
+    state.pop("n_averaged", None)  # a count, of torch's averages
+    return state

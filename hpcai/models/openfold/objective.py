@@ -123,29 +123,30 @@ def point_error(
 def _seen(frames: Frames, points: Tensor) -> Tensor:
     """Points in the coordinates of every frame.   [B, F] and [B, P, 3] -> [B, F, 3, P]"""
     turned = frames.rotation.transpose(-1, -2)
-    return turned @ points.transpose(1, 2)[:, None] - turned @ frames.translation[..., None]
+    seen = turned.flatten(1, 2) @ points.transpose(1, 2)  # one product, of all frames at once
+    return seen.unflatten(1, (-1, 3)) - turned @ frames.translation[..., None]
 
 
 def renamed(positions: Tensor, f: Mapping[str, Tensor]) -> Tensor:
     """1 for residues whose true distances fit the prediction better when twin atoms swap names (Algorithm 26).   [B, R]"""
     sums = []
     exists, ambiguous = f["atom14_gt_exists"], f["atom14_atom_is_ambiguous"]
-    rows = max(1, (_CPU if positions.device.type == "cpu" else _GPU) // (positions.numel() * 14 * 3 * positions.element_size()))
+    rows = max(1, (_CPU if positions.device.type == "cpu" else _GPU) // (positions[..., 0].numel() * 14 * positions.element_size()))
     for name in ("atom14_gt_positions", "atom14_alt_gt_positions"):
         parts = []
         for first in range(0, positions.shape[1], rows):
             some = slice(first, first + rows)
             near, far = (exists * ambiguous)[:, some], exists * (1 - ambiguous)
             guess, true = (_apart(x[:, some], x) for x in (positions, f[name]))
-            off = (1e-10 + (guess - true).square()).sqrt()
-            parts.append((off * near[:, :, None, :, None] * far[:, None, :, None, :]).sum((2, 3, 4)))
+            off = (guess - true).abs() @ far.flatten(1)[..., None]  # [B, r * 14, 1]
+            parts.append((off.view(near.shape) * near).sum(2))
         sums.append(torch.cat(parts, 1))
     return (sums[1] < sums[0]).to(positions.dtype)
 
 
 def _apart(some: Tensor, every: Tensor) -> Tensor:
-    """[B, r, 14, 3] and [B, R, 14, 3] -> [B, r, R, 14, 14] angstrom"""
-    return (1e-10 + (some[:, :, None, :, None] - every[:, None, :, None, :]).square().sum(-1)).sqrt()
+    """[B, r, 14, 3] and [B, R, 14, 3] -> [B, r * 14, R * 14] angstrom"""
+    return torch.cdist(some.flatten(1, 2), every.flatten(1, 2), compute_mode="donot_use_mm_for_euclid_dist")
 
 
 def chi(angles: Tensor, raw: Tensor, f: Mapping[str, Tensor]) -> Tensor:
@@ -202,7 +203,9 @@ def aligned_error(logits: Tensor | None, backbone: Tensor, f: Mapping[str, Tenso
     true, mask = _frames(f["backbone_rigid_tensor"]), f["backbone_rigid_mask"]
     with torch.no_grad():
         guess = Frames(rotation_of(backbone[..., :4]), backbone[..., 4:])
-        off = (_seen(guess, guess.translation) - _seen(true, true.translation)).square().sum(2)
+        # A residue is where it sees itself to be, to the last bit: the first bin is that of no error at all.
+        seen = [x.at(slice(None), slice(None), None).to_local(x.translation[:, None]) for x in (guess, true)]
+        off = (seen[0] - seen[1]).square().sum(-1)
         bin_ = torch.bucketize(off, torch.linspace(0, 31, ERROR_BINS - 1, device=off.device).to(off.dtype) ** 2)
     both = mask[:, :, None] * mask[:, None]
     return (_entropy(logits, bin_) * both).sum((1, 2)) / (2 * _EPS + both.sum((1, 2)))

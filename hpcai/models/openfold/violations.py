@@ -86,24 +86,24 @@ class _Clashes(torch.autograd.Function):
     def forward(ctx: Any, positions: Tensor, radius: Tensor, exists: Tensor, index: Tensor) -> Tensor:
         batch, count = index.shape
         total, slope = positions.new_zeros(batch), torch.zeros_like(positions)
-        several = max(1, (_CPU if positions.device.type == "cpu" else _GPU) // (14 * 14 * 4 * 4 * count))
+        several = max(1, (_CPU if positions.device.type == "cpu" else _GPU) // (14 * 14 * 4 * count))
         place = torch.arange(14, device=positions.device)
         sulphur = (place[:, None, None] == _SULPHUR) & (place == _SULPHUR)  # [14, 1, 14]
         bond = (place[:, None, None] == _C) & (place == _N)
         for b in range(batch):
+            x, size, there, number = positions[b].flatten(0, 1), radius[b].flatten(), exists[b].flatten(), index[b]
             for first in range(0, count, several):
                 some = slice(first, first + several)
-                here, there = positions[b, some], positions[b]
-                away = here[:, :, None, None] - there  # [r, 14, R, 14, 3]
-                apart = (1e-10 + away.square().sum(-1)).sqrt()
-                later = (index[b, some, None] < index[b])[:, None, :, None]
-                linked = (index[b, some, None] + 1 == index[b])[:, None, :, None] & bond
-                pair = exists[b, some][:, :, None, None] * exists[b] * (later & ~linked & ~sulphur)
-                over = (pair * (radius[b, some][:, :, None, None] + radius[b] - OVERLAP - apart)).relu()
+                rows = slice(14 * first, 14 * (first + several))
+                later = (number[some, None] < number)[:, None, :, None]
+                linked = (number[some, None] + 1 == number)[:, None, :, None] & bond
+                pair = (later & ~linked & ~sulphur).flatten(2).flatten(0, 1) * there[rows, None] * there  # [r * 14, R * 14]
+                apart = torch.cdist(x[rows], x, compute_mode="donot_use_mm_for_euclid_dist").clamp(min=1e-5)
+                over = (pair * (size[rows, None] + size - OVERLAP - apart)).relu()
                 total[b] += 2 * over.sum()
-                push = -2 * ((over > 0) / apart)[..., None] * away
-                slope[b, some] += push.sum((2, 3))
-                slope[b] -= push.sum((0, 1))
+                push = (over > 0) / apart * -2  # times x_i - x_j: on i this way, on j the other
+                slope[b].view(-1, 3)[rows] += push.sum(1)[:, None] * x[rows] - push @ x
+                slope[b].view(-1, 3).add_(push.sum(0)[:, None] * x - push.T @ x[rows])
         ctx.save_for_backward(slope)
         return total
 
