@@ -42,34 +42,53 @@ def _logits(q: Tensor, k: Tensor, mask: Tensor, bias: Tensor | None) -> Tensor:
     return logits.add_(((1 - mask) * _ABSENT).to(wide)[..., None, None, :])
 
 
-class _Row(NamedTuple):
-    q: Tensor  # [I, H, N, C]
+class _Part(NamedTuple):
+    """Some rows and heads, P of them together."""
+
+    q: Tensor  # [P, N, C]
     k: Tensor
     v: Tensor
-    p: Tensor  # [I, H, N, N] probabilities
-    o: Tensor  # [I, H, N, C] before the gate
-    gate: Tensor  # [I, H, N, C]
+    p: Tensor  # [P, N, N] probabilities
+    o: Tensor  # [P, N, C] before the gate
+    gate: Tensor  # [P, N, C]
 
 
-def _row(qkvg: Tensor, gate_bias: Tensor, mask: Tensor, bias: Tensor | None) -> _Row:
-    q, k, v, g = qkvg.permute(2, 0, 3, 1, 4).contiguous()
-    p = _logits(q, k, mask, bias).softmax(-1)
-    return _Row(q, k, v, p, p.to(v.dtype) @ v, (g + gate_bias.to(g.dtype).view(len(g[0]), 1, -1)).sigmoid())
+def _part(qkvg: Tensor, gate_bias: Tensor, mask: Tensor, bias: Tensor | None) -> _Part:
+    """qkvg [I, N, 4, H, C], gate_bias [H, C], mask [I, N], bias [H, N, N]"""
+    q, k, v, g = (x.flatten(0, 1) for x in qkvg.permute(2, 0, 3, 1, 4))  # of one head views, which a product reads as they lie
+    rows, entries, _, heads, channels = qkvg.shape
+    wide = torch.promote_types(q.dtype, torch.float32)
+    absent = ((1 - mask.to(wide)) * _ABSENT)[:, None, None]
+    start = absent if bias is None else absent + bias
+    logits = start.expand(rows, heads, entries, entries).reshape(-1, entries, entries)
+    if q.dtype == wide:
+        logits = torch.baddbmm(logits, q, k.transpose(1, 2), alpha=channels**-0.5)
+    else:
+        logits = logits.add((q @ k.transpose(1, 2)).to(wide), alpha=channels**-0.5)
+    p = logits.softmax(-1)
+    gate = (g.unflatten(0, (rows, heads)) + gate_bias.to(g.dtype)[:, None]).sigmoid_().flatten(0, 1)
+    return _Part(q, k, v, p, p.to(v.dtype) @ v, gate)
 
 
-def _parts(qkvg: Tensor) -> Iterator[tuple[int, slice]]:
+def _parts(qkvg: Tensor) -> Iterator[tuple[int, slice, slice]]:
+    """A CPU takes a head at a time, which costs it no copy; a GPU as much as it can."""
     batch, rows, entries, _, heads, _ = qkvg.shape
-    several = max(1, (_CPU if qkvg.device.type == "cpu" else _GPU) // (4 * heads * entries * entries))
-    return ((b, slice(first, first + several)) for b in range(batch) for first in range(0, rows, several))
+    few, room = (1, _CPU) if qkvg.device.type == "cpu" else (heads, _GPU)
+    several = max(1, room // (4 * few * entries * entries))
+    for b in range(batch):
+        for first in range(0, rows, several):
+            for head in range(0, heads, few):
+                yield b, slice(first, first + several), slice(head, head + few)
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qkvg: Tensor, gate_bias: Tensor, mask: Tensor, bias: Tensor | None) -> Tensor:
         out = torch.empty_like(qkvg[..., 0, :, :])  # [B, I, N, H, C]
-        for b, rows in _parts(qkvg):
-            row = _row(qkvg[b, rows], gate_bias, mask[b, rows], None if bias is None else bias[b])
-            torch.mul(row.o, row.gate, out=out[b, rows].transpose(1, 2))
+        with torch.autocast(qkvg.device.type, enabled=False):
+            for part, at in _each(qkvg, gate_bias, mask, bias):
+                into = out[at[0], at[1], :, at[2]].transpose(1, 2)  # [I, H, N, C]
+                torch.mul(part.o.view(into.shape), part.gate.view(into.shape), out=into)
         ctx.save_for_backward(qkvg, gate_bias, mask, bias)
         return out.flatten(-2)
 
@@ -79,18 +98,24 @@ class _Attention(torch.autograd.Function):
         scale = qkvg.shape[-1] ** -0.5
         d, grad = torch.empty_like(qkvg), grad.unflatten(-1, qkvg.shape[-2:])
         d_bias = None if bias is None else torch.zeros_like(bias)
-        for b, rows in _parts(qkvg):
-            row = _row(qkvg[b, rows], gate_bias, mask[b, rows], None if bias is None else bias[b])
-            q, k, v, g = d[b, rows].permute(2, 0, 3, 1, 4)  # of each its gradient
-            d_out = grad[b, rows].transpose(1, 2)
-            d_o = d_out * row.gate
-            torch.mul(d_o * row.o, 1 - row.gate, out=g)
-            v.copy_(row.p.to(d_o.dtype).transpose(-1, -2) @ d_o)
-            d_p = (d_o @ row.v.transpose(-1, -2)).to(row.p.dtype)
-            d_logits = torch.ops.aten._softmax_backward_data(d_p, row.p, -1, row.p.dtype)
+        for part, at in _each(qkvg, gate_bias, mask, bias):
+            b, rows, heads = at
+            q, k, v, g = d[b, rows, :, :, heads].permute(2, 0, 3, 1, 4)  # of each its gradient [I, H, N, C]
+            d_o = grad[b, rows, :, heads].transpose(1, 2).flatten(0, 1) * part.gate
+            torch.mul((d_o * part.o).view(g.shape), (1 - part.gate).view(g.shape), out=g)
+            v.copy_((part.p.to(d_o.dtype).transpose(1, 2) @ d_o).view(v.shape))
+            d_p = (d_o @ part.v.transpose(1, 2)).to(part.p.dtype)
+            d_logits = torch.ops.aten._softmax_backward_data(d_p, part.p, -1, part.p.dtype)
             if d_bias is not None:
-                d_bias[b] += d_logits.sum(0)
+                d_bias[b, heads] += d_logits.unflatten(0, (-1, q.shape[1])).sum(0)
             d_logits = d_logits.to(q.dtype)
-            torch.mul(d_logits @ row.k, scale, out=q)
-            torch.mul(d_logits.transpose(-1, -2) @ row.q, scale, out=k)
+            torch.mul((d_logits @ part.k).view(q.shape), scale, out=q)
+            torch.mul((d_logits.transpose(1, 2) @ part.q).view(k.shape), scale, out=k)
         return d, d[..., 3, :, :].sum((0, 1, 2)).flatten().to(gate_bias.dtype), None, d_bias
+
+
+def _each(qkvg: Tensor, gate_bias: Tensor, mask: Tensor, bias: Tensor | None) -> Iterator[tuple[_Part, tuple[int, slice, slice]]]:
+    gates = gate_bias.view(qkvg.shape[-2:])
+    for b, rows, heads in _parts(qkvg):
+        shared = None if bias is None else bias[b, heads]
+        yield _part(qkvg[b, rows, :, :, heads], gates[heads], mask[b, rows], shared), (b, rows, heads)

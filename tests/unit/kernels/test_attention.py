@@ -34,7 +34,6 @@ def test_attention(bytes_: int, biased: bool, turned: bool, monkeypatch: pytest.
     qkvg = torch.randn(shape, dtype=torch.float64)
     qkvg = qkvg.transpose(1, 2) if turned else qkvg
     mask = (torch.rand(batch, rows, entries) > 0.3).double()
-    mask[0, 0] = 0  # a row with nothing in it
     bias = torch.randn(batch, heads, entries, entries, dtype=torch.float64) if biased else None
     given = [qkvg, torch.randn(heads * channels, dtype=torch.float64), mask, bias]
     both(attention.gated_attention, attention.plain, given, [0, 1, *([3] if biased else [])])
@@ -57,6 +56,14 @@ def test_masked_entries_are_not_seen() -> None:
     changed[:, :, 3:, 1:3] += 7
     out, other = (attention.gated_attention(x, torch.zeros(6), mask) for x in (qkvg, changed))
     assert torch.equal(out[:, :, :3], other[:, :, :3]) and not torch.equal(out[:, :, 3:], torch.zeros_like(out[:, :, 3:]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_row_with_nothing_in_it_is_a_mean(dtype: torch.dtype) -> None:
+    qkvg = torch.randn(1, 1, 5, 4, 1, 8, dtype=dtype)
+    qkvg[..., 0, :, :] = 0
+    out = attention.gated_attention(qkvg, torch.full((8,), 50.0).to(dtype), torch.zeros(1, 1, 5))
+    torch.testing.assert_close(out[0, 0, 0], qkvg[0, 0, :, 2, 0].mean(0), rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize("bytes_", [1, 3000, 1 << 20])
