@@ -36,10 +36,13 @@ def _parts(a: Tensor, b: Tensor) -> Any:
 
 
 def _products(left: Tensor, right: Tensor) -> Tensor:
-    """left [A, I, S] contiguous, right [S, J, A] -> [I, J, A, A] as rows of [I * J, A * A], the channels of ``right`` inside"""
-    channels, few, _ = left.shape
-    found = left.flatten(0, 1) @ right.flatten(1)  # [A * I, J * A]
-    return found.view(channels, few, -1, channels).permute(1, 2, 0, 3).flatten(0, 1).flatten(1)
+    """left [I, S, A], right [S, J, A] -> [I * J, A * A], the channels of ``left`` inside: so they are written as they lie"""
+    return (right.flatten(1).T.expand(len(left), -1, -1) @ left).view(-1, left.shape[2] ** 2)
+
+
+def _turned(weight: Tensor, channels: int) -> Tensor:
+    """With the channels of a inside.   [C, A * A] -> [C, A * A]"""
+    return weight.view(-1, channels, channels).transpose(1, 2).flatten(1)
 
 
 class _Outer(torch.autograd.Function):
@@ -47,10 +50,10 @@ class _Outer(torch.autograd.Function):
     def forward(ctx: Any, a: Tensor, b: Tensor, weight: Tensor, bias: Tensor, count: Tensor) -> Tensor:
         ctx.save_for_backward(a, b, weight, bias, count)
         out = a.new_empty(len(a), a.shape[2], b.shape[2], len(weight))
+        turned = _turned(weight, a.shape[3]).T
         for n, rows in _parts(a, b):
-            left = a[n, :, rows].permute(2, 1, 0).contiguous()
             into = out[n, rows]
-            torch.addmm(bias, _products(left, b[n].contiguous()), weight.T, out=into.flatten(0, 1))
+            torch.addmm(bias, _products(a[n, :, rows].transpose(0, 1), b[n]), turned, out=into.flatten(0, 1))
             into /= count[n, rows, :, None]
         return out
 
@@ -59,13 +62,13 @@ class _Outer(torch.autograd.Function):
         a, b, weight, bias, count = ctx.saved_tensors
         channels = a.shape[3]
         d_a, d_b = torch.empty_like(a), torch.zeros_like(b)
-        d_weight, d_bias = torch.zeros_like(weight), torch.zeros_like(bias)
+        d_weight, d_bias, turned = torch.zeros_like(weight), torch.zeros_like(bias), _turned(weight, channels)
         for n, rows in _parts(a, b):
-            left, right = a[n, :, rows].permute(2, 1, 0).contiguous(), b[n].contiguous()
+            left, right = a[n, :, rows].transpose(0, 1), b[n]  # [I, S, A], [S, J, A]
             above = (grad[n, rows] / count[n, rows, :, None]).flatten(0, 1)  # [I * J, C]
             d_weight.addmm_(above.T, _products(left, right))
             d_bias += above.sum(0)
-            d = (above @ weight).view(left.shape[1], -1, channels, channels).permute(2, 0, 1, 3).flatten(2).flatten(0, 1)
-            d_a[n, :, rows] = (d @ right.flatten(1).T).view(left.shape).permute(2, 1, 0)
-            d_b[n] += (left.flatten(0, 1).T @ d).view(right.shape)
-        return d_a, d_b, d_weight, d_bias, None
+            d = (above @ turned).view(len(left), -1, channels)  # [I, J * A, A]
+            d_a[n, :, rows] = (right.flatten(1).expand(len(left), -1, -1) @ d).transpose(0, 1)
+            d_b[n] += (left @ d.transpose(1, 2)).sum(0).view(right.shape)
+        return d_a, d_b, _turned(d_weight, channels), d_bias, None

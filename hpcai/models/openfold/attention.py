@@ -11,7 +11,10 @@ from hpcai.models.openfold.layers import Linear, channels_first, draw
 
 
 class GatedAttention(nn.Module):
-    """Of every row over its entries; the four projections are one product.   x [B, I, N, C], mask [B, I, N] -> [B, I, N, C]"""
+    """Of every row over its entries, or of every column; the four projections are one product.
+
+    x [B, I, N, C], mask [B, I, N], bias [B, H, N, N] -> [B, I, N, C]; with ``columns`` I and N change places in the last one
+    """
 
     def __init__(self, channels: int, head: int, heads: int) -> None:
         super().__init__()
@@ -24,8 +27,10 @@ class GatedAttention(nn.Module):
                 draw(part, "glorot")
             self.linear_qkvg.weight[3 * head * heads :] = 0
 
-    def forward(self, x: Tensor, mask: Tensor, bias: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor, bias: Tensor | None = None, columns: bool = False) -> Tensor:
         qkvg = self.linear_qkvg(x).unflatten(-1, (4, self.heads, self.head))
+        if columns:  # what is transposed are strides; every product reads and writes as its input lies
+            return self.linear_o(gated_attention(qkvg.transpose(1, 2), self.gate_bias, mask.transpose(1, 2), bias).transpose(1, 2))
         return self.linear_o(gated_attention(qkvg, self.gate_bias, mask, bias))
 
 
@@ -53,8 +58,7 @@ class ColumnAttention(nn.Module):
         self.attention = GatedAttention(channels, head, heads)
 
     def forward(self, m: Tensor, mask: Tensor) -> Tensor:
-        # Transposed after the norm, whose output is then read in the order in which it was written.
-        return self.attention(self.layer_norm_m(m).transpose(1, 2), mask.transpose(1, 2)).transpose(1, 2)
+        return self.attention(self.layer_norm_m(m), mask, columns=True)
 
 
 class GlobalColumnAttention(nn.Module):
@@ -100,7 +104,6 @@ class TriangleAttention(nn.Module):
 
     def forward(self, z: Tensor, mask: Tensor) -> Tensor:
         z = self.layer_norm(z)
-        if not self.starting:
-            z, mask = z.transpose(1, 2), mask.transpose(1, 2)
-        found = self.attention(z, mask, self.every_row(channels_first(self.linear.weight, None, z)))
-        return found if self.starting else found.transpose(1, 2)
+        bias = channels_first(self.linear.weight, None, z)
+        bias = self.every_row(bias if self.starting else bias.transpose(2, 3))
+        return self.attention(z, mask, bias, columns=not self.starting)

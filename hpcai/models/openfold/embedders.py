@@ -75,7 +75,7 @@ class TemplateAngles(nn.Module):
         x = [one_hot(features["template_aatype"], _TYPES, kind)]
         x += [features[f"template_{name}torsion_angles_sin_cos"].flatten(-2).to(kind) for name in ("", "alt_")]
         x += [features["template_torsion_angles_mask"].to(kind)]
-        return self.linear_2(self.linear_1(torch.cat(x, -1)).relu_())
+        return self.linear_2(self.linear_1(torch.cat(x, -1)).relu())
 
 
 class PointwiseAttention(nn.Module):

@@ -1,6 +1,6 @@
 """Linear layers with the initial weights of AlphaFold (supplement 1.11.4), transitions, and dropout that rows or columns share."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +43,7 @@ class Transition(nn.Module):
         self.linear_2 = Linear(widen * channels, channels, start="final")
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear_2(self.linear_1(self.layer_norm(x)).relu_())
+        return self.linear_2(self.linear_1(self.layer_norm(x)).relu())  # in place would copy gradients: a linear layer gives a view
 
 
 class Dropout(nn.Module):
@@ -63,10 +63,37 @@ class Dropout(nn.Module):
 
 def channels_first(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
     """A linear layer whose channels come out in front, for products over the other dims.   x [B, I, J, C] -> [B, C', I, J]"""
-    found = weight @ x.flatten(1, 2).transpose(1, 2)
-    if bias is not None:
-        found = found + bias[:, None]
-    return found.unflatten(2, x.shape[1:3])
+    if torch.compiler.is_compiling():
+        found = weight @ x.flatten(1, 2).transpose(1, 2)
+        return (found if bias is None else found + bias[:, None]).unflatten(2, x.shape[1:3])
+    device = x.device.type
+    kind = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    with torch.autocast(device, enabled=False):  # written in place, where autocast does not reach
+        given = weight.to(kind), None if bias is None else bias.to(kind), x.to(kind)
+        return _ChannelsFirst.apply(*given)
+
+
+class _ChannelsFirst(torch.autograd.Function):
+    """Products that read and write each tensor as it lies; torch's own transpose by copies."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+        ctx.save_for_backward(weight, x)
+        ctx.biased = bias is not None
+        out = x.new_empty(len(x), len(weight), *x.shape[1:3])
+        for rows, into in zip(x.flatten(1, 2), out.flatten(2)):
+            torch.mm(weight, rows.T, out=into) if bias is None else torch.addmm(bias[:, None], weight, rows.T, out=into)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        weight, x = ctx.saved_tensors
+        grad = grad.flatten(2)
+        d_x, d_weight = torch.empty_like(x, memory_format=torch.contiguous_format), torch.zeros_like(weight)
+        for above, rows, into in zip(grad, x.flatten(1, 2), d_x.flatten(1, 2)):
+            torch.mm(above.T, weight, out=into)
+            d_weight.addmm_(above, rows)
+        return d_weight, grad.sum((0, 2)) if ctx.biased else None, d_x
 
 
 def one_hot(index: Tensor, classes: int, dtype: torch.dtype) -> Tensor:

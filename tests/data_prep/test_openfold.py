@@ -1,0 +1,436 @@
+"""Protein chains: rows are what the readers read, whoever makes them and however often it stops; each chain is kept or listed."""
+
+import gzip
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from datetime import date
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from data_prep import chains, openfold, proteins, store
+from hpcai.data.hdf5 import Rows
+from hpcai.models.openfold.alignments import encode, read_alignments
+from hpcai.models.openfold.residues import GAP, LETTERS
+from hpcai.models.openfold.structures import read_mmcif, write_structure
+from tests.data_prep.making import ROOT, kill_after, workers_and_ranks_agree
+from tests.proteins import chain as drawn
+
+pytest.importorskip("gemmi", reason="gemmi is not installed: the conversion of proteins is NOT tested")
+REAL = ROOT.parent / "shared" / "realdata" / "openfold"
+FIELDS = {**chains.PER_CHAIN, **chains.FLAT}
+SMALL = ["--chains", "8", "--families", "4", "--each", "1", "--length", "16", "20", "--rows", "6", "--validation", "0.25",
+         "--no-check"]  # fmt: skip
+
+
+def run(command, *words, workers="1"):
+    return openfold.main([command, *map(str, words), *(["--workers", workers] if command != "check" else [])])
+
+
+def content(out):
+    paths = [*out.glob("[tv]*/*.h5"), *out.glob("[tv]*/index.json"), *out.glob("*.json")]
+    return {path.relative_to(out).as_posix(): path.read_bytes() for path in sorted(paths)}
+
+
+def loaded(path):
+    return json.loads(path.read_text())
+
+
+def rows_of(out, split):
+    rows = Rows(out / split, FIELDS)
+    return {one["name"].decode(): one for one in map(rows.read, range(len(rows)))}
+
+
+def named(out):
+    return {split: sorted(rows_of(out, split)) for split in ("train", "validation")}
+
+
+# ---- a small library
+
+
+def sequence(number):
+    return "".join(LETTERS[kind] for kind in drawn(20 + number, number).aatype)
+
+
+def add_structure(folder, name, number, day="2011-03-02", resolution=2.0):
+    one, path = drawn(20 + number, number), folder / "mmcif" / name[:2] / f"{name}.cif"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_structure(path, one.aatype, one.positions, one.mask, one.bfactors, chain="A")
+    dated = f"\n_pdbx_audit_revision_history.revision_date {day}\n" if day else "\n"
+    path.write_text(path.read_text() + f"{dated}_refine.ls_d_res_high {resolution}\n_exptl.method 'X-RAY DIFFRACTION'\n")
+
+
+def add_alignment(folder, name, text, rows=5):
+    path = folder / "alignments" / name / "a3m" / "uniref90_hits.a3m"
+    path.parent.mkdir(parents=True)
+    others = [f">row {n}\n{text[:n]}aaaa{text[n:-n]}{'-' * n}\n" for n in range(1, rows)]
+    path.write_text(f">query\n{text}\n" + "".join(others))
+    return path
+
+
+@pytest.fixture
+def library(tmp_path):
+    """Five entries, of which 5eee has no alignments, 3ccc is packed and 1aaa has a folder written in the other case."""
+    folder = tmp_path / "library"
+    for number, name in enumerate(("1aaa", "2bbb", "3ccc", "4ddd", "5eee")):
+        add_structure(folder, name, number)
+        if name != "5eee":
+            add_alignment(folder, f"{name.upper() if number == 0 else name}_A", sequence(number))
+    packed = folder / "mmcif" / "3c" / "3ccc.cif"
+    packed.with_name("3ccc.cif.gz").write_bytes(gzip.compress(packed.read_bytes()))
+    packed.unlink()
+    (folder / "held").write_text("4DDD_A\n")
+    return folder
+
+
+def convert(library, out, *more, held="held", workers="1"):
+    words = ["--structures", library / "mmcif", "--alignments", library / "alignments", out, *more]
+    return run("convert", *words, *(["--validation", library / held] if held else []), workers=workers)
+
+
+# ---- convert
+
+
+@pytest.mark.skipif(not REAL.is_dir(), reason=f"{REAL} is not there: real structures and alignments are NOT converted")
+def test_real_rows_are_what_the_readers_read(tmp_path, capsys):
+    (tmp_path / "held").write_text("5zyh_A\n7ZZX_B\n")
+    words = "--released-until", "2024-01-01", "--validation", tmp_path / "held"
+    assert run("convert", "--structures", REAL / "mmcif", "--alignments", REAL / "alignments", tmp_path / "out", *words) == 0
+    told = capsys.readouterr().out
+    assert "12 structures with 26 chains" in told and "7 chains have their own, 19 chains have none" in told
+    found = {split: rows_of(tmp_path / "out", split) for split in ("train", "validation")}
+    assert set(found["validation"]) == {"5zyh_A", "7zzx_B"} and len(found["train"]) == 24
+    assert loaded(tmp_path / "out" / "skipped.json") == {"unusable": {}, "filtered": {}}
+    deep = 0
+    for name, row in (found["train"] | found["validation"]).items():
+        entry, author = name.split("_")
+        one, folder = read_mmcif(REAL / "mmcif" / f"{entry}.cif", author).chains[author], REAL / "alignments" / name
+        assert (row["aatype"] == one.aatype).all() and (row["mask"] == one.mask).all() and (row["positions"] == one.positions).all()
+        assert row["resolution"] == np.float32(one.resolution or 0)
+        assert date.fromordinal(date(1970, 1, 1).toordinal() + int(row["release"])) == one.release
+        msa, deletions = (row[kind].reshape(-1, len(one.aatype)) for kind in ("msa", "deletions"))
+        if folder.is_dir():
+            aligned, deep = read_alignments(folder, one.sequence), deep + 1
+            assert (msa == aligned.msa).all() and (deletions == aligned.deletions).all() and len(msa) == len(aligned)
+        else:
+            assert (msa == encode(one.sequence)).all() and len(msa) == 1 and not deletions.any()
+    train = found["train"]
+    assert deep == 7 and train["102m_A"]["cluster"] == train["8f9h_A"]["cluster"] and train["102m_A"]["cluster_size"] == 2
+    assert train["5kc1_C"]["cluster_size"] == 12 and len({int(row["cluster"]) for row in train.values()}) == 9
+    assert run("check", tmp_path / "out") == 0 and (tmp_path / "out" / "chains.png").read_bytes().startswith(b"\x89PNG")
+    told = capsys.readouterr().out
+    assert "26 samples against index.json: equal" in told and "validation: 2 chains of 2 clusters; 204 to 237 residues" in told
+
+
+def test_the_files_are_as_promised(library, tmp_path):
+    assert convert(library, tmp_path / "out", "--each", "2") == 0
+    index = loaded(tmp_path / "out" / "train" / "index.json")
+    assert {name: (field["dtype"], field["shape"]) for name, field in index["fields"].items()} == {
+        "residues": ("int32", []), "letters": ("int32", []), "name": ("S24", []), "resolution": ("float32", []),
+        "release": ("int32", []), "cluster": ("int32", []), "cluster_size": ("int32", []), "aatype": ("int8", ["residues"]),
+        "positions": ("float32", ["residues", 37, 3]), "mask": ("uint8", ["residues", 37]), "msa": ("int8", ["letters"]),
+        "deletions": ("uint8", ["letters"]),
+    }  # fmt: skip
+    assert [(entry["rows"], entry["lengths"]) for entry in index["files"]] == [
+        (2, {"residues": 20 + 21, "letters": 5 * (20 + 21)}), (2, {"residues": 22 + 24, "letters": 5 * 22 + 24}),
+    ]  # fmt: skip
+    row = rows_of(tmp_path / "out", "train")["1aaa_A"]
+    msa, deletions = (row[name].reshape(5, 20) for name in ("msa", "deletions"))
+    assert (msa[0] == row["aatype"]).all() and (msa[3, -3:] == GAP).all() and deletions[3].tolist() == [0] * 3 + [4] + [0] * 16
+    stated = loaded(tmp_path / "out" / "statistics.json")["splits"]
+    assert stated["train"]["depth"] == {"minimum": 1, "median": 5, "maximum": 5, "mean": 4, "query alone": 1}
+    assert stated["validation"]["residues"]["total"] == 23 and stated["train"]["clusters"] == 4
+
+
+def test_workers_and_ranks_convert_to_the_same_bytes(library, tmp_path, monkeypatch):
+    assert convert(library, tmp_path / "alone", "--each", "1") == 0
+    monkeypatch.setattr(openfold, "SCANNED", 2)
+    assert convert(library, tmp_path / "two", "--each", "1", workers="2") == 0
+    options = f"--structures mmcif --alignments alignments {tmp_path / 'ranks'} --each 1 --validation held --workers 1"
+    words = [sys.executable, "-m", "data_prep.openfold", "convert", *options.split()]
+    ranks = []
+    for rank in "10":                               # rank 1 comes to what rank 0 has not looked at yet
+        alone = {**os.environ, "PMI_SIZE": "2", "PMI_RANK": rank, "PYTHONPATH": str(ROOT)}
+        ranks.append(subprocess.Popen(words, cwd=library, env=alone))
+        while not (tmp_path / "ranks" / ".convert" / "recipe.json").is_file() and ranks[0].poll() is None:
+            time.sleep(0.01)
+    assert [rank.wait(60) for rank in ranks] == [0, 0]
+    assert len(content(tmp_path / "alone")) == 5 + 2 + 3
+    assert content(tmp_path / "two") == content(tmp_path / "alone") == content(tmp_path / "ranks")
+
+
+def test_what_is_done_is_not_done_again(library, tmp_path, monkeypatch, capsys):
+    out, words = tmp_path / "out", ("--each", "1")
+    assert convert(library, out, *words) == 0
+    before, calls = content(out), []
+    monkeypatch.setattr(openfold, "read_mmcif", lambda path: calls.append(path.stem) or read_mmcif(path))
+    assert convert(library, out, *words) == 0 and not calls
+    sorted(out.glob("train/*.h5"))[1].unlink()
+    (out / "validation" / ".records" / "chains_000000.h5.json").unlink()              # stopped between file and record
+    assert convert(library, out, *words) == 0 and calls == ["2bbb", "4ddd"] and content(out) == before
+    capsys.readouterr()
+    assert convert(library, out, *words, "--most", "2") == 2 and "most None (now 2)" in capsys.readouterr().err
+    add_structure(library, "6fff", 5)
+    assert convert(library, out, *words) == 2 and "structures 5, names" in capsys.readouterr().err and content(out) == before
+
+
+def test_most_keeps_the_first_rows(library, tmp_path):
+    assert convert(library, tmp_path / "all") == 0 and convert(library, tmp_path / "some", "--most", "3") == 0
+    every, some = (rows_of(tmp_path / name, "train")["2bbb_A"] for name in ("all", "some"))
+    assert len(every["msa"]) == 5 * 21 and (every["msa"][: 3 * 21] == some["msa"]).all() and len(some["msa"]) == 3 * 21
+
+
+def test_many_deletions_are_clipped(library, tmp_path):
+    path, text = library / "alignments" / "2bbb_A" / "a3m" / "uniref90_hits.a3m", sequence(1)
+    path.write_text(f">query\n{text}\n>long\n{text[:4]}{'a' * 300}{text[4:9]}{'g' * 254}{text[9:-1]}-\n")
+    assert convert(library, tmp_path / "out") == 0
+    deletions = rows_of(tmp_path / "out", "train")["2bbb_A"]["deletions"].reshape(2, -1)
+    assert deletions[1, [4, 9]].tolist() == [255, 254] and deletions.sum() == 509
+    assert loaded(tmp_path / "out" / "statistics.json")["splits"]["train"]["clipped_deletions"] == 1
+
+
+FOUND = {"release": 15000, "resolution": 2.0, "resolved": 3, "sequence": b"ACDEFGHIKL", "cluster": 0, "key": "1abc_A"}
+SPLIT = [
+    ({}, "train"), ({"resolved": 0}, "no residue has a CA"), ({"resolution": 9.0}, "9 angstrom, --resolution 9"),
+    ({"resolution": 8.99}, "train"), ({"resolution": 0.0}, "train"), ({"release": -1}, "train"),
+    ({"release": date(2021, 9, 16)}, "train"), ({"release": date(2021, 9, 17)}, "validation"),
+    ({"release": date(2021, 12, 11)}, "validation"),
+    ({"release": date(2021, 12, 12)}, "released 2021-12-12, --released-until 2021-09-16"),
+    ({"sequence": b"AAAAAAAAGC"}, "train"), ({"sequence": b"AAAAAAAAAC"}, "90% of the residues are the same, --single 0.8"),
+    ({"release": date(2021, 10, 1), "sequence": b"A" * 700, "resolution": 20.0}, "validation"),
+    ({"release": date(2021, 10, 1), "sequence": b"A" * 701}, "701 residues, --validation-length 700"),
+    ({"cluster": -1}, "in no cluster of FILE"), ({"cluster": -1, "release": date(2021, 10, 1)}, "validation"),
+    ({"held": True, "resolution": 20.0}, "validation"), ({"held": False, "release": date(2021, 10, 1)}, "released 2021-10-01"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("facts, verdict", SPLIT)
+def test_a_chain_goes_where_mlperf_has_it(facts, verdict):
+    facts = dict(facts)
+    held = {"1abc_A" if facts.pop("held") else "2abc_A"} if "held" in facts else set()
+    facts = FOUND | facts
+    if isinstance(facts["release"], date):
+        facts["release"] = chains.days(facts["release"])
+    options = openfold.parser().parse_args(["convert", "--structures", "a", "--alignments", "b", "c", "--clusters", "FILE"])
+    found = openfold.Found(source=Path("x"), name="1abc_A", entity="", **{key: facts[key] for key in FOUND if key != "cluster"})
+    assert openfold._split(found, facts["cluster"], options, held).startswith(verdict)
+
+
+def test_validation_is_what_came_out_between_two_days(library, tmp_path, capsys):
+    add_structure(library, "6fff", 5, day="2021-10-01")
+    add_structure(library, "7ggg", 6, day="2022-10-01")
+    add_structure(library, "8hhh", 7, day=None)
+    assert convert(library, tmp_path / "out", held=None) == 0
+    assert named(tmp_path / "out") == {
+        "train": ["1aaa_A", "2bbb_A", "3ccc_A", "4ddd_A", "5eee_A", "8hhh_A"], "validation": ["6fff_A"]}  # fmt: skip
+    assert "1 chains without a release date are taken for training" in capsys.readouterr().out
+    assert rows_of(tmp_path / "out", "train")["8hhh_A"]["release"] == -1
+    assert list(loaded(tmp_path / "out" / "skipped.json")["filtered"]) == ["7ggg_A"]
+    assert convert(library, tmp_path / "other", "--validation-from", "2021-09-16", held=None) == 2
+    assert "expected after --released-until 2021-09-16" in capsys.readouterr().err
+
+
+def test_clusters_are_lines_of_chains_or_of_entities_or_equal_sequences(library, tmp_path, capsys):
+    add_structure(library, "6fff", 1)
+    out, lines = tmp_path / "out", library / "clusters"
+    assert convert(library, out) == 0
+    rows = rows_of(out, "train")
+    assert rows["6fff_A"]["cluster"] == rows["2bbb_A"]["cluster"] and rows["6fff_A"]["cluster_size"] == 2
+    assert rows["1aaa_A"]["cluster_size"] == 1 and rows["1aaa_A"]["cluster"] != rows["2bbb_A"]["cluster"]
+    for kind, end in (("chains", "A"), ("entities", "1")):
+        lines.write_text(f"1AAA_{end} 5EEE_{end} 9ZZZ_{end}\n2BBB_{end} 4DDD_{end}\n")
+        capsys.readouterr()
+        assert convert(library, tmp_path / kind, "--clusters", lines) == 0
+        assert ("names entities" in (told := capsys.readouterr().out)) == (kind == "entities")
+        assert "1 chains, such as 2bbb_A, are in a cluster with one of validation: kept in training" in told
+        found = {name: (int(row["cluster"]), int(row["cluster_size"])) for name, row in rows_of(tmp_path / kind, "train").items()}
+        assert found == {"1aaa_A": (0, 2), "5eee_A": (0, 2), "2bbb_A": (1, 1)}
+        why = loaded(tmp_path / kind / "skipped.json")["filtered"]
+        assert set(why) == {"3ccc_A", "6fff_A"} and "in no cluster of" in why["3ccc_A"]
+    assert convert(library, tmp_path / "apart", "--clusters", lines, "--apart") == 0
+    assert named(tmp_path / "apart")["train"] == ["1aaa_A", "5eee_A"]
+
+
+def test_a_twin_lends_its_alignment(library, tmp_path, capsys):
+    add_structure(library, "6fff", 1)
+    (library / "twins").write_text("9xxx_A 6FFF_A 2bbb_A\n3ccc_A 1aaa_A\n")
+    assert convert(library, tmp_path / "out", "--duplicates", library / "twins") == 0
+    assert "4 chains have their own, 1 chains have none, 1 chains have a twin's" in capsys.readouterr().out
+    rows = rows_of(tmp_path / "out", "train")
+    assert (rows["6fff_A"]["msa"] == rows["2bbb_A"]["msa"]).all() and len(rows["6fff_A"]["msa"]) == 5 * 21
+
+
+def test_what_cannot_be_used_is_listed_and_the_rest_goes_on(library, tmp_path, capsys):
+    for number, name in enumerate(("6fff", "7ggg"), 5):
+        add_structure(library, name, number)
+    path = library / "mmcif" / "6f" / "6fff.cif"
+    path.write_text(path.read_text()[:-700].rsplit("\n", 1)[0] + "\nATOM 1 N")           # in the middle of a row
+    add_alignment(library, "7ggg_A", sequence(0))
+    a3m = library / "alignments" / "2bbb_A" / "a3m" / "uniref90_hits.a3m"
+    a3m.write_text(a3m.read_text().replace("aaaa", "aa?a", 1))
+    with (library / "held").open("a") as file:
+        file.write("9zzz_A\n")
+    assert convert(library, tmp_path / "out") == 0
+    assert named(tmp_path / "out") == {"train": ["1aaa_A", "3ccc_A", "5eee_A"], "validation": ["4ddd_A"]}
+    listed, told = loaded(tmp_path / "out" / "skipped.json"), capsys.readouterr().out
+    assert set(listed["unusable"]) == {str(path), "2bbb_A", "7ggg_A"} and "9zzz_A" in listed["filtered"]
+    assert "not a whole mmCIF file" in listed["unusable"][str(path)] and "residues, expected 26" in listed["unusable"]["7ggg_A"]
+    assert f"{a3m}: line 4, column" in listed["unusable"]["2bbb_A"]
+    assert all(text in told for text in ("cannot be used: 3", "in no structure", listed["unusable"]["2bbb_A"]))
+    assert loaded(tmp_path / "out" / "statistics.json")["splits"]["train"]["skipped"] == 2
+
+
+def spoil(library, how):
+    (library / "mmcif" / "more").mkdir()
+    if how == "twice":
+        shutil.copy(library / "mmcif" / "1a" / "1aaa.cif", library / "mmcif" / "more" / "1AAA.cif")
+    elif how == "others":
+        shutil.rmtree(library / "alignments")
+        add_alignment(library, "9zzz_A", sequence(0))
+    elif how == "unreadable":
+        for path in library.glob("alignments/[123]*/*/*"):
+            path.write_text("no a3m")
+        shutil.rmtree(library / "mmcif" / "5e")
+    elif how == "cut":
+        for path in library.glob("mmcif/*/*.*"):
+            path.write_text("data_x\nloop_\n_a.b\n_a.c\n1")
+    else:
+        shutil.rmtree(library / how)
+        if how == "mmcif":
+            (library / "mmcif").mkdir()
+
+
+BAD = {
+    "twice": "an entry of this name is also in", "alignments": "no such folder", "mmcif": "holds no .cif or .cif.gz",
+    "others": "holds a folder for none of 5 chains, such as 1aaa_A", "cut": "none of its 5 files can be used, the first because",
+    "unreadable": "none of its 3 chains can be used, the first because",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", BAD)
+def test_a_library_that_gives_nothing_is_refused(library, tmp_path, capsys, how):
+    spoil(library, how)
+    assert convert(library, tmp_path / "out") == 2
+    assert (error := capsys.readouterr().err).startswith("error: ") and BAD[how] in error
+    assert not list(tmp_path.glob("out/train/index.json"))
+
+
+def test_an_empty_split_is_refused_and_another_choice_needs_no_second_look(library, tmp_path, capsys, monkeypatch):
+    out, empty = tmp_path / "out", library / "empty"
+    assert convert(library, out, held=None) == 2
+    assert "none of 5 chains is left for validation" in (error := capsys.readouterr().err) and "--validation FILE" in error
+    monkeypatch.setattr(openfold, "scan", None)
+    assert convert(library, out, "--resolution", "1") == 2
+    assert "none of 5 chains is left for train, 1aaa_A because: 2 angstrom, --resolution 1" in capsys.readouterr().err
+    empty.write_text("\n")
+    assert convert(library, out, held="empty") == 2 and "holds nothing" in capsys.readouterr().err
+    assert convert(library, out) == 0 and named(out)["validation"] == ["4ddd_A"]
+
+
+# ---- simulate and check
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    out = tmp_path_factory.mktemp("families") / "alone"
+    assert run("simulate", out, *SMALL) == 0
+    return out
+
+
+def test_families_are_whole_in_a_split_and_a_function_of_seed_and_number(made):
+    found = {split: rows_of(made, split) for split in ("train", "validation")}
+    numbers = {split: {int(row["cluster"]) for row in rows.values()} for split, rows in found.items()}
+    assert not numbers["train"] & numbers["validation"] and [len(numbers[split]) for split in numbers] == [3, 1]
+    assert all(row["cluster_size"] == 2 for rows in found.values() for row in rows.values())
+    recipe = openfold.Recipe(1, 2, (16, 20), 6, 1, 0.25, 0.0)
+    for sample in recipe.family(2):
+        row = {**found["train"], **found["validation"]}[sample.chain.name]
+        assert (row["positions"] == sample.chain.positions).all() and (row["msa"] == sample.msa.ravel()).all()
+        assert 16 <= row["residues"] <= 20 and row["letters"] == 6 * row["residues"] and row["cluster"] == 2
+    assert not (made / ".convert").exists()
+
+
+def test_workers_and_ranks_make_the_same_bytes(made, tmp_path):
+    workers_and_ranks_agree(run, content, made, tmp_path, SMALL)
+
+
+def test_a_set_grows_and_a_killed_run_goes_on(made, tmp_path, monkeypatch):
+    kill_after("*/families_*.h5", "openfold", tmp_path / "out", SMALL)
+    calls, family = [], proteins.family
+    monkeypatch.setattr(proteins, "family", lambda *words: calls.append(1) or family(*words))
+    done = len(list(tmp_path.glob("out/*/families_*.h5")))
+    assert run("simulate", tmp_path / "out", *SMALL) == 0 and len(calls) == 4 - done < 4
+    assert content(tmp_path / "out") == content(made)
+    assert run("simulate", tmp_path / "out", *SMALL, "--families", "5", "--chains", "10") == 0 and len(calls) == 5 - done
+
+
+WRONG = {
+    "--seed 2": "seed 1 (now 2)", "--chains 9": "expected a multiple of --families", "--families 2 --chains 4": "files",
+    "--length 3 20": "expected the least and the most", "--length 20 18": "expected the least and the most",
+    "--validation 1": "fractions", "--families 1 --chains 2": "none is left for",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("more", WRONG)
+def test_a_wrong_setting_is_refused(made, tmp_path, capsys, more):
+    assert run("simulate", shutil.copytree(made, tmp_path / "same"), *SMALL, *more.split()) == 2
+    assert WRONG[more] in (error := capsys.readouterr().err) and error.startswith("error: ")
+    assert content(tmp_path / "same") == content(made)
+
+
+def test_the_check_passes_and_shows_chains(made, capsys):
+    assert run("check", made, "--no-picture", "--chains", "2") == 0
+    told = capsys.readouterr().out
+    assert "8 samples against index.json: equal" in told and "train: 6 chains of 3 clusters" in told
+    assert told.count("with a CA, 6 rows") == 2
+
+
+def change(name, at, value):
+    def act(file):
+        file[name][at] = value
+
+    return act
+
+
+HARM = {
+    "SHA-256": None, "the first row of the alignment differs from the chain at 1 residues": change("msa", 3, 19),
+    "'mask' goes from 0 to 2": change("mask", (8, 0), 2), "positions are not finite": change("positions", (8, 1, 0), np.nan),
+    "no residue has a CA": change("mask", slice(None), 0), "expected a multiple": change("letters", 0, 95),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", HARM)
+def test_the_check_finds_harm(made, tmp_path, capsys, text):
+    """Bytes against the index; and what no chain can have, where the index was made to agree."""
+    out = shutil.copytree(made, tmp_path / "harmed")
+    path, index = sorted(out.glob("train/*.h5"))[0], loaded(out / "train" / "index.json")
+    if HARM[text] is None:
+        with path.open("r+b") as file:
+            file.seek(path.stat().st_size // 2)
+            byte = file.read(1)
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte[0] ^ 1]))
+    else:
+        with h5py.File(path, "r+") as file:
+            if text.startswith("the first row"):
+                file["aatype"][3] = 0
+            HARM[text](file)
+        index["files"][0] |= {"sha256": store.digest(path), "bytes": path.stat().st_size}
+        (out / "train" / "index.json").write_text(json.dumps(index))
+    assert run("check", out, "--no-picture") in (1, 2)
+    told = capsys.readouterr()
+    assert text in told.out + told.err
+
+
+def test_the_check_finds_wrong_counts(made, tmp_path, capsys):
+    out = shutil.copytree(made, tmp_path / "harmed")
+    index = loaded(out / "train" / "index.json")
+    index["files"][0]["lengths"]["letters"] += 1
+    (out / "train" / "index.json").write_text(json.dumps(index))
+    assert run("check", out) == 1 and "'msa' is int8" in capsys.readouterr().out
