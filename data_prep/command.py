@@ -129,7 +129,7 @@ def conclude(app: str, options: argparse.Namespace, check: Callable[[], int] | N
     if store.launched()[0] != 0:
         return 0
     verdict = check() if check else 0
-    if verdict == 0:
+    if verdict == 0 and (Path(__file__).parents[1] / "apps" / app).is_dir():
         print(f"next: python -m apps.{app} apps/{app}/configs/small.yaml data.directory={options.out}", flush=True)
     return verdict
 
