@@ -6,7 +6,7 @@ from torch import Tensor
 
 from hpcai.models.openfold import residues
 from hpcai.models.openfold.alignments import Alignment
-from hpcai.models.openfold.features import TEMPLATES, FeatureConfig, collate, features
+from hpcai.models.openfold.features import TEMPLATES, FeatureConfig, collate, featurize
 from hpcai.models.openfold.geometry import Frames, groups_of, rotation_of
 from hpcai.models.openfold.structures import Chain
 
@@ -47,6 +47,6 @@ def batch(lengths: list[int], cfg: FeatureConfig = SMALL, dtype: torch.dtype = t
         made, other = chain(length, seed), chain(length, seed + 100)
         arrays = other.aatype, other.positions, other.mask, np.ones(1, np.float32)
         templates = {name: array[None] for name, array in zip(TEMPLATES, arrays)}
-        found.append(features(made, alignment(made, 9, seed), templates, cfg, index=seed, passes=passes))
+        found.append(featurize(made, alignment(made, 9, seed), templates, cfg, index=seed, passes=passes))
     tensors = {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in collate(found).items()}
     return {name: value.to(dtype) if value.is_floating_point() else value for name, value in tensors.items()}

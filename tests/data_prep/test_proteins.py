@@ -6,10 +6,10 @@ import pytest
 from data_prep import proteins
 from hpcai.errors import DataError
 from hpcai.models.openfold import residues
-from hpcai.models.openfold.features import FeatureConfig, features
+from hpcai.models.openfold.features import FeatureConfig, featurize
 from hpcai.models.openfold.residues import ATOM14_NAMES, GAP, LETTERS, PLACE
 from hpcai.models.openfold.structures import read_mmcif, write_structure
-from hpcai.models.openfold.truth import pseudo_beta, truth
+from hpcai.models.openfold.truth import pseudo_beta, truth_of
 
 LENGTHS = {0: 64, 1: 72, 9: 80, 11: 72}          # by seed: sheets, and from 9 on helices
 
@@ -52,7 +52,7 @@ def helices(chain, phi, psi):
 
 def angles(chain):
     """Omega before, phi and psi; what has no atoms is NaN."""
-    found = truth(chain.aatype, chain.positions, chain.mask)
+    found = truth_of(chain.aatype, chain.positions, chain.mask)
     sin_cos, known = found["torsion_angles_sin_cos"][:, :3], found["torsion_angles_mask"][:, :3]
     return np.where(known > 0, np.degrees(np.arctan2(sin_cos[..., 0], sin_cos[..., 1])), np.nan).T
 
@@ -63,7 +63,7 @@ def angles(chain):
 def test_bonds_and_angles_are_within_three_deviations(made):
     table = residues.bounds(3.0, 0.0)
     for chain, _ in made:
-        found = truth(chain.aatype, chain.positions, chain.mask)
+        found = truth_of(chain.aatype, chain.positions, chain.mask)
         at, there = found["atom14_gt_positions"].astype(float), found["atom14_gt_exists"] > 0
         distance = np.linalg.norm(at[:, :, None] - at[:, None], axis=-1)
         lower, upper, deviation = (part[chain.aatype] for part in (table.lower, table.upper, table.deviation))
@@ -206,7 +206,7 @@ def test_relatives_share_a_fold_and_not_a_sequence(made):
 
 def test_the_network_can_read_them(made):
     for chain, alignment in made[:2]:
-        found = features(chain, alignment, None, FeatureConfig(crop=48, clusters=16, extra=32, templates=0, recycles=1), seed=3)
+        found = featurize(chain, alignment, None, FeatureConfig(crop=48, clusters=16, extra=32, templates=0, recycles=1), seed=3)
         assert found["msa_feat"].shape == (16, 48, 49, 2) and all(np.isfinite(array).all() for array in found.values())
         assert 1.2 <= chain.resolution <= 3.5 and 1990 <= chain.release.year <= 2023 and chain.method
         assert (chain.positions[chain.mask == 0] == 0).all() and len(seen(chain)) >= len(chain.aatype) - 8

@@ -10,7 +10,7 @@ import pytest
 
 from hpcai.models.openfold import sampling
 from hpcai.models.openfold.alignments import Alignment
-from hpcai.models.openfold.features import TEMPLATES, FeatureConfig, centred, collate, features
+from hpcai.models.openfold.features import TEMPLATES, FeatureConfig, centred, collate, featurize
 from hpcai.models.openfold.residues import GAP, LETTERS
 from hpcai.models.openfold.structures import Chain
 
@@ -78,7 +78,7 @@ def test_the_small_batch_of_the_whole_model() -> None:
     cfg = FeatureConfig(crop=24, clusters=6, extra=8, templates=2, recycles=1)
     drawn = [np.flatnonzero((raw["template_sum_probs"] == one).all(1))[0] for one in golden["template_sum_probs"][0, ..., 0]]
     given = {key: array[drawn] for key, array in templates.items()}
-    sample = features(chain, alignment, given, cfg, training=False)
+    sample = featurize(chain, alignment, given, cfg, training=False)
     batch = collate([sample])
     assert batch.keys() == golden.keys() - {"no_recycling_iters"}
     _centre(golden)

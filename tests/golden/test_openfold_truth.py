@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from hpcai.models.openfold import residues
-from hpcai.models.openfold.truth import pseudo_beta, torsions, truth
+from hpcai.models.openfold.truth import pseudo_beta, torsions, truth_of
 
 GOLDEN = Path(__file__).resolve().parents[2] / ".." / "shared" / "golden" / "openfold"
 pytestmark = pytest.mark.skipif(not GOLDEN.is_dir(), reason=f"no golden data at {GOLDEN}")
@@ -23,7 +23,7 @@ def test_the_truth_of_a_chain(chain: str) -> None:
     """All else everywhere, frames of missing groups too. The reference computes in float32: its angles are off by up to 7e-6."""
     with np.load(GOLDEN / "features_real" / f"{chain}.npz", allow_pickle=False) as golden:
         wanted = {name.removeprefix("det."): golden[name] for name in golden.files if name.startswith("det.")}
-    found = truth(wanted["aatype"], wanted["all_atom_positions"], wanted["all_atom_mask"], chain)
+    found = truth_of(wanted["aatype"], wanted["all_atom_positions"], wanted["all_atom_mask"], chain)
     assert len(found) == 23
     for name, array in found.items():
         assert array.shape == wanted[name].shape and array.dtype.kind == wanted[name].dtype.kind, name
@@ -40,7 +40,7 @@ def test_atoms_of_a_chain_lie_in_their_groups_where_the_table_has_them() -> None
     """A branch on the wrong side would be 2 angstrom away; the largest bend is 0.4."""
     with np.load(GOLDEN / "features_real" / "5zyh_A.npz", allow_pickle=False) as golden:
         aatype, positions, mask = (golden[f"det.{name}"] for name in ("aatype", "all_atom_positions", "all_atom_mask"))
-    found = truth(aatype, positions, mask)
+    found = truth_of(aatype, positions, mask)
     group = residues.ATOM14_GROUP[aatype]
     frames = np.take_along_axis(found["rigidgroups_gt_frames"], group[..., None, None], 1).astype(float)
     exists = found["atom14_gt_exists"] * np.take_along_axis(found["rigidgroups_gt_exists"], group, 1) > 0

@@ -20,7 +20,7 @@ from hpcai.models.openfold.config import Natural, Positive, Rate
 from hpcai.models.openfold.residues import GAP, LETTERS, UNKNOWN
 from hpcai.models.openfold.sampling import MaskConfig
 from hpcai.models.openfold.structures import Chain
-from hpcai.models.openfold.truth import atom14, pseudo_beta, torsions, truth
+from hpcai.models.openfold.truth import atom14, pseudo_beta, torsions, truth_of
 
 Array = NDArray[Any]
 
@@ -65,7 +65,7 @@ class FeatureConfig(Settings):
         return cls.model_validate(presets[name] | changes)
 
 
-def features(
+def featurize(
     chain: Chain | str, alignment: Alignment, templates: Mapping[str, Array] | None = None, cfg: FeatureConfig | None = None, *,
     seed: int = 0, epoch: int = 0, index: int = 0, passes: int | None = None, training: bool = True,
 ) -> dict[str, Array]:  # fmt: skip
@@ -89,7 +89,7 @@ def features(
     seen = slice(first, first + size)
     fixed = _residues(aatype, seen, size)
     if not isinstance(chain, str):
-        found = truth(aatype, chain.positions, chain.mask, where)
+        found = truth_of(aatype, chain.positions, chain.mask, where)
         found |= {"all_atom_positions": np.where(chain.mask[..., None] > 0, chain.positions, 0), "all_atom_mask": chain.mask}
         fixed |= {name: fit(array[seen], size) for name, array in found.items() if name not in _NOT_READ}
         fixed |= {"resolution": np.float32(chain.resolution or 0), "is_distillation": np.float32(0)}

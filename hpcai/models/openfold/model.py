@@ -58,7 +58,7 @@ class OpenFold(nn.Module):
         self.heads = Heads(cfg.msa, cfg.pair, cfg.single, cfg.heads)
 
     def forward(self, features: Mapping[str, Tensor]) -> Prediction:
-        """``features`` as ``hpcai.models.openfold.features`` makes them, with a batch dim in front and a dim of passes at the end.
+        """``features`` as ``hpcai.models.openfold.featurize`` makes them, with a batch dim in front and a dim of passes at the end.
 
         Only the last pass has gradients; the others give it where to begin.
         """
@@ -76,8 +76,8 @@ class OpenFold(nn.Module):
         return Prediction(m[:, :clusters], z, s, atoms, positions, self.heads(m[:, :clusters], z, s, atoms.states[-1]))
 
     def fold(self, sequence: str, alignments: Any = None, **words: Any) -> Any:
-        """The structure of a sequence, with confidence; see ``hpcai.models.openfold.fold.fold``."""
-        from hpcai.models.openfold.fold import fold
+        """The structure of a sequence, with confidence; see ``hpcai.models.openfold.folding.fold``."""
+        from hpcai.models.openfold.folding import fold
 
         return fold(self, sequence, alignments, **words)
 

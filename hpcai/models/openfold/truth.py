@@ -132,7 +132,7 @@ def atom14(aatype: Any, where: str = "structure") -> dict[str, Array]:
     }
 
 
-def truth(aatype: Any, positions: Any, mask: Any, where: str = "structure") -> dict[str, Array]:
+def truth_of(aatype: Any, positions: Any, mask: Any, where: str = "structure") -> dict[str, Array]:
     """All that the losses compare with.   [..., N] types up to 20, [..., N, 37, 3] angstrom, [..., N, 37]
 
     Names with ``alt`` are the structure under the other naming of atoms that a half turn exchanges. Atoms that a residue of its

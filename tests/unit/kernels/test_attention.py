@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpcai.kernels import attention, gate, outer
+from hpcai.kernels import attention, gates, outer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -79,7 +79,7 @@ def test_outer_products(bytes_: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_gates(masked: bool) -> None:
     torch.manual_seed(0)
     x, g = torch.randn(2, 3, 4, 5, dtype=torch.float64).unbind()
-    both(gate.gate, gate.plain, [x, g, torch.rand(3, 1, 5, dtype=torch.float64) if masked else None], [0, 1])
+    both(gates.gate, gates.plain, [x, g, torch.rand(3, 1, 5, dtype=torch.float64) if masked else None], [0, 1])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

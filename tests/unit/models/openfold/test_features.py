@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hpcai.errors import DataError
 from hpcai.models.openfold import sampling
 from hpcai.models.openfold.alignments import Alignment, encode
-from hpcai.models.openfold.features import FeatureConfig, choose_templates, collate, features
+from hpcai.models.openfold.features import FeatureConfig, choose_templates, collate, featurize
 from hpcai.models.openfold.residues import GAP, LETTERS, MASKED, UNKNOWN
 from hpcai.models.openfold.sampling import MaskConfig
 from hpcai.models.openfold.structures import Chain
@@ -48,17 +48,17 @@ def same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> set[str]:
 
 def test_a_sample_is_a_function_of_seed_epoch_and_index() -> None:
     parts = made()
-    first = features(*parts, SMALL, seed=1, epoch=2, index=3)
-    assert same(first, features(*parts, SMALL, seed=1, epoch=2, index=3)) == first.keys()
+    first = featurize(*parts, SMALL, seed=1, epoch=2, index=3)
+    assert same(first, featurize(*parts, SMALL, seed=1, epoch=2, index=3)) == first.keys()
     for seed, epoch, index in ((2, 2, 3), (1, 3, 3), (1, 2, 4), (3, 2, 1)):
-        other = features(*parts, SMALL, seed=seed, epoch=epoch, index=index)
+        other = featurize(*parts, SMALL, seed=seed, epoch=epoch, index=index)
         assert not {"msa_feat", "bert_mask", "extra_msa"} & same(first, other)
-    fewer = features(*parts, SMALL, seed=1, epoch=2, index=3, passes=2)
+    fewer = featurize(*parts, SMALL, seed=1, epoch=2, index=3, passes=2)
     assert all(np.array_equal(array, first[name][..., :2]) for name, array in fewer.items())
 
 
 def test_passes_see_the_same_residues_and_templates_and_other_rows() -> None:
-    sample = features(*made(), SMALL, seed=5)
+    sample = featurize(*made(), SMALL, seed=5)
     varying = {name for name, array in sample.items() if not (array == array[..., :1]).all()}
     assert varying == {"msa_feat", "true_msa", "bert_mask", "extra_msa", "extra_has_deletion", "extra_deletion_value"}
     assert not any(np.array_equal(sample[name][..., 1], sample[name][..., 2]) for name in varying)
@@ -68,10 +68,10 @@ def test_passes_see_the_same_residues_and_templates_and_other_rows() -> None:
 
 def test_crops_begin_anywhere_and_hold_what_the_whole_chain_has_there() -> None:
     parts = made()
-    whole = features(*parts, SMALL.model_copy(update={"crop": None}), training=False)
+    whole = featurize(*parts, SMALL.model_copy(update={"crop": None}), training=False)
     starts = set()
     for index in range(200):
-        sample = features(*parts, SMALL.model_copy(update={"clusters": 1, "extra": 0}), index=index, passes=1)
+        sample = featurize(*parts, SMALL.model_copy(update={"clusters": 1, "extra": 0}), index=index, passes=1)
         first = int(sample["residue_index"][0, 0])
         starts.add(first)
         for name in ("aatype", "target_feat", "rigidgroups_gt_frames", "chi_angles_sin_cos", "atom14_gt_positions"):
@@ -85,7 +85,7 @@ def test_likeness_is_that_of_whole_rows_not_of_the_crop() -> None:
     msa[1:, 20:] = 5
     cfg = FeatureConfig(crop=8, clusters=2, extra=4, templates=0, mask=MaskConfig(fraction=0))
     alignment = Alignment(msa, np.repeat([[0], [0], [6]], 40, 1), [])
-    sample = features(LETTERS[0] * 40, alignment, None, cfg, training=False)
+    sample = featurize(LETTERS[0] * 40, alignment, None, cfg, training=False)
     mean = sample["msa_feat"][..., -1, 0]
     assert not mean[0].any() and np.isclose(mean[1], 0.5, atol=1e-6).all()  # of 0 and 6: atan(3 / 3)
 
@@ -142,11 +142,11 @@ def test_any_number_of_templates_from_none_to_all_is_drawn() -> None:
 def test_nine_of_ten_training_samples_are_clamped() -> None:
     cfg = SMALL.model_copy(update={"clusters": 1, "extra": 0, "crop": 2, "templates": 0})
     chain, alignment, _ = made(rows=1)
-    clamped = sum(features(chain, alignment, None, cfg, index=index, passes=1)["use_clamped_fape"][0] for index in range(400))
+    clamped = sum(featurize(chain, alignment, None, cfg, index=index, passes=1)["use_clamped_fape"][0] for index in range(400))
     assert abs(clamped - 360) < 5 * 6
     always = cfg.model_copy(update={"clamped": 1.0})
-    assert features(chain, alignment, None, always)["use_clamped_fape"].all()
-    assert not features(chain, alignment, None, always, training=False)["use_clamped_fape"].any()
+    assert featurize(chain, alignment, None, always)["use_clamped_fape"].all()
+    assert not featurize(chain, alignment, None, always, training=False)["use_clamped_fape"].any()
 
 
 # ---- shapes
@@ -166,7 +166,7 @@ def test_shapes_depend_on_settings_alone_and_masks_tell_padding(
 ) -> None:
     chain, alignment, found = made(residues, rows, templates)
     cfg = FeatureConfig(crop=crop, clusters=clusters, extra=extra, templates=most, deleted_blocks=2)
-    sample = features(chain, alignment, found, cfg, index=rows, passes=2, training=training)
+    sample = featurize(chain, alignment, found, cfg, index=rows, passes=2, training=training)
     size, length = crop or residues, min(residues, crop or residues)
     sizes = {"T": most, "R": size, "C": clusters, "E": extra}
     for name, array in sample.items():
@@ -191,25 +191,25 @@ def test_shapes_depend_on_settings_alone_and_masks_tell_padding(
 
 def test_a_sequence_alone_has_nothing_of_a_structure_and_empty_templates() -> None:
     alignment = Alignment(encode("MKXAY")[None], np.zeros((1, 5), np.int32), [])
-    sample = features("MKXAY", alignment, None, FeatureConfig.preset("evaluation", templates=2), training=False)
-    assert not SUPERVISED & sample.keys() and features(*made(), SMALL).keys() >= SUPERVISED
+    sample = featurize("MKXAY", alignment, None, FeatureConfig.preset("evaluation", templates=2), training=False)
+    assert not SUPERVISED & sample.keys() and featurize(*made(), SMALL).keys() >= SUPERVISED
     assert sample["aatype"][:, 0].tolist() == [12, 11, UNKNOWN, 0, 18] and sample["aatype"].shape == (5, 4)
     assert sample["target_feat"][2, 1 + UNKNOWN, 0] == 1 and not sample["atom37_atom_exists"][2].any()
     assert sample["template_all_atom_positions"].shape == (2, 5, 37, 3, 4) and not sample["template_mask"].any()
     assert sample["msa_row_mask"].sum(0).tolist() == [1] * 4 and not sample["extra_msa_mask"].any()
     known = replace(alignment, msa=np.array([[12, 11, 7, 0, 18]], np.int8))
-    assert features("MKXAY", known, None, SMALL)["target_feat"][2, 1 + UNKNOWN, 0] == 1  # an X agrees with all
+    assert featurize("MKXAY", known, None, SMALL)["target_feat"][2, 1 + UNKNOWN, 0] == 1  # an X agrees with all
 
 
 def test_the_best_templates_are_taken_in_evaluation_and_lie_about_zero() -> None:
     chain, alignment, templates = made()
-    sample = features(chain, alignment, templates, FeatureConfig.preset("evaluation", templates=3), training=False)
+    sample = featurize(chain, alignment, templates, FeatureConfig.preset("evaluation", templates=3), training=False)
     assert sample["template_sum_probs"][:, 0, 0].tolist() == [5, 4, 3]
     positions, mask = sample["template_all_atom_positions"][..., 0], sample["template_all_atom_mask"][..., 0]
     assert np.abs(positions.sum((1, 2)) / mask.sum((1, 2))[:, None]).max() < 1e-4 and not positions[mask == 0].any()
     off = (positions - templates["template_all_atom_positions"][:3])[1][mask[1] > 0]
     assert np.ptp(off, 0).max() < 1e-4
-    bare = features(chain, alignment, templates, FeatureConfig.preset("evaluation", torsions=False), training=False)
+    bare = featurize(chain, alignment, templates, FeatureConfig.preset("evaluation", torsions=False), training=False)
     assert sample.keys() - bare.keys() == {name for name in sample if "template" in name and "torsion" in name} != set()
 
 
@@ -284,7 +284,7 @@ def _put(value: Any, *at: int) -> Callable[[np.ndarray], np.ndarray]:
 )
 def test_parts_that_do_not_belong_together_are_refused(change: Callable[..., Any], text: str) -> None:
     with pytest.raises(DataError, match=text):
-        features(*change(*made()), SMALL)
+        featurize(*change(*made()), SMALL)
 
 
 def test_positions_of_atoms_that_are_not_there_may_be_anything() -> None:
@@ -292,8 +292,8 @@ def test_positions_of_atoms_that_are_not_there_may_be_anything() -> None:
     lost = np.where(chain.mask[..., None] > 0, chain.positions, np.nan)
     there = templates["template_all_atom_mask"][..., None] > 0
     unknown = templates | {"template_all_atom_positions": np.where(there, templates["template_all_atom_positions"], np.inf)}
-    found = features(replace(chain, positions=lost), alignment, unknown, SMALL)
-    assert same(found, features(chain, alignment, templates, SMALL)) == found.keys()
+    found = featurize(replace(chain, positions=lost), alignment, unknown, SMALL)
+    assert same(found, featurize(chain, alignment, templates, SMALL)) == found.keys()
 
 
 WRONG = [{"crop": 0}, {"crop": -1}, {"clusters": 0}, {"clamped": 1.5}, {"mask": {"uniform": 0.5, "same": 0.5}}]
@@ -314,14 +314,14 @@ def test_presets_are_known_by_name() -> None:
     with pytest.raises(ValueError, match="no preset 'final'; expected initial, finetuning, evaluation"):
         FeatureConfig.preset("final")
     with pytest.raises(DataError, match="0 passes"):
-        features(*made(), SMALL, passes=0)
+        featurize(*made(), SMALL, passes=0)
 
 
 # ---- batches
 
 
 def test_a_batch_holds_its_samples_side_by_side() -> None:
-    samples = [features(*made(residues), SMALL, index=residues) for residues in (9, 40)]
+    samples = [featurize(*made(residues), SMALL, index=residues) for residues in (9, 40)]
     batch = collate(samples)
     for name, array in batch.items():
         assert array.dtype == samples[0][name].dtype and array[..., 1].flags.c_contiguous, name
@@ -329,9 +329,9 @@ def test_a_batch_holds_its_samples_side_by_side() -> None:
 
 
 def test_samples_that_do_not_fit_a_batch_are_refused_by_the_name_of_the_feature() -> None:
-    sample = features(*made(), SMALL)
+    sample = featurize(*made(), SMALL)
     for other, text in (
-        (features(*made(), SMALL, passes=1), r"msa_feat: float32 \(5, 16, 49, 1\) in sample 1 and float32 \(5, .* 3\) in sample 0"),
+        (featurize(*made(), SMALL, passes=1), r"msa_feat: float32 \(5, 16, 49, 1\) in sample 1 and float32 \(5, .* 3\)"),
         ({**sample, "msa_feat": sample["msa_feat"][1:]}, r"msa_feat: float32 \(4, 16, 49, 3\) in sample 1"),
         ({**sample, "aatype": sample["aatype"].astype(np.int32)}, "aatype: int32"),
         ({name: array for name, array in sample.items() if name != "chi_mask"}, "chi_mask: sample 0 .* has it, sample 1 has not"),

@@ -7,7 +7,7 @@ import pytest
 
 from hpcai.errors import DataError
 from hpcai.models.openfold import residues as table
-from hpcai.models.openfold.truth import pseudo_beta, torsions, truth
+from hpcai.models.openfold.truth import pseudo_beta, torsions, truth_of
 
 ALL = np.arange(20)
 RING = ("N", "CG"), ("N", "CD"), ("CA", "CD")  # of proline: closed at few angles only
@@ -71,7 +71,7 @@ def test_half_a_turn_of_an_ambiguous_angle_exchanges_the_names() -> None:
     angles = rng.uniform(-np.pi, np.pi, (20, 7))
     turned = angles.copy()
     turned[:, 3:] += np.pi * table.CHI_PERIODIC[ALL]
-    one, other = (truth(ALL, *spread(ALL, built(ALL, a)[0])) for a in (angles, turned))
+    one, other = (truth_of(ALL, *spread(ALL, built(ALL, a)[0])) for a in (angles, turned))
     assert np.abs(one["atom14_gt_positions"] - other["atom14_alt_gt_positions"]).max() < 0.03
     assert np.abs(one["rigidgroups_gt_frames"] - other["rigidgroups_alt_gt_frames"]).max() < 1e-5
     assert np.abs(one["torsion_angles_sin_cos"] - other["alt_torsion_angles_sin_cos"])[:, 2:].max() < 1e-5
@@ -118,7 +118,7 @@ def test_a_built_residue_has_the_angles_and_frames_it_was_built_with() -> None:
     aatype = np.tile(ALL, 5)
     angles = rng.uniform(-np.pi, np.pi, (100, 7))
     atoms, frames = built(aatype, angles, random_frames(rng, 100))
-    found = truth(aatype, *spread(aatype, atoms))
+    found = truth_of(aatype, *spread(aatype, atoms))
     known = found["torsion_angles_mask"] * (0, 0, 1, 1, 1, 1, 1) > 0
     assert known.sum() == 5 * (20 + table.CHI_EXISTS.sum())
     assert np.abs(found["torsion_angles_sin_cos"] - np.stack([np.sin(angles), np.cos(angles)], -1))[known].max() < 2e-5
@@ -133,7 +133,7 @@ def test_moving_a_structure_moves_its_frames_and_leaves_its_angles(seed: int) ->
     aatype, positions, mask = structure(seed)
     move = random_frames(np.random.default_rng(seed), 1)[0]
     moved = (positions @ move[:3, :3].T + move[:3, 3]) * mask[..., None]
-    here, there = truth(aatype, positions, mask), truth(aatype, moved, mask)
+    here, there = truth_of(aatype, positions, mask), truth_of(aatype, moved, mask)
     for name, wanted in here.items():
         if name.endswith(("frames", "tensor")):
             exists = here["backbone_rigid_mask" if "backbone" in name else "rigidgroups_gt_exists"] > 0
@@ -149,7 +149,7 @@ def test_what_is_missing_is_masked_and_never_nan() -> None:
     aatype, positions, mask = structure(missing=0.3)
     aatype[7], aatype[8] = table.UNKNOWN, table.LETTERS.index("G")
     mask[7:9, [table.PLACE[name] for name in ("N", "CA", "C", "CB")]] = 1
-    found = truth(aatype, np.where(mask[..., None] > 0, positions, np.nan), mask)
+    found = truth_of(aatype, np.where(mask[..., None] > 0, positions, np.nan), mask)
     assert all(np.isfinite(array).all() for array in found.values())
     assert not found["torsion_angles_sin_cos"][found["torsion_angles_mask"] == 0].any()
     assert found["backbone_rigid_mask"][7] and not found["atom14_gt_exists"][7].any() and not found["chi_mask"][7].any()
@@ -181,4 +181,4 @@ def test_templates_side_by_side_give_what_each_gives_alone() -> None:
 def test_what_cannot_be_is_refused(broken: dict[str, Any], says: str) -> None:
     given = dict(zip(("aatype", "positions", "mask"), structure())) | broken
     with pytest.raises(DataError, match=says):
-        truth(**given, where="chain")
+        truth_of(**given, where="chain")

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from hpcai.models.openfold.alignments import Alignment, encode, read_alignments
-from hpcai.models.openfold.features import FeatureConfig, collate, features
+from hpcai.models.openfold.features import FeatureConfig, collate, featurize
 from hpcai.models.openfold.heads import plddt
 from hpcai.models.openfold.model import OpenFold
 from hpcai.models.openfold.structures import write_structure
@@ -37,7 +37,7 @@ def fold(
 ) -> Fold:  # fmt: skip
     """``alignments``: those of the sequence, the folder or the files where they are, or none: then it is folded by itself.
 
-    ``templates`` as for ``features``. ``cfg`` says how many rows are seen: those of MLPerf HPC's evaluation by default. Raises
+    ``templates`` as for ``featurize``. ``cfg`` says how many rows are seen: those of MLPerf HPC's evaluation by default. Raises
     DataError for an alignment of another sequence.
     """
     cfg = cfg or FeatureConfig.preset("evaluation")
@@ -50,7 +50,7 @@ def fold(
         where = Path(alignments) if isinstance(alignments, str | Path) else [Path(each) for each in alignments]
         files = where if isinstance(where, list) or where.is_dir() else [where]
         alignments = read_alignments(files, sequence)
-    arrays = features(sequence, alignments, templates, cfg, seed=seed, passes=recycles + 1, training=False)
+    arrays = featurize(sequence, alignments, templates, cfg, seed=seed, passes=recycles + 1, training=False)
     weight, was = model.to_single.weight, model.training
     batch = {name: torch.from_numpy(np.ascontiguousarray(array)).to(weight.device) for name, array in collate([arrays]).items()}
     kind = torch.promote_types(weight.dtype, torch.float32)
