@@ -69,7 +69,7 @@ class OpenFold(nn.Module):
             now = {name: value[..., number] for name, value in features.items()}
             with torch.set_grad_enabled(graded and last):
                 if torch.is_autocast_enabled(now["aatype"].device.type):
-                    torch.clear_autocast_cache()  # casts that were made without gradients have none
+                    torch.clear_autocast_cache()  # older torch gives out again what it cast without gradients
                 m, z, s, atoms, positions = self._once(now, previous)
             previous = Previous(m[:, 0], z, positions)
         clusters = features["msa_feat"].shape[1]

@@ -58,6 +58,14 @@ def test_masked_entries_are_not_seen() -> None:
     assert torch.equal(out[:, :, :3], other[:, :, :3]) and not torch.equal(out[:, :, 3:], torch.zeros_like(out[:, :, 3:]))
 
 
+def test_logits_of_half_precision_are_not_rounded_to_it() -> None:
+    torch.manual_seed(0)
+    qkvg, mask = torch.randn(1, 3, 16, 4, 2, 8, dtype=torch.bfloat16), torch.ones(1, 3, 16)
+    none, high = (torch.full((1, 2, 16, 16), value, dtype=torch.bfloat16) for value in (0.0, 64.0))
+    out = [attention.gated_attention(qkvg, torch.zeros(16), mask, bias).float() for bias in (none, high)]
+    assert (out[0] - out[1]).norm() <= 0.01 * out[0].norm(), "what is added to a whole row changes nothing"
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_a_row_with_nothing_in_it_is_a_mean(dtype: torch.dtype) -> None:
     qkvg = torch.randn(1, 1, 5, 4, 1, 8, dtype=dtype)

@@ -1,13 +1,14 @@
 """A structure in one call, from a notebook."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from hpcai.errors import DataError
-from hpcai.models.openfold import FeatureConfig, OpenFold, OpenFoldConfig, read_mmcif
+from hpcai.models.openfold import FeatureConfig, OpenFold, OpenFoldConfig, featurize, folding, read_mmcif
 from tests import proteins
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -34,6 +35,13 @@ def test_a_sequence_becomes_a_file_that_reads_again(tmp_path: Path) -> None:
     seen = chain.mask > 0
     assert seen.sum() == found.mask.sum() and np.allclose(chain.positions[seen], found.positions[seen], atol=1e-3)
     assert np.allclose(chain.bfactors[0, :2], found.plddt[0], atol=0.01)
+
+
+def test_nothing_is_drawn_as_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(folding, "featurize", lambda *_, **words: asked.append(words) or featurize(*_, **words))
+    OpenFold(OpenFoldConfig.preset("tiny")).fold(SEQUENCE, recycles=2, seed=5, cfg=FEW)
+    assert asked == [{"seed": 5, "passes": 3, "training": False}]
 
 
 def test_a_network_without_templates_needs_none_and_another_alignment_is_refused() -> None:

@@ -74,7 +74,12 @@ def test_padding_changes_nothing() -> None:
 def test_blocks_that_keep_their_inputs_alone_learn_the_same() -> None:
     batch = proteins.batch([12])
     values, grads = learnt(still(network()), batch)
-    again, same = learnt(still(network(checkpoint=True)), batch)
+    model, seen = still(network(checkpoint=True)), []
+    for stack in ("evoformer", "extra_msa_stack", "template_embedder.template_pair_stack"):
+        block = model.get_submodule(f"{stack}.blocks.0")
+        block.register_forward_pre_hook(lambda layer, _: seen.append(layer))
+    again, same = learnt(model, batch)
+    assert len(seen) == 3 * 3, "in the first pass, in the last one, and again on the way back"
     assert again["loss"].item() == pytest.approx(values["loss"].item(), rel=1e-12) and grads.keys() == same.keys()
     for name, grad in grads.items():
         torch.testing.assert_close(same[name], grad, rtol=1e-9, atol=1e-12)
@@ -190,8 +195,35 @@ def test_terms_without_weight_are_not_computed() -> None:
     last = {name: value[..., -1] for name, value in batch.items()}
     found = terms(model(batch), last, ObjectiveConfig())
     assert set(found) == {"fape", "chi", "distogram", "masked_msa", "plddt"}
-    root = total(found, last, ObjectiveConfig()) / sum(getattr(ObjectiveConfig(), name) * term for name, term in found.items())
-    assert root.item() == pytest.approx(12**0.5)
+    assert total(found, last, ObjectiveConfig()).item() == pytest.approx(12**0.5 * _sum(found).item())
+    last["seq_length"] = torch.tensor([100])  # of which a crop of 12 is seen
+    assert total(found, last, ObjectiveConfig()).item() == pytest.approx(12**0.5 * _sum(found).item())
+
+
+def _sum(found: dict[str, Tensor]) -> Tensor:
+    return torch.stack([getattr(ObjectiveConfig(), name) * term for name, term in found.items()]).sum()
+
+
+def test_pairs_are_updated_in_the_published_order_with_the_published_dropout() -> None:
+    model, batch = network(), proteins.batch([12], passes=1)
+    calls: dict[str, list[str]] = {}
+    for name, layer in model.named_modules():
+        if name.endswith(("drop_rows", "drop_columns", "tri_mul_out", "tri_mul_in", "tri_att_start", "tri_att_end")):
+            block, _, leaf = name.rpartition(".")
+            layer.register_forward_hook(lambda *_, block=block, leaf=leaf: calls.setdefault(block, []).append(leaf))
+    model(batch)
+    multiply = ["tri_mul_out", "drop_columns", "tri_mul_in", "drop_columns"]
+    attend = ["tri_att_start", "drop_columns", "tri_att_end", "drop_rows"]
+    assert calls["evoformer.blocks.1.pair"] == calls["extra_msa_stack.blocks.0.pair"] == multiply + attend
+    assert calls["template_embedder.template_pair_stack.blocks.0"] == (attend + multiply), "of all templates at once"
+    assert calls["evoformer.blocks.0"] == ["drop_rows"]
+
+
+def test_without_templates_pairs_are_left_alone() -> None:
+    model, batch = still(network()), proteins.batch([12])
+    now = {name: value[..., -1] for name, value in batch.items()} | {"template_mask": torch.zeros(1, 2, dtype=torch.float64)}
+    z, mask = torch.randn(1, 12, 12, 16, dtype=torch.float64), torch.ones(1, 12, 12, dtype=torch.float64)
+    assert model.template_embedder is not None and not model.template_embedder(now, z, mask).any()
 
 
 def test_only_structures_of_known_resolution_teach_confidence() -> None:
