@@ -102,14 +102,6 @@ def header(about: str) -> dict[str, Any]:
     return {"label": about, "units": units, "most_deletions": MOST_DELETIONS}
 
 
-def _fields(shape: list[Any], header: dict[str, Any]) -> dict[str, Any]:
-    fields: dict[str, Any] = {}
-    for name, (dtype, row) in {**PER_CHAIN, **FLAT}.items():
-        bounds = zip(("low", "high"), RANGES.get(name, ()))
-        fields[name] = {"dtype": dtype, "shape": list(row), **{side: at for side, at in bounds if at is not None}}
-    return fields
-
-
 def _sums(file: h5py.File) -> dict[str, Any]:
     residues, letters = (file[name][...].astype(np.int64) for name in PARTS)
     return {
@@ -145,7 +137,7 @@ def _merge(records: Sequence[store.Record]) -> dict[str, Any]:
 
 
 PARTS = ("residues", "letters")
-CONTENTS = store.Contents("residues", _fields, _sums, _merge, parts=PARTS)
+CONTENTS = store.Contents("residues", store.fields_of({**PER_CHAIN, **FLAT}, RANGES), _sums, _merge, parts=PARTS)
 
 
 # ---- a picture
@@ -167,7 +159,7 @@ def draw(path: Path, places: Sequence[tuple[Path, int]], label: str) -> None:
         distance = np.linalg.norm(at[:, None] - at, axis=-1)
         distance[~(seen[:, None] & seen)] = np.nan
         shown = above.imshow(distance, cmap="viridis_r", vmin=0, vmax=40, interpolation="nearest")
-        about = f"{name.parent.name}: {found['name'].decode()}, {len(seen)} residues, {len(found['msa'])} rows"
+        about = f"{name.parent.name}: {found['name'].decode()}\n{len(seen)} residues, {len(found['msa'])} rows"
         above.set_title(about, fontsize=10)
         covered = (found["msa"] != GAP).mean(0)
         below.fill_between(np.arange(len(seen)), covered, step="mid", alpha=0.4)

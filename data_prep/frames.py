@@ -111,14 +111,6 @@ def header(sources: Sequence[dict[str, str]], label: str, cutoff: float, most: i
     return {"cutoff": cutoff, "most": most, "sources": list(sources), "label": label, "units": units}
 
 
-def _fields(shape: list[Any], header: dict[str, Any]) -> dict[str, Any]:
-    fields: dict[str, Any] = {}
-    for name, (dtype, row) in {**PER_FRAME, **PER_ATOM}.items():
-        bounds = zip(("low", "high"), RANGES.get(name, ()))
-        fields[name] = {"dtype": dtype, "shape": list(row), **{side: at for side, at in bounds if at is not None}}
-    return fields
-
-
 def _sums(file: h5py.File) -> dict[str, Any]:
     free = file["forces"][...][file["fixed"][...] == 0].astype(np.float64)
     sums: dict[str, Any] = {
@@ -209,4 +201,5 @@ def _across(out: Path, indexes: dict[str, Any], statistics: dict[str, Any]) -> N
         statistics["offsets"] = [{**name, "energy": offset} for name, offset in zip(names, offsets)]
 
 
-CONTENTS = store.Contents("atoms", _fields, _sums, _merge, parts=("atoms",), across=_across)
+FIELDS = store.fields_of({**PER_FRAME, **PER_ATOM}, RANGES)
+CONTENTS = store.Contents("atoms", FIELDS, _sums, _merge, parts=("atoms",), across=_across)

@@ -58,6 +58,17 @@ class Contents:
     across: Callable[[Path, dict[str, Any], dict[str, Any]], None] | None = None    # adds to statistics what no split tells alone
 
 
+def fields_of(
+    layouts: Mapping[str, tuple[str, Sequence[Any]]], ranges: Mapping[str, tuple[float | None, float | None]]
+) -> Callable[[list[Any], dict[str, Any]], dict[str, Any]]:
+    """``Contents.fields`` of datasets that are alike in all files: type, shape of a row, least and greatest value where known."""
+    found: dict[str, Any] = {}
+    for name, (dtype, row) in layouts.items():
+        bounds = zip(("low", "high"), ranges.get(name, ()))
+        found[name] = {"dtype": dtype, "shape": list(row), **{side: at for side, at in bounds if at is not None}}
+    return lambda shape, header: found
+
+
 class Job(Protocol):
     """A file to be made, with so many rows if that is known before."""
 
