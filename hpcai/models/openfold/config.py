@@ -5,6 +5,7 @@ from typing import Annotated, Any, Self
 from pydantic import Field
 
 from hpcai.config import Settings
+from hpcai.errors import ConfigError
 
 Positive = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
@@ -104,15 +105,9 @@ class OpenFoldConfig(Settings):
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Self:
         """``initial`` and ``finetuning`` (of training), ``model_1`` to ``model_5`` of AlphaFold (and with ``_ptm``), ``tiny``."""
-        found: dict[str, Any] = dict(_TINY) if name == "tiny" else {}
-        kind, _, tm = name.partition("_ptm") if name.startswith("model_") else (name, "", "")
-        if kind in ("model_3", "model_4", "model_5"):
-            found["template"] = None
-        elif kind not in ("initial", "finetuning", "model_1", "model_2", "tiny") or tm:
-            raise ValueError(f"there is no preset {name!r}; expected initial, finetuning, model_1 to model_5 (or with _ptm), tiny")
-        if name.endswith("_ptm"):
-            found["heads"] = {"tm": True}
-        return cls.model_validate(found | changes)
+        if name not in _PRESETS:
+            raise ConfigError(f"there is no preset {name!r} of OpenFold; expected one of {', '.join(_PRESETS)}")
+        return cls.model_validate(_PRESETS[name] | changes)
 
 
 _SMALL_PAIRS = {"triangle": 16, "head": 8, "heads": 2, "transition": 2}
@@ -123,6 +118,11 @@ _TINY: dict[str, Any] = {
     "template": {"channels": 16, "blocks": 1, "pairs": _SMALL_PAIRS, "head": 8, "heads": 2},
     "structure": {"passes": 2, "head": 8, "heads": 4, "query_points": 3, "value_points": 5, "angle": 16},
     "heads": {"plddt": 16},
+}  # fmt: skip
+_PRESETS: dict[str, dict[str, Any]] = {
+    "initial": {}, "finetuning": {}, "tiny": _TINY,
+    **{f"model_{number}{tm}": ({} if number < 3 else {"template": None}) | ({"heads": {"tm": True}} if tm else {})
+       for number in range(1, 6) for tm in ("", "_ptm")},
 }  # fmt: skip
 
 

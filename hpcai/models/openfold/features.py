@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from hpcai.config import Settings
-from hpcai.errors import DataError
+from hpcai.errors import ConfigError, DataError
 from hpcai.models.openfold import sampling
 from hpcai.models.openfold.alignments import Alignment, encode
 from hpcai.models.openfold.config import Natural, Positive, Rate
@@ -61,7 +61,7 @@ class FeatureConfig(Settings):
             "evaluation": {"crop": None},
         }
         if name not in presets:
-            raise ValueError(f"there is no preset {name!r}; expected {', '.join(presets)}")
+            raise ConfigError(f"there is no preset {name!r} of features; expected one of {', '.join(presets)}")
         return cls.model_validate(presets[name] | changes)
 
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from hpcai.errors import ConfigError
 from hpcai.models.openfold import residues
 from hpcai.models.openfold.config import ObjectiveConfig
 from hpcai.models.openfold.geometry import Frames, rotation_of
@@ -199,7 +200,7 @@ def resolved(logits: Tensor, f: Mapping[str, Tensor]) -> Tensor:
 def aligned_error(logits: Tensor | None, backbone: Tensor, f: Mapping[str, Tensor]) -> Tensor:
     """How far each residue is off as each frame sees it, 64 bins up to 31 A.   logits [B, R, R, 64], backbone [B, R, 7] -> [B]"""
     if logits is None:
-        raise ValueError("a weight for aligned_error needs a network with heads.tm=true")
+        raise ConfigError("objective.aligned_error has a weight, but the network has no such head; set model.heads.tm=true")
     true, mask = _frames(f["backbone_rigid_tensor"]), f["backbone_rigid_mask"]
     with torch.no_grad():
         guess = Frames(rotation_of(backbone[..., :4]), backbone[..., 4:])

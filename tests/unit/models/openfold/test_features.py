@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpcai.errors import DataError
+from hpcai.errors import ConfigError, DataError
 from hpcai.models.openfold import sampling
 from hpcai.models.openfold.alignments import Alignment, encode
 from hpcai.models.openfold.features import FeatureConfig, choose_templates, collate, featurize
@@ -311,7 +311,7 @@ def test_presets_are_known_by_name() -> None:
         cfg = FeatureConfig.preset(name)
         assert (cfg.crop, cfg.clusters, cfg.extra) == sizes
     assert FeatureConfig.preset("initial", clusters=128).clusters == 128
-    with pytest.raises(ValueError, match="no preset 'final'; expected initial, finetuning, evaluation"):
+    with pytest.raises(ConfigError, match="no preset 'final' of features; expected one of initial, finetuning, evaluation"):
         FeatureConfig.preset("final")
     with pytest.raises(DataError, match="0 passes"):
         featurize(*made(), SMALL, passes=0)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hpcai.errors import ConfigError
 from hpcai.models.openfold import OpenFold, OpenFoldConfig, loss
 from hpcai.models.openfold import objective as objectives
 from hpcai.models.openfold.config import ObjectiveConfig
@@ -198,6 +199,16 @@ def test_terms_without_weight_are_not_computed() -> None:
     assert total(found, last, ObjectiveConfig()).item() == pytest.approx(12**0.5 * _sum(found).item())
     last["seq_length"] = torch.tensor([100])  # of which a crop of 12 is seen
     assert total(found, last, ObjectiveConfig()).item() == pytest.approx(12**0.5 * _sum(found).item())
+
+
+def test_what_is_not_there_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no preset 'model_6' of OpenFold; expected one of initial, finetuning, tiny, model_1, "):
+        OpenFoldConfig.preset("model_6")
+    found = OpenFoldConfig.preset("model_4_ptm", blocks=2)
+    assert found.template is None and found.heads.tm and found.blocks == 2
+    model = OpenFold(OpenFoldConfig.preset("tiny")).double()
+    with pytest.raises(ConfigError, match="set model.heads.tm=true"):
+        loss(model, proteins.batch([12]), ALL)
 
 
 def _sum(found: dict[str, Tensor]) -> Tensor:
