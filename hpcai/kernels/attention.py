@@ -28,18 +28,11 @@ def gated_attention(qkvg: Tensor, gate_bias: Tensor, mask: Tensor, bias: Tensor 
 def plain(qkvg: Tensor, gate_bias: Tensor, mask: Tensor, bias: Tensor | None = None) -> Tensor:
     """The same, of all rows at once."""
     q, k, v, g = qkvg.permute(3, 0, 1, 4, 2, 5)  # [B, I, H, N, C]
-    p = _logits(q, k, mask, bias).softmax(-1).to(v.dtype)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    logits = ((q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)).to(wide) + ((1 - mask) * _ABSENT).to(wide)[..., None, None, :]
+    p = (logits if bias is None else logits + bias[:, None]).softmax(-1).to(v.dtype)
     o = (p @ v).transpose(-2, -3).flatten(-2)
     return o * (g.transpose(-2, -3).flatten(-2) + gate_bias.to(g.dtype)).sigmoid()
-
-
-def _logits(q: Tensor, k: Tensor, mask: Tensor, bias: Tensor | None) -> Tensor:
-    """[..., I, H, N, C] -> [..., I, H, N, N]"""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    logits = ((q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)).to(wide)
-    if bias is not None:
-        logits += bias.unsqueeze(-4)
-    return logits.add_(((1 - mask) * _ABSENT).to(wide)[..., None, None, :])
 
 
 class _Part(NamedTuple):
