@@ -525,7 +525,7 @@ def test_a_batch_is_given_while_the_samples_of_the_next_are_awaited() -> None:
     with new_loader(Volumes(fault=lambda index: index == 4 and given.wait(20)), shuffle=False) as loader:  # type: ignore
         epoch, began = loader.epoch(0), time.monotonic()
         next(epoch)
-        assert time.monotonic() - began < 60  # the first of all imports DALI
+        assert time.monotonic() - began < 10
         given.set()
         assert len(list(epoch)) == 5
 
