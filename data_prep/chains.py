@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from data_prep import store
 from hpcai.errors import DataError
 from hpcai.models.openfold.alignments import Alignment, encode
-from hpcai.models.openfold.residues import ATOMS, GAP, UNKNOWN
+from hpcai.models.openfold.residues import GAP, PLACE, UNKNOWN
 from hpcai.models.openfold.structures import Chain
 
 Array = NDArray[Any]
 NAME = 24                                       # bytes
 MOST_DELETIONS = 255                            # atan(d / 3) * 2 / pi, which the network sees, is 0.9925 there
-CA = ATOMS.index("CA")
+CA = PLACE["CA"]
 UNKNOWN_DAY = -1
 PER_CHAIN: dict[str, tuple[str, tuple[int, ...]]] = {
     "residues": ("int32", ()), "letters": ("int32", ()), "name": (f"S{NAME}", ()), "resolution": ("float32", ()),

@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hpcai.kernels.room import several
+
 _ABSENT = -1e9  # the logit of a masked entry: a row with none present is a plain mean, not NaN
-_CPU, _GPU = 4 << 20, 1 << 28  # bytes of logits at a time
+_CPU = 4 << 20  # bytes of logits at a time
 
 
 def gated_attention(qkvg: Tensor, gate_bias: Tensor, mask: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -66,12 +68,12 @@ def _part(qkvg: Tensor, gate_bias: Tensor, mask: Tensor, bias: Tensor | None) ->
 def _parts(qkvg: Tensor) -> Iterator[tuple[int, slice, slice]]:
     """A CPU takes a head at a time, which costs it no copy; a GPU as much as it can."""
     batch, rows, entries, _, heads, _ = qkvg.shape
-    few, room = (1, _CPU) if qkvg.device.type == "cpu" else (heads, _GPU)
-    several = max(1, room // (4 * few * entries * entries))
+    few = 1 if qkvg.device.type == "cpu" else heads
+    step = several(qkvg, 4 * few * entries * entries, _CPU)
     for b in range(batch):
-        for first in range(0, rows, several):
+        for first in range(0, rows, step):
             for head in range(0, heads, few):
-                yield b, slice(first, first + several), slice(head, head + few)
+                yield b, slice(first, first + step), slice(head, head + few)
 
 
 class _Attention(torch.autograd.Function):

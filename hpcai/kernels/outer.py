@@ -4,12 +4,15 @@ The outer products have a thousand channels for each pair of residues and are ne
 at a time, and again in the backward pass.   B batch, S sequences, I and J residues, A and C channels.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_CPU, _GPU = 8 << 20, 1 << 28  # bytes of outer products at a time
+from hpcai.kernels.room import several
+
+_CPU = 8 << 20  # bytes of outer products at a time
 
 
 def outer_product(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor, count: Tensor) -> Tensor:
@@ -30,9 +33,9 @@ def plain(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor, count: Tensor) -> 
     return torch.nn.functional.linear(outer, weight, bias) / count[..., None]
 
 
-def _parts(a: Tensor, b: Tensor) -> Any:
-    several = max(1, (_CPU if a.device.type == "cpu" else _GPU) // (a.element_size() * b.shape[2] * a.shape[3] ** 2))
-    return ((n, slice(first, first + several)) for n in range(len(a)) for first in range(0, a.shape[2], several))
+def _parts(a: Tensor, b: Tensor) -> Iterator[tuple[int, slice]]:
+    step = several(a, a.element_size() * b.shape[2] * a.shape[3] ** 2, _CPU)
+    return ((n, slice(first, first + step)) for n in range(len(a)) for first in range(0, a.shape[2], step))
 
 
 def _products(left: Tensor, right: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,7 +91,7 @@ def read_alignments(source: Path | Sequence[Path], sequence: str | None = None) 
     for path in files:
         found.append(read_stockholm(path) if ".sto" in path.suffixes else read_a3m(path))
         wanted = found[0].msa[0] if wanted is None else wanted
-        _agree(found[-1].msa[0], wanted, path)
+        agree(found[-1].msa[0], wanted, f"{path}: the query")
     msa, deletions = (np.concatenate([getattr(part, field) for part in found]) for field in ("msa", "deletions"))
     first: dict[bytes, int] = {}
     for index, row in enumerate(msa):
@@ -114,14 +115,15 @@ def _files(folder: Path) -> list[Path]:
     return sorted((path for path in files if path.name.split(".")[0] not in NOT_FOR_MONOMERS), key=rank)
 
 
-def _agree(query: NDArray[np.int8], wanted: NDArray[np.int8], path: Path) -> None:
+def agree(query: NDArray[Any], wanted: NDArray[Any], what: str) -> None:
+    """Raises DataError, about ``what``, where two rows of residue types differ; an unknown one agrees with all."""
     if len(query) != len(wanted):
-        raise DataError(f"{path}: the query has {len(query)} residues, expected {len(wanted)}; is it of another chain?")
+        raise DataError(f"{what} has {len(query)} residues, expected {len(wanted)}; is it of another chain?")
     other = np.flatnonzero((query != wanted) & (query != UNKNOWN) & (wanted != UNKNOWN))
     if len(other):
         at, shown = other[0], LETTERS + "X-"
         raise DataError(
-            f"{path}: the query has {shown[query[at]]} at residue {at + 1}, expected {shown[wanted[at]]} ({len(other)} of "
+            f"{what} has {shown[query[at]]} at residue {at + 1}, expected {shown[wanted[at]]} ({len(other)} of "
             f"{len(query)} residues differ); is it of another chain?"
         )
 

@@ -83,7 +83,7 @@ class GlobalColumnAttention(nn.Module):
         query = (m * mask[..., None]).sum(1) / (count + 1e-8)  # [B, R, C]
         q = self.linear_q(query).unflatten(-1, (self.heads, self.head)) * self.head**-0.5  # [B, R, H, C]
         k, v = self.linear_kv(m).transpose(1, 2).chunk(2, -1)  # [B, R, S, C]
-        logits = (q @ k.transpose(-1, -2)).float() if q.dtype in (torch.bfloat16, torch.float16) else q @ k.transpose(-1, -2)
+        logits = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32))
         p = (logits + (mask.transpose(1, 2)[:, :, None] - 1) * 1e9).softmax(-1).to(v.dtype)  # [B, R, H, S]
         o = (p @ v).flatten(-2)[:, None]  # [B, 1, R, H * C]
         return self.linear_o(self.linear_g(m).sigmoid() * o)

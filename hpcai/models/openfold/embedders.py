@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hpcai.models.openfold.config import TemplateConfig
 from hpcai.models.openfold.evoformer import TemplateStack
 from hpcai.models.openfold.layers import Linear, one_hot
-from hpcai.models.openfold.residues import ATOMS, MASKED
+from hpcai.models.openfold.residues import MASKED, PLACE
 
 _LETTERS = MASKED + 1  # of alignments: 20, unknown, gap, masked
 _TYPES = _LETTERS - 1
@@ -120,7 +120,7 @@ class TemplateEmbedder(nn.Module):
     def _pairs(self, features: Mapping[str, Tensor]) -> Tensor:
         """[B, T, R, R, 88]: distances, which are known, types by column and by row, three unused zeros, backbones."""
         kind = self.template_pair_embedder.weight.dtype
-        atoms = features["template_all_atom_mask"][..., [ATOMS.index(name) for name in ("N", "CA", "C")]].prod(-1).to(kind)
+        atoms = features["template_all_atom_mask"][..., [PLACE[name] for name in ("N", "CA", "C")]].prod(-1).to(kind)
         beta = features["template_pseudo_beta_mask"].to(kind)
         types = one_hot(features["template_aatype"], _TYPES, kind)
         known, backbone = (x[..., :, None] * x[..., None, :] for x in (beta, atoms))  # [B, T, R, R]

@@ -15,9 +15,9 @@ from pydantic import Field
 from hpcai.config import Settings
 from hpcai.errors import ConfigError, DataError
 from hpcai.models.openfold import sampling
-from hpcai.models.openfold.alignments import Alignment, encode
+from hpcai.models.openfold.alignments import Alignment, agree, encode
 from hpcai.models.openfold.config import Natural, Positive, Rate
-from hpcai.models.openfold.residues import GAP, LETTERS, UNKNOWN
+from hpcai.models.openfold.residues import GAP, UNKNOWN
 from hpcai.models.openfold.sampling import MaskConfig
 from hpcai.models.openfold.structures import Chain
 from hpcai.models.openfold.truth import atom14, pseudo_beta, torsions, truth_of
@@ -126,14 +126,7 @@ def _check(where: str, aatype: Array, alignment: Alignment) -> None:
             f"{where}: letters {msa.dtype} from {msa.min()} to {msa.max()} and deletions from {deletions.min()} in the alignment; "
             f"expected integers from 0 to {GAP}, and 0 or more"
         )
-    query = msa[0]
-    other = np.flatnonzero((query != aatype) & (query != UNKNOWN) & (aatype != UNKNOWN))
-    if len(other):
-        at, shown = other[0], LETTERS + "X-"
-        raise DataError(
-            f"{where}: the first row of the alignment has {shown[query[at]]} at residue {at + 1}, expected {shown[aatype[at]]} "
-            f"({len(other)} of {len(query)} residues differ); is it of another chain?"
-        )
+    agree(msa[0], aatype, f"{where}: the first row of the alignment")
 
 
 def fit(array: Array, *sizes: int) -> Array:

@@ -14,10 +14,10 @@ from hpcai.models.openfold.embedders import ExtraEmbedder, InputEmbedder, Recycl
 from hpcai.models.openfold.evoformer import EvoformerBlock, ExtraBlock, Stack
 from hpcai.models.openfold.heads import Heads, Logits
 from hpcai.models.openfold.layers import Linear
-from hpcai.models.openfold.residues import ATOMS, LETTERS
+from hpcai.models.openfold.residues import LETTERS, PLACE
 from hpcai.models.openfold.structure import Atoms, StructureModule
 
-_CA, _CB, _GLYCINE = ATOMS.index("CA"), ATOMS.index("CB"), LETTERS.index("G")
+_CA, _CB, _GLYCINE = PLACE["CA"], PLACE["CB"], LETTERS.index("G")
 _PSI = 2  # of the seven torsion angles
 
 

@@ -4,6 +4,7 @@ Every term is a mean over the residues of a protein, then over proteins, so that
 B batch, S clusters, R residues, L passes of the structure module.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from hpcai.errors import ConfigError
+from hpcai.kernels.room import several
 from hpcai.models.openfold import residues
 from hpcai.models.openfold.config import ObjectiveConfig
 from hpcai.models.openfold.geometry import Frames, rotation_of
@@ -24,7 +26,7 @@ _CLAMP = _UNIT = 10.0  # angstrom
 _FAPE_EPS, _EPS = 1e-4, 1e-8
 _RESOLVED = 0.1, 3.0  # angstrom: structures that confidence is learnt from
 _CA = residues.PLACE["CA"]
-_CPU, _GPU = 32 << 20, 1 << 28  # bytes of distances at a time
+_CPU = 32 << 20  # bytes of distances at a time
 
 
 def terms(prediction: Prediction, features: Mapping[str, Tensor], cfg: ObjectiveConfig) -> dict[str, Tensor]:
@@ -72,11 +74,9 @@ def fape(prediction: Prediction, f: Mapping[str, Tensor]) -> Tensor:
     atoms = prediction.atoms
     frames = Frames(rotation_of(atoms.backbone[..., :4]), atoms.backbone[..., 4:])
     true, mask = _frames(f["backbone_rigid_tensor"]), f["backbone_rigid_mask"]
-    means = []
-    for clamp in (None, _CLAMP):
-        every = [point_error(frames.at(p), true, mask, x, true.translation, mask, clamp) for p, x in enumerate(frames.translation)]
-        means.append(torch.stack(every).mean(0))
-    backbone = torch.lerp(means[0], means[1], f["use_clamped_fape"])
+    clamp = torch.where(f["use_clamped_fape"] > 0, _CLAMP, math.inf)
+    every = [point_error(frames.at(p), true, mask, x, true.translation, mask, clamp) for p, x in enumerate(frames.translation)]
+    backbone = torch.stack(every).mean(0)
     better = renamed(atoms.positions[-1].detach(), f)[..., None]
     kept = 1 - better
     group = kept[..., None, None] * f["rigidgroups_gt_frames"] + better[..., None, None] * f["rigidgroups_alt_gt_frames"]
@@ -85,7 +85,7 @@ def fape(prediction: Prediction, f: Mapping[str, Tensor]) -> Tensor:
     guess = Frames(atoms.rotation[-1].flatten(1, 2), atoms.translation[-1].flatten(1, 2))
     side = point_error(
         guess, _frames(group.flatten(1, 2)), f["rigidgroups_gt_exists"].flatten(1),
-        atoms.positions[-1].flatten(1, 2), where.flatten(1, 2), there.flatten(1), _CLAMP,
+        atoms.positions[-1].flatten(1, 2), where.flatten(1, 2), there.flatten(1), torch.full_like(clamp, _CLAMP),
     )  # fmt: skip
     return (backbone + side) / 2
 
@@ -97,27 +97,26 @@ def _frames(matrix: Tensor) -> Frames:
 
 def point_error(
     frames: Frames, true_frames: Frames, frames_mask: Tensor, points: Tensor, true_points: Tensor, points_mask: Tensor,
-    clamp: float | None,
+    clamp: Tensor,
 ) -> Tensor:
     """Mean distance of points to where they should be, as each frame sees them, over 10 angstrom.
 
     Several million distances are gone through a few frames at a time, and again in the backward pass.
-    frames [B, F], points [B, P, 3] -> [B]
+    frames [B, F], points [B, P, 3], clamp [B] the most that a distance counts, angstrom -> [B]
     """  # fmt: skip
 
     def some(rotation: Tensor, translation: Tensor, rows: slice) -> Tensor:
         seen = _seen(Frames(rotation, translation), points) - _seen(true_frames.at(slice(None), rows), true_points)
-        error = (seen.square().sum(2) + _FAPE_EPS).sqrt()  # [B, F, P]
-        error = error if clamp is None else error.clamp(max=clamp)
+        error = (seen.square().sum(2) + _FAPE_EPS).sqrt().clamp(max=clamp[:, None, None])  # [B, F, P]
         return ((error @ points_mask[:, :, None])[..., 0] * frames_mask[:, rows]).sum(1)
 
     count = frames_mask.shape[1]
-    several = max(1, (_CPU if points.device.type == "cpu" else _GPU) // (points[..., 0].numel() * 3 * points.element_size()))
+    step = several(points, points.numel() * points.element_size(), _CPU)
     sums = points.new_zeros(len(points))
-    for first in range(0, count, several):
-        rows = slice(first, first + several)
+    for first in range(0, count, step):
+        rows = slice(first, first + step)
         given = frames.rotation[:, rows], frames.translation[:, rows], rows
-        sums = sums + (some(*given) if several >= count else checkpoint(some, *given, use_reentrant=False))
+        sums = sums + (some(*given) if step >= count else checkpoint(some, *given, use_reentrant=False))
     return sums / _UNIT / (_FAPE_EPS + frames_mask.sum(1)) / (_FAPE_EPS + points_mask.sum(1))
 
 
@@ -132,11 +131,11 @@ def renamed(positions: Tensor, f: Mapping[str, Tensor]) -> Tensor:
     """1 for residues whose true distances fit the prediction better when twin atoms swap names (Algorithm 26).   [B, R]"""
     sums = []
     exists, ambiguous = f["atom14_gt_exists"], f["atom14_atom_is_ambiguous"]
-    rows = max(1, (_CPU if positions.device.type == "cpu" else _GPU) // (positions[..., 0].numel() * 14 * positions.element_size()))
+    step = several(positions, 14 * positions[..., 0].numel() * positions.element_size(), _CPU)
     for name in ("atom14_gt_positions", "atom14_alt_gt_positions"):
         parts = []
-        for first in range(0, positions.shape[1], rows):
-            some = slice(first, first + rows)
+        for first in range(0, positions.shape[1], step):
+            some = slice(first, first + step)
             near, far = (exists * ambiguous)[:, some], exists * (1 - ambiguous)
             guess, true = (_apart(x[:, some], x) for x in (positions, f[name]))
             off = (guess - true).abs() @ far.flatten(1)[..., None]  # [B, r * 14, 1]

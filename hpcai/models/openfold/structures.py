@@ -18,10 +18,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from hpcai.errors import DataError, MissingExtraError
-from hpcai.models.openfold.residues import ATOMS, LETTERS, NAMES, UNKNOWN
+from hpcai.models.openfold.residues import ATOMS, LETTERS, NAMES, PLACE, UNKNOWN
 
 AGAIN = "fetch it again, or leave it out"
-PLACE = {name: place for place, name in enumerate(ATOMS)}
 TYPE = {letter: number for number, letter in enumerate(LETTERS)}
 LETTER = dict(zip(NAMES, LETTERS))
 # The first that is a number; NMR has none of them.

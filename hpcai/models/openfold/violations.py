@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hpcai.kernels.room import several
 from hpcai.models.openfold import residues
 
 TOLERANCE = 12.0  # deviations
@@ -16,7 +17,7 @@ OVERLAP = 1.5  # angstrom
 _N, _CA, _C = 0, 1, 2  # of the 14
 _SULPHUR = residues.ATOM14_NAMES[residues.NAMES.index("CYS")].index("SG")
 _PROLINE = residues.LETTERS.index("P")
-_CPU, _GPU = 16 << 20, 1 << 28  # bytes of distances at a time
+_CPU = 16 << 20  # bytes of distances at a time
 
 
 class Bonds(NamedTuple):
@@ -86,15 +87,15 @@ class _Clashes(torch.autograd.Function):
     def forward(ctx: Any, positions: Tensor, radius: Tensor, exists: Tensor, index: Tensor) -> Tensor:
         batch, count = index.shape
         total, slope = positions.new_zeros(batch), torch.zeros_like(positions)
-        several = max(1, (_CPU if positions.device.type == "cpu" else _GPU) // (14 * 14 * 4 * count))
+        step = several(positions, 14 * 14 * 4 * count, _CPU)
         place = torch.arange(14, device=positions.device)
         sulphur = (place[:, None, None] == _SULPHUR) & (place == _SULPHUR)  # [14, 1, 14]
         bond = (place[:, None, None] == _C) & (place == _N)
         for b in range(batch):
             x, size, there, number = positions[b].flatten(0, 1), radius[b].flatten(), exists[b].flatten(), index[b]
-            for first in range(0, count, several):
-                some = slice(first, first + several)
-                rows = slice(14 * first, 14 * (first + several))
+            for first in range(0, count, step):
+                some = slice(first, first + step)
+                rows = slice(14 * first, 14 * (first + step))
                 later = (number[some, None] < number)[:, None, :, None]
                 linked = (number[some, None] + 1 == number)[:, None, :, None] & bond
                 pair = (later & ~linked & ~sulphur).flatten(2).flatten(0, 1) * there[rows, None] * there  # [r * 14, R * 14]

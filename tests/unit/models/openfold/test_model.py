@@ -171,7 +171,7 @@ def test_distances_seen_a_few_frames_at_a_time(monkeypatch: pytest.MonkeyPatch) 
         torch.testing.assert_close(found[1][1][name], grad, rtol=1e-8, atol=1e-12)
     true = Frames(last["backbone_rigid_tensor"][..., :3, :3], last["backbone_rigid_tensor"][..., :3, 3])
     mask = last["backbone_rigid_mask"]
-    none = point_error(true, true, mask, true.translation, true.translation, mask, None)
+    none = point_error(true, true, mask, true.translation, true.translation, mask, torch.tensor([torch.inf]))
     assert none.item() == pytest.approx(1e-3, rel=1e-2), "the square root of 1e-4 over 10 angstrom"
 
 
