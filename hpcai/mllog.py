@@ -35,6 +35,7 @@ class Benchmark(NamedTuple):
     metric_key: str
 
 
+# Paths that begin with "run" name what the start of the run tells, such as run.parameters.
 SUBMISSION = (
     Row("submission_org", "report.submission.org", "reference"),
     Row("submission_division", "report.submission.division", "closed"),
@@ -148,6 +149,50 @@ BENCHMARKS = {
         metric="force_mae",
         metric_key="eval_error",
     ),
+    "openfold": Benchmark(
+        rows=(
+            Row("seed", "train.seed"),
+            Row("gradient_accumulation_steps", "step.accumulate"),
+            Row("target_avg_lddt_ca_value", "train.target", None),
+            Row("train_max_pdb_release_date", "data.released_until"),
+            Row("val_min_cameo_submission_date", "data.validation_from"),
+            Row("val_max_cameo_submission_date", "data.validation_until"),
+            Row("val_max_sequence_length", "data.validation_residues"),
+            Row("val_every_iters", lambda setting: setting("run.steps_per_epoch") * setting("train.evaluate_every")),
+            Row("model_parameters_count", "run.parameters"),
+            Row("init_checkpoint_sha256sum", "start.sha256", None),
+            Row("train_sequence_crop_size", "features.crop"),
+            Row("num_recycling_iters", "features.recycles"),
+            Row("max_msa_clusters", "features.clusters"),
+            Row("max_extra_msa", "features.extra"),
+            Row("templates_enabled", lambda setting: setting("features.templates") > 0),
+            Row("max_templates", "features.templates"),
+            Row("fape_loss_weight", "objective.fape"),
+            Row("fape_loss_backbone_weight", lambda setting: 0.5),             # what hpcai.models.openfold.objective has
+            Row("fape_loss_sidechain_weight", lambda setting: 0.5),
+            Row("supervised_chi_loss_weight", "objective.chi"),
+            Row("distogram_loss_weight", "objective.distogram"),
+            Row("masked_msa_loss_weight", "objective.masked_msa"),
+            Row("plddt_loss_weight", "objective.plddt"),
+            Row("opt_name", lambda setting: setting("step.optimizer").title()),
+            Row("opt_adam_beta_1", lambda setting: setting("step.betas")[0]),
+            Row("opt_adam_beta_2", lambda setting: setting("step.betas")[1]),
+            Row("opt_adam_epsilon", "step.eps"),
+            Row("opt_weight_decay", "step.weight_decay"),
+            Row("opt_amsgrad", lambda setting: False),
+            Row("opt_gradient_clipping", lambda setting: setting("step.clip") is not None),
+            Row("opt_gradient_clip_norm", "step.clip", None),
+            Row("swa_enabled", lambda setting: setting("step.average") is not None),
+            Row("swa_decay_rate", "step.average", None),
+            Row("opt_base_learning_rate", "step.lr"),
+            Row("opt_learning_rate_warmup_init", "step.schedule.start"),
+            Row("opt_learning_rate_warmup_steps", _steps("step.schedule.warmup")),
+            Row("initial_training_dataloader_type",
+                lambda setting: f"InitialTrainingDataloader{'PQ' if setting('data.order') == 'ready' else 'PT'}"),
+        ),
+        metric="lddt",
+        metric_key="eval_accuracy",
+    ),
     "unet3d": Benchmark(
         rows=(
             Row("seed", "train.seed"),
@@ -230,7 +275,7 @@ class MlperfLog:
 
     def _start(self, event: Event) -> None:
         get, at = event.fields.get, event.time
-        settings = get("settings") or {}
+        settings = {**(get("settings") or {}), "run": event.fields}
         values = {row.key: value_of(row, settings) for row in (*SUBMISSION, *self.benchmark.rows)}
         self._per_epoch = max(1, int(get("steps_per_epoch") or 1))
         goes_on = get("resumed_from") is not None and self.path.exists()

@@ -146,7 +146,10 @@ class StepConfig(Settings):
     accumulate: Positive = 1
     """micro-batches per step and process"""
     clip: Annotated[float, Field(gt=0)] | None = None
-    """largest L2 norm of the whole gradient"""
+    """largest L2 norm of the gradient"""
+    clip_per: Literal["batch", "sample"] = "batch"
+    """what `clip` bounds: the gradient of the whole batch, or that of each sample before they are averaged (AlphaFold 2), where a
+    micro-batch is one sample"""
     bucket_mb: Annotated[float, Field(gt=0)] = 25.0
     """size of the gradient buckets that are summed while the backward pass goes on, MB"""
     optimizer: Literal["sgd", "adam", "adamw", "lamb", "lars"] = "adamw"
@@ -199,6 +202,9 @@ class StepConfig(Settings):
             raise ValueError(f"capture {self.capture} with shard weights cannot be done; set shard to optimizer or capture to none")
         if self.shard_within is not None and self.shard == "none":
             raise ValueError(f"shard_within is {self.shard_within}, but nothing is divided; set shard to optimizer or weights")
+        if self.clip_per == "sample" and (self.clip is None or self.shard == "weights"):
+            lacks = "clip is null; give it a norm" if self.clip is None else "shard is weights, and no process has a whole gradient"
+            raise ValueError(f"clip_per is sample, but {lacks}")
         if self.compile_cache is not None and self.compile == "none":
             raise ValueError("compile_cache is given, but nothing is compiled; set compile to blocks or whole")
         return self

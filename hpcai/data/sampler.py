@@ -77,18 +77,31 @@ class Endless(_Shared):
 
 
 class Weighted(_Shared):
-    """``samples`` draws an epoch, with replacement, each sample as often as its weight says.   weights [N], 0 or more"""
+    """``samples`` draws an epoch, with replacement, each sample as often as its weight says. With ``numbered`` the index of a
+    sample is N higher when it is drawn again in an epoch, 2N the next time: it may then be made anew.   weights [N], 0 or more"""
 
-    def __init__(self, weights: Sequence[float] | np.ndarray, samples: int, seed: int = 0) -> None:
+    def __init__(
+        self, weights: Sequence[float] | np.ndarray, samples: int, seed: int = 0, *, numbered: bool = False
+    ) -> None:
         weights = np.asarray(weights, np.float64)
         if weights.ndim != 1 or not np.isfinite(weights).all() or (weights < 0).any() or not weights.sum() > 0:
             raise DataError("weights must be a row of finite numbers of 0 or more, not all of them 0")
-        self.samples, self.seed = samples, seed
+        self.samples, self.seed, self.numbered = samples, seed, numbered
         self._ends = np.cumsum(weights) / weights.sum()
         self._ends[np.flatnonzero(weights)[-1] :] = 1.0  # whatever was rounded: no draw falls behind the last weight
 
     def order(self, epoch: int) -> np.ndarray:
-        return np.searchsorted(self._ends, _generator(self.seed, epoch).random(self.samples), side="right")
+        drawn = np.searchsorted(self._ends, _generator(self.seed, epoch).random(self.samples), side="right")
+        return drawn + len(self._ends) * _earlier(drawn) if self.numbered else drawn
+
+
+def _earlier(drawn: np.ndarray) -> np.ndarray:
+    """How often each number stands before its place.   [M] -> [M]"""
+    order = np.argsort(drawn, kind="stable")
+    row = drawn[order]
+    counts = np.empty(len(drawn), int)
+    counts[order] = np.arange(len(drawn)) - np.searchsorted(row, row)
+    return counts
 
 
 class Sharded:

@@ -363,7 +363,8 @@ class _Training:
             "start", name=self.run.name, directory=str(self.run.directory or ""), settings=self.run.settings,
             world=self.mesh.world, nodes=nodes, device=str(self.mesh.device), parameters=_size(self.step.model),
             steps=self.steps, steps_per_epoch=len(self.data), epochs=self.steps / len(self.data), global_batch=self.data.size,
-            train_samples=self.data.samples, validation_samples=getattr(self.validation, "samples", 0), resumed_from=resumed,
+            train_samples=getattr(self.data, "counted", self.data.samples),  # those that an epoch's are drawn from
+            validation_samples=getattr(self.validation, "samples", 0), resumed_from=resumed,
         )  # fmt: skip
         for text in self.checkpoints.notes if self.checkpoints else ():
             self.reports.emit("note", step=self.progress.step, text=text)

@@ -33,12 +33,13 @@ class Run:
         self.keep("settings.yaml", lambda path: path.write_text(config.dump(self._cfg)))
 
     def keep(self, name: str, write: Callable[[Path], Any]) -> None:
-        """``write(path)`` a file of the run on the first process, beside its place and then renamed."""
+        """``write(path)`` a file of the run on the first process, beside its place, with its suffix, and then renamed."""
         if self.directory is not None and self.mesh.is_first:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            partial = self.directory / f".{name}.partial"
+            path = self.directory / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = path.with_name(f".partial.{path.name}")
             write(partial)
-            partial.replace(self.directory / name)
+            partial.replace(path)
 
     def __enter__(self) -> "Run":
         return self

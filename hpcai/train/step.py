@@ -3,7 +3,7 @@
 Nothing in a step reads a number from the device: the host runs ahead, and a guard on the device keeps a NaN out of the weights.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,7 +47,10 @@ class Step:
         self.sums = gradient_sums(self.model, mesh, cfg)
         self.optimizer = Optimizer(self.sums.rows, cfg)
         self.average = Average(self.model, self.optimizer, self.sums, cfg.average)
-        self.forward_backward: Callable[[nn.Module, Any], dict[str, Value]] = self._forward_backward
+        each = cfg.clip_per == "sample"
+        if each and mesh.copy.size > 1:
+            raise ConfigError(f"step.clip_per is sample, but {mesh.copy.size} processes hold a sample together; set it to batch")
+        self.forward_backward: Callable[[nn.Module, Any], dict[str, Value]] = self._each if each else self._forward_backward
         self._share = 1.0 / (cfg.accumulate * mesh["replicate"].size)
         self._hold = torch.zeros((), device=mesh.device)  # 1: nothing is updated
         self._count = torch.zeros((), dtype=torch.int64, device=mesh.device)
@@ -99,19 +102,47 @@ class Step:
         every: list[dict[str, Value]] = []
         for part in parts:
             self.sums.last = part is parts[-1]
-            with self.autocast():
-                values = self.loss(model, part)
-            head = values.get("loss")
-            if not isinstance(head, Tensor):
-                raise ConfigError(f"the loss function returned {sorted(values)}; expected a scalar tensor named 'loss' among them")
+            head, values = self._head(model, part)
             (head * self._share).backward()
-            every.append({name: _detach(value) for name, value in values.items()})
+            every.append(values)
+        return _mean(every)
+
+    def _head(self, model: nn.Module, part: Any) -> tuple[Tensor, dict[str, Value]]:
+        """The loss to be differentiated, and what was measured."""
+        with self.autocast():
+            values = self.loss(model, part)
+        head = values.get("loss")
+        if not isinstance(head, Tensor):
+            raise ConfigError(f"the loss function returned {sorted(values)}; expected a scalar tensor named 'loss' among them")
+        return head, {name: _detach(value) for name, value in values.items()}
+
+    def _each(self, model: nn.Module, batch: Any) -> dict[str, Value]:
+        """``_forward_backward`` of micro-batches of one sample, whose gradients are clipped before they are added."""
+        assert self.cfg.clip is not None
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        every: list[dict[str, Value]] = []
+        added: list[Tensor] = []
+        for part in split(batch, self.cfg.accumulate):
+            if (count := samples_in(part)) != 1:
+                raise ConfigError(
+                    f"step.clip_per is sample, but a micro-batch has {count}; set step.accumulate to the samples of a copy, "
+                    f"{self.cfg.accumulate * count}"
+                )
+            head, values = self._head(model, part)
+            gradients = torch.autograd.grad(head, parameters, allow_unused=True, materialize_grads=True)
+            wide = [gradient.to(torch.promote_types(gradient.dtype, torch.float32)) for gradient in gradients]
+            norm = torch.stack(torch._foreach_norm(wide, 2, dtype=self.optimizer.lr.dtype)).square().sum().sqrt()
+            clipped = torch._foreach_mul(wide, self._share * (self.cfg.clip / (norm + 1e-6)).clamp(max=1.0))
+            added = list(torch._foreach_add(added, clipped) if added else clipped)
+            every.append(values)
+        self.sums.last = True
+        _Give.apply(added, *parameters).backward()
         return _mean(every)
 
     @torch.no_grad()
     def _update(self, values: dict[str, Value]) -> None:
         norm = self._norm()
-        scale = None if self.cfg.clip is None else (self.cfg.clip / (norm + 1e-6)).clamp(max=1.0)
+        scale = None if self.cfg.clip is None or self.cfg.clip_per == "sample" else (self.cfg.clip / (norm + 1e-6)).clamp(max=1.0)
         own = values["loss"][0] if isinstance(values["loss"], tuple) else values["loss"]
         # Gradients are summed over the copies, so a NaN anywhere reaches all of them in the same step. From then on the weights
         # stay those of the last good step.
@@ -178,6 +209,19 @@ class Step:
             f"step {first + 1}: {what} is not finite on {where}; weights stay those of step {first} and nothing was saved since; "
             f"look at these samples, or lower step.lr (now {self.cfg.lr:g}), lengthen step.schedule.warmup or set step.clip"
         )
+
+
+class _Give(torch.autograd.Function):
+    """Zero, whose gradients are ``given``: they reach the hooks of parameters as if a backward pass had found them."""
+
+    @staticmethod
+    def forward(ctx: Any, given: Sequence[Tensor], *parameters: Tensor) -> Tensor:
+        ctx.given = given
+        return torch.zeros((), device=parameters[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        return (None, *ctx.given)
 
 
 class Parts(tuple):

@@ -16,6 +16,7 @@ from hpcai.errors import ConfigError
 from hpcai.log import Event
 from hpcai.mllog import BENCHMARKS, PREFIX, MlperfLog, value_of
 
+APPS = Path(__file__).resolve().parents[2] / "apps"
 compliance = pytest.importorskip("mlperf_logging.compliance_checker.mlp_compliance")
 
 SETTINGS: dict[str, Any] = {
@@ -158,7 +159,8 @@ def test_every_table_is_well_formed() -> None:
         assert len({row.key for row in benchmark.rows}) == len(benchmark.rows)
         settings = import_module(f"apps.{'opencatalyst' if name == 'oc20' else name}.settings").Config
         words = [[], steps] if name == "deepcam" else [[]]
-        runs = [config.load(settings, None, each).model_dump(mode="json") for each in words]
+        yaml = APPS / "openfold" / "configs" / "batch128.yaml" if name == "openfold" else None  # it asks for days of release
+        runs = [config.load(settings, yaml, each).model_dump(mode="json") | {"run": START} for each in words]
         for row in benchmark.rows:  # LAMB's lines and those of one decay are for runs with them
             assert any(value_of(row, run) is not None for run in runs), row.key
 
@@ -185,7 +187,7 @@ def test_an_evaluation_that_training_did_not_wait_for_complies(tmp_path: Path, s
 
 # ---- MLPerf Training: the 3D U-Net
 
-YAML = Path(__file__).resolve().parents[2] / "apps" / "unet3d" / "configs"
+YAML = APPS / "unet3d" / "configs"
 
 
 def trained(path: Path, dice: list[float], *words: str, ends: bool = True) -> None:
@@ -297,3 +299,27 @@ def test_an_error_in_a_real_run_ends_its_log(tmp_path: Path) -> None:
         raise RuntimeError
     keys = [(record["key"], record["metadata"].get("status")) for record in records(tmp_path / "mlperf.log")]
     assert keys[-2:] == [("epoch_stop", None), ("run_stop", "aborted")]
+
+
+# ---- OpenFold
+
+
+def test_the_checker_passes_openfold(tmp_path: Path) -> None:
+    """With the settings of the benchmark, over evaluations every 40 steps, and the data and weights that it fixes."""
+    path = tmp_path / "mlperf.log"
+    yaml = APPS / "openfold" / "configs" / "batch128.yaml"
+    settings = config.load(import_module("apps.openfold.settings").Config, yaml, []).model_dump(mode="json")
+    start = {"name": "openfold", "settings": settings, "steps": 2000, "steps_per_epoch": 40, "global_batch": 128,
+             "train_samples": 594_595, "validation_samples": 180, "parameters": 93_229_082}  # fmt: skip
+    log, now = MlperfLog(path, "openfold"), 1000.0
+    log.write(Event("start", now, START | start))
+    for epoch, value in enumerate([0.7, 0.78, 0.801]):
+        log.write(Event("epoch", now, {"epoch": epoch, "step": 40 * epoch}))
+        now += 10
+        log.write(Event("evaluate", now, {"step": 40 * epoch + 40, "epoch": epoch + 1.0, "samples": 9, "seconds": 1.0, "lddt": value}))
+    log.write(Event("stop", now, {"step": 120, "reason": "target", "seconds": 1.0, "target_reached": True}))
+    log.close()
+    words = ["--usage", "hpc", "--ruleset", "3.0.0", "--werror", "--log_output", str(tmp_path / "checker.log"), str(path)]
+    run = subprocess.run([sys.executable, "-m", "mlperf_logging.compliance_checker", *words], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert "closed_openfold.yaml" in run.stderr and "SUCCESS" in run.stderr

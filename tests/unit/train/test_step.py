@@ -46,6 +46,37 @@ def test_clipping_bounds_the_whole_gradient() -> None:
     assert moved.norm().item() == pytest.approx(1e-3, rel=1e-4)
 
 
+def test_each_sample_may_be_clipped_by_itself() -> None:
+    """Algorithm of the supplement of AlphaFold 2: gradients of samples are clipped, then averaged."""
+    cfg = StepConfig(precision="fp64", clip=0.05, clip_per="sample", accumulate=8, optimizer="sgd", momentum=0.0, lr=1.0)
+    step, data = Step(network(), loss, cfg, dist.alone()), batch().double()
+    before = [p.detach().clone() for p in step.model.parameters()]
+    expected = [torch.zeros_like(p) for p in before]
+    norms = []
+    for row in data:
+        found = torch.autograd.grad(loss(step.model, row[None])["loss"], list(step.model.parameters()))
+        norms.append(torch.cat([g.flatten() for g in found]).norm().item())
+        for place, g in zip(expected, found):
+            place += g * min(1, 0.05 / (norms[-1] + 1e-6)) / 8
+    assert min(norms) < 0.05 < max(norms), "some are clipped and some are not"
+    values = step(data)
+    assert values["loss"].item() == pytest.approx(loss(network().double(), data)["loss"].item())
+    for after, was, moved in zip(step.model.parameters(), before, expected):
+        torch.testing.assert_close(was - after, moved, rtol=1e-9, atol=1e-14)
+
+
+@pytest.mark.parametrize("kind", ["several", "no norm", "sharded"])
+def test_clipping_of_samples_needs_them_one_by_one(kind: str) -> None:
+    if kind == "several":
+        step = Step(network(), loss, StepConfig(clip=0.1, clip_per="sample", accumulate=2), dist.alone())
+        with pytest.raises(ConfigError, match=r"a micro-batch has 4; set step\.accumulate to the samples of a copy, 8"):
+            step(batch())
+    else:
+        words = {"clip": None} if kind == "no norm" else {"clip": 0.1, "shard": "weights"}
+        with pytest.raises(ValueError, match="clip_per is sample, but"):
+            StepConfig(clip_per="sample", **words)
+
+
 def test_bf16_keeps_fp32_weights_and_differs_a_little() -> None:
     values = {p: Step(network(), loss, StepConfig(precision=p), dist.alone()) for p in ("fp32", "bf16")}
     losses = {p: step(batch())["loss"].item() for p, step in values.items()}

@@ -1,0 +1,215 @@
+"""Protein chains as samples, and batches of them with as many passes as their step has drawn.   R residues, P passes"""
+
+import hashlib
+import itertools
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from apps.openfold.settings import Config, DataConfig
+from hpcai.data import Loader, Rows
+from hpcai.data.sampler import LargestFirst, Sampler, Shuffled, Weighted
+from hpcai.data.splits import Samples, open_split
+from hpcai.dist import Mesh
+from hpcai.errors import CheckpointError, DataError
+from hpcai.models.openfold import Alignment, Chain, FeatureConfig, OpenFold, featurize, load_weights
+from hpcai.models.openfold.features import collate
+from hpcai.models.openfold.residues import ATOM37_EXISTS, LETTERS
+from hpcai.models.openfold.structures import write_structure
+from hpcai.train import Run
+
+FIELDS: dict[str, tuple[str, tuple[int | str | None, ...]]] = {
+    "residues": ("int32", ()), "letters": ("int32", ()), "name": ("S24", ()), "resolution": ("float32", ()),
+    "release": ("int32", ()), "cluster_size": ("int32", ()),
+    "aatype": ("int8", ("residues",)), "positions": ("float32", ("residues", 37, 3)), "mask": ("uint8", ("residues", 37)),
+    "msa": ("int8", ("letters",)), "deletions": ("uint8", ("letters",)),
+}  # fmt: skip
+_UNKNOWN_DAY = -1
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def chains(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any]]:
+    """Loaders for training (None on processes that only evaluate), validation and pictures."""
+    data, features = cfg.data, cfg.features
+    train, validation = _rows(cfg, "train", mesh), _rows(cfg, "validation", mesh)
+    drawn = Chains(train, _released(train, None, data.released_until), features, cfg.train.seed)
+    held = _released(validation, data.validation_from, data.validation_until)
+    held = held[validation.column("residues")[held] <= (data.validation_residues or np.inf)]
+    whole = features.model_copy(update={"crop": None})
+    words: dict[str, Any] = {"name": "train", "sampler": _sampler(cfg, drawn), "accumulate": cfg.step.accumulate}
+
+    def held_out(rows: np.ndarray, name: str) -> Loader:
+        """Whole chains, the longest first, each to whoever is free first."""
+        source = Chains(validation, rows, whole, cfg.train.seed, training=False)
+        sampler = LargestFirst(source.column("residues").astype(float) ** 2, mesh["replicate"].size)
+        return Loader(source, sampler.groups, mesh, **data.loading(), name=name, sampler=sampler, last="keep")
+
+    few = held[np.linspace(0, len(held) - 1, min(data.pictures, len(held))).round().astype(int)]
+    with (
+        Loader(drawn, data.batch, mesh, **data.loading(), **words) if mesh.trains else nullcontext() as training,
+        held_out(held, "validation") as evaluated,
+        held_out(few, "pictures") if len(few) and mesh.trains else nullcontext() as pictures,
+    ):
+        passes = Recycled(training, features.recycles, cfg.train.seed, len(drawn)) if training is not None else None
+        yield passes, evaluated, pictures
+
+
+def _rows(cfg: Config, split: str, mesh: Mesh) -> Rows:
+    data = cfg.data
+    remedy = f"make data with: python -m data_prep.openfold simulate {data.directory}, or set data.directory to what is there"
+    return open_split(data.directory / split, FIELDS, remedy, data, mesh)
+
+
+def _released(rows: Rows, first: date | None, last: date | None) -> np.ndarray:
+    """Rows of chains that were released between two days, or nobody knows when. Raises DataError where there is none."""
+    day = rows.column("release")
+    begin, end = (None if each is None else (each - date(1970, 1, 1)).days for each in (first, last))
+    kept = (day == _UNKNOWN_DAY) | ((day >= (begin or 0)) & (day <= (day.max() if end is None else end)))
+    if not kept.all():
+        logger.info("%s: %d of %d chains are left out for their day of release", rows.folder.name, (~kept).sum(), len(kept))
+    return np.flatnonzero(kept)
+
+
+def _sampler(cfg: Config, source: "Chains") -> Sampler:
+    data, seed = cfg.data, cfg.train.seed
+    if data.draw == "once":
+        return Shuffled(len(source), seed)
+    weights = weights_of(source.column("residues"), source.column("cluster_size"))
+    return Weighted(weights, data.epoch or len(source), seed, numbered=True)
+
+
+def weights_of(residues: np.ndarray, cluster_size: np.ndarray) -> np.ndarray:
+    """How often a chain is drawn: long ones more, those of many relatives less, as in MLPerf HPC.   [N] each"""
+    return np.clip(residues, 256, 512) / 512 / np.sqrt(np.maximum(cluster_size, 1))
+
+
+class Chains(Samples):
+    """The chains of a split that stand in ``kept``, with the features of all passes. In training index i + k * N is chain i, drawn
+    once more."""
+
+    def __init__(self, rows: Rows, kept: np.ndarray, cfg: FeatureConfig, seed: int, training: bool = True) -> None:
+        super().__init__(rows)
+        if not len(kept):
+            raise DataError(f"{rows.folder}: none of {len(rows)} chains is left by the settings of data; change those")
+        self.kept, self.cfg, self.seed, self.training = kept, cfg, seed, training
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+    def column(self, name: str) -> np.ndarray:
+        """[N]"""
+        return self.rows.column(name)[self.kept]
+
+    def describe(self, index: int) -> str:
+        return self.rows.describe(self._row(index))
+
+    def _row(self, index: int) -> int:
+        return int(self.kept[index % len(self)])
+
+    def sample(self, index: int, epoch: int) -> dict[str, Any]:
+        row = self._row(index)
+        values = self.rows.read(row)
+        chain, alignment = parts_of(values, self.rows.describe(row))
+        # A held-out chain is the same each time.
+        number, epoch = (index, epoch) if self.training else (row, 0)
+        found = featurize(chain, alignment, None, self.cfg, seed=self.seed, epoch=epoch, index=number, training=self.training)
+        found["index"] = np.full(self.cfg.recycles + 1, row)
+        return found
+
+    def collate(self, samples: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        return {name: torch.from_numpy(array) for name, array in collate(samples).items()}
+
+
+def parts_of(values: dict[str, Any], where: str) -> tuple[Chain, Alignment]:
+    """What a file has of a chain. Raises DataError where its alignment does not fit."""
+    aatype, mask = values["aatype"].astype(np.int64), values["mask"].astype(np.float32)
+    depth, rest = divmod(len(values["msa"]), len(aatype))
+    if rest or not depth:
+        raise DataError(f"{where}: {len(values['msa'])} letters of an alignment for {len(aatype)} residues, expected a multiple")
+    sequence = "".join((LETTERS + "X")[kind] for kind in aatype)
+    resolution = float(values["resolution"]) or None
+    chain = Chain(
+        values["name"].item().decode(), sequence, aatype, values["positions"], mask, np.zeros_like(mask), resolution, None, ""
+    )
+    return chain, Alignment(*(values[name].reshape(depth, -1) for name in ("msa", "deletions")), [])
+
+
+class Recycled:
+    """Batches of ``loader`` with the first passes alone, as many as their step has drawn: the same on all processes, and each
+    number from 1 to ``most`` + 1 once in as many steps. ``counted``: chains that they come from."""
+
+    def __init__(self, loader: Loader, most: int, seed: int, counted: int) -> None:
+        self.loader, self.most, self.seed, self.counted = loader, most, seed, counted
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
+
+    def epoch(self, epoch: int, first: int = 0, late: Sequence[int] = (), more: bool = False) -> Iterator[Any]:
+        steps = itertools.count(epoch * len(self.loader) + first // self.loader.size)
+        for step, batch in zip(steps, self.loader.epoch(epoch, first, late, more)):
+            passes = passes_of(self.seed, step, self.most)
+            yield {name: value[..., :passes] for name, value in batch.items()}
+
+
+def passes_of(seed: int, step: int, most: int) -> int:
+    """Passes of a 0-based step: one more than its recycles, of which ``most`` + 1 steps have each number once."""
+    block, place = divmod(step, most + 1)
+    return 1 + int(np.random.default_rng([seed, block]).permutation(most + 1)[place])
+
+
+# ---- weights in, structures out
+
+
+def network(cfg: Config) -> OpenFold:
+    """The network, with the weights that ``cfg.start`` names. Raises CheckpointError where they are other ones, or do not fit."""
+    model, path = OpenFold(cfg.model), cfg.start.weights
+    if path is None:
+        return model
+    if cfg.start.sha256 is not None:
+        try:
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as problem:
+            raise CheckpointError(f"start.weights: {path}: cannot be read: {problem.strerror}") from problem
+        if digest != cfg.start.sha256.lower():
+            raise CheckpointError(f"start.weights: {path}: has SHA-256 {digest}, expected {cfg.start.sha256}; fetch it again")
+    found = load_weights(path).state_dict()
+    try:
+        model.load_state_dict(found)
+    except RuntimeError as problem:
+        first = str(problem).splitlines()[1].strip()
+        raise CheckpointError(f"start.weights: {path}: of another network than the settings of model: {first}") from problem
+    return model
+
+
+def keep_structures(run: Run, found: dict[str, torch.Tensor], data: DataConfig) -> None:
+    """``structures.npz`` for the report, and each predicted chain as structures/NAME.cif with its confidence for B-factors."""
+    rows = Rows(data.directory / "validation", FIELDS, reader="buffered")
+    names = [rows.read(int(index))["name"].item().decode() for index in found["index"]]
+    rows.close()
+    arrays = {name: value.numpy() for name, value in found.items() if name != "index"}
+
+    def write(path: Path) -> None:
+        with path.open("wb") as file:
+            np.savez_compressed(file, names=np.array(names), **arrays)  # type: ignore[arg-type]
+
+    run.keep("structures.npz", write)
+    ends = np.cumsum(arrays["residues"])
+    for name, part in zip(names, (slice(end - count, end) for end, count in zip(ends, arrays["residues"]))):
+        aatype, positions, confidence = (arrays[kind][part] for kind in ("aatype", "predicted", "plddt"))
+        mask = ATOM37_EXISTS[aatype]
+        run.keep(
+            f"structures/{name}.cif",
+            lambda path, a=aatype, x=positions, m=mask, b=confidence, n=name: write_structure(path, a, x, m, b, name=n),
+        )

@@ -1,0 +1,102 @@
+"""How well chains are folded: lDDT, distances, superposed atoms, and what pictures are made of.   B batch, R residues"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hpcai.models.openfold import objective
+from hpcai.models.openfold.config import ObjectiveConfig
+from hpcai.models.openfold.heads import DISTANCE_BINS, plddt
+from hpcai.models.openfold.residues import PLACE
+
+_CA = PLACE["CA"]
+_TOTAL, _HIGH = (1.0, 2.0, 4.0, 8.0), (0.5, 1.0, 2.0, 4.0)  # angstrom
+_TOLD = ObjectiveConfig(chi=0, plddt=0)  # terms that are told of held-out chains, as they are
+
+
+def score(model: Any, batch: Any) -> dict[str, Tensor]:
+    """Means over chains. ``lddt``, the metric of MLPerf HPC (target 0.8): lDDT-Calpha, 0 to 1. ``drmsd`` in angstrom, ``gdt_ts``
+    and ``gdt_ha`` of CA atoms, 0 to 1. ``confidence``: pLDDT, 0 to 100. And three terms of the loss."""
+    features, prediction = _predicted(model, batch)
+    with torch.autocast(prediction.positions.device.type, enabled=False):
+        guess, true, mask = _alphas(prediction, features)
+        fitted = superposed(guess, true, mask)
+        sure = (plddt(prediction.logits.plddt) * mask).sum(1) / mask.sum(1)
+        found = {
+            "lddt": objective.lddt(guess, true, mask), "drmsd": drmsd(guess, true, mask), "gdt_ts": gdt(fitted, true, mask, _TOTAL),
+            "gdt_ha": gdt(fitted, true, mask, _HIGH), "confidence": sure, **objective.terms(prediction, features, _TOLD),
+        }  # fmt: skip
+        return {name: value.mean() for name, value in found.items()}
+
+
+def structures_of(model: Any, batch: Any) -> dict[str, Tensor]:
+    """For pictures, the residues of all chains one after the other, and before them ``index`` and ``residues`` [B] of each chain:
+    types, true and predicted atoms [37, 3] angstrom, confidence and lDDT 0 to 100, NaN where there is no CA; at the end
+    the distances [R * R] that the distogram expects, angstrom."""
+    features, prediction = _predicted(model, batch)
+    with torch.autocast(prediction.positions.device.type, enabled=False):
+        guess, true, mask = _alphas(prediction, features)
+        each = 100 * objective.lddt(guess, true, mask, each=True).where(mask > 0, torch.nan)
+        seen = features["seq_mask"] > 0
+        both = seen[:, :, None] & seen[:, None]
+        return {
+            "index": features["index"], "residues": seen.sum(1), "aatype": features["aatype"][seen].to(torch.int8),
+            "predicted": prediction.positions[seen].float(), "true": features["all_atom_positions"][seen].float(),
+            "mask": features["all_atom_mask"][seen].to(torch.uint8), "plddt": plddt(prediction.logits.plddt)[seen].float(),
+            "lddt": each[seen].float(), "distance": expected(prediction.logits.distogram)[both].half(),
+        }  # fmt: skip
+
+
+def _predicted(model: Any, batch: Any) -> tuple[dict[str, Tensor], Any]:
+    """The features of the last pass, and what the model says after it."""
+    features = batch if isinstance(batch, Mapping) else batch._asdict()
+    return {name: value[..., -1] for name, value in features.items()}, model(features)
+
+
+def _alphas(prediction: Any, features: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Predicted and true CA [B, R, 3], and which are known [B, R]."""
+    guess, true, mask = prediction.positions, features["all_atom_positions"], features["all_atom_mask"]
+    return guess[:, :, _CA], true[:, :, _CA].to(guess.dtype), mask[:, :, _CA].to(guess.dtype)
+
+
+def superposed(guess: Tensor, true: Tensor, mask: Tensor) -> Tensor:
+    """``guess`` turned and moved so that the squares of its distances to ``true`` are least (Kabsch 1976).
+
+    guess and true [B, R, 3], mask [B, R] -> [B, R, 3]
+    """
+    wide, weight = torch.float64, mask.double()[..., None]
+    count = weight.sum(1, keepdim=True).clamp(min=1)
+    middles = [(x.to(wide) * weight).sum(1, keepdim=True) / count for x in (guess, true)]
+    moved = guess.to(wide) - middles[0]
+    u, _, v = torch.linalg.svd((moved * weight).transpose(1, 2) @ (true.to(wide) - middles[1]))
+    mirrored = torch.linalg.det(u @ v).sign()
+    u = torch.cat([u[..., :2], u[..., 2:] * mirrored[:, None, None]], 2)  # a mirror image is no rotation
+    return (moved @ (u @ v) + middles[1]).to(guess.dtype)
+
+
+def gdt(fitted: Tensor, true: Tensor, mask: Tensor, limits: Sequence[float] = _TOTAL) -> Tensor:
+    """Global distance test (Zemla 2003): the share of atoms within each limit in angstrom, averaged. The limits are those of
+    GDT-TS; half of them give GDT-HA. Of one superposition, by all atoms, it is a lower bound of what a search over many finds.
+
+    fitted and true [B, R, 3], mask [B, R] -> [B]
+    """
+    off = torch.linalg.vector_norm(fitted - true, dim=-1)
+    within = torch.stack([(off <= limit).to(mask.dtype) for limit in limits]).mean(0)
+    return (within * mask).sum(1) / mask.sum(1).clamp(min=1)
+
+
+def drmsd(guess: Tensor, true: Tensor, mask: Tensor) -> Tensor:
+    """Root of the mean square by which the distances of all pairs of atoms differ, angstrom.   [B, R, 3] twice, [B, R] -> [B]"""
+    near, far = (torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist") for x in (true, guess))
+    both = mask[:, :, None] * mask[:, None]
+    count = mask.sum(1)
+    return ((near - far).square() * both).sum((1, 2)).div((count * (count - 1)).clamp(min=1)).sqrt()
+
+
+def expected(logits: Tensor) -> Tensor:
+    """The mean distance of a distogram, angstrom; what is further than 21.7 counts as 21.8.   [..., 64] -> [...]"""
+    middles = torch.linspace(2.3125, 21.6875, DISTANCE_BINS - 1, device=logits.device).to(logits.dtype)
+    width = middles[1] - middles[0]
+    return logits.softmax(-1) @ (torch.cat([middles, middles[-1:] + width]) - width / 2)

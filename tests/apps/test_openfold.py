@@ -1,0 +1,327 @@
+"""The OpenFold app: what it draws, how many passes a step has, what it leaves behind, and what it refuses."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from datetime import date, timedelta
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from apps.openfold.__main__ import main
+from apps.openfold.data import FIELDS, Chains, network, parts_of, passes_of, weights_of
+from apps.openfold.settings import Config
+from data_prep import openfold as prep
+from hpcai import config, log
+from hpcai.data import Rows
+from hpcai.data.sampler import Weighted
+from hpcai.errors import CheckpointError
+from hpcai.models.openfold import FeatureConfig, OpenFold, OpenFoldConfig, lddt, save_weights
+from hpcai.models.openfold.residues import PLACE
+from tests.apps.running import ROOT, App, told
+
+pytest.importorskip("gemmi", reason="gemmi is not installed: the OpenFold app is NOT tested")
+pytestmark = pytest.mark.usefixtures("one_thread")
+QUICK = ("features.crop=16", "features.clusters=4", "features.extra=5", "data.batch=4", "data.epoch=8", "train.steps=6",
+         "train.report_every=1", "checkpoint.every_steps=1", "checkpoint.keep=9", "data.pictures=2")  # fmt: skip
+MPIEXEC = Path(sys.executable).with_name("mpiexec")
+APP = App("openfold", Config, main, QUICK)
+STILL = ("model.rows.dropout=0", "model.pairs.dropout=0", "model.extra.msa.dropout=0", "model.extra.pairs.dropout=0",
+         "model.structure.dropout=0", "step.precision=fp64", "checkpoint.every_steps=null")  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("chains") / "openfold"
+    sizes = ["--chains", "12", "--families", "6", "--each", "1", "--length", "16", "22", "--rows", "9", "--validation", "0.5"]
+    assert prep.main(["simulate", str(folder), *sizes, "--no-check", "--workers", "2"]) == 0
+    return folder
+
+
+def chains(data: Path, split: str = "train", **words: Any) -> Chains:
+    rows = Rows(data / split, FIELDS)
+    cfg = FeatureConfig(crop=16, clusters=4, extra=5, templates=0, **words)
+    return Chains(rows, np.arange(len(rows)), cfg, seed=0)
+
+
+# ---- what it leaves
+
+
+def test_a_run_leaves_weights_and_structures_that_others_read(data: Path) -> None:
+    import gemmi
+    from Bio.PDB.MMCIFParser import MMCIFParser
+
+    run = APP.once(data)
+    found = np.load(run / "structures.npz", allow_pickle=False)
+    held = {values["name"].decode(): values for values in map(Rows(data / "validation", FIELDS).read, range(6))}
+    assert len(found["names"]) == 2 and set(found["names"]) <= set(held)
+    model, begin = OpenFold.load(run / "model.safetensors"), 0
+    assert model.cfg == config.load(Config, run / "settings.yaml", []).model
+    for name, count in zip(found["names"], found["residues"]):
+        part, of = slice(begin, begin + count), held[str(name)]
+        begin += count
+        np.testing.assert_array_equal(found["true"][part], of["positions"])
+        np.testing.assert_array_equal(found["aatype"][part], of["aatype"])
+        path = run / "structures" / f"{name}.cif"
+        chain = gemmi.read_structure(str(path))[0]["A"]
+        same = MMCIFParser(QUIET=True).get_structure("one", path)[0]["A"]
+        assert len(chain) == len(list(same)) == count
+        for residue, other, plddt, atoms in zip(chain, same, found["plddt"][part], found["predicted"][part]):
+            assert residue.name == other.get_resname() and {round(atom.b_iso, 1) for atom in residue} == {round(float(plddt), 1)}
+            np.testing.assert_allclose(residue["CA"][0].pos.tolist(), atoms[PLACE["CA"]], atol=2e-3)
+            np.testing.assert_allclose(other["CA"].coord, atoms[PLACE["CA"]], atol=2e-3)
+        ca = [torch.from_numpy(found[kind][part][None, :, PLACE["CA"]]) for kind in ("predicted", "true")]
+        each = 100 * lddt(*ca, torch.from_numpy(of["mask"][None, :, PLACE["CA"]]).float(), each=True)[0].numpy()
+        np.testing.assert_allclose(found["lddt"][part], np.where(of["mask"][:, PLACE["CA"]] > 0, each, np.nan), rtol=1e-4)
+    assert begin == len(found["aatype"]) and len(found["distance"]) == (found["residues"].astype(int) ** 2).sum()
+    last = [e for e in log.read_metrics(run / "metrics.jsonl") if e["kind"] == "evaluate"][-1]
+    assert {"lddt", "drmsd", "gdt_ts", "gdt_ha", "confidence", "distogram", "masked_msa"} <= set(last)
+
+
+def test_the_kept_weights_fold_as_the_run_did(data: Path) -> None:
+    run = APP.once(data)
+    found, rows = np.load(run / "structures.npz", allow_pickle=False), Rows(data / "validation", FIELDS)
+    values = next(v for v in map(rows.read, range(len(rows))) if v["name"].decode() == found["names"][0])
+    chain, alignment = parts_of(values, "here")
+    cfg = FeatureConfig(crop=None, clusters=4, extra=5, templates=0, recycles=1)
+    told_ = OpenFold.load(run / "model.safetensors").fold(chain.sequence, alignment, recycles=1, cfg=cfg, seed=1)
+    count = len(chain.sequence)
+    # Other rows of the alignment are drawn; weights of six steps hardly look at them.
+    np.testing.assert_allclose(told_.positions[:, PLACE["CA"]], found["predicted"][:count, PLACE["CA"]], atol=0.5)
+
+
+def test_resumed_is_uninterrupted(data: Path, tmp_path: Path) -> None:
+    assert APP.here(data, tmp_path / "cut", "train.steps=3") == 0
+    assert APP.here(data, tmp_path / "cut") == 0
+    whole, cut = (load_file(folder / "model.safetensors") for folder in (APP.once(data), tmp_path / "cut"))
+    assert all(torch.equal(whole[name], cut[name]) for name in whole)
+    assert told(tmp_path / "cut") == told(APP.once(data))
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(not MPIEXEC.is_file(), reason="no mpiexec (pip install '.[mpi]')")
+@pytest.mark.parametrize("more", [(), ("step.clip_per=sample", "train.evaluate=background")], ids=["batch", "sample"])
+def test_copies_train_as_one_process(data: Path, tmp_path: Path, more: tuple[str, ...]) -> None:
+    """With as many passes in each step on all of them, and as many chains to evaluate as there are."""
+    each = ("step.accumulate=4",) if more else ()
+    assert APP.here(data, tmp_path / "one", *STILL, *more, *each) == 0
+    words = APP.words(data, tmp_path / "two", *STILL, *more, *(("step.accumulate=2",) if more else ()))
+    run = [str(MPIEXEC), "-n", "2", sys.executable, "-m", "apps.openfold", *words]
+    done = subprocess.run(run, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for kind, names in (("train", ("loss", "fape", "lddt")), ("evaluate", ("lddt", "drmsd", "gdt_ts", "distogram"))):
+        for name in names:
+            one, two = (told(tmp_path / folder, kind, name) for folder in ("one", "two"))
+            assert two == pytest.approx(one, rel=1e-6 if name == "lddt" else 1e-9), name  # lDDT is counted in float32
+    one, two = (np.load(tmp_path / folder / "structures.npz") for folder in ("one", "two"))
+    order = [list(two["names"]).index(name) for name in one["names"]]
+    assert [two["residues"][k] for k in order] == list(one["residues"])
+
+
+@pytest.mark.parametrize("way", ["direct", "memory", "hdf5"])
+def test_however_chains_are_read_the_loss_is_the_same(data: Path, tmp_path: Path, way: str) -> None:
+    assert APP.here(data, tmp_path / "run", f"data.reader={way}", "train.steps=2") == 0
+    assert told(tmp_path / "run") == {step: loss for step, loss in told(APP.once(data)).items() if step <= 2}
+
+
+# ---- what is drawn
+
+
+def test_every_number_of_passes_comes_once_in_as_many_steps() -> None:
+    for most in (0, 1, 3):
+        drawn = [passes_of(5, step, most) for step in range(40 * (most + 1))]
+        blocks = [drawn[k : k + most + 1] for k in range(0, len(drawn), most + 1)]
+        assert all(sorted(block) == list(range(1, most + 2)) for block in blocks)
+        assert most == 0 or len({tuple(block) for block in blocks}) > 1, "the order changes"
+    assert [passes_of(6, step, 3) for step in range(40)] != [passes_of(5, step, 3) for step in range(40)]
+
+
+def test_a_step_has_the_passes_that_it_has_drawn(data: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Whatever order samples come in, and also after a resume."""
+    import hpcai.models.openfold.model as of
+
+    for order, begin in (("strict", 0), ("ready", 0), ("strict", 3)):
+        seen: list[int] = []
+        forward = of.OpenFold.forward
+
+        def noted(self: Any, features: Any, seen: list[int] = seen, forward: Any = forward) -> Any:
+            if self.training:
+                seen.append(features["aatype"].shape[-1])
+            return forward(self, features)
+
+        run, words = tmp_path / f"{order}{begin}", (f"data.order={order}", "features.recycles=3")
+        if begin:
+            assert APP.here(data, run, *words, f"train.steps={begin}") == 0
+        monkeypatch.setattr(of.OpenFold, "forward", noted)
+        assert APP.here(data, run, *words) == 0
+        monkeypatch.setattr(of.OpenFold, "forward", forward)
+        assert seen == [passes_of(0, step, 3) for step in range(begin, 6)]
+
+
+def test_long_chains_of_small_clusters_are_drawn_most() -> None:
+    np.testing.assert_allclose(weights_of(np.array([10, 256, 384, 900]), np.array([1, 4, 1, 9])), [0.5, 0.25, 0.75, 1 / 3])
+    drawn = Counter((Weighted(np.array([1.0, 3.0, 0.0]), 4000, 1, numbered=True).order(0) % 3).tolist())
+    assert drawn[2] == 0 and drawn[1] / drawn[0] == pytest.approx(3, rel=0.15)
+
+
+def test_a_chain_that_is_drawn_again_is_another_sample(data: Path) -> None:
+    order, plain = (Weighted(np.ones(3), 10, 1, numbered=each).order(0) for each in (True, False))
+    np.testing.assert_array_equal(order % 3, plain)
+    for kind in range(3):
+        assert (order[plain == kind] // 3).tolist() == list(range((plain == kind).sum()))
+    source = chains(data)
+    first, again = source.sample(0, 0), source.sample(len(source), 0)
+    assert (first["index"] == again["index"]).all() and not np.array_equal(first["msa_feat"], again["msa_feat"])
+    for name, array in source.sample(0, 0).items():
+        np.testing.assert_array_equal(array, first[name])
+    held = Chains(source.rows, source.kept, source.cfg, 0, training=False)
+    np.testing.assert_array_equal(held.sample(0, 0)["msa_feat"], held.sample(0, 7)["msa_feat"])
+
+
+def dated(data: Path, folder: Path, split: str, days: list[date]) -> Path:
+    shutil.copytree(data, folder)
+    since, rows = date(1970, 1, 1), iter(days)
+    for path in sorted((folder / split).glob("*.h5")):
+        with h5py.File(path, "r+") as file:
+            file["release"][...] = [(next(rows) - since).days for _ in range(len(file["release"]))]
+    return folder
+
+
+def test_chains_are_chosen_by_day_and_length(data: Path, tmp_path: Path) -> None:
+    first = date(2021, 9, 14)
+    folder = dated(data, tmp_path / "data", "train", [first + timedelta(days=n) for n in range(6)])
+    folder = dated(folder, tmp_path / "both", "validation", [first + timedelta(days=n) for n in range(6)])
+    words = ("data.released_until=2021-09-16", "data.validation_from=2021-09-17", "data.validation_until=2021-09-18")
+    assert APP.here(folder, tmp_path / "run", *words, "train.steps=1") == 0
+    start = next(e for e in log.read_metrics(tmp_path / "run" / "metrics.jsonl") if e["kind"] == "start")
+    assert start["train_samples"] == 3 and start["validation_samples"] == 2
+
+
+def test_evaluation_sees_whole_chains(data: Path, tmp_path: Path) -> None:
+    """Shorter ones too, in the order of their cost."""
+    lengths = sorted(Rows(data / "validation", FIELDS).column("residues").tolist())
+    most = lengths[2]
+    assert APP.here(data, tmp_path / "run", f"data.validation_residues={most}", "train.steps=1", "data.pictures=9") == 0
+    found = np.load(tmp_path / "run" / "structures.npz")["residues"].tolist()
+    assert found == sorted((n for n in lengths if n <= most), reverse=True) and max(found) > 16
+
+
+# ---- weights to begin with
+
+
+def test_a_run_begins_with_weights_of_a_file(data: Path, tmp_path: Path) -> None:
+    given = APP.once(data) / "model.safetensors"
+    public = tmp_path / "public.pt"
+    save_weights(OpenFold.load(given), public, form="mlperf")
+    for path in (given, public):
+        assert APP.here(data, tmp_path / f"run-{path.stem}", f"start.weights={path}", "train.steps=1", *STILL) == 0
+    one, two = (told(tmp_path / f"run-{path.stem}")[1] for path in (given, public))
+    assert one == pytest.approx(two, rel=1e-12)
+    assert APP.here(data, tmp_path / "new", "train.steps=1", *STILL) == 0
+    assert abs(told(tmp_path / "new")[1] - one) > 0.01
+
+
+@pytest.mark.parametrize("kind, text", [
+    ("other", "has SHA-256"), ("shape", "of another network than the settings of model: size mismatch"), ("gone", "cannot be read"),
+])  # fmt: skip
+def test_weights_that_do_not_fit_are_refused(tmp_path: Path, kind: str, text: str) -> None:
+    path = tmp_path / "w.safetensors"
+    if kind != "gone":
+        OpenFold(OpenFoldConfig.preset("tiny")).save(path)
+    start = {"weights": path, **({} if kind == "shape" else {"sha256": "0" * 64})}
+    model = OpenFoldConfig.preset("tiny", **({"single": 48} if kind == "shape" else {}))
+    with pytest.raises(CheckpointError, match=re.escape(text)):
+        network(Config.model_validate({"start": start, "model": model}))
+
+
+# ---- logs, refusals
+
+
+def test_the_mlperf_log_of_a_run_keeps_the_rules(data: Path, tmp_path: Path) -> None:
+    more = ["report.sinks=[mlperf]", "report.benchmark=openfold", "train.target=0.001"]
+    more += ["data.released_until=2021-09-16", "data.validation_from=2021-09-17", "data.validation_until=2021-12-11"]
+    first = date(2021, 9, 17)
+    folder = dated(data, tmp_path / "data", "train", [date(2020, 1, 1)] * 6)
+    folder = dated(folder, tmp_path / "both", "validation", [first] * 6)
+    assert APP.here(folder, tmp_path / "run", *more, "data.validation_residues=700") == 0
+    checker = [sys.executable, "-m", "mlperf_logging.compliance_checker", "--usage", "hpc", "--ruleset", "3.0.0"]
+    done = subprocess.run([*checker, str(tmp_path / "run" / "mlperf.log")], capture_output=True, text=True, cwd=tmp_path)
+    text = done.stdout + done.stderr
+    failed = set(re.findall(r"(?:CHECK for '|Failed checks for |Required \w+ occurrence of ')(\w+)", text))
+    # All rules are kept but those that fix the size of data and network, and the quality.
+    assert failed == {
+        "eval_accuracy", "target_avg_lddt_ca_value", "val_every_iters", "train_samples", "eval_samples", "model_parameters_count",
+        "init_checkpoint_sha256sum", "train_sequence_crop_size", "num_recycling_iters", "max_msa_clusters", "max_extra_msa",
+        "templates_enabled", "max_templates", "swa_decay_rate",
+    }, text  # fmt: skip
+
+
+def broken(data: Path, folder: Path, kind: str) -> Path:
+    shutil.copytree(data, folder)
+    path = next((folder / "train").glob("*.h5"))
+    if kind == "gone":
+        path.unlink()
+    elif kind == "cut":
+        path.write_bytes(path.read_bytes()[:5000])
+    else:
+        with h5py.File(path, "r+") as file:
+            if kind == "nan":
+                file["positions"][3, 1] = np.nan
+            elif kind == "letter":
+                file["msa"][...] = 30
+            elif kind == "query":
+                file["msa"][...] = (file["msa"][...] + 1) % 20
+            elif kind == "counts":
+                file["residues"][0] += 1
+            elif kind == "ragged":
+                file["letters"][0] -= 1
+                file["letters"][1] += 1
+            elif kind == "missing":
+                del file["mask"]
+    return folder
+
+
+@pytest.mark.parametrize(
+    "kind, more, text",
+    [
+        ("gone", (), "is missing, index.json says"), ("cut", (), "truncated or rewritten?"),
+        ("nan", (), "row 0 of 'positions' holds NaN or infinity"),
+        ("letter", (), "letters int8 from 30 to 30"), ("query", (), "is it of another chain?"),
+        ("ragged", (), "expected a multiple"), ("counts", (), "'aatype' holds"), ("missing", (), "no dataset 'mask'"),
+        ("none", ("data.directory=/nowhere",), "data_prep.openfold simulate"),
+        ("none", ("data.reader=dali",), "which has no chains of different lengths"),
+        ("none", ("data.released_until=1970-01-02",), "none of 6 chains is left"),
+        ("none", ("data.epoch=2",), "less than one batch of 4"),
+        ("none", ("features.templates=2",), "set it to 0"),
+        ("none", ("objective.aligned_error=0.1",), "which needs model.heads.tm=true"),
+        ("none", ("mesh.depth=2",), "mesh"), ("none", ("data.draw=once", "data.batch=1000", "data.epoch=null"), "1000"),
+        ("none", ("start.weights=/nowhere.pt",), "/nowhere.pt"), ("none", ("data.stage=/tmp", "data.shards=2"), "data.shards is 2"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_told_in_one_line(
+    data: Path, tmp_path: Path, kind: str, more: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = broken(data, tmp_path / "data", kind) if kind != "none" else data
+    APP.refuses(folder, tmp_path / "run", more, text, capsys)
+
+
+def test_help_names_every_setting() -> None:
+    APP.names_in_help(("model.blocks", "objective.fape", "features.crop", "data.draw", "start.weights", "step.clip_per"))
+
+
+def test_the_doctor_knows_chains(data: Path, tmp_path: Path) -> None:
+    from hpcai.data.doctor import Options, check
+
+    def codes(folder: Path) -> Any:
+        return {finding.code for finding in check(folder, Options()).findings if finding.severity == "error"}
+
+    assert codes(data) == set()
+    assert codes(broken(data, tmp_path / "nan", "nan")) >= {"nan"}

@@ -1,0 +1,99 @@
+"""Scores of folded chains: what is turned and moved is the same, what is mirrored is not, and limits are what they say."""
+
+import math
+
+import pytest
+import torch
+
+from hpcai.models.openfold import OpenFold, OpenFoldConfig, score, structures_of
+from hpcai.models.openfold.objective import lddt
+from hpcai.models.openfold.scores import drmsd, expected, gdt, superposed
+from tests.proteins import SMALL, batch
+
+
+def turned(x: torch.Tensor, mirror: bool = False) -> torch.Tensor:
+    q = torch.linalg.qr(torch.randn(3, 3, dtype=x.dtype))[0]
+    q = q * torch.det(q).sign()
+    return x @ (-q if mirror else q) + torch.tensor([4.0, -7.0, 11.0], dtype=x.dtype)
+
+
+@pytest.fixture
+def chain() -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(3)
+    mask = (torch.rand(2, 30) > 0.2).double()
+    return torch.randn(2, 30, 3, dtype=torch.float64) * 8, mask
+
+
+def test_a_moved_chain_is_superposed_and_a_mirrored_one_is_not(chain: tuple[torch.Tensor, torch.Tensor]) -> None:
+    true, mask = chain
+    wild = torch.where(mask[..., None] > 0, turned(true), 1e4)  # atoms that nobody knows do not pull
+    fitted = superposed(wild, true, mask)
+    known = mask > 0
+    torch.testing.assert_close(fitted[known], true[known], rtol=0, atol=1e-9)
+    assert gdt(fitted, true, mask).tolist() == [1, 1]
+    mirrored = turned(true, mirror=True)
+    assert drmsd(mirrored, true, mask).max() < 1e-6 and lddt(mirrored, true, mask).min() > 1 - 1e-9, "distances are the same"
+    off = (superposed(mirrored, true, mask) - true)[known].norm(dim=-1)
+    assert off.mean() > 3 and gdt(superposed(mirrored, true, mask), true, mask).max() < 0.6
+
+
+def test_superposition_is_the_best(chain: tuple[torch.Tensor, torch.Tensor]) -> None:
+    true, mask = chain
+    guess = turned(true) + torch.randn_like(true)
+
+    def squares(x: torch.Tensor) -> torch.Tensor:
+        return ((x - true).square().sum(-1) * mask).sum(1)
+
+    fitted = superposed(guess, true, mask)
+    best = squares(fitted)
+    middle = (fitted * mask[..., None]).sum(1, keepdim=True) / mask.sum(1)[:, None, None]
+    for axis in torch.eye(3, dtype=torch.float64):
+        across = torch.linalg.cross(axis.expand_as(fitted), fitted - middle)
+        for small in (-1e-3, 1e-3):
+            assert (squares(fitted + small * across) > best).all() and (squares(fitted + small * axis) > best).all()
+
+
+def test_limits_and_shares() -> None:
+    true = torch.zeros(1, 5, 3)
+    fitted = true.clone()
+    fitted[0, :, 0] = torch.tensor([0.4, 0.9, 3.0, 7.9, 99.0])
+    mask = torch.tensor([[1.0, 1, 1, 1, 0]])
+    assert gdt(fitted, true, mask).item() == pytest.approx((2 + 2 + 3 + 4) / 16)  # within 1, 2, 4 and 8
+    assert gdt(fitted, true, mask, (0.5, 1, 2, 4)).item() == pytest.approx((1 + 2 + 2 + 3) / 16)
+    # Distances between the four are 0: the error of each pair is how far they are apart.
+    off = torch.pdist(fitted[0, :4]).square().mean().sqrt()
+    assert drmsd(fitted, true, mask).item() == pytest.approx(off.item())
+    assert drmsd(fitted[:, :1], true[:, :1], mask[:, :1]).item() == 0
+
+
+def test_of_several_chains_each_counts_by_itself(chain: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """The public code divides all chains of a batch by the pairs of the shortest."""
+    true, mask = chain
+    guess = turned(true) + torch.randn_like(true)
+    for one in (drmsd, lambda *x: gdt(superposed(*x), *x[1:])):
+        alone = [one(guess[i : i + 1], true[i : i + 1], mask[i : i + 1]) for i in range(2)]
+        torch.testing.assert_close(one(guess, true, mask), torch.cat(alone))
+
+
+def test_expected_distances() -> None:
+    logits = torch.full((3, 64), -1e4)
+    logits[0, 0] = logits[1, 63] = logits[2, 10] = logits[2, 20] = 0
+    assert expected(logits).tolist() == pytest.approx([2.15625, 21.84375, 2.15625 + 15 * 0.3125], rel=1e-5)
+
+
+def test_scores_and_pictures_of_a_network() -> None:
+    torch.manual_seed(0)
+    model = OpenFold(OpenFoldConfig.preset("tiny")).double().eval()
+    features = batch([7, 5], SMALL.model_copy(update={"crop": 8}))
+    features["index"] = torch.tensor([[4, 4], [9, 9]])
+    features["all_atom_mask"][0, 2, 1] = 0
+    found = score(model, features)
+    assert set(found) >= {"lddt", "drmsd", "gdt_ts", "gdt_ha", "confidence", "distogram", "masked_msa", "fape"}
+    assert all(math.isfinite(value.item()) for value in found.values())
+    assert found["distogram"].item() == pytest.approx(math.log(64), rel=1e-6), "heads begin with zeros"
+    assert found["confidence"].item() == pytest.approx(50)
+    drawn = structures_of(model, features)
+    assert drawn["index"].tolist() == [4, 9] and drawn["residues"].tolist() == [7, 5]
+    assert drawn["predicted"].shape == drawn["true"].shape == (12, 37, 3) and drawn["distance"].shape == (7 * 7 + 5 * 5,)
+    unknown = drawn["mask"][:, 1] == 0
+    assert unknown.any() and torch.equal(drawn["lddt"].isnan(), unknown)
