@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from hpcai.cli.report.run import Maps, Predictions, Run, Slices
+from hpcai.cli.report.run import Maps, Predictions, Run, Slices, Structures
 from hpcai.cli.report.theme import Plot
 from hpcai.log import duration, number, per_second, size
 
 MOST = 12                                                # checkpoints in the table
+CHAINS = 10                                              # in the table: of many, those that are drawn are among them
 
 STYLE = """
 :root { color-scheme: light dark; --paper: #fff; --page: #f3f5f8; --ink: #1c2430; --faint: #6b7685; --line: #e1e5eb;
@@ -158,6 +159,25 @@ def _classes(found: Maps | Slices) -> str:
     return _card("Prediction per class", _table(head, rows, numbers=1), note)
 
 
+def _chains(found: Structures) -> str:
+    def said(score: float, digits: int = 1) -> str:
+        return "–" if math.isnan(score) else f"{score:.{digits}f}"
+
+    total, shown = len(found.chains), found.spread(CHAINS)
+    scores = np.array([(chain.mean_lddt(), chain.plddt.mean(), chain.gdt_ts(), chain.rmsd()) for chain in found.chains])
+    means = [float(each[np.isfinite(each)].mean()) if np.isfinite(each).any() else math.nan for each in scores.T]
+    which = f"{total:,} validation chains" + (f", {len(shown)} of them shown" if total > len(shown) else "")
+    note = (f"{which}; means over all: lDDT-Cα {said(means[0])}, pLDDT {said(means[1])}, GDT-TS {said(means[2])},"
+            f" RMSD {said(means[3], 2)} Å. " if total > 1 else "")
+    note += ("lDDT-Cα and pLDDT are means over residues, 0 to 100; an evaluation's lddt is over distances, 0 to 1. GDT-TS is of one"
+             " superposition by all Cα, a lower bound of the official score, which seeks the best for each cutoff.")
+    head, rows = ("chain", "residues", "in the truth", "lDDT-Cα", "pLDDT", "GDT-TS", "RMSD of Cα [Å]"), []
+    for chain, row in ((found.chains[m], scores[m]) for m in shown):
+        counts = f"{len(chain.plddt):,}", f"{chain.known.sum():,}"
+        rows.append((chain.name, *counts, *map(said, row[:3]), said(row[3], 2)))
+    return _card("Prediction per chain", _table(head, rows, numbers=1), note)
+
+
 def _facts(run: Run) -> str:
     get = run.start.get
     last: dict[str, Any] = (run.of("train") or run.of("stop") or [{}])[-1]
@@ -207,6 +227,7 @@ def page(run: Run, drawn: Sequence[Plot], pictures: Sequence[tuple[bytes, bytes]
         _header(run), _tiles(run), f'<div class="plots">{figures}</div>',
         _parameters(run.predictions) if run.predictions else "",
         _classes(images) if (images := run.maps or run.slices) else "",
+        _chains(run.structures) if run.structures else "",
         f'<div class="plots">{_facts(run)}{_results(run)}</div>', _checkpoints(run),
         _card("Notes", _table(("when", "step", "what"), notes)) if notes else "",
         _card("Left out", gaps) if run.left_out else "",

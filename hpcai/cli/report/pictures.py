@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from hpcai.cli.report import maps, pairs, slices
+from hpcai.cli.report import maps, pairs, slices, structures
 from hpcai.cli.report.run import Predictions, Run, stem
 from hpcai.cli.report.theme import CLASSES, MARKS, TISSUES, Plot, Theme, verbatim
 from hpcai.log import number, per_second
@@ -205,4 +205,8 @@ def plots(run: Run) -> list[Plot]:
     if run.pairs is not None:
         caption = pairs.caption(run.pairs)
         drawn.append(Plot("pairs", "Predicted and true energies and forces", caption, partial(pairs.draw, run.pairs), wide=True))
+    if run.structures is not None:
+        caption = structures.caption(run.structures)
+        draw = partial(structures.draw, run.structures)
+        drawn.append(Plot("structures", "Predicted and true structures", caption, draw, wide=True))
     return drawn

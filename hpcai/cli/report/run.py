@@ -11,15 +11,21 @@ import yaml
 
 from hpcai.errors import DataError
 from hpcai.log import METRICS, metrics, read_metrics
+from hpcai.models.openfold.residues import PLACE, UNKNOWN
+from hpcai.models.openfold.truth import pseudo_beta
 
 PANELS = 6                                               # maps or slices that are drawn
 HECTOPASCAL = {"Pa": 0.01, "hPa": 1.0, "mbar": 1.0, "mb": 1.0}
 ELEMENTS = 118
+GDT_TS = np.array([1, 2, 4, 8])                          # angstrom
 
 Series = tuple[np.ndarray, np.ndarray]                   # steps, values
 
 # Words of metric names that are better when higher; a run's own `train.metric` obeys `train.better`
-HIGHER = ("acc", "iou", "dice", "r2", "auc", "lddt", "score", "f1", "precision", "recall", "correlation", "cosine", "within")
+HIGHER = (
+    "acc", "iou", "dice", "r2", "auc", "lddt", "gdt", "confidence", "score", "f1", "precision", "recall", "correlation", "cosine",
+    "within",
+)  # fmt: skip
 
 
 @dataclass
@@ -102,6 +108,75 @@ class Pairs:
     numbers: np.ndarray                                  # [A] atomic numbers
 
 
+def superpose(points: np.ndarray, onto: np.ndarray) -> np.ndarray:
+    """``points`` after the turn and shift with the least squared distances from ``onto``, of which rows may be NaN (Kabsch 1976).
+
+    [N, 3], [N, 3] -> [N, 3]
+    """
+    known = np.isfinite(onto).all(1)
+    if not known.any():
+        return points
+    here, there = points[known].mean(0), onto[known].mean(0)
+    left, _, right = np.linalg.svd((points[known] - here).T @ (onto[known] - there))
+    # Where a mirror image would lie nearer, the best of the turns gives way along the axis that counts least.
+    right[2] *= np.sign(np.linalg.det(left @ right))
+    return (points - here) @ (left @ right) + there
+
+
+@dataclass(kw_only=True)
+class Chain:
+    """A protein chain, predicted and true; each in a frame of its own.   N residues; angstrom, NaN where not known"""
+
+    name: str
+    predicted: np.ndarray                                # [N, 3] CA
+    true: np.ndarray                                     # [N, 3] CA
+    beta: np.ndarray                                     # [N, 3] true CB, or CA of glycine
+    plddt: np.ndarray                                    # [N] 0 to 100
+    lddt: np.ndarray                                     # [N] 0 to 100
+    distance: np.ndarray                                 # [N, N] between CB, or CA of glycine, as expected of the distogram
+
+    @property
+    def known(self) -> np.ndarray:
+        """Whether the true CA is known.   [N]"""
+        return np.isfinite(self.true).all(1)
+
+    def superposed(self) -> np.ndarray:
+        """Predicted CA in the frame of the true ones.   [N, 3]"""
+        return superpose(self.predicted, self.true)
+
+    def errors(self) -> np.ndarray:
+        """Distances from the known CA, superposed.   [known]"""
+        return np.asarray(np.linalg.norm((self.superposed() - self.true)[self.known], axis=1))
+
+    def rmsd(self) -> float:
+        """Of all known CA, superposed by them; NaN where none is known."""
+        return float(np.sqrt(np.mean(self.errors() ** 2))) if self.known.any() else math.nan
+
+    def gdt_ts(self) -> float:
+        """0 to 100, after the one superposition by all known CA; NaN where none is known.
+
+        The official score seeks the best superposition for each cutoff: this is a lower bound of it.
+        """
+        return 100 * float(np.mean(self.errors()[:, None] <= GDT_TS)) if self.known.any() else math.nan
+
+    def mean_lddt(self) -> float:
+        """Over residues; NaN where no residue has one."""
+        finite = self.lddt[np.isfinite(self.lddt)]
+        return float(finite.mean()) if len(finite) else math.nan
+
+
+@dataclass
+class Structures:
+    """Validation chains of proteins.   M chains"""
+
+    chains: list[Chain]
+
+    def spread(self, most: int) -> list[int]:
+        """At most so many of 0 ... M - 1, evenly from the first to the last."""
+        total = len(self.chains)
+        return [int(m) for m in np.linspace(0, total - 1, min(total, most)).round()]
+
+
 @dataclass
 class Run:
     """All that a run's directory says."""
@@ -114,6 +189,7 @@ class Run:
     maps: Maps | None = None
     slices: Slices | None = None
     pairs: Pairs | None = None
+    structures: Structures | None = None
     left_out: list[str] = field(default_factory=list)    # what the page lacks, and why
 
     def of(self, kind: str) -> list[dict[str, Any]]:
@@ -215,9 +291,10 @@ def read(directory: Path) -> Run:
         run.left_out.append(f"settings.yaml: {_reason(error)}; the settings are those of the last start, as {METRICS} has them")
         run.settings = run.start.get("settings") or {}
         run.settings_text = yaml.safe_dump(run.settings, sort_keys=False) if run.settings else ""
-    predictions, maps, pairs = (directory / name for name in ("predictions.npz", "maps.npz", "pairs.npz"))
-    if not any(path.exists() for path in (predictions, maps, pairs)):
-        run.left_out.append(f"predicted against true: there is no {predictions.name}, no {maps.name} and no {pairs.name}")
+    names = "predictions.npz", "maps.npz", "pairs.npz", "structures.npz"
+    predictions, maps, pairs, structures = (directory / name for name in names)
+    if not any((directory / name).exists() for name in names):
+        run.left_out.append(f"predicted against true: there is no {', no '.join(names[:-1])} and no {names[-1]}")
     if predictions.exists():
         run.predictions = _tried(_predictions, predictions, "predicted against true", run)
     if maps.exists():
@@ -225,6 +302,8 @@ def read(directory: Path) -> Run:
         run.maps, run.slices = found if isinstance(found, Maps) else None, found if isinstance(found, Slices) else None
     if pairs.exists():
         run.pairs = _tried(_pairs, pairs, "predicted and true energies and forces", run)
+    if structures.exists():
+        run.structures = _tried(_structures, structures, "predicted and true structures", run)
     return run
 
 
@@ -280,6 +359,62 @@ def _pairs(path: Path) -> Pairs:
         found = f"{numbers.dtype} {numbers.min()} to {numbers.max()}"
         raise DataError(f"numbers is {found}, expected whole atomic numbers 1 to {ELEMENTS}")
     return Pairs(energy[frames].astype(float), forces[atoms].astype(float), numbers[atoms].astype(np.intp))
+
+
+def _structures(path: Path) -> Structures:
+    with np.load(path, allow_pickle=False) as file:
+        _has(file, "names", "residues", "aatype", "predicted", "true", "mask", "plddt", "lddt", "distance")
+        names = np.atleast_1d(file["names"]).astype(str).tolist()
+        found = {name: file[name] for name in file.files if name != "names"}
+    _refuse_unlike_residues(names, found)
+    aatype, mask, lddt = found["aatype"], found["mask"], found["lddt"]
+    if aatype.min() < 0 or aatype.max() > UNKNOWN:
+        raise DataError(f"aatype is {aatype.min()} to {aatype.max()}, expected 0 to {UNKNOWN}, which is X")
+    beta, seen = pseudo_beta(aatype, found["true"], mask, "true")
+    known = mask[:, PLACE["CA"]] == 1
+    told = (lddt >= 0) & (lddt <= 100)
+    for what, good, expected in (
+        ("predicted", np.isfinite(found["predicted"]).all((1, 2)), "angstrom for each of 37 atoms"),
+        ("plddt", (found["plddt"] >= 0) & (found["plddt"] <= 100), "0 to 100"),
+        ("lddt", told & known | np.isnan(lddt), "0 to 100, and NaN where CA is not known"),
+    ):
+        if not good.all():
+            first, count = int(np.argmin(good)), int((~good).sum())
+            value = "not finite" if what == "predicted" else f"{found[what][first]:g}"
+            which = f"residue {first}" + (f", the first of {count:,} such ones," if count > 1 else "")
+            raise DataError(f"{what} of {which} is {value}; expected {expected}")
+    distance = found["distance"]
+    if not (np.isfinite(distance) & (distance >= 0)).all():
+        raise DataError(f"distance is {distance.min():g} to {distance.max():g}, expected angstrom from 0 on")
+    residues = found["residues"].astype(np.int64)
+    # Of all atoms the page shows two.
+    alpha = {name: found[name][:, PLACE["CA"]].astype(float) for name in ("predicted", "true")}
+    alpha["true"][~known] = math.nan
+    rows = {**alpha, "beta": np.where(seen[:, None] > 0, beta, math.nan), "plddt": found["plddt"], "lddt": lddt}
+    parts = [np.split(values, np.cumsum(residues)[:-1]) for values in rows.values()]
+    matrices = np.split(distance, np.cumsum(residues**2)[:-1])
+    return Structures([
+        Chain(name=name, distance=matrix.reshape(count, count), **dict(zip(rows, each)))
+        for name, count, matrix, *each in zip(names, residues, matrices, *parts)
+    ])
+
+
+def _refuse_unlike_residues(names: list[str], found: dict[str, np.ndarray]) -> None:
+    residues = found["residues"]
+    if residues.shape != (len(names),) or not names or residues.dtype.kind not in "iu" or residues.min() < 1:
+        text = f" from {residues.min()}" if residues.size else ""
+        raise DataError(f"names [{len(names)}], residues {residues.dtype} {residues.shape}{text};"
+                        " expected names and residues [M] of at least one chain, each of whole numbers from 1")
+    total, squares = int(residues.sum(dtype=np.int64)), int((residues.astype(np.int64) ** 2).sum())
+    atoms = (total, 37)
+    for name, kinds, shape in (
+        ("aatype", "iu", (total,)), ("predicted", "f", (*atoms, 3)), ("true", "f", (*atoms, 3)), ("mask", "biu", atoms),
+        ("plddt", "f", (total,)), ("lddt", "f", (total,)), ("distance", "f", (squares,)),
+    ):  # fmt: skip
+        if found[name].shape != shape or found[name].dtype.kind not in kinds:
+            what = "real" if kinds == "f" else "whole"
+            text = f"the squares of residues add up to {squares}" if name == "distance" else f"residues adds up to {total}"
+            raise DataError(f"{name} is {found[name].dtype} {found[name].shape}, expected {what} numbers {shape}: {text}")
 
 
 def _images(path: Path) -> Images:

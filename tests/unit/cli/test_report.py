@@ -170,7 +170,7 @@ def test_a_young_run_is_drawn_with_what_it_has(tmp_path: Path) -> None:
         file.write('{"kind": "train", "ti')              # the line that is being written
     found = text(report.draw(run).read_text())
     for words in ("still running, last heard of 2026-09-21", "evaluations: none so far", "40 / 640",
-                  "predicted against true: there is no predictions.npz, no maps.npz and no pairs.npz",
+                  "predicted against true: there is no predictions.npz, no maps.npz, no pairs.npz and no structures.npz",
                   "settings.yaml: there is no settings.yaml"):
         assert words in found, words
     assert {path.stem for path in (run / "plots").iterdir()} == {"loss", "learning_rate", "throughput"}
