@@ -115,7 +115,8 @@ class FullySharded:
     """torch's ``fully_shard`` behind the interface of ``GradientSums``: weights, gradients and optimizer state are all cut, and a
     block's weights are gathered when it runs. For models whose weights do not fit; ``ShardedSums`` is faster where they do.
 
-    ``blocks`` are gathered one by one, the rest of the model together. ``narrow``: it computes in bfloat16, and sums are float32.
+    ``blocks`` are gathered one by one, the rest of the model together. ``narrow``: it computes in bfloat16, but for modules that
+    say they are ``wide``, and sums are float32.
     """
 
     last: bool
@@ -140,10 +141,12 @@ class FullySharded:
             groups if len(groups) > 1 else groups[0], mesh.device.type, mesh=_ranks(between, self.cut), mesh_dim_names=names
         )
         dtypes: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if narrow else {}
-        policy = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
+        policies = {each: MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False) for each in blocks}
+        policies |= {each: MixedPrecisionPolicy(cast_forward_inputs=False) for each in _wide(model)} if narrow else {}
+        policies[model] = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
         sums = {name: tuple(a for a in getattr(p, "sum_axes", ()) if a.size > 1) for name, p in named.items()}
-        self._parts = [*blocks, model]
-        for module in self._parts:
+        self._parts = list(policies)  # from within outwards
+        for module, policy in policies.items():
             fully_shard(module, mesh=devices, mp_policy=policy)
             module.set_gradient_divide_factor(1.0)  # type: ignore[operator]  # sums, as everywhere here,
             if hasattr(module, "set_force_sum_reduction_for_comms"):  # and by no operation that NCCL alone has
@@ -189,6 +192,11 @@ class FullySharded:
 
     def settle(self) -> None:
         """Nothing is under way."""
+
+
+def _wide(module: nn.Module) -> list[nn.Module]:
+    """The outermost modules that say so."""
+    return [module] if getattr(module, "wide", False) else [found for child in module.children() for found in _wide(child)]
 
 
 def _ranks(between: Axis, within: Axis) -> Any:

@@ -73,12 +73,15 @@ def gradient_sums(model: nn.Module, mesh: Mesh, cfg: StepConfig) -> GradientSums
 
 
 def narrow(model: nn.Module) -> None:
-    """Parameters to bfloat16, in place, but those of modules with running statistics, or that say they are ``wide``: these compute
-    in float32."""
-    for module in model.modules():
-        if not getattr(module, "wide", False) and not any(buffer.is_floating_point() for buffer in module.buffers(recurse=False)):
-            for parameter in module.parameters(recurse=False):
-                parameter.data = parameter.data.bfloat16()
+    """Parameters to bfloat16, in place, but those of modules with running statistics, and all within modules that say they are
+    ``wide``: these compute in float32."""
+    if getattr(model, "wide", False):
+        return
+    if not any(buffer.is_floating_point() for buffer in model.buffers(recurse=False)):
+        for parameter in model.parameters(recurse=False):
+            parameter.data = parameter.data.bfloat16()
+    for child in model.children():
+        narrow(child)
 
 
 class Compiled:

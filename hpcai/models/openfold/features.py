@@ -5,7 +5,8 @@ Arrays have the pass as their last dim; in memory one pass lies after another, s
 R residues of a crop, C clusters, E extra rows, T templates, N residues of the chain, S rows of its alignment.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Self
 
 import numpy as np
@@ -65,17 +66,28 @@ class FeatureConfig(Settings):
         return cls.model_validate(presets[name] | changes)
 
 
+@dataclass(frozen=True, slots=True)
+class Templates:
+    """``count`` templates, the best first, of which ``take`` reads those that are used: indices -> arrays as for ``featurize``."""
+
+    count: int
+    take: Callable[[Array], Mapping[str, Array]]
+
+
+Given = Mapping[str, Array] | Templates | None
+
+
 def featurize(
-    chain: Chain | str, alignment: Alignment, templates: Mapping[str, Array] | None = None, cfg: FeatureConfig | None = None, *,
+    chain: Chain | str, alignment: Alignment, templates: Given = None, cfg: FeatureConfig | None = None, *,
     seed: int = 0, epoch: int = 0, index: int = 0, passes: int | None = None, training: bool = True,
 ) -> dict[str, Array]:  # fmt: skip
     """``chain`` may be a sequence alone: then there is nothing of its structure. Floats are float32, integers int64.
 
     templates: ``template_aatype`` [K, N] with gaps, ``template_all_atom_positions`` [K, N, 37, 3] in angstrom and
-    ``template_all_atom_mask`` [K, N, 37], ``template_sum_probs`` [K, 1], the best first. Training draws how many of them are
-    seen, and which, the residues of a crop and whether errors are clamped; else the best templates and the first residues are
-    taken. ``passes`` is one more than ``cfg.recycles`` if it is not given; fewer are the first of them. Raises DataError for parts
-    that do not belong together.
+    ``template_all_atom_mask`` [K, N, 37], ``template_sum_probs`` [K, 1], the best first; see ``read_templates``. Training draws
+    how many of them are seen, and which, the residues of a crop and whether errors are clamped; else the best templates and the
+    first residues are taken. ``passes`` is one more than ``cfg.recycles`` if it is not given; fewer are the first of them. Raises
+    DataError for parts that do not belong together.
     """
     cfg = cfg or FeatureConfig()
     passes = cfg.recycles + 1 if passes is None else passes
@@ -191,9 +203,9 @@ def _rows(
 
 
 def choose_templates(count: int, most: int, draw: np.random.Generator) -> Array:
-    """Of a random order what follows a random start, which may be the end: often few, sometimes none.   [0 to ``most``]"""
-    start = int(draw.integers(0, count, endpoint=True))
-    return draw.permutation(count)[start : start + most]
+    """Of ``most`` random ones what follows a random start, which may be the end: often few, sometimes none.   [0 to ``most``]"""
+    some = draw.permutation(count)[:most]
+    return some[int(draw.integers(0, len(some), endpoint=True)) :]
 
 
 def centred(positions: Array, mask: Array) -> NDArray[np.float32]:
@@ -204,24 +216,27 @@ def centred(positions: Array, mask: Array) -> NDArray[np.float32]:
 
 
 def _templates(
-    given: Mapping[str, Array] | None, length: int, seen: slice, size: int, cfg: FeatureConfig, draw: np.random.Generator | None,
-    where: str,
+    given: Given, length: int, seen: slice, size: int, cfg: FeatureConfig, draw: np.random.Generator | None, where: str,
 ) -> dict[str, Array]:  # fmt: skip
-    aatype, positions, mask, sum_probs = _given(given, length, where)
-    for number, template in enumerate(zip(aatype, positions, mask), 1):
-        pseudo_beta(*template, f"{where}: template {number}")  # refuses bad ones, whether they are drawn or not
+    if not isinstance(given, Templates):
+        every = dict(zip(TEMPLATES, _given(given, length, where)))
+        aatype, positions, mask, _ = every.values()
+        for number, template in enumerate(zip(aatype, positions, mask), 1):
+            pseudo_beta(*template, f"{where}: template {number}")  # refuses bad ones, whether they are drawn or not
+        given = Templates(len(aatype), lambda some: {name: array[some] for name, array in every.items()})
     most = cfg.templates
-    chosen = choose_templates(len(aatype), most, draw) if draw is not None else np.arange(len(aatype))[:most]
+    chosen = choose_templates(given.count, most, draw) if draw is not None else np.arange(given.count)[:most]
+    aatype, positions, mask, sum_probs = _given(given.take(chosen) if len(chosen) else None, length, where)
     # The places of templates that are not there are without atoms, and all that follows from these is 0.
-    aatype, mask = fit(aatype[chosen].astype(np.int64), most), fit(mask[chosen].astype(np.float32), most)
-    positions = centred(fit(positions[chosen], most), mask)
+    aatype, mask = fit(aatype.astype(np.int64), most), fit(mask.astype(np.float32), most)
+    positions = centred(fit(positions, most), mask)
     found = {"aatype": aatype, "all_atom_positions": positions, "all_atom_mask": mask}
     found["pseudo_beta"], found["pseudo_beta_mask"] = pseudo_beta(aatype, positions, mask, where)
     if cfg.torsions:
         names = "torsion_angles_sin_cos", "alt_torsion_angles_sin_cos", "torsion_angles_mask"
         found |= zip(names, torsions(aatype, positions, mask, where))
     whole = {f"template_{name}": fit(array[:, seen], most, size) for name, array in found.items()}
-    whole["template_sum_probs"] = fit(sum_probs[chosen].astype(np.float32), most)
+    whole["template_sum_probs"] = fit(sum_probs.astype(np.float32), most)
     return whole | {"template_mask": fit(np.ones(len(chosen), np.float32), most)}
 
 

@@ -39,6 +39,8 @@ class Confidence(nn.Module):
 
 
 class Heads(nn.Module):
+    wide = True
+
     def __init__(self, msa: int, pair: int, single: int, cfg: HeadsConfig) -> None:
         super().__init__()
         self.plddt = Confidence(single, cfg.plddt)

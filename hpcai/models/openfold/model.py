@@ -117,7 +117,8 @@ class OpenFold(nn.Module):
     def _recycled(self, previous: Previous | None, aatype: Tensor, m: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The first pass meets zeros, of which the norms leave their biases."""
         if previous is None:
-            return torch.zeros_like(m[:, 0]), torch.zeros_like(z), torch.zeros(*aatype.shape, 3, dtype=m.dtype, device=m.device)
+            wide = torch.promote_types(m.dtype, torch.float32)
+            return torch.zeros_like(m[:, 0]), torch.zeros_like(z), torch.zeros(*aatype.shape, 3, dtype=wide, device=m.device)
         x = previous.positions
         beta = torch.where((aatype == _GLYCINE)[..., None], x[:, :, _CA], x[:, :, _CB])
         return previous.first.to(m.dtype), previous.pair.to(z.dtype), beta

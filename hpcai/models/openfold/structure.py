@@ -127,6 +127,7 @@ class Transition(nn.Module):
 class StructureModule(nn.Module):
     """Algorithm 20.   single [B, R, C], pair [B, R, R, Cz], aatype [B, R], mask [B, R] -> Atoms"""
 
+    wide = True  # a coordinate of 50 angstrom in bfloat16 is off by 0.2
     group_frame: Tensor
     atom_group: Tensor
     atom_position: Tensor

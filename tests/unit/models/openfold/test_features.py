@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hpcai.errors import ConfigError, DataError
 from hpcai.models.openfold import sampling
 from hpcai.models.openfold.alignments import Alignment, encode
-from hpcai.models.openfold.features import FeatureConfig, choose_templates, collate, featurize
+from hpcai.models.openfold.features import FeatureConfig, Templates, choose_templates, collate, featurize
 from hpcai.models.openfold.residues import GAP, LETTERS, MASKED, UNKNOWN
 from hpcai.models.openfold.sampling import MaskConfig
 from hpcai.models.openfold.structures import Chain
@@ -135,8 +135,31 @@ def test_blocks_of_neighbours_are_deleted_and_the_query_never() -> None:
 def test_any_number_of_templates_from_none_to_all_is_drawn() -> None:
     counts = [len(set(choose_templates(5, 3, np.random.default_rng(seed)))) for seed in range(3000)]
     shares = np.bincount(counts) / 3000
-    assert np.abs(shares - np.array([1, 1, 1, 3]) / 6).max() < 5 * np.sqrt(0.25 / 3000)
-    assert {int(choose_templates(5, 1, np.random.default_rng(seed)).sum()) for seed in range(99)} == set(range(5))
+    assert len(shares) == 4 and np.abs(shares - 1 / 4).max() < 5 * np.sqrt(3 / 16 / 3000), "as likely four of twenty as none"
+    seen = np.bincount(np.concatenate([choose_templates(5, 3, np.random.default_rng(seed)) for seed in range(3000)]))
+    assert np.abs(seen / 3000 - 1.5 / 5).max() < 5 * np.sqrt(0.25 / 3000), "any of them"
+    assert choose_templates(0, 3, np.random.default_rng(0)).tolist() == []
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_templates_that_are_not_used_are_not_read(training: bool) -> None:
+    chain, alignment, templates = made(templates=9)
+    asked: list[list[int]] = []
+
+    def take(chosen: np.ndarray) -> dict[str, np.ndarray]:
+        asked.append(chosen.tolist())
+        return {name: array[chosen] for name, array in templates.items()}
+
+    for index in range(12):
+        words = {"index": index, "training": training}
+        found = featurize(chain, alignment, Templates(9, take), SMALL, **words)
+        for name, array in featurize(chain, alignment, templates, SMALL, **words).items():
+            np.testing.assert_array_equal(found[name], array)
+    assert all(1 <= len(chosen) <= 3 for chosen in asked) and (len(asked) < 12) == training
+    assert training or all(chosen == [0, 1, 2] for chosen in asked), "the best"
+    with pytest.raises(DataError, match=r"template_aatype of shape \(3, 40\), expected \(3, 30\)"):
+        short, other, _ = made(residues=30)
+        featurize(short, other, Templates(9, take), SMALL, training=False)
 
 
 def test_nine_of_ten_training_samples_are_clamped() -> None:

@@ -1,6 +1,7 @@
 """OpenFold as a network: what changes nothing must change nothing, and its seams are there to be filled."""
 
 import time
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -8,14 +9,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hpcai import dist
 from hpcai.errors import ConfigError
-from hpcai.models.openfold import OpenFold, OpenFoldConfig, loss
+from hpcai.models.openfold import OpenFold, OpenFoldConfig, embedders, loss
 from hpcai.models.openfold import objective as objectives
 from hpcai.models.openfold.config import ObjectiveConfig
 from hpcai.models.openfold.geometry import Frames, rotation_of
 from hpcai.models.openfold.layers import Dropout
 from hpcai.models.openfold.objective import point_error, terms, total
 from hpcai.models.openfold.structure import StructureModule
+from hpcai.settings import StepConfig
+from hpcai.train import Step
 from tests import proteins
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -189,6 +193,40 @@ def test_half_precision_is_close_and_learns_every_weight() -> None:
     halves = [p.grad for p in model.parameters() if p.grad is not None]
     flat = [torch.cat([g.flatten() for g in row]) for row in (grads.values(), halves)]
     assert nn.functional.cosine_similarity(flat[0], flat[1], 0) > 0.98
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-params"])
+def test_structures_heads_and_losses_are_float32_whatever_the_stacks_are(precision: str) -> None:
+    model, batch = network(torch.float32), proteins.batch([12], dtype=torch.float32)
+    exact, coarse = dict[str, torch.dtype](), dict[str, torch.dtype]()
+    parts = {"structure": model.structure_module.ipa, "updates": model.structure_module.bb_update, "plddt": model.heads.plddt,
+             "distogram": model.heads.distogram, "angles": model.structure_module.angle_resnet.linear_out}  # fmt: skip
+
+    def note(part: nn.Module, name: str, table: dict[str, torch.dtype]) -> None:
+        def hook(_: nn.Module, __: Any, out: Tensor) -> None:
+            table[name] = out.dtype
+
+        part.register_forward_hook(hook)
+
+    for name, part in parts.items():
+        note(part, name, exact)
+    note(model.evoformer.blocks[0].pair.pair_transition, "transition", coarse)
+    seen: list[torch.dtype] = []
+    bins = embedders.bins
+
+    def watched(x: Tensor, edges: Tensor) -> Tensor:
+        seen.append(x.dtype)
+        return bins(x, edges)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(embedders, "bins", watched)
+        step = Step(model, partial(loss, cfg=ALL), StepConfig(precision=precision, optimizer="sgd", lr=1e-9), dist.alone())
+        values = step(batch)
+    assert set(exact.values()) == {torch.float32} and set(exact) == set(parts)
+    assert coarse == {"transition": torch.bfloat16} and len(seen) == 4 and set(seen) == {torch.float32}, "template and recycled"
+    assert {value.dtype for value in values.values()} == {torch.float32}
+    low = {name for name, p in model.named_parameters() if p.dtype == torch.bfloat16}
+    assert not any(name.startswith(("structure_module", "heads")) for name in low) and bool(low) == (precision == "bf16-params")
 
 
 def test_terms_without_weight_are_not_computed() -> None:
