@@ -1,9 +1,10 @@
-"""Protein chains with their alignments, in files of many of them, and what is measured of them.
+"""Protein chains with their alignments and templates, in files of many of them, and what is measured of them.
 
 R chains   A residues, of all chains one after the other   L letters of all alignments, row by row, likewise   lengths angstrom
+H hits of templates   P residues of the chains, once for each of their hits
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -27,13 +28,31 @@ UNKNOWN_DAY = -1
 PER_CHAIN: dict[str, tuple[str, tuple[int, ...]]] = {
     "residues": ("int32", ()), "letters": ("int32", ()), "name": (f"S{NAME}", ()), "resolution": ("float32", ()),
     "release": ("int32", ()), "cluster": ("int32", ()), "cluster_size": ("int32", ()),
+    "hits": ("int32", ()), "places": ("int32", ()),
 }  # fmt: skip
 FLAT: dict[str, tuple[str, tuple[str | int, ...]]] = {
     "aatype": ("int8", ("residues",)), "positions": ("float32", ("residues", 37, 3)), "mask": ("uint8", ("residues", 37)),
     "msa": ("int8", ("letters",)), "deletions": ("uint8", ("letters",)),
+    "hit_row": ("int32", ("hits",)), "hit_sum_probs": ("float32", ("hits",)), "hit_places": ("int16", ("places",)),
 }  # fmt: skip
+TEMPLATES = "templates"                         # the folder beside the splits
+_OF_TEMPLATES = ("residues", "name", "resolution", "release")
+TEMPLATE_FIELDS = {name: PER_CHAIN[name] for name in _OF_TEMPLATES} | {name: FLAT[name] for name in ("aatype", "positions", "mask")}
 RANGES = {"residues": (1, None), "letters": (1, None), "resolution": (0, None), "cluster_size": (1, None), "aatype": (0, UNKNOWN),
-          "mask": (0, 1), "msa": (0, GAP)}  # fmt: skip
+          "mask": (0, 1), "msa": (0, GAP), "hits": (0, None), "places": (0, None), "hit_row": (0, None),
+          "hit_sum_probs": (0, None), "hit_places": (-1, None)}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Hits:
+    """The templates of a chain of N residues, the best first."""
+
+    row: Array                                  # [H] in the folder of templates
+    sum_probs: Array                            # [H]
+    places: Array                               # [H, N] residues of the template, -1 where none is aligned
+
+
+NO_HITS = Hits(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros((0, 0), np.int16))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,15 +64,19 @@ class Sample:
     deletions: Array                            # [S, N]
     cluster: int
     cluster_size: int
+    hits: Hits
 
 
-def sample(chain: Chain, alignment: Alignment | None, cluster: int, cluster_size: int, most: int | None = None) -> Sample:
+def sample(
+    chain: Chain, alignment: Alignment | None, cluster: int, cluster_size: int, most: int | None = None, hits: Hits = NO_HITS
+) -> Sample:
     """``most``: rows of the alignment, the first; without one the chain itself is its only row."""
     if alignment is None:
         query = encode(chain.sequence)[None]
-        return Sample(chain, query, np.zeros(query.shape, np.uint8), cluster, cluster_size)
+        return Sample(chain, query, np.zeros(query.shape, np.uint8), cluster, cluster_size, hits)
     deletions = np.minimum(alignment.deletions[:most], MOST_DELETIONS).astype(np.uint8)
-    return Sample(chain, alignment.msa[:most].copy(), deletions, cluster, cluster_size)     # a view would keep all rows in memory
+    rows = alignment.msa[:most].copy()          # a view would keep all rows in memory
+    return Sample(chain, rows, deletions, cluster, cluster_size, hits)
 
 
 def days(release: date | None) -> int:
@@ -61,36 +84,58 @@ def days(release: date | None) -> int:
     return UNKNOWN_DAY if release is None else (release - date(1970, 1, 1)).days
 
 
+def _row(one: Chain) -> dict[str, Any]:
+    return {"residues": len(one.aatype), "name": one.name.encode("ascii"), "resolution": one.resolution or 0,
+            "release": days(one.release), "aatype": one.aatype, "positions": one.positions, "mask": one.mask}  # fmt: skip
+
+
 def write(path: Path, samples: Sequence[Sample], about: dict[str, Any]) -> None:
     """A file of chains."""
-    ones = [one.chain for one in samples]
-    rows: dict[str, list[Any]] = {
-        "residues": [len(one.aatype) for one in ones], "letters": [one.msa.size for one in samples],
-        "name": [one.name.encode("ascii") for one in ones], "resolution": [one.resolution or 0 for one in ones],
-        "release": [days(one.release) for one in ones], "cluster": [one.cluster for one in samples],
-        "cluster_size": [one.cluster_size for one in samples],
-    }  # fmt: skip
-    with store.rows_file(path, len(ones), {**PER_CHAIN, **FLAT}, about, {name: sum(rows[name]) for name in PARTS}) as file:
-        for name, (dtype, _) in PER_CHAIN.items():
-            file[name][...] = np.array(rows[name], dtype)
-        for name, (dtype, (counts, *shape)) in FLAT.items():
+    rows = [_row(one.chain) | {
+        "letters": one.msa.size, "cluster": one.cluster, "cluster_size": one.cluster_size, "msa": one.msa,
+        "deletions": one.deletions, "hits": len(one.hits.row), "places": one.hits.places.size, "hit_row": one.hits.row,
+        "hit_sum_probs": one.hits.sum_probs, "hit_places": one.hits.places,
+    } for one in samples]  # fmt: skip
+    write_rows(path, {**PER_CHAIN, **FLAT}, rows, about)
+
+
+def write_templates(path: Path, structures: Sequence[Chain], about: dict[str, Any]) -> None:
+    """A file of templates."""
+    write_rows(path, TEMPLATE_FIELDS, [_row(one) for one in structures], about)
+
+
+def write_rows(path: Path, fields: Mapping[str, tuple[str, tuple[Any, ...]]], rows: Sequence[Mapping[str, Any]],
+               about: dict[str, Any]) -> None:  # fmt: skip
+    """A file of the values of each row; what is flat is counted by another of the fields."""
+    flat = {name: str(shape[0]) for name, (_, shape) in fields.items() if shape and isinstance(shape[0], str)}
+    lengths = {counts: sum(row[counts] for row in rows) for counts in flat.values()}
+    with store.rows_file(path, len(rows), fields, about, lengths) as file:
+        for name, (dtype, shape) in fields.items():
+            if name not in flat:
+                file[name][...] = np.array([row[name] for row in rows], dtype)
+                continue
             begin = 0
-            for each, length in zip(samples, rows[str(counts)]):
-                values = getattr(each if counts == "letters" else each.chain, name)
-                file[name][begin : begin + length] = values.reshape(length, *shape).astype(dtype)
+            for row in rows:
+                length = row[flat[name]]
+                file[name][begin : begin + length] = row[name].reshape(length, *shape[1:]).astype(dtype)
                 begin += length
 
 
 def read(file: h5py.File, row: int) -> dict[str, Any]:
-    """All of one chain, the alignment as rows."""
+    """All of one chain, the alignment and the places of templates as rows."""
     found = {name: file[name][row] for name in PER_CHAIN}
     for counts in PARTS:
         end = int(file[counts][: row + 1].sum())
         found |= {name: file[name][end - int(found[counts]) : end] for name, (_, shape) in FLAT.items() if shape[0] == counts}
-    depth, rest = divmod(int(found["letters"]), int(found["residues"]))
+    hits, residues, where = int(found["hits"]), int(found["residues"]), f"{file.filename}: row {row}"
+    depth, rest = divmod(int(found["letters"]), residues)
     if rest or not depth:
-        raise DataError(f"{file.filename}: row {row}: {found['letters']} letters for {found['residues']} residues, expected a "
-                        "multiple; delete the file and make it again")  # fmt: skip
+        raise DataError(f"{where}: {found['letters']} letters for {residues} residues, expected a multiple; delete the file and "
+                        "make it again")  # fmt: skip
+    if found["places"] != hits * residues:
+        raise DataError(f"{where}: {found['places']} places of {hits} hits and {residues} residues, expected {hits * residues}; "
+                        "delete the file and make it again")  # fmt: skip
+    found["hit_places"] = found["hit_places"].reshape(hits, residues)
     return found | {name: found[name].reshape(depth, -1) for name in ("msa", "deletions")}
 
 
@@ -103,20 +148,20 @@ def header(about: str) -> dict[str, Any]:
 
 
 def _sums(file: h5py.File) -> dict[str, Any]:
-    residues, letters = (file[name][...].astype(np.int64) for name in PARTS)
+    residues, letters, hits, _ = (file[name][...].astype(np.int64) for name in PARTS)
     return {
         "residues": residues.tolist(), "depths": (letters // residues).tolist(), "letters": int(letters.sum()),
         "clusters": np.unique(file["cluster"][...]).tolist(), "resolved": int(file["mask"][:, CA].sum(dtype=np.int64)),
         "resolutions": [round(value, 3) for value in file["resolution"][...].tolist() if value],
         "undated": int((file["release"][...] == UNKNOWN_DAY).sum()),
         "clipped": int((file["deletions"][...] == MOST_DELETIONS).sum()),
-        "skipped": int(file.attrs.get("skipped", 0)),
+        "skipped": int(file.attrs.get("skipped", 0)), "hits": hits.tolist(),
     }  # fmt: skip
 
 
 def _merge(records: Sequence[store.Record]) -> dict[str, Any]:
     sums = [record["sums"] for record in records]
-    lists = {name: np.array([value for each in sums for value in each[name]]) for name in ("residues", "depths", "resolutions")}
+    lists = {name: np.array([value for each in sums for value in each[name]]) for name in LISTS}
     total = {name: sum(each[name] for each in sums) for name in ("letters", "resolved", "undated", "clipped", "skipped")}
 
     def spread(name: str) -> dict[str, float]:
@@ -133,11 +178,26 @@ def _merge(records: Sequence[store.Record]) -> dict[str, Any]:
         "resolution": {"known": len(lists["resolutions"]), **spread("resolutions")},
         "letters": total["letters"], "undated": total["undated"], "clipped_deletions": total["clipped"],
         "skipped": total["skipped"],
+        "templates": {"hits": int(lists["hits"].sum()), "chains with none": int((lists["hits"] == 0).sum()), **spread("hits")},
     }  # fmt: skip
 
 
-PARTS = ("residues", "letters")
-CONTENTS = store.Contents("residues", store.fields_of({**PER_CHAIN, **FLAT}, RANGES), _sums, _merge, parts=PARTS)
+def _template_sums(file: h5py.File) -> dict[str, Any]:
+    return {"residues": int(file["residues"][...].sum()), "resolved": int(file["mask"][:, CA].sum(dtype=np.int64))}
+
+
+def _template_merge(records: Sequence[store.Record]) -> dict[str, Any]:
+    total = {name: sum(record["sums"][name] for record in records) for name in ("residues", "resolved")}
+    return {"chains": sum(record["rows"] for record in records),
+            "residues": {"total": total["residues"], "with CA": total["resolved"]}}  # fmt: skip
+
+
+PARTS = ("residues", "letters", "hits", "places")
+LISTS = ("residues", "depths", "resolutions", "hits")
+TEMPLATE_CONTENTS = store.Contents(
+    "residues", store.fields_of(TEMPLATE_FIELDS, RANGES), _template_sums, _template_merge, parts=("residues",))  # fmt: skip
+CONTENTS = store.Contents("residues", store.fields_of({**PER_CHAIN, **FLAT}, RANGES), _sums, _merge, parts=PARTS,
+                          beside={TEMPLATES: TEMPLATE_CONTENTS})  # fmt: skip
 
 
 # ---- a picture

@@ -98,20 +98,24 @@ def refuse_same(source: Path, out: Path) -> None:
 
 def work(
     options: argparse.Namespace, jobs: Sequence[store.Job], make: Callable[[Any], None], recipe: dict[str, Any],
-    header: dict[str, Any], contents: store.Contents, advice: str,
+    header: dict[str, Any], contents: store.Contents, advice: str, beside: Sequence[store.Job] = (),
+    make_beside: Callable[[Any], None] | None = None,
 ) -> None:  # fmt: skip
-    """Makes what is missing of this rank's share; rank 0 then writes index and statistics for all."""
+    """Makes what is missing of this rank's share, of ``beside`` when its part of ``jobs`` is done; rank 0 then writes index and
+    statistics for all."""
     rank, size = store.launched()
-    begin, planned = time.monotonic(), [job.path for job in jobs]
+    every = [*jobs, *beside]
+    begin, planned = time.monotonic(), [job.path for job in every]
     store.claim(options.out, recipe)
-    store.refuse_strangers(options.out, jobs, advice)
-    mine = jobs[rank::size]
-    missing = [job for job in mine if not store.finished(job)]
-    if len(missing) < len(mine):
-        print_once(f"{len(mine) - len(missing)} of {len(mine)} files are there and are kept")
-    store.make(missing, make, options.workers, options.command, rank == 0)
+    store.refuse_strangers(options.out, every, advice)
+    mine = [[job for job in some[rank::size] if not store.finished(job)] for some in (jobs, beside)]
+    kept = len(jobs[rank::size]) + len(beside[rank::size]) - sum(map(len, mine))
+    if kept:
+        print_once(f"{kept} of {kept + sum(map(len, mine))} files are there and are kept")
+    for missing, act in zip(mine, (make, make_beside or make)):
+        store.make(missing, act, options.workers, options.command, rank == 0)
     if rank == 0:
-        store.wait_for(jobs, True)
+        store.wait_for(every, True)
         size_of_all = store.finish(options.out, planned, header, recipe, contents)
         took = time.monotonic() - begin
         means = f"ranks: {size}, processes of each: {options.workers}"

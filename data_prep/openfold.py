@@ -8,12 +8,18 @@
         "residues" int32 [R]   "letters" int32 [R]    rows of the alignment times residues     "name" S24 [R]   "5zyh_A"
         "resolution" float32 [R] angstrom, 0 unknown   "release" int32 [R]   days since 1970, -1 unknown
         "cluster" int32 [R]   of similar sequences, -1 in none   "cluster_size" int32 [R]   chains of it that the split has room for
+        "hits" int32 [R]   templates of the chain, H in all     "places" int32 [R]   hits times residues, P in all
         "aatype" int8 [A]   "positions" float32 [A, 37, 3] angstrom   "mask" uint8 [A, 37]     residues without coordinates too
         "msa" int8 [L]   the query first   "deletions" uint8 [L]   255 at most
+        "hit_row" int32 [H]   of OUT/templates, counted over its files in the order of their index; the best template first
+        "hit_sum_probs" float32 [H]   how sure the search is, 0 to the number of aligned residues
+        "hit_places" int16 [P]   hit after hit: the residue of the template for each residue of the chain, -1 none
+    OUT/templates/*.h5  the structures that "hit_row" names, each once, with "residues", "name", "resolution", "release", "aatype",
+        "positions" and "mask" as above; not there where no chain has a template
     OUT/skipped.json    every chain and file that convert left out, with the reason
-    OUT/.convert        what convert found in the structures and left out; a run that goes on needs it, nothing else does
+    OUT/.convert        what convert found in the structures and hits and left out; a run that goes on needs it, nothing else does
 
-What is [A] or [L] holds chain after chain; "residues" and "letters" tell how much each has.
+What is [A], [L], [H] or [P] holds chain after chain; "residues", "letters", "hits" and "places" tell how much each has.
 
 convert takes a folder of .cif and .cif.gz at any depth, and a folder of alignments with one folder for each chain: the a3m folder
 of OpenProteinSet in it, or .a3m and .sto files. Letters of entries may differ in case (5zyh_A, 5ZYH_A), those of chains may not.
@@ -21,6 +27,11 @@ A chain without a folder uses that of a twin (--duplicates), else its own sequen
 cannot be read, or is of another sequence, are left out and listed. The filters are those of MLPerf HPC. Clusters are the lines of
 --clusters; without it each distinct sequence is a cluster, which makes close relatives count more than they should. Space on the
 disk is 2 bytes for each letter and 482 for each residue; --most bounds the first.
+
+Templates are the hits of .hhr files: of the hhr folder of OpenProteinSet, or beside the .a3m files. The chains of --structures can
+be templates, whatever filters say of them as samples. Which hits count hpcai.models.openfold.templates says: none of the chain's
+own entry, no copy of it, and only what was released 60 days before it (a chain without a day takes all). Hits that cannot be read,
+or are of another sequence, cost the chain its templates only, and are listed.
 
 A simulated chain is a pure function of (seed, family, member) and the recipe; a converted one of its files and the options. Ranks,
 processes and stops change nothing in either.
@@ -32,9 +43,9 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import date
-from functools import partial
+from functools import lru_cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -43,18 +54,23 @@ import h5py
 import numpy as np
 
 from data_prep import chains, command, proteins, store
-from data_prep.chains import CONTENTS, UNKNOWN_DAY, Sample, days
+from data_prep.chains import CONTENTS, NO_HITS, TEMPLATES, UNKNOWN_DAY, Hits, Sample, days
 from hpcai.errors import ConfigError, DataError
-from hpcai.models.openfold.alignments import read_alignments
+from hpcai.models.openfold.alignments import read_alignments, read_hhr
 from hpcai.models.openfold.residues import GAP, LETTERS
-from hpcai.models.openfold.structures import Entry, read_mmcif
+from hpcai.models.openfold.structures import Chain, Entry, read_mmcif
+from hpcai.models.openfold.templates import Match, few_atoms, match, unusable
 
 PICTURE, SKIPPED, WORK = "chains.png", "skipped.json", ".convert"
 MADE = "simulated: folded by data_prep.proteins, not nature"
 FAMILIES = 1_000_000                            # of one seed
 SCANNED = 64                                    # structure files of one part of the scan
 TOLD = 10                                       # reasons that are printed; all are in SKIPPED
-SCAN = store.Contents("residues", lambda *_: {}, lambda _: {}, lambda _: {})
+SCAN, FOUND_HITS = (store.Contents(name, lambda *_: {}, lambda _: {}, lambda _: {}) for name in ("residues", "hits"))
+HITS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "hits": ("int32", ()), "places": ("int32", ()), "name": (f"S{chains.NAME}", ("hits",)), "sum_probs": ("float32", ("hits",)),
+    "hit_places": ("int16", ("places",)),
+}  # fmt: skip
 
 
 # ---- simulate
@@ -71,12 +87,15 @@ class Recipe:
     each: int                                   # families in a file
     validation: float
     test: float
+    templates: int = 0
 
     def __post_init__(self) -> None:
         wrong = [*command.wrong_fractions(self.validation, self.test)]
         least, most = self.length
         if not proteins.SHORTEST <= least <= most:
             wrong.append(f"--length {least} {most}: expected the least and the most, {proteins.SHORTEST} at least")
+        if self.templates >= max(self.members, 1):
+            wrong.append(f"--templates {self.templates}: a family has {self.members} members, expected fewer than that")
         if wrong:
             raise ConfigError("\n".join(wrong))
 
@@ -89,7 +108,16 @@ class Recipe:
     def family(self, number: int) -> list[Sample]:
         length = int(self.generator(1, number).integers(*self.length, endpoint=True))
         made = proteins.family(self.seed * FAMILIES + number, self.members, length, self.depth)
-        return [chains.sample(chain, alignment, number, self.members) for chain, alignment in made]
+        hits = [self.hits(number, member, [chain for chain, _ in made]) for member in range(self.members)]
+        return [chains.sample(chain, alignment, number, self.members, None, each) for (chain, alignment), each in zip(made, hits)]
+
+    def hits(self, number: int, member: int, relatives: Sequence[Chain]) -> Hits:
+        """Of the others of the family those most alike, residue on residue: they share the fold and its length."""
+        own = relatives[member].aatype
+        alike = np.array([(one.aatype == own).sum() for one in relatives])
+        others = np.array([other for other in np.argsort(-alike, kind="stable") if other != member][: self.templates], int)
+        places = np.tile(np.arange(len(own)), (len(others), 1))
+        return Hits(number * self.members + others, alike[others], places)
 
 
 @dataclass(frozen=True)
@@ -113,19 +141,36 @@ def make_families(job: Families) -> None:
     store.write_record(job.path, CONTENTS)
 
 
+@dataclass(frozen=True)
+class Relatives:
+    """A file of templates: the chains of a file of families, as that has them."""
+
+    path: Path
+    families: Path
+    rows: int
+
+
+def make_relatives(job: Relatives) -> None:
+    with h5py.File(job.families, "r") as file:
+        rows = [chains.read(file, row) for row in range(job.rows)]
+        chains.write_rows(job.path, chains.TEMPLATE_FIELDS, rows, {"kind": "simulated", "label": MADE})
+    store.write_record(job.path, chains.TEMPLATE_CONTENTS)
+
+
 def simulate(options: argparse.Namespace) -> int:
     if options.families > FAMILIES or options.families % options.each or options.chains % options.families:
         raise ConfigError(f"--chains {options.chains} --families {options.families} --each {options.each}: expected a multiple of "
                           f"--families for chains and of --each for families, {FAMILIES:,} families at most")  # fmt: skip
     recipe = Recipe(options.seed, options.chains // options.families, tuple(options.length), options.rows, options.each,
-                    options.validation, options.test)  # fmt: skip
+                    options.validation, options.test, options.templates)  # fmt: skip
     splits = [recipe.split(file) for file in range(options.families // options.each)]
     command.refuse_empty(splits, options, f"--families {options.families} in files of {options.each}")
     jobs = [Families(options.out / split / f"families_{file:06d}.h5", file, recipe) for file, split in enumerate(splits)]
     settings = {"kind": "simulate", **command.settings_of(asdict(recipe))}
     command.print_once(f"{options.families} families of {recipe.members} chains in {options.out}; {MADE}")
     advice = f"ask for at least as many as it holds (--families is {options.families}), or choose a new folder"
-    command.work(options, jobs, make_families, settings, chains.header(MADE), CONTENTS, advice)
+    beside = [Relatives(options.out / TEMPLATES / job.path.name, job.path, job.rows) for job in jobs] if recipe.templates else []
+    command.work(options, jobs, make_families, settings, chains.header(MADE), CONTENTS, advice, beside, make_relatives)
     return command.conclude("openfold", options, partial(inspect, options.out, 3, True) if options.check else None)
 
 
@@ -167,9 +212,9 @@ def key(name: str) -> str:
 
 
 def scan(job: Scan) -> None:
-    names = "source", "name", "residues", "resolved", "resolution", "release", "entity"
+    names = "source", "name", "residues", "resolved", "resolution", "release", "usable", "entity"
     columns: dict[str, list[Any]] = {name: [] for name in names}
-    sequences, skipped = [], {}
+    sequences, atoms, skipped = [], [np.zeros(0, np.uint8)], {}
     for number, path in enumerate(job.sources):
         try:
             entry = read_mmcif(path)
@@ -182,17 +227,18 @@ def scan(job: Scan) -> None:
                 skipped[chain.name] = f"{path}: the name of the chain is longer than {chains.NAME} letters; rename the file"
                 continue
             facts = (number, chain.name.encode(), len(chain.sequence), int(chain.mask[:, chains.CA].sum()), chain.resolution or 0,
-                     days(chain.release), entities.get(author, "").encode())  # fmt: skip
+                     days(chain.release), unusable(chain) is None, entities.get(author, "").encode())  # fmt: skip
             for column, value in zip(columns.values(), facts):
                 column.append(value)
             sequences.append(chain.sequence.encode())
+            atoms.append((chain.mask > 0).sum(1).astype(np.uint8))
     kinds = {"name": f"S{chains.NAME}", "entity": "S8", "resolution": "float32"}
     datasets: dict[str, tuple[Any, Sequence[Any]]] = {name: (kinds.get(name, "int32"), ()) for name in columns}
-    text = np.frombuffer(b"".join(sequences), np.uint8)
-    with store.rows_file(job.path, len(sequences), {**datasets, "sequence": ("uint8", ("all",))}, {}, {"all": len(text)}) as file:
-        for name, values in columns.items():
+    flat = {"sequence": np.frombuffer(b"".join(sequences), np.uint8), "atoms": np.concatenate(atoms)}
+    datasets |= dict.fromkeys(flat, ("uint8", ("all",)))
+    with store.rows_file(job.path, len(sequences), datasets, {}, {"all": len(flat["sequence"])}) as file:
+        for name, values in (columns | flat).items():
             file[name][...] = np.array(values, file[name].dtype)
-        file["sequence"][...] = text
     store.write_json(job.path.with_suffix(".json"), skipped)
     store.write_record(job.path, SCAN)
 
@@ -205,17 +251,23 @@ def _entities(path: Path) -> dict[str, str]:
     return {author: row.str(0) for row in rows for author in "".join(row.str(1).split()).split(",")}
 
 
+def _scanned(path: Path) -> Iterator[dict[str, Any]]:
+    """The chains of one part of the scan."""
+    with h5py.File(path, "r") as file:
+        columns = {name: file[name][...].tolist() for name in file if name not in ("sequence", "atoms")}
+        flat = {name: file[name][...].tobytes() for name in ("sequence", "atoms")}
+    for row, end in enumerate(np.cumsum(columns["residues"]).tolist()):
+        part = slice(end - columns["residues"][row], end)
+        yield {name: column[row] for name, column in columns.items()} | {name: text[part] for name, text in flat.items()}
+
+
 def _found(jobs: Sequence[Scan]) -> Iterator[Found]:
     for job in jobs:
-        with h5py.File(job.path, "r") as file:
-            columns = {name: file[name][...].tolist() for name in file if name != "sequence"}
-            text, ends = file["sequence"][...].tobytes(), np.cumsum(columns["residues"]).tolist()
-        for row, end in enumerate(ends):
-            one = {name: column[row] for name, column in columns.items()}
+        for one in _scanned(job.path):
             name = one["name"].decode()
             entry, number = key(name).rpartition("_")[0], one["entity"].decode()
-            yield Found(job.sources[one["source"]], name, key(name), text[end - one["residues"] : end], one["resolved"],
-                        one["resolution"], one["release"], f"{entry}_{number}")  # fmt: skip
+            yield Found(job.sources[one["source"]], name, key(name), one["sequence"], one["resolved"], one["resolution"],
+                        one["release"], f"{entry}_{number}")  # fmt: skip
 
 
 def _noted(paths: Iterable[Path]) -> dict[str, str]:
@@ -236,7 +288,7 @@ def _structures(folder: Path) -> list[Path]:
     return paths
 
 
-# ---- convert: what is made of them
+# ---- convert: which of them are templates
 
 
 @dataclass(frozen=True)
@@ -251,6 +303,78 @@ class Pick:
 
 
 @dataclass(frozen=True)
+class Search:
+    """The hits of some chains, to be matched with what was found in the structures."""
+
+    path: Path
+    work: Path                                  # the folder of the scan
+    picks: tuple[Pick, ...]
+    most: int
+    rows: None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is to be known of a chain that may be a template."""
+
+    sequence: str
+    release: date | None
+    usable: bool
+    atoms: bytes
+
+
+@lru_cache(1)
+def _known(work: Path) -> dict[str, Known]:
+    """All chains of the scan, by key; once in a process."""
+    return {key(one["name"].decode()): Known(one["sequence"].decode(), _date(one["release"]), bool(one["usable"]), one["atoms"])
+            for path in sorted(work.glob("structures_*.h5")) for one in _scanned(path)}  # fmt: skip
+
+
+def _date(day: int) -> date | None:
+    return None if day == UNKNOWN_DAY else date.fromordinal(day + date(1970, 1, 1).toordinal())
+
+
+def search(job: Search) -> None:
+    everyone, skipped = _known(job.work), dict[str, str]()
+
+    def known(name: str) -> Known | None:
+        return one if (one := everyone.get(name)) and one.usable else None
+
+    def refuse(one: Match) -> str | None:
+        return few_atoms(np.frombuffer(everyone[one.name].atoms, np.uint8), one.places)
+
+    rows: list[dict[str, Any]] = []
+    for pick in job.picks:
+        own, entry, found = everyone[key(pick.name)], key(pick.name).rpartition("_")[0], list[Match]()
+        limits: dict[str, Any] = {"entry": entry, "before": own.release, "most": job.most, "refuse": refuse}
+        for path in _hit_files(pick.folder):
+            try:
+                found += match(read_hhr(path), own.sequence, known, **limits)[0]
+            except DataError as problem:
+                skipped[str(path)] = str(problem)
+        found = sorted(found, key=lambda one: -one.sum_probs)[: job.most]
+        rows.append({
+            "hits": len(found), "places": len(found) * len(own.sequence), "name": np.array([one.name for one in found], "S"),
+            "sum_probs": np.array([one.sum_probs for one in found]), "hit_places": np.array([one.places for one in found]),
+        })  # fmt: skip
+    store.write_json(job.path.with_suffix(".json"), skipped)
+    chains.write_rows(job.path, HITS, rows, {})
+    store.write_record(job.path, FOUND_HITS)
+
+
+def _hit_files(folder: Path | None) -> list[Path]:
+    """Those of the chain's hhr folder, then those beside its alignments."""
+    if folder is None:
+        return []
+    root = folder.parent if folder.name == "a3m" else folder
+    paths = [path for place in dict.fromkeys((root / "hhr", root, folder)) for path in sorted(place.glob("*.hhr*"))]
+    return [path for path in paths if re.search(r"\.hhr(\.gz)?$", path.name)]
+
+
+# ---- convert: what is made of them
+
+
+@dataclass(frozen=True)
 class Share:
     """One file to be made."""
 
@@ -258,19 +382,55 @@ class Share:
     skipped: Path                               # where it tells what it leaves out
     picks: tuple[Pick, ...]
     most: int | None
+    hits: Path | None = None                    # of a search for these chains
+    hit_rows: tuple[int, ...] = ()              # of all of them, one after the other
     rows: None = None                           # chains that cannot be used are left out
+
+
+@dataclass(frozen=True)
+class Structures:
+    """One file of templates to be made."""
+
+    path: Path
+    picks: tuple[tuple[Path, str], ...]         # source and name
+    rows: int
+
+
+def convert_structures(job: Structures) -> None:
+    taken: list[Chain] = []
+    entry: tuple[Path, Entry] | None = None
+    for source, name in job.picks:
+        if entry is None or entry[0] != source:
+            entry = source, read_mmcif(source)
+        taken.append(entry[1].chains[name.rpartition("_")[2]])
+    chains.write_templates(job.path, taken, {"kind": "converted"})
+    store.write_record(job.path, chains.TEMPLATE_CONTENTS)
+
+
+def _hits(job: Share) -> list[Hits]:
+    """Of each of its chains."""
+    if job.hits is None:
+        return [NO_HITS] * len(job.picks)
+    with h5py.File(job.hits, "r") as file:
+        hits, ends, probs, places = (file[name][...] for name in ("hits", "places", "sum_probs", "hit_places"))
+    found, first, begin = [], 0, 0
+    for count, many in zip(hits.tolist(), ends.tolist()):
+        some = slice(first, first + count)
+        found.append(Hits(np.array(job.hit_rows[some], np.int32), probs[some], places[begin : begin + many]))
+        first, begin = first + count, begin + many
+    return found
 
 
 def convert_share(job: Share) -> None:
     taken, skipped = [], {}
     entry: tuple[Path, Entry] | None = None
-    for pick in job.picks:
+    for pick, hits in zip(job.picks, _hits(job)):
         try:
             if entry is None or entry[0] != pick.source:
                 entry = pick.source, read_mmcif(pick.source)
             chain = entry[1].chains[pick.name.rpartition("_")[2]]
             alignment = None if pick.folder is None else read_alignments(pick.folder, chain.sequence)
-            taken.append(chains.sample(chain, alignment, pick.cluster, pick.cluster_size, job.most))
+            taken.append(chains.sample(chain, alignment, pick.cluster, pick.cluster_size, job.most, hits))
         except DataError as problem:
             skipped[pick.name] = str(problem)
     if not taken:
@@ -279,6 +439,37 @@ def convert_share(job: Share) -> None:
     store.write_json(job.skipped, skipped)
     chains.write(job.path, taken, {"kind": "converted", "skipped": len(skipped)})
     store.write_record(job.path, CONTENTS)
+
+
+def _templates(
+    options: argparse.Namespace, shares: Sequence[Share], found: Sequence[Found]
+) -> tuple[list[Share], list[Structures], dict[str, str]]:
+    """The shares with the hits of their chains, the files of the structures that these name, and what cannot be read."""
+    rank, size = store.launched()
+    work, jobs = options.out / WORK, []
+    for share in shares:
+        # Filters may still change, and with them what a share is of.
+        about = [str(options.templates), *(f"{one.name} {one.folder and one.folder.relative_to(options.alignments)}"
+                                           for one in share.picks)]  # fmt: skip
+        jobs.append(Search(work / f"hits_{command.digest(about)}.h5", work, share.picks, options.templates))
+    store.make([job for job in jobs[rank::size] if not store.finished(job)], search, options.workers, "hits", rank == 0)
+    _known.cache_clear()
+    store.wait_for(jobs, rank == 0)
+    names, counts = [], list[int]()
+    for job in jobs:
+        with h5py.File(job.path, "r") as file:
+            names.append([name.decode() for name in file["name"][...].tolist()])
+            counts += file["hits"][...].tolist()
+    named, some = {name for each in names for name in each}, sum(count > 0 for count in counts)
+    middle = f"{np.median(counts):g} at the median"
+    command.print_once(f"templates: {some} of {len(counts)} chains have some, {middle}; {len(named)} structures")
+    picks = [(one.source, one.name) for one in found if one.key in named]
+    rows = {key(name): row for row, (_, name) in enumerate(picks)}
+    beside = [Structures(options.out / TEMPLATES / f"templates_{number:06d}.h5", tuple(picks[begin:end]), end - begin)
+              for number, (begin, end) in enumerate(_even(len(picks), options.each))]  # fmt: skip
+    full = [replace(share, hits=job.path, hit_rows=tuple(rows[name] for name in each))
+            for share, job, each in zip(shares, jobs, names)]  # fmt: skip
+    return full, beside, _noted(job.path.with_suffix(".json") for job in jobs)
 
 
 def convert(options: argparse.Namespace) -> int:
@@ -293,7 +484,7 @@ def convert(options: argparse.Namespace) -> int:
     if entities:
         command.print_once(f"warning: {options.clusters}: names entities (5ZYH_1), not chains; the structures tell whose they are")
     asked = ("released_until", "validation_from", "validation_until", "validation_length", "resolution", "single", "apart", "most",
-             "each")  # fmt: skip
+             "each", "templates")  # fmt: skip
     lists = {name: store.digest(path)[:16] if (path := getattr(options, name)) else None
              for name in ("clusters", "duplicates", "validation")}  # fmt: skip
     recipe = {
@@ -303,7 +494,8 @@ def convert(options: argparse.Namespace) -> int:
     recipe = dict(json.loads(json.dumps(recipe, default=str)))
     if (options.out / "recipe.json").is_file():
         store.claim(options.out, recipe)        # refused before hours of looking at structures
-    store.claim(options.out / WORK, {"structures": recipe["structures"], "entities": entities})    # filters may still change
+    about = {"format": 2, "structures": recipe["structures"], "entities": entities}
+    store.claim(options.out / WORK, about)      # filters may still change
     found, skipped = _look(options, structures, entities)
     of = {name.lower() if entities else key(name): number for number, line in enumerate(clusters) for name in line}
     plan, filtered = _plan(options, found, of, [key(name) for line in wanted for name in line])
@@ -313,8 +505,13 @@ def convert(options: argparse.Namespace) -> int:
     if missing:
         command.print_once(f"{len(missing)} chains named in {options.validation}, such as {missing[0]}, are in no structure")
     filtered |= dict.fromkeys(missing, f"named in {options.validation}, in no structure")
+    beside: list[Structures] = []
+    if options.templates:
+        jobs, beside, unread = _templates(options, jobs, found)
+        skipped |= unread
     label = "converted: clusters " + (f"of {options.clusters.name}" if clusters else "are equal sequences")
-    command.work(options, jobs, convert_share, recipe, chains.header(label), CONTENTS, "choose a new folder")
+    command.work(options, jobs, convert_share, recipe, chains.header(label), CONTENTS, "choose a new folder", beside,
+                 convert_structures)  # fmt: skip
     if store.launched()[0] == 0:
         unusable = skipped | _noted(job.skipped for job in jobs)
         store.write_json(options.out / SKIPPED, {"unusable": unusable, "filtered": filtered})
@@ -433,9 +630,7 @@ def _shares(options: argparse.Namespace, plan: Plan, folders: Mapping[str, Path]
             name = next((name for name in (one.key, *other.get(one.key, ())) if name in folders), None)
             has["their own" if name == one.key else "a twin's" if name else "none"] += 1
             picks.append(Pick(one.source, one.name, folders[name] if name else None, cluster, size))
-        files = -(-len(picks) // options.each)
-        ends = [len(picks) * number // files for number in range(files + 1)]
-        for number, (begin, end) in enumerate(pairwise(ends)):
+        for number, (begin, end) in enumerate(_even(len(picks), options.each)):
             name = f"chains_{number:06d}"
             paths = options.out / split / f"{name}.h5", options.out / WORK / f"{split}_{name}.json"
             jobs.append(Share(*paths, tuple(picks[begin:end]), options.most))
@@ -445,6 +640,12 @@ def _shares(options: argparse.Namespace, plan: Plan, folders: Mapping[str, Path]
                           "name the folder that has them, of OpenProteinSet: pdb")  # fmt: skip
     command.print_once("alignments: " + ", ".join(f"{number} chains have {kind}" for kind, number in has.items()))
     return jobs
+
+
+def _even(count: int, most: int) -> Iterator[tuple[int, int]]:
+    """Begin and end of parts of nearly equal size, ``most`` at most."""
+    parts = -(-count // most)
+    return pairwise(count * number // parts for number in range(parts + 1)) if parts else iter(())
 
 
 def _tell_skipped(out: Path, unusable: Mapping[str, str]) -> None:
@@ -461,10 +662,14 @@ def _tell_skipped(out: Path, unusable: Mapping[str, str]) -> None:
 def inspect(out: Path, some: int, picture: bool) -> int:
     """0 when all is well, 1 with the reasons printed when not. Raises DataError for a folder that cannot be read at all."""
     files, wrong = command.against_index(out)
+    beside = list(store.indexed(out, (TEMPLATES,))) if (out / TEMPLATES).is_dir() else []
+    wrong += [f"{out / TEMPLATES / name}: {text}" for _, name, entry, index in beside
+              for text in store.mistakes(out / TEMPLATES / name, entry, index)]  # fmt: skip
     places = [(out / split / name, row) for split, name, entry, _ in files for row in range(entry["rows"])]
     _tell(out)
     if not wrong:
-        wrong += [text for path in sorted({path for path, _ in places}) for text in _odd(path)]
+        lengths = [length for _, name, *_ in beside for length in _lengths(out / TEMPLATES / name)]
+        wrong += [text for path in sorted({path for path, _ in places}) for text in _odd(path, lengths)]
         for path, row in places[:: max(1, len(places) // some)][:some] if some else []:
             _show(path, row)
     if picture and not wrong:
@@ -479,12 +684,21 @@ def _tell(out: Path) -> None:
         known = f"{resolution['median']:.2f} angstrom" if resolution["known"] else "unknown"
         print(f"{split}: {part['chains']} chains of {part['clusters']} clusters; {residues['minimum']:.0f} to "
               f"{residues['maximum']:.0f} residues, {residues['with CA'] / residues['total']:.1%} with a CA")  # fmt: skip
+        templates = part["templates"]
         print(f"  alignments of {depth['median']:.0f} rows (median; deepest {depth['maximum']:.0f}), {depth['query alone']} of the "
               f"query alone; resolution {known} (median of {resolution['known']}), {part['undated']} without a date")  # fmt: skip
+        if templates["hits"]:
+            share = 1 - templates["chains with none"] / part["chains"]
+            print(f"  {share:.1%} of the chains have templates, {templates['median']:g} at the median")
 
 
-def _odd(path: Path) -> Iterator[str]:
-    """What no chain can have."""
+def _lengths(path: Path) -> list[int]:
+    with h5py.File(path, "r") as file:
+        return list(file["residues"][...].tolist())
+
+
+def _odd(path: Path, lengths: Sequence[int]) -> Iterator[str]:
+    """What no chain can have; ``lengths`` of all templates."""
     again = "delete the file and make it again"
     with h5py.File(path, "r") as file:
         for row in range(file["residues"].shape[0]):
@@ -503,6 +717,12 @@ def _odd(path: Path) -> Iterator[str]:
                 yield f"{where}: no residue has a CA; {again}"
             if not np.isfinite(found["positions"]).all() or found["positions"][~seen].any():
                 yield f"{where}: positions are not finite, or not 0 where 'mask' is; {again}"
+            for hit, (at, residues) in enumerate(zip(found["hit_row"].tolist(), found["hit_places"]), 1):
+                if not 0 <= at < len(lengths):
+                    yield f"{where}: hit {hit} is row {at} of {TEMPLATES}, which holds {len(lengths)}; {again}"
+                elif residues.min() < -1 or residues.max() >= lengths[at]:
+                    text = f"is aligned to residues {residues.min()} to {residues.max()} of a template of {lengths[at]}"
+                    yield f"{where}: hit {hit} {text}, expected -1 to {lengths[at] - 1}; {again}"
 
 
 def _show(path: Path, row: int) -> None:
@@ -556,6 +776,7 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--each", metavar="N", type=command.positive, default=4, help="families of a file")
     one.add_argument("--length", metavar=("LEAST", "MOST"), nargs=2, type=command.positive, default=(48, 96), help="residues")
     one.add_argument("--rows", metavar="N", type=command.positive, default=256, help="of an alignment")
+    one.add_argument("--templates", metavar="N", type=command.natural, default=0, help="of a chain: others of its family")
     one.add_argument("--validation", metavar="F", type=float, default=0.125, help="fraction of the families")
     one.add_argument("--test", metavar="F", type=float, default=0.0, help="fraction of the families")
     command.add_making(one)
@@ -571,6 +792,7 @@ def parser() -> argparse.ArgumentParser:
     three.add_argument("--clusters", type=Path, metavar="FILE", help="a line of chains (or entities) for each cluster")
     three.add_argument("--duplicates", type=Path, metavar="FILE", help="a line for chains that share an alignment")
     three.add_argument("--most", metavar="ROWS", type=command.positive, help="of an alignment, the first; without it all")
+    three.add_argument("--templates", metavar="N", type=command.natural, default=20, help="of a chain, at most; 0: none")
     three.add_argument("--each", metavar="N", type=command.positive, default=64, help="chains of a file, at most")
     three.add_argument("--resolution", metavar="A", type=above_zero, default=9.0, help="angstrom, of training below it or unknown")
     three.add_argument("--released-until", metavar="DAY", type=day, default=date(2021, 9, 16), help="training")

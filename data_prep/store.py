@@ -26,7 +26,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from multiprocessing import get_context
 from pathlib import Path
@@ -55,6 +55,7 @@ class Contents:
     merge: Callable[[Sequence[Record]], dict[str, Any]]             # statistics of a split, from its records
     varies: bool = False                                            # each file has samples of a shape of its own
     parts: tuple[str, ...] = ()                                     # the datasets that tell how flat ones are cut
+    beside: Mapping[str, "Contents"] = field(default_factory=dict)  # folders with an index too that are no splits
     across: Callable[[Path, dict[str, Any], dict[str, Any]], None] | None = None    # adds to statistics what no split tells alone
 
 
@@ -216,38 +217,39 @@ def claim(out: Path, recipe: dict[str, Any]) -> None:
 
 
 def refuse_strangers(out: Path, jobs: Sequence[Job], advice: str) -> None:
-    """Files that this run would not make must not end up in its splits unseen, nor rows be lost that another run made."""
+    """Files that this run would not make must not end up in its folders unseen, nor rows be lost that another run made."""
     for job in jobs:
         record = _record_path(job.path)
         held = read_json(record).get("rows", 0) if job.rows and job.path.is_file() and record.is_file() else 0
         if job.rows and held > job.rows:
             raise ConfigError(f"{job.path}: holds {held} samples, this run would make {job.rows}; {advice}")
     planned = {job.path for job in jobs}
-    there = {path for split in SPLITS for path in (out / split).glob("*.h5")}
+    folders = {*(out / split for split in SPLITS), *(path.parent for path in planned)}
+    there = {path for folder in folders for path in folder.glob("*.h5")}
     extra = sorted(there - planned)
     if extra:
         raise ConfigError(f"{extra[0]}: one of {len(extra)} files that this run would not make; {advice}")
 
 
 def finish(out: Path, planned: Sequence[Path], header: dict[str, Any], settings: dict[str, Any], contents: Contents) -> int:
-    """Index of every split, and statistics. Returns the bytes of all files."""
+    """Index of every split and of what is beside them, and statistics. Returns the bytes of all files."""
     statistics: dict[str, Any] = {"format": 1, "version": hpcai.__version__, "splits": {}, "settings": settings}
     indexes: dict[str, Any] = {}
-    for split in SPLITS:
+    for split, one in {**dict.fromkeys(SPLITS, contents), **contents.beside}.items():
         records = [read_json(_record_path(path)) for path in sorted(planned) if path.parent.name == split]
         if not records:
             continue
-        shapes = {tuple(len(record["shape"]) * [None] if contents.varies else record["shape"]) for record in records}
+        shapes = {tuple(len(record["shape"]) * [None] if one.varies else record["shape"]) for record in records}
         if len(shapes) > 1:
             raise DataError(f"{out / split}: samples of different shapes {sorted(shapes)}, expected one; give each its own folder")
         shape = list(shapes.pop())
-        more = [*(["shape"] if contents.varies else []), *(["lengths"] if contents.parts else [])]
+        more = [*(["shape"] if one.varies else []), *(["lengths"] if one.parts else [])]
         told = ("name", "rows", "bytes", "sha256", *more)
         files = [{key: record[key] for key in told} for record in records]
-        one = {} if contents.varies else {"shape": shape}
-        fields = contents.fields(shape, header)  # what hpcai data check compares with
-        indexes[split] = {"format": 1, "files": files, **one, "fields": fields, **header}
-        statistics["splits"][split] = contents.merge(records)
+        alike = {} if one.varies else {"shape": shape}
+        fields = one.fields(shape, header)  # what hpcai data check compares with
+        indexes[split] = {"format": 1, "files": files, **alike, "fields": fields, **header}
+        (statistics["splits"] if split in SPLITS else statistics)[split] = one.merge(records)
     if contents.across:
         contents.across(out, indexes, statistics)
     write_json(out / "statistics.json", statistics)
@@ -261,9 +263,9 @@ def finish(out: Path, planned: Sequence[Path], header: dict[str, Any], settings:
 # ---- what a folder holds
 
 
-def indexed(out: Path) -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any]]]:
+def indexed(out: Path, folders: Sequence[str] = SPLITS) -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any]]]:
     """(split, name, entry, index) of every file."""
-    splits = [split for split in SPLITS if (out / split).is_dir()]
+    splits = [split for split in folders if (out / split).is_dir()]
     if not splits:
         raise DataError(f"{out}: holds no folder train, validation or test; simulate or convert into it first")
     for split in splits:

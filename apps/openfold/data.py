@@ -14,22 +14,26 @@ import torch
 
 from apps.openfold.settings import Config, DataConfig
 from hpcai.data import Loader, Rows
+from hpcai.data.hdf5 import Fields
 from hpcai.data.sampler import LargestFirst, Sampler, Shuffled, Weighted
 from hpcai.data.splits import Samples, open_split
 from hpcai.dist import Mesh
 from hpcai.errors import CheckpointError, DataError
 from hpcai.models.openfold import Alignment, Chain, FeatureConfig, OpenFold, featurize, load_weights
-from hpcai.models.openfold.features import collate
+from hpcai.models.openfold.features import Templates, collate
 from hpcai.models.openfold.residues import ATOM37_EXISTS, LETTERS
 from hpcai.models.openfold.structures import write_structure
+from hpcai.models.openfold.templates import features_of
 from hpcai.train import Run
 
 FIELDS: dict[str, tuple[str, tuple[int | str | None, ...]]] = {
     "residues": ("int32", ()), "letters": ("int32", ()), "name": ("S24", ()), "resolution": ("float32", ()),
-    "release": ("int32", ()), "cluster_size": ("int32", ()),
+    "release": ("int32", ()), "cluster_size": ("int32", ()), "hits": ("int32", ()), "places": ("int32", ()),
     "aatype": ("int8", ("residues",)), "positions": ("float32", ("residues", 37, 3)), "mask": ("uint8", ("residues", 37)),
     "msa": ("int8", ("letters",)), "deletions": ("uint8", ("letters",)),
+    "hit_row": ("int32", ("hits",)), "hit_sum_probs": ("float32", ("hits",)), "hit_places": ("int16", ("places",)),
 }  # fmt: skip
+OF_TEMPLATES = {name: FIELDS[name] for name in ("residues", "aatype", "positions", "mask")}
 _UNKNOWN_DAY = -1
 
 logger = logging.getLogger(__name__)
@@ -39,8 +43,10 @@ logger = logging.getLogger(__name__)
 def chains(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any]]:
     """Loaders for training (None on processes that only evaluate), validation and pictures."""
     data, features = cfg.data, cfg.features
-    train, validation = _rows(cfg, "train", mesh), _rows(cfg, "validation", mesh)
-    drawn = Chains(train, _released(train, None, data.released_until), features, cfg.train.seed)
+    train, validation = (_rows(cfg, split, FIELDS, mesh) for split in ("train", "validation"))
+    known = (data.directory / "templates").is_dir()
+    templates = _rows(cfg, "templates", OF_TEMPLATES, mesh) if features.templates and known else None
+    drawn = Chains(train, _released(train, None, data.released_until), features, cfg.train.seed, templates)
     held = _released(validation, data.validation_from, data.validation_until)
     held = held[validation.column("residues")[held] <= (data.validation_residues or np.inf)]
     whole = features.model_copy(update={"crop": None})
@@ -48,7 +54,7 @@ def chains(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any]]:
 
     def held_out(rows: np.ndarray, name: str) -> Loader:
         """Whole chains, the longest first, each to whoever is free first."""
-        source = Chains(validation, rows, whole, cfg.train.seed, training=False)
+        source = Chains(validation, rows, whole, cfg.train.seed, templates, training=False)
         sampler = LargestFirst(source.column("residues").astype(float) ** 2, mesh["replicate"].size)
         return Loader(source, sampler.groups, mesh, **data.loading(), name=name, sampler=sampler, last="keep")
 
@@ -62,10 +68,10 @@ def chains(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any]]:
         yield passes, evaluated, pictures
 
 
-def _rows(cfg: Config, split: str, mesh: Mesh) -> Rows:
+def _rows(cfg: Config, split: str, fields: Fields, mesh: Mesh) -> Rows:
     data = cfg.data
     remedy = f"make data with: python -m data_prep.openfold simulate {data.directory}, or set data.directory to what is there"
-    return open_split(data.directory / split, FIELDS, remedy, data, mesh)
+    return open_split(data.directory / split, fields, remedy, data, mesh)
 
 
 def _released(rows: Rows, first: date | None, last: date | None) -> np.ndarray:
@@ -92,14 +98,16 @@ def weights_of(residues: np.ndarray, cluster_size: np.ndarray) -> np.ndarray:
 
 
 class Chains(Samples):
-    """The chains of a split that stand in ``kept``, with the features of all passes. In training index i + k * N is chain i, drawn
-    once more."""
+    """The chains of a split that stand in ``kept``, with the features of all passes; ``templates``: where those of their hits are.
+    In training index i + k * N is chain i, drawn once more."""
 
-    def __init__(self, rows: Rows, kept: np.ndarray, cfg: FeatureConfig, seed: int, training: bool = True) -> None:
+    def __init__(
+        self, rows: Rows, kept: np.ndarray, cfg: FeatureConfig, seed: int, templates: Rows | None = None, *, training: bool = True
+    ) -> None:
         super().__init__(rows)
         if not len(kept):
             raise DataError(f"{rows.folder}: none of {len(rows)} chains is left by the settings of data; change those")
-        self.kept, self.cfg, self.seed, self.training = kept, cfg, seed, training
+        self.kept, self.cfg, self.seed, self.templates, self.training = kept, cfg, seed, templates, training
 
     def __len__(self) -> int:
         return len(self.kept)
@@ -120,9 +128,30 @@ class Chains(Samples):
         chain, alignment = parts_of(values, self.rows.describe(row))
         # A held-out chain is the same each time.
         number, epoch = (index, epoch) if self.training else (row, 0)
-        found = featurize(chain, alignment, None, self.cfg, seed=self.seed, epoch=epoch, index=number, training=self.training)
+        seed, given = self.seed, self._templates(values, row)
+        found = featurize(chain, alignment, given, self.cfg, seed=seed, epoch=epoch, index=number, training=self.training)
         found["index"] = np.full(self.cfg.recycles + 1, row)
         return found
+
+    def _templates(self, values: dict[str, Any], row: int) -> Templates | None:
+        count, rows = int(values["hits"]), self.templates
+        if rows is None or not count:
+            return None
+        places = values["hit_places"].reshape(count, -1)
+
+        def take(some: np.ndarray) -> dict[str, np.ndarray]:
+            at = values["hit_row"][some]
+            if at.min() < 0 or at.max() >= len(rows):
+                where = f"{self.rows.describe(row)}: rows {at.min()} to {at.max()} of {rows.folder}, which has {len(rows)}"
+                raise DataError(f"{where}; make both again with data_prep.openfold")
+            return features_of([rows.read(int(k)) for k in at], places[some], values["hit_sum_probs"][some])
+
+        return Templates(count, take)
+
+    def close(self) -> None:
+        super().close()
+        if self.templates is not None:
+            self.templates.close()
 
     def collate(self, samples: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
         return {name: torch.from_numpy(array) for name, array in collate(samples).items()}

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from apps.openfold.__main__ import main
-from apps.openfold.data import FIELDS, Chains, network, parts_of, passes_of, weights_of
+from apps.openfold.data import FIELDS, OF_TEMPLATES, Chains, network, parts_of, passes_of, weights_of
 from apps.openfold.settings import Config
 from data_prep import openfold as prep
 from hpcai import config, log
@@ -108,12 +108,16 @@ def test_resumed_is_uninterrupted(data: Path, tmp_path: Path) -> None:
 
 @pytest.mark.mpi
 @pytest.mark.skipif(not MPIEXEC.is_file(), reason="no mpiexec (pip install '.[mpi]')")
-@pytest.mark.parametrize("more", [(), ("step.clip_per=sample", "train.evaluate=background")], ids=["batch", "sample"])
-def test_copies_train_as_one_process(data: Path, tmp_path: Path, more: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("how", ["batch", "sample", "sharded"])
+def test_copies_train_as_one_process(data: Path, tmp_path: Path, how: str) -> None:
     """With as many passes in each step on all of them, and as many chains to evaluate as there are."""
-    each = ("step.accumulate=4",) if more else ()
-    assert APP.here(data, tmp_path / "one", *STILL, *more, *each) == 0
-    words = APP.words(data, tmp_path / "two", *STILL, *more, *(("step.accumulate=2",) if more else ()))
+    each = {
+        "batch": ((), ()), "sharded": ((), ("step.shard=weights",)),
+        "sample": (("step.clip_per=sample", "step.accumulate=4"),
+                   ("step.clip_per=sample", "step.accumulate=2", "train.evaluate=background")),
+    }[how]  # fmt: skip
+    assert APP.here(data, tmp_path / "one", *STILL, *each[0]) == 0
+    words = APP.words(data, tmp_path / "two", *STILL, *each[1])
     run = [str(MPIEXEC), "-n", "2", sys.executable, "-m", "apps.openfold", *words]
     done = subprocess.run(run, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -212,6 +216,57 @@ def test_evaluation_sees_whole_chains(data: Path, tmp_path: Path) -> None:
     assert APP.here(data, tmp_path / "run", f"data.validation_residues={most}", "train.steps=1", "data.pictures=9") == 0
     found = np.load(tmp_path / "run" / "structures.npz")["residues"].tolist()
     assert found == sorted((n for n in lengths if n <= most), reverse=True) and max(found) > 16
+
+
+# ---- templates
+
+TEMPLATES = ("model.template={channels: 8, blocks: 1, head: 4, heads: 2, pairs: {triangle: 8, head: 4, heads: 2, transition: 2}}",
+             "features.templates=2")  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def related(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three chains of each family, of which each has the others for templates."""
+    folder = tmp_path_factory.mktemp("chains") / "related"
+    sizes = ["--chains", "12", "--families", "4", "--each", "1", "--length", "16", "22", "--rows", "5", "--validation", "0.5"]
+    assert prep.main(["simulate", str(folder), *sizes, "--templates", "2", "--no-check", "--workers", "2"]) == 0
+    return folder
+
+
+def test_a_run_learns_from_templates_in_files(related: Path, tmp_path: Path) -> None:
+    assert APP.here(related, tmp_path / "run", *TEMPLATES, "train.steps=4") == 0
+    without = tmp_path / "without"
+    shutil.copytree(related, without, ignore=shutil.ignore_patterns("templates"))
+    assert APP.here(without, tmp_path / "other", *TEMPLATES, "train.steps=4") == 0
+    one, other = (told(tmp_path / name) for name in ("run", "other"))
+    assert one[1] == other[1] and one[4] != other[4], "at first the branch of templates says nothing"
+
+
+def test_templates_are_structures_of_relatives_where_they_are_aligned(related: Path) -> None:
+    rows, others = Rows(related / "train", FIELDS), Rows(related / "templates", OF_TEMPLATES)
+    cfg = FeatureConfig(crop=None, clusters=2, extra=2, templates=4, recycles=0)
+    source = Chains(rows, np.arange(len(rows)), cfg, 0, others, training=False)
+    for index in range(3):
+        values, found = rows.read(index), source.sample(index, 0)
+        assert found["template_mask"][:, 0].tolist() == [1, 1, 0, 0]
+        for place, row in enumerate(values["hit_row"]):
+            other = others.read(int(row))
+            np.testing.assert_array_equal(found["template_aatype"][place, :, 0], other["aatype"])
+            there = other["mask"] > 0
+            own = found["template_all_atom_positions"][place, ..., 0][there]
+            np.testing.assert_allclose(own, other["positions"][there] - other["positions"][there].mean(0), atol=1e-3)
+            assert not np.array_equal(other["positions"], values["positions"]), "the chain itself is none of its templates"
+    drawn = Chains(rows, np.arange(len(rows)), cfg, 0, others)
+    assert {int(drawn.sample(k, 0)["template_mask"].sum()) for k in range(12)} == {0, 1, 2}
+
+
+def test_a_template_that_is_not_there_is_told(related: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "data"
+    shutil.copytree(related, folder)
+    for path in (folder / "train").glob("*.h5"):
+        with h5py.File(path, "r+") as file:
+            file["hit_row"][...] = 77
+    APP.refuses(folder, tmp_path / "run", (*TEMPLATES, "train.steps=4"), "rows 77 to 77 of", capsys)
 
 
 # ---- weights to begin with
@@ -317,11 +372,11 @@ def test_help_names_every_setting() -> None:
     APP.names_in_help(("model.blocks", "objective.fape", "features.crop", "data.draw", "start.weights", "step.clip_per"))
 
 
-def test_the_doctor_knows_chains(data: Path, tmp_path: Path) -> None:
+def test_the_doctor_knows_chains_and_templates(data: Path, related: Path, tmp_path: Path) -> None:
     from hpcai.data.doctor import Options, check
 
     def codes(folder: Path) -> Any:
-        return {finding.code for finding in check(folder, Options()).findings if finding.severity == "error"}
+        return {finding.code for finding in check(folder, Options()).findings if finding.severity != "note"}
 
-    assert codes(data) == set()
+    assert codes(data) == codes(related) == set()
     assert codes(broken(data, tmp_path / "nan", "nan")) >= {"nan"}

@@ -1,4 +1,5 @@
-"""Protein chains: rows are what the readers read, whoever makes them and however often it stops; each chain is kept or listed."""
+"""Protein chains: rows are what the readers read, whoever makes them and however often it stops; each chain is kept or listed.
+Templates are what hits name, and no hit that tells the answer is one."""
 
 import gzip
 import json
@@ -15,10 +16,14 @@ import numpy as np
 import pytest
 
 from data_prep import chains, openfold, proteins, store
+from hpcai.data.doctor import Options
+from hpcai.data.doctor import check as examined
 from hpcai.data.hdf5 import Rows
-from hpcai.models.openfold.alignments import encode, read_alignments
+from hpcai.models.openfold.alignments import Alignment, encode, read_alignments, read_hhr
+from hpcai.models.openfold.features import FeatureConfig, featurize
 from hpcai.models.openfold.residues import GAP, LETTERS
 from hpcai.models.openfold.structures import read_mmcif, write_structure
+from hpcai.models.openfold.templates import features_of, read_templates
 from tests.data_prep.making import ROOT, kill_after, workers_and_ranks_agree
 from tests.proteins import chain as drawn
 
@@ -27,6 +32,7 @@ REAL = ROOT.parent / "shared" / "realdata" / "openfold"
 FIELDS = {**chains.PER_CHAIN, **chains.FLAT}
 SMALL = ["--chains", "8", "--families", "4", "--each", "1", "--length", "16", "20", "--rows", "6", "--validation", "0.25",
          "--no-check"]  # fmt: skip
+TAUGHT = [*SMALL, "--templates", "1"]
 
 
 def run(command, *words, workers="1"):
@@ -89,6 +95,39 @@ def library(tmp_path):
     return folder
 
 
+def add_hits(folder, name, own, hits, kind="hhr"):
+    """Hits of chains of the library, letter on letter from a few residues on: (name, number of its sequence, sum_probs)."""
+    path = folder / "alignments" / name / kind / "pdb70_hits.hhr"
+    path.parent.mkdir(exist_ok=True)
+    text = f"Query {name}\n"
+    for place, (other, number, probs) in enumerate(hits, 1):
+        query, letters = sequence(own)[2:15], sequence(number)[5:18]
+        text += (f"\nNo {place}\n>{other} a protein; 2A {{E. coli}}\nProbab=9  E-value=1  Score=1  Aligned_cols=13  Identities=9%  "
+                 f"Similarity=1  Sum_probs={probs}\n\nQ {name} 3 {query} 15 (99)\nT {other} 6 {letters} 18 (99)\n")  # fmt: skip
+    path.write_text(text)
+    return path
+
+
+SEVERAL = [("2BBB_A", 1, 9), ("1AAA_A", 0, 3), ("9ZZZ_A", 2, 8), ("4DDD_A", 3, 7), ("5EEE_A", 4, 5), ("1AAA_A", 0, 4.5)]
+
+
+@pytest.fixture
+def searched(library):
+    """With hits. Of 2bbb they name itself, 4ddd that came out with it, and one that nobody has, besides 1aaa (twice) and 5eee."""
+    add_structure(library, "1aaa", 0, day="2009-01-01")
+    add_structure(library, "5eee", 4, day="2010-12-01")
+    add_hits(library, "2bbb_A", 1, SEVERAL)
+    add_hits(library, "4ddd_A", 3, [("1AAA_A", 0, 2)], kind="a3m")
+    add_hits(library, "1AAA_A", 0, [("5EEE_A", 4, 5)])
+    add_hits(library, "3ccc_A", 2, [("1AAA_A", 0, 5)]).write_text("Query 3ccc\n\nNo 1\n>1AAA_A x\n")
+    return library
+
+
+def templates_of(out, **more):
+    rows = Rows(out / "templates", chains.TEMPLATE_FIELDS, **more)
+    return [rows.read(row) for row in range(len(rows))]
+
+
 def convert(library, out, *more, held="held", workers="1"):
     words = ["--structures", library / "mmcif", "--alignments", library / "alignments", out, *more]
     return run("convert", *words, *(["--validation", library / held] if held else []), workers=workers)
@@ -135,10 +174,12 @@ def test_the_files_are_as_promised(library, tmp_path):
         "residues": ("int32", []), "letters": ("int32", []), "name": ("S24", []), "resolution": ("float32", []),
         "release": ("int32", []), "cluster": ("int32", []), "cluster_size": ("int32", []), "aatype": ("int8", ["residues"]),
         "positions": ("float32", ["residues", 37, 3]), "mask": ("uint8", ["residues", 37]), "msa": ("int8", ["letters"]),
-        "deletions": ("uint8", ["letters"]),
+        "deletions": ("uint8", ["letters"]), "hits": ("int32", []), "places": ("int32", []), "hit_row": ("int32", ["hits"]),
+        "hit_sum_probs": ("float32", ["hits"]), "hit_places": ("int16", ["places"]),
     }  # fmt: skip
+    none = {"hits": 0, "places": 0}
     assert [(entry["rows"], entry["lengths"]) for entry in index["files"]] == [
-        (2, {"residues": 20 + 21, "letters": 5 * (20 + 21)}), (2, {"residues": 22 + 24, "letters": 5 * 22 + 24}),
+        (2, {"residues": 20 + 21, "letters": 5 * (20 + 21), **none}), (2, {"residues": 22 + 24, "letters": 5 * 22 + 24, **none}),
     ]  # fmt: skip
     row = rows_of(tmp_path / "out", "train")["1aaa_A"]
     msa, deletions = (row[name].reshape(5, 20) for name in ("msa", "deletions"))
@@ -148,11 +189,13 @@ def test_the_files_are_as_promised(library, tmp_path):
     assert stated["validation"]["residues"]["total"] == 23 and stated["train"]["clusters"] == 4
 
 
-def test_workers_and_ranks_convert_to_the_same_bytes(library, tmp_path, monkeypatch):
+def test_workers_and_ranks_convert_to_the_same_bytes(searched, tmp_path, monkeypatch):
+    library = searched
     assert convert(library, tmp_path / "alone", "--each", "1") == 0
     monkeypatch.setattr(openfold, "SCANNED", 2)
     assert convert(library, tmp_path / "two", "--each", "1", workers="2") == 0
-    options = f"--structures mmcif --alignments alignments {tmp_path / 'ranks'} --each 1 --validation held --workers 1"
+    options = (f"--structures mmcif --alignments {library / 'alignments'} {tmp_path / 'ranks'} --each 1 --validation held "
+               "--workers 1")  # fmt: skip
     words = [sys.executable, "-m", "data_prep.openfold", "convert", *options.split()]
     ranks = []
     for rank in "10":                               # rank 1 comes to what rank 0 has not looked at yet
@@ -161,20 +204,31 @@ def test_workers_and_ranks_convert_to_the_same_bytes(library, tmp_path, monkeypa
         while not (tmp_path / "ranks" / ".convert" / "recipe.json").is_file() and ranks[0].poll() is None:
             time.sleep(0.01)
     assert [rank.wait(60) for rank in ranks] == [0, 0]
-    assert len(content(tmp_path / "alone")) == 5 + 2 + 3
+    assert len(content(tmp_path / "alone")) == 5 + 2 + 3 + 2 + 1
     assert content(tmp_path / "two") == content(tmp_path / "alone") == content(tmp_path / "ranks")
 
 
-def test_what_is_done_is_not_done_again(library, tmp_path, monkeypatch, capsys):
-    out, words = tmp_path / "out", ("--each", "1")
+def test_what_is_done_is_not_done_again(searched, tmp_path, monkeypatch, capsys):
+    library, out, words = searched, tmp_path / "out", ("--each", "1")
     assert convert(library, out, *words) == 0
     before, calls = content(out), []
     monkeypatch.setattr(openfold, "read_mmcif", lambda path: calls.append(path.stem) or read_mmcif(path))
+    monkeypatch.setattr(openfold, "read_hhr", lambda path: calls.append(path.parent.parent.name) or read_hhr(path))
     assert convert(library, out, *words) == 0 and not calls
     sorted(out.glob("train/*.h5"))[1].unlink()
+    sorted(out.glob("templates/*.h5"))[1].unlink()
     (out / "validation" / ".records" / "chains_000000.h5.json").unlink()              # stopped between file and record
-    assert convert(library, out, *words) == 0 and calls == ["2bbb", "4ddd"] and content(out) == before
+    assert convert(library, out, *words) == 0 and calls == ["2bbb", "4ddd", "5eee"] and content(out) == before
+    calls.clear()
+    assert convert(library, tmp_path / "other", *words) == 0
+    for path in (out / ".convert").glob("hits_*"):
+        shutil.copy(path, tmp_path)
+    sorted((out / ".convert").glob("hits_*.h5"))[0].unlink()
+    assert convert(library, out, *words) == 0 and content(out) == before
+    for path in (out / ".convert").glob("hits_*.json"):
+        assert path.read_bytes() == (tmp_path / path.name).read_bytes()
     capsys.readouterr()
+    assert convert(library, out, *words, "--templates", "3") == 2 and "templates 20 (now 3)" in capsys.readouterr().err
     assert convert(library, out, *words, "--most", "2") == 2 and "most None (now 2)" in capsys.readouterr().err
     add_structure(library, "6fff", 5)
     assert convert(library, out, *words) == 2 and "structures 5, names" in capsys.readouterr().err and content(out) == before
@@ -333,14 +387,151 @@ def test_an_empty_split_is_refused_and_another_choice_needs_no_second_look(libra
     assert convert(library, out) == 0 and named(out)["validation"] == ["4ddd_A"]
 
 
+# ---- templates
+
+
+def test_hits_become_rows_of_the_structures_that_they_name(searched, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert convert(searched, out, "--each", "1") == 0
+    told = capsys.readouterr().out
+    assert "templates: 2 of 5 chains have some, 0 at the median; 2 structures" in told
+    assert "25.0% of the chains have templates, 0 at the median" in told and "100.0% of the chains have templates, 1 at" in told
+    stored, rows = templates_of(out), rows_of(out, "train") | rows_of(out, "validation")
+    assert [one["name"] for one in stored] == [b"1aaa_A", b"5eee_A"]
+    for one in stored:
+        real = read_mmcif(searched / "mmcif" / one["name"].decode()[:2] / f"{one['name'].decode()[:4]}.cif").chains["A"]
+        assert all((one[name] == getattr(real, name)).all() for name in ("aatype", "positions", "mask"))
+        assert one["resolution"] == 2 and one["release"] == chains.days(real.release)
+    row = rows["2bbb_A"]
+    assert row["hit_row"].tolist() == [1, 0, 0] and row["hit_sum_probs"].tolist() == [5, 4.5, 3] and row["hits"] == 3
+    places = row["hit_places"].reshape(3, 21)
+    assert (places == [-1, -1, *range(5, 18), *[-1] * 6]).all() and row["places"] == places.size
+    assert rows["4ddd_A"]["hit_row"].tolist() == [0] and all(not rows[f"{name}_A"]["hits"] for name in ("1aaa", "3ccc", "5eee"))
+    found, reasons = read_templates(searched / "alignments" / "2bbb_A" / "hhr" / "pdb70_hits.hhr", sequence(1), searched / "mmcif",
+                                    entry="2bbb", before=date(2011, 3, 2))  # fmt: skip
+    same = features_of([stored[at] for at in row["hit_row"]], places, row["hit_sum_probs"])
+    assert set(reasons) == {"2bbb_A", "4ddd_A", "9zzz_A"} and all((found[name] == same[name]).all() for name in found)
+    stated = loaded(out / "statistics.json")
+    assert stated["splits"]["train"]["templates"] == {
+        "hits": 3, "chains with none": 3, "minimum": 0, "median": 0, "maximum": 3, "mean": 0.75}  # fmt: skip
+    assert stated["templates"]["chains"] == 2 and stated["templates"]["residues"]["total"] == 20 + 24
+    assert run("check", out, "--no-picture") == 0
+    verdicts = {(finding.severity, finding.path.name) for finding in examined(out, Options(seconds=0)).findings}
+    assert verdicts <= {("warning", "templates")}, "hpcai data check finds nothing wrong but that this is no split"
+
+
+def test_hits_that_cannot_be_read_cost_the_templates_only(searched, tmp_path, capsys):
+    other = searched / "alignments" / "4ddd_A" / "a3m" / "pdb70_hits.hhr"
+    other.write_text(other.read_text().replace(sequence(3)[2:15], sequence(2)[2:15]))
+    assert convert(searched, tmp_path / "out") == 0
+    broken = searched / "alignments" / "3ccc_A" / "hhr" / "pdb70_hits.hhr"
+    listed = loaded(tmp_path / "out" / "skipped.json")["unusable"]
+    assert set(listed) == {str(broken), str(other)} and "is it of another chain" in listed[str(other)]
+    assert f"{broken}: line 3: not the head of a hit" in listed[str(broken)] and "cannot be used: 2" in capsys.readouterr().out
+    assert named(tmp_path / "out") == {"train": ["1aaa_A", "2bbb_A", "3ccc_A", "5eee_A"], "validation": ["4ddd_A"]}
+
+
+def test_templates_are_limited_left_out_or_not_there(searched, tmp_path):
+    assert convert(searched, tmp_path / "one", "--templates", "1") == 0
+    row = rows_of(tmp_path / "one", "train")["2bbb_A"]
+    assert row["hit_row"].tolist() == [1] and row["hit_sum_probs"].tolist() == [5], "the best, and 4ddd names the other"
+    assert convert(searched, tmp_path / "none", "--templates", "0") == 0 and not (tmp_path / "none" / "templates").exists()
+    shutil.rmtree(searched / "alignments" / "2bbb_A" / "hhr")
+    (searched / "alignments" / "4ddd_A" / "a3m" / "pdb70_hits.hhr").unlink()
+    assert convert(searched, tmp_path / "empty") == 0 and not (tmp_path / "empty" / "templates").exists()
+    for out in (tmp_path / "none", tmp_path / "empty"):
+        for way in ("auto", "direct", "buffered", "memory", "hdf5"):
+            rows = Rows(out / "train", FIELDS, reader=way)
+            one = rows.read(1)
+            assert one["hits"] == one["places"] == len(one["hit_row"]) == len(one["hit_sum_probs"]) == len(one["hit_places"]) == 0
+            assert one["hit_places"].dtype == np.int16 and one["hit_sum_probs"].dtype == np.float32 and len(one["aatype"]) == 21
+        assert run("check", out, "--no-picture") == 0
+        assert not examined(out, Options(seconds=0)).findings
+
+
+def test_what_can_be_no_template_is_none_whatever_the_hit(searched, tmp_path):
+    """5eee without CA atoms; 1aaa with fewer than five atoms where it is aligned."""
+    for name, number, keep in (("5eee", 4, np.arange(37) != chains.CA), ("1aaa", 0, np.arange(37) < 3)):
+        one, path = drawn(20 + number, number), searched / "mmcif" / name[:2] / f"{name}.cif"
+        mask = np.ones_like(one.mask) * keep
+        mask[(5 if name == "1aaa" else 30) : 17] = 0                            # the last aligned residue has 3 atoms
+        write_structure(path, one.aatype, one.positions + 1, mask, mask, chain="A")
+        path.write_text(path.read_text() + "\n_pdbx_audit_revision_history.revision_date 2009-01-01\n")
+    assert convert(searched, tmp_path / "out") == 0 and not (tmp_path / "out" / "templates").exists()
+
+
+def test_a_twin_lends_its_hits(searched, tmp_path):
+    add_structure(searched, "6fff", 1)
+    add_structure(searched, "7ggg", 1, day="2009-02-20")
+    add_structure(searched, "8hhh", 1, day=None)
+    add_hits(searched, "2bbb_A", 1, [*SEVERAL, ("8HHH_A", 1, 6)])
+    (searched / "twins").write_text("6FFF_A 7ggg_A 8hhh_A 2bbb_A\n")
+    assert convert(searched, tmp_path / "out", "--duplicates", searched / "twins") == 0
+    rows = rows_of(tmp_path / "out", "train")
+    names = {name: [templates_of(tmp_path / "out")[at]["name"].decode() for at in row["hit_row"]] for name, row in rows.items()}
+    assert names["6fff_A"] == names["2bbb_A"] == ["5eee_A", "1aaa_A", "1aaa_A"], "not what came out with it"
+    assert names["7ggg_A"] == [], "those came out 50 days before it, or later"
+    assert names["8hhh_A"] == ["2bbb_A", "4ddd_A", "5eee_A", "1aaa_A", "1aaa_A"], "of no day, but not itself"
+
+
+@pytest.mark.skipif(not REAL.is_dir(), reason=f"{REAL} is not there: real hits are NOT converted")
+def test_real_hits_are_converted(tmp_path):
+    """The query has no structure: it gets one here, of a day after all templates."""
+    folder, hhr = tmp_path / "library", REAL / "alignments" / "query_SMBPlike" / "pdb70_hits.hhr"
+    text = "".join((REAL / "fasta" / "query_SMBPlike.fasta").read_text().split("\n")[1:])
+    one, path = drawn(len(text), 1), folder / "mmcif" / "7qqq.cif"
+    path.parent.mkdir(parents=True)
+    for real in (REAL / "mmcif").glob("*.cif"):
+        path.with_name(real.name).symlink_to(real)
+    write_structure(path, encode(text).astype(int), one.positions + 1, np.ones_like(one.mask), one.mask, chain="A")
+    path.write_text(path.read_text() + "\n_pdbx_audit_revision_history.revision_date 2013-12-10\n")
+    shutil.copytree(hhr.parent, folder / "alignments" / "7qqq_A" / "a3m")
+    (folder / "held").write_text("102m_A\n")
+    assert convert(folder, tmp_path / "out", "--released-until", "2030-01-01") == 0
+    row, stored = rows_of(tmp_path / "out", "train")["7qqq_A"], templates_of(tmp_path / "out")
+    names = [stored[at]["name"].decode() for at in row["hit_row"]]
+    assert names == ["3u8v_A", "1psm_A", "4i6p_A", "2q2k_A"], "not 3zee of 55 days before, nor 4zey and 5kc1 of later years"
+    found, _ = read_templates(hhr, text, REAL / "mmcif", entry="7qqq", before=date(2013, 12, 10))
+    same = features_of([stored[at] for at in row["hit_row"]], row["hit_places"].reshape(4, -1), row["hit_sum_probs"])
+    assert all((found[name] == same[name]).all() for name in found)
+
+
 # ---- simulate and check
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     out = tmp_path_factory.mktemp("families") / "alone"
-    assert run("simulate", out, *SMALL) == 0
+    assert run("simulate", out, *TAUGHT) == 0
     return out
+
+
+def test_relatives_are_templates_residue_on_residue(made, tmp_path):
+    stored, recipe = templates_of(made), openfold.Recipe(1, 2, (16, 20), 6, 1, 0.25, 0.0, 1)
+    rows = rows_of(made, "train") | rows_of(made, "validation")
+    assert len(rows) == len(stored) == 8
+    for place, one in enumerate(stored):
+        name = one["name"].decode()
+        other = rows[name.replace("m0", "m?").replace("m1", "m0").replace("m?", "m1")]
+        assert other["hit_row"].tolist() == [place] and other["hit_places"].tolist() == [*range(other["residues"])]
+        assert other["hit_sum_probs"].tolist() == [(one["aatype"] == other["aatype"]).sum()]
+        assert all(np.all(one[field] == rows[name][field]) for field in chains.TEMPLATE_FIELDS)
+        assert recipe.family(place // 2)[place % 2].chain.name == name
+        msa = other["msa"].reshape(6, -1)
+        templates = features_of([one], other["hit_places"][None], other["hit_sum_probs"])
+        found = featurize("".join(LETTERS[kind] for kind in other["aatype"]), Alignment(msa, np.zeros(msa.shape, np.int32), []),
+                          templates, FeatureConfig(crop=None), passes=1, training=False)  # fmt: skip
+        assert found["template_mask"].ravel().tolist() == [1, 0, 0, 0]
+    wider = openfold.Recipe(1, 4, (16, 16), 2, 1, 0.25, 0.0, 2)
+    family = wider.family(3)
+    for member, each in enumerate(family):
+        alike = [int((each.chain.aatype == one.chain.aatype).sum()) for one in family]
+        taken = (each.hits.row - 12).tolist()
+        assert [alike[other] for other in taken] == each.hits.sum_probs.tolist() and member not in taken
+        assert each.hits.sum_probs.tolist() == sorted(alike[:member] + alike[member + 1 :], reverse=True)[:2]
+    assert run("simulate", tmp_path / "plain", *SMALL) == 0 and not (tmp_path / "plain" / "templates").exists()
+    plain = rows_of(tmp_path / "plain", "train")
+    assert all(not row["hits"] and (row["positions"] == rows[name]["positions"]).all() for name, row in plain.items())
 
 
 def test_families_are_whole_in_a_split_and_a_function_of_seed_and_number(made):
@@ -348,7 +539,7 @@ def test_families_are_whole_in_a_split_and_a_function_of_seed_and_number(made):
     numbers = {split: {int(row["cluster"]) for row in rows.values()} for split, rows in found.items()}
     assert not numbers["train"] & numbers["validation"] and [len(numbers[split]) for split in numbers] == [3, 1]
     assert all(row["cluster_size"] == 2 for rows in found.values() for row in rows.values())
-    recipe = openfold.Recipe(1, 2, (16, 20), 6, 1, 0.25, 0.0)
+    recipe = openfold.Recipe(1, 2, (16, 20), 6, 1, 0.25, 0.0, 1)
     for sample in recipe.family(2):
         row = {**found["train"], **found["validation"]}[sample.chain.name]
         assert (row["positions"] == sample.chain.positions).all() and (row["msa"] == sample.msa.ravel()).all()
@@ -357,29 +548,33 @@ def test_families_are_whole_in_a_split_and_a_function_of_seed_and_number(made):
 
 
 def test_workers_and_ranks_make_the_same_bytes(made, tmp_path):
-    workers_and_ranks_agree(run, content, made, tmp_path, SMALL)
+    workers_and_ranks_agree(run, content, made, tmp_path, TAUGHT)
 
 
 def test_a_set_grows_and_a_killed_run_goes_on(made, tmp_path, monkeypatch):
-    kill_after("*/families_*.h5", "openfold", tmp_path / "out", SMALL)
+    kill_after("*/families_*.h5", "openfold", tmp_path / "out", TAUGHT)
     calls, family = [], proteins.family
     monkeypatch.setattr(proteins, "family", lambda *words: calls.append(1) or family(*words))
-    done = len(list(tmp_path.glob("out/*/families_*.h5")))
-    assert run("simulate", tmp_path / "out", *SMALL) == 0 and len(calls) == 4 - done < 4
+    done = sum(path.parent.name != "templates" for path in tmp_path.glob("out/*/families_*.h5"))
+    assert run("simulate", tmp_path / "out", *TAUGHT) == 0 and len(calls) == 4 - done < 4
     assert content(tmp_path / "out") == content(made)
-    assert run("simulate", tmp_path / "out", *SMALL, "--families", "5", "--chains", "10") == 0 and len(calls) == 5 - done
+    (tmp_path / "out" / "templates" / "families_000001.h5").unlink()
+    assert run("simulate", tmp_path / "out", *TAUGHT) == 0 and len(calls) == 4 - done and content(tmp_path / "out") == content(made)
+    assert run("simulate", tmp_path / "out", *TAUGHT, "--families", "5", "--chains", "10") == 0 and len(calls) == 5 - done
+    assert len(templates_of(tmp_path / "out")) == 10
 
 
 WRONG = {
     "--seed 2": "seed 1 (now 2)", "--chains 9": "expected a multiple of --families", "--families 2 --chains 4": "files",
     "--length 3 20": "expected the least and the most", "--length 20 18": "expected the least and the most",
+    "--templates 2": "a family has 2 members", "--templates 0": "templates 1 (now 0)",
     "--validation 1": "fractions", "--families 1 --chains 2": "none is left for",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("more", WRONG)
 def test_a_wrong_setting_is_refused(made, tmp_path, capsys, more):
-    assert run("simulate", shutil.copytree(made, tmp_path / "same"), *SMALL, *more.split()) == 2
+    assert run("simulate", shutil.copytree(made, tmp_path / "same"), *TAUGHT, *more.split()) == 2
     assert WRONG[more] in (error := capsys.readouterr().err) and error.startswith("error: ")
     assert content(tmp_path / "same") == content(made)
 
@@ -402,6 +597,9 @@ HARM = {
     "SHA-256": None, "the first row of the alignment differs from the chain at 1 residues": change("msa", 3, 19),
     "'mask' goes from 0 to 2": change("mask", (8, 0), 2), "positions are not finite": change("positions", (8, 1, 0), np.nan),
     "no residue has a CA": change("mask", slice(None), 0), "expected a multiple": change("letters", 0, 95),
+    "hit 1 is row 8 of templates, which holds 8": change("hit_row", 0, 8), "hit 1 is row -1 of": change("hit_row", 0, -1),
+    "hit 1 is aligned to residues 0 to 99": change("hit_places", 5, 99), "residues -2 to": change("hit_places", 5, -2),
+    "places of 2 hits": change("hits", 0, 2),
 }  # fmt: skip
 
 
@@ -426,6 +624,23 @@ def test_the_check_finds_harm(made, tmp_path, capsys, text):
     assert run("check", out, "--no-picture") in (1, 2)
     told = capsys.readouterr()
     assert text in told.out + told.err
+
+
+@pytest.mark.parametrize("text", ["its SHA-256 is not that of the index", "not there"])
+def test_the_check_finds_harm_of_templates(made, tmp_path, capsys, text):
+    path = shutil.copytree(made, tmp_path / "harmed") / "templates" / "families_000002.h5"
+    if text == "not there":
+        path.unlink()
+    else:
+        with h5py.File(path, "r+") as file:
+            file["positions"][3] += 1
+    assert run("check", tmp_path / "harmed", "--no-picture") == 1 and f"wrong: {path}: {text}" in capsys.readouterr().out
+
+
+def test_a_stranger_among_templates_is_refused(made, tmp_path, capsys):
+    out = shutil.copytree(made, tmp_path / "out")
+    shutil.copy(out / "templates" / "families_000002.h5", out / "templates" / "more.h5")
+    assert run("simulate", out, *TAUGHT) == 2 and "one of 1 files that this run would not make" in capsys.readouterr().err
 
 
 def test_the_check_finds_wrong_counts(made, tmp_path, capsys):

@@ -40,7 +40,7 @@ from hpcai.data.doctor.findings import (
     stripe_hint,
 )
 from hpcai.data.doctor.inspector import Inspectors
-from hpcai.data.doctor.manifest import Field, SetFile, Split, splits_in
+from hpcai.data.doctor.manifest import SPLITS, Field, SetFile, Split, splits_in
 from hpcai.data.doctor.tally import Tally
 from hpcai.errors import DataError
 
@@ -574,8 +574,9 @@ class _Check:
             self.found("error", "shape", file.path, text, data.name)
 
     def _across(self) -> None:
-        """A split whose datasets are others than those of the first."""
-        kinds = [(split, self._usual(split)) for split in self.splits]
+        """A split whose datasets are others than those of the first. What lies beside train/ may hold something else."""
+        named = [split for split in self.splits if split.name in SPLITS]
+        kinds = [(split, self._usual(split)) for split in named or self.splits]
         kinds = [(split, kind) for split, kind in kinds if kind]
         for split, kind in kinds[1:]:
             first, usual = kinds[0]

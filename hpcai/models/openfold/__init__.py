@@ -12,6 +12,7 @@ __getattr__, _names = lazy(
         "read_alignments": ".alignments",
         "Chain": ".structures",
         "read_mmcif": ".structures",
+        "read_templates": ".templates",
         "FeatureConfig": ".features",
         "featurize": ".features",
         "Fold": ".folding",

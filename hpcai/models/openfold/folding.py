@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from hpcai.errors import DataError
 from hpcai.models.openfold.alignments import Alignment, encode, read_alignments
 from hpcai.models.openfold.features import FeatureConfig, collate, featurize
 from hpcai.models.openfold.heads import plddt
@@ -38,7 +39,7 @@ def fold(
     """``alignments``: those of the sequence, the folder or the files where they are, or none: then it is folded by itself.
 
     ``templates`` as for ``featurize``. ``cfg`` says how many rows are seen: those of MLPerf HPC's evaluation by default. Raises
-    DataError for an alignment of another sequence.
+    DataError for an alignment of another sequence, and for a chain that is too long for the memory.
     """
     cfg = cfg or FeatureConfig.preset("evaluation")
     if model.cfg.template is None:
@@ -58,6 +59,14 @@ def fold(
     with torch.no_grad():
         try:
             found = model.eval()(batch)
+        except RuntimeError as problem:
+            if not isinstance(problem, torch.OutOfMemoryError) and "can't allocate memory" not in str(problem):
+                raise
+            rows = f"{cfg.clusters} clusters and {cfg.extra} extra rows"
+            raise DataError(
+                f"a chain of {len(sequence)} residues with {rows} does not fit into the memory of {weight.device}: give a cfg with "
+                f"fewer rows, cut the chain into domains, or take a device with more memory ({str(problem).splitlines()[0]})"
+            ) from problem
         finally:
             model.train(was)
     return Fold(

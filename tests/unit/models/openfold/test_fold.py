@@ -50,3 +50,21 @@ def test_a_network_without_templates_needs_none_and_another_alignment_is_refused
     other = proteins.chain(10)
     with pytest.raises(DataError, match="is it of another chain"):
         model.fold(SEQUENCE, proteins.alignment(other, 3), recycles=0, cfg=FEW)
+
+
+@pytest.mark.parametrize("kind", ["device", "host", "other"])
+def test_a_chain_too_long_for_the_memory_is_told_so(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = OpenFold(OpenFoldConfig.preset("tiny"))
+
+    def forward(_: Any) -> Any:
+        if kind == "device":
+            raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
+        if kind == "host":
+            torch.empty(1 << 60)  # what torch itself says
+        raise RuntimeError("something else")
+
+    monkeypatch.setattr(model, "forward", forward)
+    text = "a chain of 10 residues with 4 clusters and 4 extra rows does not fit into the memory"
+    with pytest.raises(RuntimeError if kind == "other" else DataError, match="something else" if kind == "other" else text):
+        model.fold(SEQUENCE, recycles=0, cfg=FEW)
+    assert model.training
