@@ -2,8 +2,8 @@
 
 Times are CPU seconds of one thread (wall seconds on a GPU), medians of repeated steps that alternate between the two, so that
 a busy machine slows both. The ratio is what counts. ``hpcai bench deepcam --help`` is about DeepCAM, ``unet3d --help`` about the 3D
-U-Net, ``opencatalyst --help`` about DimeNet++, ``data --help`` about reading samples, ``step --help`` about ways to make a step
-faster; ``hpcai bench all`` measures each of them briefly, in ten minutes.
+U-Net, ``opencatalyst --help`` about DimeNet++, ``openfold --help`` about OpenFold, ``data --help`` about reading samples, ``step
+--help`` about ways to make a step faster; ``hpcai bench all`` measures each of them briefly, in ten minutes.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-NAMES = ("cosmoflow", "deepcam", "unet3d", "opencatalyst", "spatial", "data", "step", "all")
+NAMES = ("cosmoflow", "deepcam", "unet3d", "opencatalyst", "openfold", "spatial", "data", "step", "all")
 # What fits ten minutes on one GPU.
 ALL = {
     "step": ["step", "--repeats", "5"],
@@ -28,12 +28,13 @@ ALL = {
     "deepcam": ["deepcam", "--repeats", "3", "--precision", "fp32", "bf16"],
     "unet3d": ["unet3d", "--repeats", "3", "--size", "128", "--precision", "fp32", "bf16"],
     "opencatalyst": ["opencatalyst", "--repeats", "3"],
+    "openfold": ["openfold", "steps", "memory", "build", "--repeats", "1"],
     "data": ["data", "direct", "peers", "--repeats", "1", "--gib", "1"],
 }
 
 
 def main(argv: Sequence[str]) -> int:
-    if argv and argv[0] in ("data", "deepcam", "opencatalyst", "spatial", "step", "unet3d"):
+    if argv and argv[0] in ("data", "deepcam", "opencatalyst", "openfold", "spatial", "step", "unet3d"):
         return int(import_module(f"hpcai.cli.bench_{argv[0]}").main(argv[1:]))
     if argv and argv[0] == "all":
         return _all("--json" in argv)

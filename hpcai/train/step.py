@@ -142,7 +142,7 @@ class Step:
     @torch.no_grad()
     def _update(self, values: dict[str, Value]) -> None:
         norm = self._norm()
-        scale = None if self.cfg.clip is None or self.cfg.clip_per == "sample" else (self.cfg.clip / (norm + 1e-6)).clamp(max=1.0)
+        scale = None if self.cfg.clip is None else (self.cfg.clip / (norm + 1e-6)).clamp(max=1.0)
         own = values["loss"][0] if isinstance(values["loss"], tuple) else values["loss"]
         # Gradients are summed over the copies, so a NaN anywhere reaches all of them in the same step. From then on the weights
         # stay those of the last good step.

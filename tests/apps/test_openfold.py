@@ -1,5 +1,6 @@
 """The OpenFold app: what it draws, how many passes a step has, what it leaves behind, and what it refuses."""
 
+import itertools
 import os
 import re
 import shutil
@@ -17,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from apps.openfold.__main__ import main
-from apps.openfold.data import FIELDS, OF_TEMPLATES, Chains, network, parts_of, passes_of, weights_of
+from apps.openfold.data import FIELDS, OF_TEMPLATES, Chains, _sampler, network, parts_of, passes_of, weights_of
 from apps.openfold.settings import Config
 from data_prep import openfold as prep
 from hpcai import config, log
@@ -25,7 +26,7 @@ from hpcai.data import Rows
 from hpcai.data.sampler import Weighted
 from hpcai.errors import CheckpointError
 from hpcai.models.openfold import FeatureConfig, OpenFold, OpenFoldConfig, lddt, save_weights
-from hpcai.models.openfold.residues import PLACE
+from hpcai.models.openfold.residues import GAP, PLACE
 from tests.apps.running import ROOT, App, told
 
 pytest.importorskip("gemmi", reason="gemmi is not installed: the OpenFold app is NOT tested")
@@ -186,6 +187,11 @@ def test_a_chain_that_is_drawn_again_is_another_sample(data: Path) -> None:
     assert (first["index"] == again["index"]).all() and not np.array_equal(first["msa_feat"], again["msa_feat"])
     for name, array in source.sample(0, 0).items():
         np.testing.assert_array_equal(array, first[name])
+    cfg = config.load(Config, APP.small, [*QUICK, "data.epoch=40"])
+    drawn = _sampler(cfg, source).order(3)
+    assert len(set(drawn.tolist())) == 40 and set((drawn % len(source)).tolist()) == set(range(len(source)))
+    once = _sampler(cfg.model_copy(update={"data": cfg.data.model_copy(update={"draw": "once"})}), source).order(3)
+    assert sorted(once) == list(range(len(source)))
     held = Chains(source.rows, source.kept, source.cfg, 0, training=False)
     np.testing.assert_array_equal(held.sample(0, 0)["msa_feat"], held.sample(0, 7)["msa_feat"])
 
@@ -256,8 +262,28 @@ def test_templates_are_structures_of_relatives_where_they_are_aligned(related: P
             own = found["template_all_atom_positions"][place, ..., 0][there]
             np.testing.assert_allclose(own, other["positions"][there] - other["positions"][there].mean(0), atol=1e-3)
             assert not np.array_equal(other["positions"], values["positions"]), "the chain itself is none of its templates"
-    drawn = Chains(rows, np.arange(len(rows)), cfg, 0, others)
-    assert {int(drawn.sample(k, 0)["template_mask"].sum()) for k in range(12)} == {0, 1, 2}
+
+
+def test_a_template_that_is_drawn_keeps_its_own_places(related: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    shutil.copytree(related, folder)
+    for path in (folder / "train").glob("*.h5"):
+        with h5py.File(path, "r+") as file:
+            places, begin = file["hit_places"][...], 0
+            for count, length in zip(file["hits"][...], file["residues"][...]):
+                places[begin + length : begin + 2 * length] = np.arange(-1, length - 1)  # of the second hit
+                begin += count * length
+            file["hit_places"][...] = places
+    rows, others = Rows(folder / "train", FIELDS), Rows(folder / "templates", OF_TEMPLATES)
+    cfg = FeatureConfig(crop=None, clusters=2, extra=2, templates=4, recycles=0)
+    drawn, seen = Chains(rows, np.arange(len(rows)), cfg, 0, others), Counter[tuple[int, ...]]()
+    for index in range(18):
+        values, found = rows.read(index % len(rows)), drawn.sample(index, 0)
+        types = [others.read(int(row))["aatype"] for row in values["hit_row"]]
+        wanted = [types[0].tolist(), [GAP, *types[1][:-1].tolist()]]
+        taken = found["template_aatype"][: int(found["template_mask"].sum()), :, 0].tolist()
+        seen[tuple(wanted.index(one) for one in taken)] += 1
+    assert set(seen) == {(), (0,), (1,), (0, 1), (1, 0)}
 
 
 def test_a_template_that_is_not_there_is_told(related: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -317,6 +343,21 @@ def test_the_mlperf_log_of_a_run_keeps_the_rules(data: Path, tmp_path: Path) -> 
         "init_checkpoint_sha256sum", "train_sequence_crop_size", "num_recycling_iters", "max_msa_clusters", "max_extra_msa",
         "templates_enabled", "max_templates", "swa_decay_rate",
     }, text  # fmt: skip
+
+
+def test_a_term_that_is_not_finite_stops_the_run_and_names_the_chains(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The public codes go on with a zero in its place."""
+    from hpcai.models.openfold import objective
+
+    distogram, calls = objective.distogram, itertools.count(1)
+    monkeypatch.setattr(objective, "distogram", lambda *given: distogram(*given) * (torch.nan if next(calls) == 3 else 1))
+    assert APP.here(data, tmp_path / "run", "train.evaluate_every=9") not in (0, 85)
+    shown = capsys.readouterr().err
+    assert "step 3: the loss is not finite on rank 0 (train/families_" in shown and "row" in shown, shown
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+    assert max(told(tmp_path / "run")) == 2
 
 
 def broken(data: Path, folder: Path, kind: str) -> Path:

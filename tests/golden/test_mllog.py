@@ -316,7 +316,8 @@ def test_the_checker_passes_openfold(tmp_path: Path) -> None:
     for epoch, value in enumerate([0.7, 0.78, 0.801]):
         log.write(Event("epoch", now, {"epoch": epoch, "step": 40 * epoch}))
         now += 10
-        log.write(Event("evaluate", now, {"step": 40 * epoch + 40, "epoch": epoch + 1.0, "samples": 9, "seconds": 1.0, "lddt": value}))
+        found = {"step": 40 * epoch + 40, "epoch": epoch + 1.0, "samples": 9, "seconds": 1.0, "lddt": value}
+        log.write(Event("evaluate", now, found))
     log.write(Event("stop", now, {"step": 120, "reason": "target", "seconds": 1.0, "target_reached": True}))
     log.close()
     words = ["--usage", "hpc", "--ruleset", "3.0.0", "--werror", "--log_output", str(tmp_path / "checker.log"), str(path)]

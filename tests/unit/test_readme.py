@@ -13,6 +13,7 @@ from ase.build import fcc111
 from hpcai.models.cosmoflow import CosmoFlow, CosmoFlowConfig
 from hpcai.models.deepcam import VARIABLES, DeepCam, DeepCamConfig
 from hpcai.models.dimenet import DimeNet, DimeNetConfig
+from hpcai.models.openfold import OpenFold, OpenFoldConfig
 from hpcai.models.unet3d import UNet3D, UNet3DConfig
 from hpcai.settings import LoaderConfig
 
@@ -42,11 +43,17 @@ def test_the_notebook_cells_run(tmp_path: Path, monkeypatch) -> None:  # type: i
     DimeNet(small).save(tmp_path / "runs/opencatalyst-small/model.safetensors")
     slab = fcc111("Cu", (2, 2, 3), vacuum=5.0, periodic=True)
     atoms = {"numbers": slab.numbers, "positions": slab.positions, "cell": slab.cell.array, "slab": slab}
-    names: dict = {"counts": counts, "target": torch.zeros(4), "fields": fields, "scan": scan, **atoms}
-    assert len(cells()) == 5
+    tiny = OpenFoldConfig.preset("model_1", blocks=1, extra={"blocks": 1}, msa=16, pair=8, single=16)
+    OpenFold(tiny).save(tmp_path / "params_model_1.npz", form="alphafold")
+    (tmp_path / "alignments/5zyh_A").mkdir(parents=True)
+    (tmp_path / "alignments/5zyh_A/hits.a3m").write_text(">5zyh_A\nMKVLA\n>relative\nMRV-A\n")
+    proteins = {"sequence": "MKVLA"}
+    names: dict = {"counts": counts, "target": torch.zeros(4), "fields": fields, "scan": scan, **atoms, **proteins}
+    assert len(cells()) == 6
     for cell in cells():
         exec(cell, names)
     assert set(names["model"].predict(counts)) == {"Omega_m", "sigma_8", "n_s", "H_0"}
+    assert names["folded"].plddt.shape == (5,) and (tmp_path / "5zyh_A.cif").read_text().count("\nATOM") > 20
     assert names["forces"].shape == (12, 3) and slab.get_potential_energy() == names["energy"]
     assert names["masks"]["tropical cyclone"].shape == (40, 50) and names["organs"]["kidney"].shape == scan.shape
 
