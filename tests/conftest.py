@@ -10,13 +10,6 @@ settings.register_profile("house", deadline=None, derandomize=True, database=Non
 settings.load_profile("house")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if "long" not in config.getoption("markexpr"):
-        for item in items:
-            if item.get_closest_marker("long"):
-                item.add_marker(pytest.mark.skip(reason="takes half an hour of one core: pytest -m long"))
-
-
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     threads = torch.get_num_threads()

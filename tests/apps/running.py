@@ -1,12 +1,14 @@
 """An app run in this process, as its command line would."""
 
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import h5py
 import pytest
 
 from hpcai import config, log
@@ -56,6 +58,27 @@ class App:
     def names_in_help(self, names: Iterable[str]) -> None:
         done = subprocess.run([sys.executable, "-m", f"apps.{self.name}", "--help"], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0 and [name for name in names if name not in done.stdout] == [], done.stderr
+
+
+def damaged(data: Path, folder: Path, kind: str, changes: Mapping[str, Callable[[h5py.File], object]]) -> Path:
+    """A copy of ``data`` in ``folder`` whose first training file is gone, cut or changed."""
+    shutil.copytree(data, folder)
+    path = next((folder / "train").glob("*.h5"))
+    if kind == "gone":
+        path.unlink()
+    elif kind == "cut":
+        path.write_bytes(path.read_bytes()[:5000])
+    elif kind in changes:
+        with h5py.File(path, "r+") as file:
+            changes[kind](file)
+    return folder
+
+
+def complaints(folder: Path, *severities: str) -> set[str]:
+    """What `hpcai data check` finds."""
+    from hpcai.data.doctor import Options, check
+
+    return {finding.code for finding in check(folder, Options()).findings if finding.severity in severities}
 
 
 def told(run: Path, kind: str = "train", name: str = "loss") -> dict[int, float]:

@@ -124,26 +124,25 @@ def test_real_proteins_are_learned(tmp_path: Path) -> None:
     sources = ["--structures", str(PROTEINS / "mmcif"), "--alignments", str(PROTEINS / "alignments")]
     words = [*sources, "--clusters", str(clusters), "--validation", str(held), *days, "--workers", "1", str(tmp_path / "data")]
     assert openfold.main(["convert", *words]) == 0
-    run, spent = folded(tmp_path, "data.batch=1", "data.epoch=1000", "train.steps=1000", "train.report_every=25")
+    quick = ["features.recycles=0", "data.batch=1", "data.epoch=1200", "train.steps=1200", "train.report_every=25"]
+    run, spent = folded(tmp_path, *quick)
     last = {name: np.mean([*told(run, name=name).values()][-4:]) for name in ("masked_msa", "distogram", "lddt")}
     print({name: round(float(value), 3) for name, value in last.items()}, f"{spent:.0f} CPU seconds")
-    assert last["masked_msa"] < 1.3 and last["distogram"] < 2.95, last
+    assert last["masked_msa"] < 1.25 and last["distogram"] < 2.95, last
 
 
 @pytest.mark.slow
 @no_proteins
-@pytest.mark.parametrize("steps, least", [
-    (600, 0.27), pytest.param(3000, 0.7, marks=[pytest.mark.long, pytest.mark.timeout(7200)]),
-])  # fmt: skip
-def test_a_real_chain_is_learned_by_heart(tmp_path: Path, steps: int, least: float) -> None:
-    """64 residues, atoms and all: the network can say what it is told to."""
+@pytest.mark.timeout(1500)
+def test_a_real_chain_is_learned_by_heart(tmp_path: Path) -> None:
+    """64 residues, atoms and all, to the lDDT-Calpha that MLPerf HPC asks of chains that are new."""
     by_heart(tmp_path / "data")
     words = ["features.crop=64", "features.recycles=0", "features.clamped=0", "model.structure.passes=8", "data.batch=1"]
-    rate = ["step.lr=2e-3", "step.schedule={unit: steps, warmup: 50, decay: cosine, floor: 0.05}"]
-    run, spent = folded(tmp_path, *words, *rate, "data.epoch=100", f"train.steps={steps}")
+    still = [f"model.{part}.dropout=0" for part in ("rows", "pairs", "extra.msa", "extra.pairs", "structure")]
+    run, spent = folded(tmp_path, *words, *still, "step.lr=2e-3", "data.epoch=100", "train.steps=1200")
     curve = told(run, "evaluate", "lddt")
     print({step: round(value, 3) for step, value in curve.items()}, f"{spent:.0f} CPU seconds")
-    assert [*curve.values()][-1] > least, curve
+    assert [*curve.values()][-1] > 0.8, curve
 
 
 def by_heart(folder: Path) -> None:
