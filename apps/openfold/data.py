@@ -134,10 +134,13 @@ class Chains(Samples):
         return found
 
     def _templates(self, values: dict[str, Any], row: int) -> Templates | None:
-        count, rows = int(values["hits"]), self.templates
+        count, rows, length = int(values["hits"]), self.templates, len(values["aatype"])
         if rows is None or not count:
             return None
-        places = values["hit_places"].reshape(count, -1)
+        if len(values["hit_places"]) != count * length:
+            text = f"{len(values['hit_places'])} places of {count} templates for {length} residues"
+            raise DataError(f"{self.rows.describe(row)}: {text}, expected {count * length}; make it again with data_prep.openfold")
+        places = values["hit_places"].reshape(count, length)
 
         def take(some: np.ndarray) -> dict[str, np.ndarray]:
             at = values["hit_row"][some]

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 
 from hpcai.cli.report.run import Pairs
-from hpcai.cli.report.theme import Theme
+from hpcai.cli.report.theme import Theme, head
 from hpcai.log import number
 
 WIDTH = 13.2                                             # inches of the picture
@@ -48,7 +48,7 @@ def draw(found: Pairs, theme: Theme) -> Figure:
         _bars(axes, part, total[part], mae[part], zero[part], theme)
         axes.set(xlim=(0, 1.3 * max(mae.max(), zero.max()) or 1.0), ylim=(max(len(parts[0]), 6) - 0.4, -1.6))
     panels[2].legend(loc="upper left", fontsize=8, ncols=2, reverse=True)
-    _head(panels[2], "Force error by element", "MAE of the components, by atomic number", theme)
+    head(panels[2], "Force error by element", "MAE of the components, by atomic number", theme)
     return figure
 
 
@@ -104,7 +104,7 @@ def _guides(
     axes.set_box_aspect(1)
     axes.legend(loc="upper left", fontsize=8)
     mae, yardstick = (float(np.abs(each - pair[0]).mean()) for each in (pair[1], naive[1]))
-    _head(axes, what[0], f"MAE {number(mae)} {what[1]}   ({naive[0]}: {number(yardstick)})", theme)
+    head(axes, what[0], f"MAE {number(mae)} {what[1]}   ({naive[0]}: {number(yardstick)})", theme)
 
 
 def _bars(axes: Axes, elements: np.ndarray, atoms: np.ndarray, mae: np.ndarray, zero: np.ndarray, theme: Theme) -> None:
@@ -118,8 +118,3 @@ def _bars(axes: Axes, elements: np.ndarray, atoms: np.ndarray, mae: np.ndarray, 
     axes.grid(False, axis="y")
     axes.set_xlabel("force MAE [eV/Å]")
     axes.set_box_aspect(1)
-
-
-def _head(axes: Axes, title: str, said: str, theme: Theme) -> None:
-    axes.set_title(f"{title}\n", fontsize=11.5, fontweight="bold", loc="left")
-    axes.text(0, 1.03, said, transform=axes.transAxes, fontsize=8.5, color=theme.faint)

@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator
 
 from hpcai.cli.report import maps, pairs, slices, structures
 from hpcai.cli.report.run import Predictions, Run, stem
-from hpcai.cli.report.theme import CLASSES, MARKS, TISSUES, Plot, Theme, verbatim
+from hpcai.cli.report.theme import CLASSES, MARKS, TISSUES, Plot, Theme, head, verbatim
 from hpcai.log import number, per_second
 
 
@@ -157,9 +157,8 @@ def _scatter(found: Predictions, theme: Theme) -> Figure:
         axes.set(xlim=box, ylim=box, xlabel=f"true{unit}", ylabel=f"predicted{unit}" if p % columns == 0 else "")
         axes.set_box_aspect(1)
         axes.xaxis.set_major_locator(MaxNLocator(5, prune="both"))
-        axes.set_title(verbatim(found.names[p]) + "\n", fontsize=11.5, fontweight="bold", loc="left")
-        axes.text(0, 1.03, f"R² {found.r2(p):.3f}   RMSE {found.rmse(p):.3g}  (the mean: {found.spread(p):.3g})",
-                  transform=axes.transAxes, fontsize=8.5, color=theme.faint)
+        said = f"R² {found.r2(p):.3f}   RMSE {found.rmse(p):.3g}  (the mean: {found.spread(p):.3g})"
+        head(axes, verbatim(found.names[p]), said, theme)
         if p == 0:
             axes.legend(loc="upper left", fontsize=8)
     return figure

@@ -14,7 +14,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from hpcai.cli.report.run import Chain, Structures
-from hpcai.cli.report.theme import Theme, verbatim
+from hpcai.cli.report.theme import Theme, head, verbatim
 
 WIDTH = 13.2                                             # inches of the picture
 ROWS = 4                                                 # chains that are drawn
@@ -108,7 +108,7 @@ def _fold(axes: Axes, chain: Chain, theme: Theme) -> None:
     else:
         said = "no truth"
     name = chain.name if len(chain.name) <= LETTERS else chain.name[: LETTERS - 1] + "…"
-    _head(axes, verbatim(name), f"{len(chain.plddt)} residue{'s' * (len(chain.plddt) > 1)}, {said}", theme)
+    head(axes, verbatim(name), f"{len(chain.plddt)} residue{'s' * (len(chain.plddt) > 1)}, {said}", theme)
 
 
 def _view(chain: Chain) -> tuple[np.ndarray, np.ndarray]:
@@ -174,7 +174,7 @@ def _square(axes: Axes, title: str, said: str, theme: Theme) -> None:
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(5, integer=True, min_n_ticks=1))
     axes.set_xlabel("residue")
-    _head(axes, title, said, theme)
+    head(axes, title, said, theme)
 
 
 def _scores(axes: Axes, chain: Chain, theme: Theme) -> None:
@@ -184,12 +184,7 @@ def _scores(axes: Axes, chain: Chain, theme: Theme) -> None:
     axes.set(xlim=(edges[0], edges[-1]), ylim=(0, 103), yticks=[0, *(least for least, _ in BANDS[:3]), 100], xlabel="residue")
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
     axes.grid(False, axis="x")
-    _head(axes, "lDDT-Cα", f"mean: true {_said(chain.mean_lddt())}, predicted (pLDDT) {_said(float(chain.plddt.mean()))}", theme)
-
-
-def _head(axes: Axes, title: str, said: str, theme: Theme) -> None:
-    axes.set_title(f"{title}\n", fontsize=11.5, fontweight="bold", loc="left")
-    axes.text(0, 1.03, said, transform=axes.transAxes, fontsize=8.5, color=theme.faint)
+    head(axes, "lDDT-Cα", f"mean: true {_said(chain.mean_lddt())}, predicted (pLDDT) {_said(float(chain.plddt.mean()))}", theme)
 
 
 def _legend(figure: Figure, theme: Theme) -> None:

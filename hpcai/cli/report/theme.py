@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import matplotlib
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 
@@ -53,6 +54,12 @@ class Plot(NamedTuple):
             file = io.BytesIO()
             self.draw(theme).savefig(file, format="png", dpi=160, metadata={"Software": None})
         return file.getvalue()
+
+
+def head(axes: Axes, title: str, said: str, theme: Theme) -> None:
+    """A panel's title, and under it what is to be known of it."""
+    axes.set_title(f"{title}\n", fontsize=11.5, fontweight="bold", loc="left")
+    axes.text(0, 1.03, said, transform=axes.transAxes, fontsize=8.5, color=theme.faint)
 
 
 def verbatim(text: str) -> str:
