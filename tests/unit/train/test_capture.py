@@ -85,6 +85,23 @@ def test_captured_is_eager_bit_for_bit(how: str, words: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("how", ["forward", "whole"])
+def test_gradients_clipped_one_by_one_are_captured(how: str) -> None:
+    words: dict[str, Any] = {"clip": 0.2, "clip_per": "sample", "accumulate": 8, "optimizer": "sgd", "average": 0.9}
+    steps = []
+    for capture in ("whole", how):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 2))
+        cfg = StepConfig(capture=capture, **words)
+        steps.append(Step(model, lambda model, part: {"loss": (model(part["x"]) - part["y"]).square().mean()}, cfg,
+                          dist.alone(torch.device("cpu")), graph=Tape))  # fmt: skip
+    eager, captured = steps
+    eager._capture = None
+    for i in range(4):
+        assert torch.equal(eager(batch(i))["loss"], captured(batch(i))["loss"])
+        same(contents(eager), contents(captured))
+
+
+@pytest.mark.parametrize("how", ["forward", "whole"])
 def test_dropout_differs_from_replay_to_replay(how: str) -> None:
     step = new_step(how, dropout=0.5)
     same_batch = batch(0)
