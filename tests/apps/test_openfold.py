@@ -131,9 +131,9 @@ def test_copies_train_as_one_process(data: Path, tmp_path: Path, how: str) -> No
     assert [two["residues"][k] for k in order] == list(one["residues"])
 
 
-@pytest.mark.parametrize("way", ["direct", "memory", "hdf5"])
+@pytest.mark.parametrize("way", ["data.reader=direct", "data.reader=memory", "data.reader=hdf5", "data.processes=true"])
 def test_however_chains_are_read_the_loss_is_the_same(data: Path, tmp_path: Path, way: str) -> None:
-    assert APP.here(data, tmp_path / "run", f"data.reader={way}", "train.steps=2") == 0
+    assert APP.here(data, tmp_path / "run", way, "train.steps=2") == 0
     assert told(tmp_path / "run") == {step: loss for step, loss in told(APP.once(data)).items() if step <= 2}
 
 
