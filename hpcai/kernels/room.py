@@ -1,5 +1,8 @@
 """How much of a large result is made at a time, where it is never needed whole."""
 
+from collections.abc import Callable
+
+import torch
 from torch import Tensor
 
 _GPU = 1 << 28  # bytes: enough to fill it
@@ -8,3 +11,19 @@ _GPU = 1 << 28  # bytes: enough to fill it
 def several(x: Tensor, each: int, cpu: int) -> int:
     """How many things of ``each`` bytes, one at least: as many as fit ``cpu`` bytes where ``x`` is on a CPU, for its cache."""
     return max(1, (cpu if x.device.type == "cpu" else _GPU) // each)
+
+
+def in_parts(function: Callable[[slice], Tensor], count: int, x: Tensor, each: int, cpu: int, dim: int) -> Tensor:
+    """``function`` of 0 ... ``count`` - 1, of each of which it holds ``each`` bytes meanwhile: of ``several`` at a time, its
+    results side by side along ``dim``. Of all at once where gradients are taken, which need it all, or code is compiled."""
+    step = count if torch.is_grad_enabled() or torch.compiler.is_compiling() else several(x, each, cpu)
+    if step >= count:
+        return function(slice(0, count))
+    first = function(slice(0, step))
+    out = first.new_empty(*first.shape[:dim], count, *first.shape[dim + 1 :])
+    out.narrow(dim, 0, step).copy_(first)
+    del first
+    for begin in range(step, count, step):
+        some = slice(begin, min(begin + step, count))
+        out.narrow(dim, begin, some.stop - begin).copy_(function(some))
+    return out

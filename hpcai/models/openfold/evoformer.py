@@ -12,11 +12,13 @@ from torch.utils.checkpoint import checkpoint
 
 from hpcai.kernels.gates import gate
 from hpcai.kernels.outer import outer_product
+from hpcai.kernels.room import in_parts
 from hpcai.models.openfold.attention import ColumnAttention, GlobalColumnAttention, RowAttention, TriangleAttention
 from hpcai.models.openfold.config import MsaConfig, PairConfig
 from hpcai.models.openfold.layers import Dropout, Linear, Transition, channels_first
 
 _COUNT_EPS = 1e-3
+_CPU = 256 << 20  # bytes of edges at a time, where there are no gradients
 
 
 class Masks(NamedTuple):
@@ -48,13 +50,22 @@ class TriangleMultiplication(nn.Module):
 
     def forward(self, z: Tensor, mask: Tensor) -> Tensor:
         z = self.layer_norm_in(z)
-        x, g = channels_first(self.linear_ab.weight, self.linear_ab.bias, z).chunk(2, 1)
+        one, hidden = z[..., 0].numel() * z.element_size(), self.linear_z.in_features
+        x = in_parts(lambda some: self._edges(z, mask, some), hidden, z, 6 * one, _CPU, 1)  # [B, C, R, R]
+
+        def rows(some: slice) -> Tensor:
+            return gate(self.linear_z(self.layer_norm_out(x[:, :, some].permute(0, 2, 3, 1))), self.linear_g(z[:, some]))
+
+        return in_parts(rows, x.shape[2], z, 5 * hidden * one // x.shape[2], _CPU, 1)
+
+    def _edges(self, z: Tensor, mask: Tensor, some: slice) -> Tensor:
+        """Some channels of what third residues add up to.   [B, c, R/n, R], or [B, c, R, R/n]"""
+        weight, bias = (each.unflatten(0, (4, -1))[:, some].flatten(0, 1) for each in (self.linear_ab.weight, self.linear_ab.bias))
+        x, g = channels_first(weight, bias, z).chunk(2, 1)
         a, b = gate(x, g, mask[:, None]).chunk(2, 1)
         if self.outgoing:
-            x = a @ self.every_edge(b).transpose(-1, -2)  # a_ik b_jk
-        else:
-            x = self.every_edge(a).transpose(-1, -2) @ b  # a_ki b_kj
-        return gate(self.linear_z(self.layer_norm_out(x.permute(0, 2, 3, 1))), self.linear_g(z))
+            return a @ self.every_edge(b).transpose(-1, -2)  # a_ik b_jk
+        return self.every_edge(a).transpose(-1, -2) @ b  # a_ki b_kj
 
 
 class OuterProductMean(nn.Module):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hpcai import dist
 from hpcai.errors import ConfigError
+from hpcai.kernels import room
 from hpcai.models.openfold import OpenFold, OpenFoldConfig, embedders, loss
 from hpcai.models.openfold import objective as objectives
 from hpcai.models.openfold.config import ObjectiveConfig
@@ -227,6 +228,35 @@ def test_structures_heads_and_losses_are_float32_whatever_the_stacks_are(precisi
     assert {value.dtype for value in values.values()} == {torch.float32}
     low = {name for name, p in model.named_parameters() if p.dtype == torch.bfloat16}
     assert not any(name.startswith(("structure_module", "heads")) for name in low) and bool(low) == (precision == "bf16-params")
+
+
+@torch.no_grad()
+def test_a_long_chain_goes_by_parts_and_is_the_same() -> None:
+    """What is as large as all pairs many times over is never there at once, where there are no gradients."""
+    model, batch = network().eval(), proteins.batch([14, 14])
+    whole, counts = model(batch), list[int]()
+    part = room.several
+
+    def counted(x: Tensor, each: int, cpu: int) -> int:
+        counts.append(part(x, each, 2000))
+        return counts[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(room, "several", counted)
+        parts = model(batch)
+    assert len(counts) > 40 > max(counts)
+    for name in ("msa", "pair", "single", "positions"):
+        torch.testing.assert_close(getattr(parts, name), getattr(whole, name), rtol=1e-11, atol=1e-11)
+
+
+def test_parts_are_put_side_by_side_whatever_is_left() -> None:
+    x = torch.randn(3, 7, 2)
+    with torch.no_grad():
+        for each in (1, 30, 100):
+            assert torch.equal(room.in_parts(lambda some: x[:, some] * 2, 7, x, each, 64, 1), x * 2)
+    seen: list[slice] = []
+    room.in_parts(lambda some: seen.append(some) or x, 7, x, 1 << 30, 1, 1)
+    assert seen == [slice(0, 7)], "gradients need it all"
 
 
 def test_terms_without_weight_are_not_computed() -> None:
