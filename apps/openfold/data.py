@@ -228,7 +228,7 @@ def network(cfg: Config) -> OpenFold:
 def keep_structures(run: Run, found: dict[str, torch.Tensor], data: DataConfig) -> None:
     """``structures.npz`` for the report, and each predicted chain as structures/NAME.cif with its confidence for B-factors."""
     rows = Rows(data.directory / "validation", FIELDS, reader="buffered")
-    names = [rows.read(int(index))["name"].item().decode() for index in found["index"]]
+    names = [name.decode() for name in rows.column("name")[found["index"].numpy()]]
     rows.close()
     arrays = {name: value.numpy() for name, value in found.items() if name != "index"}
 
