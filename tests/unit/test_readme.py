@@ -7,6 +7,7 @@ from typing import get_args
 
 import h5py
 import numpy as np
+import pytest
 import torch
 from ase.build import fcc111
 
@@ -14,11 +15,14 @@ from hpcai.models.cosmoflow import CosmoFlow, CosmoFlowConfig
 from hpcai.models.deepcam import VARIABLES, DeepCam, DeepCamConfig
 from hpcai.models.dimenet import DimeNet, DimeNetConfig
 from hpcai.models.openfold import OpenFold, OpenFoldConfig
+from hpcai.models.openfold.structures import write_structure
 from hpcai.models.unet3d import UNet3D, UNet3DConfig
 from hpcai.settings import LoaderConfig
+from tests import proteins
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
+TINY = OpenFoldConfig.preset("model_1", blocks=1, extra={"blocks": 1}, msa=16, pair=8, single=16)
 
 
 def cells() -> list[str]:
@@ -43,12 +47,10 @@ def test_the_notebook_cells_run(tmp_path: Path, monkeypatch) -> None:  # type: i
     DimeNet(small).save(tmp_path / "runs/opencatalyst-small/model.safetensors")
     slab = fcc111("Cu", (2, 2, 3), vacuum=5.0, periodic=True)
     atoms = {"numbers": slab.numbers, "positions": slab.positions, "cell": slab.cell.array, "slab": slab}
-    tiny = OpenFoldConfig.preset("model_1", blocks=1, extra={"blocks": 1}, msa=16, pair=8, single=16)
-    OpenFold(tiny).save(tmp_path / "params_model_1.npz", form="alphafold")
+    OpenFold(TINY).save(tmp_path / "params_model_1.npz", form="alphafold")
     (tmp_path / "alignments/5zyh_A").mkdir(parents=True)
     (tmp_path / "alignments/5zyh_A/hits.a3m").write_text(">5zyh_A\nMKVLA\n>relative\nMRV-A\n")
-    proteins = {"sequence": "MKVLA"}
-    names: dict = {"counts": counts, "target": torch.zeros(4), "fields": fields, "scan": scan, **atoms, **proteins}
+    names: dict = {"counts": counts, "target": torch.zeros(4), "fields": fields, "scan": scan, **atoms, "sequence": "MKVLA"}
     assert len(cells()) == 6
     for cell in cells():
         exec(cell, names)
@@ -56,6 +58,23 @@ def test_the_notebook_cells_run(tmp_path: Path, monkeypatch) -> None:  # type: i
     assert names["folded"].plddt.shape == (5,) and (tmp_path / "5zyh_A.cif").read_text().count("\nATOM") > 20
     assert names["forces"].shape == (12, 3) and slab.get_potential_energy() == names["energy"]
     assert names["masks"]["tropical cyclone"].shape == (40, 50) and names["organs"]["kidney"].shape == scan.shape
+
+
+def test_the_cell_of_the_openfold_page_runs(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    pytest.importorskip("gemmi")
+    one = proteins.chain(12)
+    monkeypatch.chdir(tmp_path)
+    OpenFold(TINY).save(tmp_path / "params_model_1.npz", form="alphafold")
+    for folder in ("alignments/5zyh_A", "pdb_mmcif"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "alignments/5zyh_A/hits.a3m").write_text(f">5zyh_A\n{one.sequence}\n")
+    (tmp_path / "hits.hhr").write_text("Query         5zyh_A\n\n No Hit\n")
+    write_structure(tmp_path / "5zyh.cif", one.aatype, one.positions, one.mask, one.bfactors, chain="A")
+    names: dict = {"sequence": one.sequence}
+    (cell,) = re.findall(r"```python\n(.*?)```", (ROOT / "apps/openfold/README.md").read_text(), re.S)
+    exec(cell, names)
+    assert (tmp_path / "5zyh_A.cif").exists() and names["features"]["template_mask"].sum() == 0 and names["refused"] == {}
+    assert names["features"]["aatype"].shape == (256, 4) and names["fold"].positions.shape == (12, 37, 3)
 
 
 def test_the_cell_of_the_data_page_runs(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]

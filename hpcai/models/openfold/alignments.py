@@ -76,14 +76,17 @@ def encode(sequence: str) -> NDArray[np.int8]:
     return np.where(codes == _BAD, np.int8(UNKNOWN), codes)
 
 
-def read_alignments(source: Path | Sequence[Path], sequence: str | None = None) -> Alignment:
+def read_alignments(source: str | Path | Sequence[str | Path], sequence: str | None = None) -> Alignment:
     """All rows of a folder's .a3m and .sto files, or of the files given, each aligned sequence once.
 
     The files of a folder come as uniref90, mgnify, bfd and then the others by name; uniprot_hits and pairing, which pair the rows
     of complexes, are left out. Raises DataError where a file's query is not ``sequence``, or, without one, not that of the first
     file; an unknown residue on either side agrees with all.
     """
-    files = _files(source) if isinstance(source, Path) else list(source)
+    if isinstance(source, str | Path):
+        files = [Path(source)] if Path(source).is_file() else _files(Path(source))
+    else:
+        files = [Path(each) for each in source]
     if not files:
         raise DataError(f"{source}: no alignments there, expected files such as uniref90_hits.a3m or mgnify_hits.sto")
     found = []

@@ -48,9 +48,7 @@ def fold(
         msa = encode(sequence)[None]
         alignments = Alignment(msa, np.zeros(msa.shape, np.int32), ["query"])
     elif not isinstance(alignments, Alignment):
-        where = Path(alignments) if isinstance(alignments, str | Path) else [Path(each) for each in alignments]
-        files = where if isinstance(where, list) or where.is_dir() else [where]
-        alignments = read_alignments(files, sequence)
+        alignments = read_alignments(alignments, sequence)
     arrays = featurize(sequence, alignments, templates, cfg, seed=seed, passes=recycles + 1, training=False)
     weight, was = model.to_single.weight, model.training
     batch = {name: torch.from_numpy(np.ascontiguousarray(array)).to(weight.device) for name, array in collate([arrays]).items()}
