@@ -92,16 +92,19 @@ def main(argv: Sequence[str]) -> int:
 def plainly() -> Iterator[None]:
     """Inside, the network and its loss are the same function of the same weights, in torch's operations on whole tensors."""
     from hpcai.kernels import attention, gates, outer
-    from hpcai.models.openfold import attention as layers
-    from hpcai.models.openfold import evoformer, objective
+    from hpcai.models.openfold import attention as attentions
+    from hpcai.models.openfold import evoformer, layers, objective
 
     def channels_first(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
         return torch.nn.functional.linear(x, weight, bias).permute(0, 3, 1, 2)
 
+    def whole(function: Callable[[slice], Tensor], count: int, *_: Any) -> Tensor:
+        return function(slice(0, count))
+
     plain = [
-        (layers, "gated_attention", attention.plain), (layers, "channels_first", channels_first), (evoformer, "gate", gates.plain),
-        (evoformer, "channels_first", channels_first), (evoformer, "outer_product", outer.plain),
-        (objective, "several", lambda *_: 1 << 60),
+        (attentions, "gated_attention", attention.plain), (attentions, "channels_first", channels_first),
+        (evoformer, "gate", gates.plain), (evoformer, "channels_first", channels_first), (evoformer, "outer_product", outer.plain),
+        (evoformer, "in_parts", whole), (layers, "in_parts", whole), (objective, "several", lambda *_: 1 << 60),
     ]  # fmt: skip
     ours = [(module, name, getattr(module, name)) for module, name, _ in plain]
     try:

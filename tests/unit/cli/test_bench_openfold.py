@@ -9,7 +9,7 @@ import torch
 from hpcai.cli import bench, bench_openfold
 from hpcai.cli.bench_openfold import Case, alignment, batch, chain, network, plainly
 from hpcai.errors import ConfigError
-from hpcai.kernels import attention, gates, outer
+from hpcai.kernels import attention, gates, outer, room
 from hpcai.models.openfold import evoformer, layers, loss, objective
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -150,10 +150,12 @@ def test_memory_and_fold_are_measured_apart(capsys: pytest.CaptureFixture[str], 
 def test_a_plain_fold_computes_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
     runs = {kind: bench_openfold._fold_setup(kind, CASE, True) for kind in ("plain", "ours")}
     expected = runs["ours"]()
-    monkeypatch.setattr(attention, "_Attention", None)
-    assert runs["plain"]() == pytest.approx(expected, rel=1e-4)
-    with pytest.raises(AttributeError):
-        runs["ours"]()
+    for module, name, problem in ((attention, "_Attention", AttributeError), (room, "several", TypeError)):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, None)
+            assert runs["plain"]() == pytest.approx(expected, rel=1e-4)
+            with pytest.raises(problem):
+                runs["ours"]()
 
 
 def test_what_a_gpu_cannot_do_is_said_in_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
