@@ -135,7 +135,6 @@ class Step:
             clipped = torch._foreach_mul(wide, self._share * (self.cfg.clip / (norm + 1e-6)).clamp(max=1.0))
             added = list(torch._foreach_add(added, clipped) if added else clipped)
             every.append(values)
-        self.sums.last = True
         _Give.apply(added, *parameters).backward()
         return _mean(every)
 

@@ -131,6 +131,17 @@ def test_copies_train_as_one_process(data: Path, tmp_path: Path, how: str) -> No
     assert [two["residues"][k] for k in order] == list(one["residues"])
 
 
+@pytest.mark.mpi
+@pytest.mark.skipif(not MPIEXEC.is_file(), reason="no mpiexec (pip install '.[mpi]')")
+def test_divided_weights_in_bfloat16_leave_structures_wide(data: Path, tmp_path: Path) -> None:
+    words = APP.words(data, tmp_path / "run", *STILL, "step.precision=bf16-params", "step.shard=weights")
+    run = [str(MPIEXEC), "-n", "2", sys.executable, "-m", "apps.openfold", *words]
+    done = subprocess.run(run, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert APP.here(data, tmp_path / "exact", *STILL) == 0
+    assert told(tmp_path / "run") == pytest.approx(told(tmp_path / "exact"), rel=0.02)
+
+
 @pytest.mark.parametrize("way", ["data.reader=direct", "data.reader=memory", "data.reader=hdf5", "data.processes=true"])
 def test_however_chains_are_read_the_loss_is_the_same(data: Path, tmp_path: Path, way: str) -> None:
     assert APP.here(data, tmp_path / "run", way, "train.steps=2") == 0
