@@ -75,7 +75,7 @@ def _rows(cfg: Config, split: str, fields: Fields, mesh: Mesh) -> Rows:
 
 
 def _released(rows: Rows, first: date | None, last: date | None) -> np.ndarray:
-    """Rows of chains that were released between two days, or nobody knows when. Raises DataError where there is none."""
+    """Rows of chains that were released between two days, or nobody knows when."""
     day = rows.column("release")
     begin, end = (None if each is None else (each - date(1970, 1, 1)).days for each in (first, last))
     kept = (day == _UNKNOWN_DAY) | ((day >= (begin or 0)) & (day <= (day.max() if end is None else end)))

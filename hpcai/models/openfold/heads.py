@@ -61,6 +61,11 @@ class Heads(nn.Module):
             )  # fmt: skip
 
 
+def distance_edges(like: Tensor) -> Tensor:
+    """Between the bins of distances, angstrom, as ``like`` is.   [63]"""
+    return torch.linspace(2.3125, 21.6875, DISTANCE_BINS - 1, device=like.device).to(like.dtype)
+
+
 def plddt(logits: Tensor) -> Tensor:
     """Expected lDDT-Calpha of each residue, 0 to 100.   [..., 50] -> [...]"""
     bins = logits.shape[-1]

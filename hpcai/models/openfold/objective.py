@@ -18,7 +18,7 @@ from hpcai.kernels.room import several
 from hpcai.models.openfold import residues
 from hpcai.models.openfold.config import ObjectiveConfig
 from hpcai.models.openfold.geometry import Frames, rotation_of
-from hpcai.models.openfold.heads import DISTANCE_BINS, ERROR_BINS, PLDDT_BINS
+from hpcai.models.openfold.heads import ERROR_BINS, PLDDT_BINS, distance_edges
 from hpcai.models.openfold.model import Prediction
 from hpcai.models.openfold.violations import violation
 
@@ -55,12 +55,16 @@ def total(found: Mapping[str, Tensor], features: Mapping[str, Tensor], cfg: Obje
     return weighted * length.sqrt()
 
 
+def predicted(model: Any, batch: Any) -> tuple[dict[str, Tensor], Prediction]:
+    """The features of the last pass, and what the model says after it."""
+    features = batch if isinstance(batch, Mapping) else batch._asdict()
+    return {name: value[..., -1] for name, value in features.items()}, model(features)
+
+
 def loss(model: Any, batch: Any, cfg: ObjectiveConfig | None = None) -> dict[str, Tensor]:
     """Of features with passes (see ``OpenFold.forward``), a mapping or a named tuple: the loss, its terms; means over proteins."""
     cfg = cfg or ObjectiveConfig()
-    features = batch if isinstance(batch, Mapping) else batch._asdict()
-    prediction = model(features)
-    last = {name: value[..., -1] for name, value in features.items()}
+    last, prediction = predicted(model, batch)
     with torch.autocast(prediction.positions.device.type, enabled=False):
         found = terms(prediction, last, cfg)
         values = {name: term.detach().mean() for name, term in found.items()}
@@ -163,7 +167,7 @@ def chi(angles: Tensor, raw: Tensor, f: Mapping[str, Tensor]) -> Tensor:
 
 def distogram(logits: Tensor, f: Mapping[str, Tensor]) -> Tensor:
     """Of pseudo-beta atoms, 64 bins up to 21.7 angstrom.   logits [B, R, R, 64] -> [B]"""
-    edges = torch.linspace(2.3125, 21.6875, DISTANCE_BINS - 1, device=logits.device).to(logits.dtype) ** 2
+    edges = distance_edges(logits) ** 2
     x, mask = f["pseudo_beta"], f["pseudo_beta_mask"]
     bin_ = torch.bucketize((x[:, :, None] - x[:, None]).square().sum(-1), edges)
     both = mask[:, :, None] * mask[:, None]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hpcai.models.openfold import objective
 from hpcai.models.openfold.config import ObjectiveConfig
-from hpcai.models.openfold.heads import DISTANCE_BINS, plddt
+from hpcai.models.openfold.heads import distance_edges, plddt
 from hpcai.models.openfold.residues import PLACE
 
 _CA = PLACE["CA"]
@@ -19,7 +19,7 @@ _TOLD = ObjectiveConfig(chi=0, plddt=0)  # terms that are told of held-out chain
 def score(model: Any, batch: Any) -> dict[str, Tensor]:
     """Means over chains. ``lddt``, the metric of MLPerf HPC (target 0.8): lDDT-Calpha, 0 to 1. ``drmsd`` in angstrom, ``gdt_ts``
     and ``gdt_ha`` of CA atoms, 0 to 1. ``confidence``: pLDDT, 0 to 100. And three terms of the loss."""
-    features, prediction = _predicted(model, batch)
+    features, prediction = objective.predicted(model, batch)
     with torch.autocast(prediction.positions.device.type, enabled=False):
         guess, true, mask = _alphas(prediction, features)
         fitted = superposed(guess, true, mask)
@@ -35,7 +35,7 @@ def structures_of(model: Any, batch: Any) -> dict[str, Tensor]:
     """For pictures, the residues of all chains one after the other, and before them ``index`` and ``residues`` [B] of each chain:
     types, true and predicted atoms [37, 3] angstrom, confidence and lDDT 0 to 100, NaN where there is no CA; at the end
     the distances [R * R] that the distogram expects, angstrom."""
-    features, prediction = _predicted(model, batch)
+    features, prediction = objective.predicted(model, batch)
     with torch.autocast(prediction.positions.device.type, enabled=False):
         guess, true, mask = _alphas(prediction, features)
         each = 100 * objective.lddt(guess, true, mask, each=True).where(mask > 0, torch.nan)
@@ -47,12 +47,6 @@ def structures_of(model: Any, batch: Any) -> dict[str, Tensor]:
             "mask": features["all_atom_mask"][seen].to(torch.uint8), "plddt": plddt(prediction.logits.plddt)[seen].float(),
             "lddt": each[seen].float(), "distance": expected(prediction.logits.distogram)[both].half(),
         }  # fmt: skip
-
-
-def _predicted(model: Any, batch: Any) -> tuple[dict[str, Tensor], Any]:
-    """The features of the last pass, and what the model says after it."""
-    features = batch if isinstance(batch, Mapping) else batch._asdict()
-    return {name: value[..., -1] for name, value in features.items()}, model(features)
 
 
 def _alphas(prediction: Any, features: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -97,6 +91,6 @@ def drmsd(guess: Tensor, true: Tensor, mask: Tensor) -> Tensor:
 
 def expected(logits: Tensor) -> Tensor:
     """The mean distance of a distogram, angstrom; what is further than 21.7 counts as 21.8.   [..., 64] -> [...]"""
-    middles = torch.linspace(2.3125, 21.6875, DISTANCE_BINS - 1, device=logits.device).to(logits.dtype)
-    width = middles[1] - middles[0]
-    return logits.softmax(-1) @ (torch.cat([middles, middles[-1:] + width]) - width / 2)
+    edges = distance_edges(logits)
+    width = edges[1] - edges[0]
+    return logits.softmax(-1) @ (torch.cat([edges, edges[-1:] + width]) - width / 2)
