@@ -134,9 +134,6 @@ class ReportSettings(Protocol):
     @property
     def sinks(self) -> Sequence[str]: ...
 
-    @property
-    def benchmark(self) -> str | None: ...
-
 
 class Ranks(Protocol):
     """What ``reports`` asks of a mesh."""
@@ -145,13 +142,14 @@ class Ranks(Protocol):
     def is_first(self) -> bool: ...
 
 
-def reports(cfg: ReportSettings, mesh: Ranks) -> Reports:
+def reports(cfg: ReportSettings, mesh: Ranks, mlperf: Callable[[Path, TextIO | None], Sink] | None = None) -> Reports:
     """The sinks that ``cfg`` asks for on the first rank of ``mesh``, and none on the others.
 
-    JSON lines are always written where there is a directory. The benchmark's lines also go to stdout where no progress for
-    people does. Refusals come on every rank alike: ConfigError, or MissingExtraError where TensorBoard is not installed.
+    JSON lines are always written where there is a directory. ``mlperf(path, echo)`` makes the sink of a benchmark; its lines also
+    go to stdout where no progress for people does. Refusals come on every rank alike: ConfigError, or MissingExtraError where
+    TensorBoard is not installed.
     """
-    _check(cfg)
+    _check(cfg, mlperf is not None)
     if not mesh.is_first:
         return Reports((), cfg.directory)
     sinks: list[Sink] = [Terminal()] if "terminal" in cfg.sinks else []
@@ -163,15 +161,12 @@ def reports(cfg: ReportSettings, mesh: Ranks) -> Reports:
         sinks.append(JsonLines(cfg.directory / METRICS))
         if "tensorboard" in cfg.sinks:
             sinks.append(TensorBoard(cfg.directory / "tensorboard"))
-        if "mlperf" in cfg.sinks:
-            from hpcai.mllog import MlperfLog
-
-            echo = None if "terminal" in cfg.sinks else sys.stdout
-            sinks.append(MlperfLog(cfg.directory / "mlperf.log", str(cfg.benchmark), echo))
+        if "mlperf" in cfg.sinks and mlperf is not None:
+            sinks.append(mlperf(cfg.directory / "mlperf.log", None if "terminal" in cfg.sinks else sys.stdout))
     return Reports(sinks, cfg.directory)
 
 
-def _check(cfg: ReportSettings) -> None:
+def _check(cfg: ReportSettings, has_benchmark: bool) -> None:
     if unknown := [name for name in cfg.sinks if name not in SINKS]:
         raise ConfigError(f"report.sinks has {', '.join(map(repr, unknown))}, expected some of {', '.join(SINKS)}")
     for name in ("tensorboard", "mlperf"):
@@ -179,11 +174,8 @@ def _check(cfg: ReportSettings) -> None:
             raise ConfigError(f"report.sinks has '{name}', which writes files, but report.directory is not set; set it")
     if "tensorboard" in cfg.sinks and importlib.util.find_spec("tensorboard") is None:
         raise MissingExtraError("report.sinks has 'tensorboard', which is not installed: pip install 'hpcai-suite[tensorboard]'")
-    if "mlperf" in cfg.sinks:
-        from hpcai.mllog import BENCHMARKS
-
-        if cfg.benchmark not in BENCHMARKS:
-            raise ConfigError(f"report.benchmark is {cfg.benchmark!r}, but the MLPerf log knows {', '.join(sorted(BENCHMARKS))}")
+    if "mlperf" in cfg.sinks and not has_benchmark:
+        raise ConfigError("report.sinks has 'mlperf', but this app has no benchmark of MLPerf (apps/NAME/mlperf.py); leave it out")
 
 
 # ------------------------------------------------------------------------------------------------------- JSON lines

@@ -10,25 +10,15 @@ from hpcai.config import Settings
 Positive = Annotated[int, Field(ge=1)]
 
 
+AXES = ("replicate", "pipeline", "context", "axial", "depth", "height", "tensor", "evaluate")
+"""The axes of every mesh, the one that talks most among the innermost; `evaluate` stands beside the others."""
+
+
 class MeshConfig(Settings):
-    """Named axes of the processes. Their product is the number of processes; an axis of size 1 is unused."""
+    """Named axes of the processes. Their product is the number of processes. An app adds the axes that its model is cut along."""
 
     replicate: Annotated[int, Field(ge=-1)] = -1
     """copies of the model, each with its own samples; -1: every process that the other axes leave"""
-    axial: Positive = 1
-    """cut along an axis of an alignment or a pair matrix (dynamic axial parallelism)"""
-    depth: Positive = 1
-    """cut of a volume along its depth"""
-    height: Positive = 1
-    """cut of a volume or a map along its height"""
-    tensor: Positive = 1
-    """cut of weight matrices"""
-    pipeline: Positive = 1
-    """cut of a model into stages"""
-    expert: Positive = 1
-    """cut of the experts of a mixture"""
-    context: Positive = 1
-    """cut of a sequence"""
     evaluate: Annotated[int, Field(ge=0)] = 0
     """the last processes of the job, which only evaluate while the others train on"""
 
@@ -37,6 +27,20 @@ class MeshConfig(Settings):
         if self.replicate == 0:
             raise ValueError("replicate is 0; expected a number of copies, or -1 for every process that the other axes leave")
         return self
+
+
+class Depth(Settings):
+    """The axis `depth` of a mesh."""
+
+    depth: Positive = 1
+    """cut of a volume along its depth"""
+
+
+class Height(Settings):
+    """The axis `height` of a mesh."""
+
+    height: Positive = 1
+    """cut of a volume or a map along its height"""
 
 
 class LoaderConfig(Settings):
@@ -81,15 +85,6 @@ class LoaderConfig(Settings):
         return self
 
 
-def check_staging(mesh: MeshConfig, data: LoaderConfig) -> None:
-    """Raise ValueError where some processes would have to stage that do not train."""
-    if mesh.evaluate and data.stage is not None:
-        raise ValueError(
-            f"data.stage is {data.stage} and mesh.evaluate {mesh.evaluate}: processes that only evaluate cannot take part in "
-            "staging; set mesh.evaluate to 0 or data.stage to null (hpcai data stage copies beforehand)"
-        )
-
-
 class ScheduleConfig(Settings):
     """Learning rate as a pure function of the global optimizer step. Lengths are in epochs, or in steps (`unit`)."""
 
@@ -105,20 +100,17 @@ class ScheduleConfig(Settings):
     """of the slope after the warm-up; null: to the last step. A cosine rises again after it, as torch's does"""
     decay_at: tuple[Annotated[float, Field(ge=0)], ...] = ()
     """when a factor begins"""
-    decay_from: Literal["start", "warmup"] = "start"
-    """what decay_at counts from: the first step, or the end of the warm-up (the MLPerf HPC DeepCAM reference)"""
-    after_warmup: Literal["peak", "last"] = "peak"
-    """rate after the warm-up: the learning rate, or that of the warm-up's last step, which is a little less (DeepCAM reference)"""
-    first: Literal[0, 1] = 0
-    """number of the first step: 0, at `start`, or 1, one step up the warm-up (DeepCAM reference)"""
     decay_to: tuple[Annotated[float, Field(ge=0)], ...] = ()
     """factors of the learning rate, one per entry of `decay_at`"""
-    boundary: Literal["at", "after"] = "at"
-    """a factor begins in the epoch or step named (0-based), or in the one after it (both MLPerf HPC references)"""
-    per: Literal["step", "epoch"] = "step"
-    """change the rate at every step, or hold it for a whole epoch (both CosmoFlow codes)"""
     floor: Annotated[float, Field(ge=0, le=1)] = 0.0
     """last factor of a linear or cosine decay"""
+    counted: Literal[
+        "plainly", "cosmoflow-reference", "cosmoflow-nvidia", "deepcam-reference", "unet3d-reference", "unet3d-nvidia"
+    ] = "plainly"
+    """how steps are counted: plainly, from 0 and with fractions of epochs, or as an MLPerf code does. Both codes of CosmoFlow hold
+    the rate for a whole epoch, and the reference's factors begin one epoch late; DeepCAM's reference counts steps from 1, decay_at
+    from the end of the warm-up and one step late, and its peak is the rate of the warm-up's last step; the codes of the 3D U-Net
+    count from 1, and the reference holds the rate for an epoch"""
 
     @model_validator(mode="after")
     def _steps_fit(self) -> Self:
@@ -132,8 +124,8 @@ class ScheduleConfig(Settings):
             raise ValueError("decay: steps needs decay_at and decay_to, and they need decay: steps")
         if self.length is not None and self.decay not in ("linear", "cosine"):
             raise ValueError(f"length is {self.length:g}, but decay is {self.decay}; only linear and cosine have a length")
-        if self.unit == "steps" and self.per == "epoch":
-            raise ValueError("unit steps goes with per step: the rate cannot change in steps and be held for epochs")
+        if self.unit == "steps" and self.counted in ("cosmoflow-reference", "cosmoflow-nvidia", "unet3d-reference"):
+            raise ValueError(f"counted {self.counted} holds the rate for an epoch, so that unit is epochs, not steps")
         return self
 
 
@@ -272,5 +264,24 @@ class ReportConfig(Settings):
     directory: Path | None = None
     """the run's directory; null: nothing is written"""
     sinks: tuple[Literal["terminal", "tensorboard", "mlperf"], ...] = ("terminal",)
-    benchmark: str | None = None
-    """name of the MLPerf benchmark in mlperf.log"""
+
+
+class RunConfig(Settings):
+    """What the settings of every app hold. An app gives `model` and `data` their own classes and each section its defaults."""
+
+    model: Settings = Settings()
+    data: LoaderConfig = LoaderConfig()
+    mesh: MeshConfig = MeshConfig()
+    step: StepConfig = StepConfig()
+    train: TrainConfig = TrainConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    report: ReportConfig = ReportConfig()
+
+    @model_validator(mode="after")
+    def _every_process_stages(self) -> Self:
+        if self.mesh.evaluate and self.data.stage is not None:
+            raise ValueError(
+                f"data.stage is {self.data.stage} and mesh.evaluate {self.mesh.evaluate}: processes that only evaluate cannot take "
+                "part in staging; set mesh.evaluate to 0 or data.stage to null (hpcai data stage copies beforehand)"
+            )
+        return self

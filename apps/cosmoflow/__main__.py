@@ -3,6 +3,7 @@
 The same line runs alone, or behind mpiexec, srun or torchrun.
 """
 
+from apps.cosmoflow.mlperf import BENCHMARK
 from apps.cosmoflow.settings import Config
 from hpcai import config
 
@@ -14,19 +15,14 @@ def main(cfg: Config) -> None:
 
     with (
         dist.start(cfg.mesh) as mesh,
-        train.Run("cosmoflow", cfg, mesh) as run,
+        train.Run("cosmoflow", cfg, mesh, BENCHMARK) as run,
         universes(cfg, mesh) as (training, validation, shape),
     ):
-        train.seed_all(cfg.train.seed)  # the same weights everywhere,
-        model = cosmoflow.parallelize(cosmoflow.CosmoFlow(shape), mesh)
-        train.seed_all(cfg.train.seed + mesh.rank)  # and dropout of its own on each process
+        with train.seeds(cfg.train.seed, mesh):
+            model = cosmoflow.parallelize(cosmoflow.CosmoFlow(shape), mesh)
         step = train.Step(model, cosmoflow.loss, cfg.step, mesh)
         result = train.fit(step, training, cfg.train, validation=validation, evaluate=cosmoflow.error, run=run)
-        if result.reason != "signal":
-            pairs = train.predict(step, cosmoflow.pairs, validation)
-            weights = step.snapshot()
-            run.keep("model.safetensors", lambda path: model.save(path, weights))
-            run.keep("predictions.npz", lambda path: write_pairs(path, pairs, shape))
+        run.finish(step, result, cosmoflow.pairs, validation, run.writer("predictions.npz", write_pairs, shape))
     raise SystemExit(result.exit_code)
 
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from apps.cosmoflow.settings import Config
 from hpcai.data import Loader, Memory, Rows
 from hpcai.data.hdf5 import Where
-from hpcai.data.splits import Samples, by_shard, load, open_split
+from hpcai.data.splits import Samples, by_shard, load, loaders, open_split
 from hpcai.dist import Mesh
 from hpcai.errors import DataError
 from hpcai.models.cosmoflow import Batch, CosmoFlowConfig, cut_of, to_physical
@@ -67,20 +67,18 @@ def turned(counts: Any, axes: Sequence[int], flips: tuple[int, ...], memory: Mem
 def universes(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, CosmoFlowConfig]]:
     """Loaders for training (None on processes that only evaluate) and validation, and the model's settings completed by what the
     data know."""
-    train, validation = _rows(cfg, "train", mesh), _rows(cfg, "validation", mesh)
+    train, validation = rows_of(cfg, "train", mesh), rows_of(cfg, "validation", mesh)
     seed, batch = cfg.train.seed, cfg.data.batch
     cut = cut_of(mesh)
     part = cut.part((cfg.model.size,) * 3) if cut.axes else ()
     words: dict[str, Any] = {"name": "train", "seed": seed, "accumulate": cfg.step.accumulate}
     words |= by_shard(train, cfg.data, batch, seed)
-    with (
-        batches(Universes(train, seed if cfg.data.turn else None, part), batch, cfg, mesh, **words)
-        if mesh.trains
-        else nullcontext() as training,
-        batches(
-            Universes(validation, None, part), cfg.data.evaluation_batch, cfg, mesh, name="validation", shuffle=False, last="keep"
-        ) as held_out,
-    ):
+    turn, held = seed if cfg.data.turn else None, {"name": "validation", "shuffle": False, "last": "keep"}
+    with loaders(
+        mesh,
+        lambda: batches(Universes(train, turn, part), batch, cfg, mesh, **words),
+        lambda: batches(Universes(validation, None, part), cfg.data.evaluation_batch, cfg, mesh, **held),
+    ) as (training, held_out, _):
         yield training, held_out, _completed(cfg, train)
 
 
@@ -88,7 +86,7 @@ def batches(source: Samples, batch: int, cfg: Config, mesh: Mesh, **words: Any) 
     return load(source, batch, cfg.data, mesh, {"counts": "DHWC", "target": ""}, Batch, **words)
 
 
-def _rows(cfg: Config, split: str, mesh: Mesh) -> Rows:
+def rows_of(cfg: Config, split: str, mesh: Mesh) -> Rows:
     model, data = cfg.model, cfg.data
     remedy = (
         f"make data with: python -m data_prep.cosmoflow simulate {data.directory} --size {model.size}, "

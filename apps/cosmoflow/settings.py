@@ -5,18 +5,8 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from hpcai.config import Settings
 from hpcai.models.cosmoflow import CosmoFlowConfig
-from hpcai.settings import (
-    CheckpointConfig,
-    LoaderConfig,
-    MeshConfig,
-    ReportConfig,
-    ScheduleConfig,
-    StepConfig,
-    TrainConfig,
-    check_staging,
-)
+from hpcai.settings import Depth, Height, LoaderConfig, MeshConfig, ReportConfig, RunConfig, ScheduleConfig, StepConfig, TrainConfig
 
 Positive = Annotated[int, Field(ge=1)]
 
@@ -36,29 +26,27 @@ class DataConfig(LoaderConfig):
     """turn and mirror each cube at random, one of 48 ways, anew in every epoch (not in the MLPerf codes)"""
 
 
-class Config(Settings):
+class AxesConfig(MeshConfig, Depth, Height):
+    """Copies of the model, each of which may be cut along the depth and the height of its universe."""
+
+
+class Config(RunConfig):
     """A CosmoFlow run. The defaults are the reference's of MLPerf HPC at a global batch of 64."""
 
     model: CosmoFlowConfig = CosmoFlowConfig()
     data: DataConfig = DataConfig()
-    mesh: MeshConfig = MeshConfig()
+    mesh: AxesConfig = AxesConfig()
     step: StepConfig = StepConfig(
         optimizer="sgd",
         lr=1e-3,
         momentum=0.9,
         decay_names=("dense1.weight", "dense2.weight"),
         schedule=ScheduleConfig(
-            warmup=4, start=1e-3, decay="steps", decay_at=(32, 64), decay_to=(0.25, 0.125), boundary="after", per="epoch"
+            warmup=4, start=1e-3, decay="steps", decay_at=(32, 64), decay_to=(0.25, 0.125), counted="cosmoflow-reference"
         ),
     )
     train: TrainConfig = TrainConfig(epochs=128, metric="mae", target=0.124)
-    checkpoint: CheckpointConfig = CheckpointConfig()
     report: ReportConfig = ReportConfig(directory=Path("runs/cosmoflow"))
-
-    @model_validator(mode="after")
-    def _every_node_stages(self) -> Self:
-        check_staging(self.mesh, self.data)
-        return self
 
     @model_validator(mode="after")
     def _one_regulariser(self) -> Self:

@@ -3,6 +3,7 @@
 The same line runs alone, or behind mpiexec, srun or torchrun.
 """
 
+from apps.deepcam.mlperf import BENCHMARK
 from apps.deepcam.settings import Config
 from hpcai import config
 
@@ -14,19 +15,14 @@ def main(cfg: Config) -> None:
 
     with (
         dist.start(cfg.mesh) as mesh,
-        train.Run("deepcam", cfg, mesh) as run,
+        train.Run("deepcam", cfg, mesh, BENCHMARK) as run,
         weather(cfg, mesh) as (training, validation, pictures, shape, size),
     ):
-        train.seed_all(cfg.train.seed)  # the same weights everywhere
-        model = deepcam.parallelize(deepcam.DeepCam(shape), mesh, cfg.batchnorm_group, size)
+        with train.seeds(cfg.train.seed, mesh):
+            model = deepcam.parallelize(deepcam.DeepCam(shape), mesh, cfg.batchnorm_group, size)
         step = train.Step(model, deepcam.loss, cfg.step, mesh)
         result = train.fit(step, training, cfg.train, validation=validation, evaluate=deepcam.score, run=run)
-        if result.reason != "signal":
-            weights = step.snapshot()
-            run.keep("model.safetensors", lambda path: model.save(path, weights))
-            if pictures is not None:
-                maps = train.predict(step, deepcam.maps, pictures)
-                run.keep("maps.npz", lambda path: write_maps(path, maps, shape))
+        run.finish(step, result, deepcam.maps, pictures, run.writer("maps.npz", write_maps, shape))
     raise SystemExit(result.exit_code)
 
 

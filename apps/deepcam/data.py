@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from apps.deepcam.settings import Config
 from hpcai.data import Loader, Rows
 from hpcai.data.hdf5 import Where
-from hpcai.data.splits import Samples, by_shard, load, open_split
+from hpcai.data.splits import Samples, by_shard, load, loaders, open_split
 from hpcai.dist import Mesh
 from hpcai.errors import DataError
 from hpcai.models.deepcam import STRIDE, Batch, DeepCamConfig, cut_of
@@ -22,7 +22,7 @@ from hpcai.models.deepcam import STRIDE, Batch, DeepCamConfig, cut_of
 def weather(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any, DeepCamConfig, tuple[int, int]]]:
     """Loaders for training (None on processes that only evaluate), validation and pictures, the model's settings completed by what
     the data know, and the size of the maps."""
-    train, validation = _rows(cfg, "train", mesh), _rows(cfg, "validation", mesh)
+    train, validation = rows_of(cfg, "train", mesh), rows_of(cfg, "validation", mesh)
     batch, seed = cfg.data.batch, cfg.train.seed
     words: dict[str, Any] = {"name": "train", "seed": seed, "accumulate": cfg.step.accumulate}
     words |= by_shard(train, cfg.data, batch, seed)
@@ -30,11 +30,12 @@ def weather(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any, DeepCamCon
     copies, cut = mesh["replicate"].size, cut_of(mesh)
     part = cut.part(train.shapes["mask"]) if cut.axes else ()
     few = Maps(validation, cfg.data.pictures, part)
-    with (
-        batches(Maps(train, None, part), batch, cfg, mesh, **words) if mesh.trains else nullcontext() as training,
-        batches(Maps(validation, None, part), cfg.data.evaluation_batch, cfg, mesh, name="validation", **held) as held_out,
-        batches(few, copies, cfg, mesh, name="pictures", **held) if len(few) and mesh.trains else nullcontext() as pictures,
-    ):
+    with loaders(
+        mesh,
+        lambda: batches(Maps(train, None, part), batch, cfg, mesh, **words),
+        lambda: batches(Maps(validation, None, part), cfg.data.evaluation_batch, cfg, mesh, name="validation", **held),
+        (lambda: batches(few, copies, cfg, mesh, name="pictures", **held)) if len(few) else None,
+    ) as (training, held_out, pictures):
         yield training, held_out, pictures, _completed(cfg, train), train.shapes["mask"]
 
 
@@ -61,7 +62,7 @@ def batches(source: Samples, batch: int, cfg: Config, mesh: Mesh, **words: Any) 
     return load(source, batch, cfg.data, mesh, {"fields": "HWC", "mask": "HW"}, Batch, **words)
 
 
-def _rows(cfg: Config, split: str, mesh: Mesh) -> Rows:
+def rows_of(cfg: Config, split: str, mesh: Mesh) -> Rows:
     data, count = cfg.data, len(cfg.model.variables)
     remedy = (
         f"make data with: python -m data_prep.deepcam simulate {data.directory}, "

@@ -1,22 +1,12 @@
 """Settings of a DeepCAM run. No torch here."""
 
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from hpcai.config import Settings
 from hpcai.models.deepcam import DeepCamConfig
-from hpcai.settings import (
-    CheckpointConfig,
-    LoaderConfig,
-    MeshConfig,
-    ReportConfig,
-    ScheduleConfig,
-    StepConfig,
-    TrainConfig,
-    check_staging,
-)
+from hpcai.settings import Height, LoaderConfig, MeshConfig, ReportConfig, RunConfig, ScheduleConfig, StepConfig, TrainConfig
 
 Positive = Annotated[int, Field(ge=1)]
 
@@ -34,14 +24,18 @@ class DataConfig(LoaderConfig):
     """validation maps of which the report shows what is in them and what the model sees"""
 
 
-class Config(Settings):
+class AxesConfig(MeshConfig, Height):
+    """Copies of the model, each of which may be cut along the height of its map."""
+
+
+class Config(RunConfig):
     """A DeepCAM run. The defaults are those of MLPerf HPC at a global batch of 128: six to eight epochs to an IoU of 0.82."""
 
     model: DeepCamConfig = DeepCamConfig()
     batchnorm_group: Positive = 1
     """neighbouring copies of the model whose batch norms share their statistics, such as those of one node"""
     data: DataConfig = DataConfig()
-    mesh: MeshConfig = MeshConfig()
+    mesh: AxesConfig = AxesConfig()
     step: StepConfig = StepConfig(
         optimizer="lamb",
         lr=1.55e-3,
@@ -49,13 +43,7 @@ class Config(Settings):
         weight_decay=0.01,
         decay_names=("*",),
         clip=1.0,
-        schedule=ScheduleConfig(unit="steps", decay="cosine", length=9000, first=1),
+        schedule=ScheduleConfig(unit="steps", decay="cosine", length=9000, counted="deepcam-reference"),
     )
     train: TrainConfig = TrainConfig(epochs=16, metric="iou", target=0.82, better="higher")
-    checkpoint: CheckpointConfig = CheckpointConfig()
     report: ReportConfig = ReportConfig(directory=Path("runs/deepcam"))
-
-    @model_validator(mode="after")
-    def _every_node_stages(self) -> Self:
-        check_staging(self.mesh, self.data)
-        return self

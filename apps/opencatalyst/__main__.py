@@ -5,6 +5,7 @@ The same line runs alone, or behind mpiexec, srun or torchrun.
 
 from functools import partial
 
+from apps.opencatalyst.mlperf import BENCHMARK
 from apps.opencatalyst.settings import Config
 from hpcai import config
 
@@ -16,19 +17,14 @@ def main(cfg: Config) -> None:
 
     with (
         dist.start(cfg.mesh) as mesh,
-        train.Run("opencatalyst", cfg, mesh) as run,
+        train.Run("opencatalyst", cfg, mesh, BENCHMARK) as run,
         frames(cfg, mesh) as (training, validation, pictures, shape),
     ):
-        train.seed_all(cfg.train.seed)  # the same weights everywhere
-        model = dimenet.parallelize(dimenet.DimeNet(shape), mesh)
+        with train.seeds(cfg.train.seed, mesh):
+            model = dimenet.parallelize(dimenet.DimeNet(shape), mesh)
         step = train.Step(model, partial(dimenet.loss, cfg=cfg.objective), cfg.step, mesh)
         result = train.fit(step, training, cfg.train, validation=validation, evaluate=dimenet.score, run=run)
-        if result.reason != "signal":
-            weights = step.snapshot()
-            run.keep("model.safetensors", lambda path: model.save(path, weights))
-            if pictures is not None:
-                pairs = train.predict(step, dimenet.pairs, pictures)
-                run.keep("pairs.npz", lambda path: write_pairs(path, pairs))
+        run.finish(step, result, dimenet.pairs, pictures, run.writer("pairs.npz", write_pairs))
     raise SystemExit(result.exit_code)
 
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from apps.opencatalyst.settings import Config
-from hpcai.data import Loader, Rows
+from hpcai.data import Rows
 from hpcai.data.sampler import Balanced, Sampler
-from hpcai.data.splits import Samples, by_shard, open_split
+from hpcai.data.splits import Samples, by_shard, load, loaders, open_split
 from hpcai.dist import Mesh
 from hpcai.errors import DataError
 from hpcai.models.dimenet import Batch, DimeNetConfig, Sizes, Structure, find, join, sizes
@@ -30,21 +30,19 @@ FIELDS: dict[str, tuple[str, tuple[int | str | None, ...]]] = {
 def frames(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any, DimeNetConfig]]:
     """Loaders for training (None on processes that only evaluate), validation and pictures, and the model's settings completed by
     what the data know."""
-    train, validation = _rows(cfg, "train", mesh), _rows(cfg, "validation", mesh)
+    train, validation = rows_of(cfg, "train", mesh), rows_of(cfg, "validation", mesh)
     model = _completed(cfg, train)
-    copies, parts, held = mesh["replicate"].size, cfg.step.accumulate, {"shuffle": False, "last": "keep"}
+    copies, parts = mesh["replicate"].size, cfg.step.accumulate
+    held: dict[str, Any] = {"shuffle": False, "last": "keep"}
     words: dict[str, Any] = {"name": "train", "seed": cfg.train.seed, "accumulate": parts, **_sampler(cfg, train)}
     ladder = Ladder.of(train, cfg.data.batch // (copies * parts), model.most) if cfg.data.shapes == "few" else None
-    few, batch = Frames(validation, model, count=cfg.data.pictures), cfg.data.evaluation_batch
-
-    def load(source: Frames, size: int, **more: Any) -> Loader:
-        return Loader(source, size, mesh, **cfg.data.loading(), **more)
-
-    with (
-        load(Frames(train, model, parts, ladder), cfg.data.batch, **words) if mesh.trains else nullcontext() as training,
-        load(Frames(validation, model), batch, name="validation", **held) as held_out,
-        load(few, batch, name="pictures", **held) if len(few) and mesh.trains else nullcontext() as pictures,
-    ):
+    few, batch, data = Frames(validation, model, count=cfg.data.pictures), cfg.data.evaluation_batch, cfg.data
+    with loaders(
+        mesh,
+        lambda: load(Frames(train, model, parts, ladder), data.batch, data, mesh, **words),
+        lambda: load(Frames(validation, model), batch, data, mesh, name="validation", **held),
+        (lambda: load(few, batch, data, mesh, name="pictures", **held)) if len(few) else None,
+    ) as (training, held_out, pictures):
         yield training, held_out, pictures, model
 
 
@@ -127,7 +125,7 @@ def _join(frames: list[Frame], counts: torch.Tensor, ladder: Ladder | None) -> B
     return Batch(energy, torch.from_numpy(forces), torch.from_numpy(free), counts, graph)
 
 
-def _rows(cfg: Config, split: str, mesh: Mesh) -> Rows:
+def rows_of(cfg: Config, split: str, mesh: Mesh) -> Rows:
     data = cfg.data
     remedy = f"make data with: python -m data_prep.opencatalyst simulate {data.directory}, or set data.directory to what is there"
     return open_split(data.directory / split, FIELDS, remedy, data, mesh, data.shards if split == "train" else 1)

@@ -5,18 +5,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from hpcai.config import Settings
 from hpcai.models.dimenet import DimeNetConfig, ObjectiveConfig
-from hpcai.settings import (
-    CheckpointConfig,
-    LoaderConfig,
-    MeshConfig,
-    ReportConfig,
-    ScheduleConfig,
-    StepConfig,
-    TrainConfig,
-    check_staging,
-)
+from hpcai.settings import LoaderConfig, ReportConfig, RunConfig, ScheduleConfig, StepConfig, TrainConfig
 
 Positive = Annotated[int, Field(ge=1)]
 STD = 2.887317180633545  # eV: of the adsorption energies of OC20's training split, and what the benchmark divides forces by
@@ -41,14 +31,13 @@ class DataConfig(LoaderConfig):
     """validation frames of which the report compares energies and forces with what the model says"""
 
 
-class Config(Settings):
+class Config(RunConfig):
     """An OpenCatalyst run. The defaults are those of MLPerf HPC's reference at a global batch of 256: 18 to 21 epochs over 2
     million frames to a force MAE of 0.036 eV/angstrom."""
 
     model: DimeNetConfig = DimeNetConfig(angles="detached", mean=-0.7554450631141663, scale=STD)
     objective: ObjectiveConfig = ObjectiveConfig()
     data: DataConfig = DataConfig()
-    mesh: MeshConfig = MeshConfig()
     step: StepConfig = StepConfig(
         optimizer="adamw",
         lr=4e-4,
@@ -60,12 +49,10 @@ class Config(Settings):
         ),
     )
     train: TrainConfig = TrainConfig(epochs=30, metric="force_mae", target=0.036)
-    checkpoint: CheckpointConfig = CheckpointConfig()
     report: ReportConfig = ReportConfig(directory=Path("runs/opencatalyst"))
 
     @model_validator(mode="after")
     def _goes_together(self) -> Self:
-        check_staging(self.mesh, self.data)
         data, step = self.data, self.step
         if data.reader in ("dali", "gds"):
             raise ValueError(f"data.reader is {data.reader}, which has no frames of different sizes; take auto, direct or hdf5")

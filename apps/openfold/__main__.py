@@ -5,6 +5,7 @@ The same line runs alone, or behind mpiexec, srun or torchrun.
 
 from functools import partial
 
+from apps.openfold.mlperf import BENCHMARK
 from apps.openfold.settings import Config
 from hpcai import config
 
@@ -16,19 +17,14 @@ def main(cfg: Config) -> None:
 
     with (
         dist.start(cfg.mesh) as mesh,
-        train.Run("openfold", cfg, mesh) as run,
+        train.Run("openfold", cfg, mesh, BENCHMARK) as run,
         chains(cfg, mesh) as (training, validation, pictures),
     ):
-        train.seed_all(cfg.train.seed)  # the same weights everywhere,
-        model = openfold.parallelize(network(cfg), mesh)
-        train.seed_all(cfg.train.seed + mesh["replicate"].rank)  # and dropout of its own on each copy
+        with train.seeds(cfg.train.seed, mesh):
+            model = openfold.parallelize(network(cfg), mesh)
         step = train.Step(model, partial(openfold.loss, cfg=cfg.objective), cfg.step, mesh)
         result = train.fit(step, training, cfg.train, validation=validation, evaluate=openfold.score, run=run)
-        if result.reason != "signal":
-            weights = step.snapshot()
-            run.keep("model.safetensors", lambda path: model.save(path, weights))
-            if pictures is not None:
-                keep_structures(run, train.predict(step, openfold.structures_of, pictures), cfg.data)
+        run.finish(step, result, openfold.structures_of, pictures, partial(keep_structures, run, cfg.data))
     raise SystemExit(result.exit_code)
 
 

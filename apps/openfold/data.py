@@ -1,10 +1,10 @@
 """Protein chains as samples, and batches of them with as many passes as their step has drawn.   R residues, P passes"""
 
 import hashlib
-import itertools
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from apps.openfold.settings import Config, DataConfig
 from hpcai.data import Loader, Rows
 from hpcai.data.hdf5 import Fields
 from hpcai.data.sampler import LargestFirst, Sampler, Shuffled, Weighted
-from hpcai.data.splits import Samples, open_split
+from hpcai.data.splits import Samples, load, loaders, open_split
 from hpcai.dist import Mesh
 from hpcai.errors import CheckpointError, DataError
 from hpcai.models.openfold import Alignment, Chain, FeatureConfig, OpenFold, featurize, load_weights
@@ -43,9 +43,9 @@ logger = logging.getLogger(__name__)
 def chains(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any]]:
     """Loaders for training (None on processes that only evaluate), validation and pictures."""
     data, features = cfg.data, cfg.features
-    train, validation = (_rows(cfg, split, FIELDS, mesh) for split in ("train", "validation"))
+    train, validation = (rows_of(cfg, split, FIELDS, mesh) for split in ("train", "validation"))
     known = (data.directory / "templates").is_dir()
-    templates = _rows(cfg, "templates", OF_TEMPLATES, mesh) if features.templates and known else None
+    templates = rows_of(cfg, "templates", OF_TEMPLATES, mesh) if features.templates and known else None
     drawn = Chains(train, _released(train, None, data.released_until), features, cfg.train.seed, templates)
     held = _released(validation, data.validation_from, data.validation_until)
     held = held[validation.column("residues")[held] <= (data.validation_residues or np.inf)]
@@ -56,19 +56,19 @@ def chains(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any]]:
         """Whole chains, the longest first, each to whoever is free first."""
         source = Chains(validation, rows, whole, cfg.train.seed, templates, training=False)
         sampler = LargestFirst(source.column("residues").astype(float) ** 2, mesh["replicate"].size)
-        return Loader(source, sampler.groups, mesh, **data.loading(), name=name, sampler=sampler, last="keep")
+        return load(source, sampler.groups, data, mesh, name=name, sampler=sampler, last="keep")
 
     few = held[np.linspace(0, len(held) - 1, min(data.pictures, len(held))).round().astype(int)]
-    with (
-        Loader(drawn, data.batch, mesh, **data.loading(), **words) if mesh.trains else nullcontext() as training,
-        held_out(held, "validation") as evaluated,
-        held_out(few, "pictures") if len(few) and mesh.trains else nullcontext() as pictures,
-    ):
-        passes = Recycled(training, features.recycles, cfg.train.seed, len(drawn)) if training is not None else None
-        yield passes, evaluated, pictures
+    with loaders(
+        mesh,
+        lambda: load(drawn, data.batch, data, mesh, then=Recycled(features.recycles, cfg.train.seed), **words),
+        lambda: held_out(held, "validation"),
+        (lambda: held_out(few, "pictures")) if len(few) else None,
+    ) as found:
+        yield found
 
 
-def _rows(cfg: Config, split: str, fields: Fields, mesh: Mesh) -> Rows:
+def rows_of(cfg: Config, split: str, fields: Fields, mesh: Mesh) -> Rows:
     data = cfg.data
     remedy = f"make data with: python -m data_prep.openfold simulate {data.directory}, or set data.directory to what is there"
     return open_split(data.directory / split, fields, remedy, data, mesh)
@@ -174,24 +174,17 @@ def parts_of(values: dict[str, Any], where: str) -> tuple[Chain, Alignment]:
     return chain, Alignment(*(values[name].reshape(depth, -1) for name in ("msa", "deletions")), [])
 
 
+@dataclass(frozen=True)
 class Recycled:
-    """Batches of ``loader`` with the first passes alone, as many as their step has drawn: the same on all processes, and each
-    number from 1 to ``most`` + 1 once in as many steps. ``counted``: chains that they come from."""
+    """The first passes of a batch alone, as many as its step has drawn: the same on all processes, and each number from 1 to
+    ``most`` + 1 once in as many steps."""
 
-    def __init__(self, loader: Loader, most: int, seed: int, counted: int) -> None:
-        self.loader, self.most, self.seed, self.counted = loader, most, seed, counted
+    most: int
+    seed: int
 
-    def __len__(self) -> int:
-        return len(self.loader)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.loader, name)
-
-    def epoch(self, epoch: int, first: int = 0, late: Sequence[int] = (), more: bool = False) -> Iterator[Any]:
-        steps = itertools.count(epoch * len(self.loader) + first // self.loader.size)
-        for step, batch in zip(steps, self.loader.epoch(epoch, first, late, more)):
-            passes = passes_of(self.seed, step, self.most)
-            yield {name: value[..., :passes] for name, value in batch.items()}
+    def __call__(self, batch: dict[str, Any], step: int) -> dict[str, Any]:
+        passes = passes_of(self.seed, step, self.most)
+        return {name: value[..., :passes] for name, value in batch.items()}
 
 
 def passes_of(seed: int, step: int, most: int) -> int:
@@ -225,7 +218,7 @@ def network(cfg: Config) -> OpenFold:
     return model
 
 
-def keep_structures(run: Run, found: dict[str, torch.Tensor], data: DataConfig) -> None:
+def keep_structures(run: Run, data: DataConfig, found: dict[str, torch.Tensor]) -> None:
     """``structures.npz`` for the report, and each predicted chain as structures/NAME.cif with its confidence for B-factors."""
     rows = Rows(data.directory / "validation", FIELDS, reader="buffered")
     names = [name.decode() for name in rows.column("name")[found["index"].numpy()]]

@@ -9,15 +9,7 @@ from pydantic import Field, model_validator
 from hpcai.config import Settings
 from hpcai.models.openfold import ObjectiveConfig, OpenFoldConfig
 from hpcai.models.openfold.features import FeatureConfig
-from hpcai.settings import (
-    CheckpointConfig,
-    LoaderConfig,
-    MeshConfig,
-    ReportConfig,
-    StepConfig,
-    TrainConfig,
-    check_staging,
-)
+from hpcai.settings import LoaderConfig, ReportConfig, RunConfig, StepConfig, TrainConfig
 
 Positive = Annotated[int, Field(ge=1)]
 
@@ -55,7 +47,7 @@ class StartConfig(Settings):
     """what the file must be"""
 
 
-class Config(Settings):
+class Config(RunConfig):
     """An OpenFold run. The defaults are those of MLPerf HPC at a global batch of 128, where it begins with random weights."""
 
     model: OpenFoldConfig = OpenFoldConfig()
@@ -63,15 +55,12 @@ class Config(Settings):
     features: FeatureConfig = FeatureConfig()
     data: DataConfig = DataConfig()
     start: StartConfig = StartConfig()
-    mesh: MeshConfig = MeshConfig()
     step: StepConfig = StepConfig(optimizer="adam", lr=1e-3, eps=1e-6, clip=0.1, average=0.9)
     train: TrainConfig = TrainConfig(steps=2000, metric="lddt", target=0.8, better="higher")
-    checkpoint: CheckpointConfig = CheckpointConfig()
     report: ReportConfig = ReportConfig(directory=Path("runs/openfold"))
 
     @model_validator(mode="after")
     def _goes_together(self) -> Self:
-        check_staging(self.mesh, self.data)
         data, objective = self.data, self.objective
         if data.reader in ("dali", "gds"):
             raise ValueError(f"data.reader is {data.reader}, which has no chains of different lengths; take auto, direct or hdf5")

@@ -3,6 +3,7 @@
 The same line runs alone, or behind mpiexec, srun or torchrun.
 """
 
+from apps.unet3d.mlperf import BENCHMARK
 from apps.unet3d.settings import Config
 from hpcai import config
 
@@ -14,20 +15,15 @@ def main(cfg: Config) -> None:
 
     with (
         dist.start(cfg.mesh) as mesh,
-        train.Run("unet3d", cfg, mesh) as run,
+        train.Run("unet3d", cfg, mesh, BENCHMARK) as run,
         volumes(cfg, mesh) as (training, validation, pictures),
     ):
-        train.seed_all(cfg.train.seed)  # the same weights everywhere
-        beside = cfg.train.evaluate == "background"
-        model = unet3d.parallelize(unet3d.UNet3D(cfg.model), mesh, cfg.data.window_group, beside)
+        with train.seeds(cfg.train.seed, mesh):
+            beside = cfg.train.evaluate == "background"
+            model = unet3d.parallelize(unet3d.UNet3D(cfg.model), mesh, cfg.data.window_group, beside)
         step = train.Step(model, unet3d.loss, cfg.step, mesh)
         result = train.fit(step, training, cfg.train, validation=validation, evaluate=unet3d.score, run=run)
-        if result.reason != "signal":
-            weights = step.snapshot()
-            run.keep("model.safetensors", lambda path: model.save(path, weights))
-            if pictures is not None:
-                slices = train.predict(step, unet3d.slices, pictures)
-                run.keep("maps.npz", lambda path: write_slices(path, slices, cfg.model))
+        run.finish(step, result, unet3d.slices, pictures, run.writer("maps.npz", write_slices, cfg.model))
     raise SystemExit(result.exit_code)
 
 

@@ -1,7 +1,7 @@
 """CT volumes as samples: random crops to train on, whole volumes to evaluate.   D H W the volume."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from apps.unet3d.settings import AugmentConfig, Config
 from hpcai.data import Loader, Rows
 from hpcai.data.hdf5 import Where
 from hpcai.data.sampler import LargestFirst
-from hpcai.data.splits import Samples, by_shard, load, open_split
+from hpcai.data.splits import Samples, by_shard, load, loaders, open_split
 from hpcai.dist import Mesh
 from hpcai.errors import DataError
 from hpcai.models.unet3d import Batch, UNet3DConfig, cut_of, place
@@ -27,19 +27,19 @@ FIELDS: dict[str, Any] = {
 @contextmanager
 def volumes(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any]]:
     """Loaders for training (None on processes that only evaluate), validation and pictures."""
-    train, validation = _rows(cfg, "train", mesh), _rows(cfg, "validation", mesh)
+    train, validation = rows_of(cfg, "train", mesh), rows_of(cfg, "validation", mesh)
     cut = cut_of(mesh)
     crops = Crops(train, cfg.model.window, cfg.data.augment, cfg.train.seed, cut.part(cfg.model.window), cfg.data.repeat)
     words: dict[str, Any] = {"name": "train", "seed": cfg.train.seed, "accumulate": cfg.step.accumulate}
     words |= by_shard(train, cfg.data, cfg.data.batch, cfg.train.seed)
-    with (
-        _changed(load(crops, cfg.data.batch, cfg.data, mesh, {}, Batch, **words), crops) if mesh.trains
-        else nullcontext() as training,
-        _held(Volumes(validation), cfg, mesh, "validation") as held_out,
-        _held(Volumes(validation, cfg.data.pictures), cfg, mesh, "pictures") if cfg.data.pictures and mesh.trains
-        else nullcontext() as pictures,
-    ):  # fmt: skip
-        yield training, held_out, pictures
+    few = Volumes(validation, cfg.data.pictures)
+    with loaders(
+        mesh,
+        lambda: load(crops, cfg.data.batch, cfg.data, mesh, then=crops.changed, **words),
+        lambda: _held(Volumes(validation), cfg, mesh, "validation"),
+        (lambda: _held(few, cfg, mesh, "pictures")) if len(few) else None,
+    ) as found:
+        yield found
 
 
 def _held(source: "Volumes", cfg: Config, mesh: Mesh, name: str) -> Loader:
@@ -47,10 +47,10 @@ def _held(source: "Volumes", cfg: Config, mesh: Mesh, name: str) -> Loader:
     _, group = mesh.split("replicate", cfg.data.window_group, "data.window_group")
     costs = [source.windows(index, cfg.model) for index in range(len(source))]
     sampler = LargestFirst(costs, mesh["replicate"].size, group.size)
-    return load(source, sampler.groups, cfg.data, mesh, {}, Batch, name=name, sampler=sampler, last="keep")
+    return load(source, sampler.groups, cfg.data, mesh, name=name, sampler=sampler, last="keep")
 
 
-def _rows(cfg: Config, split: str, mesh: Mesh) -> Rows:
+def rows_of(cfg: Config, split: str, mesh: Mesh) -> Rows:
     data = cfg.data
     remedy = f"make data with: python -m data_prep.kits19 simulate {data.directory}, or set data.directory to what is there"
     rows = open_split(data.directory / split, FIELDS, remedy, data, mesh, data.shards if split == "train" else 1)
@@ -116,6 +116,12 @@ class Crops(Samples):
             image = vary(torch.from_numpy(image)[None], change, seed, self.window, self.box)[0].numpy()
         return Batch(image, label)
 
+    def changed(self, batch: "Batch | Unchanged", step: int) -> Batch:
+        """A batch on the device, whose intensities are changed if they still are to be."""
+        if isinstance(batch, Unchanged):
+            return Batch(vary(batch.image, batch.change, batch.seed, self.window, self.box), batch.label)
+        return batch
+
     def choose(self, index: int, epoch: int) -> Crop:
         cfg, rng = self.cfg, np.random.default_rng([self.seed, epoch, index])
         volume = index % len(self.rows)
@@ -162,32 +168,6 @@ class Unchanged(NamedTuple):
     label: Any
     change: Any  # [B, 2] factor, deviation of the noise
     seed: Any  # [B]
-
-
-class _Changed:
-    """Batches of a loader, changed on the device if they still are to be."""
-
-    def __init__(self, loader: Loader, source: Crops) -> None:
-        self._loader, self._source = loader, source
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def epoch(self, *words: Any, **more: Any) -> Iterator[Batch]:
-        for batch in self._loader.epoch(*words, **more):
-            image, label = batch[:2]
-            if isinstance(batch, Unchanged):
-                image = vary(image, batch.change, batch.seed, self._source.window, self._source.box)
-            yield Batch(image, label)
-
-
-@contextmanager
-def _changed(loader: Loader, crops: Crops) -> Iterator[Any]:
-    with loader:
-        yield _Changed(loader, crops)
 
 
 # ---- evaluation

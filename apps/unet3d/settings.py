@@ -9,13 +9,15 @@ from hpcai.config import Settings
 from hpcai.models.unet3d import UNet3DConfig
 from hpcai.settings import (
     CheckpointConfig,
+    Depth,
+    Height,
     LoaderConfig,
     MeshConfig,
     ReportConfig,
+    RunConfig,
     ScheduleConfig,
     StepConfig,
     TrainConfig,
-    check_staging,
 )
 
 Positive = Annotated[int, Field(ge=1)]
@@ -65,19 +67,23 @@ class DataConfig(LoaderConfig):
     """validation volumes of which the report shows a slice, what is in it and what the model sees"""
 
 
-class Config(Settings):
+class AxesConfig(MeshConfig, Depth, Height):
+    """Copies of the model, each of which may be cut along the depth and the height of its volume."""
+
+
+class Config(RunConfig):
     """A 3D U-Net run. The defaults are those of MLPerf Training's KiTS19 benchmark at a global batch of 56 (168 volumes: 3 steps an
     epoch): about 360,000 crops to a mean dice of 0.908."""
 
     model: UNet3DConfig = UNet3DConfig()
     data: DataConfig = DataConfig()
-    mesh: MeshConfig = MeshConfig()
+    mesh: AxesConfig = AxesConfig()
     step: StepConfig = StepConfig(
         optimizer="sgd",
         lr=2.0,
         nesterov=True,
         lr_in_momentum=False,
-        schedule=ScheduleConfig(unit="epochs", warmup=1000, start=1e-4, per="epoch", first=1),
+        schedule=ScheduleConfig(unit="epochs", warmup=1000, start=1e-4, counted="unet3d-reference"),
     )
     train: TrainConfig = TrainConfig(
         epochs=10_000, evaluate_from=1000, evaluate_every=20, metric="mean_dice", target=0.908, better="higher", hopeless=0.1
@@ -87,7 +93,6 @@ class Config(Settings):
 
     @model_validator(mode="after")
     def _goes_together(self) -> Self:
-        check_staging(self.mesh, self.data)
         if self.data.repeat > 1 and self.data.shards > 1:
             raise ValueError(f"data.repeat is {self.data.repeat} and data.shards {self.data.shards}; set one of them to 1")
         if self.data.reader == "dali":

@@ -12,15 +12,11 @@ import json
 import math
 import multiprocessing
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
-from pkgutil import iter_modules
 from typing import Any
 
 import numpy as np
@@ -29,20 +25,19 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-import hpcai
 from hpcai import config, dist
+from hpcai.cli import apps
+from hpcai.cli.trial import On, Subject, Switch
 from hpcai.data.readers import available_memory
 from hpcai.dist.collect import gather_objects
 from hpcai.errors import ConfigError
-from hpcai.train.ablation import Switch, Trial
 
-On = frozenset[str]
 BLUE, ORANGE, GREY, INK = "#0072B2", "#D55E00", "#c9ced6", "#1c2430"  # told apart by the colour-blind, and by lightness in print
 
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="hpcai ablate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("app", metavar="APP", help="a folder of apps/ with a file ablation.py")
+    parser.add_argument("app", metavar="APP", help="a folder of apps/ with a file trial.py")
     parser.add_argument("words", nargs="*", metavar="CONFIG.yaml|key=value", help="settings of the app")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, help="steps of a run, with an evaluation among them (4; on a GPU 8)")
@@ -54,11 +49,11 @@ def main(argv: Sequence[str]) -> int:
         parser.error("--repeats and --steps are at least 1")
     app = find(words.app)
     files = [word for word in words.words if word.endswith((".yaml", ".yml"))][:1]
-    cfg = config.load(app.CONFIG, files[0] if files else None, [word for word in words.words if word not in files])
+    cfg = config.load(app.settings, files[0] if files else None, [word for word in words.words if word not in files])
     with dist.start(cfg.mesh) as mesh:
         if mesh.sizes["evaluate"]:
             raise ConfigError(f"mesh.evaluate is {mesh.sizes['evaluate']}, but here all processes train; set it to 0")
-        names = chosen(switches := app.switches(cfg, mesh), words.only)
+        names = chosen(switches := app.every_switch(cfg, mesh), words.only)
         on_gpu = mesh.device.type == "cuda"
         steps = words.steps or (8 if on_gpu else 4)
         found: dict[str, Any] = {"ablate": words.app, "torch": torch.__version__, "steps": steps, "repeats": words.repeats}
@@ -79,17 +74,15 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def find(name: str) -> Any:
-    """The module ``apps.<name>.ablation``. Raises ConfigError, which lists the apps that have one."""
-    if find_spec("apps") is None:  # the command's own path has neither the current folder nor the checkout
-        sys.path += [str(Path.cwd()), str(Path(hpcai.__file__).parents[1])]
-    places = import_module("apps").__path__ if find_spec("apps") else []
-    known = [app.name for app in iter_modules(places) if app.ispkg]
-    offer = [app for app in known if find_spec(f"apps.{app}.ablation")]
-    if name not in offer:
-        what = f"apps/{name} has no file ablation.py" if name in known else f"there is no app {name!r}"
-        raise ConfigError(f"{what}; expected one of {', '.join(offer) or 'those in apps/ of a checkout, which is not here'}")
-    return import_module(f"apps.{name}.ablation")
+def find(name: str) -> Subject:
+    """What the app declares to be measured. Raises ConfigError, which lists the apps that declare it."""
+    module = apps.find(name, "trial")
+    if module is None:
+        what = f"apps/{name} has no file trial.py" if name in apps.every() else f"there is no app {name!r}"
+        offer = ", ".join(apps.names("trial"))
+        raise ConfigError(f"{what}; expected one of {offer or 'those in apps/ of a checkout, which is not here'}")
+    subject: Subject = module.Trial()
+    return subject
 
 
 def chosen(switches: Sequence[Switch], only: Sequence[str]) -> list[str]:
@@ -139,7 +132,7 @@ class Measured:
 class Bench:
     """Measures ``trial(on)`` for plain, for the first one, two, ... of ``names``, and for all but one of them."""
 
-    def __init__(self, trial: Callable[[On], AbstractContextManager[Trial]], names: list[str], mesh: dist.Mesh, steps: int) -> None:
+    def __init__(self, trial: Callable[[On], AbstractContextManager[Any]], names: list[str], mesh: dist.Mesh, steps: int) -> None:
         self.trial, self.names, self.mesh, self.steps = trial, names, mesh, steps
         self.added = [frozenset(names[:count]) for count in range(len(names) + 1)]
         self.left_out = [frozenset(names) - {name} for name in names]

@@ -588,7 +588,7 @@ class DaliLoader(Loader):
         self._plan = flow.plan
         following = self._begin(_Plan(self, epoch + 1, 0, ()), flow) if more else None
         try:
-            yield from self._deliver(flow, following)
+            yield from self._finished(plan, self._deliver(flow, following))
         except BaseException:  # also when the consumer has had enough: batches are left in the graph
             self._end(flow)
             self._end(following)

@@ -7,6 +7,7 @@ in a later batch of the same epoch. Either way each position is delivered once i
 number of samples delivered and the positions that were passed over (``late``), and another number of processes can go on there.
 """
 
+import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -65,15 +66,16 @@ class Loader:
     the epoch come again), ``keep`` (evaluation: each exactly once, in parts that may be uneven).
 
     ``workers`` threads, or ``processes``, prepare samples ahead, up to ``prefetch`` bytes. ``on_bad_sample``: ``stop`` raises;
-    ``skip`` delivers the next good one of the order (nothing, with ``keep``) and counts it in ``skipped``. All processes of a
-    cut copy construct it together. Raises DataError when a batch does not divide.
+    ``skip`` delivers the next good one of the order (nothing, with ``keep``) and counts it in ``skipped``. ``then(batch, step)``
+    makes of a batch on the device what is delivered; ``step`` counts the batches over all epochs, from 0. All processes of a cut
+    copy construct it together. Raises DataError when a batch does not divide.
     """
 
     def __init__(
         self, source: Source, batch: int, mesh: Mesh, *, name: str, sampler: Sampler | None = None, seed: int = 0,
         shuffle: bool = True, last: Literal["drop", "pad", "keep"] = "drop", accumulate: int = 1, workers: int = 2,
         processes: bool = False, prefetch: int = 1 << 30, order: Literal["strict", "ready"] = "strict",
-        on_bad_sample: Literal["stop", "skip"] = "stop", patience: float = 600.0,
+        on_bad_sample: Literal["stop", "skip"] = "stop", patience: float = 600.0, then: Callable[[Any, int], Any] | None = None,
     ) -> None:  # fmt: skip
         self.source, self.size, self.name, self.device = source, batch, name, mesh.device
         self.copies, self.order, self.last = mesh["replicate"], order, last
@@ -81,7 +83,7 @@ class Loader:
         self.skipped: list[Skipped] = []
         self._told = 0
         self._rank, self._workers, self._prefetch = mesh.rank, workers, prefetch
-        self._on_bad, self._patience = on_bad_sample, patience
+        self._on_bad, self._patience, self._then = on_bad_sample, patience, then
         self._check(batch, accumulate, mesh)
         self._order: Callable[[int], np.ndarray] = lru_cache(2)(self.sampler.order)
         self._leader = _Leader(mesh.copy) if order == "ready" and mesh.copy.size > 1 else None
@@ -130,6 +132,11 @@ class Loader:
         """Samples that an epoch delivers, over all processes."""
         return self.sampler.samples if self.last == "keep" else len(self) * self.size
 
+    @property
+    def counted(self) -> int:
+        """Samples that those of an epoch are drawn from."""
+        return len(self.source)
+
     def indices(self, epoch: int, first: int) -> np.ndarray:
         """Samples that this process reads, in strict order, for the batch that begins at position ``first`` of ``epoch``."""
         positions = np.arange(first, min(first + self.size, self.samples))
@@ -162,7 +169,7 @@ class Loader:
         if following is not None:
             course.ahead.feed(following.plan.tasks())
         try:
-            yield from self._batches(course, following)
+            yield from self._finished(course.plan, self._batches(course, following))
         except BaseException:  # also when the consumer has had enough
             course.ahead.close()
             raise
@@ -221,6 +228,12 @@ class Loader:
         )  # fmt: skip
         ahead.feed(plan.tasks())
         return _Course(plan, ahead)
+
+    def _finished(self, plan: "_Plan", batches: Iterator[Any]) -> Iterator[Any]:
+        if self._then is None:
+            return batches
+        first = plan.epoch * len(self) + plan.first // self.size
+        return map(self._then, batches, itertools.count(first))
 
     def _batches(self, course: "_Course", following: "_Course | None") -> Iterator[Any]:
         plan = course.plan

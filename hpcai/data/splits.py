@@ -1,8 +1,10 @@
 """From an app's settings of its data to a split's rows, samples and batches."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -78,9 +80,22 @@ def shards_of(rows: Rows, shards: int) -> np.ndarray:
     return np.array([of_file[rows.locate(index)[0]] for index in range(len(rows))])
 
 
+@contextmanager
+def loaders(
+    mesh: Mesh, training: Callable[[], Loader], validation: Callable[[], Loader], pictures: Callable[[], Loader] | None = None,
+) -> Iterator[tuple[Any, Any, Any]]:  # fmt: skip
+    """The loaders of a run, open until its end: those for training and for pictures are None on processes that only evaluate."""
+    with (
+        training() if mesh.trains else nullcontext() as train,
+        validation() as held_out,
+        pictures() if pictures is not None and mesh.trains else nullcontext() as shown,
+    ):
+        yield train, held_out, shown
+
+
 def load(
-    source: Source, batch: int, cfg: LoaderConfig, mesh: Mesh, layouts: Mapping[str, str], collect: Callable[..., Any],
-    **words: Any,
+    source: Source, batch: int, cfg: LoaderConfig, mesh: Mesh, layouts: Mapping[str, str] = MappingProxyType({}),
+    collect: Callable[..., Any] = dict, **words: Any,
 ) -> Loader:  # fmt: skip
     """Batches of ``source`` as ``cfg`` wants them made. ``layouts`` names the dims of each field of a sample (DHWC, or none) and
     ``collect(**fields)`` makes a batch of them: both are for DALI."""

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as torch_dist
 
 from hpcai.errors import MeshError
-
-AXES = ("replicate", "axial", "depth", "height", "tensor", "pipeline", "expert", "context", "evaluate")
+from hpcai.settings import AXES
 
 
 @dataclass(frozen=True)

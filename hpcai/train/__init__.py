@@ -13,6 +13,7 @@ __getattr__, __all__ = lazy(
         "Run": ".run",
         "Checkpoints": ".checkpoint",
         "seed_all": ".rng",
+        "seeds": ".rng",
         "evaluate": ".evaluation",
         "predict": ".evaluation",
         "StepConfig": "hpcai.settings",

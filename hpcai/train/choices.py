@@ -1,4 +1,4 @@
-"""From settings to parts of a step: what ``auto`` comes to here, how the model is compiled, how gradients are summed."""
+"""From settings to parts of a step: what ``auto`` comes to here, and how gradients are summed."""
 
 from typing import Any
 
@@ -11,6 +11,7 @@ from hpcai.errors import ConfigError
 from hpcai.parallel.replicate import GradientSums
 from hpcai.parallel.shard import FullySharded, ShardedSums
 from hpcai.settings import StepConfig
+from hpcai.train.compiling import blocks
 from hpcai.train.optim import decayed
 
 
@@ -60,8 +61,6 @@ def gradient_sums(model: nn.Module, mesh: Mesh, cfg: StepConfig) -> GradientSums
     decays, alone = decayed(model, cfg), mesh["replicate"].size == 1
     axes = None if cfg.shard_within is None or alone else mesh.split("replicate", cfg.shard_within, "step.shard_within")
     if cfg.shard == "weights" and not alone:
-        from hpcai.train.compiling import blocks
-
         return FullySharded(model, mesh, decays, blocks(model), axes, cfg.precision == "bf16-params")
     if cfg.precision == "bf16-params":
         narrow(model)
@@ -82,32 +81,3 @@ def narrow(model: nn.Module) -> None:
             parameter.data = parameter.data.bfloat16()
     for child in model.children():
         narrow(child)
-
-
-class Compiled:
-    """``model`` compiled in place by ``cfg.compile``, beginning with the code that ``cfg.compile_cache`` holds for it."""
-
-    def __init__(self, model: nn.Module, cfg: StepConfig, mesh: Mesh) -> None:
-        from hpcai.train import compiling
-
-        self._folder, self._first = cfg.compile_cache, mesh.is_first
-        relevant = {name: getattr(cfg, name) for name in ("precision", "compile", "accumulate", "shard")}
-        self._key = compiling.cache_key({"model": repr(model), **relevant})
-        began = self._folder is not None and compiling.restore(self._folder, self._key)
-        count = compiling.compile_model(model, cfg.compile)
-        kept = ", beginning with the code of an earlier job" if began else ""
-        self.note = f"step.compile: {count} module{'s' if count > 1 else ''} of {type(model).__name__}{kept}"
-        self._counts = compiling.Counts()
-        self._told = 0
-
-    def news(self) -> list[str]:
-        """What has been compiled since the start, when it is more than before; then it is also stored for later jobs."""
-        from hpcai.train import compiling
-
-        graphs = self._counts.read()["graphs"]
-        if graphs == self._told:
-            return []
-        self._told = graphs
-        if self._folder is not None and self._first:
-            compiling.store(self._folder, self._key)
-        return [self._counts.describe()]

@@ -24,7 +24,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from hpcai.dist.mesh import Mesh
 from hpcai.errors import ConfigError
+from hpcai.settings import StepConfig
 
 logger = logging.getLogger(__name__)
 
@@ -239,3 +241,28 @@ def _is_locked(path: Path) -> bool:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return False
     return True
+
+
+class Compiled:
+    """``model`` compiled in place by ``cfg.compile``, beginning with the code that ``cfg.compile_cache`` holds for it."""
+
+    def __init__(self, model: nn.Module, cfg: StepConfig, mesh: Mesh) -> None:
+        self._folder, self._first = cfg.compile_cache, mesh.is_first
+        relevant = {name: getattr(cfg, name) for name in ("precision", "compile", "accumulate", "shard")}
+        self._key = cache_key({"model": repr(model), **relevant})
+        began = self._folder is not None and restore(self._folder, self._key)
+        count = compile_model(model, cfg.compile)
+        kept = ", beginning with the code of an earlier job" if began else ""
+        self.note = f"step.compile: {count} module{'s' if count > 1 else ''} of {type(model).__name__}{kept}"
+        self._counts = Counts()
+        self._told = 0
+
+    def news(self) -> list[str]:
+        """What has been compiled since the start, when it is more than before; then it is also stored for later jobs."""
+        graphs = self._counts.read()["graphs"]
+        if graphs == self._told:
+            return []
+        self._told = graphs
+        if self._folder is not None and self._first:
+            store(self._folder, self._key)
+        return [self._counts.describe()]

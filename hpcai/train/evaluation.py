@@ -1,17 +1,32 @@
-"""Metrics and predictions over all samples of a loader, with the averaged weights where there is an average."""
+"""Metrics and predictions over all samples of a loader, with the averaged weights where there is an average.
 
+A run is evaluated by the processes that train, which wait or go on meanwhile, or by processes of their own. In every case the
+weights are those of the step at which ``start`` was called, and the metrics are the same.
+"""
+
+import copy
+import json
+import threading
+import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
+import torch.distributed as torch_dist
 from torch import Tensor, nn
 
-from hpcai.dist.collect import gather_objects, gather_rows
-from hpcai.dist.mesh import Axis
+from hpcai.dist.collect import agree, gather_objects, gather_rows, least
+from hpcai.dist.mesh import Axis, Mesh
+from hpcai.errors import ConfigError
 from hpcai.train.measure import Sums, Value
 from hpcai.train.step import Step, samples_in
 
 Metric = Callable[[nn.Module, Any], dict[str, Value]]
+RowsOf = Callable[[nn.Module, Any], dict[str, Tensor]]
+Position = dict[str, Any]
+_WAITING = 2  # evaluations under way at most; the next one waits, for each holds a copy of the weights
 
 
 @torch.no_grad()
@@ -33,7 +48,7 @@ def score(step: Step, model: nn.Module, metric: Metric, batches: Any, axis: Axis
 
 
 @torch.no_grad()
-def predict(step: Step, function: Callable[[nn.Module, Any], dict[str, Tensor]], batches: Any) -> dict[str, Tensor]:
+def predict(step: Step, function: RowsOf, batches: Any) -> dict[str, Tensor]:
     """Rows that ``function(model, batch)`` gives for every sample, gathered from all copies, on the CPU of every process."""
     parts: dict[str, list[Tensor]] = {}
     with step.average.applied():
@@ -56,10 +71,7 @@ class Kept:
 
     def __init__(self, batches: Any) -> None:
         self._batches, self._kept = batches, list[Any]()
-        self._whole = False
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._batches, name)
+        self.samples, self._whole = batches.samples, False
 
     def epoch(self, epoch: int) -> Iterator[Any]:
         if self._whole:
@@ -71,6 +83,9 @@ class Kept:
             yield batch
         self._whole = True
 
+    def news(self) -> list[str]:
+        return list(self._batches.news())
+
 
 def _batches(model: nn.Module, batches: Any) -> Iterator[Any]:
     """The batches, with the model in evaluation mode meanwhile."""
@@ -80,3 +95,228 @@ def _batches(model: nn.Module, batches: Any) -> Iterator[Any]:
         yield from batches.epoch(0) if hasattr(batches, "epoch") else batches
     finally:
         model.train(was)
+
+
+# ---- when, and by which processes
+
+
+@dataclass
+class Scored:
+    """Metrics of the weights at ``position``, and the seconds that they took."""
+
+    position: Position
+    values: dict[str, float]
+    seconds: float
+
+
+class Here:
+    """On the processes that train, which wait."""
+
+    def __init__(self, step: Step, metric: Metric, validation: Any) -> None:
+        self.step, self.metric, self.validation = step, metric, validation
+        self._done: list[Scored] = []
+
+    @property
+    def pending(self) -> bool:
+        return bool(self._done)
+
+    def start(self, position: Position) -> None:
+        began = time.perf_counter()
+        values = evaluate(self.step, self.metric, self.validation)
+        self._done.append(Scored(position, values, time.perf_counter() - began))
+
+    def results(self, wait: bool = False) -> list[Scored]:
+        """Those that all processes of the run know to be done; ``wait``: all that were started."""
+        done, self._done = self._done, []
+        return done
+
+    def close(self, reason: str) -> None:
+        """No evaluation follows."""
+
+
+class Background(Here):
+    """On the processes that train, in a thread with a copy of the model, while they go on."""
+
+    def __init__(self, step: Step, metric: Metric, validation: Any) -> None:
+        super().__init__(step, metric, validation)
+        if step.cfg.shard == "weights" and step.mesh["replicate"].size > 1:
+            raise ConfigError(
+                "train.evaluate is background, but step.shard is weights, so that no process has a whole model; "
+                "set mesh.evaluate, step.shard=optimizer or train.evaluate=wait"
+            )
+        self.model = _twin(step.model)
+        self.axis = step.mesh.aside("replicate")
+        self._stream = torch.cuda.Stream() if step.mesh.device.type == "cuda" else None
+        self._under_way: list[tuple[Position, Future[tuple[dict[str, float], float]]]] = []
+
+    @property
+    def pending(self) -> bool:
+        return bool(self._under_way or self._done)
+
+    def start(self, position: Position) -> None:
+        if len(self._under_way) >= _WAITING:
+            self._done += self._take(1)
+        weights = self.step.snapshot()
+        ready = torch.cuda.current_stream().record_event() if self._stream else None
+        before = self._under_way[-1][1] if self._under_way else None
+        self._under_way.append((position, _later(lambda: self._score(weights, ready), before)))
+
+    def _score(self, weights: dict[str, Tensor], ready: Any) -> tuple[dict[str, float], float]:
+        began = time.perf_counter()
+        with torch.cuda.stream(self._stream):  # None: no stream
+            if self._stream is not None:
+                self._stream.wait_event(ready)
+            _load(self.model, weights)
+            values = score(self.step, self.model, self.metric, self.validation, self.axis, torch.device("cpu"))
+        return values, time.perf_counter() - began
+
+    def results(self, wait: bool = False) -> list[Scored]:
+        done, self._done = self._done, []
+        count = len(self._under_way)
+        if not wait and count:
+            count = sum(future.done() for _, future in self._under_way)
+            count = int(least(torch.tensor(count), self.step.mesh.aside("everyone")).item())
+        return done + self._take(count)
+
+    def _take(self, count: int) -> list[Scored]:
+        taken, self._under_way = self._under_way[:count], self._under_way[count:]
+        return [Scored(position, *future.result()) for position, future in taken]
+
+
+class Elsewhere(Background):
+    """On processes of their own, which get the weights from the first copy of the model; see ``serve``."""
+
+    def __init__(self, step: Step, metric: Metric, validation: Any) -> None:
+        Here.__init__(self, step, metric, validation)
+        self.link = step.mesh.link
+        self._stream = torch.cuda.Stream() if step.mesh.device.type == "cuda" else None
+        self._under_way = []
+
+    def start(self, position: Position) -> None:
+        if len(self._under_way) >= _WAITING:
+            self._done += self._take(1)
+        weights = self.step.snapshot()
+        before = self._under_way[-1][1] if self._under_way else None
+        ready = torch.cuda.current_stream().record_event() if self._stream else None
+        if self.link.size > 1:
+            future = _later(lambda: self._ask(weights, ready), before)
+        else:
+            future = Future()  # of the other copies: the first one tells them
+            future.set_result(({}, 0.0))
+        self._under_way.append((position, future))
+
+    def _ask(self, weights: dict[str, Tensor], ready: Any) -> tuple[dict[str, float], float]:
+        with torch.cuda.stream(self._stream):  # None: no stream
+            if self._stream is not None:
+                self._stream.wait_event(ready)
+            packed = _bytes(weights)
+        kinds = [str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()]
+        _send(self.link, json.dumps({"weights": kinds}).encode())
+        torch_dist.broadcast(packed, group=self.link.group, group_src=0)
+        answer = json.loads(_receive(self.link, 1))
+        return answer["values"], answer["seconds"]
+
+    def results(self, wait: bool = False) -> list[Scored]:
+        done, self._done = self._done, []
+        everyone, count = self.step.mesh.everyone, len(self._under_way)
+        if not wait and count:
+            count = agree(sum(future.done() for _, future in self._under_way), everyone)
+        return done + self._take(count)
+
+    def _take(self, count: int) -> list[Scored]:
+        scored = super()._take(count) if count else []
+        told = agree([(s.values, s.seconds) for s in scored], self.step.mesh.everyone) if count else []
+        return [Scored(s.position, *parts) for s, parts in zip(scored, told)]
+
+    def close(self, reason: str) -> None:
+        for _, future in self._under_way:  # of which nobody will hear; but the others must finish it before they hear of the end
+            future.exception()
+        if self.link.size > 1:
+            _send(self.link, json.dumps({"end": reason}).encode())
+
+
+def scoring(step: Step, metric: Metric | None, validation: Any, how: Literal["wait", "background"]) -> Here | None:
+    """How this process's part of the job has its weights evaluated. Raises ConfigError where the settings contradict each other."""
+    if metric is None:
+        if step.mesh.sizes["evaluate"]:
+            raise ConfigError(f"mesh.evaluate is {step.mesh.sizes['evaluate']}, but nothing is evaluated; set it to 0")
+        return None
+    if step.mesh.sizes["evaluate"]:
+        if how == "background":
+            raise ConfigError("train.evaluate is background, but mesh.evaluate gives it processes of its own; keep one of them")
+        return Elsewhere(step, metric, validation)
+    return (Background if how == "background" else Here)(step, metric, validation)
+
+
+def serve(step: Step, metric: Metric, validation: Any) -> str:
+    """What processes of ``mesh.evaluate`` do: evaluate the weights that come, until the training ends -> why it did."""
+    mesh: Mesh = step.mesh
+    state = list(step.model.state_dict().values())
+    while "end" not in (word := json.loads(_receive(mesh.link, 0))):
+        kinds = [getattr(torch, kind) for kind in word["weights"]]
+        sizes = [tensor.numel() * kind.itemsize for tensor, kind in zip(state, kinds)]
+        incoming = torch.empty(sum(sizes), dtype=torch.uint8)
+        torch_dist.broadcast(incoming, group=mesh.link.group, group_src=0)
+        began = time.perf_counter()
+        for tensor, part, kind in zip(state, incoming.split(sizes), kinds):
+            tensor.copy_(part.clone().view(kind).view(tensor.shape))  # a clone is aligned
+        values = score(step, step.model, metric, validation, mesh["replicate"], mesh.device)
+        if mesh.link.rank == 1:
+            _send(mesh.link, json.dumps({"values": values, "seconds": time.perf_counter() - began}).encode(), 1)
+        else:
+            _receive(mesh.link, 1)
+    return str(word["end"])
+
+
+def _twin(model: nn.Module) -> nn.Module:
+    """A copy of ``model`` with memory of its own, and without what the step has hung onto its modules."""
+    twin = copy.deepcopy(model)
+    for module in twin.modules():
+        hooks = module._forward_pre_hooks
+        for key in [key for key, hook in hooks.items() if getattr(hook, "waits_for_weights", False)]:
+            del hooks[key]
+    return twin.requires_grad_(False)
+
+
+@torch.no_grad()
+def _load(model: nn.Module, weights: dict[str, Tensor]) -> None:
+    for name, tensor in model.state_dict().items():
+        tensor.copy_(weights[name])
+
+
+def _bytes(weights: dict[str, Tensor]) -> Tensor:
+    return torch.cat([t.cpu().contiguous().flatten().view(torch.uint8) for t in weights.values()])
+
+
+def _send(link: Axis, word: bytes, source: int = 0) -> None:
+    torch_dist.broadcast(torch.tensor([len(word)]), group=link.group, group_src=source)
+    if word:
+        torch_dist.broadcast(torch.frombuffer(bytearray(word), dtype=torch.uint8), group=link.group, group_src=source)
+
+
+def _receive(link: Axis, source: int) -> bytes:
+    length = torch.zeros(1, dtype=torch.int64)
+    torch_dist.broadcast(length, group=link.group, group_src=source)
+    word = torch.zeros(int(length.item()), dtype=torch.uint8)
+    if len(word):
+        torch_dist.broadcast(word, group=link.group, group_src=source)
+    return word.numpy().tobytes()
+
+
+def _later(function: Callable[[], Any], after: Future[Any] | None) -> Future[Any]:
+    """``function()`` in a thread that does not keep the process alive, once ``after`` is done."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        # Where autocast ends for good it clears a cache, under a lock that the other thread may hold while it waits for this one's
+        # interpreter lock (torch 2.13, tracing for torch.compile): so it never ends for good here.
+        torch.autocast_increment_nesting()
+        try:
+            if after is not None:
+                after.exception()
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="evaluation", daemon=True).start()
+    return future

@@ -3,6 +3,7 @@
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,12 +15,11 @@ from hpcai.dist.host import Collector, Gpu, warm_collectives
 from hpcai.errors import CheckpointError, ConfigError, DataError, DivergedError
 from hpcai.settings import TrainConfig
 from hpcai.train.checkpoint import Progress
-from hpcai.train.evaluation import Kept, Metric
-from hpcai.train.measure import Sums, means
+from hpcai.train.evaluation import Kept, Metric, Position, Scored, scoring, serve
+from hpcai.train.measure import Sums, Value, means
 from hpcai.train.profile import Profile
 from hpcai.train.run import Run
 from hpcai.train.schedule import rate
-from hpcai.train.scoring import Position, Scored, scoring, serve
 from hpcai.train.signals import StopSignals
 from hpcai.train.step import Step, samples_in
 
@@ -133,17 +133,6 @@ class _Training:
         self._since: tuple[float, int] = (0.0, 0)
 
     def go(self) -> Result:
-        try:
-            result = self._train()
-        except DivergedError:
-            where = self._position()
-            self.reports.emit("stop", **where, reason="diverged", seconds=self.progress.seconds, target_reached=False)
-            raise
-        if self.scores is not None:
-            self.scores.close(result.reason)
-        return result
-
-    def _train(self) -> Result:
         resumed = self.checkpoints.resume(self.step) if self.checkpoints else None
         self.progress = self.result.progress = resumed or self.progress
         self._reported = self._saved = self.progress.step
@@ -153,6 +142,7 @@ class _Training:
         warm_collectives(self.mesh)
         folder = self.run.directory
         with (
+            self._divergence_told(),
             StopSignals(self.mesh) as signals,
             Collector(self.cfg.collect_every) as self.collector,
             Profile(folder, self.cfg.profile, self.mesh, done=self.progress.step) as self.profile,
@@ -169,7 +159,18 @@ class _Training:
             self.reports.emit("note", step=self.progress.step, text=f"stopped by {signals.received or 'a signal on another rank'}")
         at = self._scored or self._position()
         self.reports.emit("stop", **at, reason=reason, seconds=self.progress.seconds, target_reached=reason == "target")
+        if self.scores is not None:
+            self.scores.close(reason)
         return self.result
+
+    @contextmanager
+    def _divergence_told(self) -> Iterator[None]:
+        try:
+            yield
+        except DivergedError:
+            where = self._position()
+            self.reports.emit("stop", **where, reason="diverged", seconds=self.progress.seconds, target_reached=False)
+            raise
 
     def _is_over(self) -> bool:
         return self.progress.ended == "target" or self.progress.step >= self.steps
@@ -180,7 +181,8 @@ class _Training:
             left = (self.data.samples - self.progress.sample) / self.data.size
             more = self.steps - self.progress.step > left  # another epoch follows
             for batch in self.data.epoch(self.progress.epoch, self.progress.sample, self.progress.late, more):
-                self._one(batch)
+                values = self.step(batch, self.rate(self.progress.step))
+                self._made(values)
                 if self.progress.step >= self.steps:  # a signal now changes nothing: the end is evaluated and saved
                     break
                 if self._target_is_reached():
@@ -199,9 +201,8 @@ class _Training:
                 self._save()
         return "finished"
 
-    def _one(self, batch: Any) -> None:
-        lr = self.rate(self.progress.step)
-        values = self.step(batch, lr)
+    def _made(self, values: dict[str, Value]) -> None:
+        """What follows each step: sums, counters, reports and checkpoints that are due."""
         self._tell()
         self.sums.add(values, 1)  # every copy's part of a step counts alike, however many samples balancing gave it
         self.progress.step += 1

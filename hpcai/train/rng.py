@@ -1,10 +1,14 @@
 """Random numbers of a process: one seed for all generators, and their state as tensors."""
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from hpcai.dist.mesh import Mesh
 
 
 def seed_all(seed: int) -> None:
@@ -12,6 +16,15 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
+
+
+@contextmanager
+def seeds(seed: int, mesh: Mesh) -> Iterator[None]:
+    """Inside, where a model is made, all processes draw the same numbers; afterwards, for dropout, each copy of the model its own,
+    which the processes that hold a copy together share."""
+    seed_all(seed)
+    yield
+    seed_all(seed + mesh["replicate"].rank)
 
 
 def state() -> dict[str, Tensor]:

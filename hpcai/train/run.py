@@ -3,26 +3,38 @@
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from hpcai import config, log
 from hpcai.dist.mesh import Mesh
+from hpcai.mllog import Benchmark, MlperfLog
 from hpcai.train.checkpoint import Checkpoints
+from hpcai.train.evaluation import RowsOf, predict
+from hpcai.train.step import Step
+
+if TYPE_CHECKING:
+    from hpcai.train.loop import Result
 
 
 class Run:
     """Reports and checkpoints of a run with the settings ``cfg``, which has ``report`` and ``checkpoint`` sections.
 
-    Without settings, or with ``report.directory: null``, nothing is written. A context manager: the sinks are closed at its end.
+    Without settings, or with ``report.directory: null``, nothing is written. ``benchmark`` is what an MLPerf log says of it. A
+    context manager: the sinks are closed at its end.
     """
 
-    def __init__(self, name: str, cfg: Any, mesh: Mesh) -> None:
+    def __init__(self, name: str, cfg: Any, mesh: Mesh, benchmark: Benchmark | None = None) -> None:
         if cfg is not None:  # a notebook keeps its own logging
             log.setup(mesh.job.rank, mesh.job.size)
         self.name, self.mesh = name, mesh
         self.settings: dict[str, Any] = cfg.model_dump(mode="json") if cfg is not None else {}
         self.directory: Path | None = cfg.report.directory if cfg is not None else None
-        self.reports = log.reports(cfg.report, mesh) if cfg is not None else log.Reports()
+        self.reports = log.Reports()
+        if cfg is not None:
+            mlperf = None if benchmark is None else lambda path, echo: MlperfLog(path, benchmark, echo)
+            self.reports = log.reports(cfg.report, mesh, mlperf)
         self.checkpoints: Checkpoints | None = None
         self._cfg = cfg
         if self.directory is not None:
@@ -40,6 +52,24 @@ class Run:
             partial = path.with_name(f".partial.{path.name}")
             write(partial)
             partial.replace(path)
+
+    def writer(self, name: str, write: Callable[..., Any], *words: Any) -> Callable[[Any], None]:
+        """What keeps ``found`` as the file ``name``, by ``write(path, found, *words)``."""
+        return lambda found: self.keep(name, lambda path: write(path, found, *words))
+
+    def finish(
+        self, step: Step, result: "Result", function: RowsOf | None = None, batches: Any = None,
+        keep: Callable[[dict[str, Tensor]], Any] = lambda rows: None,
+    ) -> None:  # fmt: skip
+        """Leave ``model.safetensors`` for people, and ``keep`` the rows that ``function`` gives for ``batches``, if there are any.
+        A run that was asked to stop leaves nothing: it goes on later. All processes call this together."""
+        if result.reason == "signal":
+            return
+        model: Any = step.model
+        weights = step.snapshot()
+        self.keep("model.safetensors", lambda path: model.save(path, weights))
+        if function is not None and batches is not None:
+            keep(predict(step, function, batches))
 
     def __enter__(self) -> "Run":
         return self

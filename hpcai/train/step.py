@@ -18,7 +18,8 @@ from hpcai.settings import StepConfig
 from hpcai.train import rng
 from hpcai.train.average import Average
 from hpcai.train.capture import Capture, CudaGraph, Graph
-from hpcai.train.choices import Compiled, chosen, gradient_sums
+from hpcai.train.choices import chosen, gradient_sums
+from hpcai.train.compiling import Compiled
 from hpcai.train.measure import Value
 from hpcai.train.optim import Optimizer
 from hpcai.train.profile import span
@@ -65,8 +66,8 @@ class Step:
     def __call__(self, batch: Any, lr: float | None = None) -> dict[str, Value]:
         self.optimizer.set_rate(self.cfg.lr if lr is None else lr)
         with span("step"):
-            values = (self._capture or self._iterate)(batch)
-            if self.cfg.capture == "forward":
+            values = (self._capture or self._gradients)(batch)
+            if self.cfg.capture != "whole":
                 self._update(values)
         self._steps += 1
         return values
@@ -102,19 +103,11 @@ class Step:
         every: list[dict[str, Value]] = []
         for part in parts:
             self.sums.last = part is parts[-1]
-            head, values = self._head(model, part)
-            (head * self._share).backward()
-            every.append(values)
+            with self.autocast():
+                values = self.loss(model, part)
+            (_differentiable(values) * self._share).backward()
+            every.append({name: _detach(value) for name, value in values.items()})
         return _mean(every)
-
-    def _head(self, model: nn.Module, part: Any) -> tuple[Tensor, dict[str, Value]]:
-        """The loss to be differentiated, and what was measured."""
-        with self.autocast():
-            values = self.loss(model, part)
-        head = values.get("loss")
-        if not isinstance(head, Tensor):
-            raise ConfigError(f"the loss function returned {sorted(values)}; expected a scalar tensor named 'loss' among them")
-        return head, {name: _detach(value) for name, value in values.items()}
 
     def _each(self, model: nn.Module, batch: Any) -> dict[str, Value]:
         """``_forward_backward`` of micro-batches of one sample, whose gradients are clipped before they are added."""
@@ -128,13 +121,14 @@ class Step:
                     f"step.clip_per is sample, but a micro-batch has {count}; set step.accumulate to the samples of a copy, "
                     f"{self.cfg.accumulate * count}"
                 )
-            head, values = self._head(model, part)
-            gradients = torch.autograd.grad(head, parameters, allow_unused=True, materialize_grads=True)
+            with self.autocast():
+                values = self.loss(model, part)
+            gradients = torch.autograd.grad(_differentiable(values), parameters, allow_unused=True, materialize_grads=True)
             wide = [gradient.to(torch.promote_types(gradient.dtype, torch.float32)) for gradient in gradients]
             norm = torch.stack(torch._foreach_norm(wide, 2, dtype=self.optimizer.lr.dtype)).square().sum().sqrt()
             clipped = torch._foreach_mul(wide, self._share * (self.cfg.clip / (norm + 1e-6)).clamp(max=1.0))
             added = list(torch._foreach_add(added, clipped) if added else clipped)
-            every.append(values)
+            every.append({name: _detach(value) for name, value in values.items()})
         _Give.apply(added, *parameters).backward()
         return _mean(every)
 
@@ -257,6 +251,13 @@ def samples_in(batch: Any) -> int:
     while not isinstance(batch, Tensor):
         batch = next(iter(batch.values() if isinstance(batch, dict) else batch))
     return len(batch)
+
+
+def _differentiable(values: dict[str, Value]) -> Tensor:
+    head = values.get("loss")
+    if not isinstance(head, Tensor):
+        raise ConfigError(f"the loss function returned {sorted(values)}; expected a scalar tensor named 'loss' among them")
+    return head
 
 
 def _detach(value: Value) -> Value:

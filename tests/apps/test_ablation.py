@@ -26,7 +26,7 @@ from hpcai.models.dimenet.triplets import WithTriplets
 from hpcai.nn import BatchNorm, Conv2d, Conv3d
 from hpcai.parallel.batchnorm import Total
 from hpcai.train import ablation
-from hpcai.train.scoring import Background, Here
+from hpcai.train.evaluation import Background, Here
 from hpcai.train.step import Step
 from hpcai.train.trial import ByTorch
 from hpcai.train.trial import trial as trial_of

@@ -95,8 +95,8 @@ def test_a_run_leaves_everything_that_its_users_want(data: Path, tmp_path: Path)
 
 
 def test_the_mlperf_log_of_a_run_keeps_the_rules(data: Path, tmp_path: Path) -> None:
-    more = ["report.sinks=[mlperf]", "report.benchmark=cosmoflow", "train.target=9", "step.optimizer=sgd", "model.dropout=0.5"]
-    more += ["step.schedule={decay: steps, decay_at: [1], decay_to: [0.25], per: epoch, warmup: 1, start: 1e-4}"]
+    more = ["report.sinks=[mlperf]", "train.target=9", "step.optimizer=sgd", "model.dropout=0.5"]
+    more += ["step.schedule={decay: steps, decay_at: [1], decay_to: [0.25], counted: cosmoflow-nvidia, warmup: 1, start: 1e-4}"]
     assert APP.here(data, tmp_path / "run", *more) == 0
     checker = [sys.executable, "-m", "mlperf_logging.compliance_checker", "--usage", "hpc", "--ruleset", "3.0.0"]
     done = subprocess.run([*checker, str(tmp_path / "run" / "mlperf.log")], capture_output=True, text=True, cwd=tmp_path)

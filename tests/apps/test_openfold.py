@@ -338,7 +338,7 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path, kind: str, text: st
 
 
 def test_the_mlperf_log_of_a_run_keeps_the_rules(data: Path, tmp_path: Path) -> None:
-    more = ["report.sinks=[mlperf]", "report.benchmark=openfold", "train.target=0.001"]
+    more = ["report.sinks=[mlperf]", "train.target=0.001"]
     more += ["data.released_until=2021-09-16", "data.validation_from=2021-09-17", "data.validation_until=2021-12-11"]
     first = date(2021, 9, 17)
     folder = dated(data, tmp_path / "data", "train", [date(2020, 1, 1)] * 6)

@@ -14,10 +14,18 @@ import pytest
 from hpcai import config
 from hpcai.errors import ConfigError
 from hpcai.log import Event
-from hpcai.mllog import BENCHMARKS, PREFIX, MlperfLog, value_of
+from hpcai.mllog import PREFIX, Benchmark, MlperfLog, value_of
 
 APPS = Path(__file__).resolve().parents[2] / "apps"
 compliance = pytest.importorskip("mlperf_logging.compliance_checker.mlp_compliance")
+
+NAMES = ("cosmoflow", "deepcam", "opencatalyst", "openfold", "unet3d")
+
+
+def benchmark(app: str) -> Benchmark:
+    found: Benchmark = import_module(f"apps.{app}.mlperf").BENCHMARK
+    return found
+
 
 SETTINGS: dict[str, Any] = {
     "model": {"dropout": 0.5},
@@ -34,7 +42,7 @@ START = {
 def life(path: Path, errors: list[float], first: int = 0, reason: str = "target", echo: io.StringIO | None = None,
          **start: Any) -> None:
     """Epochs of two steps from epoch ``first`` on, one per entry of ``errors``, as the training loop tells them."""
-    log, now = MlperfLog(path, "cosmoflow", echo), 1000.0 + 100 * first
+    log, now = MlperfLog(path, benchmark("cosmoflow"), echo), 1000.0 + 100 * first
     log.write(Event("note", now - 5, {"text": "the model is built"}))
     log.write(Event("start", now, START | start))
     for epoch, error in enumerate(errors, start=first):
@@ -129,7 +137,7 @@ def test_a_resumed_run_has_one_header_and_every_epoch_once(tmp_path: Path) -> No
 def test_a_run_resumed_inside_an_epoch_starts_that_epoch_again(tmp_path: Path) -> None:
     path = tmp_path / "mlperf.log"
     life(path, [0.3, 0.25], reason="signal")
-    log = MlperfLog(path, "cosmoflow")
+    log = MlperfLog(path, benchmark("cosmoflow"))
     log.write(Event("start", 2000.0, START | {"resumed_from": 3}))
     log.write(Event("epoch", 2000.0, {"epoch": 1, "step": 3}))
     assert [(r["key"], r["metadata"]["epoch_num"]) for r in records(path) if r["key"].startswith("epoch")] == [
@@ -155,21 +163,22 @@ def test_a_setting_that_the_log_needs_is_named(tmp_path: Path) -> None:
 
 def test_every_table_is_well_formed() -> None:
     steps = ["step.schedule={unit: steps, decay: steps, length: null, decay_at: [800], decay_to: [0.1]}"]
-    for name, benchmark in BENCHMARKS.items():
-        assert len({row.key for row in benchmark.rows}) == len(benchmark.rows)
-        settings = import_module(f"apps.{'opencatalyst' if name == 'oc20' else name}.settings").Config
+    for name in NAMES:
+        entries = benchmark(name).entries
+        assert len({entry.key for entry in entries}) == len(entries)
+        settings = import_module(f"apps.{name}.settings").Config
         words = [[], steps] if name == "deepcam" else [[]]
         yaml = APPS / "openfold" / "configs" / "batch128.yaml" if name == "openfold" else None  # it asks for days of release
         runs = [config.load(settings, yaml, each).model_dump(mode="json") | {"run": START} for each in words]
-        for row in benchmark.rows:  # LAMB's lines and those of one decay are for runs with them
-            assert any(value_of(row, run) is not None for run in runs), row.key
+        for entry in entries:  # LAMB's lines and those of one decay are for runs with them
+            assert any(value_of(entry, run) is not None for run in runs), entry.key
 
 
 @pytest.mark.parametrize("seconds", [3.0, 9.0])
 def test_an_evaluation_that_training_did_not_wait_for_complies(tmp_path: Path, seconds: float) -> None:
     """Its lines come in a later epoch, with the step whose weights it scored, and so does the end of the run."""
     path = tmp_path / "mlperf.log"
-    log = MlperfLog(path, "cosmoflow", None)
+    log = MlperfLog(path, benchmark("cosmoflow"), None)
     log.write(Event("note", 995.0, {"text": "the model is built"}))
     log.write(Event("start", 1000.0, START))
     for epoch in range(3):
@@ -195,7 +204,7 @@ def trained(path: Path, dice: list[float], *words: str, ends: bool = True) -> No
     settings = config.load(import_module("apps.unet3d.settings").Config, YAML / "node.yaml", words).model_dump(mode="json")
     start = {"name": "unet3d", "settings": settings, "steps": 30000, "steps_per_epoch": 3, "global_batch": 56, "train_samples": 168,
              "validation_samples": 42}  # fmt: skip
-    log, now, step = MlperfLog(path, "unet3d"), 1000.0, 0
+    log, now, step = MlperfLog(path, benchmark("unet3d")), 1000.0, 0
     log.write(Event("start", now, START | start))
     for epoch, value in enumerate(dice):
         log.write(Event("epoch", now, {"epoch": epoch, "step": step}))
@@ -270,7 +279,7 @@ def test_the_rate_of_a_3d_unet_drops_in_epochs_or_not_at_all(tmp_path: Path) -> 
     assert not any(record["key"].startswith("opt_learning_rate_decay") for record in records(tmp_path / "cosine.log"))
     assert not complies_with_training(tmp_path / "cosine.log")
     with pytest.raises(ConfigError, match=r"counts step\.schedule\.warmup in epochs; set step\.schedule\.unit=epochs"):
-        trained(tmp_path / "unit.log", [0.91], "step.schedule={unit: steps, per: step}")
+        trained(tmp_path / "unit.log", [0.91], "step.schedule={unit: steps, counted: plainly}")
 
 
 def test_a_run_that_an_error_ends_is_aborted_and_may_be_resumed(tmp_path: Path) -> None:
@@ -279,7 +288,7 @@ def test_a_run_that_an_error_ends_is_aborted_and_may_be_resumed(tmp_path: Path) 
     last = records(path)[-1]
     assert (last["key"], last["metadata"]) == ("run_stop", {"status": "aborted", "epoch_num": 2, "step_num": 6})
     assert sum(record["key"] == "run_stop" for record in records(path)) == 1
-    log = MlperfLog(path, "unet3d")
+    log = MlperfLog(path, benchmark("unet3d"))
     settings = import_module("apps.unet3d.settings").Config().model_dump(mode="json")
     log.write(Event("start", 2000.0, START | {"settings": settings, "steps_per_epoch": 3, "resumed_from": 3}))
     assert not any(record["key"] == "run_stop" or record["metadata"].get("step_num", 0) > 3 for record in records(path))
@@ -291,9 +300,9 @@ def test_a_run_that_an_error_ends_is_aborted_and_may_be_resumed(tmp_path: Path) 
 def test_an_error_in_a_real_run_ends_its_log(tmp_path: Path) -> None:
     from hpcai import dist, train
 
-    report = f"report={{directory: {tmp_path}, sinks: [mlperf], benchmark: unet3d}}"
+    report = f"report={{directory: {tmp_path}, sinks: [mlperf]}}"
     cfg = config.load(import_module("apps.unet3d.settings").Config, YAML / "small.yaml", [report])
-    with pytest.raises(RuntimeError), train.Run("unet3d", cfg, dist.alone()) as run:
+    with pytest.raises(RuntimeError), train.Run("unet3d", cfg, dist.alone(), benchmark("unet3d")) as run:
         run.reports.emit("start", **START | {"settings": run.settings})
         run.reports.emit("epoch", epoch=0, step=0)
         raise RuntimeError
@@ -311,7 +320,7 @@ def test_the_checker_passes_openfold(tmp_path: Path) -> None:
     settings = config.load(import_module("apps.openfold.settings").Config, yaml, []).model_dump(mode="json")
     start = {"name": "openfold", "settings": settings, "steps": 2000, "steps_per_epoch": 40, "global_batch": 128,
              "train_samples": 594_595, "validation_samples": 180, "parameters": 93_229_082}  # fmt: skip
-    log, now = MlperfLog(path, "openfold"), 1000.0
+    log, now = MlperfLog(path, benchmark("openfold")), 1000.0
     log.write(Event("start", now, START | start))
     for epoch, value in enumerate([0.7, 0.78, 0.801]):
         log.write(Event("epoch", now, {"epoch": epoch, "step": 40 * epoch}))

@@ -161,7 +161,7 @@ def test_evaluation_on_all_ranks_and_on_ranks_of_its_own_at_once_is_refused() ->
     mesh.sizes["evaluate"] = 1
     step = Step(Network(), loss, StepConfig(), Mesh({}))
     step.mesh = mesh
-    from hpcai.train.scoring import scoring
+    from hpcai.train.evaluation import scoring
 
     with pytest.raises(ConfigError, match="train.evaluate is background, but mesh.evaluate gives it processes"):
         scoring(step, metric, [], "background")
@@ -204,7 +204,7 @@ def test_validation_samples_are_read_once_when_they_are_kept() -> None:
 
 
 def hooks(mesh: Mesh) -> tuple[int, int, bool]:
-    from hpcai.train.scoring import _twin
+    from hpcai.train.evaluation import _twin
 
     step = Step(Network(), loss, StepConfig(shard="optimizer"), mesh)
     twin = _twin(step.model)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from hpcai.models.cosmoflow.config import CosmoFlowConfig
 from hpcai.nn.conv import Conv3d
 
-_SLOPE = 0.3  # Keras's default for a leaky rectifier, not torch's 0.01
+SLOPE = 0.3  # Keras's default for a leaky rectifier, not torch's 0.01
 
 
 class Block(nn.Module):
@@ -28,7 +28,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # The rectifier rises, so the largest of eight rectified cells is the rectified largest: rectify an eighth of them.
-        return F.leaky_relu(self.pool(self.conv(x)), _SLOPE)
+        return F.leaky_relu(self.pool(self.conv(x)), SLOPE)
 
 
 class CosmoFlow(nn.Module):
@@ -62,8 +62,8 @@ class CosmoFlow(nn.Module):
                 x = ((x.permute(0, 2, 3, 4, 1) - self.mean) @ self.mix).permute(0, 4, 1, 2, 3)
         x = self.every_cell(self.conv_seq(x.contiguous(memory_format=torch.channels_last_3d)))
         x = x.permute(0, 2, 3, 4, 1).flatten(1)  # [B, D*H*W*F]: Keras's order, and the order in memory
-        x = F.dropout(F.leaky_relu(self.dense1(x), _SLOPE), self.cfg.dropout, self.training)
-        x = F.dropout(F.leaky_relu(self.dense2(x), _SLOPE), self.cfg.dropout, self.training)
+        x = F.dropout(F.leaky_relu(self.dense1(x), SLOPE), self.cfg.dropout, self.training)
+        x = F.dropout(F.leaky_relu(self.dense2(x), SLOPE), self.cfg.dropout, self.training)
         return self.one_answer(torch.tanh(self.output(x)) * 1.2)
 
     @torch.no_grad()

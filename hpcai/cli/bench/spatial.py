@@ -7,7 +7,6 @@ says; and what a rank keeps for its backward pass, as a share of what one rank k
 ranks wall seconds mean nothing and are left out.
 """
 
-import argparse
 import json
 import os
 import socket
@@ -20,22 +19,19 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from hpcai.cli.bench.timing import finish, machine, parser
+
 
 def main(argv: Sequence[str]) -> int:
-    from hpcai.cli.bench import _machine, finish
-
-    parser = argparse.ArgumentParser(
-        prog="hpcai bench spatial", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--size", type=int, default=64, help="edge of the volume, voxels; 128 is that of MLPerf")
-    parser.add_argument("--divide", type=int, default=1, help="all widths by this, for a quick look")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--repeats", type=int, default=3, help="measured steps of each")
-    parser.add_argument("--rounds", type=int, default=1, help="turns of all numbers of ranks")
-    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--json", action="store_true", help="print JSON alone")
-    parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
-    words = parser.parse_args(argv)
+    made = parser("spatial", __doc__)
+    made.add_argument("--size", type=int, default=64, help="edge of the volume, voxels; 128 is that of MLPerf")
+    made.add_argument("--divide", type=int, default=1, help="all widths by this, for a quick look")
+    made.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    made.add_argument("--repeats", type=int, default=3, help="measured steps of each")
+    made.add_argument("--rounds", type=int, default=1, help="turns of all numbers of ranks")
+    made.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    made.add_argument("--one", type=Path, help="the file of one number of ranks, which another process waits for")
+    words = made.parse_args(argv)
     if words.one:  # a process of one number of ranks
         words.one.write_text(json.dumps(_measure(words)))
         return 0
@@ -43,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     for _ in range(words.rounds):
         for ranks in words.ranks:
             runs[ranks].append(_launch(ranks, list(argv)))
-    found: dict[str, Any] = {"bench": "spatial", "precision": words.precision, "size": words.size, **_machine()}
+    found: dict[str, Any] = {"bench": "spatial", "precision": words.precision, "size": words.size, **machine()}
     found["ranks"] = [_row(ranks, runs, words) for ranks in words.ranks]
     return finish(found, ("ranks",), words.json)
 
@@ -101,13 +97,13 @@ def _measure(words: Any) -> dict[str, Any]:
     from hpcai import dist, train
     from hpcai.dist.collect import gather_objects
     from hpcai.models import unet3d
-    from hpcai.settings import MeshConfig, StepConfig
+    from hpcai.settings import StepConfig
 
     torch.set_num_threads(1)
     widths = tuple(n // words.divide for n in unet3d.UNet3DConfig().filters)
     cfg = unet3d.UNet3DConfig(filters=widths, window=(words.size,) * 3)
     world = int(os.environ["WORLD_SIZE"])
-    with dist.start(MeshConfig(depth=world)) as mesh:
+    with dist.start({"replicate": 1, "depth": world}) as mesh:
         torch.manual_seed(0)
         model: Any = unet3d.parallelize(unet3d.UNet3D(cfg), mesh)
         cut = model.total.cut

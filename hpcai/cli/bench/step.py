@@ -1,96 +1,55 @@
 """``hpcai bench step [PART ...]``: what each way of making a step faster brings here, each against its plain form.
 
     optimizer    our update with its average in one pass against torch's Adam and averages; on a GPU the part of the copy rate
-    precision    fp32, bf16 and bf16-params, and what `auto` chooses, against a plain loop with the same network
     capture      CUDA Graphs of a network of many small operations against the same step started one by one (GPU only)
     sharded      the time of a divided update on 4 ranks against the undivided one, and bytes that each rank sends
     evaluation   the time of a step while an evaluation goes on, beside it and on a rank of its own, against none
-    compile      seconds until the first compiled step is done, without and with the code that an earlier job left
 
 CPU times are CPU seconds of one thread where nothing else is said; those of a GPU are wall seconds. Medians of alternating runs.
 """
 
-import argparse
 import itertools
-import json
-import multiprocessing
 import os
+import socket
 import statistics
-import subprocess
-import sys
-import tempfile
+import struct
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-PARTS = ("optimizer", "precision", "capture", "sharded", "evaluation", "compile")
-Row = dict[str, Any]
+import torch
+import torch.distributed as torch_dist
+from torch import nn
+
+from hpcai import dist
+from hpcai.cli.bench.timing import Row, alternate, finish, machine, on_ranks, parser
+from hpcai.settings import StepConfig, TrainConfig
+from hpcai.train import Step, fit
+
+PARTS = ("optimizer", "capture", "sharded", "evaluation")
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="hpcai bench step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"one or more of {', '.join(PARTS)}; all of them if none is given")
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--millions", type=float, default=10.0, help="millions of parameters that are updated")
-    parser.add_argument("--json", action="store_true", help="print JSON alone")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    words = parser.parse_args(argv)
-    if words.child:
-        print(json.dumps(_first_step(Path(words.child))))
-        return 0
-    wrong = sorted(set(words.parts) - set(PARTS))
-    if wrong:
-        parser.error(f"there is no part {wrong[0]!r}; expected some of {', '.join(PARTS)}")
-    import torch
-
+    made = parser("step", __doc__)
+    made.add_argument("parts", nargs="*", metavar="PART", help=f"one or more of {', '.join(PARTS)}; all of them if none is given")
+    made.add_argument("--repeats", type=int, default=7)
+    made.add_argument("--millions", type=float, default=10.0, help="millions of parameters that are updated")
+    words = made.parse_args(argv)
+    if wrong := sorted(set(words.parts) - set(PARTS)):
+        made.error(f"there is no part {wrong[0]!r}; expected some of {', '.join(PARTS)}")
     torch.set_num_threads(1)
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu, {torch.backends.cpu.get_cpu_capability()}"
-    found: Row = {"bench": "step", "torch": torch.__version__, "device": device, "load": round(os.getloadavg()[0], 1)}
-    for part in words.parts or PARTS:
-        found[part] = globals()[f"_{part}"](words)
-        if not words.json:
-            print(part)
-            for row in found[part]:
-                print("  " + " · ".join(f"{key.replace('_', ' ')} {value}" for key, value in row.items()))
-    print(json.dumps(found))
-    return 0
-
-
-def _alternate(runs: Mapping[str, Callable[[], object]], repeats: int, warm: int = 2) -> dict[str, float]:
-    """Median seconds of each run: of the CPU, or of the wall on a GPU, which is waited for."""
-    import torch
-
-    gpu = torch.cuda.is_available()
-    clock = time.perf_counter if gpu else time.process_time
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for repeat in range(repeats + warm):
-        for name, run in list(runs.items())[:: 1 if repeat % 2 else -1]:
-            if gpu:
-                torch.cuda.synchronize()
-            began = clock()
-            run()
-            if gpu:
-                torch.cuda.synchronize()
-            if repeat >= warm:
-                times[name].append(clock() - began)
-    return {name: statistics.median(each) for name, each in times.items()}
+    measure = {"optimizer": _optimizer, "capture": _capture, "sharded": _sharded, "evaluation": _evaluation}
+    parts = words.parts or PARTS
+    return finish({"bench": "step", **machine()} | {part: measure[part](words) for part in parts}, parts, words.json)
 
 
 def _mesh() -> Any:
-    from hpcai import dist
-
     return dist.alone()
 
 
 def _layers(millions: float) -> Any:
     """Parameters in the sizes of CosmoFlow's five convolutions and three dense layers, about that many in all."""
-    import torch
-    from torch import nn
-
     share = [0.0004, 0.006, 0.023, 0.09, 0.36, 0.5, 0.02]
     sizes = [max(int(part * millions * 1e6), 64) for part in share]
     model = nn.Module()
@@ -103,11 +62,6 @@ def _layers(millions: float) -> Any:
 
 def _updates(millions: float, **words: Any) -> tuple[Callable[[], None], int]:
     """Our update of a step, its gradients being there."""
-    import torch
-
-    from hpcai.settings import StepConfig
-    from hpcai.train import Step
-
     step = Step(_layers(millions), lambda model, batch: {}, StepConfig.model_validate({"optimizer": "adam", **words}), _mesh())
     step.sums.zero()
     for row in step.sums.rows:
@@ -123,8 +77,6 @@ def _updates(millions: float, **words: Any) -> tuple[Callable[[], None], int]:
 
 
 def _optimizer(words: Any) -> list[Row]:
-    import torch
-
     device = _mesh().device
     plain = _layers(words.millions).to(device)
     for parameter in plain.parameters():
@@ -147,14 +99,14 @@ def _optimizer(words: Any) -> list[Row]:
     runs = {"torch": theirs, "ours": ours}
     if device.type == "cuda":
         runs["ours, bf16-params"] = _updates(words.millions, average=0.999, precision="bf16-params")[0]
-    seconds = _alternate(runs, words.repeats)
+    seconds = alternate(runs, words.repeats)
     what = "Adam(fused) and foreach averages" if fused else "Adam(foreach=False) and a loop of averages"
     rows = [{"against": what, "millions": round(count / 1e6, 1), "torch_ms": _ms(seconds["torch"]), "ours_ms": _ms(seconds["ours"]),
              "ratio": round(seconds["torch"] / seconds["ours"], 2)}]  # fmt: skip
     if device.type == "cuda":
         source = torch.empty(1 << 30, dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
-        copied = 2 * source.nbytes / _alternate({"copy": lambda: target.copy_(source)}, words.repeats)["copy"]
+        copied = 2 * source.nbytes / alternate({"copy": lambda: target.copy_(source)}, words.repeats)["copy"]
         # Read: weights, gradient, two moments, average; written: all but the gradient. bf16-params: a narrow gradient, and a narrow
         # copy of the weights is written.
         moved = {"ours": (5 + 4) * 4 * count, "ours, bf16-params": ((4 + 4) * 4 + 2 + 2) * count}
@@ -165,49 +117,8 @@ def _optimizer(words: Any) -> list[Row]:
     return rows
 
 
-def _precision(words: Any) -> list[Row]:
-    import torch
-
-    from hpcai.cli.bench import plain_network
-    from hpcai.models import cosmoflow
-    from hpcai.settings import StepConfig
-    from hpcai.train import Step
-
-    mesh, rows = _mesh(), []
-    gpu = mesh.device.type == "cuda"
-    for size, batch in ((128, 8), (128, 1), (64, 8)) if gpu else ((32, 1), (32, 4), (64, 1)):
-        torch.manual_seed(0)
-        counts = torch.randint(0, 100, (batch, size, size, size, 4), dtype=torch.int16, device=mesh.device)
-        target = torch.rand(batch, 4, device=mesh.device)
-        plain = plain_network(size).to(mesh.device)
-        sgd = torch.optim.SGD(plain.parameters(), lr=1e-3, momentum=0.9)
-
-        def eager(plain: Any = plain, sgd: Any = sgd, counts: Any = counts, target: Any = target) -> None:
-            sgd.zero_grad()
-            x = torch.log1p(counts.permute(0, 4, 1, 2, 3).float().contiguous())
-            torch.nn.functional.mse_loss(plain(x), target).backward()
-            sgd.step()
-
-        runs: dict[str, Callable[[], object]] = {"plain": eager}
-        for precision in ("fp32", "bf16", "bf16-params", "auto"):
-            model = cosmoflow.CosmoFlow(cosmoflow.CosmoFlowConfig(size=size, dropout=0.0))
-            cfg = StepConfig.model_validate({"optimizer": "sgd", "precision": precision, "capture": "auto"})
-            step = Step(model, cosmoflow.loss, cfg, mesh)
-            runs[precision] = partial(step, cosmoflow.Batch(counts, target))
-            if precision == "auto":
-                chosen = step.cfg.precision
-        seconds = _alternate(runs, words.repeats)
-        row: Row = {"cube": size, "batch": batch, "auto_is": chosen}
-        row |= {f"{name}_ms": _ms(value) for name, value in seconds.items()}
-        rows.append(row | {"auto_over_plain": round(seconds["plain"] / seconds["auto"], 2)})
-    return rows
-
-
 def small_operations(blocks: int = 24, channels: int = 64) -> Any:
     """A stack of normalisations, gates and small products, such as batch 1 of OpenFold: a GPU waits for the host between them."""
-    import torch
-    from torch import nn
-
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -229,11 +140,6 @@ def small_operations(blocks: int = 24, channels: int = 64) -> Any:
 
 
 def _capture(words: Any) -> list[Row]:
-    import torch
-
-    from hpcai.settings import StepConfig
-    from hpcai.train import Step
-
     if not torch.cuda.is_available():
         return [{"left out": "there is no GPU"}]
     mesh = _mesh()
@@ -244,7 +150,7 @@ def _capture(words: Any) -> list[Row]:
         cfg = StepConfig.model_validate({"precision": "bf16-params", "capture": how, "average": 0.999})
         step = Step(small_operations(), lambda model, x: {"loss": model(x).float().square().mean()}, cfg, mesh)
         runs[how] = partial(_several, step, batch, steps)
-    seconds = {how: value / steps for how, value in _alternate(runs, words.repeats).items()}
+    seconds = {how: value / steps for how, value in alternate(runs, words.repeats).items()}
     row: Row = {f"{how}_ms": _ms(value) for how, value in seconds.items()}
     row |= {"forward_over_none": round(seconds["none"] / seconds["forward"], 2)}
     row |= {"whole_over_none": round(seconds["none"] / seconds["whole"], 2)}
@@ -274,7 +180,7 @@ def _sharded(words: Any) -> list[Row]:
     seconds: dict[str, list[float]] = {}
     sent: dict[str, float] = {}
     for shard in ("none", "optimizer"):
-        answers = _on_ranks(ranks, _share_of_update, (shard, words.millions, words.repeats))
+        answers = on_ranks(ranks, _share_of_update, (shard, words.millions, words.repeats))
         seconds[shard] = [answer[0] for answer in answers]
         sent[shard] = statistics.mean(answer[1] for answer in answers)
     rows.append({
@@ -288,12 +194,6 @@ def _sharded(words: Any) -> list[Row]:
 
 def _share_of_update(mesh: Any, shard: str, millions: float, repeats: int) -> tuple[float, float]:
     """CPU seconds of an update on this rank, and bytes sent over bytes of the parameters in a whole step."""
-    import torch
-    import torch.distributed as torch_dist
-
-    from hpcai.settings import StepConfig
-    from hpcai.train import Step
-
     step = Step(_layers(millions), lambda model, batch: {}, StepConfig.model_validate({"average": 0.999, "shard": shard}), mesh)
     skip, spent = torch.zeros(()), []
     step.optimizer.set_rate(1e-3)
@@ -316,9 +216,6 @@ def _share_of_update(mesh: Any, shard: str, millions: float, repeats: int) -> tu
 
 def bytes_sent() -> int:
     """Bytes that this process's TCP sockets have sent and had acknowledged."""
-    import socket
-    import struct
-
     count = 0
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -332,36 +229,6 @@ def bytes_sent() -> int:
     return count
 
 
-def _on_ranks(world: int, function: Callable[..., Any], args: tuple[Any, ...], sizes: dict[str, int] | None = None) -> list[Any]:
-    """``function(mesh, *args)`` on so many processes of this machine, on the CPU."""
-    import torch
-
-    context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")  # CUDA does not outlive a fork
-    with tempfile.TemporaryDirectory() as folder:
-        answers = context.Queue()
-        common = (world, sizes or {}, folder, answers, function, args)
-        made = [context.Process(target=_enter, args=(rank, *common)) for rank in range(world)]
-        for process in made:
-            process.start()
-        found = dict(answers.get(timeout=600) for _ in made)
-        for process in made:
-            process.join()
-    return [found[rank] for rank in range(world)]
-
-
-def _enter(rank: int, world: int, sizes: dict[str, int], folder: str, answers: Any, function: Any, args: tuple[Any, ...]) -> None:
-    import torch
-    import torch.distributed as torch_dist
-
-    from hpcai.dist import Mesh
-
-    torch.set_num_threads(1)
-    torch_dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    answers.put((rank, function(Mesh({"replicate": -1, **sizes}, world, rank), *args)))
-    torch_dist.barrier()
-    torch_dist.destroy_process_group()
-
-
 def _evaluation(words: Any) -> list[Row]:
     ways: dict[str, tuple[int, dict[str, int]]] = {
         "none": (1, {}), "wait": (1, {}), "background": (1, {}), "elsewhere": (2, {"evaluate": 1})
@@ -369,7 +236,7 @@ def _evaluation(words: Any) -> list[Row]:
     found: dict[str, list[tuple[float, float]]] = {how: [] for how in ways}
     for _ in range(3):  # one after the other, and what else the machine does only adds: the shortest of each
         for how, (world, sizes) in ways.items():
-            found[how].append(_on_ranks(world, _steps_beside, (how, 40), sizes)[0])
+            found[how].append(on_ranks(world, _steps_beside, (how, 40), sizes)[0])
     step, total = ({how: min(each[i] for each in runs) for how, runs in found.items()} for i in (0, 1))
     return [
         {"evaluation": how, "step_ms": _ms(step[how]), "over_none": round(step[how] / step["none"], 3),
@@ -379,12 +246,6 @@ def _evaluation(words: Any) -> list[Row]:
 
 def _steps_beside(mesh: Any, how: str, steps: int) -> tuple[float, float]:
     """Median wall seconds of a step, and of all; the accelerator is emulated: it computes 50 ms while the host sleeps."""
-    import torch
-    from torch import nn
-
-    from hpcai.settings import StepConfig, TrainConfig
-    from hpcai.train import Step, fit
-
     times: list[float] = []
 
     def loss(model: nn.Module, batch: torch.Tensor) -> Row:
@@ -403,38 +264,6 @@ def _steps_beside(mesh: Any, how: str, steps: int) -> tuple[float, float]:
     fit(step, data, cfg, **given)
     gaps = sorted(b - a for a, b in itertools.pairwise(times))
     return (statistics.median(gaps), times[-1] - times[0]) if gaps else (0.0, 0.0)
-
-
-def _compile(words: Any) -> list[Row]:
-    with tempfile.TemporaryDirectory(prefix="compiled-") as folder:
-        seconds = []
-        for number in (1, 2):
-            environ = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/local-{number}", "OMP_NUM_THREADS": "1"}
-            code = f"import sys; from hpcai.cli.bench_step import main; sys.exit(main(['--child', {folder + '/kept'!r}]))"
-            done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=False)
-            if done.returncode:
-                return [{"left out": (done.stderr.strip().splitlines() or ["no word of why"])[-1]}]
-            seconds.append(json.loads(done.stdout.splitlines()[-1]))
-    return [{"first_job_s": round(seconds[0], 2), "second_job_s": round(seconds[1], 2), "part": round(seconds[1] / seconds[0], 3)}]
-
-
-def _first_step(folder: Path) -> float:
-    """Seconds until the first step of a compiled network is done, and its code is stored."""
-    import torch
-
-    from hpcai.models import cosmoflow
-    from hpcai.settings import StepConfig
-    from hpcai.train import Step
-
-    mesh = _mesh()
-    counts = torch.randint(0, 100, (1, 32, 32, 32, 4), dtype=torch.int16, device=mesh.device)
-    model = cosmoflow.CosmoFlow(cosmoflow.CosmoFlowConfig(size=32, filters=8, dropout=0.0))
-    began = time.perf_counter()
-    step = Step(model, cosmoflow.loss, StepConfig(compile="whole", compile_cache=folder), mesh)
-    step(cosmoflow.Batch(counts, torch.rand(1, 4, device=mesh.device)))["loss"].item()
-    seconds = time.perf_counter() - began
-    step.news()
-    return seconds
 
 
 def _ms(seconds: float) -> float:

@@ -276,7 +276,7 @@ def _larger(folder: Path, words: Any) -> list[dict[str, Any]]:
             return [{"left out": "needs root and a memory cgroup, /sys/fs/cgroup/memory or /sys/fs/cgroup"}]
         for kind in ("torch", "ours"):
             _forget(data)
-            command = [sys.executable, "-c", "import sys; from hpcai.cli.bench_data import main; main(sys.argv[1:])"]
+            command = [sys.executable, "-c", "import sys; from hpcai.cli.bench.data import main; main(sys.argv[1:])"]
             command += ["--threads", str(words.threads), "--child", kind, str(data), "4", group]
             done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})
             if done.returncode:

@@ -1,0 +1,81 @@
+"""CosmoFlow to be measured:  hpcai bench cosmoflow | hpcai ablate cosmoflow [model.size=128 data.batch=4 ...]
+
+The plain form has torch's layers in their usual order, contiguous. Universes are random counts. They are neither turned nor
+whitened, and nothing is dropped out, so that all arrangements compute the same.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from apps.cosmoflow.data import Universes, batches, rows_of
+from apps.cosmoflow.settings import Config, DataConfig
+from hpcai.cli.trial import On, Subject, Switch
+from hpcai.dist import Mesh
+from hpcai.models.cosmoflow import Batch, CosmoFlow, CosmoFlowConfig, error, loss, parallelize
+from hpcai.models.cosmoflow.model import SLOPE, Block
+from hpcai.nn import Conv3d
+
+_GPU = torch.cuda.is_available()
+
+
+class TrialConfig(Config):
+    """A CosmoFlow run of a size that is measured in minutes."""
+
+    model: CosmoFlowConfig = CosmoFlowConfig(size=128 if _GPU else 64)
+    data: DataConfig = DataConfig(batch=16 if _GPU else 1, workers=4 if _GPU else 1)
+
+
+class Trial(Subject):
+    settings, batch, fields = TrialConfig, Batch, Batch._fields
+    loss, metric = staticmethod(loss), staticmethod(error)
+
+    def switches(self, cfg: TrialConfig, mesh: Mesh) -> list[Switch]:
+        return [
+            Switch("kernels", "convolutions that halve a single small volume (on a CPU), and pooling before the rectifier"),
+            Switch("channels-last", "weights and activations in channels-last memory, as the files have them"),
+        ]
+
+    def known(self, cfg: TrialConfig) -> TrialConfig:
+        data = cfg.data.model_copy(update={"turn": False, "whiten": False})
+        model = cfg.model.model_copy(update={"dropout": 0.0, "mean": None, "mix": None})
+        return cfg.model_copy(update={"data": data, "model": model})
+
+    def cases(self, on_gpu: bool) -> Sequence[Sequence[str]]:
+        sizes = ((128, 1), (128, 16), (128, 64)) if on_gpu else ((64, 1), (64, 4), (128, 1), (128, 4))
+        return [(f"model.size={size}", f"data.batch={batch}") for size, batch in sizes]
+
+    def build(self, cfg: TrialConfig, mesh: Mesh, on: On) -> nn.Module:
+        model: Any = parallelize(CosmoFlow(cfg.model), mesh)
+        if "kernels" not in on:
+            for block in model.conv_seq:
+                block.__class__, block.conv.__class__ = _Usual, _Whole
+        if "channels-last" not in on:
+            model.to(memory_format=torch.contiguous_format).conv_seq.__class__ = _Contiguous
+        return model
+
+    def random(self, cfg: TrialConfig, random: np.random.Generator) -> tuple[Any, ...]:
+        counts = random.integers(0, 100, (*[cfg.model.size] * 3, cfg.model.channels), np.int16)
+        return counts, random.uniform(-1, 1, len(cfg.model.parameters)).astype(np.float32)
+
+    def loader(self, cfg: TrialConfig, mesh: Mesh, split: str, **words: Any) -> Any:
+        return batches(Universes(rows_of(cfg, split, mesh), None), cfg.data.batch, cfg, mesh, **words)
+
+
+class _Usual(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.max_pool3d(F.leaky_relu(self.conv(x), SLOPE), 2)
+
+
+class _Whole(Conv3d):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.Conv3d.forward(self, x)
+
+
+class _Contiguous(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.contiguous())

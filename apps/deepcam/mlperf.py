@@ -1,0 +1,30 @@
+"""What the MLPerf log of DeepCAM says beside the common lines. No torch here."""
+
+from hpcai.mllog import Benchmark, Entry, factor, for_lamb, in_steps, rise, scheduler, where_decay
+
+BENCHMARK = Benchmark(
+    name="deepcam",
+    entries=(
+        Entry("seed", "train.seed"),
+        Entry("gradient_accumulation_frequency", "step.accumulate"),
+        Entry("batchnorm_group_size", "batchnorm_group"),
+        Entry("opt_name", lambda setting: {"adam": "Adam", "adamw": "AdamW", "lamb": "LAMB"}.get(setting("step.optimizer"))),
+        Entry("opt_lr", "step.lr"),
+        Entry("opt_betas", "step.betas"),
+        Entry("opt_eps", "step.eps"),
+        Entry("opt_weight_decay", "step.weight_decay"),
+        Entry("opt_bias_correction", for_lamb(True)),
+        Entry("opt_grad_averaging", for_lamb(True)),
+        Entry("opt_max_grad_norm", lambda setting: setting("step.clip") if setting("step.optimizer") == "lamb" else None),
+        Entry("scheduler_type", scheduler),
+        Entry("scheduler_lr_warmup_steps", in_steps("step.schedule.warmup")),
+        Entry("scheduler_lr_warmup_factor", rise),
+        Entry("scheduler_milestones", where_decay(("steps",), in_steps("step.schedule.decay_at"))),
+        Entry("scheduler_decay_rate", factor),
+        Entry("scheduler_t_max", where_decay(("cosine",), in_steps("step.schedule.length"))),
+        Entry("scheduler_eta_min", where_decay(("cosine",), lambda setting: setting("step.schedule.floor") * setting("step.lr"))),
+        Entry("target_quality", "train.target", None),
+    ),
+    metric="iou",
+    metric_key="eval_accuracy",
+)

@@ -1,0 +1,128 @@
+"""DeepCAM to be measured:  hpcai bench deepcam | hpcai ablate deepcam [model.divide=8 data.batch=2 ...]
+
+The plain form has torch's layers one after the other, contiguous. Maps are random fields between 0 and 1, where a few cells are of
+a class other than the first.
+
+Batch norms over few cells amplify rounding at the first weights. At the default size on a CPU (a quarter of the widths, one map of
+192 x 288) torch's own float32 gradient is there 2e-2 away from that in float64, in channels-last memory 4e-2 (torch 2.13 adds up
+the moments of a channel to six digits there), and that under bfloat16 has little in common with it: a cosine of 0.4. In float64 all
+arrangements agree to 1e-12.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from apps.deepcam.data import Maps, batches, rows_of
+from apps.deepcam.group import group_norms
+from apps.deepcam.settings import Config, DataConfig
+from hpcai.cli.trial import On, Subject, Switch, exchange
+from hpcai.dist import Mesh
+from hpcai.dist.environment import place
+from hpcai.models.deepcam import STRIDE, Batch, DeepCam, DeepCamConfig, loss, parallelize, score
+from hpcai.nn import BatchNorm, Conv2d, ConvTranspose2d
+from hpcai.settings import StepConfig
+
+Cells = Annotated[int, Field(ge=STRIDE, multiple_of=STRIDE)]
+
+_GPU = torch.cuda.is_available()
+_GROUP = "group batch norm"
+_RARE = 0.02  # share of the cells that are of some class other than the first
+
+
+class TrialConfig(Config):
+    """A DeepCAM run of a size that is measured in minutes."""
+
+    model: DeepCamConfig = DeepCamConfig(divide=1 if _GPU else 4)
+    data: DataConfig = DataConfig(batch=(2 if _GPU else 1) * (place().world or 1), workers=4 if _GPU else 1)
+    step: StepConfig = Config().step.model_copy(update={"optimizer": "adamw"})  # torch has no LAMB to compare with
+    height: Cells = 768 if _GPU else 192
+    """of the random maps"""
+    width: Cells = 1152 if _GPU else 288
+
+
+class Trial(Subject):
+    settings, batch, fields = TrialConfig, Batch, Batch._fields
+    loss, metric = staticmethod(loss), staticmethod(score)
+    parts = {"group": group_norms}
+
+    def switches(self, cfg: TrialConfig, mesh: Mesh) -> list[Switch]:
+        group, alone = cfg.batchnorm_group, mesh["replicate"].size == 1
+        why_not = "one process: statistics are shared among copies" if alone else "batchnorm_group is 1" if group == 1 else None
+        return [
+            Switch("kernels", "batch norm, sum and rectifier in one pass on a GPU, 1 x 1 convolutions as products on a CPU"),
+            Switch("channels-last", "weights and activations in channels-last memory, as the files have them"),
+            Switch(_GROUP, f"batchnorm_group={group}, which costs messages (with kernels only)", why_not),
+        ]
+
+    def every_switch(self, cfg: TrialConfig, mesh: Mesh) -> list[Switch]:
+        every = super().every_switch(cfg, mesh)
+        if mesh.device.type == "cuda" or cfg.step.compile != "none":
+            return every
+        minutes = "torch.compile takes minutes for each arrangement on a CPU; ask for it with step.compile=whole"
+        return [replace(one, why_not=one.why_not or minutes) if one.name == "compile" else one for one in every]
+
+    def known(self, cfg: TrialConfig) -> TrialConfig:
+        classes, variables = len(cfg.model.classes), len(cfg.model.variables)
+        given = cfg.model.model_dump(exclude_none=True) | {"low": (0.0,) * variables, "high": (1.0,) * variables}
+        return cfg.model_copy(update={"model": cfg.model.model_copy(update={"frequencies": (1 / classes,) * classes} | given)})
+
+    def alike(self, cfg: TrialConfig) -> int:
+        """Copies of a group see the same maps, so that the statistics of one are those of all."""
+        return cfg.batchnorm_group
+
+    def cases(self, on_gpu: bool) -> Sequence[Sequence[str]]:
+        cells = ("height=768", "width=1152") if on_gpu else ("height=384", "width=576")
+        return [("model.divide=1", *cells, f"data.batch={batch}") for batch in ((1, 2, 8) if on_gpu else (1, 2))]
+
+    def build(self, cfg: TrialConfig, mesh: Mesh, on: On) -> nn.Module:
+        model = parallelize(DeepCam(cfg.model), mesh, cfg.batchnorm_group if {"kernels", _GROUP} <= on else 1)
+        if "kernels" not in on:
+            exchange(model, {BatchNorm: _Usual, Conv2d: _Plain, ConvTranspose2d: _PlainTransposed})
+        if "channels-last" not in on:
+            exchange(model.to(memory_format=torch.contiguous_format), {DeepCam: _Contiguous})
+        return model
+
+    def random(self, cfg: TrialConfig, random: np.random.Generator) -> tuple[Any, ...]:
+        fields = random.random((cfg.height, cfg.width, len(cfg.model.variables)), np.float32)
+        rare = random.random(fields.shape[:2]) < _RARE
+        return fields, (rare * random.integers(1, len(cfg.model.classes), rare.shape)).astype(np.uint8)
+
+    def loader(self, cfg: TrialConfig, mesh: Mesh, split: str, **words: Any) -> Any:
+        return batches(Maps(rows_of(cfg, split, mesh)), cfg.data.batch, cfg, mesh, **words)
+
+
+class _Usual(BatchNorm):
+    def forward(self, x: Tensor, plus: Tensor | None = None) -> Tensor:
+        y = nn.BatchNorm2d.forward(self, x)
+        if plus is not None:
+            y += plus
+        return F.relu(y, inplace=True) if self.relu else y
+
+
+class _Plain(Conv2d):
+    def forward(self, x: Tensor) -> Tensor:
+        if not self._is_product(x) or self.stride == (1, 1):
+            return nn.Conv2d.forward(self, x)
+        down, across = self.stride  # cells are picked first: the gradient of strided weights may end the process (``Conv2d``)
+        return F.conv2d(x[:, :, ::down, ::across], self.weight, self.bias)
+
+
+class _PlainTransposed(ConvTranspose2d):
+    def forward(self, x: Tensor, output_size: list[int] | None = None) -> Tensor:
+        return nn.ConvTranspose2d.forward(self, x, output_size)
+
+
+class _Contiguous(DeepCam):
+    def forward(self, x: Tensor) -> Tensor:
+        features, low = self.xception_features(x)
+        return self.upsample(self.bottleneck(features), self.bn2(self.conv2(low)))
+
+    def scaled(self, fields: Tensor) -> Tensor:
+        return super().scaled(fields).contiguous()

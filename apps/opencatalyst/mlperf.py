@@ -1,0 +1,20 @@
+"""What the MLPerf log of OpenCatalyst says beside the common lines. No torch here."""
+
+from hpcai.mllog import Benchmark, Entry, factor, in_steps, where_decay
+
+BENCHMARK = Benchmark(
+    name="oc20",
+    entries=(
+        Entry("seed", "train.seed"),
+        Entry("gradient_accumulation_frequency", "step.accumulate"),
+        Entry("opt_name", lambda setting: {"adam": "Adam", "adamw": "AdamW", "lamb": "LAMB"}.get(setting("step.optimizer"))),
+        Entry("opt_base_learning_rate", "step.lr"),                          # here the base is the peak
+        Entry("opt_learning_rate_warmup_steps", in_steps("step.schedule.warmup")),
+        Entry("opt_learning_rate_warmup_factor", lambda setting: setting("step.schedule.start") / setting("step.lr")),
+        Entry("opt_learning_rate_decay_boundary_steps", where_decay(("steps",), in_steps("step.schedule.decay_at"))),
+        Entry("opt_learning_rate_decay_factor", factor),
+        Entry("target_quality", "train.target", None),
+    ),
+    metric="force_mae",
+    metric_key="eval_error",
+)

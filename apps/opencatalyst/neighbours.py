@@ -1,0 +1,110 @@
+"""Neighbours of atoms, and the triplets that they make:  hpcai bench opencatalyst neighbours balance"""
+
+import math
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import torch
+
+from hpcai.cli.bench.timing import Row, alternate
+from hpcai.data.sampler import Balanced, Sampler, Shuffled
+from hpcai.errors import DataError, MissingExtraError
+from hpcai.models.dimenet.periodic import neighbours as neighbours_of
+from hpcai.models.dimenet.periodic_batch import neighbours_of_batch
+
+_COPIES, _FRAMES = (8, 64), 16  # a copy
+_BATCHES = 64  # of an epoch, at most
+_SYNTHETIC = 8 * 1024  # frames: 64 batches of 8 copies
+
+
+def slabs(count: int = 4) -> list[Any]:
+    """An oxygen atom on so many metals, each of five layers of 4 x 4 atoms, all moved by 0.05 angstrom."""
+    try:
+        from ase.build import add_adsorbate, fcc111
+    except ImportError as problem:
+        raise MissingExtraError("slabs need ASE: pip install 'hpcai-suite[opencatalyst]'") from problem
+    draw, found = np.random.default_rng(0), []
+    for metal in ("Cu", "Pt", "Ag", "Au")[:count]:
+        slab = fcc111(metal, (4, 4, 5), vacuum=10.0)
+        add_adsorbate(slab, "O", 1.5, "fcc")
+        slab.pbc = True
+        slab.rattle(0.05, rng=draw)
+        found.append(slab)
+    return found
+
+
+def neighbours(cfg: Any, repeats: int) -> list[Row]:
+    """Milliseconds for the neighbours of a slab: ASE's (all within the cutoff), ours (the nearest of them in their order), and ours
+    of four slabs at once on the device."""
+    given, model = slabs(), cfg.model
+    from ase.neighborlist import neighbor_list
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    counts = torch.tensor([len(slab) for slab in given])
+    arrays = np.concatenate([s.positions for s in given]), np.stack([s.cell.array for s in given]), np.stack([s.pbc for s in given])
+    index = torch.arange(len(given)).repeat_interleave(counts)
+    positions, cells, pbc = (torch.from_numpy(array).to(device) for array in arrays)
+    structure = index.to(device)
+    runs: dict[str, Callable[[], Any]] = {
+        "ase": lambda: [neighbor_list("ijS", slab, model.cutoff) for slab in given],
+        "ours": lambda: [neighbours_of(slab.positions, slab.cell.array, slab.pbc, model.cutoff, model.most) for slab in given],
+        "batch": lambda: neighbours_of_batch(positions, cells, pbc, structure, model.cutoff, model.most)[0].cpu(),
+    }  # fmt: skip
+    spent = {kind: 1e3 * s / len(given) for kind, s in alternate(runs, 3 * repeats).items()}
+    return [{
+        "structures": len(given), "atoms": int(counts[0]), "edges_in_cutoff": len(runs["ase"]()[0][0]),
+        "edges": len(runs["ours"]()[0].centre), **{f"{kind}_ms": round(value, 3) for kind, value in spent.items()},
+    }]  # fmt: skip
+
+
+def balance(cfg: Any, repeats: int) -> list[Row]:
+    """Triplets of the copy that has most over their mean, in batches of 16 frames a copy, on average of an epoch: dealt as they
+    come (none), equally many frames (frames), only triplets counted (triplets); of the first 64 batches at most. The frames are
+    those in ``data.directory``, if there are any there, and otherwise synthetic."""
+    counts, source = triplets(cfg.data.directory if (cfg.data.directory / "train").is_dir() else None)
+    return [uneven(counts, copies, source) for copies in _COPIES]
+
+
+def triplets(directory: Path | None, synthetic: int = _SYNTHETIC) -> tuple[Any, str]:
+    """Triplets of frames, and where they come from.   [N]"""
+    if directory is None:
+        draw = np.random.default_rng(0)
+        atoms = np.empty(0)
+        while len(atoms) < synthetic:
+            more = draw.lognormal(math.log(73) - 0.4**2 / 2, 0.4, synthetic)
+            atoms = np.concatenate([atoms, more[(more >= 20) & (more <= 220)].round()])[:synthetic]
+        return atoms * 46 * 46, "synthetic: log-normal like OC20's"
+    paths = sorted((directory / "train" if (directory / "train").is_dir() else directory).glob("*.h5"))
+    if not paths:
+        raise DataError(
+            f"{directory}: no train/*.h5 with triplets; make them with: python -m data_prep.opencatalyst simulate {directory}"
+        )
+    columns = []
+    for path in paths:
+        with h5py.File(path, "r") as file:
+            if "triplets" not in file:
+                raise DataError(f"{path}: no dataset 'triplets'; remake it with: python -m data_prep.opencatalyst")
+            columns.append(file["triplets"][:])
+    return np.concatenate(columns), str(directory)
+
+
+def uneven(counts: Any, copies: int, source: str = "") -> Row:
+    batch = _FRAMES * copies
+    if len(counts) < batch:
+        raise DataError(f"{source}: {len(counts)} frames, expected {batch} at least for {copies} copies; simulate more")
+    samplers: dict[str, Sampler] = {
+        "none": Shuffled(len(counts)), "frames": Balanced(counts, batch), "triplets": Balanced(counts, batch, equal=False),
+    }  # fmt: skip
+    found: Row = {"counts": source, "samples": len(counts), "triplets_each": round(counts.mean()), "copies": copies}
+    for name, sampler in samplers.items():
+        order, most = sampler.order(0), []
+        for first in range(0, len(order) - batch + 1, batch)[:_BATCHES]:
+            indices = order[first : first + batch]
+            work = [counts[indices[sampler.deal(indices, rank, copies)]].sum() for rank in range(copies)]
+            most.append(max(work) / statistics.fmean(work))
+        found[name] = round(statistics.fmean(most), 4)
+    return found

@@ -1,0 +1,124 @@
+"""DimeNet++ to be measured:  hpcai bench opencatalyst | hpcai ablate opencatalyst [data.batch=4 ...]
+
+The plain form lists all triplets, in torch's functions differentiated twice. In a benchmark the list of a batch's triplets is made
+once, as our own tables of its edges are. Frames are slabs of five layers of 4 x 4 metal atoms, all moved a little, with an oxygen
+atom on top.
+"""
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from apps.opencatalyst.data import FIELDS, Frames, Ladder, frame, joined, rows_of
+from apps.opencatalyst.neighbours import balance, neighbours
+from apps.opencatalyst.settings import Config, DataConfig
+from hpcai.cli.trial import Form, On, Peer, Subject, Switch
+from hpcai.data.splits import load
+from hpcai.dist import Mesh
+from hpcai.models.dimenet import Batch, DimeNet, DimeNetConfig, Sizes, loss, parallelize, score
+from hpcai.models.dimenet.model import Prediction
+from hpcai.models.dimenet.triplets import WithTriplets, edges_of, energy_and_forces
+
+_GPU = torch.cuda.is_available()
+_SLAB = (4, 4, 5)  # atoms along each side
+_SPACING = 2.5  # angstrom
+
+
+class TrialConfig(Config):
+    """An OpenCatalyst run of a size that is measured in minutes."""
+
+    data: DataConfig = DataConfig(batch=16 if _GPU else 1, workers=4 if _GPU else 1, shapes="few", balance="none")
+
+
+class Trial(Subject):
+    settings, fields, loss, metric = TrialConfig, tuple(FIELDS), staticmethod(loss), staticmethod(score)
+    flat = frozenset(name for name, (_, shape) in FIELDS.items() if shape[:1] == ("atoms",))
+    parts = {"neighbours": neighbours, "balance": balance}
+
+    def switches(self, cfg: TrialConfig, mesh: Mesh) -> list[Switch]:
+        return [Switch("no triplets", "moments of each atom's messages, and functions made to be differentiated twice")]
+
+    def cases(self, on_gpu: bool) -> Sequence[Sequence[str]]:
+        frames = 32 if on_gpu else 4
+        return [(f"model.angles={angles}", f"data.batch={frames}") for angles in ("detached", "conservative")]
+
+    def build(self, cfg: TrialConfig, mesh: Mesh, on: On) -> nn.Module:
+        model = parallelize((DimeNet if "no triplets" in on else WithTriplets)(cfg.model), mesh)
+        torch.manual_seed(cfg.train.seed)
+        for output in model.output_blocks:  # whose last weights are 0 at first, and so would be all gradients
+            torch.nn.init.normal_(output.lin.weight, std=0.1)
+        return model
+
+    def forms(self, cfg: TrialConfig, batch: Any, mesh: Mesh) -> dict[str, Callable[[], Form]]:
+        return {"plain": lambda: _listed(self.build(cfg, mesh, frozenset()), cfg, batch)}
+
+    def random(self, cfg: TrialConfig, random: np.random.Generator) -> tuple[Any, ...]:
+        atoms = np.stack(np.meshgrid(*map(np.arange, _SLAB), indexing="ij"), -1).reshape(-1, 3)
+        count, sides = len(atoms) + 1, np.array(_SLAB) * _SPACING + [0, 0, 12.0]
+        places = np.concatenate([atoms * _SPACING, [[0.5 * _SPACING, 0.5 * _SPACING, _SLAB[2] * _SPACING - 0.7]]])
+        values = {
+            "atoms": np.int32(count), "triplets": np.int64(0), "edges": np.int32(0), "energy": np.float64(random.normal()),
+            "cell": np.diag(sides), "pbc": np.ones(3, np.uint8), "numbers": np.append(random.integers(20, 80, count - 1), 8),
+            "positions": (places + random.normal(0, 0.05, (count, 3))).astype(np.float32),
+            "forces": random.normal(size=(count, 3)).astype(np.float32), "fixed": (places[:, 2] < 2 * _SPACING),
+        }  # fmt: skip
+        return tuple(np.asarray(values[name], FIELDS[name][0]) for name in FIELDS)
+
+    def together(self, cfg: TrialConfig, samples: list[tuple[Any, ...]]) -> Any:
+        frames = [frame(dict(zip(FIELDS, values)), cfg.model, "a random slab") for values in samples]
+        return joined(frames, cfg.step.accumulate)
+
+    def loader(self, cfg: TrialConfig, mesh: Mesh, split: str, **words: Any) -> Any:
+        source = Frames(rows_of(cfg, split, mesh), cfg.model, cfg.step.accumulate, _ladder(cfg, mesh))
+        return load(source, cfg.data.batch, cfg.data, mesh, **words)
+
+
+def _ladder(cfg: TrialConfig, mesh: Mesh) -> Ladder | None:
+    """Room for as many neighbours as there can be, so that all batches have one shape."""
+    each, most = int(np.prod(_SLAB)) + 1, cfg.model.most
+    count = each * cfg.data.batch // mesh["replicate"].size
+    return Ladder(Sizes(count + 1, count * most + 1, most, 2 * most, each)) if most else None
+
+
+class _Listed(nn.Module):
+    """A network with triplets, of which those of one batch are listed before."""
+
+    def __init__(self, net: Any, cfg: DimeNetConfig, batch: Batch | None) -> None:
+        super().__init__()
+        self.net, self.detached = net, cfg.angles == "detached"
+        self.edges = None if batch is None else edges_of(batch.graph)
+
+    def forward(self, graph: Any) -> Prediction:
+        assert self.edges is not None
+        count = len(self.edges.numbers)
+        energy, forces = energy_and_forces(self.net, graph.positions[:count], self.edges, self.detached)
+        return Prediction(energy, nn.functional.pad(forces, (0, 0, 0, len(graph.positions) - count)))
+
+
+def _listed(net: Any, cfg: TrialConfig, batch: Any, scaled: Any = None) -> Form:
+    model: Any = _Listed(net, cfg.model, batch)
+    scaled = scaled or net
+    model.scale, model.offset, model.mean_over_copies = scaled.scale, scaled.offset, scaled.mean_over_copies
+    return Form(model, loss)
+
+
+def pyg_network(cfg: DimeNetConfig) -> Any:
+    """PyTorch Geometric's, whose own ``forward`` knows no periodic images and needs a compiled extension."""
+    return import_module("torch_geometric.nn.models").DimeNetPlusPlus(
+        hidden_channels=cfg.hidden, out_channels=1, num_blocks=cfg.blocks, int_emb_size=cfg.interaction, basis_emb_size=cfg.basis,
+        out_emb_channels=cfg.output, num_spherical=cfg.spherical, num_radial=cfg.radial, cutoff=cfg.cutoff,
+        envelope_exponent=cfg.envelope, num_before_skip=cfg.before_skip, num_after_skip=cfg.after_skip,
+        num_output_layers=cfg.output_layers,
+    )  # fmt: skip
+
+
+def _pyg(cfg: TrialConfig, batch: Batch) -> Form:
+    ours = DimeNet(cfg.model).to(batch.forces.device)
+    return _listed(pyg_network(cfg.model), cfg, batch, ours)
+
+
+Trial.peers = {"pyg": Peer("torch_geometric", _pyg)}

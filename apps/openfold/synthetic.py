@@ -1,0 +1,27 @@
+"""Chains and alignments made of random numbers, to be measured with."""
+
+
+import numpy as np
+
+from hpcai.models.openfold import residues
+from hpcai.models.openfold.alignments import Alignment
+from hpcai.models.openfold.structures import Chain
+
+
+def chain(length: int, draw: np.random.Generator) -> Chain:
+    """Residues along a random walk, their atoms anywhere about them."""
+    aatype = draw.integers(0, 20, length)
+    mask = residues.ATOM37_EXISTS[aatype].astype("float32")
+    positions = draw.normal(0, 2.2, (length, 1, 3)).cumsum(0) + draw.normal(0, 1.5, (length, 37, 3))
+    sequence = "".join(residues.LETTERS[kind] for kind in aatype)
+    return Chain("synthetic", sequence, aatype, (positions * mask[..., None]).astype("float32"), mask, mask, 2.0, None, "none")
+
+
+def alignment(of: Chain, rows: int, draw: np.random.Generator) -> Alignment:
+    """Relatives that share 30 to 90 % of the residues; 2 % of the places have deletions."""
+    shape = rows, len(of.aatype)
+    changed = draw.random(shape, np.float32) < draw.uniform(0.1, 0.7, (rows, 1))
+    msa = np.where(changed, draw.integers(0, 22, shape, np.int8), of.aatype.astype(np.int8))
+    deletions = draw.integers(1, 20, shape, np.int32) * (draw.random(shape, np.float32) < 0.02)
+    msa[0], deletions[0] = of.aatype, 0
+    return Alignment(msa, deletions, [f"row {number}" for number in range(rows)])

@@ -1,0 +1,125 @@
+"""OpenFold to be measured:  hpcai bench openfold | hpcai ablate openfold [features.crop=64 ...]
+
+The plain form is the same function of the same weights in torch's operations on whole tensors: all logits, gates, outer products
+and distances at once. Chains and alignments are synthetic, without templates. ``checkpoint`` is our form whose blocks keep their inputs
+alone.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from apps.openfold.data import FIELDS, Chains, parts_of, rows_of
+from apps.openfold.folding import featurized, folded
+from apps.openfold.settings import Config, DataConfig
+from apps.openfold.synthetic import alignment, chain
+from hpcai.cli.trial import On, Subject, Switch
+from hpcai.data.splits import load
+from hpcai.dist import Mesh
+from hpcai.kernels import attention, gates, outer
+from hpcai.models.openfold import (
+    FeatureConfig,
+    OpenFold,
+    OpenFoldConfig,
+    evoformer,
+    featurize,
+    layers,
+    loss,
+    objective,
+    parallelize,
+    score,
+)
+from hpcai.models.openfold import attention as attentions
+from hpcai.models.openfold.features import collate
+
+_GPU = torch.cuda.is_available()
+# MLPerf HPC's.
+_WHOLE = ("model.blocks=48", "model.extra.blocks=4", "features.crop=256", "features.clusters=128", "features.extra=1024")
+
+
+class TrialConfig(Config):
+    """An OpenFold run of a size that is measured in minutes: full channel sizes, few blocks and residues."""
+
+    model: OpenFoldConfig = OpenFoldConfig.preset("initial", template=None, blocks=4, extra={"blocks": 1})
+    features: FeatureConfig = FeatureConfig(crop=64, clusters=32, extra=64, templates=0, recycles=0)
+    data: DataConfig = DataConfig(batch=1, workers=1)
+
+
+class Trial(Subject):
+    settings, fields, metric = TrialConfig, tuple(FIELDS), staticmethod(score)
+    flat = frozenset(name for name, (_, shape) in FIELDS.items() if shape and isinstance(shape[0], str))
+    variants = {"checkpoint": ("model.checkpoint=true",)}
+    parts = {"featurize": featurized, "fold": folded}
+
+    def loss(self, model: Any, batch: Any) -> dict[str, Any]:
+        return loss(model, batch)
+
+    def switches(self, cfg: TrialConfig, mesh: Mesh) -> list[Switch]:
+        return [Switch("kernels", "attention, gates, outer products and long chains without their largest tensors")]
+
+    def cases(self, on_gpu: bool) -> Sequence[Sequence[str]]:
+        if on_gpu:
+            return [_WHOLE, (*_WHOLE, "model.checkpoint=true")]
+        few = [("model.blocks=4", "features.crop=64", f"features.recycles={recycles}") for recycles in (0, 1)]
+        return [*few, ("model.blocks=2", "features.crop=128")]
+
+    def around(self, on: On) -> AbstractContextManager[Any]:
+        return nullcontext() if "kernels" in on else plainly()
+
+    def build(self, cfg: TrialConfig, mesh: Mesh, on: On) -> nn.Module:
+        model = parallelize(OpenFold(cfg.model), mesh)
+        torch.manual_seed(cfg.train.seed)
+        for parameter in model.parameters():
+            if not parameter.any():  # the last of a branch is 0 at first, and so would be all gradients within
+                torch.nn.init.normal_(parameter, std=0.01)
+        return model
+
+    def random(self, cfg: TrialConfig, random: np.random.Generator) -> tuple[Any, ...]:
+        made = chain(cfg.features.crop, random)
+        rows = alignment(made, cfg.features.clusters + cfg.features.extra, random)
+        values = {
+            "residues": len(made.aatype), "letters": rows.msa.size, "name": b"synthetic", "resolution": 2.0, "release": 0,
+            "cluster_size": 1, "hits": 0, "places": 0, "aatype": made.aatype, "positions": made.positions, "mask": made.mask,
+            "msa": rows.msa.reshape(-1), "deletions": rows.deletions.reshape(-1), "hit_row": [], "hit_sum_probs": [],
+            "hit_places": [],
+        }  # fmt: skip
+        return tuple(np.asarray(values[name], FIELDS[name][0]) for name in FIELDS)
+
+    def together(self, cfg: TrialConfig, samples: list[tuple[Any, ...]]) -> Any:
+        each = []
+        for number, values in enumerate(samples):
+            made, rows = parts_of(dict(zip(FIELDS, values)), "a synthetic chain")
+            each.append(featurize(made, rows, cfg=cfg.features, index=number))
+        return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in collate(each).items()}
+
+    def loader(self, cfg: TrialConfig, mesh: Mesh, split: str, **words: Any) -> Any:
+        rows = rows_of(cfg, split, FIELDS, mesh)
+        return load(Chains(rows, np.arange(len(rows)), cfg.features, cfg.train.seed), cfg.data.batch, cfg.data, mesh, **words)
+
+
+@contextmanager
+def plainly() -> Iterator[None]:
+    """Inside, the network and its loss are the same function of the same weights, in torch's operations on whole tensors."""
+    def channels_first(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x, weight, bias).permute(0, 3, 1, 2)
+
+    def whole(function: Callable[[slice], Tensor], count: int, *_: Any) -> Tensor:
+        return function(slice(0, count))
+
+    plain = [
+        (attentions, "gated_attention", attention.plain), (attentions, "channels_first", channels_first),
+        (evoformer, "gate", gates.plain), (evoformer, "channels_first", channels_first), (evoformer, "outer_product", outer.plain),
+        (evoformer, "in_parts", whole), (layers, "in_parts", whole), (objective, "several", lambda *_: 1 << 60),
+    ]  # fmt: skip
+    ours = [(module, name, getattr(module, name)) for module, name, _ in plain]
+    try:
+        for module, name, function in plain:
+            setattr(module, name, function)
+        yield
+    finally:
+        for module, name, function in ours:
+            setattr(module, name, function)

@@ -1,0 +1,130 @@
+"""The 3D U-Net to be measured:  hpcai bench unet3d | hpcai ablate unet3d [model.window='[64, 64, 64]' ...]
+
+The plain form has torch's layers one after the other, contiguous; ``channels_last`` is that in the other layout. Its loss is
+written as MLPerf's reference has it. Volumes are random, and as large as the window.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from apps.unet3d.data import FIELDS, Volumes, rows_of
+from apps.unet3d.settings import Config, DataConfig
+from hpcai.cli.trial import Form, On, Peer, Subject, Switch, exchange
+from hpcai.data.splits import load
+from hpcai.dist import Mesh
+from hpcai.models.unet3d import Batch, UNet3D, UNet3DConfig, loss, parallelize, score
+from hpcai.nn import Conv3d, ConvTranspose3d, InstanceNorm
+from hpcai.settings import StepConfig
+
+_GPU = torch.cuda.is_available()
+_SIDE = 128 if _GPU else 64
+
+
+class TrialConfig(Config):
+    """A 3D U-Net run of a size that is measured in minutes."""
+
+    model: UNet3DConfig = UNet3DConfig(window=(_SIDE, _SIDE, _SIDE))
+    data: DataConfig = DataConfig(batch=2 if _GPU else 1, workers=4 if _GPU else 1)
+    step: StepConfig = Config().step.model_copy(update={"lr": 1e-3})
+
+
+class Trial(Subject):
+    settings, batch, fields = TrialConfig, Batch, tuple(FIELDS)
+    loss = staticmethod(loss)
+
+    def metric(self, model: Any, batch: Any) -> dict[str, Any]:
+        return score(model, [batch] if isinstance(batch, Batch) else batch)
+
+    def switches(self, cfg: TrialConfig, mesh: Mesh) -> list[Switch]:
+        return [
+            Switch("kernels", "instance norm and rectifier in one pass, and the fastest convolution for each shape (on a CPU)"),
+            Switch("channels-last", "weights and activations in channels-last memory"),
+        ]
+
+    def cases(self, on_gpu: bool) -> Sequence[Sequence[str]]:
+        return [(f"model.window=[{_SIDE}, {_SIDE}, {_SIDE}]", f"data.batch={batch}") for batch in ((1, 2, 7) if on_gpu else (1,))]
+
+    def build(self, cfg: TrialConfig, mesh: Mesh, on: On) -> nn.Module:
+        model = parallelize(UNet3D(cfg.model), mesh)
+        if "kernels" not in on:
+            exchange(model, {InstanceNorm: _Usual, Conv3d: _Plain, ConvTranspose3d: _PlainTransposed})
+        if "channels-last" not in on:
+            exchange(model.to(memory_format=torch.contiguous_format), {UNet3D: _Contiguous})
+        return model
+
+    def forms(self, cfg: TrialConfig, batch: Any, mesh: Mesh) -> dict[str, Callable[[], Form]]:
+        layouts = {"plain": frozenset[str](), "channels_last": frozenset({"channels-last"})}
+        return {name: lambda on=on: Form(self.build(cfg, mesh, on), _reference) for name, on in layouts.items()}  # type: ignore[misc]
+
+    def random(self, cfg: TrialConfig, random: np.random.Generator) -> tuple[Any, ...]:
+        shape = cfg.model.window
+        boxes = np.zeros((2, 2, 6), np.int32)
+        return random.standard_normal(shape, np.float32), random.integers(0, len(cfg.model.classes), shape, np.uint8), boxes
+
+    def together(self, cfg: TrialConfig, samples: list[tuple[Any, ...]]) -> Any:
+        return Batch(*(torch.from_numpy(np.stack(column)) for column in list(zip(*samples))[:2]))
+
+    def loader(self, cfg: TrialConfig, mesh: Mesh, split: str, **words: Any) -> Any:
+        return load(_Stacked(rows_of(cfg, split, mesh)), cfg.data.batch, cfg.data, mesh, **words)
+
+
+class _Stacked(Volumes):
+    """Volumes of one size, as batches."""
+
+    def collate(self, samples: list[Batch]) -> Any:
+        return Batch(*(torch.from_numpy(np.stack(column)) for column in zip(*samples)))
+
+
+def _reference(model: Any, batch: Batch) -> dict[str, Tensor]:
+    """Cross entropy, and dice of a softmax and of one-hot labels, as MLPerf's reference writes them."""
+    logits, label = model(batch.image[:, None]).float(), batch.label.long()
+    guess = F.softmax(logits, 1)[:, 1:]
+    true = F.one_hot(label, logits.shape[1]).permute(0, 4, 1, 2, 3).float()[:, 1:]
+    over = (2, 3, 4)
+    dice = (2 * (guess * true).sum(over) + 1e-6) / (guess.sum(over) + true.sum(over) + 1e-6)
+    return {"loss": (F.cross_entropy(logits, label) + (1 - dice).mean()) / 2}
+
+
+class _Usual(InstanceNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.instance_norm(x, weight=self.weight, bias=self.bias, eps=self.eps)
+        return F.relu(y, inplace=True) if self.relu else y
+
+
+class _Plain(Conv3d):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.Conv3d.forward(self, x)
+
+
+class _PlainTransposed(ConvTranspose3d):
+    def forward(self, x: Tensor, output_size: list[int] | None = None) -> Tensor:
+        return nn.ConvTranspose3d.forward(self, x, output_size)
+
+
+class _Contiguous(UNet3D):
+    def forward(self, x: Tensor) -> Tensor:
+        skips = [x := self.input_block(x.contiguous())]
+        for down in self.downsample:
+            skips.append(x := down(x))
+        x = self.bottleneck(x)
+        for up, skip in zip(self.upsample, reversed(skips)):
+            x = up(x, skip)
+        return self.output(x)
+
+
+def _monai(cfg: TrialConfig, batch: Batch) -> Form:
+    """The network of nnU-Net in MONAI, whose blocks have leaky rectifiers."""
+    from importlib import import_module
+
+    widths = (*cfg.model.filters, cfg.model.filters[-1])
+    down = [1] + [2] * (len(widths) - 1)
+    words = {"kernel_size": [3] * len(widths), "strides": down, "upsample_kernel_size": down[1:], "filters": widths}
+    return Form(import_module("monai.networks.nets").DynUNet(3, cfg.model.channels, len(cfg.model.classes), **words), _reference)
+
+
+Trial.peers = {"monai": Peer("monai", _monai)}

@@ -1,0 +1,55 @@
+"""``hpcai bench NAME``: how fast one part is on this machine, and how much memory it takes.
+
+NAME is an app, which is measured against its plain form (``hpcai bench APP --help``), or one of the parts that every app uses:
+
+    step      ways to make a step faster: the update, capture, a divided optimizer, evaluation beside the training
+    spatial   one volume cut over processes: time, bytes against the formula, memory of each
+    data      reading samples, against fio, torch's DataLoader, h5py and DALI
+    all       each of them briefly, in ten minutes
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+from hpcai.cli import apps
+
+SHARED = ("step", "spatial", "data")
+_BRIEFLY = {"step": ["--repeats", "5"], "data": ["direct", "peers", "--repeats", "1", "--gib", "1"], "spatial": []}
+
+
+def main(argv: Sequence[str]) -> int:
+    names = [*SHARED, *apps.names("trial"), "all"]
+    if not argv or argv[0] in ("-h", "--help"):
+        print(f"{__doc__}\nNames here: {', '.join(names)}")
+        return 0
+    if argv[0] not in names:
+        print(f"hpcai bench: there is no {argv[0]!r}; expected one of {', '.join(names)}", file=sys.stderr)
+        return 2
+    if argv[0] == "all":
+        return _all("--json" in argv)
+    if argv[0] in SHARED:
+        return int(import_module(f"hpcai.cli.bench.{argv[0]}").main(argv[1:]))
+    from hpcai.cli.bench.app import main as measure
+
+    return measure(argv[0], argv[1:])
+
+
+def _all(quiet: bool) -> int:
+    """Each benchmark in a process of its own; one that fails is told and the others go on."""
+    found: dict[str, Any] = {}
+    for name in [*SHARED, *apps.names("trial")]:
+        words = [name, *_BRIEFLY.get(name, ["steps", "memory", "--repeats", "1"]), "--json"]
+        code = f"import sys; from hpcai.cli.bench import main; sys.exit(main({words!r}))"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        lines = done.stdout.splitlines()
+        failed = done.returncode != 0 or not lines
+        last = (done.stderr.strip().splitlines() or ["no word of why"])[-1]
+        found[name] = {"failed": last} if failed else json.loads(lines[-1])
+        if not quiet:
+            print(f"{name}: {last if failed else json.dumps(found[name], indent=1)}", flush=True)
+    print(json.dumps(found))
+    return int(any("failed" in entry for entry in found.values()))

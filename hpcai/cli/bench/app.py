@@ -1,0 +1,344 @@
+"""``hpcai bench APP [PART ...] [key=value ...]``: a training step of an app against its plain form, on the same random samples.
+
+    steps      a step of each form, in turns: ours, and the same network as one would write it first, trained by torch alone
+    memory     the peak of some steps of each form, in a process of its own
+    build      seconds to construct the network of each form, in a process of its own
+    loop       what ``fit`` costs around what a bare loop does
+    precision  our step in fp32, bf16, bf16-params, and as `auto` chooses, against the plain form
+    wall       wall seconds of a step on all cores: each form as a script runs it, and ours also with freed memory kept, as apps do
+    compile    seconds until the first compiled step is done, without and with the code that an earlier job left
+    profile    where the time of our step goes, by kind of operation
+
+Without a PART: steps, memory, build, loop, and what the app adds. Times are CPU seconds of one thread (wall milliseconds on a GPU,
+where our captured step is a form too), medians. key=value words are settings of the app, measured in place of its usual cases.
+``--precision auto`` is what an app takes; the plain form is then measured in float32, as somebody who writes it first would run it.
+``--peers`` also measures the same network in public packages, where these are installed (pip install 'hpcai-suite[peers]').
+"""
+
+import gc
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hpcai import config, dist
+from hpcai.cli import apps
+from hpcai.cli.bench.timing import Row, alternate, apart, finish, high_water, machine, parser, wait
+from hpcai.cli.trial import Form, Subject, torch_optimizer
+from hpcai.dist.host import keep_memory
+from hpcai.errors import ConfigError
+from hpcai.settings import TrainConfig
+from hpcai.train import Step, fit
+from hpcai.train.optim import decayed
+
+PARTS = ("steps", "memory", "build", "loop", "precision", "wall", "compile", "profile")
+_USUAL = 4  # parts that are measured where none is named
+_CAPTURED = {"captured": ("step.capture=whole",)}
+
+
+def main(name: str, argv: Sequence[str]) -> int:
+    module = apps.find(name, "trial")
+    assert module is not None
+    subject: Subject = module.Trial()
+    bench = Bench(name, subject, argv)
+    if bench.words.one:  # the process that another one started to measure one form
+        print(json.dumps(bench.one(bench.words.one)))
+        return 0
+    found: Row = {"bench": name, **machine()}
+    for part in bench.parts:
+        found[part] = bench.part(part)
+    return finish(found | bench.left_out(), (*bench.parts, "left_out"), bench.words.json)
+
+
+class Bench:
+    """What is measured of one app, as the words of the command have it."""
+
+    def __init__(self, name: str, subject: Subject, argv: Sequence[str]) -> None:
+        self.name, self.subject, self.on_gpu = name, subject, torch.cuda.is_available()
+        added = f"\n{name} adds: {', '.join(subject.parts)}." if subject.parts else ""
+        made = parser(name, f"{__doc__}{added}")
+        known = (*PARTS, *subject.parts)
+        made.add_argument("given", nargs="*", metavar="PART|key=value", help=f"parts are {', '.join(known)}")
+        made.add_argument("--repeats", type=int, default=3, help="measured steps of each form")
+        made.add_argument("--precision", nargs="+", choices=("auto", "fp32", "bf16"), default=["bf16" if self.on_gpu else "fp32"])
+        made.add_argument("--peers", action="store_true", help="also public packages")
+        made.add_argument("--one", help="measure one form, or what another process asks for")
+        self.words = made.parse_intermixed_args(argv)
+        parts = [word for word in self.words.given if "=" not in word]
+        if unknown := [part for part in parts if part not in known]:
+            made.error(f"there is no part {unknown[0]!r}; there are {', '.join(known)}")
+        self.parts = parts or [*PARTS[:_USUAL], *subject.parts]
+        settings = [word for word in self.words.given if "=" in word]
+        self.cases = [settings] if settings else [list(case) for case in subject.cases(self.on_gpu)]
+        if "wall" not in self.parts:
+            torch.set_num_threads(1)
+        self.mesh = dist.alone()
+
+    def part(self, part: str) -> list[Row]:
+        if part in self.subject.parts:
+            return list(self.subject.parts[part](self.settings(self.cases[0]), self.words.repeats))
+        return [row for case in self.cases for row in getattr(self, f"_{part}")(case)]
+
+    def left_out(self) -> Row:
+        missing = [peer.package for peer in self.subject.peers.values() if not find_spec(peer.package)]
+        text = f"not installed: {', '.join(missing)} (pip install 'hpcai-suite[peers]')"
+        return {"left_out": {"left out": text}} if self.words.peers and missing else {}
+
+    def settings(self, case: Sequence[str], *more: str) -> Any:
+        return self.subject.known(config.load(self.subject.settings, None, [*case, *more]))
+
+    def forms(self, case: Sequence[str]) -> list[str]:
+        """Names of all forms, ours the last of them."""
+        plain = self.subject.forms(self.settings(case), None, self.mesh)
+        peers = [name for name, peer in self.subject.peers.items() if self.words.peers and find_spec(peer.package)]
+        return [*plain, *peers, *(_CAPTURED if self.on_gpu else ()), *self.subject.variants, "ours"]
+
+    def form(self, name: str, case: Sequence[str], precision: str = "fp32") -> Callable[[], Tensor]:
+        """A training step of a form, which returns the loss."""
+        changes = (*_CAPTURED.get(name, ()), *self.subject.variants.get(name, ()))
+        cfg = self.settings(case, f"step.precision={precision}", *changes)
+        batch = self.subject.random_batch(cfg, range(cfg.data.batch), self.mesh.device)
+        torch.manual_seed(cfg.train.seed)
+        if name == "ours" or changes:
+            return self.ours(cfg, batch)
+        made = self.subject.forms(cfg, batch, self.mesh) | {
+            peer: lambda of=of: of.form(cfg, batch) for peer, of in self.subject.peers.items()
+        }
+        return plainly(made[name](), cfg, batch, self.mesh.device)
+
+    def ours(self, cfg: Any, batch: Any) -> Callable[[], Tensor]:
+        step = self.step(cfg)
+        return lambda: step(batch)["loss"]  # type: ignore[return-value]
+
+    def step(self, cfg: Any) -> Step:
+        model = self.subject.build(cfg, self.mesh, self.subject.whole(cfg, self.mesh))
+        return Step(model, self.subject.loss, cfg.step, self.mesh)
+
+    # ---- parts
+
+    def _steps(self, case: Sequence[str]) -> list[Row]:
+        rows = []
+        for precision in self.words.precision:
+            names = [name for name in self.forms(case) if self.on_gpu or name not in self.subject.variants]
+            if self.on_gpu:
+                spent = {name: self._alone(name, case, precision) for name in names}
+            else:
+                spent = dict(alternate({name: self.form(name, case, precision) for name in names}, self.words.repeats))
+            rows.append({**columns(case), "precision": precision, **timed(spent, self.on_gpu)})
+            gc.collect()
+        return rows
+
+    def _alone(self, name: str, case: Sequence[str], precision: str) -> float | str:
+        """Seconds, or why there are none. Not in turns with the others on a GPU: a graph would keep its memory."""
+        try:
+            return alternate({name: self.form(name, case, precision)}, self.words.repeats)[name]
+        except (torch.OutOfMemoryError, ConfigError) as problem:  # a capture says either by the latter
+            return "out of memory" if "out of memory" in str(problem) else str(problem)
+        finally:
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    def _memory(self, case: Sequence[str]) -> list[Row]:
+        peak = {name: self.apart("memory", name, case).get("mb") for name in self.forms(case)}
+        ratios = {f"ours_over_{name}": round(peak["ours"] / mb, 3) for name, mb in peak.items() if mb and name != "ours"}
+        return [{**columns(case), **{f"{name}_mb": mb if mb is None else round(mb) for name, mb in peak.items()}, **ratios}]
+
+    def _build(self, case: Sequence[str]) -> list[Row]:
+        skipped = (*_CAPTURED, *self.subject.variants)
+        found = {name: self.apart("build", name, case) for name in self.forms(case) if name not in skipped}
+        return [{**columns(case), **found["ours"], **{f"{name}_s": said.pop("s", None) for name, said in found.items()}}]
+
+    def _wall(self, case: Sequence[str]) -> list[Row]:
+        names = [name for name in self.forms(case) if name not in (*_CAPTURED, *self.subject.variants)]
+        times: dict[str, list[float]] = {name: [] for name in (*names, "kept")}
+        for _ in range(self.words.repeats):  # in turns: what else the machine does falls on all
+            for name, rows in times.items():
+                said = self.apart("wall", name, case)
+                rows.append(said["s"])
+        spent = {name: statistics.median(rows) for name, rows in times.items()}
+        ratios = {f"{name}_over_kept": round(s / spent["kept"], 3) for name, s in spent.items() if name != "kept"}
+        return [{**columns(case), "threads": said["threads"], **{f"{name}_s": round(s, 4) for name, s in spent.items()}, **ratios}]
+
+    def _precision(self, case: Sequence[str]) -> list[Row]:
+        runs = {"plain": self.form(self.forms(case)[0], case)}
+        runs |= {name: self.form("ours", case, name) for name in ("fp32", "bf16", "bf16-params", "auto")}
+        spent = alternate(runs, self.words.repeats)
+        times = {f"{name.replace('-', '_')}_ms": round(1e3 * s, 3) for name, s in spent.items()}
+        return [{**columns(case), **times, "auto_over_plain": round(spent["plain"] / spent["auto"], 2)}]
+
+    def _profile(self, case: Sequence[str]) -> list[Row]:
+        rows = []
+        for precision in self.words.precision:
+            rows.append({**columns(case), "precision": precision, **shares(self.form("ours", case, precision))})
+        return rows
+
+    def _compile(self, case: Sequence[str]) -> list[Row]:
+        with tempfile.TemporaryDirectory(prefix="compiled-") as folder:
+            said = []
+            for job in ("first", "second"):
+                local = f"{folder}/{job}"  # a node of its own: only what was stored is there
+                said.append(self.apart("compile", f"{folder}/kept", case, TORCHINDUCTOR_CACHE_DIR=local))
+        if failed := [one for one in said if "failed" in one]:
+            return failed
+        first, second = (one["s"] for one in said)
+        found = {"first_job_s": round(first, 2), "second_job_s": round(second, 2), "part": round(second / first, 3)}
+        return [{**columns(case), **found}]
+
+    def _loop(self, case: Sequence[str]) -> list[Row]:
+        return [{**columns(case), **overhead(self, case)}] if case is self.cases[0] else []
+
+    # ---- in a process of its own
+
+    def apart(self, part: str, one: str, case: Sequence[str], **environ: str) -> Row:
+        threads = {} if part == "wall" else {"OMP_NUM_THREADS": "1"}
+        peers = ["--peers"] if self.words.peers else []
+        return apart([self.name, part, *case, *peers, "--one", one], **threads, **environ)
+
+    def one(self, name: str) -> Row:
+        measure = {"build": self._built, "compile": self._compiled, "wall": self._clocked}
+        return measure.get(self.parts[0], self._peak)(name, self.cases[0])
+
+    def _peak(self, name: str, case: Sequence[str]) -> Row:
+        run = self.form(name, case, self.words.precision[0])
+        for _ in range(3):
+            run()
+        wait()
+        return {"mb": high_water()}
+
+    def _built(self, name: str, case: Sequence[str]) -> Row:
+        """The first construction in a process, whose imports are done."""
+        cfg = self.settings(case)
+        batch = self.subject.random_batch(cfg, [0], self.mesh.device)
+        made = self.subject.forms(cfg, batch, self.mesh)
+        made |= {"ours": lambda: Form(self.subject.build(cfg, self.mesh, self.subject.whole(cfg, self.mesh)), self.subject.loss)}
+        made |= {peer: lambda of=of: of.form(cfg, batch) for peer, of in self.subject.peers.items() if peer == name}
+        began = time.process_time()
+        model = made[name]().model
+        return {"parameters": sum(p.numel() for p in model.parameters()), "s": round(time.process_time() - began, 3)}
+
+    def _clocked(self, name: str, case: Sequence[str]) -> Row:
+        """Seconds of the third step: the first ones meet pages that no tensor had."""
+        run = self.form("ours" if name == "kept" else name, case)
+        if name == "kept":
+            keep_memory()
+        for _ in range(3):
+            began = time.perf_counter()
+            run()
+            wait()
+        return {"s": time.perf_counter() - began, "threads": torch.get_num_threads()}
+
+    def _compiled(self, folder: str, case: Sequence[str]) -> Row:
+        """Seconds until the first step of a compiled network is done, and its code is stored."""
+        cfg = self.settings(case, "step.compile=whole", f"step.compile_cache={folder}")
+        batch = self.subject.random_batch(cfg, range(cfg.data.batch), self.mesh.device)
+        began = time.perf_counter()
+        step = self.step(cfg)
+        step(batch)["loss"].item()  # type: ignore[union-attr]
+        seconds = time.perf_counter() - began
+        step.news()
+        return {"s": seconds}
+
+
+def columns(case: Sequence[str]) -> Row:
+    """The settings of a case as the first columns of its row."""
+    return {word.partition("=")[0].rpartition(".")[2]: word.partition("=")[2] for word in case}
+
+
+def timed(spent: dict[str, float | str], on_gpu: bool) -> Row:
+    """Times of all forms, and how many times slower than ours, or the best of ours, the others are."""
+    unit, scale = ("ms", 1e3) if on_gpu else ("s", 1.0)
+    found: Row = {f"{name}_{unit}": s if isinstance(s, str) else round(scale * s, 4) for name, s in spent.items()}
+    known = {name: s for name, s in spent.items() if not isinstance(s, str)}
+    best = min((known[name] for name in (*_CAPTURED, "ours") if name in known), default=None)
+    others = {name: s for name, s in known.items() if name not in (*_CAPTURED, "ours")}
+    return found | {f"{name}_over_ours": round(s / best, 3) for name, s in others.items() if best}
+
+
+def plainly(form: Form, cfg: Any, batch: Any, device: torch.device) -> Callable[[], Tensor]:
+    """A training step as one would write it first, with torch's optimizer; returns the loss."""
+    model, narrow = form.model.to(device), cfg.step.precision == "bf16"
+    try:
+        decays = decayed(model, cfg.step)
+    except ConfigError:  # the names of a peer's parameters are others
+        decays = set()
+    optimizer = torch_optimizer(model, cfg.step, decays)
+    means = [p.detach().clone() for p in model.parameters()] if cfg.step.average else []
+
+    def run() -> Tensor:
+        optimizer.zero_grad()
+        with form.around():
+            with torch.autocast(device.type, torch.bfloat16, enabled=narrow):
+                value: Tensor = form.loss(model, batch)["loss"]
+            value.backward()
+        if cfg.step.clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), cfg.step.clip)
+        optimizer.step()
+        with torch.no_grad():
+            for mean, parameter in zip(means, model.parameters()):
+                mean.lerp_(parameter, 1 - cfg.step.average)
+        return value.detach()
+
+    return run
+
+
+def shares(run: Callable[[], Any]) -> dict[str, str]:
+    """Shares of the time of one run, by kind of operation."""
+    from torch.profiler import ProfilerActivity, profile
+
+    kinds = {
+        "products and convolutions": ("convolution", "conv2d", "conv3d", "mm", "linear", "bmm"),
+        "norms and rectifiers": ("_norm", "relu", "threshold", "clamp_min", "_moments", "_sums", "_by_input", "_merge"),
+        "copies and casts": ("copy_", "cat", "contiguous", "fill_", "zero_", "clone"),
+    }
+    run()
+    on_gpu = torch.cuda.is_available()
+    with profile(activities=[ProfilerActivity.CUDA] if on_gpu else [ProfilerActivity.CPU]) as trace:
+        run()
+        wait()
+    parts, whole = dict.fromkeys([*kinds, "other"], 0.0), 0.0
+    for event in trace.key_averages():
+        spent = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        kind = next((kind for kind, words in kinds.items() if any(word in event.key.lower() for word in words)), "other")
+        parts[kind] += spent
+        whole += spent
+    return {kind: f"{100 * part / whole:.1f} %" for kind, part in parts.items()}
+
+
+def overhead(bench: Bench, case: Sequence[str]) -> Row:
+    """CPU seconds of a step by ``fit``, and those that a bare loop needs within it: clearing gradients, forward, backward, update.
+
+    Both are measured in the same steps: two separate loops differ by 5 % and more on their own, with the luck of the page tables.
+    """
+    cfg = bench.settings(case)
+    batch, step = bench.subject.random_batch(cfg, range(cfg.data.batch), bench.mesh.device), bench.step(cfg)
+    spent = [0.0]
+
+    @contextmanager
+    def clock() -> Any:
+        began = time.process_time()
+        yield
+        spent[0] += time.process_time() - began
+
+    def bare(model: Any, part: Any) -> Any:
+        values = bench.subject.loss(model, part)
+        values["loss"].backward()
+        return values
+
+    step.sums.zero, step.forward_backward = clock()(step.sums.zero), clock()(bare)
+    step.optimizer.step = clock()(step.optimizer.step)
+    steps, rows = 25, []
+    for repeat in range(bench.words.repeats + 1):
+        spent[0], began = 0.0, time.process_time()
+        fit(step, [batch], TrainConfig(steps=steps, report_every=steps, collect_every=None))  # collects garbage once, at its start
+        if repeat:
+            rows.append((spent[0] / steps, (time.process_time() - began) / steps))
+    inside, whole = (statistics.median(row[i] for row in rows) for i in (0, 1))
+    ratio = statistics.median(w / i for i, w in rows)
+    return {"inside_cpu_s": round(inside, 5), "fit_cpu_s": round(whole, 5), "overhead_percent": round(100 * (ratio - 1), 2)}

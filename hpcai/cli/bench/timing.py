@@ -1,0 +1,128 @@
+"""Clocks, peaks of memory, processes and tables that all benchmarks share."""
+
+import argparse
+import gc
+import json
+import multiprocessing
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+
+from hpcai.dist import Mesh
+
+Row = dict[str, Any]
+
+
+def machine() -> Row:
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"cpu, {torch.backends.cpu.get_cpu_capability()}"
+    return {"torch": torch.__version__, "device": device, "threads": 1, "load": round(os.getloadavg()[0], 1)}
+
+
+def wait() -> None:
+    """Return when the GPU has done what it was asked to; at once where there is none."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def alternate(runs: Mapping[str, Callable[[], object]], repeats: int, warm: int = 2) -> dict[str, float]:
+    """Median seconds of each run, in turns, so that a busy machine slows all alike: CPU seconds, or wall seconds on a GPU.
+
+    The first ``warm`` runs of each are not counted.
+    """
+    clock = time.perf_counter if torch.cuda.is_available() else time.process_time
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    gc.collect()
+    for repeat in range(repeats + warm):
+        for name, run in list(runs.items())[:: 1 if repeat % 2 else -1]:
+            wait()
+            began = clock()
+            run()
+            wait()
+            if repeat >= warm:
+                times[name].append(clock() - began)
+    return {name: statistics.median(each) for name, each in times.items()}
+
+
+def high_water() -> float:
+    """The most memory that this process has held so far, MB: of the GPU where there is one."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 1e6
+    # Not getrusage, whose maximum a child takes over from its parent.
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024 / 1e6
+
+
+def apart(words: Sequence[str], **environ: str) -> Row:
+    """What ``hpcai bench`` with these words prints last, in a process of its own."""
+    code = f"import sys; from hpcai.cli.bench import main; sys.exit(main({list(words)!r}))"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **environ})
+    if done.returncode:
+        return {"failed": (done.stderr.strip().splitlines() or ["no word of why"])[-1]}
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def on_ranks(world: int, function: Callable[..., Any], args: tuple[Any, ...], sizes: dict[str, int] | None = None) -> list[Any]:
+    """``function(mesh, *args)`` on so many processes of this machine, on the CPU."""
+    context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")  # CUDA does not outlive a fork
+    with tempfile.TemporaryDirectory() as folder:
+        answers = context.Queue()
+        common = (world, sizes or {}, folder, answers, function, args)
+        made = [context.Process(target=_enter, args=(rank, *common)) for rank in range(world)]
+        for process in made:
+            process.start()
+        found = dict(answers.get(timeout=600) for _ in made)
+        for process in made:
+            process.join()
+    return [found[rank] for rank in range(world)]
+
+
+def _enter(rank: int, world: int, sizes: dict[str, int], folder: str, answers: Any, function: Any, args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    torch_dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
+    answers.put((rank, function(Mesh({"replicate": -1, **sizes}, world, rank), *args)))
+    torch_dist.barrier()
+    torch_dist.destroy_process_group()
+
+
+def parser(name: str, text: str | None) -> argparse.ArgumentParser:
+    """The parser of ``hpcai bench NAME``."""
+    made = argparse.ArgumentParser(
+        prog=f"hpcai bench {name}", description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("--json", action="store_true", help="print JSON alone")
+    return made
+
+
+def finish(found: Row, parts: Sequence[str], quiet: bool) -> int:
+    """Print what was found: a table for each part, unless ``quiet``, and JSON as the last line."""
+    if not quiet:
+        _print_tables(found, parts)
+    print(json.dumps(found))
+    return 0
+
+
+def _print_tables(found: Row, parts: Sequence[str]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    title = f"{found['bench']}, torch {found['torch']}, {found['device']}, one thread, load {found['load']}"
+    for number, name in enumerate(part for part in parts if found.get(part)):
+        rows = found[name] if isinstance(found[name], list) else [found[name]]
+        table = Table(title=f"{name}: {title}" if number == 0 else name, title_justify="left")
+        keys = list(dict.fromkeys(key for row in rows for key in row))
+        for key in keys:
+            table.add_column(key.replace("_", " "), justify="right")
+        for row in rows:
+            table.add_row(*(str(row.get(key, "")) for key in keys))
+        console.print(table)
