@@ -5,7 +5,7 @@ import json
 import pytest
 
 from hpcai.cli.bench import main
-from hpcai.cli.bench_spatial import formula, work
+from hpcai.cli.bench.spatial import formula, work
 from hpcai.models.unet3d import UNet3DConfig
 
 

@@ -247,8 +247,9 @@ class Bench:
 
 
 def columns(case: Sequence[str]) -> Row:
-    """The settings of a case as the first columns of its row."""
-    return {word.partition("=")[0].rpartition(".")[2]: word.partition("=")[2] for word in case}
+    """The settings of a case as the first column of its row."""
+    pairs = (word.partition("=") for word in case)
+    return {"case": ", ".join(f"{name.rpartition('.')[2]} {value}" for name, _, value in pairs) or "usual"}
 
 
 def timed(spent: dict[str, float | str], on_gpu: bool) -> Row:

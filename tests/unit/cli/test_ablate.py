@@ -21,8 +21,8 @@ import time
 from contextlib import contextmanager, nullcontext
 import torch
 from hpcai.config import Settings
+from hpcai.cli.trial import Switch
 from hpcai.settings import MeshConfig
-from hpcai.train.ablation import Switch
 seen, ALIVE, counts = [], [], []
 class CONFIG(Settings):
     mesh: MeshConfig = MeshConfig()
@@ -30,10 +30,10 @@ class CONFIG(Settings):
     "switch that fails"
     late: bool = False
     "it fails after its first run"
-def switches(cfg, mesh):
+def switches():
     return [Switch("half", "takes half the time"), Switch("warp drive", "faster than light", "there is no dilithium"),
             Switch("rounded", "computes roughly"), Switch("brake", "takes longer")]
-class Trial:
+class Training:
     samples = 6
     def __init__(self, cfg, on):
         self.cfg, self.on, self.runs = cfg, on, 0
@@ -52,15 +52,19 @@ class Trial:
             raise ValueError("later")
         seen.append(self.on)
         time.sleep(steps * (0.004 if "half" in self.on else 0.008) + steps * 0.002 * ("brake" in self.on))
-@contextmanager
-def trial(cfg, mesh, on):
-    made = Trial(cfg, on)
-    ALIVE.append(on)
-    counts.append(len(ALIVE))
-    try:
-        yield made
-    finally:
-        ALIVE.remove(on)
+class Trial:
+    settings = CONFIG
+    def every_switch(self, cfg, mesh):
+        return switches()
+    @contextmanager
+    def trial(self, cfg, mesh, on):
+        made = Training(cfg, on)
+        ALIVE.append(on)
+        counts.append(len(ALIVE))
+        try:
+            yield made
+        finally:
+            ALIVE.remove(on)
 """
 PLAIN, ALL = frozenset[str](), frozenset({"half", "rounded", "brake"})
 SETS = [PLAIN, {"half"}, {"half", "rounded"}, ALL, ALL - {"half"}, ALL - {"rounded"}]  # all but brake is there already
@@ -72,9 +76,10 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").touch()
         if text:
-            (tmp_path / name / "ablation.py").write_text(text)
+            (tmp_path / name / "trial.py").write_text(text)
     monkeypatch.setattr(apps, "__path__", [*apps.__path__, str(tmp_path)])
-    yield ablate.find("fake")
+    ablate.find("fake")
+    yield sys.modules["apps.fake.trial"]
     for name in [name for name in sys.modules if name.startswith(("apps.fake", "apps.bare"))]:
         del sys.modules[name]
 
@@ -170,10 +175,10 @@ def test_only_some_switches(fake: Any, capsys: pytest.CaptureFixture[str]) -> No
         ablate.main(["fake", "--only", "warp_drive"])
 
 
-def test_apps_without_an_ablation_are_refused_with_those_that_have_one(fake: Any) -> None:
-    with pytest.raises(ConfigError, match=r"there is no app 'cosmo'; expected one of cosmoflow, deepcam, opencatalyst, fake"):
+def test_apps_without_a_trial_are_refused_with_those_that_have_one(fake: Any) -> None:
+    with pytest.raises(ConfigError, match=r"there is no app 'cosmo'; expected one of cosmoflow, .*, unet3d, fake"):
         ablate.main(["cosmo"])
-    with pytest.raises(ConfigError, match=r"apps/bare has no file ablation.py; expected one of cosmoflow, .*, fake"):
+    with pytest.raises(ConfigError, match=r"apps/bare has no file trial.py; expected one of cosmoflow, .*, fake"):
         ablate.main(["bare"])
     with pytest.raises(ConfigError, match="wrnog: no such key"):
         ablate.main(["fake", "wrnog=half"])

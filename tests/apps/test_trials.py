@@ -1,0 +1,301 @@
+"""What apps declare to be measured: the plain form is the same function, and plain is plain where all is ours."""
+
+import json
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import apps.deepcam.trial as deepcam
+from apps.opencatalyst.neighbours import triplets, uneven
+from hpcai import config, dist
+from hpcai.cli import ablate, trial
+from hpcai.cli.bench import app as bench
+from hpcai.data import Loader
+from hpcai.data.assemble import tree_map
+from hpcai.dist import Mesh
+from hpcai.errors import ConfigError, DataError
+from hpcai.models.dimenet import loss
+from hpcai.nn import BatchNorm, Conv2d
+from hpcai.parallel.batchnorm import Total
+from hpcai.train.evaluation import Background, Here
+from hpcai.train.step import Step
+from tests.ranks.launch import on_ranks
+
+SMALL = {
+    "cosmoflow": ["model.size=32", "model.filters=4", "data.batch=1", "data.workers=1"],
+    "deepcam": ["model.divide=8", "model.middle=1", "height=64", "width=96", "data.batch=1", "data.workers=1"],
+    "unet3d": ["model.filters=[4, 8]", "model.window=[16, 16, 16]", "data.workers=1"],
+    "opencatalyst": ["model.hidden=8", "model.output=8", "model.interaction=4", "model.blocks=1", "model.cutoff=3.6"],
+    "openfold": [
+        "model.blocks=1", "model.msa=16", "model.pair=8", "model.single=16", "model.structure.passes=2", "features.crop=12",
+        "features.clusters=4", "features.extra=6",
+    ],
+}  # fmt: skip
+# Tolerance of the gradient. DeepCAM's batch norms amplify rounding: torch's own is up to 1e-3 away from that in float64.
+TOLERANCE = {"cosmoflow": 1e-5, "deepcam": 1e-2, "unet3d": 1e-2, "opencatalyst": 1e-3, "openfold": 1e-3}
+LOOP = {"fused optimizer", "garbage collection", "direct I/O", "async evaluation"}
+MESH = dist.alone(torch.device("cpu"))
+NONE: frozenset[str] = frozenset()
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def made(app: str, *words: str) -> tuple[trial.Subject, Any]:
+    subject = ablate.find(app)
+    return subject, config.load(subject.settings, None, [*SMALL[app], *words])
+
+
+@pytest.mark.parametrize("app", SMALL)
+def test_all_forms_are_one_function(app: str) -> None:
+    measured = bench.Bench(app, ablate.find(app), SMALL[app])
+    losses = {name: float(measured.form(name, SMALL[app])()) for name in measured.forms(SMALL[app])}
+    assert losses == pytest.approx(dict.fromkeys(losses, losses["ours"]), rel=1e-4) and len(losses) >= 2
+
+
+@pytest.mark.parametrize("app", SMALL)
+def test_switches_change_no_numbers_and_the_loop_runs_with_all_of_them(app: str) -> None:
+    subject, cfg = made(app)
+    own = subject.whole(subject.known(cfg), MESH)
+    found = []
+    for on in (NONE, *([frozenset({name}) for name in own] if len(own) > 1 else []), own | LOOP):
+        with subject.trial(cfg, MESH, on) as training:
+            found.append(training.numerics())
+            if on in (NONE, own | LOOP):
+                with training.around():
+                    training.run(1)
+                assert training.step.count == 2, "one that is not timed and one"
+    (value, gradient), *others = found
+    assert gradient.isfinite().all() and gradient.norm() > 1e-3
+    for own_value, flat in others:
+        assert own_value == pytest.approx(value, rel=1e-5) and (flat - gradient).norm() < TOLERANCE[app] * gradient.norm()
+    assert max(float((flat - gradient).norm()) for _, flat in others) > 0, "another way to add up"
+
+
+def test_the_table_of_an_app(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    names = ["kernels", "fused optimizer"]
+    words = ["cosmoflow", *SMALL["cosmoflow"], "--repeats", "1", "--steps", "1", "--json", "--directory", str(tmp_path)]
+    assert ablate.main([*words, "--only", *names]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert [row["name"] for row in found["cumulative"]] == ["plain", *names] and len(found["switches"]) == 10
+    assert all(row["error"] is None for row in found["cumulative"] + found["left_out"])
+    assert {path.name for path in tmp_path.iterdir()} == {"ablation.json", "ablation.png"}
+
+
+def _note(seen: list[bool], module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+    if inputs[0][0, 0].numel() > 1:  # a pooled mean is both
+        seen.append(inputs[0].is_contiguous())
+
+
+@pytest.mark.parametrize("app", ["cosmoflow", "deepcam", "unet3d"])
+def test_plain_is_plain_and_all_is_ours(app: str) -> None:
+    subject, cfg = made(app)
+    own = subject.whole(subject.known(cfg), MESH)
+    convolutions = (nn.Conv2d, nn.Conv3d)
+    keys, kinds = [], []
+    for on, step, scores, every in ((NONE, trial.ByTorch, Here, None), (own | LOOP, Step, Background, 1000)):
+        with subject.trial(cfg, MESH, on) as training:
+            model: Any = training.step.model
+            assert type(training.step) is step and type(training.scores) is scores and training.collector.every == every
+            layers = [m for m in model.modules() if isinstance(m, convolutions) and m.kernel_size[0] > 1 and m.weight.shape[1] > 1]
+            assert all(layer.weight.is_contiguous() == (on == NONE) for layer in layers)
+            seen: list[bool] = []
+            for layer in layers:
+                layer.register_forward_pre_hook(partial(_note, seen))
+            with training.around():
+                training.run(1)
+            assert all(seen) if on == NONE else not any(seen), "memory of the activations"
+            assert isinstance(training.training, Loader) == (on != NONE)
+            keys.append(list(model.state_dict()))
+            kinds.append({type(m) for m in model.modules()})
+        assert on != NONE or training.training.loader is None, "its workers have ended"
+    assert keys[0] == keys[1] and kinds[0] != kinds[1]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adam"])
+def test_torch_s_optimizer_makes_the_same_steps(optimizer: str) -> None:
+    words = [f"step.optimizer={optimizer}", "step.average=0.9", "step.clip=0.05", "step.weight_decay=0.1", "model.dropout=0"]
+    subject, cfg = made("cosmoflow", *words)
+    found = []
+    for on in ({"direct I/O"}, {"direct I/O", "fused optimizer"}):
+        with subject.trial(cfg, MESH, frozenset(on)) as training, training.around():
+            training.numerics()
+            first = [p.detach().clone() for p in training.step.model.parameters()]
+            training.run(2)
+            names = dict(training.step.model.named_parameters())
+            found.append(({n: p.detach().clone() for n, p in names.items()}, dict(training.step.optimizer.averages())))
+            assert not torch.equal(first[0], names["conv_seq.0.conv.weight"])
+    for theirs, ours in zip(*found):
+        for name in ours:
+            torch.testing.assert_close(theirs[name], ours[name], rtol=1e-3, atol=2e-5)
+
+
+def test_what_cannot_be_had_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "fast_bf16", lambda device: False)
+    monkeypatch.setattr(trial.shutil, "which", lambda name: None)
+    subject, cfg = made("cosmoflow", "step.optimizer=lamb", "model.size=128", "data.batch=1000000")
+    why = {switch.name: switch.why_not or "" for switch in subject.every_switch(cfg, MESH)}
+    assert "full speed" in why["precision"] and "compiler" in why["compile"] and "/dev/shm" in why["direct I/O"]
+    assert "lamb" in why["fused optimizer"] and not why["kernels"]
+    assert "no GPU" in why["capture"] and "one process" in why["sharded optimizer"]
+    subject, asked = made("cosmoflow", "step.precision=bf16")
+    reasons = {s.name: s.why_not for s in subject.every_switch(asked, MESH)}
+    assert reasons["precision"] is None, "asking for it gets it"
+
+
+def test_why_deepcam_cannot_have_some_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    def shown(*words: str) -> dict[str, str]:
+        subject, cfg = made("deepcam", *words)
+        return {switch.name: switch.why_not or "" for switch in subject.every_switch(cfg, MESH)}
+
+    why = shown("batchnorm_group=2", "step.optimizer=lamb")
+    assert "minutes" in why["compile"] and "one process" in why["group batch norm"]
+    assert "lamb" in why["fused optimizer"] and not why["kernels"]
+    why = shown("step.compile=whole")
+    assert not why["compile"] and not why["fused optimizer"]
+    with pytest.raises(ConfigError, match="height is 100, expected a whole number >= 16 and a multiple of 16"):
+        shown("height=100")
+    with pytest.raises(ConfigError, match="'group-batch-norm' cannot be switched on here: one process"):
+        ablate.main(["deepcam", *SMALL["deepcam"], "--only", "group-batch-norm"])
+    with pytest.raises(ConfigError, match="depth: no such key"):
+        ablate.main(["deepcam", "depth=64"])
+    assert ablate.main(["deepcam", *SMALL["deepcam"], "--repeats", "1", "--steps", "1", "--only", "kernels"]) == 0
+    table = capsys.readouterr().out
+    assert "+ kernels" in table and "- kernels" in table and "group batch norm: batchnorm_group=1" in table and "NOT HERE" in table
+
+
+@pytest.mark.parametrize(("app", "more"), [("deepcam", "model.skip=after"), ("deepcam", "model.skip=before"), ("unet3d", "")])
+def test_arrangements_are_one_function_in_float64(app: str, more: str) -> None:
+    """In float64 there is no rounding to hide behind."""
+    subject, cfg = made(app, "data.batch=2", *([more] if more else []))
+    cfg = subject.known(cfg)
+    batch: Any = subject.random_batch(cfg, range(2), MESH.device)
+    if app == "deepcam":
+        assert 0 < (batch.mask == 1).float().mean() < 0.05 and batch.mask.max() == 2
+    found = []
+    for on in ([], ["kernels"], ["channels-last"], ["kernels", "channels-last"]):
+        torch.manual_seed(0)
+        model = subject.build(cfg, MESH, frozenset(on)).double()
+        value = subject.loss(model, batch)["loss"]
+        value.backward()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        model.eval()  # with the running statistics
+        with torch.no_grad():
+            found.append(({"loss": value.detach(), "later": subject.loss(model, batch)["loss"]}, gradients, model.state_dict()))
+    for values, gradients, state in found[1:]:
+        torch.testing.assert_close(values, found[0][0], rtol=1e-12, atol=0)
+        assert list(state) == list(found[0][2]) and list(gradients) == list(found[0][1])
+        for ours, theirs in ((gradients, found[0][1]), (state, found[0][2])):
+            for name in ours:
+                torch.testing.assert_close(ours[name], theirs[name], rtol=1e-8, atol=1e-10, check_stride=False)
+
+
+def test_a_plain_convolution_of_strided_maps_ends_no_process() -> None:
+    """oneDNN's gradient does, at this size (torch 2.13)."""
+    code = """
+import torch
+from apps.deepcam.trial import _Plain
+from torch import nn
+x = torch.randn(2, 8, 48, 72).contiguous(memory_format=torch.channels_last).requires_grad_()
+plain = _Plain(8, 16, 1, 2, bias=False).to(memory_format=torch.channels_last)
+y = plain(x)
+y.square().sum().backward()
+z = nn.functional.conv2d(x.detach().contiguous(), plain.weight, stride=2)
+torch.testing.assert_close(y, z, check_stride=False)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.parametrize("angles", ["detached", "conservative"])
+def test_the_network_of_pytorch_geometric_is_the_same(angles: str) -> None:
+    """Its zeros of Bessel functions have float32's precision, and it has no bias in lin_up."""
+    pytest.importorskip("torch_geometric")
+    subject, cfg = made("opencatalyst", f"model.angles={angles}", "data.batch=2")
+    batch: Any = tree_map(subject.random_batch(cfg, range(2), MESH.device), lambda x: x.double() if x.is_floating_point() else x)
+    ours: Any = subject.build(cfg, MESH, frozenset({"no triplets"})).double()
+    for output in ours.output_blocks:
+        torch.nn.init.zeros_(output.lin_up.bias)
+    form = subject.peers["pyg"].form(cfg, batch)
+    theirs: Any = form.model.double()
+    theirs.net.load_state_dict({name: v for name, v in ours.state_dict().items() if not name.endswith("lin_up.bias")})
+    wanted, found = ours(batch.graph), theirs(batch.graph)
+    assert torch.allclose(found.energy, wanted.energy, rtol=0, atol=1e-5)
+    assert torch.allclose(found.forces, wanted.forces, rtol=0, atol=1e-5) and found.forces.abs().max() > 0.05
+    assert float(form.loss(theirs, batch)["loss"]) == pytest.approx(float(loss(ours, batch)["loss"]), rel=1e-5)
+
+
+# ---- copies that share statistics
+
+
+class Unlike(deepcam.Trial):
+    """Each copy sees its own maps where numbers are compared."""
+
+    def alike(self, cfg: Any) -> int:
+        return 1
+
+
+def _group(mesh: Mesh) -> list[tuple[int, float, np.ndarray]]:
+    torch.set_num_threads(1)
+    subject, cfg = made("deepcam", "data.batch=4", "batchnorm_group=2")
+    assert {s.name: s.why_not for s in subject.switches(cfg, mesh)}["group batch norm"] is None
+    found = []
+    arrangements = ({"kernels"}, {"kernels", "group batch norm"}, {"group batch norm"}, {"kernels", "group batch norm"})
+    for each, on in zip((subject, subject, subject, Unlike()), arrangements):
+        with each.trial(cfg, mesh, frozenset(on)) as training:
+            totals = sum(isinstance(module, Total) for module in training.step.model.modules())
+            value, gradient = training.numerics()
+            found.append((totals, value, gradient.numpy()))
+    return found
+
+
+def test_copies_share_statistics_where_that_is_on() -> None:
+    for own, group, without_kernels, unlike in on_ranks({"replicate": 2}, _group):
+        assert own[0] == without_kernels[0] == 0 and group[0] > 20
+        for other in (group, without_kernels):
+            assert other[1] == pytest.approx(own[1], rel=1e-5)
+            assert np.linalg.norm(other[2] - own[2]) < TOLERANCE["deepcam"] * np.linalg.norm(own[2]), "copies see the same maps"
+        assert abs(unlike[1] - own[1]) > 1e-4, "other maps, other statistics"
+    assert {type(m) for m in deepcam.Trial().build(made("deepcam")[1], MESH, frozenset({"kernels"})).modules()} >= {BatchNorm, Conv2d}
+
+
+# ---- parts that one app adds
+
+
+def test_copies_have_the_same_work(tmp_path: Path) -> None:
+    counts, source = triplets(None)
+    row = uneven(counts, 8, source)
+    assert row["triplets"] <= 1.05 < row["none"] and row["samples"] == len(counts), row
+    with pytest.raises(DataError, match=r"no train/\*.h5 with triplets; make them with"):
+        triplets(tmp_path)
+    (tmp_path / "train").mkdir()
+    with h5py.File(tmp_path / "train" / "a.h5", "w") as file:
+        file["atoms"] = np.ones(3)
+    with pytest.raises(DataError, match="no dataset 'triplets'; remake it with"):
+        triplets(tmp_path)
+    with h5py.File(tmp_path / "train" / "a.h5", "a") as file:
+        file["triplets"] = np.arange(3)
+    found, told = triplets(tmp_path)
+    assert found.tolist() == [0, 1, 2] and told == str(tmp_path)
+    with pytest.raises(DataError, match="3 frames, expected 128 at least for 8 copies"):
+        uneven(found, 8, told)
+
+
+def test_features_and_neighbours_are_timed() -> None:
+    from apps.opencatalyst.neighbours import neighbours
+    from apps.openfold.folding import featurized
+    from hpcai.models.openfold import FeatureConfig
+
+    cfg = FeatureConfig(crop=32, clusters=8, extra=16, recycles=1)
+    whole, *parts = featurized(None, 0, cfg, (100, 200, 464))
+    assert whole["samples"] == 1 == sum(part["samples"] for part in parts) and parts[0]["depth"] == "100 to 200"
+    assert 0 < whole["median_s"] <= whole["p90_s"] <= whole["most_s"]
+    row = neighbours(made("opencatalyst")[1], 1)[0]
+    assert row["atoms"] == 81 and 0 < row["edges"] <= row["edges_in_cutoff"] and row["ours_ms"] > 0
