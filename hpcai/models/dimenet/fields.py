@@ -3,6 +3,7 @@
 B structures, N atoms. Neither package is imported: their objects are known by what they have.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -100,7 +101,7 @@ def _array(values: Any, name: str, where: str) -> Floats:
 
 def _split(found: dict[str, Any], counts: list[int], where: str) -> list[Fields]:
     """Arrays of all structures as those of each."""
-    sizes: dict[int | str, int] = {"N": sum(counts), "B": len(counts)}
+    sizes = {"N": sum(counts), "B": len(counts)}
     arrays = {name: None if found[name] is None else _shaped(found[name], name, sizes, where) for name in NAMES}
     absent = {
         "pbc": np.full((len(counts), 3), float(arrays["cell"] is not None)), "cell": np.zeros((len(counts), 3, 3)),
@@ -118,10 +119,10 @@ def _split(found: dict[str, Any], counts: list[int], where: str) -> list[Fields]
     return made
 
 
-def _shaped(values: Any, name: str, sizes: dict[int | str, int], where: str) -> Floats:
+def _shaped(values: Any, name: str, sizes: dict[str, int], where: str) -> Floats:
     theirs, shape = NAMES[name]
-    array, wanted = _array(values, name, where), tuple(sizes.get(size, size) for size in shape)
-    if shape[0] == "B" and array.size == np.prod(wanted, dtype=int):
+    array, wanted = _array(values, name, where), tuple(size if isinstance(size, int) else sizes[size] for size in shape)
+    if shape[0] == "B" and array.size == math.prod(wanted):
         array = array.reshape(wanted)  # [3, 3] of one cell, [B, 1] of energies, [3 * B] of joined pbc
     if array.shape != wanted:
         raise DataError(

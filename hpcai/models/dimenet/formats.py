@@ -45,8 +45,8 @@ def batch_of(frames: Sequence[Frame]) -> Batch:
     forces, free = np.concatenate([frame.forces for frame in frames]), np.concatenate([frame.free for frame in frames])
     counts = torch.tensor([free.sum(), len(frames)])
     energy = torch.tensor([frame.energy for frame in frames], dtype=torch.float64)
-    padded = (torch.from_numpy(np.pad(array, [(0, rest)] + [(0, 0)] * (array.ndim - 1))) for array in (forces, free))
-    return Batch(energy, *padded, counts, graph)
+    forces, free = np.pad(forces, [(0, rest), (0, 0)]), np.pad(free, (0, rest))
+    return Batch(energy, torch.from_numpy(forces), torch.from_numpy(free), counts, graph)
 
 
 def to_data(given: Structure | Frame | Sequence[Structure | Frame], found: Any = None) -> Any:
