@@ -67,9 +67,8 @@ def _pyg(state: dict[str, Tensor], cfg: DimeNetConfig, path: Path) -> dict[str, 
 def pyg_words(cfg: DimeNetConfig) -> dict[str, Any]:
     """What PyTorch Geometric's ``DimeNetPlusPlus`` is made with to be this network; it sees atoms without periodic images, and its
     forces are those of conservative angles."""
-    return {theirs: getattr(cfg, ours) for ours, theirs in _PYG_WORDS.items()} | {
-        "out_channels": 1, "max_num_neighbors": cfg.most or _MANY
-    }
+    found = {theirs: getattr(cfg, ours) for ours, theirs in _PYG_WORDS.items()}
+    return found | {"out_channels": 1, "max_num_neighbors": cfg.most or _MANY}
 
 
 def load_weights(path: str | Path, cfg: DimeNetConfig | None = None) -> DimeNet:

@@ -55,7 +55,7 @@ _READ_OF_TEMPLATES = _shapes("""
     T N 7 2:    template_torsion_angles_sin_cos template_alt_torsion_angles_sin_cos
     T N 7:      template_torsion_angles_mask
 """)
-_PROCESSED = _READ | _READ_OF_TEMPLATES | _shapes("""
+_READ_BY_LOSSES = _shapes("""
     C N:        true_msa bert_mask
     C:          msa_row_mask
     E:          extra_msa_row_mask
@@ -74,6 +74,7 @@ _PROCESSED = _READ | _READ_OF_TEMPLATES | _shapes("""
     N:          pseudo_beta_mask backbone_rigid_mask
     :           seq_length resolution is_distillation use_clamped_fape
 """)
+_PROCESSED = _READ | _READ_OF_TEMPLATES | _READ_BY_LOSSES
 _WHOLE = {"aatype", "residue_index", "extra_msa", "true_msa", "template_aatype", "seq_length"}  # and residx_*: int64
 
 

@@ -196,3 +196,12 @@ def test_weights_go_out_and_come_back_bit_for_bit(preset: str, form: str, tmp_pa
 
 def test_these_are_the_networks_of_all_presets() -> None:
     assert all(OpenFoldConfig.preset(name) in NETWORKS.values() for name in _PRESETS if name != "tiny")
+
+
+def test_alphafold_s_file_tells_the_heads_of_the_attention_over_templates(tmp_path: Path) -> None:
+    """Which may be others than those within a template."""
+    template = OpenFoldConfig.preset("tiny").template
+    assert template is not None and template.pairs.heads == 2
+    cfg = OpenFoldConfig.preset("tiny", template=template.model_copy(update={"heads": 8, "head": 2}))
+    save_weights(OpenFold(cfg), tmp_path / "w.npz", form="alphafold")
+    assert load_weights(tmp_path / "w.npz").cfg == cfg
