@@ -18,9 +18,15 @@ __getattr__, _names = lazy(
         "find": ".graph",
         "join": ".graph",
         "sizes": ".graph",
+        "Frame": ".formats",
+        "frames": ".formats",
+        "batch_of": ".formats",
+        "to_data": ".formats",
+        "to_ase": ".formats",
         "parallelize": ".parallel",
         "load_weights": ".load",
         "save_weights": ".load",
+        "pyg_words": ".load",
     },
 )
 __all__ = ["DimeNetConfig", "ObjectiveConfig", *_names]

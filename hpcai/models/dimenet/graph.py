@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hpcai.errors import DataError
 from hpcai.models.dimenet.config import DimeNetConfig
+from hpcai.models.dimenet.fields import fields
 from hpcai.models.dimenet.periodic import check, neighbours, reverse
 
 
@@ -44,6 +45,8 @@ class Structure(NamedTuple):
     reverse: NDArray[np.integer]  # [E] -1 where the edge i -> j is not kept
     cutoff: float
     most: int | None
+    cell: NDArray[np.float64] | None = None  # [3, 3] angstrom
+    pbc: NDArray[np.bool_] | None = None  # [3]
 
 
 def atoms(
@@ -53,13 +56,15 @@ def atoms(
     """A structure and the neighbours of its atoms, through periodic images.
 
     numbers [N] of the elements, positions [N, 3] and cell [3, 3] in angstrom (rows are lattice vectors; None: no cell), pbc: for
-    each lattice vector whether the structure repeats along it (None: along all of them, if there is a cell). Or ASE's ``Atoms``
-    alone. ``cutoff`` and ``most`` are those of the model. Raises DataError, with ``where``, for what cannot be (see
-    ``periodic.check``) and for atoms none of which has a neighbour.
+    each lattice vector whether the structure repeats along it (None: along all of them, if there is a cell). Or ASE's ``Atoms`` or
+    PyTorch Geometric's ``Data`` alone (see ``fields`` for its names). ``cutoff`` and ``most`` are those of the model. Raises
+    DataError, with ``where``, for what cannot be (see ``periodic.check``) and for atoms none of which has a neighbour.
     """
     if positions is None:
-        ase = numbers
-        numbers, positions, cell, pbc = ase.numbers, ase.positions, ase.cell.array, ase.pbc
+        given = fields(numbers, where, labels=False)
+        if len(given) != 1:
+            raise DataError(f"{where}: {len(given)} structures, expected one; read several with hpcai.models.dimenet.frames")
+        numbers, positions, cell, pbc = given[0].numbers, given[0].positions, given[0].cell, given[0].pbc
     if pbc is None:
         pbc = [cell is not None] * 3
     z, r, box, periodic = check(numbers, positions, np.zeros((3, 3)) if cell is None else cell, pbc, where, cutoff)
@@ -78,7 +83,7 @@ def _structure(z: Any, r: Any, box: Any, periodic: Any, cutoff: float, most: int
     if not len(found.centre):
         raise DataError(f"{where}: no atom has a neighbour within {cutoff:g} angstrom; expected one at least; check the units")
     shift: NDArray[np.float64] = found.offset.astype(np.float64) @ np.where(periodic[:, None], box, 0.0)
-    return Structure(r, z, found.centre, found.other, shift, reverse(found, len(z)), cutoff, most)
+    return Structure(r, z, found.centre, found.other, shift, reverse(found, len(z)), cutoff, most, np.asarray(box), periodic)
 
 
 def fits(structure: Structure, cfg: DimeNetConfig, where: str = "a structure") -> None:

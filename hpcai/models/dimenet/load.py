@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from hpcai.errors import CheckpointError
@@ -13,9 +15,60 @@ from hpcai.nn import weights
 _MODEL = "dimenet"
 
 
-def save_weights(model: DimeNet, path: str | Path, given: Mapping[str, Tensor] | None = None) -> None:
-    """Weights and settings in one safetensors file; ``given``: others than the model's own."""
-    weights.write(path, _MODEL, model.cfg, given or model.state_dict())
+# PyTorch Geometric's words for our settings; what is not here has no counterpart there.
+_PYG_WORDS = {
+    "hidden": "hidden_channels", "blocks": "num_blocks", "interaction": "int_emb_size", "basis": "basis_emb_size",
+    "output": "out_emb_channels", "spherical": "num_spherical", "radial": "num_radial", "cutoff": "cutoff",
+    "envelope": "envelope_exponent", "before_skip": "num_before_skip", "after_skip": "num_after_skip",
+    "output_layers": "num_output_layers",
+}  # fmt: skip
+_PYG_ELEMENTS = 95  # rows of its embedding
+_MANY = 512  # neighbours, for all of them: a metal has fewer within 10 angstrom
+
+
+def save_weights(model: DimeNet, path: str | Path, given: Mapping[str, Tensor] | None = None, form: str = "hpcai") -> None:
+    """Weights in a file; ``given``: others than the model's own, by name. ``form``:
+
+    - ``hpcai``: safetensors with settings;
+    - ``fairchem``: a checkpoint as fairchem and the MLPerf HPC reference write them, under ``state_dict``, with ``module.module.``;
+    - ``pyg``: the state dict of PyTorch Geometric's ``DimeNetPlusPlus(**pyg_words(model.cfg))``. Its output blocks lack the bias of
+      ``lin_up``, which goes into that of the next layer: energies are the same.
+
+    Energies of the last two are in units of the network: ``scale``, ``mean`` and ``references`` stay behind. Raises CheckpointError
+    for another form, and for a network that PyTorch Geometric cannot have.
+    """
+    path, state = Path(path), given or model.state_dict()
+    if form == "hpcai":
+        weights.write(path, _MODEL, model.cfg, state)
+        return
+    if form not in ("fairchem", "pyg"):
+        raise CheckpointError(f"{path}: there is no form {form!r} of weights; expected one of hpcai, fairchem, pyg")
+    state = {name: value.detach().cpu().clone() for name, value in state.items()}
+    partial = path.with_name(f".{path.name}.partial")
+    wrapped = {"state_dict": {f"module.module.{name}": value for name, value in state.items()}}
+    torch.save(_pyg(state, model.cfg, path) if form == "pyg" else wrapped, partial)
+    partial.replace(path)
+
+
+def _pyg(state: dict[str, Tensor], cfg: DimeNetConfig, path: Path) -> dict[str, Tensor]:
+    """W (U x + b) + c = W U x + (W b + c)"""
+    biases = {name: state.pop(name) for name in list(state) if name.startswith("output_blocks.") and name.endswith("lin_up.bias")}
+    if cfg.elements != _PYG_ELEMENTS:
+        raise CheckpointError(f"{path}: elements is {cfg.elements}, but PyTorch Geometric's embedding has {_PYG_ELEMENTS} rows")
+    for name, bias in biases.items():
+        layer = name.replace("lin_up.bias", "lins.0")
+        if f"{layer}.bias" in state:
+            state[f"{layer}.bias"] += state[f"{layer}.weight"] @ bias
+        elif bias.any():
+            raise CheckpointError(f"{path}: {name} is not 0, which PyTorch Geometric lacks, and no layer follows (output_layers=0)")
+    return state
+
+
+def pyg_words(cfg: DimeNetConfig) -> dict[str, Any]:
+    """What PyTorch Geometric's ``DimeNetPlusPlus`` is made with to be this network; it sees atoms without periodic images, and its
+    forces are those of conservative angles."""
+    found = {theirs: getattr(cfg, ours) for ours, theirs in _PYG_WORDS.items()}
+    return found | {"out_channels": 1, "max_num_neighbors": cfg.most or _MANY}
 
 
 def load_weights(path: str | Path, cfg: DimeNetConfig | None = None) -> DimeNet:

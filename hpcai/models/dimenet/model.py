@@ -236,11 +236,11 @@ class DimeNet(nn.Module):
 
         return load_weights(path, cfg)
 
-    def save(self, path: Any, weights: Mapping[str, Tensor] | None = None) -> None:
-        """Weights and settings in one safetensors file; ``weights`` by name in place of the model's own."""
+    def save(self, path: Any, weights: Mapping[str, Tensor] | None = None, form: str = "hpcai") -> None:
+        """Weights and settings in one safetensors file, or as another code has them; ``weights`` in place of the model's own."""
         from hpcai.models.dimenet.load import save_weights
 
-        save_weights(self, path, weights)
+        save_weights(self, path, weights, form)
 
     def energy(self, positions: Tensor, graph: Graph) -> Tensor:
         """[N, 3] -> [B]"""

@@ -402,65 +402,81 @@ def _has(state: Mapping[str, Tensor], name: str, form: Form) -> bool:
     )
 
 
+class _Shapes(NamedTuple):
+    """What the weights of a lineage tell of one network."""
+
+    state: Mapping[str, Tensor]
+    form: Form
+
+    def size(self, name: str, dim: int = 0) -> int:
+        return from_public(self.state, [name], self.form)[name].shape[dim]
+
+    def has(self, name: str) -> bool:
+        return _has(self.state, name, self.form)
+
+    def number(self, name: str) -> int:
+        return next(number for number in itertools.count() if not self.has(name.format(number)))
+
+    def rows(self, block: str) -> dict[str, int]:
+        heads, wide = self.size(f"{block}msa_att_row.linear_z.weight"), f"{block}msa_transition.linear_1.weight"
+        return {
+            "heads": heads, "head": self.size(f"{block}msa_att_row.attention.linear_o.weight", 1) // heads,
+            "outer": self.size(f"{block}outer_product_mean.linear_1.weight"), "transition": self.size(wide) // self.size(wide, 1),
+        }  # fmt: skip
+
+    def pairs(self, block: str) -> dict[str, int]:
+        heads, wide = self.size(f"{block}tri_att_start.linear.weight"), f"{block}pair_transition.linear_1.weight"
+        return {
+            "heads": heads, "head": self.size(f"{block}tri_att_start.attention.linear_o.weight", 1) // heads,
+            "triangle": self.size(f"{block}tri_mul_out.layer_norm_out.weight"), "transition": self.size(wide) // self.size(wide, 1),
+        }  # fmt: skip
+
+    def template(self) -> dict[str, Any] | None:
+        place = "template_embedder."
+        if not self.has(f"{place}template_pair_embedder.weight"):
+            return None
+        stack, query = f"{place}template_pair_stack.blocks.", f"{place}template_pointwise_att.linear_q.weight"
+        found: dict[str, Any] = {
+            "channels": self.size(f"{place}template_pair_embedder.weight"),
+            "blocks": self.number(stack + "{}.tri_mul_out.linear_g.weight"),
+        }
+        if found["blocks"]:
+            found["pairs"] = self.pairs(f"{stack}0.")
+        heads = found.get("pairs", {"heads": 4})["heads"]
+        if self.form == "alphafold":
+            heads = self.state[public_names(query, self.form)[0]].shape[1]
+        return found | {"heads": heads, "head": self.size(query) // heads}
+
+    def structure(self) -> dict[str, int]:
+        ipa, angles = "structure_module.ipa.", "structure_module.angle_resnet."
+        heads = self.size(f"{ipa}head_weights")
+        query_points = self.size(f"{ipa}linear_q_points.weight") // (3 * heads)
+        return {
+            "heads": heads, "head": self.size(f"{ipa}linear_q.weight") // heads, "query_points": query_points,
+            "value_points": self.size(f"{ipa}linear_kv_points.weight") // (3 * heads) - query_points,
+            "transition_layers": self.number("structure_module.transition.layers.{}.linear_1.weight"),
+            "angle": self.size(f"{angles}linear_in.weight"), "angle_blocks": self.number(angles + "layers.{}.linear_1.weight"),
+        }  # fmt: skip
+
+
 def _settings(state: Mapping[str, Tensor], form: Form) -> OpenFoldConfig:
     """What the shapes tell; heads are counted by the biases that pairs give them."""
-
-    def size(name: str, dim: int = 0) -> int:
-        return from_public(state, [name], form)[name].shape[dim]
-
-    def count(name: str) -> int:
-        return next(number for number in itertools.count() if not _has(state, name.format(number), form))
-
-    def rows(block: str) -> dict[str, int]:
-        heads, wide = size(f"{block}msa_att_row.linear_z.weight"), f"{block}msa_transition.linear_1.weight"
-        return {
-            "heads": heads, "head": size(f"{block}msa_att_row.attention.linear_o.weight", 1) // heads,
-            "outer": size(f"{block}outer_product_mean.linear_1.weight"), "transition": size(wide) // size(wide, 1),
-        }  # fmt: skip
-
-    def pairs(block: str) -> dict[str, int]:
-        heads, wide = size(f"{block}tri_att_start.linear.weight"), f"{block}pair_transition.linear_1.weight"
-        return {
-            "heads": heads, "head": size(f"{block}tri_att_start.attention.linear_o.weight", 1) // heads,
-            "triangle": size(f"{block}tri_mul_out.layer_norm_out.weight"), "transition": size(wide) // size(wide, 1),
-        }  # fmt: skip
-
+    shapes = _Shapes(state, form)
     found: dict[str, Any] = {
-        "msa": size("recycling_embedder.layer_norm_m.weight"), "pair": size("recycling_embedder.layer_norm_z.weight"),
-        "single": size("to_single.weight"), "blocks": count("evoformer.blocks.{}.msa_att_row.layer_norm_m.weight"),
-        "heads": {"plddt": size("heads.plddt.linear_1.weight"), "tm": _has(state, "heads.tm.weight", form)},
+        "msa": shapes.size("recycling_embedder.layer_norm_m.weight"), "pair": shapes.size("recycling_embedder.layer_norm_z.weight"),
+        "single": shapes.size("to_single.weight"), "blocks": shapes.number("evoformer.blocks.{}.msa_att_row.layer_norm_m.weight"),
+        "heads": {"plddt": shapes.size("heads.plddt.linear_1.weight"), "tm": shapes.has("heads.tm.weight")},
         "extra": {
-            "channels": size("extra_msa_embedder.linear.weight"),
-            "blocks": count("extra_msa_stack.blocks.{}.msa_att_row.layer_norm_m.weight"),
+            "channels": shapes.size("extra_msa_embedder.linear.weight"),
+            "blocks": shapes.number("extra_msa_stack.blocks.{}.msa_att_row.layer_norm_m.weight"),
         },
+        "template": shapes.template(), "structure": shapes.structure(),
     }  # fmt: skip
     if found["blocks"]:
-        found |= {"rows": rows("evoformer.blocks.0."), "pairs": pairs("evoformer.blocks.0.pair.")}
+        found |= {"rows": shapes.rows("evoformer.blocks.0."), "pairs": shapes.pairs("evoformer.blocks.0.pair.")}
     if found["extra"]["blocks"]:
-        found["extra"] |= {"msa": rows("extra_msa_stack.blocks.0."), "pairs": pairs("extra_msa_stack.blocks.0.pair.")}
-
-    place, found["template"] = "template_embedder.", None
-    if _has(state, f"{place}template_pair_embedder.weight", form):
-        stack, query = f"{place}template_pair_stack.blocks.", f"{place}template_pointwise_att.linear_q.weight"
-        template: dict[str, Any] = {
-            "channels": size(f"{place}template_pair_embedder.weight"), "blocks": count(stack + "{}.tri_mul_out.linear_g.weight"),
-        }  # fmt: skip
-        if template["blocks"]:
-            template["pairs"] = pairs(f"{stack}0.")
-        heads = template.get("pairs", {"heads": 4})["heads"]
-        if form == "alphafold":
-            heads = state[public_names(query, form)[0]].shape[1]
-        found["template"] = template | {"heads": heads, "head": size(query) // heads}
-
-    ipa, angles = "structure_module.ipa.", "structure_module.angle_resnet."
-    heads = size(f"{ipa}head_weights")
-    query_points = size(f"{ipa}linear_q_points.weight") // (3 * heads)
-    found["structure"] = {
-        "heads": heads, "head": size(f"{ipa}linear_q.weight") // heads, "query_points": query_points,
-        "value_points": size(f"{ipa}linear_kv_points.weight") // (3 * heads) - query_points,
-        "transition_layers": count("structure_module.transition.layers.{}.linear_1.weight"),
-        "angle": size(f"{angles}linear_in.weight"), "angle_blocks": count(angles + "layers.{}.linear_1.weight"),
-    }  # fmt: skip
+        block = "extra_msa_stack.blocks.0."
+        found["extra"] |= {"msa": shapes.rows(block), "pairs": shapes.pairs(f"{block}pair.")}
     tiny = OpenFoldConfig.preset("tiny", template=found["template"], heads=found["heads"])
     asked = OpenFoldConfig.model_validate(found)
     shorter = asked.model_copy(update={"structure": asked.structure.model_copy(update={"passes": tiny.structure.passes})})

@@ -1,0 +1,207 @@
+"""Feature dictionaries against those that the OpenFold package made (tests/data/openfold_features), and weights of all presets."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hpcai.errors import DataError
+from hpcai.models.openfold import (
+    Alignment,
+    Chain,
+    FeatureConfig,
+    OpenFold,
+    OpenFoldConfig,
+    batch_of,
+    featurize,
+    load_weights,
+    loss,
+    parts_of,
+    processed_of,
+    raw_of,
+    save_weights,
+)
+from hpcai.models.openfold.config import _PRESETS
+from hpcai.models.openfold.features import TEMPLATES, collate
+from hpcai.models.openfold.residues import GAP, LETTERS
+
+DATA = Path(__file__).resolve().parents[3] / "data" / "openfold_features"
+SMALL = FeatureConfig(crop=24, clusters=6, extra=8, templates=2, recycles=1)
+DRAWN = {"msa_feat", "true_msa", "bert_mask", "extra_msa", "extra_has_deletion", "extra_deletion_value"}
+
+
+def golden(name: str) -> dict[str, np.ndarray]:
+    with np.load(DATA / f"{name}.npz", allow_pickle=False) as file:
+        return dict(file)
+
+
+# ---- raw
+
+
+def test_raw_features_of_the_package_are_read_and_written_bit_for_bit() -> None:
+    raw = golden("raw")
+    chain, alignment, templates = parts_of(raw, "7abc_A")
+    assert isinstance(chain, Chain) and chain.name == "7abc_A" and len(chain.sequence) == 21 and templates is not None
+    again = raw_of(chain, alignment, templates)
+    for name in raw.keys() - {"use_clamped_fape", "no_recycling_iters"}:
+        assert again[name].dtype == raw[name].dtype and np.array_equal(again[name], raw[name]), name
+    assert np.array_equal(again["template_all_atom_masks"], raw["template_all_atom_mask"])
+    assert [again[name].tolist() for name in ("sequence", "domain_name")] == [[chain.sequence.encode()], [b"7abc_A"]]
+
+
+def test_letters_are_those_of_hhblits() -> None:
+    letters = "ACDEFGHIKLMNPQRSTVWYX-"
+    raw = raw_of(LETTERS, Alignment(np.arange(20, dtype=np.int8)[None], np.zeros((1, 20), np.int32), []))
+    assert "".join(letters[code] for code in raw["msa"][0]) == LETTERS and "all_atom_positions" not in raw
+    chain, alignment, templates = parts_of(raw)
+    assert chain == LETTERS and alignment.msa[0].tolist() == list(range(20)) and templates is None
+
+
+def test_what_the_package_s_features_became_there_they_become_here() -> None:
+    """All that is not drawn; clusters and extra rows are drawn of the same rows."""
+    raw, wanted = golden("raw"), golden("processed")
+    drawn = [np.flatnonzero((raw["template_sum_probs"] == one).all(1))[0] for one in wanted["template_sum_probs"][0, ..., 0]]
+    chain, alignment, templates = parts_of(raw | {name: raw[name][drawn] for name in TEMPLATES})
+    found = collate([featurize(chain, alignment, templates, SMALL, training=False)])
+    known = {"chi_angles_sin_cos": "chi_mask", "template_torsion_angles_sin_cos": "template_torsion_angles_mask"}
+    same = "aatype target_feat residue_index seq_mask seq_length resolution pseudo_beta atom14_gt_positions"
+    same += " template_mask template_aatype template_all_atom_mask template_torsion_angles_mask"
+    for name in (*same.split(), *known):
+        seen = wanted[known[name]][..., None, :] if name in known else 1
+        np.testing.assert_allclose(found[name] * seen, wanted[name] * seen, atol=1e-5, err_msg=name)
+    assert np.array_equal(found["true_msa"][0, 0], wanted["true_msa"][0, 0])
+    rows = {row.tobytes() for row in np.pad(alignment.msa.astype(np.int64), ((0, 0), (0, 3)))}
+    assert all(np.ascontiguousarray(row).tobytes() in rows for row in np.moveaxis(wanted["extra_msa"][0], -1, 0).reshape(-1, 24))
+    assert wanted["extra_msa"].max() == GAP
+
+
+def test_older_names_and_shapes_are_read_too() -> None:
+    raw = golden("raw")
+    wanted = parts_of(raw)
+    renamed = raw | {"deletion_matrix": raw["deletion_matrix_int"].astype(np.float32)}
+    renamed["template_sum_probs"] = raw["template_sum_probs"][:, 0]
+    renamed["template_all_atom_masks"], renamed["domain_name"] = renamed.pop("template_all_atom_mask"), np.array([b"5zyh"], object)
+    del renamed["deletion_matrix_int"], renamed["resolution"]
+    found = parts_of(renamed)
+    assert np.array_equal(found.alignment.deletions, wanted.alignment.deletions) and found.alignment.deletions.dtype == np.int32
+    assert all(np.array_equal(found.templates[name], wanted.templates[name]) for name in TEMPLATES)  # type: ignore[index]
+    assert isinstance(found.chain, Chain) and found.chain.name == "5zyh" and found.chain.resolution is None
+
+
+@pytest.mark.parametrize(
+    "changes, text",
+    [
+        ({"msa": None}, "features: no msa; expected aatype, msa, deletion_matrix_int"),
+        ({"all_atom_mask": None}, "no all_atom_mask; expected"),
+        ({"template_sum_probs": None}, "no template_sum_probs"),
+        ({"aatype": np.zeros(21, int)}, r"aatype has shape \[21\], expected \[N, 21\]"),
+        ({"msa": np.zeros((20, 19), int)}, r"msa has shape \[20, 19\], expected \[S, N\]: .*N 21 of aatype"),
+        ({"deletion_matrix_int": np.zeros((9, 21), int)}, r"shape \[9, 21\], expected \[S, N\]: S 20 of msa, N 21 of aatype"),
+        ({"template_aatype": np.zeros((3, 21), int)}, r"template_aatype has shape \[3, 21\], expected \[K, N, 22\]"),
+        ({"template_all_atom_positions": np.zeros((2, 21, 37, 3))}, r"all_atom_positions has shape \[2,.*K 3 of template_aatype"),
+        ({"all_atom_positions": np.zeros((21, 14, 3))}, r"all_atom_positions has shape \[21, 14, 3\], expected \[N, 37, 3\]"),
+        ({"msa": np.full((20, 21), 22)}, "msa: int64 from 0 to 22, expected integers from 0 to 21"),
+        ({"msa": np.zeros((20, 21))}, "msa: float64 from 0"),
+        ({"residue_index": np.arange(21) + 200 * (np.arange(21) > 9)}, "residue_index jumps .* expected one chain"),
+        ({"between_segment_residues": np.eye(21)[4]}, "between_segment_residues is not 0"),
+    ],
+)
+def test_raw_features_that_do_not_fit_are_refused_by_name(changes: dict[str, Any], text: str) -> None:
+    raw = {name: value for name, value in (golden("raw") | changes).items() if value is not None}
+    with pytest.raises(DataError, match=text):
+        parts_of(raw)
+
+
+# ---- processed
+
+
+@pytest.mark.parametrize("batched", [True, False])
+@pytest.mark.parametrize("passes", [True, False])
+def test_processed_features_are_read_with_or_without_batch_and_passes(batched: bool, passes: bool) -> None:
+    wanted = golden("processed")
+    given: dict[str, Any] = {name: array if passes else array[..., 0] for name, array in wanted.items()}
+    given = {name: array if batched else array[0] for name, array in given.items()} | {"hhblits_profile": np.ones(3)}
+    given["template_all_atom_masks"] = torch.from_numpy(np.ascontiguousarray(given.pop("template_all_atom_mask")))
+    given["aatype"] = np.asarray(given["aatype"]).astype(np.int32)
+    found = batch_of(given)
+    assert found.keys() == wanted.keys() - {"no_recycling_iters"}
+    for name, value in found.items():
+        array = wanted[name] if passes else wanted[name][..., :1]
+        assert np.array_equal(value, array) and value.numpy().dtype == array.dtype, name
+
+
+def test_the_network_and_its_losses_read_them() -> None:
+    torch.manual_seed(0)
+    model = OpenFold(OpenFoldConfig.preset("tiny")).eval()
+    batch = batch_of(golden("processed"))
+    assert loss(model, batch)["loss"].isfinite() and model(batch).positions.shape == (1, 24, 37, 3)
+    bare = {name: value for name, value in batch.items() if not name.startswith("template_")}
+    without = OpenFold(OpenFoldConfig.preset("tiny", template=None)).eval()
+    assert without(batch_of(bare)).positions.isfinite().all()
+
+
+def test_ours_are_the_package_s_names_shapes_and_types() -> None:
+    sample, wanted = featurize(*parts_of(golden("raw")), SMALL), golden("processed")
+    for given, dims in ((sample, 1), (collate([sample]), 0)):
+        found = processed_of(given)
+        assert found.keys() == wanted.keys()
+        for name, array in found.items():
+            assert array.shape == wanted[name].shape[dims:] and array.dtype == wanted[name].dtype, name
+        assert (found["no_recycling_iters"] == 1).all()
+    again = processed_of(batch_of(sample))
+    assert all(np.array_equal(again[name][0], found) for name, found in processed_of(sample).items())
+
+
+@pytest.mark.parametrize(
+    "changes, text",
+    [
+        ({"target_feat": None}, "features: no target_feat; expected aatype, residue_index, seq_mask, target_feat"),
+        ({"extra_msa": None}, "no extra_msa"),
+        ({"template_mask": None}, "no template_mask"),
+        ({"msa_feat": np.zeros((1, 6, 24, 23, 2))}, r"msa_feat has shape \[1, 6, 24, 23, 2\], expected \[B, C, N, 49, P\]"),
+        ({"seq_mask": np.zeros((1, 21, 2))}, r"seq_mask has shape \[1, 21, 2\], expected \[B, N, P\]: .*N 24 of aatype"),
+        ({"msa_mask": np.zeros((1, 6, 24))}, r"msa_mask has shape \[1, 6, 24\]"),
+        ({"true_msa": np.zeros((1, 5, 24, 2), int)}, r"true_msa .*C 6 of msa_feat"),
+        ({"aatype": np.array([b"MKV"], object)}, "features: .*expected arrays or tensors of numbers"),
+    ],
+)
+def test_processed_features_that_do_not_fit_are_refused_by_name(changes: dict[str, Any], text: str) -> None:
+    given = {name: value for name, value in (golden("processed") | changes).items() if value is not None}
+    with pytest.raises(DataError, match=text):
+        batch_of(given)
+
+
+# ---- weights
+
+
+NETWORKS = {name: OpenFoldConfig.preset(name) for name in ("initial", "model_1_ptm", "model_3", "model_3_ptm")}
+
+
+@pytest.mark.parametrize("form", ["openfold", "alphafold"])
+@pytest.mark.parametrize("preset", NETWORKS)
+def test_weights_go_out_and_come_back_bit_for_bit(preset: str, form: str, tmp_path: Path) -> None:
+    """With templates and without, at their widths, with a block of each stack."""
+    cfg = OpenFoldConfig.preset(preset, blocks=1, extra={"blocks": 1})
+    model = OpenFold(cfg)
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight)
+    save_weights(model, tmp_path / "w", form=form)
+    found = load_weights(tmp_path / "w")
+    assert found.cfg == cfg and (found.template_embedder is None) == (cfg.template is None)
+    theirs = found.state_dict()
+    assert all(torch.equal(value, theirs[name]) for name, value in model.state_dict().items())
+
+
+def test_these_are_the_networks_of_all_presets() -> None:
+    assert all(OpenFoldConfig.preset(name) in NETWORKS.values() for name in _PRESETS if name != "tiny")
+
+
+def test_alphafold_s_file_tells_the_heads_of_the_attention_over_templates(tmp_path: Path) -> None:
+    """Which may be others than those within a template."""
+    template = OpenFoldConfig.preset("tiny").template
+    assert template is not None and template.pairs.heads == 2
+    cfg = OpenFoldConfig.preset("tiny", template=template.model_copy(update={"heads": 8, "head": 2}))
+    save_weights(OpenFold(cfg), tmp_path / "w.npz", form="alphafold")
+    assert load_weights(tmp_path / "w.npz").cfg == cfg

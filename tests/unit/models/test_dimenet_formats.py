@@ -1,0 +1,293 @@
+"""DimeNet++ beside the packages of its users: atoms and labels from and to PyTorch Geometric and ASE, weights that PyTorch
+Geometric loads and computes with, and the cells of the app's page."""
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ase import Atoms
+from ase.build import fcc111, molecule
+from ase.calculators.emt import EMT
+from ase.constraints import FixAtoms
+from torch_geometric.data import Batch as Geometric
+from torch_geometric.data import Data
+from torch_geometric.nn.models import DimeNetPlusPlus
+from torch_geometric.nn.models import dimenet as theirs
+
+from hpcai.errors import CheckpointError, DataError, MissingExtraError
+from hpcai.models.dimenet import DimeNet, DimeNetConfig, Structure, atoms, batch_of, frames, join, loss, pyg_words, to_ase, to_data
+from hpcai.models.dimenet.triplets import edges_of, energy_and_forces
+from tests.atoms import SMALL, crystal, network
+
+TINY = SMALL.model_copy(update={"spherical": 3, "radial": 3})
+WORDS: Any = {"cutoff": 4.0, "most": None}
+
+
+def slab() -> Atoms:
+    found = fcc111("Cu", (2, 2, 3), vacuum=5.0)
+    found.pbc = (True, True, False)
+    found.rattle(0.05, seed=0)
+    found.set_constraint(FixAtoms([0, 3]))
+    found.calc = EMT()
+    found.get_forces()
+    return found
+
+
+def names_of_open_catalyst(**changes: Any) -> Data:
+    """As in its databases, with labels under the older names."""
+    numbers, positions, cell = crystal(0)
+    given = {
+        "atomic_numbers": torch.tensor(numbers).float(), "pos": torch.tensor(positions), "cell": torch.tensor(cell)[None],
+        "natoms": 4, "fixed": torch.tensor([1, 0, 0, 1]), "y": -3.5, "force": torch.arange(12.0).view(4, 3), **changes,
+    }  # fmt: skip
+    return Data(**{name: value for name, value in given.items() if value is not None})
+
+
+# ---- atoms
+
+
+def test_both_kinds_of_names_are_the_atoms_that_arrays_are() -> None:
+    numbers, positions, cell = crystal(0)
+    wanted = atoms(numbers, positions, cell, **WORDS)
+    geometric = Data(z=torch.tensor(numbers), pos=torch.tensor(positions), cell=torch.tensor(cell), pbc=torch.tensor([True] * 3))
+    for given in (names_of_open_catalyst(), geometric, Atoms(numbers, positions, cell=cell, pbc=True)):
+        found = atoms(given, **WORDS)
+        assert all(np.array_equal(one, other) for one, other in zip(found, wanted))
+    without = Data(z=torch.tensor(numbers), pos=torch.tensor(positions), y=torch.ones(1, 19))
+    for one, other in zip(atoms(without, **WORDS), atoms(numbers, positions, **WORDS)):
+        assert np.array_equal(one, other), "a molecule of QM9, whose nineteen labels are not asked for"
+
+
+def test_a_structure_does_not_move_with_the_atoms_that_it_was_made_of() -> None:
+    moved = slab()
+    found, before = atoms(moved, **WORDS), moved.positions.copy()
+    moved.positions += 1
+    assert np.array_equal(found.positions, before)
+
+
+@pytest.mark.parametrize("batched", [list, Geometric.from_data_list])
+def test_labels_come_along(batched: Any) -> None:
+    given = [names_of_open_catalyst(), names_of_open_catalyst(y=2.0, natoms=None, pbc=torch.tensor([[True, False, True]]))]
+    given[0].pbc, given[1].natoms = torch.ones(1, 3, dtype=torch.bool), 4
+    found = frames(batched(given), **WORDS)
+    assert [frame.energy for frame in found] == [-3.5, 2.0]
+    assert [frame.structure.pbc.tolist() for frame in found] == [[True] * 3, [True, False, True]]  # type: ignore[union-attr]
+    for frame in found:
+        assert np.array_equal(frame.forces, np.arange(12.0).reshape(4, 3)) and frame.free.tolist() == [0, 1, 1, 0]  # type: ignore[arg-type]
+
+
+def test_a_batch_without_numbers_of_atoms_is_divided_by_its_index() -> None:
+    both = Geometric.from_data_list([Data(z=torch.tensor([1, 8][: n + 1]), pos=torch.eye(3)[: n + 1]) for n in (1, 1)])
+    assert [len(frame.free) for frame in frames(both)] == [2, 2]
+    with pytest.raises(DataError, match=r"2 structures, expected one; read several with hpcai.models.dimenet.frames"):
+        atoms(both)
+
+
+def test_ase_s_labels_are_those_that_were_computed_for_these_atoms() -> None:
+    given = slab()
+    (found,) = frames(given, **WORDS)
+    assert found.energy == given.calc.results["energy"] and np.array_equal(found.forces, given.calc.results["forces"])  # type: ignore[arg-type]
+    assert found.free.tolist() == [0, 1, 1, 0, *[1] * 8] and np.abs(found.forces[0]).max() > 0, "of held atoms too"  # type: ignore[index]
+    given.positions[5] += 0.1
+    (moved,) = frames(given, **WORDS)
+    assert moved.energy is None and moved.forces is None, "nothing is computed"
+    with pytest.raises(DataError, match="frame 1 has no energy"):
+        batch_of([found, moved])
+
+
+@pytest.mark.parametrize(
+    "changes, text",
+    [
+        ({"pos": None}, "Data without pos; expected PyTorch Geometric's Data with pos"),
+        ({"atomic_numbers": None}, "no atomic_numbers and no z"),
+        ({"atomic_numbers": torch.ones(3)}, r"atomic_numbers or z has shape \[3\], expected \[4\]"),
+        ({"atomic_numbers": torch.tensor([1, 2, 0, 4])}, r"numbers\[2\] is 0, expected an atomic number"),
+        ({"pos": torch.ones(4, 2)}, r"pos has shape \[4, 2\], expected \[4, 3\]"),
+        ({"pos": torch.full((4, 3), torch.nan)}, r"positions\[0, 0\] is nan"),
+        ({"cell": torch.ones(2, 3, 3)}, r"cell has shape \[2, 3, 3\], expected \[1, 3, 3\]"),
+        ({"cell": torch.full((1, 3, 3), torch.nan)}, r"cell\[0, 0\] is nan"),
+        ({"pbc": torch.tensor([1, 0])}, r"pbc has shape \[2\], expected \[1, 3\]"),
+        ({"pbc": torch.tensor([1, 0, 2])}, r"pbc\[2\] is 2, expected true or false"),
+        ({"natoms": 5}, r"natoms is \[5\], 5 in all, expected one or more each, and 4 as in pos"),
+        ({"natoms": torch.tensor([4, 0])}, "expected one or more each"),
+        ({"natoms": None, "batch": torch.tensor([0, 1, 0, 1])}, r"batch has shape \[4\] or descends"),
+        ({"fixed": torch.ones(3)}, r"fixed has shape \[3\], expected \[4\]"),
+        ({"y": torch.ones(1, 19)}, r"energy or y has shape \[1, 19\], expected \[1\]"),
+        ({"y": float("nan")}, r"energy or y \[0\] is nan, expected a finite number"),
+        ({"force": torch.full((4, 3), torch.inf)}, r"forces or force \[0, 0\] is inf"),
+        ({"force": torch.ones(12)}, r"forces or force has shape \[12\], expected \[4, 3\]"),
+        ({"y": "much"}, "frames: energy: could not convert"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_its_name(changes: Any, text: str) -> None:
+    with pytest.raises(DataError, match=text):
+        frames(names_of_open_catalyst(**changes), **WORDS)
+
+
+def test_a_bad_structure_of_several_is_named() -> None:
+    good, bad = names_of_open_catalyst(), names_of_open_catalyst(pos=torch.zeros(4, 3))
+    with pytest.raises(DataError, match=r"frames\[1\]: atoms 0 and 1 .* apart"):
+        frames([good, bad], **WORDS)
+    with pytest.raises(DataError, match=r"frames: structure 1: atoms 0 and 1 .* apart"):
+        frames(Geometric.from_data_list([good, bad]), **WORDS)
+    with pytest.raises(DataError, match="atoms: str without pos"):
+        atoms("slab.traj")
+
+
+# ---- and back
+
+
+def test_data_have_what_fairchem_reads() -> None:
+    model, given = network(), slab()
+    structure = atoms(given, **WORDS)
+    energy, forces = model.energy_and_forces(structure)
+    data = to_data(structure, (energy, forces))
+    (j, i), offsets = data.edge_index, data.cell_offsets
+    vector = data.pos[j] - data.pos[i] + offsets @ data.cell[0]
+    torch.testing.assert_close(vector.norm(dim=1), data.distances, rtol=1e-12, atol=1e-12)
+    assert torch.equal(offsets, offsets.round()) and (offsets[:, :2].abs().max(0).values > 0).all() and not offsets[:, 2].any()
+    assert len(j) == data.neighbors and data.natoms == 12 and torch.equal(data.z, data.atomic_numbers)
+    assert data.energy.item() == energy and np.array_equal(data.forces, forces) and data.validate()
+    assert data.cell.shape == (1, 3, 3) and data.pbc.tolist() == [[True, True, False]]
+
+
+def test_there_and_back_is_every_bit() -> None:
+    first = frames([slab(), *map(molecule, ("H2O", "CH4"))], **WORDS)
+    first[1:] = [frame._replace(energy=float(k), forces=np.full((len(frame.free), 3), k)) for k, frame in enumerate(first[1:])]
+    for again in (frames(to_data(first), **WORDS), frames(to_ase(first), **WORDS)):
+        for one, other in zip(again, first):
+            assert one.energy == other.energy and np.array_equal(one.forces, other.forces) and np.array_equal(one.free, other.free)  # type: ignore[arg-type]
+            assert all(np.array_equal(mine, yours) for mine, yours in zip(one.structure, other.structure))
+    (j, i), batch = (both := to_data(first)).edge_index, both.batch
+    assert torch.equal(batch[j], batch[i]) and both.ptr.tolist() == [0, 12, 15, 20]
+
+
+def test_ase_has_the_prediction_in_a_calculator() -> None:
+    model, structures = network(), [atoms(slab(), **WORDS), atoms(molecule("H2O"), **WORDS)]
+    found = model.energy_and_forces(structures)
+    for one, (energy, forces) in zip(to_ase(structures, found), found):
+        assert one.get_potential_energy() == energy and np.array_equal(one.get_forces(), forces)
+    assert to_ase(structures[0]).calc is None and to_ase(structures[0]) == Atoms(slab(), constraint=None)
+    assert to_ase(frames(slab())[0]).constraints[0].index.tolist() == [0, 3]
+    with pytest.raises(DataError, match="1 pairs of energy and forces for 2 structures"):
+        to_ase(structures, found[:1])
+    with pytest.raises(DataError, match=r"structure 0: forces \(3, 3\), expected \(12, 3\)"):
+        to_data(structures, found[::-1])
+    with pytest.raises(DataError, match="does not know its cell"):
+        to_data(Structure(*structures[0][:8]))
+
+
+def test_labelled_data_are_what_the_loss_reads() -> None:
+    model, given = network(), frames([slab(), names_of_open_catalyst()], **WORDS)
+    batch = batch_of(given)
+    assert batch.counts.tolist() == [12, 2] and batch.free.tolist() == [0, 1, 1, 0, *[1] * 8, 0, 1, 1, 0, 0]
+    _, forces = model(batch.graph)
+    wanted = np.concatenate([frame.forces for frame in given])  # type: ignore[misc]
+    off = np.abs(forces[:16].detach().numpy() - wanted)[batch.free[:16] > 0].sum() / 12
+    assert loss(model, batch)["loss"].item() == pytest.approx(50 * off, rel=1e-12)
+
+
+@pytest.mark.parametrize("write, package, extra", [(to_data, "torch_geometric", "peers"), (to_ase, "ase", "opencatalyst")])
+def test_a_missing_package_is_named_with_its_extra(write: Any, package: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    structure = atoms(slab(), **WORDS)
+    for name in [each for each in sys.modules if each.partition(".")[0] == package]:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(MissingExtraError, match=rf"{package}, which is not installed: pip install 'hpcai-suite\[{extra}\]'"):
+        write(structure)
+
+
+# ---- weights
+
+
+@pytest.fixture(scope="module")
+def geometric(tmp_path_factory: pytest.TempPathFactory) -> tuple[DimeNet, Any, Path]:
+    """A network of ours, with every bias, and PyTorch Geometric's with its weights."""
+    model = network(TINY)
+    for name, weight in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(weight, std=0.3)
+    path = tmp_path_factory.mktemp("weights") / "pyg.pt"
+    model.save(path, form="pyg")
+    net = DimeNetPlusPlus(**pyg_words(TINY)).double()
+    net.load_state_dict(torch.load(path, weights_only=True))
+    return model, net, path
+
+
+def test_their_forward_says_of_molecules_what_ours_says(geometric: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real one, but for the two functions that need a compiled extension."""
+    model, net, _ = geometric
+    monkeypatch.setattr(theirs, "radius_graph", lambda pos, r, batch, max_num_neighbors: near(pos, batch, r))
+    monkeypatch.setattr(theirs, "triplets", triplets)
+    structures = [atoms(molecule(name), **WORDS) for name in ("CH3CH2OH", "H2O", "C6H6")]
+    data = to_data(structures)
+    found = net(data.z, data.pos, data.batch)[:, 0].tolist()
+    wanted = [energy for energy, _ in model.energy_and_forces(structures)]
+    assert max(map(abs, wanted)) > 0.1 and found == pytest.approx(wanted, rel=1e-5)  # their functions have constants of float32
+
+
+def near(positions: torch.Tensor, batch: torch.Tensor, cutoff: float) -> torch.Tensor:
+    close = (torch.cdist(positions, positions) < cutoff) & (batch[:, None] == batch) & ~torch.eye(len(batch), dtype=torch.bool)
+    return close.nonzero().T.flip(0)
+
+
+def triplets(edges: torch.Tensor, num_nodes: int) -> tuple[torch.Tensor, ...]:
+    j, i = edges
+    ji, kj = ((j[:, None] == i) & (i[:, None] != j)).nonzero().T
+    return i, j, i[ji], j[ji], j[kj], kj, ji
+
+
+def test_their_layers_say_of_slabs_what_ours_say(geometric: Any) -> None:
+    model, net, _ = geometric
+    graph = join([atoms(slab(), **WORDS), atoms(*crystal(1), **WORDS)])
+    energy, forces = energy_and_forces(net, graph.positions[:-1], edges_of(graph), detached=False)
+    ours = model(graph)
+    torch.testing.assert_close(energy, ours.energy, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(forces, ours.forces[:-1], rtol=1e-4, atol=1e-4)
+
+
+def test_what_was_written_for_others_loads_again(geometric: Any, tmp_path: Path) -> None:
+    model, _, path = geometric
+    structure = atoms(slab(), **WORDS)
+    again = DimeNet.load(path, TINY)
+    again.save(tmp_path / "again.pt", form="pyg")
+    for name, value in torch.load(tmp_path / "again.pt", weights_only=True).items():
+        assert torch.equal(value, torch.load(path, weights_only=True)[name].float()), name
+    assert again.double().energy_and_forces(structure)[0] == pytest.approx(model.energy_and_forces(structure)[0], rel=1e-6)
+    model.save(tmp_path / "ocp.pt", form="fairchem")
+    state = torch.load(tmp_path / "ocp.pt", weights_only=True)["state_dict"]
+    assert list(state) == [f"module.module.{name}" for name in model.state_dict()]
+    for name, value in DimeNet.load(tmp_path / "ocp.pt", TINY).double().state_dict().items():
+        assert torch.equal(value, model.state_dict()[name].float().double())
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["again.pt", "ocp.pt"]
+
+
+def test_a_network_that_they_cannot_have_is_refused(tmp_path: Path) -> None:
+    bare = network(TINY.model_copy(update={"output_layers": 0}))
+    torch.nn.init.zeros_(bare.output_blocks[0].lin_up.bias)  # type: ignore[union-attr, arg-type]
+    with pytest.raises(CheckpointError, match=r"output_blocks.1.lin_up.bias is not 0, .* no layer follows"):
+        bare.save(tmp_path / "w.pt", form="pyg")
+    with pytest.raises(CheckpointError, match="elements is 60, but PyTorch Geometric's embedding has 95 rows"):
+        network(TINY.model_copy(update={"elements": 60})).save(tmp_path / "w.pt", form="pyg")
+    with pytest.raises(CheckpointError, match="no form 'onnx' of weights; expected one of hpcai, fairchem, pyg"):
+        bare.save(tmp_path / "w.pt", form="onnx")
+    assert not list(tmp_path.iterdir())
+
+
+# ---- the page
+
+
+def test_the_cells_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).resolve().parents[3] / "apps/opencatalyst/README.md").read_text()
+    (tmp_path / "runs/opencatalyst-small").mkdir(parents=True)
+    small = DimeNetConfig(hidden=8, output=8, interaction=4, blocks=1, cutoff=5.0, most=None)
+    network(small, dtype=torch.float32).save(tmp_path / "runs/opencatalyst-small/model.safetensors")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"slab": slab()}
+    for cell in re.findall(r"```python\n(.*?)```", page, re.S):
+        exec(cell, names)
+    assert names["frame"].get_potential_energy() == names["data"].energy.item() == pytest.approx(names["energy"])
+    assert "output_blocks.0.lin_up.bias" not in torch.load(tmp_path / "pyg.pt", weights_only=True)
