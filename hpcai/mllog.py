@@ -1,8 +1,8 @@
 """The MLPerf log: ``:::MLLOG {...}`` lines, as the compliance checkers of MLPerf HPC 3.0 and MLPerf Training 4.0 want them.
 
 The training loop knows nothing of it. An app declares its benchmark in apps/NAME/mlperf.py: which setting, found by its dotted path
-in the `start` event, is logged under which key, and which metric of an `evaluate` event is the benchmark's own. Keys and rules: the files
-``hpc_3.0.0/*.yaml`` and ``training_4.0.0/*.yaml`` of mlcommons/logging, and the rules of mlcommons/training_policies.
+in the `start` event, is logged under which key, and which metric of an `evaluate` event is the benchmark's own. Keys and rules: the
+files ``hpc_3.0.0/*.yaml`` and ``training_4.0.0/*.yaml`` of mlcommons/logging, and the rules of mlcommons/training_policies.
 """
 
 import json
@@ -26,7 +26,7 @@ Rule = Callable[[Setting], Any]
 
 
 class Entry(NamedTuple):
-    """An MLLOG key, the setting that holds its value (or the rule that gives it), and the value where the run has no such setting."""
+    """An MLLOG key, the setting that holds its value (or the rule that gives it), and the value where a run has no such setting."""
 
     key: str
     setting: str | Rule

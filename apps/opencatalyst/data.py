@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from hpcai.data.sampler import Balanced, Sampler
 from hpcai.data.splits import Samples, by_shard, load, loaders, open_split
 from hpcai.dist import Mesh
 from hpcai.errors import DataError
-from hpcai.models.dimenet import Batch, DimeNetConfig, Sizes, Structure, find, join, sizes
+from hpcai.models.dimenet import Batch, DimeNetConfig, Frame, Sizes, Structure, batch_of, find, sizes
 from hpcai.train import Parts
 
 FIELDS: dict[str, tuple[str, tuple[int | str | None, ...]]] = {
@@ -51,13 +51,6 @@ def _sampler(cfg: Config, rows: Rows) -> dict[str, Sampler]:
     if data.balance == "none":
         return by_shard(rows, data, data.batch, seed)
     return {"sampler": Balanced(rows.column("triplets"), data.batch, seed, equal=data.balance == "frames")}
-
-
-class Frame(NamedTuple):
-    structure: Structure
-    energy: float  # eV
-    forces: np.ndarray  # [N, 3] eV/angstrom
-    free: np.ndarray  # [N] 1: may move
 
 
 @dataclass(frozen=True)
@@ -111,18 +104,12 @@ def joined(frames: list[Frame], parts: int = 1, ladder: Ladder | None = None) ->
     """One batch, or as many micro-batches."""
     each = len(frames) // parts
     counts = torch.tensor([sum(float(f.free.sum()) for f in frames), float(len(frames))]) / parts
-    made = [_join(frames[k * each : (k + 1) * each], counts, ladder) for k in range(parts)]
+
+    def batch(some: list[Frame]) -> Batch:
+        return batch_of(some, ladder.least([f.structure for f in some]) if ladder else Sizes(), counts)
+
+    made = [batch(frames[k * each : (k + 1) * each]) for k in range(parts)]
     return Parts(made) if parts > 1 else made[0]
-
-
-def _join(frames: list[Frame], counts: torch.Tensor, ladder: Ladder | None) -> Batch:
-    structures = [f.structure for f in frames]
-    graph = join(structures, ladder.least(structures) if ladder else Sizes())
-    rest = len(graph.numbers) - sum(len(f.free) for f in frames)
-    forces = np.concatenate([*(f.forces for f in frames), np.zeros((rest, 3), np.float32)])
-    free = np.concatenate([*(f.free for f in frames), np.zeros(rest, np.uint8)]).astype(np.float32)
-    energy = torch.tensor([f.energy for f in frames], dtype=torch.float64)
-    return Batch(energy, torch.from_numpy(forces), torch.from_numpy(free), counts, graph)
 
 
 def rows_of(cfg: Config, split: str, mesh: Mesh) -> Rows:

@@ -19,7 +19,7 @@ from apps.opencatalyst.settings import Config, DataConfig
 from hpcai.cli.trial import Form, On, Peer, Subject, Switch
 from hpcai.data.splits import load
 from hpcai.dist import Mesh
-from hpcai.models.dimenet import Batch, DimeNet, DimeNetConfig, Sizes, loss, parallelize, score
+from hpcai.models.dimenet import Batch, DimeNet, DimeNetConfig, Sizes, loss, parallelize, pyg_words, score
 from hpcai.models.dimenet.model import Prediction
 from hpcai.models.dimenet.triplets import WithTriplets, edges_of, energy_and_forces
 
@@ -106,19 +106,10 @@ def _listed(net: Any, cfg: TrialConfig, batch: Any, scaled: Any = None) -> Form:
     return Form(model, loss)
 
 
-def pyg_network(cfg: DimeNetConfig) -> Any:
-    """PyTorch Geometric's, whose own ``forward`` knows no periodic images and needs a compiled extension."""
-    return import_module("torch_geometric.nn.models").DimeNetPlusPlus(
-        hidden_channels=cfg.hidden, out_channels=1, num_blocks=cfg.blocks, int_emb_size=cfg.interaction, basis_emb_size=cfg.basis,
-        out_emb_channels=cfg.output, num_spherical=cfg.spherical, num_radial=cfg.radial, cutoff=cfg.cutoff,
-        envelope_exponent=cfg.envelope, num_before_skip=cfg.before_skip, num_after_skip=cfg.after_skip,
-        num_output_layers=cfg.output_layers,
-    )  # fmt: skip
-
-
 def _pyg(cfg: TrialConfig, batch: Batch) -> Form:
-    ours = DimeNet(cfg.model).to(batch.forces.device)
-    return _listed(pyg_network(cfg.model), cfg, batch, ours)
+    """PyTorch Geometric's own ``forward`` knows no periodic images and needs a compiled extension: its modules are called here."""
+    theirs = import_module("torch_geometric.nn.models").DimeNetPlusPlus(**pyg_words(cfg.model))
+    return _listed(theirs, cfg, batch, DimeNet(cfg.model).to(batch.forces.device))
 
 
 Trial.peers = {"pyg": Peer("torch_geometric", _pyg)}

@@ -1,8 +1,8 @@
 """OpenFold to be measured:  hpcai bench openfold | hpcai ablate openfold [features.crop=64 ...]
 
 The plain form is the same function of the same weights in torch's operations on whole tensors: all logits, gates, outer products
-and distances at once. Chains and alignments are synthetic, without templates. ``checkpoint`` is our form whose blocks keep their inputs
-alone.
+and distances at once. Chains and alignments are synthetic, without templates. ``checkpoint`` is our form whose blocks keep their
+inputs alone.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -123,7 +123,7 @@ def test_however_maps_are_read_the_loss_is_the_same(data: Path, tmp_path: Path, 
 def test_the_mlperf_log_of_a_run_keeps_the_rules(data: Path, tmp_path: Path, optimizer: str, decay: str) -> None:
     schedule = "{unit: steps, warmup: 2, counted: deepcam-reference, decay: cosine, length: 6}"
     if decay == "steps":
-        schedule = "{unit: steps, warmup: 2, counted: deepcam-reference, decay: steps, length: null, decay_at: [3], decay_to: [0.1]}"
+        schedule = "{unit: steps, warmup: 2, counted: deepcam-reference, decay: steps, decay_at: [3], decay_to: [0.1], length: null}"  # noqa: E501
     more = ["report.sinks=[mlperf]", "train.target=0.001", "train.seed=3"]
     more.append(f"step.optimizer={optimizer}")
     assert APP.here(data, tmp_path / "run", *more, "train.epochs=1", f"step.schedule={schedule}") == 0

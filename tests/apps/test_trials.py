@@ -263,7 +263,8 @@ def test_copies_share_statistics_where_that_is_on() -> None:
             assert other[1] == pytest.approx(own[1], rel=1e-5)
             assert np.linalg.norm(other[2] - own[2]) < TOLERANCE["deepcam"] * np.linalg.norm(own[2]), "copies see the same maps"
         assert abs(unlike[1] - own[1]) > 1e-4, "other maps, other statistics"
-    assert {type(m) for m in deepcam.Trial().build(made("deepcam")[1], MESH, frozenset({"kernels"})).modules()} >= {BatchNorm, Conv2d}
+    model = deepcam.Trial().build(made("deepcam")[1], MESH, frozenset({"kernels"}))
+    assert {type(module) for module in model.modules()} >= {BatchNorm, Conv2d}
 
 
 # ---- parts that one app adds

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from hpcai.errors import DataError, MissingExtraError
 from hpcai.models.dimenet.fields import fields
-from hpcai.models.dimenet.graph import Structure, atoms, join
+from hpcai.models.dimenet.graph import Sizes, Structure, atoms, join
 from hpcai.models.dimenet.objective import Batch
 
 
@@ -34,18 +34,19 @@ def frames(source: Any, *, cutoff: float = 6.0, most: int | None = 50, where: st
     return made
 
 
-def batch_of(frames: Sequence[Frame]) -> Batch:
-    """What ``loss`` and ``score`` read. Raises DataError for a frame without energy or forces."""
+def batch_of(frames: Sequence[Frame], least: Sizes = Sizes(), counts: torch.Tensor | None = None) -> Batch:  # noqa: B008 immutable
+    """What ``loss`` and ``score`` read, of ``least`` sizes. ``counts`` [2]: free atoms and structures by which sums are divided;
+    None: those of these frames. Raises DataError for a frame without energy or forces."""
     for k, frame in enumerate(frames):
         if frame.energy is None or frame.forces is None:
             missing = "energy" if frame.energy is None else "forces"
             raise DataError(f"frame {k} has no {missing}; expected both: put them into {missing}, or into ASE's calculator")
-    graph = join([frame.structure for frame in frames])
+    graph = join([frame.structure for frame in frames], least)
     rest = len(graph.numbers) - sum(len(frame.free) for frame in frames)
     forces, free = np.concatenate([frame.forces for frame in frames]), np.concatenate([frame.free for frame in frames])
-    counts = torch.tensor([free.sum(), len(frames)])
+    counts = torch.tensor([free.sum(), len(frames)], dtype=torch.float32) if counts is None else counts
     energy = torch.tensor([frame.energy for frame in frames], dtype=torch.float64)
-    forces, free = np.pad(forces, [(0, rest), (0, 0)]), np.pad(free, (0, rest))
+    forces, free = np.pad(forces, [(0, rest), (0, 0)]), np.pad(free, (0, rest)).astype(np.float32)
     return Batch(energy, torch.from_numpy(forces), torch.from_numpy(free), counts, graph)
 
 
