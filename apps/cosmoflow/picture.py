@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from hpcai.cli.report.picture import Table, arrays, texts
+from hpcai.cli.report.picture import Table, arrays
 from hpcai.cli.report.theme import Theme, around, compare, head, verbatim
 from hpcai.errors import DataError
 from hpcai.log import number
@@ -44,17 +44,12 @@ class Predictions:
 
 
 def read(path: Path) -> Predictions:
-    found = arrays(path, ("names", "units", "predicted", "true"))
-    names, units = (texts(found[name]) for name in ("names", "units"))
-    predicted, true = (found[name].astype(float) for name in ("predicted", "true"))
-    shapes = (predicted.shape, true.shape, (len(true), len(names)), (len(true), len(units)))
-    if len(set(shapes)) > 1 or not predicted.size:
-        raise DataError(f"predicted {shapes[0]}, true {shapes[1]}, names [{len(names)}], units [{len(units)}];"
-                        " expected predicted and true [N, P], names and units [P]")
+    found = arrays(path, {"names": "text P", "units": "text P", "predicted": "real N P", "true": "real N P"})
+    predicted, true = found["predicted"].astype(float), found["true"].astype(float)
     finite = np.isfinite(predicted).all(1) & np.isfinite(true).all(1)
     if not finite.any():
         raise DataError("no sample has finite predictions and truths")
-    return Predictions(names, units, predicted[finite], true[finite])
+    return Predictions(found["names"].tolist(), found["units"].tolist(), predicted[finite], true[finite])
 
 
 def caption(found: Predictions) -> str:

@@ -43,18 +43,13 @@ class Pairs:
 
 
 def read(path: Path) -> Pairs:
-    energy, forces, numbers = arrays(path, ("energy", "forces", "numbers")).values()
-    shapes = energy.shape[1:] == (2,) and forces.shape == (*numbers.shape, 2, 3) and numbers.ndim == 1
-    if not shapes or not {energy.dtype.kind, forces.dtype.kind} <= set("fiu"):
-        found = f"energy {energy.dtype} {energy.shape}, forces {forces.dtype} {forces.shape}, numbers {numbers.shape}"
-        raise DataError(f"{found}; expected energy [B, 2], forces [A, 2, 3] and numbers [A] of frames and their free atoms")
+    energy, forces, numbers = arrays(path, {"energy": "real B 2", "forces": "real A 2 3", "numbers": "whole A"}).values()
     frames, atoms = np.isfinite(energy).all(1), np.isfinite(forces).all((1, 2))
     for what, finite in (("frame has a finite true and predicted energy", frames), ("free atom has finite forces", atoms)):
         if not finite.any():
             raise DataError(f"no {what}")
-    if numbers.dtype.kind not in "iu" or numbers.min() < 1 or numbers.max() > ELEMENTS:
-        found = f"{numbers.dtype} {numbers.min()} to {numbers.max()}"
-        raise DataError(f"numbers is {found}, expected whole atomic numbers 1 to {ELEMENTS}")
+    if numbers.min() < 1 or numbers.max() > ELEMENTS:
+        raise DataError(f"numbers is {numbers.min()} to {numbers.max()}, expected atomic numbers 1 to {ELEMENTS}")
     return Pairs(energy[frames].astype(float), forces[atoms].astype(float), numbers[atoms].astype(np.intp))
 
 

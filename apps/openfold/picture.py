@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from hpcai.cli.report.picture import Table, arrays, texts
+from hpcai.cli.report.picture import Table, arrays
 from hpcai.cli.report.theme import WIDTH, Theme, bare, head, score, verbatim
 from hpcai.errors import DataError
 from hpcai.models.openfold.residues import PLACE, UNKNOWN
@@ -31,6 +31,9 @@ from hpcai.models.openfold.truth import pseudo_beta
 FILE = "structures.npz"
 TITLE = "Predicted and true structures"
 HIGHER = ("lddt", "gdt")
+# M chains one after the other with R residues in all and S pairs of residues of the same chain; 37 places for atoms
+LEGEND = {"names": "text M", "residues": "whole M", "aatype": "whole R", "predicted": "real R 37 3", "true": "real R 37 3",
+          "mask": "whole R 37", "plddt": "real R", "lddt": "real R", "distance": "real S"}  # fmt: skip
 ROWS = 4                                                 # chains that are drawn
 LISTED = 10                                              # chains in the table, among which are those that are drawn
 GDT_TS = np.array([1, 2, 4, 8])                          # angstrom
@@ -93,13 +96,17 @@ class Chain:
 
 
 def read(path: Path) -> list[Chain]:
-    found = arrays(path, ("names", "residues", "aatype", "predicted", "true", "mask", "plddt", "lddt", "distance"))
-    names = texts(found.pop("names"))
-    _refuse_misshapen(names, found)
-    beta, seen = pseudo_beta(found["aatype"], found["true"], found["mask"], "true")
+    found = arrays(path, LEGEND)
+    residues, aatype = found["residues"].astype(np.int64), found["aatype"]
+    sums = {"R": residues.sum(), "S": (residues**2).sum()}
+    if residues.min() < 1 or sums["R"] != len(aatype) or sums["S"] != len(found["distance"]):
+        raise DataError(f"residues is {residues.min()} to {residues.max()}, their sum {sums['R']} and the sum of their squares"
+                        f" {sums['S']}; expected whole numbers from 1 on with R = {len(aatype)} and S = {len(found['distance'])}")
+    if aatype.min() < 0 or aatype.max() > UNKNOWN:
+        raise DataError(f"aatype is {aatype.min()} to {aatype.max()}, expected 0 to {UNKNOWN}, which is X")
+    beta, seen = pseudo_beta(aatype, found["true"], found["mask"], "true")
     known = found["mask"][:, PLACE["CA"]] == 1
     _refuse_out_of_range(found, known)
-    residues = found["residues"].astype(np.int64)
     # The page shows two atoms of each residue.
     alpha = {name: found[name][:, PLACE["CA"]].astype(float) for name in ("predicted", "true")}
     alpha["true"][~known] = math.nan
@@ -109,29 +116,8 @@ def read(path: Path) -> list[Chain]:
     matrices = np.split(found["distance"], np.cumsum(residues**2)[:-1])
     return [
         Chain(name=name, distance=matrix.reshape(count, count), **dict(zip(rows, each)))
-        for name, count, matrix, *each in zip(names, residues, matrices, *parts)
+        for name, count, matrix, *each in zip(found["names"].tolist(), residues, matrices, *parts)
     ]
-
-
-def _refuse_misshapen(names: list[str], found: dict[str, np.ndarray]) -> None:
-    residues = found["residues"]
-    if residues.shape != (len(names),) or not names or residues.dtype.kind not in "iu" or residues.min() < 1:
-        text = f" from {residues.min()}" if residues.size else ""
-        raise DataError(f"names [{len(names)}], residues {residues.dtype} {residues.shape}{text};"
-                        " expected names and residues [M] of at least one chain, each of whole numbers from 1")
-    total, squares = int(residues.sum(dtype=np.int64)), int((residues.astype(np.int64) ** 2).sum())
-    atoms = (total, 37)
-    for name, kinds, shape in (
-        ("aatype", "iu", (total,)), ("predicted", "f", (*atoms, 3)), ("true", "f", (*atoms, 3)), ("mask", "biu", atoms),
-        ("plddt", "f", (total,)), ("lddt", "f", (total,)), ("distance", "f", (squares,)),
-    ):  # fmt: skip
-        if found[name].shape != shape or found[name].dtype.kind not in kinds:
-            what = "real" if kinds == "f" else "whole"
-            text = f"the squares of residues add up to {squares}" if name == "distance" else f"residues adds up to {total}"
-            raise DataError(f"{name} is {found[name].dtype} {found[name].shape}, expected {what} numbers {shape}: {text}")
-    aatype = found["aatype"]
-    if aatype.min() < 0 or aatype.max() > UNKNOWN:
-        raise DataError(f"aatype is {aatype.min()} to {aatype.max()}, expected 0 to {UNKNOWN}, which is X")
 
 
 def _refuse_out_of_range(found: dict[str, np.ndarray], known: np.ndarray) -> None:

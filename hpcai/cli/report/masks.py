@@ -17,10 +17,12 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from hpcai.cli.report.picture import Table, arrays, texts
+from hpcai.cli.report.picture import Table, arrays
 from hpcai.cli.report.theme import Theme, score, verbatim
 from hpcai.errors import DataError
 
+LEGEND = {"classes": "text K", "variables": "text V", "units": "text V", "fields": "real N H W V", "true": "whole N H W",
+          "predicted": "whole N H W"}  # fmt: skip
 PANELS = 6                                               # images that are drawn
 
 
@@ -59,35 +61,24 @@ def ratio(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
 
 
 def read(path: Path, optional: Sequence[str] = ()) -> tuple[Masks, dict[str, np.ndarray]]:
-    """Masks from an .npz file with fields [N, H, W, V], true and predicted [N, H, W] and names of variables, units and classes;
-    beside them those of the ``optional`` arrays which the file has.
+    """Masks from an .npz file with the arrays of ``LEGEND``, and those of the ``optional`` arrays that the file has.
 
     The images with most classes, true or predicted, are those that are drawn. Raises DataError for arrays that do not fit together.
     """
-    found = arrays(path, ("variables", "units", "classes", "fields", "true", "predicted"), optional)
-    variables, units, classes = (texts(found.pop(name)) for name in ("variables", "units", "classes"))
+    found = arrays(path, LEGEND, optional)
+    classes, variables, units = (found.pop(name).tolist() for name in ("classes", "variables", "units"))
     fields, true, predicted = (found.pop(name) for name in ("fields", "true", "predicted"))
-    _refuse_misshapen(variables, units, fields, true, predicted)
     kinds = len(classes)
     for name, mask in (("true", true), ("predicted", predicted)):
-        if mask.dtype.kind not in "iu" or mask.min() < 0 or mask.max() >= kinds:
-            text = f"{mask.dtype} {mask.min()} to {mask.max()}"
-            raise DataError(f"{name} is {text}, expected whole numbers 0 to {kinds - 1}, one for each of classes")
+        if mask.min() < 0 or mask.max() >= kinds:
+            raise DataError(f"{name} is {mask.min()} to {mask.max()}, expected 0 to {kinds - 1}, one for each of classes")
+    if min(fields.shape[1:3]) < 2:
+        raise DataError(f"fields is {fields.shape}, expected at least 2 cells along H and W")
     cells = np.stack([np.bincount(t.ravel() * np.intp(kinds) + p.ravel(), minlength=kinds**2) for t, p in zip(true, predicted)])
     cells = cells.reshape(len(true), kinds, kinds)
     variety = ((cells.sum(1) > 0) | (cells.sum(2) > 0)).sum(1)
     shown = sorted(np.argsort(-variety, kind="stable")[:PANELS].tolist())
     return Masks(classes, variables, units, shown, fields[shown], true[shown], predicted[shown], cells), found
-
-
-def _refuse_misshapen(
-    variables: list[str], units: list[str], fields: np.ndarray, true: np.ndarray, predicted: np.ndarray
-) -> None:
-    alike = fields.ndim == 4 and fields.shape[:3] == true.shape == predicted.shape and min(fields.shape[1:3]) > 1
-    if not alike or not fields.size or not len(variables) == len(units) == fields.shape[3] or fields.dtype.kind not in "fiu":
-        shapes = f"fields {fields.shape}, true {true.shape}, predicted {predicted.shape}"
-        found = f"{shapes}, variables [{len(variables)}], units [{len(units)}]"
-        raise DataError(f"{found}; expected numbers, fields [N, H, W, V], true and predicted [N, H, W], variables and units [V]")
 
 
 def scores(classes: Sequence[str], values: np.ndarray) -> Iterator[str]:

@@ -13,7 +13,7 @@ tells. A module may also have:
     Words in names of metrics which are better when they are higher, beside those that ``hpcai.cli.report.run`` knows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -54,15 +54,29 @@ class Picture(Protocol):
         """What is counted in all predictions, or None where the curves say enough."""
 
 
-def arrays(path: Path, needed: Sequence[str], optional: Sequence[str] = ()) -> dict[str, np.ndarray]:
-    """The named arrays of an .npz file; nothing in it is unpickled. Raises DataError where a needed one is missing."""
+KINDS = {"real": "fiu", "whole": "iu", "text": "US"}
+
+
+def arrays(path: Path, legend: Mapping[str, str], optional: Sequence[str] = ()) -> dict[str, np.ndarray]:
+    """The arrays of an .npz file that ``legend`` names, and those of the ``optional`` ones that are there; none is ever unpickled.
+
+    The legend tells the kind of each array and its dims, ``{"names": "text P", "true": "real N P"}``: a dim has the same size, at
+    least 1, wherever its letter stands. Raises DataError where an array is missing or of another kind or shape.
+    """
     with np.load(path, allow_pickle=False) as file:
-        missing = [name for name in needed if name not in file]
+        missing = [name for name in legend if name not in file]
         if missing:
             raise DataError(f"has no array {', '.join(missing)}")
-        return {name: file[name] for name in (*needed, *optional) if name in file}
-
-
-def texts(array: np.ndarray) -> list[str]:
-    """The entries of an array as text; a single value is one entry."""
-    return np.atleast_1d(array).astype(str).tolist()
+        found = {name: np.asarray(file[name]) for name in (*legend, *optional) if name in file}
+    sizes: dict[str, int] = {}
+    for name, words in legend.items():
+        kind, *dims = words.split()
+        array = found[name]
+        told = ", ".join(f"{dim} = {sizes[dim]}" for dim in dims if dim in sizes)
+        expected = [int(dim) if dim.isdigit() else sizes.setdefault(dim, size) for dim, size in zip(dims, array.shape)]
+        if array.dtype.kind not in KINDS[kind] or array.ndim != len(dims) or [*array.shape] != expected or not array.size:
+            shape = f"[{', '.join(dims)}]" + (f" with {told}" if told else "")
+            raise DataError(f"{name} is {array.dtype} {array.shape}, expected {kind} {shape}")
+        if kind == "text":
+            found[name] = array.astype(str)
+    return found
