@@ -102,7 +102,7 @@ def draw(found: Slices, theme: Theme) -> Figure:
     layout = ConstrainedLayoutEngine(h_pad=0.06, w_pad=0.02, hspace=0.02, wspace=0)
     figure = Figure(figsize=(2 * inches * pairs, rows * (panel + 0.4) + 1.3), layout=layout)
     grid = figure.add_gridspec(rows, 3 * pairs - 1, width_ratios=[1, 1, 0.04, 1, 1][: 3 * pairs - 1])
-    scale = ScalarMappable(Normalize(*_window(found)), "gray")
+    window = Normalize(*_window(found))
     panels = []
     for m in range(count):
         row, column = m // pairs, 3 * (m % pairs)
@@ -110,10 +110,10 @@ def draw(found: Slices, theme: Theme) -> Figure:
         panels += pair
         for axes in pair:
             bare(axes)
-            axes.imshow(found.scan[m], origin="upper", cmap="gray", norm=scale.norm, aspect=aspect, interpolation="nearest")
+            axes.imshow(found.scan[m], origin="upper", cmap="gray", norm=window, aspect=aspect, interpolation="nearest")
         _pair(pair[0], pair[1], found, m)
     extend = "both" if found.masks.units[0] == "HU" else "neither"
-    masks.bar(figure, panels, scale, found.masks.label(0), shrink=0.4, extend=extend)
+    masks.bar(figure, panels, ScalarMappable(window, "gray"), found.masks.label(0), shrink=0.4, extend=extend)
     _legend(figure, found, theme)
     return figure
 
