@@ -5,25 +5,33 @@ import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 
+from hpcai.cli.report.curves import plots
 from hpcai.cli.report.document import page
-from hpcai.cli.report.pictures import plots
-from hpcai.cli.report.run import read
-from hpcai.cli.report.theme import DARK, LIGHT
+from hpcai.cli.report.run import Run, read, reason
+from hpcai.cli.report.theme import DARK, LIGHT, Plot
 from hpcai.log import METRICS
 
 
 def draw(run: Path) -> Path:
     """Draws the run in the directory ``run`` and returns the page's path. Raises DataError where there is no run."""
     found = read(run)
-    drawn = plots(found)
-    pictures = [(plot.png(LIGHT), plot.png(DARK)) for plot in drawn]
+    drawn = {plot: pictures for plot in plots(found) if (pictures := _pictures(found, plot))}
     folder = run / "plots"
     folder.mkdir(exist_ok=True)
-    for plot, (light, _) in zip(drawn, pictures):
+    for plot, (light, _) in drawn.items():
         (folder / f"{plot.name}.png").write_bytes(light)
     path = run / "report.html"
-    path.write_text(page(found, drawn, pictures), encoding="utf-8")
+    path.write_text(page(found, drawn), encoding="utf-8")
     return path
+
+
+def _pictures(run: Run, plot: Plot) -> tuple[bytes, bytes] | None:
+    """The plot on light and on dark paper."""
+    try:
+        return plot.png(LIGHT), plot.png(DARK)
+    except Exception as error:  # numbers that no picture can be made of cost one picture, and never the page
+        run.left_out.append(f"{plot.title}: {reason(error)}")
+        return None
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,21 +1,18 @@
 """The page: one file of HTML that needs no network."""
 
 import base64
-import math
-import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from html import escape
 from typing import Any
 
 import numpy as np
 
-from hpcai.cli.report.run import Maps, Predictions, Run, Slices, Structures
+from hpcai.cli.report.run import Run
 from hpcai.cli.report.theme import Plot
 from hpcai.log import duration, number, per_second, size
 
 MOST = 12                                                # checkpoints in the table
-CHAINS = 10                                              # in the table: of many, those that are drawn are among them
 
 STYLE = """
 :root { color-scheme: light dark; --paper: #fff; --page: #f3f5f8; --ink: #1c2430; --faint: #6b7685; --line: #e1e5eb;
@@ -131,51 +128,10 @@ def _results(run: Run) -> str:
     return _card("Evaluations", _table(("metric", "best", "at step", "last", "at step", "target"), rows, numbers=1)) if rows else ""
 
 
-def _parameters(found: Predictions) -> str:
-    head = ("parameter", "R²", "RMSE", "RMSE of the mean", "mean absolute error")
-    rows = []
-    for p, (name, unit) in enumerate(zip(found.names, found.units)):
-        errors = found.rmse(p), found.spread(p), found.mae(p)
-        rows.append((f"{name} [{unit}]" if unit else name, f"{found.r2(p):.4f}", *map(number, errors)))
-    overall = statistics.fmean(found.r2(p) for p in range(len(found.names)))
-    return _card("Prediction per parameter", _table(head, rows, numbers=1), f"mean R² {overall:.4f}")
-
-
-def _classes(found: Maps | Slices) -> str:
-    cells, total = found.cells.sum(0), len(found.cells)
-    if isinstance(found, Maps):
-        score, cell, scores = "IoU", "cells", found.iou()
-        note = (f"All {cells.sum():,} cells of {total} validation maps together. An evaluation means something else by IoU:"
-                " the mean over maps of the IoU in each, which is 1 where a class is neither there nor seen.")
-    else:
-        score, cell, scores = "Dice", "voxels", found.dice()
-        which = f"{total} slices, one of each volume," if total > 1 else "one slice"
-        note = (f"All {cells.sum():,} voxels of {which} together. An evaluation means something else by Dice: the mean over"
-                " volumes of the Dice in each whole volume, which is 1 where a class is neither there nor seen.")
-    head, rows = ("class", score, cell, *(f"seen as {name}" for name in found.classes)), []
-    for name, value, seen in zip(found.classes, scores, cells):
-        shares = [f"{100 * part / seen.sum():.2f} %" for part in seen] if seen.sum() else ["–"] * len(seen)
-        rows.append((name, "–" if math.isnan(value) else f"{value:.4f}", f"{seen.sum():,}", *shares))
-    return _card("Prediction per class", _table(head, rows, numbers=1), note)
-
-
-def _chains(found: Structures) -> str:
-    def said(score: float, digits: int = 1) -> str:
-        return "–" if math.isnan(score) else f"{score:.{digits}f}"
-
-    total, shown = len(found.chains), found.spread(CHAINS)
-    scores = np.array([(chain.mean_lddt(), chain.plddt.mean(), chain.gdt_ts(), chain.rmsd()) for chain in found.chains])
-    means = [float(each[np.isfinite(each)].mean()) if np.isfinite(each).any() else math.nan for each in scores.T]
-    which = f"{total:,} validation chains" + (f", {len(shown)} of them shown" if total > len(shown) else "")
-    note = (f"{which}; means over all: lDDT-Cα {said(means[0])}, pLDDT {said(means[1])}, GDT-TS {said(means[2])},"
-            f" RMSD {said(means[3], 2)} Å. " if total > 1 else "")
-    note += ("lDDT-Cα and pLDDT are means over residues, 0 to 100; an evaluation's lddt is over distances, 0 to 1. GDT-TS is of one"
-             " superposition by all Cα, a lower bound of the official score, which seeks the best for each cutoff.")
-    head, rows = ("chain", "residues", "in the truth", "lDDT-Cα", "pLDDT", "GDT-TS", "RMSD of Cα [Å]"), []
-    for chain, row in ((found.chains[m], scores[m]) for m in shown):
-        counts = f"{len(chain.plddt):,}", f"{chain.known.sum():,}"
-        rows.append((chain.name, *counts, *map(said, row[:3]), said(row[3], 2)))
-    return _card("Prediction per chain", _table(head, rows, numbers=1), note)
+def _predicted(run: Run) -> str:
+    if run.table is None:
+        return ""
+    return _card(run.table.title, _table(run.table.head, run.table.rows, numbers=1), run.table.note)
 
 
 def _facts(run: Run) -> str:
@@ -206,8 +162,8 @@ def _checkpoints(run: Run) -> str:
     return _card("Checkpoints", _table(("path", "step", "size", "took", "when"), rows[-MOST:], numbers=1), note)
 
 
-def page(run: Run, drawn: Sequence[Plot], pictures: Sequence[tuple[bytes, bytes]]) -> str:
-    """The whole page; ``pictures`` are the light and the dark PNG of each plot in ``drawn``."""
+def page(run: Run, drawn: Mapping[Plot, tuple[bytes, bytes]]) -> str:
+    """The whole page; ``drawn`` has the light and the dark PNG of each plot."""
 
     def uri(png: bytes) -> str:
         return "data:image/png;base64," + base64.b64encode(png).decode()
@@ -218,17 +174,14 @@ def page(run: Run, drawn: Sequence[Plot], pictures: Sequence[tuple[bytes, bytes]
                 f'<picture><source media="screen and (prefers-color-scheme: dark)" srcset="{uri(dark)}">'
                 f'<img src="{uri(light)}" alt="{escape(plot.title)}"></picture></figure>')
 
-    figures = "".join(figure(plot, *pair) for plot, pair in zip(drawn, pictures))
+    figures = "".join(figure(plot, *pair) for plot, pair in drawn.items())
     notes = [(_date(event["time"]), f"{event['step']:,}" if event.get("step") is not None else "", event.get("text", ""))
              for event in run.of("note")]
     gaps = "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in run.left_out) + "</ul>"
     settings = f"<details><summary>Settings</summary><pre>{escape(run.settings_text)}</pre></details>"
     parts = [
         _header(run), _tiles(run), f'<div class="plots">{figures}</div>',
-        _parameters(run.predictions) if run.predictions else "",
-        _classes(images) if (images := run.maps or run.slices) else "",
-        _chains(run.structures) if run.structures else "",
-        f'<div class="plots">{_facts(run)}{_results(run)}</div>', _checkpoints(run),
+        _predicted(run), f'<div class="plots">{_facts(run)}{_results(run)}</div>', _checkpoints(run),
         _card("Notes", _table(("when", "step", "what"), notes)) if notes else "",
         _card("Left out", gaps) if run.left_out else "",
         f'<section class="card screen">{settings}</section>' if run.settings_text else "",

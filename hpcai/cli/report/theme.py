@@ -1,15 +1,22 @@
-"""How the pictures look."""
+"""How the pictures look, and what several of them have in common."""
 
 import io
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+WIDTH = 13.2                                             # inches of a picture that is as wide as the page
+DPI = 160
+
 
 class Theme(NamedTuple):
+    """Colours, and at the end the names of the colour maps for counts and for values of a field."""
+
     paper: str
     ink: str
     faint: str
@@ -17,17 +24,16 @@ class Theme(NamedTuple):
     main: str
     second: str
     good: str
-    map: str
-    water: str
+    counts: str
+    values: str
 
 
 LIGHT = Theme("#ffffff", "#1c2430", "#6b7685", "#e6e9ee", "#2458d3", "#d9730d", "#15803d", "Blues", "YlGnBu")
 DARK = Theme("#171b22", "#e4e8ef", "#8e99a9", "#2b323d", "#79a8ff", "#f5a962", "#4ade80", "Blues_r", "YlGnBu_r")
 
-# Of classes in the order of the data, without the first, which is what is neither: told apart by all eyes, on light and dark paper
-CLASSES = ("#e8590c", "#d0219b", "#f2c500", "#6d3bef", "#8b4513", "#00b8c8")
-# Of tissues on the grey of a scan: eyes without red or green receptors tell blue and orange from it and apart
-TISSUES = ("#2f8fff", "#ff9f1c", "#00c08b", "#e64980", "#b197fc", "#f2e205")
+# Colours and marks of classes, without the first class, which is what is none of the others. All eyes tell these apart, on light
+# and on dark paper.
+PALETTE = ("#e8590c", "#d0219b", "#f2c500", "#6d3bef", "#8b4513", "#00b8c8")
 MARKS = ("s", "^", "D", "v", "P", "X")
 
 
@@ -52,16 +58,46 @@ class Plot(NamedTuple):
         }
         with matplotlib.rc_context(style):
             file = io.BytesIO()
-            self.draw(theme).savefig(file, format="png", dpi=160, metadata={"Software": None})
+            self.draw(theme).savefig(file, format="png", dpi=DPI, metadata={"Software": None})
         return file.getvalue()
 
 
 def head(axes: Axes, title: str, said: str, theme: Theme) -> None:
-    """A panel's title, and under it what is to be known of it."""
+    """A panel's title, and under it what the reader should know about the panel."""
     axes.set_title(f"{title}\n", fontsize=11.5, fontweight="bold", loc="left")
     axes.text(0, 1.03, said, transform=axes.transAxes, fontsize=8.5, color=theme.faint)
+
+
+def bare(axes: Axes) -> None:
+    """Leaves nothing of a panel but what is drawn in it."""
+    axes.set(xticks=[], yticks=[])
+    axes.grid(False)
+    axes.spines[:].set_visible(False)
+
+
+def around(values: np.ndarray) -> tuple[float, float]:
+    """The limits of an axis that shows all values, with a little room on both sides."""
+    low, high = float(values.min()), float(values.max())
+    pad = 0.04 * (high - low) or 1.0
+    return low - pad, high + pad
+
+
+def compare(axes: Axes, box: tuple[float, float], naive: tuple[str, float], theme: Theme) -> None:
+    """Makes a panel of true values (to the right) and predicted ones (upwards) a square with the limits ``box``.
+
+    The diagonal is a perfect network, the dashed line the naive one, which always gives the answer ``naive``.
+    """
+    axes.plot(box, box, color=theme.ink, linewidth=1, label="perfect")
+    axes.axhline(naive[1], color=theme.second, linewidth=1.3, linestyle=(0, (5, 3)), label=naive[0])
+    axes.set(xlim=box, ylim=box)
+    axes.set_box_aspect(1)
 
 
 def verbatim(text: str) -> str:
     """Names come from files: a "$" in them starts no formula."""
     return text.replace("$", r"\$")
+
+
+def score(value: float, digits: int = 2) -> str:
+    """A score with so many decimals, or a dash for NaN."""
+    return "–" if math.isnan(value) else f"{value:.{digits}f}"

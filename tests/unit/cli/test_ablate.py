@@ -176,9 +176,9 @@ def test_only_some_switches(fake: Any, capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_apps_without_a_trial_are_refused_with_those_that_have_one(fake: Any) -> None:
-    with pytest.raises(ConfigError, match=r"there is no app 'cosmo'; expected one of cosmoflow, .*, unet3d, fake"):
+    with pytest.raises(ConfigError, match=r"there is no app 'cosmo'; expected one of cosmoflow, deepcam, fake, opencatalyst, openfold, unet3d"):
         ablate.main(["cosmo"])
-    with pytest.raises(ConfigError, match=r"apps/bare has no file trial.py; expected one of cosmoflow, .*, fake"):
+    with pytest.raises(ConfigError, match=r"apps/bare has no file trial.py; expected one of cosmoflow, .*, fake, .*"):
         ablate.main(["bare"])
     with pytest.raises(ConfigError, match="wrnog: no such key"):
         ablate.main(["fake", "wrnog=half"])

@@ -1,8 +1,10 @@
-"""`hpcai report`: the page says what the run's files say, asks no network, and copes with what is missing."""
+"""`hpcai report`: the page says what the run's files say and shows what its app declares, asks no network, and copes with what is
+missing."""
 
-import json
+import importlib
 import math
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,16 +14,41 @@ import pytest
 import yaml
 from matplotlib.image import imread
 
+import apps
 from hpcai import cli
 from hpcai.cli import report
-from hpcai.cli.report import document, pictures
-from hpcai.cli.report.run import Predictions
-from hpcai.cli.report.theme import DARK, LIGHT
+from hpcai.cli.report import curves, document, theme
+from hpcai.cli.report.theme import LIGHT
 from hpcai.errors import DataError
+from tests.pages import read_by_people, saved, text, written
 
+PICTURE = """
+from matplotlib.figure import Figure
+from hpcai.cli.report.picture import Table, arrays
+
+FILE, TITLE, PALETTE, HIGHER = "toy.npz", "Guesses <of> the toy", ("#112233",), ("luck",)
+
+def read(path):
+    return arrays(path, {"guess": "real N", "kinds": "text K"})
+
+def classes(found):
+    return found["kinds"].tolist()
+
+def caption(found):
+    return f"{len(found['guess'])} guesses."
+
+def draw(found, theme):
+    figure = Figure(figsize=(6.4, 3.5))
+    figure.subplots().plot(found["guess"], color=theme.main)
+    return figure
+
+def table(found):
+    return Table("Guesses counted", "all of <them>", ("guess", "times"), [(f"{found['guess'].max():g}", "1")])
+"""
+TOY = {"guess": [1.0, 4.0, 2.0], "kinds": ["none", "lucky", "wrong"]}
 SETTINGS = {"train": {"metric": "mae", "target": 0.124, "better": "lower"}, "model": {"note": "<script>alert(1)</script>"}}
 START = {
-    "kind": "start", "time": 1.79e9, "name": "cosmoflow <small> & co", "world": 4, "device": "NVIDIA H200", "parameters": 8907556,
+    "kind": "start", "time": 1.79e9, "name": "toy", "world": 4, "device": "NVIDIA H200", "parameters": 8907556,
     "steps": 640, "steps_per_epoch": 80, "epochs": 8, "global_batch": 32, "train_samples": 2560, "validation_samples": 320,
     "resumed_from": None,
 }
@@ -48,34 +75,34 @@ def events(last: int = 640, end: str | None = "target") -> Iterator[dict[str, An
                "seconds": 32.0, "target_reached": end == "target"}
 
 
-def written(run: Path, lines: Any) -> Path:
-    run.mkdir(parents=True, exist_ok=True)
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return run
-
-
-def text(page: str) -> str:
-    """What a reader sees, without pictures and marks."""
-    return re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", page.split("<body>")[1]))
+@pytest.fixture(scope="module", autouse=True)
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """An app that declares a picture, and one whose file is broken; all pictures are coarse."""
+    root = tmp_path_factory.mktemp("elsewhere")
+    for name, code in (("toy", PICTURE), ("broken", "FILE = 'toy.npz'\nraise RuntimeError('not\\nyet')")):
+        (root / name).mkdir()
+        (root / name / "__init__.py").touch()
+        (root / name / "picture.py").write_text(code)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(apps, "__path__", [*apps.__path__, str(root)])
+        patch.setattr(theme, "DPI", 50)
+        importlib.invalidate_caches()
+        yield root
+    for name in [name for name in sys.modules if name.startswith(("apps.toy", "apps.broken"))]:
+        del sys.modules[name]
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = written(tmp_path_factory.mktemp("runs") / "whole", events())
-    (run / "settings.yaml").write_text(yaml.safe_dump(SETTINGS))
-    rng = np.random.default_rng(0)
-    true = rng.uniform(-1, 1, (200, 3))
-    predicted = np.stack([true[:, 0], np.full(200, true[:, 1].mean()), -true[:, 2]], axis=1)
-    predicted[7, 0] = np.nan
-    np.savez(run / "predictions.npz", names=np.array(["Omega_m", "$\\sigma{$", "H_0"]), units=np.array(["", "", "km/s/Mpc"]),
-             predicted=predicted, true=true)
+    run = written(tmp_path_factory.mktemp("runs") / "whole", events(), SETTINGS)
+    saved(run / "toy.npz", TOY)
     assert cli.main(["report", str(run)]) == 0
     return run
 
 
 def test_the_page_says_what_the_run_did(run: Path) -> None:
     found = text((run / "report.html").read_text())
-    for words in ("cosmoflow &lt;small&gt; &amp; co target reached", "best validation mae 0.1231 at step 560, target 0.124",
+    for words in ("toy target reached", "best validation mae 0.1231 at step 560, target 0.124",
                   "412 samples/s median; 103 samples/s per process", "training time 0:01:04 20,480 samples seen",
                   "640 / 640", "4 x NVIDIA H200",
                   "8,907,556", "8 of 8, 80 steps each", "2, resumed from step 320", "mae 0.1231 560 0.1266 640 0.124",
@@ -84,12 +111,47 @@ def test_the_page_says_what_the_run_did(run: Path) -> None:
     assert "Left out" not in found
 
 
-def test_the_page_measures_every_parameter_against_the_mean(run: Path) -> None:
-    found = text((run / "report.html").read_text())
-    assert "Omega_m 1.0000 0 0.5" in found
-    assert re.search(r"\$\\sigma\{\$ -?0\.000\d (0\.\d{3,4}) \1 0\.", found)        # RMSE of a network that says the mean
-    assert re.search(r"H_0 \[km/s/Mpc\] -[23]\.\d+ ", found)
-    assert "199 validation samples" in found                                   # one prediction is NaN
+def test_an_app_elsewhere_has_its_picture_on_the_page(run: Path) -> None:
+    page = text((run / "report.html").read_text())
+    assert "Guesses &lt;of&gt; the toy 3 guesses." in page
+    assert "Guesses counted all of &lt;them&gt; guess times 4 1 " in page
+    read = report.read(run)
+    assert read.higher("luck_of_rain") and not read.higher("bad_weather")
+    scores = {"mean_luck": 0.5, "luck_lucky": 0.4, "luck_wrong": 0.3, "luck_none": 0.2}
+    read.events.append({"kind": "evaluate", "time": 1.79e9, "step": 640} | scores)
+    (members,) = [members for name, members in read.families().items() if name == "mean_luck"]
+    for found in (read.found, None):                                            # by the settings where there is no picture yet
+        read.found = found
+        (axes,) = curves._metric(read, "mean_luck", members, LIGHT).axes
+        colors = {line.get_label(): (line.get_color(), line.get_marker()) for line in axes.lines}
+        assert colors["lucky"] == ("#112233", "s") and colors["wrong"] == ("#112233", "^") and colors["none"] == (LIGHT.faint, "o")
+        read.settings["model"] = {"classes": TOY["kinds"]}
+
+
+def test_a_picture_that_cannot_be_had_costs_itself_alone(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def left_out(name: Any = "toy", **change: Any) -> list[str]:
+        written(tmp_path, [START | {"name": name}, *list(events(last=20))[1:]], SETTINGS)
+        saved(tmp_path / "toy.npz", b"PK\x03\x04 torn" if change.pop("torn", False) else TOY | change)
+        return [line for line in report.read(tmp_path).left_out if "evaluations" not in line]
+
+    assert left_out() == []
+    (line,) = left_out(torn=True)
+    assert re.match("Guesses <of> the toy: toy.npz: .*zip", line)
+    assert left_out(guess=np.zeros((2, 2))) == ["Guesses <of> the toy: toy.npz: guess is float64 (2, 2), expected real [N]"]
+    assert left_out(guess=np.array([None])) != [] and left_out(kinds=None) == ["Guesses <of> the toy: toy.npz: has no array kinds"]
+    assert left_out("broken")[0] == "apps/broken/picture.py: not yet"
+    for name in ("unknown", "../toy", "toy.picture", "os", 5, None):
+        assert left_out(name) == [f"toy.npz: no picture is made of it; expected one in apps/{name}/picture.py"]
+    (tmp_path / "toy.npz").unlink()
+    written(tmp_path, [START | {"name": "unknown"}])
+    assert not report.read(tmp_path).left_out
+    # What fails only when it is drawn is noted too, and the page has the curves.
+    saved(written(tmp_path, events(last=20), SETTINGS) / "toy.npz", TOY)
+    read = report.read(tmp_path)
+    assert read.picture is not None
+    monkeypatch.setattr(read.picture, "draw", lambda found, theme: 1 / 0)
+    assert "Guesses &lt;of&gt; the toy: division by zero" in text(report.draw(tmp_path).read_text())
+    assert {path.stem for path in (tmp_path / "plots").iterdir()} == {"loss", "learning_rate", "throughput"}
 
 
 def test_the_page_needs_no_network_and_runs_no_text(run: Path) -> None:
@@ -103,11 +165,11 @@ def test_the_page_needs_no_network_and_runs_no_text(run: Path) -> None:
 
 
 def test_the_plots_are_kept_and_show_something(run: Path) -> None:
-    names = {"loss", "evaluate_mae", "evaluate_accuracy", "learning_rate", "throughput", "predictions"}
+    names = {"loss", "evaluate_mae", "evaluate_accuracy", "learning_rate", "throughput", "toy"}
     assert {path.stem for path in (run / "plots").iterdir()} == names
     for path in (run / "plots").iterdir():
         picture = imread(path)
-        assert picture.shape[0] > 400 and picture.shape[1] > 1000
+        assert picture.shape[:2] == (175, 320)
         assert picture[..., :3].std() > 0.02, f"{path.name} is blank"
 
 
@@ -115,19 +177,19 @@ def test_an_axis_over_decades_has_powers_of_ten_and_a_metric_may_be_called_anyth
     odd = "$\\frac{$ <mae>"
     lines = [START, *({"kind": "evaluate", "time": 0.0, "step": n, "epoch": n, "seconds": 1.0, odd: 10.0**-n} for n in range(4))]
     run = written(tmp_path, lines)
-    figure = pictures._metric(report.read(run), odd, [], LIGHT)
+    figure = curves._metric(report.read(run), odd, [], LIGHT)
     figure.draw_without_rendering()
     (axes,) = figure.axes
     assert axes.get_yscale() == "log" and axes.get_ylabel() == odd.replace("$", r"\$")
     assert any(label.get_text() == r"$\mathdefault{10^{-2}}$" and label.get_parse_math() for label in axes.get_yticklabels())
-    assert "Validation $\\frac{$ &lt;mae&gt;" in report.draw(run).read_text()
+    assert "Validation $\\frac{$ &lt;mae&gt;" in read_by_people(report.read(run))
 
 
 def test_the_target_is_drawn_only_for_the_metric_it_is_for(run: Path) -> None:
     found = report.read(run)
     labels = {}
     for name in ("mae", "accuracy"):
-        (axes,) = pictures._metric(found, name, [], LIGHT).axes
+        (axes,) = curves._metric(found, name, [], LIGHT).axes
         labels[name] = axes.get_legend_handles_labels()[1]
     assert "target 0.124" in labels["mae"] and "best 0.1231" in labels["mae"]
     assert not any("target" in label for label in labels["accuracy"]) and "best 0.64" in labels["accuracy"]
@@ -144,16 +206,16 @@ def test_the_best_of_a_metric_is_the_highest_where_the_settings_say_so(tmp_path:
     (run / "settings.yaml").write_text(yaml.safe_dump({"train": {"metric": "skill", "target": 0.95, "better": "higher"}}))
     found = report.read(run)
     assert [found.best(name) for name in ("skill", "skill_of_rain", "bias")] == [(2, 0.9), (2, 0.8), (2, 3.0)]
-    words = text(report.draw(run).read_text())
+    words = read_by_people(found)
     assert "best validation skill 0.9 at step 2, target 0.95" in words and "skill_of_rain 0.8 2 0.7 3" in words
-    assert {path.stem for path in (run / "plots").iterdir()} == {"evaluate_skill", "evaluate_bias"}
-    (axes,) = pictures._metric(found, "skill", ["skill_of_rain"], LIGHT).axes
+    assert [plot.name for plot in curves.plots(found)] == ["evaluate_skill", "evaluate_bias"]
+    (axes,) = curves._metric(found, "skill", ["skill_of_rain"], LIGHT).axes
     assert axes.get_legend_handles_labels()[1] == ["skill", "of rain", "target 0.95", "best 0.9"]
     assert axes.get_yscale() == "linear" and axes.get_ylim()[1] > 0.95
     (run / "settings.yaml").write_text(yaml.safe_dump({"train": {"metric": "skill", "target": 0.95, "better": "lower"}}))
     found = report.read(run)
     assert [found.best(name) for name in ("skill", "skill_of_rain")] == [(1, 0.01), (1, 0.02)]
-    assert pictures._metric(found, "skill", [], LIGHT).axes[0].get_yscale() == "log"
+    assert curves._metric(found, "skill", [], LIGHT).axes[0].get_yscale() == "log"
 
 
 def test_parts_belong_to_the_shortest_metric_that_begins_their_names(tmp_path: Path) -> None:
@@ -168,16 +230,16 @@ def test_a_young_run_is_drawn_with_what_it_has(tmp_path: Path) -> None:
     run = written(tmp_path / "young", events(last=40, end=None))
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"kind": "train", "ti')              # the line that is being written
-    found = text(report.draw(run).read_text())
+    found = read_by_people(read := report.read(run))
     for words in ("still running, last heard of 2026-09-21", "evaluations: none so far", "40 / 640",
-                  "predicted against true: there is no predictions.npz, no maps.npz, no pairs.npz and no structures.npz",
+                  "Guesses &lt;of&gt; the toy: there is no toy.npz",
                   "settings.yaml: there is no settings.yaml"):
         assert words in found, words
-    assert {path.stem for path in (run / "plots").iterdir()} == {"loss", "learning_rate", "throughput"}
+    assert {plot.name for plot in curves.plots(read)} == {"loss", "learning_rate", "throughput"}
 
 
 def test_a_run_that_has_only_started_is_drawn(tmp_path: Path) -> None:
-    found = text(report.draw(written(tmp_path, [START])).read_text())
+    found = read_by_people(report.read(written(tmp_path, [START])))
     assert "loss: the run has no finite value of it yet" in found and "still running" in found
 
 
@@ -187,49 +249,20 @@ ENDS = [("signal", "stopped by a signal"), ("diverged", ">diverged<"), ("finishe
 @pytest.mark.parametrize(("end", "words"), ENDS)
 def test_the_page_says_how_the_run_ended(end: str, words: str, tmp_path: Path) -> None:
     lines = list(events(last=20, end=end))
-    run = report.read(written(tmp_path, lines))
-    assert words in document._header(run)
-    assert "still running" in document._header(report.read(written(tmp_path, [*lines, START | {"resumed_from": 20}])))
-
-
-@pytest.mark.parametrize("arrays", [
-    {"names": ["a"], "units": [""], "predicted": np.zeros((3, 2)), "true": np.zeros((3, 2))},
-    {"names": ["a", "b"], "units": [""], "predicted": np.zeros((3, 2)), "true": np.zeros((3, 2))},
-    {"names": ["a"], "units": [""], "predicted": np.zeros((3, 1))},
-    {"names": ["a"], "units": [""], "predicted": np.full((3, 1), np.nan), "true": np.zeros((3, 1))},
-    {"names": np.array(["a"], dtype=object), "units": [""], "predicted": np.zeros((3, 1)), "true": np.zeros((3, 1))},
-    b"PK\x03\x04 torn",
-    b"",
-])
-def test_unusable_predictions_are_left_out_with_a_reason(arrays: Any, tmp_path: Path) -> None:
-    run = written(tmp_path, events(last=20))
-    if isinstance(arrays, bytes):
-        (run / "predictions.npz").write_bytes(arrays)
-    else:
-        np.savez(run / "predictions.npz", **arrays)
-    found = report.read(run)
-    assert found.predictions is None
-    assert len([line for line in found.left_out if line.startswith("predicted against true: ") and len(line) > 30]) == 1
-
-
-def test_many_parameters_and_samples_fill_rows_of_panels() -> None:
-    rng = np.random.default_rng(0)
-    true = rng.normal(size=(5000, 5))
-    found = Predictions([f"p{p}" for p in range(5)], [""] * 5, true + 0.5 * rng.normal(size=true.shape), true)
-    figure = pictures._scatter(found, LIGHT)
-    assert len(figure.axes) == 5
-    assert found.r2(0) == pytest.approx(0.75, abs=0.03)
-    constant = Predictions(["p"], [""], np.zeros((4, 1)), np.ones((4, 1)))
-    assert math.isnan(constant.r2(0)) and pictures._scatter(constant, DARK).axes
+    header = document._header(report.read(written(tmp_path, lines)))
+    assert words in header
+    odd = START | {"resumed_from": 20, "name": "toy <small> & co"}
+    header = document._header(report.read(written(tmp_path, [*lines, odd])))
+    assert "still running" in header and "toy &lt;small&gt; &amp; co" in header
 
 
 def test_a_smoothed_curve_keeps_a_constant_and_passes_over_nan() -> None:
     values = np.full(100, 3.0)
     values[[0, 50, 99]] = math.nan
-    assert np.allclose(pictures.smooth(values), 3.0)
+    assert np.allclose(curves.smooth(values), 3.0)
     line = np.arange(100.0)
-    assert np.allclose(pictures.smooth(line)[10:-10], line[10:-10])              # it does not lag
-    assert pictures.smooth(np.array([5.0])).tolist() == [5.0] and pictures.smooth(np.array([])).size == 0
+    assert np.allclose(curves.smooth(line)[10:-10], line[10:-10])              # it does not lag
+    assert curves.smooth(np.array([5.0])).tolist() == [5.0] and curves.smooth(np.array([])).size == 0
 
 
 def test_where_there_is_no_run_the_error_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

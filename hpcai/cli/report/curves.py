@@ -1,18 +1,17 @@
-"""The curves of a run, and what it predicted."""
+"""The curves of a run."""
 
-import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import count
+from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from hpcai.cli.report import maps, pairs, slices, structures
-from hpcai.cli.report.run import Predictions, Run, stem
-from hpcai.cli.report.theme import CLASSES, MARKS, TISSUES, Plot, Theme, head, verbatim
+from hpcai.cli.report.run import Run, stem
+from hpcai.cli.report.theme import MARKS, Plot, Theme, verbatim
 from hpcai.log import number, per_second
 
 
@@ -91,8 +90,8 @@ def _metric(run: Run, name: str, members: Sequence[str], theme: Theme) -> Figure
 
 
 def _colors(run: Run, name: str, members: Sequence[str], theme: Theme) -> Iterator[tuple[str, str]]:
-    """Colour and mark of each: those of the maps, or of the slices, where it is a class of theirs."""
-    palette = TISSUES if "dice" in name else CLASSES                            # as from the first evaluation on, without slices
+    """Colour and mark of each; a class has those that it has in the picture of the run's app."""
+    palette = run.palette
     classes = [f"{stem(name)}_{each.replace(' ', '_')}" for each in run.classes]
     known = {each: (palette[i % len(palette)], MARKS[i % len(MARKS)]) for i, each in enumerate(classes[1:])}
     known |= dict.fromkeys(classes[:1], (theme.faint, "o"))
@@ -134,38 +133,8 @@ def _power(run: Run, theme: Theme) -> Figure:
     return figure
 
 
-def _scatter(found: Predictions, theme: Theme) -> Figure:
-    count = len(found.names)
-    columns = min(count, 4)
-    rows = math.ceil(count / columns)
-    figure = Figure(figsize=(3.3 * columns, 3.8 * rows))
-    panels = np.atleast_1d(figure.subplots(rows, columns)).ravel()
-    for axes in panels[count:]:
-        axes.remove()
-    for p, axes in enumerate(panels[:count]):
-        true, predicted = found.true[:, p], found.predicted[:, p]
-        low, high = float(min(true.min(), predicted.min())), float(max(true.max(), predicted.max()))
-        pad = 0.04 * (high - low) or 1.0
-        box = (low - pad, high + pad)
-        if len(true) > 4000:
-            axes.hexbin(true, predicted, gridsize=60, bins="log", mincnt=1, cmap=theme.map, linewidths=0.1, extent=(*box, *box))
-        else:
-            axes.scatter(true, predicted, s=14 if len(true) < 500 else 6, alpha=0.55, color=theme.main, linewidths=0)
-        axes.plot(box, box, color=theme.ink, linewidth=1, label="perfect")
-        axes.axhline(float(true.mean()), color=theme.second, linewidth=1.3, linestyle=(0, (5, 3)), label="the mean")
-        unit = verbatim(f" [{found.units[p]}]") if found.units[p] else ""
-        axes.set(xlim=box, ylim=box, xlabel=f"true{unit}", ylabel=f"predicted{unit}" if p % columns == 0 else "")
-        axes.set_box_aspect(1)
-        axes.xaxis.set_major_locator(MaxNLocator(5, prune="both"))
-        said = f"R² {found.r2(p):.3f}   RMSE {found.rmse(p):.3g}  (the mean: {found.spread(p):.3g})"
-        head(axes, verbatim(found.names[p]), said, theme)
-        if p == 0:
-            axes.legend(loc="upper left", fontsize=8)
-    return figure
-
-
 def plots(run: Run) -> list[Plot]:
-    """The pictures that the run has numbers for; the others are noted in ``run.left_out``."""
+    """The curves that the run has numbers for, and the picture of its app; what is missing is noted in ``run.left_out``."""
     resumed = " Dotted: resumed." if any(life.get("resumed_from") for life in run.of("start")) else ""
 
     def drawable(kind: str, name: str, title: str) -> bool:
@@ -192,20 +161,7 @@ def plots(run: Run) -> list[Plot]:
         drawn.append(Plot("throughput", "Throughput", caption, partial(_throughput, run)))
     if np.isfinite(run.series("train", "gpu_power_w")[1]).any():
         drawn.append(Plot("power", "Power", "At each report, by NVML.", partial(_power, run)))
-    if run.predictions is not None:
-        caption = (f"{len(run.predictions.true):,} validation samples. A network that has learned nothing says the mean (dashed):"
-                   " R² 0. A perfect one lies on the diagonal: R² 1.")
-        drawn.append(Plot("predictions", "Predicted against true", caption, partial(_scatter, run.predictions), wide=True))
-    if run.maps is not None:
-        drawn.append(Plot("maps", "Predicted and true maps", maps.caption(run.maps), partial(maps.draw, run.maps), wide=True))
-    if run.slices is not None:
-        caption = slices.caption(run.slices)
-        drawn.append(Plot("slices", "Predicted and true slices", caption, partial(slices.draw, run.slices), wide=True))
-    if run.pairs is not None:
-        caption = pairs.caption(run.pairs)
-        drawn.append(Plot("pairs", "Predicted and true energies and forces", caption, partial(pairs.draw, run.pairs), wide=True))
-    if run.structures is not None:
-        caption = structures.caption(run.structures)
-        draw = partial(structures.draw, run.structures)
-        drawn.append(Plot("structures", "Predicted and true structures", caption, draw, wide=True))
+    if run.picture is not None and run.found is not None:
+        draw = partial(run.picture.draw, run.found)
+        drawn.append(Plot(Path(run.picture.FILE).stem, run.picture.TITLE, run.caption, draw, wide=True))
     return drawn

@@ -1,6 +1,11 @@
-"""Energies and forces of frames of atoms: what the network says over what is true.   N frames, or components of forces"""
+"""The picture of a run: energies and forces of validation frames of atoms, what the network says over what is true.
+
+B frames, A free atoms in them, N points of a panel
+"""
 
 import math
+from dataclasses import dataclass
+from pathlib import Path
 
 import matplotlib
 import numpy as np
@@ -9,14 +14,18 @@ from matplotlib.colors import LinearSegmentedColormap, LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 
-from hpcai.cli.report.run import Pairs
-from hpcai.cli.report.theme import Theme, head
+from hpcai.cli.report.picture import arrays
+from hpcai.cli.report.theme import WIDTH, Theme, around, compare, head
+from hpcai.errors import DataError
 from hpcai.log import number
 
-WIDTH = 13.2                                             # inches of the picture
-FEW = 4000                                               # frames that are drawn one by one
+FILE = "pairs.npz"
+TITLE = "Predicted and true energies and forces"
+HIGHER = ("cosine", "within")
+FEW = 4000                                               # frames: so many are drawn one by one
 CELLS = 110                                              # of a histogram along each axis
 BARS = 16                                                # elements in a panel
+ELEMENTS = 118
 SYMBOLS = (
     "H He Li Be B C N O F Ne Na Mg Al Si P S Cl Ar K Ca Sc Ti V Cr Mn Fe Co Ni Cu Zn Ga Ge As Se Br Kr Rb Sr Y Zr Nb Mo Tc Ru Rh "
     "Pd Ag Cd In Sn Sb Te I Xe Cs Ba La Ce Pr Nd Pm Sm Eu Gd Tb Dy Ho Er Tm Yb Lu Hf Ta W Re Os Ir Pt Au Hg Tl Pb Bi Po At Rn "
@@ -24,10 +33,34 @@ SYMBOLS = (
 )
 
 
+@dataclass
+class Pairs:
+    """What is true and what the network says."""
+
+    energy: np.ndarray                                   # [B, 2] eV
+    forces: np.ndarray                                   # [A, 2, 3] eV/angstrom
+    numbers: np.ndarray                                  # [A] atomic numbers
+
+
+def read(path: Path) -> Pairs:
+    energy, forces, numbers = arrays(path, {"energy": "real B 2", "forces": "real A 2 3", "numbers": "whole A"}).values()
+    frames, atoms = np.isfinite(energy).all(1), np.isfinite(forces).all((1, 2))
+    for what, finite in (("frame has a finite true and predicted energy", frames), ("free atom has finite forces", atoms)):
+        if not finite.any():
+            raise DataError(f"no {what}")
+    if numbers.min() < 1 or numbers.max() > ELEMENTS:
+        raise DataError(f"numbers is {numbers.min()} to {numbers.max()}, expected atomic numbers 1 to {ELEMENTS}")
+    return Pairs(energy[frames].astype(float), forces[atoms].astype(float), numbers[atoms].astype(np.intp))
+
+
 def caption(found: Pairs) -> str:
     return (f"{len(found.energy):,} validation frames, {len(found.forces):,} free atoms in them. A perfect network lies on the"
-            " diagonal; one that has learned nothing says that no force acts, and of each energy the mean of these (dashed). Axes"
-            " of forces are linear near 0 and logarithmic far from it.")
+            " diagonal; one that has learned nothing says that no force acts, and gives the mean for every energy (dashed). Axes of"
+            " forces are linear near 0 and logarithmic far from it.")
+
+
+def table(found: Pairs) -> None:
+    return None                                          # the panel of the elements is the table
 
 
 def draw(found: Pairs, theme: Theme) -> Figure:
@@ -71,22 +104,21 @@ def _forces(axes: Axes, pair: np.ndarray, theme: Theme) -> None:
 
 
 def _energies(axes: Axes, pair: np.ndarray, theme: Theme) -> None:
-    low, high = float(pair.min()), float(pair.max())
-    pad = 0.04 * (high - low) or 1.0
+    box = around(pair)
     if pair.shape[1] > FEW:
-        _histogram(axes, pair, np.linspace(low - pad, high + pad, CELLS + 1), "frames in a cell", theme)
+        _histogram(axes, pair, np.linspace(*box, CELLS + 1), "frames in a cell", theme)
     else:
         axes.scatter(pair[0], pair[1], s=14 if pair.shape[1] < 500 else 8, alpha=0.55, color=theme.main, linewidths=0)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(6, prune="both"))
-    _guides(axes, pair, (low - pad, high + pad), ("Energies", "eV"), ("the mean", float(pair[0].mean())), theme)
+    _guides(axes, pair, box, ("Energies", "eV"), ("the mean", float(pair[0].mean())), theme)
     axes.set(xlabel="true energy [eV]", ylabel="predicted energy [eV]")
 
 
 def _histogram(axes: Axes, pair: np.ndarray, edges: np.ndarray, what: str, theme: Theme) -> None:
     counts = np.histogram2d(pair[1], pair[0], bins=(edges, edges))[0]
-    # Without the palest: a cell with a single point differs from the paper.
-    shades = LinearSegmentedColormap.from_list("counts", matplotlib.colormaps[theme.map](np.linspace(0.3, 1, 64)))
+    # The palest shades are left out, so that a cell with a single point differs from the paper.
+    shades = LinearSegmentedColormap.from_list("counts", matplotlib.colormaps[theme.counts](np.linspace(0.3, 1, 64)))
     cells = axes.pcolormesh(edges, edges, np.ma.masked_equal(counts, 0), norm=LogNorm(1, max(counts.max(), 10)), cmap=shades)
     inset = axes.inset_axes((0.58, 0.1, 0.38, 0.025))
     axes.figure.colorbar(cells, cax=inset, orientation="horizontal").outline.set_visible(False)
@@ -97,11 +129,11 @@ def _histogram(axes: Axes, pair: np.ndarray, edges: np.ndarray, what: str, theme
 def _guides(
     axes: Axes, pair: np.ndarray, box: tuple[float, float], what: tuple[str, str], naive: tuple[str, float], theme: Theme
 ) -> None:
-    """Perfect and naive answers, the mean absolute error and that of the naive one.   pair true and predicted [2, N]"""
-    axes.plot(box, box, color=theme.ink, linewidth=1, label="perfect")
-    axes.axhline(naive[1], color=theme.second, linewidth=1.3, linestyle=(0, (5, 3)), label=naive[0])
-    axes.set(xlim=box, ylim=box)
-    axes.set_box_aspect(1)
+    """Draws the perfect and the naive answers, and says the mean absolute error and that of the naive answer.
+
+    pair [2, N], true and predicted
+    """
+    compare(axes, box, naive, theme)
     axes.legend(loc="upper left", fontsize=8)
     mae, yardstick = (float(np.abs(each - pair[0]).mean()) for each in (pair[1], naive[1]))
     head(axes, what[0], f"MAE {number(mae)} {what[1]}   ({naive[0]}: {number(yardstick)})", theme)

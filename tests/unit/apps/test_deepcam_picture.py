@@ -1,31 +1,27 @@
-"""`hpcai report` of a run with maps.npz: what is drawn is what the file holds, and no file breaks the page."""
+"""The picture of a DeepCAM run: what is drawn is what maps.npz holds."""
 
-import json
 import math
-import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 from matplotlib.colors import to_hex
 from matplotlib.contour import QuadContourSet
-from matplotlib.image import imread
 
-from hpcai import cli
-from hpcai.cli import report
-from hpcai.cli.report import maps, pictures
-from hpcai.cli.report.run import PANELS
-from hpcai.cli.report.theme import CLASSES, DARK, LIGHT
+from apps.deepcam import picture
+from apps.deepcam.picture import Maps
+from hpcai.cli.report import curves
+from hpcai.cli.report.masks import PANELS
+from hpcai.cli.report.theme import DARK, LIGHT
+from hpcai.cli.report.theme import PALETTE as CLASSES
+from hpcai.errors import DataError
+from tests import pages
 
 NAMES = ["background", "tropical cyclone", "atmospheric $river"]
 SIZE = 24, 36
-EVENTS = [
-    {"kind": "start", "time": 1.79e9, "name": "deepcam", "world": 1, "device": "cpu", "steps": 80},
-    *({"kind": "evaluate", "time": 1.79e9 + n, "step": 40 * n, "epoch": n, "seconds": 1.0, "loss": 1.0 / n, "iou": 0.3 * n,
-       "iou_atmospheric_$river": 0.2, "iou_background": 0.9, "iou_tropical_cyclone": 0.1 * n} for n in (1, 2)),
-]  # fmt: skip
+SCORES = [{"iou": 0.3 * n, "loss": 1.0 / n, "iou_atmospheric_$river": 0.2, "iou_background": 0.9, "iou_tropical_cyclone": 0.1 * n}
+          for n in (1, 2)]  # fmt: skip
 
 
 def arrays(count: int = 3) -> dict[str, Any]:
@@ -41,25 +37,8 @@ def arrays(count: int = 3) -> dict[str, Any]:
     return {**names, "fields": fields, "true": true, "predicted": predicted}
 
 
-def written(run: Path, found: dict[str, Any] | bytes | None) -> Path:
-    run.mkdir(parents=True, exist_ok=True)
-    (run / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in EVENTS))
-    (run / "settings.yaml").write_text(yaml.safe_dump({"train": {"metric": "iou", "better": "higher"}}))
-    if isinstance(found, bytes):
-        (run / "maps.npz").write_bytes(found)
-    elif found is not None:
-        np.savez_compressed(run / "maps.npz", **found)
-    return run
-
-
-def loaded(run: Path, found: dict[str, Any]) -> Any:
-    read = report.read(written(run, found))
-    assert read.maps is not None, read.left_out
-    return read.maps
-
-
-def text(page: str) -> str:
-    return re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", page.split("<body>")[1]))
+def loaded(folder: Path, found: dict[str, Any]) -> Maps:
+    return picture.read(pages.saved(folder / "maps.npz", found))
 
 
 def outlines(axes: Any) -> dict[str, list[np.ndarray]]:
@@ -74,20 +53,19 @@ def outlines(axes: Any) -> dict[str, list[np.ndarray]]:
 # ---- the page
 
 
-def test_the_page_shows_the_maps_and_measures_them(tmp_path: Path) -> None:
-    run = written(tmp_path, arrays())
-    assert cli.main(["report", str(run)]) == 0
-    found = text((run / "report.html").read_text())
-    # Of 4 x 4 cells each cyclone has 12 in common with what is seen: 12 of 20.
-    for words in ("3 validation maps, 24 x 36 cells, north up.", "All 2,592 cells of 3 validation maps together",
+def test_the_page_shows_the_maps_and_measures_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded(tmp_path, arrays())
+    run = pages.evaluated(tmp_path, "deepcam", "higher", *SCORES)
+    found = pages.read_by_people(run)
+    # Each cyclone has 4 x 4 cells, of which 12 are common to what is true and to what is seen: 12 of 20.
+    for words in ("Predicted and true maps 3 validation maps, 24 x 36 cells, north up.",
+                  "All 2,592 cells of 3 validation maps together",
                   "class IoU cells seen as background seen as tropical cyclone seen as atmospheric $river",
                   "background 0.9750 2,504 99.52 % 0.48 % 0.00 %", "tropical cyclone 0.6000 48 25.00 % 75.00 % 0.00 %",
                   "atmospheric $river 0.0000 40 100.00 % 0.00 % 0.00 %", "best validation iou 0.6 at step 80"):
         assert words in found, words
-    assert "predictions.npz" not in found and "predicted and true maps:" not in found
-    assert {path.stem for path in (run / "plots").iterdir()} == {"evaluate_iou", "maps"}
-    picture = imread(run / "plots" / "maps.png")
-    assert picture.shape[1] > 2000 and picture[..., :3].std() > 0.05
+    assert pages.shows_something(picture, run.found, monkeypatch)
+    assert run.higher("iou_of_rain") and picture.classes(run.found) == NAMES
 
 
 def test_iou_and_confusion_are_those_of_a_count_by_hand(tmp_path: Path) -> None:
@@ -102,7 +80,7 @@ def test_iou_and_confusion_are_those_of_a_count_by_hand(tmp_path: Path) -> None:
             assert found.iou(n)[k] == pytest.approx(both / either)
     for t in range(3):
         for p in range(3):
-            assert found.cells[2, t, p] == ((said["true"][2] == t) & (said["predicted"][2] == p)).sum()
+            assert found.masks.cells[2, t, p] == ((said["true"][2] == t) & (said["predicted"][2] == p)).sum()
     said["true"][0], said["predicted"][0] = 0, 0
     assert loaded(tmp_path, said).iou(0).tolist() == pytest.approx([1, math.nan, math.nan], nan_ok=True)
 
@@ -112,12 +90,13 @@ def test_of_many_maps_those_with_most_classes_are_drawn_and_all_are_counted(tmp_
     said["true"][[0, 4]], said["predicted"][[0, 4]] = 0, 0
     said["predicted"][4, 2, 2] = 1                                              # a false alarm is something to be seen
     found = loaded(tmp_path, said)
-    assert found.shown == [1, 2, 3, 4, 5, 7] and len(found.shown) == PANELS
-    assert (found.true == said["true"][found.shown]).all() and (found.colour == said["fields"][found.shown, ..., 1]).all()
-    assert found.cells.sum() == 9 * 24 * 36
-    assert maps.caption(found).startswith("6 of 9 validation maps (those with most classes), 24 x 36 cells, ")
-    titles = [axes.get_title(loc="left") for axes in maps.draw(found, LIGHT).axes[:6]]
-    assert titles == [f"Map {n}" for n in found.shown]
+    assert found.masks.shown == [1, 2, 3, 4, 5, 7] and len(found.colour) == PANELS
+    shown = found.masks.shown
+    assert (found.masks.true == said["true"][shown]).all() and (found.colour == said["fields"][shown, ..., 1]).all()
+    assert found.masks.cells.sum() == 9 * 24 * 36
+    assert picture.caption(found).startswith("6 of 9 validation maps (those with most classes), 24 x 36 cells, ")
+    titles = [axes.get_title(loc="left") for axes in picture.draw(found, LIGHT).axes[:6]]
+    assert titles == [f"Map {n}" for n in shown]
 
 
 # ---- the picture
@@ -126,7 +105,7 @@ def test_of_many_maps_those_with_most_classes_are_drawn_and_all_are_counted(tmp_
 @pytest.mark.parametrize("theme", [LIGHT, DARK])
 def test_truth_is_outlined_and_what_is_seen_is_filled_in_the_colour_of_its_class(tmp_path: Path, theme: Any) -> None:
     found = loaded(tmp_path, arrays(2))
-    figure = maps.draw(found, theme)
+    figure = picture.draw(found, theme)
     for m, axes in enumerate(figure.axes[:2]):
         lines = outlines(axes)
         assert set(lines) == set(CLASSES[: 1 + m])
@@ -135,7 +114,7 @@ def test_truth_is_outlined_and_what_is_seen_is_filled_in_the_colour_of_its_class
         assert {image.origin for image in axes.get_images()} == {"lower"}
         water, seen = (image.get_array() for image in axes.get_images())
         assert np.allclose(water, found.colour[m])
-        assert ((seen[..., 3] > 0) == (found.predicted[m] == 1)).all()
+        assert ((seen[..., 3] > 0) == (found.masks.predicted[m] == 1)).all()
         assert to_hex(seen[6, 6, :3] / 255) == CLASSES[0]
         assert axes.get_ylim() == (-0.5, 23.5)                                  # the first row, the southernmost, is below
         said = " ".join(axes.texts[-1].get_text().split())
@@ -147,7 +126,7 @@ def test_truth_is_outlined_and_what_is_seen_is_filled_in_the_colour_of_its_class
 
 
 def test_pressure_is_drawn_in_hectopascals(tmp_path: Path) -> None:
-    figure = maps.draw(loaded(tmp_path, arrays(1)), LIGHT)
+    figure = picture.draw(loaded(tmp_path, arrays(1)), LIGHT)
     (lines,) = [child for child in figure.axes[0].get_children() if isinstance(child, QuadContourSet) and len(child.levels) > 1]
     assert lines.levels.tolist() == list(range(980, 1021, 4))
     assert [width > 0.5 for width in lines.get_linewidth()] == [level % 20 == 0 for level in lines.levels]
@@ -166,35 +145,35 @@ def test_odd_maps_are_drawn_too(tmp_path: Path) -> None:
         {"predicted": np.full((3, *SIZE), 1, np.int16)},
         {"classes": np.array([f"class number {k}" for k in range(12)])},
         {name: arrays(1)[name][:, :2, :9] for name in ("fields", "true", "predicted")},
-        {name: np.repeat(arrays(1)[name], 14, axis=2) for name in ("fields", "true", "predicted")},
+        {name: np.repeat(arrays(1)[name], 12, axis=2) for name in ("fields", "true", "predicted")},
     ):
         said = arrays() | change
-        figure = maps.draw(loaded(tmp_path, {name: part[:1] if part.ndim > 1 else part for name, part in said.items()}), DARK)
+        figure = picture.draw(loaded(tmp_path, {name: part[:1] if part.ndim > 1 else part for name, part in said.items()}), DARK)
         figure.draw_without_rendering()
 
 
 @pytest.mark.parametrize("change", [{"units": np.array(["", "", "furlong"])}, {"variables": np.array(["a", "b", "c"])}])
 def test_without_pressure_the_legend_does_not_name_it(tmp_path: Path, change: dict[str, Any]) -> None:
-    figure = maps.draw(loaded(tmp_path, arrays() | change), LIGHT)
+    figure = picture.draw(loaded(tmp_path, arrays() | change), LIGHT)
     assert [label.get_text() for label in figure.legends[0].get_texts()][-1] == "outlined: true"
     label = "precipitable water (TMQ)" if "units" in change else "a [m/s]"
     assert figure.axes[-1].get_xlabel() == label
 
 
 def test_classes_of_the_metric_have_the_colours_of_the_maps(tmp_path: Path) -> None:
-    run = report.read(written(tmp_path, arrays()))
+    loaded(tmp_path, arrays())
+    run = pages.evaluated(tmp_path, "deepcam", "higher", *SCORES)
     ((name, members),) = run.families().items()
     assert name == "iou" and len(members) == 3
-    assert run.maps is not None
     run.settings["model"] = {"classes": NAMES}
-    for found in (run.maps, None):                                              # the same without maps, by the model's settings
-        run.maps = found
-        (axes,) = pictures._metric(run, name, members, LIGHT).axes
+    for found in (run.found, None):                                             # the same without maps, by the model's settings
+        run.found = found
+        (axes,) = curves._metric(run, name, members, LIGHT).axes
         colors = {line.get_label(): line.get_color() for line in axes.lines}
         assert colors["tropical cyclone"] == CLASSES[0] and colors[r"atmospheric \$river"] == CLASSES[1]
         assert colors["background"] == LIGHT.faint and colors["iou"] == LIGHT.ink
     run.settings.clear()
-    (axes,) = pictures._metric(run, name, members, LIGHT).axes
+    (axes,) = curves._metric(run, name, members, LIGHT).axes
     assert [line.get_color() for line in axes.lines[1:4]] == list(CLASSES[:3])
 
 
@@ -203,45 +182,23 @@ def test_classes_of_the_metric_have_the_colours_of_the_maps(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("change", "reason"), [
     ({"classes": None}, "has no array classes"),
-    ({"fields": np.zeros((3, *SIZE))}, r"fields \(3, 24, 36\), true .* expected numbers, fields \[N, H, W, V\]"),
-    ({"fields": np.zeros((2, *SIZE, 3))}, r"fields \(2, 24, 36, 3\), true \(3, 24, 36\)"),
-    ({"predicted": np.zeros((3, 36, 24), np.uint8)}, r"predicted \(3, 36, 24\)"),
-    ({"units": np.array(["m"])}, r"variables \[3\], units \[1\]"),
-    ({"fields": np.full((3, *SIZE, 3), "x")}, "expected numbers"),
+    ({"fields": np.zeros((3, *SIZE))}, r"fields is float64 \(3, 24, 36\), expected real \[N, H, W, V\] with V = 3"),
+    ({"fields": np.zeros((2, *SIZE, 3))}, r"true is uint8 \(3, 24, 36\), expected whole \[N, H, W\] with N = 2, H = 24, W = 36"),
+    ({"predicted": np.zeros((3, 36, 24), np.uint8)}, r"predicted is uint8 \(3, 36, 24\)"),
+    ({"units": np.array(["m"])}, r"units is <U1 \(1,\), expected text \[V\] with V = 3"),
+    ({"fields": np.full((3, *SIZE, 3), "x")}, "fields is <U1 .* expected real"),
     ({"fields": np.full((3, *SIZE, 3), np.nan)}, "no cell has a finite TMQ"),
-    ({"true": np.full((3, *SIZE), 3, np.uint8)}, "true is uint8 3 to 3, expected whole numbers 0 to 2, one for each of classes"),
-    ({"predicted": np.full((3, *SIZE), -1)}, "predicted is int64 -1 to -1"),
-    ({"predicted": np.zeros((3, *SIZE))}, r"predicted is float64 0\.0 to 0\.0"),
+    ({"true": np.full((3, *SIZE), 3, np.uint8)}, "true is 3 to 3, expected 0 to 2, one for each of classes"),
+    ({"predicted": np.full((3, *SIZE), -1)}, "predicted is -1 to -1"),
+    ({"predicted": np.zeros((3, *SIZE))}, "predicted is float64 .* expected whole"),
     ({"classes": np.array(NAMES, dtype=object)}, "allow_pickle"),
-    ({name: array[:0] for name, array in arrays().items() if array.ndim > 1}, r"fields \(0, 24, 36, 3\)"),
-    ({name: array[:, :1] for name, array in arrays().items() if array.ndim > 1}, r"fields \(3, 1, 36, 3\)"),
-    (b"PK\x03\x04 torn", "zip"),
-    (b"", "No data left|EOFError"),
+    ({name: array[:0] for name, array in arrays().items() if array.ndim > 1}, r"fields is float32 \(0, 24, 36, 3\)"),
+    ({name: array[:, :1] for name, array in arrays().items() if array.ndim > 1}, r"fields is \(3, 1, 36, 3\), expected at least 2"),
 ])  # fmt: skip
-def test_unusable_maps_are_left_out_with_a_reason(tmp_path: Path, change: Any, reason: str) -> None:
-    said = change if isinstance(change, bytes) else {k: v for k, v in (arrays() | change).items() if v is not None}
-    run = written(tmp_path, said)
-    found = report.read(run)
-    assert found.maps is None
-    (line,) = found.left_out
-    assert re.search(f"^predicted and true maps: maps.npz: .*({reason})", line), line
-    if isinstance(change, bytes):
-        assert line in text(report.draw(run).read_text())
-        assert {path.stem for path in (run / "plots").iterdir()} == {"evaluate_iou"}
+def test_unusable_maps_are_refused_with_a_reason(tmp_path: Path, change: dict[str, Any], reason: str) -> None:
+    with pytest.raises((DataError, ValueError), match=reason):
+        loaded(tmp_path, arrays() | change)
 
 
-@pytest.mark.parametrize("name", ["maps.npz", "predictions.npz"])
-def test_a_damaged_file_never_breaks_the_reading(tmp_path: Path, name: str) -> None:
-    pairs = {"names": np.array(["a"]), "units": np.array([""]), "predicted": np.zeros((40, 1)), "true": np.ones((40, 1))}
-    run = written(tmp_path, arrays(1))
-    np.savez_compressed(run / "predictions.npz", **pairs)
-    whole, rng = (run / name).read_bytes(), np.random.default_rng(2)
-    lost = 0
-    for _ in range(60):
-        damaged = np.frombuffer(whole, np.uint8).copy()
-        damaged[rng.integers(0, len(whole), 8)] ^= rng.integers(1, 256, 8, np.uint8)
-        (run / name).write_bytes(damaged[: rng.integers(1, len(whole)) if rng.random() < 0.3 else None].tobytes())
-        read = report.read(run)
-        lost += len(read.left_out)
-        assert all(len(line) > len("predicted against true: maps.npz: ") for line in read.left_out)
-    assert lost > 30
+def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
+    pages.survives_damage(picture, pages.saved(tmp_path / "maps.npz", arrays(1)))

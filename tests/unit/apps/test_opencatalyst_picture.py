@@ -1,32 +1,24 @@
-"""`hpcai report` of a run with pairs.npz: energies and forces are drawn and measured as the file has them."""
+"""The picture of an Open Catalyst run: energies and forces are drawn and measured as pairs.npz has them."""
 
-import io
-import json
-import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import yaml
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection, PathCollection, QuadMesh
 from matplotlib.colors import to_rgb
-from matplotlib.image import imread
 
+from apps.opencatalyst import picture
 from apps.opencatalyst.data import write_pairs
-from hpcai import cli
-from hpcai.cli import report
-from hpcai.cli.report import pairs
+from apps.opencatalyst.picture import Pairs
 from hpcai.cli.report.theme import DARK, LIGHT
+from hpcai.errors import DataError
 from hpcai.log import number
+from tests import pages
+from tests.pages import subtitle
 
-EVENTS = [
-    {"kind": "start", "time": 1.79e9, "name": "opencatalyst", "world": 1, "device": "cpu", "steps": 80},
-    *({"kind": "evaluate", "time": 1.79e9 + n, "step": 40 * n, "epoch": n, "seconds": 1.0, "loss": 1 / n, "force_mae": 0.2 / n,
-       "force_cosine": 0.4 * n, "within": 0.01 * n} for n in (1, 2)),
-]  # fmt: skip
 ELEMENTS = {1: "H", 8: "O", 29: "Cu", 78: "Pt", 118: "Og"}
 
 
@@ -41,32 +33,8 @@ def arrays(frames: int = 30, atoms: int = 400, elements: Any = tuple(ELEMENTS), 
     return {"energy": both, "forces": np.stack((true, predicted), 1).astype(np.float32), "numbers": numbers}
 
 
-def written(run: Path, found: dict[str, np.ndarray] | bytes) -> Path:
-    run.mkdir(parents=True, exist_ok=True)
-    (run / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in EVENTS))
-    (run / "settings.yaml").write_text(yaml.safe_dump({"train": {"metric": "force_mae", "better": "lower"}}))
-    if isinstance(found, bytes):
-        (run / "pairs.npz").write_bytes(found)
-    else:
-        try:
-            write_pairs(run / "pairs.npz", {name: torch.as_tensor(values) for name, values in found.items()})
-        except TypeError:                                                       # text, which no run writes
-            np.savez_compressed(run / "pairs.npz", **found)
-    return run
-
-
-def loaded(run: Path, found: dict[str, np.ndarray]) -> Any:
-    read = report.read(written(run, found))
-    assert read.pairs is not None and not read.left_out, read.left_out
-    return read.pairs
-
-
-def text(page: str) -> str:
-    return re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", page.split("<body>")[1]))
-
-
-def subtitle(axes: Axes) -> str:
-    return next(" ".join(each.get_text().split()) for each in axes.texts if each.get_position() == (0, 1.03))
+def loaded(folder: Path, found: dict[str, np.ndarray]) -> Pairs:
+    return picture.read(pages.saved(folder / "pairs.npz", found))
 
 
 def one(axes: Axes, kind: type) -> Any:
@@ -78,38 +46,24 @@ def mean_abs(values: np.ndarray) -> float:
     return float(np.mean(np.abs(values.astype(float))))
 
 
-# ---- the page
-
-
-def test_the_page_shows_energies_and_forces(tmp_path: Path) -> None:
-    run = written(tmp_path, arrays())
-    assert cli.main(["report", str(run)]) == 0
-    found = text((run / "report.html").read_text())
+def test_the_page_shows_energies_and_forces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = [{"force_mae": 0.2 / n, "loss": 1 / n, "force_cosine": 0.4 * n, "within": 0.01 * n} for n in (1, 2)]
+    write_pairs(tmp_path / "pairs.npz", {name: torch.as_tensor(values) for name, values in arrays().items()})
+    run = pages.evaluated(tmp_path, "opencatalyst", "lower", *scores)
+    found = pages.read_by_people(run)
     for words in ("Predicted and true energies and forces", "30 validation frames, 400 free atoms in them.",
                   "force_cosine 0.8 80 0.8 80", "within 0.02 80 0.02 80", "best validation force_mae 0.1 at step 80"):
         assert words in found, words
-    assert "predicted against true:" not in found and "energies and forces:" not in found
-    assert "pairs" in {path.stem for path in (run / "plots").iterdir()}
-    picture = imread(run / "plots" / "pairs.png")
-    assert picture.shape[1] > 2000 and picture[..., :3].std() > 0.1
-
-
-def test_two_runs_have_pages_of_their_own(tmp_path: Path) -> None:
-    runs = [written(tmp_path / str(seed), arrays(30 + seed, seed=seed)) for seed in (0, 1)]
-    for run in runs:
-        assert cli.main(["report", str(run)]) == 0
-    assert len({(run / "plots" / "pairs.png").read_bytes() for run in runs}) == 2
-    for run, frames in zip(runs, (30, 31)):
-        assert f"{frames} validation frames, 400 free atoms in them." in text((run / "report.html").read_text())
+    assert pages.shows_something(picture, run.found, monkeypatch)
 
 
 # ---- the picture
 
 
-@pytest.mark.parametrize(("theme", "frames"), [(LIGHT, 30), (DARK, pairs.FEW + 1)])
+@pytest.mark.parametrize(("theme", "frames"), [(LIGHT, 30), (DARK, picture.FEW + 1)])
 def test_what_is_drawn_and_said_is_what_the_file_holds(tmp_path: Path, theme: Any, frames: int) -> None:
     said = arrays(frames)
-    figure = pairs.draw(loaded(tmp_path, said), theme)
+    figure = picture.draw(loaded(tmp_path, said), theme)
     forces, energies, bars = figure.axes[:3]
     true, predicted = said["forces"][:, 0].astype(float), said["forces"][:, 1].astype(float)
     energy, seen = said["energy"].T
@@ -128,7 +82,7 @@ def test_what_is_drawn_and_said_is_what_the_file_holds(tmp_path: Path, theme: An
     assert (mesh.get_array().filled(0) == counts).all() and np.ma.is_masked(mesh.get_array()[-1, 0]) and counts.sum() == true.size
     assert forces.get_xscale() == forces.get_yscale() == "asinh" and max(map(abs, forces.get_xlim())) > np.abs(said["forces"]).max()
     assert np.abs(np.subtract(mesh.cmap(0.0)[:3], to_rgb(theme.paper))).max() > 0.2
-    if frames > pairs.FEW:
+    if frames > picture.FEW:
         counts = one(energies, QuadMesh).get_array()
         rows, columns = np.ma.nonzero(counts)
         assert np.ma.sum(counts) == frames and columns.std() > rows.std()       # the network sees less than there is
@@ -148,7 +102,7 @@ def test_what_is_drawn_and_said_is_what_the_file_holds(tmp_path: Path, theme: An
 
 def test_one_element_is_one_bar(tmp_path: Path) -> None:
     said = arrays(elements=[78])
-    figure = pairs.draw(loaded(tmp_path, said), LIGHT)
+    figure = picture.draw(loaded(tmp_path, said), LIGHT)
     bars = figure.axes[2]
     assert [label.get_text() for label in bars.get_yticklabels()] == ["Pt"] and len(bars.patches) == 1
     assert bars.patches[0].get_width() == pytest.approx(mean_abs(said["forces"][:, 1] - said["forces"][:, 0]), rel=1e-5)
@@ -156,18 +110,17 @@ def test_one_element_is_one_bar(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("count", [16, 17, 56, 118])
 def test_many_elements_fill_panels_of_one_scale(count: int, tmp_path: Path) -> None:
-    figure = pairs.draw(loaded(tmp_path, arrays(elements=range(1, count + 1))), LIGHT)
+    figure = picture.draw(loaded(tmp_path, arrays(elements=range(1, count + 1))), LIGHT)
     panels = [axes for axes in figure.axes if axes.get_xlabel().startswith("force MAE")]
     symbols = [label.get_text() for axes in panels for label in axes.get_yticklabels()]
-    assert symbols == pairs.SYMBOLS.split()[:count] and len(set(symbols)) == count
+    assert symbols == picture.SYMBOLS.split()[:count] and len(set(symbols)) == count
     assert len({axes.get_xlim() for axes in panels}) == len({axes.get_ylim() for axes in panels}) == 1
-    assert max(len(axes.patches) for axes in panels) <= pairs.BARS
-    figure.draw_without_rendering()
+    assert max(len(axes.patches) for axes in panels) <= picture.BARS
 
 
 def test_the_symbols_are_in_the_places_of_their_numbers() -> None:
     places = {2: "He", 10: "Ne", 18: "Ar", 26: "Fe", 36: "Kr", 47: "Ag", 54: "Xe", 57: "La", 71: "Lu", 79: "Au", 86: "Rn", 92: "U"}
-    symbols = pairs.SYMBOLS.split()
+    symbols = picture.SYMBOLS.split()
     assert len(symbols) == 118 and all(symbols[z - 1] == symbol for z, symbol in (places | ELEMENTS).items())
 
 
@@ -182,7 +135,7 @@ def test_odd_frames_are_drawn_too(tmp_path: Path) -> None:
         {"forces": np.full((400, 2, 3), 1e-6)}, {"energy": said["energy"].astype(np.float32)},
         {"numbers": said["numbers"].astype(np.int64)},
     ):  # fmt: skip
-        figure = pairs.draw(loaded(tmp_path, said | change), DARK)
+        figure = picture.draw(loaded(tmp_path, said | change), DARK)
         figure.draw_without_rendering()
         assert 1 <= len(figure.axes[0].get_xticks()) < 12
 
@@ -191,42 +144,28 @@ def test_what_is_not_finite_is_passed_over(tmp_path: Path) -> None:
     said = arrays()
     said["forces"][:3, 1, 0], said["energy"][4, 1] = np.nan, np.inf
     found = loaded(tmp_path, said)
-    assert pairs.caption(found).startswith("29 validation frames, 397 free atoms in them.")
+    assert picture.caption(found).startswith("29 validation frames, 397 free atoms in them.")
     rest = said["forces"][3:].astype(float)
     assert np.array_equal(found.forces, rest) and np.array_equal(found.numbers, said["numbers"][3:])
-    assert f"MAE {number(mean_abs(rest[:, 1] - rest[:, 0]))} eV/Å" in subtitle(pairs.draw(found, LIGHT).axes[0])
-
-
-# ---- files that cannot be used
-
-
-def torn() -> bytes:
-    file = io.BytesIO()
-    np.savez_compressed(file, **arrays())
-    return file.getvalue()[:3000]
+    assert f"MAE {number(mean_abs(rest[:, 1] - rest[:, 0]))} eV/Å" in subtitle(picture.draw(found, LIGHT).axes[0])
 
 
 @pytest.mark.parametrize(("change", "reason"), [
-    (torn(), "."),
-    (b"", "."),
-    (b"PK\x03\x04 torn", "."),
     ({"numbers": None}, "has no array numbers"),
-    ({"energy": np.zeros((30, 3))}, r"energy float64 \(30, 3\), forces float32 \(400, 2, 3\), numbers.*; expected energy \[B, 2\]"),
-    ({"numbers": np.ones(399, np.uint8)}, r"numbers \(399,\); expected"),
-    ({"forces": np.full((400, 2, 3), "a")}, r"forces <U1 \(400, 2, 3\)"),
+    ({"energy": np.zeros((30, 3))}, r"energy is float64 \(30, 3\), expected real \[B, 2\]"),
+    ({"numbers": np.ones(399, np.uint8)}, r"numbers is uint8 \(399,\), expected whole \[A\] with A = 400"),
+    ({"forces": np.full((400, 2, 3), "a")}, r"forces is <U1 \(400, 2, 3\)"),
     ({"forces": np.full((400, 2, 3), np.nan)}, "no free atom has finite forces"),
-    ({"forces": np.zeros((0, 2, 3)), "numbers": np.zeros(0, np.uint8)}, "no free atom has finite forces"),
+    ({"forces": np.zeros((0, 2, 3)), "numbers": np.zeros(0, np.uint8)}, r"forces is float64 \(0, 2, 3\)"),
     ({"energy": np.full((30, 2), np.inf)}, "no frame has a finite true and predicted energy"),
-    ({"numbers": np.zeros(400, np.uint8)}, "numbers is uint8 0 to 0, expected whole atomic numbers 1 to 118"),
-    ({"numbers": np.full(400, 119, np.uint8)}, "numbers is uint8 119 to 119"),
-    ({"numbers": np.ones(400)}, "numbers is float64 1.0 to 1.0"),
+    ({"numbers": np.zeros(400, np.uint8)}, "numbers is 0 to 0, expected atomic numbers 1 to 118"),
+    ({"numbers": np.full(400, 119, np.uint8)}, "numbers is 119 to 119"),
+    ({"numbers": np.ones(400)}, "numbers is float64"),
 ])  # fmt: skip
-def test_unusable_pairs_are_left_out_with_a_reason(tmp_path: Path, change: Any, reason: str) -> None:
-    if isinstance(change, dict):
-        change = {name: values for name, values in (arrays() | change).items() if values is not None}
-    run = written(tmp_path, change)
-    found = report.read(run)
-    assert found.pairs is None
-    (line,) = found.left_out
-    assert re.search(f"^predicted and true energies and forces: pairs.npz: .*({reason})", line) and "\n" not in line, line
-    assert "pairs.npz: " in text(report.draw(run).read_text())
+def test_unusable_pairs_are_refused_with_a_reason(tmp_path: Path, change: dict[str, Any], reason: str) -> None:
+    with pytest.raises(DataError, match=reason):
+        loaded(tmp_path, arrays() | change)
+
+
+def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
+    pages.survives_damage(picture, pages.saved(tmp_path / "pairs.npz", arrays()))

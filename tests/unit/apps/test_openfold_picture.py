@@ -1,32 +1,26 @@
-"""`hpcai report` of a run with structures.npz: chains are superposed, drawn and measured as the file has them."""
+"""The picture of an OpenFold run: chains are superposed, drawn and measured as structures.npz has them."""
 
-import io
-import json
-import re
+from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.image import imread
 from matplotlib.patches import StepPatch
 
-from hpcai import cli
-from hpcai.cli import report
-from hpcai.cli.report import run as runs
-from hpcai.cli.report import structures
-from hpcai.cli.report.theme import DARK, LIGHT
+from apps.openfold import picture
+from apps.openfold.picture import Chain
+from hpcai.cli.report.theme import DARK, LIGHT, Plot
+from hpcai.errors import DataError
 from hpcai.models.openfold.residues import LETTERS, PLACE
+from tests import pages
+from tests.pages import subtitle
 
-EVENTS = [
-    {"kind": "start", "time": 1.79e9, "name": "openfold", "world": 1, "device": "cpu", "steps": 80},
-    *({"kind": "evaluate", "time": 1.79e9 + n, "step": 40 * n, "epoch": n, "seconds": 1.0, "loss": 1 / n, "lddt": 0.4 * n,
-       "gdt_ts": 0.3 * n, "drmsd": 4 / n} for n in (1, 2)),
-]  # fmt: skip
 CA, CB = PLACE["CA"], PLACE["CB"]
 GLYCINE = LETTERS.index("G")
 PLDDT = (95.0, 80.0, 60.0, 20.0)                                                # one of each band
@@ -69,30 +63,8 @@ def arrays(*chains: dict[str, np.ndarray], names: Any = None) -> dict[str, np.nd
     return {"names": np.array(names), "residues": np.array([len(each["aatype"]) for each in chains], np.int32), **found}
 
 
-def written(run: Path, found: dict[str, np.ndarray] | bytes) -> Path:
-    run.mkdir(parents=True, exist_ok=True)
-    (run / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in EVENTS))
-    (run / "settings.yaml").write_text(yaml.safe_dump({"train": {"metric": "lddt", "better": "higher"}}))
-    if isinstance(found, bytes):
-        (run / "structures.npz").write_bytes(found)
-    else:
-        with (run / "structures.npz").open("wb") as file:
-            np.savez_compressed(file, **{name: values for name, values in found.items() if values is not None})
-    return run
-
-
-def loaded(run: Path, *chains: dict[str, np.ndarray], **words: Any) -> runs.Structures:
-    read = report.read(written(run, arrays(*chains, **words)))
-    assert read.structures is not None and not read.left_out, read.left_out
-    return read.structures
-
-
-def text(page: str) -> str:
-    return re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", page.split("<body>")[1]))
-
-
-def subtitle(axes: Axes) -> str:
-    return next(each.get_text() for each in axes.texts if each.get_position() == (0, 1.03))
+def loaded(folder: Path, *chains: dict[str, np.ndarray], **words: Any) -> list[Chain]:
+    return picture.read(pages.saved(folder / "structures.npz", arrays(*chains, **words)))
 
 
 def pieces(axes: Axes, width: float) -> list[tuple[np.ndarray, str]]:
@@ -101,85 +73,58 @@ def pieces(axes: Axes, width: float) -> list[tuple[np.ndarray, str]]:
     return [(part, to_hex(color)) for each in layers for part, color in zip(each.get_segments(), each.get_colors())]
 
 
-# ---- the page
-
-
-def test_the_page_shows_the_chains_and_measures_them(tmp_path: Path) -> None:
-    run = written(tmp_path, arrays())
-    assert cli.main(["report", str(run)]) == 0
-    found = text((run / "report.html").read_text())
+def test_the_page_shows_the_chains_and_measures_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = loaded(tmp_path)
+    scores = [{"lddt": 0.4 * n, "loss": 1 / n, "gdt_ts": 0.3 * n, "drmsd": 4 / n} for n in (1, 2)]
+    run = pages.evaluated(tmp_path, "openfold", "higher", *scores)
+    found = pages.read_by_people(run)
     for words in ("Predicted and true structures 2 validation chains. Left: Cα traces", "Prediction per chain 2 validation chains;",
                   "chain residues in the truth lDDT-Cα pLDDT GDT-TS RMSD of Cα [Å] 0abc_A 40 36 ", " 1abc_A 25 25 ",
                   "best validation lddt 0.8 at step 80", "gdt_ts 0.6 80 0.6 80", "drmsd 2 80 2 80"):
         assert words in found, words
-    assert "predicted against true:" not in found and "structures:" not in found
-    said = report.read(run).structures
-    assert said is not None
-    for each in said.chains:
-        scores = f"{np.nanmean(each.lddt):.1f} {each.plddt.mean():.1f} {each.gdt_ts():.1f} {each.rmsd():.2f}"
-        assert f"{len(each.plddt)} {each.known.sum()} {scores}" in found, scores
-    mean = np.mean([each.rmsd() for each in said.chains])
-    assert f"RMSD {mean:.2f} Å." in found
-    picture = imread(run / "plots" / "structures.png")
-    assert picture.shape[1] > 2000 and picture[..., :3].std() > 0.1
+    for each in said:
+        scored = f"{np.nanmean(each.lddt):.1f} {each.plddt.mean():.1f} {each.gdt_ts():.1f} {each.rmsd():.2f}"
+        assert f"{len(each.plddt)} {each.known.sum()} {scored}" in found, scored
+    assert f"RMSD {np.mean([each.rmsd() for each in said]):.2f} Å." in found
+    assert pages.shows_something(picture, said, monkeypatch)
 
 
 def test_of_many_chains_a_few_are_drawn_and_some_are_in_the_table(tmp_path: Path) -> None:
-    names = [f"chain_{k}" for k in range(1000)]
-    found = loaded(tmp_path, *[chain(5, k) for k in range(1000)], names=names)
-    drawn, listed = found.spread(structures.ROWS), found.spread(10)
+    found = loaded(tmp_path, *[chain(5, k) for k in range(1000)], names=[f"chain_{k}" for k in range(1000)])
+    drawn, listed = picture.spread(found, picture.ROWS), picture.spread(found, 10)
     assert drawn == [0, 333, 666, 999] and set(drawn) < set(listed) and len(listed) == 10
-    assert structures.caption(found).startswith("4 of 1,000 validation chains, evenly from the first to the last.")
-    page = (report.draw(tmp_path)).read_text()
-    assert re.findall(r"<td>(chain_\d+)</td>", page) == [f"chain_{k}" for k in listed]
-    assert "1,000 validation chains, 10 of them shown; means over all" in text(page)
-    heads = [axes.get_title(loc="left") for axes in structures.draw(found, LIGHT).axes[:16:4]]
+    assert picture.caption(found).startswith("4 of 1,000 validation chains, evenly from the first to the last.")
+    table = picture.table(found)
+    assert [row[0] for row in table.rows] == [f"chain_{k}" for k in listed]
+    assert table.note.startswith("1,000 validation chains, 10 of them shown; means over all")
+    heads = [axes.get_title(loc="left") for axes in picture.draw(found, LIGHT).axes[:16:4]]
     assert heads == [f"chain_{k}\n" for k in drawn]
 
 
 # ---- superposition and scores
 
 
+def superposed(points: np.ndarray, onto: np.ndarray) -> np.ndarray:
+    rest = {"beta": onto, "plddt": np.zeros(len(onto)), "lddt": np.zeros(len(onto)), "distance": np.zeros(len(onto))}
+    return Chain(name="x", predicted=points, true=onto, **rest).superposed()
+
+
 def test_a_turned_and_moved_copy_is_superposed_onto_its_original() -> None:
+    """However few or in line they are; what is not known has no part in it but moves along."""
     rng = np.random.default_rng(3)
     for count in (1, 2, 3, 4, 50):
         points = rng.normal(0, 10, (count, 3))
         moved = points @ turn(rng) + rng.normal(0, 50, 3)
-        assert np.allclose(runs.superpose(moved, points), points, atol=1e-8)
+        assert np.allclose(superposed(moved, points), points, atol=1e-8)
     line = np.outer(np.arange(9.0), (1, 2, 3))
-    assert np.allclose(runs.superpose(line @ turn(rng) + 4, line), line)
-    assert np.isfinite(runs.superpose(np.zeros((5, 3)), points[:5])).all()
-
-
-def test_a_mirror_image_is_turned_but_not_mirrored() -> None:
-    rng = np.random.default_rng(4)
-    points = rng.normal(0, (9, 6, 3), (40, 3))
-    found = runs.superpose(points * (-1, 1, 1), points)
-    assert np.linalg.norm(found - points, axis=1).mean() > 2
-    sides = [np.linalg.det(each[1:4] - each[0]) for each in (points * (-1, 1, 1), found)]
-    assert sides[0] == pytest.approx(sides[1])                                  # a turn keeps the handedness
-    # No small turn more, about any axis, brings it nearer.
-    def off(turned: np.ndarray) -> float:
-        return float(((turned - points) ** 2).sum())
-
-    middle = points.mean(0)
-    for axis in np.eye(3):
-        for angle in (-0.02, 0.02):
-            around = np.cross(axis, found - middle)
-            more = found - middle + np.sin(angle) * around + (1 - np.cos(angle)) * np.cross(axis, around)
-            assert off(more + middle) > off(found)
-
-
-def test_what_is_unknown_has_no_part_in_the_superposition_but_moves_along(tmp_path: Path) -> None:
-    rng = np.random.default_rng(5)
-    true = rng.normal(0, 10, (30, 3))
-    moved = true.copy()
+    assert np.allclose(superposed(line @ turn(rng) + 4, line), line)
+    assert np.isfinite(superposed(np.zeros((5, 3)), points[:5])).all()
+    moved, gaps = points.copy(), points.copy()
     moved[7:9] += 500
-    moved = moved @ turn(rng) + 9
-    gaps = true.copy()
     gaps[7:9] = np.nan
-    found = runs.superpose(moved, gaps)
-    assert np.allclose(np.delete(found - true, [7, 8], 0), 0, atol=1e-8) and np.allclose(found[7:9], true[7:9] + 500)
+    found = superposed(moved @ turn(rng) + 9, gaps) - points
+    assert np.allclose(np.delete(found, [7, 8], 0), 0, atol=1e-8) and np.allclose(found[7:9], 500)
+    assert np.array_equal(superposed(moved, np.full_like(moved, np.nan)), moved)
 
 
 def test_scores_are_those_of_a_count_by_hand() -> None:
@@ -190,9 +135,9 @@ def test_scores_are_those_of_a_count_by_hand() -> None:
     lddt = np.array([80, 60, 40, np.nan, np.nan, np.nan])
     rest = {"beta": true, "plddt": np.full(6, 50.0), "lddt": lddt, "distance": np.zeros((6, 6))}
     rng = np.random.default_rng(6)
-    found = runs.Chain(name="x", predicted=predicted @ turn(rng) - 7, true=true, **rest)
+    found = Chain(name="x", predicted=predicted @ turn(rng) - 7, true=true, **rest)
     assert found.known.tolist() == [True] * 5 + [False]
-    assert sorted(found.errors()) == pytest.approx([0, 0.5, 0.5, 3, 3])
+    assert sorted(found.errors) == pytest.approx([0, 0.5, 0.5, 3, 3])
     assert found.rmsd() == pytest.approx(np.sqrt((2 * 0.25 + 2 * 9) / 5))
     assert found.gdt_ts() == pytest.approx(100 * (3 + 3 + 5 + 5) / 20) and found.mean_lddt() == pytest.approx(60)
 
@@ -204,8 +149,8 @@ def test_scores_are_those_of_a_count_by_hand() -> None:
 def test_what_is_drawn_is_what_the_file_holds(tmp_path: Path, theme: Any) -> None:
     said = chain(40, 0, [0, 11, 12, 14])
     found = loaded(tmp_path, said, chain(25, 1), names=["$odd_A", "x" * 60])
-    figure = structures.draw(found, theme)
-    first = found.chains[0]
+    figure = picture.draw(found, theme)
+    first = found[0]
     fold, predicted, true, scores = figure.axes[:4]
     assert [axes.get_title(loc="left") for axes in figure.axes[:4]] == [
         r"\$odd_A" + "\n", "Distances, predicted\n", "Distances, true\n", "lDDT-Cα\n"]
@@ -236,7 +181,7 @@ def test_what_is_drawn_is_what_the_file_holds(tmp_path: Path, theme: Any) -> Non
         assert np.allclose(steps[color].values, said[name], equal_nan=True, atol=1e-4)
         assert np.array_equal(steps[color].edges, np.arange(41) + 0.5)
     assert subtitle(scores) == f"mean: true {lddt:.1f}, predicted (pLDDT) {said['plddt'].mean():.1f}"
-    assert figure.axes[4].get_title(loc="left") == "x" * (structures.LETTERS - 1) + "…\n"
+    assert figure.axes[4].get_title(loc="left") == "x" * (picture.LETTERS - 1) + "…\n"
     labels = [label.get_text() for label in figure.legends[0].get_texts()]
     assert labels[1:5] == ["predicted, pLDDT above 90", "pLDDT 70 to 90", "pLDDT 50 to 70", "pLDDT below 50"]
     assert figure.legends[0].get_window_extent().x1 < figure.bbox.x1
@@ -244,51 +189,51 @@ def test_what_is_drawn_is_what_the_file_holds(tmp_path: Path, theme: Any) -> Non
 
 @pytest.mark.parametrize("theme", [LIGHT, DARK])
 def test_traces_are_broken_coloured_and_the_near_is_on_top(tmp_path: Path, theme: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(structures, "FADE", 0.0)
+    monkeypatch.setattr(picture, "FADE", 0.0)
     found = loaded(tmp_path, chain(40, 0, [0, 11, 12, 14], noise=0.0))
-    fold = structures.draw(found, theme).axes[0]
-    predicted, true = structures._view(found.chains[0])
-    narrow, wide = pieces(fold, structures.PREDICTED), pieces(fold, structures.TRUE)
+    fold = picture.draw(found, theme).axes[0]
+    predicted, true = picture._view(found[0])
+    narrow, wide = pieces(fold, picture.PREDICTED), pieces(fold, picture.TRUE)
     # 39 steps of the prediction. Of the truth 1 to 10 and 15 to 39 are joined; 13 stands alone; two halves of each step.
-    assert len(narrow) == 78 and len(wide) == 2 * (9 + 24) + 1 and {color for _, color in wide} == {to_hex(structures._pale(theme))}
-    assert {color for _, color in narrow} == {color for _, color in structures.BANDS}
+    assert len(narrow) == 78 and len(wide) == 2 * (9 + 24) + 1 and {color for _, color in wide} == {to_hex(picture._pale(theme))}
+    assert {color for _, color in narrow} == {color for _, color in picture.BANDS}
     for part, color in narrow:                                                  # each half begins or ends at its residue
         near = np.linalg.norm(part[[0, -1]] - predicted[:, None, :2], axis=2).min(1)
-        assert color in {structures.BANDS[n % 4][1] for n in np.flatnonzero(near < 0.1)}
+        assert color in {picture.BANDS[n % 4][1] for n in np.flatnonzero(near < 0.1)}
     nearest = [np.argmin(np.linalg.norm(predicted[:, :2] - part.mean(0), axis=1)) for part, _ in narrow]
     assert np.corrcoef(predicted[nearest, 2], np.arange(len(nearest)))[0, 1] > 0.9
     layers = [each.get_linewidth()[0] for each in fold.collections]
     assert layers == sorted(layers, reverse=True)                               # the prediction lies over the truth
     # Where nothing is wrong the prediction lies on the truth, whatever frame it came in.
-    known = found.chains[0].known
+    known = found[0].known
     assert np.allclose(predicted[known], true[known], atol=1e-3)
     x, y = fold.get_xlim(), fold.get_ylim()
     assert x[0] < predicted[:, 0].min() and x[1] > predicted[:, 0].max() and fold.get_aspect() == 1
-    assert np.ptp(x) / np.ptp(y) == pytest.approx(structures.WIDE)
+    assert np.ptp(x) / np.ptp(y) == pytest.approx(picture.WIDE)
 
 
 def test_the_farther_the_paler_and_right_handed_helices_stay_so(tmp_path: Path) -> None:
     found = loaded(tmp_path, chain(40, noise=0.0))
-    predicted, true = structures._view(found.chains[0])
-    pairs = [np.linalg.norm(each - each[:, None], axis=2) for each in (true, predicted, found.chains[0].true)]
+    predicted, true = picture._view(found[0])
+    pairs = [np.linalg.norm(each - each[:, None], axis=2) for each in (true, predicted, found[0].true)]
     assert np.allclose(pairs[0], pairs[1], atol=1e-3) and np.allclose(pairs[0], pairs[2])
-    volumes = [np.linalg.det(each[1:4] - each[0]) for each in (true, found.chains[0].true)]
+    volumes = [np.linalg.det(each[1:4] - each[0]) for each in (true, found[0].true)]
     assert volumes[0] == pytest.approx(volumes[1]) and volumes[1] > 1
     spread = true.std(0)
     assert spread[0] > spread[1] >= spread[2] and true[0, 0] < 0 and true[0, 1] < 0
-    colors = np.array([to_rgb(color) for _, color in pieces(structures.draw(found, DARK).axes[0], structures.TRUE)])
+    colors = np.array([to_rgb(color) for _, color in pieces(picture.draw(found, DARK).axes[0], picture.TRUE)])
     away = np.abs(colors - to_rgb(DARK.paper)).sum(1)
     assert (np.diff(away) > -0.02).all() and away[0] < 0.6 * away[-1]           # from the farthest to the nearest
 
 
 def test_the_ruler_is_as_long_as_it_says(tmp_path: Path) -> None:
-    fold = structures.draw(loaded(tmp_path, chain(30)), LIGHT).axes[0]
+    fold = picture.draw(loaded(tmp_path, chain(30)), LIGHT).axes[0]
     (line,), label = fold.lines, fold.texts[0]
     assert label.get_text() == "10 Å" and np.ptp(line.get_xdata()) * np.ptp(fold.get_xlim()) == pytest.approx(10)
 
 
 def test_panels_stand_in_rows_and_columns(tmp_path: Path) -> None:
-    figure = structures.draw(loaded(tmp_path, chain(1), chain(30), chain(50), chain(120)), LIGHT)
+    figure = picture.draw(loaded(tmp_path, chain(1), chain(30), chain(50), chain(120)), LIGHT)
     figure.draw_without_rendering()
     boxes = np.array([axes.get_position().bounds for axes in figure.axes[:16]]).reshape(4, 4, 4)
     assert np.allclose(np.ptp(boxes[..., [1, 3]], axis=1), 0) and np.allclose(np.ptp(boxes[..., [0, 2]], axis=0), 0)
@@ -307,40 +252,35 @@ def test_odd_chains_are_drawn_too(tmp_path: Path) -> None:
     x["aatype"][:] = 20
     nothing = [chain(count, 0, range(count)) for count in (1, 30)]
     few = [chain(30, 0, set(range(30)) - {5, *more}) for more in ((), (6,), (20,))]
-    cases = [alone, point, flown, x, *nothing, *few, chain(700)]
-    for k, case in enumerate(cases):
-        found = loaded(tmp_path, case)
-        figure = structures.draw(found, DARK)
+    cases = [alone, point, flown, x, *nothing, *few, chain(300)]
+    found = loaded(tmp_path, *cases)
+    rows = picture.table(found).rows
+    panels = []
+    for first in range(0, len(cases), picture.ROWS):
+        figure = picture.draw(found[first : first + picture.ROWS], DARK)
         figure.draw_without_rendering()
-        assert len(figure.axes) == 5 and structures.caption(found).startswith("1 validation chain. "), k
-        fold, distances, true, scores = figure.axes[:4]
+        panels += figure.axes[:-1]
+    for k, case in enumerate(cases):
+        fold, distances, true, scores = panels[4 * k : 4 * k + 4]
         if not case["mask"].any():
             assert subtitle(fold).endswith("no truth") and "no truth" in [each.get_text() for each in true.texts]
-            assert not pieces(fold, structures.TRUE) and subtitle(distances) == "MAE –" and "true –" in subtitle(scores)
-            assert re.search(r"RMSD of Cα \[Å\] 0abc_A (\d+) 0 – [\d.]+ – – ", text(report.draw(tmp_path).read_text()))
+            assert not pieces(fold, picture.TRUE) and subtitle(distances) == "MAE –" and "true –" in subtitle(scores)
+            assert rows[k][2:4] == ("0", "–") and rows[k][5:] == ("–", "–")
         else:
-            assert "RMSD" in subtitle(fold) and pieces(fold, structures.TRUE), k
-        assert pieces(fold, structures.PREDICTED) and all(np.isfinite(part).all() for part, _ in pieces(fold, structures.PREDICTED))
-    # What has flown apart leaves the truth large enough to be seen.
-    fold = structures.draw(loaded(tmp_path, flown), DARK).axes[0]
-    assert np.ptp(fold.get_xlim()) < 400
+            assert "RMSD" in subtitle(fold) and pieces(fold, picture.TRUE), k
+        assert pieces(fold, picture.PREDICTED) and all(np.isfinite(part).all() for part, _ in pieces(fold, picture.PREDICTED))
+    assert np.ptp(panels[4 * 2].get_xlim()) < 400               # what has flown apart leaves the truth large enough to be seen
+    assert picture.caption(found[:1]).startswith("1 validation chain. ")
 
 
 def test_a_single_residue_is_seen_as_a_dot(tmp_path: Path) -> None:
-    written(tmp_path, arrays(chain(1)))
-    report.draw(tmp_path)
-    picture = imread(tmp_path / "plots" / "structures.png")
-    panel = picture[200:400, 24:400, :3]
+    found = loaded(tmp_path, chain(1))
+    pixels = imread(BytesIO(Plot("", "", "", partial(picture.draw, found)).png(LIGHT)))
+    panel = pixels[200:400, 24:400, :3]
     assert (np.abs(panel - panel[0, 0]).sum(2) > 0.3).sum() > 20
 
 
 # ---- files that cannot be used
-
-
-def torn() -> bytes:
-    file = io.BytesIO()
-    np.savez_compressed(file, **arrays())
-    return file.getvalue()[:3000]
 
 
 def spoiled(name: str, place: Any, value: float) -> dict[str, np.ndarray]:
@@ -350,19 +290,17 @@ def spoiled(name: str, place: Any, value: float) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize(("change", "reason"), [
-    (torn(), "."),
-    (b"", "."),
     ({"plddt": None}, "has no array plddt"),
-    ({"names": np.array(["a"])}, r"names \[1\], residues int32 \(2,\) from 25; expected names and residues \[M\] of at least one"),
-    ({"residues": np.array([65, 0], np.int32)}, r"residues int32 \(2,\) from 0; expected"),
-    ({"residues": np.array([40.0, 25.0])}, r"residues float64 \(2,\)"),
-    ({"names": np.zeros(0, "U1"), "residues": np.zeros(0, int)}, r"names \[0\], residues int64 \(0,\); expected"),
-    ({"residues": np.array([40, 24])}, r"aatype is int8 \(65,\), expected whole numbers \(64,\): residues adds up to 64"),
-    ({"residues": np.array([39, 26])}, r"distance is float16 \(2225,\), expected real numbers \(2197,\): the squares of residues"),
-    ({"predicted": np.zeros((65, 14, 3))}, r"predicted is float64 \(65, 14, 3\), expected real numbers \(65, 37, 3\)"),
-    ({"true": np.zeros((64, 37, 3))}, r"true is float64 \(64, 37, 3\), expected real numbers \(65, 37, 3\)"),
-    ({"mask": np.zeros(65, int)}, r"mask is int64 \(65,\), expected whole numbers \(65, 37\)"),
-    ({"plddt": np.zeros(64)}, r"plddt is float64 \(64,\), expected real numbers \(65,\)"),
+    ({"names": np.array(["a"])}, r"residues is int32 \(2,\), expected whole \[M\] with M = 1"),
+    ({"residues": np.array([65, 0], np.int32)}, r"residues is 0 to 65, .*expected whole numbers from 1 on"),
+    ({"residues": np.array([40.0, 25.0])}, "residues is float64"),
+    ({"names": np.zeros(0, "U1"), "residues": np.zeros(0, int)}, r"names is <U1 \(0,\)"),
+    ({"residues": np.array([40, 24])}, "their sum 64 .* expected .* R = 65"),
+    ({"residues": np.array([39, 26])}, "the sum of their squares 2197; expected .* S = 2225"),
+    ({"predicted": np.zeros((65, 14, 3))}, r"predicted is float64 \(65, 14, 3\), expected real \[R, 37, 3\] with R = 65"),
+    ({"true": np.zeros((64, 37, 3))}, r"true is float64 \(64, 37, 3\), expected real \[R, 37, 3\] with R = 65"),
+    ({"mask": np.zeros(65, int)}, r"mask is int64 \(65,\), expected whole \[R, 37\]"),
+    ({"plddt": np.zeros(64)}, r"plddt is float64 \(64,\), expected real \[R\]"),
     ({"lddt": np.full(65, "a")}, r"lddt is <U1 \(65,\), expected real"),
     (spoiled("aatype", 3, 21), "aatype is .* to 21, expected 0 to 20"),
     (spoiled("aatype", 3, -1), "aatype is -1 to"),
@@ -376,18 +314,17 @@ def spoiled(name: str, place: Any, value: float) -> dict[str, np.ndarray]:
     (spoiled("distance", 9, np.nan), "distance is nan to nan, expected angstrom from 0 on"),
     (spoiled("distance", 9, -1), "distance is -1 to 22"),
 ])  # fmt: skip
-def test_unusable_structures_are_left_out_with_a_reason(tmp_path: Path, change: Any, reason: str) -> None:
-    run = written(tmp_path, arrays() | change if isinstance(change, dict) else change)
-    found = report.read(run)
-    assert found.structures is None
-    (line,) = found.left_out
-    assert re.search(f"^predicted and true structures: structures.npz: .*({reason})", line) and "\n" not in line, line
-    if isinstance(change, bytes):
-        assert "structures.npz: " in text(report.draw(run).read_text())
+def test_unusable_structures_are_refused_with_a_reason(tmp_path: Path, change: dict[str, Any], reason: str) -> None:
+    with pytest.raises(DataError, match=reason):
+        picture.read(pages.saved(tmp_path / "structures.npz", arrays() | change))
+
+
+def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
+    pages.survives_damage(picture, pages.saved(tmp_path / "structures.npz", arrays()))
 
 
 def test_what_is_hidden_by_the_mask_is_not_looked_at(tmp_path: Path) -> None:
     said = arrays()
     said["true"][11], said["lddt"][3] = np.nan, np.nan
-    found = report.read(written(tmp_path, said)).structures
-    assert found is not None and not found.chains[0].known[11] and found.chains[0].known[3]
+    (first, _) = picture.read(pages.saved(tmp_path / "structures.npz", said))
+    assert not first.known[11] and first.known[3]

@@ -1,0 +1,61 @@
+"""The picture of a CosmoFlow run: every parameter is drawn and measured against the mean."""
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from apps.cosmoflow import picture
+from apps.cosmoflow.picture import Predictions
+from hpcai.cli.report.theme import DARK, LIGHT
+from hpcai.errors import DataError
+from tests import pages
+
+ARRAYS = {"names": ["a"], "units": [""], "predicted": np.zeros((3, 1)), "true": np.ones((3, 1))}
+
+
+def test_the_page_measures_every_parameter_against_the_mean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    true = np.random.default_rng(0).uniform(-1, 1, (200, 3))
+    predicted = np.stack([true[:, 0], np.full(200, true[:, 1].mean()), -true[:, 2]], axis=1)
+    predicted[7, 0] = np.nan
+    names = {"names": ["Omega_m", "$\\sigma{$", "H_0"], "units": ["", "", "km/s/Mpc"]}
+    pages.saved(tmp_path / "predictions.npz", names | {"predicted": predicted, "true": true})
+    run = pages.evaluated(tmp_path, "cosmoflow", "lower", {"mae": 0.2}, {"mae": 0.1})
+    found = pages.read_by_people(run)
+    assert "Omega_m 1.0000 0 0.5" in found
+    assert re.search(r"\$\\sigma\{\$ -?0\.000\d (0\.\d{3,4}) \1 0\.", found)        # RMSE of a network that says the mean
+    assert re.search(r"H_0 \[km/s/Mpc\] -[23]\.\d+ ", found)
+    assert "199 validation samples" in found                                        # one prediction is NaN
+    assert pages.shows_something(picture, run.found, monkeypatch)
+
+
+def test_many_parameters_and_samples_fill_rows_of_panels() -> None:
+    rng = np.random.default_rng(0)
+    true = rng.normal(size=(5000, 5))
+    found = Predictions([f"p{p}" for p in range(5)], [""] * 5, true + 0.5 * rng.normal(size=true.shape), true)
+    assert len(picture.draw(found, LIGHT).axes) == 5
+    assert found.r2(0) == pytest.approx(0.75, abs=0.03)
+    constant = Predictions(["p"], [""], np.zeros((4, 1)), np.ones((4, 1)))
+    assert math.isnan(constant.r2(0)) and picture.draw(constant, DARK).axes
+
+
+@pytest.mark.parametrize(("change", "reason"), [
+    ({"predicted": np.zeros((3, 2)), "true": np.zeros((3, 2))}, r"predicted is float64 \(3, 2\), expected real \[N, P\] with P"),
+    ({"names": ["a", "b"]}, r"units is <U1 \(1,\), expected text \[P\] with P = 2"),
+    ({"true": np.zeros((2, 1))}, r"true is float64 \(2, 1\), expected real \[N, P\] with N = 3, P = 1"),
+    ({"true": None}, "has no array true"),
+    ({"true": [["x"]] * 3}, "true is <U1"),
+    ({"predicted": np.full((3, 1), np.nan)}, "no sample has finite"),
+    ({"predicted": np.zeros((0, 1)), "true": np.zeros((0, 1))}, r"predicted is float64 \(0, 1\)"),
+    ({"names": np.array(["a"], dtype=object)}, "allow_pickle"),
+])  # fmt: skip
+def test_unusable_predictions_are_refused_with_a_reason(change: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    with pytest.raises((DataError, ValueError), match=reason):
+        picture.read(pages.saved(tmp_path / "predictions.npz", ARRAYS | change))
+
+
+def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
+    pages.survives_damage(picture, pages.saved(tmp_path / "predictions.npz", ARRAYS))

@@ -1,0 +1,41 @@
+"""Finding what apps declare, without importing what is not asked for."""
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import apps
+import hpcai
+from hpcai.cli.apps import find, names
+
+
+def test_apps_are_listed_by_the_file_they_have_and_none_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder whose name is no identifier, or which is no package, is no app."""
+    for name in ("one", "two", "an-app", "plain"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "trick.py").write_text("FOUND = 1" if name == "one" else "raise RuntimeError")
+        if name != "plain":
+            (tmp_path / name / "__init__.py").write_text("" if name == "one" else "raise RuntimeError")
+    monkeypatch.setattr(apps, "__path__", [*apps.__path__, str(tmp_path)])
+    importlib.invalidate_caches()
+    assert names("trick") == ["one", "two"] and names("nothing") == []
+    assert not any(module.startswith(("apps.one", "apps.two")) for module in sys.modules)
+    found = find("one", "trick")
+    assert found is not None and found.FOUND == 1
+    for name in ("cosmoflow", "an-app", "plain", "nobody", "one.trick", "../one", "", "os"):
+        assert find(name, "trick") is None
+    for module in ("apps.one", "apps.one.trick"):
+        del sys.modules[module]
+
+
+def test_the_apps_of_the_checkout_are_found_from_anywhere(tmp_path: Path) -> None:
+    """As by the installed command, whose path has neither the checkout nor, at first, the current folder."""
+    root = Path(hpcai.__file__).parents[1]
+    code = f"import sys; sys.path.insert(0, {str(root)!r}); import hpcai, hpcai.cli.apps as apps; sys.path.remove({str(root)!r})\n"
+    code += "sys.path[:] = [p for p in sys.path if p]; print(apps.names('settings')); print(len(sys.path) == len(set(sys.path)))"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, cwd=tmp_path, env={})
+    assert done.stdout.splitlines() == [str(names("settings")), "True"], done.stderr
+    assert "cosmoflow" in done.stdout
