@@ -15,7 +15,7 @@ from matplotlib.image import imread
 
 from hpcai.cli import report
 from hpcai.cli.report import curves, document, theme
-from hpcai.cli.report.run import Run
+from hpcai.cli.report.run import Record
 from hpcai.cli.report.theme import LIGHT, Plot
 
 
@@ -27,7 +27,7 @@ def written(run: Path, events: Any, settings: dict[str, Any] | None = None) -> P
     return run
 
 
-def evaluated(run: Path, app: str, better: str, *scores: dict[str, float], **settings: Any) -> Run:
+def evaluated(run: Path, app: str, better: str, *scores: dict[str, float], **settings: Any) -> Record:
     """What the report reads in a run of an app, which has been evaluated; the first score is the run's metric."""
     start = {"kind": "start", "time": 1.79e9, "name": app, "world": 1, "device": "cpu", "steps": 80}
     about = {"kind": "evaluate", "time": 1.79e9, "seconds": 1.0}
@@ -50,7 +50,7 @@ def text(page: str) -> str:
     return re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", page.split("<body>")[1]))
 
 
-def read_by_people(run: Run) -> str:
+def read_by_people(run: Record) -> str:
     """The text of the page, for which no picture is drawn."""
     return text(document.page(run, dict.fromkeys(curves.plots(run), (b"", b""))))
 

@@ -17,7 +17,7 @@ from hpcai.data.splits import Samples, by_shard, load, loaders, open_split
 from hpcai.dist import Mesh
 from hpcai.errors import DataError
 from hpcai.models.dimenet import Batch, DimeNetConfig, Frame, Sizes, Structure, batch_of, find, sizes
-from hpcai.train import Parts
+from hpcai.train import MicroBatches
 
 FIELDS: dict[str, tuple[str, tuple[int | str | None, ...]]] = {
     "atoms": ("int32", ()), "triplets": ("int64", ()), "edges": ("int32", ()), "energy": ("float64", ()),
@@ -109,7 +109,7 @@ def joined(frames: list[Frame], parts: int = 1, ladder: Ladder | None = None) ->
         return batch_of(some, ladder.least([f.structure for f in some]) if ladder else Sizes(), counts)
 
     made = [batch(frames[k * each : (k + 1) * each]) for k in range(parts)]
-    return Parts(made) if parts > 1 else made[0]
+    return MicroBatches(made) if parts > 1 else made[0]
 
 
 def rows_of(cfg: Config, split: str, mesh: Mesh) -> Rows:

@@ -9,6 +9,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -198,7 +199,7 @@ def exchange(model: nn.Module, classes: Mapping[type[nn.Module], type[nn.Module]
             module.__class__ = classes[type(module)]
 
 
-def torch_optimizer(model: nn.Module, cfg: StepConfig, decays: Sequence[str]) -> torch.optim.Optimizer:
+def torch_optimizer(model: nn.Module, cfg: StepConfig, decays: AbstractSet[str]) -> torch.optim.Optimizer:
     """torch's own, one operation after the other; the parameters named in ``decays`` decay."""
     words: Row = {"betas": cfg.betas, "eps": cfg.eps}
     if cfg.optimizer == "sgd":

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hpcai.data.direct import ALIGN, above, below
-from hpcai.data.layout import Layout, Run, box_of, runs_of
+from hpcai.data.layout import Layout, Stretch, box_of, stretches_of
 from hpcai.data.opened import OpenFiles
 from hpcai.errors import DataError, MissingExtraError
 
@@ -67,7 +67,7 @@ class GdsReader:
         dtype = _torch_dtype(layout)
         box, single = box_of(where, layout.shape, f"{layout.path}: '{layout.name}'")
         shape = tuple(s.stop - s.start for s in box)
-        runs = [run for cell in layout.cells(box) for run in runs_of(*cell, layout.dtype.itemsize)] if 0 not in shape else []
+        runs = [run for cell in layout.cells(box) for run in stretches_of(*cell, layout.dtype.itemsize)] if 0 not in shape else []
         with self._lock:
             self.requested += math.prod(shape) * layout.dtype.itemsize
         with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
@@ -94,7 +94,7 @@ class GdsReader:
 
     # ---- runs of bytes
 
-    def _place(self, layout: Layout, runs: Sequence[Run], whole: Tensor) -> None:
+    def _place(self, layout: Layout, runs: Sequence[Stretch], whole: Tensor) -> None:
         item = layout.dtype.itemsize
         for run in runs:
             if run.offset is None:  # never written
@@ -104,7 +104,7 @@ class GdsReader:
             place = whole[run.place]
             place.copy_(_typed(raw, whole.dtype).as_strided(place.shape, [stride // item for stride in run.strides]))
 
-    def _fetch(self, path: Path, runs: Sequence[Run]) -> list[Tensor]:
+    def _fetch(self, path: Path, runs: Sequence[Stretch]) -> list[Tensor]:
         """The bytes of each run, in memory of the device.   [span] uint8"""
         with self._files.use(path) as file:
             ranges = [(run.offset or 0, (run.offset or 0) + run.span) for run in runs]
@@ -214,8 +214,8 @@ def _typed(raw: Tensor, dtype: torch.dtype) -> Tensor:
     return raw.view(dtype)
 
 
-def _portions(runs: Sequence[Run]) -> Iterator[list[Run]]:
-    portion: list[Run] = []
+def _portions(runs: Sequence[Stretch]) -> Iterator[list[Stretch]]:
+    portion: list[Stretch] = []
     size = 0
     for run in runs:
         if portion and size + run.span > _PORTION:

@@ -63,7 +63,7 @@ class Layout:
         """(offset, bytes, shape) of a box that lies in one piece in the file; None of one that does not."""
         box, single = box_of(where, self.shape, f"{self.path}: '{self.name}'")
         shape = tuple(s.stop - s.start for s in box)
-        pieces = [piece for cell in self.cells(box) for piece in runs_of(*cell, self.dtype.itemsize)] if 0 not in shape else []
+        pieces = [piece for cell in self.cells(box) for piece in stretches_of(*cell, self.dtype.itemsize)] if 0 not in shape else []
         if len(pieces) != 1 or pieces[0].offset is None or not pieces[0].dense:
             return None
         return pieces[0].offset, pieces[0].span, tuple(n for i, n in enumerate(shape) if i not in single)
@@ -71,7 +71,7 @@ class Layout:
     def _read(self, reader: Reader, box: Slices, shape: tuple[int, ...]) -> np.ndarray:
         if 0 in shape:
             return np.empty(shape, self.dtype)
-        pieces = [piece for cell in self.cells(box) for piece in runs_of(*cell, self.dtype.itemsize)]
+        pieces = [piece for cell in self.cells(box) for piece in stretches_of(*cell, self.dtype.itemsize)]
         if len(pieces) == 1 and pieces[0].offset is not None and pieces[0].dense:
             raw = reader.fetch(self.path, pieces[0].offset, pieces[0].span)
             if raw.ctypes.data % self.dtype.itemsize == 0 or self.dtype.itemsize == 1:
@@ -107,7 +107,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Run:
+class Stretch:
     """``span`` bytes from ``offset`` on that hold the values of ``place`` in the result, ``strides`` bytes apart."""
 
     offset: int | None
@@ -117,7 +117,7 @@ class Run:
     dense: bool
 
 
-def runs_of(offset: int | None, shape: tuple[int, ...], box: Slices, begin: tuple[int, ...], item: int) -> Iterator[Run]:
+def stretches_of(offset: int | None, shape: tuple[int, ...], box: Slices, begin: tuple[int, ...], item: int) -> Iterator[Stretch]:
     """The runs of bytes of a box within a row-major array; runs that lie close together are read as one."""
     dims = len(shape)
     count = [s.stop - s.start for s in box]
@@ -139,7 +139,7 @@ def runs_of(offset: int | None, shape: tuple[int, ...], box: Slices, begin: tupl
         at = None if offset is None else offset + sum(i * s for i, s in zip(index, strides))
         place = tuple(slice(b + o, b + o + 1) for b, o in zip(begin, outer))
         place += tuple(slice(begin[d], begin[d] + count[d]) for d in range(level, dims))
-        yield Run(at, span, strides, place, dense)
+        yield Stretch(at, span, strides, place, dense)
 
 
 def box_of(where: Sequence[slice | int], shape: tuple[int, ...], name: str) -> tuple[list[slice], set[int]]:

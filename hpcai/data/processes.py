@@ -209,7 +209,7 @@ class Worker:
     def _take(self, index: int, stream: memoryview, lengths: Sequence[int] = (), block: "_Block | None" = None) -> Any:
         buffers: list[np.ndarray] = []
         if block is not None:
-            memory = np.asarray(_Lease(block, self._freed))
+            memory = np.asarray(_Loan(block, self._freed))
             if self._pin is not None and not block.pinned:
                 self._pin(block.address, block.size)
                 block.pinned = True
@@ -271,7 +271,7 @@ class _Block:
                 munmap(self.address, self.size)
 
 
-class _Lease:
+class _Loan:
     """What all arrays of one sample have as their base; its end frees the block for another sample."""
 
     def __init__(self, block: _Block, freed: deque[int]) -> None:

@@ -98,7 +98,7 @@ class GradientSums:
     """Adds the gradients of ``model`` over ``replicate`` and over the axes that ``sum_over`` recorded.
 
     ``zero()`` before the backward passes of a step, ``last = True`` before its last one, ``finish()`` after it; then ``rows`` are
-    to be updated, and ``share()`` follows. The first process along those axes gives the others its parameters, so that the copies
+    to be updated, and ``spread()`` follows. The first process along those axes gives the others its parameters, so that the copies
     start equal. ``decays`` names the parameters with weight decay; ``wide``: gradients are added up in float32 whatever the
     parameters are. On one CPU process gradients are left where autograd puts them, and each parameter is a row of its own, unless
     they must lie in the same memory in every step (``fixed``).
@@ -178,11 +178,11 @@ class GradientSums:
             bucket.wait()
             bucket.show()
 
-    def share(self) -> None:
+    def spread(self) -> None:
         """The rows have been updated: give every process the new weights of the others' shares. Here there are none."""
 
     def settle(self) -> None:
-        """Wait until the weights of ``share()`` have come."""
+        """Wait until the weights of ``spread()`` have come."""
 
 
 def _axes(parameter: nn.Parameter, mesh: Mesh) -> tuple[Axis, ...]:

@@ -52,7 +52,7 @@ class _CutBucket(Bucket):
     def show(self) -> None:
         """No rank has the sum of whole gradients."""
 
-    def share(self) -> None:
+    def spread(self) -> None:
         own = self.weights[self.first : self.last]
         self.coming = gather_shares(self.weights, own, self.cut)
 
@@ -63,11 +63,11 @@ class _CutBucket(Bucket):
 
 
 class ShardedSums(GradientSums):
-    """``GradientSums`` whose rows are this rank's shares; ``share()`` gathers the new weights.
+    """``GradientSums`` whose rows are this rank's shares; ``spread()`` gathers the new weights.
 
     ``axes``: replicate as two, (between, within), of which the second holds the shares (``Mesh.split``); None: all copies do.
     ``overlap``: each module waits for its own weights when its forward pass begins, so a parameter must be used by the module that
-    holds it; else ``share()`` returns when they are there.
+    holds it; else ``spread()`` returns when they are there.
     """
 
     def __init__(
@@ -91,9 +91,9 @@ class ShardedSums(GradientSums):
             others = (self.between, *others)
         return _CutBucket(parameters, others, decays, dtype, self.cut)
 
-    def share(self) -> None:
+    def spread(self) -> None:
         for bucket in reversed(self.buckets):  # in the order of the forward pass
-            bucket.share()  # type: ignore[attr-defined]
+            bucket.spread()  # type: ignore[attr-defined]
         if not self.overlap:
             self.settle()
 
@@ -185,7 +185,7 @@ class FullySharded:
                 if parameter.grad is not None:
                     torch_dist.all_reduce(parameter.grad.to_local(), group=axis.group)  # type: ignore[attr-defined]
 
-    def share(self) -> None:
+    def spread(self) -> None:
         """The weights of a block are gathered when it runs. Forget those that a forward pass without a backward one left."""
         for module in self._parts:
             module.reshard()  # type: ignore[operator]

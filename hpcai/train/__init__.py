@@ -6,7 +6,7 @@ __getattr__, __all__ = lazy(
     __name__,
     {
         "Step": ".step",
-        "Parts": ".step",
+        "MicroBatches": ".step",
         "fit": ".loop",
         "Result": ".loop",
         "REQUEUE": ".loop",

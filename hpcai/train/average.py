@@ -71,5 +71,5 @@ class Average:
         for live, value in pairs:
             live.copy_(value)
         if shared:
-            self.sums.share()
+            self.sums.spread()
             self.sums.settle()

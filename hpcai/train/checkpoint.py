@@ -172,7 +172,7 @@ class Checkpoints:
             lambda: _quietly(lambda: dcp.load(state, storage_reader=_Reader(path), planner=_LoadPlan(), **self._among)),
         )
         step.optimizer.refresh()
-        step.sums.share()
+        step.sums.spread()
         progress = Progress(**run["progress"])
         if anew:
             self.notes.append(

@@ -144,7 +144,7 @@ class Step:
         skip = torch.maximum((self._first_bad[0] < _NEVER).to(self._hold.dtype), self._hold)
         with span("update"):
             self.optimizer.step(scale, skip)
-            self.sums.share()
+            self.sums.spread()
         self.average.update()
         self._count += 1
 
@@ -217,13 +217,13 @@ class _Give(torch.autograd.Function):
         return (None, *ctx.given)
 
 
-class Parts(tuple):
+class MicroBatches(tuple):
     """A batch that comes as its micro-batches: of samples that cannot be cut along a first dim."""
 
 
 def split(batch: Any, parts: int) -> list[Any]:
     """``parts`` equal pieces of every tensor of ``batch`` along its first dim. Raises DataError when they are not equal."""
-    if isinstance(batch, Parts):
+    if isinstance(batch, MicroBatches):
         if len(batch) != parts:
             raise DataError(f"a batch comes as {len(batch)} micro-batches, step.accumulate is {parts}; give it as many")
         return list(batch)
@@ -246,7 +246,7 @@ def split(batch: Any, parts: int) -> list[Any]:
 
 def samples_in(batch: Any) -> int:
     """Number of samples of a batch: the first dim of its first tensor."""
-    if isinstance(batch, Parts):
+    if isinstance(batch, MicroBatches):
         return sum(map(samples_in, batch))
     while not isinstance(batch, Tensor):
         batch = next(iter(batch.values() if isinstance(batch, dict) else batch))

@@ -71,7 +71,7 @@ def test_the_app_of_the_page_trains_and_has_report_bench_ablation_and_log(
     pairs = np.load(folder / "pairs.npz")
     mae, mean = (np.abs(each - pairs["true"]).mean() for each in (pairs["predicted"], pairs["true"].mean(0)))
     assert mae < 0.5 * mean, "it has learnt"
-    assert ":::MLLOG" in (folder / "mlperf.log").read_text() and '"submission_benchmark", "value": "ringdown"' in (folder / "mlperf.log").read_text()
+    assert '"submission_benchmark", "value": "ringdown"' in (folder / "mlperf.log").read_text()
     assert (folder / "model.safetensors").exists()
 
     assert hpcai_command(["report", str(folder)]) == 0
@@ -90,5 +90,6 @@ def test_the_app_of_the_page_trains_and_has_report_bench_ablation_and_log(
 
     assert run("report.directory=runs/again", "train.steps=8", "train.epochs=null") == 0
     assert run("report.directory=runs/again", "train.steps=16", "train.epochs=null") == 0
-    starts = [event["resumed_from"] for event in log.read_metrics(ringdown / "runs/again/metrics.jsonl") if event["kind"] == "start"]
+    events = log.read_metrics(ringdown / "runs/again/metrics.jsonl")
+    starts = [event["resumed_from"] for event in events if event["kind"] == "start"]
     assert starts == [None, 8], "it goes on from its checkpoint"

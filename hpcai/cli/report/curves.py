@@ -10,12 +10,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from hpcai.cli.report.run import Run, stem
+from hpcai.cli.report.run import Record, stem
 from hpcai.cli.report.theme import MARKS, Plot, Theme, verbatim
 from hpcai.log import number, per_second
 
 
-def _axes(run: Run, theme: Theme, label: str) -> tuple[Figure, Axes]:
+def _axes(run: Record, theme: Theme, label: str) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(6.4, 3.5))
     axes = figure.subplots()
     axes.set_xlabel("step")
@@ -47,7 +47,7 @@ def smooth(values: np.ndarray) -> np.ndarray:
     return np.where(count > 0.5, total / np.maximum(count, 1), np.nan)
 
 
-def _loss(run: Run, theme: Theme) -> Figure:
+def _loss(run: Record, theme: Theme) -> Figure:
     figure, axes = _axes(run, theme, "loss")
     steps, values = run.series("train", "loss")
     axes.plot(steps, values, color=theme.main, alpha=0.45, linewidth=1, label="training, every report")
@@ -60,7 +60,7 @@ def _loss(run: Run, theme: Theme) -> Figure:
     return figure
 
 
-def _metric(run: Run, name: str, members: Sequence[str], theme: Theme) -> Figure:
+def _metric(run: Record, name: str, members: Sequence[str], theme: Theme) -> Figure:
     """A metric, and thinner those that belong to it."""
     figure, axes = _axes(run, theme, name)
     at, evaluated = run.series("evaluate", name)
@@ -89,7 +89,7 @@ def _metric(run: Run, name: str, members: Sequence[str], theme: Theme) -> Figure
     return figure
 
 
-def _colors(run: Run, name: str, members: Sequence[str], theme: Theme) -> Iterator[tuple[str, str]]:
+def _colors(run: Record, name: str, members: Sequence[str], theme: Theme) -> Iterator[tuple[str, str]]:
     """Colour and mark of each; a class has those that it has in the picture of the run's app."""
     palette = run.palette
     classes = [f"{stem(name)}_{each.replace(' ', '_')}" for each in run.classes]
@@ -103,7 +103,7 @@ def _colors(run: Run, name: str, members: Sequence[str], theme: Theme) -> Iterat
         yield known[member]
 
 
-def _rate(run: Run, theme: Theme) -> Figure:
+def _rate(run: Record, theme: Theme) -> Figure:
     figure, axes = _axes(run, theme, "learning rate")
     axes.plot(*run.series("train", "lr"), color=theme.main, linewidth=2)
     axes.set_ylim(bottom=0)
@@ -111,7 +111,7 @@ def _rate(run: Run, theme: Theme) -> Figure:
     return figure
 
 
-def _throughput(run: Run, theme: Theme) -> Figure:
+def _throughput(run: Record, theme: Theme) -> Figure:
     figure, axes = _axes(run, theme, "samples per second")
     steps, values = run.series("train", "samples_per_second")
     marks = {"marker": "o", "markersize": 2.5, "linewidth": 1.2} if len(steps) < 200 else {"linewidth": 0.7}
@@ -123,7 +123,7 @@ def _throughput(run: Run, theme: Theme) -> Figure:
     return figure
 
 
-def _power(run: Run, theme: Theme) -> Figure:
+def _power(run: Record, theme: Theme) -> Figure:
     figure, axes = _axes(run, theme, "watts of the first GPU")
     axes.plot(*run.series("train", "gpu_power_w"), color=theme.main, linewidth=1.2)
     each = run.series("train", "gpu_samples_per_joule")[1]
@@ -133,7 +133,7 @@ def _power(run: Run, theme: Theme) -> Figure:
     return figure
 
 
-def plots(run: Run) -> list[Plot]:
+def plots(run: Record) -> list[Plot]:
     """The curves that the run has numbers for, and the picture of its app; what is missing is noted in ``run.left_out``."""
     resumed = " Dotted: resumed." if any(life.get("resumed_from") for life in run.of("start")) else ""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcai.cli.report.run import Run
+from hpcai.cli.report.run import Record
 from hpcai.cli.report.theme import Plot
 from hpcai.log import duration, number, per_second, size
 
@@ -83,7 +83,7 @@ def _card(title: str, body: str, note: str = "") -> str:
     return f'<section class="card"><h2>{escape(title)}</h2>{faint}{body}</section>'
 
 
-def _header(run: Run) -> str:
+def _header(run: Record) -> str:
     stop, last = run.stop, run.events[-1]
     if stop:
         text, mark = STATES.get(str(stop.get("reason")), (str(stop.get("reason")), "warn"))
@@ -96,7 +96,7 @@ def _header(run: Run) -> str:
             f'<div class="faint">{escape(str(run.directory))} · {escape(when)}</div>')
 
 
-def _tiles(run: Run) -> str:
+def _tiles(run: Record) -> str:
     last = (run.of("train") or run.of("stop") or [{}])[-1]
     rate = run.series("train", "samples_per_second")[1]
     tiles = []
@@ -118,7 +118,7 @@ def _tiles(run: Run) -> str:
     return f'<div class="tiles">{"".join(cards)}</div>'
 
 
-def _results(run: Run) -> str:
+def _results(run: Record) -> str:
     rows = []
     for name in run.names("evaluate"):
         steps, values = run.series("evaluate", name)
@@ -128,13 +128,13 @@ def _results(run: Run) -> str:
     return _card("Evaluations", _table(("metric", "best", "at step", "last", "at step", "target"), rows, numbers=1)) if rows else ""
 
 
-def _predicted(run: Run) -> str:
+def _predicted(run: Record) -> str:
     if run.table is None:
         return ""
     return _card(run.table.title, _table(run.table.head, run.table.rows, numbers=1), run.table.note)
 
 
-def _facts(run: Run) -> str:
+def _facts(run: Record) -> str:
     get = run.start.get
     last: dict[str, Any] = (run.of("train") or run.of("stop") or [{}])[-1]
     epochs = f"{round(last.get('epoch') or 0, 2):g}" + (f" of {get('epochs')}" if get("epochs") else "")
@@ -151,7 +151,7 @@ def _facts(run: Run) -> str:
     return _card("The run", _table(("", ""), rows))
 
 
-def _checkpoints(run: Run) -> str:
+def _checkpoints(run: Record) -> str:
     rows = []
     for event in run.of("checkpoint"):
         written = size(event.get("bytes") or 0), f"{event.get('seconds') or 0:.2f} s", _date(event["time"])
@@ -162,7 +162,7 @@ def _checkpoints(run: Run) -> str:
     return _card("Checkpoints", _table(("path", "step", "size", "took", "when"), rows[-MOST:], numbers=1), note)
 
 
-def page(run: Run, drawn: Mapping[Plot, tuple[bytes, bytes]]) -> str:
+def page(run: Record, drawn: Mapping[Plot, tuple[bytes, bytes]]) -> str:
     """The whole page; ``drawn`` has the light and the dark PNG of each plot."""
 
     def uri(png: bytes) -> str:

@@ -23,7 +23,7 @@ HIGHER = ("acc", "r2", "auc", "confidence", "score", "f1", "precision", "recall"
 
 
 @dataclass
-class Run:
+class Record:
     """All that a run's directory says."""
 
     directory: Path
@@ -123,14 +123,14 @@ def stem(metric: str) -> str:
     return metric.removeprefix("mean_")
 
 
-def read(directory: Path) -> Run:
+def read(directory: Path) -> Record:
     """Raises DataError where ``directory`` holds no run; whatever else is missing is noted in ``left_out``."""
     if not directory.is_dir():
         raise DataError(f"{directory} is not a directory; expected a run's directory, which holds {METRICS}")
     events = read_metrics(directory / METRICS)
     if not events:
         raise DataError(f"{directory / METRICS} holds no event; the run has not started, or died before its first line")
-    run = Run(directory, events)
+    run = Record(directory, events)
     path = directory / "settings.yaml"
     try:
         run.settings_text = path.read_text(encoding="utf-8")
@@ -144,7 +144,7 @@ def read(directory: Path) -> Run:
     return run
 
 
-def _look(run: Run) -> None:
+def _look(run: Record) -> None:
     """Finds the picture that the run's app declares, and what it says of the run's file."""
     name = run.start.get("name")
     try:
