@@ -42,7 +42,7 @@ def copied(source: str, target: str) -> Iterator[int]:
     more than one name, text within other values), and for a copy that differs.
     """
     with opened(source) as old:
-        tracked = bool(old.id.get_create_plist().get_link_creation_order() & h5py.h5p.CRT_ORDER_TRACKED)
+        tracked = bool(old["/"].id.get_create_plist().get_link_creation_order() & h5py.h5p.CRT_ORDER_TRACKED)
         place = {"alignment_threshold": 1 << 16, "alignment_interval": 4096}
         with h5py.File(target, "w", locking=False, track_order=tracked, **place) as new:
             yield from _copy_group(old["/"], new["/"])

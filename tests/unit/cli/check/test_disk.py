@@ -54,8 +54,8 @@ def test_the_stripes_of_files_are_asked_for(
     [
         ("lustre", 5e9, 1, "lfs setstripe -c 8 -S 4m "), ("lustre", 5e9, -1, ""), ("lustre", 5e9, 8, ""), ("lustre", 1e6, 1, ""),
         ("lustre", 1e6, -1, "found on all"), ("ext4", 1e6, None, ""), (None, 1e6, None, ""),
-        ("beegfs", 5e9, None, "--numtargets=8"), ("beegfs", 1e6, None, ""), ("gpfs", 1e4, None, "pack samples"), ("gpfs", 1e9, None, ""),
-        ("nfs4", 1e9, None, "data stage"),
+        ("beegfs", 5e9, None, "--numtargets=8"), ("beegfs", 1e6, None, ""), ("gpfs", 1e4, None, "pack samples"),
+        ("gpfs", 1e9, None, ""), ("nfs4", 1e9, None, "data stage"),
     ],
 )  # fmt: skip
 def test_stripe_hint(tmp_path: Path, kind: str | None, size: float, present: int | None, text: str) -> None:

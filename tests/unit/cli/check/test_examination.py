@@ -115,7 +115,7 @@ def test_a_length_that_the_index_leaves_open_may_be_any(tmp_path: Path, look: An
         outcome = look(tmp_path, quick=True)
         assert told(outcome) == [("error", code, "train/v0.h5", "image", None)] and text in outcome.findings[0].text
     volume("train/v0.h5", (40, 50, 3))
-    volume("validation/v0.h5", (20, 21, 4))                         # all files of a split against its index, and the splits
+    volume("validation/v0.h5", (20, 21, 4))  # all files of a split against its index, and the splits
     found = {(f.severity, f.code, f.text.split(",")[0]) for f in look(tmp_path, quick=True).findings}
     assert found == {("error", "shape", "has rows of (20"), ("warning", "shape", "'image' has a shape of (any")}
 

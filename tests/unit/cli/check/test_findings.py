@@ -135,9 +135,9 @@ QUICK = {"quick": True}
 FAULTS = [
     Fault("index/none", on("train/index.json", Path.unlink), "train/index.json", text="is not there", repairable=True),
     Fault("index/json", on("train/index.json", lambda p: p.write_text("{")), "train/index.json", text="as JSON", repairable=True),
-    Fault("index/files", on("train/index.json", lambda p: p.write_text("[]")), "train/index.json", 
+    Fault("index/files", on("train/index.json", lambda p: p.write_text("[]")), "train/index.json",
           text="is a list, expected an object with a list 'files'; --repair makes it again", repairable=True),
-    Fault("index/entry", on("train", lambda p: reword(p, lambda e: e.append({"name": "../u"}))), "train/index.json", 
+    Fault("index/entry", on("train", lambda p: reword(p, lambda e: e.append({"name": "../u"}))), "train/index.json",
           text="entry 4 of 'files' name '../u' is not that of a file in this folder; correct it by hand"),
     Fault("index/fields", fields(counts={"low": "0"}), "train/index.json", "counts", text="low is '0', expected a number or null"),
     Fault("stranger", on("train/x.h5", lambda p: write(p, values(7))), "train/x.h5", text="a loader may leave it out"),
