@@ -13,25 +13,12 @@ import numpy as np
 import pytest
 
 from data_prep import deepcam
-from hpcai.cli.check import Inspectors, Options, Outcome, examination, examine, manifest, tally, work
+from hpcai.cli.check import Options, Outcome, examination, examine, manifest, tally, work
 from hpcai.cli.check.findings import Progress
 from hpcai.cli.check.inspector import Inspector
 from hpcai.cli.check.remedies import repair
 from hpcai.errors import DataError
-from tests.unit.cli.check.making import (
-    PACKED,
-    ROWS,
-    change,
-    entries,
-    everything,
-    flip,
-    index,
-    one,
-    put,
-    told,
-    values,
-    write,
-)
+from tests.unit.cli.check.making import PACKED, ROWS, change, entries, everything, flip, index, one, put, told, values, write
 
 # ---- healthy sets
 
@@ -194,24 +181,24 @@ def test_ranges_of_the_command_come_before_those_of_the_index(made: Path, look: 
     assert len(above) == 6 and {f.text.split("such as ")[1][:3] for f in above} == {"999"}
 
 
-@pytest.mark.parametrize("how", [{}, {"compression": "gzip"}])
-def test_a_row_may_be_blank_where_the_index_says_so(tmp_path: Path, look: Any, how: dict[str, Any]) -> None:
+def test_a_row_may_be_blank_where_the_index_says_so(tmp_path: Path, look: Any) -> None:
     """With the value that the index names and no other; maps without an object are such rows, by what data_prep says of them."""
     fields = deepcam.CONTENTS.fields([20, 30, 2], {})
     rng = np.random.default_rng(0)
     mask = rng.integers(0, 3, (6, 20, 30), np.uint8)
     mask[1], mask[2], mask[4] = 0, 0, 2
-    write(tmp_path / "a.h5", {"fields": rng.normal(size=(6, 20, 30, 2)).astype(np.float32), "mask": mask}, **how)
-    index(tmp_path, fields=fields)
-    for options in ({}, {"sample": 6}, {"ranges": {"mask": (0, 2)}}):
-        finding = one(look(tmp_path, **options), "constant")
-        assert finding.row == 4 and "row 4 of 6 holds nothing but 2," in finding.text
+    for how in ({}, {"compression": "gzip"}):
+        write(tmp_path / "a.h5", {"fields": rng.normal(size=(6, 20, 30, 2)).astype(np.float32), "mask": mask}, **how)
+        index(tmp_path, fields=fields)
+        for options in ({}, {"sample": 6}, {"ranges": {"mask": (0, 2)}}):
+            finding = one(look(tmp_path, **options), "constant")
+            assert finding.row == 4 and "row 4 of 6 holds nothing but 2," in finding.text
     del fields["mask"]["blank"]
     index(tmp_path, fields=fields)
     assert "rows 1, 2, 4 (3) of 6 holds nothing but 0," in one(look(tmp_path), "constant").text
 
 
-@pytest.mark.parametrize("shape", [(4, 3), (200, 101), (300, 201, 9)])
+@pytest.mark.parametrize("shape", [(4, 3), (200, 101), (300, 201, 3)])
 @pytest.mark.parametrize("dtype", [">i2", "<f4", ">f8", "<f2", "u1", "?", "<c8", "i8"])
 def test_rows_of_every_size_and_type(dtype: str, shape: tuple[int, ...]) -> None:
     """Whatever the pieces in which they come, narrow rows many at a time and wide ones in parts."""
@@ -303,17 +290,17 @@ def small_npy(path: Path) -> None:
 
 @pytest.mark.parametrize("name, make", [("a.h5", small_hdf5), ("a.npy", small_npy)])
 def test_a_damaged_file_never_gives_anything_but_an_outcome(tmp_path: Path, look: Any, name: str, make: Any) -> None:
-    """Two hundred of them, most with changes in the first bytes, where headers are, some cut short."""
+    """A hundred of them, most with changes in the first bytes, where headers are, some cut short."""
     make(tmp_path / name)
     whole, chance = (tmp_path / name).read_bytes(), random.Random(7)
-    for number in range(200):
+    for number in range(100):
         data = bytearray(whole)
         for _ in range(chance.randint(1, 12)):
             data[chance.randrange(min(len(data), 2048 if number % 4 else len(data)))] = chance.randrange(256)
         (tmp_path / f"{number}{name}").write_bytes(data[: chance.randrange(len(data))] if number % 5 == 0 else data)
-    about = [{"name": f"{number}{name}", "rows": 3, "sha256": "0" * 64} for number in range(100)]
+    about = [{"name": f"{number}{name}", "rows": 3, "sha256": "0" * 64} for number in range(50)]
     (tmp_path / "index.json").write_text(json.dumps({"files": about}))
-    for options in ({}, {"sample": 400}):
+    for options in ({}, {"sample": 200}):
         outcome = look(tmp_path, **options)
         assert isinstance(outcome, Outcome) and outcome.failed()
         json.dumps(outcome.as_json(), allow_nan=False)
@@ -343,21 +330,15 @@ def test_the_length_of_a_npy_header_is_looked_at_before_numpy_reads_it(
     assert one(look(tmp_path, sample=1), "unreadable").path.name == "a.npy"
 
 
-@pytest.mark.parametrize(
-    "header, more",
-    [
-        ("{'descr': '<f8', 'fortran_order': False, 'shape': (1099511627776, 3)}\n", {}),
-        ("{'descr': '<f8', 'fortran_order': False, 'shape': (-1,)}\n", {}),
-        ("{'descr': '|O', 'fortran_order': False, 'shape': (3,)}\n", {}),
-        ("(" * 9000, {}),
-        ("x", {"version": b"\x02\x00", "length": 0xFFFFFFFF}),
-        ("x", {"version": b"\x09\x00"}),
-    ],
-)
-def test_a_npy_header_is_not_believed(tmp_path: Path, look: Any, header: str, more: dict[str, Any]) -> None:
-    npy_with(tmp_path / "a.npy", header, **more)
-    finding = next(f for f in look(tmp_path).findings if f.code != "index")
-    assert (finding.code, finding.path.name) in {("unreadable", "a.npy"), ("layout", "a.npy")}
+def test_a_npy_header_is_not_believed(tmp_path: Path, look: Any) -> None:
+    said = "{{'descr': '{}', 'fortran_order': False, 'shape': {}}}\n"
+    for number, header in enumerate([said.format("<f8", "(1099511627776, 3)"), said.format("<f8", "(-1,)"), "(" * 9000]):
+        npy_with(tmp_path / f"{number}.npy", header)
+    npy_with(tmp_path / "3.npy", said.format("|O", "(3,)"))
+    npy_with(tmp_path / "4.npy", "x", b"\x02\x00", 0xFFFFFFFF)
+    npy_with(tmp_path / "5.npy", "x", b"\x09\x00")
+    found = {f.path.name for f in look(tmp_path).findings if f.code in ("unreadable", "layout")}
+    assert found == {f"{number}.npy" for number in range(6)}
 
 
 def test_what_is_not_a_file_at_all(tmp_path: Path, look: Any) -> None:
@@ -376,8 +357,12 @@ def test_what_is_not_a_file_at_all(tmp_path: Path, look: Any) -> None:
 # ---- children
 
 
-def test_a_child_that_hangs_or_dies_is_a_finding_and_the_next_file_is_read(made: Path, tmp_path: Path) -> None:
+def test_a_child_that_hangs_or_dies_is_a_finding_and_the_next_file_is_read(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     os.mkfifo(tmp_path / "pipe.h5")
+    (made / "h5py.py").write_text("raise SystemExit(3)")  # no module of a data set is ever imported
+    monkeypatch.chdir(made)
     inspector, whole = Inspector(patience=30), str(made / "train" / "u0.h5")
     assert len(list(inspector.ask("describe", path=whole))) == 2
     child = inspector._child
@@ -395,13 +380,6 @@ def test_a_child_that_hangs_or_dies_is_a_finding_and_the_next_file_is_read(made:
         list(inspector.ask("describe", path=str(tmp_path / "pipe.h5")))
     assert 0.5 <= time.monotonic() - began < 4
     inspector.stop()
-
-
-def test_a_child_reads_no_module_of_the_data_set(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (made / "h5py.py").write_text("raise SystemExit(3)")
-    monkeypatch.chdir(made)
-    with Inspectors(1) as inspectors, inspectors.one() as inspector:
-        assert len(list(inspector.ask("describe", path="train/u0.h5"))) == 2
 
 
 class Stop:
