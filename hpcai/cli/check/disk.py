@@ -1,4 +1,4 @@
-"""The disk that a data set lies on: its file system, how files should lie there, and how fast random rows come."""
+"""The disk that a data set lies on: its file system, how files should lie there, and how fast random samples come."""
 
 import os
 import random
@@ -8,16 +8,14 @@ import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from hpcai import log
 from hpcai.cli.check.findings import Finding, Options, finding
 from hpcai.cli.check.manifest import SetFile, Split
-from hpcai.data.direct import Reader
+from hpcai.data.direct import ALIGN, Reader
 from hpcai.errors import DataError
 
 SMALL, MANY = 1 << 20, 10_000
@@ -91,20 +89,22 @@ def present_stripes(path: Path) -> int | None:
 
 
 def rate(splits: Sequence[Split], options: Options, threads: int = 8) -> dict[str, Any] | None:
-    """How fast random rows of the largest split come from the disk, in each way of reading, beside what the training needs."""
-    rows = max((_Sources.of(split) for split in splits), key=lambda s: s.bytes, default=None)
-    if rows is None or not rows.count:
+    """How fast pieces of the size of a sample come from random places of the largest split, beside what the training needs."""
+    sets = [[file for file in split.files if file.whole and file.rows] for split in splits]
+    files = max(sets, key=lambda files: sum(file.size for file in files), default=[])
+    if not files:
         return None
-    found: dict[str, Any] = {"bytes_per_sample": round(rows.bytes / rows.count), "threads": max(threads, options.threads)}
+    each = max(round(sum(file.size for file in files) / sum(file.rows for file in files)), 1)
+    found: dict[str, Any] = {"bytes_per_sample": each, "threads": max(threads, options.threads)}
     for mode in ("direct", "buffered"):
         try:
             with options.reader(mode, threads=found["threads"]) as reader:
-                found[mode] = _measured(rows, reader, options.seconds, options.seed)
+                found[mode] = _measured(files, each, reader, options.seconds, options.seed)
         except DataError as problem:
             found[mode] = {"problem": str(problem)}
     if options.step_time is not None and options.batch is not None:
         need = options.batch / options.step_time / options.nodes
-        found["needed_per_node"] = {"samples_per_s": need, "gb_per_s": need * found["bytes_per_sample"] / 1e9}
+        found["needed_per_node"] = {"samples_per_s": need, "gb_per_s": need * each / 1e9}
     return found
 
 
@@ -119,61 +119,22 @@ def too_slow(directory: Path, found: dict[str, Any], options: Options) -> Iterat
         yield finding("rate", directory, best=text(best), job=job)
 
 
-@dataclass
-class _Sources:
-    """All rows of a split: for each file the number of the rows before its end, and where rows lie."""
-
-    files: list[SetFile]
-    ends: list[int]
-    bytes: int
-
-    @staticmethod
-    def of(split: Split) -> "_Sources":
-        files = [file for file in split.files if file.whole and file.rows and all(
-            f.kind == "scalar" or f.name in file.flat or f.shape[0] == file.rows for f in file.fields)]  # fmt: skip
-        size = 0
-        for file in files:
-            plain = all(f.kind in ("contiguous", "scalar") for f in file.fields) and not file.flat
-            size += sum(f.width * file.rows for f in file.fields if f.kind == "contiguous") if plain else file.size
-        return _Sources(files, np.cumsum([file.rows for file in files]).tolist(), size)
-
-    @property
-    def count(self) -> int:
-        return self.ends[-1] if self.ends else 0
-
-    def ranges(self, number: int, chance: random.Random) -> list[tuple[Path, int, int]]:
-        index = int(np.searchsorted(self.ends, number, side="right"))
-        file, row = self.files[index], number - (self.ends[index - 1] if index else 0)
-        plain = [f for f in file.fields if f.kind == "contiguous" and f.width and f.name not in file.flat]
-        found = [(file.path, (f.offset or 0) + row * f.width, f.width) for f in plain]
-        if len(found) == sum(f.kind != "scalar" for f in file.fields):
-            return found
-        length = max(file.size // max(file.rows, 1), 1)  # of packed rows as much as they take, wherever
-        return [(file.path, chance.randrange(max(file.size - length, 0) + 1), length)]
-
-
-def _measured(rows: _Sources, reader: Reader, seconds: float, seed: int) -> dict[str, Any]:
-    """Random rows, many at once, for a time or 2 GiB; a file leaves the page cache before its first row is read."""
-    chance, spent, size, count = random.Random(seed), 0.0, 0, 0
-    mean = max(rows.bytes // rows.count, 1)
-    group = max(1, min(16, _GROUP // mean))
+def _measured(files: Sequence[SetFile], each: int, reader: Reader, seconds: float, seed: int) -> dict[str, Any]:
+    """Random samples, many at once, for a time or 2 GiB; files leave the page cache before they are read."""
+    chance, spent, size, count = random.Random(seed), 1e-9, 0, 0
+    group, ends = max(1, min(16, _GROUP // each)), list(accumulate(file.size for file in files))
     while spent < seconds and size < _MOST_READ:
-        order = chance.sample(range(rows.count), min(rows.count, 100_000))
-        evicted: set[Path] = set()
-        while order and spent < seconds and size < _MOST_READ:
-            part = [each for number in order[:group] for each in rows.ranges(number, chance)]
-            count += len(order[:group])
-            del order[:group]
-            for path in {path for path, _, _ in part} - evicted:
-                _evict(path)
-                evicted.add(path)
-            began = time.perf_counter()
-            reader.fetch_all(part)
-            took = time.perf_counter() - began
-            spent += took
-            size += sum(length for _, _, length in part)
-            group = max(1, min(int(group * min(0.2 / max(took, 1e-6), 2)), 256, 2 * _GROUP // mean))
-    spent = max(spent, 1e-9)
+        part = []
+        for file in chance.choices(files, cum_weights=ends, k=group):
+            page = chance.randrange(max(file.size - each, 0) // ALIGN + 1)
+            part.append((file.path, page * ALIGN, min(each, file.size)))
+        for path in {path for path, _, _ in part}:
+            _evict(path)
+        began = time.perf_counter()
+        reader.fetch_all(part)
+        took = time.perf_counter() - began
+        spent, count, size = spent + took, count + group, size + sum(length for _, _, length in part)
+        group = max(1, min(int(group * min(0.2 / max(took, 1e-6), 2)), 256, 2 * _GROUP // each))
     return {"gb_per_s": size / spent / 1e9, "samples_per_s": count / spent, "bytes": size, "seconds": spent}
 
 

@@ -366,14 +366,10 @@ class _Examination:
                 pairs.setdefault((other[0], number), []).append((other[1], r))
             first.setdefault((key, split), (number, r))
         for (a, b), rows in pairs.items():
-            self._twins(files[a], files[b], sorted(rows, key=lambda pair: pair[1]))
-
-    def _twins(self, one: SetFile, other: SetFile, rows: list[tuple[int, int]]) -> None:
-        there, here = rows[0]
-        more = f", and {len(rows) - 1:,} more rows of these two" if len(rows) > 1 else ""
-        name = other.largest.name if other.largest else None
-        place = f"{one.split.name}/{one.path.name} row {there}"
-        self.found("duplicate" if one.split is other.split else "leak", other.path, name, row=here, place=place, more=more)
+            one, other, (there, here) = files[a], files[b], min(rows, key=lambda pair: pair[1])
+            more = f", and {len(rows) - 1:,} more rows of these two" if len(rows) > 1 else ""
+            name, place = other.largest.name if other.largest else None, f"{one.split.name}/{one.path.name} row {there}"
+            self.found("duplicate" if one.split is other.split else "leak", other.path, name, row=here, place=place, more=more)
 
     # ---- splits and the whole
 

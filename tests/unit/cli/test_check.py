@@ -199,7 +199,7 @@ def test_the_rate_is_shown_beside_what_is_needed(made: Path, capsys: pytest.Capt
     need = ["--batch", "1000000", "--step-time", "0.001", "--nodes", "2"]
     assert cli.main(["data", "check", str(made), "--quick", "--seconds", "0.02", *need]) == 1
     out = capsys.readouterr().out
-    assert "random rows, buffered: " in out and "needed by each node: 2.06e+03 GB/s, 500,000,000.0 samples/s" in out
+    assert "random rows, buffered: " in out and "needed by each node: 2.31e+03 GB/s, 500,000,000.0 samples/s" in out
     assert "error: rate (1)" in out and "FAILED: sizes and headers of 5 files" in out
 
 

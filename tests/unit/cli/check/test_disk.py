@@ -65,7 +65,7 @@ def test_stripe_hint(tmp_path: Path, kind: str | None, size: float, present: int
     assert [disk.stripes(int(n)) for n in (1e6, 9e8, 2e9, 2e10, 2e12)] == [1, 1, 8, 24, 72]
 
 
-def test_the_rate_is_that_of_whole_rows(made: Path, look: Any) -> None:
+def test_the_rate_is_that_of_whole_samples(made: Path, look: Any) -> None:
     def slow(descriptor: int, buffers: Any, offset: int) -> int:
         time.sleep(0.05)
         return disk.os.preadv(descriptor, buffers, offset)
@@ -76,10 +76,10 @@ def test_the_rate_is_that_of_whole_rows(made: Path, look: Any) -> None:
     need = {"batch": 4, "step_time": 0.01, "seconds": 0.1, "quick": True}
     outcome = look(made, reader=reader, **need)
     rate = outcome.figures["rate"]
-    assert rate["bytes_per_sample"] == 2 * np.prod(SHAPE) + 12
-    # 8 threads, two reads to a row, each 0.05 s: about 80 rows a second
+    assert rate["bytes_per_sample"] == (made / "train" / "u0.h5").stat().st_size / 4
+    # 8 threads, one read to a sample, each 0.05 s: about 160 samples a second
     for mode in ("direct", "buffered"):
-        assert 15 < rate[mode]["samples_per_s"] <= 81, rate
+        assert 30 < rate[mode]["samples_per_s"] <= 161, rate
         assert rate[mode]["gb_per_s"] == pytest.approx(rate[mode]["samples_per_s"] * rate["bytes_per_sample"] / 1e9, rel=1e-3)
         assert 0.1 <= rate[mode]["seconds"] < 2
     assert look(made, reader=reader, nodes=100, **need).findings == ()
@@ -98,8 +98,8 @@ def test_the_rate_of_packed_rows_and_of_nothing(made: Path, tmp_path: Path, look
             raise DataError("no O_DIRECT here")
         return Reader(mode, **more)  # type: ignore[arg-type]
 
-    rate = look(made, quick=True, seconds=0.02, reader=refuse).figures["rate"]
-    assert set(evicted) == set((made / "train").glob("*.h5"))  # of the largest split, before the first row
+    rate = look(made, quick=True, seconds=0.1, reader=refuse).figures["rate"]
+    assert evicted and set(evicted) <= set((made / "train").glob("*.h5"))  # of the largest split, before they are read
     assert 0 < rate["bytes_per_sample"] < 2 * np.prod(SHAPE) and rate["buffered"]["samples_per_s"] > 0
     assert rate["direct"] == {"problem": "no O_DIRECT here"}
     (tmp_path / "none").mkdir()
