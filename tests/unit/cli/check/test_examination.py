@@ -164,13 +164,13 @@ def test_what_is_not_finite_is_found_with_its_rows(made: Path, look: Any, monkey
     """Also in a compressed dataset that is much larger than what the check would read of a file that lies about its size."""
     monkeypatch.setattr(manifest, "_MOST_FILL", 0)
     data = {"density": np.random.default_rng(3).random((30, 300, 20), dtype=np.float32)}
-    data["density"][[5, *range(8, 20)], 17, 3] = np.nan
+    data["density"][[2, *range(8, 20)], 17, 3] = np.nan
     for how in ({}, {"chunks": (1, 300, 20), "compression": "gzip"}, {"chunks": (2, 300, 20)}):
         put(made / "train" / "u1.h5", data, **how)
         for options in ({}, {"sample": 120}):
             finding = one(look(made / "train", **options), "nan")
-            assert (finding.path, finding.dataset, finding.row) == (made / "train" / "u1.h5", "density", 5)
-            assert finding.text.startswith("rows 5, 8, 9, 10, 11, 12, 13, 14, 15, 16 ... (13) of 30 holds NaN or infinity")
+            assert (finding.path, finding.dataset, finding.row) == (made / "train" / "u1.h5", "density", 2)
+            assert finding.text.startswith("rows 2, 8, 9, 10, 11, 12, 13, 14, 15, 16 ... (13) of 30 holds NaN or infinity")
 
 
 def test_ranges_of_the_command_come_before_those_of_the_index(made: Path, look: Any) -> None:

@@ -142,7 +142,7 @@ FAULTS = [
     Fault("index/fields", fields(counts={"low": "0"}), "train/index.json", "counts", text="low is '0', expected a number or null"),
     Fault("stranger", on("train/x.h5", lambda p: write(p, values(7))), "train/x.h5", text="a loader may leave it out"),
     Fault("missing", on("train/u2.h5", Path.unlink), "train/u2.h5", text="copy it again from its source, or take its entry out"),
-    Fault("leftover", on("train/.u9.h5.partial", lambda p: p.write_bytes(b"x")), "train/.u9.h5.partial", text="delete it when"),
+    Fault("leftover", on("train/.u2.h5.partial", lambda p: p.write_bytes(b"x")), "train/.u2.h5.partial", text="delete it when"),
     Fault("leftover/whole", on("train/u2.h5", lambda p: shutil.copy(p, p.with_name(".u2.h5.partial"))), "train/.u2.h5.partial",
           text="has the size that index.json says of u2.h5", repairable=True),
     Fault("empty/set", lambda made, patch: [shutil.rmtree(made / name) for name in ("train", "validation")], ".", text="make the"),

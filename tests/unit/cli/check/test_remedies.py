@@ -160,7 +160,9 @@ def test_a_record_is_not_overruled_by_a_new_index(made: Path, look: Any, mend: A
 
 def test_wrong_rows_in_the_index_are_corrected(made: Path, look: Any, mend: Any) -> None:
     reword(made / "train", lambda files: files[2].update(rows=99))
+    (made / "train" / "index.json").chmod(0o640)
     assert mend(made) == [f"{made / 'train' / 'u2.h5'}: its rows are counted in index.json"] and look(made).findings == ()
+    assert (made / "train" / "index.json").stat().st_mode & 0o777 == 0o640
     reword(made / "train", lambda files: [files[2].update(rows=99), files[2].pop("sha256")])
     assert not one(look(made), "rows").repairable and mend(made) == []  # nothing says which of them is wrong
 
