@@ -366,10 +366,10 @@ class _Examination:
                 pairs.setdefault((other[0], number), []).append((other[1], r))
             first.setdefault((key, split), (number, r))
         for (a, b), rows in pairs.items():
-            one, other, (there, here) = files[a], files[b], min(rows, key=lambda pair: pair[1])
+            one, two, (there, here) = files[a], files[b], min(rows, key=lambda pair: pair[1])
             more = f", and {len(rows) - 1:,} more rows of these two" if len(rows) > 1 else ""
-            name, place = other.largest.name if other.largest else None, f"{one.split.name}/{one.path.name} row {there}"
-            self.found("duplicate" if one.split is other.split else "leak", other.path, name, row=here, place=place, more=more)
+            name, place = two.largest.name if two.largest else None, f"{one.split.name}/{one.path.name} row {there}"
+            self.found("duplicate" if one.split is two.split else "leak", two.path, name, row=here, place=place, more=more)
 
     # ---- splits and the whole
 
