@@ -22,7 +22,6 @@ import os
 import signal
 import sys
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
@@ -36,8 +35,8 @@ import h5py
 import numpy as np
 
 import hpcai
+from hpcai.data.index import INDEX, settle, write_index, write_json
 from hpcai.dist.environment import place
-from hpcai.durable import flush
 from hpcai.errors import ConfigError, DataError
 
 SPLITS = ("train", "validation", "test")
@@ -99,7 +98,7 @@ def rows_file(
                 file.create_dataset(name, _whole(rows, shape, lengths or {}), dtype)
             file.attrs.update({**attributes, "version": hpcai.__version__})
             yield file
-        _settle(partial, path)
+        settle(partial, path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
@@ -108,20 +107,6 @@ def rows_file(
 def _whole(rows: int, shape: Sequence[Any], lengths: Mapping[str, int]) -> tuple[Any, ...]:
     """The shape of a dataset, from that of a row."""
     return (lengths.get(shape[0]), *shape[1:]) if shape and isinstance(shape[0], str) else (rows, *shape)
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Replaces the file in one act."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")      # ranks may write the same recipe at once
-    partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    _settle(partial, path)
-
-
-def _settle(partial: Path, path: Path) -> None:
-    flush(partial)
-    partial.replace(path)
-    flush(path.parent)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -248,13 +233,13 @@ def finish(out: Path, planned: Sequence[Path], header: dict[str, Any], settings:
         files = [{key: record[key] for key in told} for record in records]
         alike = {} if one.varies else {"shape": shape}
         fields = one.fields(shape, header)  # what hpcai data check compares with
-        indexes[split] = {"format": 1, "files": files, **alike, "fields": fields, **header}
+        indexes[split] = {"files": files, **alike, "fields": fields, **header}
         (statistics["splits"] if split in SPLITS else statistics)[split] = one.merge(records)
     if contents.across:
         contents.across(out, indexes, statistics)
     write_json(out / "statistics.json", statistics)
     for split, index in indexes.items():
-        write_json(out / split / "index.json", index)
+        write_index(out / split, index)
         for left in (out / split).rglob(".*.partial"):          # of files and of their records
             left.unlink(missing_ok=True)
     return sum(file["bytes"] for index in indexes.values() for file in index["files"])
@@ -269,7 +254,7 @@ def indexed(out: Path, folders: Sequence[str] = SPLITS) -> Iterator[tuple[str, s
     if not splits:
         raise DataError(f"{out}: holds no folder train, validation or test; simulate or convert into it first")
     for split in splits:
-        index = read_json(out / split / "index.json")
+        index = read_json(out / split / INDEX)
         for entry in index["files"]:
             yield split, entry["name"], entry, index
 

@@ -76,9 +76,9 @@ def damaged(data: Path, folder: Path, kind: str, changes: Mapping[str, Callable[
 
 def complaints(folder: Path, *severities: str) -> set[str]:
     """What `hpcai data check` finds."""
-    from hpcai.data.doctor import Options, check
+    from hpcai.cli.check import Options, examine
 
-    return {finding.code for finding in check(folder, Options()).findings if finding.severity in severities}
+    return {finding.code for finding in examine(folder, Options()).findings if finding.severity in severities}
 
 
 def told(run: Path, kind: str = "train", name: str = "loss") -> dict[int, float]:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from data_prep import kits19, nifti, phantom
-from hpcai.data.doctor import Options, check
+from hpcai.cli.check import Options, examine
 from hpcai.data.hdf5 import Rows
 from hpcai.models.unet3d.volume import prepare
 from tests.data_prep.making import kill_after, workers_and_ranks_agree
@@ -51,7 +51,7 @@ def public(tmp_path_factory):
     return out
 
 
-def test_the_files_are_as_promised_to_the_loader_and_the_doctor(made):
+def test_the_files_are_as_promised_to_the_loader_and_the_check(made):
     index = json.loads((made / "train" / "index.json").read_text())
     assert "shape" not in index and index["spacing_mm"] == [9.6, 7.2, 7.2] and index["classes"][1:] == ["kidney", "tumour"]
     assert index["fields"]["image"] == {"dtype": "float32", "shape": [None, None, None]}
@@ -65,7 +65,7 @@ def test_the_files_are_as_promised_to_the_loader_and_the_doctor(made):
         assert values["image"].dtype == np.float32 and -2.35 < values["image"].min() < values["image"].max() < 2.65
     with h5py.File(made / "train" / index["files"][0]["name"]) as file:
         assert all(file[name].chunks is None for name in file) and file["image"].id.get_offset() % 4096 == 0
-    outcome = check(made, Options(seconds=0, threads=2))
+    outcome = examine(made, Options(seconds=0, threads=2))
     assert outcome.findings == () and [split.verified for split in outcome.splits] == [8, 2]
 
 
@@ -214,7 +214,7 @@ def test_the_public_layout_is_prepared_as_it_is(public, made, tmp_path, capsys):
         )  # fmt: skip
         assert (values["image"] == ready[0]).all() and (values["label"] == ready[1]).all()
     assert {path.stem for path in (tmp_path / "out" / "validation").glob("*.h5")} == {"case_00000", "case_00003"}
-    assert check(tmp_path / "out", Options(seconds=0, threads=2)).findings == () and run("check", tmp_path / "out") == 0
+    assert examine(tmp_path / "out", Options(seconds=0, threads=2)).findings == () and run("check", tmp_path / "out") == 0
 
 
 def test_a_stopped_conversion_goes_on(public, tmp_path, monkeypatch):
@@ -381,4 +381,4 @@ def test_a_case_without_a_kidney_is_a_note(public, tmp_path, capsys):
     assert run("convert", tmp_path / "in", tmp_path / "out", *GRID) == 0
     assert "note: no kidney in case_00001 of train" in capsys.readouterr().out
     assert not case(tmp_path / "out", "case_00001")[0]["boxes"].any()
-    assert check(tmp_path / "out", Options(seconds=0, threads=2)).findings == ()
+    assert examine(tmp_path / "out", Options(seconds=0, threads=2)).findings == ()

@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 
 from data_prep import chains, openfold, proteins, store
-from hpcai.data.doctor import Options
-from hpcai.data.doctor import check as examined
+from hpcai.cli.check import Options, examine
 from hpcai.data.hdf5 import Rows
 from hpcai.models.openfold.alignments import Alignment, encode, read_alignments, read_hhr
 from hpcai.models.openfold.features import FeatureConfig, featurize
@@ -416,7 +415,7 @@ def test_hits_become_rows_of_the_structures_that_they_name(searched, tmp_path, c
         "hits": 3, "chains with none": 3, "minimum": 0, "median": 0, "maximum": 3, "mean": 0.75}  # fmt: skip
     assert stated["templates"]["chains"] == 2 and stated["templates"]["residues"]["total"] == 20 + 24
     assert run("check", out, "--no-picture") == 0
-    verdicts = {(finding.severity, finding.path.name) for finding in examined(out, Options(seconds=0)).findings}
+    verdicts = {(finding.severity, finding.path.name) for finding in examine(out, Options(seconds=0)).findings}
     assert verdicts <= {("warning", "templates")}, "hpcai data check finds nothing wrong but that this is no split"
 
 
@@ -446,7 +445,7 @@ def test_templates_are_limited_left_out_or_not_there(searched, tmp_path):
             assert one["hits"] == one["places"] == len(one["hit_row"]) == len(one["hit_sum_probs"]) == len(one["hit_places"]) == 0
             assert one["hit_places"].dtype == np.int16 and one["hit_sum_probs"].dtype == np.float32 and len(one["aatype"]) == 21
         assert run("check", out, "--no-picture") == 0
-        assert not examined(out, Options(seconds=0)).findings
+        assert not examine(out, Options(seconds=0)).findings
 
 
 def test_what_can_be_no_template_is_none_whatever_the_hit(searched, tmp_path):

@@ -12,10 +12,8 @@ from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from hpcai.data.doctor.findings import StoppedError
+from hpcai.cli.check.findings import StoppedError
 from hpcai.errors import DataError
-
-# ---- the parent's side of it
 
 
 class Inspector:
@@ -59,7 +57,7 @@ class Inspector:
             if self._child is None:
                 # No working directory on the path: a data set may hold an h5py.py.
                 place = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OPENBLAS_NUM_THREADS": "1"}
-                code = "from hpcai.data.doctor.child import serve; serve()"
+                code = "from hpcai.cli.check.child import serve; serve()"
                 pipe = subprocess.PIPE
                 self._child = subprocess.Popen(
                     [sys.executable, "-P", "-c", code], stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env=place

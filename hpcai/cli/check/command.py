@@ -1,4 +1,4 @@
-"""``hpcai data check DIR``: a data set looked over before the job is queued.
+"""The words of ``hpcai data check DIR``, what it prints, and how far it is.
 
 Sizes and SHA-256 against index.json, schema and values of every row, samples that are there twice, batches and ranks, files and
 stripes, and whether the disk feeds the GPUs. Exit code 0: nothing wrong; 1: errors (with --strict also warnings); 2: not usable.
@@ -19,7 +19,7 @@ from hpcai import log
 from hpcai.errors import HpcaiError
 
 if TYPE_CHECKING:
-    from hpcai.data.doctor import Finding, Outcome, Progress, Summary
+    from hpcai.cli.check.findings import Finding, Outcome, Progress, Summary
 
 SHOWN = 5
 EVERY = 10.0  # seconds between two lines where there is no terminal
@@ -27,24 +27,21 @@ INTERRUPTED = 130
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = _parser()
-    words = parser.parse_args(argv)
-    if words.accept is not None and not words.repair:
-        parser.error("--accept says what --repair may take as it is; add --repair")
+    words = _parser().parse_args(argv)
     out: TextIO = sys.stderr if words.json == "-" else sys.stdout
     names = "quick", "sample", "world", "batch", "nodes", "step_time", "seconds", "threads", "seed"
     try:
-        from hpcai.data.doctor import Inspectors, Options, check, repair  # help and mistakes cost no numpy
+        from hpcai.cli.check import Inspectors, Options, examine, repair  # help and mistakes cost no numpy
 
         options = Options(ranges=dict(words.range), **{name: getattr(words, name) for name in names})
         with Inspectors(options.threads, options.patience) as inspectors, _progress() as progress:
-            outcome = check(words.directory, options, progress=progress, inspectors=inspectors)
+            outcome = examine(words.directory, options, progress=progress, inspectors=inspectors)
             if words.repair:
-                done = repair(words.directory, outcome, words.accept or (), progress=progress, inspectors=inspectors)
+                done = repair(words.directory, outcome, progress=progress, inspectors=inspectors)
                 for line in done or ["nothing to repair"]:
                     print(_printable(f"repair: {line}"), file=out)
                 if done:
-                    outcome = check(words.directory, options, progress=progress, inspectors=inspectors)
+                    outcome = examine(words.directory, options, progress=progress, inspectors=inspectors)
     except HpcaiError as problem:
         print(f"hpcai data check: {_printable(str(problem))}", file=sys.stderr)
         return 2
@@ -90,17 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="of the random rows (0)")
     add("--strict", action="store_true", help="warnings count as errors")
     add("--json", metavar="FILE", help="findings and figures as JSON; - is standard output")
-    add(
-        "--repair",
-        action="store_true",
-        help="rewrite packed and unaligned files, renew index.json, remove leftovers; then check again",
-    )
-    add(
-        "--accept",
-        nargs="+",
-        metavar="FILE",
-        help="with --repair: take these as they are, though not what index.json says; or 'all'",
-    )
+    add("--repair", action="store_true", help="align and unpack files, make index.json where there is none; then check again")
     return parser
 
 

@@ -11,20 +11,19 @@ from typing import Any
 
 import numpy as np
 
+from hpcai.cli.check.findings import Finding, finding
+from hpcai.cli.check.tally import Tally
 from hpcai.data.direct import ALIGN
-from hpcai.data.doctor.findings import INDEX, JOURNAL, Finding
-from hpcai.data.doctor.tally import _BOX, Tally
+from hpcai.data.index import INDEX
 from hpcai.errors import DataError
 
 SPLITS = ("train", "validation", "test")
 ENDINGS = (".h5", ".npy")
-
-
-# ---- the manifest
+_MOST_FILL = 64 << 20  # bytes of values that no chunk of the file holds
 
 
 @dataclass
-class _Entry:
+class Entry:
     """What a manifest says of a file; None where it says nothing."""
 
     rows: int | None = None
@@ -35,7 +34,7 @@ class _Entry:
 
 @dataclass
 class Field:
-    """A dataset: what ``describe`` tells."""
+    """A dataset, as a child process describes it."""
 
     name: str
     shape: tuple[int, ...]
@@ -57,6 +56,10 @@ class Field:
         return math.prod(self.shape[1:]) * self.item
 
     @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.item
+
+    @property
     def type(self) -> np.dtype:
         return np.dtype(self.dtype) if self.plain else np.dtype(f"V{self.item}")
 
@@ -67,22 +70,15 @@ class Field:
     @property
     def readable(self) -> bool:
         """Whether values can be read, and as many as the file may hold."""
-        if self.kind not in ("contiguous", "chunked", "filtered", "compact", "userblock"):
-            return False
-        there = self.written * self.item * math.prod(self.chunk)
-        return self.kind not in ("chunked", "filtered") or math.prod(self.shape) * self.item <= 4 * there + _BOX
+        if self.kind in ("chunked", "filtered"):
+            return self.nbytes <= 4 * self.written * self.item * math.prod(self.chunk) + _MOST_FILL
+        return self.kind in ("contiguous", "compact", "userblock")
 
-    def extra(self) -> tuple[float, float]:
-        """Bytes read for pages that hold no byte of a row, over those of rows: as the dataset lies, and as it best would."""
-        if self.kind != "contiguous" or self.offset is None or not self.width or not self.shape[0]:
-            return 0.0, 0.0
+    def extra(self, offset: int) -> float:
+        """Bytes read for pages that hold no byte of a row, over those of rows, where the dataset lies at ``offset``."""
         rows = np.arange(min(self.shape[0], 4096), dtype=np.float64) * self.width  # beyond that it repeats, or nearly
-
-        def over(offset: int) -> float:
-            first, last = (rows + offset) // ALIGN, np.ceil((rows + offset + self.width) / ALIGN)
-            return float((last - first).mean()) * ALIGN / self.width - 1
-
-        return over(self.offset), over(0)
+        first, last = (rows + offset) // ALIGN, np.ceil((rows + offset + self.width) / ALIGN)
+        return float((last - first).mean()) * ALIGN / self.width - 1
 
 
 @dataclass
@@ -90,8 +86,7 @@ class SetFile:
     path: Path
     split: "Split"
     size: int = 0
-    entry: _Entry | None = None
-    later: _Entry | None = None
+    entry: Entry | None = None
     fields: list[Field] = field(default_factory=list)
     tallies: dict[str, Tally] = field(default_factory=dict)
     picked: list[int] | None = None
@@ -117,12 +112,11 @@ class Split:
     path: Path
     files: list[SetFile] = field(default_factory=list)
     index: dict[str, Any] | None = None
-    entries: dict[str, _Entry] = field(default_factory=dict)
+    entries: dict[str, Entry] = field(default_factory=dict)
     wanted: dict[str, dict[str, Any]] = field(default_factory=dict)
-    journal: dict[str, _Entry] = field(default_factory=dict)
 
     def open_shape(self, data: Field) -> tuple[int | None, ...]:
-        """Of a row, with None where the index allows any length."""
+        """The shape of a row, with None where the index allows any length."""
         shape, told = data.shape[1:], self.wanted.get(data.name, {}).get("shape", ())
         return tuple(None if want is None else got for want, got in zip(told, shape)) if len(told) == len(shape) else shape
 
@@ -135,20 +129,19 @@ def _count(value: Any) -> int | None:
     return value
 
 
-def entry_in(told: Any) -> tuple[str, _Entry]:
+def _entry(told: Any) -> tuple[str, Entry]:
     """Name and entry of one of "files". Raises ValueError."""
     if not isinstance(told, dict) or not isinstance(told.get("name"), str):
         raise ValueError("has no name")
-    name, sha = told["name"], told.get("sha256")
+    name, sha, lengths = told["name"], told.get("sha256"), told.get("lengths") or {}
     if not name or name in (".", "..") or "/" in name or "\0" in name:
         raise ValueError(f"name {name[:50]!r} is not that of a file in this folder")
     if sha is not None and not (isinstance(sha, str) and len(sha) == 64 and set(sha.lower()) <= set("0123456789abcdef")):
         raise ValueError(f"{name[:50]!r}: sha256 {str(sha)[:20]!r} is not 64 hexadecimal digits")
-    lengths = told.get("lengths") or {}
     if not isinstance(lengths, dict):
         raise ValueError(f"{name[:50]!r}: lengths is a {type(lengths).__name__}, expected an object")
     counts = {key: _count(value) for key, value in lengths.items()}
-    return name, _Entry(_count(told.get("rows")), _count(told.get("bytes")), sha.lower() if sha else None, counts)
+    return name, Entry(_count(told.get("rows")), _count(told.get("bytes")), sha.lower() if sha else None, counts)
 
 
 def json_of(path: Path) -> Any:
@@ -163,41 +156,37 @@ def json_of(path: Path) -> Any:
 
 def _read_index(split: Split) -> Iterator[Finding]:
     path = split.path / INDEX
-    again = "--repair makes it again from the files; what it said of them is lost, so compare them with their source first"
     try:
         index = json_of(path)
     except FileNotFoundError:
-        text = "is not there, so nothing tells of truncated, damaged or missing files; --repair makes it from the files as they are"
-        yield Finding("warning", "index", path, text, repairable=True)
+        yield finding("index/none", path, repairable=True)
         return
     except (OSError, ValueError) as problem:
-        yield Finding("error", "index", path, f"cannot be read as JSON ({str(problem)[:200]}); {again}", repairable=True)
+        yield finding("index/json", path, repairable=True, why=str(problem)[:200])
         return
     if not isinstance(index, dict) or not isinstance(index.get("files"), list):
         keys = ", ".join(list(index)[:9]) if isinstance(index, dict) else ""
         found = f"an object with {keys or 'no keys'}" if isinstance(index, dict) else f"a {type(index).__name__}"
-        yield Finding("error", "index", path, f"is {found}, expected an object with a list 'files'; {again}", repairable=True)
+        yield finding("index/files", path, repairable=True, found=found)
         return
     split.index = index
     for number, told in enumerate(index["files"]):
         try:
-            name, entry = entry_in(told)
+            name, entry = _entry(told)
             if name in split.entries:
                 raise ValueError(f"names {name[:50]!r} a second time")
             split.entries[name] = entry
         except ValueError as problem:
-            text = f"entry {number} of 'files' {problem}; --repair makes it again from the files"
-            yield Finding("error", "index", path, text, repairable=True)
+            yield finding("index/entry", path, number=number, why=problem)
     fields = index.get("fields", {})
     if not isinstance(fields, dict):
-        text = f"'fields' is a {type(fields).__name__}, expected an object by dataset; correct it by hand"
-        yield Finding("error", "index", path, text)
+        yield finding("index/fields", path, why=f"is a {type(fields).__name__}, expected an object by dataset")
         return
     for name, want in fields.items():
         try:
             split.wanted[name] = _wanted(want)
         except (ValueError, TypeError) as problem:
-            yield Finding("error", "index", path, f"'fields' of '{name}': {str(problem)[:200]}; correct it by hand", name)
+            yield finding("index/fields", path, name, why=f"of '{name}': {str(problem)[:200]}")
 
 
 def _wanted(told: Any) -> dict[str, Any]:
@@ -219,80 +208,70 @@ def _wanted(told: Any) -> dict[str, Any]:
     return found
 
 
-def _read_journal(split: Split) -> Iterator[Finding]:
-    path = split.path / JOURNAL
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        with suppress(ValueError, RecursionError):  # the last line may be cut
-            name, entry = entry_in(json.loads(line))
-            split.journal[name] = entry
-    text = f"an earlier --repair was stopped before it renewed {INDEX}; repeat --repair"
-    yield Finding("warning", "leftover", path, text, repairable=True)
+def record_of(path: Path) -> Path:
+    return path.parent / ".records" / f"{path.name}.json"
 
 
-def _record(path: Path) -> _Entry | None:
-    with suppress(OSError, ValueError):
-        return entry_in(json_of(path.parent / ".records" / f"{path.name}.json") | {"name": path.name})[1]
+def _record(path: Path) -> Entry | None:
+    with suppress(OSError, ValueError, TypeError):
+        return _entry(json_of(record_of(path)) | {"name": path.name})[1]
     return None
 
 
-def splits_in(directory: Path) -> Iterator[Split | Finding]:
+def splits_in(directory: Path) -> tuple[list[Split], list[Finding]]:
     """The splits with their files, and what is wrong about that alone. Raises DataError when there is no such folder."""
     if not directory.is_dir():
         raise DataError(f"{directory}: no such folder; name the folder of a data set, which holds train, validation, test or *.h5")
+    splits, findings = list[Split](), list[Finding]()
     try:
         folders = [directory, *sorted(p for p in directory.iterdir() if p.is_dir() and not p.name.startswith("."))]
     except OSError as problem:
         raise DataError(f"{directory}: cannot be listed: {problem.strerror}") from problem
-    splits = []
     for folder in folders:
         try:
             names = sorted(os.listdir(folder))
         except OSError as problem:
-            yield Finding("error", "unreadable", folder, f"cannot be listed: {problem.strerror}; look at its permissions")
+            findings.append(finding("unreadable/folder", folder, why=problem.strerror))
             continue
         whole = [name for name in names if name.endswith(ENDINGS) and not name.startswith(".")]
+        split = Split("." if folder == directory else folder.name, folder)
         if whole or INDEX in names or (folder != directory and folder.name in SPLITS):
-            split = Split("." if folder == directory else folder.name, folder)
             splits.append(split)
-            yield from _read_index(split)
-            yield from _read_journal(split)
-            yield from _matched(split, whole)
-            yield from _leftovers(folder, names)
-        elif folder == directory:
-            yield from _leftovers(folder, names)
+            findings += [*_read_index(split), *_matched(split, whole)]
+        elif folder != directory:
+            continue
+        findings += _leftovers(split, names)
     if not splits:
-        text = f"holds neither *.h5 nor *.npy nor a folder with any ({', '.join(SPLITS)}); make the data set first"
-        yield Finding("error", "empty", directory, text)
-    yield from sorted(splits, key=lambda s: (SPLITS.index(s.name) if s.name in SPLITS else len(SPLITS), s.name))
+        findings.append(finding("empty/set", directory, splits=", ".join(SPLITS)))
+    splits.sort(key=lambda s: (SPLITS.index(s.name) if s.name in SPLITS else len(SPLITS), s.name))
+    return splits, findings
 
 
 def _matched(split: Split, names: list[str]) -> Iterator[Finding]:
     for name in names:
-        file = SetFile(split.path / name, split, entry=split.entries.get(name), later=split.journal.get(name))
+        file = SetFile(split.path / name, split, entry=split.entries.get(name))
         split.files.append(file)
-        if file.entry is None and split.index is None:
+        if split.index is None:
             file.entry = _record(file.path)
         elif file.entry is None:
-            text = f"is not in {INDEX}, so a loader may leave it out; delete it, or let --repair add it"
-            yield Finding("warning", "stranger", file.path, text, repairable=True)
+            yield finding("stranger", file.path)
     for name in split.entries.keys() - set(names):
         path = split.path / name
-        if not name.endswith(ENDINGS) and path.exists():
-            continue  # of another format
-        text = f"is in {INDEX} and not in the folder; copy it again from its source, or drop it there: --repair --accept {name}"
-        yield Finding("error", "missing", path, text)
+        if name.endswith(ENDINGS) or not path.exists():  # others are of another format
+            yield finding("missing", path)
     if not split.files:
-        yield Finding("error", "empty", split.path, "holds neither *.h5 nor *.npy; make the split or delete it")
+        yield finding("empty/split", split.path)
 
 
-def _leftovers(folder: Path, names: list[str]) -> Iterator[Finding]:
-    text = "was left by a process that ended early; --repair removes it"
+def _leftovers(split: Split, names: list[str]) -> Iterator[Finding]:
     with suppress(OSError):
-        names = names + [f".records/{name}" for name in os.listdir(folder / ".records")]
-    for name in names:
-        if name.endswith(".partial") and (folder / name).is_file():
-            yield Finding("warning", "leftover", folder / name, text, repairable=True)
+        names = names + [f".records/{name}" for name in os.listdir(split.path / ".records")]
+    for path in (split.path / name for name in names if name.endswith(".partial")):
+        if not path.is_file():
+            continue
+        name = path.name.removeprefix(".").removesuffix(".partial")
+        entry = split.entries.get(name)
+        if entry is not None and entry.sha256 and entry.bytes == path.stat().st_size:
+            yield finding("leftover/whole", path, repairable=True, name=name)
+        else:
+            yield finding("leftover", path)

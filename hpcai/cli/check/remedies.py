@@ -1,0 +1,194 @@
+"""What ``--repair`` puts right: that of which nothing but one result can be meant.
+
+    a file whose values lie packed, in chunks or off the pages   written in one piece, aligned; its values are compared bit for bit
+    index.json that is not there, or is no JSON                  made from the files; one that its record gives the lie stays wrong
+    rows that index.json miscounts of a file with its SHA-256    counted
+    a repair that was stopped                                    its copy takes its place, where it has the SHA-256 of index.json
+
+Which of two samples is too many, what a value should have been, whether a file belongs to the set: such things people decide.
+"""
+
+import os
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from hpcai import log
+from hpcai.cli.check.child import SPARE
+from hpcai.cli.check.findings import Outcome, Progress
+from hpcai.cli.check.inspector import Inspectors
+from hpcai.cli.check.manifest import Entry, Field, SetFile, Split, json_of, record_of, splits_in
+from hpcai.cli.check.work import Work
+from hpcai.data.index import INDEX, settle, write_index, write_json
+from hpcai.durable import flush
+from hpcai.errors import DataError
+
+_LAYOUTS = ("compressed", "chunked", "layout", "unaligned")
+
+
+def repair(
+    directory: Path, outcome: Outcome, *, progress: Callable[[Progress], None] | None = None, inspectors: Inspectors | None = None
+) -> list[str]:
+    """Puts right what ``outcome`` calls repairable, and says what was done and what was refused, a line each.
+
+    A file is replaced in one act, after its copy was compared with it; index and record follow. One whose SHA-256 is not that of
+    its manifest is left alone. Raises DataError when the disk has no room.
+    """
+    with Work(outcome.options, inspectors, progress) as work:
+        return _Repair(Path(directory), outcome, work).run()
+
+
+class _Repair:
+    def __init__(self, directory: Path, outcome: Outcome, work: Work) -> None:
+        self.directory, self.work = directory, work
+        self.said: list[str] = []
+        self._lock = threading.Lock()
+        self._wanted = {(f.code, f.path) for f in outcome.findings if f.repairable}
+
+    def say(self, path: Path, text: str) -> None:
+        with self._lock:
+            self.said.append(f"{path}: {text}")
+
+    def run(self) -> list[str]:
+        for path in sorted(path for code, path in self._wanted if code == "leftover"):
+            self._resume(path)
+        files = [file for split in splits_in(self.directory)[0] for file in split.files]
+        rewrites = [file for file in files if any((code, file.path) in self._wanted for code in _LAYOUTS)]
+        if rewrites:
+            self._room(rewrites)
+            self.work.each(self._rewrite, rewrites, "rewriting", 3 * sum(file.size for file in rewrites), "bytes")
+        for split in splits_in(self.directory)[0]:
+            if split.index is None and split.files:
+                self._index(split)
+            for file in split.files:
+                if ("rows", file.path) in self._wanted:
+                    self._note(file, {"rows": _rows(self.work.describe(file.path))})
+                    self.say(file.path, f"its rows are counted in {INDEX}")
+        return self.said
+
+    def _resume(self, partial: Path) -> None:
+        """A copy that the index already tells of takes the place of its source."""
+        path = partial.with_name(partial.name.removeprefix(".").removesuffix(".partial"))
+        (file,) = (file for split in splits_in(partial.parent)[0] for file in split.files if file.path == path)
+        if file.entry is not None and self._sha256(partial) == file.entry.sha256:
+            settle(partial, path)
+            self._renew_record(path, {key: value for key, value in asdict(file.entry).items() if key in ("bytes", "sha256")})
+            self.say(path, f"replaced by its copy, which has the SHA-256 of {INDEX}")
+
+    def _sha256(self, path: Path) -> str:
+        return self.work.hashed(path, path.stat().st_size)
+
+    def _entry(self, path: Path) -> dict[str, Any]:
+        return {"rows": _rows(self.work.describe(path)), "bytes": path.stat().st_size, "sha256": self._sha256(path)}
+
+    def _distrust(self, file: SetFile) -> str:
+        """Why a file is not what its manifest says, or nothing."""
+        entry, size = file.entry or Entry(), file.path.stat().st_size
+        if entry.bytes not in (None, size):
+            return f"has {size:,} bytes, the manifest says {entry.bytes:,}; copy it from its source"
+        if entry.sha256 and self._sha256(file.path) != entry.sha256:
+            return "its SHA-256 is not that of the manifest; copy it from its source"
+        return ""
+
+    # ---- one file
+
+    def _room(self, files: list[SetFile]) -> None:
+        sizes = []
+        for file in files:
+            file.size = file.path.stat().st_size
+            with suppress(DataError):  # the rewrite will say it
+                file.fields = self.work.describe(file.path)
+            sizes.append(max(sum(field.nbytes for field in file.fields) + SPARE, file.size))
+        need = sum(sizes) - sum(file.size for file in files) + max(sizes) * min(self.work.threads, len(files))
+        if need > (free := shutil.disk_usage(self.directory).free):
+            raise DataError(
+                f"{self.directory}: to rewrite {len(files)} files needs {log.size(need)}, but {log.size(free)} are free; make "
+                "room, or copy it to a larger disk and repair it there"
+            )
+
+    def _rewrite(self, file: SetFile) -> None:
+        path, partial = file.path, file.path.with_name(f".{file.path.name}.partial")
+        try:
+            if problem := self._distrust(file):
+                raise DataError(problem)
+            before = path.stat()
+            with self.work.inspectors.one() as inspector:
+                for count in inspector.ask("copy", source=str(path), target=str(partial)):
+                    self.work.advance(count)
+            flush(partial)
+            told = self._entry(partial)
+            shutil.copymode(path, partial)
+            with suppress(OSError):
+                os.chown(partial, -1, before.st_gid)
+            if (now := path.stat()).st_mtime_ns != before.st_mtime_ns or now.st_size != before.st_size:
+                raise DataError("it was written to meanwhile; repeat when nobody writes")
+            was = self._note(file, told)  # first, so that a stop between the two leaves a copy that is known to be right
+            try:
+                settle(partial, path)
+            except OSError:
+                self._note(file, was)
+                raise
+            self._renew_record(path, told)
+            self.say(path, f"rewritten in one piece, aligned: {log.size(before.st_size)} became {log.size(path.stat().st_size)}")
+        except (DataError, OSError) as error:
+            self.say(path, f"refused: not rewritten: {error}")
+        finally:
+            partial.unlink(missing_ok=True)
+
+    # ---- index and records
+
+    def _note(self, file: SetFile, told: Mapping[str, Any]) -> dict[str, Any]:
+        """The index says ``told`` of a file, if it names it; returns what it said before."""
+        index, was = file.split.index or {"files": []}, dict[str, Any]()
+        with self._lock:
+            for entry in index["files"]:
+                if isinstance(entry, dict) and entry.get("name") == file.path.name:
+                    was = dict(entry)
+                    entry.update(told)
+                    write_index(file.split.path, index)
+                    break
+        return was
+
+    def _renew_record(self, path: Path, told: Mapping[str, Any]) -> None:
+        record = record_of(path)
+        try:
+            write_json(record, json_of(record) | told)
+            self.say(record, "renewed")
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, TypeError) as problem:
+            self.say(record, f"refused: cannot be read ({problem}); correct it by hand")
+
+    def _index(self, split: Split) -> None:
+        """Makes the index from the files; those that their record gives the lie are entered as it says, so that they stay wrong."""
+        entries: dict[str, dict[str, Any]] = {}
+
+        def enter(file: SetFile) -> None:
+            entry: dict[str, Any] = {"name": file.path.name}
+            try:
+                if problem := self._distrust(file):
+                    raise DataError(problem)
+                entries[file.path.name] = entry | self._entry(file.path)
+            except (DataError, OSError) as problem:
+                self.say(file.path, f"refused: not entered into {INDEX}: {problem}")
+                if file.entry is not None:
+                    entries[file.path.name] = entry | {key: value for key, value in asdict(file.entry).items() if value}
+
+        self.work.each(enter, split.files, "hashing", 2 * sum(file.path.stat().st_size for file in split.files), "bytes")
+        path = split.path / INDEX
+        if path.exists():
+            path.replace(path.with_name(f"{INDEX}.damaged"))
+            self.say(path, f"damaged; kept as {INDEX}.damaged")
+        write_index(split.path, {"files": [entries[name] for name in sorted(entries)]})
+        self.say(path, f"made from {len(entries)} files")
+
+
+def _rows(fields: list[Field]) -> int:
+    counts = sorted({field.shape[0] for field in fields if field.kind != "scalar"})
+    if len(counts) != 1:
+        raise DataError(f"its datasets have different numbers of rows: {counts}" if counts else "holds no dataset with rows")
+    return counts[0]

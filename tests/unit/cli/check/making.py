@@ -1,0 +1,86 @@
+"""A small data set, and ways to spoil it."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from hpcai.cli.check import Finding, Outcome
+
+ALIGNED = {"alignment_threshold": 1 << 16, "alignment_interval": 4096}
+SHAPE = (16, 16, 16, 4)  # 32 KiB of int16
+ROWS = 4
+PACKED = {"compression": "gzip", "chunks": (1, *SHAPE)}
+
+
+def values(seed: int, rows: int = ROWS, shape: tuple[int, ...] = SHAPE) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    counts = rng.integers(0, 1000, (rows, *shape), dtype=np.int16)
+    return {"counts": counts, "target": rng.uniform(-1, 1, (rows, 3)).astype(np.float32)}
+
+
+def write(path: Path, data: dict[str, np.ndarray], **how: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with h5py.File(path, "w", **ALIGNED) as file:
+        for name, array in data.items():
+            file.create_dataset(name, data=array, **(how if array.ndim > 2 else {}))
+        file.attrs["made by"] = "a test"
+
+
+def index(folder: Path, **more: Any) -> None:
+    files = []
+    for path in sorted(p for p in folder.iterdir() if p.suffix in (".h5", ".npy")):
+        rows, data = 1, path.read_bytes()
+        if path.suffix == ".h5" and h5py.is_hdf5(path):
+            with h5py.File(path) as file:
+                rows = next((item.shape[0] for item in file.values() if getattr(item, "shape", ())), 1)
+        files.append({"name": path.name, "rows": rows, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()})
+    (folder / "index.json").write_text(json.dumps({"format": 1, "files": files, "units": ["a", "b"], **more}))
+
+
+def entries(folder: Path) -> list[dict[str, Any]]:
+    return json.loads((folder / "index.json").read_text())["files"]
+
+
+def reword(folder: Path, change: Callable[[list[dict[str, Any]]], Any]) -> None:
+    """Changes the entries of an index."""
+    about = json.loads((folder / "index.json").read_text())
+    change(about["files"])
+    (folder / "index.json").write_text(json.dumps(about))
+
+
+def put(path: Path, data: dict[str, Any], **how: Any) -> None:
+    """Another file in the place of one, which the index knows."""
+    write(path, data, **how)
+    index(path.parent)
+
+
+def change(path: Path, act: Callable[[h5py.File], Any], **fields: Any) -> None:
+    with h5py.File(path, "a") as file:
+        act(file)
+    index(path.parent, **fields)
+
+
+def flip(path: Path, byte: int, bit: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[byte] ^= 1 << bit
+    path.write_bytes(data)
+
+
+def told(outcome: Outcome) -> list[tuple[str, str, str, str | None, int | None]]:
+    where = outcome.directory
+    return [(f.severity, f.code, f.path.relative_to(where).as_posix(), f.dataset, f.row) for f in outcome.findings]
+
+
+def one(outcome: Outcome, code: str) -> Finding:
+    found = [finding for finding in outcome.findings if finding.code == code]
+    assert len(found) == 1, outcome.findings
+    return found[0]
+
+
+def everything(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}

@@ -1,0 +1,252 @@
+"""Repair does what is certain and nothing else: all but the layout is kept, what may be damaged is left alone."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from hpcai.cli.check import Inspectors, copying, remedies
+from hpcai.errors import DataError
+from tests.unit.cli.check.making import PACKED, change, entries, everything, flip, index, one, put, reword, told, values, write
+
+
+@pytest.fixture
+def mend(look: Any, children: Inspectors) -> Any:
+    return lambda folder: remedies.repair(folder, look(folder), inspectors=children)
+
+
+def odd_file(path: Path) -> None:
+    """One of everything, in the layouts that are to go."""
+    rng = np.random.default_rng(8)
+    with h5py.File(path, "w", track_order=True) as file:
+        nan = np.frombuffer(np.uint32([0x7FC01234, 0xFF800001]).tobytes() * 30, np.float32).reshape(3, 20)
+        how = {"compression": "gzip", "shuffle": True}
+        file.create_dataset("zeta", data=rng.integers(0, 99, (3, 40, 40)).astype(">i2"), chunks=(2, 10, 10), fillvalue=7, **how)
+        file.create_dataset("nan", data=nan, chunks=(1, 20), maxshape=(None, 20))
+        file.create_dataset("partly", (3, 50), "f4", chunks=(1, 50), fillvalue=2.5)[1] = 1
+        file.create_dataset("group/names", data=np.array(["x", "yé", ""], object), dtype=h5py.string_dtype(), chunks=(2,), **how)
+        file.create_dataset("group/fixed", data=np.array([b"ab", b"c", b""], "S5"), chunks=(3,))
+        file.create_dataset("group/pairs", data=np.array([(1, 2.5)] * 3, [("a", "i4"), ("b", "<f8")]), chunks=(3,), **how)
+        file.create_dataset("kind", data=[0, 1, 2], dtype=h5py.enum_dtype({"no": 0, "yes": 1, "maybe": 2}), chunks=(3,))
+        lists = file.create_dataset("lists", (3,), h5py.vlen_dtype(np.int32))
+        for i in range(3):
+            lists[i] = np.arange(i + 1)
+        file["one"], file["none"], file["alpha"] = 3.5, h5py.Empty("f4"), np.arange(3)
+        file["soft"], file["away"] = h5py.SoftLink("/group/names"), h5py.ExternalLink("other.h5", "/x")
+        for item in (file, file["zeta"], file["group"], file["group/names"]):
+            item.attrs["text"], item.attrs["bytes"], item.attrs["list"] = "héllo", np.bytes_("abc"), ["a", "bb"]
+            item.attrs["big"], item.attrs["none"], item.attrs["flag"] = np.arange(4, dtype=">i2"), h5py.Empty("i4"), True
+            item.attrs["pair"], item.attrs["grid"] = np.array((1, 2.0), "i4,f8"), np.eye(3)
+
+
+def contents(path: Path) -> dict[str, Any]:
+    """All of a file that people can see."""
+    found: dict[str, Any] = {}
+
+    def note(name: str, item: Any) -> None:
+        found[f"{name}@"] = {key: (item.attrs.get_id(key).dtype, plain(item.attrs[key])) for key in item.attrs}
+        if isinstance(item, h5py.Dataset):
+            value = None if item.shape is None else item[()]
+            fill = str(item.fillvalue if item.shape else "")
+            found[name] = item.shape, item.dtype, h5py.check_enum_dtype(item.dtype), plain(value), fill
+        else:
+            links = {key: item.get(key, getlink=True) for key in item}
+            found[name] = [(key, type(at), getattr(at, "filename", None), getattr(at, "path", None)) for key, at in links.items()]
+
+    with h5py.File(path) as file:
+        note("/", file)
+        file.visititems(note)
+    return found
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return [plain(v) for v in value] if value.dtype == object else (value.dtype, value.tobytes())
+    return repr(value)
+
+
+def test_repair_keeps_all_but_the_layout(tmp_path: Path, look: Any, mend: Any) -> None:
+    path = tmp_path / "odd.h5"
+    odd_file(path)
+    path.chmod(0o640)
+    index(tmp_path)
+    before = contents(path)
+    assert {f.dataset for f in look(tmp_path).findings if f.repairable and f.code == "compressed"} == {"zeta", "group/pairs"}
+    (line,) = mend(tmp_path)
+    assert f"{path}: rewritten in one piece, aligned:" in line
+    assert contents(path) == before and path.stat().st_mode & 0o777 == 0o640
+    with h5py.File(path) as file:
+        assert file["zeta"].id.get_offset() and not file["zeta"].chunks and not file["group/fixed"].chunks
+        assert list(file)[:3] == ["zeta", "nan", "partly"]  # the order in which they were made
+    after = look(tmp_path)
+    assert {f.code for f in after.findings} <= {"nan", "layout", "constant", "rows"}
+    assert {f.code for f in after.findings if f.repairable} == set() and after.splits[0].verified == 1
+    assert everything(tmp_path).keys() == {"odd.h5", "index.json"}
+
+
+def test_repair_of_a_set_is_clean_aligned_and_done_once(made: Path, look: Any, mend: Any) -> None:
+    data, train = values(500), made / "train"
+    write(train / "u0.h5", data, compression="gzip", shuffle=True, chunks=(1, 8, 8, 8, 4))
+    with h5py.File(train / "u1.h5", "w") as file:
+        for name, array in values(501).items():
+            file[name] = array  # on byte 2048
+    (train / ".records").mkdir()
+    index(train)
+    before, record = entries(train), train / ".records" / "u0.h5.json"
+    record.write_text(json.dumps({**before[0], "sums": {"cells": 5}}))
+    assert {f.code for f in look(made).findings} == {"compressed", "unaligned"}
+    done = mend(made)
+    assert sorted(line.partition(": ")[2].partition(":")[0] for line in done) == [
+        "renewed", "rewritten in one piece, aligned", "rewritten in one piece, aligned",
+    ]  # fmt: skip
+    assert look(made).findings == ()
+    with h5py.File(train / "u0.h5") as file:
+        assert file["counts"].id.get_offset() % 4096 == 0 and np.array_equal(file["counts"], data["counts"])
+        assert dict(file.attrs) == {"made by": "a test"}
+    about = json.loads((train / "index.json").read_text())
+    assert about["units"] == ["a", "b"] and about["files"][2:] == before[2:]
+    assert json.loads(record.read_text()) == {**about["files"][0], "sums": {"cells": 5}}
+    then = everything(made)
+    assert mend(made) == [] and everything(made) == then
+
+
+def test_what_is_not_certain_is_left_alone(made: Path, look: Any, mend: Any) -> None:
+    """Damage, strangers, files that are gone, samples that are there twice, odd values, half-written files of others."""
+    train = made / "train"
+    put(train / "u0.h5", values(500), **PACKED)
+    (train / "u0.h5").write_bytes((train / "u0.h5").read_bytes().replace(b"a test", b"b test"))  # as long, and whole for HDF5
+    (train / "u3.h5").unlink()
+    write(train / "x.h5", values(501))
+    (train / ".u9.h5.partial").write_bytes(b"half")
+    flip(made / "validation" / "u1.h5", 0, 0)
+    before = everything(made)
+    codes = {f.code for f in look(made).findings}
+    assert codes == {"bit-flip", "compressed", "missing", "stranger", "duplicate", "leftover", "unreadable"}
+    (line,) = mend(made)
+    assert line.startswith(f"{train / 'u0.h5'}: refused: not rewritten: its SHA-256 is not that of the manifest")
+    assert everything(made) == before
+
+
+@pytest.mark.parametrize("content", [None, "{ damaged"])
+def test_the_index_is_made_from_the_files(made: Path, look: Any, mend: Any, content: str | None) -> None:
+    path, before = made / "train" / "index.json", entries(made / "train")
+    path.unlink()
+    if content:
+        path.write_text(content)
+    write(made / "train" / "u3.h5", values(503), **PACKED)  # to be rewritten as well
+    done = mend(made)
+    assert done[-1] == f"{path}: made from 4 files" and "rewritten" in done[0] and len(done) == (3 if content else 2)
+    assert entries(made / "train")[:3] == before[:3] and look(made).findings == () and look(made).splits[0].verified == 4
+    damaged = path.with_name("index.json.damaged")
+    assert damaged.read_text() == content if content else not damaged.exists()
+
+
+@pytest.mark.parametrize("more, code", [({}, "bit-flip"), ({"sha256": None, "bytes": 5}, "overlong")])
+def test_a_record_is_not_overruled_by_a_new_index(made: Path, look: Any, mend: Any, more: dict[str, Any], code: str) -> None:
+    train = made / "train"
+    known = entries(train)[0]
+    (train / "index.json").unlink()
+    (train / ".records").mkdir()
+    (train / ".records" / "u0.h5.json").write_text(json.dumps({**known, **more}))
+    flip(train / "u0.h5", 9000, 3)
+    assert "refused: not entered into index.json: " in mend(made)[0]
+    assert told(look(made)) == [("error", code, "train/u0.h5", None, None)]
+
+
+def test_wrong_rows_in_the_index_are_corrected(made: Path, look: Any, mend: Any) -> None:
+    reword(made / "train", lambda files: files[2].update(rows=99))
+    (made / "train" / "index.json").chmod(0o640)
+    assert mend(made) == [f"{made / 'train' / 'u2.h5'}: its rows are counted in index.json"] and look(made).findings == ()
+    assert (made / "train" / "index.json").stat().st_mode & 0o777 == 0o640
+    reword(made / "train", lambda files: [files[2].update(rows=99), files[2].pop("sha256")])
+    assert not one(look(made), "rows").repairable and mend(made) == []  # nothing says which of them is wrong
+
+
+def test_a_repair_that_was_killed_between_index_and_file_goes_on(
+    made: Path, look: Any, mend: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, kept = made / "train" / "u0.h5", made.parent / "kept"
+    put(path, values(500), **PACKED)
+
+    def killed(partial: Path, target: Path) -> None:
+        shutil.copy(partial, kept)
+        shutil.copy(target.with_name("index.json"), made.parent / "index")
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(remedies, "settle", killed)
+        before = path.read_bytes(), entries(path.parent)
+        assert "refused: not rewritten: [Errno 5]" in mend(made)[0] and (path.read_bytes(), entries(path.parent)) == before
+    kept.rename(path.with_name(".u0.h5.partial"))
+    (made.parent / "index").rename(path.with_name("index.json"))
+    assert {(f.code, f.repairable) for f in look(made).findings} == {("truncated", False), ("leftover", True)}
+    assert mend(made) == [f"{path}: replaced by its copy, which has the SHA-256 of index.json"]
+    assert look(made).findings == ()
+
+
+@pytest.mark.parametrize(
+    "spoil, text",
+    [
+        (lambda file: file.attrs.__setitem__("points at", file["counts"].ref), "holds references, which would point to nothing"),
+        (lambda file: file.__setitem__("again", file["target"]), "has a second name, which is not rewritten"),
+        (lambda file: file.__setitem__("type", np.dtype("i4,f8")), "is a type with a name"),
+        (lambda file: file.create_dataset("t", (4,), [("x", h5py.string_dtype())]), "text or lists of varying length within other"),
+    ],
+)
+def test_a_file_that_would_not_be_the_same_is_not_rewritten(made: Path, mend: Any, spoil: Any, text: str) -> None:
+    write(made / "train" / "u0.h5", values(500), **PACKED)
+    change(made / "train" / "u0.h5", spoil)
+    before = everything(made)
+    (line,) = mend(made)
+    assert "refused: not rewritten: " in line and text in line and everything(made) == before
+
+
+def test_links_and_full_disks(made: Path, look: Any, mend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = made / "validation" / "u0.h5"
+    write(made.parent / "elsewhere.h5", values(3), **PACKED)
+    path.unlink()
+    path.symlink_to(made.parent / "elsewhere.h5")
+    index(path.parent)
+    assert not one(look(made), "compressed").repairable and mend(made) == []
+    put(made / "train" / "u0.h5", values(500), **PACKED)
+    before = everything(made)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 1000))  # type: ignore[attr-defined]
+    with pytest.raises(DataError, match=r"to rewrite 1 files needs .* but 1 kB are free; make room"):
+        mend(made)
+    assert everything(made) == before
+
+
+def test_a_file_that_is_written_to_meanwhile_is_left_alone(made: Path, mend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = made / "train" / "u0.h5"
+    put(path, values(500), **PACKED)
+    monkeypatch.setattr(remedies, "flush", lambda partial: os.utime(path, (0, 0)))
+    (line,) = mend(made)
+    assert "written to meanwhile" in line and not path.with_name(".u0.h5.partial").exists()
+
+
+@pytest.mark.parametrize(
+    "spoil, text",
+    [
+        (lambda file: file["counts"].__setitem__((0, 0, 0, 0, 0), -1), "values of '/counts'"),
+        (lambda file: file.attrs.__setitem__("made by", "b test"), "attribute 'made by' of '/'"),
+        (lambda file: file.attrs.__setitem__("more", 1), "attribute 'more' of '/'|'counts' in '/'"),
+        (lambda file: file.__delitem__("target"), "'target' in '/'"),
+        (lambda file: file.__setitem__("zeta", 1), "members of '/'"),
+        (lambda file: [file.__delitem__("target"), file.__setitem__("target", np.ones((4, 3)))], "type or shape of '/target'"),
+    ],
+)
+def test_a_copy_that_differs_never_takes_the_place_of_its_source(made: Path, spoil: Any, text: str) -> None:
+    """The comparison is the one of the child; here it runs in this process, on a copy that was spoiled."""
+    write(made / "train" / "u0.h5", values(500), **PACKED)
+    copy = made.parent / "copy.h5"
+    list(copying.copied(str(made / "train" / "u0.h5"), str(copy)))
+    with h5py.File(copy, "a") as file:
+        spoil(file)
+    refused = pytest.raises(DataError, match=f"({text}) in the copy")
+    with h5py.File(made / "train" / "u0.h5") as old, h5py.File(copy) as new, refused:
+        list(copying._compared(old["/"], new["/"]))
