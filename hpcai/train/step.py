@@ -67,7 +67,7 @@ class Step:
         self.optimizer.set_rate(self.cfg.lr if lr is None else lr)
         with span("step"):
             values = (self._capture or self._gradients)(batch)
-            if self.cfg.capture != "whole":
+            if self._capture is None or self.cfg.capture == "forward":
                 self._update(values)
         self._steps += 1
         return values
