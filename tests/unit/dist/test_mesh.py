@@ -20,7 +20,7 @@ def test_alone_every_axis_has_size_1() -> None:
         ({"replicate": -1, "depth": 3}, 8, "mesh depth 3 needs a multiple of 3 processes, but 8 were started"),
         ({"replicate": 2, "depth": 2}, 1, "mesh replicate 2 x depth 2 needs 4 processes, but 1 was started"),
         ({"replicate": 1}, 4, "mesh of size 1 needs 1 process, but 4 were started"),
-        ({"copies": 2}, 2, "mesh has no axis 'copies'; it has replicate, axial"),
+        ({"copies": 2}, 2, "mesh has no axis 'copies'; it has replicate, pipeline"),
         ({"replicate": -1, "depth": -1}, 4, "only one axis can take the rest"),
     ],
 )
