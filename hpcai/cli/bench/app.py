@@ -108,18 +108,22 @@ class Bench:
         torch.manual_seed(cfg.train.seed)
         if name == "ours" or changes:
             return self.ours(cfg, batch)
-        made = self.subject.forms(cfg, batch, self.mesh) | {
-            peer: lambda of=of: of.form(cfg, batch) for peer, of in self.subject.peers.items()
-        }
-        return plainly(made[name](), cfg, batch, self.mesh.device)
+        return plainly(self.made(name, cfg, batch), cfg, batch, self.mesh.device)
+
+    def made(self, name: str, cfg: Any, batch: Any) -> Form:
+        """The network of a plain form, of a peer, or ours."""
+        if name == "ours":
+            return Form(self.subject.build(cfg, self.mesh, self.subject.whole(cfg, self.mesh)), self.subject.loss)
+        if name in self.subject.peers:
+            return self.subject.peers[name].form(cfg, batch)
+        return self.subject.forms(cfg, batch, self.mesh)[name]()
 
     def ours(self, cfg: Any, batch: Any) -> Callable[[], Tensor]:
         step = self.step(cfg)
         return lambda: step(batch)["loss"]
 
     def step(self, cfg: Any) -> Step:
-        model = self.subject.build(cfg, self.mesh, self.subject.whole(cfg, self.mesh))
-        return Step(model, self.subject.loss, cfg.step, self.mesh)
+        return Step(self.made("ours", cfg, None).model, self.subject.loss, cfg.step, self.mesh)
 
     # ---- parts
 
@@ -216,12 +220,8 @@ class Bench:
         """The first construction in a process, whose imports are done."""
         cfg = self.settings(case)
         batch = self.subject.random_batch(cfg, [0], self.mesh.device)
-        made = self.subject.forms(cfg, batch, self.mesh)
-        on = self.subject.whole(cfg, self.mesh)
-        made |= {"ours": lambda: Form(self.subject.build(cfg, self.mesh, on), self.subject.loss)}
-        made |= {peer: lambda of=of: of.form(cfg, batch) for peer, of in self.subject.peers.items() if peer == name}
         began = time.process_time()
-        model = made[name]().model
+        model = self.made(name, cfg, batch).model
         return {"parameters": sum(p.numel() for p in model.parameters()), "s": round(time.process_time() - began, 3)}
 
     def _clocked(self, name: str, case: Sequence[str]) -> Row:

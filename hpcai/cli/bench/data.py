@@ -10,7 +10,6 @@
 Caches are cold unless a part says otherwise. Runs of ours and of others alternate; medians.
 """
 
-import argparse
 import itertools
 import json
 import os
@@ -28,41 +27,40 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import h5py
+import numpy as np
+import torch
+
+from hpcai import dist
+from hpcai.cli.bench.timing import finish, machine, parser
+from hpcai.data import Loader, Reader, Rows
+from hpcai.parallel.spatial import part as part_of
+
 PARTS = ("direct", "larger", "late", "cut", "utilisation", "peers")
 GIB, MIB = 1 << 30, 1 << 20
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="hpcai bench data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"one or more of {', '.join(PARTS)}; all of them if none is given")
-    parser.add_argument("--directory", type=Path, default=Path("."), help="a folder on the disk to be measured")
-    parser.add_argument("--gib", type=float, default=2.0, help="size of the data that are made there, and deleted after")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=4, help="reads in flight, and workers of the others")
-    parser.add_argument("--json", action="store_true", help="print JSON alone")
-    parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
-    words = parser.parse_args(argv)
+    made = parser("data", __doc__)
+    made.add_argument("parts", nargs="*", metavar="PART", help=f"one or more of {', '.join(PARTS)}; all of them if none is given")
+    made.add_argument("--directory", type=Path, default=Path("."), help="a folder on the disk to be measured")
+    made.add_argument("--gib", type=float, default=2.0, help="size of the data that are made there, and deleted after")
+    made.add_argument("--repeats", type=int, default=3)
+    made.add_argument("--threads", type=int, default=4, help="reads in flight, and workers of the others")
+    made.add_argument("--child", nargs=4, help="what a process in a memory cgroup measures: kind, folder, epochs, cgroup")
+    words = made.parse_args(argv)
+    torch.set_num_threads(1)
     if words.child:
         kind, folder, epochs, group = words.child
         _child(kind, Path(folder), int(epochs), group, words.threads)
         return 0
-    wrong = sorted(set(words.parts) - set(PARTS))
-    if wrong:
-        parser.error(f"there is no part {wrong[0]!r}; expected some of {', '.join(PARTS)}")
-    import torch
-
-    torch.set_num_threads(1)
-    found: dict[str, Any] = {"bench": "data", "torch": torch.__version__, "load": round(os.getloadavg()[0], 1)}
+    parts = words.parts or PARTS
+    if wrong := sorted(set(parts) - set(PARTS)):
+        made.error(f"there is no part {wrong[0]!r}; expected some of {', '.join(PARTS)}")
+    measure = dict(zip(PARTS, (_direct, _larger, _late, _cut, _utilisation, _peers)))
     with tempfile.TemporaryDirectory(prefix="bench-", dir=words.directory) as folder:
-        for part in words.parts or PARTS:
-            rows = globals()[f"_{part}"](Path(folder), words)
-            found[part] = rows
-            if not words.json:
-                _show(part, rows)
-    print(json.dumps(found))
-    return 0
+        found = {part: measure[part](Path(folder), words) for part in parts}
+    return finish({"bench": "data", **machine()} | found, parts, words.json)
 
 
 # ---- data, caches, clocks
@@ -70,9 +68,6 @@ def main(argv: Sequence[str]) -> int:
 
 def _volumes(folder: Path, count: int, shape: tuple[int, ...], dtype: str) -> Path:
     """``count`` rows in HDF5 files of up to 16, contiguous and aligned, as data_prep writes them."""
-    import h5py
-    import numpy as np
-
     folder.mkdir(parents=True, exist_ok=True)
     generator = np.random.default_rng(0)
     row = generator.integers(0, 100, shape).astype(dtype)
@@ -121,8 +116,6 @@ class _Samples:
     """The rows of a folder as a source."""
 
     def __init__(self, folder: Path, shape: tuple[int, ...], dtype: str, reader: Any) -> None:
-        from hpcai.data import Rows
-
         self.rows = Rows(folder, {"counts": (dtype, shape), "target": ("float32", (4,))}, reader=reader)
 
     def __len__(self) -> int:
@@ -139,8 +132,6 @@ class _Plain:
     """The same samples as anybody reads them: a torch data set over h5py."""
 
     def __init__(self, folder: Path) -> None:
-        import h5py
-
         self.files: dict[int, Any] = {}
         self.paths = sorted(folder.glob("*.h5"))
         self.places = [(i, row) for i, path in enumerate(self.paths) for row in range(len(h5py.File(path)["target"]))]
@@ -149,8 +140,6 @@ class _Plain:
         return len(self.places)
 
     def __getitem__(self, index: int) -> Any:
-        import h5py
-
         file, row = self.places[index]
         if file not in self.files:
             self.files[file] = h5py.File(self.paths[file], "r")
@@ -158,14 +147,10 @@ class _Plain:
 
 
 def _loader(source: Any, batch: int, threads: int, **words: Any) -> Any:
-    from hpcai import dist
-    from hpcai.data import Loader
-
     return Loader(source, batch, dist.alone(), name="bench", workers=threads, last="keep", **words)
 
 
 def _torch_loader(data: Any, batch: int, workers: int, seed: int = 0) -> Any:
-    import torch
 
     warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
     generator = torch.Generator().manual_seed(seed)
@@ -176,10 +161,6 @@ def _torch_loader(data: Any, batch: int, workers: int, seed: int = 0) -> Any:
 
 
 def _direct(folder: Path, words: Any) -> list[dict[str, Any]]:
-    import numpy as np
-
-    from hpcai.data import Reader
-
     if shutil.which("fio") is None:
         return [{"left out": "fio is not installed (Debian: apt-get install fio)"}]
     path = folder / "direct.bin"
@@ -321,7 +302,6 @@ def _memory_group(limit: int) -> Iterator[str]:
 
 
 def _child(kind: str, folder: Path, epochs: int, group: str, threads: int) -> None:
-    import torch
 
     torch.set_num_threads(1)
     Path(group, "cgroup.procs").write_text(str(os.getpid()))
@@ -368,8 +348,6 @@ class _Late:
         return self.count
 
     def __getitem__(self, index: int) -> Any:
-        import numpy as np
-
         time.sleep(self.cost * (100 if self.slow and index % 1000 == 500 else 1))
         return np.full(16, index)
 
@@ -418,9 +396,6 @@ def _late(folder: Path, words: Any) -> list[dict[str, Any]]:
 
 
 def _cut(folder: Path, words: Any) -> list[dict[str, Any]]:
-    from hpcai.data import Reader, Rows
-    from hpcai.parallel.spatial import part
-
     shape = (128, 128, 128, 4)
     data = _volumes(folder / "cut", 8, shape, "int16")
     rows, whole = [], 0
@@ -430,7 +405,7 @@ def _cut(folder: Path, words: Any) -> list[dict[str, Any]]:
             with Reader("direct") as reader:
                 every = Rows(data, {"counts": ("int16", shape)}, reader=reader)
                 for index in range(len(every)):
-                    every.read(index, {"counts": (slice(*part(128, rank, ranks)),)})
+                    every.read(index, {"counts": (slice(*part_of(128, rank, ranks)),)})
                 total += reader.transferred
         whole = whole or total
         rows.append({"ranks": ranks, "bytes_read": total, "of_one_whole_read": round(total / whole, 4)})
@@ -473,9 +448,6 @@ def _crossing(tried: dict[float, float]) -> float:
 
 def _feed(source: _Samples, batch: int, threads: int, compute: float) -> tuple[float, float]:
     """Bytes per second, and the part of the time that the emulated accelerator computes."""
-    from hpcai import dist
-    from hpcai.data import Loader
-
     busy, count, epochs = 0.0, 0, 4
     loader = Loader(source, batch, dist.alone(), name="bench", workers=threads, last="drop", prefetch=2 * GIB)
     began = time.perf_counter()
@@ -549,8 +521,6 @@ def _dali(folder: Path, shape: tuple[int, ...], dtype: str, threads: int) -> dic
         from nvidia.dali import fn, pipeline_def
     except ImportError:
         return {}
-    import numpy as np
-
     data = _Plain(folder)
     paths = []
     for i in range(len(data)):
@@ -570,9 +540,3 @@ def _dali(folder: Path, shape: tuple[int, ...], dtype: str, threads: int) -> dic
             yield built.run()[0].as_array()  # type: ignore[union-attr]
 
     return {"DALI, direct": partial(run, True), "DALI, mmap": partial(run, False)}
-
-
-def _show(part: str, rows: list[dict[str, Any]]) -> None:
-    print(f"{part}")
-    for row in rows:
-        print("  " + " · ".join(f"{key.replace('_', ' ')} {value}" for key, value in row.items()))
