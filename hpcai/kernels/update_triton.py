@@ -43,6 +43,16 @@ def _complement(x):
 
 
 @triton.jit
+def _follow(low_, average_, take, w, at, mask):
+    """What follows the weights: their narrow copy and their average."""
+    if low_ is not None:
+        tl.store(low_ + at, w.to(tl.bfloat16), mask)
+    if average_ is not None:
+        a = tl.load(average_ + at, mask, other=0.0)
+        tl.store(average_ + at, a + take * (w - a), mask)
+
+
+@triton.jit
 def update(
     w_, g_, m_, v_, low_, average_, direction_, ratio_, table_, sums_, lr_, step_, scale_, skip_, seed_, n, offset,
     log1, take1, log2, beta2, take2, eps, mu, decay, take, KIND: tl.constexpr, NESTEROV: tl.constexpr, ALIGN: tl.constexpr,
@@ -101,11 +111,7 @@ def update(
         tl.store(sums_ + 2 * block + 1, tl.sum(tl.where(kept, u * u, 0.0)))
     else:
         tl.store(w_ + first + lane, w, mask)
-        if low_ is not None:
-            tl.store(low_ + first + lane, w.to(tl.bfloat16), mask)
-        if average_ is not None:
-            a = tl.load(average_ + first + lane, mask, other=0.0)
-            tl.store(average_ + first + lane, a + take * (w - a), mask)
+        _follow(low_, average_, take, w, first + lane, mask)
 
 
 @triton.jit
