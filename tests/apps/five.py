@@ -10,7 +10,8 @@ from tests.apps.running import App
 
 def _prepared(prep: str, words: str) -> Callable[[Path], None]:
     def make(folder: Path) -> None:
-        assert import_module(f"data_prep.{prep}").main(["simulate", str(folder), *words.split(), "--workers", "1", "--no-check"]) == 0
+        line = ["simulate", str(folder), *words.split(), "--workers", "1", "--no-check"]
+        assert import_module(f"data_prep.{prep}").main(line) == 0
 
     return make
 
@@ -42,9 +43,9 @@ OPENCATALYST = App(  # 74 training and 37 validation frames of slabs with 13 or 
      "data.batch=24", "data.evaluation_batch=36", "train.report_every=1", "train.epochs=2", "train.evaluate_every=1",
      "data.pictures=6", "step.schedule.decay=none", "step.schedule.warmup=0"],
 )  # fmt: skip
-OPENFOLD = App(
+OPENFOLD = App(  # six training chains and six of validation, three of a family: each has the two others for templates
     "openfold",
-    _prepared("openfold", "--chains 12 --families 6 --each 1 --length 16 22 --rows 9 --validation 0.5"),
+    _prepared("openfold", "--chains 12 --families 4 --each 1 --length 16 22 --rows 9 --validation 0.5 --templates 2"),
     ["model.blocks=1", "model.structure.passes=2", "features.crop=16", "features.clusters=4", "features.extra=5", "data.batch=4",
      "data.epoch=12", "train.steps=6", "train.report_every=1", "data.pictures=2"],
 )  # fmt: skip

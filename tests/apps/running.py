@@ -1,14 +1,9 @@
 """An app run in this process, or in forks of it that have torch already, as its command line would."""
 
-import multiprocessing
-import os
 import runpy
-import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 from subprocess import run as start
@@ -17,58 +12,13 @@ from typing import Any
 import h5py
 import pytest
 import torch
-import torch.distributed as torch_dist
 from safetensors.torch import load_file
 
 from hpcai import config, log
+from tests.forks import forked
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTHING = ["train.collect_every=null"]  # a full collection costs more than these runs, and the collector has tests of its own
-
-
-class Forks:
-    """Processes that were forked, and the file into which all of them speak."""
-
-    def __init__(self, call: Callable[[], object], output: Path, ranks: int) -> None:
-        meeting: dict[str, str] = {}
-        if ranks > 1:  # a store of this process, as torchrun's agent has one
-            self.store = torch_dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
-            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
-                       "TORCHELASTIC_RUN_ID": "tests", "WORLD_SIZE": str(ranks)}  # fmt: skip
-        self.output = output
-        self.processes = []
-        for rank in range(ranks):
-            place = meeting and {**meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            self.processes.append(multiprocessing.get_context("fork").Process(target=_enter, args=(call, output, place)))
-            self.processes[-1].start()
-
-    def ended(self, timeout: float = 120) -> tuple[list[int | None], str]:
-        """Exit codes, and what was said."""
-        for process in self.processes:
-            process.join(timeout)
-        return [process.exitcode for process in self.processes], self.output.read_text()
-
-
-@contextmanager
-def forked(call: Callable[[], object], output: Path, ranks: int = 1) -> Iterator[Forks]:
-    """``call`` in as many forks of this process, which meet as torchrun's processes do; none of them outlives the block."""
-    forks = Forks(call, output, ranks)
-    try:
-        yield forks
-    finally:
-        for process in forks.processes:
-            process.kill()
-            process.join()
-
-
-def _enter(call: Callable[[], object], output: Path, place: Mapping[str, str]) -> None:
-    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))
-    os.environ.update(place)
-    torch.set_num_threads(1)
-    call()
 
 
 @dataclass
@@ -136,10 +86,9 @@ class App:
         assert done.returncode == 0 and [name for name in names if name not in done.stdout] == [], done.stderr
 
 
-def damaged(data: Path, folder: Path, kind: str, changes: Mapping[str, Callable[[h5py.File], object]]) -> Path:
-    """A copy of ``data`` in ``folder`` whose first training file is gone, cut or changed."""
-    shutil.copytree(data, folder)
-    path = next((folder / "train").glob("*.h5"))
+def damaged(data: Path, kind: str, changes: Mapping[str, Callable[[h5py.File], object]]) -> None:
+    """The first training file of ``data`` is gone, cut or changed."""
+    path = next((data / "train").glob("*.h5"))
     if kind == "gone":
         path.unlink()
     elif kind == "cut":
@@ -147,7 +96,6 @@ def damaged(data: Path, folder: Path, kind: str, changes: Mapping[str, Callable[
     elif kind in changes:
         with h5py.File(path, "r+") as file:
             changes[kind](file)
-    return folder
 
 
 def complaints(folder: Path, *severities: str) -> set[str]:

@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from hpcai import config, log
 from tests.apps.five import COSMOFLOW as APP
 from tests.apps.promises import Promises
-from tests.apps.running import ROOT, forked, same_weights, told
+from tests.apps.running import ROOT, same_weights, told
+from tests.forks import forked
 
 MPIEXEC = Path(sys.executable).with_name("mpiexec")
 ENDLESS = ["train.epochs=300", "checkpoint.every_steps=100000"]
@@ -50,8 +51,8 @@ def spoil(data: Path, kind: str) -> None:
 class TestPromises(Promises):
     configs = ["batch32", "batch512", "reference", "small"]
     named = ["model.filters", "data.whiten", "step.schedule.decay_at", "mesh.depth", "report.sinks"]
-    ways = ["data.reader=auto", "data.reader=buffered", "data.reader=memory", "data.reader=hdf5", "data.reader=dali",
-            "data.reader=direct", "data.processes=true data.workers=2", "data.workers=5 data.prefetch=0.0001", "data.stage=$OWN_DISK/data"]  # fmt: skip
+    ways = [*(f"data.reader={way}" for way in ("auto", "direct", "buffered", "memory", "hdf5", "dali")),
+            "data.processes=true data.workers=2", "data.workers=5 data.prefetch=0.0001", "data.stage=$OWN_DISK/data"]  # fmt: skip
     logs = [(
         ["report.benchmark=cosmoflow", "train.target=9", "step.optimizer=sgd", "model.dropout=0.5",
          "step.schedule={decay: steps, decay_at: [1], decay_to: [0.25], per: epoch, warmup: 1, start: 1e-4}"],
@@ -265,7 +266,8 @@ def test_help_may_be_read_in_part() -> None:
 def refused() -> float:
     """Seconds that a wrong setting takes from start to end."""
     code = "import sys; sys.argv = ['x', 'step.lr=fast']\nfrom apps.cosmoflow import __main__ as m\n"
-    code += "try: m.config.run(m.Config, m.main)\nexcept SystemExit as e: print(e.code, *(x in sys.modules for x in ('torch', 'numpy')))"
+    code += "try: m.config.run(m.Config, m.main)\nexcept SystemExit as e: "
+    code += "print(e.code, 'torch' in sys.modules, 'numpy' in sys.modules)"
     began = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     seconds = time.perf_counter() - began
