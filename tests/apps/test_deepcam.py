@@ -103,9 +103,10 @@ def test_a_run_leaves_everything_that_its_users_want(data: Path) -> None:
 
 
 def test_batch_norm_over_all_ranks_and_maps_cut_over_them_train_as_one_process(data: Path, tmp_path: Path) -> None:
-    alone = APP.once(data, "step.precision=fp64")
+    words = ["step.precision=fp64", "train.epochs=1"]
+    alone = APP.once(data, *words)
     for name, more in (("two", "batchnorm_group=2"), ("cut", "mesh.height=2"), ("apart", "batchnorm_group=1")):
-        APP.on_ranks(2, data, tmp_path / name, "step.precision=fp64", more)
+        APP.on_ranks(2, data, tmp_path / name, *words, more)
     one, apart = told(alone), told(tmp_path / "apart")
     assert apart != pytest.approx(one, rel=1e-3)
     for way in ("two", "cut"):

@@ -101,7 +101,7 @@ def test_a_run_leaves_everything_that_its_users_want(data: Path) -> None:
 )  # fmt: skip
 def test_volumes_cut_over_ranks_train_as_one_process(data: Path, tmp_path: Path, how: str) -> None:
     ranks, *more = how.split()
-    noisy = ["step.precision=fp64", "data.augment.noisy=0.7", "data.augment.brighter=0.7"]
+    noisy = ["train.epochs=1", "step.precision=fp64", "data.augment.noisy=0.7", "data.augment.brighter=0.7"]
     one, cut = APP.once(data, *noisy), tmp_path / "cut"
     APP.on_ranks(int(ranks), data, cut, *noisy, *more)
     for kind, name in (("train", "loss"), ("evaluate", "mean_dice"), ("evaluate", "dice_tumour"), ("evaluate", "loss")):
