@@ -212,10 +212,8 @@ def test_four_ranks_give_the_loss_curve_of_one_which_takes_up_their_run(data: Pa
 FAST = [
     "1 step.precision=bf16-params step.moments=bf16 train.evaluate=background train.keep_validation=true",
     "1 step.optimizer=lamb step.precision=auto step.capture=auto train.collect_every=2 train.profile=[2,3]",
-    "2 step.shard=optimizer train.evaluate=background",
-    "4 step.shard=optimizer step.shard_within=2 step.optimizer=lamb",
-    "2 step.shard=weights step.average=0.9",
-    "3 mesh.evaluate=1 step.shard=optimizer",
+    "2 step.shard=optimizer train.evaluate=background", "4 step.shard=optimizer step.shard_within=2 step.optimizer=lamb",
+    "2 step.shard=weights step.average=0.9", "3 mesh.evaluate=1 step.shard=optimizer",
 ]
 
 

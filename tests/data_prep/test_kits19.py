@@ -289,12 +289,10 @@ def spoil(folder, fault):
         "no NIfTI": lambda: (folder / nifti.IMAGE).write_bytes(gzip.compress(b"no scan at all" * 99)),
         "short": lambda: (folder / nifti.IMAGE).write_bytes(gzip.compress(image.to_bytes()[:-500])),
         "shapes": lambda: save(folder, label=new(classes[1:], label.affine)),
-        "moved": lambda: save(folder, label=new(classes, moved)),
-        "label 7": lambda: save(folder, label=new(classes, label.affine)),
+        "moved": lambda: save(folder, label=new(classes, moved)), "label 7": lambda: save(folder, label=new(classes, label.affine)),
         "4-D": lambda: save(folder, new(hu[..., None], image.affine)),
         "rotated": lambda: save(folder, new(hu, rotated(image.affine)), new(classes, rotated(label.affine))),
-        "spacing 0": lambda: with_pixdim(image, 0)(folder),
-        "spacing NaN": lambda: with_pixdim(image, np.nan)(folder),
+        "spacing 0": lambda: with_pixdim(image, 0)(folder), "spacing NaN": lambda: with_pixdim(image, np.nan)(folder),
         "NaN": lambda: save(folder, new(hu, image.affine)),
     }[fault]()
 

@@ -156,8 +156,7 @@ def test_a_set_grows_without_a_change_of_what_is_there(made, tmp_path):
     "more, words",
     [
         (["--seed", "2"], ["seed 1 (now 2)", "new folder"]),
-        (["--universes", "4", "--validation", "0"], ["validation 0.125 (now 0.0)"]),
-        (["--universes", "1"], ["none is left for"]),
+        (["--universes", "4", "--validation", "0"], ["validation 0.125 (now 0.0)"]), (["--universes", "1"], ["none is left for"]),
         (["--universes", "7"], ["universe_00000", "at least as many"]),
     ],
 )
@@ -172,11 +171,9 @@ def test_another_recipe_in_the_same_folder_is_refused(made, tmp_path, capsys, mo
 @pytest.mark.parametrize(
     "more, words",
     [
-        (["--size", "7", "--cut", "1"], ["--size 7", "even"]),
-        (["--redshifts", "0,0"], ["--redshifts", "different"]),
+        (["--size", "7", "--cut", "1"], ["--size 7", "even"]), (["--redshifts", "0,0"], ["--redshifts", "different"]),
         (["--ranges", "Omega_m=0.4:0.3"], ["Omega_m=0.4:0.3", "LOW below HIGH"]),
-        (["--validation", "0.7", "--test", "0.3"], ["sum to less than 1"]),
-        (["--omega-b", "0.2"], ["--omega-b"]),
+        (["--validation", "0.7", "--test", "0.3"], ["sum to less than 1"]), (["--omega-b", "0.2"], ["--omega-b"]),
         (["--mean-count", "1000", "--particles-per-cell", "1", "--voxel", "0.5", "--size", "32"], ["--mean-count", "int16"]),
     ],
 )
@@ -268,8 +265,7 @@ def _damage(path):
 @pytest.mark.parametrize(
     "harm, words",
     [
-        (_damage, "SHA-256"),
-        (lambda path: path.unlink(), "not there"),
+        (_damage, "SHA-256"), (lambda path: path.unlink(), "not there"),
         (lambda path: path.write_bytes(path.read_bytes()[:-1]), "the index says"),
     ],
 )
