@@ -47,7 +47,7 @@ OPENCATALYST = App(  # 74 training and 37 validation frames of slabs with 13 or 
 )  # fmt: skip
 OPENFOLD = App(  # six training chains and six of validation, three of a family: each has the two others for templates
     "openfold",
-    prepared("openfold", "--chains 12 --families 4 --each 1 --length 16 22 --rows 9 --validation 0.5 --templates 2"),
+    prepared("openfold", "--chains 12 --families 4 --each 1 --length 18 22 --rows 9 --validation 0.5 --templates 2"),
     ["model.blocks=1", "model.structure.passes=2", "features.crop=16", "features.clusters=4", "features.extra=5", "data.batch=4",
      "data.epoch=12", "train.steps=6", "train.report_every=1", "data.pictures=2"],
 )  # fmt: skip

@@ -213,8 +213,8 @@ SHORT = {
     ),
     "deepcam": (
         planted,
-        ["model.middle=1", "model.divide=8", "model.frequencies=[0.4,0.3,0.3]", "data.batch=4", "data.evaluation_batch=6", "step.lr=4e-3",
-         "train.epochs=16", "train.evaluate_every=16", "step.average=null"],
+        ["model.middle=1", "model.divide=8", "model.frequencies=[0.4,0.3,0.3]", "data.batch=4", "data.evaluation_batch=6",
+         "step.lr=4e-3", "train.epochs=16", "train.evaluate_every=16", "step.average=null"],
         last_scores, {"iou": (">", 0.5)},
     ),
     "unet3d": (
