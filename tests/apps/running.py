@@ -110,6 +110,11 @@ def told(run: Path, kind: str = "train", name: str = "loss") -> dict[int, float]
     return {e["step"]: e[name] for e in log.read_metrics(run / "metrics.jsonl") if e["kind"] == kind}
 
 
+def resumed_from(run: Path) -> int | None:
+    """The step from which a run last went on; one that begins anew would end with the same weights."""
+    return [e["resumed_from"] for e in log.read_metrics(run / "metrics.jsonl") if e["kind"] == "start"][-1]
+
+
 def same_weights(one: Path, other: Path, **tolerance: float) -> None:
     """Two runs ended with the same weights: bit for bit, or within ``rtol`` and ``atol``."""
     expected, found = (load_file(run / "model.safetensors") for run in (one, other))

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from hpcai import config, log
 from tests.apps.five import COSMOFLOW as APP
 from tests.apps.promises import Promises
-from tests.apps.running import ROOT, same_weights, told
+from tests.apps.running import ROOT, resumed_from, same_weights, told
 from tests.forks import forked
 
 MPIEXEC = Path(sys.executable).with_name("mpiexec")
@@ -186,7 +186,7 @@ def test_killed_at_any_instant_also_while_saving_it_goes_on(data: Path, tmp_path
         lost.append(any(checkpoints.glob(".step-*.partial")))
     assert any(lost), "no kill hit a save"
     assert len(told(run)) < 48, "the run had ended before"
-    assert APP.here(data, run, *more) == 0
+    assert APP.here(data, run, *more) == 0 and (resumed_from(run) or 0) > 3
     same_weights(tmp_path / "whole", run)
     assert told(run) == told(tmp_path / "whole")
 
@@ -205,7 +205,7 @@ def test_four_ranks_give_the_loss_curve_of_one_which_takes_up_their_run(data: Pa
         expected, found = told(one, kind, name), told(run, kind, name)
         assert set(found) == ({1, 2, 3, 4} if kind == "train" else {3, 4})
         assert all(value == pytest.approx(expected.get(step, value), rel=1e-10) for step, value in found.items()), (kind, name)
-    assert APP.here(data, run, *more) == 0
+    assert APP.here(data, run, *more) == 0 and resumed_from(run) == 4
     assert told(run) == pytest.approx(told(one), rel=1e-9) and len(told(run)) == 6
 
 
