@@ -52,7 +52,7 @@ class TestPromises(Promises):
     configs = ["batch32", "batch512", "reference", "small"]
     named = ["model.filters", "data.whiten", "step.schedule.decay_at", "mesh.depth", "report.sinks"]
     ways = [*(f"data.reader={way}" for way in ("auto", "direct", "buffered", "memory", "hdf5", "dali")),
-            "data.processes=true data.workers=2", "data.workers=5 data.prefetch=0.0001", "data.stage=$OWN_DISK/data"]  # fmt: skip
+            "data.processes=true data.workers=1", "data.workers=5 data.prefetch=0.0001", "data.stage=$OWN_DISK/data"]  # fmt: skip
     logs = [(
         ["report.benchmark=cosmoflow", "train.target=9", "step.optimizer=sgd", "model.dropout=0.5",
          "step.schedule={decay: steps, decay_at: [1], decay_to: [0.25], per: epoch, warmup: 1, start: 1e-4}"],

@@ -214,7 +214,7 @@ SHORT = {
     "deepcam": (
         planted,
         ["model.middle=1", "model.divide=8", "model.frequencies=[0.4,0.3,0.3]", "data.batch=4", "data.evaluation_batch=6",
-         "step.lr=4e-3", "train.epochs=16", "train.evaluate_every=16", "step.average=null"],
+         "step.lr=4e-3", "train.epochs=10", "train.evaluate_every=10", "step.average=null"],
         last_scores, {"iou": (">", 0.5)},
     ),
     "unet3d": (
