@@ -1,7 +1,8 @@
 # make train     sets up .venv, simulates small universes, trains CosmoFlow on them, leaves a report to look at
 # make test      sets up .venv, checks style and types, passes the tests
+# make claims    the long proofs of what the README promises, and what was learnt in them
 # make install   the part that both share        make slurm    Slurm for tests/cluster (Debian, as root)
-# make lint      style, types, floors            make bench    speed and memory of steps, and of reading samples
+# make lint      style, types, floors            make bench    speed and memory of steps, of reading samples; tests that measure time
 # make fio       the disk benchmark that ours is compared with (Debian, as root)
 # make clean     removes .venv, datasets/ and runs/
 
@@ -14,7 +15,7 @@ DATA   := datasets/cosmoflow-small
 RUN    := runs/cosmoflow-small
 SHELL  := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
-.PHONY: train test install lint slurm fio bench clean
+.PHONY: train test claims install lint slurm fio bench clean
 
 train: install
 	@echo "== simulate universes -> $(DATA)"
@@ -64,8 +65,10 @@ lint: $(VENV)/.tested
 
 test: lint
 	@echo "== tests"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not timing"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m timing
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not timing and not claim" --durations=10
+
+claims: $(VENV)/.tested
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -s -m claim --durations=0
 
 slurm:
 	@if command -v slurmctld slurmd munged >/dev/null; then echo "== Slurm is installed"; \
@@ -83,10 +86,11 @@ fio:
 	  || echo "== fio could not be installed: what is compared with it will be skipped"; \
 	else echo "== fio needs Debian and root: what is compared with it will be skipped"; fi
 
-bench: install
+bench: $(VENV)/.tested
 	@$(BIN)/hpcai bench cosmoflow
 	@$(BIN)/hpcai bench step
 	@$(BIN)/hpcai bench data
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m timing
 
 clean:
 	rm -rf $(VENV) datasets runs

@@ -1,45 +1,71 @@
-"""An app run in this process, as its command line would."""
+"""An app run in this process, or in forks of it that have torch already, as its command line would."""
 
-import shutil
-import subprocess
+import runpy
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
+from subprocess import run as start
 from typing import Any
 
 import h5py
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from hpcai import config, log
-from hpcai.config import Settings
+from tests.forks import forked
 
 ROOT = Path(__file__).resolve().parents[2]
+NOTHING = ["train.collect_every=null"]  # a full collection costs more than these runs, and the collector has tests of its own
 
 
 @dataclass
 class App:
-    """``python -m apps.NAME apps/NAME/configs/small.yaml``, made quick by more words."""
+    """``python -m apps.NAME apps/NAME/configs/small.yaml``, made quick by more words, on data that ``make`` puts into a folder."""
 
     name: str
-    settings: type[Settings]
-    main: Callable[[Any], None]
+    make: Callable[[Path], object]
     quick: Sequence[str]
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def settings(self) -> Any:
+        return import_module(f"apps.{self.name}.settings").Config
 
     @property
     def small(self) -> Path:
         return ROOT / f"apps/{self.name}/configs/small.yaml"
 
     def words(self, data: Path, run: Path, *more: str) -> list[str]:
-        return [str(self.small), *self.quick, f"data.directory={data}", f"report.directory={run}", *more]
+        return [str(self.small), *NOTHING, *self.quick, f"data.directory={data}", f"report.directory={run}", *more]
 
     def here(self, data: Path, run: Path, *more: str) -> int:
         """Exit code of a run in this process."""
         try:
-            config.run(self.settings, self.main, self.words(data, run, *more))
+            config.run(self.settings, import_module(f"apps.{self.name}.__main__").main, self.words(data, run, *more))
         except SystemExit as end:
             return int(end.code or 0)
         return 0
+
+    def command(self, data: Path, run: Path, *more: str) -> Callable[[], object]:
+        """What ``python -m apps.NAME`` does once Python has begun, for forks."""
+
+        def enter() -> None:
+            sys.argv = [self.name, *self.words(data, run, *more)]
+            runpy.run_module(f"apps.{self.name}", run_name="__main__")
+
+        return enter
+
+    def on_ranks(self, ranks: int, data: Path, run: Path, *more: str, timeout: float = 240) -> str:
+        """What a run on so many processes said, all of which ended well."""
+        with forked(self.command(data, run, *more), run.with_name(f"{run.name}.out"), ranks) as forks:
+            codes, output = forks.ended(timeout)
+        assert codes == [0] * ranks, output
+        return output
 
     def refuses(self, data: Path, run: Path, more: Sequence[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
         """The run ends with one message that says ``text``, and leaves no weights."""
@@ -49,21 +75,20 @@ class App:
         assert not (run / "model.safetensors").exists()
 
     def once(self, data: Path, *more: str) -> Path:
-        """The folder of a run that several tests look at."""
-        run = data.with_name(f"{data.name}-once")
+        """The folder of a run with these words that several tests look at."""
+        run = data.with_name(" ".join([f"{data.name}-once", *more]).replace("/", "-"))
         if not run.exists():
             assert self.here(data, run, *more) == 0
         return run
 
     def names_in_help(self, names: Iterable[str]) -> None:
-        done = subprocess.run([sys.executable, "-m", f"apps.{self.name}", "--help"], cwd=ROOT, capture_output=True, text=True)
+        done = start([sys.executable, "-m", f"apps.{self.name}", "--help"], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0 and [name for name in names if name not in done.stdout] == [], done.stderr
 
 
-def damaged(data: Path, folder: Path, kind: str, changes: Mapping[str, Callable[[h5py.File], object]]) -> Path:
-    """A copy of ``data`` in ``folder`` whose first training file is gone, cut or changed."""
-    shutil.copytree(data, folder)
-    path = next((folder / "train").glob("*.h5"))
+def damaged(data: Path, kind: str, changes: Mapping[str, Callable[[h5py.File], object]]) -> None:
+    """The first training file of ``data`` is gone, cut or changed."""
+    path = next((data / "train").glob("*.h5"))
     if kind == "gone":
         path.unlink()
     elif kind == "cut":
@@ -71,16 +96,28 @@ def damaged(data: Path, folder: Path, kind: str, changes: Mapping[str, Callable[
     elif kind in changes:
         with h5py.File(path, "r+") as file:
             changes[kind](file)
-    return folder
 
 
 def complaints(folder: Path, *severities: str) -> set[str]:
     """What `hpcai data check` finds."""
     from hpcai.cli.check import Options, examine
 
-    return {finding.code for finding in examine(folder, Options()).findings if finding.severity in severities}
+    return {finding.code for finding in examine(folder, Options(seconds=0)).findings if finding.severity in severities}
 
 
 def told(run: Path, kind: str = "train", name: str = "loss") -> dict[int, float]:
     """What a run's events say, by step."""
     return {e["step"]: e[name] for e in log.read_metrics(run / "metrics.jsonl") if e["kind"] == kind}
+
+
+def resumed_from(run: Path) -> int | None:
+    """The step from which a run last went on; one that begins anew would end with the same weights."""
+    return [e["resumed_from"] for e in log.read_metrics(run / "metrics.jsonl") if e["kind"] == "start"][-1]
+
+
+def same_weights(one: Path, other: Path, **tolerance: float) -> None:
+    """Two runs ended with the same weights: bit for bit, or within ``rtol`` and ``atol``."""
+    expected, found = (load_file(run / "model.safetensors") for run in (one, other))
+    assert expected.keys() == found.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, **(tolerance or {"rtol": 0, "atol": 0}), msg=name)

@@ -1,10 +1,5 @@
 """The 3D U-Net app as its users start it: alone, cut over ranks, resumed, with every way to read, and with bad input."""
 
-import json
-import os
-import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,61 +8,73 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from apps.unet3d.__main__ import main
 from apps.unet3d.augment import normal, vary
 from apps.unet3d.data import FIELDS, Crops, Volumes
 from apps.unet3d.settings import AugmentConfig, Config
-from data_prep import kits19 as prep
 from hpcai import config, log
 from hpcai.data import Rows
 from hpcai.models.unet3d import UNet3D
-from tests.apps.running import App, told
+from tests.apps.five import UNET3D as APP
+from tests.apps.promises import Promises
+from tests.apps.running import same_weights, told
 
-ROOT = Path(__file__).resolve().parents[2]
-MPIEXEC = Path(sys.executable).with_name("mpiexec")
 WINDOW = (16, 32, 32)
-# Six training volumes in batches of 2: three steps an epoch.
-QUICK = ["model.filters=[4,6,8]", "model.window=[16,32,32]", "model.spacing_mm=[14,9,9]", "data.batch=2", "train.report_every=1",
-         "train.epochs=2", "train.evaluate_every=1", "checkpoint.every_steps=1", "step.precision=fp32", "data.pictures=2",
-         "step.schedule.decay=none"]  # fmt: skip
-APP = App("unet3d", Config, main, QUICK)
-
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six training volumes and three of validation, of about 18 x 40 x 40 voxels."""
-    folder = tmp_path_factory.mktemp("data") / "kidneys"
-    size = ["--cases", "9", "--validation", "0.34", "--spacing", "14", "9", "9", "--least", "16", "32", "32"]
-    assert prep.main(["simulate", str(folder), *size, "--workers", "1", "--no-check"]) == 0
-    assert len(json.loads((folder / "validation/index.json").read_text())["files"]) == 3
-    return folder
+def spoil(data: Path, kind: str) -> None:
+    files = sorted((data / "train").glob("*.h5"))
+    if kind == "label":
+        with h5py.File(files[0], "r+") as file:
+            values = file["label"][:]
+            del file["label"]
+            file["label"] = values.astype(np.int64)
+        (data / "train/index.json").unlink()
+    elif kind == "truncated":
+        files[1].write_bytes(files[1].read_bytes()[:5000])
+    elif kind == "missing":
+        files[2].unlink()
+    elif kind == "nan":
+        for path in files:
+            with h5py.File(path, "r+") as file:
+                file["image"][0, :, :, 20:] = np.nan
 
 
-def test_every_yaml_loads() -> None:
-    files = sorted((ROOT / "apps/unet3d/configs").glob("*.yaml"))
-    assert [file.stem for file in files] == ["gpu1", "node", "small", "spatial8"]
-    for path in files:
-        cfg = config.load(Config, path)
-        assert cfg.report.directory is not None and cfg.train.better == "higher" and cfg.train.metric == "mean_dice"
-        if path.stem != "small":  # the benchmark: network, optimizer, schedule of evaluations
+class TestPromises(Promises):
+    configs = ["gpu1", "node", "small", "spatial8"]
+    named = ["mesh.height", "data.window_group", "data.augment.foreground", "train.evaluate_from", "train.hopeless"]
+    ways = [f"data.reader={way}" for way in ("direct", "buffered", "memory", "hdf5")]
+    test_the_mlperf_log_of_a_run_keeps_the_rules = None  # there is none in MLPerf HPC
+    refused = [
+        ("label", (), "dataset 'label' is int64, expected uint8"), ("truncated", (), "truncated or rewritten?"),
+        ("missing", (), "is missing"), ("nan", (), "holds NaN or infinity"),
+        ("", ("model.window=[32,64,64]",), "smaller than the window (model.window 32 x 64 x 64)"),
+        ("", ("model.spacing_mm=[4.8,3.6,3.6]",), "voxels of 14 x 9 x 9 mm, but model.spacing_mm is 4.8 x 3.6 x 3.6"),
+        ("", ("model.window=[16,20,32]",), "multiples of 8"), ("", ("data.reader=dali",), "data.reader is dali"),
+        ("", ("data.window_group=2", "train.evaluate=background"), "window_group is 2 and train.evaluate background"),
+        ("", ("data.window_group=2",), "data.window_group"), ("", ("data.augment.factor=[2,1]",), "give the smaller one first"),
+        ("", ("train.hopeless=1.0", "train.epochs=1"), "train.hopeless: a run at 1 has diverged"),
+        ("", ("data.directory=/nowhere",), "data_prep.kits19 simulate"),
+    ]  # fmt: skip
+    spoil = staticmethod(spoil)
+
+    def check(self, name: str, cfg: Any) -> None:
+        assert cfg.train.better == "higher" and cfg.train.metric == "mean_dice"
+        if name != "small":  # the benchmark: network, optimizer, schedule of evaluations
             assert cfg.model == Config().model and cfg.train.target == 0.908 and cfg.data.augment.foreground == 0.4
             assert (cfg.step.optimizer, cfg.step.nesterov, cfg.step.momentum, cfg.step.weight_decay) == ("sgd", True, 0.9, 0)
             assert cfg.train.evaluate_from == 1000 and cfg.train.evaluate_every == 20  # 168 divides by these batches
             assert 168 % cfg.data.batch == 0
-    spatial = config.load(Config, ROOT / "apps/unet3d/configs/spatial8.yaml")
-    assert spatial.mesh.depth == 8 and spatial.mesh.replicate * 8 + spatial.mesh.evaluate == 768 == 96 * 8
-    assert (spatial.data.batch, spatial.step.lr, spatial.step.schedule.warmup) == (84, 1.5, 1500)
+        if name == "spatial8":
+            assert cfg.mesh.depth == 8 and cfg.mesh.replicate * 8 + cfg.mesh.evaluate == 768 == 96 * 8
+            assert (cfg.data.batch, cfg.step.lr, cfg.step.schedule.warmup) == (84, 1.5, 1500)
 
 
-def test_a_run_leaves_everything_that_its_users_want(data: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    assert APP.here(data, run) == 0
+def test_a_run_leaves_everything_that_its_users_want(data: Path) -> None:
+    run = APP.once(data)
     files = ["checkpoints", "maps.npz", "metrics.jsonl", "model.safetensors", "settings.yaml"]
-    assert sorted(p.name for p in run.iterdir()) == files
+    assert sorted(p.name for p in run.iterdir() if p.name != "report.html") == files
     assert config.load(Config, run / "settings.yaml") == config.load(Config, APP.small, APP.words(data, run)[1:])
     maps = np.load(run / "maps.npz", allow_pickle=False)
     assert maps["fields"].shape == (2, 48, 48, 1) and maps["true"].shape == maps["predicted"].shape == (2, 48, 48)
@@ -87,50 +94,21 @@ def test_a_run_leaves_everything_that_its_users_want(data: Path, tmp_path: Path)
     assert "mean_dice" in draw(run).read_text()
 
 
-def test_resumed_is_uninterrupted(data: Path, tmp_path: Path) -> None:
-    assert APP.here(data, tmp_path / "whole") == 0
-    assert APP.here(data, tmp_path / "cut", "train.epochs=null", "train.steps=2") == 0
-    assert APP.here(data, tmp_path / "cut") == 0
-    whole, cut = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut"))
-    assert all(torch.equal(whole[name], cut[name]) for name in whole)
-
-
-@pytest.mark.mpi
-@pytest.mark.skipif(not MPIEXEC.exists(), reason="no mpiexec beside this Python: install the extra 'mpi'")
 @pytest.mark.parametrize(
-    ("ranks", "more"),
-    [
-        (2, ["mesh.depth=2"]),
-        (4, ["mesh.depth=2", "mesh.height=2", "data.augment.where=device"]),
-        (4, ["mesh.depth=2", "data.window_group=2"]),
-        (4, ["mesh.depth=2", "mesh.evaluate=2"]),
-        (2, ["mesh.depth=2", "train.evaluate=background"]),
-        (2, ["data.window_group=2"]),
-    ],
-    ids=str,
-)
-def test_volumes_cut_over_ranks_train_as_one_process(data: Path, tmp_path: Path, ranks: int, more: list[str]) -> None:
-    noisy = ["step.precision=fp64", "data.augment.noisy=0.7", "data.augment.brighter=0.7"]
-    one = tmp_path.parent / "alone"
-    if not one.exists():
-        assert APP.here(data, one, *noisy) == 0
-    line = [str(MPIEXEC), "-n", str(ranks), sys.executable, "-m", "apps.unet3d", *APP.words(data, tmp_path / "cut", *noisy, *more)]
-    done = subprocess.run(line, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+    "how",
+    ["2 mesh.depth=2", "4 mesh.depth=2 mesh.height=2 data.augment.where=device", "4 mesh.depth=2 data.window_group=2",
+     "4 mesh.depth=2 mesh.evaluate=2", "2 mesh.depth=2 train.evaluate=background", "2 data.window_group=2"],
+)  # fmt: skip
+def test_volumes_cut_over_ranks_train_as_one_process(data: Path, tmp_path: Path, how: str) -> None:
+    ranks, *more = how.split()
+    noisy = ["train.epochs=1", "step.precision=fp64", "data.augment.noisy=0.7", "data.augment.brighter=0.7"]
+    one, cut = APP.once(data, *noisy), tmp_path / "cut"
+    APP.on_ranks(int(ranks), data, cut, *noisy, *more)
     for kind, name in (("train", "loss"), ("evaluate", "mean_dice"), ("evaluate", "dice_tumour"), ("evaluate", "loss")):
-        assert told(tmp_path / "cut", kind, name) == pytest.approx(told(one, kind, name), rel=1e-5), name
-    whole, parts = (load_file(path / "model.safetensors") for path in (one, tmp_path / "cut"))
-    for name, tensor in whole.items():
-        torch.testing.assert_close(parts[name], tensor, rtol=1e-5, atol=1e-7, msg=name)
-    a, b = (np.load(path / "maps.npz") for path in (one, tmp_path / "cut"))
+        assert told(cut, kind, name) == pytest.approx(told(one, kind, name), rel=1e-5), name
+    same_weights(one, cut, rtol=1e-5, atol=1e-7)
+    a, b = (np.load(path / "maps.npz") for path in (one, cut))
     assert sorted(a["fields"].sum((1, 2, 3)).tolist()) == pytest.approx(sorted(b["fields"].sum((1, 2, 3)).tolist()), rel=1e-5)
-
-
-@pytest.mark.parametrize("way", ["direct", "buffered", "memory", "hdf5"])
-def test_however_volumes_are_read_the_loss_is_the_same(data: Path, tmp_path: Path, way: str) -> None:
-    expected = told(APP.once(data, "train.epochs=1"))
-    assert APP.here(data, tmp_path / "run", f"data.reader={way}", "train.epochs=1") == 0
-    assert told(tmp_path / "run") == expected
 
 
 # ---- crops
@@ -222,7 +200,7 @@ def test_the_largest_volumes_are_evaluated_first(data: Path) -> None:
     from hpcai.data.sampler import LargestFirst
 
     source = Volumes(rows(data / "validation"))
-    model = config.load(Config, APP.small, QUICK).model
+    model = config.load(Config, APP.small, [*APP.quick]).model
     counts = [source.windows(index, model) for index in range(3)]
     for index, count in enumerate(counts):  # the formula of the fact sheet
         sides = zip(source.rows.shape(index, "image"), WINDOW)
@@ -231,56 +209,3 @@ def test_the_largest_volumes_are_evaluated_first(data: Path) -> None:
     dealt = [sorted(sampler.order(0)[sampler.deal(sampler.order(0), rank, 4)]) for rank in range(4)]
     assert dealt == [[0, 1], [0, 1], [2, 3, 4, 5], [2, 3, 4, 5]]
     assert sampler.order(0)[:2].tolist() == [1, 3]
-
-
-# ---- bad input
-
-
-def broken(data: Path, folder: Path, kind: str) -> Path:
-    shutil.copytree(data, folder)
-    files = sorted((folder / "train").glob("*.h5"))
-    index = folder / "train/index.json"
-    if kind == "label":
-        with h5py.File(files[0], "r+") as file:
-            values = file["label"][:]
-            del file["label"]
-            file["label"] = values.astype(np.int64)
-        index.unlink()
-    elif kind == "truncated":
-        files[1].write_bytes(files[1].read_bytes()[:5000])
-    elif kind == "missing":
-        files[2].unlink()
-    elif kind == "nan":
-        for path in files:
-            with h5py.File(path, "r+") as file:
-                file["image"][0, :, :, 20:] = np.nan
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("kind", "more", "text"),
-    [
-        ("label", (), "dataset 'label' is int64, expected uint8"),
-        ("truncated", (), "truncated or rewritten?"),
-        ("missing", (), "is missing"),
-        ("nan", (), "holds NaN or infinity"),
-        ("none", ("model.window=[32,64,64]",), "smaller than the window (model.window 32 x 64 x 64)"),
-        ("none", ("model.spacing_mm=[4.8,3.6,3.6]",), "voxels of 14 x 9 x 9 mm, but model.spacing_mm is 4.8 x 3.6 x 3.6"),
-        ("none", ("model.window=[16,20,32]",), "multiples of 8"),
-        ("none", ("data.reader=dali",), "data.reader is dali"),
-        ("none", ("data.window_group=2", "train.evaluate=background"), "window_group is 2 and train.evaluate background"),
-        ("none", ("data.window_group=2",), "data.window_group"),
-        ("none", ("data.augment.factor=[2,1]",), "give the smaller one first"),
-        ("none", ("train.hopeless=1.0", "train.epochs=1"), "train.hopeless: a run at 1 has diverged"),
-        ("none", ("data.directory=/nowhere",), "data_prep.kits19 simulate"),
-    ],
-)  # fmt: skip
-def test_bad_input_is_told_in_one_line(
-    data: Path, tmp_path: Path, kind: str, more: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = broken(data, tmp_path / "data", kind) if kind != "none" else data
-    APP.refuses(folder, tmp_path / "run", more, text, capsys)
-
-
-def test_help_names_every_setting() -> None:
-    APP.names_in_help(("mesh.height", "data.window_group", "data.augment.foreground", "train.evaluate_from", "train.hopeless"))

@@ -164,12 +164,9 @@ def test_every_part_of_the_rule_for_cyclones_counts(names, part):
 
 
 NOT_RIVERS = {
-    "nothing": {"jet": 0.0, "moisture": 0.0},
-    "too short": {"latitude": (31, 34, 37), "longitude": (30, 34, 37)},
-    "tropical": {"latitude": (11, 12, 13), "longitude": (20, 34, 46)},
-    "moving equatorward": {"latitude": LATITUDES[::-1]},
-    "dry": {"moisture": -15.0},
-    "without wind": {"jet": 3.0},
+    "nothing": {"jet": 0.0, "moisture": 0.0}, "too short": {"latitude": (31, 34, 37), "longitude": (30, 34, 37)},
+    "tropical": {"latitude": (11, 12, 13), "longitude": (20, 34, 46)}, "moving equatorward": {"latitude": LATITUDES[::-1]},
+    "dry": {"moisture": -15.0}, "without wind": {"jet": 3.0},
 }
 
 

@@ -123,8 +123,7 @@ def test_any_number_of_workers_makes_the_same_bytes(public, tmp_path):
 @pytest.mark.parametrize(
     "packed",
     [
-        lambda: record(0) + record(1) + record(2),
-        lambda: gzip.compress(record(0) + record(1) + record(2)),
+        lambda: record(0) + record(1) + record(2), lambda: gzip.compress(record(0) + record(1) + record(2)),
         lambda: b"".join(gzip.compress(record(i)) for i in range(3)),
         lambda: b"".join(framed(gzip.compress(example(sample(i)[0].tobytes(), sample(i)[1].tolist()))) for i in range(3)),
     ],
@@ -197,8 +196,7 @@ FIRST = len(record(0))
         (lambda: record(0) + _flip(record(1), 3), ["checksum of the length", f"byte {FIRST}"]),
         (lambda: gzip.compress(record(0))[:-60], ["damaged gzip", "byte 0 of the decompressed file"]),
         (lambda: gzip.compress(record(0) + record(1)[:-9]), ["cut off", f"byte {FIRST} of the decompressed file"]),
-        (lambda: b"not a record at all", ["begins with bytes 6e 6f"]),
-        (lambda: b"", ["is empty"]),
+        (lambda: b"not a record at all", ["begins with bytes 6e 6f"]), (lambda: b"", ["is empty"]),
         (lambda: framed(b"\x08\x96\x01 no example"), ["not a tf.train.Example"]),
         (lambda: framed(example(bytes(100), [0, 0, 0, 0])), ["100 bytes are no cube of 4 int16 channels", "--channels"]),
         (lambda: framed(example(bytes(512), [0, 0, 0, 1.6])), ["target", "[-1.5, 1.5]"]),
@@ -228,8 +226,7 @@ def test_an_error_in_a_worker_is_the_same_line(public, tmp_path, capsys):
 @pytest.mark.parametrize(
     "prepare, more, words",
     [
-        (lambda source: None, [], "no such folder"),
-        (lambda source: source.mkdir(), [], "--split"),
+        (lambda source: None, [], "no such folder"), (lambda source: source.mkdir(), [], "--split"),
         (lambda source: source.mkdir(), ["--split", "train"], "no files"),
     ],
 )

@@ -1,6 +1,7 @@
 """Files of simulated universes: the same from any number of processes, resumable, checked, and worth learning from."""
 
 import json
+import multiprocessing
 import shutil
 import subprocess
 import sys
@@ -80,7 +81,8 @@ def test_statistics_are_those_of_the_data(made):
     assert statistics["target"]["std"] == pytest.approx(target.std(0))
 
 
-def test_two_workers_make_the_same_bytes(made, tmp_path):
+def test_two_workers_make_the_same_bytes(made, tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "get_context", multiprocessing.get_context)       # new processes, as users have them
     assert cosmoflow.main(["simulate", str(tmp_path / "two"), *SMALL, "--workers", "2"]) == 0
     assert content(tmp_path / "two") == content(made)
 
@@ -154,8 +156,7 @@ def test_a_set_grows_without_a_change_of_what_is_there(made, tmp_path):
     "more, words",
     [
         (["--seed", "2"], ["seed 1 (now 2)", "new folder"]),
-        (["--universes", "4", "--validation", "0"], ["validation 0.125 (now 0.0)"]),
-        (["--universes", "1"], ["none is left for"]),
+        (["--universes", "4", "--validation", "0"], ["validation 0.125 (now 0.0)"]), (["--universes", "1"], ["none is left for"]),
         (["--universes", "7"], ["universe_00000", "at least as many"]),
     ],
 )
@@ -170,11 +171,9 @@ def test_another_recipe_in_the_same_folder_is_refused(made, tmp_path, capsys, mo
 @pytest.mark.parametrize(
     "more, words",
     [
-        (["--size", "7", "--cut", "1"], ["--size 7", "even"]),
-        (["--redshifts", "0,0"], ["--redshifts", "different"]),
+        (["--size", "7", "--cut", "1"], ["--size 7", "even"]), (["--redshifts", "0,0"], ["--redshifts", "different"]),
         (["--ranges", "Omega_m=0.4:0.3"], ["Omega_m=0.4:0.3", "LOW below HIGH"]),
-        (["--validation", "0.7", "--test", "0.3"], ["sum to less than 1"]),
-        (["--omega-b", "0.2"], ["--omega-b"]),
+        (["--validation", "0.7", "--test", "0.3"], ["sum to less than 1"]), (["--omega-b", "0.2"], ["--omega-b"]),
         (["--mean-count", "1000", "--particles-per-cell", "1", "--voxel", "0.5", "--size", "32"], ["--mean-count", "int16"]),
     ],
 )
@@ -266,8 +265,7 @@ def _damage(path):
 @pytest.mark.parametrize(
     "harm, words",
     [
-        (_damage, "SHA-256"),
-        (lambda path: path.unlink(), "not there"),
+        (_damage, "SHA-256"), (lambda path: path.unlink(), "not there"),
         (lambda path: path.write_bytes(path.read_bytes()[:-1]), "the index says"),
     ],
 )
@@ -298,17 +296,28 @@ def _summary(counts):
     return numbers
 
 
-def test_the_numbers_can_be_learnt_from_the_counts():
-    """Linear regression from 24 summary numbers of a 32^3 universe, on 150 universes, held to the test on 50 others."""
-    recipe = _recipe()
-    x = np.array([_summary(cosmoflow.evolve(recipe, i)[0]) for i in range(200)])
-    y = np.array([recipe.target(i) for i in range(200)])
-    x = np.column_stack([(x - x[:150].mean(0)) / x[:150].std(0), np.ones(200)])
-    weights = np.linalg.solve(x[:150].T @ x[:150] + 0.1 * np.eye(x.shape[1]), x[:150].T @ y[:150])
-    error = ((x[150:] @ weights - y[150:]) ** 2).sum(0)
-    r2 = 1 - error / ((y[150:] - y[:150].mean(0)) ** 2).sum(0)
+def explained(size, universes, bar):
+    """R2 of parameters by linear regression from 24 summary numbers of a universe, on three quarters of them held to the others."""
+    recipe, train = _recipe(size=size), universes * 3 // 4
+    x = np.array([_summary(cosmoflow.evolve(recipe, i)[0]) for i in range(universes)])
+    y = np.array([recipe.target(i) for i in range(universes)])
+    x = np.column_stack([(x - x[:train].mean(0)) / x[:train].std(0), np.ones(universes)])
+    weights = np.linalg.solve(x[:train].T @ x[:train] + bar * np.eye(x.shape[1]), x[:train].T @ y[:train])
+    error = ((x[train:] @ weights - y[train:]) ** 2).sum(0)
+    r2 = 1 - error / ((y[train:] - y[:train].mean(0)) ** 2).sum(0)
     print("R2", dict(zip(cosmoflow.PARAMETERS, r2.round(3))))
+    return r2
+
+
+@pytest.mark.claim
+def test_the_numbers_can_be_learnt_from_the_counts():
+    r2 = explained(32, 200, 0.1)
     assert r2[0] > 0.6 and r2[1] > 0.8
+
+
+def test_some_numbers_can_be_learnt_from_few_counts():
+    r2 = explained(16, 100, 0.5)
+    assert r2[0] > 0.2 and r2[1] > 0.5
 
 
 @pytest.mark.parametrize("seed", [1, 7])

@@ -181,7 +181,7 @@ def test_readings_of_the_gpu_and_a_trace_of_chosen_steps(tmp_path: Path) -> None
 def bench(part: str) -> list[dict[str, Any]]:
     import argparse
 
-    from hpcai.cli import bench_step
+    from hpcai.cli.bench import step as bench_step
 
     return getattr(bench_step, f"_{part}")(argparse.Namespace(repeats=7, millions=100.0))
 

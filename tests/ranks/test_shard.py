@@ -10,7 +10,7 @@ import torch
 import torch.distributed as torch_dist
 from torch import nn
 
-from hpcai.cli.bench_step import bytes_sent
+from hpcai.cli.bench.step import bytes_sent
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import MeshError
 from hpcai.parallel.replicate import sum_over

@@ -164,8 +164,7 @@ def test_a_sink_that_fails_warns_once_and_the_others_go_on(caplog: pytest.LogCap
 # --------------------------------------------------------------------------------------------------------- terminal
 
 EVENTS = [
-    Event("start", 100.0, START | {"resumed_from": 110}),
-    Event("epoch", 100.0, {"epoch": 1, "step": 110}),
+    Event("start", 100.0, START | {"resumed_from": 110}), Event("epoch", 100.0, {"epoch": 1, "step": 110}),
     Event("train", 110.0, {"step": 120, **TRAIN}),
     Event("train", 111.0, {"step": 130, **TRAIN, "epoch": 1.625, "loss": math.nan, "samples_per_second": 8.25}),
     Event("evaluate", 120.0, {"step": 160, "epoch": 2, "samples": 5120, "seconds": 2.13, "mae": 0.15234}),

@@ -1,0 +1,53 @@
+"""The five apps, each with words and data of its own kind that are as small as they may be: six steps in two epochs."""
+
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+
+from tests.apps import universes
+from tests.apps.running import App
+
+
+def prepared(prep: str, words: str) -> Callable[[Path], None]:
+    """How ``data_prep`` simulates with these words."""
+
+    def make(folder: Path) -> None:
+        line = ["simulate", str(folder), *words.split(), "--workers", "1", "--no-check"]
+        assert import_module(f"data_prep.{prep}").main(line) == 0
+
+    return make
+
+
+COSMOFLOW = App(
+    "cosmoflow",
+    lambda folder: universes.make(folder, size=16),
+    ["model.size=16", "model.blocks=4", "model.filters=2", "data.batch=8", "train.report_every=1", "train.epochs=2",
+     "step.schedule.decay=none"],
+)  # fmt: skip
+DEEPCAM = App(  # 12 training maps and 6 of validation
+    "deepcam",
+    prepared("deepcam", "--samples 18 --height 64 --width 96 --spacing 0.75 --validation 0.34 --test 0 --rows 4"),
+    ["model.middle=1", "model.divide=16", "model.frequencies=[0.95,0.01,0.04]", "data.batch=4", "data.evaluation_batch=4",
+     "train.report_every=1", "train.epochs=2", "step.precision=fp32", "data.pictures=2",
+     "step.schedule.decay=none"],
+)  # fmt: skip
+UNET3D = App(  # six training volumes and three of validation, of about 18 x 40 x 40 voxels
+    "unet3d",
+    prepared("kits19", "--cases 9 --validation 0.34 --spacing 14 9 9 --least 16 32 32"),
+    ["model.filters=[4,6,8]", "model.window=[16,32,32]", "model.spacing_mm=[14,9,9]", "data.batch=2", "train.report_every=1",
+     "train.epochs=2", "train.evaluate_every=1", "step.precision=fp32", "data.pictures=2",
+     "step.schedule.decay=none"],
+)  # fmt: skip
+OPENCATALYST = App(  # 74 training and 37 validation frames of slabs with 13 or 14 atoms
+    "opencatalyst",
+    prepared("opencatalyst", "--systems 3 --each 1 --validation 0.34 --size 2 2 3 --dynamics 5"),
+    ["model.hidden=12", "model.output=12", "model.interaction=6", "model.basis=4", "model.blocks=1", "model.cutoff=4.0",
+     "data.batch=24", "data.evaluation_batch=36", "train.report_every=1", "train.epochs=2", "train.evaluate_every=1",
+     "data.pictures=6", "step.schedule.decay=none", "step.schedule.warmup=0"],
+)  # fmt: skip
+OPENFOLD = App(  # six training chains and six of validation, three of a family: each has the two others for templates
+    "openfold",
+    prepared("openfold", "--chains 12 --families 4 --each 1 --length 18 22 --rows 9 --validation 0.5 --templates 2"),
+    ["model.blocks=1", "model.structure.passes=2", "features.crop=16", "features.clusters=4", "features.extra=5", "data.batch=4",
+     "data.epoch=12", "train.steps=6", "train.report_every=1", "data.pictures=2"],
+)  # fmt: skip

@@ -1,0 +1,94 @@
+"""What every app promises: its files of settings load, its help names them, a resumed run is an uninterrupted one, samples are the
+same however they are read, its MLPerf log keeps the rules, and bad input is told in one line and loses nothing."""
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcai import config
+from tests.apps.running import ROOT, App, resumed_from, same_weights, told
+
+Log = tuple[list[str], list[str]]
+Refused = tuple[str, Sequence[str], str]
+
+
+@pytest.mark.usefixtures("one_thread")
+class Promises:
+    configs: list[str]
+    named: list[str]
+    """some settings of its own"""
+    ways: list[str]
+    short: list[str] = ["train.epochs=1"]
+    """words for a run that reads whole batches and ends early"""
+    logs: list[Log]
+    """words, and the rules that a run of this size cannot keep"""
+    refused: list[Refused]
+    """how the data is spoiled ("" not at all), words, and what is told"""
+    spoil: Callable[[Path, str], None]
+    stop = 2
+
+    def test_every_yaml_loads(self, app: App) -> None:
+        files = sorted((ROOT / f"apps/{app.name}/configs").glob("*.yaml"))
+        assert [file.stem for file in files] == self.configs
+        for path in files:
+            cfg = config.load(app.settings, path)
+            assert cfg != app.settings() and cfg.report.directory is not None, f"{path.name} sets nothing"
+            self.check(path.stem, cfg)
+
+    def check(self, name: str, cfg: Any) -> None:
+        """What a file of settings must say."""
+
+    def test_help_names_every_setting(self, app: App) -> None:
+        app.names_in_help(self.named)
+
+    def test_resumed_is_uninterrupted(self, app: App, data: Path, tmp_path: Path) -> None:
+        run = tmp_path / "cut"
+        assert app.here(data, run, "train.epochs=null", f"train.steps={self.stop}") == 0 and max(told(run)) == self.stop
+        for begin in (self.stop, 6):  # a finished run can be started again
+            assert app.here(data, run) == 0 and resumed_from(run) == begin
+            same_weights(app.once(data), run)
+            assert told(run) == told(app.once(data)) and len(told(run)) == 6
+
+    def test_however_samples_are_read_the_loss_is_the_same(
+        self, app: App, data: Path, tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        if way == "data.reader=dali":
+            pytest.importorskip("nvidia.dali", reason="DALI is not installed: data.reader=dali is NOT tested")
+        monkeypatch.setenv("OWN_DISK", str(tmp_path / "own"))
+        assert app.here(data, tmp_path / "run", *way.split(), *self.short) == 0
+        found, scores = told(tmp_path / "run"), told(tmp_path / "run", "evaluate", "step")
+        whole = told(app.once(data))
+        assert found == {step: whole[step] for step in found} and len(found) == 6 // 2 and set(scores) == {3}
+        metric = config.load(app.settings, app.small).train.metric
+        assert told(tmp_path / "run", "evaluate", metric)[3] == told(app.once(data), "evaluate", metric)[3]
+        if "OWN_DISK" in way:
+            assert len(list((tmp_path / "own/data/train").glob("*.h5"))) == len(list((data / "train").glob("*.h5")))
+
+    def test_the_mlperf_log_of_a_run_keeps_the_rules(self, app: App, data: Path, tmp_path: Path, log: Log) -> None:
+        pytest.importorskip("mlperf_logging")
+        words, cannot = log
+        assert app.here(self.for_log(data, tmp_path), tmp_path / "run", "report.sinks=[mlperf]", *words) == 0
+        checker = [sys.executable, "-m", "mlperf_logging.compliance_checker", "--usage", "hpc", "--ruleset", "3.0.0"]
+        done = subprocess.run([*checker, str(tmp_path / "run" / "mlperf.log")], capture_output=True, text=True, cwd=tmp_path)
+        text = done.stdout + done.stderr
+        failed = re.findall(r"(?:CHECK for '|Failed checks for |Required \w+ occurrence of '|Required )(\w+)", text)
+        assert sorted({*failed}) == sorted(cannot), text
+
+    def for_log(self, data: Path, folder: Path) -> Path:
+        """The data of a run that keeps a log."""
+        return data
+
+    def test_bad_input_is_told_in_one_line(
+        self, app: App, data: Path, tmp_path: Path, wrong: Refused, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        kind, more, text = wrong
+        if kind:
+            data = Path(shutil.copytree(data, tmp_path / "data"))
+            type(self).spoil(data, kind)
+        app.refuses(data, tmp_path / "run", more, text, capsys)
