@@ -15,8 +15,8 @@ from tests.apps.promises import Promises
 from tests.apps.running import same_weights, told
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-COSINE = "{unit: steps, warmup: 2, first: 1, decay: cosine, length: 6}"
-STEPS = "{unit: steps, warmup: 2, first: 1, decay: steps, length: null, decay_at: [3], decay_to: [0.1]}"
+COSINE = "{unit: steps, warmup: 2, counted: deepcam-reference, decay: cosine, length: 6}"
+STEPS = "{unit: steps, warmup: 2, counted: deepcam-reference, decay: steps, length: null, decay_at: [3], decay_to: [0.1]}"
 
 
 def spoil(data: Path, kind: str) -> None:
@@ -53,7 +53,7 @@ def _rewrite(path: Path, change: Any) -> None:
 
 class TestPromises(Promises):
     configs = ["batch128", "batch2048", "node", "small"]
-    named = ["batchnorm_group", "model.skip", "model.init", "data.pictures", "step.schedule.after_warmup"]
+    named = ["batchnorm_group", "model.skip", "model.init", "data.pictures", "step.schedule.counted"]
     ways = [f"data.reader={way}" for way in ("direct", "buffered", "memory", "hdf5", "dali")]
     # All rules are kept but those that twelve maps cannot: the size of the set, and 0.82 in three steps.
     logs = [

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from data_prep import chains, openfold, proteins
-from hpcai.cli.check import Options
+from hpcai.cli.check import Options, examine
 from hpcai.data.hdf5 import Rows
 from hpcai.models.openfold.alignments import Alignment, encode, read_alignments, read_hhr
 from hpcai.models.openfold.features import FeatureConfig, featurize

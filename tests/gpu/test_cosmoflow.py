@@ -96,11 +96,13 @@ def test_batches_arrive_on_the_gpu() -> None:
 
 
 def test_peak_memory_is_no_more_than_a_plain_networks() -> None:
-    from hpcai.cli.bench import _peak
+    from hpcai.cli.ablate import find
+    from hpcai.cli.bench.app import Bench
 
-    peaks = {}
+    case, peaks = ["model.size=64", "data.batch=4"], {}
     for kind in ("plain", "ours"):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        peaks[kind] = _peak(kind, 64, 4, "bf16")["mb"]
+        bench = Bench("cosmoflow", find("cosmoflow"), ["memory", *case, "--precision", "bf16"])
+        peaks[kind] = bench._peak(kind, case)["mb"]
     assert peaks["ours"] <= peaks["plain"] * 1.02
