@@ -1,8 +1,6 @@
 """What apps declare to be measured: the plain form is the same function, and plain is plain where all is ours."""
 
 import json
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ from hpcai.nn import BatchNorm, Conv2d
 from hpcai.parallel.batchnorm import Total
 from hpcai.train.evaluation import Background, Here
 from hpcai.train.step import Step
+from tests.forks import forked
 from tests.ranks.launch import on_ranks
 
 SMALL = {
@@ -197,21 +196,21 @@ def test_arrangements_are_one_function_in_float64(app: str, more: str) -> None:
                 torch.testing.assert_close(ours[name], theirs[name], rtol=1e-8, atol=1e-10, check_stride=False)
 
 
-def test_a_plain_convolution_of_strided_maps_ends_no_process() -> None:
+def _strided() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 8, 48, 72).contiguous(memory_format=torch.channels_last).requires_grad_()
+    plain = deepcam._Plain(8, 16, 1, 2, bias=False).to(memory_format=torch.channels_last)
+    y = plain(x)
+    y.square().sum().backward()
+    z = nn.functional.conv2d(x.detach().contiguous(), plain.weight, stride=2)
+    torch.testing.assert_close(y, z, check_stride=False)
+
+
+def test_a_plain_convolution_of_strided_maps_ends_no_process(tmp_path: Path) -> None:
     """oneDNN's gradient does, at this size (torch 2.13)."""
-    code = """
-import torch
-from apps.deepcam.trial import _Plain
-from torch import nn
-x = torch.randn(2, 8, 48, 72).contiguous(memory_format=torch.channels_last).requires_grad_()
-plain = _Plain(8, 16, 1, 2, bias=False).to(memory_format=torch.channels_last)
-y = plain(x)
-y.square().sum().backward()
-z = nn.functional.conv2d(x.detach().contiguous(), plain.weight, stride=2)
-torch.testing.assert_close(y, z, check_stride=False)
-"""
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2])
-    assert ended.returncode == 0, ended.stderr
+    with forked(_strided, tmp_path / "said") as forks:
+        codes, said = forks.ended()
+    assert codes == [0], said
 
 
 @pytest.mark.parametrize("angles", ["detached", "conservative"])

@@ -9,11 +9,9 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from ase.build import fcc111
 
 from hpcai.models.cosmoflow import CosmoFlow, CosmoFlowConfig
 from hpcai.models.deepcam import VARIABLES, DeepCam, DeepCamConfig
-from hpcai.models.dimenet import DimeNet, DimeNetConfig
 from hpcai.models.openfold import OpenFold, OpenFoldConfig
 from hpcai.models.openfold.structures import write_structure
 from hpcai.models.unet3d import UNet3D, UNet3DConfig
@@ -25,39 +23,42 @@ README = (ROOT / "README.md").read_text()
 TINY = OpenFoldConfig.preset("model_1", blocks=1, extra={"blocks": 1}, msa=16, pair=8, single=16)
 
 
-def cells() -> list[str]:
-    return re.findall(r"```python\n(.*?)```", README, re.S)
-
-
-def test_the_notebook_cells_run(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    folder = tmp_path / "runs/cosmoflow-small"
-    folder.mkdir(parents=True)
-    CosmoFlow(CosmoFlowConfig(size=32, filters=2, dropout=0.0, low=(0.1,) * 4, high=(0.9,) * 4)).save(folder / "model.safetensors")
-    monkeypatch.chdir(tmp_path)
-    counts = torch.from_numpy(np.random.default_rng(0).poisson(2, (32, 32, 32, 4)).astype(np.int16))
-    (tmp_path / "runs/deepcam-small").mkdir()
-    cfg = DeepCamConfig(divide=16, middle=0, low=(0.0,) * 16, high=(1.0,) * 16)
-    DeepCam(cfg).save(tmp_path / "runs/deepcam-small/model.safetensors")
-    fields = {name: np.full((40, 50), 0.5 / (100 if name == "PSL" else 1)) for name in VARIABLES}
-    (tmp_path / "runs/unet3d-small").mkdir()
-    UNet3D(UNet3DConfig(filters=(4, 4), window=(8, 16, 16))).save(tmp_path / "runs/unet3d-small/model.safetensors")
-    scan = np.random.default_rng(0).normal(0, 100, (8, 30, 30))
-    (tmp_path / "runs/opencatalyst-small").mkdir()
-    small = DimeNetConfig(hidden=8, output=8, interaction=4, blocks=1, cutoff=5.0, most=None)
-    DimeNet(small).save(tmp_path / "runs/opencatalyst-small/model.safetensors")
-    slab = fcc111("Cu", (2, 2, 3), vacuum=5.0, periodic=True)
-    atoms = {"numbers": slab.numbers, "positions": slab.positions, "cell": slab.cell.array, "slab": slab}
-    OpenFold(TINY).save(tmp_path / "params_model_1.npz", form="alphafold")
-    (tmp_path / "alignments/5zyh_A").mkdir(parents=True)
-    (tmp_path / "alignments/5zyh_A/hits.a3m").write_text(">5zyh_A\nMKVLA\n>relative\nMRV-A\n")
-    names: dict = {"counts": counts, "target": torch.zeros(4), "fields": fields, "scan": scan, **atoms, "sequence": "MKVLA"}
-    assert len(cells()) == 6
-    for cell in cells():
+def run_cells(page: str, count: int, names: dict) -> dict:  # type: ignore[type-arg]
+    """``names`` after the notebook cells of a page."""
+    cells = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)
+    assert len(cells) == count
+    for cell in cells:
         exec(cell, names)
+    return names
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in which runs have left their weights."""
+    monkeypatch.chdir(tmp_path)
+    models = {
+        "cosmoflow": CosmoFlow(CosmoFlowConfig(size=32, filters=2, dropout=0.0, low=(0.1,) * 4, high=(0.9,) * 4)),
+        "deepcam": DeepCam(DeepCamConfig(divide=16, middle=0, low=(0.0,) * 16, high=(1.0,) * 16)),
+        "unet3d": UNet3D(UNet3DConfig(filters=(4, 4), window=(8, 16, 16))),
+    }
+    for name, model in models.items():
+        folder = tmp_path / f"runs/{name}-small"
+        folder.mkdir(parents=True)
+        model.save(folder / "model.safetensors")
+    return tmp_path / "runs"
+
+
+def test_the_notebook_cells_run(runs: Path) -> None:
+    counts = torch.from_numpy(np.random.default_rng(0).poisson(2, (32, 32, 32, 4)).astype(np.int16))
+    names = run_cells("README.md", 2, {"counts": counts, "target": torch.zeros(4)})
     assert set(names["model"].predict(counts)) == {"Omega_m", "sigma_8", "n_s", "H_0"}
-    assert names["folded"].plddt.shape == (5,) and (tmp_path / "5zyh_A.cif").read_text().count("\nATOM") > 20
-    assert names["forces"].shape == (12, 3) and slab.get_potential_energy() == names["energy"]
-    assert names["masks"]["tropical cyclone"].shape == (40, 50) and names["organs"]["kidney"].shape == scan.shape
+
+
+def test_the_cells_of_pages_run(runs: Path) -> None:
+    fields = {name: np.full((40, 50), 0.5 / (100 if name == "PSL" else 1)) for name in VARIABLES}
+    assert run_cells("apps/deepcam/README.md", 1, {"fields": fields})["masks"]["tropical cyclone"].shape == (40, 50)
+    scan = np.random.default_rng(0).normal(0, 100, (8, 30, 30))
+    assert run_cells("apps/unet3d/README.md", 1, {"scan": scan})["organs"]["kidney"].shape == scan.shape
 
 
 def test_the_cell_of_the_openfold_page_runs(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
@@ -70,9 +71,7 @@ def test_the_cell_of_the_openfold_page_runs(tmp_path: Path, monkeypatch) -> None
     (tmp_path / "alignments/5zyh_A/hits.a3m").write_text(f">5zyh_A\n{one.sequence}\n")
     (tmp_path / "hits.hhr").write_text("Query         5zyh_A\n\n No Hit\n")
     write_structure(tmp_path / "5zyh.cif", one.aatype, one.positions, one.mask, one.bfactors, chain="A")
-    names: dict = {"sequence": one.sequence}
-    (cell,) = re.findall(r"```python\n(.*?)```", (ROOT / "apps/openfold/README.md").read_text(), re.S)
-    exec(cell, names)
+    names = run_cells("apps/openfold/README.md", 1, {"sequence": one.sequence})
     assert (tmp_path / "5zyh_A.cif").exists() and names["features"]["template_mask"].sum() == 0 and names["refused"] == {}
     assert names["features"]["aatype"].shape == (256, 4) and names["fold"].positions.shape == (12, 37, 3)
 
@@ -82,9 +81,7 @@ def test_the_cell_of_the_data_page_runs(tmp_path: Path, monkeypatch) -> None:  #
     with h5py.File(tmp_path / "train" / "a.h5", "w") as file:
         file["image"], file["label"] = np.ones((8, 3, 512, 512), np.float32), np.zeros((8, 512, 512), np.uint8)
     monkeypatch.chdir(tmp_path)
-    names: dict = {}
-    (cell,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/data.md").read_text(), re.S)
-    exec(cell, names)
+    names = run_cells("docs/data.md", 1, {})
     assert names["batch"]["image"].shape == (8, 3, 512, 512) and names["batch"]["label"].dtype == torch.uint8
 
 
