@@ -9,7 +9,7 @@ from hypothesis import settings
 
 from tests.ranks import launch
 
-settings.register_profile("house", deadline=None, derandomize=True, database=None)
+settings.register_profile("house", deadline=None, derandomize=True, database=None, max_examples=40)
 settings.load_profile("house")
 
 

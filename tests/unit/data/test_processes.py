@@ -337,7 +337,7 @@ def test_any_tree_arrives_as_it_is_while_others_are_held(tmp_path: Path) -> None
     path = tmp_path / "plan"
     held: list[tuple[Any, Any]] = []
 
-    @settings(max_examples=100)
+    @settings(max_examples=40)
     @given(PLANS, st.integers(0, 3))
     def check(plan: Any, keep: int) -> None:
         path.write_bytes(pickle.dumps(plan))
@@ -357,7 +357,7 @@ def test_blocks_are_used_again() -> None:
     made: list[int] = []
     with closing(Worker(Full(1 << 20), "train", 0, pin=lambda address, size: made.append(address))) as worker:
         addresses, most = set(), 0
-        for index in range(200):
+        for index in range(50):
             got = worker.sample(index, 5)
             assert got["a"][[0, -1]].tolist() == [(index + 5) % 251] * 2 and got["b"][-1] == index + 5
             addresses.add(got["a"].ctypes.data)
@@ -381,7 +381,7 @@ def test_what_is_kept_stays_and_what_is_let_go_at_once_is_not_made_anew() -> Non
             assert (views[3] == 3 + epoch + 1).all()
             del views, view
         assert len(made) <= 10 + 2 and mapped() == len(made)
-        for index in range(300):  # nothing held: what the many needed is given back
+        for index in range(100):  # nothing held: what the many needed is given back
             worker.sample(index, 0)
         assert mapped() <= 2 + 2 and memory_of(worker.pid) == mapped()
 

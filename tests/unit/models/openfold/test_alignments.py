@@ -224,13 +224,13 @@ def same_or_refused(data: bytes) -> None:
             assert ((found.msa >= 0) & (found.msa <= GAP)).all() and (found.deletions >= 0).all() and (found.msa[0] < GAP).all()
 
 
-@settings(max_examples=300, deadline=2000)
+@settings(max_examples=100, deadline=2000)
 @given(st.one_of(st.binary(max_size=200), st.lists(PIECE, max_size=25).map(b"".join)))
 def test_any_bytes_are_read_or_refused(data: bytes) -> None:
     same_or_refused(data)
 
 
-@settings(max_examples=300, deadline=2000)
+@settings(max_examples=100, deadline=2000)
 @given(st.sampled_from([A3M, STO, HHR]), st.data())
 def test_a_damaged_file_is_read_or_refused(whole: bytes, data: st.DataObject) -> None:
     begin, end = sorted(data.draw(st.tuples(*[st.integers(0, len(whole))] * 2)))

@@ -2,6 +2,7 @@
 
 import pickle
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -41,9 +42,10 @@ def network(cfg: OpenFoldConfig = TINY) -> OpenFold:
     return model
 
 
-def bare(name: str, **changes: Any) -> tuple[OpenFoldConfig, dict[str, Tensor]]:
+@cache
+def bare(name: str) -> tuple[OpenFoldConfig, dict[str, Tensor]]:
     """Names and shapes alone."""
-    cfg = OpenFoldConfig.preset(name, **changes)
+    cfg = OpenFoldConfig.preset(name)
     with torch.device("meta"):
         return cfg, OpenFold(cfg).state_dict()
 
