@@ -101,7 +101,14 @@ def test_the_skip_of_the_vendors_network_is_taken_before_the_rectifier() -> None
         torch.testing.assert_close(model.train()(x), torch.from_numpy(stored["out_train"]), rtol=0, atol=2e-3)
 
 
-@pytest.mark.parametrize("weights", ["formula", "seed0"])
+def test_seed_0_draws_the_references_weights() -> None:
+    torch.manual_seed(0)
+    state = DeepCam().state_dict()
+    for name, stats in read("div1_192x288_b2_seed0")["param_stats"].items():
+        check(state[name], stats, 1e-6)
+
+
+@pytest.mark.parametrize("weights", ["formula", pytest.param("seed0", marks=pytest.mark.claim)])
 def test_the_full_network_gives_the_references_numbers(weights: str) -> None:
     tag = f"div1_192x288_b2_{weights}"
     case = read(tag)

@@ -103,7 +103,7 @@ def test_the_whole_network_gives_the_references_loss_and_gradients() -> None:
     whole(64)
 
 
-@pytest.mark.slow
+@pytest.mark.claim
 @pytest.mark.timeout(900)
 def test_the_whole_network_at_its_true_size() -> None:
     whole(128)

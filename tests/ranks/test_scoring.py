@@ -1,6 +1,8 @@
 """Evaluation by the ranks that train, beside the training, or by ranks of its own: the same metrics of the same steps."""
 
 import time
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from hpcai.train.step import Step
 from tests.ranks.launch import on_ranks
 
 Rows = list[tuple[int, dict[str, float]]]
+EVERY = 3  # steps of an epoch, after which there is an evaluation
 
 
 class Network(nn.Module):
@@ -48,8 +51,8 @@ def run(mesh: Mesh, evaluate: str = "wait", score: Any = metric, cfg: dict[str, 
     sum_over(model, mesh["depth"])
     step = Step(model, loss, StepConfig(average=0.8, lr=0.01, **words), mesh)
     axis = mesh["replicate"]
-    training = [b.chunk(axis.size)[axis.rank] for b in batches(6, 8, 1)]
-    validation = [b.chunk(axis.size)[axis.rank] for b in batches(3, 8, 2)]
+    training = [b.chunk(axis.size)[axis.rank] for b in batches(EVERY, 8, 1)]
+    validation = [b.chunk(axis.size)[axis.rank] for b in batches(2, 8, 2)]
     settings = TrainConfig(**{"epochs": 3, "report_every": 2, "evaluate": evaluate} | (cfg or {}))
     return fit(step, training, settings, validation=validation, evaluate=score)
 
@@ -59,70 +62,76 @@ def measured(mesh: Mesh, *args: Any, **words: Any) -> tuple[Rows, list[float], s
     return [(r.step, r.values) for r in result.evaluations], [r["loss"] for r in result.reports], result.reason, mesh.trains
 
 
-def background(mesh: Mesh, words: dict[str, Any]) -> Any:
-    return measured(mesh, "background", **words)
+def each(mesh: Mesh, how: str, cases: list[dict[str, Any]]) -> list[Any]:
+    return [measured(mesh, how, **words) for words in cases]
 
 
-def waiting(mesh: Mesh, words: dict[str, Any]) -> Any:
-    return measured(mesh, "wait", **words)
+WORDS = [{}, {"shard": "optimizer"}, {"precision": "bf16-params"}, {"shard": "weights"}]
 
 
-@pytest.mark.parametrize("words", [{}, {"shard": "optimizer"}, {"precision": "bf16-params"}], ids=str)
+@cache
+def waiting(**axes: int) -> list[list[Any]]:
+    """What each rank finds with each of the words, where training waits for evaluation."""
+    return on_ranks(axes, each, "wait", WORDS)
+
+
 @pytest.mark.parametrize("axes", [{"replicate": 1}, {"replicate": 2}, {"replicate": 4}, {"replicate": 2, "depth": 2}], ids=str)
-def test_beside_the_training_is_as_waiting_exactly(axes: dict[str, int], words: dict[str, Any]) -> None:
-    assert on_ranks(axes, background, words) == on_ranks(axes, waiting, words)
+def test_beside_the_training_is_as_waiting_exactly(axes: dict[str, int]) -> None:
+    for found, right in zip(on_ranks(axes, each, "background", WORDS[:3]), waiting(**axes), strict=True):
+        assert found == right[:3]
 
 
-@pytest.mark.parametrize("words", [{}, {"shard": "optimizer"}, {"shard": "weights"}, {"precision": "bf16-params"}], ids=str)
 @pytest.mark.parametrize(
     "axes", [{"replicate": 1, "evaluate": 1}, {"replicate": 2, "evaluate": 2}, {"replicate": 2, "depth": 2, "evaluate": 2}], ids=str
 )
-def test_ranks_of_its_own_find_the_same(axes: dict[str, int], words: dict[str, Any]) -> None:
-    plain = {name: size for name, size in axes.items() if name != "evaluate"}
-    expected = on_ranks(plain, waiting, words)[0]
-    for rows, losses, reason, trains in on_ranks(axes, waiting, words):
-        assert reason == "finished"
-        if not trains:
-            continue
-        assert losses == pytest.approx(expected[1], rel=1e-5) and [step for step, _ in rows] == [6, 12, 18]
-        for (_, found), (_, right) in zip(rows, expected[0]):
-            assert found == pytest.approx(right, rel=1e-5)
+def test_ranks_of_its_own_find_the_same(axes: dict[str, int]) -> None:
+    expected = waiting(**{name: size for name, size in axes.items() if name != "evaluate"})[0]
+    for rank in on_ranks(axes, each, "wait", WORDS):
+        for (rows, losses, reason, trains), right, words in zip(rank, expected, WORDS, strict=True):
+            assert reason == "finished", words
+            if not trains:
+                continue
+            assert [step for step, _ in rows] == [EVERY, 2 * EVERY, 3 * EVERY], words
+            assert losses == pytest.approx(right[1], rel=1e-5), words
+            for (_, found), (_, values) in zip(rows, right[0]):
+                assert found == pytest.approx(values, rel=1e-5), words
 
 
-def slowly(mesh: Mesh, evaluate: str) -> tuple[list[float], Rows, float]:
-    """When each step was done, with an evaluation that takes half a second."""
+def entwined(mesh: Mesh, evaluate: str, done: Path) -> tuple[Rows, int]:
+    """An evaluation that ends only when training has gone on; ``done`` grows by a byte with each step."""
+    calls = 0
 
-    def slow(model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
-        time.sleep(0.5 / 3)
+    def patient(model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
+        nonlocal calls
+        evaluated, until = EVERY * (calls // 2 + 1), time.monotonic() + 20
+        calls += 1
+        while evaluated < 3 * EVERY and done.stat().st_size <= evaluated:
+            assert time.monotonic() < until, "training waits for the evaluation"
+            time.sleep(0.002)
         return metric(model, batch)
 
-    times: list[float] = []
-
-    def timed(model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
-        times.append(time.perf_counter())
+    def told(model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
+        with done.open("ab") as file:
+            file.write(b".")
         return loss(model, batch)
 
-    if not mesh.trains:
-        run(mesh, evaluate, slow)
-        return [], [], 0.0
-    torch.manual_seed(0)
-    step = Step(Network(), timed, StepConfig(), mesh)
+    step = Step(Network(), told, StepConfig(), mesh)
     cfg = TrainConfig(epochs=3, evaluate=evaluate, report_every=2)
-    result = fit(step, batches(6, 8, 1), cfg, validation=batches(3, 8, 2), evaluate=slow)
-    return times, [(r.step, r.values) for r in result.evaluations], max(b - a for a, b in zip(times, times[1:]))
+    result = fit(step, batches(EVERY, 8, 1), cfg, validation=batches(2, 8, 2), evaluate=patient)
+    return [(r.step, r.values) for r in result.evaluations], result.progress.step
 
 
-def test_training_does_not_stop_for_an_evaluation() -> None:
-    assert on_ranks({"replicate": 1}, slowly, "wait")[0][2] > 0.45
-    for axes, how in (({"replicate": 1}, "background"), ({"replicate": 1, "evaluate": 1}, "wait")):
-        times, rows, longest = on_ranks(axes, slowly, how)[0]
-        assert len(times) == 18 and [step for step, _ in rows] == [6, 12, 18]
-        assert longest < 0.4
+@pytest.mark.parametrize("axes, how", [({"replicate": 1}, "background"), ({"replicate": 1, "evaluate": 1}, "wait")], ids=str)
+def test_training_does_not_stop_for_an_evaluation(tmp_path: Path, axes: dict[str, int], how: str) -> None:
+    done = tmp_path / "done"
+    done.touch()
+    rows, steps = on_ranks(axes, entwined, how, done)[0]
+    assert steps == 3 * EVERY == done.stat().st_size and [step for step, _ in rows] == [EVERY, 2 * EVERY, 3 * EVERY]
 
 
 def target(mesh: Mesh, evaluate: str) -> tuple[str, list[int], int, list[str]]:
     def slow(model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
-        time.sleep(0.02)
+        time.sleep(0.005)
         return metric(model, batch)
 
     cfg = {"epochs": 200, "metric": "mae", "target": 2.0, "report_every": 1}
@@ -134,8 +143,8 @@ def target(mesh: Mesh, evaluate: str) -> tuple[str, list[int], int, list[str]]:
 def test_a_run_stops_on_all_ranks_when_a_result_reaches_the_target(axes: dict[str, int], how: str) -> None:
     found = on_ranks(axes, target, how)
     for reason, steps, last, _ in found[:2]:
-        assert reason == "target" and steps[0] == 6
-        assert last == found[0][2] < 1200 and last >= 6, "all ranks stop at the same step, soon after the one that was scored"
+        assert reason == "target" and steps[0] == EVERY
+        assert EVERY <= last == found[0][2] < 200 * EVERY, "all ranks stop at the same step, soon after the one that was scored"
     assert all(reason == "target" for reason, *_ in found)
 
 

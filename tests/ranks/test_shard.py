@@ -1,6 +1,8 @@
 """The optimizer, or the weights too, divided among the copies of a model: the same training as with none divided, the same
 checkpoints, 1/G of the state, 2 (G-1)/G of the parameters on the wire."""
 
+import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from tests.ranks.launch import on_ranks
 
 MESHES = [{"replicate": 1}, {"replicate": 2}, {"replicate": 4}, {"replicate": 2, "depth": 2}]
 SCHEMES = [{"shard": "optimizer"}, {"shard": "weights"}]
-STEPS = 4
+STEPS = 2
 
 
 class Block(nn.Module):
@@ -98,29 +100,35 @@ def trained(mesh: Mesh, words: dict[str, Any]) -> tuple[dict[str, Any], dict[str
     return weights(step), weights(step, average=True), list(step.model.state_dict())
 
 
+@cache
+def by_one_rank(**words: Any) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    return trained(Mesh({}), words)
+
+
+def same(found: dict[str, Any], right: dict[str, Any]) -> None:
+    for name, value in right.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-10, atol=1e-13, err_msg=name)
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "lamb", "lars"])
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_cut_equals_whole(axes: dict[str, int], scheme: dict[str, Any], optimizer: str) -> None:
     words = {"optimizer": optimizer, "bucket_mb": 2e-3}
-    expected = trained(Mesh({}), words)
-    for live, mean, keys in on_ranks(axes, trained, words | scheme):
-        assert keys == expected[2]
-        for found, right in ((live, expected[0]), (mean, expected[1])):
-            for name, value in right.items():
-                np.testing.assert_allclose(found[name], value, rtol=1e-10, atol=1e-13, err_msg=name)
+    live, mean, keys = by_one_rank(**words)
+    for found in on_ranks(axes, trained, words | scheme):
+        assert found[2] == keys
+        same(found[0], live)
+        same(found[1], mean)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-@pytest.mark.parametrize("words", [{"accumulate": 2}, {"clip": None, "average": None}, {"within": 2}], ids=str)
+@pytest.mark.parametrize("words", [{"accumulate": 2}, {"clip": None, "average": None}, {"shard_within": 2}], ids=str)
 def test_groups_within_nodes_micro_batches_and_no_clipping_change_nothing(scheme: dict[str, Any], words: dict[str, Any]) -> None:
-    words = dict(words)
-    within = words.pop("within", None)
-    expected = trained(Mesh({}), {**words, "accumulate": 1})
-    for live, mean, _ in on_ranks({"replicate": 4}, trained, words | scheme | {"shard_within": within}):
-        for found, right in ((live, expected[0]), (mean, expected[1])):
-            for name, value in right.items():
-                np.testing.assert_allclose(found[name], value, rtol=1e-10, atol=1e-13)
+    live, mean, _ = by_one_rank(**{name: value for name, value in words.items() if name in ("clip", "average")})
+    for found in on_ranks({"replicate": 4}, trained, words | scheme):
+        same(found[0], live)
+        same(found[1], mean)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16-params"])
@@ -148,17 +156,24 @@ def test_each_rank_holds_its_part_of_the_state(scheme: dict[str, Any]) -> None:
         assert local <= 1.2 * 8 * numel / 4
 
 
-def kept(mesh: Mesh, folder: Path, words: dict[str, Any], resume: bool) -> tuple[dict[str, Any], list[float]]:
-    step = new_step(mesh, seed=7 if resume else 0, **words)
-    keeper = Checkpoints(folder, CheckpointConfig(), mesh)
-    if resume:
-        progress = keeper.resume(step)
+def written(mesh: Mesh, folder: Path, words: dict[str, Any]) -> tuple[dict[str, Any], float]:
+    step = new_step(mesh, **words)
+    train(step)
+    Checkpoints(folder, CheckpointConfig(), mesh).save(step, Progress(step=STEPS))
+    train(step, STEPS, 1)
+    return weights(step), step.optimizer.count.item()
+
+
+def read(mesh: Mesh, folders: list[Path], words: dict[str, Any]) -> list[tuple[dict[str, Any], float]]:
+    """What follows on the checkpoint of each folder."""
+    found = []
+    for folder in folders:
+        step = new_step(mesh, seed=7, **words)
+        progress = Checkpoints(folder, CheckpointConfig(), mesh).resume(step)
         assert progress is not None and progress.step == step.count == STEPS
-    else:
-        train(step)
-        keeper.save(step, Progress(step=STEPS))
-    train(step, STEPS)
-    return weights(step), [step.optimizer.count.item()]
+        train(step, STEPS, 1)
+        found.append((weights(step), step.optimizer.count.item()))
+    return found
 
 
 PLACES = [
@@ -170,29 +185,17 @@ PLACES = [
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_a_checkpoint_goes_from_every_division_to_every_other(tmp_path: Path, optimizer: str) -> None:
-    expected = None
-    for number, (axes, words) in enumerate(PLACES):
-        words = words | {"optimizer": optimizer}
-        folder = tmp_path / str(number)
-        right = on_ranks(axes, kept, folder, words, False)[0]
-        expected = expected or right
-        for other, settings in PLACES:
-            for found, count in on_ranks(other, kept, folder, settings | {"optimizer": optimizer}, True):
-                assert count == expected[1]
-                for name, value in expected[0].items():
-                    np.testing.assert_allclose(found[name], value, rtol=1e-10, atol=1e-13)
-
-
-def test_a_checkpoint_of_divided_state_has_the_same_entries(tmp_path: Path) -> None:
-    import json
-
-    entries = []
-    for number, (axes, words) in enumerate(PLACES):
-        on_ranks(axes, kept, tmp_path / str(number), words, False)
-        index = json.loads((tmp_path / str(number) / f"step-{STEPS:08d}" / "index.json").read_text())["tensors"]
-        entries.append({name: (e["dtype"], e["size"]) for name, e in index.items() if not name.startswith("rng")})
-    assert all(e == entries[0] for e in entries)
+def test_a_checkpoint_has_the_same_entries_and_goes_from_every_division_to_every_other(tmp_path: Path, optimizer: str) -> None:
+    places = [(axes, words | {"optimizer": optimizer}) for axes, words in PLACES]
+    folders = [tmp_path / str(number) for number in range(len(places))]
+    (right, count), *_ = [on_ranks(axes, written, folder, words)[0] for (axes, words), folder in zip(places, folders)]
+    for axes, words in places:
+        for found, counted in (each for rank in on_ranks(axes, read, folders, words) for each in rank):
+            assert counted == count
+            same(found, right)
+    indices = [json.loads((folder / f"step-{STEPS:08d}" / "index.json").read_text())["tensors"] for folder in folders]
+    entries = [{n: (e["dtype"], e["size"]) for n, e in index.items() if not n.startswith("rng")} for index in indices]
+    assert all(each == entries[0] for each in entries)
 
 
 def sent(mesh: Mesh, shard: str, steps: int) -> tuple[int, int]:

@@ -27,18 +27,18 @@ def filled(model: nn.Module) -> nn.Module:
     return model.double()
 
 
-def compare(mesh: Mesh, make: Any, size: tuple[int, ...], channels: int, words: dict[str, Any], batch: int = 2) -> tuple[int, str]:
-    """Cut and whole, forward and backward, on every rank; bytes sent and what differed most."""
+def compare(mesh: Mesh, make: Any, size: tuple[int, ...], channels: int, words: dict[str, Any], passes: int = 2) -> None:
+    """Cut and whole, forward and backward, on every rank; of as many samples as passes."""
     whole = filled(make())
     model = deepcopy(whole)
     keys = list(model.state_dict())
     names = ("depth", "height", "width")[-len(size) :]
     cut = spatial(model, {n: mesh[n] for n in names if n != "width"}, size, channels=channels, **words)
     assert list(model.state_dict()) == keys
-    x = torch.randn(batch, channels, *size, generator=torch.Generator().manual_seed(7 + mesh["replicate"].rank)).double()
+    x = torch.randn(passes, channels, *size, generator=torch.Generator().manual_seed(7 + mesh["replicate"].rank)).double()
     own = cut.own(x).clone().requires_grad_()
     x.requires_grad_()
-    for _ in range(2):  # what belongs to one pass must not stay for the next
+    for _ in range(passes):  # what belongs to one pass must not stay for the next
         y_whole, y = whole(x), model(own)
         where = cut.part(y_whole.shape[2:])
         assert y.shape == y_whole[(..., *where)].shape
@@ -62,7 +62,6 @@ def compare(mesh: Mesh, make: Any, size: tuple[int, ...], channels: int, words: 
         assert worst[1] < 1e-10, worst
         for (name, a), b in zip(whole.named_buffers(), model.buffers()):
             torch.testing.assert_close(b, a, rtol=1e-12, atol=1e-12, msg=name)
-    return cut.traffic.sent, worst[0]
 
 
 class Unet(nn.Module):
@@ -140,15 +139,22 @@ class Made:
 def every(mesh: Mesh, size: tuple[int, ...]) -> None:
     cases = [Made(nn.Conv3d, words) for words in CONVOLUTIONS] + [Made(nn.ConvTranspose3d, words) for words in TRANSPOSED]
     for case in cases + [Made(layer, {}) for layer in OTHERS]:
-        for words in ({"apart": True}, {"least": 1}):
+        for words in ({"apart": True}, {"least": 1})[: 2 if size[0] < 12 else 1]:  # short slabs are what ``least`` is about
             try:
-                compare(mesh, case, size, 4, words, batch=1)
+                compare(mesh, case, size, 4, words, passes=1)
             except AssertionError as problem:
                 raise AssertionError(f"{case.kind} {case.words} {words} {size}: {problem}") from problem
 
 
-@pytest.mark.parametrize("axes", [{"depth": 2}, {"depth": 3}, {"depth": 4}, {"depth": 2, "height": 2}], ids=str)
-@pytest.mark.parametrize("size", [(24, 12, 9), (19, 11, 9), (10, 13, 9)], ids=str)
+EVEN, UNEVEN, SHORT = (24, 12, 5), (19, 11, 5), (10, 13, 5)
+SLABS: list[tuple[dict[str, int], tuple[int, ...]]] = [
+    ({"depth": 2}, EVEN), ({"depth": 2}, UNEVEN), ({"depth": 2}, SHORT), ({"depth": 3}, UNEVEN), ({"depth": 3}, SHORT),
+    ({"depth": 4}, UNEVEN), ({"depth": 4}, SHORT), ({"depth": 2, "height": 2}, EVEN), ({"depth": 2, "height": 2}, UNEVEN),
+    ({"depth": 2, "height": 2}, SHORT),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("axes, size", SLABS, ids=str)
 def test_every_layer_on_slabs_of_any_size(axes: dict[str, int], size: tuple[int, ...]) -> None:
     on_ranks(axes, every, size)
 

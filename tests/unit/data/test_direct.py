@@ -41,7 +41,7 @@ def open_files() -> set[str]:
     st.lists(st.tuples(st.integers(0, SIZE - 1), st.sampled_from([1, 7, 512, 4096, 5000, 1 << 20])), min_size=1, max_size=5),
     st.sampled_from(["auto", "direct", "buffered"]), st.sampled_from([4096, 1 << 16, 4 << 20]), st.integers(0, 4100),
 )  # fmt: skip
-@settings(max_examples=80)
+@settings(max_examples=40)
 def test_any_range_is_right_to_the_byte(file: Path, ranges: list[tuple[int, int]], mode: Any, block: int, shift: int) -> None:
     ranges = [(offset, min(length, SIZE - offset)) for offset, length in ranges]
     with Reader(mode, threads=3, block=block) as reader:

@@ -99,7 +99,7 @@ def reader(double: Double) -> Iterator[GdsReader]:
 
 
 @given(boxes(["i2", "f4", "f8", "u1"]), st.sampled_from([0, 1, 3, 4096, 5001]), st.booleans(), st.sampled_from([1, 5000, 1 << 28]))
-@settings(max_examples=100)
+@settings(max_examples=40)
 def test_any_box_of_any_array_is_right(tmp_path_factory: Any, case: Any, offset: int, partly: bool, portion: int) -> None:
     array, chunks, where = case
     folder = tmp_path_factory.mktemp("gds")

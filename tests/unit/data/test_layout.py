@@ -19,7 +19,7 @@ dims = st.integers(1, 9)
 
 
 @given(boxes(["<i2", ">f4", "f8", "u1"]), st.sampled_from(["earliest", "latest"]), st.booleans())
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_any_box_equals_what_the_library_reads(tmp_path_factory: Any, case: Any, version: str, partly: bool) -> None:
     array, chunks, where = case
     folder = tmp_path_factory.mktemp("layout")
@@ -139,7 +139,7 @@ def damaged(content: bytes, draw: Any) -> bytes:
 
 
 @given(st.data())
-@settings(max_examples=300)
+@settings(max_examples=120)
 def test_a_damaged_npy_is_an_error_or_within_the_file(tmp_path_factory: Any, data: Any) -> None:
     path = tmp_path_factory.getbasetemp() / "damaged.npy"
     np.save(path, np.arange(300, dtype=np.int16).reshape(10, 30))
@@ -156,7 +156,7 @@ def test_a_damaged_npy_is_an_error_or_within_the_file(tmp_path_factory: Any, dat
 
 
 @given(st.data(), st.sampled_from([None, (2, 7)]))
-@settings(max_examples=300)
+@settings(max_examples=120)
 def test_a_damaged_hdf5_is_an_error_or_within_the_file(tmp_path_factory: Any, data: Any, chunks: Any) -> None:
     path = tmp_path_factory.getbasetemp() / "damaged.h5"
     with h5py.File(path, "w") as file:

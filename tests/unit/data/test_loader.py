@@ -58,7 +58,7 @@ def read(loader: Loader, epoch: int = 0, first: int = 0) -> list[list[int]]:
 
 
 @given(st.integers(8, 60), st.sampled_from([1, 2, 4]), st.integers(0, 3))
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_the_global_batch_is_the_same_on_any_number_of_processes(count: int, size: int, epoch: int) -> None:
     alone = read(loader_of(count, 8, seed=5), epoch)
     ranks = [read(loader_of(count, 8, r, size, seed=5), epoch) for r in range(size)]
@@ -68,7 +68,7 @@ def test_the_global_batch_is_the_same_on_any_number_of_processes(count: int, siz
 
 
 @given(st.integers(4, 40), st.sampled_from([1, 2, 3, 4]), st.sampled_from(["strict", "ready"]))
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_evaluation_delivers_every_sample_once(count: int, size: int, order: str) -> None:
     loaders = [loader_of(count, 6, r, size, shuffle=False, last="keep", order=order) for r in range(size)]
     assert loaders[0].samples == count
@@ -76,7 +76,7 @@ def test_evaluation_delivers_every_sample_once(count: int, size: int, order: str
 
 
 @given(st.integers(1, 40), st.sampled_from([1, 2, 4]))
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_padding_fills_the_last_batch_with_the_first_samples(count: int, size: int) -> None:
     if count < size:
         return
@@ -175,7 +175,7 @@ def test_describe_names_what_a_batch_really_held() -> None:
     count=st.integers(20, 90), batch=st.sampled_from([4, 8, 12]), last=st.sampled_from(["drop", "pad", "keep"]),
     sizes=st.lists(st.sampled_from([1, 2, 4]), min_size=1, max_size=4), seed=st.integers(0, 10**6),
 )  # fmt: skip
-@settings(max_examples=60)
+@settings(max_examples=25)
 def test_exactly_once_under_random_stops_on_random_numbers_of_processes(
     count: int, batch: int, last: str, sizes: list[int], seed: int
 ) -> None:

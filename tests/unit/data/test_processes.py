@@ -337,7 +337,7 @@ def test_any_tree_arrives_as_it_is_while_others_are_held(tmp_path: Path) -> None
     path = tmp_path / "plan"
     held: list[tuple[Any, Any]] = []
 
-    @settings(max_examples=100)
+    @settings(max_examples=40)
     @given(PLANS, st.integers(0, 3))
     def check(plan: Any, keep: int) -> None:
         path.write_bytes(pickle.dumps(plan))
@@ -357,7 +357,7 @@ def test_blocks_are_used_again() -> None:
     made: list[int] = []
     with closing(Worker(Full(1 << 20), "train", 0, pin=lambda address, size: made.append(address))) as worker:
         addresses, most = set(), 0
-        for index in range(200):
+        for index in range(50):
             got = worker.sample(index, 5)
             assert got["a"][[0, -1]].tolist() == [(index + 5) % 251] * 2 and got["b"][-1] == index + 5
             addresses.add(got["a"].ctypes.data)

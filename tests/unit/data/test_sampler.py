@@ -28,7 +28,7 @@ def samplers(count: int, batch: int, seed: int) -> list[Sampler]:
 
 
 @given(st.integers(16, 90), st.sampled_from([8, 16]), st.integers(0, 99), st.integers(0, 3), st.sampled_from([1, 2, 3, 4, 8]))
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_every_batch_is_dealt_to_exactly_one_copy_each(count: int, batch: int, seed: int, epoch: int, size: int) -> None:
     for sampler, again in zip(samplers(count, batch, seed), samplers(count, batch, seed)):
         order = sampler.order(epoch)
@@ -51,7 +51,7 @@ def test_a_shuffled_epoch_holds_every_sample_once_and_differs_from_the_last(coun
 
 
 @given(st.integers(1, 40), st.integers(1, 90), st.integers(0, 9))
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_an_endless_row_has_no_seam(count: int, samples: int, seed: int) -> None:
     row = np.concatenate([Endless(count, samples, seed).order(epoch) for epoch in range(6)])
     for first in range(0, len(row) - count + 1, count):
@@ -72,7 +72,7 @@ def test_weighted_draws_follow_the_weights() -> None:
 
 
 @given(st.integers(1, 4), st.integers(8, 70), st.integers(0, 5), st.integers(0, 3))
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_each_copy_takes_from_the_shard_on_its_own_disk(shards: int, count: int, seed: int, epoch: int) -> None:
     batch = 4 * shards
     shard = np.random.default_rng(seed).permutation(np.arange(count) % shards)

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -154,6 +155,14 @@ def test_pages_of_freed_tensors_are_used_again_unless_malloc_was_set_by_hand() -
     assert min(faults(MALLOC_ARENA_MAX="8")) > kept
 
 
+@pytest.fixture
+def nothing_frozen() -> Iterator[None]:
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("nothing_frozen")
 def test_garbage_is_collected_at_the_steps_asked_for_and_never_between() -> None:
     Knot.alive, thresholds = 0, gc.get_threshold()
     with Collector(5) as collector:
@@ -175,6 +184,7 @@ def test_garbage_is_collected_at_the_steps_asked_for_and_never_between() -> None
     assert gc.isenabled() and gc.get_freeze_count() == 0 and gc.get_threshold() == thresholds
 
 
+@pytest.mark.usefixtures("nothing_frozen")
 def test_collectors_nest_none_does_nothing_and_zero_is_refused() -> None:
     with Collector(None) as nothing, pytest.raises(ConfigError, match="every 0 steps"):
         nothing.at(0)

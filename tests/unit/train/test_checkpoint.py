@@ -243,7 +243,7 @@ def test_another_number_of_ranks_reads_the_same_weights_and_moments(tmp_path: Pa
         keeper(tmp_path, mesh).save(step, Progress(step=2, sample=8))
         return sums(step)
 
-    expected = on_ranks({"replicate": writers}, saved)[0]
+    expected = on_ranks({"replicate": writers}, saved, fresh=True)[0]
     for rank in on_ranks({"replicate": readers}, write_and_read, str(tmp_path), False):
         assert rank == expected
 
@@ -265,7 +265,7 @@ def fails_on_one(mesh: Mesh, path: str) -> str:
 
 
 def test_a_disk_that_is_full_on_one_rank_stops_the_save_on_all(tmp_path: Path) -> None:
-    for text in on_ranks({"replicate": 2}, fails_on_one, str(tmp_path)):
+    for text in on_ranks({"replicate": 2}, fails_on_one, str(tmp_path), fresh=True):
         assert "cannot be written: No space left on device; there is no checkpoint yet" in text
     assert not list(tmp_path.iterdir())
 

@@ -174,13 +174,13 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
             read_alignments(folder)
 
 
-WIDE = b">q\n" + b"A" * 4_000_000 + b"\n"
-INSERTED = b">q\nAC\n>r\nA" + b"g" * 4_000_000 + b"C\n"
-LONG = b">q\nACDEF\n" + b">r1\nACaDE-\n" * 100_000
-RAGGED = WIDE + b">r\nA\n" * 100_000
-SPLIT = b">q\n" + b"A\n" * 500_000
-BLOCKS = b"# STOCKHOLM 1.0\n" + b"q A-\nr AC\n\n" * 100_000 + b"//\n"
-PIECES = HHR[:HHR.index(b"No 2")] + b"Q q 1 A 1 (1)\nT t 1 A 1 (1)\n" * 40_000
+WIDE = b">q\n" + b"A" * 2_000_000 + b"\n"
+INSERTED = b">q\nAC\n>r\nA" + b"g" * 2_000_000 + b"C\n"
+LONG = b">q\nACDEF\n" + b">r1\nACaDE-\n" * 50_000
+RAGGED = WIDE + b">r\nA\n" * 50_000
+SPLIT = b">q\n" + b"A\n" * 250_000
+BLOCKS = b"# STOCKHOLM 1.0\n" + b"q A-\nr AC\n\n" * 50_000 + b"//\n"
+PIECES = HHR[:HHR.index(b"No 2")] + b"Q q 1 A 1 (1)\nT t 1 A 1 (1)\n" * 20_000
 
 
 @pytest.mark.parametrize(("parse", "data"), [
@@ -193,7 +193,7 @@ def test_time_and_memory_grow_with_the_file_only(parse: Callable[[bytes, str], o
         parse(data, "x")
     except DataError:
         assert data is RAGGED
-    assert time.process_time() - begin < 5              # under 1 s here; what is quadratic takes minutes
+    assert time.process_time() - begin < 5              # under 1 s here; what is quadratic takes far longer
     tracemalloc.start()
     try:
         parse(data[:len(data) // 8], "x")
@@ -224,13 +224,13 @@ def same_or_refused(data: bytes) -> None:
             assert ((found.msa >= 0) & (found.msa <= GAP)).all() and (found.deletions >= 0).all() and (found.msa[0] < GAP).all()
 
 
-@settings(max_examples=300, deadline=2000)
+@settings(max_examples=100, deadline=2000)
 @given(st.one_of(st.binary(max_size=200), st.lists(PIECE, max_size=25).map(b"".join)))
 def test_any_bytes_are_read_or_refused(data: bytes) -> None:
     same_or_refused(data)
 
 
-@settings(max_examples=300, deadline=2000)
+@settings(max_examples=100, deadline=2000)
 @given(st.sampled_from([A3M, STO, HHR]), st.data())
 def test_a_damaged_file_is_read_or_refused(whole: bytes, data: st.DataObject) -> None:
     begin, end = sorted(data.draw(st.tuples(*[st.integers(0, len(whole))] * 2)))
