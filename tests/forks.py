@@ -1,8 +1,11 @@
 """Forks of this process: they have torch already, where a new Python takes seconds to load it."""
 
+import faulthandler
 import multiprocessing
 import os
+import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -29,10 +32,16 @@ class Forks:
             self.processes[-1].start()
 
     def ended(self, timeout: float = 120) -> tuple[list[int | None], str]:
-        """Exit codes, and what was said."""
+        """Exit codes, and what was said; a process that has not ended after ``timeout`` seconds says where it stands, and has none."""
+        end = time.monotonic() + timeout
         for process in self.processes:
-            process.join(timeout)
-        return [process.exitcode for process in self.processes], self.output.read_text()
+            process.join(max(end - time.monotonic(), 0))
+        late = [process for process in self.processes if process.exitcode is None]
+        codes = [process.exitcode for process in self.processes]
+        for process in late:
+            os.kill(process.pid or 0, signal.SIGABRT)  # at which faulthandler writes its stacks
+            process.join(10)
+        return codes, self.output.read_text()
 
 
 @contextmanager
@@ -54,4 +63,5 @@ def _enter(call: Callable[[], object], output: Path, place: Mapping[str, str]) -
     sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))
     os.environ.update(place)
     torch.set_num_threads(1)
+    faulthandler.enable(sys.stderr)
     raise SystemExit(call())

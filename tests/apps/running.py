@@ -2,6 +2,7 @@
 
 import runpy
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -60,10 +61,19 @@ class App:
 
         return enter
 
-    def on_ranks(self, ranks: int, data: Path, run: Path, *more: str, timeout: float = 240) -> str:
-        """What a run on so many processes said, all of which ended well."""
-        with forked(self.command(data, run, *more), run.with_name(f"{run.name}.out"), ranks) as forks:
-            codes, output = forks.ended(timeout)
+    def on_ranks(self, ranks: int, data: Path, run: Path, *more: str, timeout: float = 120) -> str:
+        """What a run on so many processes said, all of which ended well.
+
+        A fork inherits a lock that another thread of this process holds at that moment, and may wait for it for ever. Processes that
+        hang are therefore started once more; where they stood is told as a warning.
+        """
+        for attempt in (1, 2):
+            with forked(self.command(data, run, *more), run.with_name(f"{run.name}.{attempt}.out"), ranks) as forks:
+                codes, output = forks.ended(timeout)
+            if None not in codes:
+                break
+            warnings.warn(f"{self.name} on {ranks} ranks hung, exit codes {codes}: {output}", stacklevel=2)
+            shutil.rmtree(run, ignore_errors=True)
         assert codes == [0] * ranks, output
         return output
 
