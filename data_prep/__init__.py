@@ -1,1 +1,1 @@
-"""From a raw public format, or from a simulator, to the files that the apps read. Runs from a checkout; needs no torch."""
+"""Makers of the files that the apps read, from a raw public format or from a simulator. Runs from a checkout; needs no torch."""

@@ -129,7 +129,7 @@ def refuse_empty(splits: Sequence[str], options: argparse.Namespace, asked: str)
 
 
 def conclude(app: str, options: argparse.Namespace, check: Callable[[], int] | None = None) -> int:
-    """On rank 0, a check of the whole and how to go on."""
+    """Check the whole on rank 0, and say how to go on."""
     if store.launched()[0] != 0:
         return 0
     verdict = check() if check else 0
@@ -150,7 +150,7 @@ def against_index(out: Path, mistakes: Callable[..., Iterator[str]] = store.mist
 
 
 def settings_of(recipe: dict[str, Any]) -> dict[str, Any]:
-    """As JSON gives them back: tuples are lists."""
+    """The settings as JSON gives them back, in which tuples are lists."""
     return dict(json.loads(json.dumps(recipe)))
 
 

@@ -100,7 +100,8 @@ def _order(path: Path, affine: Array) -> tuple[int, int, int]:
 
 
 def write(folder: Path, image: Array, label: Array, spacing: tuple[float, float, float]) -> None:
-    """As the public set has it: int16, axis 0 along the body from head to feet, 1 front to back, 2 from the right to the left."""
+    """Write a volume as the public set has it: int16, axis 0 along the body from head to feet, 1 front to back, 2 from the right
+    to the left."""
     affine = np.diag([*(-mm for mm in spacing), 1.0])[[2, 1, 0, 3]]
     folder.mkdir(parents=True, exist_ok=True)
     for name, values, kind in ((LABEL, label, np.uint8), (IMAGE, np.rint(image), np.int16)):

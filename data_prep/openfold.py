@@ -112,7 +112,7 @@ class Recipe:
         return [chains.sample(chain, alignment, number, self.members, None, each) for (chain, alignment), each in zip(made, hits)]
 
     def hits(self, number: int, member: int, relatives: Sequence[Chain]) -> Hits:
-        """Of the others of the family those most alike, residue on residue: they share the fold and its length."""
+        """The chains of the family that are most alike, residue on residue: they share the fold and its length."""
         own = relatives[member].aatype
         alike = np.array([(one.aatype == own).sum() for one in relatives])
         others = np.array([other for other in np.argsort(-alike, kind="stable") if other != member][: self.templates], int)
@@ -201,7 +201,7 @@ class Found:
     entity: str                                 # 5zyh_1
 
     def share(self) -> float:
-        """Of the most frequent residue."""
+        """The share of the most frequent residue."""
         return max(Counter(self.sequence).values()) / len(self.sequence)
 
 
@@ -363,7 +363,7 @@ def search(job: Search) -> None:
 
 
 def _hit_files(folder: Path | None) -> list[Path]:
-    """Those of the chain's hhr folder, then those beside its alignments."""
+    """The files of hits in the chain's hhr folder, then those beside its alignments."""
     if folder is None:
         return []
     root = folder.parent if folder.name == "a3m" else folder
@@ -408,7 +408,7 @@ def convert_structures(job: Structures) -> None:
 
 
 def _hits(job: Share) -> list[Hits]:
-    """Of each of its chains."""
+    """The hits of each of its chains."""
     if job.hits is None:
         return [NO_HITS] * len(job.picks)
     with h5py.File(job.hits, "r") as file:

@@ -66,7 +66,7 @@ class Patient:
         return found[0], found[1], found[2]
 
     def place(self, point: Point) -> NDArray[np.float64]:
-        """From the standard cavity to this one."""
+        """The place in this cavity of a point of the standard one."""
         return np.array(point) * (1, *self.scale)
 
     def paint(self, box: Box, inside: Array, value: Any, kind: int = 0) -> None:

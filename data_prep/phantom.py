@@ -190,7 +190,7 @@ class Kidney:
         return self.centre + 0.9 * self.radii[2] * self.axes[2]
 
     def point(self, random: np.random.Generator, out: float) -> NDArray[np.float64]:
-        """At ``out`` of the way to the surface, in a random direction but that of the hilum."""
+        """A point at ``out`` of the way to the surface, in a random direction other than that of the hilum."""
         way = random.normal(size=3)
         way /= np.linalg.norm(way)
         way[2] = -abs(way[2]) if way[2] > 0.3 else way[2]

@@ -169,7 +169,7 @@ def _plan(draw: Draw, length: int) -> _Plan:
 
 
 def _relative(plan: _Plan, angle: Array, draw: Draw) -> _Plan:
-    """To be folded into nearly the same: distances of CA up to 12 angstrom are kept within 10 %."""
+    """A target that folds into nearly the same chain: distances of CA up to 12 angstrom are kept within 10 %."""
     alpha = _Backbone(plan.given)(angle)[0][:, 1]
     i, j = np.nonzero(np.triu(_apart(alpha) < 12, 4))
     length = _apart(alpha)[i, j] * (1 + 0.1 * np.clip(draw.standard_normal(len(i)), -2, 2))
@@ -347,7 +347,7 @@ def _apart(points: Array) -> Array:
 
 
 def _buried(beta: Array) -> Array:
-    """From the neighbours within 10 angstrom, with mean 0 and deviation 1.   [N]"""
+    """How buried each residue is, from its neighbours within 10 angstrom, with mean 0 and deviation 1.   [N]"""
     count = (_apart(beta) < 10).sum(1)
     return np.asarray((count - count.mean()) / (count.std() + 1e-6))
 
@@ -522,7 +522,7 @@ def _member(name: str, seed: int, member: int, plan: _Plan, angle: Array, ancest
 
 
 def _chain(name: str, types: Array, points: Array, draw: Draw) -> Chain:
-    """As a crystallographer leaves it: ends may be disordered, and what moves has high B factors."""
+    """The chain as a crystallographer leaves it: ends may be disordered, and what moves has high B factors."""
     length = len(types)
     resolution = round(float(draw.uniform(1.2, 3.5)), 2)
     ends = np.minimum(draw.geometric(0.5, 2) - 1, 4)

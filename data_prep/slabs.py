@@ -142,7 +142,7 @@ def _fixed(atoms: Any) -> NDArray[np.uint8]:
 
 
 def _tags(atoms: Any) -> NDArray[np.uint8]:
-    """As in OC20, where the atoms below the surface are those that are held. ASE gives its adsorbates 0 and layers from 1."""
+    """Tags as in OC20, where the atoms below the surface are those that are held. ASE gives its adsorbates 0 and layers from 1."""
     return np.where(atoms.get_tags() == 0, 2, 1 - _fixed(atoms)).astype(np.uint8)
 
 
@@ -170,7 +170,8 @@ def _labelled(atoms: Any) -> tuple[Any, float, Array]:
 
 
 def _relaxation(atoms: Any, steps: int) -> Iterator[bool]:
-    """At every step, the start too. Of limited memory, because without LAPACK no bit depends on the threads of a worker."""
+    """The structures of a relaxation, at every step and at the start. The optimizer is of limited memory, because without LAPACK
+    no bit depends on the threads of a worker."""
     optimizer = ase().optimize.LBFGS(atoms, logfile=None)
     yield from optimizer.irun(fmax=RELAXED, steps=steps)
 

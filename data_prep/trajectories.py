@@ -237,7 +237,7 @@ def _frame(
 
 
 def _number(value: Any) -> int | None:
-    """Of an id such as 1447590, "random1447590" or "frame12"."""
+    """The number in an id such as 1447590, "random1447590" or "frame12"."""
     found = re.fullmatch(r"\D*?(\d{1,18})(\.0)?", str(np.asarray(value).reshape(-1)[0]))
     return int(found[1]) if found else None
 

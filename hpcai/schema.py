@@ -236,7 +236,7 @@ def _advice(value: Any, options: Options) -> str:
 
 
 def nearest_words(word: str, names: Sequence[str]) -> list[str]:
-    """At most two of ``names`` that ``word`` may be a misspelling of, the likelier first."""
+    """The names, two at most, that ``word`` may be a misspelling of, the likelier first."""
     plain = {name.lower().replace("-", "_"): name for name in names}
     return [plain[near] for near in difflib.get_close_matches(word.lower().replace("-", "_"), plain, n=2)]
 
@@ -285,7 +285,7 @@ def write_help(schema: type[pydantic.BaseModel]) -> None:
 
 
 def _table(groups: Mapping[str, Sequence[tuple[str, ...]]]) -> None:
-    """As wide as the terminal; coloured by rich on one, plain text elsewhere."""
+    """A table as wide as the terminal, coloured by rich there and plain text elsewhere."""
     lines = [line for group in groups.values() for line in group]
     widths = [min(limit, max(len(line[column]) for line in lines)) for column, limit in enumerate((36, 30, 20))] if lines else []
     widths.append(max(24, shutil.get_terminal_size((100, 24)).columns - sum(widths) - 9))

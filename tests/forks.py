@@ -32,7 +32,8 @@ class Forks:
             self.processes[-1].start()
 
     def ended(self, timeout: float = 120) -> tuple[list[int | None], str]:
-        """Exit codes, and what was said; a process that has not ended after ``timeout`` seconds says where it stands, and has none."""
+        """Exit codes, and what was said. A process that has not ended after ``timeout`` seconds has none, and says where it
+        stands."""
         end = time.monotonic() + timeout
         for process in self.processes:
             process.join(max(end - time.monotonic(), 0))

@@ -61,7 +61,7 @@ class Ladder:
 
     @classmethod
     def of(cls, rows: Rows, frames: int, most: int | None) -> "Ladder":
-        """From what ``frames`` frames have on average."""
+        """The ladder that begins at what ``frames`` frames have on average."""
         atoms, edges = rows.column("atoms"), rows.column("edges")
         wide = most or int((edges / np.maximum(atoms, 1)).max()) + 1
         mean = [int(column.mean() * frames) + 1 for column in (atoms, edges)]

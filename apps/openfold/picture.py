@@ -138,7 +138,7 @@ def _refuse_out_of_range(found: dict[str, np.ndarray], known: np.ndarray) -> Non
 
 
 def spread(found: list[Chain], most: int) -> list[int]:
-    """At most so many of 0 ... M - 1, evenly from the first to the last."""
+    """The numbers of at most ``most`` chains, evenly from the first to the last."""
     return [int(m) for m in np.linspace(0, len(found) - 1, min(len(found), most)).round()]
 
 

@@ -102,7 +102,7 @@ def _key(name: str) -> str:
 
 
 def orders(count: int, repeats: int) -> list[list[int]]:
-    """Of each repeat, the order of ``count`` arrangements: rotated so that the repeats begin evenly spread over them."""
+    """The order of ``count`` arrangements in each repeat, rotated so that the repeats begin evenly spread over them."""
     firsts = [repeat * count // repeats for repeat in range(repeats)]
     return [[*range(first, count), *range(first)] for first in firsts]
 
@@ -241,7 +241,7 @@ class Bench:
 
 
 def _cpu_seconds() -> float:
-    """Of this process, of those it started (a DataLoader's workers) and of those that have ended."""
+    """CPU seconds of this process, of those it started (a DataLoader's workers) and of those that have ended."""
     ended, ticks = os.times(), os.sysconf("SC_CLK_TCK")
     spent = time.process_time() + ended.children_user + ended.children_system
     for child in multiprocessing.active_children():

@@ -164,7 +164,7 @@ def _slot(layout: str, dim: int) -> int:
 
 
 def draw(fields: Sequence[Field], seed: int, epoch: int, position: int) -> dict[int, np.ndarray]:
-    """For each geometry the numbers that place a random crop, in [0, 2**30), and the bits that flip.   [2, slots]"""
+    """The numbers that place a random crop, for each geometry, in [0, 2**30), and the bits that flip.   [2, slots]"""
     geometries = {f.geometry for f in fields if f.flip or (f.crop and f.crop_at == "random")}
     found = {g: np.zeros((2, 4 + _DIMS), np.int64) for g in (f.geometry for f in fields)}
     for g in sorted(geometries):
@@ -473,7 +473,7 @@ class _Graph:
 
 
 class _Refused(Exception):  # noqa: N818
-    """By us, not by DALI."""
+    """A sample that our own checks refuse, not DALI's."""
 
 
 class _Dali(NamedTuple):

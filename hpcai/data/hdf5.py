@@ -84,7 +84,7 @@ class Rows:
         self._kept: dict[int, dict[str, Any]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """For worker processes: without open files and what was read."""
+        """The state that worker processes get, without open files and what was read."""
         return {key: value for key, value in self.__dict__.items() if key not in ("_lock", "_files", "_seen", "_kept")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -134,7 +134,7 @@ class Rows:
         return np.concatenate(parts)
 
     def shape(self, index: int, name: str) -> tuple[int, ...]:
-        """Of one row of a field, where files differ: as the index has it, or the file."""
+        """The shape of one row of a field, where rows differ, as the index has it or the file."""
         path, _ = self.locate(index)
         want, entries = self.fields[name][1], self.about.get("files") or [{}] * len(self.paths)
         told = entries[self.paths.index(path)].get("shape")
@@ -288,5 +288,5 @@ class Rows:
 
 
 def _part(ends: np.ndarray, row: int) -> slice:
-    """Of a flat dataset, that of one row."""
+    """The part of a flat dataset that belongs to one row."""
     return slice(int(ends[row - 1]) if row else 0, int(ends[row]))

@@ -18,7 +18,7 @@ class _Entry(Generic[T]):
 
 
 class OpenFiles(Generic[T]):
-    """At most ``limit`` files, and those that are in use; the one that was not used for longest is closed first.
+    """Open files: at most ``limit``, and those that are in use. The one that was not used for longest is closed first.
 
     ``open`` and ``close`` are called by whichever thread needs a file or lets the last one go, and never under the lock.
     """

@@ -1,4 +1,4 @@
-"""Who reads what: a pure function of (seed, epoch, position), the same on any number of processes.
+"""Which process reads which samples: a pure function of (seed, epoch, position), the same on any number of processes.
 
 A sampler knows the order of an epoch, and how the samples of one global batch are dealt to the copies of the model.
 N samples, B of them a batch.

@@ -1,4 +1,4 @@
-"""From an app's settings of its data to a split's rows, samples and batches."""
+"""The way from an app's settings of its data to a split's rows, samples and batches."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Who this process is, as the variables of its launcher tell: pure reading, without torch, network, MPI or GPU."""
+"""The place of this process, as the variables of its launcher tell it: pure reading, without torch, network, MPI or GPU."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Who am I, and how do I reach the others: alone, mpiexec, srun, PALS and torchrun give the same rank, world and device.
+"""The start of a job: alone, behind mpiexec, srun, PALS and torchrun a process learns its rank, world and device alike.
 
 A person may set, alike for all ranks:
 

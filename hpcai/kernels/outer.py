@@ -44,7 +44,7 @@ def _products(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _turned(weight: Tensor, channels: int) -> Tensor:
-    """With the channels of a inside.   [C, A * A] -> [C, A * A]"""
+    """The product with the channels of a inside.   [C, A * A] -> [C, A * A]"""
     return weight.view(-1, channels, channels).transpose(1, 2).flatten(1)
 
 

@@ -80,7 +80,7 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 class _Normalise(torch.autograd.Function):
-    """With the statistics of the batch."""
+    """Normalisation with the statistics of the batch."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, plus: Tensor | None, weight: Tensor, bias: Tensor, eps: float, relu: bool, total: Any) -> Any:
@@ -101,7 +101,7 @@ class _Normalise(torch.autograd.Function):
 
 
 class _Fixed(torch.autograd.Function):
-    """With statistics that are given."""
+    """Normalisation with statistics that are given."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, plus: Tensor | None, weight: Tensor, bias: Tensor, mean: Tensor, variance: Tensor, eps: float,

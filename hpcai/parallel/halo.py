@@ -227,7 +227,7 @@ class How:
 
     @property
     def is_plain(self) -> bool:
-        """Of a volume, and not transposed: there are faster ways than torch's own."""
+        """Whether a convolution is of a volume and not transposed: then there are faster ways than torch's own."""
         return len(self.stride) == 3 and self.output_padding is None
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

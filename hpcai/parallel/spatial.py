@@ -49,8 +49,8 @@ class Cut:
 
     @classmethod
     def over(cls, axes: Mapping[str, Axis], dims: int, **words: Any) -> "Cut":
-        """Of a volume (3 ``dims``: D, H, W) or a map (H, W) over the axes of depth, height and width. Raises MeshError for an axis
-        that it has no dim for."""
+        """The cut of a volume (3 ``dims``: D, H, W) or a map (H, W) over the axes of depth, height and width. Raises MeshError for
+        an axis that it has no dim for."""
         names = NAMES[-dims:]
         unknown = [name for name, axis in axes.items() if name not in names and axis.size > 1]
         if unknown:
@@ -305,7 +305,7 @@ def _route(cut: Cut, dim: int, size: int, out: int, reach: Callable[[Range], Ran
 
 
 def _windows(n: int, k: int, s: int, p: int, d: int) -> tuple[int, Callable[[Range], Range]]:
-    """Of windows of ``k`` places, ``d`` apart, that begin every ``s`` of ``n`` places with ``p`` more at either end: how many there
+    """Windows of ``k`` places, ``d`` apart, that begin every ``s`` of ``n`` places with ``p`` more at either end: how many there
     are, and what a range of them reaches."""
     return (n + 2 * p - d * (k - 1) - 1) // s + 1, lambda of: (of[0] * s - p, (of[1] - 1) * s - p + d * (k - 1) + 1)
 
@@ -379,7 +379,7 @@ class _Convolution(_Layer):
 
 
 class _Pool(_Layer):
-    """Of windows: the largest value or the mean."""
+    """Pooling over windows: the largest value or the mean."""
 
     def check(self) -> str | None:
         if self.ceil_mode:

@@ -1,4 +1,4 @@
-"""From settings to parts of a step: what ``auto`` comes to here, and how gradients are summed."""
+"""What settings come to in a step: what ``auto`` comes to here, and how gradients are summed."""
 
 from typing import Any
 

@@ -110,7 +110,7 @@ class Scored:
 
 
 class Here:
-    """On the processes that train, which wait."""
+    """Evaluation by the processes that train, which wait for it."""
 
     def __init__(self, step: Step, metric: Metric, validation: Any) -> None:
         self.step, self.metric, self.validation = step, metric, validation
@@ -126,7 +126,7 @@ class Here:
         self._done.append(Scored(position, values, time.perf_counter() - began))
 
     def results(self, wait: bool = False) -> list[Scored]:
-        """Those that all processes of the run know to be done; ``wait``: all that were started."""
+        """The evaluations that all processes of the run know to be done; with ``wait``, all that were started."""
         done, self._done = self._done, []
         return done
 
@@ -135,7 +135,7 @@ class Here:
 
 
 class Background(Here):
-    """On the processes that train, in a thread with a copy of the model, while they go on."""
+    """Evaluation by the processes that train, in a thread with a copy of the model, while they go on."""
 
     def __init__(self, step: Step, metric: Metric, validation: Any) -> None:
         super().__init__(step, metric, validation)
@@ -184,7 +184,7 @@ class Background(Here):
 
 
 class Elsewhere(Background):
-    """On processes of their own, which get the weights from the first copy of the model; see ``serve``."""
+    """Evaluation by processes of its own, which get the weights from the first copy of the model; see ``serve``."""
 
     def __init__(self, step: Step, metric: Metric, validation: Any) -> None:
         Here.__init__(self, step, metric, validation)

@@ -1,6 +1,7 @@
 """An app run in this process, or in forks of it that have torch already, as its command line would."""
 
 import runpy
+import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -64,8 +65,8 @@ class App:
     def on_ranks(self, ranks: int, data: Path, run: Path, *more: str, timeout: float = 120) -> str:
         """What a run on so many processes said, all of which ended well.
 
-        A fork inherits a lock that another thread of this process holds at that moment, and may wait for it for ever. Processes that
-        hang are therefore started once more; where they stood is told as a warning.
+        A fork inherits a lock that another thread of this process holds at that moment, and may wait for it for ever. Processes
+        that hang are therefore started once more; where they stood is told as a warning.
         """
         for attempt in (1, 2):
             with forked(self.command(data, run, *more), run.with_name(f"{run.name}.{attempt}.out"), ranks) as forks:

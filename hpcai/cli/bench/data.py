@@ -327,7 +327,7 @@ def _child(kind: str, folder: Path, epochs: int, group: str, threads: int) -> No
 
 
 def _group_numbers(group: str) -> dict[str, float]:
-    """Of a cgroup's processes and what the page cache did for them; CPU seconds with those of workers that have ended."""
+    """What the page cache did for the processes of a cgroup, and their CPU seconds, with those of workers that have ended."""
     stat = dict(line.split() for line in Path(group, "memory.stat").read_text().splitlines())
     times = os.times()
     io = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())

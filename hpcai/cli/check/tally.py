@@ -20,7 +20,7 @@ _NOTHING = np.empty(0, np.uint8)
 
 
 def _values_of(dtype: np.dtype) -> np.dtype | None:
-    """As what values of ``dtype`` are compared, complex ones as twice as many real ones; None for those that cannot be."""
+    """The type as which values of ``dtype`` are compared, complex ones as twice as many real ones; None where they cannot be."""
     if dtype.kind == "b":
         return np.dtype(np.uint8)
     if dtype.kind == "c":

@@ -112,7 +112,7 @@ class _Copy:
         self.partial.replace(self.path)
 
     def close(self) -> None:
-        """Of a file that was not finished nothing stays."""
+        """Close the file, and remove it where it was not finished."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

@@ -132,7 +132,7 @@ class Job:
         return [value for value, _, _ in told]
 
     def meet(self) -> None:
-        """Who is on which node, and is everybody told the same?"""
+        """Learn which process is on which node, and whether all were told the same."""
 
         def introduce() -> tuple[str, str, tuple[int, int, bool]]:
             self.source, self.target = self.source.resolve(), self.target.resolve()

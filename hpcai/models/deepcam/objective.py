@@ -21,7 +21,7 @@ def _logits(model: Any, batch: Batch) -> Tensor:
 
 
 def _cross_entropy(model: Any, logits: Tensor, mask: Tensor) -> Tensor:
-    """Of each cell, times the weight of its class.   [B, H, W]"""
+    """Cross entropy of each cell, times the weight of its class.   [B, H, W]"""
     return F.cross_entropy(logits, mask.long(), model.class_weights.to(logits.dtype), reduction="none")
 
 
@@ -32,7 +32,7 @@ def loss(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
 
 
 def _mean(model: Any, values: Tensor) -> Tensor:
-    """Of each whole map, however it is cut.   [B, H, W] -> [B]"""
+    """The mean over each whole map, however it is cut.   [B, H, W] -> [B]"""
     own = torch.stack((values.sum((1, 2)), values.new_full((len(values),), values[0].numel())))
     total, count = model.total(own)
     return total / count

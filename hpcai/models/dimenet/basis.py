@@ -85,7 +85,7 @@ class SphericalBessel(nn.Module):
 
 
 def _derivative(d: Tensor, z: Tensor, norm: Tensor, cutoff: float, exponent: int, order: int) -> Tensor:
-    """Of the functions, by d.   [E] -> [E, L * R]"""
+    """Derivatives of the functions by d.   [E] -> [E, L * R]"""
     x = (d.double() / cutoff)[:, None]
     around = [envelope(x, exponent, k) / cutoff**order * math.comb(order, k) for k in range(order + 1)]
     rows = []

@@ -29,7 +29,7 @@ class Prediction(NamedTuple):
 
 
 class Functions(NamedTuple):
-    """Of all edges, made once and used by every block."""
+    """Functions of all edges, made once and used by every block."""
 
     radial: Tensor  # [E, R] Bessel functions of order 0, with frequencies that are learnt
     spherical: Tensor  # [E, S * R]
@@ -111,7 +111,7 @@ class Interaction(nn.Module):
 
 
 class Around(nn.Module):
-    """For every message j -> i the sum over those that come to j from k, filtered by the angle at j and the distance of k.
+    """The sum, for every message j -> i, over those that come to j from k, filtered by the angle at j and the distance of k.
 
     x [E, I], weight [I, S * R] -> [E, I]
     """
@@ -224,7 +224,7 @@ class DimeNet(nn.Module):
         return found[0] if one else found
 
     def calculator(self) -> Any:
-        """For ASE: ``slab.calc = model.calculator()``. Raises ConfigError for a model whose forces are no gradient."""
+        """A calculator for ASE: ``slab.calc = model.calculator()``. Raises ConfigError for a model whose forces are no gradient."""
         from hpcai.models.dimenet.calculator import DimeNetCalculator
 
         return DimeNetCalculator(self)

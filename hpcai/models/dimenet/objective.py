@@ -59,7 +59,7 @@ def score(model: Any, batch: Batch) -> dict[str, tuple[Tensor, Any]]:
 
 
 def pairs(model: Any, batch: Batch) -> dict[str, Tensor]:
-    """For pictures: true and predicted energies [B, 2], eV; of every free atom its element [A] and its forces [A, 2, 3],
+    """Rows for pictures: true and predicted energies [B, 2], eV; of every free atom its element [A] and its forces [A, 2, 3],
     eV/angstrom."""
     energy, forces = model.physical(batch.graph, model(batch.graph))
     free = batch.free > 0

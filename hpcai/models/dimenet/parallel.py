@@ -17,7 +17,7 @@ def parallelize(model: DimeNet, mesh: Mesh) -> DimeNet:
 
 
 class Mean(Total):
-    """Of a tensor over the processes of axes."""
+    """The mean of a tensor over the processes of some axes."""
 
     def forward(self, value: Tensor) -> Tensor:
         return super().forward(value.clone()) / math.prod(axis.size for axis in self.axes)

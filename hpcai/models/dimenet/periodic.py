@@ -62,7 +62,7 @@ def neighbours(
 
 
 def reverse(found: Neighbours, atoms: int) -> Ints:
-    """For each edge the one from i to j with offset -S, or -1 where the cut at ``most`` left that out.   [E]"""
+    """The reverse of each edge: the one from i to j with offset -S, or -1 where the cut at ``most`` left that out.   [E]"""
     there, back = found.centre * atoms + found.other, found.other * atoms + found.centre
     pair, shift = np.concatenate([there, back]), _pack(np.concatenate([found.offset, -found.offset]))
     order = np.lexsort((shift, pair))  # stable: an edge comes just before the turned edge that equals it

@@ -73,7 +73,8 @@ def _dual(lattice: Tensor, pbc: Tensor) -> Tensor:
 
 
 def _candidates(apart: Tensor, reach: Tensor) -> tuple[Tensor, Tensor]:
-    """Of pairs so many cells apart [P, 3], each with all offsets that bring it within reach [P, 3]: its place [C], and S [C, 3].
+    """Candidates of pairs so many cells apart [P, 3], each with all offsets that bring it within reach [P, 3]: its place [C], and
+    S [C, 3].
 
     By pair, then offset.
     """
@@ -90,7 +91,7 @@ def _candidates(apart: Tensor, reach: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _order(centre: Tensor, distance: Tensor, cutoff: float) -> Tensor:
-    """By centre and distance, those that are equally far as they come: by the other atom, then offset.   [E]"""
+    """The order by centre and distance; edges that are equally long stand by the other atom, then offset.   [E]"""
     near = (centre * (2 * cutoff) + distance).argsort()  # rounded by far less than a tie
     ordered, i = distance[near], centre[near]
     new = (ordered.diff(prepend=ordered[:1]) > TIE) | (i.diff(prepend=i[:1]) > 0)

@@ -49,7 +49,7 @@ def collect(x: Tensor, index: Tensor, table: Tensor) -> Tensor:
 
 
 class _ByTable(torch.autograd.Function):
-    """Of values and tables, of which the derivative needs the tables alone."""
+    """A function of values and tables whose derivative needs the tables alone."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:

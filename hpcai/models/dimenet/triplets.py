@@ -18,7 +18,7 @@ from hpcai.models.dimenet.model import Prediction
 
 
 class Edges(NamedTuple):
-    """Those of a graph that are some, and every two that follow one another."""
+    """The real edges of a padded graph, and every two that follow one another."""
 
     numbers: Tensor  # [N]
     structure: Tensor  # [N]
@@ -46,7 +46,7 @@ def edges_of(graph: Graph) -> Edges:
 
 
 def energy_and_forces(net: Any, positions: Tensor, edges: Edges, detached: bool) -> tuple[Tensor, Tensor]:
-    """Of ``WithTriplets``, or of PyTorch Geometric's modules.   positions [N, 3] -> [B], [N, 3]"""
+    """Energies and forces by ``WithTriplets``, or by PyTorch Geometric's modules.   positions [N, 3] -> [B], [N, 3]"""
     i, j, kj, ji = edges.i, edges.j, edges.kj, edges.ji
     positions = positions.clone().requires_grad_()
     vector = positions[j] - positions[i] + edges.shift

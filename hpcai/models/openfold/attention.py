@@ -11,7 +11,7 @@ from hpcai.models.openfold.layers import Linear, channels_first, draw
 
 
 class GatedAttention(nn.Module):
-    """Of every row over its entries, or of every column; the four projections are one product.
+    """Gated attention of every row over its entries, or of every column; the four projections are one product.
 
     x [B, I, N, C], mask [B, I, N], bias [B, H, N, N] -> [B, I, N, C]; with ``columns`` I and N change places in the last one
     """

@@ -59,7 +59,7 @@ class ExtraConfig(Settings):
 
 
 class StructureConfig(Settings):
-    """From pairs to atoms."""
+    """Sizes of the structure module, which makes atoms of pairs."""
 
     passes: Positive = 8
     """with the same weights"""

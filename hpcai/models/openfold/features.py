@@ -1,4 +1,4 @@
-"""From a chain, its alignment and templates to what OpenFold reads, under the names that AlphaFold gives it.
+"""What OpenFold reads, made of a chain, its alignment and templates, under the names that AlphaFold gives it.
 
 All is a function of (seed, epoch, index). Every pass sees the same residues and templates, and its own sample of the alignment.
 Arrays have the pass as their last dim; in memory one pass lies after another, so that ``array[..., k]`` is in one piece.
@@ -203,7 +203,8 @@ def _rows(
 
 
 def choose_templates(count: int, most: int, draw: np.random.Generator) -> Array:
-    """Of ``most`` random ones what follows a random start, which may be the end: often few, sometimes none.   [0 to ``most``]"""
+    """What follows a random start among ``most`` random templates. The start may be the end: often few are left, sometimes
+    none.   [0 to ``most``]"""
     some = draw.permutation(count)[:most]
     return some[int(draw.integers(0, len(some), endpoint=True)) :]
 
@@ -241,7 +242,7 @@ def _templates(
 
 
 def _given(given: Mapping[str, Array] | None, length: int, where: str) -> list[Array]:
-    """Those of TEMPLATES, with shapes that fit the chain."""
+    """The arrays that TEMPLATES names, with shapes that fit the chain."""
     tails = (length,), (length, 37, 3), (length, 37), (1,)
     if given is None:
         return [np.zeros((0, *tail), np.int64 if name == TEMPLATES[0] else np.float32) for name, tail in zip(TEMPLATES, tails)]

@@ -1,4 +1,4 @@
-"""From a sequence and its relatives' to a structure with confidence, in one call."""
+"""A structure with its confidence from a sequence and its relatives, in one call."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class Fold:
     plddt: NDArray[np.float32]  # [N] expected lDDT-Calpha, 0 to 100
 
     def write(self, path: str | Path, name: str = "model") -> None:
-        """As .cif or .pdb, with the confidence of a residue where the B-factors of its atoms stand."""
+        """Write a .cif or .pdb file, with the confidence of a residue where the B-factors of its atoms stand."""
         write_structure(Path(path), self.aatype, self.positions, self.mask, self.plddt, name=name)
 
 

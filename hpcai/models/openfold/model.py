@@ -124,6 +124,6 @@ class OpenFold(nn.Module):
         return previous.first.to(m.dtype), previous.pair.to(z.dtype), beta
 
     def _positions(self, positions: Tensor, features: Mapping[str, Tensor]) -> Tensor:
-        """From 14 places to 37.   [B, R, 14, 3] -> [B, R, 37, 3]"""
+        """Positions of atoms in 37 places, from those in 14.   [B, R, 14, 3] -> [B, R, 37, 3]"""
         index = features["residx_atom37_to_atom14"][..., None].expand(-1, -1, -1, 3)
         return positions.gather(2, index) * features["atom37_atom_exists"][..., None].to(positions.dtype)

@@ -30,7 +30,7 @@ _CPU = 32 << 20  # bytes of distances at a time
 
 
 def terms(prediction: Prediction, features: Mapping[str, Tensor], cfg: ObjectiveConfig) -> dict[str, Tensor]:
-    """Those with a weight, unweighted.   features of the last pass -> [B] each"""
+    """The terms that have a weight, each without it.   features of the last pass -> [B] each"""
     kind = prediction.atoms.positions.dtype
     f = {name: value.to(kind) if value.is_floating_point() else value for name, value in features.items()}
     logits, atoms = prediction.logits, prediction.atoms
@@ -62,7 +62,8 @@ def predicted(model: Any, batch: Any) -> tuple[dict[str, Tensor], Prediction]:
 
 
 def loss(model: Any, batch: Any, cfg: ObjectiveConfig | None = None) -> dict[str, Tensor]:
-    """Of features with passes (see ``OpenFold.forward``), a mapping or a named tuple: the loss, its terms; means over proteins."""
+    """The loss and its terms, as means over proteins, for features with passes (see ``OpenFold.forward``) in a mapping or named
+    tuple."""
     cfg = cfg or ObjectiveConfig()
     last, prediction = predicted(model, batch)
     with torch.autocast(prediction.positions.device.type, enabled=False):
@@ -166,7 +167,7 @@ def chi(angles: Tensor, raw: Tensor, f: Mapping[str, Tensor]) -> Tensor:
 
 
 def distogram(logits: Tensor, f: Mapping[str, Tensor]) -> Tensor:
-    """Of pseudo-beta atoms, 64 bins up to 21.7 angstrom.   logits [B, R, R, 64] -> [B]"""
+    """Cross entropy of the distances of pseudo-beta atoms, in 64 bins up to 21.7 angstrom.   logits [B, R, R, 64] -> [B]"""
     edges = distance_edges(logits) ** 2
     x, mask = f["pseudo_beta"], f["pseudo_beta_mask"]
     bin_ = torch.bucketize((x[:, :, None] - x[:, None]).square().sum(-1), edges)

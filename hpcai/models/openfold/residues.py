@@ -186,7 +186,7 @@ def _quadruple(chain: list[str], chi: int) -> list[int]:
 
 
 def _frame(origin: NDArray[np.float64], y: Any) -> NDArray[np.float64]:
-    """With x from the parent's origin to this one, and y in the half-plane of ``y``.   [4, 4]"""
+    """A frame with x from the parent's origin to this one, and y in the half-plane of ``y``.   [4, 4]"""
     x = origin / np.linalg.norm(origin)
     y = y - x * (x @ y)
     y /= np.linalg.norm(y)
@@ -234,7 +234,7 @@ class Bounds(NamedTuple):
 
 
 def _distances() -> Iterator[dict[tuple[str, str], tuple[float, float]]]:
-    """For each residue the ends of its bonds and angles: mean distance and its deviation, errors taken as independent."""
+    """Mean distance and its deviation for the ends of each residue's bonds and angles, errors taken as independent."""
     figures: dict[str, dict[str, tuple[float, float]]] = {}
     for (residue,), cells in _lines(_STEREO):
         figures[residue] = {name: (float(mean), float(deviation)) for *names, mean, deviation in cells for name in names}

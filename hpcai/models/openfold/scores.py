@@ -32,9 +32,9 @@ def score(model: Any, batch: Any) -> dict[str, Tensor]:
 
 
 def structures_of(model: Any, batch: Any) -> dict[str, Tensor]:
-    """For pictures, the residues of all chains one after the other, and before them ``index`` and ``residues`` [B] of each chain:
-    types, true and predicted atoms [37, 3] angstrom, confidence and lDDT 0 to 100, NaN where there is no CA; at the end
-    the distances [R * R] that the distogram expects, angstrom."""
+    """Rows for pictures: the residues of all chains one after the other, and before them ``index`` and ``residues`` [B] of each
+    chain: types, true and predicted atoms [37, 3] angstrom, confidence and lDDT 0 to 100, NaN where there is no CA; at the end the
+    distances [R * R] that the distogram expects, angstrom."""
     features, prediction = objective.predicted(model, batch)
     with torch.autocast(prediction.positions.device.type, enabled=False):
         guess, true, mask = _alphas(prediction, features)

@@ -1,4 +1,4 @@
-"""From pairs to atoms (supplement 1.8): invariant point attention moves one frame per residue, torsion angles hang its atoms on it.
+"""Atoms from pairs (supplement 1.8): invariant point attention moves one frame per residue, torsion angles hang its atoms on it.
 
 Coordinates inside are in units of 10 angstrom, those that come out in angstrom. All of it is float32 at least.
 B batch, R residues, H heads, C channels, P points, L passes.

@@ -177,7 +177,7 @@ def _first(part: Array, whole: Array) -> int:
 
 
 def _aligned(part: Array, whole: Array) -> Array:
-    """For each letter of ``part`` the one of ``whole`` that it is aligned to, -1 where there is none; long gaps cost little."""
+    """The letter of ``whole`` that each letter of ``part`` is aligned to, -1 where there is none; long gaps cost little."""
     import gemmi
 
     found = gemmi.align_string_sequences([str(code) for code in part], [str(code) for code in whole], [])

@@ -83,8 +83,9 @@ def score(model: Any, volumes: Sequence[Batch]) -> dict[str, tuple[Tensor, float
 
 
 def slices(model: Any, volumes: Sequence[Batch]) -> dict[str, Tensor]:
-    """Of each volume the axial slice with most of the last class in it (of any, where there is none), what is in it and what the
-    model sees, around what is there: for pictures.   fields [N, S, S, 1] in Hounsfield units, true and predicted [N, S, S] uint8"""
+    """Rows for pictures: of each volume the axial slice with most of the last class (of any, where there is none), its truth and
+    what the model sees, around what is there: for pictures.   fields [N, S, S, 1] in Hounsfield units, true and predicted [N, S,
+    S] uint8"""
     side = max(model.cfg.window[1:]) * 3 // 2
     columns: list[list[Tensor]] = []
     for image, label in volumes:

@@ -57,7 +57,8 @@ def normalise(image: NDArray[Any]) -> NDArray[np.float32]:
 
 
 def pad(array: NDArray[Any], least: Sequence[int]) -> NDArray[Any]:
-    """To at least so many voxels, on both sides of a dim, with the values of its edge; an odd voxel goes to the far side."""
+    """Pad a volume to at least so many voxels, on both sides of a dim, with the values of its edge; an odd voxel goes to the far
+    side."""
     missing = [max(0, need - size) for size, need in zip(array.shape, least)]
     if not any(missing):
         return array

@@ -94,7 +94,7 @@ def _covered(starts: range, window: int, size: int) -> Tensor:
 
 
 class Alone(nn.Module):
-    """Who sees the windows of a volume: one process, all of them. A seam."""
+    """The seam for sharing the windows of a volume out: here one process sees all of them."""
 
     share = 1.0
     """of a volume's score that this process counts"""
