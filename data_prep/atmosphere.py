@@ -128,7 +128,7 @@ class Noise:
 
 @dataclass(frozen=True)
 class Vortex:
-    """A closed low. A Holland profile where ``shape`` is given, else a Gaussian of standard deviation ``radius``."""
+    """A closed low. A Holland profile where ``shape`` is given, otherwise a Gaussian of standard deviation ``radius``."""
 
     latitude: float
     longitude: float

@@ -155,7 +155,7 @@ def settings_of(recipe: dict[str, Any]) -> dict[str, Any]:
 
 
 def told(wrong: Sequence[str]) -> int:
-    """Prints mistakes, the first twenty; 0 if there is none, else 1."""
+    """Prints mistakes, the first twenty; 0 if there is none, otherwise 1."""
     for text in wrong[:20]:
         print(f"wrong: {text}")
     if len(wrong) > 20:

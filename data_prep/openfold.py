@@ -23,10 +23,10 @@ What is [A], [L], [H] or [P] holds chain after chain; "residues", "letters", "hi
 
 convert takes a folder of .cif and .cif.gz at any depth, and a folder of alignments with one folder for each chain: the a3m folder
 of OpenProteinSet in it, or .a3m and .sto files. Letters of entries may differ in case (5zyh_A, 5ZYH_A), those of chains may not.
-A chain without a folder uses that of a twin (--duplicates), else its own sequence is all of its alignment. Chains whose alignment
-cannot be read, or is of another sequence, are left out and listed. The filters are those of MLPerf HPC. Clusters are the lines of
---clusters; without it each distinct sequence is a cluster, which makes close relatives count more than they should. Space on the
-disk is 2 bytes for each letter and 482 for each residue; --most bounds the first.
+A chain without a folder uses that of a twin (--duplicates), otherwise its own sequence is all of its alignment. Chains whose
+alignment cannot be read, or is of another sequence, are left out and listed. The filters are those of MLPerf HPC. Clusters are the
+lines of --clusters; without it each distinct sequence is a cluster, which makes close relatives count more than they should. Space
+on the disk is 2 bytes for each letter and 482 for each residue; --most bounds the first.
 
 Templates are the hits of .hhr files: of the hhr folder of OpenProteinSet, or beside the .a3m files. The chains of --structures can
 be templates, whatever filters say of them as samples. Which hits count hpcai.models.openfold.templates says: none of the chain's

@@ -47,7 +47,7 @@ class LoaderConfig(Settings):
     """How samples come from files to the device: what every app's `data` settings begin with."""
 
     reader: Literal["auto", "direct", "buffered", "memory", "hdf5", "dali", "gds"] = "auto"
-    """auto: buffered where all samples fit into the page cache, else direct; direct: past the page cache (O_DIRECT);
+    """auto: buffered where all samples fit into the page cache, otherwise direct; direct: past the page cache (O_DIRECT);
     memory: kept once read; hdf5: by the HDF5 library (compressed files too); dali: batches made by NVIDIA DALI;
     gds: straight to the GPU (GPUDirect Storage)"""
     workers: Positive = 2
@@ -134,7 +134,7 @@ class StepConfig(Settings):
 
     precision: Literal["auto", "fp32", "bf16", "bf16-params", "fp64"] = "fp32"
     """bf16: autocast, weights and optimizer stay fp32; bf16-params: weights and gradients too are bfloat16, the optimizer keeps an
-    fp32 master copy of them; auto: bf16 where the processor computes in it faster, else fp32"""
+    fp32 master copy of them; auto: bf16 where the processor computes in it faster, otherwise fp32"""
     accumulate: Positive = 1
     """micro-batches per step and process"""
     clip: Annotated[float, Field(gt=0)] | None = None
@@ -229,7 +229,7 @@ class TrainConfig(Settings):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """of the weights, the order of the samples and the dropout"""
     collect_every: Positive | None = 1000
-    """steps between Python's garbage collections, which else may stop one process at any time while all others wait; null: as
+    """steps between Python's garbage collections, which otherwise may stop one process at any time while all wait; null: as
     Python likes"""
     profile: tuple[Positive, Positive] | None = None
     """first and last step of a trace, in report.directory/profile"""

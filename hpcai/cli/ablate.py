@@ -3,7 +3,8 @@
 Its switches are put on one after another, and then each is left out alone. Every repeat goes over all arrangements, each time from
 another one on, so that a busy machine slows all alike; one run of each is not counted. Factors are medians of the ratios within a
 repeat, against plain and against all, with 95 % intervals (bootstrap). Differences of loss and gradient (L2) are relative to plain,
-at the same weights and batch. Arrangements stay in memory where they leave half of it free; else each is built anew in each repeat.
+at the same weights and batch. Arrangements stay in memory where they leave half of it free; otherwise each is built anew in each
+repeat.
 """
 
 import argparse

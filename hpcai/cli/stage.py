@@ -72,7 +72,7 @@ def _expand(texts: Sequence[str], gather: Callable[[str], list[str]]) -> list[st
 
 @contextmanager
 def _progress(speak: bool) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar on a terminal, else a line now and then; both on stderr."""
+    """A bar on a terminal, otherwise a line now and then; both on stderr."""
     if not speak:
         yield None
     elif sys.stderr.isatty():

@@ -96,7 +96,7 @@ class Assembler:
 
 
 def _readable(value: Any) -> np.ndarray:
-    """In row-major order. torch takes arrays for its own only if they may be written, which a kept sample may not; it is not."""
+    """The array in row-major order and marked as writable, without which torch would copy it or warn. Nothing writes to it."""
     array = np.asarray(value, order="C")
     if array.flags.writeable:
         return array

@@ -215,7 +215,7 @@ class Loader:
     # ---- within an epoch
 
     def _begun(self, plan: "_Plan") -> "_Course":
-        """The epoch, if it was begun at the end of the one before; else its first samples are prepared from now on."""
+        """The epoch, if it was begun at the end of the one before; otherwise its first samples are prepared from now on."""
         following, self._following = self._following, None
         if following is not None:
             if plan.is_whole and plan.epoch == following.plan.epoch:

@@ -21,8 +21,9 @@ def total(value: Tensor, *axes: Axis) -> Tensor:
 
 
 def summed(value: Tensor, *axes: Axis, once: bool = False) -> Tensor:
-    """Sum of ``value`` over the processes of ``axes``, and its adjoint: gradients are added too, for each process may use the sum
-    for something else. ``once``: all make the same of it, which counts as one; a gradient is then that of each one's own part."""
+    """Sum of ``value`` over the processes of ``axes``, and its adjoint: gradients are added too, because each process may use the
+    sum for something of its own. ``once``: all processes compute the same from the sum, and that counts once; the gradient of a
+    process is then that of its own part."""
     axes = tuple(axis for axis in axes if axis.size > 1)
     return _Summed.apply(value, axes, once) if axes else value
 

@@ -59,7 +59,7 @@ def device(place: Place, visible: int | None = None) -> torch.device:
 
 
 def communicator() -> Any:
-    """mpi4py's world communicator where the processes of this job met over MPI, else None. For bulk data between CPUs."""
+    """mpi4py's world communicator where the processes of this job met over MPI, otherwise None. For bulk data between CPUs."""
     return _mpi[0] if _mpi else None
 
 

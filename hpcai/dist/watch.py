@@ -38,7 +38,7 @@ class Watch:
     """Binds the ranks of a job together while its ``with`` block runs.
 
     ``address`` is rank 0's, ``store`` tells the others the hub's port, ``abort`` ends the job with an exit code. In an orderly
-    end the process groups are destroyed. The exit code is 2 for refused settings, else 1; SystemExit keeps its own.
+    end the process groups are destroyed. The exit code is 2 for refused settings, otherwise 1; SystemExit keeps its own.
     """
 
     def __init__(

@@ -48,7 +48,7 @@ def gradients(dy: Tensor, x: Tensor, y: Tensor | None, mean: Tensor, variance: T
               total: Total | None, need_plus: bool) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
     """Gradients by x, plus, weight, bias; those of weight and bias are of this process's values alone.
 
-    ``y``: what ``normalise`` returned, where it was rectified, else None.
+    ``y``: what ``normalise`` returned, where it was rectified, otherwise None.
     """
     invstd = (variance + eps).rsqrt()
     dz, dweight, dbias = sums(dy, x, y, mean, invstd, need_plus)

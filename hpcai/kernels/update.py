@@ -70,7 +70,8 @@ class Segments:
 def adam_(weights: Tensor, gradient: Tensor, first: Tensor, second: Tensor, *, lr: Tensor, step: Tensor, scale: Tensor | None,
           skip: Tensor, betas: tuple[float, float], eps: float, weight_decay: float, decoupled: bool = True,
           **after: Any) -> None:  # fmt: skip
-    """Adam (Kingma and Ba 2015), bias-corrected; ``decoupled``: AdamW (Loshchilov and Hutter 2019), else decay in the gradient."""
+    """Adam (Kingma and Ba 2015), bias-corrected; ``decoupled``: AdamW (Loshchilov and Hutter 2019), otherwise decay in the
+    gradient."""
     row = Row(weights, gradient, (first, second), scale, skip, **after)
     _adam(row, "adamw" if decoupled else "adam", lr, step, betas, eps, weight_decay)
 

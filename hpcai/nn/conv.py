@@ -20,8 +20,8 @@ Triple = tuple[int, ...]
 
 
 def channels_last(x: Tensor) -> Tensor:
-    """``x`` [B, C, D, H, W] in channels-last memory. With one channel its strides say so too, else torch takes it for contiguous,
-    and so is all that comes of it."""
+    """``x`` [B, C, D, H, W] in channels-last memory. Its strides say so with one channel too: otherwise torch takes such a volume
+    for contiguous, and so is every result of it."""
     if x.shape[1] == 1 and x.is_contiguous():
         return x[:, 0, ..., None].permute(0, 4, 1, 2, 3)
     return x.contiguous(memory_format=torch.channels_last_3d)

@@ -67,7 +67,7 @@ class ShardedSums(GradientSums):
 
     ``axes``: replicate as two, (between, within), of which the second holds the shares (``Mesh.split``); None: all copies do.
     ``overlap``: each module waits for its own weights when its forward pass begins, so a parameter must be used by the module that
-    holds it; else ``spread()`` returns when they are there.
+    holds it; otherwise ``spread()`` returns when they are there.
     """
 
     def __init__(

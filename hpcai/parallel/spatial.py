@@ -4,9 +4,9 @@
     y = model(cut.own(x))                                       # slabs in, slabs out
 
 A dim of S places is cut at S*r/n, at every resolution of the network, so that the sizes of a level say what each rank holds.
-Where a level has fewer than ``least`` places a rank, every rank holds all of it. One rule makes all gradients right: what ranks
-count adds up to the loss, so gradients are added, at seams and for parameters; whatever ranks compute alike from a whole level
-gets its part of the gradient from each. No learning rate is touched. B batch, C channels, D H W the volume, n the size of an axis.
+Where a level has fewer than ``least`` places a rank, every rank holds all of it. One rule makes all gradients right: the losses
+of the ranks add up to the loss, so gradients are added, at seams and for parameters. Where ranks compute the same from a whole
+level, each counts its part of it. No learning rate is touched. B batch, C channels, D H W the volume, n the size of an axis.
 """
 
 import math
@@ -544,8 +544,8 @@ class _Once(torch.autograd.Function):
 
 
 class Summed(nn.Module):
-    """Sums over a cut volume, of which a loss or a metric is made that all its ranks count as one: a gradient is that of each one's
-    own sums."""
+    """Sums over a cut volume. All its ranks make the same loss or metric of them, which counts once: the gradient of a rank is that
+    of its own sums."""
 
     def __init__(self, cut: Cut) -> None:
         super().__init__()
@@ -556,7 +556,7 @@ class Summed(nn.Module):
 
 
 class Whole(nn.Module):
-    """All of a volume of ``size``, on every rank, of the ranks' parts.   [B, C, D/n, H/m, W] -> [B, C, D, H, W]"""
+    """A whole volume of ``size``, on every rank, joined from the ranks' parts.   [B, C, D/n, H/m, W] -> [B, C, D, H, W]"""
 
     def __init__(self, cut: Cut, size: Sequence[int]) -> None:
         super().__init__()

@@ -56,8 +56,8 @@ class Average:
 
     @torch.no_grad()
     def level(self) -> None:
-        """Running statistics, and their averages, become the mean of all copies', in one message. Training reads none of them and
-        goes on as it would have; who does, an evaluation or a checkpoint, then sees all samples and not one copy's."""
+        """Set running statistics, and their averages, to their means over all copies, in one message. Training does not read them.
+        An evaluation or a checkpoint, which does, then sees the samples of all copies and not of one."""
         axis, kept = self.sums.mesh["replicate"], [*self._live.values(), *self._mean.values()]
         if axis.size == 1 or not kept:
             return

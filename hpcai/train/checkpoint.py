@@ -247,7 +247,8 @@ class _Reader(FileSystemReader):
 
 
 def _tensors(step: Step, rank: int) -> dict[str, Any]:
-    """All that resuming needs, by name, as the memory in use: weights in full precision, and of what is shared out, this share."""
+    """All tensors that resuming needs, by name and without a copy: weights in full precision, and this rank's share of what is
+    divided."""
     step.sums.settle()
     parts: dict[str, dict[str, Any]] = {
         "model": {**step.model.state_dict(), **step.optimizer.weights()},

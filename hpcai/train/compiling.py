@@ -161,8 +161,8 @@ def _cpu() -> list[str]:
 def restore(folder: Path, key: str) -> bool:
     """Have torch keep compiled code on this node's disk, filled from the archive of ``key`` in ``folder``; False without one.
 
-    Call it on every process, before anything is compiled. The place is below TORCHINDUCTOR_CACHE_DIR, else TMPDIR. A damaged or
-    foreign archive is ignored, with a warning. **It is code that will run** (libraries, pickles): ``folder`` must be one that
+    Call it on every process, before anything is compiled. The place is below TORCHINDUCTOR_CACHE_DIR, otherwise TMPDIR. A damaged
+    or foreign archive is ignored, with a warning. **It is code that will run** (libraries, pickles): ``folder`` must be one that
     only you can write to, like those of your programs; an archive of another user is refused.
     """
     path = folder / f"{key}.zip"

@@ -21,7 +21,8 @@ _tracing = False
 
 
 def span(name: str) -> AbstractContextManager[object]:
-    """A named stretch of time: an NVTX range where there is a GPU, an entry of the trace within a profiled step, else nothing."""
+    """A named stretch of time: an NVTX range where there is a GPU, an entry of the trace within a profiled step, otherwise
+    nothing."""
     global _gpu
     if _gpu is None:
         _gpu = torch.cuda.is_available()

@@ -182,7 +182,8 @@ class Step:
             rng.restore(random)
 
     def first_bad(self) -> Tensor:
-        """0-based step with the first loss or gradient that is not finite on any process, on the device; else a huge number."""
+        """0-based step with the first loss or gradient that is not finite on any process, on the device; otherwise a huge
+        number."""
         return least(self._first_bad.amin(), self.mesh.everyone)
 
     def check(self, samples: Callable[[int], str] | None = None, first: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""How blocks go from node to node: MPI where the processes met over it, else gloo."""
+"""How blocks go from node to node: MPI where the processes met over it, otherwise gloo."""
 
 import os
 import time

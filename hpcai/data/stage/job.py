@@ -86,7 +86,7 @@ def stage_in(
     ``pwrite`` and the reader's ``preadv`` are there for tests.
 
     Raises DataError, the same on all processes, when any of them cannot do its part: before anything is written where that can
-    be known, else after all have stopped, with whole files kept and no parts of files left.
+    be known, otherwise after all have stopped, with whole files kept and no parts of files left.
     """
     began, mine = time.monotonic(), reader is None
     reader = reader if reader is not None else Reader()

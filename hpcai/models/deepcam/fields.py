@@ -32,8 +32,9 @@ _SPELLINGS = {
 def stacked(fields: Mapping[str, Any], cfg: DeepCamConfig, units: Mapping[str, str] | None = None) -> NDArray[np.float32]:
     """The variables of ``cfg`` one beside the other: {name: [H, W] or [N, H, W]} -> [N, H, W, V].
 
-    A field's unit is what ``units`` says, else its own ``attrs["units"]`` (xarray), else that of ``cfg``. Raises ValueError for
-    missing variables, unknown units, shapes that differ, values that are not finite or far outside what the network has seen.
+    A field's unit is what ``units`` says, otherwise its own ``attrs["units"]`` (xarray), otherwise that of ``cfg``. Raises
+    ValueError for missing variables, unknown units, shapes that differ, values that are not finite or far outside what the network
+    has seen.
     """
     missing = [name for name in cfg.variables if name not in fields]
     if missing:

@@ -127,7 +127,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
 
 
 class ObjectiveConfig(Settings):
-    """Weights of what a step lessens. The defaults are those of initial training, in MLPerf HPC too."""
+    """Weights of the terms of the loss. The defaults are those of initial training, in MLPerf HPC too."""
 
     fape: Weight = 1.0
     """frame-aligned point error: half of backbones in all passes, half of all atoms in the last"""

@@ -42,7 +42,7 @@ class TriangleMultiplication(nn.Module):
         self.linear_ab = Linear(channels, 4 * hidden)  # projections of a and b, then their gates
         self.linear_g = Linear(channels, channels, start="final")
         self.linear_z = Linear(hidden, channels, start="final")
-        self.every_edge = nn.Identity()  # seam: those of i/n meet those of every j, or the other way round
+        self.every_edge = nn.Identity()  # seam: edges of this process's rows meet those of all others
         nn.init.ones_(self.linear_g.bias)
         with torch.no_grad():
             self.linear_ab.weight[2 * hidden :] = 0

@@ -85,9 +85,9 @@ def featurize(
 
     templates: ``template_aatype`` [K, N] with gaps, ``template_all_atom_positions`` [K, N, 37, 3] in angstrom and
     ``template_all_atom_mask`` [K, N, 37], ``template_sum_probs`` [K, 1], the best first; see ``read_templates``. Training draws
-    how many of them are seen, and which, the residues of a crop and whether errors are clamped; else the best templates and the
-    first residues are taken. ``passes`` is one more than ``cfg.recycles`` if it is not given; fewer are the first of them. Raises
-    DataError for parts that do not belong together.
+    how many of them are seen, and which, the residues of a crop and whether errors are clamped; otherwise the best templates and
+    the first residues are taken. ``passes`` is one more than ``cfg.recycles`` if it is not given; fewer are the first of them.
+    Raises DataError for parts that do not belong together.
     """
     cfg = cfg or FeatureConfig()
     passes = cfg.recycles + 1 if passes is None else passes

@@ -259,8 +259,8 @@ def _distances() -> Iterator[dict[tuple[str, str], tuple[float, float]]]:
 def bounds(tolerance: float, overlap: float) -> Bounds:
     """The distances that two atoms of one residue may have.
 
-    Across a bond or an angle the mean and ``tolerance`` deviations either way; else from the sum of the van der Waals radii less
-    ``overlap`` angstrom to 1e10. All 0 where there is no such pair.
+    Across a bond or an angle the mean and ``tolerance`` deviations either way; otherwise from the sum of the van der Waals radii
+    less ``overlap`` angstrom to 1e10. All 0 where there is no such pair.
     """
     pair = ATOM14_EXISTS[:, :, None] * ATOM14_EXISTS[:, None] * (1 - np.eye(14))
     lower, upper = pair * (ATOM14_RADIUS[:, :, None] + ATOM14_RADIUS[:, None] - overlap), pair * 1e10

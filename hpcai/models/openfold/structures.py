@@ -227,8 +227,8 @@ def _chain(name: str, polymer: _Polymer, site: dict[str, list[Any]], rows: list[
 
 
 def _sequence(polymer: _Polymer) -> str:
-    """Modified residues have the letters that the PDB gives them, else gemmi's. The PDB's text counts a chromophore as the residues
-    that it was made of, and then does not fit."""
+    """Modified residues have the letters that the PDB gives them, otherwise gemmi's. The PDB's text counts a chromophore as the
+    residues that it was made of, and then does not fit."""
     letters = []
     canonical = polymer.canonical if len(polymer.canonical) == len(polymer.residues) else "X" * len(polymer.residues)
     for (_, names), known in zip(sorted(polymer.residues.items()), canonical):

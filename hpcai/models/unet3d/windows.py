@@ -27,7 +27,7 @@ def place(size: int, window: int, overlap: float, crop: bool) -> Placed:
     """Windows over ``size`` voxels, (1 - overlap)*window apart (MLPerf's KiTS19 reference).
 
     What is left over of a whole number of strides is cut off on both sides where it is less than half a stride and ``crop`` says
-    so; else the volume is padded to the next stride, and to one window at least.
+    so; otherwise the volume is padded to the next stride, and to one window at least.
     """
     stride = int(window * (1 - overlap))
     rest = (size - window) % stride if crop else 0
