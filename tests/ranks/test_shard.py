@@ -229,9 +229,9 @@ def events(mesh: Mesh) -> list[str]:
     seen: list[str] = []
     for bucket in step.sums.buckets:
         launch, arrive = bucket.launch, bucket.arrive  # type: ignore[attr-defined]
-        share, name = bucket.share, bucket.parts[-1].name  # type: ignore[attr-defined]
+        share, name = bucket.spread, bucket.parts[-1].name  # type: ignore[attr-defined]
         bucket.launch = lambda f=launch: (seen.append("sum"), f())[1]  # type: ignore[method-assign]
-        bucket.share = lambda f=share, n=name: (seen.append(f"gather {n}"), f())[1]  # type: ignore[attr-defined]
+        bucket.spread = lambda f=share, n=name: (seen.append(f"gather {n}"), f())[1]  # type: ignore[attr-defined]
         bucket.arrive = lambda b=bucket, f=arrive: (b.coming and seen.append("arrive"), f())[1]  # type: ignore[attr-defined]
     for i, layer in enumerate(model):
         layer.register_full_backward_hook(lambda *_: seen.append("gradient"))
