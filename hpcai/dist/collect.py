@@ -101,12 +101,12 @@ def gather_objects(value: T, axis: Axis) -> list[T]:
     return values
 
 
-def agree(value: T, axis: Axis) -> T:
-    """``value`` as the first process of ``axis`` sees it."""
+def agree(value: T, axis: Axis, source: int = 0) -> T:
+    """``value`` as the process ``source`` of ``axis`` sees it: a small Python object of ours, which is pickled on the way."""
     if axis.size == 1:
         return value
     box = [value]
-    torch_dist.broadcast_object_list(box, group=axis.group, group_src=0)
+    torch_dist.broadcast_object_list(box, group=axis.group, group_src=source)
     return box[0]
 
 

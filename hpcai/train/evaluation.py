@@ -5,7 +5,6 @@ weights are those of the step at which ``start`` was called, and the metrics are
 """
 
 import copy
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from hpcai.train.step import Step, samples_in
 Metric = Callable[[nn.Module, Any], dict[str, Value]]
 RowsOf = Callable[[nn.Module, Any], dict[str, Tensor]]
 Position = dict[str, Any]
+Found = tuple[dict[str, float], float]  # metrics, and the seconds that they took
 _WAITING = 2  # evaluations under way at most; the next one waits, for each holds a copy of the weights
 
 
@@ -134,8 +134,55 @@ class Here:
         """No evaluation follows."""
 
 
-class Background(Here):
-    """Evaluation by the processes that train, in a thread with a copy of the model, while they go on."""
+class Beside(Here):
+    """Evaluation in a thread, of a copy of the weights, while training goes on; ``_scored`` says by whom."""
+
+    def __init__(self, step: Step, metric: Metric, validation: Any) -> None:
+        super().__init__(step, metric, validation)
+        self._stream = torch.cuda.Stream() if step.mesh.device.type == "cuda" else None
+        self._under_way: list[tuple[Position, Future[Found]]] = []
+
+    @property
+    def pending(self) -> bool:
+        return bool(self._under_way or self._done)
+
+    def start(self, position: Position) -> None:
+        if len(self._under_way) >= _WAITING:
+            self._done += self._take(1)
+        weights = self.step.snapshot()
+        ready: Any = torch.cuda.current_stream().record_event() if self._stream else None
+
+        def act() -> Found:
+            with torch.cuda.stream(self._stream):  # None: no stream
+                if self._stream is not None:
+                    self._stream.wait_event(ready)
+                return self._scored(weights)
+
+        before = self._under_way[-1][1] if self._under_way else None
+        self._under_way.append((position, _later(act, before)))
+
+    def _scored(self, weights: dict[str, Tensor]) -> Found:
+        """The metrics of ``weights``, and the seconds that they took."""
+        raise NotImplementedError
+
+    def _agreed(self, count: int) -> int:
+        """How many evaluations are taken, where ``count`` are done on this process: the same on all of them."""
+        raise NotImplementedError
+
+    def results(self, wait: bool = False) -> list[Scored]:
+        done, self._done = self._done, []
+        count = len(self._under_way)
+        if not wait and count:
+            count = self._agreed(sum(future.done() for _, future in self._under_way))
+        return done + self._take(count)
+
+    def _take(self, count: int) -> list[Scored]:
+        taken, self._under_way = self._under_way[:count], self._under_way[count:]
+        return [Scored(position, *future.result()) for position, future in taken]
+
+
+class Background(Beside):
+    """Evaluation by the processes that train, with a copy of the model."""
 
     def __init__(self, step: Step, metric: Metric, validation: Any) -> None:
         super().__init__(step, metric, validation)
@@ -146,82 +193,34 @@ class Background(Here):
             )
         self.model = _twin(step.model)
         self.axis = step.mesh.aside("replicate")
-        self._stream = torch.cuda.Stream() if step.mesh.device.type == "cuda" else None
-        self._under_way: list[tuple[Position, Future[tuple[dict[str, float], float]]]] = []
 
-    @property
-    def pending(self) -> bool:
-        return bool(self._under_way or self._done)
-
-    def start(self, position: Position) -> None:
-        if len(self._under_way) >= _WAITING:
-            self._done += self._take(1)
-        weights = self.step.snapshot()
-        ready = torch.cuda.current_stream().record_event() if self._stream else None
-        before = self._under_way[-1][1] if self._under_way else None
-        self._under_way.append((position, _later(lambda: self._score(weights, ready), before)))
-
-    def _score(self, weights: dict[str, Tensor], ready: Any) -> tuple[dict[str, float], float]:
+    @torch.no_grad()
+    def _scored(self, weights: dict[str, Tensor]) -> Found:
         began = time.perf_counter()
-        with torch.cuda.stream(self._stream):  # None: no stream
-            if self._stream is not None:
-                self._stream.wait_event(ready)
-            _load(self.model, weights)
-            values = score(self.step, self.model, self.metric, self.validation, self.axis, torch.device("cpu"))
+        for name, tensor in self.model.state_dict().items():
+            tensor.copy_(weights[name])
+        values = score(self.step, self.model, self.metric, self.validation, self.axis, torch.device("cpu"))
         return values, time.perf_counter() - began
 
-    def results(self, wait: bool = False) -> list[Scored]:
-        done, self._done = self._done, []
-        count = len(self._under_way)
-        if not wait and count:
-            count = sum(future.done() for _, future in self._under_way)
-            count = int(least(torch.tensor(count), self.step.mesh.aside("everyone")).item())
-        return done + self._take(count)
-
-    def _take(self, count: int) -> list[Scored]:
-        taken, self._under_way = self._under_way[:count], self._under_way[count:]
-        return [Scored(position, *future.result()) for position, future in taken]
+    def _agreed(self, count: int) -> int:
+        return int(least(torch.tensor(count), self.step.mesh.aside("everyone")).item())
 
 
-class Elsewhere(Background):
+class Elsewhere(Beside):
     """Evaluation by processes of its own, which get the weights from the first copy of the model; see ``serve``."""
 
-    def __init__(self, step: Step, metric: Metric, validation: Any) -> None:
-        Here.__init__(self, step, metric, validation)
-        self.link = step.mesh.link
-        self._stream = torch.cuda.Stream() if step.mesh.device.type == "cuda" else None
-        self._under_way = []
+    def _scored(self, weights: dict[str, Tensor]) -> Found:
+        link = self.step.mesh.link
+        answer: Found = ({}, 0.0)
+        if link.size > 1:  # a process of another copy hears from the first copy's in _take
+            packed = torch.cat([t.cpu().contiguous().flatten().view(torch.uint8) for t in weights.values()])
+            agree({"weights": [tensor.dtype for tensor in weights.values()]}, link)
+            torch_dist.broadcast(packed, group=link.group, group_src=0)
+            answer = agree(answer, link, source=1)
+        return answer
 
-    def start(self, position: Position) -> None:
-        if len(self._under_way) >= _WAITING:
-            self._done += self._take(1)
-        weights = self.step.snapshot()
-        before = self._under_way[-1][1] if self._under_way else None
-        ready = torch.cuda.current_stream().record_event() if self._stream else None
-        if self.link.size > 1:
-            future = _later(lambda: self._ask(weights, ready), before)
-        else:
-            future = Future()  # of the other copies: the first one tells them
-            future.set_result(({}, 0.0))
-        self._under_way.append((position, future))
-
-    def _ask(self, weights: dict[str, Tensor], ready: Any) -> tuple[dict[str, float], float]:
-        with torch.cuda.stream(self._stream):  # None: no stream
-            if self._stream is not None:
-                self._stream.wait_event(ready)
-            packed = _bytes(weights)
-        kinds = [str(tensor.dtype).removeprefix("torch.") for tensor in weights.values()]
-        _send(self.link, json.dumps({"weights": kinds}).encode())
-        torch_dist.broadcast(packed, group=self.link.group, group_src=0)
-        answer = json.loads(_receive(self.link, 1))
-        return answer["values"], answer["seconds"]
-
-    def results(self, wait: bool = False) -> list[Scored]:
-        done, self._done = self._done, []
-        everyone, count = self.step.mesh.everyone, len(self._under_way)
-        if not wait and count:
-            count = agree(sum(future.done() for _, future in self._under_way), everyone)
-        return done + self._take(count)
+    def _agreed(self, count: int) -> int:
+        return agree(count, self.step.mesh.everyone)
 
     def _take(self, count: int) -> list[Scored]:
         scored = super()._take(count) if count else []
@@ -229,10 +228,10 @@ class Elsewhere(Background):
         return [Scored(s.position, *parts) for s, parts in zip(scored, told)]
 
     def close(self, reason: str) -> None:
-        for _, future in self._under_way:  # of which nobody will hear; but the others must finish it before they hear of the end
+        for _, future in self._under_way:  # nobody asks for these any more, but they end before the others hear of the end
             future.exception()
-        if self.link.size > 1:
-            _send(self.link, json.dumps({"end": reason}).encode())
+        if self.step.mesh.link.size > 1:
+            agree({"end": reason}, self.step.mesh.link)
 
 
 def scoring(step: Step, metric: Metric | None, validation: Any, how: Literal["wait", "background"]) -> Here | None:
@@ -252,8 +251,9 @@ def serve(step: Step, metric: Metric, validation: Any) -> str:
     """What processes of ``mesh.evaluate`` do: evaluate the weights that come, until the training ends -> why it did."""
     mesh: Mesh = step.mesh
     state = list(step.model.state_dict().values())
-    while "end" not in (word := json.loads(_receive(mesh.link, 0))):
-        kinds = [getattr(torch, kind) for kind in word["weights"]]
+    word: dict[str, Any] = {}
+    while "end" not in (word := agree(word, mesh.link)):
+        kinds = word["weights"]
         sizes = [tensor.numel() * kind.itemsize for tensor, kind in zip(state, kinds)]
         incoming = torch.empty(sum(sizes), dtype=torch.uint8)
         torch_dist.broadcast(incoming, group=mesh.link.group, group_src=0)
@@ -261,10 +261,7 @@ def serve(step: Step, metric: Metric, validation: Any) -> str:
         for tensor, part, kind in zip(state, incoming.split(sizes), kinds):
             tensor.copy_(part.clone().view(kind).view(tensor.shape))  # a clone is aligned
         values = score(step, step.model, metric, validation, mesh["replicate"], mesh.device)
-        if mesh.link.rank == 1:
-            _send(mesh.link, json.dumps({"values": values, "seconds": time.perf_counter() - began}).encode(), 1)
-        else:
-            _receive(mesh.link, 1)
+        agree((values, time.perf_counter() - began), mesh.link, source=1)
     return str(word["end"])
 
 
@@ -276,31 +273,6 @@ def _twin(model: nn.Module) -> nn.Module:
         for key in [key for key, hook in hooks.items() if getattr(hook, "waits_for_weights", False)]:
             del hooks[key]
     return twin.requires_grad_(False)
-
-
-@torch.no_grad()
-def _load(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    for name, tensor in model.state_dict().items():
-        tensor.copy_(weights[name])
-
-
-def _bytes(weights: dict[str, Tensor]) -> Tensor:
-    return torch.cat([t.cpu().contiguous().flatten().view(torch.uint8) for t in weights.values()])
-
-
-def _send(link: Axis, word: bytes, source: int = 0) -> None:
-    torch_dist.broadcast(torch.tensor([len(word)]), group=link.group, group_src=source)
-    if word:
-        torch_dist.broadcast(torch.frombuffer(bytearray(word), dtype=torch.uint8), group=link.group, group_src=source)
-
-
-def _receive(link: Axis, source: int) -> bytes:
-    length = torch.zeros(1, dtype=torch.int64)
-    torch_dist.broadcast(length, group=link.group, group_src=source)
-    word = torch.zeros(int(length.item()), dtype=torch.uint8)
-    if len(word):
-        torch_dist.broadcast(word, group=link.group, group_src=source)
-    return word.numpy().tobytes()
 
 
 def _later(function: Callable[[], Any], after: Future[Any] | None) -> Future[Any]:

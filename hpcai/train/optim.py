@@ -1,10 +1,9 @@
 """Optimizers: each updates a row in one fused pass over weights, gradient, moments and average, and leaves all of them as they are
 when a device scalar says so. Nothing is read from the device, so that a step can be captured."""
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
-from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +19,11 @@ _MOMENTS |= {"adamw": _MOMENTS["adam"], "lars": _MOMENTS["sgd"]}
 
 
 class _State:
-    """What an optimizer keeps for one row."""
+    """What an optimizer keeps for one row; ``segments``, ``lines`` and ``direction`` where it needs them (lamb, lars)."""
 
+    segments: update.Segments
     lines: Tensor  # [parts] the parameters' lines in the table of norms
+    direction: Tensor
 
     def __init__(self, row: Row, cfg: StepConfig) -> None:
         self.row = row
@@ -32,10 +33,7 @@ class _State:
         names = _MOMENTS[cfg.optimizer] if cfg.optimizer not in ("sgd", "lars") or cfg.momentum else ()
         self.moments = {name: torch.zeros_like(self.weights, dtype=kept) for name in names}
         self.average = self.weights.clone() if cfg.average is not None else None
-        adapts = cfg.optimizer in ("lamb", "lars")
-        stretches = [(part.start, part.length) for part in row.parts]
-        self.segments = update.Segments(stretches, row.weights.device, len(row.weights)) if adapts else None
-        self.direction = torch.zeros_like(self.weights) if cfg.optimizer == "lamb" else None
+        self.keep, self.decay = cfg.average or 0.0, cfg.weight_decay if row.decays else 0.0
 
     @property
     def weights(self) -> Tensor:
@@ -45,6 +43,11 @@ class _State:
     @property
     def low(self) -> Tensor | None:
         return None if self._master is None else self.row.weights
+
+    @property
+    def copies(self) -> dict[str, Any]:
+        """What follows the weights in the same pass."""
+        return {"low": self.low, "average": self.average, "keep": self.keep}
 
 
 class Optimizer:
@@ -71,8 +74,12 @@ class Optimizer:
             names = sorted({part.name for row in rows for part in row.parts})
             line = {name: i for i, name in enumerate(names)}
             for state in self.states:
-                lines = [line[part.name] for part in state.row.parts]
-                state.lines = torch.tensor(lines, dtype=torch.int64, device=first.device)
+                parts, weights = state.row.parts, state.weights
+                stretches = [(part.start, part.length) for part in parts]
+                state.segments = update.Segments(stretches, weights.device, len(weights))
+                state.lines = torch.tensor([line[part.name] for part in parts], dtype=torch.int64, device=weights.device)
+                if cfg.optimizer == "lamb":
+                    state.direction = torch.zeros_like(weights)
             self._table = torch.zeros((len(names), 2), dtype=first.dtype, device=first.device)
 
     def set_rate(self, lr: float) -> None:
@@ -88,53 +95,46 @@ class Optimizer:
             self._adapted(present, scale, skip)
             return
         for state, gradient in present:
-            decay = cfg.weight_decay if state.row.decays else 0.0
-            copies: dict[str, Any] = {"low": state.low, "average": state.average, "keep": cfg.average or 0.0}
-            copies |= {"seed": self._seed, "offset": state.row.first}
             if cfg.optimizer == "sgd":
                 update.sgd_(
                     state.weights, gradient, state.moments.get("momentum_buffer"), lr=self.lr, scale=scale, skip=skip,
-                    momentum=cfg.momentum, weight_decay=decay, lr_in_momentum=cfg.lr_in_momentum, nesterov=cfg.nesterov, **copies,
+                    momentum=cfg.momentum, weight_decay=state.decay, lr_in_momentum=cfg.lr_in_momentum, nesterov=cfg.nesterov,
+                    seed=self._seed, offset=state.row.first, **state.copies,
                 )  # fmt: skip
             else:
                 update.adam_(
                     state.weights, gradient, state.moments["exp_avg"], state.moments["exp_avg_sq"], lr=self.lr, step=self.count,
-                    scale=scale, skip=skip, betas=cfg.betas, eps=cfg.eps, weight_decay=decay, decoupled=cfg.optimizer == "adamw",
-                    **copies,
+                    scale=scale, skip=skip, betas=cfg.betas, eps=cfg.eps, weight_decay=state.decay,
+                    decoupled=cfg.optimizer == "adamw", seed=self._seed, offset=state.row.first, **state.copies,
                 )  # fmt: skip
 
     def _adapted(self, present: list[tuple[_State, Tensor]], scale: Tensor | None, skip: Tensor) -> None:
-        """Norms of whole parameters decide on their rates: of every share, added over the ranks that hold the others."""
+        """Norms of whole parameters decide on their rates: sums of every share, added over the ranks that hold the others."""
         cfg, lars = self.cfg, self.cfg.optimizer == "lars"
         sums = []
         for state, gradient in present:
-            decay = cfg.weight_decay if state.row.decays else 0.0
-            segments = cast(update.Segments, state.segments)
             if lars:
-                sums.append(update.lars_norms(state.weights, gradient, segments, scale=scale))
+                sums.append(update.lars_norms(state.weights, gradient, state.segments, scale=scale))
                 continue
             sums.append(
                 update.lamb_direction_(
-                    state.weights, gradient, state.moments["exp_avg"], state.moments["exp_avg_sq"], cast(Tensor, state.direction),
-                    segments, step=self.count, scale=scale, skip=skip, betas=cfg.betas, eps=cfg.eps, weight_decay=decay,
-                    seed=self._seed, offset=state.row.first,
+                    state.weights, gradient, state.moments["exp_avg"], state.moments["exp_avg_sq"], state.direction,
+                    state.segments, step=self.count, scale=scale, skip=skip, betas=cfg.betas, eps=cfg.eps,
+                    weight_decay=state.decay, seed=self._seed, offset=state.row.first,
                 )
-            )
+            )  # fmt: skip
         for (state, gradient), norms in zip(present, self._over_shares([state for state, _ in present], sums)):
-            decay = cfg.weight_decay if state.row.decays else 0.0
-            segments = cast(update.Segments, state.segments)
             ratio = torch.ones_like(norms[:, 0])
             if state.row.decays:
-                ratio = update.trust_ratio(norms, weight_decay=decay, coefficient=cfg.trust if lars else 1.0, lars=lars)
-            copies: dict[str, Any] = {"low": state.low, "average": state.average, "keep": cfg.average or 0.0}
+                ratio = update.trust_ratio(norms, weight_decay=state.decay, coefficient=cfg.trust if lars else 1.0, lars=lars)
             if lars:
                 update.lars_(
-                    state.weights, gradient, state.moments.get("momentum_buffer"), segments, ratio, lr=self.lr, scale=scale,
-                    skip=skip, momentum=cfg.momentum, weight_decay=decay, seed=self._seed, offset=state.row.first, **copies,
+                    state.weights, gradient, state.moments.get("momentum_buffer"), state.segments, ratio, lr=self.lr, scale=scale,
+                    skip=skip, momentum=cfg.momentum, weight_decay=state.decay, seed=self._seed, offset=state.row.first,
+                    **state.copies,
                 )  # fmt: skip
             else:
-                direction = cast(Tensor, state.direction)
-                update.trust_(state.weights, direction, segments, ratio, lr=self.lr, skip=skip, **copies)
+                update.trust_(state.weights, state.direction, state.segments, ratio, lr=self.lr, skip=skip, **state.copies)
 
     def _over_shares(self, states: list[_State], sums: list[Tensor]) -> list[Tensor]:
         """Sums per parameter over the ranks of ``cut``, which hold different parameters: in one message for all."""
@@ -148,27 +148,23 @@ class Optimizer:
 
     def weights(self) -> dict[str, Tensor | Share]:
         """The weights in full precision, by parameter."""
-        return self._named(lambda state: state.weights)
+        return self._named(state.weights for state in self.states)
 
     def averages(self) -> dict[str, Tensor | Share]:
         """The average of the weights, by parameter; empty without one."""
-        return self._named(lambda state: state.average)
+        return self._named(state.average for state in self.states)
 
     def state(self) -> dict[str, Tensor | Share]:
         """Moments by ``<parameter>.<what>``, and ``step``, the number of updates made."""
         found: dict[str, Tensor | Share] = {"step": self.count}
         for what in _MOMENTS[self.cfg.optimizer]:
-            rows = self._named(partial(_moment, what))
-            found |= {f"{name}.{what}": value for name, value in rows.items()}
+            moments = self._named(state.moments.get(what) for state in self.states)
+            found |= {f"{name}.{what}": value for name, value in moments.items()}
         return found
 
-    def _named(self, row_of: Callable[[_State], Tensor | None]) -> dict[str, Tensor | Share]:
-        found: dict[str, Tensor | Share] = {}
-        for state in self.states:
-            row = row_of(state)
-            if row is not None:
-                found |= {part.name: held(part, row) for part in state.row.parts}
-        return found
+    def _named(self, rows: Iterable[Tensor | None]) -> dict[str, Tensor | Share]:
+        pairs = [(state.row.parts, row) for state, row in zip(self.states, rows) if row is not None]
+        return {part.name: held(part, row) for parts, row in pairs for part in parts}
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -176,10 +172,6 @@ class Optimizer:
         for state in self.states:
             if state.low is not None:
                 state.low.copy_(state.weights)
-
-
-def _moment(what: str, state: _State) -> Tensor | None:
-    return state.moments.get(what)
 
 
 def decayed(model: nn.Module, cfg: StepConfig) -> set[str]:
