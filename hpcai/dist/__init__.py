@@ -12,7 +12,7 @@ __getattr__, __all__ = lazy(
         "communicator": ".launch",
         "Mesh": ".mesh",
         "Axis": ".mesh",
-        "total": ".collect",
+        "sum_in_place": ".collect",
         "agree": ".collect",
         "gather_rows": ".collect",
     },

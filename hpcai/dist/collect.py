@@ -12,7 +12,7 @@ from hpcai.dist.mesh import Axis
 T = TypeVar("T")
 
 
-def total(value: Tensor, *axes: Axis) -> Tensor:
+def sum_in_place(value: Tensor, *axes: Axis) -> Tensor:
     """Sum of ``value`` over the processes of ``axes``, in place."""
     for axis in axes:
         if axis.size > 1:
@@ -20,26 +20,26 @@ def total(value: Tensor, *axes: Axis) -> Tensor:
     return value
 
 
-def summed(value: Tensor, *axes: Axis, once: bool = False) -> Tensor:
-    """Sum of ``value`` over the processes of ``axes``, and its adjoint: gradients are added too, because each process may use the
-    sum for something of its own. ``once``: all processes compute the same from the sum, and that counts once; the gradient of a
-    process is then that of its own part."""
+def sum_with_adjoint(value: Tensor, *axes: Axis, once: bool = False) -> Tensor:
+    """Sum of ``value`` over the processes of ``axes``; its gradients are added over them too, because each process may use the sum
+    for something of its own. ``once``: all processes compute the same from the sum, which counts once; the gradient of a process
+    is then that of its own part."""
     axes = tuple(axis for axis in axes if axis.size > 1)
-    return _Summed.apply(value, axes, once) if axes else value
+    return _Sum.apply(value, axes, once) if axes else value
 
 
-class _Summed(torch.autograd.Function):
+class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, axes: tuple[Axis, ...], once: bool) -> Tensor:
         ctx.axes, ctx.once = axes, once
-        return total(value.clone(memory_format=torch.contiguous_format), *axes)
+        return sum_in_place(value.clone(memory_format=torch.contiguous_format), *axes)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         if ctx.once:
             return gradient, None, None
-        return total(gradient.clone(memory_format=torch.contiguous_format), *ctx.axes), None, None
+        return sum_in_place(gradient.clone(memory_format=torch.contiguous_format), *ctx.axes), None, None
 
 
 # torch 2.13 has other names for these, and warns of the old ones.

@@ -72,16 +72,16 @@ def adam_(weights: Tensor, gradient: Tensor, first: Tensor, second: Tensor, *, l
           **after: Any) -> None:  # fmt: skip
     """Adam (Kingma and Ba 2015), bias-corrected; ``decoupled``: AdamW (Loshchilov and Hutter 2019), otherwise decay in the
     gradient."""
-    row = Row(weights, gradient, (first, second), scale, skip, **after)
-    _adam(row, "adamw" if decoupled else "adam", lr, step, betas, eps, weight_decay)
+    given = Operands(weights, gradient, (first, second), scale, skip, **after)
+    _adam(given, "adamw" if decoupled else "adam", lr, step, betas, eps, weight_decay)
 
 
 def sgd_(weights: Tensor, gradient: Tensor, velocity: Tensor | None, *, lr: Tensor, scale: Tensor | None, skip: Tensor,
          momentum: float, weight_decay: float, lr_in_momentum: bool, nesterov: bool = False, **after: Any) -> None:  # fmt: skip
     """v = mu v + g + wd w, w -= lr v; with ``lr_in_momentum`` v = mu v + lr (g + wd w), w -= v (Keras). Momentum 0: no velocity.
     ``nesterov``: what is subtracted looks one step ahead, w -= lr (g + wd w + mu v) (Sutskever et al. 2013, as torch has it)."""
-    row = Row(weights, gradient, (velocity,) if momentum else (), scale, skip, **after)
-    _descend(row, "inside" if lr_in_momentum else "outside", lr, momentum, weight_decay, nesterov and momentum > 0)
+    given = Operands(weights, gradient, (velocity,) if momentum else (), scale, skip, **after)
+    _descend(given, "inside" if lr_in_momentum else "outside", lr, momentum, weight_decay, nesterov and momentum > 0)
 
 
 def lamb_direction_(weights: Tensor, gradient: Tensor, first: Tensor, second: Tensor, direction: Tensor, segments: Segments, *,
@@ -89,27 +89,27 @@ def lamb_direction_(weights: Tensor, gradient: Tensor, first: Tensor, second: Te
                     **after: Any) -> Tensor:  # fmt: skip
     """First half of LAMB (You et al. 2020): moments, and ``direction`` [n] = m_hat/(sqrt(v_hat) + eps) + weight_decay*w.
     -> [S, 2], of the dtype of the weights like ``direction``: sums of squares of weights and direction; void if ``skip`` is 1."""
-    row = Row(weights, gradient, (first, second), scale, skip, segments=segments, direction=direction, **after)
-    return _adam(row, "lamb", None, step, betas, eps, weight_decay)
+    given = Operands(weights, gradient, (first, second), scale, skip, segments=segments, direction=direction, **after)
+    return _adam(given, "lamb", None, step, betas, eps, weight_decay)
 
 
 def trust_(weights: Tensor, direction: Tensor, segments: Segments, ratio: Tensor, *, lr: Tensor, skip: Tensor,
            **after: Any) -> None:  # fmt: skip
     """Second half of LAMB: w -= lr * ratio[segment] * direction.   ``ratio`` [S]"""
-    _descend(Row(weights, direction, (), None, skip, segments=segments, ratio=ratio, **after), "inside", lr, 0.0, 0.0)
+    _descend(Operands(weights, direction, (), None, skip, segments=segments, ratio=ratio, **after), "inside", lr, 0.0, 0.0)
 
 
 def lars_norms(weights: Tensor, gradient: Tensor, segments: Segments, *, scale: Tensor | None) -> Tensor:
     """-> [S, 2], of the dtype of the weights: sums of squares of the weights and of scale*gradient, per segment."""
-    row = Row(weights, gradient, (), scale, None, segments=segments)
-    return row.triton.run(row, "norms") if row.triton else row.by_chunks(lambda w, g, m, k: g, norms=True)
+    given = Operands(weights, gradient, (), scale, None, segments=segments)
+    return given.triton.run(given, "norms") if given.triton else given.by_chunks(lambda w, g, m, k: g, norms=True)
 
 
 def lars_(weights: Tensor, gradient: Tensor, velocity: Tensor | None, segments: Segments, ratio: Tensor, *, lr: Tensor,
           scale: Tensor | None, skip: Tensor, momentum: float, weight_decay: float, **after: Any) -> None:  # fmt: skip
     """LARS (You et al. 2017): v = mu v + lr*ratio[segment]*(g + wd w), w -= v.   ``ratio`` [S]"""
-    row = Row(weights, gradient, (velocity,) if momentum else (), scale, skip, segments=segments, ratio=ratio, **after)
-    _descend(row, "inside", lr, momentum, weight_decay)
+    given = Operands(weights, gradient, (velocity,) if momentum else (), scale, skip, segments=segments, ratio=ratio, **after)
+    _descend(given, "inside", lr, momentum, weight_decay)
 
 
 def trust_ratio(sums: Tensor, *, weight_decay: float, coefficient: float = 1.0, lars: bool = False) -> Tensor:
@@ -119,37 +119,37 @@ def trust_ratio(sums: Tensor, *, weight_decay: float, coefficient: float = 1.0, 
     return torch.where((weight == 0) | (other == 0), 1.0, ratio)
 
 
-def _adam(row: "Row", kind: str, lr: Any, step: Tensor, betas: tuple[float, float], eps: float, decay: float) -> Any:
-    if row.triton:
-        return row.triton.run(row, kind, lr=lr, step=step, betas=betas, eps=eps, decay=decay)
+def _adam(given: "Operands", kind: str, lr: Any, step: Tensor, betas: tuple[float, float], eps: float, decay: float) -> Any:
+    if given.triton:
+        return given.triton.run(given, kind, lr=lr, step=step, betas=betas, eps=eps, decay=decay)
     op: Any = torch._fused_adam_ if kind == "adam" else torch._fused_adamw_
 
     def update(w: Tensor, g: Tensor, m: list[Tensor], k: int, d: Tensor | None = None) -> Tensor:
         # LAMB: at rate -1 Adam adds its direction to what it takes for weights.
         x = w if d is None else torch.mul(w, decay, out=d)
         op([x], [g], [m[0]], [m[1]], [], [step], lr=-1.0 if lr is None else lr, beta1=betas[0], beta2=betas[1], eps=eps,
-           weight_decay=decay if d is None else 0.0, amsgrad=False, maximize=False, found_inf=row.skip)  # fmt: skip
+           weight_decay=decay if d is None else 0.0, amsgrad=False, maximize=False, found_inf=given.skip)  # fmt: skip
         return x
 
-    return row.by_chunks(update, norms=row.direction is not None)
+    return given.by_chunks(update, norms=given.direction is not None)
 
 
-def _descend(row: "Row", kind: str, lr: Tensor, mu: float, decay: float, ahead: bool = False) -> None:
+def _descend(given: "Operands", kind: str, lr: Tensor, mu: float, decay: float, ahead: bool = False) -> None:
     """``inside``: the learning rate, and the ratios if there are any, are in the momentum."""
-    if row.triton:
-        return row.triton.run(row, kind, lr=lr, mu=mu, decay=decay, nesterov=ahead)
-    ratios = row.ratio.unbind() if row.ratio is not None else ()
+    if given.triton:
+        return given.triton.run(given, kind, lr=lr, mu=mu, decay=decay, nesterov=ahead)
+    ratios = given.ratio.unbind() if given.ratio is not None else ()
 
     def update(w: Tensor, g: Tensor, m: list[Tensor], k: int) -> None:
         if kind == "outside":
-            return _sgd(w, g, m, lr, mu, decay, row.skip, ahead)
+            return _sgd(w, g, m, lr, mu, decay, given.skip, ahead)
         if decay:
             g.add_(w, alpha=decay)
         if k < len(ratios):
             g.mul_(ratios[k])
-        return _sgd(w, g.mul_(lr) if m else g, m, 1.0 if m else lr, mu, 0.0, row.skip, ahead)
+        return _sgd(w, g.mul_(lr) if m else g, m, 1.0 if m else lr, mu, 0.0, given.skip, ahead)
 
-    return row.by_chunks(update, writes=kind == "inside")
+    return given.by_chunks(update, writes=kind == "inside")
 
 
 def _sgd(w: Tensor, g: Tensor, m: list[Tensor], lr: Any, mu: float, decay: float, skip: Any, ahead: bool = False,
@@ -158,8 +158,8 @@ def _sgd(w: Tensor, g: Tensor, m: list[Tensor], lr: Any, mu: float, decay: float
                       is_first_step=False, found_inf=skip)  # fmt: skip
 
 
-class Row:
-    """What one call updates, checked."""
+class Operands:
+    """What one call reads and writes, checked."""
 
     def __init__(self, weights: Tensor, gradient: Tensor, moments: tuple[Any, ...], scale: Tensor | None, skip: Tensor | None,
                  low: Tensor | None = None, average: Tensor | None = None, keep: float = 0.0, seed: Tensor | None = None,

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hpcai.kernels.update import Row
+from hpcai.kernels.update import Operands
 
 
 @triton.jit
@@ -127,19 +127,19 @@ def fold(sums_, upto_, total_, BLOCK: tl.constexpr):
 
 
 def run(
-    row: Row, kind: str, lr: Tensor | None = None, step: Tensor | None = None, betas: tuple[float, float] = (0.0, 0.0),
+    given: Operands, kind: str, lr: Tensor | None = None, step: Tensor | None = None, betas: tuple[float, float] = (0.0, 0.0),
     eps: float = 0.0, mu: float = 0.0, decay: float = 0.0, nesterov: bool = False,
 ) -> Tensor | None:  # fmt: skip
-    """Launches; of kind "lamb" and "norms" -> [S, 2] sums of squares."""
-    s, w, n, (m, v) = row.segments, row.weights, row.weights.numel(), (*row.moments, None, None)[:2]
+    """Launch the kernels; kinds "lamb" and "norms" -> [S, 2] sums of squares."""
+    s, w, n, (m, v) = given.segments, given.weights, given.weights.numel(), (*given.moments, None, None)[:2]
     block, blocks, align = (1024, triton.cdiv(n, 1024), 1) if s is None else (s.block, len(s.table), s.align)
     sums = w.new_empty(blocks, 2) if kind in ("lamb", "norms") else None
     log1, log2 = (math.log(beta) if beta else -math.inf for beta in betas)
     with torch.cuda.device_of(w):
         update[(blocks,)](
-            w, row.gradient, m, v, row.low, row.average, row.direction, row.ratio, None if s is None else s.table, sums, lr, step,
-            row.scale, row.skip, row.seed, n, row.offset, log1, 1 - betas[0], log2, betas[1], 1 - betas[1], eps, mu, decay,
-            1 - row.keep, KIND=kind, NESTEROV=nesterov, ALIGN=align, BLOCK=block, num_warps=block // 256,
+            w, given.gradient, m, v, given.low, given.average, given.direction, given.ratio, None if s is None else s.table, sums,
+            lr, step, given.scale, given.skip, given.seed, n, given.offset, log1, 1 - betas[0], log2, betas[1], 1 - betas[1], eps,
+            mu, decay, 1 - given.keep, KIND=kind, NESTEROV=nesterov, ALIGN=align, BLOCK=block, num_warps=block // 256,
         )  # fmt: skip
         if s is None or sums is None:
             return None

@@ -4,7 +4,7 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
-from hpcai.dist.collect import total
+from hpcai.dist.collect import sum_in_place
 from hpcai.dist.mesh import Axis, Mesh
 from hpcai.nn.batchnorm import BatchNorm
 from hpcai.nn.instancenorm import InstanceNorm
@@ -12,17 +12,17 @@ from hpcai.nn.instancenorm import InstanceNorm
 Model = TypeVar("Model", bound=nn.Module)
 
 
-class Total(nn.Module):
-    """Adds a tensor over axes, in place. Over no axis it is as if it were not there."""
+class SumInPlace(nn.Module):
+    """Adds a tensor over axes, in place; over no axis it does nothing."""
 
     def __init__(self, *axes: Axis) -> None:
         super().__init__()
         self.axes = axes
 
     def forward(self, value: Tensor) -> Tensor:
-        return total(value, *self.axes)
+        return sum_in_place(value, *self.axes)
 
-    def __deepcopy__(self, memo: dict) -> "Total":
+    def __deepcopy__(self, memo: dict) -> "SumInPlace":
         return type(self)(*self.axes)  # a group of processes is not copied
 
 
@@ -40,7 +40,7 @@ def group_batch_norm(model: Model, mesh: Mesh, group: int, setting: str = "batch
     use_ours(model)
     for module in model.modules():
         if isinstance(module, BatchNorm):
-            module.add_module("total", Total(axis))
+            module.add_module("total", SumInPlace(axis))
     return model
 
 

@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hpcai.dist.collect import summed
+from hpcai.dist.collect import sum_with_adjoint
 from hpcai.dist.mesh import Axis
 from hpcai.errors import MeshError
 from hpcai.nn.batchnorm import BatchNorm
 from hpcai.nn.instancenorm import InstanceNorm
-from hpcai.parallel.batchnorm import Total, use_ours
+from hpcai.parallel.batchnorm import SumInPlace, use_ours
 from hpcai.parallel.halo import Convolution, Exchange, How, Range, Route, Traffic
 from hpcai.parallel.replicate import sum_over
 
@@ -472,7 +472,7 @@ class _GlobalMean(_Layer):
 
     def over(self, x: Tensor, size: Sizes) -> Tensor:
         own = x.sum(tuple(range(2, x.ndim)), keepdim=True)
-        return summed(own, *self.cut.cut_axes(size)) / torch.Size(size).numel()
+        return sum_with_adjoint(own, *self.cut.cut_axes(size)) / torch.Size(size).numel()
 
 
 class _Norm(_Layer):
@@ -481,7 +481,7 @@ class _Norm(_Layer):
     def over(self, x: Tensor, size: Sizes, *args: Any, **kwargs: Any) -> Tensor:
         layer: Any = self
         whole = layer.total
-        layer.total = Total(*whole.axes, *self.cut.cut_axes(size))  # one for this pass: its backward adds over the same axes
+        layer.total = SumInPlace(*whole.axes, *self.cut.cut_axes(size))  # one for this pass: its backward adds over the same axes
         try:
             return super(_Layer, self).forward(x, *args, **kwargs)
         finally:
@@ -500,9 +500,9 @@ class _GroupNorm(_Layer):
         groups = x.to(wide).reshape(x.shape[0], self.num_groups, -1)
         axes = self.cut.cut_axes(size)
         count = groups.shape[2] // x.shape[2:].numel() * torch.Size(size).numel()
-        mean = summed(groups.sum(2, keepdim=True), *axes) / count
+        mean = sum_with_adjoint(groups.sum(2, keepdim=True), *axes) / count
         off = groups - mean
-        variance = summed(off.square().sum(2, keepdim=True), *axes) / count
+        variance = sum_with_adjoint(off.square().sum(2, keepdim=True), *axes) / count
         y = (off * (variance + self.eps).rsqrt()).reshape(x.shape)
         shape = (1, -1, *(1,) * len(size))
         return (y * self.weight.view(shape) + self.bias.view(shape) if self.affine else y).to(x.dtype)
@@ -543,16 +543,16 @@ class _Once(torch.autograd.Function):
         return dy / ctx.count, None
 
 
-class Summed(nn.Module):
-    """Sums over a cut volume. All its ranks make the same loss or metric of them, which counts once: the gradient of a rank is that
-    of its own sums."""
+class SumOverCut(nn.Module):
+    """Adds sums of parts of a volume over its ranks. All of these make the same loss or metric of them, which counts once: the
+    gradient of a rank is that of its own sums."""
 
     def __init__(self, cut: Cut) -> None:
         super().__init__()
         self.cut = cut
 
     def forward(self, sums: Tensor) -> Tensor:
-        return summed(sums, *self.cut.axes.values(), once=True) if self.cut.active else sums
+        return sum_with_adjoint(sums, *self.cut.axes.values(), once=True) if self.cut.active else sums
 
 
 class Whole(nn.Module):
@@ -592,8 +592,8 @@ def _swap(model: nn.Module, cut: Cut) -> None:
         why = layer.check()
         if why is not None:
             raise MeshError(f"spatial: {name} has {why}")
-        if kind is _Norm and not isinstance(layer.total, Total):
-            layer.total = Total()
+        if kind is _Norm and not isinstance(layer.total, SumInPlace):
+            layer.total = SumInPlace()
 
 
 _made: dict[tuple[type, type], type] = {}

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from hpcai.dist.collect import agree, gather_objects, gather_rows, least
 from hpcai.dist.mesh import Axis, Mesh
 from hpcai.errors import ConfigError
-from hpcai.train.measure import Sums, Value
+from hpcai.train.measure import Measured, Value
 from hpcai.train.step import Step, samples_in
 
 Metric = Callable[[nn.Module, Any], dict[str, Value]]
@@ -39,12 +39,12 @@ def evaluate(step: Step, metric: Metric, batches: Any) -> dict[str, float]:
 @torch.no_grad()
 def score(step: Step, model: nn.Module, metric: Metric, batches: Any, axis: Axis, device: torch.device) -> dict[str, float]:
     """``evaluate`` of ``model`` as it is, its sums added over ``axis`` on ``device``."""
-    sums = Sums()
+    measured = Measured()
     for batch in _batches(model, batches):
         with step.autocast():
             values = metric(model, batch)
-        sums.add(values, samples_in(batch))
-    return sums.reduce(axis, device, uneven=True)
+        measured.add(values, samples_in(batch))
+    return measured.reduce(axis, device, uneven=True)
 
 
 @torch.no_grad()

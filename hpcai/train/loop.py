@@ -16,7 +16,7 @@ from hpcai.errors import CheckpointError, ConfigError, DataError, DivergedError
 from hpcai.settings import TrainConfig
 from hpcai.train.checkpoint import Progress
 from hpcai.train.evaluation import Kept, Metric, Position, Scored, scoring, serve
-from hpcai.train.measure import Sums, Value, means
+from hpcai.train.measure import Measured, Value, means
 from hpcai.train.profile import Profile
 from hpcai.train.run import Run
 from hpcai.train.schedule import rate
@@ -126,7 +126,7 @@ class _Training:
         self.run, self.reports, self.checkpoints = run, run.reports, run.checkpoints
         self.steps = cfg.steps if cfg.steps is not None else (cfg.epochs or 1) * len(data)
         self.rate: Callable[[int], float] = rate(step.cfg.schedule, step.cfg.lr, len(data), self.steps)
-        self.sums = Sums()
+        self.measured = Measured()
         self.progress, self.result = Progress(), Result("finished", Progress())
         self._reported = self._saved = 0
         self._reading: _Reading | None = None
@@ -204,7 +204,7 @@ class _Training:
     def _made(self, values: dict[str, Value]) -> None:
         """What follows each step: sums, counters, reports and checkpoints that are due."""
         self._tell()
-        self.sums.add(values, 1)  # every copy's part of a step counts alike, however many samples balancing gave it
+        self.measured.add(values, 1)  # every copy's part of a step counts alike, however many samples balancing gave it
         self.progress.step += 1
         self.progress.sample += self.data.size
         self.progress.seen += self.data.size
@@ -242,8 +242,8 @@ class _Training:
         """
         if self._reported == self.progress.step:
             return
-        names = self.sums.names
-        packed = self.sums.pack(names, self.mesh["replicate"], self.mesh.device)
+        names = self.measured.names
+        packed = self.measured.pack(names, self.mesh["replicate"], self.mesh.device)
         values, ready = torch.cat((packed, self.step.first_bad().double()[None])), None
         if self.mesh.device.type == "cuda":
             values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)

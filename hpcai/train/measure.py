@@ -7,14 +7,14 @@ sum / count over everything that was added, on every process: never a mean of me
 import torch
 from torch import Tensor
 
-from hpcai.dist.collect import gather_objects, total
+from hpcai.dist.collect import gather_objects, sum_in_place
 from hpcai.dist.mesh import Axis
 
 Value = Tensor | tuple[Tensor, Tensor | float]
 
 
-class Sums:
-    """``add`` on the device, ``reduce`` over ``axis`` once."""
+class Measured:
+    """Sums and counts by name: ``add`` on the device, ``reduce`` over an axis once."""
 
     def __init__(self) -> None:
         self._sums: dict[str, list] = {}
@@ -42,7 +42,7 @@ class Sums:
         flat = [x for name in names for x in self._sums.get(name, [0.0, 0.0])]
         self._sums = {}
         packed = [torch.as_tensor(x, dtype=torch.float64, device=device) for x in flat]
-        return total(torch.stack(packed), axis) if packed else torch.zeros(0, dtype=torch.float64, device=device)
+        return sum_in_place(torch.stack(packed), axis) if packed else torch.zeros(0, dtype=torch.float64, device=device)
 
     @property
     def names(self) -> list[str]:
@@ -50,5 +50,5 @@ class Sums:
 
 
 def means(names: list[str], sums: list[float]) -> dict[str, float]:
-    """What ``Sums.pack`` gave, read, as means by name."""
+    """Means by name, from what ``Measured.pack`` gave."""
     return {name: sums[2 * i] / sums[2 * i + 1] if sums[2 * i + 1] else float("nan") for i, name in enumerate(names)}

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hpcai.dist.collect import total
+from hpcai.dist.collect import sum_in_place
 from hpcai.errors import ConfigError
 from hpcai.kernels import update
 from hpcai.parallel.rows import Row, Share, held
@@ -143,7 +143,7 @@ class Optimizer:
         self._table.zero_()
         for state, part in zip(states, sums):
             self._table.index_copy_(0, state.lines, part)
-        total(self._table, self.cut)
+        sum_in_place(self._table, self.cut)
         return [self._table[state.lines] for state in states]
 
     def weights(self) -> dict[str, Tensor | Share]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hpcai.dist.collect import gather_objects, least, total
+from hpcai.dist.collect import gather_objects, least, sum_in_place
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import ConfigError, DataError, DivergedError
 from hpcai.settings import StepConfig
@@ -153,7 +153,7 @@ class Step:
         rows = [gradient for row in self.sums.rows if (gradient := row.gradient()) is not None]
         norms = torch._foreach_norm(rows, 2, dtype=self.optimizer.lr.dtype) if rows else [torch.zeros_like(self.optimizer.lr)]
         squares = torch.stack(norms).square().sum()
-        return total(squares, self.optimizer.cut).sqrt()
+        return sum_in_place(squares, self.optimizer.cut).sqrt()
 
     @torch.no_grad()
     def snapshot(self) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ from hpcai.dist import Mesh
 from hpcai.errors import ConfigError, DataError
 from hpcai.models.dimenet import loss
 from hpcai.nn import BatchNorm, Conv2d
-from hpcai.parallel.batchnorm import Total
+from hpcai.parallel.batchnorm import SumInPlace
 from hpcai.train.evaluation import Background, Here
 from hpcai.train.step import Step
 from tests.forks import forked
@@ -249,7 +249,7 @@ def _group(mesh: Mesh) -> list[tuple[int, float, np.ndarray]]:
     arrangements = ({"kernels"}, {"kernels", "group batch norm"}, {"group batch norm"}, {"kernels", "group batch norm"})
     for each, on in zip((subject, subject, subject, Unlike()), arrangements):
         with each.trial(cfg, mesh, frozenset(on)) as training:
-            totals = sum(isinstance(module, Total) for module in training.step.model.modules())
+            totals = sum(isinstance(module, SumInPlace) for module in training.step.model.modules())
             value, gradient = training.numerics()
             found.append((totals, value, gradient.numpy()))
     return found

@@ -10,7 +10,7 @@ from hpcai.data import Loader
 from hpcai.models import cosmoflow
 from hpcai.settings import CheckpointConfig, StepConfig
 from hpcai.train.checkpoint import Checkpoints, Progress
-from hpcai.train.measure import Sums
+from hpcai.train.measure import Measured
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")]
 SIZE = 32
@@ -45,7 +45,7 @@ def test_bf16_is_close_to_fp32() -> None:
 
 @pytest.mark.parametrize("words", [{"optimizer": "sgd", "clip": 1.0, "average": 0.9}, {"precision": "bf16", "accumulate": 2}])
 def test_a_step_reads_nothing_from_the_gpu(words: dict) -> None:
-    step, sums = new_step("cuda", **words), Sums()
+    step, sums = new_step("cuda", **words), Measured()
     data = [batch("cuda", seed=i) for i in range(4)]
     step(data[0])
     torch.cuda.synchronize()

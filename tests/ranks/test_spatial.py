@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hpcai.dist.collect import total
+from hpcai.dist.collect import sum_in_place
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import MeshError
 from hpcai.nn import BatchNorm, Conv3d, InstanceNorm
-from hpcai.parallel.spatial import Join, Once, Summed, plan, spatial
+from hpcai.parallel.spatial import Join, Once, SumOverCut, plan, spatial
 from tests.ranks.launch import on_ranks
 
 MESHES: list[dict[str, int]] = [
@@ -57,7 +57,7 @@ def compare(mesh: Mesh, make: Any, size: tuple[int, ...], channels: int, words: 
         for (name, a), b in zip(whole.named_parameters(), model.parameters()):
             axes = getattr(b, "sum_axes", ())
             assert [axis.name for axis in axes] == [axis.name for axis in cut.axes.values()]
-            gradient = total(b.grad.clone(), *axes)
+            gradient = sum_in_place(b.grad.clone(), *axes)
             worst = max(worst, (name, float((gradient - a.grad).abs().max()) / largest), key=lambda v: v[1])
         assert worst[1] < 1e-10, worst
         for (name, a), b in zip(whole.named_buffers(), model.buffers()):
@@ -201,14 +201,14 @@ def losses(mesh: Mesh) -> None:
     whole = filled(Regressor())
     model: Any = deepcopy(whole)
     cut = spatial(model, {"depth": mesh["depth"], "height": mesh["height"]}, (16, 8, 4))
-    model.once, model.total = Once(cut), Summed(cut)
+    model.once, model.total = Once(cut), SumOverCut(cut)
     x = torch.randn(2, 2, 16, 8, 4, generator=torch.Generator().manual_seed(5)).double()
     expected, found = whole.loss(x), model.loss(cut.own(x))
     expected.backward()
     found.backward()
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=0)
     for (name, a), b in zip(whole.named_parameters(), model.parameters()):
-        torch.testing.assert_close(total(b.grad, *b.sum_axes), a.grad, rtol=1e-10, atol=1e-12, msg=name)
+        torch.testing.assert_close(sum_in_place(b.grad, *b.sum_axes), a.grad, rtol=1e-10, atol=1e-12, msg=name)
     with cut.off():
         torch.testing.assert_close(model(x), whole(x), rtol=1e-12, atol=0)
     slab, other = cut.own(x).clone().requires_grad_(), x.clone().requires_grad_()

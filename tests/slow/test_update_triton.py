@@ -15,7 +15,7 @@ import random, sys, torch
 from hpcai.kernels import update, update_triton
 from hpcai.kernels.update import Segments, adam_, lamb_direction_, lars_, lars_norms, sgd_, trust_
 
-class OnTriton(update.Row):
+class OnTriton(update.Operands):
     def __init__(self, *rows, **after):
         super().__init__(*rows, **after)
         self.triton = update_triton
@@ -46,7 +46,7 @@ def example(r):
     keep, ratio = r.choice([0.0, 0.3, 0.5, 0.999]), torch.linspace(0.5, 2, segments.count)
 
     def run(row_class):
-        update.Row = row_class
+        update.Operands = row_class
         x = {k: None if t is None else t.clone() for k, t in rows.items()}
         after, rounding = dict(low=x["low"], average=x["average"], keep=keep), dict(seed=seed, offset=offset)
         w, g, m, v, moments = *list(x.values())[:4], dict(scale=scale, skip=skip, weight_decay=decay)
@@ -70,7 +70,7 @@ def example(r):
         elif row is not None and not skip:
             close(name, fused[name], row)
 
-Plain, r, sums, total = update.Row, random.Random(int(sys.argv[1])), torch.rand(1500, 2), torch.empty(2, 2)
+Plain, r, sums, total = update.Operands, random.Random(int(sys.argv[1])), torch.rand(1500, 2), torch.empty(2, 2)
 update_triton.fold[(2,)](sums, torch.tensor([3, 1400, 1500]), total, BLOCK=512)
 close("total", total, torch.stack([sums[3:1400].sum(0), sums[1400:].sum(0)]))
 print(len([example(r) for k in range(int(sys.argv[2]))]), "examples")

@@ -7,7 +7,7 @@ from hpcai.dist.mesh import Mesh
 from hpcai.errors import MeshError
 from hpcai.models.deepcam.model import DeepCam
 from hpcai.parallel.batchnorm import group_batch_norm
-from hpcai.parallel.spatial import Cut, Summed, Whole, spatial
+from hpcai.parallel.spatial import Cut, SumOverCut, Whole, spatial
 
 
 def cut_of(mesh: Mesh) -> Cut:
@@ -24,5 +24,5 @@ def parallelize(model: DeepCam, mesh: Mesh, batchnorm_group: int = 1, size: tupl
         if size is None:
             raise MeshError(f"mesh.height is {mesh['height'].size}: give the size of the maps that are cut")
         cut = spatial(model, {"height": mesh["height"]}, size)  # which looks at the whole
-        model.total, model.whole, model.fits = Summed(cut), Whole(cut, size), nn.Identity()
+        model.total, model.whole, model.fits = SumOverCut(cut), Whole(cut, size), nn.Identity()
     return model

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from hpcai.dist.mesh import Mesh
 from hpcai.models.dimenet.model import DimeNet
-from hpcai.parallel.batchnorm import Total
+from hpcai.parallel.batchnorm import SumInPlace
 
 
 def parallelize(model: DimeNet, mesh: Mesh) -> DimeNet:
@@ -16,7 +16,7 @@ def parallelize(model: DimeNet, mesh: Mesh) -> DimeNet:
     return model
 
 
-class Mean(Total):
+class Mean(SumInPlace):
     """The mean of a tensor over the processes of some axes."""
 
     def forward(self, value: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from hpcai.dist.mesh import Axis, Mesh
 from hpcai.models.unet3d.model import UNet3D
 from hpcai.models.unet3d.windows import Alone, Corner
-from hpcai.parallel.batchnorm import Total
-from hpcai.parallel.spatial import Cut, Summed, spatial
+from hpcai.parallel.batchnorm import SumInPlace
+from hpcai.parallel.spatial import Cut, SumOverCut, spatial
 
 
 def cut_of(mesh: Mesh) -> Cut:
@@ -26,7 +26,7 @@ def parallelize(model: UNet3D, mesh: Mesh, window_group: int = 1, beside: bool =
     """
     mesh.only("UNet3D", "replicate", "depth", "height")
     cut = spatial(model, {"depth": mesh["depth"], "height": mesh["height"]}, model.cfg.window)
-    model.total = Summed(cut)
+    model.total = SumOverCut(cut)
     if cut.axes:
         model.fits = nn.Identity()
     _, group = mesh.split("replicate", window_group, "data.window_group")
@@ -39,7 +39,7 @@ class Team(Alone):
 
     def __init__(self, cut: Cut, copy: Axis, group: Axis) -> None:
         super().__init__()
-        self.cut, self.sum = cut, Total(copy, group)
+        self.cut, self.sum = cut, SumInPlace(copy, group)
         self.rank, self.size = group.rank * copy.size + copy.rank, group.size * copy.size
         self.share, self.is_first = 1 / group.size, group.rank == 0
 

@@ -11,7 +11,7 @@ from hpcai.errors import ConfigError, DivergedError
 from hpcai.settings import StepConfig
 from hpcai.train.capture import shapes
 from hpcai.train.checkpoint import Checkpoints, Progress
-from hpcai.train.measure import Sums
+from hpcai.train.measure import Measured
 from hpcai.train.step import Step
 from tests.tape import Tape
 
@@ -72,7 +72,7 @@ OPTIMIZERS = [
 def test_captured_is_eager_bit_for_bit(how: str, words: dict[str, Any]) -> None:
     eager, captured = new_step("whole", **words), new_step(how, **words)
     eager._capture = None  # the same rows, but nothing recorded
-    sums = [Sums(), Sums()]
+    sums = [Measured(), Measured()]
     for i, rate in enumerate((1e-3, 0.0, 2e-3, 5e-4, 3e-3)):
         part = batch(i, 4 if i == 3 else 8)  # a second shape, and back
         values = [step(part, rate) for step in (eager, captured)]

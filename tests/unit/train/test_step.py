@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hpcai import dist
 from hpcai.errors import ConfigError, DataError, DivergedError
 from hpcai.settings import StepConfig
-from hpcai.train.measure import Sums
+from hpcai.train.measure import Measured
 from hpcai.train.step import Step, split
 
 
@@ -93,7 +93,7 @@ class NoHostRead(TorchDispatchMode):
 
 @pytest.mark.parametrize("cfg", [StepConfig(), StepConfig(optimizer="sgd", clip=1.0, accumulate=2, average=0.9)])
 def test_nothing_is_read_from_the_device_inside_a_step(cfg: StepConfig) -> None:
-    step, sums = Step(network(), loss, cfg, dist.alone()), Sums()
+    step, sums = Step(network(), loss, cfg, dist.alone()), Measured()
     step(batch())
     with NoHostRead():
         for seed in range(3):
