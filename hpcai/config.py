@@ -11,8 +11,8 @@
 
 Files and words are YAML 1.2 (core schema), so only ``true`` and ``false`` are booleans: ``no`` and ``on`` stay text. ``1e-3`` is a
 number and ``010`` is ten; ``1_000``, ``1:30`` and dates are text. A word replaces only its key, and a mapping stands for its keys:
-``step={lr: 1}`` means ``step.lr=1``. A list is replaced whole, and so is the default of a ``dict`` by a file. Of two words for the
-same key the later counts. Every mistake is in the one answer, file first.
+``step={lr: 1}`` means ``step.lr=1``. A list is replaced whole; a file replaces the default of a ``dict`` whole. The later of two
+words for one key counts. One answer tells every mistake, those of the file first.
 """
 
 import json
@@ -175,7 +175,7 @@ def _scalar(node: yaml.ScalarNode) -> Any:
 
 
 class _Origin(NamedTuple):
-    """Sorts the file before the words, and each by its line or place."""
+    """Where something was written. The file sorts before the words, and each by its line or place."""
 
     rank: int
     line: int
@@ -195,7 +195,7 @@ class _Given:
         self.readable = True
 
     def read(self, path: Path) -> None:
-        """The file; one that cannot be read is a mistake like any other, so that the words are still checked."""
+        """Take in the file. One that cannot be read is a mistake like any other, so that the words are still checked."""
         place = self.origins[()]
         origins: dict[Key, _Origin] = {}
         try:
@@ -241,7 +241,7 @@ class _Given:
             self.problems.append((origin, why))
 
     def assign(self, name: str, text: str, origin: _Origin) -> str:
-        """Put ``text``, read as YAML, at the dotted ``name``; the answer is what is wrong with it, or nothing."""
+        """Put ``text``, read as YAML, at the dotted ``name``; return what is wrong with it, or nothing."""
         key: Key = tuple(name.split("."))
         origins = {key[:length]: origin for length in range(1, len(key) + 1)}
         tree: Any = None
@@ -331,7 +331,7 @@ class _Given:
         return settings
 
     def explain(self, errors: Sequence[Any], tree: Any, meant: set[Key]) -> None:
-        """Pydantic's errors in our words: one for each key, and of a key and what is below it only what is below."""
+        """Say pydantic's errors in our words: one for each key, and none for a key with another wrong one below it."""
         found: dict[tuple[Key, str], Any] = {}
         for error in errors:
             found.setdefault(_key(error, tree, self.root), error)

@@ -7,8 +7,8 @@ start       name, directory, settings (nested), world, device, parameters, steps
             global_batch, train_samples, validation_samples, resumed_from (a step, or None), nodes (optional, 1)
 epoch       epoch (from 0), step: an epoch begins, or goes on after a resume
 train       step, epoch (with its fraction), samples (so far), seconds (so far), samples_per_second, lr, loss, metrics;
-            gpu_power_w, gpu_energy_j, gpu_samples_per_joule, gpu_sm_clock_mhz, gpu_temperature_c, gpu_memory_gb, ... where
-            there is one to read: the first process's
+            gpu_power_w, gpu_energy_j, gpu_samples_per_joule, gpu_sm_clock_mhz, gpu_temperature_c, gpu_memory_gb, ... of the
+            first process's GPU, where there is one
 evaluate    step, epoch, samples, seconds (this evaluation), metrics
 checkpoint  step, path, seconds, bytes
 note        text, step (optional)
@@ -281,7 +281,8 @@ def resumed(path: Path, step: int | None, later: Callable[[dict[str, Any], int],
 
 
 def _later(event: dict[str, Any], step: int) -> bool:
-    """An epoch that began at ``step`` begins again; a checkpoint, an evaluation or a report at ``step`` stays."""
+    """Whether a run that goes on from ``step`` repeats ``event``: an epoch that began at ``step`` begins again; a checkpoint, an
+    evaluation or a report at ``step`` stays."""
     at = event.get("resumed_from" if event.get("kind") == "start" else "step")
     return isinstance(at, int) and (at >= step if event.get("kind") == "epoch" else at > step)
 

@@ -18,7 +18,6 @@ from hpcai.log import Event, Lines, resumed
 PREFIX = ":::MLLOG "
 REQUIRED = object()
 
-
 Setting = Callable[[str], Any]
 """A setting's value by its dotted path."""
 Rule = Callable[[Setting], Any]
@@ -64,7 +63,7 @@ def rise(setting: Setting) -> float:
 
 
 def for_lamb(value: Any) -> Rule:
-    """What LAMB's rule has, and no other optimizer's."""
+    """``value`` where the optimizer is LAMB, otherwise nothing."""
     return lambda setting: value if setting("step.optimizer") == "lamb" else None
 
 
@@ -96,7 +95,7 @@ def factor(setting: Setting) -> Any:
 
 
 def where_decay(kinds: tuple[str, ...], rule: Rule) -> Rule:
-    """What ``rule`` gives where the decay is one of ``kinds``, and otherwise nothing."""
+    """What ``rule`` gives where the decay is one of ``kinds``, otherwise nothing."""
     return lambda setting: rule(setting) if setting("step.schedule.decay") in kinds else None
 
 
@@ -214,7 +213,8 @@ class MlperfLog:
         self._runs = False
 
     def _later(self, record: dict[str, Any], step: int) -> bool:
-        """An unfinished epoch starts again, and a run that goes on has not stopped."""
+        """Whether a run that goes on from ``step`` writes ``record`` again: an unfinished epoch starts again, and the run has not
+        stopped."""
         at, epoch = (record["metadata"].get(name, 0) for name in ("step_num", "epoch_num"))
         unfinished = record["key"] in ("epoch_start", "epoch_stop") and epoch > step // self._per_epoch
         return at > step or unfinished or record["key"] == "run_stop"

@@ -123,7 +123,7 @@ def complete(options: Options, given: Any, by_word: AbstractSet[Key], usual: Any
 
 
 def _default(section: type[pydantic.BaseModel], name: str, usual: Any) -> Any:
-    """What ``name`` is when not given: as in ``usual``, where that is such a section, else the class's own default."""
+    """The value of ``name`` where none is given: that of ``usual`` if it is such a section, otherwise the class's own default."""
     if isinstance(usual, section):
         return getattr(usual, name)
     field = section.model_fields[name]
@@ -242,9 +242,9 @@ def nearest_words(word: str, names: Sequence[str]) -> list[str]:
 
 
 def nearest_keys(schema: type[pydantic.BaseModel], key: Key, names: list[str]) -> list[Key]:
-    """What was probably meant: a key of the same name elsewhere, else of a like name here, else of a like name anywhere."""
+    """What was probably meant: keys of the same name elsewhere, otherwise one of a like name here, otherwise one anywhere."""
     known = list(dict.fromkeys(known for known, *_ in _rows(schema)))
-    if key in known:  # of the other section of a union
+    if key in known:  # it belongs to the other section of a union
         return []
     last = str(key[-1])
     same = [other for other in known if other[-1] == last]

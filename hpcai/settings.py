@@ -9,16 +9,15 @@ from hpcai.config import Settings
 
 Positive = Annotated[int, Field(ge=1)]
 
-
 AXES = ("replicate", "pipeline", "context", "axial", "depth", "height", "tensor", "evaluate")
-"""The axes of every mesh, the one that talks most among the innermost; `evaluate` stands beside the others."""
+"""The axes of every mesh, from outermost to innermost; inner ones exchange more. `evaluate` stands beside the others."""
 
 
 class MeshConfig(Settings):
     """Named axes of the processes. Their product is the number of processes. An app adds the axes that its model is cut along."""
 
     replicate: Annotated[int, Field(ge=-1)] = -1
-    """copies of the model, each with its own samples; -1: every process that the other axes leave"""
+    """copies of the model, each with its own samples; -1: as many as the processes that the other axes leave"""
     evaluate: Annotated[int, Field(ge=0)] = 0
     """the last processes of the job, which only evaluate while the others train on"""
 
@@ -59,7 +58,7 @@ class LoaderConfig(Settings):
     order: Literal["strict", "ready"] = "strict"
     """strict: the same batches in every run; ready: a sample that is slow to prepare comes in a later batch of its epoch"""
     on_bad_sample: Literal["stop", "skip"] = "stop"
-    """skip: one that cannot be read or is not finite is replaced by another, reported and counted"""
+    """skip: a sample that cannot be read or is not finite is replaced by another, reported and counted"""
     patience: Annotated[float, Field(gt=0)] = 600.0
     """seconds without any sample after which a run stops and names what it waits for"""
     stage: str | None = None
@@ -89,7 +88,7 @@ class ScheduleConfig(Settings):
     """Learning rate as a pure function of the global optimizer step. Lengths are in epochs, or in steps (`unit`)."""
 
     unit: Literal["epochs", "steps"] = "epochs"
-    """of warmup, decay_at and length"""
+    """unit of `warmup`, `decay_at` and `length`"""
     warmup: Annotated[float, Field(ge=0)] = 0.0
     """length of the linear warm-up from `start` to the learning rate"""
     start: Annotated[float, Field(ge=0)] = 0.0
@@ -97,7 +96,7 @@ class ScheduleConfig(Settings):
     decay: Literal["none", "steps", "linear", "cosine"] = "none"
     """after the warm-up: constant; the factors `decay_to` from the epochs `decay_at`; or a slope to `floor` at the last step"""
     length: Annotated[float, Field(gt=0)] | None = None
-    """of the slope after the warm-up; null: to the last step. A cosine rises again after it, as torch's does"""
+    """length of the slope after the warm-up; null: to the last step. A cosine rises again after it, as torch's does"""
     decay_at: tuple[Annotated[float, Field(ge=0)], ...] = ()
     """when a factor begins"""
     decay_to: tuple[Annotated[float, Field(ge=0)], ...] = ()
@@ -140,29 +139,29 @@ class StepConfig(Settings):
     clip: Annotated[float, Field(gt=0)] | None = None
     """largest L2 norm of the gradient"""
     clip_per: Literal["batch", "sample"] = "batch"
-    """what `clip` bounds: the gradient of the whole batch, or that of each sample before they are averaged (AlphaFold 2), where a
-    micro-batch is one sample"""
+    """what `clip` bounds: the gradient of the whole batch, or that of each sample before they are averaged (AlphaFold 2); sample
+    needs micro-batches of one sample"""
     bucket_mb: Annotated[float, Field(gt=0)] = 25.0
     """size of the gradient buckets that are summed while the backward pass goes on, MB"""
     optimizer: Literal["sgd", "adam", "adamw", "lamb", "lars"] = "adamw"
-    """sgd: momentum; adam: weight decay in the gradient; adamw: decoupled from it; lamb, lars: rates adapted to each parameter that
-    decay_names names, for large batches"""
+    """sgd: momentum; adam: weight decay in the gradient; adamw: decoupled from it; lamb, lars: for large batches, they
+    adapt the rate to each parameter that `decay_names` names"""
     lr: Annotated[float, Field(gt=0)] = 1e-3
     """peak learning rate"""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """sgd, lars"""
+    """momentum of sgd and lars"""
     lr_in_momentum: bool = True
     """sgd: v = momentum*v + lr*g, p -= v (Keras and the MLPerf codes), not v = momentum*v + g, p -= lr*v (torch)"""
     nesterov: bool = False
-    """sgd: what is subtracted looks one step ahead"""
+    """sgd: the update looks one step ahead"""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
-    """adam, adamw, lamb"""
+    """decay rates of the two moments of adam, adamw and lamb"""
     eps: Annotated[float, Field(gt=0)] = 1e-8
-    """adam, adamw, lamb"""
+    """what adam, adamw and lamb add to the denominator"""
     trust: Annotated[float, Field(gt=0)] = 0.001
-    """lars: factor of |w| / (|g| + weight_decay*|w|)"""
+    """lars: the factor of |w| / (|g| + weight_decay*|w|)"""
     moments: Literal["fp32", "bf16"] = "fp32"
-    """bf16: moments take half the memory, rounded stochastically"""
+    """bf16: moments take half the memory, and are rounded stochastically"""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """sgd, adam, lars: added to the gradient as weight_decay*w (Keras l2 = weight_decay/2); adamw, lamb: decoupled"""
     decay_names: tuple[str, ...] = ("*.weight",)
@@ -173,15 +172,15 @@ class StepConfig(Settings):
     """CUDA Graphs: forward and backward with the gradient sums, or the whole step with its update, recorded once for each shape of
     the batch; auto: whole, where there is a GPU that can"""
     capture_shapes: Positive = 4
-    """shapes of the batch that are captured, at most"""
+    """at most so many shapes of the batch are captured"""
     compile: Literal["none", "blocks", "whole"] = "none"
     """torch.compile of each repeated block, or of the model as one"""
     compile_cache: Path | None = None
-    """folder of compiled code that later jobs begin with"""
+    """folder that keeps compiled code, with which later jobs begin"""
     shard: Literal["none", "optimizer", "weights"] = "none"
     """what the copies of the model divide among them: the optimizer's state and work, or the weights too (torch's fully_shard)"""
     shard_within: Annotated[int, Field(ge=2)] | None = None
-    """neighbouring copies that divide it, such as those of one node; null: all of them"""
+    """how many neighbouring copies divide it, such as those of one node; null: all of them"""
     schedule: ScheduleConfig = ScheduleConfig()
 
     @model_validator(mode="after")
@@ -214,9 +213,9 @@ class TrainConfig(Settings):
     evaluate_from: Positive | None = None
     """epochs before the first evaluation, from which the others are counted; null: evaluate_every"""
     evaluate: Literal["wait", "background"] = "wait"
-    """training waits for an evaluation, or goes on beside it; mesh.evaluate gives it processes of its own"""
+    """wait: training waits for an evaluation; background: it goes on beside it. mesh.evaluate gives evaluation its own processes"""
     keep_validation: bool = False
-    """the validation samples stay on the device once they are read"""
+    """keep the validation samples on the device once they are read"""
     report_every: Positive = 10
     """steps between reports of the loss"""
     metric: str | None = None
@@ -224,13 +223,14 @@ class TrainConfig(Settings):
     target: float | None = None
     """stop when the metric is this good"""
     better: Literal["lower", "higher"] = "lower"
+    """which values of the metric are better"""
     hopeless: float | None = None
-    """a run whose metric is this bad, at any evaluation, has diverged: it stops and says so"""
+    """a run whose metric is this bad at any evaluation has diverged: it stops and says so"""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """of the weights, the order of the samples and the dropout"""
+    """seed of the weights, the order of the samples and the dropout"""
     collect_every: Positive | None = 1000
-    """steps between Python's garbage collections, which otherwise may stop one process at any time while all wait; null: as
-    Python likes"""
+    """steps between Python's garbage collections, which may otherwise stop one process at any time while all wait; null: leave
+    them to Python"""
     profile: tuple[Positive, Positive] | None = None
     """first and last step of a trace, in report.directory/profile"""
 
@@ -264,6 +264,7 @@ class ReportConfig(Settings):
     directory: Path | None = None
     """the run's directory; null: nothing is written"""
     sinks: tuple[Literal["terminal", "tensorboard", "mlperf"], ...] = ("terminal",)
+    """progress for people, TensorBoard files, a log for MLPerf's checkers"""
 
 
 class RunConfig(Settings):

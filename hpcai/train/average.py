@@ -14,7 +14,7 @@ from hpcai.train.optim import Optimizer
 
 
 class Average:
-    """a = decay*a + (1 - decay)*w after every step, started at the first weights; None as ``decay``: the weights themselves.
+    """a = decay*a + (1 - decay)*w after every step, from the first weights on; with ``decay`` None the weights themselves.
 
     The optimizer averages the parameters in the pass that updates them; the floating-point buffers are averaged here.
     """
@@ -41,8 +41,8 @@ class Average:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Inside, the model holds the average, with level statistics (``level``); outside, the weights are what they were. All
-        processes that train call it together. No memory moves, so captured graphs go on.
+        """Inside, the model holds the average, with level statistics (``level``); afterwards its weights are what they were. All
+        processes that train call it together. Memory stays where it is, so that captured graphs go on.
         """
         self.level()
         rows = [] if self.decay is None else [(s.row.weights, s.weights, s.average) for s in self.optimizer.states]
@@ -56,8 +56,8 @@ class Average:
 
     @torch.no_grad()
     def level(self) -> None:
-        """Set running statistics, and their averages, to their means over all copies, in one message. Training does not read them.
-        An evaluation or a checkpoint, which does, then sees the samples of all copies and not of one."""
+        """Set running statistics, and their averages, to their means over all copies, in one message. Training does not read them;
+        an evaluation or a checkpoint does, and then sees the samples of all copies and not of one."""
         axis, kept = self.sums.mesh["replicate"], [*self._live.values(), *self._mean.values()]
         if axis.size == 1 or not kept:
             return

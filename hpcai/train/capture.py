@@ -1,7 +1,7 @@
 """A step as a CUDA Graph: recorded once for each shape of the batch, then started by one call.
 
-What is recorded may depend on nothing that changes on the host: inputs lie in memory of the graph's own, the learning rate, the
-counters and the scale of the gradient are device tensors, random numbers come from the generator that the graph advances.
+What is recorded may depend on nothing that changes on the host: inputs lie in the graph's own memory; the learning rate, the
+counters and the scale of the gradient are device tensors; random numbers come from the generator that the graph advances.
 """
 
 import gc
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hpcai.data.assemble import tree_map
 from hpcai.errors import ConfigError
 
-_WARM = 3  # libraries choose their algorithms, and collectives connect, before anything is recorded
+_WARM = 3  # runs in which libraries choose their algorithms, and collectives connect, before anything is recorded
 _READS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique", "_unique2", "unique_dim", "unique_consecutive")
 
 
@@ -69,8 +69,8 @@ class _Slot:
 class Capture:
     """``capture(batch)`` does what ``function(batch)`` does, by a graph for each of up to ``limit`` shapes of the batch.
 
-    ``untouched()`` is a context in which ``function`` leaves no trace but on its own memory; warm-up runs are made inside.
-    ``traced``: also look for the operation that cannot be recorded, which compiled code does not allow.
+    ``untouched()`` is a context in which ``function`` leaves no trace but in scratch memory; warm-up runs are made inside it.
+    ``traced``: also find the operation that cannot be recorded, which compiled code does not allow.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Capture:
             return self.function(batch)
 
     def _fill(self, static: Any, batch: Any) -> None:
-        """Copy a batch into the memory of the graph; what comes from the host on a stream of its own."""
+        """Copy a batch into the memory of the graph; tensors of the host are copied on a stream of their own."""
         pairs = list(zip(_tensors(static), _tensors(batch)))
         hosts = [(to, x) for to, x in pairs if self._copies is not None and x.device.type == "cpu"]
         if self._copies is not None and hosts:
@@ -174,7 +174,7 @@ class _Last(TorchDispatchMode):
 
 
 def _where() -> str:
-    """The innermost line of a model or an app: of neither torch nor this file."""
+    """The innermost line of a model or an app, outside torch and this file."""
     frames = [f for f in traceback.extract_stack() if "/torch/" not in f.filename and f.filename != __file__]
     return f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else "an unknown place"
 

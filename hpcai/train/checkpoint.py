@@ -49,7 +49,7 @@ _NAME = re.compile(r"step-(\d{8,})")
 
 @dataclass
 class Progress:
-    """Where a run stands. ``sample`` counts what ``epoch`` has delivered over all copies of the model; ``late`` are the positions
+    """Where a run stands. ``sample`` counts what ``epoch`` has delivered over all copies of the model; ``late`` lists the positions
     of its order that were passed over so far (see hpcai.data.loader)."""
 
     step: int = 0
@@ -64,7 +64,7 @@ class Progress:
 class Checkpoints:
     """The checkpoints of one run, below ``directory``. All processes call each method together.
 
-    ``settings`` are those of the run, kept inside; resuming with other ``frozen`` sections of them (the model) is refused.
+    Each checkpoint keeps the run's ``settings``; a run whose ``frozen`` sections (the model) differ from them is refused.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Checkpoints:
         self._among: dict[str, Any] = {"process_group": mesh.everyone.group, "no_dist": mesh.world == 1}
 
     def save(self, step: Step, progress: Progress) -> tuple[Path, float, int]:
-        """Write a checkpoint -> its path, seconds, bytes. On CheckpointError nothing has changed and older ones are whole."""
+        """Write a checkpoint -> its path, seconds, bytes. After a CheckpointError nothing has changed and older ones are whole."""
         began = time.perf_counter()
         final = self.directory / f"step-{progress.step:08d}"
         partial = self.directory / f".{final.name}.partial"
@@ -104,7 +104,7 @@ class Checkpoints:
         files = files | {name: _seal(partial / name) for name in (_INDEX, _RUN)}
         _write(partial / _MANIFEST, json.dumps({"format": _FORMAT, "files": files}, indent=1))
         flush(partial)
-        if final.exists():  # a damaged one of the same step, which resume passed over
+        if final.exists():  # it is damaged: resume passed over it
             shutil.rmtree(final)
         partial.rename(final)
         flush(self.directory)
@@ -247,8 +247,8 @@ class _Reader(FileSystemReader):
 
 
 def _tensors(step: Step, rank: int) -> dict[str, Any]:
-    """All tensors that resuming needs, by name and without a copy: weights in full precision, and this rank's share of what is
-    divided."""
+    """All tensors that resuming needs, by name and without a copy: weights in full precision, and this rank's share of those that
+    are divided."""
     step.sums.settle()
     parts: dict[str, dict[str, Any]] = {
         "model": {**step.model.state_dict(), **step.optimizer.weights()},
@@ -305,10 +305,8 @@ def _seal(file: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    path.write_text(text)
+    flush(path)
 
 
 def _quietly(action: Callable[[], T]) -> T:
@@ -318,7 +316,7 @@ def _quietly(action: Callable[[], T]) -> T:
 
 
 def _reason(error: BaseException) -> str:
-    """The system's own words when a disk is full or a path cannot be written, from however deep."""
+    """Why ``error`` came: the system's own words when a disk is full or a path cannot be written, however deep they lie."""
     # torch gathers the errors of all ranks in an exception of its own, which is no Exception.
     for cause in (found[0] for found in error.failures.values()) if isinstance(error, CheckpointException) else (error,):
         link: BaseException | None = cause

@@ -1,4 +1,4 @@
-"""What settings come to in a step: what ``auto`` comes to here, and how gradients are summed."""
+"""From settings to parts of a step: what ``auto`` means on this machine, and how gradients are summed."""
 
 from typing import Any
 
@@ -16,12 +16,12 @@ from hpcai.train.optim import decayed
 
 
 def chosen(cfg: StepConfig, mesh: Mesh, captures: bool = False) -> tuple[StepConfig, list[str]]:
-    """``cfg`` with every ``auto`` replaced, and a sentence for each. ``captures``: something else than CUDA records the step.
+    """``cfg`` with every ``auto`` replaced, and a sentence for each. ``captures``: something other than CUDA records the step.
 
     Raises ConfigError for what this machine cannot do.
     """
     changes: dict[str, Any] = {} if mesh.trains else {"shard": "none", "shard_within": None, "capture": "none"}
-    cfg = cfg.model_copy(update=changes)  # who evaluates only has the weights whole
+    cfg = cfg.model_copy(update=changes)  # processes that only evaluate hold the weights whole
     notes: list[str] = []
     if cfg.precision == "auto":
         changes["precision"], reason = ("bf16", "computes in bfloat16") if fast_bf16(mesh.device) else ("fp32", "does not")
@@ -72,8 +72,8 @@ def gradient_sums(model: nn.Module, mesh: Mesh, cfg: StepConfig) -> GradientSums
 
 
 def narrow(model: nn.Module) -> None:
-    """Parameters to bfloat16, in place, but those of modules with running statistics, and all within modules that say they are
-    ``wide``: these compute in float32."""
+    """Turn parameters to bfloat16, in place. Modules with running statistics keep theirs in float32, and so do those that say they
+    are ``wide``, with all within them."""
     if getattr(model, "wide", False):
         return
     if not any(buffer.is_floating_point() for buffer in model.buffers(recurse=False)):

@@ -32,9 +32,9 @@ logger = logging.getLogger(__name__)
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of ``model``: children of an nn.ModuleList or nn.Sequential of which two or more have one class.
+    """The repeated blocks of ``model``: children of an nn.ModuleList or nn.Sequential where two or more have the same class.
 
-    The outermost count; torch's own layers do not, nor does a list or stage that holds blocks itself.
+    The outermost ones count; torch's own layers do not, nor does a list or stage that holds blocks itself.
     """
     return list(dict.fromkeys(_blocks(model)))
 
@@ -92,8 +92,8 @@ class Counts:
         self._since, self._then = time.time(), _counted()
 
     def read(self) -> dict[str, Any]:
-        """graphs, seconds (with the backward graphs), graph_breaks, recompiles (of a frame; other sizes of block among them),
-        given_up (frames past the limit of versions, which run uncompiled), and why: the most frequent reasons by count."""
+        """The counts: graphs, seconds (with the backward graphs), graph_breaks, recompiles (of a frame, also for other sizes of a
+        block), given_up (frames past the limit of versions, which run uncompiled), and why: the most frequent reasons by count."""
         now = {name: counter - self._then[name] for name, counter in _counted().items()}  # a Counter keeps what is above zero
         before, versions = self._then["versions"], now["versions"]
         return {
@@ -119,7 +119,7 @@ class Counts:
 
 
 def _started() -> bool:
-    return "torch._dynamo.convert_frame" in sys.modules  # else nothing was compiled, and the import would cost a second
+    return "torch._dynamo.convert_frame" in sys.modules  # if not, nothing was compiled, and the import would cost a second
 
 
 def _counted() -> dict[str, Counter]:
@@ -151,7 +151,7 @@ def cache_key(settings: Mapping[str, Any]) -> str:
 
 
 def _cpu() -> list[str]:
-    """Kernels in C++ are built for the very processor: on an older one they would end the process."""
+    """What names this processor: kernels in C++ are built for it, and would end the process on an older one."""
     names = r"^(?:model name|cpu family|model|flags|CPU implementer|CPU part|Features)\s*:.*$"
     listed = Path("/proc/cpuinfo")
     first = listed.read_text().split("\n\n")[0] if listed.exists() else ""
@@ -185,7 +185,7 @@ def restore(folder: Path, key: str) -> bool:
 
 
 def store(folder: Path, key: str) -> None:
-    """Archive what was compiled since ``restore(folder, key)``; for one process of the job. Nothing new: nothing is written."""
+    """Archive what was compiled since ``restore(folder, key)``, if anything was. One process of the job calls it."""
     path, home = folder / f"{key}.zip", Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", ""))
     new = folder / f".{key}.{os.uname().nodename}.{os.getpid()}"
     try:
@@ -208,13 +208,13 @@ def store(folder: Path, key: str) -> None:
 
 
 def _holds(path: Path, key: str, names: set[str]) -> bool:
-    with suppress(Exception), zipfile.ZipFile(path) as archive:  # a damaged one is written anew
+    with suppress(Exception), zipfile.ZipFile(path) as archive:  # a damaged archive is written anew
         return archive.comment == key.encode() and names <= set(archive.namelist()) and archive.testzip() is None
     return False
 
 
 def _use(key: str) -> Path:
-    """The folder on this node for compiled code of ``key``, which torch and Triton are told."""
+    """Name to torch and Triton the folder on this node for compiled code of ``key``, and return it."""
     before, ours = os.environ.get("TORCHINDUCTOR_CACHE_DIR"), f"hpcai-compiled-{os.getuid()}"
     base = Path(before or tempfile.gettempdir())
     home = (base.parent if base.parent.name == ours else base / ours) / key
@@ -226,7 +226,7 @@ def _use(key: str) -> Path:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(home)
     import torch._inductor.config as inductor
 
-    if hasattr(inductor, "cpp_cache_precompile_headers"):  # 150 MB, kept elsewhere, built anew on each node in 6 s
+    if hasattr(inductor, "cpp_cache_precompile_headers"):  # 150 MB that lie elsewhere, and 6 s on each node
         inductor.cpp_cache_precompile_headers = False
     return home
 
@@ -258,7 +258,7 @@ class Compiled:
         self._told = 0
 
     def news(self) -> list[str]:
-        """What has been compiled since the start, when it is more than before; then it is also stored for later jobs."""
+        """What has been compiled since the start, if more than at the last call; then it is also stored for later jobs."""
         graphs = self._counts.read()["graphs"]
         if graphs == self._told:
             return []

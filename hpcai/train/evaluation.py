@@ -1,6 +1,6 @@
 """Metrics and predictions over all samples of a loader, with the averaged weights where there is an average.
 
-A run is evaluated by the processes that train, which wait or go on meanwhile, or by processes of their own. In every case the
+A run is evaluated by the processes that train, which wait or go on meanwhile, or by processes set apart for it. In every case the
 weights are those of the step at which ``start`` was called, and the metrics are the same.
 """
 
@@ -25,8 +25,8 @@ from hpcai.train.step import Step, samples_in
 Metric = Callable[[nn.Module, Any], dict[str, Value]]
 RowsOf = Callable[[nn.Module, Any], dict[str, Tensor]]
 Position = dict[str, Any]
-Found = tuple[dict[str, float], float]  # metrics, and the seconds that they took
-_WAITING = 2  # evaluations under way at most; the next one waits, for each holds a copy of the weights
+Found = tuple[dict[str, float], float]  # metrics, and the seconds that it took to find them
+_WAITING = 2  # at most so many evaluations are under way; the next one waits, for each holds a copy of the weights
 
 
 @torch.no_grad()
@@ -38,7 +38,7 @@ def evaluate(step: Step, metric: Metric, batches: Any) -> dict[str, float]:
 
 @torch.no_grad()
 def score(step: Step, model: nn.Module, metric: Metric, batches: Any, axis: Axis, device: torch.device) -> dict[str, float]:
-    """``evaluate`` of ``model`` as it is, its sums added over ``axis`` on ``device``."""
+    """Each metric of ``model`` as it is, with sums added over ``axis`` on ``device``."""
     measured = Measured()
     for batch in _batches(model, batches):
         with step.autocast():
@@ -67,7 +67,7 @@ def predict(step: Step, function: RowsOf, batches: Any) -> dict[str, Tensor]:
 
 
 class Kept:
-    """Batches that are read once and then stay on the device: for a validation set that fits."""
+    """Batches that are read once and then stay on the device, for a validation set that fits there."""
 
     def __init__(self, batches: Any) -> None:
         self._batches, self._kept = batches, list[Any]()
@@ -102,7 +102,7 @@ def _batches(model: nn.Module, batches: Any) -> Iterator[Any]:
 
 @dataclass
 class Scored:
-    """Metrics of the weights at ``position``, and the seconds that they took."""
+    """Metrics of the weights at ``position``, and the seconds that it took to find them."""
 
     position: Position
     values: dict[str, float]
@@ -135,7 +135,7 @@ class Here:
 
 
 class Beside(Here):
-    """Evaluation in a thread, of a copy of the weights, while training goes on; ``_scored`` says by whom."""
+    """Evaluation of a copy of the weights in a thread, while training goes on. Subclasses say which processes do it."""
 
     def __init__(self, step: Step, metric: Metric, validation: Any) -> None:
         super().__init__(step, metric, validation)
@@ -162,7 +162,7 @@ class Beside(Here):
         self._under_way.append((position, _later(act, before)))
 
     def _scored(self, weights: dict[str, Tensor]) -> Found:
-        """The metrics of ``weights``, and the seconds that they took."""
+        """The metrics of ``weights``."""
         raise NotImplementedError
 
     def _agreed(self, count: int) -> int:
@@ -207,7 +207,7 @@ class Background(Beside):
 
 
 class Elsewhere(Beside):
-    """Evaluation by processes of its own, which get the weights from the first copy of the model; see ``serve``."""
+    """Evaluation by processes set apart for it, which get the weights from the first copy of the model; see ``serve``."""
 
     def _scored(self, weights: dict[str, Tensor]) -> Found:
         link = self.step.mesh.link
@@ -248,7 +248,7 @@ def scoring(step: Step, metric: Metric | None, validation: Any, how: Literal["wa
 
 
 def serve(step: Step, metric: Metric, validation: Any) -> str:
-    """What processes of ``mesh.evaluate`` do: evaluate the weights that come, until the training ends -> why it did."""
+    """On processes of ``mesh.evaluate``: evaluate the weights that come, until the training ends -> why it ended."""
     mesh: Mesh = step.mesh
     state = list(step.model.state_dict().values())
     word: dict[str, Any] = {}
@@ -266,7 +266,7 @@ def serve(step: Step, metric: Metric, validation: Any) -> str:
 
 
 def _twin(model: nn.Module) -> nn.Module:
-    """A copy of ``model`` with memory of its own, and without what the step has hung onto its modules."""
+    """A copy of ``model`` with memory of its own, and without the hooks of the step on its modules."""
     twin = copy.deepcopy(model)
     for module in twin.modules():
         hooks = module._forward_pre_hooks
@@ -280,8 +280,8 @@ def _later(function: Callable[[], Any], after: Future[Any] | None) -> Future[Any
     future: Future[Any] = Future()
 
     def run() -> None:
-        # Where autocast ends for good it clears a cache, under a lock that the other thread may hold while it waits for this one's
-        # interpreter lock (torch 2.13, tracing for torch.compile): so it never ends for good here.
+        # When the outermost autocast ends it clears a cache, under a lock that the main thread may hold while it waits for the
+        # interpreter lock of this one (torch 2.13, tracing for torch.compile). So no autocast is the outermost here.
         torch.autocast_increment_nesting()
         try:
             if after is not None:

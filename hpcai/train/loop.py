@@ -86,7 +86,7 @@ def fit(
     run: Run | None = None,
 ) -> Result:  # fmt: skip
     """Train ``step`` on ``data`` (a ``Loader``, or a list of batches) until the steps or epochs of ``cfg`` are done, the target
-    is reached, or a signal asks for the end.
+    is reached or a signal asks for the end.
 
     ``evaluate(model, batch)`` is summed over ``validation`` at the end of every ``cfg.evaluate_every`` epochs and at the end.
     ``run`` is where reports and checkpoints go; with it, training goes on from the newest whole checkpoint.
@@ -108,7 +108,7 @@ def fit(
 
 @dataclass
 class _Reading:
-    """Sums on their way to the host, of the steps up to ``position``; the last value is the first bad step."""
+    """Sums of the steps up to ``position``, on their way to the host; the last value is the first bad step."""
 
     names: list[str]
     values: Tensor
@@ -202,7 +202,7 @@ class _Training:
         return "finished"
 
     def _made(self, values: dict[str, Value]) -> None:
-        """What follows each step: sums, counters, reports and checkpoints that are due."""
+        """Do what follows each step: sums, counters, and the reports and checkpoints that are due."""
         self._tell()
         self.measured.add(values, 1)  # every copy's part of a step counts alike, however many samples balancing gave it
         self.progress.step += 1
@@ -214,7 +214,7 @@ class _Training:
             self._read()
             if not self.lags:
                 self._tell()
-        # The last step of an epoch is saved after its evaluation, which would otherwise be done again by whoever resumes.
+        # The last step of an epoch is saved after its evaluation, which a run that resumes would otherwise do again.
         if self.progress.sample < self.data.samples and self.progress.step < self.steps and self._save_is_due():
             self._save()
 
@@ -225,7 +225,7 @@ class _Training:
         return end_of_epoch if every is None else self.progress.step % every == 0
 
     def _report(self) -> None:
-        """Everything up to the last step is read and told; raises DivergedError before a bad number is shown or saved."""
+        """Read and tell everything up to the last step; raises DivergedError before a bad number is shown or saved."""
         self._tell()
         self._read()
         self._tell()
@@ -273,7 +273,7 @@ class _Training:
         )  # fmt: skip
 
     def _gpu(self, samples: int) -> dict[str, float]:
-        """Readings of this process's GPU, and what its part of so many samples cost."""
+        """Readings of this process's GPU, and how many of its part of ``samples`` a joule bought."""
         readings = self.gpu.readings()
         if "energy_j" in readings:
             spent, self._energy = readings["energy_j"] - self._energy, readings["energy_j"]
@@ -299,7 +299,7 @@ class _Training:
             self._since = (self._since[0] + time.perf_counter() - began, self._since[1])
 
     def _target_is_reached(self, wait: bool = False) -> bool:
-        """Tell the evaluations that are done (``wait``: all), and whether one is as good as asked: the same on all processes."""
+        """Tell the evaluations that are done (``wait``: all) -> whether one is as good as asked, the same on all processes."""
         if self.scores is None or not self.scores.pending:
             return False
         if not wait and self.progress.sample and self.progress.step % self.cfg.report_every:
@@ -337,7 +337,7 @@ class _Training:
         return reached
 
     def _save(self, final: bool = False) -> None:
-        """A checkpoint that cannot be written is told and tried again at the next one; the last one must succeed."""
+        """Save a checkpoint. One that cannot be written is told and tried again at the next time; the last one must succeed."""
         self._report()
         if self.checkpoints is None or self._saved == self.progress.step:
             return
@@ -364,7 +364,7 @@ class _Training:
             "start", name=self.run.name, directory=str(self.run.directory or ""), settings=self.run.settings,
             world=self.mesh.world, nodes=nodes, device=str(self.mesh.device), parameters=_size(self.step.model),
             steps=self.steps, steps_per_epoch=len(self.data), epochs=self.steps / len(self.data), global_batch=self.data.size,
-            train_samples=getattr(self.data, "counted", self.data.samples),  # those that an epoch's are drawn from
+            train_samples=getattr(self.data, "counted", self.data.samples),  # those from which an epoch's are drawn
             validation_samples=getattr(self.validation, "samples", 0), resumed_from=resumed,
         )  # fmt: skip
         for text in self.checkpoints.notes if self.checkpoints else ():

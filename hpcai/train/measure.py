@@ -1,7 +1,7 @@
 """Sums of what was measured, on the device; one reduction and one host read per report.
 
-A value is a mean over the batch, weighted by its number of samples, or a pair (sum, count). What is reported is always
-sum / count over everything that was added, on every process: never a mean of means.
+A value is a mean over the batch, which its number of samples weighs, or a pair (sum, count). What is reported is always
+sum / count over everything that was added on any process, never a mean of means.
 """
 
 import torch
@@ -30,7 +30,7 @@ class Measured:
             entry[1] = entry[1] + (count.detach().double() if isinstance(count, Tensor) else count)
 
     def reduce(self, axis: Axis, device: torch.device, uneven: bool = False) -> dict[str, float]:
-        """Means by name over all processes of ``axis``; starts anew. Every process of the axis calls it.
+        """Means by name over all processes of ``axis``, which all call it; then sums start anew.
 
         ``uneven``: a process may have added nothing at all, and learns the names from the others.
         """
@@ -38,7 +38,7 @@ class Measured:
         return means(names, self.pack(names, axis, device).tolist())  # the one host read
 
     def pack(self, names: list[str], axis: Axis, device: torch.device) -> Tensor:
-        """Sum and count of each name over all processes of ``axis``, on the device; starts anew.   [2 N]"""
+        """Sum and count of each name over all processes of ``axis``, on the device; then sums start anew.   [2 N]"""
         flat = [x for name in names for x in self._sums.get(name, [0.0, 0.0])]
         self._sums = {}
         packed = [torch.as_tensor(x, dtype=torch.float64, device=device) for x in flat]

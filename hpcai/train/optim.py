@@ -46,7 +46,7 @@ class _State:
 
     @property
     def copies(self) -> dict[str, Any]:
-        """What follows the weights in the same pass."""
+        """What the pass that updates the weights also writes: narrow weights and their average."""
         return {"low": self.low, "average": self.average, "keep": self.keep}
 
 
@@ -56,8 +56,8 @@ class Optimizer:
 
     sgd: the learning rate is inside the momentum, v = mu v + lr (g + wd w), w -= v (Keras; MLPerf HPC CosmoFlow), or outside it
     (torch). adamw: Loshchilov and Hutter 2019; adam: its weight decay is part of the gradient. lamb: You et al., ICLR 2020; lars:
-    You, Gitman and Ginsburg 2017; both adapt the rate of the parameters that ``decay_names`` names, and of no other.
-    Weights narrower than float32 have a master copy in float32 here, which is what is updated, averaged and saved.
+    You, Gitman and Ginsburg 2017; both adapt the rate of the parameters that ``decay_names`` names, and of no others.
+    Weights narrower than float32 have a float32 master copy here; that copy is updated, averaged and saved.
     """
 
     def __init__(self, rows: list[Row], cfg: StepConfig) -> None:
@@ -109,7 +109,7 @@ class Optimizer:
                 )  # fmt: skip
 
     def _adapted(self, present: list[tuple[_State, Tensor]], scale: Tensor | None, skip: Tensor) -> None:
-        """Norms of whole parameters decide on their rates: sums of every share, added over the ranks that hold the others."""
+        """Update parameters at rates that their norms decide: a share's sums are added over the ranks that hold the others."""
         cfg, lars = self.cfg, self.cfg.optimizer == "lars"
         sums = []
         for state, gradient in present:
@@ -137,7 +137,7 @@ class Optimizer:
                 update.trust_(state.weights, state.direction, state.segments, ratio, lr=self.lr, skip=skip, **state.copies)
 
     def _over_shares(self, states: list[_State], sums: list[Tensor]) -> list[Tensor]:
-        """Sums per parameter over the ranks of ``cut``, which hold different parameters: in one message for all."""
+        """Sums per parameter over the ranks of ``cut``, whose rows hold different parameters, in one message for all."""
         if self.cut.size == 1:
             return sums
         self._table.zero_()
@@ -175,7 +175,7 @@ class Optimizer:
 
 
 def decayed(model: nn.Module, cfg: StepConfig) -> set[str]:
-    """Names of the parameters that ``cfg.decay_names`` names. Raises ConfigError for a pattern that names none."""
+    """The names of parameters that ``cfg.decay_names`` matches. Raises ConfigError for a pattern that matches none."""
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     patterns = cfg.decay_names if cfg.weight_decay or cfg.optimizer in ("lamb", "lars") else ()
     for pattern in patterns:

@@ -37,12 +37,12 @@ def _marked(name: str, traced: AbstractContextManager[object]) -> Iterator[None]
 
 
 class Profile:
-    """Traces ``steps``: one number, or the first and the last, counted from 1; None does nothing at all.
+    """Traces ``steps``: one number, or the first and the last, counted from 1; None traces nothing.
 
     The first process of ``mesh`` (``ranks="all"``: every process) writes ``directory/profile/rank-0000.json.gz``, for Perfetto
     or chrome://tracing, and the costliest operations as text beside it. On a GPU the steps are also marked for Nsight Systems:
     ``nsys profile --capture-range=cudaProfilerApi``. ``done`` is the number of steps of earlier lives of the run; ``at`` is
-    called after each step. Raises ConfigError when the steps are none.
+    called after each step. Raises ConfigError for numbers that name no steps.
     """
 
     def __init__(

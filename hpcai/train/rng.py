@@ -20,8 +20,8 @@ def seed_all(seed: int) -> None:
 
 @contextmanager
 def seeds(seed: int, mesh: Mesh) -> Iterator[None]:
-    """Inside, where a model is made, all processes draw the same numbers; afterwards, for dropout, each copy of the model its own,
-    which the processes that hold a copy together share."""
+    """Inside, where a model is made, all processes draw the same numbers. Afterwards, for dropout, each copy of the model draws its
+    own, the same on all processes that hold a copy together."""
     seed_all(seed)
     yield
     seed_all(seed + mesh["replicate"].rank)

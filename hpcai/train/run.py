@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class Run:
     """Reports and checkpoints of a run with the settings ``cfg``, which has ``report`` and ``checkpoint`` sections.
 
-    Without settings, or with ``report.directory: null``, nothing is written. ``benchmark`` is what an MLPerf log says of it. A
-    context manager: the sinks are closed at its end.
+    Without settings, or with ``report.directory: null``, nothing is written. ``benchmark`` is what its MLPerf log says. As a
+    context manager it closes the sinks at its end.
     """
 
     def __init__(self, name: str, cfg: Any, mesh: Mesh, benchmark: Benchmark | None = None) -> None:
@@ -41,11 +41,11 @@ class Run:
             self.checkpoints = Checkpoints(self.directory / "checkpoints", cfg.checkpoint, mesh, self.settings)
 
     def begin(self) -> None:
-        """Called by ``fit`` once nothing stands against the run: a refused one leaves the files of an earlier life alone."""
+        """Write the settings. ``fit`` calls it once nothing stands against the run, so that a refused one changes no file."""
         self.keep("settings.yaml", lambda path: path.write_text(config.dump(self._cfg)))
 
     def keep(self, name: str, write: Callable[[Path], Any]) -> None:
-        """``write(path)`` a file of the run on the first process, beside its place, with its suffix, and then renamed."""
+        """Keep a file of the run, on the first process: ``write(path)`` makes it beside its place, then it is renamed."""
         if self.directory is not None and self.mesh.is_first:
             path = self.directory / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -54,7 +54,7 @@ class Run:
             partial.replace(path)
 
     def writer(self, name: str, write: Callable[..., Any], *words: Any) -> Callable[[Any], None]:
-        """What keeps ``found`` as the file ``name``, by ``write(path, found, *words)``."""
+        """A function that keeps what it is given as the file ``name``, by ``write(path, found, *words)``."""
         return lambda found: self.keep(name, lambda path: write(path, found, *words))
 
     def finish(

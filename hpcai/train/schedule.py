@@ -20,7 +20,7 @@ class _Habit(NamedTuple):
     """whether the factors' epochs are counted from the end of the warm-up, and the peak is the rate of its last step"""
 
 
-# `ScheduleConfig.counted` says what each of them is.
+# The text of `ScheduleConfig.counted` explains each.
 _HABITS = {
     "plainly": _Habit(),
     "cosmoflow-reference": _Habit(held=True, late=True),

@@ -34,7 +34,7 @@ class Step:
     ``loss(model, batch)`` is pure and returns ``{"loss": mean over the batch, name: ...}``; a batch is a tensor, tuple, named
     tuple or dict whose tensors share their first dim: the samples of this process. The gradient is that of the mean over the
     global batch: over micro-batches and copies of the model. ``forward_backward`` is one act and may be replaced as one.
-    ``graph`` records a captured step (a CUDA Graph). ``notes`` says what ``auto`` settings came to.
+    ``graph`` makes what records a captured step (a CUDA Graph). ``notes`` says what ``auto`` settings became.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Step:
         self._share = 1.0 / (cfg.accumulate * mesh["replicate"].size)
         self._hold = torch.zeros((), device=mesh.device)  # 1: nothing is updated
         self._count = torch.zeros((), dtype=torch.int64, device=mesh.device)
-        self._first_bad = torch.full((2,), _NEVER, dtype=torch.int64, device=mesh.device)  # any process's gradient, own loss
+        self._first_bad = torch.full((2,), _NEVER, dtype=torch.int64, device=mesh.device)  # by gradient, by own loss
         self._steps = 0
         self._capture: Capture | None = None
         if cfg.capture != "none":
@@ -110,7 +110,7 @@ class Step:
         return _mean(every)
 
     def _each(self, model: nn.Module, batch: Any) -> dict[str, Value]:
-        """``_forward_backward`` of micro-batches of one sample, whose gradients are clipped before they are added."""
+        """``_forward_backward`` for micro-batches of one sample, whose gradients are clipped before they are added."""
         assert self.cfg.clip is not None
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         every: list[dict[str, Value]] = []
@@ -168,8 +168,8 @@ class Step:
 
     @contextmanager
     def _untouched(self) -> Iterator[None]:
-        """Inside, steps change gradients and scratch memory only: weights, moments, averages, buffers, counters and the random
-        numbers to come are afterwards what they were, bit for bit."""
+        """Inside, steps change gradients and scratch memory only. Afterwards weights, moments, averages, buffers, counters and the
+        state of the random numbers are what they were, bit for bit."""
         kept = [*self.model.buffers(), *self.average.buffers, self._count, self._first_bad]
         before, random = [tensor.clone() for tensor in kept], rng.state()
         self._hold.fill_(1)
@@ -206,7 +206,7 @@ class Step:
 
 
 class _Give(torch.autograd.Function):
-    """Zero, whose gradients are ``given``: they reach the hooks of parameters as if a backward pass had found them."""
+    """A zero whose gradients are ``given``: they reach the hooks of parameters as if a backward pass had found them."""
 
     @staticmethod
     def forward(ctx: Any, given: Sequence[Tensor], *parameters: Tensor) -> Tensor:
@@ -219,7 +219,7 @@ class _Give(torch.autograd.Function):
 
 
 class MicroBatches(tuple):
-    """A batch that comes as its micro-batches: of samples that cannot be cut along a first dim."""
+    """A batch that comes as its micro-batches, for samples that cannot be cut along a first dim."""
 
 
 def split(batch: Any, parts: int) -> list[Any]:
@@ -266,7 +266,7 @@ def _detach(value: Value) -> Value:
 
 
 def _mean(every: list[dict[str, Value]]) -> dict[str, Value]:
-    """Over equal micro-batches: the mean of means, the sum of pairs."""
+    """What equal micro-batches measured together: the mean of means, the sum of pairs."""
     if len(every) == 1:
         return every[0]
     merged: dict[str, Value] = {}
