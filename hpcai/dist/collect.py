@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def sum_in_place(value: Tensor, *axes: Axis) -> Tensor:
-    """Sum of ``value`` over the processes of ``axes``, in place."""
+    """The sum of ``value`` over the processes of ``axes``, in place."""
     for axis in axes:
         if axis.size > 1:
             torch_dist.all_reduce(value, group=axis.group)
@@ -21,7 +21,7 @@ def sum_in_place(value: Tensor, *axes: Axis) -> Tensor:
 
 
 def sum_with_adjoint(value: Tensor, *axes: Axis, once: bool = False) -> Tensor:
-    """Sum of ``value`` over the processes of ``axes``; its gradients are added over them too, because each process may use the sum
+    """The sum of ``value`` over the processes of ``axes``. Its gradients are added over them too, because each process may use it
     for something of its own. ``once``: all processes compute the same from the sum, which counts once; the gradient of a process
     is then that of its own part."""
     axes = tuple(axis for axis in axes if axis.size > 1)
@@ -48,13 +48,10 @@ _scatter_sum = getattr(torch_dist, "reduce_scatter_single", None) or torch_dist.
 
 
 def backend(device: torch.device, axis: Axis) -> str:
-    """What carries tensors of ``device`` along ``axis``: nccl or gloo; none where there is one process.
-
-    A group of several backends names all of them: cpu:gloo,cuda:nccl.
-    """
+    """What carries tensors of ``device`` along ``axis``: nccl or gloo; none where there is one process."""
     if axis.group is None:
         return "none"
-    names = str(torch_dist.get_backend(axis.group))
+    names = str(torch_dist.get_backend(axis.group))  # a group of several backends names all of them: cpu:gloo,cuda:nccl
     of_device = dict(pair.split(":", 1) for pair in names.split(",") if ":" in pair)
     return of_device.get(device.type, names)
 
@@ -65,10 +62,10 @@ def gather_shares(whole: Tensor, own: Tensor, axis: Axis) -> torch_dist.Work:
 
 
 class Scattered:
-    """A sum under way: rank r of ``axis`` gets the r-th of equal pieces of ``whole``, summed, into ``own`` once ``wait()`` returns.
+    """A sum under way: once ``wait()`` returns, rank r of ``axis`` has in ``own`` the sum of the r-th of equal pieces of ``whole``.
 
-    gloo's reduce_scatter sends as much as its all_reduce does; the pieces sent one to one and added in the order of the ranks are
-    half.
+    gloo's reduce_scatter sends as much as its all_reduce. Pieces that are sent one to one and added in the order of the ranks are
+    half as much.
     """
 
     def __init__(self, own: Tensor, whole: Tensor, axis: Axis) -> None:
@@ -86,7 +83,7 @@ class Scattered:
 
 
 def least(value: Tensor, axis: Axis) -> Tensor:
-    """Smallest ``value`` among the processes of ``axis``, in place."""
+    """The smallest ``value`` among the processes of ``axis``, in place."""
     if axis.size > 1:
         torch_dist.all_reduce(value, torch_dist.ReduceOp.MIN, group=axis.group)
     return value

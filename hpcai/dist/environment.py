@@ -1,4 +1,4 @@
-"""The place of this process, as the variables of its launcher tell it: pure reading, without torch, network, MPI or GPU."""
+"""The place of this process in its job, read from its launcher's variables, without torch, network, MPI or GPU."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from hpcai.errors import LaunchError
 
 @dataclass(frozen=True)
 class Place:
-    """This process among the processes of its job, as the environment tells it. None is what only MPI can tell."""
+    """This process among the processes of its job, as the environment tells it. None stands for what only MPI can tell."""
 
     launcher: str
     rank: int
@@ -25,7 +25,8 @@ class Place:
 
 @dataclass(frozen=True)
 class _Launcher:
-    """How one launcher names things. It fits where ``rank`` and all of ``signs`` are set; of several names the first set counts."""
+    """How one launcher names things. It fits where ``rank`` and all of ``signs`` are set. Where several names are given, the first
+    one that is set counts."""
 
     name: str
     rank: str
@@ -63,8 +64,8 @@ _BY_HAND = _Launcher(
     mpi=False,
 )
 _OMPI, _MV2 = "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_"
-# The first that fits counts, the innermost first: torchrun may run inside srun, and in a Slurm job mpiexec starts its proxies
-# with srun, whose SLURM_PROCID then numbers nodes. HPE's PALS gives no world size under PMIx; Slurm's Cray plugin sets
+# The first that fits counts, and innermost ones stand first: torchrun may run inside srun, and in a Slurm job mpiexec starts its
+# proxies with srun, whose SLURM_PROCID then numbers nodes. HPE's PALS gives no world size under PMIx; Slurm's Cray plugin sets
 # PALS_RANKID but nothing local.
 _LAUNCHERS = (
     _TORCHRUN,
@@ -105,7 +106,7 @@ def place(environ: Mapping[str, str] = os.environ) -> Place:
     world = _number(environ, launcher.world, launcher.name)
     local_rank = _number(environ, launcher.local_rank, launcher.name)
     local_world = _number(environ, launcher.local_world, launcher.name)
-    assert rank is not None  # else the launcher would not fit
+    assert rank is not None  # otherwise the launcher would not fit
     if not launcher.mpi:
         for value, names in ((world, launcher.world), (local_rank, launcher.local_rank)):
             if value is None:
@@ -118,7 +119,7 @@ def place(environ: Mapping[str, str] = os.environ) -> Place:
 
 
 def expand(hosts: str) -> list[str]:
-    """The hosts of a Slurm list, in order: ``nid[001-003,7],gpu[1-2]-ib[0-1],login``. Containers seldom hold scontrol."""
+    """The hosts of a Slurm list such as ``nid[001-003,7],gpu[1-2]-ib[0-1],login``, in order. Containers seldom hold scontrol."""
     names = []
     for item in re.findall(r"(?:\[[^\]]*\]|[^,\[])+", hosts):
         parts = [_range(part[1:-1]) if part.startswith("[") else [part] for part in re.findall(r"\[[^\]]*\]|[^\[]+", item)]

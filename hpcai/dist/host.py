@@ -1,4 +1,4 @@
-"""What the host does beside the training: garbage, freed memory, CPU binding, the GPU's counters, the first collectives."""
+"""The host's work beside the training: garbage collection, freed memory, CPU binding, the GPU's counters, first collectives."""
 
 import ctypes
 import gc
@@ -17,13 +17,13 @@ import torch.distributed as torch_dist
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import ConfigError
 
-_FULL = 10  # every tenth collection takes in what two earlier ones left; frozen objects are not looked at, so it costs little
+_FULL = 10  # every tenth collection is a full one, which is cheap because frozen objects are not looked at
 
 
 class Collector:
     """Within its ``with`` block Python's garbage collector runs after every ``every``-th step only; None leaves Python alone.
 
-    A collection at a moment of its own on each rank makes all others wait at the next collective; here all collect together.
+    A collection on one rank makes all others wait at the next collective; here all ranks collect at the same step.
     """
 
     def __init__(self, every: int | None) -> None:
@@ -45,7 +45,7 @@ class Collector:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self.every is not None:
-            if not self._frozen:  # what was frozen before, by a block around this one, stays so
+            if not self._frozen:  # a block around this one keeps what it has frozen
                 gc.unfreeze()
             if self._was_on:
                 gc.enable()
@@ -55,22 +55,23 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h of the GNU C library
 
 
 def keep_memory() -> bool:
-    """Memory that this process frees stays its own, for the next tensor. Returns whether that could be asked for.
+    """Have this process keep the memory that it frees, for its next tensors. Returns whether the C library took the request.
 
-    Else the GNU C library gives every large tensor back to the system, which clears the pages of the next one again: up to
-    a third of the wall time of a step on a CPU. Where ``GLIBC_TUNABLES`` or a ``MALLOC_`` variable is set, that is left as it is.
+    By default the GNU C library gives every large tensor back to the system, which clears the pages of the next one: up to a third
+    of the wall time of a step on a CPU. A ``GLIBC_TUNABLES`` or ``MALLOC_`` variable that is set is respected instead.
     """
     if any(name == "GLIBC_TUNABLES" or name.startswith("MALLOC_") for name in os.environ):
         return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # another C library has none, another allocator does not look
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries lack it, other allocators ignore it
+    # No tensor gets a mapping of its own, and the top of the heap is never given back.
     return bool(mallopt and mallopt(_M_MMAP_MAX, 0) and mallopt(_M_TRIM_THRESHOLD, -1))
 
 
 def bind(device: torch.device, local_rank: int = 0, local_world: int = 1, root: str | Path = "/") -> str | None:
-    """Bind all threads of this process to the CPUs next to its GPU, or without GPU to its share of the machine's CPUs.
+    """Bind all threads of this process to the CPUs next to its GPU, or without a GPU to its share of the machine's CPUs.
 
     Processes next to the same GPUs divide the physical cores among them. The kernel's map is read below ``root``. Returns what
-    was done, for the log; None when nothing was: a launcher has bound the process already, or there is nothing to choose.
+    was done, for the log, or None where a launcher has bound the process already or there is nothing to choose.
     """
     if not hasattr(os, "sched_getaffinity"):
         return None
@@ -89,7 +90,7 @@ def bind(device: torch.device, local_rank: int = 0, local_world: int = 1, root: 
 
 
 def plan_cpus(root: Path, allowed: set[int], rank: int, peers: Sequence[str | None]) -> tuple[set[int], int, str] | None:
-    """CPUs, number of physical cores and NUMA nodes for process number ``rank`` of ``peers``, or None to leave it alone.
+    """The CPUs, number of physical cores and NUMA nodes for process ``rank`` of ``peers``, or None to leave it alone.
 
     ``peers`` has one entry per process of the machine: the PCI address of its GPU, or None. ``allowed`` is what the process may
     use now. Hyper-threads of a core stay together; no CPU goes to two peers, unless a node has more peers than cores.
@@ -100,7 +101,7 @@ def plan_cpus(root: Path, allowed: set[int], rank: int, peers: Sequence[str | No
     if not nodes or (allowed < set().union(*every.values()) and len(nodes) == 1):
         return None
     homes = [_home(root, gpu, nodes) for gpu in peers]
-    if None in homes:  # one GPU of unknown place could be anywhere: count processes instead
+    if None in homes:  # a GPU without a known place could be anywhere: count processes instead
         n, h = len(nodes), len(peers)
         parts = [range(i * n // h, max((i + 1) * n // h, i * n // h + 1)) for i in range(h)]
         homes = [tuple(list(nodes)[i] for i in part) for part in parts]
@@ -117,7 +118,7 @@ def plan_cpus(root: Path, allowed: set[int], rank: int, peers: Sequence[str | No
 
 
 def _home(root: Path, gpu: str | None, nodes: dict[int, set[int]]) -> tuple[int, ...] | None:
-    """The NUMA node of a GPU; None where the kernel does not know it (-1: most virtual machines) or none of its CPUs is allowed."""
+    """The NUMA node of a GPU; None where the kernel says -1 (most virtual machines) or none of the node's CPUs is allowed."""
     try:
         node = int((root / "sys/bus/pci/devices" / (gpu or "none") / "numa_node").read_text())
     except (OSError, ValueError):
@@ -126,7 +127,11 @@ def _home(root: Path, gpu: str | None, nodes: dict[int, set[int]]) -> tuple[int,
 
 
 def _peers(root: Path, device: torch.device, local_rank: int, local_world: int) -> tuple[int, list[str | None]]:
-    """The GPUs of this machine's processes, and which is ours: the visible ones, or all where a process sees one only."""
+    """This process's number among its peers on the machine, and the PCI address of each peer's GPU.
+
+    Peers take the visible GPUs in turn. A process that sees only one of several cannot know those of its peers: then every NVIDIA
+    GPU of the machine stands for a peer.
+    """
     if device.type != "cuda":
         return local_rank, [None] * local_world
     mine, visible = _address(device), torch.cuda.device_count()
@@ -142,7 +147,7 @@ def _peers(root: Path, device: torch.device, local_rank: int, local_world: int) 
 
 
 def _address(device: torch.device) -> str | None:
-    """PCI address as the kernel writes it, such as ``0000:c1:00.0``."""
+    """The PCI address as the kernel writes it, such as ``0000:c1:00.0``."""
     known = torch.cuda.get_device_properties(device)
     domain, bus, slot = (getattr(known, f"pci_{part}_id", -1) for part in ("domain", "bus", "device"))
     return f"{domain:04x}:{bus:02x}:{slot:02x}.0" if slot >= 0 else None
@@ -164,18 +169,18 @@ _HELD_BACK = 0x04 | 0x08 | 0x20 | 0x40 | 0x80  # power cap, slowdown, heat (driv
 
 
 class Gpu:
-    """NVML's counters of one GPU, read without waiting for it. What the driver does not tell (all of it, without NVML) is left out.
+    """NVML's counters of one GPU, read without waiting for it. What the driver does not tell is left out; without NVML that is all.
 
-    The GPU is found by its UUID: NVML knows neither CUDA_VISIBLE_DEVICES nor torch's numbers.
+    The GPU is found by its UUID, because NVML knows neither CUDA_VISIBLE_DEVICES nor torch's numbers.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device, self._handle = device, None
-        self._joules = 0.0  # integrated from the power, where the GPU has no meter
+        self._joules = 0.0  # the integral of the power, where the GPU has no meter
         self._before: tuple[float, float] | None = None
         if device.type != "cuda":
             return
-        with suppress(Exception):  # no package, no driver, no permission: a run goes on without these numbers
+        with suppress(Exception):  # without package, driver or permission a run goes on without these numbers
             import pynvml
 
             pynvml.nvmlInit()
@@ -187,8 +192,8 @@ class Gpu:
         self.readings()
 
     def readings(self) -> dict[str, float]:
-        """power_w, energy_j since construction, sm_clock_mhz, temperature_c, memory_gb (peak of this process), memory_used_gb (of
-        the GPU, by all), throttled (1.0 while heat or power hold the clocks back)."""
+        """The counters now: power_w, energy_j since construction, sm_clock_mhz, temperature_c, memory_gb (this process's peak),
+        memory_used_gb (by all processes), throttled (1.0 while heat or power hold the clocks back)."""
         if self._handle is None:
             return {}
         nvml, gpu = self._nvml, self._handle
@@ -232,7 +237,7 @@ def _try(read: Callable[..., Any], *given: Any) -> Any:
 
 
 def warm_collectives(mesh: Mesh, times: int = 20) -> None:
-    """A few small sums over every axis in use, so that connections exist before the clock runs. Every process calls it."""
+    """Make a few small sums over every axis in use, so that connections exist before the clock runs. Every process calls it."""
     if mesh.world == 1:
         return
     axes = (*(mesh[name] for name in mesh.sizes if name != "evaluate"), mesh.copy, mesh.everyone)

@@ -1,4 +1,4 @@
-"""The start of a job: alone, behind mpiexec, srun, PALS and torchrun a process learns its rank, world and device alike.
+"""The start of a job: a process learns its rank, world and device, whether alone or behind mpiexec, srun, PALS or torchrun.
 
 A person may set, alike for all ranks:
 
@@ -114,7 +114,7 @@ class _Job:
 
 
 class _MPIError(LaunchError):
-    """No MPI library, or that of another launcher: the same on every rank of a node."""
+    """There is no MPI library, or it belongs to another launcher: the same on every rank of a node."""
 
 
 def _meet(here: Place) -> tuple[Place, _Job | None]:
@@ -123,8 +123,8 @@ def _meet(here: Place) -> tuple[Place, _Job | None]:
     try:
         if here.mpi:
             if here.local_rank is not None:
-                with suppress(LaunchError):  # repeated below, once the ranks hear one another
-                    _device(here)  # before MPI, which may else open a context on the first GPU for every rank
+                with suppress(LaunchError):  # it is raised again once the ranks hear one another
+                    _device(here)  # before MPI, which may otherwise open a context on the first GPU for every rank
             here, comm = _join_mpi(here)
         if here.world == 1:
             return here, None
@@ -134,7 +134,7 @@ def _meet(here: Place) -> tuple[Place, _Job | None]:
         return here, _Job(store, Watch(here.rank, here.world, address, store, abort))
     except (LaunchError, OSError, RuntimeError) as error:
         if here.rank > 0:
-            time.sleep(2)  # it is mostly the same everywhere: rank 0 speaks first, and at its end most launchers stop the rest
+            time.sleep(2)  # the error is mostly the same on all: rank 0 speaks first, and most launchers then stop the rest
         if here.local_rank in (0, None) or not isinstance(error, _MPIError):
             shout(f"rank {here.rank} on {socket.gethostname()}: LaunchError: {error}")
         if comm is not None and comm.size > 1:
@@ -145,7 +145,7 @@ def _meet(here: Place) -> tuple[Place, _Job | None]:
 def _join_mpi(here: Place) -> tuple[Place, Any]:
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "suspicious MPI", RuntimeWarning)  # from every rank; the check below says it once
+            warnings.filterwarnings("ignore", "suspicious MPI", RuntimeWarning)  # every rank says it; the check below says it once
             from mpi4py import MPI  # importing it starts MPI
     except (ImportError, RuntimeError) as error:
         raise _MPIError(
@@ -176,7 +176,7 @@ _opened: list[tuple[str, torch_dist.Store]] = []  # kept for a further start() i
 
 
 def _open_store(here: Place, comm: Any) -> tuple[str, torch_dist.Store]:
-    """The key-value store on rank 0, where the process group is arranged. torchrun brings one."""
+    """The address of rank 0, and the key-value store there through which the processes meet. torchrun brings a store."""
     from_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     port, timeout = here.port, _timeout()
     assert here.address is not None and here.world is not None

@@ -29,8 +29,8 @@ class Mesh:
     The last axis varies fastest over the ranks, so that processes which exchange most share a node. ``rank`` of ``world`` and
     ``everyone`` concern the processes that do the same work (agreement, checkpoints); ``copy`` spans those that hold one copy of
     the model together, and so get the same samples.
-    With ``evaluate`` the last processes of the job only evaluate: they have axes of their own, cut as those of the others.
-    ``trains`` tells which these are. ``link`` joins a first process that trains with those that evaluate its part of the weights.
+    With ``evaluate`` the last processes of the job only evaluate (``trains`` is False): they have axes of their own, cut like those
+    of the others. ``link`` joins each process of the first copy that trains with those that evaluate its part of the weights.
     Raises MeshError when the sizes do not multiply to the number of processes.
     """
 
@@ -93,7 +93,7 @@ class Mesh:
 
     @property
     def is_first(self) -> bool:
-        """The one process that speaks and writes for all."""
+        """Whether this is the one process that speaks and writes for all."""
         return self.job.rank == 0
 
     def __getitem__(self, name: str) -> Axis:
@@ -121,7 +121,7 @@ class Mesh:
             outer: list[list[int]] = []
             for ranks in self._ranks:
                 if ranks.shape[dim] % within:
-                    continue  # of those that only evaluate there may be any number
+                    continue  # any number of processes may only evaluate
                 lines = ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim] // within, within)
                 inner += lines.flatten(0, 1).tolist()
                 outer += lines.transpose(1, 2).flatten(0, 1).tolist()
@@ -129,11 +129,8 @@ class Mesh:
         return self._split[name, within]
 
     def aside(self, name: str) -> Axis:
-        """The ranks of an axis, of ``copy`` or of ``everyone``, with a channel of their own between hosts: for another thread,
-        beside the training.
-
-        Every process of the job calls this together, the first time.
-        """
+        """The ranks of an axis, of ``copy`` or of ``everyone``, with a channel of their own between hosts, for a thread beside the
+        training. The first call is made by every process of the job together."""
         if name not in self._aside:
             several = {"everyone": AXES, "copy": tuple(n for n in AXES if n != "replicate")}
             names = tuple(n for n in several.get(name, (name,)) if n != "evaluate")

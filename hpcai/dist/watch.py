@@ -27,28 +27,22 @@ import torch.distributed as torch_dist
 
 from hpcai.errors import ConfigError, HpcaiError, LaunchError, MeshError
 
-_SETTLE = 0.3  # seconds in which consequences elsewhere ("connection closed by peer") may overtake their cause
-_SETTLE_OURS = 2.0  # a refusal is mostly the same on all ranks: time for all to say so, to print it once
-_PATIENCE = 8.0  # seconds that a failing rank waits for the hub
-_LAST_WORDS = 0.5  # seconds from the word to stop until the rank that failed ends the job,
-_LAST_RESORT = 2.0  # and until the others end by themselves: the launcher shall see the cause first, and its exit code
+# All in seconds
+_SETTLE = 0.3  # in which a consequence on another rank ("connection closed by peer") may arrive before its cause
+_SETTLE_OURS = 2.0  # for all ranks to report a refusal, which is mostly the same on all and is then printed once
+_PATIENCE = 8.0  # that a failing rank waits for the hub
+_LAST_WORDS = 0.5  # from the word to stop until the rank that failed first ends the job with its exit code
+_LAST_RESORT = 2.0  # from that word until the other ranks end by themselves, so that the launcher sees the cause first
 
 
 class Watch:
     """Binds the ranks of a job together while its ``with`` block runs.
 
-    ``address`` is rank 0's, ``store`` tells the others the hub's port, ``abort`` ends the job with an exit code. In an orderly
-    end the process groups are destroyed. The exit code is 2 for refused settings, otherwise 1; SystemExit keeps its own.
+    ``address`` is rank 0's, ``store`` tells the others the hub's port, ``abort`` ends the job with an exit code. An orderly end
+    destroys the process groups. The exit code is 2 for refused settings, otherwise 1; SystemExit keeps its own.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        world: int,
-        address: str,
-        store: torch_dist.Store,
-        abort: Callable[[int], Any],
-    ) -> None:
+    def __init__(self, rank: int, world: int, address: str, store: torch_dist.Store, abort: Callable[[int], Any]) -> None:
         self._rank, self._name = rank, f"rank {rank} on {socket.gethostname()}"
         self._abort = abort
         self._lock, self._answered = threading.Lock(), threading.Event()
@@ -102,7 +96,7 @@ class Watch:
         with self._lock:
             self._failing = not self._stopping
         if self._stopping:
-            time.sleep(2 * _LAST_RESORT)  # a consequence; _stopped ends this process
+            time.sleep(2 * _LAST_RESORT)  # this is a consequence, and _stopped ends this process meanwhile
         _send(self._line, failed=text, code=code, ours=ours)
         self._answered.wait(_PATIENCE)
         stop = self._stop or {}
@@ -155,7 +149,7 @@ class _Member:
     rank: int = -1  # until it has said who it is
     name: str = ""
     left: bool = False
-    code: int | str | None = None  # with which it left
+    code: int | str | None = None  # its exit code, once it has left
     rest: bytes = b""
 
 
@@ -237,7 +231,7 @@ class _Hub:
         if not alike and not first.dead:
             first.member.line.settimeout(3)
             _send(first.member.line, print=True)
-            self._hear(first.member)  # that it has printed; only then may anyone leave, for launchers then end the rest
+            self._hear(first.member)  # it has printed; only now may any rank leave, because launchers then end the rest
         text = f"{first.member.name} failed: {first.text}"
         early = [member for member in self._members if member.code]
         if early:
@@ -267,8 +261,8 @@ def _release() -> None:
 def _let_gloo_rest() -> None:
     """Wait until gloo's threads sleep, 20 ms as a rule.
 
-    A thread that still lets go of the last collective's tensors while the interpreter ends aborts the process; destroying the
-    group joins the threads only when nobody, such as an Axis in a layer, holds it any more.
+    A thread that still releases the last collective's tensors while the interpreter ends aborts the process. Destroying the group
+    joins its threads only when nothing, such as an Axis in a layer, holds it any more.
     """
     before: list[str] | None = None
     for _ in range(100):
@@ -277,7 +271,7 @@ def _let_gloo_rest() -> None:
             with suppress(OSError):
                 if "gloo_runloop" in (task / "comm").read_text():
                     states.append((task / "status").read_text())
-        # Asleep and not scheduled since the last look; one that waits for the interpreter lock wakes every 5 ms
+        # A thread sleeps if it was not scheduled since the last look; one that waits for the interpreter lock wakes every 5 ms.
         now = [line for state in states for line in state.splitlines() if line.startswith(("State", "Pid", "voluntary_ctxt"))]
         if now == before and not any("R (running)" in line for line in now):
             return
@@ -286,14 +280,14 @@ def _let_gloo_rest() -> None:
 
 
 def _flush() -> None:
-    """What was printed must not be lost; a stream that another thread holds for ever must not hold this one."""
+    """Flush what was printed, for a second at most: another thread may hold a stream for ever."""
     thread = threading.Thread(target=lambda: (sys.stdout.flush(), sys.stderr.flush()), daemon=True)
     thread.start()
     thread.join(1)
 
 
 def _send(line: socket.socket, **message: Any) -> None:
-    with suppress(OSError):  # the reader at this end notices the closed connection
+    with suppress(OSError):  # the thread that reads here notices a closed connection
         line.sendall(json.dumps(message).encode() + b"\n")
 
 
@@ -311,7 +305,7 @@ def _messages(line: socket.socket) -> Iterator[dict[str, Any]]:
 
 
 def _keep_alive(line: socket.socket) -> None:
-    """A node that vanishes without closing its connections is noticed after about two minutes."""
+    """Have a node that vanishes without closing its connections noticed after about two minutes."""
     line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4)):
         if hasattr(socket, name):

@@ -1,7 +1,7 @@
 """Gated attention of rows over their entries, with a mask and a bias that all rows share (Algorithm 7 of AlphaFold's supplement).
 
-No row's probabilities outlive it: rows are computed a few at a time, so that logits stay in the cache of a CPU, and the backward
-pass computes them again from the projections, which is all that is kept.
+Rows are computed a few at a time, so that their logits stay in the cache of a CPU. Only the projections are kept; the backward
+pass computes the probabilities of each row again from them.
 B batch, I rows, N entries of a row, H heads, C channels.
 """
 
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from hpcai.kernels.room import several
 
-_ABSENT = -1e9  # the logit of a masked entry: a row with none present is a plain mean, not NaN
-_CPU = 4 << 20  # bytes of logits at a time
+_ABSENT = -1e9  # the logit of a masked entry: a row with none present gives a plain mean, not NaN
+_CPU = 4 << 20  # bytes of logits that a CPU computes at a time
 
 
 def gated_attention(qkvg: Tensor, gate_bias: Tensor, mask: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -28,7 +28,7 @@ def gated_attention(qkvg: Tensor, gate_bias: Tensor, mask: Tensor, bias: Tensor 
 
 
 def plain(qkvg: Tensor, gate_bias: Tensor, mask: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The same, of all rows at once."""
+    """The same for all rows at once."""
     q, k, v, g = qkvg.permute(3, 0, 1, 4, 2, 5)  # [B, I, H, N, C]
     wide = torch.promote_types(q.dtype, torch.float32)
     logits = ((q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)).to(wide) + ((1 - mask) * _ABSENT).to(wide)[..., None, None, :]
@@ -50,7 +50,7 @@ class _Part(NamedTuple):
 
 def _part(qkvg: Tensor, gate_bias: Tensor, mask: Tensor, bias: Tensor | None) -> _Part:
     """qkvg [I, N, 4, H, C], gate_bias [H, C], mask [I, N], bias [H, N, N]"""
-    q, k, v, g = (x.flatten(0, 1) for x in qkvg.permute(2, 0, 3, 1, 4))  # of one head views, which a product reads as they lie
+    q, k, v, g = (x.flatten(0, 1) for x in qkvg.permute(2, 0, 3, 1, 4))  # for one head these are views, which products can read
     rows, entries, _, heads, channels = qkvg.shape
     wide = torch.promote_types(q.dtype, torch.float32)
     absent = ((1 - mask.to(wide)) * _ABSENT)[:, None, None]
@@ -66,7 +66,7 @@ def _part(qkvg: Tensor, gate_bias: Tensor, mask: Tensor, bias: Tensor | None) ->
 
 
 def _parts(qkvg: Tensor) -> Iterator[tuple[int, slice, slice]]:
-    """A CPU takes a head at a time, which costs it no copy; a GPU as much as it can."""
+    """What is computed at a time: one head on a CPU, which costs it no copy; as much as fits on a GPU."""
     batch, rows, entries, _, heads, _ = qkvg.shape
     few = 1 if qkvg.device.type == "cpu" else heads
     step = several(qkvg, 4 * few * entries * entries, _CPU)
@@ -95,7 +95,7 @@ class _Attention(torch.autograd.Function):
         d_bias = None if bias is None else torch.zeros_like(bias)
         for part, at in _each(qkvg, gate_bias, mask, bias):
             b, rows, heads = at
-            q, k, v, g = d[b, rows, :, :, heads].permute(2, 0, 3, 1, 4)  # of each its gradient [I, H, N, C]
+            q, k, v, g = d[b, rows, :, :, heads].permute(2, 0, 3, 1, 4)  # their gradients [I, H, N, C]
             d_o = grad[b, rows, :, heads].transpose(1, 2).flatten(0, 1) * part.gate
             torch.mul((d_o * part.o).view(g.shape), (1 - part.gate).view(g.shape), out=g)
             v.copy_((part.p.to(d_o.dtype).transpose(1, 2) @ d_o).view(v.shape))

@@ -3,9 +3,9 @@
     y = relu(weight * (x - mean) / sqrt(variance + eps) + bias + plus)
 
 ``x`` [B, C, ...] float32, float64, bfloat16 or float16; ``weight``, ``bias``, statistics [C] float32 (float64 for a float64 ``x``).
-Statistics are of all B*... values of a channel, on all processes among which ``total`` adds a small tensor, in place: one message
+Statistics cover all B*... values of a channel on all processes over which ``total`` adds a small tensor, in place: one message
 forward, one backward. On CUDA and channels-last memory each pass over ``x`` is one Triton kernel (``batchnorm_triton``); elsewhere
-the plain-torch twin in this file. Nothing is read from the device.
+it is the plain-torch twin in this file. Nothing is read from the device.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ def agreed(mean: Tensor, variance: Tensor, count: int, total: Total | None) -> t
     """Mean, biased variance [C] and count [] float64 over all processes, from those of this one's ``count`` values a channel."""
     if total is None:
         return mean, variance, torch.full((), count, dtype=torch.float64, device=mean.device)
-    # Powers of the values are added in float64: a mean far larger than the deviation costs no digits, and counts may differ.
+    # Values and their squares are added in float64: a mean far larger than the deviation costs no digits, and counts may differ.
     wide = mean.double()
     message = torch.cat((wide, variance.double() + wide.square(), wide.new_ones(1))) * count
     sums = total(message)
@@ -46,25 +46,25 @@ def normalise(x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor, bias: T
 
 def gradients(dy: Tensor, x: Tensor, y: Tensor | None, mean: Tensor, variance: Tensor, count: Tensor, weight: Tensor, eps: float,
               total: Total | None, need_plus: bool) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
-    """Gradients by x, plus, weight, bias; those of weight and bias are of this process's values alone.
+    """Gradients by x, plus, weight, bias; those by weight and bias count this process's values alone.
 
     ``y``: what ``normalise`` returned, where it was rectified, otherwise None.
     """
     invstd = (variance + eps).rsqrt()
     dz, dweight, dbias = sums(dy, x, y, mean, invstd, need_plus)
     over = shares(dweight, dbias, count, total)
-    masked = need_plus or y is None  # then dz is the gradient before the rectifier, and else it may be dy
+    masked = need_plus or y is None  # then dz is the gradient before the rectifier; otherwise it may be dy
     return by_input(dz, x, None if masked else y, mean, invstd, weight, *over), dz if need_plus else None, dweight, dbias
 
 
 def sums(dy: Tensor, x: Tensor, y: Tensor | None, mean: Tensor, invstd: Tensor, keep: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """dz, and the sums of dz*(x - mean)*invstd and of dz [C] of this process's values. dz is the gradient before the rectifier;
-    without ``keep`` it may be ``dy``, for ``by_input`` to rectify."""
+    """dz, and the sums of dz*(x - mean)*invstd and of dz [C] over this process's values. dz is the gradient before the rectifier;
+    without ``keep`` it may be ``dy``, which ``by_input`` then rectifies."""
     return _passes(x).sums(dy.contiguous(memory_format=_format(x)), x, y, mean, invstd, keep)
 
 
 def shares(dweight: Tensor, dbias: Tensor, count: Tensor, total: Total | None) -> tuple[Tensor, Tensor]:
-    """The two sums over all processes, for each of the ``count`` values [C]."""
+    """The two sums over all processes, divided by ``count`` values [C]."""
     both = torch.cat((dweight, dbias))
     if total is not None:
         both = total(both)
@@ -74,7 +74,7 @@ def shares(dweight: Tensor, dbias: Tensor, count: Tensor, total: Total | None) -
 
 def by_input(dz: Tensor, x: Tensor, y: Tensor | None, mean: Tensor, invstd: Tensor, weight: Tensor, by_weight: Tensor,
              by_bias: Tensor) -> Tensor:  # fmt: skip
-    """The gradient by x, of what ``sums`` and ``shares`` found; ``y`` where dz is not rectified yet."""
+    """The gradient by x, from what ``sums`` and ``shares`` found; ``y`` where dz is not rectified yet."""
     return _passes(x).by_input(dz, x, y, mean, invstd, weight, by_weight, by_bias)
 
 
@@ -97,14 +97,14 @@ def _triton() -> Any:
 
 
 class _Plain:
-    """The passes over the values in torch's operations; those of the CPU are vectorised over channels-last memory."""
+    """The passes over the values by operations of torch, whose CPU forms are vectorised over channels-last memory."""
 
     @staticmethod
     def moments(x: Tensor) -> tuple[Tensor, Tensor]:
         if x.device.type == "cpu":
             folded, fold = _folded(x)
             scratch = torch.zeros(folded.shape[1], dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
-            mean, variance = torch.batch_norm_update_stats(folded, scratch, scratch.clone(), 0.0)  # whose dtype is that of these
+            mean, variance = torch.batch_norm_update_stats(folded, scratch, scratch.clone(), 0.0)  # in the dtype of ``scratch``
             if fold == 1:
                 return mean, variance
             means, variances = mean.double().view(fold, -1), variance.double().view(fold, -1)
@@ -148,10 +148,11 @@ class _Plain:
 
 
 def _folded(x: Tensor) -> tuple[Tensor, int]:
-    """``x`` in channels-last memory with so many neighbours beside each other as channels [rows, fold * C, 1, 1].
+    """``x`` with ``fold`` neighbouring places as channels beside each other [rows, fold * C, 1, 1], and ``fold``. Outside
+    channels-last memory, and in float64, ``x`` stays as it is and ``fold`` is 1.
 
-    torch adds such rows up in float32, one after the other: the variance of 64^3 voxels is then wrong by 7e-5 of it, and with 64
-    sums instead of one by 3e-7, at no cost.
+    torch adds rows up in float32, one after the other. The variance of 64^3 voxels then has a relative error of 7e-5; with 64 sums
+    instead of one it is 3e-7, at no cost.
     """
     if _format(x) is torch.contiguous_format or x.dtype == torch.float64:
         return x, 1

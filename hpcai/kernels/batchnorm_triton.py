@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The Triton kernels behind ``batchnorm``, in float32 arithmetic. What depends on a pointer that is None is not compiled.
+"""The Triton kernels behind ``batchnorm``, in float32 arithmetic. Code that depends on a pointer that is None is not compiled.
 
 ``x`` in channels-last memory is a matrix [M, C]. A program goes down a strip of it, tile by tile: what belongs to a channel is read
-once, and sums stay in registers until the strip ends. Sums of strips are written and then added by ``_merge``, always in one order.
+once, and sums stay in registers until the strip ends. The strips' sums are written, and ``_merge`` adds them, always in one order.
 """
 
 from collections.abc import Iterator
@@ -13,21 +13,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# These passes do nothing but move memory. 3.35 TB/s (H100) for the 0.8 us that a read takes are 20 KB on their way to each of 132
-# multiprocessors. A program asks for 16 values a thread, 8 KiB or more, of each tensor at a time; four fit where one tensor is read
-# (64 registers a thread), two where the sums of two or three are (128): at least 32 KiB.
+# These passes only move memory. At 3.35 TB/s (H100), with 0.8 us for a read, 20 KB must be on their way to each of 132
+# multiprocessors. A program asks for 16 values a thread, 8 KiB or more, of each tensor at a time. A multiprocessor holds four
+# programs that read one tensor (64 registers a thread), or two that sum over two or three (128): 32 KiB or more are on their way.
 TILE, WARPS = 4096, 8
-# Two rounds of four programs, so that the last round costs little; few enough that partial sums are below a hundredth of a large x.
-# Not asked of the device: the order of the sums is the same on every GPU.
+# Two rounds of four programs on each multiprocessor: the last round costs little, and partial sums are below a hundredth of a large
+# x. The number is not asked of the device, so that the order of the sums is the same on every GPU.
 PROGRAMS = 2 * 4 * 132
-# A row of a tile is whole 128-byte lines. 64 channels where 128 would leave more threads idle at the edge (304 channels).
+# Channels of a tile, whose rows are whole 128-byte lines; 64 where 128 would leave more threads idle at the edge (304 channels).
 COLUMNS = (128, 64)
-# Adjacent channels that one load may take: 16 bytes of a 16-bit type. A width that is no multiple of it is moved by single values.
+# Adjacent channels that one load may take: 16 bytes of a 16-bit type. Another number of channels is moved by single values.
 UNIT = 8
-# Partial sums that one program of _merge takes at a time, of 8 channels: one 32-byte sector, and most programs for a narrow x.
+# Partial sums that one program of _merge takes at a time, and their channels: one 32-byte sector, for many programs on a narrow x.
 PARTS, SECTOR = 256, 8
 
-# Sizes are not specialised on: otherwise every layer geometry is one more compilation.
+# Kernels are not specialised on sizes: otherwise every layer geometry would be one more compilation.
 _jit = triton.jit(do_not_specialize=["rows", "units", "span", "parts", "channels"])
 
 
@@ -35,7 +35,7 @@ _jit = triton.jit(do_not_specialize=["rows", "units", "span", "parts", "channels
 def _strip(rows, units, span, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """The channels of this program and which of them exist, its first row in 64 bits, its count of rows, the places in a tile.
 
-    Programs of neighbouring channels start together, so that whole rows are on their way at a time.
+    Programs of neighbouring channels start together, so that they read whole rows.
     """
     channel = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     first = tl.program_id(1).to(tl.int64) * span * ROWS
@@ -93,7 +93,7 @@ def _sums(
 def _merge(
     partial_, one_, two_, rows, span, parts, channels, MOMENTS: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Two sums over strips of ``span`` rows; or mean and variance, by powers in float64, where a large mean costs no digits."""
+    """Two sums over strips of ``span`` rows; or mean and variance, from squares in float64, where a large mean costs no digits."""
     channel = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     one, two = tl.zeros((PARTS, COLUMNS), tl.float64), tl.zeros((PARTS, COLUMNS), tl.float64)
     for start in range(0, parts, PARTS):
@@ -111,7 +111,7 @@ def _merge(
     if MOMENTS:
         first /= rows
         second = second / rows - first * first
-        second = tl.where(second < 0.0, 0.0, second)  # which keeps a NaN
+        second = tl.where(second < 0.0, 0.0, second)  # a NaN stays
     tl.store(one_ + channel, first.to(tl.float32), exists)
     tl.store(two_ + channel, second.to(tl.float32), exists)
 
@@ -133,7 +133,7 @@ def _normalise(
         if plus_ is not None:
             y += tl.load(plus_ + here, mask, other=0.0).to(tl.float32)
         if RELU:
-            y = tl.where(y <= 0.0, 0.0, y)  # which keeps a NaN
+            y = tl.where(y <= 0.0, 0.0, y)  # a NaN stays
         tl.store(y_ + here, y.to(y_.dtype.element_ty), mask)
 
 
@@ -180,7 +180,7 @@ def _plan(x: Tensor) -> _Plan:
 
 
 def _like(x: Tensor, form: torch.memory_format, **given: Tensor | None) -> list[Tensor | None]:
-    """In the memory format of ``x``; a kernel would read another shape past its end."""
+    """Each tensor in the memory format of ``x``. A kernel would read past the end of one with another shape."""
     for name, value in given.items():
         if value is not None and value.shape != x.shape:
             raise ValueError(f"{name} has shape {list(value.shape)}; expected {list(x.shape)}, that of x")

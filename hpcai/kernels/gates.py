@@ -1,4 +1,4 @@
-"""Products with a sigmoid that keep what they are given and nothing that they make."""
+"""Products with a sigmoid that keep only what they are given for the backward pass."""
 
 from typing import Any
 

@@ -1,6 +1,6 @@
 """The mean of outer products over the sequences of an alignment, in its projection (Algorithm 10 of AlphaFold's supplement).
 
-The outer products have a thousand channels for each pair of residues and are never there at once: they are made for a few residues
+The outer products have a thousand channels for each pair of residues and are never all in memory: they are made for a few residues
 at a time, and again in the backward pass.   B batch, S sequences, I and J residues, A and C channels.
 """
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hpcai.kernels.room import several
 
-_CPU = 8 << 20  # bytes of outer products at a time
+_CPU = 8 << 20  # bytes of outer products that a CPU makes at a time
 
 
 def outer_product(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor, count: Tensor) -> Tensor:
@@ -39,12 +39,12 @@ def _parts(a: Tensor, b: Tensor) -> Iterator[tuple[int, slice]]:
 
 
 def _products(left: Tensor, right: Tensor) -> Tensor:
-    """left [I, S, A], right [S, J, A] -> [I * J, A * A], the channels of ``left`` inside: so they are written as they lie"""
+    """left [I, S, A], right [S, J, A] -> [I * J, A * A], the channels of ``left`` inside, as the product writes them"""
     return (right.flatten(1).T.expand(len(left), -1, -1) @ left).view(-1, left.shape[2] ** 2)
 
 
 def _turned(weight: Tensor, channels: int) -> Tensor:
-    """The product with the channels of a inside.   [C, A * A] -> [C, A * A]"""
+    """The projection, with the channels of a inside.   [C, A * A] -> [C, A * A]"""
     return weight.view(-1, channels, channels).transpose(1, 2).flatten(1)
 
 

@@ -9,13 +9,13 @@ _GPU = 1 << 28  # bytes: enough to fill it
 
 
 def several(x: Tensor, each: int, cpu: int) -> int:
-    """How many things of ``each`` bytes, one at least: as many as fit ``cpu`` bytes where ``x`` is on a CPU, for its cache."""
+    """How many things of ``each`` bytes are made at a time, at least one: on a CPU as many as fit ``cpu`` bytes, for its cache."""
     return max(1, (cpu if x.device.type == "cpu" else _GPU) // each)
 
 
 def in_parts(function: Callable[[slice], Tensor], count: int, x: Tensor, each: int, cpu: int, dim: int) -> Tensor:
-    """``function`` of 0 ... ``count`` - 1, of each of which it holds ``each`` bytes meanwhile: of ``several`` at a time, its
-    results side by side along ``dim``. Of all at once where gradients are taken, which need it all, or code is compiled."""
+    """``function`` of 0 ... ``count`` - 1, ``several`` at a time, with its results side by side along ``dim``; for each it holds
+    ``each`` bytes meanwhile. All are computed at once where gradients are taken, which need them all, or code is compiled."""
     step = count if torch.is_grad_enabled() or torch.compiler.is_compiling() else several(x, each, cpu)
     if step >= count:
         return function(slice(0, count))

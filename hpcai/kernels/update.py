@@ -10,7 +10,8 @@ that depend on ``seed`` (int64, another at every step) and on ``offset`` + i mod
 whole row draws. ``low`` [n]: bfloat16, the weights rounded to nearest even. ``average`` [n]: of the dtype of the weights,
 a = keep*a + (1 - keep)*w. ``lr``, ``step`` (counts from 1), ``scale``, ``skip`` and ``seed`` are scalars on the device, and nothing
 is read from it: every call can be captured in a CUDA graph. ``skip`` 1 leaves weights, moments, low and average as they are, to
-the bit, whatever the gradient holds. ``after``, of every function: low, average, keep, seed, offset. ConfigError: unfit rows.
+the bit, whatever the gradient holds. ``after`` stands for low, average, keep, seed and offset. Rows that do not fit together raise
+ConfigError.
 """
 
 from bisect import bisect_right
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from hpcai.errors import ConfigError
 
-# The twin's chunk, for one thread: 1 MiB of each float32 row. Smaller ones fit the L2 cache and lose more by torch's 3 to 6 us
+# The twin's chunk, for one thread: 1 MiB of each float32 row. Smaller chunks fit the L2 cache, but lose more by torch's 3 to 6 us
 # per operation and chunk than they gain (10 M weights: 14.6 ms at 32 Ki, 9.5 ms at 256 Ki, 26 ms unchunked; EPYC, one thread).
 _CHUNK = 1 << 17
 
@@ -35,7 +36,7 @@ class Segments:
 
     A length may be 0. What lies between them (padding) is updated with ratio 1 and counts in no norm. ``size``: the elements of
     the row, if it goes on after the last stretch. Kernels move 16 bytes at a time if all starts and the size are multiples of 16.
-    ConfigError: stretches out of order, overlapping or outside the row.
+    Stretches that are out of order, overlap or leave the row raise ConfigError.
     """
 
     def __init__(self, stretches: Sequence[tuple[int, int]], device: torch.device | str, size: int | None = None) -> None:
@@ -61,7 +62,7 @@ class Segments:
         self.upto = upto.to(device)  # [S + 1]: segment k has the blocks upto[k] to upto[k + 1]
         # For the twin: lengths of pieces of the row, their segments (S: padding) and how many each segment has.
         edges = sorted({*starts, *ends, *range(0, self.size, _CHUNK * (1 + torch.get_num_threads())), self.size})
-        near = [bisect_right(starts, edge) - 1 for edge in edges[:-1]]  # of stretches with one start all but the last are empty
+        near = [bisect_right(starts, edge) - 1 for edge in edges[:-1]]  # several may start at one place: all but the last are empty
         owners = [k if k >= 0 and edge < ends[k] else self.count for k, edge in zip(near, edges)]
         counts = torch.tensor(owners, dtype=torch.long).bincount(minlength=self.count + 1)[: self.count]
         self.pieces = [b - a for a, b in pairwise(edges)], owners, counts.to(device)
@@ -135,7 +136,7 @@ def _adam(given: "Operands", kind: str, lr: Any, step: Tensor, betas: tuple[floa
 
 
 def _descend(given: "Operands", kind: str, lr: Tensor, mu: float, decay: float, ahead: bool = False) -> None:
-    """``inside``: the learning rate, and the ratios if there are any, are in the momentum."""
+    """Descent with momentum; ``inside``: the learning rate, and the ratios if there are any, are in the momentum."""
     if given.triton:
         return given.triton.run(given, kind, lr=lr, mu=mu, decay=decay, nesterov=ahead)
     ratios = given.ratio.unbind() if given.ratio is not None else ()
@@ -188,7 +189,7 @@ class Operands:
 
     @torch.no_grad()
     def by_chunks(self, update: Callable[..., Any], writes: bool = False, norms: bool = False) -> Any:
-        """``update(w, g, moments, segment[, direction])`` for each chunk, none in two segments; then its average and bf16 copy.
+        """Run ``update(w, g, moments, segment[, direction])`` for each chunk, none in two segments; then its average and bf16 copy.
 
         ``g`` is scale*gradient: a scratch copy (torch's fused operations would write it into the caller's gradient), or that
         gradient if ``update`` only reads it. ``norms``: [S, 2] sums of squares of w and of what ``update`` returns.
@@ -203,7 +204,7 @@ class Operands:
         chosen = (self.skip != 1).to(torch.int16).neg_() if self.skip is not None else room  # all bits, or none when skipped
         rows = (self.weights, self.gradient, owners, self.low, self.average, self.direction, *self.moments)
         split: list = [repeat(x) if x is None else x.split(lengths) if isinstance(x, Tensor) else x for x in rows]
-        scale = self.scale.to(dtype).view(1) if self.scale is not None else None  # [1]: else a bf16 product would be rounded
+        scale = self.scale.to(dtype).view(1) if self.scale is not None else None  # [1]: with [] a bf16 product would be rounded
         squares, place = [room.new_zeros(())] * 2, self.offset
         for w, gradient, k, low, average, direction, *moments in zip(*split) if n else ():
             scratch = room[: w.numel()]
@@ -221,7 +222,7 @@ class Operands:
                 # a += (1 - keep)*(w - a): ascent of a along w at weight decay 1, which knows how to skip.
                 _sgd(average, w, [], 1.0 - self.keep, 0.0, 1.0, self.skip, up=True)
             if low is not None:
-                # Bit by bit: new where chosen, else old (torch.where takes three times as long).
+                # Bit by bit: new where chosen, otherwise old (torch.where takes three times as long).
                 old, new = low.view(torch.int16), room16[: w.numel()].copy_(w).view(torch.int16)
                 old.bitwise_xor_(new.bitwise_xor_(old).bitwise_and_(chosen))
             place += w.numel()
@@ -242,7 +243,8 @@ class _Bits:
         self._room = torch.empty_like(self._ramp), torch.empty_like(self._ramp)
 
     def store(self, place: int, moments: list[Tensor], wide: list[Tensor]) -> None:
-        """Adds bits below the 16 that bfloat16 keeps, and drops what is there. A NaN is first given the form that stays one."""
+        """Store ``wide`` in bfloat16 ``moments``: bits are added below the 16 that these keep, and the rest is dropped. A NaN first
+        gets the form that remains one."""
         x, y = (room[: moments[0].numel()] for room in self._room)
 
         def upper(shift: int) -> Tensor:

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The Triton kernels behind ``update``, in float32 arithmetic. What depends on a pointer that is None is not compiled."""
+"""The Triton kernels behind ``update``, in float32 arithmetic. Code that depends on a pointer that is None is not compiled."""
 
 import math
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ def _bits(seed_, place):
 
 @triton.jit
 def _store(row_, value, mask, noise):
-    """A moment; in bfloat16 with 16 random bits added below those that it keeps, and a NaN in the form that stays one."""
+    """Store a moment; in bfloat16 with 16 random bits added below those that it keeps, and a NaN in the form that remains one."""
     if row_.dtype.element_ty == tl.bfloat16:
         upper = (value.to(tl.uint32, bitcast=True) + noise) >> 16
         value = tl.where(value == value, upper, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
@@ -44,7 +44,7 @@ def _complement(x):
 
 @triton.jit
 def _follow(low_, average_, take, w, at, mask):
-    """What follows the weights: their narrow copy and their average."""
+    """Store what follows the weights: their narrow copy and their average."""
     if low_ is not None:
         tl.store(low_ + at, w.to(tl.bfloat16), mask)
     if average_ is not None:

@@ -1,4 +1,4 @@
-"""Batch normalisation that takes the sum and the rectifier after it along.   B batch, C channels."""
+"""Batch normalisation together with the sum and the rectifier that follow it.   B batch, C channels."""
 
 from typing import Any
 
@@ -11,15 +11,15 @@ from hpcai.kernels import batchnorm
 
 
 def is_alone(total: nn.Module) -> bool:
-    """Whether the seam for statistics over several processes adds over none: it is empty, or its ``axes`` are."""
+    """Whether the seam for statistics over several processes adds nothing: it is empty, or its ``axes`` are."""
     return isinstance(total, nn.Identity) or not getattr(total, "axes", True)
 
 
 class BatchNorm(nn.modules.batchnorm._BatchNorm):
     """``nn.BatchNorm`` of any number of dims, then ``+ plus``, then a rectifier (``relu``), in one pass.   [B, C, ...] -> the same
 
-    Keys are those of ``nn.BatchNorm2d``. Statistics are float32 whatever the input is. ``total`` is the seam for statistics over
-    several processes: ``hpcai.parallel.batchnorm`` puts there a module that adds a small tensor over them.
+    Keys are those of ``nn.BatchNorm2d``. Statistics are float32, or float64 for a float64 input. ``total`` is the seam for
+    statistics over several processes: ``hpcai.parallel.batchnorm`` puts there a module that adds a small tensor over them.
     """
 
     def __init__(self, channels: int, relu: bool = False, eps: float = 1e-5, momentum: float | None = 0.1,

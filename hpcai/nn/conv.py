@@ -9,19 +9,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-# torch sends a convolution of one float32 volume to oneDNN only when B*C*D*H is larger than this (2.11 to 2.13), and else unrolls
-# it into a matrix product that takes 1.5 to 6 times as long (docs/benchmarks.md).
+# torch sends a convolution of one float32 volume to oneDNN only when B*C*D*H is larger than this (2.11 to 2.13), and otherwise
+# unrolls it into a matrix product that takes 1.5 to 6 times as long (docs/benchmarks.md).
 _UNROLLED_UP_TO = 20480
-# The gradients of one volume with no more voxels than this are products with it unrolled: oneDNN spends its time on reordering the
-# weights then (320 channels at 4^3, those of input and weights: 15 ms as products, 24 as halves; 256 at 8^3: 61 and 41).
+# The gradients of one volume with no more voxels than this are products with the volume unrolled, because oneDNN would spend its
+# time on reordering the weights (by input and weights, 320 channels at 4^3: 15 ms as products, 24 as halves; 256 at 8^3: 61, 41).
 _PRODUCTS_UP_TO = 128
 
 Triple = tuple[int, ...]
 
 
 def channels_last(x: Tensor) -> Tensor:
-    """``x`` [B, C, D, H, W] in channels-last memory. Its strides say so with one channel too: otherwise torch takes such a volume
-    for contiguous, and so is every result of it."""
+    """``x`` [B, C, D, H, W] in channels-last memory. Its strides say so for one channel too; otherwise torch takes such a volume
+    for contiguous, and makes every result of it contiguous."""
     if x.shape[1] == 1 and x.is_contiguous():
         return x[:, 0, ..., None].permute(0, 4, 1, 2, 3)
     return x.contiguous(memory_format=torch.channels_last_3d)
@@ -49,7 +49,7 @@ def conv3d(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Triple
 def conv_transpose3d(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Triple = (1, 1, 1),
                      padding: Triple = (0, 0, 0), output_padding: Triple = (0, 0, 0), dilation: Triple = (1, 1, 1),
                      groups: int = 1) -> Tensor:  # fmt: skip
-    """``F.conv_transpose3d``; where its kernels do not overlap it is on a CPU, in channels-last memory, one product.
+    """``F.conv_transpose3d``, as one matrix product where kernels do not overlap, on a CPU and in channels-last memory.
 
     [B, C, D, H, W] -> [B, O, D', H', W']
     """
@@ -78,8 +78,9 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _would_lose_gradients(x: Tensor, weight: Tensor) -> bool:
-    """In bfloat16 on a CPU, where a volume is less deep than the kernel, oneDNN's gradient of the weights holds memory that
-    nobody wrote (torch 2.13: depth 2 with a kernel of 3, 3 and 4 with one of 5). So small a volume costs little in float32."""
+    """Whether oneDNN's gradient of the weights would hold memory that nobody wrote: it does in bfloat16 on a CPU where a volume is
+    less deep than the kernel (torch 2.13: depth 2 with a kernel of 3, 3 and 4 with one of 5). So small a volume costs little in
+    float32."""
     narrow = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
     return x.device.type == "cpu" and x.shape[-3] < weight.shape[2] and (narrow or weight.dtype == torch.bfloat16)
 
@@ -101,41 +102,33 @@ def _would_be_unrolled(x: Tensor, weight: Tensor) -> bool:
 
 
 class _Direct(torch.autograd.Function):
-    """The convolution of one float32 volume by oneDNN, which torch's own choice would unroll: forward by the operation itself, and
-    backward, where torch has none, as two samples or as products. It has no second derivative."""
+    """The convolution of one float32 volume by oneDNN, where torch would unroll it. Forward is an operation of torch; backward,
+    for which torch has none, is by ``conv3d_gradients``. It has no second derivative."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, stride: Triple, padding: Triple,
                 dilation: Triple) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x, weight)
-        ctx.how = stride, padding, dilation
+        ctx.how = stride, padding, dilation, 1
         return torch.mkldnn_convolution(x, weight, bias, padding, stride, dilation, 1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        by_input, by_weight, by_bias = ctx.needs_input_grad[:3]
-        dx, dweight = _gradients(dy, x, weight, ctx.how, by_input, by_weight)
-        return dx, dweight, dy.sum((0, 2, 3, 4)) if by_bias else None, None, None, None
-
-
-def _gradients(dy: Tensor, x: Tensor, weight: Tensor, how: tuple[Triple, Triple, Triple], by_input: bool,
-               by_weight: bool) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    if not (by_input or by_weight):
-        return None, None
-    dy = channels_last(dy)
-    small = dy.shape[2] == 1 or dy.shape[2:].numel() <= _PRODUCTS_UP_TO
-    return (_products if small else _halves)(dy, x, weight, how, by_input, by_weight)
+        return *conv3d_gradients(dy, *ctx.saved_tensors, *ctx.how, ctx.needs_input_grad[:3]), None, None, None
 
 
 def conv3d_gradients(
     dy: Tensor, x: Tensor, weight: Tensor, stride: Triple, padding: Triple, dilation: Triple, groups: int, want: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Gradients of ``conv3d`` by its input, weight and bias, those that ``want`` says, by the same ways."""
+    """Gradients of ``conv3d`` by its input, weight and bias, where ``want`` says so. One float32 volume that torch would unroll is
+    computed as two samples or as products."""
     by_input, by_weight, by_bias = want
     if x.device.type == "cpu" and groups == 1 and _would_be_unrolled(x, weight):
-        dx, dweight = _gradients(dy, channels_last(x), weight, (stride, padding, dilation), by_input, by_weight)
+        dx = dweight = None
+        if by_input or by_weight:
+            way = _products if dy.shape[2] == 1 or dy.shape[2:].numel() <= _PRODUCTS_UP_TO else _halves
+            dx, dweight = way(channels_last(dy), channels_last(x), weight, (stride, padding, dilation), by_input, by_weight)
         return dx, dweight, dy.sum((0, 2, 3, 4)) if by_bias else None
     sizes = [weight.shape[0]] if by_bias else None
     how = (stride, padding, dilation, False, (0, 0, 0), groups)
@@ -145,7 +138,7 @@ def conv3d_gradients(
 
 def _products(dy: Tensor, x: Tensor, weight: Tensor, how: tuple[Triple, Triple, Triple], by_input: bool,
               by_weight: bool) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """Gradients by x and weight, with the one volume unrolled into [P', kernel * C]."""
+    """Gradients by x and weight as matrix products, with the volume unrolled into [P', kernel * C]."""
     (stride, padding, dilation), kernel, channels = how, weight.shape[2:], x.shape[1]
     across = [p for n in reversed(padding) for p in (n, n)]
     rows = _rows(dy).reshape(-1, dy.shape[1])
@@ -170,8 +163,8 @@ def _products(dy: Tensor, x: Tensor, weight: Tensor, how: tuple[Triple, Triple, 
 
 def _halves(dy: Tensor, x: Tensor, weight: Tensor, how: tuple[Triple, Triple, Triple], by_input: bool,
             by_weight: bool) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """Gradients by x and weight, with the one volume as two samples to torch, which then takes oneDNN: its halves along D and what
-    of the volume they are made of."""
+    """Gradients by x and weight, with ``dy`` cut into two samples along D, each with the part of the volume that it is made of: for
+    two samples torch takes oneDNN."""
     (stride, padding, dilation), half = how, -(-dy.shape[2] // 2)
     if dy.shape[2] % 2:
         dy = channels_last(F.pad(dy, (0, 0, 0, 0, 0, 1)))
@@ -217,10 +210,10 @@ class ConvTranspose3d(nn.ConvTranspose3d):
 
 
 class Conv2d(nn.Conv2d):
-    """``nn.Conv2d``, whose 1 x 1 form is on a CPU the matrix product that it is in channels-last memory.
+    """``nn.Conv2d``, whose 1 x 1 form is a matrix product on a CPU in channels-last memory.
 
-    torch unrolls it where there is one thread, and oneDNN's gradient of strided weights ends the process for some widths (torch
-    2.13: 8 channels to 16 in two maps of 48 x 72). Values and gradients are those of ``nn.Conv2d``.
+    torch unrolls that form where there is one thread, and oneDNN's gradient of strided weights ends the process for some widths
+    (torch 2.13: 8 channels to 16 in two maps of 48 x 72). Values and gradients are those of ``nn.Conv2d``.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -241,7 +234,7 @@ class Conv2d(nn.Conv2d):
 
 
 class ConvTranspose2d(nn.ConvTranspose2d):
-    """``nn.ConvTranspose2d``, whose gradient of the weights is on a CPU computed in contiguous memory (``_Apart``)."""
+    """``nn.ConvTranspose2d``, whose gradient of the weights is computed in contiguous memory on a CPU (``_Apart``)."""
 
     def forward(self, x: Tensor, output_size: list[int] | None = None) -> Tensor:
         """[B, C, H, W] -> [B, O, H', W']"""
@@ -251,9 +244,9 @@ class ConvTranspose2d(nn.ConvTranspose2d):
 
 
 def _slow_weights(conv: nn.Conv2d | nn.ConvTranspose2d, x: Tensor) -> bool:
-    """Whether oneDNN's gradient of the weights is so slow in channels-last memory that copies pay: in float32, of transposed
-    convolutions (0.46 s and 0.22 s for 256 to 256 channels at 96 x 144) and of those with holes (0.20 s and 0.15 s for 2,048 to
-    256 at 24 x 36), but not where there are few output channels."""
+    """Whether oneDNN's gradient of the weights is so slow in channels-last memory that copies pay. In float32 they do for
+    transposed convolutions (256 to 256 channels at 96 x 144: 0.22 s instead of 0.46 s) and for dilated ones (2,048 to 256 at
+    24 x 36: 0.15 s instead of 0.20 s), unless there are few output channels."""
     return (
         x.device.type == "cpu"
         and x.dtype == conv.weight.dtype == torch.float32
@@ -268,7 +261,7 @@ def _slow_weights(conv: nn.Conv2d | nn.ConvTranspose2d, x: Tensor) -> bool:
 
 
 class _Apart(torch.autograd.Function):
-    """A convolution whose gradient of the input is computed in channels-last memory and that of the weights in contiguous."""
+    """A convolution whose gradient by the input is computed in channels-last memory, and that by the weights in contiguous."""
 
     @staticmethod
     def of(conv: nn.Conv2d | nn.ConvTranspose2d, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a map or a volume must measure for a network that halves it."""
+"""The sizes of maps and volumes that a network can halve."""
 
 from torch import Tensor, nn
 
@@ -6,7 +6,7 @@ from torch import Tensor, nn
 class Multiples(nn.Module):
     """Raises ValueError for sides that are no multiples of the network's output stride.   [B, C, ...] -> the same
 
-    A seam: of a sample that is cut over processes the whole is what must fit, and its parts are not looked at.
+    This is a seam: where a sample is cut over processes the whole must fit, and its parts are not looked at.
     """
 
     def __init__(self, of: int, places: str) -> None:

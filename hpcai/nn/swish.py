@@ -42,7 +42,7 @@ class _Slope(torch.autograd.Function):
 
 
 def swish(x: Tensor) -> Tensor:
-    """x * sigmoid(x). torch's own, differentiated twice, keeps six temporary tensors for each of its input; this keeps two.
+    """x * sigmoid(x). torch's own, differentiated twice, keeps six temporary tensors of the size of its input; this keeps two.
 
     Under torch.compile it is torch's own: there the second derivative of a function like ours comes out wrong (torch 2.13).
     """

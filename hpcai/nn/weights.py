@@ -15,7 +15,7 @@ Shape = TypeVar("Shape", bound=Settings)
 
 
 def write(path: str | Path, kind: str, cfg: Settings, weights: Mapping[str, Tensor]) -> None:
-    """One safetensors file, written beside and then renamed; ``kind`` names the model that ``cfg`` is of."""
+    """Write one safetensors file, beside its place and then renamed; ``kind`` names the model that ``cfg`` describes."""
     from safetensors.torch import save_file
 
     path = Path(path)
@@ -29,8 +29,8 @@ def write(path: str | Path, kind: str, cfg: Settings, weights: Mapping[str, Tens
 def read(
     path: Path, kind: str, settings: type[Shape], under: Sequence[str] = (),
 ) -> tuple[dict[str, Tensor], Shape | None]:  # fmt: skip
-    """Weights by name, and the settings that travelled with them: of a safetensors file, or of a torch state dict, alone or under
-    ``state_dict``, ``model_state_dict``, ``model`` or one of ``under``, with or without ``module.`` before the names. Raises
+    """Weights by name, and the settings that travelled with them, from a safetensors file or a torch state dict. The latter may
+    stand under ``state_dict``, ``model_state_dict``, ``model`` or one of ``under``, and have ``module.`` before its names. Raises
     CheckpointError.
     """
     if not path.is_file():

@@ -1,4 +1,4 @@
-"""Batch normalisation whose statistics are those of several copies' samples: of one node's, of any number, of all."""
+"""Batch normalisation with statistics over the samples of several copies of a model: one node's, any number, or all."""
 
 from typing import TypeVar
 
@@ -10,6 +10,7 @@ from hpcai.nn.batchnorm import BatchNorm
 from hpcai.nn.instancenorm import InstanceNorm
 
 Model = TypeVar("Model", bound=nn.Module)
+_INSTANCE = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
 class SumInPlace(nn.Module):
@@ -27,12 +28,12 @@ class SumInPlace(nn.Module):
 
 
 def group_batch_norm(model: Model, mesh: Mesh, group: int, setting: str = "batchnorm_group") -> Model:
-    """``model``, in place, with every batch norm (``nn.BatchNorm1d`` to ``3d``, ours) over the samples of ``group`` neighbouring
-    copies along ``replicate``; 1: each copy's own, and nothing changes.
+    """Have every batch norm of ``model`` (``nn.BatchNorm1d`` to ``3d``, ours), in place, take statistics over the samples of
+    ``group`` neighbouring copies along ``replicate``; with 1 nothing changes.
 
-    Forward and backward send one message each per layer. Equal to one process that has all samples of the group, in value,
-    gradient and running statistics. Parameters, buffers and their names stay. Each process of the job calls it. Raises MeshError
-    when ``group`` does not divide the copies; ``setting`` names what is to be changed then.
+    Forward and backward send one message each per layer. Values, gradients and running statistics equal those of one process with
+    all samples of the group. Parameters, buffers and their names stay. Each process of the job calls it. Raises MeshError when
+    ``group`` does not divide the copies; ``setting`` names what is then to be changed.
     """
     _, axis = mesh.split("replicate", group, setting)
     if axis.size == 1:
@@ -45,8 +46,8 @@ def group_batch_norm(model: Model, mesh: Mesh, group: int, setting: str = "batch
 
 
 def use_ours(model: nn.Module) -> None:
-    """Put norms whose statistics can be those of several processes in the place of torch's, in ``model``, with the parameters and
-    buffers of these, not copies of them."""
+    """Replace torch's norms in ``model`` by norms whose statistics can be those of several processes; these take over the very
+    parameters and buffers, not copies."""
     for module in list(model.modules()):
         for name, child in module.named_children():
             made: BatchNorm | InstanceNorm
@@ -58,6 +59,3 @@ def use_ours(model: nn.Module) -> None:
                 continue
             made._parameters, made._buffers = child._parameters, child._buffers
             setattr(module, name, made.train(child.training))
-
-
-_INSTANCE = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)

@@ -1,8 +1,8 @@
-"""Slices that travel between the parts of a cut dim, with their adjoints, and convolutions over what came.
+"""Exchange of slices between the parts of a cut dim, with the adjoint, and convolutions over them.
 
 A dim of S places is cut into the ranges that the ranks of an axis hold. Each rank says which range it needs; what it lacks comes
-from those that hold it: a slice from a neighbour, several ranks' slabs where they are thinner than the halo, or all of them.
-Gradients go back the same ways and are added where the places are held.
+from the ranks that hold it: a slice from a neighbour, slabs of several ranks where they are thinner than the halo, or all slabs.
+Gradients go back the same way and are added on the rank that holds the places.
 """
 
 from collections.abc import Sequence
@@ -22,15 +22,15 @@ Range = tuple[int, int]
 
 
 def shared(one: Range, other: Range) -> Range:
-    """The places that are in both; of no length where there are none."""
+    """The places that are in both, or a range of length 0."""
     first = max(one[0], other[0])
     return first, max(first, min(one[1], other[1]))
 
 
 @dataclass(frozen=True)
 class Route:
-    """What each rank of ``axis`` holds and needs of ``dim``, in places of the whole. This rank puts ``before`` and ``after`` places
-    of fill around what it needs (beyond the ends of the whole)."""
+    """What each rank of ``axis`` holds and needs of ``dim``, in places of the whole. ``before`` and ``after``: how many places of
+    fill this rank puts around what it needs, beyond the ends of the whole."""
 
     dim: int
     axis: Axis
@@ -49,7 +49,7 @@ class Route:
 
     @cached_property
     def gets(self) -> list[tuple[int, Range]]:
-        """(from whom, which places) this rank gets, in the order of the places."""
+        """What this rank gets, as (from which rank, which places), in the order of the places."""
         return self._gets(self.axis.rank)
 
     def _gets(self, rank: int) -> list[tuple[int, Range]]:
@@ -61,18 +61,18 @@ class Route:
 
     @cached_property
     def gives(self) -> list[tuple[int, Range]]:
-        """(to whom, which places) this rank gives."""
+        """What this rank gives, as (to which rank, which places)."""
         me = self.axis.rank
         return [(r, part) for r in range(self.axis.size) if r != me for giver, part in self._gets(r) if giver == me]
 
     @property
     def is_local(self) -> bool:
-        """Whether this rank needs just what it has, and nobody else needs it."""
+        """Whether this rank needs just what it has, and no other rank needs any of it."""
         return self.wanted == self.own and not (self.before or self.after or self.gives)
 
 
 def _rows(x: Tensor) -> Tensor:
-    """[B, C, D, H, W] -> [B, D, H, W, C]: slices of one sample in channels-last memory lie in one piece."""
+    """[B, C, D, H, W] -> [B, D, H, W, C], in which slices of one sample in channels-last memory lie in one piece."""
     return x.movedim(1, -1)
 
 
@@ -89,7 +89,8 @@ def _like(x: Tensor, dim: int, count: int) -> Tensor:
 
 
 class Flight:
-    """Slices on their way: those of ``gives`` are cut from ``x``, whose dim begins at place ``first``; ``wait`` for the others."""
+    """Slices on their way. Those of ``gives`` are cut from ``x``, whose dim begins at place ``first``; ``wait`` returns those of
+    ``gets``."""
 
     def __init__(
         self, x: Tensor, dim: int, axis: Axis, gives: Sequence[tuple[int, Range]], gets: Sequence[tuple[int, Range]], first: int,
@@ -133,7 +134,7 @@ def depart(x: Tensor, route: Route, traffic: Traffic) -> Flight:
 
 
 def around(x: Tensor, slices: Sequence[Tensor], route: Route, fill: float = 0.0, within: Range | None = None) -> Tensor:
-    """What this rank needs, of its own ``x`` and the ``slices`` that came; ``within``: only these places of it, which count from
+    """What this rank needs, made of its own ``x`` and the ``slices`` that came. ``within``: only these places, counted from
     ``before`` places ahead of the first one needed."""
     start = route.wanted[0] - route.before
     first, end = within or (0, route.wanted[1] + route.after - start)
@@ -158,8 +159,8 @@ def around(x: Tensor, slices: Sequence[Tensor], route: Route, fill: float = 0.0,
 
 
 class Exchange(torch.autograd.Function):
-    """[.., s, ..] what each rank holds -> [.., before + n + after, ..] what it needs. Gradients are added at whose places they
-    are."""
+    """[.., s, ..] what each rank holds -> [.., before + n + after, ..] what it needs. Gradients are added on the
+    ranks that hold the places."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, route: Route, traffic: Traffic, fill: float) -> Tensor:
@@ -175,11 +176,11 @@ class Exchange(torch.autograd.Function):
 
 def bring_back(pieces: Sequence[tuple[int, Tensor]], route: Route, traffic: Traffic, flight: Flight | None = None) -> Tensor:
     """The gradient of what this rank holds, from ``pieces`` of the gradient of what it needed: (first place, as ``around`` counts
-    them, values). ``flight``: the others' part where that is under way."""
+    them, values). ``flight``: what other ranks send back, if it is under way already."""
     dim, start = route.dim, route.wanted[0] - route.before
     flight = flight or returning(pieces, route, traffic)
     own = route.own
-    first, piece = max(pieces, key=lambda item: item[1].shape[dim])  # what covers all is used where it lies
+    first, piece = max(pieces, key=lambda item: item[1].shape[dim])  # a piece that covers all is used where it lies
     low, high = start + first, start + first + piece.shape[dim]
     if low <= own[0] and own[1] <= high:
         dx = piece.narrow(dim, own[0] - low, own[1] - own[0])
@@ -196,7 +197,7 @@ def bring_back(pieces: Sequence[tuple[int, Tensor]], route: Route, traffic: Traf
 
 
 def returning(pieces: Sequence[tuple[int, Tensor]], route: Route, traffic: Traffic) -> Flight:
-    """Send the gradients of slices that came from others back to them. ``pieces`` hold all of these."""
+    """Send the gradients of slices that came from other ranks back to them. ``pieces`` cover all these slices."""
     dim, start, gets = route.dim, route.wanted[0] - route.before, route.gets
     if len(pieces) == 1:
         first, whole = pieces[0]
@@ -215,34 +216,37 @@ def returning(pieces: Sequence[tuple[int, Tensor]], route: Route, traffic: Traff
 
 @dataclass(frozen=True)
 class How:
-    """A convolution but for its weights. ``padding`` is 0 along dims that have a route; of its output along these, ``kept``: (first
-    place, count), by dim."""
+    """A convolution without its weights. ``padding`` is 0 along dims that have a route. ``kept``: the part of its output that is
+    kept along these, as (dim, first place, count)."""
 
     stride: tuple[int, ...]
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
     groups: int
-    output_padding: tuple[int, ...] | None = None  # of a transposed one
+    output_padding: tuple[int, ...] | None = None  # a transposed convolution has one
     kept: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def is_plain(self) -> bool:
-        """Whether a convolution is of a volume and not transposed: then there are faster ways than torch's own."""
+        """Whether this convolves a volume and is not transposed: ``hpcai.nn.conv`` does that faster than torch."""
         return len(self.stride) == 3 and self.output_padding is None
+
+    @property
+    def words(self) -> tuple[Any, ...]:
+        """What torch's own operations are told."""
+        transposed, more = self.output_padding is not None, self.output_padding or (0,) * len(self.stride)
+        return self.stride, self.padding, self.dilation, transposed, more, self.groups
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.is_plain:
             return conv3d(x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
-        transposed, more = self.output_padding is not None, self.output_padding or (0,) * len(self.stride)
-        return torch.convolution(x, weight, bias, self.stride, self.padding, self.dilation, transposed, more, self.groups)
+        return torch.convolution(x, weight, bias, *self.words)
 
     def backward(self, dy: Tensor, x: Tensor, weight: Tensor, want: list[bool]) -> Any:
         if self.is_plain:
             return conv3d_gradients(dy, x, weight, self.stride, self.padding, self.dilation, self.groups, want)
         sizes = [dy.shape[1]] if want[2] else None
-        transposed, more = self.output_padding is not None, self.output_padding or (0,) * len(self.stride)
-        words = (self.stride, self.padding, self.dilation, transposed, more, self.groups, want)
-        return torch.ops.aten.convolution_backward(dy, x, weight, sizes, *words)
+        return torch.ops.aten.convolution_backward(dy, x, weight, sizes, *self.words, want)
 
     def crop(self, y: Tensor) -> Tensor:
         for dim, first, count in self.kept:
@@ -250,7 +254,7 @@ class How:
         return y
 
     def uncrop(self, dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        """Zeros where ``crop`` cut something off."""
+        """The adjoint of ``crop``: zeros where it cut something off."""
         for dim, first, count in self.kept:
             i = dim - 2
             span = self.dilation[i] * (weight.shape[dim] - 1) + 1
@@ -261,8 +265,8 @@ class How:
 
 
 class Convolution(torch.autograd.Function):
-    """A convolution of a cut volume. ``routes`` bring what this rank's output needs, those of the first dim last: with ``apart``
-    what needs none of them is convolved meanwhile. Of the input only the slices that came are kept beside ``x`` itself."""
+    """A convolution of a cut volume. ``routes`` bring what this rank's output needs; the slices of the first dim travel last, and
+    with ``apart`` what needs none of them is convolved meanwhile. For the backward pass ``x`` and the slices that came are kept."""
 
     @staticmethod
     def forward(
@@ -304,7 +308,7 @@ class Convolution(torch.autograd.Function):
         pieces: list[tuple[int, Tensor]] = []
         flight = None
         want = [by_input, by_weight, ctx.bias and by_bias]
-        # What others wait for first: the edges; the interior is the first part.
+        # The edges come before the interior (the first part), because other ranks wait for their gradients.
         for number, (out, cells) in reversed(list(enumerate(ctx.parts))):
             if number == 0 and pieces and routes and by_input:
                 flight = returning(pieces, routes[0], traffic)
@@ -323,11 +327,11 @@ class Convolution(torch.autograd.Function):
 
 
 _WHOLE: tuple[tuple[Range | None, Range | None], ...] = ((None, None),)
-_APART = 4  # places of output that need nothing from others below which one convolution of all is cheaper
+_APART = 4  # where fewer places of the output need nothing from other ranks, one convolution of all is cheaper
 
 
 def _parts(route: Route, how: How, weight: Tensor) -> tuple[tuple[Range | None, Range | None], ...]:
-    """(places of the output, places of the input), the interior first."""
+    """The parts in which a convolution is computed, as (places of the output, places of the input), the interior first."""
     i = route.dim - 2
     stride, span = how.stride[i], how.dilation[i] * (weight.shape[route.dim] - 1) + 1
     start = route.wanted[0] - route.before

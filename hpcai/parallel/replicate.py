@@ -1,7 +1,7 @@
 """Sums of gradients over the copies of a model, in buckets, while the backward pass goes on.
 
 Li et al., "PyTorch Distributed", VLDB 2020, section 3.2: buckets in the reverse order of the parameters, one asynchronous
-sum per full bucket, gradients as views of their bucket so that nothing is copied twice.
+sum per full bucket, and gradients that are views of their bucket, so that nothing is copied twice.
 """
 
 import math
@@ -19,7 +19,7 @@ _ALIGN = 32  # elements: every gradient starts on a cache line and on a vector r
 
 
 def sum_over(module: nn.Module, axis: Axis) -> None:
-    """Record that the gradients of ``module`` are added over ``axis`` too: its ranks each see a part of one sample there."""
+    """Record that the gradients of ``module`` are added over ``axis`` too, because each of its ranks sees a part of one sample."""
     if axis.size > 1:
         for parameter in module.parameters():
             parameter.sum_axes = (*getattr(parameter, "sum_axes", ()), axis)  # type: ignore[attr-defined]
@@ -54,7 +54,7 @@ class Bucket:
 
     @torch.no_grad()
     def hold(self) -> None:
-        """Make the parameters views of ``weights``, with their values: also when somebody gave them other memory since."""
+        """Make the parameters views of ``weights``, with their values, also where they were given other memory since."""
         for parameter, place in zip(self.parameters, self._places):
             if parameter.data_ptr() != place.data_ptr():
                 place.copy_(parameter)
@@ -97,9 +97,9 @@ class Bucket:
 class GradientSums:
     """Adds the gradients of ``model`` over ``replicate`` and over the axes that ``sum_over`` recorded.
 
-    ``zero()`` before the backward passes of a step, ``last = True`` before its last one, ``finish()`` after it; then ``rows`` are
-    to be updated, and ``spread()`` follows. The first process along those axes gives the others its parameters, so that the copies
-    start equal. ``decays`` names the parameters with weight decay; ``wide``: gradients are added up in float32 whatever the
+    ``zero()`` comes before the backward passes of a step, ``last = True`` before its last one and ``finish()`` after it; then the
+    ``rows`` are updated, and ``spread()`` follows. The first process along those axes gives the others its parameters, so that the
+    copies start equal. ``decays`` names the parameters with weight decay; ``wide``: gradients are added up in float32, whatever the
     parameters are. On one CPU process gradients are left where autograd puts them, and each parameter is a row of its own, unless
     they must lie in the same memory in every step (``fixed``).
     """
@@ -179,10 +179,10 @@ class GradientSums:
             bucket.show()
 
     def spread(self) -> None:
-        """The rows have been updated: give every process the new weights of the others' shares. Here there are none."""
+        """Give every process the updated weights of the others' shares. Here there are none."""
 
     def settle(self) -> None:
-        """Wait until the weights of ``spread()`` have come."""
+        """Wait until the weights that ``spread()`` sends have come."""
 
 
 def _axes(parameter: nn.Parameter, mesh: Mesh) -> tuple[Axis, ...]:

@@ -19,7 +19,7 @@ ALONE = Axis("alone")
 
 @dataclass(frozen=True)
 class Part:
-    """Numbers ``begin`` to ``begin + length`` of a parameter, in its order of memory; they lie at ``start`` of a row."""
+    """Numbers ``begin`` to ``begin + length`` of a parameter, in its order of memory, which begin at ``start`` of a row."""
 
     name: str
     parameter: nn.Parameter
@@ -32,7 +32,7 @@ class Part:
         return self.length == self.parameter.numel()
 
     def whole(self, row: Tensor) -> Tensor:
-        """The parameter's numbers in ``row``, in its shape; only of a whole part."""
+        """The parameter's numbers in ``row``, in its shape. The part must be whole."""
         return torch.as_strided(row, self.parameter.size(), self.parameter.stride(), row.storage_offset() + self.start)
 
     def boxes(self, row: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
@@ -46,9 +46,9 @@ class Part:
 class Row:
     """What one process updates together: ``weights`` [n] in the dtype that the model computes with, and where each parameter lies.
 
-    ``gradient()`` gives the row of gradients [n], summed over all copies of the model, or None when there is none. ``cut`` is the
-    axis whose ranks hold the other shares of these parameters (of size 1: there are none), and ``first`` where this share begins.
-    All shares name the same parameters, some with no number of theirs.
+    ``gradient()`` gives the row of gradients [n], summed over all copies of the model, or None where there is none. ``cut`` is the
+    axis whose ranks hold the other shares of these parameters (size 1: there are none), and ``first`` is where this share begins.
+    All shares name the same parameters, even those of which they hold no number.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Share:
-    """The numbers of one parameter that this process holds when others hold the rest."""
+    """The numbers of one parameter that this process holds, where others hold the rest."""
 
     part: Part
     row: Tensor
@@ -73,8 +73,8 @@ def held(part: Part, row: Tensor) -> Tensor | Share:
 
 
 def boxes(shape: tuple[int, ...], stride: tuple[int, ...], begin: int, end: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Elements ``begin`` to ``end`` of a dense tensor, in its order of memory, as rectangular pieces (offsets, sizes): fewer than
-    two for each dim."""
+    """Elements ``begin`` to ``end`` of a dense tensor, in its order of memory, as rectangular pieces (offsets, sizes); these are
+    fewer than two for each dim."""
     order = sorted(range(len(shape)), key=lambda d: (stride[d], shape[d] > 1), reverse=True)
     lengths = [shape[d] for d in order]
     found: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
@@ -113,7 +113,7 @@ def boxes(shape: tuple[int, ...], stride: tuple[int, ...], begin: int, end: int)
 
 
 def row_of(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """The numbers of ``tensor`` in the order in which ``parameter`` lies in memory: a view, unless it lies otherwise."""
+    """The numbers of ``tensor`` in the order in which ``parameter`` lies in memory: a view where both lie alike."""
     if tensor.stride() != parameter.stride():
         tensor = torch.empty_like(parameter, dtype=tensor.dtype, requires_grad=False).copy_(tensor)
     return torch.as_strided(tensor, (tensor.numel(),), (1,))
@@ -123,7 +123,7 @@ def loose(name: str, parameter: nn.Parameter, decays: bool) -> Row:
     """A row of one parameter where it lies, with the gradient that autograd left: nothing is copied."""
 
     def gradient() -> Tensor | None:
-        if row.weights.data_ptr() != parameter.data_ptr():  # somebody gave the parameter other memory
+        if row.weights.data_ptr() != parameter.data_ptr():  # the parameter was given other memory
             row.weights = row_of(parameter.detach(), parameter)
         return None if parameter.grad is None else row_of(parameter.grad, parameter)
 

@@ -20,7 +20,7 @@ from hpcai.parallel.rows import ALONE, Part, Row, row_of
 
 
 class _CutBucket(Bucket):
-    """A bucket of which this rank of ``cut`` updates one share."""
+    """A bucket cut into a share for each rank of ``cut``, which updates that."""
 
     def __init__(
         self, parameters: dict[str, nn.Parameter], axes: tuple[Axis, ...], decays: bool, dtype: torch.dtype, cut: Axis,
@@ -65,9 +65,9 @@ class _CutBucket(Bucket):
 class ShardedSums(GradientSums):
     """``GradientSums`` whose rows are this rank's shares; ``spread()`` gathers the new weights.
 
-    ``axes``: replicate as two, (between, within), of which the second holds the shares (``Mesh.split``); None: all copies do.
-    ``overlap``: each module waits for its own weights when its forward pass begins, so a parameter must be used by the module that
-    holds it; otherwise ``spread()`` returns when they are there.
+    ``axes``: replicate as two axes, (between, within); the ranks of the second hold the shares (``Mesh.split``). None: all copies
+    hold them. ``overlap``: each module waits for its own weights when its forward pass begins, so that a parameter must be used by
+    the module that holds it; otherwise ``spread()`` returns when all are there.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class FullySharded:
     """torch's ``fully_shard`` behind the interface of ``GradientSums``: weights, gradients and optimizer state are all cut, and a
     block's weights are gathered when it runs. For models whose weights do not fit; ``ShardedSums`` is faster where they do.
 
-    ``blocks`` are gathered one by one, the rest of the model together. ``narrow``: it computes in bfloat16, but for modules that
+    ``blocks`` are gathered one by one, the rest of the model together. ``narrow``: it computes in bfloat16, except for modules that
     say they are ``wide``, and sums are float32.
     """
 
@@ -148,8 +148,8 @@ class FullySharded:
         self._parts = list(policies)  # from within outwards
         for module, policy in policies.items():
             fully_shard(module, mesh=devices, mp_policy=policy)
-            module.set_gradient_divide_factor(1.0)  # type: ignore[operator]  # sums, as everywhere here,
-            if hasattr(module, "set_force_sum_reduction_for_comms"):  # and by no operation that NCCL alone has
+            module.set_gradient_divide_factor(1.0)  # type: ignore[operator]  # gradients are sums, as everywhere here
+            if hasattr(module, "set_force_sum_reduction_for_comms"):  # the sum uses no operation that only NCCL has
                 module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
         self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._axes = [(self._named[name], a) for name, a in sums.items() if a]
@@ -186,7 +186,7 @@ class FullySharded:
                     torch_dist.all_reduce(parameter.grad.to_local(), group=axis.group)  # type: ignore[attr-defined]
 
     def spread(self) -> None:
-        """The weights of a block are gathered when it runs. Forget those that a forward pass without a backward one left."""
+        """Forget gathered weights that a forward pass without a backward one left: a block gathers its weights when it runs."""
         for module in self._parts:
             module.reshard()  # type: ignore[operator]
 
@@ -195,7 +195,7 @@ class FullySharded:
 
 
 def _wide(module: nn.Module) -> list[nn.Module]:
-    """The outermost modules that say so."""
+    """The outermost modules that say they are ``wide``."""
     return [module] if getattr(module, "wide", False) else [found for child in module.children() for found in _wide(child)]
 
 

@@ -4,14 +4,15 @@
     y = model(cut.own(x))                                       # slabs in, slabs out
 
 A dim of S places is cut at S*r/n, at every resolution of the network, so that the sizes of a level say what each rank holds.
-Where a level has fewer than ``least`` places a rank, every rank holds all of it. One rule makes all gradients right: the losses
-of the ranks add up to the loss, so gradients are added, at seams and for parameters. Where ranks compute the same from a whole
-level, each counts its part of it. No learning rate is touched. B batch, C channels, D H W the volume, n the size of an axis.
+Where a level has fewer than ``least`` places for each rank, every rank holds all of it. One rule makes all gradients right: the
+losses of the ranks add up to the loss, so gradients are added, at seams and for parameters. What n ranks compute alike from a whole
+level counts 1/n on each (``Once``). No learning rate is touched. B batch, C channels, D H W the volume, n the size of an axis.
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -34,10 +35,10 @@ NAMES = ("depth", "height", "width")  # of the dims of a volume; a map has the l
 
 
 class Cut:
-    """Which dims of a tensor are cut over which axes, and of what sizes the whole is at each layer.
+    """Which dims of a tensor are cut over which axes, and the sizes of the whole at each layer.
 
-    ``least``: places a rank below which a level is not cut. ``apart``: the interior of a slab is convolved while halos travel;
-    None: on a GPU.
+    ``least``: a level with fewer places for each rank is not cut. ``apart``: the interior of a slab is convolved while halos
+    travel; None: on a GPU.
     """
 
     def __init__(self, axes: Mapping[int, Axis], least: int = 2, apart: bool | None = None) -> None:
@@ -50,7 +51,7 @@ class Cut:
     @classmethod
     def over(cls, axes: Mapping[str, Axis], dims: int, **words: Any) -> "Cut":
         """The cut of a volume (3 ``dims``: D, H, W) or a map (H, W) over the axes of depth, height and width. Raises MeshError for
-        an axis that it has no dim for."""
+        an axis without a dim."""
         names = NAMES[-dims:]
         unknown = [name for name, axis in axes.items() if name not in names and axis.size > 1]
         if unknown:
@@ -66,7 +67,7 @@ class Cut:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Inside, the model is what it was before: every rank computes with whole volumes of its own."""
+        """Inside, the model works as before the cut: every rank computes with whole volumes of its own."""
         before, self.active = self.active, False
         try:
             yield
@@ -109,7 +110,7 @@ class Cut:
         return x
 
     def join_along(self, x: Tensor, dim: int, size: int) -> Tensor:
-        """All ``size`` places of one dim, of which each rank holds its part."""
+        """All ``size`` places of one dim, joined from the ranks' parts."""
         axis = self.axes[dim]
         have = tuple(part(size, r, axis.size) for r in range(axis.size))
         return Exchange.apply(x, Route(dim, axis, have, ((0, size),) * axis.size), self.traffic, 0.0)
@@ -119,7 +120,7 @@ class Cut:
         return tuple(self.axes[dim] for dim, n in enumerate(size, 2) if self.is_cut(dim, n))
 
     def held(self, size: Sequence[int], ranks: Mapping[int, int] | None = None) -> Sizes:
-        """Sizes of what this rank (or that of ``ranks``, by dim) holds of a whole."""
+        """Sizes of the part of a whole that this rank holds, or the one at ``ranks`` (by dim)."""
         parts = [self.range_of(dim, n, None if ranks is None else ranks.get(dim)) for dim, n in enumerate(size, 2)]
         return tuple(end - first for first, end in parts)
 
@@ -135,7 +136,7 @@ class Cut:
         )
 
     def note(self, layer: str, size: Sizes) -> None:
-        """A layer sees a whole of ``size``. Raises MeshError, on all ranks, where some rank could not tell it from another one."""
+        """Note that a layer sees a whole of ``size``. Raises MeshError, on all ranks, where a rank cannot tell it from another."""
         table = self.known.setdefault(layer, {})
         for other in set(table.values()) - {size}:
             for ranks in self._every_rank():
@@ -154,7 +155,7 @@ class Cut:
 
 
 def part(size: int, rank: int, count: int) -> Range:
-    """Places that ``rank`` of ``count`` holds of ``size``."""
+    """The places of ``size`` that ``rank`` of ``count`` holds."""
     return size * rank // count, size * (rank + 1) // count
 
 
@@ -167,12 +168,11 @@ def spatial(
     ``axes`` names the dims: depth, height, width. Afterwards the model takes this rank's part of its input and gives this rank's
     part of its output, equal to those of one process in value and gradient. Convolutions of any kernel, stride, dilation and zero
     padding, transposed ones too, pooling and upsampling exchange the slices that they lack; instance, group and batch norms add
-    up their moments. Parameters and their names stay; ``sum_axes`` says over which axes gradients are added. ``channels`` of the
-    input, where they are not those of the first convolution. ``apart``: convolve the interior while halos travel; None: on a GPU.
-    The processes of a cut need the same random numbers where all of them hold a whole level.
+    up their moments. Parameters and their names stay; ``sum_axes`` says over which axes gradients are added. ``channels``: those of
+    the input, where the first convolution has others. ``least``, ``apart``: see ``Cut``. The processes of a cut need the same
+    random numbers where all of them hold a whole level.
 
-    Raises MeshError for a size that cannot be cut so, for layers that it does not know, and for operations outside of layers that
-    mix places.
+    Raises MeshError for a size that cannot be cut so, for unknown layers, and for operations outside layers that mix places.
     """
     cut = Cut.over(axes, len(size), least=least, apart=apart)
     cut.check(size)
@@ -185,8 +185,8 @@ def spatial(
 
 
 def plan(model: nn.Module, cut: Cut, size: Sequence[int], channels: int | None = None) -> None:
-    """Tell a cut model that volumes of ``size`` come: it runs once, without memory or arithmetic, and each layer notes what it
-    sees."""
+    """Tell a cut model that volumes of ``size`` will come: it runs once, without memory or arithmetic, and each layer notes what
+    it sees."""
     if not cut.axes:
         return
     inputs = [getattr(m, "in_channels", 0) for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd)]
@@ -215,7 +215,7 @@ _REDUCING = ("mean", "sum", "var", "var_mean", "amax", "amin", "max", "min", "pr
 
 
 class _Watch(TorchDispatchMode):
-    """Refuses operations that mix places outside of the layers that know how to."""
+    """Refuses operations that mix places outside the layers that know how to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,7 +252,7 @@ class _Watch(TorchDispatchMode):
 
 
 class _Layer(nn.Module):
-    """What each layer of a cut model has, beside what it was."""
+    """What each layer of a cut model has beside its own class."""
 
     cut: Cut
     name: str
@@ -272,7 +272,7 @@ class _Layer(nn.Module):
         raise NotImplementedError
 
     def planned(self, size: Sizes) -> Any:
-        """``plan(size)``, made once."""
+        """``plan(size)``, which is made once."""
         key = self.name, size
         if key not in self.cut.plans:
             self.cut.plans[key] = self.plan(size)
@@ -283,17 +283,25 @@ class _Layer(nn.Module):
         raise NotImplementedError
 
     def check(self) -> str | None:
-        """What about this layer cannot be cut."""
+        """What about this layer cannot be cut, or None."""
         return None
+
+    def brought(self, x: Tensor, routes: Sequence[Route], fill: float = 0.0) -> Tensor:
+        """``x`` with what ``routes`` bring around it."""
+        for route in routes:
+            if not route.is_local:
+                x = Exchange.apply(x, route, self.cut.traffic, fill)
+        return x
 
 
 def _route(cut: Cut, dim: int, size: int, out: int, reach: Callable[[Range], Range]) -> tuple[Route, int] | None:
-    """What ranks need along ``dim`` of ``size`` places to compute their part of ``out``; ``reach`` of a range of the output is
-    what it needs, beyond the ends too. And how many places of output this rank computes. None where nothing is cut."""
+    """What ranks need along ``dim`` of ``size`` places to compute their part of ``out`` places, and how many of these this rank
+    computes; None where nothing is cut. ``reach``: what a range of the output needs, which may go beyond the ends."""
     axis = cut.axes.get(dim)
     if axis is None or not (cut.is_cut(dim, size) or cut.is_cut(dim, out)):
         return None
-    # A level that is cut no more is computed in parts all the same, if there is a place for each, and then joined: that is smaller.
+    # An output that is not cut is still computed in parts, if each rank gets a place, and then joined: that is less work for each
+    # rank, and a smaller message than joining the input.
     outs = [part(out, r, axis.size) if out >= axis.size else (0, out) for r in range(axis.size)]
     reached = [reach(each) for each in outs]
     need = tuple((min(max(a, 0), size), max(min(b, size), 0)) for a, b in reached)
@@ -305,18 +313,18 @@ def _route(cut: Cut, dim: int, size: int, out: int, reach: Callable[[Range], Ran
 
 
 def _windows(n: int, k: int, s: int, p: int, d: int) -> tuple[int, Callable[[Range], Range]]:
-    """Windows of ``k`` places, ``d`` apart, that begin every ``s`` of ``n`` places with ``p`` more at either end: how many there
+    """Windows of ``k`` places, ``d`` apart, that begin every ``s`` places of ``n``, with ``p`` more at either end: how many there
     are, and what a range of them reaches."""
     return (n + 2 * p - d * (k - 1) - 1) // s + 1, lambda of: (of[0] * s - p, (of[1] - 1) * s - p + d * (k - 1) + 1)
 
 
 def _transposed(n: int, k: int, s: int, p: int, d: int, more: int) -> tuple[int, Callable[[Range], Range]]:
-    """The same of a transposed convolution, whose windows are in its output."""
+    """The same for a transposed convolution, whose windows lie in its output."""
     return (n - 1) * s - 2 * p + d * (k - 1) + more + 1, lambda of: (-(-(of[0] + p - d * (k - 1)) // s), (of[1] - 1 + p) // s + 1)
 
 
 def _settled(cut: Cut, y: Tensor, out: Sizes) -> Tensor:
-    """``y``, computed in parts, as a level of ``out`` is held: joined along dims that are not cut there."""
+    """``y``, computed in parts, joined along the dims in which a level of ``out`` is not cut."""
     for dim, n in enumerate(out, 2):
         if y.shape[dim] != n and not cut.is_cut(dim, n):
             y = cut.join_along(y, dim, n)
@@ -401,9 +409,7 @@ class _Pool(_Layer):
     def over(self, x: Tensor, size: Sizes) -> Tensor:
         largest = isinstance(self, (nn.MaxPool2d, nn.MaxPool3d))
         routes, padding, out = self.planned(size)
-        for route in routes:
-            if not route.is_local:
-                x = Exchange.apply(x, route, self.cut.traffic, -torch.inf if largest else 0.0)
+        x = self.brought(x, routes, -torch.inf if largest else 0.0)
         pool: Any = getattr(F, f"{'max' if largest else 'avg'}_pool{self.dims}d")
         words = {"dilation": self._words("dilation")} if largest else {"divisor_override": getattr(self, "divisor_override", None)}
         return _settled(self.cut, pool(x, self._words("kernel_size"), self._words("stride"), padding, **words), out)
@@ -437,10 +443,7 @@ class _Upsample(_Layer):
 
     def over(self, x: Tensor, size: Sizes) -> Tensor:
         routes, kept, out = self.planned(size)
-        for route in routes:
-            if not route.is_local:
-                x = Exchange.apply(x, route, self.cut.traffic, 0.0)
-        y = F.interpolate(x, scale_factor=tuple(float(s) for s in self._scale(len(size))), mode=self.mode)
+        y = F.interpolate(self.brought(x, routes), scale_factor=tuple(float(s) for s in self._scale(len(size))), mode=self.mode)
         for dim, first, count in kept:
             y = y.narrow(dim, first, count)
         return _settled(self.cut, y, out)
@@ -454,7 +457,7 @@ class _Upsample(_Layer):
         for i, (n, s) in enumerate(zip(size, scale)):
 
             def reach(of: Range, s: int = s, n: int = n) -> Range:
-                # At the ends of the whole an edge repeats itself, which interpolation does.
+                # Beyond the ends of the whole interpolation itself repeats the edge.
                 return max(of[0] // s - wide, 0), min((of[1] - 1) // s + 1 + wide, n)
 
             found = _route(self.cut, i + 2, n, n * s, reach)
@@ -509,7 +512,7 @@ class _GroupNorm(_Layer):
 
 
 class Join(nn.Module):
-    """Where a model needs every place of a volume: the whole, on every rank. A seam, also where nothing is cut."""
+    """A seam where a model needs the whole volume on every rank; where nothing is cut it changes nothing."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x
@@ -521,7 +524,7 @@ class _Join(_Layer, Join):
 
 
 class Once(nn.Module):
-    """Where ranks have computed the same: what follows counts once, though each does it."""
+    """Stands where ranks have computed the same: what follows counts once, though each rank computes it."""
 
     def __init__(self, cut: Cut) -> None:
         super().__init__()
@@ -574,7 +577,7 @@ _KINDS: dict[type[nn.Module], type[_Layer]] = {
     nn.GroupNorm: _GroupNorm,
     Join: _Join,
 }
-# Of torch's own layers these leave places where they are.
+# Layers of torch that leave places where they are.
 _LOCAL = (
     nn.Identity, nn.Dropout, nn.Dropout2d, nn.Dropout3d, nn.Linear, nn.Flatten, nn.Sequential, nn.ModuleList, nn.ModuleDict,
 )  # fmt: skip
@@ -596,18 +599,14 @@ def _swap(model: nn.Module, cut: Cut) -> None:
             layer.total = SumInPlace()
 
 
-_made: dict[tuple[type, type], type] = {}
-
-
+@cache
 def _joined(kind: type[_Layer], was: type[nn.Module]) -> type:
-    """A layer that is still of the class that it was, so that it can do as before (``Cut.off``)."""
-    if (kind, was) not in _made:
-        _made[kind, was] = type(f"Cut{was.__name__}", (kind, was), {"__module__": __name__})
-    return _made[kind, was]
+    """A class of layers that are still of the class that they were, so that they can do as before (``Cut.off``)."""
+    return type(f"Cut{was.__name__}", (kind, was), {"__module__": __name__})
 
 
 def _refuse(name: str, layer: nn.Module) -> None:
     theirs = type(layer).__module__.startswith("torch.nn.")
     pointwise = type(layer).__module__ == "torch.nn.modules.activation" and not isinstance(layer, nn.MultiheadAttention)
     if theirs and not pointwise and not isinstance(layer, _LOCAL):
-        raise MeshError(f"spatial: {name} is a {type(layer).__name__}, of which it is not known how to cut it")
+        raise MeshError(f"spatial: {name} is a {type(layer).__name__}, and how to cut one is not known")

@@ -280,7 +280,7 @@ def test_what_cannot_be_cut_is_told_before_anything_is_computed() -> None:
     assert first == second, "all ranks refuse the same"
     expected = [
         "spatial: 1 has padding_mode circular; only zeros can be cut", "1 has padding 'same'; give numbers", "ceil_mode",
-        "count_include_pad=False", "a size or a broken scale_factor", "output_size 2; only 1", "is a LayerNorm, of which",
+        "count_include_pad=False", "a size or a broken scale_factor", "output_size 2; only 1", "is a LayerNorm, and how to cut",
         "align_corners True", "after conv the model calls max_pool3d", "calls mean itself", "calls flip itself", "calls upsample",
         "softmax itself", "calls amax itself",
         "conv got a part of 8 x 8 x 8 places; this rank holds 4 x 8 x 8 there of the volumes whose sizes were told",
