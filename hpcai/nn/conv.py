@@ -109,13 +109,16 @@ class _Direct(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, stride: Triple, padding: Triple,
                 dilation: Triple) -> Tensor:  # fmt: skip
         ctx.save_for_backward(x, weight)
-        ctx.how = stride, padding, dilation, 1
+        ctx.how = stride, padding, dilation
         return torch.mkldnn_convolution(x, weight, bias, padding, stride, dilation, 1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
-        return *conv3d_gradients(dy, *ctx.saved_tensors, *ctx.how, ctx.needs_input_grad[:3]), None, None, None
+        x, weight = ctx.saved_tensors
+        stride, padding, dilation = ctx.how
+        found = conv3d_gradients(dy, x, weight, stride, padding, dilation, 1, ctx.needs_input_grad[:3])
+        return *found, None, None, None
 
 
 def conv3d_gradients(

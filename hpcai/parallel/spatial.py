@@ -590,7 +590,7 @@ def _swap(model: nn.Module, cut: Cut) -> None:
         if kind is None:
             _refuse(name, layer)
             continue
-        layer.__class__ = _joined(kind, type(layer))
+        layer.__class__ = _joined(kind, type(layer))  # type: ignore[arg-type]  # mypy takes classes for not hashable
         layer.cut, layer.name = cut, name
         why = layer.check()
         if why is not None:

@@ -89,7 +89,7 @@ class Capture:
             slot = self._slots[key] = self._record(batch, key)
         self._fill(slot.batch, batch)
         slot.graph.replay()
-        return tree_map(slot.values, _copy)
+        return tree_map(slot.values, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
 
     def _record(self, batch: Any, key: Any) -> _Slot:
         if len(self._slots) >= self.limit:
@@ -213,7 +213,3 @@ def _tensors(tree: Any) -> list[Tensor]:
     found: list[Tensor] = []
     tree_map(tree, lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else None)
     return found
-
-
-def _copy(leaf: Any) -> Any:
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf
