@@ -10,7 +10,6 @@ import torch.distributed as torch_dist
 from torch import nn
 
 from hpcai.dist.mesh import Mesh
-from hpcai.errors import MeshError
 from hpcai.nn import BatchNorm
 from hpcai.parallel.batchnorm import group_batch_norm
 from hpcai.parallel.replicate import sum_over
@@ -223,17 +222,6 @@ def kept(mesh: Mesh) -> bool:
 
 def test_parameters_and_buffers_are_those_of_the_model_and_no_copies() -> None:
     assert all(on_ranks({"replicate": 2}, kept))
-
-
-def refused(mesh: Mesh) -> str:
-    with pytest.raises(MeshError) as error:
-        group_batch_norm(new_model(), mesh, 3, "batchnorm_group")
-    return str(error.value)
-
-
-def test_a_group_that_does_not_divide_the_copies_is_refused() -> None:
-    for text in on_ranks({"replicate": 4}, refused):
-        assert "4 ranks" in text and "groups of 3" in text and "batchnorm_group" in text
 
 
 def only_evaluating(mesh: Mesh) -> int:

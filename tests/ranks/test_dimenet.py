@@ -34,21 +34,23 @@ def batch(parts: list[tuple[int, Structure]]) -> Batch:
     return Batch(torch.cat(energy), torch.cat([*forces, rest]), torch.cat([*free, rest[:, 0]]), counts, graph)
 
 
-def trained(mesh: Mesh, shares: list[int]) -> dict[str, torch.Tensor]:
+def prepared(mesh: Mesh, shares: list[int]) -> tuple[Step, Batch]:
+    """A step, and the structures of this rank."""
     every = [(number, structure(number, count=count)) for number, count in enumerate(SIZES)]
     first = sum(shares[: mesh["replicate"].rank])
     mine = batch(every[first : first + shares[mesh["replicate"].rank]])
-    step = Step(parallelize(network(), mesh), both, StepConfig(optimizer="sgd", precision="fp64"), mesh)
+    return Step(parallelize(network(), mesh), both, StepConfig(optimizer="sgd", precision="fp64"), mesh), mine
+
+
+def trained(mesh: Mesh, shares: list[int]) -> dict[str, torch.Tensor]:
+    step, mine = prepared(mesh, shares)
     values = [step(mine, 1e-4)["loss"] for _ in range(3)]
     return {"loss": torch.stack(values).numpy(), **{name: t.numpy() for name, t in step.model.state_dict().items()}}  # type: ignore[dict-item]
 
 
 def reported(mesh: Mesh, shares: list[int]) -> float:
     """The loss that a run reports."""
-    every = [(number, structure(number, count=count)) for number, count in enumerate(SIZES)]
-    first = sum(shares[: mesh["replicate"].rank])
-    mine = batch(every[first : first + shares[mesh["replicate"].rank]])
-    step = Step(parallelize(network(), mesh), both, StepConfig(optimizer="sgd", precision="fp64"), mesh)
+    step, mine = prepared(mesh, shares)
     return fit(step, [mine], TrainConfig(steps=1, report_every=1)).reports[-1]["loss"]
 
 

@@ -15,8 +15,9 @@ from torch import nn
 from hpcai.cli.bench.step import bytes_sent
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import MeshError
+from hpcai.parallel.batchnorm import group_batch_norm
 from hpcai.parallel.replicate import sum_over
-from hpcai.parallel.rows import Share
+from hpcai.parallel.rows import Part, Share
 from hpcai.settings import CheckpointConfig, StepConfig
 from hpcai.train.checkpoint import Checkpoints, Progress
 from hpcai.train.step import Step
@@ -141,7 +142,7 @@ def test_two_ranks_with_a_divided_adam_are_two_ranks_without_bit_for_bit(precisi
 
 
 def state_size(mesh: Mesh, words: dict[str, Any]) -> tuple[int, int, int]:
-    """Bytes of optimizer state, of weights and of gradients that this rank holds."""
+    """Bytes of optimizer state and of weights that this rank holds, and the count of its parameters' numbers."""
     step = new_step(mesh, **words)
     train(step, steps=1)
     state = sum(t.nbytes for s in step.optimizer.states for t in (*s.moments.values(), s.average))
@@ -200,7 +201,6 @@ def test_a_checkpoint_has_the_same_entries_and_goes_from_every_division_to_every
 
 def sent(mesh: Mesh, shard: str, steps: int) -> tuple[int, int]:
     """Bytes that this process's sockets have sent and had acknowledged during ``steps`` steps, and bytes of the weights."""
-    step = new_step(mesh, shard=shard, precision="fp32", clip=None, optimizer="adamw", bucket_mb=25.0)
     big = nn.Linear(1000, 1000)
     step = Step(big, lambda m, b: {"loss": m(b).square().mean()}, StepConfig(shard=shard), mesh)
     part = torch.randn(2, 1000)
@@ -254,20 +254,21 @@ def test_sums_hide_behind_the_backward_pass_and_gathers_behind_the_next_forward_
     assert second.index("layer 0") < len(second) - 1 - second[::-1].index("arrive"), "later weights come after layer 0"
 
 
-def refused(mesh: Mesh) -> str:
-    with pytest.raises(MeshError) as error:
+def refused(mesh: Mesh) -> list[str]:
+    with pytest.raises(MeshError) as shard:
         new_step(mesh, shard="optimizer", shard_within=3)
-    return str(error.value)
+    with pytest.raises(MeshError) as norm:
+        group_batch_norm(Network(), mesh, 3, "model.batchnorm_group")
+    return [str(error.value) for error in (shard, norm)]
 
 
 def test_a_group_size_that_does_not_divide_the_copies_is_refused() -> None:
-    text = on_ranks({"replicate": 4}, refused)[0]
-    assert text == "mesh.replicate has 4 ranks, which do not divide into groups of 3; set step.shard_within to a divisor of 4"
+    text = "mesh.replicate has 4 ranks, which do not divide into groups of 3; set {} to a divisor of 4"
+    expected = [text.format(name) for name in ("step.shard_within", "model.batchnorm_group")]
+    assert on_ranks({"replicate": 4}, refused) == [expected] * 4
 
 
 def test_a_share_is_a_few_boxes() -> None:
-    from hpcai.parallel.rows import Part
-
     parameter = nn.Parameter(torch.randn(4, 3, 5, 5).contiguous(memory_format=torch.channels_last))
     row = torch.arange(40.0)
     share = Share(Part("w", parameter, 101, 37, 2), row)

@@ -229,6 +229,14 @@ def test_what_ranks_compute_alike_counts_once(axes: dict[str, int]) -> None:
 # ---- what cannot be cut
 
 
+def answer(call: Any, *words: Any) -> str:
+    try:
+        call(*words)
+    except MeshError as problem:
+        return str(problem)
+    return "done"
+
+
 def why_not(mesh: Mesh) -> list[str]:
     class Itself(nn.Module):
         def __init__(self, act: Any) -> None:
@@ -250,25 +258,13 @@ def why_not(mesh: Mesh) -> list[str]:
     ]  # fmt: skip
     models: list[nn.Module] = [nn.Sequential(nn.Conv3d(2, 2, 1), layer) for layer in layers]
     models += [Itself(function) for function in itself]
-    texts = []
-    for model in models:
-        try:
-            spatial(model, axes, (8, 8, 8))
-            texts.append("cut")
-        except MeshError as problem:
-            texts.append(str(problem))
+    texts = [answer(spatial, model, axes, (8, 8, 8)) for model in models]
     spatial(Itself(lambda x: x.relu() / x.mean(1, keepdim=True)), axes, (8, 8, 8))  # of channels, place by place
     model = Itself(nn.ReLU())
     cut = spatial(model, axes, (8, 8, 8))
-    for call in (
-        lambda: model(torch.zeros(1, 2, 8, 8, 8)), lambda: spatial(Itself(nn.ReLU()), axes, (2, 8, 8)),
-        lambda: spatial(Itself(nn.ReLU()), axes, (8, 8)), lambda: plan(model, cut, (9, 8, 8)),
-    ):  # fmt: skip
-        try:
-            call()
-            texts.append("done")
-        except MeshError as problem:
-            texts.append(str(problem))
+    texts.append(answer(model, torch.zeros(1, 2, 8, 8, 8)))
+    texts += [answer(spatial, Itself(nn.ReLU()), axes, size) for size in ((2, 8, 8), (8, 8))]
+    texts.append(answer(plan, model, cut, (9, 8, 8)))
     plan(model, cut, (12, 8, 6))
     for size in ((8, 8, 8), (12, 8, 6)):
         model(cut.own(torch.zeros(1, 2, *size)))
