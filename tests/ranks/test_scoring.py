@@ -1,5 +1,6 @@
 """Evaluation by the ranks that train, beside the training, or by ranks of its own: the same metrics of the same steps."""
 
+import threading
 import time
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,7 @@ from hpcai.dist.mesh import Mesh
 from hpcai.errors import ConfigError, MeshError
 from hpcai.parallel.replicate import sum_over
 from hpcai.settings import StepConfig, TrainConfig
+from hpcai.train.evaluation import _twin, scoring
 from hpcai.train.loop import Result, fit
 from hpcai.train.step import Step
 from tests.ranks.launch import on_ranks
@@ -129,20 +131,20 @@ def test_training_does_not_stop_for_an_evaluation(tmp_path: Path, axes: dict[str
     assert steps == 3 * EVERY == done.stat().st_size and [step for step, _ in rows] == [EVERY, 2 * EVERY, 3 * EVERY]
 
 
-def target(mesh: Mesh, evaluate: str) -> tuple[str, list[int], int, list[str]]:
+def target(mesh: Mesh, evaluate: str) -> tuple[str, list[int], int]:
     def slow(model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
         time.sleep(0.005)
         return metric(model, batch)
 
     cfg = {"epochs": 200, "metric": "mae", "target": 2.0, "report_every": 1}
     result = run(mesh, evaluate, slow, cfg)
-    return result.reason, [r.step for r in result.evaluations], result.progress.step, []
+    return result.reason, [r.step for r in result.evaluations], result.progress.step
 
 
 @pytest.mark.parametrize("axes, how", [({"replicate": 2}, "background"), ({"replicate": 2, "evaluate": 1}, "wait")])
 def test_a_run_stops_on_all_ranks_when_a_result_reaches_the_target(axes: dict[str, int], how: str) -> None:
     found = on_ranks(axes, target, how)
-    for reason, steps, last, _ in found[:2]:
+    for reason, steps, last in found[:2]:
         assert reason == "target" and steps[0] == EVERY
         assert EVERY <= last == found[0][2] < 200 * EVERY, "all ranks stop at the same step, soon after the one that was scored"
     assert all(reason == "target" for reason, *_ in found)
@@ -166,12 +168,8 @@ def test_evaluation_on_all_ranks_and_on_ranks_of_its_own_at_once_is_refused() ->
         Mesh({"evaluate": 4}, 4)
     with pytest.raises(MeshError, match="mesh.evaluate is 3, but a copy of the model takes 2; give a multiple of 2"):
         Mesh({"replicate": -1, "depth": 2, "evaluate": 3}, 7)
-    mesh = Mesh({})
-    mesh.sizes["evaluate"] = 1
     step = Step(Network(), loss, StepConfig(), Mesh({}))
-    step.mesh = mesh
-    from hpcai.train.evaluation import scoring
-
+    step.mesh.sizes["evaluate"] = 1
     with pytest.raises(ConfigError, match="train.evaluate is background, but mesh.evaluate gives it processes"):
         scoring(step, metric, [], "background")
     with pytest.raises(ConfigError, match="mesh.evaluate is 1, but nothing is evaluated"):
@@ -201,20 +199,18 @@ def test_validation_samples_are_read_once_when_they_are_kept() -> None:
         def news(self) -> list[str]:
             return []
 
-    torch.manual_seed(0)
-    step = Step(Network(), loss, StepConfig(), Mesh({}))
-    cfg = TrainConfig(epochs=3, keep_validation=True)
-    kept = fit(step, batches(6, 8, 1), cfg, validation=Counted(), evaluate=metric)
-    assert len(read) == 1
-    torch.manual_seed(0)
-    step = Step(Network(), loss, StepConfig(), Mesh({}))
-    anew = fit(step, batches(6, 8, 1), TrainConfig(epochs=3), validation=Counted(), evaluate=metric)
-    assert [r.values for r in kept.evaluations] == [r.values for r in anew.evaluations]
+    found = []
+    for keep, times in ((True, 1), (False, 3)):
+        read.clear()
+        torch.manual_seed(0)
+        step = Step(Network(), loss, StepConfig(), Mesh({}))
+        cfg = TrainConfig(epochs=3, keep_validation=keep)
+        found.append([r.values for r in fit(step, batches(6, 8, 1), cfg, validation=Counted(), evaluate=metric).evaluations])
+        assert len(read) == times
+    assert found[0] == found[1]
 
 
 def hooks(mesh: Mesh) -> tuple[int, int, bool]:
-    from hpcai.train.evaluation import _twin
-
     step = Step(Network(), loss, StepConfig(shard="optimizer"), mesh)
     twin = _twin(step.model)
     counts = [sum(len(module._forward_pre_hooks) for module in model.modules()) for model in (step.model, twin)]
@@ -228,8 +224,6 @@ def test_the_model_that_is_scored_beside_waits_for_no_weights_of_the_one_that_tr
 
 def test_the_thread_beside_the_training_never_clears_the_cache_of_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which would take a lock that the training may hold while it waits for the interpreter."""
-    import threading
-
     threads: list[str] = []
     clear = torch.clear_autocast_cache
     monkeypatch.setattr(torch, "clear_autocast_cache", lambda: (threads.append(threading.current_thread().name), clear())[1])

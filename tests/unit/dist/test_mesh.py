@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+import torch.distributed as torch_dist
 
-from hpcai.dist.mesh import AXES, Mesh
+from hpcai.dist import collect
+from hpcai.dist.mesh import AXES, Axis, Mesh
 from hpcai.errors import MeshError
 from tests.ranks.launch import on_ranks
 
@@ -52,8 +54,6 @@ def test_the_last_axis_varies_fastest() -> None:
 
 
 def test_the_backend_of_a_group_of_several_is_that_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hpcai.dist import Axis, collect
-
     cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
     assert collect.backend(cuda, Axis("alone")) == "none"
     axis = Axis("replicate", 2, 0, object())  # type: ignore[arg-type]
@@ -63,8 +63,6 @@ def test_the_backend_of_a_group_of_several_is_that_of_the_device(monkeypatch: py
 
 
 def ranks_of(mesh: Mesh) -> tuple[bool, bool, int, int, tuple[int, ...], list[int]]:
-    import torch.distributed as torch_dist
-
     link = torch_dist.get_process_group_ranks(mesh.link.group) if mesh.link.group else []
     axes = (mesh["replicate"].rank, mesh["replicate"].size, mesh["depth"].rank, mesh["depth"].size, mesh.everyone.size)
     return mesh.trains, mesh.is_first, mesh.rank, mesh.world, axes, link
@@ -82,8 +80,6 @@ def test_the_last_ranks_only_evaluate_with_axes_of_their_own() -> None:
 
 
 def halves(mesh: Mesh) -> list[list[int]]:
-    import torch.distributed as torch_dist
-
     axes = mesh.split("replicate", 2, "step.shard_within")
     return [torch_dist.get_process_group_ranks(axis.group) if axis.group else [axis.size] for axis in axes]
 

@@ -1,6 +1,7 @@
 """A checkpoint is whole or not there; resuming puts everything back."""
 
 import errno
+import io
 import json
 import os
 import random
@@ -15,7 +16,7 @@ from torch import nn
 
 from hpcai import dist
 from hpcai.dist.mesh import Mesh
-from hpcai.errors import CheckpointError
+from hpcai.errors import CheckpointError, DivergedError
 from hpcai.parallel.replicate import sum_over
 from hpcai.settings import CheckpointConfig, StepConfig
 from hpcai.train import checkpoint, rng
@@ -138,15 +139,15 @@ def test_old_ones_are_removed_after_the_new_one_is_whole(tmp_path: Path) -> None
     assert [p.name for p in kept.found()] == ["step-00000003", "step-00000004"]
 
 
+def full(*args: Any, **words: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def test_a_full_disk_is_told_and_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     step, kept = new_step(), keeper(tmp_path)
     train(step, 1)
     kept.save(step, Progress(step=1))
     for place in ("write_data", "finish"):
-
-        def full(*args: Any, **words: Any) -> None:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
         with monkeypatch.context() as patch:
             patch.setattr(checkpoint._Writer, place, full)
             with pytest.raises(
@@ -204,64 +205,45 @@ def test_nothing_in_a_checkpoint_is_a_pickle_but_tensors(tmp_path: Path) -> None
         for name, entry in index.items():
             for chunk in entry["chunks"]:
                 file.seek(chunk["at"])
-                import io
-
                 tensor = torch.load(io.BytesIO(file.read(chunk["bytes"])), weights_only=True)
                 assert list(tensor.shape) == chunk["sizes"], name
 
 
-def write_and_read(mesh: Mesh, path: str, write: bool) -> list[float]:
-    step = new_step(mesh, optimizer="adamw")
+def write_or_read(mesh: Mesh, path: str, write: bool) -> tuple[list[float], list[float], list[str]]:
+    """What is in a checkpoint, what follows after one more step, and what there was to note."""
+    step, kept = new_step(mesh, optimizer="adamw"), keeper(Path(path), mesh)
     if write:
         torch.manual_seed(100 + mesh.rank)
         train(step, 2)
-        keeper(Path(path), mesh).save(step, Progress(step=2, sample=8))
-        train(step, 1)
+        kept.save(step, Progress(step=2, sample=8))
     else:
-        kept = keeper(Path(path), mesh)
-        progress = kept.resume(step)
-        assert progress == Progress(step=2, sample=8)
-        if kept.notes:
-            assert "random numbers start anew" in kept.notes[0]
-            return sums(step)
-        train(step, 1)
-    return sums(step)
+        assert kept.resume(step) == Progress(step=2, sample=8)
+    before = sums(step)
+    train(step, 1)
+    return before, sums(step), kept.notes
 
 
 @pytest.mark.parametrize("axes", [{"replicate": 2}, {"replicate": 4}, {"replicate": 2, "depth": 2}], ids=str)
 def test_every_rank_gets_its_own_random_numbers_back(tmp_path: Path, axes: dict[str, int]) -> None:
-    before = on_ranks(axes, write_and_read, str(tmp_path), True)
-    assert on_ranks(axes, write_and_read, str(tmp_path), False) == before
+    before = on_ranks(axes, write_or_read, str(tmp_path), True)
+    assert on_ranks(axes, write_or_read, str(tmp_path), False) == before
 
 
 @pytest.mark.parametrize("writers, readers", [(2, 4), (4, 1), (1, 2)])
 def test_another_number_of_ranks_reads_the_same_weights_and_moments(tmp_path: Path, writers: int, readers: int) -> None:
-    def saved(mesh: Mesh) -> list[float]:
-        step = new_step(mesh, optimizer="adamw")
-        torch.manual_seed(100 + mesh.rank)
-        train(step, 2)
-        keeper(tmp_path, mesh).save(step, Progress(step=2, sample=8))
-        return sums(step)
-
-    expected = on_ranks({"replicate": writers}, saved, fresh=True)[0]
-    for rank in on_ranks({"replicate": readers}, write_and_read, str(tmp_path), False):
-        assert rank == expected
+    expected = on_ranks({"replicate": writers}, write_or_read, str(tmp_path), True)[0][0]
+    for found, _, notes in on_ranks({"replicate": readers}, write_or_read, str(tmp_path), False):
+        assert found == expected and "random numbers start anew" in notes[0]
 
 
 def fails_on_one(mesh: Mesh, path: str) -> str:
     step = new_step(mesh)
     train(step, 1)
     if mesh.rank == 1:
-
-        def full(*args: Any, **words: Any) -> None:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
         checkpoint._Writer.write_data = full  # type: ignore[method-assign]
-    try:
+    with pytest.raises(CheckpointError) as problem:
         keeper(Path(path), mesh).save(step, Progress(step=1))
-    except CheckpointError as problem:
-        return str(problem)
-    return "saved"
+    return str(problem.value)
 
 
 def test_a_disk_that_is_full_on_one_rank_stops_the_save_on_all(tmp_path: Path) -> None:
@@ -292,8 +274,6 @@ def test_a_checkpoint_of_before_is_read_where_each_parameter_had_a_count(
 
 
 def test_a_run_that_goes_on_counts_its_steps_from_the_first(tmp_path: Path) -> None:
-    from hpcai.errors import DivergedError
-
     step = new_step()
     train(step, 3)
     keeper(tmp_path).save(step, Progress(step=3))

@@ -1,11 +1,10 @@
-"""From settings to parts of a step: what is compiled is told and kept for later jobs; what contradicts itself is refused."""
+"""From settings to parts of a step: what is compiled is told and kept for later jobs."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 from torch import nn
 
 from hpcai import dist
@@ -69,21 +68,6 @@ def test_compiled_code_is_stored_by_the_first_process_and_found_by_the_next_job(
 def test_blocks_of_a_model_without_repeated_blocks_are_refused() -> None:
     with pytest.raises(ConfigError, match="whole"):
         Step(nn.Sequential(nn.Linear(8, 4), nn.Tanh()), loss, StepConfig(compile="blocks"), dist.alone())
-
-
-@pytest.mark.parametrize(
-    "words, text",
-    [
-        ({"precision": "fp64", "moments": "bf16"}, "moments bf16 with precision fp64"),
-        ({"capture": "whole", "shard": "weights"}, "capture whole with shard weights cannot be done"),
-        ({"shard": "optimizer", "shard_within": 1}, "greater than or equal to 2"),
-        ({"shard_within": 2}, "shard_within is 2, but nothing is divided"),
-        ({"compile_cache": Path("x")}, "compile_cache is given, but nothing is compiled"),
-    ],
-)
-def test_settings_that_contradict_each_other_are_refused_before_anything_starts(words: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValidationError, match=text):
-        StepConfig(**words)
 
 
 def test_where_nothing_can_be_divided_the_plain_form_is_used() -> None:

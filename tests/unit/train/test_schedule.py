@@ -31,17 +31,3 @@ def test_rates_stay_between_zero_and_the_peak(per_epoch: int, steps: int, warmup
     assert all(0 <= r <= 0.7 * (1 + 1e-12) for r in rates)
     begun = [r for s, r in enumerate(rates) if s / per_epoch >= warmup]
     assert all(a >= b - 1e-12 for a, b in zip(begun, begun[1:]))
-
-
-@pytest.mark.parametrize(
-    "words, text",
-    [
-        ({"decay": "steps"}, "needs decay_at"),
-        ({"decay": "steps", "decay_at": (1.0,), "decay_to": ()}, "give one factor per epoch"),
-        ({"decay": "steps", "decay_at": (3.0, 1.0), "decay_to": (0.5, 0.1)}, "must rise"),
-        ({"decay_at": (3.0,), "decay_to": (0.5,)}, "they need decay: steps"),
-    ],
-)
-def test_contradictions(words: dict, text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        ScheduleConfig(**words)
