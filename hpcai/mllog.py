@@ -9,6 +9,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -78,9 +79,7 @@ def counted_in(unit: str, path: str) -> Rule:
     return found
 
 
-def in_steps(path: str) -> Rule:
-    """A length of the schedule, in steps."""
-    return counted_in("steps", path)
+in_steps = partial(counted_in, "steps")
 
 
 def scheduler(setting: Setting) -> Any:

@@ -17,8 +17,8 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -80,21 +80,18 @@ def start(axes: Any) -> Iterator[Mesh]:
     _check_unannounced(here)
     if torch_dist.is_initialized():
         raise LaunchError("torch.distributed is initialised already; start() makes the process group itself")
-    here, job = (here, None) if here.world == 1 else _meet(here)
-    if job is None or here.world is None:
+    here, watch = (here, None) if here.world == 1 else _meet(here)
+    assert here.world is not None
+    with watch or nullcontext():
         where = _device(here)
         _settle(where, here)
-        yield Mesh(sizes, 1, 0, where)
-        return
-    with job.watch:
-        where = _device(here)
-        _settle(where, here)
-        backend = "gloo"
-        if where.type == "cuda":
-            _claim(where, here, job.store)
-            backend = "cpu:gloo,cuda:" + ("gloo" if _share_gpu() else "nccl")
-        group = torch_dist.PrefixStore("group", job.store)
-        torch_dist.init_process_group(backend, store=group, rank=here.rank, world_size=here.world, timeout=_timeout())
+        if watch is not None:
+            backend = "gloo"
+            if where.type == "cuda":
+                _claim(where, here, watch.store)
+                backend = "cpu:gloo,cuda:" + ("gloo" if _share_gpu() else "nccl")
+            group = torch_dist.PrefixStore("group", watch.store)
+            torch_dist.init_process_group(backend, store=group, rank=here.rank, world_size=here.world, timeout=_timeout())
         yield Mesh(sizes, here.world, here.rank, where)
 
 
@@ -107,17 +104,11 @@ def _check_unannounced(here: Place) -> None:
         )
 
 
-@dataclass(frozen=True)
-class _Job:
-    store: torch_dist.Store
-    watch: Watch
-
-
 class _MPIError(LaunchError):
     """There is no MPI library, or it belongs to another launcher: the same on every rank of a node."""
 
 
-def _meet(here: Place) -> tuple[Place, _Job | None]:
+def _meet(here: Place) -> tuple[Place, Watch | None]:
     """Reach the other ranks. Until then they cannot hear one another, so a refusal must end this process by itself."""
     comm = None
     try:
@@ -131,7 +122,7 @@ def _meet(here: Place) -> tuple[Place, _Job | None]:
         address, store = _open_store(here, comm)
         assert here.world is not None
         abort = os._exit if comm is None else comm.Abort
-        return here, _Job(store, Watch(here.rank, here.world, address, store, abort))
+        return here, Watch(here.rank, here.world, address, store, abort)
     except (LaunchError, OSError, RuntimeError) as error:
         if here.rank > 0:
             time.sleep(2)  # the error is mostly the same on all: rank 0 speaks first, and most launchers then stop the rest

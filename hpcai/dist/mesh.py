@@ -12,6 +12,8 @@ import torch.distributed as torch_dist
 from hpcai.errors import MeshError
 from hpcai.settings import AXES
 
+_CUT = AXES[:-1]  # those of processes that do the same work, replicate first
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -39,7 +41,7 @@ class Mesh:
         if unknown:
             raise MeshError(f"mesh has no axis {unknown[0]!r}; it has {', '.join(AXES)}")
         self.device = device if device is not None else torch.device("cpu")
-        cut = {name: sizes.get(name, 1) for name in AXES if name != "evaluate"}
+        cut = {name: sizes.get(name, 1) for name in _CUT}
         evaluate = sizes.get("evaluate", 0)
         if evaluate >= world and evaluate:
             raise MeshError(f"mesh.evaluate is {evaluate}, which leaves no process to train; {world} were started")
@@ -56,12 +58,11 @@ class Mesh:
         first, shapes = 0, []
         for part in parts:
             count = math.prod(part.values())
-            shapes.append(torch.arange(first, first + count).reshape([part[name] for name in AXES if name != "evaluate"]))
+            shapes.append(torch.arange(first, first + count).reshape([part[name] for name in _CUT]))
             first += count
         self._ranks = shapes
-        self._axes = {name: self._axis(name, (name,)) for name in AXES if name != "evaluate"}
-        self.copy = self._axis("copy", tuple(name for name in AXES if name not in ("replicate", "evaluate")))
-        self.everyone = self._axis("everyone", tuple(name for name in AXES if name != "evaluate"))
+        self._axes = {name: self._axis(name, (name,)) for name in _CUT}
+        self.copy, self.everyone = self._axis("copy", _CUT[1:]), self._axis("everyone", _CUT)
         self.link = self._link() if evaluate else Axis("link")
         self._aside: dict[str, Axis] = {}
         self._split: dict[tuple[str, int], tuple[Axis, Axis]] = {}
@@ -132,8 +133,7 @@ class Mesh:
         """The ranks of an axis, of ``copy`` or of ``everyone``, with a channel of their own between hosts, for a thread beside the
         training. The first call is made by every process of the job together."""
         if name not in self._aside:
-            several = {"everyone": AXES, "copy": tuple(n for n in AXES if n != "replicate")}
-            names = tuple(n for n in several.get(name, (name,)) if n != "evaluate")
+            names = {"everyone": _CUT, "copy": _CUT[1:]}.get(name, (name,))
             self._aside[name] = self._axis(f"{name} aside", names, backend="gloo")
         return self._aside[name]
 

@@ -44,7 +44,7 @@ class Watch:
 
     def __init__(self, rank: int, world: int, address: str, store: torch_dist.Store, abort: Callable[[int], Any]) -> None:
         self._rank, self._name = rank, f"rank {rank} on {socket.gethostname()}"
-        self._abort = abort
+        self.store, self._abort = store, abort
         self._lock, self._answered = threading.Lock(), threading.Event()
         self._failing = self._stopping = self._leaving = self._printed = False
         self._words = ""
