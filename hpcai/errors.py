@@ -10,7 +10,7 @@ class ConfigError(HpcaiError, ValueError):
 
 
 class LaunchError(HpcaiError, RuntimeError):
-    """The processes of a job do not agree on who they are, or cannot reach one another."""
+    """The processes of a job do not agree on their places in it, or cannot reach one another."""
 
 
 class MeshError(HpcaiError, ValueError):

@@ -293,7 +293,7 @@ class JsonLines:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lines: Lines | None = None
-        self._early: list[str] = []                      # before `start` nobody knows whether the run goes on or is new
+        self._early: list[str] = []                      # before `start` it is not known whether the run goes on or is new
         self._start: Event | None = None
 
     def write(self, event: Event) -> None:

@@ -146,7 +146,7 @@ class Watch:
 @dataclass(eq=False)
 class _Member:
     line: socket.socket
-    rank: int = -1  # until it has said who it is
+    rank: int = -1  # until it has told its rank
     name: str = ""
     left: bool = False
     code: int | str | None = None  # its exit code, once it has left
@@ -242,7 +242,7 @@ class _Hub:
 
 def shout(text: str) -> None:
     """Write whole lines to stderr at once, from any thread, past Python's buffers and their locks."""
-    with suppress(OSError):  # nobody reads any more
+    with suppress(OSError):  # stderr may be closed
         os.write(2, (text.rstrip("\n") + "\n").encode(errors="replace"))
 
 

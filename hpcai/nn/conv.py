@@ -78,8 +78,8 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _would_lose_gradients(x: Tensor, weight: Tensor) -> bool:
-    """Whether oneDNN's gradient of the weights would hold memory that nobody wrote: it does in bfloat16 on a CPU where a volume is
-    less deep than the kernel (torch 2.13: depth 2 with a kernel of 3, 3 and 4 with one of 5). So small a volume costs little in
+    """Whether oneDNN's gradient of the weights would hold unwritten memory, as it does in bfloat16 on a CPU where a volume is less
+    deep than the kernel (torch 2.13: depth 2 with a kernel of 3, 3 and 4 with one of 5). So small a volume costs little in
     float32."""
     narrow = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
     return x.device.type == "cpu" and x.shape[-3] < weight.shape[2] and (narrow or weight.dtype == torch.bfloat16)

@@ -125,7 +125,7 @@ class Cut:
         return tuple(end - first for first, end in parts)
 
     def whole(self, layer: str, held: Sequence[int]) -> Sizes:
-        """Sizes of the whole of which a layer's input is a part."""
+        """Sizes of the whole, from those of the part that is a layer's input."""
         table = self.known.get(layer, {})
         if tuple(held) in table:
             return table[tuple(held)]

@@ -1,4 +1,4 @@
-"""From settings to parts of a step: what ``auto`` means on this machine, and how gradients are summed."""
+"""What settings mean for a step: what ``auto`` chooses on this machine, and how gradients are summed."""
 
 from typing import Any
 

@@ -228,7 +228,7 @@ class Elsewhere(Beside):
         return [Scored(s.position, *parts) for s, parts in zip(scored, told)]
 
     def close(self, reason: str) -> None:
-        for _, future in self._under_way:  # nobody asks for these any more, but they end before the others hear of the end
+        for _, future in self._under_way:  # these are not asked for any more, but end before the others hear of the end
             future.exception()
         if self.step.mesh.link.size > 1:
             agree({"end": reason}, self.step.mesh.link)
@@ -248,7 +248,7 @@ def scoring(step: Step, metric: Metric | None, validation: Any, how: Literal["wa
 
 
 def serve(step: Step, metric: Metric, validation: Any) -> str:
-    """On processes of ``mesh.evaluate``: evaluate the weights that come, until the training ends -> why it ended."""
+    """Evaluate the weights that come, on the processes of ``mesh.evaluate``, until the training ends -> why it ended."""
     mesh: Mesh = step.mesh
     state = list(step.model.state_dict().values())
     word: dict[str, Any] = {}

@@ -16,7 +16,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 class StopSignals:
     """Within the context, SIGTERM, SIGUSR1 and SIGUSR2 ask the run to stop; ``agreed()`` tells all processes in the same step.
 
-    The vote of one step is counted while the next one runs, so nobody waits for it: a sum of one integer between the hosts.
+    The vote of one step is a sum of one integer between the hosts. It is counted while the next step runs, so that none waits.
     """
 
     def __init__(self, mesh: Mesh) -> None:

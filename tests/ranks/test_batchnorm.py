@@ -24,7 +24,7 @@ STEPS = 3
 
 
 class Network(nn.Module):
-    """With torch's batch norms and ours, a rectifier and a sum inside, a norm without weights, and one that keeps no statistics."""
+    """Has torch's batch norms and ours, with a rectifier and a sum, one without weights and one that keeps no statistics."""
 
     def __init__(self) -> None:
         super().__init__()

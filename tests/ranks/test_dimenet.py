@@ -21,7 +21,7 @@ SHARES = {1: [7], 2: [5, 2], 4: [1, 3, 1, 2]}  # structures of each copy
 
 
 def batch(parts: list[tuple[int, Structure]]) -> Batch:
-    """With energies, forces and free atoms that follow from the structure's number alone."""
+    """A batch whose energies, forces and free atoms follow from the structures' numbers alone."""
     energy, forces, free = [], [], []
     for number, part in parts:
         generator, count = torch.Generator().manual_seed(number), len(part.positions)

@@ -1,4 +1,4 @@
-"""Ranks that hold one sample together get the same samples, each only its part; late ones are known to all; nobody hangs."""
+"""Ranks that hold one sample together get the same samples, each only its part; late ones are known to all; no rank hangs."""
 
 import time
 from pathlib import Path

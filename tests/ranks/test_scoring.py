@@ -223,7 +223,7 @@ def test_the_model_that_is_scored_beside_waits_for_no_weights_of_the_one_that_tr
 
 
 def test_the_thread_beside_the_training_never_clears_the_cache_of_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which would take a lock that the training may hold while it waits for the interpreter."""
+    """Clearing it takes a lock that the training may hold while it waits for the interpreter."""
     threads: list[str] = []
     clear = torch.clear_autocast_cache
     monkeypatch.setattr(torch, "clear_autocast_cache", lambda: (threads.append(threading.current_thread().name), clear())[1])

@@ -38,7 +38,7 @@ class Block(nn.Module):
 
 
 class Network(nn.Module):
-    """With a channels-last weight, repeated blocks, and sizes that do not divide by 2 or 4."""
+    """Has a channels-last weight, repeated blocks, and sizes that do not divide by 2 or 4."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def train(step: Step, first: int = 0, steps: int = STEPS) -> None:
 
 
 def whole(tensor: Any) -> Any:
-    """As an array: a tensor would travel between processes as a file that ends with its process."""
+    """The whole tensor as an array: a tensor would travel between processes as a file that ends with its process."""
     full = (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach()
     return full.double().numpy().copy()
 

@@ -28,7 +28,7 @@ def filled(model: nn.Module) -> nn.Module:
 
 
 def compare(mesh: Mesh, make: Any, size: tuple[int, ...], channels: int, words: dict[str, Any], passes: int = 2) -> None:
-    """Cut and whole, forward and backward, on every rank; of as many samples as passes."""
+    """Compare cut and whole, forward and backward, on every rank, with as many samples as passes."""
     whole = filled(make())
     model = deepcopy(whole)
     keys = list(model.state_dict())
@@ -126,7 +126,7 @@ class Single(nn.Module):
 
 
 class Made:
-    """Of a layer's class and words, or of a layer; can be sent to another process."""
+    """Makes a network of a layer's class and words, or of a layer; can be sent to another process."""
 
     def __init__(self, kind: Any, words: dict[str, Any]) -> None:
         self.kind, self.words = kind, words

@@ -58,7 +58,7 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 
 def held() -> tuple[int, list[str]]:
-    """Descriptors and threads of Python's."""
+    """The number of open descriptors, and Python's threads."""
     return len(os.listdir("/proc/self/fd")), sorted(thread.name for thread in threading.enumerate())
 
 
@@ -73,7 +73,7 @@ def flip(pending: Any, block: np.ndarray) -> Any:
 
 
 def staged(mesh: Mesh, source: Path, target: Path, per_node: int, how: dict[str, Any]) -> tuple[Staged | str, float, int]:
-    """What came of it, or the text of the refusal; the seconds that it took; descriptors that it left open."""
+    """The result, or the text of the refusal; the seconds that it took; descriptors that it left open."""
     how = dict(how)
     rank, bad, grief = mesh.rank, how.pop("rank", None), how.pop("grief", "")
     node = how.pop("node", [f"node{rank // per_node}"] * mesh.world)[rank]
@@ -232,7 +232,7 @@ def test_descriptors_do_not_add_up(source: Path, tmp_path: Path) -> None:
 
 
 def many_times(mesh: Mesh, source: Path, target: Path) -> list[int]:
-    """Descriptors left open by each of four runs, of which the first opens some for good."""
+    """Descriptors left open by each of four runs; the first opens some for good."""
     found = []
     for i in range(4):
         how = {"grief": "read", "rank": 1} if i == 2 else {}
@@ -288,7 +288,7 @@ def reads_until_stop(mesh: Mesh, source: Path, target: Path, shards: int) -> int
 
 @pytest.mark.parametrize("indexed", [True, False])
 def test_damage_on_the_way(source: Path, tmp_path: Path, indexed: bool) -> None:
-    """By the index, and without one by what each block's reader says."""
+    """The index tells it; without one, what each block's reader says."""
     for path in (source / ("validation" if indexed else "train")).iterdir():
         path.unlink()
     text = fails(source, tmp_path / "target", 2, 1, grief="flip", rank=1)

@@ -183,20 +183,13 @@ finished, target reached at step 640/640 after 1:02:05, 20,480 samples
 """
 
 
-def test_a_job_log_gets_one_plain_line_per_event() -> None:
+@pytest.mark.parametrize("notebook", [False, True])
+def test_a_job_log_and_a_notebook_get_one_plain_line_per_event(notebook: bool) -> None:
     stream = io.StringIO()
-    terminal = Terminal(stream)
+    terminal = Terminal(stream, Console(file=stream, force_terminal=True, force_jupyter=True) if notebook else None)
     for event in EVENTS:
         terminal.write(event)
     terminal.close()
-    assert stream.getvalue() == LINES
-
-
-def test_a_notebook_gets_the_plain_lines_too() -> None:
-    stream = io.StringIO()
-    terminal = Terminal(stream, Console(file=stream, force_terminal=True, force_jupyter=True))
-    for event in EVENTS:
-        terminal.write(event)
     assert stream.getvalue() == LINES
 
 

@@ -1,4 +1,4 @@
-"""Every rank says who it is and what it computed with the others, one JSON line each."""
+"""Every rank says its place and what it computed with the others, one JSON line each."""
 
 import json
 import os

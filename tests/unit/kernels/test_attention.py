@@ -40,7 +40,7 @@ def test_attention(bytes_: int, biased: bool, turned: bool, monkeypatch: pytest.
 
 
 def test_what_attention_gives_back_lies_as_what_it_was_given() -> None:
-    """So that a transposed alignment is not copied on the way back."""
+    """A transposed alignment is then not copied on the way back."""
     qkvg = torch.randn(1, 4, 5, 4, 2, 3).transpose(1, 2).requires_grad_()
     out = attention.gated_attention(qkvg, torch.zeros(6), torch.ones(1, 5, 4))
     assert out.transpose(1, 2).is_contiguous()

@@ -15,7 +15,7 @@ FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 class Seam(nn.Module):
-    """As over an axis of one process."""
+    """Adds nothing, as over an axis of one process."""
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         return value

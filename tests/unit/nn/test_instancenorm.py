@@ -14,7 +14,7 @@ FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 class Seam(nn.Module):
-    """As over an axis of one process; or of several, of which ``heard`` is what the others say."""
+    """Adds nothing, as over an axis of one process, or what the other processes of several say: ``heard``."""
 
     def __init__(self, heard: list[torch.Tensor] | None = None) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ def run(norm: Any, x: torch.Tensor, dy: torch.Tensor, relu: bool = False) -> lis
 
 
 def plain(norm: Any, x: torch.Tensor, dy: torch.Tensor, relu: bool) -> list[torch.Tensor]:
-    """In contiguous memory: torch 2.13's gradient of an instance norm of one sample is wrong on a CPU for a channels-last one."""
+    """``run`` in contiguous memory, because torch 2.13's gradient for one channels-last sample is wrong on a CPU."""
     return run(norm, x.contiguous(), dy.contiguous(), relu)
 
 

@@ -17,7 +17,7 @@ from tests.tape import Tape
 
 
 class Network(nn.Module):
-    """With a buffer that every pass changes, and dropout."""
+    """A network with a buffer that every pass changes, and dropout."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()

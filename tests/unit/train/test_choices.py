@@ -1,4 +1,4 @@
-"""From settings to parts of a step: what is compiled is told and kept for later jobs."""
+"""A step that is compiled says so, and keeps the code for later jobs; what cannot be divided is not."""
 
 from pathlib import Path
 from typing import Any

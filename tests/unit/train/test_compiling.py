@@ -198,7 +198,6 @@ def test_a_damaged_or_foreign_archive_is_ignored_with_a_reason_and_written_anew(
 
 
 def test_a_sequence_of_torch_layers_alone_is_compiled_too() -> None:
-    torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
     x = torch.randn(4, 8)
     expected, keys = model(x), list(model.state_dict())
