@@ -1,0 +1,219 @@
+"""Our norms are torch's norms, then a sum and a rectifier, also where several processes share their statistics."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hpcai.kernels import batchnorm
+from hpcai.nn import BatchNorm, InstanceNorm
+
+FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+BATCH = {3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d, 2: nn.BatchNorm1d}
+INSTANCE = {3: nn.InstanceNorm1d, 4: nn.InstanceNorm2d, 5: nn.InstanceNorm3d}
+
+
+class Seam(nn.Module):
+    """Adds nothing, as over an axis of one process, or what the other processes of several say: ``heard``."""
+
+    def __init__(self, heard: list[torch.Tensor] | None = None) -> None:
+        super().__init__()
+        self.heard, self.said = iter(heard or []), []  # type: ignore[var-annotated]
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        self.said.append(value.clone())
+        return value.add_(next(self.heard, 0))
+
+
+def pair(kind: type, ndim: int, relu: bool, dtype: torch.dtype, seam: bool = False, channels: int = 5, **words: Any) -> Any:
+    """torch's norm and ours, with the same weights."""
+    theirs = INSTANCE[ndim](channels, affine=True) if kind is InstanceNorm else BATCH[ndim](channels, **words)
+    ours = kind(channels, relu, **words).to(dtype)
+    for parameter in theirs.to(dtype).parameters():
+        nn.init.normal_(parameter)
+    assert list(theirs.state_dict()) == list(ours.state_dict())
+    ours.load_state_dict(theirs.state_dict())
+    ours.total = Seam() if seam else ours.total
+    return theirs, ours
+
+
+def run(norm: Any, dy: torch.Tensor, x: torch.Tensor, plus: torch.Tensor | None = None) -> list[torch.Tensor]:
+    """The output, its gradients by input, sum and weights, and the running statistics."""
+    leaves = [t.detach().clone().requires_grad_() for t in (x, plus) if t is not None]
+    y = norm(*leaves)
+    dy = dy.contiguous() if isinstance(norm, Plain) else dy
+    return [t.detach().clone() for t in (y, *torch.autograd.grad(y, [*leaves, *norm.parameters()], dy), *norm.buffers())]
+
+
+class Plain(nn.Module):
+    """torch's norm, then the sum and the rectifier, in contiguous memory: torch 2.13's gradient of an instance norm of one
+    channels-last sample is wrong on a CPU."""
+
+    def __init__(self, norm: nn.Module, relu: bool) -> None:
+        super().__init__()
+        self.norm, self.relu = norm, relu
+
+    def forward(self, x: torch.Tensor, plus: torch.Tensor | None = None) -> torch.Tensor:
+        y = self.norm(x.contiguous())
+        y = y if plus is None else y + plus
+        return y.relu() if self.relu else y
+
+
+CASES = [
+    (BatchNorm, (2, 5, 6, 4)), (BatchNorm, (3, 5)), (BatchNorm, (2, 5, 4, 4, 6)), (BatchNorm, (4, 5, 3)),
+    (InstanceNorm, (1, 5, 4, 3, 6)), (InstanceNorm, (3, 5, 4, 3, 6)), (InstanceNorm, (2, 5, 6, 4)), (InstanceNorm, (1, 5, 7)),
+    (InstanceNorm, (2, 5, 7)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "shape"), CASES, ids=str)
+@pytest.mark.parametrize("seam", [False, True])
+def test_values_gradients_and_statistics_are_torchs(kind: Any, shape: tuple[int, ...], seam: bool) -> None:
+    torch.manual_seed(0)
+    sums = [False, True] if kind is BatchNorm else [False]
+    for relu, plus, last, dtype in itertools.product([False, True], sums, [False, True], [torch.float64, torch.float32]):
+        form = FORMATS.get(len(shape), torch.contiguous_format) if last else torch.contiguous_format
+        x, added, dy = ((c + torch.randn(shape, dtype=dtype)).contiguous(memory_format=form) for c in (3, 0, 0))
+        theirs, ours = pair(kind, len(shape), relu, dtype, seam)
+        given = (x, added) if plus else (x,)
+        small = 1e-12 if dtype == torch.float64 else 3e-5
+        for training in (True, True, False):
+            ours.train(training)
+            expected, found = run(Plain(theirs.train(training), relu), dy, *given), run(ours, dy, *given)
+            for a, b in zip(found, expected, strict=True):
+                torch.testing.assert_close(a, b, rtol=small, atol=small)
+            assert found[0].stride() == found[1].stride() == x.stride(), "memory format is kept"
+        for a, b in zip(run(ours, dy.contiguous(), *given), found, strict=True):
+            torch.testing.assert_close(a, b, rtol=small, atol=small)
+
+
+@pytest.mark.parametrize("words", [{"affine": False}, {"track_running_stats": False}, {"momentum": None}, {"eps": 0.5}], ids=str)
+def test_options_of_torch(words: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    theirs, ours = pair(BatchNorm, 4, True, torch.float64, **words)
+    for training in (True, True, False):
+        ours.train(training)
+        x, dy = torch.randn(2, 3, 5, 4, 4, dtype=torch.float64)
+        for a, b in zip(run(ours, dy, x), run(Plain(theirs.train(training), True), dy, x), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("seam", [False, True])
+@pytest.mark.parametrize("kind, shape", [
+    (BatchNorm, (2, 5, 40, 50)), (InstanceNorm, (1, 5, 10, 20, 10)), (InstanceNorm, (2, 5, 10, 20, 10)),
+], ids=str)  # fmt: skip
+def test_bfloat16_input_has_float32_statistics_and_gradients_of_weights(kind: Any, shape: tuple[int, ...], seam: bool) -> None:
+    torch.manual_seed(0)
+    form = FORMATS[len(shape)]
+    x, dy = ((c + torch.randn(shape)).bfloat16().contiguous(memory_format=form) for c in (100, 0))
+    theirs, ours = pair(kind, len(shape), True, torch.float64, seam)
+    expected, found = run(Plain(theirs, True), dy.double(), x.double()), run(ours.float(), dy, x)
+    assert [t.dtype for t in found[:4]] == [torch.bfloat16] * 2 + [torch.float32] * 2
+    for a, b in zip(found, expected, strict=True):
+        rough = a.dtype == torch.bfloat16
+        torch.testing.assert_close(a.double(), b.double(), rtol=2e-2 if rough else 1e-3, atol=3e-2 if rough else 2e-3)
+
+
+ALONE_AND_SHARED = [(BatchNorm, False), (BatchNorm, True), (InstanceNorm, False), (InstanceNorm, True)]
+
+
+def with_a_sum(kind: Any, *shape: int, **words: Any) -> list[torch.Tensor]:
+    """An input, and for a batch norm what is added to it."""
+    return list(torch.randn(2 if kind is BatchNorm else 1, *shape, **words).unbind())
+
+
+@pytest.mark.parametrize("kind, seam", ALONE_AND_SHARED)
+def test_gradients_are_those_of_finite_differences(kind: Any, seam: bool) -> None:
+    torch.manual_seed(0)
+    _, norm = pair(kind, 5, True, torch.float64, seam, channels=3)
+    inputs = [x.requires_grad_() for x in with_a_sum(kind, 2, 3, 3, 2, 2, dtype=torch.float64)]
+    assert torch.autograd.gradcheck(lambda w, c, *given: torch.func.functional_call(norm, {"weight": w, "bias": c}, given),
+                                    (norm.weight, norm.bias, *inputs))  # fmt: skip
+
+
+@pytest.mark.parametrize("kind, seam", ALONE_AND_SHARED)
+def test_compiled_is_eager(kind: Any, seam: bool) -> None:
+    """Statistics of several processes are left out of what is compiled."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    (_, norm), dy = pair(kind, 5, True, torch.float32, seam), torch.randn(2, 5, 4, 5, 5)
+    inputs = with_a_sum(kind, 2, 5, 4, 5, 5)
+    start = {name: tensor.clone() for name, tensor in norm.state_dict().items()}
+    expected = run(norm, dy, *inputs)
+    norm.load_state_dict(start)
+    for a, b in zip(run(torch.compile(norm, backend="aot_eager", fullgraph=not seam), dy, *inputs), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    if seam:
+        torch._dynamo.reset()
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            torch.compile(norm, backend="aot_eager", fullgraph=True)(*inputs)
+
+
+def test_moments_of_two_halves_are_those_of_the_whole() -> None:
+    """A mean a thousand times the deviation costs no digits: the sums are of squares in float64."""
+    torch.manual_seed(0)
+    x = 1e3 + torch.randn(6, 4, 16, 16)
+    halves = x[:2], x[2:]
+    messages: list[torch.Tensor] = []
+    for half in halves:
+        batchnorm.moments(half, lambda message: messages.append(message.clone()) or message)  # type: ignore[func-returns-value]
+    mean, variance, count = batchnorm.moments(halves[0], lambda message: message.copy_(messages[0] + messages[1]))
+    assert count == 6 * 16 * 16
+    torch.testing.assert_close(mean, x.double().mean((0, 2, 3)).float(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(variance, x.double().var((0, 2, 3), correction=0).float(), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("last", [False, True])
+def test_the_instance_norm_of_a_cut_volume_is_the_whole_one_with_two_messages(batch: int, last: bool) -> None:
+    torch.manual_seed(0)
+    theirs, ours = pair(InstanceNorm, 5, True, torch.float64)
+    x, dy = ((c + torch.randn(batch, 5, 5, 3, 2, dtype=torch.float64)) for c in (2, 0))
+    cuts, form = (slice(0, 4), slice(4, 5)), torch.channels_last_3d if last else torch.contiguous_format
+    said: list[list[torch.Tensor]] = [[], []]
+    for _ in range(3):  # each round one message more is right, first that of the forward pass
+        found, now = [], []
+        for rank, cut in enumerate(cuts):
+            ours.total = seam = Seam(said[1 - rank])
+            found.append(run(ours, *(t[:, :, cut].contiguous(memory_format=form) for t in (dy, x))))
+            now.append(seam.said)
+        said = now
+    assert [len(messages) for messages in said] == [2, 2]
+    for i, expected in enumerate(run(Plain(theirs, True), dy, x)):
+        parts = [f[i] for f in found]
+        torch.testing.assert_close(torch.cat(parts, 2) if i < 2 else sum(parts), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_wrong_shapes_and_one_voxel_in_the_whole_volume_are_refused() -> None:
+    for norm in (BatchNorm(5), InstanceNorm(5)):
+        with pytest.raises(ValueError, match=r"shape \[2, 4, 3, 3\]; expected \[B, 5"):
+            norm(torch.zeros(2, 4, 3, 3))
+    (_, norm), one = pair(InstanceNorm, 5, False, torch.float32), torch.randn(2, 5, 1, 1, 1)
+    for total in (norm.total, Seam()):
+        norm.total = total
+        with pytest.raises(ValueError, match="one value per channel"):
+            norm(one)
+    norm.total = Seam([torch.ones(2 * 2 * 5 + 1, dtype=torch.float64)])
+    assert norm(one).isfinite().all(), "another process has one more"
+
+
+def test_a_sum_over_no_axis_is_no_seam() -> None:
+    norm, x = InstanceNorm(3), torch.randn(1, 3, 4, 4, 4)
+    norm.total = Seam()  # type: ignore[assignment]
+    norm.total.axes = ()  # type: ignore[assignment]
+    norm(x)
+    assert norm.total.said == []
+
+
+@pytest.mark.parametrize("seam", [False, True])
+def test_a_large_channels_last_volume_loses_no_digits(seam: bool) -> None:
+    """torch's batch norm adds its 262,144 rows up in float32, one after the other, and is wrong by 7e-5."""
+    torch.manual_seed(0)
+    theirs, ours = pair(InstanceNorm, 5, False, torch.float32, seam)
+    x, dy = (c + torch.randn(1, 5, 64, 64, 64).contiguous(memory_format=torch.channels_last_3d) for c in (1.0, 0.3))
+    expected = run(Plain(theirs.double(), False), dy.double(), x.double())
+    # The gradient of weights is what is left of terms a thousand times as large.
+    for a, b, small in zip(run(ours, dy, x), expected, (5e-6, 5e-6, 1e-4, 5e-6), strict=True):
+        assert float((a.double() - b).abs().max()) < small * float(b.abs().max())
