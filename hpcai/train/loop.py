@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hpcai.dist.collect import gather_objects
 from hpcai.dist.host import Collector, Gpu, warm_collectives
@@ -138,7 +138,8 @@ class _Training:
         self._reported = self._saved = self.progress.step
         self._start(self.progress.step if resumed else None)
         self.step.model.train()
-        done = self.progress.ended in ("finished", "target") and self._is_over()
+        ended = self.progress.ended
+        done = ended == "target" or (ended == "finished" and self.progress.step >= self.steps)
         warm_collectives(self.mesh)
         folder = self.run.directory
         with (
@@ -148,7 +149,7 @@ class _Training:
             Profile(folder, self.cfg.profile, self.mesh, done=self.progress.step) as self.profile,
         ):
             self._since = (time.perf_counter(), self.progress.seen)
-            reason = self.progress.ended if done else self._epochs(signals)
+            reason = ended if done else self._epochs(signals)
             self.progress.ended = self.result.reason = reason
             if done:
                 self.reports.emit("note", step=self.progress.step, text=f"this run had ended: {reason}; nothing is left to do")
@@ -171,9 +172,6 @@ class _Training:
             where = self._position()
             self.reports.emit("stop", **where, reason="diverged", seconds=self.progress.seconds, target_reached=False)
             raise
-
-    def _is_over(self) -> bool:
-        return self.progress.ended == "target" or self.progress.step >= self.steps
 
     def _epochs(self, signals: StopSignals) -> str:
         while self.progress.step < self.steps:
@@ -362,18 +360,13 @@ class _Training:
         nodes = len(set(gather_objects(socket.gethostname(), self.mesh.everyone)))
         self.reports.emit(
             "start", name=self.run.name, directory=str(self.run.directory or ""), settings=self.run.settings,
-            world=self.mesh.world, nodes=nodes, device=str(self.mesh.device), parameters=_size(self.step.model),
+            world=self.mesh.world, nodes=nodes, device=str(self.mesh.device),
+            parameters=sum(parameter.numel() for parameter in self.step.model.parameters()),
             steps=self.steps, steps_per_epoch=len(self.data), epochs=self.steps / len(self.data), global_batch=self.data.size,
             train_samples=getattr(self.data, "counted", self.data.samples),  # those from which an epoch's are drawn
             validation_samples=getattr(self.validation, "samples", 0), resumed_from=resumed,
         )  # fmt: skip
-        for text in self.checkpoints.notes if self.checkpoints else ():
-            self.reports.emit("note", step=self.progress.step, text=text)
-        for text in self.step.notes:
+        for text in (*(self.checkpoints.notes if self.checkpoints else ()), *self.step.notes):
             self.reports.emit("note", step=self.progress.step, text=text)
         if resumed is not None:
             self.reports.emit("note", step=self.progress.step, text=f"resumed from step {resumed}")
-
-
-def _size(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
