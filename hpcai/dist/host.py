@@ -17,7 +17,7 @@ import torch.distributed as torch_dist
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import ConfigError
 
-_FULL = 10  # every tenth collection is a full one, which is cheap because frozen objects are not looked at
+_FULL = 10  # every tenth collection takes in what survived two others; frozen objects are not looked at, so it costs little
 
 
 class Collector:

@@ -20,7 +20,7 @@ from hpcai.parallel.rows import ALONE, Part, Row, row_of
 
 
 class _CutBucket(Bucket):
-    """A bucket cut into a share for each rank of ``cut``, which updates that."""
+    """A bucket that is cut into one share for each rank of ``cut``; each rank updates its own."""
 
     def __init__(
         self, parameters: dict[str, nn.Parameter], axes: tuple[Axis, ...], decays: bool, dtype: torch.dtype, cut: Axis,
