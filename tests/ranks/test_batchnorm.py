@@ -64,8 +64,10 @@ def loss(model: nn.Module, part: tuple[torch.Tensor, torch.Tensor]) -> dict[str,
 
 def training(mesh: Mesh, group: int, folder: str | None = None) -> dict[str, Any]:
     model = new_model()
-    names = list(model.state_dict())
+    names, tensors = list(model.state_dict()), [*model.parameters(), *model.buffers()]
     group_batch_norm(model, mesh, group)
+    assert all(a is b for a, b in zip(tensors, [*model.parameters(), *model.buffers()], strict=True)), "none is a copy"
+    assert group == 1 or sum(isinstance(norm, BatchNorm) for norm in model.modules()) == 5
     sum_over(model, mesh["depth"])
     step = Step(model, loss, StepConfig(optimizer="sgd", precision="fp64", lr=0.1, clip=1.0, average=0.5 if folder else None), mesh)
     step._share /= mesh["depth"].size
@@ -206,22 +208,6 @@ def messages(mesh: Mesh) -> tuple[int, int, int]:
 
 def test_a_layer_sends_one_message_forward_and_one_backward_and_an_evaluation_one() -> None:
     assert on_ranks({"replicate": 2}, messages) == [(5, 5, 1)] * 2
-
-
-def kept(mesh: Mesh) -> bool:
-    model = new_model()
-    for tensor in model.buffers():
-        tensor.copy_(tensor + 5)
-    before = [*model.parameters(), *model.buffers()]
-    group_batch_norm(model, mesh, 2)
-    after = [*model.parameters(), *model.buffers()]
-    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
-    same = len(before) == len(after) and all(a is b for a, b in zip(before, after))
-    return same and len(norms) == 5 and all(isinstance(norm, BatchNorm) for norm in norms)
-
-
-def test_parameters_and_buffers_are_those_of_the_model_and_no_copies() -> None:
-    assert all(on_ranks({"replicate": 2}, kept))
 
 
 def only_evaluating(mesh: Mesh) -> int:

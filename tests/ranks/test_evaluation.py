@@ -9,27 +9,19 @@ from hpcai.data import Loader
 from hpcai.dist.mesh import Mesh
 from hpcai.settings import StepConfig
 from hpcai.train import Step, evaluate, predict
+from tests.numbers import Numbers
 from tests.ranks.launch import on_ranks
 
 
-class Numbers:
-    def __init__(self, count: int) -> None:
-        self.x = torch.randn(count, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-
-    def __len__(self) -> int:
-        return len(self.x)
-
+class Rows(Numbers):
     def sample(self, index: int, epoch: int) -> torch.Tensor:
-        return self.x[index]
-
-    def describe(self, index: int) -> str:
-        return str(index)
+        return torch.randn(3, dtype=torch.float64, generator=torch.Generator().manual_seed(index))
 
 
 def measured(mesh: Mesh, count: int, batch: int) -> tuple[dict[str, float], list[list[float]]]:
     torch.manual_seed(0)
     step = Step(nn.Linear(3, 2), lambda m, b: {"loss": m(b).mean()}, StepConfig(precision="fp64"), mesh)
-    loader = Loader(Numbers(count), batch, mesh, name="v", shuffle=False, last="keep")
+    loader = Loader(Rows(count), batch, mesh, name="v", shuffle=False, last="keep")
     values = evaluate(step, lambda m, b: {"mean": m(b).mean(), "rms": (m(b).square().sum(), 2 * len(b))}, loader)
     return values, predict(step, lambda m, b: {"y": m(b)}, loader)["y"].tolist()
 

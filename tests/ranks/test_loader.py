@@ -12,6 +12,7 @@ from hpcai.data import Loader, Reader, Rows
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import DataError
 from hpcai.parallel.spatial import Cut
+from tests.numbers import Numbers
 from tests.ranks.launch import on_ranks
 
 MESHES = (
@@ -19,27 +20,16 @@ MESHES = (
 )  # fmt: skip
 
 
-class Numbers:
-    """Some samples are slow, other ones on each rank."""
-
-    def __init__(self, count: int, slow: set[int]) -> None:
-        self.count, self.slow = count, slow
-
-    def __len__(self) -> int:
-        return self.count
-
-    def sample(self, index: int, epoch: int) -> np.ndarray:
-        if index in self.slow:
-            time.sleep(0.05)
-        return np.array(index)
-
-    def describe(self, index: int) -> str:
-        return str(index)
-
-
 def delivered(mesh: Mesh, order: str, stop: int, first: int, late: list[int]) -> tuple[int, list[list[int]], list[int]]:
-    slow = {int(i) for i in np.random.default_rng(mesh.rank).integers(0, 48, 6)}
-    with Loader(Numbers(48, slow), 8, mesh, name="t", order=order, seed=4) as loader:  # type: ignore[arg-type]
+    slow = set(np.random.default_rng(mesh.rank).integers(0, 48, 6).tolist())  # other samples on each rank
+
+    class Slow(Numbers):
+        def sample(self, index: int, epoch: int) -> np.ndarray:
+            if index in slow:
+                time.sleep(0.05)
+            return np.array(index)
+
+    with Loader(Slow(48), 8, mesh, name="t", order=order, seed=4) as loader:  # type: ignore[arg-type]
         row, epoch = [], loader.epoch(0, first, late)
         for _ in range(stop):
             row.append(next(epoch).tolist())
@@ -116,7 +106,7 @@ def test_ranks_that_cut_a_sample_read_their_part_only(tmp_path: Path) -> None:
 def refused(mesh: Mesh, folder: Path) -> str:
     try:
         Rows(folder, {"counts": ("int16", (64, 64, 64, 4))}, reader=Reader())
-        Loader(Numbers(9, set()), 1, mesh, name="t", on_bad_sample="skip")
+        Loader(Numbers(9), 1, mesh, name="t", on_bad_sample="skip")
     except DataError as problem:
         return str(problem)
     return ""
@@ -142,7 +132,7 @@ def failing(mesh: Mesh, broken: int) -> str:
                 raise DataError(f"file 7 ends early, index {index}")
             return np.array(index)
 
-    with Loader(Broken(16, set()), 4, mesh, name="t", shuffle=False, order="ready") as loader:
+    with Loader(Broken(16), 4, mesh, name="t", shuffle=False, order="ready") as loader:
         try:
             for _ in loader.epoch(0):
                 pass

@@ -6,7 +6,8 @@ from torch import nn
 
 from hpcai.dist.mesh import Mesh
 from hpcai.parallel.replicate import GradientSums, sum_over
-from hpcai.settings import StepConfig
+from hpcai.settings import ScheduleConfig, StepConfig
+from hpcai.train.schedule import rate
 from hpcai.train.step import Step
 from tests.ranks.launch import on_ranks
 
@@ -127,9 +128,6 @@ def test_a_parameter_that_one_rank_does_not_use_counts_as_zero_and_nobody_hangs(
 
 
 def trained(mesh: Mesh, steps: int) -> list[float]:
-    from hpcai.settings import ScheduleConfig
-    from hpcai.train.schedule import rate
-
     schedule = ScheduleConfig(warmup=2, start=0.0, decay="steps", decay_at=(3,), decay_to=(0.5,))
     cfg = StepConfig(precision="fp64", optimizer="sgd", lr=0.05, schedule=schedule)
     step, axis = Step(network(), loss, cfg, mesh), mesh["replicate"]

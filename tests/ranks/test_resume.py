@@ -13,6 +13,7 @@ from hpcai.config import Settings
 from hpcai.data import Loader
 from hpcai.dist.mesh import Mesh
 from hpcai.settings import CheckpointConfig, ReportConfig, StepConfig, TrainConfig
+from tests.numbers import Numbers
 from tests.ranks.launch import on_ranks
 
 COUNT, BATCH = 48, 8
@@ -24,19 +25,13 @@ class Config(Settings):
     model: int = 1
 
 
-class Numbers:
+class Late(Numbers):
     """Two samples of the first epoch are late."""
-
-    def __len__(self) -> int:
-        return COUNT
 
     def sample(self, index: int, epoch: int) -> Any:
         if epoch == 0 and index in (7, 30):
             time.sleep(0.3)
         return torch.tensor([float(index)], dtype=torch.float64)
-
-    def describe(self, index: int) -> str:
-        return str(index)
 
 
 def leg(mesh: Mesh, folder: Path, steps: int) -> list[tuple[int, int]]:
@@ -51,7 +46,7 @@ def leg(mesh: Mesh, folder: Path, steps: int) -> list[tuple[int, int]]:
 
     step = train.Step(nn.Linear(1, 1), loss, StepConfig(optimizer="sgd", precision="fp64"), mesh)
     cfg = Config(report=ReportConfig(directory=folder, sinks=()))
-    with train.Run("t", cfg, mesh) as run, Loader(Numbers(), BATCH, mesh, name="train", order="ready", seed=3) as loader:
+    with train.Run("t", cfg, mesh) as run, Loader(Late(COUNT), BATCH, mesh, name="train", order="ready", seed=3) as loader:
         train.fit(step, loader, TrainConfig(steps=steps), run=run)
     return seen
 

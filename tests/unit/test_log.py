@@ -228,13 +228,6 @@ def test_only_the_first_rank_writes(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["small:", "step"]
 
 
-def test_without_a_directory_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with log.reports(settings(None), mesh()) as reports:
-        reports.emit("train", step=120, **TRAIN)
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_wrong_report_settings_are_refused_on_every_rank(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     at = mesh(rank, 2)

@@ -133,12 +133,6 @@ def test_expand_undoes_compress(groups: list[tuple[str, int, list[tuple[int, int
     assert expand(text) == names
 
 
-def test_alone_is_a_mesh_of_one() -> None:
-    mesh = dist.alone(torch.device("cpu"))
-    assert (mesh.world, mesh.rank, mesh["replicate"].size, mesh["replicate"].group) == (1, 0, 1, None)
-    assert not torch.distributed.is_initialized()
-
-
 def test_one_process_lets_exceptions_pass(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(launch, "place", lambda: ALONE)
     monkeypatch.setattr(launch, "keep_memory", lambda: None)  # this process has other tests, which measure theirs

@@ -4,16 +4,17 @@ import pytest
 import torch
 import torch.distributed as torch_dist
 
-from hpcai.dist import collect
+from hpcai.dist import alone, collect
 from hpcai.dist.mesh import AXES, Axis, Mesh
 from hpcai.errors import MeshError
 from tests.ranks.launch import on_ranks
 
 
 def test_alone_every_axis_has_size_1() -> None:
-    mesh = Mesh({"replicate": -1})
-    assert {name: mesh[name].size for name in AXES if name != "evaluate"} == dict.fromkeys(AXES[:-1], 1)
-    assert mesh.is_first and mesh["depth"].group is None and mesh.device == torch.device("cpu")
+    for mesh in (Mesh({"replicate": -1}), alone(torch.device("cpu"))):
+        assert {name: mesh[name].size for name in AXES if name != "evaluate"} == dict.fromkeys(AXES[:-1], 1)
+        assert (mesh.world, mesh.rank, mesh.is_first, mesh["depth"].group, mesh.device) == (1, 0, True, None, torch.device("cpu"))
+    assert not torch_dist.is_initialized()
 
 
 @pytest.mark.parametrize(
