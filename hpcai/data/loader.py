@@ -162,20 +162,22 @@ class Loader:
         A part without samples (of a small last batch) is left out. With ``more`` the first samples of the next epoch are
         prepared while the last ones of this are awaited.
         """
-        plan = _Plan(self, epoch, first, tuple(late))
-        course = self._begun(plan)
+        course = self._begun(_Plan(self, epoch, first, tuple(late)))
         self._plan = course.plan
-        following = _Course(_Plan(self, epoch + 1, 0, ()), course.ahead) if more else None
-        if following is not None:
-            course.ahead.feed(following.plan.tasks())
+        following = self._course(_Plan(self, epoch + 1, 0, ()), course.ahead) if more else None
+        batches = self._batches(course, following)
+        if self._then is not None:
+            batches = map(self._then, batches, itertools.count(epoch * len(self) + first // self.size))
         try:
-            yield from self._finished(course.plan, self._batches(course, following))
+            yield from batches
         except BaseException:  # also when the consumer has had enough
-            course.ahead.close()
+            course.close()
+            if following is not None:
+                following.close()
             raise
         self._following = following
         if following is None:
-            course.ahead.close()
+            course.close()
 
     def late(self) -> list[int]:
         """Positions that were passed over: below the highest one delivered, on any copy, and not delivered yet. All processes
@@ -198,7 +200,7 @@ class Loader:
     def close(self) -> None:
         """End workers and processes, and the source where it wants that."""
         if self._following is not None:
-            self._following.ahead.close()
+            self._following.close()
             self._following = None
         for process in self._processes:
             process.close()
@@ -220,20 +222,16 @@ class Loader:
         if following is not None:
             if plan.is_whole and plan.epoch == following.plan.epoch:
                 return following
-            following.ahead.close()
+            following.close()
         part = -(-self.size // self.copies.size)
         ahead = Ahead(
             self._prepare, name=self.name, workers=self._workers, budget=self._prefetch, least=2 * part + self._workers,
             patience=self._patience,
         )  # fmt: skip
-        ahead.feed(plan.tasks())
-        return _Course(plan, ahead)
+        return self._course(plan, ahead)
 
-    def _finished(self, plan: "_Plan", batches: Iterator[Any]) -> Iterator[Any]:
-        if self._then is None:
-            return batches
-        first = plan.epoch * len(self) + plan.first // self.size
-        return map(self._then, batches, itertools.count(first))
+    def _course(self, plan: "_Plan", ahead: Ahead) -> "_Course":
+        return _Course(plan, ahead)
 
     def _batches(self, course: "_Course", following: "_Course | None") -> Iterator[Any]:
         plan = course.plan
@@ -246,8 +244,7 @@ class Loader:
             if course.coming is None and following is not None:
                 self._put_together(following)
             batch = self._assembler.finish(made)
-            plan.deliver(found)
-            self._history.append((plan.epoch, plan.first + number * self.size, [task.index for task in found]))
+            plan.deliver(number, found)
             if batch is not None:
                 yield batch
             del batch, made
@@ -323,7 +320,10 @@ class _Plan:
             for position, index in zip(part.tolist(), self._loader._at(self.epoch, part).tolist()):
                 yield Task(self.epoch, position, index)
 
-    def deliver(self, tasks: Sequence[Task]) -> None:
+    def deliver(self, number: int, tasks: Sequence[Task]) -> None:
+        """Note which samples batch ``number`` holds."""
+        first = self.first + number * self._loader.size
+        self._loader._history.append((self.epoch, first, [task.index for task in tasks]))
         positions = [task.position for task in tasks]
         self._delivered.update(positions)
         self.highest = max(self.highest, *positions)
@@ -338,21 +338,26 @@ class _Plan:
 
 
 class _Course:
-    """An epoch on its way: what is left of it, who prepares its samples, and the batch that is being put together."""
+    """An epoch on its way: what is left of it, the workers that prepare its samples, and the batch that is being put together."""
 
     def __init__(self, plan: _Plan, ahead: Ahead) -> None:
         self.plan, self.ahead, self.parts = plan, ahead, plan.parts()
         self.number = 0
         self.coming: Future[tuple[list[Task], Made]] | None = None
+        ahead.feed(plan.tasks())
+
+    def close(self) -> None:
+        self.ahead.close()
 
 
 class _Leader:
-    """In ready order the first process of a copy says which samples are next, the others take the same."""
+    """In ready order the first process of a copy says which samples are next, and the others take the same."""
 
     def __init__(self, axis: Axis) -> None:
         assert axis.group is not None
         self._ranks, self._leads = torch_dist.get_process_group_ranks(axis.group), axis.rank == 0
-        # A group of its own: the loop's collectives run in the same one, in another order.
+        # Broadcasts are made by a thread. In the axis's group they could meet the loop's collectives in another order on each
+        # process, so they have a group of their own.
         self._group = torch_dist.new_group(self._ranks, backend="gloo", use_local_synchronization=True)
 
     def take(self, ahead: Ahead, epoch: int, count: int) -> list[Ready] | None:
@@ -362,7 +367,7 @@ class _Leader:
             if self._leads:
                 found = ahead.take(epoch, count)
                 chosen = torch.tensor([ready.task.position for ready in found or ()])
-        finally:  # also when nothing comes any more: the others wait
+        finally:  # also when nothing comes any more: the others are waiting
             torch_dist.broadcast(chosen, self._ranks[0], group=self._group)
         if self._leads:
             return found

@@ -80,9 +80,7 @@ class Weighted(_Shared):
     """``samples`` draws an epoch, with replacement, each sample as often as its weight says. With ``numbered`` the index of a
     sample is N higher when it is drawn again in an epoch, 2N the next time: it may then be made anew.   weights [N], 0 or more"""
 
-    def __init__(
-        self, weights: Sequence[float] | np.ndarray, samples: int, seed: int = 0, *, numbered: bool = False
-    ) -> None:
+    def __init__(self, weights: Sequence[float] | np.ndarray, samples: int, seed: int = 0, *, numbered: bool = False) -> None:
         weights = np.asarray(weights, np.float64)
         if weights.ndim != 1 or not np.isfinite(weights).all() or (weights < 0).any() or not weights.sum() > 0:
             raise DataError("weights must be a row of finite numbers of 0 or more, not all of them 0")

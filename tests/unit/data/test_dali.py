@@ -372,7 +372,9 @@ def test_more_epochs_follow_without_a_break(source: tuple[Any, str]) -> None:
     with new_loader(data, seed=1, reader=reader) as loader, new_loader(data, seed=1, reader=reader) as other:
         for epoch in range(3):
             assert all(map(same, loader.epoch(epoch, more=epoch < 2), other.epoch(epoch)))
-            assert epoch == 2 or (loader._coming.graph is not None and loader._coming.started), "the next one is in DALI already"
+            assert epoch == 2 or (loader._following.graph is not None and loader._following.started), (
+                "the next one is in DALI already"
+            )
             assert sum(thread.name.startswith("train-") for thread in threading.enumerate()) <= 2
         list(loader.epoch(3, more=True))
         assert same(next(loader.epoch(7)), next(other.epoch(7))), "another one than was prepared"
@@ -496,7 +498,7 @@ def test_prefetch_tells_how_many_batches_are_in_dali(source: tuple[Any, str], ba
     with new_loader(data, prefetch=2 * batches * size, reader=reader) as loader:  # half of it is for DALI
         epoch = loader.epoch(0)
         next(epoch)
-        graph = epoch.gi_frame.f_locals["flow"].graph
+        graph = epoch.gi_frame.f_locals["course"].graph
         assert graph.depth == depth
         assert len(graph.under_way) <= depth and (reader == "external" or len(graph.under_way) == min(depth, 5))
         assert len(list(epoch)) == 5
