@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hpcai.data.direct import ALIGN, above, below
-from hpcai.data.layout import Layout, Stretch, box_of, stretches_of
+from hpcai.data.layout import Layout, Stretch
 from hpcai.data.opened import OpenFiles
 from hpcai.errors import DataError, MissingExtraError
 
@@ -54,7 +54,8 @@ class GdsReader:
         self._kvikio, self._task = _imported(device) if kvikio is None else kvikio, above(task)
         self._lock = threading.Lock()
         self._files = OpenFiles(self._open, lambda file: file.handle.close(), _FILES)
-        # A read is ordered with no stream. Memory of a stream that only this reader uses is free when the allocator says so.
+        # KvikIO's reads are in order with no stream, but the allocator gives freed memory again to work that comes later on the
+        # same one. On a stream of this reader alone only its own copies may still use that memory, and `_fetch` waits for them.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         try:
             self._kvikio.defaults.set({"num_threads": threads, "task_size": self._task})
@@ -65,9 +66,7 @@ class GdsReader:
     def read(self, layout: Layout, *where: slice | int) -> Tensor:
         """The values of a box of an array, as ``Layout.read``, on the device and in order with its current stream."""
         dtype = _torch_dtype(layout)
-        box, single = box_of(where, layout.shape, f"{layout.path}: '{layout.name}'")
-        shape = tuple(s.stop - s.start for s in box)
-        runs = [run for cell in layout.cells(box) for run in stretches_of(*cell, layout.dtype.itemsize)] if 0 not in shape else []
+        runs, shape, asked = layout.stretches(where)
         with self._lock:
             self.requested += math.prod(shape) * layout.dtype.itemsize
         with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
@@ -78,9 +77,9 @@ class GdsReader:
                 for portion in _portions(runs):
                     self._place(layout, portion, whole)
         if self._stream is not None:
-            self._stream.synchronize()  # pieces are in place: whoever goes on with them may do so on any stream
+            self._stream.synchronize()  # the pieces are in place, and may be used on any stream
             whole.record_stream(torch.cuda.current_stream(self.device))
-        return whole.view([n for dim, n in enumerate(shape) if dim not in single])
+        return whole.view(asked)
 
     def close(self) -> None:
         """Close the files; one that is being read, after that. Tensors stay."""

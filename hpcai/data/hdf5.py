@@ -2,7 +2,6 @@
 
 import json
 import threading
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from hpcai.data.direct import ALIGN, Reader
 from hpcai.data.layout import Layout, UnreadableLayoutError, finite
 from hpcai.data.layout import hdf5 as layout_of
+from hpcai.data.opened import OpenFiles
 from hpcai.data.readers import open_reader
 from hpcai.errors import DataError
 
@@ -70,16 +70,14 @@ class Rows:
         counts = [self._count(path) if rows is None else rows for path, rows in files]
         self._ends = np.cumsum(counts)
         self.reader = reader if isinstance(reader, Reader) else open_reader(reader, self.bytes, str(self.folder), device)
-        self.gds = self._gds(device) if self.way == "gds" else None
+        self.gds: GdsReader | None = None
+        if self.way == "gds":
+            from hpcai.data import gds
 
-    @staticmethod
-    def _gds(device: torch.device | None) -> "GdsReader":
-        from hpcai.data.gds import GdsReader
-
-        return GdsReader(device or torch.device("cuda"))
+            self.gds = gds.GdsReader(device or torch.device("cuda"))
 
     def _begin(self) -> None:
-        self._lock, self._files = threading.Lock(), OrderedDict[Path, h5py.File]()
+        self._lock, self._files = threading.Lock(), OpenFiles(self._opened, h5py.File.close, _OPEN)
         self._seen: dict[Path, _Known] = {}
         self._kept: dict[int, dict[str, Any]] = {}
 
@@ -166,10 +164,7 @@ class Rows:
 
     def close(self) -> None:
         self.reader.close()
-        with self._lock:
-            for file in self._files.values():
-                file.close()
-            self._files.clear()
+        self._files.close()
 
     # ---- one file
 
@@ -183,31 +178,20 @@ class Rows:
             if row >= layout.shape[0]:
                 raise DataError(f"{path}: dataset '{name}' has {layout.shape[0]} rows, row {row} is asked for{self.remedy}")
             where: tuple[int | slice, ...] = (row, *boxes.get(name, ()))
-            if self.gds is not None and name not in known.small:
-                values[name] = self.gds.read(layout, *where)
-                continue
-            values[name] = known.small[name][where] if name in known.small else layout.read(self.reader, *where)
+            if name in known.small:
+                values[name] = known.small[name][where].copy()  # the next epoch reads them again
+            else:
+                values[name] = layout.read(self.reader, *where) if self.gds is None else self.gds.read(layout, *where)
         return values
 
     def _through_h5py(self, path: Path, row: int, boxes: Where) -> dict[str, np.ndarray]:
         ends = self._known(path).ends if self._counted else {}
-        with self._lock:
-            file = self._open(path)
+        with self._files.use(path) as file:
             try:
                 parts = {name: (_part(ends[counts], row),) for name, counts in self._counted.items()}
                 return {name: file[name][parts.get(name, (row, *boxes.get(name, ())))] for name in self.fields}
             except Exception as problem:  # a damaged file ends in any of a dozen exceptions of h5py
                 raise DataError(f"{path}: row {row} cannot be read ({problem}){self.remedy}") from problem
-
-    def _open(self, path: Path) -> h5py.File:
-        if path in self._files:
-            self._files.move_to_end(path)
-            return self._files[path]
-        file = self._opened(path)
-        self._files[path] = file
-        if len(self._files) > _OPEN:
-            self._files.popitem(last=False)[1].close()
-        return file
 
     def _opened(self, path: Path) -> h5py.File:
         try:
@@ -238,7 +222,7 @@ class Rows:
     def _layouts(self, path: Path, file: h5py.File) -> Iterator[tuple[str, Layout]]:
         for name in self.fields:
             data = file[name]
-            if self.way == "hdf5" or (self._is_small(data) and name not in self._counted):
+            if self.way == "hdf5" or self._is_small(name, data):
                 yield name, Layout(path, name, data.shape, data.dtype, None)
                 continue
             try:
@@ -250,9 +234,9 @@ class Rows:
                 ) from problem
 
     def _small(self, path: Path, file: h5py.File) -> Iterator[tuple[str, np.ndarray]]:
-        """A row of a few bytes would cost a block of the disk each time."""
+        """The fields that are kept in memory, since a row of a few bytes would cost a block of the disk each time."""
         for name in self.fields:
-            if self.way != "hdf5" and self._is_small(file[name]) and name not in self._counted:
+            if self.way != "hdf5" and self._is_small(name, file[name]):
                 if file[name].nbytes > 100 * path.stat().st_size:
                     raise DataError(f"{path}: dataset '{name}' says {file[name].nbytes:,} bytes; the file is damaged{self.remedy}")
                 try:
@@ -260,9 +244,8 @@ class Rows:
                 except Exception as problem:
                     raise DataError(f"{path}: dataset '{name}' cannot be read ({problem}){self.remedy}") from problem
 
-    @staticmethod
-    def _is_small(data: h5py.Dataset) -> bool:
-        return data.nbytes <= max(data.shape[0], 1) * ALIGN // 4
+    def _is_small(self, name: str, data: h5py.Dataset) -> bool:
+        return name not in self._counted and data.nbytes <= max(data.shape[0], 1) * ALIGN // 4
 
     def _check(self, path: Path, file: h5py.File) -> None:
         for name, (dtype, shape) in self.fields.items():

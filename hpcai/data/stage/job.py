@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 
 from hpcai.data.direct import ALIGN, Reader, above
+from hpcai.data.index import write_json
 from hpcai.data.stage.carry import Carrier, partial_of
-from hpcai.data.stage.exchange import Alone, open_exchange
+from hpcai.data.stage.exchange import Exchange, open_exchange
 from hpcai.data.stage.plan import (
     RECORD,
     Entries,
@@ -42,7 +43,8 @@ from hpcai.errors import DataError, HpcaiError, LaunchError
 logger = logging.getLogger(__name__)
 
 PATIENCE = 120.0
-"""Seconds for hashing what lies at the target already: meanwhile other ranks wait in a collective."""
+"""Seconds for hashing what lies at the target already, since other ranks wait in a collective meanwhile. What is not hashed by
+then is copied again."""
 
 Progress = Callable[[int, int], None]
 
@@ -111,7 +113,6 @@ class Job:
         self.source, self.target, self.mesh, self.node = source, target, mesh, node
         self.shards, self.verify, self.block = shards, verify, block
         self._made: list[Path] = []
-        self._token: Path | None = None
         self._locked = -1  # a descriptor of the target
 
     def _together(self, work: Callable[[], Any]) -> list[Any]:
@@ -174,17 +175,18 @@ class Job:
     def claim(self) -> None:
         """Take the target. Raises DataError where nodes share it, another job stages to it, or it holds another data set."""
 
+        token = self.target / f".stage.{uuid.uuid4().hex}.partial"
+
         def mark() -> str | None:
             if not self.first:
                 return None
             try:
-                self._make_target()
+                self._made = [folder for folder in (self.target, *self.target.parents) if not folder.exists()]
+                self.target.mkdir(parents=True, exist_ok=True)
                 whole, _ = recorded(self.target)
                 if whole is not None:
                     check_source(self.target, whole["source"], str(self.source))
-                token = self.target / f".stage.{uuid.uuid4().hex}.partial"
                 token.touch(exist_ok=False)
-                self._token = token
             except OSError as error:
                 raise DataError(
                     f"{self.target}: cannot be written on {self.node}: {error.strerror}; name a folder on this node's disk, "
@@ -192,16 +194,13 @@ class Job:
                 ) from error
             return token.name
 
-        told = self._together(mark)
-        tokens = [told[ranks[0]] for ranks in self.nodes.ranks]
-
         def check() -> None:
             if not (self.target / tokens[self.me]).exists():
                 raise DataError(f"{self.target}: is not one folder for all processes of {self.node}; name one that they share")
             if not self.first:
                 return
-            for name, token in zip(self.nodes.names, tokens):
-                if name != self.node and (self.target / token).exists():
+            for name, other in zip(self.nodes.names, tokens):
+                if name != self.node and (self.target / other).exists():
                     raise DataError(f"{self.target}: is one folder for {self.node} and {name}; name one on each node's own disk")
             self._locked = os.open(self.target, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
@@ -213,15 +212,13 @@ class Job:
             except OSError:
                 logger.info("%s: its file system has no locks; see that no other job stages to it", self.target)
 
-        self._together(check)
-        self._forget_token()
-
-    def _make_target(self) -> None:
-        folder = self.target
-        while not folder.exists():
-            self._made.append(folder)
-            folder = folder.parent
-        self.target.mkdir(parents=True, exist_ok=True)
+        try:
+            told = self._together(mark)
+            tokens = [told[ranks[0]] for ranks in self.nodes.ranks]
+            self._together(check)
+        finally:
+            with suppress(OSError):
+                token.unlink()
 
     def look(self) -> None:
         """Which node misses what; the processes of a node share the work."""
@@ -277,10 +274,11 @@ class Job:
             self._sweep()
             tell(0, total)
 
-        self._together(self._begin)
+        # A record from now on; what a killed run noted beside it comes into it.
+        self._together(lambda: self._save(recorded(self.target)[1]) if self.first else None)
         self._together(sweep)
         before = reader.transferred
-        exchange = open_exchange(self.mesh) if self.missing.any() else Alone()
+        exchange = open_exchange(self.mesh) if self.missing.any() else Exchange()
         carrier = Carrier(
             self, lanes_of(self.files, self.nodes, self.missing), exchange, reader, pwrite, lambda done: tell(done, total)
         )
@@ -292,24 +290,18 @@ class Job:
         finally:
             carrier.close()
         exchange.close()
-        problem = None
-        try:
-            told = self._together(lambda: (*carrier.outcome(), reader.transferred - before))
-        except DataError as error:
-            problem = error
 
         def note() -> None:
-            if self.first:
-                self._write_record(whole=problem is None)
-            if problem is None:
-                tell(total, total)
+            self._write_record(whole=True)
+            tell(total, total)
 
         try:
-            self._together(note)
-        except DataError as error:
-            problem = problem or error
-        if problem is not None:
-            raise problem
+            told = self._together(lambda: (carrier.outcome(), reader.transferred - before))
+        except DataError:
+            with suppress(DataError):  # the reason why the copying failed matters more
+                self._together(lambda: self._write_record(whole=False))
+            raise
+        self._together(note)
         here = [told[rank] for rank in self.nodes.ranks[self.me]]
         shard = self.nodes.shard(self.me)
         mine = np.array([file.shard in (None, shard) for file in self.files], bool)
@@ -318,11 +310,6 @@ class Job:
             sum(read for _, read in here), sum(received for received, _ in here),
             int(size[mine & ~self.missing[self.me]].sum()), time.monotonic() - began, exchange.name,
         )  # fmt: skip
-
-    def _begin(self) -> None:
-        """A record from now on; what a killed run noted beside it comes into it."""
-        if self.first:
-            self._save(recorded(self.target)[1])
 
     def _sweep(self) -> None:
         """Throw away parts of files that a killed run left; note files that were found whole by their SHA-256."""
@@ -335,9 +322,9 @@ class Job:
             raise self.unwritten(self.target, error) from error
 
     def note(self, entry: dict[str, Any]) -> None:
-        """A file is whole: a line for a run that follows this one, should this one be killed."""
+        """Note that a file is whole, in a line for the run that follows this one if this one is killed."""
         with (self.target / f".stage.{self.number}.jsonl").open("ab") as lines:
-            lines.write(json.dumps(entry).encode() + b"\n")
+            lines.write(json.dumps(entry).encode() + b"\n")  # one system call, so that lines of two threads do not mix
 
     def unwritten(self, path: Path, error: OSError) -> DataError:
         todo = "look whether the disk of this node is in order"
@@ -348,7 +335,9 @@ class Job:
         )
 
     def _write_record(self, whole: bool) -> None:
-        """Every file that is whole. Copies of files that the source has no more are deleted."""
+        """List every file that is whole; with ``whole``, delete copies of files that the source has no more."""
+        if not self.first:
+            return
         known = {file.name: file for file in self.files}
         try:
             entries, kept = recorded(self.target)[1], {}
@@ -369,29 +358,18 @@ class Job:
             "format": 1, "source": str(self.source), "shard": self.nodes.shard(self.me), "shards": self.shards, "files": entries,
         }  # fmt: skip
         path = self.target / RECORD
-        partial = partial_of(path)
         try:
-            partial.write_text(json.dumps(content, indent=1) + "\n", encoding="ascii")
-            flush(partial)
-            partial.replace(path)
-            flush(path.parent)
-            for left in [*self.target.glob(".stage.*.jsonl"), *self.target.glob(".stage.*.partial")]:
-                left.unlink()
+            write_json(path, content)
+            for pattern in (".stage.*.jsonl", ".stage.*.partial", f".{RECORD}.*.partial"):
+                for left in self.target.glob(pattern):
+                    left.unlink()
         except OSError as error:
-            with suppress(OSError):
-                partial.unlink()
             raise self.unwritten(path, error) from error
 
     def leave(self) -> None:
         """Unlock the target; what was made for nothing goes."""
-        self._forget_token()
         if self._locked >= 0:
             os.close(self._locked)
         for folder in self._made:
             with suppress(OSError):  # it is not empty
                 folder.rmdir()
-
-    def _forget_token(self) -> None:
-        if self._token is not None:
-            self._token.unlink(missing_ok=True)
-            self._token = None

@@ -141,7 +141,7 @@ def unchanged(file: SourceFile, entry: dict[str, Any]) -> bool:
 
 
 def is_whole(file: SourceFile, target: Path, entry: dict[str, Any], verify: bool, until: float) -> dict[str, Any] | None:
-    """The entry of a file that is whole at the target: by its record, or by its SHA-256 where time allows. Else None."""
+    """The entry of a file that is whole at the target: by its record, or by its SHA-256 where time allows. Otherwise None."""
     path = target / file.name
     same = unchanged(file, entry)
     want = file.sha256 or (entry.get("sha256") if same else None)
@@ -272,12 +272,12 @@ def _shards(sizes: dict[str, int], shards: int) -> dict[str, int]:
     return found
 
 
-# ---- who does what
+# ---- which rank does what
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """Nodes in the order of their lowest ranks. ``ranks``: of each node, ascending; its first one acts for it."""
+    """Nodes in the order of their lowest ranks. ``ranks`` holds those of each node, ascending; the first one acts for it."""
 
     names: list[str]
     ranks: list[list[int]]

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from hpcai.data import gds
 from hpcai.data.direct import ALIGN, Reader
 from hpcai.data.gds import GdsReader
-from hpcai.data.layout import Layout, hdf5, npy, raw
+from hpcai.data.layout import Layout, hdf5, npy
 from hpcai.errors import DataError, MissingExtraError
 from tests.boxes import boxes
 
@@ -105,7 +105,7 @@ def test_any_box_of_any_array_is_right(tmp_path_factory: Any, case: Any, offset:
     folder = tmp_path_factory.mktemp("gds")
     if chunks is None:
         (folder / "x.bin").write_bytes(bytes(offset) + array.tobytes())
-        layout = raw(folder / "x.bin", array.dtype, array.shape, offset)
+        layout = Layout(folder / "x.bin", "x", array.shape, array.dtype, offset)
     else:
         with h5py.File(folder / "x.h5", "w") as file:
             data = file.create_dataset("x", array.shape, array.dtype, chunks=chunks, fillvalue=7)
@@ -156,7 +156,7 @@ def test_one_run_is_viewed_where_it_was_read(double: Double, reader: GdsReader, 
 def test_values_that_lie_askew_are_copied(reader: GdsReader, tmp_path: Path) -> None:
     array = np.arange(1000, dtype=np.float64)
     (tmp_path / "x").write_bytes(b"123" + array.tobytes())
-    found = reader.read(raw(tmp_path / "x", np.float64, (1000,), 3))
+    found = reader.read(Layout(tmp_path / "x", "x", (1000,), np.dtype(np.float64), 3))
     assert found.data_ptr() % 8 == 0 and torch.equal(found, torch.from_numpy(array))
 
 
@@ -280,7 +280,7 @@ def test_a_file_that_the_driver_refuses_is_named(double: Double, reader: GdsRead
 def test_values_that_torch_has_not_are_refused(reader: GdsReader, tmp_path: Path, dtype: str, text: str) -> None:
     (tmp_path / "x").write_bytes(bytes(600))
     with pytest.raises(DataError, match=text):
-        reader.read(raw(tmp_path / "x", dtype, (50,)))
+        reader.read(Layout(tmp_path / "x", "x", (50,), np.dtype(dtype), 0))
 
 
 def test_which_way_it_reads_is_said_once(double: Double, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

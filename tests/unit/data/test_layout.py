@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcai.data.direct import Memory, Reader
-from hpcai.data.layout import GAP, Layout, UnreadableLayoutError, finite, hdf5, npy, raw
+from hpcai.data.layout import GAP, Layout, UnreadableLayoutError, finite, hdf5, npy
 from hpcai.data.npy import Files
 from hpcai.errors import DataError
 from tests.boxes import boxes
@@ -33,16 +33,11 @@ def test_any_box_equals_what_the_library_reads(tmp_path_factory: Any, case: Any,
     np.save(folder / "x.npy", array)
     (folder / "x.raw").write_bytes(b"head" + array.tobytes())
     with h5py.File(folder / "x.h5") as file:
-        layouts = [hdf5(file, "group/x"), npy(folder / "x.npy"), raw(folder / "x.raw", array.dtype, array.shape, 4)]
+        layouts = [hdf5(file, "group/x"), npy(folder / "x.npy"), Layout(folder / "x.raw", "x", array.shape, array.dtype, 4)]
     with Reader("direct", threads=2, block=4096) as reader:
         for layout in layouts:
             found = layout.read(reader, *where)
             assert found.dtype == array.dtype and np.array_equal(found, array[tuple(where)]) and found.flags.aligned
-            place = layout.run(*where)
-            if place is not None:
-                offset, length, shape = place
-                assert reader.fetch(layout.path, offset, length).tobytes() == np.asarray(array[tuple(where)], array.dtype).tobytes()
-                assert shape == array[tuple(where)].shape
 
 
 def test_a_row_is_read_in_place_and_a_part_of_it_costs_its_bytes(tmp_path: Path) -> None:
@@ -69,7 +64,6 @@ def test_fields_with_large_gaps_are_read_run_by_run(tmp_path: Path) -> None:
     with Reader("direct") as reader:
         assert np.array_equal(layout.read(reader, slice(None), slice(3, 5)), array[:, 3:5])
         assert reader.transferred <= array[:, 3:5].nbytes + 8 * 3 * 4096
-        assert layout.run(slice(None), slice(3, 5)) is None and layout.run(2, slice(3, 5)) is not None
 
 
 def test_wrong_boxes_are_refused(tmp_path: Path) -> None:
@@ -124,8 +118,6 @@ def test_truncated_files_are_found_before_anything_is_read(tmp_path: Path) -> No
     (tmp_path / "x.npy").write_bytes(whole[:-1])
     with pytest.raises(DataError, match=r"'x.npy' \(1000,\) ends at byte 8,128, but the file has 8,127; it is truncated"):
         npy(tmp_path / "x.npy")
-    with pytest.raises(DataError, match=r"ends at byte 16,000"):
-        raw(tmp_path / "x.npy", "f8", (2000,))
     with pytest.raises(DataError, match="cannot be read: No such file"):
         npy(tmp_path / "none.npy")
 
