@@ -14,7 +14,7 @@ from hpcai.data.direct import Memory
 
 
 class Made(NamedTuple):
-    """A batch, when it is there on the device, and what must live until then."""
+    """A batch; the event after which it is there on the device; and the samples, which must live until then."""
 
     batch: Any
     done: torch.cuda.Event | None
@@ -36,7 +36,7 @@ class Assembler:
         self._in_flight: deque[Made] = deque()
 
     def begin(self, take: "Callable[[], tuple[Any, list[Any]]]") -> "Future[tuple[Any, Made]]":
-        """``take`` -> (whatever is to be known of the samples, samples) waits for samples, in a thread, which then joins them."""
+        """Begin a batch in a thread, where ``take`` -> (what is to be known of the samples, samples) waits for them."""
 
         def work() -> tuple[Any, Made]:
             about, samples = take()
@@ -69,7 +69,10 @@ class Assembler:
             return Made(self._collate(samples) if self._collate else tree_zip(samples, self._stack), None, ())
         host = tree_map(self._collate(samples), Tensor.pin_memory) if self._collate else None
         with torch.cuda.stream(self._stream):
-            batch = tree_zip(samples, self._upload) if host is None else tree_map(host, self._move)
+            if host is None:
+                batch = tree_zip(samples, self._upload)
+            else:
+                batch = tree_map(host, lambda tensor: tensor.to(self.device, non_blocking=True))
             done = torch.cuda.Event()
             done.record()
         return Made(batch, done, samples if host is None else (host,))
@@ -90,9 +93,6 @@ class Assembler:
         for place, part in zip(whole, parts):
             place.copy_(part, non_blocking=True)
         return whole
-
-    def _move(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.device, non_blocking=True)
 
 
 def _readable(value: Any) -> np.ndarray:

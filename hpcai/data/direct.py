@@ -230,7 +230,7 @@ class Reader:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A worker process opens its own files."""
-        return _again, (self.mode, self._threads, self.block, self.memory, self._limit)
+        return partial(Reader, self.mode, threads=self._threads, block=self.block, memory=self.memory, files=self._limit), ()
 
     def __enter__(self) -> "Reader":
         return self
@@ -241,7 +241,7 @@ class Reader:
     # ---- pieces of at most one block
 
     def _cut(self, path: Path, offset: int, into: np.ndarray, need: int) -> Iterator[Callable[[], None]]:
-        """Reads straight into ``into``, of which the first ``need`` bytes are wanted; the file may end after them."""
+        """Reads straight into ``into``. Its first ``need`` bytes are wanted; the file may end after them."""
         for start in range(0, need, self.block):
             view = into[start : start + self.block].data
             yield partial(self._fill, path, offset + start, view, min(need - start, self.block))
@@ -264,7 +264,7 @@ class Reader:
         np.copyto(into, whole[offset - first : end - first])
 
     def _run(self, jobs: Sequence[Callable[[], None]], size: int) -> None:
-        """All jobs; the last one by this thread, which else only waits."""
+        """Do all jobs; this thread, which would only wait, does the last one."""
         with self._lock:
             self.requested += size
         if not jobs:
@@ -344,10 +344,6 @@ class Reader:
     def _leave_direct(self, file: _File, error: OSError) -> None:
         _say_without_direct(file.path, file.device, error)
         self._files.forget(file.path, file)
-
-
-def _again(mode: Mode, threads: int, block: int, memory: Memory, files: int) -> Reader:
-    return Reader(mode, threads=threads, block=block, memory=memory, files=files)
 
 
 _without_direct: set[int] = set()

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -182,18 +183,13 @@ def _imported(device: torch.device) -> Any:
     return kvikio
 
 
-_said: set[bool] = set()
-
-
+@cache
 def _say_mode(compatible: bool) -> None:
-    if compatible not in _said:
-        _said.add(compatible)
-        logger.info(
-            "data.reader=gds: %s",
-            "no GPUDirect Storage on this machine: KvikIO reads through pinned memory (compatibility mode)"
-            if compatible
-            else "GPUDirect Storage is there; file systems without it are read through pinned memory",
-        )
+    """Say each once in a process."""
+    way = "GPUDirect Storage is there; file systems without it are read through pinned memory"
+    if compatible:
+        way = "no GPUDirect Storage on this machine: KvikIO reads through pinned memory (compatibility mode)"
+    logger.info("data.reader=gds: %s", way)
 
 
 def _torch_dtype(layout: Layout) -> torch.dtype:

@@ -62,8 +62,8 @@ class Loader:
 
     ``batch`` counts samples over all copies of the model: the same settings train the same way on any number of processes.
     Processes that hold one copy together (all axes but replicate) get the same samples, in the same order. ``last`` says what
-    becomes of samples that do not fill the last batch: ``drop`` (another order leaves out others), ``pad`` (the first ones of
-    the epoch come again), ``keep`` (evaluation: each exactly once, in parts that may be uneven).
+    becomes of samples that do not fill the last batch: ``drop`` leaves them out (others in every epoch), ``pad`` repeats the
+    first ones of the epoch, ``keep`` (for evaluation) takes each exactly once, in parts that may be uneven.
 
     ``workers`` threads, or ``processes``, prepare samples ahead, up to ``prefetch`` bytes. ``on_bad_sample``: ``stop`` raises;
     ``skip`` delivers the next good one of the order (nothing, with ``keep``) and counts it in ``skipped``. ``then(batch, step)``
@@ -91,7 +91,12 @@ class Loader:
         self._following: _Course | None = None
         self._plan: _Plan | None = None
         self._history: deque[tuple[int, int, list[int]]] = deque(maxlen=4096)
-        self._processes = self._start_processes() if processes else []
+        self._processes: list[Any] = []
+        if processes:
+            from hpcai.data.processes import Worker
+
+            pinned = {"pin": pin, "unpin": unpin} if mesh.device.type == "cuda" else {}
+            self._processes = [Worker(source, name, number, **pinned) for number in range(workers)]
 
     def _check(self, batch: int, accumulate: int, mesh: Mesh) -> None:
         name, copies, samples = self.name, self.copies.size, self.sampler.samples
@@ -114,12 +119,6 @@ class Loader:
             logger.info("%s: %d samples in batches of %d: each epoch leaves out %d, others each time", name, samples, batch, rest)
         if rest and self.last == "pad":
             logger.info("%s: %d samples in batches of %d: each epoch repeats %d", name, samples, batch, batch - rest)
-
-    def _start_processes(self) -> list[Any]:
-        from hpcai.data.processes import Worker
-
-        pinned = {"pin": pin, "unpin": unpin} if self.device.type == "cuda" else {}
-        return [Worker(self.source, self.name, number, **pinned) for number in range(self._workers)]
 
     # ---- what an epoch is
 

@@ -283,8 +283,8 @@ def test_values_that_torch_has_not_are_refused(reader: GdsReader, tmp_path: Path
         reader.read(Layout(tmp_path / "x", "x", (50,), np.dtype(dtype), 0))
 
 
-def test_which_way_it_reads_is_said_once(double: Double, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gds, "_said", set())
+def test_which_way_it_reads_is_said_once(double: Double, caplog: pytest.LogCaptureFixture) -> None:
+    gds._say_mode.cache_clear()
     caplog.set_level(logging.INFO)
     for double.compatible in (True, True, False, False):
         GdsReader(CPU, kvikio=double)
