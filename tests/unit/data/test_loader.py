@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from hpcai.data import Loader
 from hpcai.data.loader import _Plan
-from hpcai.dist.mesh import Axis, Mesh
 from hpcai.errors import DataError
+from tests.meshes import mesh_of
 
 
 class Pair(NamedTuple):
@@ -40,12 +40,6 @@ class Numbers:
 
     def describe(self, index: int) -> str:
         return f"number {index}"
-
-
-def mesh_of(rank: int, size: int) -> Mesh:
-    mesh = Mesh({})
-    mesh._axes["replicate"] = Axis("replicate", size, rank)
-    return mesh
 
 
 def loader_of(count: int, batch: int, rank: int = 0, size: int = 1, source: Any = None, **words: Any) -> Loader:
