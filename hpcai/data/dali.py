@@ -41,12 +41,12 @@ _TYPES = {
     "uint64": "UINT64", "int64": "INT64", "float16": "FLOAT16", "float32": "FLOAT", "float64": "FLOAT64",
 }  # fmt: skip
 _MADE = (*[name for name in _TYPES if name != "bool"], "bfloat16")
-_MOVED = {"bool": "UINT8", "float16": "INT16"}  # flip and slice know not these, but integers of their size
+_MOVED = {"bool": "UINT8", "float16": "INT16"}  # flip and slice do not know these, but do know integers of their size
 _NORMALISED = ("uint8", "int16", "uint16", "int32", "float16", "float32")  # what crop_mirror_normalize takes
 _ONE = 1 << 30
 """A drawn number, divided by this, lies in [0, 1). DALI's constants have 32 bits."""
 _DEEPEST = 8
-_READ_AHEAD = 2  # batches; a third faster than one
+_READ_AHEAD = 2  # batches that DALI's own reader is ahead: a third faster than one
 
 Draws = Mapping[int, np.ndarray]
 
@@ -61,10 +61,10 @@ class Field:
 
     ``layout`` names the dims: HW, HWC, CHW, DHW, DHWC or CDHW; an empty one leaves them without names, and then nothing can be
     flipped. ``decode``: the array is an encoded image (PNG, JPEG) [bytes] uint8; its layout is HWC, with the channels it has.
-    ``crop`` has the size of each dim but C (of the leading dims, without a layout). ``flip`` lists dims that are reversed at
-    random, half of the time each. Fields with the same ``geometry`` are cropped and flipped alike.
-    log(1 + x) (of x above -1) and (x - ``mean``) / ``std``, each one number or one per channel, are float32. A cast to integers
-    rounds, a half away from 0, and keeps within their range. ``transpose`` is the order of the dims that come out.
+    ``crop`` has a size for each dim but C (for the leading dims, without a layout). ``flip`` lists dims that are reversed at
+    random, each half of the time. Fields with the same ``geometry`` are cropped and flipped alike.
+    log(1 + x), for x above -1, and (x - ``mean``) / ``std``, with one number each or one per channel, are float32. A cast to
+    integers rounds, a half away from 0, and keeps within their range. ``transpose`` is the order of the dims that come out.
     Raises DataError, naming the field, for what contradicts itself.
     """
 
@@ -244,7 +244,7 @@ def _array(field: Field, sample: Any) -> np.ndarray:
 
 
 class _Kind(NamedTuple):
-    """What the first sample says about a field."""
+    """What a sample says about a field; all samples agree with the first one in dtype and dims."""
 
     dtype: str
     dims: int
@@ -334,7 +334,7 @@ class _Graph:
             with self._pipe:
                 self._pipe.set_outputs(*(self._define(i, field, kind) for i, (field, kind) in enumerate(zip(fields, kinds))))
             self._pipe.build()
-        self._pipe._first_iter = False  # else the first schedule_run wants ``depth`` batches before it gives one
+        self._pipe._first_iter = False  # otherwise the first schedule_run wants ``depth`` batches before it gives one
         self._uploading: deque[tuple[torch.cuda.Event, Any]] = deque()
 
     def _define(self, i: int, field: Field, kind: _Kind) -> Any:
@@ -342,7 +342,7 @@ class _Graph:
         if self._files is not None:
             x = fn.readers.numpy(
                 files=list(self._files[i]), use_o_direct=True, dont_use_mmap=True, prefetch_queue_depth=_READ_AHEAD
-            )  # in their order
+            )
             x = fn.reshape(x, layout=field.layout) if field.layout else x
         else:
             named = {"layout": field.layout} if field.layout and not field.decode else {}
@@ -569,7 +569,7 @@ class DaliLoader(Loader):
         )  # fmt: skip
         self._on_gpu = mesh.device.type == "cuda" and device != "cpu"
         self._collect = collect
-        self._kinds: tuple[int, list[_Kind]] | None = None  # and of which sample
+        self._kinds: tuple[int, list[_Kind]] | None = None  # the first sample, and the kinds of its fields
         self._first_lock = threading.Lock()
         self._graph: _Graph | None = None
 

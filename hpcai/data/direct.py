@@ -49,7 +49,7 @@ def above(offset: int) -> int:
 
 
 class _Lease:
-    """Bears the memory of a block for as long as an array or tensor looks at it."""
+    """The base of all arrays and tensors that view a block; its end gives the block back."""
 
     __slots__ = ("__array_interface__", "__weakref__")
 
@@ -58,7 +58,7 @@ class _Lease:
 
 
 class Memory:
-    """Page-aligned blocks of memory, used again once the last array that views one is gone.
+    """Page-aligned blocks of memory, each used again once the last array that views it is gone.
 
     At most ``keep`` bytes wait unused, or three of the largest blocks. ``pin`` registers each block with CUDA, so that copies to
     a GPU neither pass through another buffer nor stop the processor.
@@ -135,7 +135,7 @@ def _class(size: int) -> int:
 def _map(size: int) -> np.ndarray:
     block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if size >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # of a kernel without them
+        with suppress(OSError):  # the kernel has no huge pages
             block.madvise(mmap.MADV_HUGEPAGE)  # a direct read looks up every page that it fills
     return np.frombuffer(block, np.uint8)
 

@@ -33,16 +33,16 @@ class _Known:
 
     layouts: Mapping[str, Layout]
     small: Mapping[str, np.ndarray]
-    ends: Mapping[str, np.ndarray]  # of each row's part of a flat dataset, by the name of its counts
+    ends: Mapping[str, np.ndarray]  # where each row's part of a flat dataset ends, by the name of its counts
 
 
 class Rows:
     """All rows of the ``*.h5`` files of a folder, in the order of the files' names.
 
     ``fields`` names each dataset with its dtype and the shape of a row; None in a shape allows any length. A name in place of the
-    first length is that of a dataset of counts: the parts of all rows lie one after another, so many of them a row. ``index.json``,
+    first length is that of a dataset that counts each row's part; the parts of all rows lie one after another. ``index.json``,
     where there is one, tells rows and sizes without opening the files. h5py is asked once per file where the values lie; samples
-    are then read by ``reader``: one of ours, or the name of a way to read (see ``open_reader``), of which ``hdf5`` leaves all
+    are then read by ``reader``: one of ours, or the name of a way to read (see ``open_reader``). The way ``hdf5`` leaves all
     reading to h5py (compressed files too, one read at a time), ``memory`` keeps each row that was read, and ``gds`` gives the
     large fields as tensors on ``device``. ``local`` maps files to whole copies elsewhere (see hpcai.data.stage).
 
@@ -158,7 +158,7 @@ class Rows:
         if self.way == "memory":
             for value in values.values():
                 if isinstance(value, np.ndarray):
-                    value.flags.writeable = False  # whoever wants to change it works on a copy
+                    value.flags.writeable = False  # a batch of one sample is then a copy
             self._kept[index] = values
         return values
 

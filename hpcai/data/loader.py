@@ -44,7 +44,7 @@ class Source(Protocol):
         """Arrays, numbers or tensors in tuples, named tuples or dicts: a pure function of ``index`` and ``epoch``."""
 
     def describe(self, index: int) -> str:
-        """Where a sample lies, for people."""
+        """Tell people where a sample lies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ class Loader:
 
     @property
     def counted(self) -> int:
-        """Samples that those of an epoch are drawn from."""
+        """Samples of the source, from which those of an epoch are drawn."""
         return len(self.source)
 
     def indices(self, epoch: int, first: int) -> np.ndarray:
@@ -142,7 +142,7 @@ class Loader:
         return self._at(epoch, positions)[self._deal(epoch, positions)]
 
     def describe(self, epoch: int, first: int) -> str:
-        """Where the samples lie that this process got for the batch after ``first`` samples of ``epoch``."""
+        """Tell where the samples lie that this process got for the batch after ``first`` samples of ``epoch``."""
         indices = next((i for e, f, i in self._history if (e, f) == (epoch, first)), None)
         names = [self.source.describe(int(index)) for index in (self.indices(epoch, first) if indices is None else indices)]
         return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
@@ -179,15 +179,15 @@ class Loader:
             course.close()
 
     def late(self) -> list[int]:
-        """Positions that were passed over: below the highest one delivered, on any copy, and not delivered yet. All processes
-        ask together."""
+        """Positions that were passed over: those below the highest one delivered, on any copy, that were not delivered yet. All
+        processes ask together."""
         if self.order == "strict" or self._plan is None:
             return []
         highest = max(gather_objects(self._plan.highest, self.copies))
         return sorted(p for part in gather_objects(self._plan.left_below(highest), self.copies) for p in part)
 
     def news(self) -> list[str]:
-        """Samples that were skipped since it was last asked, on any process. All processes ask together."""
+        """Texts about the samples that were skipped on any process since this was last asked. All processes ask together."""
         if self._on_bad == "stop":
             return []
         new, self._told = self.skipped[self._told :], len(self.skipped)

@@ -163,7 +163,7 @@ class Carrier:
         self._settles = ThreadPoolExecutor(2, thread_name_prefix="stage-settle")
 
     def carry(self) -> None:
-        """All blocks of this process' lane, or up to the beat at which all know that one has failed."""
+        """Carry all blocks of this process' lane, or those up to the beat at which all know that one has failed."""
         self._exchange.open(self._lanes, self._rank)
         blocks = blocks_of(self._lane, self._files, self._job.block)
         for _ in range(self._beats):

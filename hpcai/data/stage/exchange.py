@@ -112,7 +112,7 @@ class _OverTorch(Exchange):
 
     def open(self, lanes: Sequence[Sequence[Circle]], rank: int) -> None:
         for circle in (circle for lane in lanes for circle in lane if len(circle.ranks) > 1):
-            group = torch_dist.new_group(list(circle.ranks), backend="gloo")  # by all ranks, members or not
+            group = torch_dist.new_group(list(circle.ranks), backend="gloo")  # all ranks make it, members or not
             if rank in circle.ranks:
                 self._circles[circle.layer] = group
 

@@ -1,4 +1,4 @@
-"""Staging from beginning to end: the acts that all processes go through together."""
+"""Staging from beginning to end, as acts that all processes go through together."""
 
 import fcntl
 import json
@@ -116,7 +116,7 @@ class Job:
         self._locked = -1  # a descriptor of the target
 
     def _together(self, work: Callable[[], Any]) -> list[Any]:
-        """What ``work`` gave on each process, by rank. Where it failed on any, one and the same DataError is raised on all."""
+        """Do ``work`` on each process, and give all results by rank. Where it fails on any, all raise the same DataError."""
         value, cause = None, None
         try:
             value = work()
@@ -133,7 +133,7 @@ class Job:
         return [value for value, _, _ in told]
 
     def meet(self) -> None:
-        """Learn which process is on which node, and whether all were told the same."""
+        """Learn which process is on which node, and see that all were told the same."""
 
         def introduce() -> tuple[str, str, tuple[int, int, bool]]:
             self.source, self.target = self.source.resolve(), self.target.resolve()
@@ -167,7 +167,7 @@ class Job:
         self.number = self.nodes.ranks[self.me].index(self.mesh.rank)
 
     def survey(self) -> None:
-        """The files of the source, as one process sees them: a listing costs a parallel file system more than reading."""
+        """List the files of the source, by one process: a listing costs a parallel file system more than reading."""
         files: list[SourceFile] = []
         self._together(lambda: files.extend(scan(self.source, self.shards)) if self.mesh.is_first else None)
         self.files = agree(files, self.mesh.everyone)
@@ -221,7 +221,7 @@ class Job:
                 token.unlink()
 
     def look(self) -> None:
-        """Which node misses what; the processes of a node share the work."""
+        """Learn which node misses what; the processes of a node share the work."""
         count, me = len(self.files), self.nodes.shard(self.me)
         ranks, whole = len(self.nodes.ranks[self.me]), np.zeros(count, bool)
         self._kept: list[dict[str, Any]] = []
@@ -249,7 +249,7 @@ class Job:
             self.missing[node] = ((shard < 0) | (shard == self.nodes.shard(node))) & ~there
 
     def check_room(self, reserve: float) -> None:
-        """Whether the disk of every node has room for what it misses."""
+        """See that the disk of every node has room for what it misses."""
 
         def measure() -> None:
             if not self.first:
@@ -284,7 +284,7 @@ class Job:
         )
         try:
             carrier.carry()
-        except RuntimeError as error:  # of MPI or torch
+        except RuntimeError as error:  # from MPI or torch
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise LaunchError(f"staging on {self.node} broke off: {reason}; another rank has ended, see its message") from error
         finally:

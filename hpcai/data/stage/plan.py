@@ -26,7 +26,7 @@ LARGE = 1 << 20
 """Bytes. A file that an index lists, of one of these names or of this size (and no JSON: a long index) is data and goes to one
 shard; any other goes to all nodes."""
 
-_CIRCLES = 16  # of a lane: an MPI library has some thousand communicators
+_CIRCLES = 16  # circles of a lane: an MPI library has some thousand communicators
 
 Entries = dict[str, dict[str, Any]]
 
@@ -45,7 +45,7 @@ class SourceFile(NamedTuple):
 
 
 def assign(sizes: Sequence[int], shards: int) -> np.ndarray:
-    """Shard of each file, of ``sizes`` bytes: a pure function, the same everywhere.   [F] int64
+    """The shard of each file of ``sizes`` bytes: a pure function, the same everywhere.   [F] int64
 
     Shards differ by at most one file; the largest files come first, each to the shard with the fewest bytes of those with the
     fewest files.
@@ -331,8 +331,8 @@ def lanes_of(files: Sequence[SourceFile], nodes: Nodes, missing: np.ndarray) -> 
             members = [[node for node, miss in zip(group, key) if miss] for key, _ in sets]
             lanes.append(
                 [
-                    Circle(layer, tuple(nodes.ranks[node][lane] for node in who), some)
-                    for layer, (who, (_, some)) in enumerate(zip(members, sets))
+                    Circle(layer, tuple(nodes.ranks[node][lane] for node in circle), some)
+                    for layer, (circle, (_, some)) in enumerate(zip(members, sets))
                 ]
             )
     return lanes

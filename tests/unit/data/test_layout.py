@@ -15,8 +15,6 @@ from hpcai.data.npy import Files
 from hpcai.errors import DataError
 from tests.boxes import boxes
 
-dims = st.integers(1, 9)
-
 
 @given(boxes(["<i2", ">f4", "f8", "u1"]), st.sampled_from(["earliest", "latest"]), st.booleans())
 @settings(max_examples=60)
@@ -48,11 +46,11 @@ def test_a_row_is_read_in_place_and_a_part_of_it_costs_its_bytes(tmp_path: Path)
     with Reader("direct") as reader:
         assert np.array_equal(layout.read(reader, 1), array[1])
         assert reader.transferred == array[1].nbytes
-        for part in (slice(0, 32), slice(16, 48)):  # of the first dim: one run
+        for part in (slice(0, 32), slice(16, 48)):  # a part of the first dim is one run
             before = reader.transferred
             assert np.array_equal(layout.read(reader, 2, part), array[2, part])
             assert reader.transferred - before == array[2, part].nbytes
-        before = reader.transferred  # of the second: runs of 16 KiB with gaps of 16 KiB are read over, larger gaps not
+        before = reader.transferred  # a part of the second dim: gaps of 16 KiB are read over, larger ones not
         assert np.array_equal(layout.read(reader, 0, slice(None), slice(0, 32)), array[0, :, :32])
         assert array[0, 0, :32].nbytes == GAP and reader.transferred - before <= array[0].nbytes
 
@@ -218,7 +216,3 @@ def test_finite_is_right_also_where_the_sum_overflows() -> None:
     for bad in (np.nan, np.inf, -np.inf):
         assert not finite(np.array([1.0, bad, 2.0])) and not finite(np.append(large, np.float32(bad)))
     assert not finite(np.array([np.inf, -np.inf])), "which sum to NaN"
-
-
-def test_a_layout_knows_its_size() -> None:
-    assert Layout(Path("x"), "x", (3, 5), np.dtype("f4"), 0).nbytes == 60

@@ -1,5 +1,5 @@
-"""Every sample once an epoch, in an order that does not depend on the number of processes, whoever is late and wherever a run
-was killed."""
+"""Every sample comes once an epoch, in an order that does not depend on the number of processes, whichever is late and wherever
+a run was killed."""
 
 import threading
 import time
@@ -188,7 +188,7 @@ def test_exactly_once_under_random_stops_on_random_numbers_of_processes(
         numbers = [[n for n, _ in plan.parts()] for plan in plans]
         for k in range(take):
             for r in range(size):
-                if k in numbers[r]:  # else its part of a small last batch is empty
+                if k in numbers[r]:  # otherwise its part of a small last batch is empty
                     seen += next(epochs[r])["x"].tolist()
         began = [loader._plan for loader in loaders if loader._plan is not None]
         for loader, epoch in zip(loaders, epochs):

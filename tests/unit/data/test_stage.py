@@ -61,7 +61,7 @@ def tree(folder: Path, hidden: bool = False) -> dict[str, bytes]:
 
 
 def clean(target: Path) -> bool:
-    """Of hidden files only the record."""
+    """Whether the record is the only hidden file."""
     return [p.name for p in target.rglob(".*")] == [plan.RECORD]
 
 
@@ -100,7 +100,7 @@ def _nothing_stays() -> Iterator[None]:
     assert held() == before
 
 
-# ---- who holds what
+# ---- which node holds what
 
 
 @given(st.lists(st.integers(0, 1 << 50), max_size=60), st.integers(1, 12))
@@ -486,7 +486,7 @@ def test_file_cut_off_while_it_is_copied(source: Path, target: Path) -> None:
 
 @pytest.mark.parametrize("verify", [True, False])
 def test_file_rewritten_while_it_is_copied(source: Path, target: Path, verify: bool) -> None:
-    """Where no index states what it must be, its time tells."""
+    """The file's time tells, where no index states what it must hold."""
     name = "a name with spaces/Größe α β.npy"
 
     def touch(descriptor: int, views: Sequence[Any], offset: int) -> int:
