@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -210,42 +210,45 @@ class Rows:
         known = self._seen.get(path)
         if known is None:
             with self._lock, self._opened(path) as file:
-                layouts, small = dict(self._layouts(path, file)), dict(self._small(path, file))
-                ends = {name: np.cumsum(file[name][...], dtype=np.int64) for name in set(self._counted.values())}
-                for name, counts in self._counted.items():
-                    if (many := int(ends[counts][-1]) if len(ends[counts]) else 0) != layouts[name].shape[0]:
-                        text = f"dataset '{name}' holds {layouts[name].shape[0]:,} {counts}, its rows should have {many:,}"
-                        raise DataError(f"{path}: {text}{self.remedy}")
-                known = self._seen[path] = _Known(layouts, small, ends)
+                known = self._seen[path] = self._look(path, file)
         return known
 
-    def _layouts(self, path: Path, file: h5py.File) -> Iterator[tuple[str, Layout]]:
+    def _look(self, path: Path, file: h5py.File) -> _Known:
+        layouts: dict[str, Layout] = {}
+        small: dict[str, np.ndarray] = {}
         for name in self.fields:
             data = file[name]
-            if self.way == "hdf5" or self._is_small(name, data):
-                yield name, Layout(path, name, data.shape, data.dtype, None)
-                continue
-            try:
-                yield name, layout_of(file, name)
-            except UnreadableLayoutError as problem:
-                raise UnreadableLayoutError(
-                    f"{problem}; rewrite it with: hpcai data check {self.folder} --repair, or leave the reading to HDF5: "
-                    "data.reader=hdf5"
-                ) from problem
+            # A row of a few bytes would cost a block of the disk each time.
+            is_small = name not in self._counted and data.nbytes <= max(data.shape[0], 1) * ALIGN // 4
+            if self.way == "hdf5" or is_small:
+                layouts[name] = Layout(path, name, data.shape, data.dtype, None)
+            else:
+                layouts[name] = self._layout(file, name)
+            if self.way != "hdf5" and is_small:
+                small[name] = self._whole(path, name, data)
+        ends = {name: np.cumsum(file[name][...], dtype=np.int64) for name in set(self._counted.values())}
+        for name, counts in self._counted.items():
+            if (many := int(ends[counts][-1]) if len(ends[counts]) else 0) != layouts[name].shape[0]:
+                text = f"dataset '{name}' holds {layouts[name].shape[0]:,} {counts}, its rows should have {many:,}"
+                raise DataError(f"{path}: {text}{self.remedy}")
+        return _Known(layouts, small, ends)
 
-    def _small(self, path: Path, file: h5py.File) -> Iterator[tuple[str, np.ndarray]]:
-        """The fields that are kept in memory, since a row of a few bytes would cost a block of the disk each time."""
-        for name in self.fields:
-            if self.way != "hdf5" and self._is_small(name, file[name]):
-                if file[name].nbytes > 100 * path.stat().st_size:
-                    raise DataError(f"{path}: dataset '{name}' says {file[name].nbytes:,} bytes; the file is damaged{self.remedy}")
-                try:
-                    yield name, file[name][...]
-                except Exception as problem:
-                    raise DataError(f"{path}: dataset '{name}' cannot be read ({problem}){self.remedy}") from problem
+    def _layout(self, file: h5py.File, name: str) -> Layout:
+        try:
+            return layout_of(file, name)
+        except UnreadableLayoutError as problem:
+            raise UnreadableLayoutError(
+                f"{problem}; rewrite it with: hpcai data check {self.folder} --repair, or leave the reading to HDF5: "
+                "data.reader=hdf5"
+            ) from problem
 
-    def _is_small(self, name: str, data: h5py.Dataset) -> bool:
-        return name not in self._counted and data.nbytes <= max(data.shape[0], 1) * ALIGN // 4
+    def _whole(self, path: Path, name: str, data: h5py.Dataset) -> np.ndarray:
+        if data.nbytes > 100 * path.stat().st_size:
+            raise DataError(f"{path}: dataset '{name}' says {data.nbytes:,} bytes; the file is damaged{self.remedy}")
+        try:
+            return data[...]
+        except Exception as problem:
+            raise DataError(f"{path}: dataset '{name}' cannot be read ({problem}){self.remedy}") from problem
 
     def _check(self, path: Path, file: h5py.File) -> None:
         for name, (dtype, shape) in self.fields.items():

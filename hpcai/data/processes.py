@@ -302,31 +302,27 @@ def _send(line: socket.socket, numbers: list[int], stream: bytes = b"", fds: Seq
 
 def _receive(line: socket.socket, alive: Callable[[], bool]) -> tuple[list[int], memoryview, list[int]] | None:
     """Numbers, pickle and descriptors of one message; None at the end of the line."""
-    data, fds, want = b"", numbers_of("i"), 16
-    parts: list[bytes] = []
-    got = 0
-    while got < want:
+    data, fds, want = bytearray(), numbers_of("i"), 16
+    while len(data) < want:
+        room = max(65536, min(want - len(data), 1 << 20))
         try:
-            data, control, _, _ = line.recvmsg(max(65536, min(want - got, 1 << 20)), socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC)
+            part, control, _, _ = line.recvmsg(room, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC)
         except TimeoutError:
             if alive():
                 continue
             return None
         except ConnectionError:
             return None
-        if not data:
+        if not part:
             return None
         for _, _, sent in control:
             fds.frombytes(sent)
-        parts.append(data)
-        got += len(data)
-        if want == 16 and got >= 16:
-            parts = [b"".join(parts)]
-            count, length = numbers_of("q", parts[0][:16])
+        data += part
+        if want == 16 and len(data) >= 16:
+            count, length = numbers_of("q", bytes(data[:16]))
             want = 16 + 8 * count + length
-    whole = parts[0] if len(parts) == 1 else b"".join(parts)
     body = 16 + 8 * count
-    return numbers_of("q", whole[16:body]).tolist(), memoryview(whole)[body:], fds.tolist()
+    return numbers_of("q", bytes(data[16:body])).tolist(), memoryview(data)[body:], fds.tolist()
 
 
 # ---- a sample as one pickle and the buffers beside it
