@@ -11,6 +11,7 @@ import pytest
 
 from hpcai import dist
 from hpcai.data import Loader, Rows
+from hpcai.data.splits import Samples
 from hpcai.errors import DataError
 
 FIELDS = {"counts": ("int16", (4, 4, 4, 2)), "target": ("float32", (3,))}
@@ -132,21 +133,11 @@ def test_rows_that_are_kept_cannot_be_changed_by_a_batch_of_them(tmp_path: Path,
     write(tmp_path / "u0.h5", counts=np.full((2, 8, 8, 8, 2), 2, np.int16))
     source = Rows(tmp_path, LARGE, reader=way)
 
-    class Samples:
-        def __len__(self) -> int:
-            return len(source)
-
-        def sample(self, index: int, epoch: int) -> dict[str, np.ndarray]:
-            return source.read(index)
-
-        def describe(self, index: int) -> str:
-            return source.describe(index)
-
     (tmp_path / "u0.h5").rename(tmp_path / "was.read")
     with pytest.raises(DataError, match="no such file"):
         source.read(0)
     (tmp_path / "was.read").rename(tmp_path / "u0.h5")
-    with Loader(Samples(), 1, dist.alone(), name="t", shuffle=False) as loader:
+    with Loader(Samples(source), 1, dist.alone(), name="t", shuffle=False) as loader:
         for epoch in range(2):
             for batch in loader.epoch(epoch):
                 assert (batch["counts"] == 2).all() and batch["counts"].shape == (1, 8, 8, 8, 2)
