@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 import pytest
 import torch
@@ -20,9 +19,9 @@ from hypothesis import strategies as st
 from hpcai.data import gds
 from hpcai.data.direct import ALIGN, Reader
 from hpcai.data.gds import GdsReader
-from hpcai.data.layout import Layout, hdf5, npy
+from hpcai.data.layout import Layout, npy
 from hpcai.errors import DataError, MissingExtraError
-from tests.boxes import boxes
+from tests.boxes import boxes, written
 
 CPU = torch.device("cpu")
 
@@ -102,18 +101,8 @@ def reader(double: Double) -> Iterator[GdsReader]:
 @settings(max_examples=40)
 def test_any_box_of_any_array_is_right(tmp_path_factory: Any, case: Any, offset: int, partly: bool, portion: int) -> None:
     array, chunks, where = case
-    folder = tmp_path_factory.mktemp("gds")
-    if chunks is None:
-        (folder / "x.bin").write_bytes(bytes(offset) + array.tobytes())
-        layout = Layout(folder / "x.bin", "x", array.shape, array.dtype, offset)
-    else:
-        with h5py.File(folder / "x.h5", "w") as file:
-            data = file.create_dataset("x", array.shape, array.dtype, chunks=chunks, fillvalue=7)
-            data[: len(array) // 2 if partly else None] = array[: len(array) // 2 if partly else None]
-            if partly:
-                array = np.concatenate([array[: len(array) // 2], np.full_like(array[len(array) // 2 :], 7)])
-        with h5py.File(folder / "x.h5") as file:
-            layout = hdf5(file, "x")
+    array, layouts = written(tmp_path_factory.mktemp("gds"), array, chunks, partly, offset)
+    layout = layouts[0 if chunks else 2]
     module, plain = Double(), gds._PORTION
     gds._PORTION = portion
     try:

@@ -10,28 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcai.data.direct import Memory, Reader
-from hpcai.data.layout import GAP, Layout, UnreadableLayoutError, finite, hdf5, npy
+from hpcai.data.layout import GAP, UnreadableLayoutError, finite, hdf5, npy
 from hpcai.data.npy import Files
 from hpcai.errors import DataError
-from tests.boxes import boxes
+from tests.boxes import boxes, written
 
 
 @given(boxes(["<i2", ">f4", "f8", "u1"]), st.sampled_from(["earliest", "latest"]), st.booleans())
 @settings(max_examples=60)
 def test_any_box_equals_what_the_library_reads(tmp_path_factory: Any, case: Any, version: str, partly: bool) -> None:
     array, chunks, where = case
-    folder = tmp_path_factory.mktemp("layout")
-    with h5py.File(folder / "x.h5", "w", libver=version) as file:
-        data = file.create_dataset("group/x", array.shape, array.dtype, chunks=chunks, fillvalue=7)
-        if partly and chunks:
-            data[:1] = array[:1]  # the other chunks are never written
-            array = data[...]
-        else:
-            data[...] = array
-    np.save(folder / "x.npy", array)
-    (folder / "x.raw").write_bytes(b"head" + array.tobytes())
-    with h5py.File(folder / "x.h5") as file:
-        layouts = [hdf5(file, "group/x"), npy(folder / "x.npy"), Layout(folder / "x.raw", "x", array.shape, array.dtype, 4)]
+    array, layouts = written(tmp_path_factory.mktemp("layout"), array, chunks, partly, version=version)
     with Reader("direct", threads=2, block=4096) as reader:
         for layout in layouts:
             found = layout.read(reader, *where)
