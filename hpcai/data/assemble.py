@@ -96,7 +96,7 @@ class Assembler:
 
 
 def _readable(value: Any) -> np.ndarray:
-    """The array in row-major order and marked as writable, without which torch would copy it or warn. Nothing writes to it."""
+    """The array in row-major order and marked as writable, since torch warns of others. Nothing writes to it."""
     array = np.asarray(value, order="C")
     if array.flags.writeable:
         return array
@@ -105,12 +105,12 @@ def _readable(value: Any) -> np.ndarray:
 
 
 def tree_map(tree: Any, change: Callable[[Any], Any]) -> Any:
-    """``change`` of every leaf of a tree of dicts, lists, tuples and named tuples."""
+    """The tree of dicts, lists, tuples and named tuples with ``change`` of every leaf."""
     return tree_zip([tree], lambda leaves: change(leaves[0]))
 
 
 def tree_zip(trees: Sequence[Any], join: Callable[[list[Any]], Any]) -> Any:
-    """One tree, whose leaves are ``join`` of the same leaf of every tree."""
+    """One tree; each leaf is ``join`` of the leaves that all trees have there."""
     first = trees[0]
     if isinstance(first, dict):
         return {key: tree_zip([tree[key] for tree in trees], join) for key in first}

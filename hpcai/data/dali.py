@@ -137,7 +137,7 @@ class Field:
         return [_slot(self.layout, dim) for dim in self.spatial]
 
     def after(self, shape: Sequence[int], dtype: str) -> int:
-        """Bytes that an array comes out with. Raises DataError for one that does not fit."""
+        """The bytes of what becomes of an array. Raises DataError for one that does not fit."""
         where, found = f"field '{self.name}'", tuple(shape)
         if self.layout and len(found) != len(self.layout):
             raise DataError(f"{where}: an array of shape {found}, but layout {self.layout!r} has {len(self.layout)} dims")
@@ -156,7 +156,7 @@ class Field:
         return math.prod(sizes) * np.dtype(self.made(dtype)).itemsize
 
     def made(self, dtype: str) -> str:
-        """dtype that values of ``dtype`` leave DALI with."""
+        """The dtype with which values of ``dtype`` leave DALI."""
         if self.dtype == "bfloat16":
             return "float32"
         return self.dtype or ("float32" if self.log1p or self.is_normalised else dtype)
@@ -260,7 +260,7 @@ def _kind(field: Field, shape: tuple[int, ...], dtype: str, nbytes: int) -> _Kin
 
 
 def _agree(fields: Sequence[Field], kinds: Sequence[_Kind]) -> None:
-    """Fields that are cropped at random places together must have the same sizes."""
+    """Raise DataError for fields that are cropped at random places together and differ in their sizes."""
     found: dict[tuple[int, int], tuple[str, int, int]] = {}
     for field, kind in zip(fields, kinds):
         if kind.shape is None or not field.crops_at_random:
@@ -395,7 +395,7 @@ class _Graph:
         return fn.slice(x, start=fn.cast(start, dtype=types.INT32), shape=size.tolist(), axes=list(field.spatial))
 
     def _normalised(self, field: Field, layout: str, now: str, x: Any) -> tuple[Any, tuple[int, ...] | None, str]:
-        """(x - mean) / std, with the channels moved where that is the order that is wanted; what is left of it; the dtype."""
+        """(x - mean) / std, with the channels moved where that gives the wanted order; the order still to be made; the dtype."""
         fn, types = self._dali.fn, self._dali.types
         means, stds = field.normal
         order, out = field.transpose, layout
@@ -504,7 +504,7 @@ def _imported() -> _Dali:
 
 
 def _short(problem: Exception) -> str:
-    """DALI's message without where in our code the operator was defined."""
+    """DALI's message, without the place in our code where the operator was defined."""
     text = str(problem).rpartition("encountered:")[2].partition("Current pipeline object")[0].partition("C++ context")[0]
     return " ".join(text.split()) or type(problem).__name__
 
@@ -531,8 +531,8 @@ class DaliLoader(Loader):
     """``Loader``, with DALI between the samples and the batch. The same sampler gives the same samples at the same place.
 
     ``reader``: ``external`` takes ``source.sample(index, epoch)`` -> dict of arrays, prepared ahead by ``workers`` threads;
-    ``numpy`` has DALI read, past the page cache, the .npy files that ``source.files(index)`` -> {field: path} names (their
-    headers are checked by DALI, but for the first; it reads up to two batches more than an epoch has). DALI works with as many
+    ``numpy`` has DALI read, past the page cache, the .npy files that ``source.files(index)`` -> {field: path} names (DALI
+    checks all headers but the first, which we check; it reads up to two batches more than an epoch has). DALI works with as many
     threads again. A batch is a dict of tensors by field, or what ``collect`` makes of it; a source's own ``collate`` is not asked.
     ``device``: where the operators run; None is the mesh's. The batch is on the mesh's device either way, in order with the
     caller's current stream there, and must not be used on another one.

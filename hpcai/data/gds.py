@@ -1,8 +1,8 @@
 """Ranges of files straight into the memory of a GPU, past the processor's: GPUDirect Storage, by way of KvikIO.
 
 Where the driver has no GPUDirect Storage for a file system, KvikIO reads through pinned memory by itself (its compatibility
-mode), which is right but no faster than the direct reader; which of both it is, is logged. No reads at all without a GPU's
-driver: the logic here is tested against a double.
+mode), which gives the same values, but no faster than the direct reader; the log says which of the two it does. Nothing is read
+without a GPU's driver: the logic here is tested against a double.
 """
 
 import logging
@@ -83,7 +83,7 @@ class GdsReader:
         return whole.view(asked)
 
     def close(self) -> None:
-        """Close the files; one that is being read, after that. Tensors stay."""
+        """Close the files, one that is being read when that is done. Tensors stay."""
         self._files.close()
 
     def __enter__(self) -> "GdsReader":
@@ -185,7 +185,7 @@ def _imported(device: torch.device) -> Any:
 
 @cache
 def _say_mode(compatible: bool) -> None:
-    """Say each once in a process."""
+    """Log, once in a process, which way KvikIO reads."""
     way = "GPUDirect Storage is there; file systems without it are read through pinned memory"
     if compatible:
         way = "no GPUDirect Storage on this machine: KvikIO reads through pinned memory (compatibility mode)"
@@ -203,7 +203,7 @@ def _torch_dtype(layout: Layout) -> torch.dtype:
 
 
 def _typed(raw: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bytes as values; in a copy, where they do not lie on a multiple of an item's size.   [span] uint8 -> [span / item]"""
+    """Bytes as values, in a copy where they do not lie on a multiple of an item's size.   [span] uint8 -> [span / item]"""
     if raw.data_ptr() % dtype.itemsize:
         raw = raw.clone()
     return raw.view(dtype)

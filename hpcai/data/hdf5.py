@@ -110,7 +110,7 @@ class Rows:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all files, as the index has them or the disk."""
+        """Bytes of all files: from the index, otherwise from the disk."""
         listed = [int(entry["bytes"]) for entry in self.about.get("files", ())]
         return sum(listed) if listed else sum(path.stat().st_size for path in self.paths)
 
@@ -132,7 +132,7 @@ class Rows:
         return np.concatenate(parts)
 
     def shape(self, index: int, name: str) -> tuple[int, ...]:
-        """The shape of one row of a field, where rows differ, as the index has it or the file."""
+        """The shape of one row of a field, where rows differ: from the index, otherwise from the file."""
         path, _ = self.locate(index)
         want, entries = self.fields[name][1], self.about.get("files") or [{}] * len(self.paths)
         told = entries[self.paths.index(path)].get("shape")
@@ -141,7 +141,7 @@ class Rows:
         return tuple(self._known(path).layouts[name].shape[1:])
 
     def read(self, index: int, where: Where | None = None) -> dict[str, Any]:
-        """One row of every field; ``where``: only a box of it, a slice for each of the leading dims of the row, by field. Raises
+        """One row of every field, or a box of it: ``where`` has a slice for each of the leading dims of the row, by field. Raises
         DataError when it cannot be read or holds a value that is not finite."""
         if self.way == "memory" and where:
             row_values = self.read(index)

@@ -86,7 +86,7 @@ class Layout:
         return runs, shape, [n for dim, n in enumerate(shape) if dim not in single]
 
     def cells(self, box: Slices) -> Iterator[tuple[int | None, tuple[int, ...], Slices, tuple[int, ...]]]:
-        """(offset, shape, box within it, where that begins in the result) of the whole, or of each chunk touched."""
+        """The whole, or each chunk that ``box`` touches: (offset, shape, box within it, where that begins in the result)."""
         if not self.chunk:
             yield self.offset, self.shape, box, (0,) * len(box)
             return

@@ -25,7 +25,7 @@ class Sampler(Protocol):
 
 
 def share(count: int, rank: int, size: int) -> np.ndarray:
-    """The neighbouring part of 0 ... ``count`` - 1 that ``rank`` of ``size`` takes; parts differ by one at most."""
+    """The neighbours of 0 ... ``count`` - 1 that ``rank`` of ``size`` takes; parts differ in length by one at most."""
     return np.arange(count * rank // size, count * (rank + 1) // size)
 
 
@@ -56,7 +56,7 @@ class InOrder(_Shared):
 
 
 class Shuffled(_Shared):
-    """Every sample once, anew in every epoch."""
+    """Every sample once, in a new order in every epoch."""
 
     def __init__(self, samples: int, seed: int = 0) -> None:
         self.samples, self.seed = samples, seed

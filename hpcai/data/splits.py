@@ -31,7 +31,7 @@ class Samples:
         return len(self.rows)
 
     def where(self, index: int, epoch: int) -> Where | None:
-        """The boxes of the row's fields that are read; None: all of it. A pure function, too."""
+        """The boxes of the row's fields that are read, or None for all of it: a pure function, too."""
         return None
 
     def make(self, values: dict[str, Any], index: int, epoch: int) -> Any:
@@ -52,8 +52,8 @@ def open_split(
     folder: Path, fields: Fields, remedy: str, cfg: LoaderConfig, mesh: Mesh,
     shards: int = 1,
 ) -> Rows:  # fmt: skip
-    """The rows of a split, once its files, or this node's of ``shards`` parts of them, are on the node's own disk where
-    ``cfg.stage`` wants them there."""
+    """The rows of a split. Where ``cfg.stage`` names a folder, its files, or this node's of ``shards`` parts of them, are first
+    copied to the node's own disk."""
     local = {}
     if cfg.stage is not None and folder.is_dir():  # otherwise Rows says what to do
         found, unset = on_this_node(cfg.stage)

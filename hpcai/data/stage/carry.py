@@ -47,7 +47,7 @@ class _Copy:
         self._pwrite, self._lock, self._descriptor, self._direct = pwrite, threading.Lock(), -1, False
 
     def write(self, offset: int, data: np.ndarray) -> None:
-        """[n] uint8, n a multiple of ALIGN: what is beyond the end of the file is cut off when it is finished."""
+        """Write [n] uint8, n a multiple of ALIGN; what is beyond the end of the file is cut off when it is finished."""
         with self._lock:
             if self._descriptor < 0:
                 self._open()
@@ -343,5 +343,5 @@ class Carrier:
 
 
 def _trailer(buffer: np.ndarray, block: Block) -> np.ndarray:
-    """[0] not 0: the block could not be read; [1:33] its SHA-256, where it is sealed.   [64] uint8"""
+    """What goes with a block: [0] is 0 where it could be read, and [1:33] is its SHA-256 where it is sealed.   [64] uint8"""
     return buffer[above(block.length) : above(block.length) + _TRAILER]

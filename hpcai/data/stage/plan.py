@@ -56,7 +56,7 @@ def assign(sizes: Sequence[int], shards: int) -> np.ndarray:
 
 
 def _deal(sizes: Sequence[int], parts: int, by_bytes: bool) -> np.ndarray:
-    """Part of each file, largest first: to the part with the fewest bytes, or with the fewest files, then bytes."""
+    """The part of each file. The largest goes first, to the part with the fewest bytes, or with the fewest files, then bytes."""
     found = np.zeros(len(sizes), np.int64)
     load = [(0, 0, part) for part in range(parts)]  # a heap already
     for index in sorted(range(len(sizes)), key=lambda i: (-int(sizes[i]), i)):
@@ -105,7 +105,7 @@ def check_source(target: Path, found: object, expected: str) -> None:
 
 
 def recorded(target: Path) -> tuple[dict[str, Any] | None, Entries]:
-    """The record, and the files that it and later lines of a run that is under way or was killed call whole."""
+    """The record, and the files that are whole by it or by later lines of a run that is under way or was killed."""
     path = target / RECORD
     try:
         whole = json.loads(path.read_bytes())
@@ -171,7 +171,7 @@ def entry_of(file: SourceFile, about: os.stat_result, digest: str | None, verifi
 
 
 def scan(source: Path, shards: int) -> list[SourceFile]:
-    """All files to be copied, by name. Raises DataError for a file that an index lists and that is not so."""
+    """All files to be copied, by name. Raises DataError for a file that is not as an index lists it."""
     found = dict(_walk(source, "", ()))
     listed: dict[str, tuple[int, str | None]] = {}
     for name in [name for name in found if PurePosixPath(name).name == "index.json"]:

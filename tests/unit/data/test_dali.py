@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(not HAS_DALI, reason="NVIDIA DALI is not install
 
 
 class Volumes:
-    """Sample i: a volume and its labels, of the same place; ``wait`` seconds each; ``fault(i)`` may raise."""
+    """Sample i is a volume and its labels; ``fault(i)`` may raise."""
 
     def __init__(self, count: int = 24, shape: tuple[int, ...] = (6, 7, 8, 2), fault: Callable[[int], None] | None = None) -> None:
         self.count, self.shape, self.fault, self.closed = count, shape, fault, False
@@ -88,7 +88,7 @@ class OnDisk(Files):
         return self.read(index)
 
     def close(self) -> None:
-        """Several loaders of a test read from it."""
+        """Stay open, since several loaders of a test read from it."""
 
 
 @pytest.fixture(params=["external", "numpy"])
@@ -213,7 +213,7 @@ def test_what_dali_makes_is_what_numpy_makes() -> None:
 
 @pytest.mark.parametrize("on_gpu", [True, False])
 def test_all_that_is_made_for_a_gpu_ends_there(on_gpu: bool) -> None:
-    """The definition only: without a driver no such graph can be built."""
+    """Only the definition is made, since without a driver no such graph can be built."""
     graph = object.__new__(dali._Graph)
     graph._dali, graph._device, graph._on_gpu, graph._files = dali._imported(), torch.device("cuda"), on_gpu, None
     rng = np.random.default_rng(3)

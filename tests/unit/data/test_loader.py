@@ -291,7 +291,7 @@ class Big(Numbers):
 @pytest.mark.parametrize("order", ["strict", "ready"])
 @pytest.mark.parametrize("budget, most", [(10 << 20, 10), (1 << 10, 6)])
 def test_no_more_than_the_budget_is_prepared(order: str, budget: int, most: int) -> None:
-    """Or the least that is always allowed: two batches, and one sample for each worker."""
+    """The least that is always allowed is two batches, and one sample for each worker."""
     Big.begun = 0
     with loader_of(100, 2, source=Big(100), workers=2, prefetch=budget, order=order) as loader:
         epoch = loader.epoch(0)

@@ -258,7 +258,7 @@ def gone(pid: int, within: float) -> bool:
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    """No process, mapping or descriptor stays behind a test. Another file's may have left Python's own tracker of resources."""
+    """No process, mapping or descriptor stays behind a test. Tests of another file may have left Python's own tracker."""
     children = Path(f"/proc/self/task/{os.getpid()}/children")
     there = set(children.read_text().split())
     fds, BEFORE["mapped"] = opened(), BEFORE["mapped"] + mapped()
@@ -714,7 +714,7 @@ def test_a_worker_that_nobody_holds_ends() -> None:
 
 @pytest.mark.timing
 def test_a_sample_costs_one_copy_and_a_fraction_of_a_millisecond() -> None:
-    """Bounds for a machine with other work; alone they are 20 us, and 1.4 copies."""
+    """The bounds are for a machine with other work; alone a sample takes 20 us, or 1.4 copies."""
     bytes_ = 16 << 20
 
     def best(act: Callable[[], Any], times: int = 60) -> float:

@@ -113,7 +113,7 @@ def test_shards_are_even_in_every_folder_and_over_all(folders: list[list[int]], 
 
 @given(st.data())
 def test_every_missing_file_reaches_its_node_once(data: st.DataObject) -> None:
-    """Through lanes and circles, for any state of the targets and any numbers of processes."""
+    """Lanes and circles bring it, for any state of the targets and any numbers of processes."""
     shards, each = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 7))
     names = [f"n{i}" for i in range(shards * each) for _ in range(data.draw(st.integers(1, 3)))]
     nodes = plan.nodes_of(names, shards)
