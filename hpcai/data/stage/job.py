@@ -115,11 +115,13 @@ class Job:
         self._made: list[Path] = []
         self._locked = -1  # a descriptor of the target
 
-    def _together(self, work: Callable[[], Any]) -> list[Any]:
-        """Do ``work`` on each process, and give all results by rank. Where it fails on any, all raise the same DataError."""
+    def _together(self, work: Callable[[], Any], by_first: bool = False) -> list[Any]:
+        """Do ``work`` on each process, or on the first one of each node, and give all results by rank. Where it fails on any, all
+        raise the same DataError."""
         value, cause = None, None
         try:
-            value = work()
+            if not by_first or self.first:
+                value = work()
         except Exception as error:
             cause = error
         text = None if cause is None else str(cause) if isinstance(cause, HpcaiError) else f"{type(cause).__name__}: {cause}"
@@ -174,12 +176,9 @@ class Job:
 
     def claim(self) -> None:
         """Take the target. Raises DataError where nodes share it, another job stages to it, or it holds another data set."""
-
         token = self.target / f".stage.{uuid.uuid4().hex}.partial"
 
-        def mark() -> str | None:
-            if not self.first:
-                return None
+        def mark() -> str:
             try:
                 self._made = [folder for folder in (self.target, *self.target.parents) if not folder.exists()]
                 self.target.mkdir(parents=True, exist_ok=True)
@@ -213,7 +212,7 @@ class Job:
                 logger.info("%s: its file system has no locks; see that no other job stages to it", self.target)
 
         try:
-            told = self._together(mark)
+            told = self._together(mark, by_first=True)
             tokens = [told[ranks[0]] for ranks in self.nodes.ranks]
             self._together(check)
         finally:
@@ -252,8 +251,6 @@ class Job:
         """See that the disk of every node has room for what it misses."""
 
         def measure() -> None:
-            if not self.first:
-                return
             todo = sum(above(self.files[i].bytes) for i in np.flatnonzero(self.missing[self.me]).tolist())
             needed, free = todo + int(todo * reserve), shutil.disk_usage(self.target).free
             if needed > free:
@@ -262,7 +259,7 @@ class Job:
                     f"{free:,} are free; make room, name a larger disk, or cut the set with --shards; nothing was copied"
                 )
 
-        self._together(measure)
+        self._together(measure, by_first=True)
 
     def copy(self, reader: Reader, progress: Progress | None, pwrite: Callable[[int, Any, int], int], began: float) -> Staged:
         """Bring what is missing, and note what is whole."""
@@ -275,7 +272,7 @@ class Job:
             tell(0, total)
 
         # A record from now on; what a killed run noted beside it comes into it.
-        self._together(lambda: self._save(recorded(self.target)[1]) if self.first else None)
+        self._together(lambda: self._save(recorded(self.target)[1]), by_first=True)
         self._together(sweep)
         before = reader.transferred
         exchange = open_exchange(self.mesh) if self.missing.any() else Exchange()
@@ -291,17 +288,18 @@ class Job:
             carrier.close()
         exchange.close()
 
-        def note() -> None:
-            self._write_record(whole=True)
-            tell(total, total)
-
         try:
             told = self._together(lambda: (carrier.outcome(), reader.transferred - before))
         except DataError:
             with suppress(DataError):  # the reason why the copying failed matters more
-                self._together(lambda: self._write_record(whole=False))
+                self._together(lambda: self._write_record(whole=False), by_first=True)
             raise
-        self._together(note)
+
+        def note() -> None:
+            self._write_record(whole=True)
+            tell(total, total)
+
+        self._together(note, by_first=True)
         here = [told[rank] for rank in self.nodes.ranks[self.me]]
         shard = self.nodes.shard(self.me)
         mine = np.array([file.shard in (None, shard) for file in self.files], bool)
@@ -336,8 +334,6 @@ class Job:
 
     def _write_record(self, whole: bool) -> None:
         """List every file that is whole; with ``whole``, delete copies of files that the source has no more."""
-        if not self.first:
-            return
         known = {file.name: file for file in self.files}
         try:
             entries, kept = recorded(self.target)[1], {}
