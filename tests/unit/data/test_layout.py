@@ -1,5 +1,6 @@
 """Boxes of arrays by direct reads equal what the libraries read; what does not lie plainly is refused; damage is an error."""
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +177,10 @@ def test_files_of_several_fields_and_any_size(tmp_path: Path, reader: str) -> No
     for i in range(3):
         sample = files.read(i)
         assert sample["image"].shape == (1, 4 + i, 5) and (sample["image"] == i).all() and (sample["label"] == i).all()
+    again = pickle.loads(pickle.dumps(files))  # noqa: S301  (as a worker process gets it)
+    assert (again.read(2)["image"] == 2).all()
     files.close()
+    again.close()
 
 
 @pytest.mark.parametrize(
