@@ -237,7 +237,7 @@ class Loader:
         if course.coming is None:
             self._put_together(course)
         while course.coming is not None:
-            number, (found, made) = course.number, course.coming.result()
+            (number, found), made = course.coming.result()
             # The next batch is put together while this one is computed with.
             self._put_together(course)
             if course.coming is None and following is not None:
@@ -251,11 +251,10 @@ class Loader:
     def _put_together(self, course: "_Course") -> None:
         part, course.coming = next(course.parts, None), None
         if part is not None:
-            course.number, positions = part
-            course.coming = self._assembler.begin(partial(self._taken, course.ahead, course.plan, positions))
+            course.coming = self._assembler.begin(partial(self._taken, course.ahead, course.plan, *part))
 
-    def _taken(self, ahead: Ahead, plan: "_Plan", part: np.ndarray) -> tuple[list[Task], list[Any]]:
-        """Tasks and samples of the next batch, as soon as they are ready."""
+    def _taken(self, ahead: Ahead, plan: "_Plan", number: int, part: np.ndarray) -> "tuple[_Found, list[Any]]":
+        """Number, tasks and samples of the next batch, as soon as they are ready."""
         if self.order == "strict":
             found = ahead.take(plan.epoch, len(part), part.tolist())
         elif self._leader is None:
@@ -263,7 +262,7 @@ class Loader:
         else:
             found = self._leader.take(ahead, plan.epoch, len(part))
         assert found is not None
-        return [ready.task for ready in found], [ready.sample for ready in found if ready.sample is not None]
+        return (number, [ready.task for ready in found]), [ready.sample for ready in found if ready.sample is not None]
 
     def _prepare(self, task: Task, worker: int) -> tuple[Any, int]:
         index = task.index
@@ -293,6 +292,8 @@ def _instead(skipped: Skipped) -> str:
 
 
 _ATTEMPTS = 10
+
+_Found = tuple[int, list[Task]]  # the number of a batch, and what is in it
 
 
 class _Plan:
@@ -341,8 +342,7 @@ class _Course:
 
     def __init__(self, plan: _Plan, ahead: Ahead) -> None:
         self.plan, self.ahead, self.parts = plan, ahead, plan.parts()
-        self.number = 0
-        self.coming: Future[tuple[list[Task], Made]] | None = None
+        self.coming: Future[tuple[_Found, Made]] | None = None
         ahead.feed(plan.tasks())
 
     def close(self) -> None:
