@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 _PORTION = 256 << 20
 """Bytes of device memory that runs are read into before they are copied to their places."""
 _FILES = 64  # kept open: KvikIO registers each with the driver
+_THREADS, _TASK = 8, 4 << 20  # reads in flight, and the bytes of one; KvikIO has both once per process
 
 
 @dataclass(eq=False, slots=True)
@@ -40,8 +41,7 @@ class _File:
 
 
 class GdsReader:
-    """Reads boxes of layouts into memory of ``device``, with ``threads`` reads of up to ``task`` bytes in flight (KvikIO has
-    both once per process). May be used from many threads.
+    """Reads boxes of layouts into memory of ``device``. May be used from many threads.
 
     Each run of bytes is read with the blocks that it begins and ends in, to an aligned address: what GPUDirect Storage does
     without a detour. One run is viewed where it was read; several are copied to their places on the device.
@@ -50,16 +50,16 @@ class GdsReader:
     beyond the end of a file, and for values that torch has no dtype for. ``kvikio`` stands in for the module in tests.
     """
 
-    def __init__(self, device: torch.device, *, threads: int = 8, task: int = 4 << 20, kvikio: Any = None) -> None:
+    def __init__(self, device: torch.device, *, kvikio: Any = None) -> None:
         self.device, self.requested, self.transferred = device, 0, 0
-        self._kvikio, self._task = _imported(device) if kvikio is None else kvikio, above(task)
+        self._kvikio = _imported(device) if kvikio is None else kvikio
         self._lock = threading.Lock()
         self._files = OpenFiles(self._open, lambda file: file.handle.close(), _FILES)
         # KvikIO's reads are in order with no stream, but the allocator gives freed memory again to work that comes later on the
         # same one. On a stream of this reader alone only its own copies may still use that memory, and `_fetch` waits for them.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         try:
-            self._kvikio.defaults.set({"num_threads": threads, "task_size": self._task})
+            self._kvikio.defaults.set({"num_threads": _THREADS, "task_size": _TASK})
             _say_mode(bool(self._kvikio.defaults.is_compat_mode_preferred()))
         except Exception as problem:
             raise DataError(f"KvikIO cannot be set up: {problem}; {_INSTEAD}") from problem
@@ -130,7 +130,7 @@ class GdsReader:
         counts: list[int] = []
         try:
             for into, first in parts:
-                futures.append(file.handle.pread(into, len(into), first, self._task))
+                futures.append(file.handle.pread(into, len(into), first, _TASK))
         except Exception as problem:
             failure = problem
         for future in futures:  # all of them, before any memory goes

@@ -45,6 +45,8 @@ logger = logging.getLogger(__name__)
 PATIENCE = 120.0
 """Seconds for hashing what lies at the target already, since other ranks wait in a collective meanwhile. What is not hashed by
 then is copied again."""
+RESERVE = 0.05
+"""Fraction of the bytes to copy that must be free on the node's disk beyond them."""
 
 Progress = Callable[[int, int], None]
 
@@ -70,7 +72,7 @@ class Staged:
 
 def stage_in(
     source: str | Path, target: str | Path, mesh: Mesh, *, shards: int = 1, reader: Reader | None = None, verify: bool = True,
-    block: int = 16 << 20, progress: Progress | None = None, reserve: float = 0.05, node: str | None = None,
+    block: int = 16 << 20, progress: Progress | None = None, node: str | None = None,
     pwrite: Callable[[int, Any, int], int] = os.pwrite,
 ) -> Staged:  # fmt: skip
     """Copy the files of ``source`` that this node is to hold to ``target``, a folder on its own disk, together with all others.
@@ -83,9 +85,8 @@ def stage_in(
     of each block with that of the process that read it. So the manifest, the shared file system and the network are proved; that
     the local disk gives back what it was given is not, since nothing is read again.
 
-    ``block``: bytes of a read, a broadcast and a write. ``reserve``: fraction of the bytes to copy that must be free beyond them.
-    ``progress`` is called on the first rank with bytes copied and to copy, over all nodes. ``node`` overrides the host name.
-    ``pwrite`` and the reader's ``preadv`` are there for tests.
+    ``block``: bytes of a read, a broadcast and a write. ``progress`` is called on the first rank with bytes copied and to copy,
+    over all nodes. ``node`` overrides the host name. ``pwrite`` and the reader's ``preadv`` are there for tests.
 
     Raises DataError, the same on all processes, when any of them cannot do its part: before anything is written where that can
     be known, otherwise after all have stopped, with whole files kept and no parts of files left.
@@ -98,7 +99,7 @@ def stage_in(
         job.survey()
         job.claim()
         job.look()
-        job.check_room(reserve)
+        job.check_room()
         return job.copy(reader, progress, pwrite, began)
     finally:
         job.leave()
@@ -247,15 +248,15 @@ class Job:
                 there |= np.unpackbits(np.frombuffer(zlib.decompress(told[rank]), np.uint8), count=count).astype(bool)
             self.missing[node] = ((shard < 0) | (shard == self.nodes.shard(node))) & ~there
 
-    def check_room(self, reserve: float) -> None:
+    def check_room(self) -> None:
         """See that the disk of every node has room for what it misses."""
 
         def measure() -> None:
             todo = sum(above(self.files[i].bytes) for i in np.flatnonzero(self.missing[self.me]).tolist())
-            needed, free = todo + int(todo * reserve), shutil.disk_usage(self.target).free
+            needed, free = todo + int(todo * RESERVE), shutil.disk_usage(self.target).free
             if needed > free:
                 raise DataError(
-                    f"{self.target}: {needed:,} bytes are needed on {self.node} ({todo:,} to copy, {reserve:.0%} in reserve), but "
+                    f"{self.target}: {needed:,} bytes are needed on {self.node} ({todo:,} to copy, {RESERVE:.0%} in reserve), but "
                     f"{free:,} are free; make room, name a larger disk, or cut the set with --shards; nothing was copied"
                 )
 

@@ -371,7 +371,8 @@ def test_room_is_looked_for_first(source: Path, target: Path, monkeypatch: pytes
         rf"target: {int(free * 1.05):,} bytes are needed on here \({free:,} to copy, 5% in .* {free:,} are free; make room",
         node="here",
     )
-    run(source, target, reserve=0.0)
+    monkeypatch.setattr(job, "RESERVE", 0.0)
+    run(source, target)
     free = 0
     assert run(source, target).read == 0  # nothing to copy needs no room
 
