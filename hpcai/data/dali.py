@@ -455,10 +455,10 @@ class _Graph:
         field = self._fields[i]
         if not output.is_dense_tensor():
             shapes = ", ".join(map(str, sorted(set(map(tuple, output.shape())))))
-            raise _Refused(f"field '{field.name}': shapes {shapes} in one batch; crop to one size, or make batches of one sample")
+            raise DataError(f"field '{field.name}': shapes {shapes} in one batch; crop to one size, or make batches of one sample")
         tensor = torch.from_dlpack(output.as_tensor())[:count]
         if tensor.dtype != self._dtypes[i]:
-            raise _Refused(f"field '{field.name}': values of {tensor.dtype}, but {self._dtypes[i]} in the first sample")
+            raise DataError(f"field '{field.name}': values of {tensor.dtype}, but {self._dtypes[i]} in the first sample")
         return tensor.to(torch.bfloat16) if field.dtype == "bfloat16" else tensor
 
     @contextmanager
@@ -467,7 +467,7 @@ class _Graph:
             yield
         except Exception as problem:
             names = ", ".join(f"{task.index} ({self._describe(task.index)})" for task in tasks[:8])
-            if isinstance(problem, _Refused):
+            if isinstance(problem, DataError):  # from our own checks
                 raise DataError(f"{self._name}, batch of samples {names}: {problem}") from problem
             # DALI's reader is ahead, and may have failed with a later one: then DALI names the file.
             where = f", in or after the batch of samples {names}" if names else ""
@@ -482,25 +482,15 @@ class _Graph:
         self._uploading.clear()
 
 
-class _Refused(Exception):  # noqa: N818
-    """A sample that our own checks refuse, not DALI's."""
-
-
-class _Dali(NamedTuple):
-    Pipeline: Any
-    fn: Any
-    types: Any
-    math: Any
-
-
-def _imported() -> _Dali:
+def _imported() -> Any:
     try:
-        parts = [import_module(f"nvidia.dali{part}") for part in ("", ".fn", ".types", ".math")]
+        for part in ("fn", "types", "math"):
+            import_module(f"nvidia.dali.{part}")
+        return import_module("nvidia.dali")
     except ImportError as problem:
         raise MissingExtraError(
             f"NVIDIA DALI cannot be imported ({problem}): pip install 'hpcai-suite[dali]', or read without it: data.reader=direct"
         ) from problem
-    return _Dali(parts[0].Pipeline, *parts[1:])
 
 
 def _short(problem: Exception) -> str:
