@@ -297,7 +297,8 @@ class Reader:
                     continue
                 except OSError as error:
                     if error.errno == errno.EINVAL and file.direct and self.mode == "auto":
-                        self._leave_direct(file, error)
+                        _say_without_direct(file.path, file.device, error)
+                        self._files.forget(file.path, file)
                         return self._fill(path, offset, view, need)
                     raise DataError(
                         f"{path}: bytes {offset + done:,} to {offset + need:,} cannot be read: {error.strerror} "
@@ -340,10 +341,6 @@ class Reader:
         except OSError as error:
             found = "no such file (moved or deleted since the start?)" if error.errno == errno.ENOENT else error.strerror
             raise DataError(f"{path}: cannot be opened: {found}{self._advice(error)}") from error
-
-    def _leave_direct(self, file: _File, error: OSError) -> None:
-        _say_without_direct(file.path, file.device, error)
-        self._files.forget(file.path, file)
 
 
 _without_direct: set[int] = set()

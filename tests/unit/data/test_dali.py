@@ -594,29 +594,23 @@ def test_samples_that_do_not_fit_together_are_named() -> None:
 
 
 @pytest.mark.parametrize(
-    "break_it, text",
+    "batch, break_it, text",
     [
-        (lambda path: path.unlink(), "in or after the batch of samples .*DALI stops: .*Could not open file .*005_volume.npy"),
-        (lambda path: path.write_bytes(path.read_bytes()[:700]), "Failed to read file: .*005_volume.npy"),
-        (lambda path: path.write_bytes(b"garbage" * 300), "not a numpy file.*005_volume.npy"),
-        (lambda path: np.save(path, np.zeros((6, 7, 8, 2), np.float32)), "DALI stops|values of"),
-        (lambda path: np.save(path, np.zeros((6, 7, 4, 2), np.int16)), "samples .*Slice can't be placed out of bounds"),
+        (4, lambda path: path.unlink(), "in or after the batch of samples .*DALI stops: .*Could not open file .*005_volume.npy"),
+        (4, lambda path: path.write_bytes(path.read_bytes()[:700]), "Failed to read file: .*005_volume.npy"),
+        (4, lambda path: path.write_bytes(b"garbage" * 300), "not a numpy file.*005_volume.npy"),
+        (4, lambda path: np.save(path, np.zeros((6, 7, 8, 2), np.float32)), "DALI stops|values of"),
+        (1, lambda path: np.save(path, np.zeros((6, 7, 8, 2), np.float32)), r"samples 5 .*'volume': values of torch.float32, but"),
+        (4, lambda path: np.save(path, np.zeros((6, 7, 4, 2), np.int16)), "samples .*Slice can't be placed out of bounds"),
     ],
 )
-def test_a_file_that_dali_cannot_read_is_named(folder: Path, break_it: Callable[[Path], Any], text: str) -> None:
+def test_a_file_that_dali_cannot_read_is_named(folder: Path, batch: int, break_it: Callable[[Path], Any], text: str) -> None:
     source, native, began = OnDisk(folder), native_threads(), time.monotonic()
     break_it(folder / "005_volume.npy")
-    with new_loader(source, shuffle=False, reader="numpy") as loader, pytest.raises(DataError, match=text):
+    fields = FIELDS if batch > 1 else (Field("volume"),)
+    with new_loader(source, batch, fields=fields, shuffle=False, reader="numpy") as loader, pytest.raises(DataError, match=text):
         list(loader.epoch(0))
     assert native_threads(native) <= native and time.monotonic() - began < 60  # the first of all imports DALI
-
-
-def test_a_file_of_another_dtype_alone_in_its_batch_is_named(folder: Path) -> None:
-    source = OnDisk(folder)
-    np.save(folder / "005_volume.npy", np.zeros((6, 7, 8, 2), np.float32))
-    loader = new_loader(source, 1, fields=(Field("volume"),), shuffle=False, reader="numpy")
-    with loader, pytest.raises(DataError, match=r"samples 5 .*'volume': values of torch.float32, but torch.int16 in the first"):
-        list(loader.epoch(0))
 
 
 def test_the_first_file_is_looked_at_before_dali_is(folder: Path) -> None:
