@@ -1,9 +1,13 @@
-"""Arrays and the boxes that are asked of them."""
+"""Arrays, the files that hold them, and the boxes that are asked of them."""
 
+from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 from hypothesis import strategies as st
+
+from hpcai.data.layout import Layout, hdf5, npy
 
 
 @st.composite
@@ -18,3 +22,22 @@ def boxes(draw: Any, dtypes: list[str]) -> tuple[np.ndarray, tuple[int, ...] | N
         start = draw(st.integers(0, size - 1))
         where.append(draw(st.sampled_from([start, start - size, slice(start, draw(st.integers(start, size))), slice(None)])))
     return array, chunks, where
+
+
+def written(
+    folder: Path, array: np.ndarray, chunks: tuple[int, ...] | None, partly: bool, offset: int = 4, version: str = "earliest"
+) -> tuple[np.ndarray, list[Layout]]:
+    """``array`` in an HDF5 file, a .npy file and, from byte ``offset`` on, a file without a header. ``partly``: most chunks are
+    never written, and hold 7; the array is then returned so."""
+    with h5py.File(folder / "x.h5", "w", libver=version) as file:
+        data = file.create_dataset("group/x", array.shape, array.dtype, chunks=chunks, fillvalue=7)
+        data[: 1 if partly and chunks else None] = array[: 1 if partly and chunks else None]
+        array = data[...]
+    np.save(folder / "x.npy", array)
+    (folder / "x.raw").write_bytes(bytes(offset) + array.tobytes())
+    with h5py.File(folder / "x.h5") as file:
+        return array, [
+            hdf5(file, "group/x"),
+            npy(folder / "x.npy"),
+            Layout(folder / "x.raw", "x", array.shape, array.dtype, offset),
+        ]

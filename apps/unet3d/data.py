@@ -192,7 +192,12 @@ class Volumes(Samples):
         return Batch(values["image"], values["label"])
 
     def collate(self, samples: list[Batch]) -> list[Batch]:
-        return [Batch(*(torch.from_numpy(np.ascontiguousarray(value))[None] for value in sample)) for sample in samples]
+        return [Batch(*map(_volume, sample)) for sample in samples]
+
+
+def _volume(value: np.ndarray) -> torch.Tensor:
+    """A volume that may be written, so in a copy where its row is kept for the next time.   [D, H, W] -> [1, D, H, W]"""
+    return torch.from_numpy(np.require(value, requirements=("C", "W")))[None]
 
 
 def write_slices(path: Path, slices: dict[str, torch.Tensor], model: UNet3DConfig) -> None:

@@ -97,6 +97,8 @@ class Config(RunConfig):
             raise ValueError(f"data.repeat is {self.data.repeat} and data.shards {self.data.shards}; set one of them to 1")
         if self.data.reader == "dali":
             raise ValueError("data.reader is dali, which has no volumes of different sizes; take another, such as auto or direct")
+        if self.data.reader == "gds":
+            raise ValueError("data.reader is gds, but crops are mirrored on the processor; take another, such as auto or direct")
         if self.data.window_group > 1 and self.train.evaluate == "background":
             raise ValueError(
                 f"data.window_group is {self.data.window_group} and train.evaluate background: copies that share windows wait for "

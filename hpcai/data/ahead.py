@@ -1,4 +1,4 @@
-"""Samples prepared ahead of their use, by workers, within a budget of bytes; whoever is late holds up nobody else."""
+"""Samples prepared ahead of their use, by workers, within a budget of bytes; a late one holds up no other."""
 
 import heapq
 import logging
@@ -60,7 +60,7 @@ class Ahead:
             thread.start()
 
     def feed(self, tasks: Iterable[Task]) -> None:
-        """More tasks, after those that were fed before. Epochs and positions rise."""
+        """Add tasks after those that were fed before. Epochs and positions rise."""
         with self._change:
             self._feeds.append(iter(tasks))
             self._change.notify_all()
@@ -89,7 +89,7 @@ class Ahead:
                 self._wait(began)
 
     def close(self) -> None:
-        """Workers end after what they are at; nothing more is given."""
+        """Let workers end after what they are at; nothing more is given."""
         with self._change:
             self._closed = True
             self._held.clear()
@@ -105,7 +105,7 @@ class Ahead:
         found: list[tuple[int, int]] = []
         while self._heap and len(found) < count:
             key = heapq.heappop(self._heap)
-            if key in self._held:  # else it was taken by its position
+            if key in self._held:  # otherwise it was taken by its position
                 found.append(key)
         if len(found) == count and all(key[0] == epoch for key in found):
             return found
@@ -187,7 +187,7 @@ class Ahead:
                     self._bytes += size
                     self._largest = max(self._largest, size)
                 self._change.notify_all()
-            del sample  # or the last one is held until the next is there
+            del sample  # otherwise it is held until the next one is there
 
     def _named(self, problem: BaseException, task: Task) -> BaseException:
         if isinstance(problem, HpcaiError):

@@ -14,7 +14,7 @@ from hpcai.data.direct import Memory
 
 
 class Made(NamedTuple):
-    """A batch, when it is there on the device, and what must live until then."""
+    """A batch; the event after which it is there on the device; and the samples, which must live until then."""
 
     batch: Any
     done: torch.cuda.Event | None
@@ -36,7 +36,7 @@ class Assembler:
         self._in_flight: deque[Made] = deque()
 
     def begin(self, take: "Callable[[], tuple[Any, list[Any]]]") -> "Future[tuple[Any, Made]]":
-        """``take`` -> (whatever is to be known of the samples, samples) waits for samples, in a thread, which then joins them."""
+        """Begin a batch in a thread, where ``take`` -> (what is to be known of the samples, samples) waits for them."""
 
         def work() -> tuple[Any, Made]:
             about, samples = take()
@@ -69,7 +69,10 @@ class Assembler:
             return Made(self._collate(samples) if self._collate else tree_zip(samples, self._stack), None, ())
         host = tree_map(self._collate(samples), Tensor.pin_memory) if self._collate else None
         with torch.cuda.stream(self._stream):
-            batch = tree_zip(samples, self._upload) if host is None else tree_map(host, self._move)
+            if host is None:
+                batch = tree_zip(samples, self._upload)
+            else:
+                batch = tree_map(host, lambda tensor: tensor.to(self.device, non_blocking=True))
             done = torch.cuda.Event()
             done.record()
         return Made(batch, done, samples if host is None else (host,))
@@ -91,12 +94,9 @@ class Assembler:
             place.copy_(part, non_blocking=True)
         return whole
 
-    def _move(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.device, non_blocking=True)
-
 
 def _readable(value: Any) -> np.ndarray:
-    """The array in row-major order and marked as writable, without which torch would copy it or warn. Nothing writes to it."""
+    """The array in row-major order and marked as writable, since torch warns of others. Nothing writes to it."""
     array = np.asarray(value, order="C")
     if array.flags.writeable:
         return array
@@ -105,12 +105,12 @@ def _readable(value: Any) -> np.ndarray:
 
 
 def tree_map(tree: Any, change: Callable[[Any], Any]) -> Any:
-    """``change`` of every leaf of a tree of dicts, lists, tuples and named tuples."""
+    """The tree of dicts, lists, tuples and named tuples with ``change`` of every leaf."""
     return tree_zip([tree], lambda leaves: change(leaves[0]))
 
 
 def tree_zip(trees: Sequence[Any], join: Callable[[list[Any]], Any]) -> Any:
-    """One tree, whose leaves are ``join`` of the same leaf of every tree."""
+    """One tree; each leaf is ``join`` of the leaves that all trees have there."""
     first = trees[0]
     if isinstance(first, dict):
         return {key: tree_zip([tree[key] for tree in trees], join) for key in first}

@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -27,8 +26,9 @@ import torch
 from torch import Tensor
 
 from hpcai.data.ahead import Ahead, Ready, Task
+from hpcai.data.assemble import tree_bytes
 from hpcai.data.layout import npy
-from hpcai.data.loader import Loader, Source, _Plan
+from hpcai.data.loader import Loader, Source, _Course, _Plan
 from hpcai.data.sampler import Sampler
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import DataError, MissingExtraError
@@ -41,12 +41,12 @@ _TYPES = {
     "uint64": "UINT64", "int64": "INT64", "float16": "FLOAT16", "float32": "FLOAT", "float64": "FLOAT64",
 }  # fmt: skip
 _MADE = (*[name for name in _TYPES if name != "bool"], "bfloat16")
-_MOVED = {"bool": "UINT8", "float16": "INT16"}  # flip and slice know not these, but integers of their size
+_MOVED = {"bool": "UINT8", "float16": "INT16"}  # flip and slice do not know these, but do know integers of their size
 _NORMALISED = ("uint8", "int16", "uint16", "int32", "float16", "float32")  # what crop_mirror_normalize takes
 _ONE = 1 << 30
 """A drawn number, divided by this, lies in [0, 1). DALI's constants have 32 bits."""
 _DEEPEST = 8
-_READ_AHEAD = 2  # batches; a third faster than one
+_READ_AHEAD = 2  # batches that DALI's own reader is ahead: a third faster than one
 
 Draws = Mapping[int, np.ndarray]
 
@@ -61,10 +61,10 @@ class Field:
 
     ``layout`` names the dims: HW, HWC, CHW, DHW, DHWC or CDHW; an empty one leaves them without names, and then nothing can be
     flipped. ``decode``: the array is an encoded image (PNG, JPEG) [bytes] uint8; its layout is HWC, with the channels it has.
-    ``crop`` has the size of each dim but C (of the leading dims, without a layout). ``flip`` lists dims that are reversed at
-    random, half of the time each. Fields with the same ``geometry`` are cropped and flipped alike.
-    log(1 + x) (of x above -1) and (x - ``mean``) / ``std``, each one number or one per channel, are float32. A cast to integers
-    rounds, a half away from 0, and keeps within their range. ``transpose`` is the order of the dims that come out.
+    ``crop`` has a size for each dim but C (for the leading dims, without a layout). ``flip`` lists dims that are reversed at
+    random, each half of the time. Fields with the same ``geometry`` are cropped and flipped alike.
+    log(1 + x), for x above -1, and (x - ``mean``) / ``std``, with one number each or one per channel, are float32. A cast to
+    integers rounds, a half away from 0, and keeps within their range. ``transpose`` is the order of the dims that come out.
     Raises DataError, naming the field, for what contradicts itself.
     """
 
@@ -124,6 +124,10 @@ class Field:
         return rows[0].tolist(), rows[1].tolist()
 
     @property
+    def crops_at_random(self) -> bool:
+        return self.crop is not None and self.crop_at == "random"
+
+    @property
     def is_normalised(self) -> bool:
         return self.mean is not None or self.std is not None
 
@@ -132,8 +136,8 @@ class Field:
         """Which of the numbers drawn for a geometry belong to the dims that are cropped."""
         return [_slot(self.layout, dim) for dim in self.spatial]
 
-    def after(self, shape: Sequence[int], dtype: str) -> tuple[tuple[int, ...], int]:
-        """Shape and bytes that an array comes out with. Raises DataError for one that does not fit."""
+    def after(self, shape: Sequence[int], dtype: str) -> int:
+        """The bytes of what becomes of an array. Raises DataError for one that does not fit."""
         where, found = f"field '{self.name}'", tuple(shape)
         if self.layout and len(found) != len(self.layout):
             raise DataError(f"{where}: an array of shape {found}, but layout {self.layout!r} has {len(self.layout)} dims")
@@ -149,11 +153,10 @@ class Field:
         sizes = list(found)
         for dim, size in zip(self.spatial, self.crop or ()):
             sizes[dim] = size
-        nbytes = math.prod(sizes) * np.dtype(self.made(dtype)).itemsize
-        return tuple(sizes if self.transpose is None else (sizes[dim] for dim in self.transpose)), nbytes
+        return math.prod(sizes) * np.dtype(self.made(dtype)).itemsize
 
     def made(self, dtype: str) -> str:
-        """dtype that values of ``dtype`` leave DALI with."""
+        """The dtype with which values of ``dtype`` leave DALI."""
         if self.dtype == "bfloat16":
             return "float32"
         return self.dtype or ("float32" if self.log1p or self.is_normalised else dtype)
@@ -164,10 +167,10 @@ def _slot(layout: str, dim: int) -> int:
 
 
 def draw(fields: Sequence[Field], seed: int, epoch: int, position: int) -> dict[int, np.ndarray]:
-    """The numbers that place a random crop, for each geometry, in [0, 2**30), and the bits that flip.   [2, slots]"""
-    geometries = {f.geometry for f in fields if f.flip or (f.crop and f.crop_at == "random")}
-    found = {g: np.zeros((2, 4 + _DIMS), np.int64) for g in (f.geometry for f in fields)}
-    for g in sorted(geometries):
+    """For each geometry with something random: the numbers in [0, 2**30) that place a crop, and the bits that flip.
+    [2, slots]"""
+    found = {}
+    for g in {f.geometry for f in fields if f.flip or f.crops_at_random}:
         generator = np.random.Generator(np.random.PCG64([seed, epoch, position, g % (1 << 32), 0xDA11]))
         found[g] = np.stack([generator.integers(0, _ONE, 4 + _DIMS), generator.integers(0, 2, 4 + _DIMS)])
     return found
@@ -175,7 +178,10 @@ def draw(fields: Sequence[Field], seed: int, epoch: int, position: int) -> dict[
 
 def apply(fields: Sequence[Field], sample: Mapping[str, Any], draws: Draws) -> dict[str, np.ndarray]:
     """What the pipeline makes of one sample, in numpy. A bfloat16 field comes as float32 with values that bfloat16 has."""
-    return {field.name: _apply(field, _array(field, sample), draws[field.geometry]) for field in fields}
+    return {field.name: _apply(field, _array(field, sample), draws.get(field.geometry, _NO_DRAW)) for field in fields}
+
+
+_NO_DRAW = np.zeros((2, 4 + _DIMS), np.int64)
 
 
 def _apply(field: Field, x: np.ndarray, drawn: np.ndarray) -> np.ndarray:
@@ -238,7 +244,7 @@ def _array(field: Field, sample: Any) -> np.ndarray:
 
 
 class _Kind(NamedTuple):
-    """What the first sample says about a field."""
+    """What a sample says about a field; all samples agree with the first one in dtype and dims."""
 
     dtype: str
     dims: int
@@ -250,16 +256,16 @@ def _kind(field: Field, shape: tuple[int, ...], dtype: str, nbytes: int) -> _Kin
     if field.decode:  # its size is known to the decoder only
         size = math.prod(field.crop) * 3 * 4 if field.crop else 16 * nbytes
         return _Kind(dtype, 1, None, nbytes + size)
-    return _Kind(dtype, len(shape), shape, nbytes + field.after(shape, dtype)[1])
+    return _Kind(dtype, len(shape), shape, nbytes + field.after(shape, dtype))
 
 
 def _agree(fields: Sequence[Field], kinds: Sequence[_Kind]) -> None:
-    """Fields that are cropped at random places together must have the same sizes."""
+    """Raise DataError for fields that are cropped at random places together and differ in their sizes."""
     found: dict[tuple[int, int], tuple[str, int, int]] = {}
     for field, kind in zip(fields, kinds):
-        if field.crop is None or field.crop_at != "random" or kind.shape is None:
+        if kind.shape is None or not field.crops_at_random:
             continue
-        for dim, slot, size in zip(field.spatial, field.slots, field.crop):
+        for dim, slot, size in zip(field.spatial, field.slots, field.crop or ()):
             name, n, other = found.setdefault((field.geometry, slot), (field.name, kind.shape[dim], size))
             if (n, other) != (kind.shape[dim], size):
                 raise DataError(
@@ -328,7 +334,7 @@ class _Graph:
             with self._pipe:
                 self._pipe.set_outputs(*(self._define(i, field, kind) for i, (field, kind) in enumerate(zip(fields, kinds))))
             self._pipe.build()
-        self._pipe._first_iter = False  # else the first schedule_run wants ``depth`` batches before it gives one
+        self._pipe._first_iter = False  # otherwise the first schedule_run wants ``depth`` batches before it gives one
         self._uploading: deque[tuple[torch.cuda.Event, Any]] = deque()
 
     def _define(self, i: int, field: Field, kind: _Kind) -> Any:
@@ -336,7 +342,7 @@ class _Graph:
         if self._files is not None:
             x = fn.readers.numpy(
                 files=list(self._files[i]), use_o_direct=True, dont_use_mmap=True, prefetch_queue_depth=_READ_AHEAD
-            )  # in their order
+            )
             x = fn.reshape(x, layout=field.layout) if field.layout else x
         else:
             named = {"layout": field.layout} if field.layout and not field.decode else {}
@@ -389,7 +395,7 @@ class _Graph:
         return fn.slice(x, start=fn.cast(start, dtype=types.INT32), shape=size.tolist(), axes=list(field.spatial))
 
     def _normalised(self, field: Field, layout: str, now: str, x: Any) -> tuple[Any, tuple[int, ...] | None, str]:
-        """(x - mean) / std, with the channels moved where that is the order that is wanted; what is left of it; the dtype."""
+        """(x - mean) / std, with the channels moved where that gives the wanted order; the order still to be made; the dtype."""
         fn, types = self._dali.fn, self._dali.types
         means, stds = field.normal
         order, out = field.transpose, layout
@@ -407,6 +413,10 @@ class _Graph:
     @property
     def has_room(self) -> bool:
         return len(self.under_way) < self.depth
+
+    @property
+    def is_closed(self) -> bool:
+        return self._pipe is None
 
     def start(self, number: int, found: Sequence[Ready]) -> None:
         """Feed one batch, and let DALI begin with it."""
@@ -445,10 +455,10 @@ class _Graph:
         field = self._fields[i]
         if not output.is_dense_tensor():
             shapes = ", ".join(map(str, sorted(set(map(tuple, output.shape())))))
-            raise _Refused(f"field '{field.name}': shapes {shapes} in one batch; crop to one size, or make batches of one sample")
+            raise DataError(f"field '{field.name}': shapes {shapes} in one batch; crop to one size, or make batches of one sample")
         tensor = torch.from_dlpack(output.as_tensor())[:count]
         if tensor.dtype != self._dtypes[i]:
-            raise _Refused(f"field '{field.name}': values of {tensor.dtype}, but {self._dtypes[i]} in the first sample")
+            raise DataError(f"field '{field.name}': values of {tensor.dtype}, but {self._dtypes[i]} in the first sample")
         return tensor.to(torch.bfloat16) if field.dtype == "bfloat16" else tensor
 
     @contextmanager
@@ -457,7 +467,7 @@ class _Graph:
             yield
         except Exception as problem:
             names = ", ".join(f"{task.index} ({self._describe(task.index)})" for task in tasks[:8])
-            if isinstance(problem, _Refused):
+            if isinstance(problem, DataError):  # from our own checks
                 raise DataError(f"{self._name}, batch of samples {names}: {problem}") from problem
             # DALI's reader is ahead, and may have failed with a later one: then DALI names the file.
             where = f", in or after the batch of samples {names}" if names else ""
@@ -472,29 +482,19 @@ class _Graph:
         self._uploading.clear()
 
 
-class _Refused(Exception):  # noqa: N818
-    """A sample that our own checks refuse, not DALI's."""
-
-
-class _Dali(NamedTuple):
-    Pipeline: Any
-    fn: Any
-    types: Any
-    math: Any
-
-
-def _imported() -> _Dali:
+def _imported() -> Any:
     try:
-        parts = [import_module(f"nvidia.dali{part}") for part in ("", ".fn", ".types", ".math")]
+        for part in ("fn", "types", "math"):
+            import_module(f"nvidia.dali.{part}")
+        return import_module("nvidia.dali")
     except ImportError as problem:
         raise MissingExtraError(
             f"NVIDIA DALI cannot be imported ({problem}): pip install 'hpcai-suite[dali]', or read without it: data.reader=direct"
         ) from problem
-    return _Dali(parts[0].Pipeline, *parts[1:])
 
 
 def _short(problem: Exception) -> str:
-    """DALI's message without where in our code the operator was defined."""
+    """DALI's message, without the place in our code where the operator was defined."""
     text = str(problem).rpartition("encountered:")[2].partition("Current pipeline object")[0].partition("C++ context")[0]
     return " ".join(text.split()) or type(problem).__name__
 
@@ -502,41 +502,27 @@ def _short(problem: Exception) -> str:
 # ---- the loader
 
 
-class _Flow:
-    """An epoch on its way: what is left of it, where its samples come from, and the graph that makes batches of them.
+class _Flow(_Course):
+    """An epoch on its way through a graph, which is made when its first samples are there."""
 
-    ``take(count, positions, wait)`` gives samples, as ``Ahead`` does; ``ahead`` is where from, if not from DALI's own reader.
-    """
-
-    def __init__(
-        self, plan: _Plan, graph: Callable[[], _Graph], take: Callable[[int, list[int], bool], list[Ready] | None],
-        ahead: Ahead | None = None,
-    ) -> None:  # fmt: skip
-        self.plan, self.ahead, self._make, self._take = plan, ahead, graph, take
+    def __init__(self, plan: _Plan, ahead: Ahead) -> None:
+        super().__init__(plan, ahead)
         self.graph: _Graph | None = None
         self.started = 0  # batches in the graph
-        self._parts = plan.parts()
-        self.part = next(self._parts, None)
+        self.part = next(self.parts, None)
 
-    def fill(self, wait: bool) -> None:
-        """Start batches as long as there is room and their samples are ready; ``wait`` for those of one if there is none."""
-        while self.part is not None and (self.graph is None or self.graph.has_room):
-            number, positions = self.part
-            found = self._take(len(positions), positions.tolist(), wait and not self.started)
-            if found is None:
-                return
-            self.graph = self.graph or self._make()
-            self.graph.start(number, found)
-            self.started += 1
-            self.part = next(self._parts, None)
+    def close(self) -> None:
+        super().close()
+        if self.graph is not None and self.graph.under_way:
+            self.graph.close()
 
 
 class DaliLoader(Loader):
     """``Loader``, with DALI between the samples and the batch. The same sampler gives the same samples at the same place.
 
     ``reader``: ``external`` takes ``source.sample(index, epoch)`` -> dict of arrays, prepared ahead by ``workers`` threads;
-    ``numpy`` has DALI read, past the page cache, the .npy files that ``source.files(index)`` -> {field: path} names (their
-    headers are checked by DALI, but for the first; it reads up to two batches more than an epoch has). DALI works with as many
+    ``numpy`` has DALI read, past the page cache, the .npy files that ``source.files(index)`` -> {field: path} names (DALI
+    checks all headers but the first, which we check; it reads up to two batches more than an epoch has). DALI works with as many
     threads again. A batch is a dict of tensors by field, or what ``collect`` makes of it; a source's own ``collate`` is not asked.
     ``device``: where the operators run; None is the mesh's. The batch is on the mesh's device either way, in order with the
     caller's current stream there, and must not be used on another one.
@@ -573,73 +559,30 @@ class DaliLoader(Loader):
         )  # fmt: skip
         self._on_gpu = mesh.device.type == "cuda" and device != "cpu"
         self._collect = collect
-        self._kinds: tuple[int, list[_Kind]] | None = None  # and of which sample
+        self._kinds: tuple[int, list[_Kind]] | None = None  # the first sample, and the kinds of its fields
         self._first_lock = threading.Lock()
         self._graph: _Graph | None = None
-        self._coming: _Flow | None = None
-
-    def epoch(self, epoch: int, first: int = 0, late: Sequence[int] = (), more: bool = False) -> Iterator[Any]:
-        plan = _Plan(self, epoch, first, tuple(late))
-        flow, self._coming = self._coming, None
-        if flow is not None and not (plan.is_whole and flow.plan.epoch == epoch):
-            self._end(flow)
-            flow = None
-        flow = flow or self._begin(plan, None)
-        self._plan = flow.plan
-        following = self._begin(_Plan(self, epoch + 1, 0, ()), flow) if more else None
-        try:
-            yield from self._finished(plan, self._deliver(flow, following))
-        except BaseException:  # also when the consumer has had enough: batches are left in the graph
-            self._end(flow)
-            self._end(following)
-            raise
-        self._coming = following
-        if self.reader == "numpy" or following is None:
-            self._end(flow)
 
     def close(self) -> None:
         """End DALI, workers, and the source where it wants that."""
-        self._end(self._coming)
-        self._coming = None
         if self._graph is not None:
             self._graph.close()
-            self._graph = None
         super().close()
 
-    def _begin(self, plan: _Plan, before: _Flow | None) -> _Flow:
-        return self._flow_of_files(plan) if self.reader == "numpy" else self._flow_of_samples(plan, before)
+    # ---- samples
 
-    def _end(self, flow: _Flow | None) -> None:
-        if flow is None:
-            return
-        if flow.ahead is not None:
-            flow.ahead.close()
-        if flow.graph is not None and (flow.graph.under_way or self.reader == "numpy"):
-            flow.graph.close()
-            self._graph = None
+    def _course(self, plan: _Plan, ahead: Ahead) -> _Flow:
+        return _Flow(plan, ahead)
 
-    # ---- samples of the source
+    def _prepare(self, task: Task, worker: int) -> tuple[_Item, int]:
+        arrays = () if self.reader == "numpy" else self._arrays(task)
+        draws = draw(self.fields, self.seed, task.epoch, task.position)
+        crops = tuple(draws[f.geometry][0, f.slots] if f.crops_at_random else None for f in self.fields)
+        flips = tuple(_bits(f, draws[f.geometry][1]) if f.flip else None for f in self.fields)
+        item = _Item(arrays, crops, flips)
+        return item, tree_bytes(item)
 
-    def _flow_of_samples(self, plan: _Plan, before: _Flow | None) -> _Flow:
-        part = -(-self.size // self.copies.size)
-
-        def graph() -> _Graph:
-            if self._graph is None:
-                self._graph = self._new_graph(self.size, part)
-            return self._graph
-
-        ahead = before.ahead if before is not None else None
-        if ahead is None:
-            ahead = Ahead(
-                self._prepare, name=self.name, workers=self._workers, budget=self._prefetch, least=2 * part + self._workers,
-                patience=self._patience,
-            )  # fmt: skip
-        ahead.feed(plan.tasks())
-        flow = _Flow(plan, graph, partial(ahead.take, plan.epoch), ahead)
-        flow.graph = self._graph
-        return flow
-
-    def _prepare(self, task: Task, worker: int) -> tuple[Any, int]:
+    def _arrays(self, task: Task) -> tuple[np.ndarray, ...]:
         try:
             sample = self.source.sample(task.index, task.epoch)
             sample = sample._asdict() if hasattr(sample, "_asdict") else sample
@@ -647,12 +590,7 @@ class DaliLoader(Loader):
             self._compare(task.index, [_kind(f, x.shape, x.dtype.name, x.nbytes) for f, x in zip(self.fields, arrays)])
         except DataError as problem:
             raise DataError(f"{self.name}, rank {self._rank}, sample {task.index}: {problem}") from problem
-        return self._item(task, arrays), sum(array.nbytes for array in arrays)
-
-    def _item(self, task: Task, arrays: tuple[np.ndarray, ...]) -> _Item:
-        draws = draw(self.fields, self.seed, task.epoch, task.position)
-        crops = tuple(draws[f.geometry][0, f.slots] if f.crop and f.crop_at == "random" else None for f in self.fields)
-        return _Item(arrays, crops, tuple(_bits(f, draws[f.geometry][1]) if f.flip else None for f in self.fields))
+        return arrays
 
     def _compare(self, index: int, kinds: list[_Kind]) -> None:
         _agree(self.fields, kinds)
@@ -666,40 +604,66 @@ class DaliLoader(Loader):
                     "all samples need the same"
                 )
 
-    # ---- files
+    # ---- batches
 
-    def _flow_of_files(self, plan: _Plan) -> _Flow:
-        parts = list(plan.parts())
-        batch = max((len(part) for _, part in parts), default=1)
+    def _batches(self, course: _Flow, following: _Flow | None) -> Iterator[Any]:  # type: ignore[override]
+        try:
+            self._fill(course, wait=True)
+            while course.graph is not None and course.started:
+                number, tasks, tensors = course.graph.finish()
+                course.started -= 1
+                self._fill(course, wait=False)  # the next batches are made while this one is computed with
+                if course.part is None and following is not None:
+                    if self.reader == "external":
+                        following.graph = course.graph
+                    self._fill(following, wait=False)
+                course.plan.deliver(number, tasks)
+                batch = dict(zip((field.name for field in self.fields), tensors))
+                del tensors
+                yield batch if self._collect is None else self._collect(batch)
+                del batch
+                self._fill(course, wait=True)
+        finally:
+            if self.reader == "numpy" and course.graph is not None:  # its reader knows the files of this epoch only
+                course.graph.close()
 
-        def graph() -> _Graph:
-            rows = [self._at(plan.epoch, part).tolist() for _, part in parts]
-            indices = [index for row in rows for index in row + row[-1:] * (batch - len(row))]
-            found = {index: self._files(index) for index in dict.fromkeys(indices)}
-            heads = [npy(path) for path in found[indices[0]]]
-            try:
-                kinds = [_kind(f, h.shape, h.dtype.name, (1 + _READ_AHEAD) * h.nbytes) for f, h in zip(self.fields, heads)]
-                self._compare(indices[0], kinds)
-            except DataError as problem:
-                where = ", ".join(str(head.path) for head in heads)
-                raise DataError(f"{self.name}, rank {self._rank}, sample {indices[0]} ({where}): {problem}") from problem
-            files = [[str(found[index][i]) for index in indices] for i in range(len(self.fields))]
-            return self._new_graph(batch, batch, files)
+    def _fill(self, flow: _Flow, wait: bool) -> None:
+        """Start batches as long as there is room and their samples are ready; ``wait`` for those of one if there is none."""
+        while flow.part is not None and (flow.graph is None or flow.graph.has_room):
+            number, positions = flow.part
+            found = flow.ahead.take(flow.plan.epoch, len(positions), positions.tolist(), wait and not flow.started)
+            if found is None:
+                return
+            flow.graph = flow.graph or self._graph_of(flow.plan)
+            flow.graph.start(number, found)
+            flow.started += 1
+            flow.part = next(flow.parts, None)
 
-        def take(_: int, positions: list[int], __: bool) -> list[Ready]:
-            indices = self._at(plan.epoch, np.array(positions)).tolist()
-            tasks = [Task(plan.epoch, position, index) for position, index in zip(positions, indices)]
-            return [Ready(task, self._item(task, ())) for task in tasks]
-
-        return _Flow(plan, graph, take)
+    def _graph_of(self, plan: _Plan) -> _Graph:
+        """The graph that samples are fed to, used in all epochs, or one that reads the files of this epoch."""
+        if self.reader == "external":
+            if self._graph is None or self._graph.is_closed:
+                self._graph = self._new_graph(self.size, -(-self.size // self.copies.size))
+            return self._graph
+        parts = [part for _, part in plan.parts()]
+        batch = max(map(len, parts))
+        rows = [self._at(plan.epoch, part).tolist() for part in parts]
+        indices = [index for row in rows for index in row + row[-1:] * (batch - len(row))]
+        found = {index: self._files(index) for index in dict.fromkeys(indices)}
+        heads = [npy(path) for path in found[indices[0]]]
+        try:
+            kinds = [_kind(f, h.shape, h.dtype.name, (1 + _READ_AHEAD) * h.nbytes) for f, h in zip(self.fields, heads)]
+            self._compare(indices[0], kinds)
+        except DataError as problem:
+            where = ", ".join(str(head.path) for head in heads)
+            raise DataError(f"{self.name}, rank {self._rank}, sample {indices[0]} ({where}): {problem}") from problem
+        return self._new_graph(batch, batch, [[str(found[index][i]) for index in indices] for i in range(len(self.fields))])
 
     def _files(self, index: int) -> list[Path]:
         found = self.source.files(index)  # type: ignore[attr-defined]
         if missing := [field.name for field in self.fields if field.name not in found]:
             raise DataError(f"{self.name}, sample {index}: files() names {', '.join(found) or 'none'}, but not '{missing[0]}'")
         return [Path(found[field.name]) for field in self.fields]
-
-    # ---- both
 
     def _new_graph(self, batch: int, part: int, files: Sequence[Sequence[str]] | None = None) -> _Graph:
         assert self._kinds is not None
@@ -709,26 +673,6 @@ class DaliLoader(Loader):
             self.fields, self._kinds[1], batch=batch, depth=depth, threads=self._workers, device=self.device, on_gpu=self._on_gpu,
             name=f"{self.name}, rank {self._rank}", describe=self.source.describe, files=files,
         )  # fmt: skip
-
-    def _deliver(self, flow: _Flow, following: _Flow | None) -> Iterator[Any]:
-        plan = flow.plan
-        while True:
-            flow.fill(wait=True)
-            if flow.graph is None or not flow.started:
-                return
-            number, tasks, tensors = flow.graph.finish()
-            flow.started -= 1
-            flow.fill(wait=False)  # the next batches are made while this one is computed with
-            if flow.part is None and following is not None:
-                if self.reader == "external":
-                    following.graph = flow.graph
-                following.fill(wait=False)
-            plan.deliver(tasks)
-            self._history.append((plan.epoch, plan.first + number * self.size, [task.index for task in tasks]))
-            batch = dict(zip((field.name for field in self.fields), tensors))
-            del tensors
-            yield batch if self._collect is None else self._collect(batch)
-            del batch
 
 
 def _bits(field: Field, drawn: np.ndarray) -> np.ndarray:

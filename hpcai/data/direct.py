@@ -49,7 +49,7 @@ def above(offset: int) -> int:
 
 
 class _Lease:
-    """Bears the memory of a block for as long as an array or tensor looks at it."""
+    """The base of all arrays and tensors that view a block; its end gives the block back."""
 
     __slots__ = ("__array_interface__", "__weakref__")
 
@@ -58,7 +58,7 @@ class _Lease:
 
 
 class Memory:
-    """Page-aligned blocks of memory, used again once the last array that views one is gone.
+    """Page-aligned blocks of memory, each used again once the last array that views it is gone.
 
     At most ``keep`` bytes wait unused, or three of the largest blocks. ``pin`` registers each block with CUDA, so that copies to
     a GPU neither pass through another buffer nor stop the processor.
@@ -135,7 +135,7 @@ def _class(size: int) -> int:
 def _map(size: int) -> np.ndarray:
     block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if size >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # of a kernel without them
+        with suppress(OSError):  # the kernel has no huge pages
             block.madvise(mmap.MADV_HUGEPAGE)  # a direct read looks up every page that it fills
     return np.frombuffer(block, np.uint8)
 
@@ -230,7 +230,7 @@ class Reader:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A worker process opens its own files."""
-        return _again, (self.mode, self._threads, self.block, self.memory, self._limit)
+        return partial(Reader, self.mode, threads=self._threads, block=self.block, memory=self.memory, files=self._limit), ()
 
     def __enter__(self) -> "Reader":
         return self
@@ -241,7 +241,7 @@ class Reader:
     # ---- pieces of at most one block
 
     def _cut(self, path: Path, offset: int, into: np.ndarray, need: int) -> Iterator[Callable[[], None]]:
-        """Reads straight into ``into``, of which the first ``need`` bytes are wanted; the file may end after them."""
+        """Reads straight into ``into``. Its first ``need`` bytes are wanted; the file may end after them."""
         for start in range(0, need, self.block):
             view = into[start : start + self.block].data
             yield partial(self._fill, path, offset + start, view, min(need - start, self.block))
@@ -264,7 +264,7 @@ class Reader:
         np.copyto(into, whole[offset - first : end - first])
 
     def _run(self, jobs: Sequence[Callable[[], None]], size: int) -> None:
-        """All jobs; the last one by this thread, which else only waits."""
+        """Do all jobs; this thread, which would only wait, does the last one."""
         with self._lock:
             self.requested += size
         if not jobs:
@@ -297,7 +297,8 @@ class Reader:
                     continue
                 except OSError as error:
                     if error.errno == errno.EINVAL and file.direct and self.mode == "auto":
-                        self._leave_direct(file, error)
+                        _say_without_direct(file.path, file.device, error)
+                        self._files.forget(file.path, file)
                         return self._fill(path, offset, view, need)
                     raise DataError(
                         f"{path}: bytes {offset + done:,} to {offset + need:,} cannot be read: {error.strerror} "
@@ -340,14 +341,6 @@ class Reader:
         except OSError as error:
             found = "no such file (moved or deleted since the start?)" if error.errno == errno.ENOENT else error.strerror
             raise DataError(f"{path}: cannot be opened: {found}{self._advice(error)}") from error
-
-    def _leave_direct(self, file: _File, error: OSError) -> None:
-        _say_without_direct(file.path, file.device, error)
-        self._files.forget(file.path, file)
-
-
-def _again(mode: Mode, threads: int, block: int, memory: Memory, files: int) -> Reader:
-    return Reader(mode, threads=threads, block=block, memory=memory, files=files)
 
 
 _without_direct: set[int] = set()

@@ -1,8 +1,8 @@
 """Ranges of files straight into the memory of a GPU, past the processor's: GPUDirect Storage, by way of KvikIO.
 
 Where the driver has no GPUDirect Storage for a file system, KvikIO reads through pinned memory by itself (its compatibility
-mode), which is right but no faster than the direct reader; which of both it is, is logged. No reads at all without a GPU's
-driver: the logic here is tested against a double.
+mode), which gives the same values, but no faster than the direct reader; the log says which of the two it does. Nothing is read
+without a GPU's driver: the logic here is tested against a double.
 """
 
 import logging
@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from hpcai.data.direct import ALIGN, above, below
-from hpcai.data.layout import Layout, Stretch, box_of, stretches_of
+from hpcai.data.layout import Layout, Stretch
 from hpcai.data.opened import OpenFiles
 from hpcai.errors import DataError, MissingExtraError
 
@@ -30,6 +31,7 @@ logger = logging.getLogger(__name__)
 _PORTION = 256 << 20
 """Bytes of device memory that runs are read into before they are copied to their places."""
 _FILES = 64  # kept open: KvikIO registers each with the driver
+_THREADS, _TASK = 8, 4 << 20  # reads in flight, and the bytes of one; KvikIO has both once per process
 
 
 @dataclass(eq=False, slots=True)
@@ -39,8 +41,7 @@ class _File:
 
 
 class GdsReader:
-    """Reads boxes of layouts into memory of ``device``, with ``threads`` reads of up to ``task`` bytes in flight (KvikIO has
-    both once per process). May be used from many threads.
+    """Reads boxes of layouts into memory of ``device``. May be used from many threads.
 
     Each run of bytes is read with the blocks that it begins and ends in, to an aligned address: what GPUDirect Storage does
     without a detour. One run is viewed where it was read; several are copied to their places on the device.
@@ -49,15 +50,16 @@ class GdsReader:
     beyond the end of a file, and for values that torch has no dtype for. ``kvikio`` stands in for the module in tests.
     """
 
-    def __init__(self, device: torch.device, *, threads: int = 8, task: int = 4 << 20, kvikio: Any = None) -> None:
+    def __init__(self, device: torch.device, *, kvikio: Any = None) -> None:
         self.device, self.requested, self.transferred = device, 0, 0
-        self._kvikio, self._task = _imported(device) if kvikio is None else kvikio, above(task)
+        self._kvikio = _imported(device) if kvikio is None else kvikio
         self._lock = threading.Lock()
         self._files = OpenFiles(self._open, lambda file: file.handle.close(), _FILES)
-        # A read is ordered with no stream. Memory of a stream that only this reader uses is free when the allocator says so.
+        # KvikIO's reads are in order with no stream, but the allocator gives freed memory again to work that comes later on the
+        # same one. On a stream of this reader alone only its own copies may still use that memory, and `_fetch` waits for them.
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         try:
-            self._kvikio.defaults.set({"num_threads": threads, "task_size": self._task})
+            self._kvikio.defaults.set({"num_threads": _THREADS, "task_size": _TASK})
             _say_mode(bool(self._kvikio.defaults.is_compat_mode_preferred()))
         except Exception as problem:
             raise DataError(f"KvikIO cannot be set up: {problem}; {_INSTEAD}") from problem
@@ -65,9 +67,7 @@ class GdsReader:
     def read(self, layout: Layout, *where: slice | int) -> Tensor:
         """The values of a box of an array, as ``Layout.read``, on the device and in order with its current stream."""
         dtype = _torch_dtype(layout)
-        box, single = box_of(where, layout.shape, f"{layout.path}: '{layout.name}'")
-        shape = tuple(s.stop - s.start for s in box)
-        runs = [run for cell in layout.cells(box) for run in stretches_of(*cell, layout.dtype.itemsize)] if 0 not in shape else []
+        runs, shape, asked = layout.stretches(where)
         with self._lock:
             self.requested += math.prod(shape) * layout.dtype.itemsize
         with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
@@ -78,12 +78,12 @@ class GdsReader:
                 for portion in _portions(runs):
                     self._place(layout, portion, whole)
         if self._stream is not None:
-            self._stream.synchronize()  # pieces are in place: whoever goes on with them may do so on any stream
+            self._stream.synchronize()  # the pieces are in place, and may be used on any stream
             whole.record_stream(torch.cuda.current_stream(self.device))
-        return whole.view([n for dim, n in enumerate(shape) if dim not in single])
+        return whole.view(asked)
 
     def close(self) -> None:
-        """Close the files; one that is being read, after that. Tensors stay."""
+        """Close the files, one that is being read when that is done. Tensors stay."""
         self._files.close()
 
     def __enter__(self) -> "GdsReader":
@@ -130,7 +130,7 @@ class GdsReader:
         counts: list[int] = []
         try:
             for into, first in parts:
-                futures.append(file.handle.pread(into, len(into), first, self._task))
+                futures.append(file.handle.pread(into, len(into), first, _TASK))
         except Exception as problem:
             failure = problem
         for future in futures:  # all of them, before any memory goes
@@ -183,18 +183,13 @@ def _imported(device: torch.device) -> Any:
     return kvikio
 
 
-_said: set[bool] = set()
-
-
+@cache
 def _say_mode(compatible: bool) -> None:
-    if compatible not in _said:
-        _said.add(compatible)
-        logger.info(
-            "data.reader=gds: %s",
-            "no GPUDirect Storage on this machine: KvikIO reads through pinned memory (compatibility mode)"
-            if compatible
-            else "GPUDirect Storage is there; file systems without it are read through pinned memory",
-        )
+    """Log, once in a process, which way KvikIO reads."""
+    way = "GPUDirect Storage is there; file systems without it are read through pinned memory"
+    if compatible:
+        way = "no GPUDirect Storage on this machine: KvikIO reads through pinned memory (compatibility mode)"
+    logger.info("data.reader=gds: %s", way)
 
 
 def _torch_dtype(layout: Layout) -> torch.dtype:
@@ -208,7 +203,7 @@ def _torch_dtype(layout: Layout) -> torch.dtype:
 
 
 def _typed(raw: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bytes as values; in a copy, where they do not lie on a multiple of an item's size.   [span] uint8 -> [span / item]"""
+    """Bytes as values, in a copy where they do not lie on a multiple of an item's size.   [span] uint8 -> [span / item]"""
     if raw.data_ptr() % dtype.itemsize:
         raw = raw.clone()
     return raw.view(dtype)

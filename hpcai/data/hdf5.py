@@ -2,8 +2,7 @@
 
 import json
 import threading
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ import torch
 from hpcai.data.direct import ALIGN, Reader
 from hpcai.data.layout import Layout, UnreadableLayoutError, finite
 from hpcai.data.layout import hdf5 as layout_of
+from hpcai.data.opened import OpenFiles
 from hpcai.data.readers import open_reader
 from hpcai.errors import DataError
 
@@ -33,16 +33,16 @@ class _Known:
 
     layouts: Mapping[str, Layout]
     small: Mapping[str, np.ndarray]
-    ends: Mapping[str, np.ndarray]  # of each row's part of a flat dataset, by the name of its counts
+    ends: Mapping[str, np.ndarray]  # where each row's part of a flat dataset ends, by the name of its counts
 
 
 class Rows:
     """All rows of the ``*.h5`` files of a folder, in the order of the files' names.
 
     ``fields`` names each dataset with its dtype and the shape of a row; None in a shape allows any length. A name in place of the
-    first length is that of a dataset of counts: the parts of all rows lie one after another, so many of them a row. ``index.json``,
+    first length is that of a dataset that counts each row's part; the parts of all rows lie one after another. ``index.json``,
     where there is one, tells rows and sizes without opening the files. h5py is asked once per file where the values lie; samples
-    are then read by ``reader``: one of ours, or the name of a way to read (see ``open_reader``), of which ``hdf5`` leaves all
+    are then read by ``reader``: one of ours, or the name of a way to read (see ``open_reader``). The way ``hdf5`` leaves all
     reading to h5py (compressed files too, one read at a time), ``memory`` keeps each row that was read, and ``gds`` gives the
     large fields as tensors on ``device``. ``local`` maps files to whole copies elsewhere (see hpcai.data.stage).
 
@@ -70,16 +70,14 @@ class Rows:
         counts = [self._count(path) if rows is None else rows for path, rows in files]
         self._ends = np.cumsum(counts)
         self.reader = reader if isinstance(reader, Reader) else open_reader(reader, self.bytes, str(self.folder), device)
-        self.gds = self._gds(device) if self.way == "gds" else None
+        self.gds: GdsReader | None = None
+        if self.way == "gds":
+            from hpcai.data import gds
 
-    @staticmethod
-    def _gds(device: torch.device | None) -> "GdsReader":
-        from hpcai.data.gds import GdsReader
-
-        return GdsReader(device or torch.device("cuda"))
+            self.gds = gds.GdsReader(device or torch.device("cuda"))
 
     def _begin(self) -> None:
-        self._lock, self._files = threading.Lock(), OrderedDict[Path, h5py.File]()
+        self._lock, self._files = threading.Lock(), OpenFiles(self._opened, h5py.File.close, _OPEN)
         self._seen: dict[Path, _Known] = {}
         self._kept: dict[int, dict[str, Any]] = {}
 
@@ -112,7 +110,7 @@ class Rows:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all files, as the index has them or the disk."""
+        """Bytes of all files: from the index, otherwise from the disk."""
         listed = [int(entry["bytes"]) for entry in self.about.get("files", ())]
         return sum(listed) if listed else sum(path.stat().st_size for path in self.paths)
 
@@ -134,7 +132,7 @@ class Rows:
         return np.concatenate(parts)
 
     def shape(self, index: int, name: str) -> tuple[int, ...]:
-        """The shape of one row of a field, where rows differ, as the index has it or the file."""
+        """The shape of one row of a field, where rows differ: from the index, otherwise from the file."""
         path, _ = self.locate(index)
         want, entries = self.fields[name][1], self.about.get("files") or [{}] * len(self.paths)
         told = entries[self.paths.index(path)].get("shape")
@@ -143,7 +141,7 @@ class Rows:
         return tuple(self._known(path).layouts[name].shape[1:])
 
     def read(self, index: int, where: Where | None = None) -> dict[str, Any]:
-        """One row of every field; ``where``: only a box of it, a slice for each of the leading dims of the row, by field. Raises
+        """One row of every field, or a box of it: ``where`` has a slice for each of the leading dims of the row, by field. Raises
         DataError when it cannot be read or holds a value that is not finite."""
         if self.way == "memory" and where:
             row_values = self.read(index)
@@ -160,16 +158,13 @@ class Rows:
         if self.way == "memory":
             for value in values.values():
                 if isinstance(value, np.ndarray):
-                    value.flags.writeable = False  # whoever wants to change it works on a copy
+                    value.flags.writeable = False  # a batch of one sample is then a copy
             self._kept[index] = values
         return values
 
     def close(self) -> None:
         self.reader.close()
-        with self._lock:
-            for file in self._files.values():
-                file.close()
-            self._files.clear()
+        self._files.close()
 
     # ---- one file
 
@@ -183,31 +178,20 @@ class Rows:
             if row >= layout.shape[0]:
                 raise DataError(f"{path}: dataset '{name}' has {layout.shape[0]} rows, row {row} is asked for{self.remedy}")
             where: tuple[int | slice, ...] = (row, *boxes.get(name, ()))
-            if self.gds is not None and name not in known.small:
-                values[name] = self.gds.read(layout, *where)
-                continue
-            values[name] = known.small[name][where] if name in known.small else layout.read(self.reader, *where)
+            if name in known.small:
+                values[name] = known.small[name][where].copy()  # the next epoch reads them again
+            else:
+                values[name] = layout.read(self.reader, *where) if self.gds is None else self.gds.read(layout, *where)
         return values
 
     def _through_h5py(self, path: Path, row: int, boxes: Where) -> dict[str, np.ndarray]:
         ends = self._known(path).ends if self._counted else {}
-        with self._lock:
-            file = self._open(path)
+        with self._files.use(path) as file:
             try:
                 parts = {name: (_part(ends[counts], row),) for name, counts in self._counted.items()}
                 return {name: file[name][parts.get(name, (row, *boxes.get(name, ())))] for name in self.fields}
             except Exception as problem:  # a damaged file ends in any of a dozen exceptions of h5py
                 raise DataError(f"{path}: row {row} cannot be read ({problem}){self.remedy}") from problem
-
-    def _open(self, path: Path) -> h5py.File:
-        if path in self._files:
-            self._files.move_to_end(path)
-            return self._files[path]
-        file = self._opened(path)
-        self._files[path] = file
-        if len(self._files) > _OPEN:
-            self._files.popitem(last=False)[1].close()
-        return file
 
     def _opened(self, path: Path) -> h5py.File:
         try:
@@ -226,43 +210,45 @@ class Rows:
         known = self._seen.get(path)
         if known is None:
             with self._lock, self._opened(path) as file:
-                layouts, small = dict(self._layouts(path, file)), dict(self._small(path, file))
-                ends = {name: np.cumsum(file[name][...], dtype=np.int64) for name in set(self._counted.values())}
-                for name, counts in self._counted.items():
-                    if (many := int(ends[counts][-1]) if len(ends[counts]) else 0) != layouts[name].shape[0]:
-                        text = f"dataset '{name}' holds {layouts[name].shape[0]:,} {counts}, its rows should have {many:,}"
-                        raise DataError(f"{path}: {text}{self.remedy}")
-                known = self._seen[path] = _Known(layouts, small, ends)
+                known = self._seen[path] = self._look(path, file)
         return known
 
-    def _layouts(self, path: Path, file: h5py.File) -> Iterator[tuple[str, Layout]]:
+    def _look(self, path: Path, file: h5py.File) -> _Known:
+        layouts: dict[str, Layout] = {}
+        small: dict[str, np.ndarray] = {}
         for name in self.fields:
             data = file[name]
-            if self.way == "hdf5" or (self._is_small(data) and name not in self._counted):
-                yield name, Layout(path, name, data.shape, data.dtype, None)
-                continue
-            try:
-                yield name, layout_of(file, name)
-            except UnreadableLayoutError as problem:
-                raise UnreadableLayoutError(
-                    f"{problem}; rewrite it with: hpcai data check {self.folder} --repair, or leave the reading to HDF5: "
-                    "data.reader=hdf5"
-                ) from problem
+            # A row of a few bytes would cost a block of the disk each time.
+            is_small = name not in self._counted and data.nbytes <= max(data.shape[0], 1) * ALIGN // 4
+            if self.way == "hdf5" or is_small:
+                layouts[name] = Layout(path, name, data.shape, data.dtype, None)
+            else:
+                layouts[name] = self._layout(file, name)
+            if self.way != "hdf5" and is_small:
+                small[name] = self._whole(path, name, data)
+        ends = {name: np.cumsum(file[name][...], dtype=np.int64) for name in set(self._counted.values())}
+        for name, counts in self._counted.items():
+            if (many := int(ends[counts][-1]) if len(ends[counts]) else 0) != layouts[name].shape[0]:
+                text = f"dataset '{name}' holds {layouts[name].shape[0]:,} {counts}, its rows should have {many:,}"
+                raise DataError(f"{path}: {text}{self.remedy}")
+        return _Known(layouts, small, ends)
 
-    def _small(self, path: Path, file: h5py.File) -> Iterator[tuple[str, np.ndarray]]:
-        """A row of a few bytes would cost a block of the disk each time."""
-        for name in self.fields:
-            if self.way != "hdf5" and self._is_small(file[name]) and name not in self._counted:
-                if file[name].nbytes > 100 * path.stat().st_size:
-                    raise DataError(f"{path}: dataset '{name}' says {file[name].nbytes:,} bytes; the file is damaged{self.remedy}")
-                try:
-                    yield name, file[name][...]
-                except Exception as problem:
-                    raise DataError(f"{path}: dataset '{name}' cannot be read ({problem}){self.remedy}") from problem
+    def _layout(self, file: h5py.File, name: str) -> Layout:
+        try:
+            return layout_of(file, name)
+        except UnreadableLayoutError as problem:
+            raise UnreadableLayoutError(
+                f"{problem}; rewrite it with: hpcai data check {self.folder} --repair, or leave the reading to HDF5: "
+                "data.reader=hdf5"
+            ) from problem
 
-    @staticmethod
-    def _is_small(data: h5py.Dataset) -> bool:
-        return data.nbytes <= max(data.shape[0], 1) * ALIGN // 4
+    def _whole(self, path: Path, name: str, data: h5py.Dataset) -> np.ndarray:
+        if data.nbytes > 100 * path.stat().st_size:
+            raise DataError(f"{path}: dataset '{name}' says {data.nbytes:,} bytes; the file is damaged{self.remedy}")
+        try:
+            return data[...]
+        except Exception as problem:
+            raise DataError(f"{path}: dataset '{name}' cannot be read ({problem}){self.remedy}") from problem
 
     def _check(self, path: Path, file: h5py.File) -> None:
         for name, (dtype, shape) in self.fields.items():

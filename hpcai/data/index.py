@@ -1,7 +1,7 @@
 """The index of a folder of samples, which readers, copies and checks go by, and the one place that writes it.
 
-    index.json    {"format": 1, "files": [{"name", "rows", "bytes", "sha256", ...}], "fields": {NAME: {"dtype", "shape", "low",
-                  "high", "blank"}}, ...}; all keys but "files" and "name" may be absent; null in a shape allows any length
+index.json    {"format": 1, "files": [{"name", "rows", "bytes", "sha256", ...}], "fields": {NAME: {"dtype", "shape", "low",
+              "high", "blank"}}, ...}; all keys but "files" and "name" may be absent; null in a shape allows any length
 """
 
 import json

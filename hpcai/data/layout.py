@@ -1,6 +1,6 @@
 """Where the values of an array lie in a file, so that they are read without the library that wrote it.
 
-HDF5, .npy and raw files come down to the same: a box of values in row-major order, whole or in chunks, at known offsets. The
+HDF5 and .npy files come down to the same: a box of values in row-major order, whole or in chunks, at known offsets. The
 library (h5py) tells the offsets once per file; samples are then ranges of bytes.
 """
 
@@ -33,7 +33,7 @@ class UnreadableLayoutError(DataError):
 
 @dataclass(frozen=True)
 class Layout:
-    """An array on disk. ``offset`` is that of the first value; a chunked array has the ``offsets`` of its chunks instead, by
+    """An array on disk. ``offset`` is that of the first value. A chunked array has the ``offsets`` of its chunks instead, by
     place in the grid, each chunk whole also at the rim, and ``fill`` where none was written."""
 
     path: Path
@@ -54,29 +54,14 @@ class Layout:
 
         One run of bytes is viewed where it was read; several are read into one array. Raises DataError as ``Reader`` does.
         """
-        box, single = box_of(where, self.shape, f"{self.path}: '{self.name}'")
-        shape = tuple(s.stop - s.start for s in box)
-        found = self._read(reader, box, shape)
-        return found.reshape([n for i, n in enumerate(shape) if i not in single]) if single else found
-
-    def run(self, *where: slice | int) -> tuple[int, int, tuple[int, ...]] | None:
-        """(offset, bytes, shape) of a box that lies in one piece in the file; None of one that does not."""
-        box, single = box_of(where, self.shape, f"{self.path}: '{self.name}'")
-        shape = tuple(s.stop - s.start for s in box)
-        pieces = [piece for cell in self.cells(box) for piece in stretches_of(*cell, self.dtype.itemsize)] if 0 not in shape else []
-        if len(pieces) != 1 or pieces[0].offset is None or not pieces[0].dense:
-            return None
-        return pieces[0].offset, pieces[0].span, tuple(n for i, n in enumerate(shape) if i not in single)
-
-    def _read(self, reader: Reader, box: Slices, shape: tuple[int, ...]) -> np.ndarray:
-        if 0 in shape:
-            return np.empty(shape, self.dtype)
-        pieces = [piece for cell in self.cells(box) for piece in stretches_of(*cell, self.dtype.itemsize)]
+        pieces, shape, asked = self.stretches(where)
+        if not pieces:
+            return np.empty(asked, self.dtype)
         if len(pieces) == 1 and pieces[0].offset is not None and pieces[0].dense:
             raw = reader.fetch(self.path, pieces[0].offset, pieces[0].span)
             if raw.ctypes.data % self.dtype.itemsize == 0 or self.dtype.itemsize == 1:
-                return raw.view(self.dtype).reshape(shape)
-            return reader.memory.copy(np.frombuffer(raw, self.dtype)).reshape(shape)
+                return raw.view(self.dtype).reshape(asked)
+            return reader.memory.copy(np.frombuffer(raw, self.dtype)).reshape(asked)
         whole = reader.memory.take(math.prod(shape) * self.dtype.itemsize).view(self.dtype).reshape(shape)
         parts, strided = [], []
         for piece in pieces:
@@ -91,10 +76,17 @@ class Layout:
         raws = reader.fetch_all([(self.path, piece.offset or 0, piece.span) for piece, _ in strided])
         for (piece, place), raw in zip(strided, raws):
             np.copyto(place, np.ndarray(place.shape, self.dtype, raw.data, 0, piece.strides))
-        return whole
+        return whole.reshape(asked)
+
+    def stretches(self, where: Sequence[slice | int]) -> "tuple[list[Stretch], tuple[int, ...], list[int]]":
+        """The runs of bytes of a box, none for an empty one; its shape; and that shape without the dims that were indexed."""
+        box, single = box_of(where, self.shape, f"{self.path}: '{self.name}'")
+        shape = tuple(s.stop - s.start for s in box)
+        runs = [run for cell in self.cells(box) for run in stretches_of(*cell, self.dtype.itemsize)] if 0 not in shape else []
+        return runs, shape, [n for dim, n in enumerate(shape) if dim not in single]
 
     def cells(self, box: Slices) -> Iterator[tuple[int | None, tuple[int, ...], Slices, tuple[int, ...]]]:
-        """(offset, shape, box within it, where that begins in the result) of the whole, or of each chunk touched."""
+        """The whole, or each chunk that ``box`` touches: (offset, shape, box within it, where that begins in the result)."""
         if not self.chunk:
             yield self.offset, self.shape, box, (0,) * len(box)
             return
@@ -128,7 +120,7 @@ def stretches_of(offset: int | None, shape: tuple[int, ...], box: Slices, begin:
         used = count[level] * strides[level]
         if count[level - 1] > 1 and strides[level - 1] - used > GAP:
             break
-        # Else a single index above it costs nothing, and a small gap less than another read.
+        # Otherwise a single index above it costs nothing, and a small gap costs less than another read.
         dense = dense and count[level - 1] == 1
         level -= 1
     if offset is None:
@@ -175,14 +167,6 @@ def finite(value: Any) -> bool:
 
 
 # ---- the formats
-
-
-def raw(path: str | Path, dtype: Any, shape: Sequence[int], offset: int = 0) -> Layout:
-    """Values of ``shape`` from byte ``offset`` of a file without a header. Raises DataError when the file is too short."""
-    path = Path(path)
-    found = Layout(path, path.name, tuple(shape), _plain(dtype, path, path.name), offset)
-    _ends_within(found, offset + found.nbytes, _size(path))
-    return found
 
 
 def npy(path: str | Path) -> Layout:

@@ -44,7 +44,7 @@ class Source(Protocol):
         """Arrays, numbers or tensors in tuples, named tuples or dicts: a pure function of ``index`` and ``epoch``."""
 
     def describe(self, index: int) -> str:
-        """Where a sample lies, for people."""
+        """Tell people where a sample lies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,8 @@ class Loader:
 
     ``batch`` counts samples over all copies of the model: the same settings train the same way on any number of processes.
     Processes that hold one copy together (all axes but replicate) get the same samples, in the same order. ``last`` says what
-    becomes of samples that do not fill the last batch: ``drop`` (another order leaves out others), ``pad`` (the first ones of
-    the epoch come again), ``keep`` (evaluation: each exactly once, in parts that may be uneven).
+    becomes of samples that do not fill the last batch: ``drop`` leaves them out (others in every epoch), ``pad`` repeats the
+    first ones of the epoch, ``keep`` (for evaluation) takes each exactly once, in parts that may be uneven.
 
     ``workers`` threads, or ``processes``, prepare samples ahead, up to ``prefetch`` bytes. ``on_bad_sample``: ``stop`` raises;
     ``skip`` delivers the next good one of the order (nothing, with ``keep``) and counts it in ``skipped``. ``then(batch, step)``
@@ -91,7 +91,12 @@ class Loader:
         self._following: _Course | None = None
         self._plan: _Plan | None = None
         self._history: deque[tuple[int, int, list[int]]] = deque(maxlen=4096)
-        self._processes = self._start_processes() if processes else []
+        self._processes: list[Any] = []
+        if processes:
+            from hpcai.data.processes import Worker
+
+            pinned = {"pin": pin, "unpin": unpin} if mesh.device.type == "cuda" else {}
+            self._processes = [Worker(source, name, number, **pinned) for number in range(workers)]
 
     def _check(self, batch: int, accumulate: int, mesh: Mesh) -> None:
         name, copies, samples = self.name, self.copies.size, self.sampler.samples
@@ -115,12 +120,6 @@ class Loader:
         if rest and self.last == "pad":
             logger.info("%s: %d samples in batches of %d: each epoch repeats %d", name, samples, batch, batch - rest)
 
-    def _start_processes(self) -> list[Any]:
-        from hpcai.data.processes import Worker
-
-        pinned = {"pin": pin, "unpin": unpin} if self.device.type == "cuda" else {}
-        return [Worker(self.source, self.name, number, **pinned) for number in range(self._workers)]
-
     # ---- what an epoch is
 
     def __len__(self) -> int:
@@ -134,7 +133,7 @@ class Loader:
 
     @property
     def counted(self) -> int:
-        """Samples that those of an epoch are drawn from."""
+        """Samples of the source, from which those of an epoch are drawn."""
         return len(self.source)
 
     def indices(self, epoch: int, first: int) -> np.ndarray:
@@ -143,7 +142,7 @@ class Loader:
         return self._at(epoch, positions)[self._deal(epoch, positions)]
 
     def describe(self, epoch: int, first: int) -> str:
-        """Where the samples lie that this process got for the batch after ``first`` samples of ``epoch``."""
+        """Tell where the samples lie that this process got for the batch after ``first`` samples of ``epoch``."""
         indices = next((i for e, f, i in self._history if (e, f) == (epoch, first)), None)
         names = [self.source.describe(int(index)) for index in (self.indices(epoch, first) if indices is None else indices)]
         return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
@@ -162,31 +161,33 @@ class Loader:
         A part without samples (of a small last batch) is left out. With ``more`` the first samples of the next epoch are
         prepared while the last ones of this are awaited.
         """
-        plan = _Plan(self, epoch, first, tuple(late))
-        course = self._begun(plan)
+        course = self._begun(_Plan(self, epoch, first, tuple(late)))
         self._plan = course.plan
-        following = _Course(_Plan(self, epoch + 1, 0, ()), course.ahead) if more else None
-        if following is not None:
-            course.ahead.feed(following.plan.tasks())
+        following = self._course(_Plan(self, epoch + 1, 0, ()), course.ahead) if more else None
+        batches = self._batches(course, following)
+        if self._then is not None:
+            batches = map(self._then, batches, itertools.count(epoch * len(self) + first // self.size))
         try:
-            yield from self._finished(course.plan, self._batches(course, following))
+            yield from batches
         except BaseException:  # also when the consumer has had enough
-            course.ahead.close()
+            course.close()
+            if following is not None:
+                following.close()
             raise
         self._following = following
         if following is None:
-            course.ahead.close()
+            course.close()
 
     def late(self) -> list[int]:
-        """Positions that were passed over: below the highest one delivered, on any copy, and not delivered yet. All processes
-        ask together."""
+        """Positions that were passed over: those below the highest one delivered, on any copy, that were not delivered yet. All
+        processes ask together."""
         if self.order == "strict" or self._plan is None:
             return []
         highest = max(gather_objects(self._plan.highest, self.copies))
         return sorted(p for part in gather_objects(self._plan.left_below(highest), self.copies) for p in part)
 
     def news(self) -> list[str]:
-        """Samples that were skipped since it was last asked, on any process. All processes ask together."""
+        """Texts about the samples that were skipped on any process since this was last asked. All processes ask together."""
         if self._on_bad == "stop":
             return []
         new, self._told = self.skipped[self._told :], len(self.skipped)
@@ -198,7 +199,7 @@ class Loader:
     def close(self) -> None:
         """End workers and processes, and the source where it wants that."""
         if self._following is not None:
-            self._following.ahead.close()
+            self._following.close()
             self._following = None
         for process in self._processes:
             process.close()
@@ -220,34 +221,29 @@ class Loader:
         if following is not None:
             if plan.is_whole and plan.epoch == following.plan.epoch:
                 return following
-            following.ahead.close()
+            following.close()
         part = -(-self.size // self.copies.size)
         ahead = Ahead(
             self._prepare, name=self.name, workers=self._workers, budget=self._prefetch, least=2 * part + self._workers,
             patience=self._patience,
         )  # fmt: skip
-        ahead.feed(plan.tasks())
-        return _Course(plan, ahead)
+        return self._course(plan, ahead)
 
-    def _finished(self, plan: "_Plan", batches: Iterator[Any]) -> Iterator[Any]:
-        if self._then is None:
-            return batches
-        first = plan.epoch * len(self) + plan.first // self.size
-        return map(self._then, batches, itertools.count(first))
+    def _course(self, plan: "_Plan", ahead: Ahead) -> "_Course":
+        return _Course(plan, ahead)
 
     def _batches(self, course: "_Course", following: "_Course | None") -> Iterator[Any]:
         plan = course.plan
         if course.coming is None:
             self._put_together(course)
         while course.coming is not None:
-            number, (found, made) = course.number, course.coming.result()
+            (number, found), made = course.coming.result()
             # The next batch is put together while this one is computed with.
             self._put_together(course)
             if course.coming is None and following is not None:
                 self._put_together(following)
             batch = self._assembler.finish(made)
-            plan.deliver(found)
-            self._history.append((plan.epoch, plan.first + number * self.size, [task.index for task in found]))
+            plan.deliver(number, found)
             if batch is not None:
                 yield batch
             del batch, made
@@ -255,11 +251,10 @@ class Loader:
     def _put_together(self, course: "_Course") -> None:
         part, course.coming = next(course.parts, None), None
         if part is not None:
-            course.number, positions = part
-            course.coming = self._assembler.begin(partial(self._taken, course.ahead, course.plan, positions))
+            course.coming = self._assembler.begin(partial(self._taken, course.ahead, course.plan, *part))
 
-    def _taken(self, ahead: Ahead, plan: "_Plan", part: np.ndarray) -> tuple[list[Task], list[Any]]:
-        """Tasks and samples of the next batch, as soon as they are ready."""
+    def _taken(self, ahead: Ahead, plan: "_Plan", number: int, part: np.ndarray) -> "tuple[_Found, list[Any]]":
+        """Number, tasks and samples of the next batch, as soon as they are ready."""
         if self.order == "strict":
             found = ahead.take(plan.epoch, len(part), part.tolist())
         elif self._leader is None:
@@ -267,7 +262,7 @@ class Loader:
         else:
             found = self._leader.take(ahead, plan.epoch, len(part))
         assert found is not None
-        return [ready.task for ready in found], [ready.sample for ready in found if ready.sample is not None]
+        return (number, [ready.task for ready in found]), [ready.sample for ready in found if ready.sample is not None]
 
     def _prepare(self, task: Task, worker: int) -> tuple[Any, int]:
         index = task.index
@@ -298,6 +293,8 @@ def _instead(skipped: Skipped) -> str:
 
 _ATTEMPTS = 10
 
+_Found = tuple[int, list[Task]]  # the number of a batch, and what is in it
+
 
 class _Plan:
     """What is left of an epoch, and which of it this process takes and has delivered."""
@@ -323,7 +320,10 @@ class _Plan:
             for position, index in zip(part.tolist(), self._loader._at(self.epoch, part).tolist()):
                 yield Task(self.epoch, position, index)
 
-    def deliver(self, tasks: Sequence[Task]) -> None:
+    def deliver(self, number: int, tasks: Sequence[Task]) -> None:
+        """Note which samples batch ``number`` holds."""
+        first = self.first + number * self._loader.size
+        self._loader._history.append((self.epoch, first, [task.index for task in tasks]))
         positions = [task.position for task in tasks]
         self._delivered.update(positions)
         self.highest = max(self.highest, *positions)
@@ -338,21 +338,25 @@ class _Plan:
 
 
 class _Course:
-    """An epoch on its way: what is left of it, who prepares its samples, and the batch that is being put together."""
+    """An epoch on its way: what is left of it, the workers that prepare its samples, and the batch that is being put together."""
 
     def __init__(self, plan: _Plan, ahead: Ahead) -> None:
         self.plan, self.ahead, self.parts = plan, ahead, plan.parts()
-        self.number = 0
-        self.coming: Future[tuple[list[Task], Made]] | None = None
+        self.coming: Future[tuple[_Found, Made]] | None = None
+        ahead.feed(plan.tasks())
+
+    def close(self) -> None:
+        self.ahead.close()
 
 
 class _Leader:
-    """In ready order the first process of a copy says which samples are next, the others take the same."""
+    """In ready order the first process of a copy says which samples are next, and the others take the same."""
 
     def __init__(self, axis: Axis) -> None:
         assert axis.group is not None
         self._ranks, self._leads = torch_dist.get_process_group_ranks(axis.group), axis.rank == 0
-        # A group of its own: the loop's collectives run in the same one, in another order.
+        # Broadcasts are made by a thread. In the axis's group they could meet the loop's collectives in another order on each
+        # process, so they have a group of their own.
         self._group = torch_dist.new_group(self._ranks, backend="gloo", use_local_synchronization=True)
 
     def take(self, ahead: Ahead, epoch: int, count: int) -> list[Ready] | None:
@@ -362,7 +366,7 @@ class _Leader:
             if self._leads:
                 found = ahead.take(epoch, count)
                 chosen = torch.tensor([ready.task.position for ready in found or ()])
-        finally:  # also when nothing comes any more: the others wait
+        finally:  # also when nothing comes any more: the others are waiting
             torch_dist.broadcast(chosen, self._ranks[0], group=self._group)
         if self._leads:
             return found

@@ -1,9 +1,7 @@
 """One sample, one or several ``.npy`` files: volumes and images of any size."""
 
 from collections.abc import Mapping
-from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +10,8 @@ from hpcai.data.direct import Reader
 from hpcai.data.layout import Layout, finite, npy
 from hpcai.data.readers import open_reader
 from hpcai.errors import DataError
+
+_KNOWN = 1 << 16  # files of which it is remembered where the values lie
 
 
 class Files:
@@ -36,7 +36,7 @@ class Files:
         for name, found in there.items():
             for sample in sorted(set(self.names) - found)[:1]:
                 raise DataError(f"{self.folder}: sample {sample} lacks {self.fields[name][0].replace('*', sample)}{self.remedy}")
-        self._begin()
+        self._known: dict[tuple[int, str], Layout] = {}
         if isinstance(reader, str):
             size = sum(path.stat().st_size for index in range(len(self)) for path in self.files(index).values())
             reader = open_reader(reader, size, str(self.folder), device)
@@ -45,16 +45,6 @@ class Files:
     def _names(self, pattern: str) -> set[str]:
         before, _, after = pattern.partition("*")
         return {path.name[len(before) : len(path.name) - len(after)] for path in self.folder.glob(pattern)}
-
-    def _begin(self) -> None:
-        self._layout = lru_cache(1 << 16)(self._look)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "_layout"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._begin()
 
     def __len__(self) -> int:
         return len(self.names)
@@ -70,7 +60,7 @@ class Files:
         """Every field of one sample. Raises DataError when it cannot be read or holds a value that is not finite."""
         values = {}
         for name in self.fields:
-            layout = self._layout(index, name)
+            layout = self._known.get((index, name)) or self._look(index, name)
             value = layout.read(self.reader)
             if not finite(value):
                 raise DataError(f"{layout.path}: holds NaN or infinity{self.remedy}")
@@ -87,4 +77,6 @@ class Files:
             raise DataError(f"{layout.path}: is {layout.shape}, expected ({want_text}){self.remedy}")
         if layout.dtype != np.dtype(dtype):
             raise DataError(f"{layout.path}: is {layout.dtype}, expected {np.dtype(dtype)}{self.remedy}")
+        if len(self._known) < _KNOWN:
+            self._known[index, name] = layout
         return layout

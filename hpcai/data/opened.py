@@ -54,14 +54,14 @@ class OpenFiles(Generic[T]):
                 self._close(entry.file)
 
     def forget(self, path: Path, file: T) -> None:
-        """The next use opens ``path`` anew; who uses ``file`` now may go on."""
+        """Let the next use open ``path`` anew; present uses of ``file`` go on."""
         with self._lock:
             entry = self._entries.get(path)
             if entry is not None and entry.file is file and entry.users:
                 del self._entries[path]
 
     def close(self) -> None:
-        """Close all; those in use when their last user is done."""
+        """Close all files, those in use when their last user is done."""
         with self._lock:
             entries = list(self._entries.values())
             self._entries.clear()

@@ -46,8 +46,8 @@ _ALIGN = 64  # bytes; a cache line, and what vector instructions and torch want
 _SPARE = 2  # blocks beyond those that the parent held at a time
 _WINDOW = 128  # samples over which that is counted: a batch that is let go at once must not cost its blocks
 _LOOK = 0.3  # seconds between looks whether the worker lives, should a process that it forked keep the socket open
-_GRACE = 0.5  # seconds from SIGTERM to SIGKILL,
-_HOPE = 5.0  # and from there until we no longer wait: a file system that hangs keeps even killed processes
+_GRACE = 0.5  # seconds from SIGTERM to SIGKILL
+_HOPE = 5.0  # seconds that we wait after SIGKILL: a file system that hangs keeps even killed processes
 
 _BOOT = """
 import json, os, sys
@@ -60,7 +60,7 @@ _SETTINGS = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
-    "OMP_PROC_BIND": "false",  # else all workers are bound to the same first core
+    "OMP_PROC_BIND": "false",  # otherwise all workers are bound to the same first core
     "MPI4PY_RC_INITIALIZE": "0",  # importing mpi4py.MPI must not start MPI once more under the parent's rank
 }
 _BINDING = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY")
@@ -129,7 +129,7 @@ class Worker:
         self.pid = self._process.pid
         self._line, self._life = ours, open(life, "wb", buffering=0)
         self._line.settimeout(_LOOK)
-        self._lock = threading.RLock()  # for close() in another thread, or in a signal handler of this one
+        self._lock = threading.RLock()  # close() may come in another thread, or in a signal handler of this one
         self._over = ""  # why no more samples come
         self._blocks: dict[int, _Block] = {}
         self._freed: deque[int] = deque()
@@ -137,7 +137,7 @@ class Worker:
     def sample(self, index: int, epoch: int) -> Any:
         """``source.sample(index, epoch)``, made by the worker.
 
-        Raises what that raises when it is of hpcai's family; DataError, naming the sample, for any other exception, for a
+        Raises the same exception where that raises one of hpcai's family; DataError, naming the sample, for any other one, for a
         sample that cannot be pickled, and when the worker has died.
         """
         index = operator.index(index)
@@ -166,7 +166,7 @@ class Worker:
         while self._freed:
             freed.append(self._freed.popleft())
         try:
-            with suppress(ConnectionError):  # read below why
+            with suppress(ConnectionError):  # _receive then finds the end of the line, and _gone says why
                 _send(self._line, [index, epoch, *freed])
             answer = _receive(self._line, lambda: self._process.poll() is None)
         except OSError:  # closed within this call, by a signal's handler
@@ -235,7 +235,7 @@ def _told(stream: memoryview) -> HpcaiError:
     error: HpcaiError = DataError(text)
     with suppress(Exception):  # a class that only the worker can import, or that makes its text from what is not here
         kind = pickle.loads(name)  # noqa: S301
-        same = kind.__new__(kind, text)  # past an __init__ that wants something else than a text
+        same = kind.__new__(kind, text)  # without __init__, which may want something else than a text
         if str(same) == text:
             error = same
     if note:
@@ -272,7 +272,7 @@ class _Block:
 
 
 class _Loan:
-    """What all arrays of one sample have as their base; its end frees the block for another sample."""
+    """The base of all arrays of one sample; its end frees the block for another sample."""
 
     def __init__(self, block: _Block, freed: deque[int]) -> None:
         self._block, self._freed = block, freed
@@ -283,7 +283,7 @@ class _Loan:
 
 
 def _places(lengths: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """First and last byte + 1 of each buffer in a block."""
+    """Where each buffer begins and ends in a block, in bytes."""
     start = 0
     for length in lengths:
         yield start, start + length
@@ -302,31 +302,27 @@ def _send(line: socket.socket, numbers: list[int], stream: bytes = b"", fds: Seq
 
 def _receive(line: socket.socket, alive: Callable[[], bool]) -> tuple[list[int], memoryview, list[int]] | None:
     """Numbers, pickle and descriptors of one message; None at the end of the line."""
-    data, fds, want = b"", numbers_of("i"), 16
-    parts: list[bytes] = []
-    got = 0
-    while got < want:
+    data, fds, want = bytearray(), numbers_of("i"), 16
+    while len(data) < want:
+        room = max(65536, min(want - len(data), 1 << 20))
         try:
-            data, control, _, _ = line.recvmsg(max(65536, min(want - got, 1 << 20)), socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC)
+            part, control, _, _ = line.recvmsg(room, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC)
         except TimeoutError:
             if alive():
                 continue
             return None
         except ConnectionError:
             return None
-        if not data:
+        if not part:
             return None
         for _, _, sent in control:
             fds.frombytes(sent)
-        parts.append(data)
-        got += len(data)
-        if want == 16 and got >= 16:
-            parts = [b"".join(parts)]
-            count, length = numbers_of("q", parts[0][:16])
+        data += part
+        if want == 16 and len(data) >= 16:
+            count, length = numbers_of("q", bytes(data[:16]))
             want = 16 + 8 * count + length
-    whole = parts[0] if len(parts) == 1 else b"".join(parts)
     body = 16 + 8 * count
-    return numbers_of("q", whole[16:body]).tolist(), memoryview(whole)[body:], fds.tolist()
+    return numbers_of("q", bytes(data[16:body])).tolist(), memoryview(data)[body:], fds.tolist()
 
 
 # ---- a sample as one pickle and the buffers beside it
@@ -528,7 +524,7 @@ def _answer(line: socket.socket, source: Any, pool: _Pool, who: str, index: int,
     try:
         _send(line, [0, number, size, len(lengths), *lengths, *pool.surplus()], stream, fds)
     except ConnectionError:
-        pass  # the parent hung up; so says the next look at the line
+        pass  # the parent hung up, as the next look at the line will tell
     finally:
         for fd in fds:
             os.close(fd)
@@ -565,6 +561,6 @@ def _short(problem: BaseException) -> str:
 
 
 def _lines(problem: BaseException) -> str:
-    """Where it happened: the last two lines of the traceback that are not ours."""
+    """The last two lines of the traceback that are not in this file."""
     frames = [frame for frame in traceback.extract_tb(problem.__traceback__) if frame.filename != __file__]
     return "".join(traceback.format_list(frames[-2:])).rstrip()

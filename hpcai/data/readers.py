@@ -37,7 +37,8 @@ def available_memory(root: Path = Path("/")) -> int:
                 break
             most = _number(place / limit)
             if most is not None:
-                free = min(free, most - (_number(place / usage) or 0) + _field(place / "memory.stat", cache))
+                stat = dict(line.split() for line in _text(place / "memory.stat").splitlines())
+                free = min(free, most - (_number(place / usage) or 0) + int(stat.get(cache, 0)))
     return max(free, 0)
 
 
@@ -53,7 +54,7 @@ def open_reader(way: str, size: int, name: str = "data", device: torch.device | 
     """A reader for ``size`` bytes of samples, whose memory suits copies to ``device``.
 
     ``auto`` takes what ``choose`` finds best, and says so; ``direct`` insists on O_DIRECT; ``buffered`` reads through the page
-    cache. What else a source may be told (``memory``, ``hdf5``, ``dali``, ``gds``) reads O_DIRECT where the file system has it.
+    cache. The other ways (``memory``, ``hdf5``, ``dali``, ``gds``) read by O_DIRECT where the file system has it.
     Raises DataError for ``memory`` when the samples do not fit.
     """
     mode: Mode = "direct" if way == "direct" else "buffered" if way == "buffered" else "auto"
@@ -70,16 +71,13 @@ def open_reader(way: str, size: int, name: str = "data", device: torch.device | 
 
 
 def _number(path: Path) -> int | None:
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
+    text = _text(path).strip()
     return int(text) if text.isdigit() else None
 
 
-def _field(path: Path, name: str) -> int:
+def _text(path: Path) -> str:
+    """The text of a file, none where it cannot be read."""
     try:
-        lines = path.read_text().splitlines()
+        return path.read_text()
     except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.split()[0] == name), 0)
+        return ""

@@ -25,8 +25,15 @@ class Sampler(Protocol):
 
 
 def share(count: int, rank: int, size: int) -> np.ndarray:
-    """The neighbouring part of 0 ... ``count`` - 1 that ``rank`` of ``size`` takes; parts differ by one at most."""
+    """The neighbours of 0 ... ``count`` - 1 that ``rank`` of ``size`` takes; parts differ in length by one at most."""
     return np.arange(count * rank // size, count * (rank + 1) // size)
+
+
+def _row(name: str, values: Sequence[float] | np.ndarray) -> np.ndarray:
+    row = np.asarray(values, np.float64)
+    if row.ndim != 1 or not np.isfinite(row).all() or (row < 0).any():
+        raise DataError(f"{name} must be a row of finite numbers of 0 or more")
+    return row
 
 
 def _generator(*seed: int) -> np.random.Generator:
@@ -49,7 +56,7 @@ class InOrder(_Shared):
 
 
 class Shuffled(_Shared):
-    """Every sample once, anew in every epoch."""
+    """Every sample once, in a new order in every epoch."""
 
     def __init__(self, samples: int, seed: int = 0) -> None:
         self.samples, self.seed = samples, seed
@@ -77,15 +84,14 @@ class Endless(_Shared):
 
 
 class Weighted(_Shared):
-    """``samples`` draws an epoch, with replacement, each sample as often as its weight says. With ``numbered`` the index of a
-    sample is N higher when it is drawn again in an epoch, 2N the next time: it may then be made anew.   weights [N], 0 or more"""
+    """``samples`` draws an epoch, with replacement: each sample comes as often as its weight says. With ``numbered`` the index of
+    a sample is N higher when it is drawn again in an epoch, 2N higher the next time, so that a source may make it anew.
+    weights [N], 0 or more"""
 
-    def __init__(
-        self, weights: Sequence[float] | np.ndarray, samples: int, seed: int = 0, *, numbered: bool = False
-    ) -> None:
-        weights = np.asarray(weights, np.float64)
-        if weights.ndim != 1 or not np.isfinite(weights).all() or (weights < 0).any() or not weights.sum() > 0:
-            raise DataError("weights must be a row of finite numbers of 0 or more, not all of them 0")
+    def __init__(self, weights: Sequence[float] | np.ndarray, samples: int, seed: int = 0, *, numbered: bool = False) -> None:
+        weights = _row("weights", weights)
+        if not weights.sum() > 0:
+            raise DataError("weights must be more than 0 for some sample")
         self.samples, self.seed, self.numbered = samples, seed, numbered
         self._ends = np.cumsum(weights) / weights.sum()
         self._ends[np.flatnonzero(weights)[-1] :] = 1.0  # whatever was rounded: no draw falls behind the last weight
@@ -107,7 +113,7 @@ def _earlier(drawn: np.ndarray) -> np.ndarray:
 class Sharded:
     """Each sample belongs to a shard that lies on some nodes' own disks; each of S shards gives B / S samples to every batch.
 
-    ``shard`` is that of each sample; copy r of R takes from shard r * S // R. Shards of different size give as many samples as
+    ``shard`` has that of each sample; copy r of R takes from shard r * S // R. Shards of different sizes give as many samples as
     the smallest has; which ones are left out changes with the epoch. Raises DataError when S does not divide B.   shard [N]
     """
 
@@ -151,9 +157,7 @@ class LargestFirst:
     """
 
     def __init__(self, costs: Sequence[float] | np.ndarray, copies: int, group: int = 1) -> None:
-        costs = np.asarray(costs, np.float64)
-        if costs.ndim != 1 or not np.isfinite(costs).all() or (costs < 0).any():
-            raise DataError("costs must be a row of finite numbers of 0 or more")
+        costs = _row("costs", costs)
         self.samples, self.groups, self.group = len(costs), copies // group, group
         load, self.owner = np.zeros(self.groups), np.zeros(len(costs), int)
         queues: list[list[int]] = [[] for _ in range(self.groups)]
@@ -184,9 +188,7 @@ class Balanced:
     def __init__(
         self, costs: Sequence[float] | np.ndarray, batch: int, seed: int = 0, *, window: int = 1, equal: bool = True
     ) -> None:
-        self.costs, self.batch, self.seed = np.asarray(costs, np.float64), batch, seed
-        if self.costs.ndim != 1 or not np.isfinite(self.costs).all() or (self.costs < 0).any():
-            raise DataError("costs must be a row of finite numbers of 0 or more")
+        self.costs, self.batch, self.seed = _row("costs", costs), batch, seed
         self.samples, self.window, self.equal = len(self.costs), window, equal
 
     def order(self, epoch: int) -> np.ndarray:

@@ -31,7 +31,7 @@ class Samples:
         return len(self.rows)
 
     def where(self, index: int, epoch: int) -> Where | None:
-        """The boxes of the row's fields that are read; None: all of it. A pure function, too."""
+        """The boxes of the row's fields that are read, or None for all of it: a pure function, too."""
         return None
 
     def make(self, values: dict[str, Any], index: int, epoch: int) -> Any:
@@ -52,25 +52,21 @@ def open_split(
     folder: Path, fields: Fields, remedy: str, cfg: LoaderConfig, mesh: Mesh,
     shards: int = 1,
 ) -> Rows:  # fmt: skip
-    """The rows of a split, once its files, or this node's of ``shards`` parts of them, are on the node's own disk where
-    ``cfg.stage`` wants them there."""
+    """The rows of a split. Where ``cfg.stage`` names a folder, its files, or this node's of ``shards`` parts of them, are first
+    copied to the node's own disk."""
     local = {}
-    if cfg.stage is not None and folder.is_dir():  # else Rows says what to do
-        own_disk = _own_disk(cfg.stage) / folder.name
+    if cfg.stage is not None and folder.is_dir():  # otherwise Rows says what to do
+        found, unset = on_this_node(cfg.stage)
+        if unset:
+            raise DataError(f"data.stage={cfg.stage}: {unset[0]} is not set on this node; set it, or name a folder without it")
+        own_disk = Path(found) / folder.name
         logger.info("%s: %s", folder.name, stage_in(folder, own_disk, mesh, shards=shards))
         local = holds(own_disk, folder)
     return Rows(folder, fields, remedy, reader=cfg.reader, device=mesh.device, local=local)
 
 
-def _own_disk(text: str) -> Path:
-    found, unset = on_this_node(text)
-    if unset:
-        raise DataError(f"data.stage={text}: {unset[0]} is not set on this node; set it, or name a folder without it")
-    return Path(found)
-
-
 def by_shard(rows: Rows, cfg: LoaderConfig, batch: int, seed: int) -> dict[str, Any]:
-    """What a loader is told where each group of nodes trains on a shard of its own (``cfg.shards``)."""
+    """The sampler that a loader is given where each group of nodes trains on a shard of its own (``cfg.shards``)."""
     return {"sampler": Sharded(shards_of(rows, cfg.shards), batch, seed)} if cfg.shards > 1 else {}
 
 

@@ -52,6 +52,7 @@ class TestPromises(Promises):
         ("", ("model.window=[32,64,64]",), "smaller than the window (model.window 32 x 64 x 64)"),
         ("", ("model.spacing_mm=[4.8,3.6,3.6]",), "voxels of 14 x 9 x 9 mm, but model.spacing_mm is 4.8 x 3.6 x 3.6"),
         ("", ("model.window=[16,20,32]",), "multiples of 8"), ("", ("data.reader=dali",), "data.reader is dali"),
+        ("", ("data.reader=gds",), "data.reader is gds, but crops are mirrored on the processor"),
         ("", ("data.window_group=2", "train.evaluate=background"), "window_group is 2 and train.evaluate background"),
         ("", ("data.window_group=2",), "data.window_group"), ("", ("data.augment.factor=[2,1]",), "give the smaller one first"),
         ("", ("train.hopeless=1.0", "train.epochs=1"), "train.hopeless: a run at 1 has diverged"),
@@ -124,8 +125,8 @@ def closed() -> Iterator[None]:
         OPENED.pop().close()
 
 
-def rows(folder: Path) -> Rows:
-    OPENED.append(Rows(folder, FIELDS, reader="direct"))
+def rows(folder: Path, way: str = "direct") -> Rows:
+    OPENED.append(Rows(folder, FIELDS, reader=way))
     return OPENED[-1]
 
 
@@ -194,6 +195,16 @@ def test_noise_is_normal_and_of_its_place() -> None:
     change = torch.tensor([[2.0, 0.0], [1.0, 0.5]])
     image = torch.ones(2, 32, 32, 32)
     torch.testing.assert_close(vary(image, change, seed, (32, 32, 32), [(0, 32)] * 3)[0], 2 * image[0])
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("way", ["direct", "memory"])
+def test_a_batch_of_volumes_may_be_written_and_rows_that_are_kept_stay(data: Path, way: str) -> None:
+    source = Volumes(rows(data / "validation", way))
+    for _ in range(2):
+        (batch,) = source.collate([source.sample(0, 0)])
+        assert (batch.image >= -9).all() and batch.image.shape == (1, *source.rows.shape(0, "image"))
+        batch.image.fill_(-10)
 
 
 def test_the_largest_volumes_are_evaluated_first(data: Path) -> None:

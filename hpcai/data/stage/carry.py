@@ -47,7 +47,7 @@ class _Copy:
         self._pwrite, self._lock, self._descriptor, self._direct = pwrite, threading.Lock(), -1, False
 
     def write(self, offset: int, data: np.ndarray) -> None:
-        """[n] uint8, n a multiple of ALIGN: what is beyond the end of the file is cut off when it is finished."""
+        """Write [n] uint8, n a multiple of ALIGN; what is beyond the end of the file is cut off when it is finished."""
         with self._lock:
             if self._descriptor < 0:
                 self._open()
@@ -146,14 +146,14 @@ class Carrier:
         self.failure: Exception | None = None
         self.written = self.received = 0
         self._spoiled = self._stopped = False  # a block came marked as bad; nothing more is to be done
-        self._lock, self._noting = threading.Lock(), threading.Lock()
+        self._lock = threading.Lock()
         self._own = (b for b in blocks_of(self._lane, job.files, job.block) if b.root == self._rank)
         self._reading: deque[tuple[np.ndarray, Future[None]]] = deque()
         self._flying: deque[tuple[Block, np.ndarray, Pending]] = deque()
         self._draining: deque[tuple[np.ndarray, list[Future[None]]]] = deque()
         self._settling: deque[Future[None]] = deque()
         self._copies: dict[int, _Copy] = {}
-        count = _AHEAD + _FLYING + 1 + _DRAINING if any(self._rank in circle.ranks for circle in self._lane) else 0
+        count = _AHEAD + _FLYING + 1 + _DRAINING if self._lane else 0
         self._spare = [reader.memory.take(job.block + ALIGN) for _ in range(count)]
         self._told: Pending | None = None
         self._values = np.zeros(2, np.int64)
@@ -163,7 +163,7 @@ class Carrier:
         self._settles = ThreadPoolExecutor(2, thread_name_prefix="stage-settle")
 
     def carry(self) -> None:
-        """All blocks of this process' lane, or up to the beat at which all know that one has failed."""
+        """Carry all blocks of this process' lane, or those up to the beat at which all know that one has failed."""
         self._exchange.open(self._lanes, self._rank)
         blocks = blocks_of(self._lane, self._files, self._job.block)
         for _ in range(self._beats):
@@ -180,25 +180,25 @@ class Carrier:
             self._exchange.wait(self._settling.popleft())
 
     def close(self) -> None:
-        """End all threads; of files that are not whole nothing stays."""
+        """End all threads; nothing stays of files that are not whole."""
         self._stopped = True
         for pool in (self._reads, self._writes, self._hashes, self._settles):  # a file settles after its writes
             pool.shutdown(wait=True)
         for copy in self._copies.values():
             copy.close()
-        for buffers in (self._spare, self._reading, self._draining):  # else they stay until garbage is collected
+        for buffers in (self._spare, self._reading, self._draining):  # otherwise they stay until garbage is collected
             buffers.clear()
 
-    def outcome(self) -> tuple[int]:
+    def outcome(self) -> int:
         """Bytes that other nodes sent. Raises what failed here first."""
         if self.failure is not None:
             raise self.failure
-        return (self.received,)
+        return self.received
 
     # ---- steps of the main thread
 
     def _is_over(self) -> bool:
-        """Tell the others how this process fares; whether somebody had failed one beat ago, by which all stop alike."""
+        """Tell the others how this process fares; whether any had failed one beat ago, so that all stop at the same one."""
         if self._told is not None:
             self._told.wait()
             failed, written = self._values.tolist()
@@ -216,7 +216,7 @@ class Carrier:
     def _step(self, block: Block) -> None:
         while len(self._reading) < _AHEAD and (own := next(self._own, None)) is not None:
             buffer = self._acquire()
-            self._reading.append((buffer, self._reads.submit(self._read, own, buffer)))
+            self._reading.append((buffer, self._reads.submit(self._attempt, None, self._read, own, buffer)))
         if block.root == self._rank:
             buffer, future = self._reading.popleft()
             self._exchange.wait(future)
@@ -255,26 +255,34 @@ class Carrier:
             copy = self._copies[block.file] = _Copy(self._files[block.file], self._job.target, self._verify, self._pwrite)
         if _trailer(buffer, block)[0]:
             self._spoiled = copy.spoiled = True
-        jobs = [self._writes.submit(self._write, copy, block, buffer)]
+        jobs = [self._writes.submit(self._attempt, copy, self._write, copy, block, buffer)]
         if self._verify:
-            jobs.append(self._hashes.submit(self._hash, copy, block, buffer))
+            jobs.append(self._hashes.submit(self._attempt, copy, self._hash, copy, block, buffer))
         self._draining.append((buffer, jobs))
         while copy.jobs and copy.jobs[0].done():
             copy.jobs.popleft()
         copy.jobs.extend(jobs)
         if block.last:
-            self._settling.append(self._settles.submit(self._settle, block.file, copy))
+            self._settling.append(self._settles.submit(self._attempt, copy, self._settle, copy, block.file))
             while len(self._settling) > _SETTLING:
                 self._exchange.wait(self._settling.popleft())
 
-    # ---- what threads do; none of it raises
+    # ---- what threads do
 
-    def _fail(self, error: Exception, path: Path | None = None) -> None:
-        """Keep the first; ``path``: what was to be written."""
-        if path is not None and isinstance(error, OSError):
-            problem = self._job.unwritten(path, error)
-            problem.__cause__ = error
-            error = problem
+    def _attempt(self, copy: _Copy | None, work: Callable[..., None], *words: Any) -> None:
+        """Do a piece of work. What it raises is kept, and spoils ``copy``."""
+        try:
+            work(*words)
+        except Exception as error:
+            problem = error
+            if copy is not None:
+                copy.spoiled = True
+                if isinstance(error, OSError):
+                    problem = self._job.unwritten(copy.path, error)
+                    problem.__cause__ = error
+            self._fail(problem)
+
+    def _fail(self, error: Exception) -> None:
         with self._lock:
             self.failure = self.failure or error
 
@@ -284,73 +292,56 @@ class Carrier:
         trailer[0] = 1
         if self._stopped or self.failure is not None:
             return
-        try:
-            data, path = buffer[: block.length], self._job.source / file.name
-            if block.length:
-                self._reader.read([(path, block.offset, data)])
-            if file.sha256 is None or not self._verify:
-                about = os.stat(path)
-                if (about.st_size, about.st_mtime_ns) != (file.bytes, file.mtime):
-                    raise DataError(
-                        f"{path}: was rewritten while it was copied: {about.st_size:,} bytes now, {file.bytes:,} at the start; "
-                        "stage again when nobody writes to it"
-                    )
-            if self._sealed(block):
-                trailer[1:33] = np.frombuffer(hashlib.sha256(data.data).digest(), np.uint8)
-            trailer[0] = 0
-        except Exception as error:
-            self._fail(error)
+        data, path = buffer[: block.length], self._job.source / file.name
+        if block.length:
+            self._reader.read([(path, block.offset, data)])
+        if file.sha256 is None or not self._verify:
+            about = os.stat(path)
+            if (about.st_size, about.st_mtime_ns) != (file.bytes, file.mtime):
+                raise DataError(
+                    f"{path}: was rewritten while it was copied: {about.st_size:,} bytes now, {file.bytes:,} at the start; "
+                    "stage again when nobody writes to it"
+                )
+        if self._sealed(block):
+            trailer[1:33] = np.frombuffer(hashlib.sha256(data.data).digest(), np.uint8)
+        trailer[0] = 0
 
     def _sealed(self, block: Block) -> bool:
-        """Whether the SHA-256 of each block goes with it: no index states that of the whole file."""
+        """Whether the SHA-256 of each block goes with it, because no index states that of the whole file."""
         return self._verify and self._files[block.file].sha256 is None and len(block.circle.ranks) > 1
 
     def _write(self, copy: _Copy, block: Block, buffer: np.ndarray) -> None:
         if copy.spoiled or self._stopped or self.failure is not None:
             copy.spoiled = True
             return
-        try:
-            copy.write(block.offset, buffer[: above(block.length)])
-            with self._lock:
-                self.written += block.length
-        except Exception as error:
-            copy.spoiled = True
-            self._fail(error, copy.path)
+        copy.write(block.offset, buffer[: above(block.length)])
+        with self._lock:
+            self.written += block.length
 
     def _hash(self, copy: _Copy, block: Block, buffer: np.ndarray) -> None:
         if copy.spoiled or self._stopped:
             return
-        try:
-            data = buffer[: block.length]
-            if self._sealed(block) and block.root != self._rank:
-                sent, came = _trailer(buffer, block)[1:33].tobytes().hex(), hashlib.sha256(data.data).hexdigest()
-                if sent != came:
-                    raise DataError(
-                        f"{self._job.source / copy.file.name}: {block.length:,} bytes from {block.offset:,} on came to "
-                        f"{self._job.node} with SHA-256 {came}, but rank {block.root} sent {sent}; the network or a node's memory "
-                        "damages data: leave these nodes out, and tell the centre"
-                    )
-            copy.hash(data)
-        except Exception as error:
-            copy.spoiled = True
-            self._fail(error)
+        data = buffer[: block.length]
+        if self._sealed(block) and block.root != self._rank:
+            sent, came = _trailer(buffer, block)[1:33].tobytes().hex(), hashlib.sha256(data.data).hexdigest()
+            if sent != came:
+                raise DataError(
+                    f"{self._job.source / copy.file.name}: {block.length:,} bytes from {block.offset:,} on came to "
+                    f"{self._job.node} with SHA-256 {came}, but rank {block.root} sent {sent}; the network or a node's memory "
+                    "damages data: leave these nodes out, and tell the centre"
+                )
+        copy.hash(data)
 
-    def _settle(self, index: int, copy: _Copy) -> None:
+    def _settle(self, copy: _Copy, index: int) -> None:
         wait_for(copy.jobs)
         try:
             if not copy.spoiled:
-                copy.finish(self._job.source, self._job.node, self._note)
-        except Exception as error:
-            self._fail(error, copy.path)
+                copy.finish(self._job.source, self._job.node, self._job.note)
         finally:
             copy.close()
             del self._copies[index]
 
-    def _note(self, entry: dict[str, Any]) -> None:
-        with self._noting:
-            self._job.note(entry)
-
 
 def _trailer(buffer: np.ndarray, block: Block) -> np.ndarray:
-    """[0] not 0: the block could not be read; [1:33] its SHA-256, where it is sealed.   [64] uint8"""
+    """What goes with a block: [0] is 0 where it could be read, and [1:33] is its SHA-256 where it is sealed.   [64] uint8"""
     return buffer[above(block.length) : above(block.length) + _TRAILER]

@@ -20,54 +20,38 @@ class Pending(Protocol):
     def wait(self) -> object: ...
 
 
-class Exchange(Protocol):
-    """How blocks go around. All calls by one thread; ``open`` and ``close`` by all processes of the job."""
+class _Done:
+    def wait(self) -> None:
+        pass
 
-    name: str
+
+class Exchange:
+    """How blocks go around: this one is for a process alone, which spreads none. All calls are made by one thread; ``open`` and
+    ``close`` by all processes of the job."""
+
+    name = "none"
 
     def open(self, lanes: Sequence[Sequence[Circle]], rank: int) -> None:
         """Connect the circles."""
 
     def spread(self, circle: Circle, block: np.ndarray, root: int) -> Pending:
         """Begin to broadcast ``block`` from rank ``root`` of the job to its circle.   [n] uint8"""
+        raise NotImplementedError
 
     def add(self, values: np.ndarray) -> Pending:
         """Begin to sum ``values`` over the job, in place.   [n] int64"""
-
-    def wait(self, future: "Future[None]") -> None:
-        """Until a thread of this process has done its work; broadcasts go on meanwhile."""
-
-    def close(self) -> None: ...
-
-
-class _Done:
-    def wait(self) -> None:
-        pass
-
-
-class Alone:
-    """One process: nothing to exchange."""
-
-    name = "none"
-
-    def open(self, lanes: Sequence[Sequence[Circle]], rank: int) -> None:
-        pass
-
-    def spread(self, circle: Circle, block: np.ndarray, root: int) -> Pending:
-        raise AssertionError("a block of one process alone goes nowhere")
-
-    def add(self, values: np.ndarray) -> Pending:
         return _Done()
 
     def wait(self, future: "Future[None]") -> None:
+        """Wait until a thread of this process has done its work; broadcasts go on meanwhile."""
         wait_for([future])
 
     def close(self) -> None:
-        pass
+        """Disconnect the circles."""
 
 
-class _OverMPI:
-    """Nonblocking MPI broadcasts. They advance only inside MPI calls, so whoever waits, for whatever, calls MPI meanwhile."""
+class _OverMPI(Exchange):
+    """Nonblocking MPI broadcasts. They advance only inside MPI calls, so each wait, whatever it is for, calls MPI meanwhile."""
 
     name = "MPI"
 
@@ -85,8 +69,7 @@ class _OverMPI:
         return _Request(self._circles[circle.layer].Ibcast(block, circle.ranks.index(root)))
 
     def add(self, values: np.ndarray) -> Pending:
-        request = self._world.Iallreduce(values.copy(), values)
-        return _Request(request)
+        return _Request(self._world.Iallreduce(values.copy(), values))
 
     def wait(self, future: "Future[None]") -> None:
         def ready() -> bool:
@@ -118,7 +101,7 @@ def _poll(ready: Callable[[], bool]) -> None:
             time.sleep(1e-4)
 
 
-class _OverTorch:
+class _OverTorch(Exchange):
     """Broadcasts of torch.distributed over gloo, whose own threads carry them on."""
 
     name = "gloo"
@@ -129,7 +112,7 @@ class _OverTorch:
 
     def open(self, lanes: Sequence[Sequence[Circle]], rank: int) -> None:
         for circle in (circle for lane in lanes for circle in lane if len(circle.ranks) > 1):
-            group = torch_dist.new_group(list(circle.ranks), backend="gloo")  # by all ranks, members or not
+            group = torch_dist.new_group(list(circle.ranks), backend="gloo")  # all ranks make it, members or not
             if rank in circle.ranks:
                 self._circles[circle.layer] = group
 
@@ -139,9 +122,6 @@ class _OverTorch:
     def add(self, values: np.ndarray) -> Pending:
         return torch_dist.all_reduce(torch.from_numpy(values), group=self._everyone, async_op=True)
 
-    def wait(self, future: "Future[None]") -> None:
-        wait_for([future])
-
     def close(self) -> None:
         for group in [*self._circles.values(), self._everyone]:
             torch_dist.destroy_process_group(group)
@@ -149,6 +129,6 @@ class _OverTorch:
 
 def open_exchange(mesh: Mesh) -> Exchange:
     if mesh.world == 1:
-        return Alone()
+        return Exchange()
     world = communicator()
     return _OverMPI(world) if world is not None else _OverTorch()

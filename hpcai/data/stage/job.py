@@ -1,4 +1,4 @@
-"""Staging from beginning to end: the acts that all processes go through together."""
+"""Staging from beginning to end, as acts that all processes go through together."""
 
 import fcntl
 import json
@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 
 from hpcai.data.direct import ALIGN, Reader, above
+from hpcai.data.index import write_json
 from hpcai.data.stage.carry import Carrier, partial_of
-from hpcai.data.stage.exchange import Alone, open_exchange
+from hpcai.data.stage.exchange import Exchange, open_exchange
 from hpcai.data.stage.plan import (
     RECORD,
     Entries,
@@ -42,7 +43,10 @@ from hpcai.errors import DataError, HpcaiError, LaunchError
 logger = logging.getLogger(__name__)
 
 PATIENCE = 120.0
-"""Seconds for hashing what lies at the target already: meanwhile other ranks wait in a collective."""
+"""Seconds for hashing what lies at the target already, since other ranks wait in a collective meanwhile. What is not hashed by
+then is copied again."""
+RESERVE = 0.05
+"""Fraction of the bytes to copy that must be free on the node's disk beyond them."""
 
 Progress = Callable[[int, int], None]
 
@@ -68,7 +72,7 @@ class Staged:
 
 def stage_in(
     source: str | Path, target: str | Path, mesh: Mesh, *, shards: int = 1, reader: Reader | None = None, verify: bool = True,
-    block: int = 16 << 20, progress: Progress | None = None, reserve: float = 0.05, node: str | None = None,
+    block: int = 16 << 20, progress: Progress | None = None, node: str | None = None,
     pwrite: Callable[[int, Any, int], int] = os.pwrite,
 ) -> Staged:  # fmt: skip
     """Copy the files of ``source`` that this node is to hold to ``target``, a folder on its own disk, together with all others.
@@ -81,9 +85,8 @@ def stage_in(
     of each block with that of the process that read it. So the manifest, the shared file system and the network are proved; that
     the local disk gives back what it was given is not, since nothing is read again.
 
-    ``block``: bytes of a read, a broadcast and a write. ``reserve``: fraction of the bytes to copy that must be free beyond them.
-    ``progress`` is called on the first rank with bytes copied and to copy, over all nodes. ``node`` overrides the host name.
-    ``pwrite`` and the reader's ``preadv`` are there for tests.
+    ``block``: bytes of a read, a broadcast and a write. ``progress`` is called on the first rank with bytes copied and to copy,
+    over all nodes. ``node`` overrides the host name. ``pwrite`` and the reader's ``preadv`` are there for tests.
 
     Raises DataError, the same on all processes, when any of them cannot do its part: before anything is written where that can
     be known, otherwise after all have stopped, with whole files kept and no parts of files left.
@@ -96,7 +99,7 @@ def stage_in(
         job.survey()
         job.claim()
         job.look()
-        job.check_room(reserve)
+        job.check_room()
         return job.copy(reader, progress, pwrite, began)
     finally:
         job.leave()
@@ -111,14 +114,15 @@ class Job:
         self.source, self.target, self.mesh, self.node = source, target, mesh, node
         self.shards, self.verify, self.block = shards, verify, block
         self._made: list[Path] = []
-        self._token: Path | None = None
         self._locked = -1  # a descriptor of the target
 
-    def _together(self, work: Callable[[], Any]) -> list[Any]:
-        """What ``work`` gave on each process, by rank. Where it failed on any, one and the same DataError is raised on all."""
+    def _together(self, work: Callable[[], Any], by_first: bool = False) -> list[Any]:
+        """Do ``work`` on each process, or on the first one of each node, and give all results by rank. Where it fails on any, all
+        raise the same DataError."""
         value, cause = None, None
         try:
-            value = work()
+            if not by_first or self.first:
+                value = work()
         except Exception as error:
             cause = error
         text = None if cause is None else str(cause) if isinstance(cause, HpcaiError) else f"{type(cause).__name__}: {cause}"
@@ -132,7 +136,7 @@ class Job:
         return [value for value, _, _ in told]
 
     def meet(self) -> None:
-        """Learn which process is on which node, and whether all were told the same."""
+        """Learn which process is on which node, and see that all were told the same."""
 
         def introduce() -> tuple[str, str, tuple[int, int, bool]]:
             self.source, self.target = self.source.resolve(), self.target.resolve()
@@ -166,25 +170,23 @@ class Job:
         self.number = self.nodes.ranks[self.me].index(self.mesh.rank)
 
     def survey(self) -> None:
-        """The files of the source, as one process sees them: a listing costs a parallel file system more than reading."""
+        """List the files of the source, by one process: a listing costs a parallel file system more than reading."""
         files: list[SourceFile] = []
         self._together(lambda: files.extend(scan(self.source, self.shards)) if self.mesh.is_first else None)
         self.files = agree(files, self.mesh.everyone)
 
     def claim(self) -> None:
         """Take the target. Raises DataError where nodes share it, another job stages to it, or it holds another data set."""
+        token = self.target / f".stage.{uuid.uuid4().hex}.partial"
 
-        def mark() -> str | None:
-            if not self.first:
-                return None
+        def mark() -> str:
             try:
-                self._make_target()
+                self._made = [folder for folder in (self.target, *self.target.parents) if not folder.exists()]
+                self.target.mkdir(parents=True, exist_ok=True)
                 whole, _ = recorded(self.target)
                 if whole is not None:
                     check_source(self.target, whole["source"], str(self.source))
-                token = self.target / f".stage.{uuid.uuid4().hex}.partial"
                 token.touch(exist_ok=False)
-                self._token = token
             except OSError as error:
                 raise DataError(
                     f"{self.target}: cannot be written on {self.node}: {error.strerror}; name a folder on this node's disk, "
@@ -192,16 +194,13 @@ class Job:
                 ) from error
             return token.name
 
-        told = self._together(mark)
-        tokens = [told[ranks[0]] for ranks in self.nodes.ranks]
-
         def check() -> None:
             if not (self.target / tokens[self.me]).exists():
                 raise DataError(f"{self.target}: is not one folder for all processes of {self.node}; name one that they share")
             if not self.first:
                 return
-            for name, token in zip(self.nodes.names, tokens):
-                if name != self.node and (self.target / token).exists():
+            for name, other in zip(self.nodes.names, tokens):
+                if name != self.node and (self.target / other).exists():
                     raise DataError(f"{self.target}: is one folder for {self.node} and {name}; name one on each node's own disk")
             self._locked = os.open(self.target, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
@@ -213,18 +212,16 @@ class Job:
             except OSError:
                 logger.info("%s: its file system has no locks; see that no other job stages to it", self.target)
 
-        self._together(check)
-        self._forget_token()
-
-    def _make_target(self) -> None:
-        folder = self.target
-        while not folder.exists():
-            self._made.append(folder)
-            folder = folder.parent
-        self.target.mkdir(parents=True, exist_ok=True)
+        try:
+            told = self._together(mark, by_first=True)
+            tokens = [told[ranks[0]] for ranks in self.nodes.ranks]
+            self._together(check)
+        finally:
+            with suppress(OSError):
+                token.unlink()
 
     def look(self) -> None:
-        """Which node misses what; the processes of a node share the work."""
+        """Learn which node misses what; the processes of a node share the work."""
         count, me = len(self.files), self.nodes.shard(self.me)
         ranks, whole = len(self.nodes.ranks[self.me]), np.zeros(count, bool)
         self._kept: list[dict[str, Any]] = []
@@ -251,21 +248,19 @@ class Job:
                 there |= np.unpackbits(np.frombuffer(zlib.decompress(told[rank]), np.uint8), count=count).astype(bool)
             self.missing[node] = ((shard < 0) | (shard == self.nodes.shard(node))) & ~there
 
-    def check_room(self, reserve: float) -> None:
-        """Whether the disk of every node has room for what it misses."""
+    def check_room(self) -> None:
+        """See that the disk of every node has room for what it misses."""
 
         def measure() -> None:
-            if not self.first:
-                return
             todo = sum(above(self.files[i].bytes) for i in np.flatnonzero(self.missing[self.me]).tolist())
-            needed, free = todo + int(todo * reserve), shutil.disk_usage(self.target).free
+            needed, free = todo + int(todo * RESERVE), shutil.disk_usage(self.target).free
             if needed > free:
                 raise DataError(
-                    f"{self.target}: {needed:,} bytes are needed on {self.node} ({todo:,} to copy, {reserve:.0%} in reserve), but "
+                    f"{self.target}: {needed:,} bytes are needed on {self.node} ({todo:,} to copy, {RESERVE:.0%} in reserve), but "
                     f"{free:,} are free; make room, name a larger disk, or cut the set with --shards; nothing was copied"
                 )
 
-        self._together(measure)
+        self._together(measure, by_first=True)
 
     def copy(self, reader: Reader, progress: Progress | None, pwrite: Callable[[int, Any, int], int], began: float) -> Staged:
         """Bring what is missing, and note what is whole."""
@@ -277,39 +272,35 @@ class Job:
             self._sweep()
             tell(0, total)
 
-        self._together(self._begin)
+        # A record from now on; what a killed run noted beside it comes into it.
+        self._together(lambda: self._save(recorded(self.target)[1]), by_first=True)
         self._together(sweep)
         before = reader.transferred
-        exchange = open_exchange(self.mesh) if self.missing.any() else Alone()
+        exchange = open_exchange(self.mesh) if self.missing.any() else Exchange()
         carrier = Carrier(
             self, lanes_of(self.files, self.nodes, self.missing), exchange, reader, pwrite, lambda done: tell(done, total)
         )
         try:
             carrier.carry()
-        except RuntimeError as error:  # of MPI or torch
+        except RuntimeError as error:  # from MPI or torch
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise LaunchError(f"staging on {self.node} broke off: {reason}; another rank has ended, see its message") from error
         finally:
             carrier.close()
         exchange.close()
-        problem = None
+
         try:
-            told = self._together(lambda: (*carrier.outcome(), reader.transferred - before))
-        except DataError as error:
-            problem = error
+            told = self._together(lambda: (carrier.outcome(), reader.transferred - before))
+        except DataError:
+            with suppress(DataError):  # the reason why the copying failed matters more
+                self._together(lambda: self._write_record(whole=False), by_first=True)
+            raise
 
         def note() -> None:
-            if self.first:
-                self._write_record(whole=problem is None)
-            if problem is None:
-                tell(total, total)
+            self._write_record(whole=True)
+            tell(total, total)
 
-        try:
-            self._together(note)
-        except DataError as error:
-            problem = problem or error
-        if problem is not None:
-            raise problem
+        self._together(note, by_first=True)
         here = [told[rank] for rank in self.nodes.ranks[self.me]]
         shard = self.nodes.shard(self.me)
         mine = np.array([file.shard in (None, shard) for file in self.files], bool)
@@ -318,11 +309,6 @@ class Job:
             sum(read for _, read in here), sum(received for received, _ in here),
             int(size[mine & ~self.missing[self.me]].sum()), time.monotonic() - began, exchange.name,
         )  # fmt: skip
-
-    def _begin(self) -> None:
-        """A record from now on; what a killed run noted beside it comes into it."""
-        if self.first:
-            self._save(recorded(self.target)[1])
 
     def _sweep(self) -> None:
         """Throw away parts of files that a killed run left; note files that were found whole by their SHA-256."""
@@ -335,9 +321,9 @@ class Job:
             raise self.unwritten(self.target, error) from error
 
     def note(self, entry: dict[str, Any]) -> None:
-        """A file is whole: a line for a run that follows this one, should this one be killed."""
+        """Note that a file is whole, in a line for the run that follows this one if this one is killed."""
         with (self.target / f".stage.{self.number}.jsonl").open("ab") as lines:
-            lines.write(json.dumps(entry).encode() + b"\n")
+            lines.write(json.dumps(entry).encode() + b"\n")  # one system call, so that lines of two threads do not mix
 
     def unwritten(self, path: Path, error: OSError) -> DataError:
         todo = "look whether the disk of this node is in order"
@@ -348,7 +334,7 @@ class Job:
         )
 
     def _write_record(self, whole: bool) -> None:
-        """Every file that is whole. Copies of files that the source has no more are deleted."""
+        """List every file that is whole; with ``whole``, delete copies of files that the source has no more."""
         known = {file.name: file for file in self.files}
         try:
             entries, kept = recorded(self.target)[1], {}
@@ -369,29 +355,18 @@ class Job:
             "format": 1, "source": str(self.source), "shard": self.nodes.shard(self.me), "shards": self.shards, "files": entries,
         }  # fmt: skip
         path = self.target / RECORD
-        partial = partial_of(path)
         try:
-            partial.write_text(json.dumps(content, indent=1) + "\n", encoding="ascii")
-            flush(partial)
-            partial.replace(path)
-            flush(path.parent)
-            for left in [*self.target.glob(".stage.*.jsonl"), *self.target.glob(".stage.*.partial")]:
-                left.unlink()
+            write_json(path, content)
+            for pattern in (".stage.*.jsonl", ".stage.*.partial", f".{RECORD}.*.partial"):
+                for left in self.target.glob(pattern):
+                    left.unlink()
         except OSError as error:
-            with suppress(OSError):
-                partial.unlink()
             raise self.unwritten(path, error) from error
 
     def leave(self) -> None:
         """Unlock the target; what was made for nothing goes."""
-        self._forget_token()
         if self._locked >= 0:
             os.close(self._locked)
         for folder in self._made:
             with suppress(OSError):  # it is not empty
                 folder.rmdir()
-
-    def _forget_token(self) -> None:
-        if self._token is not None:
-            self._token.unlink(missing_ok=True)
-            self._token = None

@@ -26,7 +26,7 @@ LARGE = 1 << 20
 """Bytes. A file that an index lists, of one of these names or of this size (and no JSON: a long index) is data and goes to one
 shard; any other goes to all nodes."""
 
-_CIRCLES = 16  # of a lane: an MPI library has some thousand communicators
+_CIRCLES = 16  # circles of a lane: an MPI library has some thousand communicators
 
 Entries = dict[str, dict[str, Any]]
 
@@ -45,7 +45,7 @@ class SourceFile(NamedTuple):
 
 
 def assign(sizes: Sequence[int], shards: int) -> np.ndarray:
-    """Shard of each file, of ``sizes`` bytes: a pure function, the same everywhere.   [F] int64
+    """The shard of each file of ``sizes`` bytes: a pure function, the same everywhere.   [F] int64
 
     Shards differ by at most one file; the largest files come first, each to the shard with the fewest bytes of those with the
     fewest files.
@@ -56,7 +56,7 @@ def assign(sizes: Sequence[int], shards: int) -> np.ndarray:
 
 
 def _deal(sizes: Sequence[int], parts: int, by_bytes: bool) -> np.ndarray:
-    """Part of each file, largest first: to the part with the fewest bytes, or with the fewest files, then bytes."""
+    """The part of each file. The largest goes first, to the part with the fewest bytes, or with the fewest files, then bytes."""
     found = np.zeros(len(sizes), np.int64)
     load = [(0, 0, part) for part in range(parts)]  # a heap already
     for index in sorted(range(len(sizes)), key=lambda i: (-int(sizes[i]), i)):
@@ -105,7 +105,7 @@ def check_source(target: Path, found: object, expected: str) -> None:
 
 
 def recorded(target: Path) -> tuple[dict[str, Any] | None, Entries]:
-    """The record, and the files that it and later lines of a run that is under way or was killed call whole."""
+    """The record, and the files that are whole by it or by later lines of a run that is under way or was killed."""
     path = target / RECORD
     try:
         whole = json.loads(path.read_bytes())
@@ -141,7 +141,7 @@ def unchanged(file: SourceFile, entry: dict[str, Any]) -> bool:
 
 
 def is_whole(file: SourceFile, target: Path, entry: dict[str, Any], verify: bool, until: float) -> dict[str, Any] | None:
-    """The entry of a file that is whole at the target: by its record, or by its SHA-256 where time allows. Else None."""
+    """The entry of a file that is whole at the target: by its record, or by its SHA-256 where time allows. Otherwise None."""
     path = target / file.name
     same = unchanged(file, entry)
     want = file.sha256 or (entry.get("sha256") if same else None)
@@ -171,7 +171,7 @@ def entry_of(file: SourceFile, about: os.stat_result, digest: str | None, verifi
 
 
 def scan(source: Path, shards: int) -> list[SourceFile]:
-    """All files to be copied, by name. Raises DataError for a file that an index lists and that is not so."""
+    """All files to be copied, by name. Raises DataError for a file that is not as an index lists it."""
     found = dict(_walk(source, "", ()))
     listed: dict[str, tuple[int, str | None]] = {}
     for name in [name for name in found if PurePosixPath(name).name == "index.json"]:
@@ -272,12 +272,12 @@ def _shards(sizes: dict[str, int], shards: int) -> dict[str, int]:
     return found
 
 
-# ---- who does what
+# ---- which rank does what
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """Nodes in the order of their lowest ranks. ``ranks``: of each node, ascending; its first one acts for it."""
+    """Nodes in the order of their lowest ranks. ``ranks`` holds those of each node, ascending; the first one acts for it."""
 
     names: list[str]
     ranks: list[list[int]]
@@ -331,8 +331,8 @@ def lanes_of(files: Sequence[SourceFile], nodes: Nodes, missing: np.ndarray) -> 
             members = [[node for node, miss in zip(group, key) if miss] for key, _ in sets]
             lanes.append(
                 [
-                    Circle(layer, tuple(nodes.ranks[node][lane] for node in who), some)
-                    for layer, (who, (_, some)) in enumerate(zip(members, sets))
+                    Circle(layer, tuple(nodes.ranks[node][lane] for node in circle), some)
+                    for layer, (circle, (_, some)) in enumerate(zip(members, sets))
                 ]
             )
     return lanes

@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 import pytest
 import torch
@@ -20,9 +19,9 @@ from hypothesis import strategies as st
 from hpcai.data import gds
 from hpcai.data.direct import ALIGN, Reader
 from hpcai.data.gds import GdsReader
-from hpcai.data.layout import Layout, hdf5, npy, raw
+from hpcai.data.layout import Layout, npy
 from hpcai.errors import DataError, MissingExtraError
-from tests.boxes import boxes
+from tests.boxes import boxes, written
 
 CPU = torch.device("cpu")
 
@@ -102,18 +101,8 @@ def reader(double: Double) -> Iterator[GdsReader]:
 @settings(max_examples=40)
 def test_any_box_of_any_array_is_right(tmp_path_factory: Any, case: Any, offset: int, partly: bool, portion: int) -> None:
     array, chunks, where = case
-    folder = tmp_path_factory.mktemp("gds")
-    if chunks is None:
-        (folder / "x.bin").write_bytes(bytes(offset) + array.tobytes())
-        layout = raw(folder / "x.bin", array.dtype, array.shape, offset)
-    else:
-        with h5py.File(folder / "x.h5", "w") as file:
-            data = file.create_dataset("x", array.shape, array.dtype, chunks=chunks, fillvalue=7)
-            data[: len(array) // 2 if partly else None] = array[: len(array) // 2 if partly else None]
-            if partly:
-                array = np.concatenate([array[: len(array) // 2], np.full_like(array[len(array) // 2 :], 7)])
-        with h5py.File(folder / "x.h5") as file:
-            layout = hdf5(file, "x")
+    array, layouts = written(tmp_path_factory.mktemp("gds"), array, chunks, partly, offset)
+    layout = layouts[0 if chunks else 2]
     module, plain = Double(), gds._PORTION
     gds._PORTION = portion
     try:
@@ -156,7 +145,7 @@ def test_one_run_is_viewed_where_it_was_read(double: Double, reader: GdsReader, 
 def test_values_that_lie_askew_are_copied(reader: GdsReader, tmp_path: Path) -> None:
     array = np.arange(1000, dtype=np.float64)
     (tmp_path / "x").write_bytes(b"123" + array.tobytes())
-    found = reader.read(raw(tmp_path / "x", np.float64, (1000,), 3))
+    found = reader.read(Layout(tmp_path / "x", "x", (1000,), np.dtype(np.float64), 3))
     assert found.data_ptr() % 8 == 0 and torch.equal(found, torch.from_numpy(array))
 
 
@@ -280,11 +269,11 @@ def test_a_file_that_the_driver_refuses_is_named(double: Double, reader: GdsRead
 def test_values_that_torch_has_not_are_refused(reader: GdsReader, tmp_path: Path, dtype: str, text: str) -> None:
     (tmp_path / "x").write_bytes(bytes(600))
     with pytest.raises(DataError, match=text):
-        reader.read(raw(tmp_path / "x", dtype, (50,)))
+        reader.read(Layout(tmp_path / "x", "x", (50,), np.dtype(dtype), 0))
 
 
-def test_which_way_it_reads_is_said_once(double: Double, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gds, "_said", set())
+def test_which_way_it_reads_is_said_once(double: Double, caplog: pytest.LogCaptureFixture) -> None:
+    gds._say_mode.cache_clear()
     caplog.set_level(logging.INFO)
     for double.compatible in (True, True, False, False):
         GdsReader(CPU, kvikio=double)

@@ -1,5 +1,5 @@
-"""Every sample once an epoch, in an order that does not depend on the number of processes, whoever is late and wherever a run
-was killed."""
+"""Every sample comes once an epoch, in an order that does not depend on the number of processes, whichever is late and wherever
+a run was killed."""
 
 import threading
 import time
@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from hpcai.data import Loader
 from hpcai.data.loader import _Plan
-from hpcai.dist.mesh import Axis, Mesh
 from hpcai.errors import DataError
+from tests.meshes import mesh_of
 
 
 class Pair(NamedTuple):
@@ -40,12 +40,6 @@ class Numbers:
 
     def describe(self, index: int) -> str:
         return f"number {index}"
-
-
-def mesh_of(rank: int, size: int) -> Mesh:
-    mesh = Mesh({})
-    mesh._axes["replicate"] = Axis("replicate", size, rank)
-    return mesh
 
 
 def loader_of(count: int, batch: int, rank: int = 0, size: int = 1, source: Any = None, **words: Any) -> Loader:
@@ -194,7 +188,7 @@ def test_exactly_once_under_random_stops_on_random_numbers_of_processes(
         numbers = [[n for n, _ in plan.parts()] for plan in plans]
         for k in range(take):
             for r in range(size):
-                if k in numbers[r]:  # else its part of a small last batch is empty
+                if k in numbers[r]:  # otherwise its part of a small last batch is empty
                     seen += next(epochs[r])["x"].tolist()
         began = [loader._plan for loader in loaders if loader._plan is not None]
         for loader, epoch in zip(loaders, epochs):
@@ -297,7 +291,7 @@ class Big(Numbers):
 @pytest.mark.parametrize("order", ["strict", "ready"])
 @pytest.mark.parametrize("budget, most", [(10 << 20, 10), (1 << 10, 6)])
 def test_no_more_than_the_budget_is_prepared(order: str, budget: int, most: int) -> None:
-    """Or the least that is always allowed: two batches, and one sample for each worker."""
+    """The least that is always allowed is two batches, and one sample for each worker."""
     Big.begun = 0
     with loader_of(100, 2, source=Big(100), workers=2, prefetch=budget, order=order) as loader:
         epoch = loader.epoch(0)

@@ -1,4 +1,4 @@
-"""Who reads what: pure functions, every sample as often as it should be, work as even as it can be."""
+"""Samplers are pure functions; every sample comes as often as it should, and work is as even as it can be."""
 
 from typing import Any
 

@@ -8,9 +8,7 @@ import logging
 import os
 import shutil
 import sys
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +24,14 @@ from hpcai.data.direct import Reader
 from hpcai.data.stage import Staged, assign, holds, job, plan, stage_in
 from hpcai.errors import DataError
 
+pytestmark = pytest.mark.usefixtures("nothing_stays")
+
 BLOCK = 16384
+ODD = "a name with spaces/Größe α β.npy"
 FILES = {
     "train/a.h5": 3 * BLOCK + 5, "train/b.h5": 2 * BLOCK, "train/c.h5": 4095, "train/d.h5": 4096, "train/e.h5": 4097,
     "validation/a.h5": BLOCK + 4096, "validation/empty.h5": 0, "recipe.json": 40, "deep/er/README": 13, "nothing": 0,
-    "a name with spaces/Größe α β.npy": 9 * BLOCK + 1, "tab\tand\nnewline.txt": 7,
+    ODD: 9 * BLOCK + 1, "tab\tand\nnewline.txt": 7,
 }  # fmt: skip
 
 
@@ -61,7 +62,7 @@ def tree(folder: Path, hidden: bool = False) -> dict[str, bytes]:
 
 
 def clean(target: Path) -> bool:
-    """Of hidden files only the record."""
+    """Whether the record is the only hidden file."""
     return [p.name for p in target.rglob(".*")] == [plan.RECORD]
 
 
@@ -79,28 +80,7 @@ def target(tmp_path: Path) -> Path:
     return tmp_path / "disk" / "target"
 
 
-@pytest.fixture(autouse=True)
-def _nothing_stays() -> Iterator[None]:
-    """No descriptor and no thread outlives a call, however it ended."""
-
-    def held() -> tuple[list[str], list[str]]:
-        links = []
-        for name in os.listdir("/proc/self/fd"):
-            try:
-                links.append(os.readlink(f"/proc/self/fd/{name}"))
-            except OSError:
-                continue  # the listing itself
-        return sorted(link for link in links if link.startswith("/")), sorted(t.name for t in threading.enumerate())
-
-    before = held()
-    yield
-    until = time.monotonic() + 3
-    while held() != before and time.monotonic() < until:  # the thread of a progress bar is told to end, not awaited
-        time.sleep(0.02)
-    assert held() == before
-
-
-# ---- who holds what
+# ---- which node holds what
 
 
 @given(st.lists(st.integers(0, 1 << 50), max_size=60), st.integers(1, 12))
@@ -133,7 +113,7 @@ def test_shards_are_even_in_every_folder_and_over_all(folders: list[list[int]], 
 
 @given(st.data())
 def test_every_missing_file_reaches_its_node_once(data: st.DataObject) -> None:
-    """Through lanes and circles, for any state of the targets and any numbers of processes."""
+    """Lanes and circles bring it, for any state of the targets and any numbers of processes."""
     shards, each = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 7))
     names = [f"n{i}" for i in range(shards * each) for _ in range(data.draw(st.integers(1, 3)))]
     nodes = plan.nodes_of(names, shards)
@@ -248,7 +228,7 @@ def test_changed_source_is_copied_anew(source: Path, target: Path) -> None:
     run(source, target)
     (source / "train/a.h5").write_bytes(content("other", FILES["train/a.h5"]))
     index(source / "train")
-    (source / "a name with spaces/Größe α β.npy").write_bytes(b"shorter")
+    (source / ODD).write_bytes(b"shorter")
     os.utime(source / "recipe.json")
     again = run(source, target)
     assert tree(target) == tree(source) and clean(target)
@@ -274,20 +254,15 @@ def test_spoiled_copy_is_copied_anew(source: Path, target: Path, spoil: Callable
     assert tree(target) == tree(source)
 
 
-def test_without_record_the_hash_decides(source: Path, target: Path) -> None:
+@pytest.mark.parametrize("patience, kept", [(120.0, sum(FILES[n] for n in FILES if n.endswith(".h5"))), (-1.0, 0)])
+def test_without_record_the_hash_decides_as_long_as_there_is_time(
+    source: Path, target: Path, monkeypatch: pytest.MonkeyPatch, patience: float, kept: int
+) -> None:
     run(source, target)
     (target / plan.RECORD).unlink()
+    monkeypatch.setattr(job, "PATIENCE", patience)
     again = run(source, target)
-    assert again.kept == sum(FILES[n] for n in FILES if n.endswith(".h5"))
-    assert len(holds(target, source)) == again.files
-
-
-def test_hashing_has_an_end(source: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other ranks wait for it."""
-    run(source, target)
-    (target / plan.RECORD).unlink()
-    monkeypatch.setattr(job, "PATIENCE", -1.0)
-    assert run(source, target).kept == 0
+    assert again.kept == kept and len(holds(target, source)) == again.files
     assert tree(target) == tree(source)
 
 
@@ -396,7 +371,8 @@ def test_room_is_looked_for_first(source: Path, target: Path, monkeypatch: pytes
         rf"target: {int(free * 1.05):,} bytes are needed on here \({free:,} to copy, 5% in .* {free:,} are free; make room",
         node="here",
     )
-    run(source, target, reserve=0.0)
+    monkeypatch.setattr(job, "RESERVE", 0.0)
+    run(source, target)
     free = 0
     assert run(source, target).read == 0  # nothing to copy needs no room
 
@@ -474,42 +450,37 @@ def test_flipped_bit_passes_where_nothing_is_compared(source: Path, target: Path
     assert tree(target) == tree(source)
 
 
-def test_file_cut_off_while_it_is_copied(source: Path, target: Path) -> None:
-    def cut(descriptor: int, views: Sequence[Any], offset: int) -> int:
-        os.truncate(source / "train/a.h5", BLOCK + 100)
+def cut(path: Path) -> None:
+    os.truncate(path, 2 * BLOCK)
+
+
+def break_disk(path: Path) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+@pytest.mark.parametrize(
+    "name, fault, verify, text",
+    [
+        ("train/a.h5", cut, True, "train/a.h5: ends at byte 32,768, but bytes"),
+        (ODD, os.utime, True, "npy: was rewritten while it was copied"),  # no index states what it must hold: its time tells
+        (ODD, os.utime, False, "npy: was rewritten while it was copied"),
+        (ODD, break_disk, True, r"npy: bytes .* cannot be read: .*\(EIO\)"),
+    ],
+)
+def test_file_that_fails_while_it_is_copied(
+    source: Path, target: Path, name: str, fault: Callable[[Path], Any], verify: bool, text: str
+) -> None:
+    def preadv(descriptor: int, views: Sequence[Any], offset: int) -> int:
+        if offset == 2 * BLOCK and os.readlink(f"/proc/self/fd/{descriptor}") == str(source / name):
+            fault(source / name)
         return os.preadv(descriptor, views, offset)
 
-    with Reader(preadv=cut) as reader, pytest.raises(DataError, match="train/a.h5: ends at byte 16,484, but bytes"):
-        run(source, target, reader=reader)
-    left_in_order(source, target, "train/a.h5")
-
-
-@pytest.mark.parametrize("verify", [True, False])
-def test_file_rewritten_while_it_is_copied(source: Path, target: Path, verify: bool) -> None:
-    """Where no index states what it must be, its time tells."""
-    name = "a name with spaces/Größe α β.npy"
-
-    def touch(descriptor: int, views: Sequence[Any], offset: int) -> int:
-        if offset == 4 * BLOCK:
-            os.utime(source / name)
-        return os.preadv(descriptor, views, offset)
-
-    with Reader(preadv=touch) as reader, pytest.raises(DataError, match="npy: was rewritten while it was copied"):
+    with Reader(preadv=preadv) as reader, pytest.raises(DataError, match=text):
         run(source, target, reader=reader, verify=verify)
     left_in_order(source, target, name)
-
-
-def test_read_error(source: Path, target: Path) -> None:
-    def fail(descriptor: int, views: Sequence[Any], offset: int) -> int:
-        if offset == 2 * BLOCK:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return os.preadv(descriptor, views, offset)
-
-    with Reader(preadv=fail) as reader, pytest.raises(DataError, match=r"npy: bytes .* cannot be read: .*\(EIO\)"):
-        run(source, target, reader=reader)
-    left_in_order(source, target, "a name with spaces/Größe α β.npy")
-    run(source, target)
-    assert tree(target) == tree(source)
+    if fault is not cut:
+        run(source, target)
+        assert tree(target) == tree(source)
 
 
 @pytest.mark.parametrize("how", ["write", "allocate", "flush"])
