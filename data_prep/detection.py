@@ -24,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.atmosphere import VARIABLES
+from data_prep.extras import needed
 from data_prep.sphere import DEGREE, RADIUS, Array, Box, Grid, polar
-from hpcai.errors import MissingExtraError
 
 CYCLONE, RIVER = 1, 2
 
@@ -73,11 +73,7 @@ class Objects:
 
 
 def _ndimage() -> Any:
-    try:
-        from scipy import ndimage
-    except ImportError as problem:
-        raise MissingExtraError("finding cyclones and rivers needs scipy: pip install 'hpcai-suite[deepcam]'") from problem
-    return ndimage
+    return needed("scipy.ndimage", "finding cyclones and rivers", "deepcam")
 
 
 def detect(grid: Grid, fields: NDArray[Any]) -> Objects:

@@ -97,11 +97,7 @@ def splits(origins: dict[str, list[Origin]], options: argparse.Namespace) -> dic
         cut = len(only.systems) - last
         return {"train": [(only, list(range(cut)))], "validation": [(only, list(range(cut, cut + last)))]}
     order = list(dict.fromkeys(system for origin in group for system in origin.systems))
-
-    def generator(block: int) -> np.random.Generator:
-        return np.random.Generator(np.random.PCG64DXSM(np.random.SeedSequence([options.seed, 0, block])))
-
-    where = {system: store.split_of(n, options.validation, options.test, generator) for n, system in enumerate(order)}
+    where = {system: store.split_of(n, options.seed, options.validation, options.test) for n, system in enumerate(order)}
     one = f"{options.source} has {len(order)} systems" if len(order) > 1 else f"{options.source} is of one system (--hold-last N?)"
     command.refuse_empty(list(where.values()), options, one)
     parts = {split: [(origin, [n for n, system in enumerate(origin.systems) if where[system] == split]) for origin in group]

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpcai.errors import DataError, MissingExtraError
+from data_prep.extras import needed
+from hpcai.errors import DataError
 
 IMAGE, LABEL = "imaging.nii.gz", "segmentation.nii.gz"
 ALIGNED = 1e-3          # of an axis may lean toward another
@@ -26,11 +27,7 @@ Array = NDArray[Any]
 
 
 def _nibabel() -> Any:
-    try:
-        import nibabel
-    except ImportError as problem:
-        raise MissingExtraError("reading and writing NIfTI needs nibabel: pip install 'hpcai-suite[unet3d]'") from problem
-    return nibabel
+    return needed("nibabel", "reading and writing NIfTI", "unet3d")
 
 
 def read(folder: Path) -> tuple[NDArray[np.float32], NDArray[np.uint8], tuple[float, float, float]]:

@@ -24,6 +24,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from data_prep import pickled
+from data_prep.extras import needed
 from data_prep.frames import Array, Frame, ase
 from hpcai.errors import DataError, MissingExtraError
 
@@ -254,16 +255,13 @@ def _system(value: Any) -> int:
 @contextmanager
 def _lmdb(path: Path) -> Iterator[Any]:
     """A read transaction. LMDB maps the file, so that reading past the end of a cut one would kill the process."""
-    try:
-        import lmdb
-    except ImportError as problem:
-        raise MissingExtraError("LMDB files need lmdb: pip install 'hpcai-suite[opencatalyst]'") from problem
+    lmdb = needed("lmdb", "reading LMDB files", "opencatalyst")
     with _told(str(path)):
         environment = lmdb.open(str(path), subdir=False, readonly=True, lock=False, readahead=False, meminit=False, create=False)
     with environment:
-        needed = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
-        if path.stat().st_size < needed:
-            raise DataError(f"{path}: {path.stat().st_size:,} bytes, its pages need {needed:,}; {AGAIN}")
+        least = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
+        if path.stat().st_size < least:
+            raise DataError(f"{path}: {path.stat().st_size:,} bytes, its pages need {least:,}; {AGAIN}")
         with environment.begin() as transaction:
             yield transaction
 

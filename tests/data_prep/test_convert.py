@@ -156,7 +156,7 @@ def test_a_stopped_conversion_goes_on(public, tmp_path, monkeypatch):
     before = lost.read_bytes()
     lost.unlink()
     shares, work = [], cosmoflow.convert_share
-    monkeypatch.setattr(cosmoflow, "convert_share", lambda job: shares.append(job.path.name) or work(job))
+    monkeypatch.setattr(cosmoflow, "convert_share", lambda share, path: shares.append(path.name) or work(share, path))
     assert convert(public, tmp_path / "out", "--rows-per-file", "2") == 0
     assert shares == ["samples_000001.h5"] and lost.read_bytes() == before
 
@@ -255,7 +255,7 @@ def test_a_wrong_universe_is_one_line(full, unit, words, tmp_path, capsys):
     assert words in error and "u.hdf5" in error and error.count("\n") == 1
 
 
-@pytest.mark.parametrize("package", ["google_crc32c", "google.protobuf"])
+@pytest.mark.parametrize("package", ["google_crc32c", "google.protobuf.descriptor_pb2"])
 def test_a_missing_package_names_the_extra(package, tmp_path, monkeypatch):
     file = _harmed(tmp_path / "a", record(0))
     tfrecord._example_class.cache_clear()

@@ -28,7 +28,7 @@ from tests.proteins import chain as drawn
 
 pytest.importorskip("gemmi", reason="gemmi is not installed: the conversion of proteins is NOT tested")
 REAL = ROOT.parent / "shared" / "realdata" / "openfold"
-FIELDS = {**chains.PER_CHAIN, **chains.FLAT}
+FIELDS = chains.LAYOUTS
 SMALL = ["--chains", "8", "--families", "4", "--each", "1", "--length", "16", "20", "--rows", "6", "--validation", "0.25",
          "--no-check"]  # fmt: skip
 TAUGHT = [*SMALL, "--templates", "1"]
@@ -123,7 +123,7 @@ def searched(library):
 
 
 def templates_of(out, **more):
-    rows = Rows(out / "templates", chains.TEMPLATE_FIELDS, **more)
+    rows = Rows(out / "templates", chains.TEMPLATE_LAYOUTS, **more)
     return [rows.read(row) for row in range(len(rows))]
 
 
@@ -377,7 +377,7 @@ def test_an_empty_split_is_refused_and_another_choice_needs_no_second_look(libra
     out, empty = tmp_path / "out", library / "empty"
     assert convert(library, out, held=None) == 2
     assert "none of 5 chains is left for validation" in (error := capsys.readouterr().err) and "--validation FILE" in error
-    monkeypatch.setattr(openfold, "scan", None)
+    monkeypatch.setattr(openfold, "scan", pytest.fail)
     assert convert(library, out, "--resolution", "1") == 2
     assert "none of 5 chains is left for train, 1aaa_A because: 2 angstrom, --resolution 1" in capsys.readouterr().err
     empty.write_text("\n")
@@ -521,7 +521,7 @@ def test_relatives_are_templates_residue_on_residue(made, tmp_path):
         other = rows[name.replace("m0", "m?").replace("m1", "m0").replace("m?", "m1")]
         assert other["hit_row"].tolist() == [place] and other["hit_places"].tolist() == [*range(other["residues"])]
         assert other["hit_sum_probs"].tolist() == [(one["aatype"] == other["aatype"]).sum()]
-        assert all(np.all(one[field] == rows[name][field]) for field in chains.TEMPLATE_FIELDS)
+        assert all(np.all(one[field] == rows[name][field]) for field in chains.TEMPLATE_LAYOUTS)
         assert recipe.family(place // 2)[place % 2].chain.name == name
         msa = other["msa"].reshape(6, -1)
         templates = features_of([one], other["hit_places"][None], other["hit_sum_probs"])
