@@ -67,7 +67,7 @@ class Sample:
 def sample(
     chain: Chain, alignment: Alignment | None, cluster: int, cluster_size: int, most: int | None = None, hits: Hits = NO_HITS
 ) -> Sample:
-    """``most``: rows of the alignment, the first; without one the chain itself is its only row."""
+    """A chain with the first ``most`` rows of its alignment; without an alignment the chain itself is the only row."""
     if alignment is None:
         query = encode(chain.sequence)[None]
         return Sample(chain, query, np.zeros(query.shape, np.uint8), cluster, cluster_size, hits)
@@ -77,7 +77,7 @@ def sample(
 
 
 def days(release: date | None) -> int:
-    """Since 1970."""
+    """Days since 1970, or ``UNKNOWN_DAY``."""
     return UNKNOWN_DAY if release is None else (release - date(1970, 1, 1)).days
 
 

@@ -17,7 +17,7 @@ from data_prep import store
 from hpcai.errors import ConfigError, HpcaiError
 
 Add = Callable[[str, str, Callable[[argparse.Namespace], int]], argparse.ArgumentParser]
-Check = Callable[[Path, int, bool], int]        # of OUT, at so many samples, with a picture or not
+Check = Callable[[Path, int, bool], int]        # OUT, samples that are looked at, whether to draw
 
 
 # ---- options
@@ -233,7 +233,7 @@ def places_of(files: Sequence[Any]) -> list[tuple[Path, int]]:
 
 
 def spread(items: Sequence[Any], most: int) -> Sequence[Any]:
-    """At most so many of the items, evenly chosen."""
+    """At most ``most`` of the items, evenly chosen."""
     return items[:: max(1, -(-len(items) // most))]
 
 

@@ -32,7 +32,7 @@ PARAMETERS = ("Omega_m", "sigma_8", "n_s", "H_0")
 UNITS = ("", "", "", "km/s/Mpc")
 RANGES = {"Omega_m": (0.27, 0.33), "sigma_8": (0.72, 0.88), "n_s": (0.864, 1.056), "H_0": (63.0, 77.0)}
 ALLOWED = {"Omega_m": (0.1, 1.0), "sigma_8": (0.1, 2.0), "n_s": (0.5, 1.5), "H_0": (40.0, 100.0)}   # where the fits hold
-PARAMETER_STREAM, FIELD_STREAM, ROUNDING_STREAM = 1, 2, 3           # of random numbers
+PARAMETER_STREAM, FIELD_STREAM, ROUNDING_STREAM = 1, 2, 3           # streams of random numbers
 HDF5 = b"\x89HDF\r\n\x1a\n"
 BESIDE = {".idx", ".lst", ".txt", ".md", ".json", ".yaml"}          # what people keep beside the public files
 

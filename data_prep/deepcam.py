@@ -220,7 +220,7 @@ def _compare(path: Path, out: Path) -> None:
 
 
 def inspect(out: Path, some: int, picture: bool) -> int:
-    """0 when all is well, 1 with the reasons printed when not. Raises DataError for a folder that cannot be read at all."""
+    """0 when all is well, otherwise 1 with the reasons printed. Raises DataError for a folder that cannot be read at all."""
     files, wrong = command.against_index(out)
     places = command.places_of(files)
     for split, part in store.read_json(out / "statistics.json")["splits"].items():

@@ -44,7 +44,7 @@ class Frame:
     positions: Array                            # [A, 3]
     cell: Array                                 # [3, 3], the rows are its vectors
     pbc: Array                                  # [3]
-    energy: float | None                        # of the target
+    energy: float | None                        # eV, as it is to be learnt
     forces: Array | None                        # raw, of held atoms too   [A, 3]
     tags: Array                                 # 0 below the surface, 1 surface, 2 adsorbate   [A]
     fixed: Array                                # 1 for atoms that are held   [A]
@@ -55,7 +55,7 @@ class Frame:
 
 
 def count(frame: Frame, cutoff: float, most: int, where: str) -> tuple[int, int]:
-    """Edges and triplets of a frame as it is stored. Raises DataError, ``where`` in front, for one that cannot be learnt from."""
+    """Edges and triplets of a frame as it is stored. Raises DataError, which begins with ``where``, for others."""
     again = "compute it, or leave such frames out with --skip-bad"
     if frame.energy is None or frame.forces is None:
         raise DataError(f"{where}: has no {'energy' if frame.energy is None else 'forces'}; {again}")
@@ -134,8 +134,8 @@ def _merge(records: Sequence[store.Record]) -> dict[str, Any]:
 
 
 def _across(out: Path, indexes: dict[str, Any], statistics: dict[str, Any]) -> None:
-    """What the energies of training say beforehand: their mean, or a sum over atoms of an energy for each element; and how far that
-    is from the energies of each split. Where sources are mixed, each has an offset besides."""
+    """Adds how far the energies of each split are from what training tells without a network: their mean, or a sum over atoms of an
+    energy for each element. Where sources are mixed, each has an offset besides."""
     chemical_symbols = ase().data.chemical_symbols
 
     def parts(split: str) -> Iterator[tuple[Array, Array, Array]]:

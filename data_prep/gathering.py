@@ -59,7 +59,7 @@ def origin(path: Path, root: Path, options: argparse.Namespace, by_system: bool)
 
 
 def sources(origins: Sequence[Origin], options: argparse.Namespace) -> tuple[list[dict[str, str]], list[int]]:
-    """What the index says of the sources, and which of them each file is. Refuses to mix labels unless it is asked to."""
+    """What the index says of the sources, and which of them each file belongs to. Refuses to mix labels unless it is asked to."""
     told = [(origin.labels or options.label, origin.relative) for origin in origins]
     silent = [origin for origin, (labels, relative) in zip(origins, told) if labels is None and not relative]
     kinds = list(dict.fromkeys(told))

@@ -18,8 +18,8 @@ from data_prep import command, store, universe
 
 PICTURE = "universes.png"
 WINDOW = 0.02           # relative error that the mesh leaves in the power at the wavenumbers compared
-THEORY = 0.05           # and what is not linear there: this times D1^2, as one-loop terms grow
-SIGMAS = 4.0            # of the sample variance of Gaussian modes, sqrt(1/modes) with a pair of conjugates counted once
+THEORY = 0.05           # what is not linear there, over D1^2, as which one-loop terms grow
+SIGMAS = 4.0            # deviations; that of the power of Gaussian modes is sqrt(1/modes), a pair of conjugates counted once
 BINS = 24
 
 
@@ -63,7 +63,7 @@ class Comparison:
 
 
 def check(out: Path, spectra: int, picture: bool) -> int:
-    """0 when all is well, 1 with the reasons printed when not. Raises DataError for a folder that cannot be read at all."""
+    """0 when all is well, otherwise 1 with the reasons printed. Raises DataError for a folder that cannot be read at all."""
     files, wrong = command.against_index(out, _file_mistakes)
     settings = store.read_json(out / "recipe.json")
     if settings.get("kind") != "simulate":

@@ -243,7 +243,7 @@ def convert(options: argparse.Namespace) -> int:
 
 
 def inspect(out: Path, some: int, picture: bool) -> int:
-    """0 when all is well, 1 with the reasons printed when not. Raises DataError for a folder that cannot be read at all."""
+    """0 when all is well, otherwise 1 with the reasons printed. Raises DataError for a folder that cannot be read at all."""
     files, wrong = command.against_index(out)
     paths = [path for path, _, _ in files]
     _tell(out)

@@ -21,7 +21,7 @@ from data_prep.extras import needed
 from hpcai.errors import DataError
 
 IMAGE, LABEL = "imaging.nii.gz", "segmentation.nii.gz"
-ALIGNED = 1e-3          # of an axis may lean toward another
+ALIGNED = 1e-3          # share of an axis that may lean toward another
 SHIFT = 0.5             # voxels between the same corner of image and label
 Array = NDArray[Any]
 
@@ -31,7 +31,7 @@ def _nibabel() -> Any:
 
 
 def read(folder: Path) -> tuple[NDArray[np.float32], NDArray[np.uint8], tuple[float, float, float]]:
-    """Image in HU and label [D, H, W], and the mm between voxels along D, H, W. Raises DataError for what is not so."""
+    """Image in HU and label [D, H, W], and the mm between voxels along D, H, W. Raises DataError for other files."""
     image, affine, spacing = _open(path := folder / IMAGE)
     order = _order(path, affine)
     values = image.get_fdata(dtype=np.float32)

@@ -215,7 +215,7 @@ def _tell_all(files: Sequence[str], out: Path) -> None:
 
 
 def inspect(out: Path, some: int, picture: bool) -> int:
-    """0 when all is well, 1 with the reasons printed when not. Raises DataError for a folder that cannot be read at all."""
+    """0 when all is well, otherwise 1 with the reasons printed. Raises DataError for a folder that cannot be read at all."""
     files, wrong = command.against_index(out)
     places = command.places_of(files)
     _tell(out)
@@ -241,7 +241,7 @@ def _tell(out: Path) -> None:
 
 
 def _again(path: Path, row: int, index: dict[str, Any]) -> Iterator[str]:
-    """What is otherwise in a frame that is looked at anew."""
+    """Where a frame differs from its neighbours and labels when they are computed again."""
     where, remedy = f"{path}: row {row}", "delete the file and make it again"
     with h5py.File(path, "r") as file:
         frame, counts = frames.read(file, row)

@@ -63,7 +63,7 @@ from hpcai.models.openfold.templates import Match, few_atoms, match, unusable
 
 PICTURE, SKIPPED, WORK = "chains.png", "skipped.json", ".convert"
 MADE = "simulated: folded by data_prep.proteins, not nature"
-FAMILIES = 1_000_000                            # of one seed
+FAMILIES = 1_000_000                            # that one seed can have
 SCANNED = 64                                    # structure files of one part of the scan
 TOLD = 10                                       # reasons that are printed; all are in SKIPPED
 SCAN, FOUND_HITS = store.Contents("residues"), store.Contents("hits")
@@ -168,7 +168,7 @@ class Found:
 
 
 def key(name: str) -> str:
-    """The same for 5zyh_A and 5ZYH_A."""
+    """The name with its entry in small letters, so that 5zyh_A and 5ZYH_A are one chain."""
     entry, _, chain = name.rpartition("_")
     return f"{entry.lower()}_{chain}"
 
@@ -247,14 +247,14 @@ class Pick:
 
     source: Path
     name: str
-    folder: Path | None                         # of its alignments
+    folder: Path | None                         # holds its alignments
     cluster: int
     cluster_size: int
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What is to be known of a chain that may be a template."""
+    """What must be known of a chain that may be a template."""
 
     sequence: str
     release: date | None
@@ -322,8 +322,8 @@ class Share:
     skipped: Path                               # where it tells what it leaves out
     picks: tuple[Pick, ...]
     most: int | None
-    hits: Path | None = None                    # of a search for these chains
-    hit_rows: tuple[int, ...] = ()              # of all of them, one after the other
+    hits: Path | None = None                    # what a search for these chains found
+    hit_rows: tuple[int, ...] = ()              # templates of all chains, one after the other
 
 
 def convert_structures(picks: Sequence[Found], path: Path) -> None:
@@ -448,7 +448,7 @@ def _folders(root: Path) -> dict[str, Path]:
 
 
 def _lines(path: Path | None) -> list[list[str]]:
-    """Words of each line."""
+    """The words of each line of a file, which may be none."""
     try:
         lines = [line.split() for line in path.read_text("ascii").splitlines()] if path else []
     except (OSError, UnicodeDecodeError) as problem:
@@ -479,7 +479,7 @@ def _look(options: argparse.Namespace, structures: Sequence[Path], entities: boo
     return found, skipped
 
 
-Plan = dict[str, list[tuple[Found, int, int]]]  # with cluster and its size
+Plan = dict[str, list[tuple[Found, int, int]]]  # each with its cluster and the size of that
 
 
 def _plan(
@@ -580,7 +580,7 @@ def _tell_skipped(out: Path, unusable: Mapping[str, str]) -> None:
 
 
 def inspect(out: Path, some: int, picture: bool) -> int:
-    """0 when all is well, 1 with the reasons printed when not. Raises DataError for a folder that cannot be read at all."""
+    """0 when all is well, otherwise 1 with the reasons printed. Raises DataError for a folder that cannot be read at all."""
     files, wrong = command.against_index(out)
     beside = list(store.indexed(out, (TEMPLATES,))) if (out / TEMPLATES).is_dir() else []
     wrong += [f"{path}: {text}" for path, entry, index in beside for text in store.mistakes(path, entry, index)]
@@ -616,7 +616,7 @@ def _lengths(path: Path) -> list[int]:
 
 
 def _odd(path: Path, lengths: Sequence[int]) -> Iterator[str]:
-    """What no chain can have; ``lengths`` of all templates."""
+    """What is in a file that no chain can have. ``lengths``: residues of each template."""
     again = "delete the file and make it again"
     with h5py.File(path, "r") as file:
         for row in range(file["residues"].shape[0]):

@@ -106,7 +106,7 @@ def _organs(who: Patient) -> None:
     random, sy, sx = who.random, *who.scale
 
     def organ(tissue: str, place: Point, radii: Point, base: float = 45, lobes: float = 0.08, tilt: float = 15) -> None:
-        """Placed, sized and tilted a little at random."""
+        """Paints an organ, placed, sized and tilted a little at random."""
         centre = who.place(np.array(place) + random.normal(0, 5, 3))
         size = np.array(radii) * (1, sy, sx) * random.uniform(0.9, 1.1, 3)
         axes = turned(random.normal(size=3), random.normal(0, tilt))

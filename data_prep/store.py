@@ -236,7 +236,7 @@ def split_of(index: int, seed: int, validation: float, test: float) -> str:
 def claim(out: Path, recipe: dict[str, Any]) -> None:
     """Takes an empty folder, or one that was begun with the same recipe."""
     path = out / "recipe.json"
-    # In this order: another rank writes its recipe before it makes a split.
+    # This must be asked first: another rank writes its recipe before it makes a split.
     begun = any((out / split).exists() for split in SPLITS)
     if not path.is_file():
         if begun:
@@ -309,7 +309,7 @@ def indexed(out: Path, folders: Sequence[str] = SPLITS) -> Iterator[tuple[Path, 
 
 
 def mistakes(path: Path, entry: dict[str, Any], index: dict[str, Any]) -> Iterator[str]:
-    """What a file has otherwise than the index says."""
+    """Where a file differs from what the index says of it."""
     if not path.is_file():
         yield "not there; repeat the command that made the folder"
         return
