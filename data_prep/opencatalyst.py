@@ -68,7 +68,7 @@ class Recipe(command.Settings):
         across, along, layers = self.size
         if not (min(across, along) >= 2 and max(across, along) <= 12 and slabs.HELD < layers <= 12):
             yield f"--size {across} {along} {layers}: expected 2 to 12 atoms along and {slabs.HELD + 1} to 12 layers"
-        if not self.compositions()["train"]:
+        if self.validation + self.test < 1 and not self.compositions()["train"]:
             yield f"--validation {self.validation} and --test {self.test}: leave no composition for training; lessen them"
 
     def compositions(self) -> dict[str, list[str]]:

@@ -17,7 +17,7 @@ from data_prep import kits19, nifti, phantom
 from hpcai.cli.check import Options, examine
 from hpcai.data.hdf5 import Rows
 from hpcai.models.unet3d.volume import prepare
-from tests.data_prep.making import Promises, kill_after
+from tests.data_prep.making import Promises, loaded, runner
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--cases", "10", "--spacing", "9.6", "7.2", "7.2", "--least", "8", "32", "32", "--extent", "150", "--no-check"]
@@ -26,12 +26,7 @@ FIELDS = {"image": ("float32", (None, None, None)), "label": ("uint8", (None, No
 RECIPE = kits19.Recipe(1, (9.6, 7.2, 7.2), (8, 32, 32), 150.0, 0.2, 0.0)
 
 
-def run(command, *words, workers="1"):
-    return kits19.main([command, *map(str, words), *(["--workers", workers] if command != "check" else [])])
-
-
-def content(out):
-    return {path.relative_to(out).as_posix(): path.read_bytes() for path in sorted(out.glob("*/[ic]*.*"))}
+run = runner(kits19)
 
 
 def case(out, name):
@@ -48,13 +43,6 @@ def remembered():
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    out = tmp_path_factory.mktemp("kits19") / "alone"
-    assert run("simulate", out, *SMALL) == 0
-    return out
-
-
-@pytest.fixture(scope="module")
 def public(tmp_path_factory):
     out = tmp_path_factory.mktemp("kits19") / "public"
     assert run("simulate", out, *SMALL, "--cases", "4", "--nifti") == 0
@@ -62,7 +50,7 @@ def public(tmp_path_factory):
 
 
 def test_the_files_are_as_promised_to_the_loader_and_the_check(made):
-    index = json.loads((made / "train" / "index.json").read_text())
+    index = loaded(made / "train" / "index.json")
     assert "shape" not in index and index["spacing_mm"] == [9.6, 7.2, 7.2] and index["classes"][1:] == ["kidney", "tumour"]
     assert index["fields"]["image"] == {"dtype": "float32", "shape": [None, None, None]}
     shapes = {tuple(entry["shape"]) for entry in index["files"]}
@@ -92,7 +80,7 @@ def test_a_case_is_a_pure_function_of_seed_and_index(made):
 
 
 class TestPromises(Promises):
-    run, content, small, more = staticmethod(run), staticmethod(content), SMALL, (["--cases", "13"], 13)
+    run, small, more = staticmethod(run), SMALL, (["--cases", "13"], 13)
     wrong = {
         "--seed 2": "seed 1 (now 2)", "--cases 1": "none is left for", "--spacing 0.1 1 1": "expected 0.3 to 20 mm",
         "--extent 9": "expected 40 to 600", "--validation 0.6 --test 0.4": "sum to less than 1",
@@ -100,24 +88,8 @@ class TestPromises(Promises):
     }  # fmt: skip
 
 
-def test_a_killed_run_goes_on_with_what_is_missing(made, tmp_path, monkeypatch):
-    kill_after(run, "train/case_*.h5", tmp_path, SMALL)
-    (tmp_path / "train" / ".records").mkdir(exist_ok=True)
-    (tmp_path / "train" / ".records" / ".case_00001.h5.json.0123.partial").touch()        # stopped while it wrote a record
-    assert run("simulate", tmp_path, *SMALL) == 0
-    assert content(tmp_path) == content(made) and not list(tmp_path.rglob("*.partial"))
-    files = sorted(tmp_path.glob("train/*.h5"))
-    files[0].unlink()
-    files[1].write_bytes(b"cut off")
-    (tmp_path / "train" / ".records" / f"{files[2].name}.json").unlink()         # stopped between file and record
-    calls, scan = [], kits19.Recipe.scan
-    monkeypatch.setattr(kits19.Recipe, "scan", lambda *words: calls.append(1) or scan(*words))
-    assert run("simulate", tmp_path, *SMALL) == 0
-    assert len(calls) == 2 and content(tmp_path) == content(made)
-
-
 def test_statistics_are_those_of_the_data(made):
-    found = json.loads((made / "statistics.json").read_text())["splits"]["train"]
+    found = loaded(made / "statistics.json")["splits"]["train"]
     files = [case(made, path.stem)[0] for path in sorted(made.glob("train/*.h5"))]
     values = np.concatenate([file["image"].ravel() for file in files]).astype(np.float64)
     classes = sum(np.bincount(file["label"].ravel(), minlength=3) for file in files)
@@ -177,15 +149,12 @@ def test_the_check_passes_and_draws_and_finds_harm(made, tmp_path, capsys, monke
     assert "10 samples against index.json: equal" in text and "boxes of 5 cases" in text and "train: 8 cases of" in text
     monkeypatch.setattr(kits19, "PARTS", 1)
     assert run("check", out, "--no-picture") == 1 and "delete the file and make it again" in capsys.readouterr().out
-    index = json.loads((out / "train" / "index.json").read_text())
+    index = loaded(out / "train" / "index.json")
     index["files"][1]["shape"][2] += 1
     (out / "train" / "index.json").write_text(json.dumps(index))
     assert run("check", out) == 1
     text = capsys.readouterr().out
     assert "wrong: " in text and "'image' is float32" in text and "'label' is uint8" in text and "without chunks" in text
-    path = next(out.glob("train/*.h5"))
-    path.write_bytes(bytes(path.stat().st_size))
-    assert run("check", out) == 1 and "SHA-256" in capsys.readouterr().out
 
 
 # ---- NIfTI
@@ -209,15 +178,6 @@ def test_the_public_layout_is_prepared_as_it_is(public, made, tmp_path, capsys):
         assert (values["image"] == ready[0]).all() and (values["label"] == ready[1]).all()
     assert {path.stem for path in (tmp_path / "out" / "validation").glob("*.h5")} == {"case_00000", "case_00003"}
     assert examine(tmp_path / "out", Options(seconds=0, threads=2)).findings == () and run("check", tmp_path / "out") == 0
-
-
-def test_a_stopped_conversion_goes_on(public, tmp_path, monkeypatch):
-    assert run("convert", public, tmp_path, *GRID) == 0
-    whole = content(tmp_path)
-    (tmp_path / "train" / "case_00001.h5").unlink()
-    calls, read = [], nifti.read
-    monkeypatch.setattr(nifti, "read", lambda *words: calls.append(words) or read(*words))
-    assert run("convert", public, tmp_path, *GRID) == 0 and len(calls) == 1 and content(tmp_path) == whole
 
 
 def volumes(folder):
