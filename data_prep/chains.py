@@ -52,53 +52,37 @@ class Hits:
 NO_HITS = Hits(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros((0, 0), np.int16))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Sample:
-    """A chain as it is stored."""
-
-    chain: Chain
-    msa: Array                                  # [S, N]
-    deletions: Array                            # [S, N]
-    cluster: int
-    cluster_size: int
-    hits: Hits
-
-
-def sample(
-    chain: Chain, alignment: Alignment | None, cluster: int, cluster_size: int, most: int | None = None, hits: Hits = NO_HITS
-) -> Sample:
-    """A chain with the first ``most`` rows of its alignment; without an alignment the chain itself is the only row."""
-    if alignment is None:
-        query = encode(chain.sequence)[None]
-        return Sample(chain, query, np.zeros(query.shape, np.uint8), cluster, cluster_size, hits)
-    deletions = np.minimum(alignment.deletions[:most], MOST_DELETIONS).astype(np.uint8)
-    rows = alignment.msa[:most].copy()          # a view would keep all rows in memory
-    return Sample(chain, rows, deletions, cluster, cluster_size, hits)
-
-
 def days(release: date | None) -> int:
     """Days since 1970, or ``UNKNOWN_DAY``."""
     return UNKNOWN_DAY if release is None else (release - date(1970, 1, 1)).days
 
 
-def _row(one: Chain) -> dict[str, Any]:
-    return {"residues": len(one.aatype), "name": one.name.encode("ascii"), "resolution": one.resolution or 0,
-            "release": days(one.release), "aatype": one.aatype, "positions": one.positions, "mask": one.mask}  # fmt: skip
+def template(chain: Chain) -> dict[str, Any]:
+    """A structure as it is stored."""
+    return {"residues": len(chain.aatype), "name": chain.name.encode("ascii"), "resolution": chain.resolution or 0,
+            "release": days(chain.release), "aatype": chain.aatype, "positions": chain.positions, "mask": chain.mask}  # fmt: skip
 
 
-def write(path: Path, samples: Sequence[Sample], about: dict[str, Any]) -> None:
+def sample(
+    chain: Chain, alignment: Alignment | None, cluster: int, cluster_size: int, most: int | None = None, hits: Hits = NO_HITS
+) -> dict[str, Any]:
+    """A chain as it is stored, with the first ``most`` rows of its alignment; without an alignment the chain is the only row."""
+    if alignment is None:
+        msa = encode(chain.sequence)[None]
+        deletions = np.zeros(msa.shape, np.uint8)
+    else:
+        msa = alignment.msa[:most].copy()       # a view would keep all rows in memory
+        deletions = np.minimum(alignment.deletions[:most], MOST_DELETIONS).astype(np.uint8)
+    return template(chain) | {
+        "letters": msa.size, "cluster": cluster, "cluster_size": cluster_size, "msa": msa, "deletions": deletions,
+        "hits": len(hits.row), "places": hits.places.size, "hit_row": hits.row, "hit_sum_probs": hits.sum_probs,
+        "hit_places": hits.places,
+    }  # fmt: skip
+
+
+def write(path: Path, samples: Sequence[dict[str, Any]], about: dict[str, Any]) -> None:
     """A file of chains."""
-    rows = [_row(one.chain) | {
-        "letters": one.msa.size, "cluster": one.cluster, "cluster_size": one.cluster_size, "msa": one.msa,
-        "deletions": one.deletions, "hits": len(one.hits.row), "places": one.hits.places.size, "hit_row": one.hits.row,
-        "hit_sum_probs": one.hits.sum_probs, "hit_places": one.hits.places,
-    } for one in samples]  # fmt: skip
-    store.write_rows(path, LAYOUTS, rows, about)
-
-
-def write_templates(path: Path, structures: Sequence[Chain], about: dict[str, Any]) -> None:
-    """A file of templates."""
-    store.write_rows(path, TEMPLATE_LAYOUTS, [_row(one) for one in structures], about)
+    store.write_rows(path, LAYOUTS, samples, about)
 
 
 def read(file: h5py.File, row: int) -> dict[str, Any]:

@@ -259,8 +259,8 @@ def told(wrong: Sequence[str]) -> int:
     return 1 if wrong else 0
 
 
-def main(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> int:
-    options = parser.parse_args(arguments)
+def main(parser: Callable[[], argparse.ArgumentParser], arguments: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
     try:
         return int(options.run(options))
     except (HpcaiError, OSError) as error:

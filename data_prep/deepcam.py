@@ -309,9 +309,7 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    return command.main(parser(), arguments)
-
+main = partial(command.main, parser)
 
 if __name__ == "__main__":
     sys.exit(main())

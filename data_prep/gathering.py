@@ -70,7 +70,7 @@ def sources(origins: Sequence[Origin], options: argparse.Namespace) -> tuple[lis
         raise ConfigError(f"{options.source}: {one}, {other}; {advice}; --label names the method of files that do not tell it")
     if not options.mix and len(silent) > 1:
         raise ConfigError(f"{options.source}: {len(silent)} files such as {silent[0].path.name} do not tell how their labels were "
-                          f"computed; if by one method, name it, as in --label 'DFT (VASP)'; else {advice}")  # fmt: skip
+                          f"computed; if by one method, name it, as in --label 'DFT (VASP)'; otherwise {advice}")  # fmt: skip
     name = options.source_name or options.source.name
     if not options.mix:
         known = options.label or told[0][0] or "not stated"

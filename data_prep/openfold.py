@@ -54,7 +54,7 @@ import h5py
 import numpy as np
 
 from data_prep import chains, command, proteins, store
-from data_prep.chains import CONTENTS, NO_HITS, TEMPLATES, UNKNOWN_DAY, Hits, Sample, days
+from data_prep.chains import CONTENTS, NO_HITS, TEMPLATES, UNKNOWN_DAY, Hits, days
 from hpcai.errors import ConfigError, DataError
 from hpcai.models.openfold.alignments import read_alignments, read_hhr
 from hpcai.models.openfold.residues import GAP, LETTERS
@@ -101,7 +101,7 @@ class Recipe(command.Settings):
         if self.templates >= max(self.members, 1):
             yield f"--templates {self.templates}: a family has {self.members} members, expected fewer than that"
 
-    def family(self, number: int) -> list[Sample]:
+    def family(self, number: int) -> list[dict[str, Any]]:
         length = int(self.generator(1, number).integers(*self.length, endpoint=True))
         made = proteins.family(self.seed * FAMILIES + number, self.members, length, self.depth)
         hits = [self.hits(number, member, [chain for chain, _ in made]) for member in range(self.members)]
@@ -328,7 +328,8 @@ class Share:
 
 def convert_structures(picks: Sequence[Found], path: Path) -> None:
     entry = lru_cache(1)(read_mmcif)
-    chains.write_templates(path, [_chain(entry(one.source), one.name) for one in picks], {"kind": "converted"})
+    rows = [chains.template(_chain(entry(one.source), one.name)) for one in picks]
+    store.write_rows(path, chains.TEMPLATE_LAYOUTS, rows, {"kind": "converted"})
 
 
 def _chain(entry: Entry, name: str) -> Chain:
@@ -718,9 +719,7 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    return command.main(parser(), arguments)
-
+main = partial(command.main, parser)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -224,38 +224,18 @@ def rotated(affine, degrees=5):
     return turn @ affine
 
 
-def with_pixdim(file, value):
-    raw = bytearray(file.to_bytes())
+def moved(affine):
+    shift = np.eye(4)
+    shift[0, 3] = 30
+    return shift @ affine
+
+
+def with_pixdim(folder, value):
+    raw = bytearray(volumes(folder)[0].to_bytes())
     header = nibabel.Nifti1Header.from_fileobj(io.BytesIO(bytes(raw)), check=False)
     header["pixdim"][2] = value
     raw[:348] = header.binaryblock
-    return lambda folder: (folder / nifti.IMAGE).write_bytes(gzip.compress(bytes(raw)))
-
-
-def spoil(folder, fault):
-    image, label = volumes(folder)
-    hu, classes = np.asarray(image.dataobj).astype(np.float32), np.asarray(label.dataobj).copy()
-    new = nibabel.Nifti1Image
-    if fault == "NaN":
-        hu[3, 4, 5] = np.nan
-    if fault == "label 7":
-        classes[3, 4, 5] = 7
-    moved = label.affine.copy()
-    moved[0, 3] += 30
-    {
-        "missing": lambda: (folder / nifti.LABEL).unlink(),
-        "cut": lambda: (folder / nifti.IMAGE).write_bytes((folder / nifti.IMAGE).read_bytes()[:-200]),
-        "damaged": lambda: (folder / nifti.IMAGE).write_bytes(flipped((folder / nifti.IMAGE).read_bytes())),
-        "not gzip": lambda: (folder / nifti.IMAGE).write_bytes(b"no scan at all"),
-        "no NIfTI": lambda: (folder / nifti.IMAGE).write_bytes(gzip.compress(b"no scan at all" * 99)),
-        "short": lambda: (folder / nifti.IMAGE).write_bytes(gzip.compress(image.to_bytes()[:-500])),
-        "shapes": lambda: save(folder, label=new(classes[1:], label.affine)),
-        "moved": lambda: save(folder, label=new(classes, moved)), "label 7": lambda: save(folder, label=new(classes, label.affine)),
-        "4-D": lambda: save(folder, new(hu[..., None], image.affine)),
-        "rotated": lambda: save(folder, new(hu, rotated(image.affine)), new(classes, rotated(label.affine))),
-        "spacing 0": lambda: with_pixdim(image, 0)(folder), "spacing NaN": lambda: with_pixdim(image, np.nan)(folder),
-        "NaN": lambda: save(folder, new(hu, image.affine)),
-    }[fault]()
+    (folder / nifti.IMAGE).write_bytes(gzip.compress(bytes(raw)))
 
 
 def flipped(data):
@@ -263,26 +243,54 @@ def flipped(data):
     return data[:spot] + bytes([data[spot] ^ 0xFF]) + data[spot + 1 :]
 
 
-REFUSED = {
-    "missing": (nifti.LABEL, ["no such file"]), "cut": (nifti.IMAGE, ["cannot be read", "fetch it again"]),
-    "damaged": (nifti.IMAGE, ["cannot be read", "fetch it again"]), "not gzip": (nifti.IMAGE, ["packed by gzip"]),
-    "no NIfTI": (nifti.IMAGE, ["fetch it again"]), "short": (nifti.IMAGE, ["ends before the last"]),
-    "shapes": (nifti.LABEL, ["voxels, imaging.nii.gz has", "on the grid of its image"]),
-    "moved": (nifti.LABEL, ["voxels from where", "resample the label"]),
-    "label 7": (nifti.LABEL, ["[7]", "1 kidney, 2 tumour"]), "4-D": (nifti.IMAGE, ["4 dimensions", "expected 3"]),
-    "rotated": (nifti.IMAGE, ["rotated or sheared", "resample it to an axis-aligned grid first"]),
-    "spacing 0": (nifti.IMAGE, ["0.0", "correct pixdim"]), "spacing NaN": (nifti.IMAGE, ["nan", "correct pixdim"]),
-    "NaN": (nifti.IMAGE, ["NaN or infinity"]),
+def packed(folder, change):
+    """Changes the bytes of the image's file."""
+    (folder / nifti.IMAGE).write_bytes(change((folder / nifti.IMAGE).read_bytes()))
+
+
+def changed(folder, which, values=lambda it: it, affine=lambda it: it):
+    """Changes the voxels or the affine of image or label."""
+    file = volumes(folder)[which]
+    kind = (np.float32, np.uint8)[which]
+    made = nibabel.Nifti1Image(values(np.asarray(file.dataobj).astype(kind)), affine(file.affine))
+    save(folder, **{("image", "label")[which]: made})
+
+
+def put(value):
+    def act(values):
+        values[3, 4, 5] = value
+        return values
+
+    return act
+
+
+FAULTS = {
+    "missing": (lambda at: (at / nifti.LABEL).unlink(), nifti.LABEL, ["no such file"]),
+    "cut": (lambda at: packed(at, lambda data: data[:-200]), nifti.IMAGE, ["cannot be read", "fetch it again"]),
+    "damaged": (lambda at: packed(at, flipped), nifti.IMAGE, ["cannot be read", "fetch it again"]),
+    "not gzip": (lambda at: packed(at, lambda data: b"no scan at all"), nifti.IMAGE, ["packed by gzip"]),
+    "no NIfTI": (lambda at: packed(at, lambda data: gzip.compress(b"no scan at all" * 99)), nifti.IMAGE, ["fetch it again"]),
+    "short": (lambda at: packed(at, lambda data: gzip.compress(gzip.decompress(data)[:-500])), nifti.IMAGE, ["before the last"]),
+    "shapes": (lambda at: changed(at, 1, lambda it: it[1:]), nifti.LABEL, ["imaging.nii.gz has", "on the grid of its image"]),
+    "moved": (lambda at: changed(at, 1, affine=moved), nifti.LABEL, ["voxels from where", "resample the label"]),
+    "label 7": (lambda at: changed(at, 1, put(7)), nifti.LABEL, ["[7]", "1 kidney, 2 tumour"]),
+    "4-D": (lambda at: changed(at, 0, lambda it: it[..., None]), nifti.IMAGE, ["4 dimensions", "expected 3"]),
+    "rotated": (lambda at: (changed(at, 0, affine=rotated), changed(at, 1, affine=rotated)), nifti.IMAGE,
+                ["rotated or sheared", "resample it to an axis-aligned grid first"]),
+    "spacing 0": (lambda at: with_pixdim(at, 0), nifti.IMAGE, ["0.0", "correct pixdim"]),
+    "spacing NaN": (lambda at: with_pixdim(at, np.nan), nifti.IMAGE, ["nan", "correct pixdim"]),
+    "NaN": (lambda at: changed(at, 0, put(np.nan)), nifti.IMAGE, ["NaN or infinity"]),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", REFUSED)
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_faulty_case_is_refused_with_its_name(public, tmp_path, capsys, fault):
-    shutil.copytree(public / "case_00000", tmp_path / "in" / "case_00000")
-    shutil.copytree(public / "case_00001", tmp_path / "in" / "case_00001")
-    spoil(tmp_path / "in" / "case_00001", fault)
+    for name in ("case_00000", "case_00001"):
+        shutil.copytree(public / name, tmp_path / "in" / name)
+    spoil, name, words = FAULTS[fault]
+    spoil(tmp_path / "in" / "case_00001")
     assert run("convert", tmp_path / "in", tmp_path / "out", *GRID) == 2
-    error, (name, words) = capsys.readouterr().err, REFUSED[fault]
+    error = capsys.readouterr().err
     assert error.startswith("error: ") and all(word in error for word in (f"case_00001/{name}", *words)), error
     assert not list((tmp_path / "out" / "train").glob("*")) and not list((tmp_path / "out").rglob("*.partial"))
 

@@ -502,7 +502,7 @@ def test_relatives_are_templates_residue_on_residue(made, tmp_path):
         assert other["hit_row"].tolist() == [place] and other["hit_places"].tolist() == [*range(other["residues"])]
         assert other["hit_sum_probs"].tolist() == [(one["aatype"] == other["aatype"]).sum()]
         assert all(np.all(one[field] == rows[name][field]) for field in chains.TEMPLATE_LAYOUTS)
-        assert recipe.family(place // 2)[place % 2].chain.name == name
+        assert recipe.family(place // 2)[place % 2]["name"].decode() == name
         msa = other["msa"].reshape(6, -1)
         templates = features_of([one], other["hit_places"][None], other["hit_sum_probs"])
         found = featurize("".join(LETTERS[kind] for kind in other["aatype"]), Alignment(msa, np.zeros(msa.shape, np.int32), []),
@@ -511,10 +511,10 @@ def test_relatives_are_templates_residue_on_residue(made, tmp_path):
     wider = openfold.Recipe(1, 4, (16, 16), 2, 1, 0.25, 0.0, 2)
     family = wider.family(3)
     for member, each in enumerate(family):
-        alike = [int((each.chain.aatype == one.chain.aatype).sum()) for one in family]
-        taken = (each.hits.row - 12).tolist()
-        assert [alike[other] for other in taken] == each.hits.sum_probs.tolist() and member not in taken
-        assert each.hits.sum_probs.tolist() == sorted(alike[:member] + alike[member + 1 :], reverse=True)[:2]
+        alike = [int((each["aatype"] == one["aatype"]).sum()) for one in family]
+        taken = (each["hit_row"] - 12).tolist()
+        assert [alike[other] for other in taken] == each["hit_sum_probs"].tolist() and member not in taken
+        assert each["hit_sum_probs"].tolist() == sorted(alike[:member] + alike[member + 1 :], reverse=True)[:2]
     assert run("simulate", tmp_path / "plain", *PLAIN) == 0 and not (tmp_path / "plain" / "templates").exists()
     plain = rows_of(tmp_path / "plain", "train")
     assert all(not row["hits"] and (row["positions"] == rows[name]["positions"]).all() for name, row in plain.items())
@@ -528,8 +528,8 @@ def test_families_are_whole_in_a_split_and_a_function_of_seed_and_number(made, m
     recipe = openfold.Recipe(1, 2, (16, 20), 6, 1, 0.25, 0.0, 1)
     monkeypatch.setattr(proteins, "family", proteins.family.__wrapped__)
     for sample in recipe.family(2):
-        row = {**found["train"], **found["validation"]}[sample.chain.name]
-        assert (row["positions"] == sample.chain.positions).all() and (row["msa"] == sample.msa.ravel()).all()
+        row = {**found["train"], **found["validation"]}[sample["name"].decode()]
+        assert (row["positions"] == sample["positions"]).all() and (row["msa"] == sample["msa"].ravel()).all()
         assert 16 <= row["residues"] <= 20 and row["letters"] == 6 * row["residues"] and row["cluster"] == 2
     assert not (made / ".convert").exists()
 
