@@ -94,11 +94,12 @@ def draw(found: Maps, theme: Theme) -> Figure:
     figure = Figure(figsize=(inches * columns, rows * (panel + 0.45) + 1.2), layout=layout)
     every = panels(figure, count, columns)
     finite = found.colour[np.isfinite(found.colour)]
-    scale = ScalarMappable(Normalize(finite.min(), finite.max()), theme.values)
+    limits = Normalize(finite.min(), finite.max())
+    scale = ScalarMappable(limits, theme.values)
     levels, step, extent = _levels(found), max(1, width // FINE), (-0.5, width - 0.5, -0.5, height - 0.5)
     for m, axes in enumerate(every):
         bare(axes)
-        axes.imshow(found.colour[m, ::step, ::step], origin="lower", cmap=scale.cmap, norm=scale.norm, extent=extent)
+        axes.imshow(found.colour[m, ::step, ::step], origin="lower", cmap=scale.cmap, norm=limits, extent=extent)
         if found.pressure is not None and len(levels):
             _isobars(axes, found.pressure[m], levels, step, theme)
         _masks(axes, found.masks.true[m], found.masks.predicted[m], len(found.masks.classes))

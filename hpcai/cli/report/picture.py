@@ -105,7 +105,7 @@ def scatter(axes: Axes, pair: np.ndarray, what: str, naive: tuple[str, float], t
     if count > MANY:
         histogram(axes, pair, np.linspace(*box, CELLS + 1), what, theme)
     else:
-        axes.scatter(*pair, s=14 if count < 500 else 8, alpha=0.55, color=theme.main, linewidths=0)
+        axes.scatter(pair[0], pair[1], s=14 if count < 500 else 8, alpha=0.55, color=theme.main, linewidths=0)
     compare(axes, box, naive, theme)
 
 
