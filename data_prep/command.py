@@ -260,8 +260,8 @@ def told(wrong: Sequence[str]) -> int:
 
 
 def main(parser: Callable[[], argparse.ArgumentParser], arguments: Sequence[str] | None = None) -> int:
-    options = parser().parse_args(arguments)
     try:
+        options = parser().parse_args(arguments)
         return int(options.run(options))
     except (HpcaiError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

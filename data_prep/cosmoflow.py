@@ -333,16 +333,13 @@ def _sources(options: argparse.Namespace) -> dict[str, list[str]]:
         raise ConfigError(f"{root}: holds no folder train, validation or test; name the split of a flat folder by --split")
     found = {}
     for split, folder in folders.items():
-        paths = (path for path in folder.rglob("*") if path.is_file() and _is_source(path, folder))
-        files = sorted(path.relative_to(root).as_posix() for path in paths)
+        paths = (path for path in folder.rglob("*") if path.is_file() and path.suffix not in BESIDE)
+        seen = (path for path in paths if not any(part.startswith(".") for part in path.relative_to(folder).parts))
+        files = sorted(path.relative_to(root).as_posix() for path in seen)
         if not files:
             raise ConfigError(f"{folder}: no files, expected TFRecords or HDF5 universes")
         found[split] = files[: options.limit]
     return found
-
-
-def _is_source(path: Path, folder: Path) -> bool:
-    return path.suffix not in BESIDE and not any(part.startswith(".") for part in path.relative_to(folder).parts)
 
 
 def convert(options: argparse.Namespace) -> int:

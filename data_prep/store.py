@@ -346,15 +346,9 @@ def launched() -> tuple[int, int]:
 
 def cores() -> int:
     """Cores that this process may use, shared with the other ranks of its machine."""
-    here = 1
-    for name in ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_TASKS_PER_NODE"):
-        text = os.environ.get(name, "").split("(")[0].split(",")[0]
-        if text.isdigit():
-            here = int(text)
-            break
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     bound = usable < (os.cpu_count() or 1)       # a bound rank has these cores for itself
-    return usable if bound else max(1, usable // here)
+    return usable if bound else max(1, usable // (place().local_world or 1))
 
 
 def make_share(jobs: Sequence[Job], workers: int, label: str) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import os
 import shutil
 import subprocess
 import sys
@@ -114,6 +115,17 @@ def test_rank_0_does_not_wait_for_ever(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(store, "PATIENCE", 0.5)
     assert run("simulate", tmp_path, *SMALL) == 2
     assert "no file came from another rank" in capsys.readouterr().err
+
+
+def test_ranks_share_the_cores_of_their_machine(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
+    assert store.cores() == 8
+    for name, value in (("RANK", "1"), ("SIZE", "6"), ("LOCAL_RANK", "1"), ("LOCAL_SIZE", "3")):
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
+    assert store.cores() == 2
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(5)), raising=False)      # bound to cores of its own
+    assert store.cores() == 5
 
 
 def test_a_batch_script_is_not_a_rank(monkeypatch):
