@@ -101,7 +101,7 @@ class _Plan:
     kind: Array                                 # [N] helix, strand or loop
     angle: Array                                # [N, 3] phi, psi, and omega to the next residue
     spread: Array                               # [N, 3] that folding may use
-    given: Array                                # [N] glycine, proline and asparagine where angles ask for them, else -1
+    given: Array                                # [N] glycine, proline and asparagine where angles ask for them, otherwise -1
     ties: Array                                 # [K, 2] of sites whose distance is known
     tie: Array                                  # [K, 2] the distance and the strength of its pull
     inner: Array                                # [N] 1 on the side that is to be buried

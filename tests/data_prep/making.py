@@ -1,14 +1,16 @@
 """What every simulated data set promises: the same bytes however it is made, growth, and refusals of what is wrong."""
 
+import functools
 import json
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import h5py
+import numpy as np
 import pytest
 
 from data_prep import store
@@ -35,6 +37,28 @@ def content(out: Path) -> dict[str, bytes]:
 
 def loaded(path: Path) -> Any:
     return json.loads(path.read_text())
+
+
+def whole(folder: Path) -> dict[str, np.ndarray]:
+    """All datasets of a split, each in one piece, one file after the other."""
+    files = []
+    for path in sorted(folder.glob("*.h5")):
+        with h5py.File(path) as file:
+            assert all(file[name].chunks is None for name in file)
+            files.append({name: file[name][...] for name in file})
+    return {name: np.concatenate([file[name] for file in files]) for name in files[0]}
+
+
+def remembering(owner: object, name: str) -> Callable[[], Iterator[None]]:
+    """A fixture for a module's tests, in which a function is called once with each of its arguments."""
+
+    @pytest.fixture(scope="module", autouse=True)
+    def remembered() -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, name, functools.cache(getattr(owner, name)))
+            yield
+
+    return remembered
 
 
 def kill_after_a_file(run: Run, folder: Path, small: Sequence[str]) -> set[Path]:

@@ -1,6 +1,5 @@
 """CT of phantoms: the same from any number of processes, resumable, checked, not told by HU alone; and NIfTI cases to our files."""
 
-import functools
 import gzip
 import io
 import json
@@ -17,7 +16,7 @@ from data_prep import kits19, nifti, phantom
 from hpcai.cli.check import Options, examine
 from hpcai.data.hdf5 import Rows
 from hpcai.models.unet3d.volume import prepare
-from tests.data_prep.making import Promises, loaded, runner
+from tests.data_prep.making import Promises, loaded, remembering, runner
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--cases", "10", "--spacing", "9.6", "7.2", "7.2", "--least", "8", "32", "32", "--extent", "150", "--no-check"]
@@ -34,12 +33,8 @@ def case(out, name):
         return {key: file[key][0] for key in file}, dict(file.attrs)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def remembered():
-    """A phantom is drawn once; that it is a pure function of seed and index has a test."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kits19.Recipe, "scan", functools.cache(kits19.Recipe.scan))
-        yield
+# A phantom is drawn once; that it is a pure function of seed and index has a test.
+remembered = remembering(kits19.Recipe, "scan")
 
 
 @pytest.fixture(scope="module")

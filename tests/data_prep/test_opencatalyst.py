@@ -1,6 +1,5 @@
 """Slabs by EMT: the same from any number of processes, resumable, exact labels, no composition in two splits, checked."""
 
-import functools
 import json
 import shutil
 from dataclasses import replace
@@ -15,7 +14,7 @@ from ase.optimize import LBFGS
 
 from data_prep import opencatalyst, slabs, store
 from hpcai.errors import DataError
-from tests.data_prep.making import Promises, harm, loaded, runner
+from tests.data_prep.making import Promises, harm, loaded, remembering, runner, whole
 
 SMALL = ["--systems", "5", "--each", "1", "--size", "2", "2", "3", "--dynamics", "6", "--no-check"]
 RECIPE = opencatalyst.Recipe(1, (2, 2, 3), 6, 1, 0.2, 0.0, 6.0, 50)
@@ -24,21 +23,8 @@ RECIPE = opencatalyst.Recipe(1, (2, 2, 3), 6, 1, 0.2, 0.0, 6.0, 50)
 run = runner(opencatalyst)
 
 
-def whole(folder):
-    """All datasets of a split, one file after the other."""
-    files = []
-    for path in sorted(folder.glob("*.h5")):
-        with h5py.File(path) as file:
-            files.append({name: file[name][...] for name in file})
-    return {name: np.concatenate([file[name] for file in files]) for name in files[0]}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def remembered():
-    """A system is simulated once; that it is a pure function of seed and number has a test."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(opencatalyst.Recipe, "system", functools.cache(opencatalyst.Recipe.system))
-        yield
+# A system is simulated once; that it is a pure function of seed and number has a test.
+remembered = remembering(opencatalyst.Recipe, "system")
 
 
 # ---- simulate

@@ -1,7 +1,6 @@
 """Protein chains: rows are what the readers read, whoever makes them and however often it stops; each chain is kept or listed.
 Templates are what hits name, and no hit that tells the answer is one."""
 
-import functools
 import gzip
 import shutil
 import time
@@ -21,7 +20,7 @@ from hpcai.models.openfold.features import FeatureConfig, featurize
 from hpcai.models.openfold.residues import GAP, LETTERS
 from hpcai.models.openfold.structures import read_mmcif, write_structure
 from hpcai.models.openfold.templates import features_of, read_templates
-from tests.data_prep.making import ROOT, Promises, content, harm, loaded, runner
+from tests.data_prep.making import ROOT, Promises, content, harm, loaded, remembering, runner
 from tests.forks import forked
 from tests.proteins import chain as drawn
 
@@ -484,12 +483,8 @@ def test_real_hits_are_converted(tmp_path):
 # ---- simulate and check
 
 
-@pytest.fixture(scope="module", autouse=True)
-def remembered():
-    """Proteins are folded once; that a family is a pure function of seed and number has a test."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(proteins, "family", functools.cache(proteins.family))
-        yield
+# Proteins are folded once; that a family is a pure function of seed and number has a test.
+remembered = remembering(proteins, "family")
 
 
 def test_relatives_are_templates_residue_on_residue(made, tmp_path):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from data_prep import cosmoflow, inspection, store, universe
-from tests.data_prep.making import Promises, content, loaded, runner
+from tests.data_prep.making import Promises, content, loaded, runner, whole
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--size", "8", "--cut", "2", "--universes", "8", "--no-check"]
@@ -54,12 +54,8 @@ def test_samples_are_cut_first_axis_slowest_and_join_again(made):
 
 def test_statistics_are_those_of_the_data(made):
     statistics = loaded(made / "statistics.json")["splits"]["train"]
-    counts, target = [], []
-    for path in sorted((made / "train").glob("*.h5")):
-        with h5py.File(path) as file:
-            counts.append(file["counts"][...])
-            target.append(file["target"][...])
-    counts, target = np.concatenate(counts).reshape(-1, 4).astype(float), np.concatenate(target).astype(float)
+    train = whole(made / "train")
+    counts, target = train["counts"].reshape(-1, 4).astype(float), train["target"].astype(float)
     assert statistics["rows"] == len(target) == 56
     assert statistics["counts"]["mean"] == pytest.approx(counts.mean(0))
     assert statistics["counts"]["variance"] == pytest.approx(counts.var(0))

@@ -23,8 +23,8 @@ from ase.calculators.singlepoint import SinglePointCalculator
 from ase.constraints import FixAtoms, FixCartesian
 
 from data_prep import frames, pickled, trajectories
-from tests.data_prep.making import loaded
-from tests.data_prep.test_opencatalyst import run, whole
+from tests.data_prep.making import loaded, whole
+from tests.data_prep.test_opencatalyst import run
 
 REAL = Path(__file__).resolve().parents[2] / ".." / "shared" / "realdata" / "oc20"
 
