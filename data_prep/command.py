@@ -23,26 +23,22 @@ Check = Callable[[Path, int, bool], int]        # OUT, samples that are looked a
 # ---- options
 
 
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError
+def taking(name: str, kind: Callable[[str], Any], good: Callable[[Any], bool] = lambda value: True) -> Callable[[str], Any]:
+    """The type of an option whose values must be good; ``name`` tells users what it takes."""
+
+    def value(text: str) -> Any:
+        found = kind(text)
+        if not good(found):
+            raise ValueError
+        return found
+
+    value.__name__ = name
     return value
 
 
-def natural(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise ValueError
-    return value
-
-
-def workers(text: str) -> int:
-    return store.cores() if text == "cores" else positive(text)
-
-
-positive.__name__, natural.__name__ = "whole number of 1 or more", "whole number of 0 or more"
-workers.__name__ = "whole number of 1 or more, or cores"
+positive = taking("whole number of 1 or more", int, lambda value: value >= 1)
+natural = taking("whole number of 0 or more", int, lambda value: value >= 0)
+workers = taking("whole number of 1 or more, or cores", lambda text: store.cores() if text == "cores" else positive(text))
 
 
 def parser(name: str, text: str) -> tuple[argparse.ArgumentParser, Add]:

@@ -372,13 +372,6 @@ def convert(options: argparse.Namespace) -> int:
 # ---- command line
 
 
-def _numbers(text: str) -> list[float]:
-    return [float(part) for part in text.split(",")]
-
-
-_numbers.__name__ = "list such as 0,0.5,1.5,3"
-
-
 def _ranges(text: str) -> dict[str, tuple[float, float]]:
     """The usual ranges, changed by what the text names."""
     ranges = dict(RANGES)
@@ -391,7 +384,8 @@ def _ranges(text: str) -> dict[str, tuple[float, float]]:
     return ranges
 
 
-_ranges.__name__ = "list such as Omega_m=0.27:0.33,H_0=63:77"
+numbers = command.taking("list such as 0,0.5,1.5,3", lambda text: [float(part) for part in text.split(",")])
+ranges = command.taking("list such as Omega_m=0.27:0.33,H_0=63:77", _ranges)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -399,7 +393,7 @@ def parser() -> argparse.ArgumentParser:
 
     def add_ranges(made: argparse.ArgumentParser) -> None:
         usual = ",".join(f"{name}={low:g}:{high:g}" for name, (low, high) in RANGES.items())
-        made.add_argument("--ranges", metavar="NAME=LOW:HIGH,...", type=_ranges, default=usual, help="change some of them")
+        made.add_argument("--ranges", metavar="NAME=LOW:HIGH,...", type=ranges, default=usual, help="change some of them")
 
     one = add("simulate", "Universes of cold dark matter, from their four numbers to particle counts.", simulate)
     command.add_out(one)
@@ -408,7 +402,7 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--size", metavar="N", type=command.positive, default=32, help="cells per side of a sample")
     one.add_argument("--cut", metavar="N", type=command.positive, default=2, help="samples per side of a universe")
     one.add_argument("--voxel", metavar="X", type=float, default=8.0, help="width of a cell in Mpc/h")
-    one.add_argument("--redshifts", metavar="Z,Z,...", type=_numbers, default="0,0.5,1.5,3", help="one channel each")
+    one.add_argument("--redshifts", metavar="Z,Z,...", type=numbers, default="0,0.5,1.5,3", help="one channel each")
     one.add_argument("--particles-per-cell", type=int, choices=sorted(universe.LATTICES), default=2, help="that are moved")
     one.add_argument("--mean-count", metavar="X", type=float, default=16.0, help="counts in a cell of mean density")
     one.add_argument("--omega-b", metavar="X", type=float, default=0.045, help="baryon density, the same in every universe")

@@ -302,11 +302,7 @@ def _draw(path: Path, paths: Sequence[Path]) -> None:
 # ---- command line
 
 
-def numbers(text: str) -> list[int]:
-    return [command.natural(part) for part in text.split(",")]
-
-
-numbers.__name__ = "list of whole numbers such as 3,7"
+numbers = command.taking("list of whole numbers such as 3,7", lambda text: [command.natural(part) for part in text.split(",")])
 
 
 def parser() -> argparse.ArgumentParser:

@@ -661,25 +661,9 @@ def _show(path: Path, row: int) -> None:
 # ---- command line
 
 
-def day(text: str) -> date:
-    return date.fromisoformat(text)
-
-
-def share(text: str) -> float:
-    value = float(text)
-    if not 0 < value <= 1:
-        raise ValueError
-    return value
-
-
-def above_zero(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise ValueError
-    return value
-
-
-day.__name__, share.__name__, above_zero.__name__ = "day such as 2021-09-16", "number above 0, 1 at most", "number above 0"
+day = command.taking("day such as 2021-09-16", date.fromisoformat)
+share = command.taking("number above 0, 1 at most", float, lambda value: 0 < value <= 1)
+above_zero = command.taking("number above 0", float, lambda value: value > 0)
 
 
 def parser() -> argparse.ArgumentParser:
