@@ -185,7 +185,7 @@ def conclude(app: str, options: argparse.Namespace, check: Callable[[Path], int 
     if store.launched()[0] != 0:
         return 0
     verdict = check(options.out) or 0 if check else 0
-    if verdict == 0 and (Path(__file__).parents[1] / "apps" / app).is_dir():
+    if verdict == 0:
         print(f"next: python -m apps.{app} apps/{app}/configs/small.yaml data.directory={options.out}", flush=True)
     return verdict
 
