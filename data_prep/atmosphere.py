@@ -66,11 +66,11 @@ FADE = 6.0                      # widths of a river from its axis to where the s
 
 TOP = 2.0                       # x where the warm core of a cyclone ends, 135 hPa
 CORE = 0.9 / (1 - np.cos(np.pi * np.log(5.0) / TOP))                     # F(200 hPa) = 0.1
-LEAN = 0.7, 0.8                 # of the waves: amplitude at x = 0, and its growth
+LEAN = 0.7, 0.8                 # amplitude of the waves at x = 0, and its growth with x
 
 
 def _leaning(x: float, turn: float) -> tuple[float, float]:
-    """A wave, or that a quarter wavelength before it: one radian of phase for every x."""
+    """F and dF/dx of a wave that gains a radian of phase with every x, ``turn`` radians behind."""
     size = LEAN[0] + LEAN[1] * x
     return size * float(np.cos(x - turn)), LEAN[1] * float(np.cos(x - turn)) - size * float(np.sin(x - turn))
 
@@ -110,7 +110,7 @@ class Noise:
 
     @classmethod
     def draw(cls, random: np.random.Generator, longest: float, shortest: float, slope: float, count: int) -> "Noise":
-        """``count`` wavelengths between two in km; amplitudes grow as wavelength to the power ``slope``."""
+        """``count`` waves, their lengths between two in km; amplitudes grow as wavelength to the power ``slope``."""
         length = longest * (shortest / longest) ** ((np.arange(count) + random.random(count)) / count)
         direction = random.standard_normal((count, 3))
         direction /= np.linalg.norm(direction, axis=1, keepdims=True)
@@ -145,7 +145,7 @@ class Vortex:
 
     @property
     def reach(self) -> float:
-        """Metres beyond which it is nothing."""
+        """Metres beyond which nothing of it is left."""
         return 1.5e6 if self.shape else 3.5 * self.radius
 
     def height(self, r: Array) -> tuple[Array, Array]:
@@ -208,7 +208,7 @@ class River:
 
 @dataclass(frozen=True)
 class Scene:
-    """Everything random of one sample."""
+    """All that is random in one sample."""
 
     season: float                           # -1 northern winter, 1 northern summer
     hour: float                             # radians of local time at longitude 0
@@ -278,7 +278,7 @@ class Weather:
         self.parts.setdefault(name, np.zeros(self.shape))[box] += z
 
     def _season(self, phi: Array) -> Array:
-        """-1 in winter, 1 in summer."""
+        """The season at each latitude: -1 in winter, 1 in summer."""
         return self.scene.season * np.tanh(np.degrees(phi) / 5)
 
     def jet(self, phi: Array) -> Array:

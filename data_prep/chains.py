@@ -4,7 +4,7 @@ R chains   A residues, of all chains one after the other   L letters of all alig
 H hits of templates   P residues of the chains, once for each of their hits
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -14,7 +14,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep import store
+from data_prep import command, store
 from hpcai.errors import DataError
 from hpcai.models.openfold.alignments import Alignment, encode
 from hpcai.models.openfold.residues import GAP, PLACE, UNKNOWN
@@ -25,19 +25,16 @@ NAME = 24                                       # bytes
 MOST_DELETIONS = 255                            # atan(d / 3) * 2 / pi, which the network sees, is 0.9925 there
 CA = PLACE["CA"]
 UNKNOWN_DAY = -1
-PER_CHAIN: dict[str, tuple[str, tuple[int, ...]]] = {
+LAYOUTS: dict[str, tuple[str, tuple[str | int, ...]]] = {
     "residues": ("int32", ()), "letters": ("int32", ()), "name": (f"S{NAME}", ()), "resolution": ("float32", ()),
     "release": ("int32", ()), "cluster": ("int32", ()), "cluster_size": ("int32", ()),
     "hits": ("int32", ()), "places": ("int32", ()),
-}  # fmt: skip
-FLAT: dict[str, tuple[str, tuple[str | int, ...]]] = {
     "aatype": ("int8", ("residues",)), "positions": ("float32", ("residues", 37, 3)), "mask": ("uint8", ("residues", 37)),
     "msa": ("int8", ("letters",)), "deletions": ("uint8", ("letters",)),
     "hit_row": ("int32", ("hits",)), "hit_sum_probs": ("float32", ("hits",)), "hit_places": ("int16", ("places",)),
 }  # fmt: skip
 TEMPLATES = "templates"                         # the folder beside the splits
-_OF_TEMPLATES = ("residues", "name", "resolution", "release")
-TEMPLATE_FIELDS = {name: PER_CHAIN[name] for name in _OF_TEMPLATES} | {name: FLAT[name] for name in ("aatype", "positions", "mask")}
+TEMPLATE_LAYOUTS = {name: LAYOUTS[name] for name in ("residues", "name", "resolution", "release", "aatype", "positions", "mask")}
 RANGES = {"residues": (1, None), "letters": (1, None), "resolution": (0, None), "cluster_size": (1, None), "aatype": (0, UNKNOWN),
           "mask": (0, 1), "msa": (0, GAP), "hits": (0, None), "places": (0, None), "hit_row": (0, None),
           "hit_sum_probs": (0, None), "hit_places": (-1, None)}  # fmt: skip
@@ -55,78 +52,42 @@ class Hits:
 NO_HITS = Hits(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros((0, 0), np.int16))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Sample:
-    """A chain as it is stored."""
+def days(release: date | None) -> int:
+    """Days since 1970, or ``UNKNOWN_DAY``."""
+    return UNKNOWN_DAY if release is None else (release - date(1970, 1, 1)).days
 
-    chain: Chain
-    msa: Array                                  # [S, N]
-    deletions: Array                            # [S, N]
-    cluster: int
-    cluster_size: int
-    hits: Hits
+
+def template(chain: Chain) -> dict[str, Any]:
+    """A structure as it is stored."""
+    return {"residues": len(chain.aatype), "name": chain.name.encode("ascii"), "resolution": chain.resolution or 0,
+            "release": days(chain.release), "aatype": chain.aatype, "positions": chain.positions, "mask": chain.mask}  # fmt: skip
 
 
 def sample(
     chain: Chain, alignment: Alignment | None, cluster: int, cluster_size: int, most: int | None = None, hits: Hits = NO_HITS
-) -> Sample:
-    """``most``: rows of the alignment, the first; without one the chain itself is its only row."""
+) -> dict[str, Any]:
+    """A chain as it is stored, with the first ``most`` rows of its alignment; without an alignment the chain is the only row."""
     if alignment is None:
-        query = encode(chain.sequence)[None]
-        return Sample(chain, query, np.zeros(query.shape, np.uint8), cluster, cluster_size, hits)
-    deletions = np.minimum(alignment.deletions[:most], MOST_DELETIONS).astype(np.uint8)
-    rows = alignment.msa[:most].copy()          # a view would keep all rows in memory
-    return Sample(chain, rows, deletions, cluster, cluster_size, hits)
+        msa = encode(chain.sequence)[None]
+        deletions = np.zeros(msa.shape, np.uint8)
+    else:
+        msa = alignment.msa[:most].copy()       # a view would keep all rows in memory
+        deletions = np.minimum(alignment.deletions[:most], MOST_DELETIONS).astype(np.uint8)
+    return template(chain) | {
+        "letters": msa.size, "cluster": cluster, "cluster_size": cluster_size, "msa": msa, "deletions": deletions,
+        "hits": len(hits.row), "places": hits.places.size, "hit_row": hits.row, "hit_sum_probs": hits.sum_probs,
+        "hit_places": hits.places,
+    }  # fmt: skip
 
 
-def days(release: date | None) -> int:
-    """Since 1970."""
-    return UNKNOWN_DAY if release is None else (release - date(1970, 1, 1)).days
-
-
-def _row(one: Chain) -> dict[str, Any]:
-    return {"residues": len(one.aatype), "name": one.name.encode("ascii"), "resolution": one.resolution or 0,
-            "release": days(one.release), "aatype": one.aatype, "positions": one.positions, "mask": one.mask}  # fmt: skip
-
-
-def write(path: Path, samples: Sequence[Sample], about: dict[str, Any]) -> None:
+def write(path: Path, samples: Sequence[dict[str, Any]], about: dict[str, Any]) -> None:
     """A file of chains."""
-    rows = [_row(one.chain) | {
-        "letters": one.msa.size, "cluster": one.cluster, "cluster_size": one.cluster_size, "msa": one.msa,
-        "deletions": one.deletions, "hits": len(one.hits.row), "places": one.hits.places.size, "hit_row": one.hits.row,
-        "hit_sum_probs": one.hits.sum_probs, "hit_places": one.hits.places,
-    } for one in samples]  # fmt: skip
-    write_rows(path, {**PER_CHAIN, **FLAT}, rows, about)
-
-
-def write_templates(path: Path, structures: Sequence[Chain], about: dict[str, Any]) -> None:
-    """A file of templates."""
-    write_rows(path, TEMPLATE_FIELDS, [_row(one) for one in structures], about)
-
-
-def write_rows(path: Path, fields: Mapping[str, tuple[str, tuple[Any, ...]]], rows: Sequence[Mapping[str, Any]],
-               about: dict[str, Any]) -> None:  # fmt: skip
-    """A file of the values of each row; what is flat is counted by another of the fields."""
-    flat = {name: str(shape[0]) for name, (_, shape) in fields.items() if shape and isinstance(shape[0], str)}
-    lengths = {counts: sum(row[counts] for row in rows) for counts in flat.values()}
-    with store.rows_file(path, len(rows), fields, about, lengths) as file:
-        for name, (dtype, shape) in fields.items():
-            if name not in flat:
-                file[name][...] = np.array([row[name] for row in rows], dtype)
-                continue
-            begin = 0
-            for row in rows:
-                length = row[flat[name]]
-                file[name][begin : begin + length] = row[name].reshape(length, *shape[1:]).astype(dtype)
-                begin += length
+    store.write_rows(path, LAYOUTS, samples, about)
 
 
 def read(file: h5py.File, row: int) -> dict[str, Any]:
-    """All of one chain, the alignment and the places of templates as rows."""
-    found = {name: file[name][row] for name in PER_CHAIN}
-    for counts in PARTS:
-        end = int(file[counts][: row + 1].sum())
-        found |= {name: file[name][end - int(found[counts]) : end] for name, (_, shape) in FLAT.items() if shape[0] == counts}
+    """All of one chain, the alignment and the residues of templates as rows."""
+    (found,) = store.read_rows(file, LAYOUTS, row, row + 1)
     hits, residues, where = int(found["hits"]), int(found["residues"]), f"{file.filename}: row {row}"
     depth, rest = divmod(int(found["letters"]), residues)
     if rest or not depth:
@@ -195,9 +156,8 @@ def _template_merge(records: Sequence[store.Record]) -> dict[str, Any]:
 PARTS = ("residues", "letters", "hits", "places")
 LISTS = ("residues", "depths", "resolutions", "hits")
 TEMPLATE_CONTENTS = store.Contents(
-    "residues", store.fields_of(TEMPLATE_FIELDS, RANGES), _template_sums, _template_merge, parts=("residues",))  # fmt: skip
-CONTENTS = store.Contents("residues", store.fields_of({**PER_CHAIN, **FLAT}, RANGES), _sums, _merge, parts=PARTS,
-                          beside={TEMPLATES: TEMPLATE_CONTENTS})  # fmt: skip
+    "residues", store.fields_of(TEMPLATE_LAYOUTS, RANGES), _template_sums, _template_merge, parts=("residues",))  # fmt: skip
+CONTENTS = store.Contents("residues", store.fields_of(LAYOUTS, RANGES), _sums, _merge, parts=PARTS)
 
 
 # ---- a picture
@@ -205,29 +165,22 @@ CONTENTS = store.Contents("residues", store.fields_of({**PER_CHAIN, **FLAT}, RAN
 
 def draw(path: Path, places: Sequence[tuple[Path, int]], label: str) -> None:
     """Four chains: how far CA atoms are from each other, and how many rows of the alignment cover each residue."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(16, 7), layout="constrained")
-    FigureCanvasAgg(figure)
-    grid = figure.subplots(2, 4, height_ratios=(2.2, 1), squeeze=False)
-    for part, (above, below) in enumerate(grid.T):
-        name, row = places[min(len(places) - 1, (2 * part + 1) * len(places) // 8)]
-        with h5py.File(name, "r") as file:
-            found = read(file, row)
-        seen, at = found["mask"][:, CA] > 0, found["positions"][:, CA].astype(np.float64)
-        distance = np.linalg.norm(at[:, None] - at, axis=-1)
-        distance[~(seen[:, None] & seen)] = np.nan
-        shown = above.imshow(distance, cmap="viridis_r", vmin=0, vmax=40, interpolation="nearest")
-        about = f"{name.parent.name}: {found['name'].decode()}\n{len(seen)} residues, {len(found['msa'])} rows"
-        above.set_title(about, fontsize=10)
-        covered = (found["msa"] != GAP).mean(0)
-        below.fill_between(np.arange(len(seen)), covered, step="mid", alpha=0.4)
-        below.plot(((found["msa"] == found["aatype"]) & (found["aatype"] != UNKNOWN)).mean(0), linewidth=1)
-        below.set(xlim=(-0.5, len(seen) - 0.5), ylim=(0, 1.02), xlabel="residue")
-    figure.colorbar(shown, ax=grid[0], label="CA to CA, angstrom")
-    grid[1, 0].set_ylabel("share of rows")
-    figure.suptitle(f"{label}. White: no coordinates; filled: rows that cover a residue; line: rows that have the same residue")
-    partial = path.with_name(f".{path.name}.partial")
-    figure.savefig(partial, dpi=80, format="png")
-    partial.replace(path)
+    with command.picture(path, (16, 7), 80) as figure:
+        grid = figure.subplots(2, 4, height_ratios=(2.2, 1), squeeze=False)
+        for part, (above, below) in enumerate(grid.T):
+            name, row = places[min(len(places) - 1, (2 * part + 1) * len(places) // 8)]
+            with h5py.File(name, "r") as file:
+                found = read(file, row)
+            seen, at = found["mask"][:, CA] > 0, found["positions"][:, CA].astype(np.float64)
+            distance = np.linalg.norm(at[:, None] - at, axis=-1)
+            distance[~(seen[:, None] & seen)] = np.nan
+            shown = above.imshow(distance, cmap="viridis_r", vmin=0, vmax=40, interpolation="nearest")
+            about = f"{name.parent.name}: {found['name'].decode()}\n{len(seen)} residues, {len(found['msa'])} rows"
+            above.set_title(about, fontsize=10)
+            covered = (found["msa"] != GAP).mean(0)
+            below.fill_between(np.arange(len(seen)), covered, step="mid", alpha=0.4)
+            below.plot(((found["msa"] == found["aatype"]) & (found["aatype"] != UNKNOWN)).mean(0), linewidth=1)
+            below.set(xlim=(-0.5, len(seen) - 0.5), ylim=(0, 1.02), xlabel="residue")
+        figure.colorbar(shown, ax=grid[0], label="CA to CA, angstrom")
+        grid[1, 0].set_ylabel("share of rows")
+        figure.suptitle(f"{label}. White: no coordinates; filled: rows that cover a residue; line: rows that have the same residue")

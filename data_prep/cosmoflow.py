@@ -13,10 +13,9 @@ A universe is a pure function of (seed, index), so that ranks, cores, stops and 
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import chain
 from pathlib import Path
@@ -26,13 +25,14 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep import command, store, tfrecord, universe
+from data_prep import command, inspection, store, tfrecord, universe
 from hpcai.errors import ConfigError, DataError
 
 PARAMETERS = ("Omega_m", "sigma_8", "n_s", "H_0")
 UNITS = ("", "", "", "km/s/Mpc")
 RANGES = {"Omega_m": (0.27, 0.33), "sigma_8": (0.72, 0.88), "n_s": (0.864, 1.056), "H_0": (63.0, 77.0)}
 ALLOWED = {"Omega_m": (0.1, 1.0), "sigma_8": (0.1, 2.0), "n_s": (0.5, 1.5), "H_0": (40.0, 100.0)}   # where the fits hold
+PARAMETER_STREAM, FIELD_STREAM, ROUNDING_STREAM = 1, 2, 3           # streams of random numbers
 HDF5 = b"\x89HDF\r\n\x1a\n"
 BESIDE = {".idx", ".lst", ".txt", ".md", ".json", ".yaml"}          # what people keep beside the public files
 
@@ -106,7 +106,7 @@ CONTENTS = store.Contents("counts", _fields, _sums, _moments)
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(command.Settings):
     """All that decides the content of a simulated universe, besides its index."""
 
     seed: int
@@ -122,12 +122,7 @@ class Recipe:
     validation: float
     test: float
 
-    def __post_init__(self) -> None:
-        wrong = list(self._mistakes())
-        if wrong:
-            raise ConfigError("\n".join(wrong))
-
-    def _mistakes(self) -> Iterator[str]:
+    def mistakes(self) -> Iterator[str]:
         if self.cells < 8 or self.cells % 2:
             yield f"--size {self.size} times --cut {self.cut} is {self.cells} cells per side, expected an even 8 or more"
         if not 0.1 <= self.voxel <= 100:
@@ -142,46 +137,21 @@ class Recipe:
                 yield f"--ranges {name}={low}:{high}: expected LOW below HIGH, within {least} to {most}"
         if not 0 < self.omega_b < self.low[0] / 2:
             yield f"--omega-b is {self.omega_b}, expected above 0 and below half of the least Omega_m, {self.low[0] / 2}"
-        yield from command.wrong_fractions(self.validation, self.test)
 
     @property
     def cells(self) -> int:
         return self.size * self.cut
 
-    @property
-    def bytes(self) -> int:
-        return self.cells**3 * len(self.redshifts) * 2
-
-    def split(self, index: int) -> str:
-        """Held out at random, as every eighth point of the sequence of ``target`` lies near one of eight values."""
-        return store.split_of(index, self.validation, self.test, partial(self.generator, "split"))
-
     def target(self, index: int) -> NDArray[np.float64]:
         """Parameters in [-1, 1): a point of an additive low-discrepancy sequence with square roots of primes (Richtmyer 1951;
-        these four correlate least), shifted by the seed. Any stretch of indices covers each range evenly, so a set can grow."""
+        these four correlate least), shifted by the seed. Any stretch of indices covers each range evenly, so a set can grow. Every
+        eighth point lies near one of eight values, which is why splits are drawn at random."""
         step = np.sqrt((3, 5, 13, 19))
-        return 2 * ((self.generator("parameters", 0).random(4) + index * step) % 1) - 1
+        return 2 * ((self.generator(PARAMETER_STREAM, 0).random(4) + index * step) % 1) - 1
 
     def physical(self, index: int) -> NDArray[np.float64]:
         low, high = np.array(self.low), np.array(self.high)
         return low + (self.target(index) + 1) / 2 * (high - low)
-
-    def generator(self, purpose: str, index: int) -> np.random.Generator:
-        stream = ("split", "parameters", "field", "rounding").index(purpose)
-        return np.random.Generator(np.random.PCG64DXSM(np.random.SeedSequence([self.seed, stream, index])))
-
-
-@dataclass(frozen=True)
-class Universe:
-    """One file to be made."""
-
-    path: Path
-    index: int
-    recipe: Recipe
-
-    @property
-    def rows(self) -> int:
-        return self.recipe.cut**3
 
 
 @lru_cache(maxsize=1)
@@ -194,11 +164,11 @@ def evolve(recipe: Recipe, index: int) -> tuple[NDArray[np.int16], NDArray[np.fl
     omega_m, sigma_8, n_s, hubble = (float(value) for value in recipe.physical(index))
     cosmology = universe.Cosmology(omega_m, sigma_8, n_s, hubble, recipe.omega_b)
     mesh = _mesh(recipe.cells, recipe.voxel)
-    noise = recipe.generator("field", index).standard_normal((recipe.cells,) * 3, dtype=np.float32)
+    noise = recipe.generator(FIELD_STREAM, index).standard_normal((recipe.cells,) * 3, dtype=np.float32)
     modes = universe.linear_modes(mesh, universe.Spectrum(cosmology), noise)
     mass = universe.density(mesh, modes, omega_m, recipe.redshifts, recipe.particles)
     try:
-        counts, variance = universe.whole_counts(mass, recipe.mean_count, recipe.generator("rounding", index))
+        counts, variance = universe.whole_counts(mass, recipe.mean_count, recipe.generator(ROUNDING_STREAM, index))
     except OverflowError as error:
         smaller = f"choose a smaller --mean-count than {recipe.mean_count:g}"
         raise DataError(f"universe {index}: {error}, more than int16 holds; {smaller}") from None
@@ -213,28 +183,23 @@ def cubes(whole: NDArray[np.int16], size: int) -> Iterator[NDArray[np.int16]]:
                 yield whole[x : x + size, y : y + size, z : z + size]
 
 
-def make_universe(job: Universe) -> None:
-    recipe, text = job.recipe, json.dumps(asdict(job.recipe))
-    if store.is_made(job.path, text, "counts", job.rows):       # its record is missing or does not fit
-        store.write_record(job.path, CONTENTS)
-        return
-    counts, variance = evolve(recipe, job.index)
+def write_universe(recipe: Recipe, index: int, path: Path) -> None:
+    counts, variance = evolve(recipe, index)
     attributes = {
         **_header(recipe.low, recipe.high),
         "rounding_variance": variance,
         "redshifts": np.array(recipe.redshifts),
         "voxel_mpc_h": recipe.voxel,
-        "physical": recipe.physical(job.index),
+        "physical": recipe.physical(index),
         "seed": recipe.seed,
-        "universe": job.index,
-        "recipe": text,
+        "universe": index,
+        "recipe": recipe.text,
     }
     shape = (recipe.size,) * 3 + (len(recipe.redshifts),)
-    with store.rows_file(job.path, job.rows, _datasets(shape), attributes) as file:
+    with store.rows_file(path, recipe.cut**3, _datasets(shape), attributes) as file:
         for row, cube in enumerate(cubes(counts, recipe.size)):
             file["counts"][row] = cube
-        file["target"][...] = recipe.target(job.index).astype(np.float32)
-    store.write_record(job.path, CONTENTS)
+        file["target"][...] = recipe.target(index).astype(np.float32)
 
 
 def _datasets(shape: Sequence[int]) -> dict[str, tuple[Any, Sequence[int]]]:
@@ -258,13 +223,14 @@ def simulate(options: argparse.Namespace) -> int:
     )  # fmt: skip
     splits = [recipe.split(index) for index in range(options.universes)]
     command.refuse_empty(splits, options, f"--universes {options.universes}")
-    jobs = [Universe(options.out / split / f"universe_{index:06d}.h5", index, recipe) for index, split in enumerate(splits)]
-    advice = f"ask for at least as many as it holds (--universes is {options.universes}), or choose a new folder"
-    where = f"{recipe.cut**3} samples of {recipe.size}^3 x {len(recipe.redshifts)} each"
-    command.print_once(f"{len(jobs)} universes, {where}: {len(jobs) * recipe.bytes / 1e6:,.0f} MB in {options.out}")
-    settings = {"kind": "simulate", **command.settings_of(asdict(recipe))}
-    command.work(options, jobs, make_universe, settings, _header(low, high), CONTENTS, advice)
-    return command.conclude("cosmoflow", options, partial(_inspect, options.out, 64, True) if options.check else None)
+    rows = recipe.cut**3
+    jobs = [store.Job(options.out / split / f"universe_{index:06d}.h5", partial(write_universe, recipe, index), CONTENTS, rows)
+            for index, split in enumerate(splits)]  # fmt: skip
+    where = f"{rows} samples of {recipe.size}^3 x {len(recipe.redshifts)} each"
+    size = len(jobs) * recipe.cells**3 * len(recipe.redshifts) * 2
+    command.print_once(f"{len(jobs)} universes, {where}: {size / 1e6:,.0f} MB in {options.out}")
+    look = partial(inspection.check, spectra=64, picture=True)
+    return command.simulate("cosmoflow", options, recipe, jobs, _header(low, high), "universes", look)
 
 
 # ---- convert
@@ -272,16 +238,13 @@ def simulate(options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class Share:
-    """The source files of one output file."""
+    """The source files of one output file, and what it says of them."""
 
-    path: Path
     root: Path
     sources: tuple[str, ...]
     channels: int
     cut_size: int
-    low: tuple[float, ...]
-    high: tuple[float, ...]
-    rows: None = None                           # known when the sources have been read
+    about: dict[str, Any]
 
 
 def _kind(path: Path) -> str:
@@ -295,31 +258,27 @@ def _kind(path: Path) -> str:
     raise DataError(f"{path}: {begin}, expected a TFRecord, gzip or HDF5 file; fetch it again, or move it away")
 
 
-def convert_share(job: Share) -> None:
-    if _kind(job.root / job.sources[0]) == "universe":
-        _convert_universe(job)
-    else:
-        try:
-            _convert_records(job, len(job.sources))
-        except _OtherRowsError:                 # not the public one record per file: count first
-            _convert_records(job, sum(sum(1 for _ in tfrecord.payloads(job.root / source)) for source in job.sources))
-    store.write_record(job.path, CONTENTS)
+def convert_share(share: Share, path: Path) -> None:
+    if _kind(share.root / share.sources[0]) == "universe":
+        return _convert_universe(share, path)
+    try:
+        _convert_records(share, path, len(share.sources))
+    except _OtherRowsError:                     # not the public one record per file: count first
+        _convert_records(share, path, sum(sum(1 for _ in tfrecord.payloads(share.root / source)) for source in share.sources))
 
 
 class _OtherRowsError(Exception):
     """The source files hold more or fewer records than there is room for."""
 
 
-def _convert_records(job: Share, rows: int) -> None:
+def _convert_records(share: Share, path: Path, rows: int) -> None:
     names: list[str] = []
-    samples = ((source, *sample) for source in job.sources for sample in tfrecord.samples(job.root / source, job.channels))
-    first = next(samples, None)
-    if first is None:
-        raise DataError(f"{job.root / job.sources[0]}: no record")
+    samples = ((source, *sample) for source in share.sources for sample in tfrecord.samples(share.root / source, share.channels))
+    first = next(samples)                       # a file without a record is an error
     shape, parameters = first[2].shape, len(first[3])
     if parameters != len(PARAMETERS):
         raise DataError(f"{first[1]}: {parameters} target values, expected {len(PARAMETERS)} ({', '.join(PARAMETERS)})")
-    with store.rows_file(job.path, rows, _datasets(shape), _public(job)) as file:
+    with store.rows_file(path, rows, _datasets(shape), share.about) as file:
         for row, (source, where, counts, target) in enumerate(chain([first], samples)):
             if row >= rows:
                 raise _OtherRowsError
@@ -333,8 +292,8 @@ def _convert_records(job: Share, rows: int) -> None:
         file.create_dataset("source", data=np.array(names, "S"))
 
 
-def _convert_universe(job: Share) -> None:
-    path, size = job.root / job.sources[0], job.cut_size
+def _convert_universe(share: Share, out: Path) -> None:
+    path, size = share.root / share.sources[0], share.cut_size
     try:
         source = h5py.File(path, "r")
     except OSError as error:
@@ -353,7 +312,7 @@ def _convert_universe(job: Share) -> None:
             raise DataError(f"{path}: 'unitPar' has {len(target)} values, expected {len(PARAMETERS)} ({', '.join(PARAMETERS)})")
         tfrecord.refuse_target(target, str(path))
         rows, row = (edge // size) ** 3, 0
-        with store.rows_file(job.path, rows, _datasets((size, size, size, full.shape[3])), _public(job)) as file:
+        with store.rows_file(out, rows, _datasets((size, size, size, full.shape[3])), share.about) as file:
             for x in range(0, edge, size):
                 slab = full[x : x + size]
                 tfrecord.refuse_counts(slab, f"{path}: cells {x} to {x + size} of the first axis")
@@ -361,49 +320,40 @@ def _convert_universe(job: Share) -> None:
                     file["counts"][row] = cube
                     row += 1
             file["target"][...] = target
-            file.create_dataset("source", data=np.array([job.sources[0]] * rows, "S"))
-
-
-def _public(job: Share) -> dict[str, Any]:
-    # The public voxel is H_0/70 Mpc/h: 512 cells in a box that is the same in Mpc for every universe.
-    return {**_header(job.low, job.high), "redshifts": np.array((0.0, 0.5, 1.5, 3.0))[: job.channels], "voxel_mpc_h": 1.0}
+            file.create_dataset("source", data=np.array([share.sources[0]] * rows, "S"))
 
 
 def _sources(options: argparse.Namespace) -> dict[str, list[str]]:
     """Source files of each split, sorted, relative to SOURCE."""
     root: Path = options.source
-    if not root.is_dir():
-        raise ConfigError(f"{root}: no such folder; SOURCE holds the folders train, validation, test, or the files of one --split")
-    folders = {split: root / split for split in store.SPLITS if (root / split).is_dir()}
+    folders = command.source_folders(root, "the files of one --split")
     if options.split:
         folders = {options.split: folders.get(options.split, root)}
     if not folders:
         raise ConfigError(f"{root}: holds no folder train, validation or test; name the split of a flat folder by --split")
     found = {}
     for split, folder in folders.items():
-        paths = (path for path in folder.rglob("*") if path.is_file() and _is_source(path, folder))
-        files = sorted(path.relative_to(root).as_posix() for path in paths)
+        paths = (path for path in folder.rglob("*") if path.is_file() and path.suffix not in BESIDE)
+        seen = (path for path in paths if not any(part.startswith(".") for part in path.relative_to(folder).parts))
+        files = sorted(path.relative_to(root).as_posix() for path in seen)
         if not files:
             raise ConfigError(f"{folder}: no files, expected TFRecords or HDF5 universes")
         found[split] = files[: options.limit]
     return found
 
 
-def _is_source(path: Path, folder: Path) -> bool:
-    return path.suffix not in BESIDE and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-
-
 def convert(options: argparse.Namespace) -> int:
     sources = _sources(options)
     command.refuse_same(options.source, options.out)
     low, high = _ends(options)
-    jobs: list[Share] = []
+    # The public voxel is H_0/70 Mpc/h: 512 cells in a box that is the same in Mpc for every universe.
+    about = {**_header(low, high), "redshifts": np.array((0.0, 0.5, 1.5, 3.0))[: options.channels], "voxel_mpc_h": 1.0}
+    jobs: list[store.Job] = []
     for split, files in sources.items():
         each = 1 if _kind(options.source / files[0]) == "universe" else options.rows_per_file
-        for number, start in enumerate(range(0, len(files), each)):
-            path = options.out / split / f"samples_{number:06d}.h5"
-            share = tuple(files[start : start + each])
-            jobs.append(Share(path, options.source, share, options.channels, options.cut_size, low, high))
+        for number, some in enumerate(command.parts_of(files, each)):
+            share = Share(options.source, some, options.channels, options.cut_size, about)
+            jobs.append(store.Job(options.out / split / f"samples_{number:06d}.h5", partial(convert_share, share), CONTENTS))
     recipe = {
         "kind": "convert",
         "rows_per_file": options.rows_per_file,
@@ -414,30 +364,12 @@ def convert(options: argparse.Namespace) -> int:
         "sources": {split: f"{len(files)} files, names {command.digest(files)}" for split, files in sources.items()},
     }
     total = sum((options.source / file).stat().st_size for files in sources.values() for file in files)
-    count = ", ".join(f"{len(files)} for {split}" for split, files in sources.items())
-    command.print_once(f"source files: {count}, {total / 1e6:,.1f} MB in {options.source}")
-    command.work(options, jobs, convert_share, recipe, _header(low, high), CONTENTS, "choose a new folder")
+    command.print_once(f"source files: {command.told_sources(sources)}, {total / 1e6:,.1f} MB in {options.source}")
+    command.work(options, jobs, recipe, _header(low, high))
     return command.conclude("cosmoflow", options)
 
 
 # ---- command line
-
-
-def _inspect(out: Path, spectra: int, picture: bool) -> int:
-    from data_prep import inspection
-
-    return inspection.check(out, spectra=spectra, picture=picture)
-
-
-def check(options: argparse.Namespace) -> int:
-    return _inspect(options.out, options.spectra, options.picture)
-
-
-def _numbers(text: str) -> list[float]:
-    return [float(part) for part in text.split(",")]
-
-
-_numbers.__name__ = "list such as 0,0.5,1.5,3"
 
 
 def _ranges(text: str) -> dict[str, tuple[float, float]]:
@@ -452,7 +384,8 @@ def _ranges(text: str) -> dict[str, tuple[float, float]]:
     return ranges
 
 
-_ranges.__name__ = "list such as Omega_m=0.27:0.33,H_0=63:77"
+numbers = command.taking("list such as 0,0.5,1.5,3", lambda text: [float(part) for part in text.split(",")])
+ranges = command.taking("list such as Omega_m=0.27:0.33,H_0=63:77", _ranges)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -460,26 +393,24 @@ def parser() -> argparse.ArgumentParser:
 
     def add_ranges(made: argparse.ArgumentParser) -> None:
         usual = ",".join(f"{name}={low:g}:{high:g}" for name, (low, high) in RANGES.items())
-        made.add_argument("--ranges", metavar="NAME=LOW:HIGH,...", type=_ranges, default=usual, help="change some of them")
+        made.add_argument("--ranges", metavar="NAME=LOW:HIGH,...", type=ranges, default=usual, help="change some of them")
 
     one = add("simulate", "Universes of cold dark matter, from their four numbers to particle counts.", simulate)
     command.add_out(one)
     one.add_argument("--universes", metavar="N", type=command.positive, default=256, help="how many; a later run may ask for more")
-    one.add_argument("--validation", metavar="F", type=float, default=0.125, help="fraction of the universes")
-    one.add_argument("--test", metavar="F", type=float, default=0.0, help="fraction of the universes")
+    command.add_fractions(one, 0.125, 0.0, "the universes")
     one.add_argument("--size", metavar="N", type=command.positive, default=32, help="cells per side of a sample")
     one.add_argument("--cut", metavar="N", type=command.positive, default=2, help="samples per side of a universe")
     one.add_argument("--voxel", metavar="X", type=float, default=8.0, help="width of a cell in Mpc/h")
-    one.add_argument("--redshifts", metavar="Z,Z,...", type=_numbers, default="0,0.5,1.5,3", help="one channel each")
+    one.add_argument("--redshifts", metavar="Z,Z,...", type=numbers, default="0,0.5,1.5,3", help="one channel each")
     one.add_argument("--particles-per-cell", type=int, choices=sorted(universe.LATTICES), default=2, help="that are moved")
     one.add_argument("--mean-count", metavar="X", type=float, default=16.0, help="counts in a cell of mean density")
     one.add_argument("--omega-b", metavar="X", type=float, default=0.045, help="baryon density, the same in every universe")
     add_ranges(one)
     command.add_making(one)
 
-    two = add("check", "Files against index.json, spectra against the linear input, and OUT/universes.png.", check)
-    command.add_checking(two, "universes.png")
-    two.add_argument("--spectra", metavar="N", type=command.natural, default=64, help="universes whose spectra are measured")
+    command.add_check(add, "Files against index.json, spectra against the linear input", inspection.check, inspection.PICTURE,
+                      "--spectra", 64, "universes whose spectra are measured")  # fmt: skip
 
     three = add("convert", "Public MLPerf TFRecords (plain or gzip) or public HDF5 universes to our files.", convert)
     three.add_argument("source", type=Path, metavar="SOURCE", help="holds train, validation, test; or the files of one --split")
@@ -494,9 +425,7 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    return command.main(parser(), arguments)
-
+main = partial(command.main, parser)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -15,12 +15,11 @@ N rows of a file   H, W latitudes (south to north) and longitudes   16 the VARIA
 """
 
 import argparse
-import json
 import math
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,27 +46,19 @@ def _fields(shape: list[int], header: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sums(file: h5py.File) -> dict[str, Any]:
-    """Per variable: cells, least, most, mean, sum of squared deviations, in float64; cells of each class."""
+    """Moments of each variable, cells of each class."""
     rows = (file["fields"][row].reshape(-1, len(VARIABLES)) for row in range(file["fields"].shape[0]))
-    cells, least, most, mean, square = moments.join([moments.measure(values) for values in rows])
     classes = np.bincount(file["mask"][...].ravel(), minlength=len(CLASSES))
-    arrays = {"minimum": least, "maximum": most, "mean": mean, "square": square, "classes": classes}
-    return {"cells": cells, **{name: values.tolist() for name, values in arrays.items()}}
+    return {**moments.join(map(moments.measure, rows)), "classes": classes.tolist()}
 
 
 def _moments(records: Sequence[store.Record]) -> dict[str, Any]:
-    cells, least, most, mean, square = moments.join([moments.of(record["sums"]) for record in records])
+    fields = moments.summary(record["sums"] for record in records)
     classes = np.sum([record["sums"]["classes"] for record in records], axis=0)
     return {
         "rows": sum(record["rows"] for record in records),
-        "fields": {
-            "cells": cells,
-            "minimum": least.tolist(),
-            "maximum": most.tolist(),
-            "mean": mean.tolist(),
-            "deviation": np.sqrt(square / cells).tolist(),
-        },
-        "mask": {"cells": classes.tolist(), "frequency": (classes / cells).tolist()},
+        "fields": fields,
+        "mask": {"cells": classes.tolist(), "frequency": (classes / fields["cells"]).tolist()},
     }
 
 
@@ -89,7 +80,7 @@ def _datasets(height: int, width: int) -> dict[str, tuple[Any, Sequence[int]]]:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(command.Settings):
     """All that decides the content of a simulated sample, besides its index, and where it lies."""
 
     seed: int
@@ -103,18 +94,12 @@ class Recipe:
     validation: float
     test: float
 
-    def __post_init__(self) -> None:
-        wrong = list(self._mistakes())
-        if wrong:
-            raise ConfigError("\n".join(wrong))
-
-    def _mistakes(self) -> Iterator[str]:
+    def mistakes(self) -> Iterator[str]:
         if min(self.height, self.width) < 16:
             yield f"--height {self.height} and --width {self.width}: expected 16 or more"
         spacing = max(180 / self.height, 360 / self.width) if self.globe else self.spacing
         if not 0.05 <= spacing <= 2:
             yield f"the spacing is {spacing:g} degrees, expected 0.05 to 2: the radius of a cyclone's wind is about 1 degree"
-        yield from command.wrong_fractions(self.validation, self.test)
         if self.globe:
             return
         north = self.south + self.height * self.spacing
@@ -130,35 +115,14 @@ class Recipe:
             return Grid.globe(self.height, self.width)
         return Grid.region(self.height, self.width, self.spacing, self.south, self.west)
 
-    def split(self, index: int) -> str:
-        return store.split_of(index, self.validation, self.test, partial(self.generator, 0))
 
-    def generator(self, stream: int, index: int) -> np.random.Generator:
-        return np.random.Generator(np.random.PCG64DXSM(np.random.SeedSequence([self.seed, stream, index])))
-
-
-@dataclass(frozen=True)
-class Maps:
-    """The samples of one file to be made."""
-
-    path: Path
-    samples: tuple[int, ...]
-    recipe: Recipe
-
-    @property
-    def rows(self) -> int:
-        return len(self.samples)
-
-
-def make_maps(job: Maps) -> None:
-    recipe, text, grid = job.recipe, json.dumps(asdict(job.recipe)), job.recipe.grid()
-    if not store.is_made(job.path, text, "fields", job.rows):
-        about = {**_header(grid), "kind": "simulated", "seed": recipe.seed, "samples": list(job.samples), "recipe": text}
-        with store.rows_file(job.path, job.rows, _datasets(recipe.height, recipe.width), about) as file:
-            for row, index in enumerate(job.samples):
-                fields = scenes.sample(grid, recipe.generator(1, index))
-                file["fields"][row], file["mask"][row] = fields, detection.detect(grid, fields).mask
-    store.write_record(job.path, CONTENTS)
+def write_maps(recipe: Recipe, samples: Sequence[int], path: Path) -> None:
+    grid = recipe.grid()
+    about = {**_header(grid), "kind": "simulated", "seed": recipe.seed, "samples": list(samples), "recipe": recipe.text}
+    with store.rows_file(path, len(samples), _datasets(recipe.height, recipe.width), about) as file:
+        for row, index in enumerate(samples):
+            fields = scenes.sample(grid, recipe.generator(1, index))
+            file["fields"][row], file["mask"][row] = fields, detection.detect(grid, fields).mask
 
 
 def simulate(options: argparse.Namespace) -> int:
@@ -172,55 +136,31 @@ def simulate(options: argparse.Namespace) -> int:
         members[recipe.split(index)].append(index)
     command.refuse_empty([split for split in members if members[split]], options, f"--samples {options.samples}")
     jobs = [
-        Maps(options.out / split / f"samples_{number:06d}.h5", tuple(share), recipe)
+        store.Job(options.out / split / f"samples_{number:06d}.h5", partial(write_maps, recipe, share), CONTENTS, len(share))
         for split, indices in members.items()
-        for number, share in enumerate(_shares(indices, recipe.rows))
+        for number, share in enumerate(command.parts_of(indices, recipe.rows))
     ]
     size = options.samples * height * width * (4 * len(VARIABLES) + 1)
     command.print_once(f"{options.samples} samples of {height} x {width} cells: {size / 1e6:,.0f} MB in {options.out}")
-    advice = f"ask for at least as many as it holds (--samples is {options.samples}), or choose a new folder"
-    settings = {"kind": "simulate", **command.settings_of(asdict(recipe))}
-    command.work(options, jobs, make_maps, settings, _header(recipe.grid()), CONTENTS, advice)
-    return command.conclude("deepcam", options, partial(inspect, options.out, 64, True) if options.check else None)
-
-
-def _shares(items: Sequence[Any], each: int) -> list[Sequence[Any]]:
-    return [items[start : start + each] for start in range(0, len(items), each)]
+    look = partial(inspect, some=64, picture=True)
+    return command.simulate("deepcam", options, recipe, jobs, _header(recipe.grid()), "samples", look)
 
 
 # ---- convert
 
 
-@dataclass(frozen=True)
-class Steps:
-    """The public time steps of one output file."""
-
-    path: Path
-    root: Path
-    sources: tuple[str, ...]
-    shape: tuple[int, int]
-
-    @property
-    def rows(self) -> int:
-        return len(self.sources)
-
-
-def convert_steps(job: Steps) -> None:
-    grid = Grid.globe(*job.shape)
-    about = {**_header(grid), "kind": "converted", "origin": "public DeepCAM time steps"}
-    with store.rows_file(job.path, job.rows, _datasets(*job.shape), about) as file:
-        for row, source in enumerate(job.sources):
-            file["fields"][row], file["mask"][row] = timestep.read(job.root / source, job.shape)
-        file.create_dataset("source", data=np.array(job.sources, "S"))
-    store.write_record(job.path, CONTENTS)
+def convert_steps(root: Path, sources: Sequence[str], shape: tuple[int, int], path: Path) -> None:
+    about = {**_header(Grid.globe(*shape)), "kind": "converted", "origin": "public DeepCAM time steps"}
+    with store.rows_file(path, len(sources), _datasets(*shape), about) as file:
+        for row, source in enumerate(sources):
+            file["fields"][row], file["mask"][row] = timestep.read(root / source, shape)
+        file.create_dataset("source", data=np.array(sources, "S"))
 
 
 def _sources(options: argparse.Namespace) -> dict[str, list[str]]:
     """Source files of each split, sorted, relative to SOURCE: as its folders have them, or a flat folder split at random."""
     root: Path = options.source
-    if not root.is_dir():
-        raise ConfigError(f"{root}: no such folder; SOURCE holds the folders train, validation, test, or data-*.h5")
-    folders = {split: root / split for split in store.SPLITS if (root / split).is_dir()}
+    folders = command.source_folders(root, "data-*.h5")
     found = {}
     for split, folder in (folders or {"": root}).items():
         files = sorted(path.relative_to(root).as_posix() for path in folder.glob("data-*.h5"))
@@ -245,18 +185,16 @@ def convert(options: argparse.Namespace) -> int:
     command.refuse_same(options.source, options.out)
     height, width = timestep.read(options.source / next(iter(sources.values()))[0])[1].shape
     jobs = [
-        Steps(options.out / split / f"samples_{number:06d}.h5", options.source, tuple(share), (height, width))
+        store.Job(options.out / split / f"samples_{number:06d}.h5",
+                  partial(convert_steps, options.source, share, (height, width)), CONTENTS, len(share))
         for split, files in sources.items()
-        for number, share in enumerate(_shares(files, options.rows))
-    ]
+        for number, share in enumerate(command.parts_of(files, options.rows))
+    ]  # fmt: skip
     recipe = {"kind": "convert", "rows": options.rows, "height": height, "width": width}
     recipe["sources"] = {split: f"{len(files)} files, names {command.digest(files)}" for split, files in sources.items()}
-    count = ", ".join(f"{len(files)} for {split}" for split, files in sources.items())
-    command.print_once(f"source files: {count}, of {height} x {width} cells in {options.source}")
-    command.work(options, jobs, convert_steps, recipe, _header(Grid.globe(height, width)), CONTENTS, "choose a new folder")
-    if store.launched()[0] == 0:
-        _compare(options.source / "stats.h5", options.out)
-    return command.conclude("deepcam", options)
+    command.print_once(f"source files: {command.told_sources(sources)}, of {height} x {width} cells in {options.source}")
+    command.work(options, jobs, recipe, _header(Grid.globe(height, width)))
+    return command.conclude("deepcam", options, partial(_compare, options.source / "stats.h5"))
 
 
 def _compare(path: Path, out: Path) -> None:
@@ -281,19 +219,18 @@ def _compare(path: Path, out: Path) -> None:
 # ---- check
 
 
-def inspect(out: Path, rule: int, picture: bool) -> int:
-    """0 when all is well, 1 with the reasons printed when not. Raises DataError for a folder that cannot be read at all."""
+def inspect(out: Path, some: int, picture: bool) -> int:
+    """0 when all is well, otherwise 1 with the reasons printed. Raises DataError for a folder that cannot be read at all."""
     files, wrong = command.against_index(out)
-    places = [(out / split / name, row) for split, name, entry, _ in files for row in range(entry["rows"])]
+    places = command.places_of(files)
     for split, part in store.read_json(out / "statistics.json")["splits"].items():
         shares = ", ".join(f"{name} {share:.5f}" for name, share in zip(CLASSES, part["mask"]["frequency"]))
         print(f"{split}: {part['rows']} samples; {shares}")
     settings = store.read_json(out / "recipe.json")
-    if settings.pop("kind", None) == "simulate" and rule and not wrong:
-        wrong += _against_rule(Recipe(**settings).grid(), places[:: max(1, -(-len(places) // rule))])
+    if settings.pop("kind", None) == "simulate" and some and not wrong:
+        wrong += _against_rule(Recipe(**settings).grid(), command.spread(places, some))
     if picture and not wrong:
         _draw(out / PICTURE, places)
-        print(f"picture: {out / PICTURE}")
     return command.told(wrong)
 
 
@@ -314,49 +251,37 @@ def _against_rule(grid: Grid, places: Sequence[tuple[Path, int]]) -> Iterator[st
 
 def _draw(path: Path, places: Sequence[tuple[Path, int]]) -> None:
     """Six samples, of those that hold something if there are so many: water, pressure and outlines."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     seen: list[tuple[int, Path, int]] = []
-    for name, row in places[:: max(1, -(-len(places) // 60))]:
+    for name, row in command.spread(places, 60):
         with h5py.File(name, "r") as file:
             seen.append((len(np.unique(file["mask"][row])), name, row))
     shown = sorted(seen, key=lambda item: -item[0])[:6]
-    figure = Figure(figsize=(16, 9), layout="constrained")
-    FigureCanvasAgg(figure)
-    for axis, (_, name, row) in zip(figure.subplots(2, 3, squeeze=False).ravel(), shown):
-        with h5py.File(name, "r") as file:
-            fields, mask = file["fields"][row], file["mask"][row]
-            (south, north), (west, east) = file.attrs["latitude"], file.attrs["longitude"]
-        x, y = np.linspace(west, east, mask.shape[1]), np.linspace(south, north, mask.shape[0])
-        names = list(VARIABLES)
-        image = axis.pcolormesh(x, y, fields[..., names.index("TMQ")], cmap="YlGnBu", vmin=0, vmax=65, rasterized=True)
-        axis.contour(x, y, fields[..., names.index("PSL")] / 100, np.arange(900, 1060, 4), colors="0.25", linewidths=0.5)
-        for kind, color in ((detection.CYCLONE, "red"), (detection.RIVER, "blue")):
-            if (mask == kind).any():
-                axis.contour(x, y, mask == kind, [0.5], colors=color, linewidths=1.5)
-        axis.set(aspect="equal", xlabel="longitude (degrees)", ylabel="latitude (degrees)")
-        axis.set_title(f"{name.parent.name}/{name.name} row {row}", fontsize=10)
-    text = "precipitable water (kg/m2); pressure at sea level every 4 hPa; cyclones red, rivers blue"
-    figure.colorbar(image, ax=figure.axes, label=text, shrink=0.8, location="bottom", aspect=60)
-    partial_file = path.with_name(f".{path.name}.partial")
-    figure.savefig(partial_file, dpi=100, format="png")
-    partial_file.replace(path)
+    with command.picture(path, (16, 9), 100) as figure:
+        for axis, (_, name, row) in zip(figure.subplots(2, 3, squeeze=False).ravel(), shown):
+            with h5py.File(name, "r") as file:
+                fields, mask = file["fields"][row], file["mask"][row]
+                (south, north), (west, east) = file.attrs["latitude"], file.attrs["longitude"]
+            x, y = np.linspace(west, east, mask.shape[1]), np.linspace(south, north, mask.shape[0])
+            names = list(VARIABLES)
+            image = axis.pcolormesh(x, y, fields[..., names.index("TMQ")], cmap="YlGnBu", vmin=0, vmax=65, rasterized=True)
+            axis.contour(x, y, fields[..., names.index("PSL")] / 100, np.arange(900, 1060, 4), colors="0.25", linewidths=0.5)
+            for kind, color in ((detection.CYCLONE, "red"), (detection.RIVER, "blue")):
+                if (mask == kind).any():
+                    axis.contour(x, y, mask == kind, [0.5], colors=color, linewidths=1.5)
+            axis.set(aspect="equal", xlabel="longitude (degrees)", ylabel="latitude (degrees)")
+            axis.set_title(f"{name.parent.name}/{name.name} row {row}", fontsize=10)
+        text = "precipitable water (kg/m2); pressure at sea level every 4 hPa; cyclones red, rivers blue"
+        figure.colorbar(image, ax=figure.axes, label=text, shrink=0.8, location="bottom", aspect=60)
 
 
 # ---- command line
 
 
-def check(options: argparse.Namespace) -> int:
-    return inspect(options.out, options.rule, options.picture)
-
-
 def parser() -> argparse.ArgumentParser:
     top, add = command.parser("deepcam", "DeepCAM data: simulate weather maps, check them, or convert the public set.")
 
-    def fractions(made: argparse.ArgumentParser, note: str) -> None:
-        made.add_argument("--validation", metavar="F", type=float, default=0.1, help=f"fraction of the samples{note}")
-        made.add_argument("--test", metavar="F", type=float, default=0.1, help=f"fraction of the samples{note}")
+    def shared(made: argparse.ArgumentParser, of: str) -> None:
+        command.add_fractions(made, 0.1, 0.1, of)
         made.add_argument("--rows", metavar="N", type=command.positive, default=16, help="samples per file")
 
     one = add("simulate", "Weather maps of an idealised atmosphere, with masks of cyclones and rivers.", simulate)
@@ -368,26 +293,23 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--south", metavar="X", type=float, default=8.0, help="southern edge of a region in degrees")
     one.add_argument("--west", metavar="X", type=float, default=0.0, help="western edge of a region in degrees")
     one.add_argument("--globe", action="store_true", help="the whole globe, periodic, with rows at both poles")
-    fractions(one, "")
+    shared(one, "the samples")
     command.add_making(one)
 
-    two = add("check", f"Files against index.json, masks against the rule, and OUT/{PICTURE}.", check)
-    command.add_checking(two, PICTURE)
-    two.add_argument("--rule", metavar="N", type=command.natural, default=64, help="samples whose masks are made again")
+    command.add_check(add, "Files against index.json, masks against the rule", inspect, PICTURE, "--rule", 64,
+                      "samples whose masks are made again")  # fmt: skip
 
     three = add("convert", "The public time steps (data-*.h5) to our files.", convert)
     three.add_argument("source", type=Path, metavar="SOURCE", help="holds train, validation, test; or data-*.h5, to be split")
     command.add_out(three)
     three.add_argument("--split-seed", metavar="N", type=command.natural, default=PUBLIC_SEED, help="of the split of a flat folder")
     three.add_argument("--limit", metavar="N", type=command.positive, default=None, help="at most this many source files per split")
-    fractions(three, " of a flat folder")
+    shared(three, "the samples of a flat folder")
     command.add_workers(three)
     return top
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    return command.main(parser(), arguments)
-
+main = partial(command.main, parser)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -24,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep.atmosphere import VARIABLES
+from data_prep.extras import needed
 from data_prep.sphere import DEGREE, RADIUS, Array, Box, Grid, polar
-from hpcai.errors import MissingExtraError
 
 CYCLONE, RIVER = 1, 2
 
@@ -39,7 +39,7 @@ WARM, WARM_500 = 0.8, 0.4   # K
 OUTER_WIND, OUTER = 15.0, 5.0   # m/s, degrees
 
 TRANSPORT, LAYER = 250.0, 0.8   # kg/m/s; share of the water that moves with the wind at 850 hPa
-RELATIVE, MOIST = 1.7, 20.0     # of the median of the latitude; kg/m2
+RELATIVE, MOIST = 1.7, 20.0     # times the median of the latitude; kg/m2
 SUBTROPICS = 20.0       # degrees
 CLEAR = 6.0             # degrees
 LENGTH, SLENDER, POLEWARD = 2.0e6, 2.0, 50.0    # m, 1, kg/m/s
@@ -73,15 +73,11 @@ class Objects:
 
 
 def _ndimage() -> Any:
-    try:
-        from scipy import ndimage
-    except ImportError as problem:
-        raise MissingExtraError("finding cyclones and rivers needs scipy: pip install 'hpcai-suite[deepcam]'") from problem
-    return ndimage
+    return needed("scipy.ndimage", "finding cyclones and rivers", "deepcam")
 
 
 def detect(grid: Grid, fields: NDArray[Any]) -> Objects:
-    """fields [H, W, C]"""
+    """The objects of a map.   fields [H, W, C]"""
     field = {name: fields[..., channel].astype(np.float64) for channel, name in enumerate(VARIABLES)
              if name in ("TMQ", "U850", "V850", "PSL", "T200", "T500")}  # fmt: skip
     mask = np.zeros(fields.shape[:2], np.uint8)

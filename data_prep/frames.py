@@ -13,16 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep import moments, store
-from hpcai.errors import DataError, MissingExtraError
+from data_prep.extras import needed
+from hpcai.errors import DataError
 from hpcai.models.dimenet import periodic
 
 Array = NDArray[Any]
 ELEMENTS = 119                                  # atomic numbers from 0
-PER_FRAME: dict[str, tuple[str, tuple[int, ...]]] = {
+LAYOUTS: dict[str, tuple[str, tuple[str | int, ...]]] = {
     "atoms": ("int32", ()), "edges": ("int32", ()), "triplets": ("int64", ()), "energy": ("float64", ()),
     "cell": ("float64", (3, 3)), "pbc": ("uint8", (3,)), "system": ("int64", ()), "frame": ("int32", ()), "source": ("int16", ()),
-}  # fmt: skip
-PER_ATOM: dict[str, tuple[str, tuple[str | int, ...]]] = {
     "positions": ("float32", ("atoms", 3)), "forces": ("float32", ("atoms", 3)), "numbers": ("uint8", ("atoms",)),
     "tags": ("uint8", ("atoms",)), "fixed": ("uint8", ("atoms",)),
 }  # fmt: skip
@@ -31,20 +30,10 @@ RANGES = {"atoms": (1, None), "edges": (1, None), "numbers": (1, ELEMENTS - 1), 
 
 def ase() -> Any:
     """The package, with the parts that are used here and by the readers."""
-    try:
-        import ase
-        import ase.build
-        import ase.calculators.emt
-        import ase.constraints
-        import ase.data
-        import ase.data.colors
-        import ase.db
-        import ase.io
-        import ase.optimize
-        import ase.units
-    except ImportError as problem:
-        raise MissingExtraError("slabs and trajectories need ASE: pip install 'hpcai-suite[opencatalyst]'") from problem
-    return ase
+    parts = ("build", "calculators.emt", "constraints", "data", "data.colors", "db", "io", "optimize", "units")
+    for part in parts:
+        needed(f"ase.{part}", "reading and making of structures", "opencatalyst")
+    return needed("ase", "reading and making of structures", "opencatalyst")
 
 
 @dataclass
@@ -55,7 +44,7 @@ class Frame:
     positions: Array                            # [A, 3]
     cell: Array                                 # [3, 3], the rows are its vectors
     pbc: Array                                  # [3]
-    energy: float | None                        # of the target
+    energy: float | None                        # eV, as it is to be learnt
     forces: Array | None                        # raw, of held atoms too   [A, 3]
     tags: Array                                 # 0 below the surface, 1 surface, 2 adsorbate   [A]
     fixed: Array                                # 1 for atoms that are held   [A]
@@ -66,7 +55,7 @@ class Frame:
 
 
 def count(frame: Frame, cutoff: float, most: int, where: str) -> tuple[int, int]:
-    """Edges and triplets of a frame as it is stored. Raises DataError, ``where`` in front, for one that cannot be learnt from."""
+    """Edges and triplets of a frame as it is stored. Raises DataError, which begins with ``where``, for others."""
     again = "compute it, or leave such frames out with --skip-bad"
     if frame.energy is None or frame.forces is None:
         raise DataError(f"{where}: has no {'energy' if frame.energy is None else 'forces'}; {again}")
@@ -86,21 +75,16 @@ def count(frame: Frame, cutoff: float, most: int, where: str) -> tuple[int, int]
 
 def write(path: Path, frames: Sequence[Frame], counts: Sequence[tuple[int, int]], about: dict[str, Any]) -> None:
     """A file of frames, with the edges and triplets of each."""
-    atoms = np.array([len(frame.numbers) for frame in frames])
-    rows = {"atoms": atoms, "edges": [edges for edges, _ in counts], "triplets": [triplets for _, triplets in counts]}
-    with store.rows_file(path, len(frames), {**PER_FRAME, **PER_ATOM}, about, {"atoms": int(atoms.sum())}) as file:
-        for name in PER_FRAME:
-            file[name][...] = rows[name] if name in rows else np.array([getattr(frame, name) for frame in frames])
-        for name in PER_ATOM:
-            file[name][...] = np.concatenate([getattr(frame, name) for frame in frames])
+    rows = [{**vars(frame), "atoms": len(frame.numbers), "edges": edges, "triplets": triplets}
+            for frame, (edges, triplets) in zip(frames, counts)]  # fmt: skip
+    store.write_rows(path, LAYOUTS, rows, about)
 
 
-def read(file: h5py.File, row: int) -> Frame:
-    """A frame of a file."""
-    end = int(file["atoms"][: row + 1].sum())
-    part = slice(end - int(file["atoms"][row]), end)
-    one = {name: file[name][row] for name in ("cell", "pbc", "energy", "system", "frame", "source")}
-    return Frame(**{name: file[name][part] for name in PER_ATOM}, **one)
+def read(file: h5py.File, row: int) -> tuple[Frame, tuple[int, int]]:
+    """A frame of a file, and its edges and triplets."""
+    (found,) = store.read_rows(file, LAYOUTS, row, row + 1)
+    _, edges, triplets = (int(found.pop(name)) for name in ("atoms", "edges", "triplets"))
+    return Frame(**found), (edges, triplets)
 
 
 # ---- what the files hold
@@ -113,12 +97,8 @@ def header(sources: Sequence[dict[str, str]], label: str, cutoff: float, most: i
 
 def _sums(file: h5py.File) -> dict[str, Any]:
     free = file["forces"][...][file["fixed"][...] == 0].astype(np.float64)
-    sums: dict[str, Any] = {
-        name: dict(zip(moments.NAMES, (float(np.asarray(value).item()) for value in moments.measure(file[name][...][:, None]))))
-        for name in ("energy", "atoms", "edges", "triplets")
-    }
     return {
-        **sums,
+        **{name: moments.measure(file[name][...][:, None]) for name in ("energy", "atoms", "edges", "triplets")},
         "systems": np.unique(file["system"][...]).tolist(),
         "elements": np.bincount(file["numbers"][...], minlength=ELEMENTS).tolist(),
         "free": len(free), "square": float((free**2).sum()), "absolute": float(np.abs(free).sum()),
@@ -133,12 +113,8 @@ def _merge(records: Sequence[store.Record]) -> dict[str, Any]:
     sums = [record["sums"] for record in records]
     parts = {}
     for name in ("energy", "atoms", "edges", "triplets"):
-        frames, least, most, mean, square = moments.join(
-            [tuple(np.atleast_1d(each[name][key]) if key != "cells" else each[name][key] for key in moments.NAMES) for each in sums]
-        )
-        parts[name] = {"mean": float(mean[0]), "minimum": float(least[0]), "maximum": float(most[0])}
-        if name == "energy":
-            parts[name]["deviation"] = float(np.sqrt(square[0] / frames))
+        found = moments.summary(each[name] for each in sums)
+        parts[name] = {key: found[key][0] for key in ("mean", "minimum", "maximum", "deviation")[: 4 if name == "energy" else 3]}
     elements = np.sum([each["elements"] for each in sums], axis=0)
     free, square, absolute = (sum(each[name] for each in sums) for name in ("free", "square", "absolute"))
     named = {
@@ -158,9 +134,10 @@ def _merge(records: Sequence[store.Record]) -> dict[str, Any]:
 
 
 def _across(out: Path, indexes: dict[str, Any], statistics: dict[str, Any]) -> None:
-    """What the energies of training say beforehand: their mean, or a sum over atoms of an energy for each element; and how far that
-    is from the energies of each split. Where sources are mixed, each has an offset besides."""
+    """Adds how far the energies of each split are from what training tells without a network: their mean, or a sum over atoms of an
+    energy for each element. Where sources are mixed, each has an offset besides."""
     chemical_symbols = ase().data.chemical_symbols
+
     def parts(split: str) -> Iterator[tuple[Array, Array, Array]]:
         """Atoms of each element [R, ELEMENTS], energy [R], source [R] of each file."""
         for entry in indexes[split]["files"]:
@@ -201,5 +178,4 @@ def _across(out: Path, indexes: dict[str, Any], statistics: dict[str, Any]) -> N
         statistics["offsets"] = [{**name, "energy": offset} for name, offset in zip(names, offsets)]
 
 
-FIELDS = store.fields_of({**PER_FRAME, **PER_ATOM}, RANGES)
-CONTENTS = store.Contents("atoms", FIELDS, _sums, _merge, parts=("atoms",), across=_across)
+CONTENTS = store.Contents("atoms", store.fields_of(LAYOUTS, RANGES), _sums, _merge, parts=("atoms",), across=_across)

@@ -8,42 +8,35 @@ from typing import Any
 import h5py
 import numpy as np
 
-from data_prep import frames, store
+from data_prep import command, frames, store
 from data_prep.frames import Frame, ase
 
 
 def draw(path: Path, places: Sequence[tuple[Path, int]], label: str) -> None:
     """Draw four systems from above and from the side with their forces, and histograms of forces and energies."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(15, 12), layout="constrained")
-    FigureCanvasAgg(figure)
-    grid = figure.add_gridspec(3, 4, height_ratios=(1.15, 1, 0.8))
-    for column in range(4):
-        frame, title = _titled(*places[min(len(places) - 1, (2 * column + 1) * len(places) // 8)])
-        _above_or_beside(figure.add_subplot(grid[0, column]), frame, (0, 1, 2), title)
-        _above_or_beside(figure.add_subplot(grid[1, column]), frame, (0, 2, 1), "")
-    size, energy = figure.add_subplot(grid[2, :2]), figure.add_subplot(grid[2, 2:])
     found = _forces_and_energies(places)
-    for axis, part in ((size, 0), (energy, 1)):
-        every = np.concatenate([both[part] for both in found.values()])
-        bins = np.linspace(every.min() - 0.01, every.max() + 0.01, 61).tolist()
-        for number, (split, both) in enumerate(found.items()):
-            axis.hist(both[part], bins, density=True, histtype="stepfilled", alpha=0.25, color=f"C{number}")
-            axis.hist(both[part], bins, density=True, histtype="step", linewidth=1.5, color=f"C{number}", label=split)
-    size.set(xlabel="log10 of |F| of free atoms, eV/A", ylabel="density")
-    energy.set(xlabel="energy of the target, eV")
-    size.legend()
-    figure.suptitle(f"{label}. Red rims: adsorbate; dotted: held; arrows: forces on free atoms")
-    partial_file = path.with_name(f".{path.name}.partial")
-    figure.savefig(partial_file, dpi=80, format="png")
-    partial_file.replace(path)
+    with command.picture(path, (15, 12), 80) as figure:
+        grid = figure.add_gridspec(3, 4, height_ratios=(1.15, 1, 0.8))
+        for column in range(4):
+            frame, title = _titled(*places[min(len(places) - 1, (2 * column + 1) * len(places) // 8)])
+            _above_or_beside(figure.add_subplot(grid[0, column]), frame, (0, 1, 2), title)
+            _above_or_beside(figure.add_subplot(grid[1, column]), frame, (0, 2, 1), "")
+        size, energy = figure.add_subplot(grid[2, :2]), figure.add_subplot(grid[2, 2:])
+        for axis, part in ((size, 0), (energy, 1)):
+            every = np.concatenate([both[part] for both in found.values()])
+            bins = np.linspace(every.min() - 0.01, every.max() + 0.01, 61).tolist()
+            for number, (split, both) in enumerate(found.items()):
+                axis.hist(both[part], bins, density=True, histtype="stepfilled", alpha=0.25, color=f"C{number}")
+                axis.hist(both[part], bins, density=True, histtype="step", linewidth=1.5, color=f"C{number}", label=split)
+        size.set(xlabel="log10 of |F| of free atoms, eV/A", ylabel="density")
+        energy.set(xlabel="energy of the target, eV")
+        size.legend()
+        figure.suptitle(f"{label}. Red rims: adsorbate; dotted: held; arrows: forces on free atoms")
 
 
 def _titled(name: Path, row: int) -> tuple[Frame, str]:
     with h5py.File(name, "r") as file:
-        frame, systems = frames.read(file, row), json.loads(file.attrs.get("systems", "[]"))
+        (frame, _), systems = frames.read(file, row), json.loads(file.attrs.get("systems", "[]"))
     formula = ase().Atoms(frame.numbers).get_chemical_formula()
     title = next((each["name"] for each in systems if each["system"] == frame.system), f"{formula}, system {frame.system}")
     return frame, f"{name.parent.name}: {title}\nframe {frame.frame}, {frame.energy:.3f} eV"

@@ -59,7 +59,7 @@ def origin(path: Path, root: Path, options: argparse.Namespace, by_system: bool)
 
 
 def sources(origins: Sequence[Origin], options: argparse.Namespace) -> tuple[list[dict[str, str]], list[int]]:
-    """What the index says of the sources, and which of them each file is. Refuses to mix labels unless it is asked to."""
+    """What the index says of the sources, and which of them each file belongs to. Refuses to mix labels unless it is asked to."""
     told = [(origin.labels or options.label, origin.relative) for origin in origins]
     silent = [origin for origin, (labels, relative) in zip(origins, told) if labels is None and not relative]
     kinds = list(dict.fromkeys(told))
@@ -70,7 +70,7 @@ def sources(origins: Sequence[Origin], options: argparse.Namespace) -> tuple[lis
         raise ConfigError(f"{options.source}: {one}, {other}; {advice}; --label names the method of files that do not tell it")
     if not options.mix and len(silent) > 1:
         raise ConfigError(f"{options.source}: {len(silent)} files such as {silent[0].path.name} do not tell how their labels were "
-                          f"computed; if by one method, name it, as in --label 'DFT (VASP)'; else {advice}")  # fmt: skip
+                          f"computed; if by one method, name it, as in --label 'DFT (VASP)'; otherwise {advice}")  # fmt: skip
     name = options.source_name or options.source.name
     if not options.mix:
         known = options.label or told[0][0] or "not stated"
@@ -97,11 +97,7 @@ def splits(origins: dict[str, list[Origin]], options: argparse.Namespace) -> dic
         cut = len(only.systems) - last
         return {"train": [(only, list(range(cut)))], "validation": [(only, list(range(cut, cut + last)))]}
     order = list(dict.fromkeys(system for origin in group for system in origin.systems))
-
-    def generator(block: int) -> np.random.Generator:
-        return np.random.Generator(np.random.PCG64DXSM(np.random.SeedSequence([options.seed, 0, block])))
-
-    where = {system: store.split_of(n, options.validation, options.test, generator) for n, system in enumerate(order)}
+    where = {system: store.split_of(n, options.seed, options.validation, options.test) for n, system in enumerate(order)}
     one = f"{options.source} has {len(order)} systems" if len(order) > 1 else f"{options.source} is of one system (--hold-last N?)"
     command.refuse_empty(list(where.values()), options, one)
     parts = {split: [(origin, [n for n, system in enumerate(origin.systems) if where[system] == split]) for origin in group]

@@ -5,7 +5,7 @@ N cells per side of a whole universe   Z redshifts   K = N/2 + 1   B bins of wav
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ from data_prep import command, store, universe
 
 PICTURE = "universes.png"
 WINDOW = 0.02           # relative error that the mesh leaves in the power at the wavenumbers compared
-THEORY = 0.05           # and what is not linear there: this times D1^2, as one-loop terms grow
-SIGMAS = 4.0            # of the sample variance of Gaussian modes, sqrt(1/modes) with a pair of conjugates counted once
+THEORY = 0.05           # what is not linear there, over D1^2, as which one-loop terms grow
+SIGMAS = 4.0            # deviations; that of the power of Gaussian modes is sqrt(1/modes), a pair of conjugates counted once
 BINS = 24
 
 
@@ -63,19 +63,18 @@ class Comparison:
 
 
 def check(out: Path, spectra: int, picture: bool) -> int:
-    """0 when all is well, 1 with the reasons printed when not. Raises DataError for a folder that cannot be read at all."""
+    """0 when all is well, otherwise 1 with the reasons printed. Raises DataError for a folder that cannot be read at all."""
     files, wrong = command.against_index(out, _file_mistakes)
     settings = store.read_json(out / "recipe.json")
     if settings.get("kind") != "simulate":
         print("not simulated here, so there is no input spectrum to compare with")
     elif not wrong:
-        paths = [out / split / name for split, name, _, _ in files]
+        paths = [path for path, _, _ in files]
         comparison = compare(paths, spectra) if spectra else None
         if comparison:
             wrong += _report(comparison)
         if picture:
             draw(out / PICTURE, paths, comparison)
-            print(f"picture: {out / PICTURE}")
     return command.told(wrong)
 
 
@@ -105,9 +104,9 @@ def whole(file: h5py.File) -> NDArray[np.int16]:
     return parts.transpose(0, 3, 1, 4, 2, 5, 6).reshape(cut * size, cut * size, cut * size, -1)
 
 
-def compare(paths: list[Path], universes: int) -> Comparison:
+def compare(paths: Sequence[Path], universes: int) -> Comparison:
     """Spectra of evenly chosen files against P(k) D1(z)^2 of their own parameters."""
-    chosen = paths[:: max(1, -(-len(paths) // universes))]
+    chosen = command.spread(paths, universes)
     with h5py.File(chosen[0], "r") as file:
         settings = json.loads(file.attrs["recipe"])
     cells, width, redshifts = settings["size"] * settings["cut"], settings["voxel"], tuple(settings["redshifts"])
@@ -159,50 +158,40 @@ def _report(comparison: Comparison) -> list[str]:
     return list(comparison.mistakes())
 
 
-def draw(path: Path, paths: list[Path], comparison: Comparison | None) -> None:
+def draw(path: Path, paths: Sequence[Path], comparison: Comparison | None) -> None:
     """Slices of three universes, of low, middle and high sigma_8, at every redshift; spectra beside them."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     shown = _spread(paths)
     with h5py.File(shown[0], "r") as file:
         redshifts, voxel = [float(z) for z in file.attrs["redshifts"]], float(file.attrs["voxel_mpc_h"])
     order = np.argsort(redshifts)[::-1]                 # time runs to the right
     columns = len(redshifts)
-    figure = Figure(figsize=(2.5 * columns + 5.2, 2.62 * len(shown) + 0.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels: Any = figure.subfigures(1, 2, width_ratios=(2.5 * columns, 5.2), wspace=0.02)
-    left, right = panels
-    axes = left.subplots(len(shown), columns, squeeze=False)
-    bottom = top = 0.0
-    for row, name in enumerate(shown):
-        with h5py.File(name, "r") as file:
-            counts, values = whole(file), file.attrs["physical"]
+    with command.picture(path, (2.5 * columns + 5.2, 2.62 * len(shown) + 0.5), 110) as figure:
+        left, right = figure.subfigures(1, 2, width_ratios=(2.5 * columns, 5.2), wspace=0.02)
+        axes = left.subplots(len(shown), columns, squeeze=False)
         thick = max(1, round(16 / voxel))
-        slab = np.log1p(counts[:thick].mean(axis=0))                                  # [N, N, Z]
-        if not top:                                     # one scale for all, so that growth and sigma_8 are seen
-            bottom, top = (float(q) for q in np.quantile(slab[..., int(order[-1])], (0.002, 0.998)))
-        for column, channel in enumerate(order):
-            axis = axes[row][column]
-            axis.imshow(slab[..., channel].T, origin="lower", cmap="magma", vmin=bottom, vmax=top, interpolation="nearest")
-            axis.set_xticks([])
-            axis.set_yticks([])
-            if row == 0:
-                axis.set_title(f"z = {redshifts[channel]:g}", fontsize=11)
-        text = f"$\\Omega_m$ {values[0]:.3f}  $\\sigma_8$ {values[1]:.3f}\n$n_s$ {values[2]:.3f}  $H_0$ {values[3]:.1f}"
-        axes[row][0].set_ylabel(text, fontsize=9)
-    side = counts.shape[0] * voxel
-    left.supxlabel(f"log(1 + mean count) of a slice {thick * voxel:g} Mpc/h thick; each side {side:g} Mpc/h", fontsize=10)
-    if comparison:
-        _draw_spectra(right, comparison, order)
-    partial = path.with_name(f".{path.name}.partial")
-    figure.savefig(partial, dpi=110, format="png")
-    partial.replace(path)
+        bottom = top = 0.0
+        for row, name in enumerate(shown):
+            with h5py.File(name, "r") as file:
+                counts, values = whole(file), file.attrs["physical"]
+            slab = np.log1p(counts[:thick].mean(axis=0))                              # [N, N, Z]
+            if not top:                                 # one scale for all, so that growth and sigma_8 are seen
+                bottom, top = (float(q) for q in np.quantile(slab[..., int(order[-1])], (0.002, 0.998)))
+            for axis, channel in zip(axes[row], order):
+                axis.imshow(slab[..., channel].T, origin="lower", cmap="magma", vmin=bottom, vmax=top, interpolation="nearest")
+                axis.set(xticks=[], yticks=[])
+                if row == 0:
+                    axis.set_title(f"z = {redshifts[channel]:g}", fontsize=11)
+            text = f"$\\Omega_m$ {values[0]:.3f}  $\\sigma_8$ {values[1]:.3f}\n$n_s$ {values[2]:.3f}  $H_0$ {values[3]:.1f}"
+            axes[row][0].set_ylabel(text, fontsize=9)
+        side = counts.shape[0] * voxel
+        left.supxlabel(f"log(1 + mean count) of a slice {thick * voxel:g} Mpc/h thick; each side {side:g} Mpc/h", fontsize=10)
+        if comparison:
+            _draw_spectra(right, comparison, order)
 
 
-def _spread(paths: list[Path]) -> list[Path]:
+def _spread(paths: Sequence[Path]) -> list[Path]:
     """Lowest, middle and highest sigma_8 of up to 64 files."""
-    some = paths[:: max(1, -(-len(paths) // 64))]
+    some = command.spread(paths, 64)
     strength = []
     for path in some:
         with h5py.File(path, "r") as file:

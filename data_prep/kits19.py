@@ -23,7 +23,7 @@ import multiprocessing
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,8 @@ import torch
 from numpy.typing import NDArray
 
 from data_prep import command, moments, nifti, phantom, store
-from hpcai.errors import ConfigError, MissingExtraError
+from data_prep.extras import needed
+from hpcai.errors import ConfigError
 from hpcai.models.unet3d import volume
 from hpcai.models.unet3d.volume import CLASSES
 
@@ -61,29 +62,26 @@ def _fields(shape: list[Any], header: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sums(file: h5py.File) -> dict[str, Any]:
-    """Voxels, least, most, mean, sum of squared deviations of the image, in float64; voxels of each class."""
+    """Moments of the image, voxels of each class."""
     slices = range(file["image"].shape[1])
-    found = moments.join([moments.measure(file["image"][0, d].reshape(-1, 1)) for d in slices])
+    found = moments.join(moments.measure(file["image"][0, d].reshape(-1, 1)) for d in slices)
     classes = np.sum([np.bincount(file["label"][0, d].ravel(), minlength=len(CLASSES)) for d in slices], axis=0)
-    told = {name: np.asarray(values).tolist() for name, values in zip(moments.NAMES, found)}
-    return {"case": str(file.attrs["case"]), **told, "classes": classes.tolist()}
+    return {"case": str(file.attrs["case"]), **found, "classes": classes.tolist()}
 
 
 def _moments(records: Sequence[store.Record]) -> dict[str, Any]:
     sums = [record["sums"] for record in records]
-    voxels, least, most, mean, square = moments.join([moments.of(each) for each in sums])
+    image = moments.summary(sums)
+    voxels = image.pop("cells")
     classes, shapes = np.sum([each["classes"] for each in sums], axis=0), np.array([record["shape"] for record in records])
     return {
         "cases": len(records),
         "voxels": voxels,
-        "image": {
-            "minimum": float(least[0]), "maximum": float(most[0]), "mean": float(mean[0]),
-            "deviation": float(np.sqrt(square[0] / voxels)),
-        },
+        "image": {name: value for name, (value,) in image.items()},
         "label": {"voxels": classes.tolist(), "frequency": (classes / voxels).tolist()},
         "shapes": {"least": shapes.min(0).tolist(), "largest": shapes.max(0).tolist()},             # of each dim by itself
         "without_kidney": [each["case"] for each in sums if not sum(each["classes"][1:])],
-    }  # fmt: skip
+    }
 
 
 CONTENTS = store.Contents("image", _fields, _sums, _moments, varies=True)
@@ -91,10 +89,7 @@ CONTENTS = store.Contents("image", _fields, _sums, _moments, varies=True)
 
 def boxes(label: NDArray[np.uint8]) -> NDArray[np.int32]:
     """Start and stop of the two largest parts of each class, by the volume of their box; zeros for none.   [2, 2, 6]"""
-    try:
-        from scipy import ndimage
-    except ImportError as problem:
-        raise MissingExtraError("connected parts of labels need scipy: pip install 'hpcai-suite[unet3d]'") from problem
+    ndimage = needed("scipy.ndimage", "finding connected parts of labels", "unet3d")
     found = np.zeros((OBJECTS, PARTS, 6), np.int32)
     for kind, where in enumerate(ndimage.find_objects(label, OBJECTS)):
         if where is None:
@@ -137,7 +132,7 @@ def _wrong_grid(spacing: Sequence[float], least: Sequence[int]) -> Iterator[str]
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(command.Settings):
     """All that decides the content of a simulated case, besides its index, and where it lies."""
 
     seed: int
@@ -147,90 +142,56 @@ class Recipe:
     validation: float
     test: float
 
-    def __post_init__(self) -> None:
-        wrong = [*_wrong_grid(self.spacing, self.least), *command.wrong_fractions(self.validation, self.test)]
+    def mistakes(self) -> Iterator[str]:
+        yield from _wrong_grid(self.spacing, self.least)
         if self.extent is not None and not 40 <= self.extent <= 600:
-            wrong.append(f"--extent is {self.extent:g} mm, expected 40 to 600")
-        if wrong:
-            raise ConfigError("\n".join(wrong))
-
-    def split(self, index: int) -> str:
-        return store.split_of(index, self.validation, self.test, partial(self.generator, 0))
-
-    def generator(self, stream: int, index: int) -> np.random.Generator:
-        return np.random.Generator(np.random.PCG64DXSM(np.random.SeedSequence([self.seed, stream, index])))
+            yield f"--extent is {self.extent:g} mm, expected 40 to 600"
 
     def scan(self, index: int) -> phantom.Scan:
         return phantom.scan(self.generator(1, index), self.spacing, self.extent)
 
 
-@dataclass(frozen=True)
-class Phantom:
-    """One case to be made."""
-
-    path: Path                                  # a file, or the folder of a NIfTI case
-    index: int
-    recipe: Recipe
-    rows: int = 1
+def write_phantom(recipe: Recipe, index: int, path: Path) -> None:
+    scan = recipe.scan(index)
+    about = {"kind": "simulated", "case": path.stem, "seed": recipe.seed, "index": index, "recipe": recipe.text}
+    _write(path, scan.image, scan.label, scan.spacing_mm, recipe.spacing, recipe.least, about)
 
 
-def make_phantom(job: Phantom) -> None:
-    recipe, text = job.recipe, json.dumps(asdict(job.recipe))
-    if not store.is_made(job.path, text, "image", 1):
-        scan = recipe.scan(job.index)
-        about = {"kind": "simulated", "case": job.path.stem, "seed": recipe.seed, "index": job.index, "recipe": text}
-        _write(job.path, scan.image, scan.label, scan.spacing_mm, recipe.spacing, recipe.least, about)
-    store.write_record(job.path, CONTENTS)
-
-
-def make_nifti(job: Phantom) -> None:
-    if not (job.path / nifti.IMAGE).is_file():                      # it is written last
-        scan = job.recipe.scan(job.index)
-        nifti.write(job.path, scan.image, scan.label, scan.spacing_mm)
+def write_nifti(recipe: Recipe, case: tuple[int, Path]) -> None:
+    index, folder = case
+    if not (folder / nifti.IMAGE).is_file():                        # it is written last
+        scan = recipe.scan(index)
+        nifti.write(folder, scan.image, scan.label, scan.spacing_mm)
 
 
 def simulate(options: argparse.Namespace) -> int:
     recipe = Recipe(
         options.seed, tuple(options.spacing), tuple(options.least), options.extent, options.validation, options.test
     )  # fmt: skip
-    names = [(index, f"case_{index:05d}") for index in range(options.cases)]
-    settings = {"kind": "nifti" if options.nifti else "simulate", **command.settings_of(asdict(recipe))}
+    names = [f"case_{index:05d}" for index in range(options.cases)]
     if options.nifti:
-        store.claim(options.out, settings)
+        store.claim(options.out, {"kind": "nifti", **command.settings_of(recipe)})
         rank, size = store.launched()
-        cases = [Phantom(options.out / name, index, recipe) for index, name in names][rank::size]
-        store.make(cases, make_nifti, options.workers, options.command, rank == 0)
+        cases = [(index, options.out / name) for index, name in enumerate(names)][rank::size]
+        store.make(cases, partial(write_nifti, recipe), options.workers, options.command)
         command.print_once(f"{options.cases} NIfTI cases; next: python -m data_prep.kits19 convert {options.out} OUT")
         return 0
-    splits = {index: recipe.split(index) for index, _ in names}
-    command.refuse_empty([split for split in store.SPLITS if split in splits.values()], options, f"--cases {options.cases}")
-    jobs = [Phantom(options.out / splits[index] / f"{name}.h5", index, recipe) for index, name in names]
+    splits = [recipe.split(index) for index in range(options.cases)]
+    command.refuse_empty(splits, options, f"--cases {options.cases}")
+    jobs = [store.Job(options.out / split / f"{name}.h5", partial(write_phantom, recipe, index), CONTENTS, 1)
+            for index, (name, split) in enumerate(zip(names, splits))]  # fmt: skip
     command.print_once(f"{options.cases} cases at {' x '.join(f'{mm:g}' for mm in recipe.spacing)} mm in {options.out}")
-    advice = f"ask for at least as many as it holds (--cases is {options.cases}), or choose a new folder"
-    command.work(options, jobs, make_phantom, settings, _header(recipe.spacing), CONTENTS, advice)
-    return command.conclude("unet3d", options, partial(inspect, options.out, 8, True) if options.check else None)
+    look = partial(inspect, some=8, picture=True)
+    return command.simulate("unet3d", options, recipe, jobs, _header(recipe.spacing), "cases", look)
 
 
 # ---- convert
 
 
-@dataclass(frozen=True)
-class Case:
-    """One public case to be converted."""
-
-    path: Path
-    source: Path
-    spacing: Three
-    least: tuple[int, int, int]
-    rows: int = 1
-
-
-def convert_case(job: Case) -> None:
-    image, label, spacing = nifti.read(job.source)
-    recipe = json.dumps({"spacing": job.spacing, "least": job.least})
-    about = {"kind": "converted", "case": job.source.name, "recipe": recipe}
-    _write(job.path, image, label, spacing, job.spacing, job.least, about)
-    store.write_record(job.path, CONTENTS)
+def convert_case(source: Path, spacing: Three, least: tuple[int, int, int], path: Path) -> None:
+    image, label, found = nifti.read(source)
+    about = {"kind": "converted", "case": source.name, "recipe": json.dumps({"spacing": spacing, "least": least})}
+    _write(path, image, label, found, spacing, least, about)
 
 
 def _cases(options: argparse.Namespace) -> dict[str, list[str]]:
@@ -269,32 +230,29 @@ def convert(options: argparse.Namespace) -> int:
         raise ConfigError(text)
     splits = _cases(options)
     command.refuse_same(options.source, options.out)
-    jobs = [Case(options.out / split / f"{name}.h5", options.source / name, spacing, least)
+    jobs = [store.Job(options.out / split / f"{name}.h5", partial(convert_case, options.source / name, spacing, least), CONTENTS, 1)
             for split, names in splits.items() for name in names]  # fmt: skip
     sources = {split: f"{len(names)} cases, names {command.digest(names)}" for split, names in splits.items()}
     recipe = {"kind": "convert", "spacing": list(spacing), "least": list(least), "sources": sources}
-    command.print_once("cases: " + ", ".join(f"{len(names)} for {split}" for split, names in splits.items()))
-    command.work(options, jobs, convert_case, recipe, _header(spacing), CONTENTS, "choose a new folder")
-    if store.launched()[0] == 0:
-        _tell(options.out)
-    return command.conclude("unet3d", options)
+    command.print_once(f"cases: {command.told_sources(splits)}")
+    command.work(options, jobs, recipe, _header(spacing))
+    return command.conclude("unet3d", options, _tell)
 
 
 # ---- check
 
 
-def inspect(out: Path, boxed: int, picture: bool) -> int:
-    """0 when all is well, 1 with the reasons printed when not. Raises DataError for a folder that cannot be read at all."""
+def inspect(out: Path, some: int, picture: bool) -> int:
+    """0 when all is well, otherwise 1 with the reasons printed. Raises DataError for a folder that cannot be read at all."""
     files, wrong = command.against_index(out)
-    paths = [out / split / name for split, name, _, _ in files]
+    paths = [path for path, _, _ in files]
     _tell(out)
-    if boxed and not wrong:
-        some = paths[:: max(1, -(-len(paths) // boxed))]
-        wrong += _against_labels(some)
-        print(f"boxes of {len(some)} cases compared with their labels")
+    if some and not wrong:
+        chosen = command.spread(paths, some)
+        wrong += _against_labels(chosen)
+        print(f"boxes of {len(chosen)} cases compared with their labels")
     if picture and not wrong:
         _draw(out / PICTURE, paths)
-        print(f"picture: {out / PICTURE}")
     return command.told(wrong)
 
 
@@ -317,48 +275,34 @@ def _against_labels(paths: Sequence[Path]) -> Iterator[str]:
 
 def _draw(path: Path, paths: Sequence[Path]) -> None:
     """Two cases with a large tumour, if there are some: a slice across the body and one along it, with outlines."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     seen: list[tuple[int, Path]] = []
-    for name in paths[:: max(1, -(-len(paths) // 30))]:
+    for name in command.spread(paths, 30):
         with h5py.File(name, "r") as file:
             start, stop = file["boxes"][0, 1, 0].reshape(2, 3)
             seen.append((int((stop - start).prod()), name))
-    figure = Figure(figsize=(13, 11), layout="constrained")
-    FigureCanvasAgg(figure)
     shown = sorted(seen, key=lambda item: -item[0])[len(seen) // 6 :][:2]
-    for row, (_, name) in zip(figure.subplots(2, 2, squeeze=False), shown):
-        with h5py.File(name, "r") as file:
-            image, label, mm = file["image"][0], file["label"][0], file.attrs["spacing_mm"]
-        kind = int(label.max()) or 1
-        d, h = ((label == kind).sum(other).argmax() for other in ((1, 2), (0, 2)))
-        across, along = (row[0], np.s_[d], mm[1], f"slice {d}"), (row[1], np.s_[:, h], mm[0], f"row {h}")
-        for axis, at, tall, text in (across, along):
-            axis.imshow(image[at] * volume.DEVIATION_HU + volume.MEAN_HU, cmap="gray", vmin=-79, vmax=250, aspect=tall / mm[2])
-            for number, color in ((1, "cyan"), (2, "red")):
-                if (label[at] == number).any():
-                    axis.contour(label[at] == number, [0.5], colors=color, linewidths=1)
-            axis.set(xticks=[], yticks=[])
-            axis.set_title(f"{name.parent.name}/{name.name}: {text}; {', '.join(f'{n:g}' for n in mm)} mm", fontsize=9)
-    figure.suptitle("HU -79 to 250; kidney cyan, tumour red; the patient's right is on the left")
-    partial_file = path.with_name(f".{path.name}.partial")
-    figure.savefig(partial_file, dpi=90, format="png")
-    partial_file.replace(path)
+    with command.picture(path, (13, 11), 90) as figure:
+        for row, (_, name) in zip(figure.subplots(2, 2, squeeze=False), shown):
+            with h5py.File(name, "r") as file:
+                image, label, mm = file["image"][0], file["label"][0], file.attrs["spacing_mm"]
+            kind = int(label.max()) or 1
+            d, h = ((label == kind).sum(other).argmax() for other in ((1, 2), (0, 2)))
+            across, along = (row[0], np.s_[d], mm[1], f"slice {d}"), (row[1], np.s_[:, h], mm[0], f"row {h}")
+            for axis, at, tall, text in (across, along):
+                hu = image[at] * volume.DEVIATION_HU + volume.MEAN_HU
+                axis.imshow(hu, cmap="gray", vmin=-79, vmax=250, aspect=tall / mm[2])
+                for number, color in ((1, "cyan"), (2, "red")):
+                    if (label[at] == number).any():
+                        axis.contour(label[at] == number, [0.5], colors=color, linewidths=1)
+                axis.set(xticks=[], yticks=[])
+                axis.set_title(f"{name.parent.name}/{name.name}: {text}; {', '.join(f'{n:g}' for n in mm)} mm", fontsize=9)
+        figure.suptitle("HU -79 to 250; kidney cyan, tumour red; the patient's right is on the left")
 
 
 # ---- command line
 
 
-def check(options: argparse.Namespace) -> int:
-    return inspect(options.out, options.boxes, options.picture)
-
-
-def numbers(text: str) -> list[int]:
-    return [command.natural(part) for part in text.split(",")]
-
-
-numbers.__name__ = "list of whole numbers such as 3,7"
+numbers = command.taking("list of whole numbers such as 3,7", lambda text: [command.natural(part) for part in text.split(",")])
 
 
 def parser() -> argparse.ArgumentParser:
@@ -375,13 +319,11 @@ def parser() -> argparse.ArgumentParser:
     grid(one, (4.8, 3.6, 3.6), (32, 64, 64))
     one.add_argument("--extent", metavar="MM", type=float, default=None, help="of the body that is covered: 220 to 320 at random")
     one.add_argument("--nifti", action="store_true", help="write the public layout, at the scanner's grid, for convert")
-    one.add_argument("--validation", metavar="F", type=float, default=0.2, help="fraction of the cases")
-    one.add_argument("--test", metavar="F", type=float, default=0.0, help="fraction of the cases")
+    command.add_fractions(one, 0.2, 0.0, "the cases")
     command.add_making(one)
 
-    two = add("check", f"Files against index.json, boxes against labels, and OUT/{PICTURE}.", check)
-    command.add_checking(two, PICTURE)
-    two.add_argument("--boxes", metavar="N", type=command.natural, default=8, help="cases whose boxes are made again")
+    command.add_check(add, "Files against index.json, boxes against labels", inspect, PICTURE, "--boxes", 8,
+                      "cases whose boxes are made again")  # fmt: skip
 
     three = add("convert", "The public cases (case_00000/imaging.nii.gz, segmentation.nii.gz) to our files.", convert)
     three.add_argument("source", type=Path, metavar="SOURCE", help="holds case_00000 and so on; in KiTS19 its folder data")
@@ -393,9 +335,7 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    return command.main(parser(), arguments)
-
+main = partial(command.main, parser)
 
 if __name__ == "__main__":
     sys.exit(main())

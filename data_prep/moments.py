@@ -1,30 +1,40 @@
-"""Moments of values that come in parts, in float64 and without large sums that are subtracted.   C columns, each by itself."""
+"""Moments of values that come in parts, in float64 and without large sums that are subtracted.   C columns, each by itself.
 
-from collections.abc import Iterable
+Moments are the number of ``cells``, and of each column ``minimum``, ``maximum``, ``mean`` and ``square``, the sum of squared
+deviations from the mean; as JSON has them.
+"""
+
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-NAMES = ("cells", "minimum", "maximum", "mean", "square")   # square: the sum of squared deviations from the mean
-Moments = tuple[Any, ...]
+Moments = Mapping[str, Any]
 
 
-def measure(values: NDArray[Any]) -> Moments:
+def measure(values: NDArray[Any]) -> dict[str, Any]:
     """values [cells, C]"""
     wide = values.astype(np.float64)
     mean = wide.mean(0)
-    return len(wide), wide.min(0), wide.max(0), mean, ((wide - mean) ** 2).sum(0)
+    return _told(len(wide), wide.min(0), wide.max(0), mean, ((wide - mean) ** 2).sum(0))
 
 
-def join(parts: Iterable[Moments]) -> Moments:
+def join(parts: Iterable[Moments]) -> dict[str, Any]:
     """Moments of all parts (Chan, Golub and LeVeque 1983): no large sums are subtracted, so pressures lose no digits."""
-    cells, least, most, mean, square = (np.array(values) for values in zip(*parts))
-    weight = cells[:, None] / cells.sum()
-    whole = (weight * mean).sum(0)
-    return int(cells.sum()), least.min(0), most.max(0), whole, (square + cells[:, None] * (mean - whole) ** 2).sum(0)
+    names = ("cells", "minimum", "maximum", "mean", "square")
+    rows = ([np.atleast_1d(part[name]) for name in names] for part in parts)
+    cells, least, most, mean, square = (np.array(values) for values in zip(*rows))       # [parts, C], cells [parts, 1]
+    whole = (cells / cells.sum() * mean).sum(0)
+    return _told(int(cells.sum()), least.min(0), most.max(0), whole, (square + cells * (mean - whole) ** 2).sum(0))
 
 
-def of(record: dict[str, Any]) -> Moments:
-    """Moments that a record states by NAMES."""
-    return tuple(record[name] for name in NAMES)
+def _told(cells: int, *columns: NDArray[np.float64]) -> dict[str, Any]:
+    return {"cells": cells, **dict(zip(("minimum", "maximum", "mean", "square"), (values.tolist() for values in columns)))}
+
+
+def summary(parts: Iterable[Moments]) -> dict[str, Any]:
+    """Moments of all parts, with the standard deviation in the place of ``square``."""
+    found = join(parts)
+    square = np.array(found.pop("square"))
+    return {**found, "deviation": np.sqrt(square / found["cells"]).tolist()}

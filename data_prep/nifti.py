@@ -17,24 +17,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from hpcai.errors import DataError, MissingExtraError
+from data_prep.extras import needed
+from hpcai.errors import DataError
 
 IMAGE, LABEL = "imaging.nii.gz", "segmentation.nii.gz"
-ALIGNED = 1e-3          # of an axis may lean toward another
+ALIGNED = 1e-3          # share of an axis that may lean toward another
 SHIFT = 0.5             # voxels between the same corner of image and label
 Array = NDArray[Any]
 
 
 def _nibabel() -> Any:
-    try:
-        import nibabel
-    except ImportError as problem:
-        raise MissingExtraError("reading and writing NIfTI needs nibabel: pip install 'hpcai-suite[unet3d]'") from problem
-    return nibabel
+    return needed("nibabel", "reading and writing NIfTI", "unet3d")
 
 
 def read(folder: Path) -> tuple[NDArray[np.float32], NDArray[np.uint8], tuple[float, float, float]]:
-    """Image in HU and label [D, H, W], and the mm between voxels along D, H, W. Raises DataError for what is not so."""
+    """Image in HU and label [D, H, W], and the mm between voxels along D, H, W. Raises DataError for other files."""
     image, affine, spacing = _open(path := folder / IMAGE)
     order = _order(path, affine)
     values = image.get_fdata(dtype=np.float32)

@@ -23,7 +23,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ def _wrong_graph(cutoff: float, most: int) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(command.Settings):
     """All that decides the content of a simulated system, besides its number, and where it lies."""
 
     seed: int
@@ -63,21 +63,13 @@ class Recipe:
     cutoff: float
     most: int
 
-    def __post_init__(self) -> None:
-        wrong = [*command.wrong_fractions(self.validation, self.test), *_wrong_graph(self.cutoff, self.most)]
+    def mistakes(self) -> Iterator[str]:
+        yield from _wrong_graph(self.cutoff, self.most)
         across, along, layers = self.size
         if not (min(across, along) >= 2 and max(across, along) <= 12 and slabs.HELD < layers <= 12):
-            wrong.append(f"--size {across} {along} {layers}: expected 2 to 12 atoms along and {slabs.HELD + 1} to 12 layers")
-        if not wrong and not self.compositions()["train"]:
-            wrong.append(f"--validation {self.validation} and --test {self.test}: leave no composition for training; lessen them")
-        if wrong:
-            raise ConfigError("\n".join(wrong))
-
-    def generator(self, stream: int, number: int) -> np.random.Generator:
-        return np.random.Generator(np.random.PCG64DXSM(np.random.SeedSequence([self.seed, stream, number])))
-
-    def split(self, file: int) -> str:
-        return store.split_of(file, self.validation, self.test, partial(self.generator, 0))
+            yield f"--size {across} {along} {layers}: expected 2 to 12 atoms along and {slabs.HELD + 1} to 12 layers"
+        if self.validation + self.test < 1 and not self.compositions()["train"]:
+            yield f"--validation {self.validation} and --test {self.test}: leave no composition for training; lessen them"
 
     def compositions(self) -> dict[str, list[str]]:
         return slabs.shared_out(self.generator(2, 0), self.validation, self.test)
@@ -87,27 +79,14 @@ class Recipe:
         return slabs.system(self.generator(1, number), number, choice, self.size, self.steps)
 
 
-@dataclass(frozen=True)
-class Systems:
-    """One file to be made."""
-
-    path: Path
-    index: int
-    recipe: Recipe
-    rows: None = None                           # hopeless frames are left out
-
-
-def make_systems(job: Systems) -> None:
-    recipe, text = job.recipe, json.dumps(asdict(job.recipe))
-    if not store.is_made(job.path, text, "atoms", None):
-        made = [recipe.system(number) for number in range(job.index * recipe.each, (job.index + 1) * recipe.each)]
-        every = [frame for system in made for frame in system.frames]
-        counts = [frames.count(frame, recipe.cutoff, recipe.most, f"system {frame.system}: frame {frame.frame}") for frame in every]
-        told = [{"system": one.frames[0].system, "name": one.name, "composition": one.composition, "reference": one.reference}
-                for one in made]  # fmt: skip
-        about = {"kind": "simulated", "label": slabs.LABEL, "seed": recipe.seed, "recipe": text, "systems": json.dumps(told)}
-        frames.write(job.path, every, counts, about)
-    store.write_record(job.path, CONTENTS)
+def write_systems(recipe: Recipe, file: int, path: Path) -> None:
+    made = [recipe.system(number) for number in range(file * recipe.each, (file + 1) * recipe.each)]
+    every = [frame for system in made for frame in system.frames]
+    counts = [frames.count(frame, recipe.cutoff, recipe.most, f"system {frame.system}: frame {frame.frame}") for frame in every]
+    told = [{"system": one.frames[0].system, "name": one.name, "composition": one.composition, "reference": one.reference}
+            for one in made]  # fmt: skip
+    about = {"kind": "simulated", "label": slabs.LABEL, "seed": recipe.seed, "recipe": recipe.text, "systems": json.dumps(told)}
+    frames.write(path, every, counts, about)
 
 
 def simulate(options: argparse.Namespace) -> int:
@@ -118,61 +97,57 @@ def simulate(options: argparse.Namespace) -> int:
         raise ConfigError(f"--systems {options.systems}: expected a multiple of --each {options.each}, the systems of a file")
     splits = [recipe.split(file) for file in range(options.systems // options.each)]
     command.refuse_empty(splits, options, f"--systems {options.systems} in files of {options.each}")
-    jobs = [Systems(options.out / split / f"systems_{file:06d}.h5", file, recipe) for file, split in enumerate(splits)]
+    jobs = [store.Job(options.out / split / f"systems_{file:06d}.h5", partial(write_systems, recipe, file), CONTENTS)
+            for file, split in enumerate(splits)]  # fmt: skip
     header = {**frames.header(slabs.SOURCES, slabs.LABEL, recipe.cutoff, recipe.most), "compositions": recipe.compositions()}
-    settings = {"kind": "simulate", **command.settings_of(asdict(recipe))}
     command.print_once(f"{options.systems} systems of {' x '.join(map(str, recipe.size))} atoms in {options.out}; {slabs.LABEL}")
-    advice = f"ask for at least as many as it holds (--systems is {options.systems}), or choose a new folder"
-    command.work(options, jobs, make_systems, settings, header, CONTENTS, advice)
-    return command.conclude("opencatalyst", options, partial(inspect, options.out, 8, True) if options.check else None)
+    return command.simulate("opencatalyst", options, recipe, jobs, header, "systems", partial(inspect, some=8, picture=True))
 
 
 # ---- convert
 
 
 @dataclass(frozen=True)
-class Share:
-    """One file to be made, from frames of some source files."""
+class Pick:
+    """Frames of a source file that go into a file of ours."""
 
     path: Path
-    picks: tuple[tuple[Path, str, tuple[int, ...], int, str | None], ...]       # file, its name, frames, source, labels
-    cutoff: float
-    most: int
-    trust: bool
-    skip: bool
-    rows: None = None
+    name: str                                   # in its set
+    frames: tuple[int, ...]
+    source: int                                 # index into the sources
+    labels: str | None
 
 
-def convert_share(job: Share) -> None:
+def convert_share(picks: Sequence[Pick], cutoff: float, most: int, trust: bool, skip: bool, out: Path) -> None:
     taken: list[Frame] = []
     counts, skipped = [], []
-    for path, name, wanted, source, labels in job.picks:
-        rest = set(wanted)
-        for index, item in enumerate(trajectories.items(path, name, job.trust)):
+    for pick in picks:
+        rest = set(pick.frames)
+        for index, item in enumerate(trajectories.items(pick.path, pick.name, trust)):
             if index not in rest:
                 continue
             rest.remove(index)
             try:
                 frame = item()
-                where = f"{path}: frame {index} (system {frame.system})"
-                if frame.labels not in (None, labels):
-                    raise DataError(f"{where}: labels of {frame.labels}, others of the file have {labels or 'none'}; give each a "
-                                    "file of its own")  # fmt: skip
-                counts.append(frames.count(frame, job.cutoff, job.most, where))
+                where = f"{pick.path}: frame {index} (system {frame.system})"
+                if frame.labels not in (None, pick.labels):
+                    others = pick.labels or "none"
+                    remedy = "give each a file of its own"
+                    raise DataError(f"{where}: labels of {frame.labels}, others of the file have {others}; {remedy}")
+                counts.append(frames.count(frame, cutoff, most, where))
             except DataError as problem:
-                if not job.skip:
+                if not skip:
                     raise
                 skipped.append(str(problem))
             else:
-                frame.source = source
+                frame.source = pick.source
                 taken.append(frame)
             if not rest:
                 break
     if not taken:
-        raise DataError(f"{job.path}: none of its {len(skipped)} frames can be used, the first because {skipped[0]}")
+        raise DataError(f"{out}: none of its {len(skipped)} frames can be used, the first because {skipped[0]}")
     about = {"kind": "converted", "skipped": len(skipped), "reasons": json.dumps(skipped[:TOLD])}
-    frames.write(job.path, taken, counts, about)
-    store.write_record(job.path, CONTENTS)
+    frames.write(out, taken, counts, about)
 
 
 def convert(options: argparse.Namespace) -> int:
@@ -198,36 +173,35 @@ def convert(options: argparse.Namespace) -> int:
             raise DataError(f"{options.source}: none of its {len(paths)} files can be read, the first because {bad[0]}")
     sources, which = gathering.sources([origin for group in origins.values() for origin in group], options)
     source = dict(zip((origin.path for group in origins.values() for origin in group), which))
-    jobs: list[Share] = []
+    how = options.cutoff, options.most, options.trust_pickle, options.skip_bad
+    jobs: list[store.Job] = []
+    count: Counter[str] = Counter()
     for split, group in gathering.splits(origins, options).items():
-        picks = [(origin, n) for origin, picked in group for n in picked]
-        for number, begin in enumerate(range(0, len(picks), options.frames)):
+        every = [(origin, n) for origin, picked in group for n in picked]
+        count[split] = len(every)
+        for number, some in enumerate(command.parts_of(every, options.frames)):
             part: dict[gathering.Origin, list[int]] = {}
-            for origin, n in picks[begin : begin + options.frames]:
+            for origin, n in some:
                 part.setdefault(origin, []).append(n)
-            taken = tuple((one.path, one.name, tuple(rows), source[one.path], one.labels) for one, rows in part.items())
+            picks = [Pick(one.path, one.name, tuple(rows), source[one.path], one.labels) for one, rows in part.items()]
             path = options.out / split / f"frames_{number:06d}.h5"
-            jobs.append(Share(path, taken, options.cutoff, options.most, options.trust_pickle, options.skip_bad))
+            jobs.append(store.Job(path, partial(convert_share, picks, *how), CONTENTS))
     names = {split or "all": [f"{origin.name} {len(origin.systems)}" for origin in group] for split, group in origins.items()}
     told = {split: f"{len(group)} files, names and frames {command.digest(group)}" for split, group in names.items()}
     asked = ("frames", "cutoff", "most", "seed", "validation", "test", "hold_last", "mix", "skip_bad")
     recipe = {"kind": "convert", **{key: getattr(options, key) for key in asked}, "origin": sources, "sources": told}
-    count: Counter[str] = Counter()
-    for job in jobs:
-        count[job.path.parent.name] += sum(len(pick[2]) for pick in job.picks)
     command.print_once("frames: " + ", ".join(f"{number} for {split}" for split, number in count.items()))
     label = sources[0]["labels"] if len(sources) == 1 else "several: see sources"
     header = frames.header(sources, label, options.cutoff, options.most)
-    command.work(options, jobs, convert_share, recipe, header, CONTENTS, "choose a new folder")
-    if store.launched()[0] == 0:
-        _tell(options.out)
-        _tell_skipped([job.path for job in jobs], bad)
-    return command.conclude("opencatalyst", options)
+    command.work(options, jobs, recipe, header)
+    return command.conclude("opencatalyst", options, partial(_tell_all, bad))
 
 
-def _tell_skipped(paths: Sequence[Path], files: Sequence[str]) -> None:
+def _tell_all(files: Sequence[str], out: Path) -> None:
+    """What the files hold, and what was left out: ``files`` that cannot be read, and frames."""
+    _tell(out)
     number, reasons = 0, list(files)
-    for path in paths:
+    for path, _, _ in store.indexed(out):
         with h5py.File(path, "r") as file:
             number += int(file.attrs["skipped"])
             reasons += json.loads(file.attrs["reasons"])
@@ -241,11 +215,11 @@ def _tell_skipped(paths: Sequence[Path], files: Sequence[str]) -> None:
 
 
 def inspect(out: Path, some: int, picture: bool) -> int:
-    """0 when all is well, 1 with the reasons printed when not. Raises DataError for a folder that cannot be read at all."""
+    """0 when all is well, otherwise 1 with the reasons printed. Raises DataError for a folder that cannot be read at all."""
     files, wrong = command.against_index(out)
-    places = [(out / split / name, row) for split, name, entry, _ in files for row in range(entry["rows"])]
+    places = command.places_of(files)
     _tell(out)
-    index = files[0][3]
+    index = files[0][2]
     if some and not wrong:
         chosen = places[:: max(1, len(places) // some)][:some]
         wrong += [text for path, row in chosen for text in _again(path, row, index)]
@@ -253,7 +227,6 @@ def inspect(out: Path, some: int, picture: bool) -> int:
         print(f"{labels}neighbours of {len(chosen)} frames made again")
     if picture and not wrong:
         gallery.draw(out / PICTURE, places, index["label"])
-        print(f"picture: {out / PICTURE}")
     return command.told(wrong)
 
 
@@ -268,10 +241,10 @@ def _tell(out: Path) -> None:
 
 
 def _again(path: Path, row: int, index: dict[str, Any]) -> Iterator[str]:
-    """What is otherwise in a frame that is looked at anew."""
+    """Where a frame differs from its neighbours and labels when they are computed again."""
     where, remedy = f"{path}: row {row}", "delete the file and make it again"
     with h5py.File(path, "r") as file:
-        frame, counts = frames.read(file, row), (int(file["edges"][row]), int(file["triplets"][row]))
+        frame, counts = frames.read(file, row)
         told = {each["system"]: each for each in json.loads(file.attrs.get("systems", "[]"))}
     found = frames.count(frame, index["cutoff"], index["most"], where)
     if found != counts:
@@ -292,16 +265,11 @@ def _again(path: Path, row: int, index: dict[str, Any]) -> Iterator[str]:
 # ---- command line
 
 
-def check(options: argparse.Namespace) -> int:
-    return inspect(options.out, options.frames, options.picture)
-
-
 def parser() -> argparse.ArgumentParser:
     top, add = command.parser("opencatalyst", "Energies and forces of atoms: simulate slabs, check them, or convert trajectories.")
 
     def shared(made: argparse.ArgumentParser, of: str) -> None:
-        made.add_argument("--validation", metavar="F", type=float, default=0.2, help=f"fraction of {of}")
-        made.add_argument("--test", metavar="F", type=float, default=0.0, help=f"fraction of {of}")
+        command.add_fractions(made, 0.2, 0.0, of)
         made.add_argument("--cutoff", metavar="A", type=float, default=6.0, help="angstrom, for the counts of edges and triplets")
         made.add_argument("--most", metavar="N", type=command.positive, default=50, help="neighbours of an atom, the nearest")
 
@@ -314,9 +282,8 @@ def parser() -> argparse.ArgumentParser:
     shared(one, "the files and of the compositions")
     command.add_making(one)
 
-    two = add("check", f"Files against index.json, counts and labels made again, and OUT/{PICTURE}.", check)
-    command.add_checking(two, PICTURE)
-    two.add_argument("--frames", metavar="N", type=command.natural, default=12, help="how many are made again")
+    command.add_check(add, "Files against index.json, counts and labels made again", inspect, PICTURE, "--frames", 12,
+                      "how many are made again")  # fmt: skip
 
     three = add("convert", f"Files that end with {', '.join(trajectories.ENDINGS)} to ours.", convert)
     three.add_argument("source", type=Path, metavar="SOURCE", help="a file, or a folder, perhaps with train and val_id in it")
@@ -334,9 +301,7 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    return command.main(parser(), arguments)
-
+main = partial(command.main, parser)
 
 if __name__ == "__main__":
     sys.exit(main())

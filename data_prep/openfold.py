@@ -43,10 +43,10 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from datetime import date
+from dataclasses import dataclass, replace
+from datetime import date, timedelta
 from functools import lru_cache, partial
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ import h5py
 import numpy as np
 
 from data_prep import chains, command, proteins, store
-from data_prep.chains import CONTENTS, NO_HITS, TEMPLATES, UNKNOWN_DAY, Hits, Sample, days
+from data_prep.chains import CONTENTS, NO_HITS, TEMPLATES, UNKNOWN_DAY, Hits, days
 from hpcai.errors import ConfigError, DataError
 from hpcai.models.openfold.alignments import read_alignments, read_hhr
 from hpcai.models.openfold.residues import GAP, LETTERS
@@ -63,10 +63,15 @@ from hpcai.models.openfold.templates import Match, few_atoms, match, unusable
 
 PICTURE, SKIPPED, WORK = "chains.png", "skipped.json", ".convert"
 MADE = "simulated: folded by data_prep.proteins, not nature"
-FAMILIES = 1_000_000                            # of one seed
+FAMILIES = 1_000_000                            # that one seed can have
 SCANNED = 64                                    # structure files of one part of the scan
 TOLD = 10                                       # reasons that are printed; all are in SKIPPED
-SCAN, FOUND_HITS = (store.Contents(name, lambda *_: {}, lambda _: {}, lambda _: {}) for name in ("residues", "hits"))
+SCAN, FOUND_HITS = store.Contents("residues"), store.Contents("hits")
+SCANNED_CHAINS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "source": ("int32", ()), "name": (f"S{chains.NAME}", ()), "residues": ("int32", ()), "resolved": ("int32", ()),
+    "resolution": ("float32", ()), "release": ("int32", ()), "usable": ("int32", ()), "entity": ("S8", ()),
+    "sequence": ("uint8", ("residues",)), "atoms": ("uint8", ("residues",)),
+}  # fmt: skip
 HITS: dict[str, tuple[str, tuple[str, ...]]] = {
     "hits": ("int32", ()), "places": ("int32", ()), "name": (f"S{chains.NAME}", ("hits",)), "sum_probs": ("float32", ("hits",)),
     "hit_places": ("int16", ("places",)),
@@ -77,7 +82,7 @@ HITS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(command.Settings):
     """All that decides the content of a simulated family, besides its number, and where it lies."""
 
     seed: int
@@ -89,23 +94,14 @@ class Recipe:
     test: float
     templates: int = 0
 
-    def __post_init__(self) -> None:
-        wrong = [*command.wrong_fractions(self.validation, self.test)]
+    def mistakes(self) -> Iterator[str]:
         least, most = self.length
         if not proteins.SHORTEST <= least <= most:
-            wrong.append(f"--length {least} {most}: expected the least and the most, {proteins.SHORTEST} at least")
+            yield f"--length {least} {most}: expected the least and the most, {proteins.SHORTEST} at least"
         if self.templates >= max(self.members, 1):
-            wrong.append(f"--templates {self.templates}: a family has {self.members} members, expected fewer than that")
-        if wrong:
-            raise ConfigError("\n".join(wrong))
+            yield f"--templates {self.templates}: a family has {self.members} members, expected fewer than that"
 
-    def generator(self, stream: int, number: int) -> np.random.Generator:
-        return np.random.Generator(np.random.PCG64DXSM(np.random.SeedSequence([self.seed, stream, number])))
-
-    def split(self, file: int) -> str:
-        return store.split_of(file, self.validation, self.test, partial(self.generator, 0))
-
-    def family(self, number: int) -> list[Sample]:
+    def family(self, number: int) -> list[dict[str, Any]]:
         length = int(self.generator(1, number).integers(*self.length, endpoint=True))
         made = proteins.family(self.seed * FAMILIES + number, self.members, length, self.depth)
         hits = [self.hits(number, member, [chain for chain, _ in made]) for member in range(self.members)]
@@ -120,41 +116,16 @@ class Recipe:
         return Hits(number * self.members + others, alike[others], places)
 
 
-@dataclass(frozen=True)
-class Families:
-    """One file to be made."""
-
-    path: Path
-    index: int
-    recipe: Recipe
-
-    @property
-    def rows(self) -> int:
-        return self.recipe.each * self.recipe.members
+def write_families(recipe: Recipe, number: int, path: Path) -> None:
+    made = [one for n in range(number * recipe.each, (number + 1) * recipe.each) for one in recipe.family(n)]
+    chains.write(path, made, {"kind": "simulated", "label": MADE, "seed": recipe.seed, "recipe": recipe.text})
 
 
-def make_families(job: Families) -> None:
-    recipe, text = job.recipe, json.dumps(asdict(job.recipe))
-    if not store.is_made(job.path, text, "residues", job.rows):
-        made = [one for n in range(job.index * recipe.each, (job.index + 1) * recipe.each) for one in recipe.family(n)]
-        chains.write(job.path, made, {"kind": "simulated", "label": MADE, "seed": recipe.seed, "recipe": text})
-    store.write_record(job.path, CONTENTS)
-
-
-@dataclass(frozen=True)
-class Relatives:
+def write_relatives(families: Path, path: Path) -> None:
     """A file of templates: the chains of a file of families, as that has them."""
-
-    path: Path
-    families: Path
-    rows: int
-
-
-def make_relatives(job: Relatives) -> None:
-    with h5py.File(job.families, "r") as file:
-        rows = [chains.read(file, row) for row in range(job.rows)]
-        chains.write_rows(job.path, chains.TEMPLATE_FIELDS, rows, {"kind": "simulated", "label": MADE})
-    store.write_record(job.path, chains.TEMPLATE_CONTENTS)
+    with h5py.File(families, "r") as file:
+        rows = list(store.read_rows(file, chains.TEMPLATE_LAYOUTS))
+    store.write_rows(path, chains.TEMPLATE_LAYOUTS, rows, {"kind": "simulated", "label": MADE})
 
 
 def simulate(options: argparse.Namespace) -> int:
@@ -165,26 +136,17 @@ def simulate(options: argparse.Namespace) -> int:
                     options.validation, options.test, options.templates)  # fmt: skip
     splits = [recipe.split(file) for file in range(options.families // options.each)]
     command.refuse_empty(splits, options, f"--families {options.families} in files of {options.each}")
-    jobs = [Families(options.out / split / f"families_{file:06d}.h5", file, recipe) for file, split in enumerate(splits)]
-    settings = {"kind": "simulate", **command.settings_of(asdict(recipe))}
+    rows = recipe.each * recipe.members
+    jobs = [store.Job(options.out / split / f"families_{file:06d}.h5", partial(write_families, recipe, file), CONTENTS, rows)
+            for file, split in enumerate(splits)]  # fmt: skip
+    beside = [store.Job(options.out / TEMPLATES / job.path.name, partial(write_relatives, job.path), chains.TEMPLATE_CONTENTS, rows)
+              for job in jobs if recipe.templates]  # fmt: skip
     command.print_once(f"{options.families} families of {recipe.members} chains in {options.out}; {MADE}")
-    advice = f"ask for at least as many as it holds (--families is {options.families}), or choose a new folder"
-    beside = [Relatives(options.out / TEMPLATES / job.path.name, job.path, job.rows) for job in jobs] if recipe.templates else []
-    command.work(options, jobs, make_families, settings, chains.header(MADE), CONTENTS, advice, beside, make_relatives)
-    return command.conclude("openfold", options, partial(inspect, options.out, 3, True) if options.check else None)
+    look = partial(inspect, some=3, picture=True)
+    return command.simulate("openfold", options, recipe, jobs, chains.header(MADE), "families", look, beside)
 
 
 # ---- convert: what the structures hold
-
-
-@dataclass(frozen=True)
-class Scan:
-    """A part of the structures to be looked at."""
-
-    path: Path
-    sources: tuple[Path, ...]
-    entities: bool                              # clusters name these, not chains
-    rows: None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,41 +168,34 @@ class Found:
 
 
 def key(name: str) -> str:
-    """The same for 5zyh_A and 5ZYH_A."""
+    """The name with its entry in small letters, so that 5zyh_A and 5ZYH_A are one chain."""
     entry, _, chain = name.rpartition("_")
     return f"{entry.lower()}_{chain}"
 
 
-def scan(job: Scan) -> None:
-    names = "source", "name", "residues", "resolved", "resolution", "release", "usable", "entity"
-    columns: dict[str, list[Any]] = {name: [] for name in names}
-    sequences, atoms, skipped = [], [np.zeros(0, np.uint8)], {}
-    for number, path in enumerate(job.sources):
+def scan(sources: Sequence[Path], entities: bool, path: Path) -> None:
+    """Looks at a part of the structures; ``entities``: clusters name these, not chains."""
+    rows: list[dict[str, Any]] = []
+    skipped = {}
+    for number, source in enumerate(sources):
         try:
-            entry = read_mmcif(path)
-            entities = _entities(path) if job.entities else {}
+            entry = read_mmcif(source)
+            named = _entities(source) if entities else {}
         except DataError as problem:
-            skipped[str(path)] = str(problem)
+            skipped[str(source)] = str(problem)
             continue
         for author, chain in entry.chains.items():
             if len(chain.name.encode()) > chains.NAME or not chain.name.isascii():
-                skipped[chain.name] = f"{path}: the name of the chain is longer than {chains.NAME} letters; rename the file"
+                skipped[chain.name] = f"{source}: the name of the chain is longer than {chains.NAME} letters; rename the file"
                 continue
-            facts = (number, chain.name.encode(), len(chain.sequence), int(chain.mask[:, chains.CA].sum()), chain.resolution or 0,
-                     days(chain.release), unusable(chain) is None, entities.get(author, "").encode())  # fmt: skip
-            for column, value in zip(columns.values(), facts):
-                column.append(value)
-            sequences.append(chain.sequence.encode())
-            atoms.append((chain.mask > 0).sum(1).astype(np.uint8))
-    kinds = {"name": f"S{chains.NAME}", "entity": "S8", "resolution": "float32"}
-    datasets: dict[str, tuple[Any, Sequence[Any]]] = {name: (kinds.get(name, "int32"), ()) for name in columns}
-    flat = {"sequence": np.frombuffer(b"".join(sequences), np.uint8), "atoms": np.concatenate(atoms)}
-    datasets |= dict.fromkeys(flat, ("uint8", ("all",)))
-    with store.rows_file(job.path, len(sequences), datasets, {}, {"all": len(flat["sequence"])}) as file:
-        for name, values in (columns | flat).items():
-            file[name][...] = np.array(values, file[name].dtype)
-    store.write_json(job.path.with_suffix(".json"), skipped)
-    store.write_record(job.path, SCAN)
+            rows.append({
+                "source": number, "name": chain.name.encode(), "residues": len(chain.sequence),
+                "resolved": int(chain.mask[:, chains.CA].sum()), "resolution": chain.resolution or 0,
+                "release": days(chain.release), "usable": unusable(chain) is None, "entity": named.get(author, "").encode(),
+                "sequence": np.frombuffer(chain.sequence.encode(), np.uint8), "atoms": (chain.mask > 0).sum(1),
+            })  # fmt: skip
+    store.write_rows(path, SCANNED_CHAINS, rows, {})
+    store.write_json(path.with_suffix(".json"), skipped)
 
 
 def _entities(path: Path) -> dict[str, str]:
@@ -251,23 +206,18 @@ def _entities(path: Path) -> dict[str, str]:
     return {author: row.str(0) for row in rows for author in "".join(row.str(1).split()).split(",")}
 
 
-def _scanned(path: Path) -> Iterator[dict[str, Any]]:
+def _scanned(path: Path) -> list[dict[str, Any]]:
     """The chains of one part of the scan."""
     with h5py.File(path, "r") as file:
-        columns = {name: file[name][...].tolist() for name in file if name not in ("sequence", "atoms")}
-        flat = {name: file[name][...].tobytes() for name in ("sequence", "atoms")}
-    for row, end in enumerate(np.cumsum(columns["residues"]).tolist()):
-        part = slice(end - columns["residues"][row], end)
-        yield {name: column[row] for name, column in columns.items()} | {name: text[part] for name, text in flat.items()}
+        return list(store.read_rows(file, SCANNED_CHAINS))
 
 
-def _found(jobs: Sequence[Scan]) -> Iterator[Found]:
-    for job in jobs:
-        for one in _scanned(job.path):
-            name = one["name"].decode()
-            entry, number = key(name).rpartition("_")[0], one["entity"].decode()
-            yield Found(job.sources[one["source"]], name, key(name), one["sequence"], one["resolved"], one["resolution"],
-                        one["release"], f"{entry}_{number}")  # fmt: skip
+def _found(sources: Sequence[Path], path: Path) -> Iterator[Found]:
+    for one in _scanned(path):
+        name = one["name"].decode()
+        entry, number = key(name).rpartition("_")[0], one["entity"].decode()
+        yield Found(sources[one["source"]], name, key(name), one["sequence"].tobytes(), int(one["resolved"]),
+                    float(one["resolution"]), int(one["release"]), f"{entry}_{number}")  # fmt: skip
 
 
 def _noted(paths: Iterable[Path]) -> dict[str, str]:
@@ -297,25 +247,14 @@ class Pick:
 
     source: Path
     name: str
-    folder: Path | None                         # of its alignments
+    folder: Path | None                         # holds its alignments
     cluster: int
     cluster_size: int
 
 
-@dataclass(frozen=True)
-class Search:
-    """The hits of some chains, to be matched with what was found in the structures."""
-
-    path: Path
-    work: Path                                  # the folder of the scan
-    picks: tuple[Pick, ...]
-    most: int
-    rows: None = None
-
-
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What is to be known of a chain that may be a template."""
+    """What must be known of a chain that may be a template."""
 
     sequence: str
     release: date | None
@@ -326,16 +265,18 @@ class Known:
 @lru_cache(1)
 def _known(work: Path) -> dict[str, Known]:
     """All chains of the scan, by key; once in a process."""
-    return {key(one["name"].decode()): Known(one["sequence"].decode(), _date(one["release"]), bool(one["usable"]), one["atoms"])
+    return {key(one["name"].decode()): Known(one["sequence"].tobytes().decode(), _date(one["release"]), bool(one["usable"]),
+                                             one["atoms"].tobytes())
             for path in sorted(work.glob("structures_*.h5")) for one in _scanned(path)}  # fmt: skip
 
 
 def _date(day: int) -> date | None:
-    return None if day == UNKNOWN_DAY else date.fromordinal(day + date(1970, 1, 1).toordinal())
+    return None if day == UNKNOWN_DAY else date(1970, 1, 1) + timedelta(int(day))
 
 
-def search(job: Search) -> None:
-    everyone, skipped = _known(job.work), dict[str, str]()
+def search(work: Path, picks: Sequence[Pick], most: int, path: Path) -> None:
+    """The hits of some chains, matched with what was found in the structures, which is in the folder ``work``."""
+    everyone, skipped = _known(work), dict[str, str]()
 
     def known(name: str) -> Known | None:
         return one if (one := everyone.get(name)) and one.usable else None
@@ -344,22 +285,21 @@ def search(job: Search) -> None:
         return few_atoms(np.frombuffer(everyone[one.name].atoms, np.uint8), one.places)
 
     rows: list[dict[str, Any]] = []
-    for pick in job.picks:
+    for pick in picks:
         own, entry, found = everyone[key(pick.name)], key(pick.name).rpartition("_")[0], list[Match]()
-        limits: dict[str, Any] = {"entry": entry, "before": own.release, "most": job.most, "refuse": refuse}
-        for path in _hit_files(pick.folder):
+        limits: dict[str, Any] = {"entry": entry, "before": own.release, "most": most, "refuse": refuse}
+        for file in _hit_files(pick.folder):
             try:
-                found += match(read_hhr(path), own.sequence, known, **limits)[0]
+                found += match(read_hhr(file), own.sequence, known, **limits)[0]
             except DataError as problem:
-                skipped[str(path)] = str(problem)
-        found = sorted(found, key=lambda one: -one.sum_probs)[: job.most]
+                skipped[str(file)] = str(problem)
+        found = sorted(found, key=lambda one: -one.sum_probs)[:most]
         rows.append({
             "hits": len(found), "places": len(found) * len(own.sequence), "name": np.array([one.name for one in found], "S"),
             "sum_probs": np.array([one.sum_probs for one in found]), "hit_places": np.array([one.places for one in found]),
         })  # fmt: skip
-    store.write_json(job.path.with_suffix(".json"), skipped)
-    chains.write_rows(job.path, HITS, rows, {})
-    store.write_record(job.path, FOUND_HITS)
+    store.write_json(path.with_suffix(".json"), skipped)
+    store.write_rows(path, HITS, rows, {})
 
 
 def _hit_files(folder: Path | None) -> list[Path]:
@@ -382,79 +322,59 @@ class Share:
     skipped: Path                               # where it tells what it leaves out
     picks: tuple[Pick, ...]
     most: int | None
-    hits: Path | None = None                    # of a search for these chains
-    hit_rows: tuple[int, ...] = ()              # of all of them, one after the other
-    rows: None = None                           # chains that cannot be used are left out
+    hits: Path | None = None                    # what a search for these chains found
+    hit_rows: tuple[int, ...] = ()              # templates of all chains, one after the other
 
 
-@dataclass(frozen=True)
-class Structures:
-    """One file of templates to be made."""
-
-    path: Path
-    picks: tuple[tuple[Path, str], ...]         # source and name
-    rows: int
+def convert_structures(picks: Sequence[Found], path: Path) -> None:
+    entry = lru_cache(1)(read_mmcif)
+    rows = [chains.template(_chain(entry(one.source), one.name)) for one in picks]
+    store.write_rows(path, chains.TEMPLATE_LAYOUTS, rows, {"kind": "converted"})
 
 
-def convert_structures(job: Structures) -> None:
-    taken: list[Chain] = []
-    entry: tuple[Path, Entry] | None = None
-    for source, name in job.picks:
-        if entry is None or entry[0] != source:
-            entry = source, read_mmcif(source)
-        taken.append(entry[1].chains[name.rpartition("_")[2]])
-    chains.write_templates(job.path, taken, {"kind": "converted"})
-    store.write_record(job.path, chains.TEMPLATE_CONTENTS)
+def _chain(entry: Entry, name: str) -> Chain:
+    return entry.chains[name.rpartition("_")[2]]
 
 
-def _hits(job: Share) -> list[Hits]:
+def _hits(share: Share) -> list[Hits]:
     """The hits of each of its chains."""
-    if job.hits is None:
-        return [NO_HITS] * len(job.picks)
-    with h5py.File(job.hits, "r") as file:
-        hits, ends, probs, places = (file[name][...] for name in ("hits", "places", "sum_probs", "hit_places"))
-    found, first, begin = [], 0, 0
-    for count, many in zip(hits.tolist(), ends.tolist()):
-        some = slice(first, first + count)
-        found.append(Hits(np.array(job.hit_rows[some], np.int32), probs[some], places[begin : begin + many]))
-        first, begin = first + count, begin + many
-    return found
+    if share.hits is None:
+        return [NO_HITS] * len(share.picks)
+    with h5py.File(share.hits, "r") as file:
+        found, rows = store.read_rows(file, HITS), iter(share.hit_rows)
+    return [Hits(np.fromiter(islice(rows, one["hits"]), np.int32), one["sum_probs"], one["hit_places"]) for one in found]
 
 
-def convert_share(job: Share) -> None:
-    taken, skipped = [], {}
-    entry: tuple[Path, Entry] | None = None
-    for pick, hits in zip(job.picks, _hits(job)):
+def convert_share(share: Share, path: Path) -> None:
+    taken, skipped, entry = [], {}, lru_cache(1)(read_mmcif)
+    for pick, hits in zip(share.picks, _hits(share)):
         try:
-            if entry is None or entry[0] != pick.source:
-                entry = pick.source, read_mmcif(pick.source)
-            chain = entry[1].chains[pick.name.rpartition("_")[2]]
+            chain = _chain(entry(pick.source), pick.name)
             alignment = None if pick.folder is None else read_alignments(pick.folder, chain.sequence)
-            taken.append(chains.sample(chain, alignment, pick.cluster, pick.cluster_size, job.most, hits))
+            taken.append(chains.sample(chain, alignment, pick.cluster, pick.cluster_size, share.most, hits))
         except DataError as problem:
             skipped[pick.name] = str(problem)
     if not taken:
         first = next(iter(skipped.values()))
-        raise DataError(f"{job.path}: none of its {len(skipped)} chains can be used, the first because {first}")
-    store.write_json(job.skipped, skipped)
-    chains.write(job.path, taken, {"kind": "converted", "skipped": len(skipped)})
-    store.write_record(job.path, CONTENTS)
+        raise DataError(f"{path}: none of its {len(skipped)} chains can be used, the first because {first}")
+    store.write_json(share.skipped, skipped)
+    chains.write(path, taken, {"kind": "converted", "skipped": len(skipped)})
 
 
 def _templates(
     options: argparse.Namespace, shares: Sequence[Share], found: Sequence[Found]
-) -> tuple[list[Share], list[Structures], dict[str, str]]:
+) -> tuple[list[Share], list[store.Job], dict[str, str]]:
     """The shares with the hits of their chains, the files of the structures that these name, and what cannot be read."""
-    rank, size = store.launched()
     work, jobs = options.out / WORK, []
     for share in shares:
         # Filters may still change, and with them what a share is of.
         about = [str(options.templates), *(f"{one.name} {one.folder and one.folder.relative_to(options.alignments)}"
                                            for one in share.picks)]  # fmt: skip
-        jobs.append(Search(work / f"hits_{command.digest(about)}.h5", work, share.picks, options.templates))
-    store.make([job for job in jobs[rank::size] if not store.finished(job)], search, options.workers, "hits", rank == 0)
+        look = partial(search, work, share.picks, options.templates)
+        jobs.append(store.Job(work / f"hits_{command.digest(about)}.h5", look, FOUND_HITS))
+    store.make_share(jobs, options.workers, "hits")
     _known.cache_clear()
-    store.wait_for(jobs, rank == 0)
+    store.wait_for(jobs)
     names, counts = [], list[int]()
     for job in jobs:
         with h5py.File(job.path, "r") as file:
@@ -463,9 +383,10 @@ def _templates(
     named, some = {name for each in names for name in each}, sum(count > 0 for count in counts)
     middle = f"{np.median(counts):g} at the median"
     command.print_once(f"templates: {some} of {len(counts)} chains have some, {middle}; {len(named)} structures")
-    picks = [(one.source, one.name) for one in found if one.key in named]
-    rows = {key(name): row for row, (_, name) in enumerate(picks)}
-    beside = [Structures(options.out / TEMPLATES / f"templates_{number:06d}.h5", tuple(picks[begin:end]), end - begin)
+    picks = [one for one in found if one.key in named]
+    rows = {one.key: row for row, one in enumerate(picks)}
+    beside = [store.Job(options.out / TEMPLATES / f"templates_{number:06d}.h5", partial(convert_structures, picks[begin:end]),
+                        chains.TEMPLATE_CONTENTS, end - begin)
               for number, (begin, end) in enumerate(_even(len(picks), options.each))]  # fmt: skip
     full = [replace(share, hits=job.path, hit_rows=tuple(rows[name] for name in each))
             for share, job, each in zip(shares, jobs, names)]  # fmt: skip
@@ -499,21 +420,21 @@ def convert(options: argparse.Namespace) -> int:
     found, skipped = _look(options, structures, entities)
     of = {name.lower() if entities else key(name): number for number, line in enumerate(clusters) for name in line}
     plan, filtered = _plan(options, found, of, [key(name) for line in wanted for name in line])
-    jobs = _shares(options, plan, folders, [[key(name) for name in line] for line in twins])
+    shares = _shares(options, plan, folders, [[key(name) for name in line] for line in twins])
     there = {one.key for one in found}
     missing = [name for line in wanted for name in line if key(name) not in there]
     if missing:
         command.print_once(f"{len(missing)} chains named in {options.validation}, such as {missing[0]}, are in no structure")
     filtered |= dict.fromkeys(missing, f"named in {options.validation}, in no structure")
-    beside: list[Structures] = []
+    beside: list[store.Job] = []
     if options.templates:
-        jobs, beside, unread = _templates(options, jobs, found)
+        shares, beside, unread = _templates(options, shares, found)
         skipped |= unread
     label = "converted: clusters " + (f"of {options.clusters.name}" if clusters else "are equal sequences")
-    command.work(options, jobs, convert_share, recipe, chains.header(label), CONTENTS, "choose a new folder", beside,
-                 convert_structures)  # fmt: skip
+    jobs = [store.Job(share.path, partial(convert_share, share), CONTENTS) for share in shares]
+    command.work(options, jobs, recipe, chains.header(label), beside=beside)
     if store.launched()[0] == 0:
-        unusable = skipped | _noted(job.skipped for job in jobs)
+        unusable = skipped | _noted(share.skipped for share in shares)
         store.write_json(options.out / SKIPPED, {"unusable": unusable, "filtered": filtered})
         _tell(options.out)
         _tell_skipped(options.out, unusable)
@@ -528,7 +449,7 @@ def _folders(root: Path) -> dict[str, Path]:
 
 
 def _lines(path: Path | None) -> list[list[str]]:
-    """Words of each line."""
+    """The words of each line of a file, which may be none."""
     try:
         lines = [line.split() for line in path.read_text("ascii").splitlines()] if path else []
     except (OSError, UnicodeDecodeError) as problem:
@@ -545,12 +466,12 @@ def _told(root: Path, paths: Iterable[Path]) -> str:
 
 def _look(options: argparse.Namespace, structures: Sequence[Path], entities: bool) -> tuple[list[Found], dict[str, str]]:
     """The chains of all structures by name, and what cannot be read."""
-    rank, size = store.launched()
-    jobs = [Scan(options.out / WORK / f"structures_{number:06d}.h5", tuple(structures[begin : begin + SCANNED]), entities)
-            for number, begin in enumerate(range(0, len(structures), SCANNED))]  # fmt: skip
-    store.make([job for job in jobs[rank::size] if not store.finished(job)], scan, options.workers, "scan", rank == 0)
-    store.wait_for(jobs, rank == 0)
-    found = sorted(_found(jobs), key=lambda one: one.key)
+    parts = list(command.parts_of(structures, SCANNED))
+    jobs = [store.Job(options.out / WORK / f"structures_{number:06d}.h5", partial(scan, part, entities), SCAN)
+            for number, part in enumerate(parts)]  # fmt: skip
+    store.make_share(jobs, options.workers, "scan")
+    store.wait_for(jobs)
+    found = sorted((one for part, job in zip(parts, jobs) for one in _found(part, job.path)), key=lambda one: one.key)
     skipped = _noted(job.path.with_suffix(".json") for job in jobs)
     command.print_once(f"{len(structures)} structures with {len(found)} chains; cannot be used: {len(skipped)}")
     if not found:
@@ -559,7 +480,7 @@ def _look(options: argparse.Namespace, structures: Sequence[Path], entities: boo
     return found, skipped
 
 
-Plan = dict[str, list[tuple[Found, int, int]]]  # with cluster and its size
+Plan = dict[str, list[tuple[Found, int, int]]]  # each with its cluster and the size of that
 
 
 def _plan(
@@ -611,7 +532,7 @@ def _split(one: Found, cluster: int, options: argparse.Namespace, held: set[str]
         most = options.validation_length
         return "validation" if len(one.sequence) <= most else f"{len(one.sequence)} residues, --validation-length {most}"
     if one.release > until:
-        return f"released {date.fromordinal(one.release + date(1970, 1, 1).toordinal())}, --released-until {options.released_until}"
+        return f"released {_date(one.release)}, --released-until {options.released_until}"
     if one.resolution >= options.resolution:
         return f"{one.resolution:g} angstrom, --resolution {options.resolution:g}"
     if one.share() > options.single:
@@ -622,7 +543,7 @@ def _split(one: Found, cluster: int, options: argparse.Namespace, held: set[str]
 def _shares(options: argparse.Namespace, plan: Plan, folders: Mapping[str, Path], twins: Sequence[Sequence[str]]) -> list[Share]:
     """Files of nearly equal numbers of chains, so that none is left with a single one."""
     other = {name: line for line in twins for name in line}
-    jobs: list[Share] = []
+    shares: list[Share] = []
     has: Counter[str] = Counter()
     for split, those in plan.items():
         picks = []
@@ -633,13 +554,13 @@ def _shares(options: argparse.Namespace, plan: Plan, folders: Mapping[str, Path]
         for number, (begin, end) in enumerate(_even(len(picks), options.each)):
             name = f"chains_{number:06d}"
             paths = options.out / split / f"{name}.h5", options.out / WORK / f"{split}_{name}.json"
-            jobs.append(Share(*paths, tuple(picks[begin:end]), options.most))
+            shares.append(Share(*paths, tuple(picks[begin:end]), options.most))
     if has["none"] == has.total():
         example = plan["train"][0][0].name
         raise ConfigError(f"--alignments {options.alignments}: holds a folder for none of {has.total()} chains, such as {example}; "
                           "name the folder that has them, of OpenProteinSet: pdb")  # fmt: skip
     command.print_once("alignments: " + ", ".join(f"{number} chains have {kind}" for kind, number in has.items()))
-    return jobs
+    return shares
 
 
 def _even(count: int, most: int) -> Iterator[tuple[int, int]]:
@@ -660,21 +581,19 @@ def _tell_skipped(out: Path, unusable: Mapping[str, str]) -> None:
 
 
 def inspect(out: Path, some: int, picture: bool) -> int:
-    """0 when all is well, 1 with the reasons printed when not. Raises DataError for a folder that cannot be read at all."""
+    """0 when all is well, otherwise 1 with the reasons printed. Raises DataError for a folder that cannot be read at all."""
     files, wrong = command.against_index(out)
     beside = list(store.indexed(out, (TEMPLATES,))) if (out / TEMPLATES).is_dir() else []
-    wrong += [f"{out / TEMPLATES / name}: {text}" for _, name, entry, index in beside
-              for text in store.mistakes(out / TEMPLATES / name, entry, index)]  # fmt: skip
-    places = [(out / split / name, row) for split, name, entry, _ in files for row in range(entry["rows"])]
+    wrong += [f"{path}: {text}" for path, entry, index in beside for text in store.mistakes(path, entry, index)]
+    places = command.places_of(files)
     _tell(out)
     if not wrong:
-        lengths = [length for _, name, *_ in beside for length in _lengths(out / TEMPLATES / name)]
-        wrong += [text for path in sorted({path for path, _ in places}) for text in _odd(path, lengths)]
+        lengths = [length for path, _, _ in beside for length in _lengths(path)]
+        wrong += [text for path in sorted(path for path, _, _ in files) for text in _odd(path, lengths)]
         for path, row in places[:: max(1, len(places) // some)][:some] if some else []:
             _show(path, row)
     if picture and not wrong:
-        chains.draw(out / PICTURE, places, files[0][3]["label"])
-        print(f"picture: {out / PICTURE}")
+        chains.draw(out / PICTURE, places, files[0][2]["label"])
     return command.told(wrong)
 
 
@@ -698,7 +617,7 @@ def _lengths(path: Path) -> list[int]:
 
 
 def _odd(path: Path, lengths: Sequence[int]) -> Iterator[str]:
-    """What no chain can have; ``lengths`` of all templates."""
+    """What is in a file that no chain can have. ``lengths``: residues of each template."""
     again = "delete the file and make it again"
     with h5py.File(path, "r") as file:
         for row in range(file["residues"].shape[0]):
@@ -742,29 +661,9 @@ def _show(path: Path, row: int) -> None:
 # ---- command line
 
 
-def check(options: argparse.Namespace) -> int:
-    return inspect(options.out, options.chains, options.picture)
-
-
-def day(text: str) -> date:
-    return date.fromisoformat(text)
-
-
-def share(text: str) -> float:
-    value = float(text)
-    if not 0 < value <= 1:
-        raise ValueError
-    return value
-
-
-def above_zero(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise ValueError
-    return value
-
-
-day.__name__, share.__name__, above_zero.__name__ = "day such as 2021-09-16", "number above 0, 1 at most", "number above 0"
+day = command.taking("day such as 2021-09-16", date.fromisoformat)
+share = command.taking("number above 0, 1 at most", float, lambda value: 0 < value <= 1)
+above_zero = command.taking("number above 0", float, lambda value: value > 0)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -777,13 +676,11 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--length", metavar=("LEAST", "MOST"), nargs=2, type=command.positive, default=(48, 96), help="residues")
     one.add_argument("--rows", metavar="N", type=command.positive, default=256, help="of an alignment")
     one.add_argument("--templates", metavar="N", type=command.natural, default=0, help="of a chain: others of its family")
-    one.add_argument("--validation", metavar="F", type=float, default=0.125, help="fraction of the families")
-    one.add_argument("--test", metavar="F", type=float, default=0.0, help="fraction of the families")
+    command.add_fractions(one, 0.125, 0.0, "the families")
     command.add_making(one)
 
-    two = add("check", f"Files against index.json, every chain looked at, some shown, and OUT/{PICTURE}.", check)
-    command.add_checking(two, PICTURE)
-    two.add_argument("--chains", metavar="N", type=command.natural, default=6, help="how many are shown")
+    command.add_check(add, "Files against index.json, every chain looked at, some shown", inspect, PICTURE, "--chains", 6,
+                      "how many are shown")  # fmt: skip
 
     three = add("convert", "mmCIF, A3M and Stockholm files to ours.", convert)
     three.add_argument("--structures", type=Path, metavar="DIR", required=True, help=".cif and .cif.gz, at any depth")
@@ -806,9 +703,7 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    return command.main(parser(), arguments)
-
+main = partial(command.main, parser)
 
 if __name__ == "__main__":
     sys.exit(main())

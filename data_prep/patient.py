@@ -26,11 +26,11 @@ class Patient:
     y: Array
     x: Array
     enhanced: dict[str, float]                                      # HU that the contrast agent adds to each tissue
-    bends: list[Array] = field(default_factory=list)                # of each: mm, two wave numbers, phase
+    bends: list[Array] = field(default_factory=list)                # mm, two wave numbers and phase of three waves
     image: Array = field(init=False)
     label: NDArray[np.uint8] = field(init=False)
     edge: float = 1.0                                               # mm over which one tissue becomes another
-    scale: tuple[float, float] = (1.0, 1.0)                         # of depth and width, to the standard cavity
+    scale: tuple[float, float] = (1.0, 1.0)                         # depth and width over those of the standard cavity
 
     def __post_init__(self) -> None:
         shape = (self.z.size, self.y.size, self.x.size)
@@ -96,7 +96,7 @@ class Patient:
     def ellipsoid(
         self, centre: Point, radii: Point, value: Any, kind: int = 0, axes: Any = None, lobes: float = 0.0, room: float | None = 0.0
     ) -> tuple[Box, Array, list[Array]] | None:
-        """Paints one with a lobed surface, within the cavity less ``room`` mm; gives its voxels and their depth in mm."""
+        """Paints an ellipsoid with a lobed surface, within the cavity less ``room`` mm; gives its voxels and their depth in mm."""
         axes = np.eye(3) if axes is None else axes
         box = self.around(np.array(centre), np.array(radii) * (1 + lobes), axes)
         if box is None:

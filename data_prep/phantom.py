@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from data_prep.extras import needed
 from data_prep.patient import Array, Patient, Point, roundness, turned
-from hpcai.errors import MissingExtraError
 
 FAT, GAS, LUNG = -105.0, -860.0, -840.0
 LEFT, RIGHT = 1, -1                                                 # of the patient: x grows to the left
@@ -106,7 +106,7 @@ def _organs(who: Patient) -> None:
     random, sy, sx = who.random, *who.scale
 
     def organ(tissue: str, place: Point, radii: Point, base: float = 45, lobes: float = 0.08, tilt: float = 15) -> None:
-        """Placed, sized and tilted a little at random."""
+        """Paints an organ, placed, sized and tilted a little at random."""
         centre = who.place(np.array(place) + random.normal(0, 5, 3))
         size = np.array(radii) * (1, sy, sx) * random.uniform(0.9, 1.1, 3)
         axes = turned(random.normal(size=3), random.normal(0, tilt))
@@ -277,10 +277,7 @@ def _lesions(who: Patient, kidneys: Sequence[Kidney]) -> None:
 
 def _blur_and_noise(who: Patient, sigma: float) -> Array:
     """What a reconstruction kernel leaves: noise that neighbours share, a slow bias of beam hardening, whole HU."""
-    try:
-        from scipy import ndimage
-    except ImportError as problem:
-        raise MissingExtraError("noise of a scanner needs scipy: pip install 'hpcai-suite[unet3d]'") from problem
+    ndimage = needed("scipy.ndimage", "the noise of a scanner", "unet3d")
     random = who.random
     noise = random.standard_normal(who.image.shape, np.float32)
     blur = random.uniform(0.5, 0.9)

@@ -11,7 +11,7 @@ from typing import Any
 
 
 class _Plain:
-    """In the place of a class of torch_geometric: its attributes."""
+    """Stands for any class of torch_geometric, and has its attributes."""
 
     def __init__(self, *words: Any, **named: Any) -> None:
         self.__dict__.update(named)
@@ -21,15 +21,15 @@ class _Plain:
 
 
 def _storage(data: bytes) -> Any:
-    """torch.storage._load_from_bytes, which would open the pickle in a storage without a look at it."""
+    """Stands for torch.storage._load_from_bytes, which would open the pickle in a storage without a look at it."""
     import torch
 
-    with warnings.catch_warnings(action="ignore", category=UserWarning):       # of the protocol, once for each tensor
+    with warnings.catch_warnings(action="ignore", category=UserWarning):       # about the protocol, once for each tensor
         return torch.load(io.BytesIO(data), weights_only=True)
 
 
 def _bytes(text: str, _: str) -> bytes:
-    """_codecs.encode, which is how protocol 2 writes bytes."""
+    """Stands for _codecs.encode, with which protocol 2 writes bytes."""
     return text.encode("latin1")
 
 

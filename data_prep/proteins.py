@@ -31,7 +31,7 @@ CONTACT = 8.0                                   # between CB, or where glycine's
 FIRST_DAY, DAYS = date(1990, 1, 1), 12418       # to the end of 2023
 ATTEMPTS = 4                                    # at a compact fold
 DOMAIN = 120                                    # residues at most that become compact by themselves
-STEPS, AGAIN = 450, 150                         # of annealing: from the plan, from a relative
+STEPS, AGAIN = 450, 150                         # steps of annealing: from the plan, from a relative
 A, N, C, G, P = (LETTERS.index(letter) for letter in "ANCGP")
 
 # In the order of LETTERS, A R N D C Q E G H I L K M F P S T W Y V.
@@ -53,7 +53,7 @@ _CHARGE = np.array([0, 1, 0, -1, 0, 0, -1, 0, .3, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 
 
 
 def _centred(table: Array) -> Array:
-    """Without what either residue prefers by itself, which is not for pairs to say."""
+    """A table of pairs less what either residue prefers by itself."""
     share = np.exp(_SHARE) / np.exp(_SHARE).sum()
     return np.asarray(table - table @ share - (share @ table)[:, None] + share @ table @ share)
 
@@ -101,7 +101,7 @@ class _Plan:
     kind: Array                                 # [N] helix, strand or loop
     angle: Array                                # [N, 3] phi, psi, and omega to the next residue
     spread: Array                               # [N, 3] that folding may use
-    given: Array                                # [N] glycine, proline and asparagine where angles ask for them, else -1
+    given: Array                                # [N] glycine, proline and asparagine where angles ask for them, otherwise -1
     ties: Array                                 # [K, 2] of sites whose distance is known
     tie: Array                                  # [K, 2] the distance and the strength of its pull
     inner: Array                                # [N] 1 on the side that is to be buried
@@ -222,7 +222,7 @@ class _Backbone:
 
 
 def _sites(atoms: Array, frames: Array) -> Array:
-    """[N, 5, 3] as in _LEAST"""
+    """The sites of _LEAST.   [N, 5, 3]"""
     oxygen, side = atoms[:, 2] + frames[:, 2] @ _TO_O, atoms[:, 1] + frames[:, 1] @ _MIDDLE
     return np.concatenate([atoms, oxygen[:, None], side[:, None]], 1)
 
@@ -342,7 +342,7 @@ def _beta(atoms: Array, frames: Array) -> Array:
 
 
 def _apart(points: Array) -> Array:
-    """[N, 3] -> [N, N]"""
+    """Distances between all points.   [N, 3] -> [N, N]"""
     return np.sqrt(((points[:, None] - points) ** 2).sum(-1))
 
 
@@ -390,7 +390,7 @@ def _sweep(model: _Model, rows: Array, rate: Array, draw: Draw) -> None:
 
 
 def _placed(types: Array, chi: Array, origin: Array, frames: Array, psi: Array) -> Array:
-    """[M] types, [M, 4] chi, [M, 3] CA, [M, 3, 3] backbone frames, [M] psi -> [M, 14, 3]"""
+    """Atoms of residues: [M] types, [M, 4] chi, [M, 3] CA, [M, 3, 3] backbone frames, [M] psi -> [M, 14, 3]"""
     ideal = residues.GROUP_FRAME[types].astype(float)
     turns = _turned(np.concatenate([psi[:, None], chi], 1), 0)
     rotation, at = np.tile(frames[:, None], (1, 8, 1, 1)), np.tile(origin[:, None], (1, 8, 1))
@@ -421,7 +421,7 @@ def _packed(types: Array, angle: Array, atoms: Array, frames: Array, draw: Draw)
             continue
         choices = np.radians([(*row, *[0] * (4 - len(row))) for row in _ROTAMERS[LETTERS[kind]]])
         many = len(choices)
-        if kind != P:                                                       # whose ring would open
+        if kind != P:                                                       # its ring would open
             choices = choices + np.radians(5) * np.clip(draw.standard_normal(choices.shape), -2, 2)
         tries = _placed(np.full(many, kind), choices, *(np.repeat(part[i : i + 1], many, 0) for part in where))
         own, others = np.flatnonzero(residues.ATOM14_EXISTS[kind][5:]) + 5, np.flatnonzero(reach[i])

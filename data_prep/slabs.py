@@ -23,13 +23,13 @@ from hpcai.errors import DataError
 LABEL = "EMT (effective medium theory), not DFT"
 SOURCES = [{"name": name, "labels": "EMT"} for name in ("relaxation", "rattled", "molecular dynamics")]
 LATTICE = {"Al": 4.05, "Ni": 3.52, "Cu": 3.61, "Pd": 3.89, "Pt": 3.92, "Au": 4.08, "Ag": 4.09}
-SHARES = (0.25, 0.5, 0.75)                      # of the second metal, by name
+SHARES = (0.25, 0.5, 0.75)                      # that the second metal, by name, can have
 FACETS = ("fcc111", "fcc100", "fcc110")
 ADSORBATES = ("H", "C", "N", "O", "OH", "CO", "NH", "CH", "H2", "NO")
-VACUUM = 8.0                                    # on each side, so that the adsorbate does not reach the next slab
-HEIGHT = (1.1, 1.9)                             # of the lowest atom of the adsorbate above the highest of the slab
-HELD = 2                                        # lowest layers
-STEPS, CLEAN_STEPS, RELAXED = 25, 100, 0.02     # of relaxations at most; eV/A
+VACUUM = 8.0                                    # on each side of a slab, so that no adsorbate reaches the next one
+HEIGHT = (1.1, 1.9)                             # lowest atom of the adsorbate above the highest of the slab
+HELD = 2                                        # layers, the lowest
+STEPS, CLEAN_STEPS, RELAXED = 25, 100, 0.02     # steps of relaxations at most; eV/A at which they end
 SIGMAS = (0.03, 0.06, 0.1, 0.15) * 2
 KELVIN, STEP_FS, FRICTION, EVERY = (300.0, 600.0, 900.0), 2.0, 0.02, 5      # friction per fs
 HOPELESS, STEEP = 50.0, 20.0                    # eV/A: of a start that is drawn again, of a frame that is left out
@@ -41,7 +41,7 @@ Array = NDArray[Any]
 
 
 def compositions() -> list[str]:
-    """What is held out as one: a metal, or two of them in every ratio. In alphabetical order: Ag, Ag-Al, ..."""
+    """A metal, or two of them, whose ratios are all held out together. In alphabetical order: Ag, Ag-Al, ..."""
     metals = sorted(LATTICE)
     return sorted("-".join(dict.fromkeys(pair)) for i, one in enumerate(metals) for pair in [(one, two) for two in metals[i:]])
 
@@ -125,7 +125,7 @@ def _draw(random: np.random.Generator, composition: str, size: Sequence[int]) ->
 
 
 def _rotation(random: np.random.Generator) -> Array:
-    """Uniform over all rotations, from a quaternion.   [3, 3]"""
+    """A rotation, uniform over all of them, from a quaternion.   [3, 3]"""
     four = random.standard_normal(4)
     w, x, y, z = four / np.sqrt((four**2).sum())
     return np.array([
@@ -150,7 +150,7 @@ def _tags(atoms: Any) -> NDArray[np.uint8]:
 
 
 def _frames(random: np.random.Generator, atoms: Any, steps: int) -> Iterator[tuple[int, Any, float, Array]]:
-    """Index into SOURCES, a copy of the atoms, total energy, raw forces [A, 3]."""
+    """Yields an index into SOURCES, a copy of the atoms, the total energy and the raw forces [A, 3]."""
     for _ in _relaxation(atoms, STEPS):
         yield 0, *_labelled(atoms)
     relaxed, free = atoms.positions.copy(), _fixed(atoms) == 0

@@ -9,7 +9,7 @@
 A dataset may also be flat: the parts of all rows one after the other, where another dataset tells the length of each part. Its
 shape then begins with the name of that dataset, and each of "files" has the sum as one of its "lengths".
 
-What the datasets are, and what is measured of them, a workload says by Contents.
+A workload says by Contents what the datasets are and what is measured of them, and by Job how a file is made.
 
 Ranks share nothing but the folder: rank r of n makes every n-th file, and rank 0 waits for the files of the others. No MPI call
 is needed for that, so the same code runs under mpiexec, srun or alone.
@@ -23,13 +23,14 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import h5py
 import numpy as np
@@ -42,41 +43,50 @@ from hpcai.errors import ConfigError, DataError
 SPLITS = ("train", "validation", "test")
 PATIENCE = 1800.0                               # seconds without a new file from any other rank before rank 0 gives up
 Record = dict[str, Any]
+Layouts = Mapping[str, tuple[Any, Sequence[Any]]]       # of datasets: type, shape of a row
+
+
+def _nothing(*_: Any) -> dict[str, Any]:
+    return {}
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What the files of a workload hold."""
+    """What the files of a folder hold."""
 
     sample: str                                                     # the dataset whose rows have the shape of a sample
-    fields: Callable[[list[Any], dict[str, Any]], dict[str, Any]]   # shape and header to what the index says of each dataset
-    measure: Callable[[h5py.File], dict[str, Any]]                  # sums of a file, for its record
-    merge: Callable[[Sequence[Record]], dict[str, Any]]             # statistics of a split, from its records
+    fields: Callable[[list[Any], dict[str, Any]], dict[str, Any]] = _nothing    # shape and header to what the index says of each
+    measure: Callable[[h5py.File], dict[str, Any]] = _nothing       # sums of a file, for its record
+    merge: Callable[[Sequence[Record]], dict[str, Any]] = _nothing  # statistics of a split, from its records
     varies: bool = False                                            # each file has samples of a shape of its own
     parts: tuple[str, ...] = ()                                     # the datasets that tell how flat ones are cut
-    beside: Mapping[str, "Contents"] = field(default_factory=dict)  # folders with an index too that are no splits
     across: Callable[[Path, dict[str, Any], dict[str, Any]], None] | None = None    # adds to statistics what no split tells alone
 
 
 def fields_of(
-    layouts: Mapping[str, tuple[str, Sequence[Any]]], ranges: Mapping[str, tuple[float | None, float | None]]
+    layouts: Layouts, ranges: Mapping[str, tuple[float | None, float | None]]
 ) -> Callable[[list[Any], dict[str, Any]], dict[str, Any]]:
     """``Contents.fields`` of datasets that are alike in all files: type, shape of a row, least and greatest value where known."""
     found: dict[str, Any] = {}
     for name, (dtype, row) in layouts.items():
         bounds = zip(("low", "high"), ranges.get(name, ()))
         found[name] = {"dtype": dtype, "shape": list(row), **{side: at for side, at in bounds if at is not None}}
-    return lambda shape, header: found
+    return partial(_alike, found)
 
 
-class Job(Protocol):
-    """A file to be made, with so many rows if that is known before."""
+def _alike(found: dict[str, Any], shape: list[Any], header: dict[str, Any]) -> dict[str, Any]:
+    return found
 
-    @property
-    def path(self) -> Path: ...
 
-    @property
-    def rows(self) -> int | None: ...
+@dataclass(frozen=True)
+class Job:
+    """A file to be made, perhaps by another process, to which all of this is sent."""
+
+    path: Path
+    write: Callable[[Path], object]
+    contents: Contents
+    rows: int | None = None                     # where they are known before
+    recipe: str | None = None                   # a file that states it is not written again when its record is lost
 
 
 # ---- one file
@@ -84,8 +94,7 @@ class Job(Protocol):
 
 @contextmanager
 def rows_file(
-    path: Path, rows: int, datasets: Mapping[str, tuple[Any, Sequence[Any]]], attributes: dict[str, Any],
-    lengths: Mapping[str, int] | None = None,
+    path: Path, rows: int, datasets: Layouts, attributes: dict[str, Any], lengths: Mapping[str, int] | None = None,
 ) -> Iterator[h5py.File]:  # fmt: skip
     """A new file with room for the rows of each dataset, given as dtype and shape of a row: written beside its place, flushed to
     the disk and renamed, or not there at all. A shape that begins with one of the named lengths is that of a flat dataset."""
@@ -106,7 +115,38 @@ def rows_file(
 
 def _whole(rows: int, shape: Sequence[Any], lengths: Mapping[str, int]) -> tuple[Any, ...]:
     """The shape of a dataset, from that of a row."""
-    return (lengths.get(shape[0]), *shape[1:]) if shape and isinstance(shape[0], str) else (rows, *shape)
+    return (lengths.get(shape[0]), *shape[1:]) if _is_flat(shape) else (rows, *shape)
+
+
+def _is_flat(shape: Sequence[Any]) -> bool:
+    return bool(shape) and isinstance(shape[0], str)
+
+
+def write_rows(path: Path, layouts: Layouts, rows: Sequence[Mapping[str, Any]], attributes: dict[str, Any]) -> None:
+    """A file of the values of each row, which may have more of them than the file; the lengths of what is flat are among them."""
+    lengths = {shape[0]: sum(row[shape[0]] for row in rows) for _, shape in layouts.values() if _is_flat(shape)}
+    with rows_file(path, len(rows), layouts, attributes, lengths) as file:
+        for name, (dtype, shape) in layouts.items():
+            if not _is_flat(shape):
+                file[name][...] = np.array([row[name] for row in rows], dtype)
+                continue
+            begin = 0
+            for row in rows:
+                end = begin + row[shape[0]]
+                file[name][begin:end] = np.reshape(row[name], (end - begin, *shape[1:])).astype(dtype)
+                begin = end
+
+
+def read_rows(file: h5py.File, layouts: Layouts, first: int = 0, end: int | None = None) -> Iterator[dict[str, Any]]:
+    """The rows from ``first`` to ``end`` of a file, each with its part of what is flat."""
+    columns = []
+    for name, (_, shape) in layouts.items():
+        if _is_flat(shape):
+            cuts = np.append(0, np.cumsum(file[shape[0]][:end], dtype=np.int64))[first:]
+            columns.append(np.split(file[name][cuts[0] : cuts[-1]], cuts[1:-1] - cuts[0]))
+        else:
+            columns.append(file[name][first:end])
+    return (dict(zip(layouts, row)) for row in zip(*columns))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -146,6 +186,13 @@ def write_record(path: Path, contents: Contents) -> Record:
     return record
 
 
+def make_file(job: Job) -> None:
+    """Writes the file, if it is not whole, and its record."""
+    if job.recipe is None or not _is_made(job, job.recipe):
+        job.write(job.path)
+    write_record(job.path, job.contents)
+
+
 def finished(job: Job) -> bool:
     """Whether the file is there, with the rows that it should have, of the size that its record states."""
     record = _record_path(job.path)
@@ -155,13 +202,11 @@ def finished(job: Job) -> bool:
     return stated.get("bytes") == job.path.stat().st_size and job.rows in (None, stated.get("rows"))
 
 
-def is_made(path: Path, recipe: str, sample: str, rows: int | None) -> bool:
+def _is_made(job: Job, recipe: str) -> bool:
     """Whether a file without a fitting record is whole all the same: of this recipe, with all its rows if they are known."""
-    if not path.is_file():
-        return False
     try:
-        with h5py.File(path, "r") as file:
-            return bool(file.attrs.get("recipe") == recipe and rows in (None, file[sample].shape[0]))
+        with h5py.File(job.path, "r") as file:
+            return bool(file.attrs.get("recipe") == recipe and job.rows in (None, file[job.contents.sample].shape[0]))
     except (OSError, KeyError):
         return False
 
@@ -169,15 +214,20 @@ def is_made(path: Path, recipe: str, sample: str, rows: int | None) -> bool:
 # ---- one folder
 
 
-def split_of(index: int, validation: float, test: float, random: Callable[[int], np.random.Generator]) -> str:
+def generator(seed: int, stream: int, index: int) -> np.random.Generator:
+    """Random numbers that are a pure function of three numbers."""
+    return np.random.Generator(np.random.PCG64DXSM(np.random.SeedSequence([seed, stream, index])))
+
+
+def split_of(index: int, seed: int, validation: float, test: float) -> str:
     """One of every 1/held neighbours is held out, so that n of them hold n * fraction of a split, give or take one. Which one is
-    random, drawn by the generator of its block; a periodic choice could follow a period of the data."""
+    random, drawn from stream 0 for each block; a periodic choice could follow a period of the data."""
     held, part = (Fraction(f).limit_denominator(10**6) for f in (validation + test, test))
     if not held:
         return "train"
     block = math.floor(index * held)
     first, end = math.ceil(block / held), math.ceil((block + 1) / held)
-    if index != first + int(random(block).integers(end - first)):
+    if index != first + int(generator(seed, 0, block).integers(end - first)):
         return "train"
     share = part / held
     return "test" if math.floor((block + 1) * share) > math.floor(block * share) else "validation"
@@ -186,7 +236,7 @@ def split_of(index: int, validation: float, test: float, random: Callable[[int],
 def claim(out: Path, recipe: dict[str, Any]) -> None:
     """Takes an empty folder, or one that was begun with the same recipe."""
     path = out / "recipe.json"
-    # In this order: another rank writes its recipe before it makes a split.
+    # This must be asked first: another rank writes its recipe before it makes a split.
     begun = any((out / split).exists() for split in SPLITS)
     if not path.is_file():
         if begun:
@@ -216,31 +266,30 @@ def refuse_strangers(out: Path, jobs: Sequence[Job], advice: str) -> None:
         raise ConfigError(f"{extra[0]}: one of {len(extra)} files that this run would not make; {advice}")
 
 
-def finish(out: Path, planned: Sequence[Path], header: dict[str, Any], settings: dict[str, Any], contents: Contents) -> int:
-    """Index of every split and of what is beside them, and statistics. Returns the bytes of all files."""
+def finish(out: Path, jobs: Sequence[Job], header: dict[str, Any], settings: dict[str, Any]) -> int:
+    """Writes the index of every folder, and statistics. Returns the bytes of all files."""
     statistics: dict[str, Any] = {"format": 1, "version": hpcai.__version__, "splits": {}, "settings": settings}
     indexes: dict[str, Any] = {}
-    for split, one in {**dict.fromkeys(SPLITS, contents), **contents.beside}.items():
-        records = [read_json(_record_path(path)) for path in sorted(planned) if path.parent.name == split]
-        if not records:
-            continue
+    contents = {job.path.parent.name: job.contents for job in jobs}
+    for folder in sorted(contents, key=[*SPLITS, *contents].index):
+        one = contents[folder]
+        records = [read_json(_record_path(path)) for path in sorted(job.path for job in jobs) if path.parent.name == folder]
         shapes = {tuple(len(record["shape"]) * [None] if one.varies else record["shape"]) for record in records}
         if len(shapes) > 1:
-            raise DataError(f"{out / split}: samples of different shapes {sorted(shapes)}, expected one; give each its own folder")
+            raise DataError(f"{out / folder}: samples of different shapes {sorted(shapes)}, expected one; give each its own folder")
         shape = list(shapes.pop())
-        more = [*(["shape"] if one.varies else []), *(["lengths"] if one.parts else [])]
-        told = ("name", "rows", "bytes", "sha256", *more)
+        told = ("name", "rows", "bytes", "sha256", *(["shape"] if one.varies else []), *(["lengths"] if one.parts else []))
         files = [{key: record[key] for key in told} for record in records]
         alike = {} if one.varies else {"shape": shape}
         fields = one.fields(shape, header)  # what hpcai data check compares with
-        indexes[split] = {"files": files, **alike, "fields": fields, **header}
-        (statistics["splits"] if split in SPLITS else statistics)[split] = one.merge(records)
-    if contents.across:
-        contents.across(out, indexes, statistics)
+        indexes[folder] = {"files": files, **alike, "fields": fields, **header}
+        (statistics["splits"] if folder in SPLITS else statistics)[folder] = one.merge(records)
+    if across := jobs[0].contents.across:
+        across(out, indexes, statistics)
     write_json(out / "statistics.json", statistics)
-    for split, index in indexes.items():
-        write_index(out / split, index)
-        for left in (out / split).rglob(".*.partial"):          # of files and of their records
+    for folder, index in indexes.items():
+        write_index(out / folder, index)
+        for left in (out / folder).rglob(".*.partial"):         # of files and of their records
             left.unlink(missing_ok=True)
     return sum(file["bytes"] for index in indexes.values() for file in index["files"])
 
@@ -248,19 +297,19 @@ def finish(out: Path, planned: Sequence[Path], header: dict[str, Any], settings:
 # ---- what a folder holds
 
 
-def indexed(out: Path, folders: Sequence[str] = SPLITS) -> Iterator[tuple[str, str, dict[str, Any], dict[str, Any]]]:
-    """(split, name, entry, index) of every file."""
+def indexed(out: Path, folders: Sequence[str] = SPLITS) -> Iterator[tuple[Path, dict[str, Any], dict[str, Any]]]:
+    """(path, entry, index) of every file."""
     splits = [split for split in folders if (out / split).is_dir()]
     if not splits:
         raise DataError(f"{out}: holds no folder train, validation or test; simulate or convert into it first")
     for split in splits:
         index = read_json(out / split / INDEX)
         for entry in index["files"]:
-            yield split, entry["name"], entry, index
+            yield out / split / entry["name"], entry, index
 
 
 def mistakes(path: Path, entry: dict[str, Any], index: dict[str, Any]) -> Iterator[str]:
-    """What a file has otherwise than the index says."""
+    """Where a file differs from what the index says of it."""
     if not path.is_file():
         yield "not there; repeat the command that made the folder"
         return
@@ -297,20 +346,20 @@ def launched() -> tuple[int, int]:
 
 def cores() -> int:
     """Cores that this process may use, shared with the other ranks of its machine."""
-    here = 1
-    for name in ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_TASKS_PER_NODE"):
-        text = os.environ.get(name, "").split("(")[0].split(",")[0]
-        if text.isdigit():
-            here = int(text)
-            break
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     bound = usable < (os.cpu_count() or 1)       # a bound rank has these cores for itself
-    return usable if bound else max(1, usable // here)
+    return usable if bound else max(1, usable // (place().local_world or 1))
 
 
-def make(jobs: Sequence[Any], work: Callable[[Any], Any], workers: int, label: str, speak: bool) -> None:
+def make_share(jobs: Sequence[Job], workers: int, label: str) -> None:
+    """Makes what is missing of this rank's share."""
+    rank, size = launched()
+    make([job for job in jobs[rank::size] if not finished(job)], make_file, workers, label)
+
+
+def make(jobs: Sequence[Any], work: Callable[[Any], Any], workers: int, label: str) -> None:
     """Calls work on every job, in this process or in several; the first error stops it and is raised."""
-    with _progress(len(jobs), label, speak) as step:
+    with _progress(len(jobs), label) as step:
         if workers == 1 or len(jobs) < 2:
             for job in jobs:
                 work(job)
@@ -319,13 +368,9 @@ def make(jobs: Sequence[Any], work: Callable[[Any], Any], workers: int, label: s
         # A fresh interpreter per worker: forking a process that may hold threads (HDF5, a test runner) is not safe.
         pool = ProcessPoolExecutor(min(workers, len(jobs)), get_context("spawn"), _leave_interrupts)
         try:
-            waiting: set[Future[Any]] = set()
-            for job in jobs:
-                waiting.add(pool.submit(work, job))
-                if len(waiting) >= 4 * workers:
-                    waiting = _collect(waiting, step)
-            while waiting:
-                waiting = _collect(waiting, step)
+            for done in as_completed([pool.submit(work, job) for job in jobs]):
+                done.result()
+                step()
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -335,16 +380,9 @@ def _leave_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _collect(waiting: set[Future[Any]], step: Callable[[], None]) -> set[Future[Any]]:
-    done, rest = wait(waiting, return_when=FIRST_COMPLETED)
-    for future in done:
-        future.result()
-        step()
-    return rest
-
-
 @contextmanager
-def _progress(total: int, label: str, speak: bool) -> Iterator[Callable[[], None]]:
+def _progress(total: int, label: str) -> Iterator[Callable[[], None]]:
+    speak = launched()[0] == 0
     if speak and sys.stdout.isatty():
         from rich.progress import Progress
 
@@ -363,8 +401,9 @@ def _progress(total: int, label: str, speak: bool) -> Iterator[Callable[[], None
     yield step
 
 
-def wait_for(jobs: Sequence[Job], speak: bool) -> None:
-    """Rank 0, its own files done, waits for those of the others."""
+def wait_for(jobs: Sequence[Job]) -> None:
+    """Waits for the files of the other ranks. Raises DataError after ``PATIENCE`` seconds without a new one."""
+    speak = launched()[0] == 0
     missing, last, told = [job for job in jobs if not finished(job)], time.monotonic(), 0.0
     while missing:
         if speak and time.monotonic() - told > 30:

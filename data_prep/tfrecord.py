@@ -16,30 +16,26 @@ from typing import IO, Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from hpcai.errors import DataError, MissingExtraError
+from data_prep.extras import needed
+from hpcai.errors import DataError
 
 GZIP = b"\x1f\x8b\x08"
 FRAME = 16                                      # bytes of a record that are not payload
-NEEDED = "reading TFRecords needs {}, which is not installed: pip install 'hpcai-suite[cosmoflow]'"
 LARGEST_TARGET = 1.5                            # targets are scaled to [-1, 1]; more is another kind of file
 
 
 def _masked_crc(data: bytes) -> int:
-    try:
-        from google_crc32c import value
-    except ImportError:
-        raise MissingExtraError(NEEDED.format("google-crc32c")) from None
-    crc = value(data)
+    crc = needed("google_crc32c", "reading TFRecords", "cosmoflow").value(data)
     return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 @cache
 def _example_class() -> Any:
     """tf.train.Example, declared here: TensorFlow is not needed to read its files."""
-    try:
-        from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
-    except ImportError:
-        raise MissingExtraError(NEEDED.format("protobuf")) from None
+    descriptor_pb2, descriptor_pool, message_factory = (
+        needed(f"google.protobuf.{part}", "reading TFRecords", "cosmoflow")
+        for part in ("descriptor_pb2", "descriptor_pool", "message_factory")
+    )
     kind = descriptor_pb2.FieldDescriptorProto
     file = descriptor_pb2.FileDescriptorProto(name="example.proto", package="tensorflow", syntax="proto3")
 

@@ -24,6 +24,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from data_prep import pickled
+from data_prep.extras import needed
 from data_prep.frames import Array, Frame, ase
 from hpcai.errors import DataError, MissingExtraError
 
@@ -31,7 +32,7 @@ Item = Callable[[], Frame]                      # reads one frame, or raises Dat
 PACKED: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 ENDINGS = (".extxyz", ".xyz", ".traj", ".db", ".aselmdb", ".lmdb")
 AGAIN = "fetch it again, or leave it out with --skip-bad"
-SILENT = ("None", "unknown", "socketiocalculator")         # what says nothing of a method
+SILENT = ("None", "unknown", "socketiocalculator")         # names that say nothing of a method
 METHODS = {"vasp": "DFT (VASP)", "espresso": "DFT (Quantum ESPRESSO)", "gpaw": "DFT (GPAW)", "emt": "EMT"}
 
 
@@ -56,7 +57,7 @@ def items(path: Path, name: str, trust: bool) -> Iterator[Item]:
 
 
 def has_references(path: Path) -> Path | None:
-    """The N.txt beside N.extxyz.xz."""
+    """The N.txt beside N.extxyz.xz, if there is one."""
     listed = path.with_name(path.name.split(".")[0] + ".txt")
     return listed if kind(path) in (".extxyz", ".xyz") and listed.is_file() else None
 
@@ -149,7 +150,7 @@ def _block(path: Path, name: str, index: int, block: str | DataError, line: str 
 
 @contextmanager
 def _told(where: str) -> Iterator[None]:
-    """Whatever a parser makes of a damaged file, as one error that names it."""
+    """Turns whatever a parser raises for a damaged file into one error that names it."""
     try:
         yield
     except (DataError, MissingExtraError):
@@ -251,35 +252,34 @@ def _system(value: Any) -> int:
 # ---- LMDB
 
 
-@contextmanager
-def _lmdb(path: Path) -> Iterator[Any]:
-    """A read transaction. LMDB maps the file, so that reading past the end of a cut one would kill the process."""
-    try:
-        import lmdb
-    except ImportError as problem:
-        raise MissingExtraError("LMDB files need lmdb: pip install 'hpcai-suite[opencatalyst]'") from problem
+def _lmdb(path: Path, take: Callable[[bytes, int], Frame]) -> Iterator[Item]:
+    """Frames out of the values with numbers for keys. LMDB maps the file, so that reading past the end of a cut one would kill the
+    process."""
+    lmdb = needed("lmdb", "reading LMDB files", "opencatalyst")
     with _told(str(path)):
         environment = lmdb.open(str(path), subdir=False, readonly=True, lock=False, readahead=False, meminit=False, create=False)
     with environment:
-        needed = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
-        if path.stat().st_size < needed:
-            raise DataError(f"{path}: {path.stat().st_size:,} bytes, its pages need {needed:,}; {AGAIN}")
+        least = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
+        if path.stat().st_size < least:
+            raise DataError(f"{path}: {path.stat().st_size:,} bytes, its pages need {least:,}; {AGAIN}")
         with environment.begin() as transaction:
-            yield transaction
+            def read(index: int, key: int) -> Frame:
+                return take(transaction.get(str(key).encode()), index)
+
+            keys = sorted(int(key) for key, _ in transaction.cursor() if bytes(key).isdigit())
+            for index, key in enumerate(keys):
+                yield _row(f"{path}: frame {index} (row {key})", partial(read, index, key))
 
 
 def _aselmdb(path: Path, name: str) -> Iterator[Item]:
-    def read(index: int, key: int) -> Frame:
-        row = _decoded(json.loads(zlib.decompress(transaction.get(str(key).encode()))))
+    def take(value: bytes, index: int) -> Frame:
+        row = _decoded(json.loads(zlib.decompress(value)))
         about = {**row.get("key_value_pairs", {}), **row.get("data", {})}
         fixed = _held(len(row["numbers"]), row.get("constraints", []))
         return _frame(name, index, about, row["numbers"], row["positions"], row["cell"], row["pbc"], row.get("energy"),
                       row.get("forces"), row.get("tags"), fixed, 0.0, row.get("calculator"))  # fmt: skip
 
-    with _lmdb(path) as transaction:
-        keys = sorted(int(key) for key, _ in transaction.cursor() if bytes(key).isdigit())
-        for index, key in enumerate(keys):
-            yield _row(f"{path}: frame {index} (row {key})", partial(read, index, key))
+    return _lmdb(path, take)
 
 
 def _decoded(value: Any) -> Any:
@@ -297,8 +297,8 @@ def _pickles(path: Path, name: str, trust: bool) -> Iterator[Item]:
         raise DataError(f"{path}: holds pickles, and opening a pickle can run code that is in it; give --trust-pickle if you know "
                         "who wrote it, or get the set as extxyz")  # fmt: skip
 
-    def read(index: int, key: int) -> Frame:
-        values = vars(pickled.load(transaction.get(str(key).encode())))
+    def take(value: bytes, index: int) -> Frame:
+        values = vars(pickled.load(value))
         if "_store" in values:                                      # PyG 2
             values = vars(values["_store"])["_mapping"]
         held = {key: np.asarray(value) for key, value in values.items() if value is not None}
@@ -310,7 +310,4 @@ def _pickles(path: Path, name: str, trust: bool) -> Iterator[Item]:
         return _frame(name, index, held, np.rint(held["atomic_numbers"]).astype(int).reshape(-1), held["pos"], held["cell"],
                       held.get("pbc", np.ones(3)), energy, held.get("force"), held.get("tags"), fixed, 0.0, None)  # fmt: skip
 
-    with _lmdb(path) as transaction:
-        keys = sorted(int(key) for key, _ in transaction.cursor() if bytes(key).isdigit())
-        for index, key in enumerate(keys):
-            yield _row(f"{path}: frame {index}", partial(read, index, key))
+    return _lmdb(path, take)

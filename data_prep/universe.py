@@ -43,8 +43,8 @@ class Cosmology:
 
 
 def transfer(k: Array, cosmology: Cosmology) -> Array:
-    """Matter transfer function with baryon acoustic oscillations; 1 for k to 0. Eisenstein & Hu 1998, ApJ 496, 605: the equation
-    numbers below. Good to a few per cent against a Boltzmann code."""
+    """Matter transfer function with baryon acoustic oscillations; 1 for k to 0. Eisenstein & Hu 1998, ApJ 496, 605, whose
+    equation numbers stand below. Good to a few per cent against a Boltzmann code."""
     matter, baryon = cosmology.omega_m * cosmology.h**2, cosmology.omega_b * cosmology.h**2
     fraction, theta = baryon / matter, T_CMB / 2.7
     k = np.asarray(k, np.float64) * cosmology.h                                       # 1/Mpc: the paper's unit
@@ -87,7 +87,7 @@ def _sound_horizon(matter: float, baryon: float, theta: float, k_eq: float) -> t
 
 
 def _pressureless(q: Array, alpha: float, beta: float) -> Array:
-    """Equations 19 and 20."""
+    """Transfer function of matter without pressure, equations 19 and 20."""
     log = np.log(np.e + 1.8 * beta * q)
     return log / (log + (14.2 / alpha + 386 / (1 + 69.9 * q**1.08)) * q**2)
 

@@ -117,8 +117,8 @@ def _completed(cfg: Config, rows: Rows) -> CosmoFlowConfig:
 
 
 def whitening(covariance: np.ndarray) -> np.ndarray:
-    """The symmetric matrix that makes a covariance the identity: the same matter seen at several redshifts is almost the same
-    input several times, and what tells one cosmology from another is the small difference.   [C, C] -> [C, C]"""
+    """The symmetric matrix W with which W C W is the identity, for a covariance C. The same matter at several redshifts is nearly
+    the same input several times; what tells one cosmology from another is the small difference.   [C, C] -> [C, C]"""
     values, vectors = np.linalg.eigh(covariance)
     return (vectors / np.sqrt(np.maximum(values, 1e-6 * values[-1]))) @ vectors.T
 

@@ -9,15 +9,14 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from hpcai.cli.report.picture import Table, arrays
-from hpcai.cli.report.theme import Theme, around, compare, head, verbatim
+from hpcai.cli.report.picture import Table, arrays, panels, scatter
+from hpcai.cli.report.theme import Theme, head, verbatim
 from hpcai.errors import DataError
 from hpcai.log import number
 
 FILE = "predictions.npz"
 TITLE = "Predicted against true"
 COLUMNS = 4                                              # panels in a row
-MANY = 4000                                              # universes: more are drawn as a histogram
 
 
 @dataclass
@@ -60,25 +59,16 @@ def caption(found: Predictions) -> str:
 def draw(found: Predictions, theme: Theme) -> Figure:
     count = len(found.names)
     columns = min(count, COLUMNS)
-    rows = math.ceil(count / columns)
-    figure = Figure(figsize=(3.3 * columns, 3.8 * rows))
-    panels = np.atleast_1d(figure.subplots(rows, columns)).ravel()
-    for axes in panels[count:]:
-        axes.remove()
-    for p, axes in enumerate(panels[:count]):
-        true, predicted = found.true[:, p], found.predicted[:, p]
-        box = around(np.stack((true, predicted)))
-        if len(true) > MANY:
-            axes.hexbin(true, predicted, gridsize=60, bins="log", mincnt=1, cmap=theme.counts, linewidths=0.1, extent=(*box, *box))
-        else:
-            axes.scatter(true, predicted, s=14 if len(true) < 500 else 6, alpha=0.55, color=theme.main, linewidths=0)
-        compare(axes, box, ("the mean", float(true.mean())), theme)
+    figure = Figure(figsize=(3.3 * columns, 3.8 * math.ceil(count / columns)))
+    every = panels(figure, count, columns)
+    for p, axes in enumerate(every):
+        scatter(axes, np.stack((found.true[:, p], found.predicted[:, p])), "samples", ("the mean", found.true[:, p].mean()), theme)
         unit = verbatim(f" [{found.units[p]}]") if found.units[p] else ""
         axes.set(xlabel=f"true{unit}", ylabel=f"predicted{unit}" if p % columns == 0 else "")
         axes.xaxis.set_major_locator(MaxNLocator(5, prune="both"))
         said = f"R² {found.r2(p):.3f}   RMSE {found.rmse(p):.3g}  (the mean: {found.spread(p):.3g})"
         head(axes, verbatim(found.names[p]), said, theme)
-    panels[0].legend(loc="upper left", fontsize=8)
+    every[0].legend(loc="upper left", fontsize=8)
     return figure
 
 

@@ -52,8 +52,8 @@ def _norms(mesh: Any, shape: tuple[int, ...], repeats: int) -> tuple[float, ...]
 
 
 def synchronised(channels: int) -> Any:
-    """The steps of torch's SyncBatchNorm, which does not run on a CPU itself: every rank gathers everybody's mean, deviation and
-    count; backward one sum; then a rectifier as an operation of its own."""
+    """The steps of torch's SyncBatchNorm, which does not run on a CPU itself: every rank gathers the means, deviations and
+    counts of all; backward one sum; then a rectifier as an operation of its own."""
     class Function(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:

@@ -20,7 +20,7 @@ from matplotlib.patches import Patch
 
 from hpcai.cli.report import masks
 from hpcai.cli.report.masks import Masks, colors
-from hpcai.cli.report.picture import Table
+from hpcai.cli.report.picture import Table, panels
 from hpcai.cli.report.theme import PALETTE, WIDTH, Theme, bare, verbatim
 from hpcai.errors import DataError
 
@@ -92,21 +92,20 @@ def draw(found: Maps, theme: Theme) -> Figure:
     panel = min(max(height / width, 0.3), 1.5) * inches
     layout = ConstrainedLayoutEngine(h_pad=0.08, w_pad=0.06)
     figure = Figure(figsize=(inches * columns, rows * (panel + 0.45) + 1.2), layout=layout)
-    panels = np.atleast_1d(figure.subplots(rows, columns)).ravel()
-    for axes in panels[count:]:
-        axes.remove()
+    every = panels(figure, count, columns)
     finite = found.colour[np.isfinite(found.colour)]
-    scale = ScalarMappable(Normalize(finite.min(), finite.max()), theme.values)
-    levels, every, extent = _levels(found), max(1, width // FINE), (-0.5, width - 0.5, -0.5, height - 0.5)
-    for m, axes in enumerate(panels[:count]):
+    limits = Normalize(finite.min(), finite.max())
+    scale = ScalarMappable(limits, theme.values)
+    levels, step, extent = _levels(found), max(1, width // FINE), (-0.5, width - 0.5, -0.5, height - 0.5)
+    for m, axes in enumerate(every):
         bare(axes)
-        axes.imshow(found.colour[m, ::every, ::every], origin="lower", cmap=scale.cmap, norm=scale.norm, extent=extent)
+        axes.imshow(found.colour[m, ::step, ::step], origin="lower", cmap=scale.cmap, norm=limits, extent=extent)
         if found.pressure is not None and len(levels):
-            _isobars(axes, found.pressure[m], levels, every, theme)
+            _isobars(axes, found.pressure[m], levels, step, theme)
         _masks(axes, found.masks.true[m], found.masks.predicted[m], len(found.masks.classes))
         _head(axes, found, m, int(LETTERS * inches), theme)
     name = NAMES.get(found.masks.variables[found.variable], "")
-    masks.bar(figure, panels[:count].tolist(), scale, found.masks.label(found.variable, name), shrink=0.5)
+    masks.bar(figure, every, scale, found.masks.label(found.variable, name), shrink=0.5)
     _legend(figure, found, levels, theme)
     return figure
 

@@ -7,23 +7,19 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import LinearSegmentedColormap, LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator
 
-from hpcai.cli.report.picture import arrays
-from hpcai.cli.report.theme import WIDTH, Theme, around, compare, head
+from hpcai.cli.report.picture import CELLS, arrays, histogram, panels, scatter
+from hpcai.cli.report.theme import WIDTH, Theme, compare, head
 from hpcai.errors import DataError
 from hpcai.log import number
 
 FILE = "pairs.npz"
 TITLE = "Predicted and true energies and forces"
 HIGHER = ("cosine", "within")
-FEW = 4000                                               # frames: so many are drawn one by one
-CELLS = 110                                              # of a histogram along each axis
 BARS = 16                                                # elements in a panel
 ELEMENTS = 118
 SYMBOLS = (
@@ -69,19 +65,17 @@ def draw(found: Pairs, theme: Theme) -> Figure:
     columns = 4 if len(parts) == 2 else 3
     rows = math.ceil((2 + len(parts)) / columns)
     figure = Figure(figsize=(WIDTH, rows * (WIDTH / columns + 0.45)))
-    panels = figure.subplots(rows, columns).ravel()
-    for axes in panels[2 + len(parts) :]:
-        axes.remove()
-    _forces(panels[0], found.forces.transpose(1, 0, 2).reshape(2, -1), theme)
-    _energies(panels[1], found.energy.T, theme)
+    forces, energies, *bars = panels(figure, 2 + len(parts), columns)
+    _forces(forces, found.forces.transpose(1, 0, 2).reshape(2, -1), theme)
+    _energies(energies, found.energy.T, theme)
     errors, sizes = (np.abs(each).mean(1) for each in (found.forces[:, 1] - found.forces[:, 0], found.forces[:, 0]))
     total = np.maximum(np.bincount(found.numbers), 1)
     mae, zero = (np.bincount(found.numbers, each) / total for each in (errors, sizes))
-    for axes, part in zip(panels[2:], parts):
+    for axes, part in zip(bars, parts):
         _bars(axes, part, total[part], mae[part], zero[part], theme)
         axes.set(xlim=(0, 1.3 * max(mae.max(), zero.max()) or 1.0), ylim=(max(len(parts[0]), 6) - 0.4, -1.6))
-    panels[2].legend(loc="upper left", fontsize=8, ncols=2, reverse=True)
-    head(panels[2], "Force error by element", "MAE of the components, by atomic number", theme)
+    bars[0].legend(loc="upper left", fontsize=8, ncols=2, reverse=True)
+    head(bars[0], "Force error by element", "MAE of the components, by atomic number", theme)
     return figure
 
 
@@ -90,7 +84,9 @@ def _forces(axes: Axes, pair: np.ndarray, theme: Theme) -> None:
     # Most forces are small and a few are a hundred times as large: on a linear axis all but those few would be one cell.
     width = float(np.median(np.abs(pair[0]))) or end
     edges = width * np.sinh(np.linspace(-1, 1, CELLS + 1) * math.asinh(end / width))
-    _histogram(axes, pair, edges, "components in a cell", theme)
+    naive = "no force", 0.0
+    histogram(axes, pair, edges, "components", theme)
+    compare(axes, (-end, end), naive, theme)
     last = math.floor(math.log10(end))
     first = min(math.ceil(math.log10(width)), last)
     tens = 10.0 ** np.arange(last, first - 1, -1 - (last - first) // 4)
@@ -99,41 +95,21 @@ def _forces(axes: Axes, pair: np.ndarray, theme: Theme) -> None:
         axis.set_major_locator(FixedLocator([*-tens, 0, *tens]))
         axis.set_minor_locator(NullLocator())
         axis.set_major_formatter(lambda value, _: f"{value:g}".replace("-", "\N{MINUS SIGN}"))
-    _guides(axes, pair, (-end, end), ("Forces", "eV/Å"), ("no force", 0.0), theme)
+    _head(axes, pair, ("Forces", "eV/Å"), naive, theme)
     axes.set(xlabel="true component [eV/Å]", ylabel="predicted component [eV/Å]")
 
 
 def _energies(axes: Axes, pair: np.ndarray, theme: Theme) -> None:
-    box = around(pair)
-    if pair.shape[1] > FEW:
-        _histogram(axes, pair, np.linspace(*box, CELLS + 1), "frames in a cell", theme)
-    else:
-        axes.scatter(pair[0], pair[1], s=14 if pair.shape[1] < 500 else 8, alpha=0.55, color=theme.main, linewidths=0)
+    naive = "the mean", float(pair[0].mean())
+    scatter(axes, pair, "frames", naive, theme)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MaxNLocator(6, prune="both"))
-    _guides(axes, pair, box, ("Energies", "eV"), ("the mean", float(pair[0].mean())), theme)
+    _head(axes, pair, ("Energies", "eV"), naive, theme)
     axes.set(xlabel="true energy [eV]", ylabel="predicted energy [eV]")
 
 
-def _histogram(axes: Axes, pair: np.ndarray, edges: np.ndarray, what: str, theme: Theme) -> None:
-    counts = np.histogram2d(pair[1], pair[0], bins=(edges, edges))[0]
-    # The palest shades are left out, so that a cell with a single point differs from the paper.
-    shades = LinearSegmentedColormap.from_list("counts", matplotlib.colormaps[theme.counts](np.linspace(0.3, 1, 64)))
-    cells = axes.pcolormesh(edges, edges, np.ma.masked_equal(counts, 0), norm=LogNorm(1, max(counts.max(), 10)), cmap=shades)
-    inset = axes.inset_axes((0.58, 0.1, 0.38, 0.025))
-    axes.figure.colorbar(cells, cax=inset, orientation="horizontal").outline.set_visible(False)
-    inset.set_title(what, fontsize=8, color=theme.faint, pad=3)
-    inset.tick_params(labelsize=8)
-
-
-def _guides(
-    axes: Axes, pair: np.ndarray, box: tuple[float, float], what: tuple[str, str], naive: tuple[str, float], theme: Theme
-) -> None:
-    """Draws the perfect and the naive answers, and says the mean absolute error and that of the naive answer.
-
-    pair [2, N], true and predicted
-    """
-    compare(axes, box, naive, theme)
+def _head(axes: Axes, pair: np.ndarray, what: tuple[str, str], naive: tuple[str, float], theme: Theme) -> None:
+    """Says the mean absolute error and that of the naive answer.   pair [2, N], true and predicted"""
     axes.legend(loc="upper left", fontsize=8)
     mae, yardstick = (float(np.abs(each - pair[0]).mean()) for each in (pair[1], naive[1]))
     head(axes, what[0], f"MAE {number(mae)} {what[1]}   ({naive[0]}: {number(yardstick)})", theme)

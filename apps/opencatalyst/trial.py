@@ -49,7 +49,7 @@ class Trial(Subject):
     def build(self, cfg: TrialConfig, mesh: Mesh, on: On) -> nn.Module:
         model = parallelize((DimeNet if "no triplets" in on else WithTriplets)(cfg.model), mesh)
         torch.manual_seed(cfg.train.seed)
-        for output in model.output_blocks:  # whose last weights are 0 at first, and so would be all gradients
+        for output in model.output_blocks:  # their last weights are 0 at first, and so would be all gradients
             torch.nn.init.normal_(output.lin.weight, std=0.1)
         return model
 

@@ -53,7 +53,7 @@ def chains(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any]]:
     words: dict[str, Any] = {"name": "train", "sampler": _sampler(cfg, drawn), "accumulate": cfg.step.accumulate}
 
     def held_out(rows: np.ndarray, name: str) -> Loader:
-        """Whole chains, the longest first, each to whoever is free first."""
+        """Whole chains, the longest first, each for the copy that is free first."""
         source = Chains(validation, rows, whole, cfg.train.seed, templates, training=False)
         sampler = LargestFirst(source.column("residues").astype(float) ** 2, mesh["replicate"].size)
         return load(source, sampler.groups, data, mesh, name=name, sampler=sampler, last="keep")
@@ -75,7 +75,7 @@ def rows_of(cfg: Config, split: str, fields: Fields, mesh: Mesh) -> Rows:
 
 
 def _released(rows: Rows, first: date | None, last: date | None) -> np.ndarray:
-    """Rows of chains that were released between two days, or nobody knows when."""
+    """Rows of chains that were released between two days, or on a day that is not known."""
     day = rows.column("release")
     begin, end = (None if each is None else (each - date(1970, 1, 1)).days for each in (first, last))
     kept = (day == _UNKNOWN_DAY) | ((day >= (begin or 0)) & (day <= (day.max() if end is None else end)))

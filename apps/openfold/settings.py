@@ -31,7 +31,7 @@ class DataConfig(LoaderConfig):
     validation_from: date | None = None
     """day of release before which a chain is not evaluated"""
     validation_until: date | None = None
-    """and after which it is not"""
+    """day of release after which a chain is not evaluated"""
     validation_residues: Positive | None = None
     """residues above which a chain is not evaluated"""
     pictures: Annotated[int, Field(ge=0)] = 4

@@ -43,7 +43,7 @@ def volumes(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any]]:
 
 
 def _held(source: "Volumes", cfg: Config, mesh: Mesh, name: str) -> Loader:
-    """Validation volumes, the one with most windows first, each to whoever is free first."""
+    """Validation volumes, the one with most windows first, each for the copies that are free first."""
     _, group = mesh.split("replicate", cfg.data.window_group, "data.window_group")
     costs = [source.windows(index, cfg.model) for index in range(len(source))]
     sampler = LargestFirst(costs, mesh["replicate"].size, group.size)

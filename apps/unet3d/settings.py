@@ -41,7 +41,7 @@ class AugmentConfig(Settings):
     noise: Annotated[float, Field(ge=0)] = 0.1
     """largest standard deviation of the noise"""
     where: Literal["workers", "device"] = "workers"
-    """who changes intensities: those who read the crops, or the processor that trains; the values are the same"""
+    """what changes intensities: the workers that read the crops, or the processor that trains; the values are the same"""
 
     @model_validator(mode="after")
     def _rises(self) -> Self:

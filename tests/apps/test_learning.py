@@ -34,14 +34,18 @@ def claim(test: Callable[..., None]) -> Callable[..., None]:
     return pytest.mark.claim(pytest.mark.slow(pytest.mark.timeout(1500)(test)))
 
 
+def ran(*words: str) -> None:
+    """A module has run in a process of its own, with one thread."""
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-m", *words], cwd=ROOT, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def small_run(app: str, prep: str, size: list[str], folder: Path) -> Path:
     """The README's two lines: data made up, and the small configuration trained on them. The folder of the run."""
-    data, run, environ = folder / "data", folder / "run", {**os.environ, "OMP_NUM_THREADS": "1"}
-    simulate = [f"data_prep.{prep}", "simulate", str(data), *size, "--no-check"]
-    train = [f"apps.{app}", f"apps/{app}/configs/small.yaml", f"data.directory={data}", f"report.directory={run}"]
-    for words in (simulate, train):
-        done = subprocess.run([sys.executable, "-m", *words], cwd=ROOT, env=environ, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
+    data, run = folder / "data", folder / "run"
+    ran(f"data_prep.{prep}", "simulate", str(data), *size, "--no-check")
+    ran(f"apps.{app}", f"apps/{app}/configs/small.yaml", f"data.directory={data}", f"report.directory={run}")
     return run
 
 
@@ -113,10 +117,8 @@ no_proteins = pytest.mark.skipif(not PROTEINS.is_dir(), reason=f"no real protein
 def folded(folder: Path, *words: str) -> tuple[Path, float]:
     """The small configuration trained on ``folder``/data; the folder of the run, and the CPU seconds that it took."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    where = [f"data.directory={folder / 'data'}", f"report.directory={folder / 'run'}"]
-    run = [sys.executable, "-m", "apps.openfold", "apps/openfold/configs/small.yaml", *where, *words]
-    done = subprocess.run(run, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    where = f"data.directory={folder / 'data'}", f"report.directory={folder / 'run'}"
+    ran("apps.openfold", "apps/openfold/configs/small.yaml", *where, *words)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return folder / "run", after.ru_utime - before.ru_utime
 

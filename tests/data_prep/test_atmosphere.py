@@ -194,7 +194,7 @@ def test_a_patch_that_is_round_or_dry_or_no_more_than_usual_is_no_river(half_wid
 
 
 def test_without_scipy_the_extra_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "scipy", None)
+    monkeypatch.setitem(sys.modules, "scipy.ndimage", None)
     with pytest.raises(MissingExtraError, match=r"hpcai-suite\[deepcam\]"):
         found(REGION)
 

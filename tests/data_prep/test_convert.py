@@ -12,6 +12,7 @@ import pytest
 
 from data_prep import cosmoflow, tfrecord
 from hpcai.errors import MissingExtraError
+from tests.data_prep.making import runner, whole
 
 pytest.importorskip("google_crc32c")
 pytest.importorskip("google.protobuf")
@@ -20,18 +21,17 @@ GOLDEN = Path(__file__).resolve().parents[2] / ".." / "shared" / "golden" / "cos
 golden = pytest.mark.skipif(not (GOLDEN / "tfrecord" / "expected.npz").is_file(), reason="no shared/golden beside the checkout")
 
 
-def convert(source, out, *more):
-    return cosmoflow.main(["convert", str(source), str(out), "--workers", "1", *more])
+run = runner(cosmoflow)
+
+
+def convert(source, out, *more, workers="1"):
+    return run("convert", source, out, *more, workers=workers)
 
 
 def rows(out, split="train"):
-    counts, target = [], []
-    for path in sorted((out / split).glob("*.h5")):
-        with h5py.File(path) as file:
-            assert file["counts"].dtype == np.int16 and file["counts"].chunks is None and file["target"].dtype == np.float32
-            counts.append(file["counts"][...])
-            target.append(file["target"][...])
-    return np.concatenate(counts), np.concatenate(target)
+    found = whole(out / split)
+    assert found["counts"].dtype == np.int16 and found["target"].dtype == np.float32
+    return found["counts"], found["target"]
 
 
 # ---- records of our own, for what the golden files do not hold
@@ -97,7 +97,7 @@ def test_golden_records_are_the_universe_that_was_cut(folder, tmp_path):
         x, y, z = 4 * (i // 4), 4 * (i // 2 % 2), 4 * (i % 2)
         assert (cube == expected["full"][x : x + 4, y : y + 4, z : z + 4]).all()
     assert (target == expected["unitPar"]).all()
-    assert cosmoflow.main(["check", str(tmp_path / "out")]) == 0
+    assert run("check", tmp_path / "out") == 0
 
 
 def test_every_record_in_order_with_its_source(public, tmp_path):
@@ -114,7 +114,7 @@ def test_every_record_in_order_with_its_source(public, tmp_path):
 
 def test_any_number_of_workers_makes_the_same_bytes(public, tmp_path):
     assert convert(public, tmp_path / "one", "--rows-per-file", "2") == 0
-    assert cosmoflow.main(["convert", str(public), str(tmp_path / "two"), "--rows-per-file", "2", "--workers", "2"]) == 0
+    assert convert(public, tmp_path / "two", "--rows-per-file", "2", workers="2") == 0
     files = sorted(path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*.h5"))
     assert len(files) == 4
     assert all((tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes() for file in files)
@@ -156,7 +156,7 @@ def test_a_stopped_conversion_goes_on(public, tmp_path, monkeypatch):
     before = lost.read_bytes()
     lost.unlink()
     shares, work = [], cosmoflow.convert_share
-    monkeypatch.setattr(cosmoflow, "convert_share", lambda job: shares.append(job.path.name) or work(job))
+    monkeypatch.setattr(cosmoflow, "convert_share", lambda share, path: shares.append(path.name) or work(share, path))
     assert convert(public, tmp_path / "out", "--rows-per-file", "2") == 0
     assert shares == ["samples_000001.h5"] and lost.read_bytes() == before
 
@@ -218,7 +218,7 @@ def test_a_harmed_file_is_named_with_its_byte(data, words, tmp_path, capsys):
 
 def test_an_error_in_a_worker_is_the_same_line(public, tmp_path, capsys):
     _harmed(public / "train" / "u_003.tfrecord", record(3)[:-1])
-    assert cosmoflow.main(["convert", str(public), str(tmp_path / "out"), "--rows-per-file", "1", "--workers", "2"]) == 2
+    assert convert(public, tmp_path / "out", "--rows-per-file", "1", workers="2") == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1 and "u_003.tfrecord: cut off in the record at byte 0" in error
 
@@ -255,7 +255,7 @@ def test_a_wrong_universe_is_one_line(full, unit, words, tmp_path, capsys):
     assert words in error and "u.hdf5" in error and error.count("\n") == 1
 
 
-@pytest.mark.parametrize("package", ["google_crc32c", "google.protobuf"])
+@pytest.mark.parametrize("package", ["google_crc32c", "google.protobuf.descriptor_pb2"])
 def test_a_missing_package_names_the_extra(package, tmp_path, monkeypatch):
     file = _harmed(tmp_path / "a", record(0))
     tfrecord._example_class.cache_clear()

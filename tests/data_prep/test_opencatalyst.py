@@ -1,6 +1,5 @@
 """Slabs by EMT: the same from any number of processes, resumable, exact labels, no composition in two splits, checked."""
 
-import functools
 import json
 import shutil
 from dataclasses import replace
@@ -15,46 +14,17 @@ from ase.optimize import LBFGS
 
 from data_prep import opencatalyst, slabs, store
 from hpcai.errors import DataError
-from tests.data_prep.making import Promises, harm, kill_after
+from tests.data_prep.making import Promises, harm, loaded, remembering, runner, whole
 
 SMALL = ["--systems", "5", "--each", "1", "--size", "2", "2", "3", "--dynamics", "6", "--no-check"]
 RECIPE = opencatalyst.Recipe(1, (2, 2, 3), 6, 1, 0.2, 0.0, 6.0, 50)
 
 
-def run(command, *words, workers="1"):
-    return opencatalyst.main([command, *map(str, words), *(["--workers", workers] if command != "check" else [])])
+run = runner(opencatalyst)
 
 
-def content(out):
-    return {path.relative_to(out).as_posix(): path.read_bytes() for path in sorted(out.glob("*/[isf]*.*"))}
-
-
-def whole(folder):
-    """All datasets of a split, one file after the other."""
-    files = []
-    for path in sorted(folder.glob("*.h5")):
-        with h5py.File(path) as file:
-            files.append({name: file[name][...] for name in file})
-    return {name: np.concatenate([file[name] for file in files]) for name in files[0]}
-
-
-def loaded(path):
-    return json.loads(path.read_text())
-
-
-@pytest.fixture(scope="module", autouse=True)
-def remembered():
-    """A system is simulated once; that it is a pure function of seed and number has a test."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(opencatalyst.Recipe, "system", functools.cache(opencatalyst.Recipe.system))
-        yield
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    out = tmp_path_factory.mktemp("slabs") / "alone"
-    assert run("simulate", out, *SMALL) == 0
-    return out
+# A system is simulated once; that it is a pure function of seed and number has a test.
+remembered = remembering(opencatalyst.Recipe, "system")
 
 
 # ---- simulate
@@ -82,7 +52,7 @@ def test_the_files_are_as_promised(made):
             assert ((file["tags"][...] == 0) == (file["fixed"][...] == 1)).all()
             metal = np.isin(file["numbers"][...], [13, 28, 29, 46, 47, 78, 79])
             assert (metal == (file["tags"][...] < 2)).all()
-    assert all(store.mistakes(made / split / name, entry, about) is not None for split, name, entry, about in store.indexed(made))
+    assert not [text for found in store.indexed(made) for text in store.mistakes(*found)]
 
 
 def test_flat_datasets_begin_on_pages(tmp_path):
@@ -108,26 +78,13 @@ def test_a_system_is_a_pure_function_of_seed_and_number(made):
 
 
 class TestPromises(Promises):
-    run, content, small, more = staticmethod(run), staticmethod(content), SMALL, (["--systems", "6"], 6)
+    run, small, more = staticmethod(run), SMALL, (["--systems", "6"], 6)
     wrong = {
         "--seed 2": "seed 1 (now 2)", "--each 2": "--systems 5: expected a multiple of --each 2",
         "--size 1 2 3": "expected 2 to 12",
         "--cutoff 0.1": "expected 1 to 50", "--validation 0.6 --test 0.4": "sum to less than 1", "--systems 1": "none is left for",
         "--validation 0.99": "leave no composition",
     }  # fmt: skip
-
-
-def test_a_killed_run_goes_on_with_what_is_missing(made, tmp_path, monkeypatch):
-    kill_after(run, "*/systems_*.h5", tmp_path, SMALL)
-    calls, system = [], opencatalyst.Recipe.system
-    monkeypatch.setattr(opencatalyst.Recipe, "system", lambda *words: calls.append(1) or system(*words))
-    done = len(list(tmp_path.glob("*/systems_*.h5")))
-    assert run("simulate", tmp_path, *SMALL) == 0 and len(calls) == 5 - done < 5
-    assert content(tmp_path) == content(made) and not list(tmp_path.rglob("*.partial"))
-    files = sorted(tmp_path.glob("train/*.h5"))
-    files[0].unlink()
-    (tmp_path / "train" / ".records" / f"{files[1].name}.json").unlink()         # stopped between file and record
-    assert run("simulate", tmp_path, *SMALL) == 0 and len(calls) == 6 - done and content(tmp_path) == content(made)
 
 
 def test_no_composition_is_in_two_splits(made):

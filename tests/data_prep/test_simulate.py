@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import os
 import shutil
 import subprocess
 import sys
@@ -12,30 +13,18 @@ import numpy as np
 import pytest
 
 from data_prep import cosmoflow, inspection, store, universe
+from tests.data_prep.making import Promises, content, loaded, runner, whole
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--size", "8", "--cut", "2", "--universes", "8", "--no-check"]
 
 
-def simulate(out, *more, small=SMALL):
-    return cosmoflow.main(["simulate", str(out), "--workers", "1", *small, *more])
-
-
-def content(out):
-    """Every data file and what the index says about it."""
-    files = {path.relative_to(out).as_posix(): path.read_bytes() for path in sorted(out.glob("*/*.h5"))}
-    return files, {path.parent.name: json.loads(path.read_text()) for path in sorted(out.glob("*/index.json"))}
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    out = tmp_path_factory.mktemp("cosmoflow") / "alone"
-    assert simulate(out) == 0
-    return out
+run = runner(cosmoflow)
 
 
 def test_the_files_are_as_promised_to_the_loader(made):
-    files, index = content(made)
+    files = [name for name in content(made) if name.endswith(".h5")]
+    index = {split: loaded(made / split / "index.json") for split in ("train", "validation")}
     assert len(files) == 8 and [len(index[split]["files"]) for split in ("train", "validation")] == [7, 1]
     assert index["train"]["shape"] == [8, 8, 8, 4] and index["train"]["parameters"] == ["Omega_m", "sigma_8", "n_s", "H_0"]
     for split, name in (name.split("/") for name in files):
@@ -64,13 +53,9 @@ def test_samples_are_cut_first_axis_slowest_and_join_again(made):
 
 
 def test_statistics_are_those_of_the_data(made):
-    statistics = json.loads((made / "statistics.json").read_text())["splits"]["train"]
-    counts, target = [], []
-    for path in sorted((made / "train").glob("*.h5")):
-        with h5py.File(path) as file:
-            counts.append(file["counts"][...])
-            target.append(file["target"][...])
-    counts, target = np.concatenate(counts).reshape(-1, 4).astype(float), np.concatenate(target).astype(float)
+    statistics = loaded(made / "statistics.json")["splits"]["train"]
+    train = whole(made / "train")
+    counts, target = train["counts"].reshape(-1, 4).astype(float), train["target"].astype(float)
     assert statistics["rows"] == len(target) == 56
     assert statistics["counts"]["mean"] == pytest.approx(counts.mean(0))
     assert statistics["counts"]["variance"] == pytest.approx(counts.var(0))
@@ -81,22 +66,29 @@ def test_statistics_are_those_of_the_data(made):
     assert statistics["target"]["std"] == pytest.approx(target.std(0))
 
 
-def test_two_workers_make_the_same_bytes(made, tmp_path, monkeypatch):
-    monkeypatch.setattr(store, "get_context", multiprocessing.get_context)       # new processes, as users have them
-    assert cosmoflow.main(["simulate", str(tmp_path / "two"), *SMALL, "--workers", "2"]) == 0
-    assert content(tmp_path / "two") == content(made)
+class TestPromises(Promises):
+    run, small, more = staticmethod(run), SMALL, (["--universes", "16"], 16)
+    wrong = {
+        "--seed 2": "seed 1 (now 2); choose a new folder", "--universes 4 --validation 0": "validation 0.125 (now 0.0)",
+        "--universes 1": "none is left for", "--universes 7": "at least as many", "--size 7 --cut 1": "--size 7 times --cut 1 is 7",
+        "--redshifts 0,0": "--redshifts are [0.0, 0.0], expected different", "--omega-b 0.2": "--omega-b is 0.2",
+        "--ranges Omega_m=0.4:0.3": "Omega_m=0.4:0.3: expected LOW below HIGH", "--validation 0.7 --test 0.3": "sum to less than 1",
+    }  # fmt: skip
 
 
-@pytest.mark.parametrize("launcher", [("PMI_RANK", "PMI_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")])
-def test_ranks_share_the_work_and_make_the_same_bytes(made, tmp_path, monkeypatch, launcher):
-    monkeypatch.setenv(launcher[1], "3")
-    if launcher[0] == "SLURM_PROCID":                        # only a job step makes ranks
-        for name, value in {"SLURM_STEP_ID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NODELIST": "n1"}.items():
-            monkeypatch.setenv(name, value)
-    for rank in "210":                                       # rank 0 waits for the others, so it comes last here
-        monkeypatch.setenv(launcher[0], rank)
-        assert simulate(tmp_path) == 0
-        assert len(list(tmp_path.glob("*/*.h5"))) == {"2": 2, "1": 5, "0": 8}[rank]
+def test_new_processes_make_the_same_bytes(made, tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "get_context", multiprocessing.get_context)       # as users have them
+    assert run("simulate", tmp_path, *SMALL, workers="2") == 0 and content(tmp_path) == content(made)
+
+
+def test_ranks_of_a_job_step_share_the_work(made, tmp_path, monkeypatch):
+    for name, value in {"ID": "0", "NUM_TASKS": "3", "NODELIST": "n1"}.items():
+        monkeypatch.setenv(f"SLURM_STEP_{name}", value)
+    monkeypatch.setenv("SLURM_LOCALID", "0")
+    for rank, files in (("2", 2), ("1", 5), ("0", 8)):       # rank 0 waits for the others, so it comes last here
+        monkeypatch.setenv("SLURM_PROCID", rank)
+        assert run("simulate", tmp_path, *SMALL) == 0
+        assert len(list(tmp_path.glob("*/*.h5"))) == files
         assert (tmp_path / "train" / "index.json").exists() == (rank == "0")
     assert content(tmp_path) == content(made)
 
@@ -117,8 +109,19 @@ def test_rank_0_does_not_wait_for_ever(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PMI_RANK", "0")
     monkeypatch.setenv("PMI_SIZE", "2")
     monkeypatch.setattr(store, "PATIENCE", 0.5)
-    assert simulate(tmp_path) == 2
+    assert run("simulate", tmp_path, *SMALL) == 2
     assert "no file came from another rank" in capsys.readouterr().err
+
+
+def test_ranks_share_the_cores_of_their_machine(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
+    assert store.cores() == 8
+    for name, value in (("RANK", "1"), ("SIZE", "6"), ("LOCAL_RANK", "1"), ("LOCAL_SIZE", "3")):
+        monkeypatch.setenv(f"OMPI_COMM_WORLD_{name}", value)
+    assert store.cores() == 2
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(5)), raising=False)      # bound to cores of its own
+    assert store.cores() == 5
 
 
 def test_a_batch_script_is_not_a_rank(monkeypatch):
@@ -127,60 +130,11 @@ def test_a_batch_script_is_not_a_rank(monkeypatch):
     assert store.launched() == (0, 1)
 
 
-def test_a_stopped_run_goes_on(made, tmp_path, monkeypatch):
-    out = tmp_path / "again"
-    shutil.copytree(made, out)
-    (out / "train" / "universe_000002.h5").unlink()
-    (out / "train" / "index.json").unlink()
-    for number in (2, 5):
-        (out / "train" / f".universe_{number:06d}.h5.partial").write_bytes(b"half")
-    (out / "train" / ".records" / "universe_000003.h5.json").unlink()              # stopped between file and record
-    (out / "train" / "universe_000004.h5").write_bytes(b"cut off")
-    calls, evolve = [], cosmoflow.evolve
-    monkeypatch.setattr(cosmoflow, "evolve", lambda recipe, index: calls.append(index) or evolve(recipe, index))
-    assert simulate(out) == 0
-    assert calls == [2, 4]
-    assert content(out) == content(made)
-    assert not list(out.rglob("*.partial"))
-
-
-def test_a_set_grows_without_a_change_of_what_is_there(made, tmp_path):
-    out = tmp_path / "more"
-    shutil.copytree(made, out)
-    assert simulate(out, "--universes", "16") == 0
-    before, after = content(made)[0], content(out)[0]
-    assert len(after) == 16 and before.items() <= after.items()
-
-
-@pytest.mark.parametrize(
-    "more, words",
-    [
-        (["--seed", "2"], ["seed 1 (now 2)", "new folder"]),
-        (["--universes", "4", "--validation", "0"], ["validation 0.125 (now 0.0)"]), (["--universes", "1"], ["none is left for"]),
-        (["--universes", "7"], ["universe_00000", "at least as many"]),
-    ],
-)
-def test_another_recipe_in_the_same_folder_is_refused(made, tmp_path, capsys, more, words):
-    shutil.copytree(made, tmp_path / "same")
-    assert simulate(tmp_path / "same", *more) == 2
+def test_too_many_counts_are_refused(tmp_path, capsys):
+    words = ["--mean-count", "1000", "--particles-per-cell", "1", "--voxel", "0.5", "--size", "32"]
+    assert run("simulate", tmp_path, *SMALL, *words) == 2
     error = capsys.readouterr().err
-    assert all(word in error for word in words) and "Traceback" not in error
-    assert content(tmp_path / "same") == content(made)
-
-
-@pytest.mark.parametrize(
-    "more, words",
-    [
-        (["--size", "7", "--cut", "1"], ["--size 7", "even"]), (["--redshifts", "0,0"], ["--redshifts", "different"]),
-        (["--ranges", "Omega_m=0.4:0.3"], ["Omega_m=0.4:0.3", "LOW below HIGH"]),
-        (["--validation", "0.7", "--test", "0.3"], ["sum to less than 1"]), (["--omega-b", "0.2"], ["--omega-b"]),
-        (["--mean-count", "1000", "--particles-per-cell", "1", "--voxel", "0.5", "--size", "32"], ["--mean-count", "int16"]),
-    ],
-)
-def test_a_wrong_setting_is_one_clear_line(tmp_path, capsys, more, words):
-    assert simulate(tmp_path / "new", *more) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and error.count("\n") == 1 and all(word in error for word in words)
+    assert error.startswith("error: universe ") and error.count("\n") == 1 and "int16" in error and "--mean-count" in error
 
 
 @pytest.mark.parametrize(
@@ -219,7 +173,7 @@ CHECKED = ["--size", "16", "--cut", "2", "--voxel", "16", "--universes", "12", "
 
 
 def test_the_check_passes_and_draws(tmp_path, capsys):
-    assert simulate(tmp_path, small=CHECKED) == 0
+    assert run("simulate", tmp_path, *CHECKED) == 0
     text = capsys.readouterr().out
     assert "12 files, 96 samples against index.json: equal" in text and "redshift 3: " in text and "next: python -m apps" in text
     assert (tmp_path / "universes.png").read_bytes().startswith(b"\x89PNG")
@@ -241,7 +195,7 @@ def _not_normalised(mesh, spectrum, noise, right=universe.linear_modes):
 @pytest.mark.parametrize("wrong", [_louder, _without_h, _not_normalised])
 def test_the_check_fails_for_wrong_physics(tmp_path, capsys, monkeypatch, wrong):
     monkeypatch.setattr(universe, "linear_modes", wrong)
-    assert simulate(tmp_path, small=CHECKED) == 1
+    assert run("simulate", tmp_path, *CHECKED) == 1
     text = capsys.readouterr().out
     assert "wrong: redshift 3: " in text and "next: " not in text
 
@@ -249,7 +203,7 @@ def test_the_check_fails_for_wrong_physics(tmp_path, capsys, monkeypatch, wrong)
 def test_the_check_fails_for_wrong_growth(tmp_path, capsys, monkeypatch):
     right = universe.growth
     monkeypatch.setattr(universe, "growth", lambda z, omega_m: right(z, omega_m) * (1.15 if z == 1.5 else 1.0))
-    assert simulate(tmp_path, "--no-check", small=CHECKED) == 0
+    assert run("simulate", tmp_path, *CHECKED, "--no-check") == 0
     monkeypatch.setattr(universe, "growth", right)
     assert cosmoflow.main(["check", str(tmp_path), "--no-picture"]) == 1
     text = capsys.readouterr().out
@@ -272,15 +226,15 @@ def _damage(path):
 def test_the_check_finds_harm(made, tmp_path, capsys, harm, words):
     shutil.copytree(made, tmp_path / "harmed")
     harm(tmp_path / "harmed" / "train" / "universe_000002.h5")
-    assert cosmoflow.main(["check", str(tmp_path / "harmed")]) == 1
+    assert run("check", tmp_path / "harmed") == 1
     text = capsys.readouterr().out
     assert words in text and "universe_000002.h5" in text and "mistakes: 1" in text
 
 
 def test_the_check_of_no_data_says_so(tmp_path, capsys):
-    assert cosmoflow.main(["check", str(tmp_path)]) == 2
+    assert run("check", tmp_path) == 2
     (tmp_path / "train").mkdir()
-    assert cosmoflow.main(["check", str(tmp_path)]) == 2
+    assert run("check", tmp_path) == 2
     assert capsys.readouterr().err.count("error: ") == 2
 
 

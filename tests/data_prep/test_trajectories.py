@@ -23,7 +23,8 @@ from ase.calculators.singlepoint import SinglePointCalculator
 from ase.constraints import FixAtoms, FixCartesian
 
 from data_prep import frames, pickled, trajectories
-from tests.data_prep.test_opencatalyst import loaded, run, whole
+from tests.data_prep.making import loaded, whole
+from tests.data_prep.test_opencatalyst import run
 
 REAL = Path(__file__).resolve().parents[2] / ".." / "shared" / "realdata" / "oc20"
 
@@ -243,49 +244,37 @@ def test_methods_are_mixed_on_demand_only(tmp_path, capsys):
     assert run("convert", *again, "--label", "DFT (VASP)") == 0
 
 
+def shortened(data):
+    return data[: -max(400, len(data) // 3)]
+
+
+FRAMES = {                                                                       # what is done to the third frame
+    "no energy": lambda one: setattr(one, "calc", SinglePointCalculator(one, forces=one.calc.results["forces"])),
+    "no forces": lambda one: setattr(one, "calc", SinglePointCalculator(one, energy=1.0)),
+    "NaN energy": lambda one: one.calc.results.update(energy=np.nan),
+    "NaN forces": lambda one: one.calc.results["forces"].__setitem__((3, 1), np.nan),
+    "NaN positions": lambda one: one.positions.__setitem__((3, 1), np.nan),
+    "flat cell": lambda one: one.cell.__setitem__(2, 0),
+    "overlap": lambda one: one.positions.__setitem__(5, one.positions[4] + one.cell[0]),
+    "far": lambda one: (one.set_cell([100, 100, 100]), one.positions.__imul__(30)),
+    "element": lambda one: one.numbers.__setitem__(3, 0), "tags": lambda one: one.set_tags(range(12)),
+}  # fmt: skip
+FILES = {                                                                        # what is done to a file
+    "cut": (".extxyz", lambda data: data[: int(0.6 * len(data))]),
+    "letters": (".extxyz", lambda data: data.replace(b"Cu", b"Qx", 30)),
+    "cut xz": (".extxyz.xz", lambda data: lzma.compress(np.random.default_rng(0).bytes(10) + lzma.decompress(data))[:-400]),
+    "empty": (".extxyz", lambda data: b""), "cut lmdb": (".aselmdb", shortened), "cut traj": (".traj", shortened),
+    "no db": (".db", lambda data: b"no database at all" * 66),
+}  # fmt: skip
+
+
 def spoil(folder, fault):
-    some = images(4)
-    one = some[2]
-    results, path = one.calc.results, folder / "a.extxyz"
-    if fault == "no energy":
-        one.calc = SinglePointCalculator(one, forces=results["forces"])
-    if fault == "no forces":
-        one.calc = SinglePointCalculator(one, energy=1.0)
-    if fault.startswith("NaN"):
-        {"NaN energy": results, "NaN forces": None, "NaN positions": None}[fault] and results.update(energy=np.nan)
-        {"NaN forces": results["forces"], "NaN positions": one.positions}.get(fault, np.zeros((9, 9)))[3, 1] = np.nan
-    if fault == "flat cell":
-        one.cell[2] = 0
-    if fault == "overlap":
-        one.positions[5] = one.positions[4] + one.cell[0]
-    if fault == "far":
-        one.set_cell([100, 100, 100])
-        one.positions *= 30
-    if fault == "element":
-        one.numbers[3] = 0
-    if fault == "tags":
-        one.set_tags(range(12))
-    ase.io.write(path, some)
-    data = path.read_text()
-    if fault == "cut":
-        path.write_text(data[: int(0.6 * len(data))])
-    if fault == "cut xz":
-        path.unlink()
-        (folder / "a.extxyz.xz").write_bytes(lzma.compress(np.random.default_rng(0).bytes(10) + data.encode())[:-400])
-    if fault == "letters":
-        path.write_text(data.replace("Cu", "Qx", 30))
-    if fault == "empty":
-        path.write_text("")
-    if fault in ("cut lmdb", "cut traj", "no db"):
-        path.unlink()
-        ase.io.write(folder / "a.traj", some)
-        write_rows(folder / "a.aselmdb", some)
-        (folder / "a.db").write_bytes(b"no database at all" * 99)
-        keep = folder / {"cut lmdb": "a.aselmdb", "cut traj": "a.traj", "no db": "a.db"}[fault]
-        for other in folder.glob("a.*"):
-            if other != keep:
-                other.unlink()
-        keep.write_bytes(keep.read_bytes()[: -max(400, keep.stat().st_size // 3)])
+    ending, change = FILES.get(fault, (".extxyz", bytes))
+    some, path = images(4), folder / f"a{ending}"
+    if fault in FRAMES:
+        FRAMES[fault](some[2])
+    (write_rows if ending == ".aselmdb" else ase.io.write)(path, some)
+    path.write_bytes(change(path.read_bytes()))
 
 
 REFUSED = {

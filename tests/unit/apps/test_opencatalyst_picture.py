@@ -13,6 +13,7 @@ from matplotlib.colors import to_rgb
 from apps.opencatalyst import picture
 from apps.opencatalyst.data import write_pairs
 from apps.opencatalyst.picture import Pairs
+from hpcai.cli.report.picture import MANY
 from hpcai.cli.report.theme import DARK, LIGHT
 from hpcai.errors import DataError
 from hpcai.log import number
@@ -60,7 +61,7 @@ def test_the_page_shows_energies_and_forces(tmp_path: Path, monkeypatch: pytest.
 # ---- the picture
 
 
-@pytest.mark.parametrize(("theme", "frames"), [(LIGHT, 30), (DARK, picture.FEW + 1)])
+@pytest.mark.parametrize(("theme", "frames"), [(LIGHT, 30), (DARK, MANY + 1)])
 def test_what_is_drawn_and_said_is_what_the_file_holds(tmp_path: Path, theme: Any, frames: int) -> None:
     said = arrays(frames)
     figure = picture.draw(loaded(tmp_path, said), theme)
@@ -82,7 +83,7 @@ def test_what_is_drawn_and_said_is_what_the_file_holds(tmp_path: Path, theme: An
     assert (mesh.get_array().filled(0) == counts).all() and np.ma.is_masked(mesh.get_array()[-1, 0]) and counts.sum() == true.size
     assert forces.get_xscale() == forces.get_yscale() == "asinh" and max(map(abs, forces.get_xlim())) > np.abs(said["forces"]).max()
     assert np.abs(np.subtract(mesh.cmap(0.0)[:3], to_rgb(theme.paper))).max() > 0.2
-    if frames > picture.FEW:
+    if frames > MANY:
         counts = one(energies, QuadMesh).get_array()
         rows, columns = np.ma.nonzero(counts)
         assert np.ma.sum(counts) == frames and columns.std() > rows.std()       # the network sees less than there is
