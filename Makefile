@@ -15,7 +15,7 @@ DATA   := datasets/cosmoflow-small
 RUN    := runs/cosmoflow-small
 SHELL  := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
-.PHONY: train test claims install lint slurm fio bench clean
+.PHONY: train test claims originals install lint slurm fio bench clean
 
 train: install
 	@echo "== simulate universes -> $(DATA)"
@@ -65,10 +65,13 @@ lint: $(VENV)/.tested
 
 test: lint
 	@echo "== tests"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not timing and not claim" --durations=10
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not timing and not claim and not originals" --durations=10
 
 claims: $(VENV)/.tested
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -s -m claim --durations=0
+
+originals: $(VENV)/.tested
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m originals --originals $(FROM)
 
 slurm:
 	@if command -v slurmctld slurmd munged >/dev/null; then echo "== Slurm is installed"; \

@@ -1,7 +1,10 @@
-"""For all tests: the same examples every time, no time limit on one example, nothing written beside the tests."""
+"""For all tests: the same examples every time, no time limit on one example, nothing written beside the tests, and at the end what
+this machine could not run."""
 
 import gc
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +14,28 @@ from tests.ranks import launch
 
 settings.register_profile("house", deadline=None, derandomize=True, database=None, max_examples=40)
 settings.load_profile("house")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--originals", type=Path, metavar="DIR", help="original files for the tests of readers: tests/data/README.md")
+
+
+@pytest.fixture(scope="session")
+def originals(pytestconfig: pytest.Config) -> Path:
+    """The folder of original files."""
+    folder = pytestconfig.getoption("originals")
+    if folder is None:
+        pytest.skip("reads original files: make originals FROM=DIR")
+    assert isinstance(folder, Path) and folder.is_dir(), f"--originals {folder}: no such folder"
+    return folder
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    skipped = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in terminalreporter.getreports("skipped"))
+    if skipped:
+        terminalreporter.section(f"not run on this machine: {skipped.total()} tests")
+        for reason, count in skipped.most_common():
+            terminalreporter.line(f"{count:5}  {reason}")
 
 
 def pytest_collection_finish() -> None:

@@ -1,4 +1,6 @@
-"""Features of proteins that are nowhere: for tests of what becomes of them."""
+"""Proteins for tests: chains and features that are nowhere, and real ones from tests/data/proteins."""
+
+from datetime import date, timedelta
 
 import numpy as np
 import torch
@@ -9,6 +11,7 @@ from hpcai.models.openfold.alignments import Alignment
 from hpcai.models.openfold.features import TEMPLATES, FeatureConfig, collate, featurize
 from hpcai.models.openfold.geometry import Frames, groups_of, rotation_of
 from hpcai.models.openfold.structures import Chain
+from tests.stored import arrays
 
 SMALL = FeatureConfig(crop=None, clusters=4, extra=6, templates=2, recycles=1)
 
@@ -50,3 +53,21 @@ def batch(lengths: list[int], cfg: FeatureConfig = SMALL, dtype: torch.dtype = t
         found.append(featurize(made, alignment(made, 9, seed), templates, cfg, index=seed, passes=passes))
     tensors = {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in collate(found).items()}
     return {name: value.to(dtype) if value.is_floating_point() else value for name, value in tensors.items()}
+
+
+def real(name: str) -> Chain:
+    """A chain of the Protein Data Bank."""
+    stored = arrays(f"proteins/{name}")
+    sequence, mask = stored["sequence"].tobytes().decode(), stored["mask"]
+    positions, bfactors = np.zeros((*mask.shape, 3), np.float32), np.zeros(mask.shape, np.float32)
+    positions[mask], bfactors[mask] = stored["positions"], stored["bfactors"]
+    release = date(1970, 1, 1) + timedelta(int(stored["release"]))
+    aatype = np.array([residues.LETTERS.index(letter) for letter in sequence])
+    return Chain(name, sequence, aatype, positions, mask.astype(np.float32), bfactors, float(stored["resolution"]), release,
+                 str(stored["method"]))  # fmt: skip
+
+
+def real_alignment(name: str) -> Alignment:
+    """The rows that were found for a chain. Their names are not kept."""
+    stored = arrays(f"proteins/{name}")
+    return Alignment(stored["msa"], stored["deletions"].astype(np.int32), [""] * len(stored["msa"]))

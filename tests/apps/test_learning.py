@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import h5py
 import numpy as np
@@ -23,9 +22,13 @@ from ase.constraints import FixAtoms
 from ase.optimize import BFGS
 
 from apps.opencatalyst.data import FIELDS
+from data_prep import chains
+from data_prep import proteins as made_up
 from hpcai import log
 from hpcai.data import Rows
 from hpcai.models.dimenet import DimeNet
+from hpcai.models.openfold import Alignment
+from tests import proteins
 from tests.apps import five, universes
 from tests.apps.running import ROOT, told
 
@@ -110,10 +113,6 @@ def test_cyclones_and_rivers_are_found_in_simulated_weather(tmp_path: Path) -> N
     assert last["iou"] > 0.82 and last["iou_tropical_cyclone"] > 0.75 and last["iou_atmospheric_river"] > 0.65, found
 
 
-PROTEINS = ROOT.parent / "shared" / "realdata" / "openfold"
-no_proteins = pytest.mark.skipif(not PROTEINS.is_dir(), reason=f"no real proteins in {PROTEINS}: learning them is NOT tested")
-
-
 def folded(folder: Path, *words: str) -> tuple[Path, float]:
     """The small configuration trained on ``folder``/data; the folder of the run, and the CPU seconds that it took."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -124,19 +123,13 @@ def folded(folder: Path, *words: str) -> tuple[Path, float]:
 
 
 @claim
-@no_proteins
 def test_real_proteins_are_learned(tmp_path: Path) -> None:
-    """Five chains as they come from mmCIF and A3M files, crops of 48 residues. The public network of this size reached a masked
-    loss of 1.44 and a distogram of 3.19 in 225 CPU seconds."""
-    from data_prep import openfold
-
-    clusters, held = tmp_path / "clusters.txt", tmp_path / "held.txt"
-    clusters.write_text("102m_A 8f9h_A\n1k1a_A\n5zyh_A\n7zzx_B\n3u8v_A\n")
-    held.write_text("3u8v_A\n")
-    days = ["--released-until", "2026-01-01", "--validation-from", "2026-01-02", "--validation-until", "2026-01-03"]
-    sources = ["--structures", str(PROTEINS / "mmcif"), "--alignments", str(PROTEINS / "alignments")]
-    words = [*sources, "--clusters", str(clusters), "--validation", str(held), *days, "--workers", "1", str(tmp_path / "data")]
-    assert openfold.main(["convert", *words]) == 0
+    """Five chains and their alignments, crops of 48 residues. The public network of this size reached a masked loss of 1.44 and a
+    distogram of 3.19 in 225 CPU seconds."""
+    clusters = [("102m_A", "8f9h_A"), ("1k1a_A",), ("5zyh_A",), ("7zzx_B",)]
+    train = [chains.sample(proteins.real(name), proteins.real_alignment(name), number, len(cluster))
+             for number, cluster in enumerate(clusters) for name in cluster]  # fmt: skip
+    stored(tmp_path / "data", train=train, validation=[chains.sample(proteins.real("3u8v_A"), None, 4, 1)])
     quick = ["features.recycles=0", "data.batch=1", "data.epoch=1200", "train.steps=1200", "train.report_every=25"]
     run, spent = folded(tmp_path, *quick)
     last = {name: np.mean([*told(run, name=name).values()][-4:]) for name in ("masked_msa", "distogram", "lddt")}
@@ -145,7 +138,6 @@ def test_real_proteins_are_learned(tmp_path: Path) -> None:
 
 
 @claim
-@no_proteins
 def test_a_real_chain_is_learned_by_heart(tmp_path: Path) -> None:
     """64 residues, atoms and all, to the lDDT-Calpha that MLPerf HPC asks of chains that are new."""
     by_heart(tmp_path / "data")
@@ -158,22 +150,16 @@ def test_a_real_chain_is_learned_by_heart(tmp_path: Path) -> None:
 
 def by_heart(folder: Path) -> None:
     """A store of 64 residues of one chain, to be learnt and to be folded."""
-    from hpcai.models.openfold import Alignment, read_alignments, read_mmcif
-
-    chain = read_mmcif(PROTEINS / "mmcif/5zyh.cif", "A").chains["A"]
-    rows = read_alignments([PROTEINS / "alignments/5zyh_A/non_pairing.a3m"], chain.sequence)
-    some = slice(40, 104)
+    chain, rows, some = proteins.real("5zyh_A"), proteins.real_alignment("5zyh_A"), slice(40, 104)
     parts = {name: getattr(chain, name)[some] for name in ("sequence", "aatype", "positions", "mask", "bfactors")}
-    stored(folder, replace(chain, **parts), Alignment(rows.msa[:, some], rows.deletions[:, some], rows.names))
+    alone = chains.sample(replace(chain, **parts), Alignment(rows.msa[:, some], rows.deletions[:, some], rows.names), 0, 1)
+    stored(folder, train=[alone], validation=[alone])
 
 
-def stored(folder: Path, chain: Any, alignment: Any) -> None:
-    """A store whose training and validation hold this one chain."""
-    from data_prep import chains
-
-    for split in ("train", "validation"):
+def stored(folder: Path, **splits: list[chains.Sample]) -> None:
+    for split, samples in splits.items():
         (folder / split).mkdir(parents=True)
-        chains.write(folder / split / "one.h5", [chains.sample(chain, alignment, 0, 1)], {"label": chain.name})
+        chains.write(folder / split / "chains.h5", samples, {"label": split})
 
 
 # ---- short forms
@@ -197,9 +183,8 @@ def planted(folder: Path) -> None:
 
 
 def one_fold(folder: Path) -> None:
-    from data_prep import proteins
-
-    stored(folder, *proteins.protein(7, 24, 30))
+    alone = chains.sample(*made_up.protein(7, 24, 30), 0, 1)
+    stored(folder, train=[alone], validation=[alone])
 
 
 def cosmology(run: Path) -> dict[str, float]:

@@ -4,7 +4,6 @@ import gzip
 import shutil
 import struct
 import sys
-from pathlib import Path
 
 import h5py
 import numpy as np
@@ -13,12 +12,10 @@ import pytest
 from data_prep import cosmoflow, tfrecord
 from hpcai.errors import MissingExtraError
 from tests.data_prep.making import runner, whole
+from tests.stored import DATA, arrays
 
 pytest.importorskip("google_crc32c")
 pytest.importorskip("google.protobuf")
-
-GOLDEN = Path(__file__).resolve().parents[2] / ".." / "shared" / "golden" / "cosmoflow"
-golden = pytest.mark.skipif(not (GOLDEN / "tfrecord" / "expected.npz").is_file(), reason="no shared/golden beside the checkout")
 
 
 run = runner(cosmoflow)
@@ -82,16 +79,15 @@ def public(tmp_path):
 # ---- what comes out
 
 
-@golden
 @pytest.mark.parametrize("folder", ["tfrecord", "tfrecord_gzip"])
 def test_golden_records_are_the_universe_that_was_cut(folder, tmp_path):
     source = tmp_path / "source"
     source.mkdir()
-    for file in (GOLDEN / folder).glob("*.tfrecord"):
+    for file in (DATA / "cosmoflow" / folder).glob("*.tfrecord"):
         shutil.copy(file, source)
     assert convert(source, tmp_path / "out", "--split", "validation", "--rows-per-file", "3") == 0
     counts, target = rows(tmp_path / "out", "validation")
-    expected = np.load(GOLDEN / "tfrecord" / "expected.npz")
+    expected = arrays("cosmoflow/tfrecord/expected")
     assert counts.shape == (8, 4, 4, 4, 4) and len(list((tmp_path / "out" / "validation").glob("*.h5"))) == 3
     for i, cube in enumerate(counts):
         x, y, z = 4 * (i // 4), 4 * (i // 2 % 2), 4 * (i % 2)

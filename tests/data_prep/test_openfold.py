@@ -20,12 +20,11 @@ from hpcai.models.openfold.features import FeatureConfig, featurize
 from hpcai.models.openfold.residues import GAP, LETTERS
 from hpcai.models.openfold.structures import read_mmcif, write_structure
 from hpcai.models.openfold.templates import features_of, read_templates
-from tests.data_prep.making import ROOT, Promises, content, harm, loaded, remembering, runner
+from tests.data_prep.making import Promises, content, harm, loaded, remembering, runner
 from tests.forks import forked
 from tests.proteins import chain as drawn
 
 pytest.importorskip("gemmi", reason="gemmi is not installed: the conversion of proteins is NOT tested")
-REAL = ROOT.parent / "shared" / "realdata" / "openfold"
 FIELDS = chains.LAYOUTS
 PLAIN = ["--chains", "8", "--families", "4", "--each", "1", "--length", "16", "20", "--rows", "6", "--validation", "0.25",
          "--no-check"]  # fmt: skip
@@ -121,11 +120,12 @@ def convert(library, out, *more, held="held", workers="1"):
 # ---- convert
 
 
-@pytest.mark.skipif(not REAL.is_dir(), reason=f"{REAL} is not there: real structures and alignments are NOT converted")
-def test_real_rows_are_what_the_readers_read(tmp_path, capsys):
+@pytest.mark.originals
+def test_rows_of_original_files_are_what_the_readers_read(tmp_path, capsys, originals):
+    real = originals / "openfold"
     (tmp_path / "held").write_text("5zyh_A\n7ZZX_B\n")
     words = "--released-until", "2024-01-01", "--validation", tmp_path / "held"
-    assert run("convert", "--structures", REAL / "mmcif", "--alignments", REAL / "alignments", tmp_path / "out", *words) == 0
+    assert run("convert", "--structures", real / "mmcif", "--alignments", real / "alignments", tmp_path / "out", *words) == 0
     told = capsys.readouterr().out
     assert "12 structures with 26 chains" in told and "7 chains have their own, 19 chains have none" in told
     found = {split: rows_of(tmp_path / "out", split) for split in ("train", "validation")}
@@ -134,7 +134,7 @@ def test_real_rows_are_what_the_readers_read(tmp_path, capsys):
     deep = 0
     for name, row in (found["train"] | found["validation"]).items():
         entry, author = name.split("_")
-        one, folder = read_mmcif(REAL / "mmcif" / f"{entry}.cif", author).chains[author], REAL / "alignments" / name
+        one, folder = read_mmcif(real / "mmcif" / f"{entry}.cif", author).chains[author], real / "alignments" / name
         assert (row["aatype"] == one.aatype).all() and (row["mask"] == one.mask).all() and (row["positions"] == one.positions).all()
         assert row["resolution"] == np.float32(one.resolution or 0)
         assert date.fromordinal(date(1970, 1, 1).toordinal() + int(row["release"])) == one.release
@@ -458,15 +458,16 @@ def test_a_twin_lends_its_hits(searched, tmp_path):
     assert names["8hhh_A"] == ["2bbb_A", "4ddd_A", "5eee_A", "1aaa_A", "1aaa_A"], "of no day, but not itself"
 
 
-@pytest.mark.skipif(not REAL.is_dir(), reason=f"{REAL} is not there: real hits are NOT converted")
-def test_real_hits_are_converted(tmp_path):
+@pytest.mark.originals
+def test_original_hits_are_converted(tmp_path, originals):
     """The query has no structure: it gets one here, of a day after all templates."""
-    folder, hhr = tmp_path / "library", REAL / "alignments" / "query_SMBPlike" / "pdb70_hits.hhr"
-    text = "".join((REAL / "fasta" / "query_SMBPlike.fasta").read_text().split("\n")[1:])
+    real = originals / "openfold"
+    folder, hhr = tmp_path / "library", real / "alignments" / "query_SMBPlike" / "pdb70_hits.hhr"
+    text = "".join((real / "fasta" / "query_SMBPlike.fasta").read_text().split("\n")[1:])
     one, path = drawn(len(text), 1), folder / "mmcif" / "7qqq.cif"
     path.parent.mkdir(parents=True)
-    for real in (REAL / "mmcif").glob("*.cif"):
-        path.with_name(real.name).symlink_to(real)
+    for entry in (real / "mmcif").glob("*.cif"):
+        path.with_name(entry.name).symlink_to(entry)
     write_structure(path, encode(text).astype(int), one.positions + 1, np.ones_like(one.mask), one.mask, chain="A")
     path.write_text(path.read_text() + "\n_pdbx_audit_revision_history.revision_date 2013-12-10\n")
     shutil.copytree(hhr.parent, folder / "alignments" / "7qqq_A" / "a3m")
@@ -475,7 +476,7 @@ def test_real_hits_are_converted(tmp_path):
     row, stored = rows_of(tmp_path / "out", "train")["7qqq_A"], templates_of(tmp_path / "out")
     names = [stored[at]["name"].decode() for at in row["hit_row"]]
     assert names == ["3u8v_A", "1psm_A", "4i6p_A", "2q2k_A"], "not 3zee of 55 days before, nor 4zey and 5kc1 of later years"
-    found, _ = read_templates(hhr, text, REAL / "mmcif", entry="7qqq", before=date(2013, 12, 10))
+    found, _ = read_templates(hhr, text, real / "mmcif", entry="7qqq", before=date(2013, 12, 10))
     same = features_of([stored[at] for at in row["hit_row"]], row["hit_places"].reshape(4, -1), row["hit_sum_probs"])
     assert all((found[name] == same[name]).all() for name in found)
 

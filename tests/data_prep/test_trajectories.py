@@ -9,7 +9,6 @@ import types
 import zlib
 from collections import OrderedDict
 from contextlib import contextmanager
-from pathlib import Path
 
 import ase.build
 import ase.calculators.emt
@@ -25,8 +24,10 @@ from ase.constraints import FixAtoms, FixCartesian
 from data_prep import frames, pickled, trajectories
 from tests.data_prep.making import loaded, whole
 from tests.data_prep.test_opencatalyst import run
+from tests.stored import arrays, told
 
-REAL = Path(__file__).resolve().parents[2] / ".." / "shared" / "realdata" / "oc20"
+PUBLIC = told("relaxations/files")
+
 
 
 def labelled(atoms, energy=None, forces=None, name=None, **info):
@@ -53,12 +54,13 @@ def images(number=6, metal="Cu", seed=0, **how):
     return found
 
 
-@pytest.mark.skipif(not REAL.is_dir(), reason=f"no real data at {REAL}")
-@pytest.mark.parametrize("row", loaded(REAL / "index.json") if REAL.is_dir() else [], ids=lambda row: row["source_file"])
-def test_every_real_file_is_taken_in(tmp_path, row, capsys):
-    sources = [REAL / row["file"], REAL / "original" / row["source_file"]]
+@pytest.mark.originals
+@pytest.mark.parametrize("row", PUBLIC, ids=lambda row: row["source_file"])
+def test_every_original_file_is_taken_in(tmp_path, row, capsys, originals):
+    real = originals / "oc20"
+    sources = [real / row["file"], real / "original" / row["source_file"]]
     if row["source_file"] == "random1447590.traj":
-        sources.append(REAL / "oc20_random1447590.aselmdb")
+        sources.append(real / "oc20_random1447590.aselmdb")
     parts = []
     for number, source in enumerate(source for source in sources if trajectories.kind(source)):
         out = tmp_path / str(number)
@@ -73,6 +75,37 @@ def test_every_real_file_is_taken_in(tmp_path, row, capsys):
         assert all(np.abs(part[name] - parts[0][name]).max() < 1e-5 for part in parts[1:]), name
     if row["source_file"] == "sample_traj.traj":
         assert "skipped: 2 frames" in capsys.readouterr().out
+
+
+def relaxation():
+    """47 frames of OC20's random1447590, an oxygen atom on rubidium."""
+    real = arrays("relaxations/random1447590")
+    for positions, energy, forces in zip(real["positions"], real["energy"], real["forces"]):
+        atoms = ase.Atoms(real["numbers"], positions, cell=real["cell"], pbc=real["pbc"], tags=real["tags"])
+        atoms.set_constraint(FixAtoms(mask=real["fixed"]))
+        yield labelled(atoms, energy, forces, "vasp")
+
+
+@pytest.mark.parametrize("kind", [".traj", ".db", ".extxyz", ".aselmdb"])
+def test_a_real_relaxation_is_taken_in(tmp_path, kind):
+    """The figures are those of the original file."""
+    row, frames_of, source = PUBLIC[0], [*relaxation()], tmp_path / f"random1447590{kind}"
+    if kind == ".db":
+        with ase.db.connect(source) as database:
+            for atoms in frames_of:
+                database.write(atoms)
+    elif kind == ".aselmdb":
+        write_rows(source, frames_of)
+    else:
+        ase.io.write(source, frames_of)
+    assert run("convert", source, tmp_path / "out", "--validation", "0", "--label", "as told") == 0
+    found, part = loaded(tmp_path / "out" / "statistics.json")["splits"]["train"], whole(tmp_path / "out" / "train")
+    assert found["frames"] == row["frames"] and sorted({*part["atoms"].tolist()}) == row["natoms"]
+    assert found["energy"]["mean"] == pytest.approx(row["energy_mean"], rel=1e-9)
+    if kind != ".aselmdb":                                      # write_rows holds other atoms fixed
+        assert found["forces"]["zero_mae"] == pytest.approx(row["zero_force_mae_free"], rel=1e-5)
+    real = arrays("relaxations/random1447590")
+    assert np.abs(part["forces"].reshape(real["forces"].shape) - real["forces"]).max() < 1e-5
 
 
 @contextmanager

@@ -1,6 +1,5 @@
-"""CosmoFlow against numbers that the reference implementations produced (shared/golden/cosmoflow)."""
+"""CosmoFlow against numbers that the reference implementations produced (tests/data/cosmoflow)."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +12,9 @@ from hpcai.models.cosmoflow import CosmoFlow, CosmoFlowConfig
 from hpcai.models.cosmoflow.load import from_keras
 from hpcai.train.schedule import rate
 from tests.hashed import hashed
+from tests.stored import DATA, arrays, digest, told
 
-GOLDEN = Path(__file__).resolve().parents[2] / ".." / "shared" / "golden" / "cosmoflow"
-pytestmark = pytest.mark.skipif(not GOLDEN.is_dir(), reason=f"no golden data at {GOLDEN}")
+WEIGHTS = DATA / "cosmoflow" / "f8_s32_b2_state_dict.pt"
 
 
 def universes(size: int, count: int) -> torch.Tensor:
@@ -40,17 +39,16 @@ def check(model: CosmoFlow, case: dict, counts: torch.Tensor, rounding: float = 
 
 
 def test_a_reference_state_dict_gives_its_outputs_loss_gradients_and_steps() -> None:
-    case = json.loads((GOLDEN / "f8_s32_b2.json").read_text())
-    model = CosmoFlow.load(GOLDEN / "f8_s32_b2_state_dict.pt")
+    case = told("cosmoflow/f8_s32_b2")
+    model = CosmoFlow.load(WEIGHTS)
     assert (model.cfg.size, model.cfg.filters, model.cfg.channels) == (32, 8, 4)
     model.cfg = model.cfg.model_copy(update={"dropout": 0.0})
     model.train()
     counts = universes(32, 2)
-    stored = np.load(GOLDEN / "f8_s32_b2_input.npz")
-    assert any(np.array_equal(stored[key].reshape(counts.shape), counts) for key in stored.files), "the hash rule is not theirs"
+    assert digest(counts.numpy()) == case["x_sha256"], "the hash rule is not theirs"
     check(model, case, counts)
 
-    model = CosmoFlow.load(GOLDEN / "f8_s32_b2_state_dict.pt")
+    model = CosmoFlow.load(WEIGHTS)
     model.cfg = model.cfg.model_copy(update={"dropout": 0.0})
     step = train.Step(model, cosmoflow.loss, train.StepConfig(optimizer="sgd", lr=0.01, momentum=0.9), dist.alone())
     losses = [step(cosmoflow.Batch(counts, torch.tensor(case["target"])))["loss"].item() for _ in range(3)]
@@ -58,7 +56,7 @@ def test_a_reference_state_dict_gives_its_outputs_loss_gradients_and_steps() -> 
 
 
 def test_the_full_benchmark_network() -> None:
-    case = json.loads((GOLDEN / "f32_s128_b1_formula.json").read_text())
+    case = told("cosmoflow/f32_s128_b1_formula")
     model = CosmoFlow(CosmoFlowConfig(dropout=0.0))
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
@@ -67,6 +65,7 @@ def test_the_full_benchmark_network() -> None:
             value = 0.1 * v if name.endswith("bias") else v * np.sqrt(3 / fan)
             tensor.copy_(torch.from_numpy(value).reshape(tensor.shape))
     counts = universes(128, 1)
+    assert digest(counts[0].numpy()) == case["x_int16_sha256"]
     # oneDNN adds channels-last products in another order: float32 rounds a little more, in both directions. In float64 the loss
     # agrees to the last digit of the stored number.
     check(model, case, counts, rounding=3e-6)
@@ -78,7 +77,7 @@ def test_the_full_benchmark_network() -> None:
 def test_new_weights_have_the_reference_names_shapes_and_spread() -> None:
     torch.manual_seed(0)
     made = CosmoFlow(CosmoFlowConfig(size=32, filters=8)).state_dict()
-    reference = torch.load(GOLDEN / "f8_s32_b2_state_dict.pt", weights_only=True)
+    reference = torch.load(WEIGHTS, weights_only=True)
     assert list(made) == list(reference)
     for name, tensor in reference.items():
         assert made[name].shape == tensor.shape, name
@@ -88,13 +87,12 @@ def test_new_weights_have_the_reference_names_shapes_and_spread() -> None:
 
 
 def test_keras_weights_give_keras_outputs(tmp_path: Path) -> None:
-    stored = np.load(GOLDEN / "keras_f8_s32_weights_io.npz")
+    stored = arrays("cosmoflow/keras_f8_s32")
     weights = [stored[f"w{i}"] for i in range(16)]
     model = CosmoFlow(CosmoFlowConfig(size=32, filters=8, dropout=0.0))
     model.load_state_dict(from_keras(weights))
-    x = next(stored[key] for key in stored.files if stored[key].dtype == np.int16)
     with torch.no_grad():
-        out = model.eval()(cosmoflow.log_density(torch.from_numpy(x)))
+        out = model.eval()(cosmoflow.log_density(torch.from_numpy(stored["x"])))
     torch.testing.assert_close(out, torch.from_numpy(stored["y"]), atol=2e-6, rtol=0)
 
     import h5py
@@ -129,7 +127,7 @@ SCHEDULES = {
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_learning_rate_of_every_epoch(name: str) -> None:
-    expected = json.loads((GOLDEN / "lr_schedules.json").read_text())[name]
+    expected = told("cosmoflow/lr_schedules")[name]
     lr, words = SCHEDULES[name]
     steps = 7
     at = rate(train.ScheduleConfig(**{"decay": "steps", "counted": "cosmoflow-nvidia"} | words), lr, steps, steps * len(expected))

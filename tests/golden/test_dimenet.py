@@ -1,6 +1,5 @@
-"""DimeNet++ against numbers that the MLPerf HPC reference produced (shared/golden/dimenetpp)."""
+"""DimeNet++ against numbers that the MLPerf HPC reference produced (tests/data/dimenet)."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +13,20 @@ from hpcai.models.dimenet import Batch, DimeNet, DimeNetConfig, Structure, join,
 from hpcai.models.dimenet.basis import SphericalBessel, angular_factor, envelope, harmonics, zeros
 from hpcai.models.dimenet.triplets import edges_of
 from hpcai.train.schedule import rate
+from tests.stored import arrays, told
 
 ROOT = Path(__file__).resolve().parents[2]
-GOLDEN = ROOT / ".." / "shared" / "golden" / "dimenetpp"
-pytestmark = [pytest.mark.skipif(not GOLDEN.is_dir(), reason=f"no golden data at {GOLDEN}"), pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.usefixtures("one_thread")
 SMALL = DimeNetConfig(hidden=32, output=48, interaction=16, basis=8, blocks=2)
 MEAN = -0.7554450631141663
 
 
 def read(name: str) -> dict[str, np.ndarray]:
-    with np.load(GOLDEN / f"{name}.npz", allow_pickle=False) as file:
-        return dict(file)
+    return arrays(f"dimenet/{name}")
 
 
 def golden() -> Any:
-    return json.loads((GOLDEN / "golden.json").read_text())
+    return told("dimenet/golden")
 
 
 def batch(dtype: Any) -> Batch:
@@ -159,7 +157,7 @@ def test_triplets_are_those_of_the_reference() -> None:
 
 
 def test_the_schedule() -> None:
-    about = json.loads((GOLDEN / "lr_schedule.json").read_text())
+    about = told("dimenet/lr_schedule")
     cfg = config.load(Config, ROOT / "apps/opencatalyst/configs/batch2048.yaml")
     found = rate(cfg.step.schedule, cfg.step.lr, 976, 976 * 48)
     assert [found(step) / cfg.step.lr for step in about["steps"]] == pytest.approx(about["mult"], rel=1e-9)

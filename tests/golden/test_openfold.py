@@ -1,16 +1,13 @@
-"""OpenFold against the public code it is known by (shared/golden/openfold), on positions that are not padding."""
+"""OpenFold against the public code it is known by (tests/data/openfold), on positions that are not padding."""
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from hpcai.models.openfold.attention import ColumnAttention, RowAttention, TriangleAttention
+from hpcai.models.openfold.attention import ColumnAttention, GlobalColumnAttention, RowAttention, TriangleAttention
 from hpcai.models.openfold.config import MsaConfig, ObjectiveConfig, OpenFoldConfig, PairConfig, StructureConfig
 from hpcai.models.openfold.embedders import InputEmbedder, PointwiseAttention, RecyclingEmbedder
 from hpcai.models.openfold.evoformer import EvoformerBlock, Masks, OuterProductMean, TemplateStack, TriangleMultiplication
@@ -22,9 +19,9 @@ from hpcai.models.openfold.model import OpenFold, Prediction
 from hpcai.models.openfold.objective import lddt, terms, total
 from hpcai.models.openfold.structure import Angles, PointAttention, StructureModule
 from hpcai.models.openfold.structure import Transition as StructureTransition
+from tests import stored
 
-GOLDEN = Path(__file__).resolve().parents[2] / ".." / "shared" / "golden" / "openfold"
-pytestmark = [pytest.mark.skipif(not GOLDEN.is_dir(), reason=f"no golden data at {GOLDEN}"), pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.usefixtures("one_thread")
 ALL = ObjectiveConfig(resolved=0.01, violation=1.0, aligned_error=0.1)
 THEIRS = {
     "fape": "fape", "chi": "supervised_chi", "distogram": "distogram", "masked_msa": "masked_msa", "plddt": "plddt_loss",
@@ -35,8 +32,7 @@ ROUNDING = 1e-6  # of a row that is all padding, whose logits are -1e9; elsewher
 
 
 def arrays(path: str, dtype: torch.dtype = torch.float64) -> Arrays:
-    with np.load(GOLDEN / f"{path}.npz", allow_pickle=False) as file:
-        found = {name: torch.from_numpy(file[name]) for name in file}
+    found = {name: torch.from_numpy(value) for name, value in stored.arrays(f"openfold/{path}").items()}
     return {name: value.to(dtype) if value.is_floating_point() else value for name, value in found.items()}
 
 
@@ -77,19 +73,18 @@ def _stack(stack: TemplateStack, x: Arrays) -> Tensor:
     return stack(t.flatten(0, 1), mask).unflatten(0, (-1, several))
 
 
-# Name in the public code -> ours, where it stands in the network, how it is called.
+# Name in the public code -> ours, where it stands in the network, how it is called. EvoformerBlock holds the triangles of the other
+# direction, too.
 PARTS: dict[str, tuple[Callable[[], nn.Module], str, Callable[[Any, Arrays], Any]]] = {
     "TriangleMultiplicationOutgoing": (
         lambda: TriangleMultiplication(16, 24, True), BLOCK + "pair.tri_mul_out.", lambda f, x: f(x["z"], x["mask"])),
-    "TriangleMultiplicationIncoming": (
-        lambda: TriangleMultiplication(16, 24, False), BLOCK + "pair.tri_mul_in.", lambda f, x: f(x["z"], x["mask"])),
     "TriangleAttentionStartingNode": (
         lambda: TriangleAttention(16, 8, 2, True), BLOCK + "pair.tri_att_start.", lambda f, x: f(x["z"], x["mask"])),
-    "TriangleAttentionEndingNode": (
-        lambda: TriangleAttention(16, 8, 2, False), BLOCK + "pair.tri_att_end.", lambda f, x: f(x["z"], x["mask"])),
     "MSARowAttentionWithPairBias": (
         lambda: RowAttention(32, 16, 8, 4), BLOCK + "msa_att_row.", lambda f, x: f(x["m"], x["mask"], x["z"])),
     "MSAColumnAttention": (lambda: ColumnAttention(32, 8, 4), BLOCK + "msa_att_col.", lambda f, x: f(x["m"], x["mask"])),
+    "MSAColumnGlobalAttention": (
+        lambda: GlobalColumnAttention(16, 4, 4), "extra_msa_stack.blocks.0.msa_att_col.", lambda f, x: f(x["m"], x["mask"])),
     "OuterProductMean": (lambda: OuterProductMean(32, 16, 8), BLOCK + "outer_product_mean.", lambda f, x: f(x["m"], x["mask"])),
     "PairTransition": (lambda: Transition(16, 4), BLOCK + "pair.pair_transition.", lambda f, x: f(x["z"])),
     "MSATransition": (lambda: Transition(32, 4), BLOCK + "msa_transition.", lambda f, x: f(x["m"])),
@@ -121,10 +116,8 @@ PARTS: dict[str, tuple[Callable[[], nn.Module], str, Callable[[Any, Arrays], Any
 
 @pytest.mark.parametrize("name", PARTS)
 def test_a_part_and_its_gradients(name: str) -> None:
-    if not (GOLDEN / "submodules" / f"{name}.npz").exists():
-        pytest.skip(f"no {name}.npz in {GOLDEN}/submodules")
     build, prefix, call = PARTS[name]
-    golden = arrays(f"submodules/{name}")
+    golden = arrays(f"parts/{name}")
     groups: dict[str, Arrays] = {}
     for key, value in golden.items():
         group, _, rest = key.partition(".")
@@ -153,7 +146,7 @@ def test_a_part_and_its_gradients(name: str) -> None:
 
 def network(dtype: torch.dtype) -> OpenFold:
     model = OpenFold(OpenFoldConfig.preset("tiny", heads={"plddt": 16, "tm": True}))
-    model.load_state_dict(from_public(arrays("full_model/state_dict"), model.state_dict()))
+    model.load_state_dict(from_public(arrays("network/state_dict"), model.state_dict()))
     for layer in model.modules():
         if hasattr(layer, "rate"):
             layer.rate = 0.0
@@ -163,9 +156,9 @@ def network(dtype: torch.dtype) -> OpenFold:
 
 
 def compared(model: OpenFold, dtype: torch.dtype) -> tuple[Prediction, Arrays, Arrays]:
-    batch = arrays("full_model/batch", dtype)
+    batch = arrays("network/batch", dtype)
     name = "fp64" if dtype == torch.float64 else "fp32"
-    return model(batch), {key: value[..., -1] for key, value in batch.items()}, arrays(f"full_model/outputs_{name}", dtype)
+    return model(batch), {key: value[..., -1] for key, value in batch.items()}, arrays(f"network/outputs_{name}", dtype)
 
 
 @pytest.mark.parametrize("dtype, rounding", [(torch.float64, 1e-12), (torch.float32, 3e-5)])
@@ -195,7 +188,7 @@ def test_every_loss_and_every_gradient(clamped: bool) -> None:
     model = network(torch.float64)
     found, last, _ = compared(model, torch.float64)
     last["use_clamped_fape"] = torch.full_like(last["use_clamped_fape"], float(clamped))
-    said = json.loads((GOLDEN / "full_model" / f"losses_{'and_grad_norms' if clamped else 'unclamped'}_fp64.json").read_text())
+    said = stored.told(f"openfold/network/losses_{'and_grad_norms' if clamped else 'unclamped'}_fp64")
     losses = said.get("losses", said)
     each = terms(found, last, ALL)
     for name, term in each.items():
@@ -206,15 +199,15 @@ def test_every_loss_and_every_gradient(clamped: bool) -> None:
     if not clamped:
         return
     loss.backward()
-    wanted = from_public(arrays("full_model/grads_fp64"), model.state_dict())
+    wanted = from_public(arrays("network/grads_fp64"), model.state_dict())
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         assert (parameter.grad - wanted[name]).norm() <= 1e-7 * wanted[name].norm() + 1e-11, name
 
 
 def test_ten_steps_of_adam() -> None:
-    steps = json.loads((GOLDEN / "trajectory" / "losses.json").read_text())["steps"]
-    model, batch = network(torch.float64), arrays("full_model/batch")
+    steps = stored.told("openfold/network/trajectory")["steps"]
+    model, batch = network(torch.float64), arrays("network/batch")
     last = {key: value[..., -1] for key, value in batch.items()}
     optimizer = torch.optim.Adam(model.parameters(), 1e-3, (0.9, 0.999), 1e-6)
     for wanted in steps:
@@ -228,7 +221,7 @@ def test_ten_steps_of_adam() -> None:
 
 
 def test_weights_are_all_used_and_have_their_shapes() -> None:
-    theirs, ours = arrays("full_model/state_dict"), network(torch.float32).state_dict()
+    theirs, ours = arrays("network/state_dict"), network(torch.float32).state_dict()
     used = [each for name in ours for each in public_names(name)]
     assert sorted(used) == sorted(theirs)
     assert {name: value.shape for name, value in from_public(theirs, ours).items()} == {n: v.shape for n, v in ours.items()}

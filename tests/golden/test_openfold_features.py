@@ -1,9 +1,7 @@
-"""Samples of alignments, and whole feature dictionaries, against those of the reference implementation (shared/golden/openfold).
+"""Samples of alignments, and whole feature dictionaries, against those of the reference implementation (tests/data/openfold).
 
 Random numbers are not matched: what was drawn there is given here.
 """
-
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,9 +11,8 @@ from hpcai.models.openfold.alignments import Alignment
 from hpcai.models.openfold.features import TEMPLATES, FeatureConfig, centred, collate, featurize
 from hpcai.models.openfold.residues import GAP, LETTERS
 from hpcai.models.openfold.structures import Chain
+from tests.stored import arrays
 
-GOLDEN = Path(__file__).resolve().parents[2] / ".." / "shared" / "golden" / "openfold"
-pytestmark = pytest.mark.skipif(not GOLDEN.is_dir(), reason=f"no golden data at {GOLDEN}")
 BY_LETTER = "ACDEFGHIKLMNPQRSTVWY"  # as HHblits numbers them, before X and the gap
 OURS = np.array([*(LETTERS.index(letter) for letter in BY_LETTER), 20, 21])
 CHAINS = pytest.mark.parametrize("name", ["5zyh_A", "2q2k_A"])
@@ -30,16 +27,9 @@ KNOWN = {
 SAMPLED = {"msa_feat", "true_msa", "bert_mask", "extra_msa", "extra_has_deletion", "extra_deletion_value"}
 
 
-def _load(path: Path) -> dict[str, np.ndarray]:
-    if not path.exists():
-        pytest.skip(f"no {path}")
-    with np.load(path, allow_pickle=False) as golden:
-        return {name: golden[name] for name in golden.files}
-
-
 @CHAINS
 def test_clusters_and_features_of_the_rows_that_the_reference_drew(name: str) -> None:
-    golden = _load(GOLDEN / "features_real" / f"{name}.npz")
+    golden = arrays(f"openfold/features/{name}")
     sampled = {key.removeprefix("sampled."): array for key, array in golden.items() if key.startswith("sampled.")}
     msa, deletions = sampled["msa"], sampled["deletion_matrix"]
     extra, extra_deletions = sampled["extra_msa"], sampled["extra_deletion_matrix"]
@@ -73,7 +63,7 @@ def _given(raw: dict[str, np.ndarray]) -> tuple[Chain, Alignment, dict[str, np.n
 
 def test_the_small_batch_of_the_whole_model() -> None:
     """All that is not drawn is the same. The templates are those that the reference drew; centred here, and not there."""
-    raw, golden = (_load(GOLDEN / "full_model" / f"{name}.npz") for name in ("raw_features", "batch"))
+    raw, golden = (arrays(f"openfold/network/{name}") for name in ("raw_features", "batch"))
     chain, alignment, templates = _given(raw)
     cfg = FeatureConfig(crop=24, clusters=6, extra=8, templates=2, recycles=1)
     drawn = [np.flatnonzero((raw["template_sum_probs"] == one).all(1))[0] for one in golden["template_sum_probs"][0, ..., 0]]

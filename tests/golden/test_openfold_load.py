@@ -1,23 +1,21 @@
-"""Weights of the public OpenFold (shared/golden/openfold) in files of every lineage."""
+"""Weights of the public OpenFold (tests/data/openfold) in files of every lineage."""
 
 from pathlib import Path
 from typing import get_args
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from hpcai.models.openfold.config import OpenFoldConfig
 from hpcai.models.openfold.load import Form, load_weights, save_weights, to_public
+from tests import stored
 
-GOLDEN = Path(__file__).resolve().parents[2] / ".." / "shared" / "golden" / "openfold" / "full_model"
-pytestmark = [pytest.mark.skipif(not GOLDEN.is_dir(), reason=f"no golden data at {GOLDEN}"), pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def arrays(name: str) -> dict[str, Tensor]:
-    with np.load(GOLDEN / f"{name}.npz", allow_pickle=False) as file:
-        return {key: torch.from_numpy(file[key]) for key in file}
+    return {key: torch.from_numpy(value) for key, value in stored.arrays(f"openfold/network/{name}").items()}
 
 
 def test_the_public_network_s_weights_pass_through_every_lineage(tmp_path: Path) -> None:

@@ -1,15 +1,12 @@
-"""Atoms, frames and torsion angles against those of the reference implementation (shared/golden/openfold)."""
-
-from pathlib import Path
+"""Atoms, frames and torsion angles against those of the reference implementation (tests/data/openfold)."""
 
 import numpy as np
 import pytest
 
 from hpcai.models.openfold import residues
 from hpcai.models.openfold.truth import pseudo_beta, torsions, truth_of
+from tests.stored import arrays
 
-GOLDEN = Path(__file__).resolve().parents[2] / ".." / "shared" / "golden" / "openfold"
-pytestmark = pytest.mark.skipif(not GOLDEN.is_dir(), reason=f"no golden data at {GOLDEN}")
 # Where an atom is missing the reference fills torsion angles with noise, of rounding, scaled to unit length; here they are 0.
 DEFINED = {
     "torsion_angles_sin_cos": "torsion_angles_mask",
@@ -21,8 +18,8 @@ DEFINED = {
 @pytest.mark.parametrize("chain", ["5zyh_A", "2q2k_A"])
 def test_the_truth_of_a_chain(chain: str) -> None:
     """All else everywhere, frames of missing groups too. The reference computes in float32: its angles are off by up to 7e-6."""
-    with np.load(GOLDEN / "features_real" / f"{chain}.npz", allow_pickle=False) as golden:
-        wanted = {name.removeprefix("det."): golden[name] for name in golden.files if name.startswith("det.")}
+    stored = arrays(f"openfold/features/{chain}")
+    wanted = {name.removeprefix("det."): array for name, array in stored.items() if name.startswith("det.")}
     found = truth_of(wanted["aatype"], wanted["all_atom_positions"], wanted["all_atom_mask"], chain)
     assert len(found) == 23
     for name, array in found.items():
@@ -38,8 +35,8 @@ def test_the_truth_of_a_chain(chain: str) -> None:
 
 def test_atoms_of_a_chain_lie_in_their_groups_where_the_table_has_them() -> None:
     """A branch on the wrong side would be 2 angstrom away; the largest bend is 0.4."""
-    with np.load(GOLDEN / "features_real" / "5zyh_A.npz", allow_pickle=False) as golden:
-        aatype, positions, mask = (golden[f"det.{name}"] for name in ("aatype", "all_atom_positions", "all_atom_mask"))
+    stored = arrays("openfold/features/5zyh_A")
+    aatype, positions, mask = (stored[f"det.{name}"] for name in ("aatype", "all_atom_positions", "all_atom_mask"))
     found = truth_of(aatype, positions, mask)
     group = residues.ATOM14_GROUP[aatype]
     frames = np.take_along_axis(found["rigidgroups_gt_frames"], group[..., None, None], 1).astype(float)
@@ -52,8 +49,8 @@ def test_atoms_of_a_chain_lie_in_their_groups_where_the_table_has_them() -> None
 
 def test_the_templates_of_the_small_batch() -> None:
     """Both passes at once. Residues that a template lacks are gaps."""
-    with np.load(GOLDEN / "full_model" / "batch.npz", allow_pickle=False) as golden:
-        batch = {name.removeprefix("template_"): np.moveaxis(golden[name], -1, 0) for name in golden.files if "template" in name}
+    stored = arrays("openfold/network/batch")
+    batch = {name.removeprefix("template_"): np.moveaxis(array, -1, 0) for name, array in stored.items() if "template" in name}
     given = batch["aatype"], batch["all_atom_positions"], batch["all_atom_mask"]
     assert given[0].max() == 21
     sin_cos, other, known = torsions(*given)

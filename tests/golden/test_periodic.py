@@ -1,6 +1,4 @@
-"""Neighbour lists against those of ASE and of the reference implementation (shared/golden/dimenetpp)."""
-
-from pathlib import Path
+"""Neighbour lists against those of ASE and of the reference implementation (tests/data/dimenet)."""
 
 import numpy as np
 import pytest
@@ -8,25 +6,23 @@ import torch
 
 from hpcai.models.dimenet.periodic import check, count_triplets, neighbours, reverse
 from hpcai.models.dimenet.periodic_batch import neighbours_of_batch
+from tests.stored import arrays
 
-GOLDEN = Path(__file__).resolve().parents[2] / ".." / "shared" / "golden" / "dimenetpp"
-pytestmark = [pytest.mark.skipif(not GOLDEN.is_dir(), reason=f"no golden data at {GOLDEN}"), pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.usefixtures("one_thread")
 CELLS = ["molecule_no_cell_FFF", "mixed_pbc_TFF", "primitive_1atom_multi_image", "slab_vacuum_pbc_TTF", "slab_vacuum_pbc_TTT",
          "thin_cell_atoms_outside_unwrapped", "triclinic_skewed"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CELLS)
 def test_the_edges_of_a_cell(name: str) -> None:
-    if not (GOLDEN / f"nl_{name}.npz").exists():
-        pytest.skip(f"no nl_{name}.npz in {GOLDEN}")
-    with np.load(GOLDEN / f"nl_{name}.npz", allow_pickle=False) as golden:
-        atoms = check(golden["numbers"], golden["positions"], golden["cell"], golden["pbc"], name, float(golden["cutoff"]))
-        found = neighbours(*atoms[1:], float(golden["cutoff"]))
-        order = np.lexsort((*found.offset.T[::-1], found.other, found.centre))
-        assert np.array_equal(found.centre[order], golden["i"]) and np.array_equal(found.other[order], golden["j"])
-        assert np.array_equal(found.offset[order], golden["S"])
-        assert np.abs(found.vector[order] - golden["D"]).max() < 1e-12 and np.abs(found.distance[order] - golden["d"]).max() < 1e-12
-        cutoff = float(golden["cutoff"])
+    golden = arrays(f"dimenet/nl_{name}")
+    atoms = check(golden["numbers"], golden["positions"], golden["cell"], golden["pbc"], name, float(golden["cutoff"]))
+    found = neighbours(*atoms[1:], float(golden["cutoff"]))
+    order = np.lexsort((*found.offset.T[::-1], found.other, found.centre))
+    assert np.array_equal(found.centre[order], golden["i"]) and np.array_equal(found.other[order], golden["j"])
+    assert np.array_equal(found.offset[order], golden["S"])
+    assert np.abs(found.vector[order] - golden["D"]).max() < 1e-12 and np.abs(found.distance[order] - golden["d"]).max() < 1e-12
+    cutoff = float(golden["cutoff"])
     _, r, cell, pbc = (torch.from_numpy(array) for array in atoms)
     for dtype in (torch.float64, torch.float32):
         alone = torch.zeros(len(r), dtype=torch.int64)
@@ -39,8 +35,7 @@ def test_the_edges_of_a_cell(name: str) -> None:
 
 def test_the_fifty_nearest_of_three_structures() -> None:
     """In the reference's order too: by structure, centre and distance. 27 edges have no reverse; 38,923 triplets."""
-    with np.load(GOLDEN / "small_input.npz", allow_pickle=False) as golden:
-        given = {name: golden[name] for name in golden.files}
+    given = arrays("dimenet/small_input")
     other, centre = given["edge_index"]
     pbc = np.ones((3, 3), bool)
     i, j, offset = neighbours_of_batch(

@@ -1,7 +1,6 @@
-"""The 3D U-Net against numbers that the reference implementation produced (shared/golden/unet3d)."""
+"""The 3D U-Net against numbers that the reference implementation produced (tests/data/unet3d)."""
 
-import hashlib
-import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,15 @@ from hpcai.settings import ScheduleConfig
 from hpcai.train.schedule import rate
 from tests.hashed import fill, hashed
 from tests.ranks.launch import on_ranks
+from tests.stored import arrays, check_thinned, digest, told
 
-GOLDEN = Path(__file__).resolve().parents[2] / ".." / "shared" / "golden" / "unet3d"
-pytestmark = [pytest.mark.skipif(not GOLDEN.is_dir(), reason=f"no golden data at {GOLDEN}"), pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.usefixtures("one_thread")
 NARROW = UNet3DConfig(filters=(8, 16, 32, 64, 80), window=(64, 64, 64))
 STORED = "div4_64x64x32_b2"
 
 
 def read(name: str) -> Any:
-    return json.loads((GOLDEN / f"{name}.json").read_text())
+    return told(f"unet3d/{name}")
 
 
 def volume(shape: tuple[int, ...], tag: str, batch: int, case: dict[str, Any]) -> Batch:
@@ -37,10 +36,10 @@ def volume(shape: tuple[int, ...], tag: str, batch: int, case: dict[str, Any]) -
         square = sum(side * side for side in sides)
         labels.append(sum((square <= (part * min(shape)) ** 2).astype(np.uint8) for part in (0.3, 0.12)))
     label = np.stack(labels)
-    assert hashlib.sha256(label.tobytes()).hexdigest() == case["label_sha256"]
-    noise = np.sqrt(3) * (2 * hashed(label.size, f"unet_x_{tag}") - 1)
-    image = (noise.reshape(label.shape) + 0.5 * label).astype(np.float32)
-    assert image.ravel()[:4].tolist() == pytest.approx(case["x_stats"]["first"], rel=1e-6)
+    assert digest(label) == case["label_sha256"]
+    noise = (np.sqrt(3) * (2 * hashed(label.size, f"unet_x_{tag}") - 1)).astype(np.float32)
+    image = noise.reshape(label.shape) + np.float32(0.5) * label
+    assert digest(image) == case["x_sha256"]
     return Batch(torch.from_numpy(image), torch.from_numpy(label))
 
 
@@ -64,21 +63,20 @@ def narrow() -> UNet3D:
 
 
 def test_a_seed_draws_the_references_weights_and_its_state_dict_loads(tmp_path: Path) -> None:
-    stored = torch.load(GOLDEN / f"{STORED}_state_dict.pt")
     drawn = narrow().state_dict()
-    assert list(drawn) == list(stored) and all(torch.equal(drawn[name], stored[name]) for name in stored)
-    for wrapped in (stored, {"epoch": 3, "best_model_state_dict": {f"module.{name}": t for name, t in stored.items()}}):
+    assert [(name, digest(tensor.numpy())) for name, tensor in drawn.items()] == [*read(STORED)["state_sha256"].items()]
+    for wrapped in (drawn, {"epoch": 3, "best_model_state_dict": {f"module.{name}": t for name, t in drawn.items()}}):
         torch.save(wrapped, tmp_path / "weights.pt")
         model = UNet3D.load(tmp_path / "weights.pt")
-        assert model.cfg.filters == NARROW.filters and all(torch.equal(model.state_dict()[name], stored[name]) for name in stored)
+        assert model.cfg.filters == NARROW.filters and all(torch.equal(model.state_dict()[name], drawn[name]) for name in drawn)
     assert sum(p.numel() for p in UNet3D().parameters()) == 31190243 and len(UNet3D().state_dict()) == 78
 
 
 def test_the_narrow_network_gives_the_references_outputs_loss_and_gradients() -> None:
-    case, stored = read(STORED), np.load(GOLDEN / f"{STORED}_io.npz")
+    case, stored = read(STORED), arrays(f"unet3d/{STORED}")
     model, batch = narrow(), volume((64, 64, 32), STORED, 2, case)
     logits = model(batch.image[:, None])
-    np.testing.assert_allclose(logits.detach(), stored["out_train"], rtol=0, atol=2e-5)
+    check_thinned(logits, stored, "out_train", 2e-5)
     values = unet3d.loss(model, batch)
     values["loss"].backward()
     assert values["loss"].item() == pytest.approx(case["loss"], rel=1e-6)
@@ -109,20 +107,28 @@ def test_the_whole_network_at_its_true_size() -> None:
     whole(128)
 
 
+def unlearnable(tag: str) -> Batch:
+    """A whole volume [D, H, W] of noise, and labels drawn for each voxel."""
+    case, shape = read("sliding_window")[tag], [int(side) for side in tag.rpartition("_")[2].split("x")]
+    image = (2 * hashed(math.prod(shape), tag) - 1).astype(np.float32).reshape(shape)
+    label = (3 * hashed(math.prod(shape), f"{tag}l")).astype(np.uint8).reshape(shape)
+    assert digest(image) == case["vol_sha256"] and digest(label) == case["label_sha256"]
+    return Batch(torch.from_numpy(image), torch.from_numpy(label))
+
+
 @pytest.mark.parametrize("shape", ["64x64x64", "70x64x101", "100x96x79"])
 def test_windows_give_the_references_logits_on_the_same_part_of_the_volume(shape: str) -> None:
-    stored, case = np.load(GOLDEN / f"sw_roi64_{shape}.npz"), read("sliding_window")[f"sw_roi64_{shape}"]
-    model = narrow().eval()
+    tag, model = f"sw_roi64_{shape}", narrow().eval()
+    case, given = read("sliding_window")[tag], unlearnable(tag)
     seen = []
     handle = model.register_forward_pre_hook(lambda *_: seen.append(1))
     with torch.no_grad():
-        logits, kept = model.windows(model, torch.from_numpy(stored["vol"]))
+        logits, kept = model.windows(model, given.image[None, None])
     handle.remove()
     assert len(seen) == case["n_windows"] and list(logits.shape) == case["out_shape"]
-    np.testing.assert_allclose(logits, stored["result"], rtol=0, atol=2e-5)
-    label = stored["label"][(..., *kept)]
-    assert np.array_equal(label, stored["label_out"])
-    scores = unet3d.score(model, [Batch(torch.from_numpy(stored["vol"])[0], torch.from_numpy(stored["label"])[0])])
+    check_thinned(logits, arrays("unet3d/sliding_window"), tag, 2e-5)
+    assert digest(given.label[kept].numpy()) == case["label_out_sha256"]
+    scores = unet3d.score(model, [Batch(given.image[None], given.label[None])])
     found = [float(scores[f"dice_{name}"][0]) for name in ("kidney", "tumour")]
     assert found == pytest.approx(case["dice"], abs=1e-4)
 
@@ -134,18 +140,17 @@ def test_weights_of_a_window_are_the_references() -> None:
         assert weights.flatten()[:4].tolist() == pytest.approx(stats["first"], rel=1e-9) and weights.max() == 1
 
 
-def seen_by(mesh: Mesh, stored: dict[str, np.ndarray]) -> float:
+def seen_by(mesh: Mesh, tag: str) -> None:
     model = unet3d.parallelize(narrow().eval(), mesh, mesh["replicate"].size)
     with torch.no_grad():
-        logits, _ = model.windows(model, torch.from_numpy(stored["vol"]))
-    return float(np.abs(logits.numpy() - stored["result"]).max())
+        logits, _ = model.windows(model, unlearnable(tag).image[None, None])
+    check_thinned(logits, arrays("unet3d/sliding_window"), tag, 2e-5)
 
 
 @pytest.mark.parametrize("axes", [{"depth": 2}, {"replicate": 2, "depth": 2}, {"replicate": 3}], ids=str)
 def test_processes_that_share_the_windows_out_give_the_references_logits(axes: dict[str, int]) -> None:
     """Two windows: with three or four processes some have none."""
-    stored = dict(np.load(GOLDEN / "sw_roi64_70x64x101.npz"))
-    assert max(on_ranks(axes, seen_by, stored)) < 2e-5
+    on_ranks(axes, seen_by, "sw_roi64_70x64x101")
 
 
 def cut(mesh: Mesh) -> tuple[float, dict[str, float]]:

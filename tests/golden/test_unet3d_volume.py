@@ -1,29 +1,24 @@
-"""Preparation of CT volumes against what the MLPerf reference made of one (shared/golden/unet3d/preprocess)."""
-
-import json
-from pathlib import Path
+"""Preparation of CT volumes against what the MLPerf reference made of one (tests/data/unet3d/preprocess)."""
 
 import numpy as np
 import pytest
 
 from hpcai.models.unet3d.volume import normalise, pad, prepare, resample, resampled_shape
-
-GOLDEN = Path(__file__).resolve().parents[2] / ".." / "shared" / "golden" / "unet3d"
-pytestmark = pytest.mark.skipif(not GOLDEN.is_dir(), reason=f"no golden data at {GOLDEN}")
+from tests.stored import arrays, told
 
 
 def test_a_volume_is_prepared_as_the_reference_does() -> None:
-    stored, told = np.load(GOLDEN / "preprocess.npz"), json.loads((GOLDEN / "preprocess.json").read_text())
+    stored, said = arrays("unet3d/preprocess"), told("unet3d/preprocess")
     image, label, spacing = stored["image"][0], stored["label"][0], stored["spacing"]
     shape = resampled_shape(image.shape, spacing, (1.6, 1.2, 1.2))
-    assert [1, *shape] == told["after_resample"]
+    assert [1, *shape] == said["after_resample"]
     inner = normalise(resample(image, shape, "linear"))
     np.testing.assert_allclose(inner, stored["image_resampled_normalised"][0], rtol=0, atol=2e-6)
     assert (resample(label, shape, "nearest") == stored["label_resampled"][0]).all()
-    stats = told["image_stats"]
+    stats = said["image_stats"]
     assert float(inner.astype(np.float64).sum()) == pytest.approx(stats["sum"], abs=1e-5 * stats["abs_sum"])
     ready, classes = prepare(image, label, spacing)
-    assert classes is not None and [1, *ready.shape] == told["after_pad"] and str(classes.dtype) == told["pad_label_dtype"]
-    assert float(ready.astype(np.float64).sum()) == pytest.approx(told["padded_image_sum"], rel=1e-6)
-    assert int(classes.astype(np.int64).sum()) == told["padded_label_sum"]
+    assert classes is not None and [1, *ready.shape] == said["after_pad"] and str(classes.dtype) == said["pad_label_dtype"]
+    assert float(ready.astype(np.float64).sum()) == pytest.approx(said["padded_image_sum"], rel=1e-6)
+    assert int(classes.astype(np.int64).sum()) == said["padded_label_sum"]
     assert (pad(inner, (128, 128, 128)) == ready).all()

@@ -109,6 +109,17 @@ def test_the_make_targets_are_there() -> None:
         assert re.search(rf"^{target}:", makefile, re.M), target
 
 
+def test_the_commands_that_check_this_page_have_tests() -> None:
+    commands = re.findall(r"\| `(tests[^`]*)` \|$", README, re.M)
+    assert len(commands) >= 12
+    for command in commands:
+        paths, _, words = command.partition(" -k ")
+        places = [ROOT / path for path in paths.split()]
+        files = [file for place in places for file in ([place] if place.suffix else place.rglob("test_*.py"))]
+        names = "\n".join(name for file in files for name in re.findall(r"^ *def (test_\w+)", file.read_text(), re.M))
+        assert names and all(word in names for word in words.strip('"').split(" or ")), command
+
+
 def test_no_document_installs_somebody_elses_package() -> None:
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split()
     bare = re.compile(r"pip3? install +(-\S+ +)*" + "hpcai" + r"($|[^-/.\w])", re.M)

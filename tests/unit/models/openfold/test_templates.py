@@ -1,7 +1,6 @@
 """Templates: which hits may be seen and which tell the answer, where their residues are, and what a network gets of them."""
 
 import gzip
-import shutil
 from dataclasses import dataclass, replace
 from datetime import date, timedelta
 from pathlib import Path
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 
 from hpcai.errors import DataError
 from hpcai.models.openfold import FeatureConfig, OpenFold, OpenFoldConfig, read_templates
-from hpcai.models.openfold.alignments import Hit, parse_hhr, read_alignments, read_hhr
+from hpcai.models.openfold.alignments import Hit, parse_hhr, read_hhr
 from hpcai.models.openfold.features import TEMPLATES, collate, featurize
 from hpcai.models.openfold.residues import GAP, LETTERS, PLACE, UNKNOWN
 from hpcai.models.openfold.structures import Chain, read_mmcif, write_structure
@@ -23,9 +22,6 @@ from hpcai.models.openfold.templates import chain_of, features_of, match, unusab
 from tests import proteins
 
 pytest.importorskip("gemmi", reason="gemmi is not installed: templates are NOT tested")
-REAL = Path(__file__).resolve().parents[5] / "shared" / "realdata" / "openfold"
-HITS = REAL / "alignments" / "query_SMBPlike" / "pdb70_hits.hhr"
-real = pytest.mark.skipif(not REAL.is_dir(), reason=f"{REAL} is not there: real hits and structures are NOT tried")
 DAY = date(2020, 6, 1)
 
 DRAW = np.random.default_rng(7)
@@ -409,22 +405,23 @@ def test_columns_that_are_changed_everywhere_do_no_harm(seed: int) -> None:
     assert all((each.places < 60).all() for each in found)
 
 
-# ---- real hits
+# ---- original files, and a network
 
 
-@real
-def test_real_hits_are_at_their_letters() -> None:
+@pytest.mark.originals
+def test_original_hits_are_at_their_letters(originals: Path) -> None:
     """What the public code keeps of them, and where (compared once, to the last bit of positions and masks)."""
-    text = (REAL / "fasta" / "query_SMBPlike.fasta").read_text()
+    real = originals / "openfold"
+    file, text = real / "alignments/query_SMBPlike/pdb70_hits.hhr", (real / "fasta/query_SMBPlike.fasta").read_text()
     sequence = "".join(line for line in text.splitlines() if not line.startswith(">"))
-    found, reasons = read_templates(HITS, sequence, REAL / "mmcif")
-    hits = {chain_of(one): one for one in read_hhr(HITS)}
+    found, reasons = read_templates(file, sequence, real / "mmcif")
+    hits = {chain_of(one): one for one in read_hhr(file)}
     names = ["3u8v_A", "4zey_A", "1psm_A", "3zee_A", "4i6p_A", "2q2k_A"]
     assert set(reasons) == {"1hf9_B", "2crb_A", "5kc1_F", "5kc1_J"} and "0 atoms" in reasons["5kc1_F"]
     assert found["template_sum_probs"].ravel().tolist() == [np.float32(hits[name].sum_probs) for name in names]
     for row, name in enumerate(names):
         entry, author = name.split("_")
-        one, chain = hits[name], read_mmcif(REAL / "mmcif" / f"{entry}.cif", author).chains[author]
+        one, chain = hits[name], read_mmcif(real / "mmcif" / f"{entry}.cif", author).chains[author]
         columns = zip(one.query_indices.tolist(), one.hit_indices.tolist(), one.hit)
         aligned = {at: (letter, place) for at, place, letter in columns if at >= 0 and place >= 0}
         assert len(aligned) == one.aligned_columns
@@ -436,19 +433,20 @@ def test_real_hits_are_at_their_letters() -> None:
             assert chain.sequence[place] == letter == LETTERS[found["template_aatype"][row, residue]]
             assert (found["template_all_atom_mask"][row, residue] == chain.mask[place]).all()
             assert (found["template_all_atom_positions"][row, residue] == chain.positions[place]).all()
-    early, why = read_templates(HITS, sequence, REAL / "mmcif", before=date(2012, 7, 31))
+    early, why = read_templates(file, sequence, real / "mmcif", before=date(2012, 7, 31))
     assert early["template_sum_probs"].ravel().tolist() == [np.float32(hits[n].sum_probs) for n in ("3u8v_A", "1psm_A", "2q2k_A")]
     assert "released 2015-05-06" in why["4zey_A"]
 
 
-@real
 @pytest.mark.usefixtures("one_thread")
-def test_a_network_sees_real_templates(tmp_path: Path) -> None:
-    for name in ("uniref90_hits.sto", "mgnify_hits.sto"):
-        shutil.copy(HITS.with_name(name), tmp_path)
-    rows = read_alignments(tmp_path)
-    sequence = "".join((LETTERS + "X")[code] for code in rows.msa[0])
-    found, _ = read_templates(HITS, sequence, REAL / "mmcif")
+def test_a_network_sees_templates() -> None:
+    """Four of a real chain, on the residues that they share with it by place."""
+    chain, rows = proteins.real("3u8v_A"), proteins.alignment(proteins.real("3u8v_A"), 9)
+    sequence, length = chain.sequence, len(chain.sequence)
+    others = [proteins.real(name) for name in ("102m_A", "1k1a_A", "5zyh_A", "7zzx_B")]
+    found = {f"template_{name}": np.stack([getattr(one, part)[:length] for one in others])
+             for name, part in (("aatype", "aatype"), ("all_atom_positions", "positions"), ("all_atom_mask", "mask"))}  # fmt: skip
+    found["template_sum_probs"] = np.array([[9.0], [7], [5], [3]], np.float32)
     cfg = FeatureConfig(crop=None, clusters=4, extra=4, templates=4, recycles=0)
     torch.manual_seed(0)
     model = OpenFold(OpenFoldConfig.preset("tiny")).eval()
@@ -463,5 +461,5 @@ def test_a_network_sees_real_templates(tmp_path: Path) -> None:
             seen.append(model(batch).positions)
     assert seen[0].isfinite().all() and (seen[0] - seen[1]).abs().max() > 1e-3
     cfg = FeatureConfig.preset("evaluation", clusters=4, extra=4)
-    assert model.fold(sequence, rows, templates=found, recycles=0, cfg=cfg).positions.shape == (73, 37, 3)
+    assert model.fold(sequence, rows, templates=found, recycles=0, cfg=cfg).positions.shape == (93, 37, 3)
     assert UNKNOWN not in arrays["aatype"]
