@@ -9,7 +9,7 @@ __getattr__, _names = lazy(
         ".model": ["CosmoFlow", "log_density", "to_physical"],
         ".objective": ["Batch", "loss", "error", "pairs"],
         ".parallel": ["parallelize", "cut_of"],
-        ".load": ["load_weights", "save_weights"],
+        ".load": ["load_weights"],
     },
 )
 __all__ = ["CosmoFlowConfig", *_names]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hpcai.models.cosmoflow.config import CosmoFlowConfig
 from hpcai.nn.conv import Conv3d
+from hpcai.nn.weights import Portable
 
 SLOPE = 0.3  # Keras's default for a leaky rectifier, not torch's 0.01
 
@@ -31,9 +32,10 @@ class Block(nn.Module):
         return F.leaky_relu(self.pool(self.conv(x)), SLOPE)
 
 
-class CosmoFlow(nn.Module):
+class CosmoFlow(Portable):
     """[B, C, D, H, W] log(1 + counts) -> [B, P] parameters scaled to [-1, 1]. Weights and activations are channels-last."""
 
+    package = __package__
     mean: Tensor | None  # [C]
     mix: Tensor | None  # [C, C]
 
@@ -80,9 +82,7 @@ class CosmoFlow(nn.Module):
         counts = counts[None] if one else counts
         expected = (cfg.size, cfg.size, cfg.size, cfg.channels)
         if counts.ndim != 5 or tuple(counts.shape[1:]) != expected:
-            raise ValueError(
-                f"volume has shape {shape}; expected {list(expected)} (D, H, W, redshifts), or several of them"
-            )
+            raise ValueError(f"volume has shape {shape}; expected {list(expected)} (D, H, W, redshifts), or several of them")
         if not bool(torch.isfinite(counts).all()) or bool((counts < 0).any()):
             raise ValueError("volume holds negative or non-finite values; expected particle counts per cell")
         if cfg.low is None or cfg.high is None:
@@ -95,19 +95,6 @@ class CosmoFlow(nn.Module):
         self.train(was_training)
         physical = to_physical(scaled, cfg).numpy()
         return {name: float(column[0]) if one else column for name, column in zip(cfg.parameters, physical.T)}
-
-    @classmethod
-    def load(cls, path: Any, cfg: CosmoFlowConfig | None = None) -> "CosmoFlow":
-        """A model from weights in a file; see ``hpcai.models.cosmoflow.load_weights`` for the formats."""
-        from hpcai.models.cosmoflow.load import load_weights
-
-        return load_weights(path, cfg)
-
-    def save(self, path: Any, weights: dict[str, Tensor] | None = None) -> None:
-        """Weights and settings in one safetensors file; ``weights`` by name in place of the model's own."""
-        from hpcai.models.cosmoflow.load import save_weights
-
-        save_weights(self, path, weights)
 
 
 def log_density(counts: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

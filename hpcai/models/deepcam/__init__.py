@@ -9,7 +9,7 @@ __getattr__, _names = lazy(
         ".model": ["DeepCam"],
         ".objective": ["Batch", "loss", "score", "maps"],
         ".parallel": ["parallelize", "cut_of"],
-        ".load": ["load_weights", "save_weights"],
+        ".load": ["load_weights"],
     },
 )
 __all__ = ["CLASSES", "STRIDE", "UNITS", "VARIABLES", "DeepCamConfig", *_names]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from hpcai.models.deepcam.config import STRIDE, DeepCamConfig
 from hpcai.models.deepcam.fields import padded, stacked
 from hpcai.nn import BatchNorm, Conv2d, ConvTranspose2d, Multiples
+from hpcai.nn.weights import Portable
 
 Rectified = nn.Identity  # stands where the reference has a rectifier, so that keys keep their numbers: Norm does its work
 
@@ -209,12 +210,13 @@ class Decoder(nn.Module):
         return self.last_deconv(self.deconv2(self.conv1(x)))
 
 
-class DeepCam(nn.Module):
+class DeepCam(Portable):
     """[B, V, H, W] variables scaled to [0, 1] -> [B, classes, H, W] logits. Weights and activations are channels-last.
 
     H and W are any multiples of 16; raises ValueError for others.
     """
 
+    package = __package__
     class_weights: Tensor  # [K] of the loss
     low: Tensor  # [V] physical value that the network sees as 0
     scale: Tensor  # [V]
@@ -275,16 +277,3 @@ class DeepCam(nn.Module):
         self.train(was_training)
         cells = np.stack(guesses) if np.ndim(fields[self.cfg.variables[0]]) == 3 else guesses[0]
         return {name: cells == k for k, name in enumerate(self.cfg.classes)}
-
-    @classmethod
-    def load(cls, path: Any, cfg: DeepCamConfig | None = None) -> "DeepCam":
-        """A model from weights in a file; see ``hpcai.models.deepcam.load_weights`` for the formats."""
-        from hpcai.models.deepcam.load import load_weights
-
-        return load_weights(path, cfg)
-
-    def save(self, path: Any, weights: dict[str, Tensor] | None = None) -> None:
-        """Weights and settings in one safetensors file; ``weights`` by name in place of the model's own."""
-        from hpcai.models.deepcam.load import save_weights
-
-        save_weights(self, path, weights)

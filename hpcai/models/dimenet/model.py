@@ -19,6 +19,7 @@ from hpcai.models.dimenet.config import DimeNetConfig
 from hpcai.models.dimenet.graph import Graph, Structure, fits, join
 from hpcai.models.dimenet.tables import collect, place, spread, turn, unplace
 from hpcai.nn.swish import swish
+from hpcai.nn.weights import Portable
 
 
 class Prediction(NamedTuple):
@@ -161,9 +162,10 @@ class Output(nn.Module):
             return nn.functional.linear(x.to(said.dtype), self.lin.weight.to(said.dtype))
 
 
-class DimeNet(nn.Module):
+class DimeNet(Portable):
     """A graph -> energies of its structures and forces on its atoms."""
 
+    package = __package__
     references: Tensor | None  # [elements, 1] eV
 
     def __init__(self, cfg: DimeNetConfig | None = None) -> None:
@@ -228,13 +230,6 @@ class DimeNet(nn.Module):
         from hpcai.models.dimenet.calculator import DimeNetCalculator
 
         return DimeNetCalculator(self)
-
-    @classmethod
-    def load(cls, path: Any, cfg: DimeNetConfig | None = None) -> "DimeNet":
-        """A model from weights in a file; see ``hpcai.models.dimenet.load_weights`` for the formats."""
-        from hpcai.models.dimenet.load import load_weights
-
-        return load_weights(path, cfg)
 
     def save(self, path: Any, weights: Mapping[str, Tensor] | None = None, form: str = "hpcai") -> None:
         """Weights and settings in one safetensors file, or as another code has them; ``weights`` in place of the model's own."""

@@ -5,9 +5,7 @@ written. A name holds # for the number of a block, and begins with a dot while i
 """
 
 import itertools
-import pickle
 import re
-import zipfile
 from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from pathlib import Path
@@ -316,7 +314,7 @@ def load_weights(path: str | Path, cfg: OpenFoldConfig | None = None) -> OpenFol
     templates (as many as attend within a template). Raises CheckpointError for a file that is none of these or does not fit.
     """
     path = Path(path)
-    state, found = _read(path)
+    state, found = files.read(path, _MODEL, OpenFoldConfig)
     form: Form = "hpcai" if found is not None else _lineage(state, path)
     if found is not None and cfg is not None and cfg != found:
         raise CheckpointError(f"{path}: holds its own settings, and other ones are given; load without settings")
@@ -481,52 +479,3 @@ def _settings(state: Mapping[str, Tensor], form: Form) -> OpenFoldConfig:
     asked = OpenFoldConfig.model_validate(found)
     shorter = asked.model_copy(update={"structure": asked.structure.model_copy(update={"passes": tiny.structure.passes})})
     return shorter if shorter == tiny else asked
-
-
-# Lightning's, DeepSpeed's, torch's for data parallelism, averages and compiled modules.
-_BEFORE = re.compile(r"^(?:_forward_module\.|averaged_model\.|module\.|model\.|_orig_mod\.)+")
-_AROUND = ("ema", "params", "alphafold_state_dict", "state_dict", "model_state_dict", "module", "model")
-
-
-def _read(path: Path) -> tuple[dict[str, Tensor], OpenFoldConfig | None]:
-    if not path.is_file():
-        raise CheckpointError(f"{path}: no such file of weights")
-    with path.open("rb") as file:
-        head = file.read(9)
-    if head[8:] == b"{":
-        state, cfg = files.read(path, _MODEL, OpenFoldConfig)
-        return (state, cfg) if cfg is not None else (_stripped(state, path), None)
-    try:
-        zipped = zipfile.is_zipfile(path)
-        if zipped and _is_numpy(path):
-            with np.load(path, allow_pickle=False) as arrays:
-                return {name: torch.from_numpy(arrays[name]) for name in arrays}, None
-        # Mapped, so that a checkpoint's optimizer is not read.
-        return _stripped(torch.load(path, map_location="cpu", weights_only=True, mmap=zipped), path), None
-    except CheckpointError:
-        raise
-    except pickle.UnpicklingError as problem:
-        raise CheckpointError(
-            f"{path}: damaged, or holds more than tensors and plain values, which is not unpickled; save the state dict alone"
-        ) from problem
-    except Exception as problem:  # every reader has errors of its own for a damaged file
-        reason = next(iter(str(problem).splitlines()), type(problem).__name__)
-        raise CheckpointError(f"{path}: no safetensors, torch or numpy file of weights, or damaged: {reason}") from problem
-
-
-def _is_numpy(path: Path) -> bool:
-    with zipfile.ZipFile(path) as file:
-        return all(name.endswith(".npy") for name in file.namelist())
-
-
-def _stripped(found: Any, path: Path) -> dict[str, Tensor]:
-    """Weights alone, of whatever is around them."""
-    while isinstance(found, Mapping) and (inner := next((k for k in _AROUND if isinstance(found.get(k), Mapping)), None)):
-        found = found[inner]
-    if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
-        raise CheckpointError(f"{path}: expected names with tensors, alone or under one of {', '.join(_AROUND)}")
-    state = {_BEFORE.sub("", name): value for name, value in found.items()}
-    if len(state) != len(found):
-        raise CheckpointError(f"{path}: several tensors of one name, but for what is before it; save one state dict alone")
-    state.pop("n_averaged", None)  # a count, of torch's averages
-    return state

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hpcai.models.openfold.config import OpenFoldConfig
 from hpcai.models.openfold.embedders import ExtraEmbedder, InputEmbedder, RecyclingEmbedder, TemplateEmbedder
@@ -16,6 +16,7 @@ from hpcai.models.openfold.heads import Heads, Logits
 from hpcai.models.openfold.layers import Linear
 from hpcai.models.openfold.residues import LETTERS, PLACE
 from hpcai.models.openfold.structure import Atoms, StructureModule
+from hpcai.nn.weights import Portable
 
 _CA, _CB, _GLYCINE = PLACE["CA"], PLACE["CB"], LETTERS.index("G")
 _PSI = 2  # of the seven torsion angles
@@ -38,8 +39,10 @@ class Previous(NamedTuple):
     positions: Tensor  # [B, R, 37, 3] angstrom
 
 
-class OpenFold(nn.Module):
+class OpenFold(Portable):
     """Features -> Prediction."""
+
+    package = __package__
 
     def __init__(self, cfg: OpenFoldConfig | None = None) -> None:
         super().__init__()
@@ -80,13 +83,6 @@ class OpenFold(nn.Module):
         from hpcai.models.openfold.folding import fold
 
         return fold(self, sequence, alignments, **words)
-
-    @classmethod
-    def load(cls, path: Any, cfg: OpenFoldConfig | None = None) -> "OpenFold":
-        """A model from weights in a file; see ``hpcai.models.openfold.load_weights`` for the formats."""
-        from hpcai.models.openfold.load import load_weights
-
-        return load_weights(path, cfg)
 
     def save(self, path: Any, weights: Mapping[str, Tensor] | None = None, form: str = "hpcai") -> None:
         """Weights and settings in one safetensors file, or as another code has them; ``weights`` in place of the model's own."""

@@ -9,7 +9,7 @@ __getattr__, _names = lazy(
         ".model": ["UNet3D"],
         ".objective": ["Batch", "loss", "score", "dice", "slices"],
         ".parallel": ["parallelize", "cut_of"],
-        ".load": ["load_weights", "save_weights"],
+        ".load": ["load_weights"],
         ".windows": ["Windows", "sliding_window", "place"],
     },
 )

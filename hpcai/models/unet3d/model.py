@@ -16,6 +16,7 @@ from hpcai.models.unet3d.volume import normalise, resample, resampled_shape
 from hpcai.models.unet3d.windows import Windows
 from hpcai.nn import Conv3d, ConvTranspose3d, InstanceNorm, Multiples
 from hpcai.nn.conv import channels_last
+from hpcai.nn.weights import Portable
 
 
 class Layer(nn.Sequential):
@@ -64,11 +65,13 @@ class Output(nn.Module):
         return self.conv(x)
 
 
-class UNet3D(nn.Module):
+class UNet3D(Portable):
     """[B, C, D, H, W] normalised intensities -> [B, classes, D, H, W] logits.
 
     D, H and W are any multiples of ``cfg.stride``; raises ValueError for others.
     """
+
+    package = __package__
 
     def __init__(self, cfg: UNet3DConfig | None = None) -> None:
         super().__init__()
@@ -125,16 +128,3 @@ class UNet3D(nn.Module):
             mask = mask if best is None else np.where(level > best, np.uint8(k), mask)
             best = level if best is None else np.maximum(level, best)
         return {name: mask == k for k, name in enumerate(self.cfg.classes)}
-
-    @classmethod
-    def load(cls, path: Any, cfg: UNet3DConfig | None = None) -> "UNet3D":
-        """A model from weights in a file; see ``hpcai.models.unet3d.load_weights`` for the formats."""
-        from hpcai.models.unet3d.load import load_weights
-
-        return load_weights(path, cfg)
-
-    def save(self, path: Any, weights: dict[str, Tensor] | None = None) -> None:
-        """Weights and settings in one safetensors file; ``weights`` by name in place of the model's own."""
-        from hpcai.models.unet3d.load import save_weights
-
-        save_weights(self, path, weights)
