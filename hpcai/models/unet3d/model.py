@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hpcai.models.unet3d.config import UNet3DConfig
-from hpcai.models.unet3d.volume import normalise, resample, resampled_shape
+from hpcai.models.unet3d.volume import normalise, refuse, resample, resampled_shape
 from hpcai.models.unet3d.windows import Windows
 from hpcai.nn import Conv3d, ConvTranspose3d, InstanceNorm, Multiples
 from hpcai.nn.conv import channels_last
@@ -107,14 +107,8 @@ class UNet3D(Portable):
         largest one is taken. Raises ValueError for a wrong shape, values that are not finite, and spacings that are not positive.
         """
         image = np.asarray(volume)
-        if image.ndim != 3 or 0 in image.shape:
-            raise ValueError(f"volume has shape {list(image.shape)}; expected [D, H, W], the slices first")
-        spacing = np.asarray(spacing_mm, float)
-        if spacing.shape != (3,) or not (np.isfinite(spacing).all() and (spacing > 0).all()):
-            raise ValueError(f"spacing_mm is {spacing_mm}; expected three lengths in mm, along D, H and W")
-        if not np.isfinite(image).all():
-            raise ValueError(f"volume holds {(~np.isfinite(image)).sum()} values that are not finite; fill them (-1024 HU is air)")
-        shape = resampled_shape(image.shape, spacing.tolist(), self.cfg.spacing_mm)
+        refuse(image, None, spacing_mm)
+        shape = resampled_shape(image.shape, spacing_mm, self.cfg.spacing_mm)
         weight, was_training = self.output.conv.weight, self.training
         narrow = weight.dtype == torch.bfloat16
         values = torch.from_numpy(normalise(resample(image, shape, "linear")))[None, None]

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcai.errors import DataError
-from hpcai.models.openfold.alignments import Alignment, encode, parse_a3m, parse_hhr, parse_stockholm, read_a3m, read_alignments
+from hpcai.models.openfold.alignments import Alignment, encode, parse_a3m, parse_hhr, parse_stockholm, read_alignments
 from hpcai.models.openfold.residues import GAP, LETTERS, UNKNOWN
 
 A3M = b"""#4\t1
@@ -167,7 +167,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     (tmp_path / "plain.a3m.gz").write_bytes(A3M)
     for name, message in (("short.a3m.gz", "ended"), ("plain.a3m.gz", "gzip"), ("none.a3m", "No such file"), (".", "directory")):
         with pytest.raises(DataError, match=f"^{tmp_path / name}: cannot be read: .*{message}"):
-            read_a3m(tmp_path / name)
+            read_alignments([tmp_path / name])
     for folder, message in ((tmp_path / "none", "No such file"), (tmp_path / "bare", "no alignments there")):
         (tmp_path / "bare").mkdir(exist_ok=True)
         with pytest.raises(DataError, match=f"^{folder}: {message}"):
