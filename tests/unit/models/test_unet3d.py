@@ -62,26 +62,12 @@ def test_a_window_that_does_not_halve_is_refused() -> None:
         model()(torch.zeros(1, 1, 8, 18, 16))
 
 
-def test_weights_travel_with_their_settings(tmp_path: Path) -> None:
-    net = model()
-    net.save(tmp_path / "w.safetensors")
-    again = UNet3D.load(tmp_path / "w.safetensors")
-    assert again.cfg == SMALL and not again.training
-    assert all(torch.equal(a, b) for a, b in zip(net.state_dict().values(), again.state_dict().values()))
-    torch.save(net.state_dict(), tmp_path / "w.pt")
-    assert UNet3D.load(tmp_path / "w.pt", SMALL).cfg == SMALL and UNet3D.load(tmp_path / "w.pt").cfg.filters == (4, 6)
+def test_other_classes_get_names(tmp_path: Path) -> None:
     four = UNet3D(SMALL.model_copy(update={"classes": ("a", "b", "c", "d")}))
     torch.save(four.state_dict(), tmp_path / "four.pt")
     assert UNet3D.load(tmp_path / "four.pt").cfg.classes == ("background", "class_1", "class_2", "class_3")
-    with pytest.raises(CheckpointError, match=r"weights have filters \(4, 6\), the settings \(8, 6\)"):
-        UNet3D.load(tmp_path / "w.pt", SMALL.model_copy(update={"filters": (8, 6)}))
     with pytest.raises(CheckpointError, match="weights have outputs 4, the settings 3"):
         UNet3D.load(tmp_path / "four.pt", SMALL)
-    torch.save({"conv.weight": torch.zeros(2)}, tmp_path / "other.pt")
-    with pytest.raises(CheckpointError, match=r"expected the names input_block.conv1.0.weight"):
-        UNet3D.load(tmp_path / "other.pt")
-    with pytest.raises(CheckpointError, match="no such file"):
-        UNet3D.load(tmp_path / "none.pt")
 
 
 @pytest.mark.parametrize(
