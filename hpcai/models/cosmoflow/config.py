@@ -21,7 +21,7 @@ class CosmoFlowConfig(Settings):
     blocks: Positive = 5
     """convolutions, each followed by a pooling that halves the cube"""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.5
-    """after each hidden dense layer"""
+    """rate of dropout after each hidden dense layer"""
     parameters: tuple[str, ...] = ("Omega_m", "sigma_8", "n_s", "H_0")
     """what is predicted, in the order of the outputs"""
     units: tuple[str, ...] = ("", "", "", "km/s/Mpc")

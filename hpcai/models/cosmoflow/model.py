@@ -28,7 +28,7 @@ class Block(nn.Module):
         self.pool = nn.MaxPool3d(2)
 
     def forward(self, x: Tensor) -> Tensor:
-        # The rectifier rises, so the largest of eight rectified cells is the rectified largest: rectify an eighth of them.
+        # The rectifier is monotonic, so the largest of eight rectified cells is the rectified largest: rectify an eighth of them.
         return F.leaky_relu(self.pool(self.conv(x)), SLOPE)
 
 
@@ -53,7 +53,7 @@ class CosmoFlow(Portable):
             if isinstance(layer, (nn.Conv3d, nn.Linear)):
                 nn.init.xavier_uniform_(layer.weight)
                 nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
-        # Of the settings and not of the weights: the keys of a checkpoint are those of the benchmark.
+        # Taken from the settings and no weights: the keys of a checkpoint stay those of the benchmark.
         for name, values in (("mean", cfg.mean), ("mix", cfg.mix)):
             self.register_buffer(name, None if values is None else torch.tensor(values), persistent=False)
         self.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]

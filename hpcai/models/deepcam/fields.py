@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from hpcai.models.deepcam.config import STRIDE, DeepCamConfig
 
-# value in our unit = (value in theirs + offset) * factor
+# (their unit, ours): offset and factor; a value in ours is (value in theirs + offset) * factor
 _CONVERSIONS: dict[tuple[str, str], tuple[float, float]] = {
     ("hPa", "Pa"): (0.0, 100.0),
     ("mbar", "Pa"): (0.0, 100.0),

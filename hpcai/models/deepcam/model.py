@@ -17,11 +17,11 @@ from hpcai.models.deepcam.fields import padded, stacked
 from hpcai.nn import BatchNorm, Conv2d, ConvTranspose2d, Multiples
 from hpcai.nn.weights import Portable
 
-Rectified = nn.Identity  # stands where the reference has a rectifier, so that keys keep their numbers: Norm does its work
+Rectified = nn.Identity  # stands where the reference has a rectifier, which Norm has taken in, so that keys keep their numbers
 
 
 def _kaiming(part: nn.Module) -> None:
-    """First weights of the convolutions, drawn at the end of a part's construction, as the reference does: seeds mean the same."""
+    """Draw the convolutions' first weights at the end of a part's construction, as the reference does: a seed means the same."""
     for layer in part.modules():
         if isinstance(layer, nn.Conv2d):
             nn.init.kaiming_normal_(layer.weight)
@@ -232,7 +232,7 @@ class DeepCam(Portable):
         self.total: nn.Module = nn.Identity()  # seam: sums over a map that is cut
         self.whole: nn.Module = nn.Identity()  # seam: all of a map that is cut
         self.fits: nn.Module = Multiples(STRIDE, "cells")
-        # Of the settings and not of the weights: the keys of a checkpoint are those of the benchmark.
+        # Taken from the settings and no weights: the keys of a checkpoint stay those of the benchmark.
         self.register_buffer("class_weights", torch.tensor(cfg.frequencies or [1.0] * len(cfg.classes)) ** -0.125, persistent=False)
         low, high = (torch.tensor(cfg.low or 0.0), torch.tensor(cfg.high or 1.0))
         self.register_buffer("low", low, persistent=False)

@@ -73,7 +73,7 @@ class SphericalBessel(nn.Module):
             self.register_buffer(name, values, persistent=False)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "SphericalBessel":
-        """Also in a model of narrower numbers the constants stay float64."""
+        """The constants stay float64 in a model of narrower numbers, too."""
         super()._apply(fn, recurse)
         for name, values in self._exact.items():
             self._buffers[name] = values.to(getattr(self, name).device)
@@ -103,7 +103,7 @@ def radial_functions(d: Tensor, z: Tensor, norm: Tensor, cutoff: float, exponent
 
 
 class _Radial(torch.autograd.Function):
-    """A derivative, whose derivative is the next one; under torch.compile that of a plain function is right, and not of this."""
+    """``radial_functions``, whose gradient is the next derivative; under torch.compile only the plain function's is right."""
 
     forward = staticmethod(radial_functions)
 

@@ -12,7 +12,7 @@ Length = Annotated[float, Field(gt=0)]
 
 
 class ObjectiveConfig(Settings):
-    """What a step lessens. The defaults are MLPerf HPC's: forces alone."""
+    """Weights of the terms of the loss. The defaults are MLPerf HPC's: forces alone."""
 
     force: Annotated[float, Field(ge=0)] = 50.0
     """weight of the sum of |dF| over the directions of an atom, in units of the network, averaged over free atoms"""
@@ -44,7 +44,7 @@ class DimeNetConfig(Settings):
     radial: Positive = 6
     """radial functions of each order"""
     cutoff: Length = 6.0
-    """angstrom"""
+    """angstrom, beyond which an atom is no neighbour"""
     most: Positive | None = 50
     """nearest neighbours of an atom that are kept; null: all within the cutoff, without which an energy is not smooth"""
     envelope: Positive = 5
@@ -52,7 +52,7 @@ class DimeNetConfig(Settings):
     before_skip: Natural = 1
     """residual layers before the skip connection of a block"""
     after_skip: Natural = 2
-    """residual layers after it"""
+    """residual layers after the skip connection"""
     output_layers: Natural = 3
     """dense layers of an output block"""
     elements: Positive = 95
@@ -64,4 +64,4 @@ class DimeNetConfig(Settings):
     scale: Annotated[float, Field(gt=0)] | None = 1.0
     """eV per unit of the network's energy, and eV/angstrom of its forces; null: taken from the data"""
     references: dict[Annotated[int, Field(ge=1, le=118)], float] = {}
-    """eV that each atom of an element has more, by atomic number: those of the source of the data"""
+    """eV that each atom of an element adds, by atomic number, as the source of the data counts them"""

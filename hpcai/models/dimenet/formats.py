@@ -24,8 +24,8 @@ class Frame(NamedTuple):
 
 
 def frames(source: Any, *, cutoff: float = 6.0, most: int | None = 50, where: str = "frames") -> list[Frame]:
-    """Structures with neighbours, energies, forces and which atoms are held: of PyTorch Geometric's ``Data`` or ``Batch``, of ASE's
-    ``Atoms``, or of a sequence of them. ``cutoff`` and ``most`` are those of the model. Raises DataError (see ``fields`` and
+    """Structures with neighbours, energies, forces and which atoms are held, from PyTorch Geometric's ``Data`` or ``Batch``, ASE's
+    ``Atoms``, or a sequence of them. ``cutoff`` and ``most`` are those of the model. Raises DataError (see ``fields`` and
     ``atoms``), which names the structure and the field."""
     made = []
     for one in fields(source, where):
@@ -35,8 +35,8 @@ def frames(source: Any, *, cutoff: float = 6.0, most: int | None = 50, where: st
 
 
 def batch_of(frames: Sequence[Frame], least: Sizes = Sizes(), counts: torch.Tensor | None = None) -> Batch:  # noqa: B008 immutable
-    """What ``loss`` and ``score`` read, of ``least`` sizes. ``counts`` [2]: free atoms and structures by which sums are divided;
-    None: those of these frames. Raises DataError for a frame without energy or forces."""
+    """The frames as ``loss`` and ``score`` read them, padded to ``least``. Sums are divided by ``counts`` [2], of free atoms and of
+    structures; None: those of these frames. Raises DataError for a frame without energy or forces."""
     for k, frame in enumerate(frames):
         if frame.energy is None or frame.forces is None:
             missing = "energy" if frame.energy is None else "forces"

@@ -20,7 +20,7 @@ _PYG_WORDS = {
     "output_layers": "num_output_layers",
 }  # fmt: skip
 _PYG_ELEMENTS = 95  # rows of its embedding
-_MANY = 512  # neighbours, for all of them: a metal has fewer within 10 angstrom
+_MANY = 512  # neighbours, where all are kept: a metal has fewer within 10 angstrom
 
 
 def save_weights(model: DimeNet, path: str | Path, given: Mapping[str, Tensor] | None = None, form: str = "hpcai") -> None:
@@ -62,7 +62,7 @@ def _pyg(state: dict[str, Tensor], cfg: DimeNetConfig, path: Path) -> dict[str, 
 
 
 def pyg_words(cfg: DimeNetConfig) -> dict[str, Any]:
-    """What PyTorch Geometric's ``DimeNetPlusPlus`` is made with to be this network; it sees atoms without periodic images, and its
+    """The arguments that make PyTorch Geometric's ``DimeNetPlusPlus`` this network; it sees atoms without periodic images, and its
     forces are those of conservative angles."""
     found = {theirs: getattr(cfg, ours) for ours, theirs in _PYG_WORDS.items()}
     return found | {"out_channels": 1, "max_num_neighbors": cfg.most or _MANY}

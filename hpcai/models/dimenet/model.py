@@ -23,7 +23,7 @@ from hpcai.nn.weights import Portable
 
 
 class Prediction(NamedTuple):
-    """In units of the network: ``cfg.scale`` eV, and eV/angstrom."""
+    """Energies and forces in units of the network: ``cfg.scale`` eV, and eV/angstrom."""
 
     energy: Tensor  # [B]
     forces: Tensor  # [N, 3]
@@ -144,7 +144,7 @@ class Around(nn.Module):
 
 
 class Output(nn.Module):
-    """What messages say of the atoms that they come to.   [E, H] -> [N, 1]"""
+    """An energy for each atom, from the messages that come to it.   [E, H] -> [N, 1]"""
 
     def __init__(self, cfg: DimeNetConfig) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class DimeNet(Portable):
         self.mean_over_copies: nn.Module = nn.Identity()  # seam: a loss divides by what all copies of the model count
         self.scale, self.mean = cfg.scale or 1.0, cfg.mean or 0.0
         each = torch.tensor([cfg.references.get(number, 0.0) for number in range(cfg.elements)], dtype=torch.float64)
-        # Of the settings and not of the weights: the keys of a checkpoint are those of the benchmark.
+        # Taken from the settings and no weights: the keys of a checkpoint stay those of the benchmark.
         self.register_buffer("references", each[:, None] if cfg.references else None, persistent=False)
         _initialise(self)
 
@@ -196,13 +196,13 @@ class DimeNet(Portable):
         return Prediction(each, -slope)
 
     def offset(self, graph: Graph) -> Tensor | float:
-        """eV that the energies have more than the network says.   [B]"""
+        """Energy that is added to what the network says, eV.   [B]"""
         if self.references is None:
             return self.mean
         return self.mean + collect(self.references[graph.numbers], graph.structure, graph.members)[:-1, 0]
 
     def physical(self, graph: Graph, found: Prediction) -> tuple[Tensor, Tensor]:
-        """eV [B] and eV/angstrom [N, 3]."""
+        """Energies [B] in eV and forces [N, 3] in eV/angstrom."""
         return found.energy.double() * self.scale + self.offset(graph), found.forces * self.scale
 
     @torch.no_grad()
@@ -264,7 +264,7 @@ class DimeNet(Portable):
 
 
 def _initialise(model: nn.Module) -> None:
-    """Orthogonal matrices of the variance that Glorot asks for; what an output block says last is 0 at first."""
+    """Draw orthogonal matrices of the variance that Glorot asks for; the last layer of an output block begins with zeros."""
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Linear) and not name.startswith("emb."):
             nn.init.orthogonal_(layer.weight)

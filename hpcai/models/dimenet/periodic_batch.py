@@ -18,7 +18,7 @@ def neighbours_of_batch(
     """``neighbours`` of every structure, one after another: i [E], j [E] int64 in the batch, S [E, 3] int32, in the same order.
 
     positions [N, 3], cells [B, 3, 3], pbc [B, 3] bool, structure [N] ascending, of atoms that ``periodic.check`` has passed.
-    All is computed in float64, whatever the dtype of positions and cells. Every pair of atoms of a structure is looked at, with
+    All numbers are float64, whatever the dtype of positions and cells. Every pair of atoms of a structure is looked at, with
     just those offsets that may bring it within the cutoff along each lattice vector: right for any cell and for atoms outside of
     it, and meant for structures of up to some thousand atoms.
 
@@ -66,8 +66,8 @@ def neighbours_of_batch(
 
 
 def _dual(lattice: Tensor, pbc: Tensor) -> Tensor:
-    """What positions are multiplied with to count cells along each lattice vector; zero where that is not periodic, whose rows
-    of the lattice are zero. The lengths of its columns are one over the heights of the cell.   [B, 3, 3]"""
+    """The matrix that turns positions into cells along each lattice vector; 0 along directions that are not periodic, whose rows of
+    the lattice are 0. The lengths of its columns are one over the heights of the cell.   [B, 3, 3]"""
     gram = lattice @ lattice.mT + torch.diag_embed((~pbc).double())
     return lattice.mT @ torch.linalg.inv_ex(gram)[0]  # inv would wait for the device
 

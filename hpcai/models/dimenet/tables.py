@@ -23,7 +23,7 @@ def place(x: Tensor, there: Tensor, back: Tensor) -> Tensor:
 
 
 def unplace(x: Tensor, back: Tensor, there: Tensor) -> Tensor:
-    """What ``place`` does, undone.   x [N, K, C], back [E], there [N, K] -> [E, C]"""
+    """The inverse of ``place``.   x [N, K, C], back [E], there [N, K] -> [E, C]"""
     rows = x.flatten(0, 1)
     return rows[back] if torch.compiler.is_compiling() else _Place.apply(rows, back, there.flatten())
 

@@ -24,7 +24,7 @@ from hpcai.errors import DataError
 from hpcai.models.openfold.residues import GAP, LETTERS, UNKNOWN
 
 AGAIN = "make it again, or leave it out"
-NOT_FOR_MONOMERS = ("uniprot_hits", "pairing", "hmm_output", "pdb_hits")      # rows to pair chains by, and templates
+NOT_FOR_MONOMERS = ("uniprot_hits", "pairing", "hmm_output", "pdb_hits")      # rows that pair chains, and templates
 ORDER = ("uniref90", "mgnify", "bfd", "small_bfd")
 
 _INSERTED = b"abcdefghijklmnopqrstuvwxyz"
@@ -44,7 +44,7 @@ class Alignment:
 
     msa        [S, N]  residue types in the order of LETTERS, UNKNOWN, GAP
     deletions  [S, N]  letters of the row between the column before and this one, which the query lacks
-    names      of the rows, with all that stands beside them
+    names      the rows' names, with all that stands beside them
     """
 
     msa: NDArray[np.int8]
@@ -125,7 +125,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def agree(query: NDArray[Any], wanted: NDArray[Any], what: str) -> None:
-    """Raises DataError, about ``what``, where two rows of residue types differ; an unknown one agrees with all."""
+    """Raises DataError, which names ``what``, where two rows of residue types differ; an unknown residue agrees with all."""
     if len(query) != len(wanted):
         raise DataError(f"{what} has {len(query)} residues, expected {len(wanted)}; is it of another chain?")
     other = np.flatnonzero((query != wanted) & (query != UNKNOWN) & (wanted != UNKNOWN))
@@ -257,7 +257,7 @@ def parse_hhr(data: bytes, where: str) -> list[Hit]:
 
 
 def _hit(lines: list[str], begin: int, where: str) -> Hit:
-    """One section, which begins at line ``begin`` of the file."""
+    """The hit of one section, which begins at line ``begin`` of the file."""
     try:
         index = int(lines[0].split()[1])
         summary = dict(field.split("=") for field in lines[2].split())

@@ -1,7 +1,7 @@
 """OpenFold weights in and out of files, under our names and those of every public lineage. Nothing is unpickled but tensors.
 
-A lineage is a table of renamings, read forwards alone: it says under which names the parts of one of our tensors are found or
-written. A name holds # for the number of a block, and begins with a dot while it is renamed.
+A lineage is a table of renamings, which is only read forwards: it says under which names the parts of one of our tensors are found
+or written. A name holds # for the number of a block, and begins with a dot while it is renamed.
 """
 
 import itertools
@@ -79,7 +79,7 @@ _MLPERF = _V1 + _rules("""
     .structure_module.transition.layers.0.  .structure_module.transition.
     .aux_heads.                             .auxiliary_heads.
 """)
-# Of incoming edges AlphaFold's left factor is b: its code has the two the other way round than its paper.
+# AlphaFold's left factor of incoming edges is b: its code has the two the other way round than its paper.
 _ALPHAFOLD = _rules("""
     .input_embedder.linear_tf_m.            .evoformer.preprocess_1d.
     .input_embedder.linear_msa_m.           .evoformer.preprocess_msa.
@@ -183,7 +183,7 @@ _LINEAGES: dict[Form, Rules] = {
 
 
 def public_names(name: str, form: Form = "openfold") -> list[str]:
-    """What a lineage calls the tensors that make up one of ours, in their order."""
+    """A lineage's names of the tensors that make up one of ours, in their order."""
     return [part.name for part in _parts(name, form)]
 
 
@@ -263,7 +263,7 @@ def _by_head(name: str) -> bool:
 
 
 def _heads(name: str, cfg: OpenFoldConfig) -> int:
-    """What AlphaFold divides the channels of one of our tensors by: heads, or one of the outer product's factors."""
+    """The number that AlphaFold divides the channels of one of our tensors by: heads, or the outer product's factors."""
     if cfg.template is not None and name.startswith("template_embedder."):
         return cfg.template.pairs.heads if ".tri_att_" in name else cfg.template.heads
     msa, pairs = (cfg.extra.msa, cfg.extra.pairs) if name.startswith("extra_msa_stack.") else (cfg.rows, cfg.pairs)
@@ -289,7 +289,7 @@ def save_weights(model: OpenFold, path: str | Path, weights: Mapping[str, Tensor
         files.write(path, _MODEL, model.cfg, state)
         return
     public = to_public({name: value.detach() for name, value in state.items()}, model.cfg, lineage)
-    # Clones: torch would write all that a view is of.
+    # Clones: of a view torch would write all that it looks at.
     public = {name: value.cpu().clone(memory_format=torch.contiguous_format) for name, value in public.items()}
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("wb") as file:
@@ -305,8 +305,7 @@ def load_weights(path: str | Path, cfg: OpenFoldConfig | None = None) -> OpenFol
 
     - safetensors: ours (settings travel inside), or plain weights under the names of any lineage;
     - a torch state dict (``.pt``, ``.ckpt``) of the public OpenFold, 1 or 2, of MLPerf HPC's reference, of NVIDIA's submissions or
-      ours; alone or within a checkpoint of Lightning, DeepSpeed or the reference, of which the moving average is taken if there is
-      one, and with what these put before the names;
+      ours; alone or within a checkpoint of Lightning, DeepSpeed or the reference, whose moving average is taken if there is one;
     - DeepMind's ``params_model_N.npz`` for single chains.
 
     Without ``cfg`` the settings are those that the weights have. Files do not say, and so are as published: rates of dropout, how
@@ -341,7 +340,7 @@ def load_weights(path: str | Path, cfg: OpenFoldConfig | None = None) -> OpenFol
 
 
 def _unfilled(cfg: OpenFoldConfig) -> OpenFold:
-    """A network whose weights have no memory yet. Its tables, which files do not hold, are the same in every size."""
+    """A network whose weights have no memory yet. Its tables, which files do not hold, are the same in all sizes."""
     with torch.device("meta"):
         model = OpenFold(cfg)
     tables = dict(OpenFold(OpenFoldConfig.preset("tiny")).named_buffers())
@@ -361,7 +360,7 @@ def _names_fit(found: Collection[str], expected: Collection[str], path: Path, fo
 
 
 def _likely(state: Mapping[str, Tensor], form: Form) -> dict[str, Tensor]:
-    """Names of the network that weights without a tensor or two would be of; one block stands for all."""
+    """The names of a network to which weights without a tensor or two would belong; one block stands for all."""
     template = OpenFoldConfig().template if _has(state, "template_embedder.template_pair_embedder.weight", form) else None
     cfg = OpenFoldConfig.preset("tiny", template=template, heads={"tm": _has(state, "heads.tm.weight", form)})
     return to_public(_unfilled(cfg).state_dict(), cfg, form)
@@ -375,7 +374,7 @@ def _some(names: list[str]) -> str:
     return f"{len(names)} ({', '.join(names[:_FEW])}{', ...' if len(names) > _FEW else ''})" if names else "none"
 
 
-# What a lineage is known by.
+# Tensors whose names tell a lineage.
 _TELLING = (
     "heads.plddt.layer_norm.weight", "structure_module.ipa.linear_q_points.weight",
     "extra_msa_stack.blocks.0.msa_att_row.attention.gate_bias", "evoformer.blocks.0.msa_att_row.attention.gate_bias",
@@ -401,7 +400,7 @@ def _has(state: Mapping[str, Tensor], name: str, form: Form) -> bool:
 
 
 class _Shapes(NamedTuple):
-    """What the weights of a lineage tell of one network."""
+    """Sizes of a network, read off the weights of a lineage."""
 
     state: Mapping[str, Tensor]
     form: Form
@@ -458,7 +457,7 @@ class _Shapes(NamedTuple):
 
 
 def _settings(state: Mapping[str, Tensor], form: Form) -> OpenFoldConfig:
-    """What the shapes tell; heads are counted by the biases that pairs give them."""
+    """The settings that the shapes tell; heads are counted by the biases that pairs give them."""
     shapes = _Shapes(state, form)
     found: dict[str, Any] = {
         "msa": shapes.size("recycling_embedder.layer_norm_m.weight"), "pair": shapes.size("recycling_embedder.layer_norm_z.weight"),

@@ -32,7 +32,7 @@ class Prediction(NamedTuple):
 
 
 class Previous(NamedTuple):
-    """What a pass takes over from the one before."""
+    """A pass takes this over from the one before."""
 
     first: Tensor  # [B, R, C] of the alignment
     pair: Tensor  # [B, R, R, C]
@@ -111,7 +111,7 @@ class OpenFold(Portable):
         return m, z, s, atoms, self._positions(atoms.positions[-1], features)
 
     def _recycled(self, previous: Previous | None, aatype: Tensor, m: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The first pass meets zeros, of which the norms leave their biases."""
+        """The first pass meets zeros, which the norms turn into their biases."""
         if previous is None:
             wide = torch.promote_types(m.dtype, torch.float32)
             return torch.zeros_like(m[:, 0]), torch.zeros_like(z), torch.zeros(*aatype.shape, 3, dtype=wide, device=m.device)

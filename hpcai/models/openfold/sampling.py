@@ -1,4 +1,4 @@
-"""What one pass sees of an alignment: which rows stand for clusters, which letters are hidden, what the other rows add.
+"""The sample of an alignment that one pass sees: rows that stand for clusters, hidden letters, what the other rows add.
 
 Jumper et al., Nature 2021, supplement 1.2.5 to 1.2.9. S rows of an alignment, C clusters, M rows that are none, N residues.
 Letters as ``residues`` numbers them, 22 is a masked one. Rows and letters are drawn; all else is a function of what was drawn.
@@ -24,7 +24,7 @@ class MaskConfig(Settings):
     """Letters that the network has to guess. What the three replacements leave is for the mask letter."""
 
     fraction: Annotated[float, Field(ge=0, le=1)] = 0.15
-    """of all letters of the clusters"""
+    """share of all letters of the clusters that is hidden"""
     uniform: Annotated[float, Field(ge=0, le=1)] = 0.1
     """share that becomes any of the twenty residues"""
     profile: Annotated[float, Field(ge=0, le=1)] = 0.1

@@ -14,7 +14,7 @@ class UNet3DConfig(Settings):
     """The network of MLPerf Training's KiTS19 benchmark by default: 31,190,243 parameters."""
 
     channels: Positive = 1
-    """of the input"""
+    """channels of the input"""
     classes: tuple[str, ...] = ("background", "kidney", "tumour")
     """what a voxel can be, in the order of the outputs; the first one has no part in the dice"""
     filters: tuple[Positive, ...] = (32, 64, 128, 256, 320)
@@ -22,9 +22,9 @@ class UNet3DConfig(Settings):
     window: tuple[Positive, Positive, Positive] = (128, 128, 128)
     """voxels that the network sees at a time, in training and inference"""
     overlap: Annotated[float, Field(ge=0, lt=1)] = 0.5
-    """of neighbouring windows in inference"""
+    """share of a window that the next one covers, too, in inference"""
     spacing_mm: tuple[Length, Length, Length] = (1.6, 1.2, 1.2)
-    """of the voxels that the network sees"""
+    """sides of the voxels that the network sees"""
 
     @property
     def stride(self) -> int:

@@ -1,9 +1,7 @@
 """CT volumes in the space of the network: resampled to one spacing, clipped, normalised, padded.
 
-As the MLPerf reference prepares KiTS19, so that its weights and its score mean the same here. Hounsfield units (HU): air is
--1000, water 0. All dims are in the order of the public set: D along the body, H rows, W columns.
-
-D H W the volume
+This is how the MLPerf reference prepares KiTS19, so that its weights and its score mean the same here. Hounsfield units (HU): air
+is -1000, water 0. D H W the volume: D along the body, H rows, W columns, in the order of the public set.
 """
 
 from collections.abc import Sequence
@@ -49,7 +47,7 @@ def resample(volume: NDArray[Any], shape: Sequence[int], kind: Literal["linear",
 
 
 def normalise(image: NDArray[Any]) -> NDArray[np.float32]:
-    """HU, clipped to what the network sees, to about mean 0 and deviation 1."""
+    """Clip HU to what the network sees, and bring them to about mean 0 and deviation 1."""
     values = np.clip(image, *CLIP_HU).astype(np.float32, copy=False)
     values -= np.float32(MEAN_HU)
     values /= np.float32(DEVIATION_HU)

@@ -97,9 +97,9 @@ class Alone(nn.Module):
     """The seam for sharing the windows of a volume out: here one process sees all of them."""
 
     share = 1.0
-    """of a volume's score that this process counts"""
+    """share of a volume's score that this process counts"""
     is_first = True
-    """of those that see a volume together"""
+    """whether this process is the first of those that see a volume together"""
 
     def mine(self, windows: Sequence[Corner]) -> Sequence[Corner]:
         return windows
