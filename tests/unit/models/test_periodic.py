@@ -129,26 +129,6 @@ def test_ties_of_a_crystal_fall_the_same_way_turned_or_in_float32(most: int | No
     assert near == sorted(near) and len(near) == 12, "equally far: by the other atom, then offset"
 
 
-def test_atoms_in_another_order_have_the_same_edges() -> None:
-    """Without a cut, or one that falls between shells; which of a tied shell are kept is by index, and may change."""
-    r, cell, pbc = fcc(2)
-    old = np.random.default_rng(1).permutation(len(r))
-    for most in (None, 12, 18):
-        back = [[old[i], old[j], *offset] for i, j, *offset in rows(neighbours(r[old], cell, pbc, 6.0, most))]
-        assert sorted(back) == sorted(rows(neighbours(r, cell, pbc, 6.0, most)))
-
-
-def test_a_supercell_has_so_many_times_the_edges() -> None:
-    (r, cell, _), pbc = random_structure(3), np.ones(3, bool)
-    times = np.array(list(product(range(2), range(3), range(1))))
-    large = (r + (times @ cell)[:, None]).reshape(-1, 3), cell * [[2], [3], [1]], pbc
-    one, six = neighbours(r, cell, pbc, 4.0), neighbours(*large, 4.0)
-    assert len(six.centre) == 6 * len(one.centre) > 100
-    assert np.allclose(np.sort(six.distance), np.sort(np.tile(one.distance, 6)))
-    assert count_triplets(six, 6 * len(r)) == 6 * count_triplets(one, len(r))
-    same_as_batch([large], 4.0)
-
-
 @pytest.mark.parametrize("most", [None, 1, 5, 20])
 def test_reverse_and_triplets_against_brute_force(most: int | None) -> None:
     lone = 0

@@ -8,20 +8,9 @@ import pytest
 import torch
 
 from hpcai.errors import DataError
-from hpcai.models.openfold import (
-    Alignment,
-    Chain,
-    FeatureConfig,
-    OpenFold,
-    OpenFoldConfig,
-    batch_of,
-    featurize,
-    loss,
-    parts_of,
-    processed_of,
-    raw_of,
-)
+from hpcai.models.openfold import Alignment, Chain, FeatureConfig, OpenFold, OpenFoldConfig, featurize, loss
 from hpcai.models.openfold.features import TEMPLATES, collate
+from hpcai.models.openfold.formats import batch_of, parts_of, processed_of, raw_of
 from hpcai.models.openfold.residues import GAP, LETTERS
 
 DATA = Path(__file__).resolve().parents[3] / "data" / "openfold_features"

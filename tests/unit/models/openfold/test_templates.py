@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from hpcai.errors import DataError
 from hpcai.models.openfold import FeatureConfig, OpenFold, OpenFoldConfig, read_templates
-from hpcai.models.openfold.alignments import Hit, parse_hhr, read_alignments, read_hhr
+from hpcai.models.openfold.alignments import Hit, read_alignments, read_hhr
 from hpcai.models.openfold.features import TEMPLATES, collate, featurize
 from hpcai.models.openfold.residues import GAP, LETTERS, PLACE, UNKNOWN
 from hpcai.models.openfold.structures import Chain, read_mmcif, write_structure
@@ -363,21 +363,6 @@ def test_a_folder_or_hits_that_are_not_there_are_an_error(library: Path) -> None
 
 
 # ---- damage
-
-SOME = "".join(text_of(replace(HIT, index=n, sum_probs=n), 5, 30) for n in (1, 2))
-TEXT = f"Query q\n{SOME}".encode()
-
-
-@given(st.integers(0, len(TEXT)), st.binary(max_size=9), st.integers(0, 9))
-@settings(max_examples=300)
-def test_a_damaged_file_of_hits_is_told_and_nothing_else(at: int, put: bytes, gone: int) -> None:
-    try:
-        found, reasons = match(parse_hhr(TEXT[:at] + put + TEXT[at + gone :], "x.hhr"), QUERY, known(), entry="5zyh", before=DAY)
-    except DataError:
-        return
-    assert len(found) + len(reasons) <= 3 and all("\n" not in text for text in reasons.values())
-    assert all(((one.places >= -1) & (one.places < 60)).all() for one in found)
-
 
 indices = st.lists(st.integers(-3, 70), max_size=30).map(lambda values: np.array(values, np.int64))
 texts = st.text("ACDEFGHIKLMNPQRSTVWYXB-acd.*é", max_size=30)
