@@ -20,7 +20,7 @@ _CONVERSIONS: dict[tuple[str, str], tuple[float, float]] = {
     ("mm/s", "m/s"): (0.0, 1e-3),
     ("knot", "m/s"): (0.0, 1852 / 3600),
     ("km", "m"): (0.0, 1000.0),
-    ("mm", "kg/m2"): (0.0, 1.0),  # of water
+    ("mm", "kg/m2"): (0.0, 1.0),  # a depth of water
 }
 _SPELLINGS = {
     "C": "degC", "°C": "degC", "celsius": "degC", "mb": "mbar", "knots": "knot", "kt": "knot", "gpm": "m", "1": "kg/kg",

@@ -50,7 +50,7 @@ def neighbours(
     # The length of these very vectors counts: rounding decides about a pair at the cutoff as it does in ASE.
     vector = r[j] - r[i] + offset @ np.where(periodic[:, None], box, 0.0)
     distance = np.sqrt((vector * vector).sum(1))
-    near = np.argsort(i * (2 * cutoff) + distance)  # by both; rounded by far less than a tie
+    near = np.argsort(i * (2 * cutoff) + distance)  # one key for both, rounded by far less than a tie
     level = np.empty(len(i), np.int64)
     level[near] = np.cumsum((np.diff(distance[near], prepend=-1.0) > TIE) | (np.diff(i[near], prepend=-1) > 0))
     order = np.lexsort((_pack(offset), j, level))

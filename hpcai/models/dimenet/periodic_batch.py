@@ -8,8 +8,8 @@ from torch import Tensor
 
 from hpcai.models.dimenet.periodic import TIE
 
-CANDIDATES = 2**22  # at a time: they take about 1 GB
-SLACK = 1e-6  # of a cell, against rounding of fractional coordinates
+CANDIDATES = 2**22  # as many at a time take about 1 GB
+SLACK = 1e-6  # share of a cell that makes up for rounded fractional coordinates
 
 
 def neighbours_of_batch(
@@ -49,7 +49,7 @@ def neighbours_of_batch(
         both = torch.cat([apart[:, :3], lattice.flatten(1).index_select(0, b)], 1).index_select(0, pair)  # [C, 12]
         s, t = offset.double().unbind(1), both.unbind(1)
         x, y, z = (t[k] + (s[0] * t[3 + k] + s[1] * t[6 + k] + s[2] * t[9 + k]) for k in range(3))
-        distance = (x * x + y * y + z * z).sqrt()  # by columns: a sum over three takes six times as long
+        distance = (x * x + y * y + z * z).sqrt()  # column by column: a sum over three takes six times as long
         # An atom is its own neighbour only in another cell.
         inside = (distance < cutoff) & ((i != j).index_select(0, pair) | (distance > 0))
         i, j = i.index_select(0, pair), j.index_select(0, pair)

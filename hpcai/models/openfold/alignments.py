@@ -235,7 +235,7 @@ def parse_stockholm(data: bytes, where: str) -> Alignment:
     if not column.all():
         next_column, first = np.unique(np.cumsum(column)[~column], return_index=True)
         counts = np.add.reduceat(codes[:, ~column] != GAP, first, axis=1, dtype=np.int32)
-        inside = next_column < deletions.shape[1]       # what follows the last column is no deletion
+        inside = next_column < deletions.shape[1]       # letters after the last column are no deletions
         deletions[:, next_column[inside]] = counts[:, inside]
     return Alignment(np.ascontiguousarray(codes[:, column]), deletions, names)
 

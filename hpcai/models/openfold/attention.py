@@ -29,7 +29,7 @@ class GatedAttention(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor, bias: Tensor | None = None, columns: bool = False) -> Tensor:
         qkvg = self.linear_qkvg(x).unflatten(-1, (4, self.heads, self.head))
-        if columns:  # what is transposed are strides; every product reads and writes as its input lies
+        if columns:  # only strides are transposed; every product reads and writes as its input lies
             return self.linear_o(gated_attention(qkvg.transpose(1, 2), self.gate_bias, mask.transpose(1, 2), bias).transpose(1, 2))
         return self.linear_o(gated_attention(qkvg, self.gate_bias, mask, bias))
 

@@ -13,7 +13,7 @@ from hpcai.models.openfold.evoformer import TemplateStack
 from hpcai.models.openfold.layers import Linear, one_hot
 from hpcai.models.openfold.residues import MASKED, PLACE
 
-_LETTERS = MASKED + 1  # of alignments: 20, unknown, gap, masked
+_LETTERS = MASKED + 1  # alignments have 20, unknown, gap, masked
 _TYPES = _LETTERS - 1
 _FAR = 32  # residues of a chain beyond which a distance along it says no more
 _FARTHEST = 1e8  # square angstrom: the last bin of distances is open

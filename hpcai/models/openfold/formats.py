@@ -46,7 +46,7 @@ _READ = _shapes("""
     C N:        msa_mask
     E N:        extra_msa extra_has_deletion extra_deletion_value extra_msa_mask
     N 37:       residx_atom37_to_atom14 atom37_atom_exists
-""")  # by every network
+""")  # every network reads these
 _READ_OF_TEMPLATES = _shapes("""
     T:          template_mask
     T N:        template_aatype template_pseudo_beta_mask
@@ -75,7 +75,7 @@ _READ_BY_LOSSES = _shapes("""
     :           seq_length resolution is_distillation use_clamped_fape
 """)
 _PROCESSED = _READ | _READ_OF_TEMPLATES | _READ_BY_LOSSES
-_WHOLE = {"aatype", "residue_index", "extra_msa", "true_msa", "template_aatype", "seq_length"}  # and residx_*: int64
+_WHOLE = {"aatype", "residue_index", "extra_msa", "true_msa", "template_aatype", "seq_length"}  # int64, as is residx_*
 
 
 class Parts(NamedTuple):
@@ -155,7 +155,7 @@ def _letters(theirs: Array, where: str) -> Array:
 
 def batch_of(features: Mapping[str, Any], name: str = "features") -> dict[str, Tensor]:
     """A processed dictionary, of arrays or tensors, as the network and its losses read it: with a batch dim in front and passes at
-    the end, either of which it may lack. (AlphaFold's JAX code has passes in front: move them.) What nobody here reads is left out.
+    the end, either of which it may lack. (AlphaFold's JAX code has passes in front: move them.) Fields that are not read here are left out.
     Raises DataError for a field that is missing, of another shape, or no numbers."""
     try:
         given = {key: torch.as_tensor(value) for key, value in _renamed(features).items() if key in _PROCESSED}

@@ -39,7 +39,7 @@ _PARTS: dict[str, tuple[str, ...]] = {
     ".linear_ab.": (".linear_a_p.", ".linear_b_p.", ".linear_a_g.", ".linear_b_g."),
     ".msa_att_col.linear_kv.": (".msa_att_col.linear_k.", ".msa_att_col.linear_v."),
 }
-# What NVIDIA's submissions keep in one piece, as we do.
+# NVIDIA's submissions keep these in one piece, as we do.
 _FUSED = {
     ".attention.linear_qkvg.weight": (".mha.linear_qkvg.weight",), ".attention.gate_bias": (".mha.linear_g_bias",),
     ".template_pointwise_att.linear_kv.": (".template_pointwise_att.mha.linear_kv.",),
@@ -189,7 +189,7 @@ def public_names(name: str, form: Form = "openfold") -> list[str]:
 
 class _Part(NamedTuple):
     name: str
-    block: int | None  # where it lies in a stack of all blocks
+    block: int | None  # its index in a stack of all blocks
 
 
 def _parts(name: str, form: Form) -> list[_Part]:

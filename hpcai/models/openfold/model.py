@@ -19,7 +19,7 @@ from hpcai.models.openfold.structure import Atoms, StructureModule
 from hpcai.nn.weights import Portable
 
 _CA, _CB, _GLYCINE = PLACE["CA"], PLACE["CB"], LETTERS.index("G")
-_PSI = 2  # of the seven torsion angles
+_PSI = 2  # its index among the seven torsion angles
 
 
 class Prediction(NamedTuple):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-LETTERS = "ARNDCQEGHILKMFPSTWYV"  # by three-letter names
+LETTERS = "ARNDCQEGHILKMFPSTWYV"  # in the order of three-letter names
 UNKNOWN, GAP, MASKED = 20, 21, 22
 NAMES = (
     "ALA", "ARG", "ASN", "ASP", "CYS", "GLN", "GLU", "GLY", "HIS", "ILE",

@@ -15,9 +15,9 @@ from hpcai.models.openfold.residues import MASKED, UNKNOWN
 
 Array = NDArray[Any]
 
-KINDS = MASKED + 1  # of letters
-_SUMS = 127  # pairs of residues that a byte can count
-_TOGETHER = 32  # residues: counts that fit a core's cache, and little memory for alignments of many rows
+KINDS = MASKED + 1  # kinds of letters
+_SUMS = 127  # the most pairs of residues that a byte can count
+_TOGETHER = 32  # residues at a time: their counts fit a core's cache, and alignments of many rows need little memory
 
 
 class MaskConfig(Settings):

@@ -40,7 +40,7 @@ class PointAttention(nn.Module):
         super().__init__()
         self.cfg = cfg
         width, points = cfg.heads * cfg.head, cfg.query_points + cfg.value_points
-        # With biases and LeCun's initial weights, as in the published code and unlike the supplement.
+        # Biases and LeCun's initial weights are those of the published code, and not of the supplement.
         self.linear_q, self.linear_kv = Linear(single, width), Linear(single, 2 * width)
         self.linear_q_points = Linear(single, 3 * cfg.heads * cfg.query_points)
         self.linear_kv_points = Linear(single, 3 * cfg.heads * points)

@@ -296,9 +296,9 @@ def write_structure(path: Path, aatype: ArrayLike, positions: ArrayLike, mask: A
     structure.assign_serial_numbers()
     if path.suffix == ".cif":
         groups = module.MmcifOutputGroups(True)
-        groups.cell = groups.symmetry = False               # of a crystal
+        groups.cell = groups.symmetry = False               # a prediction is no crystal
         document = structure.make_mmcif_document(groups)
-        for row in document[0].find("_chem_comp.", ["id", "type"]):     # which readers know proteins by
+        for row in document[0].find("_chem_comp.", ["id", "type"]):     # readers know proteins by these
             row[1] = "'peptide linking'" if row[0] == "GLY" else "'L-peptide linking'"
         text = document.as_string()
     else:

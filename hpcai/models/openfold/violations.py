@@ -14,7 +14,7 @@ from hpcai.models.openfold import residues
 
 TOLERANCE = 12.0  # deviations
 OVERLAP = 1.5  # angstrom
-_N, _CA, _C = 0, 1, 2  # of the 14
+_N, _CA, _C = 0, 1, 2  # places among the 14
 _SULPHUR = residues.ATOM14_NAMES[residues.NAMES.index("CYS")].index("SG")
 _PROLINE = residues.LETTERS.index("P")
 _CPU = 16 << 20  # bytes of distances at a time
@@ -102,7 +102,7 @@ class _Clashes(torch.autograd.Function):
                 apart = torch.cdist(x[rows], x, compute_mode="donot_use_mm_for_euclid_dist").clamp(min=1e-5)
                 over = (pair * (size[rows, None] + size - OVERLAP - apart)).relu()
                 total[b] += 2 * over.sum()
-                push = (over > 0) / apart * -2  # times x_i - x_j: on i this way, on j the other
+                push = (over > 0) / apart * -2  # times x_i - x_j: it acts on i this way, on j the other
                 slope[b].view(-1, 3)[rows] += push.sum(1)[:, None] * x[rows] - push @ x
                 slope[b].view(-1, 3).add_(push.sum(0)[:, None] * x - push.T @ x[rows])
         ctx.save_for_backward(slope)
