@@ -124,11 +124,16 @@ def _files(folder: Path) -> list[Path]:
     return sorted((path for path in files if path.name.split(".")[0] not in NOT_FOR_MONOMERS), key=rank)
 
 
+def alike(one: NDArray[Any], other: NDArray[Any]) -> NDArray[np.bool_]:
+    """Where residue types are the same; an unknown one agrees with all."""
+    return np.asarray((one == other) | (one == UNKNOWN) | (other == UNKNOWN))
+
+
 def agree(query: NDArray[Any], wanted: NDArray[Any], what: str) -> None:
-    """Raises DataError, which names ``what``, where two rows of residue types differ; an unknown residue agrees with all."""
+    """Raises DataError, which names ``what``, where two rows of residue types are not alike."""
     if len(query) != len(wanted):
         raise DataError(f"{what} has {len(query)} residues, expected {len(wanted)}; is it of another chain?")
-    other = np.flatnonzero((query != wanted) & (query != UNKNOWN) & (wanted != UNKNOWN))
+    other = np.flatnonzero(~alike(query, wanted))
     if len(other):
         at, shown = other[0], LETTERS + "X-"
         raise DataError(

@@ -155,7 +155,7 @@ def _letters(theirs: Array, where: str) -> Array:
 
 def batch_of(features: Mapping[str, Any], name: str = "features") -> dict[str, Tensor]:
     """A processed dictionary, of arrays or tensors, as the network and its losses read it: with a batch dim in front and passes at
-    the end, either of which it may lack. (AlphaFold's JAX code has passes in front: move them.) Fields that are not read here are left out.
+    the end, either of which it may lack. (AlphaFold's JAX code has passes in front: move them.) Other fields are left out.
     Raises DataError for a field that is missing, of another shape, or no numbers."""
     try:
         given = {key: torch.as_tensor(value) for key, value in _renamed(features).items() if key in _PROCESSED}

@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpcai.errors import DataError
-from hpcai.models.openfold.alignments import Hit, encode, read_hhr
+from hpcai.models.openfold.alignments import Hit, agree, alike, encode, read_hhr
 from hpcai.models.openfold.features import TEMPLATES
-from hpcai.models.openfold.residues import GAP, LETTERS, PLACE, UNKNOWN
+from hpcai.models.openfold.residues import GAP, PLACE, UNKNOWN
 from hpcai.models.openfold.structures import Chain, read_mmcif
 
 Array = NDArray[Any]
@@ -99,12 +99,9 @@ def _check(hit: Hit, query: Array) -> None:
     if len(at) and (at[-1] >= len(query) or (np.diff(at) <= 0).any()):
         text = f"the query's residues {at.min() + 1} to {at.max() + 1}, expected them in order, {len(query)} at most"
         raise DataError(f"{where}: {text}; is it of another chain?")
-    there = encode(hit.query.replace("-", ""))
-    wrong = np.flatnonzero(~_agree(there, query[at]))
-    if len(wrong):
-        residue, shown = at[wrong[0]], LETTERS + "X-"
-        text = f"{shown[there[wrong[0]]]} at residue {residue + 1}, expected {shown[query[residue]]}"
-        raise DataError(f"{where}: the query has {text}; is it of another chain?")
+    there = np.full_like(query, UNKNOWN)
+    there[at] = encode(hit.query.replace("-", ""))
+    agree(there, query, f"{where}: the query")
 
 
 def _verdict(
@@ -148,21 +145,17 @@ def _places(hit: Hit, letters: str, length: int, sequence: str) -> Array | str:
     said = hit.hit_indices[hit.hit_indices >= 0]
     first = int(said[0])
     at_once = (np.diff(said) == 1).all() and first + len(own) <= len(theirs)
-    if not (at_once and _agree(own, theirs[first : first + len(own)]).all()):
+    if not (at_once and alike(own, theirs[first : first + len(own)]).all()):
         first = _first(own, theirs)
     residues = first + np.arange(len(own)) if first >= 0 else _aligned(own, theirs)
-    alike = int((_agree(own, theirs[residues]) & (residues >= 0)).sum())
+    common = int((alike(own, theirs[residues]) & (residues >= 0)).sum())
     shorter = min(len(own), len(theirs))
-    if alike * ALIKE[1] < shorter * ALIKE[0]:
-        return f"{alike} of {shorter} letters are those of its structure, expected {ALIKE[0] / ALIKE[1]:.0%} at least"
+    if common * ALIKE[1] < shorter * ALIKE[0]:
+        return f"{common} of {shorter} letters are those of its structure, expected {ALIKE[0] / ALIKE[1]:.0%} at least"
     places = np.full(length, -1, np.int16)
     both = (hit.query_indices >= 0) & (hit.hit_indices >= 0)
     places[hit.query_indices[both]] = residues[(np.cumsum(hit.hit_indices >= 0) - 1)[both]]
     return places if (places >= 0).any() else "no residue of the query is aligned to one of it"
-
-
-def _agree(one: Array, other: Array) -> NDArray[np.bool_]:
-    return np.asarray((one == other) | (one == UNKNOWN) | (other == UNKNOWN))
 
 
 def _first(part: Array, whole: Array) -> int:
@@ -172,7 +165,7 @@ def _first(part: Array, whole: Array) -> int:
         return exact
     starts = np.arange(len(whole) - len(part) + 1)
     for offset, letter in enumerate(part):
-        starts = starts[_agree(letter, whole[starts + offset])]
+        starts = starts[alike(letter, whole[starts + offset])]
     return int(starts[0]) if len(starts) else -1
 
 
