@@ -38,9 +38,29 @@ class Portable(nn.Module):
         """A model from weights in a file; ``load_weights`` of the model's package says which formats it reads."""
         return import_module(f"{cls.package}.load").load_weights(path, cfg)
 
-    def save(self, path: str | Path, weights: Mapping[str, Tensor] | None = None) -> None:
-        """Weights and settings in one safetensors file; ``weights`` by name in place of the model's own."""
-        write(path, self.package.rpartition(".")[2], self.cfg, weights or self.state_dict())
+    def save(self, path: str | Path, weights: Mapping[str, Tensor] | None = None, form: str = "hpcai") -> None:
+        """Weights and settings in one safetensors file, or weights as another code has them: a ``form`` that ``load.py`` of the
+        package makes. ``weights`` are by name, in place of the model's own. Raises CheckpointError for a form that is not known, or
+        that cannot hold this network."""
+        path, state = Path(path), weights or self.state_dict()
+        if form == "hpcai":
+            write(path, self.package.rpartition(".")[2], self.cfg, state)
+            return
+        others = import_module(f"{self.package}.load")
+        forms = getattr(others, "FORMS", ())
+        if form not in forms:
+            raise CheckpointError(f"{path}: there is no form {form!r} of weights; expected one of {', '.join(('hpcai', *forms))}")
+        try:
+            found = others.in_form({name: value.detach().cpu() for name, value in state.items()}, self.cfg, form)
+        except CheckpointError as problem:
+            raise CheckpointError(f"{path}: {problem}") from problem
+        partial = path.with_name(f".{path.name}.partial")
+        with partial.open("wb") as file:
+            if all(isinstance(value, np.ndarray) for value in found.values()):
+                np.savez(file, **found)
+            else:
+                torch.save(found, file)
+        partial.replace(path)
 
 
 def write(path: str | Path, kind: str, cfg: Settings, weights: Mapping[str, Tensor]) -> None:

@@ -11,7 +11,7 @@ __getattr__, _names = lazy(
         ".graph": ["Graph", "Sizes", "Structure", "atoms", "find", "join", "sizes"],
         ".formats": ["Frame", "frames", "batch_of", "to_data", "to_ase"],
         ".parallel": ["parallelize"],
-        ".load": ["load_weights", "save_weights", "pyg_words"],
+        ".load": ["load_weights", "pyg_words"],
     },
 )
 __all__ = ["DimeNetConfig", "ObjectiveConfig", *_names]

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hpcai.errors import CheckpointError
@@ -12,6 +11,7 @@ from hpcai.models.dimenet.config import DimeNetConfig
 from hpcai.models.dimenet.model import DimeNet
 from hpcai.nn import weights
 
+FORMS = "fairchem", "pyg"
 # PyTorch Geometric's words for our settings; what is not here has no counterpart there.
 _PYG_WORDS = {
     "hidden": "hidden_channels", "blocks": "num_blocks", "interaction": "int_emb_size", "basis": "basis_emb_size",
@@ -23,42 +23,28 @@ _PYG_ELEMENTS = 95  # rows of its embedding
 _MANY = 512  # neighbours, where all are kept: a metal has fewer within 10 angstrom
 
 
-def save_weights(model: DimeNet, path: str | Path, given: Mapping[str, Tensor] | None = None, form: str = "hpcai") -> None:
-    """Weights in a file; ``given``: others than the model's own, by name. ``form``:
+def in_form(state: Mapping[str, Tensor], cfg: DimeNetConfig, form: str) -> dict[str, Any]:
+    """Weights as another code has them:
 
-    - ``hpcai``: safetensors with settings;
     - ``fairchem``: a checkpoint as fairchem and the MLPerf HPC reference write them, under ``state_dict``, with ``module.module.``;
     - ``pyg``: the state dict of PyTorch Geometric's ``DimeNetPlusPlus(**pyg_words(model.cfg))``. Its output blocks lack the bias of
       ``lin_up``, which goes into that of the next layer: energies are the same.
 
-    Energies of the last two are in units of the network: ``scale``, ``mean`` and ``references`` stay behind. Raises CheckpointError
-    for another form, and for a network that PyTorch Geometric cannot have.
+    Energies of both are in units of the network: ``scale``, ``mean`` and ``references`` stay behind. Raises CheckpointError for a
+    network that PyTorch Geometric cannot have.
     """
-    path, state = Path(path), given or model.state_dict()
-    if form == "hpcai":
-        weights.write(path, "dimenet", model.cfg, state)
-        return
-    if form not in ("fairchem", "pyg"):
-        raise CheckpointError(f"{path}: there is no form {form!r} of weights; expected one of hpcai, fairchem, pyg")
-    state = {name: value.detach().cpu().clone() for name, value in state.items()}
-    partial = path.with_name(f".{path.name}.partial")
-    wrapped = {"state_dict": {f"module.module.{name}": value for name, value in state.items()}}
-    torch.save(_pyg(state, model.cfg, path) if form == "pyg" else wrapped, partial)
-    partial.replace(path)
-
-
-def _pyg(state: dict[str, Tensor], cfg: DimeNetConfig, path: Path) -> dict[str, Tensor]:
-    """W (U x + b) + c = W U x + (W b + c)"""
-    biases = {name: state.pop(name) for name in list(state) if name.startswith("output_blocks.") and name.endswith("lin_up.bias")}
+    found = {name: value.clone() for name, value in state.items()}  # of a view torch would write all that it looks at
+    if form == "fairchem":
+        return {"state_dict": {f"module.module.{name}": value for name, value in found.items()}}
     if cfg.elements != _PYG_ELEMENTS:
-        raise CheckpointError(f"{path}: elements is {cfg.elements}, but PyTorch Geometric's embedding has {_PYG_ELEMENTS} rows")
-    for name, bias in biases.items():
-        layer = name.replace("lin_up.bias", "lins.0")
-        if f"{layer}.bias" in state:
-            state[f"{layer}.bias"] += state[f"{layer}.weight"] @ bias
+        raise CheckpointError(f"elements is {cfg.elements}, but PyTorch Geometric's embedding has {_PYG_ELEMENTS} rows")
+    for name in [name for name in state if name.startswith("output_blocks.") and name.endswith("lin_up.bias")]:
+        bias, layer = found.pop(name), name.replace("lin_up.bias", "lins.0")
+        if f"{layer}.bias" in found:  # W (U x + b) + c = W U x + (W b + c)
+            found[f"{layer}.bias"] += found[f"{layer}.weight"] @ bias
         elif bias.any():
-            raise CheckpointError(f"{path}: {name} is not 0, which PyTorch Geometric lacks, and no layer follows (output_layers=0)")
-    return state
+            raise CheckpointError(f"{name} is not 0, which PyTorch Geometric lacks, and no layer follows (output_layers=0)")
+    return found
 
 
 def pyg_words(cfg: DimeNetConfig) -> dict[str, Any]:

@@ -8,7 +8,7 @@ B structures, N atoms, E edges, K into an atom, L out of it, H hidden, I interac
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -230,12 +230,6 @@ class DimeNet(Portable):
         from hpcai.models.dimenet.calculator import DimeNetCalculator
 
         return DimeNetCalculator(self)
-
-    def save(self, path: Any, weights: Mapping[str, Tensor] | None = None, form: str = "hpcai") -> None:
-        """Weights and settings in one safetensors file, or as another code has them; ``weights`` in place of the model's own."""
-        from hpcai.models.dimenet.load import save_weights
-
-        save_weights(self, path, weights, form)
 
     def energy(self, positions: Tensor, graph: Graph) -> Tensor:
         """[N, 3] -> [B]"""

@@ -16,7 +16,7 @@ __getattr__, _names = lazy(
         ".scores": ["score", "structures_of"],
         ".parallel": ["parallelize"],
         ".formats": ["parts_of", "raw_of", "batch_of", "processed_of"],
-        ".load": ["load_weights", "save_weights"],
+        ".load": ["load_weights"],
     },
 )
 __all__ = ["ObjectiveConfig", "OpenFoldConfig", *_names]

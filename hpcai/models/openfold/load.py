@@ -11,7 +11,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -182,6 +181,9 @@ _LINEAGES: dict[Form, Rules] = {
 }  # fmt: skip
 
 
+FORMS = tuple(_LINEAGES)
+
+
 def public_names(name: str, form: Form = "openfold") -> list[str]:
     """A lineage's names of the tensors that make up one of ours, in their order."""
     return [part.name for part in _parts(name, form)]
@@ -273,31 +275,19 @@ def _heads(name: str, cfg: OpenFoldConfig) -> int:
 # ---- files
 
 
-def save_weights(model: OpenFold, path: str | Path, weights: Mapping[str, Tensor] | None = None, form: str = "hpcai") -> None:
-    """``weights`` by our names, or the model's own, in a file of a lineage:
+def in_form(state: Mapping[str, Tensor], cfg: OpenFoldConfig, form: Form) -> dict[str, Any]:
+    """What a file of a lineage holds:
 
-    - ``hpcai``: safetensors with settings;
     - ``openfold``, ``openfold_v1``: a torch state dict as the public OpenFold 2 reads it, and as its first version did;
     - ``mlperf``, ``mlperf_fused``: that of MLPerf HPC's reference and of NVIDIA's submissions, under ``alphafold_state_dict``;
-    - ``alphafold``: DeepMind's .npz, in float32.
+    - ``alphafold``: DeepMind's arrays, in float32.
     """
-    path, state = Path(path), model.state_dict() if weights is None else weights
-    lineage: Form | None = next((each for each in get_args(Form) if each == form), None)
-    if lineage is None:
-        raise CheckpointError(f"{path}: there is no form {form!r} of weights; expected one of {', '.join(get_args(Form))}")
-    if lineage == "hpcai":
-        files.write(path, _MODEL, model.cfg, state)
-        return
-    public = to_public({name: value.detach() for name, value in state.items()}, model.cfg, lineage)
+    public = to_public(state, cfg, form)
+    if form == "alphafold":
+        return {name: value.float().numpy() for name, value in public.items()}
     # Clones: of a view torch would write all that it looks at.
-    public = {name: value.cpu().clone(memory_format=torch.contiguous_format) for name, value in public.items()}
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("wb") as file:
-        if lineage == "alphafold":
-            np.savez(file, **{name: value.float().numpy() for name, value in public.items()})  # type: ignore[arg-type]
-        else:
-            torch.save({"alphafold_state_dict": public} if lineage.startswith("mlperf") else public, file)
-    partial.replace(path)
+    public = {name: value.clone(memory_format=torch.contiguous_format) for name, value in public.items()}
+    return {"alphafold_state_dict": public} if form.startswith("mlperf") else public
 
 
 def load_weights(path: str | Path, cfg: OpenFoldConfig | None = None) -> OpenFold:

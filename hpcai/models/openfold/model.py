@@ -84,12 +84,6 @@ class OpenFold(Portable):
 
         return fold(self, sequence, alignments, **words)
 
-    def save(self, path: Any, weights: Mapping[str, Tensor] | None = None, form: str = "hpcai") -> None:
-        """Weights and settings in one safetensors file, or as another code has them; ``weights`` in place of the model's own."""
-        from hpcai.models.openfold.load import save_weights
-
-        save_weights(self, path, weights, form)
-
     def _once(self, features: Mapping[str, Tensor], previous: Previous | None) -> tuple[Tensor, Tensor, Tensor, Atoms, Tensor]:
         kind = self.to_single.weight.dtype
         residues, aatype = features["seq_mask"].to(kind), features["aatype"]

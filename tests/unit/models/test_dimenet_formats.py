@@ -272,8 +272,6 @@ def test_a_network_that_they_cannot_have_is_refused(tmp_path: Path) -> None:
         bare.save(tmp_path / "w.pt", form="pyg")
     with pytest.raises(CheckpointError, match="elements is 60, but PyTorch Geometric's embedding has 95 rows"):
         network(TINY.model_copy(update={"elements": 60})).save(tmp_path / "w.pt", form="pyg")
-    with pytest.raises(CheckpointError, match="no form 'onnx' of weights; expected one of hpcai, fairchem, pyg"):
-        bare.save(tmp_path / "w.pt", form="onnx")
     assert not list(tmp_path.iterdir())
 
 

@@ -136,6 +136,8 @@ def test_what_does_not_fit_is_refused(kind: Any, tmp_path: Path) -> None:
         kind.load(path)
     with pytest.raises(CheckpointError, match="no such file"):
         kind.load(tmp_path / "none.pt")
+    with pytest.raises(CheckpointError, match="w.onnx: there is no form 'onnx' of weights; expected one of hpcai"):
+        model.save(tmp_path / "w.onnx", form="onnx")
     for content in (b"", b"hello", b"\x89HDF\r\n\x1a\nrubbish", b"\x00" * 100):
         path.write_bytes(content)
         with pytest.raises(CheckpointError, match="w.pt"):
