@@ -16,21 +16,16 @@ from hpcai.models.openfold.features import FeatureConfig, Templates, choose_temp
 from hpcai.models.openfold.residues import GAP, LETTERS, MASKED, UNKNOWN
 from hpcai.models.openfold.sampling import MaskConfig
 from hpcai.models.openfold.structures import Chain
+from tests import proteins
 
 SMALL = FeatureConfig(crop=16, clusters=5, extra=7, templates=3, recycles=2)
 SUPERVISED = {"all_atom_positions", "chi_mask", "pseudo_beta", "resolution", "use_clamped_fape", "rigidgroups_gt_frames"}
 
 
 def made(residues: int = 40, rows: int = 30, templates: int = 5, seed: int = 0) -> tuple[Chain, Alignment, dict[str, np.ndarray]]:
-    rng = np.random.default_rng(seed)
-    aatype, mask = rng.integers(0, 20, residues), (rng.random((residues, 37)) < 0.8).astype(np.float32)
-    positions = rng.normal(scale=9, size=(residues, 37, 3)).astype(np.float32) * mask[..., None]
-    chain = Chain("1abc_A", "".join(LETTERS[t] for t in aatype), aatype, positions, mask, mask, 2.5, None, "x-ray diffraction")
-    msa = rng.integers(0, GAP + 1, (rows, residues)).astype(np.int8)
-    msa[0] = aatype
-    deletions = (rng.random(msa.shape) < 0.1) * rng.integers(1, 9, msa.shape, np.int32)
+    rng, chain = np.random.default_rng(seed), replace(proteins.chain(residues, seed), name="1abc_A")
     there = (rng.random((templates, residues, 37)) < 0.5).astype(np.float32)
-    return chain, Alignment(msa, deletions, []), {
+    return chain, proteins.alignment(chain, rows, seed), {
         "template_aatype": rng.integers(0, GAP + 1, (templates, residues)),
         "template_all_atom_positions": rng.normal(50, 9, (*there.shape, 3)).astype(np.float32),
         "template_all_atom_mask": there,
