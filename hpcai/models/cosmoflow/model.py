@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hpcai.models.cosmoflow.config import CosmoFlowConfig
 from hpcai.nn.conv import Conv3d
+from hpcai.nn.inference import asked
 from hpcai.nn.weights import Portable
 
 SLOPE = 0.3  # Keras's default for a leaky rectifier, not torch's 0.01
@@ -68,7 +69,6 @@ class CosmoFlow(Portable):
         x = F.dropout(F.leaky_relu(self.dense2(x), SLOPE), self.cfg.dropout, self.training)
         return self.one_answer(torch.tanh(self.output(x)) * 1.2)
 
-    @torch.no_grad()
     def predict(self, volume: Any) -> dict[str, Any]:
         """Cosmological parameters of one universe or of several, by name, in physical units (``model.cfg.units``).
 
@@ -87,12 +87,9 @@ class CosmoFlow(Portable):
             raise ValueError("volume holds negative or non-finite values; expected particle counts per cell")
         if cfg.low is None or cfg.high is None:
             raise ValueError("this model has no physical range of its parameters (cfg.low, cfg.high); give them when it is built")
-        was_training, weight = self.training, self.output.weight
-        self.eval()
-        narrow = weight.dtype == torch.bfloat16
-        with torch.autocast(weight.device.type, torch.bfloat16, enabled=narrow):
-            scaled = self(log_density(counts.to(weight.device), torch.float32 if narrow else weight.dtype)).double().cpu()
-        self.train(was_training)
+        weight = self.output.weight
+        with asked(self, weight) as dtype:
+            scaled = self(log_density(counts.to(weight.device), dtype)).double().cpu()
         physical = to_physical(scaled, cfg).numpy()
         return {name: float(column[0]) if one else column for name, column in zip(cfg.parameters, physical.T)}
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from hpcai.models.deepcam.config import STRIDE, DeepCamConfig
 from hpcai.models.deepcam.fields import padded, stacked
 from hpcai.nn import BatchNorm, Conv2d, ConvTranspose2d, Multiples
+from hpcai.nn.inference import asked
 from hpcai.nn.weights import Portable
 
 Rectified = nn.Identity  # stands where the reference has a rectifier, which Norm has taken in, so that keys keep their numbers
@@ -255,7 +256,6 @@ class DeepCam(Portable):
         """
         return ((fields.to(self.scale.dtype) - self.low) * self.scale).permute(0, 3, 1, 2)
 
-    @torch.no_grad()
     def segment(self, fields: Mapping[str, Any], units: Mapping[str, str] | None = None) -> dict[str, Any]:
         """What each cell of one map or of several is: class -> True where a cell is of that class, [H, W] or [N, H, W].
 
@@ -267,13 +267,10 @@ class DeepCam(Portable):
             raise ValueError("this model has no ranges of its variables (cfg.low, cfg.high); give them when it is built")
         whole = stacked(fields, self.cfg, units)
         weight, (height, width) = self.conv2.weight, whole.shape[1:3]
-        was_training, narrow = self.training, weight.dtype == torch.bfloat16
-        self.eval()
         guesses = []
-        for one in padded(whole):  # maps are large: one at a time
-            values = torch.from_numpy(one[None]).to(weight.device, torch.float64 if weight.dtype == torch.float64 else None)
-            with torch.autocast(weight.device.type, torch.bfloat16, enabled=narrow):
+        with asked(self, weight) as dtype:
+            for one in padded(whole):  # maps are large: one at a time
+                values = torch.from_numpy(one[None]).to(weight.device, dtype)
                 guesses.append(self(self.scaled(values)).argmax(1)[0, :height, :width].cpu().numpy())
-        self.train(was_training)
         cells = np.stack(guesses) if np.ndim(fields[self.cfg.variables[0]]) == 3 else guesses[0]
         return {name: cells == k for k, name in enumerate(self.cfg.classes)}

@@ -18,6 +18,7 @@ from hpcai.models.dimenet.basis import SphericalBessel, angular_factor, envelope
 from hpcai.models.dimenet.config import DimeNetConfig
 from hpcai.models.dimenet.graph import Graph, Structure, fits, join
 from hpcai.models.dimenet.tables import collect, place, spread, turn, unplace
+from hpcai.nn.inference import asked
 from hpcai.nn.swish import swish
 from hpcai.nn.weights import Portable
 
@@ -205,7 +206,6 @@ class DimeNet(Portable):
         """Energies [B] in eV and forces [N, 3] in eV/angstrom."""
         return found.energy.double() * self.scale + self.offset(graph), found.forces * self.scale
 
-    @torch.no_grad()
     def energy_and_forces(self, structures: Structure | Sequence[Structure]) -> Any:
         """Energy (eV, a float) and forces (eV/angstrom, [N, 3]) of one structure (see ``atoms``), or a list of such pairs.
 
@@ -217,8 +217,8 @@ class DimeNet(Portable):
         for structure in given:
             fits(structure, self.cfg)
         weight = self.emb.emb.weight
-        graph = join(given).to(weight.device, torch.float32 if weight.dtype == torch.bfloat16 else weight.dtype)
-        with torch.autocast(weight.device.type, torch.bfloat16, enabled=weight.dtype == torch.bfloat16):
+        with asked(self, weight) as dtype:
+            graph = join(given).to(weight.device, dtype)
             energy, forces = self.physical(graph, self(graph))
         sizes = [len(structure.positions) for structure in given]
         parts = forces.double().cpu()[: sum(sizes)].split(sizes)

@@ -16,6 +16,7 @@ from hpcai.models.unet3d.volume import normalise, refuse, resample, resampled_sh
 from hpcai.models.unet3d.windows import Windows
 from hpcai.nn import Conv3d, ConvTranspose3d, InstanceNorm, Multiples
 from hpcai.nn.conv import channels_last
+from hpcai.nn.inference import asked
 from hpcai.nn.weights import Portable
 
 
@@ -98,7 +99,6 @@ class UNet3D(Portable):
             x = up(x, skip)
         return self.output(x)
 
-    @torch.no_grad()
     def segment(self, volume: Any, spacing_mm: Any) -> dict[str, Any]:
         """What each voxel of a CT volume is: class -> True where a voxel is of that class, [D, H, W] as ``volume``.
 
@@ -109,13 +109,9 @@ class UNet3D(Portable):
         image = np.asarray(volume)
         refuse(image, None, spacing_mm)
         shape = resampled_shape(image.shape, spacing_mm, self.cfg.spacing_mm)
-        weight, was_training = self.output.conv.weight, self.training
-        narrow = weight.dtype == torch.bfloat16
-        values = torch.from_numpy(normalise(resample(image, shape, "linear")))[None, None]
-        self.eval()
-        with torch.autocast(weight.device.type, torch.bfloat16, enabled=narrow):
-            logits, _ = self.windows(self, values.to(weight.device, None if narrow else weight.dtype), crop=False)
-        self.train(was_training)
+        weight, values = self.output.conv.weight, torch.from_numpy(normalise(resample(image, shape, "linear")))[None, None]
+        with asked(self, weight) as dtype:
+            logits, _ = self.windows(self, values.to(weight.device, dtype), crop=False)
         best, mask = None, np.zeros(image.shape, np.uint8)
         for k in range(len(self.cfg.classes)):  # one class at a time: the volume's own grid may be large
             level = resample(logits[0, k].float().cpu().numpy(), image.shape, "linear")

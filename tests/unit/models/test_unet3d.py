@@ -47,6 +47,11 @@ def test_a_mask_does_not_depend_on_mode_precision_or_memory() -> None:
     net.train()
     again = net.segment(np.asfortranarray(volume), (4, 2, 2))
     assert net.training and all(np.array_equal(again[name], expected[name]) for name in expected)
+    failing = net.register_forward_pre_hook(lambda *_: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        net.segment(volume, (4, 2, 2))
+    failing.remove()
+    assert net.training, "as before, though it failed"
     double = net.double().segment(volume, (4, 2, 2))
     assert np.mean([np.mean(double[name] == expected[name]) for name in expected]) > 0.999
 
