@@ -42,37 +42,36 @@ class Portable(nn.Module):
         """Weights and settings in one safetensors file, or weights as another code has them: a ``form`` that ``load.py`` of the
         package makes. ``weights`` are by name, in place of the model's own. Raises CheckpointError for a form that is not known, or
         that cannot hold this network."""
-        path, state = Path(path), weights or self.state_dict()
+        path, state = Path(path), {name: value.detach().cpu() for name, value in (weights or self.state_dict()).items()}
+        partial = path.with_name(f".{path.name}.partial")  # renamed when it is whole
         if form == "hpcai":
-            write(path, self.package.rpartition(".")[2], self.cfg, state)
-            return
-        others = import_module(f"{self.package}.load")
-        forms = getattr(others, "FORMS", ())
-        if form not in forms:
-            raise CheckpointError(f"{path}: there is no form {form!r} of weights; expected one of {', '.join(('hpcai', *forms))}")
-        try:
-            found = others.in_form({name: value.detach().cpu() for name, value in state.items()}, self.cfg, form)
-        except CheckpointError as problem:
-            raise CheckpointError(f"{path}: {problem}") from problem
-        partial = path.with_name(f".{path.name}.partial")
-        with partial.open("wb") as file:
-            if all(isinstance(value, np.ndarray) for value in found.values()):
-                np.savez(file, **found)
-            else:
-                torch.save(found, file)
+            _write(partial, self.package.rpartition(".")[2], self.cfg, state)
+        else:
+            try:
+                _write_for_others(partial, import_module(f"{self.package}.load"), self.cfg, state, form)
+            except CheckpointError as problem:
+                raise CheckpointError(f"{path}: {problem}") from problem
         partial.replace(path)
 
 
-def write(path: str | Path, kind: str, cfg: Settings, weights: Mapping[str, Tensor]) -> None:
-    """One safetensors file, written beside and then renamed; ``kind`` names the model that ``cfg`` is of."""
+def _write(path: Path, kind: str, cfg: Settings, state: Mapping[str, Tensor]) -> None:
     from safetensors.torch import save_file
 
-    path = Path(path)
-    partial = path.with_name(f".{path.name}.partial")
     settings = json.dumps({"model": kind, "settings": cfg.model_dump(mode="json")})
-    save_file({name: t.detach().cpu().contiguous() for name, t in weights.items()}, partial, metadata={"hpcai": settings})
-    partial.chmod(0o644)  # safetensors makes a file for its owner only
-    partial.replace(path)
+    save_file({name: value.contiguous() for name, value in state.items()}, path, metadata={"hpcai": settings})
+    path.chmod(0o644)  # safetensors makes a file for its owner only
+
+
+def _write_for_others(path: Path, others: Any, cfg: Settings, state: Mapping[str, Tensor], form: str) -> None:
+    forms = getattr(others, "FORMS", ())
+    if form not in forms:
+        raise CheckpointError(f"there is no form {form!r} of weights; expected one of {', '.join(('hpcai', *forms))}")
+    found = others.in_form(state, cfg, form)
+    with path.open("wb") as file:
+        if all(isinstance(value, np.ndarray) for value in found.values()):
+            np.savez(file, **found)
+        else:
+            torch.save(found, file)
 
 
 def read(path: Path, kind: str, settings: type[Shape]) -> tuple[dict[str, Tensor], Shape | None]:
