@@ -71,7 +71,7 @@ def test_weights_of_the_vendors_codes_load_and_see_the_skip_before_its_rectifier
     with torch.no_grad():
         assert not torch.equal(again(x), model(x))
     asked = DeepCam.load(tmp_path / "w.cpt", SMALL)
-    assert asked.cfg.skip == "after" and torch.equal(asked(x), model(x)), "who gives settings has the say"
+    assert asked.cfg.skip == "after" and torch.equal(asked(x), model(x)), "given settings have the say"
 
 
 def test_weights_that_lack_tensors_are_refused(tmp_path: Path) -> None:

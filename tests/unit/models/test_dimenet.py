@@ -208,7 +208,7 @@ def batch(cfg: DimeNetConfig = SMALL, dtype: torch.dtype = torch.float64) -> Bat
 
 
 def test_the_loss_is_that_of_the_benchmark() -> None:
-    """Of free atoms alone, divided by atoms and not by directions."""
+    """It counts free atoms alone, and is divided by atoms and not by directions."""
     cfg = SMALL.model_copy(update={"mean": 1.5, "scale": 2.0, "references": {number: 0.1 * number for number in range(1, 60)}})
     model, given = network(cfg), batch(cfg)
     energy, forces = model(given.graph)

@@ -38,7 +38,7 @@ def slab() -> Atoms:
 
 
 def names_of_open_catalyst(**changes: Any) -> Data:
-    """As in its databases, with labels under the older names."""
+    """A structure as its databases have it, with labels under the older names."""
     numbers, positions, cell = crystal(0)
     given = {
         "atomic_numbers": torch.tensor(numbers).float(), "pos": torch.tensor(positions), "cell": torch.tensor(cell)[None],

@@ -89,7 +89,7 @@ def test_candidates_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_pair_at_the_cutoff_is_left_out() -> None:
-    """As ASE has it: nearer than the cutoff, not as near."""
+    """An edge is nearer than the cutoff, as in ASE, and not as near."""
     pair = np.array([[0, 0, 0], [2.0, 0, 0]]), np.zeros((3, 3)), np.zeros(3, bool)
     assert len(neighbours(*pair, 2.0).centre) == same_as_batch([pair], 2.0) == same_as_batch([pair], 2.0, 5) == 0
     assert len(neighbours(*pair, np.nextafter(2, 3)).centre) == same_as_batch([pair], float(np.nextafter(2, 3))) == 2

@@ -82,7 +82,7 @@ def test_likeness_is_that_of_whole_rows_not_of_the_crop() -> None:
     alignment = Alignment(msa, np.repeat([[0], [0], [6]], 40, 1), [])
     sample = featurize(LETTERS[0] * 40, alignment, None, cfg, training=False)
     mean = sample["msa_feat"][..., -1, 0]
-    assert not mean[0].any() and np.isclose(mean[1], 0.5, atol=1e-6).all()  # of 0 and 6: atan(3 / 3)
+    assert not mean[0].any() and np.isclose(mean[1], 0.5, atol=1e-6).all()  # the mean of 0 and 6: atan(3 / 3)
 
 
 def test_masks_are_drawn_in_the_shares_that_were_asked_for() -> None:
@@ -170,7 +170,7 @@ def test_nine_of_ten_training_samples_are_clamped() -> None:
 # ---- shapes
 
 
-AXES = {"template": "TR", "extra": "ER", "msa": "CR", "bert": "CR", "true": "CR"}  # by the first word of a name; else R
+AXES = {"template": "TR", "extra": "ER", "msa": "CR", "bert": "CR", "true": "CR"}  # keyed by the first word of a name; otherwise R
 AXES |= {"template_mask": "T", "template_sum_probs": "T", "msa_row_mask": "C", "extra_msa_row_mask": "E"}
 AXES |= dict.fromkeys(("seq_length", "resolution", "is_distillation", "use_clamped_fape"), "")
 

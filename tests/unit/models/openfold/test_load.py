@@ -43,7 +43,7 @@ def network(cfg: OpenFoldConfig = TINY) -> OpenFold:
 
 @cache
 def bare(name: str) -> tuple[OpenFoldConfig, dict[str, Tensor]]:
-    """Names and shapes alone."""
+    """The settings of a preset, and the names and shapes of its weights without their values."""
     cfg = OpenFoldConfig.preset(name)
     with torch.device("meta"):
         return cfg, OpenFold(cfg).state_dict()
@@ -91,7 +91,7 @@ def test_weights_given_by_name_and_narrow_come_back_wide(tmp_path: Path) -> None
 
 
 def test_alphafold_s_file_tells_the_heads_of_the_attention_over_templates(tmp_path: Path) -> None:
-    """Which may be others than those within a template."""
+    """They may be other heads than those within a template."""
     template = OpenFoldConfig.preset("tiny").template
     assert template is not None and template.pairs.heads == 2
     cfg = OpenFoldConfig.preset("tiny", template=template.model_copy(update={"heads": 8, "head": 2}))
