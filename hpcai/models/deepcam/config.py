@@ -4,9 +4,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from hpcai.config import Settings
-
-Positive = Annotated[int, Field(ge=1)]
+from hpcai.config import Natural, Positive, Settings
 
 VARIABLES = (
     "TMQ", "U850", "V850", "UBOT", "VBOT", "QREFHT", "PS", "PSL", "T200", "T500", "PRECT", "TS", "TREFHT", "Z1000", "Z200", "ZBOT",
@@ -27,7 +25,7 @@ class DeepCamConfig(Settings):
     """what a cell can be, in the order of the outputs"""
     divide: Positive = 1
     """all widths are divided by it: 8 gives a small network of the same form"""
-    middle: Annotated[int, Field(ge=0)] = 16
+    middle: Natural = 16
     """blocks between the entry and the exit flow"""
     skip: Literal["after", "before"] = "after"
     """where the decoder takes the first block's output: after its rectifier (MLPerf's reference, which works in place) or before

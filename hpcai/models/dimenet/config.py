@@ -4,19 +4,15 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from hpcai.config import Settings
-
-Positive = Annotated[int, Field(ge=1)]
-Natural = Annotated[int, Field(ge=0)]
-Length = Annotated[float, Field(gt=0)]
+from hpcai.config import Length, Natural, Positive, Settings, Weight
 
 
 class ObjectiveConfig(Settings):
     """Weights of the terms of the loss. The defaults are MLPerf HPC's: forces alone."""
 
-    force: Annotated[float, Field(ge=0)] = 50.0
+    force: Weight = 50.0
     """weight of the sum of |dF| over the directions of an atom, in units of the network, averaged over free atoms"""
-    energy: Annotated[float, Field(ge=0)] = 0.0
+    energy: Weight = 0.0
     """weight of |dE|, averaged over structures; 0: energies are those whose slopes are the forces, up to a constant"""
 
     @model_validator(mode="after")

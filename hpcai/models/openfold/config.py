@@ -1,16 +1,9 @@
 """Shape of OpenFold, the AlphaFold 2 network for single chains, and the settings it is known by. No torch here."""
 
-from typing import Annotated, Any, Self
+from typing import Any, Self
 
-from pydantic import Field
-
-from hpcai.config import Settings
+from hpcai.config import Natural, Positive, Rate, Settings, Weight
 from hpcai.errors import ConfigError
-
-Positive = Annotated[int, Field(ge=1)]
-Natural = Annotated[int, Field(ge=0)]
-Weight = Annotated[float, Field(ge=0)]
-Rate = Annotated[float, Field(ge=0, lt=1)]
 
 
 class PairConfig(Settings):

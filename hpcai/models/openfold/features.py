@@ -7,17 +7,15 @@ R residues of a crop, C clusters, E extra rows, T templates, N residues of the c
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
 
-from hpcai.config import Settings
+from hpcai.config import Natural, Positive, Rate, Settings, Share
 from hpcai.errors import ConfigError, DataError
 from hpcai.models.openfold import sampling
 from hpcai.models.openfold.alignments import Alignment, agree, encode
-from hpcai.models.openfold.config import Natural, Positive, Rate
 from hpcai.models.openfold.residues import GAP, UNKNOWN
 from hpcai.models.openfold.sampling import MaskConfig
 from hpcai.models.openfold.structures import Chain
@@ -46,7 +44,7 @@ class FeatureConfig(Settings):
     recycles: Natural = 3
     """the most of them; passes are one more"""
     mask: MaskConfig = MaskConfig()
-    clamped: Annotated[float, Field(ge=0, le=1)] = 0.9
+    clamped: Share = 0.9
     """share of training samples whose backbone error is clamped"""
     deleted_blocks: Natural = 0
     """blocks of neighbouring rows that the alignment loses in training"""

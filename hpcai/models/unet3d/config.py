@@ -1,13 +1,10 @@
 """Shape of the 3D U-Net and the meaning of its input and output. No torch here."""
 
-from typing import Annotated, Self
+from typing import Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from hpcai.config import Settings
-
-Positive = Annotated[int, Field(ge=1)]
-Length = Annotated[float, Field(gt=0)]
+from hpcai.config import Length, Positive, Rate, Settings
 
 
 class UNet3DConfig(Settings):
@@ -21,7 +18,7 @@ class UNet3DConfig(Settings):
     """width at each resolution, from that of the input on; one more halving, as wide as the last, is the bottleneck"""
     window: tuple[Positive, Positive, Positive] = (128, 128, 128)
     """voxels that the network sees at a time, in training and inference"""
-    overlap: Annotated[float, Field(ge=0, lt=1)] = 0.5
+    overlap: Rate = 0.5
     """share of a window that the next one covers, too, in inference"""
     spacing_mm: tuple[Length, Length, Length] = (1.6, 1.2, 1.2)
     """sides of the voxels that the network sees"""
