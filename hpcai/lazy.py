@@ -1,8 +1,10 @@
-"""Package names that import their module on first use, so that reading settings never imports torch."""
+"""Modules that are imported on first use: those of a package, so that reading settings never imports torch, and optional ones."""
 
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
+
+from hpcai.errors import MissingExtraError
 
 
 def lazy(package: str, modules: Mapping[str, Sequence[str]]) -> tuple[Callable[[str], Any], list[str]]:
@@ -18,3 +20,12 @@ def lazy(package: str, modules: Mapping[str, Sequence[str]]) -> tuple[Callable[[
         return getattr(import_module(home[name], package), name)
 
     return __getattr__, list(home)
+
+
+def optional(module: str, purpose: str, extra: str) -> Any:
+    """A module of an optional package, which ``extra`` brings. Raises MissingExtraError: "structures need gemmi: pip install ..."
+    where ``purpose`` is "structures need"."""
+    try:
+        return import_module(module)
+    except ImportError as problem:
+        raise MissingExtraError(f"{purpose} {module.partition('.')[0]}: pip install 'hpcai-suite[{extra}]'") from problem

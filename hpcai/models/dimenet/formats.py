@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hpcai.errors import DataError, MissingExtraError
+from hpcai.errors import DataError
+from hpcai.lazy import optional
 from hpcai.models.dimenet.fields import fields
 from hpcai.models.dimenet.graph import Sizes, Structure, atoms, join
 from hpcai.models.dimenet.objective import Batch
@@ -56,7 +57,7 @@ def to_data(given: Structure | Frame | Sequence[Structure | Frame], found: Any =
     ``found``: what ``energy_and_forces`` says of them; otherwise a frame's own labels. Edges lead from row 0 of ``edge_index``
     [2, E] to row 1; ``cell_offsets`` [E, 3] are whole cells, ``distances`` [E] angstrom. Numbers keep their precision.
     """
-    geometric = _imported("torch_geometric.data", "Data", "peers")
+    geometric = optional("torch_geometric.data", "Data need", "peers")
     made = [geometric.Data(**_tensors(frame)) for frame in _labelled(given, found)]
     return made[0] if isinstance(given, Structure | Frame) else geometric.Batch.from_data_list(made)
 
@@ -64,7 +65,7 @@ def to_data(given: Structure | Frame | Sequence[Structure | Frame], found: Any =
 def to_ase(given: Structure | Frame | Sequence[Structure | Frame], found: Any = None) -> Any:
     """ASE's ``Atoms``, or a list of several, whose calculator holds energy and forces, if they are known, and whose held atoms are
     fixed; ``found`` as for ``to_data``."""
-    ase = _imported("ase", "Atoms", "opencatalyst")
+    ase = optional("ase", "Atoms need", "opencatalyst")
     calculators, constraints = import_module("ase.calculators.singlepoint"), import_module("ase.constraints")
     made = []
     for frame in _labelled(given, found):
@@ -111,11 +112,3 @@ def _tensors(frame: Frame) -> dict[str, Any]:
     }  # fmt: skip
     tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items() if array is not None}
     return tensors | {"natoms": len(one.numbers), "neighbors": len(one.centre)}
-
-
-def _imported(module: str, name: str, extra: str) -> Any:
-    try:
-        return import_module(module)
-    except ImportError as problem:
-        package = module.partition(".")[0]
-        raise MissingExtraError(f"{name} is of {package}, which is not installed: pip install 'hpcai-suite[{extra}]'") from problem

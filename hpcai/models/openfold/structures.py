@@ -11,13 +11,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from hpcai.errors import DataError, MissingExtraError
+from hpcai.errors import DataError
+from hpcai.lazy import optional
 from hpcai.models.openfold.residues import ATOMS, LETTERS, NAMES, PLACE, UNKNOWN
 
 AGAIN = "fetch it again, or leave it out"
@@ -73,12 +73,8 @@ class _Polymer:
     canonical: str
 
 
-def _gemmi() -> ModuleType:
-    try:
-        import gemmi as module
-    except ImportError as problem:
-        raise MissingExtraError("structures need gemmi: pip install 'hpcai-suite[openfold]'") from problem
-    return module
+def _gemmi() -> Any:
+    return optional("gemmi", "structures need", "openfold")
 
 
 def read_mmcif(path: Path, chain: str | None = None) -> Entry:

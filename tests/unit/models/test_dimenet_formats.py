@@ -196,7 +196,7 @@ def test_a_missing_package_is_named_with_its_extra(write: Any, package: str, ext
     structure = atoms(slab(), **WORDS)
     for name in [each for each in sys.modules if each.partition(".")[0] == package]:
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(MissingExtraError, match=rf"{package}, which is not installed: pip install 'hpcai-suite\[{extra}\]'"):
+    with pytest.raises(MissingExtraError, match=rf"need {package}: pip install 'hpcai-suite\[{extra}\]'"):
         write(structure)
 
 
