@@ -28,7 +28,7 @@ class DeepCamConfig(Settings):
     middle: Natural = 16
     """blocks between the entry and the exit flow"""
     skip: Literal["after", "before"] = "after"
-    """where the decoder takes the first block's output: after its rectifier (MLPerf's reference, which works in place) or before
+    """where the decoder takes the first block's output: after its rectifier (MLPerf's reference rectifies in place) or before
     it (weights of NVIDIA's submissions)"""
     init: Literal["reference", "vendor"] = "reference"
     """first weights: kaiming_normal by fan-in in encoder and ASPP and torch's own elsewhere, or normal(0, sqrt(2/(k*k*out))) for

@@ -80,7 +80,7 @@ class TemplateAngles(nn.Module):
 
 
 class PointwiseAttention(nn.Module):
-    """Attention of a pair to itself in templates (Algorithm 17).   t [B, T, R, R, Ct], z [B, R, R, C] -> [B, R, R, C]"""
+    """Attention of a pair to the same pair in templates (Algorithm 17).   t [B, T, R, R, Ct], z [B, R, R, C] -> [B, R, R, C]"""
 
     def __init__(self, template: int, pair: int, head: int, heads: int) -> None:
         super().__init__()

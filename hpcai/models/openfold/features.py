@@ -167,7 +167,7 @@ def _residues(aatype: Array, seen: slice, size: int) -> dict[str, Any]:
 def _rows(
     alignment: Alignment, column: Array, seen: slice, size: int, cfg: FeatureConfig, draw: np.random.Generator, training: bool
 ) -> dict[str, Array]:
-    """The alignment in one pass. Whole rows are likened, as in the public code; all else comes from the residues that are seen."""
+    """The alignment in one pass. Rows are compared whole, as in the public code; all else comes from the residues that are seen."""
     kept = np.arange(len(alignment))
     if training and cfg.deleted_blocks:
         kept = sampling.spare(len(alignment), cfg.deleted_blocks, cfg.deleted_share, draw)

@@ -75,7 +75,8 @@ def loss(model: Any, batch: Any, cfg: ObjectiveConfig | None = None) -> dict[str
 
 
 def fape(prediction: Prediction, f: Mapping[str, Tensor]) -> Tensor:
-    """Frame-aligned point error (Algorithm 28): backbones in every pass, all atoms in the last, under the better names.   [B]"""
+    """Frame-aligned point error (Algorithm 28) of backbones in every pass, and of all atoms in the last under the naming of twins
+    that fits better.   [B]"""
     atoms = prediction.atoms
     frames = Frames(rotation_of(atoms.backbone[..., :4]), atoms.backbone[..., 4:])
     true, mask = _frames(f["backbone_rigid_tensor"]), f["backbone_rigid_mask"]

@@ -173,7 +173,7 @@ class StructureModule(nn.Module):
                 groups = groups_of(backbone, angles, self.group_frame[aatype].to(wide))
                 seven = torch.cat([quaternion, backbone.translation], -1)
                 passes.append((seven, *groups, raw, angles, self._atoms(groups, aatype), s))
-                quaternion = quaternion.detach()  # no pass turns for the sake of a later one: training would be unstable
+                quaternion = quaternion.detach()  # a rotation learns from its own pass alone: otherwise training is less stable
             return Atoms(*(torch.stack(each) for each in zip(*passes)))
 
     def _atoms(self, groups: Frames, aatype: Tensor) -> Tensor:
