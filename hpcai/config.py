@@ -21,7 +21,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Annotated, Any, NamedTuple, TypeVar, cast
 
 import pydantic
 import yaml
@@ -47,6 +47,14 @@ from hpcai.schema import (
 )
 
 T = TypeVar("T", bound=pydantic.BaseModel)
+
+# The ranges that settings have most often.
+Positive = Annotated[int, pydantic.Field(ge=1)]
+Natural = Annotated[int, pydantic.Field(ge=0)]
+Length = Annotated[float, pydantic.Field(gt=0)]
+Weight = Annotated[float, pydantic.Field(ge=0)]
+Rate = Annotated[float, pydantic.Field(ge=0, lt=1)]
+Share = Annotated[float, pydantic.Field(ge=0, le=1)]
 
 
 class Settings(pydantic.BaseModel):

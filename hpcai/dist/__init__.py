@@ -5,15 +5,9 @@ from hpcai.lazy import lazy
 __getattr__, __all__ = lazy(
     __name__,
     {
-        "Place": ".environment",
-        "place": ".environment",
-        "start": ".launch",
-        "alone": ".launch",
-        "communicator": ".launch",
-        "Mesh": ".mesh",
-        "Axis": ".mesh",
-        "sum_in_place": ".collect",
-        "agree": ".collect",
-        "gather_rows": ".collect",
+        ".environment": ["Place", "place"],
+        ".launch": ["start", "alone", "communicator"],
+        ".mesh": ["Mesh", "Axis"],
+        ".collect": ["sum_in_place", "agree", "gather_rows"],
     },
 )

@@ -5,12 +5,9 @@ from hpcai.lazy import lazy
 __getattr__, __all__ = lazy(
     __name__,
     {
-        "BatchNorm": ".batchnorm",
-        "InstanceNorm": ".instancenorm",
-        "Conv2d": ".conv",
-        "Conv3d": ".conv",
-        "ConvTranspose2d": ".conv",
-        "ConvTranspose3d": ".conv",
-        "Multiples": ".sizes",
+        ".batchnorm": ["BatchNorm"],
+        ".instancenorm": ["InstanceNorm"],
+        ".conv": ["Conv2d", "Conv3d", "ConvTranspose2d", "ConvTranspose3d"],
+        ".sizes": ["Multiples"],
     },
 )

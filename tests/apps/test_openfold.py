@@ -20,7 +20,7 @@ from hpcai import config, log
 from hpcai.data import Rows
 from hpcai.data.sampler import Weighted
 from hpcai.errors import CheckpointError
-from hpcai.models.openfold import FeatureConfig, OpenFold, OpenFoldConfig, lddt, save_weights
+from hpcai.models.openfold import FeatureConfig, OpenFold, OpenFoldConfig, lddt
 from hpcai.models.openfold.residues import GAP, PLACE
 from tests.apps.five import OPENFOLD as APP
 from tests.apps.promises import Promises
@@ -312,7 +312,7 @@ def test_a_template_that_is_not_there_is_told(data: Path, tmp_path: Path, capsys
 def test_a_run_begins_with_weights_of_a_file(data: Path, tmp_path: Path) -> None:
     given = APP.once(data) / "model.safetensors"
     public = tmp_path / "public.pt"
-    save_weights(OpenFold.load(given), public, form="mlperf")
+    OpenFold.load(given).save(public, form="mlperf")
     words = (*STILL, "train.steps=1", "data.pictures=0")
     for path in (given, public):
         assert APP.here(data, tmp_path / f"run-{path.stem}", f"start.weights={path}", *words) == 0

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpcai.models.openfold.alignments import read_a3m, read_alignments, read_hhr, read_stockholm
+from hpcai.models.openfold.alignments import read_alignment, read_alignments, read_hhr
 from hpcai.models.openfold.residues import ATOMS, LETTERS
 from hpcai.models.openfold.structures import read_mmcif, write_structure
 from tests.stored import arrays
@@ -90,7 +90,7 @@ def test_the_chains_of_an_entry(entry: str, originals: Path) -> None:
 @pytest.mark.parametrize("name", ALIGNMENTS)
 def test_the_rows_and_deletions_of_an_alignment(name: str, originals: Path) -> None:
     path = originals / "openfold" / "alignments" / name
-    found = (read_stockholm if path.suffix == ".sto" else read_a3m)(path)
+    found = read_alignment(path)
     assert (len(found), int(found.deletions.sum())) == ALIGNMENTS[name] and len(found.names) == len(found)
     assert (found.deletions >= 0).all() and (found.msa[0] < 20).all()
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hpcai.models.openfold.config import OpenFoldConfig
-from hpcai.models.openfold.load import Form, load_weights, save_weights, to_public
+from hpcai.models.openfold.load import Form, load_weights, to_public
 from tests import stored
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -26,7 +26,7 @@ def test_the_public_network_s_weights_pass_through_every_lineage(tmp_path: Path)
     again = to_public(model.state_dict(), model.cfg)
     assert again.keys() == theirs.keys() and all(torch.equal(value, theirs[name]) for name, value in again.items())
     for form in get_args(Form):
-        save_weights(model, tmp_path / "w", form=form)
+        model.save(tmp_path / "w", form=form)
         found = load_weights(tmp_path / "w").state_dict()
         assert all(torch.equal(value, found[name]) for name, value in model.state_dict().items()), form
 
@@ -34,7 +34,7 @@ def test_the_public_network_s_weights_pass_through_every_lineage(tmp_path: Path)
 def test_a_loaded_network_predicts_as_the_public_one(tmp_path: Path) -> None:
     """With tables and passes that files do not hold, by way of AlphaFold's shapes."""
     torch.save(arrays("state_dict"), tmp_path / "public.pt")
-    save_weights(load_weights(tmp_path / "public.pt"), tmp_path / "params.npz", form="alphafold")
+    load_weights(tmp_path / "public.pt").save(tmp_path / "params.npz", form="alphafold")
     batch, wanted = arrays("batch"), arrays("outputs_fp32")["final_atom_positions"]
     with torch.no_grad():
         found = load_weights(tmp_path / "params.npz")(batch).positions

@@ -17,12 +17,10 @@ from hpcai.lazy import lazy
 __getattr__, __all__ = lazy(
     __name__,
     {
-        "main": ".command",
-        "Finding": ".findings",
-        "Options": ".findings",
-        "Outcome": ".findings",
-        "Inspectors": ".inspector",
-        "examine": ".examination",
-        "repair": ".remedies",
+        ".command": ["main"],
+        ".findings": ["Finding", "Options", "Outcome"],
+        ".inspector": ["Inspectors"],
+        ".examination": ["examine"],
+        ".remedies": ["repair"],
     },
 )

@@ -6,17 +6,10 @@ from hpcai.models.cosmoflow.config import CosmoFlowConfig
 __getattr__, _names = lazy(
     __name__,
     {
-        "CosmoFlow": ".model",
-        "log_density": ".model",
-        "to_physical": ".model",
-        "Batch": ".objective",
-        "loss": ".objective",
-        "error": ".objective",
-        "pairs": ".objective",
-        "parallelize": ".parallel",
-        "cut_of": ".parallel",
-        "load_weights": ".load",
-        "save_weights": ".load",
+        ".model": ["CosmoFlow", "log_density", "to_physical"],
+        ".objective": ["Batch", "loss", "error", "pairs"],
+        ".parallel": ["parallelize", "cut_of"],
+        ".load": ["load_weights"],
     },
 )
 __all__ = ["CosmoFlowConfig", *_names]

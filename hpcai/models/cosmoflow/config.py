@@ -1,12 +1,10 @@
 """Shape of CosmoFlow and the meaning of its outputs. No torch here: a mistake in a setting must be told at once."""
 
-from typing import Annotated, Self
+from typing import Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from hpcai.config import Settings
-
-Positive = Annotated[int, Field(ge=1)]
+from hpcai.config import Positive, Rate, Settings
 
 
 class CosmoFlowConfig(Settings):
@@ -20,8 +18,8 @@ class CosmoFlowConfig(Settings):
     """output channels of the first convolution; each further one doubles them"""
     blocks: Positive = 5
     """convolutions, each followed by a pooling that halves the cube"""
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.5
-    """after each hidden dense layer"""
+    dropout: Rate = 0.5
+    """rate of dropout after each hidden dense layer"""
     parameters: tuple[str, ...] = ("Omega_m", "sigma_8", "n_s", "H_0")
     """what is predicted, in the order of the outputs"""
     units: tuple[str, ...] = ("", "", "", "km/s/Mpc")

@@ -1,9 +1,10 @@
-"""CosmoFlow weights in and out of files. Nothing is unpickled but tensors."""
+"""CosmoFlow weights from files of ours and of other codes."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import torch
 from torch import Tensor
@@ -13,20 +14,12 @@ from hpcai.models.cosmoflow.config import CosmoFlowConfig
 from hpcai.models.cosmoflow.model import CosmoFlow
 from hpcai.nn import weights
 
-_MODEL = "cosmoflow"
-
-
-def save_weights(model: CosmoFlow, path: str | Path, given: Mapping[str, Tensor] | None = None) -> None:
-    """Weights and settings in one safetensors file; ``given``: others than the model's own."""
-    weights.write(path, _MODEL, model.cfg, given or model.state_dict())
-
 
 def load_weights(path: str | Path, cfg: CosmoFlowConfig | None = None) -> CosmoFlow:
     """A model in evaluation mode from a file of weights, told apart by what the file is:
 
     - safetensors: ours (settings travel inside) or a plain state dict;
-    - a torch state dict (``.pt``): ours or the PyTorch submissions' to MLPerf HPC, with or without ``module.`` before the names,
-      alone or under ``state_dict``, ``model_state_dict`` or ``model``;
+    - a torch state dict (``.pt``): ours or the PyTorch submissions' to MLPerf HPC, alone or within a checkpoint;
     - Keras weights (``.h5``) of the MLPerf HPC reference.
 
     ``cfg`` gives what such files do not say (names and ranges of the parameters); the shape is read off the weights and must
@@ -34,24 +27,31 @@ def load_weights(path: str | Path, cfg: CosmoFlowConfig | None = None) -> CosmoF
     """
     path = Path(path)
     state, found = _read(path)
-    shape = _shape(state, path)
+    with weights.names_known(path, state, "conv_seq.0.conv.weight, dense1.weight, ..."):
+        sizes, outputs = _sizes(state), len(state["output.weight"])
+    if cfg is not None:
+        weights.agree(path, sizes, {name: getattr(cfg, name) for name in sizes})
     if found is None:
-        names = _names(shape["outputs"])
-        base = cfg or CosmoFlowConfig(parameters=names, units=_units(names))
-        found = base.model_copy(update={key: shape[key] for key in ("channels", "filters", "blocks")})
-        if base.edge != shape["edge"] or cfg is None:
-            found = found.model_copy(update={"size": shape["edge"] << shape["blocks"]})
-    for asked in ("channels", "filters", "blocks", "edge"):
-        if cfg is not None and getattr(cfg, asked) != shape[asked]:
-            raise CheckpointError(
-                f"{path}: the weights have {asked} {shape[asked]}, the settings {getattr(cfg, asked)}; load without settings"
-            )
-    model = CosmoFlow(found)
-    try:
-        model.load_state_dict(state)
-    except RuntimeError as problem:
-        raise CheckpointError(f"{path}: not the weights of a CosmoFlow: {problem}") from problem
-    return model.eval()
+        edge = sizes.pop("edge")
+        found = (cfg or _named(outputs)).model_copy(update=sizes)
+        if found.edge != edge or cfg is None:
+            found = found.model_copy(update={"size": edge << sizes["blocks"]})
+    return weights.filled(CosmoFlow(found), state, path)
+
+
+def _sizes(state: Mapping[str, Tensor]) -> dict[str, int]:
+    blocks = sum(name.endswith(".conv.weight") for name in state)
+    filters, channels = state["conv_seq.0.conv.weight"].shape[:2]
+    cells = state["dense1.weight"].shape[1] / len(state[f"conv_seq.{blocks - 1}.conv.weight"])
+    return {"channels": channels, "filters": filters, "blocks": blocks, "edge": round(cells ** (1 / 3))}
+
+
+def _named(outputs: int) -> CosmoFlowConfig:
+    """Settings for weights that come without: the benchmark's parameters where their number agrees."""
+    usual = CosmoFlowConfig()
+    if outputs == len(usual.parameters):
+        return usual
+    return CosmoFlowConfig(parameters=tuple(f"parameter_{i}" for i in range(outputs)), units=("",) * outputs)
 
 
 def from_keras(weights: Sequence[np.ndarray]) -> dict[str, Tensor]:
@@ -71,8 +71,8 @@ def from_keras(weights: Sequence[np.ndarray]) -> dict[str, Tensor]:
 
 
 def _read(path: Path) -> tuple[dict[str, Tensor], CosmoFlowConfig | None]:
-    if not _is_hdf5(path):
-        return weights.read(path, _MODEL, CosmoFlowConfig)
+    if not h5py.is_hdf5(path):
+        return weights.read(path, "cosmoflow", CosmoFlowConfig)
     try:
         return from_keras(_keras_arrays(path)), None
     except CheckpointError:
@@ -81,17 +81,8 @@ def _read(path: Path) -> tuple[dict[str, Tensor], CosmoFlowConfig | None]:
         raise CheckpointError(f"{path}: not Keras weights, or damaged: {problem}") from problem
 
 
-def _is_hdf5(path: Path) -> bool:
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        return file.read(4) == b"\x89HDF"
-
-
 def _keras_arrays(path: Path) -> list[np.ndarray]:
     """Arrays of ``conv3d``, ``conv3d_1``, ..., ``dense``, ... in order, from either layout of Keras's HDF5 files."""
-    import h5py
-
     layers: dict[tuple[str, int], dict[str, np.ndarray]] = {}
 
     def visit(name: str, item: Any) -> None:
@@ -108,27 +99,3 @@ def _keras_arrays(path: Path) -> list[np.ndarray]:
     if not layers:
         raise CheckpointError(f"{path}: no layer named conv3d or dense; expected Keras weights of CosmoFlow")
     return [layers[key][what] for key in sorted(layers) for what in ("kernel", "bias")]
-
-
-def _shape(state: Mapping[str, Tensor], path: Path) -> dict[str, int]:
-    try:
-        blocks = sum(name.endswith(".conv.weight") for name in state)
-        first, last = state["conv_seq.0.conv.weight"], state[f"conv_seq.{blocks - 1}.conv.weight"]
-        edge = round((state["dense1.weight"].shape[1] / last.shape[0]) ** (1 / 3))
-        outputs = state["output.weight"].shape[0]
-    except (KeyError, ZeroDivisionError) as problem:
-        known = ", ".join(list(state)[:6])
-        raise CheckpointError(
-            f"{path}: no tensor {problem}; expected the names conv_seq.0.conv.weight, dense1.weight, ..., found {known}"
-        ) from problem
-    return {"channels": first.shape[1], "filters": first.shape[0], "blocks": blocks, "edge": edge, "outputs": outputs}
-
-
-def _names(outputs: int) -> tuple[str, ...]:
-    usual = CosmoFlowConfig().parameters
-    return usual if outputs == len(usual) else tuple(f"parameter_{i}" for i in range(outputs))
-
-
-def _units(names: tuple[str, ...]) -> tuple[str, ...]:
-    usual = CosmoFlowConfig()
-    return usual.units if names == usual.parameters else ("",) * len(names)

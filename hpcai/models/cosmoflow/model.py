@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from hpcai.models.cosmoflow.config import CosmoFlowConfig
 from hpcai.nn.conv import Conv3d
+from hpcai.nn.inference import asked
+from hpcai.nn.weights import Portable
 
 SLOPE = 0.3  # Keras's default for a leaky rectifier, not torch's 0.01
 
@@ -27,13 +29,14 @@ class Block(nn.Module):
         self.pool = nn.MaxPool3d(2)
 
     def forward(self, x: Tensor) -> Tensor:
-        # The rectifier rises, so the largest of eight rectified cells is the rectified largest: rectify an eighth of them.
+        # The rectifier is monotonic, so the largest of eight rectified cells is the rectified largest: rectify an eighth of them.
         return F.leaky_relu(self.pool(self.conv(x)), SLOPE)
 
 
-class CosmoFlow(nn.Module):
+class CosmoFlow(Portable):
     """[B, C, D, H, W] log(1 + counts) -> [B, P] parameters scaled to [-1, 1]. Weights and activations are channels-last."""
 
+    package = __package__
     mean: Tensor | None  # [C]
     mix: Tensor | None  # [C, C]
 
@@ -51,7 +54,7 @@ class CosmoFlow(nn.Module):
             if isinstance(layer, (nn.Conv3d, nn.Linear)):
                 nn.init.xavier_uniform_(layer.weight)
                 nn.init.zeros_(layer.bias)  # type: ignore[arg-type]
-        # Of the settings and not of the weights: the keys of a checkpoint are those of the benchmark.
+        # Taken from the settings and no weights: the keys of a checkpoint stay those of the benchmark.
         for name, values in (("mean", cfg.mean), ("mix", cfg.mix)):
             self.register_buffer(name, None if values is None else torch.tensor(values), persistent=False)
         self.to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
@@ -66,7 +69,6 @@ class CosmoFlow(nn.Module):
         x = F.dropout(F.leaky_relu(self.dense2(x), SLOPE), self.cfg.dropout, self.training)
         return self.one_answer(torch.tanh(self.output(x)) * 1.2)
 
-    @torch.no_grad()
     def predict(self, volume: Any) -> dict[str, Any]:
         """Cosmological parameters of one universe or of several, by name, in physical units (``model.cfg.units``).
 
@@ -80,34 +82,16 @@ class CosmoFlow(nn.Module):
         counts = counts[None] if one else counts
         expected = (cfg.size, cfg.size, cfg.size, cfg.channels)
         if counts.ndim != 5 or tuple(counts.shape[1:]) != expected:
-            raise ValueError(
-                f"volume has shape {shape}; expected {list(expected)} (D, H, W, redshifts), or several of them"
-            )
+            raise ValueError(f"volume has shape {shape}; expected {list(expected)} (D, H, W, redshifts), or several of them")
         if not bool(torch.isfinite(counts).all()) or bool((counts < 0).any()):
             raise ValueError("volume holds negative or non-finite values; expected particle counts per cell")
         if cfg.low is None or cfg.high is None:
             raise ValueError("this model has no physical range of its parameters (cfg.low, cfg.high); give them when it is built")
-        was_training, weight = self.training, self.output.weight
-        self.eval()
-        narrow = weight.dtype == torch.bfloat16
-        with torch.autocast(weight.device.type, torch.bfloat16, enabled=narrow):
-            scaled = self(log_density(counts.to(weight.device), torch.float32 if narrow else weight.dtype)).double().cpu()
-        self.train(was_training)
+        weight = self.output.weight
+        with asked(self, weight) as dtype:
+            scaled = self(log_density(counts.to(weight.device), dtype)).double().cpu()
         physical = to_physical(scaled, cfg).numpy()
         return {name: float(column[0]) if one else column for name, column in zip(cfg.parameters, physical.T)}
-
-    @classmethod
-    def load(cls, path: Any, cfg: CosmoFlowConfig | None = None) -> "CosmoFlow":
-        """A model from weights in a file; see ``hpcai.models.cosmoflow.load_weights`` for the formats."""
-        from hpcai.models.cosmoflow.load import load_weights
-
-        return load_weights(path, cfg)
-
-    def save(self, path: Any, weights: dict[str, Tensor] | None = None) -> None:
-        """Weights and settings in one safetensors file; ``weights`` by name in place of the model's own."""
-        from hpcai.models.cosmoflow.load import save_weights
-
-        save_weights(self, path, weights)
 
 
 def log_density(counts: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -1,4 +1,4 @@
-"""What CosmoFlow is trained for and how well it does.   B batch, D H W the cube, C redshifts, P parameters."""
+"""The loss that trains CosmoFlow, and its scores.   B batch, D H W the cube, C redshifts, P parameters."""
 
 from typing import NamedTuple
 
@@ -30,7 +30,7 @@ def loss(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
 
 
 def error(model: nn.Module, batch: Batch) -> dict[str, tuple[Tensor, Tensor | float]]:
-    """``mae``, the metric of MLPerf HPC: absolute error over all samples and parameters (target 0.124). Also the squared error."""
+    """``mae``, the metric of MLPerf HPC: mean absolute error over all samples and parameters (target 0.124); and ``mse``."""
     guess, target = _guess(model, batch)
     return {"mae": ((guess - target).abs().sum(), guess.numel()), "mse": ((guess - target).square().sum(), guess.numel())}
 

@@ -6,15 +6,10 @@ from hpcai.models.deepcam.config import CLASSES, STRIDE, UNITS, VARIABLES, DeepC
 __getattr__, _names = lazy(
     __name__,
     {
-        "DeepCam": ".model",
-        "Batch": ".objective",
-        "loss": ".objective",
-        "score": ".objective",
-        "maps": ".objective",
-        "parallelize": ".parallel",
-        "cut_of": ".parallel",
-        "load_weights": ".load",
-        "save_weights": ".load",
+        ".model": ["DeepCam"],
+        ".objective": ["Batch", "loss", "score", "maps"],
+        ".parallel": ["parallelize", "cut_of"],
+        ".load": ["load_weights"],
     },
 )
 __all__ = ["CLASSES", "STRIDE", "UNITS", "VARIABLES", "DeepCamConfig", *_names]

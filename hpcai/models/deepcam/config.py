@@ -4,16 +4,14 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from hpcai.config import Settings
-
-Positive = Annotated[int, Field(ge=1)]
+from hpcai.config import Natural, Positive, Settings
 
 VARIABLES = (
     "TMQ", "U850", "V850", "UBOT", "VBOT", "QREFHT", "PS", "PSL", "T200", "T500", "PRECT", "TS", "TREFHT", "Z1000", "Z200", "ZBOT",
 )  # fmt: skip
 UNITS = ("kg/m2", "m/s", "m/s", "m/s", "m/s", "kg/kg", "Pa", "Pa", "K", "K", "m/s", "K", "K", "m", "m", "m")
 CLASSES = ("background", "tropical cyclone", "atmospheric river")
-FREQUENCIES = (0.986267818, 0.000457871, 0.013274311)  # of the public data set
+FREQUENCIES = (0.986267818, 0.000457871, 0.013274311)  # in the public data set
 STRIDE = 16  # cells of the image per cell of the deepest features
 
 
@@ -27,14 +25,14 @@ class DeepCamConfig(Settings):
     """what a cell can be, in the order of the outputs"""
     divide: Positive = 1
     """all widths are divided by it: 8 gives a small network of the same form"""
-    middle: Annotated[int, Field(ge=0)] = 16
+    middle: Natural = 16
     """blocks between the entry and the exit flow"""
     skip: Literal["after", "before"] = "after"
-    """the decoder sees the first block's output after its rectifier (MLPerf's reference, whose rectifier works in place), or before
+    """where the decoder takes the first block's output: after its rectifier (MLPerf's reference rectifies in place) or before
     it (weights of NVIDIA's submissions)"""
     init: Literal["reference", "vendor"] = "reference"
-    """kaiming_normal by fan-in in encoder and ASPP and torch's own elsewhere, or normal(0, sqrt(2/(k*k*out))) for every convolution
-    (NVIDIA)"""
+    """first weights: kaiming_normal by fan-in in encoder and ASPP and torch's own elsewhere, or normal(0, sqrt(2/(k*k*out))) for
+    every convolution (NVIDIA)"""
     frequencies: tuple[Annotated[float, Field(gt=0, lt=1)], ...] | None = FREQUENCIES
     """share of the cells that are of each class, for its weight in the loss; null: taken from the data"""
     low: tuple[float, ...] | None = None

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from hpcai.models.deepcam.config import STRIDE, DeepCamConfig
 
-# value in our unit = (value in theirs + offset) * factor
+# (their unit, ours): offset and factor; a value in ours is (value in theirs + offset) * factor
 _CONVERSIONS: dict[tuple[str, str], tuple[float, float]] = {
     ("hPa", "Pa"): (0.0, 100.0),
     ("mbar", "Pa"): (0.0, 100.0),
@@ -20,7 +20,7 @@ _CONVERSIONS: dict[tuple[str, str], tuple[float, float]] = {
     ("mm/s", "m/s"): (0.0, 1e-3),
     ("knot", "m/s"): (0.0, 1852 / 3600),
     ("km", "m"): (0.0, 1000.0),
-    ("mm", "kg/m2"): (0.0, 1.0),  # of water
+    ("mm", "kg/m2"): (0.0, 1.0),  # a depth of water
 }
 _SPELLINGS = {
     "C": "degC", "°C": "degC", "celsius": "degC", "mb": "mbar", "knots": "knot", "kt": "knot", "gpm": "m", "1": "kg/kg",

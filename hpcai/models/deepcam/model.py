@@ -15,12 +15,14 @@ from torch import Tensor, nn
 from hpcai.models.deepcam.config import STRIDE, DeepCamConfig
 from hpcai.models.deepcam.fields import padded, stacked
 from hpcai.nn import BatchNorm, Conv2d, ConvTranspose2d, Multiples
+from hpcai.nn.inference import asked
+from hpcai.nn.weights import Portable
 
-Rectified = nn.Identity  # stands where the reference has a rectifier, so that keys keep their numbers: Norm does its work
+Rectified = nn.Identity  # stands where the reference has a rectifier, which Norm has taken in, so that keys keep their numbers
 
 
 def _kaiming(part: nn.Module) -> None:
-    """First weights of the convolutions, drawn at the end of a part's construction, as the reference does: seeds mean the same."""
+    """Draw the convolutions' first weights at the end of a part's construction, as the reference does: a seed means the same."""
     for layer in part.modules():
         if isinstance(layer, nn.Conv2d):
             nn.init.kaiming_normal_(layer.weight)
@@ -209,12 +211,13 @@ class Decoder(nn.Module):
         return self.last_deconv(self.deconv2(self.conv1(x)))
 
 
-class DeepCam(nn.Module):
+class DeepCam(Portable):
     """[B, V, H, W] variables scaled to [0, 1] -> [B, classes, H, W] logits. Weights and activations are channels-last.
 
     H and W are any multiples of 16; raises ValueError for others.
     """
 
+    package = __package__
     class_weights: Tensor  # [K] of the loss
     low: Tensor  # [V] physical value that the network sees as 0
     scale: Tensor  # [V]
@@ -230,7 +233,7 @@ class DeepCam(nn.Module):
         self.total: nn.Module = nn.Identity()  # seam: sums over a map that is cut
         self.whole: nn.Module = nn.Identity()  # seam: all of a map that is cut
         self.fits: nn.Module = Multiples(STRIDE, "cells")
-        # Of the settings and not of the weights: the keys of a checkpoint are those of the benchmark.
+        # Taken from the settings and no weights: the keys of a checkpoint stay those of the benchmark.
         self.register_buffer("class_weights", torch.tensor(cfg.frequencies or [1.0] * len(cfg.classes)) ** -0.125, persistent=False)
         low, high = (torch.tensor(cfg.low or 0.0), torch.tensor(cfg.high or 1.0))
         self.register_buffer("low", low, persistent=False)
@@ -253,7 +256,6 @@ class DeepCam(nn.Module):
         """
         return ((fields.to(self.scale.dtype) - self.low) * self.scale).permute(0, 3, 1, 2)
 
-    @torch.no_grad()
     def segment(self, fields: Mapping[str, Any], units: Mapping[str, str] | None = None) -> dict[str, Any]:
         """What each cell of one map or of several is: class -> True where a cell is of that class, [H, W] or [N, H, W].
 
@@ -265,26 +267,10 @@ class DeepCam(nn.Module):
             raise ValueError("this model has no ranges of its variables (cfg.low, cfg.high); give them when it is built")
         whole = stacked(fields, self.cfg, units)
         weight, (height, width) = self.conv2.weight, whole.shape[1:3]
-        was_training, narrow = self.training, weight.dtype == torch.bfloat16
-        self.eval()
         guesses = []
-        for one in padded(whole):  # maps are large: one at a time
-            values = torch.from_numpy(one[None]).to(weight.device, torch.float64 if weight.dtype == torch.float64 else None)
-            with torch.autocast(weight.device.type, torch.bfloat16, enabled=narrow):
+        with asked(self, weight) as dtype:
+            for one in padded(whole):  # maps are large: one at a time
+                values = torch.from_numpy(one[None]).to(weight.device, dtype)
                 guesses.append(self(self.scaled(values)).argmax(1)[0, :height, :width].cpu().numpy())
-        self.train(was_training)
         cells = np.stack(guesses) if np.ndim(fields[self.cfg.variables[0]]) == 3 else guesses[0]
         return {name: cells == k for k, name in enumerate(self.cfg.classes)}
-
-    @classmethod
-    def load(cls, path: Any, cfg: DeepCamConfig | None = None) -> "DeepCam":
-        """A model from weights in a file; see ``hpcai.models.deepcam.load_weights`` for the formats."""
-        from hpcai.models.deepcam.load import load_weights
-
-        return load_weights(path, cfg)
-
-    def save(self, path: Any, weights: dict[str, Tensor] | None = None) -> None:
-        """Weights and settings in one safetensors file; ``weights`` by name in place of the model's own."""
-        from hpcai.models.deepcam.load import save_weights
-
-        save_weights(self, path, weights)

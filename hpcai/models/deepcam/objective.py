@@ -1,4 +1,4 @@
-"""What DeepCAM is trained for and how well it does.   B batch, V variables, H W the map, K classes."""
+"""The loss that trains DeepCAM, and its scores.   B batch, V variables, H W the map, K classes."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -26,8 +26,8 @@ def _cross_entropy(model: Any, logits: Tensor, mask: Tensor) -> Tensor:
 
 
 def loss(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    """Cross entropy of each cell, weighted by f^(-1/8) of its class's frequency f, and the plain mean over cells: not divided by
-    the sum of the weights (MLPerf HPC)."""
+    """The plain mean over cells of their cross entropy times f^(-1/8), f being the frequency of a cell's class (MLPerf HPC). It is
+    not divided by the sum of the weights."""
     return {"loss": _mean(model, _cross_entropy(model, _logits(model, batch), batch.mask)).mean()}
 
 
@@ -40,7 +40,7 @@ def _mean(model: Any, values: Tensor) -> Tensor:
 
 def score(model: Any, batch: Batch) -> dict[str, tuple[Tensor, int]]:
     """``iou``, the metric of MLPerf HPC (target 0.82): intersection over union of each class in each map, 1 where a class is in
-    neither; the mean over classes, then over maps. Also that of each class (``iou_<class>``), and the loss."""
+    neither; the mean over classes, then over maps. Each class has its own, too (``iou_<class>``), and the loss is among them."""
     logits = _logits(model, batch)
     found = iou(logits.argmax(1), batch.mask, logits.shape[1], model.total)
     count = len(found)
@@ -59,7 +59,7 @@ def iou(guess: Tensor, mask: Tensor, classes: int, total: Callable[[Tensor], Ten
 
 
 def maps(model: Any, batch: Batch) -> dict[str, Tensor]:
-    """The maps, what is in them and what the model sees: for pictures.   fields [B, H, W, V], true and predicted [B, H, W] uint8"""
+    """For pictures: the maps, what is in them and what the model sees.   fields [B, H, W, V], true and predicted [B, H, W] uint8"""
     guess = _logits(model, batch).argmax(1)
     true, predicted = (model.whole(mask[:, None])[:, 0].to(torch.uint8) for mask in (batch.mask, guess))
     fields = model.whole(batch.fields.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)

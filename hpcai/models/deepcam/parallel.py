@@ -23,6 +23,6 @@ def parallelize(model: DeepCam, mesh: Mesh, batchnorm_group: int = 1, size: tupl
     if mesh["height"].size > 1:
         if size is None:
             raise MeshError(f"mesh.height is {mesh['height'].size}: give the size of the maps that are cut")
-        cut = spatial(model, {"height": mesh["height"]}, size)  # which looks at the whole
+        cut = spatial(model, {"height": mesh["height"]}, size)  # checks that the whole fits: parts need not
         model.total, model.whole, model.fits = SumOverCut(cut), Whole(cut, size), nn.Identity()
     return model

@@ -73,7 +73,7 @@ class SphericalBessel(nn.Module):
             self.register_buffer(name, values, persistent=False)
 
     def _apply(self, fn: Any, recurse: bool = True) -> "SphericalBessel":
-        """Also in a model of narrower numbers the constants stay float64."""
+        """The constants stay float64 in a model of narrower numbers, too."""
         super()._apply(fn, recurse)
         for name, values in self._exact.items():
             self._buffers[name] = values.to(getattr(self, name).device)
@@ -81,11 +81,11 @@ class SphericalBessel(nn.Module):
 
     def forward(self, d: Tensor) -> Tensor:
         words = d, self.z, self.norm, self.cutoff, self.exponent, 0
-        return _derivative(*words) if torch.compiler.is_compiling() else _Radial.apply(*words)
+        return radial_functions(*words) if torch.compiler.is_compiling() else _Radial.apply(*words)
 
 
-def _derivative(d: Tensor, z: Tensor, norm: Tensor, cutoff: float, exponent: int, order: int) -> Tensor:
-    """Derivatives of the functions by d.   [E] -> [E, L * R]"""
+def radial_functions(d: Tensor, z: Tensor, norm: Tensor, cutoff: float, exponent: int, order: int = 0) -> Tensor:
+    """The functions, or their derivatives of ``order`` by d.   [E] -> [E, L * R]"""
     x = (d.double() / cutoff)[:, None]
     around = [envelope(x, exponent, k) / cutoff**order * math.comb(order, k) for k in range(order + 1)]
     rows = []
@@ -103,9 +103,9 @@ def _derivative(d: Tensor, z: Tensor, norm: Tensor, cutoff: float, exponent: int
 
 
 class _Radial(torch.autograd.Function):
-    """A derivative, whose derivative is the next one; under torch.compile that of a plain function is right, and not of this."""
+    """``radial_functions``, whose gradient is the next derivative; under torch.compile only the plain function's is right."""
 
-    forward = staticmethod(_derivative)
+    forward = staticmethod(radial_functions)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:

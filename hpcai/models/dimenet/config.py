@@ -4,19 +4,15 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from hpcai.config import Settings
-
-Positive = Annotated[int, Field(ge=1)]
-Natural = Annotated[int, Field(ge=0)]
-Length = Annotated[float, Field(gt=0)]
+from hpcai.config import Length, Natural, Positive, Settings, Weight
 
 
 class ObjectiveConfig(Settings):
-    """What a step lessens. The defaults are MLPerf HPC's: forces alone."""
+    """Weights of the terms of the loss. The defaults are MLPerf HPC's: forces alone."""
 
-    force: Annotated[float, Field(ge=0)] = 50.0
+    force: Weight = 50.0
     """weight of the sum of |dF| over the directions of an atom, in units of the network, averaged over free atoms"""
-    energy: Annotated[float, Field(ge=0)] = 0.0
+    energy: Weight = 0.0
     """weight of |dE|, averaged over structures; 0: energies are those whose slopes are the forces, up to a constant"""
 
     @model_validator(mode="after")
@@ -44,7 +40,7 @@ class DimeNetConfig(Settings):
     radial: Positive = 6
     """radial functions of each order"""
     cutoff: Length = 6.0
-    """angstrom"""
+    """angstrom, beyond which an atom is no neighbour"""
     most: Positive | None = 50
     """nearest neighbours of an atom that are kept; null: all within the cutoff, without which an energy is not smooth"""
     envelope: Positive = 5
@@ -52,7 +48,7 @@ class DimeNetConfig(Settings):
     before_skip: Natural = 1
     """residual layers before the skip connection of a block"""
     after_skip: Natural = 2
-    """residual layers after it"""
+    """residual layers after the skip connection"""
     output_layers: Natural = 3
     """dense layers of an output block"""
     elements: Positive = 95
@@ -64,4 +60,4 @@ class DimeNetConfig(Settings):
     scale: Annotated[float, Field(gt=0)] | None = 1.0
     """eV per unit of the network's energy, and eV/angstrom of its forces; null: taken from the data"""
     references: dict[Annotated[int, Field(ge=1, le=118)], float] = {}
-    """eV that each atom of an element has more, by atomic number: those of the source of the data"""
+    """eV that each atom of an element adds, by atomic number, as the source of the data counts them"""

@@ -1,4 +1,4 @@
-"""What others say of atoms, under their names and in their shapes: PyTorch Geometric's ``Data`` and ASE's ``Atoms``, as arrays.
+"""Arrays out of PyTorch Geometric's ``Data`` and ASE's ``Atoms``, whatever names and shapes these have.
 
 B structures, N atoms. Neither package is imported: their objects are known by what they have.
 """
@@ -38,11 +38,11 @@ class Fields(NamedTuple):
 
 
 def fields(source: Any, where: str = "atoms", labels: bool = True) -> list[Fields]:
-    """The structures of ``source``: a PyTorch Geometric ``Data`` or ``Batch``, ASE's ``Atoms``, or a sequence of such; copies.
+    """Copies of the structures in ``source``: a PyTorch Geometric ``Data`` or ``Batch``, ASE's ``Atoms``, or a sequence of these.
 
-    Periodic, without ``pbc``, is what has a cell. ASE's labels are those that its calculator has computed already. ``labels``:
-    whether energies and forces are read. Raises DataError, with ``where`` and the name of a field that is missing, of another shape
-    than its structures have, or not a finite label.
+    Without ``pbc`` a structure is periodic if it has a cell. ASE's labels are those that its calculator has computed already.
+    ``labels``: whether energies and forces are read. Raises DataError, with ``where`` and the name of a field that is missing, of
+    another shape than its structures have, or not a finite label.
     """
     if isinstance(source, Sequence) and not isinstance(source, str):
         return [one for k, each in enumerate(source) for one in fields(each, f"{where}[{k}]", labels)]
@@ -100,7 +100,7 @@ def _array(values: Any, name: str, where: str) -> Floats:
 
 
 def _split(found: dict[str, Any], counts: list[int], where: str) -> list[Fields]:
-    """Arrays of all structures as those of each."""
+    """The arrays of all structures, divided into those of each."""
     sizes = {"N": sum(counts), "B": len(counts)}
     arrays = {name: None if found[name] is None else _shaped(found[name], name, sizes, where) for name in NAMES}
     absent = {

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hpcai.errors import DataError, MissingExtraError
+from hpcai.errors import DataError
+from hpcai.lazy import optional
 from hpcai.models.dimenet.fields import fields
 from hpcai.models.dimenet.graph import Sizes, Structure, atoms, join
 from hpcai.models.dimenet.objective import Batch
@@ -24,8 +25,8 @@ class Frame(NamedTuple):
 
 
 def frames(source: Any, *, cutoff: float = 6.0, most: int | None = 50, where: str = "frames") -> list[Frame]:
-    """Structures with neighbours, energies, forces and which atoms are held: of PyTorch Geometric's ``Data`` or ``Batch``, of ASE's
-    ``Atoms``, or of a sequence of them. ``cutoff`` and ``most`` are those of the model. Raises DataError (see ``fields`` and
+    """Structures with neighbours, energies, forces and which atoms are held, from PyTorch Geometric's ``Data`` or ``Batch``, ASE's
+    ``Atoms``, or a sequence of them. ``cutoff`` and ``most`` are those of the model. Raises DataError (see ``fields`` and
     ``atoms``), which names the structure and the field."""
     made = []
     for one in fields(source, where):
@@ -35,8 +36,8 @@ def frames(source: Any, *, cutoff: float = 6.0, most: int | None = 50, where: st
 
 
 def batch_of(frames: Sequence[Frame], least: Sizes = Sizes(), counts: torch.Tensor | None = None) -> Batch:  # noqa: B008 immutable
-    """What ``loss`` and ``score`` read, of ``least`` sizes. ``counts`` [2]: free atoms and structures by which sums are divided;
-    None: those of these frames. Raises DataError for a frame without energy or forces."""
+    """The frames as ``loss`` and ``score`` read them, padded to ``least``. Sums are divided by ``counts`` [2], of free atoms and of
+    structures; None: those of these frames. Raises DataError for a frame without energy or forces."""
     for k, frame in enumerate(frames):
         if frame.energy is None or frame.forces is None:
             missing = "energy" if frame.energy is None else "forces"
@@ -56,7 +57,7 @@ def to_data(given: Structure | Frame | Sequence[Structure | Frame], found: Any =
     ``found``: what ``energy_and_forces`` says of them; otherwise a frame's own labels. Edges lead from row 0 of ``edge_index``
     [2, E] to row 1; ``cell_offsets`` [E, 3] are whole cells, ``distances`` [E] angstrom. Numbers keep their precision.
     """
-    geometric = _imported("torch_geometric.data", "Data", "peers")
+    geometric = optional("torch_geometric.data", "Data need", "peers")
     made = [geometric.Data(**_tensors(frame)) for frame in _labelled(given, found)]
     return made[0] if isinstance(given, Structure | Frame) else geometric.Batch.from_data_list(made)
 
@@ -64,7 +65,7 @@ def to_data(given: Structure | Frame | Sequence[Structure | Frame], found: Any =
 def to_ase(given: Structure | Frame | Sequence[Structure | Frame], found: Any = None) -> Any:
     """ASE's ``Atoms``, or a list of several, whose calculator holds energy and forces, if they are known, and whose held atoms are
     fixed; ``found`` as for ``to_data``."""
-    ase = _imported("ase", "Atoms", "opencatalyst")
+    ase = optional("ase", "Atoms need", "opencatalyst")
     calculators, constraints = import_module("ase.calculators.singlepoint"), import_module("ase.constraints")
     made = []
     for frame in _labelled(given, found):
@@ -111,11 +112,3 @@ def _tensors(frame: Frame) -> dict[str, Any]:
     }  # fmt: skip
     tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items() if array is not None}
     return tensors | {"natoms": len(one.numbers), "neighbors": len(one.centre)}
-
-
-def _imported(module: str, name: str, extra: str) -> Any:
-    try:
-        return import_module(module)
-    except ImportError as problem:
-        package = module.partition(".")[0]
-        raise MissingExtraError(f"{name} is of {package}, which is not installed: pip install 'hpcai-suite[{extra}]'") from problem

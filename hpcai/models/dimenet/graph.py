@@ -109,7 +109,7 @@ class Sizes(NamedTuple):
 
 
 def sizes(structures: Sequence[Structure]) -> Sizes:
-    """What ``join`` makes of them without padding."""
+    """The sizes of the graph that ``join`` makes of them without padding."""
     atoms = [len(structure.positions) for structure in structures]
     wide = [[np.bincount(row).max(initial=1) for row in (s.centre, s.other)] for s in structures]
     incoming, outgoing = (int(max(column)) for column in zip(*wide))

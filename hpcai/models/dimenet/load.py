@@ -1,10 +1,9 @@
-"""DimeNet++ weights in and out of files. Nothing is unpickled but tensors."""
+"""DimeNet++ weights in and out of files of ours and of other codes."""
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hpcai.errors import CheckpointError
@@ -12,9 +11,7 @@ from hpcai.models.dimenet.config import DimeNetConfig
 from hpcai.models.dimenet.model import DimeNet
 from hpcai.nn import weights
 
-_MODEL = "dimenet"
-
-
+FORMS = "fairchem", "pyg"
 # PyTorch Geometric's words for our settings; what is not here has no counterpart there.
 _PYG_WORDS = {
     "hidden": "hidden_channels", "blocks": "num_blocks", "interaction": "int_emb_size", "basis": "basis_emb_size",
@@ -23,49 +20,35 @@ _PYG_WORDS = {
     "output_layers": "num_output_layers",
 }  # fmt: skip
 _PYG_ELEMENTS = 95  # rows of its embedding
-_MANY = 512  # neighbours, for all of them: a metal has fewer within 10 angstrom
+_MANY = 512  # neighbours, where all are kept: a metal has fewer within 10 angstrom
 
 
-def save_weights(model: DimeNet, path: str | Path, given: Mapping[str, Tensor] | None = None, form: str = "hpcai") -> None:
-    """Weights in a file; ``given``: others than the model's own, by name. ``form``:
+def in_form(state: Mapping[str, Tensor], cfg: DimeNetConfig, form: str) -> dict[str, Any]:
+    """Weights as another code has them:
 
-    - ``hpcai``: safetensors with settings;
     - ``fairchem``: a checkpoint as fairchem and the MLPerf HPC reference write them, under ``state_dict``, with ``module.module.``;
     - ``pyg``: the state dict of PyTorch Geometric's ``DimeNetPlusPlus(**pyg_words(model.cfg))``. Its output blocks lack the bias of
       ``lin_up``, which goes into that of the next layer: energies are the same.
 
-    Energies of the last two are in units of the network: ``scale``, ``mean`` and ``references`` stay behind. Raises CheckpointError
-    for another form, and for a network that PyTorch Geometric cannot have.
+    Energies of both are in units of the network: ``scale``, ``mean`` and ``references`` stay behind. Raises CheckpointError for a
+    network that PyTorch Geometric cannot have.
     """
-    path, state = Path(path), given or model.state_dict()
-    if form == "hpcai":
-        weights.write(path, _MODEL, model.cfg, state)
-        return
-    if form not in ("fairchem", "pyg"):
-        raise CheckpointError(f"{path}: there is no form {form!r} of weights; expected one of hpcai, fairchem, pyg")
-    state = {name: value.detach().cpu().clone() for name, value in state.items()}
-    partial = path.with_name(f".{path.name}.partial")
-    wrapped = {"state_dict": {f"module.module.{name}": value for name, value in state.items()}}
-    torch.save(_pyg(state, model.cfg, path) if form == "pyg" else wrapped, partial)
-    partial.replace(path)
-
-
-def _pyg(state: dict[str, Tensor], cfg: DimeNetConfig, path: Path) -> dict[str, Tensor]:
-    """W (U x + b) + c = W U x + (W b + c)"""
-    biases = {name: state.pop(name) for name in list(state) if name.startswith("output_blocks.") and name.endswith("lin_up.bias")}
+    found = {name: value.clone() for name, value in state.items()}  # of a view torch would write all that it looks at
+    if form == "fairchem":
+        return {"state_dict": {f"module.module.{name}": value for name, value in found.items()}}
     if cfg.elements != _PYG_ELEMENTS:
-        raise CheckpointError(f"{path}: elements is {cfg.elements}, but PyTorch Geometric's embedding has {_PYG_ELEMENTS} rows")
-    for name, bias in biases.items():
-        layer = name.replace("lin_up.bias", "lins.0")
-        if f"{layer}.bias" in state:
-            state[f"{layer}.bias"] += state[f"{layer}.weight"] @ bias
+        raise CheckpointError(f"elements is {cfg.elements}, but PyTorch Geometric's embedding has {_PYG_ELEMENTS} rows")
+    for name in [name for name in state if name.startswith("output_blocks.") and name.endswith("lin_up.bias")]:
+        bias, layer = found.pop(name), name.replace("lin_up.bias", "lins.0")
+        if f"{layer}.bias" in found:  # W (U x + b) + c = W U x + (W b + c)
+            found[f"{layer}.bias"] += found[f"{layer}.weight"] @ bias
         elif bias.any():
-            raise CheckpointError(f"{path}: {name} is not 0, which PyTorch Geometric lacks, and no layer follows (output_layers=0)")
-    return state
+            raise CheckpointError(f"{name} is not 0, which PyTorch Geometric lacks, and no layer follows (output_layers=0)")
+    return found
 
 
 def pyg_words(cfg: DimeNetConfig) -> dict[str, Any]:
-    """What PyTorch Geometric's ``DimeNetPlusPlus`` is made with to be this network; it sees atoms without periodic images, and its
+    """The arguments that make PyTorch Geometric's ``DimeNetPlusPlus`` this network; it sees atoms without periodic images, and its
     forces are those of conservative angles."""
     found = {theirs: getattr(cfg, ours) for ours, theirs in _PYG_WORDS.items()}
     return found | {"out_channels": 1, "max_num_neighbors": cfg.most or _MANY}
@@ -75,55 +58,41 @@ def load_weights(path: str | Path, cfg: DimeNetConfig | None = None) -> DimeNet:
     """A model in evaluation mode from a file of weights, told apart by what the file is:
 
     - safetensors: ours (settings travel inside) or a plain state dict;
-    - a torch state dict (``.pt``): ours or that of the MLPerf HPC reference and of fairchem, with or without ``module.`` (twice)
-      before the names, alone or under ``state_dict``, ``model_state_dict`` or ``model``; or PyTorch Geometric's, whose output
-      blocks have no bias in ``lin_up``.
+    - a torch state dict (``.pt``): ours or that of the MLPerf HPC reference and of fairchem, alone or within a checkpoint; or
+      PyTorch Geometric's, whose output blocks have no bias in ``lin_up``.
 
     ``cfg`` gives what such files do not say (cutoff, neighbours, angles, units); widths are read off the weights and must agree
     with it. Without it such a model has the benchmark's detached angles. Raises CheckpointError for a file that is none of these or
     does not fit.
     """
     path = Path(path)
-    state, found = weights.read(path, _MODEL, DimeNetConfig)
-    state = {name.removeprefix("module."): value for name, value in state.items()}
+    state, found = weights.read(path, "dimenet", DimeNetConfig)
     if found is None:
-        shape = _shape(state, path)
-        found = cfg or DimeNetConfig(angles="detached")
-        for asked, value in shape.items():
-            if cfg is not None and getattr(cfg, asked) != value:
-                raise CheckpointError(f"{path}: the weights have {asked} {value}, the settings {getattr(cfg, asked)}; load without")
-        found = found.model_copy(update=shape)
+        with weights.names_known(path, state, "of the reference (rbf.freq, emb.emb.weight, ...)"):
+            sizes = _sizes(state)
+        if cfg is not None:
+            weights.agree(path, sizes, {name: getattr(cfg, name) for name in sizes})
+        found = (cfg or DimeNetConfig(angles="detached")).model_copy(update=sizes)
     elif cfg is not None and cfg != found:
         raise CheckpointError(f"{path}: holds its own settings, and other ones are given; load without settings")
     model = DimeNet(found)
     for name, value in model.state_dict().items():
         if name.endswith("lin_up.bias") and name not in state:
             state[name] = value.new_zeros(value.shape)
-    try:
-        model.load_state_dict(state)
-    except RuntimeError as problem:
-        raise CheckpointError(f"{path}: not the weights of a DimeNet++: {problem}") from problem
-    return model.eval()
+    return weights.filled(model, state, path)
 
 
-def _shape(state: Mapping[str, Tensor], path: Path) -> dict[str, int]:
+def _sizes(state: Mapping[str, Tensor]) -> dict[str, int]:
     def count(start: str, end: str) -> int:
         return sum(name.startswith(start) and name.endswith(end) for name in state)
 
-    try:
-        first = "interaction_blocks.0."
-        basis, table = state[f"{first}lin_sbf1.weight"].shape
-        radial = len(state["rbf.freq"])
-        return {
-            "hidden": state["emb.emb.weight"].shape[1], "elements": len(state["emb.emb.weight"]), "radial": radial, "basis": basis,
-            "spherical": table // radial, "output": len(state["output_blocks.0.lin_up.weight"]),
-            "interaction": len(state[f"{first}lin_down.weight"]), "blocks": count("interaction_blocks.", ".lin_up.weight"),
-            "before_skip": count(f"{first}layers_before_skip.", "lin1.weight"),
-            "after_skip": count(f"{first}layers_after_skip.", "lin1.weight"),
-            "output_layers": count("output_blocks.0.lins.", "weight"),
-        }  # fmt: skip
-    except (KeyError, ValueError) as problem:
-        known = ", ".join(list(state)[:6])
-        raise CheckpointError(
-            f"{path}: no tensor {problem}; expected the names of the reference (rbf.freq, emb.emb.weight, ...), found {known}"
-        ) from problem
+    first = "interaction_blocks.0."
+    basis, table = state[f"{first}lin_sbf1.weight"].shape
+    radial = len(state["rbf.freq"])
+    return {
+        "hidden": state["emb.emb.weight"].shape[1], "elements": len(state["emb.emb.weight"]), "radial": radial, "basis": basis,
+        "spherical": table // radial, "output": len(state["output_blocks.0.lin_up.weight"]),
+        "interaction": len(state[f"{first}lin_down.weight"]), "blocks": count("interaction_blocks.", ".lin_up.weight"),
+        "before_skip": count(f"{first}layers_before_skip.", "lin1.weight"),
+        "after_skip": count(f"{first}layers_after_skip.", "lin1.weight"), "output_layers": count("output_blocks.0.lins.", "weight"),
+    }  # fmt: skip

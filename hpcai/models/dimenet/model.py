@@ -8,7 +8,7 @@ B structures, N atoms, E edges, K into an atom, L out of it, H hidden, I interac
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,11 +18,13 @@ from hpcai.models.dimenet.basis import SphericalBessel, angular_factor, envelope
 from hpcai.models.dimenet.config import DimeNetConfig
 from hpcai.models.dimenet.graph import Graph, Structure, fits, join
 from hpcai.models.dimenet.tables import collect, place, spread, turn, unplace
+from hpcai.nn.inference import asked
 from hpcai.nn.swish import swish
+from hpcai.nn.weights import Portable
 
 
 class Prediction(NamedTuple):
-    """In units of the network: ``cfg.scale`` eV, and eV/angstrom."""
+    """Energies and forces in units of the network: ``cfg.scale`` eV, and eV/angstrom."""
 
     energy: Tensor  # [B]
     forces: Tensor  # [N, 3]
@@ -143,7 +145,7 @@ class Around(nn.Module):
 
 
 class Output(nn.Module):
-    """What messages say of the atoms that they come to.   [E, H] -> [N, 1]"""
+    """An energy for each atom, from the messages that come to it.   [E, H] -> [N, 1]"""
 
     def __init__(self, cfg: DimeNetConfig) -> None:
         super().__init__()
@@ -161,9 +163,10 @@ class Output(nn.Module):
             return nn.functional.linear(x.to(said.dtype), self.lin.weight.to(said.dtype))
 
 
-class DimeNet(nn.Module):
+class DimeNet(Portable):
     """A graph -> energies of its structures and forces on its atoms."""
 
+    package = __package__
     references: Tensor | None  # [elements, 1] eV
 
     def __init__(self, cfg: DimeNetConfig | None = None) -> None:
@@ -177,7 +180,7 @@ class DimeNet(nn.Module):
         self.mean_over_copies: nn.Module = nn.Identity()  # seam: a loss divides by what all copies of the model count
         self.scale, self.mean = cfg.scale or 1.0, cfg.mean or 0.0
         each = torch.tensor([cfg.references.get(number, 0.0) for number in range(cfg.elements)], dtype=torch.float64)
-        # Of the settings and not of the weights: the keys of a checkpoint are those of the benchmark.
+        # Taken from the settings and no weights: the keys of a checkpoint stay those of the benchmark.
         self.register_buffer("references", each[:, None] if cfg.references else None, persistent=False)
         _initialise(self)
 
@@ -194,16 +197,15 @@ class DimeNet(nn.Module):
         return Prediction(each, -slope)
 
     def offset(self, graph: Graph) -> Tensor | float:
-        """eV that the energies have more than the network says.   [B]"""
+        """Energy that is added to what the network says, eV.   [B]"""
         if self.references is None:
             return self.mean
         return self.mean + collect(self.references[graph.numbers], graph.structure, graph.members)[:-1, 0]
 
     def physical(self, graph: Graph, found: Prediction) -> tuple[Tensor, Tensor]:
-        """eV [B] and eV/angstrom [N, 3]."""
+        """Energies [B] in eV and forces [N, 3] in eV/angstrom."""
         return found.energy.double() * self.scale + self.offset(graph), found.forces * self.scale
 
-    @torch.no_grad()
     def energy_and_forces(self, structures: Structure | Sequence[Structure]) -> Any:
         """Energy (eV, a float) and forces (eV/angstrom, [N, 3]) of one structure (see ``atoms``), or a list of such pairs.
 
@@ -215,8 +217,8 @@ class DimeNet(nn.Module):
         for structure in given:
             fits(structure, self.cfg)
         weight = self.emb.emb.weight
-        graph = join(given).to(weight.device, torch.float32 if weight.dtype == torch.bfloat16 else weight.dtype)
-        with torch.autocast(weight.device.type, torch.bfloat16, enabled=weight.dtype == torch.bfloat16):
+        with asked(self, weight) as dtype:
+            graph = join(given).to(weight.device, dtype)
             energy, forces = self.physical(graph, self(graph))
         sizes = [len(structure.positions) for structure in given]
         parts = forces.double().cpu()[: sum(sizes)].split(sizes)
@@ -228,19 +230,6 @@ class DimeNet(nn.Module):
         from hpcai.models.dimenet.calculator import DimeNetCalculator
 
         return DimeNetCalculator(self)
-
-    @classmethod
-    def load(cls, path: Any, cfg: DimeNetConfig | None = None) -> "DimeNet":
-        """A model from weights in a file; see ``hpcai.models.dimenet.load_weights`` for the formats."""
-        from hpcai.models.dimenet.load import load_weights
-
-        return load_weights(path, cfg)
-
-    def save(self, path: Any, weights: Mapping[str, Tensor] | None = None, form: str = "hpcai") -> None:
-        """Weights and settings in one safetensors file, or as another code has them; ``weights`` in place of the model's own."""
-        from hpcai.models.dimenet.load import save_weights
-
-        save_weights(self, path, weights, form)
 
     def energy(self, positions: Tensor, graph: Graph) -> Tensor:
         """[N, 3] -> [B]"""
@@ -269,7 +258,7 @@ class DimeNet(nn.Module):
 
 
 def _initialise(model: nn.Module) -> None:
-    """Orthogonal matrices of the variance that Glorot asks for; what an output block says last is 0 at first."""
+    """Draw orthogonal matrices of the variance that Glorot asks for; the last layer of an output block begins with zeros."""
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Linear) and not name.startswith("emb."):
             nn.init.orthogonal_(layer.weight)

@@ -1,4 +1,4 @@
-"""What DimeNet++ is trained for and how well it does.   B structures, N atoms."""
+"""The loss that trains DimeNet++, and its scores.   B structures, N atoms."""
 
 from typing import Any, NamedTuple
 
@@ -40,8 +40,8 @@ def loss(model: Any, batch: Batch, cfg: ObjectiveConfig = ObjectiveConfig()) -> 
 def score(model: Any, batch: Batch) -> dict[str, tuple[Tensor, Any]]:
     """``force_mae``, the metric of MLPerf HPC (target 0.036 eV/angstrom): mean |dF| over free atoms and directions.
     ``force_cosine``: mean cosine of the angle between forces. ``energy_mae``. ``within``: share of the structures whose energy is
-    right to 0.02 eV and every force to 0.03 eV/angstrom. And what would be had for nothing: ``force_zero``, the MAE of no force at
-    all, and ``energy_mean``, that of the mean energy."""
+    right to 0.02 eV and every force to 0.03 eV/angstrom. Two others show what is had for nothing: ``force_zero``, the MAE of no
+    force at all, and ``energy_mean``, that of the mean energy."""
     energy, forces = model.physical(batch.graph, model(batch.graph))
     free, graph, count = batch.free[:, None], batch.graph, len(batch.energy)
     error, off = (forces - batch.forces).abs() * free, (energy - batch.energy).abs()
@@ -59,7 +59,7 @@ def score(model: Any, batch: Batch) -> dict[str, tuple[Tensor, Any]]:
 
 
 def pairs(model: Any, batch: Batch) -> dict[str, Tensor]:
-    """Rows for pictures: true and predicted energies [B, 2], eV; of every free atom its element [A] and its forces [A, 2, 3],
+    """Rows for pictures: true and predicted energies [B, 2] in eV; the element [A] of every free atom and its forces [A, 2, 3] in
     eV/angstrom."""
     energy, forces = model.physical(batch.graph, model(batch.graph))
     free = batch.free > 0

@@ -8,14 +8,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from hpcai.errors import DataError, MissingExtraError
+from hpcai.errors import DataError
+from hpcai.lazy import optional
 
 TIE = 1e-4  # between equal distances; float32 rounds those of a slab by 1e-6, and bonds differ by more
-NEAREST = 1e-3  # that two atoms may be to one another
-SEARCH = 1.0  # for such pairs: at 1e-3 vesin takes seventy times as long
-FARTHEST = 1e4  # that an atom may be from the origin
-FLAT = 1e-6  # that a cell may have of the volume of a box with its sides
-MOST_EDGES = 2e8  # in one list: 12 GB
+NEAREST = 1e-3  # least distance of two atoms
+SEARCH = 1.0  # cutoff of the search for atoms that are too near: at 1e-3 vesin takes seventy times as long
+FARTHEST = 1e4  # largest coordinate of an atom
+FLAT = 1e-6  # least volume of a cell, as a share of that of a box with the same sides
+MOST_EDGES = 2e8  # edges in one list, which take 12 GB
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -47,10 +48,10 @@ def neighbours(
     whole = _complete(box, periodic)
     _refuse_too_many(r, whole, periodic, cutoff, where)
     i, j, offset = _search(r, whole, periodic, cutoff)
-    # Of these very vectors, so that rounding decides about a pair at the cutoff as it does in ASE.
+    # The length of these very vectors counts: rounding decides about a pair at the cutoff as it does in ASE.
     vector = r[j] - r[i] + offset @ np.where(periodic[:, None], box, 0.0)
     distance = np.sqrt((vector * vector).sum(1))
-    near = np.argsort(i * (2 * cutoff) + distance)  # by both; rounded by far less than a tie
+    near = np.argsort(i * (2 * cutoff) + distance)  # one key for both, rounded by far less than a tie
     level = np.empty(len(i), np.int64)
     level[near] = np.cumsum((np.diff(distance[near], prepend=-1.0) > TIE) | (np.diff(i[near], prepend=-1) > 0))
     order = np.lexsort((_pack(offset), j, level))
@@ -127,11 +128,8 @@ def _complete(cell: Floats, periodic: Bools) -> Floats:
 
 def _search(r: Floats, box: Floats, periodic: Bools, cutoff: float) -> tuple[Ints, Ints, NDArray[np.int32]]:
     """i [E], j [E] and S [E, 3] of all pairs within the cutoff, and perhaps a few just beyond, in any order."""
-    try:
-        from vesin import NeighborList
-    except ImportError as problem:
-        raise MissingExtraError("neighbour lists need vesin: pip install 'hpcai-suite[opencatalyst]'") from problem
-    search = NeighborList(cutoff=cutoff * (1 + 1e-9), full_list=True, n_threads=1)
+    vesin = optional("vesin", "neighbour lists need", "opencatalyst")
+    search = vesin.NeighborList(cutoff=cutoff * (1 + 1e-9), full_list=True, n_threads=1)
     i, j, offset = search.compute(r, box, periodic, "ijS")
     return i.astype(np.int64), j.astype(np.int64), offset.astype(np.int32)
 
@@ -143,7 +141,8 @@ def _pack(offset: NDArray[np.int32]) -> Ints:
 
 
 def _refuse_too_many(r: Floats, whole: Floats, periodic: Bools, cutoff: float, where: str) -> None:
-    """Before memory is spent: N * N / V * 4/3 pi c^3, V with the room that the atoms take where it is not periodic."""
+    """Refuse before memory is spent. N * N / V * 4/3 pi c^3 edges are expected; V counts the room that the atoms take along
+    directions that are not periodic."""
     room = np.where(periodic, 1.0, np.ptp(r @ whole.T, axis=0) + cutoff) if len(r) else np.ones(3)
     volume = abs(float(np.linalg.det(whole))) * float(np.prod(room))
     edges = len(r) ** 2 / max(volume, 1e-300) * 4 / 3 * np.pi * cutoff**3

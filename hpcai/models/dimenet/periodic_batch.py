@@ -8,8 +8,8 @@ from torch import Tensor
 
 from hpcai.models.dimenet.periodic import TIE
 
-CANDIDATES = 2**22  # at a time: they take about 1 GB
-SLACK = 1e-6  # of a cell, against rounding of fractional coordinates
+CANDIDATES = 2**22  # as many at a time take about 1 GB
+SLACK = 1e-6  # share of a cell that makes up for rounded fractional coordinates
 
 
 def neighbours_of_batch(
@@ -18,7 +18,7 @@ def neighbours_of_batch(
     """``neighbours`` of every structure, one after another: i [E], j [E] int64 in the batch, S [E, 3] int32, in the same order.
 
     positions [N, 3], cells [B, 3, 3], pbc [B, 3] bool, structure [N] ascending, of atoms that ``periodic.check`` has passed.
-    All is computed in float64, whatever the dtype of positions and cells. Every pair of atoms of a structure is looked at, with
+    All numbers are float64, whatever the dtype of positions and cells. Every pair of atoms of a structure is looked at, with
     just those offsets that may bring it within the cutoff along each lattice vector: right for any cell and for atoms outside of
     it, and meant for structures of up to some thousand atoms.
 
@@ -49,7 +49,7 @@ def neighbours_of_batch(
         both = torch.cat([apart[:, :3], lattice.flatten(1).index_select(0, b)], 1).index_select(0, pair)  # [C, 12]
         s, t = offset.double().unbind(1), both.unbind(1)
         x, y, z = (t[k] + (s[0] * t[3 + k] + s[1] * t[6 + k] + s[2] * t[9 + k]) for k in range(3))
-        distance = (x * x + y * y + z * z).sqrt()  # by columns: a sum over three takes six times as long
+        distance = (x * x + y * y + z * z).sqrt()  # column by column: a sum over three takes six times as long
         # An atom is its own neighbour only in another cell.
         inside = (distance < cutoff) & ((i != j).index_select(0, pair) | (distance > 0))
         i, j = i.index_select(0, pair), j.index_select(0, pair)
@@ -66,8 +66,8 @@ def neighbours_of_batch(
 
 
 def _dual(lattice: Tensor, pbc: Tensor) -> Tensor:
-    """What positions are multiplied with to count cells along each lattice vector; zero where that is not periodic, whose rows
-    of the lattice are zero. The lengths of its columns are one over the heights of the cell.   [B, 3, 3]"""
+    """The matrix that turns positions into cells along each lattice vector; 0 along directions that are not periodic, whose rows of
+    the lattice are 0. The lengths of its columns are one over the heights of the cell.   [B, 3, 3]"""
     gram = lattice @ lattice.mT + torch.diag_embed((~pbc).double())
     return lattice.mT @ torch.linalg.inv_ex(gram)[0]  # inv would wait for the device
 

@@ -23,14 +23,14 @@ def place(x: Tensor, there: Tensor, back: Tensor) -> Tensor:
 
 
 def unplace(x: Tensor, back: Tensor, there: Tensor) -> Tensor:
-    """What ``place`` does, undone.   x [N, K, C], back [E], there [N, K] -> [E, C]"""
+    """The inverse of ``place``.   x [N, K, C], back [E], there [N, K] -> [E, C]"""
     rows = x.flatten(0, 1)
     return rows[back] if torch.compiler.is_compiling() else _Place.apply(rows, back, there.flatten())
 
 
 def turn(x: Tensor, reverse: Tensor) -> Tensor:
-    """Values of the edges that lead back.   x [E, C], reverse [E] -> [E, C]"""
-    return x[reverse] if torch.compiler.is_compiling() else _Turn.apply(x, reverse)
+    """Values of the edges that lead back; done twice it changes nothing.   x [E, C], reverse [E] -> [E, C]"""
+    return x[reverse] if torch.compiler.is_compiling() else _Place.apply(x, reverse, reverse)
 
 
 def spread(x: Tensor, index: Tensor, table: Tensor) -> Tensor:
@@ -65,16 +65,6 @@ class _Place(_ByTable):
     def backward(ctx: Any, g: Tensor) -> Any:
         there, back = ctx.saved_tensors
         return _Place.apply(g, back, there), None, None
-
-
-class _Turn(_ByTable):
-    @staticmethod
-    def forward(x: Tensor, reverse: Tensor) -> Tensor:
-        return x.index_select(0, reverse)
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        return _Turn.apply(g, *ctx.saved_tensors), None
 
 
 class _Spread(_ByTable):

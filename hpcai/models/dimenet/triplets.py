@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hpcai.models.dimenet import model as ours
-from hpcai.models.dimenet.basis import zeros
+from hpcai.models.dimenet.basis import SphericalBessel, radial_functions
 from hpcai.models.dimenet.config import DimeNetConfig
 from hpcai.models.dimenet.graph import Graph
 from hpcai.models.dimenet.model import Prediction
@@ -64,45 +64,17 @@ def energy_and_forces(net: Any, positions: Tensor, edges: Edges, detached: bool)
     return energy, -torch.autograd.grad(energy.sum(), positions, create_graph=True)[0]
 
 
-class _Radial(nn.Module):
-    """[E] -> [E, R]"""
-
-    def forward(self: Any, d: Tensor) -> Tensor:
-        x = d[:, None] / self.cutoff
-        return _envelope(x, self.exponent) * torch.sin(self.freq * x)
-
-
-class _Spherical(nn.Module):
+class _Spherical(SphericalBessel):
     """[E], [T] -> [T, L * R]; as polynomials of a sine and a cosine, of every edge and then of every triplet."""
 
-    def __init__(self, cfg: DimeNetConfig) -> None:
-        super().__init__()
-        self.cutoff, self.exponent, self.zeros = cfg.cutoff, cfg.envelope, torch.from_numpy(zeros(cfg.spherical, cfg.radial))
-
-    def forward(self, d: Tensor, angle: Tensor, kj: Tensor) -> Tensor:
-        x = d.double()[:, None] / self.cutoff  # what float32 leaves of order 6 is off by 2e-4 at 1.1 angstrom
-        z = self.zeros.to(d.device)
-        rows = [_bessel(x * z[n], n) * (math.sqrt(2) / _bessel(z[n], n + 1).abs()) for n in range(len(z))]
-        radial = (_envelope(x, self.exponent)[..., None] * torch.stack(rows, 1)).to(d.dtype)  # [E, L, R]
-        cosine = torch.cos(angle)
+    def forward(self, d: Tensor, angle: Tensor, kj: Tensor) -> Tensor:  # type: ignore[override]
+        orders, cosine = len(self.z), torch.cos(angle)
+        radial = radial_functions(d, self.z, self.norm, self.cutoff, self.exponent).unflatten(1, (orders, -1))
         legendre = [torch.ones_like(angle), cosine]
-        for n in range(2, len(z)):
+        for n in range(2, orders):
             legendre.append(((2 * n - 1) * cosine * legendre[n - 1] - (n - 1) * legendre[n - 2]) / n)
-        harmonic = torch.stack([math.sqrt((2 * n + 1) / (4 * math.pi)) * legendre[n] for n in range(len(z))], 1)
+        harmonic = torch.stack([math.sqrt((2 * n + 1) / (4 * math.pi)) * legendre[n] for n in range(orders)], 1)
         return (radial[kj] * harmonic[..., None]).flatten(1)
-
-
-def _envelope(x: Tensor, exponent: int) -> Tensor:
-    p = exponent + 1
-    a, b, c = -(p + 1) * (p + 2) / 2, p * (p + 2), -p * (p + 1) / 2
-    return 1 / x + a * x ** (p - 1) + b * x**p + c * x ** (p + 1)
-
-
-def _bessel(x: Tensor, order: int) -> Tensor:
-    found = [torch.sin(x) / x, torch.sin(x) / x**2 - torch.cos(x) / x]
-    for n in range(1, order):
-        found.append((2 * n + 1) / x * found[n] - found[n - 1])
-    return found[order]
 
 
 class _Embedding(nn.Module):
@@ -146,13 +118,13 @@ class WithTriplets(ours.DimeNet):
     def __init__(self, cfg: DimeNetConfig | None = None) -> None:
         super().__init__(cfg)
         plain = {
-            ours.Bessel: _Radial, ours.Embedding: _Embedding, ours.Residual: _Residual, ours.Interaction: _Interaction,
-            ours.Output: _Output,
+            SphericalBessel: _Spherical, ours.Embedding: _Embedding, ours.Residual: _Residual,
+            ours.Interaction: _Interaction, ours.Output: _Output,
         }  # fmt: skip
         for layer in self.modules():
             layer.__class__ = plain.get(type(layer), type(layer))
+        self.sbf = self.spherical
         del self.spherical
-        self.sbf = _Spherical(self.cfg)
 
     def forward(self, graph: Graph) -> Prediction:
         edges, detached = edges_of(graph), self.cfg.angles == "detached"

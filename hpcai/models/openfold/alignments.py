@@ -24,7 +24,7 @@ from hpcai.errors import DataError
 from hpcai.models.openfold.residues import GAP, LETTERS, UNKNOWN
 
 AGAIN = "make it again, or leave it out"
-NOT_FOR_MONOMERS = ("uniprot_hits", "pairing", "hmm_output", "pdb_hits")      # rows to pair chains by, and templates
+NOT_FOR_MONOMERS = ("uniprot_hits", "pairing", "hmm_output", "pdb_hits")      # rows that pair chains, and templates
 ORDER = ("uniref90", "mgnify", "bfd", "small_bfd")
 
 _INSERTED = b"abcdefghijklmnopqrstuvwxyz"
@@ -44,7 +44,7 @@ class Alignment:
 
     msa        [S, N]  residue types in the order of LETTERS, UNKNOWN, GAP
     deletions  [S, N]  letters of the row between the column before and this one, which the query lacks
-    names      of the rows, with all that stands beside them
+    names      the rows' names, with all that stands beside them
     """
 
     msa: NDArray[np.int8]
@@ -92,7 +92,7 @@ def read_alignments(source: str | Path | Sequence[str | Path], sequence: str | N
     found = []
     wanted = None if sequence is None else encode(sequence)
     for path in files:
-        found.append(read_stockholm(path) if ".sto" in path.suffixes else read_a3m(path))
+        found.append(read_alignment(path))
         wanted = found[0].msa[0] if wanted is None else wanted
         agree(found[-1].msa[0], wanted, f"{path}: the query")
     msa, deletions = (np.concatenate([getattr(part, field) for part in found]) for field in ("msa", "deletions"))
@@ -104,6 +104,12 @@ def read_alignments(source: str | Path | Sequence[str | Path], sequence: str | N
     if len(kept) == len(msa):
         return Alignment(msa, deletions, names)
     return Alignment(msa[kept], deletions[kept], [names[index] for index in kept])
+
+
+def read_alignment(path: Path) -> Alignment:
+    """All rows of one file."""
+    parse = parse_stockholm if ".sto" in path.suffixes else parse_a3m
+    return parse(_content(path), str(path))
 
 
 def _files(folder: Path) -> list[Path]:
@@ -118,11 +124,16 @@ def _files(folder: Path) -> list[Path]:
     return sorted((path for path in files if path.name.split(".")[0] not in NOT_FOR_MONOMERS), key=rank)
 
 
+def alike(one: NDArray[Any], other: NDArray[Any]) -> NDArray[np.bool_]:
+    """Where residue types are the same; an unknown one agrees with all."""
+    return np.asarray((one == other) | (one == UNKNOWN) | (other == UNKNOWN))
+
+
 def agree(query: NDArray[Any], wanted: NDArray[Any], what: str) -> None:
-    """Raises DataError, about ``what``, where two rows of residue types differ; an unknown one agrees with all."""
+    """Raises DataError, which names ``what``, where two rows of residue types are not alike."""
     if len(query) != len(wanted):
         raise DataError(f"{what} has {len(query)} residues, expected {len(wanted)}; is it of another chain?")
-    other = np.flatnonzero((query != wanted) & (query != UNKNOWN) & (wanted != UNKNOWN))
+    other = np.flatnonzero(~alike(query, wanted))
     if len(other):
         at, shown = other[0], LETTERS + "X-"
         raise DataError(
@@ -134,18 +145,13 @@ def agree(query: NDArray[Any], wanted: NDArray[Any], what: str) -> None:
 # ---- A3M
 
 
-def read_a3m(path: Path) -> Alignment:
-    return parse_a3m(_content(path), str(path))
-
-
 def parse_a3m(data: bytes, where: str) -> Alignment:
     """Rows of A3M; ``where`` names them in errors. Lines that begin with "#" are skipped."""
-    lines = _lines(data, where)
     names: list[str] = []
     starts: list[int] = []
     parts: list[list[bytes]] = []
-    for number, line in enumerate(lines, 1):
-        line = line.strip()
+    for number, text in enumerate(_lines(data, where), 1):
+        line = text.strip()
         if line.startswith(b">"):
             names.append(line[1:].decode("utf-8", "replace"))
             starts.append(number)
@@ -153,6 +159,7 @@ def parse_a3m(data: bytes, where: str) -> Alignment:
         elif line and not line.startswith(b"#"):
             if not parts:
                 raise DataError(f"{where}: line {number}: {_shown(line)} before any line with '>'; expected A3M; {AGAIN}")
+            _refuse_letters(line, text, number, where)
             parts[-1].append(line)
     if not parts:
         raise DataError(f"{where}: no line begins with '>', expected A3M with the query first; {AGAIN}")
@@ -161,19 +168,17 @@ def parse_a3m(data: bytes, where: str) -> Alignment:
     aligned = [row.translate(None, _INSERTED) for row in rows]
     width = len(aligned[0])
     if not width or len(rows[0]) != width:
-        text = "lower-case letters, which are insertions" if rows[0] else "no letters"
-        raise DataError(f"{where}: line {starts[0]}: the query, the first row, has {text}; expected upper-case letters; {AGAIN}")
-    ragged = next((index for index, row in enumerate(aligned) if len(row) != width), None)
-    if ragged is not None:
-        text = f"row {names[ragged][:40]!r} has {len(aligned[ragged]):,} columns (lower-case letters aside), expected {width:,}"
-        _refuse_letters(lines, starts[ragged], where)
-        raise DataError(f"{where}: line {starts[ragged]}: {text} as in the query; {AGAIN}")
+        odd = "lower-case letters, which are insertions" if rows[0] else "no letters"
+        raise DataError(f"{where}: line {starts[0]}: the query, the first row, has {odd}; expected upper-case letters; {AGAIN}")
+    for name, row, start in zip(names, aligned, starts):
+        if len(row) != width:
+            columns = f"{len(row):,} columns (lower-case letters aside), expected {width:,} as in the query"
+            raise DataError(f"{where}: line {start}: row {name[:40]!r} has {columns}; {AGAIN}")
     msa = _CODES[np.frombuffer(b"".join(aligned), np.uint8)].reshape(-1, width)
-    del aligned
-    bad = np.flatnonzero((msa == _BAD).any(1))
-    if len(bad):
-        _refuse_letters(lines, starts[bad[0]], where)
-    _refuse_gaps(msa[0], where, starts[0])
+    gaps = np.flatnonzero(msa[0] == GAP)
+    if len(gaps):
+        gap = f"the query, the first row, has a gap at its column {gaps[0] + 1}"
+        raise DataError(f"{where}: line {starts[0]}: {gap}; expected letters only; {AGAIN}")
     return Alignment(msa, _deletions(rows, width), names)
 
 
@@ -193,18 +198,14 @@ def _deletions(rows: list[bytes], width: int) -> NDArray[np.int32]:
 # ---- Stockholm
 
 
-def read_stockholm(path: Path) -> Alignment:
-    return parse_stockholm(_content(path), str(path))
-
-
 def parse_stockholm(data: bytes, where: str) -> Alignment:
     """Rows of Stockholm; ``where`` names them in errors. Case means nothing and "." is a gap."""
     lines = _lines(data, where)
     parts: dict[bytes, list[bytes]] = {}
     starts: list[int] = []
     end = None
-    for number, line in enumerate(lines, 1):
-        line = line.strip()
+    for number, text in enumerate(lines, 1):
+        line = text.strip()
         if number == 1 and not line.startswith(b"# STOCKHOLM"):
             raise DataError(f"{where}: line 1: {_shown(line)}, expected '# STOCKHOLM 1.0'; {AGAIN}")
         if line and end is not None:
@@ -215,6 +216,7 @@ def parse_stockholm(data: bytes, where: str) -> Alignment:
             fields = line.split()
             if len(fields) != 2:
                 raise DataError(f"{where}: line {number}: {_shown(line)}, expected a name and a row; {AGAIN}")
+            _refuse_letters(fields[1], text, number, where)
             if fields[0] not in parts:
                 parts[fields[0]] = []
                 starts.append(number)
@@ -228,12 +230,9 @@ def parse_stockholm(data: bytes, where: str) -> Alignment:
     width = len(rows[0])
     for name, row, start in zip(names, rows, starts):
         if len(row) != width:
-            text = f"row {name[:40]!r}, which begins here, has {len(row):,} columns in all, expected {width:,} as in the query"
-            raise DataError(f"{where}: line {start}: {text}; {AGAIN}")
+            columns = f"{len(row):,} columns in all, expected {width:,} as in the query"
+            raise DataError(f"{where}: line {start}: row {name[:40]!r}, which begins here, has {columns}; {AGAIN}")
     codes = _CODES[np.frombuffer(b"".join(rows), np.uint8)].reshape(-1, width)
-    bad = np.flatnonzero((codes == _BAD).any(1))
-    if len(bad):
-        _refuse_letters(lines, starts[bad[0]], where, list(parts)[bad[0]])
     column = codes[0] != GAP
     if not column.any():
         raise DataError(f"{where}: line {starts[0]}: the query, the first row, has only gaps; {AGAIN}")
@@ -241,7 +240,7 @@ def parse_stockholm(data: bytes, where: str) -> Alignment:
     if not column.all():
         next_column, first = np.unique(np.cumsum(column)[~column], return_index=True)
         counts = np.add.reduceat(codes[:, ~column] != GAP, first, axis=1, dtype=np.int32)
-        inside = next_column < deletions.shape[1]       # what follows the last column is no deletion
+        inside = next_column < deletions.shape[1]       # letters after the last column are no deletions
         deletions[:, next_column[inside]] = counts[:, inside]
     return Alignment(np.ascontiguousarray(codes[:, column]), deletions, names)
 
@@ -263,7 +262,7 @@ def parse_hhr(data: bytes, where: str) -> list[Hit]:
 
 
 def _hit(lines: list[str], begin: int, where: str) -> Hit:
-    """One section, which begins at line ``begin`` of the file."""
+    """The hit of one section, which begins at line ``begin`` of the file."""
     try:
         index = int(lines[0].split()[1])
         summary = dict(field.split("=") for field in lines[2].split())
@@ -325,26 +324,10 @@ def _shown(line: bytes) -> str:
     return repr(line[:40].decode("utf-8", "replace")) + ("..." if len(line) > 40 else "")
 
 
-def _refuse_letters(lines: list[bytes], start: int, where: str, name: bytes | None = None) -> None:
-    """Raise at the first character of a row that no residue has; the row begins at line ``start`` (of Stockholm: has ``name``)."""
-    for number, line in enumerate(lines[start - 1:], start):
-        text = line.rstrip()
-        if name is not None:
-            text = text if text.split()[:1] == [name] else b""
-        elif text.startswith((b">", b"#")):
-            if number > start and text.startswith(b">"):
-                return
-            text = b""
-        row = text.split()[-1] if name is not None and text else text.strip()
-        odd = row.translate(None, _ALLOWED)
-        if odd:
-            column = len(text) - len(row) + row.index(odd[:1]) + 1
-            character = repr(chr(odd[0])) if odd[0] < 128 else f"byte 0x{odd[0]:02x}"
-            raise DataError(f"{where}: line {number}, column {column}: {character}, expected letters of residues or '-'; {AGAIN}")
-
-
-def _refuse_gaps(query: NDArray[np.int8], where: str, line: int) -> None:
-    gaps = np.flatnonzero(query == GAP)
-    if len(gaps):
-        text = f"the query, the first row, has a gap at its column {gaps[0] + 1}"
-        raise DataError(f"{where}: line {line}: {text}; expected letters only; {AGAIN}")
+def _refuse_letters(row: bytes, line: bytes, number: int, where: str) -> None:
+    """Raise at the first character that no residue has, of a row that ends its line."""
+    odd = row.translate(None, _ALLOWED)
+    if odd:
+        column = len(line.rstrip()) - len(row) + row.index(odd[:1]) + 1
+        character = repr(chr(odd[0])) if odd[0] < 128 else f"byte 0x{odd[0]:02x}"
+        raise DataError(f"{where}: line {number}, column {column}: {character}, expected letters of residues or '-'; {AGAIN}")

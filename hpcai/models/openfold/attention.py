@@ -29,13 +29,16 @@ class GatedAttention(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor, bias: Tensor | None = None, columns: bool = False) -> Tensor:
         qkvg = self.linear_qkvg(x).unflatten(-1, (4, self.heads, self.head))
-        if columns:  # what is transposed are strides; every product reads and writes as its input lies
+        if columns:  # only strides are transposed; every product reads and writes as its input lies
             return self.linear_o(gated_attention(qkvg.transpose(1, 2), self.gate_bias, mask.transpose(1, 2), bias).transpose(1, 2))
         return self.linear_o(gated_attention(qkvg, self.gate_bias, mask, bias))
 
 
 class RowAttention(nn.Module):
-    """Algorithm 7.   m [B, S/n, R, C], mask [B, S/n, R], z [B, R/n, R, C] -> [B, S/n, R, C]"""
+    """Attention along the rows of an alignment, with a bias from pairs (Algorithm 7).
+
+    m [B, S/n, R, C], mask [B, S/n, R], z [B, R/n, R, C] -> [B, S/n, R, C]
+    """
 
     def __init__(self, channels: int, pair: int, head: int, heads: int) -> None:
         super().__init__()
@@ -50,7 +53,7 @@ class RowAttention(nn.Module):
 
 
 class ColumnAttention(nn.Module):
-    """Algorithm 8.   m [B, S, R/n, C], mask [B, S, R/n] -> [B, S, R/n, C]"""
+    """Attention along the columns of an alignment (Algorithm 8).   m [B, S, R/n, C], mask [B, S, R/n] -> [B, S, R/n, C]"""
 
     def __init__(self, channels: int, head: int, heads: int) -> None:
         super().__init__()
@@ -62,7 +65,7 @@ class ColumnAttention(nn.Module):
 
 
 class GlobalColumnAttention(nn.Module):
-    """Algorithm 19: one query for a whole column, one key and value for all heads.   m [B, S, R/n, C], mask [B, S, R/n]"""
+    """One query for a whole column, one key and value for all heads (Algorithm 19).   m [B, S, R/n, C], mask [B, S, R/n]"""
 
     def __init__(self, channels: int, head: int, heads: int) -> None:
         super().__init__()
@@ -90,8 +93,8 @@ class GlobalColumnAttention(nn.Module):
 
 
 class TriangleAttention(nn.Module):
-    """Algorithm 13, about the residue that edges start from: z [B, R/n, R, C], mask [B, R/n, R]; or 14, about that which
-    they end at: z [B, R, R/n, C], mask [B, R, R/n].
+    """Attention of an edge to those that start from the same residue (Algorithm 13): z [B, R/n, R, C], mask [B, R/n, R]; or to
+    those that end at the same one (Algorithm 14): z [B, R, R/n, C], mask [B, R, R/n].
     """
 
     def __init__(self, channels: int, head: int, heads: int, starting: bool) -> None:

@@ -1,20 +1,13 @@
 """Shape of OpenFold, the AlphaFold 2 network for single chains, and the settings it is known by. No torch here."""
 
-from typing import Annotated, Any, Self
+from typing import Any, Self
 
-from pydantic import Field
-
-from hpcai.config import Settings
+from hpcai.config import Natural, Positive, Rate, Settings, Weight
 from hpcai.errors import ConfigError
-
-Positive = Annotated[int, Field(ge=1)]
-Natural = Annotated[int, Field(ge=0)]
-Weight = Annotated[float, Field(ge=0)]
-Rate = Annotated[float, Field(ge=0, lt=1)]
 
 
 class PairConfig(Settings):
-    """What a block does to pairs."""
+    """Sizes of what a block does to pairs."""
 
     triangle: Positive = 128
     """channels of a triangle multiplication"""
@@ -27,7 +20,7 @@ class PairConfig(Settings):
 
 
 class MsaConfig(Settings):
-    """What a block does to the rows of an alignment."""
+    """Sizes of what a block does to the rows of an alignment."""
 
     head: Positive = 32
     heads: Positive = 8
@@ -35,11 +28,11 @@ class MsaConfig(Settings):
     """channels of the outer product's factors"""
     transition: Positive = 4
     dropout: Rate = 0.15
-    """of row attention alone"""
+    """rate after row attention, the only place that has any"""
 
 
 class TemplateConfig(Settings):
-    """Structures of relatives."""
+    """Sizes of what reads templates, which are structures of relatives."""
 
     channels: Positive = 64
     blocks: Natural = 2
@@ -62,7 +55,7 @@ class StructureConfig(Settings):
     """Sizes of the structure module, which makes atoms of pairs."""
 
     passes: Positive = 8
-    """with the same weights"""
+    """how often the module runs, with the same weights"""
     head: Positive = 16
     """scalar channels of a head of invariant point attention"""
     heads: Positive = 12
@@ -76,12 +69,12 @@ class StructureConfig(Settings):
 
 
 class HeadsConfig(Settings):
-    """What is predicted beside atoms."""
+    """Sizes of what is predicted beside atoms."""
 
     plddt: Positive = 128
     """channels of the head for confidence"""
     tm: bool = False
-    """aligned errors of pairs, for pTM"""
+    """whether aligned errors of pairs are predicted, for pTM"""
 
 
 class OpenFoldConfig(Settings):
@@ -100,11 +93,11 @@ class OpenFoldConfig(Settings):
     structure: StructureConfig = StructureConfig()
     heads: HeadsConfig = HeadsConfig()
     checkpoint: bool = False
-    """blocks keep their inputs alone and are computed again in the backward pass"""
+    """whether blocks keep only their inputs, and are computed again in the backward pass"""
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Self:
-        """``initial`` and ``finetuning`` (of training), ``model_1`` to ``model_5`` of AlphaFold (and with ``_ptm``), ``tiny``."""
+        """``initial`` and ``finetuning`` (of training), AlphaFold's ``model_1`` to ``model_5`` (also with ``_ptm``), ``tiny``."""
         if name not in _PRESETS:
             raise ConfigError(f"there is no preset {name!r} of OpenFold; expected one of {', '.join(_PRESETS)}")
         return cls.model_validate(_PRESETS[name] | changes)
@@ -130,7 +123,7 @@ class ObjectiveConfig(Settings):
     """Weights of the terms of the loss. The defaults are those of initial training, in MLPerf HPC too."""
 
     fape: Weight = 1.0
-    """frame-aligned point error: half of backbones in all passes, half of all atoms in the last"""
+    """frame-aligned point error: one half is that of backbones in all passes, the other that of all atoms in the last"""
     chi: Weight = 1.0
     """torsion angles of side chains in all passes, and their length"""
     distogram: Weight = 0.3

@@ -13,7 +13,7 @@ from hpcai.models.openfold.evoformer import TemplateStack
 from hpcai.models.openfold.layers import Linear, one_hot
 from hpcai.models.openfold.residues import MASKED, PLACE
 
-_LETTERS = MASKED + 1  # of alignments: 20, unknown, gap, masked
+_LETTERS = MASKED + 1  # alignments have 20, unknown, gap, masked
 _TYPES = _LETTERS - 1
 _FAR = 32  # residues of a chain beyond which a distance along it says no more
 _FARTHEST = 1e8  # square angstrom: the last bin of distances is open
@@ -36,7 +36,8 @@ class InputEmbedder(nn.Module):
 
 
 class RecyclingEmbedder(nn.Module):
-    """Algorithm 32: of the pass before the first sequence m [B, R, C], pairs z [B, R, R, C] and atoms x [B, R, 3] (angstrom)."""
+    """What a pass takes from the one before (Algorithm 32): first sequence m [B, R, C], pairs z [B, R, R, C], atoms x [B, R, 3] in
+    angstrom."""
 
     edges: Tensor
 
@@ -51,7 +52,7 @@ class RecyclingEmbedder(nn.Module):
 
 
 class ExtraEmbedder(nn.Module):
-    """[B, E, R, 25] -> [B, E, R, C]"""
+    """Extra rows, each a letter and two numbers of deletions.   [B, E, R, 25] -> [B, E, R, C]"""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -79,7 +80,7 @@ class TemplateAngles(nn.Module):
 
 
 class PointwiseAttention(nn.Module):
-    """Algorithm 17: every pair of the target over those of its templates.   t [B, T, R, R, Ct], z [B, R, R, C] -> [B, R, R, C]"""
+    """Attention of a pair to the same pair in templates (Algorithm 17).   t [B, T, R, R, Ct], z [B, R, R, C] -> [B, R, R, C]"""
 
     def __init__(self, template: int, pair: int, head: int, heads: int) -> None:
         super().__init__()
@@ -97,7 +98,7 @@ class PointwiseAttention(nn.Module):
 
 
 class TemplateEmbedder(nn.Module):
-    """What templates say of pairs.   z [B, R, R, C], pair_mask [B, R, R] -> [B, R, R, C]"""
+    """What templates add to pairs.   z [B, R, R, C], pair_mask [B, R, R] -> [B, R, R, C]"""
 
     edges: Tensor
 
@@ -137,6 +138,6 @@ def square_edges(first: float, last: float, count: int) -> Tensor:
 
 
 def bins(x: Tensor, edges: Tensor) -> Tensor:
-    """Which bin holds the distance of each pair, if any.   x [..., R, 3], edges [K + 1] -> [..., R, R, K]"""
+    """True in the bin that holds the distance of a pair, if any does.   x [..., R, 3], edges [K + 1] -> [..., R, R, K]"""
     apart = (x[..., :, None, :] - x[..., None, :, :]).square().sum(-1, keepdim=True)
     return (apart > edges[:-1].to(apart.dtype)) & (apart < edges[1:].to(apart.dtype))

@@ -22,7 +22,7 @@ _CPU = 256 << 20  # bytes of edges at a time, where there are no gradients
 
 
 class Masks(NamedTuple):
-    """What is there (1) and what pads (0), as each part of a block holds it."""
+    """1 where something is and 0 where padding is, as each part of a block holds it."""
 
     rows: Tensor  # [B, S/n, R]
     columns: Tensor  # [B, S, R/n]
@@ -30,9 +30,9 @@ class Masks(NamedTuple):
 
 
 class TriangleMultiplication(nn.Module):
-    """Algorithms 11 and 12.   z [B, R/n, R, C], mask [B, R/n, R] -> [B, R/n, R, C]
+    """An edge from products of the other two edges of its triangles: outgoing ones (Algorithm 11) or incoming (Algorithm 12).
 
-    Of incoming edges a process holds columns: z [B, R, R/n, C].
+    z [B, R/n, R, C], mask [B, R/n, R] -> [B, R/n, R, C]; for incoming edges a process holds columns: z [B, R, R/n, C]
     """
 
     def __init__(self, channels: int, hidden: int, outgoing: bool) -> None:
@@ -59,7 +59,7 @@ class TriangleMultiplication(nn.Module):
         return in_parts(rows, x.shape[2], z, 5 * hidden * one // x.shape[2], _CPU, 1)
 
     def _edges(self, z: Tensor, mask: Tensor, some: slice) -> Tensor:
-        """Some channels of what third residues add up to.   [B, c, R/n, R], or [B, c, R, R/n]"""
+        """Some channels of the sums over the third residues.   [B, c, R/n, R], or [B, c, R, R/n]"""
         weight, bias = (each.unflatten(0, (4, -1))[:, some].flatten(0, 1) for each in (self.linear_ab.weight, self.linear_ab.bias))
         x, g = channels_first(weight, bias, z).chunk(2, 1)
         a, b = gate(x, g, mask[:, None]).chunk(2, 1)
@@ -69,7 +69,7 @@ class TriangleMultiplication(nn.Module):
 
 
 class OuterProductMean(nn.Module):
-    """Algorithm 10; a pair that no sequence has gets bias / 0.001, as published.
+    """What an alignment tells pairs (Algorithm 10); a pair that no sequence has gets bias / 0.001, as published.
 
     m [B, S, R/n, C], mask [B, S, R/n] -> [B, R/n, R, C]
     """
@@ -113,7 +113,7 @@ class PairUpdate(nn.Module):
 
 
 class EvoformerBlock(nn.Module):
-    """Algorithm 6.   m [B, S/n, R, C], z [B, R/n, R, C] -> the same"""
+    """A block of the Evoformer (Algorithm 6).   m [B, S/n, R, C], z [B, R/n, R, C] -> the same"""
 
     def __init__(self, channels: int, pair: int, msa: MsaConfig, pairs: PairConfig) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class EvoformerBlock(nn.Module):
 
 
 class ExtraBlock(EvoformerBlock):
-    """Algorithm 18: as above, with a column's one global query."""
+    """A block for the extra rows (Algorithm 18): an Evoformer block with one global query for a column."""
 
     def __init__(self, channels: int, pair: int, msa: MsaConfig, pairs: PairConfig) -> None:
         super().__init__(channels, pair, msa, pairs)
@@ -142,7 +142,7 @@ class ExtraBlock(EvoformerBlock):
 
 
 class Stack(nn.Module):
-    """Blocks one after another. With ``save`` each keeps its input alone until the backward pass.
+    """Blocks one after another. With ``save`` each keeps only its input until the backward pass.
 
     m [B, S, R, C], z [B, R, R, C], msa_mask [B, S, R], pair_mask [B, R, R] -> the first two again
     """
@@ -162,7 +162,7 @@ class Stack(nn.Module):
 
 
 class TemplateStack(nn.Module):
-    """Algorithm 16, of every template by itself.   t [B, R, R, C], mask [B, R, R] -> [B, R, R, C]"""
+    """Blocks for the pairs of templates, each by itself (Algorithm 16).   t [B, R, R, C], mask [B, R, R] -> [B, R, R, C]"""
 
     def __init__(self, channels: int, blocks: int, cfg: PairConfig, save: bool = False) -> None:
         super().__init__()

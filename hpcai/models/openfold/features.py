@@ -1,4 +1,4 @@
-"""What OpenFold reads, made of a chain, its alignment and templates, under the names that AlphaFold gives it.
+"""The features that OpenFold reads, from a chain, its alignment and templates, under the names that AlphaFold gives them.
 
 All is a function of (seed, epoch, index). Every pass sees the same residues and templates, and its own sample of the alignment.
 Arrays have the pass as their last dim; in memory one pass lies after another, so that ``array[..., k]`` is in one piece.
@@ -7,17 +7,15 @@ R residues of a crop, C clusters, E extra rows, T templates, N residues of the c
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
 
-from hpcai.config import Settings
+from hpcai.config import Natural, Positive, Rate, Settings, Share
 from hpcai.errors import ConfigError, DataError
 from hpcai.models.openfold import sampling
 from hpcai.models.openfold.alignments import Alignment, agree, encode
-from hpcai.models.openfold.config import Natural, Positive, Rate
 from hpcai.models.openfold.residues import GAP, UNKNOWN
 from hpcai.models.openfold.sampling import MaskConfig
 from hpcai.models.openfold.structures import Chain
@@ -26,7 +24,7 @@ from hpcai.models.openfold.truth import atom14, pseudo_beta, torsions, truth_of
 Array = NDArray[Any]
 
 TEMPLATES = "template_aatype", "template_all_atom_positions", "template_all_atom_mask", "template_sum_probs"
-_NOT_READ = {"torsion_angles_sin_cos", "alt_torsion_angles_sin_cos", "torsion_angles_mask"}  # of the chain: only chi angles are
+_NOT_READ = {"torsion_angles_sin_cos", "alt_torsion_angles_sin_cos", "torsion_angles_mask"}  # only the chain's chi angles are
 
 
 class FeatureConfig(Settings):
@@ -34,28 +32,28 @@ class FeatureConfig(Settings):
     5 deleted blocks."""
 
     crop: Positive | None = 256
-    """residues, null for all; shorter chains are padded"""
+    """residues that are seen, null for all; shorter chains are padded"""
     clusters: Positive = 124
     """rows of the alignment in the main stack; those of templates come on top"""
     extra: Natural = 1024
     """further rows of the alignment"""
     templates: Natural = 4
-    """at most"""
+    """the most of them that are seen"""
     torsions: bool = True
-    """of templates"""
+    """whether torsion angles of templates are seen"""
     recycles: Natural = 3
-    """at most; passes are one more"""
+    """the most of them; passes are one more"""
     mask: MaskConfig = MaskConfig()
-    clamped: Annotated[float, Field(ge=0, le=1)] = 0.9
+    clamped: Share = 0.9
     """share of training samples whose backbone error is clamped"""
     deleted_blocks: Natural = 0
-    """of neighbouring rows of the alignment, in training"""
+    """blocks of neighbouring rows that the alignment loses in training"""
     deleted_share: Rate = 0.3
-    """of all rows, in each block"""
+    """share of all rows that one such block holds"""
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Self:
-        """``initial`` and ``finetuning`` of training, ``evaluation`` of whole chains as MLPerf HPC has it."""
+        """Settings by name: ``initial`` or ``finetuning`` (of training), or ``evaluation`` of whole chains as MLPerf HPC has it."""
         presets: dict[str, dict[str, Any]] = {
             "initial": {},
             "finetuning": {"crop": 384, "clusters": 508, "extra": 5120},
@@ -81,7 +79,7 @@ def featurize(
     chain: Chain | str, alignment: Alignment, templates: Given = None, cfg: FeatureConfig | None = None, *,
     seed: int = 0, epoch: int = 0, index: int = 0, passes: int | None = None, training: bool = True,
 ) -> dict[str, Array]:  # fmt: skip
-    """``chain`` may be a sequence alone: then there is nothing of its structure. Floats are float32, integers int64.
+    """Features of one chain, which may be a sequence alone, without a structure. Floats are float32, integers int64.
 
     templates: ``template_aatype`` [K, N] with gaps, ``template_all_atom_positions`` [K, N, 37, 3] in angstrom and
     ``template_all_atom_mask`` [K, N, 37], ``template_sum_probs`` [K, 1], the best first; see ``read_templates``. Training draws
@@ -151,7 +149,7 @@ def fit(array: Array, *sizes: int) -> Array:
 
 
 def _residues(aatype: Array, seen: slice, size: int) -> dict[str, Any]:
-    """What is known of every sequence."""
+    """The features that every sequence has."""
     length = len(aatype)
     found = {
         "aatype": aatype,
@@ -169,7 +167,7 @@ def _residues(aatype: Array, seen: slice, size: int) -> dict[str, Any]:
 def _rows(
     alignment: Alignment, column: Array, seen: slice, size: int, cfg: FeatureConfig, draw: np.random.Generator, training: bool
 ) -> dict[str, Array]:
-    """One pass. Likeness is that of whole rows, as in the public code; all that follows is of the residues that are seen."""
+    """The alignment in one pass. Rows are compared whole, as in the public code; all else comes from the residues that are seen."""
     kept = np.arange(len(alignment))
     if training and cfg.deleted_blocks:
         kept = sampling.spare(len(alignment), cfg.deleted_blocks, cfg.deleted_share, draw)
@@ -203,14 +201,14 @@ def _rows(
 
 
 def choose_templates(count: int, most: int, draw: np.random.Generator) -> Array:
-    """What follows a random start among ``most`` random templates. The start may be the end: often few are left, sometimes
+    """The templates from a random start on, among ``most`` random ones. The start may be the end: often few are left, sometimes
     none.   [0 to ``most``]"""
     some = draw.permutation(count)[:most]
     return some[int(draw.integers(0, len(some), endpoint=True)) :]
 
 
 def centred(positions: Array, mask: Array) -> NDArray[np.float32]:
-    """About the mean of a template's atoms, since numbers of few bits are exact near 0.   [T, N, 37, 3], [T, N, 37]"""
+    """Positions less the mean of a template's atoms: numbers of few bits are exact near 0.   [T, N, 37, 3], [T, N, 37]"""
     there = mask[..., None] > 0
     mean = positions.sum((1, 2), np.float64, where=there) / np.maximum(there.sum((1, 2)), 1)
     return np.where(there, positions - mean[:, None, None], 0).astype(np.float32)

@@ -36,10 +36,9 @@ def fold(
     model: OpenFold, sequence: str, alignments: Alignment | str | Path | Sequence[str | Path] | None = None,
     templates: Mapping[str, Any] | None = None, *, recycles: int = 3, seed: int = 0, cfg: FeatureConfig | None = None,
 ) -> Fold:  # fmt: skip
-    """``alignments``: those of the sequence, the folder or the files where they are, or none: then it is folded by itself.
-
-    ``templates`` as for ``featurize``. ``cfg`` says how many rows are seen: those of MLPerf HPC's evaluation by default. Raises
-    DataError for an alignment of another sequence, and for a chain that is too long for the memory.
+    """The structure of a sequence. ``alignments``: those of the sequence, the folder or the files where they are, or none.
+    ``templates`` are those that ``featurize`` takes. ``cfg`` says how many rows are seen, by default as many as in MLPerf HPC's
+    evaluation. Raises DataError for an alignment of another sequence, and for a chain that is too long for the memory.
     """
     cfg = cfg or FeatureConfig.preset("evaluation")
     if model.cfg.template is None:

@@ -1,4 +1,4 @@
-"""Feature dictionaries of AlphaFold and of the OpenFold package, from and to what is used here.
+"""Feature dictionaries of AlphaFold and of the OpenFold package, to and from those of this package.
 
 There are two kinds. Raw ones are what their data pipelines make of files (``features.pkl``): a chain, its alignment, templates.
 Processed ones are what their networks read, which ours reads under the same names.
@@ -46,7 +46,7 @@ _READ = _shapes("""
     C N:        msa_mask
     E N:        extra_msa extra_has_deletion extra_deletion_value extra_msa_mask
     N 37:       residx_atom37_to_atom14 atom37_atom_exists
-""")  # by every network
+""")  # every network reads these
 _READ_OF_TEMPLATES = _shapes("""
     T:          template_mask
     T N:        template_aatype template_pseudo_beta_mask
@@ -75,11 +75,11 @@ _READ_BY_LOSSES = _shapes("""
     :           seq_length resolution is_distillation use_clamped_fape
 """)
 _PROCESSED = _READ | _READ_OF_TEMPLATES | _READ_BY_LOSSES
-_WHOLE = {"aatype", "residue_index", "extra_msa", "true_msa", "template_aatype", "seq_length"}  # and residx_*: int64
+_WHOLE = {"aatype", "residue_index", "extra_msa", "true_msa", "template_aatype", "seq_length"}  # int64, as is residx_*
 
 
 class Parts(NamedTuple):
-    """What ``featurize`` makes features of: ``featurize(*parts)``."""
+    """The arguments of ``featurize``: ``featurize(*parts)``."""
 
     chain: Chain | str
     alignment: Alignment
@@ -155,7 +155,7 @@ def _letters(theirs: Array, where: str) -> Array:
 
 def batch_of(features: Mapping[str, Any], name: str = "features") -> dict[str, Tensor]:
     """A processed dictionary, of arrays or tensors, as the network and its losses read it: with a batch dim in front and passes at
-    the end, either of which it may lack. (AlphaFold's JAX code has passes in front: move them.) What nobody here reads is left out.
+    the end, either of which it may lack. (AlphaFold's JAX code has passes in front: move them.) Other fields are left out.
     Raises DataError for a field that is missing, of another shape, or no numbers."""
     try:
         given = {key: torch.as_tensor(value) for key, value in _renamed(features).items() if key in _PROCESSED}
@@ -174,8 +174,8 @@ def batch_of(features: Mapping[str, Any], name: str = "features") -> dict[str, T
 
 
 def processed_of(batch: Mapping[str, Any]) -> dict[str, Array]:
-    """What ``featurize`` or ``collate`` made, or a batch of tensors, as the OpenFold package reads it: arrays, and with them
-    ``no_recycling_iters``, how often it recycles. Its inference has no batch dim, as ``featurize`` has none."""
+    """Arrays as the OpenFold package reads them, from what ``featurize`` or ``collate`` made or from a batch of tensors; and with
+    them ``no_recycling_iters``, how often it recycles. Its inference has no batch dim, as ``featurize`` has none."""
     found = {key: value.numpy(force=True) if isinstance(value, Tensor) else np.asarray(value) for key, value in batch.items()}
     recycles = found["aatype"].shape[-1] - 1
     return found | {"no_recycling_iters": np.full(found["seq_length"].shape, recycles, np.float32)}
@@ -186,8 +186,8 @@ def _renamed(features: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fit(given: Mapping[str, Any], needed: list[str], shapes: Mapping[str, str], name: str) -> None:
-    """Every field that is needed is there, and letters stand for the same size in all. The sizes are those of the first that has
-    them."""
+    """Raises DataError unless every field that is needed is there and a letter stands for one size in all: that of the first field
+    which has it."""
     missing = [key for key in needed if key not in given]
     if missing:
         raise DataError(f"{name}: no {', '.join(missing)}; expected {', '.join(needed)}, as AlphaFold and OpenFold name them")

@@ -7,13 +7,13 @@ from torch import Tensor
 
 
 class Frames(NamedTuple):
-    """x -> rotation x + translation: from a frame's own coordinates to those that it stands in."""
+    """Maps x -> rotation x + translation, from a frame's own coordinates to those that it stands in."""
 
     rotation: Tensor  # [..., 3, 3]
     translation: Tensor  # [..., 3]
 
     def at(self, *index: Any) -> "Frames":
-        """Some of the frames, by their leading dims: ``frames.at(..., 0)``."""
+        """The frames at an index of their leading dims: ``frames.at(..., 0)``."""
         return Frames(self.rotation[(*index, slice(None), slice(None))], self.translation[(*index, slice(None))])
 
     def apply(self, points: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ class Logits(NamedTuple):
 
 
 class Confidence(nn.Module):
-    """Algorithm 29.   [B, R, C] -> [B, R, 50]"""
+    """How sure the network is of each residue (Algorithm 29).   [B, R, C] -> [B, R, 50]"""
 
     def __init__(self, single: int, hidden: int) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Heads(nn.Module):
 
 
 def distance_edges(like: Tensor) -> Tensor:
-    """Between the bins of distances, angstrom, as ``like`` is.   [63]"""
+    """Edges between the bins of distances, angstrom, in the dtype and on the device of ``like``.   [63]"""
     return torch.linspace(2.3125, 21.6875, DISTANCE_BINS - 1, device=like.device).to(like.dtype)
 
 

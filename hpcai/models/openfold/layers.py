@@ -26,7 +26,7 @@ class Linear(nn.Linear):
 
 
 def draw(weight: Tensor, start: Start) -> None:
-    """weight [outputs, inputs]"""
+    """Draw the first values of a weight [outputs, inputs], in place."""
     if start == "final":
         nn.init.zeros_(weight)
     elif start == "glorot":
@@ -37,7 +37,7 @@ def draw(weight: Tensor, start: Start) -> None:
 
 
 class Transition(nn.Module):
-    """Algorithms 9 and 15.   [..., C] -> [..., C]"""
+    """Two linear layers on every entry, the inner one wider (Algorithms 9 and 15).   [..., C] -> [..., C]"""
 
     def __init__(self, channels: int, widen: int) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Transition(nn.Module):
 
 
 class Dropout(nn.Module):
-    """The same entries are dropped all along dim ``shared``."""
+    """Dropout of the same entries all along dim ``shared``."""
 
     def __init__(self, rate: float, shared: int) -> None:
         super().__init__()

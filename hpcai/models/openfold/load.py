@@ -1,19 +1,16 @@
 """OpenFold weights in and out of files, under our names and those of every public lineage. Nothing is unpickled but tensors.
 
-A lineage is a table of renamings, read forwards alone: it says under which names the parts of one of our tensors are found or
-written. A name holds # for the number of a block, and begins with a dot while it is renamed.
+A lineage is a table of renamings, which is only read forwards: it says under which names the parts of one of our tensors are found
+or written. A name holds # for the number of a block, and begins with a dot while it is renamed.
 """
 
 import itertools
-import pickle
 import re
-import zipfile
 from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,7 +38,7 @@ _PARTS: dict[str, tuple[str, ...]] = {
     ".linear_ab.": (".linear_a_p.", ".linear_b_p.", ".linear_a_g.", ".linear_b_g."),
     ".msa_att_col.linear_kv.": (".msa_att_col.linear_k.", ".msa_att_col.linear_v."),
 }
-# What NVIDIA's submissions keep in one piece, as we do.
+# NVIDIA's submissions keep these in one piece, as we do.
 _FUSED = {
     ".attention.linear_qkvg.weight": (".mha.linear_qkvg.weight",), ".attention.gate_bias": (".mha.linear_g_bias",),
     ".template_pointwise_att.linear_kv.": (".template_pointwise_att.mha.linear_kv.",),
@@ -81,7 +78,7 @@ _MLPERF = _V1 + _rules("""
     .structure_module.transition.layers.0.  .structure_module.transition.
     .aux_heads.                             .auxiliary_heads.
 """)
-# Of incoming edges AlphaFold's left factor is b: its code has the two the other way round than its paper.
+# AlphaFold's left factor of incoming edges is b: its code has the two the other way round than its paper.
 _ALPHAFOLD = _rules("""
     .input_embedder.linear_tf_m.            .evoformer.preprocess_1d.
     .input_embedder.linear_msa_m.           .evoformer.preprocess_msa.
@@ -184,14 +181,17 @@ _LINEAGES: dict[Form, Rules] = {
 }  # fmt: skip
 
 
+FORMS = tuple(_LINEAGES)
+
+
 def public_names(name: str, form: Form = "openfold") -> list[str]:
-    """What a lineage calls the tensors that make up one of ours, in their order."""
+    """A lineage's names of the tensors that make up one of ours, in their order."""
     return [part.name for part in _parts(name, form)]
 
 
 class _Part(NamedTuple):
     name: str
-    block: int | None  # where it lies in a stack of all blocks
+    block: int | None  # its index in a stack of all blocks
 
 
 def _parts(name: str, form: Form) -> list[_Part]:
@@ -265,7 +265,7 @@ def _by_head(name: str) -> bool:
 
 
 def _heads(name: str, cfg: OpenFoldConfig) -> int:
-    """What AlphaFold divides the channels of one of our tensors by: heads, or one of the outer product's factors."""
+    """The number that AlphaFold divides the channels of one of our tensors by: heads, or the outer product's factors."""
     if cfg.template is not None and name.startswith("template_embedder."):
         return cfg.template.pairs.heads if ".tri_att_" in name else cfg.template.heads
     msa, pairs = (cfg.extra.msa, cfg.extra.pairs) if name.startswith("extra_msa_stack.") else (cfg.rows, cfg.pairs)
@@ -275,31 +275,19 @@ def _heads(name: str, cfg: OpenFoldConfig) -> int:
 # ---- files
 
 
-def save_weights(model: OpenFold, path: str | Path, weights: Mapping[str, Tensor] | None = None, form: str = "hpcai") -> None:
-    """``weights`` by our names, or the model's own, in a file of a lineage:
+def in_form(state: Mapping[str, Tensor], cfg: OpenFoldConfig, form: Form) -> dict[str, Any]:
+    """What a file of a lineage holds:
 
-    - ``hpcai``: safetensors with settings;
     - ``openfold``, ``openfold_v1``: a torch state dict as the public OpenFold 2 reads it, and as its first version did;
     - ``mlperf``, ``mlperf_fused``: that of MLPerf HPC's reference and of NVIDIA's submissions, under ``alphafold_state_dict``;
-    - ``alphafold``: DeepMind's .npz, in float32.
+    - ``alphafold``: DeepMind's arrays, in float32.
     """
-    path, state = Path(path), model.state_dict() if weights is None else weights
-    lineage: Form | None = next((each for each in get_args(Form) if each == form), None)
-    if lineage is None:
-        raise CheckpointError(f"{path}: there is no form {form!r} of weights; expected one of {', '.join(get_args(Form))}")
-    if lineage == "hpcai":
-        files.write(path, _MODEL, model.cfg, state)
-        return
-    public = to_public({name: value.detach() for name, value in state.items()}, model.cfg, lineage)
-    # Clones: torch would write all that a view is of.
-    public = {name: value.cpu().clone(memory_format=torch.contiguous_format) for name, value in public.items()}
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("wb") as file:
-        if lineage == "alphafold":
-            np.savez(file, **{name: value.float().numpy() for name, value in public.items()})  # type: ignore[arg-type]
-        else:
-            torch.save({"alphafold_state_dict": public} if lineage.startswith("mlperf") else public, file)
-    partial.replace(path)
+    public = to_public(state, cfg, form)
+    if form == "alphafold":
+        return {name: value.float().numpy() for name, value in public.items()}
+    # Clones: of a view torch would write all that it looks at.
+    public = {name: value.clone(memory_format=torch.contiguous_format) for name, value in public.items()}
+    return {"alphafold_state_dict": public} if form.startswith("mlperf") else public
 
 
 def load_weights(path: str | Path, cfg: OpenFoldConfig | None = None) -> OpenFold:
@@ -307,8 +295,7 @@ def load_weights(path: str | Path, cfg: OpenFoldConfig | None = None) -> OpenFol
 
     - safetensors: ours (settings travel inside), or plain weights under the names of any lineage;
     - a torch state dict (``.pt``, ``.ckpt``) of the public OpenFold, 1 or 2, of MLPerf HPC's reference, of NVIDIA's submissions or
-      ours; alone or within a checkpoint of Lightning, DeepSpeed or the reference, of which the moving average is taken if there is
-      one, and with what these put before the names;
+      ours; alone or within a checkpoint of Lightning, DeepSpeed or the reference, whose moving average is taken if there is one;
     - DeepMind's ``params_model_N.npz`` for single chains.
 
     Without ``cfg`` the settings are those that the weights have. Files do not say, and so are as published: rates of dropout, how
@@ -316,7 +303,7 @@ def load_weights(path: str | Path, cfg: OpenFoldConfig | None = None) -> OpenFol
     templates (as many as attend within a template). Raises CheckpointError for a file that is none of these or does not fit.
     """
     path = Path(path)
-    state, found = _read(path)
+    state, found = files.read(path, _MODEL, OpenFoldConfig)
     form: Form = "hpcai" if found is not None else _lineage(state, path)
     if found is not None and cfg is not None and cfg != found:
         raise CheckpointError(f"{path}: holds its own settings, and other ones are given; load without settings")
@@ -343,7 +330,7 @@ def load_weights(path: str | Path, cfg: OpenFoldConfig | None = None) -> OpenFol
 
 
 def _unfilled(cfg: OpenFoldConfig) -> OpenFold:
-    """A network whose weights have no memory yet. Its tables, which files do not hold, are the same in every size."""
+    """A network whose weights have no memory yet. Its tables, which files do not hold, are the same in all sizes."""
     with torch.device("meta"):
         model = OpenFold(cfg)
     tables = dict(OpenFold(OpenFoldConfig.preset("tiny")).named_buffers())
@@ -363,7 +350,7 @@ def _names_fit(found: Collection[str], expected: Collection[str], path: Path, fo
 
 
 def _likely(state: Mapping[str, Tensor], form: Form) -> dict[str, Tensor]:
-    """Names of the network that weights without a tensor or two would be of; one block stands for all."""
+    """The names of a network to which weights without a tensor or two would belong; one block stands for all."""
     template = OpenFoldConfig().template if _has(state, "template_embedder.template_pair_embedder.weight", form) else None
     cfg = OpenFoldConfig.preset("tiny", template=template, heads={"tm": _has(state, "heads.tm.weight", form)})
     return to_public(_unfilled(cfg).state_dict(), cfg, form)
@@ -377,7 +364,7 @@ def _some(names: list[str]) -> str:
     return f"{len(names)} ({', '.join(names[:_FEW])}{', ...' if len(names) > _FEW else ''})" if names else "none"
 
 
-# What a lineage is known by.
+# Tensors whose names tell a lineage.
 _TELLING = (
     "heads.plddt.layer_norm.weight", "structure_module.ipa.linear_q_points.weight",
     "extra_msa_stack.blocks.0.msa_att_row.attention.gate_bias", "evoformer.blocks.0.msa_att_row.attention.gate_bias",
@@ -403,7 +390,7 @@ def _has(state: Mapping[str, Tensor], name: str, form: Form) -> bool:
 
 
 class _Shapes(NamedTuple):
-    """What the weights of a lineage tell of one network."""
+    """Sizes of a network, read off the weights of a lineage."""
 
     state: Mapping[str, Tensor]
     form: Form
@@ -460,7 +447,7 @@ class _Shapes(NamedTuple):
 
 
 def _settings(state: Mapping[str, Tensor], form: Form) -> OpenFoldConfig:
-    """What the shapes tell; heads are counted by the biases that pairs give them."""
+    """The settings that the shapes tell; heads are counted by the biases that pairs give them."""
     shapes = _Shapes(state, form)
     found: dict[str, Any] = {
         "msa": shapes.size("recycling_embedder.layer_norm_m.weight"), "pair": shapes.size("recycling_embedder.layer_norm_z.weight"),
@@ -481,52 +468,3 @@ def _settings(state: Mapping[str, Tensor], form: Form) -> OpenFoldConfig:
     asked = OpenFoldConfig.model_validate(found)
     shorter = asked.model_copy(update={"structure": asked.structure.model_copy(update={"passes": tiny.structure.passes})})
     return shorter if shorter == tiny else asked
-
-
-# Lightning's, DeepSpeed's, torch's for data parallelism, averages and compiled modules.
-_BEFORE = re.compile(r"^(?:_forward_module\.|averaged_model\.|module\.|model\.|_orig_mod\.)+")
-_AROUND = ("ema", "params", "alphafold_state_dict", "state_dict", "model_state_dict", "module", "model")
-
-
-def _read(path: Path) -> tuple[dict[str, Tensor], OpenFoldConfig | None]:
-    if not path.is_file():
-        raise CheckpointError(f"{path}: no such file of weights")
-    with path.open("rb") as file:
-        head = file.read(9)
-    if head[8:] == b"{":
-        state, cfg = files.read(path, _MODEL, OpenFoldConfig)
-        return (state, cfg) if cfg is not None else (_stripped(state, path), None)
-    try:
-        zipped = zipfile.is_zipfile(path)
-        if zipped and _is_numpy(path):
-            with np.load(path, allow_pickle=False) as arrays:
-                return {name: torch.from_numpy(arrays[name]) for name in arrays}, None
-        # Mapped, so that a checkpoint's optimizer is not read.
-        return _stripped(torch.load(path, map_location="cpu", weights_only=True, mmap=zipped), path), None
-    except CheckpointError:
-        raise
-    except pickle.UnpicklingError as problem:
-        raise CheckpointError(
-            f"{path}: damaged, or holds more than tensors and plain values, which is not unpickled; save the state dict alone"
-        ) from problem
-    except Exception as problem:  # every reader has errors of its own for a damaged file
-        reason = next(iter(str(problem).splitlines()), type(problem).__name__)
-        raise CheckpointError(f"{path}: no safetensors, torch or numpy file of weights, or damaged: {reason}") from problem
-
-
-def _is_numpy(path: Path) -> bool:
-    with zipfile.ZipFile(path) as file:
-        return all(name.endswith(".npy") for name in file.namelist())
-
-
-def _stripped(found: Any, path: Path) -> dict[str, Tensor]:
-    """Weights alone, of whatever is around them."""
-    while isinstance(found, Mapping) and (inner := next((k for k in _AROUND if isinstance(found.get(k), Mapping)), None)):
-        found = found[inner]
-    if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
-        raise CheckpointError(f"{path}: expected names with tensors, alone or under one of {', '.join(_AROUND)}")
-    state = {_BEFORE.sub("", name): value for name, value in found.items()}
-    if len(state) != len(found):
-        raise CheckpointError(f"{path}: several tensors of one name, but for what is before it; save one state dict alone")
-    state.pop("n_averaged", None)  # a count, of torch's averages
-    return state

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hpcai.models.openfold.config import OpenFoldConfig
 from hpcai.models.openfold.embedders import ExtraEmbedder, InputEmbedder, RecyclingEmbedder, TemplateEmbedder
@@ -16,9 +16,10 @@ from hpcai.models.openfold.heads import Heads, Logits
 from hpcai.models.openfold.layers import Linear
 from hpcai.models.openfold.residues import LETTERS, PLACE
 from hpcai.models.openfold.structure import Atoms, StructureModule
+from hpcai.nn.weights import Portable
 
 _CA, _CB, _GLYCINE = PLACE["CA"], PLACE["CB"], LETTERS.index("G")
-_PSI = 2  # of the seven torsion angles
+_PSI = 2  # its index among the seven torsion angles
 
 
 class Prediction(NamedTuple):
@@ -31,15 +32,17 @@ class Prediction(NamedTuple):
 
 
 class Previous(NamedTuple):
-    """What a pass takes over from the one before."""
+    """A pass takes this over from the one before."""
 
     first: Tensor  # [B, R, C] of the alignment
     pair: Tensor  # [B, R, R, C]
     positions: Tensor  # [B, R, 37, 3] angstrom
 
 
-class OpenFold(nn.Module):
+class OpenFold(Portable):
     """Features -> Prediction."""
+
+    package = __package__
 
     def __init__(self, cfg: OpenFoldConfig | None = None) -> None:
         super().__init__()
@@ -81,19 +84,6 @@ class OpenFold(nn.Module):
 
         return fold(self, sequence, alignments, **words)
 
-    @classmethod
-    def load(cls, path: Any, cfg: OpenFoldConfig | None = None) -> "OpenFold":
-        """A model from weights in a file; see ``hpcai.models.openfold.load_weights`` for the formats."""
-        from hpcai.models.openfold.load import load_weights
-
-        return load_weights(path, cfg)
-
-    def save(self, path: Any, weights: Mapping[str, Tensor] | None = None, form: str = "hpcai") -> None:
-        """Weights and settings in one safetensors file, or as another code has them; ``weights`` in place of the model's own."""
-        from hpcai.models.openfold.load import save_weights
-
-        save_weights(self, path, weights, form)
-
     def _once(self, features: Mapping[str, Tensor], previous: Previous | None) -> tuple[Tensor, Tensor, Tensor, Atoms, Tensor]:
         kind = self.to_single.weight.dtype
         residues, aatype = features["seq_mask"].to(kind), features["aatype"]
@@ -115,7 +105,7 @@ class OpenFold(nn.Module):
         return m, z, s, atoms, self._positions(atoms.positions[-1], features)
 
     def _recycled(self, previous: Previous | None, aatype: Tensor, m: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The first pass meets zeros, of which the norms leave their biases."""
+        """The first pass meets zeros, which the norms turn into their biases."""
         if previous is None:
             wide = torch.promote_types(m.dtype, torch.float32)
             return torch.zeros_like(m[:, 0]), torch.zeros_like(z), torch.zeros(*aatype.shape, 3, dtype=wide, device=m.device)

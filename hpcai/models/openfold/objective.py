@@ -1,4 +1,4 @@
-"""What OpenFold learns from, and how well it does (supplement 1.9). All of it in float32 at least.
+"""The loss that trains OpenFold, and lDDT (supplement 1.9), in float32 at least.
 
 Every term is a mean over the residues of a protein, then over proteins, so that a batch is the mean of its proteins by themselves.
 B batch, S clusters, R residues, L passes of the structure module.
@@ -75,7 +75,8 @@ def loss(model: Any, batch: Any, cfg: ObjectiveConfig | None = None) -> dict[str
 
 
 def fape(prediction: Prediction, f: Mapping[str, Tensor]) -> Tensor:
-    """Algorithm 28, of backbones in every pass and of all atoms in the last, under the naming of twins that fits better.   [B]"""
+    """Frame-aligned point error (Algorithm 28) of backbones in every pass, and of all atoms in the last under the naming of twins
+    that fits better.   [B]"""
     atoms = prediction.atoms
     frames = Frames(rotation_of(atoms.backbone[..., :4]), atoms.backbone[..., 4:])
     true, mask = _frames(f["backbone_rigid_tensor"]), f["backbone_rigid_mask"]
@@ -155,7 +156,10 @@ def _apart(some: Tensor, every: Tensor) -> Tensor:
 
 
 def chi(angles: Tensor, raw: Tensor, f: Mapping[str, Tensor]) -> Tensor:
-    """Algorithm 27 of side chains: the nearer of two truths where half a turn changes nothing.   [L, B, R, 7, 2] twice -> [B]"""
+    """Side chains' angles (Algorithm 27), against the nearer of two truths where half a turn changes nothing.
+
+    [L, B, R, 7, 2] twice -> [B]
+    """
     true, mask = f["chi_angles_sin_cos"], f["chi_mask"]
     turn = 1 - 2 * torch.tensor(residues.CHI_PERIODIC).to(true)[f["aatype"]][..., None]
     off = torch.minimum(*((x - angles[..., 3:, :]).square().sum(-1) for x in (true, true * turn)))  # [L, B, R, 4]
@@ -181,13 +185,13 @@ def _entropy(logits: Tensor, true: Tensor) -> Tensor:
 
 
 def masked_msa(logits: Tensor, f: Mapping[str, Tensor]) -> Tensor:
-    """Letters that were hidden.   logits [B, S, R, 23] -> [B]"""
+    """Cross entropy of the letters that were hidden.   logits [B, S, R, 23] -> [B]"""
     mask = f["bert_mask"]
     return (_entropy(logits, f["true_msa"]) * mask).sum((1, 2)) / (2 * _EPS + mask.sum((1, 2)))
 
 
 def confidence(logits: Tensor, positions: Tensor, f: Mapping[str, Tensor]) -> Tensor:
-    """In which of 50 bins a residue's lDDT-Calpha falls.   logits [B, R, 50], positions [B, R, 37, 3] -> [B]"""
+    """Cross entropy of the 50 bins of a residue's lDDT-Calpha.   logits [B, R, 50], positions [B, R, 37, 3] -> [B]"""
     mask = f["all_atom_mask"][:, :, _CA]
     score = lddt(positions.detach()[:, :, _CA], f["all_atom_positions"][:, :, _CA], mask, each=True)
     bin_ = (score * PLDDT_BINS).floor().long().clamp(0, PLDDT_BINS - 1)
@@ -195,7 +199,7 @@ def confidence(logits: Tensor, positions: Tensor, f: Mapping[str, Tensor]) -> Te
 
 
 def resolved(logits: Tensor, f: Mapping[str, Tensor]) -> Tensor:
-    """logits [B, R, 37] -> [B]"""
+    """Cross entropy of which atoms the experiment saw.   logits [B, R, 37] -> [B]"""
     exists = f["atom37_atom_exists"]
     error = F.binary_cross_entropy_with_logits(logits, f["all_atom_mask"], reduction="none")
     return (error * exists).sum((1, 2)) / (_EPS + exists.sum((1, 2)))

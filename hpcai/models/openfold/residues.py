@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-LETTERS = "ARNDCQEGHILKMFPSTWYV"  # by three-letter names
+LETTERS = "ARNDCQEGHILKMFPSTWYV"  # in the order of three-letter names
 UNKNOWN, GAP, MASKED = 20, 21, 22
 NAMES = (
     "ALA", "ARG", "ASN", "ASP", "CYS", "GLN", "GLU", "GLY", "HIS", "ILE",
@@ -34,8 +34,8 @@ COS_C_N_CA = -0.5203, 0.0353
 
 # ---- sources: a line for each residue; an indented line continues it
 
-# After the name the atoms that end chi1, chi2 ...: these angles lie along N, CA, CB and them. Then the atoms in the order of the 14
-# places: name, rigid group (0 backbone, 1 pre-omega, 2 phi, 3 psi, 4 to 7 chi1 to chi4; 1 and 2 would hold hydrogens only) and
+# After the name come the atoms that end chi1, chi2 ...: these angles lie along N, CA, CB and them. Then all atoms in the order of
+# the 14 places: name, rigid group (0 backbone, 1 pre-omega, 2 phi, 3 psi, 4 to 7 chi1 to chi4; 1 and 2 would hold hydrogens only),
 # position in the group's frame, in angstrom. A group turns about x, the bond whose far end is its origin; the atom that ends its
 # angle has z = 0 and y > 0. Figures: AlphaFold 2, which opens the angle at proline's CD by 2 degrees.
 _ATOMS = """

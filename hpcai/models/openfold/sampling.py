@@ -1,35 +1,35 @@
-"""What one pass sees of an alignment: which rows stand for clusters, which letters are hidden, what the other rows add.
+"""The sample of an alignment that one pass sees: rows that stand for clusters, hidden letters, what the other rows add.
 
 Jumper et al., Nature 2021, supplement 1.2.5 to 1.2.9. S rows of an alignment, C clusters, M rows that are none, N residues.
 Letters as ``residues`` numbers them, 22 is a masked one. Rows and letters are drawn; all else is a function of what was drawn.
 """
 
-from typing import Annotated, Any, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from hpcai.config import Settings
+from hpcai.config import Settings, Share
 from hpcai.models.openfold.residues import MASKED, UNKNOWN
 
 Array = NDArray[Any]
 
-KINDS = MASKED + 1  # of letters
-_SUMS = 127  # pairs of residues that a byte can count
-_TOGETHER = 32  # residues: counts that fit a core's cache, and little memory for alignments of many rows
+KINDS = MASKED + 1  # kinds of letters
+_SUMS = 127  # the most pairs of residues that a byte can count
+_TOGETHER = 32  # residues at a time: their counts fit a core's cache, and alignments of many rows need little memory
 
 
 class MaskConfig(Settings):
     """Letters that the network has to guess. What the three replacements leave is for the mask letter."""
 
-    fraction: Annotated[float, Field(ge=0, le=1)] = 0.15
-    """of all letters of the clusters"""
-    uniform: Annotated[float, Field(ge=0, le=1)] = 0.1
+    fraction: Share = 0.15
+    """share of all letters of the clusters that is hidden"""
+    uniform: Share = 0.1
     """share that becomes any of the twenty residues"""
-    profile: Annotated[float, Field(ge=0, le=1)] = 0.1
+    profile: Share = 0.1
     """share that becomes a letter of the same column"""
-    same: Annotated[float, Field(ge=0, le=1)] = 0.1
+    same: Share = 0.1
     """share that stays as it is"""
 
     @model_validator(mode="after")

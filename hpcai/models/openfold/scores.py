@@ -13,7 +13,7 @@ from hpcai.models.openfold.residues import PLACE
 
 _CA = PLACE["CA"]
 _TOTAL, _HIGH = (1.0, 2.0, 4.0, 8.0), (0.5, 1.0, 2.0, 4.0)  # angstrom
-_TOLD = ObjectiveConfig(chi=0, plddt=0)  # terms that are told of held-out chains, as they are
+_TOLD = ObjectiveConfig(chi=0, plddt=0)  # the terms that are reported of held-out chains, without their weights
 
 
 def score(model: Any, batch: Any) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ _EPS = 1e-8
 
 
 class Atoms(NamedTuple):
-    """What every pass says; L of all passes, the last one is the prediction."""
+    """The results of all L passes, the last of which is the prediction."""
 
     backbone: Tensor  # [L, B, R, 7] quaternion (w, x, y, z) and translation, angstrom
     rotation: Tensor  # [L, B, R, 8, 3, 3] of the rigid groups
@@ -31,7 +31,7 @@ class Atoms(NamedTuple):
 
 
 class PointAttention(nn.Module):
-    """Algorithm 22: attention by features, pairs and distances between points that each residue sets in space.
+    """Attention by features, pairs and distances between points that each residue sets in space (Algorithm 22).
 
     s [B, R, C], z [B, R, R, Cz], frames [B, R], mask [B, R] -> [B, R, C]
     """
@@ -40,7 +40,7 @@ class PointAttention(nn.Module):
         super().__init__()
         self.cfg = cfg
         width, points = cfg.heads * cfg.head, cfg.query_points + cfg.value_points
-        # With biases and LeCun's initial weights, as in the published code and unlike the supplement.
+        # Biases and LeCun's initial weights are those of the published code, and not of the supplement.
         self.linear_q, self.linear_kv = Linear(single, width), Linear(single, 2 * width)
         self.linear_q_points = Linear(single, 3 * cfg.heads * cfg.query_points)
         self.linear_kv_points = Linear(single, 3 * cfg.heads * points)
@@ -75,12 +75,12 @@ class PointAttention(nn.Module):
         return space.unflatten(-1, (self.cfg.heads, -1)).permute(0, 3, 1, 4, 2)
 
     def bias(self, z: Tensor) -> Tensor:
-        """What pairs say, the same in every pass.   [B, R, R, Cz] -> [B, H, R, R]"""
+        """The bias that pairs give, the same in every pass.   [B, R, R, Cz] -> [B, H, R, R]"""
         return (self.linear_b(z) * (1 / 3) ** 0.5).permute(0, 3, 1, 2)
 
 
 class Angles(nn.Module):
-    """Algorithm 20, lines 11 to 14.   s, initial [B, R, C] -> [B, R, 7, 2] as they come, and of length 1"""
+    """Torsion angles (Algorithm 20, lines 11 to 14).   s, initial [B, R, C] -> [B, R, 7, 2] as they come, and of length 1"""
 
     def __init__(self, single: int, cfg: StructureConfig) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Angles(nn.Module):
 
 
 class Transition(nn.Module):
-    """Algorithm 20, lines 8 and 9.   [B, R, C] -> [B, R, C]"""
+    """Layers on each residue (Algorithm 20, lines 8 and 9).   [B, R, C] -> [B, R, C]"""
 
     def __init__(self, single: int, cfg: StructureConfig) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class Transition(nn.Module):
 
 
 class StructureModule(nn.Module):
-    """Algorithm 20.   single [B, R, C], pair [B, R, R, Cz], aatype [B, R], mask [B, R] -> Atoms"""
+    """Atoms from residues and pairs (Algorithm 20).   single [B, R, C], pair [B, R, R, Cz], aatype [B, R], mask [B, R] -> Atoms"""
 
     wide = True  # a coordinate of 50 angstrom in bfloat16 is off by 0.2
     group_frame: Tensor
@@ -173,7 +173,7 @@ class StructureModule(nn.Module):
                 groups = groups_of(backbone, angles, self.group_frame[aatype].to(wide))
                 seven = torch.cat([quaternion, backbone.translation], -1)
                 passes.append((seven, *groups, raw, angles, self._atoms(groups, aatype), s))
-                quaternion = quaternion.detach()  # a rotation learns from its own pass alone, or it would swing
+                quaternion = quaternion.detach()  # a rotation learns from its own pass alone: otherwise training is less stable
             return Atoms(*(torch.stack(each) for each in zip(*passes)))
 
     def _atoms(self, groups: Frames, aatype: Tensor) -> Tensor:

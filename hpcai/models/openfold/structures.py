@@ -11,36 +11,36 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from hpcai.errors import DataError, MissingExtraError
+from hpcai.errors import DataError
+from hpcai.lazy import optional
 from hpcai.models.openfold.residues import ATOMS, LETTERS, NAMES, PLACE, UNKNOWN
 
 AGAIN = "fetch it again, or leave it out"
 TYPE = {letter: number for number, letter in enumerate(LETTERS)}
 LETTER = dict(zip(NAMES, LETTERS))
-# The first that is a number; NMR has none of them.
+# The first of these that is a number counts; NMR has none of them.
 RESOLUTIONS = ("_refine.ls_d_res_high", "_em_3d_reconstruction.resolution", "_reflns.d_resolution_high")
 SITE = ("label_asym_id", "auth_asym_id", "label_seq_id", "label_comp_id", "label_atom_id", "Cartn_x", "Cartn_y", "Cartn_z")
-PDB_RESIDUES, PDB_RANGE = 9999, (-999.999, 9999.999)      # what the columns of the format hold; angstrom
+PDB_RESIDUES, PDB_RANGE = 9999, (-999.999, 9999.999)      # the most that the columns of the format hold; angstrom
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chain:
     """One protein chain of N residues.
 
-    name                    of the file and the chain as the authors name it: "5zyh_A"
+    name                    the file and the chain as the authors name it: "5zyh_A"
     sequence                one letter for each residue, modified ones as their parents, X for others
     aatype     [N]          the same as numbers
     positions  [N, 37, 3]   angstrom, 0 where the mask is
     mask       [N, 37]      1 where the file has the atom
     bfactors   [N, 37]      square angstrom; pLDDT of predictions
     resolution              angstrom, None where the method has none
-    release                 of the oldest revision
+    release                 day of the oldest revision
     method                  "x-ray diffraction"
     """
 
@@ -73,18 +73,14 @@ class _Polymer:
     canonical: str
 
 
-def _gemmi() -> ModuleType:
-    try:
-        import gemmi as module
-    except ImportError as problem:
-        raise MissingExtraError("structures need gemmi: pip install 'hpcai-suite[openfold]'") from problem
-    return module
+def _gemmi() -> Any:
+    return optional("gemmi", "structures need", "openfold")
 
 
 def read_mmcif(path: Path, chain: str | None = None) -> Entry:
-    """The protein chains of a .cif or .cif.gz, or only ``chain``; of several models the first.
+    """The protein chains of a .cif or .cif.gz, or only ``chain``, from the first of several models.
 
-    Of alternate places of an atom the most occupied is taken, and the first of equals. Selenium of MSE stands as SD, and NH1 of
+    The most occupied of an atom's alternate places is taken, and the first of equals. Selenium of MSE stands as SD, and NH1 of
     arginine is the one nearer to CD. Raises DataError for a file that is cut off, a chain that is not there or no protein, atoms
     beyond the sequence or not in it, and coordinates that are no numbers.
     """
@@ -296,9 +292,9 @@ def write_structure(path: Path, aatype: ArrayLike, positions: ArrayLike, mask: A
     structure.assign_serial_numbers()
     if path.suffix == ".cif":
         groups = module.MmcifOutputGroups(True)
-        groups.cell = groups.symmetry = False               # of a crystal
+        groups.cell = groups.symmetry = False               # a prediction is no crystal
         document = structure.make_mmcif_document(groups)
-        for row in document[0].find("_chem_comp.", ["id", "type"]):     # which readers know proteins by
+        for row in document[0].find("_chem_comp.", ["id", "type"]):     # readers know proteins by these
             row[1] = "'peptide linking'" if row[0] == "GLY" else "'L-peptide linking'"
         text = document.as_string()
     else:

@@ -1,8 +1,8 @@
 """Known structures that a network may look at: which hits of a search these are, and what it sees of them.
 
-The rules are those of MLPerf HPC's reference. A hit is refused where nobody has its chain, where it tells what is to be predicted
-(of the query's own entry, released less than 60 days before it or on a day that is not known, a copy of it), and where it tells
-little: a tenth of the query or less is aligned, it has fewer than 10 letters, or fewer than 5 atoms of it are known.
+The rules are those of MLPerf HPC's reference. A hit is refused where its chain is in no file, where it tells what is to be
+predicted (it is of the query's own entry, was released less than 60 days before it or on an unknown day, or is a copy of it), and
+where it tells little: a tenth of the query or less is aligned, it has fewer than 10 letters, or fewer than 5 atoms of it are known.
 K templates   N residues of the query   P of a template
 """
 
@@ -17,25 +17,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hpcai.errors import DataError
-from hpcai.models.openfold.alignments import Hit, encode, read_hhr
+from hpcai.lazy import optional
+from hpcai.models.openfold.alignments import Hit, agree, alike, encode, read_hhr
 from hpcai.models.openfold.features import TEMPLATES
-from hpcai.models.openfold.residues import GAP, LETTERS, PLACE, UNKNOWN
+from hpcai.models.openfold.residues import GAP, PLACE, UNKNOWN
 from hpcai.models.openfold.structures import Chain, read_mmcif
 
 Array = NDArray[Any]
 
-DAYS = 60  # before the query
-ALIGNED = 10  # more than one in so many residues of the query
-COPY = 19, 20  # a part of the query longer than this share of it is a copy
+DAYS = 60  # least time from the release of a template to that of the query
+ALIGNED = 10  # more than one in so many residues of the query are aligned
+COPY = 19, 20  # a part of the query that is longer than this share of it is a copy
 LETTERS_LEAST, ATOMS_LEAST = 10, 5
-ALIKE = 9, 10  # at least of the letters that hit and structure may share, where they are aligned anew
-JUMP = 150.0  # angstrom, from one CA to the next
-LONGEST = np.iinfo(np.int16).max  # residues of a template
+ALIKE = 9, 10  # least share of their letters that hit and structure have in common, where they are aligned anew
+JUMP = 150.0  # angstrom, the farthest from one CA to the next
+LONGEST = np.iinfo(np.int16).max  # the most residues of a template
 _CA, _BACKBONE = PLACE["CA"], [PLACE[name] for name in ("N", "CA", "C")]
 
 
 class Known(Protocol):
-    """What is to be known of a chain before it is read; a Chain has it."""
+    """Sequence and release of a chain, which are asked for before its atoms are read; a Chain has them."""
 
     @property
     def sequence(self) -> str: ...
@@ -60,8 +61,8 @@ def match(
 ) -> tuple[list[Match], dict[str, str]]:  # fmt: skip
     """The hits that may be templates of ``sequence``, those of the highest ``sum_probs`` first, and why others may not.
 
-    ``known`` tells of a chain such as "4zey_A", None where nobody has it; a DataError of it is a reason too. ``entry`` is that of
-    the query and ``before`` the day of its release; None sets no limit. ``refuse`` is asked last, and may give a reason. Raises
+    ``known`` tells of a chain such as "4zey_A", None where there is no file of it; its DataError is a reason too. ``entry`` is the
+    query's own and ``before`` the day of its release; None sets no limit. ``refuse`` is asked last, and may give a reason. Raises
     DataError for hits that are not of ``sequence``.
     """
     query = encode(sequence)
@@ -84,7 +85,7 @@ def match(
 
 
 def chain_of(hit: Hit) -> str | None:
-    """The name of its chain: 4zey_A of "4ZEY_A Some protein; 1.5A {Homo sapiens}", None of what is not named so."""
+    """The chain of a hit: 4zey_A for "4ZEY_A Some protein; 1.5A {Homo sapiens}", None for what is not named so."""
     entry, _, chain = (hit.name.split() or [""])[0].rpartition("_")
     return f"{entry.lower()}_{chain}" if entry and re.fullmatch("[A-Za-z0-9.]+", chain) else None
 
@@ -99,12 +100,9 @@ def _check(hit: Hit, query: Array) -> None:
     if len(at) and (at[-1] >= len(query) or (np.diff(at) <= 0).any()):
         text = f"the query's residues {at.min() + 1} to {at.max() + 1}, expected them in order, {len(query)} at most"
         raise DataError(f"{where}: {text}; is it of another chain?")
-    there = encode(hit.query.replace("-", ""))
-    wrong = np.flatnonzero(~_agree(there, query[at]))
-    if len(wrong):
-        residue, shown = at[wrong[0]], LETTERS + "X-"
-        text = f"{shown[there[wrong[0]]]} at residue {residue + 1}, expected {shown[query[residue]]}"
-        raise DataError(f"{where}: the query has {text}; is it of another chain?")
+    there = np.full_like(query, UNKNOWN)
+    there[at] = encode(hit.query.replace("-", ""))
+    agree(there, query, f"{where}: the query")
 
 
 def _verdict(
@@ -148,21 +146,17 @@ def _places(hit: Hit, letters: str, length: int, sequence: str) -> Array | str:
     said = hit.hit_indices[hit.hit_indices >= 0]
     first = int(said[0])
     at_once = (np.diff(said) == 1).all() and first + len(own) <= len(theirs)
-    if not (at_once and _agree(own, theirs[first : first + len(own)]).all()):
+    if not (at_once and alike(own, theirs[first : first + len(own)]).all()):
         first = _first(own, theirs)
     residues = first + np.arange(len(own)) if first >= 0 else _aligned(own, theirs)
-    alike = int((_agree(own, theirs[residues]) & (residues >= 0)).sum())
+    common = int((alike(own, theirs[residues]) & (residues >= 0)).sum())
     shorter = min(len(own), len(theirs))
-    if alike * ALIKE[1] < shorter * ALIKE[0]:
-        return f"{alike} of {shorter} letters are those of its structure, expected {ALIKE[0] / ALIKE[1]:.0%} at least"
+    if common * ALIKE[1] < shorter * ALIKE[0]:
+        return f"{common} of {shorter} letters are those of its structure, expected {ALIKE[0] / ALIKE[1]:.0%} at least"
     places = np.full(length, -1, np.int16)
     both = (hit.query_indices >= 0) & (hit.hit_indices >= 0)
     places[hit.query_indices[both]] = residues[(np.cumsum(hit.hit_indices >= 0) - 1)[both]]
     return places if (places >= 0).any() else "no residue of the query is aligned to one of it"
-
-
-def _agree(one: Array, other: Array) -> NDArray[np.bool_]:
-    return np.asarray((one == other) | (one == UNKNOWN) | (other == UNKNOWN))
 
 
 def _first(part: Array, whole: Array) -> int:
@@ -172,14 +166,13 @@ def _first(part: Array, whole: Array) -> int:
         return exact
     starts = np.arange(len(whole) - len(part) + 1)
     for offset, letter in enumerate(part):
-        starts = starts[_agree(letter, whole[starts + offset])]
+        starts = starts[alike(letter, whole[starts + offset])]
     return int(starts[0]) if len(starts) else -1
 
 
 def _aligned(part: Array, whole: Array) -> Array:
     """The letter of ``whole`` that each letter of ``part`` is aligned to, -1 where there is none; long gaps cost little."""
-    import gemmi
-
+    gemmi = optional("gemmi", "alignments of chains need", "openfold")
     found = gemmi.align_string_sequences([str(code) for code in part], [str(code) for code in whole], [])
     residues = np.full(len(part), -1)
     at = [0, 0]
@@ -205,7 +198,7 @@ def _of(chain: Any) -> tuple[Array, Array, Array]:
 
 
 def unusable(chain: Any) -> str | None:
-    """Why a chain, or a row with ``aatype``, ``positions`` and ``mask``, is a template of nothing; None where it may be one."""
+    """Why a chain, or a row with ``aatype``, ``positions`` and ``mask``, cannot be a template; None where it may be one."""
     _, positions, mask = _of(chain)
     seen = mask[:, _CA] > 0
     if not (mask[:, _BACKBONE] > 0).all(1).any():
@@ -216,13 +209,13 @@ def unusable(chain: Any) -> str | None:
 
 
 def few_atoms(atoms: Array, places: Array) -> str | None:
-    """Why the residues at ``places`` tell little, of a chain of which so many ``atoms`` [P] are known; None where they do not."""
+    """Why residues at ``places`` tell too little, if they do, when so many ``atoms`` [P] of each residue are known."""
     seen = int(atoms[places[places >= 0]].sum(dtype=np.int64))
     return f"{seen} atoms of its aligned residues are known, expected {ATOMS_LEAST} at least" if seen < ATOMS_LEAST else None
 
 
 def features_of(chains: Sequence[Any], places: Array, sum_probs: Any) -> dict[str, Array]:
-    """What ``featurize`` takes as its templates, of K chains (or rows of a store), their places [K, N] and sum_probs [K].
+    """The templates that ``featurize`` takes, from K chains (or rows of a store), their places [K, N] and sum_probs [K].
 
     Raises DataError for places that a chain does not have.
     """
@@ -250,10 +243,10 @@ def read_templates(
 ) -> tuple[dict[str, Array], dict[str, str]]:  # fmt: skip
     """The ``templates`` of ``featurize`` and ``OpenFold.fold``, and why other hits are none of them.
 
-    ``hits`` of ``sequence``, or the .hhr file that has them; ``structures``: the folder of .cif and .cif.gz, at any depth, of which
-    only those are read that hits name and that are needed. ``entry`` and ``before``, the query's own and the day of its release,
-    keep out what tells the answer. Raises DataError for a file or folder that cannot be read and hits of another sequence; a
-    structure that cannot be read is only a reason.
+    ``hits`` are those of ``sequence``, or the .hhr file that has them; ``structures`` is the folder with .cif and .cif.gz files, at
+    any depth: only those are read that hits name and that are needed. The query's own ``entry`` and ``before``, the day of its
+    release, keep out what tells the answer. Raises DataError for a file or folder that cannot be read and hits of another sequence;
+    a structure that cannot be read is only a reason.
     """
     files, read = _entries(Path(structures)), dict[str, Chain]()
 
@@ -273,7 +266,7 @@ def read_templates(
 
 
 def _entries(folder: Path) -> dict[str, Path]:
-    """The files by entry; of two with a name the first."""
+    """The files by entry; the first, if two have one name."""
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder; expected one of .cif and .cif.gz files")
     paths = sorted((path for path in folder.rglob("*.cif*") if re.search(r"\.cif(\.gz)?$", path.name)), reverse=True)

@@ -1,7 +1,7 @@
-"""What training needs to know of a structure: its atoms, frames and torsion angles, under the names that AlphaFold gives them.
+"""A structure as training needs it: its atoms, frames and torsion angles, under the names that AlphaFold gives them.
 
 Jumper et al., Nature 2021, supplement 1.8. Reads and returns float32; frames and angles are computed in float64.
-N residues; leading dimensions, as of templates, are kept. What is told of atoms that are missing is 0 or masked, never NaN.
+N residues; leading dimensions, such as that of templates, are kept. Where atoms are missing all is 0 or masked, never NaN.
 """
 
 from typing import Any
@@ -133,7 +133,7 @@ def atom14(aatype: Any, where: str = "structure") -> dict[str, Array]:
 
 
 def truth_of(aatype: Any, positions: Any, mask: Any, where: str = "structure") -> dict[str, Array]:
-    """All that the losses compare with.   [..., N] types up to 20, [..., N, 37, 3] angstrom, [..., N, 37]
+    """Everything that losses compare with.   [..., N] types up to 20, [..., N, 37, 3] angstrom, [..., N, 37]
 
     Names with ``alt`` are the structure under the other naming of atoms that a half turn exchanges. Atoms that a residue of its
     type does not have, and OXT, are left out. Raises DataError, with ``where``, for what cannot be.

@@ -1,4 +1,4 @@
-"""What no protein does: bonds and angles between residues that are out of range, atoms that clash (supplement 1.9.11).
+"""Violations of stereochemistry: bonds and angles between residues that are out of range, atoms that clash (supplement 1.9.11).
 
 Positions are those of 14 atoms a residue, angstrom.   B batch, R residues.
 """
@@ -14,14 +14,14 @@ from hpcai.models.openfold import residues
 
 TOLERANCE = 12.0  # deviations
 OVERLAP = 1.5  # angstrom
-_N, _CA, _C = 0, 1, 2  # of the 14
+_N, _CA, _C = 0, 1, 2  # places among the 14
 _SULPHUR = residues.ATOM14_NAMES[residues.NAMES.index("CYS")].index("SG")
 _PROLINE = residues.LETTERS.index("P")
 _CPU = 16 << 20  # bytes of distances at a time
 
 
 class Bonds(NamedTuple):
-    """Between a residue and the next."""
+    """Violations between each residue and the next."""
 
     lengths: Tensor  # [B] mean violation of C-N, angstrom
     before: Tensor  # [B] of the cosine at C
@@ -30,7 +30,7 @@ class Bonds(NamedTuple):
 
 
 def violation(positions: Tensor, exists: Tensor, aatype: Tensor, index: Tensor) -> Tensor:
-    """positions [B, R, 14, 3], exists [B, R, 14], aatype and index [B, R] -> [B]"""
+    """The sum of all, clashes per atom.   positions [B, R, 14, 3], exists [B, R, 14], aatype and index [B, R] -> [B]"""
     atoms = exists.sum((1, 2)) + 1e-8
     found = bonds(positions, exists, aatype, index)
     clash = (clashes(positions, exists, aatype, index) + within(positions, exists, aatype)) / atoms
@@ -38,7 +38,7 @@ def violation(positions: Tensor, exists: Tensor, aatype: Tensor, index: Tensor) 
 
 
 def bonds(positions: Tensor, exists: Tensor, aatype: Tensor, index: Tensor, eps: float = 1e-6) -> Bonds:
-    """Equations 44 and 45."""
+    """Violations of the bonds and angles between residues (equations 44 and 45)."""
     n, ca, c = (positions[:, :, place] for place in (_N, _CA, _C))
     there = [exists[:, :, place] for place in (_N, _CA, _C)]
     next_to = (index[:, 1:] - index[:, :-1] == 1).to(positions.dtype)
@@ -65,7 +65,7 @@ def bonds(positions: Tensor, exists: Tensor, aatype: Tensor, index: Tensor, eps:
 
 
 def within(positions: Tensor, exists: Tensor, aatype: Tensor) -> Tensor:
-    """Equation 46 of the atoms of one residue: beyond what stereochemistry allows, angstrom, every pair from both sides.   [B]"""
+    """How far atoms of one residue go beyond stereochemistry (equation 46), angstrom, each pair from both sides.   [B]"""
     table = residues.bounds(TOLERANCE, OVERLAP)
     lower, upper = (torch.tensor(bound).to(positions)[aatype] for bound in table[:2])
     apart = (1e-10 + (positions[..., :, None, :] - positions[..., None, :, :]).square().sum(-1)).sqrt()
@@ -74,7 +74,7 @@ def within(positions: Tensor, exists: Tensor, aatype: Tensor) -> Tensor:
 
 
 def clashes(positions: Tensor, exists: Tensor, aatype: Tensor, index: Tensor) -> Tensor:
-    """Equation 46 of atoms of different residues: overlap beyond what is tolerated, angstrom, every pair from both sides.   [B]
+    """Overlap of atoms of different residues (equation 46) beyond what is tolerated, angstrom, each pair from both sides.   [B]
 
     Pairs are R^2 of 196 and few of them clash: they are gone through a few residues at a time, each with its derivative.
     """
@@ -102,7 +102,7 @@ class _Clashes(torch.autograd.Function):
                 apart = torch.cdist(x[rows], x, compute_mode="donot_use_mm_for_euclid_dist").clamp(min=1e-5)
                 over = (pair * (size[rows, None] + size - OVERLAP - apart)).relu()
                 total[b] += 2 * over.sum()
-                push = (over > 0) / apart * -2  # times x_i - x_j: on i this way, on j the other
+                push = (over > 0) / apart * -2  # times x_i - x_j: it acts on i this way, on j the other
                 slope[b].view(-1, 3)[rows] += push.sum(1)[:, None] * x[rows] - push @ x
                 slope[b].view(-1, 3).add_(push.sum(0)[:, None] * x - push.T @ x[rows])
         ctx.save_for_backward(slope)

@@ -6,19 +6,11 @@ from hpcai.models.unet3d.config import UNet3DConfig
 __getattr__, _names = lazy(
     __name__,
     {
-        "UNet3D": ".model",
-        "Batch": ".objective",
-        "loss": ".objective",
-        "score": ".objective",
-        "dice": ".objective",
-        "slices": ".objective",
-        "parallelize": ".parallel",
-        "cut_of": ".parallel",
-        "load_weights": ".load",
-        "save_weights": ".load",
-        "Windows": ".windows",
-        "sliding_window": ".windows",
-        "place": ".windows",
+        ".model": ["UNet3D"],
+        ".objective": ["Batch", "loss", "score", "dice", "slices"],
+        ".parallel": ["parallelize", "cut_of"],
+        ".load": ["load_weights"],
+        ".windows": ["Windows", "sliding_window", "place"],
     },
 )
 __all__ = ["UNet3DConfig", *_names]

@@ -1,30 +1,27 @@
 """Shape of the 3D U-Net and the meaning of its input and output. No torch here."""
 
-from typing import Annotated, Self
+from typing import Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from hpcai.config import Settings
-
-Positive = Annotated[int, Field(ge=1)]
-Length = Annotated[float, Field(gt=0)]
+from hpcai.config import Length, Positive, Rate, Settings
 
 
 class UNet3DConfig(Settings):
     """The network of MLPerf Training's KiTS19 benchmark by default: 31,190,243 parameters."""
 
     channels: Positive = 1
-    """of the input"""
+    """channels of the input"""
     classes: tuple[str, ...] = ("background", "kidney", "tumour")
     """what a voxel can be, in the order of the outputs; the first one has no part in the dice"""
     filters: tuple[Positive, ...] = (32, 64, 128, 256, 320)
     """width at each resolution, from that of the input on; one more halving, as wide as the last, is the bottleneck"""
     window: tuple[Positive, Positive, Positive] = (128, 128, 128)
     """voxels that the network sees at a time, in training and inference"""
-    overlap: Annotated[float, Field(ge=0, lt=1)] = 0.5
-    """of neighbouring windows in inference"""
+    overlap: Rate = 0.5
+    """share of a window that the next one covers, too, in inference"""
     spacing_mm: tuple[Length, Length, Length] = (1.6, 1.2, 1.2)
-    """of the voxels that the network sees"""
+    """sides of the voxels that the network sees"""
 
     @property
     def stride(self) -> int:

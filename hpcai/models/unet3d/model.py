@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from hpcai.models.unet3d.config import UNet3DConfig
-from hpcai.models.unet3d.volume import normalise, resample, resampled_shape
+from hpcai.models.unet3d.volume import normalise, refuse, resample, resampled_shape
 from hpcai.models.unet3d.windows import Windows
 from hpcai.nn import Conv3d, ConvTranspose3d, InstanceNorm, Multiples
 from hpcai.nn.conv import channels_last
+from hpcai.nn.inference import asked
+from hpcai.nn.weights import Portable
 
 
 class Layer(nn.Sequential):
@@ -64,11 +66,13 @@ class Output(nn.Module):
         return self.conv(x)
 
 
-class UNet3D(nn.Module):
+class UNet3D(Portable):
     """[B, C, D, H, W] normalised intensities -> [B, classes, D, H, W] logits.
 
     D, H and W are any multiples of ``cfg.stride``; raises ValueError for others.
     """
+
+    package = __package__
 
     def __init__(self, cfg: UNet3DConfig | None = None) -> None:
         super().__init__()
@@ -95,7 +99,6 @@ class UNet3D(nn.Module):
             x = up(x, skip)
         return self.output(x)
 
-    @torch.no_grad()
     def segment(self, volume: Any, spacing_mm: Any) -> dict[str, Any]:
         """What each voxel of a CT volume is: class -> True where a voxel is of that class, [D, H, W] as ``volume``.
 
@@ -104,37 +107,14 @@ class UNet3D(nn.Module):
         largest one is taken. Raises ValueError for a wrong shape, values that are not finite, and spacings that are not positive.
         """
         image = np.asarray(volume)
-        if image.ndim != 3 or 0 in image.shape:
-            raise ValueError(f"volume has shape {list(image.shape)}; expected [D, H, W], the slices first")
-        spacing = np.asarray(spacing_mm, float)
-        if spacing.shape != (3,) or not (np.isfinite(spacing).all() and (spacing > 0).all()):
-            raise ValueError(f"spacing_mm is {spacing_mm}; expected three lengths in mm, along D, H and W")
-        if not np.isfinite(image).all():
-            raise ValueError(f"volume holds {(~np.isfinite(image)).sum()} values that are not finite; fill them (-1024 HU is air)")
-        shape = resampled_shape(image.shape, spacing.tolist(), self.cfg.spacing_mm)
-        weight, was_training = self.output.conv.weight, self.training
-        narrow = weight.dtype == torch.bfloat16
-        values = torch.from_numpy(normalise(resample(image, shape, "linear")))[None, None]
-        self.eval()
-        with torch.autocast(weight.device.type, torch.bfloat16, enabled=narrow):
-            logits, _ = self.windows(self, values.to(weight.device, None if narrow else weight.dtype), crop=False)
-        self.train(was_training)
+        refuse(image, None, spacing_mm)
+        shape = resampled_shape(image.shape, spacing_mm, self.cfg.spacing_mm)
+        weight, values = self.output.conv.weight, torch.from_numpy(normalise(resample(image, shape, "linear")))[None, None]
+        with asked(self, weight) as dtype:
+            logits, _ = self.windows(self, values.to(weight.device, dtype), crop=False)
         best, mask = None, np.zeros(image.shape, np.uint8)
         for k in range(len(self.cfg.classes)):  # one class at a time: the volume's own grid may be large
             level = resample(logits[0, k].float().cpu().numpy(), image.shape, "linear")
             mask = mask if best is None else np.where(level > best, np.uint8(k), mask)
             best = level if best is None else np.maximum(level, best)
         return {name: mask == k for k, name in enumerate(self.cfg.classes)}
-
-    @classmethod
-    def load(cls, path: Any, cfg: UNet3DConfig | None = None) -> "UNet3D":
-        """A model from weights in a file; see ``hpcai.models.unet3d.load_weights`` for the formats."""
-        from hpcai.models.unet3d.load import load_weights
-
-        return load_weights(path, cfg)
-
-    def save(self, path: Any, weights: dict[str, Tensor] | None = None) -> None:
-        """Weights and settings in one safetensors file; ``weights`` by name in place of the model's own."""
-        from hpcai.models.unet3d.load import save_weights
-
-        save_weights(self, path, weights)

@@ -1,4 +1,4 @@
-"""What the 3D U-Net is trained for and how well it does.   B batch, K classes, D H W the volume."""
+"""The loss that trains the 3D U-Net, and its scores.   B batch, K classes, D H W the volume."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -66,7 +66,7 @@ def dice(guess: Tensor, label: Tensor, classes: int) -> Tensor:
 
 def score(model: Any, volumes: Sequence[Batch]) -> dict[str, tuple[Tensor, float]]:
     """``mean_dice``, the metric of MLPerf (target 0.908): dice of kidney and tumour in each volume, seen in overlapping windows,
-    the mean over volumes, then over classes. Also that of each class (``dice_<class>``), and the loss.
+    the mean over volumes, then over classes. Each class has its own, too (``dice_<class>``), and the loss is among them.
 
     Where a volume does not divide into strides its rim is not scored, as in the reference (``place``).
     """
@@ -83,8 +83,8 @@ def score(model: Any, volumes: Sequence[Batch]) -> dict[str, tuple[Tensor, float
 
 
 def slices(model: Any, volumes: Sequence[Batch]) -> dict[str, Tensor]:
-    """Rows for pictures: of each volume the axial slice with most of the last class (of any, where there is none), its truth and
-    what the model sees, around what is there: for pictures.   fields [N, S, S, 1] in Hounsfield units, true and predicted [N, S,
+    """Rows for pictures: each volume's axial slice with most of the last class (of any class, where that one is absent), its truth
+    and what the model sees, framed around what is there.   fields [N, S, S, 1] in Hounsfield units, true and predicted [N, S,
     S] uint8"""
     side = max(model.cfg.window[1:]) * 3 // 2
     columns: list[list[Tensor]] = []

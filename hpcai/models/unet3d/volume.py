@@ -1,9 +1,7 @@
 """CT volumes in the space of the network: resampled to one spacing, clipped, normalised, padded.
 
-As the MLPerf reference prepares KiTS19, so that its weights and its score mean the same here. Hounsfield units (HU): air is
--1000, water 0. All dims are in the order of the public set: D along the body, H rows, W columns.
-
-D H W the volume
+This is how the MLPerf reference prepares KiTS19, so that its weights and its score mean the same here. Hounsfield units (HU): air
+is -1000, water 0. D H W the volume: D along the body, H rows, W columns, in the order of the public set.
 """
 
 from collections.abc import Sequence
@@ -49,7 +47,7 @@ def resample(volume: NDArray[Any], shape: Sequence[int], kind: Literal["linear",
 
 
 def normalise(image: NDArray[Any]) -> NDArray[np.float32]:
-    """HU, clipped to what the network sees, to about mean 0 and deviation 1."""
+    """Clip HU to what the network sees, and bring them to about mean 0 and deviation 1."""
     values = np.clip(image, *CLIP_HU).astype(np.float32, copy=False)
     values -= np.float32(MEAN_HU)
     values /= np.float32(DEVIATION_HU)
@@ -74,7 +72,7 @@ def prepare(
     Raises ValueError for shapes that differ or are not three-dimensional, values that are not finite, spacings that are not
     three positive numbers, and labels other than 0 background, 1 kidney, 2 tumour.
     """
-    _refuse(image, label, spacing_mm, target_mm)
+    refuse(image, label, spacing_mm, target_mm)
     if tuple(spacing_mm) != tuple(target_mm):
         shape = resampled_shape(image.shape, spacing_mm, target_mm)
         image = resample(image if image.dtype.kind == "f" else image.astype(np.float32), shape, "linear")
@@ -83,15 +81,18 @@ def prepare(
     return pad(normalise(image), least), found
 
 
-def _refuse(image: NDArray[Any], label: NDArray[Any] | None, *spacings: Sequence[float]) -> None:
+def refuse(image: NDArray[Any], label: NDArray[Any] | None, *spacings: Sequence[float]) -> None:
+    """Raises ValueError for what ``prepare`` does not take."""
     for spacing in spacings:
-        if len(spacing) != 3 or not all(np.isfinite(mm) and mm > 0 for mm in spacing):
-            raise ValueError(f"spacing {tuple(spacing)}, expected three positive numbers of mm along D, H, W")
+        lengths = np.asarray(spacing, float)
+        if lengths.shape != (3,) or not (np.isfinite(lengths) & (lengths > 0)).all():
+            raise ValueError(f"spacing {spacing}, expected three positive numbers of mm along D, H, W")
     if image.ndim != 3 or 0 in image.shape:
-        raise ValueError(f"an image of shape {image.shape}, expected (D, H, W) with voxels in each dim")
+        raise ValueError(f"an image of shape {image.shape}, expected (D, H, W), the slices first, with voxels in each dim")
     if image.dtype.kind == "f" and not all(np.isfinite(part).all() for part in image):
         bad = sum(int(np.count_nonzero(~np.isfinite(part))) for part in image)
-        raise ValueError(f"{bad:,} of {image.size:,} voxels of the image are NaN or infinite; repair them or leave the case out")
+        found = f"{bad:,} of {image.size:,} voxels of the image are NaN or infinite"
+        raise ValueError(f"{found}; fill them (-1024 HU is air), or leave the case out")
     if label is None:
         return
     if label.shape != image.shape:

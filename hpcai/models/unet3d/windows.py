@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 Corner = tuple[int, int, int]
 
-FILL = -2.2  # what surrounds a volume: the least normalised intensity, rounded by the reference
+FILL = -2.2  # air around a volume: the least normalised intensity, as the reference rounds it
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def sliding_window(
     dtype = torch.float64 if image.dtype == torch.float64 else torch.float32
     weights = gaussian(window).to(image.device, dtype)
     sums: Tensor | None = None
-    for corner in mine or corners[:1]:  # with fewer windows than processes some see one again, at no weight
+    for corner in mine or corners[:1]:  # where windows are fewer than processes, some see the first again, at no weight
         box: Any = (..., *(slice(c, c + w) for c, w in zip(corner, window)))
         logits = network(padded[box].contiguous()).to(dtype)
         if sums is None:
@@ -97,9 +97,9 @@ class Alone(nn.Module):
     """The seam for sharing the windows of a volume out: here one process sees all of them."""
 
     share = 1.0
-    """of a volume's score that this process counts"""
+    """share of a volume's score that this process counts"""
     is_first = True
-    """of those that see a volume together"""
+    """whether this process is the first of those that see a volume together"""
 
     def mine(self, windows: Sequence[Corner]) -> Sequence[Corner]:
         return windows

@@ -45,24 +45,6 @@ def same(a: DeepCam, b: DeepCam) -> bool:
 # ---- weights
 
 
-def test_weights_and_settings_travel_in_one_file(tmp_path: Path) -> None:
-    model = new()
-    model.save(tmp_path / "w.safetensors")
-    again = DeepCam.load(tmp_path / "w.safetensors")
-    assert again.cfg == SMALL and not again.training and same(again, model)
-
-
-@pytest.mark.parametrize("nested", ["", "model", "state_dict"])
-@pytest.mark.parametrize("prefix", ["", "module."])
-def test_weights_of_the_reference_load(tmp_path: Path, nested: str, prefix: str) -> None:
-    model = new()
-    state = {prefix + name: tensor for name, tensor in model.state_dict().items()}
-    torch.save({nested: state, "step": 3, "epoch": 1, "optimizer": {"lr": 0.1}} if nested else state, tmp_path / "w.cpt")
-    again = DeepCam.load(tmp_path / "w.cpt")
-    assert same(again, model) and (again.cfg.divide, again.cfg.middle, again.cfg.skip, again.cfg.low) == (8, 1, "after", None)
-    assert DeepCam.load(tmp_path / "w.cpt", SMALL).cfg == SMALL
-
-
 def vendors(state: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
     """``state`` under the names of NVIDIA's submissions: rectifiers fused (indices close up), or batch-norm groups."""
     found: dict[str, torch.Tensor] = {}
@@ -89,27 +71,13 @@ def test_weights_of_the_vendors_codes_load_and_see_the_skip_before_its_rectifier
     with torch.no_grad():
         assert not torch.equal(again(x), model(x))
     asked = DeepCam.load(tmp_path / "w.cpt", SMALL)
-    assert asked.cfg.skip == "after" and torch.equal(asked(x), model(x)), "who gives settings has the say"
+    assert asked.cfg.skip == "after" and torch.equal(asked(x), model(x)), "given settings have the say"
 
 
-def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
-    state, path = new().state_dict(), tmp_path / "w.pt"
-    torch.save(state, path)
-    with pytest.raises(CheckpointError, match="the weights have divide 8, the settings 4"):
-        DeepCam.load(path, DeepCamConfig(divide=4, middle=1))
-    torch.save({name: tensor for name, tensor in state.items() if "aspp2" not in name}, path)
+def test_weights_that_lack_tensors_are_refused(tmp_path: Path) -> None:
+    torch.save({name: tensor for name, tensor in new().state_dict().items() if "aspp2" not in name}, tmp_path / "w.pt")
     with pytest.raises(CheckpointError, match=r"w.pt: \d+ tensors, expected \d+ .*without bottleneck.aspp2"):
-        DeepCam.load(path)
-    torch.save({"x": torch.ones(2)}, path)
-    with pytest.raises(CheckpointError, match="expected the names of the reference"):
-        DeepCam.load(path)
-    with pytest.raises(CheckpointError, match="no such file"):
-        DeepCam.load(tmp_path / "none.pt")
-    new(DeepCamConfig(divide=8, middle=1)).save(tmp_path / "w.safetensors")
-    with pytest.raises(CheckpointError, match="holds a model of kind 'deepcam'; expected 'cosmoflow'"):
-        from hpcai.models.cosmoflow import CosmoFlow
-
-        CosmoFlow.load(tmp_path / "w.safetensors")
+        DeepCam.load(tmp_path / "w.pt")
 
 
 def test_other_channels_and_classes_get_names(tmp_path: Path) -> None:

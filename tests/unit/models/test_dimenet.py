@@ -12,7 +12,7 @@ from scipy.spatial.transform import Rotation
 from torch.overrides import TorchFunctionMode
 
 from hpcai import dist
-from hpcai.errors import CheckpointError, ConfigError, DataError
+from hpcai.errors import ConfigError, DataError
 from hpcai.models.dimenet import Batch, DimeNet, DimeNetConfig, ObjectiveConfig, Sizes, atoms, join, loss, pairs, score, sizes
 from hpcai.models.dimenet.basis import SphericalBessel, harmonics
 from hpcai.models.dimenet.triplets import WithTriplets
@@ -208,7 +208,7 @@ def batch(cfg: DimeNetConfig = SMALL, dtype: torch.dtype = torch.float64) -> Bat
 
 
 def test_the_loss_is_that_of_the_benchmark() -> None:
-    """Of free atoms alone, divided by atoms and not by directions."""
+    """It counts free atoms alone, and is divided by atoms and not by directions."""
     cfg = SMALL.model_copy(update={"mean": 1.5, "scale": 2.0, "references": {number: 0.1 * number for number in range(1, 60)}})
     model, given = network(cfg), batch(cfg)
     energy, forces = model(given.graph)
@@ -269,7 +269,7 @@ def test_a_captured_step_is_the_eager_one(angles: Any) -> None:
 # ---- for people
 
 
-def test_ase_atoms_and_arrays_give_the_same(tmp_path: Any) -> None:
+def test_ase_atoms_and_arrays_give_the_same() -> None:
     slab = fcc111("Cu", (2, 2, 3), vacuum=6.0)
     slab.pbc = (True, True, False)
     slab.rattle(0.05, seed=0)
@@ -280,9 +280,6 @@ def test_ase_atoms_and_arrays_give_the_same(tmp_path: Any) -> None:
     one, two = model.energy_and_forces([given, atoms([1, 8], [[0, 0, 0], [0, 0, 0.97]])])
     assert one[0] == pytest.approx(energy) and two[1].shape == (2, 3)
     np.testing.assert_allclose(one[1], forces, atol=1e-10)
-    model.save(tmp_path / "w.safetensors")
-    again = DimeNet.load(tmp_path / "w.safetensors")
-    assert again.cfg == model.cfg and again.double().energy_and_forces(given)[0] == pytest.approx(energy, rel=1e-6)
 
 
 def test_a_structure_is_relaxed_in_three_lines() -> None:
@@ -313,17 +310,9 @@ def test_what_cannot_be_is_refused(given: Any, text: str) -> None:
 def test_weights_of_other_codes_load(tmp_path: Any) -> None:
     model = network(DETACHED)
     state = model.state_dict()
-    torch.save({"state_dict": {f"module.module.{name}": value for name, value in state.items()}}, tmp_path / "ocp.pt")
-    units = {"cutoff": 4.0, "most": None}
-    again = DimeNet.load(tmp_path / "ocp.pt")
-    assert again.cfg == DETACHED.model_copy(update={"cutoff": 6.0, "most": 50})
-    again = DimeNet.load(tmp_path / "ocp.pt", DETACHED)
-    assert torch.equal(again.double()(join([structure(0)])).energy, model(join([structure(0)])).energy)
+    torch.save(state, tmp_path / "ocp.pt")
+    assert DimeNet.load(tmp_path / "ocp.pt").cfg == DETACHED.model_copy(update={"cutoff": 6.0, "most": 50})
+    again = DimeNet.load(tmp_path / "ocp.pt", DETACHED).double()
+    assert torch.equal(again(join([structure(0)])).energy, model(join([structure(0)])).energy)
     torch.save({name: value for name, value in state.items() if not name.endswith("lin_up.bias")}, tmp_path / "pyg.pt")
-    bare = DimeNet.load(tmp_path / "pyg.pt", SMALL.model_copy(update=units))
-    assert not bare.output_blocks[0].lin_up.bias.any()
-    with pytest.raises(CheckpointError, match="the weights have hidden 12, the settings 64"):
-        DimeNet.load(tmp_path / "ocp.pt", SMALL.model_copy(update={"hidden": 64}))
-    torch.save({"a": torch.zeros(2)}, tmp_path / "other.pt")
-    with pytest.raises(CheckpointError, match="expected the names of the reference"):
-        DimeNet.load(tmp_path / "other.pt")
+    assert not DimeNet.load(tmp_path / "pyg.pt", SMALL).output_blocks[0].lin_up.bias.any()

@@ -81,6 +81,7 @@ def test_a_case_is_prepared() -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "two dims": ({"image": np.zeros((4, 5), np.float32)}, "shape (4, 5), expected (D, H, W)"),
+    "four dims": ({"image": np.zeros((1, 4, 5, 6), np.float32)}, "shape (1, 4, 5, 6), expected (D, H, W), the slices first"),
     "no voxels": ({"image": np.zeros((4, 0, 5), np.float32)}, "shape (4, 0, 5)"),
     "NaN": ({"image": np.full((4, 5, 6), np.nan, np.float32)}, "120 of 120 voxels of the image are NaN"),
     "another shape": ({"label": np.zeros((4, 5, 7), np.uint8)}, "label of shape (4, 5, 7) with an image of (4, 5, 6)"),

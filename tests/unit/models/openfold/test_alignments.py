@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcai.errors import DataError
-from hpcai.models.openfold.alignments import Alignment, encode, parse_a3m, parse_hhr, parse_stockholm, read_a3m, read_alignments
+from hpcai.models.openfold.alignments import Alignment, encode, parse_a3m, parse_hhr, parse_stockholm, read_alignments
 from hpcai.models.openfold.residues import GAP, LETTERS, UNKNOWN
 
 A3M = b"""#4\t1
@@ -167,7 +167,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     (tmp_path / "plain.a3m.gz").write_bytes(A3M)
     for name, message in (("short.a3m.gz", "ended"), ("plain.a3m.gz", "gzip"), ("none.a3m", "No such file"), (".", "directory")):
         with pytest.raises(DataError, match=f"^{tmp_path / name}: cannot be read: .*{message}"):
-            read_a3m(tmp_path / name)
+            read_alignments([tmp_path / name])
     for folder, message in ((tmp_path / "none", "No such file"), (tmp_path / "bare", "no alignments there")):
         (tmp_path / "bare").mkdir(exist_ok=True)
         with pytest.raises(DataError, match=f"^{folder}: {message}"):
@@ -224,15 +224,11 @@ def same_or_refused(data: bytes) -> None:
             assert ((found.msa >= 0) & (found.msa <= GAP)).all() and (found.deletions >= 0).all() and (found.msa[0] < GAP).all()
 
 
-@settings(max_examples=100, deadline=2000)
-@given(st.one_of(st.binary(max_size=200), st.lists(PIECE, max_size=25).map(b"".join)))
-def test_any_bytes_are_read_or_refused(data: bytes) -> None:
-    same_or_refused(data)
-
-
-@settings(max_examples=100, deadline=2000)
-@given(st.sampled_from([A3M, STO, HHR]), st.data())
-def test_a_damaged_file_is_read_or_refused(whole: bytes, data: st.DataObject) -> None:
+@settings(max_examples=200, deadline=2000)
+@given(st.data())
+def test_any_bytes_and_damaged_files_are_read_or_refused(data: st.DataObject) -> None:
+    same_or_refused(data.draw(st.one_of(st.binary(max_size=200), st.lists(PIECE, max_size=25).map(b"".join))))
+    whole = data.draw(st.sampled_from([A3M, STO, HHR]))
     begin, end = sorted(data.draw(st.tuples(*[st.integers(0, len(whole))] * 2)))
     same_or_refused(whole[:begin] + data.draw(st.binary(max_size=3)) + whole[end:])
     same_or_refused(whole[:end])

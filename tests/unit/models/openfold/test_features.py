@@ -16,21 +16,16 @@ from hpcai.models.openfold.features import FeatureConfig, Templates, choose_temp
 from hpcai.models.openfold.residues import GAP, LETTERS, MASKED, UNKNOWN
 from hpcai.models.openfold.sampling import MaskConfig
 from hpcai.models.openfold.structures import Chain
+from tests import proteins
 
 SMALL = FeatureConfig(crop=16, clusters=5, extra=7, templates=3, recycles=2)
 SUPERVISED = {"all_atom_positions", "chi_mask", "pseudo_beta", "resolution", "use_clamped_fape", "rigidgroups_gt_frames"}
 
 
 def made(residues: int = 40, rows: int = 30, templates: int = 5, seed: int = 0) -> tuple[Chain, Alignment, dict[str, np.ndarray]]:
-    rng = np.random.default_rng(seed)
-    aatype, mask = rng.integers(0, 20, residues), (rng.random((residues, 37)) < 0.8).astype(np.float32)
-    positions = rng.normal(scale=9, size=(residues, 37, 3)).astype(np.float32) * mask[..., None]
-    chain = Chain("1abc_A", "".join(LETTERS[t] for t in aatype), aatype, positions, mask, mask, 2.5, None, "x-ray diffraction")
-    msa = rng.integers(0, GAP + 1, (rows, residues)).astype(np.int8)
-    msa[0] = aatype
-    deletions = (rng.random(msa.shape) < 0.1) * rng.integers(1, 9, msa.shape, np.int32)
+    rng, chain = np.random.default_rng(seed), replace(proteins.chain(residues, seed), name="1abc_A")
     there = (rng.random((templates, residues, 37)) < 0.5).astype(np.float32)
-    return chain, Alignment(msa, deletions, []), {
+    return chain, proteins.alignment(chain, rows, seed), {
         "template_aatype": rng.integers(0, GAP + 1, (templates, residues)),
         "template_all_atom_positions": rng.normal(50, 9, (*there.shape, 3)).astype(np.float32),
         "template_all_atom_mask": there,
@@ -87,7 +82,7 @@ def test_likeness_is_that_of_whole_rows_not_of_the_crop() -> None:
     alignment = Alignment(msa, np.repeat([[0], [0], [6]], 40, 1), [])
     sample = featurize(LETTERS[0] * 40, alignment, None, cfg, training=False)
     mean = sample["msa_feat"][..., -1, 0]
-    assert not mean[0].any() and np.isclose(mean[1], 0.5, atol=1e-6).all()  # of 0 and 6: atan(3 / 3)
+    assert not mean[0].any() and np.isclose(mean[1], 0.5, atol=1e-6).all()  # the mean of 0 and 6: atan(3 / 3)
 
 
 def test_masks_are_drawn_in_the_shares_that_were_asked_for() -> None:
@@ -175,7 +170,7 @@ def test_nine_of_ten_training_samples_are_clamped() -> None:
 # ---- shapes
 
 
-AXES = {"template": "TR", "extra": "ER", "msa": "CR", "bert": "CR", "true": "CR"}  # by the first word of a name; else R
+AXES = {"template": "TR", "extra": "ER", "msa": "CR", "bert": "CR", "true": "CR"}  # keyed by the first word of a name; otherwise R
 AXES |= {"template_mask": "T", "template_sum_probs": "T", "msa_row_mask": "C", "extra_msa_row_mask": "E"}
 AXES |= dict.fromkeys(("seq_length", "resolution", "is_distillation", "use_clamped_fape"), "")
 

@@ -1,4 +1,4 @@
-"""Feature dictionaries against those that the OpenFold package made (tests/data/openfold_features), and weights of all presets."""
+"""Feature dictionaries against those that the OpenFold package made (tests/data/openfold_features)."""
 
 from pathlib import Path
 from typing import Any
@@ -8,23 +8,9 @@ import pytest
 import torch
 
 from hpcai.errors import DataError
-from hpcai.models.openfold import (
-    Alignment,
-    Chain,
-    FeatureConfig,
-    OpenFold,
-    OpenFoldConfig,
-    batch_of,
-    featurize,
-    load_weights,
-    loss,
-    parts_of,
-    processed_of,
-    raw_of,
-    save_weights,
-)
-from hpcai.models.openfold.config import _PRESETS
+from hpcai.models.openfold import Alignment, Chain, FeatureConfig, OpenFold, OpenFoldConfig, featurize, loss
 from hpcai.models.openfold.features import TEMPLATES, collate
+from hpcai.models.openfold.formats import batch_of, parts_of, processed_of, raw_of
 from hpcai.models.openfold.residues import GAP, LETTERS
 
 DATA = Path(__file__).resolve().parents[3] / "data" / "openfold_features"
@@ -171,37 +157,3 @@ def test_processed_features_that_do_not_fit_are_refused_by_name(changes: dict[st
     given = {name: value for name, value in (golden("processed") | changes).items() if value is not None}
     with pytest.raises(DataError, match=text):
         batch_of(given)
-
-
-# ---- weights
-
-
-NETWORKS = {name: OpenFoldConfig.preset(name) for name in ("initial", "model_1_ptm", "model_3", "model_3_ptm")}
-
-
-@pytest.mark.parametrize("form", ["openfold", "alphafold"])
-@pytest.mark.parametrize("preset", NETWORKS)
-def test_weights_go_out_and_come_back_bit_for_bit(preset: str, form: str, tmp_path: Path) -> None:
-    """With templates and without, at their widths, with a block of each stack."""
-    cfg = OpenFoldConfig.preset(preset, blocks=1, extra={"blocks": 1})
-    model = OpenFold(cfg)
-    for weight in model.parameters():
-        torch.nn.init.normal_(weight)
-    save_weights(model, tmp_path / "w", form=form)
-    found = load_weights(tmp_path / "w")
-    assert found.cfg == cfg and (found.template_embedder is None) == (cfg.template is None)
-    theirs = found.state_dict()
-    assert all(torch.equal(value, theirs[name]) for name, value in model.state_dict().items())
-
-
-def test_these_are_the_networks_of_all_presets() -> None:
-    assert all(OpenFoldConfig.preset(name) in NETWORKS.values() for name in _PRESETS if name != "tiny")
-
-
-def test_alphafold_s_file_tells_the_heads_of_the_attention_over_templates(tmp_path: Path) -> None:
-    """Which may be others than those within a template."""
-    template = OpenFoldConfig.preset("tiny").template
-    assert template is not None and template.pairs.heads == 2
-    cfg = OpenFoldConfig.preset("tiny", template=template.model_copy(update={"heads": 8, "head": 2}))
-    save_weights(OpenFold(cfg), tmp_path / "w.npz", form="alphafold")
-    assert load_weights(tmp_path / "w.npz").cfg == cfg

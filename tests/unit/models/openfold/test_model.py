@@ -28,7 +28,7 @@ ALL = ObjectiveConfig(resolved=0.01, violation=1.0, aligned_error=0.1)
 
 
 def network(dtype: torch.dtype = torch.float64, **changes: Any) -> OpenFold:
-    """With weights that say something, which new ones do not: the last of each branch is 0."""
+    """A network whose weights say something: in a new one the last of each branch are 0."""
     torch.manual_seed(0)
     model = OpenFold(OpenFoldConfig.preset("tiny", heads={"plddt": 16, "tm": True}, **changes))
     for parameter in model.parameters():

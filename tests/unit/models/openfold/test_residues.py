@@ -66,7 +66,7 @@ def test_exchanging_names_twice_changes_nothing() -> None:
 
 
 def test_half_a_turn_of_an_ambiguous_angle_exchanges_the_names() -> None:
-    """Up to 0.03 angstrom: the figures are not exactly symmetric."""
+    """They agree to 0.03 angstrom: the figures are not exactly symmetric."""
     rng = np.random.default_rng(1)
     angles = rng.uniform(-np.pi, np.pi, (20, 7))
     turned = angles.copy()
@@ -81,7 +81,7 @@ def test_half_a_turn_of_an_ambiguous_angle_exchanges_the_names() -> None:
 
 @pytest.mark.parametrize("draws", [0, 40])
 def test_ideal_residues_have_the_lengths_and_angles_of_the_table(draws: int) -> None:
-    """At all torsion angles: within 2 deviations (histidine's CD2 - NE2 the farthest), but for the ring of proline."""
+    """All are within 2 deviations at all torsion angles (histidine's CD2 - NE2 is farthest off), but for the ring of proline."""
     rng = np.random.default_rng(2)
     found, deviation = table.bounds(2.0, 1.5), table.bounds(2.0, 1.5).deviation[:20] > 0
     proline = table.NAMES.index("PRO")

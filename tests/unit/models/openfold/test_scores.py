@@ -26,7 +26,7 @@ def chain() -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_a_moved_chain_is_superposed_and_a_mirrored_one_is_not(chain: tuple[torch.Tensor, torch.Tensor]) -> None:
     true, mask = chain
-    wild = torch.where(mask[..., None] > 0, turned(true), 1e4)  # atoms that nobody knows do not pull
+    wild = torch.where(mask[..., None] > 0, turned(true), 1e4)  # atoms that are not known do not pull
     fitted = superposed(wild, true, mask)
     known = mask > 0
     torch.testing.assert_close(fitted[known], true[known], rtol=0, atol=1e-9)

@@ -182,7 +182,7 @@ def test_a_prediction_is_read_again_by_gemmi(tmp_path: Path, suffix: str) -> Non
 
 def test_a_prediction_is_read_again_here(tmp_path: Path) -> None:
     aatype, positions, mask, plddt = predicted()
-    positions[1, [NH1, NH2]], positions[1, CD] = [[1.0, 0, 0], [2.0, 0, 0]], 0.0           # else they may be renamed
+    positions[1, [NH1, NH2]], positions[1, CD] = [[1.0, 0, 0], [2.0, 0, 0]], 0.0           # otherwise they may be renamed
     write_structure(tmp_path / "p.cif", aatype, positions, mask, plddt)
     found = read_mmcif(tmp_path / "p.cif", "A").chains["A"]
     assert found.sequence == LETTERS + "X" and found.aatype[-1] == UNKNOWN and np.array_equal(found.mask, mask)

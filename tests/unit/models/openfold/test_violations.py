@@ -1,4 +1,4 @@
-"""Bonds, angles and clashes of atoms that are where nobody's are."""
+"""Bonds, angles and clashes of atoms that are where no protein has them."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def atoms(length: int, seed: int = 0, spread: float = 4.0) -> tuple[Tensor, Tens
 
 
 def every_clash(positions: Tensor, exists: Tensor, aatype: Tensor, index: Tensor) -> Tensor:
-    """Pair by pair."""
+    """The clashes of all pairs, one by one."""
     sums = []
     for x, there, types, number in zip(positions, exists, aatype, index):
         total = torch.zeros((), dtype=positions.dtype)

@@ -1,0 +1,168 @@
+"""Weights of every network in files: round trips, what other codes put around them, and what is refused."""
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from hpcai.errors import CheckpointError
+from hpcai.models.cosmoflow import CosmoFlow, CosmoFlowConfig
+from hpcai.models.deepcam import DeepCam, DeepCamConfig
+from hpcai.models.dimenet import DimeNet
+from hpcai.models.openfold import OpenFold, OpenFoldConfig
+from hpcai.models.unet3d import UNet3D, UNet3DConfig
+from tests.atoms import SMALL
+
+VOLUMES = UNet3DConfig(filters=(4, 6), window=(8, 16, 16), spacing_mm=(4.0, 2.0, 2.0))
+NETWORKS: dict[Any, Any] = {
+    CosmoFlow: CosmoFlowConfig(size=32, filters=2, low=(0.1, 0.5, 0.8, 50.0), high=(0.5, 1.0, 1.1, 90.0)),
+    DeepCam: DeepCamConfig(divide=8, middle=1, low=(0.0,) * 16, high=(1.0,) * 16),
+    DimeNet: SMALL.model_copy(update={"mean": -3.0, "scale": 2.0}), OpenFold: OpenFoldConfig.preset("tiny"), UNet3D: VOLUMES,
+}  # fmt: skip
+every = pytest.mark.parametrize("kind", NETWORKS)
+State = dict[str, torch.Tensor]
+
+
+def network(kind: Any) -> Any:
+    torch.manual_seed(0)
+    model = kind(NETWORKS[kind])
+    for tensor in model.state_dict().values():
+        if tensor.is_floating_point():
+            tensor.normal_()
+    return model
+
+
+def same(one: Any, other: Any) -> bool:
+    pairs = zip(one.state_dict().items(), other.state_dict().items(), strict=True)
+    return all(name == again and torch.equal(value, found) for (name, value), (again, found) in pairs)
+
+
+@every
+def test_weights_and_settings_travel_in_one_file(kind: Any, tmp_path: Path) -> None:
+    model = network(kind)
+    model.save(tmp_path / "w.safetensors")
+    again = kind.load(tmp_path / "w.safetensors")
+    assert again.cfg == model.cfg and not again.training and same(again, model)
+    assert [path.name for path in tmp_path.iterdir()] == ["w.safetensors"]
+
+
+@every
+def test_weights_given_by_name_are_saved_instead_of_the_model_s(kind: Any, tmp_path: Path) -> None:
+    model, other = network(kind), network(kind)
+    torch.nn.init.ones_(next(other.parameters()))
+    model.save(tmp_path / "w", other.state_dict())
+    assert same(kind.load(tmp_path / "w"), other)
+
+
+@every
+def test_a_state_dict_alone_takes_what_it_does_not_say_from_settings(kind: Any, tmp_path: Path) -> None:
+    model = network(kind)
+    torch.save(model.state_dict(), tmp_path / "new.pt")
+    torch.save(model.state_dict(), tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    save_file({name: value.contiguous() for name, value in model.state_dict().items()}, tmp_path / "plain")
+    for name in ("new.pt", "old.pt", "plain"):
+        again = kind.load(tmp_path / name, model.cfg)
+        assert again.cfg == model.cfg and not again.training and same(again, model)
+        alone = kind.load(tmp_path / name)
+        assert same(alone, model) and getattr(alone.cfg, "low", None) is None
+
+
+def before(prefix: str, weights: State) -> State:
+    return {prefix + name: value for name, value in weights.items()}
+
+
+AROUND: dict[str, Any] = {
+    "parallel": lambda w: before("module.", w),
+    "twice parallel": lambda w: before("module.module.", w),
+    "compiled": lambda w: before("_orig_mod.", w),
+    "averaged": lambda w: before("averaged_model.module.", w) | {"averaged_model.n_averaged": torch.tensor(3)},
+    "submission": lambda w: {"model": before("module.", w), "step": 3, "epoch": 1, "optimizer": {"lr": 0.1}},
+    "reference": lambda w: {"epoch": 3, "best_model_state_dict": before("module.", w)},
+    "torch": lambda w: {"model_state_dict": w, "epoch": 3},
+    "lightning": lambda w: {"state_dict": before("model.", w), "optimizer_states": [{"lr": 1e-3}]},
+    "deepspeed": lambda w: {"module": before("_forward_module.model.", w), "dp_world_size": 8},
+    "average": lambda w: {"ema": {"params": w, "decay": 0.999}},
+    "lightning with an average": lambda w: {
+        "state_dict": {f"model.{name}": 0 * value for name, value in w.items()}, "ema": {"params": w, "decay": 0.999},
+    },
+    "mlperf": lambda w: {"iteration": 9, "alphafold_state_dict": w, "optimizer_state_dict": {"state": {0: torch.ones(())}}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_weights_are_found_within_a_checkpoint_and_behind_what_is_before_their_names(around: str, tmp_path: Path) -> None:
+    model = network(UNet3D)
+    torch.save(AROUND[around](model.state_dict()), tmp_path / "w.ckpt")
+    assert same(UNet3D.load(tmp_path / "w.ckpt", VOLUMES), model)
+
+
+def test_what_holds_no_weights_or_some_twice_is_refused(tmp_path: Path) -> None:
+    state, path = network(UNet3D).state_dict(), tmp_path / "w.pt"
+    name = next(iter(state))
+    wrong = {"expected names with tensors": {name: "none"}, "several tensors of one name": {f"module.{name}": state[name]}}
+    for text, change in wrong.items():
+        torch.save(state | change, path)
+        with pytest.raises(CheckpointError, match=f"w.pt: {text}"):
+            UNet3D.load(path)
+
+
+# Settings that are not those of the weights, and what is said; and the names that are expected of weights.
+OTHER: dict[Any, tuple[dict[str, Any], str, str]] = {
+    CosmoFlow: ({"filters": 8}, "the weights have filters 2, the settings 8", "conv_seq.0.conv.weight, dense1.weight"),
+    DeepCam: ({"divide": 4}, "the weights have divide 8, the settings 4", "of the reference .xception_features.conv1"),
+    DimeNet: ({"hidden": 64}, "the weights have hidden 12, the settings 64", "of the reference .rbf.freq"),
+    OpenFold: ({"pair": 24}, "of other shapes than the settings ask for", "aux_heads"),
+    UNet3D: ({"filters": (8, 6)}, r"the weights have filters \(4, 6\), the settings \(8, 6\)", "input_block.conv1.0.weight"),
+}
+
+
+@every
+def test_what_does_not_fit_is_refused(kind: Any, tmp_path: Path) -> None:
+    model, path = network(kind), tmp_path / "w.pt"
+    torch.save(model.state_dict(), path)
+    change, text, names = OTHER[kind]
+    with pytest.raises(CheckpointError, match=text):
+        kind.load(path, model.cfg.model_copy(update=change))
+    save_file({"x": torch.ones(2)}, path)
+    with pytest.raises(CheckpointError, match=f"w.pt: .*expected .*{names}"):
+        kind.load(path)
+    save_file({"x": torch.ones(2)}, path, metadata={"hpcai": json.dumps({"model": "ringdown", "settings": {}})})
+    with pytest.raises(CheckpointError, match="holds a model of kind 'ringdown'; expected"):
+        kind.load(path)
+    with pytest.raises(CheckpointError, match="no such file"):
+        kind.load(tmp_path / "none.pt")
+    with pytest.raises(CheckpointError, match="w.onnx: there is no form 'onnx' of weights; expected one of hpcai"):
+        model.save(tmp_path / "w.onnx", form="onnx")
+    for content in (b"", b"hello", b"\x89HDF\r\n\x1a\nrubbish", b"\x00" * 100):
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match="w.pt"):
+            kind.load(path)
+
+
+class Trap:
+    def __init__(self, sprung: Path) -> None:
+        self.sprung = sprung
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.sprung,)
+
+
+def test_no_code_in_a_file_is_run(tmp_path: Path) -> None:
+    sprung = tmp_path / "sprung"
+    torch.save({"state_dict": {}, "hyper_parameters": Trap(sprung)}, tmp_path / "new.pt")
+    torch.save({"a": Trap(sprung)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    (tmp_path / "bare.pt").write_bytes(pickle.dumps({"a": Trap(sprung)}, protocol=2))
+    arrays: Any = np.empty(1, object)
+    arrays[0] = Trap(sprung)
+    np.savez(tmp_path / "params.npz", **{"alphafold/alphafold_iteration/a//b": arrays})
+    for name in ("new.pt", "old.pt", "bare.pt", "params.npz"):
+        with pytest.raises(CheckpointError, match=name):
+            OpenFold.load(tmp_path / name)
+        assert not sprung.exists()
+    pickle.loads((tmp_path / "bare.pt").read_bytes())  # noqa: S301 the trap works
+    assert sprung.exists()
