@@ -21,7 +21,6 @@ __getattr__, __all__ = lazy(
         "Finding": ".findings",
         "Options": ".findings",
         "Outcome": ".findings",
-        "Inspectors": ".inspector",
         "examine": ".examination",
         "repair": ".remedies",
     },

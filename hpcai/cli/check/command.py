@@ -8,21 +8,19 @@ import argparse
 import json
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from hpcai import log
+from hpcai.cli.progress import shown
 from hpcai.errors import HpcaiError
 
 if TYPE_CHECKING:
-    from hpcai.cli.check.findings import Finding, Outcome, Progress, Summary
+    from hpcai.cli.check.findings import Finding, Outcome, Summary
 
 SHOWN = 5
-EVERY = 10.0  # seconds between two lines where there is no terminal
 INTERRUPTED = 130
 
 
@@ -31,17 +29,17 @@ def main(argv: Sequence[str]) -> int:
     out: TextIO = sys.stderr if words.json == "-" else sys.stdout
     names = "quick", "sample", "world", "batch", "nodes", "step_time", "seconds", "threads", "seed"
     try:
-        from hpcai.cli.check import Inspectors, Options, examine, repair  # help and mistakes cost no numpy
+        from hpcai.cli.check import Options, examine, repair  # help and mistakes cost no numpy
 
         options = Options(ranges=dict(words.range), **{name: getattr(words, name) for name in names})
-        with Inspectors(options.threads, options.patience) as inspectors, _progress() as progress:
-            outcome = examine(words.directory, options, progress=progress, inspectors=inspectors)
+        with shown() as progress:
+            outcome = examine(words.directory, options, progress=progress)
             if words.repair:
-                done = repair(words.directory, outcome, progress=progress, inspectors=inspectors)
+                done = repair(words.directory, outcome, progress=progress)
                 for line in done or ["nothing to repair"]:
                     print(_printable(f"repair: {line}"), file=out)
                 if done:
-                    outcome = examine(words.directory, options, progress=progress, inspectors=inspectors)
+                    outcome = examine(words.directory, options, progress=progress)
     except HpcaiError as problem:
         print(f"hpcai data check: {_printable(str(problem))}", file=sys.stderr)
         return 2
@@ -188,49 +186,3 @@ def _printable(text: str) -> str:
     encoding = sys.stdout.encoding or "ascii"
     text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
     return text.encode(encoding, "backslashreplace").decode(encoding)
-
-
-# ---- how far it is
-
-
-@contextmanager
-def _progress() -> Iterator["Callable[[Progress], None]"]:
-    """A bar on a terminal, a line every ten seconds elsewhere; on standard error."""
-    if sys.stderr.isatty():
-        with _bar() as show:
-            yield show
-        return
-    last = time.monotonic()
-
-    def tell(now: "Progress") -> None:
-        nonlocal last
-        if time.monotonic() - last >= EVERY:
-            last = time.monotonic()
-            print(f"{now.label}: {_far(now)}", file=sys.stderr, flush=True)
-
-    yield tell
-
-
-@contextmanager
-def _bar() -> Iterator["Callable[[Progress], None]"]:
-    from rich import progress as rich
-    from rich.console import Console
-
-    columns = (
-        rich.TextColumn("{task.description}"), rich.BarColumn(), rich.TextColumn("{task.fields[far]}"), rich.TimeRemainingColumn(),
-    )  # fmt: skip
-    with rich.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        tasks: dict[str, Any] = {}
-
-        def show(now: "Progress") -> None:
-            if now.label not in tasks:
-                tasks[now.label] = bar.add_task(now.label, total=now.total, far="")
-            bar.update(tasks[now.label], completed=now.done, total=now.total, far=_far(now))
-
-        yield show
-
-
-def _far(now: "Progress") -> str:
-    if now.unit == "bytes":
-        return f"{now.done / 2**30:,.2f} of {now.total / 2**30:,.2f} GiB"
-    return f"{now.done:,} of {now.total:,} {now.unit}"

@@ -229,17 +229,3 @@ class Outcome:
             "figures": dict(self.figures),
             "findings": [{**asdict(finding), "path": str(finding.path)} for finding in self.findings],
         }
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far the work is; ``unit`` is bytes, files or rows."""
-
-    label: str
-    done: int
-    total: int
-    unit: str
-
-
-class StoppedError(Exception):
-    """The check ends early."""

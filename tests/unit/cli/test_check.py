@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +17,21 @@ import numpy as np
 import pytest
 
 from hpcai import cli
-from hpcai.cli import check, data
-from hpcai.cli.check import command
+from hpcai.cli import data, progress
+from hpcai.cli.check import command, work
+from hpcai.cli.check.inspector import Inspectors
 from tests.apps import universes
 
 FAST = ["--seconds", "0", "--threads", "1"]
 
 
-@pytest.fixture(scope="module")
-def children() -> Iterator[check.Inspectors]:
-    with check.Inspectors(1) as inspectors:
-        yield inspectors
-
-
-@pytest.fixture(autouse=True)
-def one_child(children: check.Inspectors, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module", autouse=True)
+def one_child() -> Iterator[None]:
     """Serves all commands that run in this process."""
-    monkeypatch.setattr(check, "Inspectors", lambda *_: nullcontext(children))
+    with closing(Inspectors(1)) as children, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(work, "Inspectors", lambda *_: children)
+        patch.setattr(work, "closing", nullcontext)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -208,10 +206,10 @@ def test_progress_without_a_terminal_is_a_line_now_and_then(
 ) -> None:
     run(made)
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(command, "EVERY", 0)
+    monkeypatch.setattr(progress, "EVERY", 0)
     run(made)
     lines = capsys.readouterr().err.splitlines()
-    assert lines and all(line.startswith("reading: ") and line.endswith(" of 0.00 GiB") for line in lines)
+    assert lines and all(line.startswith("reading: ") and line.endswith(" of 92.5 kB") for line in lines)
     run(made, "--sample", 2)
     assert "sampled rows: 4 of 4 rows" in capsys.readouterr().err
 

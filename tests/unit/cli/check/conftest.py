@@ -1,19 +1,30 @@
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hpcai.cli.check import Inspectors, Options, Outcome, examine
+from hpcai.cli.check import Options, Outcome, examine, repair, work
+from hpcai.cli.check.inspector import Inspectors
 from tests.unit.cli.check.making import index, values, write
 
 
 @pytest.fixture(scope="package")
 def children() -> Iterator[Inspectors]:
-    with Inspectors(1, patience=20) as inspectors:
+    with closing(Inspectors(1, patience=20)) as inspectors:
         yield inspectors
+
+
+@contextmanager
+def lent(children: Inspectors) -> Iterator[None]:
+    """Work does not start children of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(work, "Inspectors", lambda *_: children)
+        patch.setattr(work, "closing", nullcontext)
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +55,17 @@ def made(whole: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def look(children: Inspectors) -> Any:
     def looked(folder: Path, **options: Any) -> Outcome:
-        return examine(folder, Options(**{"seconds": 0, "threads": 2, "patience": 20, **options}), inspectors=children)
+        with lent(children):
+            return examine(folder, Options(**{"seconds": 0, "threads": 2, "patience": 20, **options}))
 
     return looked
+
+
+@pytest.fixture
+def mend(look: Any, children: Inspectors) -> Any:
+    def mended(folder: Path) -> list[str]:
+        outcome = look(folder)
+        with lent(children):
+            return repair(folder, outcome)
+
+    return mended

@@ -51,8 +51,8 @@ def described(made: Path, patch: pytest.MonkeyPatch, act: Callable[[Path, list[A
     """``act`` on u3.h5 and what the child says of it."""
     describe = work.Work.describe
 
-    def spoiled(self: Any, path: Path) -> Any:
-        fields = describe(self, path)
+    def spoiled(self: Any, path: Path, rows: int | None = None) -> Any:
+        fields = describe(self, path, rows)
         if path == made / "train" / "u3.h5":
             act(path, fields)
         return fields

@@ -10,14 +10,9 @@ import h5py
 import numpy as np
 import pytest
 
-from hpcai.cli.check import Inspectors, copying, remedies
+from hpcai.cli.check import copying, remedies
 from hpcai.errors import DataError
 from tests.unit.cli.check.making import PACKED, change, entries, everything, flip, index, one, put, reword, told, values, write
-
-
-@pytest.fixture
-def mend(look: Any, children: Inspectors) -> Any:
-    return lambda folder: remedies.repair(folder, look(folder), inspectors=children)
 
 
 def odd_file(path: Path) -> None:
