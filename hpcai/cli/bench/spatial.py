@@ -7,19 +7,20 @@ says; and what a rank keeps for its backward pass, as a share of what one rank k
 ranks wall seconds mean nothing and are left out.
 """
 
-import json
 import os
 import socket
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-from hpcai.cli.bench.timing import finish, machine, parser
+import torch
+
+from hpcai import dist, train
+from hpcai.cli.bench.timing import Row, finish, machine, parser, processes, wait
+from hpcai.dist.collect import gather_objects
+from hpcai.models import unet3d
+from hpcai.settings import StepConfig
 
 
 def main(argv: Sequence[str]) -> int:
@@ -30,26 +31,23 @@ def main(argv: Sequence[str]) -> int:
     made.add_argument("--repeats", type=int, default=3, help="measured steps of each")
     made.add_argument("--rounds", type=int, default=1, help="turns of all numbers of ranks")
     made.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
-    made.add_argument("--one", type=Path, help="the file of one number of ranks, which another process waits for")
     words = made.parse_args(argv)
-    if words.one:  # a process of one number of ranks
-        words.one.write_text(json.dumps(_measure(words)))
-        return 0
-    runs: dict[int, list[dict[str, Any]]] = {ranks: [] for ranks in words.ranks}
+    runs: dict[int, list[Row]] = {ranks: [] for ranks in words.ranks}
     for _ in range(words.rounds):
         for ranks in words.ranks:
-            runs[ranks].append(_launch(ranks, list(argv)))
-    found: dict[str, Any] = {"bench": "spatial", "precision": words.precision, "size": words.size, **machine()}
-    found["ranks"] = [_row(ranks, runs, words) for ranks in words.ranks]
+            runs[ranks].append(_launch(ranks, words))
+    found: Row = {"bench": "spatial", "precision": words.precision, "size": words.size, **machine()}
+    found["ranks"] = [_row(ranks, runs) for ranks in words.ranks]
     return finish(found, ("ranks",), words.json)
 
 
-def _row(ranks: int, runs: dict[int, list[dict[str, Any]]], words: Any) -> dict[str, Any]:
-    enough = ranks <= _places()
-    seconds = {n: statistics.median(s for run in each for s in run["seconds"]) for n, each in runs.items()}
+def _row(ranks: int, runs: dict[int, list[Row]]) -> Row:
+    enough = ranks <= (torch.cuda.device_count() if torch.cuda.is_available() else len(os.sched_getaffinity(0)))
+    seconds, cpu = (
+        {n: statistics.median(s for run in each for s in run[clock]) for n, each in runs.items()} for clock in ("seconds", "cpu")
+    )
     first = runs[ranks][0]
     kept = runs[1][0]["kept"] if 1 in runs else None
-    cpu = {n: statistics.median(s for run in each for s in run["cpu"]) for n, each in runs.items()}
     return {
         "ranks": ranks, "step_s": round(seconds[ranks], 3) if enough else None,
         "faster": round(seconds[1] / seconds[ranks], 3) if enough and 1 in runs else None,
@@ -59,50 +57,26 @@ def _row(ranks: int, runs: dict[int, list[dict[str, Any]]], words: Any) -> dict[
     }  # fmt: skip
 
 
-def _places() -> int:
-    import torch
-
-    return torch.cuda.device_count() if torch.cuda.is_available() else len(os.sched_getaffinity(0))
-
-
-def _launch(ranks: int, argv: list[str]) -> dict[str, Any]:
+def _launch(ranks: int, words: Any) -> Row:
     """What the ranks found: their slowest times, the sum of what they sent, the most that one keeps."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with TemporaryDirectory() as folder:
-        files = [Path(folder) / f"{rank}.json" for rank in range(ranks)]
-        started = []
-        for rank, file in enumerate(files):
-            code = f"import sys; from hpcai.cli.bench import main; sys.exit(main({['spatial', *argv, '--one', str(file)]!r}))"
-            here = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
-            env = {**os.environ, **{key: str(value) for key, value in here.items()}, "MASTER_ADDR": "127.0.0.1"}
-            env["OMP_NUM_THREADS"] = "1"
-            started.append(subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.DEVNULL))
-        codes = [process.wait() for process in started]
-        if any(codes):
-            raise SystemExit(f"bench spatial: ranks of {ranks} ended with {codes}; see what they wrote above")
-        found = [json.loads(file.read_text()) for file in files]
+        place = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": probe.getsockname()[1]}
+    with processes(ranks) as pool:
+        started = [pool.submit(_measure, place | {"RANK": rank, "LOCAL_RANK": rank}, words) for rank in range(ranks)]
+        found = [rank.result() for rank in started]
     return {
-        "seconds": [max(times) for times in zip(*(one["seconds"] for one in found))],
-        "cpu": [max(times) for times in zip(*(one["cpu"] for one in found))], "work": found[0]["work"],
-        "sent": sum(one["sent"] for one in found), "formula": found[0]["formula"], "kept": max(one["kept"] for one in found),
-        "messages": max(one["messages"] for one in found),
+        **found[0], **{clock: [max(times) for times in zip(*(one[clock] for one in found))] for clock in ("seconds", "cpu")},
+        "sent": sum(one["sent"] for one in found), **{what: max(one[what] for one in found) for what in ("kept", "messages")},
     }  # fmt: skip
 
 
-def _measure(words: Any) -> dict[str, Any]:
-    import torch
-
-    from hpcai import dist, train
-    from hpcai.dist.collect import gather_objects
-    from hpcai.models import unet3d
-    from hpcai.settings import StepConfig
-
+def _measure(place: dict[str, Any], words: Any) -> Row:
+    os.environ.update({name: str(value) for name, value in place.items()})
     torch.set_num_threads(1)
     widths = tuple(n // words.divide for n in unet3d.UNet3DConfig().filters)
     cfg = unet3d.UNet3DConfig(filters=widths, window=(words.size,) * 3)
-    world = int(os.environ["WORLD_SIZE"])
+    world = place["WORLD_SIZE"]
     with dist.start({"replicate": 1, "depth": world}) as mesh:
         torch.manual_seed(0)
         model: Any = unet3d.parallelize(unet3d.UNet3D(cfg), mesh)
@@ -128,7 +102,8 @@ def _measure(words: Any) -> dict[str, Any]:
             began, used = time.perf_counter(), time.process_time()
             if repeat:
                 step(batch)
-                seconds.append(_until_done(mesh.device) - began)
+                wait()
+                seconds.append(time.perf_counter() - began)
                 cpu.append(time.process_time() - used)
             else:  # not timed: the first step, whose saved tensors are counted
                 with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -137,14 +112,6 @@ def _measure(words: Any) -> dict[str, Any]:
         size = 2 if words.precision == "bf16" else 4
         return {"seconds": seconds, "cpu": cpu, "sent": sent, "messages": messages, "kept": sum(kept.values()),
                 "formula": formula(cfg, world, cut.least) * size, "work": work(cfg, world, cut.least)}  # fmt: skip
-
-
-def _until_done(device: Any) -> float:
-    import torch
-
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def work(cfg: Any, ranks: int, least: int = 2) -> float:
