@@ -119,17 +119,15 @@ def _chunks(data: h5py.Dataset, plist: Any, size: int) -> dict[str, Any]:
         raise DataError(
             f"{where} says that {written:,} of {grid:,} chunks of {whole:,} bytes are in a file of {size:,}; it is damaged"
         )
-    stored = 0
+    sizes = list[int]()
 
     def note(chunk: Any) -> None:
-        nonlocal stored
-        stored += chunk.size
-        if chunk.byte_offset + chunk.size > size:
-            end = chunk.byte_offset + chunk.size
+        sizes.append(chunk.size)
+        if (end := chunk.byte_offset + chunk.size) > size:
             raise DataError(f"{where}: chunk {chunk.chunk_offset} ends at byte {end:,}, but the file has {size:,}; it is truncated")
 
     data.id.chunk_iter(note)
-    return {"grid": grid, "written": written, "stored": stored}
+    return {"grid": grid, "written": written, "stored": sum(sizes)}
 
 
 def _values(path: str, name: str, rows: list[int] | None, bounds: list[Any], keys: bool, blank: float | None) -> Iterator[Any]:

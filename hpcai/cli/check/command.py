@@ -131,14 +131,14 @@ def report(outcome: "Outcome", strict: bool = False) -> Iterator[str]:
     if outcome.findings:
         yield ""
     yield from _figures(outcome.figures)
-    errors, warnings, notes = (outcome.count(severity) for severity in ("error", "warning", "note"))
+    counts = ", ".join(_many(outcome.count(severity), severity) for severity in ("error", "warning", "note"))
     samples, size = sum(split.samples for split in outcome.splits), log.size(outcome.figures["bytes"])
     seen = f"{outcome.figures['files']:,} files, {samples:,} samples, {size} in {outcome.figures['seconds']:,.1f} s"
     looked = "sizes and headers of " if outcome.options.quick else ""
     if outcome.options.sample is not None:
         looked = f"{outcome.options.sample:,} rows of each split of "
-    word = "FAILED" if outcome.failed(strict) else "usable, with warnings" if warnings else "fine"
-    yield f"{word}: {looked}{seen}; {_many(errors, 'error')}, {_many(warnings, 'warning')}, {_many(notes, 'note')}"
+    word = "FAILED" if outcome.failed(strict) else "usable, with warnings" if outcome.count("warning") else "fine"
+    yield f"{word}: {looked}{seen}; {counts}"
 
 
 def _many(count: int, word: str) -> str:

@@ -17,7 +17,7 @@ import numpy as np
 
 from hpcai import log
 from hpcai.cli.check import disk
-from hpcai.cli.check.findings import Bounds, Options, Outcome, Summary, divide, finding
+from hpcai.cli.check.findings import SEVERITIES, Bounds, Division, Options, Outcome, Summary, finding
 from hpcai.cli.check.manifest import SPLITS, Field, SetFile, Split, splits_in
 from hpcai.cli.check.tally import Tally
 from hpcai.cli.check.work import Work
@@ -73,10 +73,8 @@ class _Examination:
         figures = self._figures(files, size)
         figures["seconds"], figures["bytes_read"] = round(time.monotonic() - began, 3), self.work.reader.transferred
         place = {split.path: i for i, split in enumerate(self.splits)}
-        rank = {"error": 0, "warning": 1, "note": 2}
-        self.findings.sort(
-            key=lambda f: (rank[f.severity], f.code, place.get(f.path.parent, 0), str(f.path), f.dataset or "", f.row or 0)
-        )
+        self.findings.sort(key=lambda f: (place.get(f.path.parent, 0), str(f.path), f.dataset or "", f.row or 0))
+        self.findings.sort(key=lambda f: (SEVERITIES.index(f.severity), f.code))
         return Outcome(self.directory, self.options, tuple(self.findings), summaries, figures)
 
     # ---- one file
@@ -339,7 +337,7 @@ class _Examination:
         division = None
         if self.options.batch is not None or self.options.world is not None:
             world = self.options.world or 1
-            division = divide(samples, self.options.batch or world, world)
+            division = Division.of(samples, self.options.batch or world, world)
             self.findings += division.problems(split.path)
         largest = [data for file in split.files if file.whole and (data := file.largest) is not None]
         rows = sum(data.shape[0] for data in largest)

@@ -5,12 +5,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from hpcai.data.direct import Reader
 from hpcai.errors import ConfigError
 
 Severity = Literal["error", "warning", "note"]
+SEVERITIES: tuple[Severity, ...] = get_args(Severity)
 Bounds = tuple[float | None, float | None]
 _LOST = "--repair makes it again from the files; what it said of them is lost, so compare them with their source first"
 
@@ -167,6 +168,11 @@ class Division:
     padded_batches: int
     repeated: int
 
+    @classmethod
+    def of(cls, samples: int, batch: int, world: int) -> "Division":
+        (batches, left_out), padded = divmod(samples, batch), -(-samples // batch)
+        return cls(samples, batch, world, batches, left_out, padded, padded * batch - samples)
+
     def problems(self, path: Path) -> Iterator[Finding]:
         """What will deadlock or surprise about it."""
         samples, batch, world = self.samples, self.batch, self.world
@@ -179,12 +185,6 @@ class Division:
             yield finding("remainder/none", path, samples=samples, batch=batch)
         elif self.left_out:
             yield finding("remainder", path, samples=samples, batch=batch, left=self.left_out, more=self.repeated)
-
-
-def divide(samples: int, batch: int, world: int) -> Division:
-    batches, left_out = divmod(samples, batch)
-    padded = -(-samples // batch)
-    return Division(samples, batch, world, batches, left_out, padded, padded * batch - samples)
 
 
 @dataclass(frozen=True)
@@ -220,11 +220,10 @@ class Outcome:
 
     def as_json(self) -> dict[str, Any]:
         """The findings, splits and figures, of which JSON can be made."""
-        severities: tuple[Severity, ...] = ("error", "warning", "note")
         codes = Counter(finding.code for finding in self.findings)
         return {
             "directory": str(self.directory),
-            "summary": {**{f"{name}s": self.count(name) for name in severities}, "codes": dict(sorted(codes.items()))},
+            "summary": {**{f"{name}s": self.count(name) for name in SEVERITIES}, "codes": dict(sorted(codes.items()))},
             "splits": [asdict(split) for split in self.splits],
             "figures": dict(self.figures),
             "findings": [{**asdict(finding), "path": str(finding.path)} for finding in self.findings],

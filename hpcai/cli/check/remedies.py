@@ -1,11 +1,11 @@
-"""What ``--repair`` puts right: that of which nothing but one result can be meant.
+"""What ``--repair`` puts right: faults that have one right answer.
 
     a file whose values lie packed, in chunks or off the pages   written in one piece, aligned; its values are compared bit for bit
-    index.json that is not there, or is no JSON                  made from the files; one that its record gives the lie stays wrong
+    index.json that is not there, or is no JSON                  made from the files; one that its record contradicts stays wrong
     rows that index.json miscounts of a file with its SHA-256    counted
     a repair that was stopped                                    its copy takes its place, where it has the SHA-256 of index.json
 
-Which of two samples is too many, what a value should have been, whether a file belongs to the set: such things people decide.
+People decide which of two samples is too many, what a value should have been, and whether a file belongs to the set.
 """
 
 import os
@@ -79,14 +79,13 @@ class _Repair:
     def _entry(self, path: Path) -> dict[str, Any]:
         return {"rows": _rows(self.work.describe(path)), "bytes": path.stat().st_size, "sha256": self.work.hashed(path)}
 
-    def _distrust(self, file: SetFile) -> str:
-        """Why a file is not what its manifest says, or nothing."""
+    def _trust(self, file: SetFile) -> None:
+        """Raises DataError for a file that is not what its manifest says."""
         entry, size = file.entry, file.path.stat().st_size
         if entry.bytes is not None and entry.bytes != size:
-            return f"has {size:,} bytes, the manifest says {entry.bytes:,}; copy it from its source"
+            raise DataError(f"has {size:,} bytes, the manifest says {entry.bytes:,}; copy it from its source")
         if entry.sha256 and self.work.hashed(file.path) != entry.sha256:
-            return "its SHA-256 is not that of the manifest; copy it from its source"
-        return ""
+            raise DataError("its SHA-256 is not that of the manifest; copy it from its source")
 
     # ---- one file
 
@@ -107,8 +106,7 @@ class _Repair:
     def _rewrite(self, file: SetFile) -> None:
         path, partial = file.path, _partial(file.path)
         try:
-            if problem := self._distrust(file):
-                raise DataError(problem)
+            self._trust(file)
             before = path.stat()
             with self.work.inspectors.one() as inspector:
                 for count in inspector.ask("copy", source=str(path), target=str(partial)):
@@ -158,14 +156,13 @@ class _Repair:
             self.say(record, f"refused: cannot be read ({problem}); correct it by hand")
 
     def _index(self, split: Split) -> None:
-        """Makes the index from the files; those that their record gives the lie are entered as it says, so that they stay wrong."""
+        """Makes the index from the files. Those that their record contradicts are entered as it says, so that they stay wrong."""
         entries: dict[str, dict[str, Any]] = {}
 
         def enter(file: SetFile) -> None:
             entry: dict[str, Any] = {"name": file.path.name}
             try:
-                if problem := self._distrust(file):
-                    raise DataError(problem)
+                self._trust(file)
                 entries[file.path.name] = entry | self._entry(file.path)
             except (DataError, OSError) as problem:
                 self.say(file.path, f"refused: not entered into {INDEX}: {problem}")

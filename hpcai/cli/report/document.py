@@ -125,13 +125,13 @@ def _results(run: Record) -> str:
         best, target = run.best(name), run.target(name)
         first = (name, number(best[1]), f"{best[0]:,}") if best else (name, "none", "")
         rows.append((*first, number(values[-1]), f"{steps[-1]:,}", number(target) if target is not None else ""))
-    return _card("Evaluations", _table(("metric", "best", "at step", "last", "at step", "target"), rows, numbers=True)) if rows else ""
+    return _card("Evaluations", _table(("metric", "best", "at step", "last", "at step", "target"), rows, True)) if rows else ""
 
 
 def _predicted(run: Record) -> str:
     if run.table is None:
         return ""
-    return _card(run.table.title, _table(run.table.head, run.table.rows, numbers=True), run.table.note)
+    return _card(run.table.title, _table(run.table.head, run.table.rows, True), run.table.note)
 
 
 def _facts(run: Record) -> str:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcai.cli.check import Options, disk, manifest, work
-from hpcai.cli.check.findings import KINDS, divide
+from hpcai.cli.check.findings import KINDS, Division
 from hpcai.data.direct import Reader
 from hpcai.errors import ConfigError
 from tests.unit.cli.check.making import ALIGNED, PACKED, ROWS, SHAPE, change, flip, index, put, reword, values, write
@@ -237,7 +237,7 @@ def test_every_kind_of_finding_has_a_fault() -> None:
     ],
 )
 def test_divide(samples: int, batch: int, world: int, numbers: tuple[int, ...], codes: list[str]) -> None:
-    found = divide(samples, batch, world)
+    found = Division.of(samples, batch, world)
     assert (found.batches, found.left_out, found.padded_batches, found.repeated) == numbers
     assert [problem.code for problem in found.problems(Path())] == codes
 
@@ -245,7 +245,7 @@ def test_divide(samples: int, batch: int, world: int, numbers: tuple[int, ...], 
 @settings(max_examples=30)
 @given(st.integers(0, 10**6), st.integers(1, 5000), st.integers(1, 5000))
 def test_divide_counts_every_sample(samples: int, batch: int, world: int) -> None:
-    found = divide(samples, batch, world)
+    found = Division.of(samples, batch, world)
     assert found.batches * batch + found.left_out == samples == found.padded_batches * batch - found.repeated
     assert 0 <= found.left_out < batch and 0 <= found.repeated < batch
     assert (batch % world == 0) == ("batch" not in {problem.code for problem in found.problems(Path())})
