@@ -27,11 +27,11 @@ INTERRUPTED = 130
 def main(argv: Sequence[str]) -> int:
     words = _parser().parse_args(argv)
     out: TextIO = sys.stderr if words.json == "-" else sys.stdout
-    names = "quick", "sample", "world", "batch", "nodes", "step_time", "seconds", "threads", "seed"
     try:
         from hpcai.cli.check import Options, examine, repair  # help and mistakes cost no numpy
 
-        options = Options(ranges=dict(words.range), **{name: getattr(words, name) for name in names})
+        given = {name: value for name, value in vars(words).items() if name not in ("directory", "strict", "json", "repair")}
+        options = Options(**given | {"ranges": dict(words.ranges)})
         with shown() as progress:
             outcome = examine(words.directory, options, progress=progress)
             if words.repair:
@@ -73,9 +73,8 @@ def _parser() -> argparse.ArgumentParser:
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--quick", action="store_true", help="sizes and headers only, no content")
     how.add_argument("--sample", type=int, metavar="N", help="read N random rows of each split, and no whole file")
-    add(
-        "--range", type=_range, action="append", default=[], metavar="FIELD=LOW:HIGH", help="values allowed; either may be left out"
-    )
+    allowed = "values allowed; either may be left out"
+    add("--range", dest="ranges", type=_range, action="append", default=[], metavar="FIELD=LOW:HIGH", help=allowed)
     add("--world", type=int, metavar="N", help="processes of the job")
     add("--batch", type=int, metavar="B", help="samples of a step, over all processes")
     add("--step-time", type=float, metavar="SECONDS", help="time of a step without waiting for data; needs --batch")

@@ -43,7 +43,7 @@ def examine(directory: Path, options: Options | None = None, *, progress: Callab
     with what it holds is a finding.
     """
     began, options = time.monotonic(), options or Options()
-    with Work(options, progress) as work:
+    with Work(options.threads, progress) as work:
         return _Examination(Path(directory), options, work).run(began)
 
 
@@ -348,7 +348,7 @@ class _Examination:
 
     def _figures(self, files: list[SetFile], size: int) -> dict[str, Any]:
         inodes = 1 + sum(len(folders) + len(names) for _, folders, names in os.walk(self.directory))
-        kind = disk.file_system(self.directory, self.options.mounts)
+        kind = disk.file_system(self.directory)
         figures: dict[str, Any] = {
             "files": len(files), "bytes": size, "inodes": inodes, "file_system": kind,
             "bytes_per_file": size // len(files) if files else 0,

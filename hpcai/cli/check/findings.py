@@ -2,12 +2,11 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from hpcai.data.direct import Reader
 from hpcai.errors import ConfigError
 
 Severity = Literal["error", "warning", "note"]
@@ -111,8 +110,7 @@ class Options:
     ``quick`` looks at sizes and headers only, ``sample`` reads that many random rows of each split and no more. ``ranges`` are
     the least and the most value of fields, and come before those of the index. ``batch`` counts the samples of one step over all
     ``world`` processes, ``step_time`` is in seconds and ``nodes`` share what is read. ``seconds`` is the time to measure each way
-    of reading, 0 for not at all. A file that leaves the HDF5 library silent for ``patience`` seconds is damaged. ``reader`` makes
-    the readers, ``mounts`` lists the file systems. Raises ConfigError with all mistakes.
+    of reading, 0 for not at all. Raises ConfigError with all mistakes.
     """
 
     quick: bool = False
@@ -124,10 +122,7 @@ class Options:
     step_time: float | None = None
     seconds: float = 3.0
     threads: int = 4
-    patience: float = 120.0
     seed: int = 0
-    reader: Callable[..., Reader] = Reader
-    mounts: Path = Path("/proc/mounts")
 
     def __post_init__(self) -> None:
         if wrong := list(self._mistakes()):
@@ -144,8 +139,8 @@ class Options:
             yield f"step-time is {self.step_time} s, expected a time above 0"
         if self.step_time is not None and self.batch is None:
             yield "step-time says nothing without the samples of a step; add batch, counted over all processes"
-        if not 0 <= self.seconds < math.inf or not 0 < self.patience < math.inf:
-            yield f"seconds is {self.seconds} and patience {self.patience}, expected finite times, above 0 for patience"
+        if not 0 <= self.seconds < math.inf:
+            yield f"seconds is {self.seconds}, expected a time, or 0 for none"
         for name, (low, high) in self.ranges.items():
             if low is not None and high is not None and not low <= high:
                 yield f"range {name}={low}:{high}: expected the least value first"

@@ -15,6 +15,8 @@ from typing import Any
 
 from hpcai.errors import DataError
 
+PATIENCE = 120.0  # seconds; a file that leaves the HDF5 library silent for longer is damaged
+
 
 class StoppedError(Exception):
     """The check ends early."""
@@ -23,7 +25,7 @@ class StoppedError(Exception):
 class Inspector:
     """A child process that opens HDF5 files. It is started when it is first asked, and again after it died."""
 
-    def __init__(self, patience: float) -> None:
+    def __init__(self, patience: float = PATIENCE) -> None:
         self.patience, self.closed = patience, False
         self._child: subprocess.Popen[bytes] | None = None
         self._line: Connection | None = None
@@ -86,8 +88,8 @@ class Inspector:
 class Inspectors:
     """``most`` inspectors to be borrowed; one that was used before comes first."""
 
-    def __init__(self, most: int, patience: float = 120.0) -> None:
-        self._every = [Inspector(patience) for _ in range(most)]
+    def __init__(self, most: int) -> None:
+        self._every = [Inspector() for _ in range(most)]
         self._free: LifoQueue[Inspector] = LifoQueue()
         for inspector in self._every:
             self._free.put(inspector)

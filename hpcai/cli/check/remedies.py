@@ -36,7 +36,7 @@ def repair(directory: Path, outcome: Outcome, *, progress: Callable[[Progress], 
     A file is replaced in one act, after its copy was compared with it; index and record follow. One whose SHA-256 is not that of
     its manifest is left alone. Raises DataError when the disk has no room.
     """
-    with Work(outcome.options, progress) as work:
+    with Work(outcome.options.threads, progress) as work:
         return _Repair(Path(directory), outcome, work).run()
 
 

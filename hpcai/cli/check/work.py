@@ -12,12 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from hpcai.cli.check.findings import Options
 from hpcai.cli.check.inspector import Inspectors, StoppedError
 from hpcai.cli.check.manifest import Field
 from hpcai.cli.progress import Progress
 from hpcai.data import layout
-from hpcai.data.direct import Memory
+from hpcai.data.direct import Memory, Reader
 from hpcai.errors import DataError
 
 BLOCK = 4 << 20
@@ -29,13 +28,12 @@ class Work(ExitStack):
     """Threads, a reader and child processes; all of it ends with the block, also by Ctrl-C. ``progress`` is called several times a
     second, by the thread that called ``each``."""
 
-    def __init__(self, options: Options, progress: Callable[[Progress], None] | None) -> None:
+    def __init__(self, threads: int, progress: Callable[[Progress], None] | None) -> None:
         super().__init__()
-        threads, self._progress = options.threads, progress or (lambda now: None)
-        self.threads, self._stop, self._lock, self._done = threads, threading.Event(), threading.Lock(), 0
-        self.inspectors = self.enter_context(closing(Inspectors(threads, options.patience)))
-        memory = Memory(keep=4 * threads * BLOCK)
-        self.reader = self.enter_context(options.reader("auto", threads=threads, block=BLOCK, memory=memory))
+        self.threads, self._progress = threads, progress or (lambda now: None)
+        self._stop, self._lock, self._done = threading.Event(), threading.Lock(), 0
+        self.inspectors = self.enter_context(closing(Inspectors(threads)))
+        self.reader = self.enter_context(Reader(threads=threads, block=BLOCK, memory=Memory(keep=4 * threads * BLOCK)))
         self._pool, self._ahead = (self.enter_context(ThreadPoolExecutor(threads)) for _ in range(2))
 
     def advance(self, count: int) -> None:

@@ -14,7 +14,7 @@ from tests.unit.cli.check.making import index, values, write
 
 @pytest.fixture(scope="package")
 def children() -> Iterator[Inspectors]:
-    with closing(Inspectors(1, patience=20)) as inspectors:
+    with closing(Inspectors(1)) as inspectors:
         yield inspectors
 
 
@@ -56,7 +56,7 @@ def made(whole: Path, tmp_path: Path) -> Path:
 def look(children: Inspectors) -> Any:
     def looked(folder: Path, **options: Any) -> Outcome:
         with lent(children):
-            return examine(folder, Options(**{"seconds": 0, "threads": 2, "patience": 20, **options}))
+            return examine(folder, Options(**{"seconds": 0, "threads": 2, **options}))
 
     return looked
 

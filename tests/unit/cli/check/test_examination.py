@@ -416,5 +416,5 @@ def test_ctrl_c_does_not_wait_for_a_disk_that_hangs(made: Path, look: Any, monke
     monkeypatch.setattr(examination.stat, "S_ISREG", lambda _: True)
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        examine(made, Options(seconds=0, patience=30, threads=1), progress=Stop(after=7))
+        examine(made, Options(seconds=0, threads=1), progress=Stop(after=4))
     assert time.monotonic() - began < 15

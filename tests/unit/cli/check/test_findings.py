@@ -5,6 +5,7 @@ import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,17 +95,18 @@ def unaligned(made: Path, patch: pytest.MonkeyPatch) -> None:
 def mounted(kind: str) -> Callable[[Path, pytest.MonkeyPatch], None]:
     def mount(made: Path, patch: pytest.MonkeyPatch) -> None:
         (made.parent / "mounts").write_text(f"x {made} {kind} rw\n")
+        patch.setattr(disk, "MOUNTS", made.parent / "mounts")
         patch.setenv("PATH", "")
 
     return mount
 
 
-def slow(mode: str, **more: Any) -> Reader:
+def slow(made: Path, patch: pytest.MonkeyPatch) -> None:
     def read(descriptor: int, buffers: Any, offset: int) -> int:
         time.sleep(0.02)
         return os.preadv(descriptor, buffers, offset)
 
-    return Reader(mode, preadv=read, **more)  # type: ignore[arg-type]
+    patch.setattr(disk, "Reader", partial(Reader, preadv=read))
 
 
 def on(name: str, act: Callable[[Path], Any]) -> Callable[[Path, pytest.MonkeyPatch], Any]:
@@ -205,8 +207,7 @@ FAULTS = [
     Fault("inodes", lambda made, patch: patch.setattr(disk, "MANY", 5), ".", text="6 files of 139 kB on average", options=QUICK),
     Fault("stripe", mounted("lustre"), "train", text="belong on 1 server: each further server costs an open; lfs setstripe -c 1"),
     Fault("network", mounted("nfs4"), "train", text="lies on nfs4, one server for all nodes"),
-    Fault("rate", leave, ".", text="need 400.0 samples/s", options={**QUICK, "batch": 4, "step_time": 0.01, "seconds": 0.1,
-          "reader": slow}),
+    Fault("rate", slow, ".", text="need 400.0 samples/s", options={**QUICK, "batch": 4, "step_time": 0.01, "seconds": 0.1}),
 ]  # fmt: skip
 
 
@@ -214,7 +215,7 @@ FAULTS = [
 def test_a_fault_is_found(made: Path, look: Any, monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
     fault.spoil(made, monkeypatch)
     severity, code = KINDS[fault.kind][0], fault.kind.partition("/")[0]
-    outcome = look(made, **{"mounts": made.parent / "mounts", **fault.options})
+    outcome = look(made, **fault.options)
     first = next(finding for finding in outcome.findings if (finding.severity, finding.code) == (severity, code))
     found = (first.path.relative_to(made).as_posix(), first.dataset, first.row, first.repairable)
     assert found == (fault.path, fault.dataset, fault.row, fault.repairable)
