@@ -11,7 +11,7 @@ import pytest
 from hpcai.cli.check import disk
 from hpcai.data.direct import Reader
 from hpcai.errors import DataError
-from tests.unit.cli.check.making import PACKED, SHAPE, index, told, values, write
+from tests.unit.cli.check.making import PACKED, SHAPE, index, look, told, values, write
 
 
 def test_the_file_system_is_that_of_the_longest_mount_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,7 +37,7 @@ def test_many_small_files_are_a_warning(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("answer, status, found", [("8", 0, ", found on 8:"), ("what", 0, ":"), ("1", 1, ":"), ("1", 0, None)])
 def test_the_stripes_of_files_are_asked_for(
-    made: Path, look: Any, monkeypatch: pytest.MonkeyPatch, answer: str, status: int, found: str | None
+    made: Path, monkeypatch: pytest.MonkeyPatch, answer: str, status: int, found: str | None
 ) -> None:
     mounts, script = made.parent / "mounts", made.parent / "bin" / "lfs"
     mounts.write_text(f"mds@tcp:/home {made.parent} lustre rw 0 0\n")
@@ -69,7 +69,7 @@ def test_stripe_hint(tmp_path: Path, kind: str | None, size: float, present: int
     assert [disk.stripes(int(n)) for n in (1e6, 9e8, 2e9, 2e10, 2e12)] == [1, 1, 8, 24, 72]
 
 
-def test_the_rate_is_that_of_whole_samples(made: Path, look: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rate_is_that_of_whole_samples(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def slow(descriptor: int, buffers: Any, offset: int) -> int:
         time.sleep(0.05)
         return disk.os.preadv(descriptor, buffers, offset)
@@ -88,7 +88,7 @@ def test_the_rate_is_that_of_whole_samples(made: Path, look: Any, monkeypatch: p
     assert rate["needed_per_node"] == {"samples_per_s": 400.0, "gb_per_s": pytest.approx(400 * rate["bytes_per_sample"] / 1e9)}
 
 
-def test_the_rate_of_packed_rows_and_of_nothing(made: Path, tmp_path: Path, look: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rate_of_packed_rows_and_of_nothing(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for i in range(4):
         write(made / "train" / f"u{i}.h5", values(500 + i), **PACKED)
     index(made / "train")

@@ -18,12 +18,12 @@ from hpcai.cli.check.inspector import Inspector
 from hpcai.cli.check.remedies import repair
 from hpcai.cli.progress import Progress
 from hpcai.errors import DataError
-from tests.unit.cli.check.making import PACKED, ROWS, change, entries, everything, flip, index, one, put, told, values, write
+from tests.unit.cli.check.making import PACKED, ROWS, change, entries, everything, flip, index, look, one, put, told, values, write
 
 # ---- healthy sets
 
 
-def test_a_healthy_set_gives_no_finding(made: Path, look: Any) -> None:
+def test_a_healthy_set_gives_no_finding(made: Path) -> None:
     outcome = look(made)
     assert outcome.findings == () and not outcome.failed(strict=True)
     train = outcome.splits[0]
@@ -41,7 +41,7 @@ def test_a_healthy_set_gives_no_finding(made: Path, look: Any) -> None:
         look(made / "nowhere")
 
 
-def test_npy_files_are_one_sample_each(tmp_path: Path, look: Any) -> None:
+def test_npy_files_are_one_sample_each(tmp_path: Path) -> None:
     for split in ("train", "test"):
         (tmp_path / split).mkdir()
         for i in range(3):
@@ -54,7 +54,7 @@ def test_npy_files_are_one_sample_each(tmp_path: Path, look: Any) -> None:
     assert told(look(tmp_path)) == [("error", "leak", "test/s2.npy", "values", 0)]
 
 
-def test_files_in_groups_scalars_and_odd_dtypes_are_fine(made: Path, look: Any) -> None:
+def test_files_in_groups_scalars_and_odd_dtypes_are_fine(made: Path) -> None:
     def odd(file: h5py.File, seed: list[int]) -> None:
         file["deep/er/mask"] = np.random.default_rng(seed).random((ROWS, 20)) > 0.5
         file["version"], file["none"], file["again"] = 3, h5py.Empty("f4"), file["target"]
@@ -71,7 +71,7 @@ def test_files_in_groups_scalars_and_odd_dtypes_are_fine(made: Path, look: Any) 
     assert outcome.splits[0].fields["deep/er/mask"] == "|b1 (20)"
 
 
-def test_what_is_not_of_the_set_is_left_alone(made: Path, look: Any) -> None:
+def test_what_is_not_of_the_set_is_left_alone(made: Path) -> None:
     (made / "train" / "notes.txt").write_text("mine")
     (made / "runs").mkdir()
     (made / "runs" / "x.partial").write_text("not ours")
@@ -79,7 +79,7 @@ def test_what_is_not_of_the_set_is_left_alone(made: Path, look: Any) -> None:
     assert told(look(made)) == [("warning", "leftover", ".recipe.json.abc.partial", None, None)]
 
 
-def test_a_length_that_the_index_leaves_open_may_be_any(tmp_path: Path, look: Any) -> None:
+def test_a_length_that_the_index_leaves_open_may_be_any(tmp_path: Path) -> None:
     """Also where files and splits are compared with one another; dtypes and numbers of dims are still those of the index."""
     rng = np.random.default_rng(0)
     fields = {"image": {"dtype": "float32", "shape": [None, None, 3]}, "kind": {"dtype": "int32", "shape": [2]}}
@@ -137,7 +137,7 @@ def test_a_damaged_index_is_a_finding(tmp_path: Path, content: str, text: str) -
     assert found[0].path == tmp_path / "index.json"
 
 
-def test_records_stand_in_for_a_missing_index(made: Path, look: Any) -> None:
+def test_records_stand_in_for_a_missing_index(made: Path) -> None:
     known = entries(made / "train")
     (made / "train" / "index.json").unlink()
     (made / "train" / ".records").mkdir()
@@ -149,7 +149,7 @@ def test_records_stand_in_for_a_missing_index(made: Path, look: Any) -> None:
     ]  # fmt: skip
 
 
-def test_the_dataset_that_is_not_like_the_index_is_the_odd_one(made: Path, look: Any) -> None:
+def test_the_dataset_that_is_not_like_the_index_is_the_odd_one(made: Path) -> None:
     for i in range(2):
         write(made / "train" / f"u{i}.h5", {**values(500 + i), "target": np.ones((ROWS, 3))})
     index(made / "train", fields={"target": {"dtype": "float32"}})
@@ -160,7 +160,7 @@ def test_the_dataset_that_is_not_like_the_index_is_the_odd_one(made: Path, look:
 # ---- values
 
 
-def test_what_is_not_finite_is_found_with_its_rows(made: Path, look: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_finite_is_found_with_its_rows(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also in a compressed dataset that is much larger than what the check would read of a file that lies about its size."""
     monkeypatch.setattr(manifest, "_MOST_FILL", 0)
     data = {"density": np.random.default_rng(3).random((30, 300, 20), dtype=np.float32)}
@@ -173,7 +173,7 @@ def test_what_is_not_finite_is_found_with_its_rows(made: Path, look: Any, monkey
             assert finding.text.startswith("rows 2, 8, 9, 10, 11, 12, 13, 14, 15, 16 ... (13) of 30 holds NaN or infinity")
 
 
-def test_ranges_of_the_command_come_before_those_of_the_index(made: Path, look: Any) -> None:
+def test_ranges_of_the_command_come_before_those_of_the_index(made: Path) -> None:
     change(made / "train" / "u3.h5", lambda file: file["counts"].__setitem__((2, 0, 0, 0, 1), -7), fields={"counts": {"low": 0}})
     assert told(look(made)) == [("error", "range", "train/u3.h5", "counts", 2)]
     assert look(made, ranges={"counts": (-7, 999)}).findings == ()
@@ -181,7 +181,7 @@ def test_ranges_of_the_command_come_before_those_of_the_index(made: Path, look: 
     assert len(above) == 6 and {f.text.split("such as ")[1][:3] for f in above} == {"999"}
 
 
-def test_a_row_may_be_blank_where_the_index_says_so(tmp_path: Path, look: Any) -> None:
+def test_a_row_may_be_blank_where_the_index_says_so(tmp_path: Path) -> None:
     """With the value that the index names and no other; maps without an object are such rows, by what data_prep says of them."""
     fields = deepcam.CONTENTS.fields([20, 30, 2], {})
     rng = np.random.default_rng(0)
@@ -225,7 +225,7 @@ def test_rows_of_every_size_and_type(dtype: str, shape: tuple[int, ...]) -> None
     assert keys[3] == keys[6] and len(set(keys)) == 6
 
 
-def test_wide_rows_are_put_together_from_blocks(tmp_path: Path, look: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wide_rows_are_put_together_from_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(work, "BLOCK", 1 << 16)
     data = np.random.default_rng(0).normal(size=(7, 201, 301)).astype(np.float32)
     data[3], data[4, 200, 300] = data[6], np.nan
@@ -236,7 +236,7 @@ def test_wide_rows_are_put_together_from_blocks(tmp_path: Path, look: Any, monke
         assert "a.h5 row 3" in outcome.findings[1].text
 
 
-def test_a_leak_is_found_through_compression_and_in_a_sample(made: Path, look: Any) -> None:
+def test_a_leak_is_found_through_compression_and_in_a_sample(made: Path) -> None:
     same = {"counts": values(500)["counts"][[2, 1]], "target": np.ones((2, 3), np.float32)}
     put(made / "validation" / "u0.h5", same, **PACKED)
     for options in ({}, {"sample": 100}):
@@ -246,7 +246,7 @@ def test_a_leak_is_found_through_compression_and_in_a_sample(made: Path, look: A
         ]
 
 
-def test_the_same_pages_in_another_order_are_another_sample(tmp_path: Path, look: Any) -> None:
+def test_the_same_pages_in_another_order_are_another_sample(tmp_path: Path) -> None:
     row = np.random.default_rng(0).integers(0, 99, (64, 2048), dtype=np.int16)  # 64 pages
     put(tmp_path / "a.h5", {"counts": np.stack([row, row[::-1], np.roll(row, 3, 0), np.roll(row, 4, 1)])})
     assert look(tmp_path).findings == ()
@@ -255,7 +255,7 @@ def test_the_same_pages_in_another_order_are_another_sample(tmp_path: Path, look
 # ---- damage
 
 
-def test_sixty_flips_and_truncations_are_all_found(tmp_path: Path, look: Any) -> None:
+def test_sixty_flips_and_truncations_are_all_found(tmp_path: Path) -> None:
     chance, source = random.Random(4), values(1, shape=(12, 12, 2))
     for i in range(40):
         write(tmp_path / f"u{i}.h5", source)
@@ -288,7 +288,7 @@ def small_npy(path: Path) -> None:
 
 
 @pytest.mark.parametrize("name, make", [("a.h5", small_hdf5), ("a.npy", small_npy)])
-def test_a_damaged_file_never_gives_anything_but_an_outcome(tmp_path: Path, look: Any, name: str, make: Any) -> None:
+def test_a_damaged_file_never_gives_anything_but_an_outcome(tmp_path: Path, name: str, make: Any) -> None:
     """A hundred of them, most with changes in the first bytes, where headers are, some cut short."""
     make(tmp_path / name)
     whole, chance = (tmp_path / name).read_bytes(), random.Random(7)
@@ -305,7 +305,7 @@ def test_a_damaged_file_never_gives_anything_but_an_outcome(tmp_path: Path, look
         json.dumps(outcome.as_json(), allow_nan=False)
 
 
-def test_a_dataset_that_says_it_is_larger_than_its_file_could_be_is_not_read(made: Path, look: Any) -> None:
+def test_a_dataset_that_says_it_is_larger_than_its_file_could_be_is_not_read(made: Path) -> None:
     def vast(file: h5py.File) -> None:
         del file["counts"]
         file.create_dataset("counts", (1 << 30, 1 << 20), np.int16, chunks=(1, 1 << 16), compression="gzip")
@@ -320,16 +320,14 @@ def npy_with(path: Path, header: str, version: bytes = b"\x01\x00", length: int 
     path.write_bytes(b"\x93NUMPY" + version + count.to_bytes(2 if version[0] == 1 else 4, "little") + text)
 
 
-def test_the_length_of_a_npy_header_is_looked_at_before_numpy_reads_it(
-    tmp_path: Path, look: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_length_of_a_npy_header_is_looked_at_before_numpy_reads_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     npy_with(tmp_path / "a.npy", "x", b"\x02\x00", 0xFFFFFFFF)
     os.truncate(tmp_path / "a.npy", 5 << 30)  # a hole, of which numpy would read 4 GiB
     monkeypatch.setattr(work.layout, "npy", None)
     assert one(look(tmp_path, sample=1), "unreadable").path.name == "a.npy"
 
 
-def test_a_npy_header_is_not_believed(tmp_path: Path, look: Any) -> None:
+def test_a_npy_header_is_not_believed(tmp_path: Path) -> None:
     said = "{{'descr': '{}', 'fortran_order': False, 'shape': {}}}\n"
     for number, header in enumerate([said.format("<f8", "(1099511627776, 3)"), said.format("<f8", "(-1,)"), "(" * 9000]):
         npy_with(tmp_path / f"{number}.npy", header)
@@ -340,7 +338,7 @@ def test_a_npy_header_is_not_believed(tmp_path: Path, look: Any) -> None:
     assert found == {f"{number}.npy" for number in range(6)}
 
 
-def test_what_is_not_a_file_at_all(tmp_path: Path, look: Any) -> None:
+def test_what_is_not_a_file_at_all(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.h5")
     (tmp_path / "folder.h5").mkdir()
     (tmp_path / "link.h5").symlink_to("nowhere")
@@ -397,7 +395,8 @@ def processes() -> set[str]:
     return {line for task in Path("/proc/self/task").glob("*/children") for line in task.read_text().split()}
 
 
-def test_ctrl_c_leaves_nothing_behind(made: Path, look: Any) -> None:
+@pytest.mark.usefixtures("own_children")
+def test_ctrl_c_leaves_nothing_behind(made: Path) -> None:
     for i in range(4):
         write(made / "train" / f"u{i}.h5", values(500 + i), **PACKED)
     index(made / "train")
@@ -411,7 +410,8 @@ def test_ctrl_c_leaves_nothing_behind(made: Path, look: Any) -> None:
     assert {f.code for f in look(made).findings} <= {"compressed"}  # those that were done are whole and in the index
 
 
-def test_ctrl_c_does_not_wait_for_a_disk_that_hangs(made: Path, look: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("own_children")
+def test_ctrl_c_does_not_wait_for_a_disk_that_hangs(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.mkfifo(made / "train" / "u9.h5")
     monkeypatch.setattr(examination.stat, "S_ISREG", lambda _: True)
     began = time.monotonic()

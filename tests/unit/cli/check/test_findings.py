@@ -19,7 +19,7 @@ from hpcai.cli.check import Options, disk, manifest, work
 from hpcai.cli.check.findings import KINDS, Division
 from hpcai.data.direct import Reader
 from hpcai.errors import ConfigError
-from tests.unit.cli.check.making import ALIGNED, PACKED, ROWS, SHAPE, change, flip, index, put, reword, values, write
+from tests.unit.cli.check.making import ALIGNED, PACKED, ROWS, SHAPE, change, flip, index, look, put, reword, values, write
 
 
 @dataclass
@@ -212,7 +212,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.kind)
-def test_a_fault_is_found(made: Path, look: Any, monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
+def test_a_fault_is_found(made: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
     fault.spoil(made, monkeypatch)
     severity, code = KINDS[fault.kind][0], fault.kind.partition("/")[0]
     outcome = look(made, **fault.options)
