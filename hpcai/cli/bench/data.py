@@ -33,6 +33,7 @@ import torch
 
 from hpcai import dist
 from hpcai.cli.bench.timing import Row, finish, machine, parse, parser, processes
+from hpcai.cli.check.disk import evict
 from hpcai.data import Loader, Reader, Rows
 from hpcai.errors import HpcaiError
 from hpcai.parallel.spatial import part as part_of
@@ -83,9 +84,7 @@ def _volumes(folder: Path, count: int, shape: tuple[int, ...], dtype: str) -> It
 def _forget(folder: Path) -> None:
     """The page cache lets go of all files of a folder."""
     for path in folder.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        evict(path)
 
 
 @contextmanager

@@ -131,7 +131,7 @@ def _measured(files: Sequence[SetFile], each: int, reader: Reader, seconds: floa
             page = chance.randrange(max(file.size - each, 0) // ALIGN + 1)
             part.append((file.path, page * ALIGN, min(each, file.size)))
         for path in {path for path, _, _ in part}:
-            _evict(path)
+            evict(path)
         began = time.perf_counter()
         reader.fetch_all(part)
         took = time.perf_counter() - began
@@ -140,7 +140,8 @@ def _measured(files: Sequence[SetFile], each: int, reader: Reader, seconds: floa
     return {"gb_per_s": size / spent / 1e9, "samples_per_s": count / spent, "bytes": size, "seconds": spent}
 
 
-def _evict(path: Path) -> None:
+def evict(path: Path) -> None:
+    """The page cache lets go of a file."""
     with suppress(OSError):
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:

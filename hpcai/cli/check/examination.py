@@ -7,7 +7,7 @@ import stat
 import time
 from bisect import bisect
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -259,36 +259,30 @@ class _Examination:
         files = [file for file in split.files if file.whole]
         names = {data.name: None for file in files for data in file.fields}
         for name in names:
-            each = [next((f for f in file.fields if f.name == name), None) for file in files]
+            each = [next((data for data in file.fields if data.name == name), None) for file in files]
             want = split.wanted.get(name, {})
-            kinds = [(f.dtype, split.open_shape(f), f.kind == "scalar") if f else None for f in each]
+            index = (want["dtype"].str if "dtype" in want else None, want.get("shape"), None)
+            kinds = [(data.dtype, split.open_shape(data), data.kind == "scalar") if data else None for data in each]
             seen = Counter(kinds)
             most = max(seen.values())
             likely = [kind for kind, count in seen.items() if count == most]
-            usual = next((kind for kind in likely if kind and want and _fits(kind, want)), likely[0])
+            usual = next((kind for kind in likely if kind and want and _fits(kind, index)), likely[0])
             have = f"as {most:,} of {len(files):,} files have it"
             for file, data, kind in zip(files, each, kinds):
-                if data is None or kind is None:
-                    if usual is not None:
-                        text = f"{usual[0]} (rows, {_dims(usual[1])[1:]}"
-                        self.found("schema/absent", file.path, name, want=text, have=have)
-                elif usual is None:
-                    self.found("schema/extra", file.path, name, most=most, all=len(files))
+                if usual is None:
+                    if data is not None:
+                        self.found("schema/extra", file.path, name, most=most, all=len(files))
+                elif data is None or kind is None:
+                    self.found("schema/absent", file.path, name, want=f"{usual[0]} (rows, {_dims(usual[1])[1:]}", have=have)
                 else:
-                    if kind[0] != usual[0]:
-                        self.found("dtype", file.path, name, found=kind[0], want=usual[0], have=have)
-                    if kind[1:] != usual[1:]:
-                        self.found("shape", file.path, name, found=_dims(data.shape[1:]), want=_dims(usual[1]), have=have)
-                    if kind == usual:
-                        self._against_index(file, data, want)
+                    case, other = ("", usual) if kind != usual else ("/index", index)
+                    words = {"have": have, "path": file.path, "dataset": name}
+                    if not _fits(kind[:1], other[:1]) and (data.plain or not case):
+                        self.found(f"dtype{case}", found=kind[0], want=other[0], **words)
+                    if not _fits(kind[1:], other[1:]):
+                        self.found(f"shape{case}", found=_dims(data.shape[1:]), want=_dims(other[1] or ()), **words)
         for name in split.wanted.keys() - names.keys() if files else ():
             self.found("schema/index", split.path / INDEX, name, name=name)
-
-    def _against_index(self, file: SetFile, data: Field, want: Mapping[str, Any]) -> None:
-        if "dtype" in want and data.plain and want["dtype"] != np.dtype(data.dtype):
-            self.found("dtype/index", file.path, data.name, found=data.dtype, want=want["dtype"].str)
-        if "shape" in want and want["shape"] != file.split.open_shape(data):
-            self.found("shape/index", file.path, data.name, found=_dims(data.shape[1:]), want=_dims(want["shape"]))
 
     def _across(self) -> None:
         """A split whose datasets are others than those of the first. What lies beside train/ may hold something else."""
@@ -364,8 +358,9 @@ class _Examination:
         return figures
 
 
-def _fits(kind: tuple[str, tuple[int | None, ...], bool], want: Mapping[str, Any]) -> bool:
-    return ("dtype" not in want or want["dtype"].str == kind[0]) and ("shape" not in want or want["shape"] == kind[1])
+def _fits(kind: Sequence[Any], want: Sequence[Any]) -> bool:
+    """Whether type and shape are those that are wanted; None allows any."""
+    return all(one in (None, got) for got, one in zip(kind, want))
 
 
 def _usual(split: Split) -> dict[str, tuple[str, tuple[int | None, ...]]]:

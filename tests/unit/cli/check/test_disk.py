@@ -93,7 +93,7 @@ def test_the_rate_of_packed_rows_and_of_nothing(made: Path, tmp_path: Path, monk
         write(made / "train" / f"u{i}.h5", values(500 + i), **PACKED)
     index(made / "train")
     evicted: list[Path] = []
-    monkeypatch.setattr(disk, "_evict", evicted.append)
+    monkeypatch.setattr(disk, "evict", evicted.append)
 
     def refuse(mode: str, **more: Any) -> Reader:
         if mode == "direct":
