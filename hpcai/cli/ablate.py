@@ -27,9 +27,8 @@ from rich.console import Console
 from rich.table import Table
 
 from hpcai import config, dist
-from hpcai.cli import apps
 from hpcai.cli.bench.timing import machine, wait
-from hpcai.cli.trial import On, Subject, Switch
+from hpcai.cli.trial import On, Switch, find
 from hpcai.data.readers import available_memory
 from hpcai.dist.collect import gather_objects
 from hpcai.errors import ConfigError
@@ -72,17 +71,6 @@ def main(argv: Sequence[str]) -> int:
     if mesh.is_first:
         print(json.dumps(found, allow_nan=False)) if words.json else show(found)
     return 0
-
-
-def find(name: str) -> Subject:
-    """What the app declares to be measured. Raises ConfigError, which lists the apps that declare it."""
-    module = apps.find(name, "trial")
-    if module is None:
-        what = f"apps/{name} has no file trial.py" if name in apps.every() else f"there is no app {name!r}"
-        offer = ", ".join(apps.names("trial"))
-        raise ConfigError(f"{what}; expected one of {offer or 'those in apps/ of a checkout, which is not here'}")
-    subject: Subject = module.Trial()
-    return subject
 
 
 def chosen(switches: Sequence[Switch], only: Sequence[str]) -> list[str]:

@@ -23,11 +23,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
+from hpcai.cli import apps
 from hpcai.data import Endless
 from hpcai.data.assemble import tree_map
 from hpcai.dist import Mesh
 from hpcai.dist.collect import gather_shares
 from hpcai.dist.host import Collector
+from hpcai.errors import ConfigError
 from hpcai.settings import RunConfig, StepConfig
 from hpcai.train.choices import fast_bf16
 from hpcai.train.evaluation import scoring
@@ -152,6 +154,17 @@ class Subject:
         words = {"directory": _files(self, cfg), "stage": None, "shards": 1}
         with ExitStack() as held:
             yield Training(self, cfg.model_copy(update={"data": cfg.data.model_copy(update=words)}), mesh, on, held)
+
+
+def find(name: str) -> Subject:
+    """What the app declares to be measured. Raises ConfigError, which lists the apps that declare it."""
+    module = apps.find(name, "trial")
+    if module is None:
+        what = f"apps/{name} has no file trial.py" if name in apps.every() else f"there is no app {name!r}"
+        offer = ", ".join(apps.names("trial"))
+        raise ConfigError(f"{what}; expected one of {offer or 'those in apps/ of a checkout, which is not here'}")
+    subject: Subject = module.Trial()
+    return subject
 
 
 def of_the_loop(cfg: Any, mesh: Mesh, sample: int) -> list[Switch]:

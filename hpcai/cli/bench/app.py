@@ -29,9 +29,8 @@ import torch
 from torch import Tensor, nn
 
 from hpcai import config, dist
-from hpcai.cli import apps
 from hpcai.cli.bench.timing import Row, alternate, apart, finish, high_water, machine, parser, wait
-from hpcai.cli.trial import Form, Subject, torch_optimizer
+from hpcai.cli.trial import Form, Subject, find, torch_optimizer
 from hpcai.dist.host import keep_memory
 from hpcai.errors import ConfigError
 from hpcai.settings import TrainConfig
@@ -44,16 +43,11 @@ _CAPTURED = {"captured": ("step.capture=whole",)}
 
 
 def main(name: str, argv: Sequence[str]) -> int:
-    module = apps.find(name, "trial")
-    assert module is not None
-    subject: Subject = module.Trial()
-    bench = Bench(name, subject, argv)
+    bench = Bench(name, find(name), argv)
     if bench.words.one:  # the process that another one started to measure one form
         print(json.dumps(bench.one(bench.words.one)))
         return 0
-    found: Row = {"bench": name, **machine()}
-    for part in bench.parts:
-        found[part] = bench.part(part)
+    found = {"bench": name, **machine(), **{part: bench.part(part) for part in bench.parts}}
     return finish(found | bench.left_out(), (*bench.parts, "left_out"), bench.words.json)
 
 

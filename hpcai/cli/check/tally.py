@@ -21,11 +21,9 @@ _NOTHING = np.empty(0, np.uint8)
 
 def _values_of(dtype: np.dtype) -> np.dtype | None:
     """The type as which values of ``dtype`` are compared, complex ones as twice as many real ones; None where they cannot be."""
-    if dtype.kind == "b":
-        return np.dtype(np.uint8)
-    if dtype.kind == "c":
-        return np.dtype(dtype.str.replace("c", "f").replace(str(dtype.itemsize), str(dtype.itemsize // 2)))
-    return dtype if dtype.kind in "iuf" else None
+    if dtype.kind not in "biufc":
+        return None
+    return np.dtype(np.uint8) if dtype.kind == "b" else np.empty(0, dtype).real.dtype
 
 
 @dataclass
