@@ -27,8 +27,7 @@ class Inspector:
 
     def __init__(self, patience: float = PATIENCE) -> None:
         self.patience, self.closed = patience, False
-        self._child: subprocess.Popen[bytes] | None = None
-        self._line: Connection | None = None
+        self._child: tuple[subprocess.Popen[bytes], Connection] | None = None
         self._lock = threading.Lock()
 
     def ask(self, do: str, **words: Any) -> Iterator[Any]:
@@ -53,16 +52,16 @@ class Inspector:
         with self._lock:
             if self.closed:
                 raise StoppedError
-            if self._child is None or self._line is None or self._child.poll() is not None:
-                # The last one was killed between two requests, if it was: that is not the fault of this file.
-                self._line, far = Pipe()
+            if self._child is None or self._child[0].poll() is not None:  # killed between two requests, it is no file's fault
+                near, far = Pipe()
                 # No working directory on the path: a data set may hold an h5py.py.
                 place = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OPENBLAS_NUM_THREADS": "1"}
                 command = [sys.executable, "-P", "-c", f"from hpcai.cli.check.child import serve; serve({far.fileno()})"]
                 null = subprocess.DEVNULL
-                self._child = subprocess.Popen(command, stdin=null, stdout=null, stderr=null, env=place, pass_fds=[far.fileno()])
+                child = subprocess.Popen(command, stdin=null, stdout=null, stderr=null, env=place, pass_fds=[far.fileno()])
                 far.close()
-            return self._child, self._line
+                self._child = child, near
+            return self._child
 
     def _heard(self, child: "subprocess.Popen[bytes]", line: Connection) -> bytes:
         try:
@@ -78,11 +77,11 @@ class Inspector:
 
     def stop(self, closed: bool = False) -> None:
         with self._lock:
-            child, self._child, self._line = self._child, None, None  # a line closes when nobody listens to it any more
+            old, self._child = self._child, None  # its line closes when nobody listens to it any more
             self.closed = self.closed or closed
-        if child is not None:
-            child.kill()
-            child.wait()
+        if old is not None:
+            old[0].kill()
+            old[0].wait()
 
 
 class Inspectors:

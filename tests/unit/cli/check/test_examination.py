@@ -362,15 +362,14 @@ def test_a_child_that_hangs_or_dies_is_a_finding_and_the_next_file_is_read(
     monkeypatch.chdir(made)
     inspector, whole = Inspector(patience=30), str(made / "train" / "u0.h5")
     assert len(list(inspector.ask("describe", path=whole))) == 2
-    child = inspector._child
-    assert child is not None
-    threading.Timer(0.2, child.kill).start()
+    assert inspector._child is not None
+    threading.Timer(0.2, inspector._child[0].kill).start()
     with pytest.raises(DataError, match=r"takes its process down \(SIGKILL\)"):
         next(inspector.ask("describe", path=str(tmp_path / "pipe.h5")))
     assert len(list(inspector.ask("describe", path=whole))) == 2
     assert inspector._child is not None
-    inspector._child.kill()  # between two requests: no file is to blame
-    inspector._child.wait()
+    inspector._child[0].kill()  # between two requests: no file is to blame
+    inspector._child[0].wait()
     assert len(list(inspector.ask("describe", path=whole))) == 2
     inspector.patience, began = 0.5, time.monotonic()
     with pytest.raises(DataError, match=r"the HDF5 library is silent for 0.5 s; the file is damaged, or its disk hangs"):
