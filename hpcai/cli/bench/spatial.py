@@ -7,11 +7,12 @@ says; and what a rank keeps for its backward pass, as a share of what one rank k
 ranks wall seconds mean nothing and are left out.
 """
 
+import math
 import os
 import socket
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -114,56 +115,56 @@ def _measure(place: dict[str, Any], words: Any) -> Row:
                 "formula": formula(cfg, world, cut.least) * size, "work": work(cfg, world, cut.least)}  # fmt: skip
 
 
+def _layers(cfg: Any) -> Iterator[tuple[str, int, int, int]]:
+    """Kind, level, inputs and outputs of each convolution of a 3D U-Net. A level has half the slices of the one above it."""
+    widths = [*cfg.filters, cfg.filters[-1]]
+    for level, here in enumerate(widths):
+        yield ("down", level, widths[level - 1], here) if level else ("first", 0, cfg.channels, here)
+        yield "same", level, here, here
+        if level < len(cfg.filters):
+            yield "up", level, widths[level + 1], here
+            yield "same", level, 2 * here, here
+            yield "same", level, here, here
+    yield "point", 0, cfg.filters[0], len(cfg.classes)
+
+
+_PRODUCTS = {"first": 2 * 27, "down": 3 * 27, "same": 3 * 27, "up": 3 * 8, "point": 3}
+"""Of a voxel, by kind of layer: the values of its kernel, forward and for both gradients. The image has no gradient."""
+
+
 def work(cfg: Any, ranks: int, least: int = 2) -> float:
     """Multiplications of one rank for a step, as a share of all of them: a level that is cut is shared, one that is not is
     computed by each. The layer between the two is computed in parts."""
-    depth, height, width = cfg.window
-    widths = [*cfg.filters, cfg.filters[-1]]
-
-    def layer(level: int, inputs: int, outputs: int, kernel: int, passes: int = 3) -> float:
-        return passes * kernel * inputs * outputs * ((depth * height * width) >> 3 * level)
-
     shared = whole = 0.0
-    for level, here in enumerate(widths):
-        is_cut = ranks > 1 and depth >> level >= ranks * least
-        above = layer(level, widths[level - 1] if level else cfg.channels, here, 27, 3 if level else 2)
-        rest = layer(level, here, here, 27)
-        if level < len(cfg.filters):
-            up = layer(level, 2 * here, here, 27) + layer(level, here, here, 27)
-            rest += up + layer(level + 1, widths[level + 1], here, 8)
-        if level == 0:
-            rest += layer(0, here, len(cfg.classes), 1)
-        shared += above * (is_cut or depth >> level >= ranks > 1) + rest * is_cut
-        whole += above * (not (is_cut or depth >> level >= ranks > 1)) + rest * (not is_cut)
+    for kind, level, inputs, outputs in _layers(cfg):
+        spent = _PRODUCTS[kind] * inputs * outputs * (math.prod(cfg.window) >> 3 * (level + (kind == "up")))
+        if cfg.window[0] >> level >= ranks * (1 if kind in ("first", "down") else least):
+            shared += spent
+        else:
+            whole += spent
     return (shared / ranks + whole) / (shared + whole)
 
 
-def formula(cfg: Any, ranks: int, least: int = 2, batch: int = 1) -> int:
+def formula(cfg: Any, ranks: int, least: int = 2) -> int:
     """Numbers that the ranks of a 3D U-Net cut along its depth send to one another for one step, forward and backward, in all.
 
     A layer of stride 1 needs a slice from either neighbour, one of stride 2 from the one below; a transposed one and the last need
     none. The image has no gradient. The first level that is not cut is joined on every rank, as are its gradients.
     """
-    if ranks == 1:
-        return 0
     depth, height, width = cfg.window
-    widths = [*cfg.filters, cfg.filters[-1]]
 
     def slices(level: int, channels: int) -> int:
-        return (ranks - 1) * channels * (height >> level) * (width >> level) * batch
+        return (ranks - 1) * channels * (height >> level) * (width >> level)
 
-    total = 2 * slices(0, cfg.channels) + 4 * slices(0, widths[0])  # the first layer: forward only
-    for level in range(1, len(widths)):
-        fine, here = (depth >> up >= ranks * least for up in (level - 1, level))
-        if here:
-            total += 2 * slices(level - 1, widths[level - 1]) + 4 * slices(level, widths[level])
-        elif fine:
-            whole = (depth >> level) * (height >> level) * (width >> level) * batch
-            if depth >> level >= ranks:  # computed in parts, then joined
-                total += 2 * slices(level - 1, widths[level - 1]) + 2 * (ranks - 1) * widths[level] * whole
-            else:
-                total += 2 * (ranks - 1) * widths[level - 1] * 8 * whole
-    for level in range(len(cfg.filters)):
-        if depth >> level >= ranks * least:
-            total += 4 * slices(level, 2 * widths[level]) + 4 * slices(level, widths[level])
+    total = 0
+    for kind, level, inputs, outputs in _layers(cfg):
+        here, above = depth >> level, depth >> max(level - 1, 0)
+        if kind == "first":
+            total += 2 * slices(0, inputs)
+        elif kind == "same" and here >= ranks * least:
+            total += 4 * slices(level, inputs)
+        elif kind == "down" and above >= ranks * least:
+            total += 2 * slices(level - 1, inputs) * (1 if here >= ranks else above)
+            if ranks <= here < ranks * least:  # computed in parts, then joined
+                total += 2 * slices(level, outputs) * here
     return total
