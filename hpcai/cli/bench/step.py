@@ -38,16 +38,12 @@ def main(argv: Sequence[str]) -> int:
     return finish({"bench": "step", **machine()} | {part: measure[part](words) for part in words.parts}, words.parts, words.json)
 
 
-def _layers(millions: float) -> Any:
+def _layers(millions: float) -> nn.Module:
     """Parameters in the sizes of CosmoFlow's five convolutions and three dense layers, about that many in all."""
-    share = [0.0004, 0.006, 0.023, 0.09, 0.36, 0.5, 0.02]
-    sizes = [max(int(part * millions * 1e6), 64) for part in share]
-    model = nn.Module()
     generator = torch.Generator().manual_seed(0)
-    for i, size in enumerate(sizes):
-        model.register_parameter(f"w{i}", nn.Parameter(torch.randn(size, generator=generator)))
-        model.register_parameter(f"b{i}", nn.Parameter(torch.randn(64, generator=generator)))
-    return model
+    shares = [0.0004, 0.006, 0.023, 0.09, 0.36, 0.5, 0.02]
+    sizes = [size for share in shares for size in (max(int(share * millions * 1e6), 64), 64)]
+    return nn.ParameterList([torch.randn(size, generator=generator) for size in sizes])
 
 
 def _updates(millions: float, **words: Any) -> tuple[Callable[[], None], int]:
