@@ -27,7 +27,7 @@ class Progress(NamedTuple):
 
 @contextmanager
 def shown() -> Iterator[Callable[[Progress], None]]:
-    """What shows a ``Progress``: a bar for each label, or lines."""
+    """A function that shows a ``Progress``, by a bar for each label or by lines."""
     if sys.stderr.isatty():
         with _bars() as show:
             yield show

@@ -1,10 +1,10 @@
 """``hpcai bench spatial``: a training step of the 3D U-Net whose volume is cut along its depth over processes of this machine.
 
-Each number of ranks runs in processes of its own, one thread each (a GPU each where there are enough), in turns. Of each: wall
+Each number of ranks runs in processes of its own, one thread each (a GPU each where there are enough), in turns. A row has wall
 seconds of a step and how much faster than one rank that is; CPU seconds of the rank that needs most, as a share of those of one
-rank, beside what the cost model says (docs/performance.md); the bytes that ranks send to one another, beside what the formula
-says; and what a rank keeps for its backward pass, as a share of what one rank keeps. On a machine with fewer cores (or GPUs) than
-ranks wall seconds mean nothing and are left out.
+rank, beside the share by the cost model (docs/performance.md); the bytes that ranks send to one another, beside those by the
+formula; and the bytes that a rank keeps for its backward pass, as a share of those of one rank. On a machine with fewer cores (or
+GPUs) than ranks wall seconds mean nothing and are left out.
 """
 
 import math
@@ -129,7 +129,7 @@ def _layers(cfg: Any) -> Iterator[tuple[str, int, int, int]]:
 
 
 _PRODUCTS = {"first": 2 * 27, "down": 3 * 27, "same": 3 * 27, "up": 3 * 8, "point": 3}
-"""Of a voxel, by kind of layer: the values of its kernel, forward and for both gradients. The image has no gradient."""
+"""Products for each voxel, by kind of layer: those of its kernel, forward and for both gradients. The image has no gradient."""
 
 
 def work(cfg: Any, ranks: int, least: int = 2) -> float:

@@ -1,7 +1,8 @@
-"""The words of ``hpcai data check DIR``, what it prints, and how far it is.
+"""``hpcai data check DIR`` looks a data set over before a job reads it.
 
-Sizes and SHA-256 against index.json, schema and values of every row, samples that are there twice, batches and ranks, files and
-stripes, and whether the disk feeds the GPUs. Exit code 0: nothing wrong; 1: errors (with --strict also warnings); 2: not usable.
+It checks sizes and SHA-256 against index.json, schema and values of every row, samples that are there twice, batches and ranks,
+files and stripes, and whether the disk feeds the GPUs. Exit code 0: nothing wrong; 1: errors (with --strict also warnings); 2: not
+usable.
 """
 
 import argparse

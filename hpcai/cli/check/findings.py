@@ -169,7 +169,7 @@ class Division:
         return cls(samples, batch, world, batches, left_out, padded, padded * batch - samples)
 
     def problems(self, path: Path) -> Iterator[Finding]:
-        """What will deadlock or surprise about it."""
+        """Findings of what will deadlock or surprise."""
         samples, batch, world = self.samples, self.batch, self.world
         if batch % world:
             less, more = batch // world * world, -(-batch // world) * world

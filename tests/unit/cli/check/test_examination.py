@@ -80,7 +80,7 @@ def test_what_is_not_of_the_set_is_left_alone(made: Path) -> None:
 
 
 def test_a_length_that_the_index_leaves_open_may_be_any(tmp_path: Path) -> None:
-    """Also where files and splits are compared with one another; dtypes and numbers of dims are still those of the index."""
+    """This holds also where files and splits are compared with one another; dtypes and numbers of dims are still those of the index."""
     rng = np.random.default_rng(0)
     fields = {"image": {"dtype": "float32", "shape": [None, None, 3]}, "kind": {"dtype": "int32", "shape": [2]}}
 
@@ -161,7 +161,7 @@ def test_the_dataset_that_is_not_like_the_index_is_the_odd_one(made: Path) -> No
 
 
 def test_what_is_not_finite_is_found_with_its_rows(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also in a compressed dataset that is much larger than what the check would read of a file that lies about its size."""
+    """It is also found in a compressed dataset that is much larger than what the check would read of a file that lies about its size."""
     monkeypatch.setattr(manifest, "_MOST_FILL", 0)
     data = {"density": np.random.default_rng(3).random((30, 300, 20), dtype=np.float32)}
     data["density"][[2, *range(8, 20)], 17, 3] = np.nan
@@ -182,7 +182,7 @@ def test_ranges_of_the_command_come_before_those_of_the_index(made: Path) -> Non
 
 
 def test_a_row_may_be_blank_where_the_index_says_so(tmp_path: Path) -> None:
-    """With the value that the index names and no other; maps without an object are such rows, by what data_prep says of them."""
+    """Only the value that the index names may fill it; maps without an object are such rows, by what data_prep says of them."""
     fields = deepcam.CONTENTS.fields([20, 30, 2], {})
     rng = np.random.default_rng(0)
     mask = rng.integers(0, 3, (6, 20, 30), np.uint8)
@@ -201,7 +201,7 @@ def test_a_row_may_be_blank_where_the_index_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shape", [(4, 3), (200, 101), (300, 201, 3)])
 @pytest.mark.parametrize("dtype", [">i2", "<f4", ">f8", "<f2", "u1", "?", "<c8", "i8"])
 def test_rows_of_every_size_and_type(dtype: str, shape: tuple[int, ...]) -> None:
-    """Whatever the pieces in which they come, narrow rows many at a time and wide ones in parts."""
+    """Rows may come in any pieces; narrow ones are judged many at a time and wide ones in parts."""
     real, kind = np.random.default_rng(0).standard_normal((7, *shape)), np.dtype(dtype).kind
     data = (real > 0 if kind == "b" else real * 40).astype(dtype)
     data[3] = data[6]
