@@ -80,7 +80,7 @@ def test_what_is_not_of_the_set_is_left_alone(made: Path) -> None:
 
 
 def test_a_length_that_the_index_leaves_open_may_be_any(tmp_path: Path) -> None:
-    """This holds also where files and splits are compared with one another; dtypes and numbers of dims are still those of the index."""
+    """Files and splits are compared with one another likewise; dtypes and numbers of dims are still those of the index."""
     rng = np.random.default_rng(0)
     fields = {"image": {"dtype": "float32", "shape": [None, None, 3]}, "kind": {"dtype": "int32", "shape": [2]}}
 
@@ -161,7 +161,7 @@ def test_the_dataset_that_is_not_like_the_index_is_the_odd_one(made: Path) -> No
 
 
 def test_what_is_not_finite_is_found_with_its_rows(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is also found in a compressed dataset that is much larger than what the check would read of a file that lies about its size."""
+    """It is found in a compressed dataset too, which is much larger than the check allows a file that lies about its size."""
     monkeypatch.setattr(manifest, "_MOST_FILL", 0)
     data = {"density": np.random.default_rng(3).random((30, 300, 20), dtype=np.float32)}
     data["density"][[2, *range(8, 20)], 17, 3] = np.nan
