@@ -18,6 +18,7 @@ from hpcai.cli.check.inspector import Inspector
 from hpcai.cli.check.remedies import repair
 from hpcai.cli.progress import Progress
 from hpcai.errors import DataError
+from tests.unit.cli.check import making
 from tests.unit.cli.check.making import PACKED, ROWS, change, entries, everything, flip, index, look, one, put, told, values, write
 
 # ---- healthy sets
@@ -49,6 +50,8 @@ def test_npy_files_are_one_sample_each(tmp_path: Path) -> None:
         index(tmp_path / split)
     outcome = look(tmp_path)
     assert outcome.findings == () and [split.samples for split in outcome.splits] == [3, 3]
+    making.reword(tmp_path / "test", lambda files: [file.update(rows=ROWS) for file in files])  # dim 0 counts rows
+    assert [split.samples for split in look(tmp_path).splits] == [3, 3 * ROWS]
     np.save(tmp_path / "test" / "s2.npy", np.load(tmp_path / "train" / "s1.npy"))
     index(tmp_path / "test")
     assert told(look(tmp_path)) == [("error", "leak", "test/s2.npy", "values", 0)]
