@@ -1,7 +1,7 @@
 """The `hpcai` command. A subcommand's module is imported when that subcommand runs, so that help costs nothing."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 
 from hpcai import __version__
@@ -16,27 +16,27 @@ COMMANDS = {
 }
 
 
-def usage() -> str:
-    lines = [f"hpcai {__version__}: scientific AI training for supercomputers", "", "usage: hpcai COMMAND ...", ""]
-    lines += [f"  {name:<7} {text}" for name, text in COMMANDS.items()]
-    lines += ["", "hpcai COMMAND --help says more. An app is trained with python -m apps.NAME CONFIG.yaml key=value ..."]
-    return "\n".join(lines)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand; 0 is success, 2 a refusal whose reason is on stderr."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("-h", "--help", "help"):
-        print(usage())
-        return 0
-    if words[0] == "--version":
+    if words[:1] == ["--version"]:
         print(__version__)
         return 0
-    if words[0] not in COMMANDS:
-        print(f"hpcai: there is no command {words[0]!r}; expected one of {', '.join(COMMANDS)}", file=sys.stderr)
-        return 2
     try:
-        return import_module(f"hpcai.cli.{words[0]}").main(words[1:]) or 0
+        return dispatch("hpcai", COMMANDS, words)
     except HpcaiError as error:
         print(f"hpcai {words[0]}: {error}", file=sys.stderr)
         return 2
+
+
+def dispatch(name: str, commands: Mapping[str, str], words: Sequence[str]) -> int:
+    """Calls the ``main`` of the module that bears the name of the first word, or shows what ``commands`` there are."""
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(f"hpcai {__version__}: scientific AI training for supercomputers\n\nusage: {name} COMMAND ...\n")
+        print("\n".join(f"  {command:<7} {text}" for command, text in commands.items()) + "\n")
+        print(f"{name} COMMAND --help says more. An app is trained with python -m apps.NAME CONFIG.yaml key=value ...")
+        return 0
+    if words[0] not in commands:
+        print(f"{name}: there is no command {words[0]!r}; expected one of {', '.join(commands)}", file=sys.stderr)
+        return 2
+    return import_module(f"hpcai.cli.{words[0]}").main(words[1:]) or 0

@@ -27,8 +27,8 @@ from rich.console import Console
 from rich.table import Table
 
 from hpcai import config, dist
-from hpcai.cli import apps
-from hpcai.cli.trial import On, Subject, Switch
+from hpcai.cli.bench.timing import machine, wait
+from hpcai.cli.trial import On, Switch, find
 from hpcai.data.readers import available_memory
 from hpcai.dist.collect import gather_objects
 from hpcai.errors import ConfigError
@@ -55,16 +55,14 @@ def main(argv: Sequence[str]) -> int:
         if mesh.sizes["evaluate"]:
             raise ConfigError(f"mesh.evaluate is {mesh.sizes['evaluate']}, but here all processes train; set it to 0")
         names = chosen(switches := app.every_switch(cfg, mesh), words.only)
-        on_gpu = mesh.device.type == "cuda"
-        steps = words.steps or (8 if on_gpu else 4)
-        found: dict[str, Any] = {"ablate": words.app, "torch": torch.__version__, "steps": steps, "repeats": words.repeats}
-        found["device"] = torch.cuda.get_device_name() if on_gpu else f"cpu, {torch.backends.cpu.get_cpu_capability()}"
-        found |= {"threads": torch.get_num_threads(), "processes": mesh.world, "load": round(os.getloadavg()[0], 1)}
+        steps = words.steps or (8 if mesh.device.type == "cuda" else 4)
+        found: dict[str, Any] = {"ablate": words.app, **machine(), "steps": steps, "repeats": words.repeats}
+        found |= {"threads": torch.get_num_threads(), "processes": mesh.world}
         found["switches"] = [{**vars(switch), "on": switch.name in names} for switch in switches]
         bench = Bench(lambda on: app.trial(cfg, mesh, on), names, mesh, steps)
         with Console(stderr=True, quiet=not mesh.is_first).status("") as status:
             bench.go(words.repeats, status.update)
-        found |= {**bench.rows(), "kept": bench.keeps, "load_after": round(os.getloadavg()[0], 1)}
+        found |= {**bench.rows(), "kept": bench.keeps, "load_after": machine()["load"]}
         found["settings"] = cfg.model_dump(mode="json")
     if mesh.is_first and words.directory is not None:
         words.directory.mkdir(parents=True, exist_ok=True)
@@ -73,17 +71,6 @@ def main(argv: Sequence[str]) -> int:
     if mesh.is_first:
         print(json.dumps(found, allow_nan=False)) if words.json else show(found)
     return 0
-
-
-def find(name: str) -> Subject:
-    """What the app declares to be measured. Raises ConfigError, which lists the apps that declare it."""
-    module = apps.find(name, "trial")
-    if module is None:
-        what = f"apps/{name} has no file trial.py" if name in apps.every() else f"there is no app {name!r}"
-        offer = ", ".join(apps.names("trial"))
-        raise ConfigError(f"{what}; expected one of {offer or 'those in apps/ of a checkout, which is not here'}")
-    subject: Subject = module.Trial()
-    return subject
 
 
 def chosen(switches: Sequence[Switch], only: Sequence[str]) -> list[str]:
@@ -210,8 +197,7 @@ class Bench:
         return max(wall for wall, _ in every), sum(cpu for _, cpu in every)
 
     def _wait(self) -> None:
-        if self._gpu:
-            torch.cuda.synchronize()
+        wait()
         gather_objects(None, self.mesh.everyone)
 
     def _free(self) -> int:

@@ -1,8 +1,8 @@
 """``hpcai data check DIR`` and ``hpcai data stage SOURCE TARGET``."""
 
-import sys
 from collections.abc import Sequence
-from importlib import import_module
+
+from hpcai.cli import dispatch
 
 COMMANDS = {
     "check": "DIR             files against their manifest, values, duplicates, what the training needs of the disk; --repair",
@@ -11,10 +11,4 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str]) -> int:
-    if not argv or argv[0] in ("-h", "--help"):
-        print("usage: hpcai data COMMAND ...\n\n" + "\n".join(f"  {name:<6} {text}" for name, text in COMMANDS.items()))
-        return 0
-    if argv[0] not in COMMANDS:
-        print(f"hpcai data: there is no command {argv[0]!r}; expected one of {', '.join(COMMANDS)}", file=sys.stderr)
-        return 2
-    return import_module(f"hpcai.cli.{argv[0]}").main(argv[1:]) or 0
+    return dispatch("hpcai data", COMMANDS, argv)

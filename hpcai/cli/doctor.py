@@ -92,25 +92,18 @@ def closure(distribution: str) -> tuple[set[str], set[str]]:
         metadata.distribution(distribution)
     except metadata.PackageNotFoundError as error:
         raise DataError(f"{distribution} is not installed in {sys.prefix}; pip install -e . in its checkout") from error
-    todo: list[tuple[str, str]] = [(canonicalize_name(distribution), "")]
-    seen: set[tuple[str, str]] = set()
-    missing: set[str] = set()
-    while todo:
-        name, extra = entry = todo.pop()
-        if entry in seen:
-            continue
-        seen.add(entry)
+    todo = [(canonicalize_name(distribution), "")]
+    missing = set[str]()
+    for name, extra in todo:                             # which grows meanwhile
         try:
-            lines = metadata.requires(name) or []
+            needs = [Requirement(line) for line in metadata.requires(name) or []]
         except metadata.PackageNotFoundError:
             missing.add(name)
             continue
-        for needed in map(Requirement, lines):
-            if needed.marker is None and extra:
-                continue                                 # the plain entry, always on the list, brings it
-            if needed.marker is None or needed.marker.evaluate({"extra": extra}):
-                todo += [(canonicalize_name(needed.name), word) for word in ("", *sorted(needed.extras))]
-    return {name for name, _ in seen}, missing
+        found = [need for need in needs if need.marker is None or need.marker.evaluate({"extra": extra})]
+        wanted = ((canonicalize_name(need.name), word) for need in found for word in ("", *sorted(need.extras)))
+        todo += [entry for entry in dict.fromkeys(wanted) if entry not in todo]
+    return {name for name, _ in todo}, missing
 
 
 def packages(distribution: str = DISTRIBUTION) -> str:

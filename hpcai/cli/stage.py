@@ -7,20 +7,18 @@ srun --mpi=pmi2 --ntasks-per-node=4 hpcai data stage /scratch/universe '$SLURM_T
 import argparse
 import json
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hpcai.cli.progress import Progress, shown
 from hpcai.errors import DataError
 from hpcai.log import size
 
 if TYPE_CHECKING:
     from hpcai.data.stage import Staged
-
-_EVERY = 10.0  # seconds between lines where no terminal shows a bar
 
 
 def main(argv: Sequence[str]) -> int:
@@ -43,10 +41,10 @@ def main(argv: Sequence[str]) -> int:
     with start({"replicate": -1}) as mesh:
         try:
             target, node = _expand([words.target, words.node], lambda text: gather_objects(text, mesh.everyone))
-            with _progress(mesh.is_first) as progress:
+            with shown() if mesh.is_first else nullcontext(lambda _: None) as show:
                 staged = stage_in(
                     words.source, target, mesh, shards=words.shards, verify=not words.no_verify, block=words.block << 20,
-                    progress=progress, node=node or None,
+                    progress=lambda done, total: show(Progress("staged", done, total, "bytes")), node=node or None,
                 )  # fmt: skip
         except DataError as error:  # the same on all ranks
             if mesh.is_first:
@@ -68,31 +66,6 @@ def _expand(texts: Sequence[str], gather: Callable[[str], list[str]]) -> list[st
         if name:
             raise DataError(f"{' '.join(texts).strip()}: {name} is not set on rank {rank}; set it, or name a path without it")
     return list(found)
-
-
-@contextmanager
-def _progress(speak: bool) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar on a terminal, otherwise a line now and then; both on stderr."""
-    if not speak:
-        yield None
-    elif sys.stderr.isatty():
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-        columns = (TextColumn("stage"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-            task = bar.add_task("stage", total=None)
-            yield lambda done, total: bar.update(task, completed=done, total=total)
-    else:
-        said = time.monotonic()
-
-        def line(done: int, total: int) -> None:
-            nonlocal said
-            if time.monotonic() - said >= _EVERY:
-                said = time.monotonic()
-                print(f"staged {size(done)} of {size(total)}", file=sys.stderr, flush=True)
-
-        yield line
 
 
 def _say(source: Path, nodes: "list[Staged]", seconds: float, verified: bool, as_json: bool) -> None:

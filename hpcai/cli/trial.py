@@ -23,11 +23,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
+from hpcai.cli import apps
 from hpcai.data import Endless
 from hpcai.data.assemble import tree_map
 from hpcai.dist import Mesh
 from hpcai.dist.collect import gather_shares
 from hpcai.dist.host import Collector
+from hpcai.errors import ConfigError
 from hpcai.settings import RunConfig, StepConfig
 from hpcai.train.choices import fast_bf16
 from hpcai.train.evaluation import scoring
@@ -152,6 +154,17 @@ class Subject:
         words = {"directory": _files(self, cfg), "stage": None, "shards": 1}
         with ExitStack() as held:
             yield Training(self, cfg.model_copy(update={"data": cfg.data.model_copy(update=words)}), mesh, on, held)
+
+
+def find(name: str) -> Subject:
+    """What the app declares to be measured. Raises ConfigError, which lists the apps that declare it."""
+    module = apps.find(name, "trial")
+    if module is None:
+        what = f"apps/{name} has no file trial.py" if name in apps.every() else f"there is no app {name!r}"
+        offer = ", ".join(apps.names("trial"))
+        raise ConfigError(f"{what}; expected one of {offer or 'those in apps/ of a checkout, which is not here'}")
+    subject: Subject = module.Trial()
+    return subject
 
 
 def of_the_loop(cfg: Any, mesh: Mesh, sample: int) -> list[Switch]:
@@ -315,28 +328,18 @@ _MADE: dict[tuple[type[Subject], str], Path] = {}
 def _files(app: Subject, cfg: Any) -> Path:
     """A folder with some batches of random samples for each split, in the layout of data_prep; made once."""
     key = type(app), cfg.model_dump_json()
-    if key not in _MADE:
-        _MADE[key] = _written(app, cfg)
-    return _MADE[key]
-
-
-def _written(app: Subject, cfg: Any) -> Path:
+    if key in _MADE:
+        return _MADE[key]
     folder, rows = Path(tempfile.mkdtemp(dir=_HOME.name)), _EVALUATED * cfg.data.batch
     for split in ("train", "validation"):
         (folder / split).mkdir()
         with h5py.File(folder / split / _FILE, "w", alignment_threshold=1 << 16, alignment_interval=4096) as file:
             for i in range(rows):
-                for name, values in zip(app.fields, app.random(cfg, np.random.default_rng(i))):
-                    each = (len(values),) if name in app.flat else ()
-                    shape = (rows * len(values), *values.shape[1:]) if each else (rows, *values.shape)
-                    dataset = file.require_dataset(name, shape, values.dtype)
-                    dataset[_place(i, *each)] = values
-    return folder
-
-
-def _place(row: int, each: int | None = None) -> int | slice:
-    """Where a sample lies; a flat dataset has ``each`` rows of it."""
-    return row if each is None else slice(row * each, (row + 1) * each)
+                for name, sample in zip(app.fields, app.random(cfg, np.random.default_rng(i))):
+                    part = sample if name in app.flat else sample[None]
+                    whole = file.require_dataset(name, (rows * len(part), *part.shape[1:]), part.dtype)
+                    whole[i * len(part) : (i + 1) * len(part)] = part
+    return _MADE.setdefault(key, folder)
 
 
 class _Plain(Dataset):
@@ -345,8 +348,11 @@ class _Plain(Dataset):
 
     def __getitem__(self, index: int) -> Any:
         self.file = self.file or h5py.File(self.path, "r")  # by each worker
-        data = [(self.file[name], name in self.app.flat) for name in self.app.fields]
-        return tuple(values[_place(index, len(values) // self.rows if flat else None)] for values, flat in data)
+        return tuple(self._part(self.file[name], index, name in self.app.flat) for name in self.app.fields)
+
+    def _part(self, values: Any, index: int, flat: bool) -> Any:
+        each = len(values) // self.rows
+        return values[index * each : (index + 1) * each] if flat else values[index]
 
 
 class _ByDataLoader:

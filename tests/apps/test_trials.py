@@ -48,13 +48,13 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def made(app: str, *words: str) -> tuple[trial.Subject, Any]:
-    subject = ablate.find(app)
+    subject = trial.find(app)
     return subject, config.load(subject.settings, None, [*SMALL[app], *words])
 
 
 @pytest.mark.parametrize("app", SMALL)
 def test_all_forms_are_one_function(app: str) -> None:
-    measured = bench.Bench(app, ablate.find(app), SMALL[app])
+    measured = bench.Bench(app, trial.find(app), SMALL[app])
     losses = {name: float(measured.form(name, SMALL[app])()) for name in measured.forms(SMALL[app])}
     assert losses == pytest.approx(dict.fromkeys(losses, losses["ours"]), rel=1e-4) and len(losses) >= 2
 

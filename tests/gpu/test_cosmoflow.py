@@ -96,8 +96,8 @@ def test_batches_arrive_on_the_gpu() -> None:
 
 
 def test_peak_memory_is_no_more_than_a_plain_networks() -> None:
-    from hpcai.cli.ablate import find
     from hpcai.cli.bench.app import Bench
+    from hpcai.cli.trial import find
 
     case, peaks = ["model.size=64", "data.batch=4"], {}
     for kind in ("plain", "ours"):

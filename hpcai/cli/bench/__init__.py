@@ -9,7 +9,6 @@ NAME is an app, which is measured against its plain form (``hpcai bench APP --he
 """
 
 import json
-import subprocess
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -40,16 +39,12 @@ def main(argv: Sequence[str]) -> int:
 
 def _all(quiet: bool) -> int:
     """Each benchmark in a process of its own; one that fails is told and the others go on."""
+    from hpcai.cli.bench.timing import apart
+
     found: dict[str, Any] = {}
     for name in [*SHARED, *apps.names("trial")]:
-        words = [name, *_BRIEFLY.get(name, ["steps", "memory", "--repeats", "1"]), "--json"]
-        code = f"import sys; from hpcai.cli.bench import main; sys.exit(main({words!r}))"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-        lines = done.stdout.splitlines()
-        failed = done.returncode != 0 or not lines
-        last = (done.stderr.strip().splitlines() or ["no word of why"])[-1]
-        found[name] = {"failed": last} if failed else json.loads(lines[-1])
+        found[name] = apart([name, *_BRIEFLY.get(name, ["steps", "memory", "--repeats", "1"]), "--json"])
         if not quiet:
-            print(f"{name}: {last if failed else json.dumps(found[name], indent=1)}", flush=True)
+            print(f"{name}: {json.dumps(found[name], indent=1)}", flush=True)
     print(json.dumps(found))
     return int(any("failed" in entry for entry in found.values()))

@@ -29,9 +29,8 @@ import torch
 from torch import Tensor, nn
 
 from hpcai import config, dist
-from hpcai.cli import apps
 from hpcai.cli.bench.timing import Row, alternate, apart, finish, high_water, machine, parser, wait
-from hpcai.cli.trial import Form, Subject, torch_optimizer
+from hpcai.cli.trial import Form, Subject, find, torch_optimizer
 from hpcai.dist.host import keep_memory
 from hpcai.errors import ConfigError
 from hpcai.settings import TrainConfig
@@ -44,16 +43,11 @@ _CAPTURED = {"captured": ("step.capture=whole",)}
 
 
 def main(name: str, argv: Sequence[str]) -> int:
-    module = apps.find(name, "trial")
-    assert module is not None
-    subject: Subject = module.Trial()
-    bench = Bench(name, subject, argv)
+    bench = Bench(name, find(name), argv)
     if bench.words.one:  # the process that another one started to measure one form
         print(json.dumps(bench.one(bench.words.one)))
         return 0
-    found: Row = {"bench": name, **machine()}
-    for part in bench.parts:
-        found[part] = bench.part(part)
+    found = {"bench": name, **machine(), **{part: bench.part(part) for part in bench.parts}}
     return finish(found | bench.left_out(), (*bench.parts, "left_out"), bench.words.json)
 
 
@@ -84,7 +78,7 @@ class Bench:
     def part(self, part: str) -> list[Row]:
         if part in self.subject.parts:
             return list(self.subject.parts[part](self.settings(self.cases[0]), self.words.repeats))
-        return [row for case in self.cases for row in getattr(self, f"_{part}")(case)]
+        return [{**columns(case), **row} for case in self.cases for row in getattr(self, f"_{part}")(case)]
 
     def left_out(self) -> Row:
         missing = [peer.package for peer in self.subject.peers.values() if not find_spec(peer.package)]
@@ -107,7 +101,8 @@ class Bench:
         batch = self.subject.random_batch(cfg, range(cfg.data.batch), self.mesh.device)
         torch.manual_seed(cfg.train.seed)
         if name == "ours" or changes:
-            return self.ours(cfg, batch)
+            step = self.step(cfg)
+            return lambda: step(batch)["loss"]
         return plainly(self.made(name, cfg, batch), cfg, batch, self.mesh.device)
 
     def made(self, name: str, cfg: Any, batch: Any) -> Form:
@@ -117,10 +112,6 @@ class Bench:
         if name in self.subject.peers:
             return self.subject.peers[name].form(cfg, batch)
         return self.subject.forms(cfg, batch, self.mesh)[name]()
-
-    def ours(self, cfg: Any, batch: Any) -> Callable[[], Tensor]:
-        step = self.step(cfg)
-        return lambda: step(batch)["loss"]
 
     def step(self, cfg: Any) -> Step:
         return Step(self.made("ours", cfg, None).model, self.subject.loss, cfg.step, self.mesh)
@@ -135,7 +126,7 @@ class Bench:
                 spent = {name: self._alone(name, case, precision) for name in names}
             else:
                 spent = dict(alternate({name: self.form(name, case, precision) for name in names}, self.words.repeats))
-            rows.append({**columns(case), "precision": precision, **timed(spent, self.on_gpu)})
+            rows.append({"precision": precision, **timed(spent, self.on_gpu)})
             gc.collect()
         return rows
 
@@ -152,51 +143,43 @@ class Bench:
     def _memory(self, case: Sequence[str]) -> list[Row]:
         peak = {name: self.apart("memory", name, case).get("mb") for name in self.forms(case)}
         ratios = {f"ours_over_{name}": round(peak["ours"] / mb, 3) for name, mb in peak.items() if mb and name != "ours"}
-        return [{**columns(case), **{f"{name}_mb": mb if mb is None else round(mb) for name, mb in peak.items()}, **ratios}]
+        return [{**{f"{name}_mb": mb if mb is None else round(mb) for name, mb in peak.items()}, **ratios}]
 
     def _build(self, case: Sequence[str]) -> list[Row]:
         skipped = (*_CAPTURED, *self.subject.variants)
         found = {name: self.apart("build", name, case) for name in self.forms(case) if name not in skipped}
-        return [{**columns(case), **found["ours"], **{f"{name}_s": said.pop("s", None) for name, said in found.items()}}]
+        return [{**found["ours"], **{f"{name}_s": said.pop("s", None) for name, said in found.items()}}]
 
     def _wall(self, case: Sequence[str]) -> list[Row]:
         names = [name for name in self.forms(case) if name not in (*_CAPTURED, *self.subject.variants)]
-        times: dict[str, list[float]] = {name: [] for name in (*names, "kept")}
-        for _ in range(self.words.repeats):  # in turns: what else the machine does falls on all
-            for name, rows in times.items():
-                said = self.apart("wall", name, case)
-                rows.append(said["s"])
-        spent = {name: statistics.median(rows) for name, rows in times.items()}
+        # In turns: what else the machine does falls on all.
+        turns = [{name: self.apart("wall", name, case) for name in (*names, "kept")} for _ in range(self.words.repeats)]
+        spent = {name: statistics.median(said[name]["s"] for said in turns) for name in turns[0]}
         ratios = {f"{name}_over_kept": round(s / spent["kept"], 3) for name, s in spent.items() if name != "kept"}
-        return [{**columns(case), "threads": said["threads"], **{f"{name}_s": round(s, 4) for name, s in spent.items()}, **ratios}]
+        return [{"threads": turns[0]["kept"]["threads"], **{f"{name}_s": round(s, 4) for name, s in spent.items()}, **ratios}]
 
     def _precision(self, case: Sequence[str]) -> list[Row]:
         runs = {"plain": self.form(self.forms(case)[0], case)}
         runs |= {name: self.form("ours", case, name) for name in ("fp32", "bf16", "bf16-params", "auto")}
         spent = alternate(runs, self.words.repeats)
         times = {f"{name.replace('-', '_')}_ms": round(1e3 * s, 3) for name, s in spent.items()}
-        return [{**columns(case), **times, "auto_over_plain": round(spent["plain"] / spent["auto"], 2)}]
+        return [{**times, "auto_over_plain": round(spent["plain"] / spent["auto"], 2)}]
 
     def _profile(self, case: Sequence[str]) -> list[Row]:
-        rows = []
-        for precision in self.words.precision:
-            rows.append({**columns(case), "precision": precision, **shares(self.form("ours", case, precision))})
-        return rows
+        return [{"precision": how, **shares(self.form("ours", case, how))} for how in self.words.precision]
 
     def _compile(self, case: Sequence[str]) -> list[Row]:
         with tempfile.TemporaryDirectory(prefix="compiled-") as folder:
-            said = []
-            for job in ("first", "second"):
-                local = f"{folder}/{job}"  # a node of its own: only what was stored is there
-                said.append(self.apart("compile", f"{folder}/kept", case, TORCHINDUCTOR_CACHE_DIR=local))
+            # Each job has a node of its own, where only what was stored is there.
+            local = (f"{folder}/{job}" for job in ("first", "second"))
+            said = [self.apart("compile", f"{folder}/kept", case, TORCHINDUCTOR_CACHE_DIR=path) for path in local]
         if failed := [one for one in said if "failed" in one]:
             return failed
         first, second = (one["s"] for one in said)
-        found = {"first_job_s": round(first, 2), "second_job_s": round(second, 2), "part": round(second / first, 3)}
-        return [{**columns(case), **found}]
+        return [{"first_job_s": round(first, 2), "second_job_s": round(second, 2), "part": round(second / first, 3)}]
 
     def _loop(self, case: Sequence[str]) -> list[Row]:
-        return [{**columns(case), **overhead(self, case)}] if case is self.cases[0] else []
+        return [overhead(self, case)] if case is self.cases[0] else []
 
     # ---- in a process of its own
 

@@ -12,16 +12,16 @@ Caches are cold unless a part says otherwise. Runs of ours and of others alterna
 
 import itertools
 import json
+import math
 import os
 import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import BrokenExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -32,45 +32,42 @@ import numpy as np
 import torch
 
 from hpcai import dist
-from hpcai.cli.bench.timing import finish, machine, parser
+from hpcai.cli.bench.timing import Row, finish, machine, parse, parser, processes
+from hpcai.cli.check.disk import evict
 from hpcai.data import Loader, Reader, Rows
+from hpcai.errors import HpcaiError
 from hpcai.parallel.spatial import part as part_of
 
-PARTS = ("direct", "larger", "late", "cut", "utilisation", "peers")
 GIB, MIB = 1 << 30, 1 << 20
+Speed = list[float]  # MB/s, CPU seconds per GiB
 
 
 def main(argv: Sequence[str]) -> int:
     made = parser("data", __doc__)
-    made.add_argument("parts", nargs="*", metavar="PART", help=f"one or more of {', '.join(PARTS)}; all of them if none is given")
     made.add_argument("--directory", type=Path, default=Path("."), help="a folder on the disk to be measured")
     made.add_argument("--gib", type=float, default=2.0, help="size of the data that are made there, and deleted after")
     made.add_argument("--repeats", type=int, default=3)
     made.add_argument("--threads", type=int, default=4, help="reads in flight, and workers of the others")
-    made.add_argument("--child", nargs=4, help="what a process in a memory cgroup measures: kind, folder, epochs, cgroup")
-    words = made.parse_args(argv)
+    measure = {
+        "direct": _direct, "larger": _larger, "late": _late, "cut": _cut, "utilisation": _utilisation, "peers": _peers
+    }  # fmt: skip
+    words = parse(made, list(measure), argv)
+    words.bytes = int(words.gib * GIB)
     torch.set_num_threads(1)
-    if words.child:
-        kind, folder, epochs, group = words.child
-        _child(kind, Path(folder), int(epochs), group, words.threads)
-        return 0
-    parts = words.parts or PARTS
-    if wrong := sorted(set(parts) - set(PARTS)):
-        made.error(f"there is no part {wrong[0]!r}; expected some of {', '.join(PARTS)}")
-    measure = dict(zip(PARTS, (_direct, _larger, _late, _cut, _utilisation, _peers)))
     with tempfile.TemporaryDirectory(prefix="bench-", dir=words.directory) as folder:
-        found = {part: measure[part](Path(folder), words) for part in parts}
-    return finish({"bench": "data", **machine()} | found, parts, words.json)
+        found = {part: measure[part](Path(folder), words) for part in words.parts}
+    return finish({"bench": "data", **machine()} | found, words.parts, words.json)
 
 
 # ---- data, caches, clocks
 
 
-def _volumes(folder: Path, count: int, shape: tuple[int, ...], dtype: str) -> Path:
-    """``count`` rows in HDF5 files of up to 16, contiguous and aligned, as data_prep writes them."""
-    folder.mkdir(parents=True, exist_ok=True)
-    generator = np.random.default_rng(0)
-    row = generator.integers(0, 100, shape).astype(dtype)
+@contextmanager
+def _volumes(folder: Path, count: int, shape: tuple[int, ...], dtype: str) -> Iterator[Path]:
+    """A folder with ``count`` rows in HDF5 files of up to 16, contiguous and aligned, as data_prep writes them; deleted after."""
+    folder = folder / "volumes"
+    folder.mkdir()
+    row = np.random.default_rng(0).integers(0, 100, shape).astype(dtype)
     for first in range(0, count, 16):
         with h5py.File(folder / f"{first:06d}.h5", "w", alignment_threshold=1 << 16, alignment_interval=4096) as file:
             rows = min(16, count - first)
@@ -80,32 +77,23 @@ def _volumes(folder: Path, count: int, shape: tuple[int, ...], dtype: str) -> Pa
                 data[i] = row
             file["target"] = np.zeros((rows, 4), np.float32)
     _forget(folder)
-    return folder
+    yield folder
+    shutil.rmtree(folder)
 
 
 def _forget(folder: Path) -> None:
     """The page cache lets go of all files of a folder."""
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    for path in folder.iterdir():
+        evict(path)
 
 
-class _Clock:
-    """Wall seconds, and CPU seconds of this process and the ended ones that it started."""
-
-    def __enter__(self) -> "_Clock":
-        self._wall, self._cpu = time.perf_counter(), self._spent()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.wall, self.cpu = time.perf_counter() - self._wall, self._spent() - self._cpu
-
-    @staticmethod
-    def _spent() -> float:
-        times = os.times()
-        return times.user + times.system + times.children_user + times.children_system
+@contextmanager
+def _timed(size: int) -> Iterator[Speed]:
+    """The speed of what reads ``size`` bytes, once it has; its CPU seconds are also those of processes that have ended."""
+    speed: Speed = []
+    cpu, began = sum(os.times()[:4]), time.perf_counter()
+    yield speed
+    speed += [size / (time.perf_counter() - began) / 1e6, (sum(os.times()[:4]) - cpu) / (size / GIB)]
 
 
 def _median(values: Sequence[float], digits: int = 3) -> float:
@@ -150,79 +138,63 @@ def _loader(source: Any, batch: int, threads: int, **words: Any) -> Any:
     return Loader(source, batch, dist.alone(), name="bench", workers=threads, last="keep", **words)
 
 
-def _torch_loader(data: Any, batch: int, workers: int, seed: int = 0) -> Any:
-
+def _torch_loader(data: Any, batch: int, workers: int) -> Any:
     warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     return torch.utils.data.DataLoader(data, batch, shuffle=True, num_workers=workers, generator=generator)
 
 
 # ---- parts
 
 
-def _direct(folder: Path, words: Any) -> list[dict[str, Any]]:
+def _direct(folder: Path, words: Any) -> list[Row]:
     if shutil.which("fio") is None:
         return [{"left out": "fio is not installed (Debian: apt-get install fio)"}]
     path = folder / "direct.bin"
-    size = int(words.gib * GIB) // (64 * MIB) * 64 * MIB
+    size = words.bytes // (64 * MIB) * 64 * MIB
     noise = np.random.default_rng(0).bytes(64 * MIB)
     with path.open("wb") as file:
         for _ in range(size // len(noise)):
             file.write(noise)
     rows = []
     for block, fetch in ((1 * MIB, 16 * MIB), (4 * MIB, 16 * MIB), (4 * MIB, 64 * MIB)):
-        times: dict[str, list[tuple[float, float]]] = {"fio": [], "huge": [], "ours": []}
+        places = [int(place) * fetch for place in np.random.default_rng(1).permutation(size // fetch)]
+        times: dict[str, list[Speed]] = {"fio": [], "huge": [], "ours": []}
         for _ in range(words.repeats):
             times["fio"].append(_fio(path, block, words.threads))
             with _huge_pages(words.threads * block) as there:
                 times["huge"] += [_fio(path, block, words.threads, "--iomem=mmaphuge")] if there else []
             # As a loader has it: two samples are wanted at a time, by threads that read along.
-            with Reader("direct", threads=max(words.threads - 2, 1), block=block) as reader:
-                places = np.random.default_rng(1).permutation(size // fetch) * fetch
-                with _Clock() as clock:
-                    _each([partial(reader.fetch, path, int(place), fetch) for place in places], 2)
-            times["ours"].append((size / clock.wall / 1e6, clock.cpu / (size / GIB)))
-        speed = {kind: _median([t[0] for t in each], 0) for kind, each in times.items() if each}
-        cpu = {kind: _median([t[1] for t in each]) for kind, each in times.items() if each}
+            reader = Reader("direct", threads=max(words.threads - 2, 1), block=block)
+            with reader, ThreadPoolExecutor(2) as pool, _timed(size) as speed:
+                list(pool.map(partial(_fetch, reader, path, fetch), places))
+            times["ours"].append(speed)
+        mb_s = {kind: _median([mb_s for mb_s, _ in each], 0) for kind, each in times.items() if each}
+        cpu = {kind: _median([cpu for _, cpu in each]) for kind, each in times.items() if each}
         rows.append({
-            "block_mib": block // MIB, "depth": words.threads, "sample_mib": fetch // MIB, "fio_mb_s": speed["fio"],
-            "fio_huge_pages_mb_s": speed.get("huge", "none to be had"), "ours_mb_s": speed["ours"],
-            "ours_over_fio": round(speed["ours"] / speed["fio"], 2),
-            "ours_over_huge": round(speed["ours"] / speed["huge"], 2) if "huge" in speed else "",
+            "block_mib": block // MIB, "depth": words.threads, "sample_mib": fetch // MIB, "fio_mb_s": mb_s["fio"],
+            "fio_huge_pages_mb_s": mb_s.get("huge", "none to be had"), "ours_mb_s": mb_s["ours"],
+            "ours_over_fio": round(mb_s["ours"] / mb_s["fio"], 2),
+            "ours_over_huge": round(mb_s["ours"] / mb_s["huge"], 2) if "huge" in mb_s else "",
             "cpu_s_gib": " ".join(f"{kind} {value}" for kind, value in cpu.items()),
         })  # fmt: skip
     path.unlink()
     return rows
 
 
-def _each(jobs: list[Callable[[], Any]], threads: int) -> None:
-    left = iter(jobs)
-    lock = threading.Lock()
-
-    def work() -> None:
-        while True:
-            with lock:
-                job = next(left, None)
-            if job is None:
-                return
-            job()
-
-    workers = [threading.Thread(target=work) for _ in range(threads)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+def _fetch(reader: Reader, path: Path, size: int, place: int) -> None:
+    reader.fetch(path, place, size)  # nobody keeps the bytes
 
 
 @contextmanager
 def _huge_pages(size: int) -> Iterator[bool]:
     """Huge pages for fio, which ours gets by asking (madvise): a read of the disk then has few pieces. Needs root."""
     path = Path("/proc/sys/vm/nr_hugepages")
-    need = size // (2 * MIB) + 8
     try:
         before = path.read_text()
-        path.write_text(str(int(before) + need))
-        there = int(path.read_text()) >= int(before) + need
+        need = int(before) + size // (2 * MIB) + 8
+        path.write_text(str(need))
+        there = int(path.read_text()) >= need
     except OSError:
         yield False
         return
@@ -232,8 +204,8 @@ def _huge_pages(size: int) -> Iterator[bool]:
         path.write_text(before)
 
 
-def _fio(path: Path, block: int, depth: int, *more: str) -> tuple[float, float]:
-    """MB/s and CPU seconds per GiB of fio with the same number of threads, each with one read in flight."""
+def _fio(path: Path, block: int, depth: int, *more: str) -> Speed:
+    """The speed of fio with the same number of threads, each with one read in flight."""
     command = [
         "fio", "--name=read", f"--filename={path}", "--rw=randread", f"--bs={block}", "--direct=1", "--ioengine=psync", "--thread",
         f"--numjobs={depth}", f"--size={path.stat().st_size}", f"--io_size={path.stat().st_size // depth}", "--group_reporting",
@@ -242,37 +214,35 @@ def _fio(path: Path, block: int, depth: int, *more: str) -> tuple[float, float]:
     done = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     job = done["jobs"][0]
     cpu = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000
-    return job["read"]["bw_bytes"] / 1e6, cpu / (job["read"]["io_bytes"] / GIB)
+    return [job["read"]["bw_bytes"] / 1e6, cpu / (job["read"]["io_bytes"] / GIB)]
 
 
-def _larger(folder: Path, words: Any) -> list[dict[str, Any]]:
+def _larger(folder: Path, words: Any) -> list[Row]:
     """Each loader in a process of its own within a memory cgroup of 40 % of the data."""
-    shape, count = (64, 64, 64, 4), max(int(words.gib * GIB) // (2 * 64**3 * 4), 64)
-    data = _volumes(folder / "larger", count, shape, "int16")
+    shape, sample = (64, 64, 64, 4), 2 * 64**3 * 4
+    count = max(words.bytes // sample, 64)
     # torch's workers and ours need some memory of their own; the rest is the page cache.
-    limit = int(0.25 * count * 2 * 64**3 * 4) + 300 * MIB
+    limit = int(0.25 * count * sample) + 300 * MIB
     rows = []
-    with _memory_group(limit) as group:
+    with _volumes(folder, count, shape, "int16") as data, _memory_group(limit) as group:
         if not group:
             return [{"left out": "needs root and a memory cgroup, /sys/fs/cgroup/memory or /sys/fs/cgroup"}]
         for kind in ("torch", "ours"):
             _forget(data)
-            command = [sys.executable, "-c", "import sys; from hpcai.cli.bench.data import main; main(sys.argv[1:])"]
-            command += ["--threads", str(words.threads), "--child", kind, str(data), "4", group]
-            done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})
-            if done.returncode:
-                return [{"failed": done.stderr.strip().splitlines()[-1:]}]
-            epochs = json.loads(done.stdout.splitlines()[-1])
+            try:
+                with processes(1) as pool:
+                    epochs = pool.submit(_epochs, kind, data, shape, group, words.threads).result()
+            except (BrokenExecutor, HpcaiError, OSError, RuntimeError) as problem:
+                return [{"failed": str(problem)}]
             rest = epochs[1:]  # the first one opens the files
             rows.append({
-                "loader": kind, "data_mib": count * 2 * 64**3 * 4 // MIB, "memory_mib": limit // MIB,
+                "loader": kind, "data_mib": count * sample // MIB, "memory_mib": limit // MIB,
                 "mb_s": _median([e["mb_s"] for e in rest], 0), "each": [round(e["mb_s"]) for e in epochs],
                 "cpu_s_gib": _median([e["cpu"] for e in rest]), "refaults": max(e["refaults"] for e in rest),
                 "read_of_data": _median([e["read"] for e in rest]),
             })  # fmt: skip
     rows[1]["ratio"] = round(rows[1]["mb_s"] / rows[0]["mb_s"], 2)
     rows[1]["cpu_ratio"] = round(rows[1]["cpu_s_gib"] / rows[0]["cpu_s_gib"], 2)
-    shutil.rmtree(data)
     return rows
 
 
@@ -301,41 +271,35 @@ def _memory_group(limit: int) -> Iterator[str]:
     yield ""
 
 
-def _child(kind: str, folder: Path, epochs: int, group: str, threads: int) -> None:
-
-    torch.set_num_threads(1)
+def _epochs(kind: str, folder: Path, shape: tuple[int, ...], group: str, threads: int) -> list[dict[str, float]]:
+    """Four epochs of a loader in the cgroup: its speed, and what the page cache did for the processes of the group."""
     Path(group, "cgroup.procs").write_text(str(os.getpid()))
+    torch.set_num_threads(1)
     size = sum(path.stat().st_size for path in folder.glob("*.h5"))
     if kind == "ours":
-        loader = _loader(_Samples(folder, (64, 64, 64, 4), "int16", "auto"), 4, threads, prefetch=64 * MIB)
+        loader = _loader(_Samples(folder, shape, "int16", "auto"), 4, threads, prefetch=64 * MIB)
     else:
         loader = _torch_loader(_Plain(folder), 4, threads)
     rows = []
-    for epoch in range(epochs):
-        before = _group_numbers(group)
-        began = time.perf_counter()
-        total = 0
-        for batch in loader.epoch(epoch) if kind == "ours" else loader:
-            total += int(batch["counts"][:, 0, 0, 0, 0].sum())
-        wall = time.perf_counter() - began
+    for epoch in range(4):
+        batches = loader.epoch(epoch) if kind == "ours" else loader
+        refaults, read = _group_numbers(group)
+        with _timed(size) as speed:
+            for batch in batches:
+                batch["counts"][:, 0, 0, 0, 0].sum()
+        mb_s, cpu = speed
         after = _group_numbers(group)
-        rows.append({
-            "mb_s": size / wall / 1e6, "cpu": (after["cpu"] - before["cpu"]) / (size / GIB),
-            "refaults": after["refaults"] - before["refaults"], "read": (after["read"] - before["read"]) / size, "sum": total,
-        })  # fmt: skip
-    print(json.dumps(rows))
+        rows.append({"mb_s": mb_s, "cpu": cpu, "refaults": after[0] - refaults, "read": (after[1] - read) / size})
+    if kind == "ours":
+        loader.close()
+    return rows
 
 
-def _group_numbers(group: str) -> dict[str, float]:
-    """What the page cache did for the processes of a cgroup, and their CPU seconds, with those of workers that have ended."""
+def _group_numbers(group: str) -> tuple[float, float]:
+    """Pages that came back to the page cache of a cgroup, and bytes that its processes read, the ended ones included."""
     stat = dict(line.split() for line in Path(group, "memory.stat").read_text().splitlines())
-    times = os.times()
     io = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
-    return {
-        "refaults": float(stat.get("workingset_refault_file", stat.get("workingset_refault", 0))),
-        "cpu": times.user + times.system + times.children_user + times.children_system,
-        "read": float(io["read_bytes"]),  # with that of children that were waited for
-    }
+    return float(stat.get("workingset_refault_file", stat.get("workingset_refault", 0))), float(io["read_bytes"])
 
 
 class _Late:
@@ -358,7 +322,7 @@ class _Late:
         return str(index)
 
 
-def _late(folder: Path, words: Any) -> list[dict[str, Any]]:
+def _late(folder: Path, words: Any) -> list[Row]:
     count, batch, cost, compute = int(min(words.gib, 2.0) * 4) * 1000, 4, 0.002, 0.004
     kinds: dict[str, Callable[[bool], Any]] = {
         "ours, ready order": lambda slow: _loader(_Late(count, cost, slow), batch, 2 * words.threads, order="ready", prefetch=MIB),
@@ -395,45 +359,39 @@ def _late(folder: Path, words: Any) -> list[dict[str, Any]]:
     return rows
 
 
-def _cut(folder: Path, words: Any) -> list[dict[str, Any]]:
+def _cut(folder: Path, words: Any) -> list[Row]:
     shape = (128, 128, 128, 4)
-    data = _volumes(folder / "cut", 8, shape, "int16")
     rows, whole = [], 0
-    for ranks in (1, 2, 4):
-        total = 0
-        for rank in range(ranks):
-            with Reader("direct") as reader:
-                every = Rows(data, {"counts": ("int16", shape)}, reader=reader)
-                for index in range(len(every)):
-                    every.read(index, {"counts": (slice(*part_of(128, rank, ranks)),)})
-                total += reader.transferred
-        whole = whole or total
-        rows.append({"ranks": ranks, "bytes_read": total, "of_one_whole_read": round(total / whole, 4)})
-    shutil.rmtree(data)
+    with _volumes(folder, 8, shape, "int16") as data:
+        for ranks in (1, 2, 4):
+            total = 0
+            for rank in range(ranks):
+                with Reader("direct") as reader:
+                    every = Rows(data, {"counts": ("int16", shape)}, reader=reader)
+                    for index in range(len(every)):
+                        every.read(index, {"counts": (slice(*part_of(128, rank, ranks)),)})
+                    total += reader.transferred
+            whole = whole or total
+            rows.append({"ranks": ranks, "bytes_read": total, "of_one_whole_read": round(total / whole, 4)})
     return rows
 
 
-def _utilisation(folder: Path, words: Any) -> list[dict[str, Any]]:
+def _utilisation(folder: Path, words: Any) -> list[Row]:
     """Compute seconds over wall seconds, the first epoch left out, batches landed in memory; past the page cache throughout."""
-    shapes = {"3D U-Net": ((280, 512, 512), "int16", 7, 3.18), "CosmoFlow": ((88, 127, 127), "int16", 1, 0.81)}
     rows = []
-    for name, (shape, dtype, batch, needed) in shapes.items():
-        size = 2 * shape[0] * shape[1] * shape[2]
-        data = _volumes(folder / "utilisation", max(int(words.gib * GIB) // size, 5 * batch), shape, dtype)
-        source = _Samples(data, shape, dtype, "direct")
-        full = statistics.median(_feed(source, batch, words.threads, 0.0)[0] for _ in range(words.repeats))
-        tried = {}
-        for share in (0.5, 0.7, 0.8, 0.9):
-            step = batch * size / (share * full)
-            tried[share] = statistics.median(_feed(source, batch, words.threads, step)[1] for _ in range(words.repeats))
-        good = [share for share, used in tried.items() if used >= 0.9]
+    for name, shape, batch, needed in (("3D U-Net", (280, 512, 512), 7, 3.18), ("CosmoFlow", (88, 127, 127), 1, 0.81)):
+        size = 2 * math.prod(shape)
+        with _volumes(folder, max(words.bytes // size, 5 * batch), shape, "int16") as data:
+            source = _Samples(data, shape, "int16", "direct")
+            full = _fed(source, batch, words, 0.0)[0]
+            tried = {share: _fed(source, batch, words, batch * size / (share * full))[1] for share in (0.5, 0.7, 0.8, 0.9)}
+            source.rows.close()
         rows.append({
             "samples": name, "sample_mb": round(size / 1e6, 1), "batch": batch, "disk_gb_s": round(full / 1e9, 2),
             **{f"at_{share:.0%}_of_it": round(used, 3) for share, used in tried.items()},
-            "drops_to_90%_at_gb_s": round(full * _crossing(tried) / 1e9, 2), "an_h100_takes_gb_s": needed, "above_90": bool(good),
+            "drops_to_90%_at_gb_s": round(full * _crossing(tried) / 1e9, 2), "an_h100_takes_gb_s": needed,
+            "above_90": any(used >= 0.9 for used in tried.values()),
         })  # fmt: skip
-        source.rows.close()
-        shutil.rmtree(data)
     return rows
 
 
@@ -446,8 +404,12 @@ def _crossing(tried: dict[float, float]) -> float:
     return points[-1][0] if points[-1][1] >= 0.9 else points[0][0]
 
 
+def _fed(source: _Samples, batch: int, words: Any, compute: float) -> list[float]:
+    """Bytes per second, and the part of the time that the emulated accelerator computes; medians."""
+    return [statistics.median(each) for each in zip(*(_feed(source, batch, words.threads, compute) for _ in range(words.repeats)))]
+
+
 def _feed(source: _Samples, batch: int, threads: int, compute: float) -> tuple[float, float]:
-    """Bytes per second, and the part of the time that the emulated accelerator computes."""
     busy, count, epochs = 0.0, 0, 4
     loader = Loader(source, batch, dist.alone(), name="bench", workers=threads, last="drop", prefetch=2 * GIB)
     began = time.perf_counter()
@@ -465,34 +427,33 @@ def _feed(source: _Samples, batch: int, threads: int, compute: float) -> tuple[f
     return count / wall, busy / wall
 
 
-def _peers(folder: Path, words: Any) -> list[dict[str, Any]]:
+def _peers(folder: Path, words: Any) -> list[Row]:
     rows = []
     for name, shape, dtype in (("CosmoFlow", (128, 128, 128, 4), "int16"), ("DeepCAM", (768, 1152, 16), "float32")):
-        size = (2 if dtype == "int16" else 4) * shape[0] * shape[1] * shape[2] * (shape[3] if len(shape) > 3 else 1)
-        count = max(int(words.gib * GIB) // size, 8)
-        data = _volumes(folder / "peers", count, shape, dtype)
-        runs: dict[str, Callable[[], Iterator[Any]]] = {
-            "ours": partial(_ours, data, shape, dtype, words.threads),
-            "h5py alone": partial(_alone, data),
-            "torch DataLoader, 0 workers": partial(_torch, data, 0),
-            f"torch DataLoader, {words.threads} workers": partial(_torch, data, words.threads),
-            **_dali(data, shape, dtype, words.threads),
-        }
-        times: dict[str, list[tuple[float, float]]] = {kind: [] for kind in runs}
-        for repeat in range(words.repeats):
-            for kind, run in list(runs.items())[:: 1 if repeat % 2 else -1]:
-                _forget(data)
-                with _Clock() as clock:
-                    seen = sum(1 for _ in run())
-                assert seen == count, (kind, seen)
-                times[kind].append((count * size / clock.wall / 1e6, clock.cpu / (count * size / GIB)))
+        size = np.dtype(dtype).itemsize * math.prod(shape)
+        count = max(words.bytes // size, 8)
+        with _volumes(folder, count, shape, dtype) as data:
+            runs: dict[str, Callable[[], Iterator[Any]]] = {
+                "ours": partial(_ours, data, shape, dtype, words.threads),
+                "h5py alone": partial(_alone, data),
+                "torch DataLoader, 0 workers": partial(_torch, data, 0),
+                f"torch DataLoader, {words.threads} workers": partial(_torch, data, words.threads),
+                **_dali(data, words.threads),
+            }
+            times: dict[str, list[Speed]] = {kind: [] for kind in runs}
+            for repeat in range(words.repeats):
+                for kind, run in list(runs.items())[:: 1 if repeat % 2 else -1]:
+                    _forget(data)
+                    with _timed(count * size) as speed:
+                        seen = sum(1 for _ in run())
+                    assert seen == count, (kind, seen)
+                    times[kind].append(speed)
         for kind, each in times.items():
             rows.append({
-                "samples": name, "mb": round(size / 1e6, 1), "loader": kind, "mb_s": _median([t[0] for t in each], 0),
-                "ours_over_it": _median([o[0] / t[0] for o, t in zip(times["ours"], each)], 2),
-                "cpu_s_gib": _median([t[1] for t in each]),
+                "samples": name, "mb": round(size / 1e6, 1), "loader": kind, "mb_s": _median([mb_s for mb_s, _ in each], 0),
+                "ours_over_it": _median([ours / mb_s for (ours, _), (mb_s, _) in zip(times["ours"], each)], 2),
+                "cpu_s_gib": _median([cpu for _, cpu in each]),
             })  # fmt: skip
-        shutil.rmtree(data)
     return rows
 
 
@@ -515,7 +476,7 @@ def _torch(folder: Path, workers: int) -> Iterator[Any]:
         yield batch["counts"]
 
 
-def _dali(folder: Path, shape: tuple[int, ...], dtype: str, threads: int) -> dict[str, Callable[[], Iterator[Any]]]:
+def _dali(folder: Path, threads: int) -> dict[str, Callable[[], Iterator[Any]]]:
     """DALI reads no HDF5: the same samples as .npy files, and by its own reader."""
     try:
         from nvidia.dali import fn, pipeline_def

@@ -1,25 +1,27 @@
 """``hpcai bench spatial``: a training step of the 3D U-Net whose volume is cut along its depth over processes of this machine.
 
-Each number of ranks runs in processes of its own, one thread each (a GPU each where there are enough), in turns. Of each: wall
+Each number of ranks runs in processes of its own, one thread each (a GPU each where there are enough), in turns. A row has wall
 seconds of a step and how much faster than one rank that is; CPU seconds of the rank that needs most, as a share of those of one
-rank, beside what the cost model says (docs/performance.md); the bytes that ranks send to one another, beside what the formula
-says; and what a rank keeps for its backward pass, as a share of what one rank keeps. On a machine with fewer cores (or GPUs) than
-ranks wall seconds mean nothing and are left out.
+rank, beside the share by the cost model (docs/performance.md); the bytes that ranks send to one another, beside those by the
+formula; and the bytes that a rank keeps for its backward pass, as a share of those of one rank. On a machine with fewer cores (or
+GPUs) than ranks wall seconds mean nothing and are left out.
 """
 
-import json
+import math
 import os
 import socket
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Sequence
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from hpcai.cli.bench.timing import finish, machine, parser
+import torch
+
+from hpcai import dist, train
+from hpcai.cli.bench.timing import Row, finish, machine, parser, processes, wait
+from hpcai.dist.collect import gather_objects
+from hpcai.models import unet3d
+from hpcai.settings import StepConfig
 
 
 def main(argv: Sequence[str]) -> int:
@@ -30,26 +32,23 @@ def main(argv: Sequence[str]) -> int:
     made.add_argument("--repeats", type=int, default=3, help="measured steps of each")
     made.add_argument("--rounds", type=int, default=1, help="turns of all numbers of ranks")
     made.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
-    made.add_argument("--one", type=Path, help="the file of one number of ranks, which another process waits for")
     words = made.parse_args(argv)
-    if words.one:  # a process of one number of ranks
-        words.one.write_text(json.dumps(_measure(words)))
-        return 0
-    runs: dict[int, list[dict[str, Any]]] = {ranks: [] for ranks in words.ranks}
+    runs: dict[int, list[Row]] = {ranks: [] for ranks in words.ranks}
     for _ in range(words.rounds):
         for ranks in words.ranks:
-            runs[ranks].append(_launch(ranks, list(argv)))
-    found: dict[str, Any] = {"bench": "spatial", "precision": words.precision, "size": words.size, **machine()}
-    found["ranks"] = [_row(ranks, runs, words) for ranks in words.ranks]
+            runs[ranks].append(_launch(ranks, words))
+    found: Row = {"bench": "spatial", "precision": words.precision, "size": words.size, **machine()}
+    found["ranks"] = [_row(ranks, runs) for ranks in words.ranks]
     return finish(found, ("ranks",), words.json)
 
 
-def _row(ranks: int, runs: dict[int, list[dict[str, Any]]], words: Any) -> dict[str, Any]:
-    enough = ranks <= _places()
-    seconds = {n: statistics.median(s for run in each for s in run["seconds"]) for n, each in runs.items()}
+def _row(ranks: int, runs: dict[int, list[Row]]) -> Row:
+    enough = ranks <= (torch.cuda.device_count() if torch.cuda.is_available() else len(os.sched_getaffinity(0)))
+    seconds, cpu = (
+        {n: statistics.median(s for run in each for s in run[clock]) for n, each in runs.items()} for clock in ("seconds", "cpu")
+    )
     first = runs[ranks][0]
     kept = runs[1][0]["kept"] if 1 in runs else None
-    cpu = {n: statistics.median(s for run in each for s in run["cpu"]) for n, each in runs.items()}
     return {
         "ranks": ranks, "step_s": round(seconds[ranks], 3) if enough else None,
         "faster": round(seconds[1] / seconds[ranks], 3) if enough and 1 in runs else None,
@@ -59,50 +58,26 @@ def _row(ranks: int, runs: dict[int, list[dict[str, Any]]], words: Any) -> dict[
     }  # fmt: skip
 
 
-def _places() -> int:
-    import torch
-
-    return torch.cuda.device_count() if torch.cuda.is_available() else len(os.sched_getaffinity(0))
-
-
-def _launch(ranks: int, argv: list[str]) -> dict[str, Any]:
+def _launch(ranks: int, words: Any) -> Row:
     """What the ranks found: their slowest times, the sum of what they sent, the most that one keeps."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with TemporaryDirectory() as folder:
-        files = [Path(folder) / f"{rank}.json" for rank in range(ranks)]
-        started = []
-        for rank, file in enumerate(files):
-            code = f"import sys; from hpcai.cli.bench import main; sys.exit(main({['spatial', *argv, '--one', str(file)]!r}))"
-            here = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
-            env = {**os.environ, **{key: str(value) for key, value in here.items()}, "MASTER_ADDR": "127.0.0.1"}
-            env["OMP_NUM_THREADS"] = "1"
-            started.append(subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.DEVNULL))
-        codes = [process.wait() for process in started]
-        if any(codes):
-            raise SystemExit(f"bench spatial: ranks of {ranks} ended with {codes}; see what they wrote above")
-        found = [json.loads(file.read_text()) for file in files]
+        place = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": probe.getsockname()[1]}
+    with processes(ranks) as pool:
+        started = [pool.submit(_measure, place | {"RANK": rank, "LOCAL_RANK": rank}, words) for rank in range(ranks)]
+        found = [rank.result() for rank in started]
     return {
-        "seconds": [max(times) for times in zip(*(one["seconds"] for one in found))],
-        "cpu": [max(times) for times in zip(*(one["cpu"] for one in found))], "work": found[0]["work"],
-        "sent": sum(one["sent"] for one in found), "formula": found[0]["formula"], "kept": max(one["kept"] for one in found),
-        "messages": max(one["messages"] for one in found),
+        **found[0], **{clock: [max(times) for times in zip(*(one[clock] for one in found))] for clock in ("seconds", "cpu")},
+        "sent": sum(one["sent"] for one in found), **{what: max(one[what] for one in found) for what in ("kept", "messages")},
     }  # fmt: skip
 
 
-def _measure(words: Any) -> dict[str, Any]:
-    import torch
-
-    from hpcai import dist, train
-    from hpcai.dist.collect import gather_objects
-    from hpcai.models import unet3d
-    from hpcai.settings import StepConfig
-
+def _measure(place: dict[str, Any], words: Any) -> Row:
+    os.environ.update({name: str(value) for name, value in place.items()})
     torch.set_num_threads(1)
     widths = tuple(n // words.divide for n in unet3d.UNet3DConfig().filters)
     cfg = unet3d.UNet3DConfig(filters=widths, window=(words.size,) * 3)
-    world = int(os.environ["WORLD_SIZE"])
+    world = place["WORLD_SIZE"]
     with dist.start({"replicate": 1, "depth": world}) as mesh:
         torch.manual_seed(0)
         model: Any = unet3d.parallelize(unet3d.UNet3D(cfg), mesh)
@@ -128,7 +103,8 @@ def _measure(words: Any) -> dict[str, Any]:
             began, used = time.perf_counter(), time.process_time()
             if repeat:
                 step(batch)
-                seconds.append(_until_done(mesh.device) - began)
+                wait()
+                seconds.append(time.perf_counter() - began)
                 cpu.append(time.process_time() - used)
             else:  # not timed: the first step, whose saved tensors are counted
                 with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -139,64 +115,56 @@ def _measure(words: Any) -> dict[str, Any]:
                 "formula": formula(cfg, world, cut.least) * size, "work": work(cfg, world, cut.least)}  # fmt: skip
 
 
-def _until_done(device: Any) -> float:
-    import torch
+def _layers(cfg: Any) -> Iterator[tuple[str, int, int, int]]:
+    """Kind, level, inputs and outputs of each convolution of a 3D U-Net. A level has half the slices of the one above it."""
+    widths = [*cfg.filters, cfg.filters[-1]]
+    for level, here in enumerate(widths):
+        yield ("down", level, widths[level - 1], here) if level else ("first", 0, cfg.channels, here)
+        yield "same", level, here, here
+        if level < len(cfg.filters):
+            yield "up", level, widths[level + 1], here
+            yield "same", level, 2 * here, here
+            yield "same", level, here, here
+    yield "point", 0, cfg.filters[0], len(cfg.classes)
 
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
+
+_PRODUCTS = {"first": 2 * 27, "down": 3 * 27, "same": 3 * 27, "up": 3 * 8, "point": 3}
+"""Products for each voxel, by kind of layer: those of its kernel, forward and for both gradients. The image has no gradient."""
 
 
 def work(cfg: Any, ranks: int, least: int = 2) -> float:
     """Multiplications of one rank for a step, as a share of all of them: a level that is cut is shared, one that is not is
     computed by each. The layer between the two is computed in parts."""
-    depth, height, width = cfg.window
-    widths = [*cfg.filters, cfg.filters[-1]]
-
-    def layer(level: int, inputs: int, outputs: int, kernel: int, passes: int = 3) -> float:
-        return passes * kernel * inputs * outputs * ((depth * height * width) >> 3 * level)
-
     shared = whole = 0.0
-    for level, here in enumerate(widths):
-        is_cut = ranks > 1 and depth >> level >= ranks * least
-        above = layer(level, widths[level - 1] if level else cfg.channels, here, 27, 3 if level else 2)
-        rest = layer(level, here, here, 27)
-        if level < len(cfg.filters):
-            up = layer(level, 2 * here, here, 27) + layer(level, here, here, 27)
-            rest += up + layer(level + 1, widths[level + 1], here, 8)
-        if level == 0:
-            rest += layer(0, here, len(cfg.classes), 1)
-        shared += above * (is_cut or depth >> level >= ranks > 1) + rest * is_cut
-        whole += above * (not (is_cut or depth >> level >= ranks > 1)) + rest * (not is_cut)
+    for kind, level, inputs, outputs in _layers(cfg):
+        spent = _PRODUCTS[kind] * inputs * outputs * (math.prod(cfg.window) >> 3 * (level + (kind == "up")))
+        if cfg.window[0] >> level >= ranks * (1 if kind in ("first", "down") else least):
+            shared += spent
+        else:
+            whole += spent
     return (shared / ranks + whole) / (shared + whole)
 
 
-def formula(cfg: Any, ranks: int, least: int = 2, batch: int = 1) -> int:
+def formula(cfg: Any, ranks: int, least: int = 2) -> int:
     """Numbers that the ranks of a 3D U-Net cut along its depth send to one another for one step, forward and backward, in all.
 
     A layer of stride 1 needs a slice from either neighbour, one of stride 2 from the one below; a transposed one and the last need
     none. The image has no gradient. The first level that is not cut is joined on every rank, as are its gradients.
     """
-    if ranks == 1:
-        return 0
     depth, height, width = cfg.window
-    widths = [*cfg.filters, cfg.filters[-1]]
 
     def slices(level: int, channels: int) -> int:
-        return (ranks - 1) * channels * (height >> level) * (width >> level) * batch
+        return (ranks - 1) * channels * (height >> level) * (width >> level)
 
-    total = 2 * slices(0, cfg.channels) + 4 * slices(0, widths[0])  # the first layer: forward only
-    for level in range(1, len(widths)):
-        fine, here = (depth >> up >= ranks * least for up in (level - 1, level))
-        if here:
-            total += 2 * slices(level - 1, widths[level - 1]) + 4 * slices(level, widths[level])
-        elif fine:
-            whole = (depth >> level) * (height >> level) * (width >> level) * batch
-            if depth >> level >= ranks:  # computed in parts, then joined
-                total += 2 * slices(level - 1, widths[level - 1]) + 2 * (ranks - 1) * widths[level] * whole
-            else:
-                total += 2 * (ranks - 1) * widths[level - 1] * 8 * whole
-    for level in range(len(cfg.filters)):
-        if depth >> level >= ranks * least:
-            total += 4 * slices(level, 2 * widths[level]) + 4 * slices(level, widths[level])
+    total = 0
+    for kind, level, inputs, outputs in _layers(cfg):
+        here, above = depth >> level, depth >> max(level - 1, 0)
+        if kind == "first":
+            total += 2 * slices(0, inputs)
+        elif kind == "same" and here >= ranks * least:
+            total += 4 * slices(level, inputs)
+        elif kind == "down" and above >= ranks * least:
+            total += 2 * slices(level - 1, inputs) * (1 if here >= ranks else above)
+            if ranks <= here < ranks * least:  # computed in parts, then joined
+                total += 2 * slices(level, outputs) * here
     return total

@@ -23,46 +23,32 @@ import torch.distributed as torch_dist
 from torch import nn
 
 from hpcai import dist
-from hpcai.cli.bench.timing import Row, alternate, finish, machine, on_ranks, parser
+from hpcai.cli.bench.timing import Row, alternate, finish, machine, on_ranks, parse, parser
 from hpcai.settings import StepConfig, TrainConfig
 from hpcai.train import Step, fit
-
-PARTS = ("optimizer", "capture", "sharded", "evaluation")
 
 
 def main(argv: Sequence[str]) -> int:
     made = parser("step", __doc__)
-    made.add_argument("parts", nargs="*", metavar="PART", help=f"one or more of {', '.join(PARTS)}; all of them if none is given")
     made.add_argument("--repeats", type=int, default=7)
     made.add_argument("--millions", type=float, default=10.0, help="millions of parameters that are updated")
-    words = made.parse_args(argv)
-    if wrong := sorted(set(words.parts) - set(PARTS)):
-        made.error(f"there is no part {wrong[0]!r}; expected some of {', '.join(PARTS)}")
-    torch.set_num_threads(1)
     measure = {"optimizer": _optimizer, "capture": _capture, "sharded": _sharded, "evaluation": _evaluation}
-    parts = words.parts or PARTS
-    return finish({"bench": "step", **machine()} | {part: measure[part](words) for part in parts}, parts, words.json)
+    words = parse(made, list(measure), argv)
+    torch.set_num_threads(1)
+    return finish({"bench": "step", **machine()} | {part: measure[part](words) for part in words.parts}, words.parts, words.json)
 
 
-def _mesh() -> Any:
-    return dist.alone()
-
-
-def _layers(millions: float) -> Any:
+def _layers(millions: float) -> nn.Module:
     """Parameters in the sizes of CosmoFlow's five convolutions and three dense layers, about that many in all."""
-    share = [0.0004, 0.006, 0.023, 0.09, 0.36, 0.5, 0.02]
-    sizes = [max(int(part * millions * 1e6), 64) for part in share]
-    model = nn.Module()
     generator = torch.Generator().manual_seed(0)
-    for i, size in enumerate(sizes):
-        model.register_parameter(f"w{i}", nn.Parameter(torch.randn(size, generator=generator)))
-        model.register_parameter(f"b{i}", nn.Parameter(torch.randn(64, generator=generator)))
-    return model
+    shares = [0.0004, 0.006, 0.023, 0.09, 0.36, 0.5, 0.02]
+    sizes = [size for share in shares for size in (max(int(share * millions * 1e6), 64), 64)]
+    return nn.ParameterList([torch.randn(size, generator=generator) for size in sizes])
 
 
 def _updates(millions: float, **words: Any) -> tuple[Callable[[], None], int]:
     """Our update of a step, its gradients being there."""
-    step = Step(_layers(millions), lambda model, batch: {}, StepConfig.model_validate({"optimizer": "adam", **words}), _mesh())
+    step = Step(_layers(millions), lambda model, batch: {}, StepConfig.model_validate({"optimizer": "adam", **words}), dist.alone())
     step.sums.zero()
     for row in step.sums.rows:
         gradient = row.gradient()
@@ -77,7 +63,7 @@ def _updates(millions: float, **words: Any) -> tuple[Callable[[], None], int]:
 
 
 def _optimizer(words: Any) -> list[Row]:
-    device = _mesh().device
+    device = dist.alone().device
     plain = _layers(words.millions).to(device)
     for parameter in plain.parameters():
         parameter.grad = torch.randn_like(parameter)
@@ -142,7 +128,7 @@ def small_operations(blocks: int = 24, channels: int = 64) -> Any:
 def _capture(words: Any) -> list[Row]:
     if not torch.cuda.is_available():
         return [{"left out": "there is no GPU"}]
-    mesh = _mesh()
+    mesh = dist.alone()
     batch = torch.randn(1, 64, 64, device=mesh.device)
     steps, runs = 20, {}
     for how in ("none", "forward", "whole"):
@@ -176,20 +162,14 @@ def _gaps(trace: Any) -> float:
 
 
 def _sharded(words: Any) -> list[Row]:
-    ranks, rows = 4, []
-    seconds: dict[str, list[float]] = {}
-    sent: dict[str, float] = {}
-    for shard in ("none", "optimizer"):
-        answers = on_ranks(ranks, _share_of_update, (shard, words.millions, words.repeats))
-        seconds[shard] = [answer[0] for answer in answers]
-        sent[shard] = statistics.mean(answer[1] for answer in answers)
-    rows.append({
-        "ranks": ranks, "millions": words.millions, "whole_ms": _ms(statistics.median(seconds["none"])),
-        "divided_ms": _ms(statistics.median(seconds["optimizer"])),
-        "ratio": round(statistics.median(seconds["optimizer"]) / statistics.median(seconds["none"]), 3),
-        "sent_over_parameters": round(sent["optimizer"], 3), "expected": 2 * (ranks - 1) / ranks,
-    })  # fmt: skip
-    return rows
+    ranks, given = 4, (words.millions, words.repeats)
+    found = {shard: on_ranks(ranks, _share_of_update, (shard, *given)) for shard in ("none", "optimizer")}
+    whole, divided = (statistics.median(seconds for seconds, _ in answers) for answers in found.values())
+    sent = statistics.mean(sent for _, sent in found["optimizer"])
+    return [{
+        "ranks": ranks, "millions": words.millions, "whole_ms": _ms(whole), "divided_ms": _ms(divided),
+        "ratio": round(divided / whole, 3), "sent_over_parameters": round(sent, 3), "expected": 2 * (ranks - 1) / ranks,
+    }]  # fmt: skip
 
 
 def _share_of_update(mesh: Any, shard: str, millions: float, repeats: int) -> tuple[float, float]:

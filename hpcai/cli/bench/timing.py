@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -63,35 +64,35 @@ def high_water() -> float:
 
 def apart(words: Sequence[str], **environ: str) -> Row:
     """What ``hpcai bench`` with these words prints last, in a process of its own."""
-    code = f"import sys; from hpcai.cli.bench import main; sys.exit(main({list(words)!r}))"
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, "-c", f"import sys; from hpcai.cli.bench import main; sys.exit(main({list(words)!r}))"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **environ})
-    if done.returncode:
+    if done.returncode or not done.stdout.strip():
         return {"failed": (done.stderr.strip().splitlines() or ["no word of why"])[-1]}
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
+def processes(count: int, fresh: bool = True) -> ProcessPoolExecutor:
+    """Processes of this machine, where an error or the end of one ends what is waited for. ``fresh`` ones share nothing with us."""
+    return ProcessPoolExecutor(count, multiprocessing.get_context("spawn" if fresh else "fork"))
+
+
 def on_ranks(world: int, function: Callable[..., Any], args: tuple[Any, ...], sizes: dict[str, int] | None = None) -> list[Any]:
     """``function(mesh, *args)`` on so many processes of this machine, on the CPU."""
-    context: Any = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")  # CUDA does not outlive a fork
-    with tempfile.TemporaryDirectory() as folder:
-        answers = context.Queue()
-        common = (world, sizes or {}, folder, answers, function, args)
-        made = [context.Process(target=_enter, args=(rank, *common)) for rank in range(world)]
-        for process in made:
-            process.start()
-        found = dict(answers.get(timeout=600) for _ in made)
-        for process in made:
-            process.join()
-    return [found[rank] for rank in range(world)]
+    fresh = torch.cuda.is_available()  # CUDA does not outlive a fork
+    with tempfile.TemporaryDirectory() as folder, processes(world, fresh) as pool:
+        ranks = [pool.submit(_enter, rank, world, sizes or {}, folder, function, args) for rank in range(world)]
+        return [rank.result(timeout=600) for rank in ranks]
 
 
-def _enter(rank: int, world: int, sizes: dict[str, int], folder: str, answers: Any, function: Any, args: tuple[Any, ...]) -> None:
+def _enter(rank: int, world: int, sizes: dict[str, int], folder: str, function: Any, args: tuple[Any, ...]) -> Any:
     torch.set_num_threads(1)
     torch_dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
-    answers.put((rank, function(Mesh({"replicate": -1, **sizes}, world, rank), *args)))
-    torch_dist.barrier()
-    torch_dist.destroy_process_group()
+    try:
+        found = function(Mesh({"replicate": -1, **sizes}, world, rank), *args)
+        torch_dist.barrier()
+        return found
+    finally:
+        torch_dist.destroy_process_group()  # after an error the other ranks shall not wait for this one
 
 
 def parser(name: str, text: str | None) -> argparse.ArgumentParser:
@@ -101,6 +102,16 @@ def parser(name: str, text: str | None) -> argparse.ArgumentParser:
     )
     made.add_argument("--json", action="store_true", help="print JSON alone")
     return made
+
+
+def parse(made: argparse.ArgumentParser, known: Sequence[str], argv: Sequence[str]) -> Any:
+    """The words with ``parts``, which are all that are known where none is named."""
+    made.add_argument("parts", nargs="*", metavar="PART", help=f"one or more of {', '.join(known)}; all of them if none is given")
+    words = made.parse_args(argv)
+    if wrong := sorted(set(words.parts) - set(known)):
+        made.error(f"there is no part {wrong[0]!r}; expected some of {', '.join(known)}")
+    words.parts = words.parts or list(known)
+    return words
 
 
 def finish(found: Row, parts: Sequence[str], quiet: bool) -> int:

@@ -1,47 +1,46 @@
-"""The words of ``hpcai data check DIR``, what it prints, and how far it is.
+"""``hpcai data check DIR`` looks a data set over before a job reads it.
 
-Sizes and SHA-256 against index.json, schema and values of every row, samples that are there twice, batches and ranks, files and
-stripes, and whether the disk feeds the GPUs. Exit code 0: nothing wrong; 1: errors (with --strict also warnings); 2: not usable.
+It checks sizes and SHA-256 against index.json, schema and values of every row, samples that are there twice, batches and ranks,
+files and stripes, and whether the disk feeds the GPUs. Exit code 0: nothing wrong; 1: errors (with --strict also warnings); 2: not
+usable.
 """
 
 import argparse
 import json
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from hpcai import log
+from hpcai.cli.progress import shown
 from hpcai.errors import HpcaiError
 
 if TYPE_CHECKING:
-    from hpcai.cli.check.findings import Finding, Outcome, Progress, Summary
+    from hpcai.cli.check.findings import Finding, Outcome, Summary
 
 SHOWN = 5
-EVERY = 10.0  # seconds between two lines where there is no terminal
 INTERRUPTED = 130
 
 
 def main(argv: Sequence[str]) -> int:
     words = _parser().parse_args(argv)
     out: TextIO = sys.stderr if words.json == "-" else sys.stdout
-    names = "quick", "sample", "world", "batch", "nodes", "step_time", "seconds", "threads", "seed"
     try:
-        from hpcai.cli.check import Inspectors, Options, examine, repair  # help and mistakes cost no numpy
+        from hpcai.cli.check import Options, examine, repair  # help and mistakes cost no numpy
 
-        options = Options(ranges=dict(words.range), **{name: getattr(words, name) for name in names})
-        with Inspectors(options.threads, options.patience) as inspectors, _progress() as progress:
-            outcome = examine(words.directory, options, progress=progress, inspectors=inspectors)
+        given = {name: value for name, value in vars(words).items() if name not in ("directory", "strict", "json", "repair")}
+        options = Options(**given | {"ranges": dict(words.ranges)})
+        with shown() as progress:
+            outcome = examine(words.directory, options, progress=progress)
             if words.repair:
-                done = repair(words.directory, outcome, progress=progress, inspectors=inspectors)
+                done = repair(words.directory, outcome, progress=progress)
                 for line in done or ["nothing to repair"]:
                     print(_printable(f"repair: {line}"), file=out)
                 if done:
-                    outcome = examine(words.directory, options, progress=progress, inspectors=inspectors)
+                    outcome = examine(words.directory, options, progress=progress)
     except HpcaiError as problem:
         print(f"hpcai data check: {_printable(str(problem))}", file=sys.stderr)
         return 2
@@ -75,9 +74,8 @@ def _parser() -> argparse.ArgumentParser:
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--quick", action="store_true", help="sizes and headers only, no content")
     how.add_argument("--sample", type=int, metavar="N", help="read N random rows of each split, and no whole file")
-    add(
-        "--range", type=_range, action="append", default=[], metavar="FIELD=LOW:HIGH", help="values allowed; either may be left out"
-    )
+    allowed = "values allowed; either may be left out"
+    add("--range", dest="ranges", type=_range, action="append", default=[], metavar="FIELD=LOW:HIGH", help=allowed)
     add("--world", type=int, metavar="N", help="processes of the job")
     add("--batch", type=int, metavar="B", help="samples of a step, over all processes")
     add("--step-time", type=float, metavar="SECONDS", help="time of a step without waiting for data; needs --batch")
@@ -133,14 +131,14 @@ def report(outcome: "Outcome", strict: bool = False) -> Iterator[str]:
     if outcome.findings:
         yield ""
     yield from _figures(outcome.figures)
-    errors, warnings, notes = (outcome.count(severity) for severity in ("error", "warning", "note"))
+    counts = ", ".join(_many(outcome.count(severity), severity) for severity in ("error", "warning", "note"))
     samples, size = sum(split.samples for split in outcome.splits), log.size(outcome.figures["bytes"])
     seen = f"{outcome.figures['files']:,} files, {samples:,} samples, {size} in {outcome.figures['seconds']:,.1f} s"
     looked = "sizes and headers of " if outcome.options.quick else ""
     if outcome.options.sample is not None:
         looked = f"{outcome.options.sample:,} rows of each split of "
-    word = "FAILED" if outcome.failed(strict) else "usable, with warnings" if warnings else "fine"
-    yield f"{word}: {looked}{seen}; {_many(errors, 'error')}, {_many(warnings, 'warning')}, {_many(notes, 'note')}"
+    word = "FAILED" if outcome.failed(strict) else "usable, with warnings" if outcome.count("warning") else "fine"
+    yield f"{word}: {looked}{seen}; {counts}"
 
 
 def _many(count: int, word: str) -> str:
@@ -188,49 +186,3 @@ def _printable(text: str) -> str:
     encoding = sys.stdout.encoding or "ascii"
     text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
     return text.encode(encoding, "backslashreplace").decode(encoding)
-
-
-# ---- how far it is
-
-
-@contextmanager
-def _progress() -> Iterator["Callable[[Progress], None]"]:
-    """A bar on a terminal, a line every ten seconds elsewhere; on standard error."""
-    if sys.stderr.isatty():
-        with _bar() as show:
-            yield show
-        return
-    last = time.monotonic()
-
-    def tell(now: "Progress") -> None:
-        nonlocal last
-        if time.monotonic() - last >= EVERY:
-            last = time.monotonic()
-            print(f"{now.label}: {_far(now)}", file=sys.stderr, flush=True)
-
-    yield tell
-
-
-@contextmanager
-def _bar() -> Iterator["Callable[[Progress], None]"]:
-    from rich import progress as rich
-    from rich.console import Console
-
-    columns = (
-        rich.TextColumn("{task.description}"), rich.BarColumn(), rich.TextColumn("{task.fields[far]}"), rich.TimeRemainingColumn(),
-    )  # fmt: skip
-    with rich.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        tasks: dict[str, Any] = {}
-
-        def show(now: "Progress") -> None:
-            if now.label not in tasks:
-                tasks[now.label] = bar.add_task(now.label, total=now.total, far="")
-            bar.update(tasks[now.label], completed=now.done, total=now.total, far=_far(now))
-
-        yield show
-
-
-def _far(now: "Progress") -> str:
-    if now.unit == "bytes":
-        return f"{now.done / 2**30:,.2f} of {now.total / 2**30:,.2f} GiB"
-    return f"{now.done:,} of {now.total:,} {now.unit}"

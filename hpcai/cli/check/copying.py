@@ -17,6 +17,12 @@ def opened(path: str) -> h5py.File:
     return h5py.File(path, "r", locking=False, rdcc_nbytes=BOX)
 
 
+def is_elsewhere(plist: Any) -> bool:
+    """Whether a dataset that was created with these properties has its values in other files."""
+    kind = plist.get_layout()
+    return bool(kind == h5py.h5d.VIRTUAL or (kind == h5py.h5d.CONTIGUOUS and plist.get_external_count()))
+
+
 def boxes_of(shape: Sequence[int], item: int, chunks: Sequence[int] | None, limit: int = BOX) -> Iterator[tuple[slice, ...]]:
     """Boxes of at most ``limit`` bytes that cover an array in row-major order, whole chunks along their first dim at best."""
     if not shape:
@@ -78,7 +84,7 @@ def _copy_group(old: h5py.Group, new: h5py.Group) -> Iterator[int]:
 
 def _copy_dataset(old: h5py.Dataset, group: h5py.Group, name: str) -> Iterator[int]:
     kind, plist = _movable(old.id.get_type(), old.name), old.id.get_create_plist().copy()
-    if plist.get_layout() == h5py.h5d.VIRTUAL or (plist.get_layout() == h5py.h5d.CONTIGUOUS and plist.get_external_count()):
+    if is_elsewhere(plist):
         raise DataError(f"dataset '{old.name}' lies in other files, which are left alone")
     if not _flat(kind):  # texts and lists are nowhere that they could be read directly
         h5py.h5o.copy(old.id, b".", group.id, name.encode(errors="surrogateescape"))

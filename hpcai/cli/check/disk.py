@@ -15,9 +15,10 @@ from typing import Any
 from hpcai import log
 from hpcai.cli.check.findings import Finding, Options, finding
 from hpcai.cli.check.manifest import SetFile, Split
-from hpcai.data.direct import ALIGN, Reader
+from hpcai.data.direct import ALIGN, Mode, Reader
 from hpcai.errors import DataError
 
+MOUNTS = Path("/proc/mounts")
 SMALL, MANY = 1 << 20, 10_000
 """Files that are smaller and more than this keep a metadata server busier than its disks."""
 NETWORK = ("nfs", "cifs", "smb", "fuse.sshfs", "9p", "afs")
@@ -25,10 +26,10 @@ _GROUP = 32 << 20
 _MOST_READ = 2 << 30
 
 
-def file_system(path: Path, mounts: Path = Path("/proc/mounts")) -> str | None:
+def file_system(path: Path) -> str | None:
     """The type of the file system that ``path`` lies on: that of the longest mount point above it."""
     try:
-        lines = mounts.read_text(errors="surrogateescape").splitlines()
+        lines = MOUNTS.read_text(errors="surrogateescape").splitlines()
     except OSError:
         return None
     place, best, found = path.resolve(), -1, None
@@ -88,17 +89,18 @@ def present_stripes(path: Path) -> int | None:
 # ---- the rate
 
 
-def rate(splits: Sequence[Split], options: Options, threads: int = 8) -> dict[str, Any] | None:
+def rate(splits: Sequence[Split], options: Options) -> dict[str, Any] | None:
     """How fast pieces of the size of a sample come from random places of the largest split, beside what the training needs."""
     sets = [[file for file in split.files if file.whole and file.rows] for split in splits]
     files = max(sets, key=lambda files: sum(file.size for file in files), default=[])
     if not files:
         return None
     each = max(round(sum(file.size for file in files) / sum(file.rows for file in files)), 1)
-    found: dict[str, Any] = {"bytes_per_sample": each, "threads": max(threads, options.threads)}
-    for mode in ("direct", "buffered"):
+    found: dict[str, Any] = {"bytes_per_sample": each, "threads": max(8, options.threads)}
+    modes: tuple[Mode, ...] = ("direct", "buffered")
+    for mode in modes:
         try:
-            with options.reader(mode, threads=found["threads"]) as reader:
+            with Reader(mode, threads=found["threads"]) as reader:
                 found[mode] = _measured(files, each, reader, options.seconds, options.seed)
         except DataError as problem:
             found[mode] = {"problem": str(problem)}
@@ -129,7 +131,7 @@ def _measured(files: Sequence[SetFile], each: int, reader: Reader, seconds: floa
             page = chance.randrange(max(file.size - each, 0) // ALIGN + 1)
             part.append((file.path, page * ALIGN, min(each, file.size)))
         for path in {path for path, _, _ in part}:
-            _evict(path)
+            evict(path)
         began = time.perf_counter()
         reader.fetch_all(part)
         took = time.perf_counter() - began
@@ -138,7 +140,8 @@ def _measured(files: Sequence[SetFile], each: int, reader: Reader, seconds: floa
     return {"gb_per_s": size / spent / 1e9, "samples_per_s": count / spent, "bytes": size, "seconds": spent}
 
 
-def _evict(path: Path) -> None:
+def evict(path: Path) -> None:
+    """The page cache lets go of a file."""
     with suppress(OSError):
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:

@@ -2,15 +2,15 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from hpcai.data.direct import Reader
 from hpcai.errors import ConfigError
 
 Severity = Literal["error", "warning", "note"]
+SEVERITIES: tuple[Severity, ...] = get_args(Severity)
 Bounds = tuple[float | None, float | None]
 _LOST = "--repair makes it again from the files; what it said of them is lost, so compare them with their source first"
 
@@ -110,8 +110,7 @@ class Options:
     ``quick`` looks at sizes and headers only, ``sample`` reads that many random rows of each split and no more. ``ranges`` are
     the least and the most value of fields, and come before those of the index. ``batch`` counts the samples of one step over all
     ``world`` processes, ``step_time`` is in seconds and ``nodes`` share what is read. ``seconds`` is the time to measure each way
-    of reading, 0 for not at all. A file that leaves the HDF5 library silent for ``patience`` seconds is damaged. ``reader`` makes
-    the readers, ``mounts`` lists the file systems. Raises ConfigError with all mistakes.
+    of reading, 0 for not at all. Raises ConfigError with all mistakes.
     """
 
     quick: bool = False
@@ -123,10 +122,7 @@ class Options:
     step_time: float | None = None
     seconds: float = 3.0
     threads: int = 4
-    patience: float = 120.0
     seed: int = 0
-    reader: Callable[..., Reader] = Reader
-    mounts: Path = Path("/proc/mounts")
 
     def __post_init__(self) -> None:
         if wrong := list(self._mistakes()):
@@ -143,8 +139,8 @@ class Options:
             yield f"step-time is {self.step_time} s, expected a time above 0"
         if self.step_time is not None and self.batch is None:
             yield "step-time says nothing without the samples of a step; add batch, counted over all processes"
-        if not 0 <= self.seconds < math.inf or not 0 < self.patience < math.inf:
-            yield f"seconds is {self.seconds} and patience {self.patience}, expected finite times, above 0 for patience"
+        if not 0 <= self.seconds < math.inf:
+            yield f"seconds is {self.seconds}, expected a time, or 0 for none"
         for name, (low, high) in self.ranges.items():
             if low is not None and high is not None and not low <= high:
                 yield f"range {name}={low}:{high}: expected the least value first"
@@ -167,8 +163,13 @@ class Division:
     padded_batches: int
     repeated: int
 
+    @classmethod
+    def of(cls, samples: int, batch: int, world: int) -> "Division":
+        (batches, left_out), padded = divmod(samples, batch), -(-samples // batch)
+        return cls(samples, batch, world, batches, left_out, padded, padded * batch - samples)
+
     def problems(self, path: Path) -> Iterator[Finding]:
-        """What will deadlock or surprise about it."""
+        """Findings of what will deadlock or surprise."""
         samples, batch, world = self.samples, self.batch, self.world
         if batch % world:
             less, more = batch // world * world, -(-batch // world) * world
@@ -179,12 +180,6 @@ class Division:
             yield finding("remainder/none", path, samples=samples, batch=batch)
         elif self.left_out:
             yield finding("remainder", path, samples=samples, batch=batch, left=self.left_out, more=self.repeated)
-
-
-def divide(samples: int, batch: int, world: int) -> Division:
-    batches, left_out = divmod(samples, batch)
-    padded = -(-samples // batch)
-    return Division(samples, batch, world, batches, left_out, padded, padded * batch - samples)
 
 
 @dataclass(frozen=True)
@@ -220,26 +215,11 @@ class Outcome:
 
     def as_json(self) -> dict[str, Any]:
         """The findings, splits and figures, of which JSON can be made."""
-        severities: tuple[Severity, ...] = ("error", "warning", "note")
         codes = Counter(finding.code for finding in self.findings)
         return {
             "directory": str(self.directory),
-            "summary": {**{f"{name}s": self.count(name) for name in severities}, "codes": dict(sorted(codes.items()))},
+            "summary": {**{f"{name}s": self.count(name) for name in SEVERITIES}, "codes": dict(sorted(codes.items()))},
             "splits": [asdict(split) for split in self.splits],
             "figures": dict(self.figures),
             "findings": [{**asdict(finding), "path": str(finding.path)} for finding in self.findings],
         }
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far the work is; ``unit`` is bytes, files or rows."""
-
-    label: str
-    done: int
-    total: int
-    unit: str
-
-
-class StoppedError(Exception):
-    """The check ends early."""

@@ -42,13 +42,16 @@ class Field:
     plain: bool
     item: int
     kind: str
-    offset: int | None = None
+    offset: int = 0
     why: str = ""
     chunk: tuple[int, ...] = ()
     grid: int = 0
     written: int = 0
     stored: int = 0
-    aligned: float | None = None
+    on_pages: float = 0.0  # of the rows of a chunked one
+
+    def __post_init__(self) -> None:
+        self.shape, self.chunk = tuple(self.shape), tuple(self.chunk)
 
     @property
     def width(self) -> int:
@@ -74,6 +77,14 @@ class Field:
             return self.nbytes <= 4 * self.written * self.item * math.prod(self.chunk) + _MOST_FILL
         return self.kind in ("contiguous", "compact", "userblock")
 
+    @property
+    def aligned(self) -> float:
+        """The fraction of rows that begin on a page."""
+        if self.kind != "contiguous":
+            return self.on_pages
+        rows = np.arange(max(1, min(self.shape[0], ALIGN)))  # beyond that it repeats
+        return float(((self.offset + rows * (self.width % ALIGN)) % ALIGN == 0).mean())
+
     def extra(self, offset: int) -> float:
         """Bytes read for pages that hold no byte of a row, over those of rows, where the dataset lies at ``offset``."""
         rows = np.arange(min(self.shape[0], 4096), dtype=np.float64) * self.width  # beyond that it repeats, or nearly
@@ -86,10 +97,10 @@ class SetFile:
     path: Path
     split: "Split"
     size: int = 0
-    entry: Entry | None = None
+    entry: Entry = field(default_factory=Entry)
     fields: list[Field] = field(default_factory=list)
     tallies: dict[str, Tally] = field(default_factory=dict)
-    picked: list[int] | None = None
+    picked: list[int] = field(default_factory=list)  # rows, where only some are read
     whole: bool = False  # described, and of the size that it should have
     verified: bool = False
     rows: int = 0
@@ -249,12 +260,11 @@ def splits_in(directory: Path) -> tuple[list[Split], list[Finding]]:
 
 def _matched(split: Split, names: list[str]) -> Iterator[Finding]:
     for name in names:
-        file = SetFile(split.path / name, split, entry=split.entries.get(name))
-        split.files.append(file)
-        if split.index is None:
-            file.entry = _record(file.path)
-        elif file.entry is None:
-            yield finding("stranger", file.path)
+        path = split.path / name
+        known = split.entries.get(name) if split.index is not None else _record(path)
+        split.files.append(SetFile(path, split, entry=known or Entry()))
+        if split.index is not None and known is None:
+            yield finding("stranger", path)
     for name in split.entries.keys() - set(names):
         path = split.path / name
         if name.endswith(ENDINGS) or not path.exists():  # others are of another format

@@ -1,11 +1,11 @@
-"""What ``--repair`` puts right: that of which nothing but one result can be meant.
+"""What ``--repair`` puts right: faults that have one right answer.
 
     a file whose values lie packed, in chunks or off the pages   written in one piece, aligned; its values are compared bit for bit
-    index.json that is not there, or is no JSON                  made from the files; one that its record gives the lie stays wrong
+    index.json that is not there, or is no JSON                  made from the files; one that its record contradicts stays wrong
     rows that index.json miscounts of a file with its SHA-256    counted
     a repair that was stopped                                    its copy takes its place, where it has the SHA-256 of index.json
 
-Which of two samples is too many, what a value should have been, whether a file belongs to the set: such things people decide.
+People decide which of two samples is too many, what a value should have been, and whether a file belongs to the set.
 """
 
 import os
@@ -19,10 +19,10 @@ from typing import Any
 
 from hpcai import log
 from hpcai.cli.check.child import SPARE
-from hpcai.cli.check.findings import Outcome, Progress
-from hpcai.cli.check.inspector import Inspectors
-from hpcai.cli.check.manifest import Entry, Field, SetFile, Split, json_of, record_of, splits_in
+from hpcai.cli.check.findings import Outcome
+from hpcai.cli.check.manifest import Field, SetFile, Split, json_of, record_of, splits_in
 from hpcai.cli.check.work import Work
+from hpcai.cli.progress import Progress
 from hpcai.data.index import INDEX, settle, write_index, write_json
 from hpcai.durable import flush
 from hpcai.errors import DataError
@@ -30,15 +30,13 @@ from hpcai.errors import DataError
 _LAYOUTS = ("compressed", "chunked", "layout", "unaligned")
 
 
-def repair(
-    directory: Path, outcome: Outcome, *, progress: Callable[[Progress], None] | None = None, inspectors: Inspectors | None = None
-) -> list[str]:
+def repair(directory: Path, outcome: Outcome, *, progress: Callable[[Progress], None] | None = None) -> list[str]:
     """Puts right what ``outcome`` calls repairable, and says what was done and what was refused, a line each.
 
     A file is replaced in one act, after its copy was compared with it; index and record follow. One whose SHA-256 is not that of
     its manifest is left alone. Raises DataError when the disk has no room.
     """
-    with Work(outcome.options, inspectors, progress) as work:
+    with Work(outcome.options.threads, progress) as work:
         return _Repair(Path(directory), outcome, work).run()
 
 
@@ -50,13 +48,14 @@ class _Repair:
         self._wanted = {(f.code, f.path) for f in outcome.findings if f.repairable}
 
     def say(self, path: Path, text: str) -> None:
-        with self._lock:
-            self.said.append(f"{path}: {text}")
+        self.said.append(f"{path}: {text}")
 
     def run(self) -> list[str]:
-        for path in sorted(path for code, path in self._wanted if code == "leftover"):
-            self._resume(path)
         files = [file for split in splits_in(self.directory)[0] for file in split.files]
+        for file in files:
+            partial = _partial(file.path)
+            if ("leftover", partial) in self._wanted:
+                self._resume(file, partial)
         rewrites = [file for file in files if any((code, file.path) in self._wanted for code in _LAYOUTS)]
         if rewrites:
             self._room(rewrites)
@@ -70,29 +69,23 @@ class _Repair:
                     self.say(file.path, f"its rows are counted in {INDEX}")
         return self.said
 
-    def _resume(self, partial: Path) -> None:
+    def _resume(self, file: SetFile, partial: Path) -> None:
         """A copy that the index already tells of takes the place of its source."""
-        path = partial.with_name(partial.name.removeprefix(".").removesuffix(".partial"))
-        (file,) = (file for split in splits_in(partial.parent)[0] for file in split.files if file.path == path)
-        if file.entry is not None and self._sha256(partial) == file.entry.sha256:
-            settle(partial, path)
-            self._renew_record(path, {key: value for key, value in asdict(file.entry).items() if key in ("bytes", "sha256")})
-            self.say(path, f"replaced by its copy, which has the SHA-256 of {INDEX}")
-
-    def _sha256(self, path: Path) -> str:
-        return self.work.hashed(path, path.stat().st_size)
+        if self.work.hashed(partial) == file.entry.sha256:
+            settle(partial, file.path)
+            self._renew_record(file.path, {"bytes": file.entry.bytes, "sha256": file.entry.sha256})
+            self.say(file.path, f"replaced by its copy, which has the SHA-256 of {INDEX}")
 
     def _entry(self, path: Path) -> dict[str, Any]:
-        return {"rows": _rows(self.work.describe(path)), "bytes": path.stat().st_size, "sha256": self._sha256(path)}
+        return {"rows": _rows(self.work.describe(path)), "bytes": path.stat().st_size, "sha256": self.work.hashed(path)}
 
-    def _distrust(self, file: SetFile) -> str:
-        """Why a file is not what its manifest says, or nothing."""
-        entry, size = file.entry or Entry(), file.path.stat().st_size
-        if entry.bytes not in (None, size):
-            return f"has {size:,} bytes, the manifest says {entry.bytes:,}; copy it from its source"
-        if entry.sha256 and self._sha256(file.path) != entry.sha256:
-            return "its SHA-256 is not that of the manifest; copy it from its source"
-        return ""
+    def _trust(self, file: SetFile) -> None:
+        """Raises DataError for a file that is not what its manifest says."""
+        entry, size = file.entry, file.path.stat().st_size
+        if entry.bytes is not None and entry.bytes != size:
+            raise DataError(f"has {size:,} bytes, the manifest says {entry.bytes:,}; copy it from its source")
+        if entry.sha256 and self.work.hashed(file.path) != entry.sha256:
+            raise DataError("its SHA-256 is not that of the manifest; copy it from its source")
 
     # ---- one file
 
@@ -111,10 +104,9 @@ class _Repair:
             )
 
     def _rewrite(self, file: SetFile) -> None:
-        path, partial = file.path, file.path.with_name(f".{file.path.name}.partial")
+        path, partial = file.path, _partial(file.path)
         try:
-            if problem := self._distrust(file):
-                raise DataError(problem)
+            self._trust(file)
             before = path.stat()
             with self.work.inspectors.one() as inspector:
                 for count in inspector.ask("copy", source=str(path), target=str(partial)):
@@ -143,15 +135,15 @@ class _Repair:
 
     def _note(self, file: SetFile, told: Mapping[str, Any]) -> dict[str, Any]:
         """The index says ``told`` of a file, if it names it; returns what it said before."""
-        index, was = file.split.index or {"files": []}, dict[str, Any]()
+        index = file.split.index or {"files": []}
         with self._lock:
             for entry in index["files"]:
                 if isinstance(entry, dict) and entry.get("name") == file.path.name:
                     was = dict(entry)
                     entry.update(told)
                     write_index(file.split.path, index)
-                    break
-        return was
+                    return was
+        return {}
 
     def _renew_record(self, path: Path, told: Mapping[str, Any]) -> None:
         record = record_of(path)
@@ -164,19 +156,18 @@ class _Repair:
             self.say(record, f"refused: cannot be read ({problem}); correct it by hand")
 
     def _index(self, split: Split) -> None:
-        """Makes the index from the files; those that their record gives the lie are entered as it says, so that they stay wrong."""
+        """Makes the index from the files. Those that their record contradicts are entered as it says, so that they stay wrong."""
         entries: dict[str, dict[str, Any]] = {}
 
         def enter(file: SetFile) -> None:
             entry: dict[str, Any] = {"name": file.path.name}
             try:
-                if problem := self._distrust(file):
-                    raise DataError(problem)
+                self._trust(file)
                 entries[file.path.name] = entry | self._entry(file.path)
             except (DataError, OSError) as problem:
                 self.say(file.path, f"refused: not entered into {INDEX}: {problem}")
-                if file.entry is not None:
-                    entries[file.path.name] = entry | {key: value for key, value in asdict(file.entry).items() if value}
+                if told := {key: value for key, value in asdict(file.entry).items() if value}:
+                    entries[file.path.name] = entry | told
 
         self.work.each(enter, split.files, "hashing", 2 * sum(file.path.stat().st_size for file in split.files), "bytes")
         path = split.path / INDEX
@@ -185,6 +176,10 @@ class _Repair:
             self.say(path, f"damaged; kept as {INDEX}.damaged")
         write_index(split.path, {"files": [entries[name] for name in sorted(entries)]})
         self.say(path, f"made from {len(entries)} files")
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f".{path.name}.partial")
 
 
 def _rows(fields: list[Field]) -> int:

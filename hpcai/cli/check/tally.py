@@ -21,11 +21,9 @@ _NOTHING = np.empty(0, np.uint8)
 
 def _values_of(dtype: np.dtype) -> np.dtype | None:
     """The type as which values of ``dtype`` are compared, complex ones as twice as many real ones; None where they cannot be."""
-    if dtype.kind == "b":
-        return np.dtype(np.uint8)
-    if dtype.kind == "c":
-        return np.dtype(dtype.str.replace("c", "f").replace(str(dtype.itemsize), str(dtype.itemsize // 2)))
-    return dtype if dtype.kind in "iuf" else None
+    if dtype.kind not in "biufc":
+        return None
+    return np.dtype(np.uint8) if dtype.kind == "b" else np.empty(0, dtype).real.dtype
 
 
 @dataclass
@@ -64,7 +62,7 @@ class Tally:
         self.low, self.high = bounds
         self.blank = blank
         self.long = self.values is not None and self.width // dtype.itemsize > FEW
-        self.keys = array("Q") if keys else None
+        self.keyed, self.keys = keys, array("Q")
         self.faults = {"nan": Named(), "range": Named(), "constant": Named()}
         self.row = 0
         self._part = _CACHED // dtype.itemsize * dtype.itemsize or dtype.itemsize
@@ -99,7 +97,7 @@ class Tally:
             values = data.view(self.values).reshape(count, -1)  # [R, V]
             with np.errstate(all="ignore"):
                 same = self._judge(values.min(1), values.max(1))
-        if self.keys is not None:
+        if self.keyed:
             view = data.data
             for i in range(count):
                 digest = hashlib.blake2b(view[i * width : (i + 1) * width], digest_size=8)
@@ -113,14 +111,14 @@ class Tally:
             values = part.view(self.values)
             with np.errstate(all="ignore"):
                 self._ends += [values.min(), values.max()]
-        if self.keys is not None:
+        if self.keyed:
             words = part[: part.size // 8 * 8].view(np.uint64)
             self._sum, self._check = self._sum + int(np.add.reduce(words)), zlib.crc32(part.data, self._check)
         if self._seen == self.width:
             with np.errstate(all="ignore"):
                 ends = np.array(self._ends)
                 same = self.values is not None and self._judge(ends.min()[None], ends.max()[None])[0]
-            if self.keys is not None:
+            if self.keyed:
                 self.keys.append(0 if same else (self._sum + self._check * 0x9E3779B97F4A7C15) % (1 << 64) or 1)
             self.row += 1
             self._begin()
@@ -139,10 +137,11 @@ class Tally:
         self.faults["constant"].add(self.row, odd, least)
         return same
 
-    # What a child process tells of it
+    # ---- what a child process tells of it
 
     def told(self) -> dict[str, Any]:
-        return {name: asdict(fault) for name, fault in self.faults.items()}
+        return {"keys": self.keys.tobytes().hex(), "faults": {name: asdict(fault) for name, fault in self.faults.items()}}
 
     def hear(self, told: Mapping[str, Any]) -> None:
-        self.faults = {name: Named(**fault) for name, fault in told.items()}
+        self.keys.frombytes(bytes.fromhex(told["keys"]))
+        self.faults = {name: Named(**fault) for name, fault in told["faults"].items()}

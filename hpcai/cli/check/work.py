@@ -2,20 +2,21 @@
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from itertools import islice
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from hpcai.cli.check.findings import Options, Progress, StoppedError
-from hpcai.cli.check.inspector import Inspectors
+from hpcai.cli.check.inspector import Inspectors, StoppedError
 from hpcai.cli.check.manifest import Field
+from hpcai.cli.progress import Progress
 from hpcai.data import layout
-from hpcai.data.direct import Memory
+from hpcai.data.direct import Memory, Reader
 from hpcai.errors import DataError
 
 BLOCK = 4 << 20
@@ -23,30 +24,17 @@ ARRAY = "values"
 """The name under which the array of a .npy file is known to "fields" and to ranges."""
 
 
-class Work:
-    """Threads, a reader and child processes; all of it ends with the block, also by Ctrl-C. ``inspectors``, where given, are used
-    and left open. ``progress`` is called several times a second, by the thread that called ``each``."""
+class Work(ExitStack):
+    """Threads, a reader and child processes; all of it ends with the block, also by Ctrl-C. ``progress`` is called several times a
+    second, by the thread that called ``each``."""
 
-    def __init__(
-        self, options: Options, inspectors: Inspectors | None = None, progress: Callable[[Progress], None] | None = None
-    ) -> None:
-        self.threads, self._progress, self._own = options.threads, progress, inspectors is None
-        self.inspectors = inspectors or Inspectors(options.threads, options.patience)
-        memory = Memory(keep=4 * options.threads * BLOCK)
-        self.reader = options.reader("auto", threads=options.threads, block=BLOCK, memory=memory)
-        self._pool, self._ahead = ThreadPoolExecutor(options.threads), ThreadPoolExecutor(options.threads)
-        self._stop, self._lock = threading.Event(), threading.Lock()
-        self._done = 0
-
-    def __enter__(self) -> "Work":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(cancel_futures=True)
-        self._ahead.shutdown(cancel_futures=True)
-        self.reader.close()
-        if self._own:
-            self.inspectors.close()
+    def __init__(self, threads: int, progress: Callable[[Progress], None] | None) -> None:
+        super().__init__()
+        self.threads, self._progress = threads, progress or (lambda now: None)
+        self._stop, self._lock, self._done = threading.Event(), threading.Lock(), 0
+        self.inspectors = self.enter_context(closing(Inspectors(threads)))
+        self.reader = self.enter_context(Reader(threads=threads, block=BLOCK, memory=Memory(keep=4 * threads * BLOCK)))
+        self._pool, self._ahead = (self.enter_context(ThreadPoolExecutor(threads)) for _ in range(2))
 
     def advance(self, count: int) -> None:
         if self._stop.is_set():
@@ -56,59 +44,60 @@ class Work:
 
     def each(self, act: Callable[[Any], Any], jobs: Sequence[Any], label: str, total: int, unit: str) -> None:
         """``act`` on every job by the threads; the first error is raised."""
-        self._done, waiting, rest = 0, set[Future[Any]](), iter(jobs)
-        try:
-            while True:
-                waiting |= {self._pool.submit(act, job) for job in islice(rest, 4 * self.threads - len(waiting))}
-                done, waiting = wait_for(waiting, timeout=0.2, return_when=FIRST_COMPLETED)
-                for future in done:
-                    future.result()
-                if self._progress is not None:
-                    self._progress(Progress(label, self._done, total, unit))
-                if not waiting and not done:
+        self._done, left = 0, iter(jobs)
+
+        def work() -> None:
+            for job in left:
+                act(job)
+                if self._stop.is_set():
                     return
+
+        workers = {self._pool.submit(work) for _ in range(self.threads)}
+        try:
+            working = workers
+            while working:
+                done, working = wait_for(working, timeout=0.2, return_when=FIRST_COMPLETED)
+                for worker in done:
+                    worker.result()
+                self._progress(Progress(label, self._done, total, unit))
         except BaseException as problem:
             self._stop.set()
             if isinstance(problem, KeyboardInterrupt):
                 self.inspectors.close()  # a thread that waits for an answer shall not wait for long
-            for future in waiting:
-                future.cancel()
-            wait_for(waiting)
+            wait_for(workers)
             raise
 
-    def blocks(self, path: Path, ranges: Iterable[tuple[int, int]]) -> Iterator[np.ndarray]:
-        """The bytes of each range; the next is read while one is looked at."""
-        ahead: Future[np.ndarray] | None = None
+    def blocks(self, path: Path, start: int, stop: int) -> Iterator[tuple[int, np.ndarray]]:
+        """The bytes of a stretch of a file in blocks, each with where it begins; the next is read while one is looked at."""
+        ahead = deque[tuple[int, Future[np.ndarray]]]()
         try:
-            for start, stop in ranges:
-                before, ahead = ahead, self._ahead.submit(self.reader.fetch, path, start, stop - start)
-                if before is not None:
-                    yield before.result()
-            if ahead is not None:
-                yield ahead.result()
+            for at in range(start, stop, BLOCK):
+                ahead.append((at, self._ahead.submit(self.reader.fetch, path, at, min(BLOCK, stop - at))))
+                if len(ahead) > 1:
+                    yield ahead[0][0], ahead.popleft()[1].result()
+            if ahead:
+                yield ahead[0][0], ahead[0][1].result()
         finally:
-            if ahead is not None and not ahead.cancel():
-                wait_for([ahead])
+            wait_for([block for _, block in ahead if not block.cancel()])
 
-    def hashed(self, path: Path, size: int, look: Callable[[int, np.ndarray], None] = lambda start, block: None) -> str:
+    def hashed(self, path: Path, look: Callable[[int, np.ndarray], None] = lambda start, block: None) -> str:
         """The SHA-256 of a file, whose blocks ``look`` sees with the places where they begin."""
-        digest, starts = hashlib.sha256(), range(0, size, BLOCK)
-        for start, block in zip(starts, self.blocks(path, [(start, min(start + BLOCK, size)) for start in starts])):
+        digest = hashlib.sha256()
+        for start, block in self.blocks(path, 0, path.stat().st_size):
             self.advance(block.size)
             digest.update(block.data)
             look(start, block)
         return digest.hexdigest()
 
-    def describe(self, path: Path) -> list[Field]:
-        """The datasets of a file. Raises DataError."""
-        if path.name.endswith(".npy"):
-            return [_npy(path)]
+    def describe(self, path: Path, rows: int | None = None) -> list[Field]:
+        """The datasets of a file. An array is one row, or has ``rows`` along its first dim. Raises DataError."""
+        if path.suffix == ".npy":
+            return [_npy(path, rows)]
         with self.inspectors.one() as inspector:
-            told = list(inspector.ask("describe", path=str(path)))
-        return [Field(**{**words, "shape": tuple(words["shape"] or ()), "chunk": tuple(words.get("chunk", ()))}) for words in told]
+            return [Field(**told) for told in inspector.ask("describe", path=str(path))]
 
 
-def _npy(path: Path) -> Field:
+def _npy(path: Path, rows: int | None) -> Field:
     with path.open("rb") as file:
         head = file.read(12)
     if head[:6] != b"\x93NUMPY" or (head[6:7] > b"\x01" and int.from_bytes(head[8:12], "little") > 1 << 16):
@@ -120,4 +109,5 @@ def _npy(path: Path) -> Field:
         return Field(ARRAY, (1,), "?", False, 1, "elsewhere", why=str(problem).removeprefix(f"{path}: "))
     plain = found.dtype.kind in "biufc"
     dtype = found.dtype.str if plain else str(found.dtype)
-    return Field(ARRAY, (1, *found.shape), dtype, plain, found.dtype.itemsize, "contiguous", found.offset)
+    shape = found.shape if rows != 1 and found.shape[:1] == (rows,) else (1, *found.shape)
+    return Field(ARRAY, shape, dtype, plain, found.dtype.itemsize, "contiguous", found.offset or 0)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import count
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -91,16 +91,10 @@ def _metric(run: Record, name: str, members: Sequence[str], theme: Theme) -> Fig
 
 def _colors(run: Record, name: str, members: Sequence[str], theme: Theme) -> Iterator[tuple[str, str]]:
     """Colour and mark of each; a class has those that it has in the picture of the run's app."""
-    palette = run.palette
+    looks = zip(cycle(run.palette), cycle(MARKS))
     classes = [f"{stem(name)}_{each.replace(' ', '_')}" for each in run.classes]
-    known = {each: (palette[i % len(palette)], MARKS[i % len(MARKS)]) for i, each in enumerate(classes[1:])}
-    known |= dict.fromkeys(classes[:1], (theme.faint, "o"))
-    free = (i for i in count(max(len(classes) - 1, 0)))
-    for member in members:
-        if member not in known:
-            i = next(free)
-            known[member] = palette[i % len(palette)], MARKS[i % len(MARKS)]
-        yield known[member]
+    known = dict(zip(classes[1:], looks)) | dict.fromkeys(classes[:1], (theme.faint, "o"))
+    return (known[member] if member in known else next(looks) for member in members)
 
 
 def _rate(run: Record, theme: Theme) -> Figure:
@@ -157,8 +151,7 @@ def plots(run: Record) -> list[Plot]:
     if drawable("train", "lr", "learning rate"):
         drawn.append(Plot("learning_rate", "Learning rate", "As the optimizer used it.", partial(_rate, run)))
     if drawable("train", "samples_per_second", "throughput"):
-        caption = "Whole job, between two reports."
-        drawn.append(Plot("throughput", "Throughput", caption, partial(_throughput, run)))
+        drawn.append(Plot("throughput", "Throughput", "Whole job, between two reports.", partial(_throughput, run)))
     if np.isfinite(run.series("train", "gpu_power_w")[1]).any():
         drawn.append(Plot("power", "Power", "At each report, by NVML.", partial(_power, run)))
     if run.picture is not None and run.found is not None:

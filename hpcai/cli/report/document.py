@@ -66,11 +66,11 @@ def _date(time: float) -> str:
     return datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[Any]], numbers: int = 0) -> str:
-    """An HTML table of plain text whose columns from ``numbers`` on are right-aligned; 0: none is."""
+def _table(head: Sequence[str], rows: Iterable[Sequence[Any]], numbers: bool = False) -> str:
+    """An HTML table of plain text. Where it is one of ``numbers``, all columns but the first are right-aligned."""
 
     def cells(row: Sequence[Any], tag: str) -> str:
-        marks = [' class="n"' if numbers and column >= numbers else "" for column in range(len(row))]
+        marks = ["", *(' class="n"' if numbers else "" for _ in row[1:])]
         return "<tr>" + "".join(f"<{tag}{mark}>{escape(str(cell))}</{tag}>" for cell, mark in zip(row, marks)) + "</tr>"
 
     top = cells(head, "th") if any(head) else ""
@@ -125,13 +125,13 @@ def _results(run: Record) -> str:
         best, target = run.best(name), run.target(name)
         first = (name, number(best[1]), f"{best[0]:,}") if best else (name, "none", "")
         rows.append((*first, number(values[-1]), f"{steps[-1]:,}", number(target) if target is not None else ""))
-    return _card("Evaluations", _table(("metric", "best", "at step", "last", "at step", "target"), rows, numbers=1)) if rows else ""
+    return _card("Evaluations", _table(("metric", "best", "at step", "last", "at step", "target"), rows, True)) if rows else ""
 
 
 def _predicted(run: Record) -> str:
     if run.table is None:
         return ""
-    return _card(run.table.title, _table(run.table.head, run.table.rows, numbers=1), run.table.note)
+    return _card(run.table.title, _table(run.table.head, run.table.rows, True), run.table.note)
 
 
 def _facts(run: Record) -> str:
@@ -152,14 +152,12 @@ def _facts(run: Record) -> str:
 
 
 def _checkpoints(run: Record) -> str:
-    rows = []
-    for event in run.of("checkpoint"):
-        written = size(event.get("bytes") or 0), f"{event.get('seconds') or 0:.2f} s", _date(event["time"])
-        rows.append((event.get("path", ""), f"{event.get('step') or 0:,}", *written))
+    rows = [(event.get("path", ""), f"{event.get('step') or 0:,}", size(event.get("bytes") or 0),
+             f"{event.get('seconds') or 0:.2f} s", _date(event["time"])) for event in run.of("checkpoint")]
     if not rows:
         return ""
     note = f"{len(rows)} written" + (f", the last {MOST} shown" if len(rows) > MOST else "") + "; a run keeps the newest ones"
-    return _card("Checkpoints", _table(("path", "step", "size", "took", "when"), rows[-MOST:], numbers=1), note)
+    return _card("Checkpoints", _table(("path", "step", "size", "took", "when"), rows[-MOST:], numbers=True), note)
 
 
 def page(run: Record, drawn: Mapping[Plot, tuple[bytes, bytes]]) -> str:

@@ -13,7 +13,7 @@ import pytest
 from matplotlib.image import imread
 
 import apps
-from hpcai.cli import ablate
+from hpcai.cli import ablate, trial
 from hpcai.errors import ConfigError
 
 APP = """
@@ -78,7 +78,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         if text:
             (tmp_path / name / "trial.py").write_text(text)
     monkeypatch.setattr(apps, "__path__", [*apps.__path__, str(tmp_path)])
-    ablate.find("fake")
+    trial.find("fake")
     yield sys.modules["apps.fake.trial"]
     for name in [name for name in sys.modules if name.startswith(("apps.fake", "apps.bare"))]:
         del sys.modules[name]

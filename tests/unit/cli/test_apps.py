@@ -32,7 +32,7 @@ def test_apps_are_listed_by_the_file_they_have_and_none_is_imported(tmp_path: Pa
 
 
 def test_the_apps_of_the_checkout_are_found_from_anywhere(tmp_path: Path) -> None:
-    """As by the installed command, whose path has neither the checkout nor, at first, the current folder."""
+    """The path of the installed command has neither the checkout nor, at first, the current folder."""
     root = Path(hpcai.__file__).parents[1]
     code = f"import sys; sys.path.insert(0, {str(root)!r}); import hpcai, hpcai.cli.apps as apps; sys.path.remove({str(root)!r})\n"
     code += "sys.path[:] = [p for p in sys.path if p]; print(apps.names('settings')); print(len(sys.path) == len(set(sys.path)))"

@@ -30,7 +30,7 @@ def test_all_goes_on_after_one_that_fails(monkeypatch: pytest.MonkeyPatch, capsy
         bad = "nothing" in command[-1]
         return type("Done", (), {"returncode": 2 * bad, "stdout": "" if bad else '{"data": 1}', "stderr": "no part 'nothing'"})
 
-    monkeypatch.setattr(bench.subprocess, "run", run)
+    monkeypatch.setattr(timing.subprocess, "run", run)
     assert bench.main(["all", "--json"]) == 1 and len(ran) == 2
     assert json.loads(capsys.readouterr().out) == {"step": {"failed": "no part 'nothing'"}, "data": {"data": 1}}
 

@@ -197,7 +197,7 @@ def test_the_target_is_drawn_only_for_the_metric_it_is_for(run: Path) -> None:
 
 
 def test_the_best_of_a_metric_is_the_highest_where_the_settings_say_so(tmp_path: Path) -> None:
-    """Also of its parts, whatever they are called; its axis stays linear and its parts have no picture of their own."""
+    """This holds for its parts too, whatever they are called; its axis stays linear and its parts have no picture of their own."""
     values = [(0.01, 0.02, 9.0), (0.9, 0.8, 3.0), (0.6, 0.7, 5.0)]
     about = {"kind": "evaluate", "time": 0.0, "seconds": 1.0}
     lines = [about | {"step": n, "epoch": n, "skill_of_rain": part, "skill": skill, "bias": bias}

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from hpcai import dist, log
 from hpcai.cli import main as hpcai
-from hpcai.cli import stage as command
+from hpcai.cli import progress
 from hpcai.data.direct import Reader
 from hpcai.data.stage import Staged, assign, holds, job, plan, stage_in
 from hpcai.errors import DataError
@@ -580,13 +580,13 @@ def test_data_passes_the_page_cache(source: Path, target: Path, monkeypatch: pyt
 
 def test_command(source: Path, target: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_DISK", str(target.parent))
-    monkeypatch.setattr(command, "_EVERY", 0.0)
+    monkeypatch.setattr(progress, "EVERY", 0.0)
     words = ["data", "stage", str(source), "$MY_DISK/target", "--block", "1"]
     assert hpcai(words) == 0
     out, err = capsys.readouterr()
     size = sum(map(len, tree(source).values()))
     assert out.startswith(f"staged {log.size(size)} to 1 node in ") and out.endswith("kept 0 B, SHA-256 compared\n")
-    assert err.startswith("staged 0 B of ") and tree(target) == tree(source)
+    assert err.startswith("staged: 0 B of ") and tree(target) == tree(source)
     assert hpcai([*words, "--json", "--no-verify", "--node", "$MY_DISK"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["kept"], found["read"], found["bytes"], found["verified"]) == (size, 0, size, False)

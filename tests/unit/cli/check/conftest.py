@@ -1,29 +1,44 @@
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import closing, nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from hpcai.cli.check import Inspectors, Options, Outcome, examine
+from hpcai.cli.check import work
+from hpcai.cli.check.inspector import Inspectors
 from tests.unit.cli.check.making import index, values, write
 
 
 @pytest.fixture(scope="package")
 def children() -> Iterator[Inspectors]:
-    with Inspectors(1, patience=20) as inspectors:
+    with closing(Inspectors(1)) as inspectors:
         yield inspectors
 
 
 @pytest.fixture(autouse=True)
-def nothing_leaks(children: Inspectors) -> Iterator[None]:
+def lent(children: Inspectors, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks and repairs start no children of their own."""
+    monkeypatch.setattr(work, "Inspectors", lambda _: children)
+    monkeypatch.setattr(work, "closing", nullcontext)
+
+
+@pytest.fixture
+def own_children(lent: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checks and repairs do so all the same."""
+    monkeypatch.setattr(work, "Inspectors", Inspectors)
+    monkeypatch.setattr(work, "closing", closing)
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks(lent: None) -> Iterator[None]:
     before = set(os.listdir("/proc/self/fd"))
     yield
     opened = [fd for fd in set(os.listdir("/proc/self/fd")) - before if os.path.exists(f"/proc/self/fd/{fd}")]
     files = [os.readlink(f"/proc/self/fd/{fd}") for fd in opened]
     assert not [name for name in files if name.startswith("/") and not name.startswith("/dev/null")]
-    assert len(opened) <= 2  # the pipes of a child that this test was the first to need
+    assert len(opened) <= 1  # the line to a child that this test was the first to need
 
 
 @pytest.fixture(scope="package")
@@ -39,11 +54,3 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def made(whole: Path, tmp_path: Path) -> Path:
     return shutil.copytree(whole, tmp_path / "set")
-
-
-@pytest.fixture
-def look(children: Inspectors) -> Any:
-    def looked(folder: Path, **options: Any) -> Outcome:
-        return examine(folder, Options(**{"seconds": 0, "threads": 2, "patience": 20, **options}), inspectors=children)
-
-    return looked

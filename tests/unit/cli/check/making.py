@@ -9,7 +9,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from hpcai.cli.check import Finding, Outcome
+from hpcai.cli.check import Finding, Options, Outcome, examine, repair
 
 ALIGNED = {"alignment_threshold": 1 << 16, "alignment_interval": 4096}
 SHAPE = (16, 16, 16, 4)  # 32 KiB of int16
@@ -84,3 +84,11 @@ def one(outcome: Outcome, code: str) -> Finding:
 
 def everything(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def look(folder: Path, **options: Any) -> Outcome:
+    return examine(folder, Options(**{"seconds": 0, "threads": 2, **options}))
+
+
+def mend(folder: Path) -> list[str]:
+    return repair(folder, look(folder))

@@ -1,6 +1,7 @@
 """File systems, stripes, and how fast random rows come."""
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +11,22 @@ import pytest
 from hpcai.cli.check import disk
 from hpcai.data.direct import Reader
 from hpcai.errors import DataError
-from tests.unit.cli.check.making import PACKED, SHAPE, index, told, values, write
+from tests.unit.cli.check.making import PACKED, SHAPE, index, look, told, values, write
 
 
-def test_the_file_system_is_that_of_the_longest_mount_point(tmp_path: Path) -> None:
+def test_the_file_system_is_that_of_the_longest_mount_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = tmp_path / "a b" / "c"
     place.mkdir(parents=True)
     mounts = tmp_path / "mounts"
     above = str(tmp_path / "a b").replace(" ", "\\040")
     mounts.write_text(f"x / ext4 rw\ny {above} nfs4 rw\nbroken\nz {above}/c gpfs rw\nw {above}/c beegfs rw\nv {above}/cc xfs rw\n")
-    assert disk.file_system(place, mounts) == "beegfs"
-    assert disk.file_system(tmp_path / "a b", mounts) == "nfs4"
-    assert disk.file_system(tmp_path, mounts) == "ext4"
-    assert disk.file_system(tmp_path, tmp_path / "nothing") is None
     assert disk.file_system(Path("/proc")) == "proc"
+    monkeypatch.setattr(disk, "MOUNTS", mounts)
+    assert disk.file_system(place) == "beegfs"
+    assert disk.file_system(tmp_path / "a b") == "nfs4"
+    assert disk.file_system(tmp_path) == "ext4"
+    monkeypatch.setattr(disk, "MOUNTS", tmp_path / "nothing")
+    assert disk.file_system(tmp_path) is None
 
 
 def test_many_small_files_are_a_warning(tmp_path: Path) -> None:
@@ -34,7 +37,7 @@ def test_many_small_files_are_a_warning(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("answer, status, found", [("8", 0, ", found on 8:"), ("what", 0, ":"), ("1", 1, ":"), ("1", 0, None)])
 def test_the_stripes_of_files_are_asked_for(
-    made: Path, look: Any, monkeypatch: pytest.MonkeyPatch, answer: str, status: int, found: str | None
+    made: Path, monkeypatch: pytest.MonkeyPatch, answer: str, status: int, found: str | None
 ) -> None:
     mounts, script = made.parent / "mounts", made.parent / "bin" / "lfs"
     mounts.write_text(f"mds@tcp:/home {made.parent} lustre rw 0 0\n")
@@ -42,7 +45,8 @@ def test_the_stripes_of_files_are_asked_for(
     script.write_text(f'#!/bin/sh\n[ "$1 $2" = "getstripe -c" ] && [ -f "$3" ] && echo {answer}\nexit {status}\n')
     script.chmod(0o755)
     monkeypatch.setenv("PATH", str(script.parent))
-    outcome = look(made, quick=True, mounts=mounts)
+    monkeypatch.setattr(disk, "MOUNTS", mounts)
+    outcome = look(made, quick=True)
     assert outcome.figures["file_system"] == "lustre"
     expected = [("note", "stripe", "train", None, None), ("note", "stripe", "validation", None, None)] if found else []
     assert told(outcome) == expected
@@ -65,16 +69,14 @@ def test_stripe_hint(tmp_path: Path, kind: str | None, size: float, present: int
     assert [disk.stripes(int(n)) for n in (1e6, 9e8, 2e9, 2e10, 2e12)] == [1, 1, 8, 24, 72]
 
 
-def test_the_rate_is_that_of_whole_samples(made: Path, look: Any) -> None:
+def test_the_rate_is_that_of_whole_samples(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def slow(descriptor: int, buffers: Any, offset: int) -> int:
         time.sleep(0.05)
         return disk.os.preadv(descriptor, buffers, offset)
 
-    def reader(mode: str, **more: Any) -> Reader:
-        return Reader(mode, preadv=slow, **more)  # type: ignore[arg-type]
-
+    monkeypatch.setattr(disk, "Reader", partial(Reader, preadv=slow))
     need = {"batch": 4, "step_time": 0.01, "seconds": 0.1, "quick": True}
-    outcome = look(made, reader=reader, **need)
+    outcome = look(made, **need)
     rate = outcome.figures["rate"]
     assert rate["bytes_per_sample"] == (made / "train" / "u0.h5").stat().st_size / 4
     # 8 threads, one read to a sample, each 0.05 s: about 160 samples a second
@@ -82,23 +84,24 @@ def test_the_rate_is_that_of_whole_samples(made: Path, look: Any) -> None:
         assert 30 < rate[mode]["samples_per_s"] <= 161, rate
         assert rate[mode]["gb_per_s"] == pytest.approx(rate[mode]["samples_per_s"] * rate["bytes_per_sample"] / 1e9, rel=1e-3)
         assert 0.1 <= rate[mode]["seconds"] < 2
-    assert look(made, reader=reader, nodes=100, **need).findings == ()
+    assert look(made, nodes=100, **need).findings == ()
     assert rate["needed_per_node"] == {"samples_per_s": 400.0, "gb_per_s": pytest.approx(400 * rate["bytes_per_sample"] / 1e9)}
 
 
-def test_the_rate_of_packed_rows_and_of_nothing(made: Path, tmp_path: Path, look: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rate_of_packed_rows_and_of_nothing(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for i in range(4):
         write(made / "train" / f"u{i}.h5", values(500 + i), **PACKED)
     index(made / "train")
     evicted: list[Path] = []
-    monkeypatch.setattr(disk, "_evict", evicted.append)
+    monkeypatch.setattr(disk, "evict", evicted.append)
 
     def refuse(mode: str, **more: Any) -> Reader:
         if mode == "direct":
             raise DataError("no O_DIRECT here")
         return Reader(mode, **more)  # type: ignore[arg-type]
 
-    rate = look(made, quick=True, seconds=0.1, reader=refuse).figures["rate"]
+    monkeypatch.setattr(disk, "Reader", refuse)
+    rate = look(made, quick=True, seconds=0.1).figures["rate"]
     assert evicted and set(evicted) <= set((made / "train").glob("*.h5"))  # of the largest split, before they are read
     assert 0 < rate["bytes_per_sample"] < 2 * np.prod(SHAPE) and rate["buffered"]["samples_per_s"] > 0
     assert rate["direct"] == {"problem": "no O_DIRECT here"}

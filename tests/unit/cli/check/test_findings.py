@@ -5,6 +5,7 @@ import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcai.cli.check import Options, disk, manifest, work
-from hpcai.cli.check.findings import KINDS, divide
+from hpcai.cli.check.findings import KINDS, Division
 from hpcai.data.direct import Reader
 from hpcai.errors import ConfigError
-from tests.unit.cli.check.making import ALIGNED, PACKED, ROWS, SHAPE, change, flip, index, put, reword, values, write
+from tests.unit.cli.check.making import ALIGNED, PACKED, ROWS, SHAPE, change, flip, index, look, put, reword, values, write
 
 
 @dataclass
@@ -51,8 +52,8 @@ def described(made: Path, patch: pytest.MonkeyPatch, act: Callable[[Path, list[A
     """``act`` on u3.h5 and what the child says of it."""
     describe = work.Work.describe
 
-    def spoiled(self: Any, path: Path) -> Any:
-        fields = describe(self, path)
+    def spoiled(self: Any, path: Path, rows: int | None = None) -> Any:
+        fields = describe(self, path, rows)
         if path == made / "train" / "u3.h5":
             act(path, fields)
         return fields
@@ -94,17 +95,18 @@ def unaligned(made: Path, patch: pytest.MonkeyPatch) -> None:
 def mounted(kind: str) -> Callable[[Path, pytest.MonkeyPatch], None]:
     def mount(made: Path, patch: pytest.MonkeyPatch) -> None:
         (made.parent / "mounts").write_text(f"x {made} {kind} rw\n")
+        patch.setattr(disk, "MOUNTS", made.parent / "mounts")
         patch.setenv("PATH", "")
 
     return mount
 
 
-def slow(mode: str, **more: Any) -> Reader:
+def slow(made: Path, patch: pytest.MonkeyPatch) -> None:
     def read(descriptor: int, buffers: Any, offset: int) -> int:
         time.sleep(0.02)
         return os.preadv(descriptor, buffers, offset)
 
-    return Reader(mode, preadv=read, **more)  # type: ignore[arg-type]
+    patch.setattr(disk, "Reader", partial(Reader, preadv=read))
 
 
 def on(name: str, act: Callable[[Path], Any]) -> Callable[[Path, pytest.MonkeyPatch], Any]:
@@ -205,16 +207,15 @@ FAULTS = [
     Fault("inodes", lambda made, patch: patch.setattr(disk, "MANY", 5), ".", text="6 files of 139 kB on average", options=QUICK),
     Fault("stripe", mounted("lustre"), "train", text="belong on 1 server: each further server costs an open; lfs setstripe -c 1"),
     Fault("network", mounted("nfs4"), "train", text="lies on nfs4, one server for all nodes"),
-    Fault("rate", leave, ".", text="need 400.0 samples/s", options={**QUICK, "batch": 4, "step_time": 0.01, "seconds": 0.1,
-          "reader": slow}),
+    Fault("rate", slow, ".", text="need 400.0 samples/s", options={**QUICK, "batch": 4, "step_time": 0.01, "seconds": 0.1}),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.kind)
-def test_a_fault_is_found(made: Path, look: Any, monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
+def test_a_fault_is_found(made: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault) -> None:
     fault.spoil(made, monkeypatch)
     severity, code = KINDS[fault.kind][0], fault.kind.partition("/")[0]
-    outcome = look(made, **{"mounts": made.parent / "mounts", **fault.options})
+    outcome = look(made, **fault.options)
     first = next(finding for finding in outcome.findings if (finding.severity, finding.code) == (severity, code))
     found = (first.path.relative_to(made).as_posix(), first.dataset, first.row, first.repairable)
     assert found == (fault.path, fault.dataset, fault.row, fault.repairable)
@@ -237,7 +238,7 @@ def test_every_kind_of_finding_has_a_fault() -> None:
     ],
 )
 def test_divide(samples: int, batch: int, world: int, numbers: tuple[int, ...], codes: list[str]) -> None:
-    found = divide(samples, batch, world)
+    found = Division.of(samples, batch, world)
     assert (found.batches, found.left_out, found.padded_batches, found.repeated) == numbers
     assert [problem.code for problem in found.problems(Path())] == codes
 
@@ -245,7 +246,7 @@ def test_divide(samples: int, batch: int, world: int, numbers: tuple[int, ...], 
 @settings(max_examples=30)
 @given(st.integers(0, 10**6), st.integers(1, 5000), st.integers(1, 5000))
 def test_divide_counts_every_sample(samples: int, batch: int, world: int) -> None:
-    found = divide(samples, batch, world)
+    found = Division.of(samples, batch, world)
     assert found.batches * batch + found.left_out == samples == found.padded_batches * batch - found.repeated
     assert 0 <= found.left_out < batch and 0 <= found.repeated < batch
     assert (batch % world == 0) == ("batch" not in {problem.code for problem in found.problems(Path())})

@@ -10,14 +10,24 @@ import h5py
 import numpy as np
 import pytest
 
-from hpcai.cli.check import Inspectors, copying, remedies
+from hpcai.cli.check import copying, remedies
 from hpcai.errors import DataError
-from tests.unit.cli.check.making import PACKED, change, entries, everything, flip, index, one, put, reword, told, values, write
-
-
-@pytest.fixture
-def mend(look: Any, children: Inspectors) -> Any:
-    return lambda folder: remedies.repair(folder, look(folder), inspectors=children)
+from tests.unit.cli.check.making import (
+    PACKED,
+    change,
+    entries,
+    everything,
+    flip,
+    index,
+    look,
+    mend,
+    one,
+    put,
+    reword,
+    told,
+    values,
+    write,
+)
 
 
 def odd_file(path: Path) -> None:
@@ -70,7 +80,7 @@ def plain(value: Any) -> Any:
     return repr(value)
 
 
-def test_repair_keeps_all_but_the_layout(tmp_path: Path, look: Any, mend: Any) -> None:
+def test_repair_keeps_all_but_the_layout(tmp_path: Path) -> None:
     path = tmp_path / "odd.h5"
     odd_file(path)
     path.chmod(0o640)
@@ -89,7 +99,7 @@ def test_repair_keeps_all_but_the_layout(tmp_path: Path, look: Any, mend: Any) -
     assert everything(tmp_path).keys() == {"odd.h5", "index.json"}
 
 
-def test_repair_of_a_set_is_clean_aligned_and_done_once(made: Path, look: Any, mend: Any) -> None:
+def test_repair_of_a_set_is_clean_aligned_and_done_once(made: Path) -> None:
     data, train = values(500), made / "train"
     write(train / "u0.h5", data, compression="gzip", shuffle=True, chunks=(1, 8, 8, 8, 4))
     with h5py.File(train / "u1.h5", "w") as file:
@@ -115,7 +125,7 @@ def test_repair_of_a_set_is_clean_aligned_and_done_once(made: Path, look: Any, m
     assert mend(made) == [] and everything(made) == then
 
 
-def test_what_is_not_certain_is_left_alone(made: Path, look: Any, mend: Any) -> None:
+def test_what_is_not_certain_is_left_alone(made: Path) -> None:
     """Damage, strangers, files that are gone, samples that are there twice, odd values, half-written files of others."""
     train = made / "train"
     put(train / "u0.h5", values(500), **PACKED)
@@ -133,7 +143,7 @@ def test_what_is_not_certain_is_left_alone(made: Path, look: Any, mend: Any) -> 
 
 
 @pytest.mark.parametrize("content", [None, "{ damaged"])
-def test_the_index_is_made_from_the_files(made: Path, look: Any, mend: Any, content: str | None) -> None:
+def test_the_index_is_made_from_the_files(made: Path, content: str | None) -> None:
     path, before = made / "train" / "index.json", entries(made / "train")
     path.unlink()
     if content:
@@ -147,7 +157,7 @@ def test_the_index_is_made_from_the_files(made: Path, look: Any, mend: Any, cont
 
 
 @pytest.mark.parametrize("more, code", [({}, "bit-flip"), ({"sha256": None, "bytes": 5}, "overlong")])
-def test_a_record_is_not_overruled_by_a_new_index(made: Path, look: Any, mend: Any, more: dict[str, Any], code: str) -> None:
+def test_a_record_is_not_overruled_by_a_new_index(made: Path, more: dict[str, Any], code: str) -> None:
     train = made / "train"
     known = entries(train)[0]
     (train / "index.json").unlink()
@@ -158,7 +168,7 @@ def test_a_record_is_not_overruled_by_a_new_index(made: Path, look: Any, mend: A
     assert told(look(made)) == [("error", code, "train/u0.h5", None, None)]
 
 
-def test_wrong_rows_in_the_index_are_corrected(made: Path, look: Any, mend: Any) -> None:
+def test_wrong_rows_in_the_index_are_corrected(made: Path) -> None:
     reword(made / "train", lambda files: files[2].update(rows=99))
     (made / "train" / "index.json").chmod(0o640)
     assert mend(made) == [f"{made / 'train' / 'u2.h5'}: its rows are counted in index.json"] and look(made).findings == ()
@@ -167,9 +177,7 @@ def test_wrong_rows_in_the_index_are_corrected(made: Path, look: Any, mend: Any)
     assert not one(look(made), "rows").repairable and mend(made) == []  # nothing says which of them is wrong
 
 
-def test_a_repair_that_was_killed_between_index_and_file_goes_on(
-    made: Path, look: Any, mend: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_repair_that_was_killed_between_index_and_file_goes_on(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, kept = made / "train" / "u0.h5", made.parent / "kept"
     put(path, values(500), **PACKED)
 
@@ -198,7 +206,7 @@ def test_a_repair_that_was_killed_between_index_and_file_goes_on(
         (lambda file: file.create_dataset("t", (4,), [("x", h5py.string_dtype())]), "text or lists of varying length within other"),
     ],
 )
-def test_a_file_that_would_not_be_the_same_is_not_rewritten(made: Path, mend: Any, spoil: Any, text: str) -> None:
+def test_a_file_that_would_not_be_the_same_is_not_rewritten(made: Path, spoil: Any, text: str) -> None:
     write(made / "train" / "u0.h5", values(500), **PACKED)
     change(made / "train" / "u0.h5", spoil)
     before = everything(made)
@@ -206,7 +214,7 @@ def test_a_file_that_would_not_be_the_same_is_not_rewritten(made: Path, mend: An
     assert "refused: not rewritten: " in line and text in line and everything(made) == before
 
 
-def test_links_and_full_disks(made: Path, look: Any, mend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_and_full_disks(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = made / "validation" / "u0.h5"
     write(made.parent / "elsewhere.h5", values(3), **PACKED)
     path.unlink()
@@ -221,7 +229,7 @@ def test_links_and_full_disks(made: Path, look: Any, mend: Any, monkeypatch: pyt
     assert everything(made) == before
 
 
-def test_a_file_that_is_written_to_meanwhile_is_left_alone(made: Path, mend: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_written_to_meanwhile_is_left_alone(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = made / "train" / "u0.h5"
     put(path, values(500), **PACKED)
     monkeypatch.setattr(remedies, "flush", lambda partial: os.utime(path, (0, 0)))
