@@ -9,7 +9,7 @@ __getattr__, __all__ = lazy(
         "MicroBatches": ".step",
         "fit": ".loop",
         "Result": ".loop",
-        "REQUEUE": ".loop",
+        "REQUEUE": "hpcai.stop",
         "Run": ".run",
         "Checkpoints": ".checkpoint",
         "seed_all": ".rng",
