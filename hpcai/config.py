@@ -20,6 +20,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeVar, cast
 
@@ -45,6 +46,7 @@ from hpcai.schema import (
     unknown_keys,
     write_help,
 )
+from hpcai.stop import heard
 
 T = TypeVar("T", bound=pydantic.BaseModel)
 
@@ -91,7 +93,8 @@ def dump(settings: pydantic.BaseModel) -> str:
 def run(schema: type[T], main: Callable[[T], None], argv: Sequence[str] | None = None) -> None:
     """Call ``main`` with the settings of the command line: ``[file.yaml] [key=value ...] [--show] [--help]``.
 
-    Exit codes: 2 for settings, a mesh or a launch that is refused, 1 for any other error of ours, 130 for Ctrl-C.
+    Exit codes: 2 for settings, a mesh or a launch that is refused, 1 for any other error of ours, 130 for Ctrl-C, 85 for a run that
+    was asked to stop and wants to be started again (see hpcai.stop).
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if "--help" in words or "-h" in words:
@@ -102,6 +105,11 @@ def run(schema: type[T], main: Callable[[T], None], argv: Sequence[str] | None =
     files = [word for word in words if _is_file(word)]
     if files:
         words.remove(files[0])
+    with heard() if argv is None else nullcontext():  # a caller in a notebook keeps its own signals
+        _run(schema, main, files, words, show)
+
+
+def _run(schema: type[T], main: Callable[[T], None], files: Sequence[str], words: Sequence[str], show: bool) -> None:
     try:
         try:
             settings = load(schema, files[0] if files else None, words)

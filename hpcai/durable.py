@@ -1,7 +1,13 @@
-"""Files that outlive a crash of the machine."""
+"""Files that outlive a crash of the machine, and folders that have one owner."""
 
+import fcntl
 import os
+import socket
+import time
 from pathlib import Path
+from typing import IO
+
+from hpcai.errors import CheckpointError
 
 
 def flush(path: Path) -> None:
@@ -11,3 +17,26 @@ def flush(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def claim(folder: Path) -> IO[str]:
+    """The folder belongs to this process until the file that is returned is closed, or the process ends in any way.
+
+    Raises CheckpointError with host and process of another owner. A file system without locks gives the folder to everybody.
+    """
+    file = open(folder / ".owner", "a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        owner = file.read().strip() or "an unknown process"
+        file.close()
+        text = f"{folder}: another run uses this directory ({owner}); wait for its end, or choose another report.directory"
+        raise CheckpointError(text) from None
+    except OSError:  # no locks here
+        pass
+    file.seek(0)
+    file.truncate()
+    file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
+    file.flush()
+    return file

@@ -256,6 +256,8 @@ class CheckpointConfig(Settings):
     """newest checkpoints that are kept"""
     resume: Literal["auto", "never"] = "auto"
     """auto: go on from the newest whole checkpoint of the run's directory, if there is one"""
+    other_data: bool = False
+    """go on with another data set than the one that the checkpoint was trained on"""
 
 
 class ReportConfig(Settings):

@@ -8,6 +8,8 @@
 
 set -u
 app=$1; shift
+# Ranks know one another by this (hpcai/dist/watch.py); srun hands it on.
+export HPCAI_TOKEN=${HPCAI_TOKEN:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')}
 # Ranks leave with 85 one after the other: Slurm must not take the first for a failure and kill the rest. A rank that does fail ends
 # the others itself (hpcai/dist/watch.py).
 srun --kill-on-bad-exit=0 ${HPCAI_SRUN:-} python -m "$app" "$@"

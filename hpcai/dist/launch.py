@@ -4,6 +4,7 @@ A person may set, alike for all ranks:
 
     MASTER_ADDR, MASTER_PORT   where rank 0 listens
     HPCAI_ADDRESS              rank 0's name on the network to be used, where its host name is unknown to the others or slow
+    HPCAI_TOKEN                a secret of the job, where MPI does not carry one: slurm/job.sh draws it
     HPCAI_TIMEOUT              seconds that ranks wait for one another, when they meet and in every collective (600)
     HPCAI_BIND=0               leave the CPUs of each process to the system, where there is a GPU
     HPCAI_SHARE_GPU=1          several ranks may use one GPU, over gloo: for tests
@@ -12,6 +13,7 @@ A person may set, alike for all ranks:
 import logging
 import os
 import resource
+import secrets
 import socket
 import sys
 import time
@@ -119,10 +121,10 @@ def _meet(here: Place) -> tuple[Place, Watch | None]:
             here, comm = _join_mpi(here)
         if here.world == 1:
             return here, None
-        address, store = _open_store(here, comm)
+        address, store, token = _open_store(here, comm)
         assert here.world is not None
         abort = os._exit if comm is None else comm.Abort
-        return here, Watch(here.rank, here.world, address, store, abort)
+        return here, Watch(here.rank, here.world, address, store, abort, token)
     except (LaunchError, OSError, RuntimeError) as error:
         if here.rank > 0:
             time.sleep(2)  # the error is mostly the same on all: rank 0 speaks first, and most launchers then stop the rest
@@ -166,12 +168,17 @@ _mpi: list[Any] = []
 _opened: list[tuple[str, torch_dist.Store]] = []  # kept for a further start() in the same processes
 
 
-def _open_store(here: Place, comm: Any) -> tuple[str, torch_dist.Store]:
-    """The address of rank 0, and the key-value store there through which the processes meet. torchrun brings a store."""
+def _open_store(here: Place, comm: Any) -> tuple[str, torch_dist.Store, str]:
+    """The address of rank 0, the key-value store there through which the processes meet, and the token of the job.
+
+    torchrun brings a store; ours listens on the loopback interface where all ranks share a node. All keys begin with the token, so
+    that who does not know it can neither read nor set them.
+    """
     from_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     port, timeout = here.port, _timeout()
     assert here.address is not None and here.world is not None
-    address, world = here.address, here.world
+    one_node = here.local_world == here.world
+    address, world = here.address if from_torchrun or not one_node else "127.0.0.1", here.world
 
     began = time.monotonic()
     try:
@@ -179,7 +186,7 @@ def _open_store(here: Place, comm: Any) -> tuple[str, torch_dist.Store]:
             if here.rank == 0:
                 _allow_sockets(8 * world + 1024)
             serves = here.rank == 0 and not from_torchrun
-            store = torch_dist.TCPStore(address, port or 0, None, True, timeout, wait_for_workers=False) if serves else None
+            store = _serve(address, port or 0, one_node) if serves else None
             if comm is not None:
                 port = comm.bcast(store.port if store else None)
             assert port is not None
@@ -193,7 +200,30 @@ def _open_store(here: Place, comm: Any) -> tuple[str, torch_dist.Store]:
     address, opened = _opened[0]
     attempt = f"hpcai {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')} {len(_opened)}"
     _opened.append(_opened[0])
-    return address, torch_dist.PrefixStore(attempt, opened)
+    store = torch_dist.PrefixStore(attempt, opened)
+    token = _token(here, comm, store)
+    return "127.0.0.1" if one_node else address, torch_dist.PrefixStore(token, store), token
+
+
+def _serve(address: str, port: int, one_node: bool) -> torch_dist.TCPStore:
+    words: dict[str, Any] = {"wait_for_workers": False}
+    if one_node:  # torch itself would listen on every interface
+        door = socket.create_server((address, port), backlog=2048)
+        port, words["master_listen_fd"] = door.getsockname()[1], door.detach()
+    return torch_dist.TCPStore(address, port, None, True, _timeout(), **words)
+
+
+def _token(here: Place, comm: Any, store: torch_dist.Store) -> str:
+    """The secret of the job: from HPCAI_TOKEN, or drawn by rank 0 and sent over MPI. Where there is neither it goes through the
+    store: that keeps out who comes by chance, and not who listens."""
+    if token := os.environ.get("HPCAI_TOKEN"):
+        return token
+    token = secrets.token_hex(16) if here.rank == 0 else ""
+    if comm is not None:
+        return str(comm.bcast(token))
+    if here.rank == 0:
+        store.set("token", token)
+    return store.get("token").decode()
 
 
 def _allow_sockets(count: int) -> None:

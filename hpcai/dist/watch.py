@@ -6,8 +6,12 @@ heartbeat is missed while a long C call holds the interpreter.
 
 A rank whose main thread is inside a collective or a long computation cannot be asked to leave, so it is ended where it is.
 Losing the hub counts as a failure of rank 0; rank 0 therefore leaves last.
+
+The hub listens on the loopback interface where all ranks share a node. It hears a connection only once that has shown the token of
+the job, and drops one that says anything but our few words, each of bounded length.
 """
 
+import hmac
 import json
 import os
 import selectors
@@ -24,6 +28,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 import torch.distributed as torch_dist
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from hpcai.errors import ConfigError, HpcaiError, LaunchError, MeshError
 
@@ -33,16 +38,24 @@ _SETTLE_OURS = 2.0  # for all ranks to report a refusal, which is mostly the sam
 _PATIENCE = 8.0  # that a failing rank waits for the hub
 _LAST_WORDS = 0.5  # from the word to stop until the rank that failed first ends the job with its exit code
 _LAST_RESORT = 2.0  # from that word until the other ranks end by themselves, so that the launcher sees the cause first
+# In bytes
+_LONGEST_WORD = 1 << 18  # of a rank
+_LONGEST_TEXT = 1 << 15  # of the reason for a failure
+_LONGEST_GREETING = 1 << 12  # of a connection that has not shown the token
+_STRANGERS = 256  # connections without a token that are held at a time
 
 
 class Watch:
     """Binds the ranks of a job together while its ``with`` block runs.
 
-    ``address`` is rank 0's, ``store`` tells the others the hub's port, ``abort`` ends the job with an exit code. An orderly end
-    destroys the process groups. The exit code is 2 for refused settings, otherwise 1; SystemExit keeps its own.
+    ``address`` is rank 0's, ``store`` tells the others the hub's port, ``abort`` ends the job with an exit code, and only the ranks
+    know the ``token``. An orderly end destroys the process groups. The exit code is 2 for refused settings, otherwise 1; SystemExit
+    keeps its own.
     """
 
-    def __init__(self, rank: int, world: int, address: str, store: torch_dist.Store, abort: Callable[[int], Any]) -> None:
+    def __init__(
+        self, rank: int, world: int, address: str, store: torch_dist.Store, abort: Callable[[int], Any], token: str = "",
+    ) -> None:  # fmt: skip
         self._rank, self._name = rank, f"rank {rank} on {socket.gethostname()}"
         self.store, self._abort = store, abort
         self._lock, self._answered = threading.Lock(), threading.Event()
@@ -51,7 +64,7 @@ class Watch:
         self._stop: dict[str, Any] | None = None
         self._hub: threading.Thread | None = None
         if rank == 0:
-            hub = _Hub(world)
+            hub = _Hub(world, token, "127.0.0.1" if address == "127.0.0.1" else "")
             self._hub = threading.Thread(target=hub.serve, name="hpcai-hub", daemon=True)
             self._hub.start()
             store.set("hub", str(hub.port))
@@ -59,7 +72,7 @@ class Watch:
         self._line = socket.create_connection(("127.0.0.1" if rank == 0 else address, port), timeout=60)
         self._line.settimeout(None)
         _keep_alive(self._line)
-        _send(self._line, rank=rank, name=self._name)
+        _send(self._line, token=token, rank=rank, name=self._name)
         self._ear = threading.Thread(target=self._listen, name="hpcai-watch", daemon=True)
         self._ear.start()
 
@@ -97,7 +110,7 @@ class Watch:
             self._failing = not self._stopping
         if self._stopping:
             time.sleep(2 * _LAST_RESORT)  # this is a consequence, and _stopped ends this process meanwhile
-        _send(self._line, failed=text, code=code, ours=ours)
+        _send(self._line, failed=text[:_LONGEST_TEXT], code=code, ours=ours)
         self._answered.wait(_PATIENCE)
         stop = self._stop or {}
         if stop.get("alike"):
@@ -143,13 +156,28 @@ class Watch:
         self._line.close()
 
 
+class _Word(BaseModel):
+    """What a rank may say to the hub."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    token: str = ""
+    rank: int = -1
+    name: str = Field("", max_length=300)
+    left: bool | int | None = None
+    failed: str | None = Field(None, max_length=_LONGEST_TEXT)
+    code: int = Field(1, ge=1, le=255)
+    ours: bool = False
+    printed: bool = False
+
+
 @dataclass(eq=False)
 class _Member:
     line: socket.socket
-    rank: int = -1  # until it has told its rank
+    rank: int = -1  # until it has shown the token
     name: str = ""
     left: bool = False
-    code: int | str | None = None  # its exit code, once it has left
+    code: int | None = None  # its exit code, once it has left
     rest: bytes = b""
 
 
@@ -163,15 +191,16 @@ class _Failure:
 
 
 class _Hub:
-    """Hears all ranks; ends when all have left, or when it has stopped them."""
+    """Hears all ranks; ends when all have left, or when it has stopped them. It listens on ``interface``, "" for all of them."""
 
-    def __init__(self, world: int) -> None:
-        self._world = world
-        both = socket.has_dualstack_ipv6()
+    def __init__(self, world: int, token: str, interface: str = "") -> None:
+        self._world, self._token = world, token
+        both = not interface and socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET
-        self._door = socket.create_server(("", 0), family=family, backlog=min(world, 4096), dualstack_ipv6=both)
+        self._door = socket.create_server((interface, 0), family=family, backlog=min(world, 4096), dualstack_ipv6=both)
         self.port: int = self._door.getsockname()[1]
         self._members: list[_Member] = []
+        self._strangers: list[_Member] = []
         self._failures: list[_Failure] = []
 
     def serve(self) -> None:
@@ -180,7 +209,7 @@ class _Hub:
                 ready.register(self._door, selectors.EVENT_READ, None)
                 self._attend(ready)
         finally:  # whatever happened, ranks that are still there notice the end
-            for member in self._members:
+            for member in self._members + self._strangers:
                 member.line.close()
             self._door.close()
 
@@ -191,10 +220,16 @@ class _Hub:
                 if key.data is None:
                     line, _ = self._door.accept()
                     _keep_alive(line)
-                    self._members.append(_Member(line))
-                    ready.register(line, selectors.EVENT_READ, self._members[-1])
+                    self._strangers.append(_Member(line))
+                    ready.register(line, selectors.EVENT_READ, self._strangers[-1])
+                    if len(self._strangers) > max(_STRANGERS, self._world):
+                        ready.unregister(self._strangers[0].line)
+                        self._strangers.pop(0).line.close()
                 elif not self._hear(key.data):
                     ready.unregister(key.data.line)
+                    if key.data in self._strangers:
+                        self._strangers.remove(key.data)
+                        key.data.line.close()
             if not self._failures:
                 continue
             first, complete = self._failures[0], len(self._failures) == self._world
@@ -205,25 +240,38 @@ class _Hub:
         return None
 
     def _hear(self, member: _Member) -> bool:
-        """Take in what a rank says; False when its connection is closed."""
+        """Take in what a rank says; False when its connection is closed, or it is none of ours."""
         try:
             data = member.line.recv(65536)
         except OSError:
             data = b""
         *lines, member.rest = (member.rest + data).split(b"\n")
-        for line in lines:
-            try:
-                message = dict(json.loads(line))
-            except (ValueError, TypeError):
-                return False  # a port scanner, not a rank
-            member.rank, member.name = message.get("rank", member.rank), message.get("name", member.name)
-            member.left, member.code = member.left or "left" in message, message.get("left")
-            if "failed" in message:
-                self._failures.append(_Failure(member, message["failed"], message["code"], message["ours"]))
-        if not data and member.rank >= 0 and not member.left and all(failure.member is not member for failure in self._failures):
+        longest = _LONGEST_GREETING if member.rank < 0 else _LONGEST_WORD
+        bounded = max(map(len, [*lines, member.rest])) <= longest
+        heard = bool(data) and bounded and all(self._take(member, line) for line in lines)
+        if not heard and member.rank >= 0 and not member.left and all(failure.member is not member for failure in self._failures):
             text = "it ended without a word: killed by a signal, by the scheduler or for want of memory"
             self._failures.append(_Failure(member, text, dead=True))
-        return bool(data)
+        return heard
+
+    def _take(self, member: _Member, line: bytes) -> bool:
+        """Whether a line is a word of ours, which then counts."""
+        try:
+            word = _Word.model_validate_json(line)
+        except ValidationError:
+            return False
+        if member.rank < 0:
+            known = hmac.compare_digest(word.token.encode(), self._token.encode())
+            if not known or word.rank not in range(self._world) or any(other.rank == word.rank for other in self._members):
+                return False
+            member.rank, member.name = word.rank, word.name
+            self._strangers.remove(member)
+            self._members.append(member)
+        if word.left is not None:
+            member.left, member.code = True, word.left
+        if word.failed is not None:
+            self._failures.append(_Failure(member, word.failed, word.code, word.ours))
+        return True
 
     def _stop_all(self) -> None:
         first = next((failure for failure in self._failures if failure.dead), self._failures[0])
@@ -241,9 +289,11 @@ class _Hub:
 
 
 def shout(text: str) -> None:
-    """Write whole lines to stderr at once, from any thread, past Python's buffers and their locks."""
+    """Write whole lines to stderr at once, from any thread, past Python's buffers and their locks. What would steer a terminal is
+    replaced."""
+    plain = "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text.rstrip("\n"))
     with suppress(OSError):  # stderr may be closed
-        os.write(2, (text.rstrip("\n") + "\n").encode(errors="replace"))
+        os.write(2, (plain + "\n").encode(errors="replace"))
 
 
 def leave_now(code: int) -> NoReturn:

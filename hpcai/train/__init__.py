@@ -6,11 +6,12 @@ __getattr__, __all__ = lazy(
     __name__,
     {
         ".step": ["Step", "MicroBatches"],
-        ".loop": ["fit", "Result", "REQUEUE"],
+        ".loop": ["fit", "Result"],
         ".run": ["Run"],
         ".checkpoint": ["Checkpoints"],
         ".rng": ["seed_all", "seeds"],
         ".evaluation": ["evaluate", "predict"],
+        "hpcai.stop": ["REQUEUE"],
         "hpcai.settings": ["StepConfig", "ScheduleConfig", "TrainConfig", "CheckpointConfig", "ReportConfig"],
     },
 )

@@ -15,10 +15,11 @@ import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 import torch.distributed.checkpoint as dcp
+from pydantic import AfterValidator, BaseModel, Field, NonNegativeInt, PositiveInt, ValidationError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -42,7 +43,8 @@ from hpcai.train import rng
 from hpcai.train.step import Step
 
 T = TypeVar("T")
-_INDEX, _RUN, _MANIFEST, _FORMAT = "index.json", "run.json", "manifest.json", 1
+_INDEX, _RUN, _MANIFEST = "index.json", "run.json", "manifest.json"
+_FORMAT: Literal[1] = 1
 _COUNT = "optimizer/step"
 _NAME = re.compile(r"step-(\d{8,})")
 
@@ -61,10 +63,72 @@ class Progress:
     late: list[int] = field(default_factory=list)
 
 
+# What the JSON files of a checkpoint hold.
+
+
+def _is_dtype(name: str) -> str:
+    if not isinstance(getattr(torch, name, None), torch.dtype):
+        raise ValueError(f"torch has no type {name!r}")
+    return name
+
+
+class _Seal(BaseModel):
+    bytes: NonNegativeInt
+    sha256: str
+
+
+class _Manifest(BaseModel):
+    format: Literal[1]
+    files: dict[Annotated[str, Field(pattern=r"^\w[\w.-]*$")], _Seal]
+
+
+class _RunFile(BaseModel):
+    format: Literal[1]
+    world: PositiveInt
+    progress: Progress
+    settings: dict[str, Any]
+    data: str = ""
+
+
+class _Chunk(BaseModel):
+    offsets: list[NonNegativeInt]
+    sizes: list[NonNegativeInt]
+    file: str
+    at: NonNegativeInt
+    bytes: NonNegativeInt
+
+
+class _Entry(BaseModel):
+    dtype: Annotated[str, AfterValidator(_is_dtype)]
+    size: list[NonNegativeInt]
+    chunks: list[_Chunk]
+
+
+class _Index(BaseModel):
+    format: Literal[1]
+    tensors: dict[str, _Entry]
+
+
+J = TypeVar("J", bound=BaseModel)
+
+
+def _told(file: Path, kind: type[J]) -> J:
+    """The content of a JSON file. Raises CheckpointError where it cannot be read or is not of its kind."""
+    try:
+        return kind.model_validate_json(file.read_bytes())
+    except OSError as problem:
+        raise CheckpointError(f"{file.name} cannot be read ({type(problem).__name__})") from problem
+    except ValidationError as problem:
+        first = problem.errors()[0]
+        where = ".".join(map(str, first["loc"][:3]))
+        raise CheckpointError(f"{file.name} cannot be read ({where + ': ' if where else ''}{first['msg']})") from problem
+
+
 class Checkpoints:
     """The checkpoints of one run, below ``directory``. All processes call each method together.
 
-    Each checkpoint keeps the run's ``settings``; a run whose ``frozen`` sections (the model) differ from them is refused.
+    Each checkpoint keeps the run's ``settings``; a run whose ``frozen`` sections (the model) differ from them is refused, other
+    differences are noted. ``data`` identifies the data set: a run on another one is refused, unless ``checkpoint.other_data``.
     """
 
     def __init__(
@@ -73,7 +137,9 @@ class Checkpoints:
     ) -> None:  # fmt: skip
         self.directory, self.cfg, self.mesh = Path(directory), cfg, mesh
         self.settings, self.frozen = settings or {}, frozen
+        self.data = ""
         self.notes: list[str] = []
+        self._refused: list[Path] = []
         self._among: dict[str, Any] = {"process_group": mesh.everyone.group, "no_dist": mesh.world == 1}
 
     def save(self, step: Step, progress: Progress) -> tuple[Path, float, int]:
@@ -100,24 +166,29 @@ class Checkpoints:
 
     def _commit(self, partial: Path, final: Path, files: dict[str, dict[str, Any]], progress: Progress) -> None:
         run = {"format": _FORMAT, "world": self.mesh.world, "progress": asdict(progress), "settings": self.settings}
+        run["data"] = self.data
         _write(partial / _RUN, json.dumps(run, indent=1))
         files = files | {name: _seal(partial / name) for name in (_INDEX, _RUN)}
         _write(partial / _MANIFEST, json.dumps({"format": _FORMAT, "files": files}, indent=1))
         flush(partial)
-        if final.exists():  # it is damaged: resume passed over it
-            shutil.rmtree(final)
+        for path in {*self._refused, final}:
+            _set_aside(path)
+        self._refused = []
         partial.rename(final)
         flush(self.directory)
-        for old in self.found()[: -self.cfg.keep]:
-            shutil.rmtree(old, ignore_errors=True)
+        older = [path for path in self.found() if _number(path) < progress.step]
+        for path in older[: len(older) + 1 - self.cfg.keep]:
+            shutil.rmtree(path, ignore_errors=True)
 
     def found(self) -> list[Path]:
         """Complete-looking checkpoints, oldest first."""
         folders = self.directory.glob("step-*") if self.directory.is_dir() else ()
-        return sorted((p for p in folders if _NAME.fullmatch(p.name)), key=lambda p: int(p.name[5:]))
+        return sorted((p for p in folders if _NAME.fullmatch(p.name) and p.is_dir() and not p.is_symlink()), key=_number)
 
     def resume(self, step: Step) -> Progress | None:
-        """Load the newest whole checkpoint into ``step``; None when there is none. Damaged ones are named in ``notes``."""
+        """Load the newest whole checkpoint into ``step``; None when there is none. Damaged ones are named in ``notes``; the next
+        ``save`` sets them aside as ``damaged-...``.
+        """
         if self.cfg.resume == "never":
             if agree(bool(self.found()), self.mesh.everyone):
                 raise CheckpointError(
@@ -131,6 +202,7 @@ class Checkpoints:
             damage = next((text for text in gather_objects(self._damage(path), self.mesh.everyone) if text), None)
             if damage:
                 self.notes.append(f"{path.name} is passed over: {damage}")
+                self._refused.append(path)
                 continue
             return self._load(path, step)
         return None
@@ -138,53 +210,65 @@ class Checkpoints:
     def _damage(self, path: Path) -> str | None:
         """What is wrong with the files of ``path``; each process looks at its share of them."""
         try:
-            files = json.loads((path / _MANIFEST).read_text())["files"]
-        except (OSError, ValueError, KeyError, TypeError) as problem:
-            return f"{_MANIFEST} cannot be read ({type(problem).__name__})"
-        for name in sorted(files)[self.mesh.rank :: self.mesh.world]:
-            file = path / name
-            if not file.is_file():
-                return f"{name} is missing"
-            if _seal(file) != files[name]:
-                return f"{name} has changed since it was written (size or SHA-256)"
+            files = _told(path / _MANIFEST, _Manifest).files
+            for name in sorted({*files, _RUN, _INDEX})[self.mesh.rank :: self.mesh.world]:
+                if name not in files or not (path / name).is_file():
+                    return f"{name} is missing"
+                if _seal(path / name) != files[name].model_dump():
+                    return f"{name} has changed since it was written (size or SHA-256)"
+            _told(path / _RUN, _RunFile)
+            for tensor, entry in _told(path / _INDEX, _Index).tensors.items():
+                for chunk in entry.chunks:
+                    if chunk.file not in files or chunk.at + chunk.bytes > files[chunk.file].bytes:
+                        return f"{_INDEX} places {tensor!r} where no file of it is"
+        except CheckpointError as problem:
+            return str(problem)
         return None
 
     def _load(self, path: Path, step: Step) -> Progress:
-        run = json.loads((path / _RUN).read_text())
-        for section in self.frozen:
-            before, now = run["settings"].get(section), self.settings.get(section)
-            if before != now:
-                changes = ", ".join(_changes(before, now, section))
-                raise CheckpointError(
-                    f"{path}: the run was started with other settings ({changes}); keep them or choose another report.directory"
-                )
-        index = json.loads((path / _INDEX).read_text())["tensors"]
+        run, index = _told(path / _RUN, _RunFile), _told(path / _INDEX, _Index).tensors
+        self._compare(path, run)
         state = _tensors(step, self.mesh.rank)
-        anew = {key: state.pop(key) for key in list(state) if key.startswith("rng/") and run["world"] != self.mesh.world}
+        anew = {key: state.pop(key) for key in list(state) if key.startswith("rng/") and run.world != self.mesh.world}
         if _COUNT not in index:  # written when each parameter had a count of its own, and sgd none
             state.pop(_COUNT)
         missing = sorted(set(state) - set(index))
         if missing:
             whose = missing[0].partition("/")[0]
             raise CheckpointError(f"{path}: holds no {missing[0]!r} (and {len(missing) - 1} more); it belongs to another {whose}")
-        self._together(
-            f"{path} cannot be read",
-            lambda: _quietly(lambda: dcp.load(state, storage_reader=_Reader(path), planner=_LoadPlan(), **self._among)),
-        )
+        progress = run.progress
+
+        def read() -> None:
+            _quietly(lambda: dcp.load(state, storage_reader=_Reader(path), planner=_LoadPlan(), **self._among))
+            if not anew:
+                rng.restore({key.rsplit("/", 1)[1]: t for key, t in state.items() if key.startswith(f"rng/{self.mesh.rank}/")})
+
+        self._together(f"{path} cannot be read", read)
         step.optimizer.refresh()
         step.sums.spread()
-        progress = Progress(**run["progress"])
         if anew:
-            self.notes.append(
-                f"{run['world']} processes wrote {path.name} and {self.mesh.world} read it: random numbers start anew"
-            )
+            self.notes.append(f"{run.world} processes wrote {path.name} and {self.mesh.world} read it: random numbers start anew")
             rng.seed_all(hash((progress.step, self.mesh.rank)) % 2**63)
-        else:
-            rng.restore({key.rsplit("/", 1)[1]: t for key, t in state.items() if key.startswith(f"rng/{self.mesh.rank}/")})
         step.count = progress.step
         if _COUNT not in index:
             step.optimizer.count.fill_(progress.step)
         return progress
+
+    def _compare(self, path: Path, run: _RunFile) -> None:
+        """Refuse what may not differ between a run and the checkpoint that it goes on from, and note what else does."""
+        for section in self.frozen:
+            if changes := _changes(run.settings.get(section), self.settings.get(section), section):
+                raise CheckpointError(
+                    f"{path}: the run was started with other settings ({', '.join(changes)}); keep them or choose another "
+                    "report.directory"
+                )
+        if self.data and run.data and self.data != run.data:
+            text = f"{path.name} was trained on another data set ({run.data} then, {self.data} now)"
+            if not self.cfg.other_data:
+                raise CheckpointError(f"{path.parent}: {text}; set checkpoint.other_data=true if that is meant")
+            self.notes.append(text)
+        told = {name for name in run.settings.keys() & self.settings.keys() if name not in (*self.frozen, "report")}
+        self.notes += [text for name in sorted(told) for text in _changes(run.settings[name], self.settings[name], name)]
 
     def _clear(self, partial: Path) -> None:
         partial.parent.mkdir(parents=True, exist_ok=True)
@@ -234,15 +318,14 @@ class _Reader(FileSystemReader):
     """torch's reader on ``_Writer``'s index; it reads tensors with ``weights_only``."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        tensors = json.loads((Path(self.path) / _INDEX).read_text())["tensors"]
         about: dict[str, Any] = {}
         storage: dict[MetadataIndex, _StorageInfo] = {}
-        for name, entry in tensors.items():
-            chunks = [ChunkStorageMetadata(torch.Size(c["offsets"]), torch.Size(c["sizes"])) for c in entry["chunks"]]
-            properties = TensorProperties(dtype=getattr(torch, entry["dtype"]))
-            about[name] = TensorStorageMetadata(properties, torch.Size(entry["size"]), chunks)
-            for number, chunk in enumerate(entry["chunks"]):
-                storage[MetadataIndex(name, chunk["offsets"], number)] = _StorageInfo(chunk["file"], chunk["at"], chunk["bytes"])
+        for name, entry in _told(Path(self.path) / _INDEX, _Index).tensors.items():
+            chunks = [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in entry.chunks]
+            properties = TensorProperties(dtype=getattr(torch, entry.dtype))
+            about[name] = TensorStorageMetadata(properties, torch.Size(entry.size), chunks)
+            for number, chunk in enumerate(entry.chunks):
+                storage[MetadataIndex(name, chunk.offsets, number)] = _StorageInfo(chunk.file, chunk.at, chunk.bytes)
         return Metadata(state_dict_metadata=about, storage_data=storage)
 
 
@@ -297,6 +380,17 @@ class _LoadPlan(DefaultLoadPlanner):
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         value = self.state_dict[index.fqn]
         return value.__get_tensor_shard__(index) if isinstance(value, _Cut) else super().lookup_tensor(index)
+
+
+def _number(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def _set_aside(path: Path) -> None:
+    """Rename what stands where a checkpoint is written, or was refused, so that nobody takes it for one and nothing is lost."""
+    if path.exists() or path.is_symlink():
+        names = (path.with_name(f"damaged-{path.name}{f'.{again}' if again else ''}") for again in range(1000))
+        path.rename(next(name for name in names if not name.exists() and not name.is_symlink()))
 
 
 def _seal(file: Path) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from hpcai.dist.collect import gather_objects
 from hpcai.dist.host import Collector, Gpu, warm_collectives
 from hpcai.errors import CheckpointError, ConfigError, DataError, DivergedError
 from hpcai.settings import TrainConfig
+from hpcai.stop import REQUEUE, interrupts_put_off
 from hpcai.train.checkpoint import Progress
 from hpcai.train.evaluation import Kept, Metric, Position, Scored, scoring, serve
 from hpcai.train.measure import Measured, Value, means
@@ -22,9 +23,6 @@ from hpcai.train.run import Run
 from hpcai.train.schedule import rate
 from hpcai.train.signals import StopSignals
 from hpcai.train.step import Step, samples_in
-
-REQUEUE = 85
-"""Exit code of a run that was asked to stop, saved itself and wants to be started again."""
 
 
 @dataclass
@@ -341,7 +339,8 @@ class _Training:
             return
         self.progress.late = self.data.late() if self.progress.sample else []
         try:
-            path, seconds, size = self.checkpoints.save(self.step, self.progress)
+            with interrupts_put_off():
+                path, seconds, size = self.checkpoints.save(self.step, self.progress)
         except CheckpointError as problem:
             if final:
                 raise

@@ -3,12 +3,15 @@
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from hpcai import config, log
+from hpcai.dist.collect import agree
 from hpcai.dist.mesh import Mesh
+from hpcai.durable import claim
+from hpcai.errors import CheckpointError
 from hpcai.mllog import Benchmark, MlperfLog
 from hpcai.train.checkpoint import Checkpoints
 from hpcai.train.evaluation import RowsOf, predict
@@ -37,12 +40,26 @@ class Run:
             self.reports = log.reports(cfg.report, mesh, mlperf)
         self.checkpoints: Checkpoints | None = None
         self._cfg = cfg
+        self._owner: IO[str] | None = None
         if self.directory is not None:
             self.checkpoints = Checkpoints(self.directory / "checkpoints", cfg.checkpoint, mesh, self.settings)
 
     def begin(self) -> None:
-        """Write the settings. ``fit`` calls it once nothing stands against the run, so that a refused one changes no file."""
-        self.keep("settings.yaml", lambda path: path.write_text(config.dump(self._cfg)))
+        """Take the directory and write the settings. ``fit`` calls it once nothing stands against the run, so that a refused one
+        changes no file. Raises CheckpointError on all processes where another run uses the directory or nothing can be written."""
+        problem = ""
+        if self.directory is not None and self.mesh.is_first:
+            try:
+                self.directory.mkdir(parents=True, exist_ok=True)
+                self._owner = self._owner or claim(self.directory)
+                (self.directory / "checkpoints").mkdir(exist_ok=True)
+                self.keep("settings.yaml", lambda path: path.write_text(config.dump(self._cfg)))
+            except (OSError, CheckpointError) as error:
+                problem = str(error)
+                if isinstance(error, OSError):
+                    problem = f"{error.filename or self.directory}: {error.strerror}; choose another report.directory"
+        if problem := agree(problem, self.mesh.everyone):
+            raise CheckpointError(problem)
 
     def keep(self, name: str, write: Callable[[Path], Any]) -> None:
         """Keep a file of the run, on the first process: ``write(path)`` makes it beside its place, then it is renamed."""
@@ -76,3 +93,6 @@ class Run:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.reports.close()
+        if self._owner is not None:
+            self._owner.close()
+            self._owner = None

@@ -1,16 +1,14 @@
 """Signals of a scheduler: noted by a handler, agreed by all processes at a step boundary."""
 
-import signal
-import threading
-from types import FrameType, TracebackType
+from contextlib import AbstractContextManager
+from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as torch_dist
 
+from hpcai import stop
 from hpcai.dist.mesh import Mesh
-
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class StopSignals:
@@ -23,21 +21,19 @@ class StopSignals:
         self.everyone = mesh.everyone
         self.received: str | None = None
         self._vote: tuple[torch.Tensor, Any] | None = None
-        self._before: dict[signal.Signals, Any] = {}
+        self._noting: AbstractContextManager[None] = stop.noting(self._note)
 
     def __enter__(self) -> "StopSignals":
-        if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in STOP_SIGNALS}
+        self._noting.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._vote is not None and kind is None:
             self._vote[1].wait()
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        self._noting.__exit__(kind, error, trace)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.received = signal.Signals(number).name
+    def _note(self, name: str) -> None:
+        self.received = name
 
     def agreed(self) -> bool:
         """Whether any process had been asked to stop by the last call, the same answer on every process."""

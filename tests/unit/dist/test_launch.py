@@ -1,11 +1,13 @@
 """The place of a process follows from its environment alone: recorded launchers in, rank and world out."""
 
+import json
 import os
 import socket
 import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from hpcai import dist
 from hpcai.dist import launch
 from hpcai.dist.environment import ALONE, Place, expand, place
 from hpcai.dist.launch import device
-from hpcai.dist.watch import Watch
+from hpcai.dist.watch import Watch, _Hub, shout
 from hpcai.errors import LaunchError, MeshError
 
 CASES = yaml.safe_load((Path(__file__).parent / "environments.yaml").read_text())
@@ -159,12 +161,45 @@ def test_import_starts_neither_mpi_nor_cuda() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
+LIES = [
+    b"GET / HTTP/1.0\r\n\r\n", b"5\n", b"", b'{"rank": "x"}\n', b'{"rank": 0, "name": "me", "token": "guess"}\n',
+    b'{"failed": "a lie", "code": 0, "ours": true}\n', b'{"rank": 0}\n{"left": 0}\n', b"x" * 100_000,
+    b'{"token": ["secret"], "rank": 0}\n', b"[" * 4000 + b"\n",
+    b'{"token": "secret", "rank": 7}\n', b'{"token": "secret", "rank": 1e300}\n', b"\xff\n",
+]  # fmt: skip
+
+
 def test_strangers_at_the_hub_do_no_harm() -> None:
-    """Security scanners knock at every open port of a compute node."""
+    """Security scanners knock at every open port of a compute node, and others may try to end a job."""
     store = torch.distributed.HashStore()
-    with Watch(0, 1, "127.0.0.1", store, os._exit):
-        for words in (b"GET / HTTP/1.0\r\n\r\n", b"5\n", b""):
-            with socket.create_connection(("127.0.0.1", int(store.get("hub")))) as stranger:
+    with Watch(0, 1, "127.0.0.1", store, os._exit, "secret"):
+        for words in LIES * 30:
+            with socket.create_connection(("127.0.0.1", int(store.get("hub")))) as stranger, suppress(OSError):
                 stranger.sendall(words)
         time.sleep(0.1)
+        assert [thread.name for thread in threading.enumerate() if thread.name == "hpcai-hub"], "the hub is still there"
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("hpcai")]
+
+
+def test_a_failure_never_ends_a_job_with_code_0_and_steers_no_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    hub = _Hub(2, "secret", "127.0.0.1")
+    assert hub._door.getsockname()[0] == "127.0.0.1"
+    threading.Thread(target=hub.serve, daemon=True).start()
+    ranks = [socket.create_connection(("127.0.0.1", hub.port)) for _ in range(2)]
+    for rank, line in enumerate(ranks):
+        line.sendall(json.dumps({"token": "secret", "rank": rank, "name": f"rank {rank}"}).encode() + b"\n")
+    ranks[1].sendall(b'{"failed": "text", "code": 0}\n')
+    told = ranks[0].makefile().readline()
+    assert json.loads(told)["code"] == 1 and "rank 1 failed: it ended without a word" in told
+    shout("\x1b[2J\x1b]0;title\x07red\r\nnext")
+    assert capfd.readouterr().err == "?[2J?]0;title?red?\nnext\n"
+
+
+def test_the_store_of_one_node_listens_on_its_loopback_alone() -> None:
+    store = launch._serve("127.0.0.1", 0, True)
+    ports = [line.split() for file in ("tcp", "tcp6") for line in Path(f"/proc/net/{file}").read_text().splitlines()[1:]]
+    mine = f":{store.port:04X}"
+    assert [words[1] for words in ports if words[3] == "0A" and words[1].endswith(mine)] == [f"0100007F{mine}"]
+    client = torch.distributed.TCPStore("127.0.0.1", store.port, None, False)
+    client.set("a", "b")
+    assert store.get("a") == b"b"

@@ -283,3 +283,74 @@ def test_a_run_that_goes_on_counts_its_steps_from_the_first(tmp_path: Path) -> N
     other(torch.full((4, 2, 3, 3, 3), torch.nan))
     with pytest.raises(DivergedError, match="step 5: .*weights stay those of step 4"):
         other.check()
+
+
+def test_what_a_resume_refused_is_set_aside_and_what_was_just_written_stays(tmp_path: Path) -> None:
+    """The newest is damaged: the run goes on from the one before, and its checkpoints have lower numbers than the damaged one."""
+    step, kept = new_step(), keeper(tmp_path, keep=2)
+    for count in (12, 16):
+        kept.save(step, Progress(step=count))
+    spoil(tmp_path / "step-00000016", "bit")
+    (tmp_path / "step-00000020").write_text("a file")
+    (tmp_path / "step-00000021").symlink_to(tmp_path / "step-00000012")
+    again = keeper(tmp_path, keep=1)
+    assert again.resume(step).step == 12
+    for count in (13, 14):
+        again.save(step, Progress(step=count))
+        assert (tmp_path / f"step-{count:08d}/manifest.json").exists()
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["damaged-step-00000016", "step-00000014", "step-00000020", "step-00000021"]
+    assert keeper(tmp_path).resume(new_step()).step == 14
+
+
+def resealed(path: Path, name: str, text: str) -> None:
+    """``name`` of the checkpoint says ``text``, and the manifest says that it does."""
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / name).write_text(text)
+    if name != "manifest.json":
+        manifest["files"][name] = checkpoint._seal(path / name)
+        (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+DEEP = "[" * 100_000
+STRANGE = '{"format": 1, "tensors": {"x": {"dtype": "int64", "size": [1], "chunks": [%s]}}}'
+WRONG = [
+    ("manifest.json", '{"format": 1, "files": {}}', "index.json is missing"),
+    ("manifest.json", "[]", "manifest.json cannot be read"),
+    ("manifest.json", '{"format": 99, "files": {}}', "format: Input should be 1"),
+    ("manifest.json", DEEP, "manifest.json cannot be read"),
+    ("manifest.json", '{"format": 1, "files": {"../../x": {"bytes": 1, "sha256": ""}}}', "manifest.json cannot be read"),
+    ("run.json", "123", "run.json cannot be read"),
+    ("run.json", DEEP, "run.json cannot be read"),
+    ("run.json", '{"format": 1, "world": 0, "progress": {}, "settings": {}}', "world: Input should be greater than 0"),
+    ("index.json", STRANGE.replace("int64", "load") % "", "torch has no type 'load'"),
+    ("index.json", STRANGE % '{"offsets": [0], "sizes": [1], "file": "/etc/passwd", "at": 0, "bytes": 1}', "no file of it is"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "text", "message"), WRONG, ids=lambda value: str(value)[:40])
+def test_a_file_of_another_shape_is_damage(tmp_path: Path, name: str, text: str, message: str) -> None:
+    step = new_step()
+    path, _, _ = keeper(tmp_path).save(step, Progress(step=1))
+    resealed(path, name, text)
+    again = keeper(tmp_path)
+    assert again.resume(step) is None
+    assert len(again.notes) == 1 and again.notes[0].startswith("step-00000001 is passed over: ") and message in again.notes[0]
+
+
+def test_a_resume_notes_every_other_difference_and_refuses_another_data_set(tmp_path: Path) -> None:
+    step, settings = new_step(), {"model": {"size": 8}, "step": {"lr": 0.1}, "data": {"batch": 4}, "report": {"directory": "a"}}
+    kept = keeper(tmp_path, settings=settings)
+    kept.data = "six files, 1f2e"
+    kept.save(step, Progress(step=1))
+    changed = settings | {"step": {"lr": 0.2}, "data": {"batch": 8}, "report": {"directory": "b"}}
+    again = keeper(tmp_path, settings=changed)
+    again.data = "six files, 1f2e"
+    assert again.resume(step).step == 1
+    assert again.notes == ["data.batch: 4 then, 8 now", "step.lr: 0.1 then, 0.2 now"]
+    again.data = "seven files, 77aa"
+    with pytest.raises(CheckpointError, match=r"another data set \(six files, 1f2e then, seven files, 77aa now\); set checkpoint"):
+        again.resume(step)
+    meant = keeper(tmp_path, settings=settings, other_data=True)
+    meant.data = again.data
+    assert meant.resume(step).step == 1 and len(meant.notes) == 1

@@ -1,0 +1,77 @@
+"""The signals with which a scheduler asks a run to stop, from the first line of the run to its last.
+
+Before training begins there is nothing to save: the run leaves at once with exit code 85, which means "start me again". While it
+trains a signal is noted, and all processes stop at the same step with a checkpoint and that code. From then on signals change
+nothing: a second one would otherwise replace the exit code by its own.
+"""
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+REQUEUE = 85
+"""Exit code of a run that was asked to stop, saved what it had and wants to be started again."""
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def _handle(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> None:
+    if threading.current_thread() is threading.main_thread():
+        for number in SIGNALS:
+            signal.signal(number, handler)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(REQUEUE)
+
+
+@contextmanager
+def heard() -> Iterator[None]:
+    """Around a whole run: a signal that comes before ``noting`` ends it, one that comes after changes nothing."""
+    _handle(_leave)
+    try:
+        yield
+    finally:
+        _handle(signal.SIG_IGN)  # Python would put back the default, which ends a process, before it has left
+
+
+@contextmanager
+def noting(note: Callable[[str], object]) -> Iterator[None]:
+    """Inside, ``note`` is called with a signal's name. Afterwards signals are ignored within ``heard``, and otherwise, as in a
+    notebook, do what they did before.
+    """
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    _handle(lambda number, frame: note(signal.Signals(number).name))
+    try:
+        yield
+    finally:
+        whole = before[signal.SIGTERM] is _leave
+        for number, handler in before.items():
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(number, signal.SIG_IGN if whole else handler)
+
+
+@contextmanager
+def interrupts_put_off() -> Iterator[None]:
+    """Inside, a first Ctrl-C waits until the end, so that what is being written is whole; a second one does not."""
+    waiting = False
+    before = signal.getsignal(signal.SIGINT)
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal waiting
+        if waiting and callable(before):
+            before(number, frame)
+        waiting = True
+
+    mine = threading.current_thread() is threading.main_thread() and callable(before)
+    if mine:
+        signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        if mine:
+            signal.signal(signal.SIGINT, before)
+            if waiting:
+                signal.raise_signal(signal.SIGINT)

@@ -1,0 +1,80 @@
+"""Signals of a scheduler from the first line of a run to its last."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hpcai import stop
+
+ROOT = Path(__file__).resolve().parents[2]
+RUN = """
+import sys, time
+from hpcai import config, stop
+received = []
+def main(settings):
+    print("starting", flush=True)
+    time.sleep(SLEEP[0])
+    with stop.noting(received.append):
+        print("training", flush=True)
+        end = time.monotonic() + SLEEP[1]
+        while not received and time.monotonic() < end:
+            time.sleep(0.01)
+    print("ending", flush=True)
+    end = time.monotonic() + SLEEP[2]
+    while time.monotonic() < end:
+        time.sleep(0.01)
+    raise SystemExit(stop.REQUEUE if received else 0)
+config.run(config.Settings, main)
+"""
+
+
+def run(sleeps: tuple[float, float, float], *when: str) -> int:
+    """Exit code of a run that gets SIGTERM each time it says one of ``when``."""
+    program = [sys.executable, "-c", RUN.replace("SLEEP", repr(sleeps))]
+    process = subprocess.Popen(program, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert process.stdout is not None
+    for line in process.stdout:
+        for _ in range(when.count(line.strip())):
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.05)
+    return process.wait(30)
+
+
+@pytest.mark.parametrize(
+    ("sleeps", "when", "code"),
+    [
+        ((9, 0, 0), ["starting"], 85),
+        ((0, 9, 0), ["training"], 85),
+        ((0, 9, 0.3), ["training", "ending"], 85),
+        ((0, 0, 0.3), ["ending"], 0),
+        ((0, 0, 0), [], 0),
+    ],
+    ids=["while it starts", "while it trains", "again after the stop", "once training is over", "never"],
+)
+def test_the_exit_code_says_what_the_run_wants(sleeps: tuple[float, float, float], when: list[str], code: int) -> None:
+    assert run(sleeps, *when) == code
+
+
+def test_in_a_notebook_signals_do_afterwards_what_they_did() -> None:
+    before, seen = signal.getsignal(signal.SIGUSR1), []
+    with stop.noting(seen.append):
+        os.kill(os.getpid(), signal.SIGUSR1)
+    assert seen == ["SIGUSR1"] and signal.getsignal(signal.SIGUSR1) is before
+
+
+def test_an_interrupt_waits_for_what_is_being_written_and_a_second_one_does_not() -> None:
+    done = []
+    with pytest.raises(KeyboardInterrupt), stop.interrupts_put_off():
+        signal.raise_signal(signal.SIGINT)
+        done.append("whole")
+    assert done == ["whole"]
+    with pytest.raises(KeyboardInterrupt), stop.interrupts_put_off():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        done.append("never")
+    assert done == ["whole"]

@@ -1,0 +1,54 @@
+"""The folder of a run: one owner at a time, and what cannot be written is told before the first step."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hpcai import dist
+from hpcai.errors import CheckpointError
+from hpcai.settings import ReportConfig, RunConfig
+from hpcai.train import Run
+
+
+def run_in(folder: Path) -> Run:
+    return Run("test", RunConfig(report=ReportConfig(directory=folder, sinks=())), dist.alone())
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from hpcai.durable import claim
+file = claim(Path(sys.argv[1]))
+print(1, flush=True)
+input()
+"""
+
+
+def test_a_second_run_in_a_directory_is_refused_with_host_and_process_of_the_first(tmp_path: Path) -> None:
+    first = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert first.stdout is not None and first.stdout.readline() == "1\n"
+    with run_in(tmp_path) as second, pytest.raises(CheckpointError) as refused:
+        second.begin()
+    assert f"process {first.pid} on {os.uname().nodename}" in str(refused.value)
+    assert not (tmp_path / "settings.yaml").exists(), "a refused run changes no file"
+    first.kill()
+    first.wait()
+    with run_in(tmp_path) as third:
+        third.begin()
+        with run_in(tmp_path) as fourth, pytest.raises(CheckpointError, match=f"process {os.getpid()} on"):
+            fourth.begin()
+    with run_in(tmp_path) as last:
+        last.begin()
+
+
+def test_a_directory_that_cannot_be_used_is_told_before_the_first_step(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("a file")
+    with run_in(tmp_path) as run, pytest.raises(CheckpointError, match="checkpoints: File exists; choose another report.directory"):
+        run.begin()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / ".owner").mkdir()
+    with run_in(tmp_path / "other") as run, pytest.raises(CheckpointError, match=".owner: Is a directory; choose another report"):
+        run.begin()
