@@ -12,13 +12,14 @@ COMMANDS = {
     "data": "check | stage   look a data set over, or copy it to node-local disks",
     "bench": "NAME ...        measure one part on this machine",
     "ablate": "APP ...         measure what each optimisation brings an app on this machine",
+    "verify-resume": "APP ...  kill an app's run at random instants and compare it with one that nobody killed",
     "doctor": "[--packages]   show what this installation finds: torch, GPUs, MPI, HDF5, launcher",
 }
 
 
 def usage() -> str:
     lines = [f"hpcai {__version__}: scientific AI training for supercomputers", "", "usage: hpcai COMMAND ...", ""]
-    lines += [f"  {name:<7} {text}" for name, text in COMMANDS.items()]
+    lines += [f"  {name:<13} {text}" for name, text in COMMANDS.items()]
     lines += ["", "hpcai COMMAND --help says more. An app is trained with python -m apps.NAME CONFIG.yaml key=value ..."]
     return "\n".join(lines)
 
@@ -36,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"hpcai: there is no command {words[0]!r}; expected one of {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     try:
-        return import_module(f"hpcai.cli.{words[0]}").main(words[1:]) or 0
+        return import_module(f"hpcai.cli.{words[0].replace('-', '_')}").main(words[1:]) or 0
     except HpcaiError as error:
         print(f"hpcai {words[0]}: {error}", file=sys.stderr)
         return 2

@@ -209,6 +209,20 @@ class Checkpoints:
             raise CheckpointError(f"{what}: {problem}; {left}")
 
 
+def newest(directory: Path) -> Path | None:
+    """The newest checkpoint of a run's folder ``checkpoints``."""
+    folders = [path for path in directory.glob("step-*") if _NAME.fullmatch(path.name)] if directory.is_dir() else []
+    return max(folders, key=lambda path: int(path.name[5:]), default=None)
+
+
+def read_tensors(checkpoint: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, whole, by name: on one process, without the model."""
+    about = _Reader(checkpoint).read_metadata().state_dict_metadata
+    state = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in about.items()}
+    _quietly(lambda: dcp.load(state, storage_reader=_Reader(checkpoint), no_dist=True))
+    return state
+
+
 class _Writer(FileSystemWriter):
     """torch's writer with an index of tensors as JSON where torch would pickle its own."""
 
