@@ -12,6 +12,7 @@ COMMANDS = {
     "data": "check | stage   look a data set over, or copy it to node-local disks",
     "bench": "NAME ...        measure one part on this machine",
     "ablate": "APP ...         measure what each optimisation brings an app on this machine",
+    "verify-resume": "APP ...  kill an app's run at random instants and compare it with one that nobody killed",
     "doctor": "[--packages]   show what this installation finds: torch, GPUs, MPI, HDF5, launcher",
 }
 
@@ -33,10 +34,10 @@ def dispatch(name: str, commands: Mapping[str, str], words: Sequence[str]) -> in
     """Calls the ``main`` of the module that bears the name of the first word, or shows what ``commands`` there are."""
     if not words or words[0] in ("-h", "--help", "help"):
         print(f"hpcai {__version__}: scientific AI training for supercomputers\n\nusage: {name} COMMAND ...\n")
-        print("\n".join(f"  {command:<7} {text}" for command, text in commands.items()) + "\n")
+        print("\n".join(f"  {command:<13} {text}" for command, text in commands.items()) + "\n")
         print(f"{name} COMMAND --help says more. An app is trained with python -m apps.NAME CONFIG.yaml key=value ...")
         return 0
     if words[0] not in commands:
         print(f"{name}: there is no command {words[0]!r}; expected one of {', '.join(commands)}", file=sys.stderr)
         return 2
-    return import_module(f"hpcai.cli.{words[0]}").main(words[1:]) or 0
+    return import_module(f"hpcai.cli.{words[0].replace('-', '_')}").main(words[1:]) or 0

@@ -200,9 +200,9 @@ def _open_store(here: Place, comm: Any) -> tuple[str, torch_dist.Store, str]:
     address, opened = _opened[0]
     attempt = f"hpcai {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')} {len(_opened)}"
     _opened.append(_opened[0])
-    store = torch_dist.PrefixStore(attempt, opened)
-    token = _token(here, comm, store)
-    return "127.0.0.1" if one_node else address, torch_dist.PrefixStore(token, store), token
+    ours = torch_dist.PrefixStore(attempt, opened)
+    token = _token(here, comm, ours)
+    return "127.0.0.1" if one_node else address, torch_dist.PrefixStore(token, ours), token
 
 
 def _serve(address: str, port: int, one_node: bool) -> torch_dist.TCPStore:

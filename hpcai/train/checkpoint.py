@@ -181,9 +181,7 @@ class Checkpoints:
             shutil.rmtree(path, ignore_errors=True)
 
     def found(self) -> list[Path]:
-        """Complete-looking checkpoints, oldest first."""
-        folders = self.directory.glob("step-*") if self.directory.is_dir() else ()
-        return sorted((p for p in folders if _NAME.fullmatch(p.name) and p.is_dir() and not p.is_symlink()), key=_number)
+        return found(self.directory)
 
     def resume(self, step: Step) -> Progress | None:
         """Load the newest whole checkpoint into ``step``; None when there is none. Damaged ones are named in ``notes``; the next
@@ -291,6 +289,20 @@ class Checkpoints:
             whole = self.found()
             left = f"{whole[-1].name} is the newest whole checkpoint" if whole else "there is no checkpoint yet"
             raise CheckpointError(f"{what}: {problem}; {left}")
+
+
+def found(directory: Path) -> list[Path]:
+    """Complete-looking checkpoints in a run's folder ``checkpoints``, oldest first."""
+    folders = directory.glob("step-*") if directory.is_dir() else ()
+    return sorted((p for p in folders if _NAME.fullmatch(p.name) and p.is_dir() and not p.is_symlink()), key=_number)
+
+
+def read_tensors(checkpoint: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, whole, by name: on one process, without the model."""
+    index = _told(checkpoint / _INDEX, _Index).tensors
+    state = {name: torch.empty(entry.size, dtype=getattr(torch, entry.dtype)) for name, entry in index.items()}
+    _quietly(lambda: dcp.load(state, storage_reader=_Reader(checkpoint), no_dist=True))
+    return state
 
 
 class _Writer(FileSystemWriter):

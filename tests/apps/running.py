@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from hpcai import config, log
-from tests.forks import forked
+from hpcai.cli.forks import forked
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTHING = ["train.collect_every=null"]  # a full collection costs more than these runs, and the collector has tests of its own

@@ -16,6 +16,7 @@ from apps.opencatalyst.neighbours import triplets, uneven
 from hpcai import config, dist
 from hpcai.cli import ablate, trial
 from hpcai.cli.bench import app as bench
+from hpcai.cli.forks import forked
 from hpcai.data import Loader
 from hpcai.data.assemble import tree_map
 from hpcai.dist import Mesh
@@ -25,7 +26,6 @@ from hpcai.nn import BatchNorm, Conv2d
 from hpcai.parallel.batchnorm import SumInPlace
 from hpcai.train.evaluation import Background, Here
 from hpcai.train.step import Step
-from tests.forks import forked
 from tests.ranks.launch import on_ranks
 
 SMALL = {

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from data_prep import store
-from tests.forks import forked
+from hpcai.cli.forks import forked
 
 ROOT = Path(__file__).resolve().parents[2]
 Run = Callable[..., int]

@@ -14,6 +14,7 @@ import pytest
 
 from data_prep import chains, openfold, proteins
 from hpcai.cli.check import Options, examine
+from hpcai.cli.forks import forked
 from hpcai.data.hdf5 import Rows
 from hpcai.models.openfold.alignments import Alignment, encode, read_alignments, read_hhr
 from hpcai.models.openfold.features import FeatureConfig, featurize
@@ -21,7 +22,6 @@ from hpcai.models.openfold.residues import GAP, LETTERS
 from hpcai.models.openfold.structures import read_mmcif, write_structure
 from hpcai.models.openfold.templates import features_of, read_templates
 from tests.data_prep.making import Promises, content, harm, loaded, remembering, runner
-from tests.forks import forked
 from tests.proteins import chain as drawn
 
 pytest.importorskip("gemmi", reason="gemmi is not installed: the conversion of proteins is NOT tested")

@@ -1,0 +1,67 @@
+"""`hpcai verify-resume`: ten kills of a short run lose nothing, and a run that does lose something is told."""
+
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from hpcai.cli import verify_resume
+from hpcai.cli.verify_resume import Result, table, verify
+from hpcai.errors import ConfigError
+from hpcai.train.checkpoint import Checkpoints
+from tests.apps import universes
+from tests.apps.running import ROOT
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    data = universes.make(tmp_path_factory.mktemp("universes") / "data", size=16)
+    return [
+        str(ROOT / "apps/cosmoflow/configs/small.yaml"), "model.size=16", "model.blocks=4", "model.filters=2", "model.dropout=0",
+        "data.batch=8", "step.schedule.decay=none", "train.report_every=1", "train.epochs=4", "train.collect_every=null",
+        f"data.directory={data}",
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_ten_kills_lose_nothing(words: list[str], tmp_path: Path) -> None:
+    kept(verify("cosmoflow", words, tmp_path, 10, [1]), 10)
+    assert not list(tmp_path.glob("run-*/")), "runs that were compared are removed"
+
+
+@pytest.mark.claim
+@pytest.mark.timeout(1800)
+def test_a_hundred_kills_on_one_two_and_four_processes_lose_nothing(words: list[str], tmp_path: Path) -> None:
+    result = verify("cosmoflow", words, tmp_path, 100, [1, 2, 4])
+    Console().print(table(result))
+    kept(result, 100)
+
+
+def kept(result: Result, kills: int) -> None:
+    assert len(result.kills) == kills and [run.problem for run in result.runs if run.problem] == []
+    assert any(kill.torn for kill in result.kills), "no kill hit a save"
+    assert not any(kill.hung for kill in result.kills)
+
+
+@pytest.mark.slow
+def test_a_run_that_loses_something_is_told(words: list[str], tmp_path: Path, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """Random numbers and moments of a resumed run that begin anew change what is learnt."""
+    whole = Checkpoints._load
+
+    def forgets(self, path, step):  # type: ignore[no-untyped-def]
+        found = whole(self, path, step)
+        for state in step.optimizer.states:
+            for moment in state.moments.values():
+                moment.zero_()
+        return found
+
+    monkeypatch.setattr(Checkpoints, "_load", forgets)
+    assert verify_resume.main(["cosmoflow", *words, "--kills", "5"]) == 1
+    assert "tensors differ" in capsys.readouterr().out
+
+
+def test_what_cannot_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no app 'nothing'"):
+        verify("nothing", [], tmp_path, 1, [1])
+    with pytest.raises(ConfigError, match="exit codes .2."):
+        verify("cosmoflow", ["train.epochs=-1"], tmp_path, 1, [1])

@@ -1,0 +1,260 @@
+"""Every reader of files that come from outside, and a real input for each."""
+
+import gzip
+import json
+import struct
+from collections.abc import Callable, Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import torch
+
+from apps.cosmoflow.settings import Config
+from data_prep import nifti, tfrecord, trajectories
+from hpcai import config, dist, log, train
+from hpcai.cli.report import run as report
+from hpcai.data import layout
+from hpcai.data.hdf5 import Rows
+from hpcai.models.cosmoflow import CosmoFlow, CosmoFlowConfig
+from hpcai.models.openfold import OpenFold, OpenFoldConfig
+from hpcai.models.openfold.alignments import read_a3m, read_hhr, read_stockholm
+from hpcai.models.openfold.structures import read_mmcif, write_structure
+from hpcai.train.checkpoint import Checkpoints, Progress
+from tests import proteins
+from tests.data_prep.test_trajectories import relaxation, write_rows
+from tests.fuzz.attack import Reader
+from tests.stored import DATA
+from tests.unit.models.openfold.test_alignments import A3M, HHR, STO
+
+ROOT = DATA.parents[1]
+
+
+def bytes_of(name: str, data: bytes) -> Callable[[Path], Path]:
+    def make(folder: Path) -> Path:
+        (folder / name).write_bytes(data)
+        return folder / name
+
+    return make
+
+
+def all_of(items: Iterable[Any]) -> list[Any]:
+    return list(items)
+
+
+# ---- proteins
+
+
+def structure(name: str) -> Callable[[Path], Path]:
+    def make(folder: Path) -> Path:
+        chain = proteins.real("3u8v_A")
+        some = slice(10, 30)
+        write_structure(folder / name, chain.aatype[some], chain.positions[some], chain.mask[some], chain.bfactors[some])
+        return folder / name
+
+    return make
+
+
+# ---- weights
+
+
+@cache
+def small() -> CosmoFlow:
+    torch.manual_seed(0)
+    return CosmoFlow(CosmoFlowConfig(size=32, filters=1, blocks=5, dropout=0.0))
+
+
+def own_weights(folder: Path) -> Path:
+    small().save(folder / "model.safetensors")
+    return folder / "model.safetensors"
+
+
+def torch_weights(folder: Path) -> Path:
+    torch.save(small().state_dict(), folder / "model.pt")
+    return folder / "model.pt"
+
+
+def keras_weights(folder: Path) -> Path:
+    names = [*(f"conv3d{f'_{i}' if i else ''}" for i in range(5)), "dense", "dense_1", "dense_2"]
+    state = list(small().state_dict().values())
+    with h5py.File(folder / "model.h5", "w") as file:
+        for i, name in enumerate(names):
+            kernel, bias = state[2 * i].numpy(), state[2 * i + 1].numpy()
+            file[f"model_weights/{name}/{name}/kernel:0"] = kernel.transpose(2, 3, 4, 1, 0) if kernel.ndim == 5 else kernel.T
+            file[f"model_weights/{name}/{name}/bias:0"] = bias
+    return folder / "model.h5"
+
+
+def alphafold_weights(folder: Path) -> Path:
+    model = OpenFold(OpenFoldConfig.preset("tiny"))
+    model.save(folder / "params.npz", form="alphafold")
+    return folder / "params.npz"
+
+
+# ---- data
+
+
+FIELDS = {"counts": ("int16", (4, 4, 4, 4)), "target": ("float32", (4,))}
+
+
+def rows_file(folder: Path) -> Path:
+    with h5py.File(folder / "rows.h5", "w") as file:
+        for name, (dtype, shape) in FIELDS.items():
+            file.create_dataset(name, data=np.arange(3 * np.prod(shape)).reshape(3, *shape).astype(dtype))
+    return folder / "rows.h5"
+
+
+def rows_index(folder: Path) -> Path:
+    made = rows_file(folder)
+    entry = {"name": made.name, "rows": 3, "bytes": made.stat().st_size}
+    fields = {name: {"dtype": dtype, "shape": list(shape)} for name, (dtype, shape) in FIELDS.items()}
+    (folder / "index.json").write_text(json.dumps({"fields": fields, "files": [entry]}, indent=1))
+    return folder / "index.json"
+
+
+def read_rows(path: Path) -> None:
+    rows = Rows(path.parent, FIELDS)
+    try:
+        for row in range(min(len(rows), 5)):
+            rows.read(row)
+    finally:
+        rows.close()
+
+
+def npy(folder: Path) -> Path:
+    np.save(folder / "field.npy", np.arange(60, dtype=np.float32).reshape(3, 4, 5))
+    return folder / "field.npy"
+
+
+def reseal_tfrecord(data: bytes) -> bytes:
+    """Right checksums for the length that stands there and for the payload that follows."""
+    size = struct.unpack("<Q", data[:8])[0]
+    payload = data[12 : 12 + min(size, len(data) - 16)]
+    crc = tfrecord._masked_crc
+    return data[:8] + struct.pack("<I", crc(data[:8])) + payload + struct.pack("<I", crc(payload))
+
+
+def gunzipped(seal: Callable[[bytes], bytes]) -> Callable[[bytes], bytes]:
+    return lambda data: gzip.compress(seal(gzip.decompress(data)))
+
+
+def volume(folder: Path) -> Path:
+    values = np.arange(2 * 3 * 4, dtype=np.int16).reshape(2, 3, 4)
+    nifti.write(folder / "imaging.nii.gz", values, (3.0, 0.8, 0.9))
+    return folder / "imaging.nii.gz"
+
+
+def frames_of(ending: str) -> Callable[[Path], Path]:
+    def make(folder: Path) -> Path:
+        import ase.db
+        import ase.io
+
+        few, path = [*relaxation()][:2], folder / f"frames{ending}"
+        if ending == ".db":
+            with ase.db.connect(path) as database:
+                for atoms in few:
+                    database.write(atoms)
+        elif ending == ".aselmdb":
+            write_rows(path, few)
+        else:
+            ase.io.write(path, few)
+        return path
+
+    return make
+
+
+def read_frames(path: Path) -> None:
+    for item in trajectories.items(path, path.name, trust=False):
+        item()
+
+
+# ---- runs
+
+
+def lines(folder: Path) -> Path:
+    events = [{"kind": "train", "time": 1.0, "step": n, "loss": 1.0 / n, "values": [n, "NaN"]} for n in range(1, 9)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    return folder / "metrics.jsonl"
+
+
+def take_up(path: Path) -> None:
+    log.JsonLines(path, 4).close()
+
+
+def run_of(file: str) -> Callable[[Path], Path]:
+    def make(folder: Path) -> Path:
+        lines(folder)
+        (folder / "settings.yaml").write_text(config.dump(config.load(Config)))
+        return folder / file
+
+    return make
+
+
+def step() -> train.Step:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    return train.Step(model, lambda m, x: {"loss": m(x).square().mean()}, train.StepConfig(optimizer="sgd"), dist.alone())
+
+
+def checkpoint_of(file: str) -> Callable[[Path], Path]:
+    def make(folder: Path) -> Path:
+        one = step()
+        one(torch.ones(4, 3))
+        where = Checkpoints(folder / "checkpoints", train.CheckpointConfig(), dist.alone())
+        made, _, _ = where.save(one, Progress(step=1))
+        return next(made.glob(file))
+
+    return make
+
+
+def resume(path: Path) -> None:
+    Checkpoints(path.parent.parent, train.CheckpointConfig(), dist.alone()).resume(step())
+
+
+def resume_resealed(path: Path) -> None:
+    """The manifest says what the damaged file is, as who forges a checkpoint would let it."""
+    import hashlib
+
+    manifest = path.parent / "manifest.json"
+    told = json.loads(manifest.read_text())
+    data = path.read_bytes()
+    told["files"][path.name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    manifest.write_text(json.dumps(told))
+    resume(path)
+
+
+READERS = [
+    Reader("A3M", bytes_of("hits.a3m", A3M), read_a3m),
+    Reader("A3M, gzip", bytes_of("hits.a3m.gz", gzip.compress(A3M)), read_a3m, gunzipped(bytes)),
+    Reader("Stockholm", bytes_of("hits.sto", STO), read_stockholm),
+    Reader("HHsearch", bytes_of("hits.hhr", HHR), read_hhr),
+    Reader("mmCIF", structure("chain.cif"), read_mmcif),
+    Reader("safetensors", own_weights, CosmoFlow.load),
+    Reader("PyTorch", torch_weights, CosmoFlow.load),
+    Reader("Keras HDF5", keras_weights, CosmoFlow.load),
+    Reader("AlphaFold npz", alphafold_weights, OpenFold.load),
+    Reader("HDF5 rows", rows_file, read_rows),
+    Reader("index.json", rows_index, read_rows),
+    Reader("npy", npy, layout.npy),
+    Reader("TFRecord", bytes_of("u.tfrecord", next((DATA / "cosmoflow/tfrecord").glob("*.tfrecord")).read_bytes()),
+           lambda path: all_of(tfrecord.samples(path, 4)), reseal_tfrecord),
+    Reader("TFRecord, gzip", bytes_of("u.tfrecord", next((DATA / "cosmoflow/tfrecord_gzip").glob("*.tfrecord")).read_bytes()),
+           lambda path: all_of(tfrecord.samples(path, 4)), gunzipped(reseal_tfrecord)),
+    Reader("NIfTI", volume, nifti.read, gunzipped(bytes)),
+    Reader("extxyz", frames_of(".extxyz"), read_frames),
+    Reader("ASE traj", frames_of(".traj"), read_frames),
+    Reader("ASE db", frames_of(".db"), read_frames),
+    Reader("aselmdb", frames_of(".aselmdb"), read_frames),
+    Reader("settings", bytes_of("small.yaml", (ROOT / "apps/cosmoflow/configs/small.yaml").read_bytes()),
+           lambda path: config.load(Config, path)),
+    Reader("metrics.jsonl", lines, log.read_metrics),
+    Reader("metrics.jsonl, resumed", lines, take_up),
+    Reader("report", run_of("metrics.jsonl"), lambda path: report.read(path.parent)),
+    Reader("report, settings", run_of("settings.yaml"), lambda path: report.read(path.parent)),
+    *(Reader(f"checkpoint, {name}", checkpoint_of(name), resume, names=("step-",))
+      for name in ("manifest.json", "run.json", "index.json", "*.distcp")),
+    *(Reader(f"checkpoint, {name}, resealed", checkpoint_of(name), resume_resealed, names=("step-",))
+      for name in ("run.json", "index.json", "*.distcp")),
+]  # fmt: skip
