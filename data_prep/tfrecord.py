@@ -6,6 +6,7 @@ Plain files, whole files in gzip, and plain files whose payloads are gzip each: 
 """
 
 import gzip
+import io
 import struct
 import zlib
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from hpcai.errors import DataError
 
 GZIP = b"\x1f\x8b\x08"
 FRAME = 16                                      # bytes of a record that are not payload
+LONGEST = 1 << 28                               # bytes of a record; a universe of 128^3 in four redshifts has 2^24
 LARGEST_TARGET = 1.5                            # targets are scaled to [-1, 1]; more is another kind of file
 
 
@@ -107,6 +109,9 @@ def payloads(path: Path) -> Iterator[tuple[str, bytes]]:
             if not _is_header(head):
                 raise DataError(f"{path}: wrong checksum of the length in the record at {at}: corrupt; fetch the file again")
             (length,) = struct.unpack("<Q", head[:8])
+            if length > LONGEST:
+                found = f"{length:,} bytes, expected at most {LONGEST:,}"
+                raise DataError(f"{path}: the record at {at} says that it has {found}; fetch the file again")
             body = _read(file, length + 4, path, at)
             if len(body) < length + 4:
                 found = f"{len(body)} bytes after the header, expected {length + 4}"
@@ -122,9 +127,13 @@ def _inflated(payload: bytes, path: Path, at: str) -> bytes:
     if payload[:3] != GZIP:                     # a serialized Example begins with 0x0a
         return payload
     try:
-        return gzip.decompress(payload)
+        with gzip.GzipFile(fileobj=io.BytesIO(payload)) as file:
+            found = file.read(LONGEST + 1)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(f"{path}: damaged gzip in the payload of the record at {at} ({error}); fetch the file again") from None
+    if len(found) > LONGEST:
+        raise DataError(f"{path}: the payload of the record at {at} unpacks to more than {LONGEST:,} bytes; fetch the file again")
+    return found
 
 
 def samples(path: Path, channels: int) -> Iterator[tuple[str, NDArray[np.int16], NDArray[np.float32]]]:

@@ -14,6 +14,9 @@ import io
 import json
 import lzma
 import re
+import struct
+import subprocess
+import sys
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,6 +35,8 @@ Item = Callable[[], Frame]                      # reads one frame, or raises Dat
 PACKED: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
 ENDINGS = (".extxyz", ".xyz", ".traj", ".db", ".aselmdb", ".lmdb")
 AGAIN = "fetch it again, or leave it out with --skip-bad"
+LONGEST = 1 << 26                               # bytes of a line, or of a row once it is unpacked
+MOST_COLUMNS = 1000                             # of one property of extended XYZ: ASE makes memory for as many
 SILENT = ("None", "unknown", "socketiocalculator")         # names that say nothing of a method
 METHODS = {"vasp": "DFT (VASP)", "espresso": "DFT (Quantum ESPRESSO)", "gpaw": "DFT (GPAW)", "emt": "EMT"}
 
@@ -112,16 +117,16 @@ def _blocks(path: Path) -> Iterator[str | DataError]:
 
 
 def _next(file: TextIO) -> str | None:
-    first = file.readline()
+    first = file.readline(LONGEST)
     while first and not first.strip():
-        first = file.readline()
+        first = file.readline(LONGEST)
     if not first:
         return None
     if not first.strip().isdigit():
         raise ValueError(f"begins with {first.strip()[:40]!r}, expected the number of its atoms")
     lines = [first]
     for number in range(int(first) + 1):
-        lines.append(file.readline())
+        lines.append(file.readline(LONGEST))
         if not lines[-1].strip() and number:
             raise ValueError(f"ends after {number - 1} of its {int(first)} atoms")
     return "".join(lines)
@@ -141,6 +146,9 @@ def _block(path: Path, name: str, index: int, block: str | DataError, line: str 
                 text = f"its line in {path.name.split('.')[0]}.txt is {line[:60]!r}, expected system id,frame id,reference energy"
                 raise DataError(f"{where}: {text}; {AGAIN}") from None
         with _told(where):
+            columns = re.findall(r"(?<=[:=])\w+:[A-Z]:(\d+)", block.split("\n", 2)[1])
+            if wide := [count for count in columns if int(count) > MOST_COLUMNS]:
+                raise ValueError(f"a property of {wide[0]} columns, expected at most {MOST_COLUMNS}")
             return _of_atoms(ase().io.read(io.StringIO(block), format="extxyz", index=0), name, index, about, reference)
     return read
 
@@ -252,28 +260,48 @@ def _system(value: Any) -> int:
 # ---- LMDB
 
 
-def _lmdb(path: Path, take: Callable[[bytes, int], Frame]) -> Iterator[Item]:
-    """Frames out of the values with numbers for keys. LMDB maps the file, so that reading past the end of a cut one would kill the
-    process."""
-    lmdb = needed("lmdb", "reading LMDB files", "opencatalyst")
-    with _told(str(path)):
-        environment = lmdb.open(str(path), subdir=False, readonly=True, lock=False, readahead=False, meminit=False, create=False)
-    with environment:
-        least = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
-        if path.stat().st_size < least:
-            raise DataError(f"{path}: {path.stat().st_size:,} bytes, its pages need {least:,}; {AGAIN}")
-        with environment.begin() as transaction:
-            def read(index: int, key: int) -> Frame:
-                return take(transaction.get(str(key).encode()), index)
+# Sends each value with a number for its key, in the order of the numbers: key and length in 8 bytes each, then the value.
+_CHILD = """
+import lmdb, os, struct, sys
+path = sys.argv[1]
+with lmdb.open(path, subdir=False, readonly=True, lock=False, readahead=False, meminit=False, create=False) as environment:
+    least = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
+    if os.path.getsize(path) < least:
+        sys.exit(f"{os.path.getsize(path):,} bytes, its pages need {least:,}")
+    with environment.begin() as transaction:
+        for key in sorted(int(key) for key, _ in transaction.cursor() if bytes(key).isdigit()):
+            value = transaction.get(str(key).encode())
+            sys.stdout.buffer.write(struct.pack("<QQ", key, len(value)) + value)
+"""
 
-            keys = sorted(int(key) for key, _ in transaction.cursor() if bytes(key).isdigit())
-            for index, key in enumerate(keys):
-                yield _row(f"{path}: frame {index} (row {key})", partial(read, index, key))
+
+def _lmdb(path: Path, take: Callable[[bytes, int], Frame]) -> Iterator[Item]:
+    """Frames out of the values with numbers for keys. LMDB maps the file, and a damaged one may end the process that reads it: a
+    child does."""
+    needed("lmdb", "reading LMDB files", "opencatalyst")
+    child = subprocess.Popen([sys.executable, "-c", _CHILD, str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert child.stdout is not None and child.stderr is not None
+    with child:
+        try:
+            index = 0
+            while len(head := child.stdout.read(16)) == 16:
+                key, length = struct.unpack("<QQ", head)
+                value = child.stdout.read(length)
+                if len(value) < length:
+                    break
+                yield _row(f"{path}: frame {index} (row {key})", partial(take, value, index))
+                index += 1
+            told, code = child.stderr.read().decode(errors="replace").strip().splitlines(), child.wait()
+        finally:
+            child.kill()
+    if code or head:
+        raise DataError(f"{path}: {told[-1] if told else f'it ended the process that read it ({code})'}; {AGAIN}")
 
 
 def _aselmdb(path: Path, name: str) -> Iterator[Item]:
     def take(value: bytes, index: int) -> Frame:
-        row = _decoded(json.loads(zlib.decompress(value)))
+        unpacker = zlib.decompressobj()
+        row = _decoded(json.loads(unpacker.decompress(value, LONGEST)))
         about = {**row.get("key_value_pairs", {}), **row.get("data", {})}
         fixed = _held(len(row["numbers"]), row.get("constraints", []))
         return _frame(name, index, about, row["numbers"], row["positions"], row["cell"], row["pbc"], row.get("energy"),
@@ -286,6 +314,8 @@ def _decoded(value: Any) -> Any:
     """Arrays out of {"__ndarray__": [shape, dtype, values]}."""
     if isinstance(value, dict) and "__ndarray__" in value:
         shape, dtype, flat = value["__ndarray__"]
+        if np.dtype(dtype).kind not in "biuf":
+            raise ValueError(f"an array of {dtype}")
         return np.array(flat, dtype).reshape(shape)
     if isinstance(value, dict):
         return {key: _decoded(each) for key, each in value.items()}

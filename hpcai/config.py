@@ -21,6 +21,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeVar, cast
 
@@ -138,6 +139,24 @@ def _show_to_reader(write: Callable[[], object]) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+_MOST_VALUES = 100_000
+
+
+def _bounded(node: yaml.Node | None) -> yaml.Node | None:
+    """``node``, unless its aliases stand for more values than any settings have. Raises YAMLError."""
+    sizes: dict[int, int] = {}
+
+    def size(one: yaml.Node) -> int:
+        if id(one) not in sizes:
+            below = list(chain(*one.value)) if isinstance(one, yaml.MappingNode) else one.value
+            sizes[id(one)] = 1 + (0 if isinstance(one, yaml.ScalarNode) else sum(map(size, below)))
+        return sizes[id(one)]
+
+    if node is not None and size(node) > _MOST_VALUES:
+        raise yaml.YAMLError(f"its aliases stand for {size(node):.3g} values, expected at most {_MOST_VALUES:,}")
+    return node
+
+
 # ---- YAML ---------------------------------------------------------------------------------------------------------------------
 
 _TAG = "tag:yaml.org,2002:"
@@ -215,7 +234,7 @@ class _Given:
         place = self.origins[()]
         origins: dict[Key, _Origin] = {}
         try:
-            node = yaml.compose(path.read_text(encoding="utf-8"), Loader=_Reader)
+            node = _bounded(yaml.compose(path.read_text(encoding="utf-8"), Loader=_Reader))
             tree = {} if node is None else self.plain(node, (), origins, self.line)
             if isinstance(tree, dict):
                 self.merge(tree, origins, self.tree)
@@ -263,7 +282,7 @@ class _Given:
         tree: Any = None
         why = ""
         try:
-            node = yaml.compose(text, Loader=_Reader)
+            node = _bounded(yaml.compose(text, Loader=_Reader))
             if node is None:
                 why = f"{name}={text} has no value; write {name}=null for none, or '{name}=\"\"' for empty text"
             else:

@@ -27,6 +27,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -266,11 +267,10 @@ def resumed(path: Path, step: int | None, later: Callable[[dict[str, Any], int],
     elif path.exists() and step is not None:
         kept = []
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                if not later(json.loads(line.removeprefix(prefix)), step):
+            with suppress(ValueError, RecursionError):                         # torn by the end of the earlier life
+                event = json.loads(line.removeprefix(prefix))
+                if isinstance(event, dict) and not later(event, step):
                     kept.append(line + "\n")
-            except ValueError:                                                 # torn by the end of the earlier life
-                continue
         new = path.with_name(path.name + ".new")
         with open(new, "w", encoding="utf-8") as file:
             file.writelines(kept)

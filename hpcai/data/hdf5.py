@@ -1,8 +1,8 @@
 """Rows of HDF5 files as one indexable set.   N rows of a file."""
 
-import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,11 +12,12 @@ import numpy as np
 import torch
 
 from hpcai.data.direct import ALIGN, Reader
+from hpcai.data.index import INDEX, read_index
 from hpcai.data.layout import Layout, UnreadableLayoutError, finite
 from hpcai.data.layout import hdf5 as layout_of
 from hpcai.data.opened import OpenFiles
 from hpcai.data.readers import open_reader
-from hpcai.errors import DataError
+from hpcai.errors import DataError, HpcaiError
 
 if TYPE_CHECKING:
     from hpcai.data.gds import GdsReader
@@ -90,17 +91,14 @@ class Rows:
         self._begin()
 
     def _listed(self) -> list[tuple[Path, int | None]]:
-        path = self.folder / "index.json"
+        path = self.folder / INDEX
         if not path.is_file():
             return []
-        try:
-            self.about = json.loads(path.read_text())
-            files = [(self.folder / entry["name"], int(entry["rows"]), int(entry["bytes"])) for entry in self.about["files"]]
-        except (ValueError, KeyError, TypeError) as problem:
-            raise DataError(f"{path}: cannot be read as an index of files ({problem!r}){self.remedy}") from problem
+        self.about, entries = read_index(path, self.remedy)
+        files = [(self.folder / entry.name, entry.rows, entry.bytes) for entry in entries]
         for file, rows, size in files:
             found = file.stat().st_size if file.is_file() else None
-            if found != size or rows < 0:
+            if found != size:
                 what = "is missing" if found is None else f"has {found:,} bytes (truncated or rewritten?)"
                 raise DataError(f"{file}: {what}, {path.name} says {size:,} bytes and {rows} rows{self.remedy}")
         return [(file, rows) for file, rows, _ in files]
@@ -127,7 +125,7 @@ class Rows:
         """All values of a small field, such as the counts that the work of a sample follows from.   [N, ...]"""
         parts = []
         for path in self.paths:
-            with self._lock, self._opened(path) as file:
+            with self._lock, self._opened(path) as file, self._faults_named(path):
                 parts.append(file[name][...])
         return np.concatenate(parts)
 
@@ -200,7 +198,8 @@ class Rows:
             reason = "no such file" if not path.exists() else f"not a whole HDF5 file ({problem})"
             raise DataError(f"{path}: {reason}{self.remedy}") from problem
         try:
-            self._check(path, file)
+            with self._faults_named(path):
+                self._check(path, file)
         except BaseException:
             file.close()
             raise
@@ -209,9 +208,20 @@ class Rows:
     def _known(self, path: Path) -> _Known:
         known = self._seen.get(path)
         if known is None:
-            with self._lock, self._opened(path) as file:
+            with self._lock, self._opened(path) as file, self._faults_named(path):
                 known = self._seen[path] = self._look(path, file)
         return known
+
+    @contextmanager
+    def _faults_named(self, path: Path) -> Iterator[None]:
+        """Raises a DataError that names the file for any of the dozen exceptions in which h5py meets damage."""
+        try:
+            yield
+        except HpcaiError:
+            raise
+        except Exception as problem:
+            text = f"{path}: cannot be read as HDF5 ({type(problem).__name__}: {problem}); it is damaged"
+            raise DataError(f"{text}{self.remedy}") from problem
 
     def _look(self, path: Path, file: h5py.File) -> _Known:
         layouts: dict[str, Layout] = {}
@@ -255,8 +265,12 @@ class Rows:
             if name not in file:
                 raise DataError(f"{path}: no dataset '{name}'; it has {', '.join(file) or 'none'}{self.remedy}")
             data = file[name]
+            if data.file.filename != file.filename:  # an external link could name any file of this machine
+                raise DataError(f"{path}: '{name}' is a link into another file; copy its values (h5repack){self.remedy}")
             if not isinstance(data, h5py.Dataset) or data.shape is None:
                 raise DataError(f"{path}: '{name}' holds no values, expected {np.dtype(dtype)}{self.remedy}")
+            if data.external or data.is_virtual:
+                raise DataError(f"{path}: the values of '{name}' lie in other files; copy them (h5repack){self.remedy}")
             expected = shape if name in self._counted else ("rows", *shape)
             fits = len(data.shape) == len(expected) and all(want in (None, got) for want, got in zip(expected[1:], data.shape[1:]))
             if not fits:

@@ -9,12 +9,41 @@ import shutil
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
 
 from hpcai.durable import flush
+from hpcai.errors import DataError
 
 INDEX = "index.json"
 FORMAT = 1
+
+
+class Entry(BaseModel):
+    """A file of the folder itself."""
+
+    name: Annotated[str, Field(pattern=r"^[^/\x00]*[^/\x00.][^/\x00]*$", max_length=255)]
+    rows: Annotated[int, Field(ge=1, lt=1 << 48)]
+    bytes: NonNegativeInt
+
+
+class _Content(BaseModel):
+    files: list[Entry]
+
+
+def read_index(path: Path, remedy: str = "") -> tuple[dict[str, Any], list[Entry]]:
+    """All that an index says, and its files. Raises DataError for what is no index, or names files outside of its folder."""
+    try:
+        text = path.read_bytes()
+        entries = _Content.model_validate_json(text).files
+    except OSError as problem:
+        raise DataError(f"{path}: cannot be read ({problem.strerror}){remedy}") from problem
+    except ValidationError as problem:
+        first = problem.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise DataError(f"{path}: cannot be read as an index of files ({where or 'JSON'}: {first['msg']}){remedy}") from problem
+    return json.loads(text), entries
 
 
 def write_index(folder: Path, content: Mapping[str, Any]) -> None:

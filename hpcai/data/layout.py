@@ -222,6 +222,8 @@ def _hdf5(file: h5py.File, name: str) -> Layout:
         names = [plist.get_filter(i)[3].decode(errors="replace") or "a filter" for i in range(plist.get_nfilters())]
         raise UnreadableLayoutError(f"{where} is written through {', '.join(names)}, and direct reads need plain values")
     kind = plist.get_layout()
+    if data.file.filename != file.filename:
+        raise DataError(f"{where} is a link into another file; copy its values (h5repack)")
     if kind == h5py.h5d.VIRTUAL or (kind == h5py.h5d.CONTIGUOUS and plist.get_external_count()):
         raise UnreadableLayoutError(f"{where} lies in other files")
     if kind == h5py.h5d.COMPACT:

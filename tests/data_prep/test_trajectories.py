@@ -298,6 +298,8 @@ FILES = {                                                                       
     "cut xz": (".extxyz.xz", lambda data: lzma.compress(np.random.default_rng(0).bytes(10) + lzma.decompress(data))[:-400]),
     "empty": (".extxyz", lambda data: b""), "cut lmdb": (".aselmdb", shortened), "cut traj": (".traj", shortened),
     "no db": (".db", lambda data: b"no database at all" * 66),
+    "wide": (".extxyz", lambda data: data.replace(b"pos:R:3", b"pos:R:3:move_mask:L:99999999999", 1)),
+    "lost page": (".aselmdb", lambda data: data[:8192] + b"\xff" * 8192 + data[16384:]),
 }  # fmt: skip
 
 
@@ -321,7 +323,11 @@ REFUSED = {
     "empty": ("a.extxyz: empty", "fetch it again"), "cut lmdb": ("a.aselmdb: ", "its pages need"),
     "cut traj": ("a.traj: ", "cannot be read"),
     "no db": ("a.db: ", "cannot be read"),
+    "wide": ("a.extxyz: frame 0: ", "property of 99999999999 columns"), "lost page": ("a.aselmdb: ", "fetch it again"),
 }  # fmt: skip
+
+
+LEFT = {"cut": 2, "letters": 1, "cut traj": 2, "cut xz": 0, "empty": 0, "cut lmdb": 0, "no db": 0, "lost page": 0}  # good frames
 
 
 @pytest.mark.parametrize("fault", REFUSED)
@@ -338,7 +344,7 @@ def test_what_is_wrong_is_told_in_one_line_and_left_out_on_demand(tmp_path, caps
     assert run("convert", tmp_path / "in", tmp_path / "less", *words, "--skip-bad") == 0
     told, left = capsys.readouterr().out, len(whole(tmp_path / "less" / "train")["energy"])
     assert source.name in told and REFUSED[fault][1] in told and re.search(r"skipped: \d frames, \d files", told)
-    assert left == 3 + {"cut": 2, "letters": 1, "cut traj": 2, "cut xz": 0, "empty": 0, "cut lmdb": 0, "no db": 0}.get(fault, 3)
+    assert left == 3 + {"cut": 2, "letters": 1, "cut traj": 2, "cut xz": 0, "empty": 0, "cut lmdb": 0, "no db": 0, "lost page": 0}.get(fault, 3)
 
 
 def test_an_atom_is_fixed_that_cannot_move_at_all(tmp_path):

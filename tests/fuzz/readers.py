@@ -20,7 +20,7 @@ from hpcai.data import layout
 from hpcai.data.hdf5 import Rows
 from hpcai.models.cosmoflow import CosmoFlow, CosmoFlowConfig
 from hpcai.models.openfold import OpenFold, OpenFoldConfig
-from hpcai.models.openfold.alignments import read_a3m, read_hhr, read_stockholm
+from hpcai.models.openfold.alignments import read_alignment, read_hhr
 from hpcai.models.openfold.structures import read_mmcif, write_structure
 from hpcai.train.checkpoint import Checkpoints, Progress
 from tests import proteins
@@ -142,8 +142,8 @@ def gunzipped(seal: Callable[[bytes], bytes]) -> Callable[[bytes], bytes]:
 
 def volume(folder: Path) -> Path:
     values = np.arange(2 * 3 * 4, dtype=np.int16).reshape(2, 3, 4)
-    nifti.write(folder / "imaging.nii.gz", values, (3.0, 0.8, 0.9))
-    return folder / "imaging.nii.gz"
+    nifti.write(folder, values, values % 3, (3.0, 0.8, 0.9))
+    return folder / nifti.IMAGE
 
 
 def frames_of(ending: str) -> Callable[[Path], Path]:
@@ -180,7 +180,7 @@ def lines(folder: Path) -> Path:
 
 
 def take_up(path: Path) -> None:
-    log.JsonLines(path, 4).close()
+    log.resumed(path, 4, log._later).close()
 
 
 def run_of(file: str) -> Callable[[Path], Path]:
@@ -226,9 +226,9 @@ def resume_resealed(path: Path) -> None:
 
 
 READERS = [
-    Reader("A3M", bytes_of("hits.a3m", A3M), read_a3m),
-    Reader("A3M, gzip", bytes_of("hits.a3m.gz", gzip.compress(A3M)), read_a3m, gunzipped(bytes)),
-    Reader("Stockholm", bytes_of("hits.sto", STO), read_stockholm),
+    Reader("A3M", bytes_of("hits.a3m", A3M), read_alignment),
+    Reader("A3M, gzip", bytes_of("hits.a3m.gz", gzip.compress(A3M)), read_alignment, gunzipped(bytes)),
+    Reader("Stockholm", bytes_of("hits.sto", STO), read_alignment),
     Reader("HHsearch", bytes_of("hits.hhr", HHR), read_hhr),
     Reader("mmCIF", structure("chain.cif"), read_mmcif),
     Reader("safetensors", own_weights, CosmoFlow.load),
@@ -242,7 +242,7 @@ READERS = [
            lambda path: all_of(tfrecord.samples(path, 4)), reseal_tfrecord),
     Reader("TFRecord, gzip", bytes_of("u.tfrecord", next((DATA / "cosmoflow/tfrecord_gzip").glob("*.tfrecord")).read_bytes()),
            lambda path: all_of(tfrecord.samples(path, 4)), gunzipped(reseal_tfrecord)),
-    Reader("NIfTI", volume, nifti.read, gunzipped(bytes)),
+    Reader("NIfTI", volume, lambda path: nifti.read(path.parent), gunzipped(bytes)),
     Reader("extxyz", frames_of(".extxyz"), read_frames),
     Reader("ASE traj", frames_of(".traj"), read_frames),
     Reader("ASE db", frames_of(".db"), read_frames),

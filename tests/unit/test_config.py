@@ -280,6 +280,9 @@ def test_a_path_with_an_equals_sign_and_a_value_with_one(file):
 # ---- The file -----------------------------------------------------------------------------------------------------------------
 
 
+BOMB = "a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 9))
+
+
 @pytest.mark.parametrize(
     ("text", "line"),
     [
@@ -291,6 +294,7 @@ def test_a_path_with_an_equals_sign_and_a_value_with_one(file):
         ("a: 1\n---\nb: 2\n", "small.yaml:2:1: not YAML: but found another document"),
         ("- 1\n", "small.yaml: found [1], expected key: value lines"),
         ("step: &a [*a]\n", "small.yaml: nested too deeply, or an alias that contains itself"),
+        (BOMB, "small.yaml: not YAML: its aliases stand for 4.9e+08 values, expected at most 100,000"),
         ("step:\n  lr: 1\n  micro: 2\n\n  lr: 3\n", "small.yaml:5: step.lr is written twice, first in small.yaml:2; keep one"),
         ("step:\n  ? [a]\n  : 3\n", "small.yaml:2: step: a key must be a plain name"),
         ("step: 3\n", "small.yaml:1: step is 3, expected a section (lr, precision, clip, micro, compile, steps, warmup)"),

@@ -89,6 +89,14 @@ def test_a_resumed_run_has_every_step_once(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
+def test_lines_that_are_no_events_do_not_stop_a_resume(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    live(path, None, 5)
+    path.write_text(path.read_text() + '123\nnull\n"text"\n' + "[" * 100_000 + "\n{\n")
+    live(path, 3, 8)
+    assert steps(path, "train") == list(range(1, 9))
+
+
 def test_a_new_run_in_an_old_directory_moves_the_old_lines_aside(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     for last in (3, 4, 5):

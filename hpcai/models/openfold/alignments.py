@@ -9,7 +9,6 @@ The first row is the query, without gaps and insertions. Time and memory grow wi
 letters, up to 50 where rows hold only a few.
 """
 
-import gzip
 import re
 import zlib
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from numpy.typing import NDArray
 
 from hpcai.errors import DataError
 from hpcai.models.openfold.residues import GAP, LETTERS, UNKNOWN
+from hpcai.packed import gunzip
 
 AGAIN = "make it again, or leave it out"
 NOT_FOR_MONOMERS = ("uniprot_hits", "pairing", "hmm_output", "pdb_hits")      # rows that pair chains, and templates
@@ -306,7 +306,7 @@ def _hit(lines: list[str], begin: int, where: str) -> Hit:
 
 def _content(path: Path) -> bytes:
     try:
-        return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        return gunzip(path) if path.suffix == ".gz" else path.read_bytes()
     except (OSError, EOFError, zlib.error) as problem:
         raise DataError(f"{path}: cannot be read: {getattr(problem, 'strerror', None) or problem}; {AGAIN}") from problem
 

@@ -6,6 +6,7 @@ Biopython, with the same result.
 
 import math
 import re
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 from hpcai.errors import DataError
 from hpcai.lazy import optional
 from hpcai.models.openfold.residues import ATOMS, LETTERS, NAMES, PLACE, UNKNOWN
+from hpcai.packed import gunzip
 
 AGAIN = "fetch it again, or leave it out"
 TYPE = {letter: number for number, letter in enumerate(LETTERS)}
@@ -86,10 +88,13 @@ def read_mmcif(path: Path, chain: str | None = None) -> Entry:
     """
     path = Path(path)
     try:
-        document = _gemmi().cif.read(str(path))
+        cif = _gemmi().cif
+        document = cif.read_string(gunzip(path)) if path.suffix == ".gz" else cif.read(str(path))
         block = document[0] if len(document) else None
         tables = None if block is None else _tables(block)
-    except (ValueError, RuntimeError, OSError, IndexError) as problem:
+    except (ValueError, RuntimeError, OSError, IndexError, EOFError, zlib.error) as problem:
+        if isinstance(problem, DataError):
+            raise
         text = str(problem).removeprefix(f"{path}:")
         raise DataError(f"{path}: not a whole mmCIF file: {text}; {AGAIN}") from problem
     if tables is None:

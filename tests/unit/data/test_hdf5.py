@@ -175,3 +175,43 @@ def test_rows_that_the_index_promises_and_the_file_lacks(tmp_path: Path) -> None
     for way in ("direct", "hdf5"):
         with pytest.raises(DataError, match="u0.h5: .*row"):
             Rows(tmp_path, LARGE, reader=way).read(3)
+
+
+@pytest.mark.parametrize("reader", ["direct", "hdf5", "memory"])
+@pytest.mark.parametrize("how", ["link", "external", "virtual"])
+def test_values_of_another_file_are_never_read(tmp_path: Path, how: str, reader: str) -> None:
+    """A link could name any file that the reader may read, and its offset would be read in this one."""
+    write(tmp_path / "other.h5")
+    (tmp_path / "set").mkdir()
+    shape = (2, 4, 4, 4, 2)
+    with h5py.File(tmp_path / "set" / "u0.h5", "w") as file:
+        file["target"] = np.zeros((2, 3), np.float32)
+        if how == "link":
+            file["counts"] = h5py.ExternalLink(str(tmp_path / "other.h5"), "/counts")
+        elif how == "external":
+            file.create_dataset("counts", shape, "i2", external=[(str(tmp_path / "other.h5"), 0, h5py.h5f.UNLIMITED)])
+        else:
+            layout = h5py.VirtualLayout(shape, "i2")
+            layout[:] = h5py.VirtualSource(tmp_path / "other.h5", "counts", shape)
+            file.create_virtual_dataset("counts", layout)
+    with pytest.raises(DataError, match="u0.h5: .*(into another file|in other files); copy"):
+        Rows(tmp_path / "set", FIELDS, reader=reader).read(0)
+
+
+ENTRY = {"name": "u0.h5", "rows": 2, "bytes": 1}
+INDEXES = [
+    ("[" * 100_000, "recursion limit"), ('{"files": [Infinity]}', "files.0"), ("7", "an object"),
+    *((json.dumps({"files": [ENTRY | change]}), text) for change, text in [
+        ({"name": "../other.h5"}, "files.0.name: String should match"), ({"name": "/etc/passwd"}, "files.0.name"),
+        ({"name": ".."}, "files.0.name"), ({"name": "x" * 300}, "at most 255 characters"), ({"rows": 0}, "files.0.rows: .* 1"),
+        ({"rows": 10**30}, "files.0.rows"), ({"rows": -1}, "files.0.rows"), ({"bytes": -1}, "files.0.bytes"),
+    ]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "message"), INDEXES, ids=range(len(INDEXES)))
+def test_an_index_that_says_what_cannot_be_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    write(tmp_path / "u0.h5")
+    (tmp_path / "index.json").write_text(text)
+    with pytest.raises(DataError, match=f"index.json: cannot be read as an index of files .*{message}"):
+        Rows(tmp_path, FIELDS)

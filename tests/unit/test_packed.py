@@ -1,0 +1,48 @@
+"""Small files that unpack to large ones."""
+
+import gzip
+import zlib
+from pathlib import Path
+
+import pytest
+
+from data_prep import nifti, tfrecord
+from hpcai.errors import DataError
+from hpcai.models.openfold.alignments import read_alignment
+from hpcai.models.openfold.structures import read_mmcif
+from hpcai.packed import gunzip
+
+
+@pytest.fixture
+def bomb(tmp_path: Path) -> bytes:
+    """80 kB that unpack to 80 MB."""
+    return gzip.compress(b"ATOM 1 C CA . ALA A 1\n" * (80_000_000 // 22), 9)
+
+
+def test_a_bomb_is_refused(tmp_path: Path, bomb: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nifti, "LARGEST", 1 << 20)
+    monkeypatch.setattr(tfrecord, "LONGEST", 1 << 20)
+    folder = tmp_path / "case"
+    folder.mkdir()
+    for path, read in (
+        (tmp_path / "hits.a3m.gz", read_alignment),
+        (tmp_path / "1abc.cif.gz", read_mmcif),
+        (folder / nifti.IMAGE, lambda path: nifti.read(path.parent)),
+    ):
+        path.write_bytes(bomb)
+        with pytest.raises(DataError, match=f"{path.name}: unpacks to more than"):
+            read(path)
+    with pytest.raises(DataError, match="payload of the record at byte 0 unpacks to more than 1,048,576 bytes"):
+        tfrecord._inflated(bomb, folder, "byte 0")
+
+
+def test_what_is_whole_is_unpacked_and_what_is_damaged_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "a.gz"
+    path.write_bytes(gzip.compress(b"abc" * 1000) + gzip.compress(b"next"))
+    assert gunzip(path) == b"abc" * 1000 + b"next"
+    with pytest.raises(DataError, match="more than 3,003 bytes"):
+        gunzip(path, 3003)
+    for wrong in (path.read_bytes()[:-6], path.read_bytes()[:20] + b"xxxx" + path.read_bytes()[24:]):
+        path.write_bytes(wrong)
+        with pytest.raises((EOFError, OSError, zlib.error)):
+            gunzip(path)
