@@ -20,7 +20,7 @@ def flush(path: Path) -> None:
 
 
 def claim(folder: Path) -> IO[str]:
-    """The folder belongs to this process until the file that is returned is closed, or the process ends in any way.
+    """The folder belongs to this process until ``release`` is called with the file, or the process ends in any way.
 
     Raises CheckpointError with host and process of another owner. A file system without locks gives the folder to everybody.
     """
@@ -40,3 +40,9 @@ def claim(folder: Path) -> IO[str]:
     file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
     file.flush()
     return file
+
+
+def release(owner: IO[str]) -> None:
+    """Give up what ``claim`` gave."""
+    Path(owner.name).unlink(missing_ok=True)
+    owner.close()

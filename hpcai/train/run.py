@@ -10,7 +10,7 @@ from torch import Tensor
 from hpcai import config, log
 from hpcai.dist.collect import agree
 from hpcai.dist.mesh import Mesh
-from hpcai.durable import claim
+from hpcai.durable import claim, release
 from hpcai.errors import CheckpointError
 from hpcai.mllog import Benchmark, MlperfLog
 from hpcai.train.checkpoint import Checkpoints
@@ -94,5 +94,5 @@ class Run:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.reports.close()
         if self._owner is not None:
-            self._owner.close()
+            release(self._owner)
             self._owner = None

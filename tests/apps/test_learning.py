@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -156,7 +157,7 @@ def by_heart(folder: Path) -> None:
     stored(folder, train=[alone], validation=[alone])
 
 
-def stored(folder: Path, **splits: list[chains.Sample]) -> None:
+def stored(folder: Path, **splits: list[dict[str, Any]]) -> None:
     for split, samples in splits.items():
         (folder / split).mkdir(parents=True)
         chains.write(folder / split / "chains.h5", samples, {"label": split})

@@ -344,7 +344,7 @@ def test_what_is_wrong_is_told_in_one_line_and_left_out_on_demand(tmp_path, caps
     assert run("convert", tmp_path / "in", tmp_path / "less", *words, "--skip-bad") == 0
     told, left = capsys.readouterr().out, len(whole(tmp_path / "less" / "train")["energy"])
     assert source.name in told and REFUSED[fault][1] in told and re.search(r"skipped: \d frames, \d files", told)
-    assert left == 3 + {"cut": 2, "letters": 1, "cut traj": 2, "cut xz": 0, "empty": 0, "cut lmdb": 0, "no db": 0, "lost page": 0}.get(fault, 3)
+    assert left == 3 + LEFT.get(fault, 3)
 
 
 def test_an_atom_is_fixed_that_cannot_move_at_all(tmp_path):

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,15 @@ def test_in_a_notebook_signals_do_afterwards_what_they_did() -> None:
     assert seen == ["SIGUSR1"] and signal.getsignal(signal.SIGUSR1) is before
 
 
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """Ctrl-C does what it does in a terminal, which a worker of pytest-xdist has changed."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts")
 def test_an_interrupt_waits_for_what_is_being_written_and_a_second_one_does_not() -> None:
     done = []
     with pytest.raises(KeyboardInterrupt), stop.interrupts_put_off():

@@ -16,19 +16,19 @@ from hpcai.cli import doctor
 
 @pytest.mark.parametrize("words", [[], ["--help"]])
 def test_help_lists_the_commands_and_imports_nothing_heavy(words: list[str]) -> None:
-    commands = ("report", "doctor", "bench", "data", "ablate")
+    commands = ("report", "doctor", "bench", "data", "ablate", "verify_resume")
     heavy = "torch", "numpy", "matplotlib", "rich", "yaml", *(f"hpcai.cli.{name}" for name in commands)
     code = f"import sys, hpcai.cli; hpcai.cli.main({words}); print([name for name in {heavy} if name in sys.modules])"
     began = time.perf_counter()
     lines = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
     assert time.perf_counter() - began < 3               # about 0.05 s; the list below is what keeps it so
-    assert [line.split()[0] for line in lines if line.startswith("  ")] == ["report", "data", "bench", "ablate", "doctor"]
+    assert [line.split()[0] for line in lines if line.startswith("  ")] == [*cli.COMMANDS]
     assert lines[-1] == "[]"
 
 
 def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train"]) == 2
-    assert capsys.readouterr().err == "hpcai: there is no command 'train'; expected one of report, data, bench, ablate, doctor\n"
+    assert capsys.readouterr().err == f"hpcai: there is no command 'train'; expected one of {', '.join(cli.COMMANDS)}\n"
 
 
 def test_a_refusal_is_one_line_and_exit_code_2(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
