@@ -1,5 +1,6 @@
 """Rows of HDF5 files as one indexable set.   N rows of a file."""
 
+import hashlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -105,6 +106,13 @@ class Rows:
 
     def __len__(self) -> int:
         return int(self._ends[-1])
+
+    @property
+    def identity(self) -> str:
+        """The same for the same files, wherever they lie: their number and rows, and a hash of names, rows and sizes."""
+        counts = np.diff(self._ends, prepend=0).tolist()
+        files = [f"{path.name} {rows} {path.stat().st_size}" for path, rows in zip(self.paths, counts)]
+        return f"{len(files)} files, {len(self)} rows, {hashlib.sha256(chr(10).join(files).encode()).hexdigest()[:12]}"
 
     @property
     def bytes(self) -> int:

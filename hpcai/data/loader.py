@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 class Source(Protocol):
     """Samples by index. ``sample`` is called from several threads, or in several processes.
 
-    A source may also have ``collate(samples) -> batch`` of CPU tensors, where stacking is not what its samples want, and
-    ``close()``.
+    A source may also have ``collate(samples) -> batch`` of CPU tensors, where stacking is not what its samples want, ``identity``, a
+    text that is the same for the same data set, and ``close()``.
     """
 
     def __len__(self) -> int: ...
@@ -135,6 +135,11 @@ class Loader:
     def counted(self) -> int:
         """Samples of the source, from which those of an epoch are drawn."""
         return len(self.source)
+
+    @property
+    def identity(self) -> str:
+        """What tells the data set from others, where the source knows that."""
+        return str(getattr(self.source, "identity", ""))
 
     def indices(self, epoch: int, first: int) -> np.ndarray:
         """Samples that this process reads, in strict order, for the batch that begins at position ``first`` of ``epoch``."""

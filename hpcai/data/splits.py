@@ -30,6 +30,10 @@ class Samples:
     def __len__(self) -> int:
         return len(self.rows)
 
+    @property
+    def identity(self) -> str:
+        return self.rows.identity
+
     def where(self, index: int, epoch: int) -> Where | None:
         """The boxes of the row's fields that are read, or None for all of it: a pure function, too."""
         return None

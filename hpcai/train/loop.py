@@ -131,6 +131,8 @@ class _Training:
         self._since: tuple[float, int] = (0.0, 0)
 
     def go(self) -> Result:
+        if self.checkpoints:
+            self.checkpoints.data = getattr(self.data, "identity", "")
         resumed = self.checkpoints.resume(self.step) if self.checkpoints else None
         self.progress = self.result.progress = resumed or self.progress
         self._reported = self._saved = self.progress.step

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from hpcai import config, log
 from hpcai.cli.forks import forked
+from tests.apps import universes
 from tests.apps.five import COSMOFLOW as APP
 from tests.apps.promises import Promises
 from tests.apps.running import ROOT, resumed_from, same_weights, told
@@ -163,6 +164,19 @@ def _is_rank(process: Path, run: Path, launcher: int) -> bool:
     except OSError:
         return False
     return str(run).encode() in b" ".join(arguments) and b"python" in arguments[0] and int(process.name) != launcher
+
+
+def test_a_run_on_another_data_set_is_refused_unless_that_is_meant(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, other = tmp_path / "run", universes.make(tmp_path / "other", size=16, train=5)
+    assert APP.here(data, run) == 0
+    assert APP.here(other, run, "train.epochs=4") == 1 and "another data set (6 files, 24 rows" in capsys.readouterr().err
+    copied = Path(shutil.copytree(data, tmp_path / "copied"))
+    assert APP.here(copied, run, "train.epochs=3") == 0 and resumed_from(run) == 6
+    assert APP.here(other, run, "train.epochs=4", "checkpoint.other_data=true") == 0 and resumed_from(run) == 9
+    notes = [event["text"] for event in log.read_metrics(run / "metrics.jsonl") if event["kind"] == "note"]
+    assert any("train.epochs: 2 then, 3 now" in text for text in notes) and any("another data set" in text for text in notes)
 
 
 @pytest.mark.slow
