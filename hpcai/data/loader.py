@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 class Source(Protocol):
     """Samples by index. ``sample`` is called from several threads, or in several processes.
 
-    A source may also have ``collate(samples) -> batch`` of CPU tensors, where stacking is not what its samples want, ``identity``, a
-    text that is the same for the same data set, and ``close()``.
+    A source may also have ``collate(samples) -> batch`` of CPU tensors, where stacking is not what its samples want, ``identity``
+    (a text that is the same for the same data set) and ``close()``.
     """
 
     def __len__(self) -> int: ...
