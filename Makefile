@@ -1,6 +1,8 @@
 # make train     sets up .venv, simulates small universes, trains CosmoFlow on them, leaves a report to look at
 # make test      sets up .venv, checks style and types, passes the tests
 # make claims    the long proofs of what the README promises, and what was learnt in them
+# make fuzz      ten thousand damaged files for each reader
+# make originals FROM=DIR   readers against files as they are published (tests/data/README.md)
 # make install   the part that both share        make slurm    Slurm for tests/cluster (Debian, as root)
 # make lint      style, types, floors            make bench    speed and memory of steps, of reading samples; tests that measure time
 # make fio       the disk benchmark that ours is compared with (Debian, as root)
@@ -15,7 +17,7 @@ DATA   := datasets/cosmoflow-small
 RUN    := runs/cosmoflow-small
 SHELL  := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
-.PHONY: train test claims originals install lint slurm fio bench clean
+.PHONY: train test claims fuzz originals install lint slurm fio bench clean
 
 train: install
 	@echo "== simulate universes -> $(DATA)"
@@ -65,10 +67,13 @@ lint: $(VENV)/.tested
 
 test: lint
 	@echo "== tests"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not timing and not claim and not originals" --durations=10
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not timing and not claim and not originals and not fuzz" --durations=10
 
 claims: $(VENV)/.tested
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -s -m claim --durations=0
+
+fuzz: $(VENV)/.tested
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -s -m fuzz
 
 originals: $(VENV)/.tested
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m originals --originals $(FROM)
