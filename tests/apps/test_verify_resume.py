@@ -1,14 +1,16 @@
 """`hpcai verify-resume`: ten kills of a short run lose nothing, and a run that does lose something is told."""
 
+import time
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from hpcai.cli import verify_resume
-from hpcai.cli.verify_resume import Result, table, verify
+from hpcai.cli.forks import forked
+from hpcai.cli.verify_resume import Kill, Result, table, verify
 from hpcai.errors import ConfigError
-from hpcai.train.checkpoint import Checkpoints
+from hpcai.train.checkpoint import Checkpoints, found
 from tests.apps import universes
 from tests.apps.running import ROOT
 
@@ -45,18 +47,28 @@ def kept(result: Result, kills: int) -> None:
 
 @pytest.mark.slow
 def test_a_run_that_loses_something_is_told(words: list[str], tmp_path: Path, capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    """Random numbers and moments of a resumed run that begin anew change what is learnt."""
+    """Moments that begin anew with a resume change what is learnt."""
     whole = Checkpoints._load
 
+    def strike(self, number, run, ranks):  # type: ignore[no-untyped-def]
+        with forked(self.command(run), tmp_path / "out") as forks:
+            while not found(run / "checkpoints"):
+                assert forks.processes[0].is_alive()
+                time.sleep(0.001)
+            forks.processes[0].kill()
+            forks.ended()
+        return Kill(number, ranks, False, True, False, False)
+
     def forgets(self, path, step):  # type: ignore[no-untyped-def]
-        found = whole(self, path, step)
+        progress = whole(self, path, step)
         for state in step.optimizer.states:
             for moment in state.moments.values():
                 moment.zero_()
-        return found
+        return progress
 
     monkeypatch.setattr(Checkpoints, "_load", forgets)
-    assert verify_resume.main(["cosmoflow", *words, "--kills", "5"]) == 1
+    monkeypatch.setattr(verify_resume._Killer, "strike", strike)
+    assert verify_resume.main(["cosmoflow", *words, "--kills", "1"]) == 1
     assert "tensors differ" in capsys.readouterr().out
 
 

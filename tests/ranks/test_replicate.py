@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from hpcai.dist.mesh import Mesh
-from hpcai.parallel.replicate import GradientSums, sum_over
+from hpcai.errors import DivergedError
+from hpcai.parallel.replicate import Bucket, GradientSums, sum_over
 from hpcai.settings import ScheduleConfig, StepConfig
 from hpcai.train.schedule import rate
 from hpcai.train.step import Step
@@ -143,3 +144,34 @@ def test_the_schedule_counts_global_steps_on_any_number_of_ranks() -> None:
     for size in (2, 4):
         for rank in on_ranks({"replicate": size}, trained, 8):
             assert rank == pytest.approx(alone, rel=1e-12)
+
+
+def ill(mesh: Mesh) -> tuple[str, bool]:
+    """What is told when rank 1 meets a NaN in its second step, and whether the weights stayed those of the first."""
+    torch.manual_seed(0)
+    step = Step(nn.Linear(3, 1), lambda model, x: {"loss": model(x).square().mean()}, StepConfig(optimizer="sgd", lr=0.1), mesh)
+    step(torch.ones(2, 3))
+    before = step.model.weight.detach().clone()
+    step(torch.full((2, 3), torch.nan if mesh.rank == 1 else 1.0))
+    step(torch.ones(2, 3))
+    with pytest.raises(DivergedError) as told:
+        step.check(lambda number: f"sample {mesh.rank} of step {number}")
+    return str(told.value), torch.equal(step.model.weight, before)
+
+
+def test_a_nan_on_one_rank_is_told_on_all_and_reaches_nobodys_weights() -> None:
+    for told, unharmed in on_ranks({"replicate": 2}, ill):
+        assert told.startswith("step 2: the loss is not finite on rank 1 (sample 1 of step 1)") and unharmed, told
+
+
+def summed(mesh: Mesh) -> float:
+    bucket = Bucket({"w": nn.Parameter(torch.zeros(3))}, (mesh["replicate"], mesh["depth"]), False, torch.float32)
+    bucket.flat.fill_(10.0**mesh.rank)
+    bucket.launch()
+    bucket.wait()
+    return float(bucket.flat[0])
+
+
+def test_a_bucket_is_summed_over_each_of_its_axes() -> None:
+    """One message over all of them is sent where there is a group for that; with three axes in use there may be none."""
+    assert on_ranks({"replicate": 2, "depth": 2}, summed) == [1111.0] * 4

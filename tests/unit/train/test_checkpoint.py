@@ -78,6 +78,16 @@ def test_resumed_is_uninterrupted_bit_for_bit(tmp_path: Path, optimizer: str) ->
     assert torch.equal(again[1], after[1]) and np.array_equal(again[2], after[2]) and again[3] == after[3]
 
 
+def test_narrow_weights_are_those_of_their_masters_again(tmp_path: Path) -> None:
+    step = new_step(precision="bf16-params")
+    train(step, 3)
+    keeper(tmp_path).save(step, Progress(step=3))
+    other = new_step(seed=5, precision="bf16-params")
+    keeper(tmp_path).resume(other)
+    for one, again in zip(step.model.parameters(), other.model.parameters()):
+        assert one.dtype == torch.bfloat16 and torch.equal(one, again)
+
+
 def spoil(path: Path, how: str) -> None:
     data = next(path.glob("*.distcp"))
     if how == "bit":

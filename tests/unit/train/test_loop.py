@@ -137,6 +137,14 @@ def test_the_target_ends_the_run_and_a_second_start_does_nothing(tmp_path: Path)
     assert any("nothing is left to do" in e.get("text", "") for e in events(tmp_path))
 
 
+@pytest.mark.parametrize("better", ["lower", "higher"])
+def test_a_metric_that_is_just_as_good_as_asked_is_good_enough(better: str) -> None:
+    words = {"validation": batches(), "evaluate": metric}
+    first = train.fit(new_step(), batches(), TrainConfig(epochs=1), **words).evaluations[0]["error"]
+    cfg = TrainConfig(epochs=3, metric="error", target=first, better=better)
+    assert train.fit(new_step(), batches(), cfg, **words).reason == "target"
+
+
 @pytest.mark.parametrize("stop", [1, 2, 4, 5, 6, 7])
 @pytest.mark.parametrize("every", [None, 1, 2])
 def test_resumed_is_uninterrupted_also_in_the_middle_of_an_epoch(tmp_path: Path, stop: int, every: int | None) -> None:

@@ -78,6 +78,32 @@ def test_adamw() -> None:
         torch.testing.assert_close(p, expected, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize(("kind", "public"), [("adam", torch.optim.Adam), ("adamw", torch.optim.AdamW)])
+def test_weight_decay_is_part_of_the_gradient_or_beside_it_as_in_torch(kind: str, public: type[torch.optim.Adam]) -> None:
+    words = {"lr": 0.1, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+    found, model = run(StepConfig(optimizer=kind, decay_names=("*",), **words)), network()
+    optimizer = public(model.parameters(), **words)
+    for step, lr in enumerate(RATES):
+        for p, g in zip(model.parameters(), gradients(model, step)):
+            p.grad = g
+        optimizer.param_groups[0]["lr"] = lr
+        optimizer.step()
+    for p, expected in zip(found.parameters(), model.parameters()):
+        torch.testing.assert_close(p, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_narrow_moments_are_rounded_with_other_random_bits_in_each_step() -> None:
+    """They are kept without a bias: the same bits in every step would round one number up for ever."""
+    model, seeds = network(), []
+    optimizer = new(model, StepConfig(optimizer="adamw", moments="bf16"))
+    for step in range(3):
+        for p, g in zip(model.parameters(), gradients(model, step)):
+            p.grad = g
+        optimizer.step(None, torch.tensor(float(step == 1)))  # the second is skipped
+        seeds.append(int(optimizer._seed))
+    assert seeds == [1, 1, 2]
+
+
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 def test_a_skipped_update_leaves_no_trace(kind: str) -> None:
     cfg = StepConfig(optimizer=kind, lr=0.1, weight_decay=0.1)

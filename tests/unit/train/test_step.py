@@ -137,6 +137,8 @@ def test_the_average_of_weights_and_statistics_follows_and_is_put_back() -> None
     with step.average.applied():
         torch.testing.assert_close(state(), mean)
     torch.testing.assert_close(state(), live, rtol=0, atol=0)
+    kept = {name: t for name, t in step.snapshot().items() if name in mean}
+    torch.testing.assert_close(kept, mean)
 
 
 def test_split_keeps_the_kind_of_batch_and_refuses_uneven_parts() -> None:
