@@ -4,7 +4,10 @@ import shutil
 import zipfile
 from pathlib import Path
 
-from tests.stored import DATA
+import numpy as np
+import pytest
+
+from tests.stored import DATA, check_thinned, thinned
 
 ROOT = DATA.parents[1]
 
@@ -32,3 +35,16 @@ def test_the_wheel_holds_the_library_alone(tmp_path: Path, monkeypatch) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0].split("-")[0] for name in names} == {"hpcai", "hpcai_suite"}
     assert wheel.stat().st_size < 600e3
+
+
+def test_what_is_stored_thinned_finds_one_value_far_off_and_a_region_slightly_off() -> None:
+    whole = np.random.default_rng(0).normal(size=(3, 40, 50)).astype(np.float32)
+    stored = {f"out.{part}": array for part, array in thinned(whole).items()}
+    check_thinned(whole, stored, "out", 1e-5)
+    for where, off in ((5999, 1e-3), (slice(1000, 1300), 1e-5), (610, 2e-5)):
+        other = whole.copy()
+        other.reshape(-1)[where] += off
+        with pytest.raises(AssertionError):
+            check_thinned(other, stored, "out", 1e-5)
+    with pytest.raises(AssertionError):
+        check_thinned(whole.reshape(3, 50, 40), stored, "out", 1e-5)
