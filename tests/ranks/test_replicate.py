@@ -164,6 +164,24 @@ def test_a_nan_on_one_rank_is_told_on_all_and_reaches_nobodys_weights() -> None:
         assert told.startswith("step 2: the loss is not finite on rank 1 (sample 1 of step 1)") and unharmed, told
 
 
+def infinite(mesh: Mesh) -> str:
+    """What is told when the loss of rank 1 is infinite in the second step, and every gradient is finite."""
+
+    def measure(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": model(x).square().mean() + torch.where(x.min() < 0, torch.inf, 0.0)}
+
+    step = Step(nn.Linear(3, 1), measure, StepConfig(optimizer="sgd", lr=0.1), mesh)
+    for number in range(3):
+        step(torch.full((2, 3), -1.0 if (mesh.rank, number) == (1, 1) else 1.0))
+    with pytest.raises(DivergedError) as told:
+        step.check()
+    return str(told.value)
+
+
+def test_an_infinite_loss_of_one_rank_is_told_on_all() -> None:
+    assert all(told.startswith("step 2: the loss is not finite on rank 1;") for told in on_ranks({"replicate": 2}, infinite))
+
+
 def summed(mesh: Mesh) -> float:
     bucket = Bucket({"w": nn.Parameter(torch.zeros(3))}, (mesh["replicate"], mesh["depth"]), False, torch.float32)
     bucket.flat.fill_(10.0**mesh.rank)

@@ -142,7 +142,8 @@ def test_a_metric_that_is_just_as_good_as_asked_is_good_enough(better: str) -> N
     words = {"validation": batches(), "evaluate": metric}
     first = train.fit(new_step(), batches(), TrainConfig(epochs=1), **words).evaluations[0]["error"]
     cfg = TrainConfig(epochs=3, metric="error", target=first, better=better)
-    assert train.fit(new_step(), batches(), cfg, **words).reason == "target"
+    result = train.fit(new_step(), batches(), cfg, **words)
+    assert result.reason == "target" and result.progress.step == 3
 
 
 @pytest.mark.parametrize("stop", [1, 2, 4, 5, 6, 7])
