@@ -236,7 +236,7 @@ READERS = [
     Reader("Keras HDF5", keras_weights, CosmoFlow.load),
     Reader("AlphaFold npz", alphafold_weights, OpenFold.load),
     Reader("HDF5 rows", rows_file, read_rows),
-    Reader("index.json", rows_index, read_rows),
+    Reader("index.json", rows_index, read_rows, names=("rows.h5",)),
     Reader("npy", npy, layout.npy),
     Reader("TFRecord", bytes_of("u.tfrecord", next((DATA / "cosmoflow/tfrecord").glob("*.tfrecord")).read_bytes()),
            lambda path: all_of(tfrecord.samples(path, 4)), reseal_tfrecord),
