@@ -139,7 +139,7 @@ def test_an_optimizer_shared_out_over_the_copies_of_a_cut_model() -> None:
 
 
 def first_gradients(mesh: Mesh, seed: int, axes: dict[str, int]) -> list[tuple[float, dict[str, Any]]]:
-    """By copy, what each process finds in its first step with dropout, seeded as an app is; one process does as each copy in turn."""
+    """By copy, what a process finds in its first step with dropout, seeded as in an app; one process does as each copy in turn."""
     case, copies, found = Cosmo(), axes.get("replicate", 1), []
     whole = mesh.world == 1
     for copy in range(copies) if whole else [mesh["replicate"].rank]:
