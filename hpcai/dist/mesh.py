@@ -150,7 +150,8 @@ class Mesh:
     def beside(self, model: T) -> T:
         """A copy of ``model`` for a thread beside the training, with memory of its own. What it sends goes aside: two threads that
         use one channel would get each other's messages. Every process of the job calls this together."""
-        return copy.deepcopy(model, {_ASIDE: self.aside})
+        memo: dict[Any, Any] = {_ASIDE: self.aside}
+        return copy.deepcopy(model, memo)
 
     def only(self, model: str, *names: str) -> None:
         """Raise MeshError when an axis is used that ``model`` cannot be cut along: its ranks would repeat one another's work."""
