@@ -26,7 +26,7 @@ class CheckpointError(HpcaiError, RuntimeError):
 
 
 class DivergedError(HpcaiError, ArithmeticError):
-    """The loss or a gradient became NaN or infinite; the text names the step and the rank."""
+    """The loss or a gradient became NaN or infinite, or copies of the weights differ; the text names the step and the rank."""
 
 
 class MissingExtraError(HpcaiError, ImportError):

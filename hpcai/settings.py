@@ -218,6 +218,8 @@ class TrainConfig(Settings):
     """keep the validation samples on the device once they are read"""
     report_every: Positive = 10
     """steps between reports of the loss"""
+    agree_every: Positive | None = 100
+    """steps within which weights that come to differ between processes that should hold the same end the run; null: never"""
     metric: str | None = None
     """name of the evaluated metric that is compared with `target`"""
     target: float | None = None

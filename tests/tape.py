@@ -40,3 +40,5 @@ class Tape(TorchDispatchMode):
             for to, value in zip(fresh, tree_leaves(function(*args, **kwargs))):
                 if to is not None:
                     to.copy_(value)
+                elif hasattr(value, "wait"):  # messages keep the order of a graph too
+                    value.wait()

@@ -1,10 +1,11 @@
 """The mesh: named axes over the processes of a job, always all there, of size 1 when unused."""
 
+import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as torch_dist
@@ -12,7 +13,10 @@ import torch.distributed as torch_dist
 from hpcai.errors import MeshError
 from hpcai.settings import AXES
 
+T = TypeVar("T")
+
 _CUT = AXES[:-1]  # those of processes that do the same work, replicate first
+_ASIDE = "hpcai: channels aside"  # where a deep copy finds Mesh.aside
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,10 @@ class Axis:
     size: int = 1
     rank: int = 0
     group: torch_dist.ProcessGroup | None = None
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> "Axis":
+        """A model's copy works over the same ranks: through the same channel, or through one of its own (``Mesh.beside``)."""
+        return memo[_ASIDE](self.name) if _ASIDE in memo and self.size > 1 else self
 
 
 class Mesh:
@@ -61,6 +69,7 @@ class Mesh:
             shapes.append(torch.arange(first, first + count).reshape([part[name] for name in _CUT]))
             first += count
         self._ranks = shapes
+        self._lines: dict[str, list[list[int]]] = {}  # by axis: ranks of the job that are one behind another along it
         self._axes = {name: self._axis(name, (name,)) for name in _CUT}
         self.copy, self.everyone = self._axis("copy", _CUT[1:]), self._axis("everyone", _CUT)
         self.link = self._link() if evaluate else Axis("link")
@@ -77,6 +86,7 @@ class Mesh:
         return self._among(label, lines, **words)
 
     def _among(self, label: str, lines: list[list[int]], **words: Any) -> Axis:
+        self._lines[label] = lines
         mine = next((line for line in lines if self.job.rank in line), [self.job.rank])
         lines = [line for line in lines if len(line) > 1]
         if lines == [list(range(self.job.size))] and not words:
@@ -126,16 +136,22 @@ class Mesh:
                 lines = ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim] // within, within)
                 inner += lines.flatten(0, 1).tolist()
                 outer += lines.transpose(1, 2).flatten(0, 1).tolist()
-            self._split[name, within] = self._among(f"{name} between", outer), self._among(f"{name} within", inner)
+            labels = f"{name} between {within}s", f"{name} within {within}s"
+            self._split[name, within] = self._among(labels[0], outer), self._among(labels[1], inner)
         return self._split[name, within]
 
     def aside(self, name: str) -> Axis:
-        """The ranks of an axis, of ``copy`` or of ``everyone``, with a channel of their own between hosts, for a thread beside the
-        training. The first call is made by every process of the job together."""
+        """The ranks of any axis with a channel of their own between hosts, for a thread beside the training. The first call is made
+        by every process of the job together."""
         if name not in self._aside:
-            names = {"everyone": _CUT, "copy": _CUT[1:]}.get(name, (name,))
-            self._aside[name] = self._axis(f"{name} aside", names, backend="gloo")
+            self._aside[name] = self._among(f"{name} aside", self._lines[name], backend="gloo")
         return self._aside[name]
+
+    def beside(self, model: T) -> T:
+        """A copy of ``model`` for a thread beside the training, with memory of its own. What it sends goes aside: two threads that
+        use one channel would get each other's messages. Every process of the job calls this together."""
+        memo: dict[Any, Any] = {_ASIDE: self.aside}
+        return copy.deepcopy(model, memo)
 
     def only(self, model: str, *names: str) -> None:
         """Raise MeshError when an axis is used that ``model`` cannot be cut along: its ranks would repeat one another's work."""

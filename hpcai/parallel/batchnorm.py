@@ -1,5 +1,6 @@
 """Batch normalisation with statistics over the samples of several copies of a model: one node's, any number, or all."""
 
+import copy
 from typing import TypeVar
 
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ class SumInPlace(nn.Module):
         return sum_in_place(value, *self.axes)
 
     def __deepcopy__(self, memo: dict) -> "SumInPlace":
-        return type(self)(*self.axes)  # a group of processes is not copied
+        return type(self)(*copy.deepcopy(self.axes, memo))
 
 
 def group_batch_norm(model: Model, mesh: Mesh, group: int, setting: str = "batchnorm_group") -> Model:

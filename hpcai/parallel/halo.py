@@ -15,6 +15,7 @@ import torch.distributed as torch_dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hpcai.dist.collect import backend
 from hpcai.dist.mesh import Axis
 from hpcai.nn.conv import conv3d, conv3d_gradients
 
@@ -96,11 +97,15 @@ class Flight:
         self, x: Tensor, dim: int, axis: Axis, gives: Sequence[tuple[int, Range]], gets: Sequence[tuple[int, Range]], first: int,
     ) -> None:  # fmt: skip
         turn = _rows if _is_last(x) else (lambda tensor: tensor)
-        self._sent = [turn(x.narrow(dim, a - first, b - a)).contiguous() for _, (a, b) in gives]
+        # gloo sends from the memory of the host only.
+        at = torch.device("cpu") if x.is_cuda and backend(x.device, axis) == "gloo" else x.device
+        self._sent = [turn(x.narrow(dim, a - first, b - a)).contiguous().to(at) for _, (a, b) in gives]
         self.slices = [_like(x, dim, b - a) for _, (a, b) in gets]
         self.bytes = sum(t.numel() * t.element_size() for t in self._sent)
         ops = []
-        coming = [turn(tensor) for tensor in self.slices]
+        places = [turn(tensor) for tensor in self.slices]
+        coming = [place if place.device == at else torch.empty_like(place, device=at) for place in places]
+        self._landed = [(place, came) for place, came in zip(places, coming) if place is not came]
         for tensors, peers, do in ((self._sent, gives, torch_dist.isend), (coming, gets, torch_dist.irecv)):
             for tensor, (rank, _) in zip(tensors, peers):
                 peer = torch_dist.get_global_rank(axis.group, rank)  # type: ignore[arg-type]  # where it has peers it has a group
@@ -111,7 +116,9 @@ class Flight:
     def wait(self) -> list[Tensor]:
         for work in self._works:
             work.wait()
-        self._works, self._sent = [], []
+        for place, came in self._landed:
+            place.copy_(came)
+        self._works, self._sent, self._landed = [], [], []
         return self.slices
 
 

@@ -184,6 +184,11 @@ class GradientSums:
     def settle(self) -> None:
         """Wait until the weights that ``spread()`` sends have come."""
 
+    def alike(self) -> list[tuple[str, Tensor, tuple[Axis, ...]]]:
+        """The parameters that the model computes with: name, numbers, and the axes along which all processes hold the same."""
+        self.settle()
+        return [(name, p.detach(), _axes(p, self.mesh)) for name, p in self.model.named_parameters()]
+
 
 def _axes(parameter: nn.Parameter, mesh: Mesh) -> tuple[Axis, ...]:
     axes = (mesh["replicate"], *getattr(parameter, "sum_axes", ()))

@@ -130,21 +130,21 @@ class FullySharded:
 
         self.model, self.mesh = model, mesh
         self.buckets: list[Bucket] = []
-        between, self.cut = axes or (ALONE, mesh["replicate"])
+        self.between, self.cut = axes or (ALONE, mesh["replicate"])
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         for tensor in (*model.parameters(), *model.buffers()):
             start_equal(tensor, (mesh["replicate"],))
             tensor.data = tensor.data.contiguous()  # fully_shard takes no other order
-        groups: list[Any] = [axis.group for axis in (between, self.cut) if axis.size > 1]
+        groups: list[Any] = [axis.group for axis in (self.between, self.cut) if axis.size > 1]
         names = ("between", "within")[-len(groups) :]
         devices = DeviceMesh.from_group(
-            groups if len(groups) > 1 else groups[0], mesh.device.type, mesh=_ranks(between, self.cut), mesh_dim_names=names
+            groups if len(groups) > 1 else groups[0], mesh.device.type, mesh=_ranks(self.between, self.cut), mesh_dim_names=names
         )
         dtypes: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if narrow else {}
         policies = {each: MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False) for each in blocks}
         policies |= {each: MixedPrecisionPolicy(cast_forward_inputs=False) for each in _wide(model)} if narrow else {}
         policies[model] = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
-        sums = {name: tuple(a for a in getattr(p, "sum_axes", ()) if a.size > 1) for name, p in named.items()}
+        self._sum_axes = {name: tuple(a for a in getattr(p, "sum_axes", ()) if a.size > 1) for name, p in named.items()}
         self._parts = list(policies)  # from within outwards
         for module, policy in policies.items():
             fully_shard(module, mesh=devices, mp_policy=policy)
@@ -152,7 +152,7 @@ class FullySharded:
             if hasattr(module, "set_force_sum_reduction_for_comms"):  # the sum uses no operation that only NCCL has
                 module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
         self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._axes = [(self._named[name], a) for name, a in sums.items() if a]
+        self._axes = [(self._named[name], a) for name, a in self._sum_axes.items() if a]
         self.rows = [self._row(name, p, name in decays) for name, p in self._named.items()]
 
     def _row(self, name: str, parameter: Any, decays: bool) -> Row:
@@ -192,6 +192,12 @@ class FullySharded:
 
     def settle(self) -> None:
         """Nothing is under way."""
+
+    def alike(self) -> list[tuple[str, Tensor, tuple[Axis, ...]]]:
+        """``GradientSums.alike`` of this process's shares: the groups that divide the weights hold the same."""
+        between = (self.between,) if self.between.size > 1 else ()
+        named: Any = self.model.named_parameters()
+        return [(name, p.detach().to_local(), (*between, *self._sum_axes.get(name, ()))) for name, p in named]
 
 
 def _wide(module: nn.Module) -> list[nn.Module]:

@@ -9,6 +9,7 @@ losses of the ranks add up to the loss, so gradients are added, at seams and for
 level counts 1/n on each (``Once``). No learning rate is touched. B batch, C channels, D H W the volume, n the size of an axis.
 """
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -60,9 +61,9 @@ class Cut:
         return cls({names.index(name) + 2: axis for name, axis in axes.items() if name in names}, **words)
 
     def __deepcopy__(self, memo: dict) -> "Cut":
-        """A model's copy has a state of its own, over the same processes."""
-        twin = Cut(self.axes, self.least, self.apart)
-        twin.known, twin.plans, twin.active = self.known, self.plans, self.active
+        """A model's copy has a state of its own, over the same processes; its plans name its own channels."""
+        twin = Cut(copy.deepcopy(self.axes, memo), self.least, self.apart)
+        twin.known, twin.active = self.known, self.active
         return twin
 
     @contextmanager

@@ -4,7 +4,6 @@ A run is evaluated by the processes that train, which wait or go on meanwhile, o
 weights are those of the step at which ``start`` was called, and the metrics are the same.
 """
 
-import copy
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -191,7 +190,7 @@ class Background(Beside):
                 "train.evaluate is background, but step.shard is weights, so that no process has a whole model; "
                 "set mesh.evaluate, step.shard=optimizer or train.evaluate=wait"
             )
-        self.model = _twin(step.model)
+        self.model = _twin(step.model, step.mesh)
         self.axis = step.mesh.aside("replicate")
 
     @torch.no_grad()
@@ -265,9 +264,9 @@ def serve(step: Step, metric: Metric, validation: Any) -> str:
     return str(word["end"])
 
 
-def _twin(model: nn.Module) -> nn.Module:
-    """A copy of ``model`` with memory of its own, and without the hooks of the step on its modules."""
-    twin = copy.deepcopy(model)
+def _twin(model: nn.Module, mesh: Mesh) -> nn.Module:
+    """A copy of ``model`` with memory and channels of its own, and without the hooks of the step on its modules."""
+    twin = mesh.beside(model)
     for module in twin.modules():
         hooks = module._forward_pre_hooks
         for key in [key for key, hook in hooks.items() if getattr(hook, "waits_for_weights", False)]:

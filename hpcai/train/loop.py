@@ -106,8 +106,9 @@ def fit(
 
 @dataclass
 class _Reading:
-    """Sums of the steps up to ``position``, on their way to the host; the last value is the first bad step."""
+    """Sums of the steps up to ``position``, on their way to the host; the last values are what ``Step.first_bad`` gave."""
 
+    is_report: bool
     names: list[str]
     values: Tensor
     ready: Any
@@ -126,7 +127,7 @@ class _Training:
         self.rate: Callable[[int], float] = rate(step.cfg.schedule, step.cfg.lr, len(data), self.steps)
         self.measured = Measured()
         self.progress, self.result = Progress(), Result("finished", Progress())
-        self._reported = self._saved = 0
+        self._reported = self._saved = self._compared = 0
         self._reading: _Reading | None = None
         self._since: tuple[float, int] = (0.0, 0)
 
@@ -135,7 +136,7 @@ class _Training:
             self.checkpoints.data = getattr(self.data, "identity", "")
         resumed = self.checkpoints.resume(self.step) if self.checkpoints else None
         self.progress = self.result.progress = resumed or self.progress
-        self._reported = self._saved = self.progress.step
+        self._reported = self._saved = self._compared = self.progress.step
         self._start(self.progress.step if resumed else None)
         self.step.model.train()
         ended = self.progress.ended
@@ -208,10 +209,12 @@ class _Training:
         self.progress.seen += self.data.size
         self.collector.at(self.progress.step)
         self.profile.at(self.progress.step)
-        if self.progress.step % self.cfg.report_every == 0:
-            self._read()
-            if not self.lags:
-                self._tell()
+        report = self.progress.step % self.cfg.report_every == 0
+        next_look = self.progress.step + (self.cfg.report_every if report else 1)
+        compare = self.cfg.agree_every is not None and next_look - self._compared > self.cfg.agree_every
+        self._read(report, compare)
+        if not self.lags:
+            self._tell()
         # The last step of an epoch is saved after its evaluation, which a run that resumes would otherwise do again.
         if self.progress.sample < self.data.samples and self.progress.step < self.steps and self._save_is_due():
             self._save()
@@ -225,7 +228,7 @@ class _Training:
     def _report(self) -> None:
         """Read and tell everything up to the last step; raises DivergedError before a bad number is shown or saved."""
         self._tell()
-        self._read()
+        self._read(report=True, compare=self.cfg.agree_every is not None)
         self._tell()
 
     @property
@@ -233,21 +236,26 @@ class _Training:
         """Whether a report is told one step later."""
         return self.mesh.device.type == "cuda"
 
-    def _read(self) -> None:
-        """Begin to read what was measured, once it is summed over all processes: one reduction, one copy to the host.
+    def _read(self, report: bool, compare: bool) -> None:
+        """Begin to read what was measured (``report``), once it is summed over all processes, and whether weights are still alike
+        where they should be (``compare``): one copy to the host.
 
         On a GPU the copy is waited for after the next step has been started, so that the GPU never waits for the host.
         """
-        if self._reported == self.progress.step:
+        report = report and self._reported != self.progress.step
+        compare = compare and self._compared != self.progress.step and self.step.agreement.needed
+        if not (report or compare):
             return
-        names = self.measured.names
-        packed = self.measured.pack(names, self.mesh["replicate"], self.mesh.device)
-        values, ready = torch.cat((packed, self.step.first_bad().double()[None])), None
+        names, values, ready = self.measured.names if report else [], self.step.first_bad(compare).double(), None
+        if report:
+            values = torch.cat((self.measured.pack(names, self.mesh["replicate"], self.mesh.device), values))
+            self._reported = self.progress.step
+        if compare:
+            self._compared = self.progress.step
         if self.mesh.device.type == "cuda":
             values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
             ready = torch.cuda.current_stream().record_event()
-        self._reported = self.progress.step
-        self._reading = _Reading(names, values, ready, self._position())
+        self._reading = _Reading(report, names, values, ready, self._position())
 
     def _tell(self) -> None:
         if self._reading is None:
@@ -255,8 +263,11 @@ class _Training:
         reading, self._reading = self._reading, None
         if reading.ready is not None:
             reading.ready.synchronize()
-        *sums, first_bad = reading.values.tolist()
+        *sums, first_bad, unlike = reading.values.tolist()
         self.step.check(self._samples_of, int(first_bad))
+        self.step.agreement.tell(int(unlike), reading.position["step"])
+        if not reading.is_report:
+            return
         values = means(reading.names, sums)
         now, (then, seen) = time.perf_counter(), self._since
         self.progress.seconds += now - then

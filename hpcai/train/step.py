@@ -16,6 +16,7 @@ from hpcai.dist.mesh import Mesh
 from hpcai.errors import ConfigError, DataError, DivergedError
 from hpcai.settings import StepConfig
 from hpcai.train import rng
+from hpcai.train.agreement import NEVER, Agreement
 from hpcai.train.average import Average
 from hpcai.train.capture import Capture, CudaGraph, Graph
 from hpcai.train.choices import chosen, gradient_sums
@@ -25,7 +26,6 @@ from hpcai.train.optim import Optimizer
 from hpcai.train.profile import span
 
 Loss = Callable[[nn.Module, Any], dict[str, Value]]
-_NEVER = 2**62
 
 
 class Step:
@@ -48,6 +48,7 @@ class Step:
         self.sums = gradient_sums(self.model, mesh, cfg)
         self.optimizer = Optimizer(self.sums.rows, cfg)
         self.average = Average(self.model, self.optimizer, self.sums, cfg.average)
+        self.agreement = Agreement(self.sums, self.optimizer, mesh)
         each = cfg.clip_per == "sample"
         if each and mesh.copy.size > 1:
             raise ConfigError(f"step.clip_per is sample, but {mesh.copy.size} processes hold a sample together; set it to batch")
@@ -55,7 +56,7 @@ class Step:
         self._share = 1.0 / (cfg.accumulate * mesh["replicate"].size)
         self._hold = torch.zeros((), device=mesh.device)  # 1: nothing is updated
         self._count = torch.zeros((), dtype=torch.int64, device=mesh.device)
-        self._first_bad = torch.full((2,), _NEVER, dtype=torch.int64, device=mesh.device)  # by gradient, by own loss
+        self._first_bad = torch.full((2,), NEVER, dtype=torch.int64, device=mesh.device)  # by gradient, by own loss
         self._steps = 0
         self._capture: Capture | None = None
         if cfg.capture != "none":
@@ -140,8 +141,8 @@ class Step:
         # Gradients are summed over the copies, so a NaN anywhere reaches all of them in the same step. From then on the weights
         # stay those of the last good step.
         bad = ~torch.stack((norm.isfinite(), own.isfinite().reshape(())))
-        self._first_bad.copy_(torch.minimum(self._first_bad, torch.where(bad, self._count, _NEVER)))
-        skip = torch.maximum((self._first_bad[0] < _NEVER).to(self._hold.dtype), self._hold)
+        self._first_bad.copy_(torch.minimum(self._first_bad, torch.where(bad, self._count, NEVER)))
+        skip = torch.maximum((self._first_bad[0] < NEVER).to(self._hold.dtype), self._hold)
         with span("update"):
             self.optimizer.step(scale, skip)
             self.sums.spread()
@@ -181,18 +182,19 @@ class Step:
                 tensor.data.copy_(value)
             rng.restore(random)
 
-    def first_bad(self) -> Tensor:
-        """0-based step with the first loss or gradient that is not finite on any process, on the device; otherwise a huge
-        number."""
-        return least(self._first_bad.amin(), self.mesh.everyone)
+    def first_bad(self, compare: bool = False) -> Tensor:
+        """On the device, the least on any process: 0-based step with the first loss or gradient that is not finite, and, with
+        ``compare``, the number of the first parameter that is not the same where it should be; otherwise huge numbers.   [2]"""
+        unlike = self.agreement.first_unlike() if compare else torch.full_like(self._count, NEVER)
+        return least(torch.stack((self._first_bad.amin(), unlike)), self.mesh.everyone)
 
     def check(self, samples: Callable[[int], str] | None = None, first: int | None = None) -> None:
         """Raise DivergedError on every process when a loss or a gradient was not finite. Reads the device: between steps only.
 
         ``samples(step)`` names what this process read for a step; ``first`` is what ``first_bad`` gave, where it has been read.
         """
-        first = int(self.first_bad().item()) if first is None else first
-        if first == _NEVER:
+        first = int(self.first_bad()[0].item()) if first is None else first
+        if first == NEVER:
             return
         bad, own = self._first_bad.tolist()
         seen = gather_objects((bad, own, samples(own) if samples and own == first else ""), self.mesh.everyone)

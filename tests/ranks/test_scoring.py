@@ -12,6 +12,7 @@ from torch import nn
 
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import ConfigError, MeshError
+from hpcai.models import cosmoflow
 from hpcai.parallel.replicate import sum_over
 from hpcai.settings import StepConfig, TrainConfig
 from hpcai.train.evaluation import _twin, scoring
@@ -97,6 +98,32 @@ def test_ranks_of_its_own_find_the_same(axes: dict[str, int]) -> None:
             assert losses == pytest.approx(right[1], rel=1e-5), words
             for (_, found), (_, values) in zip(rows, right[0]):
                 assert found == pytest.approx(values, rel=1e-5), words
+
+
+def in_slabs(mesh: Mesh, words: dict[str, Any]) -> tuple[Rows, list[float]]:
+    """CosmoFlow, whose ranks exchange slices in every forward pass; each training step finds an evaluation under way."""
+    cfg = cosmoflow.CosmoFlowConfig(size=16, filters=4, blocks=3, dropout=0.0)
+    torch.manual_seed(0)
+    step = Step(cosmoflow.parallelize(cosmoflow.CosmoFlow(cfg), mesh), cosmoflow.loss, StepConfig(lr=1e-3), mesh)
+    axis, part = mesh["replicate"], cosmoflow.cut_of(mesh).part((16, 16, 16))
+
+    def universes(count: int, seed: int) -> list[cosmoflow.Batch]:
+        generator = torch.Generator().manual_seed(seed)
+        counts = torch.randint(0, 50, (count, axis.size, 16, 16, 16, 4), generator=generator, dtype=torch.int16)
+        targets = torch.rand(count, axis.size, 4, generator=generator)
+        own = slice(axis.rank, axis.rank + 1)
+        return [cosmoflow.Batch(c[(own, *part)], t[own]) for c, t in zip(counts, targets)]
+
+    settings = TrainConfig(epochs=4, report_every=100, **words)
+    result = fit(step, universes(4, 1), settings, validation=universes(4, 2), evaluate=cosmoflow.error)
+    return [(r.step, r.values) for r in result.evaluations], [r["loss"] for r in result.reports]
+
+
+@pytest.mark.parametrize("axes", [{"depth": 2}, {"replicate": 2, "depth": 2}], ids=str)
+def test_a_copy_that_is_cut_sends_beside_the_training_through_channels_of_its_own(axes: dict[str, int]) -> None:
+    expected = on_ranks(axes, in_slabs, {"evaluate": "wait"})
+    assert [step for step, _ in expected[0][0]] == [4, 8, 12, 16]
+    assert on_ranks(axes, in_slabs, {"evaluate": "background"}) == expected
 
 
 def entwined(mesh: Mesh, evaluate: str, done: Path) -> tuple[Rows, int]:
@@ -212,7 +239,7 @@ def test_validation_samples_are_read_once_when_they_are_kept() -> None:
 
 def hooks(mesh: Mesh) -> tuple[int, int, bool]:
     step = Step(Network(), loss, StepConfig(shard="optimizer"), mesh)
-    twin = _twin(step.model)
+    twin = _twin(step.model, mesh)
     counts = [sum(len(module._forward_pre_hooks) for module in model.modules()) for model in (step.model, twin)]
     apart = all(a.data_ptr() != b.data_ptr() for a, b in zip(step.model.parameters(), twin.parameters()))
     return counts[0], counts[1], apart

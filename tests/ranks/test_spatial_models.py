@@ -12,7 +12,9 @@ from hpcai.dist.mesh import Mesh
 from hpcai.errors import MeshError
 from hpcai.models import cosmoflow, deepcam, unet3d
 from hpcai.settings import StepConfig
+from hpcai.train import rng
 from hpcai.train.step import Step
+from tests.meshes import mesh_of
 from tests.ranks.launch import on_ranks
 
 STEPS, COPIES = 2, 2
@@ -134,6 +136,31 @@ def test_an_optimizer_shared_out_over_the_copies_of_a_cut_model() -> None:
     for _, state, _ in on_ranks({"replicate": 2, "depth": 2}, trained, Unet, cfg):
         for name, values in expected.items():
             np.testing.assert_allclose(state[name], values, rtol=1e-8, atol=1e-9, err_msg=name)
+
+
+def first_gradients(mesh: Mesh, seed: int, axes: dict[str, int]) -> list[tuple[float, dict[str, Any]]]:
+    """By copy, what a process finds in its first step with dropout, seeded as in an app; one process does as each copy in turn."""
+    case, copies, found = Cosmo(), axes.get("replicate", 1), []
+    whole = mesh.world == 1
+    for copy in range(copies) if whole else [mesh["replicate"].rank]:
+        with rng.seeds(seed, mesh_of(copy, copies) if whole else mesh):
+            model = case.model(mesh)
+        step = Step(model, case.package.loss, CFG, mesh)
+        value = step._gradients(case.batch(0, mesh, slice(copy, copy + 1)))["loss"].item()
+        gradients = {name: p.grad.clone().numpy() for name, p in model.named_parameters() if p.grad is not None}
+        found.append((value, gradients))
+    return found
+
+
+@pytest.mark.parametrize("axes", [{"depth": 2}, {"depth": 2, "height": 2}, {"replicate": 2, "depth": 2}], ids=str)
+def test_dropout_of_a_model_that_is_cut_is_that_of_one_process_per_copy(axes: dict[str, int]) -> None:
+    assert Cosmo.cfg.dropout > 0
+    copies, ranks = first_gradients(alone(), 7, axes), on_ranks(axes, first_gradients, 7, axes)
+    for rank, ((value, gradients),) in enumerate(ranks):
+        assert value == pytest.approx(copies[rank * len(copies) // len(ranks)][0], rel=1e-9), rank
+        for name in copies[0][1]:
+            expected = sum(each[name] for _, each in copies) / len(copies)
+            np.testing.assert_allclose(gradients[name], expected, rtol=1e-8, atol=1e-12, err_msg=name)
 
 
 def refused(mesh: Mesh) -> list[str]:

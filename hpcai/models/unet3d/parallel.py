@@ -17,10 +17,9 @@ def cut_of(mesh: Mesh) -> Cut:
     return Cut.over({"depth": mesh["depth"], "height": mesh["height"]}, 3)
 
 
-def parallelize(model: UNet3D, mesh: Mesh, window_group: int = 1, beside: bool = False) -> UNet3D:
+def parallelize(model: UNet3D, mesh: Mesh, window_group: int = 1) -> UNet3D:
     """``model``, in place, whose windows are cut over ``depth`` and ``height`` in training. In inference the processes of
     ``window_group`` neighbouring copies share the windows of a volume out, and each sees whole ones: nothing travels but the sums.
-    ``beside``: evaluation goes on beside the training, so that its sums have a channel of their own.
 
     Raises MeshError for a mesh that does not fit.
     """
@@ -30,7 +29,7 @@ def parallelize(model: UNet3D, mesh: Mesh, window_group: int = 1, beside: bool =
     if cut.axes:
         model.fits = nn.Identity()
     _, group = mesh.split("replicate", window_group, "data.window_group")
-    model.windows.team = Team(cut, mesh.aside("copy") if beside else mesh.copy, group)
+    model.windows.team = Team(cut, mesh.copy, group)
     return model
 
 

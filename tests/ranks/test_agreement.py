@@ -1,0 +1,149 @@
+"""A bit that flips in one process's weights is found and named; weights that are alike are never said to differ."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from hpcai.dist.mesh import Mesh
+from hpcai.errors import DivergedError
+from hpcai.models import cosmoflow
+from hpcai.parallel.replicate import sum_over
+from hpcai.settings import StepConfig, TrainConfig
+from hpcai.train.agreement import fingerprint
+from hpcai.train.capture import _Trap
+from hpcai.train.loop import fit
+from hpcai.train.step import Step
+from tests.ranks.launch import on_ranks
+from tests.ranks.test_scoring import Network, batches, loss, metric
+from tests.tape import Tape
+
+EVERY, FLIPPED = 4, 6  # steps; the flip follows the sixth
+
+
+def flip(step: Step, name: str, bit: int = 0) -> None:
+    """Flip one bit of the last number of a parameter, as radiation does."""
+    numbers: Any = step.optimizer.weights()[name]
+    torch.as_strided(numbers, (numbers.numel(),), (1,)).view(torch.int32)[-1] ^= 1 << bit
+
+
+class Struck(Step):
+    """A step after which, once, a bit flips on some processes."""
+
+    struck: dict[int, str]
+
+    def __call__(self, batch: Any, lr: float | None = None) -> Any:
+        values = super().__call__(batch, lr)
+        if self.count == FLIPPED and self.mesh.rank in self.struck:
+            flip(self, self.struck[self.mesh.rank])
+        return values
+
+
+def trained(mesh: Mesh, struck: dict[int, str], words: dict[str, Any], settings: dict[str, Any]) -> tuple[str, int]:
+    """What a run of 16 steps says of its weights, and how many steps it made."""
+    torch.manual_seed(0)
+    model = Network()
+    sum_over(model, mesh["depth"])
+    graph = Tape if "capture" in words else None
+    step = Struck(model, loss, StepConfig(lr=0.01, **words), mesh, graph=graph)
+    step.struck = struck
+    axis = mesh["replicate"]
+    training, validation = ([b.chunk(axis.size)[axis.rank] for b in batches(n, 8, n)] for n in (8, 2))
+    cfg = TrainConfig(**{"steps": 16, "report_every": 2, "agree_every": EVERY} | settings)
+    try:
+        fit(step, training, cfg, validation=validation, evaluate=metric)
+    except DivergedError as error:
+        return str(error), step.count
+    return "", step.count
+
+
+CASES = [
+    ({"replicate": 2}, {1: "last.weight"}, "rank 0 and rank 1 differ", "last.weight"),
+    ({"replicate": 4}, {2: "norm.bias"}, "rank 2 differ", "norm.bias"),
+    ({"replicate": 2, "depth": 2}, {3: "first.weight"}, "rank 3 differ", "first.weight"),
+    ({"replicate": 2, "depth": 2}, {0: "last.bias", 2: "norm.weight"}, "rank 2 differ", "norm.weight"),
+]
+
+
+@pytest.mark.parametrize("axes, struck, who, name", CASES, ids=str)
+def test_a_flipped_bit_is_named_with_its_ranks_and_its_parameter(axes: Any, struck: Any, who: str, name: str) -> None:
+    for words in ({}, {"precision": "bf16-params"}):
+        for report, seen in ((2, 8), (3, 6), (100, 8)):
+            for text, steps in on_ranks(axes, trained, struck, words, {"report_every": report}):
+                assert text.startswith(f"step {seen}: the weights of {who} from those"), (words, report)
+                assert f"first in {name};" in text
+                assert steps == seen <= FLIPPED + EVERY
+
+
+SOUND = [
+    {}, {"precision": "bf16-params", "moments": "bf16", "average": 0.9}, {"shard": "optimizer", "average": 0.9},
+    {"shard": "optimizer", "precision": "bf16-params", "optimizer": "lamb"}, {"shard": "weights", "average": 0.9},
+    {"capture": "whole", "average": 0.9}, {"capture": "forward", "shard": "optimizer"}, {"clip": 0.1, "accumulate": 2},
+]  # fmt: skip
+
+
+def each(mesh: Mesh, struck: dict[int, str], cases: list[dict[str, Any]]) -> list[tuple[str, int]]:
+    return [trained(mesh, struck, words, {"agree_every": 1}) for words in cases]
+
+
+@pytest.mark.parametrize("axes", [{"replicate": 2}, {"replicate": 2, "depth": 2}], ids=str)
+def test_no_setting_makes_weights_differ(axes: dict[str, int]) -> None:
+    for found in on_ranks(axes, each, {}, SOUND):
+        assert found == [("", 16)] * len(SOUND)
+
+
+def divided(mesh: Mesh, shard: str) -> list[str]:
+    """Where groups of two processes divide the optimizer or the weights: what is said of a flip on rank 1, before it is mended."""
+    torch.manual_seed(0)
+    step = Step(Network(), loss, StepConfig(shard=shard, shard_within=2), mesh)  # type: ignore[arg-type]
+    told = []
+    for struck in (False, True):
+        step(batches(4, 2, mesh.rank)[0])
+        step.sums.settle()
+        if struck and mesh.rank == 1:
+            next(numbers for name, numbers, _ in step.sums.alike() if name == "first.weight").view(torch.int32)[0] ^= 1
+        try:
+            step.agreement.tell(int(step.first_bad(compare=True)[1].item()), step.count)
+        except DivergedError as error:
+            told.append(str(error))
+    return told
+
+
+@pytest.mark.parametrize("shard, who", [("optimizer", "rank 1"), ("weights", "rank 1 and rank 3")])
+def test_groups_that_divide_the_state_compare_what_they_compute_with(shard: str, who: str) -> None:
+    for told in on_ranks({"replicate": 4}, divided, shard):
+        assert len(told) == 1 and told[0].startswith(f"step 2: the weights of {who} differ") and "first in first.weight;" in told[0]
+
+
+def in_slabs(mesh: Mesh) -> list[int]:
+    """First parameters that differ in a cut model, with and without a flip on one rank."""
+    cfg = cosmoflow.CosmoFlowConfig(size=16, filters=2, blocks=3)
+    step = Step(cosmoflow.parallelize(cosmoflow.CosmoFlow(cfg), mesh), cosmoflow.loss, StepConfig(), mesh)
+    with _Trap():  # raises where the host reads
+        unlike = step.first_bad(compare=True)[1]
+    found = [int(unlike.item())]
+    if mesh.rank == 2:
+        flip(step, "dense1.weight", bit=31)
+    return [*found, int(step.first_bad(compare=True)[1].item())]
+
+
+def test_the_ranks_of_a_cut_copy_hold_the_same() -> None:
+    names = [name for name, _ in cosmoflow.CosmoFlow(cosmoflow.CosmoFlowConfig(size=16, blocks=3)).named_parameters()]
+    for axes in ({"depth": 4}, {"replicate": 2, "height": 2}):
+        assert {tuple(found) for found in on_ranks(axes, in_slabs)} == {(2**62, names.index("dense1.weight"))}
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_a_fingerprint_changes_with_every_bit_and_every_exchange(kind: torch.dtype) -> None:
+    numbers = torch.randn(2**18 + 3, generator=torch.Generator().manual_seed(0)).to(kind)
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[kind.itemsize]
+    whole = fingerprint(numbers)
+    for place in (0, 1, 2**18 - 1, 2**18, len(numbers) - 1):
+        for bit in range(8 * kind.itemsize):
+            other = numbers.clone()
+            other.view(bits)[place] ^= torch.ones((), dtype=bits) << bit
+            assert fingerprint(other) != whole, (place, bit)
+    assert fingerprint(numbers.roll(1)) != whole == fingerprint(numbers.clone())
+    nan = partial(torch.full, (4,), dtype=torch.int32)
+    assert fingerprint(nan(0x7FC00000).view(torch.float32)) != fingerprint(nan(0x7FC00001).view(torch.float32))
