@@ -5,8 +5,9 @@ in a folder of its own; the run's files stay as they are. The search for what is
 puts out, and at the gradient of it on the way back. It reads the device after each module, and needs modules that are run one by
 one: step.compile and step.capture are none.
 
-A run is replayed on as many processes as trained (those of mesh.evaluate are left out): behind mpiexec, srun or torchrun, which start `hpcai replay` as they started
-the run, or without one on this machine. The exit code is 0 where the failure came again, 1 where it did not.
+A run is replayed on as many processes as trained (those of mesh.evaluate are left out): behind mpiexec, srun or torchrun, which
+start `hpcai replay` as they started the run, or without one on this machine. The exit code is 0 where the failure came again, 1
+where it did not.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import runpy
 import shutil
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -109,8 +111,8 @@ def _made_again(cause: dict[str, Any], told: list[dict[str, Any]], scratch: Path
         if not alone or cause["world"] == 1:
             return _code(enter)
         if torch.cuda.is_available() and torch.cuda.device_count() < cause["world"]:
-            raise ConfigError(f"the run trained on {cause['world']} processes, and this machine fewer GPUs; start as many as then, behind "
-                              f"the launcher: srun -n {cause['world']} hpcai replay ...")  # fmt: skip
+            raise ConfigError(f"the run trained on {cause['world']} processes, and this machine has fewer GPUs; start as many "
+                              f"behind a launcher: srun -n {cause['world']} hpcai replay ...")  # fmt: skip
         with forked(enter, Path(folder) / "said", cause["world"]) as forks:
             codes = _followed(forks.processes, forks.output)
         return next((code for code in codes if code not in (AGAIN, WELL)), max(codes)) if AGAIN not in codes else AGAIN
@@ -121,6 +123,9 @@ def _code(enter: Callable[[], object]) -> int:
         enter()
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except Exception:  # the run's, which one process does not end by itself
+        traceback.print_exc()
+        return 1
     return WELL
 
 
@@ -178,7 +183,7 @@ def searched(model: nn.Module, batch: Any) -> Iterator[list[str]]:
             seen.append(text)
 
     def back(name: str, gradient: Tensor) -> None:
-        if not _finite(gradient):
+        if not kinds & {"batch", "output"} and not _finite(gradient):  # otherwise it follows from them
             once("gradient", f"going back, the first gradient that is not finite is that of the output of {name}")
 
     def forward(name: str, module: nn.Module, inputs: Any, output: Any) -> None:

@@ -175,14 +175,15 @@ class Failures(logging.Handler):
     def _watch(self, patience: float, done: threading.Event) -> None:
         """Count looks, not seconds: a job that is suspended is looked at by nobody meanwhile, and did not hang."""
         first, idle, seen, saved = PULSE.beats, 0, PULSE.beats, 0
-        while not done.wait(patience / _TICKS):
-            # This thread cannot run while a call holds the interpreter, but that one of faulthandler can.
-            faulthandler.dump_traceback_later(patience, file=2)
+        # This thread cannot run while a call holds the interpreter, but that one of faulthandler can.
+        while faulthandler.dump_traceback_later(patience, file=2) or not done.wait(patience / _TICKS):
             before, (seen, saved) = (seen, saved), (PULSE.beats, self._saved() if PULSE.beats == seen else saved)
             idle = 0 if before != (seen, saved) or PULSE.rests else idle + 1
             if idle >= _TICKS * (FIRST_STEP if seen == first else 1):
-                self._end(patience)
+                break
         faulthandler.cancel_dump_traceback_later()
+        if not done.is_set():
+            self._end(patience)
 
     def _saved(self) -> int:
         """Bytes of a checkpoint that is being written by any process: while they grow, those that wait for it do not hang."""
