@@ -175,8 +175,11 @@ class Failures(logging.Handler):
     def _watch(self, patience: float, done: threading.Event) -> None:
         """Count looks, not seconds: a job that is suspended is looked at by nobody meanwhile, and did not hang."""
         first, idle, seen, saved = PULSE.beats, 0, PULSE.beats, 0
-        # This thread cannot run while a call holds the interpreter, but that one of faulthandler can.
-        while faulthandler.dump_traceback_later(patience, file=2) or not done.wait(patience / _TICKS):
+        while True:
+            # This thread cannot run while a call holds the interpreter, but that one of faulthandler can.
+            faulthandler.dump_traceback_later(patience, file=2)
+            if done.wait(patience / _TICKS):
+                break
             before, (seen, saved) = (seen, saved), (PULSE.beats, self._saved() if PULSE.beats == seen else saved)
             idle = 0 if before != (seen, saved) or PULSE.rests else idle + 1
             if idle >= _TICKS * (FIRST_STEP if seen == first else 1):
