@@ -19,7 +19,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
@@ -85,7 +85,7 @@ def load(schema: type[T], path: str | Path | None = None, words: Sequence[str] =
     return cast(T, given.validate())
 
 
-def dump(settings: pydantic.BaseModel) -> str:
+def dump(settings: pydantic.BaseModel | Mapping[str, Any]) -> str:
     """YAML of every key, defaults included, that ``load`` reads back as an equal object."""
     tree = to_jsonable_python(settings, inf_nan_mode="constants")
     return str(yaml.dump(tree, Dumper=_Writer, sort_keys=False, allow_unicode=True, width=120))

@@ -4,6 +4,7 @@ import fcntl
 import os
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -44,5 +45,6 @@ def claim(folder: Path) -> IO[str]:
 
 def release(owner: IO[str]) -> None:
     """Give up what ``claim`` gave."""
-    Path(owner.name).unlink(missing_ok=True)
+    with suppress(OSError):  # the lock ends with the file in any case
+        Path(owner.name).unlink(missing_ok=True)
     owner.close()

@@ -184,21 +184,21 @@ def _check(cfg: ReportSettings, has_benchmark: bool) -> None:
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """``value`` as strict JSON can hold it: JSON has no NaN and no infinity, so they become the texts of their names."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in value.items()}
+        return {str(key): plain(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [_plain(inner) for inner in value]
+        return [plain(inner) for inner in value]
     if value is None or isinstance(value, (str, int, float)):
         return value
-    return _plain(value.item()) if hasattr(value, "item") else str(value)      # a scalar of numpy or torch; a path
+    return plain(value.item()) if hasattr(value, "item") else str(value)      # a scalar of numpy or torch; a path
 
 
 def _numbers(value: Any) -> Any:
-    """Undoes ``_plain`` for the numbers that JSON cannot hold."""
+    """Undoes ``plain`` for the numbers that JSON cannot hold."""
     if isinstance(value, str):
         return _NOT_FINITE.get(value, value)
     if isinstance(value, dict):
@@ -297,7 +297,7 @@ class JsonLines:
         self._start: Event | None = None
 
     def write(self, event: Event) -> None:
-        self._early.append(json.dumps(_plain({"kind": event.kind, "time": event.time, **event.fields}), allow_nan=False))
+        self._early.append(json.dumps(plain({"kind": event.kind, "time": event.time, **event.fields}), allow_nan=False))
         if event.kind == "start" and self._start is None:
             self._start = event
         if self._start is not None:

@@ -233,6 +233,9 @@ class TrainConfig(Settings):
     collect_every: Positive | None = 1000
     """steps between Python's garbage collections, which may otherwise stop one process at any time while all wait; null: leave
     them to Python"""
+    hang_after: Annotated[float, Field(gt=0)] | None = 1800.0
+    """seconds without a finished step (or batch of an evaluation) after which the run ends and says where each process stands; four
+    times as many for the first step, which may compile; null: wait for ever"""
     profile: tuple[Positive, Positive] | None = None
     """first and last step of a trace, in report.directory/profile"""
 

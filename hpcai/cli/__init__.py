@@ -13,6 +13,7 @@ COMMANDS = {
     "bench": "NAME ...        measure one part on this machine",
     "ablate": "APP ...         measure what each optimisation brings an app on this machine",
     "verify-resume": "APP ...  kill an app's run at random instants and compare it with one that nobody killed",
+    "replay": "RUN/failure-... make the step in which a run failed again, and name the first module that is not finite",
     "doctor": "[--packages]   show what this installation finds: torch, GPUs, MPI, HDF5, launcher",
 }
 

@@ -148,9 +148,13 @@ class Loader:
 
     def describe(self, epoch: int, first: int) -> str:
         """Tell where the samples lie that this process got for the batch after ``first`` samples of ``epoch``."""
-        indices = next((i for e, f, i in self._history if (e, f) == (epoch, first)), None)
-        names = [self.source.describe(int(index)) for index in (self.indices(epoch, first) if indices is None else indices)]
+        names = [name for _, name in self.taken(epoch, first)]
         return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+    def taken(self, epoch: int, first: int) -> list[tuple[int, str]]:
+        """Index and place of each sample of that batch; of one that was not read yet, in strict order."""
+        indices = next((i for e, f, i in self._history if (e, f) == (epoch, first)), None)
+        return [(int(i), self.source.describe(int(i))) for i in (self.indices(epoch, first) if indices is None else indices)]
 
     def _at(self, epoch: int, positions: np.ndarray) -> np.ndarray:
         return self._order(epoch)[positions % self.sampler.samples]

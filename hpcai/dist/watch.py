@@ -45,6 +45,12 @@ _LONGEST_GREETING = 1 << 12  # of a connection that has not shown the token
 _STRANGERS = 256  # connections without a token that are held at a time
 
 
+last_words: list[Callable[[str], object]] = []
+"""Called with the reason on a rank that is ended because another failed, for two seconds at most."""
+
+_joined: list["Watch"] = []
+
+
 class Watch:
     """Binds the ranks of a job together while its ``with`` block runs.
 
@@ -77,9 +83,11 @@ class Watch:
         self._ear.start()
 
     def __enter__(self) -> "Watch":
+        _joined.append(self)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        _joined.remove(self)
         if error is None or isinstance(error, SystemExit | GeneratorExit):
             try:
                 self._leave(error.code if isinstance(error, SystemExit) else None)
@@ -106,19 +114,31 @@ class Watch:
         trace = error.__traceback__ and (error.__traceback__.tb_next or error.__traceback__)  # without start() itself
         whole = "".join(traceback.format_exception(type(error), error, trace))
         self._words = f"{self._name}: {text}" if quiet else f"{self._name} failed:\n{whole}"
-        with self._lock:
-            self._failing = not self._stopping
-        if self._stopping:
-            time.sleep(2 * _LAST_RESORT)  # this is a consequence, and _stopped ends this process meanwhile
-        _send(self._line, failed=text[:_LONGEST_TEXT], code=code, ours=ours)
-        self._answered.wait(_PATIENCE)
-        stop = self._stop or {}
+        stop = self._declare(text, code, ours)
         if stop.get("alike"):
             if self._rank == 0:
                 shout(text)
             self._hang_up()
             _release()
             raise SystemExit(code)
+        self._leave_failed(text, code, stop)
+
+    def end(self, text: str, words: str) -> NoReturn:
+        """Fail in a thread, while the main one cannot: ``words`` are printed once, and all ranks hear ``text``."""
+        self._words = f"{self._name}: {words}"
+        self._leave_failed(text, 1, self._declare(text, 1, ours=False))
+
+    def _declare(self, text: str, code: int, ours: bool) -> dict[str, Any]:
+        """Tell the hub of a failure -> its word to stop; nothing where it does not answer."""
+        with self._lock:
+            self._failing = not self._stopping
+        if self._stopping:
+            time.sleep(2 * _LAST_RESORT)  # this is a consequence, and _stopped ends this process meanwhile
+        _send(self._line, failed=text[:_LONGEST_TEXT], code=code, ours=ours)
+        self._answered.wait(_PATIENCE)
+        return self._stop or {}
+
+    def _leave_failed(self, text: str, code: int, stop: dict[str, Any]) -> NoReturn:
         if not self._printed:
             shout(f"{self._name} failed as well: {text}" if stop else self._words)
         time.sleep(_LAST_WORDS if self._printed or not stop else _LAST_RESORT)
@@ -146,7 +166,9 @@ class Watch:
                 return
             self._stopping = True
         shout(f"{message['stop']}; this is {self._name}, stopping")
-        time.sleep(0 if message["dead"] else _LAST_RESORT)
+        began = time.monotonic()
+        _say_last_words(message["stop"])
+        time.sleep(0 if message["dead"] else max(0.0, began + _LAST_RESORT - time.monotonic()))
         leave_now(message["code"])
 
     def _hang_up(self) -> None:
@@ -294,6 +316,22 @@ def shout(text: str) -> None:
     plain = "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text.rstrip("\n"))
     with suppress(OSError):  # stderr may be closed
         os.write(2, (plain + "\n").encode(errors="replace"))
+
+
+def end_job(text: str, words: str) -> NoReturn:
+    """End all ranks with exit code 1, from any thread of a process whose main thread is stuck."""
+    for watch in _joined:
+        watch.end(text, words)
+    shout(f"error: {words}")
+    leave_now(1)
+
+
+def _say_last_words(reason: str) -> None:
+    """A file system that hangs does not keep this process."""
+    for speak in list(last_words):
+        thread = threading.Thread(target=speak, args=(reason,), daemon=True)
+        thread.start()
+        thread.join(_LAST_RESORT)
 
 
 def leave_now(code: int) -> NoReturn:

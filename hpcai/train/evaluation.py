@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from hpcai.dist.collect import agree, gather_objects, gather_rows, least
 from hpcai.dist.mesh import Axis, Mesh
 from hpcai.errors import ConfigError
+from hpcai.train.failure import PULSE, resting
 from hpcai.train.measure import Measured, Value
 from hpcai.train.step import Step, samples_in
 
@@ -91,7 +92,9 @@ def _batches(model: nn.Module, batches: Any) -> Iterator[Any]:
     was = model.training
     model.eval()
     try:
-        yield from batches.epoch(0) if hasattr(batches, "epoch") else batches
+        for batch in batches.epoch(0) if hasattr(batches, "epoch") else batches:
+            yield batch
+            PULSE.beats += 1
     finally:
         model.train(was)
 
@@ -222,7 +225,8 @@ class Elsewhere(Beside):
         return agree(count, self.step.mesh.everyone)
 
     def _take(self, count: int) -> list[Scored]:
-        scored = super()._take(count) if count else []
+        with resting():
+            scored = super()._take(count) if count else []
         told = agree([(s.values, s.seconds) for s in scored], self.step.mesh.everyone) if count else []
         return [Scored(s.position, *parts) for s, parts in zip(scored, told)]
 
@@ -251,7 +255,11 @@ def serve(step: Step, metric: Metric, validation: Any) -> str:
     mesh: Mesh = step.mesh
     state = list(step.model.state_dict().values())
     word: dict[str, Any] = {}
-    while "end" not in (word := agree(word, mesh.link)):
+    while True:
+        with resting():
+            word = agree(word, mesh.link)
+        if "end" in word:
+            return str(word["end"])
         kinds = word["weights"]
         sizes = [tensor.numel() * kind.itemsize for tensor, kind in zip(state, kinds)]
         incoming = torch.empty(sum(sizes), dtype=torch.uint8)
@@ -261,7 +269,6 @@ def serve(step: Step, metric: Metric, validation: Any) -> str:
             tensor.copy_(part.clone().view(kind).view(tensor.shape))  # a clone is aligned
         values = score(step, step.model, metric, validation, mesh["replicate"], mesh.device)
         agree((values, time.perf_counter() - began), mesh.link, source=1)
-    return str(word["end"])
 
 
 def _twin(model: nn.Module, mesh: Mesh) -> nn.Module:

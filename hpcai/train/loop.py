@@ -4,7 +4,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from hpcai.settings import TrainConfig
 from hpcai.stop import REQUEUE, interrupts_put_off
 from hpcai.train.checkpoint import Progress
 from hpcai.train.evaluation import Kept, Metric, Position, Scored, scoring, serve
+from hpcai.train.failure import PULSE
 from hpcai.train.measure import Measured, Value, means
 from hpcai.train.profile import Profile
 from hpcai.train.run import Run
@@ -97,11 +98,13 @@ def fit(
         raise ConfigError(f"train.target is {cfg.target:g}, but nothing is evaluated; give evaluate and validation, or no target")
     if cfg.keep_validation and validation is not None:
         validation = Kept(validation if hasattr(validation, "epoch") else Batches(validation))
+    run = run or Run("", None, step.mesh)
     if not step.mesh.trains and evaluate is not None:
-        with StopSignals(step.mesh):  # the others stop when they have agreed to
+        run.failures.arm()
+        with StopSignals(step.mesh), run.failures.watching(cfg.hang_after):  # the others stop when they have agreed to
             return Result(serve(step, evaluate, validation), Progress())
     loader = data if hasattr(data, "epoch") else Batches(data)
-    return _Training(step, loader, cfg, validation, evaluate, run or Run("", None, step.mesh)).go()
+    return _Training(step, loader, cfg, validation, evaluate, run).go()
 
 
 @dataclass
@@ -144,6 +147,7 @@ class _Training:
         warm_collectives(self.mesh)
         folder = self.run.directory
         with (
+            self.run.failures.watching(self.cfg.hang_after, self._whereabouts),
             self._divergence_told(),
             StopSignals(self.mesh) as signals,
             Collector(self.cfg.collect_every) as self.collector,
@@ -203,6 +207,7 @@ class _Training:
     def _made(self, values: dict[str, Value]) -> None:
         """Do what follows each step: sums, counters, and the reports and checkpoints that are due."""
         self._tell()
+        PULSE.beats += 1
         self.measured.add(values, 1)  # every copy's part of a step counts alike, however many samples balancing gave it
         self.progress.step += 1
         self.progress.sample += self.data.size
@@ -295,10 +300,25 @@ class _Training:
 
     def _samples_of(self, step: int) -> str:
         """What this process read for 0-based ``step``."""
+        return self.data.describe(*self._begun_at(step))
+
+    def _begun_at(self, step: int) -> tuple[int, int]:
+        """Epoch of 0-based ``step``, and the samples that it had delivered before."""
         epoch, first = self.progress.epoch, self.progress.sample - (self.progress.step - step) * self.data.size
         while first < 0 < epoch:
             epoch, first = epoch - 1, first + self.data.samples
-        return self.data.describe(epoch, first)
+        return epoch, first
+
+    def _whereabouts(self, step: int | None) -> dict[str, Any]:
+        """For a failure: where the run stands, and what this process read for ``step``, counted from 1 (the one under way)."""
+        step = step or self.progress.step + 1
+        epoch, first = self._begun_at(step - 1)
+        if hasattr(self.data, "taken"):
+            samples: Any = [{"index": index, "text": text} for index, text in self.data.taken(epoch, first)]
+        else:
+            samples = [{"index": first // self.data.size, "text": self.data.describe(epoch, first)}]
+        at = {"epoch": epoch, "sample": first, "of": self.data.samples}
+        return {"step": step, "position": at, "samples": samples, "progress": asdict(self.progress)}
 
     def _evaluate(self) -> None:
         if self.scores is not None:

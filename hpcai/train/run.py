@@ -1,5 +1,6 @@
 """The folder of one run: settings.yaml, metrics.jsonl, checkpoints/, and what an app leaves there for people."""
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -15,6 +16,7 @@ from hpcai.errors import CheckpointError
 from hpcai.mllog import Benchmark, MlperfLog
 from hpcai.train.checkpoint import Checkpoints
 from hpcai.train.evaluation import RowsOf, predict
+from hpcai.train.failure import Failures
 from hpcai.train.step import Step
 
 if TYPE_CHECKING:
@@ -39,10 +41,13 @@ class Run:
             mlperf = None if benchmark is None else lambda path, echo: MlperfLog(path, benchmark, echo)
             self.reports = log.reports(cfg.report, mesh, mlperf)
         self.checkpoints: Checkpoints | None = None
+        self.failures = Failures(name, self.directory, self.settings, mesh)
         self._cfg = cfg
         self._owner: IO[str] | None = None
         if self.directory is not None:
             self.checkpoints = Checkpoints(self.directory / "checkpoints", cfg.checkpoint, mesh, self.settings)
+            self.reports.sinks += (self.failures,)
+            logging.getLogger().addHandler(self.failures)
 
     def begin(self) -> None:
         """Take the directory and write the settings. ``fit`` calls it once nothing stands against the run, so that a refused one
@@ -54,12 +59,14 @@ class Run:
                 self._owner = self._owner or claim(self.directory)
                 (self.directory / "checkpoints").mkdir(exist_ok=True)
                 self.keep("settings.yaml", lambda path: path.write_text(config.dump(self._cfg)))
+                self.failures.arm()
             except (OSError, CheckpointError) as error:
                 problem = str(error)
                 if isinstance(error, OSError):
                     problem = f"{error.filename or self.directory}: {error.strerror}; choose another report.directory"
         if problem := agree(problem, self.mesh.everyone):
             raise CheckpointError(problem)
+        self.failures.arm()
 
     def keep(self, name: str, write: Callable[[Path], Any]) -> None:
         """Keep a file of the run, on the first process: ``write(path)`` makes it beside its place, then it is renamed."""
@@ -92,6 +99,9 @@ class Run:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(error, Exception):
+            self.failures.tell(error)
+        logging.getLogger().removeHandler(self.failures)
         self.reports.close()
         if self._owner is not None:
             release(self._owner)

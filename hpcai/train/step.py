@@ -203,7 +203,8 @@ class Step:
         where = " and ".join(f"rank {rank}" + (f" ({text})" if text else "") for rank, text in ranks) or "all ranks"
         raise DivergedError(
             f"step {first + 1}: {what} is not finite on {where}; weights stay those of step {first} and nothing was saved since; "
-            f"look at these samples, or lower step.lr (now {self.cfg.lr:g}), lengthen step.schedule.warmup or set step.clip"
+            f"look at these samples, or lower step.lr (now {self.cfg.lr:g}), lengthen step.schedule.warmup or set step.clip",
+            first + 1,
         )
 
 

@@ -1,0 +1,196 @@
+"""Bundles in one process: what they hold, and that neither they nor their directory hide the first error."""
+
+import json
+import logging
+import os
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from hpcai import dist, train
+from hpcai.cli.forks import forked
+from hpcai.cli.replay import linked, searched
+from hpcai.errors import DataError
+from hpcai.settings import ReportConfig, RunConfig, StepConfig, TrainConfig
+from hpcai.train import failure, rng
+from hpcai.train.failure import LAST, PULSE, Failures, read, resting, standing
+
+
+def run_in(folder: Path | None) -> train.Run:
+    return train.Run("test", RunConfig(report=ReportConfig(directory=folder, sinks=())), dist.alone())
+
+
+def fails_in(folder: Path, before: Any = lambda: None) -> None:
+    with run_in(folder) as run:
+        run.begin()
+        before()
+        raise DataError("the first error")
+
+
+def test_a_bundle_holds_logs_events_random_state_and_the_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="the first error"), run_in(tmp_path) as run:
+        run.begin()
+        run.failures.whereabouts = lambda step: {"step": 7, "samples": 1 / 0}
+        for number in range(300):
+            logging.getLogger("any").warning("line %d", number)
+            run.reports.emit("train", step=number, loss=float("nan"))
+        state = rng.state()["torch"]
+        raise DataError("the first error")
+    (told,) = read(tmp_path / LAST)
+    assert len(told["log"]) == 200 and told["log"][-1].endswith("WARNING any: line 299")
+    assert len(told["events"]) == 100 and told["events"][-1]["loss"] == "NaN"
+    assert told["error"]["text"] == "the first error" and "raise DataError" in told["error"]["traceback"]
+    assert told["step"] == 0 and "ZeroDivisionError" in told["position"], "what cannot be told hides nothing else"
+    assert "MainThread" in told["threads"][0]["thread"] and told["pid"] == os.getpid()
+    assert torch.equal(load_file(tmp_path / LAST / "rank-00000.safetensors")["torch"], state)
+    assert all(not isinstance(handler, Failures) for handler in logging.getLogger().handlers)
+
+
+def test_what_is_no_failure_leaves_nothing(tmp_path: Path) -> None:
+    for end in (SystemExit(85), KeyboardInterrupt()):
+        with pytest.raises(type(end)), run_in(tmp_path / "asked") as run:
+            run.begin()
+            raise end
+    with pytest.raises(DataError), run_in(tmp_path / "refused"):
+        raise DataError("before it began")
+    with pytest.raises(DataError), run_in(None) as run:
+        run.begin()
+        raise DataError("without a directory")
+    assert not list(tmp_path.rglob("*failure*"))
+
+
+def test_a_directory_that_takes_no_bundle_does_not_hide_the_first_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def becomes_a_file() -> None:
+        (tmp_path / "run").rename(tmp_path / "away")
+        (tmp_path / "run").write_text("")
+
+    with pytest.raises(DataError, match="the first error"):
+        fails_in(tmp_path / "run", becomes_a_file)
+    assert f"rank 0: no failure bundle in {tmp_path / 'run'}: " in capfd.readouterr().err
+
+
+def test_a_full_disk_does_not_hide_the_first_error_and_keeps_no_half_bundle(tmp_path: Path) -> None:
+    def limit(size: int) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+    def full() -> None:
+        try:
+            fails_in(tmp_path / "run", lambda: limit(100))
+        finally:
+            limit(resource.RLIM_INFINITY)
+
+    with forked(full, tmp_path / "said") as forks:
+        codes, said = forks.ended(30)
+    assert codes == [1] and said.rstrip().endswith("DataError: the first error"), said
+    assert (tmp_path / "run").is_dir() and not list((tmp_path / "run").glob("failure-*"))
+
+
+def test_a_file_system_that_hangs_does_not_hold_the_first_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failure, "_WRITING", 0.2)
+    monkeypatch.setattr(Failures, "_write", lambda *words: time.sleep(3))
+    began = time.monotonic()
+    with pytest.raises(DataError, match="the first error"):
+        fails_in(tmp_path)
+    assert time.monotonic() - began < 2
+
+
+def test_processes_that_stand_alike_share_a_line_and_the_rarest_comes_first() -> None:
+    told = [{"rank": rank, "step": 4, "where": "wait (a.py:1: w)" if rank != 5 else "sleep (b.py:2: s)"} for rank in range(9)]
+    told = [one for one in told if one["rank"] != 7]
+    assert standing(told, 10).splitlines() == [
+        "  rank 5: step 4, in sleep (b.py:2: s)",
+        "  ranks 7, 9: wrote nothing: its node is gone, its disk full, or a call holds the interpreter",
+        "  ranks 0-4, 6, 8: step 4, in wait (a.py:1: w)",
+    ]
+
+
+def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: Any, patience: float = 0.3) -> list[float]:
+    """What the watchdog would have ended while ``act`` ran."""
+    ends: list[float] = []
+    monkeypatch.setattr(Failures, "_end", lambda self, patience: ends.append(patience))
+    with run_in(tmp_path) as run:
+        run.begin()
+        with run.failures.watching(patience):
+            act()
+    return ends
+
+
+def test_only_what_stands_still_is_a_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def first_step() -> None:
+        time.sleep(0.9)
+
+    def stands() -> None:
+        PULSE.beats += 1
+        time.sleep(0.9)
+
+    def moves() -> None:
+        for _ in range(9):
+            PULSE.beats += 1
+            time.sleep(0.1)
+
+    def rests() -> None:
+        PULSE.beats += 1
+        with resting():
+            time.sleep(0.9)
+
+    def saves() -> None:
+        PULSE.beats += 1
+        partial = tmp_path / "checkpoints" / ".step-00000001.partial"
+        partial.mkdir()
+        for size in range(9):
+            (partial / "file").write_bytes(bytes(size + 1))
+            time.sleep(0.1)
+
+    for act in (first_step, moves, rests, saves):
+        assert watched(tmp_path, monkeypatch, act) == [], act
+    assert watched(tmp_path, monkeypatch, stands)
+    assert watched(tmp_path, monkeypatch, lambda: time.sleep(2)), "the first step may take four times as long, not for ever"
+
+
+def test_steps_and_batches_of_an_evaluation_count(tmp_path: Path) -> None:
+    def loss(model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
+        return {"loss": model(batch).square().mean()}
+
+    step = train.Step(nn.Linear(2, 1), loss, StepConfig(), dist.alone())
+    before = PULSE.beats
+    batches = [torch.randn(2, 2) for _ in range(4)]
+    train.fit(step, batches, TrainConfig(steps=3), validation=batches, evaluate=loss)
+    assert PULSE.beats - before == 3 + 4
+
+
+@pytest.mark.parametrize("where", ["batch", "second", "loss"])
+def test_the_search_names_the_first_module_that_is_not_finite(where: str) -> None:
+    class Second(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x / 0 if where == "second" else x
+
+    model = nn.Sequential(nn.Linear(2, 2), Second(), nn.Linear(2, 1))
+    batch = torch.full((3, 2), float("nan") if where == "batch" else 1.0)
+    with searched(model, batch) as seen:
+        out = model(batch)
+        (torch.sqrt(out - out.detach()).sum()).backward()  # a finite value whose gradient is not
+    first = {
+        "batch": ["the batch itself is not finite", "0 (Linear) is the first whose output is not finite; neither was its input"],
+        "second": ["1 (Second) is the first whose output is not finite"],
+        "loss": ["all outputs are finite: the loss or the way back makes it",
+                 "going back, the first gradient that is not finite is that of the output of 2"],
+    }[where]  # fmt: skip
+    assert seen == first
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_only_checkpoints_before_the_step_are_gone_on_from(tmp_path: Path) -> None:
+    for number in (2, 4, 6):
+        (tmp_path / "checkpoints" / f"step-{number:08d}").mkdir(parents=True)
+        (tmp_path / "checkpoints" / f"step-{number:08d}" / "index.json").write_text(str(number))
+    for _ in range(2):  # several processes do so
+        assert linked(tmp_path / "checkpoints", tmp_path / "scratch", 5) == 4
+    found = sorted((tmp_path / "scratch").rglob("index.json"))
+    assert [json.loads(file.read_text()) for file in found] == [2, 4]
+    assert linked(tmp_path / "none", tmp_path / "empty", 5) == 0 and (tmp_path / "empty").is_dir()
