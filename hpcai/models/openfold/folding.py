@@ -38,14 +38,14 @@ def fold(
 ) -> Fold:  # fmt: skip
     """The structure of a sequence. ``alignments``: those of the sequence, the folder or the files where they are, or none.
     ``templates`` are those that ``featurize`` takes. ``cfg`` says how many rows are seen, by default as many as in MLPerf HPC's
-    evaluation. Raises DataError for an alignment of another sequence, and for a chain that is too long for the memory.
+    evaluation. Raises DataError for what is no letter of a sequence, for an alignment of another one, and for a chain that is too
+    long for the memory.
     """
-    cfg = cfg or FeatureConfig.preset("evaluation")
+    aatype, cfg = encode(sequence), cfg or FeatureConfig.preset("evaluation")
     if model.cfg.template is None:
         cfg = cfg.model_copy(update={"templates": 0})
     if alignments is None:
-        msa = encode(sequence)[None]
-        alignments = Alignment(msa, np.zeros(msa.shape, np.int32), ["query"])
+        alignments = Alignment(aatype[None], np.zeros((1, len(aatype)), np.int32), ["query"])
     elif not isinstance(alignments, Alignment):
         alignments = read_alignments(alignments, sequence)
     arrays = featurize(sequence, alignments, templates, cfg, seed=seed, passes=recycles + 1, training=False)
@@ -67,6 +67,6 @@ def fold(
         finally:
             model.train(was)
     return Fold(
-        sequence, encode(sequence).astype(np.int64), found.positions[0].float().cpu().numpy(),
+        sequence, aatype.astype(np.int64), found.positions[0].float().cpu().numpy(),
         batch["atom37_atom_exists"][0, ..., -1].float().cpu().numpy(), plddt(found.logits.plddt)[0].float().cpu().numpy(),
     )  # fmt: skip

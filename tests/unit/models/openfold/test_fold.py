@@ -52,6 +52,12 @@ def test_a_network_without_templates_needs_none_and_another_alignment_is_refused
         model.fold(SEQUENCE, proteins.alignment(other, 3), recycles=0, cfg=FEW)
 
 
+@pytest.mark.parametrize("sequence", ["MKVL\n", "MK VL", "", None, b"MKVL", ["MKVL"]])
+def test_what_is_no_sequence_is_not_folded(sequence: Any) -> None:
+    with pytest.raises(DataError, match="sequence: "):
+        OpenFold(OpenFoldConfig.preset("tiny")).fold(sequence, recycles=0, cfg=FEW)
+
+
 @pytest.mark.parametrize("kind", ["device", "host", "other"])
 def test_a_chain_too_long_for_the_memory_is_told_so(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = OpenFold(OpenFoldConfig.preset("tiny"))
