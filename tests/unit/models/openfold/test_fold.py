@@ -1,5 +1,7 @@
 """A structure in one call, from a notebook."""
 
+import xml.etree.ElementTree
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,22 @@ def test_a_sequence_becomes_a_file_that_reads_again(tmp_path: Path) -> None:
     seen = chain.mask > 0
     assert seen.sum() == found.mask.sum() and np.allclose(chain.positions[seen], found.positions[seen], atol=1e-3)
     assert np.allclose(chain.bfactors[0, :2], found.plddt[0], atol=0.01)
+
+
+@pytest.mark.parametrize("residues", [1, 2, 300])
+def test_a_fold_is_a_line_and_in_a_notebook_a_picture(residues: int) -> None:
+    given = np.random.default_rng(0)
+    plddt = np.linspace(20, 95, residues, dtype=np.float32)
+    positions = given.normal(size=(residues, 37, 3)).astype(np.float32)
+    one = folding.Fold("A" * residues, np.zeros(residues, np.int64), positions, np.ones((residues, 37), np.float32), plddt)
+    assert len(repr(one)) < 80 and f"{residues} residues, mean pLDDT {plddt.mean():.1f}" in repr(one)
+    drawn = xml.etree.ElementTree.fromstring(one._repr_html_())
+    lines = drawn.findall(".//line")
+    assert len(lines) == residues - 1 and "nan" not in one._repr_html_()
+    nowhere = replace(one, mask=np.zeros((residues, 37), np.float32))
+    assert "<svg" not in nowhere._repr_html_()
+    if residues == 300:
+        assert (lines[0].get("stroke"), lines[-1].get("stroke")) == ("#ff7d45", "#0053d6"), "orange is doubt, blue is sure"
 
 
 def test_nothing_is_drawn_as_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
