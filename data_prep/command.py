@@ -3,6 +3,7 @@
 import argparse
 import hashlib
 import json
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -186,7 +187,8 @@ def conclude(app: str, options: argparse.Namespace, check: Callable[[Path], int 
         return 0
     verdict = check(options.out) or 0 if check else 0
     if verdict == 0:
-        print(f"next: python -m apps.{app} apps/{app}/configs/small.yaml data.directory={options.out}", flush=True)
+        folder = shlex.quote(str(options.out))
+        print(f"next: python -m apps.{app} apps/{app}/configs/small.yaml data.directory={folder}", flush=True)
     return verdict
 
 

@@ -21,6 +21,7 @@ import argparse
 import json
 import multiprocessing
 import re
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -174,7 +175,8 @@ def simulate(options: argparse.Namespace) -> int:
         rank, size = store.launched()
         cases = [(index, options.out / name) for index, name in enumerate(names)][rank::size]
         store.make(cases, partial(write_nifti, recipe), options.workers, options.command)
-        command.print_once(f"{options.cases} NIfTI cases; next: python -m data_prep.kits19 convert {options.out} OUT")
+        folder = shlex.quote(str(options.out))
+        command.print_once(f"{options.cases} NIfTI cases; next: python -m data_prep.kits19 convert {folder} OUT")
         return 0
     splits = [recipe.split(index) for index in range(options.cases)]
     command.refuse_empty(splits, options, f"--cases {options.cases}")

@@ -16,7 +16,6 @@ words for one key counts. One answer tells every mistake, those of the file firs
 """
 
 import json
-import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -47,7 +46,7 @@ from hpcai.schema import (
     unknown_keys,
     write_help,
 )
-from hpcai.stop import heard
+from hpcai.stop import heard, show_to_reader
 
 T = TypeVar("T", bound=pydantic.BaseModel)
 
@@ -99,7 +98,7 @@ def run(schema: type[T], main: Callable[[T], None], argv: Sequence[str] | None =
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if "--help" in words or "-h" in words:
-        _show_to_reader(lambda: write_help(schema))
+        show_to_reader(lambda: write_help(schema))
         return
     show = "--show" in words
     words = [word for word in words if word != "--show"]
@@ -120,7 +119,7 @@ def _run(schema: type[T], main: Callable[[T], None], files: Sequence[str], words
             sys.stderr.write("\n  ".join([f"{count} in the settings (--help lists every key):", *lines]) + "\n")
             raise SystemExit(2) from None
         if show:
-            _show_to_reader(lambda: sys.stdout.write(dump(settings)))
+            show_to_reader(lambda: sys.stdout.write(dump(settings)))
         else:
             main(settings)
     except HpcaiError as problem:
@@ -128,15 +127,6 @@ def _run(schema: type[T], main: Callable[[T], None], files: Sequence[str], words
         raise SystemExit(2 if isinstance(problem, ConfigError | MeshError | LaunchError) else 1) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-
-
-def _show_to_reader(write: Callable[[], object]) -> None:
-    """Write to stdout; a reader that has seen enough (``| head``) is no error."""
-    try:
-        write()
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 _MOST_VALUES = 100_000

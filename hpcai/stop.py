@@ -3,13 +3,20 @@
 Before training begins there is nothing to save: the run leaves at once with exit code 85, which means "start me again". While it
 trains a signal is noted, and all processes stop at the same step with a checkpoint and that code. From then on signals change
 nothing: a second one would otherwise replace the exit code by its own.
+
+A reader of stdout that has gone asks for an end, too (``show_to_reader``).
 """
 
+import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import TypeVar
+
+Found = TypeVar("Found")
 
 REQUEUE = 85
 """Exit code of a run that was asked to stop, saved what it had and wants to be started again."""
@@ -75,3 +82,14 @@ def interrupts_put_off() -> Iterator[None]:
             signal.signal(signal.SIGINT, before)
             if waiting:
                 signal.raise_signal(signal.SIGINT)
+
+
+def show_to_reader(write: Callable[[], Found]) -> Found | None:
+    """What ``write`` gives, which writes to stdout; None where its reader has seen enough (``| head``), which is no error."""
+    try:
+        found = write()
+        sys.stdout.flush()
+        return found
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return None

@@ -6,6 +6,7 @@ from importlib import import_module
 
 from hpcai import __version__
 from hpcai.errors import HpcaiError
+from hpcai.stop import show_to_reader
 
 COMMANDS = {
     "report": "RUN [--open]   draw a run's directory as one page, RUN/report.html, and its plots",
@@ -25,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(__version__)
         return 0
     try:
-        return dispatch("hpcai", COMMANDS, words)
+        return show_to_reader(lambda: dispatch("hpcai", COMMANDS, words)) or 0
     except HpcaiError as error:
         print(f"hpcai {words[0]}: {error}", file=sys.stderr)
         return 2

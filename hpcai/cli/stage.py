@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,11 +41,11 @@ def main(argv: Sequence[str]) -> int:
 
     with start({"replicate": -1}) as mesh:
         try:
-            target, node = _expand([words.target, words.node], lambda text: gather_objects(text, mesh.everyone))
+            target, *node = _expand([words.target, *filter(None, [words.node])], lambda text: gather_objects(text, mesh.everyone))
             with shown() if mesh.is_first else nullcontext(lambda _: None) as show:
                 staged = stage_in(
                     words.source, target, mesh, shards=words.shards, verify=not words.no_verify, block=words.block << 20,
-                    progress=lambda done, total: show(Progress("staged", done, total, "bytes")), node=node or None,
+                    progress=lambda done, total: show(Progress("staged", done, total, "bytes")), node=node[0] if node else None,
                 )  # fmt: skip
         except DataError as error:  # the same on all ranks
             if mesh.is_first:
@@ -57,14 +58,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _expand(texts: Sequence[str], gather: Callable[[str], list[str]]) -> list[str]:
-    """``texts`` with the variables of this node. Raises DataError on all ranks where one is not set on any."""
+    """``texts`` with the variables of this node. Raises DataError on all ranks where one stands for nothing on any."""
     from hpcai.data.stage import on_this_node
 
-    found, names = zip(*(on_this_node(text) for text in texts))
-    unset = [name for some in names for name in some]
-    for rank, name in enumerate(gather(unset[0] if unset else "")):
-        if name:
-            raise DataError(f"{' '.join(texts).strip()}: {name} is not set on rank {rank}; set it, or name a path without it")
+    found, reasons = zip(*(on_this_node(text) for text in texts))
+    for rank, reason in enumerate(gather(next(chain(*reasons), ""))):
+        if reason:
+            raise DataError(f"{reason} on rank {rank}; set it, or name a path without it")
     return list(found)
 
 

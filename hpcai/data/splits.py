@@ -62,7 +62,7 @@ def open_split(
     if cfg.stage is not None and folder.is_dir():  # otherwise Rows says what to do
         found, unset = on_this_node(cfg.stage)
         if unset:
-            raise DataError(f"data.stage={cfg.stage}: {unset[0]} is not set on this node; set it, or name a folder without it")
+            raise DataError(f"data.stage={cfg.stage}: {unset[0]} on this node; set it, or name a folder without it")
         own_disk = Path(found) / folder.name
         logger.info("%s: %s", folder.name, stage_in(folder, own_disk, mesh, shards=shards))
         local = holds(own_disk, folder)

@@ -92,11 +92,10 @@ def read(path: Path, kind: str, settings: type[Shape]) -> tuple[dict[str, Tensor
         return _plain(torch.load(path, map_location="cpu", weights_only=True, mmap=zipped), path), None
     except (CheckpointError, ConfigError):
         raise
-    except pickle.UnpicklingError as problem:
-        raise CheckpointError(
-            f"{path}: damaged, or holds more than tensors and plain values, which is not unpickled; save the state dict alone"
-        ) from problem
     except Exception as problem:  # every reader has errors of its own for a damaged file
+        if isinstance(problem, pickle.UnpicklingError) or "weights_only" in str(problem):  # such as a TorchScript archive
+            why = "damaged, or holds more than tensors and plain values, which is not unpickled; save the state dict alone"
+            raise CheckpointError(f"{path}: {why}") from None  # torch's own advice is to run what the file holds
         reason = next(iter(str(problem).splitlines()), type(problem).__name__)
         raise CheckpointError(f"{path}: no safetensors, torch or numpy file of weights, or damaged: {reason}") from problem
 
@@ -140,12 +139,13 @@ def _plain(found: Any, path: Path) -> dict[str, Tensor]:
 
 @contextmanager
 def names_known(path: Path, state: Mapping[str, Tensor], expected: str) -> Iterator[None]:
-    """Inside, the sizes of a network are read off its weights. Raises CheckpointError where a tensor is missing."""
+    """Inside, the sizes of a network are read off its weights. Raises CheckpointError where one is missing or of other dims."""
     try:
         yield
-    except (KeyError, ValueError, ZeroDivisionError) as problem:
-        known = ", ".join(list(state)[:6])
-        raise CheckpointError(f"{path}: no tensor {problem}; expected the names {expected}, found {known}") from problem
+    except (LookupError, TypeError, ValueError, ZeroDivisionError) as problem:
+        known = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in list(state.items())[:6])
+        what = f"no tensor {problem}" if isinstance(problem, KeyError) else f"tensors of other shapes ({problem})"
+        raise CheckpointError(f"{path}: {what}; expected the names {expected}, found {known}") from problem
 
 
 def agree(path: Path, sizes: Mapping[str, Any], asked: Mapping[str, Any]) -> None:

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import re
+import stat
 import sys
 import tempfile
 import time
@@ -162,13 +163,14 @@ def restore(folder: Path, key: str) -> bool:
     """Have torch keep compiled code on this node's disk, filled from the archive of ``key`` in ``folder``; False without one.
 
     Call it on every process, before anything is compiled. The place is below TORCHINDUCTOR_CACHE_DIR, otherwise TMPDIR. A damaged
-    or foreign archive is ignored, with a warning. **It is code that will run** (libraries, pickles): ``folder`` must be one that
-    only you can write to, like those of your programs; an archive of another user is refused.
+    or foreign archive is ignored, with a warning. **It is code that will run** (libraries, pickles): a folder or an archive of
+    another user, or that others can write to, is ignored as well, and so is an archive that is a link.
     """
     path = folder / f"{key}.zip"
     try:
         home = _use(key)
-        _check_owner(path)
+        _check_mine(folder.resolve())
+        _check_mine(path)
         with zipfile.ZipFile(path) as archive, tempfile.TemporaryDirectory(prefix=".new-", dir=home) as new:
             if archive.comment != key.encode():
                 raise ValueError("made for something else")
@@ -195,11 +197,12 @@ def store(folder: Path, key: str) -> None:
         names = {n for n in names if not re.search(r"(^|/)\.|\.lock$", n) and Path(n).name.split(".")[0] not in busy}
         if not names or _holds(path, key, names):
             return
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o755, parents=True, exist_ok=True)
         with zipfile.ZipFile(new, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
             archive.comment = key.encode()
             for name in sorted(names):
                 archive.write(home / name, name)
+        new.chmod(0o600)  # whatever the umask
         os.replace(new, path)
     except Exception as error:
         with suppress(OSError):
@@ -208,8 +211,10 @@ def store(folder: Path, key: str) -> None:
 
 
 def _holds(path: Path, key: str, names: set[str]) -> bool:
-    with suppress(Exception), zipfile.ZipFile(path) as archive:  # a damaged archive is written anew
-        return archive.comment == key.encode() and names <= set(archive.namelist()) and archive.testzip() is None
+    with suppress(Exception):  # one that is damaged, or may be another's, is written anew
+        _check_mine(path)
+        with zipfile.ZipFile(path) as archive:
+            return archive.comment == key.encode() and names <= set(archive.namelist()) and archive.testzip() is None
     return False
 
 
@@ -219,8 +224,8 @@ def _use(key: str) -> Path:
     base = Path(before or tempfile.gettempdir())
     home = (base.parent if base.parent.name == ours else base / ours) / key
     home.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check_mine(home.parent)
     home.mkdir(exist_ok=True)
-    _check_owner(home.parent)
     if os.environ.get("TRITON_CACHE_DIR") in (None, f"{before}/triton"):
         os.environ["TRITON_CACHE_DIR"] = str(home / "triton")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(home)
@@ -231,9 +236,15 @@ def _use(key: str) -> Path:
     return home
 
 
-def _check_owner(path: Path) -> None:
-    if path.stat().st_uid not in (os.getuid(), 0):
+def _check_mine(path: Path) -> None:
+    """Raises PermissionError where somebody else may have put what lies at ``path``."""
+    about = path.lstat()
+    if stat.S_ISLNK(about.st_mode):
+        raise PermissionError(f"{path} is a link, which may lead to what others wrote; delete it")
+    if about.st_uid not in (os.getuid(), 0):
         raise PermissionError(f"{path} belongs to another user")
+    if about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(f"others can write to {path}; delete it, or make sure of what it holds and chmod go-w it")
 
 
 def _is_locked(path: Path) -> bool:

@@ -1,5 +1,6 @@
 """The only loop: steps and epochs, reports, evaluation, checkpoints, and an orderly stop."""
 
+import math
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -344,6 +345,9 @@ class _Training:
         step = scored.position["step"]
         self.result.evaluations.append(Report(step, scored.values))
         self.reports.emit("evaluate", **scored.position, **{**scored.values, "seconds": scored.seconds})
+        if bad := [f"{name} is {value}" for name, value in scored.values.items() if not math.isfinite(value)]:
+            advice = "though the loss is finite; look at what the metric divides by, and at the validation samples"
+            self.reports.emit("note", step=step, text=f"evaluation of step {step}: {', '.join(bad)}, {advice}")
         if self.cfg.metric is None or (self.cfg.target is None and self.cfg.hopeless is None):
             return False
         if self.cfg.metric not in scored.values:

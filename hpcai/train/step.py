@@ -106,7 +106,7 @@ class Step:
             self.sums.last = part is parts[-1]
             with self.autocast():
                 values = self.loss(model, part)
-            (_differentiable(values) * self._share).backward()
+            (_loss_in(values) * self._share).backward()
             every.append({name: _detach(value) for name, value in values.items()})
         return _mean(every)
 
@@ -124,7 +124,7 @@ class Step:
                 )
             with self.autocast():
                 values = self.loss(model, part)
-            gradients = torch.autograd.grad(_differentiable(values), parameters, allow_unused=True, materialize_grads=True)
+            gradients = torch.autograd.grad(_loss_in(values), parameters, allow_unused=True, materialize_grads=True)
             wide = [gradient.to(torch.promote_types(gradient.dtype, torch.float32)) for gradient in gradients]
             norm = torch.stack(torch._foreach_norm(wide, 2, dtype=self.optimizer.lr.dtype)).square().sum().sqrt()
             clipped = torch._foreach_mul(wide, self._share * (self.cfg.clip / (norm + 1e-6)).clamp(max=1.0))
@@ -137,7 +137,7 @@ class Step:
     def _update(self, values: dict[str, Value]) -> None:
         norm = self._norm()
         scale = None if self.cfg.clip is None else (self.cfg.clip / (norm + 1e-6)).clamp(max=1.0)
-        own = values["loss"][0] if isinstance(values["loss"], tuple) else values["loss"]
+        own = _loss_in(values)
         # Gradients are summed over the copies, so a NaN anywhere reaches all of them in the same step. From then on the weights
         # stay those of the last good step.
         bad = ~torch.stack((norm.isfinite(), own.isfinite().reshape(())))
@@ -257,10 +257,11 @@ def samples_in(batch: Any) -> int:
     return len(batch)
 
 
-def _differentiable(values: dict[str, Value]) -> Tensor:
+def _loss_in(values: dict[str, Value]) -> Tensor:
     head = values.get("loss")
     if not isinstance(head, Tensor):
-        raise ConfigError(f"the loss function returned {sorted(values)}; expected a scalar tensor named 'loss' among them")
+        found = f", 'loss' as a {type(head).__name__}" if "loss" in values else ""
+        raise ConfigError(f"the loss function returned {sorted(values)}{found}; expected a scalar tensor named 'loss' among them")
     return head
 
 

@@ -1,8 +1,10 @@
 """Files of simulated universes: the same from any number of processes, resumable, checked, and worth learning from."""
 
+import argparse
 import json
 import multiprocessing
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -12,7 +14,7 @@ import h5py
 import numpy as np
 import pytest
 
-from data_prep import cosmoflow, inspection, store, universe
+from data_prep import command, cosmoflow, inspection, store, universe
 from tests.data_prep.making import Promises, content, loaded, runner, whole
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -281,3 +283,8 @@ def test_universes_held_out_cover_the_ranges_too(seed):
     assert len(held) == pytest.approx(200, abs=1)
     for column in held.T:
         assert np.histogram(column, 20, (-1, 1))[0].min() > 0
+
+
+def test_the_line_to_go_on_with_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.conclude("cosmoflow", argparse.Namespace(out=Path("my data/one"))) == 0
+    assert shlex.split(capsys.readouterr().out)[-1] == "data.directory=my data/one"

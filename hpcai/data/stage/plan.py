@@ -86,9 +86,14 @@ def holds(target: str | Path, source: str | Path) -> dict[Path, Path]:
 
 
 def on_this_node(text: str) -> tuple[str, list[str]]:
-    """``text`` with ~ and the variables of this node in place, and the names of those that are not set here."""
-    found = os.path.expanduser(os.path.expandvars(text))
-    return found, re.findall(r"\$(?:\w+|\{[^}]*\})", found)
+    """``text`` with ~ and the variables of this node in place, and what of it stands for nothing here, each with the reason."""
+
+    def here(part: str) -> str:
+        return os.path.expanduser(os.path.expandvars(part))
+
+    parts = re.findall(r"^~[^/]*|\$\{[^}/]*\}?|\$\w*", text)
+    nothing = [f"{part} is {'no user' if part[0] == '~' else 'not set'}" for part in parts if here(part) in ("", part)]
+    return here(text), nothing if text.strip() else [f"{text!r} is no name"]
 
 
 def shard_of(source: str | Path, shards: int) -> dict[Path, int]:

@@ -12,12 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hpcai.errors import ConfigError, DataError
 from hpcai.models.cosmoflow.config import CosmoFlowConfig
 from hpcai.nn.conv import Conv3d
 from hpcai.nn.inference import asked
 from hpcai.nn.weights import Portable
 
 SLOPE = 0.3  # Keras's default for a leaky rectifier, not torch's 0.01
+MOST = 1e13  # counts in a cell; no simulation yet has as many particles in all
 
 
 class Block(nn.Module):
@@ -73,25 +75,39 @@ class CosmoFlow(Portable):
         """Cosmological parameters of one universe or of several, by name, in physical units (``model.cfg.units``).
 
         ``volume`` holds particle counts per cell, [D, H, W, C] or [N, D, H, W, C] (the layout of the public data), as an
-        array or a tensor. Returns floats for one universe, arrays [N] for several. Raises ValueError for a wrong shape,
-        negative or non-finite counts, or a model whose outputs have no physical range.
+        array or a tensor. Returns floats for one universe, arrays [N] for several. Raises DataError for a wrong shape or
+        dtype and for what is no count, ConfigError for a model whose outputs have no physical range.
         """
-        cfg = self.cfg
-        counts = torch.as_tensor(np.asarray(volume) if not isinstance(volume, Tensor) else volume)
+        cfg, counts = self.cfg, _numbers(volume)
         one, shape = counts.ndim == 4, list(counts.shape)
         counts = counts[None] if one else counts
         expected = (cfg.size, cfg.size, cfg.size, cfg.channels)
         if counts.ndim != 5 or tuple(counts.shape[1:]) != expected:
-            raise ValueError(f"volume has shape {shape}; expected {list(expected)} (D, H, W, redshifts), or several of them")
-        if not bool(torch.isfinite(counts).all()) or bool((counts < 0).any()):
-            raise ValueError("volume holds negative or non-finite values; expected particle counts per cell")
+            raise DataError(f"volume has shape {shape}; expected {list(expected)} (D, H, W, redshifts), or several of them")
+        if not bool(((counts >= 0) & (counts <= MOST)).all()):
+            bad = counts[~((counts >= 0) & (counts <= MOST))]
+            found = f"{bad[0].item():g}, as one of {len(bad):,} values that are no counts"
+            raise DataError(f"volume holds {found}; expected particle counts per cell, 0 to {MOST:g}")
         if cfg.low is None or cfg.high is None:
-            raise ValueError("this model has no physical range of its parameters (cfg.low, cfg.high); give them when it is built")
+            raise ConfigError("this model has no physical range of its parameters (cfg.low, cfg.high); give them when it is built")
         weight = self.output.weight
         with asked(self, weight) as dtype:
             scaled = self(log_density(counts.to(weight.device), dtype)).double().cpu()
         physical = to_physical(scaled, cfg).numpy()
         return {name: float(column[0]) if one else column for name, column in zip(cfg.parameters, physical.T)}
+
+
+def _numbers(volume: Any) -> Tensor:
+    """Any array as a tensor, in a dtype that torch counts with and the byte order of this machine."""
+    try:
+        found = volume.detach() if isinstance(volume, Tensor) else np.asarray(volume)
+    except ValueError as problem:  # of lists that make no array
+        raise DataError(f"volume: {problem}; give an array of particle counts") from problem
+    if isinstance(found, np.ndarray) and found.dtype.kind in "biuf" and found.dtype.itemsize <= 8:
+        found = torch.from_numpy(np.ascontiguousarray(found, np.promote_types(found.dtype, np.int16)))
+    if not isinstance(found, Tensor) or found.is_complex():
+        raise DataError(f"volume is of dtype {found.dtype}; expected particle counts, as numbers of 64 bits at most")
+    return found
 
 
 def log_density(counts: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -102,6 +118,6 @@ def log_density(counts: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 def to_physical(scaled: Tensor, cfg: CosmoFlowConfig) -> Tensor:
     """[..., P] in [-1, 1] -> [..., P] in physical units."""
     if cfg.low is None or cfg.high is None:
-        raise ValueError("the settings name no physical range (low, high)")
+        raise ConfigError("the settings name no physical range (low, high)")
     low, high = torch.tensor(cfg.low, dtype=torch.float64), torch.tensor(cfg.high, dtype=torch.float64)
     return low + (scaled.double() + 1) / 2 * (high - low)

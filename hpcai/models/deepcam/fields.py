@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from hpcai.errors import DataError
 from hpcai.models.deepcam.config import STRIDE, DeepCamConfig
 
 # (their unit, ours): offset and factor; a value in ours is (value in theirs + offset) * factor
@@ -33,26 +34,26 @@ def stacked(fields: Mapping[str, Any], cfg: DeepCamConfig, units: Mapping[str, s
     """The variables of ``cfg`` one beside the other: {name: [H, W] or [N, H, W]} -> [N, H, W, V].
 
     A field's unit is what ``units`` says, otherwise its own ``attrs["units"]`` (xarray), otherwise that of ``cfg``. Raises
-    ValueError for missing variables, unknown units, shapes that differ, values that are not finite or far outside what the network
-    has seen.
+    DataError for missing variables, unknown units, shapes that differ or hold no cell, values that are no real numbers, not finite
+    or far outside what the network has seen.
     """
     missing = [name for name in cfg.variables if name not in fields]
     if missing:
         others = sorted(set(fields) - set(cfg.variables))
         near = [f"{name} (is it {hit[0]!r}?)" if (hit := get_close_matches(name, others, 1, 0.5)) else name for name in missing]
-        raise ValueError(f"fields lack {', '.join(near)}; expected {', '.join(cfg.variables)}, found {', '.join(fields) or 'none'}")
+        raise DataError(f"fields lack {', '.join(near)}; expected {', '.join(cfg.variables)}, found {', '.join(fields) or 'none'}")
     strange = sorted(set(units or {}) - set(cfg.variables))
     if strange:
-        raise ValueError(f"units names {', '.join(strange)}, which the network does not take; it takes {', '.join(cfg.variables)}")
+        raise DataError(f"units names {', '.join(strange)}, which the network does not take; it takes {', '.join(cfg.variables)}")
     columns = []
     for name, ours in zip(cfg.variables, cfg.units):
         given = (units or {}).get(name) or getattr(fields[name], "attrs", {}).get("units", ours)
         columns.append(_converted(name, np.asarray(fields[name]), given, ours))
     for name, column in zip(cfg.variables, columns):
-        if column.ndim not in (2, 3) or column.shape != columns[0].shape:
-            raise ValueError(
+        if column.ndim not in (2, 3) or 0 in column.shape or column.shape != columns[0].shape:
+            raise DataError(
                 f"{name} has shape {list(column.shape)}, {cfg.variables[0]} {list(columns[0].shape)}; "
-                "expected [H, W] or [N, H, W], the same for all"
+                "expected [H, W] or [N, H, W], the same for all, with one cell at least"
             )
     for i, (name, column) in enumerate(zip(cfg.variables, columns)):
         _check(name, column, cfg, i)
@@ -61,12 +62,14 @@ def stacked(fields: Mapping[str, Any], cfg: DeepCamConfig, units: Mapping[str, s
 
 
 def _converted(name: str, values: NDArray[Any], given: str, ours: str) -> NDArray[np.float32]:
+    if values.dtype.kind not in "biuf":
+        raise DataError(f"{name} is of dtype {values.dtype}; expected real numbers")
     theirs = _SPELLINGS.get(given, given)
     if theirs == ours or not ours:
         return values.astype(np.float32)
     if (theirs, ours) not in _CONVERSIONS:
         known = [a for a, b in _CONVERSIONS if b == ours]
-        raise ValueError(f"{name} is in {given!r}; expected {ours}" + (f", or one of {', '.join(known)}" if known else ""))
+        raise DataError(f"{name} is in {given!r}; expected {ours}" + (f", or one of {', '.join(known)}" if known else ""))
     offset, factor = _CONVERSIONS[theirs, ours]
     return ((values.astype(np.float64) + offset) * factor).astype(np.float32)
 
@@ -76,7 +79,7 @@ def _check(name: str, values: NDArray[np.float32], cfg: DeepCamConfig, i: int) -
     if bad.any():
         rows = np.unique(np.nonzero(bad)[-2])
         where = f"row {rows[0]}" if len(rows) == 1 else f"rows {rows[0]} to {rows[-1]}"
-        raise ValueError(
+        raise DataError(
             f"{name}: {bad.sum()} values are not finite, in {where} of {values.shape[-2]}; fill them, or leave these rows out"
         )
     if cfg.low is None or cfg.high is None:
@@ -85,7 +88,7 @@ def _check(name: str, values: NDArray[np.float32], cfg: DeepCamConfig, i: int) -
     slack = high - low
     least, most = float(values.min()), float(values.max())
     if least < low - slack or most > high + slack:
-        raise ValueError(
+        raise DataError(
             f"{name} goes from {least:g} to {most:g} {cfg.units[i]}, but from {low:g} to {high:g} in training; "
             f"is it in another unit? say units={{{name!r}: ...}}"
         )

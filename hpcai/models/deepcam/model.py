@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hpcai.errors import ConfigError
 from hpcai.models.deepcam.config import STRIDE, DeepCamConfig
 from hpcai.models.deepcam.fields import padded, stacked
 from hpcai.nn import BatchNorm, Conv2d, ConvTranspose2d, Multiples
@@ -260,11 +261,11 @@ class DeepCam(Portable):
         """What each cell of one map or of several is: class -> True where a cell is of that class, [H, W] or [N, H, W].
 
         ``fields`` holds the variables of ``cfg`` by name, [H, W] or [N, H, W] arrays of any size; ``units`` those that are not in
-        ``cfg.units`` (an xarray's own are read). Raises ValueError for what is missing, not finite, or in a wrong unit, and for a
-        model that does not know the ranges of its variables.
+        ``cfg.units`` (an xarray's own are read). Raises DataError for what is missing, empty, not finite, or in a wrong
+        unit, ConfigError for a model that does not know the ranges of its variables.
         """
         if self.cfg.low is None:
-            raise ValueError("this model has no ranges of its variables (cfg.low, cfg.high); give them when it is built")
+            raise ConfigError("this model has no ranges of its variables (cfg.low, cfg.high); give them when it is built")
         whole = stacked(fields, self.cfg, units)
         weight, (height, width) = self.conv2.weight, whole.shape[1:3]
         guesses = []

@@ -1,5 +1,6 @@
 """Atoms and their neighbours as a network sees them.   B structures, N atoms, E edges j -> i, K edges into an atom, L out of it."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -60,6 +61,8 @@ def atoms(
     PyTorch Geometric's ``Data`` alone (see ``fields`` for its names). ``cutoff`` and ``most`` are those of the model. Raises
     DataError, with ``where``, for what cannot be (see ``periodic.check``) and for atoms none of which has a neighbour.
     """
+    if not (cutoff > 0 and math.isfinite(cutoff)) or (most is not None and most < 1):
+        raise DataError(f"{where}: cutoff {cutoff:g} and most {most}, expected a length above 0 (angstrom), and 1 or more, or None")
     if positions is None:
         given = fields(numbers, where, labels=False)
         if len(given) != 1:
@@ -88,6 +91,8 @@ def _structure(z: Any, r: Any, box: Any, periodic: Any, cutoff: float, most: int
 
 def fits(structure: Structure, cfg: DimeNetConfig, where: str = "a structure") -> None:
     """Raises DataError for a structure that is not for this network."""
+    if not isinstance(structure, Structure):
+        raise DataError(f"{where}: found {type(structure).__name__}, expected what hpcai.models.dimenet.atoms makes of it")
     if (structure.cutoff, structure.most) != (cfg.cutoff, cfg.most):
         raise DataError(
             f"{where} has neighbours within {structure.cutoff:g} angstrom, {structure.most} at most; the model expects "

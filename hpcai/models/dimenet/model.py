@@ -209,13 +209,15 @@ class DimeNet(Portable):
     def energy_and_forces(self, structures: Structure | Sequence[Structure]) -> Any:
         """Energy (eV, a float) and forces (eV/angstrom, [N, 3]) of one structure (see ``atoms``), or a list of such pairs.
 
-        Raises DataError for a structure whose neighbours were sought otherwise than this model needs, or with an element that it
-        does not know.
+        No structure gives an empty list. Raises DataError for a structure whose neighbours were sought otherwise than this model
+        needs, or with an element that it does not know.
         """
         one = isinstance(structures, Structure)
         given = [structures] if isinstance(structures, Structure) else list(structures)
         for structure in given:
             fits(structure, self.cfg)
+        if not given:
+            return []
         weight = self.emb.emb.weight
         with asked(self, weight) as dtype:
             graph = join(given).to(weight.device, dtype)

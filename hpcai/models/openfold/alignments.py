@@ -71,9 +71,18 @@ class Hit:
 
 
 def encode(sequence: str) -> NDArray[np.int8]:
-    """Residue types of one-letter codes, X for those that have none.   [N]"""
-    codes = _CODES[np.frombuffer(sequence.upper().encode("ascii", "replace"), np.uint8)]
-    return np.where(codes == _BAD, np.int8(UNKNOWN), codes)
+    """Residue types of one-letter codes, of which lower-case ones count as upper-case.   [N]
+
+    Raises DataError for what is no letter: white space, a gap ("-"), the stop ("*") that ends some translated sequences.
+    """
+    if not isinstance(sequence, str):
+        raise DataError(f"sequence: found {type(sequence).__name__}, expected text of one letter for each residue, such as 'MKVL'")
+    if odd := re.search("[^A-Za-z]", sequence):
+        raise DataError(
+            f"sequence: character {odd.start() + 1} of {len(sequence):,} is {odd[0]!r}, expected a letter for each residue; leave "
+            "white space, gaps and a stop ('*') out, write X for an unknown residue, and fold chains one by one"
+        )
+    return _CODES[np.frombuffer(sequence.upper().encode("ascii"), np.uint8)]
 
 
 def read_alignments(source: str | Path | Sequence[str | Path], sequence: str | None = None) -> Alignment:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,19 @@ from hpcai.models.openfold.alignments import Alignment, encode, read_alignments
 from hpcai.models.openfold.features import FeatureConfig, collate, featurize
 from hpcai.models.openfold.heads import plddt
 from hpcai.models.openfold.model import OpenFold
+from hpcai.models.openfold.residues import PLACE
 from hpcai.models.openfold.structures import write_structure
 
+_CONFIDENCE = (  # least pLDDT, and the colours of the AlphaFold database
+    (90, "#0053d6", "90 and more"), (70, "#65cbf3", "70"), (50, "#ffdb13", "50"), (0, "#ff7d45", "less"),
+)  # fmt: skip
 
-@dataclass(frozen=True, slots=True)
+
+def _colour(plddt: float) -> str:
+    return next((colour for least, colour, _ in _CONFIDENCE if plddt >= least), _CONFIDENCE[-1][1])
+
+
+@dataclass(frozen=True, slots=True, repr=False)
 class Fold:
     """What a network says of a chain of N residues."""
 
@@ -31,6 +41,29 @@ class Fold:
         """Write a .cif or .pdb file, with the confidence of a residue where the B-factors of its atoms stand."""
         write_structure(Path(path), self.aatype, self.positions, self.mask, self.plddt, name=name)
 
+    def __repr__(self) -> str:
+        shown = self.sequence if len(self.sequence) <= 24 else f"{self.sequence[:12]}...{self.sequence[-9:]}"
+        return f"Fold({shown}, {len(self.sequence):,} residues, mean pLDDT {self.plddt.mean():.1f})"
+
+    def _repr_html_(self) -> str:
+        """The backbone from its broadest side, coloured by confidence, for a notebook."""
+        seen = self.mask[:, PLACE["CA"]] > 0  # an unknown residue has no place
+        if not seen.any():
+            return f"<div>{escape(repr(self))}</div>"
+        trace, sure = self.positions[seen, PLACE["CA"]].astype(np.float64), self.plddt[seen]
+        trace -= trace.mean(0)
+        flat = trace @ np.linalg.eigh(trace.T @ trace)[1][:, :0:-1]
+        size = max(float(np.ptp(flat, axis=0).max(initial=0)), 1.0)
+        ends = (flat - flat.min(0)) / size * 280 + 10  # pixels
+        lines = [
+            f'<line x1="{a:.1f}" y1="{b:.1f}" x2="{c:.1f}" y2="{d:.1f}" stroke="{_colour(one)}" stroke-width="3"/>'
+            for (a, b), (c, d), one in zip(ends, ends[1:], (sure[1:] + sure[:-1]) / 2)
+        ]
+        legend = " ".join(f'<span style="color:{colour}">&#9632;</span> {words}' for _, colour, words in _CONFIDENCE)
+        height = float(ends[:, 1].max()) + 10
+        svg = f'<svg width="300" height="{height:.0f}" stroke-linecap="round">{"".join(lines)}</svg>'
+        return f"<div>{escape(repr(self))}<br/>{svg}<br/>pLDDT {legend}</div>"
+
 
 def fold(
     model: OpenFold, sequence: str, alignments: Alignment | str | Path | Sequence[str | Path] | None = None,
@@ -38,14 +71,14 @@ def fold(
 ) -> Fold:  # fmt: skip
     """The structure of a sequence. ``alignments``: those of the sequence, the folder or the files where they are, or none.
     ``templates`` are those that ``featurize`` takes. ``cfg`` says how many rows are seen, by default as many as in MLPerf HPC's
-    evaluation. Raises DataError for an alignment of another sequence, and for a chain that is too long for the memory.
+    evaluation. Raises DataError for what is no letter of a sequence, for an alignment of another one, and for a chain that is too
+    long for the memory.
     """
-    cfg = cfg or FeatureConfig.preset("evaluation")
+    aatype, cfg = encode(sequence), cfg or FeatureConfig.preset("evaluation")
     if model.cfg.template is None:
         cfg = cfg.model_copy(update={"templates": 0})
     if alignments is None:
-        msa = encode(sequence)[None]
-        alignments = Alignment(msa, np.zeros(msa.shape, np.int32), ["query"])
+        alignments = Alignment(aatype[None], np.zeros((1, len(aatype)), np.int32), ["query"])
     elif not isinstance(alignments, Alignment):
         alignments = read_alignments(alignments, sequence)
     arrays = featurize(sequence, alignments, templates, cfg, seed=seed, passes=recycles + 1, training=False)
@@ -67,6 +100,6 @@ def fold(
         finally:
             model.train(was)
     return Fold(
-        sequence, encode(sequence).astype(np.int64), found.positions[0].float().cpu().numpy(),
+        sequence, aatype.astype(np.int64), found.positions[0].float().cpu().numpy(),
         batch["atom37_atom_exists"][0, ..., -1].float().cpu().numpy(), plddt(found.logits.plddt)[0].float().cpu().numpy(),
     )  # fmt: skip

@@ -104,7 +104,7 @@ class UNet3D(Portable):
 
         ``volume`` [D, H, W] in Hounsfield units, D along the body; ``spacing_mm`` its voxels' lengths along D, H, W. The volume is
         brought to ``cfg.spacing_mm``, seen in overlapping windows, and the logits brought back to its own voxels before the
-        largest one is taken. Raises ValueError for a wrong shape, values that are not finite, and spacings that are not positive.
+        largest one is taken. Raises DataError for a wrong shape, values that are not finite, and spacings that no scan has in mm.
         """
         image = np.asarray(volume)
         refuse(image, None, spacing_mm)

@@ -12,8 +12,12 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
+from hpcai.errors import DataError
+
 TARGET_MM = (1.6, 1.2, 1.2)
 LEAST = (128, 128, 128)
+SPACINGS_MM = (0.01, 100.0)
+"""What voxels of a body may measure: scanners make 0.1 to 10 mm, so metres and micrometres are outside."""
 CLIP_HU = (-79.0, 304.0)
 MEAN_HU, DEVIATION_HU = 101.0, 76.9
 CLASSES = ("background", "kidney", "tumour")
@@ -69,8 +73,8 @@ def prepare(
 ) -> tuple[NDArray[np.float32], NDArray[np.uint8] | None]:  # fmt: skip
     """A CT image in HU and its label, with the distance of voxels in mm, to what the network takes.   image, label [D, H, W]
 
-    Raises ValueError for shapes that differ or are not three-dimensional, values that are not finite, spacings that are not
-    three positive numbers, and labels other than 0 background, 1 kidney, 2 tumour.
+    Raises DataError for shapes that differ or are not three-dimensional, values that are not finite, spacings that are not
+    three lengths of voxels in mm, and labels other than 0 background, 1 kidney, 2 tumour.
     """
     refuse(image, label, spacing_mm, target_mm)
     if tuple(spacing_mm) != tuple(target_mm):
@@ -82,21 +86,22 @@ def prepare(
 
 
 def refuse(image: NDArray[Any], label: NDArray[Any] | None, *spacings: Sequence[float]) -> None:
-    """Raises ValueError for what ``prepare`` does not take."""
+    """Raises DataError for what ``prepare`` does not take."""
     for spacing in spacings:
         lengths = np.asarray(spacing, float)
-        if lengths.shape != (3,) or not (np.isfinite(lengths) & (lengths > 0)).all():
-            raise ValueError(f"spacing {spacing}, expected three positive numbers of mm along D, H, W")
+        if lengths.shape != (3,) or not ((lengths >= SPACINGS_MM[0]) & (lengths <= SPACINGS_MM[1])).all():
+            least, most = SPACINGS_MM
+            raise DataError(f"spacing {spacing}, expected three lengths of {least:g} to {most:g} mm along D, H, W; check the unit")
     if image.ndim != 3 or 0 in image.shape:
-        raise ValueError(f"an image of shape {image.shape}, expected (D, H, W), the slices first, with voxels in each dim")
+        raise DataError(f"an image of shape {image.shape}, expected (D, H, W), the slices first, with voxels in each dim")
     if image.dtype.kind == "f" and not all(np.isfinite(part).all() for part in image):
         bad = sum(int(np.count_nonzero(~np.isfinite(part))) for part in image)
         found = f"{bad:,} of {image.size:,} voxels of the image are NaN or infinite"
-        raise ValueError(f"{found}; fill them (-1024 HU is air), or leave the case out")
+        raise DataError(f"{found}; fill them (-1024 HU is air), or leave the case out")
     if label is None:
         return
     if label.shape != image.shape:
-        raise ValueError(f"a label of shape {label.shape} with an image of {image.shape}; expected one label for each voxel")
+        raise DataError(f"a label of shape {label.shape} with an image of {image.shape}; expected one label for each voxel")
     if not all(np.isin(part, (0, 1, 2)).all() for part in label):
         others = sorted(set(np.unique(label).tolist()) - {0, 1, 2})[:5]
-        raise ValueError(f"the label holds {others}, expected only 0 background, 1 kidney, 2 tumour")
+        raise DataError(f"the label holds {others}, expected only 0 background, 1 kidney, 2 tumour")

@@ -1,6 +1,7 @@
 """The `hpcai` command and its doctor: help costs nothing, packages are counted right, a broken library is a line and no crash."""
 
 import importlib
+import os
 import subprocess
 import sys
 import time
@@ -29,6 +30,16 @@ def test_help_lists_the_commands_and_imports_nothing_heavy(words: list[str]) -> 
 def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["train"]) == 2
     assert capsys.readouterr().err == f"hpcai: there is no command 'train'; expected one of {', '.join(cli.COMMANDS)}\n"
+
+
+@pytest.mark.parametrize("words", [["doctor"], ["--help"]])
+def test_a_reader_that_has_seen_enough_is_no_error(words: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    code = f"import sys, hpcai.cli; sys.exit(hpcai.cli.main({words}))"
+    ended = subprocess.run([sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (ended.returncode, "Broken" in ended.stderr) == (0, False), ended.stderr
 
 
 def test_a_refusal_is_one_line_and_exit_code_2(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -595,9 +595,16 @@ def test_command(source: Path, target: Path, capsys: pytest.CaptureFixture[str],
 
 def test_command_refuses(source: Path, target: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_SUCH", raising=False)
-    for name in ("$NO_SUCH", "${NO_SUCH}"):
+    monkeypatch.setenv("EMPTY", "")
+    target.mkdir(parents=True)
+    monkeypatch.chdir(target)
+    for name in ("$NO_SUCH", "${NO_SUCH}", "${NO_SUCH", "$EMPTY", "$"):
         assert hpcai(["data", "stage", str(source), f"{name}/x"]) == 2
         assert f"{name} is not set on rank 0; set it" in capsys.readouterr().err
+    assert hpcai(["data", "stage", str(source), "~nobody-here/x"]) == 2 and "~nobody-here is no user on" in capsys.readouterr().err
+    for blank in ("", " "):
+        assert hpcai(["data", "stage", str(source), blank]) == 2 and f"{blank!r} is no name on rank 0" in capsys.readouterr().err
+    assert list(target.iterdir()) == []
     assert hpcai(["data", "stage", str(source), str(source)]) == 2
     assert capsys.readouterr().err.startswith("hpcai data stage: ")
 

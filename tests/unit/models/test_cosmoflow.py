@@ -1,11 +1,13 @@
 """CosmoFlow in a notebook: shapes, weights in and out, predictions, and what is refused."""
 
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from hpcai import dist
+from hpcai.errors import DataError
 from hpcai.models import cosmoflow
 from hpcai.models.cosmoflow import CosmoFlow, CosmoFlowConfig
 
@@ -84,6 +86,10 @@ def test_predictions_have_names_and_physical_units() -> None:
     assert list(guess) == ["Omega_m", "sigma_8", "n_s", "H_0"]
     np.testing.assert_allclose(list(guess.values()), expected, rtol=1e-6)
     assert model.predict(torch.from_numpy(two))["H_0"].shape == (2,)
+    small = np.minimum(one, 100)
+    for dtype in ("u1", "u2", "u4", "u8", "i1", ">i2", ">f4", "f2", "f8"):
+        assert model.predict(small.astype(dtype)) == pytest.approx(model.predict(small)), dtype
+    assert model.predict(small[::-1, :, ::2].repeat(2, 2)), "memory that is not in order"
     model.train()
     model.predict(one)
     assert model.training
@@ -93,12 +99,19 @@ def test_predictions_have_names_and_physical_units() -> None:
     "volume, text",
     [
         (np.zeros((16, 16, 16, 4)), r"shape \[16, 16, 16, 4\]; expected \[32, 32, 32, 4\]"),
-        (np.full((32, 32, 32, 4), np.nan), "negative or non-finite"),
-        (np.full((32, 32, 32, 4), -1), "negative or non-finite"),
+        (np.full((32, 32, 32, 4), np.nan), "holds nan, as one of 131,072 values"),
+        (np.full((32, 32, 32, 4), -1), "holds -1, .* expected particle counts"),
+        (np.full((32, 32, 32, 4), 1e300), r"holds 1e\+300, "),
+        (np.full((32, 32, 32, 4), np.inf), "holds inf, "),
+        (np.zeros((32, 32, 32, 4), np.complex64), "dtype complex64; expected particle counts"),
+        (torch.zeros((32, 32, 32, 4), dtype=torch.complex64), "dtype torch.complex64; expected particle counts"),
+        (np.zeros((32, 32, 32, 4), np.longdouble), "dtype float128; .* 64 bits"),
+        (np.full((32, 32, 32, 4), "x"), "dtype <U1; expected particle counts"),
+        ([[1.0], [1.0, 2.0]], "volume: .*give an array"),
     ],
 )
-def test_volumes_that_make_no_sense(volume: np.ndarray, text: str) -> None:
-    with pytest.raises(ValueError, match=text):
+def test_volumes_that_make_no_sense(volume: Any, text: str) -> None:
+    with pytest.raises(DataError, match=text):
         CosmoFlow(SMALL).predict(volume)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from hpcai.errors import CheckpointError
+from hpcai.errors import CheckpointError, DataError
 from hpcai.models import deepcam
 from hpcai.models.deepcam import CLASSES, VARIABLES, Batch, DeepCam, DeepCamConfig
 from hpcai.models.deepcam.fields import stacked
@@ -177,6 +177,11 @@ def test_bad_fields_are_named() -> None:
         model.segment({"TMQ1" if name == "TMQ" else name: values for name, values in given.items()})
     with pytest.raises(ValueError, match=r"V850 has shape \[32, 47\], TMQ \[32, 48\]"):
         model.segment(given | {"V850": given["V850"][:, 1:]})
+    for shape in ((0, 48), (0, 32, 48)):
+        with pytest.raises(DataError, match=r"TMQ has shape .*with one cell at least"):
+            model.segment({name: np.zeros(shape) for name in given})
+    with pytest.raises(DataError, match="T500 is of dtype complex64; expected real numbers"):
+        model.segment(given | {"T500": given["T500"] * 1j})
     poles = given["T500"].copy()
     poles[-2:] = np.nan
     with pytest.raises(ValueError, match="T500: 96 values are not finite, in rows 30 to 31 of 32; fill them"):

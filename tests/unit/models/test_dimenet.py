@@ -300,11 +300,22 @@ def test_a_structure_is_relaxed_in_three_lines() -> None:
         ({"numbers": [1, 1], "positions": [[0, 0, 0], [0, 0, 1.0]], "cutoff": 5.0}, "cutoff=4, most=None"),
         ({"numbers": [1, 1], "positions": [[0, 0, 0], [0, 0, np.nan]]}, "positions"),
         ({"numbers": [1, 1], "positions": [[0, 0, 0], [0, 0, 1.0]], "cell": -np.eye(3) * 5}, "left-handed"),
+        ({"cutoff": 0}, "cutoff 0 and most None, expected a length above 0"),
+        ({"cutoff": -1}, "cutoff -1 "),
+        ({"cutoff": np.nan}, "cutoff nan "),
+        ({"cutoff": np.inf}, "cutoff inf "),
+        ({"most": 0}, "most 0, expected .* 1 or more"),
     ],
 )
 def test_what_cannot_be_is_refused(given: Any, text: str) -> None:
     with pytest.raises(DataError, match=text):
-        network().energy_and_forces(atoms(**{"cutoff": 4.0, "most": None, **given}))
+        network().energy_and_forces(atoms(**{"numbers": [1, 1], "positions": np.eye(3)[:2], "cutoff": 4.0, "most": None, **given}))
+
+
+def test_no_structure_has_no_energy_and_what_is_none_is_refused() -> None:
+    assert network().energy_and_forces([]) == []
+    with pytest.raises(DataError, match="found Atoms, expected what hpcai.models.dimenet.atoms makes"):
+        network().energy_and_forces([Atoms("H2", np.eye(3)[:2])])
 
 
 def test_weights_of_other_codes_load(tmp_path: Any) -> None:

@@ -57,7 +57,7 @@ def test_a_mask_does_not_depend_on_mode_precision_or_memory() -> None:
 
 
 def test_what_is_no_volume_is_refused() -> None:
-    for shape, spacing, text in (((1, 4, 4, 4), (1, 1, 1), "the slices first"), ((4, 4, 4), (1, 0, 1), "spacing")):
+    for shape, spacing, text in (((1, 4, 4, 4), (1, 1, 1), "the slices first"), ((4, 4, 4), (1000, 1, 1), "check the unit")):
         with pytest.raises(ValueError, match=text):
             model().segment(np.zeros(shape), spacing)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from hpcai.errors import DataError
 from hpcai.models.unet3d import volume
 from hpcai.models.unet3d.volume import LEAST, normalise, pad, prepare, resample, resampled_shape
 
@@ -87,9 +88,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "another shape": ({"label": np.zeros((4, 5, 7), np.uint8)}, "label of shape (4, 5, 7) with an image of (4, 5, 6)"),
     "label 3": ({"label": np.full((4, 5, 6), 3, np.uint8)}, "holds [3], expected only 0 background, 1 kidney, 2 tumour"),
     "half a label": ({"label": np.full((4, 5, 6), 0.5)}, "holds [0.5]"),
-    "spacing 0": ({"spacing_mm": (1, 0, 1)}, "spacing (1, 0, 1), expected three positive numbers"),
+    "spacing 0": ({"spacing_mm": (1, 0, 1)}, "spacing (1, 0, 1), expected three lengths of 0.01 to 100 mm"),
     "two spacings": ({"spacing_mm": (1, 1)}, "spacing (1, 1)"),
     "NaN spacing": ({"spacing_mm": (1, float("nan"), 1)}, "nan"),
+    "micrometres": ({"spacing_mm": (2500, 1, 1)}, "spacing (2500, 1, 1), expected"),
+    "metres": ({"spacing_mm": (0.0025, 0.0007, 0.0007)}, "check the unit"),
     "target": ({"target_mm": (1, -1, 1)}, "spacing (1, -1, 1)"),
 }
 
@@ -98,7 +101,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_is_refused(fault: str) -> None:
     what, text = REFUSED[fault]
     words: dict[str, Any] = {"image": np.zeros((4, 5, 6), np.float32), "label": None, "spacing_mm": (1, 1, 1), **what}
-    with pytest.raises(ValueError, match=re.escape(text)):
+    with pytest.raises(DataError, match=re.escape(text)):
         prepare(**words)
 
 

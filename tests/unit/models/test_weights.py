@@ -2,9 +2,12 @@
 
 import json
 import pickle
+import traceback
+import warnings
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import pytest
 import torch
@@ -142,6 +145,35 @@ def test_what_does_not_fit_is_refused(kind: Any, tmp_path: Path) -> None:
         path.write_bytes(content)
         with pytest.raises(CheckpointError, match="w.pt"):
             kind.load(path)
+
+
+@pytest.mark.parametrize("wrong", [(8,), (), (8, 4, 2)])
+def test_a_dense_kernel_of_other_dims_is_told(tmp_path: Path, wrong: tuple[int, ...]) -> None:
+    layers = {"conv3d": (3, 3, 3, 4, 2), "dense": wrong, "dense_1": (128, 64), "dense_2": (64, 4)}
+    with h5py.File(tmp_path / "w.h5", "w") as file:
+        for name, shape in layers.items():
+            file[f"{name}/{name}/kernel:0"] = np.zeros(shape, np.float32)
+            file[f"{name}/{name}/bias:0"] = np.zeros(shape[-1:], np.float32)
+    with pytest.raises(CheckpointError, match=r"(?s)w\.h5: .*dense1\.weight"):
+        CosmoFlow.load(tmp_path / "w.h5")
+
+
+def test_the_first_tensor_of_other_dims_is_told(tmp_path: Path) -> None:
+    torch.save({name: torch.zeros(3) for name in CosmoFlow().state_dict()}, tmp_path / "w.pt")
+    with pytest.raises(CheckpointError, match=r"w\.pt: tensors of other shapes .*conv_seq\.0\.conv\.weight \[3\]"):
+        CosmoFlow.load(tmp_path / "w.pt")
+
+
+def test_nobody_is_advised_to_run_what_a_file_holds(tmp_path: Path) -> None:
+    torch.save({"state_dict": {}, "more": Trap(tmp_path / "sprung")}, tmp_path / "more.pt")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), tmp_path / "script.pt")
+    for name in ("more.pt", "script.pt"):
+        with pytest.raises(CheckpointError, match="holds more than tensors and plain values") as caught:
+            CosmoFlow.load(tmp_path / name)
+        told = "".join(traceback.format_exception(caught.value))
+        assert "weights_only=False" not in told and "re-running" not in told, told
 
 
 class Trap:

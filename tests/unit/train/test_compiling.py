@@ -173,7 +173,7 @@ def test_what_was_compiled_comes_back_on_another_disk(tmp_path: Path, monkeypatc
     assert path.stat().st_mtime_ns == before
 
 
-@pytest.mark.parametrize("harm", ["torn", "flipped", "empty", "foreign", "folder", "other user"])
+@pytest.mark.parametrize("harm", ["torn", "flipped", "empty", "foreign", "folder", "other user", "link", "open", "open folder"])
 def test_a_damaged_or_foreign_archive_is_ignored_with_a_reason_and_written_anew(
     tmp_path: Path, harm: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,14 +187,36 @@ def test_a_damaged_or_foreign_archive_is_ignored_with_a_reason_and_written_anew(
     if harm == "folder":
         path.unlink()
         path.mkdir()
+    if harm == "link":
+        path.symlink_to(path.rename(tmp_path / "elsewhere.zip"))
+    if harm.startswith("open"):
+        (shared if harm == "open folder" else path).chmod(0o770)
     with monkeypatch.context() as patch:
         if harm == "other user":
             os.chown(path, 12345, -1) if os.getuid() == 0 else patch.setattr(os, "getuid", lambda: 12345)
         assert not restore(shared, "k")
     assert f"{path} is not used: " in caplog.text and not list(home().iterdir())
     (home() / "x.so").write_bytes(code)
+    shared.chmod(0o700)
     store(shared, "k")
-    assert "is not kept" in caplog.text if harm == "folder" else restore(shared, "k") or harm == "other user"
+    assert "is not kept" in caplog.text if harm == "folder" else restore(shared, "k")
+
+
+@pytest.mark.parametrize("harm", ["link", "open"])
+def test_a_folder_of_this_node_that_others_can_write_is_not_used(
+    tmp_path: Path, harm: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = home()
+    ours = before / f"hpcai-compiled-{os.getuid()}"
+    (theirs := tmp_path / "theirs").mkdir()
+    ours.parent.mkdir(parents=True, exist_ok=True)
+    if harm == "link":
+        ours.symlink_to(theirs)
+    else:
+        ours.mkdir()
+        ours.chmod(0o777)
+    assert not restore(tmp_path / "shared", "k") and str(ours) in caplog.text
+    assert home() == before and not [*theirs.iterdir(), *ours.iterdir()]
 
 
 def test_a_sequence_of_torch_layers_alone_is_compiled_too() -> None:

@@ -10,7 +10,7 @@ from hpcai.errors import ConfigError, DataError, DivergedError
 from hpcai.models.cosmoflow import Batch
 from hpcai.settings import CheckpointConfig, StepConfig
 from hpcai.train.checkpoint import Checkpoints, Progress
-from hpcai.train.measure import Measured
+from hpcai.train.measure import Measured, Value
 from hpcai.train.step import Step, split
 
 
@@ -154,6 +154,18 @@ def test_split_keeps_the_kind_of_batch_and_refuses_uneven_parts() -> None:
 def test_a_loss_without_loss_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"returned \['mae'\]; expected a scalar tensor named 'loss'"):
         Step(network(), lambda m, b: {"mae": m(b[:, :3]).mean()}, StepConfig(), dist.alone())(batch())
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_loss_that_is_a_sum_with_its_count_is_refused_wherever_it_comes_from(replaced: bool) -> None:
+    def pair(model: nn.Module, batch: torch.Tensor) -> dict[str, Value]:
+        return {"loss": (model(batch[:, :3]).sum(), 4.0)}
+
+    step = Step(network(), pair, StepConfig(), dist.alone())
+    if replaced:
+        step.forward_backward = pair
+    with pytest.raises(ConfigError, match=r"returned \['loss'\], 'loss' as a tuple; expected a scalar tensor"):
+        step(batch())
 
 
 def drift(precision: str, **words) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[no-untyped-def]

@@ -5,6 +5,7 @@ import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -90,7 +91,23 @@ def test_every_letter_has_the_residue_that_alphafold_gives_it() -> None:
     like = dict(zip("BZUJO", "DECXX"))
     expected = [like.get(letter, letter) for letter in "ABCDEFGHIJKLMNOPQRSTUVWXYZ"]
     assert text(parse_a3m(b">q\nABCDEFGHIJKLMNOPQRSTUVWXYZ", "x")) == ["".join(expected)]
-    assert encode("aRX?").tolist() == [0, 1, UNKNOWN, UNKNOWN] and parse_a3m(b">q\nA\n>r\n-", "x").msa[1, 0] == GAP
+    assert encode("aRX").tolist() == [0, 1, UNKNOWN] and parse_a3m(b">q\nA\n>r\n-", "x").msa[1, 0] == GAP
+
+
+@pytest.mark.parametrize(
+    ("sequence", "says"),
+    [("MKVL\n", r"character 5 of 5 is '\\n'"), (" MK", "character 1 of 3 is ' '"), ("MK-L", "character 3 of 4 is '-'"),
+     ("MKL*", r"character 4 of 4 is '\*'.*a stop"), ("MK?", r"character 3 of 3 is '\?'.*X for an unknown"), ("M1", "'1'"),
+     ("Mß", "'ß'"), ("MK:VL", "character 3 of 5 is ':'.*one by one"),
+     (None, "found NoneType"), (b"MKVL", "found bytes"), (["M", "K"], "found list")],
+)  # fmt: skip
+def test_what_is_no_letter_of_a_sequence_is_refused(sequence: Any, says: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.a3m").write_text(">q\nMKVL\n")
+    with pytest.raises(DataError, match=f"sequence: .*{says}"):
+        encode(sequence)
+    if sequence is not None:
+        with pytest.raises(DataError, match=f"sequence: .*{says}"):
+            read_alignments(tmp_path / "rows.a3m", sequence)
 
 
 def test_a_hit_has_the_indices_of_both_sequences() -> None:
@@ -158,8 +175,8 @@ def test_an_alignment_of_another_chain_is_refused(tmp_path: Path) -> None:
         read_alignments(tmp_path)
     with pytest.raises(DataError, match="uniref90_hits.a3m: the query has 4 residues, expected 5"):
         read_alignments(tmp_path, "ACDEF")
-    with pytest.raises(DataError, match="uniref90_hits.a3m: the query has A at residue 1, expected -"):
-        read_alignments(tmp_path, "-CDE")
+    with pytest.raises(DataError, match="uniref90_hits.a3m: the query has A at residue 1, expected M"):
+        read_alignments(tmp_path, "MCDE")
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:

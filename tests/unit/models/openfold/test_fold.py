@@ -1,5 +1,7 @@
 """A structure in one call, from a notebook."""
 
+import xml.etree.ElementTree
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,22 @@ def test_a_sequence_becomes_a_file_that_reads_again(tmp_path: Path) -> None:
     assert np.allclose(chain.bfactors[0, :2], found.plddt[0], atol=0.01)
 
 
+@pytest.mark.parametrize("residues", [1, 2, 300])
+def test_a_fold_is_a_line_and_in_a_notebook_a_picture(residues: int) -> None:
+    given = np.random.default_rng(0)
+    plddt = np.linspace(20, 95, residues, dtype=np.float32)
+    positions = given.normal(size=(residues, 37, 3)).astype(np.float32)
+    one = folding.Fold("A" * residues, np.zeros(residues, np.int64), positions, np.ones((residues, 37), np.float32), plddt)
+    assert len(repr(one)) < 80 and f"{residues} residues, mean pLDDT {plddt.mean():.1f}" in repr(one)
+    drawn = xml.etree.ElementTree.fromstring(one._repr_html_())
+    lines = drawn.findall(".//line")
+    assert len(lines) == residues - 1 and "nan" not in one._repr_html_()
+    nowhere = replace(one, mask=np.zeros((residues, 37), np.float32))
+    assert "<svg" not in nowhere._repr_html_()
+    if residues == 300:
+        assert (lines[0].get("stroke"), lines[-1].get("stroke")) == ("#ff7d45", "#0053d6"), "orange is doubt, blue is sure"
+
+
 def test_nothing_is_drawn_as_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, Any]] = []
     monkeypatch.setattr(folding, "featurize", lambda *_, **words: asked.append(words) or featurize(*_, **words))
@@ -50,6 +68,12 @@ def test_a_network_without_templates_needs_none_and_another_alignment_is_refused
     other = proteins.chain(10)
     with pytest.raises(DataError, match="is it of another chain"):
         model.fold(SEQUENCE, proteins.alignment(other, 3), recycles=0, cfg=FEW)
+
+
+@pytest.mark.parametrize("sequence", ["MKVL\n", "MK VL", "", None, b"MKVL", ["MKVL"]])
+def test_what_is_no_sequence_is_not_folded(sequence: Any) -> None:
+    with pytest.raises(DataError, match="sequence: "):
+        OpenFold(OpenFoldConfig.preset("tiny")).fold(sequence, recycles=0, cfg=FEW)
 
 
 @pytest.mark.parametrize("kind", ["device", "host", "other"])

@@ -210,7 +210,7 @@ def test_what_is_aligned_anew_goes_on_and_agrees(seed: int, length: int, changes
 def test_hits_of_another_query_are_an_error(change: dict[str, Any]) -> None:
     with pytest.raises(DataError, match="hit 1, '1ABC_A a protein"):
         match([replace(HIT, **change)], QUERY, known())
-    with pytest.raises(DataError, match="expected -"):
+    with pytest.raises(DataError, match="sequence: character 1 of 40 is '-'"):
         match([HIT], "-" * 40, known())
     assert not match([replace(HIT, query="X" + HIT.query[1:])], QUERY, known())[1], "an unknown residue agrees with all"
 
