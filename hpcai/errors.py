@@ -26,8 +26,10 @@ class CheckpointError(HpcaiError, RuntimeError):
 
 
 class DivergedError(HpcaiError, ArithmeticError):
-    """The loss or a gradient became NaN or infinite, or copies of the weights differ; the text names the step and the rank. ``step``
-    is its number from 1, where one step is at fault."""
+    """The loss or a gradient became NaN or infinite, or copies of the weights differ; the text names the step and the rank.
+
+    ``step`` is its number from 1, where one step is at fault.
+    """
 
     def __init__(self, text: str, step: int | None = None) -> None:
         super().__init__(text)
