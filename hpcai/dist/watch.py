@@ -139,7 +139,7 @@ class Watch:
         return self._stop or {}
 
     def _leave_failed(self, text: str, code: int, stop: dict[str, Any]) -> NoReturn:
-        if not self._printed:
+        if not self._printed and stop.get("text") != text:  # it stands there once already
             shout(f"{self._name} failed as well: {text}" if stop else self._words)
         time.sleep(_LAST_WORDS if self._printed or not stop else _LAST_RESORT)
         _flush()
@@ -149,7 +149,8 @@ class Watch:
     def _listen(self) -> None:
         for message in _messages(self._line):
             if "print" in message:
-                shout(self._words)
+                others = f"\n{message['print']} other ranks failed alike" if message["print"] else ""
+                shout(self._words + others)
                 self._printed = True
                 _send(self._line, printed=True)
             elif "stop" in message:
@@ -300,14 +301,14 @@ class _Hub:
         alike = len(self._failures) == self._world and first.ours and len({failure.text for failure in self._failures}) == 1
         if not alike and not first.dead:
             first.member.line.settimeout(3)
-            _send(first.member.line, print=True)
+            _send(first.member.line, print=sum(failure.text == first.text for failure in self._failures) - 1)
             self._hear(first.member)  # it has printed; only now may any rank leave, because launchers then end the rest
         text = f"{first.member.name} failed: {first.text}"
         early = [member for member in self._members if member.code]
         if early:
             text += f" ({early[0].name} had left with exit code {early[0].code})"
         for member in sorted(self._members, key=lambda member: -member.rank):  # this process, rank 0, last
-            _send(member.line, stop=text, code=first.code, alike=alike, dead=first.dead)
+            _send(member.line, stop=text, text=first.text, code=first.code, alike=alike, dead=first.dead)
 
 
 def shout(text: str) -> None:

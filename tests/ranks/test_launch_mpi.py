@@ -225,6 +225,13 @@ def test_all_ranks_failing_show_one_traceback() -> None:
     assert ended[0].after < SOON
 
 
+def test_what_all_ranks_meet_alike_is_told_once() -> None:
+    ended = run_forked(4, "fail.py", "full", "all", "end")
+    text = "".join(each.err for each in ended)
+    assert [each.code for each in ended] == [1] * 4 and tracebacks(text) == 1
+    assert text.count("No space left on device: '/scratch/run'") == 1 and "3 other ranks failed alike" in text
+
+
 def test_refusal_has_no_traceback() -> None:
     ended = run_forked(4, "fail.py", "refuse", "1", "collective")
     text = "".join(each.err for each in ended)

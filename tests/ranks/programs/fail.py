@@ -18,6 +18,8 @@ def come_to_grief(rank: int) -> None:
     os.write(1, f"GRIEF {time.time():.3f}\n".encode())
     if how == "raise":
         raise ValueError(f"no good at rank {rank}")
+    if how == "full":
+        raise OSError(28, "No space left on device", "/scratch/run")
     if how == "refuse":
         raise DataError("universe_0012.h5: dataset 'density' is missing")
     if how == "kill":
