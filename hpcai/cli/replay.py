@@ -154,7 +154,7 @@ def _closely(number: int, samples: dict[int, Any]) -> Iterator[None]:
             return usual(step, batch, lr)
         with searched(step.model, batch) as seen:
             usual(step, batch, lr)
-        bad = int(step.first_bad().item()) == number - 1
+        bad = int(step.first_bad()[0].item()) == number - 1
         every = gather_objects(tuple(seen), step.mesh.everyone)
         if step.mesh.is_first and bad:
             for rank, lines in enumerate(every):
