@@ -49,18 +49,21 @@ _COUNT = "optimizer/step"
 _NAME = re.compile(r"step-(\d{8,})")
 
 
+Count = Annotated[int, Field(ge=0, lt=1 << 53)]
+
+
 @dataclass
 class Progress:
     """Where a run stands. ``sample`` counts what ``epoch`` has delivered over all copies of the model; ``late`` lists the positions
     of its order that were passed over so far (see hpcai.data.loader)."""
 
-    step: int = 0
-    epoch: int = 0
-    sample: int = 0
-    seen: int = 0
-    seconds: float = 0.0
+    step: Count = 0
+    epoch: Count = 0
+    sample: Count = 0
+    seen: Count = 0
+    seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     ended: str = ""
-    late: list[int] = field(default_factory=list)
+    late: list[Count] = field(default_factory=list)
 
 
 # What the JSON files of a checkpoint hold.

@@ -333,6 +333,7 @@ WRONG = [
     ("run.json", "123", "run.json cannot be read"),
     ("run.json", DEEP, "run.json cannot be read"),
     ("run.json", '{"format": 1, "world": 0, "progress": {}, "settings": {}}', "world: Input should be greater than 0"),
+    ("run.json", f'{{"format": 1, "world": 1, "progress": {{"step": {10**30}}}, "settings": {{}}}}', "progress.step"),
     ("index.json", STRANGE.replace("int64", "load") % "", "torch has no type 'load'"),
     ("index.json", STRANGE % '{"offsets": [0], "sizes": [1], "file": "/etc/passwd", "at": 0, "bytes": 1}', "no file of it is"),
 ]  # fmt: skip
