@@ -259,6 +259,8 @@ class CheckpointConfig(Settings):
     """steps between checkpoints; null: at the end of every epoch"""
     keep: Positive = 2
     """newest checkpoints that are kept"""
+    writers: Positive = 8
+    """files of a checkpoint, at most, and processes that write what several hold alike: those of one node"""
     resume: Literal["auto", "never"] = "auto"
     """auto: go on from the newest whole checkpoint of the run's directory, if there is one"""
     other_data: bool = False

@@ -61,15 +61,15 @@ class Row:
 
 @dataclass(frozen=True)
 class Share:
-    """The numbers of one parameter that this process holds, where others hold the rest."""
+    """The numbers of one parameter that this process alone holds: some, all or none."""
 
     part: Part
     row: Tensor
 
 
-def held(part: Part, row: Tensor) -> Tensor | Share:
-    """What ``row`` holds of the parameter of ``part``: the whole in its shape, or this process's share of it."""
-    return part.whole(row) if part.is_whole else Share(part, row)
+def held(part: Part, row: Tensor, cut: Axis = ALONE) -> Tensor | Share:
+    """What ``row`` holds of the parameter of ``part``: the whole in its shape, or, of a row that is cut, a share."""
+    return part.whole(row) if cut.size == 1 else Share(part, row)
 
 
 def boxes(shape: tuple[int, ...], stride: tuple[int, ...], begin: int, end: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -1,52 +1,44 @@
 """Checkpoints to resume from: whole or not there.
 
-A checkpoint is a folder ``step-00000120`` of tensors (torch.distributed.checkpoint), an index of them and the state of the
-run as JSON, and a manifest with the size and SHA-256 of each file. It is written as ``.step-00000120.partial``, flushed, and
-renamed once the manifest is there; only then are old ones removed. Nothing in it is a pickle.
+A checkpoint is a folder ``step-00000120`` of a few files of tensors (``train/tensorfile``: anything that reads safetensors opens
+them), an index that says where each box of each tensor lies and what SHA-256 each block has, the state of the run, and a manifest
+that seals both. It is written as ``.step-00000120.partial``, flushed, and renamed once the manifest is there; only then are old
+ones removed. Which rank writes what follows from how the weights are cut, so that no plan is gathered. Nothing is a pickle.
 """
 
 import hashlib
+import io
 import json
+import math
 import os
 import re
 import shutil
 import time
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import torch
-import torch.distributed.checkpoint as dcp
-from pydantic import AfterValidator, BaseModel, Field, NonNegativeInt, PositiveInt, ValidationError
+import torch.distributed as torch_dist
+from pydantic import AfterValidator, AliasChoices, BaseModel, Field, NonNegativeInt, PositiveInt, ValidationError
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from hpcai.dist.collect import agree, gather_objects
-from hpcai.dist.mesh import Mesh
+from hpcai.dist.collect import agree, gather_objects, sum_in_place
+from hpcai.dist.mesh import Axis, Mesh
 from hpcai.durable import flush
 from hpcai.errors import CheckpointError
-from hpcai.parallel.rows import Share
+from hpcai.parallel.rows import ALONE, Share
 from hpcai.settings import CheckpointConfig
-from hpcai.train import rng
+from hpcai.train import rng, tensorfile
 from hpcai.train.step import Step
+from hpcai.train.tensorfile import BLOCK, Block, Box, Contents, Stored
 
-T = TypeVar("T")
 _INDEX, _RUN, _MANIFEST = "index.json", "run.json", "manifest.json"
-_FORMAT: Literal[1] = 1
+_FORMAT: Literal[2] = 2
 _COUNT = "optimizer/step"
 _NAME = re.compile(r"step-(\d{8,})")
+_FILE = r"^\w[\w.-]*$"
 
 
 Count = Annotated[int, Field(ge=0, lt=1 << 53)]
@@ -81,35 +73,99 @@ class _Seal(BaseModel):
 
 
 class _Manifest(BaseModel):
-    format: Literal[1]
-    files: dict[Annotated[str, Field(pattern=r"^\w[\w.-]*$")], _Seal]
+    format: Literal[1, 2]
+    files: dict[Annotated[str, Field(pattern=_FILE)], _Seal]
 
 
 class _RunFile(BaseModel):
-    format: Literal[1]
+    format: Literal[1, 2]
     world: PositiveInt
     progress: Progress
     settings: dict[str, Any]
     data: str = ""
 
 
-class _Chunk(BaseModel):
+class _Box(BaseModel):
     offsets: list[NonNegativeInt]
     sizes: list[NonNegativeInt]
     file: str
     at: NonNegativeInt
-    bytes: NonNegativeInt
+    bytes: NonNegativeInt = 0  # of format 1, where each box was packed by itself
 
 
 class _Entry(BaseModel):
     dtype: Annotated[str, AfterValidator(_is_dtype)]
     size: list[NonNegativeInt]
-    chunks: list[_Chunk]
+    boxes: list[_Box] = Field(validation_alias=AliasChoices("boxes", "chunks"))
+
+
+class _Stretch(BaseModel):
+    writer: NonNegativeInt
+    at: NonNegativeInt
+    bytes: NonNegativeInt
+    sha256: list[str]
+
+
+class _File(BaseModel):
+    bytes: NonNegativeInt
+    header: NonNegativeInt
+    sha256: str
+    stretches: list[_Stretch]
 
 
 class _Index(BaseModel):
-    format: Literal[1]
+    """Where each box of each tensor lies. Its files are not in the index of format 1, whose manifest has them."""
+
+    format: Literal[1, 2]
+    block: Annotated[int, Field(ge=1, le=1 << 30)] = BLOCK
+    files: dict[Annotated[str, Field(pattern=_FILE)], _File] = {}
     tensors: dict[str, _Entry]
+
+    def blocks(self) -> dict[str, list[Block]]:
+        """By file, in order."""
+        found: dict[str, list[Block]] = {}
+        for name, file in self.files.items():
+            found[name] = []
+            for stretch in sorted(file.stretches, key=lambda each: each.at):
+                for number, seal in enumerate(stretch.sha256):
+                    at = stretch.at + number * self.block
+                    found[name].append(Block(name, at, min(self.block, stretch.at + stretch.bytes - at), seal))
+        return found
+
+    def stored(self, name: str) -> list[Stored]:
+        entry = self.tensors[name]
+        dtype = getattr(torch, entry.dtype)
+        return [Stored(dtype, tuple(box.offsets), tuple(box.sizes), box.file, box.at) for box in entry.boxes]
+
+    def misplaced(self, folder: Path) -> str | None:
+        """What does not fit together: a file of another size, or a tensor where no file of it is."""
+        for name, file in self.files.items():
+            try:
+                size = (folder / name).stat().st_size
+            except OSError:
+                return f"{name} is missing"
+            if size != file.bytes:
+                return f"{name} has changed since it was written (size)"
+            with (folder / name).open("rb") as stream:
+                if hashlib.sha256(stream.read(file.header)).hexdigest() != file.sha256:
+                    return f"{name} has changed since it was written (SHA-256 of its header)"
+            for stretch in file.stretches:
+                if stretch.at + stretch.bytes > size or len(stretch.sha256) != -(-stretch.bytes // self.block):
+                    return f"{_INDEX} gives {name} stretches that it has not"
+        for name, entry in self.tensors.items():
+            width = getattr(torch, entry.dtype).itemsize
+            for box in entry.boxes:
+                end = box.at + math.prod(box.sizes) * width
+                stretches = self.files[box.file].stretches if box.file in self.files else ()
+                inside = any(stretch.at <= box.at and end <= stretch.at + stretch.bytes for stretch in stretches)
+                within = len(box.offsets) == len(box.sizes) == len(entry.size) and all(
+                    o + n <= whole for o, n, whole in zip(box.offsets, box.sizes, entry.size)
+                )
+                if not (inside and within and box.at % width == 0):
+                    return f"{_INDEX} places {name!r} where no file of it is"
+            if sum(math.prod(box.sizes) for box in entry.boxes) != math.prod(entry.size):
+                return f"{_INDEX} has only parts of {name!r}"
+        return None
 
 
 J = TypeVar("J", bound=BaseModel)
@@ -143,35 +199,74 @@ class Checkpoints:
         self.data = ""
         self.notes: list[str] = []
         self._refused: list[Path] = []
-        self._among: dict[str, Any] = {"process_group": mesh.everyone.group, "no_dist": mesh.world == 1}
+        self._placed: Step | None = None  # whose boxes have their places
+        self._own_place: tuple[str, int] | None = None
+        self._contents: Contents | None = None  # of all files of a checkpoint, on the first process
 
     def save(self, step: Step, progress: Progress) -> tuple[Path, float, int]:
         """Write a checkpoint -> its path, seconds, bytes. After a CheckpointError nothing has changed and older ones are whole."""
         began = time.perf_counter()
         final = self.directory / f"step-{progress.step:08d}"
-        partial = self.directory / f".{final.name}.partial"
-        self._together(f"{final} cannot be written", lambda: self._clear(partial), first_only=True)
+        partial, what = self.directory / f".{final.name}.partial", f"{final} cannot be written"
+        self._together(what, lambda: self._clear(partial), first_only=True)
         step.average.level()
-        state = _tensors(step, self.mesh.rank)
-        own: dict[str, dict[str, Any]] = {}
+        own = tensorfile.dealt(_boxes(step, self.mesh), self.cfg.writers)
+        place, hashes = self._place(step, own), b""
 
         def write() -> None:
-            _quietly(lambda: dcp.save(state, storage_writer=_Writer(partial), planner=_SavePlan(), **self._among))
-            for file in partial.glob(f"__{self.mesh.rank}_*.distcp"):
-                own[file.name] = _seal(file)
+            nonlocal hashes
+            if place is not None:
+                hashes = tensorfile.write(partial / place[0], place[1], own)
 
-        self._together(f"{final} cannot be written", write, clean=partial)
-        files = {name: entry for part in gather_objects(own, self.mesh.everyone) for name, entry in part.items()}
-        self._together(
-            f"{final} cannot be written", lambda: self._commit(partial, final, files, progress), clean=partial, first_only=True
-        )
-        return final, time.perf_counter() - began, sum(entry["bytes"] for entry in files.values())
+        self._together(what, write, clean=partial)
+        found = self._to_first(hashes)
+        self._together(what, lambda: self._commit(partial, final, found, progress), clean=partial, first_only=True)
+        size = sum(box.tensor.nbytes for box in own)
+        return final, time.perf_counter() - began, int(sum_in_place(torch.tensor(size), self.mesh.everyone).item())
 
-    def _commit(self, partial: Path, final: Path, files: dict[str, dict[str, Any]], progress: Progress) -> None:
+    def _place(self, step: Step, own: Sequence[Box]) -> tuple[str, int] | None:
+        """File and offset where this process writes, None where it writes nothing. The first process hears once what each has."""
+        if self._placed is not step:
+            entries = self._to_first(json.dumps([box.entry() for box in own]).encode() if own else b"")
+            places: dict[int, tuple[str, int]] = {}
+            if self.mesh.rank == 0:
+                told = {rank: json.loads(text) for rank, text in entries.items() if text}
+                self._contents = Contents(told, self.cfg.writers)
+                places = {each.writer: (each.file, each.at) for each in self._contents.stretches}
+            self._own_place, self._placed = agree(places, self.mesh.everyone).get(self.mesh.rank), step
+        return self._own_place
+
+    def _to_first(self, own: bytes) -> dict[int, bytes]:
+        """What each process has, by rank, on the first. Those that have nothing send nothing but that."""
+        everyone = self.mesh.everyone
+        if everyone.size == 1:
+            return {0: own}
+        lengths = torch.zeros(everyone.size, dtype=torch.int64)
+        lengths[everyone.rank] = len(own)
+        sum_in_place(lengths, everyone)
+        found = {0: own}
+        if everyone.rank:
+            if own:
+                torch_dist.send(torch.frombuffer(bytearray(own), dtype=torch.uint8), group=everyone.group, group_dst=0)
+            return {}
+        for rank, length in enumerate(lengths.tolist()):
+            if rank and length:
+                into = torch.empty(length, dtype=torch.uint8)
+                torch_dist.recv(into, group=everyone.group, group_src=rank)
+                found[rank] = into.numpy().tobytes()
+        return found
+
+    def _commit(self, partial: Path, final: Path, hashes: dict[int, bytes], progress: Progress) -> None:
+        assert self._contents is not None
+        for name, header in self._contents.headers.items():
+            with open(os.open(partial / name, os.O_WRONLY | os.O_CREAT, 0o666), "wb") as file:
+                file.write(header)
+            flush(partial / name)
         run = {"format": _FORMAT, "world": self.mesh.world, "progress": asdict(progress), "settings": self.settings}
         run["data"] = self.data
         _write(partial / _RUN, json.dumps(run, indent=1))
-        files = files | {name: _seal(partial / name) for name in (_INDEX, _RUN)}
+        _write(partial / _INDEX, json.dumps({"format": _FORMAT, **self._contents.index(hashes)}))
+        files = {name: _seal(partial / name) for name in (_INDEX, _RUN)}
         _write(partial / _MANIFEST, json.dumps({"format": _FORMAT, "files": files}, indent=1))
         flush(partial)
         for path in {*self._refused, final}:
@@ -199,61 +294,70 @@ class Checkpoints:
             return None
         if self.mesh.is_first and self.directory.is_dir():
             self.notes += [f"{p.name} was not finished and is ignored" for p in self.directory.glob(".step-*.partial")]
+        touched = False
         for path in reversed(agree(self.found(), self.mesh.everyone)):
-            damage = next((text for text in gather_objects(self._damage(path), self.mesh.everyone) if text), None)
-            if damage:
-                self.notes.append(f"{path.name} is passed over: {damage}")
-                self._refused.append(path)
-                continue
-            return self._load(path, step)
+            damage, run, index = agree(_opened(path) if self.mesh.rank == 0 else ("", None, None), self.mesh.everyone)
+            if not damage:
+                assert run is not None and index is not None
+                touched, damage = True, self._load(path, run, index, step)
+                if not damage:
+                    return run.progress
+            self.notes.append(f"{path.name} is passed over: {damage}")
+            self._refused.append(path)
+        if touched:
+            raise CheckpointError(
+                f"{self.directory}: no checkpoint is whole ({'; '.join(self.notes)}); training would begin anew: if that is meant, "
+                "remove them or choose another report.directory"
+            )
         return None
 
-    def _damage(self, path: Path) -> str | None:
-        """What is wrong with the files of ``path``; each process looks at its share of them."""
-        try:
-            files = _told(path / _MANIFEST, _Manifest).files
-            for name in sorted({*files, _RUN, _INDEX})[self.mesh.rank :: self.mesh.world]:
-                if name not in files or not (path / name).is_file():
-                    return f"{name} is missing"
-                if _seal(path / name) != files[name].model_dump():
-                    return f"{name} has changed since it was written (size or SHA-256)"
-            _told(path / _RUN, _RunFile)
-            for tensor, entry in _told(path / _INDEX, _Index).tensors.items():
-                for chunk in entry.chunks:
-                    if chunk.file not in files or chunk.at + chunk.bytes > files[chunk.file].bytes:
-                        return f"{_INDEX} places {tensor!r} where no file of it is"
-        except CheckpointError as problem:
-            return str(problem)
-        return None
-
-    def _load(self, path: Path, step: Step) -> Progress:
-        run, index = _told(path / _RUN, _RunFile), _told(path / _INDEX, _Index).tensors
+    def _load(self, path: Path, run: _RunFile, index: _Index, step: Step) -> str:
+        """Put a checkpoint into ``step`` -> what is damaged, or nothing."""
         self._compare(path, run)
-        state = _tensors(step, self.mesh.rank)
-        anew = {key: state.pop(key) for key in list(state) if key.startswith("rng/") and run.world != self.mesh.world}
-        if _COUNT not in index:  # written when each parameter had a count of its own, and sgd none
-            state.pop(_COUNT)
-        missing = sorted(set(state) - set(index))
-        if missing:
-            whose = missing[0].partition("/")[0]
-            raise CheckpointError(f"{path}: holds no {missing[0]!r} (and {len(missing) - 1} more); it belongs to another {whose}")
-        progress = run.progress
-
-        def read() -> None:
-            _quietly(lambda: dcp.load(state, storage_reader=_Reader(path), planner=_LoadPlan(), **self._among))
-            if not anew:
-                rng.restore({key.rsplit("/", 1)[1]: t for key, t in state.items() if key.startswith(f"rng/{self.mesh.rank}/")})
-
-        self._together(f"{path} cannot be read", read)
+        wanted = _boxes(step, self.mesh)
+        anew = run.world != self.mesh.world
+        counted = _COUNT in index.tensors  # not when each parameter had a count of its own, and sgd none
+        state = [b for b in wanted if not (anew and b.name.startswith("rng/")) and (counted or b.name != _COUNT)]
+        self._check_names(path, state, index)
+        random = {box.name.rsplit("/", 1)[1]: box.tensor for box in state if box.name.startswith("rng/")}
+        problem = ""
+        try:
+            if index.format == 1:
+                _read_packed(path, state, index)
+            else:
+                problem = tensorfile.read(path, index.blocks(), [(box, index.stored(box.name)) for box in state])
+        except Exception as error:
+            problem = _reason(error)
+        if problem := self._first_of(problem):
+            return problem
+        if not anew:
+            rng.restore(random)
         step.optimizer.refresh()
         step.sums.spread()
         if anew:
             self.notes.append(f"{run.world} processes wrote {path.name} and {self.mesh.world} read it: random numbers start anew")
-            rng.seed_all(hash((progress.step, self.mesh.rank)) % 2**63)
-        step.count = progress.step
-        if _COUNT not in index:
-            step.optimizer.count.fill_(progress.step)
-        return progress
+            rng.seed_all(hash((run.progress.step, self.mesh.rank)) % 2**63)
+        step.count = run.progress.step
+        if not counted:
+            step.optimizer.count.fill_(run.progress.step)
+        return ""
+
+    def _check_names(self, path: Path, state: Sequence[Box], index: _Index) -> None:
+        """Refuse a checkpoint that lacks a tensor of the run, or has it in another size."""
+        wrong = [(box.name, f"no {box.name!r}") for box in state if box.name not in index.tensors]
+        if not wrong:
+            pairs = ((box, tuple(index.tensors[box.name].size)) for box in state)
+            wrong = [(box.name, f"{box.name!r} as {list(n)}, not {list(box.size)}") for box, n in pairs if n != box.size]
+        names = list(dict.fromkeys(text for _, text in wrong))
+        text = ", ".join(names[:10]) + (f" (and {len(names) - 10} more)" if len(names) > 10 else "")
+        if text := self._first_of(f"{text}; it belongs to another {wrong[0][0].partition('/')[0]}" if wrong else ""):
+            raise CheckpointError(f"{path}: holds {text}")
+
+    def _first_of(self, problem: str) -> str:
+        """The problem of the first process that has one, or nothing."""
+        if not sum_in_place(torch.tensor(int(bool(problem))), self.mesh.everyone).item():
+            return ""
+        return next(text for text in gather_objects(problem, self.mesh.everyone) if text)
 
     def _compare(self, path: Path, run: _RunFile) -> None:
         """Refuse what may not differ between a run and the checkpoint that it goes on from, and note what else does."""
@@ -283,10 +387,9 @@ class Checkpoints:
         if self.mesh.is_first or not first_only:
             try:
                 action()
-            except (Exception, CheckpointException) as error:
+            except Exception as error:
                 problem = _reason(error)
-        problem = next((text for text in gather_objects(problem, self.mesh.everyone) if text), "")
-        if problem:
+        if problem := self._first_of(problem):
             if clean is not None and self.mesh.is_first:
                 shutil.rmtree(clean, ignore_errors=True)
             whole = self.found()
@@ -301,100 +404,84 @@ def found(directory: Path) -> list[Path]:
 
 
 def read_tensors(checkpoint: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint, whole, by name: on one process, without the model."""
-    index = _told(checkpoint / _INDEX, _Index).tensors
-    state = {name: torch.empty(entry.size, dtype=getattr(torch, entry.dtype)) for name, entry in index.items()}
-    _quietly(lambda: dcp.load(state, storage_reader=_Reader(checkpoint), no_dist=True))
-    return state
+    """All tensors of a checkpoint, whole, by name: on one process, without the model. Raises CheckpointError for a damaged one."""
+    damage, _, index = _opened(checkpoint)
+    if index is not None:
+        state = [
+            Box(name, tuple(entry.size), (0,) * len(entry.size), torch.empty(entry.size, dtype=getattr(torch, entry.dtype)))
+            for name, entry in index.tensors.items()
+        ]
+        if index.format == 1:
+            _read_packed(checkpoint, state, index)
+        else:
+            damage = tensorfile.read(checkpoint, index.blocks(), [(box, index.stored(box.name)) for box in state])
+    if damage:
+        raise CheckpointError(f"{checkpoint}: {damage}")
+    return {box.name: box.tensor for box in state}
 
 
-class _Writer(FileSystemWriter):
-    """torch's writer with an index of tensors as JSON where torch would pickle its own."""
-
-    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
-        tensors: dict[str, dict[str, Any]] = {}
-        for result in (r for part in results for r in part):
-            about, info = metadata.state_dict_metadata[result.index.fqn], result.storage_data
-            if not isinstance(about, TensorStorageMetadata):
-                raise CheckpointError(f"{result.index.fqn}: only tensors are kept in a checkpoint, found a {type(about).__name__}")
-            entry = tensors.setdefault(
-                result.index.fqn,
-                {"dtype": str(about.properties.dtype).removeprefix("torch."), "size": list(about.size), "chunks": []},
-            )
-            offsets = list(result.index.offset or [0] * len(about.size))
-            sizes = next(list(c.sizes) for c in about.chunks if list(c.offsets) == offsets)
-            entry["chunks"].append(
-                {"offsets": offsets, "sizes": sizes, "file": info.relative_path, "at": info.offset, "bytes": info.length}
-            )
-        _write(Path(self.path) / _INDEX, json.dumps({"format": _FORMAT, "tensors": tensors}))
-
-
-class _Reader(FileSystemReader):
-    """torch's reader on ``_Writer``'s index; it reads tensors with ``weights_only``."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        about: dict[str, Any] = {}
-        storage: dict[MetadataIndex, _StorageInfo] = {}
-        for name, entry in _told(Path(self.path) / _INDEX, _Index).tensors.items():
-            chunks = [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in entry.chunks]
-            properties = TensorProperties(dtype=getattr(torch, entry.dtype))
-            about[name] = TensorStorageMetadata(properties, torch.Size(entry.size), chunks)
-            for number, chunk in enumerate(entry.chunks):
-                storage[MetadataIndex(name, chunk.offsets, number)] = _StorageInfo(chunk.file, chunk.at, chunk.bytes)
-        return Metadata(state_dict_metadata=about, storage_data=storage)
+def _opened(path: Path) -> tuple[str, _RunFile | None, _Index | None]:
+    """What is wrong with a checkpoint as far as its JSON files and the sizes of the others tell, or nothing; its run and index."""
+    try:
+        manifest = _told(path / _MANIFEST, _Manifest)
+        for name in sorted({*manifest.files, _RUN, _INDEX}):
+            if name not in manifest.files or not (path / name).is_file():
+                return f"{name} is missing", None, None
+            if _seal(path / name) != manifest.files[name].model_dump():
+                return f"{name} has changed since it was written (size or SHA-256)", None, None
+        run, index = _told(path / _RUN, _RunFile), _told(path / _INDEX, _Index)
+        if index.format == 1:
+            ends = {name: seal.bytes for name, seal in manifest.files.items()}
+            packed = ((name, box) for name, entry in index.tensors.items() for box in entry.boxes)
+            stray = [name for name, box in packed if box.at + box.bytes > ends.get(box.file, -1)]
+            wrong = f"{_INDEX} places {stray[0]!r} where no file of it is" if stray else None
+        else:
+            wrong = index.misplaced(path)
+    except CheckpointError as problem:
+        return str(problem), None, None
+    return (wrong, None, None) if wrong else ("", run, index)
 
 
-def _tensors(step: Step, rank: int) -> dict[str, Any]:
-    """All tensors that resuming needs, by name and without a copy: weights in full precision, and this rank's share of those that
-    are divided."""
+def _read_packed(path: Path, wanted: Sequence[Box], index: _Index) -> None:
+    """Fill each box from a checkpoint of format 1, in which torch packed each by itself."""
+    for box in wanted:
+        for part in index.tensors[box.name].boxes:
+            low = [max(a, b) for a, b in zip(box.offsets, part.offsets)]
+            high = [min(a + n, b + m) for a, n, b, m in zip(box.offsets, box.tensor.shape, part.offsets, part.sizes)]
+            if any(a >= b for a, b in zip(low, high)):
+                continue
+            with (path / part.file).open("rb") as file:
+                file.seek(part.at)
+                found = torch.load(io.BytesIO(file.read(part.bytes)), weights_only=True)
+            if list(found.shape) != part.sizes:
+                raise CheckpointError(f"{part.file} holds {box.name} as {list(found.shape)}, {_INDEX} says {part.sizes}")
+            into, of = (tuple(slice(a - o, b - o) for a, b, o in zip(low, high, at)) for at in (box.offsets, part.offsets))
+            box.tensor[into].copy_(found[of])
+
+
+def _boxes(step: Step, mesh: Mesh) -> list[Box]:
+    """All that resuming needs, by name and without a copy: weights in full precision, and this rank's boxes of those that are
+    divided."""
     step.sums.settle()
-    parts: dict[str, dict[str, Any]] = {
+    parts: dict[str, dict[str, Tensor | Share]] = {
         "model": {**step.model.state_dict(), **step.optimizer.weights()},
         "optimizer": step.optimizer.state(),
         "average": step.average.state(),
+        f"rng/{mesh.rank}": dict(rng.state()),
     }
-    state = {f"{kind}/{name}": _Cut(t) if isinstance(t, Share) else t for kind, part in parts.items() for name, t in part.items()}
-    return state | {f"rng/{rank}/{name}": tensor for name, tensor in rng.state().items()}
+    everyone = (mesh.everyone,) if mesh.world > 1 else ()
+    return [box for kind, part in parts.items() for name, value in part.items()
+            for box in _boxes_of(f"{kind}/{name}", value, () if kind.startswith("rng/") else everyone, step)]  # fmt: skip
 
 
-class _Cut:
-    """A share of a parameter's numbers as torch.distributed.checkpoint writes and reads it: a few boxes of the whole."""
-
-    def __init__(self, share: Share) -> None:
-        self._size, self._dtype = torch.Size(share.part.parameter.shape), share.row.dtype
-        self._boxes = {torch.Size(offsets): box for offsets, box in share.part.boxes(share.row)}
-
-    def size(self) -> torch.Size:
-        return self._size
-
-    def __create_write_items__(self, name: str, value: Any) -> list[WriteItem]:
-        about = TensorProperties(dtype=self._dtype)
-        chunks = {chunk.offsets: TensorWriteData(chunk, about, self._size) for chunk in self.__create_chunk_list__()}
-        return [WriteItem(MetadataIndex(name, at), WriteItemType.SHARD, tensor_data=data) for at, data in chunks.items()]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(offsets, box.size()) for offsets, box in self._boxes.items()]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        assert index.offset is not None
-        return self._boxes[index.offset]
-
-
-class _SavePlan(DefaultSavePlanner):
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        value = self.state_dict[index.fqn]
-        return value.__get_tensor_shard__(index) if isinstance(value, _Cut) else super().lookup_object(index)
-
-
-class _LoadPlan(DefaultLoadPlanner):
-    def set_up_planner(self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        # torch's own goes through the values and forgets those of a kind that it does not know.
-        self.original_state_dict = self.state_dict = state_dict
-        self.metadata, self.is_coordinator, self.mappings = metadata, is_coordinator, {}
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        value = self.state_dict[index.fqn]
-        return value.__get_tensor_shard__(index) if isinstance(value, _Cut) else super().lookup_tensor(index)
+def _boxes_of(name: str, value: Tensor | Share, copies: tuple[Axis, ...], step: Step) -> Iterator[Box]:
+    if isinstance(value, Share):
+        size = tuple(value.part.parameter.shape)
+        others = tuple(axis for axis in (getattr(step.sums, "between", ALONE), step.mesh.copy) if axis.size > 1)
+        for offsets, tensor in value.part.boxes(value.row):
+            yield Box(name, size, offsets, tensor, others)
+    else:
+        yield Box(name, tuple(value.shape), (0,) * value.ndim, value, copies)
 
 
 def _number(path: Path) -> int:
@@ -418,21 +505,13 @@ def _write(path: Path, text: str) -> None:
     flush(path)
 
 
-def _quietly(action: Callable[[], T]) -> T:
-    with warnings.catch_warnings():  # torch warns of its own deprecated calls, and that one process needs no process group
-        warnings.simplefilter("ignore")
-        return action()
-
-
 def _reason(error: BaseException) -> str:
     """Why ``error`` came: the system's own words when a disk is full or a path cannot be written, however deep they lie."""
-    # torch gathers the errors of all ranks in an exception of its own, which is no Exception.
-    for cause in (found[0] for found in error.failures.values()) if isinstance(error, CheckpointException) else (error,):
-        link: BaseException | None = cause
-        while link is not None:
-            if isinstance(link, OSError) and link.strerror:
-                return link.strerror
-            link = link.__cause__ or link.__context__
+    link: BaseException | None = error
+    while link is not None:
+        if isinstance(link, OSError) and link.strerror:
+            return link.strerror
+        link = link.__cause__ or link.__context__
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[-1] if text else ''}"
 

@@ -163,8 +163,8 @@ class Optimizer:
         return found
 
     def _named(self, rows: Iterable[Tensor | None]) -> dict[str, Tensor | Share]:
-        pairs = [(state.row.parts, row) for state, row in zip(self.states, rows) if row is not None]
-        return {part.name: held(part, row) for parts, row in pairs for part in parts}
+        pairs = [(state.row, row) for state, row in zip(self.states, rows) if row is not None]
+        return {part.name: held(part, row, of.cut) for of, row in pairs for part in of.parts}
 
     @torch.no_grad()
     def refresh(self) -> None:

@@ -1,0 +1,310 @@
+"""Files of tensors in the safetensors layout, which processes write together, and read together, in blocks.
+
+A file has a header (JSON: dtype, shape and place of each tensor) and then their numbers, row by row. Each process writes one
+stretch of it through a buffer of one block, and keeps the SHA-256 of each block. Where several ranks need the same numbers, each
+block is read by one of them, checked, and passed on: it leaves the disk once.
+"""
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor
+
+from hpcai.dist.mesh import Axis
+from hpcai.parallel.rows import boxes
+
+BLOCK = 16 << 20
+"""Bytes of which each has a SHA-256 of its own"""
+_ALIGN = 4096  # a stretch begins on a page, so that no two hosts write into one
+_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Box:
+    """A rectangular part of a tensor of ``size`` that begins at ``offsets``: the numbers are in ``tensor``, of any strides. The
+    ranks along ``copies`` hold the same."""
+
+    name: str
+    size: tuple[int, ...]
+    offsets: tuple[int, ...]
+    tensor: Tensor
+    copies: tuple[Axis, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """Its name in a file."""
+        parts = [f"{first}:{first + count}" for first, count in zip(self.offsets, self.tensor.shape)]
+        return self.name if tuple(self.tensor.shape) == self.size else f"{self.name}[{','.join(parts)}]"
+
+    def entry(self) -> list[Any]:
+        dtype = str(self.tensor.dtype).removeprefix("torch.")
+        return [self.name, self.key, dtype, list(self.size), list(self.offsets), list(self.tensor.shape)]
+
+
+def dealt(found: Sequence[Box], most: int) -> list[Box]:
+    """Those of ``found`` that this process writes. What several ranks hold alike is dealt by bytes, along the list, among the first
+    ``most`` of them. Numbers of wide types come first, so that each lies at a multiple of its own size."""
+    own: list[Box] = []
+    for copies in dict.fromkeys(box.copies for box in found):
+        alike = [box for box in found if box.copies == copies]
+        writers, place, done = min(most, math.prod(axis.size for axis in copies)), _place(copies), 0
+        total = sum(box.tensor.nbytes for box in alike)
+        for box in alike:
+            if min((done + box.tensor.nbytes // 2) * writers // max(total, 1), writers - 1) == place:
+                own.append(box)
+            done += box.tensor.nbytes
+    return sorted(own, key=lambda box: -box.tensor.itemsize)
+
+
+def _place(axes: Sequence[Axis]) -> int:
+    """This rank's number among those along ``axes``."""
+    place = 0
+    for axis in axes:
+        place = place * axis.size + axis.rank
+    return place
+
+
+# ---- writing
+
+
+@dataclass
+class Stretch:
+    """What one process writes: ``length`` bytes of ``file`` from ``at`` on."""
+
+    writer: int
+    file: str
+    at: int
+    length: int
+
+
+class Contents:
+    """What is in which file, from the entries of all boxes by writer: at most ``most`` files, whose names begin with ``stem``."""
+
+    def __init__(self, entries: Mapping[int, list[list[Any]]], most: int, stem: str = "tensors") -> None:
+        self.stretches: list[Stretch] = []
+        self.headers: dict[str, bytes] = {}
+        self.tensors: dict[str, dict[str, Any]] = {}
+        writers, files = sorted(entries), min(most, len(entries))
+        for number in range(files):
+            name, at, header, places = f"{stem}-{number:03d}.safetensors", 0, {}, []
+            for writer in (w for i, w in enumerate(writers) if i * files // len(writers) == number):
+                if gap := -at % _ALIGN:
+                    header[f"gap {at}"] = {"dtype": "U8", "shape": [gap], "data_offsets": [at, at + gap]}
+                    at += gap
+                self.stretches.append(Stretch(writer, name, at, 0))
+                for tensor, key, dtype, size, offsets, sizes in entries[writer]:
+                    length = math.prod(sizes) * getattr(torch, dtype).itemsize
+                    kind = _NAMES[getattr(torch, dtype)]
+                    header[key] = {"dtype": kind, "shape": sizes, "data_offsets": [at, at + length]}
+                    places.append((tensor, dtype, size, {"offsets": offsets, "sizes": sizes, "file": name, "at": at}))
+                    at += length
+                self.stretches[-1].length = at - self.stretches[-1].at
+            text = json.dumps(header, separators=(",", ":")).encode()
+            text += b" " * (-(len(text) + 8) % _ALIGN)
+            self.headers[name] = len(text).to_bytes(8, "little") + text
+            for stretch in (s for s in self.stretches if s.file == name):
+                stretch.at += len(text) + 8
+            for tensor, dtype, size, box in places:
+                box["at"] += len(text) + 8
+                self.tensors.setdefault(tensor, {"dtype": dtype, "size": size, "boxes": []})["boxes"].append(box)
+
+    def index(self, hashes: Mapping[int, bytes]) -> dict[str, Any]:
+        """The files and tensors, with the SHA-256 of each block that each writer wrote."""
+        files: dict[str, dict[str, Any]] = {
+            name: {"bytes": len(text), "header": len(text), "sha256": hashlib.sha256(text).hexdigest(), "stretches": []}
+            for name, text in self.headers.items()
+        }
+        for stretch in self.stretches:
+            found = hashes[stretch.writer]
+            seals = [found[i : i + 32].hex() for i in range(0, len(found), 32)]
+            entry = {"writer": stretch.writer, "at": stretch.at, "bytes": stretch.length, "sha256": seals}
+            files[stretch.file]["stretches"].append(entry)
+            files[stretch.file]["bytes"] = stretch.at + stretch.length
+        return {"block": BLOCK, "files": files, "tensors": self.tensors}
+
+
+def write(path: Path, at: int, found: Iterable[Box]) -> bytes:
+    """Write the numbers of boxes one behind another from ``at`` on, and wait for the disk -> the SHA-256 of each block."""
+    buffer, filled, hashes = torch.empty(BLOCK, dtype=torch.uint8), 0, bytearray()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+
+    def put() -> None:
+        nonlocal at, filled
+        block: Any = buffer.numpy().data[:filled]
+        hashes.extend(hashlib.sha256(block).digest())
+        while block:
+            count = os.pwrite(descriptor, block, at)
+            at, block = at + count, block[count:]
+        filled = 0
+
+    try:
+        for box in found:
+            raw = box.tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            while len(raw):
+                count = min(BLOCK - filled, len(raw))
+                buffer[filled : filled + count] = raw[:count]
+                filled, raw = filled + count, raw[count:]
+                if filled == BLOCK:
+                    put()
+        if filled:
+            put()
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return bytes(hashes)
+
+
+# ---- reading
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A box of a tensor in a file: where its numbers begin, and their type."""
+
+    dtype: torch.dtype
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    at: int
+
+    @property
+    def end(self) -> int:
+        return self.at + math.prod(self.sizes) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Block:
+    """Bytes of a file that have a SHA-256 together."""
+
+    file: str
+    at: int
+    length: int
+    sha256: str
+
+
+def read(folder: Path, blocks: Mapping[str, Sequence[Block]], wanted: Sequence[tuple[Box, Sequence[Stored]]]) -> str:
+    """Fill each box from those stored of its tensor -> what is wrong with the files, or nothing. Ranks that hold the same boxes
+    call this together and share the reading; ``blocks`` are by file and in order."""
+    problem = ""
+    for copies in dict.fromkeys(box.copies for box, _ in wanted):
+        jobs: dict[Block, list[tuple[Box, Stored]]] = {}
+        for box, stored in ((box, each) for box, all_stored in wanted if box.copies == copies for each in all_stored):
+            if math.prod(stored.sizes) and (span := _span(box, stored)):
+                for block in _within(blocks[stored.file], *span):
+                    jobs.setdefault(block, []).append((box, stored))
+        ordered = sorted(jobs, key=lambda block: (block.file, block.at))
+        for block, content in _passed_on(folder, ordered, copies):
+            if isinstance(content, str):
+                problem = problem or content
+            elif not problem:
+                for box, stored in jobs[block]:
+                    _fill(box, stored, content, block)
+    return problem
+
+
+def _span(box: Box, stored: Stored) -> tuple[int, int] | None:
+    """Bytes of the file among which is what ``box`` needs of ``stored``."""
+    if tuple(box.tensor.shape) == stored.sizes and box.offsets == stored.offsets:
+        return stored.at, stored.end
+    low, high = _common(box.offsets, box.tensor.shape, stored.offsets, stored.sizes)
+    if any(a >= b for a, b in zip(low, high)):
+        return None
+    stride = _strides(stored.sizes)
+    first = sum((a - o) * s for a, o, s in zip(low, stored.offsets, stride))
+    last = sum((b - 1 - o) * s for b, o, s in zip(high, stored.offsets, stride))
+    return stored.at + first * stored.dtype.itemsize, stored.at + (last + 1) * stored.dtype.itemsize
+
+
+def _common(a: Sequence[int], sizes: Sequence[int], b: Sequence[int], others: Sequence[int]) -> tuple[list[int], list[int]]:
+    return [max(x, y) for x, y in zip(a, b)], [min(x + n, y + m) for x, n, y, m in zip(a, sizes, b, others)]
+
+
+def _strides(sizes: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(sizes[d + 1 :]) for d in range(len(sizes)))
+
+
+def _within(blocks: Sequence[Block], begin: int, end: int) -> Iterator[Block]:
+    low, high = 0, len(blocks)
+    while low < high:  # the first that ends behind begin
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if blocks[middle].at + blocks[middle].length <= begin else (low, middle)
+    while low < len(blocks) and blocks[low].at < end:
+        yield blocks[low]
+        low += 1
+
+
+def _fill(box: Box, stored: Stored, content: Tensor, block: Block) -> None:
+    """Copy what ``content``, the bytes of ``block``, has of ``stored`` into ``box``."""
+    width = stored.dtype.itemsize
+    begin, end = max(stored.at, block.at), min(stored.end, block.at + block.length)
+    numbers = content[begin - block.at : end - block.at].view(stored.dtype)
+    if end - begin == stored.end - stored.at and tuple(box.tensor.shape) == stored.sizes and box.offsets == stored.offsets:
+        box.tensor.copy_(numbers.view(stored.sizes))
+        return
+    stride, first = _strides(stored.sizes), (begin - stored.at) // width
+    for at, sizes in boxes(stored.sizes, stride, first, (end - stored.at) // width):
+        start = sum(o * s for o, s in zip(at, stride)) - first
+        piece = numbers[start : start + math.prod(sizes)].view(sizes)
+        where = [o + a for o, a in zip(stored.offsets, at)]
+        low, high = _common(box.offsets, box.tensor.shape, where, sizes)
+        if all(a < b for a, b in zip(low, high)):
+            into = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, box.offsets))
+            box.tensor[into].copy_(piece[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, where))])
+
+
+def _passed_on(folder: Path, ordered: Sequence[Block], copies: tuple[Axis, ...]) -> Iterator[tuple[Block, Tensor | str]]:
+    """Each block with its bytes, or with what is wrong. The ranks along ``copies`` read in turn, each ahead of its turns."""
+    count, place = math.prod(axis.size for axis in copies), _place(copies)
+    mine = [block for number, block in enumerate(ordered) if number % count == place]
+    with ThreadPoolExecutor(1, "checkpoint") as thread:
+        ahead = [thread.submit(_checked, folder, block) for block in mine[:1]]
+        for number, block in enumerate(ordered):
+            if number % count == place:
+                content = ahead.pop().result()
+                ahead += [thread.submit(_checked, folder, each) for each in mine[number // count + 1 :][:1]]
+            else:
+                content = torch.empty(block.length + 1, dtype=torch.uint8)
+            _broadcast(content, copies, number % count)
+            wrong = f"{block.file} has changed since it was written, or cannot be read: bytes {block.at:,} on lack their SHA-256"
+            yield block, content[:-1] if content[-1] else wrong
+
+
+def _checked(folder: Path, block: Block) -> Tensor:
+    """The bytes of a block, and one more: 1 where they are those that were written."""
+    content = torch.zeros(block.length + 1, dtype=torch.uint8)
+    view: Any = content.numpy().data[:-1]
+    try:
+        descriptor = os.open(folder / block.file, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            done = 0
+            while done < block.length and (count := os.preadv(descriptor, [view[done:]], block.at + done)):
+                done += count
+        finally:
+            os.close(descriptor)
+    except OSError:
+        return content
+    content[-1] = hashlib.sha256(view).hexdigest() == block.sha256
+    return content
+
+
+def _broadcast(content: Tensor, copies: tuple[Axis, ...], source: int) -> None:
+    """Give ``content`` of the rank with number ``source`` among those along ``copies`` to all of them."""
+    places: list[int] = []
+    for axis in reversed(copies):
+        source, place = divmod(source, axis.size)
+        places.insert(0, place)
+    for number, axis in enumerate(copies):  # along the first axis, then from all that have it along the next
+        if axis.size > 1 and all(other.rank == p for other, p in zip(copies[number + 1 :], places[number + 1 :])):
+            torch_dist.broadcast(content, group=axis.group, group_src=places[number])
