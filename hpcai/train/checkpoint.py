@@ -326,12 +326,12 @@ class Checkpoints:
                 _read_packed(path, state, index)
             else:
                 problem = tensorfile.read(path, index.blocks(), [(box, index.stored(box.name)) for box in state])
+            if not (problem or anew):
+                rng.restore(random)
         except Exception as error:
             problem = _reason(error)
         if problem := self._first_of(problem):
             return problem
-        if not anew:
-            rng.restore(random)
         step.optimizer.refresh()
         step.sums.spread()
         if anew:

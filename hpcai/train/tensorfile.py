@@ -268,34 +268,35 @@ def _passed_on(folder: Path, ordered: Sequence[Block], copies: tuple[Axis, ...])
     """Each block with its bytes, or with what is wrong. The ranks along ``copies`` read in turn, each ahead of its turns."""
     count, place = math.prod(axis.size for axis in copies), _place(copies)
     mine = [block for number, block in enumerate(ordered) if number % count == place]
+    room = [torch.empty(max((block.length for block in ordered), default=0) + 1, dtype=torch.uint8) for _ in range(3)]
     with ThreadPoolExecutor(1, "checkpoint") as thread:
-        ahead = [thread.submit(_checked, folder, block) for block in mine[:1]]
+        ahead = [thread.submit(_checked, folder, block, room[0]) for block in mine[:1]]
         for number, block in enumerate(ordered):
-            if number % count == place:
+            turn, whose = divmod(number, count)
+            content = room[2][: block.length + 1]
+            if whose == place:
                 content = ahead.pop().result()
-                ahead += [thread.submit(_checked, folder, each) for each in mine[number // count + 1 :][:1]]
-            else:
-                content = torch.empty(block.length + 1, dtype=torch.uint8)
-            _broadcast(content, copies, number % count)
+                ahead += [thread.submit(_checked, folder, each, room[(turn + 1) % 2]) for each in mine[turn + 1 :][:1]]
+            _broadcast(content, copies, whose)
             wrong = f"{block.file} has changed since it was written, or cannot be read: bytes {block.at:,} on lack their SHA-256"
             yield block, content[:-1] if content[-1] else wrong
 
 
-def _checked(folder: Path, block: Block) -> Tensor:
-    """The bytes of a block, and one more: 1 where they are those that were written."""
-    content = torch.zeros(block.length + 1, dtype=torch.uint8)
+def _checked(folder: Path, block: Block, room: Tensor) -> Tensor:
+    """The bytes of a block in ``room``, and one more: 1 where they are those that were written."""
+    content = room[: block.length + 1]
     view: Any = content.numpy().data[:-1]
+    content[-1] = done = 0
     try:
         descriptor = os.open(folder / block.file, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            done = 0
             while done < block.length and (count := os.preadv(descriptor, [view[done:]], block.at + done)):
                 done += count
         finally:
             os.close(descriptor)
     except OSError:
         return content
-    content[-1] = hashlib.sha256(view).hexdigest() == block.sha256
+    content[-1] = done == block.length and hashlib.sha256(view).hexdigest() == block.sha256
     return content
 
 

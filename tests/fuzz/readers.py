@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import shutil
 import struct
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -28,6 +29,7 @@ from tests.data_prep.test_trajectories import relaxation, write_rows
 from tests.fuzz.attack import Reader
 from tests.stored import DATA
 from tests.unit.models.openfold.test_alignments import A3M, HHR, STO
+from tests.unit.train.test_checkpoint import new_step
 
 ROOT = DATA.parents[1]
 
@@ -209,11 +211,11 @@ def checkpoint_of(file: str) -> Callable[[Path], Path]:
     return make
 
 
-def resume(path: Path) -> None:
-    Checkpoints(path.parent.parent, train.CheckpointConfig(), dist.alone()).resume(step())
+def resume(path: Path, into: Callable[[], train.Step] = step) -> None:
+    Checkpoints(path.parent.parent, train.CheckpointConfig(), dist.alone()).resume(into())
 
 
-def resume_resealed(path: Path) -> None:
+def resume_resealed(path: Path, into: Callable[[], train.Step] = step) -> None:
     """The manifest says what the damaged file is, as who forges a checkpoint would let it."""
     import hashlib
 
@@ -222,7 +224,15 @@ def resume_resealed(path: Path) -> None:
     data = path.read_bytes()
     told["files"][path.name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     manifest.write_text(json.dumps(told))
-    resume(path)
+    resume(path, into)
+
+
+def packed_checkpoint(folder: Path) -> Path:
+    return next(Path(shutil.copytree(DATA / "checkpoint", folder / "checkpoints")).rglob("*.distcp"))
+
+
+def resume_packed(path: Path) -> None:
+    resume_resealed(path, new_step)
 
 
 READERS = [
@@ -254,7 +264,8 @@ READERS = [
     Reader("report", run_of("metrics.jsonl"), lambda path: report.read(path.parent)),
     Reader("report, settings", run_of("settings.yaml"), lambda path: report.read(path.parent)),
     *(Reader(f"checkpoint, {name}", checkpoint_of(name), resume, names=("step-",))
-      for name in ("manifest.json", "run.json", "index.json", "*.distcp")),
+      for name in ("manifest.json", "run.json", "index.json", "*.safetensors")),
     *(Reader(f"checkpoint, {name}, resealed", checkpoint_of(name), resume_resealed, names=("step-",))
-      for name in ("run.json", "index.json", "*.distcp")),
+      for name in ("run.json", "index.json")),
+    Reader("checkpoint of format 1, resealed", packed_checkpoint, resume_packed, names=("step-",)),
 ]  # fmt: skip
