@@ -106,19 +106,19 @@ class _Stretch(BaseModel):
     sha256: list[str]
 
 
-class _File(BaseModel):
+class File(BaseModel):
     bytes: NonNegativeInt
     header: NonNegativeInt
     sha256: str
     stretches: list[_Stretch]
 
 
-class _Index(BaseModel):
+class Index(BaseModel):
     """Where each box of each tensor lies. Its files are not in the index of format 1, whose manifest has them."""
 
     format: Literal[1, 2]
-    block: Annotated[int, Field(ge=1, le=1 << 30)] = BLOCK
-    files: dict[Annotated[str, Field(pattern=_FILE)], _File] = {}
+    block: Annotated[int, Field(ge=8, le=1 << 30, multiple_of=8)] = BLOCK
+    files: dict[Annotated[str, Field(pattern=_FILE)], File] = {}
     tensors: dict[str, _Entry]
 
     def blocks(self) -> dict[str, list[Block]]:
@@ -296,7 +296,7 @@ class Checkpoints:
             self.notes += [f"{p.name} was not finished and is ignored" for p in self.directory.glob(".step-*.partial")]
         touched = False
         for path in reversed(agree(self.found(), self.mesh.everyone)):
-            damage, run, index = agree(_opened(path) if self.mesh.rank == 0 else ("", None, None), self.mesh.everyone)
+            damage, run, index = agree(opened(path) if self.mesh.rank == 0 else ("", None, None), self.mesh.everyone)
             if not damage:
                 assert run is not None and index is not None
                 touched, damage = True, self._load(path, run, index, step)
@@ -311,7 +311,7 @@ class Checkpoints:
             )
         return None
 
-    def _load(self, path: Path, run: _RunFile, index: _Index, step: Step) -> str:
+    def _load(self, path: Path, run: _RunFile, index: Index, step: Step) -> str:
         """Put a checkpoint into ``step`` -> what is damaged, or nothing."""
         self._compare(path, run)
         wanted = _boxes(step, self.mesh)
@@ -342,7 +342,7 @@ class Checkpoints:
             step.optimizer.count.fill_(run.progress.step)
         return ""
 
-    def _check_names(self, path: Path, state: Sequence[Box], index: _Index) -> None:
+    def _check_names(self, path: Path, state: Sequence[Box], index: Index) -> None:
         """Refuse a checkpoint that lacks a tensor of the run, or has it in another size."""
         wrong = [(box.name, f"no {box.name!r}") for box in state if box.name not in index.tensors]
         if not wrong:
@@ -405,7 +405,7 @@ def found(directory: Path) -> list[Path]:
 
 def read_tensors(checkpoint: Path) -> dict[str, Tensor]:
     """All tensors of a checkpoint, whole, by name: on one process, without the model. Raises CheckpointError for a damaged one."""
-    damage, _, index = _opened(checkpoint)
+    damage, _, index = opened(checkpoint)
     if index is not None:
         state = [
             Box(name, tuple(entry.size), (0,) * len(entry.size), torch.empty(entry.size, dtype=getattr(torch, entry.dtype)))
@@ -420,7 +420,7 @@ def read_tensors(checkpoint: Path) -> dict[str, Tensor]:
     return {box.name: box.tensor for box in state}
 
 
-def _opened(path: Path) -> tuple[str, _RunFile | None, _Index | None]:
+def opened(path: Path) -> tuple[str, _RunFile | None, Index | None]:
     """What is wrong with a checkpoint as far as its JSON files and the sizes of the others tell, or nothing; its run and index."""
     try:
         manifest = _told(path / _MANIFEST, _Manifest)
@@ -429,7 +429,7 @@ def _opened(path: Path) -> tuple[str, _RunFile | None, _Index | None]:
                 return f"{name} is missing", None, None
             if _seal(path / name) != manifest.files[name].model_dump():
                 return f"{name} has changed since it was written (size or SHA-256)", None, None
-        run, index = _told(path / _RUN, _RunFile), _told(path / _INDEX, _Index)
+        run, index = _told(path / _RUN, _RunFile), _told(path / _INDEX, Index)
         if index.format == 1:
             ends = {name: seal.bytes for name, seal in manifest.files.items()}
             packed = ((name, box) for name, entry in index.tensors.items() for box in entry.boxes)
@@ -442,7 +442,14 @@ def _opened(path: Path) -> tuple[str, _RunFile | None, _Index | None]:
     return (wrong, None, None) if wrong else ("", run, index)
 
 
-def _read_packed(path: Path, wanted: Sequence[Box], index: _Index) -> None:
+def damage(checkpoint: Path) -> str:
+    """What is wrong with any byte of a checkpoint, or nothing."""
+    problem, _, index = opened(checkpoint)
+    blocks = [block for file in index.blocks().values() for block in file] if index else []
+    return problem or tensorfile.wrong(checkpoint, blocks)
+
+
+def _read_packed(path: Path, wanted: Sequence[Box], index: Index) -> None:
     """Fill each box from a checkpoint of format 1, in which torch packed each by itself."""
     for box in wanted:
         for part in index.tensors[box.name].boxes:

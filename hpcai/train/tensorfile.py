@@ -214,6 +214,11 @@ def read(folder: Path, blocks: Mapping[str, Sequence[Block]], wanted: Sequence[t
     return problem
 
 
+def wrong(folder: Path, blocks: Sequence[Block]) -> str:
+    """What is wrong with the first block that is not what was written, or nothing."""
+    return next((content for _, content in _passed_on(folder, blocks, ()) if isinstance(content, str)), "")
+
+
 def _span(box: Box, stored: Stored) -> tuple[int, int] | None:
     """Bytes of the file among which is what ``box`` needs of ``stored``."""
     if tuple(box.tensor.shape) == stored.sizes and box.offsets == stored.offsets:

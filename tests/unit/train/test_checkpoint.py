@@ -354,3 +354,38 @@ def test_a_resume_notes_every_other_difference_and_refuses_another_data_set(tmp_
     meant = keeper(tmp_path, settings=settings, other_data=True)
     meant.data = again.data
     assert meant.resume(step).step == 1 and len(meant.notes) == 1
+
+
+def two_sizes(mesh: Mesh, path: str) -> tuple[int, list[str], int]:
+    """Writes and resumes in blocks of 96 bytes: how many files there are, who wrote, how many blocks this process read."""
+    checkpoint.tensorfile.BLOCK = 96
+    read, count = checkpoint.tensorfile._checked, 0
+
+    def counted(*words: Any) -> torch.Tensor:
+        nonlocal count
+        count += 1
+        return read(*words)
+
+    checkpoint.tensorfile._checked = counted
+    try:
+        step, kept = new_step(mesh), keeper(Path(path), mesh, writers=2)
+        folder, _, _ = kept.save(step, Progress(step=1))
+        assert keeper(Path(path), mesh).resume(step) == Progress(step=1)
+    finally:
+        checkpoint.tensorfile._checked, checkpoint.tensorfile.BLOCK = read, 16 << 20
+    index = json.loads((folder / "index.json").read_text())
+    writers = [f"{s['writer']}: {s['bytes'] // 1000} kB" for f in index["files"].values() for s in f["stretches"]]
+    blocks = sum(len(s["sha256"]) for f in index["files"].values() for s in f["stretches"])
+    assert all(seal for f in index["files"].values() for s in f["stretches"] for seal in s["sha256"]) and count < blocks
+    return len(index["files"]), writers, count
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_few_files_and_each_block_is_read_by_one_process(tmp_path: Path, ranks: int) -> None:
+    """What all ranks hold alike is written by two of them and read once for all; random numbers are each rank's own."""
+    found = on_ranks({"replicate": ranks}, two_sizes, str(tmp_path))
+    files, writers, _ = found[0]
+    assert files == 2 and [text.partition(":")[0] for text in writers] == [str(rank) for rank in range(ranks)]
+    index = json.loads(next(tmp_path.glob("step-*/index.json")).read_text())
+    blocks = sum(len(s["sha256"]) for f in index["files"].values() for s in f["stretches"])
+    assert sum(count for _, _, count in found) <= blocks + 3 * ranks, "a block with numbers of two kinds may be read twice"

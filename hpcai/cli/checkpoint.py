@@ -1,0 +1,79 @@
+"""``hpcai checkpoint show FOLDER``: the checkpoints of a run, or one of them, and whether each is what was written.
+
+FOLDER is a run's directory, its ``checkpoints``, or one ``step-...``. Every byte is read and compared with its SHA-256.
+"""
+
+import argparse
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from hpcai.errors import CheckpointError
+from hpcai.log import size
+
+if TYPE_CHECKING:
+    from hpcai.train.checkpoint import File, Index
+
+
+def main(argv: Sequence[str]) -> int:
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="hpcai checkpoint", description=__doc__, formatter_class=form)
+    parser.add_argument("action", choices=["show"])
+    parser.add_argument("folder", type=Path, metavar="FOLDER")
+    parser.add_argument("--tensors", action="store_true", help="list every tensor, its boxes and where they lie")
+    words = parser.parse_args(argv)
+    return show(words.folder, words.tensors, Console())
+
+
+def show(folder: Path, tensors: bool, console: Console) -> int:
+    """Print what is there -> 1 where a checkpoint is damaged. Raises CheckpointError where there is none."""
+    from hpcai.train.checkpoint import damage, found, opened
+
+    own = folder if (folder / "manifest.json").is_file() else None
+    every = [own] if own else found(folder) or found(folder / "checkpoints")
+    if not every:
+        raise CheckpointError(f"{folder}: no checkpoint is there; expected a run's directory, its checkpoints, or one step-...")
+    steps = Table("checkpoint", "step", "epoch", "processes", "tensors", "bytes", "files", "is")
+    bad = 0
+    for path in every:
+        problem, run, index = opened(path)
+        problem = problem or damage(path)
+        bad += bool(problem)
+        if run is None or index is None:
+            steps.add_row(path.name, *["?"] * 6, problem)
+            continue
+        kinds = Counter(name.partition("/")[0] for name in index.tensors)
+        told = ", ".join(f"{count:,} {kind}" for kind, count in kinds.items())
+        files = sorted({box.file for entry in index.tensors.values() for box in entry.boxes})
+        count = sum((path / name).stat().st_size for name in files if (path / name).is_file())
+        where = path.name, f"{run.progress.step:,}", str(run.progress.epoch), str(run.world)
+        steps.add_row(*where, told, size(count), str(len(files)), problem or "whole")
+    console.print(steps)
+    if index is not None and (own or tensors):
+        console.print(_files(index.files))
+        if tensors:
+            console.print(_tensors(index))
+    return 1 if bad else 0
+
+
+def _files(files: "dict[str, File]") -> Table:
+    table = Table("file", "bytes", "rank that wrote", "from", "bytes it wrote", title="who wrote what")
+    for name, file in files.items():
+        for number, stretch in enumerate(file.stretches):
+            about = (name, f"{file.bytes:,}") if not number else ("", "")
+            table.add_row(*about, str(stretch.writer), f"{stretch.at:,}", f"{stretch.bytes:,}")
+    return table
+
+
+def _tensors(index: "Index") -> Table:
+    table = Table("tensor", "dtype", "size", "box", "file", "at")
+    for name, entry in index.tensors.items():
+        for number, box in enumerate(entry.boxes):
+            about = (name, entry.dtype, str(entry.size)) if not number else ("", "", "")
+            whole = "whole" if box.sizes == entry.size else f"{box.sizes} from {box.offsets}"
+            table.add_row(*about, whole, box.file, f"{box.at:,}")
+    return table
