@@ -38,8 +38,8 @@ SMALL = {
         "features.clusters=4", "features.extra=6",
     ],
 }  # fmt: skip
-# Tolerance of the gradient. DeepCAM's batch norms amplify rounding: torch's own is up to 1e-3 away from that in float64, and processors with
-# other vector units differ by 1.2e-2.
+# Tolerance of the gradient. DeepCAM's batch norms amplify rounding: torch's own is up to 1e-3 away from that in float64, and some
+# processors differ from others by 1.2e-2.
 TOLERANCE = {"cosmoflow": 1e-5, "deepcam": 3e-2, "unet3d": 1e-2, "opencatalyst": 1e-3, "openfold": 1e-3}
 LOOP = {"fused optimizer", "garbage collection", "direct I/O", "async evaluation"}
 MESH = dist.alone(torch.device("cpu"))
