@@ -1,5 +1,7 @@
 """Named axes: always there, and refused with a reason when they do not fit."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as torch_dist
@@ -57,7 +59,7 @@ def test_the_last_axis_varies_fastest() -> None:
 def test_the_backend_of_a_group_of_several_is_that_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
     assert collect.backend(cuda, Axis("alone")) == "none"
-    axis = Axis("replicate", 2, 0, object())  # type: ignore[arg-type]
+    axis = Axis("replicate", 2, 0, SimpleNamespace(group=object()))  # type: ignore[arg-type]
     for names, expected in (("cpu:gloo,cuda:nccl", ("gloo", "nccl")), ("gloo", ("gloo", "gloo")), ("nccl", ("nccl", "nccl"))):
         monkeypatch.setattr(collect.torch_dist, "get_backend", lambda group, n=names: n)
         assert (collect.backend(cpu, axis), collect.backend(cuda, axis)) == expected
