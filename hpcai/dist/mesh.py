@@ -216,13 +216,9 @@ class Mesh:
 
     def over(self, *names: str) -> Axis:
         """The axes ``names`` together as one, whose ranks are in the order of the mesh. Raises MeshError for an unknown name."""
-        axes = frozenset(self[name].name for name in names)
-        whole = {frozenset(_CUT): self.everyone, frozenset(_CUT[1:]): self.copy}
-        if len(axes) == 1 or axes in whole:
-            return self[names[0]] if len(axes) == 1 else whole[axes]
+        axes = {self[name].name for name in names}
         ordered = tuple(name for name in _CUT if name in axes)
-        label = " x ".join(ordered)
-        return self._known[label] if label in self._known else self._along(ordered)
+        return self._known.get(" x ".join(ordered)) or self._along(ordered)
 
     def device_mesh(self, *axes: Axis) -> "DeviceMesh":
         """torch's DeviceMesh over ``axes``, outermost first, through their groups. All of their ranks call this together.
