@@ -32,6 +32,8 @@ def uses(mesh: Mesh) -> list[list[int]]:
     assert mesh.used == (mesh["replicate"], depth) and copy.deepcopy(depth) is depth and {depth: 1}[depth] and groups() == 0
     found = [members(depth)]
     assert groups() == 1 and mesh.copy.group is depth.group and hash(depth) == before and groups() == 1
+    norms = group_batch_norm(nn.Sequential(nn.BatchNorm1d(2)), mesh, 2)
+    assert groups() == 2, "a layer has its group before its first pass, which may be compiled"
     found += [members(mesh["replicate"]), members(mesh.everyone), members(mesh["tensor"])]
     assert groups() == 2 and mesh.everyone.group is torch_dist.group.WORLD
     both = mesh.over("depth", "replicate")
@@ -41,8 +43,8 @@ def uses(mesh: Mesh) -> list[list[int]]:
     assert groups() == 3 and aside is mesh.aside("copy") and aside.group is not depth.group and members(aside) == found[0]
     others = mesh.channel("copy"), mesh.channel("copy")
     assert groups() == 5 and len({axis.group for axis in (aside, *others)}) == 3 and members(others[1]) == found[0]
-    twin = mesh.beside(nn.ModuleDict({"norm": group_batch_norm(nn.BatchNorm1d(2), mesh, 2)}))
-    assert groups() == 6 and twin["norm"].total.axes == (mesh.aside("replicate"),), "a norm has its group before it runs"
+    twin = mesh.beside(norms)
+    assert groups() == 6 and twin[0].total.axes == (mesh.aside("replicate"),), "and its copy a channel, for a thread"
     again = Mesh(mesh.sizes, 4, mesh.rank)
     assert members(again["depth"]) == found[0] and again["depth"].group is depth.group and groups() == 6
     return found
