@@ -194,8 +194,8 @@ class Mesh:
 
     def split(self, name: str, within: int, setting: str) -> tuple[Axis, Axis]:
         """The axis ``name`` as two, (between, within): ``within`` neighbouring ranks of it, such as those of one node, and the
-        ranks with the same place among theirs; both are ``of`` it. Raises MeshError when ``within`` does not divide the axis of those
-        that train; those that only evaluate are split where it divides theirs.
+        ranks with the same place among theirs; both are ``of`` it. Raises MeshError when ``within`` does not divide the axis of
+        those that train; those that only evaluate are split where it divides theirs.
         """
         axis = self[name]
         if axis.size % within and self.trains:
