@@ -28,6 +28,27 @@ class MeshConfig(Settings):
         return self
 
 
+class Pipeline(Settings):
+    """The axis `pipeline` of a mesh."""
+
+    pipeline: Positive = 1
+    """cut of a model into stages of consecutive layers"""
+
+
+class Context(Settings):
+    """The axis `context` of a mesh."""
+
+    context: Positive = 1
+    """cut of a long sequence along its places"""
+
+
+class Axial(Settings):
+    """The axis `axial` of a mesh."""
+
+    axial: Positive = 1
+    """cut of a tensor along one of two dims, and along the other one where the first is needed whole"""
+
+
 class Depth(Settings):
     """The axis `depth` of a mesh."""
 
@@ -40,6 +61,13 @@ class Height(Settings):
 
     height: Positive = 1
     """cut of a volume or a map along its height"""
+
+
+class Tensor(Settings):
+    """The axis `tensor` of a mesh."""
+
+    tensor: Positive = 1
+    """cut of weights along their rows or columns"""
 
 
 class LoaderConfig(Settings):

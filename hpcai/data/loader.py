@@ -86,7 +86,7 @@ class Loader:
         self._on_bad, self._patience, self._then = on_bad_sample, patience, then
         self._check(batch, accumulate, mesh)
         self._order: Callable[[int], np.ndarray] = lru_cache(2)(self.sampler.order)
-        self._leader = _Leader(mesh.copy) if order == "ready" and mesh.copy.size > 1 else None
+        self._leader = _Leader(mesh.channel("copy")) if order == "ready" and mesh.copy.size > 1 else None
         self._assembler = Assembler(mesh.device, name, getattr(source, "collate", None))
         self._following: _Course | None = None
         self._plan: _Plan | None = None
@@ -361,12 +361,10 @@ class _Course:
 class _Leader:
     """In ready order the first process of a copy says which samples are next, and the others take the same."""
 
-    def __init__(self, axis: Axis) -> None:
-        assert axis.group is not None
-        self._ranks, self._leads = torch_dist.get_process_group_ranks(axis.group), axis.rank == 0
-        # Broadcasts are made by a thread. In the axis's group they could meet the loop's collectives in another order on each
-        # process, so they have a group of their own.
-        self._group = torch_dist.new_group(self._ranks, backend="gloo", use_local_synchronization=True)
+    def __init__(self, channel: Axis) -> None:
+        # Broadcasts are made by a thread. In the group of the axis they could meet the loop's collectives in another order on each
+        # process, so they have a channel of their own.
+        self._channel, self._leads = channel, channel.rank == 0
 
     def take(self, ahead: Ahead, epoch: int, count: int) -> list[Ready] | None:
         chosen = torch.full((count,), -1)
@@ -376,7 +374,7 @@ class _Leader:
                 found = ahead.take(epoch, count)
                 chosen = torch.tensor([ready.task.position for ready in found or ()])
         finally:  # also when nothing comes any more: the others are waiting
-            torch_dist.broadcast(chosen, self._ranks[0], group=self._group)
+            torch_dist.broadcast(chosen, group=self._channel.group, group_src=0)
         if self._leads:
             return found
         if chosen[0] < 0:

@@ -237,13 +237,15 @@ def _try(read: Callable[..., Any], *given: Any) -> Any:
 
 
 def warm_collectives(mesh: Mesh, times: int = 20) -> None:
-    """Make a few small sums over every axis in use, so that connections exist before the clock runs. Every process calls it."""
+    """Make a few small sums over every axis in use, and over what else has a group, so that groups and connections exist before the
+    clock runs and before anything is captured. Every process that trains calls it."""
     if mesh.world == 1:
         return
-    axes = (*(mesh[name] for name in mesh.sizes if name != "evaluate"), mesh.copy, mesh.everyone)
+    for axis in (*mesh.used, mesh.everyone):
+        axis.meet()
     small = torch.zeros(1, device=mesh.device)
-    for group in {id(axis.group): axis.group for axis in axes if axis.size > 1}.values():
+    for line in mesh.made:
         for _ in range(times):
-            torch_dist.all_reduce(small, group=group)
+            torch_dist.all_reduce(small, group=line.group)
     if mesh.device.type == "cuda":
         torch.cuda.synchronize(mesh.device)

@@ -94,7 +94,7 @@ def start(axes: Any) -> Iterator[Mesh]:
                 backend = "cpu:gloo,cuda:" + ("gloo" if _share_gpu() else "nccl")
             group = torch_dist.PrefixStore("group", watch.store)
             torch_dist.init_process_group(backend, store=group, rank=here.rank, world_size=here.world, timeout=_timeout())
-        yield Mesh(sizes, here.world, here.rank, where)
+        yield Mesh(sizes, here.world, here.rank, where, _timeout())
 
 
 def _check_unannounced(here: Place) -> None:

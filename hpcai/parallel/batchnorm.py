@@ -19,7 +19,7 @@ class SumInPlace(nn.Module):
 
     def __init__(self, *axes: Axis) -> None:
         super().__init__()
-        self.axes = axes
+        self.axes = tuple(axis.meet() for axis in axes)  # the first pass may be compiled
 
     def forward(self, value: Tensor) -> Tensor:
         return sum_in_place(value, *self.axes)

@@ -125,7 +125,6 @@ class FullySharded:
         self, model: nn.Module, mesh: Mesh, decays: Collection[str] = (), blocks: Sequence[nn.Module] = (),
         axes: tuple[Axis, Axis] | None = None, narrow: bool = False,
     ) -> None:  # fmt: skip
-        from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         self.model, self.mesh = model, mesh
@@ -135,11 +134,7 @@ class FullySharded:
         for tensor in (*model.parameters(), *model.buffers()):
             start_equal(tensor, (mesh["replicate"],))
             tensor.data = tensor.data.contiguous()  # fully_shard takes no other order
-        groups: list[Any] = [axis.group for axis in (self.between, self.cut) if axis.size > 1]
-        names = ("between", "within")[-len(groups) :]
-        devices = DeviceMesh.from_group(
-            groups if len(groups) > 1 else groups[0], mesh.device.type, mesh=_ranks(self.between, self.cut), mesh_dim_names=names
-        )
+        devices = mesh.device_mesh(*(axis for axis in (self.between, self.cut) if axis.size > 1))
         dtypes: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if narrow else {}
         policies = {each: MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False) for each in blocks}
         policies |= {each: MixedPrecisionPolicy(cast_forward_inputs=False) for each in _wide(model)} if narrow else {}
@@ -203,12 +198,3 @@ class FullySharded:
 def _wide(module: nn.Module) -> list[nn.Module]:
     """The outermost modules that say they are ``wide``."""
     return [module] if getattr(module, "wide", False) else [found for child in module.children() for found in _wide(child)]
-
-
-def _ranks(between: Axis, within: Axis) -> Any:
-    groups = [axis.group for axis in (between, within) if axis.size > 1]
-    if len(groups) == 1:
-        return torch.tensor(torch_dist.get_process_group_ranks(groups[0]))
-    inner = torch_dist.get_process_group_ranks(groups[1])
-    outer = torch_dist.get_process_group_ranks(groups[0])
-    return torch.tensor([[r - inner[within.rank] + i for i in inner] for r in outer])

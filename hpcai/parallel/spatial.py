@@ -181,7 +181,7 @@ def spatial(
         _swap(model, cut)
         plan(model, cut, size, channels)
         for axis in cut.axes.values():
-            sum_over(model, axis)
+            sum_over(model, axis.meet())  # a rank whose layers exchange nothing would not come to its first use
     return cut
 
 

@@ -194,7 +194,7 @@ class Background(Beside):
                 "set mesh.evaluate, step.shard=optimizer or train.evaluate=wait"
             )
         self.model = _twin(step.model, step.mesh)
-        self.axis = step.mesh.aside("replicate")
+        self.axis, self.everyone = step.mesh.aside("replicate"), step.mesh.aside("everyone")
 
     @torch.no_grad()
     def _scored(self, weights: dict[str, Tensor]) -> Found:
@@ -205,7 +205,7 @@ class Background(Beside):
         return values, time.perf_counter() - began
 
     def _agreed(self, count: int) -> int:
-        return int(least(torch.tensor(count), self.step.mesh.aside("everyone")).item())
+        return int(least(torch.tensor(count), self.everyone).item())
 
 
 class Elsewhere(Beside):

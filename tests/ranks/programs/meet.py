@@ -9,6 +9,7 @@ import torch
 import torch.distributed as torch_dist
 
 from hpcai import dist
+from hpcai.dist.collect import sum_in_place
 
 sizes = json.loads(sys.argv[1]) if len(sys.argv) > 1 else {"replicate": -1}
 here = dist.place()
@@ -32,10 +33,8 @@ with dist.start(sizes) as mesh:
         "along": along,
         "mpi": "mpi4py.MPI" in sys.modules,
     }
-with dist.start({"replicate": -1}) as mesh:  # the same processes may meet again
-    again = torch.ones(1)
-    if mesh.world > 1:
-        torch_dist.all_reduce(again)
-    assert again.item() == mesh.world
+with dist.start(sizes) as mesh:  # the same processes may meet again, and have groups anew
+    for axis in (mesh["replicate"], mesh["depth"], mesh.everyone):
+        assert sum_in_place(torch.ones(1), axis).item() == axis.size
 threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
 os.write(1, (json.dumps(said | {"threads": threads, "group": torch_dist.is_initialized()}) + "\n").encode())

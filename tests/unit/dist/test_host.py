@@ -258,17 +258,31 @@ def test_what_nvml_does_not_tell_is_left_out(monkeypatch: pytest.MonkeyPatch) ->
     assert Gpu(CPU).readings() == {}
 
 
-class FourProcesses(dict):
-    world, device, sizes = 4, CPU, {"replicate": 2, "axial": 1, "depth": 2, "evaluate": 2}
-    everyone = dist.Axis("everyone", 4, 0, object())
+def test_every_line_that_has_a_group_is_summed_over_and_a_lone_process_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, made = list[Any](), list[Any]()
 
+    def axis(name: str, size: int = 2) -> dist.Axis:
+        line: Any = Known(made)
+        return dist.Axis(name, size, 0, line)
 
-def test_every_axis_in_use_is_summed_over_and_a_lone_process_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    axis, seen = dist.Axis, list[Any]()
     monkeypatch.setattr(host.torch_dist, "all_reduce", lambda tensor, group: seen.append(group))
     host.warm_collectives(dist.alone(CPU))
     assert seen == []
-    mesh: Any = FourProcesses({name: axis(name, 2, 0, object()) for name in ("replicate", "depth")}, axial=axis("axial"))
-    mesh.copy = mesh["depth"]
+    used, everyone, batch_norm = (axis("replicate"), axis("depth")), axis("everyone", 4), axis("replicate within 2s").meet()
+    mesh: Any = SimpleNamespace(world=4, device=CPU, used=used, everyone=everyone, copy=axis("copy"), made=made)
     host.warm_collectives(mesh)
-    assert [seen.count(axis.group) for axis in (mesh["replicate"], mesh["depth"], mesh.everyone)] == [20] * 3 and len(seen) == 60
+    lines = (batch_norm, *used, everyone)
+    assert seen == [axis.line for axis in lines for _ in range(20)], "the first one was there; nothing needs a group of the copy"
+
+
+class Known:
+    """A line that is its own group."""
+
+    def __init__(self, made: list[Any]) -> None:
+        self.made = made
+
+    @property
+    def group(self) -> "Known":
+        if self not in self.made:
+            self.made.append(self)
+        return self

@@ -1,12 +1,18 @@
 """Named axes: always there, and refused with a reason when they do not fit."""
 
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as torch_dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from hpcai import settings
 from hpcai.dist import alone, collect
 from hpcai.dist.mesh import AXES, Axis, Mesh
 from hpcai.errors import MeshError
+from hpcai.settings import MeshConfig
 from tests.ranks.launch import on_ranks
 
 
@@ -57,7 +63,7 @@ def test_the_last_axis_varies_fastest() -> None:
 def test_the_backend_of_a_group_of_several_is_that_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, cuda = torch.device("cpu"), torch.device("cuda", 0)
     assert collect.backend(cuda, Axis("alone")) == "none"
-    axis = Axis("replicate", 2, 0, object())  # type: ignore[arg-type]
+    axis = Axis("replicate", 2, 0, SimpleNamespace(group=object()))  # type: ignore[arg-type]
     for names, expected in (("cpu:gloo,cuda:nccl", ("gloo", "nccl")), ("gloo", ("gloo", "gloo")), ("nccl", ("nccl", "nccl"))):
         monkeypatch.setattr(collect.torch_dist, "get_backend", lambda group, n=names: n)
         assert (collect.backend(cpu, axis), collect.backend(cuda, axis)) == expected
@@ -89,3 +95,61 @@ def test_an_axis_splits_into_neighbours_and_those_with_the_same_place() -> None:
     found = on_ranks({"replicate": 4, "depth": 1}, halves)
     assert found == [[[0, 2], [0, 1]], [[1, 3], [0, 1]], [[0, 2], [2, 3]], [[1, 3], [2, 3]]]
     assert on_ranks({"replicate": 2, "depth": 2}, halves)[0] == [[1], [0, 2]], "one group: nothing is between"
+
+
+@pytest.fixture
+def meet() -> Iterator[Callable[[int, int], None]]:
+    """Be one rank of many that are not there."""
+    yield lambda world, rank: torch_dist.init_process_group("fake", store=FakeStore(), world_size=world, rank=rank)
+    if torch_dist.is_initialized():
+        torch_dist.destroy_process_group()
+
+
+def test_of_2048_ranks_each_makes_its_own_groups_alone_when_it_uses_them(meet: Callable[[int, int], None]) -> None:
+    meet(2048, 1237)
+    mesh = Mesh({"replicate": -1} | dict.fromkeys(AXES[1:-1], 2), 2048, 1237)
+    groups = torch_dist.distributed_c10d._world.pg_map
+    assert len(groups) == 1 and [axis.size for axis in mesh.used] == [32, 2, 2, 2, 2, 2, 2]
+    ranks = torch.arange(2048).reshape(32, 2, 2, 2, 2, 2, 2)
+    for dim, axis in enumerate(mesh.used):
+        place = [int(where) for where in (ranks == 1237).nonzero()[0]]
+        line = ranks[(*place[:dim], slice(None), *place[dim + 1 :])].tolist()
+        assert torch_dist.get_process_group_ranks(axis.group) == line and axis.rank == place[dim] == line.index(1237)
+        assert len(groups) == dim + 2
+    assert torch_dist.get_process_group_ranks(mesh.copy.group) == [*range(1216, 1280)] and len(groups) == 9
+    assert mesh.everyone.group is mesh.job.group is torch_dist.group.WORLD and len(groups) == 9
+    assert [line.ranks for line in mesh.made[-2:]] == [tuple(range(1216, 1280)), tuple(range(2048))]
+    both = mesh.over("tensor", "depth")
+    assert both.line is not None and (both.name, both.rank, both.line.ranks) == ("depth x tensor", 3, (1232, 1233, 1236, 1237))
+    assert both is mesh.over("depth", "tensor") and len(groups) == 9
+
+
+def test_a_line_first_used_within_another_process_group_is_refused(meet: Callable[[int, int], None]) -> None:
+    meet(4, 0)
+    old = Mesh({"replicate": 2, "depth": 2}, 4, 0)
+    first = old["depth"].group
+    torch_dist.destroy_process_group()
+    with pytest.raises(MeshError, match=r"ranks 0, 2 first talk within no process group; use a mesh within its own start\(\)"):
+        old["replicate"].meet()
+    meet(4, 0)
+    with pytest.raises(MeshError, match="ranks 0, 2 first talk within another process group than that of their mesh"):
+        old["replicate"].meet()
+    assert Mesh({"replicate": 2, "depth": 2}, 4, 0)["depth"].group is not first
+
+
+def test_axes_that_no_device_mesh_can_have(meet: Callable[[int, int], None]) -> None:
+    meet(4, 0)
+    mesh = Mesh({"replicate": 2, "depth": 2}, 4, 0)
+    cases = (((mesh["tensor"],), "tensor, which has size 1"), ((), "no axis"), ((mesh.everyone, mesh.copy), "everyone and copy"))
+    for axes, text in cases:
+        with pytest.raises(MeshError, match=f"a DeviceMesh over {text}"):
+            mesh.device_mesh(*axes)
+    with pytest.raises(MeshError, match="no axis 'dpth'"):
+        mesh.over("depth", "dpth")
+
+
+def test_every_axis_has_settings_of_its_name() -> None:
+    assert {**MeshConfig().model_dump(), "replicate": 1} == {"replicate": 1, "evaluate": 0}
+    for name in AXES[1:-1]:
+        kind = getattr(settings, name.capitalize())
+        assert kind().model_dump() == {name: 1} and kind.model_validate({name: 2}).model_dump() == {name: 2}

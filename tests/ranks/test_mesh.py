@@ -1,0 +1,99 @@
+"""Groups of the mesh: made by their members when they are first used, shared by axes of the same ranks, and right."""
+
+import copy
+
+import torch
+import torch.distributed as torch_dist
+from torch import nn
+
+from hpcai.dist.collect import gather_objects, sum_in_place
+from hpcai.dist.mesh import Axis, Mesh
+from hpcai.parallel.batchnorm import group_batch_norm
+from hpcai.parallel.spatial import spatial
+from tests.ranks.launch import on_ranks
+
+
+def groups() -> int:
+    """Groups that this process is in, besides that of the job."""
+    return len(torch_dist.distributed_c10d._world.pg_map) - 1
+
+
+def members(axis: Axis) -> list[int]:
+    """Who answers along ``axis``, by the numbers of the job."""
+    ranks = gather_objects(torch_dist.get_rank(), axis)
+    assert axis.group is None or torch_dist.get_process_group_ranks(axis.group) == ranks
+    assert ranks[axis.rank] == torch_dist.get_rank() and len(ranks) == axis.size
+    assert sum_in_place(torch.tensor(torch_dist.get_rank()), axis).item() == sum(ranks)
+    return ranks
+
+
+def uses(mesh: Mesh) -> list[list[int]]:
+    depth, before = mesh["depth"], hash(mesh["depth"])
+    assert mesh.used == (mesh["replicate"], depth) and copy.deepcopy(depth) is depth and {depth: 1}[depth] and groups() == 0
+    found = [members(depth)]
+    assert groups() == 1 and mesh.copy.group is depth.group and hash(depth) == before and groups() == 1
+    norms = group_batch_norm(nn.Sequential(nn.BatchNorm1d(2)), mesh, 2)
+    assert groups() == 2, "a layer has its group before its first pass, which may be compiled"
+    found += [members(mesh["replicate"]), members(mesh.everyone), members(mesh["tensor"])]
+    assert groups() == 2 and mesh.everyone.group is torch_dist.group.WORLD
+    both = mesh.over("depth", "replicate")
+    assert both is mesh.over("replicate", "depth") and (both.name, both.rank) == ("replicate x depth", mesh.rank)
+    assert both.group is mesh.everyone.group and mesh.over("depth") is depth and mesh.over("height", "depth").group is depth.group
+    aside = mesh.aside("copy")
+    assert groups() == 3 and aside is mesh.aside("copy") and aside.group is not depth.group and members(aside) == found[0]
+    others = mesh.channel("copy"), mesh.channel("copy")
+    assert groups() == 5 and len({axis.group for axis in (aside, *others)}) == 3 and members(others[1]) == found[0]
+    twin = mesh.beside(norms)
+    assert groups() == 6 and twin[0].total.axes == (mesh.aside("replicate"),), "and its copy a channel, for a thread"
+    again = Mesh(mesh.sizes, 4, mesh.rank)
+    assert members(again["depth"]) == found[0] and again["depth"].group is depth.group and groups() == 6
+    return found
+
+
+def test_a_group_appears_when_it_is_used_and_axes_of_the_same_ranks_share_it() -> None:
+    found = on_ranks({"replicate": 2, "depth": 2}, uses, fresh=True)
+    assert found == [[[d, d + 1], [r, r + 2], [0, 1, 2, 3], [rank]] for rank in range(4) for d, r in [(rank // 2 * 2, rank % 2)]]
+
+
+def parts(mesh: Mesh) -> list[list[int]]:
+    between, within = mesh.split("replicate", 2, "step.shard_within")
+    assert groups() == 0 and (between.of, within.of, mesh["replicate"].of) == ("replicate", "replicate", "")
+    devices = mesh.device_mesh(between, within)
+    assert devices.mesh.tolist() == [[0, 1], [2, 3]] and devices is mesh.device_mesh(*mesh.split("replicate", 2, ""))
+    assert [devices.get_group(i) for i in (0, 1)] == [between.group, within.group] and groups() == 2
+    whole = mesh.device_mesh(mesh["replicate"])
+    assert whole.get_group() is torch_dist.group.WORLD and whole.mesh.tolist() == [0, 1, 2, 3]
+    other = Mesh({"replicate": 2, "depth": 2}, 4, mesh.rank)
+    turned = other.device_mesh(other["depth"], other["replicate"])
+    assert turned.mesh.tolist() == [[0, 2], [1, 3]] and groups() == 2, "these pairs have their groups from before"
+    return [members(between), members(within)]
+
+
+def test_the_parts_of_an_axis_and_device_meshes_have_these_groups_too() -> None:
+    found = on_ranks({"replicate": 4}, parts, fresh=True)
+    assert found == [[[0, 2], [0, 1]], [[1, 3], [0, 1]], [[0, 2], [2, 3]], [[1, 3], [2, 3]]]
+
+
+def unequal(mesh: Mesh) -> tuple[int, list[list[int]]]:
+    made = groups()
+    torch_dist.new_group([1, 2])  # a person's own, that not every rank of a line is in
+    between, _ = mesh.split("replicate", 2, "step.shard_within")
+    return made, [members(axis) for axis in (mesh.link, mesh.everyone, mesh["depth"], mesh.copy, mesh["replicate"], between)]
+
+
+def test_members_of_a_line_may_be_in_different_numbers_of_other_groups() -> None:
+    found = on_ranks({"replicate": 4, "depth": 2, "evaluate": 2}, unequal, fresh=True)
+    assert [made for made, _ in found] == [1, 1, 0, 0, 0, 0, 0, 0, 1, 1], "the link is there at once"
+    train = [*range(8)]
+    assert found[0][1] == [[0, 8], train, [0, 1], [0, 1], [0, 2, 4, 6], [0, 4]]
+    assert found[3][1] == [[3], train, [2, 3], [2, 3], [1, 3, 5, 7], [3, 7]]
+    assert found[9][1] == [[1, 9], [8, 9], [8, 9], [8, 9], [9], [9]]
+
+
+def cuts(mesh: Mesh) -> int:
+    spatial(nn.Sequential(nn.Conv3d(1, 1, 1)), {"depth": mesh["depth"]}, (8, 8, 8))
+    return groups()
+
+
+def test_a_cut_model_has_its_groups_though_no_rank_has_neighbours() -> None:
+    assert on_ranks({"replicate": 2, "depth": 2}, cuts, fresh=True) == [1] * 4
