@@ -127,6 +127,16 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path
     assert keeper(tmp_path).resume(new_step()).step == 2
 
 
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path: Path) -> None:
+    step, kept = new_step(), keeper(tmp_path)
+    for count in (1, 2):
+        kept.save(step, Progress(step=count))
+        spoil(tmp_path / f"step-{count:08d}", "bit")
+    text = r"no checkpoint is whole \(step-00000002 is passed over: .*step-00000001 is passed over: .* remove them or choose"
+    with pytest.raises(CheckpointError, match=text):
+        keeper(tmp_path).resume(step)
+
+
 def test_a_half_written_one_is_ignored_named_and_cleared_by_the_next_save(tmp_path: Path) -> None:
     step, kept = new_step(), keeper(tmp_path)
     train(step, 1)
