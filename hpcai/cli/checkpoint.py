@@ -4,13 +4,12 @@ FOLDER is a run's directory, its ``checkpoints``, or one ``step-...``. Every byt
 """
 
 import argparse
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from hpcai.errors import CheckpointError
 from hpcai.log import size
@@ -37,7 +36,7 @@ def show(folder: Path, tensors: bool, console: Console) -> int:
     every = [own] if own else found(folder) or found(folder / "checkpoints")
     if not every:
         raise CheckpointError(f"{folder}: no checkpoint is there; expected a run's directory, its checkpoints, or one step-...")
-    steps = Table("checkpoint", "step", "epoch", "processes", "tensors", "bytes", "files", "is")
+    steps = Table(Column("checkpoint", no_wrap=True), "step", "epoch", "processes", "tensors", "bytes", "files", "is")
     bad = 0
     for path in every:
         problem, run, index = opened(path)
@@ -46,12 +45,10 @@ def show(folder: Path, tensors: bool, console: Console) -> int:
         if run is None or index is None:
             steps.add_row(path.name, *["?"] * 6, problem)
             continue
-        kinds = Counter(name.partition("/")[0] for name in index.tensors)
-        told = ", ".join(f"{count:,} {kind}" for kind, count in kinds.items())
         files = sorted({box.file for entry in index.tensors.values() for box in entry.boxes})
         count = sum((path / name).stat().st_size for name in files if (path / name).is_file())
         where = path.name, f"{run.progress.step:,}", str(run.progress.epoch), str(run.world)
-        steps.add_row(*where, told, size(count), str(len(files)), problem or "whole")
+        steps.add_row(*where, f"{len(index.tensors):,}", size(count), str(len(files)), problem or "whole")
     console.print(steps)
     if index is not None and (own or tensors):
         console.print(_files(index.files))
@@ -61,7 +58,7 @@ def show(folder: Path, tensors: bool, console: Console) -> int:
 
 
 def _files(files: "dict[str, File]") -> Table:
-    table = Table("file", "bytes", "rank that wrote", "from", "bytes it wrote", title="who wrote what")
+    table = Table(Column("file", no_wrap=True), "bytes", "rank that wrote", "from", "bytes it wrote", title="who wrote what")
     for name, file in files.items():
         for number, stretch in enumerate(file.stretches):
             about = (name, f"{file.bytes:,}") if not number else ("", "")
