@@ -82,7 +82,7 @@ def unequal(mesh: Mesh) -> tuple[int, list[list[int]]]:
 
 
 def test_members_of_a_line_may_be_in_different_numbers_of_other_groups() -> None:
-    found = on_ranks({"replicate": 4, "depth": 2, "evaluate": 2}, unequal, fresh=True)
+    found = on_ranks({"replicate": 4, "depth": 2, "evaluate": 2}, unequal, fresh=True, timeout=30)
     assert [made for made, _ in found] == [1, 1, 0, 0, 0, 0, 0, 0, 1, 1], "the link is there at once"
     train = [*range(8)]
     assert found[0][1] == [[0, 8], train, [0, 1], [0, 1], [0, 2, 4, 6], [0, 4]]
