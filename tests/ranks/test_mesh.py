@@ -1,6 +1,8 @@
 """Groups of the mesh: made by their members when they are first used, shared by axes of the same ranks, and right."""
 
 import copy
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as torch_dist
@@ -82,7 +84,7 @@ def unequal(mesh: Mesh) -> tuple[int, list[list[int]]]:
 
 
 def test_members_of_a_line_may_be_in_different_numbers_of_other_groups() -> None:
-    found = on_ranks({"replicate": 4, "depth": 2, "evaluate": 2}, unequal, fresh=True)
+    found = on_ranks({"replicate": 4, "depth": 2, "evaluate": 2}, unequal, fresh=True, timeout=30)
     assert [made for made, _ in found] == [1, 1, 0, 0, 0, 0, 0, 0, 1, 1], "the link is there at once"
     train = [*range(8)]
     assert found[0][1] == [[0, 8], train, [0, 1], [0, 1], [0, 2, 4, 6], [0, 4]]
@@ -97,3 +99,14 @@ def cuts(mesh: Mesh) -> int:
 
 def test_a_cut_model_has_its_groups_though_no_rank_has_neighbours() -> None:
     assert on_ranks({"replicate": 2, "depth": 2}, cuts, fresh=True) == [1] * 4
+
+
+def patience(mesh: Mesh) -> list[float]:
+    mesh = Mesh(mesh.sizes, mesh.job.size, mesh.job.rank, timeout=timedelta(seconds=77))
+    cpu = torch.device("cpu")
+    groups: list[Any] = [axis.group for axis in (mesh["depth"], mesh.aside("depth"), mesh.link)]
+    return [group._get_backend(cpu).options._timeout.total_seconds() for group in groups]
+
+
+def test_ranks_wait_for_one_another_as_long_as_they_are_told() -> None:
+    assert on_ranks({"depth": 2, "evaluate": 2}, patience, fresh=True) == [[77, 1800, 7 * 86400]] * 4
