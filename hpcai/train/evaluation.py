@@ -6,7 +6,7 @@ weights are those of the step at which ``start`` was called, and the metrics are
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,10 +19,10 @@ from hpcai.dist.collect import agree, gather_objects, gather_rows, least
 from hpcai.dist.mesh import Axis, Mesh
 from hpcai.errors import ConfigError
 from hpcai.train.failure import PULSE, resting
-from hpcai.train.measure import Measured, Value
+from hpcai.train.measure import Measured, Total, Value
 from hpcai.train.step import Step, samples_in
 
-Metric = Callable[[nn.Module, Any], dict[str, Value]]
+Metric = Callable[[nn.Module, Any], Mapping[str, Value | Total]]
 RowsOf = Callable[[nn.Module, Any], dict[str, Tensor]]
 Position = dict[str, Any]
 Found = tuple[dict[str, float], float]  # metrics, and the seconds that it took to find them

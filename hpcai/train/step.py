@@ -21,7 +21,7 @@ from hpcai.train.average import Average
 from hpcai.train.capture import Capture, CudaGraph, Graph
 from hpcai.train.choices import chosen, gradient_sums
 from hpcai.train.compiling import Compiled
-from hpcai.train.measure import Value
+from hpcai.train.measure import Value, finishes
 from hpcai.train.optim import Optimizer
 from hpcai.train.profile import span
 
@@ -262,6 +262,11 @@ def _loss_in(values: dict[str, Value]) -> Tensor:
     if not isinstance(head, Tensor):
         found = f", 'loss' as a {type(head).__name__}" if "loss" in values else ""
         raise ConfigError(f"the loss function returned {sorted(values)}{found}; expected a scalar tensor named 'loss' among them")
+    if wrong := sorted(name for name, value in values.items() if finishes(value)):
+        raise ConfigError(
+            f"the loss function returned {', '.join(wrong)} as (sums, finish), which an evaluation can report, but no step; "
+            "return a mean or (sum, count), or move it to the metric"
+        )
     return head
 
 

@@ -10,7 +10,7 @@ from hpcai import dist, train
 from hpcai.dist.mesh import Mesh
 from hpcai.models import deepcam
 from hpcai.models.deepcam import Batch, DeepCam, DeepCamConfig
-from hpcai.models.deepcam.objective import iou
+from hpcai.models.deepcam.objective import confusion, iou
 from hpcai.settings import ScheduleConfig, StepConfig
 from hpcai.train.schedule import rate
 from tests.hashed import fill, hashed
@@ -167,7 +167,7 @@ def test_two_ranks_of_one_map_with_a_group_of_two_are_the_references_batch_of_tw
 def test_intersection_over_union_is_counted_as_the_reference_does() -> None:
     for case in read("metric"):
         guess, truth = torch.tensor(case["pred"]), torch.tensor(case["gt"])
-        assert iou(guess, truth, 3).mean().item() == pytest.approx(case["score"], rel=1e-6)
+        assert iou(confusion(guess, truth, 3)).mean().item() == pytest.approx(case["score"], rel=1e-6)
 
 
 def test_schedules_are_the_references_step_by_step() -> None:

@@ -1,14 +1,20 @@
 """Metrics and predictions do not depend on the number of processes, however uneven their parts."""
 
+from typing import Any
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
+import torch.distributed as torch_dist
 from torch import nn
 
 from hpcai.data import Loader
 from hpcai.dist.mesh import Mesh
+from hpcai.errors import ConfigError
 from hpcai.settings import StepConfig
 from hpcai.train import Step, evaluate, predict
+from hpcai.train.measure import Measured
 from tests.numbers import Numbers
 from tests.ranks.launch import on_ranks
 
@@ -35,3 +41,92 @@ def test_cut_equals_whole(count: int, batch: int) -> None:
             assert found == pytest.approx(values, rel=1e-12)
             if batch >= axes["replicate"]:
                 assert np.allclose(sorted(again), sorted(rows), rtol=1e-12)
+
+
+# ---- sums of tensors
+
+MESHES = [{"replicate": 1}, {"replicate": 2}, {"replicate": 4}, {"replicate": 2, "depth": 2}]
+SIZES: dict[str, tuple[int, ...]] = {
+    "all have some": (5, 3, 7, 1), "two have none": (9, 0, 0, 7), "the last has all": (0, 0, 0, 16), "nobody has any": (0, 0, 0, 0),
+}  # fmt: skip
+BINS, FEATURES = 32, 3
+
+
+def rows(count: int = 16) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    mixed = torch.tensor([[2.0, 1, 0], [0, 1, 3], [0, 0, 1]], dtype=torch.float64)
+    features = torch.randn(count, FEATURES, dtype=torch.float64, generator=generator) @ mixed
+    scores = torch.randint(0, BINS, (count,), generator=generator)
+    return features, scores, torch.arange(count) % 3 == 0
+
+
+def area(signal: torch.Tensor, background: torch.Tensor) -> float:
+    """The chance that a signal scores above a background, of counts by score; as much as half where they tie.   [K], [K]"""
+    signal, background = signal.double(), background.double()
+    below = background.cumsum(0) - background
+    return float((signal * (below + background / 2)).sum() / (signal.sum() * background.sum()))
+
+
+def covariance(total: torch.Tensor, outer: torch.Tensor, count: torch.Tensor) -> dict[str, float]:
+    mean = total / count
+    found = outer / count - mean.outer(mean)
+    return {f"cov_{i}{j}": found[i, j] for i in range(FEATURES) for j in range(i + 1)}
+
+
+def told(features: torch.Tensor, scores: torch.Tensor, signal: torch.Tensor) -> dict[str, Any]:
+    return {
+        "mean": features.mean(),
+        "auc": ((scores[signal].bincount(minlength=BINS), scores[~signal].bincount(minlength=BINS)), area),
+        "covariance": ((features.sum(0), features.T @ features, torch.tensor(len(features))), covariance),
+    }
+
+
+def added(mesh: Mesh, sizes: tuple[int, ...]) -> tuple[dict[str, float], list[int], list[str]]:
+    """What is measured where each rank has its part of the rows, in batches of 3; messages by dtype; on this rank finished."""
+    axis, measured, done = mesh["replicate"], Measured(), list[str]()
+    parts = [sum(sizes[r :: axis.size]) for r in range(axis.size)]
+    first = sum(parts[: axis.rank])
+    for start in range(first, first + parts[axis.rank], 3):
+        stop = min(start + 3, first + parts[axis.rank])
+        values = told(*(whole[start:stop] for whole in rows()))
+        values["auc"] = values["auc"][0], lambda *whole: done.append("auc") or area(*whole)
+        measured.add(values, stop - start)
+    with mock.patch.object(torch_dist, "all_reduce", wraps=torch_dist.all_reduce) as sent:
+        found = measured.reduce(axis, mesh.device, uneven=True)
+    return found, [str(call.args[0].dtype) for call in sent.call_args_list], done
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_sums_of_tensors_are_those_of_one_process(sizes: tuple[int, ...]) -> None:
+    features, scores, signal = (whole.numpy() for whole in rows())
+    every = np.cov(features.T, ddof=0)
+    pairs = [(a > b) + (a == b) / 2 for a in scores[signal] for b in scores[~signal]]
+    for axes in MESHES:
+        ranks = on_ranks(axes, added, sizes)
+        assert all(found == ranks[0][0] for found, _, _ in ranks), "the very same numbers on all"
+        found = ranks[0][0]
+        if not sum(sizes):
+            assert found == {}
+            continue
+        assert found["auc"] == np.mean(pairs), axes
+        assert found["mean"] == pytest.approx(features.mean(), rel=1e-12)
+        assert [found[f"cov_{i}{j}"] for i in range(3) for j in range(i + 1)] == pytest.approx(every[np.tril_indices(3)], rel=1e-12)
+        assert sum(len(done) for _, _, done in ranks) == len(ranks) // axes["replicate"], "finished once in each line of copies"
+        if axes["replicate"] > 1:
+            assert all(sent == ["torch.float64", "torch.int64"] for _, sent, _ in ranks), "a message for each dtype"
+
+
+def unlike(mesh: Mesh, values: list[dict[str, Any]]) -> str:
+    measured = Measured()
+    measured.add(values[mesh.rank], 1)
+    with pytest.raises(ConfigError) as error:
+        measured.reduce(mesh["replicate"], mesh.device, uneven=True)
+    return str(error.value)
+
+
+def test_ranks_whose_sums_do_not_fit_are_refused_on_all() -> None:
+    two, three = ({"n": (torch.ones(k), torch.sum)} for k in (2, 3))
+    expected = "metric 'n': its sums are float64 [3] in one batch and float64 [2] in another; give the same shapes in all"
+    assert on_ranks({"replicate": 2}, unlike, [two, three]) == [expected] * 2
+    expected = "n: given by more than one metric; let each give names of its own"
+    assert on_ranks({"replicate": 2}, unlike, [two, {"n": torch.tensor(1.0)}]) == [expected] * 2

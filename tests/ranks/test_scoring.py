@@ -45,7 +45,12 @@ def loss(model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
 def metric(model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
     assert not model.training and not torch.is_grad_enabled()
     error = (model(batch[:, :4])[:, 0] - batch[:, 4]).abs()
-    return {"mae": (error.sum(), len(batch)), "mse": (error.square().sum(), len(batch))}
+    return {"mae": (error.sum(), len(batch)), "mse": (error.square().sum(), len(batch)), "quarters": (error.histc(8, 0, 2), shares)}
+
+
+def shares(counts: torch.Tensor) -> dict[str, float]:
+    """Of errors below 2, those in each quarter."""
+    return {f"quarter_{k}": part.sum() / counts.sum() for k, part in enumerate(counts.chunk(4))}
 
 
 def run(mesh: Mesh, evaluate: str = "wait", score: Any = metric, cfg: dict[str, Any] | None = None, **words: Any) -> Result:

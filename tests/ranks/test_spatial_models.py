@@ -13,6 +13,7 @@ from hpcai.errors import MeshError
 from hpcai.models import cosmoflow, deepcam, unet3d
 from hpcai.settings import StepConfig
 from hpcai.train import rng
+from hpcai.train.measure import Measured
 from hpcai.train.step import Step
 from tests.meshes import mesh_of
 from tests.ranks.launch import on_ranks
@@ -95,7 +96,9 @@ def trained(mesh: Mesh, kind: Any, cfg: StepConfig = CFG) -> tuple[list[float], 
         torch.manual_seed(5)
         losses.append(step(case.batch(number, mesh, mine))["loss"].item())
     with torch.no_grad():
-        scores = {name: float(value / count) for name, (value, count) in case.score(model.eval(), mesh).items()}
+        measured = Measured()
+        measured.add(case.score(model.eval(), mesh), 1)
+        scores = measured.reduce(alone()["replicate"], torch.device("cpu"))
     state = {name: tensor.detach().double().numpy() for name, tensor in model.state_dict().items()}  # a queue loses tensors
     return losses, state, scores
 

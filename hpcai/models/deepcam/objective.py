@@ -1,6 +1,6 @@
 """The loss that trains DeepCAM, and its scores.   B batch, V variables, H W the map, K classes."""
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -38,24 +38,42 @@ def _mean(model: Any, values: Tensor) -> Tensor:
     return total / count
 
 
-def score(model: Any, batch: Batch) -> dict[str, tuple[Tensor, int]]:
+def score(model: Any, batch: Batch) -> dict[str, Any]:
     """``iou``, the metric of MLPerf HPC (target 0.82): intersection over union of each class in each map, 1 where a class is in
-    neither; the mean over classes, then over maps. Each class has its own, too (``iou_<class>``), and the loss is among them."""
+    neither; the mean over classes, then over maps. Each class has its own, too (``iou_<class>``), and the loss is among them.
+
+    ``recall`` and ``precision``: of the true cells of a class those that are found, of the cells that are called so those that are
+    right, over the cells of all maps together; 1 where there are none. Each class but the first has its own, and their mean."""
     logits = _logits(model, batch)
-    found = iou(logits.argmax(1), batch.mask, logits.shape[1], model.total)
-    count = len(found)
-    names = [f"iou_{name.replace(' ', '_')}" for name in model.cfg.classes]
-    every = {name: (column.sum(), count) for name, column in zip(names, found.unbind(1))}
+    cells = model.total(confusion(logits.argmax(1), batch.mask, logits.shape[1]))
+    found, count = iou(cells), len(cells)
+    classes = [name.replace(" ", "_") for name in model.cfg.classes]
+    every = {f"iou_{name}": (column.sum(), count) for name, column in zip(classes, found.unbind(1))}
     entropy = _mean(model, _cross_entropy(model, logits, batch.mask)).sum()
-    return {"iou": (found.mean(1).sum(), count), **every, "loss": (entropy, count)}
+    calls = cells.sum(0), partial(_recall_and_precision, classes[1:])
+    return {"iou": (found.mean(1).sum(), count), **every, "loss": (entropy, count), "recall and precision": calls}
 
 
-def iou(guess: Tensor, mask: Tensor, classes: int, total: Callable[[Tensor], Tensor] = lambda sums: sums) -> Tensor:
-    """Intersection over union of each class in each map; 1 where it is in neither. ``total`` adds the cells of the parts of maps
-    that are cut.   [B, H, W] twice -> [B, K]"""
-    pairs = [((guess == k).flatten(1), (mask == k).flatten(1)) for k in range(classes)]
-    both, either = total(torch.stack([torch.stack([(a & b).sum(1), (a | b).sum(1)]) for a, b in pairs], -1))
+def confusion(guess: Tensor, mask: Tensor, classes: int) -> Tensor:
+    """How many cells of each class are called what in each map.   [B, H, W] twice -> [B, K true, K guessed] int64"""
+    pairs = (mask.short() * classes + guess.short()).flatten(1)
+    return torch.stack([(pairs == k).sum(1) for k in range(classes**2)], 1).unflatten(1, (classes, classes))
+
+
+def iou(cells: Tensor) -> Tensor:
+    """Intersection over union of each class, 1 where it is in neither map; of what ``confusion`` gives.   [B, K, K] -> [B, K]"""
+    both = cells.diagonal(dim1=1, dim2=2)
+    either = cells.sum(1) + cells.sum(2) - both
     return torch.where(either > 0, both / either.clamp(min=1), 1.0)
+
+
+def _recall_and_precision(names: list[str], cells: Tensor) -> dict[str, float]:
+    """cells [K true, K guessed], without a name for the first class"""
+    found: dict[str, float] = {}
+    for kind, count in (("recall", cells.sum(1)), ("precision", cells.sum(0))):
+        each = torch.where(count > 0, cells.diagonal().double() / count.clamp(min=1), 1.0)[1:]
+        found |= {kind: each.mean().item(), **{f"{kind}_{name}": value for name, value in zip(names, each.tolist())}}
+    return found
 
 
 def maps(model: Any, batch: Batch) -> dict[str, Tensor]:

@@ -9,12 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from hpcai import dist
 from hpcai.errors import CheckpointError, DataError
 from hpcai.models import deepcam
 from hpcai.models.deepcam import CLASSES, VARIABLES, Batch, DeepCam, DeepCamConfig
 from hpcai.models.deepcam.fields import stacked
-from hpcai.models.deepcam.objective import iou
+from hpcai.models.deepcam.objective import confusion, iou
 from hpcai.nn import BatchNorm
+from hpcai.train.measure import Measured
 
 LOW = tuple(float(i) for i in range(16))
 SMALL = DeepCamConfig(divide=8, middle=1, low=LOW, high=tuple(2 * x + 10 for x in LOW))
@@ -232,7 +234,7 @@ def test_a_class_in_neither_map_counts_as_one() -> None:
     guess[1, 0], truth[1, :2] = 1, 1  # half of it
     guess[2, 0] = 2  # where there is none
     expected = [[1.0, 1.0, 1.0], [8 / 12, 0.5, 1.0], [12 / 16, 1.0, 0.0]]
-    torch.testing.assert_close(iou(guess, truth, 3), torch.tensor(expected))
+    torch.testing.assert_close(iou(confusion(guess, truth, 3)), torch.tensor(expected))
 
 
 def test_an_all_background_map_trains_and_scores() -> None:
@@ -241,16 +243,35 @@ def test_an_all_background_map_trains_and_scores() -> None:
     value = deepcam.loss(model, given)["loss"]
     value.backward()
     assert bool(value.isfinite()) and all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
-    scores = deepcam.score(model, given)
-    assert set(scores) == {"iou", "iou_background", "iou_tropical_cyclone", "iou_atmospheric_river", "loss"}
-    assert all(count == 2 for _, count in scores.values())
+    scores = numbers(deepcam.score(model, given))
+    kinds = {"iou", "recall", "precision"}
+    names = {f"{kind}_{name}" for kind in kinds for name in ("tropical_cyclone", "atmospheric_river")}
+    assert set(scores) == kinds | names | {"iou_background", "loss"}
+    assert scores["recall"] == 1, "nothing is there to be found"
+
+
+def numbers(*scores: Any, samples: int = 1) -> dict[str, float]:
+    measured = Measured()
+    for score in scores:
+        measured.add(score, samples)
+    return measured.reduce(dist.alone()["replicate"], torch.device("cpu"))
+
+
+def test_recall_and_precision_are_of_the_cells_of_all_maps() -> None:
+    model, given = new(), batch(count=5)
+    guess, truth = model(model.scaled(given.fields)).argmax(1).numpy().ravel(), given.mask.numpy().ravel()
+    found = numbers(deepcam.score(model, given))
+    for k, name in ((1, "tropical_cyclone"), (2, "atmospheric_river")):
+        right = np.sum((guess == k) & (truth == k))
+        assert found[f"recall_{name}"] == right / np.sum(truth == k)
+        assert found[f"precision_{name}"] == (right / np.sum(guess == k) if (guess == k).any() else 1)
+    for kind in ("recall", "precision"):
+        both = found[f"{kind}_tropical_cyclone"], found[f"{kind}_atmospheric_river"]
+        assert found[kind] == pytest.approx(sum(both) / 2, rel=1e-15)
 
 
 def test_scores_of_parts_add_up_to_the_whole() -> None:
     model, given = new(), batch(count=5)
     model.requires_grad_(False)
-    whole = deepcam.score(model, given)
     parts = [deepcam.score(model, Batch(given.fields[a:b], given.mask[a:b])) for a, b in ((0, 2), (2, 3), (3, 5))]
-    for name, (total, count) in whole.items():
-        assert float(sum(part[name][0] for part in parts)) == pytest.approx(float(total), rel=1e-4)
-        assert sum(part[name][1] for part in parts) == count == 5
+    assert numbers(*parts) == pytest.approx(numbers(deepcam.score(model, given)), rel=1e-4)

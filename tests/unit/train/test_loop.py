@@ -97,13 +97,17 @@ def test_the_first_evaluation_may_be_late() -> None:
 
 def test_a_metric_that_is_no_number_is_told(tmp_path: Path) -> None:
     def halves(model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
-        return {"error": (torch.tensor(1.0), 1), "dice": (torch.tensor(float("nan")), 1)}
+        power = torch.tensor([2.0, 0.0]), lambda power: {"power_0": power[0], "power_1": 1 / power[1]}
+        return {"error": (torch.tensor(1.0), 1), "dice": (torch.tensor(float("nan")), 1), "spectrum": power}
 
     with new_run(tmp_path) as run:
         result = train.fit(new_step(), batches(), TrainConfig(epochs=1), validation=batches(2), evaluate=halves, run=run)
     assert result.exit_code == 0
     notes = [e["text"] for e in events(tmp_path) if e["kind"] == "note" and "evaluation of step 3" in e["text"]]
-    assert len(notes) == 1 and "dice is nan, though the loss is finite; look at" in notes[0] and "error" not in notes[0]
+    assert len(notes) == 1 and "dice is nan, power_1 is inf, though the loss is finite; look at" in notes[0]
+    assert "error" not in notes[0] and "power_0" not in notes[0]
+    (scored,) = [e for e in events(tmp_path) if e["kind"] == "evaluate"]
+    assert scored["power_0"] == 4 and log.metrics(scored).keys() >= {"error", "power_0"} and "spectrum" not in scored
 
 
 COLLAPSES = [("higher", [0.5, 0.25, 0.0]), ("lower", [3.0, 5.0, 8.0]), ("higher", [0.5, 0.25, float("nan")])]
