@@ -1,0 +1,79 @@
+"""The Triton kernels of Philox: run by Triton's interpreter they are the plain-torch twin, and they compile for A100 and H100."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed: the CUDA kernels are NOT tested")
+pytestmark = pytest.mark.slow
+
+TWIN = """
+import torch
+from hpcai.kernels import philox, philox_triton
+DTYPES = {"bits": [torch.int64], "uniform": [torch.float32, torch.float64], "normal": [torch.float32, torch.float64]}
+def same(kind, found, expected):
+    if kind == "normal":
+        wide = found.dtype == torch.float64
+        torch.testing.assert_close(found, expected, rtol=1e-12 if wide else 2e-5, atol=1e-12 if wide else 2e-6)
+    else:
+        assert torch.equal(found, expected), kind
+for kind, dtypes in DTYPES.items():
+    for dtype in dtypes:
+        words = {} if kind == "bits" else {"dtype": dtype}
+        make = getattr(philox, kind)
+        for key in (0, 2**64 - 5, torch.tensor(-77)):
+            for first in (0, 1, 6, 2**34 - 3):  # the last goes on where the low word of a counter ends
+                for n in (1, 5, 2100):
+                    found = torch.empty(n, dtype=dtype)
+                    philox_triton.run(kind, key, first, found)
+                    same(kind, found, make(key, first, n, **words))
+            places = torch.randint(0, 2**40, (37, 3))
+            found, rows = torch.empty(37, 3, dtype=dtype), torch.empty(37, 3, 9, dtype=dtype)
+            philox_triton.run(kind, key, places, found)
+            same(kind, found, make(key, places, **words))
+            philox_triton.run(kind, key, places, rows)
+            same(kind, rows, make(key, places, 9, **words))
+        keys = torch.randint(-(2**63), 2**63 - 1, (37, 1))
+        philox_triton.run(kind, keys, places, rows)
+        same(kind, rows, make(keys, places, 9, **words))
+print("the same")
+"""
+
+COMPILED = """
+import re, subprocess, sys, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from hpcai.kernels.philox_triton import WARPS, variants
+tool = triton.__path__[0] + "/backends/nvidia/bin/cuobjdump"
+for name, kernel, signature, constexprs in variants():
+    attrs = {(i,): [["tt.divisibility", 16]] for i, x in enumerate(kernel.arg_names) if signature[x][0] == "*"}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attrs)
+    for arch in map(int, sys.argv[2:]):
+        made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": WARPS})
+        open(sys.argv[1], "wb").write(made.asm["cubin"])
+        usage = subprocess.run([tool, "-res-usage", sys.argv[1]], capture_output=True, text=True, check=True).stdout
+        registers, local = (int(re.search(rf"\\b{x}:(\\d+)", usage)[1]) for x in ("REG", "LOCAL"))
+        print(made.asm["ptx"].split(".target ")[1].split()[0].rstrip(","), registers, local, name, sep="|")
+        assert registers <= 128 and local == 0, f"{name} on {arch} spills, or few programs fit a multiprocessor"
+"""
+
+
+def run(program: str, *words: str, **environment: str) -> str:
+    env = {**{name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}, **environment}
+    command, root = [sys.executable, "-W", "ignore", "-c", program, *words], Path(__file__).resolve().parents[2]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_kernels_give_the_numbers_of_the_twin() -> None:
+    assert "the same" in run(TWIN, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+
+
+@pytest.mark.parametrize(("arch", "name"), [("90", "sm_90a"), pytest.param("80", "sm_80", marks=pytest.mark.claim)])
+def test_every_kernel_compiles_without_spills(tmp_path: Path, arch: str, name: str) -> None:
+    print(made := run(COMPILED, str(tmp_path / "cubin"), arch, TRITON_CACHE_DIR=str(tmp_path)))
+    assert made.count(f"{name}|") == 10

@@ -1,0 +1,129 @@
+"""Philox: the known answers of its authors, one number whatever is asked for with it, and the distributions."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hpcai.errors import ConfigError
+from hpcai.kernels import philox
+
+KNOWN = {  # counter, key, answer: kat_vectors of Random123
+    ((0, 0, 0, 0), 0): "6627e8d5 e169c58d bc57ac4c 9b00dbd8",
+    ((0xFFFFFFFF,) * 4, 2**64 - 1): "408f276d 41c83b0e a20bc7c6 6d5451fd",
+    ((0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), 0x299F31D0A4093822): "d16cfe09 94fdcceb 5001e420 24126ea1",
+}
+STREAMS: list[tuple[Callable[..., Tensor], dict[str, Any]]] = [
+    (philox.bits, {}),
+    *((make, {"dtype": dtype}) for make in (philox.uniform, philox.normal) for dtype in (torch.float32, torch.float64)),
+]
+streams = pytest.mark.parametrize(("make", "words"), STREAMS, ids=lambda x: str(x.get("dtype", "")) if isinstance(x, dict) else x.__name__)
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(philox, "_BLOCK", 1 << 9)
+
+
+@pytest.mark.parametrize(("given", "answer"), KNOWN.items(), ids=["zeros", "ones", "pi"])
+def test_the_words_are_those_of_the_authors(given: tuple[tuple[int, ...], int], answer: str) -> None:
+    counter, key = given
+    found = philox.words([torch.tensor([one, 0]) for one in counter], key)
+    assert " ".join(f"{int(word[0]):08x}" for word in found) == answer
+    if not any(counter):
+        assert [f"{int(word):08x}" for word in philox.bits(key, 0, 4)] == answer.split(), "counter 0 gives numbers 0 to 3"
+
+
+def test_a_counter_and_a_key_of_more_than_32_bits_count() -> None:
+    expected = philox.words([torch.tensor([5]), torch.tensor([3]), 0, 0], (7 << 32) + 9)
+    assert philox.bits((7 << 32) + 9, 4 * ((3 << 32) + 5), 4).tolist() == [int(word) for word in expected]
+    assert torch.equal(philox.bits(-1, 0, 9), philox.bits(2**64 - 1, 0, 9)), "a key is 64 bits, signed or not"
+
+
+@streams
+def test_a_number_is_the_same_wherever_and_with_whatever_it_is_asked_for(make: Any, words: dict[str, Any]) -> None:
+    whole = make(7, 0, 40_003, **words)
+    for first, count in ((0, 1), (1, 3), (2, 40_001), (8191, 17), (12_345, 20_000), (40_002, 1)):
+        assert torch.equal(make(7, first, count, **words), whole[first : first + count]), (first, count)
+    places = torch.randint(0, 40_003, (37, 41))
+    assert torch.equal(make(7, places, **words), whole[places])
+    starts = torch.randint(0, 30_000, (5, 3))
+    for count in (1, 2, 9, 10_000):
+        assert torch.equal(make(7, starts, count, **words), whole[starts[..., None] + torch.arange(count)]), count
+    out = torch.empty(40_003, dtype=whole.dtype)
+    assert make(torch.tensor(7), 0, 40_003, out=out, **words) is out and torch.equal(out, whole)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        assert torch.equal(make(7, 0, 40_003, **words), whole)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@streams
+def test_each_place_may_have_a_key_of_its_own(make: Any, words: dict[str, Any]) -> None:
+    keys, starts = torch.randint(-(2**63), 2**63 - 1, (6, 1)), torch.randint(0, 2**40, (6, 4))
+    found, rows = make(keys, starts, **words), make(keys, starts, 11, **words)
+    for i, j in ((0, 0), (3, 2), (5, 3)):
+        expected = make(int(keys[i]), int(starts[i, j]), 11, **words)
+        assert torch.equal(rows[i, j], expected) and found[i, j] == expected[0]
+
+
+@streams
+def test_keys_and_neighbours_have_nothing_to_do_with_each_other(make: Any, words: dict[str, Any]) -> None:
+    one, other = (make(key, 0, 100_000, **words).double() for key in (1, 2))
+    pairs = [(one, other), *((one[:-lag], one[lag:]) for lag in (1, 2, 3, 4, 64))]
+    for x, y in pairs:
+        assert abs(torch.corrcoef(torch.stack((x, y)))[0, 1]) < 0.015
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_distributions(dtype: torch.dtype) -> None:
+    n = 1 << 20
+    u, z = philox.uniform(3, 0, n, dtype=dtype).double(), philox.normal(3, 0, n, dtype=dtype).double()
+    for x, cdf in ((u, lambda x: x), (z, torch.special.ndtr)):
+        largest = (cdf(x.sort().values) - torch.arange(n) / n).abs().max().item()
+        assert largest < 1.95 / math.sqrt(n), "Kolmogorov and Smirnov: one of 1000 would be beyond"
+    assert 0 <= u.min() and u.max() < 1 and (u * 2 ** (24 if dtype == torch.float32 else 53)).frac().eq(0).all()
+    moments = [z.mean(), z.square().mean() - 1, z.pow(3).mean(), z.pow(4).mean() - 3]
+    assert all(abs(x) < 5 * scale / math.sqrt(n) for x, scale in zip(moments, (1, 2**0.5, 15**0.5, 96**0.5)))
+    assert z.abs().max() > 4.5
+
+
+def test_the_ends_are_finite() -> None:
+    room = [torch.empty(4) for _ in range(3)]
+    ends, x, y = torch.tensor([0, 1, 2**32 - 2, 2**32 - 1]), torch.empty(4), torch.empty(4)
+    philox._gauss(ends, ends, 32, x, y, room)
+    assert x.isfinite().all() and y.isfinite().all() and x[0].item() == pytest.approx((66 * math.log(2)) ** 0.5)
+
+
+def test_narrow_numbers_are_float32_rounded() -> None:
+    assert torch.equal(philox.normal(1, 5, 100, dtype=torch.bfloat16), philox.normal(1, 5, 100).bfloat16())
+
+
+def test_what_cannot_be_drawn_is_refused() -> None:
+    with pytest.raises(ConfigError, match="first is 3 and count is None"):
+        philox.uniform(1, 3)
+    with pytest.raises(ConfigError, match=r"out is torch.float32 \[4\], expected contiguous torch.float32 \[5\]"):
+        philox.uniform(1, 3, 5, out=torch.empty(4))
+
+
+@pytest.mark.timing
+def test_time_beside_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    from timeit import repeat
+
+    monkeypatch.setattr(philox, "_BLOCK", 1 << 15)
+    n = 1 << 22
+    x, y, places = torch.empty(n), torch.empty(n, dtype=torch.float64), torch.randperm(n)
+    ways: dict[str, Callable[[], Any]] = {
+        "torch uniform": x.uniform_, "torch normal": x.normal_, "torch normal float64": y.normal_,
+        "uniform": lambda: philox.uniform(1, 0, n, out=x), "normal": lambda: philox.normal(1, 0, n, out=x),
+        "normal float64": lambda: philox.normal(1, 0, n, out=y), "normal at places": lambda: philox.normal(1, places, out=x),
+        "normal in runs of 256": lambda: philox.normal(1, places[: n // 256], 256, out=x.view(-1, 256)),
+    }  # fmt: skip
+    took = {name: min(repeat(way, number=1, repeat=5)) / n * 1e9 for name, way in ways.items()}
+    print(*(f"{name}: {ns:.1f} ns a number" for name, ns in took.items()), sep="\n")
+    assert took["normal"] < 8 * took["torch normal"]
