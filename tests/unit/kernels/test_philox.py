@@ -87,7 +87,7 @@ def test_distributions(dtype: torch.dtype) -> None:
     for x, cdf in ((u, lambda x: x), (z, torch.special.ndtr)):
         largest = (cdf(x.sort().values) - torch.arange(n) / n).abs().max().item()
         assert largest < 1.95 / math.sqrt(n), "Kolmogorov and Smirnov: one of 1000 would be beyond"
-    assert 0 <= u.min() and u.max() < 1 and (u * 2 ** (24 if dtype == torch.float32 else 53)).frac().eq(0).all()
+    assert u.min() >= 0 and u.max() < 1 and (u * 2 ** (24 if dtype == torch.float32 else 53)).frac().eq(0).all()
     moments = [z.mean(), z.square().mean() - 1, z.pow(3).mean(), z.pow(4).mean() - 3]
     assert all(abs(x) < 5 * scale / math.sqrt(n) for x, scale in zip(moments, (1, 2**0.5, 15**0.5, 96**0.5)))
     assert z.abs().max() > 4.5
