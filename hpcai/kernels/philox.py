@@ -50,8 +50,8 @@ def uniform(key: int | Tensor, first: int | Tensor, count: int | None = None, *,
 
 def normal(key: int | Tensor, first: int | Tensor, count: int | None = None, *, device: torch.device | str | None = None,
            dtype: torch.dtype = torch.float32, out: Tensor | None = None) -> Tensor:  # fmt: skip
-    """Numbers of the normal distribution of mean 0 and deviation 1, two and two of one counter (Box and Muller 1958). None is beyond
-    6.8 in float32 (one of 10^11 would be), 8.7 in float64.
+    """Numbers of the normal distribution of mean 0 and deviation 1, two and two of one counter (Box and Muller 1958). None is
+    beyond 6.8 in float32 (one of 10^11 would be), 8.7 in float64.
 
     On a CPU this takes as long as the inverse of the distribution, which in float32 ends at 5.4: 1 ns beside 8 for the words.
     """
@@ -133,14 +133,14 @@ def _halves(key: int | Tensor) -> tuple[Any, Any]:
 
 def _words(rows: list[Tensor], free: list[Tensor], key: tuple[Any, Any]) -> list[Tensor]:
     """Ten rounds, in place. Bits above 32 are wiped off where they would count: in what is multiplied, and at the end."""
-    (a, b, c, d), (p, q), (k, l) = rows, free, key
+    (a, b, c, d), (p, q), (low, high) = rows, free, key
     for _ in range(_ROUNDS):
         torch.mul(a, _FACTORS[0], out=p)
         torch.mul(c, _FACTORS[1], out=q)
-        torch.bitwise_right_shift(q, 32, out=a).bitwise_xor_(b).bitwise_xor_(k).bitwise_and_(WORD)
-        torch.bitwise_right_shift(p, 32, out=c).bitwise_xor_(d).bitwise_xor_(l).bitwise_and_(WORD)
+        torch.bitwise_right_shift(q, 32, out=a).bitwise_xor_(b).bitwise_xor_(low).bitwise_and_(WORD)
+        torch.bitwise_right_shift(p, 32, out=c).bitwise_xor_(d).bitwise_xor_(high).bitwise_and_(WORD)
         b, d, q, p = q, p, b, d
-        k, l = (k + _STEPS[0]) & WORD, (l + _STEPS[1]) & WORD
+        low, high = (low + _STEPS[0]) & WORD, (high + _STEPS[1]) & WORD
     return [a, b.bitwise_and_(WORD), c, d.bitwise_and_(WORD)]
 
 

@@ -20,7 +20,9 @@ STREAMS: list[tuple[Callable[..., Tensor], dict[str, Any]]] = [
     (philox.bits, {}),
     *((make, {"dtype": dtype}) for make in (philox.uniform, philox.normal) for dtype in (torch.float32, torch.float64)),
 ]
-streams = pytest.mark.parametrize(("make", "words"), STREAMS, ids=lambda x: str(x.get("dtype", "")) if isinstance(x, dict) else x.__name__)
+streams = pytest.mark.parametrize(
+    ("make", "words"), STREAMS, ids=lambda x: str(x.get("dtype", "")) if isinstance(x, dict) else x.__name__
+)
 
 
 @pytest.fixture(autouse=True)
