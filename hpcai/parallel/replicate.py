@@ -4,7 +4,6 @@ Li et al., "PyTorch Distributed", VLDB 2020, section 3.2: buckets in the reverse
 sum per full bucket, and gradients that are views of their bucket, so that nothing is copied twice.
 """
 
-import math
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch.distributed as torch_dist
 from torch import Tensor, nn
 
 from hpcai.dist.mesh import Axis, Mesh
-from hpcai.parallel.rows import Part, Row, check_dense, loose
+from hpcai.parallel.rows import Part, Row, alike, check_dense, loose, place_of, sum_axes
 
 _ALIGN = 32  # elements: every gradient starts on a cache line and on a vector register
 
@@ -26,20 +25,22 @@ def sum_over(module: nn.Module, axis: Axis) -> None:
 
 
 class Bucket:
-    """Neighbouring parameters of one dtype whose gradients are summed over the same axes in one message.
+    """Neighbouring parameters of one dtype whose gradients are summed over the same ``axes`` in one message, and which are the
+    same along the same axes (``copies``).
 
     ``weights`` and ``flat`` (the gradients) are rows; the parameters become views of the first. ``pieces``: the number of equal
     shares that the rows can be cut into.
     """
 
     def __init__(
-        self, parameters: dict[str, nn.Parameter], axes: tuple[Axis, ...], decays: bool, dtype: torch.dtype, pieces: int = 1,
+        self, parameters: dict[str, nn.Parameter], axes: tuple[Axis, ...], decays: bool, dtype: torch.dtype,
+        copies: tuple[Axis, ...] = (), pieces: int = 1,
     ) -> None:  # fmt: skip
-        self.parameters, self.axes, self.decays = list(parameters.values()), axes, decays
+        self.parameters, self.axes, self.decays, self.copies = list(parameters.values()), axes, decays, copies
         self.parts: list[Part] = []
         size = 0
         for name, parameter in parameters.items():
-            self.parts.append(Part(name, parameter, 0, parameter.numel(), size))
+            self.parts.append(Part(name, parameter, 0, parameter.numel(), size, place_of(parameter)))
             size += -(-parameter.numel() // _ALIGN) * _ALIGN
         size = -(-size // (pieces * _ALIGN)) * pieces * _ALIGN
         first = self.parameters[0]
@@ -61,7 +62,7 @@ class Bucket:
                 parameter.data = place
 
     def row(self) -> Row:
-        return Row(self.parts, self.weights, lambda: self.flat, self.decays)
+        return Row(self.parts, self.weights, lambda: self.flat, self.decays, self.copies)
 
     def launch(self) -> None:
         if self.axes:
@@ -113,15 +114,13 @@ class GradientSums:
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         check_dense(named)
         axes = {p: _axes(p, mesh) for p in named.values()}
-        for parameter in model.parameters():
-            start_equal(parameter, _axes(parameter, mesh))
-        for buffer in model.buffers():
-            start_equal(buffer, (mesh["replicate"],))
+        start_equal(model, mesh)
         free = {n for n, p in named.items() if p.device.type == "cpu" and not (axes[p] or fixed) and self._dtype(p) == p.dtype}
         bound = {name: p for name, p in named.items() if name not in free}
         groups = _group(bound, axes, bucket_mb * 1e6, decays)
         self.buckets = [self._bucket({n: named[n] for n in group}, axes[named[group[0]]], group[0] in decays) for group in groups]
-        self.rows = [bucket.row() for bucket in self.buckets] + [loose(name, named[name], name in decays) for name in sorted(free)]
+        self.rows = [bucket.row() for bucket in self.buckets]
+        self.rows += [loose(name, named[name], name in decays, alike(named[name], mesh)) for name in sorted(free)]
         self._free = [named[name] for name in sorted(free)]
         self._launched = 0
         for bucket in self.buckets:
@@ -133,11 +132,13 @@ class GradientSums:
         return torch.float32 if self.wide and narrow else parameter.dtype
 
     def _bucket(self, parameters: dict[str, nn.Parameter], axes: tuple[Axis, ...], decays: bool) -> Bucket:
-        if len(axes) > 1:  # one message over all of them, where there is a group for that
-            count = math.prod(axis.size for axis in axes)
-            whole = [axis for axis in (self.mesh.everyone, self.mesh.copy) if axis.size == count]
-            axes = tuple(whole[:1]) if whole and (whole[0] is self.mesh.everyone or self.mesh["replicate"] not in axes) else axes
-        return Bucket(parameters, axes, decays, self._dtype(next(iter(parameters.values()))))
+        first = next(iter(parameters.values()))
+        return Bucket(parameters, self._together(axes), decays, self._dtype(first), alike(first, self.mesh))
+
+    def _together(self, axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
+        """``axes`` as few, so that there are few messages."""
+        whole = self.mesh.over(*(axis.name for axis in axes if not axis.of))
+        return (*((whole,) if whole.size > 1 else ()), *(axis for axis in axes if axis.of))
 
     def zero(self) -> None:
         """Forget the gradients."""
@@ -187,12 +188,13 @@ class GradientSums:
     def alike(self) -> list[tuple[str, Tensor, tuple[Axis, ...]]]:
         """The parameters that the model computes with: name, numbers, and the axes along which all processes hold the same."""
         self.settle()
-        return [(name, p.detach(), _axes(p, self.mesh)) for name, p in self.model.named_parameters()]
+        return [(name, p.detach(), alike(p, self.mesh)) for name, p in self.model.named_parameters()]
 
 
 def _axes(parameter: nn.Parameter, mesh: Mesh) -> tuple[Axis, ...]:
-    axes = (mesh["replicate"], *getattr(parameter, "sum_axes", ()))
-    return tuple(axis for axis in axes if axis.size > 1)
+    """The axes over which its gradients are added: not those along which each rank has a gradient of its own."""
+    unlike = place_of(parameter).directions
+    return tuple(axis for axis in (mesh["replicate"], *sum_axes(parameter)) if axis.size > 1 and axis.name not in unlike)
 
 
 def _group(
@@ -202,7 +204,8 @@ def _group(
     open_groups: dict[tuple, list[str]] = {}
     closed: list[list[str]] = []
     for name, parameter in reversed(parameters.items()):
-        key = (parameter.dtype, parameter.device, tuple(axis.name for axis in axes[parameter]), name in decays)
+        place, dtype = place_of(parameter), parameter.dtype
+        key = (dtype, parameter.device, axes[parameter], place.axes, place.apart, sum_axes(parameter), name in decays)
         group = open_groups.setdefault(key, [])
         group.append(name)
         if sum(parameters[n].numel() * parameters[n].element_size() for n in group) >= size:
@@ -210,8 +213,8 @@ def _group(
     return closed + list(open_groups.values())
 
 
-def start_equal(tensor: Tensor, axes: tuple[Axis, ...]) -> None:
-    """Give ``tensor`` on all ranks of ``axes`` the values of the first."""
-    for axis in axes:
-        if axis.size > 1:
+def start_equal(model: nn.Module, mesh: Mesh) -> None:
+    """Give each parameter and buffer, on all ranks that hold the same of it, the values of the first."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        for axis in alike(tensor, mesh):
             torch_dist.broadcast(tensor.detach(), group=axis.group, group_src=0)

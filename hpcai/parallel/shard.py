@@ -7,6 +7,7 @@ With ``within`` (the ranks of one node) shares are held within that group and su
 """
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,17 +16,19 @@ from torch import Tensor, nn
 
 from hpcai.dist.collect import Scattered, gather_shares
 from hpcai.dist.mesh import Axis, Mesh
+from hpcai.errors import ConfigError
 from hpcai.parallel.replicate import Bucket, GradientSums, start_equal
-from hpcai.parallel.rows import ALONE, Part, Row, row_of
+from hpcai.parallel.rows import ALONE, Part, Row, alike, place_of, row_of, sum_axes
 
 
 class _CutBucket(Bucket):
     """A bucket that is cut into one share for each rank of ``cut``; each rank updates its own."""
 
     def __init__(
-        self, parameters: dict[str, nn.Parameter], axes: tuple[Axis, ...], decays: bool, dtype: torch.dtype, cut: Axis,
+        self, parameters: dict[str, nn.Parameter], axes: tuple[Axis, ...], decays: bool, dtype: torch.dtype,
+        copies: tuple[Axis, ...], cut: Axis,
     ) -> None:  # fmt: skip
-        super().__init__(parameters, axes, decays, dtype, pieces=cut.size)
+        super().__init__(parameters, axes, decays, dtype, copies, pieces=cut.size)
         self.cut, size = cut, len(self.weights) // cut.size
         self.first, self.last = cut.rank * size, (cut.rank + 1) * size
         self.own = torch.zeros(size, dtype=dtype, device=self.flat.device)
@@ -35,8 +38,10 @@ class _CutBucket(Bucket):
         parts = []
         for part in self.parts:
             begin, end = (min(max(at, self.first), self.last) for at in (part.start, part.start + part.length))
-            parts.append(Part(part.name, part.parameter, begin - part.start if begin < end else 0, end - begin, begin - self.first))
-        return Row(parts, self.weights[self.first : self.last], lambda: self.own, self.decays, self.cut, self.first)
+            first = begin - part.start if begin < end else 0
+            parts.append(replace(part, begin=first, length=end - begin, start=begin - self.first))
+        own = self.weights[self.first : self.last]
+        return Row(parts, own, lambda: self.own, self.decays, self.copies, self.cut, self.first)
 
     def launch(self) -> None:
         self.work = Scattered(self.own, self.flat, self.cut)
@@ -75,31 +80,34 @@ class ShardedSums(GradientSums):
         axes: tuple[Axis, Axis] | None = None, overlap: bool = True,
     ) -> None:  # fmt: skip
         self.between, self.cut = axes or (ALONE, mesh["replicate"])
-        self.overlap = overlap
+        self.overlap, self._cut = overlap, list[_CutBucket]()
         super().__init__(model, mesh, bucket_mb, decays, wide)
         if overlap:
-            bucket_of = {p: bucket for bucket in self.buckets for p in bucket.parameters}
+            bucket_of = {p: bucket for bucket in self._cut for p in bucket.parameters}
             for module in model.modules():
                 needed = {bucket_of[p] for p in module.parameters(recurse=False) if p in bucket_of}
                 if needed:
-                    module.register_forward_pre_hook(_arrival([b for b in self.buckets if b in needed]))
+                    module.register_forward_pre_hook(_arrival([b for b in self._cut if b in needed]))
 
     def _bucket(self, parameters: dict[str, nn.Parameter], axes: tuple[Axis, ...], decays: bool) -> Bucket:
-        dtype = self._dtype(next(iter(parameters.values())))
-        others = tuple(axis for axis in axes if axis.name != "replicate")
-        if self.between.size > 1:
-            others = (self.between, *others)
-        return _CutBucket(parameters, others, decays, dtype, self.cut)
+        first = next(iter(parameters.values()))
+        if self.mesh["replicate"] not in axes:  # each copy has its own, such as its experts: there are no shares
+            return super()._bucket(parameters, axes, decays)
+        others = self._together(tuple(axis for axis in axes if axis.name != "replicate"))
+        others = (self.between, *others) if self.between.size > 1 else others
+        copies = alike(first, self.mesh, self.cut, self.between)
+        self._cut.insert(0, _CutBucket(parameters, others, decays, self._dtype(first), copies, self.cut))
+        return self._cut[0]
 
     def spread(self) -> None:
-        for bucket in reversed(self.buckets):  # in the order of the forward pass
-            bucket.spread()  # type: ignore[attr-defined]
+        for bucket in self._cut:  # in the order of the forward pass
+            bucket.spread()
         if not self.overlap:
             self.settle()
 
     def settle(self) -> None:
-        for bucket in reversed(self.buckets):
-            bucket.arrive()  # type: ignore[attr-defined]
+        for bucket in self._cut:
+            bucket.arrive()
 
 
 def _arrival(buckets: Sequence[Any]) -> Callable[[nn.Module, Any], None]:
@@ -130,16 +138,21 @@ class FullySharded:
         self.model, self.mesh = model, mesh
         self.buckets: list[Bucket] = []
         self.between, self.cut = axes or (ALONE, mesh["replicate"])
-        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        named = dict(model.named_parameters())
+        start_equal(model, mesh)
         for tensor in (*model.parameters(), *model.buffers()):
-            start_equal(tensor, (mesh["replicate"],))
             tensor.data = tensor.data.contiguous()  # fully_shard takes no other order
+        if own := [name for name, p in named.items() if "replicate" in place_of(p).directions]:
+            raise ConfigError(f"step.shard is weights, but each copy has a {own[0]} of its own; set step.shard=optimizer or none")
         devices = mesh.device_mesh(*(axis for axis in (self.between, self.cut) if axis.size > 1))
         dtypes: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if narrow else {}
         policies = {each: MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False) for each in blocks}
         policies |= {each: MixedPrecisionPolicy(cast_forward_inputs=False) for each in _wide(model)} if narrow else {}
         policies[model] = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
-        self._sum_axes = {name: tuple(a for a in getattr(p, "sum_axes", ()) if a.size > 1) for name, p in named.items()}
+        # What was recorded of a parameter is gone with it.
+        self._places = {name: place_of(p) for name, p in named.items()}
+        self._copies = {name: alike(p, mesh, self.cut, self.between) for name, p in named.items()}
+        added = {name: tuple(a for a in sum_axes(p) if a.name not in place_of(p).directions) for name, p in named.items()}
         self._parts = list(policies)  # from within outwards
         for module, policy in policies.items():
             fully_shard(module, mesh=devices, mp_policy=policy)
@@ -147,14 +160,14 @@ class FullySharded:
             if hasattr(module, "set_force_sum_reduction_for_comms"):  # the sum uses no operation that only NCCL has
                 module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
         self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._axes = [(self._named[name], a) for name, a in self._sum_axes.items() if a]
+        self._axes = [(p, added[name]) for name, p in self._named.items() if added[name]]
         self.rows = [self._row(name, p, name in decays) for name, p in self._named.items()]
 
     def _row(self, name: str, parameter: Any, decays: bool) -> Row:
         length, step = parameter.shape[0], -(-parameter.shape[0] // self.cut.size)
         begin, end = min(self.cut.rank * step, length), min((self.cut.rank + 1) * step, length)
         inner = parameter.numel() // max(length, 1)
-        part = Part(name, parameter, begin * inner, (end - begin) * inner, 0)
+        part = Part(name, parameter, begin * inner, (end - begin) * inner, 0, self._places[name])
 
         def gradient() -> Tensor | None:
             if parameter.grad is None:
@@ -163,7 +176,7 @@ class FullySharded:
             return row_of(local, local.contiguous())
 
         local = parameter.to_local().detach()
-        return Row([part], row_of(local, local), gradient, decays, self.cut, begin * inner)
+        return Row([part], row_of(local, local), gradient, decays, self._copies[name], self.cut, begin * inner)
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -190,9 +203,8 @@ class FullySharded:
 
     def alike(self) -> list[tuple[str, Tensor, tuple[Axis, ...]]]:
         """``GradientSums.alike`` of this process's shares: the groups that divide the weights hold the same."""
-        between = (self.between,) if self.between.size > 1 else ()
         named: Any = self.model.named_parameters()
-        return [(name, p.detach().to_local(), (*between, *self._sum_axes.get(name, ()))) for name, p in named]
+        return [(name, p.detach().to_local(), self._copies[name]) for name, p in named]
 
 
 def _wide(module: nn.Module) -> list[nn.Module]:

@@ -7,7 +7,6 @@ message for each axis, and nothing is read from the device but the number of the
 
 from collections import Counter
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,9 +30,11 @@ class Agreement:
     def __init__(self, sums: GradientSums | FullySharded, optimizer: Optimizer, mesh: Mesh) -> None:
         self.sums, self.optimizer, self.mesh = sums, optimizer, mesh
         self._names, _, self._axes = zip(*sums.alike())
-        places = {axes: [i for i, each in enumerate(self._axes) if each == axes] for axes in {*self._axes} if axes}
+        places = {axes: [i for i, each in enumerate(self._axes) if each == axes] for axes in dict.fromkeys(self._axes) if axes}
         self._groups = [(axes, torch.tensor(found, device=mesh.device)) for axes, found in places.items()]
         self._prints = torch.zeros(0, dtype=torch.int64)
+        stage = mesh["pipeline"]
+        self._first = sum(gather_objects(len(self._names), stage)[: stage.rank])  # stages number their parameters one after another
 
     @property
     def needed(self) -> bool:
@@ -43,8 +44,8 @@ class Agreement:
     @torch.no_grad()
     def first_unlike(self) -> Tensor:
         """The number of the first parameter of which this process and another hold different bits, or a huge one, on the device."""
-        # Where each process has whole weights in full precision, those last: narrow ones are rounded anew from them in every step.
-        full: Any = self.optimizer.weights() if self.optimizer.cut.size == 1 else {}
+        # Of weights in full precision a bit lasts: narrow ones are rounded anew from them in every step.
+        full = self.optimizer.whole()
         self._prints = torch.stack([fingerprint(full.get(name, numbers)) for name, numbers, _ in self.sums.alike()])
         first = torch.full((), NEVER, dtype=torch.int64, device=self.mesh.device)
         for axes, places in self._groups:
@@ -52,25 +53,31 @@ class Agreement:
             ends = torch.stack((own, ~own))  # the greatest x has the least ~x
             for axis in axes:
                 least(ends, axis)
-            first = torch.minimum(first, torch.where(ends[0] == ~ends[1], NEVER, places).amin())
+            first = torch.minimum(first, torch.where(ends[0] == ~ends[1], NEVER, places + self._first).amin())
         return first
 
     def tell(self, number: int, step: int) -> None:
         """Raise DivergedError on every process where ``number`` is that of a parameter that was unlike after ``step`` steps."""
         if number == NEVER:
             return
+        own = number - self._first
+        name, ranks = self._unlike(own) if 0 <= own < len(self._names) else ("", set())
+        found = gather_objects((name, ranks), self.mesh.everyone)
+        where = " and ".join(f"rank {rank}" for rank in sorted(set().union(*(ranks for _, ranks in found))))
+        raise DivergedError(
+            f"step {step}: the weights of {where} differ from those of processes that should hold the same, first in "
+            f"{max(name for name, _ in found)}; a processor or a memory there is wrong, or kinds of processors are mixed; go on "
+            "from the last checkpoint without these nodes, or do not compare: train.agree_every=null"
+        )
+
+    def _unlike(self, number: int) -> tuple[str, set[int]]:
+        """The name of a parameter, and the ranks that hold another than most: all where as many hold the one as the other."""
         seen = [(self.mesh.rank, int(self._prints[number].item()))]
         for axis in self._axes[number]:
             seen = [each for part in gather_objects(seen, axis) for each in part]
         counts = [*Counter(found for _, found in seen).most_common(), (None, 0)]
-        usual = counts[0][0] if counts[0][1] > counts[1][1] else None  # None: as many hold the one as the other
-        ranks = {rank for rank, found in seen if found != usual} if len(counts) > 2 else set()
-        where = " and ".join(f"rank {rank}" for rank in sorted(set().union(*gather_objects(ranks, self.mesh.everyone))))
-        raise DivergedError(
-            f"step {step}: the weights of {where} differ from those of processes that should hold the same, first in "
-            f"{self._names[number]}; a processor or a memory there is wrong, or kinds of processors are mixed; go on from the last "
-            "checkpoint without these nodes, or do not compare: train.agree_every=null"
-        )
+        usual = counts[0][0] if counts[0][1] > counts[1][1] else None
+        return self._names[number], {rank for rank, found in seen if found != usual} if len(counts) > 2 else set()
 
 
 def fingerprint(numbers: Tensor) -> Tensor:

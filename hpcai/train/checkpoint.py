@@ -25,10 +25,10 @@ from pydantic import AfterValidator, AliasChoices, BaseModel, Field, NonNegative
 from torch import Tensor
 
 from hpcai.dist.collect import agree, gather_objects, sum_in_place
-from hpcai.dist.mesh import Axis, Mesh
+from hpcai.dist.mesh import Mesh
 from hpcai.durable import flush
 from hpcai.errors import CheckpointError
-from hpcai.parallel.rows import ALONE, Share
+from hpcai.parallel.rows import Share, alike, place_of
 from hpcai.settings import CheckpointConfig
 from hpcai.train import rng, tensorfile
 from hpcai.train.step import Step
@@ -471,24 +471,24 @@ def _boxes(step: Step, mesh: Mesh) -> list[Box]:
     divided."""
     step.sums.settle()
     parts: dict[str, dict[str, Tensor | Share]] = {
-        "model": {**step.model.state_dict(), **step.optimizer.weights()},
+        "model": {**step.model.state_dict(keep_vars=True), **step.optimizer.weights()},
         "optimizer": step.optimizer.state(),
         "average": step.average.state(),
         f"rng/{mesh.rank}": dict(rng.state()),
     }
-    everyone = (mesh.everyone,) if mesh.world > 1 else ()
+    alone = f"rng/{mesh.rank}"
     return [box for kind, part in parts.items() for name, value in part.items()
-            for box in _boxes_of(f"{kind}/{name}", value, () if kind.startswith("rng/") else everyone, step)]  # fmt: skip
+            for box in _boxes_of(f"{kind}/{name}", value, None if kind == alone else mesh)]  # fmt: skip
 
 
-def _boxes_of(name: str, value: Tensor | Share, copies: tuple[Axis, ...], step: Step) -> Iterator[Box]:
+def _boxes_of(name: str, value: Tensor | Share, mesh: Mesh | None) -> Iterator[Box]:
     if isinstance(value, Share):
-        size = tuple(value.part.parameter.shape)
-        others = tuple(axis for axis in (getattr(step.sums, "between", ALONE), step.mesh.copy) if axis.size > 1)
         for offsets, tensor in value.part.boxes(value.row):
-            yield Box(name, size, offsets, tensor, others)
+            yield Box(name, value.part.place.size, offsets, tensor, value.copies)
     else:
-        yield Box(name, tuple(value.shape), (0,) * value.ndim, value, copies)
+        place, copies = place_of(value), alike(value, mesh) if mesh else ()
+        for offsets, part in place.boxes((0,) * value.ndim, value.shape):
+            yield Box(name, place.size, offsets, value[part], copies)
 
 
 def _number(path: Path) -> int:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hpcai.dist.collect import sum_in_place
+from hpcai.dist.mesh import Axis
 from hpcai.errors import ConfigError
 from hpcai.kernels import update
 from hpcai.parallel.rows import Row, Share, held
@@ -65,14 +66,15 @@ class Optimizer:
             raise ConfigError("the model has no parameter to train")
         self.cfg = cfg
         self.states = [_State(row, cfg) for row in rows]
-        self.cut = rows[0].cut
         first = self.states[0].weights
         self.lr = torch.zeros((), dtype=first.dtype, device=first.device)
         self.count = torch.zeros((), device=first.device)  # updates made
         self._seed = torch.zeros((), dtype=torch.int64, device=first.device)
-        if cfg.optimizer in ("lamb", "lars"):  # a line per parameter in a table that is the same on all ranks of the cut
+        if cfg.optimizer in ("lamb", "lars"):  # a line per parameter in a table that is the same on all ranks that have parts of it
             names = sorted({part.name for row in rows for part in row.parts})
             line = {name: i for i, name in enumerate(names)}
+            axes = {axis.name: axis for row in rows for axis in row.axes}
+            self._divided = [(axes[name], self._lines(rows, axes[name], line)) for name in sorted(axes)]
             for state in self.states:
                 parts, weights = state.row.parts, state.weights
                 stretches = [(part.start, part.length) for part in parts]
@@ -123,7 +125,7 @@ class Optimizer:
                     weight_decay=state.decay, seed=self._seed, offset=state.row.first,
                 )
             )  # fmt: skip
-        for (state, gradient), norms in zip(present, self._over_shares([state for state, _ in present], sums)):
+        for (state, gradient), norms in zip(present, self._over_parts([state for state, _ in present], sums)):
             ratio = torch.ones_like(norms[:, 0])
             if state.row.decays:
                 ratio = update.trust_ratio(norms, weight_decay=state.decay, coefficient=cfg.trust if lars else 1.0, lars=lars)
@@ -136,15 +138,27 @@ class Optimizer:
             else:
                 update.trust_(state.weights, state.direction, state.segments, ratio, lr=self.lr, skip=skip, **state.copies)
 
-    def _over_shares(self, states: list[_State], sums: list[Tensor]) -> list[Tensor]:
-        """Sums per parameter over the ranks of ``cut``, whose rows hold different parameters, in one message for all."""
-        if self.cut.size == 1:
+    @staticmethod
+    def _lines(rows: list[Row], axis: Axis, line: dict[str, int]) -> Tensor:
+        """The lines of parameters whose parts lie along ``axis``."""
+        found = sorted({line[part.name] for row in rows if axis in row.axes for part in row.parts})
+        return torch.tensor(found, dtype=torch.int64, device=rows[0].weights.device)
+
+    def _over_parts(self, states: list[_State], sums: list[Tensor]) -> list[Tensor]:
+        """Sums per parameter over all ranks that hold parts of it, in one message for each axis."""
+        if not self._divided:
             return sums
         self._table.zero_()
         for state, part in zip(states, sums):
             self._table.index_copy_(0, state.lines, part)
-        sum_in_place(self._table, self.cut)
+        for axis, lines in self._divided:
+            self._table.index_copy_(0, lines, sum_in_place(self._table[lines], axis))
         return [self._table[state.lines] for state in states]
+
+    def whole(self) -> dict[str, Tensor]:
+        """The weights in full precision as the model has them, of rows that are not cut into shares."""
+        rows = [(state.row.parts, state.weights) for state in self.states if state.row.cut.size == 1]
+        return {part.name: part.whole(weights) for parts, weights in rows for part in parts}
 
     def weights(self) -> dict[str, Tensor | Share]:
         """The weights in full precision, by parameter."""
@@ -164,7 +178,7 @@ class Optimizer:
 
     def _named(self, rows: Iterable[Tensor | None]) -> dict[str, Tensor | Share]:
         pairs = [(state.row, row) for state, row in zip(self.states, rows) if row is not None]
-        return {part.name: held(part, row, of.cut) for of, row in pairs for part in of.parts}
+        return {part.name: held(part, row, of) for of, row in pairs for part in of.parts}
 
     @torch.no_grad()
     def refresh(self) -> None:

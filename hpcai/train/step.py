@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hpcai.dist.collect import gather_objects, least, sum_in_place
+from hpcai.dist.collect import gather_objects, least
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import ConfigError, DataError, DivergedError
+from hpcai.parallel.rows import Row, total
 from hpcai.settings import StepConfig
 from hpcai.train import rng
 from hpcai.train.agreement import NEVER, Agreement
@@ -150,11 +151,18 @@ class Step:
         self._count += 1
 
     def _norm(self) -> Tensor:
-        """L2 norm of the whole gradient, over all shares of it."""
-        rows = [gradient for row in self.sums.rows if (gradient := row.gradient()) is not None]
-        norms = torch._foreach_norm(rows, 2, dtype=self.optimizer.lr.dtype) if rows else [torch.zeros_like(self.optimizer.lr)]
-        squares = torch.stack(norms).square().sum()
-        return sum_in_place(squares, self.optimizer.cut).sqrt()
+        """L2 norm of the whole gradient, over all parts of it."""
+        pairs = [(row, gradient) for row in self.sums.rows if (gradient := row.gradient()) is not None]
+        own = torch._foreach_norm([gradient for _, gradient in pairs], 2, dtype=self.optimizer.lr.dtype) if pairs else []
+        norms = dict(zip((row for row, _ in pairs), own))
+        kinds: dict[Any, list[Row]] = {}
+        for row in self.sums.rows:
+            kinds.setdefault((row.others, row.counts), []).append(row)
+        squares = ((rows[0], self._squares([norms[row] for row in rows if row in norms])) for rows in kinds.values())
+        return total(squares).sqrt()
+
+    def _squares(self, norms: list[Tensor]) -> Tensor:
+        return torch.stack(norms).square().sum() if norms else torch.zeros_like(self.optimizer.lr)
 
     @torch.no_grad()
     def snapshot(self) -> dict[str, Tensor]:

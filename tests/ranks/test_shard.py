@@ -17,7 +17,7 @@ from hpcai.dist.mesh import Mesh
 from hpcai.errors import MeshError
 from hpcai.parallel.batchnorm import group_batch_norm
 from hpcai.parallel.replicate import sum_over
-from hpcai.parallel.rows import Part, Share
+from hpcai.parallel.rows import Part, Place, Share
 from hpcai.settings import CheckpointConfig, StepConfig
 from hpcai.train.checkpoint import Checkpoints, Progress
 from hpcai.train.step import Step
@@ -271,7 +271,7 @@ def test_a_group_size_that_does_not_divide_the_copies_is_refused() -> None:
 def test_a_share_is_a_few_boxes() -> None:
     parameter = nn.Parameter(torch.randn(4, 3, 5, 5).contiguous(memory_format=torch.channels_last))
     row = torch.arange(40.0)
-    share = Share(Part("w", parameter, 101, 37, 2), row)
+    share = Share(Part("w", parameter, 101, 37, 2, Place.whole(parameter.shape)), row, ())
     pieces = list(share.part.boxes(share.row))
     assert sum(box.numel() for _, box in pieces) == 37 and len(pieces) <= 7
     copy = torch.full_like(parameter, -1.0)
