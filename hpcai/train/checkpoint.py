@@ -30,7 +30,7 @@ from hpcai.durable import flush
 from hpcai.errors import CheckpointError
 from hpcai.parallel.rows import Share, alike, place_of
 from hpcai.settings import CheckpointConfig
-from hpcai.train import rng, tensorfile
+from hpcai.train import tensorfile
 from hpcai.train.step import Step
 from hpcai.train.tensorfile import BLOCK, Block, Box, Contents, Stored
 
@@ -294,17 +294,16 @@ class Checkpoints:
             return None
         if self.mesh.is_first and self.directory.is_dir():
             self.notes += [f"{p.name} was not finished and is ignored" for p in self.directory.glob(".step-*.partial")]
-        touched = False
         for path in reversed(agree(self.found(), self.mesh.everyone)):
             damage, run, index = agree(opened(path) if self.mesh.rank == 0 else ("", None, None), self.mesh.everyone)
             if not damage:
                 assert run is not None and index is not None
-                touched, damage = True, self._load(path, run, index, step)
+                damage = self._load(path, run, index, step)
                 if not damage:
                     return run.progress
             self.notes.append(f"{path.name} is passed over: {damage}")
             self._refused.append(path)
-        if touched:
+        if self._refused:
             raise CheckpointError(
                 f"{self.directory}: no checkpoint is whole ({'; '.join(self.notes)}); training would begin anew: if that is meant, "
                 "remove them or choose another report.directory"
@@ -315,28 +314,21 @@ class Checkpoints:
         """Put a checkpoint into ``step`` -> what is damaged, or nothing."""
         self._compare(path, run)
         wanted = _boxes(step, self.mesh)
-        anew = run.world != self.mesh.world
         counted = _COUNT in index.tensors  # not when each parameter had a count of its own, and sgd none
-        state = [b for b in wanted if not (anew and b.name.startswith("rng/")) and (counted or b.name != _COUNT)]
+        state = [box for box in wanted if counted or box.name != _COUNT]
         self._check_names(path, state, index)
-        random = {box.name.rsplit("/", 1)[1]: box.tensor for box in state if box.name.startswith("rng/")}
         problem = ""
         try:
             if index.format == 1:
                 _read_packed(path, state, index)
             else:
                 problem = tensorfile.read(path, index.blocks(), [(box, index.stored(box.name)) for box in state])
-            if not (problem or anew):
-                rng.restore(random)
         except Exception as error:
             problem = _reason(error)
         if problem := self._first_of(problem):
             return problem
         step.optimizer.refresh()
         step.sums.spread()
-        if anew:
-            self.notes.append(f"{run.world} processes wrote {path.name} and {self.mesh.world} read it: random numbers start anew")
-            rng.seed_all(hash((run.progress.step, self.mesh.rank)) % 2**63)
         step.count = run.progress.step
         if not counted:
             step.optimizer.count.fill_(run.progress.step)
@@ -474,19 +466,17 @@ def _boxes(step: Step, mesh: Mesh) -> list[Box]:
         "model": {**step.model.state_dict(keep_vars=True), **step.optimizer.weights()},
         "optimizer": step.optimizer.state(),
         "average": step.average.state(),
-        f"rng/{mesh.rank}": dict(rng.state()),
     }
-    alone = f"rng/{mesh.rank}"
     return [box for kind, part in parts.items() for name, value in part.items()
-            for box in _boxes_of(f"{kind}/{name}", value, None if kind == alone else mesh)]  # fmt: skip
+            for box in _boxes_of(f"{kind}/{name}", value, mesh)]  # fmt: skip
 
 
-def _boxes_of(name: str, value: Tensor | Share, mesh: Mesh | None) -> Iterator[Box]:
+def _boxes_of(name: str, value: Tensor | Share, mesh: Mesh) -> Iterator[Box]:
     if isinstance(value, Share):
         for offsets, tensor in value.part.boxes(value.row):
             yield Box(name, value.part.place.size, offsets, tensor, value.copies)
     else:
-        place, copies = place_of(value), alike(value, mesh) if mesh else ()
+        place, copies = place_of(value), alike(value, mesh)
         for offsets, part in place.boxes((0,) * value.ndim, value.shape):
             yield Box(name, place.size, offsets, value[part], copies)
 

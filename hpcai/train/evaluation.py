@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as torch_dist
@@ -20,8 +20,9 @@ from hpcai.dist.mesh import Axis, Mesh
 from hpcai.errors import ConfigError
 from hpcai.train.failure import PULSE, resting
 from hpcai.train.measure import Measured, Total, Value
-from hpcai.train.step import Step, samples_in
+from hpcai.train.step import Step, Whole, samples_in
 
+T = TypeVar("T")
 Metric = Callable[[nn.Module, Any], Mapping[str, Value | Total]]
 RowsOf = Callable[[nn.Module, Any], dict[str, Tensor]]
 Position = dict[str, Any]
@@ -33,18 +34,22 @@ _WAITING = 2  # at most so many evaluations are under way; the next one waits, f
 def evaluate(step: Step, metric: Metric, batches: Any) -> dict[str, float]:
     """Each metric over every sample exactly once, whatever the number of processes and however uneven their parts."""
     with step.average.applied():
-        return score(step, step.model, metric, batches, step.mesh["replicate"], step.mesh.device)
+        return score(step, step.act, metric, batches, step.mesh["replicate"], step.mesh.device)
 
 
 @torch.no_grad()
-def score(step: Step, model: nn.Module, metric: Metric, batches: Any, axis: Axis, device: torch.device) -> dict[str, float]:
-    """Each metric of ``model`` as it is, with sums added over ``axis`` on ``device``."""
+def score(step: Step, act: Any, metric: Metric, batches: Any, axis: Axis, device: torch.device) -> dict[str, float]:
+    """Each metric of the model of ``act`` as it is, with sums added over ``axis`` on ``device``."""
     measured = Measured()
-    for batch in _batches(model, batches):
-        with step.autocast():
-            values = metric(model, batch)
-        measured.add(values, samples_in(batch))
-    return measured.reduce(axis, device, uneven=True)
+    for batch in _batches(act.model, batches):
+        if (values := act.forward(metric, batch, step.autocast)) is not None:
+            measured.add(values, samples_in(batch))
+    return _from_last(measured.reduce(axis, device, uneven=True), step.mesh)
+
+
+def _from_last(found: T, mesh: Mesh) -> T:
+    """What the last stage of a pipeline found, which alone has the outputs of the model."""
+    return agree(found, mesh["pipeline"], source=mesh["pipeline"].size - 1)
 
 
 @torch.no_grad()
@@ -53,17 +58,15 @@ def predict(step: Step, function: RowsOf, batches: Any) -> dict[str, Tensor]:
     parts: dict[str, list[Tensor]] = {}
     with step.average.applied():
         for batch in _batches(step.model, batches):
-            with step.autocast():
-                rows = function(step.model, batch)
-            for name, value in rows.items():
+            for name, value in (step.act.forward(function, batch, step.autocast) or {}).items():
                 parts.setdefault(name, []).append(value)
     axis, device = step.mesh["replicate"], step.mesh.device
-    shapes = next(kinds for kinds in gather_objects({n: (v[0].shape[1:], v[0].dtype) for n, v in parts.items()}, axis) if kinds)
+    shapes = max(gather_objects({n: (v[0].shape[1:], v[0].dtype) for n, v in parts.items()}, axis), key=len)
     whole: dict[str, Tensor] = {}
     for name, (shape, dtype) in shapes.items():
         own = torch.cat(parts[name]) if name in parts else torch.empty((0, *shape), dtype=dtype, device=device)
         whole[name] = gather_rows(own, axis).cpu()
-    return whole
+    return _from_last(whole, step.mesh)
 
 
 class Kept:
@@ -193,6 +196,8 @@ class Background(Beside):
                 "train.evaluate is background, but step.shard is weights, so that no process has a whole model; "
                 "set mesh.evaluate, step.shard=optimizer or train.evaluate=wait"
             )
+        if step.mesh["pipeline"].size > 1:
+            raise ConfigError("train.evaluate is background, but a pipeline has one schedule: set mesh.evaluate, or wait")
         self.model = _twin(step.model, step.mesh)
         self.axis, self.everyone = step.mesh.aside("replicate"), step.mesh.aside("everyone")
 
@@ -201,7 +206,7 @@ class Background(Beside):
         began = time.perf_counter()
         for name, tensor in self.model.state_dict().items():
             tensor.copy_(weights[name])
-        values = score(self.step, self.model, self.metric, self.validation, self.axis, torch.device("cpu"))
+        values = score(self.step, Whole(self.model), self.metric, self.validation, self.axis, torch.device("cpu"))
         return values, time.perf_counter() - began
 
     def _agreed(self, count: int) -> int:
@@ -267,7 +272,7 @@ def serve(step: Step, metric: Metric, validation: Any) -> str:
         began = time.perf_counter()
         for tensor, part, kind in zip(state, incoming.split(sizes), kinds):
             tensor.copy_(part.clone().view(kind).view(tensor.shape))  # a clone is aligned
-        values = score(step, step.model, metric, validation, mesh["replicate"], mesh.device)
+        values = score(step, step.act, metric, validation, mesh["replicate"], mesh.device)
         agree((values, time.perf_counter() - began), mesh.link, source=1)
 
 

@@ -1,5 +1,6 @@
 """Random numbers of a process: one seed for all generators, and their state as tensors."""
 
+import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +10,11 @@ import torch
 from torch import Tensor
 
 from hpcai.dist.mesh import Mesh
+
+
+def mixed(*numbers: int) -> int:
+    """A seed of several numbers."""
+    return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()) >> 1
 
 
 def seed_all(seed: int) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hpcai.dist.collect import gather_objects, least
+from hpcai.dist.collect import gather_objects, least, sum_in_place
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import ConfigError, DataError, DivergedError
 from hpcai.parallel.rows import Row, total
@@ -34,15 +34,20 @@ class Step:
 
     ``loss(model, batch)`` is pure and returns ``{"loss": mean over the batch, name: ...}``; a batch is a tensor, tuple, named
     tuple or dict whose tensors share their first dim: the samples of this process. The gradient is that of the mean over the
-    global batch: over micro-batches and copies of the model. ``forward_backward`` is one act and may be replaced as one.
-    ``graph`` makes what records a captured step (a CUDA Graph). ``notes`` says what ``auto`` settings became.
+    global batch: over micro-batches and copies of the model. Where these count unlike numbers of tokens, atoms or pixels, the loss
+    is a pair (sum, count), or of several such means a pair of vectors [K]; then ``counts(batch)`` [K] gives the counts beforehand.
+    ``act`` goes forward and backward in place of the model (``Whole``): a schedule of pipeline stages. ``graph`` makes what records
+    a captured step (a CUDA Graph). ``notes`` says what ``auto`` settings became. Random numbers of a step (dropout) follow from the
+    seed that torch had when this was made and from the number of the step alone.
     """
 
     def __init__(
-        self, model: nn.Module, loss: Loss, cfg: StepConfig, mesh: Mesh, *, graph: Callable[[], Graph] | None = None,
+        self, model: nn.Module, loss: Loss, cfg: StepConfig, mesh: Mesh, *, counts: Callable[[Any], Tensor] | None = None,
+        act: Any = None, graph: Callable[[], Graph] | None = None,
     ) -> None:  # fmt: skip
         self.cfg, self.notes = chosen(cfg, mesh, graph is not None)
-        cfg, self.loss, self.mesh = self.cfg, loss, mesh
+        cfg, self.loss, self.counts, self.mesh = self.cfg, loss, counts, mesh
+        self._seed = torch.initial_seed()
         self.model = model.to(mesh.device, torch.float64 if cfg.precision == "fp64" else None)
         self._compiled = Compiled(self.model, cfg, mesh) if cfg.compile != "none" else None
         self.notes += [self._compiled.note] if self._compiled else []
@@ -53,6 +58,7 @@ class Step:
         each = cfg.clip_per == "sample"
         if each and mesh.copy.size > 1:
             raise ConfigError(f"step.clip_per is sample, but {mesh.copy.size} processes hold a sample together; set it to batch")
+        self.act: Any = act or Whole(self.model, self.sums)
         self.forward_backward: Callable[[nn.Module, Any], dict[str, Value]] = self._each if each else self._forward_backward
         self._share = 1.0 / (cfg.accumulate * mesh["replicate"].size)
         self._hold = torch.zeros((), device=mesh.device)  # 1: nothing is updated
@@ -67,6 +73,7 @@ class Step:
 
     def __call__(self, batch: Any, lr: float | None = None) -> dict[str, Value]:
         self.optimizer.set_rate(self.cfg.lr if lr is None else lr)
+        rng.seed_all(rng.mixed(self._seed, self._steps))
         with span("step"):
             values = (self._capture or self._gradients)(batch)
             if self._capture is None or self.cfg.capture == "forward":
@@ -101,15 +108,20 @@ class Step:
         return values
 
     def _forward_backward(self, model: nn.Module, batch: Any) -> dict[str, Value]:
-        parts = split(batch, self.cfg.accumulate)
-        every: list[dict[str, Value]] = []
-        for part in parts:
-            self.sums.last = part is parts[-1]
-            with self.autocast():
-                values = self.loss(model, part)
-            (_loss_in(values) * self._share).backward()
-            every.append({name: _detach(value) for name, value in values.items()})
-        return _mean(every)
+        parts, weights = split(batch, self.cfg.accumulate), None
+        if self.counts is not None:
+            counted = torch.stack([self.counts(part) for part in parts]).sum(0).to(self.optimizer.lr.dtype)
+            weights = 1.0 / (sum_in_place(counted, self.mesh["replicate"]) * self._share)
+
+        def measure(model: nn.Module, part: Any) -> tuple[Tensor, dict[str, Value]]:
+            values = self.loss(model, part)
+            head = _loss_in(values)
+            if weights is not None and isinstance(head, tuple):
+                head = values["loss"] = (head[0] * weights).sum()
+            told = {name: _detach(value) for name, value in values.items()}
+            return head[0] if isinstance(head, tuple) else head * self._share, told
+
+        return _mean(self.act.backward(measure, parts, self.autocast))
 
     def _each(self, model: nn.Module, batch: Any) -> dict[str, Value]:
         """``_forward_backward`` for micro-batches of one sample, whose gradients are clipped before they are added."""
@@ -125,7 +137,9 @@ class Step:
                 )
             with self.autocast():
                 values = self.loss(model, part)
-            gradients = torch.autograd.grad(_loss_in(values), parameters, allow_unused=True, materialize_grads=True)
+            head = _loss_in(values)
+            values["loss"] = mean = head[0] / head[1] if isinstance(head, tuple) else head
+            gradients = torch.autograd.grad(mean, parameters, allow_unused=True, materialize_grads=True)
             wide = [gradient.to(torch.promote_types(gradient.dtype, torch.float32)) for gradient in gradients]
             norm = torch.stack(torch._foreach_norm(wide, 2, dtype=self.optimizer.lr.dtype)).square().sum().sqrt()
             clipped = torch._foreach_mul(wide, self._share * (self.cfg.clip / (norm + 1e-6)).clamp(max=1.0))
@@ -136,9 +150,14 @@ class Step:
 
     @torch.no_grad()
     def _update(self, values: dict[str, Value]) -> None:
-        norm = self._norm()
-        scale = None if self.cfg.clip is None else (self.cfg.clip / (norm + 1e-6)).clamp(max=1.0)
-        own = _loss_in(values)
+        norm, scale, own = self._norm(), None, _loss_in(values)
+        if isinstance(own, tuple):  # a sum: its gradient is divided by what was counted everywhere
+            own, count = own[0], torch.as_tensor(own[1], dtype=norm.dtype, device=norm.device).clone()
+            scale = 1.0 / sum_in_place(count, self.mesh["replicate"]).clamp(min=torch.finfo(norm.dtype).tiny)
+            norm = norm * scale
+        if self.cfg.clip is not None:
+            clip = (self.cfg.clip / (norm + 1e-6)).clamp(max=1.0)
+            scale = clip if scale is None else scale * clip
         # Gradients are summed over the copies, so a NaN anywhere reaches all of them in the same step. From then on the weights
         # stay those of the last good step.
         bad = ~torch.stack((norm.isfinite(), own.isfinite().reshape(())))
@@ -216,6 +235,34 @@ class Step:
         )
 
 
+class Whole:
+    """What goes forward and backward through a model that one process calls as a whole. A schedule of stages has the same methods.
+
+    ``around()`` is a context in which the model computes (autocast).
+    """
+
+    def __init__(self, model: nn.Module, sums: Any = None) -> None:
+        self.model, self.sums = model, sums
+
+    def backward(
+        self, measure: Callable[[nn.Module, Any], tuple[Tensor, dict[str, Value]]], parts: Sequence[Any], around: Callable[[], Any],
+    ) -> list[dict[str, Value]]:  # fmt: skip
+        """Leave the gradient of what ``measure(model, part)`` gives first, over all parts -> what it gives second, of each."""
+        every: list[dict[str, Value]] = []
+        for part in parts:
+            self.sums.last = part is parts[-1]
+            with around():
+                scalar, values = measure(self.model, part)
+            scalar.backward()
+            every.append(values)
+        return every
+
+    def forward(self, function: Callable[[nn.Module, Any], Any], batch: Any, around: Callable[[], Any]) -> Any:
+        """``function(model, batch)``, or None on processes that do not have the outputs of the model."""
+        with around():
+            return function(self.model, batch)
+
+
 class _Give(torch.autograd.Function):
     """A zero whose gradients are ``given``: they reach the hooks of parameters as if a backward pass had found them."""
 
@@ -265,17 +312,19 @@ def samples_in(batch: Any) -> int:
     return len(batch)
 
 
-def _loss_in(values: dict[str, Value]) -> Tensor:
+def _loss_in(values: dict[str, Value]) -> Value:
     head = values.get("loss")
-    if not isinstance(head, Tensor):
+    if not isinstance(head[0] if isinstance(head, tuple) else head, Tensor):
         found = f", 'loss' as a {type(head).__name__}" if "loss" in values else ""
-        raise ConfigError(f"the loss function returned {sorted(values)}{found}; expected a scalar tensor named 'loss' among them")
+        raise ConfigError(
+            f"the loss function returned {sorted(values)}{found}; expected a scalar tensor named 'loss' among them, or (sum, count)"
+        )
     if wrong := sorted(name for name, value in values.items() if finishes(value)):
         raise ConfigError(
             f"the loss function returned {', '.join(wrong)} as (sums, finish), which an evaluation can report, but no step; "
             "return a mean or (sum, count), or move it to the metric"
         )
-    return head
+    return head  # type: ignore[return-value]
 
 
 def _detach(value: Value) -> Value:

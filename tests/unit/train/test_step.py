@@ -6,12 +6,14 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpcai import dist
+from hpcai.dist.mesh import Mesh
 from hpcai.errors import ConfigError, DataError, DivergedError
 from hpcai.models.cosmoflow import Batch
 from hpcai.settings import CheckpointConfig, StepConfig
 from hpcai.train.checkpoint import Checkpoints, Progress
 from hpcai.train.measure import Measured, Value
 from hpcai.train.step import Step, split
+from tests.ranks.launch import on_ranks
 
 
 def network() -> nn.Module:
@@ -152,20 +154,71 @@ def test_split_keeps_the_kind_of_batch_and_refuses_uneven_parts() -> None:
 
 
 def test_a_loss_without_loss_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"returned \['mae'\]; expected a scalar tensor named 'loss'"):
+    with pytest.raises(ConfigError, match=r"returned \['mae'\]; expected a scalar tensor named 'loss' among them, or"):
         Step(network(), lambda m, b: {"mae": m(b[:, :3]).mean()}, StepConfig(), dist.alone())(batch())
 
 
-@pytest.mark.parametrize("replaced", [False, True])
-def test_a_loss_that_is_a_sum_with_its_count_is_refused_wherever_it_comes_from(replaced: bool) -> None:
-    def pair(model: nn.Module, batch: torch.Tensor) -> dict[str, Value]:
-        return {"loss": (model(batch[:, :3]).sum(), 4.0)}
+LENGTHS = (1, 3, 2, 2)  # tokens of four samples that count
 
-    step = Step(network(), pair, StepConfig(), dist.alone())
-    if replaced:
-        step.forward_backward = pair
-    with pytest.raises(ConfigError, match=r"returned \['loss'\], 'loss' as a tuple; expected a scalar tensor"):
-        step(batch())
+
+def tokens(model: nn.Module, part: torch.Tensor) -> dict[str, Value]:
+    """The mean over the tokens that count, of samples [B, T, 4], of which the last channel says how many do."""
+    counted = (torch.arange(part.shape[1]) < part[:, :1, 3]).to(part.dtype)
+    error = model(part[..., :3]).square().sum(-1)
+    return {"loss": ((error * counted).sum(), counted.sum())}
+
+
+def two_means(model: nn.Module, part: torch.Tensor) -> dict[str, Value]:
+    """The mean over tokens, and twice that over samples."""
+    total, count = tokens(model, part)["loss"]
+    each = model(part[..., :3]).mean((1, 2)).sum()
+    return {"loss": (torch.stack((total, 2 * each)), torch.stack((torch.as_tensor(count), torch.tensor(float(len(part))))))}
+
+
+def counts(part: torch.Tensor) -> torch.Tensor:
+    return torch.stack((part[:, 0, 3].sum(), torch.tensor(float(len(part)), dtype=part.dtype)))
+
+
+def uneven() -> torch.Tensor:
+    part = torch.randn(4, 3, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    part[..., 3] = torch.tensor(LENGTHS, dtype=torch.float64)[:, None]
+    return part
+
+
+def after_a_step(mesh: Mesh, several: bool, accumulate: int, clip: float | None) -> tuple[list[float], float]:
+    """Weights and the loss, from samples of which each copy has as many."""
+    torch.manual_seed(0)
+    cfg = StepConfig(precision="fp64", optimizer="sgd", lr=0.1, momentum=0.0, weight_decay=0.0, clip=clip, accumulate=accumulate)
+    step = Step(nn.Linear(3, 2), two_means if several else tokens, cfg, mesh, counts=counts if several else None)
+    axis = mesh["replicate"]
+    values = step(uneven().chunk(axis.size)[axis.rank])
+    measured = Measured()
+    measured.add(values, 1)
+    return [w for p in step.model.parameters() for w in p.detach().flatten().tolist()], measured.reduce(axis, mesh.device)["loss"]
+
+
+@pytest.mark.parametrize("several, clip", [(False, None), (False, 0.05), (True, None), (True, 0.05)])
+def test_a_mean_over_tokens_is_that_of_the_global_batch(several: bool, clip: float | None) -> None:
+    torch.manual_seed(0)
+    model, part = nn.Linear(3, 2).double(), uneven()
+    total, count = (two_means if several else tokens)(model, part)["loss"]
+    (value := (total / count).sum()).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip or 1e9)
+    assert clip is None or norm > clip
+    torch.optim.SGD(model.parameters(), 0.1).step()
+    wanted = [w for p in model.parameters() for w in p.flatten().tolist()]
+    for accumulate in (1, 2, 4):
+        for ranks in (1, 2) if accumulate < 4 else (1,):
+            for weights, loss in on_ranks({"replicate": ranks}, after_a_step, several, accumulate, clip):
+                assert weights == pytest.approx(wanted, abs=1e-12) and loss == pytest.approx(value.item(), abs=1e-12)
+
+
+def test_a_micro_batch_in_which_nothing_counts_adds_nothing() -> None:
+    step = Step(nn.Linear(3, 2).double(), tokens, StepConfig(precision="fp64", optimizer="sgd", weight_decay=0.0), dist.alone())
+    before = [p.detach().clone() for p in step.model.parameters()]
+    step(uneven() * torch.tensor([1.0, 1.0, 1.0, 0.0], dtype=torch.float64))
+    step.check()
+    assert all(torch.equal(p, b) for p, b in zip(step.model.parameters(), before))
 
 
 def drift(precision: str, **words) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[no-untyped-def]
