@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _CUT = AXES[:-1]  # those of processes that do the same work, replicate first
+_PATIENT: dict[str, Any] = {"backend": "gloo", "timeout": timedelta(days=7)}  # between hosts, while GPUs go on
 _ASIDE = "hpcai: channels aside"  # where a deep copy finds Mesh.aside
 
 
@@ -160,8 +161,7 @@ class Mesh:
         self.link = Axis("link")
         if evaluate and (rank < within or not self.trains):
             place = self.rank % within
-            long: dict[str, Any] = {"backend": "gloo", "timeout": timedelta(days=7)}  # between hosts, while GPUs go on
-            self.link = self._among("link", [place, *range(train + place, world, within)], "link", **long).meet()
+            self.link = self._among("link", [place, *range(train + place, world, within)], "link", **_PATIENT).meet()
 
     def _along(self, names: tuple[str, ...], label: str = "") -> Axis:
         """The axis along ``names`` together."""
@@ -249,6 +249,13 @@ class Mesh:
         line = self._known[name].line
         labels = (f"{name} channel {number}" for number in itertools.count())
         return self._apart(name, next(label for label in labels if line is None or _named(group_name(line.ranks, label)) is None))
+
+    def among(self, purpose: str, ranks: Sequence[int]) -> Axis:
+        """Some of the ranks that do the same work, with a channel of their own between hosts for ``purpose``, where they wait for
+        each other as long as it takes. They call this together, and nobody else does."""
+        job = [self._me - self.rank + rank for rank in ranks]
+        label = group_name(job, purpose)
+        return self._known.get(label) or self._among(label, job, purpose, **_PATIENT).meet()
 
     def _apart(self, name: str, label: str) -> Axis:
         if label in self._known:

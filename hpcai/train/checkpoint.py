@@ -15,7 +15,10 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -25,12 +28,13 @@ from pydantic import AfterValidator, AliasChoices, BaseModel, Field, NonNegative
 from torch import Tensor
 
 from hpcai.dist.collect import agree, gather_objects, sum_in_place
-from hpcai.dist.mesh import Mesh
+from hpcai.dist.mesh import Axis, Mesh
 from hpcai.durable import flush
 from hpcai.errors import CheckpointError
 from hpcai.parallel.rows import Share, alike, place_of
 from hpcai.settings import CheckpointConfig
 from hpcai.train import tensorfile
+from hpcai.train.aside import later
 from hpcai.train.step import Step
 from hpcai.train.tensorfile import BLOCK, Block, Box, Contents, Stored
 
@@ -39,6 +43,7 @@ _FORMAT: Literal[2] = 2
 _COUNT = "optimizer/step"
 _NAME = re.compile(r"step-(\d{8,})")
 _FILE = r"^\w[\w.-]*$"
+_PATIENCE = 600.0  # seconds that the end of a failed run waits for a save
 
 
 Count = Annotated[int, Field(ge=0, lt=1 << 53)]
@@ -183,6 +188,56 @@ def _told(file: Path, kind: type[J]) -> J:
         raise CheckpointError(f"{file.name} cannot be read ({where + ': ' if where else ''}{first['msg']})") from problem
 
 
+@dataclass
+class Saved:
+    """A checkpoint that was written: seconds since ``begin``, bytes of all its tensors."""
+
+    step: int
+    path: Path
+    seconds: float
+    bytes: int
+
+
+class _Own:
+    """What this process writes: ``boxes`` of its memory, and room for them on the ``host``, one behind another."""
+
+    def __init__(self) -> None:
+        self.boxes: list[Box] = []
+        self.host = torch.empty(0, dtype=torch.uint8)
+        self.place: tuple[str, int] | None = None  # file and offset; None: it writes nothing
+        self.ranks: list[int] = []  # of all that write, and the first process
+        self.writers: Axis | None = None  # a channel for them
+        self.bytes = 0  # of all processes
+        self._made: tuple[Any, ...] = ()
+        self._room: list[Tensor] = []
+        self._ready: Any = None
+
+    def renew(self, step: Step, writers: int) -> bool:
+        """Find the boxes of ``step`` -> whether they are others than at the last call, in other memory."""
+        step.sums.settle()
+        tensors = (*step.model.parameters(), *step.model.buffers())
+        made = (step, *(getattr(tensor, "_local_tensor", tensor).data_ptr() for tensor in tensors))
+        if made == self._made:
+            return False
+        self._made, self.boxes = made, tensorfile.dealt(_boxes(step, step.mesh), writers)
+        size = sum(box.tensor.nbytes for box in self.boxes)
+        self.host = torch.empty(size, dtype=torch.uint8, pin_memory=step.mesh.device.type == "cuda")
+        ends = list(accumulate((box.tensor.nbytes for box in self.boxes), initial=0))
+        raw = (self.host[a:b].view(box.tensor.dtype) for a, b, box in zip(ends, ends[1:], self.boxes))
+        self._room = [part.view(box.tensor.shape) for part, box in zip(raw, self.boxes)]
+        return True
+
+    @torch.no_grad()
+    def copy(self) -> None:
+        for into, box in zip(self._room, self.boxes):
+            into.copy_(box.tensor, non_blocking=True)
+        self._ready = torch.cuda.current_stream().record_event() if self.host.is_pinned() else None
+
+    def wait(self) -> None:
+        if self._ready is not None:
+            self._ready.synchronize()
+
+
 class Checkpoints:
     """The checkpoints of one run, below ``directory``. All processes call each method together.
 
@@ -199,71 +254,112 @@ class Checkpoints:
         self.data = ""
         self.notes: list[str] = []
         self._refused: list[Path] = []
-        self._placed: Step | None = None  # whose boxes have their places
-        self._own_place: tuple[str, int] | None = None
+        self._own = _Own()
+        self._under_way: Future[Saved | CheckpointError] | None = None
         self._contents: Contents | None = None  # of all files of a checkpoint, on the first process
 
-    def save(self, step: Step, progress: Progress) -> tuple[Path, float, int]:
-        """Write a checkpoint -> its path, seconds, bytes. After a CheckpointError nothing has changed and older ones are whole."""
+    def save(self, step: Step, progress: Progress) -> Saved:
+        """Write a checkpoint. After a CheckpointError nothing has changed and older ones are whole."""
+        self.begin(step, progress)
+        outcome = self.finish()
+        if isinstance(outcome, CheckpointError):
+            raise outcome
+        return outcome
+
+    def begin(self, step: Step, progress: Progress) -> None:
+        """Begin to write a checkpoint. It returns once this process's part is copied to the host (on a GPU, once that is ordered),
+        and a thread writes it while training goes on. ``finish`` comes before the next one."""
         began = time.perf_counter()
-        final = self.directory / f"step-{progress.step:08d}"
-        partial, what = self.directory / f".{final.name}.partial", f"{final} cannot be written"
-        self._together(what, lambda: self._clear(partial), first_only=True)
         step.average.level()
-        own = tensorfile.dealt(_boxes(step, self.mesh), self.cfg.writers)
-        place, hashes = self._place(step, own), b""
+        if self._own.renew(step, self.cfg.writers):
+            self._meet()
+        self._own.copy()
+        final = self.directory / f"step-{progress.step:08d}"
+        run = {"format": _FORMAT, "world": self.mesh.world, "progress": asdict(progress), "settings": self.settings}
+        saved = Saved(progress.step, final, 0.0, self._own.bytes)
+
+        def write() -> Saved | CheckpointError:
+            problem = self._write(final, run | {"data": self.data}, progress.step)
+            saved.seconds = time.perf_counter() - began
+            if not problem:
+                return saved
+            whole = self.found()
+            left = f"{whole[-1].name} is the newest whole checkpoint" if whole else "there is no checkpoint yet"
+            return CheckpointError(f"{final} cannot be written: {problem}; {left}")
+
+        self._under_way = later(write, "checkpoint")
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a save was begun that ``finish`` has not ended."""
+        return self._under_way is not None
+
+    @property
+    def outcome(self) -> Saved | CheckpointError | None:
+        """Of the save that is under way: what this process has heard of it, which on the first one is all there is, or None."""
+        return self._under_way.result() if self._under_way is not None and self._under_way.done() else None
+
+    def finish(self) -> Saved | CheckpointError:
+        """Wait for the save that is under way -> what became of it, the same on all processes."""
+        assert self._under_way is not None
+        own, self._under_way = self._under_way.result(), None
+        text = agree(str(own) if isinstance(own, CheckpointError) else "", self.mesh.everyone)
+        return own if str(own) == text or not text else CheckpointError(text)
+
+    def settle(self) -> None:
+        """Wait until this process has written what it has begun to write, at the end of a run that failed."""
+        if self._under_way is not None:
+            with suppress(TimeoutError):
+                self._under_way.exception(_PATIENCE)
+
+    def _meet(self) -> None:
+        """Agree once on who writes where: the first process hears what each has. Those that write get a channel for threads."""
+        own, everyone = self._own, self.mesh.everyone
+        entries = _to_first(json.dumps([box.entry() for box in own.boxes]).encode() if own.boxes else b"", everyone)
+        places: dict[int, tuple[str, int]] = {}
+        if everyone.rank == 0:
+            told = {rank: json.loads(text) for rank, text in entries.items() if text}
+            self._contents = Contents(told, self.cfg.writers)
+            places = {each.writer: (each.file, each.at) for each in self._contents.stretches}
+        places = agree(places, everyone)
+        own.place = places.get(everyone.rank)
+        own.bytes = int(sum_in_place(torch.tensor(len(own.host)), everyone).item())
+        if own.place is not None or everyone.rank == 0:
+            own.ranks = sorted({0, *places})
+            own.writers = self.mesh.among("checkpoint", own.ranks)
+
+    def _write(self, final: Path, run: dict[str, Any], number: int) -> str:
+        """What the thread of each process does -> why it failed, or nothing. The first one hears of all others' failures."""
+        own, partial, hashes = self._own, self.directory / f".{final.name}.partial", b""
+        if own.writers is None:
+            return ""
+        first = own.writers.rank == 0
+        problem = agree(_tried(lambda: self._clear(partial)) if first else "", own.writers)
+        if problem:
+            return problem
 
         def write() -> None:
             nonlocal hashes
-            if place is not None:
-                hashes = tensorfile.write(partial / place[0], place[1], own)
+            if own.place is not None:
+                own.wait()
+                hashes = tensorfile.write(partial / own.place[0], own.place[1], own.host)
 
-        self._together(what, write, clean=partial)
-        found = self._to_first(hashes)
-        self._together(what, lambda: self._commit(partial, final, found, progress), clean=partial, first_only=True)
-        size = sum(box.tensor.nbytes for box in own)
-        return final, time.perf_counter() - began, int(sum_in_place(torch.tensor(size), self.mesh.everyone).item())
+        problem = _tried(write)
+        told = _to_first(problem.encode() or b"\0" + hashes, own.writers)
+        if first:
+            failed = [text.decode() for text in told.values() if text[0]]
+            found = {own.ranks[place]: text[1:] for place, text in told.items()}
+            problem = failed[0] if failed else _tried(lambda: self._commit(partial, final, found, run, number))
+            if problem:
+                shutil.rmtree(partial, ignore_errors=True)
+        return problem
 
-    def _place(self, step: Step, own: Sequence[Box]) -> tuple[str, int] | None:
-        """File and offset where this process writes, None where it writes nothing. The first process hears once what each has."""
-        if self._placed is not step:
-            entries = self._to_first(json.dumps([box.entry() for box in own]).encode() if own else b"")
-            places: dict[int, tuple[str, int]] = {}
-            if self.mesh.rank == 0:
-                told = {rank: json.loads(text) for rank, text in entries.items() if text}
-                self._contents = Contents(told, self.cfg.writers)
-                places = {each.writer: (each.file, each.at) for each in self._contents.stretches}
-            self._own_place, self._placed = agree(places, self.mesh.everyone).get(self.mesh.rank), step
-        return self._own_place
-
-    def _to_first(self, own: bytes) -> dict[int, bytes]:
-        """What each process has, by rank, on the first. Those that have nothing send nothing but that."""
-        everyone = self.mesh.everyone
-        if everyone.size == 1:
-            return {0: own}
-        lengths = torch.zeros(everyone.size, dtype=torch.int64)
-        lengths[everyone.rank] = len(own)
-        sum_in_place(lengths, everyone)
-        found = {0: own}
-        if everyone.rank:
-            if own:
-                torch_dist.send(torch.frombuffer(bytearray(own), dtype=torch.uint8), group=everyone.group, group_dst=0)
-            return {}
-        for rank, length in enumerate(lengths.tolist()):
-            if rank and length:
-                into = torch.empty(length, dtype=torch.uint8)
-                torch_dist.recv(into, group=everyone.group, group_src=rank)
-                found[rank] = into.numpy().tobytes()
-        return found
-
-    def _commit(self, partial: Path, final: Path, hashes: dict[int, bytes], progress: Progress) -> None:
+    def _commit(self, partial: Path, final: Path, hashes: dict[int, bytes], run: dict[str, Any], number: int) -> None:
         assert self._contents is not None
         for name, header in self._contents.headers.items():
             with open(os.open(partial / name, os.O_WRONLY | os.O_CREAT, 0o666), "wb") as file:
                 file.write(header)
             flush(partial / name)
-        run = {"format": _FORMAT, "world": self.mesh.world, "progress": asdict(progress), "settings": self.settings}
-        run["data"] = self.data
         _write(partial / _RUN, json.dumps(run, indent=1))
         _write(partial / _INDEX, json.dumps({"format": _FORMAT, **self._contents.index(hashes)}))
         files = {name: _seal(partial / name) for name in (_INDEX, _RUN)}
@@ -274,7 +370,7 @@ class Checkpoints:
         self._refused = []
         partial.rename(final)
         flush(self.directory)
-        older = [path for path in self.found() if _number(path) < progress.step]
+        older = [path for path in self.found() if _number(path) < number]
         for path in older[: len(older) + 1 - self.cfg.keep]:
             shutil.rmtree(path, ignore_errors=True)
 
@@ -373,20 +469,34 @@ class Checkpoints:
             shutil.rmtree(left)
         partial.mkdir()
 
-    def _together(self, what: str, action: Callable[[], None], clean: Path | None = None, first_only: bool = False) -> None:
-        """Run ``action`` and raise CheckpointError on all processes when it failed on one."""
-        problem = ""
-        if self.mesh.is_first or not first_only:
-            try:
-                action()
-            except Exception as error:
-                problem = _reason(error)
-        if problem := self._first_of(problem):
-            if clean is not None and self.mesh.is_first:
-                shutil.rmtree(clean, ignore_errors=True)
-            whole = self.found()
-            left = f"{whole[-1].name} is the newest whole checkpoint" if whole else "there is no checkpoint yet"
-            raise CheckpointError(f"{what}: {problem}; {left}")
+
+def _to_first(own: bytes, axis: Axis) -> dict[int, bytes]:
+    """What each process of ``axis`` has, by rank, on the first. Those that have nothing send nothing but that."""
+    if axis.size == 1:
+        return {0: own}
+    lengths = torch.zeros(axis.size, dtype=torch.int64)
+    lengths[axis.rank] = len(own)
+    sum_in_place(lengths, axis)
+    found = {0: own}
+    if axis.rank:
+        if own:
+            torch_dist.send(torch.frombuffer(bytearray(own), dtype=torch.uint8), group=axis.group, group_dst=0)
+        return {}
+    for rank, length in enumerate(lengths.tolist()):
+        if rank and length:
+            into = torch.empty(length, dtype=torch.uint8)
+            torch_dist.recv(into, group=axis.group, group_src=rank)
+            found[rank] = into.numpy().tobytes()
+    return found
+
+
+def _tried(action: Callable[[], None]) -> str:
+    """Why ``action`` failed, or nothing."""
+    try:
+        action()
+    except Exception as error:
+        return _reason(error)
+    return ""
 
 
 def found(directory: Path) -> list[Path]:

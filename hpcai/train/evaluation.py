@@ -4,7 +4,6 @@ A run is evaluated by the processes that train, which wait or go on meanwhile, o
 weights are those of the step at which ``start`` was called, and the metrics are the same.
 """
 
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from hpcai.dist.collect import agree, gather_objects, gather_rows, least
 from hpcai.dist.mesh import Axis, Mesh
 from hpcai.errors import ConfigError
+from hpcai.train.aside import later
 from hpcai.train.failure import PULSE, resting
 from hpcai.train.measure import Measured, Total, Value
 from hpcai.train.step import Step, Whole, samples_in
@@ -164,7 +164,7 @@ class Beside(Here):
                 return self._scored(weights)
 
         before = self._under_way[-1][1] if self._under_way else None
-        self._under_way.append((position, _later(act, before)))
+        self._under_way.append((position, later(act, "evaluation", before)))
 
     def _scored(self, weights: dict[str, Tensor]) -> Found:
         """The metrics of ``weights``."""
@@ -284,22 +284,3 @@ def _twin(model: nn.Module, mesh: Mesh) -> nn.Module:
         for key in [key for key, hook in hooks.items() if getattr(hook, "waits_for_weights", False)]:
             del hooks[key]
     return twin.requires_grad_(False)
-
-
-def _later(function: Callable[[], Any], after: Future[Any] | None) -> Future[Any]:
-    """``function()`` in a thread that does not keep the process alive, once ``after`` is done."""
-    future: Future[Any] = Future()
-
-    def run() -> None:
-        # When the outermost autocast ends it clears a cache, under a lock that the main thread may hold while it waits for the
-        # interpreter lock of this one (torch 2.13, tracing for torch.compile). So no autocast is the outermost here.
-        torch.autocast_increment_nesting()
-        try:
-            if after is not None:
-                after.exception()
-            future.set_result(function())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="evaluation", daemon=True).start()
-    return future

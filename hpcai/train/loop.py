@@ -16,7 +16,7 @@ from hpcai.dist.host import Collector, Gpu, warm_collectives
 from hpcai.errors import CheckpointError, ConfigError, DataError, DivergedError
 from hpcai.settings import TrainConfig
 from hpcai.stop import REQUEUE, interrupts_put_off
-from hpcai.train.checkpoint import Progress
+from hpcai.train.checkpoint import Progress, Saved
 from hpcai.train.evaluation import Kept, Metric, Position, Scored, scoring, serve
 from hpcai.train.failure import PULSE
 from hpcai.train.measure import Measured, Value, means
@@ -133,6 +133,7 @@ class _Training:
         self.progress, self.result = Progress(), Result("finished", Progress())
         self._reported = self._saved = self._compared = 0
         self._reading: _Reading | None = None
+        self._told: Saved | CheckpointError | None = None
         self._since: tuple[float, int] = (0.0, 0)
 
     def go(self) -> Result:
@@ -174,7 +175,11 @@ class _Training:
     def _divergence_told(self) -> Iterator[None]:
         try:
             yield
-        except DivergedError:
+        except BaseException as problem:
+            if self.checkpoints is not None:
+                self.checkpoints.settle()
+            if not isinstance(problem, DivergedError):
+                raise
             where = self._position()
             self.reports.emit("stop", **where, reason="diverged", seconds=self.progress.seconds, target_reached=False)
             raise
@@ -221,6 +226,8 @@ class _Training:
         self._read(report, compare)
         if not self.lags:
             self._tell()
+        if self.checkpoints is not None:
+            self._tell_save(self.checkpoints.outcome)
         # The last step of an epoch is saved after its evaluation, which a run that resumes would otherwise do again.
         if self.progress.sample < self.data.samples and self.progress.step < self.steps and self._save_is_due():
             self._save()
@@ -370,22 +377,47 @@ class _Training:
         return reached
 
     def _save(self, final: bool = False) -> None:
-        """Save a checkpoint. One that cannot be written is told and tried again at the next time; the last one must succeed."""
+        """Begin to save a checkpoint. One that cannot be written is told, and the next is tried; the last one must succeed."""
         self._report()
-        if self.checkpoints is None or self._saved == self.progress.step:
+        if self.checkpoints is None:
             return
-        self.progress.late = self.data.late() if self.progress.sample else []
-        try:
+        self._finish_save(final)
+        if self._saved != self.progress.step:
+            self.progress.late = self.data.late() if self.progress.sample else []
+            began = time.perf_counter()
             with interrupts_put_off():
-                path, seconds, size = self.checkpoints.save(self.step, self.progress)
-        except CheckpointError as problem:
-            if final:
-                raise
-            self.reports.emit("note", step=self.progress.step, text=f"error: {problem}; training goes on")
+                self.checkpoints.begin(self.step, self.progress)
+            self._since = (self._since[0] + time.perf_counter() - began, self._since[1])
+            self._saved = self.progress.step
+        if final and isinstance(outcome := self._finish_save(final), CheckpointError):
+            raise outcome
+
+    def _finish_save(self, final: bool) -> Saved | CheckpointError | None:
+        """Wait for the checkpoint that is under way, if there is one. Where that holds training up, it is told."""
+        if self.checkpoints is None or not self.checkpoints.under_way:
+            return None
+        waits, began = self.checkpoints.outcome is None, time.perf_counter()
+        outcome = self.checkpoints.finish()
+        waited = time.perf_counter() - began
+        self._since = (self._since[0] + waited, self._since[1])
+        self._tell_save(outcome)
+        if isinstance(outcome, CheckpointError):
+            self._saved = -1
+        elif waits and not final:
+            text = f"waited {waited:.1f} s until the checkpoint of step {outcome.step} was written; save less often"
+            self.reports.emit("note", step=self.progress.step, text=text)
+        return outcome
+
+    def _tell_save(self, outcome: Saved | CheckpointError | None) -> None:
+        """Tell, once, of a checkpoint that is written, or cannot be."""
+        if outcome is None or outcome is self._told:
             return
-        self._saved = self.progress.step
-        self._since = (self._since[0] + seconds, self._since[1])
-        self.reports.emit("checkpoint", step=self.progress.step, path=str(path), seconds=seconds, bytes=size)
+        self._told = outcome
+        if isinstance(outcome, Saved):
+            path, seconds, size = str(outcome.path), outcome.seconds, outcome.bytes
+            self.reports.emit("checkpoint", step=outcome.step, path=path, seconds=seconds, bytes=size)
+        else:
+            self.reports.emit("note", step=self.progress.step, text=f"error: {outcome}")
 
     def _position(self) -> dict[str, Any]:
         epoch = self.progress.epoch + self.progress.sample / (len(self.data) * self.data.size)

@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,31 +135,17 @@ class Contents:
         return {"block": BLOCK, "files": files, "tensors": self.tensors}
 
 
-def write(path: Path, at: int, found: Iterable[Box]) -> bytes:
-    """Write the numbers of boxes one behind another from ``at`` on, and wait for the disk -> the SHA-256 of each block."""
-    buffer, filled, hashes = torch.empty(BLOCK, dtype=torch.uint8), 0, bytearray()
+def write(path: Path, at: int, numbers: Tensor) -> bytes:
+    """Write bytes from ``at`` on, and wait for the disk -> the SHA-256 of each block.   numbers [n] uint8"""
+    hashes, memory = bytearray(), numbers.numpy().data
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
-
-    def put() -> None:
-        nonlocal at, filled
-        block: Any = buffer.numpy().data[:filled]
-        hashes.extend(hashlib.sha256(block).digest())
-        while block:
-            count = os.pwrite(descriptor, block, at)
-            at, block = at + count, block[count:]
-        filled = 0
-
     try:
-        for box in found:
-            raw = box.tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            while len(raw):
-                count = min(BLOCK - filled, len(raw))
-                buffer[filled : filled + count] = raw[:count]
-                filled, raw = filled + count, raw[count:]
-                if filled == BLOCK:
-                    put()
-        if filled:
-            put()
+        for first in range(0, len(memory), BLOCK):
+            block: Any = memory[first : first + BLOCK]
+            hashes.extend(hashlib.sha256(block).digest())
+            while block:
+                count = os.pwrite(descriptor, block, at)
+                at, block = at + count, block[count:]
         os.fsync(descriptor)
     finally:
         os.close(descriptor)

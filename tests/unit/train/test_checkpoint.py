@@ -64,8 +64,8 @@ def test_resumed_is_uninterrupted_bit_for_bit(tmp_path: Path, optimizer: str) ->
     step = new_step(optimizer=optimizer)
     train(step, 3)
     progress = Progress(step=3, epoch=1, sample=12, seen=44, seconds=1.5)
-    path, _, size = keeper(tmp_path).save(step, progress)
-    assert path.name == "step-00000003" and size > 1000
+    saved = keeper(tmp_path).save(step, progress)
+    assert saved.path.name == "step-00000003" and saved.bytes > 1000
     train(step, 3)
     after = contents(step), torch.rand(3), np.random.rand(3), random.random()
 
@@ -219,7 +219,8 @@ def test_other_settings_or_another_model_are_refused(tmp_path: Path) -> None:
 def test_anything_that_reads_safetensors_opens_a_checkpoint_and_nothing_in_it_is_a_pickle(tmp_path: Path) -> None:
     step = new_step()
     train(step, 1)
-    path, _, size = keeper(tmp_path).save(step, Progress(step=1))
+    saved = keeper(tmp_path).save(step, Progress(step=1))
+    path, size = saved.path, saved.bytes
     assert sorted(p.name for p in path.iterdir()) == ["index.json", "manifest.json", "run.json", "tensors-000.safetensors"]
     found = load_file(path / "tensors-000.safetensors")
     for name, tensor in step.model.state_dict().items():
@@ -344,7 +345,7 @@ WRONG = [
 @pytest.mark.parametrize(("name", "text", "message"), WRONG, ids=lambda value: str(value)[:40])
 def test_a_file_of_another_shape_is_damage(tmp_path: Path, name: str, text: str, message: str) -> None:
     step = new_step()
-    path, _, _ = keeper(tmp_path).save(step, Progress(step=1))
+    path = keeper(tmp_path).save(step, Progress(step=1)).path
     resealed(path, name, text)
     again = keeper(tmp_path)
     with pytest.raises(CheckpointError, match="no checkpoint is whole"):
@@ -383,7 +384,7 @@ def two_sizes(mesh: Mesh, path: str) -> tuple[int, list[str], int]:
     checkpoint.tensorfile._checked = counted
     try:
         step, kept = new_step(mesh), keeper(Path(path), mesh, writers=2)
-        folder, _, _ = kept.save(step, Progress(step=1))
+        folder = kept.save(step, Progress(step=1)).path
         assert keeper(Path(path), mesh).resume(step) == Progress(step=1)
     finally:
         checkpoint.tensorfile._checked, checkpoint.tensorfile.BLOCK = read, 16 << 20

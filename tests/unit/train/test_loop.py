@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,8 @@ from hpcai.cli.report import main as report
 from hpcai.config import Settings
 from hpcai.errors import CheckpointError, ConfigError, DataError, DivergedError
 from hpcai.settings import CheckpointConfig, ReportConfig, StepConfig, TrainConfig
-from hpcai.train import loop
-from hpcai.train.checkpoint import Checkpoints
+from hpcai.train import loop, tensorfile
+from hpcai.train.checkpoint import Checkpoints, read_tensors
 
 
 def loss(model: nn.Module, batch: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -183,23 +184,61 @@ def test_resumed_is_uninterrupted_also_in_the_middle_of_an_epoch(tmp_path: Path,
 
 def test_a_checkpoint_that_cannot_be_written_is_told_and_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failures = iter([True, True, False])
-    save = Checkpoints.save
+    write = Checkpoints._write
 
-    def sometimes(self: Checkpoints, step: Any, progress: Any) -> Any:
-        if next(failures, False):
-            raise CheckpointError("step-1 cannot be written: No space left on device")
-        return save(self, step, progress)
+    def sometimes(self: Checkpoints, *words: Any) -> str:
+        return "No space left on device" if next(failures, False) else write(self, *words)
 
-    monkeypatch.setattr(Checkpoints, "save", sometimes)
+    monkeypatch.setattr(Checkpoints, "_write", sometimes)
     with new_run(tmp_path) as run:
         result = train.fit(new_step(), batches(), TrainConfig(epochs=4), run=run)
     assert result.reason == "finished" and result.progress.step == 12
     notes = [e["text"] for e in events(tmp_path) if e["kind"] == "note"]
-    assert len(notes) == 2 and all("No space left on device; training goes on" in text for text in notes)
+    assert len(notes) == 2 and all("No space left on device; there is no checkpoint yet" in text for text in notes)
 
-    monkeypatch.setattr(Checkpoints, "save", lambda *_: (_ for _ in ()).throw(CheckpointError("No space left on device")))
+    monkeypatch.setattr(Checkpoints, "_write", lambda *_: "No space left on device")
     with new_run(tmp_path / "b") as run, pytest.raises(CheckpointError, match="No space left"):
         train.fit(new_step(), batches(), TrainConfig(epochs=1), run=run)
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The write of step 2 lasts until step 3 is made: what is saved are the weights of step 2. The save of step 4 waits for it."""
+    third, write, step = threading.Event(), tensorfile.write, new_step()
+    seen: dict[int, list[torch.Tensor]] = {}
+
+    def slow(*words: Any) -> bytes:
+        assert third.wait(30)
+        time.sleep(0.3)
+        return write(*words)
+
+    monkeypatch.setattr(tensorfile, "write", slow)
+    plain = step.forward_backward
+
+    def forward_backward(model: nn.Module, batch: Any) -> Any:
+        seen[step.count] = [p.detach().clone() for p in model.parameters()]
+        if step.count == 3:
+            third.set()
+        return plain(model, batch)
+
+    step.forward_backward = forward_backward
+    with new_run(tmp_path, every_steps=2) as run:
+        train.fit(step, batches(8), TrainConfig(steps=5), run=run)
+    found = read_tensors(tmp_path / "checkpoints" / "step-00000002")
+    for (name, _), before in zip(step.model.named_parameters(), seen[2]):
+        assert torch.equal(found[f"model/{name}"], before) and not torch.equal(seen[3][0], seen[2][0])
+    told = [(e["kind"], e.get("step")) for e in events(tmp_path) if e["kind"] in ("checkpoint", "train")]
+    assert told.index(("checkpoint", 2)) < told.index(("checkpoint", 4)) < told.index(("checkpoint", 5))
+    assert any("s until the checkpoint of step 2 was written" in e.get("text", "") for e in events(tmp_path))
+
+
+def test_a_run_that_fails_first_finishes_the_checkpoint_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, step = tensorfile.write, new_step()
+    monkeypatch.setattr(tensorfile, "write", lambda *words: (time.sleep(0.5), write(*words))[1])
+    plain = step.forward_backward
+    step.forward_backward = lambda model, batch: plain(model, batch) if step.count < 3 else 1 / 0  # type: ignore[return-value]
+    with new_run(tmp_path, every_steps=2) as run, pytest.raises(ZeroDivisionError):
+        train.fit(step, batches(8), TrainConfig(steps=4), run=run)
+    assert (tmp_path / "checkpoints" / "step-00000002" / "manifest.json").exists()
 
 
 def test_a_run_that_diverges_keeps_its_last_good_checkpoint(tmp_path: Path) -> None:
@@ -253,9 +292,9 @@ def test_a_signal_stops_at_a_step_boundary(tmp_path: Path) -> None:
 def test_a_whole_checkpoint_is_never_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: int, reason: str) -> None:
     """A signal right after a save, or at the last step: replacing the newest checkpoint would leave none for an instant."""
     saved: list[int] = []
-    save = Checkpoints.save
+    begin = Checkpoints.begin
     monkeypatch.setattr(
-        Checkpoints, "save", lambda self, step, progress: (saved.append(progress.step), save(self, step, progress))[1]
+        Checkpoints, "begin", lambda self, step, progress: (saved.append(progress.step), begin(self, step, progress))[1]
     )
     step = interrupted(signal.SIGTERM, when)
     with new_run(tmp_path, every_steps=1) as run:
