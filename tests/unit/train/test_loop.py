@@ -221,7 +221,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, monkeypa
         return plain(model, batch)
 
     step.forward_backward = forward_backward
-    with new_run(tmp_path, every_steps=2) as run:
+    with new_run(tmp_path, every_steps=2, keep=3) as run:
         train.fit(step, batches(8), TrainConfig(steps=5), run=run)
     found = read_tensors(tmp_path / "checkpoints" / "step-00000002")
     for (name, _), before in zip(step.model.named_parameters(), seen[2]):
