@@ -103,10 +103,9 @@ def frame(values: dict[str, Any], model: DimeNetConfig, where: str) -> Frame:
 def joined(frames: list[Frame], parts: int = 1, ladder: Ladder | None = None) -> Any:
     """One batch, or as many micro-batches."""
     each = len(frames) // parts
-    counts = torch.tensor([sum(float(f.free.sum()) for f in frames), float(len(frames))]) / parts
 
     def batch(some: list[Frame]) -> Batch:
-        return batch_of(some, ladder.least([f.structure for f in some]) if ladder else Sizes(), counts)
+        return batch_of(some, ladder.least([f.structure for f in some]) if ladder else Sizes())
 
     made = [batch(frames[k * each : (k + 1) * each]) for k in range(parts)]
     return MicroBatches(made) if parts > 1 else made[0]

@@ -19,7 +19,7 @@ from apps.opencatalyst.settings import Config, DataConfig
 from hpcai.cli.trial import Form, On, Peer, Subject, Switch
 from hpcai.data.splits import load
 from hpcai.dist import Mesh
-from hpcai.models.dimenet import Batch, DimeNet, DimeNetConfig, Sizes, loss, parallelize, pyg_words, score
+from hpcai.models.dimenet import Batch, DimeNet, DimeNetConfig, Sizes, counted, loss, parallelize, pyg_words, score
 from hpcai.models.dimenet.model import Prediction
 from hpcai.models.dimenet.triplets import WithTriplets, edges_of, energy_and_forces
 
@@ -35,7 +35,8 @@ class TrialConfig(Config):
 
 
 class Trial(Subject):
-    settings, fields, loss, metric = TrialConfig, tuple(FIELDS), staticmethod(loss), staticmethod(score)
+    settings, fields = TrialConfig, tuple(FIELDS)
+    loss, counted, metric = staticmethod(loss), staticmethod(counted), staticmethod(score)
     flat = frozenset(name for name, (_, shape) in FIELDS.items() if shape[:1] == ("atoms",))
     parts = {"neighbours": neighbours, "balance": balance}
 
@@ -102,7 +103,7 @@ class _Listed(nn.Module):
 def _listed(net: Any, cfg: TrialConfig, batch: Any, scaled: Any = None) -> Form:
     model: Any = _Listed(net, cfg.model, batch)
     scaled = scaled or net
-    model.scale, model.offset, model.mean_over_copies = scaled.scale, scaled.offset, scaled.mean_over_copies
+    model.scale, model.offset = scaled.scale, scaled.offset
     return Form(model, loss)
 
 

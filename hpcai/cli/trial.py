@@ -84,6 +84,8 @@ class Subject:
     parts: Mapping[str, Callable[[Any, int], Sequence[Row]]] = {}
     """what only this app measures: (cfg, repeats) -> rows"""
     peers: Mapping[str, Peer] = {}
+    counted: Callable[[Any], Tensor] | None = None
+    """what several means of the loss divide by (``Step``)"""
 
     def build(self, cfg: Any, mesh: Mesh, on: On) -> nn.Module:
         """The network over the mesh, with those of its own switches that are on; with none it is the plain form."""
@@ -291,14 +293,15 @@ def _step(app: Subject, cfg: Any, mesh: Mesh, on: On) -> Step:
     changes |= {name: value for name, value in when_on(cfg.step, mesh).items() if name in on}
     torch._dynamo.config.recompile_limit = 64  # of the versions of one forward, over all arrangements
     changes["capture"] = "none" if "capture" not in on else "whole" if fused else "forward"
-    return (Step if fused else ByTorch)(model, app.loss, cfg.step.model_copy(update=changes), mesh)
+    kind = Step if fused else ByTorch
+    return kind(model, app.loss, cfg.step.model_copy(update=changes), mesh, counts=app.counted)
 
 
 class ByTorch(Step):
     """A step whose update is torch's optimizer, one operation after the other, with neither guard nor norm."""
 
-    def __init__(self, model: nn.Module, function: Any, cfg: Any, mesh: Mesh) -> None:
-        super().__init__(model, function, cfg, mesh)
+    def __init__(self, model: nn.Module, function: Any, cfg: Any, mesh: Mesh, **words: Any) -> None:
+        super().__init__(model, function, cfg, mesh, **words)
         for state in self.optimizer.states:
             state.moments.clear()
         self.by_torch = torch_optimizer(model, cfg, decayed(model, cfg))

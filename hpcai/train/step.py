@@ -26,7 +26,7 @@ from hpcai.train.measure import Value, finishes
 from hpcai.train.optim import Optimizer
 from hpcai.train.profile import span
 
-Loss = Callable[[nn.Module, Any], dict[str, Value]]
+Loss = Callable[..., dict[str, Value]]
 
 
 class Step:
@@ -35,7 +35,8 @@ class Step:
     ``loss(model, batch)`` is pure and returns ``{"loss": mean over the batch, name: ...}``; a batch is a tensor, tuple, named
     tuple or dict whose tensors share their first dim: the samples of this process. The gradient is that of the mean over the
     global batch: over micro-batches and copies of the model. Where these count unlike numbers of tokens, atoms or pixels, the loss
-    is a pair (sum, count), or of several such means a pair of vectors [K]; then ``counts(batch)`` [K] gives the counts beforehand.
+    is a pair (sum, count). Where it is several such means together, ``counts(batch)`` [K] says what each divides by, and
+    ``loss(model, batch, counts=...)`` [K] is told what all micro-batches and copies count on average.
     ``act`` goes forward and backward in place of the model (``Whole``): a schedule of pipeline stages. ``graph`` makes what records
     a captured step (a CUDA Graph). ``notes`` says what ``auto`` settings became. Random numbers of a step (dropout) follow from the
     seed that torch had when this was made and from the number of the step alone.
@@ -108,16 +109,14 @@ class Step:
         return values
 
     def _forward_backward(self, model: nn.Module, batch: Any) -> dict[str, Value]:
-        parts, weights = split(batch, self.cfg.accumulate), None
+        parts, words = split(batch, self.cfg.accumulate), {}
         if self.counts is not None:
-            counted = torch.stack([self.counts(part) for part in parts]).sum(0).to(self.optimizer.lr.dtype)
-            weights = 1.0 / (sum_in_place(counted, self.mesh["replicate"]) * self._share)
+            counted = torch.stack([self.counts(part) for part in parts]).sum(0)
+            words = {"counts": sum_in_place(counted, self.mesh["replicate"]) * self._share}
 
         def measure(model: nn.Module, part: Any) -> tuple[Tensor, dict[str, Value]]:
-            values = self.loss(model, part)
+            values = self.loss(model, part, **words)
             head = _loss_in(values)
-            if weights is not None and isinstance(head, tuple):
-                head = values["loss"] = (head[0] * weights).sum()
             told = {name: _detach(value) for name, value in values.items()}
             return head[0] if isinstance(head, tuple) else head * self._share, told
 

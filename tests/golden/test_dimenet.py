@@ -46,8 +46,7 @@ def batch(dtype: Any) -> Batch:
     rest, graph = [[0, 0, 0]], join(made)
     forces = torch.from_numpy(np.concatenate([given["force_target"], rest]).astype(dtype))
     free = torch.from_numpy(np.append(1 - given["fixed"], 0).astype(dtype))
-    counts = torch.tensor([free.sum(), 3], dtype=forces.dtype)
-    return Batch(torch.from_numpy(given["energy_target"]), forces, free, counts, graph)
+    return Batch(torch.from_numpy(given["energy_target"]), forces, free, graph)
 
 
 def network(cfg: DimeNetConfig) -> DimeNet:

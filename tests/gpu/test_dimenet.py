@@ -23,8 +23,7 @@ def batch(device: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> Bat
     generator = torch.Generator().manual_seed(seed)
     forces, free = torch.randn(20, 3, generator=generator).to(dtype), (torch.arange(20) < 18).to(dtype)
     energy = torch.randn(4, generator=generator, dtype=torch.float64)
-    counts = torch.tensor([18.0, 4])
-    return Batch(energy.to(device), forces.to(device), free.to(device), counts.to(device), graph)
+    return Batch(energy.to(device), forces.to(device), free.to(device), graph)
 
 
 def gradients(device: str, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:

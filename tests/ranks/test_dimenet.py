@@ -8,7 +8,7 @@ import torch
 from hpcai import dist
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import MeshError
-from hpcai.models.dimenet import Batch, ObjectiveConfig, join, loss, parallelize
+from hpcai.models.dimenet import Batch, ObjectiveConfig, counted, join, loss, parallelize
 from hpcai.models.dimenet.graph import Structure
 from hpcai.settings import StepConfig, TrainConfig
 from hpcai.train import Step, fit
@@ -30,8 +30,7 @@ def batch(parts: list[tuple[int, Structure]]) -> Batch:
         free.append((torch.arange(count) != number % count).double() if count > 1 else torch.ones(1, dtype=torch.float64))
     graph = join([part for _, part in parts])
     rest = torch.zeros(1, 3, dtype=torch.float64)
-    counts = torch.tensor([float(sum(f.sum() for f in free)), float(len(parts))], dtype=torch.float64)
-    return Batch(torch.cat(energy), torch.cat([*forces, rest]), torch.cat([*free, rest[:, 0]]), counts, graph)
+    return Batch(torch.cat(energy), torch.cat([*forces, rest]), torch.cat([*free, rest[:, 0]]), graph)
 
 
 def prepared(mesh: Mesh, shares: list[int]) -> tuple[Step, Batch]:
@@ -39,7 +38,7 @@ def prepared(mesh: Mesh, shares: list[int]) -> tuple[Step, Batch]:
     every = [(number, structure(number, count=count)) for number, count in enumerate(SIZES)]
     first = sum(shares[: mesh["replicate"].rank])
     mine = batch(every[first : first + shares[mesh["replicate"].rank]])
-    return Step(parallelize(network(), mesh), both, StepConfig(optimizer="sgd", precision="fp64"), mesh), mine
+    return Step(parallelize(network(), mesh), both, StepConfig(optimizer="sgd", precision="fp64"), mesh, counts=counted), mine
 
 
 def trained(mesh: Mesh, shares: list[int]) -> dict[str, torch.Tensor]:
@@ -59,8 +58,8 @@ def test_copies_count_alike_in_what_is_reported() -> None:
     assert on_ranks({"replicate": 2}, reported, [5, 2]) == pytest.approx([expected] * 2, rel=1e-12)
 
 
-def both(model: Any, given: Batch) -> dict[str, Any]:
-    return loss(model, given, ObjectiveConfig(force=2, energy=1))
+def both(model: Any, given: Batch, **words: Any) -> dict[str, Any]:
+    return loss(model, given, ObjectiveConfig(force=2, energy=1), **words)
 
 
 @pytest.mark.parametrize("copies", [1, 2, 4])

@@ -114,7 +114,7 @@ class Bench:
         return self.subject.forms(cfg, batch, self.mesh)[name]()
 
     def step(self, cfg: Any) -> Step:
-        return Step(self.made("ours", cfg, None).model, self.subject.loss, cfg.step, self.mesh)
+        return Step(self.made("ours", cfg, None).model, self.subject.loss, cfg.step, self.mesh, counts=self.subject.counted)
 
     # ---- parts
 

@@ -7,7 +7,7 @@ __getattr__, _names = lazy(
     __name__,
     {
         ".model": ["DimeNet"],
-        ".objective": ["Batch", "loss", "score", "pairs"],
+        ".objective": ["Batch", "counted", "loss", "score", "pairs"],
         ".graph": ["Graph", "Sizes", "Structure", "atoms", "find", "join", "sizes"],
         ".formats": ["Frame", "frames", "batch_of", "to_data", "to_ase"],
         ".parallel": ["parallelize"],

@@ -35,9 +35,8 @@ def frames(source: Any, *, cutoff: float = 6.0, most: int | None = 50, where: st
     return made
 
 
-def batch_of(frames: Sequence[Frame], least: Sizes = Sizes(), counts: torch.Tensor | None = None) -> Batch:  # noqa: B008 immutable
-    """The frames as ``loss`` and ``score`` read them, padded to ``least``. Sums are divided by ``counts`` [2], of free atoms and of
-    structures; None: those of these frames. Raises DataError for a frame without energy or forces."""
+def batch_of(frames: Sequence[Frame], least: Sizes = Sizes()) -> Batch:  # noqa: B008 immutable
+    """The frames as ``loss`` and ``score`` read them, padded to ``least``. Raises DataError for one without energy or forces."""
     for k, frame in enumerate(frames):
         if frame.energy is None or frame.forces is None:
             missing = "energy" if frame.energy is None else "forces"
@@ -45,10 +44,9 @@ def batch_of(frames: Sequence[Frame], least: Sizes = Sizes(), counts: torch.Tens
     graph = join([frame.structure for frame in frames], least)
     rest = len(graph.numbers) - sum(len(frame.free) for frame in frames)
     forces, free = np.concatenate([frame.forces for frame in frames]), np.concatenate([frame.free for frame in frames])
-    counts = torch.tensor([free.sum(), len(frames)], dtype=torch.float32) if counts is None else counts
     energy = torch.tensor([frame.energy for frame in frames], dtype=torch.float64)
     forces, free = np.pad(forces, [(0, rest), (0, 0)]), np.pad(free, (0, rest)).astype(np.float32)
-    return Batch(energy, torch.from_numpy(forces), torch.from_numpy(free), counts, graph)
+    return Batch(energy, torch.from_numpy(forces), torch.from_numpy(free), graph)
 
 
 def to_data(given: Structure | Frame | Sequence[Structure | Frame], found: Any = None) -> Any:

@@ -177,7 +177,6 @@ class DimeNet(Portable):
         self.output_blocks = nn.ModuleList(Output(cfg) for _ in range(cfg.blocks + 1))
         self.interaction_blocks = nn.ModuleList(Interaction(cfg) for _ in range(cfg.blocks))
         self.spherical = SphericalBessel(cfg.spherical, cfg.radial, cfg.cutoff, cfg.envelope)
-        self.mean_over_copies: nn.Module = nn.Identity()  # seam: a loss divides by what all copies of the model count
         self.scale, self.mean = cfg.scale or 1.0, cfg.mean or 0.0
         each = torch.tensor([cfg.references.get(number, 0.0) for number in range(cfg.elements)], dtype=torch.float64)
         # Taken from the settings and no weights: the keys of a checkpoint stay those of the benchmark.

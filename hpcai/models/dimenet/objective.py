@@ -17,15 +17,21 @@ class Batch(NamedTuple):
     energy: Tensor  # [B] eV, float64: total energies are large and their differences small
     forces: Tensor  # [N, 3] eV/angstrom
     free: Tensor  # [N] 1: may move; 0: is held fast, or is none
-    counts: Tensor  # [2] free atoms and structures of this process's batch, of a micro-batch on average
     graph: Graph
 
 
-def loss(model: Any, batch: Batch, cfg: ObjectiveConfig = ObjectiveConfig()) -> dict[str, Any]:  # noqa: B008 immutable
-    """Sum of |dF| over free atoms and directions, for each free atom, and mean |dE|, both over all copies of the model and in its
-    units, times their weights (MLPerf HPC: 50 and 0)."""
+def counted(batch: Batch) -> Tensor:
+    """Free atoms, and structures.   [2]"""
+    return torch.stack((batch.free.sum(), batch.free.new_full((), len(batch.energy))))
+
+
+def loss(
+    model: Any, batch: Batch, cfg: ObjectiveConfig = ObjectiveConfig(), counts: Tensor | None = None,  # noqa: B008 immutable
+) -> dict[str, Any]:  # fmt: skip
+    """Sum of |dF| over free atoms and directions, for each free atom, and mean |dE|, both in the model's units and times their
+    weights (MLPerf HPC: 50 and 0). ``counts`` [2]: the free atoms and structures that they are divided by; None: the batch's."""
     found, scale = model(batch.graph), model.scale
-    atoms, structures = model.mean_over_copies(batch.counts)
+    atoms, structures = counted(batch) if counts is None else counts
     force = ((found.forces - batch.forces / scale).abs() * batch.free[:, None]).sum()
     wanted = (batch.energy - model.offset(batch.graph)) / scale
     energy = (found.energy - wanted.to(found.energy.dtype)).abs().sum()

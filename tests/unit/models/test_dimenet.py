@@ -204,7 +204,7 @@ def batch(cfg: DimeNetConfig = SMALL, dtype: torch.dtype = torch.float64) -> Bat
     graph = join([structure(seed, cfg, count) for seed, count in ((0, 3), (2, 5))]).to("cpu", dtype)
     generator = torch.Generator().manual_seed(0)
     forces, free = torch.randn(9, 3, generator=generator, dtype=dtype), torch.tensor([1, 0, 1, 1, 1, 0, 1, 1, 0], dtype=dtype)
-    return Batch(torch.tensor([5.0, 7], dtype=torch.float64), forces, free, torch.tensor([6.0, 2], dtype=dtype), graph)
+    return Batch(torch.tensor([5.0, 7], dtype=torch.float64), forces, free, graph)
 
 
 def test_the_loss_is_that_of_the_benchmark() -> None:
@@ -258,7 +258,7 @@ def test_a_captured_step_is_the_eager_one(angles: Any) -> None:
         structures = [structure(seed + k, cfg, 3 + k) for k in range(2)]
         graph = join(structures, Sizes(12, 900, 110, 110, 5))
         forces, free = torch.full((12, 3), 0.2), (torch.arange(12) < 7).double()
-        given = Batch(torch.ones(2, dtype=torch.float64), forces.double(), free, torch.tensor([7.0, 2], dtype=torch.float64), graph)
+        given = Batch(torch.ones(2, dtype=torch.float64), forces.double(), free, graph)
         eager, captured = (step(given) for step in steps)
         assert eager["loss"].item() == pytest.approx(captured["loss"].item(), rel=1e-12)
     for one, other in zip(steps[0].model.parameters(), steps[1].model.parameters()):

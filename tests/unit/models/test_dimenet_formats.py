@@ -19,7 +19,20 @@ from torch_geometric.nn.models import DimeNetPlusPlus
 from torch_geometric.nn.models import dimenet as theirs
 
 from hpcai.errors import CheckpointError, DataError, MissingExtraError
-from hpcai.models.dimenet import DimeNet, DimeNetConfig, Structure, atoms, batch_of, frames, join, loss, pyg_words, to_ase, to_data
+from hpcai.models.dimenet import (
+    DimeNet,
+    DimeNetConfig,
+    Structure,
+    atoms,
+    batch_of,
+    counted,
+    frames,
+    join,
+    loss,
+    pyg_words,
+    to_ase,
+    to_data,
+)
 from hpcai.models.dimenet.triplets import edges_of, energy_and_forces
 from tests.atoms import SMALL, crystal, network
 
@@ -184,7 +197,7 @@ def test_ase_has_the_prediction_in_a_calculator() -> None:
 def test_labelled_data_are_what_the_loss_reads() -> None:
     model, given = network(), frames([slab(), names_of_open_catalyst()], **WORDS)
     batch = batch_of(given)
-    assert batch.counts.tolist() == [12, 2] and batch.free.tolist() == [0, 1, 1, 0, *[1] * 8, 0, 1, 1, 0, 0]
+    assert counted(batch).tolist() == [12, 2] and batch.free.tolist() == [0, 1, 1, 0, *[1] * 8, 0, 1, 1, 0, 0]
     _, forces = model(batch.graph)
     wanted = np.concatenate([frame.forces for frame in given])  # type: ignore[misc]
     off = np.abs(forces[:16].detach().numpy() - wanted)[batch.free[:16] > 0].sum() / 12

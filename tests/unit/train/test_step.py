@@ -1,5 +1,7 @@
 """One step: parts equal the whole, the guard holds, nothing reads the device."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -168,14 +170,13 @@ def tokens(model: nn.Module, part: torch.Tensor) -> dict[str, Value]:
     return {"loss": ((error * counted).sum(), counted.sum())}
 
 
-def two_means(model: nn.Module, part: torch.Tensor) -> dict[str, Value]:
-    """The mean over tokens, and twice that over samples."""
-    total, count = tokens(model, part)["loss"]
-    each = model(part[..., :3]).mean((1, 2)).sum()
-    return {"loss": (torch.stack((total, 2 * each)), torch.stack((torch.as_tensor(count), torch.tensor(float(len(part))))))}
+def two_means(model: nn.Module, part: torch.Tensor, counts: torch.Tensor | None = None) -> dict[str, Value]:
+    """The mean over tokens, and twice another over samples."""
+    each, (words, samples) = model(part[..., :3]).mean((1, 2)).sum(), counted(part) if counts is None else counts
+    return {"loss": tokens(model, part)["loss"][0] / words + 2 * each / samples}
 
 
-def counts(part: torch.Tensor) -> torch.Tensor:
+def counted(part: torch.Tensor) -> torch.Tensor:
     return torch.stack((part[:, 0, 3].sum(), torch.tensor(float(len(part)), dtype=part.dtype)))
 
 
@@ -189,7 +190,7 @@ def after_a_step(mesh: Mesh, several: bool, accumulate: int, clip: float | None)
     """Weights and the loss, from samples of which each copy has as many."""
     torch.manual_seed(0)
     cfg = StepConfig(precision="fp64", optimizer="sgd", lr=0.1, momentum=0.0, weight_decay=0.0, clip=clip, accumulate=accumulate)
-    step = Step(nn.Linear(3, 2), two_means if several else tokens, cfg, mesh, counts=counts if several else None)
+    step = Step(nn.Linear(3, 2), two_means if several else tokens, cfg, mesh, counts=counted if several else None)
     axis = mesh["replicate"]
     values = step(uneven().chunk(axis.size)[axis.rank])
     measured = Measured()
@@ -201,8 +202,9 @@ def after_a_step(mesh: Mesh, several: bool, accumulate: int, clip: float | None)
 def test_a_mean_over_tokens_is_that_of_the_global_batch(several: bool, clip: float | None) -> None:
     torch.manual_seed(0)
     model, part = nn.Linear(3, 2).double(), uneven()
-    total, count = (two_means if several else tokens)(model, part)["loss"]
-    (value := (total / count).sum()).backward()
+    value: Any = (two_means if several else tokens)(model, part)["loss"]
+    value = value if several else value[0] / value[1]
+    value.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip or 1e9)
     assert clip is None or norm > clip
     torch.optim.SGD(model.parameters(), 0.1).step()
