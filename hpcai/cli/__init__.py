@@ -11,7 +11,7 @@ from hpcai.stop import show_to_reader
 COMMANDS = {
     "report": "RUN [--open]   draw a run's directory as one page, RUN/report.html, and its plots",
     "data": "check | stage   look a data set over, or copy it to node-local disks",
-    "checkpoint": "show FOLDER   what is in a run's checkpoints, who wrote it, and whether it is whole",
+    "checkpoint": "show | export   what is in a run's checkpoints and whether it is whole, or their weights for people",
     "bench": "NAME ...        measure one part on this machine",
     "ablate": "APP ...         measure what each optimisation brings an app on this machine",
     "verify-resume": "APP ...  kill an app's run at random instants and compare it with one that nobody killed",

@@ -1,6 +1,7 @@
 """``hpcai checkpoint show FOLDER``: the checkpoints of a run, or one of them, and whether each is what was written.
+``hpcai checkpoint export FOLDER FILE``: the weights of the newest, for people, as a run leaves them at its end.
 
-FOLDER is a run's directory, its ``checkpoints``, or one ``step-...``. Every byte is read and compared with its SHA-256.
+FOLDER is a run's directory, its ``checkpoints``, or one ``step-...``. Every byte that is read is compared with its SHA-256.
 """
 
 import argparse
@@ -21,21 +22,49 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str]) -> int:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="hpcai checkpoint", description=__doc__, formatter_class=form)
-    parser.add_argument("action", choices=["show"])
+    parser.add_argument("action", choices=["show", "export"])
     parser.add_argument("folder", type=Path, metavar="FOLDER")
+    parser.add_argument("file", type=Path, nargs="?", metavar="FILE", help="where export writes, such as model.safetensors")
     parser.add_argument("--tensors", action="store_true", help="list every tensor, its boxes and where they lie")
     words = parser.parse_args(argv)
+    if (words.file is None) != (words.action == "show"):
+        parser.error("export takes a FILE to write, and show takes none")
+    if words.file is not None:
+        return give(words.folder, words.file)
     return show(words.folder, words.tensors, Console())
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    """Those of a folder, oldest first. Raises CheckpointError where there is none."""
+    from hpcai.train.checkpoint import found
+
+    every = [folder] if (folder / "manifest.json").is_file() else found(folder) or found(folder / "checkpoints")
+    if not every:
+        raise CheckpointError(f"{folder}: no checkpoint is there; expected a run's directory, its checkpoints, or one step-...")
+    return every
+
+
+def give(folder: Path, file: Path) -> int:
+    """Write the weights of the newest checkpoint. Raises CheckpointError, and then there is no ``file``, or the one of before."""
+    from hpcai.train.checkpoint import export
+
+    newest, partial = _checkpoints(folder)[-1], file.with_name(f".{file.name}.partial")
+    try:
+        export(newest, partial)
+        partial.replace(file)
+    except OSError as problem:
+        raise CheckpointError(f"{problem.filename or file}: {problem.strerror}") from problem
+    finally:
+        partial.unlink(missing_ok=True)
+    print(f"{file}: the weights of {newest}")
+    return 0
 
 
 def show(folder: Path, tensors: bool, console: Console) -> int:
     """Print what is there -> 1 where a checkpoint is damaged. Raises CheckpointError where there is none."""
-    from hpcai.train.checkpoint import damage, found, opened
+    from hpcai.train.checkpoint import damage, opened
 
-    own = folder if (folder / "manifest.json").is_file() else None
-    every = [own] if own else found(folder) or found(folder / "checkpoints")
-    if not every:
-        raise CheckpointError(f"{folder}: no checkpoint is there; expected a run's directory, its checkpoints, or one step-...")
+    every = _checkpoints(folder)
     steps = Table(Column("checkpoint", no_wrap=True), "step", "epoch", "processes", "tensors", "bytes", "files", "is")
     bad = 0
     for path in every:
@@ -50,7 +79,7 @@ def show(folder: Path, tensors: bool, console: Console) -> int:
         where = path.name, f"{run.progress.step:,}", str(run.progress.epoch), str(run.world)
         steps.add_row(*where, f"{len(index.tensors):,}", size(count), str(len(files)), problem or "whole")
     console.print(steps)
-    if index is not None and (own or tensors):
+    if index is not None and (every == [folder] or tensors):
         console.print(_files(index.files))
         if tensors:
             console.print(_tensors(index))

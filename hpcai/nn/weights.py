@@ -33,6 +33,12 @@ class Portable(nn.Module):
     package: str
     """``__package__`` of the network's module"""
 
+    @property
+    def about(self) -> dict[str, str]:
+        """What a file of weights says of the network: its kind and settings."""
+        settings = self.cfg.model_dump(mode="json")
+        return {"hpcai": json.dumps({"model": self.package.rpartition(".")[2], "settings": settings})}
+
     @classmethod
     def load(cls, path: str | Path, cfg: Any = None) -> Self:
         """A model from weights in a file; ``load_weights`` of the model's package says which formats it reads."""
@@ -45,7 +51,7 @@ class Portable(nn.Module):
         path, state = Path(path), {name: value.detach().cpu() for name, value in (weights or self.state_dict()).items()}
         partial = path.with_name(f".{path.name}.partial")  # renamed when it is whole
         if form == "hpcai":
-            _write(partial, self.package.rpartition(".")[2], self.cfg, state)
+            _write(partial, self.about, state)
         else:
             try:
                 _write_for_others(partial, import_module(f"{self.package}.load"), self.cfg, state, form)
@@ -54,11 +60,10 @@ class Portable(nn.Module):
         partial.replace(path)
 
 
-def _write(path: Path, kind: str, cfg: Settings, state: Mapping[str, Tensor]) -> None:
+def _write(path: Path, about: dict[str, str], state: Mapping[str, Tensor]) -> None:
     from safetensors.torch import save_file
 
-    settings = json.dumps({"model": kind, "settings": cfg.model_dump(mode="json")})
-    save_file({name: value.contiguous() for name, value in state.items()}, path, metadata={"hpcai": settings})
+    save_file({name: value.contiguous() for name, value in state.items()}, path, metadata=about)
     path.chmod(0o644)  # safetensors makes a file for its owner only
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from itertools import accumulate
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -31,6 +31,7 @@ from hpcai.dist.collect import agree, gather_objects, sum_in_place
 from hpcai.dist.mesh import Axis, Mesh
 from hpcai.durable import flush
 from hpcai.errors import CheckpointError
+from hpcai.nn.weights import Portable
 from hpcai.parallel.rows import Share, alike, place_of
 from hpcai.settings import CheckpointConfig
 from hpcai.train import tensorfile
@@ -88,6 +89,8 @@ class _RunFile(BaseModel):
     progress: Progress
     settings: dict[str, Any]
     data: str = ""
+    about: dict[str, str] = {}
+    """which model the weights are of, as the files of weights say it"""
 
 
 class _Box(BaseModel):
@@ -276,10 +279,11 @@ class Checkpoints:
         self._own.copy()
         final = self.directory / f"step-{progress.step:08d}"
         run = {"format": _FORMAT, "world": self.mesh.world, "progress": asdict(progress), "settings": self.settings}
+        run |= {"data": self.data, "about": step.model.about if isinstance(step.model, Portable) else {}}
         saved = Saved(progress.step, final, 0.0, self._own.bytes)
 
         def write() -> Saved | CheckpointError:
-            problem = self._write(final, run | {"data": self.data}, progress.step)
+            problem = self._write(final, run, progress.step)
             saved.seconds = time.perf_counter() - began
             if not problem:
                 return saved
@@ -509,10 +513,7 @@ def read_tensors(checkpoint: Path) -> dict[str, Tensor]:
     """All tensors of a checkpoint, whole, by name: on one process, without the model. Raises CheckpointError for a damaged one."""
     damage, _, index = opened(checkpoint)
     if index is not None:
-        state = [
-            Box(name, tuple(entry.size), (0,) * len(entry.size), torch.empty(entry.size, dtype=getattr(torch, entry.dtype)))
-            for name, entry in index.tensors.items()
-        ]
+        state = [_room(name, entry) for name, entry in index.tensors.items()]
         if index.format == 1:
             _read_packed(checkpoint, state, index)
         else:
@@ -520,6 +521,44 @@ def read_tensors(checkpoint: Path) -> dict[str, Tensor]:
     if damage:
         raise CheckpointError(f"{checkpoint}: {damage}")
     return {box.name: box.tensor for box in state}
+
+
+def export(checkpoint: Path, path: Path) -> None:
+    """Write the weights of a checkpoint, or their average where there is one, as a safetensors file that ``load`` of the model
+    reads: on one process, some tensors at a time. Raises CheckpointError."""
+    damage, run, index = opened(checkpoint)
+    if run is None or index is None:
+        raise CheckpointError(f"{checkpoint}: {damage}")
+    if not run.about:
+        raise CheckpointError(f"{checkpoint}: does not say which model its weights are of; go on with the run, which leaves them")
+    weights = [name.removeprefix("model/") for name in index.tensors if name.startswith("model/")]
+    source = {name: f"average/{name}" if f"average/{name}" in index.tensors else f"model/{name}" for name in weights}
+    names = sorted(source, key=lambda name: (-getattr(torch, index.tensors[source[name]].dtype).itemsize, name))
+    entries: dict[str, Any] = {"__metadata__": run.about}
+    end = 0
+    for name in names:
+        entry = index.tensors[source[name]]
+        dtype = getattr(torch, entry.dtype)
+        begin, end = end, end + math.prod(entry.size) * dtype.itemsize
+        entries[name] = {"dtype": tensorfile.KINDS[dtype], "shape": entry.size, "data_offsets": [begin, end]}
+    with path.open("wb") as file:
+        file.write(tensorfile.head(entries))
+        for some in _some(names, [entries[name]["data_offsets"][1] for name in names]):
+            state = [_room(source[name], index.tensors[source[name]]) for name in some]
+            if damage := tensorfile.read(checkpoint, index.blocks(), [(box, index.stored(box.name)) for box in state]):
+                raise CheckpointError(f"{checkpoint}: {damage}")
+            for box in state:
+                file.write(box.tensor.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _some(names: list[str], ends: list[int], most: int = 1 << 28) -> Iterator[list[str]]:
+    """``names`` in groups of about ``most`` bytes, from where the tensor of each ends."""
+    parts = groupby(zip(names, ends), lambda pair: pair[1] // most)
+    return ([name for name, _ in part] for _, part in parts)
+
+
+def _room(name: str, entry: _Entry) -> Box:
+    return Box(name, tuple(entry.size), (0,) * len(entry.size), torch.empty(entry.size, dtype=getattr(torch, entry.dtype)))
 
 
 def opened(path: Path) -> tuple[str, _RunFile | None, Index | None]:

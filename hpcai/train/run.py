@@ -14,7 +14,8 @@ from hpcai.dist.mesh import Mesh
 from hpcai.durable import claim, release
 from hpcai.errors import CheckpointError
 from hpcai.mllog import Benchmark, MlperfLog
-from hpcai.train.checkpoint import Checkpoints
+from hpcai.nn.weights import Portable
+from hpcai.train.checkpoint import Checkpoints, export
 from hpcai.train.evaluation import RowsOf, predict
 from hpcai.train.failure import Failures
 from hpcai.train.step import Step
@@ -85,13 +86,14 @@ class Run:
         self, step: Step, result: "Result", function: RowsOf | None = None, batches: Any = None,
         keep: Callable[[dict[str, Tensor]], Any] = lambda rows: None,
     ) -> None:  # fmt: skip
-        """Leave ``model.safetensors`` for people, and ``keep`` the rows that ``function`` gives for ``batches``, if there are any.
-        A run that was asked to stop leaves nothing: it goes on later. All processes call this together."""
+        """Leave ``model.safetensors`` for people, from the last checkpoint, and ``keep`` the rows that ``function`` gives for
+        ``batches``, if there are any. A run that was asked to stop leaves nothing: it goes on later. All processes call this
+        together."""
         if result.reason == "signal":
             return
-        model: Any = step.model
-        weights = step.snapshot()
-        self.keep("model.safetensors", lambda path: model.save(path, weights))
+        checkpoints = self.checkpoints
+        if checkpoints is not None and isinstance(step.model, Portable):
+            self.keep("model.safetensors", lambda path: export(checkpoints.found()[-1], path))
         if function is not None and batches is not None:
             keep(predict(step, function, batches))
 

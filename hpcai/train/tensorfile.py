@@ -25,7 +25,7 @@ from hpcai.parallel.rows import boxes
 BLOCK = 16 << 20
 """Bytes of which each has a SHA-256 of its own"""
 _ALIGN = 4096  # a stretch begins on a page, so that no two hosts write into one
-_NAMES = {
+KINDS = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
@@ -106,18 +106,16 @@ class Contents:
                 self.stretches.append(Stretch(writer, name, at, 0))
                 for tensor, key, dtype, size, offsets, sizes in entries[writer]:
                     length = math.prod(sizes) * getattr(torch, dtype).itemsize
-                    kind = _NAMES[getattr(torch, dtype)]
+                    kind = KINDS[getattr(torch, dtype)]
                     header[key] = {"dtype": kind, "shape": sizes, "data_offsets": [at, at + length]}
                     places.append((tensor, dtype, size, {"offsets": offsets, "sizes": sizes, "file": name, "at": at}))
                     at += length
                 self.stretches[-1].length = at - self.stretches[-1].at
-            text = json.dumps(header, separators=(",", ":")).encode()
-            text += b" " * (-(len(text) + 8) % _ALIGN)
-            self.headers[name] = len(text).to_bytes(8, "little") + text
+            self.headers[name] = head(header)
             for stretch in (s for s in self.stretches if s.file == name):
-                stretch.at += len(text) + 8
+                stretch.at += len(self.headers[name])
             for tensor, dtype, size, box in places:
-                box["at"] += len(text) + 8
+                box["at"] += len(self.headers[name])
                 self.tensors.setdefault(tensor, {"dtype": dtype, "size": size, "boxes": []})["boxes"].append(box)
 
     def index(self, hashes: Mapping[int, bytes]) -> dict[str, Any]:
@@ -133,6 +131,13 @@ class Contents:
             files[stretch.file]["stretches"].append(entry)
             files[stretch.file]["bytes"] = stretch.at + stretch.length
         return {"block": BLOCK, "files": files, "tensors": self.tensors}
+
+
+def head(entries: Mapping[str, Any]) -> bytes:
+    """What a file begins with: a length, and JSON of ``entries`` that fills whole pages."""
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % _ALIGN)
+    return len(text).to_bytes(8, "little") + text
 
 
 def write(path: Path, at: int, numbers: Tensor) -> bytes:

@@ -1,12 +1,17 @@
-"""What `hpcai checkpoint show` says."""
+"""What `hpcai checkpoint show` says, and what `hpcai checkpoint export` leaves."""
 
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
-from hpcai.cli.checkpoint import show
+from hpcai import dist
+from hpcai.cli.checkpoint import main, show
 from hpcai.errors import CheckpointError
+from hpcai.models.cosmoflow import Batch, CosmoFlow, CosmoFlowConfig, loss
+from hpcai.settings import StepConfig
+from hpcai.train import Step
 from hpcai.train.checkpoint import Progress
 from tests.unit.train.test_checkpoint import keeper, new_step
 
@@ -37,3 +42,27 @@ def test_a_checkpoint_of_format_1_is_shown(tmp_path: Path) -> None:
     console = Console(width=200, record=True)
     assert show(Path(__file__).parents[2] / "data/checkpoint", True, console) == 0
     assert "__0_0.distcp" in console.export_text()
+
+
+@pytest.mark.parametrize("average", [None, 0.9])
+def test_the_weights_of_a_checkpoint_are_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str], average: float | None) -> None:
+    cfg = CosmoFlowConfig(size=32, filters=2)
+    step = Step(CosmoFlow(cfg), loss, StepConfig(average=average), dist.alone())
+    for count in (1, 2):
+        step(Batch(torch.randint(0, 9, (2, 32, 32, 32, 4), dtype=torch.int16), torch.rand(2, 4)))
+        keeper(tmp_path / "checkpoints").save(step, Progress(step=count))
+    assert main(["export", str(tmp_path), str(tmp_path / "model.safetensors")]) == 0
+    assert "step-00000002" in capsys.readouterr().out and not list(tmp_path.glob(".*"))
+    model = CosmoFlow.load(tmp_path / "model.safetensors")
+    assert model.cfg == cfg
+    with step.average.applied():
+        assert all(torch.equal(value, step.model.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:
+    keeper(tmp_path).save(new_step(), Progress(step=1))
+    with pytest.raises(CheckpointError, match="does not say which model"):
+        main(["export", str(tmp_path), str(tmp_path / "model.safetensors")])
+    with pytest.raises(CheckpointError, match="no checkpoint is there"):
+        main(["export", str(tmp_path / "elsewhere"), "x"])
+    assert not list(tmp_path.glob("*.safetensors"))
