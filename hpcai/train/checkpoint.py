@@ -336,7 +336,7 @@ class Checkpoints:
         step.sums.spread()
         if anew:
             self.notes.append(f"{run.world} processes wrote {path.name} and {self.mesh.world} read it: random numbers start anew")
-            rng.seed_all(hash((run.progress.step, self.mesh.rank)) % 2**63)
+            rng.seed_all(hash((run.progress.step, self.mesh["replicate"].rank)) % 2**63)  # as ``rng.seeds``
         step.count = run.progress.step
         if not counted:
             step.optimizer.count.fill_(run.progress.step)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hpcai.dist.collect import gather_objects
 from hpcai.dist.mesh import Axis, Mesh
 from hpcai.errors import ConfigError, MeshError
 from hpcai.parallel import tensor
@@ -178,6 +179,8 @@ def read(mesh: Mesh, folders: list[Path], case: dict[str, Any]) -> list[tuple[Pi
         step = new_step(mesh, case, seed=7)
         progress = Checkpoints(folder, CheckpointConfig(), mesh).resume(step)
         assert progress is not None and progress.step == step.count == step.optimizer.count.item() == STEPS
+        drawn = gather_objects(torch.rand(4).tolist(), mesh["tensor"])
+        assert all(each == drawn[0] for each in drawn), "dropout of what is whole is the same on all ranks of a copy"
         now = [piece for piece in pieces(step) if not piece[0].endswith("gradient")]
         train(step, case["words"], STEPS, 1)
         found.append((now, pieces(step)))
