@@ -25,29 +25,29 @@ from hpcai.errors import ConfigError, MeshError
 from hpcai.parallel.replicate import sum_over
 from hpcai.parallel.rows import cut
 
-Groups = tuple[Axis, Axis]
-
 
 def cut_outputs(
     linear: nn.Linear, axis: Axis, parts: Sequence[int] = (), gather: bool = False, sequence: int | None = None,
-    groups: Groups | None = None,
+    groups: tuple[Axis, Axis] | None = None,
 ) -> None:  # fmt: skip
     """Leave of ``linear``, in place, this rank's outputs: [T, C] -> [T, C'/n].
 
     ``parts``: sizes of outputs that lie one behind another and are each cut by itself (queries, keys, values; gate, up).
     ``gather``: the output is made whole again. ``sequence``: the dim of the input along which it is cut; it is gathered before,
-    and again in the backward pass, so that only [T/n, C] is kept. ``groups``, an axis split in two (``Mesh.split``): the outputs
-    are cut over the first, and the ranks along the second have the same ones for inputs of their own, as where there are fewer keys
-    than ranks. Raises ConfigError where the layer is of another kind or cannot be cut.
+    and again in the backward pass, so that only [T/n, C] is kept. ``groups``: the axis as two, (between, within) of ``Mesh.split``;
+    outputs are cut over the first, and those along the second have the same ones, each for work of its own: heads of keys that are
+    fewer than the ranks. Raises ConfigError where the layer is of another kind or cannot be cut.
     """
     if axis.size == 1:
         return
     _check(linear, nn.Linear)
-    over, alike = groups or (axis, Axis("none"))
+    if groups and gather:
+        raise ConfigError("outputs that several ranks have are not joined; leave out gather, or groups")
+    over, within = groups or (axis, Axis("none"))
     for parameter in linear.parameters(recurse=False):
         cut(parameter, 0, over, parts)
-    sum_over(linear, alike)
-    joined = _Joined(over.meet(), parts or (linear.out_features,)) if gather else None
+    sum_over(linear, within)
+    joined = _Joined(axis, parts or (linear.out_features,)) if gather else None
     _turn(linear, CutOutputs, axis=axis.meet(), sequence=sequence, joined=joined)
 
 
@@ -105,9 +105,6 @@ class CutOutputs(nn.Linear):
         y = _Enter.apply(*_narrowed(x, self.weight, self.bias), self.axis, self.sequence)
         return y if self.joined is None else _Join.apply(y, self.joined)
 
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, outputs cut over {self.axis.name}"
-
 
 class CutInputs(nn.Linear):
     """``cut_inputs``"""
@@ -120,9 +117,6 @@ class CutInputs(nn.Linear):
         """x [T, C/n] -> [T, C'] or, with a sequence that is cut, [T/n, C']"""
         y = _Leave.apply(F.linear(x, self.weight), self.axis, self.sequence)
         return y if self.bias is None else y + self.bias.to(y.dtype)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, inputs cut over {self.axis.name}"
 
 
 class CutWords(nn.Embedding):
@@ -141,9 +135,6 @@ class CutWords(nn.Embedding):
         y = F.embedding((words - first).where(is_own, 0), self.weight, padding)
         nothing = torch.zeros((), dtype=y.dtype, device=y.device).where(is_word, torch.nan)
         return _Leave.apply(y.where(is_own[..., None], nothing[..., None].to(y.dtype)), self.axis, self.sequence)
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, words cut over {self.axis.name}"
 
 
 class Entropy(nn.Module):

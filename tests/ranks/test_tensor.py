@@ -240,7 +240,7 @@ def layers(mesh: Mesh) -> None:
         words = torch.randint(0, 9, (4, 6))
         y, right = embedding(words), whole(words)
         assert torch.equal(y, right)
-        y.square().sum().backward(), right.square().sum().backward()
+        (y.square() + y).sum().backward(), (right.square() + right).sum().backward()
         torch.testing.assert_close(embedding.weight.grad, own(whole.weight.grad, [9], 0), rtol=0, atol=1e-12)
     if n > 1:  # torch's own layer ends the process
         assert embedding(torch.tensor([0, 9, -1, 8])).isnan().all(1).tolist() == [False, True, True, False]
@@ -370,6 +370,8 @@ def refusals(mesh: Mesh) -> None:
         cut_inputs(linear, axis)
     with pytest.raises(ConfigError, match="with max_norm, scale_grad_by_freq or sparse cannot be cut"):
         cut_words(nn.Embedding(8, 2, max_norm=1.0), axis)
+    with pytest.raises(ConfigError, match="outputs that several ranks have are not joined"):
+        cut_outputs(nn.Linear(8, 8), axis, gather=True, groups=mesh.split("tensor", 2, "keys"))
     narrow = nn.Linear(8, 6)
     cut_inputs(narrow, axis, sequence=1)
     with pytest.raises(MeshError, match="5 tokens cannot be cut over mesh.tensor=4 in equal parts"):
