@@ -233,6 +233,11 @@ def layers(mesh: Mesh) -> None:
         for name in ("weight", "bias"):
             gradients = getattr(linear, name).grad, own(getattr(whole, name).grad, parts, 0)
             torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
+    assert torch.equal(mesh.beside(linear)(x), linear(x)), "a copy that is evaluated beside the training"
+    with torch.device("meta"):
+        far = nn.Linear(8, 3)
+    cut_inputs(far, axis)
+    assert far.weight.is_meta and far.weight.shape == (3, 8 // n)
     for padding in (None, 0, 8):
         whole, embedding = (nn.Embedding(9, 3, padding).double() for _ in range(2))
         embedding.load_state_dict(whole.state_dict())
