@@ -18,10 +18,11 @@ _ALIGN = 32  # elements: every gradient starts on a cache line and on a vector r
 
 
 def sum_over(module: nn.Module, axis: Axis) -> None:
-    """Record that the gradients of ``module`` are added over ``axis`` too, because each of its ranks sees a part of one sample."""
-    if axis.size > 1:
-        for parameter in module.parameters():
-            parameter.sum_axes = (*getattr(parameter, "sum_axes", ()), axis)  # type: ignore[attr-defined]
+    """Record that the gradients of ``module`` are added over ``axis`` too, because each of its ranks sees a part of one sample.
+    They are added once, however often it is said: modules share parameters, and lie within others."""
+    for parameter in module.parameters() if axis.size > 1 else ():
+        known = getattr(parameter, "sum_axes", ())
+        parameter.sum_axes = known if axis in known else (*known, axis)  # type: ignore[attr-defined]
 
 
 class Bucket:

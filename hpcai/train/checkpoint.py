@@ -611,8 +611,9 @@ def _boxes(step: Step, mesh: Mesh) -> list[Box]:
     """All that resuming needs, by name and without a copy: weights in full precision, and this rank's boxes of those that are
     divided."""
     step.sums.settle()
+    weights, names = step.optimizer.weights(), {p: name for name, p in step.model.named_parameters()}  # a shared one has two
     parts: dict[str, dict[str, Tensor | Share]] = {
-        "model": {**step.model.state_dict(keep_vars=True), **step.optimizer.weights()},
+        "model": {n: weights.get(names.get(t, n), t) for n, t in step.model.state_dict(keep_vars=True).items()},
         "optimizer": step.optimizer.state(),
         "average": step.average.state(),
     }

@@ -1,0 +1,322 @@
+"""Weights of linear layers and embeddings that are cut over processes, each of which computes with its part.
+
+    cut_outputs(attention.qkv, axis, parts=heads(axis, size, 8, 2))     # each rank has some heads
+    cut_inputs(attention.out, axis)                                     # and the sum over ranks is whole again
+
+Shoeybi et al., "Megatron-LM", 2019; with ``sequence``, Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
+Models", 2022: between such a pair each rank has all tokens, and elsewhere, in norms and sums, a part of them. What all ranks have
+whole they compute alike, so that the loss counts once and gradients there are alike; where tokens are cut, each rank has the
+gradients of its own, and ``sum_over(model, axis)`` adds those of weights that are not cut.
+Names and places of parameters stay. T tokens, C channels, V words, n the size of an axis.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from hpcai.dist.collect import Scattered, gather_shares, sum_in_place
+from hpcai.dist.mesh import Axis
+from hpcai.errors import ConfigError, MeshError
+from hpcai.parallel.replicate import sum_over
+from hpcai.parallel.rows import cut
+
+
+def cut_outputs(
+    linear: nn.Linear, axis: Axis, parts: Sequence[int] = (), gather: bool = False, sequence: int | None = None,
+    groups: tuple[Axis, Axis] | None = None,
+) -> None:  # fmt: skip
+    """Leave of ``linear``, in place, this rank's outputs: [T, C] -> [T, C'/n].
+
+    ``parts``: sizes of outputs that lie one behind another and are each cut by itself (queries, keys, values; gate, up).
+    ``gather``: the output is made whole again. ``sequence``: the dim of the input along which it is cut; it is gathered before,
+    and again in the backward pass, so that only [T/n, C] is kept. ``groups``: the axis as two, (between, within) of ``Mesh.split``;
+    outputs are cut over the first, and those along the second have the same ones, each for work of its own: heads of keys that are
+    fewer than the ranks. Raises ConfigError where the layer is of another kind or cannot be cut.
+    """
+    if axis.size == 1:
+        return
+    _check(linear, nn.Linear)
+    if groups and gather:
+        raise ConfigError("outputs that several ranks have are not joined; leave out gather, or groups")
+    over, within = groups or (axis, Axis("none"))
+    for parameter in linear.parameters(recurse=False):
+        cut(parameter, 0, over, parts)
+    sum_over(linear, within)
+    joined = _Joined(axis, parts or (linear.out_features,)) if gather else None
+    _turn(linear, CutOutputs, axis=axis.meet(), sequence=sequence, joined=joined)
+
+
+def cut_inputs(linear: nn.Linear, axis: Axis, sequence: int | None = None) -> None:
+    """Leave of ``linear``, in place, this rank's inputs: [T, C/n] -> [T, C'], the sum over the ranks, or with ``sequence`` a part
+    of it along that dim. The bias is not cut, and is added to the sum. Raises ConfigError where the layer is of another kind or
+    cannot be cut."""
+    if axis.size == 1:
+        return
+    _check(linear, nn.Linear)
+    cut(linear.weight, 1, axis)
+    _turn(linear, CutInputs, axis=axis.meet(), sequence=sequence)
+
+
+def cut_words(embedding: nn.Embedding, axis: Axis, sequence: int | None = None) -> None:
+    """Leave of ``embedding``, in place, the vectors of this rank's words: [T] whole -> [T, C] whole, or with ``sequence`` a part of
+    it along that dim. A number that is no word becomes NaN. Raises ConfigError where the layer is of another kind, or changes its
+    weights or gradients in a way that needs all words."""
+    if axis.size == 1:
+        return
+    _check(embedding, nn.Embedding)
+    if embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse:
+        raise ConfigError("an embedding with max_norm, scale_grad_by_freq or sparse cannot be cut along its words; leave these out")
+    cut(embedding.weight, 0, axis)
+    _turn(embedding, CutWords, axis=axis.meet(), sequence=sequence)
+
+
+def heads(axis: Axis, size: int, queries: int, keys: int | None = None) -> tuple[int, int, int]:
+    """``parts`` for a weight that makes queries, keys and values of ``size`` channels for each head. Several queries may share a
+    head of keys and values (grouped queries): ``keys`` of them, else as many as queries. Raises ConfigError where heads do not
+    divide."""
+    keys = queries if keys is None else keys
+    for n, of in ((queries, "queries"), (keys, "keys")):
+        if n % axis.size:
+            few = "; fewer heads of keys than ranks go into layers of their own, cut over groups of ranks (cut_outputs, groups)"
+            raise ConfigError(
+                f"{n} heads of {of} cannot be cut over mesh.{axis.name}={axis.size}: expected a multiple of {axis.size}"
+                + (few if n < axis.size else "")
+            )
+    if queries % keys:
+        raise ConfigError(f"{queries} heads of queries cannot share {keys} heads of keys: expected a multiple of {keys}")
+    return queries * size, keys * size, keys * size
+
+
+class CutOutputs(nn.Linear):
+    """``cut_outputs``"""
+
+    axis: Axis
+    sequence: int | None
+    joined: "_Joined | None"
+
+    @torch.compiler.disable
+    def forward(self, x: Tensor) -> Tensor:
+        """x [T, C] or, with a sequence that is cut, [T/n, C] -> [T, C'/n]. Messages are not for a compiler's graph."""
+        y = _Enter.apply(*_narrowed(x, self.weight, self.bias), self.axis, self.sequence)
+        return y if self.joined is None else _Join.apply(y, self.joined)
+
+
+class CutInputs(nn.Linear):
+    """``cut_inputs``"""
+
+    axis: Axis
+    sequence: int | None
+
+    @torch.compiler.disable
+    def forward(self, x: Tensor) -> Tensor:
+        """x [T, C/n] -> [T, C'] or, with a sequence that is cut, [T/n, C']"""
+        y = _Leave.apply(F.linear(x, self.weight), self.axis, self.sequence)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+
+class CutWords(nn.Embedding):
+    """``cut_words``"""
+
+    axis: Axis
+    sequence: int | None
+
+    @torch.compiler.disable
+    def forward(self, words: Tensor) -> Tensor:
+        """words [T] -> [T, C] or, with a sequence that is cut, [T/n, C]"""
+        first, end = _own(self.num_embeddings, self.axis)
+        is_own, is_word = (words >= first) & (words < end), (words >= 0) & (words < self.num_embeddings)
+        padding = self.padding_idx
+        padding = padding - first if padding is not None and first <= padding < end else None
+        y = F.embedding((words - first).where(is_own, 0), self.weight, padding)
+        nothing = torch.zeros((), dtype=y.dtype, device=y.device).where(is_word, torch.nan)
+        return _Leave.apply(y.where(is_own[..., None], nothing[..., None].to(y.dtype)), self.axis, self.sequence)
+
+
+class Entropy(nn.Module):
+    """Cross entropy over ``words`` that are cut over ``axis``; logits are never gathered. Targets that are ``ignore`` cost 0, and
+    those that are no word NaN."""
+
+    def __init__(self, axis: Axis, words: int, ignore: int = -1) -> None:
+        super().__init__()
+        self.axis, self.words, self.ignore = axis.meet(), words, ignore
+
+    @torch.compiler.disable
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """logits [.., V/n], targets [..] -> [..] in float32 or wider"""
+        first, end = _own(self.words, self.axis)
+        if logits.shape[-1] != end - first:
+            raise ConfigError(
+                f"entropy: this rank got logits of {logits.shape[-1]} words, expected {end - first} of {self.words} in all; cut "
+                "the last layer by cut_outputs, without gather"
+            )
+        counts, is_word = targets != self.ignore, (targets >= 0) & (targets < self.words)
+        loss = _Entropy.apply(logits, targets - first, counts, self.axis)
+        return loss.masked_fill(counts & ~is_word, torch.nan)
+
+
+class _Gathering:
+    """Equal parts of ``dim`` on their way; ``wait`` returns the whole.   [T/n, C] -> [T, C]"""
+
+    def __init__(self, x: Tensor, axis: Axis, dim: int) -> None:
+        self._dim, self._own = dim % x.ndim, x.contiguous()
+        self._parts = x.new_empty((axis.size, *x.shape))
+        self._work = gather_shares(self._parts.view(-1), self._own.view(-1), axis)
+
+    def wait(self) -> Tensor:
+        self._work.wait()
+        return self._parts.movedim(0, self._dim).flatten(self._dim, self._dim + 1)
+
+
+class _Summing:
+    """A sum over ``axis`` on its way, in place; with ``dim`` its part along that dim.   [T, C] -> [T, C] or [T/n, C]"""
+
+    def __init__(self, value: Tensor, axis: Axis, dim: int | None) -> None:
+        self._work: Any
+        if dim is None:
+            self._sum = value
+            self._work = torch_dist.all_reduce(value, group=axis.group, async_op=True)
+            return
+        dim, n = dim % value.ndim, axis.size
+        if value.shape[dim] % n:
+            raise MeshError(
+                f"{value.shape[dim]} tokens cannot be cut over mesh.{axis.name}={n} in equal parts; pad them to a multiple of {n}, "
+                "or leave the sequence whole"
+            )
+        parts = value.unflatten(dim, (n, -1)).movedim(dim, 0).contiguous()
+        self._sum = torch.empty_like(parts[0])
+        self._work = Scattered(self._sum.view(-1), parts.view(-1), axis)
+
+    def wait(self) -> Tensor:
+        self._work.wait()
+        return self._sum
+
+
+class _Enter(torch.autograd.Function):
+    """A product with this rank's outputs of a weight: the gradient of the input is a sum over the ranks, which travels while that
+    of the weight is computed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, dim: int | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.axis, ctx.dim = axis, dim
+        return F.linear(x if dim is None else _Gathering(x, axis, dim).wait(), weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
+        again = _Gathering(x, ctx.axis, ctx.dim) if wants_weight and ctx.dim is not None else None
+        rows, dx, dweight = dy.reshape(-1, dy.shape[-1]), None, None
+        if wants_x:
+            dx = _Summing((rows @ weight).view(*dy.shape[:-1], -1), ctx.axis, ctx.dim)
+        if wants_weight:
+            dweight = rows.T @ (again.wait() if again else x).reshape(-1, weight.shape[1])
+        return dx and dx.wait(), dweight, rows.sum(0) if wants_bias else None, None, None
+
+
+class _Leave(torch.autograd.Function):
+    """The sum of all ranks' parts, or with ``dim`` a part of it along that dim. All ranks do the same with a whole sum, which
+    counts once: the gradient of a rank is that of its own part."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, axis: Axis, dim: int | None) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        if dim is None:
+            ctx.mark_dirty(y)
+        return _Summing(y, axis, dim).wait()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return dy if ctx.dim is None else _Gathering(dy, ctx.axis, ctx.dim).wait(), None, None
+
+
+class _Joined:
+    """How all ranks' outputs are joined, where each of ``parts`` was cut by itself."""
+
+    def __init__(self, axis: Axis, parts: Sequence[int]) -> None:
+        self.axis = axis
+        self.own: list[tuple[int, int]] = []  # which of the whole are this rank's
+        self.order: list[tuple[int, int, int]] = []  # the whole, as stretches of what a rank has
+        ends, at = [0] * axis.size, 0
+        for n in parts:
+            for rank, end in enumerate(ends):
+                a, b = n * rank // axis.size, n * (rank + 1) // axis.size
+                ends[rank] = end + b - a
+                self.order.append((rank, end, ends[rank]))
+                self.own += [(at + a, at + b)] if rank == axis.rank else []
+            at += n
+        self.width = max(ends)
+
+
+class _Join(torch.autograd.Function):
+    """[T, C/n] -> [T, C] on every rank. What follows counts once, as after a sum."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, joined: _Joined) -> Tensor:
+        ctx.own = joined.own
+        level = F.pad(y, (0, joined.width - y.shape[-1]))[None]
+        whole = _Gathering(level, joined.axis, 0).wait()
+        return torch.cat([whole[rank, ..., a:b] for rank, a, b in joined.order], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return torch.cat([dy[..., a:b] for a, b in ctx.own], -1), None
+
+
+class _Entropy(torch.autograd.Function):
+    """logits [.., V/n], ``targets`` [..] counted from this rank's first word, ``counts`` [..]. Kept for the backward pass, in the
+    dtype of the logits: the softmax, less 1 at the target."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, counts: Tensor, axis: Axis) -> Tensor:
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        top = wide.amax(-1)
+        if axis.size > 1:
+            torch_dist.all_reduce(top, torch_dist.ReduceOp.MAX, group=axis.group)
+        is_own = (targets >= 0) & (targets < logits.shape[-1]) & counts
+        at = targets.where(is_own, 0)[..., None]
+        target = (wide.gather(-1, at)[..., 0] - top).where(is_own, 0)
+        softmax = (wide - top[..., None]).exp_()
+        total, target = sum_in_place(torch.stack((softmax.sum(-1), target)), axis)
+        softmax.div_(total[..., None]).scatter_add_(-1, at, -is_own[..., None].to(wide.dtype))
+        ctx.save_for_backward(softmax.to(logits.dtype), counts)
+        return (total.log() - target).where(counts, 0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dloss: Tensor) -> Any:
+        slope, counts = ctx.saved_tensors
+        return (slope * dloss.where(counts, 0)[..., None]).to(slope.dtype), None, None, None
+
+
+def _own(words: int, axis: Axis) -> tuple[int, int]:
+    """The first and last + 1 of this rank's words, as ``rows.cut`` cuts them."""
+    return words * axis.rank // axis.size, words * (axis.rank + 1) // axis.size
+
+
+def _narrowed(*tensors: Tensor | None) -> list[Tensor | None]:
+    """What autocast would make of the inputs of a product; an autograd function of ours is not seen by it."""
+    kind = next(tensor.device.type for tensor in tensors if tensor is not None)
+    if not torch.is_autocast_enabled(kind):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(kind)
+    return [tensor if tensor is None or tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in tensors]
+
+
+def _check(layer: nn.Module, kind: type[nn.Module]) -> None:
+    if type(layer).forward is not kind.forward:
+        raise ConfigError(f"a {type(layer).__name__} cannot be cut: expected an nn.{kind.__name__} that no one has cut")
+
+
+def _turn(layer: nn.Module, kind: type[nn.Module], **words: Any) -> None:
+    """Make ``layer`` one of ``kind`` where it stands, with its parameters, names and hooks."""
+    layer.__class__ = kind
+    vars(layer).update(words)
