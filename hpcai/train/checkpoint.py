@@ -617,14 +617,17 @@ def _boxes(step: Step, mesh: Mesh) -> list[Box]:
         "optimizer": step.optimizer.state(),
         "average": step.average.state(),
     }
+    everyone = alike(torch.empty(0), mesh)
     return [box for kind, part in parts.items() for name, value in part.items()
-            for box in _boxes_of(f"{kind}/{name}", value, mesh)]  # fmt: skip
+            for box in _boxes_of(f"{kind}/{name}", value, mesh, everyone)]  # fmt: skip
 
 
-def _boxes_of(name: str, value: Tensor | Share, mesh: Mesh) -> Iterator[Box]:
+def _boxes_of(name: str, value: Tensor | Share, mesh: Mesh, everyone: tuple[Axis, ...]) -> Iterator[Box]:
     if isinstance(value, Share):
         for offsets, tensor in value.part.boxes(value.row):
             yield Box(name, value.part.place.size, offsets, tensor, value.copies)
+    elif not hasattr(value, "place"):
+        yield Box(name, tuple(value.shape), (0,) * value.ndim, value, everyone)
     else:
         place, copies = place_of(value), alike(value, mesh)
         for offsets, part in place.boxes((0,) * value.ndim, value.shape):
