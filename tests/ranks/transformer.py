@@ -1,4 +1,4 @@
-"""A small language model for tests of the parallel forms.   B batch, T tokens, C channels, H heads, D channels of a head, V words"""
+"""A small language model for tests of the parallel forms.   B batch, T tokens, C channels, H heads, D of a head, V words"""
 
 from typing import Any
 
