@@ -147,6 +147,22 @@ def test_grouped_queries_and_packed_documents_are_cut_alike(ranks: int, packed: 
                 np.testing.assert_allclose(value, np.concatenate((right[rank], right[2 * ranks - 1 - rank]), 2), rtol=0, atol=1e-12)
 
 
+def narrow(mesh: Mesh) -> tuple[Any, np.ndarray]:
+    """The kind of what travels under autocast, and this rank's output."""
+    own = Own(mesh["context"], 2)
+    q, k, v = (own(tensor).float() for tensor in example()[:3])
+    with torch.autocast("cpu", torch.bfloat16), patch.object(_Gathered, "gather", autospec=True, side_effect=_Gathered.gather) as spy:
+        out = CausalContext(mesh["context"])(q, k, v)
+    return str(spy.call_args.args[0].own.dtype), out.float().numpy().copy()
+
+
+def test_in_half_precision_half_as_much_travels() -> None:
+    right = np.split(whole(packed=False)[0], 4, 2)
+    for rank, (kind, out) in enumerate(on_ranks({"context": 2}, narrow)):
+        assert kind == "torch.bfloat16"
+        np.testing.assert_allclose(out, np.concatenate((right[rank], right[3 - rank]), 2), rtol=0, atol=0.03)
+
+
 def dealt(mesh: Mesh) -> tuple[list[int], str]:
     axis = mesh["context"]
     with pytest.raises(DataError) as problem:
