@@ -76,8 +76,8 @@ class CausalContext(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
         n, rank, tokens = self.axis.size, self.axis.rank, q.shape[2]
         own = torch.stack((k, v))
-        if torch.is_autocast_enabled(q.device.type):  # as attention would: what travels is half as much
-            own = own.to(torch.get_autocast_dtype(q.device.type))
+        if torch.is_autocast_enabled(q.device.type):  # attention with this mask would not; and half as much travels
+            q, own = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, own))
         gathered = _Gathered(own, self.axis)
         whole = _Gather.apply(own, gathered) if n > 1 else own
         ends = (tokens,) if n == 1 else ((rank + 1) * tokens // 2, (2 * n - rank) * tokens // 2)

@@ -151,7 +151,8 @@ def narrow(mesh: Mesh) -> tuple[Any, np.ndarray]:
     """The kind of what travels under autocast, and this rank's output."""
     own = Own(mesh["context"], 2)
     q, k, v = (own(tensor).float() for tensor in example()[:3])
-    with torch.autocast("cpu", torch.bfloat16), patch.object(_Gathered, "gather", autospec=True, side_effect=_Gathered.gather) as spy:
+    spied = patch.object(_Gathered, "gather", autospec=True, side_effect=_Gathered.gather)
+    with torch.autocast("cpu", torch.bfloat16), spied as spy:
         out = CausalContext(mesh["context"])(q, k, v)
     return str(spy.call_args.args[0].own.dtype), out.float().numpy().copy()
 
