@@ -3,8 +3,9 @@
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,11 +23,44 @@ _ALIGN = 64  # bytes; a cache line, and what torch wants
 
 @dataclass(frozen=True, slots=True)
 class _Leaf:
-    """What arrays, tensors or numbers of a sample are, but for their shapes."""
+    """What arrays, tensors or numbers of samples are, but for their shapes. ``order`` is that of their dims in memory, so that
+    they come to others as they lie."""
 
-    make: Callable[[np.ndarray, Any, tuple[int, ...]], Any]
-    dtype: Any  # numpy's, or torch's
-    dims: int
+    kind: Literal["tensor", "array", "scalar", "number"]
+    dtype: Any  # torch's or numpy's
+    order: tuple[int, ...]
+
+    def made(self, content: np.ndarray, shape: Sequence[int]) -> Any:
+        """A leaf of the bytes ``content``; ``shape`` in the order of memory."""
+        back = tuple(np.argsort(self.order))
+        if self.kind == "tensor":
+            return torch.from_numpy(content).view(self.dtype).reshape(*shape).permute(back)
+        array = content.view(self.dtype).reshape(shape).transpose(back)
+        return array if self.kind == "array" else array[()] if self.kind == "scalar" else array.item()
+
+
+def _leaf(value: Any) -> tuple[_Leaf, Sequence[int], np.ndarray]:
+    """What ``value`` is, its shape in the order of memory, and its bytes."""
+    if isinstance(value, Tensor) and value.device.type == "cpu" and value.layout == torch.strided:
+        order = _order(value.stride())
+        tensor = value.detach().permute(order).contiguous().resolve_conj().resolve_neg()
+        return _Leaf("tensor", value.dtype, order), tensor.shape, tensor.reshape(-1).view(torch.uint8).numpy()
+    array = np.asarray(value) if isinstance(value, (np.ndarray, np.generic, bool, int, float, complex)) else None
+    if array is None or array.dtype.hasobject:
+        kind = f"{type(value).__name__} on {value.device}" if isinstance(value, Tensor) else type(value).__name__
+        raise DataError(f"a sample holds a {kind}; expected arrays, CPU tensors, numbers, texts or None; set data.once to false")
+    single: Literal["scalar", "number"] = "scalar" if isinstance(value, np.generic) else "number"
+    array = array.transpose(order := _order(array.strides))
+    leaf = _Leaf("array" if isinstance(value, np.ndarray) else single, array.dtype, order)
+    return leaf, array.shape, np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def _order(strides: Sequence[int]) -> tuple[int, ...]:
+    return tuple(sorted(range(len(strides)), key=lambda dim: -abs(strides[dim])))
+
+
+def _room(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
 
 
 class Dealt:
@@ -105,21 +139,21 @@ class Dealt:
 
     def _packed(self, sample: Any) -> tuple[int, np.ndarray]:
         """How many bytes tell the tree, and all bytes: tree, shapes, values."""
-        arrays: list[np.ndarray] = []
         shapes: list[int] = []
+        values: list[np.ndarray] = []
 
-        def leaf(value: Any) -> Any:
+        def told_of(value: Any) -> Any:
             if value is None or isinstance(value, str):
                 return value
-            known, array = _known(value)
-            arrays.append(array)
-            shapes.extend(np.shape(value))
-            return known
+            leaf, shape, content = _leaf(value)
+            shapes.extend(shape)
+            values.append(content)
+            return leaf
 
-        tree = tree_map(sample, leaf)
-        told = b"" if (tree,) == (self._trees.get(self._channel.rank),) else pickle.dumps(tree)
-        self._trees[self._channel.rank] = tree
-        parts = [np.frombuffer(told, np.uint8), np.array(shapes, np.int64).view(np.uint8), *arrays]
+        tree, me = tree_map(sample, told_of), self._channel.rank
+        told = b"" if me in self._trees and tree == self._trees[me] else pickle.dumps(tree)
+        self._trees[me] = tree
+        parts = [np.frombuffer(told, np.uint8), np.array(shapes, np.int64).view(np.uint8), *values]
         content, at = self._memory.take(max(sum(_room(len(part)) for part in parts), 1)), 0
         for part in parts:
             content[at : at + len(part)] = part
@@ -129,59 +163,19 @@ class Dealt:
     def _unpacked(self, content: np.ndarray, told: int, maker: int) -> Any:
         if told:
             self._trees[maker] = pickle.loads(content[:told].tobytes())  # noqa: S301  (from our own process)
-        tree, at, dims = self._trees.get(maker), _room(told), 0
-
-        def count(known: Any) -> None:
-            nonlocal dims
-            dims += known.dims if isinstance(known, _Leaf) else 0
-
-        tree_map(tree, count)
-        shapes = iter(content[at : at + 8 * dims].view(np.int64).tolist())
+        tree, leaves = self._trees[maker], list[_Leaf]()
+        tree_map(tree, lambda leaf: leaves.append(leaf) if isinstance(leaf, _Leaf) else None)
+        at, dims = _room(told), sum(len(leaf.order) for leaf in leaves)
+        sizes = iter(content[at : at + 8 * dims].view(np.int64).tolist())
         at += _room(8 * dims)
 
-        def leaf(known: Any) -> Any:
+        def value(leaf: Any) -> Any:
             nonlocal at
-            if not isinstance(known, _Leaf):
-                return known
-            shape = tuple(next(shapes) for _ in range(known.dims))
-            raw = content[at : at + prod(shape) * known.dtype.itemsize]
-            at += _room(len(raw))
-            return known.make(raw, known.dtype, shape)
+            if not isinstance(leaf, _Leaf):
+                return leaf
+            shape = list(islice(sizes, len(leaf.order)))
+            first, size = at, prod(shape) * leaf.dtype.itemsize
+            at += _room(size)
+            return leaf.made(content[first : first + size], shape)
 
-        return tree_map(tree, leaf)
-
-
-def _room(size: int) -> int:
-    return -(-size // _ALIGN) * _ALIGN
-
-
-def _known(value: Any) -> tuple[_Leaf, np.ndarray]:
-    """What a leaf is, and its bytes."""
-    if isinstance(value, Tensor) and value.device.type == "cpu" and value.layout == torch.strided:
-        flat = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-        return _Leaf(_tensor, value.dtype, value.ndim), flat.numpy()
-    array = value if isinstance(value, np.ndarray) else np.asarray(value) if isinstance(value, _NUMBERS) else None
-    if array is None or array.dtype.hasobject:
-        kind = f"{type(value).__name__} on {value.device}" if isinstance(value, Tensor) else type(value).__name__
-        raise DataError(f"a sample holds a {kind}; expected arrays, CPU tensors, numbers, texts or None; set data.once to false")
-    make = _array if array is value else _scalar if isinstance(value, np.generic) else _number
-    return _Leaf(make, array.dtype, array.ndim), np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-
-
-_NUMBERS = (np.generic, bool, int, float, complex)
-
-
-def _array(raw: np.ndarray, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
-    return raw.view(dtype).reshape(shape)
-
-
-def _scalar(raw: np.ndarray, dtype: np.dtype, shape: tuple[int, ...]) -> Any:
-    return raw.view(dtype)[0]
-
-
-def _number(raw: np.ndarray, dtype: np.dtype, shape: tuple[int, ...]) -> Any:
-    return raw.view(dtype)[0].item()
-
-
-def _tensor(raw: np.ndarray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    return torch.from_numpy(raw).view(dtype).reshape(shape)
+        return tree_map(tree, value)

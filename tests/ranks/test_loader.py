@@ -177,9 +177,10 @@ class Mixed(Numbers):
             raise DataError(f"number {index} is broken")
         self.made.append(index)
         rng = np.random.default_rng([index, epoch])
-        sizes = rng.integers(0, 5, 2)
+        sizes = rng.integers(2, 5, 3)
         sample = {
-            "f": np.asfortranarray(rng.random(sizes)), "tensor": torch.arange(index).to(torch.bfloat16), "none": None, "text": "a",
+            "turned": rng.random(sizes).transpose(1, 2, 0), "tensor": torch.arange(index).to(torch.bfloat16), "none": None,
+            "channels": torch.ones(2, 3, 2, 2).to(memory_format=torch.channels_last) * index, "text": "a", "empty": np.ones((0, 3)),
             "pair": [Pair(float(index), index), (True, np.float32(index), np.array(index, ">i2"))],
         }  # fmt: skip
         return sample | ({"more": np.array(["x", "yz"])} if index % 3 == 0 else {})
@@ -194,9 +195,9 @@ def same(found: Any, right: Any) -> bool:
     if isinstance(right, list | tuple):
         return type(found) is type(right) and len(found) == len(right) and all(map(same, found, right))
     if isinstance(right, torch.Tensor):
-        return found.dtype == right.dtype and torch.equal(found, right)
+        return found.dtype == right.dtype and found.stride() == right.stride() and torch.equal(found, right)
     if isinstance(right, np.ndarray):
-        return found.dtype == right.dtype and np.array_equal(found, right)
+        return found.dtype == right.dtype and np.array_equal(found, right) and (found.strides == right.strides or not right.size)
     return type(found) is type(right) and found == right
 
 
@@ -260,7 +261,7 @@ def stopping(mesh: Mesh, broken: int, order: str) -> tuple[str, float]:
 
 @pytest.mark.parametrize("order", ["strict", "ready"])
 def test_a_bad_sample_ends_all_ranks_of_its_copy_and_names_the_one_that_met_it(order: str) -> None:
-    found = on_ranks({"tensor": 4}, stopping, 6, order)
+    found = on_ranks({"tensor": 4}, stopping, 6, order, timeout=20)
     texts = [text for text, _ in found]
     met = "t, rank 3, sample 6: number 6 is broken"
     assert texts == [f"rank 3 has no sample to send: {met}"] * 3 + [met]
