@@ -231,6 +231,29 @@ def test_each_sample_is_made_by_one_rank_of_its_copy_and_comes_to_all_as_it_is(a
         assert row == made_once(Mesh({}), order)[2]
 
 
+def passing(mesh: Mesh) -> tuple[list[int], list[int]]:
+    """The samples in their order, of which the fifth is slow; what was passed over after four batches."""
+
+    class Slow(Mixed):
+        def sample(self, index: int, epoch: int) -> Any:
+            time.sleep(0.3 * (index == 4))
+            return super().sample(index, epoch)
+
+    with Loader(Slow(24), 2, mesh, name="t", shuffle=False, order="ready", once=True) as loader:
+        seen: list[int] = []
+        late: list[int] = []
+        for number, batch in enumerate(loader.epoch(0)):
+            seen += [sample["pair"][0].y for sample in batch]
+            late = loader.late() if number == 3 else late
+        return seen, late
+
+
+def test_what_is_slow_to_make_holds_up_nobody() -> None:
+    (seen, late), other = on_ranks({"tensor": 2}, passing)
+    assert other == (seen, late) and sorted(seen) == list(range(24))
+    assert seen.index(4) > 7 and 4 in late
+
+
 def skipping(mesh: Mesh, last: str) -> tuple[list[list[int]], list[str], list[str]]:
     words: dict[str, Any] = {"shuffle": False, "last": last, "on_bad_sample": "skip", "once": True}
     with Loader(Mixed(12, broken=(3, 6)), 4, mesh, name="t", **words) as loader:
