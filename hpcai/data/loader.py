@@ -131,6 +131,8 @@ class Loader:
                 f"{name}: on_bad_sample=skip, but {mesh.copy.size} processes hold a sample together and each makes it; set it to "
                 "stop, or data.once to true where the source is whole"
             )
+        if self._once:
+            logger.info("%s: each sample is made by one of %d processes of a copy, and sent to the others", name, mesh.copy.size)
         rest = samples % batch
         if rest and self.last == "drop":
             logger.info("%s: %d samples in batches of %d: each epoch leaves out %d, others each time", name, samples, batch, rest)
