@@ -111,16 +111,17 @@ class Dealt:
                 raise failure
             ready = next(mine)
             told, content = self._packed(ready.sample)
-            head = [0, ready.task.position, told, len(content)]
         except BaseException as problem:
             text = str(problem) if isinstance(problem, HpcaiError) else f"{type(problem).__name__}: {problem}"
             content = np.frombuffer(bytearray(f"rank {self._rank} has no sample to send: {text}".encode()), np.uint8)
-            self._broadcast(torch.tensor([1, 0, 0, len(content)]), self._channel.rank)
-            self._broadcast(torch.from_numpy(content), self._channel.rank)
+            self._send([1, 0, 0, len(content)], content)
             raise
+        self._send([0, ready.task.position, told, len(content)], content)
+        return ready
+
+    def _send(self, head: list[int], content: np.ndarray) -> None:
         self._broadcast(torch.tensor(head), self._channel.rank)
         self._broadcast(torch.from_numpy(content), self._channel.rank)
-        return ready
 
     def _receive(self, maker: int) -> tuple[int, Any]:
         head = torch.zeros(4, dtype=torch.int64)
