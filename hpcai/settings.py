@@ -87,6 +87,9 @@ class LoaderConfig(Settings):
     """strict: the same batches in every run; ready: a sample that is slow to prepare comes in a later batch of its epoch"""
     on_bad_sample: Literal["stop", "skip"] = "stop"
     """skip: a sample that cannot be read or is not finite is replaced by another, reported and counted"""
+    once: bool | Literal["auto"] = "auto"
+    """whether each sample of a copy that several processes hold together is made by one of them and sent to the others; auto: where
+    all of them would make the same of it. Where each reads its own part only (volumes and maps that are cut) it is off"""
     patience: Annotated[float, Field(gt=0)] = 600.0
     """seconds without any sample after which a run stops and names what it waits for"""
     stage: str | None = None
@@ -99,12 +102,15 @@ class LoaderConfig(Settings):
         return {
             "workers": self.workers, "processes": self.processes, "prefetch": int(self.prefetch * 1e9), "order": self.order,
             "on_bad_sample": self.on_bad_sample, "patience": self.patience,
+            "once": False if self.reader == "gds" else self.once,
         }  # fmt: skip
 
     @model_validator(mode="after")
     def _goes_together(self) -> Self:
         if self.reader == "gds" and self.processes:
             raise ValueError("reader gds reads to the GPU of this process; set processes to false")
+        if self.reader in ("gds", "dali") and self.once is True:
+            raise ValueError(f"reader {self.reader} gives samples on the GPU of each process; set once to auto or false")
         if self.reader == "dali" and (self.order == "ready" or self.on_bad_sample == "skip"):
             raise ValueError("reader dali has a strict order and stops at a bad sample; set order strict and on_bad_sample stop")
         if self.shards > 1 and self.stage is None:

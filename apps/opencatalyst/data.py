@@ -77,6 +77,8 @@ class Frames(Samples):
     """Frames of one split with the neighbours of their atoms; ``count``: the first of them only. Batches are joined, and in
     ``parts`` micro-batches where a step has several."""
 
+    whole = True
+
     def __init__(
         self, rows: Rows, model: DimeNetConfig, parts: int = 1, ladder: Ladder | None = None, count: int | None = None,
     ) -> None:  # fmt: skip

@@ -101,6 +101,8 @@ class Chains(Samples):
     """The chains of a split that stand in ``kept``, with the features of all passes; ``templates``: where those of their hits are.
     In training index i + k * N is chain i, drawn once more."""
 
+    whole = True
+
     def __init__(
         self, rows: Rows, kept: np.ndarray, cfg: FeatureConfig, seed: int, templates: Rows | None = None, *, training: bool = True
     ) -> None:

@@ -176,6 +176,8 @@ class Unchanged(NamedTuple):
 class Volumes(Samples):
     """Whole volumes, of any sizes; a batch is a list of them. ``count``: the first of them only."""
 
+    whole = True  # a cut copy gives each process its part of a window later
+
     def __init__(self, rows: Rows, count: int | None = None) -> None:
         super().__init__(rows)
         self._count = len(rows) if count is None else min(count, len(rows))

@@ -22,6 +22,7 @@ import torch.distributed as torch_dist
 
 from hpcai.data.ahead import Ahead, Ready, Task
 from hpcai.data.assemble import Assembler, Made, tree_bytes
+from hpcai.data.dealt import Dealt
 from hpcai.data.direct import pin, unpin
 from hpcai.data.sampler import InOrder, LargestFirst, Sampler, Shuffled
 from hpcai.dist.collect import gather_objects
@@ -35,7 +36,8 @@ class Source(Protocol):
     """Samples by index. ``sample`` is called from several threads, or in several processes.
 
     A source may also have ``collate(samples) -> batch`` of CPU tensors, where stacking is not what its samples want, ``identity``
-    (a text that is the same for the same data set) and ``close()``.
+    (a text that is the same for the same data set), ``whole`` (True: all processes of a cut copy make the same of a sample, none a
+    part of its own) and ``close()``.
     """
 
     def __len__(self) -> int: ...
@@ -61,7 +63,8 @@ class Loader:
     """Batches of ``source`` for one process of the mesh.
 
     ``batch`` counts samples over all copies of the model: the same settings train the same way on any number of processes.
-    Processes that hold one copy together (all axes but replicate) get the same samples, in the same order. ``last`` says what
+    Processes that hold one copy together (all axes but replicate) get the same samples, in the same order; with ``once`` each is
+    made by one of them and sent to the others (``auto``: where the source says that it is ``whole``). ``last`` says what
     becomes of samples that do not fill the last batch: ``drop`` leaves them out (others in every epoch), ``pad`` repeats the
     first ones of the epoch, ``keep`` (for evaluation) takes each exactly once, in parts that may be uneven.
 
@@ -76,6 +79,7 @@ class Loader:
         shuffle: bool = True, last: Literal["drop", "pad", "keep"] = "drop", accumulate: int = 1, workers: int = 2,
         processes: bool = False, prefetch: int = 1 << 30, order: Literal["strict", "ready"] = "strict",
         on_bad_sample: Literal["stop", "skip"] = "stop", patience: float = 600.0, then: Callable[[Any, int], Any] | None = None,
+        once: bool | Literal["auto"] = False,
     ) -> None:  # fmt: skip
         self.source, self.size, self.name, self.device = source, batch, name, mesh.device
         self.copies, self.order, self.last = mesh["replicate"], order, last
@@ -84,9 +88,19 @@ class Loader:
         self._told = 0
         self._rank, self._workers, self._prefetch = mesh.rank, workers, prefetch
         self._on_bad, self._patience, self._then = on_bad_sample, patience, then
+        whole = getattr(source, "whole", False)
+        self._once = mesh.copy.size > 1 and (whole if once == "auto" else once)
+        if self._once and not whole:
+            raise DataError(
+                f"{name}: data.once, but a {type(source).__name__} does not say that it is whole: {mesh.copy.size} processes that "
+                "hold a sample together may each make a part of their own of it; set data.once to false"
+            )
         self._check(batch, accumulate, mesh)
         self._order: Callable[[int], np.ndarray] = lru_cache(2)(self.sampler.order)
-        self._leader = _Leader(mesh.channel("copy")) if order == "ready" and mesh.copy.size > 1 else None
+        self._tellers = mesh.everyone if self._once else self.copies
+        self._dealt = Dealt(mesh.channel("copy"), mesh.rank, mesh.device.type == "cuda") if self._once else None
+        leads = order == "ready" and mesh.copy.size > 1 and not self._once
+        self._leader = _Leader(mesh.channel("copy")) if leads else None
         self._assembler = Assembler(mesh.device, name, getattr(source, "collate", None))
         self._following: _Course | None = None
         self._plan: _Plan | None = None
@@ -112,8 +126,13 @@ class Loader:
             raise DataError(f"{name}: {samples} samples are fewer than one batch of {batch}; make more data or lower the batch")
         if samples < copies and not isinstance(self.sampler, LargestFirst):
             raise DataError(f"{name}: {samples} samples for {copies} processes; make more data or start fewer processes")
-        if self._on_bad == "skip" and mesh.copy.size > 1:
-            raise DataError(f"{name}: on_bad_sample=skip, but {mesh.copy.size} processes hold a sample together; set it to stop")
+        if self._on_bad == "skip" and mesh.copy.size > 1 and not self._once:
+            raise DataError(
+                f"{name}: on_bad_sample=skip, but {mesh.copy.size} processes hold a sample together and each makes it; set it to "
+                "stop, or data.once to true where the source is whole"
+            )
+        if self._once:
+            logger.info("%s: each sample is made by one of %d processes of a copy, and sent to the others", name, mesh.copy.size)
         rest = samples % batch
         if rest and self.last == "drop":
             logger.info("%s: %d samples in batches of %d: each epoch leaves out %d, others each time", name, samples, batch, rest)
@@ -201,7 +220,7 @@ class Loader:
             return []
         new, self._told = self.skipped[self._told :], len(self.skipped)
         texts = [f"{self.name}: sample {s.index} of epoch {s.epoch} is skipped ({_instead(s)}): {s.reason}" for s in new]
-        parts = gather_objects((texts, len(self.skipped)), self.copies)
+        parts = gather_objects((texts, len(self.skipped)), self._tellers)
         told = [text for part, _ in parts for text in part]
         return [*told, f"{self.name}: {sum(count for _, count in parts)} samples skipped so far"] if told else []
 
@@ -231,7 +250,7 @@ class Loader:
             if plan.is_whole and plan.epoch == following.plan.epoch:
                 return following
             following.close()
-        part = -(-self.size // self.copies.size)
+        part = -(-self.size // self._tellers.size)
         ahead = Ahead(
             self._prepare, name=self.name, workers=self._workers, budget=self._prefetch, least=2 * part + self._workers,
             patience=self._patience,
@@ -264,7 +283,10 @@ class Loader:
 
     def _taken(self, ahead: Ahead, plan: "_Plan", number: int, part: np.ndarray) -> "tuple[_Found, list[Any]]":
         """Number, tasks and samples of the next batch, as soon as they are ready."""
-        if self.order == "strict":
+        found: list[Ready] | None
+        if self._dealt is not None:
+            found = self._dealt.take(ahead, plan.tasks_at(part), number, plan.task_at if self.order == "ready" else None)
+        elif self.order == "strict":
             found = ahead.take(plan.epoch, len(part), part.tolist())
         elif self._leader is None:
             found = ahead.take(plan.epoch, len(part))
@@ -325,9 +347,16 @@ class _Plan:
                 yield number, mine
 
     def tasks(self) -> Iterator[Task]:
-        for _, part in self.parts():
-            for position, index in zip(part.tolist(), self._loader._at(self.epoch, part).tolist()):
-                yield Task(self.epoch, position, index)
+        """What this process makes."""
+        dealt = self._loader._dealt
+        for number, part in self.parts():
+            yield from (t for place, t in enumerate(self.tasks_at(part)) if dealt is None or dealt.makes(number, place))
+
+    def tasks_at(self, positions: np.ndarray) -> list[Task]:
+        return [Task(self.epoch, p, i) for p, i in zip(positions.tolist(), self._loader._at(self.epoch, positions).tolist())]
+
+    def task_at(self, position: int) -> Task:
+        return self.tasks_at(np.array([position]))[0]
 
     def deliver(self, number: int, tasks: Sequence[Task]) -> None:
         """Note which samples batch ``number`` holds."""

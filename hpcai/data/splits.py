@@ -22,7 +22,9 @@ logger = logging.getLogger(__name__)
 
 class Samples:
     """A split as samples: a row's values by name, or what a subclass makes of them. What it reads of a row may depend on index and
-    epoch, and on the place of this process in a cut copy of the model."""
+    epoch, and on the place of this process in a cut copy of the model, unless a subclass says that it is ``whole``."""
+
+    whole = False
 
     def __init__(self, rows: Rows) -> None:
         self.rows = rows

@@ -29,6 +29,9 @@ def volumes(folder: Path) -> Path:
         ("EIO", ["train, rank 1, sample ", ".h5: bytes ", "Input/output error (EIO)"]),
         ("NaN", ["train, rank 1, sample 43: ", "v10.h5: row 3 of 'counts' holds NaN or infinity; make it again"]),
         ("killed", ["was killed by signal 9 (SIGKILL)", "train, rank 1, sample 43"]),
+        ("vanished tensor", ["v08.h5", "no such file", "train, rank "]),
+        ("EIO tensor", ["train, rank 1, sample ", ".h5: bytes ", "Input/output error (EIO)"]),
+        ("killed tensor", ["was killed by signal 9 (SIGKILL)", "train, rank 1, sample 43"]),
     ],
 )
 def test_all_ranks_end_within_seconds(tmp_path: Path, what: str, texts: list[str]) -> None:
@@ -37,8 +40,8 @@ def test_all_ranks_end_within_seconds(tmp_path: Path, what: str, texts: list[str
         with h5py.File(folder / "v10.h5", "r+") as file:
             file["counts"][3, 2, 1, 0] = np.nan
     shared = set(os.listdir("/dev/shm"))
-    ended = run(mpich(2), "read.py", str(folder), what)
-    assert ended.code != 0 and ended.after < SOON + (20 if what in ("NaN", "killed") else 0)
+    ended = run(mpich(2), "read.py", str(folder), *what.split())
+    assert ended.code != 0 and ended.after < SOON + (20 if what.split()[0] in ("NaN", "killed") else 0)
     assert all(text in ended.err for text in texts), ended.err
     new = {name for name in set(os.listdir("/dev/shm")) - shared if "mpich" not in name.lower()}
     assert not [name for name in new if not in_use(name)], "shared memory is left behind"
@@ -50,6 +53,7 @@ def in_use(name: str) -> bool:
     return mapped or not Path("/dev/shm", name).exists()
 
 
-def test_without_a_fault_all_is_read(tmp_path: Path) -> None:
-    ended = run(mpich(2), "read.py", str(volumes(tmp_path / "train")), "nothing")
+@pytest.mark.parametrize("axis", ["replicate", "tensor"])
+def test_without_a_fault_all_is_read(tmp_path: Path, axis: str) -> None:
+    ended = run(mpich(2), "read.py", str(volumes(tmp_path / "train")), "nothing", axis)
     assert ended.code == 0 and "Error" not in ended.err

@@ -1,12 +1,15 @@
-"""Ranks that hold one sample together get the same samples, each only its part; late ones are known to all; no rank hangs."""
+"""Ranks that hold one sample together get the same samples, each only its part, or made by one of them; late ones are known to all;
+no rank hangs."""
 
+import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
 import pytest
+import torch
 
 from hpcai.data import Loader, Reader, Rows
 from hpcai.dist.mesh import Mesh
@@ -20,16 +23,20 @@ MESHES = (
 )  # fmt: skip
 
 
-def delivered(mesh: Mesh, order: str, stop: int, first: int, late: list[int]) -> tuple[int, list[list[int]], list[int]]:
+def delivered(
+    mesh: Mesh, order: str, stop: int, first: int, late: list[int], once: bool = False
+) -> tuple[int, list[list[int]], list[int]]:
     slow = set(np.random.default_rng(mesh.rank).integers(0, 48, 6).tolist())  # other samples on each rank
 
     class Slow(Numbers):
+        whole = True
+
         def sample(self, index: int, epoch: int) -> np.ndarray:
             if index in slow:
                 time.sleep(0.05)
             return np.array(index)
 
-    with Loader(Slow(48), 8, mesh, name="t", order=order, seed=4) as loader:  # type: ignore[arg-type]
+    with Loader(Slow(48), 8, mesh, name="t", order=order, seed=4, once=once) as loader:  # type: ignore[arg-type]
         row, epoch = [], loader.epoch(0, first, late)
         for _ in range(stop):
             row.append(next(epoch).tolist())
@@ -37,10 +44,12 @@ def delivered(mesh: Mesh, order: str, stop: int, first: int, late: list[int]) ->
         return mesh["replicate"].rank, row, loader.late()
 
 
-@pytest.mark.parametrize("axes", MESHES, ids=str)
+@pytest.mark.parametrize(
+    "axes, once", [(axes, once) for axes in MESHES for once in (False, True) if not once or set(axes) != {"replicate"}], ids=str
+)
 @pytest.mark.parametrize("order", ["strict", "ready"])
-def test_ranks_of_one_copy_agree_and_a_resumed_epoch_is_whole(axes: dict[str, int], order: str) -> None:
-    before = on_ranks(axes, delivered, order, 3, 0, [])
+def test_ranks_of_one_copy_agree_and_a_resumed_epoch_is_whole(axes: dict[str, int], once: bool, order: str) -> None:
+    before = on_ranks(axes, delivered, order, 3, 0, [], once)
     late = before[0][2]
     assert all(part[2] == late for part in before), "every rank knows all late positions"
     after = on_ranks({"replicate": 2}, delivered, order, 3, 24, late)
@@ -144,3 +153,202 @@ def failing(mesh: Mesh, broken: int) -> str:
 def test_the_rank_that_fails_says_so_itself() -> None:
     texts = on_ranks({"replicate": 2}, failing, 6)
     assert texts == ["all was delivered", "t, rank 1, sample 6: file 7 ends early, index 6"]
+
+
+# ---- made once
+
+
+class Pair(NamedTuple):
+    x: Any
+    y: Any
+
+
+class Mixed(Numbers):
+    """Samples of every kind, of which some have other sizes, and some another tree; notes what it makes, and where."""
+
+    whole = True
+
+    def __init__(self, count: int, broken: tuple[int, ...] = ()) -> None:
+        super().__init__(count)
+        self.broken, self.made = broken, list[int]()
+
+    def sample(self, index: int, epoch: int) -> Any:
+        if index in self.broken:
+            raise DataError(f"number {index} is broken")
+        self.made.append(index)
+        rng = np.random.default_rng([index, epoch])
+        sizes = rng.integers(2, 5, 3)
+        sample = {
+            "turned": rng.random(sizes).transpose(1, 2, 0), "tensor": torch.arange(index).to(torch.bfloat16), "none": None,
+            "channels": torch.ones(2, 3, 2, 2).to(memory_format=torch.channels_last) * index, "text": "a", "empty": np.ones((0, 3)),
+            "pair": [Pair(float(index), index), (True, np.float32(index), np.array(index, ">i2"))],
+        }  # fmt: skip
+        return sample | ({"more": np.array(["x", "yz"])} if index % 3 == 0 else {})
+
+    def collate(self, samples: list[Any]) -> Any:
+        return samples
+
+
+def same(found: Any, right: Any) -> bool:
+    if isinstance(right, dict):
+        return list(found) == list(right) and all(same(found[name], right[name]) for name in right)
+    if isinstance(right, list | tuple):
+        return type(found) is type(right) and len(found) == len(right) and all(map(same, found, right))
+    if isinstance(right, torch.Tensor):
+        return found.dtype == right.dtype and found.stride() == right.stride() and torch.equal(found, right)
+    if isinstance(right, np.ndarray):
+        return found.dtype == right.dtype and np.array_equal(found, right) and (found.strides == right.strides or not right.size)
+    return type(found) is type(right) and found == right
+
+
+def made_once(mesh: Mesh, order: str) -> tuple[bool, list[int], list[int]]:
+    """Whether samples are what this rank would make of them; what it made, and what was delivered to it."""
+    source, right = Mixed(24), Mixed(24)
+    with Loader(source, 4, mesh, name="t", seed=3, once="auto", order=order) as loader:  # type: ignore[arg-type]
+        alike, seen = True, []
+        for epoch in range(2):
+            for number, batch in enumerate(loader.epoch(epoch, more=epoch == 0)):
+                indices = [index for index, _ in loader.taken(epoch, 4 * number)]
+                alike &= all(same(found, right.sample(index, epoch)) for found, index in zip(batch, indices, strict=True))
+                seen += indices
+        return alike, source.made, seen
+
+
+@pytest.mark.parametrize("order", ["strict", "ready"])
+@pytest.mark.parametrize("axes", [{"tensor": 2}, {"context": 4}, {"replicate": 2, "tensor": 2}], ids=str)
+def test_each_sample_is_made_by_one_rank_of_its_copy_and_comes_to_all_as_it_is(axes: dict[str, int], order: str) -> None:
+    found = on_ranks(axes, made_once, order)
+    assert all(alike for alike, _, _ in found)
+    assert sorted(sum((made for _, made, _ in found), [])) == sorted(2 * list(range(24))), "each once in each of two epochs"
+    assert {len(made) for _, made, _ in found} == {48 // len(found)}, "the work is dealt evenly"
+    size = len(found) // axes.get("replicate", 1)
+    for first in range(0, len(found), size):
+        assert all(seen == found[first][2] for _, _, seen in found[first : first + size])
+    if order == "strict":
+        copies = [seen for _, _, seen in found[::size]]
+        each = 4 // len(copies)
+        row = [index for k in range(12) for seen in copies for index in seen[each * k : each * (k + 1)]]
+        assert row == made_once(Mesh({}), order)[2]
+
+
+def passing(mesh: Mesh) -> tuple[list[int], list[int]]:
+    """The samples in their order, of which the fifth is slow; what was passed over after four batches."""
+
+    class Slow(Mixed):
+        def sample(self, index: int, epoch: int) -> Any:
+            time.sleep(0.3 * (index == 4))
+            return super().sample(index, epoch)
+
+    with Loader(Slow(24), 2, mesh, name="t", shuffle=False, order="ready", once=True) as loader:
+        seen: list[int] = []
+        late: list[int] = []
+        for number, batch in enumerate(loader.epoch(0)):
+            seen += [sample["pair"][0].y for sample in batch]
+            late = loader.late() if number == 3 else late
+        return seen, late
+
+
+def test_what_is_slow_to_make_holds_up_nobody() -> None:
+    (seen, late), other = on_ranks({"tensor": 2}, passing)
+    assert other == (seen, late) and sorted(seen) == list(range(24))
+    assert seen.index(4) > 7 and 4 in late
+
+
+def skipping(mesh: Mesh, last: str) -> tuple[list[list[int]], list[str], list[str]]:
+    words: dict[str, Any] = {"shuffle": False, "last": last, "on_bad_sample": "skip", "once": True}
+    with Loader(Mixed(12, broken=(3, 6)), 4, mesh, name="t", **words) as loader:
+        batches = [[sample["pair"][0].y for sample in batch] for batch in loader.epoch(0)]
+        return batches, loader.news(), loader.news()
+
+
+def test_a_bad_sample_is_skipped_by_all_ranks_of_a_copy_and_told_by_all() -> None:
+    for batches, news, again in on_ranks({"tensor": 2}, skipping, "drop"):
+        assert batches == [[0, 1, 2, 4], [4, 5, 7, 7], [8, 9, 10, 11]] and not again
+        assert [text.split(" of epoch")[0] for text in sorted(news)] == [
+            "t: 2 samples skipped so far", "t: sample 3", "t: sample 6"
+        ]  # fmt: skip
+    for batches, _, _ in on_ranks({"tensor": 2}, skipping, "keep"):
+        assert batches == [[0, 1, 2], [4, 5, 7], [8, 9, 10, 11]]
+
+
+def stopping(mesh: Mesh, broken: int, order: str) -> tuple[str, float]:
+    began = time.monotonic()
+    with Loader(Mixed(16, broken=(broken,)), 4, mesh, name="t", shuffle=False, order=order, once=True) as loader:  # type: ignore[arg-type]
+        try:
+            for _ in loader.epoch(0):
+                pass
+        except DataError as problem:
+            return str(problem), time.monotonic() - began
+    return "all was delivered", 0.0
+
+
+@pytest.mark.parametrize("order", ["strict", "ready"])
+def test_a_bad_sample_ends_all_ranks_of_its_copy_and_names_the_one_that_met_it(order: str) -> None:
+    found = on_ranks({"tensor": 4}, stopping, 6, order, timeout=20)
+    texts = [text for text, _ in found]
+    met = "t, rank 3, sample 6: number 6 is broken"
+    assert texts == [f"rank 3 has no sample to send: {met}"] * 3 + [met]
+    assert max(after for _, after in found) < 5
+
+
+def leaving(mesh: Mesh) -> list[int]:
+    """Each rank leaves an epoch at once, while another makes the next samples, and goes on with the next."""
+
+    class Late(Mixed):
+        def sample(self, index: int, epoch: int) -> Any:
+            time.sleep(0.02 * (mesh.rank + index % 3))
+            return super().sample(index, epoch)
+
+    with Loader(Late(16), 2, mesh, name="t", shuffle=False, once=True) as loader:
+        for _ in loader.epoch(0):
+            break
+        return [sample["pair"][0].y for batch in loader.epoch(1) for sample in batch]
+
+
+def test_an_epoch_can_be_left_and_another_begun() -> None:
+    assert on_ranks({"tensor": 2}, leaving) == [list(range(16))] * 2
+
+
+def lost(mesh: Mesh) -> str:
+    class Deadly(Mixed):
+        def sample(self, index: int, epoch: int) -> Any:
+            if index == 5:
+                os._exit(7)
+            return super().sample(index, epoch)
+
+    with Loader(Deadly(16), 4, mesh, name="t", shuffle=False, once=True) as loader:
+        try:
+            for _ in loader.epoch(0):
+                pass
+        except RuntimeError as problem:
+            return str(problem)
+    raise AssertionError("all was delivered")
+
+
+def test_a_rank_that_dies_ends_the_others() -> None:
+    with pytest.raises(AssertionError, match=r"only \[1\] of 2 ranks answered; exit codes \[7, None\]"):
+        on_ranks({"tensor": 2}, lost, fresh=True, timeout=3)
+
+
+def unfit(mesh: Mesh) -> list[str]:
+    class Parts(Mixed):
+        whole = False
+
+    class Odd(Mixed):
+        def sample(self, index: int, epoch: int) -> Any:
+            return {"set": {1, 2}}
+
+    texts = []
+    for source in (Parts(8), Odd(8)):
+        try:
+            with Loader(source, 2, mesh, name="t", once=True) as loader:
+                next(loader.epoch(0))
+        except DataError as problem:
+            texts.append(str(problem))
+    return texts
+
+
+def test_a_source_of_parts_and_a_sample_of_unknown_kind_are_refused() -> None:
+    for parts, odd in on_ranks({"tensor": 2}, unfit):
+        assert "a Parts does not say that it is whole: 2 processes" in parts
+        assert "a sample holds a set; expected arrays, CPU tensors, numbers, texts or None; set data.once to false" in odd

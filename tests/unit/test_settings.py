@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from hpcai.config import Settings
-from hpcai.settings import ScheduleConfig, StepConfig, TrainConfig
+from hpcai.settings import LoaderConfig, ScheduleConfig, StepConfig, TrainConfig
 
 
 @pytest.mark.parametrize(
@@ -20,6 +20,7 @@ from hpcai.settings import ScheduleConfig, StepConfig, TrainConfig
         (StepConfig, {"compile_cache": Path("x")}, "compile_cache is given, but nothing is compiled"),
         (StepConfig, {"clip_per": "sample", "clip": None}, "clip_per is sample, but clip is null"),
         (StepConfig, {"clip_per": "sample", "clip": 0.1, "shard": "weights"}, "clip_per is sample, but shard is weights"),
+        (LoaderConfig, {"once": True, "reader": "gds"}, "reader gds gives samples on the GPU of each process; set once to auto"),
         (ScheduleConfig, {"decay": "steps"}, "needs decay_at"),
         (ScheduleConfig, {"decay": "steps", "decay_at": (1.0,), "decay_to": ()}, "give one factor per epoch"),
         (ScheduleConfig, {"decay": "steps", "decay_at": (3.0, 1.0), "decay_to": (0.5, 0.1)}, "must rise"),
@@ -31,3 +32,7 @@ from hpcai.settings import ScheduleConfig, StepConfig, TrainConfig
 def test_contradictions_are_refused(kind: type[Settings], words: dict[str, Any], text: str) -> None:
     with pytest.raises(ValidationError, match=text):
         kind(**words)
+
+
+def test_samples_that_are_read_to_a_gpu_are_not_sent() -> None:
+    assert [LoaderConfig(**words).loading()["once"] for words in ({}, {"once": True}, {"reader": "gds"})] == ["auto", True, False]

@@ -1,4 +1,4 @@
-"""Ranks read a set of volumes together; something happens to the data of rank 1: read.py FOLDER WHAT."""
+"""Ranks read a set of volumes together; something happens to the data of rank 1: read.py FOLDER WHAT [AXIS]."""
 
 import errno
 import os
@@ -19,6 +19,8 @@ steps = 0
 
 
 class Volumes:
+    whole = True
+
     def __init__(self, folder: Path, what: str) -> None:
         reader = Reader("auto", files=2, preadv=failing if what == "EIO" else os.preadv)
         self.rows, self.what = Rows(folder, {"counts": ("float32", (16, 16, 16))}, "make it again", reader=reader), what
@@ -56,11 +58,12 @@ def spoil(folder: Path, what: str) -> None:
             os.truncate(path, path.stat().st_size // 2)
 
 
-def main(folder: Path, what: str) -> None:
+def main(folder: Path, what: str, axis: str = "replicate") -> None:
     global steps
-    with dist.start({"replicate": -1}) as mesh:
+    with dist.start({axis: -1}) as mesh:
         source = Volumes(folder, what)
-        with Loader(source, 4, mesh, name="train", shuffle=False, prefetch=1 << 10, processes=what == "killed") as loader:
+        words: dict[str, Any] = {"shuffle": False, "prefetch": 1 << 10, "processes": what == "killed", "once": "auto"}
+        with Loader(source, 4, mesh, name="train", **words) as loader:
             for batch in loader.epoch(0):
                 torch_dist.all_reduce(torch.full((1,), float(batch["counts"].sum())))
                 steps += 1
@@ -71,4 +74,4 @@ def main(folder: Path, what: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    main(Path(sys.argv[1]), *sys.argv[2:])

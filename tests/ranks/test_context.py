@@ -1,0 +1,179 @@
+"""The tokens of a sample cut over processes: the same loss, gradients, updates and checkpoints as on one process."""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from hpcai.dist.mesh import Mesh
+from hpcai.errors import DataError
+from hpcai.parallel.context import CausalContext, Own, Total, _Gathered
+from hpcai.parallel.replicate import sum_over
+from hpcai.settings import CheckpointConfig, StepConfig
+from hpcai.train.checkpoint import Checkpoints, Progress
+from hpcai.train.step import Step
+from tests.ranks.launch import on_ranks
+from tests.ranks.transformer import Transformer, batch, mean_loss
+
+MESHES: list[dict[str, int]] = [{"context": 2}, {"context": 4}, {"replicate": 2, "context": 2}]
+SCHEMES = ["none", "optimizer", "weights"]
+STEPS = 2
+
+
+def new_step(mesh: Mesh, **words: Any) -> Step:
+    torch.manual_seed(mesh.rank)  # the processes start equal, whatever they were
+    model, axis = Transformer(), mesh["context"]
+    model.own, model.total = Own(axis, 1), Total(axis)
+    for block in model.blocks:
+        block.attention.attend = CausalContext(axis)
+    sum_over(model, axis)
+    words = {"precision": "fp64", "lr": 0.05, "weight_decay": 0.1, "clip": 0.5, "bucket_mb": 0.01} | words
+    return Step(model, mean_loss, StepConfig(**words), mesh)
+
+
+def numbers(tensor: Any) -> np.ndarray:
+    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole.detach().numpy().copy()
+
+
+def entries(folder: Path) -> dict[str, Any]:
+    """Names, kinds and sizes of what a checkpoint holds."""
+    index = json.loads((folder / f"step-{STEPS:08d}" / "index.json").read_text())["tensors"]
+    return {name: (entry["dtype"], entry["size"]) for name, entry in index.items() if not name.startswith("rng")}
+
+
+def trained(mesh: Mesh, folder: Path, words: dict[str, Any]) -> dict[str, Any]:
+    step, axis = new_step(mesh, **words), mesh["replicate"]
+    found: dict[str, Any] = {"losses": [], "norms": []}
+    for i in range(STEPS):
+        samples = {name: each.chunk(axis.size)[axis.rank] for name, each in batch(i, tokens=16).items()}
+        found["losses"].append(step(samples, 0.05 / (i + 1))["loss"].item())
+        found["norms"].append(step._norm().item())
+    found["gradients"] = [] if step.cfg.shard != "none" else [numbers(p.grad) for p in step.model.parameters()]
+    found["weights"] = {name: numbers(tensor) for name, tensor in step.model.state_dict().items()}
+    Checkpoints(folder, CheckpointConfig(), mesh).save(step, Progress(step=STEPS))
+    return found
+
+
+@cache
+def alone(folder: Path, parts: int) -> dict[str, Any]:
+    """On one process, for which the samples of each copy are a micro-batch: the mean is one of means."""
+    return trained(Mesh({}), folder, {"accumulate": parts})
+
+
+@pytest.mark.parametrize("shard", SCHEMES)
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_cut_equals_whole(axes: dict[str, int], shard: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    copies = axes.get("replicate", 1)
+    folder = tmp_path_factory.getbasetemp() / f"alone-{copies}"
+    right = alone(folder, copies)
+    ranks = on_ranks(axes, trained, tmp_path / "cut", {"shard": shard})
+    close: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-12}
+    for found in ranks:
+        np.testing.assert_allclose(found["norms"], right["norms"], **close)
+        assert list(found["weights"]) == list(right["weights"])
+        for name, value in right["weights"].items():
+            np.testing.assert_allclose(found["weights"][name], value, **close, err_msg=name)
+        for mine, value in zip(found["gradients"], right["gradients"]):
+            np.testing.assert_allclose(mine, value, **close)
+    losses = np.mean([found["losses"] for found in ranks], 0)
+    np.testing.assert_allclose(losses, right["losses"], **close)
+    assert all(found["losses"] == ranks[0]["losses"] for found in ranks[: len(ranks) // copies]), "ranks of a copy know one loss"
+    assert entries(tmp_path / "cut") == entries(folder)
+    step = new_step(Mesh({}))
+    assert Checkpoints(tmp_path / "cut", CheckpointConfig(), Mesh({})).resume(step) is not None
+    for name, tensor in step.model.state_dict().items():
+        assert np.array_equal(numbers(tensor), ranks[0]["weights"][name]), f"{name}: other bytes in the checkpoint"
+
+
+# ---- attention alone
+
+
+def example() -> tuple[Tensor, ...]:
+    """q, k, v of 4 heads and 2 heads, the gradient of the output, and documents that begin anywhere.   T is 24"""
+    generator = torch.Generator().manual_seed(0)
+    heads = (4, 2, 2, 4)
+    return *(torch.randn(2, h, 24, 8, generator=generator).double() for h in heads), torch.arange(48).reshape(2, 24) // 7
+
+
+def attended(mesh: Mesh, again: bool, packed: bool) -> tuple[list[np.ndarray], int, bool]:
+    """This rank's output and gradients of q, k, v; how often keys and values were gathered; whether all were kept meanwhile."""
+    *tensors, documents = example()
+    own = Own(mesh["context"], 2)
+    q, k, v, gradient = (own(tensor).clone().requires_grad_() for tensor in tensors)
+    gathered: list[StorageWeakRef] = []
+    gather = _Gathered.gather
+
+    def noted(self: _Gathered) -> Tensor:
+        whole = gather(self)
+        gathered.append(StorageWeakRef(whole.untyped_storage()))
+        return whole
+
+    with patch.object(_Gathered, "gather", noted):
+        out = CausalContext(mesh["context"], again)(q, k, v, documents if packed else None)
+        kept = any(not whole.expired() for whole in gathered)
+        gradients = torch.autograd.grad(out, (q, k, v), gradient)
+    assert not any(not whole.expired() for whole in gathered), "they are forgotten after the backward pass"
+    return [numbers(tensor) for tensor in (out, *gradients)], len(gathered), kept
+
+
+def whole(packed: bool) -> list[np.ndarray]:
+    q, k, v, gradient, documents = example()
+    for tensor in (q, k, v):
+        tensor.requires_grad_()
+    mask = torch.ones(24, 24, dtype=torch.bool).tril() & (not packed or documents[:, None, :, None] == documents[:, None, None, :])
+    out = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+    return [numbers(tensor) for tensor in (out, *torch.autograd.grad(out, (q, k, v), gradient))]
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["causal", "documents"])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_grouped_queries_and_packed_documents_are_cut_alike(ranks: int, packed: bool) -> None:
+    for again in (True, False):
+        found = on_ranks({"context": ranks}, attended, again, packed)
+        for rank, (mine, count, kept) in enumerate(found):
+            assert count == (0 if ranks == 1 else 1 + again)
+            assert kept == (ranks > 1 and not again), "the backward pass keeps this rank's keys and values only"
+            blocks = (np.split(value, 2 * ranks, 2) for value in whole(packed))
+            for value, right in zip(mine, blocks):
+                np.testing.assert_allclose(value, np.concatenate((right[rank], right[2 * ranks - 1 - rank]), 2), rtol=0, atol=1e-12)
+
+
+def narrow(mesh: Mesh) -> tuple[Any, np.ndarray]:
+    """The kind of what travels under autocast, and this rank's output."""
+    own = Own(mesh["context"], 2)
+    q, k, v = (own(tensor).float() for tensor in example()[:3])
+    spied = patch.object(_Gathered, "gather", autospec=True, side_effect=_Gathered.gather)
+    with torch.autocast("cpu", torch.bfloat16), spied as spy:
+        out = CausalContext(mesh["context"])(q, k, v)
+    return str(spy.call_args.args[0].own.dtype), out.float().numpy().copy()
+
+
+def test_in_half_precision_half_as_much_travels() -> None:
+    right = np.split(whole(packed=False)[0], 4, 2)
+    for rank, (kind, out) in enumerate(on_ranks({"context": 2}, narrow)):
+        assert kind == "torch.bfloat16"
+        np.testing.assert_allclose(out, np.concatenate((right[rank], right[3 - rank]), 2), rtol=0, atol=0.03)
+
+
+def dealt(mesh: Mesh) -> tuple[list[int], str]:
+    axis = mesh["context"]
+    with pytest.raises(DataError) as problem:
+        Own(axis, -1)(torch.arange(18))
+    return Own(axis, -1)(torch.arange(24)).tolist(), str(problem.value)
+
+
+def test_causal_attention_costs_each_rank_the_same_and_a_remainder_is_refused() -> None:
+    found = on_ranks({"context": 4}, dealt)
+    assert sorted(sum((tokens for tokens, _ in found), [])) == list(range(24))
+    assert {sum(tokens) for tokens, _ in found} == {69}
+    assert found[1][0] == [3, 4, 5, 18, 19, 20]
+    assert "a sample of 18 tokens does not divide into 2 x 4 blocks (mesh.context)" in found[0][1]
