@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hpcai.dist.mesh import Mesh
+from hpcai.nn.deferred import deferred
 
 
 def seed_all(seed: int) -> None:
@@ -20,10 +21,12 @@ def seed_all(seed: int) -> None:
 
 @contextmanager
 def seeds(seed: int, mesh: Mesh) -> Iterator[None]:
-    """Inside, where a model is made, all processes draw the same numbers. Afterwards, for dropout, each copy of the model draws its
-    own, the same on all processes that hold a copy together."""
+    """Inside, models are built and cut without memory for their parameters, which ``Step`` draws (``nn.deferred``); whatever else is
+    drawn is the same on all processes. Afterwards, for dropout, each copy of the model draws numbers of its own, the same on all
+    processes that hold a copy together."""
     seed_all(seed)
-    yield
+    with deferred(seed):
+        yield
     seed_all(seed + mesh["replicate"].rank)
 
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from hpcai.dist.collect import gather_objects, least
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import ConfigError, DataError, DivergedError
+from hpcai.nn.deferred import make
 from hpcai.parallel.rows import Row, total
 from hpcai.settings import StepConfig
 from hpcai.train import rng
@@ -43,7 +44,7 @@ class Step:
     ) -> None:  # fmt: skip
         self.cfg, self.notes = chosen(cfg, mesh, graph is not None)
         cfg, self.loss, self.mesh = self.cfg, loss, mesh
-        self.model = model.to(mesh.device, torch.float64 if cfg.precision == "fp64" else None)
+        self.model = make(model, mesh.device, dtype=torch.float64 if cfg.precision == "fp64" else None)
         self._compiled = Compiled(self.model, cfg, mesh) if cfg.compile != "none" else None
         self.notes += [self._compiled.note] if self._compiled else []
         self.sums = gradient_sums(self.model, mesh, cfg)
