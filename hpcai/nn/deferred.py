@@ -37,8 +37,9 @@ _COPIES = ("clone", "_to_copy", "cat")  # by which a parameter is cut, or gets a
 class _Tape(TorchDispatchMode):
     def __init__(self, seed: int) -> None:
         super().__init__()
-        self.seed, self.parameters = seed, list[nn.Parameter]()
-        self.at: dict[int, nn.Parameter] = {}  # by address of their memory; empty when that was changed
+        self.seed = seed
+        self.at: dict[int, nn.Parameter] = {}  # recorded ones by address of their memory, also of what was theirs
+        self._kept: list[torch.UntypedStorage] = []  # so that no other gets these addresses
         self._taken = WeakIdKeyDictionary()  # a real parameter that is registered again is the same again
 
     @classmethod
@@ -54,19 +55,20 @@ class _Tape(TorchDispatchMode):
             meta = torch.empty_strided(base.shape, base.stride(), dtype=base.dtype, device="meta")
             made: Any = nn.Parameter(meta, parameter.requires_grad)
             made.__dict__.update(parameter.__dict__, deferred=Record(self.seed, tuple(base.shape), base))
-            self.parameters.append(made)
-            self.at.clear()
             self._taken[parameter] = made
+            self.keep(made)
         return self._taken[parameter]
+
+    def keep(self, parameter: nn.Parameter) -> None:
+        memory = parameter.untyped_storage()
+        self._kept.append(memory)
+        self.at[memory._cdata] = parameter
 
     def of(self, x: Any) -> Any:
         """The recorded parameter in whose memory ``x`` lies, or None."""
         if not isinstance(x, Tensor) or x.device.type != "meta":
             return None
-        at = x.untyped_storage()._cdata
-        if not self.at:
-            self.at = {p.untyped_storage()._cdata: p for p in self.parameters}
-        return self.at.get(at)
+        return self.at.get(x.untyped_storage()._cdata)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name, schema = kwargs or {}, func.overloadpacket.__name__, func._schema
@@ -143,9 +145,10 @@ class _Seen(TorchFunctionMode):
             return False
         if func is Tensor.__setitem__ and not isinstance(args[2], Tensor) and self.tape.of(args[0]) is not None:
             args = (*args[:2], torch.tensor(args[2], dtype=args[0].dtype))
-        if getattr(func, "__self__", None) is Tensor.data and func.__name__ == "__set__":
-            self.tape.at.clear()
-        return func(*args, **(kwargs or {}))
+        found = func(*args, **(kwargs or {}))
+        if func == Tensor.data.__set__ and "deferred" in vars(args[0]):  # type: ignore[attr-defined]
+            self.tape.keep(args[0])
+        return found
 
 
 @contextmanager
@@ -171,7 +174,7 @@ def deferred(seed: int = 0) -> Iterator[None]:
         hook.remove()
         if ordinary is not None:
             nn.init._no_grad_trunc_normal_ = ordinary
-    for parameter in tape.parameters:
+    for parameter in tape.at.values():
         parameter.deferred.version = parameter._version  # type: ignore[attr-defined]
 
 
@@ -217,7 +220,7 @@ def _made(parameter: nn.Parameter, name: str, device: torch.device, dtype: torch
     record: Record | None = getattr(parameter, "deferred", None)
     size, stretches = _place(parameter)
     if record is None:
-        raise ConfigError(f"parameter {name} is on the meta device, but not of deferred (a deepcopy is not); build it there, or read it")
+        raise ConfigError(f"parameter {name} is on the meta device, but not of deferred (a deepcopy is not); build it there")
     if record.version not in (None, parameter._version):
         raise ConfigError(f"parameter {name} was written after deferred, when it had no numbers; do so inside, or after make")
     if size != record.size or [sum(b - a for a, b in held) for held in stretches] != list(parameter.shape):

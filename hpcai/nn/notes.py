@@ -119,7 +119,7 @@ class Note:
 
     def _key(self, seed: int | None) -> int:
         if self.record.name is None:
-            raise ConfigError(f"{self.name}: its numbers were copied from a parameter that is not in the model; keep that one there")
+            raise ConfigError(f"{self.name}: its numbers were copied from a parameter that is not in the model; keep that one")
         text = f"{self.record.seed if seed is None else seed} {self.record.name} {self.number}"
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1  # seeds of torch have a sign
 

@@ -21,7 +21,7 @@ def seed_all(seed: int) -> None:
 
 @contextmanager
 def seeds(seed: int, mesh: Mesh) -> Iterator[None]:
-    """Inside, models are built and cut without memory for their parameters, which ``Step`` draws (``nn.deferred``); whatever else is
+    """Inside, models are built and cut without memory for their parameters, which ``Step`` draws (``nn.deferred``); what else is
     drawn is the same on all processes. Afterwards, for dropout, each copy of the model draws numbers of its own, the same on all
     processes that hold a copy together."""
     seed_all(seed)
