@@ -89,7 +89,7 @@ class _Tape(TorchDispatchMode):
     def _note(self, func: Any, args: Any, kwargs: Any, written: list[Any]) -> None:
         name, target, parameter = func.overloadpacket.__name__, written[0], self.of(written[0])
         others = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x is not target]
-        if parameter is None or len(written) > 1:
+        if parameter is None or len(written) > 1 or torch.Tag.inplace_view in func.tags:
             raise _reads(name)
         record, all_of_it = parameter.deferred, _lies(target) == _lies(parameter)
         uncut = tuple(parameter.shape) == record.size
@@ -155,11 +155,11 @@ class _Seen(TorchFunctionMode):
 def deferred(seed: int = 0) -> Iterator[None]:
     """Inside, modules get parameters without memory, and what is done to these is noted (see the top of this file). Raises
     ConfigError where their numbers are read."""
-    tape, ordinary = _Tape(seed), getattr(nn.init, "_no_grad_trunc_normal_", None)
+    tape, ordinary = _Tape(seed), nn.init._no_grad_trunc_normal_
 
     def truncated(tensor: Tensor, mean: float, std: float, a: float, b: float, generator: Any = None) -> Any:
         """By the inverse of the distribution; torch draws again what is out of bounds, and so must look at it."""
-        if tape.of(tensor) is None and ordinary is not None:
+        if tape.of(tensor) is None:
             return ordinary(tensor, mean, std, a, b, generator=generator)
         low, high = (math.erf((x - mean) / (std * math.sqrt(2.0))) for x in (a, b))
         with torch.no_grad():
@@ -172,10 +172,9 @@ def deferred(seed: int = 0) -> Iterator[None]:
             yield
     finally:
         hook.remove()
-        if ordinary is not None:
-            nn.init._no_grad_trunc_normal_ = ordinary
+        nn.init._no_grad_trunc_normal_ = ordinary
     for parameter in tape.at.values():
-        parameter.deferred.version = parameter._version  # type: ignore[attr-defined]
+        vars(parameter)["deferred"].version = parameter._version
 
 
 # ---- numbers
