@@ -32,6 +32,7 @@ from hpcai.nn.notes import DRAWS, FILLS, Note, Record
 from hpcai.nn.stored import Stored, stored
 
 _COPIES = ("clone", "_to_copy", "cat")  # by which a parameter is cut, or gets another dtype or order of memory
+_tapes: list["_Tape"] = []  # that run
 
 
 class _Tape(TorchDispatchMode):
@@ -48,7 +49,8 @@ class _Tape(TorchDispatchMode):
 
     def register(self, module: nn.Module, name: str, parameter: Any) -> Any:
         """Called by torch where a module gets a parameter."""
-        if type(parameter) is not nn.Parameter or parameter.device.type == "meta" or parameter.layout != torch.strided:
+        plain = type(parameter) is nn.Parameter and parameter.layout == torch.strided and parameter.device.type != "meta"
+        if not plain or self not in _tapes:
             return None
         if parameter not in self._taken:
             base = parameter.detach()
@@ -66,7 +68,7 @@ class _Tape(TorchDispatchMode):
 
     def of(self, x: Any) -> Any:
         """The recorded parameter in whose memory ``x`` lies, or None."""
-        if not isinstance(x, Tensor) or x.device.type != "meta":
+        if self not in _tapes or not isinstance(x, Tensor) or x.device.type != "meta":
             return None
         return self.at.get(x.untyped_storage()._cdata)
 
@@ -166,15 +168,18 @@ def deferred(seed: int = 0) -> Iterator[None]:
             return tensor.uniform_(low, high).erfinv_().mul_(std * math.sqrt(2.0)).add_(mean).clamp_(a, b)
 
     hook = register_module_parameter_registration_hook(tape.register)
+    _tapes.append(tape)
     nn.init._no_grad_trunc_normal_ = truncated
     try:
         with tape, _Seen(tape):
             yield
     finally:
         hook.remove()
+        _tapes.remove(tape)
         nn.init._no_grad_trunc_normal_ = ordinary
     for parameter in tape.at.values():
-        vars(parameter)["deferred"].version = parameter._version
+        if record := vars(parameter).get("deferred"):
+            record.version = parameter._version
 
 
 # ---- numbers
@@ -194,16 +199,26 @@ def make(model: nn.Module, device: torch.device | str, seed: int | None = None, 
     has one. Parameters that modules share stay one, and attributes stay. All else is moved as by ``.to``.
 
     ``seed``: in place of that of ``deferred``. ``dtype``: of all floating numbers. Raises ConfigError for a tensor whose numbers
-    are not known, CheckpointError for a file that cannot be read. Call it after ``deferred``, not inside.
+    are not known, CheckpointError for a file that cannot be read.
     """
-    tell_names(model)
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    for path, module in model.named_modules():
-        for name, parameter in list(module._parameters.items()):
-            if parameter is not None and parameter.is_meta:
-                if parameter not in made:
-                    made[parameter] = _made(parameter, f"{path}.{name}".lstrip("."), torch.device(device), dtype, seed)
-                setattr(module, name, made[parameter])
+    running, _tapes[:] = _tapes[:], []  # inside of deferred, too
+    try:
+        tell_names(model)
+        made: dict[nn.Parameter, nn.Parameter] = {}
+        for path, module in model.named_modules():
+            for name, parameter in list(module._parameters.items()):
+                if parameter is not None and parameter.is_meta:
+                    if parameter not in made:
+                        made[parameter] = _made(parameter, f"{path}.{name}".lstrip("."), torch.device(device), dtype, seed)
+                    setattr(module, name, made[parameter])
+        _move(model, device, dtype)
+    finally:
+        _tapes[:] = running
+    return model
+
+
+def _move(model: nn.Module, device: torch.device | str, dtype: torch.dtype | None) -> None:
+    """Move what is real; buffers keep their attributes."""
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
             raise ConfigError(f"buffer {name} has no numbers: it was computed from parameters without any; compute it after make")
@@ -212,7 +227,6 @@ def make(model: nn.Module, device: torch.device | str, seed: int | None = None, 
     model.to(device, dtype)
     for (buffers, name), attributes in zip(owners, said):
         vars(buffers[name]).update(attributes)
-    return model
 
 
 def _made(parameter: nn.Parameter, name: str, device: torch.device, dtype: torch.dtype | None, seed: int | None) -> nn.Parameter:
