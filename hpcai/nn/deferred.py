@@ -210,7 +210,7 @@ def make(model: nn.Module, device: torch.device | str, seed: int | None = None, 
                 if parameter is not None and parameter.is_meta:
                     if parameter not in made:
                         made[parameter] = _made(parameter, f"{path}.{name}".lstrip("."), torch.device(device), dtype, seed)
-                    setattr(module, name, made[parameter])
+                    module._parameters[name] = made[parameter]
         _move(model, device, dtype)
     finally:
         _tapes[:] = running
