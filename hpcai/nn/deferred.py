@@ -198,7 +198,7 @@ def make(model: nn.Module, device: torch.device | str, seed: int | None = None, 
     """Give each parameter of ``model`` that has no memory its numbers on ``device``: the part that its ``place`` says, where it
     has one. Parameters that modules share stay one, and attributes stay. All else is moved as by ``.to``.
 
-    ``seed``: in place of that of ``deferred``. ``dtype``: of all floating numbers. Raises ConfigError for a tensor whose numbers
+    ``seed``: in place of that of ``deferred``. ``dtype``: what all floating numbers are converted to. Raises ConfigError for a tensor whose numbers
     are not known, CheckpointError for a file that cannot be read.
     """
     running, _tapes[:] = _tapes[:], []  # inside of deferred, too
@@ -209,7 +209,7 @@ def make(model: nn.Module, device: torch.device | str, seed: int | None = None, 
             for name, parameter in list(module._parameters.items()):
                 if parameter is not None and parameter.is_meta:
                     if parameter not in made:
-                        made[parameter] = _made(parameter, f"{path}.{name}".lstrip("."), torch.device(device), dtype, seed)
+                        made[parameter] = _made(parameter, f"{path}.{name}".lstrip("."), torch.device(device), seed)
                     module._parameters[name] = made[parameter]
         _move(model, device, dtype)
     finally:
@@ -229,7 +229,7 @@ def _move(model: nn.Module, device: torch.device | str, dtype: torch.dtype | Non
         vars(buffers[name]).update(attributes)
 
 
-def _made(parameter: nn.Parameter, name: str, device: torch.device, dtype: torch.dtype | None, seed: int | None) -> nn.Parameter:
+def _made(parameter: nn.Parameter, name: str, device: torch.device, seed: int | None) -> nn.Parameter:
     record: Record | None = getattr(parameter, "deferred", None)
     size, stretches = _place(parameter)
     if record is None:
@@ -240,8 +240,7 @@ def _made(parameter: nn.Parameter, name: str, device: torch.device, dtype: torch
         raise ConfigError(
             f"parameter {name} was {list(record.size)}, and is {list(parameter.shape)} of {list(size)}; cut it by parallel.rows"
         )
-    kind = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
-    local = torch.empty_strided(parameter.shape, parameter.stride(), dtype=kind, device=device)
+    local = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=device)
     record.write(local, stretches, seed)
     made = nn.Parameter(local, parameter.requires_grad)
     made.__dict__.update({key: value for key, value in parameter.__dict__.items() if key != "deferred"})

@@ -47,6 +47,7 @@ class Everything(nn.Module):
         self.scalar, self.none = nn.Parameter(torch.tensor(2.5)), nn.Parameter(torch.empty(0, 4))
         self.frozen = nn.Parameter(torch.zeros(3, 5), requires_grad=False)
         self.given, self.standard, self.again = nn.Linear(4, 3), nn.Linear(20, 30), nn.Linear(12, 12)
+        self.shifted = nn.Linear(20, 7)
         self.later, self.attention, self.memory = nn.Linear(8, 8), nn.MultiheadAttention(12, 3), nn.LSTM(5, 6)
         self.several = nn.ParameterList([torch.ones(2, 2), nn.Parameter(torch.empty(4).fill_(3))])
         nn.init.normal_(self.normal, 1.0, 3.0)
@@ -65,6 +66,7 @@ class Everything(nn.Module):
         self.given.load_state_dict({"weight": torch.arange(12.0).view(3, 4), "bias": torch.ones(3)})
         with torch.no_grad():
             self.decay.exponential_(2.0).clamp_(max=1.5)
+            self.shifted.weight.add_(torch.linspace(0, 0.01, 20))
             self.standard.weight[:, 0].zero_()
             self.standard.weight.mul_(torch.tensor(2.0)).sub_(torch.linspace(0, 0.01, 20))
             nn.init.xavier_uniform_(self.later.weight.chunk(2)[0])
@@ -288,10 +290,12 @@ def test_conversions_of_a_model_without_memory() -> None:
         layer: Any = conv().to(torch.float64, memory_format=torch.channels_last)
         nn.init.normal_(layer.weight)
         with torch.no_grad():
-            layer.weight[0] = 1  # a slice of what lies channels last
+            layer.weight[:, 0] = 1  # a slice of what lies channels last
         return layer
 
     inside, after = built(lambda: Everything().double()), built().double()
+    finer = made(lambda: nn.Linear(9, 9).double().requires_grad_(False).apply(lambda layer: layer.weight.add_(1e-12)))
+    assert not torch.equal(finer.weight, finer.weight.float())
     for wide in (make(inside, "cpu"), make(after, "cpu"), make(built(), "cpu", dtype=torch.float64)):
         for name, x in wide.named_parameters():
             close = 2**-8 if name == "narrow" else 2**-22  # the wider type may hold what float32 and bfloat16 round away
@@ -301,7 +305,7 @@ def test_conversions_of_a_model_without_memory() -> None:
         last = make(built(form).to(memory_format=torch.channels_last), "cpu")
         assert last.weight.is_contiguous(memory_format=torch.channels_last) and torch.equal(last.weight, made(conv).weight)
     last = made(drawn_wide)
-    assert last.weight.stride() == (36, 1, 12, 4) and (last.weight[0] == 1).all() and (last.weight[1:] != 1).all()
+    assert last.weight.stride() == (36, 1, 12, 4) and (last.weight[:, 0] == 1).all() and (last.weight[:, 1:] != 1).all()
     assert last.weight.dtype == torch.float64 and not torch.equal(last.weight, last.weight.float())
 
 
