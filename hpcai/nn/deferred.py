@@ -198,8 +198,8 @@ def make(model: nn.Module, device: torch.device | str, seed: int | None = None, 
     """Give each parameter of ``model`` that has no memory its numbers on ``device``: the part that its ``place`` says, where it
     has one. Parameters that modules share stay one, and attributes stay. All else is moved as by ``.to``.
 
-    ``seed``: in place of that of ``deferred``. ``dtype``: what all floating numbers are converted to. Raises ConfigError for a tensor whose numbers
-    are not known, CheckpointError for a file that cannot be read.
+    ``seed``: in place of that of ``deferred``. ``dtype``: what all floating numbers are converted to. Raises ConfigError for a
+    tensor whose numbers are not known, CheckpointError for a file that cannot be read.
     """
     running, _tapes[:] = _tapes[:], []  # inside of deferred, too
     try:
