@@ -18,7 +18,7 @@ def main(cfg: Config) -> None:
         train.Run("cosmoflow", cfg, mesh, BENCHMARK) as run,
         universes(cfg, mesh) as (training, validation, shape),
     ):
-        with train.seeds(cfg.train.seed, mesh):
+        with train.seeds(cfg.train.seed):
             model = cosmoflow.parallelize(cosmoflow.CosmoFlow(shape), mesh)
         step = train.Step(model, cosmoflow.loss, cfg.step, mesh)
         result = train.fit(step, training, cfg.train, validation=validation, evaluate=cosmoflow.error, run=run)

@@ -18,7 +18,7 @@ def main(cfg: Config) -> None:
         train.Run("deepcam", cfg, mesh, BENCHMARK) as run,
         weather(cfg, mesh) as (training, validation, pictures, shape, size),
     ):
-        with train.seeds(cfg.train.seed, mesh):
+        with train.seeds(cfg.train.seed):
             model = deepcam.parallelize(deepcam.DeepCam(shape), mesh, cfg.batchnorm_group, size)
         step = train.Step(model, deepcam.loss, cfg.step, mesh)
         result = train.fit(step, training, cfg.train, validation=validation, evaluate=deepcam.score, run=run)

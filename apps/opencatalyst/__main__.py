@@ -20,7 +20,7 @@ def main(cfg: Config) -> None:
         train.Run("opencatalyst", cfg, mesh, BENCHMARK) as run,
         frames(cfg, mesh) as (training, validation, pictures, shape),
     ):
-        with train.seeds(cfg.train.seed, mesh):
+        with train.seeds(cfg.train.seed):
             model = dimenet.parallelize(dimenet.DimeNet(shape), mesh)
         step = train.Step(model, partial(dimenet.loss, cfg=cfg.objective), cfg.step, mesh, counts=dimenet.counted)
         result = train.fit(step, training, cfg.train, validation=validation, evaluate=dimenet.score, run=run)

@@ -20,7 +20,7 @@ def main(cfg: Config) -> None:
         train.Run("openfold", cfg, mesh, BENCHMARK) as run,
         chains(cfg, mesh) as (training, validation, pictures),
     ):
-        with train.seeds(cfg.train.seed, mesh):
+        with train.seeds(cfg.train.seed):
             model = openfold.parallelize(network(cfg), mesh)
         step = train.Step(model, partial(openfold.loss, cfg=cfg.objective), cfg.step, mesh)
         result = train.fit(step, training, cfg.train, validation=validation, evaluate=openfold.score, run=run)

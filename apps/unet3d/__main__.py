@@ -18,7 +18,7 @@ def main(cfg: Config) -> None:
         train.Run("unet3d", cfg, mesh, BENCHMARK) as run,
         volumes(cfg, mesh) as (training, validation, pictures),
     ):
-        with train.seeds(cfg.train.seed, mesh):
+        with train.seeds(cfg.train.seed):
             model = unet3d.parallelize(unet3d.UNet3D(cfg.model), mesh, cfg.data.window_group)
         step = train.Step(model, unet3d.loss, cfg.step, mesh)
         result = train.fit(step, training, cfg.train, validation=validation, evaluate=unet3d.score, run=run)

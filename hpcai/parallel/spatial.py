@@ -194,7 +194,7 @@ def plan(model: nn.Module, cut: Cut, size: Sequence[int], channels: int | None =
     if channels is None and not inputs:
         raise MeshError("spatial: the model has no convolution that tells the channels of its input; give channels")
     x = torch.empty((1, channels or inputs[0], *size), device="meta", dtype=next(model.parameters()).dtype)
-    state = {name: t.to("meta") for name, t in (*model.named_parameters(), *model.named_buffers())}
+    state = {name: t.to("meta", copy=True) for name, t in (*model.named_parameters(), *model.named_buffers())}
     watch = _Watch()
     handles = []
     for name, layer in model.named_modules():

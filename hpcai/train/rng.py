@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hpcai.dist.mesh import Mesh
+from hpcai.nn.deferred import deferred
 
 
 def mixed(*numbers: int) -> int:
@@ -25,12 +25,13 @@ def seed_all(seed: int) -> None:
 
 
 @contextmanager
-def seeds(seed: int, mesh: Mesh) -> Iterator[None]:
-    """Inside, where a model is made, all processes draw the same numbers. Afterwards, for dropout, each copy of the model draws its
-    own, the same on all processes that hold a copy together."""
+def seeds(seed: int) -> Iterator[None]:
+    """Inside, models are built and cut without memory for their parameters, which ``Step`` draws (``nn.deferred``); what else is
+    drawn is the same on all processes. Steps seed their own random numbers, for each copy of the model others."""
     seed_all(seed)
-    yield
-    seed_all(seed + mesh["replicate"].rank)
+    with deferred(seed):
+        yield
+    seed_all(seed)
 
 
 def state() -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from hpcai.dist.collect import gather_objects, least, sum_in_place
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import ConfigError, DataError, DivergedError
+from hpcai.nn.deferred import make
 from hpcai.parallel.rows import Row, total
 from hpcai.settings import StepConfig
 from hpcai.train import rng
@@ -39,7 +40,7 @@ class Step:
     ``loss(model, batch, counts=...)`` [K] is told what all micro-batches and copies count on average.
     ``act`` goes forward and backward in place of the model (``Whole``): a schedule of pipeline stages. ``graph`` makes what records
     a captured step (a CUDA Graph). ``notes`` says what ``auto`` settings became. Random numbers of a step (dropout) follow from the
-    seed that torch had when this was made and from the number of the step alone.
+    seed that torch had when this was made, from the copy of the model and from the number of the step alone.
     """
 
     def __init__(
@@ -48,8 +49,8 @@ class Step:
     ) -> None:  # fmt: skip
         self.cfg, self.notes = chosen(cfg, mesh, graph is not None)
         cfg, self.loss, self.counts, self.mesh = self.cfg, loss, counts, mesh
-        self._seed = torch.initial_seed()
-        self.model = model.to(mesh.device, torch.float64 if cfg.precision == "fp64" else None)
+        self._seed = rng.mixed(torch.initial_seed(), mesh["replicate"].rank)
+        self.model = make(model, mesh.device, dtype=torch.float64 if cfg.precision == "fp64" else None)
         self._compiled = Compiled(self.model, cfg, mesh) if cfg.compile != "none" else None
         self.notes += [self._compiled.note] if self._compiled else []
         self.sums = gradient_sums(self.model, mesh, cfg)

@@ -53,7 +53,7 @@ def _errors(mesh: object, folder: str) -> float:
     from hpcai.models import ringdown  # type: ignore[attr-defined]
 
     cfg = config.load(Config, None, [f"data.directory={folder}", "train.steps=3", "train.epochs=null"])
-    with signals(cfg, mesh) as (training, validation), train.seeds(0, mesh):  # type: ignore[arg-type]
+    with signals(cfg, mesh) as (training, validation), train.seeds(0):  # type: ignore[arg-type]
         step = train.Step(ringdown.parallelize(ringdown.Ringdown(cfg.model), mesh), ringdown.loss, cfg.step, mesh)  # type: ignore[arg-type]
         result = train.fit(step, training, cfg.train, validation=validation, evaluate=ringdown.error)
     return result.evaluations[-1]["mae"]

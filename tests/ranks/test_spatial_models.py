@@ -15,7 +15,6 @@ from hpcai.settings import StepConfig
 from hpcai.train import rng
 from hpcai.train.measure import Measured
 from hpcai.train.step import Step
-from tests.meshes import mesh_of
 from tests.ranks.launch import on_ranks
 
 STEPS, COPIES = 2, 2
@@ -146,9 +145,10 @@ def first_gradients(mesh: Mesh, seed: int, axes: dict[str, int]) -> list[tuple[f
     case, copies, found = Cosmo(), axes.get("replicate", 1), []
     whole = mesh.world == 1
     for copy in range(copies) if whole else [mesh["replicate"].rank]:
-        with rng.seeds(seed, mesh_of(copy, copies) if whole else mesh):
+        with rng.seeds(seed):
             model = case.model(mesh)
         step = Step(model, case.package.loss, CFG, mesh)
+        rng.seed_all(seed + copy)
         value = step._gradients(case.batch(0, mesh, slice(copy, copy + 1)))["loss"].item()
         gradients = {name: p.grad.clone().numpy() for name, p in model.named_parameters() if p.grad is not None}
         found.append((value, gradients))

@@ -262,10 +262,9 @@ def _initialise(model: nn.Module) -> None:
     """Draw orthogonal matrices of the variance that Glorot asks for; the last layer of an output block begins with zeros."""
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Linear) and not name.startswith("emb."):
-            nn.init.orthogonal_(layer.weight)
-            rows, columns = layer.weight.shape
+            start = nn.init.orthogonal_(torch.empty(layer.weight.shape))  # its own: the weight may have no memory yet
             with torch.no_grad():
-                layer.weight *= math.sqrt(2.0 / ((rows + columns) * layer.weight.var()))
+                layer.weight.copy_(start * math.sqrt(2.0 / (sum(start.shape) * start.var())))
             if layer.bias is not None and not name.endswith("lin_up"):
                 nn.init.zeros_(layer.bias)
     for output in model.output_blocks:  # type: ignore[union-attr]

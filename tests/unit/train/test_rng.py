@@ -1,21 +1,36 @@
 """Seeds of a model and of its dropout."""
 
-from types import SimpleNamespace
-from typing import Any
-
 import torch
+from torch import nn
 
-from hpcai import train
-
-
-def drawn(copy: int) -> tuple[torch.Tensor, torch.Tensor]:
-    mesh: Any = {"replicate": SimpleNamespace(rank=copy)}
-    with train.seeds(7, mesh):
-        weights = torch.rand(4)
-    return weights, torch.rand(4)
+from hpcai import dist, train
+from hpcai.dist.mesh import Mesh
+from hpcai.settings import StepConfig
+from tests.ranks.launch import on_ranks
 
 
-def test_copies_begin_with_the_same_weights_and_draw_numbers_of_their_own() -> None:
-    (weights, dropout), (again, other) = drawn(0), drawn(1)
-    assert torch.equal(weights, again) and not torch.equal(dropout, other)
-    assert torch.equal(dropout, drawn(0)[1]), "those of one copy are always the same"
+def drawn(mesh: Mesh, skip: int = 0) -> tuple[list[float], list[list[float]]]:
+    """The first weights, and which of 32 numbers three steps keep, of which the first ``skip`` are not made."""
+    with train.seeds(7):
+        model = nn.Sequential(nn.Linear(2, 1), nn.Dropout(0.5))
+    kept: list[list[float]] = []
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> dict[str, torch.Tensor]:
+        kept.append(model[1](torch.ones(32)).tolist())  # type: ignore[operator]
+        return {"loss": model[0](batch).mean()}  # type: ignore[operator]
+
+    step = train.Step(model, loss, StepConfig(precision="fp32"), mesh)
+    weights, step.count = [w for p in model.parameters() for w in p.flatten().tolist()], skip
+    for _ in range(3 - skip):
+        step(torch.ones(1, 2))
+        torch.rand(5)  # such as an evaluation draws
+    return weights, kept
+
+
+def test_copies_begin_with_the_same_weights_and_draw_numbers_of_their_own_in_each_step() -> None:
+    (weights, dropout), (again, other) = on_ranks({"replicate": 2}, drawn)
+    assert weights == again and len({str(kept) for kept in dropout + other}) == 6
+    assert drawn(dist.alone()) == (weights, dropout), "those of one copy are always the same"
+    assert drawn(dist.alone(), 2)[1] == dropout[2:], "and follow from the number of the step alone"
+    first, second = (kept for _, kept in on_ranks({"depth": 2}, drawn))
+    assert first == second == dropout, "processes that hold a copy together draw alike"

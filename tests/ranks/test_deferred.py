@@ -1,0 +1,79 @@
+"""Models that are built without memory and cut: the shares of all ranks are, joined, the numbers that one process draws alone."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hpcai.dist.collect import gather_objects
+from hpcai.dist.mesh import Mesh
+from hpcai.parallel.rows import cut, place_of
+from hpcai.settings import StepConfig
+from hpcai.train import rng
+from hpcai.train.step import Step
+from tests.ranks.launch import on_ranks
+
+MESHES = [{"tensor": 1}, {"tensor": 2}, {"tensor": 4}, {"height": 2, "tensor": 2}, {"replicate": 2, "tensor": 2}]
+
+
+class Network(nn.Module):
+    """Sizes that do not divide by 2 or 4, a weight of three parts, tied weights, values of its own, a channels-last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(19, 14, padding_idx=2), nn.Linear(14, 19)
+        self.head.weight = self.table.weight
+        self.attention, self.norm = nn.MultiheadAttention(14, 2), nn.LayerNorm(14)
+        self.conv = nn.Conv2d(5, 6, 3)
+        self.conv.to(memory_format=torch.channels_last)
+        self.slow, self.dense = nn.Linear(9, 14), nn.Linear(14, 9)
+        self.waves = nn.Parameter(torch.arange(14) * torch.pi)
+        self.register_buffer("ramp", torch.linspace(0, 1, 14))
+        nn.init.orthogonal_(self.slow.weight)
+        nn.init.trunc_normal_(self.dense.weight, std=0.1, a=-0.2, b=0.2)
+
+
+def shared(mesh: Mesh) -> Network:
+    model, tensor, height = Network(), mesh["tensor"], mesh["height"]
+    for weight in (model.table.weight, model.head.weight, model.slow.weight, model.waves, model.ramp):
+        cut(weight, 0, tensor)
+    cut(model.attention.in_proj_weight, 0, tensor, (14, 14, 14))
+    cut(model.attention.in_proj_weight, 1, height)
+    cut(model.conv.weight, 1, tensor)
+    cut(model.conv.weight, 0, height)
+    cut(model.dense.weight, 1, tensor)
+    return model
+
+
+def drawn(mesh: Mesh, precision: Any) -> dict[str, Any]:
+    """All that the ranks hold, as arrays of the whole; numbers that several hold must be the same."""
+    torch.manual_seed(mesh.rank)  # nothing depends on it
+    with rng.seeds(7):
+        model = shared(mesh)
+    assert all(p.is_meta for p in model.parameters())
+    assert model.head.weight is model.table.weight
+    step = Step(model, lambda model, batch: {}, StepConfig(precision=precision), mesh)
+    own = {name: (t.detach().numpy().copy(), place_of(t)) for name, t in step.model.state_dict(keep_vars=True).items()}
+    found: dict[str, Any] = {}
+    said = {name: (array, place.size, place.stretches) for name, (array, place) in own.items()}
+    for each in gather_objects(said, mesh.everyone):
+        for name, (array, size, stretches) in each.items():
+            whole = found.setdefault(name, np.full(size, np.nan, array.dtype))
+            at = np.ix_(*(np.concatenate([np.arange(a, b) for a, b in dim]) for dim in stretches))
+            assert np.isnan(whole[at]).all() or np.array_equal(whole[at], array), name
+            whole[at] = array
+    return found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp64"])
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_the_shares_of_all_ranks_joined_are_what_one_process_draws(axes: dict[str, int], precision: str) -> None:
+    with rng.seeds(7):
+        alone: Any = Network()
+    expected: dict[str, Tensor] = Step(alone, lambda model, batch: {}, StepConfig(precision=precision), Mesh({})).model.state_dict()  # type: ignore[arg-type]
+    for found in on_ranks(axes, drawn, precision):
+        assert found.keys() == expected.keys()
+        for name, array in found.items():
+            assert np.array_equal(array, expected[name].numpy()), name

@@ -1,0 +1,491 @@
+"""Models that are built without memory: their numbers are of an ordinary model's kind, and the same for every part."""
+
+import copy
+import ctypes
+import json
+import math
+import multiprocessing
+import random
+import resource
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from hpcai import train
+from hpcai.dist import alone
+from hpcai.dist.mesh import Axis
+from hpcai.errors import CheckpointError, ConfigError
+from hpcai.kernels import philox
+from hpcai.models import cosmoflow, deepcam, dimenet, openfold, unet3d
+from hpcai.nn import notes
+from hpcai.nn.deferred import deferred, make, read_later, tell_names
+from hpcai.parallel.rows import cut
+
+
+class Everything(nn.Module):
+    """Parameters that begin in every way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.uniform, self.tied = nn.Linear(37, 29), nn.Linear(37, 29)
+        self.tied.weight = self.uniform.weight
+        self.normal = nn.Parameter(torch.empty(5, 130, 7))
+        self.short = nn.Linear(300, 8, bias=False)
+        self.glorot, self.volume = nn.Linear(16, 40), nn.Conv3d(4, 6, 3)
+        self.he, self.dirac, self.sparse = nn.Conv2d(3, 8, (3, 5)), nn.Conv1d(6, 6, 3), nn.Linear(20, 30)
+        self.orthogonal, self.rows, self.one = nn.Linear(24, 12), nn.Linear(9, 33), nn.Linear(6, 6)
+        self.wide, self.narrow = nn.Parameter(torch.empty(31, 9).double()), nn.Parameter(torch.empty(40, 20).bfloat16())
+        self.decay, self.waves = nn.Parameter(torch.empty(3, 50)), nn.Parameter(torch.arange(1, 7) * math.pi)
+        self.ones, self.full = nn.Parameter(torch.ones(3, 1, 1)), nn.Parameter(torch.full((4,), 0.5))
+        self.norm, self.batch, self.table = nn.LayerNorm(11), nn.BatchNorm2d(6), nn.Embedding(30, 10, padding_idx=3)
+        self.scalar, self.none = nn.Parameter(torch.tensor(2.5)), nn.Parameter(torch.empty(0, 4))
+        self.frozen = nn.Parameter(torch.zeros(3, 5), requires_grad=False)
+        self.given, self.standard, self.again = nn.Linear(4, 3), nn.Linear(20, 30), nn.Linear(12, 12)
+        self.shifted = nn.Linear(20, 7)
+        self.later, self.attention, self.memory = nn.Linear(8, 8), nn.MultiheadAttention(12, 3), nn.LSTM(5, 6)
+        self.several = nn.ParameterList([torch.ones(2, 2), nn.Parameter(torch.empty(4).fill_(3))])
+        nn.init.normal_(self.normal, 1.0, 3.0)
+        nn.init.trunc_normal_(self.short.weight, std=0.02, a=-0.03, b=0.03)
+        nn.init.xavier_uniform_(self.glorot.weight)
+        nn.init.kaiming_normal_(self.he.weight, nonlinearity="relu")
+        nn.init.orthogonal_(self.orthogonal.weight)
+        nn.init.orthogonal_(self.rows.weight[:16])
+        nn.init.eye_(self.one.weight)
+        nn.init.dirac_(self.dirac.weight)
+        nn.init.sparse_(self.sparse.weight, 0.3)
+        nn.init.uniform_(self.wide, -2, 3)
+        nn.init.normal_(self.narrow)
+        nn.init.constant_(self.batch.bias, 0.25)
+        self.again.reset_parameters()
+        self.given.load_state_dict({"weight": torch.arange(12.0).view(3, 4), "bias": torch.ones(3)})
+        with torch.no_grad():
+            self.decay.exponential_(2.0).clamp_(max=1.5)
+            self.shifted.weight.add_(torch.linspace(0, 0.01, 20))
+            self.standard.weight[:, 0].zero_()
+            self.standard.weight.mul_(torch.tensor(2.0)).sub_(torch.linspace(0, 0.01, 20))
+            nn.init.xavier_uniform_(self.later.weight.chunk(2)[0])
+
+
+DRAWN = {"uniform.weight", "normal", "short.weight", "glorot.weight", "volume.weight", "he.weight", "sparse.weight", "wide",
+         "narrow", "decay", "table.weight", "standard.weight", "again.weight", "later.weight", "attention.in_proj_weight",
+         "memory.weight_ih_l0"}  # fmt: skip
+
+
+def built(kind: Callable[[], nn.Module] = Everything, seed: int = 1) -> Any:
+    torch.manual_seed(0)  # of what is not drawn by counting
+    with deferred(seed):
+        return kind()
+
+
+def made(kind: Callable[[], nn.Module] = Everything, seed: int = 1) -> Any:
+    return make(built(kind, seed), "cpu")
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def some(size: Sequence[int], r: random.Random) -> list[list[tuple[int, int]]]:
+    """One to three stretches of each dim, and all of some dims."""
+    return [[(0, n)] if r.random() < 0.3 or n == 0 else
+            [tuple(sorted(r.choices(range(n + 1), k=2))) for _ in range(r.randint(1, 3))] for n in size]  # type: ignore[misc] # fmt: skip
+
+
+def box(x: Tensor, stretches: Sequence[Sequence[tuple[int, int]]]) -> Tensor:
+    for d, dim in enumerate(stretches):
+        x = x.index_select(d, torch.cat([torch.arange(a, b) for a, b in dim]))
+    return x
+
+
+def placed(parameter: Any, stretches: Sequence[Sequence[tuple[int, int]]]) -> None:
+    parameter.place = SimpleNamespace(size=tuple(parameter.shape), stretches=stretches)
+    size = [sum(b - a for a, b in dim) for dim in stretches]
+    parameter.data = torch.empty(size, dtype=parameter.dtype, device="meta")
+
+
+def cosmo() -> nn.Module:
+    return cosmoflow.parallelize(cosmoflow.CosmoFlow(cosmoflow.CosmoFlowConfig(size=16, blocks=3, filters=8)), alone())
+
+
+def cam(init: Any = "reference") -> nn.Module:
+    return deepcam.parallelize(deepcam.DeepCam(deepcam.DeepCamConfig(divide=4, init=init)), alone())
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "everything": Everything,
+    "cosmoflow": cosmo,
+    "deepcam": lambda: deepcam.parallelize(deepcam.DeepCam(deepcam.DeepCamConfig(divide=4)), alone()),
+    "deepcam, as the vendor begins": lambda: cam("vendor"),
+    "dimenet": lambda: dimenet.parallelize(dimenet.DimeNet(dimenet.DimeNetConfig(hidden=64)), alone()),
+    "openfold": lambda: openfold.parallelize(openfold.OpenFold(openfold.OpenFoldConfig.preset("tiny")), alone()),
+    "unet3d": lambda: unet3d.parallelize(unet3d.UNet3D(unet3d.UNet3DConfig(filters=(4, 8, 16))), alone(), 1),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_numbers_are_of_the_kind_of_an_ordinary_models(name: str) -> None:
+    torch.manual_seed(0)
+    ordinary = MODELS[name]()
+    with train.seeds(1):
+        model = MODELS[name]()
+    assert all(p.is_meta for p in model.parameters())
+    make(model, "cpu")
+    assert all(torch.equal(b, c) for b, c in zip(ordinary.buffers(), model.buffers(), strict=True))
+    for (key, p), (other, q) in zip(ordinary.named_parameters(), model.named_parameters(), strict=True):
+        assert (key, p.shape, p.stride(), p.dtype, p.requires_grad) == (other, q.shape, q.stride(), q.dtype, q.requires_grad)
+        assert type(q) is nn.Parameter and q.is_leaf and not hasattr(q, "deferred")
+        p, q = p.detach().double(), q.detach().double()
+        if len(p.unique()) < 3 or key in ("waves", "given.weight", "freq", "rbf.freq"):
+            torch.testing.assert_close(q, p, rtol=0, atol=0, msg=lambda text, key=key: f"{key}: {text}")
+        elif p.numel() >= 64:
+            n, spread = p.numel(), p.std().item()
+            heavy = (p - p.mean()).pow(4).mean().item() / spread**4
+            assert abs(p.mean() - q.mean()) < 7 * spread * math.sqrt(2 / n), key
+            assert abs(q.std().item() / spread - 1) < 7 * math.sqrt(max(heavy - 1, 0.1) / 2 / n) + 1e-6, key
+            assert (p == 0).sum() == (q == 0).sum(), key
+            reach = (p - p.mean()).abs().max()
+            assert 0.5 * reach < (q - q.mean()).abs().max() < 2 * reach or heavy > 5, key
+
+
+def test_a_model_of_ours_computes_after_it_was_made() -> None:
+    with train.seeds(1):
+        model = cosmo()
+    step = train.Step(model, cosmoflow.loss, train.StepConfig(precision="fp64"), alone())
+    assert {p.dtype for p in step.model.parameters()} == {torch.float64}
+    batch = cosmoflow.Batch(torch.randint(5, (2, 16, 16, 16, 4), dtype=torch.int16), torch.rand(2, 4))
+    assert step(batch)["loss"].isfinite()
+
+
+def test_any_part_has_the_numbers_of_the_whole_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, r = values(made()), random.Random(5)
+    for length in (notes._BLOCK, 50):  # blocks that begin everywhere
+        monkeypatch.setattr(notes, "_BLOCK", length)
+        for _ in range(4):
+            model = built()
+            stretches = {name: some(p.shape, r) for name, p in model.named_parameters()}
+            for name, parameter in model.named_parameters():
+                placed(parameter, stretches[name])
+            for name, parameter in make(model, "cpu").named_parameters():
+                assert torch.equal(parameter, box(whole[name], stretches[name])), (name, stretches[name])
+
+
+def test_a_part_of_many_blocks_has_the_numbers_of_the_whole() -> None:
+    def kind() -> nn.Module:
+        layer = nn.Linear(700, 1500)
+        nn.init.trunc_normal_(layer.weight)
+        return layer
+
+    whole, model = made(kind), built(kind)
+    placed(model.weight, [[(3, 1400)], [(1, 300), (333, 651)]])
+    assert torch.equal(make(model, "cpu").weight, box(whole.weight, [[(3, 1400)], [(1, 300), (333, 651)]]))
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_the_shares_of_all_ranks_joined_are_the_whole(inside: bool) -> None:
+    whole, found = made(), dict[tuple[int, int], Any]()
+    for a in range(2):
+        for b in range(3):
+
+            def shared(a: int = a, b: int = b, model: Any = None) -> nn.Module:
+                model = model or Everything()
+                cut(model.normal, 1, Axis("tensor", 2, a))
+                cut(model.normal, 2, Axis("depth", 3, b))
+                cut(model.attention.in_proj_weight, 0, Axis("tensor", 2, a), (12, 12, 12))
+                cut(model.table.weight, 0, Axis("depth", 3, b))
+                return model
+
+            found[a, b] = make(built(shared) if inside else shared(model=built()), "cpu")
+    rows = [torch.cat([found[a, b].normal for b in range(3)], 2) for a in range(2)]
+    assert torch.equal(torch.cat(rows, 1), whole.normal)
+    parts = [part for piece in range(3) for part in (found[a, 0].attention.in_proj_weight.chunk(3)[piece] for a in range(2))]
+    assert torch.equal(torch.cat(parts), whole.attention.in_proj_weight)
+    assert torch.equal(torch.cat([found[0, b].table.weight for b in range(3)]), whole.table.weight)
+    assert found[1, 2].normal.place.stretches == (((0, 5),), ((65, 130),), ((4, 7),))
+
+
+def test_every_parameter_is_drawn_by_its_name_its_seed_and_its_index_alone() -> None:
+    whole, other, again = values(made()), values(made(seed=2)), built()
+    state = torch.get_rng_state()
+    again = make(again, "cpu", seed=2)
+    assert torch.equal(torch.get_rng_state(), state), "no global generator is used"
+    for name, x in again.named_parameters():
+        assert torch.equal(x, other[name]), name
+    inner = made(lambda: nn.ModuleDict({"a": Everything()}))
+    kept = built()
+    tell_names(kept)
+    outer = make(nn.ModuleDict({"a": kept}), "cpu")
+    for name in DRAWN:
+        assert not torch.equal(other[name], whole[name]), f"{name} does not depend on the seed"
+        assert not torch.equal(inner.get_parameter(f"a.{name}"), whole[name]), f"{name} does not depend on its name"
+        assert torch.equal(outer.get_parameter(f"a.{name}"), whole[name]), f"{name} forgets the name that it was told"
+    assert not torch.equal(whole["attention.in_proj_weight"][:12], whole["attention.in_proj_weight"][12:24])
+
+
+def test_the_numbers_are_those_of_the_stream_of_a_key() -> None:
+    model = built(lambda: nn.Linear(100, 50))
+    record = model.weight.deferred
+    record.name = "weight"
+    expected = philox.uniform(record.notes[0]._key(None), 0, 5000).mul_(0.2).sub_(0.1).view(50, 100)
+    torch.testing.assert_close(make(model, "cpu").weight.detach(), expected, rtol=0, atol=1e-8)
+
+
+@pytest.mark.gpu
+def test_a_gpu_has_the_numbers_of_the_cpu() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    whole = values(made())
+    for name, x in make(built(), "cuda").named_parameters():
+        torch.testing.assert_close(x.detach().cpu(), whole[name], rtol=1e-4, atol=1e-5, msg=lambda t, n=name: f"{n}: {t}")
+
+
+def test_a_parameter_of_several_modules_stays_one_and_keeps_what_was_said_of_it() -> None:
+    model = built()
+    shared = nn.Parameter(torch.empty(3))
+    with deferred(1):
+        model.first, model.second = nn.ParameterList([shared]), nn.ParameterList([shared])
+    model.wide.sum_axes = ("depth",)
+    model.batch.running_mean.place = "here"
+    make(model, "cpu", dtype=torch.float64)
+    assert model.tied.weight is model.uniform.weight and model.first[0] is model.second[0] and model.wide.sum_axes == ("depth",)
+    assert model.batch.running_mean.place == "here" and model.batch.running_mean.dtype == torch.float64
+    assert model.memory._flat_weights[0] is model.memory.weight_ih_l0
+    model.wide.sum().backward()
+    assert model.wide.grad is not None and not model.frozen.requires_grad
+
+
+class Twins(nn.Module):
+    """The second network begins as the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target, self.online, self.copied = nn.Linear(6, 5), nn.Linear(6, 5), nn.Linear(6, 5)
+        self.target.load_state_dict(self.online.state_dict())
+        self.copied.weight.data.copy_(self.online.weight.data)
+        self.online.bias.data.zero_()
+        self.online.weight.data.mul_(2)
+        given = torch.ones(5)
+        self.copied.bias.data.copy_(given)
+        given.zero_()
+
+
+def test_a_parameter_that_was_copied_from_another_is_as_that_one_was() -> None:
+    model = made(Twins)
+    assert torch.equal(model.target.weight * 2, model.online.weight) and torch.equal(model.copied.weight, model.target.weight)
+    assert model.copied.bias.eq(1).all() and model.target.bias.std() > 0 and not model.online.bias.any()
+
+
+def test_conversions_of_a_model_without_memory() -> None:
+    whole = values(made())
+
+    def conv() -> nn.Module:
+        return nn.Conv2d(4, 6, 3)
+
+    def drawn_wide() -> Any:
+        layer: Any = conv().to(torch.float64, memory_format=torch.channels_last)
+        nn.init.normal_(layer.weight)
+        with torch.no_grad():
+            layer.weight[:, 0] = 1  # a slice of what lies channels last
+        return layer
+
+    inside, after = built(lambda: Everything().double()), built().double()
+    finer = made(lambda: nn.Linear(9, 9).double().requires_grad_(False).apply(lambda layer: layer.weight.add_(1e-12)))
+    assert not torch.equal(finer.weight, finer.weight.float())
+    for wide in (make(inside, "cpu"), make(after, "cpu"), make(built(), "cpu", dtype=torch.float64)):
+        for name, x in wide.named_parameters():
+            close = 2**-8 if name == "narrow" else 2**-22  # the wider type may hold what float32 and bfloat16 round away
+            torch.testing.assert_close(x.detach(), whole[name].double(), rtol=close, atol=1e-7)
+            assert x.dtype == torch.float64
+    for form in (lambda: conv().to(memory_format=torch.channels_last), conv):
+        last = make(built(form).to(memory_format=torch.channels_last), "cpu")
+        assert last.weight.is_contiguous(memory_format=torch.channels_last) and torch.equal(last.weight, made(conv).weight)
+    last = made(drawn_wide)
+    assert last.weight.stride() == (36, 1, 12, 4) and (last.weight[:, 0] == 1).all() and (last.weight[:, 1:] != 1).all()
+    assert last.weight.dtype == torch.float64 and not torch.equal(last.weight, last.weight.float())
+
+
+# ---- memory
+
+
+def spent(work: Callable[[], Any], most: int, told: Any) -> None:
+    ctypes.CDLL(None).mallopt(-3, 1 << 17)  # M_MMAP_THRESHOLD: what a tensor leaves goes back, and is not split into small pieces
+    data = int(Path("/proc/self/status").read_text().split("VmData:")[1].split()[0]) << 10
+    resource.setrlimit(resource.RLIMIT_DATA, (data + most, resource.RLIM_INFINITY))
+    try:
+        work()
+        told.send("enough")
+    except BaseException as problem:
+        told.send(repr(problem))
+
+
+def within(work: Callable[[], Any], most: int) -> str:
+    """What becomes of ``work`` in a forked child that may take ``most`` bytes of memory."""
+    fork = multiprocessing.get_context("fork")
+    here, there = fork.Pipe(duplex=False)
+    child = fork.Process(target=spent, args=(work, most, there))
+    child.start()
+    there.close()
+    found = here.recv()
+    child.join()
+    return str(found)
+
+
+def test_a_model_larger_than_memory_is_built_cut_and_made_in_its_share() -> None:
+    def deep() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(384)))  # 384 MiB
+
+    def share() -> None:
+        model = built(deep)
+        for k, layer in enumerate(model):
+            cut(layer.weight, k % 2, Axis("tensor", 4, 1))
+        make(model, "cpu")
+
+    def values_of_its_own() -> None:
+        made(lambda: nn.ParameterList(torch.ones(1 << 18) for _ in range(96)))
+
+    made(lambda: nn.Linear(3, 3))
+    assert within(lambda: built(deep), 16 << 20) == "enough", "while it is built"
+    assert within(share, int(1.1 * (96 << 20))) == "enough"
+    assert within(values_of_its_own, int(1.1 * (96 << 20))) == "enough", "what is made is not held twice"
+    assert "memory" in within(deep, int(1.1 * (96 << 20))), "what is too little is seen to be too little"
+
+
+# ---- what is refused
+
+
+class Reading(nn.Module):
+    def __init__(self, read: Callable[[nn.Linear], Any]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.found = read(self.linear)
+
+
+READS: dict[str, Callable[[nn.Linear], Any]] = {
+    "std": lambda layer: layer.weight.detach().std(),
+    "_local_scalar_dense": lambda layer: layer.bias[0].item(),
+    "mul": lambda layer: layer.weight * 2,
+    "addmm": lambda layer: layer(torch.ones(2, 3)),
+    "copy_": lambda layer: torch.zeros(3, 3).copy_(layer.weight.detach()),
+    "mul_": lambda layer: layer.weight.detach().mul_(layer.bias.detach()),
+    "add_": lambda layer: torch.zeros(3, 3).add_(layer.weight.detach()),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_an_operation_that_needs_numbers_is_refused_with_its_line(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"aten.{name} at \S*test_deferred.py:\d+ \(.*\) reads the numbers of a parameter"):
+        built(lambda: Reading(READS[name]))
+
+
+def test_what_cannot_be_made_is_refused_by_its_name() -> None:
+    with pytest.raises(ConfigError, match="buffer found has no numbers"):
+        made(lambda: Reading(lambda layer: nn.Buffer(layer.weight.detach().clone())))
+    model = built(lambda: nn.Linear(3, 3))
+    nn.init.zeros_(model.bias)
+    with pytest.raises(ConfigError, match="parameter bias was written after deferred"):
+        make(model, "cpu")
+    with pytest.raises(ConfigError, match=r"parameter 0.weight is on the meta device, but not of deferred \(a deepcopy is not\)"):
+        make(nn.Sequential(copy.deepcopy(built(lambda: nn.Linear(3, 3)))), "cpu")
+    model = built(lambda: nn.Linear(3, 3))
+    model.weight.data = model.weight.data[:2].clone()
+    with pytest.raises(ConfigError, match=r"parameter weight was \[3, 3\], and is \[2, 3\] of \[2, 3\]; cut it by parallel.rows"):
+        make(model, "cpu")
+    with deferred(1), pytest.raises(ConfigError, match="zero_ at .* writes to a part of a parameter after it was cut"):
+        layer = nn.Linear(4, 4)
+        cut(layer.weight, 0, Axis("tensor", 2, 0))
+        layer.weight.data[0].zero_()
+    copied = built(Twins)
+    with pytest.raises(ConfigError, match="uniform_: its numbers were copied from a parameter that is not in the model"):
+        make(copied.target, "cpu")
+
+
+def test_a_model_can_be_made_inside_of_the_context() -> None:
+    expected = values(made())
+    torch.manual_seed(0)
+    with deferred(1):
+        model = make(Everything(), "cpu")
+        model.extra = nn.Linear(3, 3)
+    assert all(torch.equal(x, expected[name]) for name, x in model.named_parameters() if not x.is_meta) and model.extra.bias.is_meta
+
+
+def test_after_the_context_modules_are_built_as_always() -> None:
+    with pytest.raises(ZeroDivisionError), deferred(1):
+        1 / 0  # noqa: B018
+    weight = nn.init.trunc_normal_(nn.Linear(30, 30).weight)
+    assert not weight.is_meta and type(weight) is nn.Parameter and weight.std() > 0.5
+    assert torch.empty(3, device="meta").is_meta and not torch.nn.modules.module._global_parameter_registration_hooks
+
+
+def test_what_was_cut_can_still_be_filled_as_a_whole() -> None:
+    def kind() -> nn.Module:
+        layer = nn.Linear(6, 4)
+        cut(layer.weight, 1, Axis("tensor", 2, 1))
+        nn.init.normal_(layer.weight)
+        return layer
+
+    whole = made(lambda: nn.Linear(6, 4))
+    with deferred(1):
+        other = nn.Linear(6, 4)
+        nn.init.normal_(other.weight)
+    assert torch.equal(made(kind).weight, make(other, "cpu").weight[:, 3:]) and whole.weight.shape == (4, 6)
+
+
+# ---- from files
+
+
+def kept(folder: Path, parts: int = 1) -> dict[str, Tensor]:
+    """Other numbers, in one file or several."""
+    torch.manual_seed(3)
+    state = {f"net.{n}": torch.randn_like(x) if x.is_floating_point() else x + 7 for n, x in Everything().state_dict().items()}
+    state.pop("net.tied.weight")
+    each = [dict(list(state.items())[part::parts]) for part in range(parts)]
+    names = ["model.safetensors"] if parts == 1 else [f"model-{part}.safetensors" for part in range(parts)]
+    for name, tensors in zip(names, each):
+        save_file({key: x.contiguous() for key, x in tensors.items()}, folder / name)
+    if parts > 1:
+        where = {key: name for name, tensors in zip(names, each) for key in tensors}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    return state
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_weights_that_are_read_later_are_those_of_the_files_cut_or_whole(tmp_path: Path, parts: int) -> None:
+    state, model, r = kept(tmp_path, parts), built(), random.Random(1)
+    source = tmp_path / "model.safetensors" if parts == 1 else tmp_path
+    stretches = {name: some(p.shape, r) for name, p in model.named_parameters()}
+    read_later(model, source, "net.{}".format)
+    whole = make(model, "cpu").state_dict()
+    assert torch.equal(whole.pop("tied.weight"), state["net.uniform.weight"])
+    for name, x in whole.items():
+        assert torch.equal(x, state[f"net.{name}"]), name
+    model = built()
+    for name, parameter in model.named_parameters():
+        placed(parameter, stretches[name])
+    read_later(model, source, "net.{}".format)
+    assert all(p.is_meta for p in model.parameters())
+    for name, x in make(model, "cpu").named_parameters():
+        assert torch.equal(x, box(state[f"net.{name}"], stretches[name])), name
+
+
+def test_files_that_do_not_fit_are_refused_before_anything_is_read(tmp_path: Path) -> None:
+    state, model = kept(tmp_path), built()
+    file, before = tmp_path / "model.safetensors", model.batch.running_mean.clone()
+    with pytest.raises(CheckpointError, match=r"weights of this Everything: normal is missing; .* and \d+ more$") as problem:
+        read_later(model, file)
+    assert str(problem.value).count("is missing") == 10
+    state["net.wide"] = state["net.wide"].T.contiguous()
+    save_file({key: x.contiguous() for key, x in state.items()}, file)
+    with pytest.raises(CheckpointError, match=r"net.wide is \[9, 31\], expected \[31, 9\]$"):
+        read_later(model, file, "net.{}".format)
+    assert torch.equal(model.batch.running_mean, before)
+    with pytest.raises(CheckpointError, match=r"index.json: no index of safetensors files"):
+        read_later(model, tmp_path)
+    make(model, "cpu")  # as it was
+    file.write_bytes(b"nothing")
+    with pytest.raises(CheckpointError, match="no safetensors file, or damaged"):
+        read_later(model, file)
