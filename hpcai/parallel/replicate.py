@@ -215,7 +215,7 @@ def _group(
 
 
 def start_equal(model: nn.Module, mesh: Mesh) -> None:
-    """Give each parameter and buffer, on all ranks that hold the same of it, the values of the first."""
+    """Give each parameter and buffer that has memory, on all ranks that hold the same of it, the values of the first."""
     for tensor in (*model.parameters(), *model.buffers()):
-        for axis in alike(tensor, mesh):
+        for axis in alike(tensor, mesh) if not tensor.is_meta else ():
             torch_dist.broadcast(tensor.detach(), group=axis.group, group_src=0)

@@ -64,6 +64,11 @@ def _common(stretches: Stretches, begin: int, end: int) -> Iterator[tuple[int, i
         here += last - first
 
 
+def within(stretches: Stretches, begin: int, end: int) -> Stretches:
+    """Numbers ``begin`` to ``end`` of what the stretches are together, as stretches of the whole."""
+    return tuple((at, at + b - a) for at, a, b in _common(stretches, begin, end))
+
+
 def place_of(tensor: Tensor) -> Place:
     """Where ``tensor`` lies; one that nobody cut is whole."""
     return getattr(tensor, "place", None) or Place.whole(tensor.shape)
@@ -95,7 +100,7 @@ def cut(tensor: Tensor, dim: int, axis: Axis, parts: Sequence[int] = ()) -> None
     for n in parts:
         own.append((at + n * axis.rank // axis.size, at + n * (axis.rank + 1) // axis.size))
         at += n
-    stretches = tuple((at, at + b - a) for first, last in own for at, a, b in _common(before.stretches[dim], first, last))
+    stretches = tuple(part for first, last in own for part in within(before.stretches[dim], first, last))
     grown = (*before.stretches[:dim], stretches, *before.stretches[dim + 1 :])
     pieces = [tensor.data.narrow(dim, first, last - first) for first, last in own]
     tensor.data = torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0].clone(memory_format=torch.preserve_format)

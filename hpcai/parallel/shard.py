@@ -18,7 +18,7 @@ from hpcai.dist.collect import Scattered, gather_shares
 from hpcai.dist.mesh import Axis, Mesh
 from hpcai.errors import ConfigError
 from hpcai.parallel.replicate import Bucket, GradientSums, start_equal
-from hpcai.parallel.rows import ALONE, Part, Row, alike, place_of, row_of, sum_axes
+from hpcai.parallel.rows import ALONE, Part, Row, alike, place_of, row_of, sum_axes, within
 
 
 class _CutBucket(Bucket):
@@ -124,7 +124,7 @@ class FullySharded:
     block's weights are gathered when it runs. For models whose weights do not fit; ``ShardedSums`` is faster where they do.
 
     ``blocks`` are gathered one by one, the rest of the model together. ``narrow``: it computes in bfloat16, except for modules that
-    say they are ``wide``, and sums are float32.
+    say they are ``wide``, and sums are float32. Of parameters without memory (``nn.deferred``) each process draws its share alone.
     """
 
     last: bool
@@ -152,6 +152,7 @@ class FullySharded:
         # What was recorded of a parameter is gone with it.
         self._places = {name: place_of(p) for name, p in named.items()}
         self._copies = {name: alike(p, mesh, self.cut, self.between) for name, p in named.items()}
+        notes = {name: p.deferred for name, p in named.items() if p.is_meta}  # type: ignore[attr-defined]
         added = {name: tuple(a for a in sum_axes(p) if a.name not in place_of(p).directions) for name, p in named.items()}
         self._parts = list(policies)  # from within outwards
         for module, policy in policies.items():
@@ -159,13 +160,23 @@ class FullySharded:
             module.set_gradient_divide_factor(1.0)  # type: ignore[operator]  # gradients are sums, as everywhere here
             if hasattr(module, "set_force_sum_reduction_for_comms"):  # the sum uses no operation that only NCCL has
                 module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
+        if notes:
+            model._apply(lambda x: torch.empty_like(x, device=mesh.device) if x.is_meta else x.to(mesh.device))
         self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._axes = [(p, added[name]) for name, p in self._named.items() if added[name]]
+        for name, p in model.named_parameters():
+            if name in notes:
+                first, *rest = self._places[name].stretches
+                notes[name].write(p.detach().to_local(), (within(first, *self._share(p)), *rest), None)  # type: ignore[attr-defined]
         self.rows = [self._row(name, p, name in decays) for name, p in self._named.items()]
 
-    def _row(self, name: str, parameter: Any, decays: bool) -> Row:
+    def _share(self, parameter: Tensor) -> tuple[int, int]:
+        """The first and last + 1 of what this process has of a parameter, along dim 0."""
         length, step = parameter.shape[0], -(-parameter.shape[0] // self.cut.size)
-        begin, end = min(self.cut.rank * step, length), min((self.cut.rank + 1) * step, length)
+        return min(self.cut.rank * step, length), min((self.cut.rank + 1) * step, length)
+
+    def _row(self, name: str, parameter: Any, decays: bool) -> Row:
+        length, (begin, end) = parameter.shape[0], self._share(parameter)
         inner = parameter.numel() // max(length, 1)
         part = Part(name, parameter, begin * inner, (end - begin) * inner, 0, self._places[name])
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from hpcai.dist.collect import gather_objects, least, sum_in_place
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import ConfigError, DataError, DivergedError
-from hpcai.nn.deferred import make
+from hpcai.nn.deferred import make, tell_names
 from hpcai.parallel.rows import Row, total
 from hpcai.settings import StepConfig
 from hpcai.train import rng
@@ -50,7 +50,11 @@ class Step:
         self.cfg, self.notes = chosen(cfg, mesh, graph is not None)
         cfg, self.loss, self.counts, self.mesh = self.cfg, loss, counts, mesh
         self._seed = rng.mixed(torch.initial_seed(), mesh["replicate"].rank)
-        self.model = make(model, mesh.device, dtype=torch.float64 if cfg.precision == "fp64" else None)
+        self.model, dtype = model, torch.float64 if cfg.precision == "fp64" else None
+        if cfg.shard == "weights" and mesh["replicate"].size > 1 and any(p.is_meta for p in model.parameters()):
+            tell_names(model.to(dtype) if dtype else model)  # no process makes it whole
+        else:
+            make(model, mesh.device, dtype=dtype)
         self._compiled = Compiled(self.model, cfg, mesh) if cfg.compile != "none" else None
         self.notes += [self._compiled.note] if self._compiled else []
         self.sums = gradient_sums(self.model, mesh, cfg)
