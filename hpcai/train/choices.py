@@ -58,7 +58,7 @@ def gradient_sums(model: nn.Module, mesh: Mesh, cfg: StepConfig) -> GradientSums
 
     Raises MeshError when ``cfg.shard_within`` does not divide the copies.
     """
-    decays, alone = decayed(model, cfg), mesh["replicate"].size == 1
+    decays, alone = decayed(model, cfg, mesh["pipeline"]), mesh["replicate"].size == 1
     axes = None if cfg.shard_within is None or alone else mesh.split("replicate", cfg.shard_within, "step.shard_within")
     if cfg.shard == "weights" and not alone:
         return FullySharded(model, mesh, decays, blocks(model), axes, cfg.precision == "bf16-params")

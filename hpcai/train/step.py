@@ -5,7 +5,7 @@ Nothing in a step reads a number from the device: the host runs ahead, and a gua
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,14 @@ from hpcai.train.profile import span
 Loss = Callable[[nn.Module, Any], dict[str, Value]]
 
 
+class Act(Protocol):
+    """What makes gradients and outputs where no process has the whole model (``hpcai.parallel.pipeline.Pipeline``)."""
+
+    def backward(self, measure: Callable[[Any, Any], Any], parts: Sequence[Any], around: Callable[[], Any]) -> list[Any]: ...
+
+    def forward(self, function: Callable[[Any, Any], Any], batch: Any, around: Callable[[], Any]) -> Any: ...
+
+
 class Step:
     """``step(batch, lr)`` -> what the loss measured on this process's part of the batch, as device tensors.
 
@@ -40,9 +48,10 @@ class Step:
 
     def __init__(
         self, model: nn.Module, loss: Loss, cfg: StepConfig, mesh: Mesh, *, graph: Callable[[], Graph] | None = None,
+        act: Act | None = None,
     ) -> None:  # fmt: skip
         self.cfg, self.notes = chosen(cfg, mesh, graph is not None)
-        cfg, self.loss, self.mesh = self.cfg, loss, mesh
+        cfg, self.loss, self.mesh, self.act = self.cfg, loss, mesh, act
         self.model = model.to(mesh.device, torch.float64 if cfg.precision == "fp64" else None)
         self._compiled = Compiled(self.model, cfg, mesh) if cfg.compile != "none" else None
         self.notes += [self._compiled.note] if self._compiled else []
@@ -103,6 +112,9 @@ class Step:
     def _forward_backward(self, model: nn.Module, batch: Any) -> dict[str, Value]:
         parts = split(batch, self.cfg.accumulate)
         every: list[dict[str, Value]] = []
+        if self.act is not None:
+            self.sums.last = False
+            return _mean(self.act.backward(self._measure, parts, self.autocast))
         for part in parts:
             self.sums.last = part is parts[-1]
             with self.autocast():
@@ -110,6 +122,10 @@ class Step:
             (_loss_in(values) * self._share).backward()
             every.append({name: _detach(value) for name, value in values.items()})
         return _mean(every)
+
+    def _measure(self, model: nn.Module, part: Any) -> tuple[Tensor, dict[str, Value]]:
+        values = self.loss(model, part)
+        return _loss_in(values) * self._share, {name: _detach(value) for name, value in values.items()}
 
     def _each(self, model: nn.Module, batch: Any) -> dict[str, Value]:
         """``_forward_backward`` for micro-batches of one sample, whose gradients are clipped before they are added."""
