@@ -61,12 +61,14 @@ class Agreement:
         if number == NEVER:
             return
         own = number - self._first
-        name, ranks = self._unlike(own) if 0 <= own < len(self._names) else ("", set())
-        found = gather_objects((name, ranks), self.mesh.everyone)
-        where = " and ".join(f"rank {rank}" for rank in sorted(set().union(*(ranks for _, ranks in found))))
+        told = self._names[own] if 0 <= own < len(self._names) else ""
+        name = max(gather_objects(told, self.mesh.everyone))  # stages that share a weight number it each for themselves
+        ranks = self._unlike(self._names.index(name)) if name in self._names else set()
+        found = gather_objects(ranks, self.mesh.everyone)
+        where = " and ".join(f"rank {rank}" for rank in sorted(set().union(*found)))
         raise DivergedError(
             f"step {step}: the weights of {where} differ from those of processes that should hold the same, first in "
-            f"{max(name for name, _ in found)}; a processor or a memory there is wrong, or kinds of processors are mixed; go on "
+            f"{name}; a processor or a memory there is wrong, or kinds of processors are mixed; go on "
             "from the last checkpoint without these nodes, or do not compare: train.agree_every=null"
         )
 
