@@ -69,6 +69,22 @@ def place_of(tensor: Tensor) -> Place:
     return getattr(tensor, "place", None) or Place.whole(tensor.shape)
 
 
+def placed(tensor: Tensor, like: Tensor) -> Tensor:
+    """``tensor``, which lies where ``like`` does."""
+    if hasattr(like, "place"):
+        tensor.place = like.place  # type: ignore[attr-defined]
+    return tensor
+
+
+def moved(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
+    """``model.to(device, dtype)``, which makes new buffers, in the places of the old ones."""
+    before = dict(model.named_buffers())
+    model.to(device, dtype)
+    for name, buffer in model.named_buffers():
+        placed(buffer, before[name])
+    return model
+
+
 @torch.no_grad()
 def cut(tensor: Tensor, dim: int, axis: Axis, parts: Sequence[int] = ()) -> None:
     """Leave of ``tensor``, a parameter or a buffer, this rank's share along ``dim``, in place: of n numbers, from n*r/size on.

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from hpcai.dist.collect import gather_objects, least
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import ConfigError, DataError, DivergedError
-from hpcai.parallel.rows import Row, total
+from hpcai.parallel.rows import Row, moved, total
 from hpcai.settings import StepConfig
 from hpcai.train import rng
 from hpcai.train.agreement import NEVER, Agreement
@@ -52,7 +52,7 @@ class Step:
     ) -> None:  # fmt: skip
         self.cfg, self.notes = chosen(cfg, mesh, graph is not None)
         cfg, self.loss, self.mesh, self.act = self.cfg, loss, mesh, act
-        self.model = model.to(mesh.device, torch.float64 if cfg.precision == "fp64" else None)
+        self.model = moved(model, mesh.device, torch.float64 if cfg.precision == "fp64" else None)
         self._compiled = Compiled(self.model, cfg, mesh) if cfg.compile != "none" else None
         self.notes += [self._compiled.note] if self._compiled else []
         self.sums = gradient_sums(self.model, mesh, cfg)
