@@ -122,6 +122,11 @@ class Pipeline:
         shapes = {_shapes(call) for call in calls}
         if len(shapes) > 1:
             raise ConfigError(f"a pipeline needs micro-batches of one shape, but the model is called with {len(shapes)} in one step")
+        if self.kind.startswith("zero") and any(tensor.requires_grad for tensor in _tensors((calls[0].args[1:], calls[0].words))):
+            raise ConfigError(
+                f"{_name(measure)} gives the model more arguments than the first that depend on weights, whose gradients "
+                f"{self.kind} cannot find by themselves; choose the schedule 1f1b or gpipe"
+            )
         key = len(parts), *shapes
         if key not in self._schedules:
             kinds = self._learned(measure, parts[0], calls[0], around)
@@ -432,6 +437,14 @@ def _without(module: nn.Module, units: Collection[str]) -> nn.Module:
     return twin
 
 
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (dict, tuple, list)):
+        for value in tree.values() if isinstance(tree, dict) else tree:
+            yield from _tensors(value)
+
+
 def _shapes(tree: Any) -> Any:
     """What distinguishes one call of a model from another."""
     if isinstance(tree, _Call):
@@ -452,4 +465,4 @@ def _untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
     with torch.random.fork_rng([device] if device.type == "cuda" else [], device_type=device.type if device.type != "cpu" else "cuda"):
         yield
     for buffer, value in kept:
-        buffer.copy_(value)
+        buffer.data.copy_(value)  # which does not tell autograd, for which it is what it was
