@@ -168,3 +168,233 @@ def test_copies_of_stages_train_as_one_process_does() -> None:
         for how in SCHEDULES[1:3] if optimizer == "adamw" or how == SCHEDULES[1]
     ]  # fmt: skip
     all_equal_one({"replicate": 2, "pipeline": 2}, cases)
+
+
+# ---- checkpoints
+
+PLACES: list[tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = [
+    ({"pipeline": 2}, {}, {}),
+    ({"pipeline": 1}, {}, {}),
+    ({"pipeline": 4}, {"schedule": "zero-bubble"}, {}),
+    ({"replicate": 2, "pipeline": 2}, {}, {"shard": "optimizer"}),
+    ({"pipeline": 2}, {"schedule": "zero-bubble-v", "per_rank": 2}, {}),
+]
+
+
+def written(mesh: Mesh, case: Case, folder: Path) -> None:
+    step = new_step(mesh, case)
+    for i in range(STEPS):
+        step(own(mesh, i, 1))
+    Checkpoints(folder, CheckpointConfig(), mesh).save(step, Progress(step=STEPS))
+
+
+def gone_on(mesh: Mesh, case: Case, folders: list[tuple[Path, Path]]) -> list[dict[str, Any]]:
+    """What is held one step after each checkpoint, which is also written again as it was read."""
+    found = []
+    for folder, again in folders:
+        step = new_step(mesh, case, seed=7)
+        progress = Checkpoints(folder, CheckpointConfig(), mesh).resume(step)
+        assert progress is not None and progress.step == step.count == STEPS
+        Checkpoints(again, CheckpointConfig(), mesh).save(step, Progress(step=STEPS))
+        step({name: value[: 8 // mesh["replicate"].size] for name, value in batch(STEPS).items()} if mesh["replicate"].size == 1
+             else {name: value.chunk(2)[mesh["replicate"].rank] for name, value in batch(STEPS).items()})  # fmt: skip
+        found.append(numbers(step.model.state_dict().items()))
+    return found
+
+
+@pytest.mark.parametrize("name", ["tied", "odd"])
+def test_a_checkpoint_goes_from_any_number_of_stages_to_any_other_bit_for_bit(tmp_path: Path, name: str) -> None:
+    places = [(axes, how | {"schedule": "1f1b"} if name == "odd" else how, words) for axes, how, words in PLACES]
+    places = [(axes, how, words | {"optimizer": "lamb"}) for axes, how, words in places if how.get("per_rank", 1) == 1 or name != "odd"]
+    writers = places[:2]
+    for number, (axes, how, words) in enumerate(writers):
+        on_ranks(axes, written, (name, how, words), tmp_path / f"{number}")
+    right = [read_tensors(tmp_path / f"{number}" / f"step-{STEPS:08d}") for number in range(len(writers))]
+    assert {n for n in right[0] if not n.startswith("rng")} == {n for n in right[1] if not n.startswith("rng")}
+    after: dict[int, Any] = {}
+    for place, (axes, how, words) in list(enumerate(places))[::-1]:
+        folders = [(tmp_path / f"{number}", tmp_path / f"{number} by {place}") for number in range(len(writers))]
+        accumulate = 4 // axes.get("replicate", 1)
+        ranks = on_ranks(axes, gone_on, (name, how, words | {"accumulate": accumulate}), folders)
+        for number, (_, again) in enumerate(folders):
+            read = read_tensors(again / f"step-{STEPS:08d}")
+            for entry, value in right[number].items():
+                assert entry.startswith("rng") or torch.equal(read[entry], value), (axes, entry)
+            for rank in ranks:
+                if name != "odd" or "replicate" not in axes:  # the running statistics of a copy are those of its samples
+                    before = after.setdefault(number, {})
+                    same(rank[number] | before, before | rank[number], (axes, how))
+                    after[number] = before | rank[number]
+
+
+# ---- what goes wrong
+
+
+def broken_loss(model: Any, part: dict[str, Tensor]) -> dict[str, Any]:
+    """Not finite in one micro-batch, whose gradient is."""
+    values = mean_loss(model, part)
+    return {"loss": values["loss"] + torch.where(part["tokens"][0, 0] == 23, torch.nan, 0.0).to(values["loss"])}
+
+
+def held_back(mesh: Mesh) -> tuple[bool, str]:
+    """Whether weights stay where they were, and what is said."""
+    step = new_step(mesh, ("untied", {}, {}), function=broken_loss)
+    good = batch(0)
+    good["tokens"][:, 0] = 1
+    step(good)
+    before = numbers(step.model.state_dict().items())
+    bad = {name: value.clone() for name, value in good.items()}
+    bad["tokens"][4, 0] = 23
+    step(bad)
+    step(good)
+    after = numbers(step.model.state_dict().items())
+    with pytest.raises(DivergedError) as error:
+        step.check()
+    return all(np.array_equal(after[name], value) for name, value in before.items()), str(error.value)
+
+
+def test_a_loss_that_is_not_finite_on_the_last_stage_holds_the_weights_of_all_stages() -> None:
+    for still, text in on_ranks({"pipeline": 2}, held_back):
+        assert still and text.startswith("step 2: the loss is not finite on rank 0 and rank 1;")
+
+
+def flipped(mesh: Mesh, name: str, case: Case, rank: int) -> list[str]:
+    """What is said of a bit that flips in a weight on one rank."""
+    step, told = new_step(mesh, case), []
+    for struck in (False, True):
+        step(own(mesh, 0, 2))
+        if struck and mesh.rank == rank:
+            weight = step.optimizer.weights()[name]
+            part = weight if isinstance(weight, Tensor) else weight.part.whole(weight.row)
+            part.view(torch.int64).flatten()[0] ^= 1
+        try:
+            step.agreement.tell(int(step.first_bad(compare=True)[1].item()), step.count)
+        except DivergedError as error:
+            told.append(str(error))
+    return told
+
+
+FLIPS = [
+    ({"replicate": 2, "pipeline": 2}, "blocks.3.feed.down.weight", "untied", 3, "rank 1 and rank 3"),
+    ({"replicate": 2, "pipeline": 2}, "embedding.weight", "tied", 3, "rank 3"),
+    ({"pipeline": 4}, "embedding.weight", "tied", 3, "rank 0 and rank 3"),
+    ({"pipeline": 4}, "scale", "odd", 2, "rank 2"),
+]
+
+
+@pytest.mark.parametrize("axes, name, model, rank, who", FLIPS, ids=str)
+def test_a_flipped_bit_of_a_stage_is_named(axes: dict[str, int], name: str, model: str, rank: int, who: str) -> None:
+    for told in on_ranks(axes, flipped, name, (model, {}, {}), rank):
+        assert len(told) == 1 and f"the weights of {who} differ" in told[0] and f"first in {name};" in told[0]
+
+
+def twice(model: Any, part: dict[str, Tensor]) -> dict[str, Any]:
+    return {"loss": mean_loss(model, part)["loss"] + mean_loss(model, part)["loss"]}
+
+
+def never(model: Any, part: dict[str, Tensor]) -> dict[str, Any]:
+    return {"loss": model.total(part["tokens"].sum())}
+
+
+class Pairs(Transformer):
+    """Gives what cannot be sent."""
+
+    def forward(self, tokens: Tensor, positions: Tensor) -> Any:
+        x = super().forward(tokens, positions)
+        return (x, x)
+
+
+def refused(mesh: Mesh) -> list[str]:
+    MODELS["pairs"] = Pairs
+    attempts: list[tuple[Case, Any]] = [
+        (("untied", {}, {}), twice),
+        (("untied", {}, {}), never),
+        (("pairs", {}, {}), mean_loss),
+        (("untied", {}, {"accumulate": 1}), None),
+        (("odd", {"schedule": "zero-bubble"}, {}), None),
+        (("untied", {"blocks": "layers"}, {}), None),
+        (("untied", {"sizes": [4, 1]}, {}), None),
+        (("untied", {"first": [], "sizes": [0, 4]}, {}), None),
+        (("untied", {"schedule": "zero-bubble-v"}, {}), None),
+        (("untied", {}, {"shard": "weights"}), None),
+        (("untied", {}, {"compile": "whole"}), None),
+        (("untied", {}, {"capture": "whole"}), None),
+        (("untied", {}, {"decay_names": ("head.*", "nothing.*")}), None),
+    ]
+    told = []
+    for case, function in attempts:
+        with pytest.raises(ConfigError) as error:
+            new_step(mesh, case, function=function)(batch(0))
+        told.append(str(error.value))
+    return told
+
+
+def test_what_a_pipeline_cannot_do_is_refused_on_all_stages_alike() -> None:
+    expected = [
+        "twice calls the model more than once", "never never calls the model", "stage 0 of a pipeline gives a tuple",
+        "step.accumulate is 1, which Schedule1F1B cannot do with 2 stages on 2 ranks", "odd_loss gives the model more arguments",
+        "Transformer has no module 'layers'; it has own, embedding, blocks", "4 blocks cannot be divided among 2 stages as [4, 1]",
+        "none of them 0", "zero-bubble-v has 2 stages on each rank, not 1", "step.shard is weights", "step.compile is whole",
+        "step.capture is whole", "'nothing.*' matches no parameter",
+    ]  # fmt: skip
+    for told in on_ranks({"pipeline": 2}, refused):
+        for text, part in zip(told, expected, strict=True):
+            assert part in text
+
+
+# ---- evaluation
+
+
+def metric(model: Any, part: dict[str, Tensor]) -> dict[str, Any]:
+    return loss(model, part) | {"training": model.training}
+
+
+def scored(mesh: Mesh, how: dict[str, Any]) -> list[Any]:
+    """Metrics of batches of several sizes before and after a step of training, in both modes."""
+    step, found = new_step(mesh, ("tied", how, {})), list[Any]()
+    for training in (False, True):
+        step.model.train(training)
+        for samples in (8, 8, 3, 2):
+            part = batch(samples, samples)
+            if step.act is None:
+                with torch.no_grad():
+                    values = metric(step.model, part)
+            else:
+                values = step.act.forward(metric, part, step.autocast)
+            if values is not None:
+                assert values["training"] is training and not values["loss"][0].requires_grad
+                found.append([float(values["loss"][0]), float(values["loss"][1])])
+        step.model.train()
+        step(batch(0))
+    return found
+
+
+def test_an_evaluation_by_stages_is_that_of_one_process() -> None:
+    right = scored(Mesh({}), {})
+    assert len(right) == 8
+    for axes, how, last in (({"pipeline": 2}, SCHEDULES[1], 1), ({"pipeline": 4}, SCHEDULES[0], 3), ({"pipeline": 2}, SCHEDULES[-1], 0)):
+        found = on_ranks(axes, scored, how)
+        assert [bool(each) for each in found] == [rank == last for rank in range(len(found))]
+        np.testing.assert_allclose(found[last], right, rtol=1e-12)
+
+
+def remains(mesh: Mesh) -> tuple[list[str], list[str], int]:
+    """Names of parameters and buffers, and how often each stage's blocks ran when a schedule was prepared."""
+    step = new_step(mesh, ("untied", {"sizes": [1, 3]}, {}))
+    ran: list[str] = []
+    for name, module in step.model.named_modules():
+        if name.startswith("blocks.") and name.count(".") == 1:
+            module.register_forward_hook(lambda *_, name=name: ran.append(name))
+    step(batch(0))
+    once = len(ran)
+    step(batch(1))
+    step(batch(2))
+    held = sum(p.numel() for p in step.model.parameters())
+    return sorted({name.rsplit(".", 2)[0] for name, _ in step.model.named_parameters()}), sorted(set(ran)), (len(ran) - once) * held
+
+
+def test_a_rank_holds_and_runs_its_own_blocks_alone() -> None:
+    (first, ran, _), (last, went, _) = on_ranks({"pipeline": 2}, remains)
+    assert ran == ["blocks.0"] and went == ["blocks.1", "blocks.2", "blocks.3"]
+    assert all(name.startswith(("blocks.0", "embedding")) for name in first)
+    assert not any(name.startswith(("blocks.0", "embedding")) for name in last)
