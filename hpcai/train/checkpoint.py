@@ -488,7 +488,7 @@ def _boxes_of(name: str, value: Tensor | Share, mesh: Mesh | None) -> Iterator[B
     else:
         place, copies = place_of(value), alike(value, mesh) if mesh else ()
         for offsets, part in place.boxes((0,) * value.ndim, value.shape):
-            yield Box(name, place.size, offsets, value[part], copies)
+            yield Box(name, place.size, offsets, value.detach()[part], copies)  # also a second name of a weight is read into
 
 
 def _number(path: Path) -> int:
