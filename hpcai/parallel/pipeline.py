@@ -5,7 +5,7 @@ form: Narayanan et al., SC21. Zero bubble and its V form, for two stages on a ra
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from hpcai.dist.collect import agree
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import ConfigError
+from hpcai.parallel.calls import Around, Call, after, call_of
 from hpcai.parallel.stages import Stages
 
 Schedule = Literal["gpipe", "1f1b", "zero-bubble", "zero-bubble-v"]
 Values = dict[str, Any]  # of each name a tensor [], or a pair of tensors [] of which the second may be a float
 Measure = Callable[[Any, Any], tuple[Tensor, Values]]
-Around = Callable[[], AbstractContextManager[Any]]
 
 _SCHEDULES = {  # with one stage on a rank, and with several
     "gpipe": ("ScheduleGPipe", "ScheduleLoopedBFS"), "1f1b": ("Schedule1F1B", "ScheduleInterleaved1F1B"),
@@ -35,9 +35,10 @@ class Pipeline:
     """``Stages`` of ``model`` along the axis ``pipeline`` of ``mesh``, which work on micro-batches as ``schedule`` says.
 
     The model's forward pass is a chain: ``first``, ``blocks``, ``last``, each called with what the one before returned, which
-    between stages is one tensor. On all stages but the first that tensor takes the place of the first argument of the model's
-    call. All ranks of a copy get the same batch, and so find the other arguments themselves. ``is_last``: this rank has the last
-    stage, where losses and metrics are computed. Raises ConfigError for what cannot be divided like this.
+    between stages is one tensor; what it does between them it does on every stage. On all stages but the first that tensor takes
+    the place of the first argument of the model's call. All ranks of a copy get the same batch, and so find the other arguments
+    themselves. ``is_last``: this rank has the last stage, where losses and metrics are computed. Raises ConfigError for what
+    cannot be divided like this.
     """
 
     def __init__(
@@ -67,13 +68,13 @@ class Pipeline:
         """
         if self.count == 1:
             return [_alone(measure, self.model, part, around) for part in parts]
-        calls = [self._call(measure, part, around) for part in parts]
+        calls = [call_of(measure, self.model, part, around) for part in parts]
         if len(shapes := {call.shapes for call in calls}) > 1:
             raise ConfigError(f"a pipeline needs micro-batches of one shape; in one step the model is called with {len(shapes)}")
         if self.schedule.startswith("zero") and calls[0].depends:
             raise ConfigError(
-                f"{_name(measure)} gives the model more arguments than the first that depend on weights, whose gradients "
-                f"{self.schedule} cannot find by themselves; choose the schedule 1f1b or gpipe"
+                f"the loss gives the model other arguments than the first that depend on weights, whose gradients {self.schedule} "
+                "cannot find apart from those of the hidden state; choose the schedule 1f1b or gpipe"
             )
         key = len(parts), *shapes
         if key not in self._schedules:
@@ -88,35 +89,7 @@ class Pipeline:
         every, self._step = self._step.values, _Step()
         return self._told(every)
 
-    def _call(self, function: Callable[..., Any], part: Any, around: Around) -> "_Call":
-        """What ``function`` calls its model with."""
-
-        def caught(*args: Any, **words: Any) -> Any:
-            raise _Called(_Call(args, words))
-
-        try:
-            with around():
-                function(_StandIn(self.model, caught), part)
-        except _Called as found:
-            if not found.call.args:
-                raise ConfigError(f"{_name(function)} gives the model no positional argument; a pipeline needs one") from None
-            return found.call
-        raise ConfigError(f"{_name(function)} never calls the model; a pipeline needs a function that calls it once")
-
-    def _last(self, function: Callable[..., Any], part: Any, output: Any) -> Any:
-        """What ``function`` makes of the model's ``output``."""
-        calls = 0
-
-        def given(*_: Any, **__: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls > 1:
-                raise ConfigError(f"{_name(function)} calls the model more than once; a pipeline needs one call")
-            return output
-
-        return function(_StandIn(self.model, given), part)
-
-    def _run(self, stage: int, call: "_Call", hidden: Any, around: Around) -> Any:
+    def _run(self, stage: int, call: Call, hidden: Any, around: Around) -> Any:
         with around():
             output = self.stages.module(stage)(hidden if stage else call.args[0], *call.args[1:], **call.words)
         if stage == self.count - 1 or not isinstance(output, Tensor):
@@ -128,12 +101,11 @@ class Pipeline:
         step = self._step
         call = step.calls[number]
         if call.depends and stage != self.stages.own[0]:  # each stage passes backward through a graph of its own
-            call = self._call(step.measure, step.parts[number], step.around)
+            call = call_of(step.measure, self.model, step.parts[number], step.around)
         output = self._run(stage, call, hidden, step.around)
         if stage < self.count - 1:
             return output
-        with step.around():
-            scalar, step.values[number] = self._last(step.measure, step.parts[number], output)
+        scalar, step.values[number] = after(step.measure, self.model, step.parts[number], step.around, output)
         return torch.stack((scalar,))  # not a view, which torch could not detach in place
 
     def _scheduled(self, parts: int, kinds: list["_Kind"]) -> Any:
@@ -167,14 +139,13 @@ class Pipeline:
         if self.count == 1:
             with around():
                 return function(self.model, batch)
-        call = self._call(function, batch, around)
+        call = call_of(function, self.model, batch, around)
         output = self._through(call, around, self._known.setdefault(call.shapes, []))
         if self.is_last:
-            with around():
-                return self._last(function, batch, output)
+            return after(function, self.model, batch, around, output)
         return None
 
-    def _through(self, call: "_Call", around: Around, kinds: list["_Kind"]) -> Any:
+    def _through(self, call: Call, around: Around, kinds: list["_Kind"]) -> Any:
         """The model's output, on the last stage. Where ``kinds`` is empty, what each stage sends is agreed on the way."""
         new, hidden = not kinds, torch.empty(0)
         for stage, rank in enumerate(self.rank_of):
@@ -204,7 +175,7 @@ class Pipeline:
     # ---- what all stages know
 
     @torch.no_grad()
-    def _learned(self, measure: Measure, part: Any, call: "_Call", around: Around) -> list["_Kind"]:
+    def _learned(self, measure: Measure, part: Any, call: Call, around: Around) -> list["_Kind"]:
         """What each stage sends, and the last one gives, for micro-batches like ``part``: found by one forward pass, which leaves
         no trace. Names and types of values are those of the first."""
         kinds: list[_Kind] = []
@@ -213,8 +184,7 @@ class Pipeline:
             output = self._through(call, around, kinds)
             if self.is_last:
                 try:
-                    with around():
-                        scalar, values = self._last(measure, part, output)
+                    scalar, values = after(measure, self.model, part, around, output)
                     found = _Kind((1,), scalar.dtype), [_Value.of(name, value) for name, value in values.items()]
                 except ConfigError as error:
                     found = str(error)
@@ -253,29 +223,12 @@ class _Stage(nn.Module):
 
 
 @dataclass
-class _Call:
-    """What a model is called with."""
-
-    args: tuple[Any, ...]
-    words: dict[str, Any]
-
-    @property
-    def shapes(self) -> Any:
-        return _shapes((self.args, self.words))
-
-    @property
-    def depends(self) -> bool:
-        """Whether other arguments than the first depend on weights."""
-        return any(tensor.requires_grad for tensor in _tensors((self.args[1:], self.words)))
-
-
-@dataclass
 class _Step:
     """The micro-batches under way, which stages look up by number."""
 
     measure: Any = None
     parts: Sequence[Any] = ()
-    calls: Sequence[_Call] = ()
+    calls: Sequence[Call] = ()
     around: Any = None
     values: list[Values] = field(default_factory=list)
 
@@ -314,26 +267,6 @@ class _Value:
         return found if self.pair else found[0]
 
 
-class _Called(BaseException):
-    """Ends a function where it calls its model, also one that catches every Exception."""
-
-    def __init__(self, call: _Call) -> None:
-        self.call = call
-
-
-class _StandIn:
-    """A model whose call is another; all else is its own."""
-
-    def __init__(self, model: nn.Module, call: Callable[..., Any]) -> None:
-        self._model, self._call = model, call
-
-    def __call__(self, *args: Any, **words: Any) -> Any:
-        return self._call(*args, **words)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-
 def _alone(measure: Measure, model: nn.Module, part: Any, around: Around) -> Values:
     with around():
         scalar, values = measure(model, part)
@@ -347,29 +280,6 @@ def _given(output: Tensor, number: Tensor) -> Tensor:
 
 def _flat(value: Any) -> tuple[Any, ...]:
     return value if isinstance(value, tuple) else (value,)
-
-
-def _name(function: Any) -> str:
-    return getattr(function, "__qualname__", repr(function))
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (dict, tuple, list)):
-        for value in tree.values() if isinstance(tree, dict) else tree:
-            yield from _tensors(value)
-
-
-def _shapes(tree: Any) -> Any:
-    """What distinguishes one call of a model from another."""
-    if isinstance(tree, Tensor):
-        return tuple(tree.shape), tree.dtype
-    if isinstance(tree, dict):
-        return tuple((name, _shapes(value)) for name, value in tree.items())
-    if isinstance(tree, (tuple, list)):
-        return tuple(_shapes(value) for value in tree)
-    return tree if isinstance(tree, (int, float, str, type(None))) else type(tree)
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """A model as stages along the axis pipeline: the same training, evaluation and checkpoints as on one process, for each schedule."""
 
-from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from hpcai.errors import ConfigError, DivergedError
 from hpcai.parallel.pipeline import Pipeline
 from hpcai.settings import CheckpointConfig, StepConfig
 from hpcai.train.checkpoint import Checkpoints, Progress, read_tensors
+from hpcai.train.compiling import blocks
 from hpcai.train.step import Step
 from tests.ranks.launch import on_ranks
 from tests.ranks.transformer import Transformer, batch, loss, mean_loss
@@ -54,7 +54,8 @@ class Odd(nn.Module):
 def odd_loss(model: Any, part: dict[str, Tensor]) -> dict[str, Any]:
     """Uses weights that are in no stage before and after the model's call."""
     out = model(part["tokens"][:, 0], shift=model.shift * model.offset) * model.scale
-    return {"loss": (out - part["targets"][:, :3]).square().mean(), "greatest": out.abs().amax(), "pair": (out.sum(), float(len(out)))}
+    error = (out - part["targets"][:, :3]).square().mean()
+    return {"loss": error, "greatest": out.abs().amax(), "pair": (out.sum(), float(len(out)))}
 
 
 MODELS: dict[str, Any] = {"untied": Transformer, "tied": lambda: Transformer(tied=True), "odd": Odd}
@@ -66,7 +67,8 @@ def new_step(mesh: Mesh, case: Case, seed: int = 0, function: Any = None) -> Ste
     torch.manual_seed(seed)
     model = MODELS[name]()
     act = Pipeline(model, mesh, **how) if mesh["pipeline"].size > 1 else None
-    return Step(model, function or (odd_loss if name in ("odd", "fixed") else mean_loss), StepConfig(**(WORDS | words)), mesh, act=act)
+    function = function or (odd_loss if name in ("odd", "fixed") else mean_loss)
+    return Step(model, function, StepConfig(**(WORDS | words)), mesh, act=act)
 
 
 def own(mesh: Mesh, step: int, copies: int) -> dict[str, Tensor]:
@@ -86,7 +88,7 @@ def followed(mesh: Mesh, case: Case, copies: int, seed: int | None = None) -> di
     told, gradients, norms = [], {}, []
     for i in range(STEPS):
         values = step(own(mesh, i, copies), 0.05 / (i + 1))
-        told.append({name: tuple(map(float, value)) if isinstance(value, tuple) else float(value) for name, value in values.items()})
+        told.append({name: [float(x) for x in (value if isinstance(value, tuple) else (value,))] for name, value in values.items()})
         norms.append(step._norm().item())
         rows = [(row, row.gradient()) for row in step.sums.rows if row.cut.size == 1]
         gradients |= numbers((f"{p.name} {i}", p.whole(found)) for row, found in rows if found is not None for p in row.parts)
@@ -205,7 +207,7 @@ def gone_on(mesh: Mesh, case: Case, folders: list[tuple[Path, Path]]) -> list[di
 @pytest.mark.parametrize("name", ["tied", "odd"])
 def test_a_checkpoint_goes_from_any_number_of_stages_to_any_other_bit_for_bit(tmp_path: Path, name: str) -> None:
     places = [(axes, how | {"schedule": "1f1b"} if name == "odd" else how, words) for axes, how, words in PLACES]
-    places = [(axes, how, words | {"optimizer": "lamb"}) for axes, how, words in places if how.get("per_rank", 1) == 1 or name != "odd"]
+    places = [(axes, how, words | {"optimizer": "lamb"}) for axes, how, words in places if "per_rank" not in how or name != "odd"]
     writers = places[:2]
     for number, (axes, how, words) in enumerate(writers):
         on_ranks(axes, written, (name, how, words), tmp_path / f"{number}")
@@ -331,8 +333,8 @@ def refused(mesh: Mesh) -> list[str]:
 
 def test_what_a_pipeline_cannot_do_is_refused_on_all_stages_alike() -> None:
     expected = [
-        "twice calls the model more than once", "never never calls the model", "stage 0 of a pipeline gives a tuple",
-        "step.accumulate is 1, which Schedule1F1B cannot do with 2 stages on 2 ranks", "odd_loss gives the model more arguments",
+        "calls the model more than once", "never calls the model", "stage 0 of a pipeline gives a tuple, but one tensor",
+        "step.accumulate is 1, which Schedule1F1B cannot do with 2 stages on 2 ranks", "gives the model other arguments than the",
         "Transformer has no module 'layers'; it has own, embedding, blocks", "4 blocks cannot be divided among 2 stages as [4, 1]",
         "none of them 0", "zero-bubble-v has 2 stages on each rank, not 1", "step.shard is weights", "step.compile is whole",
         "step.capture is whole", "'nothing.*' matches no parameter",
@@ -372,29 +374,28 @@ def scored(mesh: Mesh, how: dict[str, Any]) -> list[Any]:
 def test_an_evaluation_by_stages_is_that_of_one_process() -> None:
     right = scored(Mesh({}), {})
     assert len(right) == 8
-    for axes, how, last in (({"pipeline": 2}, SCHEDULES[1], 1), ({"pipeline": 4}, SCHEDULES[0], 3), ({"pipeline": 2}, SCHEDULES[-1], 0)):
-        found = on_ranks(axes, scored, how)
+    for ranks, how, last in ((2, SCHEDULES[1], 1), (4, SCHEDULES[0], 3), (2, SCHEDULES[-1], 0)):
+        found = on_ranks({"pipeline": ranks}, scored, how)
         assert [bool(each) for each in found] == [rank == last for rank in range(len(found))]
         np.testing.assert_allclose(found[last], right, rtol=1e-12)
 
 
-def remains(mesh: Mesh) -> tuple[list[str], list[str], int]:
-    """Names of parameters and buffers, and how often each stage's blocks ran when a schedule was prepared."""
-    step = new_step(mesh, ("untied", {"sizes": [1, 3]}, {}))
-    ran: list[str] = []
-    for name, module in step.model.named_modules():
-        if name.startswith("blocks.") and name.count(".") == 1:
-            module.register_forward_hook(lambda *_, name=name: ran.append(name))
+def remains(mesh: Mesh) -> tuple[set[str], list[str], list[str]]:
+    """What this rank holds, which of its blocks ran in a step, and which may be compiled or gathered one by one."""
+    step, ran = new_step(mesh, ("untied", {"sizes": [1, 3]}, {})), list[str]()
+    names = {module: name for name, module in step.model.named_modules()}
+    for module, name in names.items():
+        module.register_forward_hook(lambda *_, name=name: ran.append(name))
     step(batch(0))
-    once = len(ran)
+    ran.clear()
     step(batch(1))
-    step(batch(2))
-    held = sum(p.numel() for p in step.model.parameters())
-    return sorted({name.rsplit(".", 2)[0] for name, _ in step.model.named_parameters()}), sorted(set(ran)), (len(ran) - once) * held
+    held = {".".join(name.split(".")[:2]) for name, _ in step.model.named_parameters()}
+    went = [name for name in ran if name.count(".") == 1 and name.startswith("blocks.")]
+    return held, went, [names[block] for block in blocks(step.model)]
 
 
 def test_a_rank_holds_and_runs_its_own_blocks_alone() -> None:
-    (first, ran, _), (last, went, _) = on_ranks({"pipeline": 2}, remains)
-    assert ran == ["blocks.0"] and went == ["blocks.1", "blocks.2", "blocks.3"]
-    assert all(name.startswith(("blocks.0", "embedding")) for name in first)
-    assert not any(name.startswith(("blocks.0", "embedding")) for name in last)
+    (first, ran, block), (last, went, others) = on_ranks({"pipeline": 2}, remains)
+    assert first == {"blocks.0", "embedding.weight"} and ran == ["blocks.0"] * 4 and block == ["blocks.0"]
+    assert last == {"blocks.1", "blocks.2", "blocks.3", "norm.weight", "norm.bias", "head.weight"}
+    assert went == ["blocks.1", "blocks.2", "blocks.3"] * 4 and others == ["blocks.1", "blocks.2", "blocks.3"]
