@@ -72,14 +72,14 @@ class Agreement:
             "from the last checkpoint without these nodes, or do not compare: train.agree_every=null"
         )
 
-    def _unlike(self, number: int) -> tuple[str, set[int]]:
-        """The name of a parameter, and the ranks that hold another than most: all where as many hold the one as the other."""
+    def _unlike(self, number: int) -> set[int]:
+        """The ranks that hold another parameter than most: all where as many hold the one as the other."""
         seen = [(self.mesh.rank, int(self._prints[number].item()))]
         for axis in self._axes[number]:
             seen = [each for part in gather_objects(seen, axis) for each in part]
         counts = [*Counter(found for _, found in seen).most_common(), (None, 0)]
         usual = counts[0][0] if counts[0][1] > counts[1][1] else None
-        return self._names[number], {rank for rank, found in seen if found != usual} if len(counts) > 2 else set()
+        return {rank for rank, found in seen if found != usual} if len(counts) > 2 else set()
 
 
 def fingerprint(numbers: Tensor) -> Tensor:

@@ -93,6 +93,7 @@ def followed(mesh: Mesh, case: Case, copies: int, seed: int | None = None) -> di
         rows = [(row, row.gradient()) for row in step.sums.rows if row.cut.size == 1]
         gradients |= numbers((f"{p.name} {i}", p.whole(found)) for row, found in rows if found is not None for p in row.parts)
     step.check()
+    step.sums.settle()
     live = numbers(step.model.state_dict().items())
     with step.average.applied():
         mean = numbers(step.model.state_dict().items())
@@ -200,6 +201,7 @@ def gone_on(mesh: Mesh, case: Case, folders: list[tuple[Path, Path]]) -> list[di
         Checkpoints(again, CheckpointConfig(), mesh).save(step, Progress(step=STEPS))
         step({name: value[: 8 // mesh["replicate"].size] for name, value in batch(STEPS).items()} if mesh["replicate"].size == 1
              else {name: value.chunk(2)[mesh["replicate"].rank] for name, value in batch(STEPS).items()})  # fmt: skip
+        step.sums.settle()
         found.append(numbers(step.model.state_dict().items()))
     return found
 
