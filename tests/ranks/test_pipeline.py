@@ -19,7 +19,7 @@ from hpcai.train.step import Step
 from tests.ranks.launch import on_ranks
 from tests.ranks.transformer import Transformer, batch, loss, mean_loss
 
-STEPS = 2
+STEPS = 3
 WORDS: dict[str, Any] = {"precision": "fp64", "accumulate": 4, "clip": 0.5, "average": 0.9, "weight_decay": 0.1, "bucket_mb": 5e-3}
 Case = tuple[str, dict[str, Any], dict[str, Any]]  # the model, the arguments of Pipeline, settings of the step
 
@@ -72,9 +72,9 @@ def new_step(mesh: Mesh, case: Case, seed: int = 0, function: Any = None) -> Ste
 
 
 def own(mesh: Mesh, step: int, copies: int) -> dict[str, Tensor]:
-    """What a copy of the model gets of a batch of 8 samples for each of ``copies``."""
+    """What a copy of the model gets of a batch of 8 samples, longer and shorter ones in turn, for each of ``copies``."""
     axis = mesh["replicate"]
-    whole = batch(step, 8 * copies)
+    whole = batch(step, 8 * copies, 8 - 2 * (step % 2))
     return {name: value.chunk(axis.size)[axis.rank] for name, value in whole.items()}
 
 
@@ -83,7 +83,7 @@ def numbers(named: Any) -> dict[str, np.ndarray]:
 
 
 def followed(mesh: Mesh, case: Case, copies: int, seed: int | None = None) -> dict[str, Any]:
-    """What this rank knows of two steps: what was told, and what it holds."""
+    """What this rank knows of its steps: what was told, and what it holds."""
     step = new_step(mesh, case, mesh["replicate"].rank if seed is None else seed)
     told, gradients, norms = [], {}, []
     for i in range(STEPS):
@@ -235,9 +235,9 @@ def test_a_checkpoint_goes_from_any_number_of_stages_to_any_other_bit_for_bit(tm
 
 
 def broken_loss(model: Any, part: dict[str, Tensor]) -> dict[str, Any]:
-    """Not finite in one micro-batch, whose gradient is."""
-    values = mean_loss(model, part)
-    return {"loss": values["loss"] + torch.where(part["tokens"][0, 0] == 23, torch.nan, 0.0).to(values["loss"])}
+    """Not finite in one micro-batch, as is the gradient of the head alone."""
+    factor = torch.where(part["tokens"][0, 0] == 23, torch.nan, 0.0)
+    return {"loss": mean_loss(model, part)["loss"] + factor * model.head.weight.sum()}
 
 
 def held_back(mesh: Mesh) -> tuple[bool, str]:
@@ -382,22 +382,33 @@ def test_an_evaluation_by_stages_is_that_of_one_process() -> None:
         np.testing.assert_allclose(found[last], right, rtol=1e-12)
 
 
-def remains(mesh: Mesh) -> tuple[set[str], list[str], list[str]]:
-    """What this rank holds, which of its blocks ran in a step, and which may be compiled or gathered one by one."""
+def drawing(*_: Any) -> None:
+    torch.rand(())
+
+
+def remains(mesh: Mesh) -> tuple[set[str], list[str], int, list[str]]:
+    """What this rank holds, which of its blocks ran in a step, how many random numbers were drawn in the first step, of which each
+    block draws one, and which blocks may be compiled one by one."""
     step, ran = new_step(mesh, ("untied", {"sizes": [1, 3]}, {})), list[str]()
     names = {module: name for name, module in step.model.named_modules()}
     for module, name in names.items():
         module.register_forward_hook(lambda *_, name=name: ran.append(name))
+    for block in blocks(step.model):
+        block.register_forward_hook(drawing)
+    torch.manual_seed(0)
     step(batch(0))
+    following = torch.rand(()).item()
+    torch.manual_seed(0)
+    drawn = torch.rand(100).tolist().index(following)
     ran.clear()
     step(batch(1))
     held = {".".join(name.split(".")[:2]) for name, _ in step.model.named_parameters()}
     went = [name for name in ran if name.count(".") == 1 and name.startswith("blocks.")]
-    return held, went, [names[block] for block in blocks(step.model)]
+    return held, went, drawn, [names[block] for block in blocks(step.model)]
 
 
 def test_a_rank_holds_and_runs_its_own_blocks_alone() -> None:
-    (first, ran, block), (last, went, others) = on_ranks({"pipeline": 2}, remains)
-    assert first == {"blocks.0", "embedding.weight"} and ran == ["blocks.0"] * 4 and block == ["blocks.0"]
+    (first, ran, *one), (last, went, *others) = on_ranks({"pipeline": 2}, remains)
+    assert first == {"blocks.0", "embedding.weight"} and ran == ["blocks.0"] * 4 and one == [4, ["blocks.0"]]
     assert last == {"blocks.1", "blocks.2", "blocks.3", "norm.weight", "norm.bias", "head.weight"}
-    assert went == ["blocks.1", "blocks.2", "blocks.3"] * 4 and others == ["blocks.1", "blocks.2", "blocks.3"]
+    assert went == ["blocks.1", "blocks.2", "blocks.3"] * 4 and others == [12, ["blocks.1", "blocks.2", "blocks.3"]]
