@@ -46,16 +46,19 @@ class Stages:
         units = [numbers[a:b] for a, b in pairwise(ends)]
         units[0], units[-1] = [*first, *units[0]], [*units[-1], *last]
         self._stage_of = {unit: stage for stage, each in enumerate(units) for unit in each}
-        self._modules: dict[int, nn.Module] = {}
+        self._twins: dict[int, list[tuple[nn.Module, nn.Module]]] = {}
         if axis.size > 1:
             self._cut(mesh)
 
     def module(self, stage: int) -> nn.Module:
         """The model as one of this rank's stages sees it: the same parameters, without the modules of its other stages. It is made
         on first use, so that it has what was done to the model until then."""
-        if stage not in self._modules:
-            self._modules[stage] = _without(self.model, {unit for unit, other in self._stage_of.items() if other != stage})
-        return self._modules[stage]
+        if stage not in self._twins:
+            self._twins[stage] = []
+            _without(self.model, {unit for unit, other in self._stage_of.items() if other != stage}, self._twins[stage])
+        for twin, of in self._twins[stage]:
+            twin.training = of.training
+        return self._twins[stage][0][0]
 
     def _cut(self, mesh: Mesh) -> None:
         axis, holders = mesh["pipeline"], dict[Tensor, set[int]]()
@@ -105,14 +108,16 @@ def _names(module: nn.Module, held: Collection[Tensor]) -> nn.Module | None:
     return found if any(True for _ in (*found.parameters(), *found.buffers())) else None
 
 
-def _without(module: nn.Module, units: Collection[str]) -> nn.Module:
-    """``module`` with the same submodules and parameters, but for ``units`` of it, which pass on what they are given."""
+def _without(module: nn.Module, units: Collection[str], made: list[tuple[nn.Module, nn.Module]]) -> nn.Module:
+    """``module`` with the same submodules and parameters, but for ``units`` of it, which pass on what they are given. ``made``
+    lists what had to be made for that, from without inwards, each with that of which it is a twin."""
     twin = object.__new__(type(module))
     twin.__dict__ = module.__dict__ | {"_modules": dict(module._modules)}
+    made.append((twin, module))
     for name, child in module._modules.items():
         inner = [unit.removeprefix(f"{name}.") for unit in units if unit.startswith(f"{name}.")]
         if name in units:
             twin._modules[name] = Passed()
         elif inner and child is not None:
-            twin._modules[name] = _without(child, inner)
+            twin._modules[name] = _without(child, inner, made)
     return twin

@@ -391,6 +391,7 @@ def remains(mesh: Mesh) -> tuple[set[str], list[str], int, list[str]]:
     block draws one, and which blocks may be compiled one by one."""
     step, ran = new_step(mesh, ("untied", {"sizes": [1, 3]}, {})), list[str]()
     names = {module: name for name, module in step.model.named_modules()}
+    act: Any = step.act
     for module, name in names.items():
         module.register_forward_hook(lambda *_, name=name: ran.append(name))
     for block in blocks(step.model):
@@ -402,6 +403,10 @@ def remains(mesh: Mesh) -> tuple[set[str], list[str], int, list[str]]:
     drawn = torch.rand(100).tolist().index(following)
     ran.clear()
     step(batch(1))
+    for training in (False, True):
+        step.model.train(training)
+        stage: Any = act.stages.module(mesh.rank)
+        assert stage.training is stage.blocks.training is training
     held = {".".join(name.split(".")[:2]) for name, _ in step.model.named_parameters()}
     went = [name for name in ran if name.count(".") == 1 and name.startswith("blocks.")]
     return held, went, drawn, [names[block] for block in blocks(step.model)]
