@@ -127,7 +127,7 @@ class Pipeline:
         except ValueError as error:
             raise ConfigError(
                 f"step.accumulate is {parts}, which {name} cannot do with {self.count} stages on {self.axis.size} ranks ({error}); "
-                f"set it to a multiple of {self.count}"
+                f"set it to a multiple of {self.axis.size}"
             ) from None
 
     # ---- evaluation
