@@ -54,7 +54,7 @@ class Pipeline:
         self._known: dict[Any, list[_Kind]] = {}  # what each stage sends, by what the model is called with
         self._schedules: dict[Any, Any] = {}
         self._values: list[_Value] = []
-        self._sent: Any = None  # by forward, and under way
+        self._sent: Any = None  # what forward sent last, and the tensor
         self._step = _Step()
 
     # ---- training
@@ -82,7 +82,6 @@ class Pipeline:
             while len(self._schedules) >= _KEPT:
                 del self._schedules[next(iter(self._schedules))]
             self._schedules[key] = self._scheduled(len(parts), kinds)
-        self._wait()
         self._step = _Step(measure, parts, calls, around, [{} for _ in parts])
         numbers = torch.arange(len(parts))  # torch cuts them into micro-batches, in place of those
         self._schedules[key].step(number=numbers, target=numbers)
@@ -161,16 +160,11 @@ class Pipeline:
                         raise ConfigError(f"stage {stage} of a pipeline gives a {found}, but one tensor can be sent: cut elsewhere")
                     kinds.append(found)
                 if rank == self.axis.rank and self.rank_of[stage + 1] != rank:
-                    self._wait()
-                    to = self.rank_of[stage + 1]
-                    self._sent = torch_dist.isend(hidden, group=self.axis.group, group_dst=to), hidden
+                    if self._sent is not None:
+                        self._sent[0].wait()
+                    work: Any = torch_dist.isend(hidden, group=self.axis.group, group_dst=self.rank_of[stage + 1])
+                    self._sent = work, hidden  # which has to stay until then
         return hidden if self.is_last else None
-
-    def _wait(self) -> None:
-        """Until the next stage has what ``forward`` sent last."""
-        if self._sent is not None:
-            self._sent[0].wait()
-            self._sent = None
 
     # ---- what all stages know
 
@@ -191,9 +185,11 @@ class Pipeline:
         found = agree(found, self.axis, self.rank_of[-1])
         if isinstance(found, str):
             raise ConfigError(found)
-        self._values = self._values or found[1]
+        if not self._values:
+            self._values = found[1]
         return [*kinds, found[0]]
 
+    @torch.no_grad()
     def _told(self, every: list[Values]) -> list[Values]:
         """``every`` of the last stage, on all of them, in one message."""
         if self.is_last:

@@ -417,3 +417,12 @@ def test_a_rank_holds_and_runs_its_own_blocks_alone() -> None:
     assert first == {"blocks.0", "embedding.weight"} and ran == ["blocks.0"] * 4 and one == [4, ["blocks.0"]]
     assert last == {"blocks.1", "blocks.2", "blocks.3", "norm.weight", "norm.bias", "head.weight"}
     assert went == ["blocks.1", "blocks.2", "blocks.3"] * 4 and others == [12, ["blocks.1", "blocks.2", "blocks.3"]]
+
+
+def test_a_pipeline_of_one_rank_is_the_whole_model() -> None:
+    plain, staged = (new_step(Mesh({}), ("tied", {}, {})) for _ in range(2))
+    act = staged.act = Pipeline(staged.model, staged.mesh, per_rank=2)
+    assert float(plain(batch(0))["loss"]) == float(staged(batch(0))["loss"])
+    assert all(torch.equal(a, b) for a, b in zip(plain.model.parameters(), staged.model.parameters(), strict=True))
+    found = act.forward(metric, batch(1, 3), nullcontext)["loss"]
+    assert act.is_last and found == metric(plain.model, batch(1, 3))["loss"]
