@@ -1,5 +1,6 @@
 """A model as stages along the axis pipeline: the same training, evaluation and checkpoints as on one process, for each schedule."""
 
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
