@@ -109,8 +109,13 @@ class Pipeline:
 
     def _scheduled(self, parts: int, kinds: list["_Kind"]) -> Any:
         """torch's schedule of ``parts`` micro-batches, for whose stages ``kinds`` says what each sends."""
-        from torch.distributed import pipelining
+        from torch.distributed import fsdp, pipelining
 
+        if self.schedule.startswith("zero") and isinstance(self.model, fsdp.FSDPModule):
+            raise ConfigError(
+                f"step.shard is weights, but {self.schedule} needs weights after the backward pass that gives them back; set "
+                "step.shard=optimizer, or choose the schedule 1f1b or gpipe"
+            )
         name = _SCHEDULES[self.schedule][self.count > self.axis.size]
         stages = [
             pipelining.PipelineStage(
@@ -212,7 +217,9 @@ class _Stage(nn.Module):
 
     def __init__(self, pipeline: Pipeline, stage: int) -> None:
         super().__init__()
-        self.module, self._act = pipeline.stages.module(stage), partial(pipeline._micro, stage)
+        self._act = partial(pipeline._micro, stage)
+        # No submodule: torch would gather and give back the weights of one that is fully sharded, which does so by itself.
+        self.parameters = pipeline.stages.module(stage).parameters  # type: ignore[method-assign]
 
     def forward(self, *hidden: Tensor, number: Tensor) -> Tensor:
         return self._act(int(number), hidden[0] if hidden else None)

@@ -60,9 +60,8 @@ def gradient_sums(model: nn.Module, mesh: Mesh, cfg: StepConfig) -> GradientSums
 
     Raises MeshError when ``cfg.shard_within`` does not divide the copies, ConfigError for what a pipeline cannot do.
     """
-    for setting, value, instead in (("shard", "weights", "optimizer or none"), ("compile", "whole", "blocks or none")):
-        if mesh["pipeline"].size > 1 and getattr(cfg, setting) == value:
-            raise ConfigError(f"step.{setting} is {value}, which stages of a pipeline cannot do; set step.{setting} to {instead}")
+    if cfg.compile == "whole" and mesh["pipeline"].size > 1:
+        raise ConfigError("step.compile is whole, but no process has the whole model of a pipeline; set it to blocks or none")
     decays, alone = decayed(model, cfg, mesh["pipeline"]), mesh["replicate"].size == 1
     axes = None if cfg.shard_within is None or alone else mesh.split("replicate", cfg.shard_within, "step.shard_within")
     if cfg.shard == "weights" and not alone:

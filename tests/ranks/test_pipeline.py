@@ -80,7 +80,8 @@ def own(mesh: Mesh, step: int, copies: int) -> dict[str, Tensor]:
 
 
 def numbers(named: Any) -> dict[str, np.ndarray]:
-    return {name: value.detach().double().numpy().copy() for name, value in named}
+    whole = ((name, value.full_tensor() if hasattr(value, "full_tensor") else value) for name, value in named)
+    return {name: value.detach().double().numpy().copy() for name, value in whole}
 
 
 def followed(mesh: Mesh, case: Case, copies: int, seed: int | None = None) -> dict[str, Any]:
@@ -171,6 +172,8 @@ def test_copies_of_stages_train_as_one_process_does() -> None:
         for name in ("tied", "untied") for shard in ("none", "optimizer") for optimizer in ("adamw", "lamb")
         for how in SCHEDULES[1:3] if optimizer == "adamw" or how == SCHEDULES[1]
     ]  # fmt: skip
+    cases += [(name, how, {"shard": "weights"}) for name in ("tied", "untied") for how in (SCHEDULES[0], SCHEDULES[4])]
+    cases += [("untied", SCHEDULES[1], {"shard": "weights", "optimizer": "lamb"})]
     all_equal_one({"replicate": 2, "pipeline": 2}, cases)
 
 
@@ -321,7 +324,6 @@ def refused(mesh: Mesh) -> list[str]:
         (("untied", {"sizes": [4, 1]}, {}), None),
         (("untied", {"first": [], "sizes": [0, 4]}, {}), None),
         (("untied", {"schedule": "zero-bubble-v"}, {}), None),
-        (("untied", {}, {"shard": "weights"}), None),
         (("untied", {}, {"compile": "whole"}), None),
         (("untied", {}, {"capture": "whole"}), None),
         (("untied", {}, {"decay_names": ("head.*", "nothing.*")}), None),
@@ -339,7 +341,7 @@ def test_what_a_pipeline_cannot_do_is_refused_on_all_stages_alike() -> None:
         "calls the model more than once", "never calls the model", "stage 0 of a pipeline gives a tuple, but one tensor",
         "step.accumulate is 1, which Schedule1F1B cannot do with 2 stages on 2 ranks", "gives the model other arguments than the",
         "Transformer has no module 'layers'; it has own, embedding, blocks", "4 blocks cannot be divided among 2 stages as [4, 1]",
-        "none of them 0", "zero-bubble-v has 2 stages on each rank, not 1", "step.shard is weights", "step.compile is whole",
+        "none of them 0", "zero-bubble-v has 2 stages on each rank, not 1", "step.compile is whole",
         "step.capture is whole", "'nothing.*' matches no parameter",
     ]  # fmt: skip
     for told in on_ranks({"pipeline": 2}, refused):
@@ -348,6 +350,17 @@ def test_what_a_pipeline_cannot_do_is_refused_on_all_stages_alike() -> None:
 
 
 # ---- evaluation
+
+
+def mixed(mesh: Mesh) -> str:
+    with pytest.raises(ConfigError) as error:
+        new_step(mesh, ("untied", {"schedule": "zero-bubble"}, {"shard": "weights"}))(batch(0))
+    return str(error.value)
+
+
+def test_fully_sharded_weights_and_a_backward_pass_in_two_parts_are_refused() -> None:
+    for text in on_ranks({"replicate": 2, "pipeline": 2}, mixed):
+        assert text.startswith("step.shard is weights, but zero-bubble needs weights")
 
 
 def metric(model: Any, part: dict[str, Tensor]) -> dict[str, Any]:
