@@ -470,8 +470,10 @@ def _boxes(step: Step, mesh: Mesh) -> list[Box]:
     """All that resuming needs, by name and without a copy: weights in full precision, and this rank's boxes of those that are
     divided."""
     step.sums.settle()
+    first = {parameter: name for name, parameter in step.model.named_parameters()}  # a tied weight has further names
+    weights, state = step.optimizer.weights(), step.model.state_dict(keep_vars=True)
     parts: dict[str, dict[str, Tensor | Share]] = {
-        "model": {**step.model.state_dict(keep_vars=True), **step.optimizer.weights()},
+        "model": {name: weights.get(first.get(value, name), value) for name, value in state.items()},
         "optimizer": step.optimizer.state(),
         "average": step.average.state(),
         f"rng/{mesh.rank}": dict(rng.state()),
@@ -488,7 +490,7 @@ def _boxes_of(name: str, value: Tensor | Share, mesh: Mesh | None) -> Iterator[B
     else:
         place, copies = place_of(value), alike(value, mesh) if mesh else ()
         for offsets, part in place.boxes((0,) * value.ndim, value.shape):
-            yield Box(name, place.size, offsets, value.detach()[part], copies)  # also a second name of a weight is read into
+            yield Box(name, place.size, offsets, value[part], copies)
 
 
 def _number(path: Path) -> int:
