@@ -18,7 +18,7 @@ from hpcai.train.checkpoint import Checkpoints, Progress, read_tensors
 from hpcai.train.compiling import blocks
 from hpcai.train.step import Step
 from tests.ranks.launch import on_ranks
-from tests.ranks.transformer import Transformer, batch, loss, mean_loss
+from tests.ranks.transformer import Block, Transformer, batch, loss, mean_loss
 
 STEPS = 3
 WORDS: dict[str, Any] = {"precision": "fp64", "accumulate": 4, "clip": 0.5, "average": 0.9, "weight_decay": 0.1, "bucket_mb": 5e-3}
@@ -59,8 +59,21 @@ def odd_loss(model: Any, part: dict[str, Tensor]) -> dict[str, Any]:
     return {"loss": error, "greatest": out.abs().amax(), "pair": (out.sum(), float(len(out)))}
 
 
+class Turned(Block):
+    """Gives a view whose numbers lie in another order."""
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        return super().forward(x, positions).mT.contiguous().mT
+
+
+def turned() -> Transformer:
+    model = Transformer()
+    model.blocks = nn.ModuleList(Turned(16, 4) for _ in range(4))
+    return model
+
+
 MODELS: dict[str, Any] = {"untied": Transformer, "tied": lambda: Transformer(tied=True), "odd": Odd}
-MODELS |= {"five": lambda: Transformer(layers=5), "fixed": lambda: Odd(fixed=True)}
+MODELS |= {"five": lambda: Transformer(layers=5), "fixed": lambda: Odd(fixed=True), "turned": turned}
 
 
 def new_step(mesh: Mesh, case: Case, seed: int = 0, function: Any = None) -> Step:
@@ -156,7 +169,8 @@ def test_stages_on_two_ranks_train_as_one_process_does() -> None:
     sizes: list[Case] = [("tied", {"sizes": [3, 1]}, {}), ("untied", {"sizes": [0, 4]}, {}), ("five", {}, {})]
     words: list[Case] = [(name, {}, {"optimizer": "lamb"}) for name in ("tied", "odd")]
     few: list[Case] = [("tied", {"schedule": "gpipe"}, {"accumulate": 1}), ("untied", {}, {"accumulate": 8, "clip": None})]
-    all_equal_one({"pipeline": 2}, plain + sizes + words + few)
+    views: list[Case] = [("turned", how, {}) for how in SCHEDULES[1:3]]
+    all_equal_one({"pipeline": 2}, plain + sizes + words + few + views)
 
 
 def test_stages_on_four_ranks_train_as_one_process_does() -> None:
