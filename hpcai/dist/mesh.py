@@ -214,6 +214,13 @@ class Mesh:
             self._among(inner, line[first : first + within] if divides else [self._me], of=name)
         return self._known[between], self._known[inner]
 
+    def some(self, name: str, ranks: Sequence[int]) -> Axis:
+        """Those of ``ranks`` along the axis ``name`` as an axis, ``of`` it; for the others one of size 1."""
+        axis, label = self[name], f"{name} at {', '.join(map(str, ranks))}"
+        if axis.line is None or axis.rank not in ranks:
+            return Axis(label, of=name)
+        return self._among(label, [axis.line.ranks[rank] for rank in sorted(ranks)], of=name)
+
     def over(self, *names: str) -> Axis:
         """The axes ``names`` together as one, whose ranks are in the order of the mesh. Raises MeshError for an unknown name."""
         axes = {self[name].name for name in names}

@@ -172,6 +172,7 @@ class GradientSums:
         """Wait until every gradient holds its sum; a parameter that the loss did not use counts as zero."""
         for bucket in self.buckets[self._launched :]:
             for index, view in enumerate(bucket.views):
+                bucket.take(index)  # what a schedule has left there: backward passes for weights alone call no hook
                 if index not in bucket.filled:
                     view.zero_()
             bucket.launch()

@@ -74,6 +74,13 @@ def place_of(tensor: Tensor) -> Place:
     return getattr(tensor, "place", None) or Place.whole(tensor.shape)
 
 
+def placed(tensor: Tensor, like: Tensor) -> Tensor:
+    """``tensor``, which lies where ``like`` does."""
+    if hasattr(like, "place"):
+        tensor.place = like.place  # type: ignore[attr-defined]
+    return tensor
+
+
 @torch.no_grad()
 def cut(tensor: Tensor, dim: int, axis: Axis, parts: Sequence[int] = ()) -> None:
     """Leave of ``tensor``, a parameter or a buffer, this rank's share along ``dim``, in place: of n numbers, from n*r/size on.
@@ -110,9 +117,14 @@ def cut(tensor: Tensor, dim: int, axis: Axis, parts: Sequence[int] = ()) -> None
 def keep_apart(module: nn.Module, axis: Axis) -> None:
     """Record that the ranks along ``axis`` have no such ``module``: they hold other layers, or other experts."""
     for tensor in (*module.parameters(), *module.buffers()):
-        before = place_of(tensor)
-        if axis.size > 1 and axis not in before.apart:
-            tensor.place = replace(before, apart=(*before.apart, axis))  # type: ignore[attr-defined]
+        set_apart(tensor, axis)
+
+
+def set_apart(tensor: Tensor, axis: Axis) -> None:
+    """``keep_apart`` of one parameter or buffer."""
+    before = place_of(tensor)
+    if axis.size > 1 and axis not in before.apart:
+        tensor.place = replace(before, apart=(*before.apart, axis))  # type: ignore[attr-defined]
 
 
 def sum_axes(parameter: Tensor) -> tuple[Axis, ...]:

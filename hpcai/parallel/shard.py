@@ -8,6 +8,7 @@ With ``within`` (the ranks of one node) shares are held within that group and su
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -199,6 +200,8 @@ class FullySharded:
             parameter.grad = None
 
     def finish(self) -> None:
+        if not self.last:  # a pipeline's schedule is over, in which no backward pass was known to be the last
+            _sum_what_is_left(self.model)
         for parameter, axes in self._axes:
             for axis in axes:
                 if parameter.grad is not None:
@@ -216,6 +219,14 @@ class FullySharded:
         """``GradientSums.alike`` of this process's shares: the groups that divide the weights hold the same."""
         named: Any = self.model.named_parameters()
         return [(name, p.detach().to_local(), self._copies[name]) for name, p in named]
+
+
+def _sum_what_is_left(module: nn.Module) -> None:
+    """Add the gradients of backward passes without sums, as torch's own pipeline schedules do at their end."""
+    from torch.distributed.pipelining.stage import _PipelineStageBase
+
+    stage: Any = SimpleNamespace(submod=module)
+    _PipelineStageBase.perform_reduce_grad(stage, grad_scale_factor=1)
 
 
 def _wide(module: nn.Module) -> list[nn.Module]:

@@ -61,23 +61,25 @@ class Agreement:
         if number == NEVER:
             return
         own = number - self._first
-        name, ranks = self._unlike(own) if 0 <= own < len(self._names) else ("", set())
-        found = gather_objects((name, ranks), self.mesh.everyone)
-        where = " and ".join(f"rank {rank}" for rank in sorted(set().union(*(ranks for _, ranks in found))))
+        told = self._names[own] if 0 <= own < len(self._names) else ""
+        name = max(gather_objects(told, self.mesh.everyone))  # stages that share a weight number it each for themselves
+        ranks = self._unlike(self._names.index(name)) if name in self._names else set()
+        found = gather_objects(ranks, self.mesh.everyone)
+        where = " and ".join(f"rank {rank}" for rank in sorted(set().union(*found)))
         raise DivergedError(
             f"step {step}: the weights of {where} differ from those of processes that should hold the same, first in "
-            f"{max(name for name, _ in found)}; a processor or a memory there is wrong, or kinds of processors are mixed; go on "
+            f"{name}; a processor or a memory there is wrong, or kinds of processors are mixed; go on "
             "from the last checkpoint without these nodes, or do not compare: train.agree_every=null"
         )
 
-    def _unlike(self, number: int) -> tuple[str, set[int]]:
-        """The name of a parameter, and the ranks that hold another than most: all where as many hold the one as the other."""
+    def _unlike(self, number: int) -> set[int]:
+        """The ranks that hold another parameter than most: all where as many hold the one as the other."""
         seen = [(self.mesh.rank, int(self._prints[number].item()))]
         for axis in self._axes[number]:
             seen = [each for part in gather_objects(seen, axis) for each in part]
         counts = [*Counter(found for _, found in seen).most_common(), (None, 0)]
         usual = counts[0][0] if counts[0][1] > counts[1][1] else None
-        return self._names[number], {rank for rank, found in seen if found != usual} if len(counts) > 2 else set()
+        return {rank for rank, found in seen if found != usual} if len(counts) > 2 else set()
 
 
 def fingerprint(numbers: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hpcai.dist.collect import sum_in_place
 from hpcai.parallel.replicate import GradientSums
-from hpcai.parallel.rows import Share
+from hpcai.parallel.rows import Share, placed
 from hpcai.parallel.shard import FullySharded
 from hpcai.train.optim import Optimizer
 
@@ -23,7 +23,7 @@ class Average:
         self.decay, self.optimizer, self.sums = decay, optimizer, sums
         kept = model.state_dict(keep_vars=True).items()
         self._live = {n: b for n, b in kept if not isinstance(b, nn.Parameter) and b.is_floating_point()}
-        self._mean = {name: buffer.detach().clone() for name, buffer in self._live.items() if decay is not None}
+        self._mean = {name: placed(buffer.detach().clone(), buffer) for name, buffer in self._live.items() if decay is not None}
 
     @torch.no_grad()
     def update(self) -> None:

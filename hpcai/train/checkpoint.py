@@ -611,9 +611,10 @@ def _boxes(step: Step, mesh: Mesh) -> list[Box]:
     """All that resuming needs, by name and without a copy: weights in full precision, and this rank's boxes of those that are
     divided."""
     step.sums.settle()
-    weights, names = step.optimizer.weights(), {p: name for name, p in step.model.named_parameters()}  # a shared one has two
+    first = {parameter: name for name, parameter in step.model.named_parameters()}  # a tied weight has further names
+    weights, state = step.optimizer.weights(), step.model.state_dict(keep_vars=True)
     parts: dict[str, dict[str, Tensor | Share]] = {
-        "model": {n: weights.get(names.get(t, n), t) for n, t in step.model.state_dict(keep_vars=True).items()},
+        "model": {name: weights.get(first.get(value, name), value) for name, value in state.items()},
         "optimizer": step.optimizer.state(),
         "average": step.average.state(),
     }

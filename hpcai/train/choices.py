@@ -40,6 +40,8 @@ def _cannot_capture(cfg: StepConfig, mesh: Mesh) -> str | None:
         return f"there is no GPU: this process computes on {mesh.device.type}"
     if cfg.shard == "weights":
         return "fully sharded weights are not captured"
+    if mesh["pipeline"].size > 1:
+        return "stages of a pipeline are not captured"
     carrier = backend(mesh.device, mesh.everyone)
     return None if carrier in ("nccl", "none") else f"the processes communicate over {carrier}, whose sums cannot be captured"
 
@@ -56,9 +58,11 @@ def fast_bf16(device: torch.device) -> bool:
 def gradient_sums(model: nn.Module, mesh: Mesh, cfg: StepConfig) -> GradientSums | FullySharded:
     """How the gradients of ``model`` are added, by ``cfg.shard``; with ``bf16-params`` the model's parameters change to bfloat16.
 
-    Raises MeshError when ``cfg.shard_within`` does not divide the copies.
+    Raises MeshError when ``cfg.shard_within`` does not divide the copies, ConfigError for what a pipeline cannot do.
     """
-    decays, alone = decayed(model, cfg), mesh["replicate"].size == 1
+    if cfg.compile == "whole" and mesh["pipeline"].size > 1:
+        raise ConfigError("step.compile is whole, but no process has the whole model of a pipeline; set it to blocks or none")
+    decays, alone = decayed(model, cfg, mesh["pipeline"]), mesh["replicate"].size == 1
     axes = None if cfg.shard_within is None or alone else mesh.split("replicate", cfg.shard_within, "step.shard_within")
     if cfg.shard == "weights" and not alone:
         return FullySharded(model, mesh, decays, blocks(model), axes, cfg.precision == "bf16-params")

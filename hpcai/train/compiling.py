@@ -27,6 +27,7 @@ from torch import nn
 
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import ConfigError
+from hpcai.parallel.stages import Passed
 from hpcai.settings import StepConfig
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,8 @@ logger = logging.getLogger(__name__)
 def blocks(model: nn.Module) -> list[nn.Module]:
     """The repeated blocks of ``model``: children of an nn.ModuleList or nn.Sequential where two or more have the same class.
 
-    The outermost ones count; torch's own layers do not, nor does a list or stage that holds blocks itself.
+    The outermost ones count; torch's own layers do not, nor does a list or stage that holds blocks itself. A block whose like are
+    on other stages of a pipeline is repeated too.
     """
     return list(dict.fromkeys(_blocks(model)))
 
@@ -47,7 +49,8 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
         bases = [base for base in type(child).__mro__ if base is not nn.Module]
         layer = not list(child.children()) and any(base.__module__.startswith("torch.nn.") for base in bases)
         stage = isinstance(child, nn.ModuleList | nn.ModuleDict) or (inner and isinstance(child, nn.Sequential))
-        if isinstance(module, nn.ModuleList | nn.Sequential) and kinds[type(child)] > 1 and not layer and not stage:
+        repeated = kinds[type(child)] + kinds[Passed] > 1 and not isinstance(child, Passed)
+        if isinstance(module, nn.ModuleList | nn.Sequential) and repeated and not layer and not stage:
             yield child
         else:
             yield from inner

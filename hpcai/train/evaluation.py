@@ -44,12 +44,12 @@ def score(step: Step, act: Any, metric: Metric, batches: Any, axis: Axis, device
     for batch in _batches(act.model, batches):
         if (values := act.forward(metric, batch, step.autocast)) is not None:
             measured.add(values, samples_in(batch))
-    return _from_last(measured.reduce(axis, device, uneven=True), step.mesh)
+    return _told(measured.reduce(axis, device, uneven=True), step)
 
 
-def _from_last(found: T, mesh: Mesh) -> T:
-    """What the last stage of a pipeline found, which alone has the outputs of the model."""
-    return agree(found, mesh["pipeline"], source=mesh["pipeline"].size - 1)
+def _told(found: T, step: Step) -> T:
+    """What the stage of a pipeline found that alone has the outputs of the model."""
+    return agree(found, step.mesh["pipeline"], step.act.source)
 
 
 @torch.no_grad()
@@ -66,7 +66,7 @@ def predict(step: Step, function: RowsOf, batches: Any) -> dict[str, Tensor]:
     for name, (shape, dtype) in shapes.items():
         own = torch.cat(parts[name]) if name in parts else torch.empty((0, *shape), dtype=dtype, device=device)
         whole[name] = gather_rows(own, axis).cpu()
-    return _from_last(whole, step.mesh)
+    return _told(whole, step)
 
 
 class Kept:

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hpcai.dist.collect import sum_in_place
+from hpcai.dist.collect import gather_objects, sum_in_place
 from hpcai.dist.mesh import Axis
 from hpcai.errors import ConfigError
 from hpcai.kernels import update
-from hpcai.parallel.rows import Row, Share, held
+from hpcai.parallel.rows import ALONE, Row, Share, held
 from hpcai.settings import StepConfig
 
 _MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "lamb": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
@@ -188,11 +188,13 @@ class Optimizer:
                 state.low.copy_(state.weights)
 
 
-def decayed(model: nn.Module, cfg: StepConfig) -> set[str]:
-    """The names of parameters that ``cfg.decay_names`` matches. Raises ConfigError for a pattern that matches none."""
+def decayed(model: nn.Module, cfg: StepConfig, stages: Axis = ALONE) -> set[str]:
+    """The names of parameters that ``cfg.decay_names`` matches. Raises ConfigError for a pattern that matches none on any of the
+    ranks along ``stages``."""
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     patterns = cfg.decay_names if cfg.weight_decay or cfg.optimizer in ("lamb", "lars") else ()
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
+    seen = gather_objects([any(fnmatchcase(name, pattern) for name in names) for pattern in patterns], stages)
+    for pattern, *matches in zip(patterns, *seen):
+        if not any(matches):
             raise ConfigError(f"step.decay_names: {pattern!r} matches no parameter; the model has {', '.join(names[:20])}")
     return {name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)}

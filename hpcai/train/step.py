@@ -5,7 +5,7 @@ Nothing in a step reads a number from the device: the host runs ahead, and a gua
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,19 @@ from hpcai.train.profile import span
 Loss = Callable[..., dict[str, Value]]
 
 
+class Act(Protocol):
+    """What goes forward and backward through ``model``: ``Whole``, or a schedule of stages where no process has the whole model
+    (``hpcai.parallel.pipeline.Pipeline``)."""
+
+    model: nn.Module
+    source: int
+    """the rank along the axis pipeline that has the outputs"""
+
+    def backward(self, measure: Callable[[Any, Any], Any], parts: Sequence[Any], around: Callable[[], Any]) -> list[Any]: ...
+
+    def forward(self, function: Callable[[Any, Any], Any], batch: Any, around: Callable[[], Any]) -> Any: ...
+
+
 class Step:
     """``step(batch, lr)`` -> what the loss measured on this process's part of the batch, as device tensors.
 
@@ -45,7 +58,7 @@ class Step:
 
     def __init__(
         self, model: nn.Module, loss: Loss, cfg: StepConfig, mesh: Mesh, *, counts: Callable[[Any], Tensor] | None = None,
-        act: Any = None, graph: Callable[[], Graph] | None = None,
+        act: Act | None = None, graph: Callable[[], Graph] | None = None,
     ) -> None:  # fmt: skip
         self.cfg, self.notes = chosen(cfg, mesh, graph is not None)
         cfg, self.loss, self.counts, self.mesh = self.cfg, loss, counts, mesh
@@ -64,7 +77,7 @@ class Step:
         each = cfg.clip_per == "sample"
         if each and mesh.copy.size > 1:
             raise ConfigError(f"step.clip_per is sample, but {mesh.copy.size} processes hold a sample together; set it to batch")
-        self.act: Any = act or Whole(self.model, self.sums)
+        self.act: Act = act or Whole(self.model, self.sums)
         self.forward_backward: Callable[[nn.Module, Any], dict[str, Value]] = self._each if each else self._forward_backward
         self._share = 1.0 / (cfg.accumulate * mesh["replicate"].size)
         self._hold = torch.zeros((), device=mesh.device)  # 1: nothing is updated
@@ -125,6 +138,7 @@ class Step:
             told = {name: _detach(value) for name, value in values.items()}
             return head[0] if isinstance(head, tuple) else head * self._share, told
 
+        self.sums.last = False  # which one is the last, the act may know
         return _mean(self.act.backward(measure, parts, self.autocast))
 
     def _each(self, model: nn.Module, batch: Any) -> dict[str, Value]:
@@ -246,7 +260,7 @@ class Whole:
     """
 
     def __init__(self, model: nn.Module, sums: Any = None) -> None:
-        self.model, self.sums = model, sums
+        self.model, self.sums, self.source = model, sums, 0
 
     def backward(
         self, measure: Callable[[nn.Module, Any], tuple[Tensor, dict[str, Value]]], parts: Sequence[Any], around: Callable[[], Any],
