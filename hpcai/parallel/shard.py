@@ -128,7 +128,7 @@ class FullySharded:
     say they are ``wide``, and sums are float32. Of parameters without memory (``nn.deferred``) each process draws its share alone.
     """
 
-    last: bool
+    last = True  # gradients are summed after each backward pass, since there is no room for whole ones
 
     def __init__(
         self, model: nn.Module, mesh: Mesh, decays: Collection[str] = (), blocks: Sequence[nn.Module] = (),
@@ -189,11 +189,6 @@ class FullySharded:
 
         local = parameter.to_local().detach()
         return Row([part], row_of(local, local), gradient, decays, self._copies[name], self.cut, begin * inner)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        if name == "last":
-            self.model.set_requires_gradient_sync(value)  # type: ignore[operator]
 
     def zero(self) -> None:
         for parameter in self._named.values():

@@ -12,16 +12,17 @@ from torch import Tensor
 from hpcai.nn.deferred import deferred
 
 
-def mixed(*numbers: int) -> int:
-    """A seed of several numbers."""
-    return int.from_bytes(hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()) >> 1
-
-
 def seed_all(seed: int) -> None:
     """Seed every generator of this process."""
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
+
+
+def seed_step(seed: int, copy: int, step: int) -> None:
+    """Seed every generator for one step of one copy of a model."""
+    told = hashlib.blake2b(f"{seed} {copy} {step}".encode(), digest_size=8)
+    seed_all(int.from_bytes(told.digest()) >> 1)
 
 
 @contextmanager

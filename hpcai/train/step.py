@@ -62,7 +62,7 @@ class Step:
     ) -> None:  # fmt: skip
         self.cfg, self.notes = chosen(cfg, mesh, graph is not None)
         cfg, self.loss, self.counts, self.mesh = self.cfg, loss, counts, mesh
-        self._seed = rng.mixed(torch.initial_seed(), mesh["replicate"].rank)
+        self._seed = torch.initial_seed()
         self.model, dtype = model, torch.float64 if cfg.precision == "fp64" else None
         if cfg.shard == "weights" and mesh["replicate"].size > 1 and any(p.is_meta for p in model.parameters()):
             tell_names(model.to(dtype) if dtype else model)  # no process makes it whole
@@ -92,7 +92,7 @@ class Step:
 
     def __call__(self, batch: Any, lr: float | None = None) -> dict[str, Value]:
         self.optimizer.set_rate(self.cfg.lr if lr is None else lr)
-        rng.seed_all(rng.mixed(self._seed, self._steps))
+        rng.seed_step(self._seed, self.mesh["replicate"].rank, self._steps)
         with span("step"):
             values = (self._capture or self._gradients)(batch)
             if self._capture is None or self.cfg.capture == "forward":

@@ -205,7 +205,7 @@ def checkpoint_of(file: str) -> Callable[[Path], Path]:
         one = step()
         one(torch.ones(4, 3))
         where = Checkpoints(folder / "checkpoints", train.CheckpointConfig(), dist.alone())
-        made, _, _ = where.save(one, Progress(step=1))
+        made = where.save(one, Progress(step=1)).path
         return next(made.glob(file))
 
     return make

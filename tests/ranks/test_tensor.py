@@ -22,6 +22,7 @@ from hpcai.settings import CheckpointConfig, StepConfig
 from hpcai.train.checkpoint import Checkpoints, Progress, read_tensors
 from hpcai.train.step import Step
 from tests.ranks.launch import on_ranks
+from tests.ranks.pieces import Pieces, joined, pieces
 from tests.ranks.transformer import HEADS, WIDTH, Transformer, batch, mean_loss, rotated
 
 STEPS = 2
@@ -86,35 +87,6 @@ def train(step: Step, words: int, first: int = 0, steps: int = STEPS) -> float:
         values = step(samples, 0.05 / (i + 1))
     step.check()
     return float(values["loss"])
-
-
-Pieces = list[tuple[str, tuple[int, ...], tuple[int, ...], Any]]
-
-
-def pieces(step: Step) -> Pieces:
-    """What this rank holds of weights, gradients, moments and averages: name, size of the whole, offsets there, numbers."""
-    found: Pieces = []
-    step.sums.settle()
-    for state in step.optimizer.states:
-        rows = {"weight": state.weights, "gradient": state.row.gradient(), "average": state.average, **state.moments}
-        for part in state.row.parts:
-            for what, row in rows.items():
-                if row is not None:
-                    boxes = part.boxes(row)
-                    found += [(f"{part.name} {what}", part.place.size, at, t.detach().numpy().copy()) for at, t in boxes]
-    return found
-
-
-def joined(ranks: list[Pieces]) -> dict[str, Any]:
-    """The wholes; what several ranks hold is the same, bit for bit."""
-    found: dict[str, Any] = {}
-    for name, size, at, value in (piece for rank in ranks for piece in rank):
-        whole = found.setdefault(name, np.full(size, np.nan, value.dtype))
-        box = tuple(slice(o, o + n) for o, n in zip(at, value.shape))
-        assert np.all(np.isnan(whole[box]) | (whole[box] == value)), name
-        whole[box] = value
-    assert not any(np.isnan(whole).any() for whole in found.values())
-    return found
 
 
 def trained(mesh: Mesh, cases: list[dict[str, Any]]) -> list[tuple[Pieces, float, float]]:

@@ -34,7 +34,7 @@ from hpcai.cli.trial import Form, Subject, find, torch_optimizer
 from hpcai.dist.host import keep_memory
 from hpcai.errors import ConfigError
 from hpcai.settings import TrainConfig
-from hpcai.train import Step, fit
+from hpcai.train import Step, fit, rng
 from hpcai.train.optim import decayed
 
 PARTS = ("steps", "memory", "build", "loop", "precision", "wall", "compile", "profile")
@@ -103,7 +103,13 @@ class Bench:
         if name == "ours" or changes:
             step = self.step(cfg)
             return lambda: step(batch)["loss"]
-        return plainly(self.made(name, cfg, batch), cfg, batch, self.mesh.device)
+        run = plainly(self.made(name, cfg, batch), cfg, batch, self.mesh.device)
+
+        def seeded() -> Tensor:
+            rng.seed_step(cfg.train.seed, 0, 0)  # the dropout of our first step
+            return run()
+
+        return seeded
 
     def made(self, name: str, cfg: Any, batch: Any) -> Form:
         """The network of a plain form, of a peer, or ours."""

@@ -1,0 +1,35 @@
+"""What ranks hold of a step, put together to what one process would hold."""
+
+from typing import Any
+
+import numpy as np
+
+from hpcai.train.step import Step
+
+Pieces = list[tuple[str, tuple[int, ...], tuple[int, ...], Any]]
+
+
+def pieces(step: Step) -> Pieces:
+    """What this rank holds of weights, gradients, moments and averages: name, size of the whole, offsets there, numbers."""
+    found: Pieces = []
+    step.sums.settle()
+    for state in step.optimizer.states:
+        rows = {"weight": state.weights, "gradient": state.row.gradient(), "average": state.average, **state.moments}
+        for part in state.row.parts:
+            for what, row in rows.items():
+                if row is not None:
+                    boxes = part.boxes(row)
+                    found += [(f"{part.name} {what}", part.place.size, at, t.detach().numpy().copy()) for at, t in boxes]
+    return found
+
+
+def joined(ranks: list[Pieces]) -> dict[str, Any]:
+    """The wholes; what several ranks hold is the same, bit for bit."""
+    found: dict[str, Any] = {}
+    for name, size, at, value in (piece for rank in ranks for piece in rank):
+        whole = found.setdefault(name, np.full(size, np.nan, value.dtype))
+        box = tuple(slice(o, o + n) for o, n in zip(at, value.shape))
+        assert np.all(np.isnan(whole[box]) | (whole[box] == value)), name
+        whole[box] = value
+    assert not any(np.isnan(whole).any() for whole in found.values())
+    return found
