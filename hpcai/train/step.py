@@ -72,6 +72,10 @@ class Step:
         self.notes += [self._compiled.note] if self._compiled else []
         self.sums = gradient_sums(self.model, mesh, cfg)
         self.optimizer = Optimizer(self.sums.rows, cfg)
+        kinds: dict[Any, list[Row]] = {}
+        for row in self.sums.rows:
+            kinds.setdefault((row.others, row.counts), []).append(row)
+        self._alike = list(kinds.values())  # rows whose other parts lie along the same axes
         self.average = Average(self.model, self.optimizer, self.sums, cfg.average)
         self.agreement = Agreement(self.sums, self.optimizer, mesh)
         each = cfg.clip_per == "sample"
@@ -189,17 +193,12 @@ class Step:
 
     def _norm(self) -> Tensor:
         """L2 norm of the whole gradient, over all parts of it."""
-        pairs = [(row, gradient) for row in self.sums.rows if (gradient := row.gradient()) is not None]
-        own = torch._foreach_norm([gradient for _, gradient in pairs], 2, dtype=self.optimizer.lr.dtype) if pairs else []
-        norms = dict(zip((row for row, _ in pairs), own))
-        kinds: dict[Any, list[Row]] = {}
-        for row in self.sums.rows:
-            kinds.setdefault((row.others, row.counts), []).append(row)
-        squares = ((rows[0], self._squares([norms[row] for row in rows if row in norms])) for rows in kinds.values())
+        squares = []
+        for rows in self._alike:
+            found = [gradient for row in rows if (gradient := row.gradient()) is not None]
+            norms = torch._foreach_norm(found, 2, dtype=self.optimizer.lr.dtype) if found else [torch.zeros_like(self.optimizer.lr)]
+            squares.append((rows[0], torch.stack(norms).square().sum()))
         return total(squares).sqrt()
-
-    def _squares(self, norms: list[Tensor]) -> Tensor:
-        return torch.stack(norms).square().sum() if norms else torch.zeros_like(self.optimizer.lr)
 
     @torch.no_grad()
     def snapshot(self) -> dict[str, Tensor]:
