@@ -24,6 +24,7 @@ from hpcai.models.openfold.features import Templates, collate
 from hpcai.models.openfold.residues import ATOM37_EXISTS, LETTERS
 from hpcai.models.openfold.structures import write_structure
 from hpcai.models.openfold.templates import features_of
+from hpcai.nn.weights import taken_from
 from hpcai.train import Run
 
 FIELDS: dict[str, tuple[str, tuple[int | str | None, ...]]] = {
@@ -217,6 +218,7 @@ def network(cfg: Config) -> OpenFold:
     except RuntimeError as problem:
         first = str(problem).splitlines()[1].strip()
         raise CheckpointError(f"start.weights: {path}: of another network than the settings of model: {first}") from problem
+    taken_from(model, path)
     return model
 
 

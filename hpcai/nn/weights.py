@@ -166,4 +166,12 @@ def filled(model: Network, state: Mapping[str, Tensor], path: Path) -> Network:
         model.load_state_dict(state)
     except RuntimeError as problem:
         raise CheckpointError(f"{path}: not the weights of a {type(model).__name__}: {problem}") from problem
+    taken_from(model, path)
     return model.eval()
+
+
+def taken_from(model: nn.Module, path: Path) -> None:
+    """Record that all parameters are those of a file (``parameter.origin``). A checkpoint names the file in place of those that are
+    frozen; who changes such a parameter removes its ``origin``."""
+    for parameter in model.parameters():
+        parameter.origin = str(path.resolve())  # type: ignore[attr-defined]

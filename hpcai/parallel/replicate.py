@@ -12,7 +12,7 @@ import torch.distributed as torch_dist
 from torch import Tensor, nn
 
 from hpcai.dist.mesh import Axis, Mesh
-from hpcai.parallel.rows import Part, Row, alike, check_dense, loose, place_of, sum_axes
+from hpcai.parallel.rows import Part, Row, Share, alike, check_dense, loose, place_of, sum_axes
 
 _ALIGN = 32  # elements: every gradient starts on a cache line and on a vector register
 
@@ -186,6 +186,10 @@ class GradientSums:
 
     def settle(self) -> None:
         """Wait until the weights that ``spread()`` sends have come."""
+
+    def idle(self) -> dict[str, Share]:
+        """What this process has of divided weights that are not trained. Here none are divided."""
+        return {}
 
     def alike(self) -> list[tuple[str, Tensor, tuple[Axis, ...]]]:
         """The parameters that the model computes with: name, numbers, and the axes along which all processes hold the same."""

@@ -19,7 +19,7 @@ from hpcai.dist.collect import Scattered, gather_shares
 from hpcai.dist.mesh import Axis, Mesh
 from hpcai.errors import ConfigError
 from hpcai.parallel.replicate import Bucket, GradientSums, start_equal
-from hpcai.parallel.rows import ALONE, Part, Row, alike, place_of, row_of, sum_axes, within
+from hpcai.parallel.rows import ALONE, Part, Row, Share, alike, place_of, row_of, sum_axes, within
 
 
 class _CutBucket(Bucket):
@@ -209,6 +209,11 @@ class FullySharded:
 
     def settle(self) -> None:
         """Nothing is under way."""
+
+    def idle(self) -> dict[str, Share]:
+        """What this process has of weights that are not trained."""
+        rows = [self._row(name, p, False) for name, p in self.model.named_parameters() if not p.requires_grad]
+        return {row.parts[0].name: Share(row.parts[0], row.weights, row.copies) for row in rows}
 
     def alike(self) -> list[tuple[str, Tensor, tuple[Axis, ...]]]:
         """``GradientSums.alike`` of this process's shares: the groups that divide the weights hold the same."""

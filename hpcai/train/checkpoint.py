@@ -14,10 +14,12 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
 from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -25,7 +27,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import torch
 import torch.distributed as torch_dist
 from pydantic import AfterValidator, AliasChoices, BaseModel, Field, NonNegativeInt, PositiveInt, ValidationError
-from torch import Tensor
+from torch import Tensor, nn
 
 from hpcai.dist.collect import agree, gather_objects, sum_in_place
 from hpcai.dist.mesh import Axis, Mesh
@@ -89,6 +91,10 @@ class _RunFile(BaseModel):
     progress: Progress
     settings: dict[str, Any]
     data: str = ""
+    frozen: dict[str, str] = {}
+    """by name: SHA-256 of the file with weights that are not trained, and so not in the checkpoint"""
+    origins: dict[str, str] = {}
+    """by SHA-256: where these files were"""
     about: dict[str, str] = {}
     """which model the weights are of, as the files of weights say it"""
 
@@ -215,14 +221,15 @@ class _Own:
         self._room: list[Tensor] = []
         self._ready: Any = None
 
-    def renew(self, step: Step, writers: int) -> bool:
-        """Find the boxes of ``step`` -> whether they are others than at the last call, in other memory."""
+    def renew(self, step: Step, writers: int, frozen: Collection[str]) -> bool:
+        """Find the boxes of ``step``, but for weights that are ``frozen`` -> whether these are in other memory than at the last
+        call."""
         step.sums.settle()
         tensors = (*step.model.parameters(), *step.model.buffers())
         made = (step, *(getattr(tensor, "_local_tensor", tensor).data_ptr() for tensor in tensors))
         if made == self._made:
             return False
-        self._made, self.boxes = made, tensorfile.dealt(_boxes(step, step.mesh), writers)
+        self._made, self.boxes = made, tensorfile.dealt(_boxes(step, step.mesh, frozen), writers)
         size = sum(box.tensor.nbytes for box in self.boxes)
         self.host = torch.empty(size, dtype=torch.uint8, pin_memory=step.mesh.device.type == "cuda")
         ends = list(accumulate((box.tensor.nbytes for box in self.boxes), initial=0))
@@ -258,6 +265,7 @@ class Checkpoints:
         self.notes: list[str] = []
         self._refused: list[Path] = []
         self._own = _Own()
+        self._frozen: tuple[Step, dict[str, str], dict[str, str]] | None = None
         self._under_way: Future[Saved | CheckpointError] | None = None
         self._contents: Contents | None = None  # of all files of a checkpoint, on the first process
 
@@ -274,12 +282,16 @@ class Checkpoints:
         and a thread writes it while training goes on. ``finish`` comes before the next one."""
         began = time.perf_counter()
         step.average.level()
-        if self._own.renew(step, self.cfg.writers):
+        frozen, origins = self._not_saved(step)
+        if self._own.renew(step, self.cfg.writers, frozen):
             self._meet()
         self._own.copy()
         final = self.directory / f"step-{progress.step:08d}"
         run = {"format": _FORMAT, "world": self.mesh.world, "progress": asdict(progress), "settings": self.settings}
-        run |= {"data": self.data, "about": step.model.about if isinstance(step.model, Portable) else {}}
+        run |= {"frozen": frozen, "origins": origins}
+        run["data"] = self.data
+        if isinstance(step.model, Portable):
+            run["about"] = step.model.about
         saved = Saved(progress.step, final, 0.0, self._own.bytes)
 
         def write() -> Saved | CheckpointError:
@@ -315,6 +327,24 @@ class Checkpoints:
         if self._under_way is not None:
             with suppress(TimeoutError):
                 self._under_way.exception(_PATIENCE)
+
+    def _not_saved(self, step: Step) -> tuple[dict[str, str], dict[str, str]]:
+        """Weights that are not trained and are those of a file (``parameter.origin``): SHA-256 of the file by name, and the file by
+        SHA-256. The first process reads each once. Raises CheckpointError on all processes where it cannot."""
+        if self._frozen is None or self._frozen[0] is not step:
+            named = ((name, getattr(p, "origin", None)) for name, p in step.model.named_parameters() if not p.requires_grad)
+            own = {name: origin for name, origin in named if origin}
+            every = {name: origin for part in gather_objects(own, self.mesh.everyone) for name, origin in part.items()}
+            seals, problem = dict[str, str](), ""
+            try:
+                seals = {path: _seal(Path(path))["sha256"] for path in sorted(set(every.values())) if self.mesh.rank == 0}
+            except OSError as error:
+                problem = f"{error.filename}: {error.strerror}, but weights that are not trained were read from it; put it back"
+            seals, problem = agree((seals, problem), self.mesh.everyone)
+            if problem:
+                raise CheckpointError(problem)
+            self._frozen = step, {n: seals[path] for n, path in every.items()}, {seal: path for path, seal in seals.items()}
+        return self._frozen[1:]
 
     def _meet(self) -> None:
         """Agree once on who writes where: the first process hears what each has. Those that write get a channel for threads."""
@@ -413,7 +443,7 @@ class Checkpoints:
     def _load(self, path: Path, run: _RunFile, index: Index, step: Step) -> str:
         """Put a checkpoint into ``step`` -> what is damaged, or nothing."""
         self._compare(path, run)
-        wanted = _boxes(step, self.mesh)
+        wanted = _boxes(step, self.mesh, self._still_frozen(path, run, index, step))
         counted = _COUNT in index.tensors  # not when each parameter had a count of its own, and sgd none
         state = [box for box in wanted if counted or box.name != _COUNT]
         self._check_names(path, state, index)
@@ -433,6 +463,23 @@ class Checkpoints:
         if not counted:
             step.optimizer.count.fill_(run.progress.step)
         return ""
+
+    def _still_frozen(self, path: Path, run: _RunFile, index: Index, step: Step) -> set[str]:
+        """Weights that the checkpoint has not, since they are those of a file. One that it has is read, and saved from then on."""
+        frozen, origins = self._not_saved(step)
+        for name, parameter in step.model.named_parameters():
+            if name in frozen and f"model/{name}" in index.tensors:
+                del parameter.origin  # type: ignore[attr-defined]
+        if kept := {name for name in frozen if f"model/{name}" in index.tensors}:
+            self._frozen = step, {name: seal for name, seal in frozen.items() if name not in kept}, origins
+        for name, seal in frozen.items():
+            if name not in kept and run.frozen.get(name) != seal:
+                was = run.frozen.get(name, "none")
+                raise CheckpointError(
+                    f"{path}: {name} is not trained and was that of {run.origins.get(was, 'no file')} (SHA-256 {was}); now it is "
+                    f"that of {origins[seal]} (SHA-256 {seal}); begin with the same weights, or choose another report.directory"
+                )
+        return set(frozen) - kept
 
     def _check_names(self, path: Path, state: Sequence[Box], index: Index) -> None:
         """Refuse a checkpoint that lacks a tensor of the run, or has it in another size."""
@@ -523,32 +570,54 @@ def read_tensors(checkpoint: Path) -> dict[str, Tensor]:
     return {box.name: box.tensor for box in state}
 
 
-def export(checkpoint: Path, path: Path) -> None:
-    """Write the weights of a checkpoint, or their average where there is one, as a safetensors file that ``load`` of the model
-    reads: on one process, some tensors at a time. Raises CheckpointError."""
+def export(checkpoint: Path, path: Path, load: Callable[[str], nn.Module] | None = None) -> None:
+    """Write the weights of a checkpoint (their average, where there is one) as a safetensors file that ``load`` of the model reads:
+    on one process, some tensors at a time. Weights that were not trained are ``load``ed from their own file; None: by the model of
+    ours that the checkpoint names. Raises CheckpointError."""
     damage, run, index = opened(checkpoint)
     if run is None or index is None:
         raise CheckpointError(f"{checkpoint}: {damage}")
     if not run.about:
         raise CheckpointError(f"{checkpoint}: does not say which model its weights are of; go on with the run, which leaves them")
-    weights = [name.removeprefix("model/") for name in index.tensors if name.startswith("model/")]
-    source = {name: f"average/{name}" if f"average/{name}" in index.tensors else f"model/{name}" for name in weights}
-    names = sorted(source, key=lambda name: (-getattr(torch, index.tensors[source[name]].dtype).itemsize, name))
+    known = index.tensors
+    names = [name.removeprefix("model/") for name in known if name.startswith("model/")]
+    source = {name: f"average/{name}" if f"average/{name}" in known else f"model/{name}" for name in names}
+    others = _of_files(checkpoint, run, load)
+    sizes = {name: (getattr(torch, known[key].dtype), known[key].size) for name, key in source.items()}
+    sizes |= {name: (tensor.dtype, list(tensor.shape)) for name, tensor in others.items()}
+    ordered = sorted(sizes, key=lambda name: (name in others, -sizes[name][0].itemsize, name))
+    ends = list(accumulate(math.prod(size) * dtype.itemsize for dtype, size in map(sizes.__getitem__, ordered)))
     entries: dict[str, Any] = {"__metadata__": run.about}
-    end = 0
-    for name in names:
-        entry = index.tensors[source[name]]
-        dtype = getattr(torch, entry.dtype)
-        begin, end = end, end + math.prod(entry.size) * dtype.itemsize
-        entries[name] = {"dtype": tensorfile.KINDS[dtype], "shape": entry.size, "data_offsets": [begin, end]}
+    for name, begin, end in zip(ordered, [0, *ends], ends):
+        entries[name] = {"dtype": tensorfile.KINDS[sizes[name][0]], "shape": sizes[name][1], "data_offsets": [begin, end]}
     with path.open("wb") as file:
         file.write(tensorfile.head(entries))
-        for some in _some(names, [entries[name]["data_offsets"][1] for name in names]):
-            state = [_room(source[name], index.tensors[source[name]]) for name in some]
+        for some in _some(ordered[: len(source)], ends):
+            state = [_room(source[name], known[source[name]]) for name in some]
             if damage := tensorfile.read(checkpoint, index.blocks(), [(box, index.stored(box.name)) for box in state]):
                 raise CheckpointError(f"{checkpoint}: {damage}")
             for box in state:
-                file.write(box.tensor.reshape(-1).view(torch.uint8).numpy().data)
+                file.write(_bytes(box.tensor))
+        for name in ordered[len(source) :]:
+            file.write(_bytes(others[name]))
+
+
+def _of_files(checkpoint: Path, run: _RunFile, load: Callable[[str], nn.Module] | None) -> dict[str, Tensor]:
+    """Weights that are not in the checkpoint, from the files that it names."""
+    found: dict[str, Tensor] = {}
+    for seal, origin in run.origins.items():
+        if not Path(origin).is_file() or _seal(Path(origin))["sha256"] != seal:
+            raise CheckpointError(f"{checkpoint}: weights that were not trained are of {origin} (SHA-256 {seal}); put it back")
+        kind = re.search(r'"model": "(\w+)"', run.about.get("hpcai", ""))
+        if load is None and (kind is None or find_spec(f"hpcai.models.{kind[1]}") is None):
+            raise CheckpointError(f"{checkpoint}: holds a model that hpcai does not have; its run leaves the weights at its end")
+        state = (load or import_module(f"hpcai.models.{kind and kind[1]}.load").load_weights)(origin).state_dict()
+        found |= {name: state[name].contiguous() for name, other in run.frozen.items() if other == seal}
+    return found
+
+
+def _bytes(tensor: Tensor) -> Any:
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _some(names: list[str], ends: list[int], most: int = 1 << 28) -> Iterator[list[str]]:
@@ -607,14 +676,15 @@ def _read_packed(path: Path, wanted: Sequence[Box], index: Index) -> None:
             box.tensor[into].copy_(found[of])
 
 
-def _boxes(step: Step, mesh: Mesh) -> list[Box]:
-    """All that resuming needs, by name and without a copy: weights in full precision, and this rank's boxes of those that are
-    divided."""
+def _boxes(step: Step, mesh: Mesh, frozen: Collection[str] = ()) -> list[Box]:
+    """All that resuming needs but weights that are ``frozen``, by name and without a copy: weights in full precision, and this
+    rank's boxes of those that are divided."""
     step.sums.settle()
     first = {parameter: name for name, parameter in step.model.named_parameters()}  # a tied weight has further names
-    weights, state = step.optimizer.weights(), step.model.state_dict(keep_vars=True)
+    weights, state = step.sums.idle() | step.optimizer.weights(), step.model.state_dict(keep_vars=True)
     parts: dict[str, dict[str, Tensor | Share]] = {
-        "model": {name: weights.get(first.get(value, name), value) for name, value in state.items()},
+        "model": {name: weights.get(first.get(value, name), value) for name, value in state.items()
+                  if first.get(value, name) not in frozen},
         "optimizer": step.optimizer.state(),
         "average": step.average.state(),
     }

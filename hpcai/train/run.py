@@ -93,7 +93,8 @@ class Run:
             return
         checkpoints = self.checkpoints
         if checkpoints is not None and isinstance(step.model, Portable):
-            self.keep("model.safetensors", lambda path: export(checkpoints.found()[-1], path))
+            load = type(step.model).load
+            self.keep("model.safetensors", lambda path: export(checkpoints.found()[-1], path, load))
         if function is not None and batches is not None:
             keep(predict(step, function, batches))
 

@@ -50,13 +50,15 @@ def shared(mesh: Mesh) -> Network:
 
 
 class Layers(nn.Module):
-    """Blocks that are gathered one by one, of sizes that do not divide."""
+    """Blocks that are gathered one by one, of sizes that do not divide; some weights are not trained."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(7, 9), nn.Linear(9, 7)) for _ in range(3))
         self.out = nn.Linear(7, 1)
         nn.init.orthogonal_(self.blocks[1][0].weight)  # type: ignore[index]
+        for weight in (self.blocks[2][0].weight, self.out.bias):  # type: ignore[index]
+            weight.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:

@@ -1,5 +1,6 @@
 """What `hpcai checkpoint show` says, and what `hpcai checkpoint export` leaves."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from hpcai.errors import CheckpointError
 from hpcai.models.cosmoflow import Batch, CosmoFlow, CosmoFlowConfig, loss
 from hpcai.settings import StepConfig
 from hpcai.train import Step
-from hpcai.train.checkpoint import Progress
+from hpcai.train.checkpoint import Progress, read_tensors
 from tests.unit.train.test_checkpoint import keeper, new_step
 
 
@@ -57,6 +58,53 @@ def test_the_weights_of_a_checkpoint_are_a_model(tmp_path: Path, capsys: pytest.
     assert model.cfg == cfg
     with step.average.applied():
         assert all(torch.equal(value, step.model.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+def tuned(weights: Path, lr: float = 0.1) -> Step:
+    """A network that was loaded, of which only the last layer is trained."""
+    model = CosmoFlow.load(weights)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith(list(dict(model.named_children()))[-2]))
+    assert 0 < sum(p.requires_grad for p in model.parameters()) < len(list(model.parameters()))
+    return Step(model, loss, StepConfig(lr=lr), dist.alone())
+
+
+def test_weights_that_are_not_trained_are_named_and_not_saved(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    CosmoFlow(CosmoFlowConfig(size=32, filters=2)).save(tmp_path / "start.safetensors")
+    step, kept = tuned(tmp_path / "start.safetensors"), keeper(tmp_path / "checkpoints")
+    step(Batch(torch.randint(0, 9, (2, 32, 32, 32, 4), dtype=torch.int16), torch.rand(2, 4)))
+    saved = kept.save(step, Progress(step=1))
+    frozen = {name for name, p in step.model.named_parameters() if not p.requires_grad}
+    assert not {f"model/{name}" for name in frozen} & read_tensors(saved.path).keys()
+    run = json.loads((saved.path / "run.json").read_text())
+    assert run["frozen"].keys() == frozen and [*run["origins"].values()] == [str(tmp_path / "start.safetensors")]
+
+    again = tuned(tmp_path / "start.safetensors")
+    assert keeper(tmp_path / "checkpoints").resume(again) == Progress(step=1)
+    main(["export", str(tmp_path), str(tmp_path / "model.safetensors")])
+    for model in (again.model, CosmoFlow.load(tmp_path / "model.safetensors")):
+        assert all(torch.equal(t, step.model.state_dict()[name]) for name, t in model.state_dict().items())
+
+    CosmoFlow(CosmoFlowConfig(size=32, filters=2)).save(tmp_path / "other.safetensors")
+    with pytest.raises(CheckpointError, match=r"is not trained and was that of .*start.safetensors .*now it is that of .*other"):
+        keeper(tmp_path / "checkpoints").resume(tuned(tmp_path / "other.safetensors"))
+    (tmp_path / "start.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="weights that were not trained are of .*start.safetensors"):
+        main(["export", str(tmp_path), str(tmp_path / "model.safetensors")])
+
+
+def test_weights_that_were_trained_until_now_are_saved_on(tmp_path: Path) -> None:
+    CosmoFlow(CosmoFlowConfig(size=32, filters=2)).save(tmp_path / "start.safetensors")
+    whole = Step(CosmoFlow.load(tmp_path / "start.safetensors"), loss, StepConfig(optimizer="sgd", momentum=0), dist.alone())
+    for parameter in whole.model.parameters():
+        parameter.data.add_(1.0)
+    keeper(tmp_path / "checkpoints").save(whole, Progress(step=1))
+    kept, step = keeper(tmp_path / "checkpoints"), tuned(tmp_path / "start.safetensors")
+    step = Step(step.model, loss, StepConfig(optimizer="sgd", momentum=0), dist.alone())
+    assert kept.resume(step) == Progress(step=1)
+    found = read_tensors(kept.save(step, Progress(step=2)).path)
+    assert all(torch.equal(found[f"model/{name}"], p) for name, p in whole.model.named_parameters())
 
 
 def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:
