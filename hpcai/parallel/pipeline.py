@@ -38,7 +38,7 @@ class Pipeline:
     between stages is one tensor; what it does between them it does on every stage. On all stages but the first that tensor takes
     the place of the first argument of the model's call. All ranks of a copy get the same batch, and so find the other arguments
     themselves. ``source``: the rank that has the last stage, where losses and metrics are computed. Raises ConfigError for what
-    cannot be divided like this.
+    cannot be divided like this. Along an axis of size 1 nothing is cut, and a step goes through the model as a whole.
     """
 
     def __init__(
@@ -67,8 +67,6 @@ class Pipeline:
         ``measure`` is a pure function that calls its model once. Every stage calls it up to there, the last one through to its
         end, within ``around()``. Raises ConfigError where it does otherwise, or where parts are too few or have several shapes.
         """
-        if self.count == 1:
-            return [_alone(measure, self.model, part, around) for part in parts]
         calls = [call_of(measure, self.model, part, around) for part in parts]
         if len(shapes := {call.shapes for call in calls}) > 1:
             raise ConfigError(f"a pipeline needs micro-batches of one shape; in one step the model is called with {len(shapes)}")
@@ -141,9 +139,6 @@ class Pipeline:
     def forward(self, function: Callable[[Any, Any], Any], batch: Any, around: Around) -> Any:
         """What ``function(model, batch)`` returns, without gradients, on ranks of the last stage; None on others, which go on
         meanwhile. ``function`` calls its model once, and is else as ``measure``."""
-        if self.count == 1:
-            with around():
-                return function(self.model, batch)
         call = call_of(function, self.model, batch, around)
         output = self._through(call, around, self._known.setdefault(call.shapes, []))
         if self.is_last:
@@ -269,13 +264,6 @@ class _Value:
     def made(self, numbers: Iterator[Tensor]) -> Any:
         found = tuple(next(numbers).to(dtype or torch.float64) for dtype in self.dtypes)
         return found if self.pair else found[0]
-
-
-def _alone(measure: Measure, model: nn.Module, part: Any, around: Around) -> Values:
-    with around():
-        scalar, values = measure(model, part)
-    scalar.backward()
-    return values
 
 
 def _given(output: Tensor, number: Tensor) -> Tensor:

@@ -81,7 +81,10 @@ class Step:
         each = cfg.clip_per == "sample"
         if each and mesh.copy.size > 1:
             raise ConfigError(f"step.clip_per is sample, but {mesh.copy.size} processes hold a sample together; set it to batch")
-        self.act: Act = act or Whole(self.model, self.sums)
+        stages = mesh["pipeline"].size
+        if stages > 1 and act is None:
+            raise ConfigError(f"mesh.pipeline is {stages}, but the step has no schedule of stages; give act=Pipeline(model, mesh)")
+        self.act: Act = act if act is not None and stages > 1 else Whole(self.model, self.sums)
         self.forward_backward: Callable[[nn.Module, Any], dict[str, Value]] = self._each if each else self._forward_backward
         self._share = 1.0 / (cfg.accumulate * mesh["replicate"].size)
         self._hold = torch.zeros((), device=mesh.device)  # 1: nothing is updated

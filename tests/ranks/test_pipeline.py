@@ -1,6 +1,5 @@
 """A model as stages along the axis pipeline: the same training, evaluation and checkpoints as on one process, for each schedule."""
 
-from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from hpcai.train import rng
 from hpcai.train.checkpoint import Checkpoints, Progress, read_tensors
 from hpcai.train.compiling import blocks
 from hpcai.train.evaluation import evaluate, predict
-from hpcai.train.step import Step
+from hpcai.train.step import Step, Whole
 from tests.ranks.launch import on_ranks
 from tests.ranks.transformer import Block, Transformer, batch, loss, mean_loss
 
@@ -468,9 +467,17 @@ def test_a_rank_holds_and_runs_its_own_blocks_alone() -> None:
 
 
 def test_a_pipeline_of_one_rank_is_the_whole_model() -> None:
-    plain, staged = (new_step(Mesh({}), ("tied", {}, {})) for _ in range(2))
-    act = staged.act = Pipeline(staged.model, staged.mesh, per_rank=2)
-    assert float(plain(batch(0))["loss"]) == float(staged(batch(0))["loss"])
-    assert all(torch.equal(a, b) for a, b in zip(plain.model.parameters(), staged.model.parameters(), strict=True))
-    found = act.forward(metric, batch(1, 3), nullcontext)["loss"]
-    assert act.is_last and found == metric(plain.model, batch(1, 3))["loss"]
+    model = Transformer()
+    names = [name for name, _ in model.named_parameters()]
+    step = Step(model, mean_loss, StepConfig(), Mesh({}), act=Pipeline(model, Mesh({})))
+    assert isinstance(step.act, Whole) and [name for name, _ in step.model.named_parameters()] == names
+
+
+def without(mesh: Mesh) -> str:
+    with pytest.raises(ConfigError) as refusal:
+        Step(Transformer(), mean_loss, StepConfig(), mesh)
+    return str(refusal.value)
+
+
+def test_stages_without_a_schedule_are_refused() -> None:
+    assert all(text.startswith("mesh.pipeline is 2, but the step has no schedule") for text in on_ranks({"pipeline": 2}, without))
