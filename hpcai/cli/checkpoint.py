@@ -16,7 +16,7 @@ from hpcai.errors import CheckpointError
 from hpcai.log import size
 
 if TYPE_CHECKING:
-    from hpcai.train.checkpoint import File, Index
+    from hpcai.train.saved import File, Index
 
 
 def main(argv: Sequence[str]) -> int:
@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _checkpoints(folder: Path) -> list[Path]:
     """Those of a folder, oldest first. Raises CheckpointError where there is none."""
-    from hpcai.train.checkpoint import found
+    from hpcai.train.saved import found
 
     every = [folder] if (folder / "manifest.json").is_file() else found(folder) or found(folder / "checkpoints")
     if not every:
@@ -46,7 +46,7 @@ def _checkpoints(folder: Path) -> list[Path]:
 
 def give(folder: Path, file: Path) -> int:
     """Write the weights of the newest checkpoint. Raises CheckpointError, and then there is no ``file``, or the one of before."""
-    from hpcai.train.checkpoint import export
+    from hpcai.train.saved import export
 
     newest, partial = _checkpoints(folder)[-1], file.with_name(f".{file.name}.partial")
     try:
@@ -62,7 +62,7 @@ def give(folder: Path, file: Path) -> int:
 
 def show(folder: Path, tensors: bool, console: Console) -> int:
     """Print what is there -> 1 where a checkpoint is damaged. Raises CheckpointError where there is none."""
-    from hpcai.train.checkpoint import damage, opened
+    from hpcai.train.saved import damage, opened
 
     every = _checkpoints(folder)
     steps = Table(Column("checkpoint", no_wrap=True), "step", "epoch", "processes", "tensors", "bytes", "files", "is")

@@ -33,8 +33,8 @@ from hpcai.data.assemble import tree_map
 from hpcai.dist.collect import gather_objects
 from hpcai.dist.environment import place
 from hpcai.errors import ConfigError, DataError
-from hpcai.train.checkpoint import found
 from hpcai.train.failure import read
+from hpcai.train.saved import found
 from hpcai.train.step import Step
 
 AGAIN, WELL = 3, 4  # exit codes of the app: the step is not finite again; it ended well

@@ -30,7 +30,7 @@ from hpcai import log
 from hpcai.cli import apps
 from hpcai.cli.forks import forked
 from hpcai.errors import ConfigError
-from hpcai.train.checkpoint import found, read_tensors
+from hpcai.train.saved import found, read_tensors
 
 MOST_KILLS = 5                      # of one run
 ROUNDING = 10.0                     # times what the references differ by

@@ -16,12 +16,13 @@ from hpcai.dist.host import Collector, Gpu, warm_collectives
 from hpcai.errors import CheckpointError, ConfigError, DataError, DivergedError
 from hpcai.settings import TrainConfig
 from hpcai.stop import REQUEUE, interrupts_put_off
-from hpcai.train.checkpoint import Progress, Saved
+from hpcai.train.checkpoint import Saved
 from hpcai.train.evaluation import Kept, Metric, Position, Scored, scoring, serve
 from hpcai.train.failure import PULSE
 from hpcai.train.measure import Measured, Value, means
 from hpcai.train.profile import Profile
 from hpcai.train.run import Run
+from hpcai.train.saved import Progress
 from hpcai.train.schedule import rate
 from hpcai.train.signals import StopSignals
 from hpcai.train.step import Step, samples_in

@@ -15,9 +15,10 @@ from hpcai.durable import claim, release
 from hpcai.errors import CheckpointError
 from hpcai.mllog import Benchmark, MlperfLog
 from hpcai.nn.weights import Portable
-from hpcai.train.checkpoint import Checkpoints, export
+from hpcai.train.checkpoint import Checkpoints
 from hpcai.train.evaluation import RowsOf, predict
 from hpcai.train.failure import Failures
+from hpcai.train.saved import export
 from hpcai.train.step import Step
 
 if TYPE_CHECKING:

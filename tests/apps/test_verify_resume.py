@@ -10,7 +10,8 @@ from hpcai.cli import verify_resume
 from hpcai.cli.forks import forked
 from hpcai.cli.verify_resume import Kill, Result, table, verify
 from hpcai.errors import ConfigError
-from hpcai.train.checkpoint import Checkpoints, found
+from hpcai.train.checkpoint import Checkpoints
+from hpcai.train.saved import found
 from tests.apps import universes
 from tests.apps.running import ROOT
 

@@ -23,7 +23,8 @@ from hpcai.models.cosmoflow import CosmoFlow, CosmoFlowConfig
 from hpcai.models.openfold import OpenFold, OpenFoldConfig
 from hpcai.models.openfold.alignments import read_alignment, read_hhr
 from hpcai.models.openfold.structures import read_mmcif, write_structure
-from hpcai.train.checkpoint import Checkpoints, Progress
+from hpcai.train.checkpoint import Checkpoints
+from hpcai.train.saved import Progress
 from tests import proteins
 from tests.data_prep.test_trajectories import relaxation, write_rows
 from tests.fuzz.attack import Reader

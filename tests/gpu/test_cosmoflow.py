@@ -9,8 +9,9 @@ from hpcai import dist, train
 from hpcai.data import Loader
 from hpcai.models import cosmoflow
 from hpcai.settings import CheckpointConfig, StepConfig
-from hpcai.train.checkpoint import Checkpoints, Progress
+from hpcai.train.checkpoint import Checkpoints
 from hpcai.train.measure import Measured
+from hpcai.train.saved import Progress
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")]
 SIZE = 32

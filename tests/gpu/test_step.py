@@ -14,9 +14,10 @@ from hpcai.errors import ConfigError, DivergedError
 from hpcai.kernels import update
 from hpcai.models import cosmoflow
 from hpcai.settings import CheckpointConfig, StepConfig, TrainConfig
-from hpcai.train.checkpoint import Checkpoints, Progress
+from hpcai.train.checkpoint import Checkpoints
 from hpcai.train.loop import fit
 from hpcai.train.profile import Profile, span
+from hpcai.train.saved import Progress
 from hpcai.train.step import Step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")]

@@ -14,7 +14,8 @@ from hpcai.nn import BatchNorm
 from hpcai.parallel.batchnorm import group_batch_norm
 from hpcai.parallel.replicate import sum_over
 from hpcai.settings import CheckpointConfig, StepConfig
-from hpcai.train.checkpoint import Checkpoints, Progress
+from hpcai.train.checkpoint import Checkpoints
+from hpcai.train.saved import Progress
 from hpcai.train.step import Step
 from tests.ranks.launch import on_ranks
 

@@ -18,7 +18,8 @@ from hpcai.errors import DataError
 from hpcai.parallel.context import CausalContext, Own, Total, _Gathered
 from hpcai.parallel.replicate import sum_over
 from hpcai.settings import CheckpointConfig, StepConfig
-from hpcai.train.checkpoint import Checkpoints, Progress
+from hpcai.train.checkpoint import Checkpoints
+from hpcai.train.saved import Progress
 from hpcai.train.step import Step
 from tests.ranks.launch import on_ranks
 from tests.ranks.transformer import Transformer, batch, mean_loss

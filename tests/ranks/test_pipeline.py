@@ -14,9 +14,10 @@ from hpcai.errors import ConfigError, DivergedError
 from hpcai.parallel.pipeline import Pipeline
 from hpcai.settings import CheckpointConfig, StepConfig
 from hpcai.train import rng
-from hpcai.train.checkpoint import Checkpoints, Progress, read_tensors
+from hpcai.train.checkpoint import Checkpoints
 from hpcai.train.compiling import blocks
 from hpcai.train.evaluation import evaluate, predict
+from hpcai.train.saved import Progress, read_tensors
 from hpcai.train.step import Step, Whole
 from tests.ranks.launch import on_ranks
 from tests.ranks.transformer import Block, Transformer, batch, loss, mean_loss

@@ -17,7 +17,8 @@ from hpcai.parallel.replicate import sum_over
 from hpcai.parallel.tensor import Entropy, cut_inputs, cut_outputs, cut_words, heads
 from hpcai.settings import CheckpointConfig, StepConfig
 from hpcai.train import rng
-from hpcai.train.checkpoint import Checkpoints, Progress, read_tensors
+from hpcai.train.checkpoint import Checkpoints
+from hpcai.train.saved import Progress, read_tensors
 from hpcai.train.step import Step
 from tests.ranks.launch import on_ranks
 from tests.ranks.pieces import Pieces, joined, pieces

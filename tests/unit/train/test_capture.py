@@ -10,8 +10,9 @@ from hpcai import dist
 from hpcai.errors import ConfigError, DivergedError
 from hpcai.settings import CheckpointConfig, StepConfig
 from hpcai.train.capture import shapes
-from hpcai.train.checkpoint import Checkpoints, Progress
+from hpcai.train.checkpoint import Checkpoints
 from hpcai.train.measure import Measured
+from hpcai.train.saved import Progress
 from hpcai.train.step import Step
 from tests.tape import Tape
 

@@ -19,8 +19,9 @@ from hpcai.dist.mesh import Mesh
 from hpcai.errors import CheckpointError, DivergedError
 from hpcai.parallel.replicate import sum_over
 from hpcai.settings import CheckpointConfig, StepConfig
-from hpcai.train import checkpoint, rng
-from hpcai.train.checkpoint import Checkpoints, Progress, read_tensors
+from hpcai.train import checkpoint, rng, saved
+from hpcai.train.checkpoint import Checkpoints
+from hpcai.train.saved import Progress, read_tensors
 from hpcai.train.step import Step
 from tests.ranks.launch import on_ranks
 
@@ -321,7 +322,7 @@ def resealed(path: Path, name: str, text: str) -> None:
     manifest = json.loads((path / "manifest.json").read_text())
     (path / name).write_text(text)
     if name != "manifest.json":
-        manifest["files"][name] = checkpoint._seal(path / name)
+        manifest["files"][name] = saved.sealed(path / name)
         (path / "manifest.json").write_text(json.dumps(manifest))
 
 

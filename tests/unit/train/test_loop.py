@@ -19,7 +19,8 @@ from hpcai.config import Settings
 from hpcai.errors import CheckpointError, ConfigError, DataError, DivergedError
 from hpcai.settings import CheckpointConfig, ReportConfig, StepConfig, TrainConfig
 from hpcai.train import loop, tensorfile
-from hpcai.train.checkpoint import Checkpoints, read_tensors
+from hpcai.train.checkpoint import Checkpoints
+from hpcai.train.saved import read_tensors
 
 
 def loss(model: nn.Module, batch: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -12,8 +12,9 @@ from hpcai.dist.mesh import Mesh
 from hpcai.errors import ConfigError, DataError, DivergedError
 from hpcai.models.cosmoflow import Batch
 from hpcai.settings import CheckpointConfig, StepConfig
-from hpcai.train.checkpoint import Checkpoints, Progress
+from hpcai.train.checkpoint import Checkpoints
 from hpcai.train.measure import Measured, Value
+from hpcai.train.saved import Progress
 from hpcai.train.step import Step, split
 from tests.ranks.launch import on_ranks
 
