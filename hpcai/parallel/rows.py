@@ -39,10 +39,6 @@ class Place:
         return cls(tuple(size), tuple(((0, n),) for n in size))
 
     @property
-    def is_whole(self) -> bool:
-        return not self.axes
-
-    @property
     def directions(self) -> set[str]:
         """The axes of the mesh along which not all ranks hold the same."""
         return {axis.of or axis.name for axis in (*self.axes, *self.apart)}
@@ -154,10 +150,6 @@ class Part:
     length: int
     start: int
     place: Place
-
-    @property
-    def is_whole(self) -> bool:
-        return self.length == self.parameter.numel()
 
     def whole(self, row: Tensor) -> Tensor:
         """The parameter's numbers in ``row``, in its shape. The part must be whole."""
