@@ -204,9 +204,9 @@ class StepConfig(Settings):
     """decay of an exponential moving average of the weights, which is then what is evaluated and saved for people"""
     capture: Literal["none", "auto", "forward", "whole"] = "none"
     """CUDA Graphs: forward and backward with the gradient sums, or the whole step with its update, recorded once for each shape of
-    the batch; auto: whole, where there is a GPU that can"""
+    the batch; auto: whole, where there is a GPU that can, and none where the step turns out to need the host"""
     capture_shapes: Positive = 4
-    """at most so many shapes of the batch are captured"""
+    """at most so many shapes of the batch are captured; others are refused, and with auto run uncaptured"""
     compile: Literal["none", "blocks", "whole"] = "none"
     """torch.compile of each repeated block, or of the model as one"""
     compile_cache: Path | None = None

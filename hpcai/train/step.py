@@ -20,7 +20,7 @@ from hpcai.settings import StepConfig
 from hpcai.train import rng
 from hpcai.train.agreement import NEVER, Agreement
 from hpcai.train.average import Average
-from hpcai.train.capture import Capture, CudaGraph, Graph
+from hpcai.train.capture import Capture, Graph
 from hpcai.train.choices import chosen, gradient_sums
 from hpcai.train.compiling import Compiled
 from hpcai.train.measure import Value, finishes
@@ -60,6 +60,7 @@ class Step:
         self, model: nn.Module, loss: Loss, cfg: StepConfig, mesh: Mesh, *, counts: Callable[[Any], Tensor] | None = None,
         act: Act | None = None, graph: Callable[[], Graph] | None = None,
     ) -> None:  # fmt: skip
+        tries = cfg.capture == "auto"
         self.cfg, self.notes = chosen(cfg, mesh, graph is not None)
         cfg, self.loss, self.counts, self.mesh = self.cfg, loss, counts, mesh
         self._seed = torch.initial_seed()
@@ -94,8 +95,8 @@ class Step:
         self._capture: Capture | None = None
         if cfg.capture != "none":
             inside = self._iterate if cfg.capture == "whole" else self._gradients
-            traced = cfg.compile == "none"
-            self._capture = Capture(inside, self._untouched, cfg.capture_shapes, graph or CudaGraph, traced)
+            traced, together = cfg.compile == "none", mesh.everyone if tries else None
+            self._capture = Capture(inside, self._untouched, cfg.capture_shapes, graph, traced, together)
 
     def __call__(self, batch: Any, lr: float | None = None) -> dict[str, Value]:
         self.optimizer.set_rate(self.cfg.lr if lr is None else lr)
@@ -212,7 +213,9 @@ class Step:
 
     def news(self) -> list[str]:
         """What there is to tell of the steps since the last call."""
-        return self._compiled.news() if self._compiled else []
+        told = self._capture.news if self._capture else []
+        news, told[:] = list(told), []
+        return news + (self._compiled.news() if self._compiled else [])
 
     @contextmanager
     def _untouched(self) -> Iterator[None]:
