@@ -178,7 +178,8 @@ class Step:
     def _update(self, values: dict[str, Value]) -> None:
         norm, scale, own = self._norm(), None, _loss_in(values)
         if isinstance(own, tuple):  # a sum: its gradient is divided by what was counted everywhere
-            own, count = own[0], torch.as_tensor(own[1], dtype=norm.dtype, device=norm.device).clone()
+            own, count = own
+            count = count.to(norm, copy=True) if isinstance(count, Tensor) else norm.new_full((), count)
             scale = 1.0 / sum_in_place(count, self.mesh["replicate"]).clamp(min=torch.finfo(norm.dtype).tiny)
             norm = norm * scale
         if self.cfg.clip is not None:
