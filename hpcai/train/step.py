@@ -21,7 +21,7 @@ from hpcai.train import rng
 from hpcai.train.agreement import NEVER, Agreement
 from hpcai.train.average import Average
 from hpcai.train.capture import Capture, Graph
-from hpcai.train.choices import chosen, gradient_sums
+from hpcai.train.choices import chosen, gradient_sums, tune
 from hpcai.train.compiling import Compiled
 from hpcai.train.measure import Value, finishes
 from hpcai.train.optim import Optimizer
@@ -62,6 +62,7 @@ class Step:
     ) -> None:  # fmt: skip
         tries = cfg.capture == "auto"
         self.cfg, self.notes = chosen(cfg, mesh, graph is not None)
+        self.notes += tune(cfg, mesh.device)
         cfg, self.loss, self.counts, self.mesh = self.cfg, loss, counts, mesh
         self._seed = torch.initial_seed()
         self.model, dtype = model, torch.float64 if cfg.precision == "fp64" else None
