@@ -168,6 +168,11 @@ class StepConfig(Settings):
     precision: Literal["auto", "fp32", "bf16", "bf16-params", "fp64"] = "fp32"
     """bf16: autocast, weights and optimizer stay fp32; bf16-params: weights and gradients too are bfloat16, the optimizer keeps an
     fp32 master copy of them; auto: bf16 where the processor computes in it faster, otherwise fp32"""
+    tf32: Literal["auto"] | bool = "auto"
+    """on GPUs, products and convolutions of float32 round what they multiply to 10 bits, and are several times as fast; auto: as
+    torch is set, which rounds in convolutions alone"""
+    cudnn_benchmark: bool = False
+    """convolutions on NVIDIA GPUs try their algorithms once for each shape, and keep the fastest: for batches of few shapes"""
     accumulate: Positive = 1
     """micro-batches per step and process"""
     clip: Annotated[float, Field(gt=0)] | None = None
@@ -204,9 +209,9 @@ class StepConfig(Settings):
     """decay of an exponential moving average of the weights, which is then what is evaluated and saved for people"""
     capture: Literal["none", "auto", "forward", "whole"] = "none"
     """CUDA Graphs: forward and backward with the gradient sums, or the whole step with its update, recorded once for each shape of
-    the batch; auto: whole, where there is a GPU that can"""
+    the batch; auto: whole, where there is a GPU that can, and none where the step turns out to need the host"""
     capture_shapes: Positive = 4
-    """at most so many shapes of the batch are captured"""
+    """at most so many shapes of the batch are captured; others are refused, and with auto run uncaptured"""
     compile: Literal["none", "blocks", "whole"] = "none"
     """torch.compile of each repeated block, or of the model as one"""
     compile_cache: Path | None = None

@@ -34,6 +34,9 @@ class Tape(TorchDispatchMode):
         with self:
             return function()
 
+    def reset(self) -> None:
+        self.operations.clear()
+
     @torch.no_grad()
     def replay(self) -> None:
         for function, args, kwargs, fresh in self.operations:

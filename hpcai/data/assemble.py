@@ -32,7 +32,7 @@ class Assembler:
         self.device, self._collate = device, collate
         self._memory = Memory()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix=f"assemble-{name}")
+        self._pool = ThreadPoolExecutor(1, f"assemble-{name}", take_device, (device,))
         self._in_flight: deque[Made] = deque()
 
     def begin(self, take: "Callable[[], tuple[Any, list[Any]]]") -> "Future[tuple[Any, Made]]":
@@ -93,6 +93,12 @@ class Assembler:
         for place, part in zip(whole, parts):
             place.copy_(part, non_blocking=True)
         return whole
+
+
+def take_device(device: torch.device) -> None:
+    """Make a GPU that of this thread: a thread begins with the first of the node, where all that it pins would open a context."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def _readable(value: Any) -> np.ndarray:

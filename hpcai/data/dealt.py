@@ -68,10 +68,10 @@ class Dealt:
 
     A thread of its own calls ``take``, on all processes in the same order. Each sample is two broadcasts: four numbers, and bytes
     (shapes and values; the tree of a sample only where it is another one than that of the sample before). ``rank`` of the job is
-    for messages; ``pin``: what comes is put where a GPU can fetch it.
+    for messages; ``pin``: a GPU, and what comes is put where it can fetch it.
     """
 
-    def __init__(self, channel: Axis, rank: int, pin: bool = False) -> None:
+    def __init__(self, channel: Axis, rank: int, pin: torch.device | None = None) -> None:
         self._channel, self._rank = channel, rank
         self._memory = Memory(pin=pin)
         self._trees: dict[int, Any] = {}  # by process, of what it sent last

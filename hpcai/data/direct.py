@@ -22,12 +22,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from hpcai.data.opened import OpenFiles
 from hpcai.errors import DataError
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -60,11 +63,11 @@ class _Lease:
 class Memory:
     """Page-aligned blocks of memory, each used again once the last array that views it is gone.
 
-    At most ``keep`` bytes wait unused, or three of the largest blocks. ``pin`` registers each block with CUDA, so that copies to
-    a GPU neither pass through another buffer nor stop the processor.
+    At most ``keep`` bytes wait unused, or three of the largest blocks. ``pin``: a GPU with which each block is registered, so that
+    copies to it neither pass through another buffer nor stop the processor.
     """
 
-    def __init__(self, keep: int = 1 << 30, pin: bool = False) -> None:
+    def __init__(self, keep: int = 1 << 30, pin: "torch.device | None" = None) -> None:
         self.keep, self.pin = keep, pin
         self._lock, self._free = threading.Lock(), OrderedDict[int, list[np.ndarray]]()
         self._unused = self._largest = 0
@@ -83,8 +86,8 @@ class Memory:
                 self._unused -= whole
         if block is None:
             block = _map(whole)
-            if self.pin:
-                pin(block.ctypes.data, block.size)
+            if self.pin is not None:
+                pin(block.ctypes.data, block.size, self.pin)
         lease = _Lease(block.ctypes.data, whole)
         weakref.finalize(lease, self._back.put, block).atexit = False
         return np.asarray(lease)[:size]
@@ -120,8 +123,8 @@ class Memory:
             if blocks:
                 block = blocks.pop()
                 self._unused -= size
-                if self.pin:
-                    unpin(block.ctypes.data, block.size)
+                if self.pin is not None:
+                    unpin(block.ctypes.data, block.size, self.pin)
             if not blocks:
                 del self._free[size]
 
@@ -140,19 +143,21 @@ def _map(size: int) -> np.ndarray:
     return np.frombuffer(block, np.uint8)
 
 
-def pin(address: int, size: int) -> None:
-    """Register memory with CUDA, so that copies to the GPU come straight from it. Raises DataError where that is not granted."""
+def pin(address: int, size: int, device: "torch.device") -> None:
+    """Register memory with a GPU, so that copies to it come straight from there. Raises DataError where that is not granted."""
     import torch
 
-    failed = int(torch.cuda.cudart().cudaHostRegister(address, size, 0))
+    with torch.cuda.device(device):  # a thread begins with the first GPU of the node, where this would open a context
+        failed = int(torch.cuda.cudart().cudaHostRegister(address, size, 0))
     if failed:
         raise DataError(f"{size:,} bytes of memory cannot be pinned (CUDA error {failed}); lower data.prefetch, or raise ulimit -l")
 
 
-def unpin(address: int, size: int) -> None:
+def unpin(address: int, size: int, device: "torch.device") -> None:
     import torch
 
-    torch.cuda.cudart().cudaHostUnregister(address)
+    with torch.cuda.device(device):
+        torch.cuda.cudart().cudaHostUnregister(address)
 
 
 @dataclass(eq=False, slots=True)

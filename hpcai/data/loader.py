@@ -21,7 +21,7 @@ import torch
 import torch.distributed as torch_dist
 
 from hpcai.data.ahead import Ahead, Ready, Task
-from hpcai.data.assemble import Assembler, Made, tree_bytes
+from hpcai.data.assemble import Assembler, Made, take_device, tree_bytes
 from hpcai.data.dealt import Dealt
 from hpcai.data.direct import pin, unpin
 from hpcai.data.sampler import InOrder, LargestFirst, Sampler, Shuffled
@@ -98,7 +98,8 @@ class Loader:
         self._check(batch, accumulate, mesh)
         self._order: Callable[[int], np.ndarray] = lru_cache(2)(self.sampler.order)
         self._tellers = mesh.everyone if self._once else self.copies
-        self._dealt = Dealt(mesh.channel("copy"), mesh.rank, mesh.device.type == "cuda") if self._once else None
+        gpu = mesh.device if mesh.device.type == "cuda" else None
+        self._dealt = Dealt(mesh.channel("copy"), mesh.rank, gpu) if self._once else None
         leads = order == "ready" and mesh.copy.size > 1 and not self._once
         self._leader = _Leader(mesh.channel("copy")) if leads else None
         self._assembler = Assembler(mesh.device, name, getattr(source, "collate", None))
@@ -109,7 +110,7 @@ class Loader:
         if processes:
             from hpcai.data.processes import Worker
 
-            pinned = {"pin": pin, "unpin": unpin} if mesh.device.type == "cuda" else {}
+            pinned = {"pin": partial(pin, device=gpu), "unpin": partial(unpin, device=gpu)} if gpu is not None else {}
             self._processes = [Worker(source, name, number, **pinned) for number in range(workers)]
 
     def _check(self, batch: int, accumulate: int, mesh: Mesh) -> None:
@@ -297,6 +298,7 @@ class Loader:
 
     def _prepare(self, task: Task, worker: int) -> tuple[Any, int]:
         index = task.index
+        take_device(self._assembler.device)
         for attempt in range(1, _ATTEMPTS + 1):
             try:
                 sample = (self._processes[worker] if self._processes else self.source).sample(index, task.epoch)

@@ -66,7 +66,7 @@ def open_reader(way: str, size: int, name: str = "data", device: torch.device | 
             f"{name}: data.reader=memory, but there are {told(size)} of samples, and {told(room)} of memory may be used for them; "
             "use data.reader=direct"
         )
-    memory = Memory(pin=device is not None and device.type == "cuda")
+    memory = Memory(pin=device if device is not None and device.type == "cuda" else None)
     return Reader(mode, memory=memory, threads=max(8, min(32, os.cpu_count() or 8)))
 
 

@@ -35,6 +35,9 @@ from hpcai.errors import LaunchError
 
 logger = logging.getLogger(__name__)
 
+# Where --gpus-per-task=1 hides the other GPUs of the node from a task, NCCL may not reach them over NVLink.
+_ALL_SHOWN = "srun --gpus-per-node=N --gpu-bind=none"
+
 
 def device(place: Place, visible: int | None = None) -> torch.device:
     """The device of this process: the CPU without a GPU, the only visible one, or the one with the number of its local rank.
@@ -55,8 +58,8 @@ def device(place: Place, visible: int | None = None) -> torch.device:
     if _share_gpu():
         return torch.device("cuda", place.local_rank % visible)
     raise LaunchError(
-        f"local rank {place.local_rank} finds only {visible} visible GPUs; start {visible} tasks on each node, or bind one GPU to "
-        "each task (srun --gpus-per-task=1)"
+        f"local rank {place.local_rank} finds only {visible} visible GPUs; start {visible} tasks on each node, or "
+        f"show each task all of its node's ({_ALL_SHOWN})"
     )
 
 
@@ -93,6 +96,7 @@ def start(axes: Any) -> Iterator[Mesh]:
                 _claim(where, here, watch.store)
                 backend = "cpu:gloo,cuda:" + ("gloo" if _share_gpu() else "nccl")
             group = torch_dist.PrefixStore("group", watch.store)
+            # Without device_id: NCCL would split further groups off this one, for which it waits for ranks that are not in them.
             torch_dist.init_process_group(backend, store=group, rank=here.rank, world_size=here.world, timeout=_timeout())
         yield Mesh(sizes, here.world, here.rank, where, _timeout())
 
@@ -249,7 +253,8 @@ def _claim(where: torch.device, here: Place, store: torch_dist.Store) -> None:
     if owner != me and not _share_gpu():
         raise LaunchError(
             f"{me} and {owner} both use GPU {gpu}; {me} has local rank {here.local_rank} and sees {torch.cuda.device_count()} GPU; "
-            "give each task its own (srun --gpus-per-task=1), start fewer tasks on a node, or set HPCAI_SHARE_GPU=1 for a test"
+            f"show each task all of its node's ({_ALL_SHOWN}), of which it takes that of its local rank, start fewer tasks on a "
+            "node, or set HPCAI_SHARE_GPU=1 for a test"
         )
 
 

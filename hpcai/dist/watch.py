@@ -27,6 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as torch_dist
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -47,6 +48,9 @@ _STRANGERS = 256  # connections without a token that are held at a time
 
 last_words: list[Callable[[str], object]] = []
 """Called with the reason on a rank that is ended because another failed, for two seconds at most."""
+
+before_groups_end: list[Callable[[], object]] = []
+"""Called before the process groups are destroyed, to let go of what holds them."""
 
 _joined: list["Watch"] = []
 
@@ -119,7 +123,8 @@ class Watch:
             if self._rank == 0:
                 shout(text)
             self._hang_up()
-            _release()
+            with suppress(RuntimeError):  # of a device that has failed: the cause is told
+                _release()
             raise SystemExit(code)
         self._leave_failed(text, code, stop)
 
@@ -343,6 +348,10 @@ def leave_now(code: int) -> NoReturn:
 
 def _release() -> None:
     if torch_dist.is_initialized():
+        for let_go in before_groups_end:
+            let_go()
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # NCCL lets go of a graph in a thread of its own
         torch_dist.destroy_process_group()
         _let_gloo_rest()
 

@@ -97,7 +97,7 @@ class ShardedSums(GradientSums):
         others = self._together(tuple(axis for axis in axes if axis.name != "replicate"))
         others = (self.between, *others) if self.between.size > 1 else others
         copies = alike(first, self.mesh, self.cut, self.between)
-        self._cut.insert(0, _CutBucket(parameters, others, decays, self._dtype(first), copies, self.cut))
+        self._cut.insert(0, _CutBucket(parameters, others, decays, self._dtype(first, axes), copies, self.cut))
         return self._cut[0]
 
     def spread(self) -> None:

@@ -5,10 +5,13 @@ counters and the scale of the gradient are device tensors; random numbers come f
 """
 
 import gc
-import traceback
+import linecache
+import sys
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +19,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpcai.data.assemble import tree_map
+from hpcai.dist.collect import gather_objects
+from hpcai.dist.mesh import Axis
+from hpcai.dist.watch import before_groups_end
 from hpcai.errors import ConfigError
 
 _WARM = 3  # runs in which libraries choose their algorithms, and collectives connect, before anything is recorded
@@ -31,17 +37,15 @@ class Graph(Protocol):
 
     def replay(self) -> None: ...
 
+    def reset(self) -> None:
+        """Forget what was recorded."""
+
 
 class CudaGraph:
-    """One ``torch.cuda.CUDAGraph``; all of a process share one pool of memory and are never replayed at the same time."""
+    """One ``torch.cuda.CUDAGraph``. Those of one ``Capture`` share a pool of memory and are never replayed at the same time."""
 
-    _pool: Any = None
-    _stream: Any = None
-
-    def __init__(self) -> None:
-        if CudaGraph._pool is None:
-            CudaGraph._pool, CudaGraph._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-        self.graph = torch.cuda.CUDAGraph()
+    def __init__(self, pool: Any, stream: Any) -> None:
+        self._pool, self._stream, self.graph = pool, stream, torch.cuda.CUDAGraph()
 
     def warm(self, function: Callable[[], Any]) -> None:
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -51,12 +55,28 @@ class CudaGraph:
 
     def record(self, function: Callable[[], Any]) -> Any:
         torch.cuda.synchronize()
-        # thread_local: the loader's threads go on allocating and copying meanwhile.
-        with torch.cuda.graph(self.graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            return function()
+        before, here = torch.cuda.current_stream(), torch.cuda.current_device()
+        generator = torch.cuda.default_generators[here]
+        numbers = generator.clone_state()
+        try:
+            # thread_local: the loader's threads go on allocating and copying meanwhile.
+            with torch.cuda.graph(self.graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                return function()
+        except BaseException:
+            # A capture that cannot end leaves its stream current, its pool in use and the generator within it (torch 2.13).
+            torch.cuda.set_stream(before)
+            with suppress(RuntimeError):  # it did end
+                torch._C._cuda_endAllocateToPool(here, self._pool)
+                torch._C._cuda_releasePool(here, self._pool)
+            self.reset()
+            generator.graphsafe_set_state(numbers)
+            raise
 
     def replay(self) -> None:
         self.graph.replay()
+
+    def reset(self) -> None:
+        self.graph.reset()
 
 
 @dataclass
@@ -70,52 +90,92 @@ class Capture:
     """``capture(batch)`` does what ``function(batch)`` does, by a graph for each of up to ``limit`` shapes of the batch.
 
     ``untouched()`` is a context in which ``function`` leaves no trace but in scratch memory; warm-up runs are made inside it.
-    ``traced``: also find the operation that cannot be recorded, which compiled code does not allow.
+    ``traced``: also find the operation that cannot be recorded, which compiled code does not allow. What cannot be recorded raises
+    ConfigError; with ``together``, the processes that make the step, it runs uncaptured on all of them, and ``news`` says why.
     """
 
     def __init__(
-        self, function: Callable[[Any], Any], untouched: Callable[[], Any], limit: int, graph: Callable[[], Graph] = CudaGraph,
-        traced: bool = True,
+        self, function: Callable[[Any], Any], untouched: Callable[[], Any], limit: int, graph: Callable[[], Graph] | None = None,
+        traced: bool = True, together: Axis | None = None,
     ) -> None:  # fmt: skip
-        self.function, self.untouched, self.limit, self.graph, self.traced = function, untouched, limit, graph, traced
+        self.function, self.untouched, self.limit, self.traced, self.together = function, untouched, limit, traced, together
         self._slots: dict[Any, _Slot] = {}
-        self._copies = torch.cuda.Stream() if graph is CudaGraph else None
-        self.device = torch.device("cpu" if self._copies is None else "cuda")
+        self._copies = torch.cuda.Stream() if graph is None else None
+        # A pool of its own: one that outlives its graphs, and of which a block is in use, can record no more.
+        self.graph = graph or partial(CudaGraph, torch.cuda.graph_pool_handle(), torch.cuda.Stream())
+        self.device = torch.device("cpu" if graph else "cuda")
+        self.news: list[str] = []
+        self._closed = self._told = False
+        _open.add(self)
 
     def __call__(self, batch: Any) -> Any:
-        key = shapes(batch)
-        slot = self._slots.get(key)
+        slot = self._slot(batch, shapes(batch))
         if slot is None:
-            slot = self._slots[key] = self._record(batch, key)
+            return self.function(tree_map(batch, lambda x: x.to(self.device, non_blocking=True) if isinstance(x, Tensor) else x))
         self._fill(slot.batch, batch)
         slot.graph.replay()
         return tree_map(slot.values, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
 
-    def _record(self, batch: Any, key: Any) -> _Slot:
+    def close(self) -> None:
+        """Forget what was recorded: from now on ``function`` itself runs."""
+        if self._copies is not None:
+            torch.cuda.synchronize()  # a graph may be running, or sums that a warm-up has left
+        for slot in self._slots.values():
+            slot.graph.reset()
+        self._slots.clear()
+        self._closed = True
+
+    def _slot(self, batch: Any, key: Any) -> _Slot | None:
+        """What is recorded for batches of these shapes; None where ``function`` itself is to run."""
+        if key in self._slots or self._closed:
+            return self._slots.get(key)
         if len(self._slots) >= self.limit:
             seen = "; ".join(str(k) for k in self._slots)
-            raise ConfigError(
-                f"step.capture: a batch of another shape, {key}, after {len(self._slots)} that were captured ({seen}); give "
-                "batches of one shape (drop the last of an epoch), raise step.capture_shapes, or set step.capture=none"
-            )
+            self._tell(self._excused(_RefusedError(
+                f"a batch of another shape, {key}, after {len(self._slots)} that were captured ({seen})",
+                "give batches of one shape (drop the last of an epoch), raise step.capture_shapes, or set step.capture=none",
+            )))  # fmt: skip
+            return None
+        why = ""
+        try:
+            self._slots[key] = self._record(batch)
+        except _RefusedError as problem:
+            why = self._excused(problem)
+        except RuntimeError as error:  # of a warm-up; other processes would now wait for this one's part in a sum
+            if self.together is None or self.together.size > 1:
+                raise
+            why = f"a first run failed: {error}"
+        if self.together is not None and any(gather_objects(bool(why), self.together)):
+            self.close()
+            self._tell(why or "another process cannot capture the step")
+        return self._slots.get(key)
+
+    def _excused(self, problem: "_RefusedError") -> str:
+        """The reason, where a step may run uncaptured. Otherwise raises ConfigError."""
+        if self.together is None:
+            raise ConfigError(f"step.capture: {problem}; {problem.advice}") from problem.__cause__
+        return str(problem)
+
+    def _tell(self, why: str) -> None:
+        self.news += [] if self._told else [f"step.capture: {why}; such steps run uncaptured from now on"]
+        self._told = True
+
+    def _record(self, batch: Any) -> _Slot:
         static = tree_map(batch, lambda x: torch.empty_like(x, device=self.device).copy_(x) if isinstance(x, Tensor) else x)
         graph, last = self.graph(), _Last()
         with _no_collection(), self.untouched():
             try:
                 graph.warm(lambda: self._run(static, _Trap()))
-                with _no_synchronisation(self._copies is not None):
-                    for _ in range(_WARM - 1):
-                        graph.warm(lambda: self.function(static))
             except _HostReadError as read:
-                raise ConfigError(f"step.capture: {read}; keep it on the device (torch.where), or set step.capture=none") from None
-            except RuntimeError as error:
-                if "synchroniz" not in str(error):
-                    raise
-                raise ConfigError(_reason(str(error), "")) from error
+                raise _RefusedError(str(read), "keep it on the device (torch.where), or set step.capture=none") from None
+            for _ in range(_WARM - 1):
+                graph.warm(lambda: self.function(static))
             try:
                 values = graph.record(lambda: self._run(static, last))
             except (RuntimeError, NotImplementedError) as error:
-                raise ConfigError(_reason(str(error), last.operation)) from error
+                by, first = f" by {last}" if last.function else "", next(iter(str(error).strip().splitlines()), "")
+                advice = "set step.capture=none, or forward without the update"
+                raise _RefusedError(f"the step cannot be captured{by}: {first}", advice) from error
         return _Slot(graph, static, values)
 
     def _run(self, batch: Any, watch: TorchDispatchMode) -> Any:
@@ -149,6 +209,26 @@ def shapes(batch: Any) -> Any:
     return batch
 
 
+_open: "weakref.WeakSet[Capture]" = weakref.WeakSet()
+
+
+def close_all() -> None:
+    """Close every capture. A graph that holds sums of gradients must go before its process group: the end of NCCL waits for it."""
+    for capture in list(_open):
+        capture.close()
+
+
+before_groups_end.append(close_all)
+
+
+class _RefusedError(Exception):
+    """Why a step cannot be captured, and what to do about it."""
+
+    def __init__(self, reason: str, advice: str) -> None:
+        super().__init__(reason)
+        self.advice = advice
+
+
 class _HostReadError(Exception):
     pass
 
@@ -159,30 +239,35 @@ class _Trap(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = function.overloadpacket.__name__
         if name in _READS:
-            raise _HostReadError(f"aten.{name} at {_where()} makes the host wait for the device, which cannot be captured")
+            raise _HostReadError(f"aten.{name} at {_shown(_line())} makes the host wait for the device, which cannot be captured")
         return function(*args, **(kwargs or {}))
 
 
 class _Last(TorchDispatchMode):
-    """Remembers the last operation and where it was called."""
+    """Remembers the last operation and the line that called it, of 100,000 in some steps: nothing is formatted before it is asked
+    for, and no frame is kept, which would hold its tensors."""
 
-    operation = ""
+    function: Any = None
+    line: tuple[str, int] | None = None
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.operation = f"{function} at {_where()}"
+        self.function, self.line = function, _line()
         return function(*args, **(kwargs or {}))
 
-
-def _where() -> str:
-    """The innermost line of a model or an app, outside torch and this file."""
-    frames = [f for f in traceback.extract_stack() if "/torch/" not in f.filename and f.filename != __file__]
-    return f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].line})" if frames else "an unknown place"
+    def __str__(self) -> str:
+        return f"{self.function} at {_shown(self.line)}"
 
 
-def _reason(error: str, operation: str) -> str:
-    what = f" by {operation}" if operation else ""
-    first = next(iter(error.strip().splitlines()), "")
-    return f"step.capture: the step cannot be captured{what}: {first}; set step.capture=none, or forward without the update"
+def _line() -> tuple[str, int] | None:
+    """File and number of the innermost line of a model or an app, outside torch and this file."""
+    frame = sys._getframe(1)
+    while frame is not None and ("/torch/" in frame.f_code.co_filename or frame.f_code.co_filename == __file__):
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame and (frame.f_code.co_filename, frame.f_lineno)
+
+
+def _shown(line: tuple[str, int] | None) -> str:
+    return f"{line[0]}:{line[1]} ({linecache.getline(*line).strip()})" if line else "an unknown place"
 
 
 @contextmanager
@@ -196,17 +281,6 @@ def _no_collection() -> Iterator[None]:
     finally:
         if was:
             gc.enable()
-
-
-@contextmanager
-def _no_synchronisation(on_gpu: bool) -> Iterator[None]:
-    if on_gpu:
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        if on_gpu:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 def _tensors(tree: Any) -> list[Tensor]:

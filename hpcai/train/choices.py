@@ -35,6 +35,18 @@ def chosen(cfg: StepConfig, mesh: Mesh, captures: bool = False) -> tuple[StepCon
     return cfg.model_copy(update=changes), notes
 
 
+def tune(cfg: StepConfig, device: torch.device) -> list[str]:
+    """Set how CUDA multiplies in float32 and how cuDNN chooses, for the whole process -> a sentence for each that was asked for."""
+    asked = {"tf32": cfg.tf32 != "auto", "cudnn_benchmark": cfg.cudnn_benchmark}
+    if device.type == "cuda" and asked["tf32"]:
+        # Not fp32_precision: torch refuses to read one of the two after the other was set, and torch.compile reads this one.
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = bool(cfg.tf32)
+    if device.type == "cuda" and asked["cudnn_benchmark"]:
+        torch.backends.cudnn.benchmark = True
+    why = "for this whole process" if device.type == "cuda" else f"without effect: this process computes on {device.type}"
+    return [f"step.{name}: {str(getattr(cfg, name)).lower()}, {why}" for name, is_asked in asked.items() if is_asked]
+
+
 def _cannot_capture(cfg: StepConfig, mesh: Mesh) -> str | None:
     if mesh.device.type != "cuda":
         return f"there is no GPU: this process computes on {mesh.device.type}"

@@ -83,8 +83,9 @@ class Measured:
     def _flat(self, names: list[str], device: torch.device) -> Tensor:
         flat = [x for name in names for x in self._sums.get(name, [0.0, 0.0])]
         self._sums = {}
-        packed = [torch.as_tensor(x, dtype=torch.float64, device=device) for x in flat]
-        return torch.stack(packed) if packed else torch.zeros(0, dtype=torch.float64, device=device)
+        words: Any = {"dtype": torch.float64, "device": device}  # a number is filled in: a copy of it would wait for the device
+        packed = [x.to(**words) if isinstance(x, Tensor) else torch.full((), x, **words) for x in flat]
+        return torch.stack(packed) if packed else torch.zeros(0, **words)
 
     @property
     def names(self) -> list[str]:

@@ -20,8 +20,8 @@ from hpcai.settings import StepConfig
 from hpcai.train import rng
 from hpcai.train.agreement import NEVER, Agreement
 from hpcai.train.average import Average
-from hpcai.train.capture import Capture, CudaGraph, Graph
-from hpcai.train.choices import chosen, gradient_sums
+from hpcai.train.capture import Capture, Graph
+from hpcai.train.choices import chosen, gradient_sums, tune
 from hpcai.train.compiling import Compiled
 from hpcai.train.measure import Value, finishes
 from hpcai.train.optim import Optimizer
@@ -60,7 +60,9 @@ class Step:
         self, model: nn.Module, loss: Loss, cfg: StepConfig, mesh: Mesh, *, counts: Callable[[Any], Tensor] | None = None,
         act: Act | None = None, graph: Callable[[], Graph] | None = None,
     ) -> None:  # fmt: skip
+        tries = cfg.capture == "auto"
         self.cfg, self.notes = chosen(cfg, mesh, graph is not None)
+        self.notes += tune(cfg, mesh.device)
         cfg, self.loss, self.counts, self.mesh = self.cfg, loss, counts, mesh
         self._seed = torch.initial_seed()
         self.model, dtype = model, torch.float64 if cfg.precision == "fp64" else None
@@ -94,8 +96,8 @@ class Step:
         self._capture: Capture | None = None
         if cfg.capture != "none":
             inside = self._iterate if cfg.capture == "whole" else self._gradients
-            traced = cfg.compile == "none"
-            self._capture = Capture(inside, self._untouched, cfg.capture_shapes, graph or CudaGraph, traced)
+            traced, together = cfg.compile == "none", mesh.everyone if tries else None
+            self._capture = Capture(inside, self._untouched, cfg.capture_shapes, graph, traced, together)
 
     def __call__(self, batch: Any, lr: float | None = None) -> dict[str, Value]:
         self.optimizer.set_rate(self.cfg.lr if lr is None else lr)
@@ -177,7 +179,8 @@ class Step:
     def _update(self, values: dict[str, Value]) -> None:
         norm, scale, own = self._norm(), None, _loss_in(values)
         if isinstance(own, tuple):  # a sum: its gradient is divided by what was counted everywhere
-            own, count = own[0], torch.as_tensor(own[1], dtype=norm.dtype, device=norm.device).clone()
+            own, count = own
+            count = count.to(norm, copy=True) if isinstance(count, Tensor) else norm.new_full((), count)
             scale = 1.0 / sum_in_place(count, self.mesh["replicate"]).clamp(min=torch.finfo(norm.dtype).tiny)
             norm = norm * scale
         if self.cfg.clip is not None:
@@ -212,7 +215,9 @@ class Step:
 
     def news(self) -> list[str]:
         """What there is to tell of the steps since the last call."""
-        return self._compiled.news() if self._compiled else []
+        told = self._capture.news if self._capture else []
+        news, told[:] = list(told), []
+        return news + (self._compiled.news() if self._compiled else [])
 
     @contextmanager
     def _untouched(self) -> Iterator[None]:

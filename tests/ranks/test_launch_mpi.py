@@ -232,6 +232,13 @@ def test_what_all_ranks_meet_alike_is_told_once() -> None:
     assert text.count("No space left on device: '/scratch/run'") == 1 and "3 other ranks failed alike" in text
 
 
+@pytest.mark.parametrize(("how", "code"), [("end", 0), ("diverge", 1)])
+def test_captured_sums_go_before_their_process_groups(how: str, code: int) -> None:
+    """NCCL waits for a graph that holds its operations for ever."""
+    for each in run_forked(2, "captured.py", how):
+        assert (each.code, each.out.split()) == (code, ["reset", "reset", "destroy"])
+
+
 def test_refusal_has_no_traceback() -> None:
     ended = run_forked(4, "fail.py", "refuse", "1", "collective")
     text = "".join(each.err for each in ended)

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from hpcai.models.openfold.config import TemplateConfig
 from hpcai.models.openfold.evoformer import TemplateStack
 from hpcai.models.openfold.layers import Linear, one_hot
-from hpcai.models.openfold.residues import MASKED, PLACE
+from hpcai.models.openfold.residues import MASKED
 
 _LETTERS = MASKED + 1  # alignments have 20, unknown, gap, masked
 _TYPES = _LETTERS - 1
+_BACKBONE = slice(3)  # N, CA and C of the 37; a list of them would be copied to the device in every pass
 _FAR = 32  # residues of a chain beyond which a distance along it says no more
 _FARTHEST = 1e8  # square angstrom: the last bin of distances is open
 
@@ -121,7 +122,7 @@ class TemplateEmbedder(nn.Module):
     def _pairs(self, features: Mapping[str, Tensor]) -> Tensor:
         """[B, T, R, R, 88]: distances, which are known, types by column and by row, three unused zeros, backbones."""
         kind = self.template_pair_embedder.weight.dtype
-        atoms = features["template_all_atom_mask"][..., [PLACE[name] for name in ("N", "CA", "C")]].prod(-1).to(kind)
+        atoms = features["template_all_atom_mask"][..., _BACKBONE].prod(-1).to(kind)
         beta = features["template_pseudo_beta_mask"].to(kind)
         types = one_hot(features["template_aatype"], _TYPES, kind)
         known, backbone = (x[..., :, None] * x[..., None, :] for x in (beta, atoms))  # [B, T, R, R]

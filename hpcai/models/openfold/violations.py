@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hpcai.kernels.room import several
-from hpcai.models.openfold import residues
+from hpcai.models.openfold import residues, tables
 
 TOLERANCE = 12.0  # deviations
 OVERLAP = 1.5  # angstrom
@@ -43,7 +43,8 @@ def bonds(positions: Tensor, exists: Tensor, aatype: Tensor, index: Tensor, eps:
     there = [exists[:, :, place] for place in (_N, _CA, _C)]
     next_to = (index[:, 1:] - index[:, :-1] == 1).to(positions.dtype)
     proline = aatype[:, 1:] == _PROLINE
-    wanted, deviation = positions.new_tensor(residues.C_N_LENGTH)[proline.long()].unbind(-1)
+    columns = (map(positions.new_full, ((), ()), column) for column in zip(*residues.C_N_LENGTH))
+    wanted, deviation = (torch.where(proline, after, others) for others, after in columns)
     c_n, c_ca, n_ca = n[:, 1:] - c[:, :-1], (ca - c)[:, :-1], (ca - n)[:, 1:]
     length, other, another = ((eps + x.square().sum(-1)).sqrt() for x in (c_n, c_ca, n_ca))
     at_c = (c_ca / other[..., None] * c_n / length[..., None]).sum(-1)
@@ -67,7 +68,7 @@ def bonds(positions: Tensor, exists: Tensor, aatype: Tensor, index: Tensor, eps:
 def within(positions: Tensor, exists: Tensor, aatype: Tensor) -> Tensor:
     """How far atoms of one residue go beyond stereochemistry (equation 46), angstrom, each pair from both sides.   [B]"""
     table = residues.bounds(TOLERANCE, OVERLAP)
-    lower, upper = (torch.tensor(bound).to(positions)[aatype] for bound in table[:2])
+    lower, upper = (tables.on(bound, positions)[aatype] for bound in table[:2])
     apart = (1e-10 + (positions[..., :, None, :] - positions[..., None, :, :]).square().sum(-1)).sqrt()
     both = exists[..., :, None] * exists[..., None, :] * (1 - torch.eye(14, dtype=exists.dtype, device=exists.device))
     return 2 * (both * ((lower - apart).relu() + (apart - upper).relu())).sum((1, 2, 3))
@@ -78,7 +79,7 @@ def clashes(positions: Tensor, exists: Tensor, aatype: Tensor, index: Tensor) ->
 
     Pairs are R^2 of 196 and few of them clash: they are gone through a few residues at a time, each with its derivative.
     """
-    radius = torch.tensor(residues.ATOM14_RADIUS).to(positions)[aatype] * exists
+    radius = tables.on(residues.ATOM14_RADIUS, positions)[aatype] * exists
     return _Clashes.apply(positions, radius, exists, index)
 
 

@@ -7,11 +7,13 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -286,3 +288,32 @@ def test_a_reader_goes_to_another_process_without_its_files(file: Path) -> None:
         reader.fetch(file, 0, 10)
         with copy.copy(reader) as again:  # by way of pickle's protocol
             assert (again.mode, again.block) == ("direct", 8192) and again.fetch(file, 1, 9).tobytes() == CONTENT[1:10]
+
+
+def test_memory_is_pinned_and_given_back_with_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[Any] = []
+
+    @contextmanager
+    def on(device: Any) -> Any:
+        events.append(device)
+        yield
+        events.append("left")
+
+    class Runtime:
+        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+            events.append("pinned")
+            return 0
+
+        def cudaHostUnregister(self, address: int) -> None:  # noqa: N802
+            events.append("unpinned")
+
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    gpu = torch.device("cuda", 3)
+    memory = Memory(keep=0, pin=gpu)
+    sizes = [1 << 12, 1 << 13, 1 << 14, 1 << 15]
+    for size in sizes:
+        memory.take(size)
+    assert events[:3] == [gpu, "pinned", "left"]
+    memory._largest = 0
+    assert memory.unused == 0 and events[-3:] == [gpu, "unpinned", "left"]

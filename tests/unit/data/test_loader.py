@@ -333,3 +333,25 @@ def test_samples_of_the_next_epoch_wait_until_this_one_is_whole() -> None:
 def test_worker_processes_give_the_same_batches() -> None:
     threads = read(loader_of(24, 4, seed=1))
     assert read(loader_of(24, 4, seed=1, processes=True)) == threads
+
+
+def test_threads_take_the_gpu_of_their_process_before_they_pin_or_allocate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread begins with the first GPU of the node, where every process would open a context."""
+    taken, seen = threading.local(), dict[str, Any]()
+
+    class Told(Numbers):
+        def sample(self, index: int, epoch: int) -> Any:
+            seen[threading.current_thread().name] = getattr(taken, "device", None)
+            return torch.tensor(index)
+
+        def collate(self, samples: list[Any]) -> Any:
+            seen[threading.current_thread().name] = getattr(taken, "device", None)
+            return torch.stack(samples)
+
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(taken, "device", device))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    mesh = mesh_of(0, 1)
+    mesh.device = torch.device("cuda", 3)
+    with Loader(Told(8), 2, mesh, name="train") as loader:
+        assert len(list(loader.epoch(0))) == 4
+    assert len(seen) >= 2 and set(seen.values()) == {mesh.device}

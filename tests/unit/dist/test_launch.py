@@ -77,7 +77,7 @@ def test_device(local_rank: int | None, visible: int, expected: str) -> None:
 
 def test_too_few_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     here = Place("srun", 6, 8, 2, 4)
-    with pytest.raises(LaunchError, match="local rank 2 finds only 2 visible GPUs"):
+    with pytest.raises(LaunchError, match="local rank 2 finds only 2 visible GPUs; .*srun --gpus-per-node=N --gpu-bind=none"):
         device(here, 2)
     monkeypatch.setenv("HPCAI_SHARE_GPU", "1")
     assert device(here, 2) == torch.device("cuda:0")
@@ -91,7 +91,7 @@ def test_two_ranks_on_one_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     where = torch.device("cuda:0")
     launch._claim(where, Place("srun", 0, 2, 0, 2), store)
     launch._claim(where, Place("srun", 0, 2, 0, 2), store)
-    with pytest.raises(LaunchError, match="rank 1 and rank 0 both use GPU GPU-1"):
+    with pytest.raises(LaunchError, match="rank 1 and rank 0 both use GPU GPU-1; .*--gpu-bind=none.* local rank"):
         launch._claim(where, Place("srun", 1, 2, 1, 2), store)
     monkeypatch.setenv("HPCAI_SHARE_GPU", "1")
     launch._claim(where, Place("srun", 1, 2, 1, 2), store)

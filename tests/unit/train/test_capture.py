@@ -1,5 +1,7 @@
 """A captured step is the eager one. The graph here is a tape of operations on fixed memory; tests/gpu has the real one."""
 
+import os
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -7,9 +9,10 @@ import torch
 from torch import nn
 
 from hpcai import dist
+from hpcai.dist import watch
 from hpcai.errors import ConfigError, DivergedError
 from hpcai.settings import CheckpointConfig, StepConfig
-from hpcai.train.capture import shapes
+from hpcai.train.capture import Capture, CudaGraph, shapes
 from hpcai.train.checkpoint import Checkpoints
 from hpcai.train.measure import Measured
 from hpcai.train.saved import Progress
@@ -225,3 +228,170 @@ def test_what_a_step_returned_stays_when_the_next_one_runs() -> None:
     kept = first["loss"].item(), first["worst"][0].item()
     step(batch(1))
     assert (first["loss"].item(), first["worst"][0].item()) == kept
+
+
+class Failing(Tape):
+    """A graph that fails at one place."""
+
+    where, tries = "", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        type(self).tries += 1
+
+    def fail(self, where: str) -> None:
+        if self.where == where:
+            raise RuntimeError(f"no {where} today\nCUDA kernel errors might be asynchronous")
+
+    def warm(self, function: Any) -> None:
+        super().warm(function)
+        self.fail("warm-up")
+
+    def record(self, function: Any) -> Any:
+        found = super().record(function)
+        self.fail("capture")
+        return found
+
+    def replay(self) -> None:
+        self.fail("replay")
+        super().replay()
+
+
+def failing(where: str) -> type[Failing]:
+    return type("Failing", (Failing,), {"where": where})
+
+
+def of_graph(graph: Any, capture: str, **words: Any) -> Step:
+    torch.manual_seed(0)
+    cfg = StepConfig(capture=capture, **{"optimizer": "adamw", "average": 0.9} | words)
+    return Step(Network(0.5), words.pop("loss", loss), cfg, dist.alone(torch.device("cpu")), graph=graph)
+
+
+def check_eager(step: Step, parts: list[dict[str, torch.Tensor]]) -> None:
+    """The step does on these batches what an uncaptured one does."""
+    eager = of_graph(Tape, "whole")
+    eager._capture = None
+    for i, part in enumerate(parts):
+        assert torch.equal(step(part, 1e-3 * (i + 1))["loss"], eager(part, 1e-3 * (i + 1))["loss"])
+        same(contents(step), contents(eager))
+
+
+@pytest.mark.parametrize("where", ["warm-up", "capture"])
+def test_auto_goes_on_without_a_capture_that_fails_and_says_so_once(where: str) -> None:
+    graph = failing(where)
+    step = of_graph(graph, "auto")
+    check_eager(step, [batch(0), batch(1), batch(2, 4)])
+    assert graph.tries == 1, "what failed is not tried again"
+    (told,) = step.news()
+    assert told.startswith("step.capture: ") and f"no {where} today" in told and told.endswith("run uncaptured from now on")
+    assert step.news() == []
+    for named in ("whole", "forward"):
+        with pytest.raises(ConfigError if where == "capture" else RuntimeError, match=f"no {where} today"):
+            of_graph(failing(where), named)(batch(0))
+
+
+def test_auto_runs_shapes_too_many_uncaptured_and_says_so_once() -> None:
+    step = of_graph(Tape, "auto", capture_shapes=1)
+    check_eager(step, [batch(0), batch(1, 4), batch(2, 6), batch(3), batch(4, 4)])
+    assert step._capture is not None and len(step._capture._slots) == 1
+    (told,) = step.news()
+    assert "a batch of another shape" in told and "run uncaptured" in told
+
+
+def test_auto_goes_on_where_the_loss_reads_the_device() -> None:
+    def reads(model: nn.Module, part: dict[str, torch.Tensor]) -> dict[str, Any]:
+        values = loss(model, part)
+        assert values["loss"].item() < 1e9
+        return values
+
+    torch.manual_seed(0)
+    cfg = StepConfig(capture="auto", optimizer="adamw", average=0.9)
+    step = Step(Network(0.5), reads, cfg, dist.alone(torch.device("cpu")), graph=Tape)
+    check_eager(step, [batch(0), batch(1)])
+    assert "makes the host wait" in step.news()[0]
+
+
+def test_a_replay_that_fails_is_raised_since_nobody_knows_what_it_did() -> None:
+    with pytest.raises(RuntimeError, match="no replay today"):
+        of_graph(failing("replay"), "auto")(batch(0))
+
+
+def test_a_closed_capture_forgets_its_graphs_and_runs_the_step_itself() -> None:
+    step = of_graph(Tape, "whole")
+    check_eager(step, [batch(0), batch(1, 4)])
+    assert step._capture is not None
+    graphs = [slot.graph for slot in step._capture._slots.values()]
+    step._capture.close()
+    assert [graph.operations for graph in graphs] == [[], []]
+    loss = step(batch(2))["loss"]
+    assert loss.isfinite() and not step._capture._slots and step.count == 3
+
+
+class Cuda:
+    """What of ``torch.cuda`` a graph uses, for a machine without one: what is called, in its order."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls, self.now = list[str](), "main"
+        for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+            monkeypatch.setattr(torch._C, name, lambda device, pool, name=name: self.calls.append(f"{name} {pool}"), raising=False)
+        for name, value in {
+            "synchronize": lambda: None, "current_stream": lambda: self.now, "current_device": lambda: 0, "CUDAGraph": lambda: self,
+            "set_stream": lambda stream: setattr(self, "now", stream), "default_generators": (self,), "graph": self.graph,
+        }.items():  # fmt: skip
+            monkeypatch.setattr(torch.cuda, name, value)
+
+    def clone_state(self) -> str:
+        return "numbers"
+
+    def graphsafe_set_state(self, state: str) -> None:
+        self.calls.append(f"set {state}")
+
+    def reset(self) -> None:
+        self.calls.append("reset")
+
+    @contextmanager
+    def graph(self, graph: Any, pool: Any, stream: Any, capture_error_mode: str) -> Any:
+        self.now = stream
+        try:
+            yield
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+
+def test_after_a_capture_that_failed_stream_memory_and_random_numbers_are_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = Cuda(monkeypatch)
+    with pytest.raises(RuntimeError, match="previous error"):
+        CudaGraph("pool", "side").record(lambda: None)
+    assert cuda.now == "main"
+    assert cuda.calls == ["_cuda_endAllocateToPool pool", "_cuda_releasePool pool", "reset", "set numbers"]
+
+
+def test_each_capture_has_a_pool_of_its_own_for_all_its_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    pools = iter("ab")
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(pools))
+    for name in ("Stream", "CUDAGraph"):
+        monkeypatch.setattr(torch.cuda, name, object)
+    captures = [Capture(lambda part: part, nullcontext, 4) for _ in range(2)]
+    assert [capture.graph()._pool for capture in (*captures, *captures)] == ["a", "b", "a", "b"]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("error", [None, DivergedError("step 3: the loss is not finite", 3)], ids=str)
+def test_graphs_go_before_the_process_groups_however_a_run_ends(error: Exception | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+
+    class Told(Tape):
+        def reset(self) -> None:
+            events.append("reset")
+
+    step = of_graph(Told, "whole")
+    step(batch(0))
+    step(batch(0, 4))
+    for name, found in {"is_initialized": lambda: True, "destroy_process_group": lambda: events.append("destroy")}.items():
+        monkeypatch.setattr(watch.torch_dist, name, found)
+    for name, found in {"is_initialized": lambda: True, "synchronize": lambda: events.append("synchronize")}.items():
+        monkeypatch.setattr(torch.cuda, name, found)
+    job = watch.Watch(0, 1, "127.0.0.1", torch.distributed.HashStore(), os._exit)
+    with pytest.raises(SystemExit) if error else nullcontext(), job:
+        if error:
+            raise error
+    assert events == ["reset", "reset", "synchronize", "destroy"]

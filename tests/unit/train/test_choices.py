@@ -1,5 +1,6 @@
 """A step that is compiled says so, and keeps the code for later jobs; what cannot be divided is not."""
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from hpcai import dist
 from hpcai.errors import ConfigError
 from hpcai.settings import StepConfig
 from hpcai.train import compiling
+from hpcai.train.choices import tune
 from hpcai.train.step import Step
 
 
@@ -76,3 +78,30 @@ def test_where_nothing_can_be_divided_the_plain_form_is_used() -> None:
         assert type(step.sums).__name__ == "GradientSums"
         step(torch.randn(4, 8))
         step.check()
+
+
+@pytest.fixture
+def backends() -> Iterator[Callable[[], tuple[bool, bool, bool]]]:
+    """Reads what torch is set to, and sets it back afterwards."""
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark
+    yield lambda: (matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark)
+    matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark = before
+
+
+def test_tf32_and_the_choice_of_cudnn_are_set_for_the_process_where_they_are_asked_for(backends: Any) -> None:
+    gpu = torch.device("cuda")
+    was = backends()
+    assert tune(StepConfig(), gpu) == [] and backends() == was
+    assert tune(StepConfig(tf32=True), gpu) == ["step.tf32: true, for this whole process"] and backends() == (True, True, was[2])
+    assert len(tune(StepConfig(tf32=False, cudnn_benchmark=True), gpu)) == 2 and backends() == (False, False, True)
+    assert tune(StepConfig(), gpu) == [] and backends() == (False, False, True), "auto leaves what a person has set"
+    torch.get_float32_matmul_precision()  # torch raises where its two interfaces were mixed
+
+
+def test_what_only_a_gpu_has_is_told_and_not_set_elsewhere(backends: Any) -> None:
+    was = backends()
+    step = Step(network(), loss, StepConfig(tf32=True, cudnn_benchmark=True), dist.alone(torch.device("cpu")))
+    assert backends() == was
+    names = "tf32", "cudnn_benchmark"
+    assert step.notes == [f"step.{name}: true, without effect: this process computes on cpu" for name in names]

@@ -1,0 +1,21 @@
+"""Constants of residues as tensors of a device."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_made: dict[tuple[int, torch.device, torch.dtype], tuple[Any, Tensor]] = {}
+
+
+def on(array: np.ndarray, like: Tensor) -> Tensor:
+    """A constant of ``hpcai.models.openfold.residues`` on the device and in the dtype of ``like``.
+
+    It is copied there once: each such copy holds up the host, and none can be captured (a step is warmed up before that).
+    """
+    key = id(array), like.device, like.dtype
+    if key not in _made:
+        with torch.inference_mode(False):  # training may want it too
+            _made[key] = array, torch.tensor(array).to(like)
+    return _made[key][1]

@@ -1,0 +1,40 @@
+"""Captured steps, and then an orderly end or an error on all ranks alike: what is let go of in which order. captured.py HOW"""
+
+import os
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+from torch import nn
+
+from hpcai import dist
+from hpcai.errors import DivergedError
+from hpcai.settings import StepConfig
+from hpcai.train.step import Step
+from tests.tape import Tape
+
+destroy = torch_dist.destroy_process_group
+
+
+def say(text: str) -> None:
+    os.write(1, f"{text}\n".encode())
+
+
+def told(group: Any = None) -> None:
+    say("destroy")
+    destroy(group)
+
+
+class Told(Tape):
+    def reset(self) -> None:
+        say("reset")
+
+
+torch_dist.destroy_process_group = told
+with dist.start({"replicate": -1}) as mesh:
+    step = Step(nn.Linear(3, 1), lambda model, x: {"loss": model(x).mean()}, StepConfig(capture="whole"), mesh, graph=Told)
+    step(torch.ones(2, 3))
+    step(torch.ones(4, 3))
+    if sys.argv[1] == "diverge":
+        raise DivergedError("step 3: the loss is not finite", 3)
