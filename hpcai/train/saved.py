@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import torch
-from pydantic import AfterValidator, AliasChoices, BaseModel, Field, NonNegativeInt, PositiveInt, ValidationError
+from pydantic import AfterValidator, AliasChoices, BaseModel, Field, PositiveInt, ValidationError
 from torch import Tensor, nn
 
 from hpcai.errors import CheckpointError
@@ -53,7 +53,7 @@ def _is_dtype(name: str) -> str:
 
 
 class _Seal(BaseModel):
-    bytes: NonNegativeInt
+    bytes: Count
     sha256: str
 
 
@@ -77,29 +77,29 @@ class RunFile(BaseModel):
 
 
 class StoredBox(BaseModel):
-    offsets: list[NonNegativeInt]
-    sizes: list[NonNegativeInt]
+    offsets: list[Count]
+    sizes: list[Count]
     file: str
-    at: NonNegativeInt
-    bytes: NonNegativeInt = 0  # of format 1, where each box was packed by itself
+    at: Count
+    bytes: Count = 0  # of format 1, where each box was packed by itself
 
 
 class Entry(BaseModel):
     dtype: Annotated[str, AfterValidator(_is_dtype)]
-    size: list[NonNegativeInt]
+    size: list[Count]
     boxes: list[StoredBox] = Field(validation_alias=AliasChoices("boxes", "chunks"))
 
 
 class _Stretch(BaseModel):
-    writer: NonNegativeInt
-    at: NonNegativeInt
-    bytes: NonNegativeInt
+    writer: Count
+    at: Count
+    bytes: Count
     sha256: list[str]
 
 
 class File(BaseModel):
-    bytes: NonNegativeInt
-    header: NonNegativeInt
+    bytes: Count
+    header: Count
     sha256: str
     stretches: list[_Stretch]
 
@@ -138,7 +138,7 @@ class Index(BaseModel):
             if size != file.bytes:
                 return f"{name} has changed since it was written (size)"
             with (folder / name).open("rb") as stream:
-                if hashlib.sha256(stream.read(file.header)).hexdigest() != file.sha256:
+                if hashlib.sha256(stream.read(min(file.header, size))).hexdigest() != file.sha256:
                     return f"{name} has changed since it was written (SHA-256 of its header)"
             for stretch in file.stretches:
                 if stretch.at + stretch.bytes > size or len(stretch.sha256) != -(-stretch.bytes // self.block):

@@ -354,6 +354,19 @@ def test_a_file_of_another_shape_is_damage(tmp_path: Path, name: str, text: str,
     assert len(again.notes) == 1 and again.notes[0].startswith("step-00000001 is passed over: ") and message in again.notes[0]
 
 
+@pytest.mark.parametrize("huge", [2**80, 2**52])
+@pytest.mark.parametrize("what", ["header", "at", "size"])
+def test_a_huge_number_in_an_index_is_damage(tmp_path: Path, what: str, huge: int) -> None:
+    step = new_step()
+    path = keeper(tmp_path).save(step, Progress(step=1)).path
+    index = json.loads((path / "index.json").read_text())
+    file, entry = next(iter(index["files"].values())), next(iter(index["tensors"].values()))
+    {"header": file, "at": file["stretches"][0], "size": entry}[what][what] = [huge] if what == "size" else huge
+    resealed(path, "index.json", json.dumps(index))
+    with pytest.raises(CheckpointError, match="no checkpoint is whole"):
+        keeper(tmp_path).resume(step)
+
+
 def test_a_resume_notes_every_other_difference_and_refuses_another_data_set(tmp_path: Path) -> None:
     step, settings = new_step(), {"model": {"size": 8}, "step": {"lr": 0.1}, "data": {"batch": 4}, "report": {"directory": "a"}}
     kept = keeper(tmp_path, settings=settings)
