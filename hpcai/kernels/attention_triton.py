@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 # Queries and keys of a tile. A tile of logits is 32 registers a thread: the backward pass holds two, and sums of [TILE, C].
-TILE, WARPS = 64, 4
+TILE, WARPS = 64, (4, 8)
 # Programs that sum the gradient of the bias: two rounds of two on each of 132 multiprocessors. Where a program for each tile of it is
 # fewer, rows are split. The number is not asked of the device, so that the order of the sums is the same on every GPU.
 PROGRAMS = 2 * 2 * 132
@@ -32,8 +32,8 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 ABSENT = tl.constexpr(1e9 * 1.4426950408889634)  # in units of log2: what an absent entry has less
 LOW = tl.constexpr(-3e38)  # below all logits but -inf, which then needs no case of its own
 
-# N, and the strides of the bias, are specialised on whether 16 divides them: rows of the bias are then read as vectors.
-_jit = triton.jit(do_not_specialize=["heads", "rows", "span", "x", "o", "t", "m"])
+# N is specialised on whether 16 divides it: rows of the bias are then read as vectors.
+_jit = triton.jit(do_not_specialize=["heads", "rows", "span", "x", "o", "t"])
 
 
 @triton.jit
@@ -54,21 +54,22 @@ def _spot(b, i, h, entry, steps, N, C: tl.constexpr, UNIT: tl.constexpr, WIDE: t
 
 
 @triton.jit
-def _logits(first, second, mask_, m, bias_, w, b, i, h, query, key, N, SCALE: tl.constexpr, EXACT: tl.constexpr):
-    """In units of log2. A key that does not exist has -inf, and no part even in a row where nothing is present."""
+def _logits(first, second, mask_, bias_, row, head, query, key, N, SCALE: tl.constexpr, EXACT: tl.constexpr):
+    """In units of log2, of one ``row`` of all masks and one ``head`` of all biases. A key that does not exist has -inf, and no part
+    even in a row where nothing is present."""
     exists = key < N
-    absent = tl.load(mask_ + (b * m[0] + i * m[1]) + key.to(tl.int64) * m[2], exists, other=1.0).to(tl.float32) * ABSENT - ABSENT
+    absent = tl.load(mask_ + row * N + key, exists, other=1.0).to(tl.float32) * ABSENT - ABSENT
     product = tl.dot(first, tl.trans(second), input_precision=EXACT)
     logits = product * (SCALE * LOG2_E) + tl.where(exists, absent, float("-inf"))
     if bias_ is not None:
-        place = (b * w[0] + h * w[1]) + query.to(tl.int64) * w[2] + key.to(tl.int64) * w[3]
-        logits += tl.load(bias_ + place, exists & (query < N), other=0.0).to(tl.float32) * LOG2_E
+        bias = tl.load(bias_ + head * N * N + query.to(tl.int64) * N + key, exists & (query < N), other=0.0)
+        logits += bias.to(tl.float32) * LOG2_E
     return logits
 
 
 @_jit
 def _forward(
-    qkvg_, x, mask_, m, bias_, w, norms_, gate_bias_, out_, o, N, heads, rows, C: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr,
+    qkvg_, x, mask_, bias_, norms_, gate_bias_, out_, o, N, heads, rows, C: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr,
     TILE: tl.constexpr, SCALE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Of some queries. Kept of their log-sum-exp are the largest logit and the sum of exponentials below it: in one number the sum of
@@ -83,7 +84,7 @@ def _forward(
         there, some = _spot(b, i, h, key, x, N, C, UNIT, WIDE)
         k = tl.load(qkvg_ + x[4] * UNIT + there, some, other=0.0)
         v = tl.load(qkvg_ + 2 * x[4] * UNIT + there, some, other=0.0)
-        logits = _logits(q, k, mask_, m, bias_, w, b, i, h, query[:, None], key[None, :], N, SCALE, EXACT)
+        logits = _logits(q, k, mask_, bias_, b * rows + i, b * heads + h, query[:, None], key[None, :], N, SCALE, EXACT)
         larger = tl.maximum(largest, tl.max(logits, 1))
         less = tl.exp2(largest - larger)
         e = tl.exp2(logits - larger[:, None])
@@ -102,7 +103,7 @@ def _forward(
 @_jit
 def _by_gate(
     qkvg_, x, norms_, gate_bias_, out_, o, grad_, t, d_, d_out_, delta_, partial_, N, heads, rows, C: tl.constexpr, UNIT: tl.constexpr,
-    WIDE: tl.constexpr, TILE: tl.constexpr,
+    WIDE: tl.constexpr, TILE: tl.constexpr, SCALE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """The gradient by the gate of some entries; that by what it multiplies, and the product of the two, both divided by the sum of
     exponentials: the kernels below then need no probabilities, only exponentials."""
@@ -127,7 +128,7 @@ def _by_gate(
 
 @_jit
 def _by_key(
-    qkvg_, x, mask_, m, bias_, w, norms_, d_, d_out_, o, delta_, N, heads, rows, C: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr,
+    qkvg_, x, mask_, bias_, norms_, d_, d_out_, o, delta_, N, heads, rows, C: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr,
     TILE: tl.constexpr, SCALE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """The gradients by some keys and their values, from all queries."""
@@ -144,7 +145,7 @@ def _by_key(
         norm = ((b * rows + i) * heads + h) * N + query
         largest = tl.load(norms_ + 2 * norm, query < N, other=float("inf"))  # a query that does not exist has no part
         delta = tl.load(delta_ + norm, query < N, other=0.0)
-        logits = _logits(k, q, mask_, m, bias_, w, b, i, h, query[None, :], key[:, None], N, SCALE, EXACT)
+        logits = _logits(k, q, mask_, bias_, b * rows + i, b * heads + h, query[None, :], key[:, None], N, SCALE, EXACT)
         e = tl.exp2(logits - largest[None, :])
         by_v += tl.dot(e.to(v.dtype), d_out, input_precision=EXACT)
         e *= tl.dot(v, tl.trans(d_out), input_precision=EXACT) - delta[None, :]
@@ -155,7 +156,7 @@ def _by_key(
 
 @_jit
 def _by_query(
-    qkvg_, x, mask_, m, bias_, w, norms_, d_, d_out_, o, delta_, N, heads, rows, C: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr,
+    qkvg_, x, mask_, bias_, norms_, d_, d_out_, o, delta_, N, heads, rows, C: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr,
     TILE: tl.constexpr, SCALE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """The gradient by some queries, from all keys."""
@@ -170,7 +171,7 @@ def _by_query(
         there, some = _spot(b, i, h, key, x, N, C, UNIT, WIDE)
         k = tl.load(qkvg_ + x[4] * UNIT + there, some, other=0.0)
         v = tl.load(qkvg_ + 2 * x[4] * UNIT + there, some, other=0.0)
-        logits = _logits(q, k, mask_, m, bias_, w, b, i, h, query[:, None], key[None, :], N, SCALE, EXACT)
+        logits = _logits(q, k, mask_, bias_, b * rows + i, b * heads + h, query[:, None], key[None, :], N, SCALE, EXACT)
         by_e = tl.dot(d_out, tl.trans(v), input_precision=EXACT) - delta[:, None]
         by_q += tl.dot((tl.exp2(logits - largest[:, None]) * by_e).to(k.dtype), k, input_precision=EXACT)
     tl.store(d_ + here, (by_q * SCALE).to(d_.dtype.element_ty), known)
@@ -178,7 +179,7 @@ def _by_query(
 
 @_jit
 def _by_bias(
-    qkvg_, x, mask_, m, bias_, w, norms_, d_out_, o, delta_, partial_, N, heads, rows, span, C: tl.constexpr, UNIT: tl.constexpr,
+    qkvg_, x, mask_, bias_, norms_, d_out_, o, delta_, partial_, N, heads, rows, span, C: tl.constexpr, UNIT: tl.constexpr,
     WIDE: tl.constexpr, TILE: tl.constexpr, SCALE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """The gradient by a tile of the bias, from ``span`` rows. Programs of one strip go through the same rows together."""
@@ -196,11 +197,14 @@ def _by_bias(
         v = tl.load(qkvg_ + 2 * x[4] * UNIT + there, some, other=0.0)
         norm = ((b * rows + i) * heads + h) * N + query
         largest, delta = tl.load(norms_ + 2 * norm, query < N, other=0.0), tl.load(delta_ + norm, query < N, other=0.0)
-        logits = _logits(q, k, mask_, m, bias_, w, b, i, h, query[:, None], key[None, :], N, SCALE, EXACT)
+        logits = _logits(q, k, mask_, bias_, b * rows + i, b * heads + h, query[:, None], key[None, :], N, SCALE, EXACT)
         by_e = tl.dot(d_out, tl.trans(v), input_precision=EXACT) - delta[:, None]
         result += tl.exp2(logits - largest[:, None]) * by_e
     here = (tl.program_id(1).to(tl.int64) * (tl.num_programs(0) // (tiles * tiles)) + one) * N * N + query.to(tl.int64)[:, None] * N
     tl.store(partial_ + here + key[None, :], result, (query < N)[:, None] & (key < N)[None, :])
+
+
+_BACK = _by_gate, _by_key, _by_query, _by_bias
 
 
 def _laid(*tensors: Tensor) -> list[Any]:
@@ -210,12 +214,12 @@ def _laid(*tensors: Tensor) -> list[Any]:
     return [unit, *(tuple(step // unit for step in steps) for steps in strides)]
 
 
-def _words(channels: int, entries: int, unit: int, narrow: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """For all kernels; for those with products. Tensor cores take 16 channels or more; of float32 three products of TF32, which
+def _words(channels: int, entries: int, unit: int, narrow: bool) -> list[dict[str, Any]]:
+    """Of the forward and of the backward pass. Tensor cores take 16 channels or more; of float32 three products of TF32, which
     together lose its last digit alone, and need twice the registers."""
-    wide, tile = (max(16, triton.next_power_of_2(n)) for n in (channels, min(entries, TILE)))
-    words = {"C": channels, "UNIT": unit, "WIDE": wide, "TILE": tile, "num_warps": WARPS if narrow else 2 * WARPS}
-    return words, words | {"SCALE": channels**-0.5, "EXACT": "tf32x3"}
+    wide, tile = (max(16, triton.next_power_of_2(n)) for n in (channels, min(entries, TILE if narrow else TILE // 2)))
+    words = {"C": channels, "UNIT": unit, "WIDE": wide, "TILE": tile, "SCALE": channels**-0.5, "EXACT": "tf32x3"}
+    return [{**words, "num_warps": warps} for warps in WARPS]
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -230,11 +234,11 @@ def _attend(qkvg: Tensor, gate_bias: Tensor, mask: Tensor, bias: Tensor | None) 
     out, norms = _empty(qkvg, gate_bias, mask, bias)
     batch, rows, entries, _, heads, channels = qkvg.shape
     unit, x, o = _laid(qkvg.transpose(3, 4), out)
-    words, products = _words(channels, entries, unit, qkvg.dtype != torch.float32)
-    programs, w = batch * rows * heads * triton.cdiv(entries, words["TILE"]), (0,) * 4 if bias is None else bias.stride()
+    words = _words(channels, entries, unit, qkvg.dtype != torch.float32)[0]
+    programs, bias = batch * rows * heads * triton.cdiv(entries, words["TILE"]), None if bias is None else bias.contiguous()
     with torch.cuda.device_of(qkvg):
         _forward[(programs,)](
-            qkvg, x, mask, mask.stride(), bias, w, norms, gate_bias.contiguous(), out, o, entries, heads, rows, **products
+            qkvg, x, mask.contiguous(), bias, norms, gate_bias.contiguous(), out, o, entries, heads, rows, **words
         )
     return out, norms
 
@@ -254,20 +258,20 @@ def _back(grad: Tensor, out: Tensor, norms: Tensor, qkvg: Tensor, gate_bias: Ten
     d_out, delta = torch.empty_like(out), torch.empty_like(norms[..., 0])
     batch, rows, entries, _, heads, channels = qkvg.shape
     unit, x, o, t = _laid(qkvg.transpose(3, 4), out, grad)
-    words, products = _words(channels, entries, unit, qkvg.dtype != torch.float32)
+    words = _words(channels, entries, unit, qkvg.dtype != torch.float32)[1]
     tiles, sizes = triton.cdiv(entries, words["TILE"]), (entries, heads, rows)
-    shared = (qkvg, x, mask, mask.stride(), bias, (0,) * 4 if bias is None else bias.stride(), norms)
+    shared = (qkvg, x, mask.contiguous(), None if bias is None else bias.contiguous(), norms)
     with torch.cuda.device_of(qkvg):
         partial, every = norms.new_empty(batch * rows * tiles, heads * channels), (batch * rows * heads * tiles,)
         _by_gate[every](qkvg, x, norms, gate_bias.contiguous(), out, o, grad, t, d, d_out, delta, partial, *sizes, **words)
         by_gate_bias.copy_(partial.sum(0))
-        _by_key[every](*shared, d, d_out, o, delta, *sizes, **products)
-        _by_query[every](*shared, d, d_out, o, delta, *sizes, **products)
+        _by_key[every](*shared, d, d_out, o, delta, *sizes, **words)
+        _by_query[every](*shared, d, d_out, o, delta, *sizes, **words)
         if learn:
             each = batch * heads * tiles * tiles
             span = triton.cdiv(rows, min(rows, max(1, PROGRAMS // each)))
             partial = norms.new_empty(triton.cdiv(rows, span), *by_bias.shape)
-            _by_bias[(each, len(partial))](*shared, d_out, o, delta, partial, *sizes, span, **products)
+            _by_bias[(each, len(partial))](*shared, d_out, o, delta, partial, *sizes, span, **words)
             by_bias.copy_(partial.sum(0))
     return d, by_gate_bias, by_bias
 
@@ -300,22 +304,17 @@ def gated_attention(qkvg: Tensor, gate_bias: Tensor, mask: Tensor, bias: Tensor 
     return _attend(qkvg, gate_bias, mask, None if bias is None else bias.expand(batch, heads, entries, entries))[0].flatten(-2)
 
 
-def variants() -> Iterator[tuple[str, Any, dict[str, Any], dict[Any, Any], list[tuple[int, ...]], int]]:
-    """(name, kernel, signature, constexprs, what 16 divides, warps) of all that OpenFold launches, for compilation ahead of time."""
-    used = (8, "rows"), (16, "rows"), (16, "columns"), (32, "none"), (32, "rows"), (32, "columns")  # how the bias is read
-    for kernel, (channels, bias), kind in product((_forward, _by_gate, _by_key, _by_query, _by_bias), used, ("bf16", "fp32")):
-        names = kernel.arg_names
-        if (kernel is _by_gate and bias == "columns") or (kernel is _by_bias and bias == "none"):
+def variants() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any], int]]:
+    """(name, kernel, signature, constexprs, warps) of all that OpenFold launches, for compilation ahead of time."""
+    steps = {"x": ("i32",) * 5, "o": ("i32",) * 4, "t": ("i32",) * 4}
+    for kernel, channels, biased, kind in product((_forward, *_BACK), (8, 16, 32), (True, False), ("bf16", "fp32")):
+        names, words = kernel.arg_names, _words(channels, TILE, UNIT, kind == "bf16")[kernel is not _forward]
+        if not biased and (kernel is _by_bias or (kernel is not _by_gate and channels < 32)):
+            continue  # of all attentions that along columns alone has none, 32 channels a head
+        if biased and kernel is _by_gate:
             continue
-        words, fixed = _words(channels, TILE, UNIT, kind == "bf16")[1], {}
-        types: dict[str, Any] = {"x": ("i32",) * 5, "m": ("i32",) * 3, "o": ("i32",) * 4, "t": ("i32",) * 4, "w": ("i32",) * 4}
         whole = ("qkvg_", "bias_", "out_", "grad_", "d_", "d_out_")
-        types = {x: types.get(x, f"*{kind if x in whole else 'fp32'}" if x[-1] == "_" else "i32") for x in names}
-        fixed = {x: words[x] for x in names if x in words} | ({"bias_": None} if bias == "none" and "bias_" in names else {})
-        types |= dict.fromkeys(fixed, "constexpr")
-        even = [(i,) for i, x in enumerate(names) if x not in fixed and (x[-1] == "_" or x == "N")]
-        if "w" in names and bias != "none":
-            at, one = names.index("w"), 3 if bias == "rows" else 2
-            types["w"], fixed[at, one] = tuple("constexpr" if i == one else "i32" for i in range(4)), 1
-            even += [(at, i) for i in range(4) if i != one]
-        yield f"{kernel.fn.__name__} {kind} {channels} {bias}", kernel, types, fixed, even, words["num_warps"]
+        types = {x: steps.get(x, f"*{kind if x in whole else 'fp32'}" if x[-1] == "_" else "i32") for x in names}
+        fixed = {x: words[x] for x in names if x in words} | ({"bias_": None} if "bias_" in names and not biased else {})
+        name = f"{kernel.fn.__name__} {kind} C={channels}{' bias' if biased else ''}"
+        yield name, kernel, types | dict.fromkeys(fixed, "constexpr"), fixed, words["num_warps"]
