@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 # Queries and keys of a tile. A tile of logits is 32 registers a thread: the backward pass holds two, and sums of [TILE, C].
-TILE, WARPS = 64, (4, 8)
+TILE, WARPS, STAGES = 64, 4, 2
 # Programs that sum the gradient of the bias: two rounds of two on each of 132 multiprocessors. Where a program for each tile of it is
 # fewer, rows are split. The number is not asked of the device, so that the order of the sums is the same on every GPU.
 PROGRAMS = 2 * 2 * 132
@@ -70,7 +70,7 @@ def _logits(first, second, mask_, bias_, row, head, query, key, N, SCALE: tl.con
 @_jit
 def _forward(
     qkvg_, x, mask_, bias_, norms_, gate_bias_, out_, o, N, heads, rows, C: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr,
-    TILE: tl.constexpr, SCALE: tl.constexpr, EXACT: tl.constexpr,
+    TILE: tl.constexpr, STEP: tl.constexpr, SCALE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Of some queries. Kept of their log-sum-exp are the largest logit and the sum of exponentials below it: in one number the sum of
     a row where nothing is present would be lost beside -1e9."""
@@ -79,8 +79,8 @@ def _forward(
     q = tl.load(qkvg_ + here, known, other=0.0)
     largest, total = tl.full((TILE,), LOW, tl.float32), tl.zeros((TILE,), tl.float32)
     result = tl.zeros((TILE, WIDE), tl.float32)
-    for start in range(0, N, TILE):
-        key = start + tl.arange(0, TILE)
+    for start in range(0, N, STEP):
+        key = start + tl.arange(0, STEP)
         there, some = _spot(b, i, h, key, x, N, C, UNIT, WIDE)
         k = tl.load(qkvg_ + x[4] * UNIT + there, some, other=0.0)
         v = tl.load(qkvg_ + 2 * x[4] * UNIT + there, some, other=0.0)
@@ -103,7 +103,7 @@ def _forward(
 @_jit
 def _by_gate(
     qkvg_, x, norms_, gate_bias_, out_, o, grad_, t, d_, d_out_, delta_, partial_, N, heads, rows, C: tl.constexpr, UNIT: tl.constexpr,
-    WIDE: tl.constexpr, TILE: tl.constexpr, SCALE: tl.constexpr, EXACT: tl.constexpr,
+    WIDE: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, SCALE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """The gradient by the gate of some entries; that by what it multiplies, and the product of the two, both divided by the sum of
     exponentials: the kernels below then need no probabilities, only exponentials."""
@@ -129,16 +129,16 @@ def _by_gate(
 @_jit
 def _by_key(
     qkvg_, x, mask_, bias_, norms_, d_, d_out_, o, delta_, N, heads, rows, C: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr,
-    TILE: tl.constexpr, SCALE: tl.constexpr, EXACT: tl.constexpr,
+    TILE: tl.constexpr, STEP: tl.constexpr, SCALE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """The gradients by some keys and their values, from all queries."""
-    b, i, h, key, norm = _place(N, heads, rows, TILE)
+    b, i, h, key, own = _place(N, heads, rows, TILE)
     there, some = _spot(b, i, h, key, x, N, C, UNIT, WIDE)
     k = tl.load(qkvg_ + x[4] * UNIT + there, some, other=0.0)
     v = tl.load(qkvg_ + 2 * x[4] * UNIT + there, some, other=0.0)
     by_k, by_v = tl.zeros((TILE, WIDE), tl.float32), tl.zeros((TILE, WIDE), tl.float32)
-    for start in range(0, N, TILE):
-        query = start + tl.arange(0, TILE)
+    for start in range(0, N, STEP):
+        query = start + tl.arange(0, STEP)
         here, known = _spot(b, i, h, query, x, N, C, UNIT, WIDE)
         at, _ = _spot(b, i, h, query, o, N, C, UNIT, WIDE)
         q, d_out = tl.load(qkvg_ + here, known, other=0.0), tl.load(d_out_ + at, known, other=0.0)
@@ -157,7 +157,7 @@ def _by_key(
 @_jit
 def _by_query(
     qkvg_, x, mask_, bias_, norms_, d_, d_out_, o, delta_, N, heads, rows, C: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr,
-    TILE: tl.constexpr, SCALE: tl.constexpr, EXACT: tl.constexpr,
+    TILE: tl.constexpr, STEP: tl.constexpr, SCALE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """The gradient by some queries, from all keys."""
     b, i, h, query, norm = _place(N, heads, rows, TILE)
@@ -166,8 +166,8 @@ def _by_query(
     q, d_out = tl.load(qkvg_ + here, known, other=0.0), tl.load(d_out_ + at, known, other=0.0)
     largest, delta = tl.load(norms_ + 2 * norm, query < N, other=0.0), tl.load(delta_ + norm, query < N, other=0.0)
     by_q = tl.zeros((TILE, WIDE), tl.float32)
-    for start in range(0, N, TILE):
-        key = start + tl.arange(0, TILE)
+    for start in range(0, N, STEP):
+        key = start + tl.arange(0, STEP)
         there, some = _spot(b, i, h, key, x, N, C, UNIT, WIDE)
         k = tl.load(qkvg_ + x[4] * UNIT + there, some, other=0.0)
         v = tl.load(qkvg_ + 2 * x[4] * UNIT + there, some, other=0.0)
@@ -180,14 +180,14 @@ def _by_query(
 @_jit
 def _by_bias(
     qkvg_, x, mask_, bias_, norms_, d_out_, o, delta_, partial_, N, heads, rows, span, C: tl.constexpr, UNIT: tl.constexpr,
-    WIDE: tl.constexpr, TILE: tl.constexpr, SCALE: tl.constexpr, EXACT: tl.constexpr,
+    WIDE: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, SCALE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """The gradient by a tile of the bias, from ``span`` rows. Programs of one strip go through the same rows together."""
-    tiles = tl.cdiv(N, TILE)
-    tile, one = tl.program_id(0) % (tiles * tiles), (tl.program_id(0) // (tiles * tiles)).to(tl.int64)
-    query, key = tile // tiles * TILE + tl.arange(0, TILE), tile % tiles * TILE + tl.arange(0, TILE)
+    across, each = tl.cdiv(N, STEP), tl.cdiv(N, TILE) * tl.cdiv(N, STEP)
+    tile, one = tl.program_id(0) % each, (tl.program_id(0) // each).to(tl.int64)
+    query, key = tile // across * TILE + tl.arange(0, TILE), tile % across * STEP + tl.arange(0, STEP)
     b, h, begin = one // heads, one % heads, tl.program_id(1).to(tl.int64) * span
-    result = tl.zeros((TILE, TILE), tl.float32)
+    result = tl.zeros((TILE, STEP), tl.float32)
     for i in range(begin, tl.minimum(begin + span, rows)):
         here, known = _spot(b, i, h, query, x, N, C, UNIT, WIDE)
         there, some = _spot(b, i, h, key, x, N, C, UNIT, WIDE)
@@ -200,7 +200,7 @@ def _by_bias(
         logits = _logits(q, k, mask_, bias_, b * rows + i, b * heads + h, query[:, None], key[None, :], N, SCALE, EXACT)
         by_e = tl.dot(d_out, tl.trans(v), input_precision=EXACT) - delta[:, None]
         result += tl.exp2(logits - largest[:, None]) * by_e
-    here = (tl.program_id(1).to(tl.int64) * (tl.num_programs(0) // (tiles * tiles)) + one) * N * N + query.to(tl.int64)[:, None] * N
+    here = (tl.program_id(1).to(tl.int64) * (tl.num_programs(0) // each) + one) * N * N + query.to(tl.int64)[:, None] * N
     tl.store(partial_ + here + key[None, :], result, (query < N)[:, None] & (key < N)[None, :])
 
 
@@ -218,8 +218,9 @@ def _words(channels: int, entries: int, unit: int, narrow: bool) -> list[dict[st
     """Of the forward and of the backward pass. Tensor cores take 16 channels or more; of float32 three products of TF32, which
     together lose its last digit alone, and need twice the registers."""
     wide, tile = (max(16, triton.next_power_of_2(n)) for n in (channels, min(entries, TILE if narrow else TILE // 2)))
-    words = {"C": channels, "UNIT": unit, "WIDE": wide, "TILE": tile, "SCALE": channels**-0.5, "EXACT": "tf32x3"}
-    return [{**words, "num_warps": warps} for warps in WARPS]
+    words = {"C": channels, "UNIT": unit, "WIDE": wide, "TILE": tile, "STEP": tile if narrow else max(16, tile // 2)}
+    words |= {"SCALE": channels**-0.5, "EXACT": "tf32x3", "num_stages": STAGES}
+    return [{**words, "num_warps": WARPS}, {**words, "num_warps": 2 * WARPS if narrow else WARPS}]
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -268,7 +269,7 @@ def _back(grad: Tensor, out: Tensor, norms: Tensor, qkvg: Tensor, gate_bias: Ten
         _by_key[every](*shared, d, d_out, o, delta, *sizes, **words)
         _by_query[every](*shared, d, d_out, o, delta, *sizes, **words)
         if learn:
-            each = batch * heads * tiles * tiles
+            each = batch * heads * tiles * triton.cdiv(entries, words["STEP"])
             span = triton.cdiv(rows, min(rows, max(1, PROGRAMS // each)))
             partial = norms.new_empty(triton.cdiv(rows, span), *by_bias.shape)
             _by_bias[(each, len(partial))](*shared, d_out, o, delta, partial, *sizes, span, **words)
