@@ -1,12 +1,12 @@
 # mypy: disable-error-code="no-untyped-def"
-"""The Triton kernels behind ``gated_attention``: tiles of logits live in registers, and nothing of size N^2 but the bias is in memory.
+"""The Triton kernels behind ``gated_attention``: tiles of logits stay in registers, and of size N^2 only the bias is in memory.
 
-At B 1, I 128, N 256, H 8, C 32 in bf16 the forward pass moves 83 MiB (five tensors of [B, I, N, H * C], the bias, two numbers a query)
-and the backward pass 351 MiB (21 of the former), each kernel reading a tensor once; of the plain form's six tensors [B, I, H, N, N] each
-is 128 MiB, or 1,536 MiB written and read once.
-The forward pass is the online softmax of Milakov and Gimelshein (2018) over tiles of keys, the backward pass computes probabilities
-again from what it kept of each query (Dao et al. 2022). Each sum belongs to one program, or is the sum of parts in a fixed order: there
-are no atomics, and the same input gives the same bits.
+At B 1, I 128, N 256, H 8, C 32 in bf16, where each kernel reads a tensor once, the forward pass moves 83 MiB and the backward pass 340,
+while the plain form's six tensors of 128 MiB, [B, I, H, N, N], take 1,536 MiB to be written and read once each.
+
+The forward pass is the online softmax of Milakov and Gimelshein (2018) over tiles of keys; the backward pass computes exponentials
+again from what was kept of each query (Dao et al. 2022). Each sum belongs to one program or has parts that are added in a fixed order,
+without atomics: the same input gives the same bits. No more channels than ``CHANNELS``.
 B batch, I rows, N entries of a row, H heads, C channels.
 """
 
@@ -19,14 +19,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Queries and keys of a tile. A tile of logits is 32 registers a thread: the backward pass holds two, and sums of [TILE, C].
+# Entries of a program, and how many loads are on their way while it computes. It goes through the others in steps as large; of half
+# in float32, whose products need twice the registers. The backward pass, which holds two tiles of logits, has twice the warps.
 TILE, WARPS, STAGES = 64, 4, 2
-# Programs that sum the gradient of the bias: two rounds of two on each of 132 multiprocessors. Where a program for each tile of it is
-# fewer, rows are split. The number is not asked of the device, so that the order of the sums is the same on every GPU.
+# Programs that sum the gradient of the bias: two rounds of two on each of 132 multiprocessors. Rows are split where its tiles are
+# fewer. The number is not asked of the device, so that the order of the sums is the same on every GPU.
 PROGRAMS = 2 * 2 * 132
-# Adjacent channels that one load may take: 16 bytes of a 16-bit type. Where strides are no multiples of it, single values are moved.
+# Adjacent channels that one load may take: 16 bytes of a 16-bit type. Where a stride is no multiple of it, single values are moved.
 UNIT = 8
-CHANNELS = 64  # the most that a head may have: more would not leave the registers that a tile needs
+CHANNELS = 64  # more would not leave the registers that a tile needs
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 ABSENT = tl.constexpr(1e9 * 1.4426950408889634)  # in units of log2: what an absent entry has less
@@ -72,8 +73,8 @@ def _forward(
     qkvg_, x, mask_, bias_, norms_, gate_bias_, out_, o, N, heads, rows, C: tl.constexpr, UNIT: tl.constexpr, WIDE: tl.constexpr,
     TILE: tl.constexpr, STEP: tl.constexpr, SCALE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Of some queries. Kept of their log-sum-exp are the largest logit and the sum of exponentials below it: in one number the sum of
-    a row where nothing is present would be lost beside -1e9."""
+    """Of some queries. Their log-sum-exp is kept as the largest logit and the sum of exponentials below it: in one number the sum
+    of a row where nothing is present would be lost beside -1e9."""
     b, i, h, query, norm = _place(N, heads, rows, TILE)
     here, known = _spot(b, i, h, query, x, N, C, UNIT, WIDE)
     q = tl.load(qkvg_ + here, known, other=0.0)
@@ -102,8 +103,8 @@ def _forward(
 
 @_jit
 def _by_gate(
-    qkvg_, x, norms_, gate_bias_, out_, o, grad_, t, d_, d_out_, delta_, partial_, N, heads, rows, C: tl.constexpr, UNIT: tl.constexpr,
-    WIDE: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, SCALE: tl.constexpr, EXACT: tl.constexpr,
+    qkvg_, x, norms_, gate_bias_, out_, o, grad_, t, d_, d_out_, delta_, partial_, N, heads, rows, C: tl.constexpr,
+    UNIT: tl.constexpr, WIDE: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, SCALE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """The gradient by the gate of some entries; that by what it multiplies, and the product of the two, both divided by the sum of
     exponentials: the kernels below then need no probabilities, only exponentials."""
@@ -215,11 +216,11 @@ def _laid(*tensors: Tensor) -> list[Any]:
 
 
 def _words(channels: int, entries: int, unit: int, narrow: bool) -> list[dict[str, Any]]:
-    """Of the forward and of the backward pass. Tensor cores take 16 channels or more; of float32 three products of TF32, which
-    together lose its last digit alone, and need twice the registers."""
+    """Of the forward and of the backward pass, for ``narrow`` values or float32. Tensor cores take 16 channels or more; a product of
+    float32 is three of TF32, which together lose its last digit alone."""
     wide, tile = (max(16, triton.next_power_of_2(n)) for n in (channels, min(entries, TILE if narrow else TILE // 2)))
     words = {"C": channels, "UNIT": unit, "WIDE": wide, "TILE": tile, "STEP": tile if narrow else max(16, tile // 2)}
-    words |= {"SCALE": channels**-0.5, "EXACT": "tf32x3", "num_stages": STAGES}
+    words |= {"SCALE": channels**-0.5, "EXACT": "tf32x3", "num_stages": STAGES if narrow else 1}
     return [{**words, "num_warps": WARPS}, {**words, "num_warps": 2 * WARPS if narrow else WARPS}]
 
 
@@ -305,8 +306,9 @@ def gated_attention(qkvg: Tensor, gate_bias: Tensor, mask: Tensor, bias: Tensor 
     return _attend(qkvg, gate_bias, mask, None if bias is None else bias.expand(batch, heads, entries, entries))[0].flatten(-2)
 
 
-def variants() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any], int]]:
-    """(name, kernel, signature, constexprs, warps) of all that OpenFold launches, for compilation ahead of time."""
+def variants() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any], dict[str, Any]]]:
+    """(name, kernel, signature, constexprs, options) of all that OpenFold launches, where 16 divides N, for compilation ahead of
+    time."""
     steps = {"x": ("i32",) * 5, "o": ("i32",) * 4, "t": ("i32",) * 4}
     for kernel, channels, biased, kind in product((_forward, *_BACK), (8, 16, 32), (True, False), ("bf16", "fp32")):
         names, words = kernel.arg_names, _words(channels, TILE, UNIT, kind == "bf16")[kernel is not _forward]
@@ -318,4 +320,5 @@ def variants() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any], int]]
         types = {x: steps.get(x, f"*{kind if x in whole else 'fp32'}" if x[-1] == "_" else "i32") for x in names}
         fixed = {x: words[x] for x in names if x in words} | ({"bias_": None} if "bias_" in names and not biased else {})
         name = f"{kernel.fn.__name__} {kind} C={channels}{' bias' if biased else ''}"
-        yield name, kernel, types | dict.fromkeys(fixed, "constexpr"), fixed, words["num_warps"]
+        options = {x: words[x] for x in ("num_warps", "num_stages")}
+        yield name, kernel, types | dict.fromkeys(fixed, "constexpr"), fixed, options
