@@ -1,12 +1,12 @@
 # mypy: disable-error-code="no-untyped-def"
 """The Triton kernels behind ``gated_attention``: tiles of logits stay in registers, and of size N^2 only the bias is in memory.
 
-At B 1, I 128, N 256, H 8, C 32 in bf16, where each kernel reads a tensor once, the forward pass moves 83 MiB and the backward pass 340,
-while the plain form's six tensors of 128 MiB, [B, I, H, N, N], take 1,536 MiB to be written and read once each.
+At B 1, I 128, N 256, H 8, C 32 in bf16, where each kernel reads a tensor once, the forward pass moves 83 MiB and the backward pass
+353 MiB; the plain form's six tensors [B, I, H, N, N] of 128 MiB take 1,536 MiB to be written and read once each.
 
 The forward pass is the online softmax of Milakov and Gimelshein (2018) over tiles of keys; the backward pass computes exponentials
-again from what was kept of each query (Dao et al. 2022). Each sum belongs to one program or has parts that are added in a fixed order,
-without atomics: the same input gives the same bits. No more channels than ``CHANNELS``.
+again from what was kept of each query (Dao et al. 2022). Each sum belongs to one program or has parts added in a fixed order: no
+atomics, the same input gives the same bits.
 B batch, I rows, N entries of a row, H heads, C channels.
 """
 
@@ -27,7 +27,6 @@ TILE, WARPS, STAGES = 64, 4, 2
 PROGRAMS = 2 * 2 * 132
 # Adjacent channels that one load may take: 16 bytes of a 16-bit type. Where a stride is no multiple of it, single values are moved.
 UNIT = 8
-CHANNELS = 64  # more would not leave the registers that a tile needs
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 ABSENT = tl.constexpr(1e9 * 1.4426950408889634)  # in units of log2: what an absent entry has less
@@ -39,11 +38,11 @@ _jit = triton.jit(do_not_specialize=["heads", "rows", "span", "x", "o", "t"])
 
 @triton.jit
 def _place(N, heads, rows, TILE: tl.constexpr):
-    """Batch, row, head and entries of this program's tile, and where its numbers are in [B, I, H, N]."""
+    """Batch, row, head, which of all [B, I, H] that is, and the entries of this program's tile."""
     tiles = tl.cdiv(N, TILE)
     one = (tl.program_id(0) // tiles).to(tl.int64)
     entry = (tl.program_id(0) % tiles) * TILE + tl.arange(0, TILE)
-    return one // heads // rows, one // heads % rows, one % heads, entry, one * N + entry
+    return one // heads // rows, one // heads % rows, one % heads, one, entry
 
 
 @triton.jit
@@ -75,7 +74,8 @@ def _forward(
 ):  # fmt: skip
     """Of some queries. Their log-sum-exp is kept as the largest logit and the sum of exponentials below it: in one number the sum
     of a row where nothing is present would be lost beside -1e9."""
-    b, i, h, query, norm = _place(N, heads, rows, TILE)
+    b, i, h, one, query = _place(N, heads, rows, TILE)
+    norm = one * N + query
     here, known = _spot(b, i, h, query, x, N, C, UNIT, WIDE)
     q = tl.load(qkvg_ + here, known, other=0.0)
     largest, total = tl.full((TILE,), LOW, tl.float32), tl.zeros((TILE,), tl.float32)
@@ -108,7 +108,8 @@ def _by_gate(
 ):  # fmt: skip
     """The gradient by the gate of some entries; that by what it multiplies, and the product of the two, both divided by the sum of
     exponentials: the kernels below then need no probabilities, only exponentials."""
-    b, i, h, entry, norm = _place(N, heads, rows, TILE)
+    b, i, h, one, entry = _place(N, heads, rows, TILE)
+    norm = one * N + entry
     channel = tl.arange(0, WIDE)
     here, known = _spot(b, i, h, entry, x, N, C, UNIT, WIDE)
     into, _ = _spot(b, i, h, entry, o, N, C, UNIT, WIDE)
@@ -133,7 +134,7 @@ def _by_key(
     TILE: tl.constexpr, STEP: tl.constexpr, SCALE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """The gradients by some keys and their values, from all queries."""
-    b, i, h, key, own = _place(N, heads, rows, TILE)
+    b, i, h, one, key = _place(N, heads, rows, TILE)
     there, some = _spot(b, i, h, key, x, N, C, UNIT, WIDE)
     k = tl.load(qkvg_ + x[4] * UNIT + there, some, other=0.0)
     v = tl.load(qkvg_ + 2 * x[4] * UNIT + there, some, other=0.0)
@@ -143,9 +144,8 @@ def _by_key(
         here, known = _spot(b, i, h, query, x, N, C, UNIT, WIDE)
         at, _ = _spot(b, i, h, query, o, N, C, UNIT, WIDE)
         q, d_out = tl.load(qkvg_ + here, known, other=0.0), tl.load(d_out_ + at, known, other=0.0)
-        norm = ((b * rows + i) * heads + h) * N + query
-        largest = tl.load(norms_ + 2 * norm, query < N, other=float("inf"))  # a query that does not exist has no part
-        delta = tl.load(delta_ + norm, query < N, other=0.0)
+        norm = one * N + query
+        largest, delta = tl.load(norms_ + 2 * norm, query < N, other=0.0), tl.load(delta_ + norm, query < N, other=0.0)
         logits = _logits(k, q, mask_, bias_, b * rows + i, b * heads + h, query[None, :], key[:, None], N, SCALE, EXACT)
         e = tl.exp2(logits - largest[None, :])
         by_v += tl.dot(e.to(v.dtype), d_out, input_precision=EXACT)
@@ -161,7 +161,8 @@ def _by_query(
     TILE: tl.constexpr, STEP: tl.constexpr, SCALE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """The gradient by some queries, from all keys."""
-    b, i, h, query, norm = _place(N, heads, rows, TILE)
+    b, i, h, one, query = _place(N, heads, rows, TILE)
+    norm = one * N + query
     here, known = _spot(b, i, h, query, x, N, C, UNIT, WIDE)
     at, _ = _spot(b, i, h, query, o, N, C, UNIT, WIDE)
     q, d_out = tl.load(qkvg_ + here, known, other=0.0), tl.load(d_out_ + at, known, other=0.0)
@@ -205,9 +206,6 @@ def _by_bias(
     tl.store(partial_ + here + key[None, :], result, (query < N)[:, None] & (key < N)[None, :])
 
 
-_BACK = _by_gate, _by_key, _by_query, _by_bias
-
-
 def _laid(*tensors: Tensor) -> list[Any]:
     """How many channels one load may take, and the strides of each tensor but those of its channels, in as many."""
     strides = [x.stride()[:-1] for x in tensors]
@@ -216,8 +214,8 @@ def _laid(*tensors: Tensor) -> list[Any]:
 
 
 def _words(channels: int, entries: int, unit: int, narrow: bool) -> list[dict[str, Any]]:
-    """Of the forward and of the backward pass, for ``narrow`` values or float32. Tensor cores take 16 channels or more; a product of
-    float32 is three of TF32, which together lose its last digit alone."""
+    """Of the forward and of the backward pass, for ``narrow`` values or float32. Tensor cores take 16 channels or more; of float32
+    they take three products of TF32, which together lose its last digit alone."""
     wide, tile = (max(16, triton.next_power_of_2(n)) for n in (channels, min(entries, TILE if narrow else TILE // 2)))
     words = {"C": channels, "UNIT": unit, "WIDE": wide, "TILE": tile, "STEP": tile if narrow else max(16, tile // 2)}
     words |= {"SCALE": channels**-0.5, "EXACT": "tf32x3", "num_stages": STAGES if narrow else 1}
@@ -300,7 +298,7 @@ _attend.register_autograd(_gradients, setup_context=_keep)
 
 
 def gated_attention(qkvg: Tensor, gate_bias: Tensor, mask: Tensor, bias: Tensor | None = None) -> Tensor:
-    """As its twin; bfloat16 or float32, up to ``CHANNELS`` channels."""
+    """What its twin is, for bfloat16 and float32; more than 64 channels would not leave the registers that a tile needs."""
     batch, rows, entries, _, heads, channels = qkvg.shape
     gate_bias, mask = gate_bias.expand(heads * channels), mask.expand(batch, rows, entries)  # a kernel would read past their ends
     return _attend(qkvg, gate_bias, mask, None if bias is None else bias.expand(batch, heads, entries, entries))[0].flatten(-2)
@@ -309,8 +307,9 @@ def gated_attention(qkvg: Tensor, gate_bias: Tensor, mask: Tensor, bias: Tensor 
 def variants() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any], dict[str, Any]]]:
     """(name, kernel, signature, constexprs, options) of all that OpenFold launches, where 16 divides N, for compilation ahead of
     time."""
+    kernels = _forward, _by_gate, _by_key, _by_query, _by_bias
     steps = {"x": ("i32",) * 5, "o": ("i32",) * 4, "t": ("i32",) * 4}
-    for kernel, channels, biased, kind in product((_forward, *_BACK), (8, 16, 32), (True, False), ("bf16", "fp32")):
+    for kernel, channels, biased, kind in product(kernels, (8, 16, 32), (True, False), ("bf16", "fp32")):
         names, words = kernel.arg_names, _words(channels, TILE, UNIT, kind == "bf16")[kernel is not _forward]
         if not biased and (kernel is _by_bias or (kernel is not _by_gate and channels < 32)):
             continue  # of all attentions that along columns alone has none, 32 channels a head
