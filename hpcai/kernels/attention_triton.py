@@ -32,8 +32,8 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 ABSENT = tl.constexpr(1e9 * 1.4426950408889634)  # in units of log2: what an absent entry has less
 LOW = tl.constexpr(-3e38)  # below all logits but -inf, which then needs no case of its own
 
-# N is specialised on whether 16 divides it: rows of the bias are then read as vectors.
-_jit = triton.jit(do_not_specialize=["heads", "rows", "span", "x", "o", "t"])
+# N and the strides are specialised on whether 16 divides them: rows of the bias are then read as vectors.
+_jit = triton.jit(do_not_specialize=["heads", "rows", "span"])
 
 
 @triton.jit
