@@ -1,11 +1,12 @@
 """Gated attention of rows over their entries, with a mask and a bias that all rows share (Algorithm 7 of AlphaFold's supplement).
 
-Rows are computed a few at a time, so that their logits stay in the cache of a CPU. Only the projections are kept; the backward
-pass computes the probabilities of each row again from them.
+On CUDA, with Triton, the passes are the kernels of ``attention_triton``; elsewhere rows are computed a few at a time, so that their
+logits stay in the cache of a CPU. The probabilities of each row are not kept; the backward pass computes them again.
 B batch, I rows, N entries of a row, H heads, C channels.
 """
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from hpcai.kernels.room import several
 
+_TRITON = find_spec("triton") is not None
 _ABSENT = -1e9  # the logit of a masked entry: a row with none present gives a plain mean, not NaN
 _CPU = 4 << 20  # bytes of logits that a CPU computes at a time
 
@@ -22,9 +24,18 @@ def gated_attention(qkvg: Tensor, gate_bias: Tensor, mask: Tensor, bias: Tensor 
 
     qkvg [B, I, N, 4, H, C] of any strides, gate_bias [H * C], mask [B, I, N] (1: present), bias [B, H, N, N] -> [B, I, N, H * C]
     """
+    if _fused(qkvg):
+        from hpcai.kernels import attention_triton  # a statement is traced by torch.compile, a call that imports is not
+
+        return attention_triton.gated_attention(qkvg, gate_bias, mask, bias)
     if torch.compiler.is_compiling():
         return plain(qkvg, gate_bias, mask, bias)
     return _Attention.apply(qkvg, gate_bias, mask, bias)
+
+
+def _fused(qkvg: Tensor) -> bool:
+    """Whether the kernels take it: on CUDA, with Triton, in a type and a width that they have."""
+    return _TRITON and qkvg.is_cuda and qkvg.dtype in (torch.bfloat16, torch.float32) and qkvg.shape[-1] <= 64
 
 
 def plain(qkvg: Tensor, gate_bias: Tensor, mask: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from hpcai import dist, train
+from hpcai.kernels import attention
 from hpcai.models.openfold import OpenFold, OpenFoldConfig, loss
 from hpcai.models.openfold.layers import Dropout
 from hpcai.settings import StepConfig
@@ -79,3 +80,28 @@ def test_compiled_by_blocks_is_close() -> None:
     eager, _ = losses("cuda")
     compiled, step = losses("cuda", compile="blocks")
     assert compiled == pytest.approx(eager, rel=1e-3) and step.news()[0].startswith("compiled")
+
+
+@pytest.mark.parametrize(("dtype", "small"), [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(("entries", "channels"), [(256, 32), (200, 8), (384, 16), (24, 64)])
+@pytest.mark.parametrize("biased", [True, False])
+def test_the_kernels_of_attention_are_its_twin(dtype: torch.dtype, small: float, entries: int, channels: int, biased: bool) -> None:
+    """Relative to the norm of each result and gradient; twice, with the same bits."""
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    draw = torch.Generator("cuda").manual_seed(0)
+    shapes = (2, entries, 12, 4, 4, channels), (4 * channels,), (2, 4, entries, entries), (2, 12, entries, 4 * channels)
+    qkvg, gate_bias, bias, weight = (torch.randn(shape, device="cuda", generator=draw).to(dtype) for shape in shapes)
+    mask = (torch.rand(2, 12, entries, device="cuda", generator=draw) > 0.3).float()
+    mask[0, 0] = 0
+
+    def learnt(function: Any, dtype: torch.dtype) -> list[Tensor]:
+        given = qkvg.transpose(1, 2), gate_bias, *([bias.transpose(2, 3)] if biased else [])
+        leaves = [x.detach().to(dtype).requires_grad_() for x in given]
+        out = function(*leaves[:2], mask, *leaves[2:])
+        return [out, *torch.autograd.grad(out, leaves, weight.to(dtype))]
+
+    assert attention._fused(qkvg)
+    found, again = learnt(attention.gated_attention, dtype), learnt(attention.gated_attention, dtype)
+    for ours, other, theirs in zip(found, again, learnt(attention.plain, torch.float32), strict=True):
+        assert ours.dtype == dtype and torch.equal(ours, other)
+        assert float((ours.float() - theirs).norm()) <= small * float(theirs.norm())
