@@ -34,7 +34,7 @@ def test_the_wheel_holds_the_library_alone(tmp_path: Path, monkeypatch) -> None:
     wheel = tmp_path / build_wheel(str(tmp_path))
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0].split("-")[0] for name in names} == {"hpcai", "hpcai_suite"}
-    assert wheel.stat().st_size < 600e3
+    assert wheel.stat().st_size < 1e6
 
 
 def test_what_is_stored_thinned_finds_one_value_far_off_and_a_region_slightly_off() -> None:

@@ -30,6 +30,7 @@ class Volumes:
 
     def sample(self, index: int, epoch: int) -> dict[str, np.ndarray]:
         if self.what == "killed" and index == 43:
+            grief()
             os.kill(os.getpid(), signal.SIGKILL)
         return self.rows.read(index)
 
