@@ -14,6 +14,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from hpcai.errors import DataError
+from hpcai.kernels import compiler
 
 DISTRIBUTION = "hpcai-suite"
 EXTRAS = ("mpich", "tensorboard", "nvidia-dali-cuda130", "kvikio-cu13", "nvidia-ml-py", "triton", "mlperf-logging")
@@ -125,6 +126,7 @@ def main(argv: Sequence[str]) -> int:
     show({"Python": f"{platform.python_version()} in {sys.prefix}", "machine": f"{platform.platform()}, {cores} cores to use"})
     for name in PROBES:
         show(probe(name))
+    show({"Triton kernels": compiler.MISSING or "can be compiled"})
     show({name: version(name) for name in EXTRAS})
     show(launcher(os.environ) or {"launcher": "none found: this process is alone"})
     try:

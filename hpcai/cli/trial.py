@@ -13,7 +13,6 @@ from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -30,6 +29,7 @@ from hpcai.dist import Mesh
 from hpcai.dist.collect import gather_shares
 from hpcai.dist.host import Collector
 from hpcai.errors import ConfigError
+from hpcai.kernels import compiler
 from hpcai.settings import RunConfig, StepConfig
 from hpcai.train.choices import fast_bf16
 from hpcai.train.evaluation import scoring
@@ -196,8 +196,10 @@ def when_on(cfg: StepConfig, mesh: Mesh) -> dict[str, str]:
 
 
 def _cannot_compile(kind: str) -> str | None:
-    found = find_spec("triton") if kind == "cuda" else shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
-    return None if found else f"there is no {'Triton' if kind == 'cuda' else 'C++ compiler'}, which torch.compile needs here"
+    if kind == "cuda":
+        return compiler.MISSING
+    found = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
+    return None if found else "there is no C++ compiler, which torch.compile needs here"
 
 
 def cannot_share(cfg: Any, sample: int) -> str | None:

@@ -1,20 +1,19 @@
 """Gated attention of rows over their entries, with a mask and a bias that all rows share (Algorithm 7 of AlphaFold's supplement).
 
-On CUDA, with Triton, the passes are the kernels of ``attention_triton``; elsewhere rows are computed a few at a time, so that their
+On CUDA the passes are the kernels of ``attention_triton``; elsewhere rows are computed a few at a time, so that their
 logits stay in the cache of a CPU. The probabilities of each row are not kept; the backward pass computes them again.
 B batch, I rows, N entries of a row, H heads, C channels.
 """
 
 from collections.abc import Iterator
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from hpcai.kernels import compiler
 from hpcai.kernels.room import several
 
-_TRITON = find_spec("triton") is not None
 _ABSENT = -1e9  # the logit of a masked entry: a row with none present gives a plain mean, not NaN
 _CPU = 4 << 20  # bytes of logits that a CPU computes at a time
 
@@ -34,8 +33,8 @@ def gated_attention(qkvg: Tensor, gate_bias: Tensor, mask: Tensor, bias: Tensor 
 
 
 def _fused(qkvg: Tensor) -> bool:
-    """Whether the kernels take it: on CUDA, with Triton, in a type and a width that they have."""
-    return _TRITON and qkvg.is_cuda and qkvg.dtype in (torch.bfloat16, torch.float32) and qkvg.shape[-1] <= 64
+    """Whether the kernels take it: on a GPU, in a type and a width that they have."""
+    return compiler.takes(qkvg) and qkvg.dtype in (torch.bfloat16, torch.float32) and qkvg.shape[-1] <= 64
 
 
 def plain(qkvg: Tensor, gate_bias: Tensor, mask: Tensor, bias: Tensor | None = None) -> Tensor:

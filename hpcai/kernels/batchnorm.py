@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hpcai.kernels import compiler
+
 Total = Callable[[Tensor], Tensor]
 
 
@@ -86,7 +88,7 @@ def _format(x: Tensor) -> torch.memory_format:
 
 
 def _passes(x: Tensor) -> Any:
-    if x.is_cuda and x.dtype != torch.float64 and _format(x) is not torch.contiguous_format:
+    if compiler.takes(x) and x.dtype != torch.float64 and _format(x) is not torch.contiguous_format:
         return _triton()
     return _Plain
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from hpcai.errors import ConfigError
+from hpcai.kernels import compiler
 
 Kind = Literal["bits", "uniform", "normal"]
 
@@ -81,7 +82,7 @@ def _drawn(kind: Kind, key: int | Tensor, first: int | Tensor, count: int | None
     if isinstance(key, Tensor):
         key = key.item() if key.numel() == 1 and key.device.type == "cpu" else key.to(out.device, torch.int64)  # type: ignore[assignment]
     made = out if out.dtype in (torch.int64, torch.float32, torch.float64) else torch.empty_like(out, dtype=torch.float32)
-    if out.is_cuda:
+    if compiler.takes(out):
         _triton().run(kind, key, first, made)
     else:
         _plain(kind, key, first, count, made)

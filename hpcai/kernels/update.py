@@ -25,10 +25,16 @@ import torch
 from torch import Tensor
 
 from hpcai.errors import ConfigError
+from hpcai.kernels import compiler
 
 # The twin's chunk, for one thread: 1 MiB of each float32 row. Smaller chunks fit the L2 cache, but lose more by torch's 3 to 6 us
 # per operation and chunk than they gain (10 M weights: 14.6 ms at 32 Ki, 9.5 ms at 256 Ki, 26 ms unchunked; EPYC, one thread).
 _CHUNK = 1 << 17
+_GPU = 1 << 26  # elements, where the twin runs on a GPU: a launch is dearer there, and scratch memory is bounded
+
+
+def _chunk(x: Tensor) -> int:
+    return _CHUNK * (1 + torch.get_num_threads()) if x.device.type == "cpu" else _GPU
 
 
 class Segments:
@@ -61,7 +67,7 @@ class Segments:
         self.table = torch.stack(columns, 1).to(device)  # [blocks, 4]: segment, first, last, end of what its norm counts
         self.upto = upto.to(device)  # [S + 1]: segment k has the blocks upto[k] to upto[k + 1]
         # For the twin: lengths of pieces of the row, their segments (S: padding) and how many each segment has.
-        edges = sorted({*starts, *ends, *range(0, self.size, _CHUNK * (1 + torch.get_num_threads())), self.size})
+        edges = sorted({*starts, *ends, *range(0, self.size, _chunk(self.table)), self.size})
         near = [bisect_right(starts, edge) - 1 for edge in edges[:-1]]  # several may start at one place: all but the last are empty
         owners = [k if k >= 0 and edge < ends[k] else self.count for k, edge in zip(near, edges)]
         counts = torch.tensor(owners, dtype=torch.long).bincount(minlength=self.count + 1)[: self.count]
@@ -184,7 +190,7 @@ class Operands:
             raise ConfigError(f"the row has {n} elements, its segments were made for {segments.size}; give them its size")
         if segments is not None and ratio is not None and ratio.shape != (segments.count,):
             raise ConfigError(f"ratio is {list(ratio.shape)}, expected one number for each of {segments.count} segments")
-        on_triton = weights.device.type == "cuda" and w == torch.float32  # imported on use: torch for the CPU has no triton
+        on_triton = compiler.takes(weights) and w == torch.float32  # imported on use: torch for the CPU has no triton
         self.triton: Any = import_module("hpcai.kernels.update_triton") if on_triton else None
 
     @torch.no_grad()
@@ -195,7 +201,7 @@ class Operands:
         gradient if ``update`` only reads it. ``norms``: [S, 2] sums of squares of w and of what ``update`` returns.
         """
         n, dtype = self.weights.numel(), self.weights.dtype
-        whole = _CHUNK * (1 + torch.get_num_threads()), repeat(0), self.weights
+        whole = _chunk(self.weights), repeat(0), self.weights
         lengths, owners, counts = self.segments.pieces if self.segments else whole
         room = torch.empty_like(self.weights[: max(lengths, default=0) if isinstance(lengths, list) else lengths])
         room16 = torch.empty_like(room, dtype=torch.bfloat16)

@@ -8,6 +8,7 @@ from torch import nn
 from hpcai.dist.collect import backend
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import ConfigError
+from hpcai.kernels import compiler
 from hpcai.parallel.replicate import GradientSums
 from hpcai.parallel.shard import FullySharded, ShardedSums
 from hpcai.settings import StepConfig
@@ -36,7 +37,8 @@ def chosen(cfg: StepConfig, mesh: Mesh, captures: bool = False) -> tuple[StepCon
 
 
 def tune(cfg: StepConfig, device: torch.device) -> list[str]:
-    """Set how CUDA multiplies in float32 and how cuDNN chooses, for the whole process -> a sentence for each that was asked for."""
+    """Set how CUDA multiplies in float32 and how cuDNN chooses, for the whole process -> a sentence for each that was asked for,
+    and one where kernels cannot be compiled."""
     asked = {"tf32": cfg.tf32 != "auto", "cudnn_benchmark": cfg.cudnn_benchmark}
     if device.type == "cuda" and asked["tf32"]:
         # Not fp32_precision: torch refuses to read one of the two after the other was set, and torch.compile reads this one.
@@ -44,7 +46,9 @@ def tune(cfg: StepConfig, device: torch.device) -> list[str]:
     if device.type == "cuda" and asked["cudnn_benchmark"]:
         torch.backends.cudnn.benchmark = True
     why = "for this whole process" if device.type == "cuda" else f"without effect: this process computes on {device.type}"
-    return [f"step.{name}: {str(getattr(cfg, name)).lower()}, {why}" for name, is_asked in asked.items() if is_asked]
+    plain = device.type == "cuda" and compiler.MISSING
+    slow = [f"kernels: plain operations of torch, which are slower: {compiler.MISSING}"] if plain else []
+    return slow + [f"step.{name}: {str(getattr(cfg, name)).lower()}, {why}" for name, is_asked in asked.items() if is_asked]
 
 
 def _cannot_capture(cfg: StepConfig, mesh: Mesh) -> str | None:

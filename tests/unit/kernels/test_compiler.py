@@ -1,0 +1,61 @@
+"""What Triton needs of a machine is found out before anything is launched; without it the plain twins run."""
+
+import sysconfig
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hpcai.kernels import compiler, update
+from hpcai.settings import StepConfig
+from hpcai.train.choices import tune
+
+
+def test_a_machine_with_everything(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with_headers(monkeypatch, tmp_path)
+    monkeypatch.setattr(compiler.shutil, "which", lambda name: "/usr/bin/gcc" if name == "gcc" else None)
+    monkeypatch.setattr(compiler, "find_spec", lambda name: True)
+    monkeypatch.delenv("CC", raising=False)
+    assert compiler.missing() is None
+
+
+def with_headers(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    (folder / "Python.h").touch()
+    monkeypatch.setattr(sysconfig, "get_paths", lambda scheme: {"include": str(folder)})
+
+
+@pytest.mark.parametrize(
+    "triton, found, named, headers, says",
+    [
+        (False, "gcc", None, True, "Triton is not installed"),
+        (True, "", None, True, "no gcc and no clang, and Triton needs a C compiler"),
+        (True, "gcc", "/nowhere/cc", True, "CC=/nowhere/cc is no program"),
+        (True, "clang", None, False, "Python.h, which Triton compiles against"),
+    ],
+)
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, triton: bool, found: str, named: str | None,
+                                  headers: bool, says: str) -> None:  # fmt: skip
+    with_headers(monkeypatch, tmp_path)
+    if not headers:
+        (tmp_path / "Python.h").unlink()
+    monkeypatch.setattr(compiler.shutil, "which", lambda name: name if name == found else None)
+    monkeypatch.setattr(compiler, "find_spec", lambda name: triton or None)
+    monkeypatch.setenv("CC", named) if named else monkeypatch.delenv("CC", raising=False)
+    assert says in (compiler.missing() or "")
+
+
+def test_without_it_a_gpu_takes_the_twins_and_a_run_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpu, on_cpu = SimpleNamespace(is_cuda=True), SimpleNamespace(is_cuda=False)
+    monkeypatch.setattr(compiler, "MISSING", None)
+    assert compiler.takes(on_gpu) and not compiler.takes(on_cpu)
+    assert not tune(StepConfig(), torch.device("cuda"))
+    monkeypatch.setattr(compiler, "MISSING", "there is no gcc")
+    assert not compiler.takes(on_gpu)
+    assert tune(StepConfig(), torch.device("cuda")) == ["kernels: plain operations of torch, which are slower: there is no gcc"]
+    assert not tune(StepConfig(), torch.device("cpu"))
+
+
+def test_the_twin_of_an_update_takes_large_chunks_on_a_gpu() -> None:
+    on_gpu = torch.empty(1, device="meta")
+    assert update._chunk(on_gpu) > 100 * update._chunk(torch.empty(1))
