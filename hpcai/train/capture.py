@@ -1,4 +1,4 @@
-"""A step as a CUDA Graph: recorded once for each shape of the batch, then started by one call.
+"""A step as a CUDA Graph: recorded once for each shape of the batch, after two steps of that shape, then started by one call.
 
 What is recorded may depend on nothing that changes on the host: inputs lie in the graph's own memory; the learning rate, the
 counters and the scale of the gradient are device tensors; random numbers come from the generator that the graph advances.
@@ -19,21 +19,22 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpcai.data.assemble import tree_map
-from hpcai.dist.collect import gather_objects
-from hpcai.dist.mesh import Axis
 from hpcai.dist.watch import before_groups_end
 from hpcai.errors import ConfigError
+from hpcai.train import rng
 
-_WARM = 3  # runs in which libraries choose their algorithms, and collectives connect, before anything is recorded
+_WARM = 2  # steps of a shape in which libraries choose their algorithms, and collectives connect, before it is recorded
 _READS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique", "_unique2", "unique_dim", "unique_consecutive")
 
 
 class Graph(Protocol):
     """Records what a function does on the device, and does it again."""
 
-    def warm(self, function: Callable[[], Any]) -> None: ...
+    def warm(self, function: Callable[[], Any]) -> None:
+        """Do it once, where it will be recorded."""
 
-    def record(self, function: Callable[[], Any]) -> Any: ...
+    def record(self, function: Callable[[], Any]) -> Any:
+        """What ``function`` returns, whose memory ``replay`` fills. Nothing is done on the device."""
 
     def replay(self) -> None: ...
 
@@ -81,106 +82,121 @@ class CudaGraph:
 
 @dataclass
 class _Slot:
+    """Batches of one shape: how many of them ran, and what was recorded then."""
+
     graph: Graph
-    batch: Any
-    values: Any
+    runs: int = 0
+    batch: Any = None
+    values: Any = None
 
 
 class Capture:
     """``capture(batch)`` does what ``function(batch)`` does, by a graph for each of up to ``limit`` shapes of the batch.
 
-    ``untouched()`` is a context in which ``function`` leaves no trace but in scratch memory; warm-up runs are made inside it.
+    The first steps of a shape run as they are, beside the graph, and are steps like all others. So a process needs no other one to
+    record its own: its messages stay the same, in the same order, whether they are recorded yet or not.
     ``traced``: also find the operation that cannot be recorded, which compiled code does not allow. What cannot be recorded raises
-    ConfigError; with ``together``, the processes that make the step, it runs uncaptured on all of them, and ``news`` says why.
+    ConfigError; with ``tries`` it runs uncaptured, and ``news`` says why.
     """
 
     def __init__(
-        self, function: Callable[[Any], Any], untouched: Callable[[], Any], limit: int, graph: Callable[[], Graph] | None = None,
-        traced: bool = True, together: Axis | None = None,
+        self, function: Callable[[Any], Any], limit: int, graph: Callable[[], Graph] | None = None, traced: bool = True,
+        tries: bool = False,
     ) -> None:  # fmt: skip
-        self.function, self.untouched, self.limit, self.traced, self.together = function, untouched, limit, traced, together
+        self.function, self.limit, self.traced, self.tries = function, limit, traced, tries
         self._slots: dict[Any, _Slot] = {}
         self._copies = torch.cuda.Stream() if graph is None else None
         # A pool of its own: one that outlives its graphs, and of which a block is in use, can record no more.
         self.graph = graph or partial(CudaGraph, torch.cuda.graph_pool_handle(), torch.cuda.Stream())
         self.device = torch.device("cpu" if graph else "cuda")
         self.news: list[str] = []
-        self._closed = self._told = False
+        self._told = False
         _open.add(self)
 
     def __call__(self, batch: Any) -> Any:
-        slot = self._slot(batch, shapes(batch))
+        slot = self._slot(shapes(batch))
+        if slot is not None and slot.batch is None and slot.runs == _WARM:
+            slot = self._record(slot, batch)
         if slot is None:
-            return self.function(tree_map(batch, lambda x: x.to(self.device, non_blocking=True) if isinstance(x, Tensor) else x))
+            return self.function(self._moved(batch))
+        if slot.batch is None:
+            return self._warm(slot, batch)
         self._fill(slot.batch, batch)
         slot.graph.replay()
-        return tree_map(slot.values, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
+        return _copied(slot.values)
+
+    def recorded(self) -> int:
+        """How many shapes have a graph."""
+        return sum(slot.batch is not None for slot in self._slots.values())
 
     def close(self) -> None:
         """Forget what was recorded: from now on ``function`` itself runs."""
         if self._copies is not None:
-            torch.cuda.synchronize()  # a graph may be running, or sums that a warm-up has left
+            torch.cuda.synchronize()  # a graph may be running
         for slot in self._slots.values():
             slot.graph.reset()
         self._slots.clear()
-        self._closed = True
+        self.limit = 0
 
-    def _slot(self, batch: Any, key: Any) -> _Slot | None:
-        """What is recorded for batches of these shapes; None where ``function`` itself is to run."""
-        if key in self._slots or self._closed:
-            return self._slots.get(key)
-        if len(self._slots) >= self.limit:
-            seen = "; ".join(str(k) for k in self._slots)
-            self._tell(self._excused(_RefusedError(
-                f"a batch of another shape, {key}, after {len(self._slots)} that were captured ({seen})",
-                "give batches of one shape (drop the last of an epoch), raise step.capture_shapes, or set step.capture=none",
-            )))  # fmt: skip
+    def _slot(self, key: Any) -> _Slot | None:
+        """That of batches of these shapes; None where ``function`` itself is to run."""
+        if key not in self._slots and len(self._slots) >= self.limit:
+            if self._slots:
+                seen = "; ".join(str(k) for k in self._slots)
+                self._refuse(
+                    f"a batch of another shape, {key}, after {len(self._slots)} that were captured ({seen})",
+                    "give batches of one shape (drop the last of an epoch), raise step.capture_shapes, or set step.capture=none",
+                )
             return None
-        why = ""
-        try:
-            self._slots[key] = self._record(batch)
-        except _RefusedError as problem:
-            why = self._excused(problem)
-        except RuntimeError as error:  # of a warm-up; other processes would now wait for this one's part in a sum
-            if self.together is None or self.together.size > 1:
-                raise
-            why = f"a first run failed: {error}"
-        if self.together is not None and any(gather_objects(bool(why), self.together)):
-            self.close()
-            self._tell(why or "another process cannot capture the step")
-        return self._slots.get(key)
+        if key not in self._slots:
+            self._slots[key] = _Slot(self.graph())
+        return self._slots[key]
 
-    def _excused(self, problem: "_RefusedError") -> str:
-        """The reason, where a step may run uncaptured. Otherwise raises ConfigError."""
-        if self.together is None:
-            raise ConfigError(f"step.capture: {problem}; {problem.advice}") from problem.__cause__
-        return str(problem)
-
-    def _tell(self, why: str) -> None:
-        self.news += [] if self._told else [f"step.capture: {why}; such steps run uncaptured from now on"]
+    def _refuse(self, reason: str, advice: str, cause: Exception | None = None) -> None:
+        """Say why a step runs uncaptured, where it may. Otherwise raises ConfigError."""
+        if not self.tries:
+            raise ConfigError(f"step.capture: {reason}; {advice}") from cause
+        self.news += [] if self._told else [f"step.capture: {reason}; such steps run uncaptured from now on"]
         self._told = True
 
-    def _record(self, batch: Any) -> _Slot:
-        static = tree_map(batch, lambda x: torch.empty_like(x, device=self.device).copy_(x) if isinstance(x, Tensor) else x)
-        graph, last = self.graph(), _Last()
-        with _no_collection(), self.untouched():
-            try:
-                graph.warm(lambda: self._run(static, _Trap()))
-            except _HostReadError as read:
-                raise _RefusedError(str(read), "keep it on the device (torch.where), or set step.capture=none") from None
-            for _ in range(_WARM - 1):
-                graph.warm(lambda: self.function(static))
-            try:
-                values = graph.record(lambda: self._run(static, last))
-            except (RuntimeError, NotImplementedError) as error:
-                by, first = f" by {last}" if last.function else "", next(iter(str(error).strip().splitlines()), "")
-                advice = "set step.capture=none, or forward without the update"
-                raise _RefusedError(f"the step cannot be captured{by}: {first}", advice) from error
-        return _Slot(graph, static, values)
+    def _warm(self, slot: _Slot, batch: Any) -> Any:
+        """A step of a shape that is not recorded yet."""
+        slot.runs += 1
+        given, reads, values = self._moved(batch), _Reads(), []
+        watch = reads if slot.runs == 1 and self.traced else nullcontext()
+        slot.graph.warm(lambda: values.append(self._run(given, watch)))
+        if reads.first:
+            self.close()
+            what = f"{reads.first} makes the host wait for the device, which cannot be captured"
+            self._refuse(what, "keep it on the device (torch.where), or set step.capture=none")
+        return _copied(values[0])  # its memory belongs to the stream of the graph
 
-    def _run(self, batch: Any, watch: TorchDispatchMode) -> Any:
-        with watch if self.traced else nullcontext():
+    def _record(self, slot: _Slot, batch: Any) -> _Slot | None:
+        """The slot with its graph; None where there can be none."""
+        static, last, numbers = tree_map(batch, self._room), _Last(), rng.state()
+        try:
+            with _no_collection():
+                slot.values = slot.graph.record(lambda: self._run(static, last if self.traced else nullcontext()))
+        except (RuntimeError, NotImplementedError) as error:
+            by, first = f" by {last}" if last.function else "", next(iter(str(error).strip().splitlines()), "")
+            self.close()
+            advice = "set step.capture=none, or forward without the update"
+            self._refuse(f"the step cannot be captured{by}: {first}", advice, error)
+            return None
+        finally:
+            rng.restore(numbers)
+        slot.batch = static
+        return slot
+
+    def _run(self, batch: Any, watch: Any) -> Any:
+        with watch:
             return self.function(batch)
+
+    def _moved(self, batch: Any) -> Any:
+        return tree_map(batch, lambda x: x.to(self.device, non_blocking=True) if isinstance(x, Tensor) else x)
+
+    def _room(self, leaf: Any) -> Any:
+        return torch.empty_like(leaf, device=self.device).copy_(leaf) if isinstance(leaf, Tensor) else leaf
 
     def _fill(self, static: Any, batch: Any) -> None:
         """Copy a batch into the memory of the graph; tensors of the host are copied on a stream of their own."""
@@ -221,25 +237,15 @@ def close_all() -> None:
 before_groups_end.append(close_all)
 
 
-class _RefusedError(Exception):
-    """Why a step cannot be captured, and what to do about it."""
+class _Reads(TorchDispatchMode):
+    """Notes the first place where the host reads a number from the device."""
 
-    def __init__(self, reason: str, advice: str) -> None:
-        super().__init__(reason)
-        self.advice = advice
-
-
-class _HostReadError(Exception):
-    pass
-
-
-class _Trap(TorchDispatchMode):
-    """Raises where the host reads a number from the device."""
+    first = ""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = function.overloadpacket.__name__
-        if name in _READS:
-            raise _HostReadError(f"aten.{name} at {_shown(_line())} makes the host wait for the device, which cannot be captured")
+        if name in _READS and not self.first:
+            self.first = f"aten.{name} at {_shown(_line())}"
         return function(*args, **(kwargs or {}))
 
 
@@ -281,6 +287,10 @@ def _no_collection() -> Iterator[None]:
     finally:
         if was:
             gc.enable()
+
+
+def _copied(values: Any) -> Any:
+    return tree_map(values, lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf)
 
 
 def _tensors(tree: Any) -> list[Tensor]:

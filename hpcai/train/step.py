@@ -3,8 +3,7 @@
 Nothing in a step reads a number from the device: the host runs ahead, and a guard on the device keeps a NaN out of the weights.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -89,15 +88,13 @@ class Step:
         self.act: Act = act if act is not None and stages > 1 else Whole(self.model, self.sums)
         self.forward_backward: Callable[[nn.Module, Any], dict[str, Value]] = self._each if each else self._forward_backward
         self._share = 1.0 / (cfg.accumulate * mesh["replicate"].size)
-        self._hold = torch.zeros((), device=mesh.device)  # 1: nothing is updated
         self._count = torch.zeros((), dtype=torch.int64, device=mesh.device)
         self._first_bad = torch.full((2,), NEVER, dtype=torch.int64, device=mesh.device)  # by gradient, by own loss
         self._steps = 0
         self._capture: Capture | None = None
         if cfg.capture != "none":
             inside = self._iterate if cfg.capture == "whole" else self._gradients
-            traced, together = cfg.compile == "none", mesh.everyone if tries else None
-            self._capture = Capture(inside, self._untouched, cfg.capture_shapes, graph, traced, together)
+            self._capture = Capture(inside, cfg.capture_shapes, graph, traced=cfg.compile == "none", tries=tries)
 
     def __call__(self, batch: Any, lr: float | None = None) -> dict[str, Value]:
         self.optimizer.set_rate(self.cfg.lr if lr is None else lr)
@@ -190,7 +187,7 @@ class Step:
         # stay those of the last good step.
         bad = ~torch.stack((norm.isfinite(), own.isfinite().reshape(())))
         self._first_bad.copy_(torch.minimum(self._first_bad, torch.where(bad, self._count, NEVER)))
-        skip = torch.maximum((self._first_bad[0] < NEVER).to(self._hold.dtype), self._hold)
+        skip = (self._first_bad[0] < NEVER).float()
         with span("update"):
             self.optimizer.step(scale, skip)
             self.sums.spread()
@@ -214,25 +211,14 @@ class Step:
             return {name: tensor.detach().clone() for name, tensor in state.items()}
 
     def news(self) -> list[str]:
-        """What there is to tell of the steps since the last call."""
-        told = self._capture.news if self._capture else []
-        news, told[:] = list(told), []
-        return news + (self._compiled.news() if self._compiled else [])
-
-    @contextmanager
-    def _untouched(self) -> Iterator[None]:
-        """Inside, steps change gradients and scratch memory only. Afterwards weights, moments, averages, buffers, counters and the
-        state of the random numbers are what they were, bit for bit."""
-        kept = [*self.model.buffers(), *self.average.buffers, self._count, self._first_bad]
-        before, random = [tensor.clone() for tensor in kept], rng.state()
-        self._hold.fill_(1)
-        try:
-            yield
-        finally:
-            self._hold.fill_(0)
-            for tensor, value in zip(kept, before):
-                tensor.data.copy_(value)
-            rng.restore(random)
+        """What there is to tell of the steps since the last call, on any process. All processes ask together."""
+        told = self._compiled.news() if self._compiled else []
+        if self._capture is None or not self._capture.tries:
+            return told
+        own, self._capture.news = self._capture.news, []
+        every = gather_objects(own, self.mesh.everyone)
+        alike = all(texts == every[0] for texts in every)
+        return every[0] + told if alike else [f"rank {n}: {text}" for n, texts in enumerate(every) for text in texts] + told
 
     def first_bad(self, compare: bool = False) -> Tensor:
         """On the device, the least on any process: 0-based step with the first loss or gradient that is not finite, and, with

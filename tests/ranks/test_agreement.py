@@ -12,7 +12,7 @@ from hpcai.models import cosmoflow
 from hpcai.parallel.replicate import sum_over
 from hpcai.settings import StepConfig, TrainConfig
 from hpcai.train.agreement import fingerprint
-from hpcai.train.capture import _Trap
+from hpcai.train.capture import _Reads
 from hpcai.train.loop import fit
 from hpcai.train.step import Step
 from tests.ranks.launch import on_ranks
@@ -120,8 +120,9 @@ def in_slabs(mesh: Mesh) -> list[int]:
     """First parameters that differ in a cut model, with and without a flip on one rank."""
     cfg = cosmoflow.CosmoFlowConfig(size=16, filters=2, blocks=3)
     step = Step(cosmoflow.parallelize(cosmoflow.CosmoFlow(cfg), mesh), cosmoflow.loss, StepConfig(), mesh)
-    with _Trap():  # raises where the host reads
+    with _Reads() as reads:
         unlike = step.first_bad(compare=True)[1]
+    assert not reads.first, "the host waits for the device"
     found = [int(unlike.item())]
     if mesh.rank == 2:
         flip(step, "dense1.weight", bit=31)

@@ -139,7 +139,7 @@ class Bench:
     def _alone(self, name: str, case: Sequence[str], precision: str) -> float | str:
         """Seconds, or why there are none. Not in turns with the others on a GPU: a graph would keep its memory."""
         try:
-            return alternate({name: self.form(name, case, precision)}, self.words.repeats)[name]
+            return alternate({name: self.form(name, case, precision)}, self.words.repeats, warm=4)[name]  # a graph is recorded
         except (torch.OutOfMemoryError, ConfigError) as problem:  # a capture says either by the latter
             return "out of memory" if "out of memory" in str(problem) else str(problem)
         finally:

@@ -34,7 +34,7 @@ class Told(Tape):
 torch_dist.destroy_process_group = told
 with dist.start({"replicate": -1}) as mesh:
     step = Step(nn.Linear(3, 1), lambda model, x: {"loss": model(x).mean()}, StepConfig(capture="whole"), mesh, graph=Told)
-    step(torch.ones(2, 3))
-    step(torch.ones(4, 3))
+    for samples in (2, 2, 2, 4, 4, 4):
+        step(torch.ones(samples, 3))
     if sys.argv[1] == "diverge":
         raise DivergedError("step 3: the loss is not finite", 3)

@@ -12,6 +12,7 @@ from hpcai import dist
 from hpcai.dist import watch
 from hpcai.errors import ConfigError, DivergedError
 from hpcai.settings import CheckpointConfig, StepConfig
+from hpcai.train.capture import _WARM as WARM
 from hpcai.train.capture import Capture, CudaGraph, shapes
 from hpcai.train.checkpoint import Checkpoints
 from hpcai.train.measure import Measured
@@ -49,6 +50,10 @@ def new_step(capture: str, dropout: float = 0.0, loss: Any = loss, **words: Any)
     return Step(Network(dropout), loss, cfg, dist.alone(torch.device("cpu")), graph=Tape)
 
 
+def steps(step: Step, count: int, samples: int = 8) -> list[dict[str, Any]]:
+    return [step(batch(seed, samples)) for seed in range(count)]
+
+
 def contents(step: Step) -> dict[str, torch.Tensor]:
     parts = (step.model.state_dict(), step.optimizer.weights(), step.optimizer.state(), step.average.state())
     return {f"{i}/{name}": tensor.clone() for i, part in enumerate(parts) for name, tensor in part.items()}
@@ -77,15 +82,16 @@ def test_captured_is_eager_bit_for_bit(how: str, words: dict[str, Any]) -> None:
     eager, captured = new_step("whole", **words), new_step(how, **words)
     eager._capture = None  # the same rows, but nothing recorded
     sums = [Measured(), Measured()]
-    for i, rate in enumerate((1e-3, 0.0, 2e-3, 5e-4, 3e-3)):
-        part = batch(i, 4 if i == 3 else 8)  # a second shape, and back
+    for i, rate in enumerate((1e-3, 0.0, 2e-3, 5e-4, 3e-3, 1e-3, 2e-3, 1e-3)):
+        part = batch(i, 4 if i in (1, 3, 6) else 8)  # a second shape, and back
         values = [step(part, rate) for step in (eager, captured)]
         assert torch.equal(values[0]["loss"], values[1]["loss"]) and torch.equal(values[0]["worst"][0], values[1]["worst"][0])
         for total, value in zip(sums, values):
             total.add(value, len(part["x"]))
         same(contents(eager), contents(captured))
     reports = [total.reduce(step.mesh["replicate"], step.mesh.device) for total, step in zip(sums, (eager, captured))]
-    assert reports[0] == reports[1] and eager.count == captured.count == 5
+    assert reports[0] == reports[1] and eager.count == captured.count == 8
+    assert captured._capture is not None and captured._capture.recorded() == 2
 
 
 @pytest.mark.parametrize("how", ["forward", "whole"])
@@ -100,7 +106,7 @@ def test_gradients_clipped_one_by_one_are_captured(how: str) -> None:
                           dist.alone(torch.device("cpu")), graph=Tape))  # fmt: skip
     eager, captured = steps
     eager._capture = None
-    for i in range(4):
+    for i in range(5):
         assert torch.equal(eager(batch(i))["loss"], captured(batch(i))["loss"])
         same(contents(eager), contents(captured))
 
@@ -109,26 +115,26 @@ def test_gradients_clipped_one_by_one_are_captured(how: str) -> None:
 def test_dropout_differs_from_replay_to_replay(how: str) -> None:
     step = new_step(how, dropout=0.5)
     same_batch = batch(0)
-    losses = {step(same_batch, 0.0)["loss"].item() for _ in range(5)}
-    assert len(losses) == 5
+    losses = {step(same_batch, 0.0)["loss"].item() for _ in range(WARM + 4)}
+    assert len(losses) == WARM + 4 and step._capture is not None and step._capture.recorded() == 1
 
 
-def test_what_warms_up_leaves_no_trace_bit_for_bit() -> None:
+def test_recording_leaves_no_trace_bit_for_bit() -> None:
     step = new_step("whole", dropout=0.5, average=0.9)
-    step(batch(0))
-    before, random = contents(step), torch.get_rng_state()
+    for i in range(WARM):
+        step(batch(i))
+    before, random, capture = contents(step), torch.get_rng_state(), step._capture
     counts = step.count, step._count.clone(), step._first_bad.clone()
-    with step._untouched():
-        for i in range(3):
-            step._iterate(batch(i))
+    assert capture is not None and capture.recorded() == 0
+    slot = capture._record(capture._slots[shapes(batch(0))], batch(7))
+    assert slot is not None and capture.recorded() == 1
     same(contents(step), before)
     assert torch.equal(torch.get_rng_state(), random)
     assert step.count == counts[0] and torch.equal(step._count, counts[1]) and torch.equal(step._first_bad, counts[2])
 
 
-def test_no_parameter_and_no_gradient_moves_in_memory_after_warm_up() -> None:
+def test_no_parameter_and_no_gradient_moves_in_memory() -> None:
     step = new_step("whole", average=0.9, precision="bf16-params")
-    step(batch(0))
 
     def places() -> list[int]:
         states = step.optimizer.states
@@ -136,7 +142,7 @@ def test_no_parameter_and_no_gradient_moves_in_memory_after_warm_up() -> None:
         return [t.data_ptr() for t in (*step.model.parameters(), *step.model.buffers(), *rows)]
 
     first = places()
-    for i in range(3):
+    for i in range(WARM + 3):
         step(batch(i))
         with step.average.applied():
             assert places() == first
@@ -146,8 +152,7 @@ def test_no_parameter_and_no_gradient_moves_in_memory_after_warm_up() -> None:
 @pytest.mark.parametrize("how", ["forward", "whole"])
 def test_a_nan_under_capture_leaves_the_weights_and_names_its_step(how: str) -> None:
     step = new_step(how, optimizer="adamw", average=0.9)
-    step(batch(0))
-    step(batch(1))
+    steps(step, WARM + 1)
     good = {name: p.detach().clone() for name, p in step.model.named_parameters()}
     bad = batch(2)
     bad["y"][0] = float("nan")
@@ -155,19 +160,18 @@ def test_a_nan_under_capture_leaves_the_weights_and_names_its_step(how: str) -> 
     step(batch(3))
     for name, p in step.model.named_parameters():
         assert torch.equal(p, good[name])
-    with pytest.raises(DivergedError, match="step 3: the loss is not finite on rank 0"):
+    with pytest.raises(DivergedError, match=f"step {WARM + 2}: the loss is not finite on rank 0"):
         step.check()
 
 
 def test_a_captured_run_resumes_bit_for_bit(tmp_path: Any) -> None:
     step = new_step("whole", dropout=0.5)
-    for i in range(2):
-        step(batch(i))
-    Checkpoints(tmp_path, CheckpointConfig(), step.mesh).save(step, Progress(step=2))
-    expected = [step(batch(i))["loss"].item() for i in (2, 3)]
+    steps(step, WARM + 2)
+    Checkpoints(tmp_path, CheckpointConfig(), step.mesh).save(step, Progress(step=WARM + 2))
+    expected = [values["loss"].item() for values in steps(step, WARM + 2)]
     again = new_step("whole", dropout=0.5)
     Checkpoints(tmp_path, CheckpointConfig(), again.mesh).resume(again)
-    assert [again(batch(i))["loss"].item() for i in (2, 3)] == expected
+    assert [values["loss"].item() for values in steps(again, WARM + 2)] == expected
     same(contents(step), contents(again))
 
 
@@ -211,7 +215,7 @@ def test_a_capture_that_fails_names_the_operation() -> None:
     torch.manual_seed(0)
     step = Step(Network(), summed, StepConfig(capture="whole"), dist.alone(torch.device("cpu")), graph=Refusing)
     with pytest.raises(ConfigError, match=r"cannot be captured by aten.cumsum.default at .*test_capture.py.*not permitted"):
-        step(batch(0))
+        steps(step, WARM + 1)
 
 
 def test_without_a_gpu_capture_is_refused_or_left_out() -> None:
@@ -223,11 +227,11 @@ def test_without_a_gpu_capture_is_refused_or_left_out() -> None:
 
 
 def test_what_a_step_returned_stays_when_the_next_one_runs() -> None:
-    step = new_step("whole")
-    first = step(batch(0))
-    kept = first["loss"].item(), first["worst"][0].item()
-    step(batch(1))
-    assert (first["loss"].item(), first["worst"][0].item()) == kept
+    step, kept = new_step("whole"), []
+    for i in range(WARM + 3):
+        values = step(batch(i))
+        kept.append((values, values["loss"].item(), values["worst"][0].item()))
+    assert all((values["loss"].item(), values["worst"][0].item()) == (loss, worst) for values, loss, worst in kept)
 
 
 class Failing(Tape):
@@ -242,10 +246,6 @@ class Failing(Tape):
     def fail(self, where: str) -> None:
         if self.where == where:
             raise RuntimeError(f"no {where} today\nCUDA kernel errors might be asynchronous")
-
-    def warm(self, function: Any) -> None:
-        super().warm(function)
-        self.fail("warm-up")
 
     def record(self, function: Any) -> Any:
         found = super().record(function)
@@ -276,24 +276,23 @@ def check_eager(step: Step, parts: list[dict[str, torch.Tensor]]) -> None:
         same(contents(step), contents(eager))
 
 
-@pytest.mark.parametrize("where", ["warm-up", "capture"])
-def test_auto_goes_on_without_a_capture_that_fails_and_says_so_once(where: str) -> None:
-    graph = failing(where)
+def test_auto_goes_on_without_a_capture_that_fails_and_says_so_once() -> None:
+    graph = failing("capture")
     step = of_graph(graph, "auto")
-    check_eager(step, [batch(0), batch(1), batch(2, 4)])
+    check_eager(step, [*(batch(i) for i in range(WARM + 2)), batch(2, 4)])
     assert graph.tries == 1, "what failed is not tried again"
     (told,) = step.news()
-    assert told.startswith("step.capture: ") and f"no {where} today" in told and told.endswith("run uncaptured from now on")
+    assert told.startswith("step.capture: ") and "no capture today" in told and told.endswith("run uncaptured from now on")
     assert step.news() == []
     for named in ("whole", "forward"):
-        with pytest.raises(ConfigError if where == "capture" else RuntimeError, match=f"no {where} today"):
-            of_graph(failing(where), named)(batch(0))
+        with pytest.raises(ConfigError, match="no capture today"):
+            steps(of_graph(failing("capture"), named), WARM + 1)
 
 
 def test_auto_runs_shapes_too_many_uncaptured_and_says_so_once() -> None:
     step = of_graph(Tape, "auto", capture_shapes=1)
-    check_eager(step, [batch(0), batch(1, 4), batch(2, 6), batch(3), batch(4, 4)])
-    assert step._capture is not None and len(step._capture._slots) == 1
+    check_eager(step, [batch(i, count) for i, count in enumerate((8, 4, 6, 8, 8, 4, 8))])
+    assert step._capture is not None and step._capture.recorded() == 1
     (told,) = step.news()
     assert "a batch of another shape" in told and "run uncaptured" in told
 
@@ -307,24 +306,25 @@ def test_auto_goes_on_where_the_loss_reads_the_device() -> None:
     torch.manual_seed(0)
     cfg = StepConfig(capture="auto", optimizer="adamw", average=0.9)
     step = Step(Network(0.5), reads, cfg, dist.alone(torch.device("cpu")), graph=Tape)
-    check_eager(step, [batch(0), batch(1)])
+    check_eager(step, [batch(i) for i in range(WARM + 2)])
+    assert step._capture is not None and step._capture.recorded() == 0
     assert "makes the host wait" in step.news()[0]
 
 
 def test_a_replay_that_fails_is_raised_since_nobody_knows_what_it_did() -> None:
     with pytest.raises(RuntimeError, match="no replay today"):
-        of_graph(failing("replay"), "auto")(batch(0))
+        steps(of_graph(failing("replay"), "auto"), WARM + 1)
 
 
 def test_a_closed_capture_forgets_its_graphs_and_runs_the_step_itself() -> None:
     step = of_graph(Tape, "whole")
-    check_eager(step, [batch(0), batch(1, 4)])
+    check_eager(step, [batch(i, count) for count in (8, 4) for i in range(WARM + 1)])
     assert step._capture is not None
     graphs = [slot.graph for slot in step._capture._slots.values()]
     step._capture.close()
     assert [graph.operations for graph in graphs] == [[], []]
     loss = step(batch(2))["loss"]
-    assert loss.isfinite() and not step._capture._slots and step.count == 3
+    assert loss.isfinite() and not step._capture._slots and step.count == 2 * WARM + 3
 
 
 class Cuda:
@@ -371,7 +371,7 @@ def test_each_capture_has_a_pool_of_its_own_for_all_its_graphs(monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(pools))
     for name in ("Stream", "CUDAGraph"):
         monkeypatch.setattr(torch.cuda, name, object)
-    captures = [Capture(lambda part: part, nullcontext, 4) for _ in range(2)]
+    captures = [Capture(lambda part: part, 4) for _ in range(2)]
     assert [capture.graph()._pool for capture in (*captures, *captures)] == ["a", "b", "a", "b"]  # type: ignore[attr-defined]
 
 
@@ -384,8 +384,8 @@ def test_graphs_go_before_the_process_groups_however_a_run_ends(error: Exception
             events.append("reset")
 
     step = of_graph(Told, "whole")
-    step(batch(0))
-    step(batch(0, 4))
+    steps(step, WARM + 1)
+    steps(step, WARM + 1, 4)
     for name, found in {"is_initialized": lambda: True, "destroy_process_group": lambda: events.append("destroy")}.items():
         monkeypatch.setattr(watch.torch_dist, name, found)
     for name, found in {"is_initialized": lambda: True, "synchronize": lambda: events.append("synchronize")}.items():
