@@ -48,7 +48,7 @@ def _distogram(layer: nn.Module, z: Tensor) -> Tensor:
 
 def _points(attention: PointAttention, x: Arrays) -> Tensor:
     frames = Frames(rotation_of(x["quats"]), x["trans"])
-    return attention(x["s"], attention.bias(x["z"]), x["z"], frames, x["mask"])
+    return attention(x["s"], attention.bias(x["z"], x["mask"]), x["z"], frames)
 
 
 def _structure(module: StructureModule, x: Arrays) -> Arrays:

@@ -2,8 +2,27 @@
 
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from hpcai.models.openfold import tables
+
+
+def _tables() -> tuple[np.ndarray, np.ndarray]:
+    """How often products count: of a quaternion with itself in its rotation, with a vector in the product with (0, vector)."""
+    rotation, product = np.zeros((4, 4, 3, 3)), np.zeros((4, 3, 4))
+    for i, j, k in ((0, 1, 2), (1, 2, 0), (2, 0, 1)):
+        rotation[[0, i + 1], [0, i + 1], i, i] = 1
+        rotation[[j + 1, k + 1], [j + 1, k + 1], i, i] = -1
+        rotation[i + 1, j + 1, [i, j], [j, i]] = 2
+        rotation[0, k + 1, [i, j], [j, i]] = -2, 2
+        product[i + 1, i, 0], product[0, i, i + 1] = -1, 1
+        product[j + 1, k, i + 1], product[k + 1, j, i + 1] = 1, -1
+    return rotation.reshape(16, 9), product.reshape(12, 4)
+
+
+_ROTATION, _PRODUCT = _tables()
 
 
 class Frames(NamedTuple):
@@ -36,21 +55,21 @@ def turned(rotation: Tensor, points: Tensor) -> Tensor:
 
 def rotation_of(quaternion: Tensor) -> Tensor:
     """[..., 4] (w, x, y, z), of any length: the rotation grows with its square -> [..., 3, 3]"""
-    w, x, y, z = quaternion.unbind(-1)
-    ww, xx, yy, zz = w * w, x * x, y * y, z * z
-    rows = [
-        torch.stack([ww + xx - yy - zz, 2 * (x * y - w * z), 2 * (x * z + w * y)], -1),
-        torch.stack([2 * (x * y + w * z), ww - xx + yy - zz, 2 * (y * z - w * x)], -1),
-        torch.stack([2 * (x * z - w * y), 2 * (y * z + w * x), ww - xx - yy + zz], -1),
-    ]
-    return torch.stack(rows, -2)
+    return _with_products(quaternion, quaternion, _ROTATION).unflatten(-1, (3, 3))
 
 
 def turned_further(quaternion: Tensor, by: Tensor) -> Tensor:
     """The quaternion times (1, by), of length 1 (Algorithm 23, lines 1 to 3).   [..., 4] and [..., 3] -> [..., 4]"""
-    w, v = quaternion[..., :1], quaternion[..., 1:]
-    found = torch.cat([w - (v * by).sum(-1, keepdim=True), v + w * by + torch.linalg.cross(v, by)], -1)
-    return found / found.square().sum(-1, keepdim=True).sqrt()
+    found = quaternion + _with_products(quaternion, by, _PRODUCT)
+    return found / torch.linalg.vector_norm(found, dim=-1, keepdim=True)
+
+
+def _with_products(left: Tensor, right: Tensor, table: np.ndarray) -> Tensor:
+    """Sums of products of all pairs, by a table of how often each counts: few operations, each on a whole batch.
+
+    left [..., N], right [..., M], table [N * M, K] -> [..., K]
+    """
+    return (left[..., :, None] * right[..., None, :]).flatten(-2) @ tables.on(table, left)
 
 
 def about_x(sin_cos: Tensor) -> Tensor:
@@ -63,11 +82,12 @@ def about_x(sin_cos: Tensor) -> Tensor:
 def groups_of(backbone: Frames, sin_cos: Tensor, default: Tensor) -> Frames:
     """The eight rigid groups of each residue in space (Algorithm 24): backbone, pre-omega, phi, psi, chi1 to chi4.
 
-    backbone [..., R], sin_cos [..., R, 7, 2] of the torsion angles, default [..., R, 8, 4, 4]: where a group begins in its parent
-    when its angle is 0 -> [..., R, 8]
+    backbone [..., R], sin_cos [..., R, 7, 2] of the torsion angles, default [..., R, 8, 4, 4], which may lack leading dims: where a
+    group begins in its parent when its angle is 0 -> [..., R, 8]
     """
     still = torch.stack([torch.zeros_like(sin_cos[..., :1, 0]), torch.ones_like(sin_cos[..., :1, 0])], -1)
-    local = Frames(default[..., :3, :3] @ about_x(torch.cat([still, sin_cos], -2)), default[..., :3, 3])
+    begins = default[..., :3, :3] @ about_x(torch.cat([still, sin_cos], -2))
+    local = Frames(begins, default[..., :3, 3].expand(begins.shape[:-1]))
     chain = [local.at(..., 4)]
     for chi in (5, 6, 7):  # each side-chain group hangs on the one before
         chain.append(chain[-1].then(local.at(..., chi)))

@@ -81,8 +81,11 @@ def fape(prediction: Prediction, f: Mapping[str, Tensor]) -> Tensor:
     frames = Frames(rotation_of(atoms.backbone[..., :4]), atoms.backbone[..., 4:])
     true, mask = _frames(f["backbone_rigid_tensor"]), f["backbone_rigid_mask"]
     clamp = torch.where(f["use_clamped_fape"] > 0, _CLAMP, math.inf)
-    every = [point_error(frames.at(p), true, mask, x, true.translation, mask, clamp) for p, x in enumerate(frames.translation)]
-    backbone = torch.stack(every).mean(0)
+    passes = len(frames.translation)  # each is a protein of its own, with the same truth
+    ones, (turns, points, there, most) = Frames(*(x.flatten(0, 1) for x in frames)), (
+        x.expand(passes, *x.shape).flatten(0, 1) for x in (*true, mask, clamp)
+    )
+    backbone = point_error(ones, Frames(turns, points), there, ones.translation, points, there, most).view(passes, -1).mean(0)
     better = renamed(atoms.positions[-1].detach(), f)[..., None]
     kept = 1 - better
     group = kept[..., None, None] * f["rigidgroups_gt_frames"] + better[..., None, None] * f["rigidgroups_alt_gt_frames"]

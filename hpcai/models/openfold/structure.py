@@ -33,7 +33,7 @@ class Atoms(NamedTuple):
 class PointAttention(nn.Module):
     """Attention by features, pairs and distances between points that each residue sets in space (Algorithm 22).
 
-    s [B, R, C], z [B, R, R, Cz], frames [B, R], mask [B, R] -> [B, R, C]
+    s [B, R, C], bias [B, H, R, R], z [B, R, R, Cz], frames [B, R] -> [B, R, C]
     """
 
     def __init__(self, single: int, pair: int, cfg: StructureConfig) -> None:
@@ -48,22 +48,23 @@ class PointAttention(nn.Module):
         self.head_weights = nn.Parameter(torch.full((cfg.heads,), 0.541324854612918))  # softplus gives 1
         self.linear_out = Linear(cfg.heads * (pair + cfg.head + 4 * cfg.value_points), single, start="final")
 
-    def forward(self, s: Tensor, bias: Tensor, z: Tensor, frames: Frames, mask: Tensor) -> Tensor:
+    def forward(self, s: Tensor, bias: Tensor, z: Tensor, frames: Frames) -> Tensor:
         cfg, heads = self.cfg, self.cfg.heads
         q = self.linear_q(s).unflatten(-1, (heads, -1)).transpose(1, 2)  # [B, H, R, C]
         k, v = self.linear_kv(s).unflatten(-1, (heads, -1)).transpose(1, 2).chunk(2, -1)
         q_points = self._points(self.linear_q_points(s), frames)  # [B, H, R, P, 3]
         k_points, v_points = self._points(self.linear_kv_points(s), frames).split([cfg.query_points, cfg.value_points], 3)
         # -w/2 |q - k|^2 of points is one more product of features: what depends on q alone falls out of the softmax.
-        weight = nn.functional.softplus(self.head_weights) * (1 / (3 * cfg.query_points * 9 / 2)) ** 0.5
-        weight = weight[:, None, None]
-        left = torch.cat([q * (1 / (3 * cfg.head)) ** 0.5, q_points.flatten(-2) * weight], -1)
-        logits = left @ torch.cat([k, k_points.flatten(-2)], -1).transpose(-1, -2)  # [B, H, R, R]
-        far = k_points.square().sum((-1, -2)) * weight[..., 0] / 2  # [B, H, R]
-        both = (mask[:, :, None] * mask[:, None])[:, None]
-        p = (logits + bias - far[:, :, None] + (both - 1) * 1e5).softmax(-1)
+        weight = (nn.functional.softplus(self.head_weights) * (1 / (3 * cfg.query_points * 9 / 2)) ** 0.5)[:, None, None]
+        half = k_points.square().sum((-1, -2))[..., None] * -0.5
+        weights = weight.expand(len(s), -1, s.shape[1], 1)
+        left = torch.cat([q * (1 / (3 * cfg.head)) ** 0.5, q_points.flatten(-2) * weight, weights], -1)
+        right = torch.cat([k, k_points.flatten(-2), half], -1)
+        logits = torch.baddbmm(bias.flatten(0, 1), left.flatten(0, 1), right.flatten(0, 1).transpose(1, 2))  # [B * H, R, R]
+        p = logits.softmax(-1).unflatten(0, (-1, heads))
         o = (p @ v).transpose(1, 2).flatten(-2)
-        met = frames.at(..., None).to_local((p @ v_points.flatten(-2)).unflatten(-1, (-1, 3)).transpose(1, 2).flatten(2, 3))
+        seen = (p @ v_points.flatten(-2)).unflatten(-1, (-1, 3)).transpose(1, 2).flatten(2, 3)  # [B, R, H * P, 3] in space
+        met = (seen - frames.translation[..., None, :]) @ frames.rotation
         length = (met.square().sum(-1) + _EPS).sqrt()
         pairs = (p.transpose(1, 2) @ z).flatten(-2)  # [B, R, H * Cz]
         return self.linear_out(torch.cat([o, *met.unbind(-1), length, pairs], -1))
@@ -71,16 +72,18 @@ class PointAttention(nn.Module):
     def _points(self, x: Tensor, frames: Frames) -> Tensor:
         """[B, R, 3 * H * P], all x before all y before all z -> [B, H, R, P, 3] in space"""
         local = x.unflatten(-1, (3, -1))  # [B, R, 3, H * P]
-        space = frames.rotation @ local + frames.translation[..., None]
-        return space.unflatten(-1, (self.cfg.heads, -1)).permute(0, 3, 1, 4, 2)
+        start, *given = (part.flatten(0, 1) for part in (frames.translation[..., None], frames.rotation, local))
+        return torch.baddbmm(start, *given).view(*x.shape[:2], 3, self.cfg.heads, -1).permute(0, 3, 1, 4, 2)
 
-    def bias(self, z: Tensor) -> Tensor:
-        """The bias that pairs give, the same in every pass.   [B, R, R, Cz] -> [B, H, R, R]"""
-        return (self.linear_b(z) * (1 / 3) ** 0.5).permute(0, 3, 1, 2)
+    def bias(self, z: Tensor, mask: Tensor) -> Tensor:
+        """What pairs add to logits, the same in every pass.   [B, R, R, Cz] and [B, R] -> [B, H, R, R]"""
+        both = (mask[:, :, None] * mask[:, None])[..., None]
+        return (self.linear_b(z) * (1 / 3) ** 0.5 + (both - 1) * 1e5).permute(0, 3, 1, 2).contiguous()
 
 
 class Angles(nn.Module):
-    """Torsion angles (Algorithm 20, lines 11 to 14).   s, initial [B, R, C] -> [B, R, 7, 2] as they come, and of length 1"""
+    """Torsion angles (Algorithm 20, lines 11 to 14).   s [L, B, R, C], initial [B, R, C] -> [L, B, R, 7, 2] as they come,
+    and of length 1"""
 
     def __init__(self, single: int, cfg: StructureConfig) -> None:
         super().__init__()
@@ -155,31 +158,31 @@ class StructureModule(nn.Module):
         with torch.autocast(single.device.type, enabled=False):
             wide = torch.promote_types(single.dtype, torch.float32)
             s, z = self.layer_norm_s(single.to(wide)), self.layer_norm_z(pair.to(wide))
-            bias, mask, initial = self.ipa.bias(z), mask.to(wide), s
+            bias, initial = self.ipa.bias(z, mask.to(wide)), s
             s = self.linear_in(s)
             quaternion = torch.zeros(*s.shape[:-1], 4, dtype=wide, device=s.device)
             quaternion[..., 0] = 1
             translation = torch.zeros_like(quaternion[..., 1:])
             passes = []
             for _ in range(self.cfg.passes):
-                rotation = rotation_of(quaternion)
-                s = self.layer_norm_ipa(self.ipa_dropout(s + self.ipa(s, bias, z, Frames(rotation, translation), mask)))
+                frames = Frames(rotation_of(quaternion), translation)
+                s = self.layer_norm_ipa(self.ipa_dropout(s + self.ipa(s, bias, z, frames)))
                 s = self.transition(s)
                 turn, move = self.bb_update(s).split(3, -1)
-                translation = translation + (rotation @ move[..., None])[..., 0]
-                quaternion = turned_further(quaternion, turn)
-                raw, angles = self.angle_resnet(s, initial)
-                backbone = Frames(rotation_of(quaternion), translation * _UNIT)
-                groups = groups_of(backbone, angles, self.group_frame[aatype].to(wide))
-                seven = torch.cat([quaternion, backbone.translation], -1)
-                passes.append((seven, *groups, raw, angles, self._atoms(groups, aatype), s))
+                quaternion, translation = turned_further(quaternion, turn), frames.apply(move)
+                passes.append((quaternion, translation, s))
                 quaternion = quaternion.detach()  # a rotation learns from its own pass alone: otherwise training is less stable
-            return Atoms(*(torch.stack(each) for each in zip(*passes)))
+            quaternion, translation, states = (torch.stack(each) for each in zip(*passes))
+            raw, angles = self.angle_resnet(states, initial)
+            backbone = Frames(rotation_of(quaternion), translation * _UNIT)
+            groups = groups_of(backbone, angles, self.group_frame[aatype].to(wide))
+            seven = torch.cat([quaternion, backbone.translation], -1)
+            return Atoms(seven, *groups, raw, angles, self._atoms(groups, aatype), states)
 
     def _atoms(self, groups: Frames, aatype: Tensor) -> Tensor:
-        """The atoms of each residue where its groups put them, those that it has not at 0.   [B, R, 14, 3]"""
-        of = self.atom_group[aatype]  # [B, R, 14]
-        rotation = groups.rotation.gather(2, of[..., None, None].expand(-1, -1, -1, 3, 3))
-        translation = groups.translation.gather(2, of[..., None].expand(-1, -1, -1, 3))
+        """The atoms of each residue where its groups put them, those that it has not at 0.   [L, B, R, 14, 3]"""
+        of = self.atom_group[aatype].expand(len(groups.rotation), -1, -1, -1)  # [L, B, R, 14]
+        rotation = groups.rotation.gather(3, of[..., None, None].expand(-1, -1, -1, -1, 3, 3))
+        translation = groups.translation.gather(3, of[..., None].expand(-1, -1, -1, -1, 3))
         placed = Frames(rotation, translation).apply(self.atom_position[aatype].to(rotation.dtype))
         return placed * self.atom_exists[aatype][..., None].to(placed.dtype)

@@ -128,7 +128,7 @@ def test_points_meet_in_frames_wherever_these_stand() -> None:
     quaternions = nn.functional.normalize(torch.randn(1, 9, 4).double(), dim=-1)
     frames = Frames(rotation_of(quaternions), torch.randn(1, 9, 3).double())
     turn = Frames(rotation_of(quaternions[0, 0].flip(0)), torch.ones(3).double() * 30)
-    found = [module(s, module.bias(z), z, f, torch.ones(1, 9).double()) for f in (frames, turn.then(frames))]
+    found = [module(s, module.bias(z, torch.ones(1, 9).double()), z, f) for f in (frames, turn.then(frames))]
     torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-9)
 
 
