@@ -107,8 +107,8 @@ class PairUpdate(nn.Module):
         multiply = self.tri_mul_out, self.tri_mul_in, self.drop_columns
         attend = self.tri_att_start, self.tri_att_end, self.drop_rows
         for by_row, by_column, drop in (attend, multiply) if self.attention_first else (multiply, attend):
-            z = self.to_columns(z + self.drop_columns(by_row(z, mask)))
-            z = self.to_rows(z + drop(by_column(z, mask.transpose(1, 2))))
+            z = self.to_columns(self.drop_columns(by_row(z, mask), z))
+            z = self.to_rows(drop(by_column(z, mask.transpose(1, 2)), z))
         return z + self.pair_transition(z)
 
 
@@ -126,7 +126,7 @@ class EvoformerBlock(nn.Module):
         self.to_columns, self.to_rows = nn.Identity(), nn.Identity()  # seams: the cut of the alignment moves
 
     def forward(self, m: Tensor, z: Tensor, masks: Masks) -> tuple[Tensor, Tensor]:
-        m = self.to_columns(m + self.drop_rows(self.msa_att_row(m, masks.rows, z)))
+        m = self.to_columns(self.drop_rows(self.msa_att_row(m, masks.rows, z), m))
         m = m + self.msa_att_col(m, masks.columns)
         m = m + self.msa_transition(m)
         z = z + self.outer_product_mean(m, masks.columns)

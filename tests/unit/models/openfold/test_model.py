@@ -158,10 +158,25 @@ def test_seams_are_there_and_have_no_weights() -> None:
 @pytest.mark.parametrize("shared", [1, 2])
 def test_dropout_is_shared(shared: int) -> None:
     torch.manual_seed(0)
-    kept = Dropout(0.25, shared)(torch.ones(2, 40, 50, 8)) != 0
+    kept = Dropout(0.25, shared)(torch.ones(2, 40, 50, 8), torch.zeros(2, 40, 50, 8)) != 0
     assert (kept == kept.select(shared, 0).unsqueeze(shared)).all() and 0.7 < kept.float().mean() < 0.8
     other = Dropout(0.25, shared).eval()
-    assert (other(torch.ones(3)) == 1).all()
+    assert (other(torch.ones(3), torch.ones(3)) == 2).all()
+
+
+def test_dropout_adds_in_one_operation_what_it_would_in_many() -> None:
+    def added(x: Tensor, to: Tensor) -> Tensor:
+        torch.manual_seed(1)
+        return Dropout(0.25, 1)(x, to)
+
+    x, to = (torch.randn(2, 3, 4, 5, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    assert torch.autograd.gradcheck(added, (x.transpose(1, 2), to.transpose(1, 2)))
+    narrow = x.detach().bfloat16().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = added(narrow, to.detach().float())
+    torch.testing.assert_close(found, added(narrow.detach().double(), to.detach()).float(), rtol=1e-6, atol=1e-6)
+    found.sum().backward()
+    assert found.dtype == torch.float32 and narrow.grad is not None and narrow.grad.dtype == torch.bfloat16
 
 
 def test_distances_seen_a_few_frames_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
