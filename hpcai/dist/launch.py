@@ -94,6 +94,8 @@ def start(axes: Any) -> Iterator[Mesh]:
             backend = "gloo"
             if where.type == "cuda":
                 _claim(where, here, watch.store)
+                # Messages start at once, and not behind convolutions that fill the GPU.
+                os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
                 backend = "cpu:gloo,cuda:" + ("gloo" if _share_gpu() else "nccl")
             group = torch_dist.PrefixStore("group", watch.store)
             # Without device_id: NCCL would split further groups off this one, for which it waits for ranks that are not in them.
