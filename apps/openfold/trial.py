@@ -20,7 +20,7 @@ from apps.openfold.synthetic import alignment, chain
 from hpcai.cli.trial import On, Subject, Switch
 from hpcai.data.splits import load
 from hpcai.dist import Mesh
-from hpcai.kernels import attention, gates, outer
+from hpcai.kernels import attention, gates, outer, triangle
 from hpcai.models.openfold import (
     FeatureConfig,
     OpenFold,
@@ -113,6 +113,7 @@ def plainly() -> Iterator[None]:
     plain = [
         (attentions, "gated_attention", attention.plain), (attentions, "channels_first", channels_first),
         (evoformer, "gate", gates.plain), (evoformer, "channels_first", channels_first), (evoformer, "outer_product", outer.plain),
+        (evoformer, "halves", gates.plain_halves), (evoformer, "product", triangle.plain),
         (evoformer, "in_parts", whole), (layers, "in_parts", whole), (objective, "several", lambda *_: 1 << 60),
     ]  # fmt: skip
     ours = [(module, name, getattr(module, name)) for module, name, _ in plain]

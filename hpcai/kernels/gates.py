@@ -13,6 +13,18 @@ def gate(x: Tensor, g: Tensor, mask: Tensor | None = None) -> Tensor:
     return _Gate.apply(x, g, mask)
 
 
+def halves(xg: Tensor, mask: Tensor | None = None) -> Tensor:
+    """``gate`` of the halves of one tensor along dim 1, whose gradient is one tensor too.   [B, 2 C, ...] -> [B, C, ...]"""
+    if torch.compiler.is_compiling():
+        return plain_halves(xg, mask)
+    return _Halves.apply(xg, mask)
+
+
+def plain_halves(xg: Tensor, mask: Tensor | None = None) -> Tensor:
+    x, g = xg.chunk(2, 1)
+    return plain(x, g, mask)
+
+
 def plain(x: Tensor, g: Tensor, mask: Tensor | None = None) -> Tensor:
     y = x * g.sigmoid()
     return y if mask is None else y * mask
@@ -28,6 +40,30 @@ class _Gate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, g, mask = ctx.saved_tensors
-        s = g.sigmoid()
-        grad = grad * s if mask is None else (grad * mask.to(grad.dtype)).mul_(s)
-        return grad, torch.addcmul(grad, grad, s, value=-1).mul_(x), None
+        return *_gradients(grad, x, g, mask, torch.empty_like(grad), torch.empty_like(grad)), None
+
+
+class _Halves(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, xg: Tensor, mask: Tensor | None) -> Tensor:
+        ctx.save_for_backward(xg, mask)
+        x, g = xg.chunk(2, 1)
+        y = g.sigmoid().mul_(x)
+        return y if mask is None else y.mul_(mask)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        xg, mask = ctx.saved_tensors
+        d = torch.empty_like(xg)
+        (x, g), (d_x, d_g) = xg.chunk(2, 1), d.chunk(2, 1)
+        _gradients(grad, x, g, mask, d_x, d_g)
+        return d, None
+
+
+def _gradients(grad: Tensor, x: Tensor, g: Tensor, mask: Tensor | None, d_x: Tensor, d_g: Tensor) -> tuple[Tensor, Tensor]:
+    """Those of ``gate``, written into ``d_x`` and ``d_g``."""
+    s = g.sigmoid()
+    torch.mul(grad, s, out=d_x)
+    if mask is not None:
+        d_x.mul_(mask.to(grad.dtype))
+    return d_x, torch.addcmul(d_x, d_x, s, value=-1, out=d_g).mul_(x)

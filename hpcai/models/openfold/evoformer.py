@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hpcai.kernels.gates import gate
+from hpcai.kernels.gates import gate, halves
 from hpcai.kernels.outer import outer_product
 from hpcai.kernels.room import in_parts
+from hpcai.kernels.triangle import product
 from hpcai.models.openfold.attention import ColumnAttention, GlobalColumnAttention, RowAttention, TriangleAttention
 from hpcai.models.openfold.config import MsaConfig, PairConfig
 from hpcai.models.openfold.layers import Dropout, Linear, Transition, channels_first
@@ -61,8 +62,10 @@ class TriangleMultiplication(nn.Module):
     def _edges(self, z: Tensor, mask: Tensor, some: slice) -> Tensor:
         """Some channels of the sums over the third residues.   [B, c, R/n, R], or [B, c, R, R/n]"""
         weight, bias = (each.unflatten(0, (4, -1))[:, some].flatten(0, 1) for each in (self.linear_ab.weight, self.linear_ab.bias))
-        x, g = channels_first(weight, bias, z).chunk(2, 1)
-        a, b = gate(x, g, mask[:, None]).chunk(2, 1)
+        ab = halves(channels_first(weight, bias, z), mask[:, None])
+        if type(self.every_edge) is nn.Identity:
+            return product(ab, self.outgoing)
+        a, b = ab.chunk(2, 1)
         if self.outgoing:
             return a @ self.every_edge(b).transpose(-1, -2)  # a_ik b_jk
         return self.every_edge(a).transpose(-1, -2) @ b  # a_ki b_kj

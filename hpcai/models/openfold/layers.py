@@ -115,10 +115,10 @@ class _ChannelsFirst(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         weight, x = ctx.saved_tensors
         grad = grad.flatten(2)
-        d_x, d_weight = torch.empty_like(x, memory_format=torch.contiguous_format), torch.zeros_like(weight)
+        d_x, d_weight = torch.empty_like(x, memory_format=torch.contiguous_format), None
         for above, rows, into in zip(grad, x.flatten(1, 2), d_x.flatten(1, 2)):
             torch.mm(above.T, weight, out=into)
-            d_weight.addmm_(above, rows)
+            d_weight = above @ rows if d_weight is None else d_weight.addmm_(above, rows)
         return d_weight, grad.sum((0, 2)) if ctx.biased else None, d_x
 
 

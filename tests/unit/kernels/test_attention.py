@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hpcai.kernels import attention, gates, outer
+from hpcai.kernels import attention, gates, outer, triangle
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -88,6 +88,20 @@ def test_gates(masked: bool) -> None:
     torch.manual_seed(0)
     x, g = torch.randn(2, 3, 4, 5, dtype=torch.float64).unbind()
     both(gates.gate, gates.plain, [x, g, torch.rand(3, 1, 5, dtype=torch.float64) if masked else None], [0, 1])
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_gates_of_halves(masked: bool) -> None:
+    torch.manual_seed(0)
+    mask = torch.rand(2, 1, 4, 5, dtype=torch.float64) if masked else None
+    both(gates.halves, gates.plain_halves, [torch.randn(2, 6, 4, 5, dtype=torch.float64), mask], [0])
+
+
+@pytest.mark.parametrize("outgoing", [True, False])
+def test_products_of_triangles(outgoing: bool) -> None:
+    torch.manual_seed(0)
+    ab = torch.randn(2, 6, 4, 5, dtype=torch.float64)
+    both(lambda ab: triangle.product(ab, outgoing), lambda ab: triangle.plain(ab, outgoing), [ab], [0])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
