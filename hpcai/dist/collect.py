@@ -42,6 +42,22 @@ class _Sum(torch.autograd.Function):
         return sum_in_place(gradient.clone(memory_format=torch.contiguous_format), *ctx.axes), None, None
 
 
+def once(value: Tensor, ranks: int) -> Tensor:
+    """``value``, which ``ranks`` processes have computed alike: what follows counts once, though each of them computes it."""
+    return _Once.apply(value, ranks)
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient / ctx.ranks, None
+
+
 # torch 2.13 has other names for these, and warns of the old ones.
 _gather_into = getattr(torch_dist, "all_gather_single", None) or torch_dist.all_gather_into_tensor
 _scatter_sum = getattr(torch_dist, "reduce_scatter_single", None) or torch_dist.reduce_scatter_tensor
@@ -59,6 +75,11 @@ def backend(device: torch.device, axis: Axis) -> str:
 def gather_shares(whole: Tensor, own: Tensor, axis: Axis) -> torch_dist.Work:
     """Begin to fill ``whole`` with the equal shares ``own`` of all ranks of ``axis``, in their order."""
     return _gather_into(whole, own, group=axis.group, async_op=True)
+
+
+def swap_shares(incoming: Tensor, outgoing: Tensor, axis: Axis) -> torch_dist.Work:
+    """Begin to send the r-th of equal pieces of ``outgoing`` to rank r of ``axis``, and to fill ``incoming`` with what comes."""
+    return torch_dist.all_to_all_single(incoming, outgoing, group=axis.group, async_op=True)
 
 
 class Scattered:

@@ -14,10 +14,13 @@ def several(x: Tensor, each: int, cpu: int) -> int:
     return max(1, (cpu if x.device.type == "cpu" else _GPU) // each)
 
 
-def in_parts(function: Callable[[slice], Tensor], count: int, x: Tensor, each: int, cpu: int, dim: int) -> Tensor:
-    """``function`` of 0 ... ``count`` - 1, ``several`` at a time, with its results side by side along ``dim``; for each it holds
-    ``each`` bytes meanwhile. All are computed at once where gradients are taken, which need them all, or code is compiled."""
-    step = count if torch.is_grad_enabled() or torch.compiler.is_compiling() else several(x, each, cpu)
+def in_parts(
+    function: Callable[[slice], Tensor], count: int, x: Tensor, each: int, cpu: int, dim: int, unit: int = 1,
+) -> Tensor:  # fmt: skip
+    """``function`` of 0 ... ``count`` - 1, ``several`` at a time, a multiple of ``unit``, with its results side by side along
+    ``dim``; for each it holds ``each`` bytes meanwhile. All are computed at once where gradients are taken, which need them all, or
+    code is compiled."""
+    step = count if torch.is_grad_enabled() or torch.compiler.is_compiling() else max(several(x, each, cpu) // unit, 1) * unit
     if step >= count:
         return function(slice(0, count))
     first = function(slice(0, step))

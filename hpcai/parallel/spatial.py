@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hpcai.dist.collect import sum_with_adjoint
+from hpcai.dist.collect import once, sum_with_adjoint
 from hpcai.dist.mesh import Axis
 from hpcai.errors import MeshError
 from hpcai.nn.batchnorm import BatchNorm
@@ -533,18 +533,7 @@ class Once(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         count = math.prod(axis.size for axis in self.cut.axes.values())
-        return x if count == 1 or not self.cut.active else _Once.apply(x, count)
-
-
-class _Once(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, count: int) -> Tensor:
-        ctx.count = count
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        return dy / ctx.count, None
+        return x if count == 1 or not self.cut.active else once(x, count)
 
 
 class SumOverCut(nn.Module):

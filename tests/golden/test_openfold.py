@@ -63,8 +63,11 @@ def _structure(module: StructureModule, x: Arrays) -> Arrays:
 
 
 def _block(block: EvoformerBlock, x: Arrays) -> Arrays:
-    masks = Masks(x["msa_mask"], x["msa_mask"], x["pair_mask"])
-    return dict(zip("mz", block(x["m"], x["z"], masks)))
+    return dict(zip("mz", block(x["m"], x["z"], _masks(x["msa_mask"], x["pair_mask"]))))
+
+
+def _masks(msa: Tensor, pair: Tensor) -> Masks:
+    return Masks(msa, msa, pair, msa.transpose(1, 2) @ msa, (msa.shape[1], msa.shape[2]))
 
 
 def _stack(stack: TemplateStack, x: Arrays) -> Tensor:
@@ -85,7 +88,9 @@ PARTS: dict[str, tuple[Callable[[], nn.Module], str, Callable[[Any, Arrays], Any
     "MSAColumnAttention": (lambda: ColumnAttention(32, 8, 4), BLOCK + "msa_att_col.", lambda f, x: f(x["m"], x["mask"])),
     "MSAColumnGlobalAttention": (
         lambda: GlobalColumnAttention(16, 4, 4), "extra_msa_stack.blocks.0.msa_att_col.", lambda f, x: f(x["m"], x["mask"])),
-    "OuterProductMean": (lambda: OuterProductMean(32, 16, 8), BLOCK + "outer_product_mean.", lambda f, x: f(x["m"], x["mask"])),
+    "OuterProductMean": (
+        lambda: OuterProductMean(32, 16, 8), BLOCK + "outer_product_mean.",
+        lambda f, x: f(x["m"], _masks(x["mask"], x["mask"]))),
     "PairTransition": (lambda: Transition(16, 4), BLOCK + "pair.pair_transition.", lambda f, x: f(x["z"])),
     "MSATransition": (lambda: Transition(32, 4), BLOCK + "msa_transition.", lambda f, x: f(x["m"])),
     "EvoformerBlock": (

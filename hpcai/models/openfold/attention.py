@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from hpcai.kernels.attention import gated_attention
 from hpcai.models.openfold.layers import Linear, channels_first, draw
+from hpcai.nn.seam import Seam
 
 
 class GatedAttention(nn.Module):
@@ -45,7 +46,7 @@ class RowAttention(nn.Module):
         self.layer_norm_m, self.layer_norm_z = nn.LayerNorm(channels), nn.LayerNorm(pair)
         self.linear_z = Linear(pair, heads, bias=False)
         self.attention = GatedAttention(channels, head, heads)
-        self.every_row = nn.Identity()  # seam: a sequence meets every pair
+        self.every_row = Seam()  # a sequence meets every pair
 
     def forward(self, m: Tensor, mask: Tensor, z: Tensor) -> Tensor:
         bias = channels_first(self.linear_z.weight, None, self.layer_norm_z(z))  # [B, H, R/n, R]
@@ -103,7 +104,7 @@ class TriangleAttention(nn.Module):
         self.layer_norm = nn.LayerNorm(channels)
         self.linear = Linear(channels, heads, bias=False)
         self.attention = GatedAttention(channels, head, heads)
-        self.every_row = nn.Identity()  # seam: a row meets every pair of its columns
+        self.every_row = Seam()  # a row meets every pair of its columns
 
     def forward(self, z: Tensor, mask: Tensor) -> Tensor:
         z = self.layer_norm(z)

@@ -1,7 +1,7 @@
 """Evoformer: an alignment and its pairs tell each other what they know (supplement 1.6); stacks for templates and extra rows.
 
-B batch, S sequences, R residues, C channels; n axial size, 1 outside a cluster. Attributes named ``to_`` and ``every_`` are seams:
-places where a process needs what others hold. A cut runs over sequences or residues of the alignment, rows or columns of pairs.
+B batch, S sequences, R residues, C channels; n axial size, 1 outside a cluster (``parallel`` fills the seams). A cut runs over
+sequences or residues of the alignment, rows or columns of pairs; products of triangles are cut by channels.
 """
 
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from hpcai.kernels.triangle import product
 from hpcai.models.openfold.attention import ColumnAttention, GlobalColumnAttention, RowAttention, TriangleAttention
 from hpcai.models.openfold.config import MsaConfig, PairConfig
 from hpcai.models.openfold.layers import Dropout, Linear, Transition, channels_first
+from hpcai.nn.seam import Seam
 
 _COUNT_EPS = 1e-3
 _CPU = 256 << 20  # bytes of edges at a time, where there are no gradients
@@ -28,12 +29,14 @@ class Masks(NamedTuple):
     rows: Tensor  # [B, S/n, R]
     columns: Tensor  # [B, S, R/n]
     pairs: Tensor  # [B, R/n, R]
+    both: Tensor  # [B, R/n, R] how many sequences have both residues
+    size: tuple[int, int]  # S, R
 
 
 class TriangleMultiplication(nn.Module):
     """An edge from products of the other two edges of its triangles: outgoing ones (Algorithm 11) or incoming (Algorithm 12).
 
-    z [B, R/n, R, C], mask [B, R/n, R] -> [B, R/n, R, C]; for incoming edges a process holds columns: z [B, R, R/n, C]
+    z [B, R/n, R, C], mask [B, R/n, R] -> [B, R/n, R, C]
     """
 
     def __init__(self, channels: int, hidden: int, outgoing: bool) -> None:
@@ -43,7 +46,7 @@ class TriangleMultiplication(nn.Module):
         self.linear_ab = Linear(channels, 4 * hidden)  # projections of a and b, then their gates
         self.linear_g = Linear(channels, channels, start="final")
         self.linear_z = Linear(hidden, channels, start="final")
-        self.every_edge = nn.Identity()  # seam: edges of this process's rows meet those of all others
+        self.to_channels, self.to_rows = Seam(), Seam()  # a process multiplies some channels of all edges
         nn.init.ones_(self.linear_g.bias)
         with torch.no_grad():
             self.linear_ab.weight[2 * hidden :] = 0
@@ -52,7 +55,7 @@ class TriangleMultiplication(nn.Module):
     def forward(self, z: Tensor, mask: Tensor) -> Tensor:
         z = self.layer_norm_in(z)
         one, hidden = z[..., 0].numel() * z.element_size(), self.linear_z.in_features
-        x = in_parts(lambda some: self._edges(z, mask, some), hidden, z, 6 * one, _CPU, 1)  # [B, C, R, R]
+        x = in_parts(lambda some: self._edges(z, mask, some), hidden, z, 6 * one, _CPU, 1, self.to_channels.parts)  # [B, C, R/n, R]
 
         def rows(some: slice) -> Tensor:
             return gate(self.linear_z(self.layer_norm_out(x[:, :, some].permute(0, 2, 3, 1))), self.linear_g(z[:, some]))
@@ -60,21 +63,16 @@ class TriangleMultiplication(nn.Module):
         return in_parts(rows, x.shape[2], z, 5 * hidden * one // x.shape[2], _CPU, 1)
 
     def _edges(self, z: Tensor, mask: Tensor, some: slice) -> Tensor:
-        """Some channels of the sums over the third residues.   [B, c, R/n, R], or [B, c, R, R/n]"""
+        """Some channels of the sums over the third residues.   [B, c, R/n, R]"""
         weight, bias = (each.unflatten(0, (4, -1))[:, some].flatten(0, 1) for each in (self.linear_ab.weight, self.linear_ab.bias))
         ab = halves(channels_first(weight, bias, z), mask[:, None])
-        if type(self.every_edge) is nn.Identity:
-            return product(ab, self.outgoing)
-        a, b = ab.chunk(2, 1)
-        if self.outgoing:
-            return a @ self.every_edge(b).transpose(-1, -2)  # a_ik b_jk
-        return self.every_edge(a).transpose(-1, -2) @ b  # a_ki b_kj
+        return self.to_rows(product(self.to_channels(ab), self.outgoing))
 
 
 class OuterProductMean(nn.Module):
     """What an alignment tells pairs (Algorithm 10); a pair that no sequence has gets bias / 0.001, as published.
 
-    m [B, S, R/n, C], mask [B, S, R/n] -> [B, R/n, R, C]
+    m [B, S, R/n, C], masks -> [B, R/n, R, C]
     """
 
     def __init__(self, channels: int, pair: int, hidden: int) -> None:
@@ -82,14 +80,12 @@ class OuterProductMean(nn.Module):
         self.layer_norm = nn.LayerNorm(channels)
         self.linear_1, self.linear_2 = Linear(channels, hidden), Linear(channels, hidden)
         self.linear_out = Linear(hidden**2, pair, start="final")
-        self.every_residue = nn.Identity()  # seam: a residue meets every other
+        self.every_residue = Seam()  # a residue meets every other
 
-    def forward(self, m: Tensor, mask: Tensor) -> Tensor:
-        m = self.layer_norm(m)
-        a, b = self.linear_1(m) * mask[..., None], self.linear_2(m) * mask[..., None]
-        whole = self.every_residue(mask[..., None])[..., 0]
-        count = mask.transpose(1, 2) @ whole + _COUNT_EPS
-        return outer_product(a, self.every_residue(b), self.linear_out.weight, self.linear_out.bias, count)
+    def forward(self, m: Tensor, masks: Masks) -> Tensor:
+        m, mask = self.layer_norm(m), masks.columns[..., None]
+        a, b = self.linear_1(m) * mask, self.every_residue(self.linear_2(m) * mask, masks.size[1])
+        return outer_product(a, b, self.linear_out.weight, self.linear_out.bias, masks.both + _COUNT_EPS)
 
 
 class PairUpdate(nn.Module):
@@ -104,15 +100,20 @@ class PairUpdate(nn.Module):
         self.tri_att_end = TriangleAttention(channels, cfg.head, cfg.heads, starting=False)
         self.pair_transition = Transition(channels, cfg.transition)
         self.drop_columns, self.drop_rows = Dropout(cfg.dropout, shared=1), Dropout(cfg.dropout, shared=2)
-        self.to_columns, self.to_rows = nn.Identity(), nn.Identity()  # seams: the cut of the pairs moves
+        self.to_columns, self.to_rows = Seam(), Seam()  # the cut of the pairs moves
 
     def forward(self, z: Tensor, mask: Tensor) -> Tensor:
-        multiply = self.tri_mul_out, self.tri_mul_in, self.drop_columns
-        attend = self.tri_att_start, self.tri_att_end, self.drop_rows
-        for by_row, by_column, drop in (attend, multiply) if self.attention_first else (multiply, attend):
-            z = self.to_columns(self.drop_columns(by_row(z, mask), z))
-            z = self.to_rows(drop(by_column(z, mask.transpose(1, 2)), z))
+        for part in (self._attend, self._multiply) if self.attention_first else (self._multiply, self._attend):
+            z = part(z, mask)
         return z + self.pair_transition(z)
+
+    def _multiply(self, z: Tensor, mask: Tensor) -> Tensor:
+        z = self.drop_columns(self.tri_mul_out(z, mask), z)
+        return self.drop_columns(self.tri_mul_in(z, mask), z)
+
+    def _attend(self, z: Tensor, mask: Tensor) -> Tensor:
+        z = self.to_columns(self.drop_columns(self.tri_att_start(z, mask), z))
+        return self.to_rows(self.drop_rows(self.tri_att_end(z, mask.transpose(1, 2)), z))
 
 
 class EvoformerBlock(nn.Module):
@@ -126,14 +127,14 @@ class EvoformerBlock(nn.Module):
         self.outer_product_mean = OuterProductMean(channels, pair, msa.outer)
         self.pair = PairUpdate(pair, pairs)
         self.drop_rows = Dropout(msa.dropout, shared=1)
-        self.to_columns, self.to_rows = nn.Identity(), nn.Identity()  # seams: the cut of the alignment moves
+        self.to_columns, self.to_rows = Seam(), Seam()  # the cut of the alignment moves
 
     def forward(self, m: Tensor, z: Tensor, masks: Masks) -> tuple[Tensor, Tensor]:
-        m = self.to_columns(self.drop_rows(self.msa_att_row(m, masks.rows, z), m))
+        m = self.to_columns(self.drop_rows(self.msa_att_row(m, masks.rows, z), m), *masks.size)
         m = m + self.msa_att_col(m, masks.columns)
         m = m + self.msa_transition(m)
-        z = z + self.outer_product_mean(m, masks.columns)
-        return self.to_rows(m), self.pair(z, masks.pairs)
+        z = z + self.outer_product_mean(m, masks)
+        return self.to_rows(m, *masks.size), self.pair(z, masks.pairs)
 
 
 class ExtraBlock(EvoformerBlock):
@@ -153,15 +154,17 @@ class Stack(nn.Module):
     def __init__(self, blocks: list[EvoformerBlock], save: bool = False) -> None:
         super().__init__()
         self.blocks, self.save = nn.ModuleList(blocks), save
-        # Seams: where whole tensors are divided.
-        self.cut, self.cut_columns, self.join = nn.Identity(), nn.Identity(), nn.Identity()
+        # Where whole tensors are divided, and put together.
+        self.cut, self.cut_columns, self.cut_pairs, self.enter = Seam(), Seam(), Seam(), Seam()
+        self.join, self.leave = Seam(), Seam()
 
     def forward(self, m: Tensor, z: Tensor, msa_mask: Tensor, pair_mask: Tensor) -> tuple[Tensor, Tensor]:
-        masks = Masks(self.cut(msa_mask), self.cut_columns(msa_mask), self.cut(pair_mask))
-        m, z = self.cut(m), self.cut(z)
+        size, columns = (msa_mask.shape[1], msa_mask.shape[2]), self.cut_columns(msa_mask)
+        masks = Masks(self.cut(msa_mask), columns, self.cut_pairs(pair_mask), columns.transpose(1, 2) @ msa_mask, size)
+        m, z = self.cut(m), self.enter(z)
         for block in self.blocks:
             m, z = saving(block, self.save, m, z, masks)
-        return self.join(m), self.join(z)
+        return self.join(m, *size), self.leave(z, *size[1:])
 
 
 class TemplateStack(nn.Module):
@@ -172,13 +175,13 @@ class TemplateStack(nn.Module):
         self.blocks = nn.ModuleList(PairUpdate(channels, cfg, attention_first=True) for _ in range(blocks))
         self.layer_norm = nn.LayerNorm(channels)
         self.save = save
-        self.cut, self.join = nn.Identity(), nn.Identity()  # seams
+        self.cut, self.join = Seam(), Seam()
 
     def forward(self, t: Tensor, mask: Tensor) -> Tensor:
         t, mask = self.cut(t), self.cut(mask)
         for block in self.blocks:
             t = saving(block, self.save, t, mask)
-        return self.layer_norm(self.join(t))
+        return self.join(self.layer_norm(t), t.shape[2])
 
 
 def saving(block: nn.Module, save: bool, *given: Any) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hpcai.models.openfold.config import OpenFoldConfig
 from hpcai.models.openfold.embedders import ExtraEmbedder, InputEmbedder, RecyclingEmbedder, TemplateEmbedder
@@ -16,6 +16,7 @@ from hpcai.models.openfold.heads import Heads, Logits
 from hpcai.models.openfold.layers import Linear
 from hpcai.models.openfold.residues import LETTERS, PLACE
 from hpcai.models.openfold.structure import Atoms, StructureModule
+from hpcai.nn.seam import Seam
 from hpcai.nn.weights import Portable
 
 _CA, _CB, _GLYCINE = PLACE["CA"], PLACE["CB"], LETTERS.index("G")
@@ -59,6 +60,7 @@ class OpenFold(Portable):
         self.to_single = Linear(cfg.msa, cfg.single)
         self.structure_module = StructureModule(cfg.single, cfg.pair, cfg.structure)
         self.heads = Heads(cfg.msa, cfg.pair, cfg.single, cfg.heads)
+        self.one_answer: nn.Module = Seam()  # processes that hold a protein together give one answer, which counts once
 
     def forward(self, features: Mapping[str, Tensor]) -> Prediction:
         """``features`` as ``hpcai.models.openfold.featurize`` makes them, with a batch dim in front and a dim of passes at the end.
@@ -76,7 +78,8 @@ class OpenFold(Portable):
                 m, z, s, atoms, positions = self._once(now, previous)
             previous = Previous(m[:, 0], z, positions)
         clusters = features["msa_feat"].shape[1]
-        return Prediction(m[:, :clusters], z, s, atoms, positions, self.heads(m[:, :clusters], z, s, atoms.states[-1]))
+        logits = self.heads(m[:, :clusters], z, s, atoms.states[-1])
+        return self.one_answer(Prediction(m[:, :clusters], z, s, atoms, positions, logits))
 
     def fold(self, sequence: str, alignments: Any = None, **words: Any) -> Any:
         """The structure of a sequence, with confidence; see ``hpcai.models.openfold.folding.fold``."""

@@ -1,10 +1,55 @@
-"""OpenFold over the mesh: copies."""
+"""OpenFold over the mesh: copies, each with its own proteins, which may be cut over the axis ``axial``.
+
+Alignments are cut by sequences, then by residues; pairs by rows, by columns while columns attend, and the products of triangles by
+channels, so that no operand of a product is gathered. Embedders, structure module, heads and losses run on all ranks.
+"""
 
 from hpcai.dist.mesh import Mesh
+from hpcai.errors import MeshError
+from hpcai.models.openfold.attention import RowAttention, TriangleAttention
+from hpcai.models.openfold.evoformer import (
+    EvoformerBlock,
+    OuterProductMean,
+    PairUpdate,
+    Stack,
+    TemplateStack,
+    TriangleMultiplication,
+)
 from hpcai.models.openfold.model import OpenFold
+from hpcai.nn.seam import Seam
+from hpcai.parallel.axial import Join, Move, Once, Own, ToChannels, ToRows
+from hpcai.parallel.halo import Traffic
+from hpcai.parallel.replicate import sum_over
 
 
 def parallelize(model: OpenFold, mesh: Mesh) -> OpenFold:
-    """``model`` itself: its copies share nothing but gradients. Raises MeshError for a mesh that cuts it."""
-    mesh.only("OpenFold", "replicate")
+    """``model``, in place, cut over ``axial``. Raises MeshError for a mesh that does not fit."""
+    mesh.only("OpenFold", "replicate", "axial")
+    axis = mesh["axial"]
+    if axis.size == 1:
+        return model
+    given = axis.meet(), Traffic()
+    for name, part in model.named_modules():
+        if isinstance(part, TriangleMultiplication):
+            if (channels := part.linear_z.in_features) % axis.size:
+                raise MeshError(
+                    f"mesh.axial is {axis.size}, which does not divide the {channels} channels of {name}; take a divisor of them"
+                )
+            part.to_channels, part.to_rows = ToChannels(*given), ToRows(*given)
+        elif isinstance(part, (RowAttention, TriangleAttention)):
+            part.every_row = Join(*given, 2)
+        elif isinstance(part, OuterProductMean):
+            part.every_residue = Join(*given, 2)
+        elif isinstance(part, (EvoformerBlock, PairUpdate)):
+            part.to_columns, part.to_rows = Move(*given, 2, 1), Move(*given, 1, 2)
+        elif isinstance(part, (Stack, TemplateStack)):
+            part.cut, part.join = Own(*given, 1), Join(*given, 1)
+            if isinstance(part, Stack):
+                part.cut_columns, part.cut_pairs = Own(*given, 2), Own(*given, 1)
+                part.enter, part.leave = Own(*given, 1), Join(*given, 1)
+    # Pairs stay cut from the first stack to the second, and nobody asks for the extra rows again.
+    model.extra_msa_stack.leave, model.extra_msa_stack.join, model.evoformer.enter = Seam(), Seam(), Seam()
+    model.extra_msa_stack.blocks[-1].to_rows = Seam()
+    model.one_answer = Once(axis)
+    sum_over(model, axis)
     return model

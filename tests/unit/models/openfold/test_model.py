@@ -19,6 +19,7 @@ from hpcai.models.openfold.geometry import Frames, rotation_of
 from hpcai.models.openfold.layers import Dropout
 from hpcai.models.openfold.objective import point_error, terms, total
 from hpcai.models.openfold.structure import StructureModule
+from hpcai.nn.seam import Seam
 from hpcai.settings import StepConfig
 from hpcai.train import Step
 from tests import proteins
@@ -142,14 +143,15 @@ def test_a_term_that_is_no_number_is_not_hidden() -> None:
 
 def test_seams_are_there_and_have_no_weights() -> None:
     model = network()
-    names = {name for name, layer in model.named_modules() if type(layer) is nn.Identity}
-    block = {"every_row", "every_residue", "every_edge", "to_columns", "to_rows"}
+    names = {name for name, layer in model.named_modules() if type(layer) is Seam}
+    pairs = {"every_row", "to_columns", "to_rows", "to_channels"}
+    whole = {"cut", "cut_columns", "cut_pairs", "enter", "join", "leave", "every_residue"} | pairs
     for stack in ("evoformer", "extra_msa_stack", "template_embedder.template_pair_stack"):
         found = {name.rsplit(".", 1)[-1] for name in names if name.startswith(f"{stack}.")}
-        assert found >= ({"cut", "join"} | block if "template" not in stack else {"cut", "join", "every_row", "every_edge"})
+        assert found == (whole if "template" not in stack else {"cut", "join"} | pairs)
     keys = list(model.state_dict())
     for name in names:
-        model.get_submodule(name.rpartition(".")[0]).__setattr__(name.rpartition(".")[2], nn.Sequential(nn.Identity()))
+        model.get_submodule(name.rpartition(".")[0]).__setattr__(name.rpartition(".")[2], type("Other", (Seam,), {})())
     assert list(model.state_dict()) == keys
     batch = proteins.batch([12])
     assert loss(model, batch)["loss"].isfinite()

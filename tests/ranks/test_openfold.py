@@ -1,0 +1,139 @@
+"""OpenFold cut over ``axial`` is OpenFold: outputs, losses, gradients and steps are those of one process."""
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hpcai.dist.collect import sum_in_place
+from hpcai.dist.launch import alone
+from hpcai.dist.mesh import Mesh
+from hpcai.errors import DataError, MeshError
+from hpcai.models.openfold import ObjectiveConfig, OpenFold, OpenFoldConfig, loss, parallelize
+from hpcai.models.openfold.features import FeatureConfig
+from hpcai.parallel.axial import Move
+from hpcai.settings import StepConfig
+from hpcai.train.step import Step
+from tests import proteins
+from tests.ranks.launch import on_ranks
+from tests.ranks.pieces import joined, pieces
+
+# 7 clusters with their templates, 7 extra rows, 13 residues: none divides into 2 or 4.
+FEATURES = FeatureConfig(crop=13, clusters=5, extra=7, templates=2, recycles=2)
+ALL = ObjectiveConfig(resolved=0.01, violation=1.0, aligned_error=0.1)
+
+
+def network(**changes: Any) -> OpenFold:
+    """A network whose weights say something: in a new one the last of each branch are 0."""
+    torch.manual_seed(0)
+    model = OpenFold(OpenFoldConfig.preset("tiny", heads={"plddt": 16, "tm": True}, **changes))
+    for parameter in model.parameters():
+        if not parameter.any():
+            nn.init.normal_(parameter, std=0.1)
+    return model.double()
+
+
+@cache
+def protein(passes: int) -> dict[str, Tensor]:
+    return proteins.batch([13, 11], FEATURES, passes=passes)
+
+
+def objective(model: Any, batch: Any) -> dict[str, Tensor]:
+    return loss(model, batch, ALL)
+
+
+def learnt(mesh: Mesh, passes: int, checkpoint: bool) -> tuple[dict[str, float], dict[str, np.ndarray], list[Tensor]]:
+    """Values, gradients of all parameters and of the alignment, over the ranks of a copy, and some outputs; with dropout."""
+    model = parallelize(network(checkpoint=checkpoint), mesh)
+    batch = dict(protein(passes))
+    batch["msa_feat"] = batch["msa_feat"].clone().requires_grad_()
+    torch.manual_seed(7)
+    values = objective(model, batch)
+    values["loss"].backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    gradients["msa_feat"] = batch["msa_feat"].grad
+    found = {name: sum_in_place(g.clone(), mesh["axial"]).numpy() for name, g in gradients.items() if g is not None}
+    with torch.no_grad():
+        prediction = model.eval()(batch)
+    return {name: value.item() for name, value in values.items()}, found, [prediction.msa, prediction.pair, prediction.positions]
+
+
+@pytest.mark.parametrize("axes", [{"axial": 2}, {"axial": 4}, {"replicate": 2, "axial": 2}], ids=str)
+@pytest.mark.parametrize(("passes", "checkpoint"), [(1, False), (3, True)])
+def test_a_cut_protein_is_the_whole_one(axes: dict[str, int], passes: int, checkpoint: bool) -> None:
+    values, gradients, outputs = learnt(alone(), passes, checkpoint)
+    largest = max(float(np.linalg.norm(g)) for g in gradients.values())
+    for found, cut, given in on_ranks(axes, learnt, passes, checkpoint):
+        assert found == pytest.approx(values, rel=1e-10, abs=1e-12)
+        assert cut.keys() == gradients.keys() and len(cut) > 150
+        for name, whole in gradients.items():
+            assert np.linalg.norm(cut[name] - whole) <= 1e-9 * np.linalg.norm(whole) + 1e-12 * largest, name
+        for one, other in zip(given, outputs, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
+def stepped(mesh: Mesh, shard: str) -> Any:
+    """Two steps of two copies, with dropout, clipping and an average."""
+    cfg = StepConfig(optimizer="adam", lr=1e-2, precision="fp64", clip=0.1, average=0.9, shard=shard)
+    torch.manual_seed(3)
+    step = Step(parallelize(network(), mesh), objective, cfg, mesh)
+    copy = mesh["replicate"].rank
+    values = [step({name: x[copy : copy + 1] for name, x in protein(1).items()}, 1e-2)["loss"].item() for _ in range(2)]
+    return values, pieces(step)
+
+
+@pytest.mark.parametrize("shard", ["none", "optimizer", "weights"])
+def test_steps_of_cut_copies_are_those_of_whole_ones(shard: str) -> None:
+    whole = on_ranks({"replicate": 2}, stepped, shard)
+    cut = on_ranks({"replicate": 2, "axial": 2}, stepped, shard)
+    for rank, (values, _) in enumerate(cut):
+        assert values == pytest.approx(whole[rank // 2][0], rel=1e-10)
+    expected, found = (joined([ours for _, ours in every]) for every in (whole, cut))
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-8, atol=1e-10, err_msg=name)
+
+
+def sent(mesh: Mesh) -> tuple[int, int]:
+    """Bytes that a block sends forward, and backward."""
+    model = parallelize(network(template=None, extra={"blocks": 1}), mesh)
+    block, traffic = model.evoformer.blocks[0], next(m.traffic for m in model.modules() if isinstance(m, Move))
+    counted = []
+    hooks = [
+        block.register_forward_pre_hook(lambda *_: counted.append(traffic.sent)),
+        block.register_forward_hook(lambda *_: counted.append(traffic.sent)),
+    ]
+    objective(model, {name: x[:1] for name, x in protein(1).items()})
+    for hook in hooks:
+        hook.remove()
+    return counted[1] - counted[0], traffic.messages
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_block_sends_what_the_formula_says(ranks: int) -> None:
+    """2 (S + N) N of entries that move, 6 N^2 of triangles' channels, biases of heads and the second factor of outer products."""
+    cfg = OpenFoldConfig.preset("tiny")
+    s, n, up = 5, 13, lambda x: -(-x // ranks)
+    moved = 2 * cfg.msa * up(s) * up(n) + 2 * cfg.pair * up(n) * up(n) + 6 * cfg.pairs.triangle // ranks * up(n) * n
+    gathered = (cfg.rows.heads + 2 * cfg.pairs.heads) * up(n) * n + cfg.rows.outer * s * up(n)
+    for block, _ in on_ranks({"axial": ranks}, sent):
+        assert block == 8 * (ranks - 1) * (moved + gathered)
+
+
+def refused(mesh: Mesh) -> str:
+    try:
+        objective(parallelize(network(), mesh), proteins.batch([3], FEATURES.model_copy(update={"crop": 3})))
+    except (DataError, MeshError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("ranks", "text"), [
+    (3, "mesh.axial is 3, which does not divide the 16 channels of template_embedder."),
+    (4, "3 places along dim 1 for the 4 ranks of mesh.axial; give longer samples, or set mesh.axial to 3 or less"),
+])  # fmt: skip
+def test_what_cannot_be_cut_is_refused(ranks: int, text: str) -> None:
+    assert all(text in said for said in on_ranks({"axial": ranks}, refused))
