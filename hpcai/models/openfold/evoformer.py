@@ -16,6 +16,7 @@ from hpcai.kernels.room import in_parts
 from hpcai.models.openfold.attention import ColumnAttention, GlobalColumnAttention, RowAttention, TriangleAttention
 from hpcai.models.openfold.config import MsaConfig, PairConfig
 from hpcai.models.openfold.layers import Dropout, Linear, Transition, channels_first
+from hpcai.nn.layernorm import LayerNorm
 
 _COUNT_EPS = 1e-3
 _CPU = 256 << 20  # bytes of edges at a time, where there are no gradients
@@ -38,7 +39,7 @@ class TriangleMultiplication(nn.Module):
     def __init__(self, channels: int, hidden: int, outgoing: bool) -> None:
         super().__init__()
         self.outgoing = outgoing
-        self.layer_norm_in, self.layer_norm_out = nn.LayerNorm(channels), nn.LayerNorm(hidden)
+        self.layer_norm_in, self.layer_norm_out = LayerNorm(channels, narrow=True), LayerNorm(hidden, narrow=True)
         self.linear_ab = Linear(channels, 4 * hidden)  # projections of a and b, then their gates
         self.linear_g = Linear(channels, channels, start="final")
         self.linear_z = Linear(hidden, channels, start="final")
@@ -76,7 +77,7 @@ class OuterProductMean(nn.Module):
 
     def __init__(self, channels: int, pair: int, hidden: int) -> None:
         super().__init__()
-        self.layer_norm = nn.LayerNorm(channels)
+        self.layer_norm = LayerNorm(channels, narrow=True)
         self.linear_1, self.linear_2 = Linear(channels, hidden), Linear(channels, hidden)
         self.linear_out = Linear(hidden**2, pair, start="final")
         self.every_residue = nn.Identity()  # seam: a residue meets every other
@@ -167,7 +168,7 @@ class TemplateStack(nn.Module):
     def __init__(self, channels: int, blocks: int, cfg: PairConfig, save: bool = False) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(PairUpdate(channels, cfg, attention_first=True) for _ in range(blocks))
-        self.layer_norm = nn.LayerNorm(channels)
+        self.layer_norm = LayerNorm(channels, narrow=True)
         self.save = save
         self.cut, self.join = nn.Identity(), nn.Identity()  # seams
 
