@@ -35,10 +35,12 @@ def _tile(rows, inner, units, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: t
 
 
 @triton.jit
-def _mask(mask_, outer, own, m0, m1, column, exists, UNIT: tl.constexpr, SPREAD: tl.constexpr):
+def _mask(mask_, row, rows, outer, own, m0, m1, column, exists, UNIT: tl.constexpr, SPREAD: tl.constexpr):
     if SPREAD:  # one value for a row
-        return tl.load(mask_ + outer * m0 + own * m1)[:, None].to(tl.float32)
-    return tl.load(mask_ + (outer * (m0 * UNIT) + own * (m1 * UNIT))[:, None] + column, exists, other=0.0).to(tl.float32)
+        value = tl.load(mask_ + (outer * m0 + own * m1)[:, None], (row < rows)[:, None], other=0.0)
+    else:
+        value = tl.load(mask_ + (outer * (m0 * UNIT) + own * (m1 * UNIT))[:, None] + column, exists, other=0.0)
+    return value.to(tl.float32)
 
 
 @_jit
@@ -51,7 +53,7 @@ def _forward(
     g = tl.load(g_ + (outer * (g0 * UNIT) + own * (g1 * UNIT))[:, None] + column, exists, other=0.0).to(tl.float32)
     y = x * tl.sigmoid(g)
     if mask_ is not None:
-        y *= _mask(mask_, outer, own, m0, m1, column, exists, UNIT, SPREAD)
+        y *= _mask(mask_, row, rows, outer, own, m0, m1, column, exists, UNIT, SPREAD)
     tl.store(y_ + row.to(tl.int64)[:, None] * (units * UNIT) + column, y.to(y_.dtype.element_ty), exists)
 
 
@@ -66,7 +68,7 @@ def _backward(
     g = tl.load(g_ + (outer * (g0 * UNIT) + own * (g1 * UNIT))[:, None] + column, exists, other=0.0).to(tl.float32)
     dy = tl.load(dy_ + here, exists, other=0.0).to(tl.float32)
     if mask_ is not None:
-        dy *= _mask(mask_, outer, own, m0, m1, column, exists, UNIT, SPREAD)
+        dy *= _mask(mask_, row, rows, outer, own, m0, m1, column, exists, UNIT, SPREAD)
     s = tl.sigmoid(g)
     dx = dy * s
     tl.store(dx_ + here, dx.to(dx_.dtype.element_ty), exists)
@@ -118,7 +120,7 @@ def _lying(x: Tensor, g: Tensor, mask: Tensor | None) -> dict[str, Any] | None:
     (x0, x1), (g0, g1), (m0, m1) = [*zip(over, step), (0, 0)][:3]
     even = all(n % UNIT == 0 for n in (columns, x0, x1, g0, g1, *(() if spread else (m0, m1))))
     unit = UNIT if even else 1
-    wide = min(TILE, triton.next_power_of_2(columns))
+    wide = min(TILE, triton.next_power_of_2(max(1, columns)))
     apart = 1 if spread else unit
     return {
         "rows": outer * inner, "inner": inner, "units": columns // unit, "x0": x0 // unit, "x1": x1 // unit, "g0": g0 // unit,

@@ -16,9 +16,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# Values of a tile: 16 a thread, 8 KiB in bf16. At 3.35 TB/s (H100), with 0.8 us for a read, 20 KB must be on their way to each of 132
-# multiprocessors: four programs that read one tensor (64 registers a thread) ask for 32 KiB, two of the backward pass, which read
-# two (128 registers), for as much. 4,096 values are 32 rows of 128 channels: where rows lie beside each other they are read in
+# Values of a tile: 16 a thread, 8 KiB in bf16. At 3.35 TB/s (H100), with 0.8 us for a read, 20 KB must be on their way to each of
+# 132 multiprocessors: four programs that read one tensor (64 registers a thread) ask for 32 KiB, two of the backward pass, which
+# read two (128 registers), for as much. 4,096 values are 32 rows of 128 channels: where rows lie beside each other they are read in
 # pieces of 64 bytes in bf16, of 128 in float32.
 TILE, WARPS = 4096, 8
 # More than these, and one program alone fits a multiprocessor; AMD's compiler takes no such number.
