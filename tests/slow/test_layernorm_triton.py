@@ -17,10 +17,11 @@ import itertools, torch, triton
 from hpcai.kernels import layernorm_triton as fused
 from tests.slow import formulas
 count = 0
-for (number, case), (x, y) in itertools.product(enumerate(formulas.NORMS), formulas.KINDS):
+for (number, case), narrow in itertools.product(enumerate(formulas.NORMS), (True, False)):
+    x, y = formulas.KINDS[number % 3 if narrow else 3]
     # Some tiles for each: rows that fill them and that end within one, programs with one tile and with several.
-    fused.TILE = triton.next_power_of_2(max(64, formulas.NORMS[case][0] // (3, 8)[count % 2]))
-    fused.PROGRAMS = (2, 528, 3)[(number + count) % 3]
+    fused.TILE = triton.next_power_of_2(max(64, formulas.NORMS[case][0] // (3, 8)[number % 2]))
+    fused.PROGRAMS = (2, 528, 3)[count % 3]
     formulas.norm(case, x, y, "cpu")
     count += 1
 fused.TILE = 1024
@@ -76,7 +77,7 @@ def run(program: str, *words: str, **environment: str) -> str:
 
 
 def test_kernels_are_the_formulas_over_shapes_strides_and_types() -> None:
-    assert "84 cases" in run(FORMULAS, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+    assert "42 cases" in run(FORMULAS, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
 
 
 @pytest.mark.parametrize("arch, name", ARCHITECTURES)
