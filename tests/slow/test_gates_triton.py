@@ -15,7 +15,7 @@ import itertools, torch
 from hpcai.kernels import gates_triton as fused
 from tests.slow import formulas
 for number, (case, kind) in enumerate(itertools.product(formulas.GATES, (torch.float32, torch.bfloat16))):
-    fused.TILE = (256, 4096, 1024)[number % 3]
+    fused.TILE = (512, 4096, 2048)[number % 3]
     formulas.gates(case, kind, "cpu")
 for case in ("triangles", "triangles in one protein", "channels last", "two halves of rows"):
     x, g, mask = formulas.GATES[case](torch.randn)
