@@ -20,7 +20,7 @@ from apps.openfold.synthetic import alignment, chain
 from hpcai.cli.trial import On, Subject, Switch
 from hpcai.data.splits import load
 from hpcai.dist import Mesh
-from hpcai.kernels import attention, gates, outer, triangle
+from hpcai.kernels import attention, gates, layernorm, outer, triangle
 from hpcai.models.openfold import (
     FeatureConfig,
     OpenFold,
@@ -35,6 +35,7 @@ from hpcai.models.openfold import (
 )
 from hpcai.models.openfold import attention as attentions
 from hpcai.models.openfold.features import collate
+from hpcai.nn import layernorm as norms
 
 _GPU = torch.cuda.is_available()
 # MLPerf HPC's.
@@ -113,7 +114,7 @@ def plainly() -> Iterator[None]:
     plain = [
         (attentions, "gated_attention", attention.plain), (attentions, "channels_first", channels_first),
         (evoformer, "gate", gates.plain), (evoformer, "channels_first", channels_first), (evoformer, "outer_product", outer.plain),
-        (evoformer, "halves", gates.plain_halves), (evoformer, "product", triangle.plain),
+        (evoformer, "halves", gates.plain_halves), (evoformer, "product", triangle.plain), (norms, "layer_norm", layernorm.plain),
         (evoformer, "in_parts", whole), (layers, "in_parts", whole), (objective, "several", lambda *_: 1 << 60),
     ]  # fmt: skip
     ours = [(module, name, getattr(module, name)) for module, name, _ in plain]

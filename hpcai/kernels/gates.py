@@ -5,18 +5,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hpcai.kernels import compiler
+
 
 def gate(x: Tensor, g: Tensor, mask: Tensor | None = None) -> Tensor:
-    """x * sigmoid(g) * mask, all of one shape or ``mask`` broadcast."""
+    """x * sigmoid(g) * mask, all of one shape or ``mask`` broadcast; on CUDA one kernel each way (``gates_triton``)."""
     if torch.compiler.is_compiling():
         return plain(x, g, mask)
+    if _fused(x, g):
+        from hpcai.kernels import gates_triton
+
+        return gates_triton.gate(x, g, mask)
     return _Gate.apply(x, g, mask)
+
+
+def _fused(x: Tensor, g: Tensor) -> bool:
+    """Whether the kernels take it: on a GPU, of one shape, in a type that they have."""
+    return compiler.takes(x) and x.dtype == g.dtype and x.dtype in (torch.bfloat16, torch.float32) and x.shape == g.shape
 
 
 def halves(xg: Tensor, mask: Tensor | None = None) -> Tensor:
     """``gate`` of the halves of one tensor along dim 1, whose gradient is one tensor too.   [B, 2 C, ...] -> [B, C, ...]"""
     if torch.compiler.is_compiling():
         return plain_halves(xg, mask)
+    x, g = xg.chunk(2, 1)
+    if _fused(x, g):
+        from hpcai.kernels import gates_triton
+
+        return gates_triton.halves(xg, mask)
     return _Halves.apply(xg, mask)
 
 

@@ -62,16 +62,19 @@ class _Outer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        a, b, weight, bias, count = ctx.saved_tensors
+        a, b, weight, _, count = ctx.saved_tensors
         channels = a.shape[3]
-        d_a, d_b = torch.empty_like(a), torch.zeros_like(b)
-        d_weight, d_bias, turned = torch.zeros_like(weight), torch.zeros_like(bias), _turned(weight, channels)
+        d_a, d_b, turned = torch.empty_like(a), torch.empty_like(b), _turned(weight, channels)
+        d_weight: Any = None
+        d_bias: Any = None
         for n, rows in _parts(a, b):
             left, right = a[n, :, rows].transpose(0, 1), b[n]  # [I, S, A], [S, J, A]
             above = (grad[n, rows] / count[n, rows, :, None]).flatten(0, 1)  # [I * J, C]
-            d_weight.addmm_(above.T, _products(left, right))
-            d_bias += above.sum(0)
+            made = _products(left, right)
+            d_weight = above.T @ made if d_weight is None else d_weight.addmm_(above.T, made)
+            d_bias = above.sum(0) if d_bias is None else d_bias.add_(above.sum(0))
             d = (above @ turned).view(len(left), -1, channels)  # [I, J * A, A]
             d_a[n, :, rows] = (right.flatten(1).expand(len(left), -1, -1) @ d).transpose(0, 1)
-            d_b[n] += (left @ d.transpose(1, 2)).sum(0).view(right.shape)
+            by_right = (left @ d.transpose(1, 2)).sum(0).view(right.shape)
+            d_b[n] = by_right if rows.start == 0 else d_b[n] + by_right
         return d_a, d_b, _turned(d_weight, channels), d_bias, None

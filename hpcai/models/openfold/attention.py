@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from hpcai.kernels.attention import gated_attention
 from hpcai.models.openfold.layers import Linear, channels_first, draw
+from hpcai.nn.layernorm import LayerNorm
 from hpcai.nn.seam import Seam
 
 
@@ -43,7 +44,7 @@ class RowAttention(nn.Module):
 
     def __init__(self, channels: int, pair: int, head: int, heads: int) -> None:
         super().__init__()
-        self.layer_norm_m, self.layer_norm_z = nn.LayerNorm(channels), nn.LayerNorm(pair)
+        self.layer_norm_m, self.layer_norm_z = LayerNorm(channels, narrow=True), LayerNorm(pair, narrow=True)
         self.linear_z = Linear(pair, heads, bias=False)
         self.attention = GatedAttention(channels, head, heads)
         self.every_row = Seam()  # a sequence meets every pair
@@ -58,7 +59,7 @@ class ColumnAttention(nn.Module):
 
     def __init__(self, channels: int, head: int, heads: int) -> None:
         super().__init__()
-        self.layer_norm_m = nn.LayerNorm(channels)
+        self.layer_norm_m = LayerNorm(channels, narrow=True)
         self.attention = GatedAttention(channels, head, heads)
 
     def forward(self, m: Tensor, mask: Tensor) -> Tensor:
@@ -71,7 +72,7 @@ class GlobalColumnAttention(nn.Module):
     def __init__(self, channels: int, head: int, heads: int) -> None:
         super().__init__()
         self.head, self.heads = head, heads
-        self.layer_norm_m = nn.LayerNorm(channels)
+        self.layer_norm_m = LayerNorm(channels)
         self.linear_q = Linear(channels, head * heads, bias=False, start="glorot")
         self.linear_kv = Linear(channels, 2 * head, bias=False, start="glorot")
         self.linear_g = Linear(channels, head * heads, start="final")
@@ -101,7 +102,7 @@ class TriangleAttention(nn.Module):
     def __init__(self, channels: int, head: int, heads: int, starting: bool) -> None:
         super().__init__()
         self.starting = starting
-        self.layer_norm = nn.LayerNorm(channels)
+        self.layer_norm = LayerNorm(channels, narrow=True)
         self.linear = Linear(channels, heads, bias=False)
         self.attention = GatedAttention(channels, head, heads)
         self.every_row = Seam()  # a row meets every pair of its columns

@@ -12,6 +12,7 @@ from hpcai.models.openfold.config import TemplateConfig
 from hpcai.models.openfold.evoformer import TemplateStack
 from hpcai.models.openfold.layers import Linear, one_hot
 from hpcai.models.openfold.residues import MASKED
+from hpcai.nn.layernorm import LayerNorm
 
 _LETTERS = MASKED + 1  # alignments have 20, unknown, gap, masked
 _TYPES = _LETTERS - 1
@@ -45,7 +46,7 @@ class RecyclingEmbedder(nn.Module):
     def __init__(self, msa: int, pair: int) -> None:
         super().__init__()
         self.linear = Linear(15, pair)
-        self.layer_norm_m, self.layer_norm_z = nn.LayerNorm(msa), nn.LayerNorm(pair)
+        self.layer_norm_m, self.layer_norm_z = LayerNorm(msa), LayerNorm(pair)
         self.register_buffer("edges", square_edges(3.25, 20.75, 15), persistent=False)
 
     def forward(self, m: Tensor, z: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:

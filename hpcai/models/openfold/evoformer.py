@@ -17,6 +17,7 @@ from hpcai.kernels.triangle import product
 from hpcai.models.openfold.attention import ColumnAttention, GlobalColumnAttention, RowAttention, TriangleAttention
 from hpcai.models.openfold.config import MsaConfig, PairConfig
 from hpcai.models.openfold.layers import Dropout, Linear, Transition, channels_first
+from hpcai.nn.layernorm import LayerNorm
 from hpcai.nn.seam import Seam
 
 _COUNT_EPS = 1e-3
@@ -42,7 +43,7 @@ class TriangleMultiplication(nn.Module):
     def __init__(self, channels: int, hidden: int, outgoing: bool) -> None:
         super().__init__()
         self.outgoing = outgoing
-        self.layer_norm_in, self.layer_norm_out = nn.LayerNorm(channels), nn.LayerNorm(hidden)
+        self.layer_norm_in, self.layer_norm_out = LayerNorm(channels, narrow=True), LayerNorm(hidden, narrow=True)
         self.linear_ab = Linear(channels, 4 * hidden)  # projections of a and b, then their gates
         self.linear_g = Linear(channels, channels, start="final")
         self.linear_z = Linear(hidden, channels, start="final")
@@ -64,7 +65,9 @@ class TriangleMultiplication(nn.Module):
 
     def _edges(self, z: Tensor, mask: Tensor, some: slice) -> Tensor:
         """Some channels of the sums over the third residues.   [B, c, R/n, R]"""
-        weight, bias = (each.unflatten(0, (4, -1))[:, some].flatten(0, 1) for each in (self.linear_ab.weight, self.linear_ab.bias))
+        weight, bias = self.linear_ab.weight, self.linear_ab.bias
+        if some != slice(0, self.linear_z.in_features):
+            weight, bias = (each.unflatten(0, (4, -1))[:, some].flatten(0, 1) for each in (weight, bias))
         ab = halves(channels_first(weight, bias, z), mask[:, None])
         return self.to_rows(product(self.to_channels(ab), self.outgoing))
 
@@ -77,14 +80,16 @@ class OuterProductMean(nn.Module):
 
     def __init__(self, channels: int, pair: int, hidden: int) -> None:
         super().__init__()
-        self.layer_norm = nn.LayerNorm(channels)
+        self.layer_norm = LayerNorm(channels, narrow=True)
         self.linear_1, self.linear_2 = Linear(channels, hidden), Linear(channels, hidden)
         self.linear_out = Linear(hidden**2, pair, start="final")
         self.every_residue = Seam()  # a residue meets every other
 
     def forward(self, m: Tensor, masks: Masks) -> Tensor:
-        m, mask = self.layer_norm(m), masks.columns[..., None]
-        a, b = self.linear_1(m) * mask, self.every_residue(self.linear_2(m) * mask, masks.size[1])
+        m = self.layer_norm(m)
+        a, b = self.linear_1(m), self.linear_2(m)
+        mask = masks.columns[..., None].to(a.dtype)  # or the products would be wider than both
+        a, b = a * mask, self.every_residue(b * mask, masks.size[1])
         return outer_product(a, b, self.linear_out.weight, self.linear_out.bias, masks.both + _COUNT_EPS)
 
 
@@ -173,7 +178,7 @@ class TemplateStack(nn.Module):
     def __init__(self, channels: int, blocks: int, cfg: PairConfig, save: bool = False) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(PairUpdate(channels, cfg, attention_first=True) for _ in range(blocks))
-        self.layer_norm = nn.LayerNorm(channels)
+        self.layer_norm = LayerNorm(channels, narrow=True)
         self.save = save
         self.cut, self.join = Seam(), Seam()
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from hpcai.models.openfold.config import HeadsConfig
 from hpcai.models.openfold.layers import Linear
 from hpcai.models.openfold.residues import ATOMS, MASKED
+from hpcai.nn.layernorm import LayerNorm
 
 PLDDT_BINS, DISTANCE_BINS, ERROR_BINS = 50, 64, 64
 
@@ -30,7 +31,7 @@ class Confidence(nn.Module):
 
     def __init__(self, single: int, hidden: int) -> None:
         super().__init__()
-        self.layer_norm = nn.LayerNorm(single)
+        self.layer_norm = LayerNorm(single)
         self.linear_1, self.linear_2 = Linear(single, hidden, start="relu"), Linear(hidden, hidden, start="relu")
         self.linear_3 = Linear(hidden, PLDDT_BINS, start="final")
 

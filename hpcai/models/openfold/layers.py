@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from hpcai.kernels.room import in_parts
+from hpcai.nn.layernorm import LayerNorm
 
 Start = Literal["lecun", "relu", "glorot", "final"]
 _CPU = 32 << 20  # bytes of widened rows at a time, where there are no gradients
@@ -41,7 +42,7 @@ class Transition(nn.Module):
 
     def __init__(self, channels: int, widen: int) -> None:
         super().__init__()
-        self.layer_norm = nn.LayerNorm(channels)
+        self.layer_norm = LayerNorm(channels, narrow=True)
         self.linear_1 = Linear(channels, widen * channels, start="relu")
         self.linear_2 = Linear(widen * channels, channels, start="final")
 

@@ -13,6 +13,7 @@ from hpcai.models.openfold import residues
 from hpcai.models.openfold.config import StructureConfig
 from hpcai.models.openfold.geometry import Frames, groups_of, rotation_of, turned_further
 from hpcai.models.openfold.layers import Linear
+from hpcai.nn.layernorm import LayerNorm
 
 _UNIT = 10.0  # angstrom
 _EPS = 1e-8
@@ -118,7 +119,7 @@ class Transition(nn.Module):
             for _ in range(cfg.transition_layers)
         )
         self.dropout = nn.Dropout(cfg.dropout)
-        self.layer_norm = nn.LayerNorm(single)
+        self.layer_norm = LayerNorm(single)
 
     def forward(self, s: Tensor) -> Tensor:
         for layer in self.layers:
@@ -139,11 +140,11 @@ class StructureModule(nn.Module):
     def __init__(self, single: int, pair: int, cfg: StructureConfig) -> None:
         super().__init__()
         self.cfg = cfg
-        self.layer_norm_s, self.layer_norm_z = nn.LayerNorm(single), nn.LayerNorm(pair)
+        self.layer_norm_s, self.layer_norm_z = LayerNorm(single), LayerNorm(pair)
         self.linear_in = Linear(single, single)
         self.ipa = PointAttention(single, pair, cfg)
         self.ipa_dropout = nn.Dropout(cfg.dropout)
-        self.layer_norm_ipa = nn.LayerNorm(single)
+        self.layer_norm_ipa = LayerNorm(single)
         self.transition = Transition(single, cfg)
         self.bb_update = Linear(single, 6, start="final")
         self.angle_resnet = Angles(single, cfg)

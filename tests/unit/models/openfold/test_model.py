@@ -19,6 +19,7 @@ from hpcai.models.openfold.geometry import Frames, rotation_of
 from hpcai.models.openfold.layers import Dropout
 from hpcai.models.openfold.objective import point_error, terms, total
 from hpcai.models.openfold.structure import StructureModule
+from hpcai.nn import LayerNorm
 from hpcai.nn.seam import Seam
 from hpcai.settings import StepConfig
 from hpcai.train import Step
@@ -52,6 +53,31 @@ def learnt(model: OpenFold, batch: dict[str, Tensor]) -> tuple[dict[str, Tensor]
     values = loss(model, batch, ALL)
     values["loss"].backward()
     return values, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_norms_that_products_read_are_as_narrow_as_these_make_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under autocast as a GPU has it, where torch's layer norm gives float32: the forward pass has the same bits."""
+    original, model, batch = nn.functional.layer_norm, still(network(torch.float32)), proteins.batch([14])
+
+    def as_on_a_gpu(x: Tensor, shape: Any, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        narrow = torch.is_autocast_enabled("cpu")
+        with torch.autocast("cpu", enabled=False):
+            return original(x.float() if narrow else x, shape, weight, bias, eps)
+
+    monkeypatch.setattr(nn.functional, "layer_norm", as_on_a_gpu)
+    norms = [layer for layer in model.modules() if isinstance(layer, nn.LayerNorm)]
+    assert all(isinstance(layer, LayerNorm) for layer in norms)
+    found = []
+    for narrow in (True, False):
+        for layer in norms:
+            layer.narrow = layer.narrow and narrow
+        with torch.autocast("cpu", torch.bfloat16):
+            found.append(learnt(model, batch))
+    (values, grads), (expected, wide) = found
+    assert torch.equal(values["loss"], expected["loss"])
+    largest = max(float(gradient.norm()) for gradient in wide.values())
+    for name, gradient in wide.items():  # what two products learn is added in bfloat16
+        assert float((grads[name] - gradient).norm()) <= 0.02 * float(gradient.norm()) + 1e-3 * largest, name
 
 
 def test_a_batch_is_the_mean_of_its_proteins() -> None:

@@ -14,6 +14,10 @@ from hpcai.kernels import attention, compiler, outer, room
 from hpcai.models.openfold import OpenFold, OpenFoldConfig, loss, objective
 from tests import proteins
 
+gates_triton, layernorm_triton = (
+    pytest.importorskip(f"hpcai.kernels.{name}_triton", reason="triton is not installed: operations are NOT counted")
+    for name in ("gates", "layernorm")
+)
 VIEWS = {
     "view", "_unsafe_view", "expand", "permute", "transpose", "t", "slice", "select", "unsqueeze", "squeeze", "split", "detach",
     "alias", "as_strided", "unbind", "diagonal", "unfold", "lift_fresh", "_reshape_alias", "split_with_sizes", "device",
@@ -35,9 +39,19 @@ class Count(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+class Launched:
+    """A kernel that nobody runs: an operation when it is launched."""
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *args, **words: torch.ones(1)
+
+
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(compiler, "takes", lambda x: True)
+    for module in (gates_triton, layernorm_triton):
+        for name in ("_forward", "_backward"):
+            monkeypatch.setattr(module, name, Launched())
     for module in (attention, objective, outer, room):
         monkeypatch.setattr(module, "several", lambda x, each, cpu: max(1, room._GPU // each))
     yield
@@ -63,8 +77,9 @@ def operations(blocks: int) -> Counter[str]:
 
 
 def test_a_step_is_few_operations() -> None:
-    """545 a block and 5,400 around the blocks, before kernels and what all passes of the structure module share."""
+    """About 545 a block and 5,400 around the blocks, before there were kernels and before what follows the passes of the structure
+    module was computed of all of them at once."""
     few, more = operations(2), operations(4)
     block = (more.total() - few.total()) / 2
     print(f"{block:.0f} operations a block, {few.total() - 2 * block:.0f} around; {dict((more - few).most_common(12))}")
-    assert block <= 272 and few.total() - 2 * block <= 2200
+    assert block <= 295 and few.total() - 2 * block <= 1500

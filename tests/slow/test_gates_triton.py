@@ -1,0 +1,40 @@
+"""The Triton kernels of gates: run by Triton's interpreter they are the formulas, and they compile for A100, H100 and B200."""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed: the CUDA kernels are NOT tested")
+
+from tests.slow.test_layernorm_triton import ARCHITECTURES, COMPILED, run
+
+pytestmark = pytest.mark.slow
+
+FORMULAS = """
+import itertools, torch
+from hpcai.kernels import gates_triton as fused
+from tests.slow import formulas
+for number, (case, kind) in enumerate(itertools.product(formulas.GATES, (torch.float32, torch.bfloat16))):
+    fused.TILE = (512, 4096, 2048)[number % 3]
+    formulas.gates(case, kind, "cpu")
+    formulas.halves(kind, "cpu")
+for case in ("triangles", "triangles in one protein", "channels last", "two halves of rows"):
+    x, g, mask = formulas.GATES[case](torch.randn)
+    plan = fused._plan(x, g, mask)
+    assert plan.x is x and plan.g is g and plan.mask is mask, f"{case} are read as they are"
+x, g, mask = formulas.GATES["triangles, incoming"](torch.randn)
+plan = fused._plan(x, g, mask)
+assert plan.x is x and plan.g is g, "a mask alone is copied"
+print(number + 1, "cases")
+"""
+
+
+def test_kernels_are_the_formulas_over_shapes_strides_and_masks() -> None:
+    assert "30 cases" in run(FORMULAS, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+
+
+@pytest.mark.parametrize("arch, name", ARCHITECTURES)
+def test_every_kernel_compiles_without_spills_and_atomics_and_moves_vectors(tmp_path: Path, arch: str, name: str) -> None:
+    words = str(tmp_path / "cubin"), "hpcai.kernels.gates_triton", arch, "64", "80"
+    print(made := run(COMPILED, *words, TRITON_CACHE_DIR=str(tmp_path)))
+    assert made.count(f"{name}|") == 12
