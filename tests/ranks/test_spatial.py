@@ -69,7 +69,7 @@ class Unet(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Sequential(Conv3d(2, 6, 3, padding=1, bias=False), InstanceNorm(6, relu=True))
+        self.first = nn.Sequential(Conv3d(2, 6, 3, padding=1, bias=False), InstanceNorm(6, "relu"))
         self.down = nn.Sequential(nn.Conv3d(6, 8, 3, 2, 1), nn.GroupNorm(2, 8), nn.ReLU())
         deep = (nn.Conv3d(8, 8, 3, 2, 1), nn.BatchNorm3d(8), nn.Conv3d(8, 8, 3, padding=1), BatchNorm(8, relu=True))
         self.deep = nn.Sequential(*deep)

@@ -30,7 +30,7 @@ class Seam(nn.Module):
 def pair(kind: type, ndim: int, relu: bool, dtype: torch.dtype, seam: bool = False, channels: int = 5, **words: Any) -> Any:
     """torch's norm and ours, with the same weights."""
     theirs = INSTANCE[ndim](channels, affine=True) if kind is InstanceNorm else BATCH[ndim](channels, **words)
-    ours = kind(channels, relu, **words).to(dtype)
+    ours = kind(channels, ("relu" if relu else None) if kind is InstanceNorm else relu, **words).to(dtype)
     for parameter in theirs.to(dtype).parameters():
         nn.init.normal_(parameter)
     assert list(theirs.state_dict()) == list(ours.state_dict())
