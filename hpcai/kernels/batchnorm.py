@@ -2,14 +2,14 @@
 
     y = act(weight * (x - mean) / sqrt(variance + eps) + bias + plus)
 
-``x`` [B, C, ...] float32, float64, bfloat16 or float16; ``weight``, ``bias`` [C] and statistics float32 (float64 for a float64 ``x``).
+``x`` [B, C, ...] float32, float64, bfloat16 or float16; ``weight``, ``bias`` [C] and statistics float32 (float64 for a float64 x).
 Statistics are those of S samples, one after the other [S*C]: S = 1, all of a batch as one (batch norm, Ioffe and Szegedy 2015), or
-S = B, each for itself (instance norm, Ulyanov et al. 2016), where neighbouring channels may share them (group norm, Wu and He 2018).
-They cover all processes over which ``total`` adds a small tensor, in place: one message forward, one backward.
+S = B, each for itself (instance norm, Ulyanov et al. 2016), where neighbouring channels may share them (group norm, Wu and He
+2018). They cover all processes over which ``total`` adds a small tensor, in place: one message forward, one backward.
 
-On CUDA and channels-last memory each pass over ``x`` is one Triton kernel for all samples (``batchnorm_triton``); elsewhere it is the
-plain-torch twin in this file. Nothing is read from the device. For the backward pass the kernels keep ``x`` alone, and work out anew
-what the activation saw, unless something was added there; the twin keeps y where a rectifier made it, which is quicker.
+On CUDA and channels-last memory each pass over ``x`` is one Triton kernel for all samples (``batchnorm_triton``); elsewhere it is
+the plain-torch twin in this file. Nothing is read from the device. For the backward pass the kernels keep ``x`` alone, and work out
+anew what the activation saw, unless something was added there; the twin keeps y where a rectifier made it, which is quicker.
 """
 
 from collections.abc import Callable
@@ -49,8 +49,8 @@ class Rule(NamedTuple):
 
 
 def moments(x: Tensor, total: Total | None, samples: int = 1, group: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and biased variance [S*C/group] of ``group`` neighbouring channels each, in each of S ``samples``, and the count of their
-    values [] float64, over all processes."""
+    """Mean and biased variance [S*C/group] of ``group`` neighbouring channels each, in each of S ``samples``, and the count of
+    their values [] float64, over all processes."""
     mean, variance = _passes(x).moments(x, samples, group)
     return agreed(mean, variance, x.numel() // mean.numel(), total)
 
@@ -104,17 +104,17 @@ def gradients(dy: Tensor, x: Tensor, y: Tensor | None, rule: Rule, count: Tensor
               need_plus: bool = False) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
     """Gradients by x, plus, weight, bias; those by weight and bias count this process's values alone.
 
-    ``y``: what ``normalise`` returned, where ``keeps`` said so.
+    ``y``: what ``normalise`` returned, where ``keeps`` said so. dz, before the activation, is the gradient by plus.
     """
     passes, samples, channels = _passes(x), rule.samples, x.shape[1]
-    dz, both = passes.sums(dy.contiguous(memory_format=_format(x)), x, y, rule, need_plus)
+    dz, both = passes.sums(dy.contiguous(memory_format=_format(x)), x, y, rule)
     # A group's mean moves with each of its channels, as much as that one's weight says.
     sums = (both.view(2, samples, channels) * rule.weight).view(2, -1, group)
     sums = sums.squeeze(-1) if group == 1 else sums.sum(-1)
     if total is not None:
         sums = total(sums)
     over = spread(sums / count, group)
-    dx = passes.by_input(dz, x, y, rule._replace(act=None) if need_plus else rule, *over)
+    dx = passes.by_input(dz, x, rule if y is None else rule._replace(act=None), *over)
     dweight, dbias = both if samples == 1 else both.view(2, samples, channels).sum(1)
     return dx, dz if need_plus else None, dweight, dbias
 
@@ -162,7 +162,7 @@ class _Plain:
         return activated(y if plus is None else y.add_(plus), rule.act, rule.slope, inplace=True)
 
     @staticmethod
-    def sums(dy: Tensor, x: Tensor, y: Tensor | None, rule: Rule, keep: bool) -> tuple[Tensor, Tensor]:
+    def sums(dy: Tensor, x: Tensor, y: Tensor | None, rule: Rule) -> tuple[Tensor, Tensor]:
         """dz, the gradient before the activation, and the sums of dz*(x - mean)*invstd and of dz [2, S*C]."""
         dz, invstd = through(dy, x, y, rule), (rule.variance + rule.eps).rsqrt()
         parts, _ = _parts(x, rule.samples)
@@ -171,11 +171,10 @@ class _Plain:
         return dz, _joined([_sums(*values) for values in each], -1)
 
     @staticmethod
-    def by_input(dz: Tensor, x: Tensor, y: Tensor | None, rule: Rule, by_weight: Tensor, by_bias: Tensor) -> Tensor:
-        """invstd * (weight*dz - by_bias - (x - mean)*invstd*by_weight); y and the activation have no part: dz is what ``sums``
-        made."""
+    def by_input(dz: Tensor, x: Tensor, rule: Rule, by_weight: Tensor, by_bias: Tensor) -> Tensor:
+        """invstd * (weight*dz - by_bias - (x - mean)*invstd*by_weight), with dz from ``sums``, so that the activation has no part."""
         invstd = (rule.variance + rule.eps).rsqrt()
-        (parts, repeated), (dzs, _) = _parts(x, rule.samples), _parts(dz, rule.samples)
+        (parts, _), (dzs, _) = _parts(x, rule.samples), _parts(dz, rule.samples)
         scale = invstd.view(rule.samples, -1) * rule.weight
         given = (rule.mean, -invstd.square() * by_weight, -invstd * by_bias, scale.flatten())
         return _shaped([_by_input(*values) for values in zip(dzs, parts, *(v.chunk(len(parts)) for v in given))], x)
@@ -184,7 +183,8 @@ class _Plain:
 def _moments(x: Tensor) -> Tensor:
     """Mean and biased variance of each channel [2, C]."""
     if x.device.type != "cpu":
-        variance, mean = torch.var_mean(x if x.dtype == torch.float64 else x.float(), [d for d in range(x.ndim) if d != 1], correction=0)
+        wide = x if x.dtype == torch.float64 else x.float()
+        variance, mean = torch.var_mean(wide, [d for d in range(x.ndim) if d != 1], correction=0)
         return torch.stack((mean, variance))
     folded, fold = _folded(x)
     scratch = torch.zeros(folded.shape[1], dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)

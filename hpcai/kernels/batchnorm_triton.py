@@ -117,38 +117,41 @@ def _sums(
     UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     channel, exists, at, first, own, place = _strip(rows, units, span, UNIT, ROWS, COLUMNS)
-    mean, scale, shift, invstd = _rule(mean_, variance_, weight_, bias_, eps, channel, at, exists)
+    mean, scale, shift, _ = _rule(mean_, variance_, weight_, bias_, eps, channel, at, exists)
     by_weight, by_bias = tl.zeros((ROWS, COLUMNS), tl.float32), tl.zeros((ROWS, COLUMNS), tl.float32)
     for tile in range(tl.cdiv(own, ROWS)):
         here = (first + tile * ROWS) * (units * UNIT) + place
         mask = (tl.arange(0, ROWS)[:, None] < own - tile * ROWS) & exists[None, :]
         dz = tl.load(dy_ + here, mask, other=0.0).to(tl.float32)
         off = tl.load(x_ + here, mask, other=0.0).to(tl.float32) - mean
-        if y_ is not None:  # something was added before the activation
-            dz = _through(dz, tl.load(y_ + here, mask, other=0.0).to(tl.float32), slope, ACT)
-        else:
+        if y_ is None:
             dz = _through(dz, off * scale + shift, slope, ACT)
-        if dz_ is not None:
+        else:  # something was added before the activation
+            dz = _through(dz, tl.load(y_ + here, mask, other=0.0).to(tl.float32), slope, ACT)
             tl.store(dz_ + here, dz.to(dz_.dtype.element_ty), mask)
         by_weight += dz * off
         by_bias += dz
+    invstd = tl.rsqrt(tl.load(variance_ + at, exists, other=1.0) + eps)  # not held during the loop, whose registers are few
     _keep(tl.sum(by_weight, 0) * invstd, tl.sum(by_bias, 0), partial_, at, exists, units, UNIT, COLUMNS)
 
 
 @_jit
 def _merge(
-    partial_, one_, two_, rows, span, parts, columns, group, MOMENTS: tl.constexpr, PARTS: tl.constexpr, COLUMNS: tl.constexpr,
+    partial_, one_, two_, rows, span, parts, columns, group, MOMENTS: tl.constexpr, GROUPED: tl.constexpr, PARTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Two sums over strips of ``span`` rows; or mean and variance, from squares in float64, where a large mean costs no digits.
 
-    Each statistic is that of ``group`` neighbouring channels of ``columns``.
+    Each statistic is that of ``group`` neighbouring channels of ``columns``, more than one if ``GROUPED``.
     """
     own = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     one, two = tl.zeros((PARTS, COLUMNS), tl.float64), tl.zeros((PARTS, COLUMNS), tl.float64)
     for start in range(0, parts * group, PARTS):
         piece = start + tl.arange(0, PARTS)[:, None]
-        part = (piece // group).to(tl.int64)
-        mask, here = (part < parts) & (own < columns // group), partial_ + part * 2 * columns + own * group + piece % group
+        part, column = piece.to(tl.int64), own
+        if GROUPED:
+            part, column = (piece // group).to(tl.int64), own * group + piece % group
+        mask, here = (part < parts) & (column < columns), partial_ + part * 2 * columns + column
         first = tl.load(here, mask, other=0.0).to(tl.float64)
         second = tl.load(here + columns, mask, other=0.0).to(tl.float64)
         if MOMENTS:
@@ -185,7 +188,7 @@ def _normalise(
 
 @_jit
 def _by_input(
-    dy_, x_, y_, dx_, mean_, variance_, weight_, bias_, eps, slope, by_weight_, by_bias_, rows, units, span, ACT: tl.constexpr,
+    dy_, x_, dx_, mean_, variance_, weight_, bias_, eps, slope, by_weight_, by_bias_, rows, units, span, ACT: tl.constexpr,
     UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     channel, exists, at, first, own, place = _strip(rows, units, span, UNIT, ROWS, COLUMNS)
@@ -197,10 +200,7 @@ def _by_input(
         mask = (tl.arange(0, ROWS)[:, None] < own - tile * ROWS) & exists[None, :]
         dz = tl.load(dy_ + here, mask, other=0.0).to(tl.float32)
         off = tl.load(x_ + here, mask, other=0.0).to(tl.float32) - mean
-        if y_ is not None:
-            dz = _through(dz, tl.load(y_ + here, mask, other=0.0).to(tl.float32), slope, ACT)
-        else:
-            dz = _through(dz, off * scale + shift, slope, ACT)
+        dz = _through(dz, off * scale + shift, slope, ACT)
         tl.store(dx_ + here, (scale * dz - by_one - off * by_off).to(dx_.dtype.element_ty), mask)
 
 
@@ -240,8 +240,8 @@ def _merged(partial: Tensor, plan: _Plan, group: int, MOMENTS: bool) -> Tensor:
     (rows, _, span), (parts, _, columns) = plan.sizes, partial.shape
     both = torch.empty(2, columns // group, dtype=torch.float32, device=partial.device)
     _merge[(triton.cdiv(columns // group, SECTOR),)](
-        partial, *both, rows, span * plan.shape["ROWS"], parts, columns, group, MOMENTS=MOMENTS, PARTS=PARTS, COLUMNS=SECTOR,
-        num_warps=WARPS,
+        partial, *both, rows, span * plan.shape["ROWS"], parts, columns, group, MOMENTS=MOMENTS, GROUPED=group > 1, PARTS=PARTS,
+        COLUMNS=SECTOR, num_warps=WARPS,
     )  # fmt: skip
     return both
 
@@ -270,27 +270,28 @@ def keeps(rule: Rule, plus: bool) -> bool:
     return plus and rule.act is not None
 
 
-def sums(dy: Tensor, x: Tensor, y: Tensor | None, rule: Rule, keep: bool) -> tuple[Tensor, Tensor]:
+def sums(dy: Tensor, x: Tensor, y: Tensor | None, rule: Rule) -> tuple[Tensor, Tensor]:
     """dz, the gradient before the activation, and the sums of dz*(x - mean)*invstd and of dz [2, S*C] float32.
 
-    Without ``keep`` the first is ``dy`` itself: ``by_input`` takes the activation's part anew, and dz is never written.
+    Without y the first is ``dy`` itself: ``by_input`` works dz out anew, and it is never written. With y, reading that again would
+    cost as much as dz does.
     """
     plan = _plan(x, rule.samples)
     dy_, y_ = _like(x, plan.form, dy=dy, y=y)
-    dz = torch.empty_like(dy, memory_format=plan.form) if keep and rule.act is not None else None
+    dz = None if y is None else torch.empty_like(dy, memory_format=plan.form)
     with torch.cuda.device_of(x):
         partial = _partial(x, plan, rule.samples)
         _sums[plan.grid](dy_, x, y_, dz, *rule.numbers, partial, *plan.sizes, ACT=rule.act, **plan.shape)
         return dy if dz is None else dz, _merged(partial, plan, 1, False)
 
 
-def by_input(dy: Tensor, x: Tensor, y: Tensor | None, rule: Rule, by_weight: Tensor, by_bias: Tensor) -> Tensor:
+def by_input(dy: Tensor, x: Tensor, rule: Rule, by_weight: Tensor, by_bias: Tensor) -> Tensor:
     """invstd * (weight*dz - by_bias - (x - mean)*invstd*by_weight), with dz the gradient before the activation of ``rule``."""
     plan = _plan(x, rule.samples)
-    dy_, y_ = _like(x, plan.form, dy=dy, y=y)
+    (dy_,) = _like(x, plan.form, dy=dy)
     dx = torch.empty_like(x, memory_format=plan.form)
     with torch.cuda.device_of(x):
-        _by_input[plan.grid](dy_, x, y_, dx, *rule.numbers, by_weight, by_bias, *plan.sizes, ACT=rule.act, **plan.shape)
+        _by_input[plan.grid](dy_, x, dx, *rule.numbers, by_weight, by_bias, *plan.sizes, ACT=rule.act, **plan.shape)
     return dx
 
 
@@ -298,10 +299,10 @@ def variants() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any]]]:
     """(name, kernel, signature, constexprs) of what training launches, for compilation ahead of time."""
     acts, launched = [None, *ACTIVATIONS], list[tuple[Any, str, dict[str, Any]]]()
     launched += (
-        (_moments, "", {}), (_merge, "", {"MOMENTS": True}), (_merge, "", {"MOMENTS": False}),
+        (_moments, "", {}), *((_merge, "", {"MOMENTS": m, "GROUPED": g}) for m, g in ((True, False), (True, True), (False, False))),
         *((_normalise, "plus_", {"ACT": act}) for act in acts), (_normalise, "", {"ACT": "relu"}),
-        *((_sums, "y_ dz_", {"ACT": act}) for act in acts), (_sums, "dz_", {"ACT": "relu"}), (_sums, "", {"ACT": "relu"}),
-        *((_by_input, "y_", {"ACT": act}) for act in acts), (_by_input, "", {"ACT": "relu"}),
+        *((_sums, "y_ dz_", {"ACT": act}) for act in acts), (_sums, "", {"ACT": "relu"}),
+        *((_by_input, "", {"ACT": act}) for act in acts),
     )  # fmt: skip
     for kernel, absent, more in launched:
         shape = {"PARTS": PARTS, "COLUMNS": SECTOR} if kernel is _merge else {"UNIT": UNIT, "ROWS": TILE // 128, "COLUMNS": 128}

@@ -82,8 +82,8 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
 
 class Normalise(torch.autograd.Function):
     """Normalisation with the statistics of ``samples`` samples, each for itself or a batch as one, which ``group`` neighbouring
-    channels share; then the sum and the activation. Whatever the batch, one message goes forward and one backward through ``total``.
-    """
+    channels share; then the sum and the activation. Whatever the batch, one message goes forward and one backward through
+    ``total``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, plus: Tensor | None, weight: Tensor, bias: Tensor, eps: float, act: str | None, slope: float,

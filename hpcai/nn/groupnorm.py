@@ -14,9 +14,9 @@ class PerSample(nn.Module):
     """A norm with statistics of each sample, over groups of neighbouring channels, then ``activation``: relu, leaky_relu with
     ``slope``, silu or None.   [B, C, ...] -> the same, in the same memory format
 
-    Statistics are float32, or float64 for a float64 input. ``total`` is the seam for a sample that is cut over several processes: a
-    module there adds a small tensor over them, in place. Raises ValueError for an unknown activation, for a slope that is not above 0
-    and, in ``forward``, for one value per group, which has no statistics.
+    Statistics are float32, or float64 for a float64 input. ``total`` is the seam for a sample that is cut over several processes:
+    a module there adds a small tensor over them, in place. Raises ValueError for an unknown activation, for a slope that is not
+    above 0 and, in ``forward``, for one value per group, which has no statistics.
     """
 
     channels: int
@@ -83,6 +83,6 @@ class GroupNorm(PerSample, nn.GroupNorm):
     def __init__(self, groups: int, channels: int, activation: str | None = None, slope: float = 0.01, eps: float = 1e-5,
                  affine: bool = True) -> None:  # fmt: skip
         if groups < 1 or channels % groups:
-            raise ValueError(f"{channels} channels cannot make {groups} groups; give a number of groups that divides them")
+            raise ValueError(f"{channels} channels cannot make {groups} groups; give a number that divides {channels}")
         super().__init__(groups, channels, eps, affine)
         self.follow(channels, channels // groups, activation, slope)

@@ -6,8 +6,8 @@ from hpcai.nn.groupnorm import PerSample
 
 
 class InstanceNorm(PerSample, nn.modules.instancenorm._InstanceNorm):
-    """``nn.InstanceNorm`` of any number of dims, with weights and without running statistics, then an activation: a group norm
-    whose groups are the channels; see ``PerSample``.   [B, C, ...] -> the same
+    """``nn.InstanceNorm`` of any number of dims, with weights and without running statistics, then an activation; see
+    ``PerSample``: each channel is a group.   [B, C, ...] -> the same
 
     Keys are those of ``nn.InstanceNorm3d(affine=True)``.
     """
