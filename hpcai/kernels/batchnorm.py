@@ -172,7 +172,7 @@ class _Plain:
 
     @staticmethod
     def by_input(dz: Tensor, x: Tensor, rule: Rule, by_weight: Tensor, by_bias: Tensor) -> Tensor:
-        """invstd * (weight*dz - by_bias - (x - mean)*invstd*by_weight), with dz from ``sums``, so that the activation has no part."""
+        """invstd * (weight*dz - by_bias - (x - mean)*invstd*by_weight); dz is what ``sums`` made: the activation has no part."""
         invstd = (rule.variance + rule.eps).rsqrt()
         (parts, _), (dzs, _) = _parts(x, rule.samples), _parts(dz, rule.samples)
         scale = invstd.view(rule.samples, -1) * rule.weight
