@@ -186,7 +186,8 @@ def test_moments_of_two_halves_are_those_of_the_whole() -> None:
 
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize("kind, act", [(InstanceNorm, "relu"), (InstanceNorm, "leaky_relu"), (GroupNorm, "silu"), (GroupNorm, None)])
+@pytest.mark.parametrize("kind", [InstanceNorm, GroupNorm])
+@pytest.mark.parametrize("act", ["leaky_relu", "silu"])
 def test_the_norm_of_a_cut_volume_is_the_whole_one_with_two_small_messages(kind: Any, act: str, batch: int, last: bool) -> None:
     torch.manual_seed(0)
     theirs, ours = pair(kind, 5, act, torch.float64)
@@ -223,7 +224,8 @@ def test_wrong_shapes_and_one_voxel_in_the_whole_volume_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("make", "why"), [
-    (lambda: GroupNorm(4, 6), "6 channels cannot make 4 groups; give a number that divides 6"), (lambda: GroupNorm(0, 6), "0 groups"),
+    (lambda: GroupNorm(4, 6), "6 channels cannot make 4 groups; give a number that divides 6"),
+    (lambda: GroupNorm(0, 6), "cannot make 0 groups"),
     (lambda: GroupNorm(2, 6, "gelu"), "activation is 'gelu'; expected None or one of relu, leaky_relu, silu"),
     (lambda: InstanceNorm(6, "leaky_relu", slope=0.0), "slope is 0.0; expected a number above 0"),
 ])  # fmt: skip
