@@ -93,7 +93,7 @@ def _reference(model: Any, batch: Batch) -> dict[str, Tensor]:
 class _Usual(InstanceNorm):
     def forward(self, x: Tensor) -> Tensor:
         y = F.instance_norm(x, weight=self.weight, bias=self.bias, eps=self.eps)
-        return F.relu(y, inplace=True) if self.relu else y
+        return F.relu(y, inplace=True) if self.activation else y
 
 
 class _Plain(Conv3d):

@@ -8,6 +8,7 @@ __getattr__, __all__ = lazy(
         ".batchnorm": ["BatchNorm"],
         ".instancenorm": ["InstanceNorm"],
         ".layernorm": ["LayerNorm"],
+        ".groupnorm": ["GroupNorm"],
         ".conv": ["Conv2d", "Conv3d", "ConvTranspose2d", "ConvTranspose3d"],
         ".sizes": ["Multiples"],
     },

@@ -58,7 +58,8 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
             plus = plus.to(x.dtype)
         if not self.training and self.running_mean is not None and self.running_var is not None:
             return _Fixed.apply(x, plus, weight, bias, self.running_mean.to(wide), self.running_var.to(wide), self.eps, self.relu)
-        y, mean, variance, count = _Normalise.apply(x, plus, weight, bias, self.eps, self.relu, None if alone else self.total)
+        total, act = None if alone else self.total, "relu" if self.relu else None
+        y, mean, variance, count = Normalise.apply(x, plus, weight, bias, self.eps, act, 0.0, total, 1, 1)
         if self.training and self.running_mean is not None:
             self._track(mean, variance, count)
         return y
@@ -79,25 +80,29 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
             raise ValueError(f"input has shape {list(input.shape)}; expected [B, {self.num_features}, ...]")
 
 
-class _Normalise(torch.autograd.Function):
-    """Normalisation with the statistics of the batch."""
+class Normalise(torch.autograd.Function):
+    """Normalisation with the statistics of ``samples`` samples, each for itself or a batch as one, which ``group`` neighbouring
+    channels share; then the sum and the activation. Whatever the batch, one message goes forward and one backward through
+    ``total``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, plus: Tensor | None, weight: Tensor, bias: Tensor, eps: float, relu: bool, total: Any) -> Any:
-        mean, variance, count = batchnorm.moments(x, total)
-        y = batchnorm.normalise(x, mean, variance, weight, bias, eps, plus, relu)
-        ctx.eps, ctx.total, ctx.plus = eps, total, plus is not None
-        ctx.save_for_backward(x, y if relu else None, mean, variance, count, weight)
+    def forward(ctx: Any, x: Tensor, plus: Tensor | None, weight: Tensor, bias: Tensor, eps: float, act: str | None, slope: float,
+                total: Any, samples: int, group: int) -> Any:  # fmt: skip
+        mean, variance, count = batchnorm.moments(x, total, samples, group)
+        each = batchnorm.spread(mean, group), batchnorm.spread(variance, group)
+        rule = batchnorm.Rule(*each, weight, bias, eps, act, slope)
+        y = batchnorm.normalise(x, rule, plus)
+        ctx.rest, ctx.total, ctx.group, ctx.plus = rule[4:], total, group, plus is not None
+        ctx.save_for_backward(x, y if batchnorm.keeps(x, rule, ctx.plus) else None, count, *rule[:4])
         ctx.mark_non_differentiable(mean, variance, count)
         return y, mean, variance, count
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, *_: Any) -> Any:
-        x, y, mean, variance, count, weight = ctx.saved_tensors
-        need = ctx.plus and ctx.needs_input_grad[1]
-        found = batchnorm.gradients(dy, x, y, mean, variance, count, weight, ctx.eps, ctx.total, need)
-        return *found, None, None, None
+        x, y, count, *values = ctx.saved_tensors
+        rule, need = batchnorm.Rule(*values, *ctx.rest), ctx.plus and ctx.needs_input_grad[1]
+        return *batchnorm.gradients(dy, x, y, rule, count, ctx.total, ctx.group, need), *[None] * 6
 
 
 class _Fixed(torch.autograd.Function):
@@ -106,7 +111,7 @@ class _Fixed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, plus: Tensor | None, weight: Tensor, bias: Tensor, mean: Tensor, variance: Tensor, eps: float,
                 relu: bool) -> Tensor:  # fmt: skip
-        y = batchnorm.normalise(x, mean, variance, weight, bias, eps, plus, relu)
+        y = batchnorm.normalise(x, batchnorm.Rule(mean, variance, weight, bias, eps, "relu" if relu else None), plus)
         ctx.eps, ctx.plus = eps, plus is not None
         ctx.save_for_backward(x, y if relu else None, mean, variance, weight)
         return y

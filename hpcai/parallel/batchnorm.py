@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from hpcai.dist.collect import sum_in_place
 from hpcai.dist.mesh import Axis, Mesh
 from hpcai.nn.batchnorm import BatchNorm
+from hpcai.nn.groupnorm import GroupNorm
 from hpcai.nn.instancenorm import InstanceNorm
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -51,11 +52,13 @@ def use_ours(model: nn.Module) -> None:
     parameters and buffers, not copies."""
     for module in list(model.modules()):
         for name, child in module.named_children():
-            made: BatchNorm | InstanceNorm
+            made: BatchNorm | InstanceNorm | GroupNorm
             if isinstance(child, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)):
                 made = BatchNorm(child.num_features, False, child.eps, child.momentum, child.affine, child.track_running_stats)
             elif isinstance(child, _INSTANCE) and child.affine and not child.track_running_stats:
-                made = InstanceNorm(child.num_features, False, child.eps)
+                made = InstanceNorm(child.num_features, eps=child.eps)
+            elif type(child) is nn.GroupNorm:
+                made = GroupNorm(child.num_groups, child.num_channels, eps=child.eps, affine=child.affine)
             else:
                 continue
             made._parameters, made._buffers = child._parameters, child._buffers

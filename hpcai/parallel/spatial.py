@@ -25,6 +25,7 @@ from hpcai.dist.collect import once, sum_with_adjoint
 from hpcai.dist.mesh import Axis
 from hpcai.errors import MeshError
 from hpcai.nn.batchnorm import BatchNorm
+from hpcai.nn.groupnorm import GroupNorm
 from hpcai.nn.instancenorm import InstanceNorm
 from hpcai.parallel.batchnorm import SumInPlace, use_ours
 from hpcai.parallel.halo import Convolution, Exchange, How, Range, Route, Traffic
@@ -480,7 +481,7 @@ class _GlobalMean(_Layer):
 
 
 class _Norm(_Layer):
-    """Instance and batch norms, whose ``total`` adds up moments over the axes over which the level is cut."""
+    """Instance, group and batch norms, whose ``total`` adds up moments over the axes over which the level is cut."""
 
     def over(self, x: Tensor, size: Sizes, *args: Any, **kwargs: Any) -> Tensor:
         layer: Any = self
@@ -490,26 +491,6 @@ class _Norm(_Layer):
             return super(_Layer, self).forward(x, *args, **kwargs)
         finally:
             layer.total = whole
-
-
-class _GroupNorm(_Layer):
-    num_groups: int
-    eps: float
-    affine: bool
-    weight: Tensor
-    bias: Tensor
-
-    def over(self, x: Tensor, size: Sizes) -> Tensor:
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        groups = x.to(wide).reshape(x.shape[0], self.num_groups, -1)
-        axes = self.cut.cut_axes(size)
-        count = groups.shape[2] // x.shape[2:].numel() * torch.Size(size).numel()
-        mean = sum_with_adjoint(groups.sum(2, keepdim=True), *axes) / count
-        off = groups - mean
-        variance = sum_with_adjoint(off.square().sum(2, keepdim=True), *axes) / count
-        y = (off * (variance + self.eps).rsqrt()).reshape(x.shape)
-        shape = (1, -1, *(1,) * len(size))
-        return (y * self.weight.view(shape) + self.bias.view(shape) if self.affine else y).to(x.dtype)
 
 
 class Join(nn.Module):
@@ -562,9 +543,8 @@ class Whole(nn.Module):
 _KINDS: dict[type[nn.Module], type[_Layer]] = {
     **dict.fromkeys((nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool2d, nn.AvgPool3d), _Pool),
     **dict.fromkeys((nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d), _GlobalMean),
-    **dict.fromkeys((BatchNorm, InstanceNorm), _Norm),
+    **dict.fromkeys((BatchNorm, InstanceNorm, GroupNorm), _Norm),
     nn.Upsample: _Upsample,
-    nn.GroupNorm: _GroupNorm,
     Join: _Join,
 }
 # Layers of torch that leave places where they are.

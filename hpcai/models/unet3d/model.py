@@ -24,7 +24,7 @@ class Layer(nn.Sequential):
     """Convolution, instance norm with a rectifier.   [B, C, D, H, W] -> [B, O, D/stride, H/stride, W/stride]"""
 
     def __init__(self, inputs: int, outputs: int, stride: int = 1) -> None:
-        super().__init__(Conv3d(inputs, outputs, 3, stride, padding=1, bias=False), InstanceNorm(outputs, relu=True))
+        super().__init__(Conv3d(inputs, outputs, 3, stride, padding=1, bias=False), InstanceNorm(outputs, "relu"))
 
 
 class Pair(nn.Module):

@@ -1,0 +1,94 @@
+"""Group normalisation together with the activation that follows it (Wu and He 2018, arXiv:1803.08494).   B batch, C channels."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hpcai.kernels.batchnorm import ACTIVATIONS, activated, in_channels_last
+from hpcai.nn.batchnorm import Normalise, is_alone
+
+
+class PerSample(nn.Module):
+    """A norm with statistics of each sample, over groups of neighbouring channels, then ``activation``: relu, leaky_relu with
+    ``slope``, silu or None.   [B, C, ...] -> the same, in the same memory format
+
+    Statistics are float32, or float64 for a float64 input. ``total`` is the seam for a sample that is cut over several processes:
+    a module there adds a small tensor over them, in place. Raises ValueError for an unknown activation, for a slope that is not
+    above 0 and, in ``forward``, for one value per group, which has no statistics.
+    """
+
+    channels: int
+    group: int  # channels that share their statistics
+    eps: float
+    weight: Any
+    bias: Any
+
+    def follow(self, channels: int, group: int, activation: str | None, slope: float) -> None:
+        """What the norm of torch, whose weights this one has, does not know."""
+        if activation is not None and activation not in ACTIVATIONS:
+            raise ValueError(f"activation is {activation!r}; expected None or one of {', '.join(ACTIVATIONS)}")
+        if not slope > 0:  # the backward pass takes the side from the sign of the output
+            raise ValueError(f"slope is {slope}; expected a number above 0; for 0 take activation='relu'")
+        self.channels, self.group, self.activation, self.slope = channels, group, activation, slope
+        self.total = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.ndim < 2 or x.shape[1] != self.channels:
+            raise ValueError(f"input has shape {list(x.shape)}; expected [B, {self.channels}, ...]")
+        alone, compiling = is_alone(self.total), torch.compiler.is_compiling()
+        if not alone:
+            return self._untraced(x) if compiling else self._fused(x)
+        self._refuse_one(x, 1)
+        if compiling or self._is_torchs(x):  # the compiler fuses what follows itself
+            wide = x if self.weight is None else x.to(torch.promote_types(x.dtype, self.weight.dtype))
+            y = F.group_norm(wide if compiling else x, self.channels // self.group, self.weight, self.bias, self.eps).to(x.dtype)
+            return activated(y, self.activation, self.slope, inplace=not compiling and self.activation != "silu")
+        return self._fused(x)
+
+    def _is_torchs(self, x: Tensor) -> bool:
+        """Whether torch's group norm is quicker and as exact. In channels-last memory it takes long with as many groups as channels
+        and over bfloat16, and adds rows up in float32, one after the other: 64^3 of them are wrong by 3e-5."""
+        if x.is_cuda or not in_channels_last(x):
+            return not x.is_cuda
+        return self.group > 1 and x.dtype.itemsize >= 4 and x.shape[2:].numel() <= 2**15
+
+    @torch.compiler.disable
+    def _untraced(self, x: Tensor) -> Tensor:
+        """Messages between processes are not for a compiler's graph."""
+        return self._fused(x)
+
+    def _fused(self, x: Tensor) -> Tensor:
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        if self.weight is None:
+            weight, bias = (x.new_full((self.channels,), value, dtype=wide) for value in (1.0, 0.0))
+        else:
+            weight, bias = self.weight.to(wide), self.bias.to(wide)
+        total = None if is_alone(self.total) else self.total
+        how = self.eps, self.activation, self.slope, total, len(x), self.group
+        y, _, _, count = Normalise.apply(x, None, weight, bias, *how)
+        self._refuse_one(x, count)
+        return y
+
+    def _refuse_one(self, x: Tensor, count: Tensor | int) -> None:
+        # More than one value here are more than one in all: nothing is read from the device.
+        if x.shape[2:].numel() * self.group < 2 and int(count) < 2:
+            raise ValueError(
+                f"input has shape {list(x.shape)}: one value per {'channel' if self.group == 1 else 'group'} has no statistics; "
+                "expected more, give a larger volume"
+            )
+
+
+class GroupNorm(PerSample, nn.GroupNorm):
+    """``nn.GroupNorm`` of maps and volumes with the activation that follows it; see ``PerSample``.   [B, C, ...] -> the same
+
+    Keys are those of ``nn.GroupNorm``. Raises ValueError where ``groups`` does not divide ``channels``.
+    """
+
+    def __init__(self, groups: int, channels: int, activation: str | None = None, slope: float = 0.01, eps: float = 1e-5,
+                 affine: bool = True) -> None:  # fmt: skip
+        if groups < 1 or channels % groups:
+            raise ValueError(f"{channels} channels cannot make {groups} groups; give a number that divides {channels}")
+        super().__init__(groups, channels, eps, affine)
+        self.follow(channels, channels // groups, activation, slope)
