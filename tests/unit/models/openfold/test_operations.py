@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hpcai.kernels import attention, compiler, outer, room
-from hpcai.models.openfold import OpenFold, OpenFoldConfig, loss, objective
+from hpcai.models.openfold import OpenFold, OpenFoldConfig, loss, objective, tables
 from tests import proteins
 
 gates_triton, layernorm_triton = (
@@ -49,6 +49,7 @@ class Launched:
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(compiler, "takes", lambda x: True)
+    monkeypatch.setattr(tables, "_made", {})  # constants would be fake for whoever comes next
     for module in (gates_triton, layernorm_triton):
         for name in ("_forward", "_backward"):
             monkeypatch.setattr(module, name, Launched())
