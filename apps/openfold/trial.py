@@ -69,7 +69,7 @@ class Trial(Subject):
         "model.extra.pairs={triangle: 16, head: 8, heads: 2, transition: 1}",
         "model.template={channels: 16, blocks: 1, head: 8, heads: 2, pairs: {triangle: 16, head: 8, heads: 2, transition: 1}}",
         "model.structure={passes: 1, head: 8, heads: 2, query_points: 2, value_points: 2, angle: 16}", "model.heads.plddt=16",
-        "features={crop: 16, clusters: 8, extra: 8, templates: 1}",
+        "features={crop: 16, clusters: 8, extra: 8, templates: 1}", "data={workers: 1, processes: false}",
     )  # fmt: skip
     gpu = tuple(
         Case(name, "batch128.yaml", ("data.batch=1", *words), _PASSES, figure=_EOS, asked=1 / 1.5)
@@ -114,7 +114,8 @@ class Trial(Subject):
         each = []
         for number, values in enumerate(samples):
             made, rows = parts_of(dict(zip(FIELDS, values)), "a synthetic chain")
-            each.append(featurize(made, rows, cfg=cfg.features, index=number))
+            found = featurize(made, rows, cfg=cfg.features, index=number)
+            each.append(found | {"index": np.full(cfg.features.recycles + 1, number)})  # as those of a loader have it
         return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in collate(each).items()}
 
     def loader(self, cfg: TrialConfig, mesh: Mesh, split: str, **words: Any) -> Any:
