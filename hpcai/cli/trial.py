@@ -1,8 +1,9 @@
 """What an app declares of itself to be measured, and a training of its network on random samples with some switches on.
 
 ``apps/<name>/trial.py`` has a class ``Trial``, a ``Subject``: ``hpcai bench`` compares the app's step with its plain form, and
-``hpcai ablate`` measures what each switch brings; ``hpcai bench gpu`` measures the published steps that it lists. The plain form is what one would write first: float32, torch's layers one after
-the other, torch's optimizer operation by operation and DataLoader over h5py, and training waits for its evaluation.
+``hpcai ablate`` measures what each switch brings; ``hpcai bench gpu`` measures the published steps that the app lists. The plain
+form is what one would write first: float32, torch's layers one after the other, torch's optimizer operation by operation and
+DataLoader over h5py, and training waits for its evaluation.
 """
 
 import os

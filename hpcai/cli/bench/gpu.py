@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     made.add_argument("--variants", nargs="+", metavar="NAME", help="these variants of a step, or forms of a kernel, alone")
     made.add_argument("--tiny", action="store_true", help="sizes that take seconds; without a GPU always so")
     made.add_argument("--repeats", type=int, default=5, help="measured windows of each row")
-    made.add_argument("--seconds", type=float, default=20.0, help="no further window of a row is begun after so long, from the second on")
+    made.add_argument("--seconds", type=float, default=20.0, help="two windows of a row are enough after so long")
     made.add_argument("--limit", type=float, default=900.0, help="seconds after which the process of a case is ended")
     words = made.parse_args(argv)
     words.tiny = words.tiny or not torch.cuda.is_available()
@@ -71,21 +71,27 @@ def _here(words: Any, every: dict[str, str]) -> int:
                 print(json.dumps(found), flush=True)
             else:
                 print(f"{name}: {_brief(row)}", file=sys.stderr, flush=True)
-    return _finish(found, words)
+    _finish(found, words)
+    return 0  # rows say what failed
 
 
 def _rows(name: str, part: str, words: Any) -> Iterator[Row]:
-    """Rows of a case. After one that ruined the GPU's context, which no error but a new process mends, the rest comes from another."""
-    done = []
+    """Rows of a case. Once a form has ruined the context of the GPU, which only a new process mends, the rest comes from one."""
+    seen, ruined = set(), set()
     for row in _part(part).measure(name, words):
         yield row
-        done.append(row.get("variant"))
+        seen.add(_which(row))
         if "failed" in row and (why := clocks.lost()) is not None:
-            rest = [form for form in words.variants or _part(part).forms() if form not in done]
-            print(f"{name}: the GPU is lost to this process ({why}); {len(rest)} more in another", file=sys.stderr, flush=True)
-            if rest:
-                yield from _apart(name, part, words, rest)
+            # Steps that were measured are not measured again; kernels are, for they come again in another type.
+            ruined = {_which(row)[0]} | {form for form, _ in seen if "variant" in row}
+            rest = [form for form in words.variants or _part(part).forms() if form not in ruined]
+            print(f"{name}: the GPU is lost to this process ({why}); the rest in another", file=sys.stderr, flush=True)
+            yield from (more for more in _asked(name, part, words, rest)["rows"] if rest and _which(more) not in seen)
             return
+
+
+def _which(row: Row) -> tuple[Any, Any]:
+    return row.get("variant", row.get("form")), row.get("dtype")
 
 
 def _each_apart(words: Any, every: dict[str, str]) -> int:
@@ -93,26 +99,27 @@ def _each_apart(words: Any, every: dict[str, str]) -> int:
     found: Row = {"bench": "gpu", "part": " ".join(words.parts), "tiny": words.tiny, "rows": []}
     for name, part in every.items():
         said = _asked(name, part, words, words.variants)
-        found = {**{key: value for key, value in said.items() if key not in ("part", "rows", "failed")}, **found}
-        rows = [*said.get("rows", []), *([{"part": part, "case": name, "failed": said["failed"]}] if "failed" in said else [])]
-        found["rows"] += rows
-        for row in rows:
+        found = {**{key: value for key, value in said.items() if key not in ("part", "rows")}, **found}
+        found["rows"] += said["rows"]
+        if words.json:
+            print(json.dumps(found), flush=True)
+        for row in said["rows"]:
             print(f"{name}: {_brief(row)}", file=sys.stderr, flush=True)
-    return _finish(found, words)
+    _finish(found, words)
+    return int(all(_why_not(row) for row in found["rows"]) and any("failed" in row for row in found["rows"]))
 
 
-def _apart(name: str, part: str, words: Any, variants: Sequence[str]) -> list[Row]:
-    said = _asked(name, part, words, variants)
-    return [*said.get("rows", []), *([{"case": name, "failed": said["failed"]}] if "failed" in said else [])]
-
-
-def _asked(name: str, part: str, words: Any, variants: Sequence[str] | None) -> Row:
-    more = ["--variants", *variants] if variants else []
+def _asked(name: str, part: str, words: Any, forms: Sequence[str] | None) -> Row:
+    """What another process found of a case, ``forms`` of it alone; if it ended badly its last row says why."""
+    more = ["--variants", *forms] if forms else []
     sizes = ["--repeats", str(words.repeats), "--seconds", str(words.seconds), *(["--tiny"] if words.tiny else [])]
-    return apart(["gpu", part, "--case", name, "--json", *sizes, *more], limit=words.limit)
+    said = apart(["gpu", part, "--case", name, "--json", *sizes, *more], limit=words.limit)
+    bad = said.pop("failed", None)
+    return said | {"rows": said.get("rows", []) + ([{"part": part, "case": name, "failed": bad}] if bad else [])}
 
 
-def _finish(found: Row, words: Any) -> int:
+def _finish(found: Row, words: Any) -> None:
+    """Tables of what was measured, and what was not and why; JSON as the last line."""
     rows = found["rows"]
     if not words.json:
         tables: Row = {"threads": 1, "torch": torch.__version__, "device": "", "load": "", **found}
@@ -122,7 +129,6 @@ def _finish(found: Row, words: Any) -> int:
         print_tables(tables, list(dict.fromkeys(row["case"] for row in measured)))
         print("\n".join(f"{row['case']}: {_brief(row)}" for row in rows if _why_not(row)))
     print(json.dumps(found))
-    return int(all(_why_not(row) for row in rows))
 
 
 def _why_not(row: Row) -> str | None:

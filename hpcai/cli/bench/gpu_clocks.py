@@ -67,10 +67,11 @@ def _best(run: Callable[[int], object]) -> float:
 
 def facts(device: torch.device) -> Row:
     """This machine, and what it can do at best."""
-    found = {**machine(), "threads": torch.get_num_threads(), "kernels": compiler.MISSING or "Triton"}
+    found = {**machine(), "threads": torch.get_num_threads(), "triton": compiler.MISSING or "there"}
     if device.type == "cuda":
         known = torch.cuda.get_device_properties(device)
-        found |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(), "memory_gb": round(known.total_memory / 1e9, 1)}
+        found |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+        found |= {"memory_gb": round(known.total_memory / 1e9, 1)}
         found |= {"capability": f"{known.major}.{known.minor}", "multiprocessors": known.multi_processor_count}
     return {**found, **rates(device)}
 
@@ -188,7 +189,3 @@ def told(problem: BaseException) -> str:
 
 def median(values: Sequence[float], digits: int = 4) -> float:
     return round(statistics.median(values), digits)
-
-
-def rounded(value: Any, digits: int = 3) -> Any:
-    return None if value is None else round(value, digits)

@@ -1,11 +1,15 @@
-"""Each of our kernels beside its peers, at the sizes of the published networks: time, share of the copy rate, distance from float64.
+"""Each of our kernels beside its peers, at the sizes of the published networks.
 
-A row is one form at one size in one type. ``forward_ms`` and ``both_ms`` (with the backward pass) are those of one call, among many in
-a CUDA graph, so that Python's launches do not count; inputs change from call to call, so that they come from memory and not from the
-cache of the GPU. ``graph`` is false where a form cannot be captured: then launches count too. ``of_copy``: bytes that must be moved
-at least (each input and output once, in the backward pass inputs, result and their gradients) over the time, as a share of the rate at
-which this GPU copies. ``over_ours``: how many times slower than ours. ``error``: the largest difference from the plain form in
-float64, of the result and of each gradient, over the largest value there; at a small size, from the same rounded inputs.
+A row is one form at one size in one type:
+
+    forward_ms, both_ms  a call, and a call with its backward pass: among many in a CUDA graph, where Python's launches do not count.
+                         Inputs change from call to call, and come from memory, not from the cache of the GPU
+    graph                false where a form cannot be captured; then its launches count
+    of_copy              the bytes that must be moved at least (each input and output once; in a backward pass inputs, result and
+                         their gradients) over the time of the last of these, as a share of the rate at which this GPU copies
+    over_ours            the time of the last of these over that of ours
+    error                the largest difference from the plain form in float64, of the result and of each gradient, over the
+                         largest value there: at a small size, from the same rounded inputs
 
 A new kernel is one more ``Kernel`` in ``KERNELS``.
 """
@@ -99,6 +103,7 @@ def _on_gpu(x: Tensor) -> None:
 
 @cache
 def _compiler(function: Function) -> Any:
+    torch._dynamo.config.recompile_limit = 64  # of the versions of one function: types, sizes, with gradients and without
     return torch.compile(function, dynamic=False, options={"triton.cudagraphs": False})
 
 
@@ -132,7 +137,8 @@ def _sdpa(qkvg: Tensor, gate_bias: Tensor, mask: Tensor, bias: Tensor | None) ->
     """torch's own, which takes mask and bias as one tensor of all logits."""
     absent = ((1 - mask) * -1e9).to(qkvg.dtype)[:, :, None, None, :]
     logits = absent if bias is None else absent + bias[:, None]  # [B, I, H, N, N]
-    o = F.scaled_dot_product_attention(*_heads(qkvg), attn_mask=logits.flatten(0, 1))
+    q, k, v = _heads(qkvg)
+    o = F.scaled_dot_product_attention(q, k, v, attn_mask=logits.flatten(0, 1))
     return _gated(o.unflatten(0, qkvg.shape[:2]).transpose(-2, -3), qkvg, gate_bias)
 
 
@@ -145,7 +151,8 @@ def _flexed(qkvg: Tensor, gate_bias: Tensor, mask: Tensor, bias: Tensor | None) 
         logit = logit + absent[b // rows, b % rows, k]
         return logit if bias is None else logit + bias[b // rows, h, q, k]
 
-    o: Any = flex_attention(*_heads(qkvg), score_mod=score)
+    q, k, v = _heads(qkvg)
+    o: Any = flex_attention(q, k, v, score_mod=score)
     return _gated(o.unflatten(0, qkvg.shape[:2]).transpose(-2, -3), qkvg, gate_bias)
 
 
@@ -216,11 +223,13 @@ def _map(batch: int, channels: int, height: int, width: int) -> Size:
 
 BATCH_NORM = Kernel(
     "batchnorm",
-    {"first": _map(8, 64, 384, 576), "decoder": _map(8, 256, 192, 288), "middle": _map(8, 728, 48, 72), "deepest": _map(8, 2048, 48, 72)},
+    {"first": _map(8, 64, 384, 576), "decoder": _map(8, 256, 192, 288), "middle": _map(8, 728, 48, 72),
+     "deepest": _map(8, 2048, 48, 72)},
     _map(2, 8, 6, 10), _images, partial(_normed, BatchNorm, {"track_running_stats": False}), _batch_norm,
 )  # fmt: skip
 INSTANCE_NORM = Kernel(
-    "instancenorm", {"first": _volume(7, 32, 128), "second": _volume(7, 64, 64), "third": _volume(7, 128, 32), "two": _volume(2, 32, 128)},
+    "instancenorm",
+    {"first": _volume(7, 32, 128), "second": _volume(7, 64, 64), "third": _volume(7, 128, 32), "two": _volume(2, 32, 128)},
     _volume(2, 8, 6), _images, partial(_normed, InstanceNorm, {}), _instance_norm,
 )  # fmt: skip
 
@@ -240,7 +249,9 @@ def _outer_inputs(size: Size, draw: Draw) -> list[Any]:
     return [draw(1, rows, n, few), draw(1, rows, n, few), weight, draw(channels), count]
 
 
-GATE = Kernel("gate", {"triangle": {"entries": 256, "channels": 256}}, {"entries": 6, "channels": 8}, _gate_inputs, gates.gate, gates.plain)
+GATE = Kernel(
+    "gate", {"triangle": {"entries": 256, "channels": 256}}, {"entries": 6, "channels": 8}, _gate_inputs, gates.gate, gates.plain,
+)  # fmt: skip
 OUTER = Kernel(
     "outer",
     {"clusters": {"rows": 128, "entries": 256, "few": 32, "channels": 128},
@@ -272,7 +283,7 @@ def _about(w: Tensor) -> dict[str, Any]:
 
 
 def _row_inputs(count: int, size: Size, draw: Draw) -> list[Any]:
-    n = size["millions"] * 1_000_000 // 16 * 16 or size["n"]
+    n = size["n"]
     moments = [draw(n, fixed=True).abs_() for _ in range(count)]
     return [draw(n, wide=True, fixed=True), draw(n, wide=True, fixed=True), *moments]
 
@@ -320,15 +331,16 @@ def _torch_sgd(w: Tensor, g: Tensor, m: Tensor) -> Tensor:
 
 
 def _updated(passes: int, inputs: Sequence[Tensor], both: bool) -> int:
-    """Weights and moments read and written, the gradient read; of two passes, also a direction written and read, and weights again."""
+    """Weights and moments are read and written, the gradient is read. The second of two passes reads weights and a direction, which
+    the first has written."""
     w, g, *moments = inputs
     return 2 * w.nbytes + g.nbytes + 2 * sum(m.nbytes for m in moments) + (passes - 1) * 3 * w.nbytes
 
 
 def _optimizer(name: str, ours: Function, moments: int, millions: int, passes: int = 1, **peers: Function) -> Kernel:
     return Kernel(
-        name, {f"{millions}-million": {"millions": millions}}, {"millions": 0, "n": 4096}, partial(_row_inputs, moments), ours, ours,
-        peers, partial(_updated, passes), learns=False, compiles=False,
+        name, {f"{millions}-million": {"n": millions * 1_000_000}}, {"n": 4096}, partial(_row_inputs, moments), ours, ours, peers,
+        partial(_updated, passes), learns=False, compiles=False,
     )  # fmt: skip
 
 
@@ -344,10 +356,12 @@ def _normal(out: Tensor) -> Tensor:
 
 
 def _random(name: str, ours: Function, torchs: Function) -> Kernel:
+    def room(size: Size, draw: Draw) -> list[Any]:
+        return [torch.empty(size["n"], device=draw.device)]
+
     return Kernel(
-        name, {"64-million": {"n": 1 << 26}}, {"n": 1003}, lambda size, draw: [torch.empty(size["n"], device=draw.device)], ours, ours,
-        {"torch": torchs}, lambda inputs, both: inputs[0].nbytes, learns=False, compiles=False, exact=True, random=frozenset({"torch"}),
-        dtypes=(torch.float32,),
+        name, {"64-million": {"n": 1 << 26}}, {"n": 1003}, room, ours, ours, {"torch": torchs}, lambda inputs, both: inputs[0].nbytes,
+        learns=False, compiles=False, exact=True, random=frozenset({"torch"}), dtypes=(torch.float32,),
     )  # fmt: skip
 
 
@@ -422,7 +436,8 @@ def _tensors(inputs: Sequence[Any]) -> list[Tensor]:
 def _timed(kernel: Kernel, function: Function, sets: Sequence[list[Any]], words: Any) -> Row:
     """Milliseconds of a call, and the share of the copy rate."""
     with torch.no_grad():
-        grad = torch.randn_like(function(*sets[0])) if kernel.learns else None
+        result = function(*sets[0])
+        grad = torch.randn_like(result)
 
     def forward(i: int) -> Any:
         with torch.no_grad():
@@ -482,7 +497,8 @@ def _error(kernel: Kernel, function: Function, dtype: torch.dtype, device: torch
     inputs = kernel.inputs(kernel.small, Draw(device, dtype, 99))
     exact = [_exact(x, kernel.exact) if isinstance(x, Tensor) else x for x in inputs]
     found, true = _values(kernel, function, inputs), _values(kernel, kernel.plain, exact)
-    return max(float((a.cpu().double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-30)) for a, b in zip(found, true))
+    pairs = [(a.cpu().double(), b.double()) for a, b in zip(found, true)]
+    return max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-30)) for a, b in pairs)
 
 
 def _exact(x: Tensor, as_it_is: bool) -> Tensor:

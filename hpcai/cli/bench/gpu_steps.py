@@ -1,17 +1,23 @@
 """The real training step of each app at its published configurations: forward, backward, clipping, guard and update.
 
-A row is one variant of one case. Batches lie on the device, several different ones in turns; what warms up (compilation, capture,
-cuDNN's choice) is done before the clock runs, and is told as ``ready_s``. ``ms`` is the median over windows of steps for which the
-host waits nowhere, ``spread_percent`` the distance between the slowest and the fastest of them, ``each_ms`` the medians of batches
-that differ. ``host_ms``: what the Python side takes to launch a step, begun with an empty queue; where a step has more launches than
-the queue has room for (about a thousand), that includes the wait for the GPU. ``tflops`` by ``gpu_clocks.operations``, ``of_rate``
-its share of what the GPU multiplies in bfloat16. ``loss`` is that of the first step, which all variants share but for rounding;
-``finite`` says whether all steps were, since NaN draws less power. The rate of learning is a thousandth of the published one: weights
-stay what they are. ``loader_samples_s`` is the same step fed from files by the app's own loader, ``loader_lost_percent`` what that costs
-beside batches that lie on the device (the same passes, where batches differ).
+A row is one variant of one case. Batches lie on the device, several different ones in turns.
 
-``published`` is somebody's figure for one GPU of a job, ``over`` ours divided by it; that job's had other batches, other ranks to wait for and its loader
-to share the host with, as ``published_by`` says. ``asked`` is what we ask of one H200.
+    ms, samples_s      median over windows of steps in which the host waits for nothing; ``spread_percent`` from the fastest to the
+                       slowest window, ``each_ms`` of batches that differ
+    ready_s            before that: compilation, capture, choices of cuDNN
+    host_ms            what Python takes to launch a step, begun with an empty queue. A step of more launches than the queue has
+                       room for (about a thousand) waits for the GPU in it
+    gaps_percent       of the step in which the GPU does nothing for more than 20 us; ``idle_percent``: for however short
+    tflops, of_rate    by ``gpu_clocks.operations``, and as a share of what this GPU multiplies in bfloat16, just now
+    peak_gb            memory of tensors, graphs included; ``graphs_gb``: what these hold for themselves
+    joules_per_sample  by the meter of the GPU
+    loss, finite       of the first step, which all variants share but for rounding; whether all were, for NaN draws less power
+    loader_samples_s   fed from files by the app's own loader; ``loader_lost_percent``: against batches on the device
+    published, over    somebody's figure for one GPU of a job, and ours over it. ``published_by`` says of which job: it had ranks
+                       to wait for, and a loader
+    asked              what we ask of one H200
+
+Weights hardly change: the learning rate is a thousandth of the published one.
 """
 
 import inspect
@@ -22,7 +28,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +73,9 @@ _PLAIN = (
 )  # fmt: skip
 _TINY = ("data.workers=1", "data.processes=false", "data.prefetch=0.01")
 BATCHES, STEPS, WARM = 4, 20, 6
-ENERGY_S, LOADER_S = 2.0, 3.0  # windows go on so long, for the meter; a loader is asked for so long, which empties what it has ready
+WINDOW_S = 10.0  # of steps so long that there would be more in a window, there are fewer
+ENERGY_S = 2.0  # at least of windows, which a meter needs
+LOADER_S = 3.0  # at least of steps from files: what the loader had ready is then used up
 _SAMPLES, _DISK = 64, 4 << 30  # different samples in files, and the most that they may take
 
 
@@ -96,7 +104,6 @@ class Bench:
     def __init__(self, name: str, app: Subject, case: Case, words: Any) -> None:
         self.name, self.app, self.case, self.words, self.mesh = name, app, case, words, dist.alone()
         self.device, self.on_gpu = self.mesh.device, self.mesh.device.type == "cuda"
-        self.steps = STEPS if self.on_gpu else BATCHES
 
     def row(self, variant: Variant) -> Row:
         """What was found of a variant, or why nothing was."""
@@ -129,11 +136,21 @@ class Bench:
         return [self.app.random_batch(every[i % len(every)], range(i * size, (i + 1) * size), self.device) for i in range(count)]
 
     @cached_property
-    def work(self) -> float:
-        """Operations of a step, the mean over turns: of forward and backward, uncompiled and uncaptured."""
+    def work(self) -> float | str:
+        """Operations of a step, the mean over turns, or why they were not counted: of forward and backward, uncompiled and
+        uncaptured."""
+        try:
+            with _own_settings():
+                return self._counted()
+        except Exception as problem:  # any: times count more than this
+            return f"not counted: {clocks.told(problem)}"
+        finally:
+            clocks.let_go()
+
+    def _counted(self) -> float:
         step = self._step(self.settings(VARIANTS[0]))
         turns = len(self.case.turns)
-        return sum(clocks.operations(lambda i=i: step._gradients(self.batches[i])) for i in range(turns)) / turns  # type: ignore[misc]
+        return sum(clocks.operations(partial(step._gradients, batch)) for batch in self.batches[:turns]) / turns
 
     def _step(self, cfg: Any) -> Step:
         torch.manual_seed(cfg.train.seed)
@@ -142,9 +159,7 @@ class Bench:
         return Step(model, self.app.loss, cfg.step, self.mesh, counts=self.app.counted)
 
     def _measured(self, variant: Variant) -> Row:
-        cfg, batches, turns = self.settings(variant), self.batches, len(self.case.turns)
-        work, why_no_work = self._worked()
-        clocks.let_go()
+        cfg, batches, turns, work = self.settings(variant), self.batches, len(self.case.turns), self.work
         if self.on_gpu:
             torch.cuda.reset_peak_memory_stats()
         graphs_before = clocks.graph_bytes()
@@ -160,7 +175,8 @@ class Bench:
                 run(i)
             wait()
             found: Row = {"ready_s": round(time.perf_counter() - began, 2), "loss": loss}
-            each, joules = self._windows(run, cfg.data.batch)
+            count = self._count(run)
+            each, joules = self._windows(run, count, cfg.data.batch)
             host = []
             for i in range(max(5, turns) if self.on_gpu else 1):
                 wait()
@@ -170,7 +186,7 @@ class Bench:
             wait()
             traced = clocks.traced(run, max(3, turns))
             found |= self._speeds(each, cfg.data.batch, work) | {"host_ms": round(1e3 * statistics.mean(host), 3)}
-            found |= {**why_no_work, "joules_per_sample": joules, **traced}
+            found |= {"joules_per_sample": joules, **traced}
             if self.on_gpu:
                 peak, own = torch.cuda.max_memory_allocated(), clocks.graph_bytes() - graphs_before
                 found |= {"peak_gb": round(peak / 1e9, 3), "graphs_gb": round(own / 1e9, 3)}
@@ -180,26 +196,29 @@ class Bench:
         found |= {"finite": int(step.first_bad()[0]) == NEVER}
         return found | ({"notes": news} if (news := [*step.notes, *step.news()]) else {})
 
-    def _worked(self) -> tuple[float | None, Row]:
-        try:
-            return self.work, {}
-        except Exception as problem:  # any: times count more than this
-            return None, {"operations": f"not counted: {clocks.told(problem)}"}
+    def _count(self, run: Any) -> int:
+        """Steps of a window, so many turns: fewer where a step is long."""
+        turns = len(self.case.turns)
+        if not self.on_gpu:
+            return turns
+        s = statistics.mean(clocks.window(run, turns))
+        return max(min(STEPS, int(WINDOW_S / s)) // turns, 1) * turns
 
-    def _windows(self, run: Any, samples: int) -> tuple[list[list[float]], float | None]:
+    def _windows(self, run: Any, count: int, samples: int) -> tuple[list[list[float]], float | None]:
         """Seconds of each step of each window, and joules of a sample, where the GPU has a meter."""
         gpu = Gpu(self.device)
-        before, began, each = gpu.readings().get("energy_j"), time.perf_counter(), []
+        before, began = gpu.readings().get("energy_j"), time.perf_counter()
+        each: list[list[float]] = []
         while len(each) < self.words.repeats or (self.on_gpu and time.perf_counter() - began < ENERGY_S):
-            each.append(clocks.window(run, self.steps))
+            each.append(clocks.window(run, count))
             if len(each) > 1 and time.perf_counter() - began > self.words.seconds:
                 break
         after = gpu.readings().get("energy_j")
         if before is None or after is None:
             return each, None
-        return each, round((after - before) / (len(each) * self.steps * samples), 4)
+        return each, round((after - before) / (len(each) * count * samples), 4)
 
-    def _speeds(self, each: list[list[float]], samples: int, work: float | None) -> Row:
+    def _speeds(self, each: list[list[float]], samples: int, work: float | str) -> Row:
         means = [statistics.mean(window) for window in each]
         s, turns = statistics.median(means), len(self.case.turns)
         speed = samples / s
@@ -209,10 +228,14 @@ class Bench:
         }  # fmt: skip
         if turns > 1:
             row["each_ms"] = [clocks.median([1e3 * one for window in each for one in window[t::turns]]) for t in range(turns)]
-        if work is not None:
+        if isinstance(work, str):
+            row["tflop"] = work
+        else:
             tflops = work / s / 1e12
-            row |= {"tflop": round(work / 1e12, 4), "tflops": round(tflops, 3)}
+            row |= {"tflop": float(f"{work / 1e12:.5g}"), "tflops": float(f"{tflops:.4g}")}
             row |= {"of_rate": round(tflops / self.words.rates["matrix_tflops"], 4)}
+        if self.words.tiny:  # nothing to compare
+            return row
         if figure := self.case.figure:
             row |= {"published": figure.per_s, "over": round(speed / figure.per_s, 3)}
             row |= {"published_by": f"{figure.gpu}: {figure.conditions}; {figure.source}"}
@@ -224,14 +247,15 @@ class Bench:
         batch = cfg.data.batch
         try:
             rows = max(2 * batch, min(_SAMPLES, _DISK // self.app.sample_bytes(cfg)) if self.on_gpu else 0)
-            steps = max(self.steps, math.ceil(LOADER_S / resident_s)) if self.on_gpu else 2
+            steps = max(math.ceil(LOADER_S / resident_s), min(STEPS, int(WINDOW_S / resident_s)), 4) if self.on_gpu else 2
+            warm = WARM if self.on_gpu else 1
             cfg = self.app.in_files(cfg, rows, ("train",))
-            words = {"sampler": Endless(rows, (WARM + steps) * batch), "accumulate": cfg.step.accumulate}
+            words = {"sampler": Endless(rows, (warm + steps) * batch), "accumulate": cfg.step.accumulate}
             with (
                 self.app.loader(cfg, self.mesh, "train", name="train", **words) as loader,
                 closing(loader.epoch(0)) as batches,
             ):
-                for part in itertools.islice(batches, WARM):
+                for part in itertools.islice(batches, warm):
                     step(part, lr)
                 wait()
                 began, count = time.perf_counter(), 0

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ def high_water() -> float:
     return int(line.split()[1]) * 1024 / 1e6
 
 
-def apart(words: Sequence[str], limit: float | None = None, **environ: str) -> Row:
+def apart(words: Sequence[str], limit: float | None = None, environ: Mapping[str, str] = MappingProxyType({})) -> Row:
     """What ``hpcai bench`` with these words prints last, in a process of its own; with ``failed``, why that ended badly, or that it
     was ended after ``limit`` seconds."""
     command = [sys.executable, "-c", f"import sys; from hpcai.cli.bench import main; sys.exit(main({list(words)!r}))"]
