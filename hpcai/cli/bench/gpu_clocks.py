@@ -137,7 +137,7 @@ def traced(run: Callable[[int], object], count: int, most: int = 12) -> Row:
     every = [e for e in trace.profiler.kineto_results.events() if e.device_type() == torch.autograd.DeviceType.CUDA]
     kernels = [e for e in every if not e.is_user_annotation()]
     if not kernels:
-        return {"left_out": "the profiler saw no kernel: this machine gives no access to CUPTI"}
+        return {"left_out_trace": "the profiler saw no kernel: this machine gives no access to CUPTI"}
     found = idle((e.start_ns() / 1e3, (e.start_ns() + e.duration_ns()) / 1e3) for e in kernels)
     spent, launches = Counter[str](), Counter[str]()
     for e in kernels:

@@ -2,14 +2,15 @@
 
 A row is one form at one size in one type:
 
-    forward_ms, both_ms  a call, and a call with its backward pass: among many in a CUDA graph, where Python's launches do not count.
-                         Inputs change from call to call, and come from memory, not from the cache of the GPU
+    forward_ms, both_ms  a call, and a call with its backward pass: among many in a CUDA graph, where Python's launches do not
+                         count. Inputs change from call to call, and come from memory, not from the cache of the GPU
     graph                false where a form cannot be captured; then its launches count
     of_copy              the bytes that must be moved at least (each input and output once; in a backward pass inputs, result and
                          their gradients) over the time of the last of these, as a share of the rate at which this GPU copies
     over_ours            the time of the last of these over that of ours
     error                the largest difference from the plain form in float64, of the result and of each gradient, over the
-                         largest value there: at a small size, from the same rounded inputs
+                         largest value there: at a small size, from the same rounded inputs. Behind a rectifier a single value
+                         that rounds to the other side of zero counts with all of its gradient
 
 A new kernel is one more ``Kernel`` in ``KERNELS``.
 """
@@ -360,8 +361,9 @@ def _random(name: str, ours: Function, torchs: Function) -> Kernel:
         return [torch.empty(size["n"], device=draw.device)]
 
     return Kernel(
-        name, {"64-million": {"n": 1 << 26}}, {"n": 1003}, room, ours, ours, {"torch": torchs}, lambda inputs, both: inputs[0].nbytes,
-        learns=False, compiles=False, exact=True, random=frozenset({"torch"}), dtypes=(torch.float32,),
+        name, {"64-million": {"n": 1 << 26}}, {"n": 1003}, room, ours, ours, {"torch": torchs},
+        lambda inputs, both: inputs[0].nbytes, learns=False, compiles=False, exact=True, random=frozenset({"torch"}),
+        dtypes=(torch.float32,),
     )  # fmt: skip
 
 

@@ -1,0 +1,71 @@
+"""`hpcai bench gpu` where there is no GPU: every case of every app, and every kernel, at tiny sizes."""
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hpcai.cli import bench
+from hpcai.cli.bench import gpu_kernels, gpu_steps
+from hpcai.cli.trial import find
+from hpcai.data import Endless
+from hpcai.train.capture import shapes
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+MEASURED = {
+    "samples", "batch", "samples_s", "ms", "spread_percent", "windows", "tflop", "tflops", "of_rate", "host_ms", "ready_s", "loss",
+    "joules_per_sample", "loader_samples_s", "loader_lost_percent", "finite",
+}  # fmt: skip
+
+
+def measured(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert bench.main(["gpu", *words, "--tiny", "--repeats", "1", "--json"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    found: dict[str, Any] = lines[-1]
+    rows = found["rows"]
+    assert [line["rows"] for line in lines] == [rows[: 1 + i] for i in range(len(rows))] + [rows], "what is known is told at once"
+    assert found["bench"] == "gpu" and found["tiny"] and found["matrix_tflops"] > 0 and found["copy_gb_s"] > 0 and found["torch"]
+    return found
+
+
+@pytest.mark.parametrize("name", gpu_steps.cases())
+def test_a_published_step(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = measured(capsys, "apps", "--case", name)
+    eager, *others = found["rows"]
+    assert found["part"] == "apps" and eager["case"] == name and eager["variant"] == "eager" and "failed" not in eager
+    assert eager.keys() >= MEASURED and eager["finite"] and eager["loader_samples_s"] > 0 and eager["loss"] > 0
+    assert eager["samples_s"] == pytest.approx(eager["batch"] / eager["ms"] * 1e3, rel=1e-3) and eager["tflop"] > 1e-6
+    if "each_ms" in eager:
+        assert len(eager["each_ms"]) == 4 and sum(eager["each_ms"]) / 4 == pytest.approx(eager["ms"], rel=1e-3)
+    assert [row["variant"] for row in others] == gpu_steps.forms()[1:]
+    assert all(row["left_out"] == "there is no GPU: this process computes on cpu" for row in others)
+
+
+@pytest.mark.parametrize("name", gpu_steps.cases())
+def test_batches_of_the_loader_have_the_shapes_of_those_on_the_device(name: str) -> None:
+    """Otherwise a captured step would be captured once more, or refused."""
+    app, case = gpu_steps._cases()[name]
+    made = gpu_steps.Bench(name, find(app), case, SimpleNamespace(tiny=True))
+    known = [shapes(batch) for batch in made.batches]
+    assert len(set(map(str, known))) == len(case.turns)
+    cfg = made.app.in_files(made.settings(gpu_steps.VARIANTS[0], case.turns[-1]), 4, ("train",))
+    with made.app.loader(cfg, made.mesh, "train", name="train", sampler=Endless(4, 2 * cfg.data.batch)) as loader:
+        assert [shapes(batch) for batch in loader.epoch(0)] == [known[len(case.turns) - 1]] * 2
+
+
+LIMITS = {"float32": 3e-6, "bfloat16": 0.05}
+
+
+@pytest.mark.parametrize("kernel", gpu_kernels.KERNELS, ids=lambda kernel: kernel.name)
+def test_a_kernel_beside_its_peers(kernel: gpu_kernels.Kernel, capsys: pytest.CaptureFixture[str]) -> None:
+    found = measured(capsys, "kernels", "--case", f"{kernel.name}-{next(iter(kernel.sizes))}")
+    rows = found["rows"]
+    assert found["part"] == "kernels" and [row["form"] for row in rows] == [*kernel.forms()] * len(kernel.dtypes)
+    assert not [row for row in rows if "failed" in row]
+    times = {"forward_ms", "both_ms"} if kernel.learns else {"forward_ms"}
+    for row in rows:
+        assert "left_out" in row or (row.keys() >= {*times, "over_ours", "of_copy", "graph"} and not row["graph"])
+        if row["form"] == "ours" or row["dtype"] == "float32":
+            assert row.get("error", 0.0) <= LIMITS[row["dtype"]], row
+    assert "error" in rows[0] and rows[0]["over_ours"] == 1.0
