@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from hpcai.cli import bench
 from hpcai.cli.bench import gpu_kernels, gpu_steps
@@ -69,3 +70,69 @@ def test_a_kernel_beside_its_peers(kernel: gpu_kernels.Kernel, capsys: pytest.Ca
         if row["form"] == "ours" or row["dtype"] == "float32":
             assert row.get("error", 0.0) <= LIMITS[row["dtype"]], row
     assert "error" in rows[0] and rows[0]["over_ours"] == 1.0
+
+
+def test_what_a_gpu_adds_to_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lines that only a GPU reaches, with a GPU that is emulated."""
+    joules = iter(range(100))
+    monkeypatch.setattr(gpu_steps, "Gpu", lambda device: SimpleNamespace(readings=lambda: {"energy_j": 8.0 * next(joules)}))
+    monkeypatch.setattr(gpu_steps, "ENERGY_S", 0.05)
+    monkeypatch.setattr(gpu_steps, "LOADER_S", 0.05)
+    monkeypatch.setattr(gpu_steps, "WINDOW_S", 0.05)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 10**9)
+    held = iter((10**9, 10**9 + 5 * 10**8))
+    monkeypatch.setattr(gpu_steps.clocks, "graph_bytes", lambda: next(held))
+    monkeypatch.setattr(gpu_steps.clocks, "traced", lambda run, count: {"gaps_percent": 0.1, "turns": count})
+    app, case = gpu_steps._cases()["cosmoflow-batch-4"]
+    given = SimpleNamespace(tiny=True, repeats=2, seconds=9.0, rates={"matrix_tflops": 0.1})
+    made = gpu_steps.Bench("cosmoflow-batch-4", find(app), case, given)
+    made.on_gpu = True
+    row = made._measured(gpu_steps.Variant("eager", fed=True))
+    given.tiny = False  # as of a published size, whose figure then stands beside it
+    row |= made._speeds([[0.01], [0.02], [0.04]], 4, 1e9)
+    assert row["peak_gb"] == 3.0 and row["graphs_gb"] == 0.5 and row["gaps_percent"] == 0.1 and row["turns"] == 3
+    assert row["joules_per_sample"] > 0 and row["loader_samples_s"] > 0 and row["finite"]
+    assert row["ms"] == 20.0 and row["spread_percent"] == 150.0 and row["tflops"] == 0.05 and row["of_rate"] == 0.5
+    assert row["over"] == round(200 / 224, 3) and row["asked"] == 300 and "MLPerf HPC v3.0" in row["published_by"]
+    monkeypatch.setattr(gpu_steps.clocks, "graph_bytes", lambda: 0)
+    monkeypatch.setattr(gpu_steps.Bench, "_counted", None)
+    monkeypatch.setattr(type(made.app), "loader", None)
+    given.tiny = True
+    made = gpu_steps.Bench("cosmoflow-batch-4", find(app), case, given)
+    row = made._measured(gpu_steps.Variant("eager", fed=True))
+    assert row["ms"] > 0 and row["tflop"].startswith("not counted: TypeError") and row["loader"].startswith("failed: TypeError")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_calls_of_a_kernel_are_timed_in_a_graph_that_takes_long_enough(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[int] = []
+
+    class Graph:
+        def __init__(self, *given: Any) -> None:
+            pass
+
+        def warm(self, function: Any) -> None:
+            function()
+
+        def record(self, function: Any) -> None:
+            if fails:
+                raise RuntimeError("operation not permitted when stream is capturing")
+            called.clear()
+            function()
+
+        def replay(self) -> None: ...
+
+        def reset(self) -> None:
+            called.append(-1)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for name in ("graph_pool_handle", "Stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(gpu_kernels, "CudaGraph", Graph)
+    monkeypatch.setattr(gpu_kernels.clocks, "window", lambda run, count: [4e-5] * count)
+    seconds, captured = gpu_kernels._per_call(called.append, 3, 2)
+    if fails:
+        assert seconds == pytest.approx(4e-5) and not captured
+    else:
+        assert called == [*range(51), -1] and seconds == pytest.approx(4e-5 / 51) and captured, "2 ms are 50 calls, of three sets"
