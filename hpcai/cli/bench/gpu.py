@@ -86,7 +86,8 @@ def _rows(name: str, part: str, words: Any) -> Iterator[Row]:
             ruined = {_which(row)[0]} | {form for form, _ in seen if "variant" in row}
             rest = [form for form in words.variants or _part(part).forms() if form not in ruined]
             print(f"{name}: the GPU is lost to this process ({why}); the rest in another", file=sys.stderr, flush=True)
-            yield from (more for more in _asked(name, part, words, rest)["rows"] if rest and _which(more) not in seen)
+            if rest:
+                yield from (more for more in _asked(name, part, words, rest)["rows"] if _which(more) not in seen)
             return
 
 

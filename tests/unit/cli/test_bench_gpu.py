@@ -200,6 +200,19 @@ def test_once_the_gpu_is_lost_to_a_process_the_rest_comes_from_another(monkeypat
     monkeypatch.setattr(gpu.clocks, "lost", lambda: "an illegal memory access was encountered")
     found = list(gpu._rows("a", "apps", words()))
     assert [row["variant"] for row in found] == gpu_steps.forms() and found[:2] == rows and len(asked) == 1
+    assert list(gpu._rows("a", "apps", words(variants=["eager", "captured"]))) == rows and len(asked) == 1, "nothing is left"
+
+
+def test_forms_of_a_kernel_come_again_in_the_type_that_was_not_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    every = [{"form": form, "dtype": dtype, "ms": 2.0} for dtype in ("bfloat16", "float32") for form in ("ours", "compiled")]
+    rows = [every[0], {"form": "plain", "dtype": "bfloat16", "failed": "illegal access"}]
+    part = SimpleNamespace(measure=lambda name, words: iter(rows), forms=lambda: ["ours", "plain", "compiled"])
+    monkeypatch.setattr(gpu, "_part", lambda name: part)
+    asked: list[list[str]] = []
+    monkeypatch.setattr(gpu, "apart", lambda command, limit: asked.append(command) or {"rows": every})
+    monkeypatch.setattr(gpu.clocks, "lost", lambda: "an illegal memory access was encountered")
+    found = list(gpu._rows("a", "kernels", words()))
+    assert found == [*rows, *every[1:]] and asked[0][-2:] == ["ours", "compiled"]
 
 
 def test_of_a_case_that_was_ended_the_rows_that_it_told_are_kept(
