@@ -14,13 +14,19 @@ from torch import Tensor, nn
 
 from apps.cosmoflow.data import Universes, batches, rows_of
 from apps.cosmoflow.settings import Config, DataConfig
-from hpcai.cli.trial import On, Subject, Switch
+from hpcai.cli.trial import Case, Figure, On, Subject, Switch
 from hpcai.dist import Mesh
 from hpcai.models.cosmoflow import Batch, CosmoFlow, CosmoFlowConfig, error, loss, parallelize
 from hpcai.models.cosmoflow.model import SLOPE, Block
 from hpcai.nn import Conv3d
 
 _GPU = torch.cuda.is_available()
+
+
+_EOS = Figure(
+    224.0, "H100", "32 GPUs, 1 universe each, loader included",
+    "MLPerf HPC v3.0, NVIDIA Eos, weak scaling: median rate of the logged epochs (github.com/mlcommons/hpc_results_v3.0)",
+)  # fmt: skip
 
 
 class TrialConfig(Config):
@@ -33,6 +39,8 @@ class TrialConfig(Config):
 class Trial(Subject):
     settings, batch, fields = TrialConfig, Batch, Batch._fields
     loss, metric = staticmethod(loss), staticmethod(error)
+    unit, published, tiny = "universes", Config, ("model.size=32", "model.filters=2", "data.batch=2")
+    gpu = tuple(Case(f"batch-{batch}", "batch32.yaml", (f"data.batch={batch}",), figure=_EOS, asked=300.0) for batch in (1, 4))
 
     def switches(self, cfg: TrialConfig, mesh: Mesh) -> list[Switch]:
         return [

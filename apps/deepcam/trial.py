@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from apps.deepcam.data import Maps, batches, rows_of
 from apps.deepcam.group import group_norms
 from apps.deepcam.settings import Config, DataConfig
-from hpcai.cli.trial import On, Subject, Switch, exchange
+from hpcai.cli.trial import Case, Figure, On, Subject, Switch, exchange
 from hpcai.dist import Mesh
 from hpcai.dist.environment import place
 from hpcai.models.deepcam import STRIDE, Batch, DeepCam, DeepCamConfig, loss, parallelize, score
@@ -36,14 +36,26 @@ _GROUP = "group batch norm"
 _RARE = 0.02  # share of the cells that are of some class other than the first
 
 
-class TrialConfig(Config):
+_EOS = Figure(
+    81.7, "H100", "16 GPUs, 8 maps each, loader included",
+    "MLPerf HPC v3.0, NVIDIA Eos, weak scaling: median rate of the logged epochs (github.com/mlcommons/hpc_results_v3.0)",
+)  # fmt: skip
+
+
+class MapConfig(Config):
+    """A DeepCAM run, and the size of random maps."""
+
+    height: Cells = 768
+    width: Cells = 1152
+
+
+class TrialConfig(MapConfig):
     """A DeepCAM run of a size that is measured in minutes."""
 
     model: DeepCamConfig = DeepCamConfig(divide=1 if _GPU else 4)
     data: DataConfig = DataConfig(batch=(2 if _GPU else 1) * (place().world or 1), workers=4 if _GPU else 1)
     step: StepConfig = Config().step.model_copy(update={"optimizer": "adamw"})  # torch has no LAMB to compare with
     height: Cells = 768 if _GPU else 192
-    """of the random maps"""
     width: Cells = 1152 if _GPU else 288
 
 
@@ -51,6 +63,9 @@ class Trial(Subject):
     settings, batch, fields = TrialConfig, Batch, Batch._fields
     loss, metric = staticmethod(loss), staticmethod(score)
     parts = {"group": group_norms}
+    unit, published = "maps", MapConfig
+    tiny = ("model.divide=8", "model.middle=1", "height=64", "width=96", "data.batch=2")
+    gpu = tuple(Case(f"batch-{batch}", "batch128.yaml", (f"data.batch={batch}",), figure=_EOS, asked=95.0) for batch in (8, 16))
 
     def switches(self, cfg: TrialConfig, mesh: Mesh) -> list[Switch]:
         group, alone = cfg.batchnorm_group, mesh["replicate"].size == 1

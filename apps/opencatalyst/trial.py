@@ -16,7 +16,7 @@ from torch import nn
 from apps.opencatalyst.data import FIELDS, Frames, Ladder, frame, joined, rows_of
 from apps.opencatalyst.neighbours import balance, neighbours
 from apps.opencatalyst.settings import Config, DataConfig
-from hpcai.cli.trial import Form, On, Peer, Subject, Switch
+from hpcai.cli.trial import Case, Figure, Form, On, Peer, Subject, Switch
 from hpcai.data.splits import load
 from hpcai.dist import Mesh
 from hpcai.models.dimenet import Batch, DimeNet, DimeNetConfig, Sizes, counted, loss, parallelize, pyg_words, score
@@ -28,7 +28,20 @@ _SLAB = (4, 4, 5)  # atoms along each side
 _SPACING = 2.5  # angstrom
 
 
-class TrialConfig(Config):
+_EOS = Figure(
+    318.0, "H100", "64 GPUs, 16 frames each, loader included, frames of all sizes",
+    "MLPerf HPC v3.0, NVIDIA Eos, weak scaling: median rate of the logged epochs (github.com/mlcommons/hpc_results_v3.0)",
+)  # fmt: skip
+_ONE_SHAPE = ("data.shapes=few", "data.balance=frames", "padded=true")  # as a run needs whose step is captured
+
+
+class SlabConfig(Config):
+    """An OpenCatalyst run, and whether random batches have room for as many neighbours as there can be, and so one shape."""
+
+    padded: bool = False
+
+
+class TrialConfig(SlabConfig):
     """An OpenCatalyst run of a size that is measured in minutes."""
 
     data: DataConfig = DataConfig(batch=16 if _GPU else 1, workers=4 if _GPU else 1, shapes="few", balance="none")
@@ -39,6 +52,12 @@ class Trial(Subject):
     loss, counted, metric = staticmethod(loss), staticmethod(counted), staticmethod(score)
     flat = frozenset(name for name, (_, shape) in FIELDS.items() if shape[:1] == ("atoms",))
     parts = {"neighbours": neighbours, "balance": balance}
+    unit, published = "frames", SlabConfig
+    tiny = ("model.hidden=16", "model.output=16", "model.interaction=8", "model.blocks=2", "model.most=8", "data.batch=2")
+    gpu = tuple(
+        Case(f"batch-{frames}", "batch2048.yaml", (f"data.batch={frames}", *_ONE_SHAPE), figure=_EOS, asked=400.0)
+        for frames in (16, 32)
+    )
 
     def switches(self, cfg: TrialConfig, mesh: Mesh) -> list[Switch]:
         return [Switch("no triplets", "moments of each atom's messages, and functions made to be differentiated twice")]
@@ -71,17 +90,18 @@ class Trial(Subject):
 
     def together(self, cfg: TrialConfig, samples: list[tuple[Any, ...]]) -> Any:
         frames = [frame(dict(zip(FIELDS, values)), cfg.model, "a random slab") for values in samples]
-        return joined(frames, cfg.step.accumulate)
+        return joined(frames, cfg.step.accumulate, _ladder(cfg, len(frames)) if cfg.padded else None)
 
     def loader(self, cfg: TrialConfig, mesh: Mesh, split: str, **words: Any) -> Any:
-        source = Frames(rows_of(cfg, split, mesh), cfg.model, cfg.step.accumulate, _ladder(cfg, mesh))
+        ladder = _ladder(cfg, cfg.data.batch // mesh["replicate"].size)
+        source = Frames(rows_of(cfg, split, mesh), cfg.model, cfg.step.accumulate, ladder)
         return load(source, cfg.data.batch, cfg.data, mesh, **words)
 
 
-def _ladder(cfg: TrialConfig, mesh: Mesh) -> Ladder | None:
-    """Room for as many neighbours as there can be, so that all batches have one shape."""
+def _ladder(cfg: TrialConfig, frames: int) -> Ladder | None:
+    """Room for as many neighbours as there can be, so that all batches of so many frames have one shape."""
     each, most = int(np.prod(_SLAB)) + 1, cfg.model.most
-    count = each * cfg.data.batch // mesh["replicate"].size
+    count = each * frames
     return Ladder(Sizes(count + 1, count * most + 1, most, 2 * most, each)) if most else None
 
 

@@ -17,7 +17,7 @@ from apps.openfold.data import FIELDS, Chains, parts_of, rows_of
 from apps.openfold.folding import featurized, folded
 from apps.openfold.settings import Config, DataConfig
 from apps.openfold.synthetic import alignment, chain
-from hpcai.cli.trial import On, Subject, Switch
+from hpcai.cli.trial import Case, Figure, On, Subject, Switch
 from hpcai.data.splits import load
 from hpcai.dist import Mesh
 from hpcai.kernels import attention, gates, layernorm, outer, triangle
@@ -42,6 +42,13 @@ _GPU = torch.cuda.is_available()
 _WHOLE = ("model.blocks=48", "model.extra.blocks=4", "features.crop=256", "features.clusters=128", "features.extra=1024")
 
 
+_EOS = Figure(
+    0.553, "H100", "128 GPUs, 1 chain each, 1 to 4 passes alike, no cut along an axis, loader included",
+    "MLPerf HPC v3.0, NVIDIA Eos, weak scaling: 1.81 s a step (github.com/mlcommons/hpc_results_v3.0)",
+)  # fmt: skip
+_PASSES = tuple((f"features.recycles={recycles}",) for recycles in range(4))  # a step draws one of them
+
+
 class TrialConfig(Config):
     """An OpenFold run of a size that is measured in minutes: full channel sizes, few blocks and residues."""
 
@@ -55,6 +62,20 @@ class Trial(Subject):
     flat = frozenset(name for name, (_, shape) in FIELDS.items() if shape and isinstance(shape[0], str))
     variants = {"checkpoint": ("model.checkpoint=true",)}
     parts = {"featurize": featurized, "fold": folded}
+    unit, published = "chains", Config
+    tiny = (
+        "model={msa: 32, pair: 16, single: 32, blocks: 1, rows: {head: 8, heads: 2, outer: 8, transition: 1}}",
+        "model.pairs={triangle: 16, head: 8, heads: 2, transition: 1}",
+        "model.extra={channels: 16, blocks: 1, msa: {head: 4, heads: 2, outer: 8, transition: 1}}",
+        "model.extra.pairs={triangle: 16, head: 8, heads: 2, transition: 1}",
+        "model.template={channels: 16, blocks: 1, head: 8, heads: 2, pairs: {triangle: 16, head: 8, heads: 2, transition: 1}}",
+        "model.structure={passes: 1, head: 8, heads: 2, query_points: 2, value_points: 2, angle: 16}", "model.heads.plddt=16",
+        "features={crop: 16, clusters: 8, extra: 8, templates: 1}", "data={workers: 1, processes: false}",
+    )  # fmt: skip
+    gpu = tuple(
+        Case(name, "batch128.yaml", ("data.batch=1", *words), _PASSES, figure=_EOS, asked=1 / 1.5)
+        for name, words in (("crop-256", ()), ("crop-256-all-kept", ("model.checkpoint=false",)))
+    )
 
     def loss(self, model: Any, batch: Any) -> dict[str, Any]:
         return loss(model, batch)
@@ -94,7 +115,8 @@ class Trial(Subject):
         each = []
         for number, values in enumerate(samples):
             made, rows = parts_of(dict(zip(FIELDS, values)), "a synthetic chain")
-            each.append(featurize(made, rows, cfg=cfg.features, index=number))
+            found = featurize(made, rows, cfg=cfg.features, index=number)
+            each.append(found | {"index": np.full(cfg.features.recycles + 1, number)})  # as those of a loader have it
         return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in collate(each).items()}
 
     def loader(self, cfg: TrialConfig, mesh: Mesh, split: str, **words: Any) -> Any:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from apps.unet3d.data import FIELDS, Volumes, rows_of
 from apps.unet3d.settings import Config, DataConfig
-from hpcai.cli.trial import Form, On, Peer, Subject, Switch, exchange
+from hpcai.cli.trial import Case, Figure, Form, On, Peer, Subject, Switch, exchange
 from hpcai.data.splits import load
 from hpcai.dist import Mesh
 from hpcai.models.unet3d import Batch, UNet3D, UNet3DConfig, loss, parallelize, score
@@ -23,6 +23,12 @@ from hpcai.settings import StepConfig
 
 _GPU = torch.cuda.is_available()
 _SIDE = 128 if _GPU else 64
+
+
+_NODE = Figure(
+    76.2, "H200", "8 GPUs, 7 crops each, loader included, volumes cached",
+    "MLPerf Training v4.0, NVIDIA: median logged rate (github.com/mlcommons/training_results_v4.0)",
+)  # fmt: skip
 
 
 class TrialConfig(Config):
@@ -36,6 +42,11 @@ class TrialConfig(Config):
 class Trial(Subject):
     settings, batch, fields = TrialConfig, Batch, tuple(FIELDS)
     loss = staticmethod(loss)
+    unit, published, tiny = "crops", Config, ("model.filters=[4, 8]", "model.window=[16, 16, 16]", "data.batch=2")
+    gpu = tuple(
+        Case(f"batch-{batch}", yaml, (f"data.batch={batch}",), figure=_NODE, asked=85.0)
+        for batch, yaml in ((2, "gpu1.yaml"), (7, "node.yaml"))
+    )
 
     def metric(self, model: Any, batch: Any) -> dict[str, Any]:
         return score(model, [batch] if isinstance(batch, Batch) else batch)

@@ -1,8 +1,9 @@
 """What an app declares of itself to be measured, and a training of its network on random samples with some switches on.
 
 ``apps/<name>/trial.py`` has a class ``Trial``, a ``Subject``: ``hpcai bench`` compares the app's step with its plain form, and
-``hpcai ablate`` measures what each switch brings. The plain form is what one would write first: float32, torch's layers one after
-the other, torch's optimizer operation by operation and DataLoader over h5py, and training waits for its evaluation.
+``hpcai ablate`` measures what each switch brings; ``hpcai bench gpu`` measures the published steps that the app lists. The plain
+form is what one would write first: float32, torch's layers one after the other, torch's optimizer operation by operation and
+DataLoader over h5py, and training waits for its evaluation.
 """
 
 import os
@@ -68,6 +69,33 @@ class Peer(NamedTuple):
     """(cfg, batch on the device) -> the network and its loss on that batch"""
 
 
+class Figure(NamedTuple):
+    """What somebody has published of the same training step, for each of the GPUs of a job."""
+
+    per_s: float
+    """samples per second and GPU"""
+    gpu: str
+    conditions: str
+    """GPUs of the job, samples of each, and what else differs from one GPU alone"""
+    source: str
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training step at a published configuration, for ``hpcai bench gpu``: a YAML file of the app, and what one GPU changes."""
+
+    name: str
+    yaml: str
+    """file in apps/<name>/configs"""
+    words: Sequence[str] = ()
+    """key=value words, such as data.batch, the samples of one GPU"""
+    turns: Sequence[Sequence[str]] = ((),)
+    """key=value words in which one batch differs from the next; they take turns"""
+    figure: Figure | None = None
+    asked: float | None = None
+    """samples per second that we ask of one H200"""
+
+
 class Subject:
     """What an app gives to be measured. ``cfg`` are its settings; a subclass has at least what is declared without a value."""
 
@@ -84,6 +112,14 @@ class Subject:
     parts: Mapping[str, Callable[[Any, int], Sequence[Row]]] = {}
     """what only this app measures: (cfg, repeats) -> rows"""
     peers: Mapping[str, Peer] = {}
+    gpu: Sequence[Case] = ()
+    """what ``hpcai bench gpu`` measures"""
+    unit: str = "samples"
+    """what its samples are, in the plural"""
+    published: type[RunConfig]
+    """what the YAML files of the app complete, with what its random samples need to know"""
+    tiny: Sequence[str] = ()
+    """key=value words that make a published configuration a matter of seconds on one core"""
     counted: Callable[[Any], Tensor] | None = None
     """what several means of the loss divide by (``Step``)"""
 
@@ -152,10 +188,14 @@ class Subject:
 
     @contextmanager
     def trial(self, cfg: Any, mesh: Mesh, on: On) -> Iterator["Training"]:
-        cfg = self.known(cfg)
-        words = {"directory": _files(self, cfg), "stage": None, "shards": 1}
+        cfg = self.in_files(self.known(cfg), _EVALUATED * cfg.data.batch)
         with ExitStack() as held:
-            yield Training(self, cfg.model_copy(update={"data": cfg.data.model_copy(update=words)}), mesh, on, held)
+            yield Training(self, cfg, mesh, on, held)
+
+    def in_files(self, cfg: Any, rows: int, splits: Sequence[str] = ("train", "validation")) -> Any:
+        """The settings with a folder of their own, where each split has so many random samples."""
+        words = {"directory": _files(self, cfg, rows, splits), "stage": None, "shards": 1}
+        return cfg.model_copy(update={"data": cfg.data.model_copy(update=words)})
 
 
 def find(name: str) -> Subject:
@@ -327,16 +367,16 @@ class ByTorch(Step):
 
 
 _HOME = tempfile.TemporaryDirectory(prefix="hpcai-ablation-")  # deleted when the process ends
-_MADE: dict[tuple[type[Subject], str], Path] = {}
+_MADE: dict[tuple[type[Subject], str, int, tuple[str, ...]], Path] = {}
 
 
-def _files(app: Subject, cfg: Any) -> Path:
-    """A folder with some batches of random samples for each split, in the layout of data_prep; made once."""
-    key = type(app), cfg.model_dump_json()
+def _files(app: Subject, cfg: Any, rows: int, splits: Sequence[str]) -> Path:
+    """A folder with so many random samples for each split, in the layout of data_prep; made once."""
+    key = type(app), cfg.model_dump_json(), rows, tuple(splits)
     if key in _MADE:
         return _MADE[key]
-    folder, rows = Path(tempfile.mkdtemp(dir=_HOME.name)), _EVALUATED * cfg.data.batch
-    for split in ("train", "validation"):
+    folder = Path(tempfile.mkdtemp(dir=_HOME.name))
+    for split in splits:
         (folder / split).mkdir()
         with h5py.File(folder / split / _FILE, "w", alignment_threshold=1 << 16, alignment_interval=4096) as file:
             for i in range(rows):

@@ -5,7 +5,8 @@ NAME is an app, which is measured against its plain form (``hpcai bench APP --he
     step      ways to make a step faster: the update, capture, a divided optimizer, evaluation beside the training
     spatial   one volume cut over processes: time, bytes against the formula, memory of each
     data      reading samples, against fio, torch's DataLoader, h5py and DALI
-    all       each of them briefly, in ten minutes
+    gpu       the published training step of each app and each kernel beside its peers, on one GPU
+    all       each of them but gpu briefly, in ten minutes
 """
 
 import json
@@ -16,7 +17,7 @@ from typing import Any
 
 from hpcai.cli import apps
 
-SHARED = ("step", "spatial", "data")
+SHARED = ("step", "spatial", "data", "gpu")
 _BRIEFLY = {"step": ["--repeats", "5"], "data": ["direct", "peers", "--repeats", "1", "--gib", "1"], "spatial": []}
 
 
@@ -42,7 +43,7 @@ def _all(quiet: bool) -> int:
     from hpcai.cli.bench.timing import apart
 
     found: dict[str, Any] = {}
-    for name in [*SHARED, *apps.names("trial")]:
+    for name in [*(name for name in SHARED if name in _BRIEFLY), *apps.names("trial")]:
         found[name] = apart([name, *_BRIEFLY.get(name, ["steps", "memory", "--repeats", "1"]), "--json"])
         if not quiet:
             print(f"{name}: {json.dumps(found[name], indent=1)}", flush=True)

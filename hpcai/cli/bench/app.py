@@ -192,7 +192,7 @@ class Bench:
     def apart(self, part: str, one: str, case: Sequence[str], **environ: str) -> Row:
         threads = {} if part == "wall" else {"OMP_NUM_THREADS": "1"}
         peers = ["--peers"] if self.words.peers else []
-        return apart([self.name, part, *case, *peers, "--one", one], **threads, **environ)
+        return apart([self.name, part, *case, *peers, "--one", one], environ={**threads, **environ})
 
     def one(self, name: str) -> Row:
         measure = {"build": self._built, "compile": self._compiled, "wall": self._clocked}

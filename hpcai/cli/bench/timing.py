@@ -12,7 +12,9 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -62,13 +64,27 @@ def high_water() -> float:
     return int(line.split()[1]) * 1024 / 1e6
 
 
-def apart(words: Sequence[str], **environ: str) -> Row:
-    """What ``hpcai bench`` with these words prints last, in a process of its own."""
+def apart(words: Sequence[str], limit: float | None = None, environ: Mapping[str, str] = MappingProxyType({})) -> Row:
+    """What ``hpcai bench`` with these words prints last, in a process of its own; with ``failed``, why that ended badly, or that it
+    was ended after ``limit`` seconds."""
     command = [sys.executable, "-c", f"import sys; from hpcai.cli.bench import main; sys.exit(main({list(words)!r}))"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **environ})
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **environ}, timeout=limit)
+    except subprocess.TimeoutExpired as late:
+        said = late.stdout.decode(errors="replace") if isinstance(late.stdout, bytes) else late.stdout or ""
+        return _last(said) | {"failed": f"ended after {limit:g} s"}
     if done.returncode or not done.stdout.strip():
-        return {"failed": (done.stderr.strip().splitlines() or ["no word of why"])[-1]}
+        return _last(done.stdout) | {"failed": (done.stderr.strip().splitlines() or ["no word of why"])[-1]}
     return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def _last(said: str) -> Row:
+    """The last object of what a process said before it ended badly, if there is a whole one."""
+    for line in reversed(said.splitlines()):
+        with suppress(ValueError):
+            found = json.loads(line)
+            return found if isinstance(found, dict) else {}
+    return {}
 
 
 def processes(count: int, fresh: bool = True) -> ProcessPoolExecutor:
@@ -117,17 +133,19 @@ def parse(made: argparse.ArgumentParser, known: Sequence[str], argv: Sequence[st
 def finish(found: Row, parts: Sequence[str], quiet: bool) -> int:
     """Print what was found: a table for each part, unless ``quiet``, and JSON as the last line."""
     if not quiet:
-        _print_tables(found, parts)
+        print_tables(found, parts)
     print(json.dumps(found))
     return 0
 
 
-def _print_tables(found: Row, parts: Sequence[str]) -> None:
+def print_tables(found: Row, parts: Sequence[str]) -> None:
+    """A table of the rows of each part; the first one says where they were measured."""
     from rich.console import Console
     from rich.table import Table
 
     console = Console()
-    title = f"{found['bench']}, torch {found['torch']}, {found['device']}, one thread, load {found['load']}"
+    threads = "one thread" if found["threads"] == 1 else f"{found['threads']} threads"
+    title = f"{found['bench']}, torch {found['torch']}, {found['device']}, {threads}, load {found['load']}"
     for number, name in enumerate(part for part in parts if found.get(part)):
         rows = found[name] if isinstance(found[name], list) else [found[name]]
         table = Table(title=f"{name}: {title}" if number == 0 else name, title_justify="left")

@@ -38,7 +38,7 @@ def test_all_goes_on_after_one_that_fails(monkeypatch: pytest.MonkeyPatch, capsy
 def test_names_are_those_of_apps_and_of_what_they_share(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main(["--help"]) == 0
     shown = capsys.readouterr().out
-    assert "step, spatial, data, cosmoflow, deepcam, opencatalyst, openfold, unet3d, all" in shown
+    assert "step, spatial, data, gpu, cosmoflow, deepcam, opencatalyst, openfold, unet3d, all" in shown
     assert bench.main(["chess"]) == 2 and "there is no 'chess'; expected one of step" in capsys.readouterr().err
 
 
@@ -60,7 +60,7 @@ def test_parts_of_a_step_are_told_and_printed(capsys: pytest.CaptureFixture[str]
 def test_every_shared_part_of_an_app(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[str]] = []
 
-    def here(words: list[str], **environ: str) -> Any:
+    def here(words: list[str], environ: dict[str, str]) -> Any:
         asked.append(words)
         assert bench.main(words) == 0
         return json.loads(capsys.readouterr().out)

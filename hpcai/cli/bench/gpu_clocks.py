@@ -1,0 +1,191 @@
+"""What ``hpcai bench gpu`` measures with: events, idle time between kernels, the machine's own rates, counted operations.
+
+Without a GPU the same functions measure CPU seconds of small work, so that every line of a benchmark runs anywhere.
+"""
+
+import gc
+import math
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import flop_counter
+
+from hpcai.cli.bench.timing import Row, machine, wait
+from hpcai.kernels import compiler
+
+GAP_US = 20.0
+"""A GPU that starts the next kernel of a graph leaves 1 to 2 us; what is longer waits for the host"""
+
+
+def window(run: Callable[[int], object], count: int) -> list[float]:
+    """Seconds of each of ``run(0)`` ... ``run(count - 1)``, during which the host waits for nothing: between events on a GPU, CPU
+    seconds elsewhere."""
+    if not torch.cuda.is_available():
+        marks = [time.process_time()]
+        for i in range(count):
+            run(i)
+            marks.append(time.process_time())
+        return [b - a for a, b in pairwise(marks)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    wait()
+    events[0].record()
+    for i in range(count):
+        run(i)
+        events[i + 1].record()
+    wait()
+    return [a.elapsed_time(b) / 1e3 for a, b in pairwise(events)]
+
+
+# ---- the machine
+
+
+def rates(device: torch.device) -> Row:
+    """What this GPU multiplies and copies when it does nothing else, now: the yardsticks of all rows. Numbers are random, since a
+    GPU draws less power, and so runs faster, on zeros."""
+    on_gpu = device.type == "cuda"
+    side, size, dtype = (8192, 1 << 30, torch.bfloat16) if on_gpu else (128, 1 << 20, torch.float32)
+    a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
+    product = torch.empty_like(a)
+    source = torch.randint(256, (size,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    multiply = _best(lambda i: torch.mm(a, b, out=product))
+    copy = _best(lambda i: target.copy_(source))
+    return {"matrix_tflops": round(2 * side**3 / multiply / 1e12, 3), "copy_gb_s": round(2 * size / copy / 1e9, 2)}
+
+
+def _best(run: Callable[[int], object]) -> float:
+    """Median seconds of a run, of the fastest of three windows."""
+    window(run, 5)
+    return max(min(statistics.median(window(run, 20)) for _ in range(3)), 1e-9)
+
+
+def facts(device: torch.device) -> Row:
+    """This machine, and what it can do at best."""
+    found = {**machine(), "threads": torch.get_num_threads(), "triton": compiler.MISSING or "there"}
+    if device.type == "cuda":
+        known = torch.cuda.get_device_properties(device)
+        found |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+        found |= {"memory_gb": round(known.total_memory / 1e9, 1)}
+        found |= {"capability": f"{known.major}.{known.minor}", "multiprocessors": known.multi_processor_count}
+    return {**found, **rates(device)}
+
+
+def lost() -> str | None:
+    """Why the GPU takes no more work from this process, as after an illegal access; None where it does."""
+    try:
+        wait()
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    return None
+
+
+def let_go() -> None:
+    """Give the memory of what nobody holds any more back to the GPU."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def graph_bytes() -> int:
+    """Memory that captured graphs hold for themselves: the segments of their pools."""
+    segments = torch.cuda.memory_snapshot() if torch.cuda.is_available() else []
+    return sum(one["total_size"] for one in segments if tuple(one.get("segment_pool_id", (0, 0))) != (0, 0))
+
+
+# ---- what a GPU did
+
+
+class Idle(NamedTuple):
+    """Of the time from the start of the first kernel to the end of the last."""
+
+    gaps: float
+    """share in which nothing ran, in stretches longer than ``GAP_US``"""
+    all: float
+    """share in which nothing ran"""
+
+
+def idle(spans: Iterable[tuple[float, float]], above: float = GAP_US) -> Idle:
+    """``spans``: start and end of each kernel and copy, microseconds, in any order; they may overlap."""
+    gaps = rest = 0.0
+    ordered = sorted(spans)
+    end = ordered[0][0]
+    for first, last in ordered:
+        nothing = max(first - end, 0.0)
+        rest += nothing
+        gaps += nothing if nothing > above else 0.0
+        end = max(end, last)
+    whole = end - ordered[0][0]
+    return Idle(gaps / whole, rest / whole) if whole else Idle(0.0, 0.0)
+
+
+def traced(run: Callable[[int], object], count: int, most: int = 12) -> Row:
+    """Idle shares of a GPU in ``count`` runs, and the kernels that cost most: name, milliseconds of a run, launches of a run."""
+    if not torch.cuda.is_available():
+        return {}
+    wait()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
+        for i in range(count):
+            run(i)
+        wait()
+    # Not ``trace.events()``, which makes a Python object of each of 100,000 kernels.
+    every = [e for e in trace.profiler.kineto_results.events() if e.device_type() == torch.autograd.DeviceType.CUDA]
+    kernels = [e for e in every if not e.is_user_annotation()]
+    if not kernels:
+        return {"left_out_trace": "the profiler saw no kernel: this machine gives no access to CUPTI"}
+    found = idle((e.start_ns() / 1e3, (e.start_ns() + e.duration_ns()) / 1e3) for e in kernels)
+    spent, launches = Counter[str](), Counter[str]()
+    for e in kernels:
+        spent[e.name()] += e.duration_ns()
+        launches[e.name()] += 1
+    costly = [[name[:120], round(ns / 1e6 / count, 4), round(launches[name] / count, 1)] for name, ns in spent.most_common(most)]
+    shares = {"gaps_percent": round(100 * found.gaps, 3), "idle_percent": round(100 * found.all, 3)}
+    return {**shares, "launches": round(len(kernels) / count), "costly": costly}
+
+
+# ---- work
+
+
+def operations(run: Callable[[], object]) -> int:
+    """Floating-point operations of matrix products, convolutions and attention in ``run``, an addition and a multiplication each.
+
+    Meanwhile our kernels are their twins in torch's operations, which the counter sees; so those of Triton count as what they
+    compute. What is computed again in a backward pass (checkpoints, logits of attention) counts each time. Sums, norms, gates,
+    scatters and the update are not counted.
+    """
+    in_place = dict.fromkeys((torch.ops.aten.addmm_, torch.ops.aten.baddbmm_), _added)  # which the counter does not know
+    with _by_twins(), flop_counter.FlopCounterMode(display=False, custom_mapping=in_place) as counter:
+        run()
+    return int(counter.get_total_flops())
+
+
+def _added(of: Any, a: Sequence[int], b: Sequence[int], *_: Any, **__: Any) -> int:
+    """Of a product [..., m, k] x [..., k, n] that is added to something."""
+    return 2 * math.prod(a) * b[-1]
+
+
+@contextmanager
+def _by_twins() -> Iterator[None]:
+    before = compiler.MISSING
+    compiler.MISSING = "operations are counted"
+    try:
+        yield
+    finally:
+        compiler.MISSING = before
+
+
+def told(problem: BaseException) -> str:
+    """An error as one line of a table."""
+    lines = str(problem).strip().splitlines()
+    if isinstance(problem, torch.OutOfMemoryError) or "out of memory" in str(problem):
+        return "out of memory"
+    return f"{type(problem).__name__}: {lines[0] if lines else 'no word of why'}"[:300]
+
+
+def median(values: Sequence[float], digits: int = 4) -> float:
+    return round(statistics.median(values), digits)

@@ -1,0 +1,520 @@
+"""Each of our kernels beside its peers, at the sizes of the published networks.
+
+A row is one form at one size in one type:
+
+    forward_ms, both_ms  a call, and a call with its backward pass: among many in a CUDA graph, where Python's launches do not
+                         count. Inputs change from call to call, and come from memory, not from the cache of the GPU
+    graph                false where a form cannot be captured; then its launches count
+    of_copy              the bytes that must be moved at least (each input and output once; in a backward pass inputs, result and
+                         their gradients) over the time of the last of these, as a share of the rate at which this GPU copies
+    over_ours            the time of the last of these over that of ours
+    error                the largest difference from the plain form in float64, of the result and of each gradient, over the
+                         largest value there: at a small size, from the same rounded inputs. Behind a rectifier a single value
+                         that rounds to the other side of zero counts with all of its gradient
+
+A new kernel is one more ``Kernel`` in ``KERNELS``.
+"""
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hpcai import dist
+from hpcai.cli.bench import gpu_clocks as clocks
+from hpcai.cli.bench.timing import Row
+from hpcai.errors import HpcaiError
+from hpcai.kernels import attention, gates, outer, philox, update
+from hpcai.nn import BatchNorm, InstanceNorm
+from hpcai.train.capture import CudaGraph
+
+Size = Mapping[str, int]
+Function = Callable[..., Tensor]
+_CACHE = 256 << 20  # bytes of inputs that the last-level cache of no GPU holds
+_GRAPH_S = 2e-3  # a graph of calls takes about that long, beside which starting it is nothing
+
+
+class LeftOutError(HpcaiError):
+    """Why a form is not measured here."""
+
+
+class Draw:
+    """Random inputs: ``draw(2, 3)`` is a tensor [2, 3] of the type that is measured, ``wide`` of float32, and ``fixed`` where there
+    is no gradient by it. All differ, and are the same in every run."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, seed: int) -> None:
+        self.device, self.dtype = device, dtype
+        self.random = torch.Generator(device).manual_seed(seed)
+
+    def __call__(self, *shape: int, wide: bool = False, fixed: bool = False, last: bool = False, scale: float = 1.0) -> Tensor:
+        """``last``: in channels-last memory."""
+        made = torch.randn(shape, generator=self.random, device=self.device).mul_(scale)
+        made = made.to(torch.float32 if wide else self.dtype)
+        if last:
+            made = made.to(memory_format=torch.channels_last if made.ndim == 4 else torch.channels_last_3d)
+        return made.requires_grad_(not fixed)
+
+    def mask(self, *shape: int) -> Tensor:
+        """float32; one of ten is absent."""
+        return (torch.rand(shape, generator=self.random, device=self.device) > 0.1).float()
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """``ours`` and its ``peers`` are functions of the same ``inputs``, and return what is compared with ``plain`` in float64."""
+
+    name: str
+    sizes: Mapping[str, Size]
+    small: Size
+    """at which errors are measured, and on a CPU all"""
+    inputs: Callable[[Size, Draw], list[Any]]
+    """tensors, or None"""
+    ours: Function
+    plain: Function
+    peers: Mapping[str, Function] = field(default_factory=dict)
+    bytes: Callable[[Sequence[Tensor], bool], int] | None = None
+    """(inputs, whether also backward) -> bytes that must be moved, where it is not each tensor once"""
+    learns: bool = True
+    """whether there is a backward pass; a kernel without one may change its inputs"""
+    compiles: bool = True
+    """whether the plain form by torch.compile is a peer"""
+    exact: bool = False
+    """whether ``plain`` computes in the measured type on a CPU, and not in float64"""
+    random: frozenset[str] = frozenset()
+    """peers that give other numbers each time"""
+    dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float32)
+
+    def forms(self) -> dict[str, Function]:
+        compiled = {"compiled": partial(_compiled, self.plain)} if self.compiles else {}
+        alone = {} if self.plain is self.ours else {"plain": self.plain}
+        return {"ours": self.ours, **alone, **compiled, **self.peers}
+
+
+def _on_gpu(x: Tensor) -> None:
+    if not x.is_cuda:
+        raise LeftOutError(f"there is no GPU: this process computes on {x.device.type}")
+
+
+@cache
+def _compiler(function: Function) -> Any:
+    torch._dynamo.config.recompile_limit = 64  # of the versions of one function: types, sizes, with gradients and without
+    return torch.compile(function, dynamic=False, options={"triton.cudagraphs": False})
+
+
+def _compiled(function: Function, *inputs: Any) -> Tensor:
+    _on_gpu(inputs[0])
+    found: Tensor = _compiler(function)(*inputs)
+    return found
+
+
+# ---- attention with a bias of pairs: qkvg [B, I, N, 4, H, C], gate_bias [H * C], mask [B, I, N], bias [B, H, N, N]
+
+
+def _attended(size: Size, draw: Draw) -> list[Any]:
+    rows, entries, heads, channels = (size[name] for name in ("rows", "entries", "heads", "channels"))
+    gate_bias, mask = draw(heads * channels, wide=True), draw.mask(1, rows, entries)
+    return [draw(1, rows, entries, 4, heads, channels), gate_bias, mask, draw(1, heads, entries, entries) if size["bias"] else None]
+
+
+def _gated(o: Tensor, qkvg: Tensor, gate_bias: Tensor) -> Tensor:
+    """o [B, I, N, H, C] -> [B, I, N, H * C]"""
+    g = qkvg[..., 3, :, :]
+    return o.flatten(-2) * (g.flatten(-2) + gate_bias.to(g.dtype)).sigmoid()
+
+
+def _heads(qkvg: Tensor) -> list[Tensor]:
+    """q, k, v [B * I, H, N, C]"""
+    return [x.transpose(-2, -3).flatten(0, 1) for x in qkvg.unbind(3)[:3]]
+
+
+def _sdpa(qkvg: Tensor, gate_bias: Tensor, mask: Tensor, bias: Tensor | None) -> Tensor:
+    """torch's own, which takes mask and bias as one tensor of all logits."""
+    absent = ((1 - mask) * -1e9).to(qkvg.dtype)[:, :, None, None, :]
+    logits = absent if bias is None else absent + bias[:, None]  # [B, I, H, N, N]
+    q, k, v = _heads(qkvg)
+    o = F.scaled_dot_product_attention(q, k, v, attn_mask=logits.flatten(0, 1))
+    return _gated(o.unflatten(0, qkvg.shape[:2]).transpose(-2, -3), qkvg, gate_bias)
+
+
+def _flexed(qkvg: Tensor, gate_bias: Tensor, mask: Tensor, bias: Tensor | None) -> Tensor:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    rows, absent = qkvg.shape[1], (1 - mask) * -1e9
+
+    def score(logit: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        logit = logit + absent[b // rows, b % rows, k]
+        return logit if bias is None else logit + bias[b // rows, h, q, k]
+
+    q, k, v = _heads(qkvg)
+    o: Any = flex_attention(q, k, v, score_mod=score)
+    return _gated(o.unflatten(0, qkvg.shape[:2]).transpose(-2, -3), qkvg, gate_bias)
+
+
+def _cuequivariance(qkvg: Tensor, gate_bias: Tensor, mask: Tensor, bias: Tensor | None) -> Tensor:
+    """NVIDIA's (pip install cuequivariance-torch cuequivariance-ops-torch-cu13): q, k, v [B, I, H, N, C], bias [B, 1, H, N, N]."""
+    if find_spec("cuequivariance_torch") is None:
+        raise LeftOutError("cuequivariance_torch is not installed")
+    _on_gpu(qkvg)
+    if bias is None:
+        raise LeftOutError("triangle_attention has a bias")
+    q, k, v = (x.transpose(-2, -3) for x in qkvg.unbind(3)[:3])
+    theirs = import_module("cuequivariance_torch").triangle_attention
+    o = theirs(q, k, v, bias[:, None], mask.bool()[:, :, None, None, :], qkvg.shape[-1] ** -0.5)
+    return _gated(o.transpose(-2, -3), qkvg, gate_bias)
+
+
+def _attention(rows: int, entries: int, heads: int, channels: int, bias: bool = True) -> Size:
+    return {"rows": rows, "entries": entries, "heads": heads, "channels": channels, "bias": bias}
+
+
+ATTENTION = Kernel(
+    "attention",
+    {
+        "rows": _attention(128, 256, 8, 32), "columns": _attention(256, 128, 8, 32, False), "triangle": _attention(256, 256, 4, 32),
+        "extra": _attention(1024, 256, 8, 8), "template": _attention(256, 256, 4, 16), "wide-heads": _attention(256, 256, 4, 64),
+        "short": _attention(128, 16, 8, 32), "long": _attention(128, 1024, 8, 32),
+    },
+    _attention(3, 40, 2, 16), _attended, attention.gated_attention, attention.plain,
+    {"sdpa": _sdpa, "flex": partial(_compiled, _flexed), "cuequivariance": _cuequivariance},
+)  # fmt: skip
+
+
+# ---- norms with the rectifier that follows: x [B, C, ...] in channels-last memory, weight and bias [C]
+
+
+def _images(size: Size, draw: Draw) -> list[Any]:
+    places = [size[name] for name in ("depth", "height", "width") if name in size]
+    x = draw(size["batch"], size["channels"], *places, last=True)
+    return [x, draw(size["channels"], wide=True), draw(size["channels"], wide=True)]
+
+
+@cache
+def _module(kind: Any, channels: int, **words: Any) -> nn.Module:
+    made: nn.Module = kind(channels, relu=True, **words).to("meta")
+    return made
+
+
+def _normed(kind: Any, words: Mapping[str, Any], x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    found: Tensor = torch.func.functional_call(_module(kind, x.shape[1], **words), {"weight": weight, "bias": bias}, (x,))
+    return found
+
+
+def _batch_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.relu(F.batch_norm(x, None, None, weight, bias, True, 0.0, 1e-5))
+
+
+def _instance_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.relu(F.instance_norm(x, weight=weight.to(x.dtype), bias=bias.to(x.dtype)))
+
+
+def _volume(batch: int, channels: int, side: int) -> Size:
+    return {"batch": batch, "channels": channels, "depth": side, "height": side, "width": side}
+
+
+def _map(batch: int, channels: int, height: int, width: int) -> Size:
+    return {"batch": batch, "channels": channels, "height": height, "width": width}
+
+
+BATCH_NORM = Kernel(
+    "batchnorm",
+    {"first": _map(8, 64, 384, 576), "decoder": _map(8, 256, 192, 288), "middle": _map(8, 728, 48, 72),
+     "deepest": _map(8, 2048, 48, 72)},
+    _map(2, 8, 6, 10), _images, partial(_normed, BatchNorm, {"track_running_stats": False}), _batch_norm,
+)  # fmt: skip
+INSTANCE_NORM = Kernel(
+    "instancenorm",
+    {"first": _volume(7, 32, 128), "second": _volume(7, 64, 64), "third": _volume(7, 128, 32), "two": _volume(2, 32, 128)},
+    _volume(2, 8, 6), _images, partial(_normed, InstanceNorm, {}), _instance_norm,
+)  # fmt: skip
+
+
+# ---- products of OpenFold's blocks
+
+
+def _gate_inputs(size: Size, draw: Draw) -> list[Any]:
+    n, channels = size["entries"], size["channels"]
+    return [draw(1, channels, n, n), draw(1, channels, n, n), draw.mask(1, 1, n, n)]
+
+
+def _outer_inputs(size: Size, draw: Draw) -> list[Any]:
+    rows, n, few, channels = (size[name] for name in ("rows", "entries", "few", "channels"))
+    count = torch.full((1, n, n), rows, device=draw.device, dtype=draw.dtype)
+    weight = draw(channels, few * few, scale=1 / few)
+    return [draw(1, rows, n, few), draw(1, rows, n, few), weight, draw(channels), count]
+
+
+GATE = Kernel(
+    "gate", {"triangle": {"entries": 256, "channels": 256}}, {"entries": 6, "channels": 8}, _gate_inputs, gates.gate, gates.plain,
+)  # fmt: skip
+OUTER = Kernel(
+    "outer",
+    {"clusters": {"rows": 128, "entries": 256, "few": 32, "channels": 128},
+     "extra": {"rows": 1024, "entries": 256, "few": 32, "channels": 128}},
+    {"rows": 5, "entries": 6, "few": 4, "channels": 8}, _outer_inputs, outer.outer_product, outer.plain,
+    bytes=lambda inputs, both: 0,  # bound by its products
+)  # fmt: skip
+
+
+# ---- updates: weights, gradient [n] float32, moments [n] of the measured type
+
+
+@cache
+def _scalar(value: float, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.full((), value, device=device, dtype=dtype)
+
+
+@cache
+def _segments(size: int, device: torch.device) -> update.Segments:
+    """Of a hundred parameters, as long as they come."""
+    each = max(size // 100 // 16 * 16, 16)
+    return update.Segments([(at, min(each, size - at)) for at in range(0, size, each)], device, size)
+
+
+def _about(w: Tensor) -> dict[str, Any]:
+    """What all updates are told."""
+    seed = _scalar(1, w.device, torch.int64)
+    return {"skip": _scalar(0, w.device), "scale": None, "weight_decay": 0.01, "seed": seed}
+
+
+def _row_inputs(count: int, size: Size, draw: Draw) -> list[Any]:
+    n = size["n"]
+    moments = [draw(n, fixed=True).abs_() for _ in range(count)]
+    return [draw(n, wide=True, fixed=True), draw(n, wide=True, fixed=True), *moments]
+
+
+def _adam(w: Tensor, g: Tensor, m: Tensor, v: Tensor) -> Tensor:
+    lr, step = _scalar(1e-3, w.device, w.dtype), _scalar(3, w.device)
+    update.adam_(w, g, m, v, lr=lr, step=step, betas=(0.9, 0.999), eps=1e-6, **_about(w))
+    return w
+
+
+def _lamb(w: Tensor, g: Tensor, m: Tensor, v: Tensor) -> Tensor:
+    about, segments, direction = _about(w), _segments(len(w), w.device), torch.empty_like(w)
+    step = _scalar(3, w.device)
+    norms = update.lamb_direction_(w, g, m, v, direction, segments, step=step, betas=(0.9, 0.999), eps=1e-6, **about)
+    ratio = update.trust_ratio(norms, weight_decay=0.01)
+    update.trust_(w, direction, segments, ratio, lr=_scalar(1e-3, w.device, w.dtype), skip=about["skip"])
+    return w
+
+
+def _sgd(w: Tensor, g: Tensor, m: Tensor) -> Tensor:
+    lr = _scalar(1e-3, w.device, w.dtype)
+    update.sgd_(w, g, m, lr=lr, momentum=0.9, lr_in_momentum=False, nesterov=True, **_about(w))
+    return w
+
+
+def _same_type(w: Tensor, m: Tensor) -> None:
+    if m.dtype != w.dtype:
+        raise LeftOutError("torch's moments are of the type of the weights")
+
+
+def _torch_adam(w: Tensor, g: Tensor, m: Tensor, v: Tensor) -> Tensor:
+    _same_type(w, m)
+    op: Any = torch._fused_adamw_
+    op([w], [g], [m], [v], [], [_scalar(3, w.device)], lr=1e-3, beta1=0.9, beta2=0.999, weight_decay=0.01, eps=1e-6,
+       amsgrad=False, maximize=False, found_inf=_scalar(0, w.device))  # fmt: skip
+    return w
+
+
+def _torch_sgd(w: Tensor, g: Tensor, m: Tensor) -> Tensor:
+    _same_type(w, m)
+    op: Any = torch._fused_sgd_
+    op([w], [g], [m], weight_decay=0.01, momentum=0.9, lr=1e-3, dampening=0.0, nesterov=True, maximize=False,
+       is_first_step=False, found_inf=_scalar(0, w.device))  # fmt: skip
+    return w
+
+
+def _updated(passes: int, inputs: Sequence[Tensor], both: bool) -> int:
+    """Weights and moments are read and written, the gradient is read. The second of two passes reads weights and a direction, which
+    the first has written."""
+    w, g, *moments = inputs
+    return 2 * w.nbytes + g.nbytes + 2 * sum(m.nbytes for m in moments) + (passes - 1) * 3 * w.nbytes
+
+
+def _optimizer(name: str, ours: Function, moments: int, millions: int, passes: int = 1, **peers: Function) -> Kernel:
+    return Kernel(
+        name, {f"{millions}-million": {"n": millions * 1_000_000}}, {"n": 4096}, partial(_row_inputs, moments), ours, ours, peers,
+        partial(_updated, passes), learns=False, compiles=False,
+    )  # fmt: skip
+
+
+# ---- random numbers
+
+
+def _uniform(out: Tensor) -> Tensor:
+    return philox.uniform(7, 0, len(out), out=out)
+
+
+def _normal(out: Tensor) -> Tensor:
+    return philox.normal(7, 0, len(out), out=out)
+
+
+def _random(name: str, ours: Function, torchs: Function) -> Kernel:
+    def room(size: Size, draw: Draw) -> list[Any]:
+        return [torch.empty(size["n"], device=draw.device)]
+
+    return Kernel(
+        name, {"64-million": {"n": 1 << 26}}, {"n": 1003}, room, ours, ours, {"torch": torchs},
+        lambda inputs, both: inputs[0].nbytes, learns=False, compiles=False, exact=True, random=frozenset({"torch"}),
+        dtypes=(torch.float32,),
+    )  # fmt: skip
+
+
+KERNELS = [
+    ATTENTION, BATCH_NORM, INSTANCE_NORM, GATE, OUTER,
+    _optimizer("adam", _adam, 2, 93, torch=_torch_adam), _optimizer("lamb", _lamb, 2, 56, passes=2),
+    _optimizer("sgd", _sgd, 1, 31, torch=_torch_sgd),
+    _random("philox-uniform", _uniform, lambda out: out.uniform_()), _random("philox-normal", _normal, lambda out: out.normal_()),
+]  # fmt: skip
+
+
+# ---- measuring
+
+
+def cases() -> list[str]:
+    return list(_cases())
+
+
+def _cases() -> dict[str, tuple[Kernel, str]]:
+    return {f"{kernel.name}-{size}": (kernel, size) for kernel in KERNELS for size in kernel.sizes}
+
+
+def forms() -> list[str]:
+    return list(dict.fromkeys(form for kernel in KERNELS for form in kernel.forms()))
+
+
+def measure(name: str, words: Any) -> Iterator[Row]:
+    """Rows of the case ``name``, one by one."""
+    kernel, size = _cases()[name]
+    device = dist.alone().device
+    for dtype in kernel.dtypes:
+        yield from _compared(name, kernel, kernel.small if words.tiny else kernel.sizes[size], dtype, device, words)
+
+
+def _compared(name: str, kernel: Kernel, size: Size, dtype: torch.dtype, device: torch.device, words: Any) -> Iterator[Row]:
+    """Rows of all forms at one size in one type."""
+    sets = _inputs(kernel, size, dtype, device)
+    ours: Row = {}
+    for form, function in kernel.forms().items():
+        if form not in (words.variants or kernel.forms()):
+            continue
+        row: Row = {"case": name, "form": form, "dtype": str(dtype).removeprefix("torch."), **size}
+        try:
+            if form not in kernel.random:
+                row["error"] = float(f"{_error(kernel, function, dtype, device):.3g}")
+            found = _timed(kernel, function, sets, words)
+            ours = ours or found if form == "ours" else ours
+            last = "both_ms" if kernel.learns else "forward_ms"
+            found["over_ours"] = round(found[last] / ours[last], 3) if ours else None
+            row |= found
+        except LeftOutError as why:
+            row["left_out"] = str(why)
+        except Exception as problem:  # any: the others go on
+            row["failed"] = clocks.told(problem)
+        finally:
+            clocks.let_go()
+        yield row
+
+
+def _inputs(kernel: Kernel, size: Size, dtype: torch.dtype, device: torch.device) -> list[list[Any]]:
+    """Several sets, more than a cache holds."""
+    first = kernel.inputs(size, Draw(device, dtype, 0))
+    each = sum(tensor.nbytes for tensor in _tensors(first))
+    more = min(_CACHE // max(each, 1), 15) if device.type == "cuda" else 0
+    return [first, *(kernel.inputs(size, Draw(device, dtype, 1 + i)) for i in range(more))]
+
+
+def _tensors(inputs: Sequence[Any]) -> list[Tensor]:
+    return [x for x in inputs if isinstance(x, Tensor)]
+
+
+def _timed(kernel: Kernel, function: Function, sets: Sequence[list[Any]], words: Any) -> Row:
+    """Milliseconds of a call, and the share of the copy rate."""
+    with torch.no_grad():
+        result = function(*sets[0])
+        grad = torch.randn_like(result)
+
+    def forward(i: int) -> Any:
+        with torch.no_grad():
+            return function(*sets[i % len(sets)])
+
+    def both(i: int) -> Any:
+        inputs = sets[i % len(sets)]
+        return torch.autograd.grad(function(*inputs), [x for x in _tensors(inputs) if x.requires_grad], grad)
+
+    passes = {"forward": forward, "both": both} if kernel.learns else {"forward": forward}
+    row: Row = {}
+    for what, call in passes.items():
+        s, captured = _per_call(call, len(sets), words.repeats)
+        moved = (kernel.bytes or partial(_once, grad))(_tensors(sets[0]), what == "both")
+        row[f"{what}_ms"] = round(1e3 * s, 5)
+        row[f"{what}_gb_s"] = round(moved / s / 1e9, 1) if moved else None
+        row["of_copy"] = round(moved / s / 1e9 / words.rates["copy_gb_s"], 3) if moved else None
+        row["graph"] = row.get("graph", True) and captured
+    return row
+
+
+def _once(result: Tensor, inputs: Sequence[Tensor], both: bool) -> int:
+    """Bytes of each tensor once."""
+    given, made = sum(x.nbytes for x in inputs), result.nbytes
+    return given + made + (given + 2 * made + sum(x.nbytes for x in inputs if x.requires_grad) if both else 0)
+
+
+def _per_call(call: Callable[[int], Any], sets: int, repeats: int) -> tuple[float, bool]:
+    """Seconds of a call, and whether it was captured: the median over windows of a graph of many calls."""
+    if not torch.cuda.is_available():
+        call(0)
+        return max(statistics.median(clocks.window(call, 2)), 1e-9), False
+    for i in range(2 * sets):
+        call(i)
+    rough = statistics.median(clocks.window(call, max(5, sets)))
+    count = sets * max(1, min(round(_GRAPH_S / max(rough, 1e-6) / sets), 200 // sets))
+    graph = CudaGraph(torch.cuda.graph_pool_handle(), torch.cuda.Stream())
+
+    def calls() -> None:
+        for i in range(count):
+            call(i)
+
+    try:
+        graph.warm(calls)
+        graph.record(calls)
+    except RuntimeError:
+        return statistics.median(statistics.mean(clocks.window(call, 2 * count)) for _ in range(repeats)), False
+    try:
+        clocks.window(lambda i: graph.replay(), 3)
+        return statistics.median(s for _ in range(repeats) for s in clocks.window(lambda i: graph.replay(), 5)) / count, True
+    finally:
+        graph.reset()
+
+
+def _error(kernel: Kernel, function: Function, dtype: torch.dtype, device: torch.device) -> float:
+    """The largest difference of result and gradients from the plain form in float64, each over the largest value there."""
+    inputs = kernel.inputs(kernel.small, Draw(device, dtype, 99))
+    exact = [_exact(x, kernel.exact) if isinstance(x, Tensor) else x for x in inputs]
+    found, true = _values(kernel, function, inputs), _values(kernel, kernel.plain, exact)
+    pairs = [(a.cpu().double(), b.double()) for a, b in zip(found, true)]
+    return max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-30)) for a, b in pairs)
+
+
+def _exact(x: Tensor, as_it_is: bool) -> Tensor:
+    wide = x.dtype if as_it_is or not x.is_floating_point() else torch.float64
+    made = x.detach().to("cpu", wide, copy=True)
+    return made.requires_grad_(x.requires_grad)
+
+
+def _values(kernel: Kernel, function: Function, inputs: list[Any]) -> list[Tensor]:
+    """The result, and gradients of its product with waves, which are the same whatever computes it."""
+    if not kernel.learns:
+        with torch.no_grad():
+            return [function(*inputs)]
+    result = function(*inputs)
+    wave = torch.arange(result.numel(), dtype=torch.float64).sin().view(result.shape).to(result.device, result.dtype)
+    learnt = [x for x in _tensors(inputs) if x.requires_grad]
+    return [result.detach(), *torch.autograd.grad(result, learnt, wave)]

@@ -1,0 +1,257 @@
+"""`hpcai bench gpu`: clocks against traces and counts that are known, names, and what becomes of a variant that fails."""
+
+import inspect
+import json
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hpcai import config
+from hpcai.cli import apps, bench
+from hpcai.cli.bench import gpu, gpu_clocks, gpu_kernels, gpu_steps, timing
+from hpcai.cli.trial import find
+from hpcai.kernels import attention, compiler
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+# ---- clocks
+
+
+def test_gaps_are_stretches_of_more_than_20_microseconds_in_which_nothing_ran() -> None:
+    # Out of order, one within another, two that overlap; 10 us of nothing, then 30.
+    spans = [(100.0, 160.0), (0.0, 50.0), (10.0, 20.0), (40.0, 60.0), (70.0, 70.0)]
+    found = gpu_clocks.idle(spans)
+    assert found.gaps == pytest.approx(30 / 160) and found.all == pytest.approx(40 / 160)
+    assert gpu_clocks.idle(spans, above=30.0).gaps == 0, "30 is not more than 30"
+    assert gpu_clocks.idle(spans, above=5.0) == pytest.approx((40 / 160, 40 / 160))
+    assert gpu_clocks.idle([(5.0, 5.0)]) == (0, 0) and gpu_clocks.idle([(0.0, 4.0)]) == (0, 0)
+
+
+def test_operations_of_a_layer_are_those_of_its_products() -> None:
+    batch, inputs, outputs = 6, 10, 4
+    layer, x = nn.Linear(inputs, outputs), torch.randn(batch, inputs)
+    product = 2 * batch * inputs * outputs
+    assert gpu_clocks.operations(lambda: layer(x)) == product
+    assert gpu_clocks.operations(lambda: layer(x).sum().backward()) == 2 * product, "the input has no gradient"
+    assert gpu_clocks.operations(lambda: layer(x.requires_grad_()).sum().backward()) == 3 * product
+    image = torch.randn(2, 3, 8, 8)
+    assert gpu_clocks.operations(lambda: nn.Conv2d(3, 5, 3, padding=1)(image)) == 2 * 2 * 64 * 5 * 3 * 9
+    into, a = torch.zeros(4, 4), torch.randn(4, 7)
+    assert gpu_clocks.operations(lambda: into.addmm_(a, a.T)) == 2 * 4 * 4 * 7, "which torch's counter does not know"
+    cubes = torch.randn(3, 4, 4)
+    assert gpu_clocks.operations(lambda: cubes.baddbmm_(cubes, cubes)) == 3 * 2 * 4 * 4 * 4
+
+
+def test_kernels_are_counted_by_their_twins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "MISSING", None)
+    seen = []
+    monkeypatch.setattr(attention, "_fused", lambda qkvg: seen.append(compiler.takes(SimpleNamespace(is_cuda=True))))
+    rows, entries, heads, channels = 2, 8, 2, 4
+    qkvg, gate_bias = torch.randn(1, rows, entries, 4, heads, channels), torch.zeros(heads * channels)
+    mask = torch.ones(1, rows, entries)
+    found = gpu_clocks.operations(lambda: attention.gated_attention(qkvg, gate_bias, mask))
+    assert found == 2 * (2 * rows * heads * entries * entries * channels), "q k and p v"
+    assert seen == [False] and compiler.MISSING is None, "Triton is there again"
+
+
+def test_a_window_is_as_many_times_as_there_were_runs() -> None:
+    seen: list[int] = []
+    assert len(gpu_clocks.window(seen.append, 3)) == 3 and seen == [0, 1, 2]
+    assert set(gpu_clocks.rates(torch.device("cpu"))) == {"matrix_tflops", "copy_gb_s"}
+    assert gpu_clocks.lost() is None and gpu_clocks.graph_bytes() == 0 and gpu_clocks.traced(seen.append, 1) == {}
+
+
+class Event:
+    """As the profiler tells it."""
+
+    def __init__(self, name: str, first: int, last: int, kind: Any = torch.autograd.DeviceType.CUDA, noted: bool = False) -> None:
+        self.name, self.device_type, self.is_user_annotation = (lambda value=value: value for value in (name, kind, noted))
+        self.start_ns, self.duration_ns = lambda: first * 1000, lambda: (last - first) * 1000
+
+
+def test_a_trace_tells_what_a_gpu_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    events = [Event("mm", 0, 40), Event("copy", 140, 150), Event("mm", 150, 200), Event("step", 0, 200, noted=True)]
+    events.append(Event("aten::mm", 30, 130, torch.autograd.DeviceType.CPU))
+    ran: list[int] = []
+
+    class Profile:
+        profiler = SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: events))
+
+        def __init__(self, **words: Any) -> None:
+            pass
+
+        def __enter__(self) -> "Profile":
+            return self
+
+        def __exit__(self, *problem: Any) -> None:
+            pass
+
+    monkeypatch.setattr(torch.profiler, "profile", Profile)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu_clocks, "wait", lambda: None)
+    found = gpu_clocks.traced(ran.append, 2)
+    assert ran == [0, 1] and found["gaps_percent"] == found["idle_percent"] == 50.0 and found["launches"] == 2
+    assert found["costly"] == [["mm", 0.045, 1.0], ["copy", 0.005, 0.5]]
+    events[:] = events[-2:]
+    assert "no kernel" in gpu_clocks.traced(ran.append, 1)["left_out_trace"]
+
+
+# ---- names
+
+
+def test_cases_are_listed_one_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for part, some in (("apps", "openfold-crop-256"), ("kernels", "attention-triangle")):
+        assert bench.main(["gpu", "--list", part]) == 0
+        names = capsys.readouterr().out.splitlines()
+        assert some in names and len(set(names)) == len(names) and not any(" " in name for name in names)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(["chess"], "there is no part 'chess'; expected some of apps, kernels"),
+     (["apps", "--case", "attention-rows"], "no case 'attention-rows' in apps"),
+     (["--variants", "fast"], "no variant 'fast'; expected some of eager, captured")],
+)  # fmt: skip
+def test_an_unknown_name_is_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench.main(["gpu", *words])
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", apps.names("trial"))
+def test_published_configurations_are_read_as_they_stand_in_the_files(name: str) -> None:
+    app = find(name)
+    assert app.gpu, "an app says what is measured on a GPU"
+    for case in app.gpu:
+        path = Path(inspect.getfile(type(app))).parent / "configs" / case.yaml
+        for variant in gpu_steps.VARIANTS:
+            for turn in case.turns:
+                cfg: Any = config.load(app.published, path, [*case.words, *gpu_steps._PLAIN, *variant.words, *turn])
+                assert cfg.step.capture == ("whole" if "captured" in variant.name else "none")
+        plain: Any = config.load(app.published, path)
+        assert cfg.step.optimizer == plain.step.optimizer and cfg.step.lr == plain.step.lr and cfg.step.clip == plain.step.clip
+        assert case.figure and case.figure.per_s > 0 and "github.com/mlcommons" in case.figure.source and case.asked
+
+
+# ---- what becomes of a failure
+
+
+class FakeApp:
+    """An app that cannot be built."""
+
+    def __init__(self) -> None:
+        self.gpu = [SimpleNamespace(name="one", turns=((),), figure=None, asked=None)]
+        self.asked: list[str] = []
+
+
+def words(**given: Any) -> Any:
+    return SimpleNamespace(**{"tiny": True, "repeats": 1, "seconds": 1.0, "variants": None, "limit": 9.0, **given})
+
+
+def test_a_variant_that_raises_is_a_row_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    problems = {
+        "eager": RuntimeError("no such kernel\nand more"), "captured": torch.OutOfMemoryError("CUDA out of memory. Tried"),
+        "compiled": ZeroDivisionError(),
+    }  # fmt: skip
+
+    def measured(self: gpu_steps.Bench, variant: gpu_steps.Variant) -> dict[str, Any]:
+        if variant.name in problems:
+            raise problems[variant.name]
+        return {"ms": 1.0}
+
+    app: Any = FakeApp()
+    monkeypatch.setattr(gpu_steps.Bench, "_measured", measured)
+    made = gpu_steps.Bench("app-one", app, app.gpu[0], words())
+    first, *rest = [made.row(variant) for variant in gpu_steps.VARIANTS]
+    assert first == {"case": "app-one", "variant": "eager", "failed": "RuntimeError: no such kernel"}
+    assert all(row["left_out"].startswith("there is no GPU") for row in rest)
+    made.on_gpu = True
+    monkeypatch.setattr(gpu_steps, "close_all", lambda: None)
+    rows = {variant.name: made.row(variant) for variant in gpu_steps.VARIANTS}
+    assert rows["captured"]["failed"] == "out of memory" and rows["compiled"]["failed"] == "ZeroDivisionError: no word of why"
+    assert rows["tf32"] == {"case": "app-one", "variant": "tf32", "ms": 1.0}
+
+
+def test_what_a_step_sets_for_the_process_does_not_stay() -> None:
+    before = torch.backends.cudnn.benchmark, torch.backends.cuda.matmul.allow_tf32
+    with pytest.raises(KeyError), gpu_steps._own_settings():
+        torch.backends.cudnn.benchmark = torch.backends.cuda.matmul.allow_tf32 = not before[0]
+        raise KeyError
+    assert (torch.backends.cudnn.benchmark, torch.backends.cuda.matmul.allow_tf32) == before
+
+
+def test_once_the_gpu_is_lost_to_a_process_the_rest_comes_from_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def apart(command: list[str], limit: float) -> dict[str, Any]:
+        asked.append(command)
+        return {"rows": [{"case": "a", "variant": name, "ms": 2.0} for name in command[command.index("--variants") + 1 :]]}
+
+    rows = [{"case": "a", "variant": "eager", "ms": 1.0}, {"case": "a", "variant": "captured", "failed": "illegal access"}]
+    part = SimpleNamespace(measure=lambda name, words: iter([*rows, {"case": "a", "variant": "never"}]), forms=gpu_steps.forms)
+    monkeypatch.setattr(gpu, "_part", lambda name: part)
+    monkeypatch.setattr(gpu, "apart", apart)
+    monkeypatch.setattr(gpu.clocks, "lost", lambda: "an illegal memory access was encountered")
+    found = list(gpu._rows("a", "apps", words()))
+    assert [row["variant"] for row in found] == gpu_steps.forms() and found[:2] == rows and len(asked) == 1
+    assert list(gpu._rows("a", "apps", words(variants=["eager", "captured"]))) == rows and len(asked) == 1, "nothing is left"
+
+
+def test_forms_of_a_kernel_come_again_in_the_type_that_was_not_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    every = [{"form": form, "dtype": dtype, "ms": 2.0} for dtype in ("bfloat16", "float32") for form in ("ours", "compiled")]
+    rows = [every[0], {"form": "plain", "dtype": "bfloat16", "failed": "illegal access"}]
+    part = SimpleNamespace(measure=lambda name, words: iter(rows), forms=lambda: ["ours", "plain", "compiled"])
+    monkeypatch.setattr(gpu, "_part", lambda name: part)
+    asked: list[list[str]] = []
+    monkeypatch.setattr(gpu, "apart", lambda command, limit: asked.append(command) or {"rows": every})
+    monkeypatch.setattr(gpu.clocks, "lost", lambda: "an illegal memory access was encountered")
+    found = list(gpu._rows("a", "kernels", words()))
+    assert found == [*rows, *every[1:]] and asked[0][-2:] == ["ours", "compiled"]
+
+
+def test_of_a_case_that_was_ended_the_rows_that_it_told_are_kept(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = json.dumps({"bench": "gpu", "part": "apps", "torch": "2", "rows": [{"case": "a", "variant": "eager", "ms": 1.0}]})
+
+    def run(command: list[str], timeout: float, **more: Any) -> Any:
+        if "'a'" in command[-1]:
+            raise subprocess.TimeoutExpired(command, timeout, output=f'{told}\n{{"bench": "gp'.encode())
+        return SimpleNamespace(returncode=-11, stdout="", stderr="Segmentation fault")
+
+    monkeypatch.setattr(timing.subprocess, "run", run)
+    monkeypatch.setattr(gpu_steps, "cases", lambda: ["a", "b"])
+    assert bench.main(["gpu", "apps", "--json", "--limit", "7"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["bench"] == "gpu" and found["torch"] == "2" and found["rows"] == [
+        {"case": "a", "variant": "eager", "ms": 1.0}, {"part": "apps", "case": "a", "failed": "ended after 7 s"},
+        {"part": "apps", "case": "b", "failed": "Segmentation fault"},
+    ]  # fmt: skip
+
+
+def test_an_error_of_a_kernel_is_that_of_its_worst_result() -> None:
+    def wrong(x: torch.Tensor) -> torch.Tensor:
+        return x * torch.where(x == x.max(), 1.01, 1.0)
+
+    def with_wrong_slope(x: torch.Tensor) -> torch.Tensor:
+        return x.detach() + 0.5 * (x - x.detach())
+
+    kernel = gpu_kernels.Kernel("copy", {"one": {"n": 9}}, {"n": 9}, lambda size, draw: [draw(size["n"])], wrong, lambda x: 1.0 * x)
+    device = torch.device("cpu")
+    assert gpu_kernels._error(kernel, kernel.plain, torch.float32, device) < 1e-7
+    assert 0.001 < gpu_kernels._error(kernel, wrong, torch.float32, device) < 0.011
+    assert gpu_kernels._error(kernel, with_wrong_slope, torch.float32, device) == pytest.approx(0.5)
+    rows = list(gpu_kernels._compared("copy-one", kernel, kernel.small, torch.float32, device, words(rates={"copy_gb_s": 1.0})))
+    assert [row["form"] for row in rows] == ["ours", "plain", "compiled"] and rows[1]["over_ours"] > 0
+    assert rows[2]["left_out"].startswith("there is no GPU")
+
+
+def test_bytes_are_those_of_each_tensor_once() -> None:
+    x = torch.randn(10, requires_grad=True)
+    assert gpu_kernels._once(x, [x], False) == 80 and gpu_kernels._once(x, [x], True) == 80 + 40 + 80 + 40
