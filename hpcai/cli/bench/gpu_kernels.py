@@ -31,8 +31,8 @@ from hpcai import dist
 from hpcai.cli.bench import gpu_clocks as clocks
 from hpcai.cli.bench.timing import Row
 from hpcai.errors import HpcaiError
-from hpcai.kernels import attention, gates, outer, philox, update
-from hpcai.nn import BatchNorm, InstanceNorm
+from hpcai.kernels import attention, gates, layernorm, outer, philox, triangle, update
+from hpcai.nn import BatchNorm, GroupNorm, InstanceNorm
 from hpcai.train.capture import CudaGraph
 
 Size = Mapping[str, int]
@@ -196,13 +196,12 @@ def _images(size: Size, draw: Draw) -> list[Any]:
 
 
 @cache
-def _module(kind: Any, channels: int, **words: Any) -> nn.Module:
-    made: nn.Module = kind(channels, relu=True, **words).to("meta")
-    return made
+def _module(kind: Callable[[int], nn.Module], channels: int) -> nn.Module:
+    return kind(channels).to("meta")
 
 
-def _normed(kind: Any, words: Mapping[str, Any], x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    found: Tensor = torch.func.functional_call(_module(kind, x.shape[1], **words), {"weight": weight, "bias": bias}, (x,))
+def _normed(kind: Callable[[int], nn.Module], x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    found: Tensor = torch.func.functional_call(_module(kind, x.shape[1]), {"weight": weight, "bias": bias}, (x,))
     return found
 
 
@@ -212,6 +211,13 @@ def _batch_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 def _instance_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.relu(F.instance_norm(x, weight=weight.to(x.dtype), bias=bias.to(x.dtype)))
+
+
+_GROUPS = 8
+
+
+def _group_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.silu(F.group_norm(x, _GROUPS, weight.to(x.dtype), bias.to(x.dtype)))
 
 
 def _volume(batch: int, channels: int, side: int) -> Size:
@@ -226,12 +232,17 @@ BATCH_NORM = Kernel(
     "batchnorm",
     {"first": _map(8, 64, 384, 576), "decoder": _map(8, 256, 192, 288), "middle": _map(8, 728, 48, 72),
      "deepest": _map(8, 2048, 48, 72)},
-    _map(2, 8, 6, 10), _images, partial(_normed, BatchNorm, {"track_running_stats": False}), _batch_norm,
+    _map(2, 8, 6, 10), _images, partial(_normed, partial(BatchNorm, relu=True, track_running_stats=False)), _batch_norm,
 )  # fmt: skip
 INSTANCE_NORM = Kernel(
     "instancenorm",
     {"first": _volume(7, 32, 128), "second": _volume(7, 64, 64), "third": _volume(7, 128, 32), "two": _volume(2, 32, 128)},
-    _volume(2, 8, 6), _images, partial(_normed, InstanceNorm, {}), _instance_norm,
+    _volume(2, 8, 6), _images, partial(_normed, partial(InstanceNorm, activation="relu")), _instance_norm,
+)  # fmt: skip
+GROUP_NORM = Kernel(
+    "groupnorm",
+    {"volume": _volume(2, 64, 64), "maps": _map(16, 320, 64, 64), "deep-maps": _map(16, 1280, 16, 16)},
+    _volume(2, 16, 6), _images, partial(_normed, partial(GroupNorm, _GROUPS, activation="silu")), _group_norm,
 )  # fmt: skip
 
 
@@ -243,6 +254,27 @@ def _gate_inputs(size: Size, draw: Draw) -> list[Any]:
     return [draw(1, channels, n, n), draw(1, channels, n, n), draw.mask(1, 1, n, n)]
 
 
+def _gated_halves(size: Size, draw: Draw) -> list[Any]:
+    n = size["entries"]
+    return [draw(1, 2 * size["channels"], n, n), draw.mask(1, 1, n, n)]
+
+
+def _rows(size: Size, draw: Draw) -> list[Any]:
+    """x [..., C], of which the channels may come first in memory"""
+    n, channels = size["entries"], size["channels"]
+    x = draw(1, channels, n, n).detach().movedim(1, -1).requires_grad_() if size["first"] else draw(1, size["rows"], n, channels)
+    return [x, draw(channels, wide=True), draw(channels, wide=True)]
+
+
+def _normed_rows(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], weight.to(x.dtype), bias.to(x.dtype))
+
+
+def _factors(size: Size, draw: Draw) -> list[Any]:
+    n = size["entries"]
+    return [draw(1, 2 * size["channels"], n, n, scale=n**-0.5)]
+
+
 def _outer_inputs(size: Size, draw: Draw) -> list[Any]:
     rows, n, few, channels = (size[name] for name in ("rows", "entries", "few", "channels"))
     count = torch.full((1, n, n), rows, device=draw.device, dtype=draw.dtype)
@@ -252,6 +284,23 @@ def _outer_inputs(size: Size, draw: Draw) -> list[Any]:
 
 GATE = Kernel(
     "gate", {"triangle": {"entries": 256, "channels": 256}}, {"entries": 6, "channels": 8}, _gate_inputs, gates.gate, gates.plain,
+)  # fmt: skip
+HALVES = Kernel(
+    "halves", {"triangle": {"entries": 256, "channels": 256}}, {"entries": 6, "channels": 8}, _gated_halves, gates.halves,
+    gates.plain_halves,
+)  # fmt: skip
+LAYER_NORM = Kernel(
+    "layernorm",
+    {"pairs": {"rows": 256, "entries": 256, "channels": 128, "first": False},
+     "triangles": {"rows": 256, "entries": 256, "channels": 128, "first": True},
+     "alignment": {"rows": 128, "entries": 256, "channels": 256, "first": False},
+     "extra": {"rows": 1024, "entries": 256, "channels": 64, "first": False}},
+    {"rows": 5, "entries": 6, "channels": 16, "first": False}, _rows, layernorm.layer_norm, _normed_rows,
+)  # fmt: skip
+TRIANGLE = Kernel(
+    "triangle", {"outgoing": {"entries": 256, "channels": 128}}, {"entries": 6, "channels": 4}, _factors,
+    partial(triangle.product, outgoing=True), partial(triangle.plain, outgoing=True),
+    bytes=lambda inputs, both: 0,  # bound by its products
 )  # fmt: skip
 OUTER = Kernel(
     "outer",
@@ -368,7 +417,7 @@ def _random(name: str, ours: Function, torchs: Function) -> Kernel:
 
 
 KERNELS = [
-    ATTENTION, BATCH_NORM, INSTANCE_NORM, GATE, OUTER,
+    ATTENTION, LAYER_NORM, BATCH_NORM, INSTANCE_NORM, GROUP_NORM, GATE, HALVES, TRIANGLE, OUTER,
     _optimizer("adam", _adam, 2, 93, torch=_torch_adam), _optimizer("lamb", _lamb, 2, 56, passes=2),
     _optimizer("sgd", _sgd, 1, 31, torch=_torch_sgd),
     _random("philox-uniform", _uniform, lambda out: out.uniform_()), _random("philox-normal", _normal, lambda out: out.normal_()),

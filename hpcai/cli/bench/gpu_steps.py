@@ -72,7 +72,8 @@ _PLAIN = (
     "step.shard_within=null", "step.shard=none", "step.tf32=auto", "step.cudnn_benchmark=false",
 )  # fmt: skip
 _TINY = ("data.workers=1", "data.processes=false", "data.prefetch=0.01")
-BATCHES, STEPS, WARM = 4, 20, 6
+BATCHES, STEPS = 4, 20
+WARM = 4  # runs of a shape that do not count: two as they are, one that is recorded, one more
 WINDOW_S = 10.0  # of steps so long that there would be more in a window, there are fewer
 ENERGY_S = 2.0  # at least of windows, which a meter needs
 LOADER_S = 3.0  # at least of steps from files: what the loader had ready is then used up
@@ -171,7 +172,7 @@ class Bench:
                 return step(batches[i % len(batches)], lr)
 
             loss = float(_plain(run(0)["loss"]))
-            for i in range(1, max(WARM if self.on_gpu else 1, turns)):
+            for i in range(1, WARM * turns if self.on_gpu else turns):
                 run(i)
             wait()
             found: Row = {"ready_s": round(time.perf_counter() - began, 2), "loss": loss}
