@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from hpcai.config import Settings
 from hpcai.models.openfold import ObjectiveConfig, OpenFoldConfig
 from hpcai.models.openfold.features import FeatureConfig
-from hpcai.settings import LoaderConfig, ReportConfig, RunConfig, StepConfig, TrainConfig
+from hpcai.settings import Axial, LoaderConfig, MeshConfig, ReportConfig, RunConfig, StepConfig, TrainConfig
 
 Positive = Annotated[int, Field(ge=1)]
 
@@ -47,6 +47,10 @@ class StartConfig(Settings):
     """what the file must be"""
 
 
+class AxesConfig(MeshConfig, Axial):
+    """The axes of the processes: copies of the network, each with its own proteins, cut over ``axial``."""
+
+
 class Config(RunConfig):
     """An OpenFold run. The defaults are those of MLPerf HPC at a global batch of 128, where it begins with random weights."""
 
@@ -54,6 +58,7 @@ class Config(RunConfig):
     objective: ObjectiveConfig = ObjectiveConfig()
     features: FeatureConfig = FeatureConfig()
     data: DataConfig = DataConfig()
+    mesh: AxesConfig = AxesConfig()
     start: StartConfig = StartConfig()
     step: StepConfig = StepConfig(optimizer="adam", lr=1e-3, eps=1e-6, clip=0.1, average=0.9)
     train: TrainConfig = TrainConfig(steps=2000, metric="lddt", target=0.8, better="higher")

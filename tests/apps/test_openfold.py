@@ -151,6 +151,20 @@ def test_copies_train_as_one_process(data: Path, tmp_path: Path, how: str) -> No
     assert [second["residues"][k] for k in order] == list(first["residues"])
 
 
+@pytest.mark.parametrize("how", [
+    "2 mesh.axial=2 train.evaluate=background", "4 mesh.axial=2 model.checkpoint=true step.shard=optimizer",
+    "6 mesh.axial=2 mesh.replicate=2 mesh.evaluate=2",
+])  # fmt: skip
+def test_cut_copies_train_as_one_process(data: Path, tmp_path: Path, how: str) -> None:
+    ranks, *more = how.split()
+    still = tuple(word for word in STILL if "dropout" not in word) if ranks == "2" else STILL  # one copy draws as one process
+    one, cut = APP.once(data, *still), tmp_path / "cut"
+    APP.on_ranks(int(ranks), data, cut, *still, *more)
+    for kind, names in (("train", ("loss", "fape", "lddt")), ("evaluate", ("lddt", "drmsd", "gdt_ts", "distogram"))):
+        for name in names:  # lDDT is counted in float32
+            assert told(cut, kind, name) == pytest.approx(told(one, kind, name), rel=1e-6 if name == "lddt" else 1e-9), name
+
+
 def test_divided_weights_in_bfloat16_leave_structures_wide(data: Path, tmp_path: Path) -> None:
     APP.on_ranks(2, data, tmp_path / "run", *STILL, "step.precision=bf16-params", "step.shard=weights")
     assert told(tmp_path / "run") == pytest.approx(told(APP.once(data, *STILL)), rel=0.02)
