@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.slow.architectures import ARCHITECTURES
+
 pytest.importorskip("triton", reason="triton is not installed: the CUDA kernels are NOT tested")
 pytestmark = pytest.mark.slow
 
@@ -139,7 +141,7 @@ def test_kernels_are_the_twin_over_random_shapes_strides_and_masks(examples: int
     assert f"{examples + 2} examples" in run(TWIN, str(examples), TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
 
 
-@pytest.mark.parametrize(("arch", "name"), [("90", "sm_90a"), pytest.param("80", "sm_80", marks=pytest.mark.claim)])
+@pytest.mark.parametrize(("arch", "name"), ARCHITECTURES)
 def test_every_kernel_compiles_without_spills_and_atomics_and_moves_vectors(tmp_path: Path, arch: str, name: str) -> None:
     print(made := run(COMPILED, str(tmp_path / "cubin"), arch, TRITON_CACHE_DIR=str(tmp_path)))
     assert made.count(f"{name}|") == 36

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.slow.architectures import ARCHITECTURES
+
 pytest.importorskip("triton", reason="triton is not installed: the CUDA kernels are NOT tested")
 pytestmark = pytest.mark.slow
 
@@ -156,10 +158,7 @@ def test_kernels_are_the_formulas_over_random_shapes_and_options(times: int) -> 
     assert f"{24 * times} examples {12 * times}" in run(FORMULAS, str(times), TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
 
 
-OTHERS = [pytest.param(*arch, marks=pytest.mark.claim) for arch in (("80", "sm_80"), ("100", "sm_100a"))]
-
-
-@pytest.mark.parametrize(("arch", "name"), [("90", "sm_90a"), *OTHERS])
+@pytest.mark.parametrize(("arch", "name"), ARCHITECTURES)
 def test_every_kernel_compiles_without_spills_and_moves_whole_vectors(tmp_path: Path, arch: str, name: str) -> None:
     print(made := run(COMPILED, str(tmp_path / "cubin"), arch, TRITON_CACHE_DIR=str(tmp_path)))
     assert made.count(f"{name}|") + made.count(f"{name},|") == 33

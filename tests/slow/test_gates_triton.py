@@ -6,7 +6,8 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed: the CUDA kernels are NOT tested")
 
-from tests.slow.test_layernorm_triton import ARCHITECTURES, COMPILED, run
+from tests.slow.architectures import ARCHITECTURES
+from tests.slow.test_layernorm_triton import COMPILED, run
 
 pytestmark = pytest.mark.slow
 

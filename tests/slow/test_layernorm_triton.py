@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.slow.architectures import ARCHITECTURES
+
 pytest.importorskip("triton", reason="triton is not installed: the CUDA kernels are NOT tested")
 pytestmark = pytest.mark.slow
-
-ARCHITECTURES = [("90", "sm_90a"), *(pytest.param(*x, marks=pytest.mark.claim) for x in (("80", "sm_80"), ("100", "sm_100a")))]
 
 FORMULAS = """
 import itertools, torch, triton

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.slow.architectures import ARCHITECTURES
+
 pytest.importorskip("triton", reason="triton is not installed: the CUDA kernels are NOT tested")
 pytestmark = pytest.mark.slow
 
@@ -73,7 +75,7 @@ def test_kernels_give_the_numbers_of_the_twin() -> None:
     assert "the same" in run(TWIN, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
 
 
-@pytest.mark.parametrize(("arch", "name"), [("90", "sm_90a"), pytest.param("80", "sm_80", marks=pytest.mark.claim)])
+@pytest.mark.parametrize(("arch", "name"), ARCHITECTURES)
 def test_every_kernel_compiles_without_spills(tmp_path: Path, arch: str, name: str) -> None:
     print(made := run(COMPILED, str(tmp_path / "cubin"), arch, TRITON_CACHE_DIR=str(tmp_path)))
     assert made.count(f"{name}|") == 10

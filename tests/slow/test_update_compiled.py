@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.slow.architectures import ARCHITECTURES
+
 ROOT = Path(__file__).resolve().parents[2]
 pytest.importorskip("triton", reason="triton is not installed: the CUDA kernels are NOT compiled")
 
@@ -32,7 +34,7 @@ for name, kernel, signature, constexprs in variants():
 """
 
 
-@pytest.mark.parametrize(("arch", "name"), [("90", "sm_90a"), pytest.param("80", "sm_80", marks=pytest.mark.claim)])
+@pytest.mark.parametrize(("arch", "name"), ARCHITECTURES)
 def test_every_kernel_compiles_without_spills_and_moves_whole_vectors(tmp_path: Path, arch: str, name: str) -> None:
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path / "cubin"), arch], cwd=ROOT, capture_output=True, text=True,
