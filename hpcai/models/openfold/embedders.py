@@ -1,6 +1,6 @@
 """What the network starts from: sequence, alignment, the pass before, templates and extra rows (supplement 1.5 and 1.7).
 
-B batch, S sequences, E extra rows, T templates, R residues, C channels.
+B batch, S sequences, E extra rows, T templates, R residues, C channels; n axial size, 1 outside a cluster.
 """
 
 from collections.abc import Mapping
@@ -13,6 +13,7 @@ from hpcai.models.openfold.evoformer import TemplateStack
 from hpcai.models.openfold.layers import Linear, one_hot
 from hpcai.models.openfold.residues import MASKED
 from hpcai.nn.layernorm import LayerNorm
+from hpcai.nn.seam import Seam
 
 _LETTERS = MASKED + 1  # alignments have 20, unknown, gap, masked
 _TYPES = _LETTERS - 1
@@ -22,24 +23,25 @@ _FARTHEST = 1e8  # square angstrom: the last bin of distances is open
 
 
 class InputEmbedder(nn.Module):
-    """Algorithms 3 and 4.   target [B, R, 22], index [B, R], msa [B, S, R, 49] -> m [B, S, R, C], z [B, R, R, C]"""
+    """Algorithms 3 and 4.   target [B, R, 22], index [B, R], msa [B, S, R, 49] -> m [B, S, R, C], z [B, R/n, R, C]"""
 
     def __init__(self, msa: int, pair: int) -> None:
         super().__init__()
         self.linear_tf_z_i, self.linear_tf_z_j = Linear(22, pair), Linear(22, pair)
         self.linear_tf_m, self.linear_msa_m = Linear(22, msa), Linear(49, msa)
         self.linear_relpos = Linear(2 * _FAR + 1, pair)
+        self.own_rows = Seam()
 
     def forward(self, target: Tensor, index: Tensor, msa: Tensor) -> tuple[Tensor, Tensor]:
-        apart = (index[:, :, None] - index[:, None]).clamp(-_FAR, _FAR) + _FAR
-        z = self.linear_tf_z_i(target)[:, :, None] + self.linear_tf_z_j(target)[:, None]
+        apart = (self.own_rows(index)[:, :, None] - index[:, None]).clamp(-_FAR, _FAR) + _FAR
+        z = self.linear_tf_z_i(self.own_rows(target))[:, :, None] + self.linear_tf_z_j(target)[:, None]
         z = z + self.linear_relpos(one_hot(apart, 2 * _FAR + 1, target.dtype))
         return self.linear_msa_m(msa) + self.linear_tf_m(target)[:, None], z
 
 
 class RecyclingEmbedder(nn.Module):
-    """What a pass takes from the one before (Algorithm 32): first sequence m [B, R, C], pairs z [B, R, R, C], atoms x [B, R, 3] in
-    angstrom."""
+    """What a pass takes from the one before (Algorithm 32): first sequence m [B, R, C], pairs z [B, R/n, R, C], atoms x [B, R, 3]
+    in angstrom."""
 
     edges: Tensor
 
@@ -48,21 +50,25 @@ class RecyclingEmbedder(nn.Module):
         self.linear = Linear(15, pair)
         self.layer_norm_m, self.layer_norm_z = LayerNorm(msa), LayerNorm(pair)
         self.register_buffer("edges", square_edges(3.25, 20.75, 15), persistent=False)
+        self.own_rows = Seam()
 
     def forward(self, m: Tensor, z: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.layer_norm_m(m), self.layer_norm_z(z) + self.linear(bins(x, self.edges).to(z.dtype))
+        return self.layer_norm_m(m), self.layer_norm_z(z) + self.linear(bins(self.own_rows(x), x, self.edges).to(z.dtype))
 
 
 class ExtraEmbedder(nn.Module):
-    """Extra rows, each a letter and two numbers of deletions.   [B, E, R, 25] -> [B, E, R, C]"""
+    """Extra rows, each a letter and two numbers of deletions.   [B, E, R] each -> [B, E/n, R, C]"""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.linear = Linear(_LETTERS + 2, channels)
+        self.own_sequences = Seam()
 
     def forward(self, features: Mapping[str, Tensor]) -> Tensor:
-        letters = one_hot(features["extra_msa"], _LETTERS, self.linear.weight.dtype)
-        more = [features[name][..., None].to(letters.dtype) for name in ("extra_has_deletion", "extra_deletion_value")]
+        names = "extra_msa", "extra_has_deletion", "extra_deletion_value"
+        rows, *deletions = (self.own_sequences(features[name]) for name in names)
+        letters = one_hot(rows, _LETTERS, self.linear.weight.dtype)
+        more = [each[..., None].to(letters.dtype) for each in deletions]
         return self.linear(torch.cat([letters, *more], -1))
 
 
@@ -82,7 +88,7 @@ class TemplateAngles(nn.Module):
 
 
 class PointwiseAttention(nn.Module):
-    """Attention of a pair to the same pair in templates (Algorithm 17).   t [B, T, R, R, Ct], z [B, R, R, C] -> [B, R, R, C]"""
+    """Attention of a pair to the same pair in templates (Algorithm 17).   t [B, T, R/n, R, Ct], z [B, R/n, R, C] -> as z"""
 
     def __init__(self, template: int, pair: int, head: int, heads: int) -> None:
         super().__init__()
@@ -100,7 +106,7 @@ class PointwiseAttention(nn.Module):
 
 
 class TemplateEmbedder(nn.Module):
-    """What templates add to pairs.   z [B, R, R, C], pair_mask [B, R, R] -> [B, R, R, C]"""
+    """What templates add to pairs.   z [B, R/n, R, C], pair_mask [B, R/n, R] -> [B, R/n, R, C]"""
 
     edges: Tensor
 
@@ -111,9 +117,10 @@ class TemplateEmbedder(nn.Module):
         self.template_pair_stack = TemplateStack(cfg.channels, cfg.blocks, cfg.pairs, save)
         self.template_pointwise_att = PointwiseAttention(cfg.channels, pair, cfg.head, cfg.heads)
         self.register_buffer("edges", square_edges(3.25, 50.75, 39), persistent=False)
+        self.own_rows = Seam()
 
     def forward(self, features: Mapping[str, Tensor], z: Tensor, pair_mask: Tensor) -> Tensor:
-        t = self.template_pair_embedder(self._pairs(features))  # [B, T, R, R, C]
+        t = self.template_pair_embedder(self._pairs(features))  # [B, T, R/n, R, C]
         several = t.shape[1]
         every = pair_mask[:, None].expand(-1, several, -1, -1).flatten(0, 1)
         t = self.template_pair_stack(t.flatten(0, 1), every).unflatten(0, (-1, several))
@@ -121,16 +128,16 @@ class TemplateEmbedder(nn.Module):
         return self.template_pointwise_att(t, z, mask) * (mask.sum(1) > 0)[:, None, None, None]
 
     def _pairs(self, features: Mapping[str, Tensor]) -> Tensor:
-        """[B, T, R, R, 88]: distances, which are known, types by column and by row, three unused zeros, backbones."""
+        """[B, T, R/n, R, 88]: distances, which are known, types by column and by row, three unused zeros, backbones."""
         kind = self.template_pair_embedder.weight.dtype
         atoms = features["template_all_atom_mask"][..., _BACKBONE].prod(-1).to(kind)
         beta = features["template_pseudo_beta_mask"].to(kind)
         types = one_hot(features["template_aatype"], _TYPES, kind)
-        known, backbone = (x[..., :, None] * x[..., None, :] for x in (beta, atoms))  # [B, T, R, R]
-        near = bins(features["template_pseudo_beta"], self.edges).to(kind)
+        known, backbone = (self.own_rows(x)[..., :, None] * x[..., None, :] for x in (beta, atoms))  # [B, T, R/n, R]
+        near = bins(self.own_rows(features["template_pseudo_beta"]), features["template_pseudo_beta"], self.edges).to(kind)
         shape = *known.shape, _TYPES
         nothing = known.new_zeros(*known.shape, 3)
-        by_type = types[..., None, :, :].expand(shape), types[..., :, None, :].expand(shape)
+        by_type = types[..., None, :, :].expand(shape), self.own_rows(types)[..., :, None, :].expand(shape)
         return torch.cat([near, known[..., None], *by_type, nothing, backbone[..., None]], -1) * backbone[..., None]
 
 
@@ -139,7 +146,10 @@ def square_edges(first: float, last: float, count: int) -> Tensor:
     return torch.cat([torch.linspace(first, last, count) ** 2, torch.tensor([_FARTHEST])])
 
 
-def bins(x: Tensor, edges: Tensor) -> Tensor:
-    """True in the bin that holds the distance of a pair, if any does.   x [..., R, 3], edges [K + 1] -> [..., R, R, K]"""
-    apart = (x[..., :, None, :] - x[..., None, :, :]).square().sum(-1, keepdim=True)
+def bins(x: Tensor, y: Tensor, edges: Tensor) -> Tensor:
+    """True in the bin that holds the distance of a pair, if any does.
+
+    x [..., I, 3], y [..., J, 3], edges [K + 1] -> [..., I, J, K]
+    """
+    apart = (x[..., :, None, :] - y[..., None, :, :]).square().sum(-1, keepdim=True)
     return (apart > edges[:-1].to(apart.dtype)) & (apart < edges[1:].to(apart.dtype))

@@ -153,40 +153,35 @@ class ExtraBlock(EvoformerBlock):
 class Stack(nn.Module):
     """Blocks one after another. With ``save`` each keeps only its input until the backward pass.
 
-    m [B, S, R, C], z [B, R, R, C], msa_mask [B, S, R], pair_mask [B, R, R] -> the first two again
+    m [B, S/n, R, C], z [B, R/n, R, C], msa_mask [B, S, R], pair_mask [B, R/n, R] -> [B, S, R/n, C], [B, R/n, R, C]
     """
 
     def __init__(self, blocks: list[EvoformerBlock], save: bool = False) -> None:
         super().__init__()
         self.blocks, self.save = nn.ModuleList(blocks), save
-        # Where whole tensors are divided, and put together.
-        self.cut, self.cut_columns, self.cut_pairs, self.enter = Seam(), Seam(), Seam(), Seam()
-        self.join, self.leave = Seam(), Seam()
+        self.own_sequences, self.own_columns = Seam(), Seam()
 
     def forward(self, m: Tensor, z: Tensor, msa_mask: Tensor, pair_mask: Tensor) -> tuple[Tensor, Tensor]:
-        size, columns = (msa_mask.shape[1], msa_mask.shape[2]), self.cut_columns(msa_mask)
-        masks = Masks(self.cut(msa_mask), columns, self.cut_pairs(pair_mask), columns.transpose(1, 2) @ msa_mask, size)
-        m, z = self.cut(m), self.enter(z)
+        size, columns = (msa_mask.shape[1], msa_mask.shape[2]), self.own_columns(msa_mask)
+        masks = Masks(self.own_sequences(msa_mask), columns, pair_mask, columns.transpose(1, 2) @ msa_mask, size)
         for block in self.blocks:
             m, z = saving(block, self.save, m, z, masks)
-        return self.join(m, *size), self.leave(z, *size[1:])
+        return m, z
 
 
 class TemplateStack(nn.Module):
-    """Blocks for the pairs of templates, each by itself (Algorithm 16).   t [B, R, R, C], mask [B, R, R] -> [B, R, R, C]"""
+    """Blocks for the pairs of templates, each by itself (Algorithm 16).   t [B, R/n, R, C], mask [B, R/n, R] -> [B, R/n, R, C]"""
 
     def __init__(self, channels: int, blocks: int, cfg: PairConfig, save: bool = False) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(PairUpdate(channels, cfg, attention_first=True) for _ in range(blocks))
         self.layer_norm = LayerNorm(channels, narrow=True)
         self.save = save
-        self.cut, self.join = Seam(), Seam()
 
     def forward(self, t: Tensor, mask: Tensor) -> Tensor:
-        t, mask = self.cut(t), self.cut(mask)
         for block in self.blocks:
             t = saving(block, self.save, t, mask)
-        return self.join(self.layer_norm(t), t.shape[2])
+        return self.layer_norm(t)
 
 
 def saving(block: nn.Module, save: bool, *given: Any) -> Any:

@@ -88,7 +88,8 @@ def fold(
     batch = {name: x.to(kind) if x.is_floating_point() else x for name, x in batch.items()}
     with torch.no_grad():
         try:
-            found = model.eval()(batch)
+            *_, atoms, positions = model.eval().passes(batch)
+            logits = model.heads.plddt(atoms.states[-1].to(kind))
         except RuntimeError as problem:
             if not isinstance(problem, torch.OutOfMemoryError) and "can't allocate memory" not in str(problem):
                 raise
@@ -100,6 +101,6 @@ def fold(
         finally:
             model.train(was)
     return Fold(
-        sequence, aatype.astype(np.int64), found.positions[0].float().cpu().numpy(),
-        batch["atom37_atom_exists"][0, ..., -1].float().cpu().numpy(), plddt(found.logits.plddt)[0].float().cpu().numpy(),
+        sequence, aatype.astype(np.int64), positions[0].float().cpu().numpy(),
+        batch["atom37_atom_exists"][0, ..., -1].float().cpu().numpy(), plddt(logits)[0].float().cpu().numpy(),
     )  # fmt: skip

@@ -12,6 +12,7 @@ from hpcai.models.openfold.config import HeadsConfig
 from hpcai.models.openfold.layers import Linear
 from hpcai.models.openfold.residues import ATOMS, MASKED
 from hpcai.nn.layernorm import LayerNorm
+from hpcai.nn.seam import Seam
 
 PLDDT_BINS, DISTANCE_BINS, ERROR_BINS = 50, 64, 64
 
@@ -49,16 +50,18 @@ class Heads(nn.Module):
         self.masked_msa = Linear(msa, MASKED + 1, start="final")
         self.experimentally_resolved = Linear(single, len(ATOMS), start="final")
         self.tm = Linear(pair, ERROR_BINS, start="final") if cfg.tm else None
+        self.join_rows, self.join_columns = Seam(), Seam()
 
     def forward(self, m: Tensor, z: Tensor, s: Tensor, structured: Tensor) -> Logits:
-        """``structured`` is what the structure module made of ``s``.   [B, S, R, C], [B, R, R, C], [B, R, C], [B, R, C]"""
+        """``structured`` is what the structure module made of ``s``.   [B, S, R/n, C], [B, R/n, R, C], [B, R, C], [B, R, C]"""
         with torch.autocast(m.device.type, enabled=False):
             wide = torch.promote_types(self.distogram.weight.dtype, torch.float32)
             m, z, s, structured = (x.to(wide) for x in (m, z, s, structured))
-            half = self.distogram(z)
+            size = s.shape[1]
+            half, msa = self.join_rows(self.distogram(z), size), self.join_columns(self.masked_msa(m), size)
             return Logits(
-                self.plddt(structured), half + half.transpose(1, 2), self.masked_msa(m), self.experimentally_resolved(s),
-                self.tm(z) if self.tm is not None else None,
+                self.plddt(structured), half + half.transpose(1, 2), msa, self.experimentally_resolved(s),
+                self.join_rows(self.tm(z), size) if self.tm is not None else None,
             )  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """OpenFold: the structure of a protein from its sequence and its relatives' (Jumper et al. 2021, Algorithm 2 of the supplement).
 
-B batch, S clusters, E extra rows, T templates, R residues, C channels, P passes (one more than recycles).
+B batch, S clusters, E extra rows, T templates, R residues, C channels, P passes (one more than recycles); n axial size, 1 outside a
+cluster.
 """
 
 from collections.abc import Mapping
@@ -24,8 +25,8 @@ _PSI = 2  # its index among the seven torsion angles
 
 
 class Prediction(NamedTuple):
-    msa: Tensor  # [B, S, R, C]
-    pair: Tensor  # [B, R, R, C]
+    msa: Tensor  # [B, S, R/n, C]
+    pair: Tensor  # [B, R/n, R, C]
     single: Tensor  # [B, R, C]
     atoms: Atoms
     positions: Tensor  # [B, R, 37, 3] angstrom
@@ -36,7 +37,7 @@ class Previous(NamedTuple):
     """A pass takes this over from the one before."""
 
     first: Tensor  # [B, R, C] of the alignment
-    pair: Tensor  # [B, R, R, C]
+    pair: Tensor  # [B, R/n, R, C]
     positions: Tensor  # [B, R, 37, 3] angstrom
 
 
@@ -60,6 +61,7 @@ class OpenFold(Portable):
         self.to_single = Linear(cfg.msa, cfg.single)
         self.structure_module = StructureModule(cfg.single, cfg.pair, cfg.structure)
         self.heads = Heads(cfg.msa, cfg.pair, cfg.single, cfg.heads)
+        self.own_rows, self.own_sequences, self.join_rows = Seam(), Seam(), Seam()
         self.one_answer: nn.Module = Seam()  # processes that hold a protein together give one answer, which counts once
 
     def forward(self, features: Mapping[str, Tensor]) -> Prediction:
@@ -67,6 +69,13 @@ class OpenFold(Portable):
 
         Only the last pass has gradients; the others give it where to begin.
         """
+        m, z, s, atoms, positions = self.passes(features)
+        m = m[:, : features["msa_feat"].shape[1]]
+        return self.one_answer(Prediction(m, z, s, atoms, positions, self.heads(m, z, s, atoms.states[-1])))
+
+    def passes(self, features: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, Atoms, Tensor]:
+        """What the last pass ends with: alignment [B, S, R/n, C], pairs [B, R/n, R, C], residues [B, R, C], atoms, and their
+        positions in 37 places [B, R, 37, 3]."""
         previous, graded = None, torch.is_grad_enabled()
         passes = features["aatype"].shape[-1]
         for number in range(passes):
@@ -75,11 +84,10 @@ class OpenFold(Portable):
             with torch.set_grad_enabled(graded and last):
                 if torch.is_autocast_enabled(now["aatype"].device.type):
                     torch.clear_autocast_cache()  # older torch gives out again what it cast without gradients
-                m, z, s, atoms, positions = self._once(now, previous)
-            previous = Previous(m[:, 0], z, positions)
-        clusters = features["msa_feat"].shape[1]
-        logits = self.heads(m[:, :clusters], z, s, atoms.states[-1])
-        return self.one_answer(Prediction(m[:, :clusters], z, s, atoms, positions, logits))
+                first, *found = self._once(now, previous)
+            previous = Previous(first, found[1], found[4])
+        m, z, s, atoms, positions = found
+        return m, z, s, atoms, positions
 
     def fold(self, sequence: str, alignments: Any = None, **words: Any) -> Any:
         """The structure of a sequence, with confidence; see ``hpcai.models.openfold.folding.fold``."""
@@ -87,10 +95,11 @@ class OpenFold(Portable):
 
         return fold(self, sequence, alignments, **words)
 
-    def _once(self, features: Mapping[str, Tensor], previous: Previous | None) -> tuple[Tensor, Tensor, Tensor, Atoms, Tensor]:
+    def _once(self, features: Mapping[str, Tensor], previous: Previous | None) -> tuple[Any, ...]:
+        """One pass: the first sequence of the alignment [B, R, C], and what ``passes`` returns."""
         kind = self.to_single.weight.dtype
         residues, aatype = features["seq_mask"].to(kind), features["aatype"]
-        pair_mask = residues[:, :, None] * residues[:, None]
+        pair_mask = self.own_rows(residues)[:, :, None] * residues[:, None]
         m, z = self.input_embedder(features["target_feat"].to(kind), features["residue_index"], features["msa_feat"].to(kind))
         first, again = self.recycling_embedder(*self._recycled(previous, aatype, m, z))
         m = torch.cat([m[:, :1] + first[:, None], m[:, 1:]], 1)
@@ -102,10 +111,11 @@ class OpenFold(Portable):
             msa_mask = torch.cat([msa_mask, features["template_torsion_angles_mask"][..., _PSI].to(kind)], 1)
         extra = self.extra_msa_embedder(features)
         z = self.extra_msa_stack(extra, z, features["extra_msa_mask"].to(kind), pair_mask)[1]
-        m, z = self.evoformer(m, z, msa_mask, pair_mask)
-        s = self.to_single(m[:, 0])
+        m, z = self.evoformer(self.own_sequences(m), z, msa_mask, pair_mask)
+        first = self.join_rows(m[:, 0], aatype.shape[1])
+        s = self.to_single(first)
         atoms = self.structure_module(s, z, aatype, residues)
-        return m, z, s, atoms, self._positions(atoms.positions[-1], features)
+        return first, m, z, s, atoms, self._positions(atoms.positions[-1], features)
 
     def _recycled(self, previous: Previous | None, aatype: Tensor, m: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The first pass meets zeros, which the norms turn into their biases."""

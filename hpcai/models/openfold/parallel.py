@@ -1,21 +1,18 @@
 """OpenFold over the mesh: copies, each with its own proteins, which may be cut over the axis ``axial``.
 
 Alignments are cut by sequences, then by residues; pairs by rows, by columns while columns attend, and the products of triangles by
-channels, so that no operand of a product is gathered. Embedders, structure module, heads and losses run on all ranks.
+channels, so that no operand of a product is gathered. Pairs are never whole anywhere, from the embedders to the structure module,
+whose attention is cut by rows too. Everything of one residue, and the losses, run on all ranks.
 """
 
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import MeshError
 from hpcai.models.openfold.attention import RowAttention, TriangleAttention
-from hpcai.models.openfold.evoformer import (
-    EvoformerBlock,
-    OuterProductMean,
-    PairUpdate,
-    Stack,
-    TemplateStack,
-    TriangleMultiplication,
-)
+from hpcai.models.openfold.embedders import ExtraEmbedder, InputEmbedder, RecyclingEmbedder, TemplateEmbedder
+from hpcai.models.openfold.evoformer import EvoformerBlock, OuterProductMean, PairUpdate, Stack, TriangleMultiplication
+from hpcai.models.openfold.heads import Heads
 from hpcai.models.openfold.model import OpenFold
+from hpcai.models.openfold.structure import PointAttention
 from hpcai.nn.seam import Seam
 from hpcai.parallel.axial import Join, Move, Once, Own, ToChannels, ToRows
 from hpcai.parallel.halo import Traffic
@@ -36,20 +33,26 @@ def parallelize(model: OpenFold, mesh: Mesh) -> OpenFold:
                     f"mesh.axial is {axis.size}, which does not divide the {channels} channels of {name}; take a divisor of them"
                 )
             part.to_channels, part.to_rows = ToChannels(*given), ToRows(*given)
+        elif isinstance(part, (EvoformerBlock, PairUpdate)):
+            part.to_columns, part.to_rows = Move(*given, 2, 1), Move(*given, 1, 2)
         elif isinstance(part, (RowAttention, TriangleAttention)):
             part.every_row = Join(*given, 2)
         elif isinstance(part, OuterProductMean):
             part.every_residue = Join(*given, 2)
-        elif isinstance(part, (EvoformerBlock, PairUpdate)):
-            part.to_columns, part.to_rows = Move(*given, 2, 1), Move(*given, 1, 2)
-        elif isinstance(part, (Stack, TemplateStack)):
-            part.cut, part.join = Own(*given, 1), Join(*given, 1)
-            if isinstance(part, Stack):
-                part.cut_columns, part.cut_pairs = Own(*given, 2), Own(*given, 1)
-                part.enter, part.leave = Own(*given, 1), Join(*given, 1)
-    # Pairs stay cut from the first stack to the second, and nobody asks for the extra rows again.
-    model.extra_msa_stack.leave, model.extra_msa_stack.join, model.evoformer.enter = Seam(), Seam(), Seam()
-    model.extra_msa_stack.blocks[-1].to_rows = Seam()
+        if isinstance(part, (OpenFold, InputEmbedder, RecyclingEmbedder, PointAttention)):
+            part.own_rows = Own(*given, 1)
+        if isinstance(part, TemplateEmbedder):
+            part.own_rows = Own(*given, 2)
+        if isinstance(part, (OpenFold, Stack, ExtraEmbedder)):
+            part.own_sequences = Own(*given, 1)
+        if isinstance(part, Stack):
+            part.own_columns = Own(*given, 2)
+        if isinstance(part, (OpenFold, PointAttention, Heads)):
+            part.join_rows = Join(*given, 1)
+        if isinstance(part, Heads):
+            part.join_columns = Join(*given, 2)
+    for last in (model.extra_msa_stack.blocks[-1], model.evoformer.blocks[-1]):
+        last.to_rows = Seam()  # of sequences only the first is asked for, by residues
     model.one_answer = Once(axis)
     sum_over(model, axis)
     return model

@@ -14,6 +14,7 @@ from hpcai.models.openfold.config import StructureConfig
 from hpcai.models.openfold.geometry import Frames, groups_of, rotation_of, turned_further
 from hpcai.models.openfold.layers import Linear
 from hpcai.nn.layernorm import LayerNorm
+from hpcai.nn.seam import Seam
 
 _UNIT = 10.0  # angstrom
 _EPS = 1e-8
@@ -34,7 +35,7 @@ class Atoms(NamedTuple):
 class PointAttention(nn.Module):
     """Attention by features, pairs and distances between points that each residue sets in space (Algorithm 22).
 
-    s [B, R, C], bias [B, H, R, R], z [B, R, R, Cz], frames [B, R] -> [B, R, C]
+    s [B, R, C], bias [B, H, R/n, R], z [B, R/n, R, Cz], frames [B, R] -> [B, R, C]
     """
 
     def __init__(self, single: int, pair: int, cfg: StructureConfig) -> None:
@@ -48,27 +49,29 @@ class PointAttention(nn.Module):
         self.linear_b = Linear(pair, cfg.heads)
         self.head_weights = nn.Parameter(torch.full((cfg.heads,), 0.541324854612918))  # softplus gives 1
         self.linear_out = Linear(cfg.heads * (pair + cfg.head + 4 * cfg.value_points), single, start="final")
+        self.own_rows, self.join_rows = Seam(), Seam()
 
     def forward(self, s: Tensor, bias: Tensor, z: Tensor, frames: Frames) -> Tensor:
         cfg, heads = self.cfg, self.cfg.heads
-        q = self.linear_q(s).unflatten(-1, (heads, -1)).transpose(1, 2)  # [B, H, R, C]
+        here, stand = self.own_rows(s), Frames(*(self.own_rows(x) for x in frames))  # [B, R/n]
+        q = self.linear_q(here).unflatten(-1, (heads, -1)).transpose(1, 2)  # [B, H, R/n, C]
         k, v = self.linear_kv(s).unflatten(-1, (heads, -1)).transpose(1, 2).chunk(2, -1)
-        q_points = self._points(self.linear_q_points(s), frames)  # [B, H, R, P, 3]
+        q_points = self._points(self.linear_q_points(here), stand)  # [B, H, R/n, P, 3]
         k_points, v_points = self._points(self.linear_kv_points(s), frames).split([cfg.query_points, cfg.value_points], 3)
         # -w/2 |q - k|^2 of points is one more product of features: what depends on q alone falls out of the softmax.
         weight = (nn.functional.softplus(self.head_weights) * (1 / (3 * cfg.query_points * 9 / 2)) ** 0.5)[:, None, None]
         half = k_points.square().sum((-1, -2))[..., None] * -0.5
-        weights = weight.expand(len(s), -1, s.shape[1], 1)
+        weights = weight.expand(len(here), -1, here.shape[1], 1)
         left = torch.cat([q * (1 / (3 * cfg.head)) ** 0.5, q_points.flatten(-2) * weight, weights], -1)
         right = torch.cat([k, k_points.flatten(-2), half], -1)
-        logits = torch.baddbmm(bias.flatten(0, 1), left.flatten(0, 1), right.flatten(0, 1).transpose(1, 2))  # [B * H, R, R]
+        logits = torch.baddbmm(bias.flatten(0, 1), left.flatten(0, 1), right.flatten(0, 1).transpose(1, 2))  # [B * H, R/n, R]
         p = logits.softmax(-1).unflatten(0, (-1, heads))
         o = (p @ v).transpose(1, 2).flatten(-2)
-        seen = (p @ v_points.flatten(-2)).unflatten(-1, (-1, 3)).transpose(1, 2).flatten(2, 3)  # [B, R, H * P, 3] in space
-        met = (seen - frames.translation[..., None, :]) @ frames.rotation
+        seen = (p @ v_points.flatten(-2)).unflatten(-1, (-1, 3)).transpose(1, 2).flatten(2, 3)  # [B, R/n, H * P, 3] in space
+        met = (seen - stand.translation[..., None, :]) @ stand.rotation
         length = (met.square().sum(-1) + _EPS).sqrt()
-        pairs = (p.transpose(1, 2) @ z).flatten(-2)  # [B, R, H * Cz]
-        return self.linear_out(torch.cat([o, *met.unbind(-1), length, pairs], -1))
+        pairs = (p.transpose(1, 2) @ z).flatten(-2)  # [B, R/n, H * Cz]
+        return self.join_rows(self.linear_out(torch.cat([o, *met.unbind(-1), length, pairs], -1)), s.shape[1])
 
     def _points(self, x: Tensor, frames: Frames) -> Tensor:
         """[B, R, 3 * H * P], all x before all y before all z -> [B, H, R, P, 3] in space"""
@@ -77,8 +80,8 @@ class PointAttention(nn.Module):
         return torch.baddbmm(start, *given).view(*x.shape[:2], 3, self.cfg.heads, -1).permute(0, 3, 1, 4, 2)
 
     def bias(self, z: Tensor, mask: Tensor) -> Tensor:
-        """What pairs add to logits, the same in every pass.   [B, R, R, Cz] and [B, R] -> [B, H, R, R]"""
-        both = (mask[:, :, None] * mask[:, None])[..., None]
+        """What pairs add to logits, the same in every pass.   [B, R/n, R, Cz] and [B, R] -> [B, H, R/n, R]"""
+        both = (self.own_rows(mask)[:, :, None] * mask[:, None])[..., None]
         return (self.linear_b(z) * (1 / 3) ** 0.5 + (both - 1) * 1e5).permute(0, 3, 1, 2).contiguous()
 
 
@@ -129,7 +132,10 @@ class Transition(nn.Module):
 
 
 class StructureModule(nn.Module):
-    """Atoms from residues and pairs (Algorithm 20).   single [B, R, C], pair [B, R, R, Cz], aatype [B, R], mask [B, R] -> Atoms"""
+    """Atoms from residues and pairs (Algorithm 20).
+
+    single [B, R, C], pair [B, R/n, R, Cz], aatype [B, R], mask [B, R] -> Atoms
+    """
 
     wide = True  # a coordinate of 50 angstrom in bfloat16 is off by 0.2
     group_frame: Tensor

@@ -171,10 +171,10 @@ def test_seams_are_there_and_have_no_weights() -> None:
     model = network()
     names = {name for name, layer in model.named_modules() if type(layer) is Seam}
     pairs = {"every_row", "to_columns", "to_rows", "to_channels"}
-    whole = {"cut", "cut_columns", "cut_pairs", "enter", "join", "leave", "every_residue"} | pairs
+    whole = {"own_sequences", "own_columns", "every_residue"} | pairs
     for stack in ("evoformer", "extra_msa_stack", "template_embedder.template_pair_stack"):
         found = {name.rsplit(".", 1)[-1] for name in names if name.startswith(f"{stack}.")}
-        assert found == (whole if "template" not in stack else {"cut", "join"} | pairs)
+        assert found == (whole if "template" not in stack else pairs)
     keys = list(model.state_dict())
     for name in names:
         model.get_submodule(name.rpartition(".")[0]).__setattr__(name.rpartition(".")[2], type("Other", (Seam,), {})())
@@ -258,9 +258,9 @@ def test_structures_heads_and_losses_are_float32_whatever_the_stacks_are(precisi
     seen: list[torch.dtype] = []
     bins = embedders.bins
 
-    def watched(x: Tensor, edges: Tensor) -> Tensor:
+    def watched(x: Tensor, y: Tensor, edges: Tensor) -> Tensor:
         seen.append(x.dtype)
-        return bins(x, edges)
+        return bins(x, y, edges)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(embedders, "bins", watched)
