@@ -1,5 +1,6 @@
 """OpenFold cut over ``axial`` is OpenFold: outputs, losses, gradients and steps are those of one process."""
 
+import weakref
 from functools import cache
 from typing import Any
 
@@ -7,12 +8,15 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hpcai.dist.collect import sum_in_place
 from hpcai.dist.launch import alone
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import DataError, MeshError
-from hpcai.models.openfold import ObjectiveConfig, OpenFold, OpenFoldConfig, loss, parallelize
+from hpcai.kernels import attention
+from hpcai.models.openfold import ObjectiveConfig, OpenFold, OpenFoldConfig, loss, parallelize, residues
 from hpcai.models.openfold.features import FeatureConfig
 from hpcai.parallel.axial import Move
 from hpcai.settings import StepConfig
@@ -45,6 +49,12 @@ def objective(model: Any, batch: Any) -> dict[str, Tensor]:
     return loss(model, batch, ALL)
 
 
+def part(whole: Tensor, rank: int, ranks: int, dim: int) -> Tensor:
+    """What a rank has of a whole."""
+    each = -(-whole.shape[dim] // ranks)
+    return whole.narrow(dim, rank * each, min(each, whole.shape[dim] - rank * each))
+
+
 def learnt(mesh: Mesh, passes: int, checkpoint: bool) -> tuple[dict[str, float], dict[str, np.ndarray], list[Tensor]]:
     """Values, gradients of all parameters and of the alignment, over the ranks of a copy, and some outputs; with dropout."""
     model = parallelize(network(checkpoint=checkpoint), mesh)
@@ -66,13 +76,15 @@ def learnt(mesh: Mesh, passes: int, checkpoint: bool) -> tuple[dict[str, float],
 def test_a_cut_protein_is_the_whole_one(axes: dict[str, int], passes: int, checkpoint: bool) -> None:
     values, gradients, outputs = learnt(alone(), passes, checkpoint)
     largest = max(float(np.linalg.norm(g)) for g in gradients.values())
-    for found, cut, given in on_ranks(axes, learnt, passes, checkpoint):
+    for rank, (found, cut, given) in enumerate(on_ranks(axes, learnt, passes, checkpoint)):
         assert found == pytest.approx(values, rel=1e-10, abs=1e-12)
         assert cut.keys() == gradients.keys() and len(cut) > 150
         for name, whole in gradients.items():
             assert np.linalg.norm(cut[name] - whole) <= 1e-9 * np.linalg.norm(whole) + 1e-12 * largest, name
-        for one, other in zip(given, outputs, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+        for one, other, dim in zip(given, outputs, (2, 1, None), strict=True):
+            expected = other if dim is None else part(other, rank % axes["axial"], axes["axial"], dim)
+            here = one if dim is None else one.narrow(dim, 0, expected.shape[dim])  # the rest fills
+            torch.testing.assert_close(here, expected, rtol=1e-10, atol=1e-10)
 
 
 def stepped(mesh: Mesh, shard: str) -> Any:
@@ -95,6 +107,50 @@ def test_steps_of_cut_copies_are_those_of_whole_ones(shard: str) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         np.testing.assert_allclose(found[name], value, rtol=1e-8, atol=1e-10, err_msg=name)
+
+
+class Live(TorchDispatchMode):
+    """The most bytes of tensors at a time, of those that are made inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self.known: set[int] = set()
+
+    def gone(self, address: int, size: int) -> None:
+        self.known.discard(address)
+        self.now -= size
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        made = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            storage = tensor.untyped_storage() if isinstance(tensor, Tensor) else None
+            if storage is not None and storage.data_ptr() not in given | self.known:
+                self.known.add(storage.data_ptr())
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self.gone, storage.data_ptr(), storage.nbytes())
+        self.most = max(self.most, self.now)
+        return made
+
+
+def folded(mesh: Mesh, length: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """Positions and confidence of a chain, and the most bytes at a time."""
+    model, sequence = parallelize(network(template=None), mesh), "".join(residues.LETTERS[i % 20] for i in range(length))
+    rows = FeatureConfig(crop=None, clusters=8, extra=8, templates=0)
+    with pytest.MonkeyPatch.context() as patch, Live() as live:
+        patch.setattr(attention, "_CPU", 1 << 18)  # logits of some rows, which are as many on each rank
+        found = model.fold(sequence, recycles=0, cfg=rows)
+    return found.positions, found.plddt, live.most
+
+
+def test_a_chain_that_several_ranks_fold_is_the_same_with_their_share_of_the_memory() -> None:
+    positions, plddt, most = folded(alone(), 90)
+    for ranks, share in ((2, 0.62), (4, 0.42)):  # 150 residues: less than 0.6 and 0.35
+        for found, sure, bytes_ in on_ranks({"axial": ranks}, folded, 90):
+            np.testing.assert_allclose(found, positions, atol=1e-5)
+            np.testing.assert_allclose(sure, plddt, atol=1e-4)
+            assert bytes_ <= share * most, (ranks, bytes_ / most)
 
 
 def sent(mesh: Mesh) -> tuple[int, int]:

@@ -80,14 +80,14 @@ def test_what_is_no_sequence_is_not_folded(sequence: Any) -> None:
 def test_a_chain_too_long_for_the_memory_is_told_so(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = OpenFold(OpenFoldConfig.preset("tiny"))
 
-    def forward(_: Any) -> Any:
+    def passes(_: Any) -> Any:
         if kind == "device":
             raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
         if kind == "host":
             torch.empty(1 << 60)  # what torch itself says
         raise RuntimeError("something else")
 
-    monkeypatch.setattr(model, "forward", forward)
+    monkeypatch.setattr(model, "passes", passes)
     text = "a chain of 10 residues with 4 clusters and 4 extra rows does not fit into the memory"
     with pytest.raises(RuntimeError if kind == "other" else DataError, match="something else" if kind == "other" else text):
         model.fold(SEQUENCE, recycles=0, cfg=FEW)
