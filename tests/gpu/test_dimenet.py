@@ -12,7 +12,7 @@ from hpcai.models.dimenet.periodic import neighbours
 from hpcai.models.dimenet.periodic_batch import neighbours_of_batch
 from hpcai.settings import StepConfig
 from tests.atoms import crystal, network, structure
-from tests.gpu.machine import DEVICE, GPU, GRAPH
+from tests.gpu.machine import DEVICE, GPU, GRAPH, cuda_alone
 
 CFG = DimeNetConfig(hidden=64, output=64, interaction=32, blocks=2, cutoff=4.0, most=None)
 
@@ -62,6 +62,7 @@ def test_bf16_is_close() -> None:
     assert narrow == pytest.approx(wide, rel=5e-2)
 
 
+@cuda_alone
 def test_compiled_is_close() -> None:
     wide, _ = losses(precision="fp32")
     compiled, _ = losses(precision="fp32", compile="whole")

@@ -28,5 +28,5 @@ def test_a_process_with_captured_sums_ends(how: str, code: int) -> None:
     assert process.returncode == code, errors
     assert ended - told["time"] < SOON
     assert told["asked"] == 4 * told["buckets"] > 4, "three runs to warm up and one that is recorded ask for sums, replays do not"
-    assert told["losses"][-1] < told["losses"][0]
+    assert len(set(told["losses"])) == 5
     assert ("DivergedError: step 6" in errors) is (how == "diverge")

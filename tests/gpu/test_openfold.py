@@ -11,7 +11,7 @@ from hpcai.models.openfold import OpenFold, OpenFoldConfig, loss
 from hpcai.models.openfold.layers import Dropout
 from hpcai.settings import StepConfig
 from tests import proteins
-from tests.gpu.machine import GPU, GRAPH, precisely
+from tests.gpu.machine import GPU, GRAPH, cuda_alone, precisely
 
 
 def network(device: str, dtype: torch.dtype = torch.float32, checkpoint: bool = False) -> OpenFold:
@@ -65,6 +65,7 @@ def test_bf16_is_close() -> None:
     assert learnt(GPU, narrow=True)[0] == pytest.approx(learnt(GPU)[0], rel=2e-2)
 
 
+@cuda_alone  # one_hot reads its input on a CPU
 @pytest.mark.parametrize("checkpoint", [False, True])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_captured_is_eager_with_two_numbers_of_passes(precision: str, checkpoint: bool) -> None:
@@ -75,6 +76,7 @@ def test_captured_is_eager_with_two_numbers_of_passes(precision: str, checkpoint
     assert step._capture is not None and len(step._capture._slots) == 2
 
 
+@cuda_alone
 def test_compiled_by_blocks_is_close() -> None:
     eager, _ = losses(GPU)
     compiled, step = losses(GPU, compile="blocks")

@@ -119,6 +119,7 @@ def test_batches_from_the_host_are_copied_into_the_graph() -> None:
         assert step(pinned)["loss"].item() == pytest.approx(eager(part)["loss"].item(), rel=1e-4)
 
 
+@cuda_alone
 def test_compiled_is_close_to_eager() -> None:
     eager, compiled = new_step(), new_step(compile="whole")
     for i in range(3):

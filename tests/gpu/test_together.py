@@ -1,4 +1,4 @@
-"""The parts of a run together: `fit` never waits for the GPU; readers, pinned copies, capture, evaluation beside it change nothing."""
+"""The parts of a run together: `fit` never waits for the GPU; readers, pinned copies, capture and evaluation change nothing."""
 
 from collections.abc import Iterator
 from pathlib import Path
