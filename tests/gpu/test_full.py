@@ -51,13 +51,14 @@ def settings(case: Case) -> Any:
 
 @pytest.mark.parametrize("capture", ["none", "whole"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.app)
-def test_a_step_of_published_size_fits_and_is_finite(case: Case, capture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_of_published_size_fits_and_is_finite(case: Case, capture: str) -> None:
     if case.app == "openfold" and capture != "none" and not ON_GPU:
         pytest.skip("one_hot reads its input on a CPU")
-    monkeypatch.setenv("TMPDIR", "/tmp")
     subject, cfg, mesh = find(case.app), settings(case), dist.alone(DEVICE)
     cfg = subject.known(cfg)
     batch = subject.random_batch(cfg, range(cfg.data.batch), mesh.device)
+    if ON_GPU:
+        torch.cuda.reset_peak_memory_stats()
     torch.manual_seed(0)
     model = subject.build(cfg, mesh, subject.whole(cfg, mesh))
     step_cfg = cfg.step.model_copy(update={"capture": capture, "accumulate": 1})
