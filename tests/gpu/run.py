@@ -265,6 +265,8 @@ def collect(folder: Path, pip: Sequence[str] = (sys.executable, "-m", "pip")) ->
     pip resolves all that is needed, and says what it would install; what the other machine has by itself is then left out.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.glob("*.whl"):
+        path.unlink()  # two versions of one package stop an installation
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch, "report.json")
         asked = [*QUIET, "--dry-run", "--ignore-installed", "--report", str(report), "--target", scratch, *TARGET]
