@@ -3,6 +3,8 @@
 # make claims    the long proofs of what the README promises, and what was learnt in them
 # make fuzz      ten thousand damaged files for each reader
 # make originals FROM=DIR   readers against files as they are published (tests/data/README.md)
+# make gpu [PART="tests kernels apps data"] [WHEELS=DIR] [OUT=DIR] [BUDGET=SECONDS]   what needs a GPU, on any machine that has one
+# make wheels OUT=DIR   packages for a machine with a GPU and no network
 # make install   the part that both share        make slurm    Slurm for tests/cluster (Debian, as root)
 # make lint      style, types, floors            make bench    speed and memory of steps, of reading samples; tests that measure time
 # make fio       the disk benchmark that ours is compared with (Debian, as root)
@@ -17,7 +19,7 @@ DATA   := datasets/cosmoflow-small
 RUN    := runs/cosmoflow-small
 SHELL  := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
-.PHONY: train test claims fuzz originals install lint slurm fio bench clean
+.PHONY: train test claims fuzz originals install lint slurm fio bench gpu wheels clean
 
 train: install
 	@echo "== simulate universes -> $(DATA)"
@@ -99,6 +101,15 @@ bench: $(VENV)/.tested
 	@$(BIN)/hpcai bench step
 	@$(BIN)/hpcai bench data
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m timing
+
+# With the Python at hand: such a machine may have no network, and cut off commands that are long.
+GPU = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) tests/gpu/run.py
+
+gpu:
+	@$(GPU) $(if $(PART),--part $(PART)) $(if $(WHEELS),--wheels $(WHEELS)) $(if $(OUT),--out $(OUT)) $(if $(BUDGET),--budget $(BUDGET)) $(WORDS)
+
+wheels:
+	@$(GPU) --collect $(if $(OUT),$(OUT),wheels)
 
 clean:
 	rm -rf $(VENV) datasets runs

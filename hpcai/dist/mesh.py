@@ -135,6 +135,8 @@ class Mesh:
         if unknown:
             raise MeshError(f"mesh has no axis {unknown[0]!r}; it has {', '.join(AXES)}")
         self.device = device if device is not None else torch.device("cpu")
+        if self.device.type == "cuda" and self.device.index is None:  # its number: a thread begins with the first GPU
+            self.device = torch.device("cuda", torch.cuda.current_device())
         cut = {name: sizes.get(name, 1) for name in _CUT}
         evaluate = sizes.get("evaluate", 0)
         if evaluate >= world and evaluate:

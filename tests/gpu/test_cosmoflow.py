@@ -12,8 +12,8 @@ from hpcai.settings import CheckpointConfig, StepConfig
 from hpcai.train.checkpoint import Checkpoints
 from hpcai.train.measure import Measured
 from hpcai.train.saved import Progress
+from tests.gpu.machine import DEVICE, GPU, cuda_alone, nothing_waits, precisely
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")]
 SIZE = 32
 
 
@@ -35,34 +35,30 @@ def losses(step: train.Step, device: str, steps: int = 6) -> list[float]:
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_the_gpu_trains_as_the_cpu_does(optimizer: str) -> None:
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    precisely()
     words = {"optimizer": optimizer, "average": 0.9, "clip": 1.0}
-    assert losses(new_step("cuda", **words), "cuda") == pytest.approx(losses(new_step("cpu", **words), "cpu"), rel=2e-4)
+    assert losses(new_step(GPU, **words), GPU) == pytest.approx(losses(new_step("cpu", **words), "cpu"), rel=2e-4)
 
 
 def test_bf16_is_close_to_fp32() -> None:
-    assert losses(new_step("cuda", precision="bf16"), "cuda") == pytest.approx(losses(new_step("cuda"), "cuda"), rel=3e-2)
+    assert losses(new_step(GPU, precision="bf16"), GPU) == pytest.approx(losses(new_step(GPU), GPU), rel=3e-2)
 
 
 @pytest.mark.parametrize("words", [{"optimizer": "sgd", "clip": 1.0, "average": 0.9}, {"precision": "bf16", "accumulate": 2}])
 def test_a_step_reads_nothing_from_the_gpu(words: dict) -> None:
-    step, sums = new_step("cuda", **words), Measured()
-    data = [batch("cuda", seed=i) for i in range(4)]
+    step, sums = new_step(GPU, **words), Measured()
+    data = [batch(GPU, seed=i) for i in range(4)]
     step(data[0])
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         for part in data[1:]:
             sums.add(step(part, 1e-3), 4)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_nan_leaves_the_weights_alone() -> None:
-    step = new_step("cuda")
-    step(batch("cuda"))
+    step = new_step(GPU)
+    step(batch(GPU))
     before = [p.detach().clone() for p in step.model.parameters()]
-    bad = batch("cuda")
+    bad = batch(GPU)
     step(cosmoflow.Batch(bad.counts, bad.target * float("nan")))
     assert all(torch.equal(p, q) for p, q in zip(step.model.parameters(), before))
 
@@ -70,14 +66,14 @@ def test_a_nan_leaves_the_weights_alone() -> None:
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_resumed_is_uninterrupted(tmp_path: Path, optimizer: str) -> None:
     torch.backends.cudnn.deterministic = True
-    step = new_step("cuda", dropout=0.5, optimizer=optimizer)
+    step = new_step(GPU, dropout=0.5, optimizer=optimizer)
     torch.manual_seed(1)
-    losses(step, "cuda", 2)
+    losses(step, GPU, 2)
     Checkpoints(tmp_path, CheckpointConfig(), step.mesh).save(step, Progress(step=2))
-    expected = losses(step, "cuda", 3)
-    again = new_step("cuda", dropout=0.5, optimizer=optimizer)
+    expected = losses(step, GPU, 3)
+    again = new_step(GPU, dropout=0.5, optimizer=optimizer)
     Checkpoints(tmp_path, CheckpointConfig(), again.mesh).resume(again)
-    assert losses(again, "cuda", 3) == expected
+    assert losses(again, GPU, 3) == expected
 
 
 def test_batches_arrive_on_the_gpu() -> None:
@@ -91,11 +87,12 @@ def test_batches_arrive_on_the_gpu() -> None:
         def describe(self, index: int) -> str:
             return str(index)
 
-    loader = Loader(Source(), 4, dist.alone(torch.device("cuda")), name="train", shuffle=False)
+    loader = Loader(Source(), 4, dist.alone(DEVICE), name="train", shuffle=False)
     for i, part in enumerate(loader.epoch(0)):
-        assert part.counts.is_cuda and part.counts.tolist() == list(range(4 * i, 4 * i + 4))
+        assert part.counts.device.type == GPU and part.counts.tolist() == list(range(4 * i, 4 * i + 4))
 
 
+@cuda_alone
 def test_peak_memory_is_no_more_than_a_plain_networks() -> None:
     from hpcai.cli.bench.app import Bench
     from hpcai.cli.trial import find

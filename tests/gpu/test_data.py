@@ -15,16 +15,9 @@ from hpcai.data.direct import Memory, Reader
 from hpcai.data.gds import GdsReader
 from hpcai.data.layout import Layout, hdf5, npy
 from hpcai.data.loader import Loader
+from tests.gpu.machine import DEVICE, ON_GPU, busy, nothing_waits, wait
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")]
-
-DEVICE = torch.device("cuda")
 COUNT, SHAPE = 48, (16, 32, 32, 4)
-
-
-def busy() -> None:
-    """Some milliseconds of work on the current stream: what is not in order with it comes too early or too late."""
-    torch.cuda._sleep(20_000_000)
 
 
 def value(index: int) -> np.ndarray:
@@ -65,13 +58,13 @@ class Volumes:
 
 @pytest.mark.parametrize("mode", ["auto", "buffered"])
 def test_direct_reads_into_pinned_memory_are_right_after_the_upload(files: list[Path], mode: Any) -> None:
-    with Reader(mode, memory=Memory(keep=4 << 20, pin=torch.device("cuda"))) as reader, Reader("buffered") as plain:
+    with Reader(mode, memory=Memory(keep=4 << 20, pin=DEVICE if ON_GPU else None)) as reader, Reader("buffered") as plain:
         for turn in range(3):
             for index, path in enumerate(files):
                 read = torch.from_numpy(npy(path).read(reader, slice(index % 5, 12)))
-                assert read.is_pinned()
+                assert read.is_pinned() is ON_GPU
                 there = read.to(DEVICE, non_blocking=True)
-                torch.cuda.current_stream().synchronize()  # or the memory is read into again below the copy
+                wait()  # or the memory is read into again below the copy
                 del read
                 expected = npy(path).read(plain, slice(index % 5, 12))
                 assert np.array_equal(there.cpu(), expected) and np.array_equal(expected, value(index)[index % 5 : 12]), turn
@@ -104,14 +97,10 @@ def test_the_host_waits_for_nothing_when_a_batch_is_handed_over(files: list[Path
     with Loader(Volumes(files, DEVICE), 4, dist.alone(DEVICE), name="train", workers=4) as loader:
         batches = loader.epoch(0)
         next(batches)
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with nothing_waits():
             for part in batches:
                 busy()
                 part["volume"].add_(1)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 # ---- DALI
@@ -123,6 +112,8 @@ FIELDS = (Field("volume", "DHWC", log1p=True, dtype="float32", transpose=(3, 0, 
 
 @pytest.fixture
 def needs_dali() -> Iterator[None]:
+    if not ON_GPU:
+        pytest.skip("the CPU has tests of its own")
     pytest.importorskip("nvidia.dali", reason="NVIDIA DALI is not installed")
     yield
 
@@ -181,7 +172,7 @@ def test_a_batch_of_dali_stays_as_it_is_on_the_gpu(files: list[Path]) -> None:
     with new_dali(files, fields=(Field("volume"), Field("index"))) as loader:
         kept = list(loader.epoch(0))
         list(loader.epoch(1))
-    torch.cuda.synchronize()
+    wait()
     for part in kept:
         for index, found in zip(part["index"].tolist(), part["volume"].cpu()):
             assert np.array_equal(found, value(index))
@@ -219,6 +210,8 @@ def test_images_are_decoded_on_the_gpu(tmp_path: Path) -> None:
 
 @pytest.fixture
 def gds() -> Iterator[GdsReader]:
+    if not ON_GPU:
+        pytest.skip("the CPU has tests of its own")
     pytest.importorskip("kvikio", reason="KvikIO is not installed")
     with GdsReader(DEVICE) as reader:
         yield reader

@@ -12,8 +12,8 @@ from hpcai.models.dimenet.periodic import neighbours
 from hpcai.models.dimenet.periodic_batch import neighbours_of_batch
 from hpcai.settings import StepConfig
 from tests.atoms import crystal, network, structure
+from tests.gpu.machine import DEVICE, GPU, GRAPH, cuda_alone
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")]
 CFG = DimeNetConfig(hidden=64, output=64, interaction=32, blocks=2, cutoff=4.0, most=None)
 
 
@@ -33,19 +33,19 @@ def gradients(device: str, dtype: torch.dtype = torch.float32) -> list[torch.Ten
 
 
 def test_it_is_what_the_cpu_computes() -> None:
-    for found, expected in zip(gradients("cuda", torch.float64), gradients("cpu", torch.float64)):
+    for found, expected in zip(gradients(GPU, torch.float64), gradients("cpu", torch.float64)):
         assert (found - expected).norm() <= 1e-9 * expected.norm()
 
 
 def test_every_run_has_the_same_bits() -> None:
-    first, *others = (gradients("cuda") for _ in range(4))
+    first, *others = (gradients(GPU) for _ in range(4))
     for other in others:
         assert all(torch.equal(a, b) for a, b in zip(first, other))
 
 
 def losses(**words: Any) -> tuple[list[float], train.Step]:
-    step = train.Step(network(CFG, dtype=torch.float32), loss, StepConfig(lr=1e-4, **words), dist.alone(torch.device("cuda")))
-    return [step(batch("cuda", seed))["loss"].item() for seed in range(6)], step
+    step = train.Step(network(CFG, dtype=torch.float32), loss, StepConfig(lr=1e-4, **words), dist.alone(DEVICE), graph=GRAPH)
+    return [step(batch(GPU, seed))["loss"].item() for seed in range(6)], step
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-params"])
@@ -53,7 +53,7 @@ def test_captured_is_eager(precision: str) -> None:
     eager, _ = losses(precision=precision)
     captured, step = losses(precision=precision, capture="whole")
     assert captured == pytest.approx(eager, rel=1e-4 if precision == "fp32" else 2e-2)
-    assert step._capture is not None and len(step._capture._slots) == 1
+    assert step._capture is not None and step._capture.recorded() == 1
 
 
 def test_bf16_is_close() -> None:
@@ -62,6 +62,7 @@ def test_bf16_is_close() -> None:
     assert narrow == pytest.approx(wide, rel=5e-2)
 
 
+@cuda_alone
 def test_compiled_is_close() -> None:
     wide, _ = losses(precision="fp32")
     compiled, _ = losses(precision="fp32", compile="whole")
@@ -70,9 +71,9 @@ def test_compiled_is_close() -> None:
 
 def test_neighbours_are_those_of_the_cpu() -> None:
     given = [crystal(seed, 4) for seed in range(5)]
-    positions = torch.from_numpy(np.concatenate([p for _, p, _ in given])).cuda()
-    cells = torch.from_numpy(np.stack([c for _, _, c in given])).cuda()
-    pbc, owner = torch.ones(5, 3, dtype=torch.bool, device="cuda"), torch.arange(5, device="cuda").repeat_interleave(4)
+    positions = torch.from_numpy(np.concatenate([p for _, p, _ in given])).to(DEVICE)
+    cells = torch.from_numpy(np.stack([c for _, _, c in given])).to(DEVICE)
+    pbc, owner = torch.ones(5, 3, dtype=torch.bool, device=GPU), torch.arange(5, device=GPU).repeat_interleave(4)
     centre, other, offset = (t.cpu().numpy() for t in neighbours_of_batch(positions, cells, pbc, owner, 6.0, 50))
     parts = [neighbours(p, c, [True] * 3, 6.0, 50) for _, p, c in given]
     np.testing.assert_array_equal(centre, np.concatenate([part.centre + 4 * k for k, part in enumerate(parts)]))

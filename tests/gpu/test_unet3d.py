@@ -1,5 +1,6 @@
 """3D U-Net on a GPU: channels-last is the CPU's network in value and gradient; capture == eager; bf16 within tolerance."""
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -7,10 +8,10 @@ import torch
 
 from hpcai import dist, train
 from hpcai.models import unet3d
-from hpcai.nn import InstanceNorm
+from hpcai.nn import GroupNorm, InstanceNorm
 from hpcai.settings import StepConfig
+from tests.gpu.machine import DEVICE, GPU, GRAPH, nothing_waits, precisely
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")]
 SGD = {"optimizer": "sgd", "momentum": 0.9}
 
 
@@ -27,10 +28,14 @@ def batch(device: str, seed: int, size: int = 2) -> unet3d.Batch:
 @pytest.mark.parametrize("shape", [(1, 32, 16, 16, 16), (2, 32, 8, 9, 10), (3, 6, 7, 5, 4), (2, 91, 2, 2, 3)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last_3d])
-def test_instance_norm_is_that_of_float64(shape: tuple[int, ...], dtype: torch.dtype, form: torch.memory_format) -> None:
+@pytest.mark.parametrize(("groups", "activation"), [(None, "relu"), (None, "silu"), (1, "leaky_relu"), (1, "silu"), (1, None)])
+def test_norms_of_samples_are_those_of_float64(
+    shape: tuple[int, ...], dtype: torch.dtype, form: torch.memory_format, groups: int | None, activation: Any,
+) -> None:  # fmt: skip
     torch.manual_seed(0)
-    x, dy = (torch.randn(shape).to(dtype).cuda().contiguous(memory_format=form) for _ in range(2))
-    norm, wide = InstanceNorm(shape[1], relu=True), InstanceNorm(shape[1], relu=True).double()
+    x, dy = (torch.randn(shape).to(dtype).to(DEVICE).contiguous(memory_format=form) for _ in range(2))
+    norm: Any = InstanceNorm(shape[1], activation) if groups is None else GroupNorm(groups, shape[1], activation)
+    wide = deepcopy(norm).double()
     torch.nn.init.normal_(norm.weight)
     wide.load_state_dict(norm.state_dict())
 
@@ -39,7 +44,7 @@ def test_instance_norm_is_that_of_float64(shape: tuple[int, ...], dtype: torch.d
         y = layer(x)
         return [t.double().cpu() for t in (y.detach(), *torch.autograd.grad(y, [x, *layer.parameters()], dy))]
 
-    found = passed(norm.cuda(), 3 + x, dy)
+    found = passed(norm.to(DEVICE), 3 + x, dy)
     expected = passed(wide, (3 + x).double().cpu().contiguous(), dy.double().cpu().contiguous())
     small = 2e-5 if dtype == torch.float32 else 2e-2
     for a, b in zip(found, expected, strict=True):
@@ -55,8 +60,8 @@ def gradients(device: str, narrow: bool = False) -> tuple[float, dict[str, torch
 
 
 def test_forward_and_backward_are_those_of_the_cpu() -> None:
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
-    (value, found), (right, expected) = gradients("cuda"), gradients("cpu")
+    precisely()
+    (value, found), (right, expected) = gradients(GPU), gradients("cpu")
     assert value == pytest.approx(right, rel=1e-5)
     largest = max(float(g.norm()) for g in expected.values())
     for name, gradient in expected.items():
@@ -64,7 +69,7 @@ def test_forward_and_backward_are_those_of_the_cpu() -> None:
 
 
 def test_bf16_is_close() -> None:
-    (value, found), (right, expected) = gradients("cuda", narrow=True), gradients("cpu")
+    (value, found), (right, expected) = gradients(GPU, narrow=True), gradients("cpu")
     assert value == pytest.approx(right, rel=2e-2)
     largest = max(float(g.norm()) for g in expected.values())
     for name, gradient in expected.items():
@@ -72,20 +77,20 @@ def test_bf16_is_close() -> None:
 
 
 def test_every_volume_inside_is_channels_last() -> None:
-    net, seen = model().cuda(), []
+    net, seen = model().to(DEVICE), []
     for layer in net.modules():
         if isinstance(layer, InstanceNorm):
             layer.register_forward_hook(lambda _, x, y: seen.extend([x[0], y]))
-    net(torch.randn(1, 1, 32, 32, 32, device="cuda"))
+    net(torch.randn(1, 1, 32, 32, 32, device=GPU))
     assert len(seen) >= 20 and all(t.is_contiguous(memory_format=torch.channels_last_3d) for t in seen)
 
 
 def new_step(**words: Any) -> train.Step:
-    return train.Step(model(), unet3d.loss, StepConfig(**words, **SGD), dist.alone(torch.device("cuda")))
+    return train.Step(model(), unet3d.loss, StepConfig(**words, **SGD), dist.alone(DEVICE), graph=GRAPH)
 
 
 def losses(step: train.Step) -> list[float]:
-    return [step(batch("cuda", i), 1e-2)["loss"].item() for i in range(6)]
+    return [step(batch(GPU, i), 1e-2)["loss"].item() for i in range(6)]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -97,12 +102,8 @@ def test_captured_is_eager(precision: str) -> None:
 
 
 def test_a_step_reads_nothing_from_the_gpu() -> None:
-    step, data = new_step(precision="bf16"), [batch("cuda", i) for i in range(3)]
+    step, data = new_step(precision="bf16"), [batch(GPU, i) for i in range(3)]
     step(data[0])
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         for part in data[1:]:
             step(part)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

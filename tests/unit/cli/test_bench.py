@@ -127,7 +127,7 @@ def test_runs_take_turns_and_the_first_ones_do_not_count() -> None:
     assert seen == ["b", "a", "a", "b"] * 2 and set(spent) == {"a", "b"}
 
 
-def test_gaps_are_the_time_in_which_no_kernel_ran() -> None:
+def test_gaps_are_the_time_in_which_no_kernel_ran(monkeypatch: pytest.MonkeyPatch) -> None:
     class Event:
         def __init__(self, first: float, last: float, kind: str = "CUDA") -> None:
             self.time_range = type("Range", (), {"start": first, "end": last})
@@ -135,6 +135,8 @@ def test_gaps_are_the_time_in_which_no_kernel_ran() -> None:
 
     class Trace:
         def events(self) -> list[Event]:
-            return [Event(0, 4), Event(2, 5), Event(0, 100, "CPU"), Event(6, 8), Event(7, 10)]
+            return [Event(0, 40), Event(20, 50), Event(0, 999, "CPU"), Event(75, 80), Event(70, 76), Event(99, 100)]
 
-    assert step._gaps(Trace()) == pytest.approx(0.1)
+    assert step._gaps(Trace()) == pytest.approx(0.0)
+    monkeypatch.setattr(step, "_PAUSE", 19.0)
+    assert step._gaps(Trace()) == pytest.approx(0.2)

@@ -153,3 +153,11 @@ def test_every_axis_has_settings_of_its_name() -> None:
     for name in AXES[1:-1]:
         kind = getattr(settings, name.capitalize())
         assert kind().model_dump() == {name: 1} and kind.model_validate({name: 2}).model_dump() == {name: 2}
+
+
+def test_a_gpu_without_a_number_is_the_one_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads begin with the first of the node."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert Mesh({}, device=torch.device("cuda")).device == torch.device("cuda", 3)
+    assert Mesh({}, device=torch.device("cuda", 1)).device == torch.device("cuda", 1)
+    assert Mesh({}).device == torch.device("cpu")

@@ -235,15 +235,6 @@ def test_the_numbers_are_those_of_the_stream_of_a_key() -> None:
     torch.testing.assert_close(make(model, "cpu").weight.detach(), expected, rtol=0, atol=1e-8)
 
 
-@pytest.mark.gpu
-def test_a_gpu_has_the_numbers_of_the_cpu() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no GPU")
-    whole = values(made())
-    for name, x in make(built(), "cuda").named_parameters():
-        torch.testing.assert_close(x.detach().cpu(), whole[name], rtol=1e-4, atol=1e-5, msg=lambda t, n=name: f"{n}: {t}")
-
-
 def test_a_parameter_of_several_modules_stays_one_and_keeps_what_was_said_of_it() -> None:
     model = built()
     shared = nn.Parameter(torch.empty(3))

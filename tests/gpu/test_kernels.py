@@ -1,0 +1,193 @@
+"""One GPU: every kernel is its plain-torch twin, and the twin itself runs there where kernels cannot be made."""
+
+from collections.abc import Callable
+from copy import deepcopy
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hpcai.kernels import attention, batchnorm, compiler, philox, update
+from hpcai.nn import BatchNorm
+from hpcai.nn.deferred import make
+from tests.gpu.machine import DEVICE, GPU, ON_GPU, cuda_alone, precisely
+from tests.unit.nn.test_deferred import built, made, values
+
+pytestmark = pytest.mark.skipif(ON_GPU and compiler.MISSING is not None, reason=f"kernels cannot be made: {compiler.MISSING}")
+SHAPES = [(2, 728, 48, 72), (1, 48, 192, 288), (2, 91, 12, 18), (3, 6, 7, 5), (2, 32, 8, 16, 16)]
+
+
+# ---- attention
+
+
+@pytest.mark.parametrize(("dtype", "small"), [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(("entries", "channels"), [(256, 32), (200, 8), (384, 16), (24, 64)])
+@pytest.mark.parametrize("biased", [True, False])
+def test_the_kernels_of_attention_are_its_twin(dtype: torch.dtype, small: float, entries: int, channels: int, biased: bool) -> None:
+    """Relative to the norm of each result and gradient; twice, with the same bits."""
+    precisely()
+    draw = torch.Generator(GPU).manual_seed(0)
+    shapes = (2, entries, 12, 4, 4, channels), (4 * channels,), (2, 4, entries, entries), (2, 12, entries, 4 * channels)
+    qkvg, gate_bias, bias, weight = (torch.randn(shape, device=GPU, generator=draw).to(dtype) for shape in shapes)
+    mask = (torch.rand(2, 12, entries, device=GPU, generator=draw) > 0.3).float()
+    mask[0, 0] = 0
+
+    def learnt(function: Any, dtype: torch.dtype) -> list[Tensor]:
+        given = qkvg.transpose(1, 2), gate_bias, *([bias.transpose(2, 3)] if biased else [])
+        leaves = [x.detach().to(dtype).requires_grad_() for x in given]
+        out = function(*leaves[:2], mask, *leaves[2:])
+        return [out, *torch.autograd.grad(out, leaves, weight.to(dtype))]
+
+    assert attention._fused(qkvg) is ON_GPU
+    found, again = learnt(attention.gated_attention, dtype), learnt(attention.gated_attention, dtype)
+    for ours, other, theirs in zip(found, again, learnt(attention.plain, torch.float32), strict=True):
+        assert ours.dtype == dtype and torch.equal(ours, other)
+        assert float((ours.float() - theirs).detach().norm()) <= small * float(theirs.detach().norm())
+
+
+# ---- layer norm, gates
+
+
+@cuda_alone  # elsewhere Triton's interpreter has run these cases
+@pytest.mark.parametrize("of", ["norms", "gates"])
+def test_the_kernels_of_layer_norms_and_gates_are_their_formulas(of: str) -> None:
+    from tests.slow import formulas
+
+    if of == "norms":
+        for case, (x, y) in product(formulas.NORMS, formulas.KINDS):
+            formulas.norm(case, x, y, GPU)
+        formulas.norm_of_bad_rows(GPU)
+        return
+    for kind in (torch.float32, torch.bfloat16):
+        for case in formulas.GATES:
+            formulas.gates(case, kind, GPU)
+        formulas.halves(kind, GPU)
+
+
+# ---- batch norm
+
+
+def passed(norm: nn.Module, x: torch.Tensor, plus: torch.Tensor | None, dy: torch.Tensor) -> list[torch.Tensor]:
+    x = x.detach().clone().requires_grad_()
+    plus = None if plus is None else plus.detach().clone().requires_grad_()
+    y = norm(x, plus)
+    y.backward(dy)
+    found = [y, x.grad, *([] if plus is None else [plus.grad]), *(p.grad for p in norm.parameters()), *norm.buffers()]
+    return [t.detach().double().cpu() for t in found if t is not None]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("with_plus", [False, True])
+def test_batch_norm_in_triton_is_that_of_float64(shape: tuple[int, ...], dtype: torch.dtype, with_plus: bool) -> None:
+    torch.manual_seed(0)
+    form = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
+    x, plus, dy = (torch.randn(shape).to(dtype).to(DEVICE).contiguous(memory_format=form) for _ in range(3))
+    norm = BatchNorm(shape[1], relu=True)
+    nn.init.normal_(norm.weight)
+    wide = BatchNorm(shape[1], relu=True).double()
+    wide.load_state_dict(norm.state_dict())
+    assert ("triton" in str(batchnorm._passes(x))) is ON_GPU
+    small = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[dtype]
+    bent = deepcopy(wide)
+    bent.relu = False
+    before = bent((3 + x).double().cpu(), plus.double().cpu() if with_plus else None)
+    dy.masked_fill_((before.abs() < 3 * small).to(DEVICE), 0)  # rounding may set these to either side of the rectifier
+    found = passed(norm.to(DEVICE), 3 + x, plus if with_plus else None, dy)
+    expected = passed(wide, (3 + x).double().cpu(), plus.double().cpu() if with_plus else None, dy.double().cpu())
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=small, atol=small * max(1.0, float(b.abs().max())))
+
+
+# ---- the update
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16 gradient", "bf16 moments"])
+def test_the_kernel_is_its_twin(kind: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    n = 100_003
+    rows = {name: torch.randn(n, generator=generator) for name in ("weights", "gradient", "first", "second", "average")}
+    rows["second"] = rows["second"].square()
+    if kind == "bf16 gradient":
+        rows["gradient"] = rows["gradient"].bfloat16()
+    if kind == "bf16 moments":
+        rows |= {name: rows[name].bfloat16() for name in ("first", "second")}
+    found = []
+    for device in ("cpu", GPU):
+        own = {name: row.clone().to(device) for name, row in rows.items()}
+        low = own["weights"].bfloat16()
+        scalars = {
+            name: torch.tensor(value, device=device) for name, value in (("lr", 1e-3), ("step", 3.0), ("scale", 0.5), ("skip", 0.0))
+        }
+        update.adam_(own["weights"], own["gradient"], own["first"], own["second"], **scalars, betas=(0.9, 0.99), eps=1e-8,
+                     weight_decay=0.1, low=low, average=own["average"], keep=0.9, seed=torch.tensor(7, device=device))  # fmt: skip
+        found.append({name: row.cpu().float() for name, row in {**own, "low": low}.items()})
+    for name, row in found[0].items():
+        rough = name == "low" or (kind == "bf16 moments" and name in ("first", "second"))
+        torch.testing.assert_close(found[1][name], row, rtol=8e-3 if rough else 2e-6, atol=1e-6)
+
+
+# ---- random numbers
+
+
+@pytest.mark.parametrize("key", [0, 7, (1 << 63) - 1, -5])
+@pytest.mark.parametrize(("first", "count"), [(0, 1), (0, 100_003), (3, 4096), ((1 << 33) + 5, 999)])
+def test_numbers_of_the_gpu_are_those_of_the_cpu(key: int, first: int, count: int) -> None:
+    assert torch.equal(philox.bits(key, first, count, device=GPU).cpu(), philox.bits(key, first, count))
+    assert torch.equal(philox.uniform(key, first, count, device=GPU).cpu(), philox.uniform(key, first, count))
+    found, expected = philox.normal(key, first, count, device=GPU).cpu(), philox.normal(key, first, count)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    starts = torch.tensor([first, first + 17, 2])
+    found = philox.bits(torch.tensor(key, device=DEVICE), starts.to(DEVICE), 33)
+    assert torch.equal(found.cpu(), philox.bits(key, starts, 33))
+
+
+def test_weights_drawn_on_the_gpu_are_those_of_the_cpu() -> None:
+    whole = values(made())
+    for name, x in make(built(), GPU).named_parameters():
+        torch.testing.assert_close(x.detach().cpu(), whole[name], rtol=1e-4, atol=1e-5, msg=lambda t, n=name: f"{n}: {t}")
+
+
+# ---- without a compiler
+
+
+def adam() -> list[Tensor]:
+    n = 40_003
+    rows = [torch.randn(n, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+    weights, gradient, first, second = (row.to(DEVICE) for row in rows)
+    second, average = second.square(), weights.clone()
+    numbers = {"lr": 1e-3, "step": 3.0, "scale": 0.5, "skip": 0.0}
+    update.adam_(weights, gradient, first, second, **{name: torch.tensor(x, device=DEVICE) for name, x in numbers.items()},
+                 betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, average=average, keep=0.9)  # fmt: skip
+    return [weights, first, second, average]
+
+
+def normed() -> list[Tensor]:
+    torch.manual_seed(0)
+    x = (3 + torch.randn(2, 91, 12, 18)).to(DEVICE).contiguous(memory_format=torch.channels_last)
+    return passed(BatchNorm(91).to(DEVICE), x, x.flip(0), x.roll(1, 0))  # rounding would bend a rectifier here and there
+
+
+def attended() -> list[Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    shapes = (2, 12, 40, 4, 4, 8), (32,), (2, 4, 40, 40)
+    leaves = [torch.randn(shape, generator=draw).to(DEVICE).requires_grad_() for shape in shapes]
+    mask = (torch.rand(2, 12, 40, generator=draw) > 0.3).float().to(DEVICE)
+    out = attention.gated_attention(leaves[0], leaves[1], mask, leaves[2])
+    return [out, *torch.autograd.grad(out.square().sum(), leaves)]
+
+
+def drawn() -> list[Tensor]:
+    return [philox.uniform(7, 3, 10_001, device=GPU), philox.bits(7, 3, 10_001, device=GPU).double()]
+
+
+@pytest.mark.parametrize("compute", [adam, normed, attended, drawn])
+def test_without_a_compiler_the_plain_twins_give_the_same(compute: Callable[[], list[Tensor]], monkeypatch: Any) -> None:
+    precisely()
+    by_kernels = compute()
+    monkeypatch.setattr(compiler, "MISSING", "there is no gcc")
+    assert not compiler.takes(torch.empty(1, device=GPU))
+    for found, expected in zip(compute(), by_kernels, strict=True):
+        assert float((found - expected).detach().norm()) <= 4e-5 * float(expected.detach().norm())

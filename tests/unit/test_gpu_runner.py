@@ -1,0 +1,236 @@
+"""`make gpu` where there is no GPU: what the machine lacks is named, and stand-ins pass, fail, hang and go on."""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gpu import run
+
+PASSES = "def test_it():\n    assert True\n"
+FAILS = """
+import pytest
+def test_good():
+    pass
+def test_bad():
+    assert 1 == 2
+@pytest.mark.skip(reason="of no use")
+def test_skipped(): ...
+"""
+HANGS = "import subprocess, time\ndef test_it():\n    subprocess.Popen(['sleep', '61.25'])\n    time.sleep(60)\n"
+BENCH = """
+import json, sys, time
+words = sys.argv[1:]
+if "--list" in words:
+    print({"kernels": "attention-256\\nbroken", "apps": "slow"}[words[-1]])
+elif "broken" in words:
+    sys.exit("out of memory")
+elif words[1] == "data" and words[2] != "direct":
+    print("no JSON")
+else:
+    time.sleep(5 if "slow" in words else 0)
+    print("a table")
+    print(json.dumps({"bench": words[1], "rows": [{"case": words[-2], "ours_ms": 1.5}]}))
+"""
+GPU = {"name": "A GPU", "gib": 80, "capability": "9.0"}
+FULL = {"machine": "here", "system": "Linux", "driver": [], "gpus": [GPU], "missing": {}}
+
+
+class Stand:
+    """A folder of test files, a command in place of hpcai's, and a machine that is as the test says."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.tests, self.out, self.machine = folder / "tests", folder / "out", dict(FULL)
+        self.tests.mkdir()
+        (folder / "bench.py").write_text(BENCH)
+        self.hpcai = (sys.executable, str(folder / "bench.py"))
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # which takes half of each start
+        monkeypatch.setattr(run, "look", lambda python, environ, out: self.machine)
+
+    def __call__(self, *words: str) -> int:
+        return run.main([*words, "--out", str(self.out)], self.tests, self.hpcai)
+
+    @property
+    def results(self) -> dict[str, Any]:
+        return json.loads((self.out / "results.json").read_text())
+
+    @property
+    def states(self) -> dict[str, str]:
+        return {name: entry["state"] for name, entry in self.results["jobs"].items()}
+
+    def file(self, name: str, text: str) -> None:
+        (self.tests / name).write_text(text)
+
+
+@pytest.fixture
+def stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stand:
+    return Stand(tmp_path, monkeypatch)
+
+
+def test_what_passes_fails_and_hangs_is_told_and_the_rest_goes_on(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "LONGER", {"test_a.py": 2.0})
+    for name, text in (("test_a.py", HANGS), ("test_b.py", FAILS), ("test_c.py", PASSES)):
+        stand.file(name, text)
+    began = time.monotonic()
+    assert stand("--part", "tests") == 1
+    assert time.monotonic() - began < 30 and not alive("sleep", "61.25")
+    assert stand.states == {"tests/test_a.py": "failed", "tests/test_b.py": "failed", "tests/test_c.py": "passed"}
+    hung, failed, _ = stand.results["jobs"].values()
+    assert hung["why"] == "did not end within 2 s, and was killed"
+    assert "test_a.py" in (stand.out / hung["log"]).read_text(), "the stacks of what hangs are in its log"
+    assert failed["tests"] == {"passed": 1, "failed": 1, "skipped": 1} and failed["skips"] == {"of no use": 1}
+    assert failed["failures"][0]["name"] == "test_bad" and "assert 1 == 2" in failed["failures"][0]["text"]
+    page = (stand.out / "index.md").read_text()
+    assert all(text in page for text in ("A GPU: 1 passed, 2 failed", "assert 1 == 2", "of no use", "was killed"))
+    # What failed is left alone until it is asked for
+    stand.file("test_a.py", PASSES)
+    stand.file("test_b.py", PASSES)
+    assert stand("--part", "tests") == 1 and stand.states["tests/test_a.py"] == "failed"
+    assert stand("--part", "tests", "--again", "failed", "--pack") == 0 and set(stand.states.values()) == {"passed"}
+    assert {path.name for path in stand.out.iterdir()} - {"environment"} == {"index.md", "logs.tar.gz", "results.json"}
+
+
+def alive(*words: str) -> bool:
+    wanted = "\0".join(words).encode()
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if wanted in path.read_bytes():
+                return True
+        except OSError:
+            continue  # it ended while we looked
+    return False
+
+
+def test_cases_of_the_benchmark_and_their_tables(stand: Stand) -> None:
+    assert stand("--part", "kernels", "data") == 1
+    told = {name: entry.get("why") for name, entry in stand.results["jobs"].items()}
+    assert told["kernels/attention-256"] is told["data/direct"] is None
+    assert told["kernels/broken"] == "out of memory" and told["data/late"] == "the last line is no JSON: no JSON"
+    assert "| attention-256 | 1.5 |" in (stand.out / "index.md").read_text()
+    assert stand("--only", "direct") == 1, "what failed before still counts"
+    assert stand("--only", "direct", "--part", "tests") == 0, "but not for another part"
+
+
+def test_a_budget_ends_in_time_and_the_next_call_goes_on(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "_SPARE", 0.0)
+    stand.file("test_a.py", PASSES)
+    words = ("--part", "apps", "tests", "--budget", "1.5")
+    began = time.monotonic()
+    assert stand(*words) == 1 and time.monotonic() - began < 5
+    assert stand.states == {"apps/slow": "cut"}
+    assert sorted(stand.results["left"]) == ["apps/slow", "tests/test_a.py"]
+    assert "the next call begins with it" in (stand.out / "index.md").read_text()
+    assert stand("--part", "tests") == 0 and stand.states["tests/test_a.py"] == "passed"
+    assert stand(*words) == 1 and "did not end" in stand.results["jobs"]["apps/slow"]["why"], "not cut off for ever"
+    before = stand.results["jobs"]["tests/test_a.py"]
+    assert stand("--part", "tests") == 0 and stand.results["jobs"]["tests/test_a.py"] == before, "what is done is not done again"
+
+
+def test_what_needs_something_missing_is_skipped_by_name(stand: Stand) -> None:
+    for name in ("test_kernels.py", "test_step.py", "test_several.py"):
+        stand.file(name, PASSES)
+    stand.machine["missing"] = {"compiler": "there is no gcc (install gcc, or set CC)", "several": "there is one GPU"}
+    assert stand("--part", "tests", "kernels") == 0
+    skipped = {"tests/test_kernels.py", "tests/test_several.py", "kernels"}
+    assert stand.states == {"tests/test_step.py": "passed", **dict.fromkeys(skipped, "skipped")}
+    assert stand.results["jobs"]["kernels"]["why"] == "there is no gcc (install gcc, or set CC)"
+    stand.machine["missing"] = {}  # gcc has been installed
+    assert stand("--part", "tests", "kernels", "--only", "kernels") == 1
+    assert stand.states["tests/test_kernels.py"] == "passed" and "kernels" not in stand.states
+
+
+def test_this_machine_without_a_gpu_runs_to_the_end(tmp_path: Path) -> None:
+    command = [sys.executable, run.__file__, "--part", "tests", "kernels", "apps", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "results.json").read_text())
+    files = {f"tests/{path.name}" for path in Path(run.__file__).parent.glob("test_*.py")}
+    assert set(results["jobs"]) == files | {"kernels", "apps"}
+    assert {entry["state"] for entry in results["jobs"].values()} == {"skipped"}
+    assert all("no nvidia-smi" in entry["why"] for entry in results["jobs"].values())
+    assert results["machine"]["torch"] and results["machine"]["absent"] == [] and results["machine"]["disk_gib"] > 0
+
+
+def test_what_is_missing_is_told_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: dict[str, Any] = {"torch": "2.11.0", "cuda": "13.0", "gpus": [GPU], "answer": True, "nccl": "2.28", "compiler": None}
+    monkeypatch.setattr(run, "_driver", list)
+    monkeypatch.setattr(run, "_ask", lambda command, environ, what="torch": True if what == "kernel" else dict(said))
+
+    def missing(**changes: Any) -> dict[str, str]:
+        said.update(changes)
+        found: dict[str, str] = run.look("python", {}, tmp_path)["missing"]
+        return {name: why for name, why in found.items() if name != "disk"}
+
+    assert set(missing()) == {"several"}
+    assert set(missing(gpus=said["gpus"] * 2)) == set()
+    assert missing(compiler="there is no gcc")["compiler"] == "there is no gcc"
+    assert "has no NCCL" in missing(nccl=None)["nccl"]
+    assert "h5py cannot be imported; make install, or carry wheels" in missing(absent=["h5py"])["packages"]
+    assert "as new as CUDA 13.0" in missing(answer=False)["gpu"]
+    assert set(missing(gpus=[], absent=[])) == {"gpu", "compiler", "nccl", "several"}
+    monkeypatch.setattr(run, "_ask", lambda command, environ, what="torch": {"error": "no cc1"} if what == "kernel" else dict(said))
+    assert missing(gpus=[GPU], answer=True, compiler=None)["compiler"] == "a first kernel cannot be made: no cc1"
+
+
+def test_wheels_for_what_is_missing_and_the_packages_that_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    wheel(wheels, "standin", "Requires-Dist: numpy\n")
+    monkeypatch.setattr(run, "requirements", lambda pyproject: ["standin>=1", "numpy"])
+    look = "import numpy, standin; from importlib.util import find_spec; print(numpy.__file__, bool(find_spec('torch')))"
+    for broken in (False, True):
+        if broken:
+            monkeypatch.setattr(run, "_venv", lambda folder: (_ for _ in ()).throw(OSError("no ensurepip")))
+        python, environ = run.prepare(tmp_path / f"environment-{broken}", wheels)
+        assert (python == sys.executable) is broken
+        done = subprocess.run([python, "-c", look], env=environ, capture_output=True, text=True, check=True)
+        assert done.stdout.split()[1] == "True" and str(tmp_path) not in done.stdout.split()[0]
+    with pytest.raises(SystemExit, match="no wheel lies there; make wheels"):
+        run.prepare(tmp_path, tmp_path)
+
+
+def wheel(folder: Path, name: str, more: str = "") -> None:
+    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as file:
+        file.writestr(f"{name}.py", "")
+        file.writestr(f"{name}-1.0.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n{more}")
+        file.writestr(f"{name}-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr(f"{name}-1.0.dist-info/RECORD", "")
+
+
+PIP = """
+import json, pathlib, sys
+words, (log, lost) = sys.argv[3:], sys.argv[1:3]
+open(log, "a").write(json.dumps(words) + "\\n")
+names = ["PyYAML", "pydantic_core", "numpy", "nvidia-ml-py", "nvidia-cublas", "torch"]
+if words[0] == "install":
+    found = {"install": [{"metadata": {"name": name, "version": "1.0"}} for name in names]}
+    pathlib.Path(words[words.index("--report") + 1]).write_text(json.dumps(found))
+else:
+    for word in words:
+        name, _, version = word.partition("==")
+        if version and name != lost:
+            (pathlib.Path(words[words.index("-d") + 1]) / f"{name.lower().replace('-', '_')}-{version}-py3-none-any.whl").touch()
+"""
+
+
+def test_wheels_are_collected_for_another_machine_without_what_it_has(tmp_path: Path) -> None:
+    (tmp_path / "pip.py").write_text(PIP)
+    log = tmp_path / "log"
+    command = (sys.executable, str(tmp_path / "pip.py"), str(log))
+    assert run.collect(tmp_path / "wheels", (*command, "")) == ["PyYAML==1.0", "nvidia-ml-py==1.0", "pydantic_core==1.0"]
+    resolves, downloads = map(json.loads, log.read_text().splitlines())
+    for words in (resolves, downloads):
+        assert words[words.index("--python-version") + 1] == "3.12" and "--only-binary=:all:" in words
+        assert {"manylinux_2_28_x86_64", "manylinux2014_x86_64", "manylinux1_x86_64"} <= set(words)
+    assert "--dry-run" in resolves and "--no-deps" in downloads and "numpy==1.0" not in downloads
+    assert any(word.startswith("pydantic>=") for word in resolves) and any(word.startswith("hypothesis") for word in resolves)
+    assert not any(word.startswith(("torch", "numpy", "triton", "pytest-xdist")) for word in resolves)
+    with pytest.raises(SystemExit, match="no wheel of pydantic_core==1.0"):
+        run.collect(tmp_path / "others", (*command, "pydantic_core"))
