@@ -8,6 +8,7 @@ from torch import Tensor
 
 from hpcai.models.openfold import residues
 from hpcai.models.openfold.alignments import Alignment
+from hpcai.models.openfold.evoformer import Masks
 from hpcai.models.openfold.features import TEMPLATES, FeatureConfig, collate, featurize
 from hpcai.models.openfold.geometry import Frames, groups_of, rotation_of
 from hpcai.models.openfold.structures import Chain
@@ -53,6 +54,11 @@ def batch(lengths: list[int], cfg: FeatureConfig = SMALL, dtype: torch.dtype = t
         found.append(featurize(made, alignment(made, 9, seed), templates, cfg, index=seed, passes=passes))
     tensors = {name: torch.from_numpy(np.ascontiguousarray(value)) for name, value in collate(found).items()}
     return {name: value.to(dtype) if value.is_floating_point() else value for name, value in tensors.items()}
+
+
+def masks(msa: Tensor, pair: Tensor) -> Masks:
+    """Those of a block of one process.   [B, S, R], [B, R, R]"""
+    return Masks(msa, msa, pair, msa.transpose(1, 2) @ msa, (msa.shape[1], msa.shape[2]))
 
 
 def real(name: str) -> Chain:

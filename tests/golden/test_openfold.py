@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hpcai.models.openfold.attention import ColumnAttention, GlobalColumnAttention, RowAttention, TriangleAttention
 from hpcai.models.openfold.config import MsaConfig, ObjectiveConfig, OpenFoldConfig, PairConfig, StructureConfig
 from hpcai.models.openfold.embedders import InputEmbedder, PointwiseAttention, RecyclingEmbedder
-from hpcai.models.openfold.evoformer import EvoformerBlock, Masks, OuterProductMean, TemplateStack, TriangleMultiplication
+from hpcai.models.openfold.evoformer import EvoformerBlock, OuterProductMean, TemplateStack, TriangleMultiplication
 from hpcai.models.openfold.geometry import Frames, rotation_of
 from hpcai.models.openfold.heads import Confidence
 from hpcai.models.openfold.layers import Linear, Transition
@@ -20,6 +20,7 @@ from hpcai.models.openfold.objective import lddt, terms, total
 from hpcai.models.openfold.structure import Angles, PointAttention, StructureModule
 from hpcai.models.openfold.structure import Transition as StructureTransition
 from tests import stored
+from tests.proteins import masks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ALL = ObjectiveConfig(resolved=0.01, violation=1.0, aligned_error=0.1)
@@ -63,11 +64,7 @@ def _structure(module: StructureModule, x: Arrays) -> Arrays:
 
 
 def _block(block: EvoformerBlock, x: Arrays) -> Arrays:
-    return dict(zip("mz", block(x["m"], x["z"], _masks(x["msa_mask"], x["pair_mask"]))))
-
-
-def _masks(msa: Tensor, pair: Tensor) -> Masks:
-    return Masks(msa, msa, pair, msa.transpose(1, 2) @ msa, (msa.shape[1], msa.shape[2]))
+    return dict(zip("mz", block(x["m"], x["z"], masks(x["msa_mask"], x["pair_mask"]))))
 
 
 def _stack(stack: TemplateStack, x: Arrays) -> Tensor:
@@ -90,7 +87,7 @@ PARTS: dict[str, tuple[Callable[[], nn.Module], str, Callable[[Any, Arrays], Any
         lambda: GlobalColumnAttention(16, 4, 4), "extra_msa_stack.blocks.0.msa_att_col.", lambda f, x: f(x["m"], x["mask"])),
     "OuterProductMean": (
         lambda: OuterProductMean(32, 16, 8), BLOCK + "outer_product_mean.",
-        lambda f, x: f(x["m"], _masks(x["mask"], x["mask"]))),
+        lambda f, x: f(x["m"], masks(x["mask"], x["mask"]))),
     "PairTransition": (lambda: Transition(16, 4), BLOCK + "pair.pair_transition.", lambda f, x: f(x["z"])),
     "MSATransition": (lambda: Transition(32, 4), BLOCK + "msa_transition.", lambda f, x: f(x["m"])),
     "EvoformerBlock": (

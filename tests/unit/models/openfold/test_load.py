@@ -14,6 +14,7 @@ from hpcai.errors import CheckpointError
 from hpcai.models.openfold.config import OpenFoldConfig
 from hpcai.models.openfold.load import Form, from_public, load_weights, public_names, to_public
 from hpcai.models.openfold.model import OpenFold
+from tests.proteins import masks
 
 TINY = OpenFoldConfig.preset("tiny", heads={"plddt": 16, "tm": True})
 COLUMN = "evoformer.blocks.7.msa_att_col."
@@ -222,7 +223,9 @@ def test_a_layer_of_alphafold_s_file_is_ours(stack: str, ours: str, theirs: str,
     expected = layer(m, z, lambda name: arrays[place + name][block].astype(np.float64))
     rows, pairs = torch.from_numpy(m)[None], torch.from_numpy(z)[None]
     module = load_weights(tmp_path / "params_model_1.npz").double().get_submodule(f"{stack}.blocks.{block}.{ours}")
-    given = (pairs, pairs.new_ones(1, 5, 5)) if "tri" in ours else (rows, rows.new_ones(1, 4, 5))
+    seen = rows.new_ones(1, 4, 5)
+    given: Any = (pairs, pairs.new_ones(1, 5, 5)) if "tri" in ours else (rows, seen)
+    given = (rows, masks(seen, seen)) if ours == "outer_product_mean" else given
     found = module(*given, pairs) if ours == "msa_att_row" else module(*given)
     np.testing.assert_allclose(
         found[0].detach().numpy(), expected, rtol=1e-7, atol=1e-7
