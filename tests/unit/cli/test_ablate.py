@@ -140,7 +140,7 @@ def test_the_rows_say_what_each_switch_brings(fake: Any, capsys: pytest.CaptureF
 
 def test_table_file_and_picture(fake: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out = tmp_path / "new" / "out"
-    assert ablate.main(["fake", "wrong=rounded", "--repeats", "1", "--steps", "1", "--directory", str(out)]) == 0
+    assert ablate.main(["fake", "wrong=rounded", "--repeats", "3", "--steps", "6", "--directory", str(out)]) == 0
     shown = capsys.readouterr().out
     for text in ("plain", "+ half", "- brake", "warp drive", "there is no dilithium", "RuntimeError: no room [for it]", "failed"):
         assert text in shown
