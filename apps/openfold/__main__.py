@@ -1,8 +1,10 @@
 """Train OpenFold:  python -m apps.openfold apps/openfold/configs/small.yaml [step.lr=2e-3 ...]
+Fold chains:     python -m apps.openfold fold CHAINS.fasta [ALIGNMENTS] weights=FILE [mesh.axial=8 ...]
 
-The same line runs alone, or behind mpiexec, srun or torchrun.
+The same lines run alone, or behind mpiexec, srun or torchrun.
 """
 
+import sys
 from functools import partial
 
 from apps.openfold.mlperf import BENCHMARK
@@ -29,4 +31,9 @@ def main(cfg: Config) -> None:
 
 
 if __name__ == "__main__":
-    config.run(Config, main)
+    if sys.argv[1:2] == ["fold"]:
+        from apps.openfold.fold import run
+
+        run(sys.argv[2:])
+    else:
+        config.run(Config, main)

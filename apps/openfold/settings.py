@@ -51,6 +51,26 @@ class AxesConfig(MeshConfig, Axial):
     """The axes of the processes: copies of the network, each with its own proteins, cut over ``axial``."""
 
 
+class FoldConfig(Settings):
+    """Chains to be folded."""
+
+    chains: Path
+    """FASTA file of one chain or more"""
+    alignments: Path | None = None
+    """folder with a folder of alignments (.a3m, .sto) for each chain, by its name, or for one chain its own; null: none"""
+    weights: Path = Path("runs/openfold/model.safetensors")
+    """file of any form that ``hpcai.models.openfold.load_weights`` reads"""
+    out: Path = Path("folds")
+    """folder for one structure file for each chain; a chain whose file is there is not folded again"""
+    form: Literal["cif", "pdb"] = "cif"
+    recycles: Annotated[int, Field(ge=0)] = 3
+    seed: int = 0
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    features: FeatureConfig = FeatureConfig.preset("evaluation")
+    """how many rows of alignments are seen"""
+    mesh: AxesConfig = AxesConfig()
+
+
 class Config(RunConfig):
     """An OpenFold run. The defaults are those of MLPerf HPC at a global batch of 128, where it begins with random weights."""
 

@@ -4,6 +4,7 @@ import itertools
 import pickle
 import re
 import shutil
+import sys
 from collections import Counter
 from datetime import date, timedelta
 from pathlib import Path
@@ -15,16 +16,20 @@ import pytest
 import torch
 
 from apps.openfold.data import FIELDS, OF_TEMPLATES, Chains, _sampler, network, parts_of, passes_of, weights_of
-from apps.openfold.settings import Config
+from apps.openfold.fold import alignments_of, dealt, fold, read_fasta
+from apps.openfold.settings import Config, FoldConfig
 from hpcai import config, log
 from hpcai.data import Rows
 from hpcai.data.sampler import Weighted
-from hpcai.errors import CheckpointError
+from hpcai.dist.launch import alone
+from hpcai.dist.mesh import Mesh
+from hpcai.errors import CheckpointError, DataError
 from hpcai.models.openfold import FeatureConfig, OpenFold, OpenFoldConfig, lddt
 from hpcai.models.openfold.residues import GAP, PLACE
 from tests.apps.five import OPENFOLD as APP
 from tests.apps.promises import Promises
 from tests.apps.running import complaints, damaged, told
+from tests.ranks.launch import on_ranks
 
 pytest.importorskip("gemmi", reason="gemmi is not installed: the OpenFold app is NOT tested")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -163,6 +168,90 @@ def test_cut_copies_train_as_one_process(data: Path, tmp_path: Path, how: str) -
     for kind, names in (("train", ("loss", "fape", "lddt")), ("evaluate", ("lddt", "drmsd", "gdt_ts", "distogram"))):
         for name in names:  # lDDT is counted in float32
             assert told(cut, kind, name) == pytest.approx(told(one, kind, name), rel=1e-6 if name == "lddt" else 1e-9), name
+
+
+# ---- folding
+
+
+SEQUENCES = {"short": "MKVLAG", "long": "ACDEFGHIKLMNPQRSTVWYACDEF", "mid": "GGSGGSAKLMWY"}
+
+
+def fasta(folder: Path, **more: str) -> Path:
+    every = (SEQUENCES | more).items()
+    (folder / "chains.fasta").write_text("".join(f">{name} of nobody\n{s[:8]}\n{s[8:]}\n" for name, s in every))
+    return folder / "chains.fasta"
+
+
+def folds(mesh: Mesh, chains: Path, out: Path, **words: Any) -> list[str]:
+    cfg = {"weights": str(chains.parent / "tiny.safetensors"), "features.clusters": 4, "features.extra": 4, "recycles": 1} | words
+    given = [f"chains={chains}", f"out={out}", *(f"{name}={value}" for name, value in cfg.items())]
+    return fold(config.load(FoldConfig, None, given), mesh)
+
+
+def atoms(path: Path) -> np.ndarray:
+    import gemmi
+
+    return np.array([[*a.pos.tolist(), a.b_iso] for r in gemmi.read_structure(str(path))[0]["A"] for a in r])
+
+
+def test_chains_are_folded_by_many_as_by_one_and_none_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    OpenFold(OpenFoldConfig.preset("tiny", template=None)).save(tmp_path / "tiny.safetensors")
+    chains, (one, many) = fasta(tmp_path), (tmp_path / name for name in ("one", "many"))
+    assert folds(alone(), chains, one) == [] and "3 of 3 chains to fold" in capsys.readouterr().out
+    assert on_ranks({"replicate": 2, "axial": 2}, folds, chains, many) == [[]] * 4
+    for name, sequence in SEQUENCES.items():
+        found, expected = (atoms(folder / f"{name}.cif") for folder in (many, one))
+        assert len(expected) > 4 * len(sequence)
+        np.testing.assert_allclose(found, expected, atol=2e-2)  # a file has three digits, and pLDDT two
+    assert sorted(path.name for path in many.iterdir()) == sorted(f"{name}.cif" for name in SEQUENCES), "nothing half is left"
+    (one / "mid.cif").unlink()
+    before = (one / "long.cif").stat().st_mtime_ns
+    assert folds(alone(), chains, one) == [] and "1 of 3 chains to fold" in capsys.readouterr().out
+    assert (one / "long.cif").stat().st_mtime_ns == before
+    (reason,) = folds(alone(), fasta(tmp_path, odd="MK1L"), one)
+    assert "odd: sequence: character 3 of 4 is '1'" in reason and "odd: sequence" in capsys.readouterr().err
+
+
+def test_the_longest_chains_are_dealt_first_and_evenly() -> None:
+    assert dealt([5, 9, 7, 3], 1) == [[1, 2, 0, 3]]
+    assert dealt([100, 60, 60, 50], 2) == [[0], [1, 2, 3]] and dealt([], 3) == [[], [], []]
+
+
+@pytest.mark.parametrize(("text", "says"), [
+    ("", "holds no chain"), ("MKV", "line 1: 'MKV' stands before"), (">a\nMK\n>a\nMK", "line 3: the name 'a' is there twice"),
+    (">a/b\nMK", "cannot be the name of a file"), (">.b\nMK", "cannot be the name of a file"),
+    (">a\n>b\nMK", "the chain a has no sequence"), ("\xff", "cannot be read as FASTA"),
+])  # fmt: skip
+def test_a_file_that_is_no_fasta_is_refused(text: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "x.fasta").write_bytes(text.encode("latin-1"))
+    with pytest.raises(DataError, match=re.escape(says)):
+        read_fasta(tmp_path / "x.fasta")
+    with pytest.raises(DataError, match="cannot be read as FASTA"):
+        read_fasta(tmp_path / "none.fasta")
+
+
+def test_alignments_are_those_of_the_chain(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    assert alignments_of("a", tmp_path, 2) == tmp_path / "a" and alignments_of("b", tmp_path, 1) == tmp_path
+    assert alignments_of("b", None, 5) is None
+    with pytest.raises(DataError, match="expected alignments of the chain b"):
+        alignments_of("b", tmp_path, 2)
+
+
+def test_the_command_takes_chains_and_alignments_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    import apps.openfold.fold as command
+
+    seen: list[Any] = []
+    monkeypatch.setattr(command, "main", seen.append)
+    monkeypatch.setattr(sys, "argv", ["x"])
+    command.run(["a.fasta", "rows", "mesh.axial=8", "weights=w.pt"])
+    assert (str(seen[0].chains), str(seen[0].alignments), seen[0].mesh.axial) == ("a.fasta", "rows", 8)
+    with pytest.raises(SystemExit):
+        command.run(["a.fasta", "rows", "more"])
+
+
+# ---- in bfloat16
 
 
 def test_divided_weights_in_bfloat16_leave_structures_wide(data: Path, tmp_path: Path) -> None:

@@ -1,0 +1,134 @@
+"""Fold chains:  python -m apps.openfold fold CHAINS.fasta [ALIGNMENTS] weights=FILE [out=folds mesh.axial=8 ...]
+
+Chains are dealt to the copies of the network, the longest first, each to the one that has least to do; with ``mesh.axial`` the
+processes of a copy fold a chain together, each with its share of the memory. A chain whose file is there is not folded again.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from apps.openfold.settings import FoldConfig
+from hpcai import config
+from hpcai.errors import DataError
+
+
+class Chain(NamedTuple):
+    name: str
+    sequence: str
+
+
+def run(words: Sequence[str]) -> None:
+    """Fold what the words of a command line say; the first two that are no settings are chains and alignments."""
+    names, given = ["chains", "alignments"], []
+    for word in words:
+        plain = "=" not in word and not word.startswith("-") and not word.endswith((".yaml", ".yml"))
+        given.append(f"{names.pop(0)}={word}" if plain and names else word)
+    sys.argv[1:] = given
+    config.run(FoldConfig, main)
+
+
+def main(cfg: FoldConfig) -> None:
+    from hpcai import dist
+
+    with dist.start(cfg.mesh) as mesh:
+        failed = fold(cfg, mesh)
+    raise SystemExit(1 if failed else 0)
+
+
+def fold(cfg: FoldConfig, mesh: Any) -> list[str]:
+    """Fold all chains that have no file yet -> why some could not be, on any process.
+
+    Raises DataError for chains or alignments that are not there, and, where several processes fold a chain together, for the first
+    one that cannot be folded.
+    """
+    import torch
+
+    from hpcai.dist.collect import agree, gather_objects
+    from hpcai.models.openfold import OpenFold, parallelize
+    from hpcai.train.choices import fast_bf16
+
+    todo = read_fasta(cfg.chains)
+    homes = [alignments_of(chain.name, cfg.alignments, len(todo)) for chain in todo]
+    cfg.out.mkdir(parents=True, exist_ok=True)
+    files = [cfg.out / f"{chain.name}.{cfg.form}" for chain in todo]
+    missing = agree([number for number, file in enumerate(files) if not file.exists()], mesh.everyone)
+    copies, problems = mesh["replicate"], []
+    if mesh.is_first:
+        _say(f"{len(missing)} of {len(todo)} chains to fold, into {cfg.out}")
+    mine = dealt([len(todo[number].sequence) for number in missing], copies.size)[copies.rank]
+    model = parallelize(OpenFold.load(cfg.weights).to(mesh.device), mesh) if mine or mesh.copy.size > 1 else None
+    narrow = cfg.precision == "bf16" or (cfg.precision == "auto" and mesh.device.type == "cuda" and fast_bf16(mesh.device))
+    for number in (missing[place] for place in mine):
+        chain, began = todo[number], time.perf_counter()
+        try:
+            with torch.autocast(mesh.device.type, torch.bfloat16, enabled=narrow):
+                found = model.fold(chain.sequence, homes[number], recycles=cfg.recycles, seed=cfg.seed, cfg=cfg.features)  # type: ignore[union-attr]
+        except DataError as problem:
+            if mesh.copy.size > 1:  # another process of this copy may be in the middle of it
+                raise DataError(f"{chain.name}: {problem}") from problem
+            problems.append(f"{chain.name}: {problem}")
+            sys.stderr.write(f"error: {problems[-1]}\n")
+            continue
+        if mesh.copy.rank == 0:
+            part = files[number].with_name(f".{chain.name}.part.{cfg.form}")
+            found.write(part, chain.name)
+            os.replace(part, files[number])  # never half a file
+            said = f"{len(chain.sequence):,} residues, mean pLDDT {found.plddt.mean():.1f}, {time.perf_counter() - began:.1f} s"
+            _say(f"{files[number]}: {said}")
+    return [problem for every in gather_objects(problems, mesh.everyone) for problem in every]
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def dealt(lengths: Sequence[int], copies: int) -> list[list[int]]:
+    """Which chains each copy folds, the longest first: each goes to the copy that has least to do, by squares of residues."""
+    work, found = [0] * copies, [list[int]() for _ in range(copies)]
+    for place in sorted(range(len(lengths)), key=lambda place: (-lengths[place], place)):
+        least = work.index(min(work))
+        work[least] += lengths[place] ** 2
+        found[least].append(place)
+    return found
+
+
+def alignments_of(name: str, home: Path | None, chains: int) -> Path | None:
+    """The folder of a chain's alignments. Raises DataError where it is not there."""
+    if home is None:
+        return None
+    if (home / name).is_dir():
+        return home / name
+    if chains == 1 and home.exists():
+        return home
+    raise DataError(f"{home / name}: no such folder, expected alignments of the chain {name}; set alignments to null for none")
+
+
+def read_fasta(path: Path) -> list[Chain]:
+    """Names (the first word after ">") and sequences, in the order of the file. Raises DataError for a file that is none, chains of
+    one name, and names that cannot be those of files."""
+    try:
+        text = path.read_text(encoding="ascii")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise DataError(f"{path}: cannot be read as FASTA ({problem})") from problem
+    found: dict[str, list[str]] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.startswith(">"):
+            name = (line[1:].split() or [""])[0]
+            if not name or name in found or Path(name).name != name or name.startswith("."):
+                why = "is there twice" if name in found else "cannot be the name of a file"
+                raise DataError(f"{path}: line {number}: the name {name!r} {why}; expected another one for each chain")
+            found[name] = []
+        elif line.strip():
+            if not found:
+                raise DataError(f"{path}: line {number}: {line[:20]!r} stands before a line that begins with '>'")
+            found[next(reversed(found))].append(line.strip())
+    if not found:
+        raise DataError(f"{path}: holds no chain, expected lines that begin with '>' and sequences below them")
+    if empty := [name for name, lines in found.items() if not lines]:
+        raise DataError(f"{path}: the chain {empty[0]} has no sequence")
+    return [Chain(name, "".join(lines)) for name, lines in found.items()]
