@@ -164,12 +164,14 @@ class Stack(nn.Module):
         self.join, self.leave = Seam(), Seam()
 
     def forward(self, m: Tensor, z: Tensor, msa_mask: Tensor, pair_mask: Tensor) -> tuple[Tensor, Tensor]:
-        size, columns = (msa_mask.shape[1], msa_mask.shape[2]), self.cut_columns(msa_mask)
-        masks = Masks(self.cut(msa_mask), columns, self.cut_pairs(pair_mask), columns.transpose(1, 2) @ msa_mask, size)
-        m, z = self.cut(m), self.enter(z)
+        masks, m, z = self.masks(msa_mask, pair_mask), self.cut(m), self.enter(z)
         for block in self.blocks:
             m, z = saving(block, self.save, m, z, masks)
-        return self.join(m, *size), self.leave(z, *size[1:])
+        return self.join(m, *masks.size), self.leave(z, *masks.size[1:])
+
+    def masks(self, msa_mask: Tensor, pair_mask: Tensor) -> Masks:
+        size, columns = (msa_mask.shape[1], msa_mask.shape[2]), self.cut_columns(msa_mask)
+        return Masks(self.cut(msa_mask), columns, self.cut_pairs(pair_mask), columns.transpose(1, 2) @ msa_mask, size)
 
 
 class TemplateStack(nn.Module):
