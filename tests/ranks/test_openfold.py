@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from apps.openfold.axial import by_channels
 from hpcai.dist.collect import sum_in_place
 from hpcai.dist.launch import alone
 from hpcai.dist.mesh import Mesh
@@ -112,15 +113,12 @@ def sent(mesh: Mesh) -> tuple[int, int]:
     return counted[1] - counted[0], traffic.messages
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_block_sends_what_the_formula_says(ranks: int) -> None:
-    """2 (S + N) N of entries that move, 6 N^2 of triangles' channels, biases of heads and the second factor of outer products."""
-    cfg = OpenFoldConfig.preset("tiny")
-    s, n, up = 5, 13, lambda x: -(-x // ranks)
-    moved = 2 * cfg.msa * up(s) * up(n) + 2 * cfg.pair * up(n) * up(n) + 6 * cfg.pairs.triangle // ranks * up(n) * n
-    gathered = (cfg.rows.heads + 2 * cfg.pairs.heads) * up(n) * n + cfg.rows.outer * s * up(n)
+# 2 c_m s n + 2 c_z n n + 6 c_tri / p n 13 that move, (h_m + 2 h_z) n 13 + c_outer 5 n that are gathered; s 3 and n 7, or 2 and 4.
+@pytest.mark.parametrize(("ranks", "numbers"), [(2, 1344 + 1568 + 4368 + 728 + 280), (4, 3 * (512 + 512 + 1248 + 416 + 160))])
+def test_a_block_sends_what_the_formula_says(ranks: int, numbers: int) -> None:
+    assert by_channels(OpenFoldConfig.preset("tiny"), 5, 13, ranks) == numbers
     for block, _ in on_ranks({"axial": ranks}, sent):
-        assert block == 8 * (ranks - 1) * (moved + gathered)
+        assert block == 8 * numbers
 
 
 def refused(mesh: Mesh) -> str:
