@@ -58,8 +58,8 @@ def axial(cfg: Config, repeats: int) -> list[Row]:
         formula, gathers = (4 * count(cfg.model, *features, ranks) for count in (by_channels, by_gathers))
         worst = {what: max(one[what] for one in every) for what in every[0]}
         found.append({
-            "ranks": ranks, "cpu_s": round(worst["cpu"], 4), "cpu_share": round(worst["share"], 3), "sent_forward": worst["forward"],
-            "sent_backward": worst["backward"], "formula": formula, "of_gathers": round(formula / gathers, 3) if gathers else None,
+            "ranks": ranks, "cpu_s": round(worst["cpu"], 4), "cpu_share": round(worst["share"], 3), "forward": worst["forward"],
+            "backward": worst["backward"], "formula": formula, "of_gathers": round(formula / gathers, 3) if gathers else None,
             "messages": worst["messages"], "kept_mb": round(worst["kept"] / 1e6, 1), "kept_share": round(worst["of_whole"], 3),
         })  # fmt: skip
     return found

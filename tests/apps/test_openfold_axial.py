@@ -19,11 +19,11 @@ def measured(*words: str) -> list[dict[str, float]]:
 def test_a_cut_block_keeps_half_and_sends_what_the_formula_says() -> None:
     whole, half = measured("mesh.axial=2")
     assert [row["ranks"] for row in (whole, half)] == [1, 2] and whole.keys() == half.keys()
-    assert whole["sent_forward"] == whole["sent_backward"] == whole["formula"] == whole["messages"] == 0
+    assert whole["forward"] == whole["backward"] == whole["formula"] == whole["messages"] == 0
     # 25 residues are cut to 13, 7 sequences to 4; widths are those of the app's tiny network.
     moved = 2 * 32 * 4 * 13 + 2 * 16 * 13 * 13 + 6 * 16 // 2 * 13 * 25
     assert half["formula"] == 4 * (moved + (2 + 2 * 2) * 13 * 25 + 8 * 7 * 13)
-    assert half["sent_forward"] == half["sent_backward"] == half["formula"]
+    assert half["forward"] == half["backward"] == half["formula"]
     assert half["messages"] == 2 * (4 + 4 + 4), "moves of alignment and pairs, of two products, and gathers, each way"
     assert whole["kept_share"] == 1 and 0.5 < half["kept_share"] < 0.6 and 0 < half["kept_mb"] < whole["kept_mb"]
     assert min(row["cpu_s"] for row in (whole, half)) > 0 < half["cpu_share"] < 3

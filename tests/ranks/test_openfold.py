@@ -1,5 +1,6 @@
 """OpenFold cut over ``axial`` is OpenFold: outputs, losses, gradients and steps are those of one process."""
 
+import math
 from functools import cache
 from typing import Any
 
@@ -15,7 +16,8 @@ from hpcai.dist.mesh import Mesh
 from hpcai.errors import DataError, MeshError
 from hpcai.models.openfold import ObjectiveConfig, OpenFold, OpenFoldConfig, loss, parallelize
 from hpcai.models.openfold.features import FeatureConfig
-from hpcai.parallel.axial import Move
+from hpcai.parallel.axial import Join, Move, Own
+from hpcai.parallel.halo import Traffic
 from hpcai.settings import StepConfig
 from hpcai.train.step import Step
 from tests import proteins
@@ -74,6 +76,25 @@ def test_a_cut_protein_is_the_whole_one(axes: dict[str, int], passes: int, check
             assert np.linalg.norm(cut[name] - whole) <= 1e-9 * np.linalg.norm(whole) + 1e-12 * largest, name
         for one, other in zip(given, outputs, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
+def moved(mesh: Mesh, batch: int, rows: int, columns: int) -> tuple[bool, bool, bool]:
+    """Whether parts of rows become those of columns, then the whole, and gradients of all ranks add up to what came in."""
+    axis, given = mesh["axial"], (mesh["axial"], Traffic())
+    x, above = torch.randn(2, batch, rows, columns, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    x.requires_grad_()
+    part = Move(*given, 2, 1)(Own(*given, 1)(x), rows, columns)
+    whole = Join(*given, 2)(part, columns)
+    (whole * above / axis.size).sum().backward()
+    assert x.grad is not None
+    same = torch.equal(part, Own(*given, 2)(x)), torch.equal(whole, x)
+    return *same, torch.allclose(sum_in_place(x.grad, axis), above, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("axes", [{"axial": 2}, {"axial": 4}, {"replicate": 2, "axial": 2}], ids=str)
+@pytest.mark.parametrize(("rows", "columns"), [(8, 12), (7, 13), (8, 5)])  # with and without places to fill
+def test_a_cut_moves_and_is_undone(axes: dict[str, int], rows: int, columns: int) -> None:
+    assert [on_ranks(axes, moved, batch, rows, columns) for batch in (1, 2)] == [[(True,) * 3] * math.prod(axes.values())] * 2
 
 
 def stepped(mesh: Mesh, shard: str) -> Any:
