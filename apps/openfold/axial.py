@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
-from apps.openfold.settings import Config
 from hpcai import dist
 from hpcai.cli.bench.timing import Row, alternate, on_ranks
 from hpcai.dist import Mesh
 from hpcai.dist.host import keep_memory
+from hpcai.errors import ConfigError
 from hpcai.models.openfold import OpenFoldConfig
 from hpcai.parallel.axial import Move
 from hpcai.parallel.halo import Traffic
@@ -41,21 +41,22 @@ def _gathered(cfg: OpenFoldConfig, sequences: int, residues: int, columns: int) 
     return (cfg.rows.heads + 2 * cfg.pairs.heads) * columns * residues + cfg.rows.outer * sequences * columns
 
 
-def axial(cfg: Config, repeats: int) -> list[Row]:
+def axial(cfg: Any, repeats: int) -> list[Row]:
     """One Evoformer block, forward and backward, on 1, 2 and 4 processes of this machine (1, 2, ... ``mesh.axial`` where that is
     given), for an alignment of ``features.clusters`` rows and ``features.crop`` residues in float32.
 
-    CPU seconds of the rank that needs most, transport included, and as a share of those of the whole block, which the same processes
+    CPU seconds of the rank that needs most, transport included, and as a share of those of the whole block, which the same ranks
     compute in turns with it; bytes that a rank sends forward and backward, by the formula for each of the two, and as a share of
     those of the form that gathers; exchanges of a rank; and bytes that it keeps for the backward pass, weights left out, also as a
     share of those of one process.
     """
-    most = cfg.mesh.axial if cfg.mesh.axial > 1 else 4
-    features = cfg.features.clusters, cfg.features.crop
+    if cfg.features.crop is None:
+        raise ConfigError("features.crop is null, but a block that is measured has a number of residues; give one, such as 64")
+    size, most = (cfg.features.clusters, cfg.features.crop), cfg.mesh.axial if cfg.mesh.axial > 1 else 4
     found = []
     for ranks in sorted({2**power for power in range(most.bit_length()) if 2**power < most} | {most}):
-        every = on_ranks(ranks, _measure, (cfg, repeats), {"replicate": 1, "axial": ranks})
-        formula, gathers = (4 * count(cfg.model, *features, ranks) for count in (by_channels, by_gathers))
+        every = on_ranks(ranks, _measure, (cfg, size, repeats), {"replicate": 1, "axial": ranks})
+        formula, gathers = (4 * count(cfg.model, *size, ranks) for count in (by_channels, by_gathers))
         worst = {what: max(one[what] for one in every) for what in every[0]}
         found.append({
             "ranks": ranks, "cpu_s": round(worst["cpu"], 4), "cpu_share": round(worst["share"], 3), "forward": worst["forward"],
@@ -65,9 +66,9 @@ def axial(cfg: Config, repeats: int) -> list[Row]:
     return found
 
 
-def _measure(mesh: Mesh, cfg: Config, repeats: int) -> Row:
+def _measure(mesh: Mesh, cfg: Any, size: tuple[int, int], repeats: int) -> Row:
     keep_memory()
-    whole, cut = _Block(cfg, dist.alone(torch.device("cpu"))), _Block(cfg, mesh)
+    whole, cut = _Block(cfg, dist.alone(torch.device("cpu")), *size), _Block(cfg, mesh, *size)
     counted, kept = cut.counts()
     spent = alternate({"whole": whole.run, "cut": cut.run}, repeats, warm=1, clock=time.process_time)
     of_whole = kept / whole.counts()[1]
@@ -77,10 +78,9 @@ def _measure(mesh: Mesh, cfg: Config, repeats: int) -> Row:
 class _Block:
     """An Evoformer block with its parts of an alignment and of pairs, as a rank holds them amid a stack."""
 
-    def __init__(self, cfg: Config, mesh: Mesh) -> None:
+    def __init__(self, cfg: Any, mesh: Mesh, sequences: int, residues: int) -> None:
         from apps.openfold.trial import Trial
 
-        sequences, residues = cfg.features.clusters, cfg.features.crop
         few = cfg.model.model_copy(update={"blocks": 1, "extra": cfg.model.extra.model_copy(update={"blocks": 1})})
         model: Any = Trial().build(cfg.model_copy(update={"model": few}), mesh, frozenset({"kernels"}))
         stack, self.block = model.evoformer, model.evoformer.blocks[0]

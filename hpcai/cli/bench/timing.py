@@ -39,8 +39,8 @@ def wait() -> None:
 def alternate(
     runs: Mapping[str, Callable[[], object]], repeats: int, warm: int = 2, clock: Callable[[], float] | None = None,
 ) -> dict[str, float]:  # fmt: skip
-    """Median seconds of each run, in turns, so that a busy machine slows all alike: by ``clock``, or CPU seconds, or wall seconds on
-    a GPU.
+    """Median seconds of each run, in turns, so that a busy machine slows all alike: CPU seconds, or wall seconds on a GPU, unless a
+    ``clock`` is given.
 
     The first ``warm`` runs of each are not counted.
     """
