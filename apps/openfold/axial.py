@@ -1,4 +1,4 @@
-"""What cutting a protein over ``mesh.axial`` costs and gains:  hpcai bench openfold axial [mesh.axial=8] [features.crop=128 ...]"""
+"""What cutting a protein over ``mesh.axial`` costs and gains:  hpcai bench openfold axial axial-step [mesh.axial=8 ...]"""
 
 import time
 from typing import Any
@@ -50,25 +50,37 @@ def axial(cfg: Any, repeats: int) -> list[Row]:
     those of the form that gathers; exchanges of a rank; and bytes that it keeps for the backward pass, weights left out, also as a
     share of those of one process.
     """
-    if cfg.features.crop is None:
-        raise ConfigError("features.crop is null, but a block that is measured has a number of residues; give one, such as 64")
-    size, most = (cfg.features.clusters, cfg.features.crop), cfg.mesh.axial if cfg.mesh.axial > 1 else 4
     found = []
+    for row in _rows(cfg, repeats, _Block):
+        size = cfg.features.clusters, cfg.features.crop, row["ranks"]
+        formula, gathers = (4 * count(cfg.model, *size) for count in (by_channels, by_gathers))
+        found.append({**row, "formula": formula, "of_gathers": round(formula / gathers, 3) if gathers else None})
+    return found
+
+
+def axial_step(cfg: Any, repeats: int) -> list[Row]:
+    """The same of the whole network and its loss, without update, on one synthetic chain."""
+    return _rows(cfg, repeats, _Network)
+
+
+def _rows(cfg: Any, repeats: int, kind: "type[_Block]") -> list[Row]:
+    if cfg.features.crop is None:
+        raise ConfigError("features.crop is null, but what is measured has a number of residues; give one, such as 64")
+    most, found = cfg.mesh.axial if cfg.mesh.axial > 1 else 4, []
     for ranks in sorted({2**power for power in range(most.bit_length()) if 2**power < most} | {most}):
-        every = on_ranks(ranks, _measure, (cfg, size, repeats), {"replicate": 1, "axial": ranks})
-        formula, gathers = (4 * count(cfg.model, *size, ranks) for count in (by_channels, by_gathers))
+        every = on_ranks(ranks, _measure, (cfg, repeats, kind), {"replicate": 1, "axial": ranks})
         worst = {what: max(one[what] for one in every) for what in every[0]}
         found.append({
             "ranks": ranks, "cpu_s": round(worst["cpu"], 4), "cpu_share": round(worst["share"], 3), "forward": worst["forward"],
-            "backward": worst["backward"], "formula": formula, "of_gathers": round(formula / gathers, 3) if gathers else None,
-            "messages": worst["messages"], "kept_mb": round(worst["kept"] / 1e6, 1), "kept_share": round(worst["of_whole"], 3),
+            "backward": worst["backward"], "messages": worst["messages"], "kept_mb": round(worst["kept"] / 1e6, 1),
+            "kept_share": round(worst["of_whole"], 3),
         })  # fmt: skip
     return found
 
 
-def _measure(mesh: Mesh, cfg: Any, size: tuple[int, int], repeats: int) -> Row:
+def _measure(mesh: Mesh, cfg: Any, repeats: int, kind: "type[_Block]") -> Row:
     keep_memory()
-    whole, cut = _Block(cfg, dist.alone(torch.device("cpu")), *size), _Block(cfg, mesh, *size)
+    whole, cut = kind(cfg, dist.alone(torch.device("cpu"))), kind(cfg, mesh)
     counted, kept = cut.counts()
     spent = alternate({"whole": whole.run, "cut": cut.run}, repeats, warm=1, clock=time.process_time)
     of_whole = kept / whole.counts()[1]
@@ -78,30 +90,41 @@ def _measure(mesh: Mesh, cfg: Any, size: tuple[int, int], repeats: int) -> Row:
 class _Block:
     """An Evoformer block with its parts of an alignment and of pairs, as a rank holds them amid a stack."""
 
-    def __init__(self, cfg: Any, mesh: Mesh, sequences: int, residues: int) -> None:
-        from apps.openfold.trial import Trial
+    above: Any = None  # gradients of what comes out
 
+    def __init__(self, cfg: Any, mesh: Mesh) -> None:
+        sequences, residues = cfg.features.clusters, cfg.features.crop
         few = cfg.model.model_copy(update={"blocks": 1, "extra": cfg.model.extra.model_copy(update={"blocks": 1})})
-        model: Any = Trial().build(cfg.model_copy(update={"model": few}), mesh, frozenset({"kernels"}))
-        stack, self.block = model.evoformer, model.evoformer.blocks[0]
-        self.traffic = next((part.traffic for part in self.block.modules() if isinstance(part, Move)), Traffic())
+        stack = self._built(cfg.model_copy(update={"model": few}), mesh).evoformer
+        self.part = stack.blocks[0]
         self.masks = stack.masks(torch.ones(1, sequences, residues), torch.ones(1, residues, residues))
         m, z = torch.randn(1, sequences, residues, few.msa), torch.randn(1, residues, residues, few.pair)
         # Copies: a view would keep the whole, which no rank holds between blocks.
         self.given = [part.clone().requires_grad_() for part in (stack.cut(m), stack.cut_pairs(z))]
         self.above = [torch.randn_like(part) for part in self.given]
 
+    def _built(self, cfg: Any, mesh: Mesh) -> Any:
+        from apps.openfold.trial import Trial
+
+        self.subject = Trial()
+        model: Any = self.subject.build(cfg, mesh, frozenset({"kernels"}))
+        self.traffic = next((part.traffic for part in model.modules() if isinstance(part, Move)), Traffic())
+        return model
+
+    def forward(self) -> Any:
+        return self.part(*self.given, self.masks)
+
     def run(self) -> None:
-        self.backward(self.block(*self.given, self.masks))
+        self.backward(self.forward())
 
     def backward(self, found: Any) -> None:
-        self.block.zero_grad()
+        self.part.zero_grad()
         torch.autograd.backward(found, self.above)
 
     def counts(self) -> tuple[Row, int]:
         """What it sends each way and in how many exchanges, and the bytes that it keeps in between."""
         kept: dict[int, int] = {}
-        weights = {weight.untyped_storage().data_ptr() for weight in self.block.parameters()}
+        weights = {weight.untyped_storage().data_ptr() for weight in self.part.parameters()}
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()
@@ -111,8 +134,19 @@ class _Block:
 
         messages, sent = self.traffic.messages, [self.traffic.sent]
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            found = self.block(*self.given, self.masks)
+            found = self.forward()
         sent.append(self.traffic.sent)
         self.backward(found)
         forward, backward = sent[1] - sent[0], self.traffic.sent - sent[1]
         return {"forward": forward, "backward": backward, "messages": self.traffic.messages - messages}, sum(kept.values())
+
+
+class _Network(_Block):
+    """All of the network, and one chain, which every rank has."""
+
+    def __init__(self, cfg: Any, mesh: Mesh) -> None:
+        self.part = self._built(cfg, mesh)
+        self.batch = self.subject.random_batch(cfg, [0], torch.device("cpu"))
+
+    def forward(self) -> Any:
+        return self.subject.loss(self.part, self.batch)["loss"]
