@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from apps.openfold.axial import axial, axial_step
 from apps.openfold.data import FIELDS, Chains, parts_of, rows_of
 from apps.openfold.folding import featurized, folded
 from apps.openfold.settings import Config, DataConfig
@@ -61,7 +62,7 @@ class Trial(Subject):
     settings, fields, metric = TrialConfig, tuple(FIELDS), staticmethod(score)
     flat = frozenset(name for name, (_, shape) in FIELDS.items() if shape and isinstance(shape[0], str))
     variants = {"checkpoint": ("model.checkpoint=true",)}
-    parts = {"featurize": featurized, "fold": folded}
+    parts = {"featurize": featurized, "fold": folded, "axial": axial, "axial-step": axial_step}
     unit, published = "chains", Config
     tiny = (
         "model={msa: 32, pair: 16, single: 32, blocks: 1, rows: {head: 8, heads: 2, outer: 8, transition: 1}}",

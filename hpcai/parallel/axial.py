@@ -153,14 +153,15 @@ def _moved(x: Tensor, axis: Axis, give: int, take: int, size: int, traffic: Traf
 
 
 def _apart(x: Tensor, dim: int, parts: int, each: int) -> Tensor:
-    """Equal parts along ``dim``, one after another in memory, the last ones filled with zeros."""
-    pieces = _filled(x, dim, parts * each).chunk(parts, dim)
-    return torch.stack(pieces, out=x.new_empty((parts, *pieces[0].shape)))
+    """Equal parts along ``dim``, one after another in memory, the last ones filled with zeros; no copy where they lie so."""
+    return _filled(x, dim, parts * each).unflatten(dim, (parts, each)).movedim(dim, 0).contiguous()
 
 
 def _together(every: Tensor, dim: int, size: int) -> Tensor:
     """The adjoint: the first ``size`` places along ``dim``."""
     each = every.shape[dim + 1]
+    if size == len(every) * each:
+        return every.movedim(0, dim).flatten(dim, dim + 1)
     return torch.cat([part.narrow(dim, 0, max(0, min(each, size - n * each))) for n, part in enumerate(every)], dim)
 
 

@@ -1,5 +1,6 @@
 """OpenFold cut over ``axial`` is OpenFold: outputs, losses, gradients and steps are those of one process."""
 
+import math
 import weakref
 from functools import cache
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from apps.openfold.axial import by_channels
 from hpcai.dist.collect import sum_in_place
 from hpcai.dist.launch import alone
 from hpcai.dist.mesh import Mesh
@@ -18,7 +20,8 @@ from hpcai.errors import DataError, MeshError
 from hpcai.kernels import attention
 from hpcai.models.openfold import ObjectiveConfig, OpenFold, OpenFoldConfig, loss, parallelize, residues
 from hpcai.models.openfold.features import FeatureConfig
-from hpcai.parallel.axial import Move
+from hpcai.parallel.axial import Join, Move, Own
+from hpcai.parallel.halo import Traffic
 from hpcai.settings import StepConfig
 from hpcai.train.step import Step
 from tests import proteins
@@ -85,6 +88,25 @@ def test_a_cut_protein_is_the_whole_one(axes: dict[str, int], passes: int, check
             expected = other if dim is None else part(other, rank % axes["axial"], axes["axial"], dim)
             here = one if dim is None else one.narrow(dim, 0, expected.shape[dim])  # the rest fills
             torch.testing.assert_close(here, expected, rtol=1e-10, atol=1e-10)
+
+
+def moved(mesh: Mesh, batch: int, rows: int, columns: int) -> tuple[bool, bool, bool]:
+    """Whether parts of rows become those of columns, then the whole, and gradients of all ranks add up to what came in."""
+    axis, given = mesh["axial"], (mesh["axial"], Traffic())
+    x, above = torch.randn(2, batch, rows, columns, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    x.requires_grad_()
+    part = Move(*given, 2, 1)(Own(*given, 1)(x), rows, columns)
+    whole = Join(*given, 2)(part, columns)
+    (whole * above / axis.size).sum().backward()
+    assert x.grad is not None
+    same = torch.equal(part, Own(*given, 2)(x)), torch.equal(whole, x)
+    return *same, torch.allclose(sum_in_place(x.grad, axis), above, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("axes", [{"axial": 2}, {"axial": 4}, {"replicate": 2, "axial": 2}], ids=str)
+@pytest.mark.parametrize(("rows", "columns"), [(8, 12), (7, 13), (8, 5)])  # with and without places to fill
+def test_a_cut_moves_and_is_undone(axes: dict[str, int], rows: int, columns: int) -> None:
+    assert [on_ranks(axes, moved, batch, rows, columns) for batch in (1, 2)] == [[(True,) * 3] * math.prod(axes.values())] * 2
 
 
 def stepped(mesh: Mesh, shard: str) -> Any:
@@ -168,15 +190,12 @@ def sent(mesh: Mesh) -> tuple[int, int]:
     return counted[1] - counted[0], traffic.messages
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_block_sends_what_the_formula_says(ranks: int) -> None:
-    """2 (S + N) N of entries that move, 6 N^2 of triangles' channels, biases of heads and the second factor of outer products."""
-    cfg = OpenFoldConfig.preset("tiny")
-    s, n, up = 5, 13, lambda x: -(-x // ranks)
-    moved = 2 * cfg.msa * up(s) * up(n) + 2 * cfg.pair * up(n) * up(n) + 6 * cfg.pairs.triangle // ranks * up(n) * n
-    gathered = (cfg.rows.heads + 2 * cfg.pairs.heads) * up(n) * n + cfg.rows.outer * s * up(n)
+# 2 c_m s n + 2 c_z n n + 6 c_tri / p n 13 that move, (h_m + 2 h_z) n 13 + c_outer 5 n that are gathered; s 3 and n 7, or 2 and 4.
+@pytest.mark.parametrize(("ranks", "numbers"), [(2, 1344 + 1568 + 4368 + 728 + 280), (4, 3 * (512 + 512 + 1248 + 416 + 160))])
+def test_a_block_sends_what_the_formula_says(ranks: int, numbers: int) -> None:
+    assert by_channels(OpenFoldConfig.preset("tiny"), 5, 13, ranks) == numbers
     for block, _ in on_ranks({"axial": ranks}, sent):
-        assert block == 8 * (ranks - 1) * (moved + gathered)
+        assert block == 8 * numbers
 
 
 def refused(mesh: Mesh) -> str:

@@ -132,6 +132,7 @@ def test_no_document_installs_somebody_elses_package() -> None:
 def test_every_setting_that_the_documents_name_can_be_set() -> None:
     from apps.cosmoflow.settings import Config
     from apps.opencatalyst.settings import Config as Atoms
+    from apps.openfold.settings import Config as Proteins
     from hpcai import config
 
     together = {"step.compile_cache=x": "step.compile=whole", "step.shard_within=8": "step.shard=optimizer"}
@@ -142,7 +143,7 @@ def test_every_setting_that_the_documents_name_can_be_set() -> None:
     assert len(named) > 25
     for key, value in sorted(named):
         word = f"{key}={value.replace('FOLDER', 'x').replace('N', '2')}"
-        settings = Atoms if key == "data.balance" else Config
+        settings = {"data.balance": Atoms, "mesh.axial": Proteins}.get(key, Config)
         if value:
             config.load(settings, None, [word, *([together[word]] if word in together else [])])
             continue

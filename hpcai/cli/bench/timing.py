@@ -36,12 +36,15 @@ def wait() -> None:
         torch.cuda.synchronize()
 
 
-def alternate(runs: Mapping[str, Callable[[], object]], repeats: int, warm: int = 2) -> dict[str, float]:
-    """Median seconds of each run, in turns, so that a busy machine slows all alike: CPU seconds, or wall seconds on a GPU.
+def alternate(
+    runs: Mapping[str, Callable[[], object]], repeats: int, warm: int = 2, clock: Callable[[], float] | None = None,
+) -> dict[str, float]:  # fmt: skip
+    """Median seconds of each run, in turns, so that a busy machine slows all alike: CPU seconds, or wall seconds on a GPU, unless a
+    ``clock`` is given.
 
     The first ``warm`` runs of each are not counted.
     """
-    clock = time.perf_counter if torch.cuda.is_available() else time.process_time
+    clock = clock or (time.perf_counter if torch.cuda.is_available() else time.process_time)
     times: dict[str, list[float]] = {name: [] for name in runs}
     gc.collect()
     for repeat in range(repeats + warm):

@@ -162,11 +162,15 @@ class Stack(nn.Module):
         self.own_sequences, self.own_columns = Seam(), Seam()
 
     def forward(self, m: Tensor, z: Tensor, msa_mask: Tensor, pair_mask: Tensor) -> tuple[Tensor, Tensor]:
-        size, columns = (msa_mask.shape[1], msa_mask.shape[2]), self.own_columns(msa_mask)
-        masks = Masks(self.own_sequences(msa_mask), columns, pair_mask, columns.transpose(1, 2) @ msa_mask, size)
+        masks = self.masks(msa_mask, pair_mask)
         for block in self.blocks:
             m, z = saving(block, self.save, m, z, masks)
         return m, z
+
+    def masks(self, msa_mask: Tensor, pair_mask: Tensor) -> Masks:
+        """Those of its blocks.   msa_mask [B, S, R], pair_mask [B, R/n, R]"""
+        size, columns = (msa_mask.shape[1], msa_mask.shape[2]), self.own_columns(msa_mask)
+        return Masks(self.own_sequences(msa_mask), columns, pair_mask, columns.transpose(1, 2) @ msa_mask, size)
 
 
 class TemplateStack(nn.Module):
