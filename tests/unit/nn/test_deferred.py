@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hpcai import train
+from hpcai.cli.bench.timing import processes
 from hpcai.dist import alone
 from hpcai.dist.mesh import Axis
 from hpcai.errors import CheckpointError, ConfigError
@@ -326,12 +327,12 @@ def within(work: Callable[[], Any], most: int) -> str:
     return str(found)
 
 
-def test_a_model_larger_than_memory_is_built_cut_and_made_in_its_share() -> None:
-    def deep() -> nn.Module:
-        return nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(384)))  # 384 MiB
+def measured() -> list[str]:
+    def deep(layers: int = 384) -> nn.Module:
+        return nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(layers)))  # 384 MiB
 
-    def share() -> None:
-        model = built(deep)
+    def share(layers: int = 384) -> None:
+        model = built(lambda: deep(layers))
         for k, layer in enumerate(model):
             cut(layer.weight, k % 2, Axis("tensor", 4, 1))
         make(model, "cpu")
@@ -339,11 +340,20 @@ def test_a_model_larger_than_memory_is_built_cut_and_made_in_its_share() -> None
     def values_of_its_own() -> None:
         made(lambda: nn.ParameterList(torch.ones(1 << 18) for _ in range(96)))
 
-    made(lambda: nn.Linear(3, 3))
-    assert within(lambda: built(deep), 16 << 20) == "enough", "while it is built"
-    assert within(share, int(1.1 * (96 << 20))) == "enough"
-    assert within(values_of_its_own, int(1.1 * (96 << 20))) == "enough", "what is made is not held twice"
-    assert "memory" in within(deep, int(1.1 * (96 << 20))), "what is too little is seen to be too little"
+    torch.set_num_threads(1)
+    share(4)  # what is imported and made at the first time
+    most = int(1.1 * (96 << 20))
+    return [within(lambda: built(deep), 16 << 20), within(share, most), within(values_of_its_own, most), within(deep, most)]
+
+
+def test_a_model_larger_than_memory_is_built_cut_and_made_in_its_share() -> None:
+    """Measured in a new interpreter: forks of a large one find room in what it has left."""
+    with processes(1) as new:
+        built_, shared, own, whole = new.submit(measured).result(timeout=120)
+    assert built_ == "enough", "while it is built"
+    assert shared == "enough"
+    assert own == "enough", "what is made is not held twice"
+    assert "memory" in whole, "what is too little is seen to be too little"
 
 
 # ---- what is refused
