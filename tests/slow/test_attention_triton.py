@@ -1,13 +1,10 @@
 """The Triton kernels of gated attention: run by Triton's interpreter they are the twin, and they compile for A100 and H100."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.slow.architectures import ARCHITECTURES
+from tests.slow.programs import ARCHITECTURES, run
 
 pytest.importorskip("triton", reason="triton is not installed: the CUDA kernels are NOT tested")
 pytestmark = pytest.mark.slow
@@ -126,14 +123,6 @@ for name, kernel, signature, constexprs, options in variants():
     assert len(moves) >= 4 and moves.count("") <= 6, f"{name} on {architecture} moves more than its masks and norms one by one"
     assert not re.search(r"\\b(atom|red)\\.", made.asm["ptx"]), f"{name} on {architecture} adds in an order that changes"
 """
-
-
-def run(program: str, *words: str, **environment: str) -> str:
-    env = {**{name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}, **environment}
-    command, root = [sys.executable, "-W", "ignore", "-c", program, *words], Path(__file__).resolve().parents[2]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, env=env, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 @pytest.mark.parametrize("examples", [15, pytest.param(150, marks=pytest.mark.claim)])

@@ -1,13 +1,10 @@
 """The Triton kernels of the norms: run by Triton's interpreter they are the formulas, and they compile for A100, H100, B200."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.slow.architectures import ARCHITECTURES
+from tests.slow.programs import ARCHITECTURES, run
 
 pytest.importorskip("triton", reason="triton is not installed: the CUDA kernels are NOT tested")
 pytestmark = pytest.mark.slow
@@ -143,14 +140,6 @@ for name, kernel, signature, constexprs in variants():
         assert stack == local == 0 and registers <= 128, f"{name} on {arch} spills, or two programs do not fit a multiprocessor"
         assert len(moves) >= 4 and single - 1 <= moves.count("") <= single, f"{name} on {arch} moves single elements"
 """
-
-
-def run(program: str, *words: str, **environment: str) -> str:
-    env = {**{name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}, **environment}
-    command, root = [sys.executable, "-W", "ignore", "-c", program, *words], Path(__file__).resolve().parents[2]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, env=env, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 @pytest.mark.parametrize("times", [1, pytest.param(3, marks=pytest.mark.claim)])

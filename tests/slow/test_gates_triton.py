@@ -6,8 +6,8 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed: the CUDA kernels are NOT tested")
 
-from tests.slow.architectures import ARCHITECTURES
-from tests.slow.test_layernorm_triton import COMPILED, run
+from tests.slow.programs import ARCHITECTURES, run
+from tests.slow.test_layernorm_triton import COMPILED
 
 pytestmark = pytest.mark.slow
 

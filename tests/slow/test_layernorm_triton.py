@@ -1,13 +1,10 @@
 """The Triton kernels of layer norms: in Triton's interpreter they are the formulas, and they compile for A100, H100 and B200."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.slow.architectures import ARCHITECTURES
+from tests.slow.programs import ARCHITECTURES, run
 
 pytest.importorskip("triton", reason="triton is not installed: the CUDA kernels are NOT tested")
 pytestmark = pytest.mark.slow
@@ -66,14 +63,6 @@ for name, kernel, signature, constexprs, options in importlib.import_module(modu
     assert vectors >= 16 * large, f"{name} on {architecture}: of 16 values a thread {vectors} bytes are moved as vectors"
     assert not re.search(r"\\b(atom|red)\\.", made.asm["ptx"]), f"{name} on {architecture} adds in an order that changes"
 """
-
-
-def run(program: str, *words: str, **environment: str) -> str:
-    env = {**{name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}, **environment}
-    command, root = [sys.executable, "-W", "ignore", "-c", program, *words], Path(__file__).resolve().parents[2]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, env=env, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def test_kernels_are_the_formulas_over_shapes_strides_and_types() -> None:

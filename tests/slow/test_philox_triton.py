@@ -1,13 +1,10 @@
 """The Triton kernels of Philox: run by Triton's interpreter they are the plain-torch twin, and they compile for A100 and H100."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.slow.architectures import ARCHITECTURES
+from tests.slow.programs import ARCHITECTURES, run
 
 pytest.importorskip("triton", reason="triton is not installed: the CUDA kernels are NOT tested")
 pytestmark = pytest.mark.slow
@@ -61,14 +58,6 @@ for name, kernel, signature, constexprs in variants():
         print(made.asm["ptx"].split(".target ")[1].split()[0].rstrip(","), registers, local, name, sep="|")
         assert registers <= 128 and local == 0, f"{name} on {arch} spills, or few programs fit a multiprocessor"
 """
-
-
-def run(program: str, *words: str, **environment: str) -> str:
-    env = {**{name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}, **environment}
-    command, root = [sys.executable, "-W", "ignore", "-c", program, *words], Path(__file__).resolve().parents[2]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, env=env, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def test_kernels_give_the_numbers_of_the_twin() -> None:

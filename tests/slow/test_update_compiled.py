@@ -1,15 +1,11 @@
 """Every kernel of ``hpcai.kernels.update_triton`` compiles for A100 and H100 without a GPU, in registers, with vector loads."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.slow.architectures import ARCHITECTURES
+from tests.slow.programs import ARCHITECTURES, run
 
-ROOT = Path(__file__).resolve().parents[2]
 pytest.importorskip("triton", reason="triton is not installed: the CUDA kernels are NOT compiled")
 
 PROGRAM = """
@@ -36,13 +32,10 @@ for name, kernel, signature, constexprs in variants():
 
 @pytest.mark.parametrize(("arch", "name"), ARCHITECTURES)
 def test_every_kernel_compiles_without_spills_and_moves_whole_vectors(tmp_path: Path, arch: str, name: str) -> None:
-    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path / "cubin"), arch], cwd=ROOT, capture_output=True, text=True,
-                          env={**kept, "TRITON_CACHE_DIR": str(tmp_path)}, check=False)  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    print("architecture | registers | stack | local | vector loads and stores | kernel", done.stdout, sep="\n")
-    found = [line.split("|") for line in done.stdout.splitlines()]
-    assert {made.rstrip(",") for made, *_ in found} == {name} and len(found) == 8
+    made = run(PROGRAM, str(tmp_path / "cubin"), arch, TRITON_CACHE_DIR=str(tmp_path))
+    print("architecture | registers | stack | local | vector loads and stores | kernel", made, sep="\n")
+    found = [line.split("|") for line in made.splitlines()]
+    assert {target.rstrip(",") for target, *_ in found} == {name} and len(found) == 8
     for _, registers, stack, local, vectors, kernel in found:
         assert stack == local == "0", f"{kernel} on {name} spills"
         assert int(registers) <= 64, f"{kernel} on {name}: fewer than half of a multiprocessor's threads"

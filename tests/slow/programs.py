@@ -1,0 +1,21 @@
+"""Programs that test Triton kernels: run by its interpreter, or compiling ahead of time, which one process cannot do both."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+# The generations of GPUs that kernels are compiled for: A100, H100 and H200, B200. `make test` takes the second.
+ARCHITECTURES = [("90", "sm_90a"), *(pytest.param(*x, marks=pytest.mark.claim) for x in (("80", "sm_80"), ("100", "sm_100a")))]
+
+
+def run(program: str, *words: str, **environment: str) -> str:
+    """What a program prints."""
+    env = {**{name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}, **environment}
+    command = [sys.executable, "-W", "ignore", "-c", program, *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
