@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as torch_dist
 import torch.distributed.distributed_c10d as c10d
@@ -150,7 +151,7 @@ class Mesh:
             shape |= {"replicate": evaluate // within}
         self.sizes = shape | {"evaluate": evaluate}
         self.world, self.rank = (train, rank) if self.trains else (evaluate, rank - train)
-        self._ranks = torch.arange(rank - self.rank, rank - self.rank + self.world).reshape(tuple(shape.values()))
+        self._ranks = np.arange(rank - self.rank, rank - self.rank + self.world).reshape(tuple(shape.values()))
         self._timeout = timeout
         self.made: list[Line] = []
         self._lines: dict[tuple[tuple[int, ...], str], Line] = {}
@@ -167,7 +168,7 @@ class Mesh:
 
     def _along(self, names: tuple[str, ...], label: str = "") -> Axis:
         """The axis along ``names`` together."""
-        places = (self._ranks == self._me).nonzero()[0].tolist()
+        places = np.unravel_index(self.rank, self._ranks.shape)
         line = self._ranks[tuple(slice(None) if name in names else place for name, place in zip(_CUT, places))]
         return self._among(label or " x ".join(names), line.flatten().tolist())
 

@@ -78,7 +78,7 @@ def _part(qkvg: Tensor, gate_bias: Tensor, mask: Tensor, bias: Tensor | None) ->
 def _parts(qkvg: Tensor) -> Iterator[tuple[int, slice, slice]]:
     """What is computed at a time: one head on a CPU, which costs it no copy; as much as fits on a GPU."""
     batch, rows, entries, _, heads, _ = qkvg.shape
-    few = 1 if qkvg.device.type == "cpu" else heads
+    few = 1 if compiler.on_cpu(qkvg) else heads
     step = several(qkvg, 4 * few * entries * entries, _CPU)
     for b in range(batch):
         for first in range(0, rows, step):

@@ -10,6 +10,7 @@ atomics, the same input gives the same bits.
 B batch, I rows, N entries of a row, H heads, C channels.
 """
 
+import math
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 # Entries of a program, and how many loads are on their way while it computes. It goes through the others in steps as large; of half
 # in float32, whose products need twice the registers. The backward pass, which holds two tiles of logits, has twice the warps.
@@ -295,6 +297,19 @@ def _gradients(ctx: Any, grad: Tensor, _: None) -> Any:
 
 
 _attend.register_autograd(_gradients, setup_context=_keep)
+
+
+@register_flop_formula(torch.ops.hpcai.gated_attention)
+def _products(qkvg: Any, *_: Any, **__: Any) -> int:
+    """Multiplications and additions of its products: logits, and their sums of values."""
+    batch, rows, entries, _, heads, channels = qkvg
+    return 4 * math.prod((batch, rows, heads, entries, entries, channels))
+
+
+@register_flop_formula(torch.ops.hpcai.gated_attention_backward)
+def _products_back(grad: Any, out: Any, norms: Any, qkvg: Any, gate_bias: Any, mask: Any, bias: Any, learn: bool, **_: Any) -> int:
+    """Those of four by keys and three by queries, and of two by the bias that learns: logits are computed anew in each."""
+    return (14 + 4 * learn) * _products(qkvg) // 4
 
 
 def gated_attention(qkvg: Tensor, gate_bias: Tensor, mask: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -182,7 +182,7 @@ class _Plain:
 
 def _moments(x: Tensor) -> Tensor:
     """Mean and biased variance of each channel [2, C]."""
-    if x.device.type != "cpu":
+    if not compiler.on_cpu(x):
         wide = x if x.dtype == torch.float64 else x.float()
         variance, mean = torch.var_mean(wide, [d for d in range(x.ndim) if d != 1], correction=0)
         return torch.stack((mean, variance))
@@ -200,7 +200,7 @@ def _merged(both: Tensor, group: int) -> Tensor:
 
 
 def _sums(dz: Tensor, x: Tensor, mean: Tensor, invstd: Tensor) -> Tensor:
-    (dz, fold), (x, _) = (_folded(dz), _folded(x)) if x.device.type == "cpu" else ((dz, 1), (x, 1))
+    (dz, fold), (x, _) = (_folded(dz), _folded(x)) if compiler.on_cpu(x) else ((dz, 1), (x, 1))
     m, i = (v.repeat(fold) for v in (mean, invstd))
     _, *found = torch.ops.aten.native_batch_norm_backward(dz, x, torch.ones_like(m), m, m, m, i, True, 0.0, (False, True, True))
     both = torch.stack(found)

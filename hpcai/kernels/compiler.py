@@ -1,5 +1,8 @@
 """Whether Triton can make kernels on this machine: it compiles a launcher in C for each, and a slim container may lack what that
 needs. Where it cannot, the plain-torch twins run on the GPU too.
+
+A plan (``hpcai.plan``) counts what a GPU would do, on tensors of a CPU that hold nothing: meanwhile ``PLANNED`` is true, and they
+count as tensors of a GPU.
 """
 
 import os
@@ -24,8 +27,17 @@ def missing() -> str | None:
 
 
 MISSING = missing()
+PLANNED = False
 
 
 def takes(x: Any) -> bool:
     """Whether a Triton kernel can be given a tensor: it lies on a GPU, and kernels can be made."""
-    return MISSING is None and x.is_cuda
+    return MISSING is None and on_gpu(x)
+
+
+def on_gpu(x: Any) -> bool:
+    return bool(x.is_cuda or PLANNED)
+
+
+def on_cpu(x: Any) -> bool:
+    return x.device.type == "cpu" and not PLANNED

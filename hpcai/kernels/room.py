@@ -5,13 +5,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from hpcai.kernels import compiler
+
 _GPU = 1 << 28  # bytes: enough to fill it
 
 
 def several(x: Tensor, each: int, cpu: int) -> int:
     """How many things of ``each`` bytes are made at a time, at least one: where ``x`` is on a CPU, as many as fit ``cpu`` bytes of
     its cache."""
-    return max(1, (cpu if x.device.type == "cpu" else _GPU) // each)
+    return max(1, (cpu if compiler.on_cpu(x) else _GPU) // each)
 
 
 def in_parts(

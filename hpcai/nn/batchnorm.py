@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from hpcai.kernels import batchnorm
+from hpcai.kernels.compiler import on_gpu
 
 
 def is_alone(total: nn.Module) -> bool:
@@ -33,7 +34,7 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
         alone, compiling = is_alone(self.total), torch.compiler.is_compiling()
         if not alone and compiling:
             return self._untraced(x, plus)
-        if not alone or (x.is_cuda and not compiling):
+        if not alone or (on_gpu(x) and not compiling):
             return self._fused(x, plus)
         y = super().forward(x)  # on one CPU torch's own is as good, and the compiler fuses what follows itself
         if compiling:

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from hpcai.kernels.compiler import on_cpu
+
 # torch sends a convolution of one float32 volume to oneDNN only when B*C*D*H is larger than this (2.11 to 2.13), and otherwise
 # unrolls it into a matrix product that takes 1.5 to 6 times as long (docs/benchmarks.md).
 _UNROLLED_UP_TO = 20480
@@ -37,7 +39,7 @@ def conv3d(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Triple
         with torch.autocast("cpu", enabled=False):
             wide = None if bias is None else bias.float()
             return F.conv3d(x.float(), weight.float(), wide, stride, padding, dilation, groups).bfloat16()
-    if x.device.type == "cpu" and x.ndim == 5 and groups == 1 and not torch.compiler.is_compiling():
+    if on_cpu(x) and x.ndim == 5 and groups == 1 and not torch.compiler.is_compiling():
         if weight.shape[2:].numel() == 1 and not any(padding) and x.is_contiguous(memory_format=torch.channels_last_3d):
             down, up, across = stride
             return F.linear(_rows(x[:, :, ::down, ::up, ::across]), weight.flatten(1), bias).permute(0, 4, 1, 2, 3)
@@ -55,7 +57,7 @@ def conv_transpose3d(x: Tensor, weight: Tensor, bias: Tensor | None = None, stri
     """
     kernel = tuple(weight.shape[2:])
     if (
-        x.device.type == "cpu"
+        on_cpu(x)
         and x.ndim == 5
         and kernel == tuple(stride)
         and not any(padding)
@@ -82,7 +84,7 @@ def _would_lose_gradients(x: Tensor, weight: Tensor) -> bool:
     deep than the kernel (torch 2.13: depth 2 with a kernel of 3, 3 and 4 with one of 5). So small a volume costs little in
     float32."""
     narrow = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
-    return x.device.type == "cpu" and x.shape[-3] < weight.shape[2] and (narrow or weight.dtype == torch.bfloat16)
+    return on_cpu(x) and x.shape[-3] < weight.shape[2] and (narrow or weight.dtype == torch.bfloat16)
 
 
 def _would_be_unrolled(x: Tensor, weight: Tensor) -> bool:
@@ -127,7 +129,7 @@ def conv3d_gradients(
     """Gradients of ``conv3d`` by its input, weight and bias, where ``want`` says so. One float32 volume that torch would unroll is
     computed as two samples or as products."""
     by_input, by_weight, by_bias = want
-    if x.device.type == "cpu" and groups == 1 and _would_be_unrolled(x, weight):
+    if on_cpu(x) and groups == 1 and _would_be_unrolled(x, weight):
         dx = dweight = None
         if by_input or by_weight:
             way = _products if dy.shape[2] == 1 or dy.shape[2:].numel() <= _PRODUCTS_UP_TO else _halves
@@ -228,7 +230,7 @@ class Conv2d(nn.Conv2d):
 
     def _is_product(self, x: Tensor) -> bool:
         return (
-            x.device.type == "cpu"
+            on_cpu(x)
             and self.kernel_size == (1, 1)
             and self.padding == (0, 0)
             and self.groups == 1
@@ -251,7 +253,7 @@ def _slow_weights(conv: nn.Conv2d | nn.ConvTranspose2d, x: Tensor) -> bool:
     transposed convolutions (256 to 256 channels at 96 x 144: 0.22 s instead of 0.46 s) and for dilated ones (2,048 to 256 at
     24 x 36: 0.15 s instead of 0.20 s), unless there are few output channels."""
     return (
-        x.device.type == "cpu"
+        on_cpu(x)
         and x.dtype == conv.weight.dtype == torch.float32
         and conv.groups == 1
         and conv.out_channels >= 16

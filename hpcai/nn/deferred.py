@@ -224,6 +224,8 @@ def _move(model: nn.Module, device: torch.device | str, dtype: torch.dtype | Non
             raise ConfigError(f"buffer {name} has no numbers: it was computed from parameters without any; compute it after make")
     owners = [(module._buffers, name) for module in model.modules() for name, x in module._buffers.items() if x is not None]
     said = [vars(buffers[name]) for buffers, name in owners]
+    if all(x.device == torch.device(device) and dtype in (None, x.dtype) for x in (*model.parameters(), *model.buffers())):
+        return
     model.to(device, dtype)
     for (buffers, name), attributes in zip(owners, said):
         vars(buffers[name]).update(attributes)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hpcai.kernels.batchnorm import ACTIVATIONS, activated, in_channels_last
+from hpcai.kernels.compiler import on_gpu
 from hpcai.nn.batchnorm import Normalise, is_alone
 
 
@@ -50,8 +51,8 @@ class PerSample(nn.Module):
     def _is_torchs(self, x: Tensor) -> bool:
         """Whether torch's group norm is quicker and as exact. In channels-last memory it takes long with as many groups as channels
         and over bfloat16, and adds rows up in float32, one after the other: 64^3 of them are wrong by 3e-5."""
-        if x.is_cuda or not in_channels_last(x):
-            return not x.is_cuda
+        if on_gpu(x) or not in_channels_last(x):
+            return not on_gpu(x)
         return self.group > 1 and x.dtype.itemsize >= 4 and x.shape[2:].numel() <= 2**15
 
     @torch.compiler.disable

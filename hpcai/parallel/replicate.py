@@ -60,7 +60,7 @@ class Bucket:
     def hold(self) -> None:
         """Make the parameters views of ``weights``, with their values, also where they were given other memory since."""
         for parameter, place in zip(self.parameters, self._places):
-            if parameter.data_ptr() != place.data_ptr():
+            if _memory(parameter) != _memory(place):
                 place.copy_(parameter)
                 parameter.data = place
 
@@ -204,6 +204,11 @@ def _axes(parameter: nn.Parameter, mesh: Mesh) -> tuple[Axis, ...]:
     """The axes over which its gradients are added: not those along which each rank has a gradient of its own."""
     unlike = place_of(parameter).directions
     return tuple(axis for axis in (mesh["replicate"], *sum_axes(parameter)) if axis.size > 1 and axis.name not in unlike)
+
+
+def _memory(tensor: Tensor) -> tuple[Any, Any]:
+    """Where it begins; tensors on paper have no address."""
+    return tensor.untyped_storage()._cdata, tensor.storage_offset()
 
 
 def _group(

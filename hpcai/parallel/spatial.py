@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hpcai.dist.collect import once, sum_with_adjoint
 from hpcai.dist.mesh import Axis
 from hpcai.errors import MeshError
+from hpcai.kernels.compiler import on_gpu
 from hpcai.nn.batchnorm import BatchNorm
 from hpcai.nn.groupnorm import GroupNorm
 from hpcai.nn.instancenorm import InstanceNorm
@@ -357,7 +358,7 @@ class _Convolution(_Layer):
         if torch.is_autocast_enabled(x.device.type):
             narrow = torch.get_autocast_dtype(x.device.type)
             x, weight, bias = x.to(narrow), weight.to(narrow), None if bias is None else bias.to(narrow)
-        apart = x.is_cuda if self.cut.apart is None else self.cut.apart
+        apart = on_gpu(x) if self.cut.apart is None else self.cut.apart
         y = Convolution.apply(x, weight, bias, routes, how, self.cut.traffic, apart)
         return _settled(self.cut, y, out)
 

@@ -4,20 +4,20 @@ Without a GPU the same functions measure CPU seconds of small work, so that ever
 """
 
 import gc
-import math
 import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.utils import flop_counter
 
 from hpcai.cli.bench.timing import Row, machine, wait
 from hpcai.kernels import compiler
+from hpcai.plan.paper import PRODUCTS
 
 GAP_US = 20.0
 """A GPU that starts the next kernel of a graph leaves 1 to 2 us; what is longer waits for the host"""
@@ -158,15 +158,9 @@ def operations(run: Callable[[], object]) -> int:
     compute. What is computed again in a backward pass (checkpoints, logits of attention) counts each time. Sums, norms, gates,
     scatters and the update are not counted.
     """
-    in_place = dict.fromkeys((torch.ops.aten.addmm_, torch.ops.aten.baddbmm_), _added)  # which the counter does not know
-    with _by_twins(), flop_counter.FlopCounterMode(display=False, custom_mapping=in_place) as counter:
+    with _by_twins(), flop_counter.FlopCounterMode(display=False, custom_mapping=PRODUCTS) as counter:
         run()
     return int(counter.get_total_flops())
-
-
-def _added(of: Any, a: Sequence[int], b: Sequence[int], *_: Any, **__: Any) -> int:
-    """Of a product [..., m, k] x [..., k, n] that is added to something."""
-    return 2 * math.prod(a) * b[-1]
 
 
 @contextmanager

@@ -1,0 +1,33 @@
+"""The 3D U-Net to be planned:  hpcai plan unet3d --gpus 8 768 | hpcai plan unet3d --check"""
+
+from typing import Any
+
+from apps.unet3d.trial import Trial
+from hpcai.cli.plan.workload import Evaluation, Published, Workload
+from hpcai.dist import Mesh
+from hpcai.models.unet3d import Batch, cut_of
+
+_VOLUMES = 168
+
+
+class Plan(Workload):
+    subject, yaml, cut, most = Trial(), "node.yaml", "depth", 7
+    samples = {28: 348.5e3, 56: 359.5e3, 64: 394.4e3, 84: 420e3}
+    source = "reference convergence of MLPerf Training v4.0, in crops"
+    # 1.8 s for 42 volumes on 8 H100, whose training step takes 1 / 71 s a crop.
+    evaluation = Evaluation(samples=42, every=20 * _VOLUMES, cost=1.8 * 8 / 42 * 71, first=1000 * _VOLUMES)
+    published = (
+        Published("step", 56 / 578, "h100", 8, 56),
+        Published("step", 56 / 608, "h200", 8, 56),
+        Published("step", 84 / 9470, "h100", 336, 84, ways=4),
+        Published("step", 84 / 10_940, "h100", 672, 84, ways=8),
+        Published("run", 12.0, "h100", 8, 56),
+        Published("run", 11.5, "h200", 8, 56),
+        Published("run", 1.89, "h100", 56, 56, evaluating=16),
+        Published("run", 0.82, "h100", 336, 84, ways=4, evaluating=96),
+        Published("run", 0.77, "h100", 672, 84, ways=8, evaluating=96),
+    )
+
+    def batch(self, cfg: Any, mesh: Mesh, count: int) -> Any:
+        whole, part = super().batch(cfg, mesh, count), cut_of(mesh).part(cfg.model.window)
+        return Batch(*(tensor[(slice(None), *part)] for tensor in whole))

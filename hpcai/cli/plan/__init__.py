@@ -1,0 +1,137 @@
+"""`hpcai plan APP`: what a training will take on GPUs that are not here, before the job has cost anything.
+
+The app's own step runs on paper: the code that a GPU would be given, as one process of a job of any size, with tensors that have
+sizes and no numbers. That gives its kernels, the bytes that they move, its messages and where they are waited for, and its memory.
+Rates are those of the GPU's sheet (hpcai.plan.machines). How much slower kernels are than these is taken from one published step of
+the app; `--measured` takes it from a step of yours, and `--slower 1` plans what no code can beat. Steps to the target are those
+that the benchmark's reference needs at each batch.
+
+    --check    plan what others have published, and print how wrong that is
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from hpcai.cli.plan.planner import Job, Planner
+from hpcai.plan import machines
+from hpcai.plan.machines import MACHINES, Machine
+from hpcai.stop import show_to_reader
+
+Row = dict[str, Any]
+
+
+def main(argv: Sequence[str]) -> int:
+    words = _parsed(argv)
+    files = [word for word in words.words if word.endswith((".yaml", ".yml"))][:1]
+    planner = Planner(words.app, [word for word in words.words if word not in files], files[0] if files else None)
+    found: Row = {"plan": words.app, "source": planner.workload.source}
+    with Console(stderr=True).status("a step on paper"):
+        if words.check:
+            found["check"] = check(planner)
+        else:
+            on = machines.find(words.machine)
+            slower = words.slower or (planner.measured(words.measured, on) if words.measured else planner.slower)
+            found |= {"machine": on.name, "slower": slower}
+            on, ways = replace(on, slower=slower), words.ways or ([1, 2, 4, 8] if planner.workload.cut else [1])
+            found["jobs"] = {gpus: [row(job, on) for job in best(planner, gpus, ways, on, words.evaluate)] for gpus in words.gpus}
+    if words.directory is not None:
+        from hpcai.cli.plan.picture import draw
+
+        words.directory.mkdir(parents=True, exist_ok=True)
+        (words.directory / "plan.json").write_text(json.dumps(found, indent=1) + "\n")
+        if "jobs" in found:
+            draw(found, planner.workload.published, words.directory / "plan.png")
+    print(json.dumps(found)) if words.json else show(found)
+    return 0
+
+
+def _parsed(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="hpcai plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("app", metavar="APP", help="a folder of apps/ with a file plan.py")
+    parser.add_argument("words", nargs="*", metavar="CONFIG.yaml|key=value", help="settings of the app")
+    parser.add_argument("--machine", default="h100", help=f"one of {', '.join(MACHINES)}")
+    parser.add_argument("--gpus", type=int, nargs="+", default=[8, 64, 512, 2048], metavar="N", help="GPUs that train")
+    parser.add_argument("--ways", type=int, nargs="+", metavar="N", help="processes that one sample is cut over (1 2 4 8)")
+    parser.add_argument("--evaluate", type=int, default=0, metavar="N", help="more GPUs that only evaluate")
+    parser.add_argument("--slower", type=float, metavar="FACTOR", help="than the machine's rates allow")
+    parser.add_argument("--measured", type=float, metavar="SECONDS", help="of a step of one sample on one GPU of this machine")
+    parser.add_argument("--check", action="store_true", help="plan what others have published")
+    parser.add_argument("--directory", type=Path, metavar="OUT", help="folder for plan.json and plan.png")
+    parser.add_argument("--json", action="store_true", help="print JSON alone")
+    words = parser.parse_intermixed_args(argv)
+    if min(*words.gpus, *(words.ways or [1])) < 1 or words.evaluate < 0 or min(words.slower or 1, words.measured or 1) <= 0:
+        parser.error("numbers of GPUs and ways are at least 1, factors and seconds more than 0")
+    return words
+
+
+def best(planner: Planner, gpus: int, ways: Sequence[int], on: Machine, evaluating: int) -> list[Job]:
+    """For each way of cutting the fastest job on ``gpus``."""
+    every = planner.jobs(gpus, ways, on, evaluating)
+    return [next(job for job in every if job.ways == cut) for cut in ways if any(job.ways == cut for job in every)]
+
+
+def row(job: Job, on: Machine) -> Row:
+    step, peak, lean = job.fit
+    return {
+        "gpus": job.gpus, "ways": job.ways, "batch": job.batch, "memory_gb": peak / 1e9, "of_gb": on.room / 1e9, "lean": list(lean),
+        "step_s": job.seconds, "kernels_s": step.products + step.memory, "launches_s": step.launches, "messages_s": step.waiting,
+        "loader_s": job.loader, "sent_gb": step.sent / 1e9, "steps": job.steps, "minutes": job.minutes,
+    }  # fmt: skip
+
+
+def check(planner: Planner) -> list[Row]:
+    """What is published, what is planned with the first step's slowness, and what no code could beat."""
+    rows = []
+    for number, point in enumerate(planner.workload.published):
+        planned, least = (planner.planned(point, slower) for slower in (planner.slower, 1.0))
+        rows.append({
+            "what": point.what, "of": point.of, "machine": point.machine, "gpus": point.gpus, "evaluating": point.evaluating,
+            "ways": point.ways, "batch": point.batch, "published": point.value, "planned": planned,
+            "error_percent": None if number == 0 else 100 * (planned / point.value - 1), "at_best": least,
+        })  # fmt: skip
+    return rows
+
+
+def show(found: Row) -> None:
+    console = Console()
+    console.width = max(console.width, 120)
+    show_to_reader(lambda: _checked(found, console) if "check" in found else _jobs(found, console))
+
+
+def _checked(found: Row, console: Console) -> None:
+    table = Table(title=f"{found['plan']}: published and planned", title_justify="left")
+    for name in ("", "by", "GPUs", "ways", "batch", "published", "planned", "error", "at best"):
+        table.add_column(name, justify="right" if name not in ("", "by") else "left")
+    for one in found["check"]:
+        unit, scale = ("ms a step", 1e3) if one["what"] == "step" else ("minutes", 1)
+        gpus = f"{one['gpus']:,} {one['machine']}" + (f" + {one['evaluating']}" if one["evaluating"] else "")
+        error = "taken from it" if one["error_percent"] is None else f"{one['error_percent']:+.0f} %"
+        values = (f"{scale * one[key]:.3g}" for key in ("published", "planned"))
+        table.add_row(unit, one["of"], gpus, str(one["ways"]), str(one["batch"]), *values, error, f"{scale * one['at_best']:.3g}")
+    console.print(table)
+
+
+def _jobs(found: Row, console: Console) -> None:
+    slower = f"kernels {found['slower']:.2f} times slower than its rates"
+    console.print(f"{found['plan']} on {found['machine']}; {slower}; {found['source']}", soft_wrap=True)
+    table = Table(caption="ms of a step: kernels, their starts, messages that nothing hides, the loader", caption_justify="left")
+    for name in ("GPUs", "ways", "batch", "GB of each", "ms a step", "kernels", "starts", "messages", "loader", "steps", "minutes"):
+        table.add_column(name, justify="right")
+    for rows in found["jobs"].values():
+        least = min((one["minutes"] for one in rows), default=0)
+        for one in rows:
+            parts = (f"{1e3 * one[key]:.3g}" for key in ("step_s", "kernels_s", "launches_s", "messages_s", "loader_s"))
+            style = "bold" if one["minutes"] == least else None
+            table.add_row(f"{one['gpus']:,}", str(one["ways"]), str(one["batch"]), f"{one['memory_gb']:.3g}", *parts,
+                          f"{one['steps']:,.0f}", f"{one['minutes']:.3g}", style=style)  # fmt: skip
+        table.add_section()
+    console.print(table)
+    for gpus in [gpus for gpus, rows in found["jobs"].items() if not rows]:
+        console.print(f"{int(gpus):,} GPUs: no batch that is known to reach the target divides among them and fits their memory")

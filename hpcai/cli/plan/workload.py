@@ -1,0 +1,99 @@
+"""What an app declares of itself to be planned: ``apps/<name>/plan.py`` has a class ``Plan``, a ``Workload``."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from torch import nn
+
+from hpcai.cli import apps
+from hpcai.cli.trial import Subject
+from hpcai.dist import Mesh
+from hpcai.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What is evaluated between two stretches of training."""
+
+    samples: int
+    every: float
+    """samples that are trained on in between"""
+    cost: float
+    """one of them, in steps of one training sample"""
+    first: float = 0.0
+    """samples that are trained on before it is worth while"""
+
+
+@dataclass(frozen=True)
+class Published:
+    """What somebody has published of a run, to be planned and compared: ``value`` seconds of a ``step`` or minutes of a ``run``."""
+
+    what: Literal["step", "run"]
+    value: float
+    machine: str
+    gpus: int
+    """that train"""
+    batch: int
+    ways: int = 1
+    evaluating: int = 0
+    """GPUs that only evaluate"""
+    words: Sequence[str] = ()
+    """key=value words: precision, and what else its settings differ in"""
+    of: str = "NVIDIA"
+
+
+class Workload:
+    """A training to be planned. A subclass has what is declared without a value.
+
+    ``published[0]`` is a step on GPUs that hold a sample each and are not cut, or nearly: how much slower it was than the machine's
+    rates allow is what the others are planned with.
+    """
+
+    subject: Subject
+    yaml: str
+    """file in apps/<name>/configs"""
+    cut: str | None = None
+    """axis of the mesh over which one sample is cut"""
+    turns: Mapping[Sequence[str], float] = {(): 1.0}
+    """key=value words of the kinds of step, and how much each weighs in the mean step"""
+    lean: Sequence[Sequence[str]] = ((),)
+    """key=value words, the fastest first, that take ever less memory"""
+    most: int = 1
+    """samples that a process takes at a time; more are micro-batches"""
+    samples: Mapping[int, float]
+    """samples until the target is reached, by global batch"""
+    source: str
+    """where ``samples`` come from"""
+    evaluation: Evaluation
+    preparation: Callable[[np.random.Generator, Any], np.ndarray] | None = None
+    """(random, shape) -> seconds that a worker needs for samples; None: next to nothing"""
+    workers: int = 8
+    published: Sequence[Published]
+
+    def build(self, cfg: Any, mesh: Mesh) -> nn.Module:
+        return self.subject.build(cfg, mesh, self.subject.whole(cfg, mesh))
+
+    def batch(self, cfg: Any, mesh: Mesh, count: int) -> Any:
+        """Tensors as this process gets them for ``count`` samples; their numbers do not count."""
+        return self.subject.random_batch(cfg, range(count), mesh.device)
+
+    def needs(self, batch: int) -> float:
+        """Samples to the target, on the line between the batches that are known, in logarithms. Raises ConfigError outside."""
+        low, high = min(self.samples), max(self.samples)
+        if not low <= batch <= high:
+            raise ConfigError(f"a batch of {batch} is not among {low} to {high}, the known ones ({self.source}); take one of these")
+        known = sorted(self.samples)
+        return math.exp(np.interp(math.log(batch), np.log(known), [math.log(self.samples[b]) for b in known]))
+
+
+def find(name: str) -> Workload:
+    """What the app declares to be planned. Raises ConfigError, which lists the apps that declare it."""
+    module = apps.find(name, "plan")
+    if module is None:
+        what = f"apps/{name} has no file plan.py" if name in apps.every() else f"there is no app {name!r}"
+        raise ConfigError(f"{what}; expected one of {', '.join(apps.names('plan')) or 'those in apps/ of a checkout'}")
+    workload: Workload = module.Plan()
+    return workload

@@ -1,0 +1,85 @@
+"""GPUs and the links between them, by the sheets of those who make them, and what share of a sheet's rate is counted on.
+
+Shares are the same for all GPUs and all networks, and were set before any plan was compared with a published run: large products in
+bfloat16 reach 0.7 of the rate, what is read and written 0.85 of the bandwidth, messages 0.8 of a link's.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from hpcai.errors import ConfigError
+
+_PRODUCTS, _MEMORY, _WIRE = 0.7, 0.85, 0.8
+
+
+@dataclass(frozen=True)
+class Link:
+    """What one GPU sends with at a time: seconds until the first byte is there, bytes a second."""
+
+    latency: float
+    rate: float
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One kind of GPU in nodes of one kind. Rates are those that are counted on, a second."""
+
+    name: str
+    products: dict[int, float]
+    """multiplications and additions of products, by the bytes of a number: 2 bfloat16, 4 float32 (TF32 where there is one)"""
+    memory: float
+    """bytes read and written"""
+    room: float
+    """bytes of memory"""
+    node: int
+    """GPUs of a node"""
+    inside: Link
+    """between GPUs of a node"""
+    outside: Link
+    """between nodes, for each GPU"""
+    launch: float = 2e-6
+    """seconds of a kernel in a graph beside what it reads, writes and computes: its start, and the tail of its last blocks"""
+    slower: float = 1.0
+    """by what factor kernels take longer than they need at these rates, as measured; starts and messages do not"""
+    host: float = 0.0
+    """seconds that the host takes to launch a kernel which is not in a graph"""
+
+    def message(self, name: str, size: int, ranks: Sequence[int]) -> tuple[float, float]:
+        """Seconds of a message of which each of ``ranks`` gives ``size`` bytes, and the bytes that each sends: the bounds of Thakur
+        et al. ("Optimization of collective communication operations in MPICH", 2005). Each doubling of the nodes costs the latency
+        once more. What goes round a ring crosses from node to node once, on the links of all GPUs of a node together."""
+        n, nodes = len(ranks), len({rank // self.node for rank in ranks})
+        link = self.inside if nodes == 1 else self.outside
+        around = {"all-reduce": 2 * (n - 1) / n, "all-gather": n - 1, "reduce-scatter": n - 1}
+        sent = size * (around[name] if name in around else {"all-to-all": (n - 1) / n, "receive": 0}.get(name, 1))
+        rate = min(self.inside.rate, link.rate * n / nodes) if name in around else link.rate
+        return link.latency * (1 + math.log2(nodes)) + sent / rate, sent
+
+
+def _gpu(name: str, tera: float, wide: float, bandwidth: float, room: float, node: int, inside: float, outside: float) -> Machine:
+    """From the sheets: dense products in bfloat16 and TF32 (10^12 / s), memory (GB/s), memory (GB), links of a GPU (GB/s)."""
+    return Machine(
+        name, {2: _PRODUCTS * tera * 1e12, 4: _PRODUCTS * wide * 1e12, 8: _PRODUCTS * 60e12}, _MEMORY * bandwidth * 1e9, room * 1e9,
+        node, Link(15e-6, _WIRE * inside * 1e9), Link(20e-6, _WIRE * outside * 1e9), host=8e-6,
+    )  # fmt: skip
+
+
+MACHINES = {
+    machine.name: machine
+    for machine in (
+        _gpu("a100-40", 312, 156, 1555, 40, 4, 300, 25),  # Perlmutter: one Slingshot 11 of 200 Gb/s for each GPU
+        _gpu("a100", 312, 156, 2039, 80, 4, 300, 25),
+        _gpu("h100", 989, 495, 3352, 80, 8, 450, 50),  # Eos: one InfiniBand of 400 Gb/s for each GPU
+        _gpu("h200", 989, 495, 4800, 141, 8, 450, 50),
+        _gpu("gh200", 989, 495, 4000, 96, 4, 450, 25),  # Alps: one Slingshot 11 of 200 Gb/s for each module
+        _gpu("b200", 2250, 1125, 8000, 180, 8, 900, 50),
+    )
+}
+
+
+def find(name: str, **changes: object) -> Machine:
+    """The machine ``name`` with other values. Raises ConfigError, which lists those that there are."""
+    if name not in MACHINES:
+        raise ConfigError(f"there is no machine {name!r}; expected one of {', '.join(MACHINES)}")
+    return replace(MACHINES[name], **changes)  # type: ignore[arg-type]

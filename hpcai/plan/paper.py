@@ -1,0 +1,303 @@
+"""A step on paper: what one process of a job of any size computes, sends and waits for, recorded while nothing of it is done.
+
+    with on_paper(2048) as paper:
+        mesh = Mesh({"replicate": 256, "axial": 8}, 2048)
+        with deferred(0):
+            model = parallelize(Net(cfg), mesh)
+        with paper.sizes():
+            model, batch = paper.fill(model), paper.fake(batch)
+            with paper.recording() as record:
+                loss(model, batch).backward()
+    record.events                     # Run, Send and Wait, in the order of the program
+
+Tensors have sizes and no numbers (torch's FakeTensorMode), process groups deliver at once, and kernels of Triton are noted, not
+launched: what runs is the code that a GPU would be given, over all ranks that it would talk to. So nothing in it may read a number
+from the device, which holds for what can be captured.
+"""
+
+import math
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import flop_counter
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from hpcai.errors import MeshError
+from hpcai.kernels import compiler
+
+_NO_WORK = {"_unsafe_view", "device", "lift_fresh", "promote_types", "is_set_to"}  # beside views and empty tensors
+_WRITES = {"copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_"}  # without reading what was there
+
+
+def _convolved(x: Any, weight: Any, _bias: Any, _stride: Any, _padding: Any, _dilation: Any, transposed: bool, *_: Any,
+               out_val: Any = None, out_shape: Any = None, **__: Any) -> int:  # fmt: skip
+    out = out_shape if out_val is None else out_val.shape
+    places = x if transposed else out  # at each of which every weight is multiplied once
+    return 2 * math.prod(weight) * places[0] * math.prod(places[2:])
+
+
+def _convolved_back(grad: Any, x: Any, weight: Any, _bias: Any, *rest: Any, **__: Any) -> int:
+    # stride, padding, dilation, transposed, output padding, groups, which gradients are wanted
+    return sum(rest[-1][:2]) * _convolved(x, weight, None, None, None, None, rest[3], out_shape=grad)
+
+
+def _added(_: Any, a: Any, b: Any, *__: Any, **___: Any) -> int:
+    return 2 * math.prod(a) * b[-1]
+
+
+PRODUCTS = {
+    torch.ops.aten.addmm_: _added, torch.ops.aten.baddbmm_: _added, torch.ops.aten.convolution: _convolved,
+    torch.ops.aten._convolution: _convolved, torch.ops.aten.convolution_backward: _convolved_back,
+}  # fmt: skip
+"""What torch's counter does not know, or takes for more than it is: the weights of a convolution in groups, by which it counts all
+channels. Multiplications and additions from the shapes of the arguments."""
+
+
+class Run(NamedTuple):
+    """A kernel: multiplications and additions of products, bytes read and written, and bytes of a number that it multiplies."""
+
+    name: str
+    products: float
+    bytes: int
+    width: int
+
+
+class Send(NamedTuple):
+    """A message of this process to the others of ``ranks`` begins; ``bytes`` is what a rank gives (all-reduce: the whole)."""
+
+    name: str
+    bytes: int
+    ranks: tuple[int, ...]
+    number: int
+
+
+class Wait(NamedTuple):
+    """What follows needs the message ``number``."""
+
+    number: int
+
+
+Event = Run | Send | Wait
+
+
+@dataclass
+class Record:
+    """What one process does, in order, and the most bytes that its tensors took at a time."""
+
+    events: list[Event] = field(default_factory=list)
+    peak: int = 0
+
+
+class Paper(TorchDispatchMode):
+    """Records operations and messages between ``recording`` and its end, and the memory of all tensors made within ``sizes``.
+    ``kernels``: tensors count as those of a GPU."""
+
+    def __init__(self, kernels: bool) -> None:
+        super().__init__()
+        self._kernels = kernels
+        self._record, self._sent = Record(), 0
+        self._live: set[int] = set()
+        self._bytes = 0
+
+    @contextmanager
+    def sizes(self) -> Iterator[None]:
+        """Inside, tensors that are made have sizes and no numbers."""
+        with ExitStack() as held:
+            held.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+            if self._kernels:
+                held.enter_context(mock.patch.object(compiler, "PLANNED", True))
+                held.enter_context(_launched(self))
+            held.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            held.enter_context(self)
+            yield
+
+    @contextmanager
+    def recording(self) -> Iterator[Record]:
+        before, self._record = self._record, Record(peak=self._bytes)
+        try:
+            yield self._record
+        finally:
+            self._record = before
+
+    def fake(self, batch: Any) -> Any:
+        """Tensors of the sizes of those in ``batch``."""
+        return tree_map(lambda x: torch.empty_like(x, memory_format=torch.preserve_format) if isinstance(x, Tensor) else x, batch)
+
+    def fill(self, model: nn.Module) -> nn.Module:
+        """Give the parameters that ``model`` has on the meta device (``hpcai.nn.deferred``) memory on paper."""
+        made: dict[nn.Parameter, nn.Parameter] = {}
+        for module in model.modules():
+            for name, parameter in list(module._parameters.items()):
+                if parameter is not None and parameter not in made:
+                    size = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype)
+                    made[parameter] = nn.Parameter(size, parameter.requires_grad)
+                    made[parameter].__dict__.update({key: x for key, x in vars(parameter).items() if key != "deferred"})
+                if parameter is not None:
+                    module._parameters[name] = made[parameter]
+        return model
+
+    def ran(self, name: str, bytes: int, products: float = 0, width: int = 4) -> None:
+        self._record.events.append(Run(name, products, bytes, width))
+
+    def sent(self, name: str, tensors: Sequence[Tensor], ranks: tuple[int, ...]) -> "_Work":
+        self._sent += 1
+        self._record.events.append(Send(name, sum(map(_bytes, tensors)), ranks, self._sent))
+        return _Work(self, self._sent)
+
+    def waited(self, number: int) -> None:
+        self._record.events.append(Wait(number))
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found, kwargs = function(*args, **(kwargs or {})), kwargs or {}
+        schema, name = function._schema, function.overloadpacket.__name__
+        written = [x for x in tree_leaves(found) if isinstance(x, Tensor)]
+        for tensor in written:
+            self._hold(tensor)
+        view = schema.returns and all(x.alias_info and not x.alias_info.is_write for x in schema.returns)
+        if view or name in _NO_WORK or "empty" in name or not written:
+            return found
+        read = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        read = read[1:] if name in _WRITES else read
+        products = self._products(function.overloadpacket, args, kwargs, found)
+        self.ran(name, sum(map(_bytes, (*read, *written))), products, max(x.element_size() for x in read or written))
+        return found
+
+    def _products(self, operation: Any, args: Any, words: Any, found: Any) -> float:
+        if operation in PRODUCTS:
+            args = tree_map(lambda x: x.shape if isinstance(x, Tensor) else x, args)
+            return PRODUCTS[operation](*args, **words, out_val=found)
+        formula: Any = flop_counter.flop_registry.get(operation)
+        return formula(*args, **words, out_val=found) if formula else 0
+
+    def _hold(self, tensor: Tensor) -> None:
+        memory = tensor.untyped_storage()
+        key, size = memory._cdata, memory.nbytes()
+        if key in self._live:
+            return
+        self._live.add(key)
+        self._bytes += size
+        self._record.peak = max(self._record.peak, self._bytes)
+        weakref.finalize(memory, self._freed, key, size)
+
+    def _freed(self, key: int, size: int) -> None:
+        self._live.discard(key)
+        self._bytes -= size
+
+
+def _bytes(x: Tensor) -> int:
+    """Those of its memory that it covers: an expanded tensor is read once."""
+    return math.prod(n for n, step in zip(x.shape, x.stride()) if step) * x.element_size()
+
+
+class _Work(torch_dist.Work):
+    def __init__(self, paper: Paper, number: int) -> None:
+        super().__init__()
+        self._paper, self._number = paper, number
+
+    def wait(self, *_: Any) -> bool:
+        self._paper.waited(self._number)
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class _Group(torch_dist.ProcessGroup):
+    """Ranks of which the first alone is there. All others give what it gives."""
+
+    paper: Paper
+
+    def __init__(self, rank: int, ranks: Sequence[int]) -> None:
+        super().__init__(rank, len(ranks))  # type: ignore[call-arg]
+        self.ranks = tuple(ranks)
+
+    def _sent(self, name: str, tensors: Sequence[Tensor]) -> _Work:
+        return self.paper.sent(name, tensors, self.ranks)
+
+    def allreduce(self, tensors: Any, *_: Any) -> _Work:
+        return self._sent("all-reduce", tensors)
+
+    def broadcast(self, tensors: Any, *_: Any) -> _Work:
+        return self._sent("broadcast", tensors)
+
+    def allgather(self, wholes: Any, tensors: Any, *_: Any) -> _Work:
+        for place in wholes[0]:
+            place.copy_(tensors[0])
+        return self._sent("all-gather", tensors)
+
+    def all_gather_single(self, whole: Tensor, own: Tensor, *_: Any) -> _Work:
+        return self._sent("all-gather", [own])
+
+    def reduce_scatter_single(self, own: Tensor, whole: Tensor, *_: Any) -> _Work:
+        return self._sent("reduce-scatter", [own])
+
+    def all_to_all_single(self, whole: Tensor, own: Tensor, *_: Any) -> _Work:
+        return self._sent("all-to-all", [own])
+
+    _allgather_base: Any = all_gather_single  # as torch before 2.13 calls them
+    _reduce_scatter_base: Any = reduce_scatter_single
+    alltoall_base: Any = all_to_all_single
+
+    def send(self, tensors: Any, *_: Any) -> _Work:
+        return self._sent("send", tensors)
+
+    def recv(self, tensors: Any, *_: Any) -> _Work:
+        return self._sent("receive", tensors)
+
+    def barrier(self, *_: Any) -> _Work:
+        return self._sent("barrier", [])
+
+    def getBackendName(self) -> str:  # noqa: N802
+        return "paper"
+
+
+def _joined(options: Any, _: Any) -> _Group:
+    ranks = options.global_ranks_in_group or range(options.group_size)
+    return _Group(options.group_rank, ranks)
+
+
+@contextmanager
+def on_paper(world: int, kernels: bool = True) -> Iterator[Paper]:
+    """A job of ``world`` processes, of which this is the first. ``kernels``: what is computed counts as done on a GPU. Raises
+    MeshError within another job."""
+    if torch_dist.is_initialized():
+        raise MeshError("a plan needs a process that belongs to no job; end the job first, or plan in another process")
+    if "paper" not in torch_dist.Backend.backend_list:
+        torch_dist.Backend.register_backend("paper", _joined, extended_api=True, devices=["cpu", "cuda"])
+    paper = Paper(kernels)
+    with mock.patch.object(_Group, "paper", paper, create=True):
+        torch_dist.init_process_group("paper", rank=0, world_size=world, store=torch_dist.HashStore())
+        try:
+            yield paper
+        finally:
+            torch_dist.destroy_process_group()
+
+
+@contextmanager
+def _launched(paper: Paper) -> Iterator[None]:
+    """Kernels of Triton read and write each tensor that they are given once."""
+    if compiler.MISSING is not None:
+        yield
+        return
+    from triton.runtime.jit import JITFunction
+
+    def noted(kernel: Any, grid: Any) -> Callable[..., Any]:
+        def launch(*args: Any, **words: Any) -> None:
+            tensors = [x for x in (*args, *words.values()) if isinstance(x, Tensor)]
+            paper.ran(kernel.fn.__name__, sum(map(_bytes, tensors)))
+
+        return launch
+
+    with mock.patch.object(JITFunction, "__getitem__", noted):
+        yield

@@ -1,0 +1,117 @@
+"""Plans of whole trainings: `hpcai plan`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from apps.openfold.trial import Trial
+from hpcai.cli import apps, main
+from hpcai.cli.plan import show
+from hpcai.cli.plan.planner import Planner
+from hpcai.cli.plan.workload import find
+from hpcai.errors import ConfigError
+from hpcai.plan.machines import find as machine
+
+PLANNED = ["cosmoflow", "deepcam", "openfold", "unet3d"]
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    assert main(["plan", *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Planner:
+    return Planner("openfold", [*Trial.tiny, "model.template=null", "features.templates=0"])
+
+
+def test_all_apps_but_one_of_graphs_are_planned() -> None:
+    assert apps.names("plan") == PLANNED
+    for name in PLANNED:
+        load = find(name)
+        assert load.published[0].what == "step" and any(point.what == "run" for point in load.published)
+        assert all(load.needs(point.batch) > 0 for point in load.published)
+
+
+def test_a_cut_step_takes_less_of_each_process(tiny: Planner) -> None:
+    on = machine("h100")
+    (whole, most), (cut, less) = (tiny.fitting(ways, 128, 1, on)[:2] for ways in (1, 2))
+    assert whole.products + whole.memory > 1.2 * (cut.products + cut.memory) and most > less
+    assert cut.messages > whole.messages and cut.waiting > whole.waiting
+
+
+def test_a_job_is_its_steps_its_loader_and_its_last_evaluation(tiny: Planner) -> None:
+    job, known = tiny.job(256, 1, 256, machine("h100"), evaluating=32), tiny.workload.evaluation
+    alone = tiny.fitting(1, 1, 1, machine("h100")).step.seconds
+    score = known.samples * known.cost * alone / 32
+    train = 520 * job.seconds
+    assert job.steps == pytest.approx(520) and job.loader > 0
+    assert job.minutes == pytest.approx((max(train, 520 / 40 * score) + score) / 60)
+    waits = tiny.job(256, 1, 256, machine("h100"))  # for thirteen evaluations by all of them
+    assert waits.minutes == pytest.approx((train + 520 / 40 * score * 32 / 256) / 60)
+
+
+def test_copies_beyond_those_recorded_concern_gradients_alone(tiny: Planner) -> None:
+    few, many = (tiny.fitting(2, copies, 1, machine("h100")).step for copies in (32, 1024))
+    assert (few.messages, few.memory, few.launches) == (many.messages, many.memory, many.launches)
+    assert many.sent > few.sent and many.seconds > few.seconds
+
+
+def test_slowness_is_that_of_a_step(tiny: Planner) -> None:
+    on = machine("h100")
+    assert tiny.measured(tiny.fitting(1, 1, 1, machine("h100", slower=5.0)).step.seconds, on) == pytest.approx(5, rel=5e-3)
+
+
+def test_what_does_not_fit_takes_the_lean_form(tiny: Planner) -> None:
+    on = machine("h100")
+    kept, saved = (tiny.step(1, 1, 1, on, lean).peak for lean in tiny.workload.lean)
+    assert saved < kept
+    small = machine("h100", room=(saved + kept) / 2 / 0.92)
+    assert tiny.fitting(1, 1, 1, small).lean == ("model.checkpoint=true",)
+    with pytest.raises(ConfigError, match=r"do not fit the .* GB of h100; cut samples further"):
+        tiny.fitting(1, 1, 1, machine("h100", room=saved / 2))
+
+
+def test_the_command_draws_and_says_what_it_found(
+    tiny: Planner, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr("hpcai.cli.plan.Planner", lambda *words: tiny)
+    words = ["--gpus", "256", "512", "1026", "--ways", "1", "2", "--slower", "2", "--directory", str(tmp_path)]
+    found = planned(capsys, "openfold", *words)
+    rows = [row for each in found["jobs"].values() for row in each]
+    assert [(row["gpus"], row["ways"]) for row in rows] == [(256, 1), (256, 2), (512, 2)]  # no batch of 512 is known
+    parts = ("kernels_s", "launches_s", "messages_s", "loader_s")
+    assert all(row["step_s"] == pytest.approx(sum(row[part] for part in parts)) and row["minutes"] > 0 for row in rows)
+    assert json.loads((tmp_path / "plan.json").read_text())["slower"] == 2
+    assert Image.open(tmp_path / "plan.png").width > 1000
+    show(found)
+    told = capsys.readouterr().out
+    assert "no batch that is known to reach the target" in told and "messages that nothing hides" in told
+
+
+@pytest.mark.parametrize("name", ["cosmoflow", "unet3d"])
+def test_published_runs_are_planned_and_what_is_wrong_is_printed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = planned(capsys, name, "--check")["check"]
+    assert rows[0]["error_percent"] is None and rows[0]["planned"] == pytest.approx(rows[0]["published"], rel=2e-3)
+    errors = [row["error_percent"] for row in rows[1:]]
+    print(name, [round(error) for error in errors])
+    assert all(row["error_percent"] == pytest.approx(100 * (row["planned"] / row["published"] - 1)) for row in rows[1:])
+    assert all(row["at_best"] <= row["planned"] for row in rows) and max(map(abs, errors)) < 40
+
+
+def test_what_cannot_be_planned_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, text in (
+        (["openfold", "--machine", "abacus"], "there is no machine 'abacus'; expected one of"),
+        (["nothing"], "there is no app 'nothing'; expected one of cosmoflow, deepcam, openfold, unet3d"),
+        (["opencatalyst"], "apps/opencatalyst has no file plan.py; expected one of"),
+        (["openfold", "model.blocks=many"], "model.blocks"),
+    ):
+        assert main(["plan", *words, "--gpus", "128", "--slower", "1"]) == 2
+        assert text in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["plan", "openfold", "--gpus", "0"])
+    with pytest.raises(ConfigError, match=r"a batch of 64 is not among 128 to 256, the known ones .*reference convergence"):
+        find("openfold").needs(64)

@@ -1,0 +1,140 @@
+"""A step on paper has the operations, messages and memory of the step that runs."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from apps.openfold.axial import by_channels
+from hpcai.dist.collect import Scattered, agree, gather_objects, gather_shares, sum_in_place, swap_shares
+from hpcai.dist.mesh import Mesh
+from hpcai.errors import MeshError
+from hpcai.kernels import compiler
+from hpcai.models.openfold import OpenFold, OpenFoldConfig, parallelize
+from hpcai.models.openfold.evoformer import Masks
+from hpcai.nn.deferred import deferred
+from hpcai.plan.machines import find
+from hpcai.plan.paper import PRODUCTS, Paper, Run, Send, Wait, on_paper
+
+
+@contextmanager
+def paper() -> Iterator[Paper]:
+    with on_paper(1, kernels=False) as made, made.sizes():
+        yield made
+
+
+def test_operations_have_their_products_and_bytes() -> None:
+    with paper() as made:
+        a, b = torch.empty(4, 6, dtype=torch.bfloat16), torch.empty(6, 8, dtype=torch.bfloat16)
+        with made.recording() as record:
+            c = a @ b
+            c.t().contiguous()
+            c.fill_(1)
+            c.add_(torch.empty(1, dtype=torch.bfloat16).expand(4, 8))
+    copy, fill = Run("clone", 0, 4 * 32, 2), Run("fill_", 0, 2 * 32, 2)
+    assert record.events == [Run("mm", 2 * 4 * 6 * 8, 2 * (24 + 48 + 32), 2), copy, fill, Run("add_", 0, 2 * (32 + 1 + 32), 2)]
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [nn.Conv2d(8, 16, 3, stride=2), nn.Conv2d(8, 8, 3, groups=8), nn.ConvTranspose2d(8, 4, 2, stride=2)],
+    ids=["strided", "depthwise", "transposed"],
+)
+def test_products_of_a_convolution_are_those_of_its_weights(layer: Any) -> None:
+    x = torch.randn(2, 8, 9, 9)
+    y = layer(x)
+    places = 81 if isinstance(layer, nn.ConvTranspose2d) else y.shape[2] * y.shape[3]
+    counter = FlopCounterMode(display=False, custom_mapping=PRODUCTS)
+    with counter:
+        layer(x).sum().backward()  # of the input there is no gradient
+    assert counter.get_total_flops() == 2 * 2 * layer.weight.numel() * 2 * places
+
+
+def test_memory_is_what_lives_at_a_time() -> None:
+    def step(x: Tensor) -> Tensor:
+        for _ in range(8):
+            x = x.sin()  # keeps its input
+        return x
+
+    with paper() as made:
+        x = torch.empty(1000, requires_grad=True)
+        peaks = []
+        for run in (step, lambda x: checkpoint(step, x, use_reentrant=False)):
+            with made.recording() as record:
+                y: Any = run(x)
+            peaks.append(record.peak)
+            del y
+        with made.recording() as record, torch.no_grad():
+            step(x)
+        peaks.append(record.peak)
+    assert peaks == [4000 * 9, 4000 * 3, 4000 * 3]  # all; x, and one that is made of another
+
+
+def test_messages_of_any_job() -> None:
+    with on_paper(2048) as made:
+        mesh = Mesh({"replicate": -1, "axial": 8}, 2048)
+        axis = mesh["axial"].meet()
+        with made.sizes(), made.recording() as record:
+            whole, own = torch.empty(32), torch.empty(4)
+            work = gather_shares(whole, own, axis)
+            swap_shares(torch.empty(32), whole, axis).wait()
+            work.wait()
+            Scattered(own, whole, axis).wait()
+            sum_in_place(whole, mesh.everyone)
+        assert (agree("word", mesh.everyone), gather_objects(3, axis)) == ("word", [3] * 8)
+    (first, *_), ranks = [event.number for event in record.events if isinstance(event, Send)], tuple(range(8))
+    assert [event for event in record.events if not isinstance(event, Run)] == [
+        Send("all-gather", 16, ranks, first), Send("all-to-all", 128, ranks, first + 1), Wait(first + 1), Wait(first),
+        Send("reduce-scatter", 16, ranks, first + 2), Wait(first + 2),
+        Send("all-reduce", 128, tuple(range(2048)), first + 3), Wait(first + 3),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_block_sends_on_paper_what_the_formula_says(ranks: int) -> None:
+    sequences, residues = 16, 24
+    cfg = OpenFoldConfig.preset("tiny", template=None, blocks=2)
+    with on_paper(ranks) as made:
+        mesh = Mesh({"axial": ranks}, ranks)
+        with deferred(0):
+            model = parallelize(OpenFold(cfg), mesh)
+        with made.sizes():
+            block = made.fill(model).evoformer.blocks[0]
+            s, r = sequences // ranks, residues // ranks
+            m, z = (torch.empty(size, requires_grad=True) for size in ((1, s, residues, cfg.msa), (1, r, residues, cfg.pair)))
+            rows, columns, pairs = torch.empty(1, s, residues), torch.empty(1, sequences, r), torch.empty(1, r, residues)
+            with made.recording() as record:
+                torch.autograd.backward(block(m, z, Masks(rows, columns, pairs, pairs, (sequences, residues))), (m, z))
+    sent = [find("h100").message(event.name, event.bytes, event.ranks)[1] for event in record.events if isinstance(event, Send)]
+    assert len(sent) == 24 and sum(sent) == 2 * 4 * by_channels(cfg, sequences, residues, ranks)
+
+
+def test_kernels_are_those_of_a_gpu() -> None:
+    pytest.importorskip("triton", reason="triton is not installed: kernels on paper are NOT tested")
+    from hpcai.nn.layernorm import LayerNorm
+
+    def names(kernels: bool) -> Counter[str]:
+        with on_paper(1, kernels) as made, made.sizes(), made.recording() as record:
+            layer = LayerNorm(64)
+            layer(torch.empty(10, 64)).sum().backward()
+        return Counter(event.name for event in record.events if isinstance(event, Run))
+
+    assert names(kernels=True)["_forward"] == names(kernels=True)["_backward"] == 1 and "_forward" not in names(kernels=False)
+
+
+def test_nothing_of_a_plan_stays() -> None:
+    with pytest.raises(ZeroDivisionError), on_paper(4) as made, made.sizes():
+        _ = 1 / 0
+    assert not torch_dist.is_initialized() and not compiler.PLANNED and torch.ones(2).sum().item() == 2
+
+
+def test_a_plan_within_a_job_is_refused() -> None:
+    with on_paper(2), pytest.raises(MeshError, match="belongs to no job"), on_paper(2):
+        pass
