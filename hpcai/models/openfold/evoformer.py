@@ -87,10 +87,11 @@ class OuterProductMean(nn.Module):
 
     def forward(self, m: Tensor, masks: Masks) -> Tensor:
         m = self.layer_norm(m)
-        a, b = self.linear_1(m), self.linear_2(m)
-        mask = masks.columns[..., None].to(a.dtype)  # or the products would be wider than both
-        a, b = a * mask, self.every_residue(b * mask, masks.size[1])
-        return outer_product(a, b, self.linear_out.weight, self.linear_out.bias, masks.both + _COUNT_EPS)
+        b = self.linear_2(m)
+        mask = masks.columns[..., None].to(b.dtype)  # or the products would be wider than both
+        passing = self.every_residue.begin(b * mask, masks.size[1])
+        a = self.linear_1(m) * mask
+        return outer_product(a, self.every_residue.finish(passing), self.linear_out.weight, self.linear_out.bias, masks.both + _COUNT_EPS)
 
 
 class PairUpdate(nn.Module):
@@ -139,7 +140,9 @@ class EvoformerBlock(nn.Module):
         m = m + self.msa_att_col(m, masks.columns)
         m = m + self.msa_transition(m)
         z = z + self.outer_product_mean(m, masks)
-        return self.to_rows(m, *masks.size), self.pair(z, masks.pairs)
+        passing = self.to_rows.begin(m, *masks.size)
+        z = self.pair(z, masks.pairs)
+        return self.to_rows.finish(passing), z
 
 
 class ExtraBlock(EvoformerBlock):

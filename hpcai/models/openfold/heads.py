@@ -58,10 +58,14 @@ class Heads(nn.Module):
             wide = torch.promote_types(self.distogram.weight.dtype, torch.float32)
             m, z, s, structured = (x.to(wide) for x in (m, z, s, structured))
             size = s.shape[1]
-            half, msa = self.join_rows(self.distogram(z), size), self.join_columns(self.masked_msa(m), size)
+            half = self.join_rows.begin(self.distogram(z), size)
+            msa = self.join_columns.begin(self.masked_msa(m), size)
+            error = self.join_rows.begin(self.tm(z), size) if self.tm is not None else None
+            plddt, resolved = self.plddt(structured), self.experimentally_resolved(s)
+            half = self.join_rows.finish(half)
             return Logits(
-                self.plddt(structured), half + half.transpose(1, 2), msa, self.experimentally_resolved(s),
-                self.join_rows(self.tm(z), size) if self.tm is not None else None,
+                plddt, half + half.transpose(1, 2), self.join_columns.finish(msa), resolved,
+                self.join_rows.finish(error) if self.tm is not None else None,
             )  # fmt: skip
 
 
