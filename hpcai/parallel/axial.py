@@ -186,8 +186,8 @@ class Crossing:
 
 
 class Passing(NamedTuple):
-    """What lies between the halves of a seam. ``token`` has no values: it carries the order of the backward pass, and nobody can add
-    to a gradient that has not come yet."""
+    """What lies between the halves of a seam. ``token`` has no values: it carries the order of the backward pass, and nobody can
+    add to a gradient that has not come yet."""
 
     token: Tensor
     crossing: Crossing

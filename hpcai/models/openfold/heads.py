@@ -62,11 +62,9 @@ class Heads(nn.Module):
             msa = self.join_columns.begin(self.masked_msa(m), size)
             error = self.join_rows.begin(self.tm(z), size) if self.tm is not None else None
             plddt, resolved = self.plddt(structured), self.experimentally_resolved(s)
-            half = self.join_rows.finish(half)
-            return Logits(
-                plddt, half + half.transpose(1, 2), self.join_columns.finish(msa), resolved,
-                self.join_rows.finish(error) if self.tm is not None else None,
-            )  # fmt: skip
+            half, msa = self.join_rows.finish(half), self.join_columns.finish(msa)
+            error = self.join_rows.finish(error) if self.tm is not None else None
+            return Logits(plddt, half + half.transpose(1, 2), msa, resolved, error)
 
 
 def distance_edges(like: Tensor) -> Tensor:
