@@ -221,7 +221,8 @@ class Watched(TorchDispatchMode):
 
         class Work:
             def wait(self) -> None:
-                watched.behind[number] = set(watched.computed[since:])
+                if watched.behind[number] is None:
+                    watched.behind[number] = set(watched.computed[since:])
                 work.wait()
 
         return Work()
