@@ -102,7 +102,7 @@ def _measure(mesh: Mesh, cfg: Any, repeats: int, kind: "type[_Block]") -> Row:
             cut.run()
         times[form].append((time.perf_counter() - began, waited))
 
-    runs = {"whole": whole.run, **{form: partial(run, form) for form in times}}
+    runs: dict[str, Callable[[], object]] = {"whole": whole.run, **{form: partial(run, form) for form in times}}
     spent = alternate(runs, repeats, warm=1, clock=time.process_time)
     wall, unhidden_wall = (statistics.median(one for one, _ in each[1:]) for each in times.values())
     # Of each message, or what holds a rank up for a moment, elsewhere each time, would be all that is seen.
