@@ -9,9 +9,17 @@ Ranks hold equal parts: a dim that does not divide is filled with zeros behind i
 again. One rule makes all gradients right: what ranks count adds up. The adjoint of a cut is filling with zeros, that of a join is a
 sum of which each rank gets its part, and what all ranks compute alike counts 1/n on each (``Once``). Nothing is approximate.
 n the size of the axis.
+
+A message that a model asks for before it needs it hides behind what it computes meanwhile, and so does its gradient's:
+
+    passing = join.begin(part, C)              # sent
+    y = something(else)
+    x = join.finish(passing)                   # there
 """
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map
 
-from hpcai.dist.collect import Scattered, gather_shares, once, swap_shares
+from hpcai.dist.collect import Scattered, backend, gather_shares, once, swap_shares
 from hpcai.dist.mesh import Axis
 from hpcai.errors import DataError
 from hpcai.nn.seam import Seam
@@ -51,7 +59,27 @@ class Own(_Seam):
         return _filled(x.narrow(self.dim, first, min(each, size - first)), self.dim, each)
 
 
-class Join(_Seam):
+class _Crossed(_Seam):
+    """A seam that sends: whole, or in two halves with computation in between. ``_ways`` are those of a part and of its gradient."""
+
+    def _ways(self, x: Tensor, *sizes: int) -> tuple["Way", "Way"]:
+        raise NotImplementedError
+
+    @torch.compiler.disable
+    def forward(self, x: Tensor, *sizes: int) -> Tensor:
+        return self.finish(self.begin(x, *sizes))
+
+    @torch.compiler.disable
+    def begin(self, x: Tensor, *sizes: int) -> "Passing":
+        crossing = Crossing(*self._ways(x, *sizes))
+        return Passing(_Begin.apply(x, crossing), crossing)
+
+    @torch.compiler.disable
+    def finish(self, passing: "Passing") -> Tensor:
+        return _Finish.apply(*passing)
+
+
+class Join(_Crossed):
     """The whole on every rank, from its parts along ``dim``, of the first of ``sizes`` places or, of a square, as many as the next
     dim has."""
 
@@ -59,13 +87,12 @@ class Join(_Seam):
         super().__init__(axis, traffic)
         self.dim = dim
 
-    @torch.compiler.disable
-    def forward(self, x: Tensor, *sizes: int) -> Tensor:
-        size = sizes[0] if sizes else x.shape[self.dim + 1]
-        return _Join.apply(x, self.axis, self.dim, size, self.traffic)
+    def _ways(self, x: Tensor, *sizes: int) -> tuple["Way", "Way"]:
+        given, size = (self.axis, self.traffic, self.dim), sizes[0] if sizes else x.shape[self.dim + 1]
+        return partial(_gathered, *given, size), partial(_scattered, *given, x.shape[self.dim])
 
 
-class Move(_Seam):
+class Move(_Crossed):
     """The cut moves from dim ``take``, which is put together, to dim ``give``. ``sizes`` are those of the whole from dim 1 on; a
     square needs none."""
 
@@ -73,30 +100,40 @@ class Move(_Seam):
         super().__init__(axis, traffic)
         self.give, self.take = give, take
 
-    @torch.compiler.disable
-    def forward(self, x: Tensor, *sizes: int) -> Tensor:
-        size = sizes[self.take - 1] if sizes else x.shape[self.give]
-        return _Move.apply(x, self.axis, self.give, self.take, size, self.traffic)
+    def _ways(self, x: Tensor, *sizes: int) -> tuple["Way", "Way"]:
+        given, size = (self.axis, self.traffic), sizes[self.take - 1] if sizes else x.shape[self.give]
+        there = partial(_moved, *given, self.give, self.take, size)
+        return there, partial(_moved, *given, self.take, self.give, x.shape[self.give])
 
 
-class ToChannels(_Seam):
+class ToChannels(Move):
     """All edges of some channels, from all channels of some rows.   [B, 2 C, R/n, R] -> [B, 2 C/n, R, R], each half by itself"""
+
+    def __init__(self, axis: Axis, traffic: Traffic) -> None:
+        super().__init__(axis, traffic, 2, 3)
 
     @property
     def parts(self) -> int:  # type: ignore[override]
         return self.axis.size
 
     @torch.compiler.disable
-    def forward(self, x: Tensor, *sizes: int) -> Tensor:
-        return _Move.apply(x.unflatten(1, (2, -1)), self.axis, 2, 3, x.shape[3], self.traffic).flatten(1, 2)
-
-
-class ToRows(_Seam):
-    """All channels of some rows, from all edges of some channels.   [B, C/n, R, R] -> [B, C, R/n, R]"""
+    def begin(self, x: Tensor, *sizes: int) -> "Passing":
+        return super().begin(x.unflatten(1, (2, -1)), 2, x.shape[1] // 2, x.shape[3], x.shape[3])
 
     @torch.compiler.disable
-    def forward(self, x: Tensor, *sizes: int) -> Tensor:
-        return _Move.apply(x, self.axis, 2, 1, x.shape[1] * self.axis.size, self.traffic)
+    def finish(self, passing: "Passing") -> Tensor:
+        return super().finish(passing).flatten(1, 2)
+
+
+class ToRows(Move):
+    """All channels of some rows, from all edges of some channels.   [B, C/n, R, R] -> [B, C, R/n, R]"""
+
+    def __init__(self, axis: Axis, traffic: Traffic) -> None:
+        super().__init__(axis, traffic, 2, 1)
+
+    @torch.compiler.disable
+    def begin(self, x: Tensor, *sizes: int) -> "Passing":
+        return super().begin(x, x.shape[1] * self.axis.size)
 
 
 class Once(nn.Module):
@@ -111,45 +148,98 @@ class Once(nn.Module):
         return tree_map(lambda x: once(x, n) if isinstance(x, Tensor) and x.is_floating_point() else x, every)
 
 
-class _Join(torch.autograd.Function):
+class Message:
+    """A tensor under way along ``axis``: ``work`` reads ``sent``, of which each other rank gets as much as ``part``, and fills what
+    ``landed`` makes it of."""
+
+    def __init__(self, work: Any, axis: Axis, traffic: Traffic, sent: Tensor, part: Tensor, landed: Callable[[], Tensor]) -> None:
+        self.work, self.sent, self.landed = work, sent, landed
+        self.in_stream = backend(sent.device, axis) == "nccl"
+        traffic.sent += (axis.size - 1) * part.numel() * part.element_size()
+        traffic.messages += 1
+
+    def wait(self) -> Tensor:
+        self.work.wait()
+        return self.landed()
+
+
+Way = Callable[[Tensor], Message]
+
+
+class Crossing:
+    """A part that crosses a seam, and its gradient on the way back: of one message at a time, for which one waits once."""
+
+    def __init__(self, there: Way, back: Way) -> None:
+        self.there, self.back = there, back
+        self.message: Message | None = None
+
+    def wait(self) -> Tensor:
+        message, self.message = self.message, None
+        assert message is not None, "what passes a seam is finished once"
+        return message.wait()
+
+    def __del__(self) -> None:
+        # A block that is computed again ends before the last of its messages is asked for. NCCL waits in the stream alone, and
+        # in a graph nothing else keeps the memory that it writes; gloo keeps it.
+        if self.message is not None and self.message.in_stream:
+            self.message.work.wait()
+
+
+class Passing(NamedTuple):
+    """What lies between the halves of a seam. ``token`` has no values: it carries the order of the backward pass, and nobody can
+    add to a gradient that has not come yet."""
+
+    token: Tensor
+    crossing: Crossing
+
+
+class _Begin(torch.autograd.Function):
+    """The backward pass runs, of what is ready, the node that was made last: what a model computes between the halves comes between
+    ``_Finish.backward`` and ``_Begin.backward``, on every rank alike."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, size: int, traffic: Traffic) -> Tensor:
-        ctx.where = axis, dim, x.shape[dim], traffic
-        own = x.contiguous()
-        every = own.new_empty((axis.size, *own.shape))
-        gather_shares(every.view(-1), own.view(-1), axis).wait()
-        _told(traffic, own, axis.size - 1)
-        return _together(every, dim, size)
+    def forward(ctx: Any, x: Tensor, crossing: Crossing) -> Tensor:
+        ctx.crossing = crossing
+        crossing.message = crossing.there(x)
+        return x.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor) -> Any:
+        return ctx.crossing.wait(), None
+
+
+class _Finish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, crossing: Crossing) -> Tensor:
+        ctx.crossing = crossing
+        return crossing.wait()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        axis, dim, each, traffic = ctx.where
-        parts = _apart(grad, dim, axis.size, each)
-        own = torch.empty_like(parts[0])
-        Scattered(own.view(-1), parts.view(-1), axis).wait()
-        _told(traffic, own, axis.size - 1)
-        return own, None, None, None, None
+        ctx.crossing.message = ctx.crossing.back(grad)
+        return grad.new_empty(0), None
 
 
-class _Move(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, give: int, take: int, size: int, traffic: Traffic) -> Tensor:
-        ctx.where = axis, take, give, x.shape[give], traffic
-        return _moved(x, axis, give, take, size, traffic)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return _moved(grad, *ctx.where), None, None, None, None, None
+def _gathered(axis: Axis, traffic: Traffic, dim: int, size: int, x: Tensor) -> Message:
+    own = x.contiguous()
+    every = own.new_empty((axis.size, *own.shape))
+    work = gather_shares(every.view(-1), own.view(-1), axis)
+    return Message(work, axis, traffic, own, own, lambda: _together(every, dim, size))
 
 
-def _moved(x: Tensor, axis: Axis, give: int, take: int, size: int, traffic: Traffic) -> Tensor:
+def _scattered(axis: Axis, traffic: Traffic, dim: int, each: int, grad: Tensor) -> Message:
+    parts = _apart(grad, dim, axis.size, each)
+    own = torch.empty_like(parts[0])
+    return Message(Scattered(own.view(-1), parts.view(-1), axis), axis, traffic, parts, own, lambda: own)
+
+
+def _moved(axis: Axis, traffic: Traffic, give: int, take: int, size: int, x: Tensor) -> Message:
     parts = _apart(x, give, axis.size, -(-x.shape[give] // axis.size))
     every = torch.empty_like(parts)
-    swap_shares(every.view(-1), parts.view(-1), axis).wait()
-    _told(traffic, parts[0], axis.size - 1)
-    return _together(every, take, size)
+    work = swap_shares(every.view(-1), parts.view(-1), axis)
+    return Message(work, axis, traffic, parts, parts[0], lambda: _together(every, take, size))
 
 
 def _apart(x: Tensor, dim: int, parts: int, each: int) -> Tensor:
@@ -169,8 +259,3 @@ def _filled(x: Tensor, dim: int, size: int) -> Tensor:
     """``x`` with zeros behind its places along ``dim``, up to ``size`` of them."""
     missing = size - x.shape[dim]
     return F.pad(x, [0, 0] * (x.ndim - dim - 1) + [0, missing]) if missing else x
-
-
-def _told(traffic: Traffic, part: Tensor, times: int) -> None:
-    traffic.sent += times * part.numel() * part.element_size()
-    traffic.messages += 1

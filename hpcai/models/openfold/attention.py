@@ -30,7 +30,13 @@ class GatedAttention(nn.Module):
             self.linear_qkvg.weight[3 * head * heads :] = 0
 
     def forward(self, x: Tensor, mask: Tensor, bias: Tensor | None = None, columns: bool = False) -> Tensor:
-        qkvg = self.linear_qkvg(x).unflatten(-1, (4, self.heads, self.head))
+        return self.attend(self.project(x), mask, bias, columns)
+
+    def project(self, x: Tensor) -> Tensor:
+        """Queries, keys, values and gates.   [B, I, N, C] -> [B, I, N, 4, H, c]"""
+        return self.linear_qkvg(x).unflatten(-1, (4, self.heads, self.head))
+
+    def attend(self, qkvg: Tensor, mask: Tensor, bias: Tensor | None, columns: bool = False) -> Tensor:
         if columns:  # only strides are transposed; every product reads and writes as its input lies
             return self.linear_o(gated_attention(qkvg.transpose(1, 2), self.gate_bias, mask.transpose(1, 2), bias).transpose(1, 2))
         return self.linear_o(gated_attention(qkvg, self.gate_bias, mask, bias))
@@ -51,7 +57,9 @@ class RowAttention(nn.Module):
 
     def forward(self, m: Tensor, mask: Tensor, z: Tensor) -> Tensor:
         bias = channels_first(self.linear_z.weight, None, self.layer_norm_z(z))  # [B, H, R/n, R]
-        return self.attention(self.layer_norm_m(m), mask, self.every_row(bias))
+        passing = self.every_row.begin(bias)
+        qkvg = self.attention.project(self.layer_norm_m(m))
+        return self.attention.attend(qkvg, mask, self.every_row.finish(passing))
 
 
 class ColumnAttention(nn.Module):
@@ -110,5 +118,6 @@ class TriangleAttention(nn.Module):
     def forward(self, z: Tensor, mask: Tensor) -> Tensor:
         z = self.layer_norm(z)
         bias = channels_first(self.linear.weight, None, z)
-        bias = self.every_row(bias if self.starting else bias.transpose(2, 3))
-        return self.attention(z, mask, bias, columns=not self.starting)
+        passing = self.every_row.begin(bias if self.starting else bias.transpose(2, 3))
+        qkvg = self.attention.project(z)
+        return self.attention.attend(qkvg, mask, self.every_row.finish(passing), columns=not self.starting)

@@ -56,20 +56,34 @@ class TriangleMultiplication(nn.Module):
     def forward(self, z: Tensor, mask: Tensor) -> Tensor:
         z = self.layer_norm_in(z)
         one, hidden = z[..., 0].numel() * z.element_size(), self.linear_z.in_features
-        x = in_parts(lambda some: self._edges(z, mask, some), hidden, z, 6 * one, _CPU, 1, self.to_channels.parts)  # [B, C, R/n, R]
+        if torch.is_grad_enabled():  # all gates are kept then, and are made while factors are on their way
+            passing = self.to_channels.begin(self._factors(z, mask, slice(0, hidden)))
+            g = self.linear_g(z)
+            return self._gated(self._sums(self.to_channels.finish(passing)), g)
+
+        def edges(some: slice) -> Tensor:
+            return self._sums(self.to_channels(self._factors(z, mask, some)))
+
+        x = in_parts(edges, hidden, z, 6 * one, _CPU, 1, self.to_channels.parts)  # [B, C, R/n, R]
 
         def rows(some: slice) -> Tensor:
-            return gate(self.linear_z(self.layer_norm_out(x[:, :, some].permute(0, 2, 3, 1))), self.linear_g(z[:, some]))
+            return self._gated(x[:, :, some], self.linear_g(z[:, some]))
 
         return in_parts(rows, x.shape[2], z, 5 * hidden * one // x.shape[2], _CPU, 1)
 
-    def _edges(self, z: Tensor, mask: Tensor, some: slice) -> Tensor:
-        """Some channels of the sums over the third residues.   [B, c, R/n, R]"""
+    def _factors(self, z: Tensor, mask: Tensor, some: slice) -> Tensor:
+        """Some channels of a, then of b.   [B, 2 c, R/n, R]"""
         weight, bias = self.linear_ab.weight, self.linear_ab.bias
         if some != slice(0, self.linear_z.in_features):
             weight, bias = (each.unflatten(0, (4, -1))[:, some].flatten(0, 1) for each in (weight, bias))
-        ab = halves(channels_first(weight, bias, z), mask[:, None])
-        return self.to_rows(product(self.to_channels(ab), self.outgoing))
+        return halves(channels_first(weight, bias, z), mask[:, None])
+
+    def _sums(self, ab: Tensor) -> Tensor:
+        """Over the third residues.   [B, 2 c/n, R, R] -> [B, c, R/n, R]"""
+        return self.to_rows(product(ab, self.outgoing))
+
+    def _gated(self, x: Tensor, g: Tensor) -> Tensor:
+        return gate(self.linear_z(self.layer_norm_out(x.permute(0, 2, 3, 1))), g)
 
 
 class OuterProductMean(nn.Module):
@@ -87,9 +101,11 @@ class OuterProductMean(nn.Module):
 
     def forward(self, m: Tensor, masks: Masks) -> Tensor:
         m = self.layer_norm(m)
-        a, b = self.linear_1(m), self.linear_2(m)
-        mask = masks.columns[..., None].to(a.dtype)  # or the products would be wider than both
-        a, b = a * mask, self.every_residue(b * mask, masks.size[1])
+        b = self.linear_2(m)
+        mask = masks.columns[..., None].to(b.dtype)  # or the products would be wider than both
+        passing = self.every_residue.begin(b * mask, masks.size[1])
+        a = self.linear_1(m) * mask
+        b = self.every_residue.finish(passing)
         return outer_product(a, b, self.linear_out.weight, self.linear_out.bias, masks.both + _COUNT_EPS)
 
 
@@ -139,7 +155,9 @@ class EvoformerBlock(nn.Module):
         m = m + self.msa_att_col(m, masks.columns)
         m = m + self.msa_transition(m)
         z = z + self.outer_product_mean(m, masks)
-        return self.to_rows(m, *masks.size), self.pair(z, masks.pairs)
+        passing = self.to_rows.begin(m, *masks.size)
+        z = self.pair(z, masks.pairs)
+        return self.to_rows.finish(passing), z
 
 
 class ExtraBlock(EvoformerBlock):

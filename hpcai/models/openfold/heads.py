@@ -58,11 +58,13 @@ class Heads(nn.Module):
             wide = torch.promote_types(self.distogram.weight.dtype, torch.float32)
             m, z, s, structured = (x.to(wide) for x in (m, z, s, structured))
             size = s.shape[1]
-            half, msa = self.join_rows(self.distogram(z), size), self.join_columns(self.masked_msa(m), size)
-            return Logits(
-                self.plddt(structured), half + half.transpose(1, 2), msa, self.experimentally_resolved(s),
-                self.join_rows(self.tm(z), size) if self.tm is not None else None,
-            )  # fmt: skip
+            half = self.join_rows.begin(self.distogram(z), size)
+            msa = self.join_columns.begin(self.masked_msa(m), size)
+            error = self.join_rows.begin(self.tm(z), size) if self.tm is not None else None
+            plddt, resolved = self.plddt(structured), self.experimentally_resolved(s)
+            half, msa = self.join_rows.finish(half), self.join_columns.finish(msa)
+            error = self.join_rows.finish(error) if self.tm is not None else None
+            return Logits(plddt, half + half.transpose(1, 2), msa, resolved, error)
 
 
 def distance_edges(like: Tensor) -> Tensor:
