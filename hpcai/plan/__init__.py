@@ -1,0 +1,1 @@
+"""What a run would take, computed before it is started."""
