@@ -51,17 +51,19 @@ def stalls(cfg: Any, repeats: int) -> "list[Row]":
     """Share of the steps that wait longer than 1 % of a step, share of the time that is waited, and the longest wait in steps, for
     samples that take times of ``hpcai.plan.loader.heavy_tail`` and only sleep, all of it a quarter as long: with our Loader in both
     orders, with nothing to prepare (what is lost on this machine anyway) and with torch's DataLoader, all at the same time; beside
-    each of ours what ``hpcai.plan.loader.waits`` says. Then that alone for 1, 8 and 256 copies, whose steps begin together: also where
-    8 processes of a copy make its samples in turn, and for a tail to 60 s. The first step of a measured run is left out, and the first
-    epoch of a computed one: many copies wait there until all of them have samples ahead."""
+    each of ours what ``hpcai.plan.loader.waits`` says. The first step of a run is left out.
+
+    Then that alone for 1, 8 and 256 copies, whose steps begin together: also where 8 processes of a copy make its samples in turn,
+    and for a tail to 60 s. Here the first epoch is left out, where copies wait until all of them have samples ahead."""
     times = [heavy_tail(np.random.default_rng(0), case.epochs * _EPOCH) for case in _CASES]
     rows: list[Row] = []
     for case, own, found in zip(_CASES, times, _measured(times)):
         for name, waited in found.items():
+            order: Any = name
             row: Row = {"case": case.name, "step_s": case.step, "copies": 1, "ahead": case.ahead, "tail_s": 10.0, "loader": name}
             rows.append(row | told(waited[1:], case.step))
             if name in ("strict", "ready"):
-                computed = waits(own, case.step, _WORKERS, case.ahead, name, epoch=_EPOCH)[1:]  # type: ignore[arg-type]
+                computed = waits(own, case.step, _WORKERS, case.ahead, order, epoch=_EPOCH)[1:]
                 rows[-1] |= {f"computed_{what}": value for what, value in told(computed, case.step).items()}
     for tail in _TAILS:
         for case, makers in ((_CASES[0], 1), (_CASES[1], 1), (_CASES[1], 8), (_CASES[2], 1), (_CASES[2], 8)):
@@ -78,8 +80,9 @@ def told(waited: np.ndarray, step: float) -> "Row":
 def _together(case: Case, makers: int, tail: tuple[float, float], copies: int) -> "Row":
     times = heavy_tail(np.random.default_rng(1), (copies, 10 * _EPOCH), tail=tail)
     row: Row = {"case": case.name, "step_s": case.step, "copies": copies, "ahead": case.ahead, "makers": makers, "tail_s": tail[1]}
-    for order in ("strict", "ready"):
-        found = waits(times, case.step, _WORKERS, case.ahead, order, epoch=_EPOCH, makers=makers)[_EPOCH:]  # type: ignore[arg-type]
+    orders: tuple[Any, ...] = "strict", "ready"
+    for order in orders:
+        found = waits(times, case.step, _WORKERS, case.ahead, order, epoch=_EPOCH, makers=makers)[_EPOCH:]
         row |= {f"{order}_{name}": value for name, value in told(found, case.step).items()}
     return row
 
@@ -98,7 +101,7 @@ def _measured(times: Sequence[np.ndarray]) -> list[dict[str, np.ndarray]]:
 
 
 def _consume(begin: _Begin, step: float) -> list[float]:
-    waited, batches = [], begin()
+    waited, batches = list[float](), begin()
     while True:
         began = time.perf_counter()
         if next(batches, None) is None:

@@ -69,10 +69,10 @@ class Loader:
     first ones of the epoch, ``keep`` (for evaluation) takes each exactly once, in parts that may be uneven.
 
     ``workers`` threads, or ``processes``, prepare samples ahead, up to ``prefetch`` bytes. ``on_bad_sample``: ``stop`` raises;
-    ``skip`` delivers the next good one of the order and counts it in ``skipped``; with ``keep`` a bad sample always raises, as a
-    metric of the others would pass for one of all. ``then(batch, step)`` makes of a batch on the device what is delivered; ``step``
-    counts the batches over all epochs, from 0. All processes of a cut copy construct it together. Raises DataError when a batch does
-    not divide.
+    ``skip`` delivers the next good one of the order and counts it in ``skipped``; with ``keep`` a bad sample always raises,
+    as a metric of the others would pass for one of all. ``then(batch, step)`` makes of a batch on the device what is delivered;
+    ``step`` counts the batches over all epochs, from 0. All processes of a cut copy construct it together. Raises DataError when a
+    batch does not divide.
     """
 
     def __init__(
@@ -217,7 +217,7 @@ class Loader:
         return sorted(p for part in gather_objects(self._plan.left_below(highest), self.copies) for p in part)
 
     def news(self) -> list[str]:
-        """Texts about the samples that were skipped on any process since this was last asked: each sample is named once, and all are
+        """Texts about the samples that were skipped on any process since this was last asked: each sample is named once, each skip
         counted. All processes ask together."""
         if self._on_bad == "stop":
             return []

@@ -1,4 +1,4 @@
-"""How long steps wait for their samples, computed from what each takes to prepare: the queue of ``hpcai.data.Loader`` without data."""
+"""How long steps wait for their samples, computed from what each takes: the queue of ``hpcai.data.Loader`` without its data."""
 
 import heapq
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ def waits(
 ) -> np.ndarray:  # fmt: skip
     """Seconds that each step waits for its samples, which take ``preparation`` seconds each, in their order.   [N] -> [N / batch]
 
-    Each of ``workers`` begins the next sample when it is free, while fewer than ``ahead`` are under way or wait to be taken. A batch
-    is taken from the moment that the one before was handed out: in strict order when its own samples are ready, in ready order when
-    any ``batch`` samples of the epoch are, the lowest first. ``epoch`` counts batches, null for all: in ready order a sample comes in
-    its epoch whatever it takes, and those of the next one are prepared meanwhile. ``makers`` processes hold a copy of the model
-    together and make its samples in turn (``data.once``), each with its own workers.
+    Each of ``workers`` begins the next sample when it is free, while fewer than ``ahead`` are under way or wait to be taken. A
+    batch is taken from the moment on when the one before was handed out: in strict order once its own samples are ready, in ready
+    order once any ``batch`` samples of the epoch are, the lowest first. ``epoch`` counts batches, None for all: a sample comes in its
+    epoch in ready order too, and those of the next one are prepared meanwhile. ``makers`` processes hold a copy of the model together
+    and make its samples in turn (``data.once``), each with its own workers.
 
     With a row for each copy of the model a step begins when all copies have their samples: the seconds that all wait.
     [copies, N] -> [N / batch]
@@ -97,8 +97,8 @@ def heavy_tail(
     in no order.   [count]
 
     Those of OpenFold's features: 26 to 32 ms (NVIDIA) and 40 to 100 ms (HPE) until the next batch with many workers, while a few
-    percent of the chains, those with large alignments, take seconds (logs of MLPerf HPC v3.0, github.com/mlcommons/hpc_results_v3.0;
-    the loader of their OpenFold, which is there for these chains).
+    percent of the chains, such as those with large alignments, take seconds (logs of MLPerf HPC v3.0 and the loader of its OpenFold,
+    github.com/mlcommons/hpc_results_v3.0).
     """
     seconds = body * np.exp(sigma * random.standard_normal(count))
     return np.where(random.random(count) < share, random.uniform(*tail, count), seconds)
