@@ -15,9 +15,9 @@ def waits(
 
     Each of ``workers`` begins the next sample when it is free, while fewer than ``ahead`` are under way or wait to be taken. A
     batch is taken from the moment on when the one before was handed out: in strict order once its own samples are ready, in ready
-    order once any ``batch`` samples of the epoch are, the lowest first. ``epoch`` counts batches, None for all: a sample comes in its
-    epoch in ready order too, and those of the next one are prepared meanwhile. ``makers`` processes hold a copy of the model together
-    and make its samples in turn (``data.once``), each with its own workers.
+    order once any ``batch`` samples of the epoch are, the lowest first. ``epoch`` counts batches, None for all: a sample comes in
+    its epoch in ready order too, and those of the next one are prepared meanwhile. ``makers`` processes hold a copy of the model
+    together and make its samples in turn (``data.once``), each with its own workers.
 
     With a row for each copy of the model a step begins when all copies have their samples: the seconds that all wait.
     [copies, N] -> [N / batch]
@@ -27,9 +27,8 @@ def waits(
     epoch = epoch or max(steps, 1)
     # Sample `place` of batch `number` is made by process (number + place) % makers, as hpcai.data.dealt has it.
     maker = (np.arange(steps * batch) // batch % epoch + np.arange(steps * batch) % batch) % makers
-    copies = [
-        [_Maker(row[: steps * batch][maker == m].tolist(), workers, ahead, order == "strict") for m in range(makers)] for row in rows
-    ]
+    own = [np.flatnonzero(maker == m) for m in range(makers)]
+    copies = [[_Maker(row[some].tolist(), workers, ahead, order == "strict") for some in own] for row in rows]
     counts = np.stack([(maker == m).reshape(steps, batch).sum(1) for m in range(makers)], 1)  # [steps, makers]
     ends = counts.cumsum(0)[np.minimum((np.arange(steps) // epoch + 1) * epoch, steps) - 1]
     found, asked, begun = np.empty(steps), 0.0, [0.0] * len(copies)
@@ -97,8 +96,8 @@ def heavy_tail(
     in no order.   [count]
 
     Those of OpenFold's features: 26 to 32 ms (NVIDIA) and 40 to 100 ms (HPE) until the next batch with many workers, while a few
-    percent of the chains, such as those with large alignments, take seconds (logs of MLPerf HPC v3.0 and the loader of its OpenFold,
-    github.com/mlcommons/hpc_results_v3.0).
+    percent of the chains, such as those with large alignments, take seconds (logs of MLPerf HPC v3.0, and the loader of its
+    OpenFold, github.com/mlcommons/hpc_results_v3.0).
     """
     seconds = body * np.exp(sigma * random.standard_normal(count))
     return np.where(random.random(count) < share, random.uniform(*tail, count), seconds)
