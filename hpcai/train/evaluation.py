@@ -260,10 +260,9 @@ class Elsewhere(Beside):
         with resting():
             own = [found for _, future in taken if (found := _answer(future)) is not None]
         # What the first process has counts: another one may have missed the end of it.
-        told = agree(own if len(own) == count else None, self.step.mesh.everyone)
-        if told is None:
+        told = agree(own, self.step.mesh.everyone)
+        if len(told) < count:  # those after a lost one are lost, too
             self._give_up()
-            return []
         return [Scored(position, *found) for (position, _), found in zip(taken, told)]
 
     def _give_up(self) -> None:
