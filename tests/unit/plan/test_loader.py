@@ -38,7 +38,7 @@ def test_a_sample_that_is_late_at_the_end_of_an_epoch_is_waited_for_there() -> N
 
 
 def test_copies_begin_each_step_together() -> None:
-    other = np.array([1.0, 1, 1, 1, 9, 1])  # sample 4 begins at 2 and is wanted at 9, or at 10 where the other copy's was late before
+    other = np.array([1.0, 1, 1, 1, 9, 1])  # 4 begins at 2 and is wanted at 9, or at 10 where the other copy was late before
     assert waits(other, 2, 2, 3, "strict").tolist() == [1, 0, 0, 0, 2, 0]
     assert waits(np.stack([other, LATE]), 2, 2, 3, "strict").tolist() == [1, 0, 1, 0, 1, 0]
     assert waits(np.stack([LATE] * 3), 2, 2, 3, "ready").tolist() == waits(LATE, 2, 2, 3, "ready").tolist()
