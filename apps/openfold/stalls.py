@@ -74,7 +74,8 @@ def stalls(cfg: Any, repeats: int) -> "list[Row]":
 def told(waited: np.ndarray, step: float) -> "Row":
     """The shares of steps and of time that were waited, and the longest wait in steps."""
     shares = {"steps": (waited > _LEAST * step).mean(), "time": waited.sum() / (waited.sum() + step * len(waited))}
-    return {**{f"of_{name}": round(float(share), 4) for name, share in shares.items()}, "longest": round(float(waited.max()) / step, 2)}
+    longest = round(float(waited.max()) / step, 2)
+    return {**{f"of_{name}": round(float(share), 4) for name, share in shares.items()}, "longest": longest}
 
 
 def _together(case: Case, makers: int, tail: tuple[float, float], copies: int) -> "Row":
