@@ -50,6 +50,7 @@ def chains(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any]]:
     drawn = Chains(train, _released(train, None, data.released_until), features, cfg.train.seed, templates)
     held = _released(validation, data.validation_from, data.validation_until)
     held = held[validation.column("residues")[held] <= (data.validation_residues or np.inf)]
+    _long_enough(validation, held, mesh["axial"].size)
     whole = features.model_copy(update={"crop": None})
     words: dict[str, Any] = {"name": "train", "sampler": _sampler(cfg, drawn), "accumulate": cfg.step.accumulate}
 
@@ -83,6 +84,14 @@ def _released(rows: Rows, first: date | None, last: date | None) -> np.ndarray:
     if not kept.all():
         logger.info("%s: %d of %d chains are left out for their day of release", rows.folder.name, (~kept).sum(), len(kept))
     return np.flatnonzero(kept)
+
+
+def _long_enough(rows: Rows, kept: np.ndarray, ranks: int) -> None:
+    """Raise DataError for whole chains of which some of the ``ranks`` processes that share them would have nothing."""
+    residues = rows.column("residues")
+    for row in kept[residues[kept] < ranks][:1]:
+        where = f"{rows.describe(int(row))}: {residues[row]} residues for the {ranks} processes of mesh.axial"
+        raise DataError(f"{where}; take this chain out, or set mesh.axial to {residues[row]} or less")
 
 
 def _sampler(cfg: Config, source: "Chains") -> Sampler:

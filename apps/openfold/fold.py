@@ -36,19 +36,21 @@ def main(cfg: FoldConfig) -> None:
 
     with dist.start(cfg.mesh) as mesh:
         failed = fold(cfg, mesh)
+        if failed and mesh.is_first:
+            sys.stderr.write(f"error: {len(failed)} chains are not folded: {', '.join(why.split(':')[0] for why in failed)}\n")
     raise SystemExit(1 if failed else 0)
 
 
 def fold(cfg: FoldConfig, mesh: Any) -> list[str]:
-    """Fold all chains that have no file yet -> why some could not be, on any process.
+    """Fold all chains that have no file yet -> why some could not be, which were passed over, on any process.
 
     Raises DataError for chains or alignments that are not there, and, where several processes fold a chain together, for the first
-    one that cannot be folded.
+    one that is too long for the memory of one of them.
     """
     import torch
 
     from hpcai.dist.collect import agree, gather_objects
-    from hpcai.models.openfold import OpenFold, parallelize
+    from hpcai.models.openfold import OpenFold, folding, parallelize
     from hpcai.train.choices import fast_bf16
 
     todo = read_fasta(cfg.chains)
@@ -62,16 +64,33 @@ def fold(cfg: FoldConfig, mesh: Any) -> list[str]:
     mine = dealt([len(todo[number].sequence) for number in missing], copies.size)[copies.rank]
     model = parallelize(OpenFold.load(cfg.weights).to(mesh.device), mesh) if mine or mesh.copy.size > 1 else None
     narrow = cfg.precision == "bf16" or (cfg.precision == "auto" and mesh.device.type == "cuda" and fast_bf16(mesh.device))
+
+    def read(chain: Chain, home: Path | None) -> tuple[dict[str, Any], str]:
+        """What the network reads of a chain, or why one of the processes that would fold it cannot."""
+        features, why, axial = {}, "", mesh["axial"].size
+        try:
+            if len(chain.sequence) < axial:
+                raise DataError(f"{len(chain.sequence)} residues for {axial} processes; fold it with a smaller mesh.axial")
+            features = folding.read(model, chain.sequence, home, recycles=cfg.recycles, seed=cfg.seed, cfg=cfg.features)  # type: ignore[arg-type]
+        except DataError as problem:
+            why = str(problem)
+        return features, next(filter(None, gather_objects(why, mesh.copy)), "")
+
     for number in (missing[place] for place in mine):
         chain, began = todo[number], time.perf_counter()
+        features, why = read(chain, homes[number])
         try:
-            with torch.autocast(mesh.device.type, torch.bfloat16, enabled=narrow):
-                found = model.fold(chain.sequence, homes[number], recycles=cfg.recycles, seed=cfg.seed, cfg=cfg.features)  # type: ignore[union-attr]
+            if not why:
+                with torch.autocast(mesh.device.type, torch.bfloat16, enabled=narrow):
+                    found = folding.predict(model, chain.sequence, features)  # type: ignore[arg-type]
         except DataError as problem:
-            if mesh.copy.size > 1:  # another process of this copy may be in the middle of it
+            if mesh.copy.size > 1:  # another process of this copy is in the middle of it
                 raise DataError(f"{chain.name}: {problem}") from problem
-            problems.append(f"{chain.name}: {problem}")
-            sys.stderr.write(f"error: {problems[-1]}\n")
+            why = str(problem)
+        if why:
+            if mesh.copy.rank == 0:
+                problems.append(f"{chain.name}: {why}")
+                sys.stderr.write(f"error: {problems[-1]}\n")
             continue
         if mesh.copy.rank == 0:
             part = files[number].with_name(f".{chain.name}.part.{cfg.form}")

@@ -27,7 +27,7 @@ from hpcai.data.direct import pin, unpin
 from hpcai.data.sampler import InOrder, LargestFirst, Sampler, Shuffled
 from hpcai.dist.collect import gather_objects
 from hpcai.dist.mesh import Axis, Mesh
-from hpcai.errors import DataError
+from hpcai.errors import DataError, HpcaiError
 
 logger = logging.getLogger(__name__)
 
@@ -51,11 +51,11 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """A sample that could not be used, and what was delivered in its place (None: nothing)."""
+    """A sample that could not be used, and what was delivered in its place."""
 
     epoch: int
     index: int
-    instead: int | None
+    instead: int
     reason: str
 
 
@@ -69,9 +69,10 @@ class Loader:
     first ones of the epoch, ``keep`` (for evaluation) takes each exactly once, in parts that may be uneven.
 
     ``workers`` threads, or ``processes``, prepare samples ahead, up to ``prefetch`` bytes. ``on_bad_sample``: ``stop`` raises;
-    ``skip`` delivers the next good one of the order (nothing, with ``keep``) and counts it in ``skipped``. ``then(batch, step)``
-    makes of a batch on the device what is delivered; ``step`` counts the batches over all epochs, from 0. All processes of a cut
-    copy construct it together. Raises DataError when a batch does not divide.
+    ``skip`` delivers the next good one of the order and counts it in ``skipped``; with ``keep`` a bad sample always raises,
+    as a metric of the others would pass for one of all. ``then(batch, step)`` makes of a batch on the device what is delivered;
+    ``step`` counts the batches over all epochs, from 0. All processes of a cut copy construct it together. Raises DataError when a
+    batch does not divide.
     """
 
     def __init__(
@@ -85,9 +86,9 @@ class Loader:
         self.copies, self.order, self.last = mesh["replicate"], order, last
         self.sampler = sampler or (Shuffled(len(source), seed) if shuffle else InOrder(len(source)))
         self.skipped: list[Skipped] = []
-        self._told = 0
+        self._told, self._named = 0, set[str]()
         self._rank, self._workers, self._prefetch = mesh.rank, workers, prefetch
-        self._on_bad, self._patience, self._then = on_bad_sample, patience, then
+        self._on_bad, self._patience, self._then = "stop" if last == "keep" else on_bad_sample, patience, then
         whole = getattr(source, "whole", False)
         self._once = mesh.copy.size > 1 and (whole if once == "auto" else once)
         if self._once and not whole:
@@ -216,14 +217,17 @@ class Loader:
         return sorted(p for part in gather_objects(self._plan.left_below(highest), self.copies) for p in part)
 
     def news(self) -> list[str]:
-        """Texts about the samples that were skipped on any process since this was last asked. All processes ask together."""
+        """Texts about the samples that were skipped on any process since this was last asked: each sample is named once, each skip
+        counted. All processes ask together."""
         if self._on_bad == "stop":
             return []
         new, self._told = self.skipped[self._told :], len(self.skipped)
-        texts = [f"{self.name}: sample {s.index} of epoch {s.epoch} is skipped ({_instead(s)}): {s.reason}" for s in new]
+        texts = [(self.source.describe(s.index), f"{self.name}: {_skipped(s)}: {s.reason}") for s in new]
         parts = gather_objects((texts, len(self.skipped)), self._tellers)
-        told = [text for part, _ in parts for text in part]
-        return [*told, f"{self.name}: {sum(count for _, count in parts)} samples skipped so far"] if told else []
+        told = {place: text for part, _ in reversed(parts) for place, text in reversed(part) if place not in self._named}
+        self._named |= told.keys()
+        count = f"{self.name}: {sum(count for _, count in parts)} samples skipped so far"
+        return [*reversed(told.values()), count] if any(part for part, _ in parts) else []
 
     def close(self) -> None:
         """End workers and processes, and the source where it wants that."""
@@ -294,34 +298,39 @@ class Loader:
         else:
             found = self._leader.take(ahead, plan.epoch, len(part))
         assert found is not None
-        return (number, [ready.task for ready in found]), [ready.sample for ready in found if ready.sample is not None]
+        return (number, [ready.task for ready in found]), [ready.sample for ready in found]
 
     def _prepare(self, task: Task, worker: int) -> tuple[Any, int]:
-        index = task.index
+        index, attempt = task.index, 0
         take_device(self._assembler.device)
-        for attempt in range(1, _ATTEMPTS + 1):
+        while True:
+            attempt += 1
             try:
                 sample = (self._processes[worker] if self._processes else self.source).sample(index, task.epoch)
                 return sample, tree_bytes(sample)
-            except DataError as problem:
-                where = f"{self.name}, rank {self._rank}, sample {index}: {problem}"
+            except Exception as problem:
+                if isinstance(problem, HpcaiError | MemoryError) and not isinstance(problem, DataError):
+                    raise  # of this process, not of the sample
+                where = f"{self.name}, rank {self._rank}, sample {index}: {self._reason(problem, index)}"
                 if self._on_bad == "stop":
                     raise DataError(where) from problem
                 if attempt == _ATTEMPTS:
                     raise DataError(f"{where}; {_ATTEMPTS} samples in a row could not be used") from problem
                 row = self._order(task.epoch)
-                instead = None if self.last == "keep" else int(row[(task.position + attempt) % len(row)])
-                skipped = Skipped(task.epoch, index, instead, str(problem))
-                self.skipped.append(skipped)
-                logger.warning("%s; skipped, %s", where, _instead(skipped))
-                if instead is None:
-                    break
+                instead = int(row[(task.position + attempt) % len(row)])
+                self.skipped.append(Skipped(task.epoch, index, instead, self._reason(problem, index)))
+                logger.warning("%s; skipped, %d in its place", where, instead)
                 index = instead
-        return None, 0
+
+    def _reason(self, problem: Exception, index: int) -> str:
+        """Why a sample cannot be used, with the place where it lies."""
+        text = str(problem) if isinstance(problem, HpcaiError) else f"{type(problem).__name__}: {problem}"
+        place = self.source.describe(index)
+        return text if place in text else f"{place}: {text}"
 
 
-def _instead(skipped: Skipped) -> str:
-    return "nothing in its place" if skipped.instead is None else f"{skipped.instead} in its place"
+def _skipped(sample: Skipped) -> str:
+    return f"sample {sample.index} of epoch {sample.epoch} is skipped ({sample.instead} in its place)"
 
 
 _ATTEMPTS = 10

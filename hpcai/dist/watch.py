@@ -4,6 +4,9 @@ Every rank keeps one connection to a hub, a thread on rank 0. A rank that fails 
 its connection closes. The hub lets the first one print its traceback and then tells all others to stop. No rank polls and no
 heartbeat is missed while a long C call holds the interpreter.
 
+A rank may say that the others can do without it (``spare``), such as one that only evaluates. When such a one is killed the others
+hear of it (``lost``) and go on; all that are spare then end, as they work together.
+
 A rank whose main thread is inside a collective or a long computation cannot be asked to leave, so it is ended where it is.
 Losing the hub counts as a failure of rank 0; rank 0 therefore leaves last.
 
@@ -70,7 +73,8 @@ class Watch:
         self.store, self._abort = store, abort
         self._lock, self._answered = threading.Lock(), threading.Event()
         self._failing = self._stopping = self._leaving = self._printed = False
-        self._words = ""
+        self._words = self.lost = ""
+        self._spare, self.losing = False, threading.Event()
         self._stop: dict[str, Any] | None = None
         self._hub: threading.Thread | None = None
         if rank == 0:
@@ -133,6 +137,11 @@ class Watch:
         self._words = f"{self._name}: {words}"
         self._leave_failed(text, 1, self._declare(text, 1, ours=False))
 
+    def be_spare(self) -> None:
+        """The others can do without this rank from now on."""
+        self._spare = True
+        _send(self._line, spare=True)
+
     def _declare(self, text: str, code: int, ours: bool) -> dict[str, Any]:
         """Tell the hub of a failure -> its word to stop; nothing where it does not answer."""
         with self._lock:
@@ -158,6 +167,13 @@ class Watch:
                 shout(self._words + others)
                 self._printed = True
                 _send(self._line, printed=True)
+            elif "lost" in message:
+                self.lost = message["lost"]
+                self.losing.set()
+                if self._spare:
+                    leave_now(1)
+                if self._rank == 0:
+                    shout(f"{self.lost}; training goes on without evaluation")
             elif "stop" in message:
                 return self._stopped(message)
         if not self._leaving:
@@ -193,6 +209,7 @@ class _Word(BaseModel):
     rank: int = -1
     name: str = Field("", max_length=300)
     left: bool | int | None = None
+    spare: bool = False
     failed: str | None = Field(None, max_length=_LONGEST_TEXT)
     code: int = Field(1, ge=1, le=255)
     ours: bool = False
@@ -205,6 +222,7 @@ class _Member:
     rank: int = -1  # until it has shown the token
     name: str = ""
     left: bool = False
+    spare: bool = False
     code: int | None = None  # its exit code, once it has left
     rest: bytes = b""
 
@@ -230,6 +248,7 @@ class _Hub:
         self._members: list[_Member] = []
         self._strangers: list[_Member] = []
         self._failures: list[_Failure] = []
+        self._lost = False
 
     def serve(self) -> None:
         try:
@@ -258,7 +277,9 @@ class _Hub:
                     if key.data in self._strangers:
                         self._strangers.remove(key.data)
                         key.data.line.close()
+            self._do_without()
             if not self._failures:
+                decide_at = None
                 continue
             first, complete = self._failures[0], len(self._failures) == self._world
             wait = 0.0 if complete else _SETTLE_OURS if first.ours else _SETTLE
@@ -266,6 +287,18 @@ class _Hub:
             if any(failure.dead for failure in self._failures) or time.monotonic() >= decide_at:
                 return self._stop_all()
         return None
+
+    def _do_without(self) -> None:
+        """Once a spare rank is killed, all of them count as having left, and what they say of it as its consequence."""
+        killed = next((failure for failure in self._failures if failure.member.spare and failure.dead), None)
+        if killed is not None and not self._lost:
+            self._lost = True
+            for member in self._members:
+                member.left |= member.spare
+                if member is not killed.member:
+                    _send(member.line, lost=f"{killed.member.name} is lost: {killed.text}")
+        if self._lost:
+            self._failures = [failure for failure in self._failures if not failure.member.spare]
 
     def _hear(self, member: _Member) -> bool:
         """Take in what a rank says; False when its connection is closed, or it is none of ours."""
@@ -295,6 +328,7 @@ class _Hub:
             member.rank, member.name = word.rank, word.name
             self._strangers.remove(member)
             self._members.append(member)
+        member.spare |= word.spare
         if word.left is not None:
             member.left, member.code = True, word.left
         if word.failed is not None:
@@ -314,6 +348,20 @@ class _Hub:
             text += f" ({early[0].name} had left with exit code {early[0].code})"
         for member in sorted(self._members, key=lambda member: -member.rank):  # this process, rank 0, last
             _send(member.line, stop=text, text=first.text, code=first.code, alike=alike, dead=first.dead)
+
+
+def spare() -> None:
+    """This rank is one that the others can do without: where it is killed from now on, they go on."""
+    for watch in _joined:
+        watch.be_spare()
+
+
+def lost(patience: float = 0.0) -> str:
+    """What is known of a spare rank that was killed, "" for none. Within ``patience`` seconds it may come to be known."""
+    for watch in _joined:
+        watch.losing.wait(patience)
+        return watch.lost
+    return ""
 
 
 def shout(text: str) -> None:

@@ -176,7 +176,8 @@ class Paper(TorchDispatchMode):
     def _products(self, operation: Any, args: Any, words: Any, found: Any) -> float:
         if operation in PRODUCTS:
             args = tree_map(lambda x: x.shape if isinstance(x, Tensor) else x, args)
-            return PRODUCTS[operation](*args, **words, out_val=found)
+            own: Any = PRODUCTS[operation]
+            return own(*args, **words, out_val=found)
         formula: Any = flop_counter.flop_registry.get(operation)
         return formula(*args, **words, out_val=found) if formula else 0
 

@@ -1,11 +1,15 @@
 """The OpenFold app: what it draws, how many passes a step has, what it leaves behind, and what it refuses."""
 
 import itertools
+import os
 import pickle
 import re
 import shutil
+import signal
 import sys
+import time
 from collections import Counter
+from collections.abc import Callable
 from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
@@ -15,10 +19,11 @@ import numpy as np
 import pytest
 import torch
 
-from apps.openfold.data import FIELDS, OF_TEMPLATES, Chains, _sampler, network, parts_of, passes_of, weights_of
+from apps.openfold.data import FIELDS, OF_TEMPLATES, Chains, _long_enough, _sampler, network, parts_of, passes_of, weights_of
 from apps.openfold.fold import alignments_of, dealt, fold, read_fasta
 from apps.openfold.settings import Config, FoldConfig
 from hpcai import config, log
+from hpcai.cli.forks import forked
 from hpcai.data import Rows
 from hpcai.data.sampler import Weighted
 from hpcai.dist.launch import alone
@@ -211,6 +216,43 @@ def test_chains_are_folded_by_many_as_by_one_and_none_twice(tmp_path: Path, caps
     assert (one / "long.cif").stat().st_mtime_ns == before
     (reason,) = folds(alone(), fasta(tmp_path, odd="MK1L"), one)
     assert "odd: sequence: character 3 of 4 is '1'" in reason and "odd: sequence" in capsys.readouterr().err
+
+
+def test_a_chain_that_cannot_be_folded_is_told_and_the_others_are_folded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """By four processes together: one is too short for them, one has a letter that is none, one cannot be read by one process."""
+    import apps.openfold.fold as command
+
+    torch.manual_seed(0)
+    OpenFold(OpenFoldConfig.preset("tiny", template=None)).save(tmp_path / "tiny.safetensors")
+    chains = fasta(tmp_path, tiny="MKV", odd="MK1LGGS", lost="GGSLKTW")
+    problems = on_ranks({"axial": 4}, folds_where_rank_2_cannot_read, chains, tmp_path / "out")
+    assert problems == [problems[0]] * 4 and len(problems[0]) == 3
+    told_ = {why.split(":")[0]: why for why in problems[0]}
+    assert "tiny: 3 residues for 4 processes" in told_["tiny"] and "character 3 of 7 is '1'" in told_["odd"]
+    assert told_["lost"] == "lost: the disk of rank 2 is gone"
+    assert sorted(path.stem for path in (tmp_path / "out").iterdir()) == sorted(SEQUENCES)
+    monkeypatch.setattr(command, "fold", lambda *_: problems[0])
+    with pytest.raises(SystemExit) as ended:
+        command.main(config.load(FoldConfig, None, ["chains=a.fasta"]))
+    assert ended.value.code == 1
+    assert "error: 3 chains are not folded: " in capfd.readouterr().err
+
+
+def folds_where_rank_2_cannot_read(mesh: Mesh, chains: Path, out: Path) -> list[str]:
+    from hpcai.models.openfold import folding
+
+    read = folding.read
+
+    def failing(model: Any, sequence: str, *given: Any, **words: Any) -> Any:
+        if mesh.rank == 2 and sequence == "GGSLKTW":
+            raise DataError("the disk of rank 2 is gone")
+        return read(model, sequence, *given, **words)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(folding, "read", failing)
+        return folds(mesh, chains, out)
 
 
 def test_the_longest_chains_are_dealt_first_and_evenly() -> None:
@@ -452,6 +494,89 @@ def test_a_term_that_is_not_finite_stops_the_run_and_names_the_chains(
     assert "step 3: the loss is not finite on rank 0 (train/families_" in shown and "row" in shown, shown
     assert not (tmp_path / "run" / "model.safetensors").exists()
     assert max(told(tmp_path / "run")) == 2
+
+
+@pytest.mark.parametrize(("ranks", "words", "text"), [
+    (4, "mesh.axial=3", "mesh axial 3 needs a multiple of 3 processes, but 4 were started"),
+    (3, "mesh.axial=3 data.batch=3", "mesh.axial is 3, which does not divide the "),
+    (4, "mesh.axial=4 features.crop=3", "mesh.axial is 4, but features.crop is 3: less than one for each process"),
+    (4, "mesh.axial=4 features.extra=3", "mesh.axial is 4, but features.extra is 3: less than one for each process"),
+])  # fmt: skip
+def test_a_cut_that_does_not_fit_is_refused_before_training(data: Path, tmp_path: Path, ranks: int, words: str, text: str) -> None:
+    codes, said = ended(APP.command(data, tmp_path / "run", *words.split()), tmp_path / "said", ranks)
+    assert codes == [2] * ranks and text in said and "Traceback" not in said, said
+    assert not (tmp_path / "run" / "settings.yaml").exists()
+
+
+def test_a_whole_chain_that_is_too_short_to_be_cut_is_named_before_training(data: Path) -> None:
+    rows = Rows(data / "validation", FIELDS)
+    _long_enough(rows, np.arange(6), int(rows.column("residues").min()))
+    with pytest.raises(DataError, match=r"validation/\S+ row \d+: \d+ residues for the 99 processes of mesh.axial; take"):
+        _long_enough(rows, np.arange(6), 99)
+
+
+def ended(call: Callable[[], object], output: Path, ranks: int) -> tuple[list[int | None], str]:
+    with forked(call, output, ranks) as forks:
+        return forks.ended(60)
+
+
+def test_a_rank_that_is_killed_in_a_collective_of_a_cut_chain_ends_the_others_with_its_name(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hpcai.parallel import axial
+
+    move, moves = axial.Move.forward, itertools.count()
+
+    def killed(self: Any, *given: Any) -> Any:
+        if os.environ["RANK"] == "2" and next(moves) == 30:  # in the second step, while rank 3 waits for it
+            os.kill(os.getpid(), signal.SIGKILL)
+        return move(self, *given)
+
+    monkeypatch.setattr(axial.Move, "forward", killed)
+    began = time.monotonic()
+    codes, said = ended(APP.command(data, tmp_path / "run", "mesh.axial=2"), tmp_path / "said", 4)
+    assert codes[2] == -signal.SIGKILL and all(code == 1 for code in codes[:2] + codes[3:]), (codes, said)
+    assert "rank 2 on " in said and "failed: it ended without a word: killed by a signal" in said
+    assert time.monotonic() - began < 30
+    assert (tmp_path / "run" / "metrics.jsonl").exists(), "it was killed while the run was under way"
+
+
+def spoiled(data: Path) -> Path:
+    """The chains, of which one for training has a position that is NaN."""
+    folder = data.with_name("spoiled")
+    if not folder.exists():
+        spoil(shutil.copytree(data, folder), "nan")
+    return folder
+
+
+SKIP = (*STILL, "data.on_bad_sample=skip", "data.pictures=0")
+
+
+def test_a_chain_that_cannot_be_read_is_replaced_and_told(data: Path) -> None:
+    run = APP.once(spoiled(data), *SKIP)
+    notes = [e["text"] for e in log.read_metrics(run / "metrics.jsonl") if e["kind"] == "note"]
+    named = [text for text in notes if "is skipped" in text]
+    assert len(named) == 1 and re.search(r"train/\S+\.h5: row 0 of 'positions' holds NaN or infinity", named[0]), notes
+    assert any(text.endswith("samples skipped so far") for text in notes)
+
+
+@pytest.mark.parametrize("order", ["strict", "ready"])
+def test_a_chain_that_cannot_be_read_is_replaced_alike_on_the_processes_of_a_copy(data: Path, tmp_path: Path, order: str) -> None:
+    APP.on_ranks(4, spoiled(data), tmp_path / "run", *SKIP, "mesh.axial=2", f"data.order={order}")
+    notes = [e["text"] for e in log.read_metrics(tmp_path / "run" / "metrics.jsonl") if e["kind"] == "note"]
+    assert sum("is skipped" in text for text in notes) == 1
+    if order == "strict":
+        assert told(tmp_path / "run") == pytest.approx(told(APP.once(spoiled(data), *SKIP)), rel=1e-9)
+
+
+def test_a_chain_of_validation_that_cannot_be_read_ends_the_run(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(data, tmp_path / "data"))
+    for path in (folder / "validation").glob("*.h5"):
+        with h5py.File(path, "r+") as file:
+            file["positions"][0, 1] = np.nan
+    APP.refuses(folder, tmp_path / "run", SKIP, "row 0 of 'positions' holds NaN", capsys)
 
 
 def test_the_check_knows_chains_and_templates(data: Path, tmp_path: Path) -> None:

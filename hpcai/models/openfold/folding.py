@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from hpcai.errors import DataError
 from hpcai.models.openfold.alignments import Alignment, encode, read_alignments
@@ -74,6 +75,14 @@ def fold(
     evaluation. Raises DataError for what is no letter of a sequence, for an alignment of another one, and for a chain that is too
     long for the memory.
     """
+    return predict(model, sequence, read(model, sequence, alignments, templates, recycles=recycles, seed=seed, cfg=cfg))
+
+
+def read(
+    model: OpenFold, sequence: str, alignments: Alignment | str | Path | Sequence[str | Path] | None = None,
+    templates: Mapping[str, Any] | None = None, *, recycles: int = 3, seed: int = 0, cfg: FeatureConfig | None = None,
+) -> dict[str, Tensor]:  # fmt: skip
+    """The first half of ``fold``: what the network reads, where it is. Each process of a cut network does it alone."""
     aatype, cfg = encode(sequence), cfg or FeatureConfig.preset("evaluation")
     if model.cfg.template is None:
         cfg = cfg.model_copy(update={"templates": 0})
@@ -82,18 +91,23 @@ def fold(
     elif not isinstance(alignments, Alignment):
         alignments = read_alignments(alignments, sequence)
     arrays = featurize(sequence, alignments, templates, cfg, seed=seed, passes=recycles + 1, training=False)
-    weight, was = model.to_single.weight, model.training
+    weight = model.to_single.weight
     batch = {name: torch.from_numpy(np.ascontiguousarray(array)).to(weight.device) for name, array in collate([arrays]).items()}
     kind = torch.promote_types(weight.dtype, torch.float32)
-    batch = {name: x.to(kind) if x.is_floating_point() else x for name, x in batch.items()}
+    return {name: x.to(kind) if x.is_floating_point() else x for name, x in batch.items()}
+
+
+def predict(model: OpenFold, sequence: str, features: Mapping[str, Tensor]) -> Fold:
+    """The second half of ``fold``, which all processes of a cut network do together."""
+    weight, was = model.to_single.weight, model.training
     with torch.no_grad():
         try:
-            *_, atoms, positions = model.eval().passes(batch)
-            logits = model.heads.plddt(atoms.states[-1].to(kind))
+            *_, atoms, positions = model.eval().passes(features)
+            logits = model.heads.plddt(atoms.states[-1].to(torch.promote_types(weight.dtype, torch.float32)))
         except RuntimeError as problem:
             if not isinstance(problem, torch.OutOfMemoryError) and "can't allocate memory" not in str(problem):
                 raise
-            rows = f"{cfg.clusters} clusters and {cfg.extra} extra rows"
+            rows = f"{features['msa_feat'].shape[1]} clusters and {features['extra_msa'].shape[1]} extra rows"
             raise DataError(
                 f"a chain of {len(sequence)} residues with {rows} does not fit into the memory of {weight.device}: give a cfg with "
                 f"fewer rows, cut the chain into domains, or take a device with more memory ({str(problem).splitlines()[0]})"
@@ -101,6 +115,6 @@ def fold(
         finally:
             model.train(was)
     return Fold(
-        sequence, aatype.astype(np.int64), positions[0].float().cpu().numpy(),
-        batch["atom37_atom_exists"][0, ..., -1].float().cpu().numpy(), plddt(logits)[0].float().cpu().numpy(),
+        sequence, encode(sequence).astype(np.int64), positions[0].float().cpu().numpy(),
+        features["atom37_atom_exists"][0, ..., -1].float().cpu().numpy(), plddt(logits)[0].float().cpu().numpy(),
     )  # fmt: skip

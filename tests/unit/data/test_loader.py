@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hpcai.data import Loader
 from hpcai.data.loader import _Plan
-from hpcai.errors import DataError
+from hpcai.errors import ConfigError, DataError
 from tests.meshes import mesh_of
 
 
@@ -232,7 +232,7 @@ def test_an_error_of_the_source_that_is_not_ours_is_named_too() -> None:
         def sample(self, index: int, epoch: int) -> dict[str, Any]:
             raise ZeroDivisionError("of mine")
 
-    with loader_of(4, 2, source=Odd(4)) as loader, pytest.raises(DataError, match=r"index \d.*ZeroDivisionError: of mine"):
+    with loader_of(4, 2, source=Odd(4)) as loader, pytest.raises(DataError, match=r"sample \d.*ZeroDivisionError: of mine"):
         next(loader.epoch(0))
 
 
@@ -253,11 +253,49 @@ def test_bad_samples_are_replaced_counted_and_told(order: str, caplog: pytest.Lo
     assert sum("skipped" in record.message for record in caplog.records) == len(loader.skipped)
 
 
-def test_evaluation_leaves_bad_samples_out() -> None:
-    source = Numbers(10, broken=(4, 5, 8, 9))
+def test_a_bad_sample_is_named_once_however_often_it_is_drawn() -> None:
+    class Drawn(Numbers):
+        def describe(self, index: int) -> str:
+            return f"row {index % 8}"
+
+    with loader_of(16, 4, source=Drawn(16, broken=(3, 11)), on_bad_sample="skip", shuffle=False) as loader:
+        news = [list(loader.epoch(epoch)) and loader.news() for epoch in range(2)]
+    assert news[0] == ["train: sample 3 of epoch 0 is skipped (4 in its place): row 3: number 3 is broken",
+                       "train: 2 samples skipped so far"]  # fmt: skip
+    assert news[1] == ["train: 4 samples skipped so far"]
+
+
+def test_a_resumed_epoch_skips_as_the_whole_one_does() -> None:
+    words: dict[str, Any] = {"on_bad_sample": "skip", "seed": 2}
+    whole, rest = (loader_of(16, 4, source=Numbers(16, broken=(3, 4, 7)), **words) for _ in range(2))
+    with whole, rest:
+        every = [b["x"].tolist() for b in whole.epoch(1)]
+        assert [b["x"].tolist() for b in rest.epoch(1, 8)] == every[2:] and len(whole.skipped) >= 3
+
+
+@pytest.mark.parametrize("problem", [ValueError("of mine"), MemoryError("full"), ConfigError("no gemmi")], ids=str)
+def test_whatever_a_sample_raises_is_skipped_but_not_what_is_no_fault_of_its_own(problem: Exception) -> None:
+    class Odd(Numbers):
+        def sample(self, index: int, epoch: int) -> dict[str, Any]:
+            if index == 5:
+                raise problem
+            return super().sample(index, epoch)
+
+    with loader_of(8, 2, source=Odd(8), shuffle=False, on_bad_sample="skip") as loader:
+        if type(problem) is ValueError:
+            assert [b["x"].tolist() for b in loader.epoch(0)] == [[0, 1], [2, 3], [4, 6], [6, 7]]
+            assert "ValueError: of mine" in loader.news()[0]
+        else:
+            with pytest.raises((DataError, ConfigError), match=str(problem)):
+                list(loader.epoch(0))
+
+
+def test_evaluation_stops_at_a_bad_sample() -> None:
+    source = Numbers(10, broken=(4,))
     with loader_of(10, 4, source=source, shuffle=False, last="keep", on_bad_sample="skip", workers=1) as loader:
-        assert [b["x"].tolist() for b in loader.epoch(0)] == [[0, 1, 2, 3], [6, 7]]
-    assert [(s.index, s.instead) for s in loader.skipped] == [(4, None), (5, None), (8, None), (9, None)]
+        with pytest.raises(DataError, match="number 4 is broken"):
+            list(loader.epoch(0))
+        assert loader.skipped == [] and loader.news() == []
 
 
 def test_when_nothing_can_be_read_skipping_ends() -> None:

@@ -1,0 +1,116 @@
+"""The computed queue of the loader: cases worked out by hand, and the real one beside it."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hpcai.data import Loader
+from hpcai.dist.launch import alone
+from hpcai.plan.loader import heavy_tail, room, waits
+from tests.numbers import Numbers
+
+LATE = np.array([1.0, 1, 5, 1, 1, 1])
+
+
+def test_a_late_sample_is_waited_for_in_strict_order_alone() -> None:
+    # Samples 0 and 1 are there at 1, when 2 (to 6) and 3 begin. In strict order it is wanted at 5; 5 begins when it is taken.
+    assert waits(LATE, 2, workers=2, ahead=3, order="strict").tolist() == [1, 0, 1, 0, 0, 0]
+    assert waits(LATE, 2, workers=2, ahead=3, order="ready").tolist() == [1, 0, 0, 0, 0, 0]
+
+
+def test_workers_stand_still_when_enough_is_ahead() -> None:
+    fast = np.array([1.0, 1, 1, 3, 3, 3])
+    # Each begins when the one before is taken, at 0, 1, 2, 3, 6 and 9; sample 5 is there at 12 and wanted at 11.
+    assert waits(fast, 2, workers=2, ahead=1, order="strict").tolist() == [1, 0, 0, 0, 0, 1]
+    assert waits(fast, 2, workers=2, ahead=2, order="strict").tolist() == [1, 0, 0, 0, 0, 0]
+
+
+def test_a_sample_that_is_late_at_the_end_of_an_epoch_is_waited_for_there() -> None:
+    late = np.array([1.0, 1, 1, 9] + 12 * [1])
+    # Sample 3 is there at 10 and wanted at 4; those of the next epoch are prepared meanwhile.
+    for order in ("strict", "ready"):
+        assert waits(late, 1, workers=2, ahead=4, order=order, epoch=4)[:8].tolist() == [1, 0, 0, 6, 0, 0, 0, 0]  # type: ignore[arg-type]
+    assert waits(late, 1, workers=2, ahead=4, order="ready").tolist() == [1] + 15 * [0]
+
+
+def test_copies_begin_each_step_together() -> None:
+    other = np.array([1.0, 1, 1, 1, 9, 1])  # 4 begins at 2 and is wanted at 9, or at 10 where the other copy was late before
+    assert waits(other, 2, 2, 3, "strict").tolist() == [1, 0, 0, 0, 2, 0]
+    assert waits(np.stack([other, LATE]), 2, 2, 3, "strict").tolist() == [1, 0, 1, 0, 1, 0]
+    assert waits(np.stack([LATE] * 3), 2, 2, 3, "ready").tolist() == waits(LATE, 2, 2, 3, "ready").tolist()
+
+
+def test_processes_of_a_copy_make_its_samples_in_turn() -> None:
+    # 2 s a sample and 1 s a step: one worker is too slow, two processes with one each are not.
+    assert waits(np.full(8, 2.0), 1, 1, 4, "strict").tolist() == [2, 1, 1, 1, 1, 1, 1, 1]
+    assert waits(np.full(8, 2.0), 1, 1, 4, "strict", makers=2).tolist() == [2, 0, 0, 0, 0, 0, 0, 0]
+    assert waits(np.full(8, 1.0), 1, 1, 4, "ready", batch=2).tolist() == [2, 1, 1, 1]
+
+
+@pytest.mark.parametrize("order", ["strict", "ready"])
+def test_as_many_are_ahead_as_the_loader_has(order: Any) -> None:
+    """Batches of 2: one is handed out, one is taken for the next step, and the others are ahead."""
+    begun: list[int] = []
+
+    class Noted(Numbers):
+        def sample(self, index: int, epoch: int) -> np.ndarray:
+            begun.append(index)
+            return np.zeros(100)
+
+    for prefetch, expected in ((800, 7), (8000, 10), (9599, 11)):
+        assert room(3, 2, prefetch, 800) == expected
+        begun.clear()
+        with Loader(Noted(60), 2, alone(), name="t", workers=3, prefetch=prefetch, order=order) as loader:
+            batches = loader.epoch(0)
+            next(batches)
+            until = time.monotonic() + 10
+            while len(begun) < expected + 4 and time.monotonic() < until:
+                time.sleep(0.005)
+            time.sleep(0.05)  # in which no further one is begun
+            assert len(begun) == expected + 4
+            batches.close()
+
+
+def measured(times: np.ndarray, step: float, order: Any) -> tuple[np.ndarray, list[int]]:
+    """Seconds that steps of the real loader wait, and the order of its samples."""
+
+    class Slow(Numbers):
+        def sample(self, index: int, epoch: int) -> np.ndarray:
+            time.sleep(times[index])
+            return np.full(100, index)
+
+    waited, seen = [], []
+    with Loader(Slow(len(times)), 1, alone(), name="t", shuffle=False, workers=2, prefetch=1, order=order) as loader:
+        batches = loader.epoch(0)
+        for _ in times:
+            began = time.perf_counter()
+            seen.append(int(next(batches)[0, 0]))
+            waited.append(time.perf_counter() - began)
+            time.sleep(step)
+    return np.array(waited), seen
+
+
+def test_the_loader_waits_where_it_was_computed() -> None:
+    times, step = np.full(14, 0.01), 0.05
+    times[5] = 1.0
+    with ThreadPoolExecutor(2) as pool:
+        strict, ready = pool.map(lambda order: measured(times, step, order), ("strict", "ready"))
+    of_strict, of_ready = (waits(times, step, 2, room(2, 1, 1, 800), order) for order in ("strict", "ready"))
+    # Sample 5 begins while step 1 is computed, with four ahead; 3 steps later it is wanted.
+    assert of_strict.argmax() == strict[0].argmax() == 5 and strict[0].max() == pytest.approx(of_strict.max(), abs=0.2)
+    assert of_strict.max() > 0.7 and strict[1] == list(range(14))
+    assert of_ready.max() < 0.8 and sorted(ready[1]) == list(range(14)) and ready[1].index(5) > 8
+    assert ready[0].sum() == pytest.approx(of_ready.sum(), abs=0.3)
+    assert threading.active_count() < 20
+
+
+def test_a_tail_is_as_heavy_as_it_says() -> None:
+    seconds = heavy_tail(np.random.default_rng(0), 20_000)
+    slow = seconds[seconds >= 1]
+    assert len(slow) / 20_000 == pytest.approx(0.03, abs=0.004) and slow.max() < 10
+    assert np.median(slow) == pytest.approx(5.5, abs=0.5)
+    assert np.median(seconds) == pytest.approx(0.1, rel=0.05) and heavy_tail(np.random.default_rng(0), (3, 5)).shape == (3, 5)
