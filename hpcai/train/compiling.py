@@ -271,6 +271,10 @@ class Compiled:
         self._counts = Counts()
         self._told = 0
 
+    @property
+    def seconds(self) -> float:
+        return float(self._counts.read()["seconds"])
+
     def news(self) -> list[str]:
         """What has been compiled since the start, if more than at the last call; then it is also stored for later jobs."""
         graphs = self._counts.read()["graphs"]
