@@ -98,7 +98,8 @@ class Counts:
     def read(self) -> dict[str, Any]:
         """The counts: graphs, seconds (with the backward graphs), graph_breaks, recompiles (of a frame, also for other sizes of a
         block), given_up (frames past the limit of versions, which run uncompiled), found and made (Inductor's code, forward and
-        backward, that an earlier job had left, or not), and why: the most frequent reasons by count."""
+        backward, that an earlier job, another process of the node or a graph like it had left, or nobody), and why: the most
+        frequent reasons by count."""
         now = {name: counter - self._then[name] for name, counter in _counted().items()}  # a Counter keeps what is above zero
         before, versions = self._then["versions"], now["versions"]
         return {
@@ -118,7 +119,7 @@ class Counts:
         text = "compiled {graphs} graphs in {seconds:.1f} s, {graph_breaks} graph breaks, {recompiles} recompiles".format(**found)
         text += f", {found['given_up']} functions given up after too many versions" if found["given_up"] else ""
         if found["found"]:
-            text += f", {found['found']} of {found['found'] + found['made']} parts found as they were left by a job before"
+            text += f", {found['found']} of {found['found'] + found['made']} parts found ready"
         return text + "".join(f"; {n} x {reason}" for reason, n in found["why"].items())
 
     def _recompile_reasons(self) -> list[str]:

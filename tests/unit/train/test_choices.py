@@ -83,7 +83,7 @@ def test_a_second_start_finds_all_code_where_the_first_left_it(tmp_path: Path, m
         told.append(step._compiled._counts.read() | {"news": step.news()[0], "seconds": step.compiled})
     first, second = told
     assert first["found"] == 0 and first["made"] == 2 and "found" not in first["news"], "forward and backward"
-    assert second["found"] == 2 and second["made"] == 0 and "2 of 2 parts found as they were left by a job before" in second["news"]
+    assert second["found"] == 2 and second["made"] == 0 and "2 of 2 parts found ready" in second["news"]
     assert 0 < second["seconds"] < first["seconds"]
 
 
