@@ -161,10 +161,16 @@ def plainly(but: On = frozenset()) -> Iterator[None]:
     def whole(function: Callable[[slice], Tensor], count: int, *_: Any) -> Tensor:
         return function(slice(0, count))
 
+    def gate(x: Tensor, g: Tensor, mask: Tensor | None = None) -> Tensor:
+        return gates.plain(x, g, mask).to(x.dtype)  # a mask in float32 would make the product wider than its kernels expect
+
+    def halves(xg: Tensor, mask: Tensor | None = None) -> Tensor:
+        return gates.plain_halves(xg, mask).to(xg.dtype)
+
     forms: dict[str, Sequence[tuple[Any, str, Any]]] = {
         "attention": [(attentions, "gated_attention", attention.plain)],
         "layer norms": [(norms, "layer_norm", layernorm.plain)],
-        "gates": [(evoformer, "gate", gates.plain), (evoformer, "halves", gates.plain_halves)],
+        "gates": [(evoformer, "gate", gate), (evoformer, "halves", halves)],
         "triangles": [
             (evoformer, "product", triangle.plain), (evoformer, "channels_first", channels_first),
             (attentions, "channels_first", channels_first),

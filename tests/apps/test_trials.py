@@ -327,6 +327,16 @@ def test_each_switch_of_openfold_changes_what_runs() -> None:
         assert all(getattr(*place) is function for place, function in OURS.items())
 
 
+def test_each_switch_of_openfold_can_be_left_out_under_bfloat16() -> None:
+    subject, cfg = made("openfold", "step.precision=bf16")
+    own, found = subject.whole(cfg, MESH), {}
+    for name in ("", *own):
+        with subject.trial(cfg, MESH, own - {name} | {"precision"}) as training:
+            found[name] = training.numerics()
+    for value, gradient in found.values():
+        assert value == pytest.approx(found[""][0], rel=1e-2) and (gradient - found[""][1]).norm() < 0.3 * found[""][1].norm()
+
+
 # ---- parts that one app adds
 
 
