@@ -28,6 +28,7 @@ import pydantic
 import yaml
 from pydantic_core import to_jsonable_python
 
+from hpcai import startup
 from hpcai.errors import ConfigError, HpcaiError, LaunchError, MeshError
 from hpcai.schema import (
     NUMBER,
@@ -105,7 +106,8 @@ def run(schema: type[T], main: Callable[[T], None], argv: Sequence[str] | None =
     files = [word for word in words if _is_file(word)]
     if files:
         words.remove(files[0])
-    with heard() if argv is None else nullcontext():  # a caller in a notebook keeps its own signals
+    own = argv is None  # otherwise a caller in a notebook, which keeps its signals, and was started long ago
+    with heard() if own else nullcontext(), startup.clock(startup.age() if own else 0.0):
         _run(schema, main, files, words, show)
 
 

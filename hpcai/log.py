@@ -5,6 +5,8 @@ The training loop says once, in plain numbers and text, what happened; every sin
 ========== ===========================================================================================================
 start       name, directory, settings (nested), world, device, parameters, steps (planned), steps_per_epoch, epochs,
             global_batch, train_samples, validation_samples, resumed_from (a step, or None), nodes (optional, 1)
+startup     step (the first one of this life), seconds (to its end, from the start of the program), parts (seconds by name, of the
+            slowest process)
 epoch       epoch (from 0), step: an epoch begins, or goes on after a resume
 train       step, epoch (with its fraction), samples (so far), seconds (so far), samples_per_second, lr, loss, metrics;
             gpu_power_w, gpu_energy_j, gpu_samples_per_joule, gpu_sm_clock_mhz, gpu_temperature_c, gpu_memory_gb, ... of the
@@ -33,6 +35,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Protocol, Self, TextIO
 
+from hpcai import startup
 from hpcai.errors import ConfigError, DataError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -454,6 +457,9 @@ class Terminal:
         words += [f"global batch {get('global_batch')}"] if get("global_batch") else []
         words += [f"resumed from step {get('resumed_from')}"] if get("resumed_from") is not None else []
         return words[0] + " " + ", ".join(words[1:]) + (f" -> {get('directory')}" if get("directory") else "")
+
+    def _startup(self, event: Event) -> str:
+        return startup.describe(event.fields.get("parts") or {})
 
     def _train(self, event: Event) -> str:
         return "  ".join(self._numbers(event))

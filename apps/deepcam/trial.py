@@ -10,7 +10,6 @@ arrangements agree to 1e-12.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Annotated, Any
 
 import numpy as np
@@ -63,7 +62,7 @@ class Trial(Subject):
     settings, batch, fields = TrialConfig, Batch, Batch._fields
     loss, metric = staticmethod(loss), staticmethod(score)
     parts = {"group": group_norms}
-    unit, published = "maps", MapConfig
+    unit, published, compiles_long = "maps", MapConfig, True
     tiny = ("model.divide=8", "model.middle=1", "height=64", "width=96", "data.batch=2")
     gpu = tuple(Case(f"batch-{batch}", "batch128.yaml", (f"data.batch={batch}",), figure=_EOS, asked=95.0) for batch in (8, 16))
 
@@ -75,13 +74,6 @@ class Trial(Subject):
             Switch("channels-last", "weights and activations in channels-last memory, as the files have them"),
             Switch(_GROUP, f"batchnorm_group={group}, which costs messages (with kernels only)", why_not),
         ]
-
-    def every_switch(self, cfg: TrialConfig, mesh: Mesh) -> list[Switch]:
-        every = super().every_switch(cfg, mesh)
-        if mesh.device.type == "cuda" or cfg.step.compile != "none":
-            return every
-        minutes = "torch.compile takes minutes for each arrangement on a CPU; ask for it with step.compile=whole"
-        return [replace(one, why_not=one.why_not or minutes) if one.name == "compile" else one for one in every]
 
     def known(self, cfg: TrialConfig) -> TrialConfig:
         classes, variables = len(cfg.model.classes), len(cfg.model.variables)

@@ -3,10 +3,12 @@
 The plain form is the same function of the same weights in torch's operations on whole tensors: all logits, gates, outer products
 and distances at once. Chains and alignments are synthetic, without templates. ``checkpoint`` is our form whose blocks keep their
 inputs alone.
+
+    mpiexec -n 2 hpcai ablate openfold mesh.axial=2    # what cutting a chain over two processes brings, or costs
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -19,10 +21,11 @@ from apps.openfold.folding import featurized, folded
 from apps.openfold.settings import Config, DataConfig
 from apps.openfold.stalls import stalls
 from apps.openfold.synthetic import alignment, chain
-from hpcai.cli.trial import Case, Figure, On, Subject, Switch
+from hpcai.cli.trial import Case, Figure, On, Subject, Switch, Training
 from hpcai.data.splits import load
 from hpcai.dist import Mesh
-from hpcai.kernels import attention, gates, layernorm, outer, triangle
+from hpcai.dist.environment import place
+from hpcai.kernels import attention, compiler, gates, layernorm, outer, triangle
 from hpcai.models.openfold import (
     FeatureConfig,
     OpenFold,
@@ -40,6 +43,7 @@ from hpcai.models.openfold.features import collate
 from hpcai.nn import layernorm as norms
 
 _GPU = torch.cuda.is_available()
+_CUT = "cut chains"
 # MLPerf HPC's.
 _WHOLE = ("model.blocks=48", "model.extra.blocks=4", "features.crop=256", "features.clusters=128", "features.extra=1024")
 
@@ -56,7 +60,7 @@ class TrialConfig(Config):
 
     model: OpenFoldConfig = OpenFoldConfig.preset("initial", template=None, blocks=4, extra={"blocks": 1})
     features: FeatureConfig = FeatureConfig(crop=64, clusters=32, extra=64, templates=0, recycles=0)
-    data: DataConfig = DataConfig(batch=1, workers=1)
+    data: DataConfig = DataConfig(batch=place().world or 1, workers=1)
 
 
 class Trial(Subject):
@@ -65,6 +69,7 @@ class Trial(Subject):
     variants = {"checkpoint": ("model.checkpoint=true",)}
     parts = {"featurize": featurized, "fold": folded, "axial": axial, "axial-step": axial_step, "stalls": stalls}
     unit, published = "chains", Config
+    compiled, compiles_long = "blocks", True
     tiny = (
         "model={msa: 32, pair: 16, single: 32, blocks: 1, rows: {head: 8, heads: 2, outer: 8, transition: 1}}",
         "model.pairs={triangle: 16, head: 8, heads: 2, transition: 1}",
@@ -83,7 +88,21 @@ class Trial(Subject):
         return loss(model, batch)
 
     def switches(self, cfg: TrialConfig, mesh: Mesh) -> list[Switch]:
-        return [Switch("kernels", "attention, gates, outer products and long chains without their largest tensors")]
+        on_gpu, ranks = mesh.device.type == "cuda", mesh["axial"].size
+        same = compiler.MISSING if on_gpu else "on a CPU they are torch's own"
+        every = [
+            Switch("attention", "gated attention whose logits and probabilities are never in memory"),
+            Switch("layer norms", "layer norms in one kernel each way, which give what the next product reads", same),
+            Switch("gates", "products with a sigmoid that keep only what they are given"),
+            Switch("triangles", "products of triangles and biases of heads written as they are read, without copies"),
+            Switch("outer product", "outer products a few residues at a time, and made again in the backward pass"),
+            Switch("parts", "losses in parts that fit a cache, and so transitions and triangles where no gradients are taken"),
+        ]
+        if ranks == 1:
+            return every
+        uneven = None if cfg.data.batch % mesh.world == 0 else f"data.batch is {cfg.data.batch}, no multiple of {mesh.world} copies"
+        what = f"mesh.axial={ranks}: {ranks} processes share each chain, where otherwise each has chains of its own"
+        return [*every, Switch(_CUT, what, uneven)]
 
     def cases(self, on_gpu: bool) -> Sequence[Sequence[str]]:
         if on_gpu:
@@ -92,7 +111,14 @@ class Trial(Subject):
         return [*few, ("model.blocks=2", "features.crop=128")]
 
     def around(self, on: On) -> AbstractContextManager[Any]:
-        return nullcontext() if "kernels" in on else plainly()
+        return plainly(on)
+
+    @contextmanager
+    def trial(self, cfg: TrialConfig, mesh: Mesh, on: On) -> Iterator[Training]:
+        if any(switch.name == _CUT and switch.why_not is None for switch in self.switches(cfg, mesh)) and _CUT not in on:
+            mesh = Mesh({"replicate": mesh.world}, mesh.world, mesh.rank, mesh.device)
+        with super().trial(cfg, mesh, on) as made:
+            yield made
 
     def build(self, cfg: TrialConfig, mesh: Mesh, on: On) -> nn.Module:
         model = parallelize(OpenFold(cfg.model), mesh)
@@ -117,7 +143,7 @@ class Trial(Subject):
         each = []
         for number, values in enumerate(samples):
             made, rows = parts_of(dict(zip(FIELDS, values)), "a synthetic chain")
-            found = featurize(made, rows, cfg=cfg.features, index=number)
+            found = featurize(made, rows, cfg=cfg.features)  # what is masked does not depend on a sample's place in a batch
             each.append(found | {"index": np.full(cfg.features.recycles + 1, number)})  # as those of a loader have it
         return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in collate(each).items()}
 
@@ -127,20 +153,33 @@ class Trial(Subject):
 
 
 @contextmanager
-def plainly() -> Iterator[None]:
-    """Inside, the network and its loss are the same function of the same weights, in torch's operations on whole tensors."""
+def plainly(but: On = frozenset()) -> Iterator[None]:
+    """Inside, the network and its loss are the same function of the same weights, in torch's operations on whole tensors, ``but``
+    for what these switches bring."""
     def channels_first(weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
         return torch.nn.functional.linear(x, weight, bias).permute(0, 3, 1, 2)
 
     def whole(function: Callable[[slice], Tensor], count: int, *_: Any) -> Tensor:
         return function(slice(0, count))
 
-    plain = [
-        (attentions, "gated_attention", attention.plain), (attentions, "channels_first", channels_first),
-        (evoformer, "gate", gates.plain), (evoformer, "channels_first", channels_first), (evoformer, "outer_product", outer.plain),
-        (evoformer, "halves", gates.plain_halves), (evoformer, "product", triangle.plain), (norms, "layer_norm", layernorm.plain),
-        (evoformer, "in_parts", whole), (layers, "in_parts", whole), (objective, "several", lambda *_: 1 << 60),
-    ]  # fmt: skip
+    def gate(x: Tensor, g: Tensor, mask: Tensor | None = None) -> Tensor:
+        return gates.plain(x, g, mask).to(x.dtype)  # a mask in float32 would make the product wider than its kernels expect
+
+    def halves(xg: Tensor, mask: Tensor | None = None) -> Tensor:
+        return gates.plain_halves(xg, mask).to(xg.dtype)
+
+    forms: dict[str, Sequence[tuple[Any, str, Any]]] = {
+        "attention": [(attentions, "gated_attention", attention.plain)],
+        "layer norms": [(norms, "layer_norm", layernorm.plain)],
+        "gates": [(evoformer, "gate", gate), (evoformer, "halves", halves)],
+        "triangles": [
+            (evoformer, "product", triangle.plain), (evoformer, "channels_first", channels_first),
+            (attentions, "channels_first", channels_first),
+        ],
+        "outer product": [(evoformer, "outer_product", outer.plain)],
+        "parts": [(evoformer, "in_parts", whole), (layers, "in_parts", whole), (objective, "several", lambda *_: 1 << 60)],
+    }  # fmt: skip
+    plain = [form for switch, some in forms.items() if switch not in but for form in some]
     ours = [(module, name, getattr(module, name)) for module, name, _ in plain]
     try:
         for module, name, function in plain:

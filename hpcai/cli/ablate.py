@@ -272,7 +272,9 @@ def draw(found: dict[str, Any], path: Path) -> None:
     """The waterfall: time of a step from plain to all, and beside it how much slower all is without each switch."""
     figure = Figure(figsize=(9.6, 1.5 + 0.42 * len(found["cumulative"])), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
-    figure.suptitle(f"{found['ablate']} on {found['device']}, torch {found['torch']}", x=0.01, ha="left", fontsize=11)
+    shared = "processes: {processes}, threads of each: {threads}, load {load} to {load_after}, medians of {repeats}".format(**found)
+    title = f"{found['ablate']} on {found['device']}, torch {found['torch']}\n{shared}"
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10)
 
     def bar(axes: Any, y: int, begin: float, end: float, color: str) -> None:
         marks = {"hatch": "///", "edgecolor": "white"} if color == ORANGE else {}

@@ -12,10 +12,10 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import h5py
 import numpy as np
@@ -27,7 +27,7 @@ from hpcai.cli import apps
 from hpcai.data import Endless
 from hpcai.data.assemble import tree_map
 from hpcai.dist import Mesh
-from hpcai.dist.collect import gather_shares
+from hpcai.dist.collect import gather_shares, sum_in_place
 from hpcai.dist.host import Collector
 from hpcai.errors import ConfigError
 from hpcai.kernels import compiler
@@ -120,6 +120,10 @@ class Subject:
     """what the YAML files of the app complete, with what its random samples need to know"""
     tiny: Sequence[str] = ()
     """key=value words that make a published configuration a matter of seconds on one core"""
+    compiled: Literal["whole", "blocks"] = "whole"
+    """what is compiled where the settings do not say"""
+    compiles_long: bool = False
+    """whether torch.compile takes minutes on a CPU, where it is then measured only if the settings ask for it"""
     counted: Callable[[Any], Tensor] | None = None
     """what several means of the loss divide by (``Step``)"""
 
@@ -177,7 +181,11 @@ class Subject:
         return frozenset(switch.name for switch in self.switches(cfg, mesh) if switch.why_not is None)
 
     def every_switch(self, cfg: Any, mesh: Mesh) -> list[Switch]:
-        return [*self.switches(cfg, mesh), *of_the_loop(cfg, mesh, self.sample_bytes(cfg))]
+        every = [*self.switches(cfg, mesh), *of_the_loop(cfg, mesh, self.sample_bytes(cfg), self.compiled)]
+        if not self.compiles_long or mesh.device.type == "cuda" or cfg.step.compile != "none":
+            return every
+        minutes = f"torch.compile takes minutes for each arrangement on a CPU; ask for it with step.compile={self.compiled}"
+        return [replace(one, why_not=one.why_not or minutes) if one.name == "compile" else one for one in every]
 
     def sample_bytes(self, cfg: Any) -> int:
         return sum(values.nbytes for values in self.random(cfg, np.random.default_rng(0)))
@@ -209,14 +217,14 @@ def find(name: str) -> Subject:
     return subject
 
 
-def of_the_loop(cfg: Any, mesh: Mesh, sample: int) -> list[Switch]:
+def of_the_loop(cfg: Any, mesh: Mesh, sample: int, compiled: str) -> list[Switch]:
     """The switches of step, loader and evaluation, which every app has; ``sample``: bytes of one in a file."""
     kind, optimizer = mesh.device.type, cfg.step.optimizer
-    asked = when_on(cfg.step, mesh)
+    asked = when_on(cfg.step, mesh, compiled)
     slow = f"this {kind} does not compute in bfloat16 at full speed" if asked["precision"] == "fp32" else None
     no_gpu = f"there is no GPU: this process computes on {kind}" if kind == "cpu" else None
     unknown = None if optimizer in TORCH else f"torch has no {optimizer} to compare with"
-    alone = "one process: the optimizer is divided among copies" if mesh["replicate"].size == 1 else None
+    alone = "one copy of the model: the optimizer is divided among copies" if mesh["replicate"].size == 1 else None
     return [
         Switch("precision", f"step.precision={asked['precision']}", slow),
         Switch("compile", f"step.compile={asked['compile']}", _cannot_compile(kind)),
@@ -229,10 +237,10 @@ def of_the_loop(cfg: Any, mesh: Mesh, sample: int) -> list[Switch]:
     ]
 
 
-def when_on(cfg: StepConfig, mesh: Mesh) -> dict[str, str]:
+def when_on(cfg: StepConfig, mesh: Mesh, compiled: str) -> dict[str, str]:
     """Precision and compilation when they are on: as the settings have it, or otherwise the best there is."""
     narrow = cfg.precision if cfg.precision.startswith("bf16") else "bf16" if fast_bf16(mesh.device) else "fp32"
-    return {"precision": narrow, "compile": "whole" if cfg.compile == "none" else cfg.compile}
+    return {"precision": narrow, "compile": compiled if cfg.compile == "none" else cfg.compile}
 
 
 def _cannot_compile(kind: str) -> str | None:
@@ -284,17 +292,27 @@ class Training:
         self.training, self.runs = cast(Any, None), 0
 
     def numerics(self) -> tuple[float, Tensor]:
-        """Loss and flat float32 gradient [parameters], on the CPU, of one batch at the first weights; called before any update."""
+        """Loss and flat float32 gradient [parameters], on the CPU, of one batch at the first weights; called before any update.
+
+        The batch is the same over any number of copies, and nothing is dropped: processes would drop each something else.
+        """
         copies, step = self.mesh["replicate"], self.step
-        seeds = [[copies.rank // self.app.alike(self.cfg), i] for i in range(self.samples // copies.size)]
+        own = self.samples // copies.size
+        first = copies.rank // self.app.alike(self.cfg) * own
+        drops = [module for module in step.model.modules() if type(module).__name__.endswith("Dropout")]
+        for module in drops:
+            module.eval()
         with self.app.around(self.on):
-            values: Any = step._gradients(self.app.random_batch(self.cfg, seeds, self.mesh.device))
+            values: Any = step._gradients(self.app.random_batch(self.cfg, range(first, first + own), self.mesh.device))
+        for module in drops:
+            module.train()
         found = {name: p.grad for name, p in step.model.named_parameters() if p.grad is not None}
         for bucket in step.sums.buckets:  # an update may scale gradients where they lie
             if hasattr(bucket, "own"):  # of the sum each process has its share
                 gather_shares(bucket.flat, bucket.own, copies).wait()
             found |= {part.name: part.whole(bucket.flat) for part in bucket.parts}
-        return values["loss"].item(), torch.cat([found[name].detach().float().reshape(-1).cpu() for name in sorted(found)])
+        loss = sum_in_place(values["loss"].detach().clone(), copies) / copies.size
+        return loss.item(), torch.cat([found[name].detach().float().reshape(-1).cpu() for name in sorted(found)])
 
     @contextmanager
     def around(self) -> Iterator[None]:
@@ -332,7 +350,7 @@ def _step(app: Subject, cfg: Any, mesh: Mesh, on: On) -> Step:
     fused = "fused optimizer" in on or cfg.step.optimizer not in TORCH
     shard = "optimizer" if fused and "sharded optimizer" in on else "none"
     changes = {"shard": shard, "shard_within": None, "compile_cache": None, "precision": "fp32", "compile": "none"}
-    changes |= {name: value for name, value in when_on(cfg.step, mesh).items() if name in on}
+    changes |= {name: value for name, value in when_on(cfg.step, mesh, app.compiled).items() if name in on}
     torch._dynamo.config.recompile_limit = 64  # of the versions of one forward, over all arrangements
     changes["capture"] = "none" if "capture" not in on else "whole" if fused else "forward"
     kind = Step if fused else ByTorch

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as torch_dist
 
+from hpcai import startup
 from hpcai.dist.environment import ALONE, Place, place
 from hpcai.dist.host import bind, keep_memory
 from hpcai.dist.mesh import Mesh
@@ -80,6 +81,7 @@ def start(axes: Any) -> Iterator[Mesh]:
     An exception on one rank ends all ranks within seconds (see hpcai.dist.watch). With one process there is neither process
     group nor watch, and exceptions pass through. Raises LaunchError, and MeshError when the axes do not fit the processes.
     """
+    startup.now("processes")
     sizes: Mapping[str, int] = axes.model_dump() if hasattr(axes, "model_dump") else dict(axes)
     here = place()
     _check_unannounced(here)
@@ -100,7 +102,9 @@ def start(axes: Any) -> Iterator[Mesh]:
             group = torch_dist.PrefixStore("group", watch.store)
             # Without device_id: NCCL would split further groups off this one, for which it waits for ranks that are not in them.
             torch_dist.init_process_group(backend, store=group, rank=here.rank, world_size=here.world, timeout=_timeout())
-        yield Mesh(sizes, here.world, here.rank, where, _timeout())
+        mesh = Mesh(sizes, here.world, here.rank, where, _timeout())
+        startup.now("data")
+        yield mesh
 
 
 def _check_unannounced(here: Place) -> None:

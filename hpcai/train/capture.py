@@ -7,6 +7,7 @@ counters and the scale of the gradient are device tensors; random numbers come f
 import gc
 import linecache
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -110,6 +111,7 @@ class Capture:
         self.graph = graph or partial(CudaGraph, torch.cuda.graph_pool_handle(), torch.cuda.Stream())
         self.device = torch.device("cpu" if graph else "cuda")
         self.news: list[str] = []
+        self.made: list[str] = []  # what there is to tell of graphs, which only this process may have recorded
         self._told = False
         _open.add(self)
 
@@ -173,7 +175,7 @@ class Capture:
 
     def _record(self, slot: _Slot, batch: Any) -> _Slot | None:
         """The slot with its graph; None where there can be none."""
-        static, last, numbers = tree_map(batch, self._room), _Last(), rng.state()
+        static, last, numbers, began = tree_map(batch, self._room), _Last(), rng.state(), time.perf_counter()
         try:
             with _no_collection():
                 slot.values = slot.graph.record(lambda: self._run(static, last if self.traced else nullcontext()))
@@ -186,6 +188,8 @@ class Capture:
         finally:
             rng.restore(numbers)
         slot.batch = static
+        seconds = time.perf_counter() - began
+        self.made.append(f"step.capture: graph {self.recorded()} of at most {self.limit} recorded in {seconds:.1f} s")
         return slot
 
     def _run(self, batch: Any, watch: Any) -> Any:

@@ -97,7 +97,9 @@ class Counts:
 
     def read(self) -> dict[str, Any]:
         """The counts: graphs, seconds (with the backward graphs), graph_breaks, recompiles (of a frame, also for other sizes of a
-        block), given_up (frames past the limit of versions, which run uncompiled), and why: the most frequent reasons by count."""
+        block), given_up (frames past the limit of versions, which run uncompiled), found and made (Inductor's code, forward and
+        backward, that an earlier job, another process of the node or a graph like it had left, or nobody), and why: the most
+        frequent reasons by count."""
         now = {name: counter - self._then[name] for name, counter in _counted().items()}  # a Counter keeps what is above zero
         before, versions = self._then["versions"], now["versions"]
         return {
@@ -106,6 +108,8 @@ class Counts:
             "graph_breaks": sum(now["breaks"].values()),
             "recompiles": sum(n - (0 if before[frame] else 1) for frame, n in versions.items()),
             "given_up": sum(n + before[frame] > torch._dynamo.config.recompile_limit for frame, n in versions.items()),
+            "found": now["inductor"]["fxgraph_cache_hit"],
+            "made": now["inductor"]["fxgraph_cache_miss"],
             "why": dict((now["breaks"] + Counter(self._recompile_reasons())).most_common(3)),
         }
 
@@ -114,6 +118,8 @@ class Counts:
         found = self.read()
         text = "compiled {graphs} graphs in {seconds:.1f} s, {graph_breaks} graph breaks, {recompiles} recompiles".format(**found)
         text += f", {found['given_up']} functions given up after too many versions" if found["given_up"] else ""
+        if found["found"]:
+            text += f", {found['found']} of {found['found'] + found['made']} parts found ready"
         return text + "".join(f"; {n} x {reason}" for reason, n in found["why"].items())
 
     def _recompile_reasons(self) -> list[str]:
@@ -136,6 +142,7 @@ def _counted() -> dict[str, Counter]:
         breaks[_short(reason)] += n
     return {
         "stats": Counter(counters.get("stats", {})),
+        "inductor": Counter(counters.get("inductor", {})),
         "breaks": breaks,
         "versions": Counter(versions),
         "seconds": Counter({name: sum(times.get(name, ())) for name in ("_compile.compile_inner", "backward._backward_impl")}),
@@ -270,6 +277,10 @@ class Compiled:
         self.note = f"step.compile: {count} module{'s' if count > 1 else ''} of {type(model).__name__}{kept}"
         self._counts = Counts()
         self._told = 0
+
+    @property
+    def seconds(self) -> float:
+        return float(self._counts.read()["seconds"])
 
     def news(self) -> list[str]:
         """What has been compiled since the start, if more than at the last call; then it is also stored for later jobs."""

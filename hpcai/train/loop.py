@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hpcai import startup
 from hpcai.dist.collect import gather_objects
 from hpcai.dist.host import Collector, Gpu, warm_collectives
 from hpcai.errors import CheckpointError, ConfigError, DataError, DivergedError
@@ -140,16 +141,19 @@ class _Training:
         self._since: tuple[float, int] = (0.0, 0)
 
     def go(self) -> Result:
+        startup.now("other")
         if self.checkpoints:
             self.checkpoints.data = getattr(self.data, "identity", "")
-        resumed = self.checkpoints.resume(self.step) if self.checkpoints else None
+        with startup.during("checkpoint"):
+            resumed = self.checkpoints.resume(self.step) if self.checkpoints else None
         self.progress = self.result.progress = resumed or self.progress
         self._reported = self._saved = self._compared = self.progress.step
         self._start(self.progress.step if resumed else None)
         self.step.model.train()
         ended = self.progress.ended
         done = ended == "target" or (ended == "finished" and self.progress.step >= self.steps)
-        warm_collectives(self.mesh)
+        with startup.during("connections"):
+            warm_collectives(self.mesh)
         folder = self.run.directory
         with (
             self.run.failures.watching(self.cfg.hang_after, self._whereabouts),
@@ -189,6 +193,7 @@ class _Training:
             raise
 
     def _epochs(self, signals: StopSignals) -> str:
+        startup.now("first batch")
         while self.progress.step < self.steps:
             self.reports.emit("epoch", epoch=self.progress.epoch, step=self.progress.step)
             left = (self.data.samples - self.progress.sample) / self.data.size
@@ -222,6 +227,8 @@ class _Training:
         self.progress.step += 1
         self.progress.sample += self.data.size
         self.progress.seen += self.data.size
+        if startup.running():
+            self._tell_startup()
         self.collector.at(self.progress.step)
         self.profile.at(self.progress.step)
         report = self.progress.step % self.cfg.report_every == 0
@@ -235,6 +242,13 @@ class _Training:
         # The last step of an epoch is saved after its evaluation, which a run that resumes would otherwise do again.
         if self.progress.sample < self.data.samples and self.progress.step < self.steps and self._save_is_due():
             self._save()
+
+    def _tell_startup(self) -> None:
+        """Tell once how long each part took up to the end of the first step."""
+        if self.mesh.device.type == "cuda":
+            torch.cuda.synchronize(self.mesh.device)
+        parts = startup.slowest(gather_objects(startup.end(self.step.compiled), self.mesh.everyone))
+        self.reports.emit("startup", step=self.progress.step, seconds=sum(parts.values()), parts=parts)
 
     def _save_is_due(self, end_of_epoch: bool = False) -> bool:
         if self.checkpoints is None:
@@ -354,6 +368,7 @@ class _Training:
 
     def _judge(self, scored: Scored) -> bool:
         self._tell_news(self.validation)
+        self._tell_news(self.step)  # what an evaluation compiled is kept, too
         step = scored.position["step"]
         self.result.evaluations.append(Report(step, scored.values))
         self.reports.emit("evaluate", **scored.position, **{**scored.values, "seconds": scored.seconds})

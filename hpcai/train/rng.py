@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hpcai import startup
 from hpcai.nn.deferred import deferred
 
 
@@ -31,6 +32,7 @@ def seed_step(seed: int, copy: int, step: int) -> None:
 def seeds(seed: int) -> Iterator[None]:
     """Inside, models are built and cut without memory for their parameters, which ``Step`` draws (``nn.deferred``); what else is
     drawn is the same on all processes. Steps seed their own random numbers, for each copy of the model others."""
+    startup.now("network")
     seed_all(seed)
     with deferred(seed):
         yield

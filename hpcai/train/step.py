@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hpcai import startup
 from hpcai.dist.collect import gather_objects, least, sum_in_place
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import ConfigError, DataError, DivergedError
@@ -59,6 +60,7 @@ class Step:
         self, model: nn.Module, loss: Loss, cfg: StepConfig, mesh: Mesh, *, counts: Callable[[Any], Tensor] | None = None,
         act: Act | None = None, graph: Callable[[], Graph] | None = None,
     ) -> None:  # fmt: skip
+        startup.now("network")
         tries = cfg.capture == "auto"
         self.cfg, self.notes = chosen(cfg, mesh, graph is not None)
         self.notes += tune(cfg, mesh.device)
@@ -97,6 +99,7 @@ class Step:
             self._capture = Capture(inside, cfg.capture_shapes, graph, traced=cfg.compile == "none", tries=tries)
 
     def __call__(self, batch: Any, lr: float | None = None) -> dict[str, Value]:
+        startup.now("first step")
         self.optimizer.set_rate(self.cfg.lr if lr is None else lr)
         rng.seed_step(self._seed, self.mesh["replicate"].rank, self._steps)
         with span("step"):
@@ -210,10 +213,19 @@ class Step:
             state = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in self.model.state_dict().items()}
             return {name: tensor.detach().clone() for name, tensor in state.items()}
 
+    @property
+    def compiled(self) -> float:
+        """Seconds that torch.compile has taken so far."""
+        return self._compiled.seconds if self._compiled else 0.0
+
     def news(self) -> list[str]:
         """What there is to tell of the steps since the last call, on any process. All processes ask together."""
         told = self._compiled.news() if self._compiled else []
-        if self._capture is None or not self._capture.tries:
+        if self._capture is None:
+            return told
+        made, self._capture.made = self._capture.made, []
+        told += made
+        if not self._capture.tries:
             return told
         own, self._capture.news = self._capture.news, []
         every = gather_objects(own, self.mesh.everyone)

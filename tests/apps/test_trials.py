@@ -13,6 +13,7 @@ from torch import nn
 
 import apps.deepcam.trial as deepcam
 from apps.opencatalyst.neighbours import triplets, uneven
+from apps.openfold.trial import Trial as Openfold
 from hpcai import config, dist
 from hpcai.cli import ablate, trial
 from hpcai.cli.bench import app as bench
@@ -22,7 +23,9 @@ from hpcai.data.assemble import tree_map
 from hpcai.dist import Mesh
 from hpcai.errors import ConfigError, DataError
 from hpcai.models.dimenet import loss
-from hpcai.nn import BatchNorm, Conv2d
+from hpcai.models.openfold import attention, evoformer, layers, objective
+from hpcai.nn import BatchNorm, Conv2d, layernorm
+from hpcai.parallel.axial import Move
 from hpcai.parallel.batchnorm import SumInPlace
 from hpcai.train.evaluation import Background, Here
 from hpcai.train.step import Step
@@ -43,6 +46,12 @@ SMALL = {
 TOLERANCE = {"cosmoflow": 1e-5, "deepcam": 3e-2, "unet3d": 1e-2, "opencatalyst": 1e-3, "openfold": 1e-3}
 LOOP = {"fused optimizer", "garbage collection", "direct I/O", "async evaluation"}
 MESH = dist.alone(torch.device("cpu"))
+PLACES: set[tuple[Any, str]] = {
+    (attention, "gated_attention"), (attention, "channels_first"), (evoformer, "gate"), (evoformer, "channels_first"),
+    (evoformer, "outer_product"), (evoformer, "halves"), (evoformer, "product"), (layernorm, "layer_norm"),
+    (evoformer, "in_parts"), (layers, "in_parts"), (objective, "several"),
+}  # fmt: skip
+OURS = {place: getattr(*place) for place in PLACES}  # of the network and its loss, that have a plain form
 NONE: frozenset[str] = frozenset()
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -144,7 +153,7 @@ def test_what_cannot_be_had_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> Non
     why = {switch.name: switch.why_not or "" for switch in subject.every_switch(cfg, MESH)}
     assert "full speed" in why["precision"] and "compiler" in why["compile"] and "/dev/shm" in why["direct I/O"]
     assert "lamb" in why["fused optimizer"] and not why["kernels"]
-    assert "no GPU" in why["capture"] and "one process" in why["sharded optimizer"]
+    assert "no GPU" in why["capture"] and "one copy" in why["sharded optimizer"]
     subject, asked = made("cosmoflow", "step.precision=bf16")
     reasons = {s.name: s.why_not for s in subject.every_switch(asked, MESH)}
     assert reasons["precision"] is None, "asking for it gets it"
@@ -266,6 +275,66 @@ def test_copies_share_statistics_where_that_is_on() -> None:
         assert abs(unlike[1] - own[1]) > 1e-4, "other maps, other statistics"
     model = deepcam.Trial().build(made("deepcam")[1], MESH, frozenset({"kernels"}))
     assert {type(module) for module in model.modules()} >= {BatchNorm, Conv2d}
+
+
+# ---- chains that are cut
+
+
+def _cut(mesh: Mesh) -> list[tuple[int, int, float, np.ndarray]]:
+    torch.set_num_threads(1)
+    subject, cfg = made("openfold", "data.batch=2", f"mesh.axial={mesh['axial'].size}")
+    whole = subject.whole(cfg, mesh)
+    assert "cut chains" in whole
+    found = []
+    for on in (NONE, frozenset({"cut chains"}), whole - {"cut chains"}, whole | LOOP):
+        with subject.trial(cfg, mesh, on) as training:
+            moves = sum(isinstance(module, Move) for module in training.step.model.modules())
+            value, gradient = training.numerics()
+            if on in (NONE, whole | LOOP):
+                with training.around():
+                    training.run(1)
+            found.append((moves, training.mesh["replicate"].size, value, gradient.numpy()))
+    return found
+
+
+def test_a_chain_is_cut_or_each_process_has_its_own_and_the_step_is_the_same() -> None:
+    for plain, cut, ours, both in on_ranks({"axial": 2}, _cut):
+        assert plain[0] == ours[0] == 0 < cut[0] == both[0]
+        assert plain[1] == ours[1] == 2 and cut[1] == both[1] == 1, "copies, of the same batch"
+        for _, _, value, gradient in (cut, ours, both):
+            assert value == pytest.approx(plain[2], rel=1e-5)
+            assert np.linalg.norm(gradient - plain[3]) < 1e-3 * np.linalg.norm(plain[3])
+
+
+def test_what_openfold_cannot_have_has_a_reason() -> None:
+    subject, cfg = made("openfold")
+    why = {switch.name: switch.why_not for switch in subject.every_switch(cfg, MESH)}
+    assert "torch's own" in str(why["layer norms"]) and "step.compile=blocks" in str(why["compile"]) and "cut chains" not in why
+    assert {"attention", "gates", "triangles", "outer product", "parts"} <= subject.whole(cfg, MESH)
+    cut = subject.switches(made("openfold", "data.batch=3")[1], Mesh({"axial": 2}, 2))[-1]
+    assert (cut.name, cut.why_not) == ("cut chains", "data.batch is 3, no multiple of 2 copies")
+
+
+def test_each_switch_of_openfold_changes_what_runs() -> None:
+    subject, seen = Openfold(), {}
+    for name in ("attention", "layer norms", "gates", "triangles", "outer product", "parts"):
+        with subject.around(frozenset({name})):
+            seen[name] = {place for place in PLACES if getattr(*place).__module__ != "apps.openfold.trial"
+                          and not getattr(*place).__name__.startswith("plain")}  # fmt: skip
+    assert all(seen.values()) and set().union(*seen.values()) == PLACES
+    assert sum(map(len, seen.values())) == len(PLACES), "each place belongs to one switch"
+    with subject.around(frozenset(seen)):
+        assert all(getattr(*place) is function for place, function in OURS.items())
+
+
+def test_each_switch_of_openfold_can_be_left_out_under_bfloat16() -> None:
+    subject, cfg = made("openfold", "step.precision=bf16")
+    own, found = subject.whole(cfg, MESH), {}
+    for name in ("", *own):
+        with subject.trial(cfg, MESH, own - {name} | {"precision"}) as training:
+            found[name] = training.numerics()
+    for value, gradient in found.values():
+        assert value == pytest.approx(found[""][0], rel=1e-2) and (gradient - found[""][1]).norm() < 0.3 * found[""][1].norm()
 
 
 # ---- parts that one app adds

@@ -118,8 +118,9 @@ def test_auto_runs_shapes_that_are_too_many_uncaptured() -> None:
         found, expected = (step(batch(number, count), 1e-3)["loss"].item() for step in steps)
         assert found == pytest.approx(expected, rel=1e-4), number
     assert steps[0]._capture is not None and steps[0]._capture.recorded() == 2
-    (told,) = steps[0].news()
-    assert "a batch of another shape" in told
+    refused, *made = steps[0].news()
+    assert "a batch of another shape" in refused
+    assert len(made) == 2 and made[1].startswith("step.capture: graph 2 of at most 2 recorded in "), made
 
 
 def test_a_shape_too_many_is_refused_where_capture_was_asked_for() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from hpcai import startup
 from hpcai.cli.report.run import Record
 from hpcai.cli.report.theme import Plot
 from hpcai.log import duration, number, per_second, size
@@ -148,6 +149,7 @@ def _facts(run: Record) -> str:
         ("lives", f"{len(run.of('start'))}" + "".join(f", resumed from step {life['resumed_from']:,}" for life in run.of("start")
                                                      if life.get("resumed_from") is not None)),
     ]
+    rows += [("start", startup.describe(event.get("parts") or {})) for event in run.of("startup")[-1:]]
     return _card("The run", _table(("", ""), rows))
 
 

@@ -1,6 +1,7 @@
 """A captured step is the eager one. The graph here is a tape of operations on fixed memory; tests/gpu has the real one."""
 
 import os
+import re
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -293,8 +294,18 @@ def test_auto_runs_shapes_too_many_uncaptured_and_says_so_once() -> None:
     step = of_graph(Tape, "auto", capture_shapes=1)
     check_eager(step, [batch(i, count) for i, count in enumerate((8, 4, 6, 8, 8, 4, 8))])
     assert step._capture is not None and step._capture.recorded() == 1
-    (told,) = step.news()
+    told, made = step.news()
     assert "a batch of another shape" in told and "run uncaptured" in told
+    assert re.fullmatch(r"step.capture: graph 1 of at most 1 recorded in \d+\.\d s", made) and step.news() == []
+
+
+def test_each_graph_is_told_once_with_its_seconds() -> None:
+    step, told = new_step("whole", capture_shapes=3), []
+    for i, count in enumerate((8, 8, 4, 8, 4, 4, 8)):
+        step(batch(i, count))
+        told.append([re.sub(r"in \d+\.\d s", "in a while", text) for text in step.news()])
+    first, second = ([f"step.capture: graph {number} of at most 3 recorded in a while"] for number in (1, 2))
+    assert told == [[], [], [], first, [], second, []]
 
 
 def test_auto_goes_on_where_the_loss_reads_the_device() -> None:

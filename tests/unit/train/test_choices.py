@@ -1,5 +1,6 @@
 """A step that is compiled says so, and keeps the code for later jobs; what cannot be divided is not."""
 
+import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ from torch import nn
 
 from hpcai import dist
 from hpcai.errors import ConfigError
-from hpcai.settings import StepConfig
+from hpcai.settings import StepConfig, TrainConfig
 from hpcai.train import compiling
 from hpcai.train.choices import tune
+from hpcai.train.loop import fit
 from hpcai.train.step import Step
 
 
@@ -65,6 +67,33 @@ def test_compiled_code_is_stored_by_the_first_process_and_found_by_the_next_job(
     assert again.notes == ["step.compile: 1 module of Sequential, beginning with the code of an earlier job"]
     other = Step(nn.Sequential(nn.Linear(8, 4)), loss, cfg, dist.alone())
     assert "earlier job" not in other.notes[0], "another model has code of its own"
+
+
+def test_a_second_start_finds_all_code_where_the_first_left_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = StepConfig(compile="whole", compile_cache=tmp_path / "kept", optimizer="sgd")
+    weights = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))  # products alone: there is no C++ to build
+    told = []
+    for start in ("first", "second"):
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / start))  # the disk of another node
+        monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+        torch._dynamo.reset()
+        step = Step(copy.deepcopy(weights), loss, cfg, dist.alone())
+        step(torch.ones(4, 8))
+        assert step._compiled is not None
+        told.append(step._compiled._counts.read() | {"news": step.news()[0], "seconds": step.compiled})
+    first, second = told
+    assert first["found"] == 0 and first["made"] == 2 and "found" not in first["news"], "forward and backward"
+    assert second["found"] == 2 and second["made"] == 0 and "2 of 2 parts found ready" in second["news"]
+    assert 0 < second["seconds"] < first["seconds"]
+
+
+def test_what_an_evaluation_compiles_is_kept_too(quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[int] = []
+    monkeypatch.setattr(compiling, "store", lambda folder, key: kept.append(len(kept)))
+    step = Step(network(), loss, StepConfig(compile="whole", compile_cache=tmp_path), dist.alone())
+    words: Any = {"validation": [torch.randn(4, 8)], "evaluate": lambda model, batch: {"error": model(batch).square().mean()}}
+    fit(step, [torch.randn(4, 8)], TrainConfig(steps=1, report_every=1), **words)
+    assert kept == [0, 1], "after the step and after its evaluation"
 
 
 def test_blocks_of_a_model_without_repeated_blocks_are_refused() -> None:

@@ -1,0 +1,113 @@
+"""Where the time goes from the start of a program to the end of its first step.
+
+``config.run`` starts the clock, and shared code says what begins: ``startup.now("data")``. One part follows another, so that they
+add up to the whole. Without a clock, as in a notebook, nothing is noted.
+"""
+
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+Part = Literal[
+    "imports", "processes", "data", "network", "other", "checkpoint", "connections", "first batch", "compile", "first step"
+]
+
+# What a process does by itself, and what follows up to the next place where all meet.
+_STRETCHES: dict[tuple[Part, ...], tuple[Part, ...]] = {
+    ("imports",): ("processes",),
+    ("data", "network"): ("checkpoint", "connections", "other"),
+    ("first batch", "compile"): ("first step",),
+}
+
+
+class _Clock:
+    def __init__(self, age: float) -> None:
+        self.parts: dict[Part, float] = {}
+        self.part: Part = "imports"
+        self.since = time.perf_counter() - age
+
+    def now(self, part: Part) -> Part:
+        now = time.perf_counter()
+        self.parts[self.part] = self.parts.get(self.part, 0.0) + now - self.since
+        before, self.part, self.since = self.part, part, now
+        return before
+
+
+_clock: _Clock | None = None
+
+
+@contextmanager
+def clock(age: float = 0.0) -> Iterator[None]:
+    """Inside, parts are noted, from ``age`` seconds ago until ``end``."""
+    global _clock
+    _clock = _Clock(age)
+    try:
+        yield
+    finally:
+        _clock = None
+
+
+def age() -> float:
+    """Seconds since this process was started; where the system does not tell, since it could first be asked."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        found = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):
+        found = -1.0
+    return found if found >= 0 else time.perf_counter() - _IMPORTED
+
+
+_IMPORTED = time.perf_counter()
+
+
+def running() -> bool:
+    """Whether the first step of this program is still to come."""
+    return _clock is not None
+
+
+def now(part: Part) -> None:
+    """From here on ``part`` takes the time."""
+    if _clock is not None:
+        _clock.now(part)
+
+
+@contextmanager
+def during(part: Part) -> Iterator[None]:
+    """Inside, ``part`` takes the time; then what did before goes on."""
+    if _clock is None:
+        yield
+        return
+    before = _clock.now(part)
+    try:
+        yield
+    finally:
+        now(before)
+
+
+def end(compiled: float) -> dict[Part, float]:
+    """The first step has ended, of which code was compiled for so many seconds -> seconds of each part. The clock stops."""
+    global _clock
+    assert _clock is not None
+    _clock.now("other")
+    parts, _clock = _clock.parts, None
+    step = parts.get("first step", 0.0)
+    return parts | {"compile": min(compiled, step), "first step": max(step - compiled, 0.0)}
+
+
+def slowest(every: Sequence[Mapping[Part, float]]) -> dict[Part, float]:
+    """Seconds of each part for a job, from those of its processes: between two places where all meet, the process counts that came
+    last to the second one."""
+    found: dict[Part, float] = {}
+    for own, then in _STRETCHES.items():
+        last = max(every, key=lambda parts: sum(parts.get(part, 0.0) for part in own))
+        found |= {part: last.get(part, 0.0) for part in (*own, *then)}
+    return found
+
+
+def describe(parts: Mapping[str, float]) -> str:
+    """One line for people; what rounds to nothing is left out."""
+    named = ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts.items() if seconds >= 0.05)
+    return f"first step after {sum(parts.values()):.1f} s: {named}"
