@@ -113,8 +113,8 @@ def _checked(found: Row, console: Console) -> None:
         unit, scale = ("ms a step", 1e3) if one["what"] == "step" else ("minutes", 1)
         gpus = f"{one['gpus']:,} {one['machine']}" + (f" + {one['evaluating']}" if one["evaluating"] else "")
         error = "taken from it" if one["error_percent"] is None else f"{one['error_percent']:+.0f} %"
-        values = (f"{scale * one[key]:.3g}" for key in ("published", "planned"))
-        table.add_row(unit, one["of"], gpus, str(one["ways"]), str(one["batch"]), *values, error, f"{scale * one['at_best']:.3g}")
+        published, planned, least = (_number(scale * one[key]) for key in ("published", "planned", "at_best"))
+        table.add_row(unit, one["of"], gpus, str(one["ways"]), str(one["batch"]), published, planned, error, least)
     console.print(table)
 
 
@@ -127,11 +127,16 @@ def _jobs(found: Row, console: Console) -> None:
     for rows in found["jobs"].values():
         least = min((one["minutes"] for one in rows), default=0)
         for one in rows:
-            parts = (f"{1e3 * one[key]:.3g}" for key in ("step_s", "kernels_s", "launches_s", "messages_s", "loader_s"))
+            parts = (_number(1e3 * one[key]) for key in ("step_s", "kernels_s", "launches_s", "messages_s", "loader_s"))
             style = "bold" if one["minutes"] == least else None
-            table.add_row(f"{one['gpus']:,}", str(one["ways"]), str(one["batch"]), f"{one['memory_gb']:.3g}", *parts,
-                          f"{one['steps']:,.0f}", f"{one['minutes']:.3g}", style=style)  # fmt: skip
+            table.add_row(f"{one['gpus']:,}", str(one["ways"]), str(one["batch"]), _number(one["memory_gb"]), *parts,
+                          f"{one['steps']:,.0f}", _number(one["minutes"]), style=style)  # fmt: skip
         table.add_section()
     console.print(table)
     for gpus in [gpus for gpus, rows in found["jobs"].items() if not rows]:
         console.print(f"{int(gpus):,} GPUs: no batch that is known to reach the target divides among them and fits their memory")
+
+
+def _number(value: float) -> str:
+    """Three digits, or all of those before the point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

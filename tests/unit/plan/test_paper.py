@@ -5,10 +5,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as torch_dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -17,7 +19,7 @@ from hpcai.dist.collect import Scattered, agree, gather_objects, gather_shares, 
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import MeshError
 from hpcai.kernels import compiler
-from hpcai.models.openfold import OpenFold, OpenFoldConfig, parallelize
+from hpcai.models.openfold import OpenFold, OpenFoldConfig, parallelize, tables
 from hpcai.models.openfold.evoformer import Masks
 from hpcai.nn.deferred import deferred
 from hpcai.plan.machines import find
@@ -133,6 +135,10 @@ def test_nothing_of_a_plan_stays() -> None:
     with pytest.raises(ZeroDivisionError), on_paper(4) as made, made.sizes():
         _ = 1 / 0
     assert not torch_dist.is_initialized() and not compiler.PLANNED and torch.ones(2).sum().item() == 2
+    array = np.arange(3)
+    with paper():
+        assert isinstance(tables.on(array, torch.empty(1)), FakeTensor)
+    assert tables.on(array, torch.empty(1)).tolist() == [0, 1, 2]
 
 
 def test_a_plan_within_a_job_is_refused() -> None:
