@@ -24,7 +24,7 @@ class Plan(Workload):
     samples = {128: 128 * 694, 256: 256 * 520}
     source = "reference convergence of MLPerf HPC v3.0: 694 and 520 steps on average of 20 runs, from its checkpoint"
     # 25.4 s for 180 chains on 32 H100, whose training step takes 1.81 s.
-    evaluation = Evaluation(samples=180, every=40 * 256, cost=25.4 * 32 / 180 / 1.81)
+    evaluation = Evaluation(samples=180, cost=25.4 * 32 / 180 / 1.81, steps=40)
     preparation = staticmethod(heavy_tail)
     published = (
         Published("step", 1.81, "h100", 128, 128),

@@ -83,6 +83,7 @@ def row(job: Job, on: Machine) -> Row:
         "gpus": job.gpus, "ways": job.ways, "batch": job.batch, "memory_gb": peak / 1e9, "of_gb": on.room / 1e9, "lean": list(lean),
         "step_s": job.seconds, "kernels_s": step.products + step.memory, "launches_s": step.launches, "messages_s": step.waiting,
         "loader_s": job.loader, "sent_gb": step.sent / 1e9, "steps": job.steps, "minutes": job.minutes,
+        "evaluation_minutes": job.evaluation,
     }  # fmt: skip
 
 
@@ -121,16 +122,18 @@ def _checked(found: Row, console: Console) -> None:
 def _jobs(found: Row, console: Console) -> None:
     slower = f"kernels {found['slower']:.2f} times slower than its rates"
     console.print(f"{found['plan']} on {found['machine']}; {slower}; {found['source']}", soft_wrap=True)
-    table = Table(caption="ms of a step: kernels, their starts, messages that nothing hides, the loader", caption_justify="left")
-    for name in ("GPUs", "ways", "batch", "GB of each", "ms a step", "kernels", "starts", "messages", "loader", "steps", "minutes"):
+    table = Table(caption="ms of a step: kernels, their starts, messages that nothing hides, the loader; minutes in which training waits", caption_justify="left")
+    heads = "GPUs", "ways", "batch", "GB", "ms a step", "kernels", "starts", "messages", "loader", "steps", "minutes", "evaluating"
+    for name in heads:
         table.add_column(name, justify="right")
     for rows in found["jobs"].values():
         least = min((one["minutes"] for one in rows), default=0)
         for one in rows:
             parts = (_number(1e3 * one[key]) for key in ("step_s", "kernels_s", "launches_s", "messages_s", "loader_s"))
             style = "bold" if one["minutes"] == least else None
-            table.add_row(f"{one['gpus']:,}", str(one["ways"]), str(one["batch"]), _number(one["memory_gb"]), *parts,
-                          f"{one['steps']:,.0f}", _number(one["minutes"]), style=style)  # fmt: skip
+            ends = f"{one['steps']:,.0f}", _number(one["minutes"]), _number(one["evaluation_minutes"])
+            sizes = f"{one['gpus']:,}", str(one["ways"]), str(one["batch"]), _number(one["memory_gb"])
+            table.add_row(*sizes, *parts, *ends, style=style)
         table.add_section()
     console.print(table)
     for gpus in [gpus for gpus, rows in found["jobs"].items() if not rows]:

@@ -60,6 +60,8 @@ class Job:
     steps: float
     """to the target"""
     minutes: float
+    evaluation: float
+    """minutes in which no step is made, for evaluation is not done"""
 
     @property
     def seconds(self) -> float:
@@ -140,10 +142,10 @@ class Planner:
         steps = samples / batch
         alone = self.fitting(1, 1, 1, on, words).step.seconds
         score = known.samples * known.cost * alone / (evaluating or gpus)
-        train, times = steps * (fit.step.seconds + loader), max(samples - known.first, known.every) / known.every
+        train, every = steps * (fit.step.seconds + loader), known.times(samples, batch) * score
         # Apart, the last one is waited for; one that takes longer than what it follows delays all others.
-        seconds = max(train, times * score) + score if evaluating else train + times * score
-        return Job(gpus, ways, batch, fit, loader, steps, seconds / 60)
+        more = max(every - train, 0.0) + score if evaluating else every
+        return Job(gpus, ways, batch, fit, loader, steps, (train + more) / 60, more / 60)
 
     def _loader(self, copies: int, ways: int, each: int, step: float) -> float:
         prepare, workers = self.workload.preparation, self.workload.workers

@@ -19,12 +19,19 @@ class Evaluation:
     """What is evaluated between two stretches of training."""
 
     samples: int
-    every: float
-    """samples that are trained on in between"""
     cost: float
     """one of them, in steps of one training sample"""
+    every: float = 0.0
+    """samples that are trained on in between"""
+    steps: int = 0
+    """steps in between, in place of ``every``"""
     first: float = 0.0
     """samples that are trained on before it is worth while"""
+
+    def times(self, samples: float, batch: int) -> float:
+        """How often it happens in a training on ``samples``."""
+        every = self.every or self.steps * batch
+        return max(samples - self.first, every) / every
 
 
 @dataclass(frozen=True)

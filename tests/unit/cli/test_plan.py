@@ -50,6 +50,7 @@ def test_a_job_is_its_steps_its_loader_and_its_last_evaluation(tiny: Planner) ->
     train = 520 * job.seconds
     assert job.steps == pytest.approx(520) and job.loader > 0
     assert job.minutes == pytest.approx((max(train, 520 / 40 * score) + score) / 60)
+    assert job.evaluation == pytest.approx(job.minutes - train / 60)
     waits = tiny.job(256, 1, 256, machine("h100"))  # for thirteen evaluations by all of them
     assert waits.minutes == pytest.approx((train + 520 / 40 * score * 32 / 256) / 60)
 
