@@ -63,7 +63,11 @@ class Portable(nn.Module):
 def _write(path: Path, about: dict[str, str], state: Mapping[str, Tensor]) -> None:
     from safetensors.torch import save_file
 
-    save_file({name: value.contiguous() for name, value in state.items()}, path, metadata=about)
+    whole: dict[int, Tensor] = {}
+    for value in state.values():
+        whole.setdefault(value.data_ptr(), value)  # of weights that modules share, each name has a copy
+    alone = {name: value.contiguous() if whole[value.data_ptr()] is value else value.clone() for name, value in state.items()}
+    save_file(alone, path, metadata=about)
     path.chmod(0o644)  # safetensors makes a file for its owner only
 
 

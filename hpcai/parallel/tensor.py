@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from hpcai.dist.collect import Scattered, gather_shares, sum_in_place
 from hpcai.dist.mesh import Axis
 from hpcai.errors import ConfigError, MeshError
+from hpcai.nn.head import Head, Words
 from hpcai.parallel.replicate import sum_over
 from hpcai.parallel.rows import cut
 
@@ -73,6 +74,15 @@ def cut_words(embedding: nn.Embedding, axis: Axis, sequence: int | None = None) 
         raise ConfigError("an embedding with max_norm, scale_grad_by_freq or sparse cannot be cut along its words; leave these out")
     cut(embedding.weight, 0, axis)
     _turn(embedding, CutWords, axis=axis.meet(), sequence=sequence)
+
+
+def cut_head(head: Head, axis: Axis, sequence: int | None = None) -> None:
+    """Leave of ``head``, in place, this rank's words; its cross entropy is that of all words, and logits are never gathered.
+    ``sequence``: the dim of the input along which it is cut, as in ``cut_outputs``."""
+    if axis.size == 1:
+        return
+    cut(head.weight, 0, axis)
+    head.words = _Words(axis.meet(), head.out_features, sequence)
 
 
 def heads(axis: Axis, size: int, queries: int, keys: int | None = None) -> tuple[int, int, int]:
@@ -157,6 +167,26 @@ class Entropy(nn.Module):
         counts, is_word = targets != self.ignore, (targets >= 0) & (targets < self.words)
         loss = _Entropy.apply(logits, targets - first, counts, self.axis)
         return loss.masked_fill(counts & ~is_word, torch.nan)
+
+
+class _Words(Words):
+    """Some of a head's words."""
+
+    def __init__(self, axis: Axis, words: int, sequence: int | None) -> None:
+        self.axis, self.sequence = axis, sequence
+        self.first, _ = _own(words, axis)
+
+    def enter(self, hidden: Tensor) -> Tensor:
+        return hidden if self.sequence is None else _Gathering(hidden, self.axis, self.sequence).wait()
+
+    def agree(self, logs: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        top = logs.clone()
+        torch_dist.all_reduce(top, torch_dist.ReduceOp.MAX, group=self.axis.group)
+        total, target = sum_in_place(torch.stack(((logs - top).exp(), target)), self.axis)
+        return total.log() + top, target
+
+    def leave(self, gradient: Tensor) -> Tensor:
+        return _Summing(gradient, self.axis, self.sequence).wait()
 
 
 class _Gathering:

@@ -122,7 +122,8 @@ def _checked(found: Row, console: Console) -> None:
 def _jobs(found: Row, console: Console) -> None:
     slower = f"kernels {found['slower']:.2f} times slower than its rates"
     console.print(f"{found['plan']} on {found['machine']}; {slower}; {found['source']}", soft_wrap=True)
-    table = Table(caption="ms of a step: kernels, their starts, messages that nothing hides, the loader; minutes in which training waits", caption_justify="left")
+    caption = "ms of a step: kernels, their starts, messages that nothing hides, the loader; minutes in which training waits"
+    table = Table(caption=caption, caption_justify="left")
     heads = "GPUs", "ways", "batch", "GB", "ms a step", "kernels", "starts", "messages", "loader", "steps", "minutes", "evaluating"
     for name in heads:
         table.add_column(name, justify="right")

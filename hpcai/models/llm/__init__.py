@@ -1,0 +1,15 @@
+"""Language models: decoders of text."""
+
+from hpcai.lazy import lazy
+from hpcai.models.llm.config import LLMConfig
+
+__getattr__, _names = lazy(
+    __name__,
+    {
+        ".model": ["LLM"],
+        ".objective": ["Batch", "loss", "score"],
+        ".parallel": ["parallelize", "stages"],
+        ".load": ["load_weights", "load_later", "save_folder"],
+    },
+)
+__all__ = ["LLMConfig", *_names]

@@ -1,0 +1,124 @@
+"""Shape of a decoder-only language model: Llama's and GPT's families, by their published sizes. No torch here."""
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from hpcai.config import Length, Positive, Rate, Settings
+from hpcai.errors import ConfigError
+
+
+class ScalingConfig(Settings):
+    """Rotary frequencies for more positions than a model was first trained with (Llama 3.1)."""
+
+    kind: Literal["llama3", "linear"] = "llama3"
+    factor: Length = 8.0
+    """slow waves turn so many times slower"""
+    low: Length = 1.0
+    """waves that turn fewer times than this over ``original`` positions are slow"""
+    high: Length = 4.0
+    """and those that turn more often stay as they are"""
+    original: Positive = 8192
+    """positions of the first training"""
+
+
+class RotaryConfig(Settings):
+    """Positions as rotations of queries and keys (Su et al. 2021)."""
+
+    theta: Length = 10_000.0
+    scaling: ScalingConfig | None = None
+
+
+class LLMConfig(Settings):
+    """A decoder: Llama 2 7B by default, 6,738,415,616 parameters."""
+
+    vocabulary: Positive = 32_000
+    width: Positive = 4096
+    """channels of a token"""
+    layers: Positive = 32
+    heads: Positive = 32
+    """of queries"""
+    key_heads: Positive | None = None
+    """of keys and values, each for several of queries; null: as many"""
+    head: Positive | None = None
+    """channels of a head; null: width / heads"""
+    inner: Positive = 11_008
+    """channels inside a feed-forward part"""
+    positions: Positive = 4096
+    """tokens that a text may have"""
+    rotary: RotaryConfig | None = RotaryConfig()
+    """null: learned positions, as GPT has them"""
+    norm: Literal["rms", "layer"] = "rms"
+    eps: float = Field(1e-5, gt=0)
+    feed: Literal["swiglu", "gelu"] = "swiglu"
+    """gelu: by the tangent, as GPT has it"""
+    bias: bool = False
+    """whether linear layers add one"""
+    tied: bool = False
+    """whether the last layer is the embedding"""
+    deviation: float = Field(0.02, gt=0)
+    """of the first weights"""
+    dropout: Rate = 0.0
+    recompute: Literal["none", "layers"] = "none"
+    """layers: each keeps its input alone until the backward pass"""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        keys = self.key_heads or self.heads
+        if self.head is None and self.width % self.heads:
+            raise ValueError(f"width {self.width} is not a multiple of {self.heads} heads; give head, or other sizes")
+        if self.heads % keys:
+            raise ValueError(f"{self.heads} heads of queries cannot share {keys} heads of keys; give a divisor of {self.heads}")
+        if self.rotary is not None and self.size % 2:
+            raise ValueError(f"heads of {self.size} channels cannot be rotated; give an even number")
+        return self
+
+    @property
+    def size(self) -> int:
+        """Channels of a head."""
+        return self.head or self.width // self.heads
+
+    @property
+    def keys(self) -> int:
+        """Heads of keys and values."""
+        return self.key_heads or self.heads
+
+    @property
+    def parameters(self) -> int:
+        """How many there are, tied ones once."""
+        c, bias = self.width, int(self.bias)
+        norm = c * (2 if self.norm == "layer" else 1)
+        outputs = (self.heads + 2 * self.keys) * self.size
+        attention = c * outputs + bias * outputs + self.heads * self.size * c + bias * c
+        ups = 2 if self.feed == "swiglu" else 1
+        feed = (ups + 1) * c * self.inner + bias * (ups * self.inner + c)
+        around = (1 if self.tied else 2) * self.vocabulary * c + norm + (0 if self.rotary else self.positions * c)
+        return self.layers * (attention + feed + 2 * norm) + around
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> Self:
+        """A published size with other values. Raises ConfigError, which lists them."""
+        if name not in PRESETS:
+            raise ConfigError(f"there is no language model {name!r}; expected one of {', '.join(PRESETS)}")
+        return cls(**PRESETS[name] | changes)
+
+
+_LLAMA31 = {
+    "vocabulary": 128_256, "positions": 131_072, "key_heads": 8, "rotary": {"theta": 500_000.0, "scaling": {}},
+}  # fmt: skip
+_GPT: dict[str, Any] = {"rotary": None, "norm": "layer", "feed": "gelu", "bias": True, "tied": True}
+PRESETS: dict[str, dict[str, Any]] = {
+    "llama2-7b": {},
+    "llama2-13b": {"width": 5120, "layers": 40, "heads": 40, "inner": 13_824},
+    "llama2-70b": {"width": 8192, "layers": 80, "heads": 64, "key_heads": 8, "inner": 28_672},
+    "llama3-8b": {**_LLAMA31, "inner": 14_336, "positions": 8192, "rotary": {"theta": 500_000.0}},
+    "llama3.1-8b": {**_LLAMA31, "inner": 14_336},
+    "llama3.1-70b": {**_LLAMA31, "width": 8192, "layers": 80, "heads": 64, "inner": 28_672},
+    "llama3.1-405b": {**_LLAMA31, "width": 16_384, "layers": 126, "heads": 128, "inner": 53_248},
+    "llama3.2-1b": {
+        **_LLAMA31, "width": 2048, "layers": 16, "head": 64, "inner": 8192, "tied": True,
+        "rotary": {"theta": 500_000.0, "scaling": {"factor": 32.0}},
+    },
+    "gpt2": {**_GPT, "vocabulary": 50_257, "width": 768, "layers": 12, "heads": 12, "inner": 3072, "positions": 1024},
+    "gpt3-175b": {**_GPT, "vocabulary": 51_200, "width": 12_288, "layers": 96, "heads": 96, "inner": 49_152, "positions": 2048},
+}  # fmt: skip

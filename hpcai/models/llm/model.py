@@ -1,0 +1,209 @@
+"""A decoder of text: Llama 2, 3 and 3.1 (Touvron et al. 2023, Dubey et al. 2024) and GPT (Radford et al. 2019, Brown et al. 2020).
+
+Parameters bear the names that Llama's files have. B texts, T tokens of each, C channels, H heads, D channels of a head, V words;
+n the size of the axis tensor, 1 outside a cluster.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from hpcai.errors import DataError
+from hpcai.models.llm.config import LLMConfig, RotaryConfig
+from hpcai.nn.head import Head
+from hpcai.nn.layernorm import LayerNorm
+from hpcai.nn.seam import Seam
+from hpcai.nn.weights import Portable
+
+
+class RMSNorm(nn.Module):
+    """w x / sqrt(mean(x^2) + eps) in float32 at least (Zhang and Sennrich 2019).   x [..., C] -> the same"""
+
+    def __init__(self, channels: int, eps: float) -> None:
+        super().__init__()
+        self.eps, self.weight = eps, nn.Parameter(torch.ones(channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return (self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps))).to(x.dtype)
+
+
+class Causal(nn.Module):
+    """Attention of each token to itself and those before it; with ``documents`` [B, T] to those of its own document only.
+
+    q [B, H, T, D], k and v [B, H or fewer, S, D] -> [B, H, T, D]; the last T of S keys are those of the queries.
+    """
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
+        mask, grouped = None, k.shape[1] != q.shape[1]
+        if documents is not None:
+            mask = (documents[:, None, :, None] == documents[:, None, None, :]).tril()
+        elif q.shape[2] != k.shape[2]:
+            mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2])
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=grouped)
+
+
+class Attention(nn.Module):
+    """Queries that share heads of keys and values (Ainslie et al. 2023).   x [B, T, C], turn two of [B, T, D] -> [B, T, C]"""
+
+    def __init__(self, cfg: LLMConfig) -> None:
+        super().__init__()
+        self.size = cfg.size
+        self.q_proj = nn.Linear(cfg.width, cfg.heads * cfg.size, cfg.bias)
+        self.k_proj = nn.Linear(cfg.width, cfg.keys * cfg.size, cfg.bias)
+        self.v_proj = nn.Linear(cfg.width, cfg.keys * cfg.size, cfg.bias)
+        self.o_proj = nn.Linear(cfg.heads * cfg.size, cfg.width, cfg.bias)
+        self.attend: nn.Module = Causal()  # seam: the tokens of a text may lie on several processes
+        self.remember: Any = None  # seam: what generation keeps of the tokens before, (k, v) -> (k, v) of all
+
+    def forward(self, x: Tensor, turn: tuple[Tensor, Tensor] | None, documents: Tensor | None = None) -> Tensor:
+        q, k, v = (part(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for part in (self.q_proj, self.k_proj, self.v_proj))
+        if turn is not None:
+            q, k = rotated(q, *turn), rotated(k, *turn)
+        if self.remember is not None:
+            k, v = self.remember(k, v)
+        return self.o_proj(self.attend(q, k, v, documents).transpose(1, 2).flatten(2))
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x)) (Shazeer 2020).   x [B, T, C] -> the same"""
+
+    def __init__(self, cfg: LLMConfig) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(cfg.width, cfg.inner, cfg.bias), nn.Linear(cfg.width, cfg.inner, cfg.bias)
+        self.down_proj = nn.Linear(cfg.inner, cfg.width, cfg.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class GELU(nn.Module):
+    """down(gelu(up(x))), by the tangent.   x [B, T, C] -> the same"""
+
+    def __init__(self, cfg: LLMConfig) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj = nn.Linear(cfg.width, cfg.inner, cfg.bias), nn.Linear(cfg.inner, cfg.width, cfg.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.gelu(self.up_proj(x), approximate="tanh"))
+
+
+class Layer(nn.Module):
+    """x [B, T, C] -> the same"""
+
+    def __init__(self, cfg: LLMConfig) -> None:
+        super().__init__()
+        self.input_layernorm, self.self_attn = _norm(cfg), Attention(cfg)
+        self.post_attention_layernorm, self.mlp = _norm(cfg), SwiGLU(cfg) if cfg.feed == "swiglu" else GELU(cfg)
+        self.drop = nn.Dropout(cfg.dropout)
+
+    def forward(self, x: Tensor, turn: tuple[Tensor, Tensor] | None, documents: Tensor | None = None) -> Tensor:
+        x = x + self.drop(self.self_attn(self.input_layernorm(x), turn, documents))
+        return x + self.drop(self.mlp(self.post_attention_layernorm(x)))
+
+
+class Positions(nn.Embedding):
+    """Learned positions, added to tokens.   x [B, T, C], positions [B, T] -> [B, T, C]"""
+
+    def __init__(self, positions: int, channels: int) -> None:
+        super().__init__(positions, channels)
+        self.own: nn.Module = Seam()  # where a process has some of the tokens between layers
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:  # type: ignore[override]
+        return x + self.own(super().forward(positions))
+
+
+class Body(nn.Module):
+    """All but the last layer, which Llama's files call ``model``."""
+
+    def __init__(self, cfg: LLMConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(cfg.vocabulary, cfg.width)
+        self.add_positions = None if cfg.rotary else Positions(cfg.positions, cfg.width)
+        self.layers, self.norm = nn.ModuleList(Layer(cfg) for _ in range(cfg.layers)), _norm(cfg)
+
+
+class LLM(Portable):
+    """tokens [B, T] -> logits [B, T, V]; with ``targets`` [B, T] the cross entropy of each token instead [B, T], 0 where the target
+    is ``hpcai.nn.head.IGNORE``.
+
+    ``positions`` [B, T] count within a text, 0, 1, ... unless they are given; ``documents`` [B, T] keep those that lie one behind
+    another in a row apart. Raises DataError for more tokens than there are positions.
+    """
+
+    package = __package__
+
+    def __init__(self, cfg: LLMConfig | None = None) -> None:
+        super().__init__()
+        self.cfg = cfg = cfg or LLMConfig.preset("llama2-7b")
+        self.own: nn.Module = Seam()  # a process may have some of the tokens
+        self.model, self.lm_head = Body(cfg), Head(cfg.width, cfg.vocabulary)
+        self.total: nn.Module = Seam()  # and what it has counted of them is a part
+        if cfg.tied:
+            self.lm_head.weight = self.model.embed_tokens.weight
+        for name, parameter in self.named_parameters():
+            if parameter.ndim > 1:  # the last of a residual branch smaller, by the number of branches (Radford et al. 2019)
+                last = name.endswith(("o_proj.weight", "down_proj.weight"))
+                nn.init.normal_(parameter, std=cfg.deviation / (math.sqrt(2 * cfg.layers) if last else 1.0))
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None, documents: Tensor | None = None
+    ) -> Tensor:
+        if positions is None:
+            count = tokens.shape[1] if targets is None else targets.shape[1]  # a later stage of a pipeline has no tokens
+            if count > self.cfg.positions:
+                raise DataError(f"a text of {count} tokens for a model of {self.cfg.positions} positions; cut it, or take another")
+            positions = torch.arange(count, device=tokens.device)[None]
+        positions, targets = self.own(positions), None if targets is None else self.own(targets)
+        x = self.model.embed_tokens(self.own(tokens) if tokens.ndim == 2 else tokens)
+        if self.model.add_positions is not None:
+            x = self.model.add_positions(x, positions)
+        turn = None if self.cfg.rotary is None else angles(self.cfg.rotary, self.cfg.size, positions, x.dtype)
+        for layer in self.model.layers:
+            if self.cfg.recompute == "layers" and torch.is_grad_enabled():
+                x = checkpoint(layer, x, turn, documents, use_reentrant=False)
+            else:
+                x = layer(x, turn, documents)
+        return self.lm_head(self.model.norm(x), targets)
+
+
+def frequencies(cfg: RotaryConfig, size: int, device: torch.device | str | None = None) -> Tensor:
+    """Radians that each pair of channels turns from one position to the next, in float32 as published.   [D/2]"""
+    turns = 1.0 / cfg.theta ** (torch.arange(0, size, 2, dtype=torch.int64, device=device).float() / size)
+    scaling = cfg.scaling
+    if scaling is None:
+        return turns
+    slow = turns / scaling.factor
+    if scaling.kind == "linear":
+        return slow
+    waves = 2 * math.pi / turns  # positions
+    between = (scaling.original / waves - scaling.low) / (scaling.high - scaling.low)
+    blend = (1 - between) * turns / scaling.factor + between * turns
+    found = torch.where(waves > scaling.original / scaling.low, slow, turns)
+    middle = (waves >= scaling.original / scaling.high) & (waves <= scaling.original / scaling.low)
+    return torch.where(middle, blend, found)
+
+
+def angles(cfg: RotaryConfig, size: int, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of each position, twice beside one another.   positions [B, T] -> two of [B, T, D]"""
+    with torch.autocast(positions.device.type, enabled=False):
+        wide = torch.promote_types(dtype, torch.float32)
+        turned = positions[..., None].to(wide) * frequencies(cfg, size, positions.device).to(wide)
+        turned = torch.cat((turned, turned), -1)
+        return turned.cos().to(dtype), turned.sin().to(dtype)
+
+
+def rotated(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Each channel turned with that half of the channels on.   x [B, H, T, D]"""
+    first, second = x.chunk(2, -1)
+    return x * cosines[:, None].to(x.dtype) + torch.cat((-second, first), -1) * sines[:, None].to(x.dtype)
+
+
+def _norm(cfg: LLMConfig) -> nn.Module:
+    return RMSNorm(cfg.width, cfg.eps) if cfg.norm == "rms" else LayerNorm(cfg.width, eps=cfg.eps)

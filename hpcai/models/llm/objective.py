@@ -1,0 +1,56 @@
+"""What a language model learns and is measured by."""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hpcai.nn.head import IGNORE
+
+
+class Batch(NamedTuple):
+    """Rows of tokens, each with the one that follows."""
+
+    tokens: Tensor
+    """[B, T + 1] int64"""
+    documents: Tensor | None = None
+    """[B, T + 1] which document of its row each token belongs to; None: tokens see all those before them"""
+    counted: Tensor | None = None
+    """[B, T + 1] whether a token is to be learnt, such as those of answers; None: all are"""
+
+    @property
+    def targets(self) -> Tensor:
+        """[B, T] the token that follows, where it counts and is of the same document."""
+        found = self.tokens[:, 1:]
+        if self.documents is not None:
+            found = found.where(self.documents[:, 1:] == self.documents[:, :-1], IGNORE)
+        return found if self.counted is None else found.where(self.counted[:, 1:], IGNORE)
+
+
+def loss(model: Any, batch: Batch) -> dict[str, Any]:
+    """The mean cross entropy of the tokens that count, in nats, as (sum, count)."""
+    entropy, targets = _entropy(model, batch)
+    count = (targets != IGNORE).sum().to(entropy.dtype)
+    return {"loss": (model.total(entropy.sum()), count), "tokens": count}
+
+
+def score(model: Any, batch: Batch) -> dict[str, Any]:
+    """``loss`` in nats and ``bits`` of a token, each as (sum, count)."""
+    entropy, targets = _entropy(model, batch)
+    total, count = model.total(entropy.sum()), (targets != IGNORE).sum().to(entropy.dtype)
+    return {"loss": (total, count), "bits": (total / math.log(2), count)}
+
+
+def _entropy(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
+    targets, documents = batch.targets, None if batch.documents is None else batch.documents[:, :-1]
+    positions = None if documents is None else within(documents)
+    return model(batch.tokens[:, :-1], targets, positions, documents), targets
+
+
+def within(documents: Tensor) -> Tensor:
+    """The place of each token in its document.   [B, T] -> [B, T]"""
+    places = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    begins = torch.ones_like(documents, dtype=torch.bool)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return places - places.where(begins, 0).cummax(1).values

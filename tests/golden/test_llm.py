@@ -1,0 +1,174 @@
+"""Language models against numbers that Hugging Face's transformers produced (tests/data/llm)."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from hpcai import dist, train
+from hpcai.errors import CheckpointError, ConfigError, HpcaiError
+from hpcai.models import llm
+from hpcai.models.llm import LLM, Batch, LLMConfig
+from hpcai.models.llm.load import read_config
+from hpcai.models.llm.model import frequencies
+from hpcai.nn.deferred import deferred, make
+from hpcai.settings import StepConfig
+from tests.stored import DATA, arrays, told
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+CASES = ["llama2_tiny", "llama31_tiny", "llama31_short_tiny", "gpt2_tiny", "gpt2_hub_tiny"]
+TRAINED = CASES[:4]
+PRESETS = {
+    "gpt2": "gpt2", "gpt3-175b": "gpt3_175b_mlperf", "llama2-7b": "llama2_7b", "llama2-70b": "llama2_70b", "llama3.1-8b": "llama31_8b",
+    "llama3.1-70b": "llama31_70b", "llama3.1-405b": "llama31_405b", "llama3.2-1b": "llama32_1b",
+}  # fmt: skip
+
+
+def home(case: str) -> Path:
+    return DATA / "llm" / case / "hf"
+
+
+def wide(case: str) -> Any:
+    return LLM.load(home(case)).double()
+
+
+def batch(case: str) -> Batch:
+    found = arrays(f"llm/{case}/io")
+    ids, labels = torch.from_numpy(found["ids"]), torch.from_numpy(found["labels"])
+    return Batch(ids, counted=labels != -100)
+
+
+def theirs(case: str, found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of parameters under the names, and in the layout, of the files."""
+    return llm.load._for_others(found, read_config(home(case)))
+
+
+def check(found: dict[str, Tensor], stored: dict[str, Any], tolerance: float) -> None:
+    """L2 norm, sum and sum times cos(index): a transposed or permuted tensor has another one."""
+    assert set(found) == set(stored)
+    for name, tensor in found.items():
+        flat, known = tensor.detach().flatten(), stored[name]
+        values = {"l2": flat.norm(), "sum": flat.sum(), "cos": (flat * torch.arange(len(flat), dtype=flat.dtype).cos()).sum()}
+        for kind, value in values.items():
+            assert value.item() == pytest.approx(known[kind], abs=tolerance * max(known["l2"], 1e-3)), (name, kind)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits(case: str) -> None:
+    found = arrays(f"llm/{case}/io")
+    with torch.no_grad():
+        np.testing.assert_allclose(wide(case)(torch.from_numpy(found["ids"])), found["logits_f64"], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("case", TRAINED)
+def test_loss_gradients_and_three_steps_of_adamw(case: str) -> None:
+    model, known = wide(case).train(), told(f"llm/{case}/train")
+    cfg = StepConfig(
+        precision="fp64", optimizer="adamw", lr=1e-3, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.1, decay_names=("*",), capture="none"
+    )
+    step = train.Step(model, llm.loss, cfg, dist.alone())
+    first = step._gradients(batch(case))
+    total, count = first["loss"]
+    assert count.item() == known["counted_tokens"] and total.item() / count.item() == pytest.approx(known["loss"], abs=1e-10)
+    own = {name: p.grad / count for name, p in model.named_parameters()}
+    check(theirs(case, own), known["grad"], 1e-9)
+    losses = []
+    for _ in range(3):
+        total, count = step(batch(case))["loss"]
+        losses.append(total.item() / count.item())
+    with torch.no_grad():
+        total, count = llm.loss(model, batch(case))["loss"]
+    assert [*losses, total.item() / count.item()] == pytest.approx(known["adamw"]["losses"], abs=1e-9)
+    after = theirs(case, {name: p.detach() for name, p in model.named_parameters()})
+    assert {name: x.norm().item() for name, x in after.items()} == pytest.approx(known["adamw"]["param_l2_after"], abs=1e-8)
+
+
+@pytest.mark.parametrize("case", ["llama31_tiny", "gpt2_tiny"])
+def test_documents_of_a_row_are_as_if_alone(case: str) -> None:
+    found, known, model = arrays(f"llm/{case}/packed"), told(f"llm/{case}/packed"), wide(case)
+    ids, positions, documents = (torch.from_numpy(found[name]) for name in ("ids", "positions", "document"))
+    assert torch.equal(llm.objective.within(documents), positions)
+    with torch.no_grad():
+        logits = model(ids, positions=positions, documents=documents)
+        total, count = llm.loss(model, Batch(ids, documents))["loss"]
+    np.testing.assert_allclose(logits, found["logits_f64"], rtol=0, atol=1e-10)
+    assert count.item() == known["counted_tokens"] and total.item() / count.item() == pytest.approx(known["loss"], abs=1e-10)
+
+
+def test_frequencies_of_published_models() -> None:
+    found, about = arrays("llm/rope_inv_freq"), told("llm/rope_inv_freq")
+    for preset, name in (("llama2-7b", "llama2_7b"), ("llama3-8b", "llama3_8b"), ("llama3.1-8b", "llama31_8b"),
+                         ("llama3.1-405b", "llama31_405b"), ("llama3.2-1b", "llama32_1b")):  # fmt: skip
+        cfg = LLMConfig.preset(preset)
+        assert cfg.size == about[name]["head_dim"] and cfg.rotary is not None
+        np.testing.assert_allclose(frequencies(cfg.rotary, cfg.size), found[name], rtol=2e-7, atol=0)
+
+
+@pytest.mark.parametrize(("preset", "name"), PRESETS.items())
+def test_published_sizes(preset: str, name: str) -> None:
+    cfg = LLMConfig.preset(preset)
+    assert cfg.parameters == told("llm/real_sizes")[name]["parameters"]
+    few = cfg.model_copy(update={"layers": 1})
+    with torch.device("meta"):
+        assert sum(p.numel() for p in LLM(few).parameters()) == few.parameters
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_saved_is_what_was_read(case: str, tmp_path: Path) -> None:
+    model = LLM.load(home(case))
+    llm.save_folder(model.state_dict(), model.cfg, tmp_path, shard=100_000)
+    again = LLM.load(tmp_path)
+    assert again.cfg.model_dump(exclude={"head"}) == model.cfg.model_dump(exclude={"head"}) and again.cfg.size == model.cfg.size
+    assert all(torch.equal(own, other) for own, other in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
+    model.save(tmp_path / "ours.safetensors")
+    assert torch.equal(LLM.load(tmp_path / "ours.safetensors").lm_head.weight, model.lm_head.weight)
+
+
+@pytest.mark.parametrize("case", TRAINED[:3])
+def test_settings_of_older_files_are_the_same(case: str, tmp_path: Path) -> None:
+    shutil.copy(DATA / "llm" / "configs_4x" / f"{case}.json", tmp_path / "config.json")
+    new, old = read_config(home(case)), read_config(tmp_path)
+    assert new.model_dump(exclude={"head"}) == old.model_dump(exclude={"head"}) and new.size == old.size
+
+
+def test_parts_of_a_folder_are_read_when_a_model_is_made() -> None:
+    for case in TRAINED[:3]:
+        whole = LLM.load(home(case))
+        with deferred(0):
+            model = LLM(whole.cfg)
+        make(llm.load_later(model, home(case)), "cpu")
+        assert all(torch.equal(own, other) for own, other in zip(model.state_dict().values(), whole.state_dict().values()))
+
+
+@pytest.mark.parametrize("fault", [name for name in told("llm/broken/broken") if not name.startswith("adapter")])
+def test_what_is_wrong_with_a_folder_is_told(fault: str) -> None:
+    folder = DATA / "llm" / "broken" / fault
+    if fault == "good":
+        found = arrays("llm/broken/good")
+        with torch.no_grad():
+            np.testing.assert_allclose(
+                LLM.load(folder).double()(torch.from_numpy(found["ids"])), found["logits_f64"], rtol=0, atol=1e-10
+            )
+        return
+    with pytest.raises(HpcaiError) as told_of:
+        LLM.load(folder)
+    assert str(folder) in str(told_of.value)
+
+
+def test_other_models_are_refused(tmp_path: Path) -> None:
+    config = json.loads((home("llama2_tiny") / "config.json").read_text())
+    for change, text in (
+        ({"model_type": "mamba"}, "expected one of llama, gpt2"), ({"attention_bias": True}, "with biases"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "expected default, linear or llama3"),
+    ):  # fmt: skip
+        (tmp_path / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(ConfigError, match=text):
+            read_config(tmp_path)
+    mixed = LLMConfig.preset("llama2-7b", layers=1, width=16, heads=2, inner=8, vocabulary=10, norm="layer")
+    with pytest.raises(CheckpointError, match="neither a Llama nor a GPT-2"):
+        llm.save_folder(LLM(mixed).state_dict(), mixed, tmp_path)
