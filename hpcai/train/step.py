@@ -309,8 +309,8 @@ def split(batch: Any, parts: int) -> list[Any]:
         if len(batch) != parts:
             raise DataError(f"a batch comes as {len(batch)} micro-batches, step.accumulate is {parts}; give it as many")
         return list(batch)
-    if parts == 1:
-        return [batch]
+    if parts == 1 or batch is None:  # what a batch may have, and this one has not
+        return [batch] * parts
     if isinstance(batch, Tensor):
         if len(batch) % parts:
             raise DataError(

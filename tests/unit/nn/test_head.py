@@ -1,0 +1,77 @@
+"""The last layer of a language model: its cross entropy in parts is that of all logits."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hpcai.nn import head as heads
+from hpcai.nn.head import IGNORE, Head
+
+
+def whole(head: Head, hidden: Tensor, targets: Tensor) -> Tensor:
+    wide = head(hidden).to(torch.promote_types(hidden.dtype, torch.float32))
+    return F.cross_entropy(wide.flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction="none").view(targets.shape)
+
+
+def given(dtype: torch.dtype = torch.float64) -> tuple[Head, Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    hidden, targets = torch.randn(3, 7, 8, dtype=dtype, requires_grad=True), torch.randint(0, 11, (3, 7))
+    targets[0, :2] = IGNORE
+    return Head(8, 11).to(dtype), hidden, targets, torch.randn(3, 7, dtype=torch.promote_types(dtype, torch.float32))
+
+
+@pytest.mark.parametrize("bytes", [1, 200, 1 << 20])
+def test_parts_are_the_whole(bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heads, "_CPU", bytes)  # a token at a time, four, all
+    head, hidden, targets, above = given()
+    found: list[tuple[Tensor, ...]] = []
+    for way in (whole, Head.forward):
+        value = way(head, hidden, targets)
+        found.append((value.detach(), *torch.autograd.grad(value, (hidden, head.weight), above)))
+    for own, right in zip(*found):
+        torch.testing.assert_close(own, right, rtol=0, atol=1e-14)
+    assert not found[1][0][0, :2].any() and not found[1][1][0, :2].any()
+
+
+def test_under_autocast_products_are_narrow_and_sums_are_not() -> None:
+    head, hidden, targets, above = given(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        own = head(hidden, targets)
+        right = whole(head, hidden, targets)
+    assert own.dtype == torch.float32
+    torch.testing.assert_close(own, right, rtol=1e-5, atol=1e-5)
+    by_own, by_right = (torch.autograd.grad(value, head.weight, above)[0] for value in (own, right))
+    assert by_own.dtype == torch.float32
+    torch.testing.assert_close(by_own, by_right, rtol=0.05, atol=0.05)
+
+
+def test_a_target_that_is_no_word_costs_nan() -> None:
+    head, hidden, targets, _ = given()
+    targets[1, 1], targets[2, 2] = 11, -5
+    found = head(hidden, targets)
+    assert found[1, 1].isnan() and found[2, 2].isnan() and found.isnan().sum() == 2
+
+
+def kept(run: Callable[[], Tensor]) -> int:
+    """Bytes that a value keeps for its backward pass, but for the tensors that it was made of."""
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        run()
+    return sum(saved.values())
+
+
+def test_logits_are_not_kept() -> None:
+    """At 128,256 words: a few numbers for each token in place of all logits."""
+    head, hidden = Head(16, 128_256), torch.randn(1, 64, 16, requires_grad=True)
+    targets = torch.randint(0, 128_256, (1, 64))
+    own, right = kept(lambda: head(hidden, targets)), kept(lambda: whole(head, hidden, targets))
+    weights = head.weight.untyped_storage().nbytes() + hidden.untyped_storage().nbytes()
+    assert own - weights < 0.01 * (right - weights)
