@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from hpcai import dist, train
-from hpcai.errors import CheckpointError, ConfigError, HpcaiError
+from hpcai.errors import CheckpointError, ConfigError, DataError, HpcaiError
 from hpcai.models import llm
-from hpcai.models.llm import LLM, Batch, LLMConfig
+from hpcai.models.llm import LLM, Batch, LLMConfig, SamplingConfig, complete
+from hpcai.models.llm.generation import choose, filtered
 from hpcai.models.llm.load import read_config
 from hpcai.models.llm.model import frequencies
 from hpcai.nn.deferred import deferred, make
@@ -24,8 +25,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 CASES = ["llama2_tiny", "llama31_tiny", "llama31_short_tiny", "gpt2_tiny", "gpt2_hub_tiny"]
 TRAINED = CASES[:4]
 PRESETS = {
-    "gpt2": "gpt2", "gpt3-175b": "gpt3_175b_mlperf", "llama2-7b": "llama2_7b", "llama2-70b": "llama2_70b", "llama3.1-8b": "llama31_8b",
-    "llama3.1-70b": "llama31_70b", "llama3.1-405b": "llama31_405b", "llama3.2-1b": "llama32_1b",
+    "gpt2": "gpt2", "gpt3-175b": "gpt3_175b_mlperf", "llama2-7b": "llama2_7b", "llama2-70b": "llama2_70b",
+    "llama3.1-8b": "llama31_8b", "llama3.1-70b": "llama31_70b", "llama3.1-405b": "llama31_405b", "llama3.2-1b": "llama32_1b",
 }  # fmt: skip
 
 
@@ -69,8 +70,9 @@ def test_logits(case: str) -> None:
 def test_loss_gradients_and_three_steps_of_adamw(case: str) -> None:
     model, known = wide(case).train(), told(f"llm/{case}/train")
     cfg = StepConfig(
-        precision="fp64", optimizer="adamw", lr=1e-3, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.1, decay_names=("*",), capture="none"
-    )
+        precision="fp64", optimizer="adamw", lr=1e-3, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.1, decay_names=("*",),
+        capture="none",
+    )  # fmt: skip
     step = train.Step(model, llm.loss, cfg, dist.alone())
     first = step._gradients(batch(case))
     total, count = first["loss"]
@@ -172,3 +174,58 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
     mixed = LLMConfig.preset("llama2-7b", layers=1, width=16, heads=2, inner=8, vocabulary=10, norm="layer")
     with pytest.raises(CheckpointError, match="neither a Llama nor a GPT-2"):
         llm.save_folder(LLM(mixed).state_dict(), mixed, tmp_path)
+
+
+@pytest.mark.parametrize("case", TRAINED)
+def test_generated_tokens(case: str) -> None:
+    known, model = told(f"llm/{case}/generate"), LLM.load(home(case))
+    prompts, most = known["prompts"], SamplingConfig(most=known["new_tokens"])
+    assert [complete(model, [prompt], most)[0] for prompt in prompts] == known["tokens"]
+    assert complete(model, prompts, most) == known["left_padded"]["tokens"]
+    for name in ("stop_one", "stop_two"):
+        ends = known[name]["eos_token_id"]
+        stop = ends if isinstance(ends, list) else [ends]
+        alone = [complete(model, [prompt], most, stop)[0] for prompt in prompts]
+        assert complete(model, prompts, most, stop) == known[name]["tokens"] == alone
+    less = SamplingConfig(most=len(known["repetition_penalty"]["tokens"][0]), repetition=known["repetition_penalty"]["penalty"])
+    assert complete(model, prompts, less) == known["repetition_penalty"]["tokens"]
+    assert model.model.layers[0].self_attn.remember is None
+
+
+def test_filters_leave_what_they_shall() -> None:
+    found, known = arrays("llm/sampling/filters"), told("llm/sampling/filters")
+    logits, seen = torch.from_numpy(found["logits"]), torch.zeros(*found["logits"].shape, dtype=torch.bool)
+    seen.scatter_(1, torch.from_numpy(found["ids"]), True)
+    for number, setting in enumerate(known["settings"]):
+        words = {name.replace("repetition_penalty", "repetition"): value for name, value in setting.items()}
+        own = filtered(logits, seen, SamplingConfig(**words))
+        np.testing.assert_allclose(own, found[f"scores_{number}"], rtol=1e-6, atol=1e-5, err_msg=str(setting))
+        assert own.isfinite().sum(1).tolist() == known["kept"][number], setting
+    ties = torch.from_numpy(found["ties_logits"])
+    for setting, kept in zip(known["ties_settings"], known["ties_kept"]):
+        assert filtered(ties, torch.zeros_like(ties, dtype=torch.bool), SamplingConfig(**setting)).isfinite().sum() == kept
+
+
+def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
+    logits, cfg = torch.tensor([[0.0, 1.0, 2.0, -torch.inf]]), SamplingConfig(temperature=1.0)
+    chances = [(i + 0.5) / 1000 for i in range(1000)]
+    drawn = choose(logits.expand(1000, 4), torch.zeros(1000, 4, dtype=torch.bool), cfg, chances).bincount(minlength=4)
+    np.testing.assert_allclose(drawn / 1000, logits[0].softmax(0), atol=1.5e-3)
+
+
+def test_a_text_does_not_depend_on_those_beside_it() -> None:
+    model, cfg = LLM.load(home("llama31_tiny")).double(), SamplingConfig(most=12, temperature=1.3, top_k=20)
+    prompts = told("llm/llama31_tiny/generate")["prompts"]
+    together = complete(model, prompts, cfg, seed=3)
+    assert together == [complete(model, [prompt], cfg, seed=3 + row)[0] for row, prompt in enumerate(prompts)]
+    assert together != complete(model, prompts, cfg, seed=4)
+
+
+def test_a_text_ends_where_positions_do() -> None:
+    model = LLM.load(home("gpt2_hub_tiny"))
+    assert [len(text) for text in complete(model, [[1] * 23, [2] * 20])] == [1, 4]
+    for prompt, text in (([], "no token"), ([1] * 24, "24 positions in all"), ([64], "the model knows 64")):
+        with pytest.raises(DataError, match=text):
+            complete(model, [prompt])
+    with torch.no_grad(), pytest.raises(DataError, match="25 tokens for a model of 24 positions"):
+        model(torch.zeros(1, 25, dtype=torch.int64))

@@ -156,6 +156,7 @@ def refused(mesh: Mesh, changes: dict[str, Any]) -> str:
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:
-    assert all("does not divide 3 heads" in told for told in on_ranks({"tensor": 2}, refused, {"heads": 3, "key_heads": 3, "head": 4}))
+    odd = {"heads": 3, "key_heads": 3, "head": 4}
+    assert all("does not divide 3 heads" in told for told in on_ranks({"tensor": 2}, refused, odd))
     told = on_ranks({"tensor": 2}, refused, {"heads": 6, "key_heads": 3, "head": 4})
     assert all("neither divides 3 heads of keys nor is a multiple" in text for text in told)

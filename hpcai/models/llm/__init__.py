@@ -9,6 +9,7 @@ __getattr__, _names = lazy(
         ".model": ["LLM"],
         ".objective": ["Batch", "loss", "score"],
         ".parallel": ["parallelize", "stages"],
+        ".generation": ["SamplingConfig", "complete", "generate"],
         ".load": ["load_weights", "load_later", "save_folder"],
     },
 )

@@ -33,18 +33,19 @@ class RMSNorm(nn.Module):
 
 
 class Causal(nn.Module):
-    """Attention of each token to itself and those before it; with ``documents`` [B, T] to those of its own document only.
+    """Attention of each token to itself and those before it; with ``documents`` [B, S] to those of its own document only.
 
     q [B, H, T, D], k and v [B, H or fewer, S, D] -> [B, H, T, D]; the last T of S keys are those of the queries.
     """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
-        mask, grouped = None, k.shape[1] != q.shape[1]
+        mask, new, before = None, q.shape[2], k.shape[2] - q.shape[2]
         if documents is not None:
-            mask = (documents[:, None, :, None] == documents[:, None, None, :]).tril()
-        elif q.shape[2] != k.shape[2]:
-            mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2])
-        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=grouped)
+            mask = (documents[:, None, before:, None] == documents[:, None, None, :]).tril(before)
+        elif before and new > 1:
+            mask = torch.ones(new, before + new, dtype=torch.bool, device=q.device).tril(before)
+        causal = mask is None and new > 1
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=k.shape[1] != q.shape[1])
 
 
 class Attention(nn.Module):
@@ -132,7 +133,7 @@ class LLM(Portable):
     is ``hpcai.nn.head.IGNORE``.
 
     ``positions`` [B, T] count within a text, 0, 1, ... unless they are given; ``documents`` [B, T] keep those that lie one behind
-    another in a row apart. Raises DataError for more tokens than there are positions.
+    another in a row apart (with tokens remembered: of all of them). Raises DataError for more tokens than there are positions.
     """
 
     package = __package__
