@@ -13,7 +13,7 @@ from torch import Tensor
 from hpcai import dist, train
 from hpcai.errors import CheckpointError, ConfigError, DataError, HpcaiError
 from hpcai.models import llm
-from hpcai.models.llm import LLM, Batch, LLMConfig, SamplingConfig, complete
+from hpcai.models.llm import LLM, Batch, LLMConfig, LoRAConfig, SamplingConfig, complete
 from hpcai.models.llm.generation import choose, filtered
 from hpcai.models.llm.load import read_config
 from hpcai.models.llm.model import frequencies
@@ -145,6 +145,80 @@ def test_parts_of_a_folder_are_read_when_a_model_is_made() -> None:
             model = LLM(whole.cfg)
         make(llm.load_later(model, home(case)), "cpu")
         assert all(torch.equal(own, other) for own, other in zip(model.state_dict().values(), whole.state_dict().values()))
+
+
+ADAPTERS = ["lora_qv", "lora_all_rs"]
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_adapters(name: str, tmp_path: Path) -> None:
+    case, folder = "llama2_tiny", DATA / "llm" / "llama2_tiny" / name
+    known, found, ids = told(f"llm/{case}/{name}"), arrays(f"llm/{case}/{name}"), torch.from_numpy(arrays(f"llm/{case}/io")["ids"])
+    model = LLM.load(home(case)).double()
+    cfg = llm.load_adapter(model, folder)
+    assert cfg.scale == pytest.approx(known["scale"]) and cfg.dropout == (0.05 if name == "lora_all_rs" else 0.0)
+    with torch.no_grad():
+        np.testing.assert_allclose(model(ids), found["logits_f64"], rtol=0, atol=1e-10)
+    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == known["trainable_parameters"]
+    assert sum(p.numel() for p in model.parameters()) == known["all_parameters_with_adapter"]
+    settings = StepConfig(
+        precision="fp64", optimizer="adamw", lr=1e-3, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.1, decay_names=("*",),
+        capture="none",
+    )  # fmt: skip
+    step = train.Step(model, llm.loss, settings, dist.alone())
+    total, count = step._gradients(batch(case))["loss"]
+    assert total.item() / count.item() == pytest.approx(known["loss"], abs=1e-10)
+    names = {n: f"base_model.model.{n.replace('.adapter.', '.')}" for n, p in model.named_parameters() if p.requires_grad}
+    parameters = dict(model.named_parameters())
+    check({theirs: parameters[own].grad / count for own, theirs in names.items()}, known["grad"], 1e-9)  # type: ignore[operator]
+    losses = []
+    for _ in range(3):
+        total, count = step(batch(case))["loss"]
+        losses.append(total.item() / count.item())
+    assert losses == pytest.approx(known["adamw"]["losses"][:3], abs=1e-9)
+    after = {theirs: parameters[own].norm().item() for own, theirs in names.items()}
+    assert after == pytest.approx(known["adamw"]["param_l2_after"], abs=1e-9)
+    llm.save_adapter(model, cfg, tmp_path)
+    again = LLM.load(home(case)).double()
+    assert llm.load_adapter(again, tmp_path) == cfg
+    with torch.no_grad():
+        assert torch.equal(again(ids), model.eval()(ids))
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_merged_adapters_are_an_ordinary_model(name: str) -> None:
+    case = "llama2_tiny"
+    known, found, ids = told(f"llm/{case}/{name}"), arrays(f"llm/{case}/{name}"), torch.from_numpy(arrays(f"llm/{case}/io")["ids"])
+    model = LLM.load(home(case))
+    llm.load_adapter(model, DATA / "llm" / case / name)
+    llm.merge(model)
+    with torch.no_grad():
+        np.testing.assert_allclose(model(ids), found["merged_logits_f32"], rtol=0, atol=3e-5)
+    assert set(model.state_dict()) == set(LLM.load(home(case)).state_dict()) and all(p.requires_grad for p in model.parameters())
+    own = {name: x.double() for name, x in model.state_dict().items()}
+    check({name: own[name] for name in known["merged_weights"]}, known["merged_weights"], 1e-5)
+
+
+def test_new_adapters_change_nothing_yet() -> None:
+    model, ids = LLM.load(home("llama31_tiny")), torch.arange(12)[None]
+    with torch.no_grad():
+        before = model(ids)
+        assert torch.equal(llm.adapt(model, LoRAConfig(rank=2))(ids), before)
+        assert torch.equal(llm.merge(model)(ids), before)
+    llm.adapt(model, LoRAConfig(rank=2))
+    with pytest.raises(ConfigError, match="has adapters; merge them"):
+        llm.adapt(model, LoRAConfig(rank=2))
+    with pytest.raises(ConfigError, match=r"no layer is called so; expected some of .*q_proj"):
+        llm.adapt(LLM.load(home("llama31_tiny")), LoRAConfig(targets=("query",)))
+
+
+@pytest.mark.parametrize("fault", ["adapter_of_another_model", "adapter_for_absent_modules", "adapter_of_unknown_kind"])
+def test_other_adapters_are_refused_and_change_nothing(fault: str) -> None:
+    folder, model = DATA / "llm" / "broken" / fault, LLM.load(DATA / "llm" / "broken" / "good")
+    with pytest.raises(CheckpointError) as told_of:
+        llm.load_adapter(model, folder)
+    assert str(folder) in str(told_of.value) and all(p.requires_grad for p in model.parameters())
+    assert not any("adapter" in name for name, _ in model.named_modules())
 
 
 @pytest.mark.parametrize("fault", [name for name in told("llm/broken/broken") if not name.startswith("adapter")])

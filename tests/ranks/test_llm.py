@@ -13,7 +13,7 @@ from torch import nn
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import MeshError
 from hpcai.models import llm
-from hpcai.models.llm import LLM, Batch, LLMConfig
+from hpcai.models.llm import LLM, Batch, LLMConfig, LoRAConfig
 from hpcai.models.llm.load import read_config
 from hpcai.nn.deferred import deferred, make
 from hpcai.settings import CheckpointConfig, StepConfig
@@ -37,14 +37,15 @@ MESHES = [
 
 
 def new_step(mesh: Mesh, case: dict[str, Any], seed: int = 0) -> Step:
-    torch.manual_seed(seed)
-    model = LLM(LLMConfig(**MODELS[case["model"]]))
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.3)
+    with deferred(seed):  # each rank draws its part of the same numbers
+        model = llm.parallelize(LLM(LLMConfig(**MODELS[case["model"]] | {"layers": case.get("layers", 2)})), mesh)
+        if case.get("adapted"):
+            llm.adapt(model, LoRAConfig(rank=3, targets=("q_proj", "k_proj", "o_proj", "up_proj", "down_proj")))
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.3)
     words: dict[str, Any] = {"precision": "fp64", "optimizer": "adamw", "weight_decay": 0.1, "clip": 0.5, "average": 0.9}
     words |= {"eps": 1e-5, "capture": "none"}  # biases of keys have no gradient but rounding, which a smaller one would show
     words |= {"accumulate": 4 // mesh["replicate"].size, "shard": case.get("shard", "none")}
-    llm.parallelize(model, mesh)
     return Step(model, llm.loss, StepConfig(**words), mesh, act=llm.stages(model, mesh))
 
 
@@ -96,6 +97,9 @@ def same(found: dict[str, Any], right: dict[str, Any]) -> None:
 def test_cut_equals_whole(axes: dict[str, int]) -> None:
     cases: list[dict[str, Any]] = [{"model": name} for name in MODELS if not (name == "one key" and "tensor" not in axes)]
     cases += [{"model": name, "packed": True} for name in ("llama", "gpt")]
+    cases += [{"model": name, "adapted": True} for name in ("llama", "gpt")]
+    if "pipeline" in axes:
+        cases = [case | {"layers": 4} for case in cases if case["model"] != "one key"]
     if "replicate" in axes:
         cases += [{"model": "llama", "packed": True, "shard": shard} for shard in ("optimizer", "weights")]
     for case, *ranks in zip(cases, *on_ranks(axes, trained, cases)):
@@ -107,7 +111,7 @@ def test_cut_equals_whole(axes: dict[str, int]) -> None:
 
 
 def written(mesh: Mesh, folder: Path) -> Pieces:
-    case = {"model": "tied"}
+    case = {"model": "tied", "layers": 4}
     step = new_step(mesh, case)
     train(step, case)
     Checkpoints(folder, CheckpointConfig(), mesh).save(step, Progress(step=STEPS))
@@ -115,7 +119,7 @@ def written(mesh: Mesh, folder: Path) -> Pieces:
 
 
 def read(mesh: Mesh, folder: Path) -> tuple[Pieces, Pieces]:
-    case = {"model": "tied"}
+    case = {"model": "tied", "layers": 4}
     step = new_step(mesh, case, seed=7)
     Checkpoints(folder, CheckpointConfig(), mesh).resume(step)
     now = [piece for piece in pieces(step) if not piece[0].endswith("gradient")]

@@ -6,6 +6,7 @@ from hpcai.models.llm.config import LLMConfig
 __getattr__, _names = lazy(
     __name__,
     {
+        ".lora": ["LoRAConfig", "adapt", "load_adapter", "merge", "save_adapter"],
         ".model": ["LLM"],
         ".objective": ["Batch", "loss", "score"],
         ".parallel": ["parallelize", "stages"],

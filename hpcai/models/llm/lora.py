@@ -1,0 +1,188 @@
+"""Low-rank adapters of a language model (Hu et al., "LoRA", 2021): y = W x + s B A x, where W stays as it is.
+
+    adapt(model, LoRAConfig(rank=16, alpha=32))     # after ``parallelize``; A and B are all that is trained
+    save_adapter(model, folder)                     # as peft reads it
+    merge(model)                                    # W + s B A in place of W: an ordinary model
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from hpcai.config import Length, Positive, Rate, Settings
+from hpcai.errors import CheckpointError, ConfigError
+from hpcai.models.llm.model import LLM
+from hpcai.nn.stored import stored
+from hpcai.parallel.replicate import sum_over
+from hpcai.parallel.rows import ALONE, place_of, sum_axes
+from hpcai.parallel.tensor import CutInputs, CutOutputs, cut_inputs, cut_outputs
+
+_FILE, _CONFIG, _BEFORE = "adapter_model.safetensors", "adapter_config.json", "base_model.model."
+
+
+class LoRAConfig(Settings):
+    """Adapters of the layers whose names end with one of ``targets``: by default MLPerf's for Llama 2 70B."""
+
+    rank: Positive = 16
+    alpha: Length = 32.0
+    """the scale is alpha / rank"""
+    stabilised: bool = False
+    """the scale is alpha / sqrt(rank) (Kalajdzievski 2023)"""
+    dropout: Rate = 0.0
+    """of what goes into A"""
+    targets: Annotated[tuple[str, ...], Field(min_length=1)] = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (math.sqrt(self.rank) if self.stabilised else self.rank)
+
+
+class Adapter(nn.Module):
+    """s B A of the layer that it belongs to, to whose output it is added; cut as that layer is."""
+
+    def __init__(self, linear: nn.Linear, cfg: LoRAConfig) -> None:
+        super().__init__()
+        device = None if linear.weight.device.type == "meta" else linear.weight.device  # in ``deferred`` they are drawn later, too
+        like: dict[str, Any] = {"device": device, "dtype": linear.weight.dtype, "bias": False}
+        place, summed = place_of(linear.weight), sum_axes(linear.weight)
+        outputs, inputs = place.size
+        self.lora_A, self.lora_B = nn.Linear(inputs, cfg.rank, **like), nn.Linear(cfg.rank, outputs, **like)
+        self.drop, self.scale = nn.Dropout(cfg.dropout), cfg.scale
+        nn.init.kaiming_uniform_(self.lora_A.weight, a=math.sqrt(5))
+        nn.init.zeros_(self.lora_B.weight)
+        for axis in summed:
+            sum_over(self, axis if not axis.of else ALONE)  # those of a part of an axis come with the cut
+        if isinstance(linear, CutOutputs):
+            over = place.axes[0]
+            groups = (over, next(axis for axis in summed if axis.of == over.of)) if over.of else None
+            cut_outputs(self.lora_B, linear.axis, sequence=linear.sequence, groups=groups)
+        elif isinstance(linear, CutInputs):
+            cut_inputs(self.lora_A, linear.axis, linear.sequence)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * self.lora_B(self.lora_A(self.drop(x)))
+
+    @property
+    def product(self) -> Tensor:
+        """What it adds to the weight of its layer, of the part that is here.   [C', C]"""
+        wide = torch.promote_types(self.lora_A.weight.dtype, torch.float32)
+        return self.scale * (self.lora_B.weight.detach().to(wide) @ self.lora_A.weight.detach().to(wide))
+
+
+def adapt(model: LLM, cfg: LoRAConfig) -> LLM:
+    """``model``, in place, whose layers named in ``cfg.targets`` have adapters; nothing else is trained any more. Raises
+    ConfigError for a target that no layer is called, and for a model that has adapters."""
+    if any(True for _ in _adapted(model)):
+        raise ConfigError("the model has adapters; merge them before it gets others")
+    linears = {name: part for name, part in model.named_modules() if isinstance(part, nn.Linear) and part is not model.lm_head}
+    for target in cfg.targets:
+        if not any(name.rpartition(".")[2] == target for name in linears):
+            known = sorted({name.rpartition(".")[2] for name in linears})
+            raise ConfigError(f"adapters of {target}, but no layer is called so; expected some of {', '.join(known)}")
+    model.requires_grad_(False)
+    for name, linear in linears.items():
+        if name.rpartition(".")[2] in cfg.targets:
+            linear.adapter = Adapter(linear, cfg).train(model.training)
+            linear.register_forward_hook(_added)
+    return model
+
+
+def merge(model: LLM) -> LLM:
+    """Add the adapters to the weights that they belong to, and take them away: an ordinary model, all of it to be trained."""
+    for _, linear, adapter in list(_adapted(model)):
+        with torch.no_grad():
+            linear.weight.copy_(linear.weight.to(adapter.product.dtype) + adapter.product)
+        linear._forward_hooks = type(linear._forward_hooks)(
+            (number, hook) for number, hook in linear._forward_hooks.items() if hook is not _added
+        )
+        del linear.adapter
+    return model.requires_grad_(True)
+
+
+def save_adapter(model: LLM, cfg: LoRAConfig, folder: str | Path, base: str = "") -> None:
+    """The adapters alone, whole, in the folder and under the names that peft has. ``base``: where the rest of the model is."""
+    from safetensors.torch import save_file
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    found = {_theirs(name): tensor.detach().cpu().contiguous() for name, tensor in _tensors(model).items()}
+    save_file(found, folder / _FILE, metadata={"format": "pt"})
+    (folder / _FILE).chmod(0o644)
+    about = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": cfg.rank, "lora_alpha": cfg.alpha,
+        "lora_dropout": cfg.dropout, "use_rslora": cfg.stabilised, "target_modules": sorted(cfg.targets), "bias": "none",
+        "fan_in_fan_out": False, "inference_mode": True, "modules_to_save": None,
+    }  # fmt: skip
+    (folder / _CONFIG).write_text(json.dumps(about, indent=2) + "\n")
+
+
+def load_adapter(model: LLM, folder: str | Path) -> LoRAConfig:
+    """Give ``model`` the adapters of a folder that peft or ``save_adapter`` wrote -> their settings. Raises CheckpointError for
+    adapters of another model or kind, or that are damaged; the model then is as it was."""
+    folder = Path(folder)
+    cfg = read_adapter_config(folder)
+    there = stored(folder / _FILE)
+    names = {name for name, part in model.named_modules() if isinstance(part, nn.Linear) and name.rpartition(".")[2] in cfg.targets}
+    wanted = {_theirs(f"{name}.adapter.{half}.weight") for name in names for half in ("lora_A", "lora_B")}
+    if wrong := sorted(wanted ^ set(there)) or ([] if wanted else ["no adapter of a layer that is here"]):
+        what = "is there for no layer of the model" if wrong[0] in there else "is missing"
+        raise CheckpointError(f"{folder}: {wrong[0]} {what}; is it an adapter of this model?")
+    for name in names:
+        outputs, inputs = place_of(model.get_parameter(f"{name}.weight")).size
+        for half, size in (("lora_A", (cfg.rank, inputs)), ("lora_B", (outputs, cfg.rank))):
+            key = _theirs(f"{name}.adapter.{half}.weight")
+            if there[key].size != size:
+                raise CheckpointError(f"{folder}: {key} is {list(there[key].size)}, expected {list(size)}; it is of another model")
+    adapt(model, cfg)
+    for name, parameter in _tensors(model).items():
+        source = there[_theirs(name)]
+        with torch.no_grad():
+            for offsets, box in place_of(parameter).boxes((0, 0), tuple(parameter.shape)):
+                sizes = parameter[box].shape
+                parameter[box] = source[tuple(slice(a, a + n) for a, n in zip(offsets, sizes))].to(parameter)
+    return cfg
+
+
+def read_adapter_config(folder: Path) -> LoRAConfig:
+    path = folder / _CONFIG
+    try:
+        found: Mapping[str, Any] = json.loads(path.read_text())
+        kind = found["peft_type"]
+    except (OSError, ValueError, LookupError, TypeError) as problem:
+        raise CheckpointError(f"{path}: no settings of an adapter: {problem!r}; expected JSON with a peft_type") from problem
+    odd = [name for name in ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "fan_in_fan_out") if found.get(name)]
+    if kind != "LORA" or odd or found.get("bias", "none") != "none":
+        what = f"an adapter of kind {kind!r}" if kind != "LORA" else f"{odd[0] if odd else 'bias'} is set"
+        raise CheckpointError(f"{path}: {what}; expected a plain LORA")
+    try:
+        return LoRAConfig(
+            rank=found["r"], alpha=found["lora_alpha"], dropout=found.get("lora_dropout") or 0.0,
+            stabilised=bool(found.get("use_rslora")), targets=tuple(sorted(found["target_modules"])),
+        )  # fmt: skip
+    except (LookupError, TypeError, ValueError) as problem:
+        raise CheckpointError(f"{path}: {problem!r}") from problem
+
+
+def _added(linear: nn.Module, given: tuple[Any, ...], output: Tensor) -> Tensor:
+    adapter: Any = linear.adapter
+    return output + adapter(given[0])
+
+
+def _adapted(model: nn.Module) -> Iterator[tuple[str, Any, Adapter]]:
+    for name, part in model.named_modules():
+        if isinstance(getattr(part, "adapter", None), Adapter):
+            yield name, part, part.adapter
+
+
+def _tensors(model: LLM) -> dict[str, Tensor]:
+    return {name: parameter for name, parameter in model.named_parameters() if ".adapter.lora_" in name}
+
+
+def _theirs(name: str) -> str:
+    return _BEFORE + name.replace(".adapter.", ".")
