@@ -303,3 +303,14 @@ def test_a_text_ends_where_positions_do() -> None:
             complete(model, [prompt])
     with torch.no_grad(), pytest.raises(DataError, match="25 tokens for a model of 24 positions"):
         model(torch.zeros(1, 25, dtype=torch.int64))
+
+
+def test_likelihoods_of_choices() -> None:
+    model = wide("llama2_tiny")
+    for item in told("llm/llama2_tiny/choices"):
+        found = llm.likelihoods(model, item["context_ids"], item["choice_ids"])
+        assert found == pytest.approx(item["loglik"], abs=1e-9) and int(np.argmax(found)) == item["best"]
+        each = [value / len(choice) for value, choice in zip(found, item["choice_ids"])]
+        assert int(np.argmax(each)) == item["best_per_token"]
+    with pytest.raises(DataError, match="at least one token"):
+        llm.likelihoods(model, [], [[1]])

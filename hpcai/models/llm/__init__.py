@@ -8,7 +8,7 @@ __getattr__, _names = lazy(
     {
         ".lora": ["LoRAConfig", "adapt", "load_adapter", "merge", "save_adapter"],
         ".model": ["LLM"],
-        ".objective": ["Batch", "loss", "score"],
+        ".objective": ["Batch", "likelihoods", "loss", "score"],
         ".parallel": ["parallelize", "stages"],
         ".generation": ["SamplingConfig", "complete", "generate"],
         ".load": ["load_weights", "load_later", "save_folder"],
