@@ -110,4 +110,4 @@ def slowest(every: Sequence[Mapping[Part, float]]) -> dict[Part, float]:
 def describe(parts: Mapping[str, float]) -> str:
     """One line for people; what rounds to nothing is left out."""
     named = ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts.items() if seconds >= 0.05)
-    return f"first step after {sum(parts.values()):.1f} s: {named}"
+    return f"first step after {sum(parts.values()):.1f} s" + f": {named}" * bool(named)

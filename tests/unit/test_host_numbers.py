@@ -16,10 +16,12 @@ Names alone are compared, which finds too many rather than too few; ``__init__``
 ALLOWED = {
     "models/cosmoflow/load.py: from_keras": "reads a file of weights",
     "models/cosmoflow/model.py: _numbers": "takes the arrays of a person",
+    "models/cosmoflow/model.py: to_physical": "gives a person what the network found",
     "models/deepcam/model.py: segment": "takes the arrays of a person",
     "models/dimenet/formats.py: _tensors": "reads files",
     "models/dimenet/graph.py: join": "joins samples, before a batch goes to the device",
-    "models/openfold/folding.py: fold": "takes the arrays of a person",
+    "models/llm/generation.py: choose": "tokens are given to the host one by one",
+    "models/openfold/folding.py: read": "takes the arrays of a person",
     "models/openfold/geometry.py: _tables": "numpy",
     "models/openfold/structures.py: _name_by_distance": "numpy",
     "models/openfold/tables.py: on": "keeps what it made",
