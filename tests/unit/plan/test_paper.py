@@ -99,9 +99,9 @@ def test_messages_of_any_job() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("ranks", [2, 4, 8, 16])
 def test_a_block_sends_on_paper_what_the_formula_says(ranks: int) -> None:
-    sequences, residues = 16, 24
+    sequences, residues = 16, 32
     cfg = OpenFoldConfig.preset("tiny", template=None, blocks=2)
     with on_paper(ranks) as made:
         mesh = Mesh({"axial": ranks}, ranks)
