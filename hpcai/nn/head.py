@@ -30,13 +30,17 @@ class Words:
         """Logarithms of sums of exponentials, and logits of targets, of this process's words [T] -> of all words."""
         return logs, target
 
+    def join(self, logits: Tensor) -> Tensor:
+        """Logits of all words [..., V], from those of this process's words."""
+        return logits
+
     def leave(self, gradient: Tensor) -> Tensor:
         """The gradient of ``enter``'s input, from that of its output by this process's words."""
         return gradient
 
 
 class Head(nn.Linear):
-    """hidden [..., C] -> logits [..., V/n]; with ``targets`` [...] the cross entropy of each [...] in float32 or wider, 0 where the
+    """hidden [..., C] -> logits [..., V]; with ``targets`` [...] the cross entropy of each [...] in float32 or wider, 0 where the
     target is ``IGNORE``. Then logits are computed some tokens at a time, and again in the backward pass. A target that is no word
     costs NaN."""
 
@@ -47,7 +51,7 @@ class Head(nn.Linear):
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
         if targets is None:
-            return F.linear(self.words.enter(hidden), self.weight)
+            return self.words.join(F.linear(self.words.enter(hidden), self.weight))
         return self._entropy(hidden, targets)
 
     @torch.compiler.disable

@@ -10,7 +10,8 @@ gradients of its own, and ``sum_over(model, axis)`` adds those of weights that a
 Names and places of parameters stay. T tokens, C channels, V words, n the size of an axis.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -83,6 +84,21 @@ def cut_head(head: Head, axis: Axis, sequence: int | None = None) -> None:
         return
     cut(head.weight, 0, axis)
     head.words = _Words(axis.meet(), head.out_features, sequence)
+
+
+@contextmanager
+def tokens_whole(model: nn.Module) -> Iterator[None]:
+    """Inside, all ranks have all tokens between the layers of ``model``, however few: for its use without gradients."""
+    parts: list[Any] = [part for part in model.modules() if hasattr(part, "sequence")]
+    parts += [part.words for part in model.modules() if isinstance(part, Head) and isinstance(part.words, _Words)]
+    kept = [part.sequence for part in parts]
+    for part in parts:
+        part.sequence = None
+    try:
+        yield
+    finally:
+        for part, sequence in zip(parts, kept):
+            part.sequence = sequence
 
 
 def heads(axis: Axis, size: int, queries: int, keys: int | None = None) -> tuple[int, int, int]:
@@ -175,6 +191,7 @@ class _Words(Words):
     def __init__(self, axis: Axis, words: int, sequence: int | None) -> None:
         self.axis, self.sequence = axis, sequence
         self.first, _ = _own(words, axis)
+        self._joined = _Joined(axis, (words,))
 
     def enter(self, hidden: Tensor) -> Tensor:
         return hidden if self.sequence is None else _Gathering(hidden, self.axis, self.sequence).wait()
@@ -184,6 +201,12 @@ class _Words(Words):
         torch_dist.all_reduce(top, torch_dist.ReduceOp.MAX, group=self.axis.group)
         total, target = sum_in_place(torch.stack(((logs - top).exp(), target)), self.axis)
         return total.log() + top, target
+
+    def join(self, logits: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            raise ConfigError("logits of words that are cut are joined without gradients alone; give targets, and train by entropy")
+        found: Tensor = _Join.apply(logits, self._joined)
+        return found
 
     def leave(self, gradient: Tensor) -> Tensor:
         return _Summing(gradient, self.axis, self.sequence).wait()

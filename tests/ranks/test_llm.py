@@ -13,9 +13,10 @@ from torch import nn
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import MeshError
 from hpcai.models import llm
-from hpcai.models.llm import LLM, Batch, LLMConfig, LoRAConfig
+from hpcai.models.llm import LLM, Batch, LLMConfig, LoRAConfig, SamplingConfig, complete
 from hpcai.models.llm.load import read_config
 from hpcai.nn.deferred import deferred, make
+from hpcai.parallel.rows import place_of
 from hpcai.settings import CheckpointConfig, StepConfig
 from hpcai.train.checkpoint import Checkpoints
 from hpcai.train.saved import Progress
@@ -23,6 +24,7 @@ from hpcai.train.step import Step
 from tests.ranks.launch import on_ranks
 from tests.ranks.pieces import Pieces, joined, pieces
 from tests.stored import DATA
+from tests.stored import told as stored
 
 STEPS = 2
 LLAMA = {"vocabulary": 25, "width": 16, "layers": 4, "heads": 4, "key_heads": 2, "inner": 24, "positions": 16}
@@ -149,6 +151,30 @@ def test_each_rank_reads_its_part_of_a_folder(axes: dict[str, int]) -> None:
     whole = LLM.load(DATA / "llm" / "llama31_tiny" / "hf")
     for name, parameter in whole.named_parameters():
         np.testing.assert_array_equal(found[f"{name} weight"], parameter.detach().numpy())
+
+
+def told(mesh: Mesh, case: str, prompts: list[list[int]], most: int) -> list[list[int]]:
+    folder = DATA / "llm" / case / "hf"
+    with deferred(0):
+        model = llm.parallelize(LLM(read_config(folder)), mesh)
+    if case.startswith("llama"):
+        make(llm.load_later(model, folder), "cpu")
+    else:
+        make(model, "cpu")
+        for name, whole in LLM.load(folder).state_dict().items():
+            part = model.state_dict()[name]
+            for offsets, box in place_of(model.get_parameter(name)).boxes((0,) * part.ndim, tuple(part.shape)):
+                part[box] = whole[tuple(slice(a, a + n) for a, n in zip(offsets, part[box].shape))]
+    return complete(model, prompts, SamplingConfig(most=most))
+
+
+@pytest.mark.parametrize("case", ["llama31_tiny", "gpt2_tiny"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_cut_model_gives_the_same_text(case: str, ranks: int) -> None:
+    known = stored(f"llm/{case}/generate")
+    prompts = known["prompts"]
+    for found in on_ranks({"tensor": ranks}, told, case, prompts, 12):
+        assert found == [tokens[:12] for tokens in known["left_padded"]["tokens"]]
 
 
 def refused(mesh: Mesh, changes: dict[str, Any]) -> str:

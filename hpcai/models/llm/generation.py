@@ -11,6 +11,7 @@ from torch import Tensor
 from hpcai.config import Length, Positive, Settings, Weight
 from hpcai.errors import DataError
 from hpcai.models.llm.model import LLM
+from hpcai.parallel.tensor import tokens_whole
 
 
 class SamplingConfig(Settings):
@@ -53,7 +54,8 @@ def generate(
     """The next token of each of ``prompts``, again and again, None for a text that has ended: with a token of ``stop``, which is
     given, or after ``most`` tokens. What a text becomes depends on its prompt, the seed and its place alone, not on the others.
 
-    Raises DataError for a prompt that is empty, has a number that is no word, or leaves no position for a token.
+    All ranks of a model that is cut over ``tensor`` call this together. Raises DataError for a prompt that is empty, has a number
+    that is no word, or leaves no position for a token.
     """
     cfg = cfg or SamplingConfig()
     _check(prompts, model.cfg.vocabulary, model.cfg.positions)
@@ -101,7 +103,8 @@ def remembering(model: LLM, room: int) -> Iterator[None]:
     for attention in parts:
         attention.remember = Cache(room)
     try:
-        yield
+        with tokens_whole(model):
+            yield
     finally:
         for attention in parts:
             attention.remember = None

@@ -62,9 +62,11 @@ def stages(model: LLM, mesh: Mesh, **words: Any) -> Pipeline | None:
 class _Own(Seam):
     """This rank's tokens of those that all ranks have.   [B, T, C] -> [B, T/n, C]"""
 
+    sequence: int | None = 1
+
     def __init__(self, axis: Axis) -> None:
         super().__init__()
         self.axis = axis
 
     def forward(self, x: Tensor, *sizes: int) -> Tensor:
-        return x.chunk(self.axis.size, 1)[self.axis.rank]
+        return x if self.sequence is None else x.chunk(self.axis.size, 1)[self.axis.rank]
