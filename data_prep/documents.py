@@ -14,8 +14,9 @@ import gzip
 import hashlib
 import json
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
@@ -27,11 +28,14 @@ LINE = 1 << 28                                  # bytes of the longest line
 PIECE = 1 << 20                                 # characters of a text that are looked at together, at least
 BATCH = 256                                     # rows of .parquet in memory
 _FEED = 1 << 12                                 # bytes of .zst, which may be 32,000 times as many
-_NO_END = 1 << 62
 AGAIN = "copy or make it again"
 PACKED = (".gz", ".zst")
 KINDS = {".jsonl": "lines", ".ndjson": "lines", ".json": "lines", ".parquet": "table", ".fasta": "sequences", ".fa": "sequences",
          ".faa": "sequences", ".a3m": "aligned"}  # fmt: skip
+
+
+class NotTextError(DataError):
+    """A file that is no text; the message names it."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +71,8 @@ def kind(path: Path) -> str:
 
 
 def size(path: Path) -> tuple[int, int, str]:
-    """What a file can be cut by (bytes of its text, row groups of a table), bytes of its text, SHA-256 of the file. Raises DataError
-    for a file that is cut off or damaged, where its format tells."""
+    """What a file can be cut by (bytes of its text, row groups of a table), bytes of its text, SHA-256 of the file. Raises
+    DataError for a file that is cut off or damaged, where its format tells."""
     if kind(path) == "table":
         with _table(path) as table:
             groups = table.metadata.num_row_groups
@@ -80,12 +84,12 @@ def size(path: Path) -> tuple[int, int, str]:
     return many, many, _digest(path)
 
 
-def read(piece: Piece, place: Place, columns: list[str]) -> Iterator[Any]:
-    """The documents that begin in a piece: an iterator of parts of a text; the object of a line or row; a sequence; or what is Bad.
-    ``columns`` are those of a table that are needed."""
+def read(piece: Piece, place: Place, columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
+    """The documents that begin in a piece, each with its line (row), of which the first of the piece is 1: an iterator of parts of
+    a text; the object of a line or row; a sequence; or what is Bad. ``columns`` are those of a table that are needed."""
     what = kind(piece.path)
     if what == "text":
-        yield texts(piece.path)
+        yield 1, texts(piece.path)
     elif what == "table":
         yield from _rows(piece, place, columns)
     elif what == "lines":
@@ -94,7 +98,7 @@ def read(piece: Piece, place: Place, columns: list[str]) -> Iterator[Any]:
                 return
             place.line += 1
             if line.strip():
-                yield _object(line)
+                yield place.line, _object(line)
     else:
         yield from _sequences(piece, place, what == "aligned")
 
@@ -104,34 +108,25 @@ def read(piece: Piece, place: Place, columns: list[str]) -> Iterator[Any]:
 
 def texts(path: Path) -> Iterator[str]:
     """A text in parts of a million characters or more, cut where a line ends and another begins with no space, so that the words of
-    a tokenizer stay whole. Raises DataError, with the line, for what is not UTF-8."""
+    a tokenizer stay whole. Raises NotTextError, with the line, for what is not UTF-8."""
     decoder, held, line = codecs.getincrementaldecoder("utf-8-sig")(), "", 1
-    at = 0
-    for block in stream(path):
-        held += _decoded(decoder, block, path, line, at)
-        line, at = line + block.count(b"\n"), at + len(block)
-        if len(held) >= PIECE:
-            cut = _cut(held)
-            if cut:
-                yield held[:cut]
-                held = held[cut:]
-    held += _decoded(decoder, b"", path, line, at, True)
+    for block in chain(stream(path), [b""]):
+        try:
+            text = decoder.decode(block, not block)
+        except UnicodeDecodeError as problem:
+            # Before the block stands a character's beginning at most, which holds no end of a line.
+            line += problem.object.count(b"\n", 0, problem.start)
+            found = f"byte 0x{problem.object[problem.start]:02x} is not UTF-8; convert it (iconv -t UTF-8), or leave it out"
+            raise NotTextError(f"{path}: line {line}: {found}") from None
+        if "\0" in text:
+            line += text[: text.index("\0")].count("\n")
+            raise NotTextError(f"{path}: line {line}: a NUL byte, expected text; leave the file out")
+        line, held = line + block.count(b"\n"), held + text
+        if len(held) >= PIECE and (cut := _cut(held)):
+            yield held[:cut]
+            held = held[cut:]
     if held:
         yield held
-
-
-def _decoded(decoder: codecs.IncrementalDecoder, block: bytes, path: Path, line: int, at: int, last: bool = False) -> str:
-    try:
-        text = decoder.decode(block, last)
-    except UnicodeDecodeError as problem:
-        before = problem.object[: problem.start]
-        byte = problem.object[problem.start]
-        number = line - problem.object.count(b"\n", 0, len(problem.object) - len(block)) + before.count(b"\n")
-        raise DataError(f"{path}: line {number}: byte 0x{byte:02x} is not UTF-8; convert it (iconv -t UTF-8), or leave it out") from None
-    if "\0" in text:
-        number = line + text[: text.index("\0")].count("\n")
-        raise DataError(f"{path}: line {number}: a NUL byte, expected text; leave it out")
-    return text
 
 
 def _cut(text: str) -> int:
@@ -171,7 +166,7 @@ def _object(line: bytes) -> Mapping[str, Any] | Bad:
         return Bad(f"byte 0x{line[problem.start]:02x} is not UTF-8")
     except (ValueError, RecursionError) as problem:
         return Bad(f"not JSON ({problem}), expected an object in one line")
-    return found if isinstance(found, dict) else Bad(f"a JSON {type(found).__name__}, expected an object such as {{\"text\": \"...\"}}")
+    return found if isinstance(found, dict) else Bad(f"a JSON {type(found).__name__}, expected an object, such as {{'text': '...'}}")
 
 
 def _table(path: Path) -> Any:
@@ -182,12 +177,13 @@ def _table(path: Path) -> Any:
         raise DataError(f"{path}: not a whole Parquet file ({str(problem)[:200]}); {AGAIN}") from problem
 
 
-def _rows(piece: Piece, place: Place, columns: list[str]) -> Iterator[Mapping[str, Any]]:
+def _rows(piece: Piece, place: Place, columns: Sequence[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
     with _table(piece.path) as table:
+        has = table.schema_arrow.names
         for name in columns:
-            if name not in table.schema_arrow.names:
-                raise DataError(f"{piece.path}: no column '{name}'; it has {', '.join(table.schema_arrow.names)}: name one with --field")
-        batches = table.iter_batches(BATCH, row_groups=[*range(piece.begin, piece.end)], columns=columns)
+            if name not in has:
+                raise DataError(f"{piece.path}: no column '{name}'; it has {', '.join(has)}: name one with --field")
+        batches = table.iter_batches(BATCH, row_groups=[*range(piece.begin, piece.end)], columns=list(columns))
         while True:
             try:
                 rows = next(batches).to_pylist()
@@ -197,31 +193,32 @@ def _rows(piece: Piece, place: Place, columns: list[str]) -> Iterator[Mapping[st
                 raise DataError(f"{piece.path}: cannot be read ({str(problem)[:200]}); {AGAIN}") from problem
             for row in rows:
                 place.line += 1
-                yield row
+                yield place.line, row
 
 
 # ---- sequences
 
 
-def _sequences(piece: Piece, place: Place, aligned: bool) -> Iterator[str | Bad]:
+def _sequences(piece: Piece, place: Place, aligned: bool) -> Iterator[tuple[int, str | Bad]]:
     parts: list[bytes] | None = None
+    begin = 0
     for at, line in lines(piece.path, piece.begin):
         text = line.strip()
         if text.startswith(b">"):
             if parts is not None:
-                yield _letters(b"".join(parts), aligned)
-            parts = [] if at < piece.end else None
-            if parts is None:
+                yield begin, _letters(b"".join(parts), aligned)
+            if at >= piece.end:
                 return
+            parts, begin = [], place.line + 1
         elif text and parts is not None:
             parts.append(text)
         elif text and not piece.begin and not text.startswith((b"#", b";")):
-            place.line += 1
-            yield Bad(f"{text[:40].decode('utf-8', 'replace')!r} before any line with '>', expected sequences")
-            continue
+            yield place.line + 1, Bad(f"{text[:40].decode('utf-8', 'replace')!r} before any line with '>', expected sequences")
+        elif at >= piece.end:
+            return
         place.line += at < piece.end
     if parts is not None:
-        yield _letters(b"".join(parts), aligned)
+        yield begin, _letters(b"".join(parts), aligned)
 
 
 _GAPS = b"-."

@@ -15,6 +15,7 @@ from typing import Any
 from hpcai.errors import DataError, HpcaiError
 from hpcai.lazy import optional
 
+EXPECTED = "a list such as [{'role': 'user', 'content': 'text'}]"
 _MARKS = [chr(0xFDD0 + n) for n in range(32)]  # noncharacters of Unicode, which no text should have
 
 
@@ -30,15 +31,15 @@ class Rendered:
 
 
 def render(template: str, messages: Sequence[Mapping[str, Any]], special: Iterable[str], **words: Any) -> Rendered:
-    """The text of ``messages``; ``special`` tokens that are written in them are noted as literal. ``words`` is what the template sees
-    besides. Raises DataError with the template's words where it refuses them, and for a template that is none."""
+    """The text of ``messages``; ``special`` tokens that are written in them are noted as literal. ``words`` is what the template
+    sees besides. Raises DataError with the template's words where it refuses them, and for a template that is none."""
     try:
         # Only what is sent as text may hold noncharacters; escapes would hide them.
         used = set(json.dumps(messages, ensure_ascii=False))
     except (TypeError, ValueError, RecursionError) as problem:
-        raise DataError(f"messages: not what JSON holds ({problem}); expected [{{'role': 'user', 'content': 'text'}}, ...]") from None
+        raise DataError(f"messages: not what JSON holds ({problem}); expected {EXPECTED}") from None
     if not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages):
-        raise DataError("messages: expected a list such as [{'role': 'user', 'content': 'text'}, ...]")
+        raise DataError(f"messages: a {type(messages).__name__}, expected {EXPECTED}")
     free = [mark for mark in _MARKS if mark not in used and mark not in template]
     if len(free) < 3:
         raise DataError("messages: hold nearly all noncharacters of Unicode (U+FDD0 to U+FDEF); they are no text")
@@ -89,7 +90,7 @@ def _compiled(template: str) -> Any:
     sandbox = optional("jinja2.sandbox", "chat templates need", "llm")
     nodes, extension = (optional(f"jinja2.{name}", "chat templates need", "llm") for name in ("nodes", "ext"))
 
-    class Generation(extension.Extension):  # type: ignore[misc, name-defined]
+    class Generation(extension.Extension):  # type: ignore[name-defined]
         """{% generation %} ... {% endgeneration %}"""
 
         tags = {"generation"}

@@ -8,6 +8,7 @@ import codecs
 import hashlib
 import json
 import re
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +23,7 @@ from hpcai.models.llm.chats import render
 BYTES = "bytes"
 END = "<|endoftext|>"
 CONTENT, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
-# The words of cl100k and Llama 3: contractions, letters with what stands before them, up to three digits, signs, ends of lines, spaces.
+# The words of cl100k and Llama 3: contractions, letters with what stands before them, up to three digits, signs, white space.
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -31,7 +32,7 @@ _UNKNOWN = "�"
 
 
 def _letters() -> list[str]:
-    """The letter that stands for each byte in byte-level vocabularies: itself where it can be seen, otherwise one from U+0100 on."""
+    """The letter that stands for each byte in byte-level vocabularies: itself where it can be seen, others from U+0100 on."""
     seen = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     return [chr(byte) if byte in seen else chr(next(others)) for byte in range(256)]
@@ -45,7 +46,7 @@ _LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, 
 def _content_of_bytes() -> dict[str, Any]:
     """``tokenizer.json`` of 256 bytes and the end of a text, which other readers of such files take as well."""
     end = {"id": 256, "content": END, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    model = {
+    model: dict[str, Any] = {
         "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None,
         "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
         "vocab": {letter: byte for byte, letter in enumerate(LETTERS)}, "merges": [],
@@ -55,10 +56,10 @@ def _content_of_bytes() -> dict[str, Any]:
 
 
 class Tokenizer:
-    """Text to ids and back. ``load``, ``train`` and ``bytes`` make one.
+    """Text to ids and back. ``load``, ``train`` and ``of_bytes`` make one.
 
-    ``size`` is one more than the greatest id. ``bos``, ``eos`` and ``pad`` are ids, or None where the files name none. ``before`` and
-    ``after`` are the ids that its files put around a text. ``identity`` is the SHA-256 of what decides ids, however the file is
+    ``size`` is one more than the greatest id. ``bos``, ``eos`` and ``pad`` are ids, or None where the files name none. ``before``
+    and ``after`` are the ids that its files put around a text. ``identity`` is the SHA-256 of what decides ids, however the file is
     laid out: the same for two tokenizers whose ids mean the same. ``widths`` are the UTF-8 bytes that each id says, 0 for special
     tokens.   [size] int32
     """
@@ -79,10 +80,10 @@ class Tokenizer:
         self.identity = _identity(content)
         self._added: dict[int, dict[str, Any]] = {int(token["id"]): token for token in content.get("added_tokens") or ()}
         self._backends: dict[bool, Any] = {}
+        _refuse_sparse(content["model"]["vocab"], self._added, self.where)
         self.is_bytes = self.identity == _BYTES_IDENTITY
         vocabulary = content["model"]["vocab"] if self.is_bytes else self._backend().get_vocab(with_added_tokens=True)
         self._ids: dict[str, int] = {**vocabulary, **{token["content"]: number for number, token in self._added.items()}}
-        _refuse_sparse(self._ids, self.where)
         self.size = max(self._ids.values()) + 1
         self.special = {number for number, token in self._added.items() if token.get("special")}
         self.bos, self.eos, self.pad = (self._named(f"{name}_token") for name in ("bos", "eos", "pad"))
@@ -97,7 +98,7 @@ class Tokenizer:
     def load(cls, source: str | Path) -> "Tokenizer":
         """From tokenizer.json, the folder that holds it, or the word "bytes". Raises DataError, which names the file."""
         if str(source) == BYTES:
-            return cls.bytes()
+            return cls.of_bytes()
         path = Path(source)
         path = path / CONTENT if path.is_dir() else path
         text, settings, template = (_read(path), path.with_name(CONFIG), path.with_name(TEMPLATE))
@@ -107,7 +108,7 @@ class Tokenizer:
         return cls(text, config, str(path))
 
     @classmethod
-    def bytes(cls) -> "Tokenizer":
+    def of_bytes(cls) -> "Tokenizer":
         """Each byte of UTF-8 is a token, and id 256 is the end of a text."""
         return cls(json.dumps(_content_of_bytes(), ensure_ascii=False), {"eos_token": END}, BYTES)
 
@@ -139,8 +140,9 @@ class Tokenizer:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         config = {"tokenizer_class": "PreTrainedTokenizerFast", **self.config}
-        for name, text in ((CONTENT, self._text), (CONFIG, json.dumps(config, indent=2, ensure_ascii=False) + "\n")):
-            partial = folder / f".{name}.partial"
+        # Who finds the second finds the first, also while several processes write both.
+        for name, text in ((CONFIG, json.dumps(config, indent=2, ensure_ascii=False) + "\n"), (CONTENT, self._text)):
+            partial = folder / f".{name}.{uuid.uuid4().hex}.partial"
             partial.write_text(text, encoding="utf-8", newline="")
             partial.replace(folder / name)
 
@@ -235,9 +237,9 @@ class Tokenizer:
     # ---- chats
 
     def chat(self, messages: Sequence[Mapping[str, Any]], generation: bool = False) -> tuple[list[int], list[int]]:
-        """The ids of a conversation ({"role": ..., "content": ...} each) by the template of the files, and a mask that is 1 where the
-        assistant speaks, which the template tells by ``generation`` blocks. With ``generation`` the assistant is to go on. Special
-        tokens that are written in a message mean nothing.
+        """The ids of a conversation ({"role": ..., "content": ...} each) by the template of the files, and a mask that is 1 where
+        the assistant speaks, which the template tells by ``generation`` blocks. With ``generation`` the assistant is to go on.
+        Special tokens that are written in a message mean nothing.
 
         Raises DataError where there is no template, and with its words where it refuses the messages.
         """
@@ -366,10 +368,11 @@ def _read(path: Path) -> str:
     try:
         return path.read_bytes().decode("utf-8")
     except OSError as problem:
-        raise DataError(f"{path}: cannot be read ({problem.strerror}); expected {CONTENT}, a folder that holds it, or {BYTES}") from problem
+        expected = f"expected {CONTENT}, a folder that holds it, or the word {BYTES}"
+        raise DataError(f"{path}: cannot be read ({problem.strerror}); {expected}") from problem
     except UnicodeDecodeError as problem:
         hint = "; SentencePiece's .model is another format: save it as tokenizer.json first" if path.suffix == ".model" else ""
-        raise DataError(f"{path}: not text ({problem.reason} at byte {problem.start}), expected {path.name} in JSON{hint}") from problem
+        raise DataError(f"{path}: not text ({problem.reason} at byte {problem.start}), expected JSON{hint}") from problem
 
 
 def _parsed(text: str, where: str) -> dict[str, Any]:
@@ -399,12 +402,13 @@ def _on(value: Any) -> Any:
     return [_on(each) for each in value] if isinstance(value, list) else value
 
 
-def _refuse_sparse(ids: Mapping[str, int], where: str) -> None:
+def _refuse_sparse(vocabulary: Mapping[str, int] | Sequence[Any], added: Iterable[int], where: str) -> None:
+    ids = [*(vocabulary.values() if isinstance(vocabulary, Mapping) else range(len(vocabulary))), *added]
     if not ids:
         raise DataError(f"{where}: has no tokens; fetch it again")
-    token, last = max(ids.items(), key=lambda pair: pair[1])
-    if min(ids.values()) < 0 or last >= 2 * len(ids) + _SPARSE:
-        raise DataError(f"{where}: token {token!r} has the id {last:,} of {len(ids):,} tokens; expected ids from 0 on with few gaps")
+    if min(ids) < 0 or max(ids) >= min(2 * len(ids) + _SPARSE, 1 << 32):
+        found = f"ids from {min(ids):,} to {max(ids):,} for {len(ids):,} tokens"
+        raise DataError(f"{where}: {found}, expected them from 0 on with few gaps, below 2^32; fetch it again")
 
 
 def _token_text(value: Any) -> str | None:
@@ -427,7 +431,8 @@ def _guarded(call: Callable[[], Any], where: str) -> Any:
     except (KeyboardInterrupt, SystemExit, MemoryError, HpcaiError):
         raise
     except BaseException as problem:
-        raise DataError(f"{where}: {type(problem).__name__}: {str(problem)[:200]}; expected a tokenizer of Hugging Face") from problem
+        text = f"{where}: {type(problem).__name__}: {str(problem)[:200]}"
+        raise DataError(f"{text}; expected a tokenizer as Hugging Face writes it") from problem
 
 
 _BYTES_IDENTITY = _identity(_content_of_bytes())
