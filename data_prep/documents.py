@@ -166,7 +166,7 @@ def _object(line: bytes) -> Mapping[str, Any] | Bad:
         return Bad(f"byte 0x{line[problem.start]:02x} is not UTF-8")
     except (ValueError, RecursionError) as problem:
         return Bad(f"not JSON ({problem}), expected an object in one line")
-    return found if isinstance(found, dict) else Bad(f"a JSON {type(found).__name__}, expected an object, such as {{'text': '...'}}")
+    return found if isinstance(found, dict) else Bad(f"a JSON {type(found).__name__}, expected an object such as {{'text': '.'}}")
 
 
 def _table(path: Path) -> Any:

@@ -18,8 +18,8 @@
 
 What is held out is told by a hash of the group of a document: its file, for lines and rows the field that --group names, or the
 document itself. So more files move nothing from one split to the other, and copies of a line or row are in one. Documents are
-shuffled by a permutation of their index, a function of the seed: memory grows with the documents (some 100 bytes each), not with the
-text. Everything is a pure function of sources and options; ranks, processes and stops change nothing.
+shuffled by a permutation of their index, a function of the seed: memory grows with the documents (some 100 bytes each), not with
+the text. Everything is a pure function of sources and options; ranks, processes and stops change nothing.
 """
 
 import argparse
@@ -400,21 +400,23 @@ def pack(stretch: Stretch, tokenizer: str, answers: bool, path: Path) -> None:
 def _fill(flat: Array, mask: Array | None, stretch: Stretch, ends: Array, some: Array) -> None:
     """The documents ``some``, all of one share, at their places."""
     path = share_path(stretch.work, int(stretch.share[some[0]]))
-    raw, itemsize = path.with_suffix(".tokens"), flat.itemsize
+    raw = path.with_suffix(".tokens")
     try:
         with raw.open("rb") as file, h5py.File(path, "r") as told:
             for document in some:
                 end, tokens = int(ends[document]), int(stretch.tokens[document])
                 first, last = max(end - tokens, 0), min(end, len(flat))
-                file.seek((int(stretch.begin[document]) + first - (end - tokens)) * itemsize)
-                if file.readinto(flat[first:last].view(np.uint8)) != (last - first) * itemsize:
-                    raise OSError(0, "it is cut off")
+                file.seek((int(stretch.begin[document]) + first - (end - tokens)) * flat.itemsize)
+                found = np.fromfile(file, flat.dtype.newbyteorder("<"), last - first)
+                if len(found) < last - first:
+                    raise OSError("it is cut off")
+                flat[first:last] = found
                 if mask is not None:
                     span = int(stretch.span[document])
                     for one, other in told["spans"][span : span + int(stretch.answers[document])] + (end - tokens):
                         mask[max(one, 0) : max(other, 0)] = True
     except OSError as problem:
-        raise DataError(f"{raw}: cannot be read ({problem.strerror}); delete {stretch.work} and repeat the command") from problem
+        raise DataError(f"{raw}: cannot be read ({problem}); delete {stretch.work} and repeat the command") from problem
 
 
 def ends_in_rows(ends: Array, rows: int, sequence: int) -> tuple[Array, Array]:
