@@ -49,7 +49,8 @@ def test_chats_have_the_ids_and_the_mask_of_the_reference(tokenizer: Tokenizer, 
     answers = [token for token, inside in zip(ids, mask) if inside]
     assert answers == [token for token, inside in zip(case["ids"], case["assistant_mask"]) if inside]
     if ids == case["ids"]:
-        assert mask == case["assistant_mask"] and tokenizer.chat(case["messages"], generation=True)[0] == case["ids_generation_prompt"]
+        assert mask == case["assistant_mask"]
+        assert tokenizer.chat(case["messages"], generation=True)[0] == case["ids_generation_prompt"]
 
 
 @pytest.mark.parametrize("case", CHATS["errors"], ids=lambda case: case["error"])

@@ -30,9 +30,10 @@ class Rendered:
     """where a special token stands that somebody wrote, and which means nothing"""
 
 
-def render(template: str, messages: Sequence[Mapping[str, Any]], special: Iterable[str], **words: Any) -> Rendered:
+def render(template: str, where: str, messages: Sequence[Mapping[str, Any]], special: Iterable[str], **words: Any) -> Rendered:
     """The text of ``messages``; ``special`` tokens that are written in them are noted as literal. ``words`` is what the template
-    sees besides. Raises DataError with the template's words where it refuses them, and for a template that is none."""
+    sees besides. Raises DataError with the template's words where it refuses them, and for one that is none, which ``where``
+    names."""
     try:
         # Only what is sent as text may hold noncharacters; escapes would hide them.
         used = set(json.dumps(messages, ensure_ascii=False))
@@ -52,7 +53,7 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], special: Iterab
     except HpcaiError:
         raise
     except Exception as problem:  # a template can fail in any way that Python can
-        raise DataError(f"chat template: {problem or type(problem).__name__}") from problem
+        raise DataError(f"{where}: chat template: {problem or type(problem).__name__}") from problem
     return _without(text, literal, begin, end)
 
 

@@ -251,7 +251,7 @@ class Tokenizer:
         names = {key: _token_text(value) for key, value in self.config.items() if key.endswith("_token")}
         words = {key: value for key, value in names.items() if value is not None}
         special = [self._added[number]["content"] for number in self.special]
-        told = render(template, messages, special, add_generation_prompt=generation, tools=None, **words)
+        told = render(template, self.where, messages, special, add_generation_prompt=generation, tools=None, **words)
         ids, mask, spans = list[int](), list[int](), sorted(told.answers)
         for begin, found, offsets in self._segments(told.text, told.literal):
             part = [0] * len(found)

@@ -16,7 +16,8 @@ from hpcai.models.llm import Tokenizer
 from tests.stored import DATA
 
 GOLDEN = DATA / "llm" / "tokenizer"
-TEXTS = ["", "plain", "naïve — “½”", "你好 Привет مرحبا", "😀👨‍👩‍👧 ok", "\0\x1f\ufeff\uffff", "a<|endoftext|>b", "x = 1234567\n\n\tif y:\n"]
+TEXTS = ["", "plain", "naïve — “½”", "你好 Привет مرحبا", "😀👨‍👩‍👧 ok", "\0\x1f\ufeff\uffff", "a<|endoftext|>b",
+         "x = 1234567\n\n\tif y:\n"]  # fmt: skip
 SOME = [*TEXTS, *(f"for item in range({n * 37}):\n    print(item, {n})\n" for n in range(200))]
 
 
@@ -44,8 +45,8 @@ def metaspace() -> Tokenizer:
         [steps.Replace("▁", " "), steps.ByteFallback(), steps.Fuse(), steps.Strip(" ", 1, 0)]
     )
     special = ["<unk>", "</s>", *(f"<0x{n:02X}>" for n in range(256))]
-    made.train_from_iterator(["a few plain words, and a few more words"] * 9,
-                             tokenizers.trainers.BpeTrainer(vocab_size=320, special_tokens=special, show_progress=False))  # fmt: skip
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=320, special_tokens=special, show_progress=False)
+    made.train_from_iterator(["a few plain words, and a few more words"] * 9, trainer)
     content = json.loads(made.to_str())
     content["added_tokens"] = [token for token in content["added_tokens"] if not token["content"].startswith("<0x")]
     return Tokenizer(json.dumps(content), {"eos_token": "</s>"})
@@ -172,8 +173,8 @@ def test_templates_may_be_several_or_a_file_of_their_own(tmp_path: Path) -> None
 
 
 def test_a_template_may_loop_write_json_and_see_no_clock(tmp_path: Path) -> None:
-    text = "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m | tojson }}{% endfor %}{{ strftime_now is defined }}"
-    one = answering(tmp_path / "t", text)
+    text = "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m | tojson }}{% endfor %}"
+    one = answering(tmp_path / "t", text + "{{ strftime_now is defined }}")
     assert one.decode(one.chat([{"role": "é<"}, {"role": "b"}])[0]) == '{"role": "é<"}False'
 
 
