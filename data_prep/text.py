@@ -32,23 +32,22 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from functools import lru_cache, partial
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import h5py
 import numpy as np
-from numpy.typing import NDArray
 
 import hpcai
 from data_prep import command, documents, store
 from data_prep.documents import Bad, NotTextError, Piece, Place
+from data_prep.packing import Array, Stretch, layouts, loaded, measure, merge, pack, share_path, spans_of, type_of
 from hpcai.data.index import settle, write_json
 from hpcai.errors import ConfigError, DataError
 from hpcai.models.llm.tokens import BYTES, CONTENT, Tokenizer
 
-Array = NDArray[Any]
 WORK, ABOUT, SKIPPED = ".work", "text.json", "skipped.json"
 PART = 1 << 26                                  # bytes of text that a stop may lose, at most
 FILE = 1 << 25                                  # bytes of the tokens of a file
@@ -243,22 +242,14 @@ def _conversation(messages: Any, tokenizer: Tokenizer) -> Coded:
         yield tokenizer.ending, [0] * len(tokenizer.ending)
 
 
-_tokenizer = lru_cache(1)(Tokenizer.load)
-
-
-def type_of(tokenizer: Tokenizer) -> str:
-    return "uint16" if tokenizer.size <= 1 << 16 else "uint32"
-
-
 def encode(share: Share, reading: Reading, path: Path) -> None:
     """The tokens of a share, where each document ends in them, and a note of what cannot be used."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"          # processes are the parallelism here
     assert reading.tokenizer is not None
-    tokenizer = _tokenizer(reading.tokenizer)
-    kind = np.dtype(type_of(tokenizer)).newbyteorder("<")
-    found: list[dict[str, Any]] = []
+    tokenizer = loaded(reading.tokenizer)
+    kept: list[dict[str, Any]] = []
     bad: list[tuple[int, int, str]] = []
-    count, empty, lines = 0, 0, list[int]()
+    lines, counts = list[int](), {"bad": 0, "empty": 0}
     raw = path.with_suffix(".tokens")
     raw.parent.mkdir(parents=True, exist_ok=True)
     partial = raw.with_name(f".{raw.name}.partial")
@@ -266,45 +257,44 @@ def encode(share: Share, reading: Reading, path: Path) -> None:
         for number, piece in enumerate(share.pieces):
             place = Place()
             for line, item in documents.read(piece, place, reading.columns):
-                begin, masks, problem = file.tell(), list[list[int]](), None
-                try:
-                    one = coded(item, piece, reading, tokenizer)
-                    if one is None:
-                        empty += 1
-                        continue
-                    if isinstance(one, Bad):
-                        problem = one.reason
-                    else:
-                        for ids, mask in one[1]:
-                            file.write(np.array(ids, kind).tobytes())
-                            masks += [mask] if mask is not None else []
-                except NotTextError as error:
-                    problem = str(error).removeprefix(f"{piece.path}: ")
-                except DataError as error:
-                    if not isinstance(item, Mapping | str):
-                        raise
-                    problem = str(error)
-                spans = spans_of(np.array([value for mask in masks for value in mask], bool))
-                if problem is None and reading.answers and not len(spans):
-                    problem = "nothing that is an answer"
-                if problem is not None:
-                    file.seek(begin)
-                    file.truncate()
-                    count += 1
-                    bad += [(number, line, problem)] if len(bad) < TOLD else []
+                begin = file.tell()
+                found = _written(item, piece, reading, tokenizer, file)
+                if isinstance(found, dict):
+                    kept.append(found)
                     continue
-                assert isinstance(one, tuple)
-                found.append({"tokens": (file.tell() - begin) // kind.itemsize, "held": one[0] == SPLITS[1],
-                              "answers": len(spans), "spans": spans})  # fmt: skip
+                file.seek(begin)
+                file.truncate()
+                counts["bad" if found else "empty"] += 1
+                if found and len(bad) < TOLD:
+                    bad.append((number, line, found.reason))
             lines.append(place.line)
     settle(partial, raw)
-    write_json(path.with_suffix(".json"), {"bad": bad, "count": count, "empty": empty, "lines": lines})
-    store.write_rows(path, DOCUMENTS, found, {})
+    write_json(path.with_suffix(".json"), {"bad": bad, "counts": counts, "lines": lines})
+    store.write_rows(path, DOCUMENTS, kept, {})
 
 
-def spans_of(mask: Array) -> Array:
-    """Begin and end of each run of True.   [N] to [*, 2]"""
-    return np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0)).reshape(-1, 2)
+def _written(item: Any, piece: Piece, reading: Reading, tokenizer: Tokenizer, file: IO[bytes]) -> dict[str, Any] | Bad | None:
+    """A document as it is noted, after its tokens; or why it cannot be used, perhaps after some of them; None where it is empty."""
+    kind, tokens, masks = np.dtype(type_of(tokenizer)).newbyteorder("<"), 0, list[int]()
+    try:
+        found = coded(item, piece, reading, tokenizer)
+        if not isinstance(found, tuple):
+            return found
+        split, parts = found
+        for ids, mask in parts:
+            file.write(np.array(ids, kind).tobytes())
+            tokens += len(ids)
+            masks += mask or ()
+    except NotTextError as problem:
+        return Bad(str(problem).removeprefix(f"{piece.path}: "))
+    except DataError as problem:
+        if not isinstance(item, Mapping | str):
+            raise
+        return Bad(str(problem))
+    spans = spans_of(np.array(masks, bool))
+    if reading.answers and not len(spans):
+        return Bad("nothing that is an answer")
+    return {"tokens": tokens, "held": split == SPLITS[1], "answers": len(spans), "spans": spans}
 
 
 # ---- a tokenizer
@@ -320,15 +310,10 @@ def trained(size: int, shares: Sequence[Share], reading: Reading) -> Tokenizer:
 def _beginnings(shares: Sequence[Share], part: float, reading: Reading) -> Iterator[str]:
     for share in shares:
         left = share.weight * part
-        for piece in share.pieces:
-            for _, item in documents.read(piece, Place(), reading.columns):
-                for text in _said(item, piece, reading):
-                    yield text
-                    left -= len(text)
-                    if left < 0:
-                        break
-                if left < 0:
-                    break
+        items = ((piece, item) for piece in share.pieces for _, item in documents.read(piece, Place(), reading.columns))
+        for text in (text for piece, item in items for text in _said(item, piece, reading)):
+            yield text
+            left -= len(text)
             if left < 0:
                 break
 
@@ -348,103 +333,7 @@ def _said(item: Any, piece: Piece, reading: Reading) -> Iterator[str]:
         return                                  # told when it is its turn
 
 
-# ---- tokens to rows
-
-
-def layouts(sequence: int, kind: str, answers: bool) -> dict[str, tuple[str, tuple[Any, ...]]]:
-    told = {"answers": ("int32", ()), "spans": ("int32", ("answers", 2))} if answers else {}
-    return {"tokens": (kind, (sequence + 1,)), "bytes": ("int32", ()), "documents": ("int32", ()),
-            "ends": ("int32", ("documents",)), **told}  # fmt: skip
-
-
-@dataclass(frozen=True, eq=False)
-class Stretch:
-    """The documents of a file of ours, in their order: share, place and number of tokens, place and number of answers.   [D]"""
-
-    work: Path
-    share: Array
-    begin: Array
-    tokens: Array
-    span: Array
-    answers: Array
-    before: int                                 # tokens of the first that belong to the file before
-    rows: int
-    sequence: int
-
-
-def pack(stretch: Stretch, tokenizer: str, answers: bool, path: Path) -> None:
-    """A file of rows."""
-    made, rows, sequence = _tokenizer(tokenizer), stretch.rows, stretch.sequence
-    kind, total = type_of(made), stretch.rows * stretch.sequence + 1
-    ends = np.cumsum(stretch.tokens) - stretch.before
-    flat, mask = np.empty(total, kind), np.zeros(total, bool)
-    order = np.argsort(stretch.share, kind="stable")
-    for some in np.split(order, np.flatnonzero(np.diff(stretch.share[order])) + 1):
-        _fill(flat, mask if answers else None, stretch, ends, some)
-    widths = made.widths[flat[1:]]
-    widths = widths * mask[1:] if answers else widths
-    numbers, where = ends_in_rows(ends, rows, sequence)
-    values: dict[str, Array] = {"bytes": widths.reshape(rows, sequence).sum(1), "ends": where,
-                                "documents": np.bincount(numbers, minlength=rows)}  # fmt: skip
-    if answers:
-        found = [spans_of(row) + 1 for row in mask[1:].reshape(rows, sequence)]
-        values |= {"answers": np.array([len(one) for one in found]), "spans": np.concatenate(found)}
-    lengths = {"documents": len(where), **({"answers": len(values["spans"])} if answers else {})}
-    with store.rows_file(path, rows, layouts(sequence, kind, answers), {"kind": "converted"}, lengths) as file:
-        file["tokens"][:, :sequence] = flat[:-1].reshape(rows, sequence)
-        file["tokens"][:, sequence] = flat[sequence::sequence]
-        for name, array in values.items():
-            file[name][...] = array
-
-
-def _fill(flat: Array, mask: Array | None, stretch: Stretch, ends: Array, some: Array) -> None:
-    """The documents ``some``, all of one share, at their places."""
-    path = share_path(stretch.work, int(stretch.share[some[0]]))
-    raw = path.with_suffix(".tokens")
-    try:
-        with raw.open("rb") as file, h5py.File(path, "r") as told:
-            for document in some:
-                end, tokens = int(ends[document]), int(stretch.tokens[document])
-                first, last = max(end - tokens, 0), min(end, len(flat))
-                file.seek((int(stretch.begin[document]) + first - (end - tokens)) * flat.itemsize)
-                found = np.fromfile(file, flat.dtype.newbyteorder("<"), last - first)
-                if len(found) < last - first:
-                    raise OSError("it is cut off")
-                flat[first:last] = found
-                if mask is not None:
-                    span = int(stretch.span[document])
-                    for one, other in told["spans"][span : span + int(stretch.answers[document])] + (end - tokens):
-                        mask[max(one, 0) : max(other, 0)] = True
-    except OSError as problem:
-        raise DataError(f"{raw}: cannot be read ({problem}); delete {stretch.work} and repeat the command") from problem
-
-
-def ends_in_rows(ends: Array, rows: int, sequence: int) -> tuple[Array, Array]:
-    """Row of each end within it, and where: ``ends`` are exclusive, of the stream. An end that is the first token of a row is also
-    the last of the row before.   [*] each"""
-    row, where = (ends - 1) // sequence, (ends - 1) % sequence + 1
-    twice = (where == 1) & (row > 0)
-    row, where = np.append(row, row[twice] - 1), np.append(where, np.full(int(twice.sum()), sequence + 1))
-    kept = (row >= 0) & (row < rows)
-    order = np.lexsort((where[kept], row[kept]))
-    return row[kept][order], where[kept][order]
-
-
-def _measure(file: h5py.File) -> dict[str, Any]:
-    rows, length = file["tokens"].shape
-    return {"tokens": rows * (length - 1), "bytes": int(file["bytes"][...].sum(dtype=np.int64)), "ends": file["ends"].shape[0]}
-
-
-def _merge(records: Sequence[store.Record]) -> dict[str, Any]:
-    return {"rows": sum(record["rows"] for record in records),
-            **{name: sum(record["sums"][name] for record in records) for name in ("tokens", "bytes", "ends")}}  # fmt: skip
-
-
 # ---- convert
-
-
-def share_path(work: Path, number: int) -> Path:
-    return work / f"share_{number:06d}.h5"
 
 
 def convert(options: argparse.Namespace) -> int:
@@ -458,6 +347,7 @@ def python(options: argparse.Namespace) -> int:
 
 
 def _convert(options: argparse.Namespace, sources: Sequence[Source], roots: Sequence[Path]) -> int:
+    loaded.cache_clear()
     reading, tokenizer, size = _asked(options)
     out, work = options.out, options.out / WORK
     asked = ("sequence", "held_out", "field", "group", "chat", "prompt", "answer", "seed", "each")
@@ -490,7 +380,7 @@ def _convert(options: argparse.Namespace, sources: Sequence[Source], roots: Sequ
               "answers": (0, None), "spans": (1, options.sequence + 1)}  # fmt: skip
     parts = ("documents", "answers") if reading.answers else ("documents",)
     layout = layouts(options.sequence, kind, reading.answers)
-    contents = store.Contents("tokens", store.fields_of(layout, ranges), _measure, _merge, parts=parts)
+    contents = store.Contents("tokens", store.fields_of(layout, ranges), measure, merge, parts=parts)
     files = [store.Job(path, partial(pack, stretch, str(out), reading.answers), contents, stretch.rows) for path, stretch in plan]
     header = {"sequence": options.sequence, "vocabulary": tokenizer.size, "tokenizer": tokenizer.identity}
     command.work(options, files, recipe, header)
@@ -577,7 +467,7 @@ def _unusable(out: Path, jobs: Sequence[store.Job], shares: Sequence[Share], opt
     for job, share in zip(jobs, shares):
         note = store.read_json(job.path.with_suffix(".json"))
         good += store.read_json(job.path.parent / ".records" / f"{job.path.name}.json")["rows"]
-        count, empty = count + note["count"], empty + note["empty"]
+        count, empty = count + note["counts"]["bad"], empty + note["counts"]["empty"]
         before = list[int]()
         for piece, lines in zip(share.pieces, note["lines"]):
             line = line if piece.path == path else 0

@@ -277,9 +277,8 @@ class Tokenizer:
         at = 0
 
         def plain(begin: int, end: int) -> Iterator[tuple[int, list[int], list[tuple[int, int]]]]:
-            if begin < end:
-                found = _guarded(lambda: self._backend().encode(text[begin:end], add_special_tokens=False), self.where)
-                yield begin, found.ids, found.offsets
+            found = _guarded(lambda: self._backend().encode(text[begin:end], add_special_tokens=False), self.where)
+            yield begin, found.ids, found.offsets
 
         for match in self._pattern.finditer(text):
             group = match.lastindex or 0
