@@ -204,6 +204,8 @@ def _sequences(piece: Piece, place: Place, aligned: bool) -> Iterator[tuple[int,
     begin = 0
     for at, line in lines(piece.path, piece.begin):
         text = line.strip()
+        if at >= piece.end and parts is None:
+            return
         if text.startswith(b">"):
             if parts is not None:
                 yield begin, _letters(b"".join(parts), aligned)
@@ -214,8 +216,6 @@ def _sequences(piece: Piece, place: Place, aligned: bool) -> Iterator[tuple[int,
             parts.append(text)
         elif text and not piece.begin and not text.startswith((b"#", b";")):
             yield place.line + 1, Bad(f"{text[:40].decode('utf-8', 'replace')!r} before any line with '>', expected sequences")
-        elif at >= piece.end:
-            return
         place.line += at < piece.end
     if parts is not None:
         yield begin, _letters(b"".join(parts), aligned)

@@ -242,6 +242,35 @@ def test_a_long_text_is_read_in_parts_and_has_the_tokens_of_the_whole(tmp_path: 
     assert "".join(documents.texts(tmp_path / "in" / "a.txt")) == whole
 
 
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [("a.jsonl", lines(["one", "two\nlines", "é"]) + b'\n\n{"text": "last"}'), ("b.fa", FASTA), ("c.a3m", A3M + b">s\nMVV")],
+)
+def test_a_file_that_is_cut_anywhere_has_each_document_once(tmp_path: Path, name: str, data: bytes) -> None:
+    path = write(tmp_path, {name: data, f"{name}.gz": gzip.compress(data)}) / name
+
+    def read(begin: int, end: int, path: Path = path) -> tuple[list[Any], int]:
+        place = documents.Place()
+        return [*documents.read(documents.Piece(path, name, begin, end), place, [])], place.line
+
+    whole, total = read(0, len(data))
+    assert len(whole) >= 3 and total == data.rstrip().count(b"\n") + 1
+    for cut in range(len(data) + 1):
+        (first, before), (second, after) = read(0, cut), read(cut, len(data), path.with_name(f"{name}.gz"))
+        assert first + [(line + before, item) for line, item in second] == whole and before + after == total
+
+
+def test_a_text_that_turns_out_bad_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "PIECE", 10)
+    monkeypatch.setattr(documents, "BLOCK", 8)
+    good = {f"{n}.txt": f"good {n}\n".encode() * 5 for n in (1, 3)}
+    write(tmp_path / "in", {**good, "2.txt": b"some line\n" * 9 + b"\xff"})
+    assert convert(tmp_path / "in", tmp_path / "out", "--tokenizer", "bytes", "--sequence", 4, "--held-out", 0, "--bad", 0.5) == 0
+    assert loaded(tmp_path / "out" / "text.json")["splits"]["train"]["tokens"] == 2 * 36
+    assert said(tmp_path / "out", "train")[0] in [data.decode() for data in good.values()]
+    assert "some" not in "".join(said(tmp_path / "out", "train"))
+
+
 # ---- a tokenizer of its own, the standard library
 
 
@@ -273,12 +302,14 @@ def test_the_real_library_is_found() -> None:
     assert not [name for name in names if "/test/" in name or "packages" in name]
 
 
-def test_a_tokenizer_is_not_trained_on_what_is_held_out(tmp_path: Path) -> None:
+def test_a_tokenizer_is_not_trained_on_what_is_held_out_and_not_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "in", {"kept.txt": b"plain words here " * 40, "held.txt": b"zyzzyva zyzzyva " * 40})
     words = ["--validation", tmp_path / "in" / "held.txt", "--tokenizer", "train:290", "--sequence", 8]
     assert convert(tmp_path / "in" / "kept.txt", tmp_path / "out", *words) == 0
     one = Tokenizer.load(tmp_path / "out")
     assert len(one.encode(" words")) < 3 and len(one.encode(" zyzzyva")) > 6
+    monkeypatch.delattr(text, "trained")
+    assert convert(tmp_path / "in" / "kept.txt", tmp_path / "out", *words) == 0
 
 
 # ---- chats and answers
@@ -374,8 +405,9 @@ def put(name: str, where: Any, value: Any) -> Callable[[h5py.File], None]:
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        (put("tokens", (2, 5), 300), "token 300, expected less than 257"),
-        (put("tokens", (2, T), 7), "row 3 does not begin with the last token of the row before"),
+        (put("tokens", (2, 5), 300), "rows_000000.h5: token 300, expected less than 257"),
+        (put("tokens", (2, T), 7), "rows_000000.h5: row 3 does not begin with the last token of the row before"),
+        (put("tokens", (6, T), 7), "rows_000001.h5: row 0 does not begin with the last token of the row before"),
         (put("ends", 0, 0), "ends do not rise from 1 to 33"),
         (put("documents", 0, 90), "ends, 'documents' says"),
         (put("bytes", 3, 99), "row 3: 'bytes' is 99, expected"),
@@ -388,7 +420,7 @@ def test_check_names_what_is_wrong_in_a_file(
     harm(out, change)
     assert text.main(["check", str(out)]) == 1
     told = capsys.readouterr().out
-    assert f"{out / 'train' / 'rows_000000.h5'}: " in told and error in told, told
+    assert f"wrong: {out / 'train'}" in told and error in told, told
 
 
 def test_check_names_a_file_that_was_cut_off_or_altered_and_another_tokenizer(
