@@ -646,9 +646,9 @@ def parser() -> argparse.ArgumentParser:
     about = "Text for language models: documents to tokens, shuffled, in rows."
     top, add = command.parser("text", about, "convert | python | check")
 
-    def shared(made: argparse.ArgumentParser, sequence: int) -> None:
+    def shared(made: argparse.ArgumentParser, sequence: int, held_out: float | None, told: str) -> None:
         made.add_argument("--sequence", metavar="T", type=long, default=sequence, help="tokens of a row that are said next")
-        made.add_argument("--held-out", metavar="F", type=float, help="fraction for validation (default: 0.02)")
+        made.add_argument("--held-out", metavar="F", type=float, default=held_out, help=told)
         made.add_argument("--seed", metavar="N", type=command.natural, default=0, help="of the order")
         made.add_argument("--each", metavar="N", type=command.positive, help="rows of a file (default: 32 MB)")
         command.add_workers(made)
@@ -657,7 +657,8 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("source", type=Path, nargs="+", metavar="SOURCE", help="files, and folders of any depth")
     command.add_out(one)
     one.add_argument("--tokenizer", metavar="FILE", required=True, help=f"tokenizer.json, its folder, {BYTES}, or train:2048")
-    shared(one, 1024)
+    # Whether it was given tells it from --validation.
+    shared(one, 1024, None, "fraction of the groups for validation (default: 0.02)")
     one.add_argument("--only", metavar="GLOB", action="append", default=[], help="files of folders, such as '*.md'; more than once")
     one.add_argument("--field", metavar="NAME", help="of lines and rows (default: text, with --chat messages)")
     one.add_argument("--group", metavar="NAME", help="field of what is held out together (default: each document alone)")
@@ -670,7 +671,7 @@ def parser() -> argparse.ArgumentParser:
     two = add("python", "The standard library of the Python that runs.", python)
     command.add_out(two)
     two.add_argument("--tokenizer", metavar="FILE", default="train:2048", help=f"tokenizer.json, its folder, {BYTES}, or train:N")
-    shared(two, 256)
+    shared(two, 256, 0.05, "fraction of the files for validation")
 
     three = add("check", "Files against index.json, every row and document looked at.", check)
     three.add_argument("out", type=Path, metavar="OUT")

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from data_prep import documents, store, text
+from data_prep import documents, packing, store, text
 from hpcai import dist
 from hpcai.cli.forks import forked
 from hpcai.data.sampler import Shuffled
@@ -131,6 +131,14 @@ def test_rows_ends_and_bytes_are_those_of_the_stream_cut_by_hand(bytes_of: Path)
     files = loaded(bytes_of / "train" / "index.json")["files"]
     assert len(files) > 3 and {file["rows"] for file in files[:-1]} == {7}
     assert any(T + 1 in row["ends"] for row in rows_of(bytes_of, "train"))          # the last token of a row ends a document
+
+
+def test_an_end_between_two_rows_is_in_both() -> None:
+    sequence, rows = 3, 4
+    for ends in ([1], [3], [4], [5, 6, 7], [1, 4, 7, 10, 13], [2, 13, 20], [13], [14]):
+        row, where = packing.ends_in_rows(np.array(ends), rows, sequence)
+        expected = [(n, end - n * sequence) for n in range(rows) for end in ends if 1 <= end - n * sequence <= sequence + 1]
+        assert [*zip(row.tolist(), where.tolist())] == expected
 
 
 def test_the_order_is_that_of_the_seed(bytes_of: Path, source: Path, tmp_path: Path) -> None:
