@@ -650,7 +650,7 @@ def parser() -> argparse.ArgumentParser:
         made.add_argument("--sequence", metavar="T", type=long, default=sequence, help="tokens of a row that are said next")
         made.add_argument("--held-out", metavar="F", type=float, default=held_out, help=told)
         made.add_argument("--seed", metavar="N", type=command.natural, default=0, help="of the order")
-        made.add_argument("--each", metavar="N", type=command.positive, help="rows of a file (default: 32 MB)")
+        made.add_argument("--each", metavar="N", type=command.positive, help="rows of a file; without it 32 MB of them")
         command.add_workers(made)
 
     one = add("convert", f"Text, {', '.join(documents.KINDS)}, all but tables also {' or '.join(documents.PACKED)}.", convert)
@@ -658,10 +658,10 @@ def parser() -> argparse.ArgumentParser:
     command.add_out(one)
     one.add_argument("--tokenizer", metavar="FILE", required=True, help=f"tokenizer.json, its folder, {BYTES}, or train:2048")
     # Whether it was given tells it from --validation.
-    shared(one, 1024, None, "fraction of the groups for validation (default: 0.02)")
+    shared(one, 1024, None, "fraction of the groups for validation; without it 0.02")
     one.add_argument("--only", metavar="GLOB", action="append", default=[], help="files of folders, such as '*.md'; more than once")
-    one.add_argument("--field", metavar="NAME", help="of lines and rows (default: text, with --chat messages)")
-    one.add_argument("--group", metavar="NAME", help="field of what is held out together (default: each document alone)")
+    one.add_argument("--field", metavar="NAME", help="of lines and rows; without it text, with --chat messages")
+    one.add_argument("--group", metavar="NAME", help="field of what is held out together; without it each document alone")
     one.add_argument("--chat", action="store_true", help="the field holds messages, of which what the assistant says is learned")
     one.add_argument("--prompt", metavar="NAME", help="field of a question, which is not learned")
     one.add_argument("--answer", metavar="NAME", help="field of its answer, which is")
