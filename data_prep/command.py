@@ -42,10 +42,10 @@ natural = taking("whole number of 0 or more", int, lambda value: value >= 0)
 workers = taking("whole number of 1 or more, or cores", lambda text: store.cores() if text == "cores" else positive(text))
 
 
-def parser(name: str, text: str) -> tuple[argparse.ArgumentParser, Add]:
+def parser(name: str, text: str, has: str = "simulate | check | convert") -> tuple[argparse.ArgumentParser, Add]:
     """The parser of ``python -m data_prep.<name>``, and what adds a command to it: its name, a text, the function that it runs."""
     top = argparse.ArgumentParser(prog=f"python -m data_prep.{name}", description=text, allow_abbrev=False)
-    commands = top.add_subparsers(dest="command", required=True, metavar="simulate | check | convert")
+    commands = top.add_subparsers(dest="command", required=True, metavar=has)
 
     def add(name: str, text: str, run: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
         formatter = argparse.ArgumentDefaultsHelpFormatter

@@ -14,12 +14,13 @@ import numpy as np
 import torch
 
 from apps.cosmoflow.settings import Config
-from data_prep import nifti, tfrecord, trajectories
+from data_prep import documents, nifti, tfrecord, trajectories
 from hpcai import config, dist, log, train
 from hpcai.cli.report import run as report
 from hpcai.data import layout
 from hpcai.data.hdf5 import Rows
 from hpcai.models.cosmoflow import CosmoFlow, CosmoFlowConfig
+from hpcai.models.llm import Tokenizer
 from hpcai.models.openfold import OpenFold, OpenFoldConfig
 from hpcai.models.openfold.alignments import read_alignment, read_hhr
 from hpcai.models.openfold.structures import read_mmcif, write_structure
@@ -173,6 +174,45 @@ def read_frames(path: Path) -> None:
         item()
 
 
+# ---- text
+
+
+TEXT = "".join(json.dumps({"text": f"naïve {n}", "id": n}) + "\n" for n in range(20)).encode()
+
+
+def table(folder: Path) -> Path:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = folder / "rows.parquet"
+    pq.write_table(pa.table({"text": [f"naïve {n}" for n in range(60)]}), path, row_group_size=20)
+    return path
+
+
+def read_documents(path: Path) -> None:
+    units, _, _ = documents.size(path)
+    for _, found in documents.read(documents.Piece(path, path.name, 0, units), documents.Place(), ["text"]):
+        if not isinstance(found, dict | str | documents.Bad):
+            all_of(found)
+
+
+def zst(data: bytes) -> bytes:
+    import zstandard
+
+    return zstandard.ZstdCompressor(write_checksum=True).compress(data)
+
+
+def tokenizer(file: str) -> Callable[[Path], Path]:
+    return lambda folder: shutil.copytree(DATA / "llm" / "tokenizer", folder, dirs_exist_ok=True) / file
+
+
+def use_tokenizer(path: Path) -> None:
+    one = Tokenizer.load(path.with_name("tokenizer.json"))
+    one.decode(one.document("naïve <|eos|> 123"))
+    one.chat([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "4"}])
+    one.widths.sum()
+
+
 # ---- runs
 
 
@@ -258,6 +298,14 @@ READERS = [
     Reader("ASE traj", frames_of(".traj"), read_frames),
     Reader("ASE db", frames_of(".db"), read_frames),
     Reader("aselmdb", frames_of(".aselmdb"), read_frames),
+    Reader("text", bytes_of("notes.txt", TEXT), read_documents),
+    Reader("JSON lines", bytes_of("lines.jsonl", TEXT), read_documents),
+    Reader("JSON lines, gzip", bytes_of("lines.jsonl.gz", gzip.compress(TEXT)), read_documents, gunzipped(bytes)),
+    Reader("JSON lines, zst", lambda folder: bytes_of("lines.jsonl.zst", zst(TEXT))(folder), read_documents),
+    Reader("FASTA", bytes_of("some.fasta", A3M), read_documents),
+    Reader("Parquet", table, read_documents),
+    Reader("tokenizer.json", tokenizer("tokenizer.json"), use_tokenizer),
+    Reader("tokenizer_config.json", tokenizer("tokenizer_config.json"), use_tokenizer, names=("tokenizer.json",)),
     Reader("settings", bytes_of("small.yaml", (ROOT / "apps/cosmoflow/configs/small.yaml").read_bytes()),
            lambda path: config.load(Config, path)),
     Reader("metrics.jsonl", lines, log.read_metrics),

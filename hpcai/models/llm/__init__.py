@@ -1,4 +1,4 @@
-"""Language models: decoders of text."""
+"""Language models: text to tokens, decoders of tokens, tokens to text."""
 
 from hpcai.lazy import lazy
 from hpcai.models.llm.config import LLMConfig
@@ -6,12 +6,13 @@ from hpcai.models.llm.config import LLMConfig
 __getattr__, _names = lazy(
     __name__,
     {
+        ".generation": ["SamplingConfig", "complete", "generate"],
+        ".load": ["load_weights", "load_later", "save_folder"],
         ".lora": ["LoRAConfig", "adapt", "load_adapter", "merge", "save_adapter"],
         ".model": ["LLM"],
         ".objective": ["Batch", "likelihoods", "loss", "score"],
         ".parallel": ["parallelize", "stages"],
-        ".generation": ["SamplingConfig", "complete", "generate"],
-        ".load": ["load_weights", "load_later", "save_folder"],
+        ".tokens": ["Stream", "Tokenizer"],
     },
 )
 __all__ = ["LLMConfig", *_names]

@@ -1,0 +1,558 @@
+"""Text to rows of tokens: every document once and whole, the same however it is made, and refusals of what cannot be used."""
+
+import gzip
+import hashlib
+import json
+import re
+import shutil
+import sysconfig
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from data_prep import documents, packing, store, text
+from hpcai import dist
+from hpcai.cli.forks import forked
+from hpcai.data.sampler import Shuffled
+from hpcai.data.splits import Samples, load, open_split
+from hpcai.errors import DataError
+from hpcai.models.llm import Tokenizer
+from hpcai.settings import LoaderConfig
+from tests.data_prep.making import content, harm, loaded
+from tests.stored import DATA
+
+GOLDEN = str(DATA / "llm" / "tokenizer")
+T = 32
+SMALL = ["--sequence", T, "--held-out", 0.3, "--each", 7, "--seed", 3]
+FIELDS = {"tokens": ("uint16", (T + 1,)), "bytes": ("int32", ()), "documents": ("int32", ()), "ends": ("int32", ("documents",))}
+ANSWERS = {**FIELDS, "answers": ("int32", ()), "spans": ("int32", ("answers", 2))}
+OF_TEXT = {f"notes/{n}.txt": f"note {n}: " + "word " * n + f"– ½ {n}\n" for n in range(24)} | {"read me.md": "# Title\n\nsmall\n"}
+OF_LINES = [f'"{n}" says\n' + "ab " * (n % 7) for n in range(40)]
+OF_TABLE = [f"row {n} " + "é" * n for n in range(30)]
+FASTA = b">one of three\nMKV\nLAT\n\n>two\nmk-va*\n>three\nGG..GA\n"
+A3M = b"#30\t1\n>q\nMKVL\n>r\nM-VLabc\n"
+SEQUENCES = ["MKVLAT", "MKVA", "GGGA", "MKVL", "MVL"]
+EVERY = Counter([*OF_TEXT.values(), *OF_LINES, *OF_TABLE, *SEQUENCES])
+
+
+def lines(texts: Sequence[str]) -> bytes:
+    return b"".join(json.dumps({"id": n, "text": each}).encode() + b"\n" for n, each in enumerate(texts))
+
+
+def write(folder: Path, files: dict[str, bytes]) -> Path:
+    for name, data in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    packed, zst = gzip.compress, zstandard.ZstdCompressor().compress
+    texts = {name: each.encode() for name, each in OF_TEXT.items()}
+    texts["notes/5.txt.gz"], texts["notes/6.txt.zst"] = packed(texts.pop("notes/5.txt")), zst(texts.pop("notes/6.txt"))
+    folder = write(tmp_path_factory.mktemp("source"), {
+        **texts, "a.jsonl": lines(OF_LINES[:15]) + b"\n", "b.json.gz": packed(lines(OF_LINES[15:28])) + packed(b""),
+        "deep/down/c.jsonl.zst": zst(lines(OF_LINES[28:35])) + zst(lines(OF_LINES[35:])), "f.fasta": FASTA, "g.a3m": A3M,
+        "empty.txt": b"", ".hidden": b"no",
+    })  # fmt: skip
+    pq.write_table(pa.table({"n": range(30), "text": OF_TABLE}), folder / "t.parquet", row_group_size=8)
+    return folder
+
+
+def convert(*words: object, workers: int = 1) -> int:
+    return int(text.main(["convert", *map(str, words), "--workers", str(workers)]))
+
+
+@pytest.fixture(scope="module")
+def bytes_of(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("made") / "bytes"
+    assert convert(source, out, "--tokenizer", "bytes", *SMALL) == 0
+    return out
+
+
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text, "PART", 200)
+    monkeypatch.setattr(text, "FILES", 3)
+
+
+def rows_of(out: Path, split: str, fields: Any = FIELDS) -> list[dict[str, Any]]:
+    found = []
+    for path in sorted((out / split).glob("*.h5")):
+        with h5py.File(path) as file:
+            found += list(store.read_rows(file, fields))
+    return found
+
+
+def said(out: Path, split: str) -> list[str]:
+    """The documents of a split, from its rows."""
+    rows, end = rows_of(out, split), Tokenizer.load(out).ending[-1]
+    stream = np.concatenate([*(row["tokens"][:-1] for row in rows), rows[-1]["tokens"][-1:]])
+    parts = np.split(stream, np.flatnonzero(stream == end) + 1)
+    return [Tokenizer.load(out).decode(part.tolist(), skip_special=True) for part in parts]
+
+
+# ---- what is made
+
+
+def test_every_document_is_there_once_and_whole_but_for_the_last(bytes_of: Path) -> None:
+    about, found = loaded(bytes_of / "text.json"), Counter[str]()
+    for split in ("train", "validation"):
+        *whole, last = said(bytes_of, split)
+        found += Counter(whole)
+        assert about["splits"][split]["documents"] - len(whole) in (0, 1) and about["splits"][split]["left_over"] < T
+        if last:
+            (began,) = [each for each in EVERY - found if each.startswith(last)][:1]
+            found[began] += 1
+    missing = EVERY - found
+    assert found <= EVERY and sum(len(each.encode()) + 1 for each in missing) <= 2 * T
+    assert sum(split["documents"] for split in about["splits"].values()) == EVERY.total()
+
+
+def test_rows_ends_and_bytes_are_those_of_the_stream_cut_by_hand(bytes_of: Path) -> None:
+    for split in ("train", "validation"):
+        rows = rows_of(bytes_of, split)
+        stream = [*(token for row in rows for token in row["tokens"][:-1].tolist()), int(rows[-1]["tokens"][-1])]
+        for number, row in enumerate(rows):
+            part = stream[number * T : number * T + T + 1]
+            assert row["tokens"].tolist() == part
+            assert row["ends"].tolist() == [place + 1 for place, token in enumerate(part) if token == 256]
+            assert row["bytes"] == sum(token != 256 for token in part[1:])
+    files = loaded(bytes_of / "train" / "index.json")["files"]
+    assert len(files) > 3 and {file["rows"] for file in files[:-1]} == {7}
+    assert any(T + 1 in row["ends"] for row in rows_of(bytes_of, "train"))          # the last token of a row ends a document
+
+
+def test_an_end_between_two_rows_is_in_both() -> None:
+    sequence, rows = 3, 4
+    for ends in ([1], [3], [4], [5, 6, 7], [1, 4, 7, 10, 13], [2, 13, 20], [13], [14]):
+        row, where = packing.ends_in_rows(np.array(ends), rows, sequence)
+        expected = [(n, end - n * sequence) for n in range(rows) for end in ends if 1 <= end - n * sequence <= sequence + 1]
+        assert [*zip(row.tolist(), where.tolist())] == expected
+
+
+def test_the_order_is_that_of_the_seed(bytes_of: Path, source: Path, tmp_path: Path) -> None:
+    assert convert(source, tmp_path / "other", "--tokenizer", "bytes", *SMALL[:-1], 4) == 0
+    one, other = (said(folder, "train") for folder in (bytes_of, tmp_path / "other"))
+    assert one[:20] != other[:20] and one[:20] != sorted(one[:20])
+    assert (Counter(one) - Counter(other)).total() <= 3                             # the split is not that of the seed
+
+
+def test_parts_processes_and_ranks_change_nothing(
+    bytes_of: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--tokenizer", "bytes", *SMALL]
+    small_parts(monkeypatch)
+    monkeypatch.setattr(documents, "BLOCK", 7)
+    monkeypatch.setattr(documents, "_FEED", 5)
+    assert convert(source, tmp_path / "two", *words, workers=2) == 0
+    assert len(list((tmp_path / "two" / ".work").glob("*.tokens"))) > 20
+    assert content(tmp_path / "two") == content(bytes_of)
+    with forked(lambda: ranked(monkeypatch, 1, source, tmp_path / "ranks", *words), tmp_path / "rank 1"):
+        assert ranked(monkeypatch, 0, source, tmp_path / "ranks", *words) == 0
+    assert content(tmp_path / "ranks") == content(bytes_of)
+
+
+def ranked(monkeypatch: pytest.MonkeyPatch, rank: int, *words: object) -> int:
+    monkeypatch.setenv("PMI_SIZE", "2")
+    monkeypatch.setenv("PMI_RANK", str(rank))
+    return convert(*words)
+
+
+def test_a_killed_run_goes_on_with_what_is_missing(
+    bytes_of: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_parts(monkeypatch)
+    out, words, work = tmp_path / "out", ["--tokenizer", "bytes", *SMALL], tmp_path / "out" / ".work"
+    with forked(lambda: convert(source, out, *words), tmp_path / "told") as forks:
+        while len(list(work.glob(".records/share_*.json"))) < 3 and forks.processes[0].is_alive():
+            time.sleep(0.001)
+    done = [work / path.name.removesuffix(".json") for path in work.glob(".records/share_*.json")]
+    kept = {path: path.stat().st_mtime_ns for path in done}
+    assert len(kept) >= 3 and not (out / "train" / "index.json").is_file()
+    assert convert(source, out, *words) == 0 and content(out) == content(bytes_of)
+    assert all(path.stat().st_mtime_ns == before for path, before in kept.items())
+    lost, *_ = sorted((out / "train").glob("*.h5"))
+    lost.unlink()
+    assert convert(source, out, *words) == 0 and content(out) == content(bytes_of)
+
+
+def test_more_files_move_nothing_between_splits(source: Path, bytes_of: Path, tmp_path: Path) -> None:
+    more = shutil.copytree(source, tmp_path / "more")
+    notes = {f"notes/{n}.txt": f"another {n} ".encode() * 9 for n in range(24, 60)}
+    write(more, notes | {"z.jsonl": lines([f"new {n}" for n in range(30)])})
+    assert convert(more, tmp_path / "out", "--tokenizer", "bytes", *SMALL) == 0
+    for split, other in (("train", "validation"), ("validation", "train")):
+        assert not set(said(bytes_of, split)[:-1]) & set(said(tmp_path / "out", other)[:-1])
+
+
+def test_families_and_groups_are_held_out_together(tmp_path: Path) -> None:
+    families = {f"{n}.a3m": "".join(f">{k}\nM{'KV' * n}{'A' * k}\n" for k in range(9)).encode() for n in range(12)}
+    folder = write(tmp_path / "in", {**families, "g.jsonl": b"".join(
+        json.dumps({"text": f"G{n % 5} {'x' * n}", "set": n % 5}).encode() + b"\n" for n in range(60))})  # fmt: skip
+    assert convert(folder, tmp_path / "out", "--tokenizer", "bytes", *SMALL, "--group", "set") == 0
+    for pattern in ("M(KV)*", "G[0-9]"):
+        held, kept = ({re.match(pattern, one)[0] for one in said(tmp_path / "out", split)[:-1] if re.match(pattern, one)}  # type: ignore[index]
+                      for split in ("validation", "train"))  # fmt: skip
+        assert held and kept and not held & kept
+
+
+def test_files_may_be_named_for_validation_and_chosen_by_name(source: Path, tmp_path: Path) -> None:
+    assert convert(source / "notes", tmp_path / "out", "--tokenizer", "bytes", "--sequence", 8, "--only", "*1*.txt",
+                   "--validation", source / "a.jsonl") == 0  # fmt: skip
+    assert {int(one.split(":")[0][5:]) for one in said(tmp_path / "out", "train")[:-1]} <= {1, *range(10, 20), 21}
+    assert set(said(tmp_path / "out", "validation")[:-1]) <= set(OF_LINES[:15])
+
+
+def test_text_json_tells_sources_and_tokenizer(bytes_of: Path, source: Path) -> None:
+    about = loaded(bytes_of / "text.json")
+    assert about["tokenizer"] == Tokenizer.of_bytes().identity == Tokenizer.load(bytes_of).identity
+    assert (about["sequence"], about["vocabulary"], about["type"], about["ending"]) == (T, 257, "uint16", [256])
+    files = sorted(path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file() and path.name != ".hidden")
+    told = "".join(f"{store.digest(source / name)}  {name}\n" for name in files)
+    assert about["sources"][0]["files"] == len(files) and about["sources"][0]["sha256"] == hashlib.sha256(told.encode()).hexdigest()
+
+
+def test_a_large_vocabulary_takes_four_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = json.loads((Path(GOLDEN) / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    vocabulary |= {f"unused{n}": n for n in range(len(vocabulary), 70_000)}
+    folder = shutil.copytree(GOLDEN, tmp_path / "large")
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    write(tmp_path / "in", {"a.txt": b"some words " * 50})
+    assert convert(tmp_path / "in", tmp_path / "out", "--tokenizer", folder, "--sequence", 8, "--held-out", 0) == 0
+    fields = FIELDS | {"tokens": ("uint32", (9,))}
+    rows = rows_of(tmp_path / "out", "train", fields)
+    assert rows[0]["tokens"][0] == 1 and rows[0]["bytes"] == len(Tokenizer.load(GOLDEN).decode(rows[0]["tokens"][1:].tolist()))
+    assert not (tmp_path / "out" / "validation").exists()
+
+
+def test_a_long_text_is_read_in_parts_and_has_the_tokens_of_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = "".join(f"  line {n}: é {'x' * (n % 5)}\n\n" + "\tmore 12345\nflush left\n" * (n % 3) for n in range(400))
+    write(tmp_path / "in", {"a.txt": whole.encode()})
+    monkeypatch.setattr(documents, "PIECE", 100)
+    monkeypatch.setattr(documents, "BLOCK", 33)
+    assert len(list(documents.texts(tmp_path / "in" / "a.txt"))) > 50
+    assert convert(tmp_path / "in", tmp_path / "out", "--tokenizer", GOLDEN, "--sequence", 2, "--held-out", 0) == 0
+    rows, one = rows_of(tmp_path / "out", "train", FIELDS | {"tokens": ("uint16", (3,))}), Tokenizer.load(GOLDEN)
+    expected = one.document(whole)
+    assert [token for row in rows for token in row["tokens"][:2].tolist()] == expected[: 2 * len(rows)]
+    assert "".join(documents.texts(tmp_path / "in" / "a.txt")) == whole
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [("a.jsonl", lines(["one", "two\nlines", "é"]) + b'\n\n{"text": "last"}'), ("b.fa", FASTA), ("c.a3m", A3M + b">s\nMVV")],
+)
+def test_a_file_that_is_cut_anywhere_has_each_document_once(tmp_path: Path, name: str, data: bytes) -> None:
+    path = write(tmp_path, {name: data, f"{name}.gz": gzip.compress(data)}) / name
+
+    def read(begin: int, end: int, path: Path = path) -> tuple[list[Any], int]:
+        place = documents.Place()
+        return [*documents.read(documents.Piece(path, name, begin, end), place, [])], place.line
+
+    whole, total = read(0, len(data))
+    assert len(whole) >= 3 and total == data.rstrip().count(b"\n") + 1
+    for cut in range(len(data) + 1):
+        (first, before), (second, after) = read(0, cut), read(cut, len(data), path.with_name(f"{name}.gz"))
+        assert first + [(line + before, item) for line, item in second] == whole and before + after == total
+
+
+def test_a_text_that_turns_out_bad_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "PIECE", 10)
+    monkeypatch.setattr(documents, "BLOCK", 8)
+    good = {f"{n}.txt": f"good {n}\n".encode() * 5 for n in (1, 3)}
+    write(tmp_path / "in", {**good, "2.txt": b"some line\n" * 9 + b"\xff"})
+    assert convert(tmp_path / "in", tmp_path / "out", "--tokenizer", "bytes", "--sequence", 4, "--held-out", 0, "--bad", 0.5) == 0
+    assert loaded(tmp_path / "out" / "text.json")["splits"]["train"]["tokens"] == 2 * 36
+    assert said(tmp_path / "out", "train")[0] in [data.decode() for data in good.values()]
+    assert "some" not in "".join(said(tmp_path / "out", "train"))
+
+
+# ---- a tokenizer of its own, the standard library
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small standard library, made into rows."""
+    root = tmp_path_factory.mktemp("stdlib")
+    files = {f"part{n}.py": f"def function_{n}(value):\n    return value + {n}\n".encode() * (n + 1) for n in range(30)}
+    other = dict.fromkeys(("test/a.py", "site-packages/b.py", "idlelib/idle_test/c.py", "d.txt"), b"import qqqqqqqq\n" * 99)
+    write(root, {**files, **other})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sysconfig, "get_path", lambda name: str(root))
+        assert text.main(["python", str(root.parent / "py"), "--sequence", "16", "--held-out", "0.3", "--tokenizer", "train:300",
+                          "--workers", "1"]) == 0  # fmt: skip
+    return root.parent / "py"
+
+
+def test_the_library_is_what_comes_with_python_and_not_tests_or_packages(python: Path) -> None:
+    every = " ".join(said(python, "train") + said(python, "validation"))
+    assert "function_29" in every and "qqqq" not in every
+    about = loaded(python / "text.json")
+    assert about["vocabulary"] == 300 and about["sources"][0]["files"] == 30 and about["sources"][0]["name"].startswith("Python 3.")
+
+
+def test_the_real_library_is_found() -> None:
+    names = {source.name for source in text.library()}
+    assert {"argparse.py", "json/decoder.py", "asyncio/base_events.py"} <= names
+    assert 4e6 < sum(source.path.stat().st_size for source in text.library()) < 2e7
+    assert not [name for name in names if "/test/" in name or "packages" in name]
+
+
+def test_a_tokenizer_is_not_trained_on_what_is_held_out_and_not_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "in", {"kept.txt": b"plain words here " * 40, "held.txt": b"zyzzyva zyzzyva " * 40})
+    words = ["--validation", tmp_path / "in" / "held.txt", "--tokenizer", "train:290", "--sequence", 8]
+    assert convert(tmp_path / "in" / "kept.txt", tmp_path / "out", *words) == 0
+    one = Tokenizer.load(tmp_path / "out")
+    assert len(one.encode(" words")) < 3 and len(one.encode(" zyzzyva")) > 6
+    monkeypatch.delattr(text, "trained")
+    assert convert(tmp_path / "in" / "kept.txt", tmp_path / "out", *words) == 0
+
+
+# ---- chats and answers
+
+
+def check_answers(out: Path, one: Tokenizer, told: Sequence[tuple[list[int], list[int]]]) -> None:
+    """The rows are those documents, whose answers are what ``spans`` say."""
+    rows = rows_of(out, "train", ANSWERS)
+    stream = [token for row in rows for token in row["tokens"][:-1].tolist()]
+    mask, at, left = list[int](), 0, [*told]
+    while at < len(stream):
+        (ids, part) = next(each for each in left if each[0][: len(stream) - at] == stream[at : at + len(each[0])])
+        left.remove((ids, part))
+        mask, at = mask + part, at + len(ids)
+    assert sum(mask) > 50
+    for number, row in enumerate(rows[:-1]):
+        part = mask[number * T : number * T + T + 1]
+        part[0] = 0                                             # it is what the row before says
+        edges = [place for place, (a, b) in enumerate(pairwise([0, *part, 0])) if a != b]
+        assert row["spans"].ravel().tolist() == edges
+        assert row["bytes"] == sum(int(one.widths[token]) for token, inside in zip(row["tokens"], part) if inside)
+
+
+def test_what_the_assistant_says_is_the_answer(tmp_path: Path) -> None:
+    chats = [[{"role": "user", "content": "Q" * n}, {"role": "assistant", "content": f"yes {n}<|end|>"}] for n in range(20)]
+    chats += [[*chats[3], {"role": "user", "content": "and"}, {"role": "assistant", "content": "no"}]]
+    write(tmp_path / "in", {"c.jsonl": b"".join(json.dumps({"messages": chat}).encode() + b"\n" for chat in chats)})
+    words = ["--sequence", T, "--held-out", 0, "--tokenizer", GOLDEN, "--chat", "--each", 3]
+    assert convert(tmp_path / "in", tmp_path / "out", *words) == 0
+    one = Tokenizer.load(GOLDEN)
+    told = [(ids + one.ending, mask + [0]) for ids, mask in map(one.chat, chats)]
+    check_answers(tmp_path / "out", one, told)
+    assert text.main(["check", str(tmp_path / "out")]) == 0
+
+
+def test_an_answer_is_learned_with_its_end_and_a_question_is_not(tmp_path: Path) -> None:
+    pairs = [("why " * n, "so " * (n % 5 + 1)) for n in range(20)]
+    pq.write_table(pa.table({"q": [q for q, _ in pairs], "a": [a for _, a in pairs]}), tmp_path / "pairs.parquet")
+    words = ["--sequence", T, "--held-out", 0, "--tokenizer", "bytes", "--prompt", "q", "--answer", "a"]
+    assert convert(tmp_path / "pairs.parquet", tmp_path / "out", *words) == 0
+    one = Tokenizer.of_bytes()
+    check_answers(tmp_path / "out", one, [([*q.encode(), *a.encode(), 256], [0] * len(q) + [1] * (len(a) + 1)) for q, a in pairs])
+
+
+# ---- read back
+
+
+@pytest.mark.parametrize("way", ["direct", "buffered", "memory", "hdf5"])
+def test_the_loader_gives_each_row_once_in_the_order_of_the_seed_also_after_a_stop(bytes_of: Path, way: Any) -> None:
+    cfg, mesh = LoaderConfig(reader=way), dist.alone()
+    rows = open_split(bytes_of / "train", FIELDS, "", cfg, mesh)
+    expected, order = rows_of(bytes_of, "train"), Shuffled(len(rows), 5).order(1)
+
+    class Texts(Samples):
+        def make(self, values: dict[str, Any], index: int, epoch: int) -> Any:
+            ends = np.zeros(T + 2, np.int64)
+            ends[values["ends"]] = 1
+            return {"tokens": values["tokens"].astype(np.int64), "ends": ends, "bytes": values["bytes"]}
+
+    with load(Texts(rows), 1, cfg, mesh, name="train", seed=5) as loader:
+        whole = [*loader.epoch(1)]
+        assert len(whole) == len(expected) == len(set(order.tolist()))
+        for index, batch in zip(order, whole):
+            assert batch["tokens"][0].tolist() == expected[index]["tokens"].tolist() and batch["bytes"] == expected[index]["bytes"]
+            assert batch["ends"][0].nonzero().ravel().tolist() == expected[index]["ends"].tolist()
+        rest = [*loader.epoch(1, 5)]
+    assert [one["tokens"].tolist() for one in rest] == [one["tokens"].tolist() for one in whole[5:]]
+
+
+# ---- check
+
+
+def test_check_tells_counts_copies_and_a_sample(bytes_of: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert text.main(["check", str(bytes_of), "--rows", "3"]) == 0
+    told, about = capsys.readouterr().out, loaded(bytes_of / "text.json")["splits"]
+    assert f"train: {about['train']['rows']:,} rows, {about['train']['documents']} documents" in told and "per token" in told
+    assert told.count(".h5 row ") == 3 and "documents are copies" not in told and "are in train too" not in told
+    write(tmp_path / "in", {f"{n}.txt": b"the very same " * 30 for n in range(20)} | {"x.txt": b"other " * 30})
+    assert convert(tmp_path / "in", tmp_path / "out", "--tokenizer", "bytes", *SMALL) == 0
+    assert text.main(["check", str(tmp_path / "out")]) == 0
+    told = capsys.readouterr().out
+    assert "documents are copies of others" in told and "rows are copies of others" in told
+    assert "documents of validation are in train too" in told
+
+
+def put(name: str, where: Any, value: Any) -> Callable[[h5py.File], None]:
+    def change(file: h5py.File) -> None:
+        file[name][where] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (put("tokens", (2, 5), 300), "rows_000000.h5: token 300, expected less than 257"),
+        (put("tokens", (2, T), 7), "rows_000000.h5: row 3 does not begin with the last token of the row before"),
+        (put("tokens", (6, T), 7), "rows_000001.h5: row 0 does not begin with the last token of the row before"),
+        (put("ends", 0, 0), "ends do not rise from 1 to 33"),
+        (put("documents", 0, 90), "ends, 'documents' says"),
+        (put("bytes", 3, 99), "row 3: 'bytes' is 99, expected"),
+    ],
+)
+def test_check_names_what_is_wrong_in_a_file(
+    bytes_of: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: Any, error: str
+) -> None:
+    out = shutil.copytree(bytes_of, tmp_path / "out")
+    harm(out, change)
+    assert text.main(["check", str(out)]) == 1
+    told = capsys.readouterr().out
+    assert f"wrong: {out / 'train'}" in told and error in told, told
+
+
+def test_check_names_a_file_that_was_cut_off_or_altered_and_another_tokenizer(
+    bytes_of: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = shutil.copytree(bytes_of, tmp_path / "out")
+    first, second, *_ = sorted((out / "train").glob("*.h5"))
+    first.write_bytes(first.read_bytes()[:-50])
+    with h5py.File(second, "r+") as file:
+        file["tokens"][0, 0] += 1
+    assert text.main(["check", str(out)]) == 1
+    told = capsys.readouterr().out
+    assert f"{first}: {first.stat().st_size} bytes, the index says" in told and f"{second}: its SHA-256 is not that" in told
+    Tokenizer.load(GOLDEN).save(out)
+    assert text.main(["check", str(out)]) == 1
+    assert f"{out / 'text.json'}: made with the tokenizer {Tokenizer.of_bytes().identity[:12]}" in capsys.readouterr().out
+
+
+# ---- what cannot be used
+
+
+def test_bad_lines_are_listed_with_file_and_line_wherever_a_part_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small_parts(monkeypatch)
+    good = lines([f"text {n}" * 4 for n in range(90)]).splitlines(keepends=True)
+    odd = {7: b"{not json\n", 20: b'{"other": 1, "id": 2}\n', 33: b'{"text": "\xff"}\n', 50: b'{"text": 5}\n', 51: b"[1]\n",
+           60: b'{"text": "\\ud800"}\n'}  # fmt: skip
+    every = [odd.get(n, line) for n, line in enumerate(good, 1)]
+    write(tmp_path / "in", {"a.jsonl": b"".join(every), "b.txt": b"fine " * 40, "c.txt": b"one\ntwo \xe9\n", "d.txt": b"a\nb\0",
+                            "e.fa": b"what\n>x\nMK1\n>y\nMKV\n"})  # fmt: skip
+    with gzip.open(tmp_path / "in" / "f.jsonl.gz", "wb") as file:
+        file.write(b"".join(every))
+    words = [tmp_path / "in", tmp_path / "out", "--tokenizer", "bytes", "--sequence", 8, "--held-out", 0]
+    assert convert(*words) == 2
+    error = capsys.readouterr().err
+    assert "16 of 186 documents cannot be used, listed in" in error and "more than --bad 0.01: mend them, or allow more" in error
+    assert "the first: " in error and "a.jsonl: line 7: not JSON" in error
+    assert convert(*words, "--bad", 0.2) == 0
+    found = {Path(where).name: reason for where, reason in loaded(tmp_path / "out" / "skipped.json")["unusable"].items()}
+    for name in ("a.jsonl", "f.jsonl.gz"):
+        assert found[f"{name}: line 20"] == "no field 'text'; it has other, id: name one with --field"
+        assert found[f"{name}: line 33"] == "byte 0xff is not UTF-8" and "a int in text, expected text" in found[f"{name}: line 50"]
+        assert found[f"{name}: line 51"].startswith("a JSON list, expected an object") and "surrogate" in found[f"{name}: line 60"]
+    assert found["c.txt"].startswith("line 2: byte 0xe9 is not UTF-8; convert it (iconv")
+    assert found["d.txt"].startswith("line 2: a NUL byte") and found["e.fa: line 2"].startswith("'1' in a sequence")
+    assert found["e.fa: line 1"].startswith("'what' before any line with '>'")
+    assert len(found) == 16 and loaded(tmp_path / "out" / "text.json")["unusable"] == 16
+    assert Counter(said(tmp_path / "out", "train")[:-1])["MKV"] == 1
+
+
+def cut(data: bytes) -> bytes:
+    return data[: len(data) // 2]
+
+
+def table() -> bytes:
+    made = pa.BufferOutputStream()
+    pq.write_table(pa.table({"body": ["a"] * 99}), made)
+    return bytes(made.getvalue().to_pybytes())
+
+
+REFUSED: dict[str, tuple[dict[str, bytes], list[object], str]] = {
+    "gzip cut off": ({"a.txt.gz": cut(gzip.compress(bytes(range(99)) * 99))}, [], "a.txt.gz: damaged or cut off"),
+    "not gzip": ({"a.jsonl.gz": b"plain"}, [], "a.jsonl.gz: damaged or cut off (Not a gzipped file"),
+    "zst cut off": ({"a.jsonl.zst": zstandard.compress(bytes(range(99)) * 99)[:-3]}, [], "a.jsonl.zst: cut off within a frame"),
+    "not zst": ({"a.txt.zst": b"plain text"}, [], "a.txt.zst: damaged (zstd decompress"),
+    "parquet cut off": ({"a.parquet": cut(table())}, [], "a.parquet: not a whole Parquet file"),
+    "column": ({"a.parquet": table()}, [], "a.parquet: no column 'text'; it has body: name one with --field"),
+    "too short": ({"a.txt": b"few"}, [], "train: 4 tokens of 1 documents, not one row of 33; take a smaller --sequence"),
+    "none held out": ({"a.txt": b"few " * 99}, ["--held-out", 0.001], "not one row of 33; raise --held-out, name other files by"),
+    "nothing": ({"a.bin": b""}, ["--only", "*.txt"], "holds no file that fits --only *.txt"),
+    "no folder": ({}, [], "in: no such file or folder"),
+    "no tokenizer": ({"a.txt": b"a"}, ["--tokenizer", "nowhere"], "nowhere: cannot be read (No such file or directory); expected"),
+    "small vocabulary": ({"a.txt": b"a"}, ["--tokenizer", "train:12"], "--tokenizer train:12: expected train: and a size from 257"),
+    "large vocabulary": ({"a.txt": b"a"}, ["--tokenizer", "train:4294967296"], "train: and a size from 257 to 2^32"),
+    "no template": ({"a.txt": b"a"}, ["--chat"], "--chat: bytes has no template of chats that tells answers"),
+    "template of none": ({"a.txt": b"a"}, ["--chat", "--tokenizer", "train:300"], "that is trained here has no template"),
+    "half a pair": ({"a.txt": b"a"}, ["--prompt", "q"], "--prompt and --answer: expected both"),
+    "fraction": ({"a.txt": b"a"}, ["--held-out", 1], "--held-out 1: expected a fraction of 0 or more and less than 1"),
+    "text for answers": ({"a.txt": b"a"}, ["--prompt", "q", "--answer", "a"], "no field of anything, expected .jsonl or .parquet"),
+    "no messages": ({"a.jsonl": b'{"messages": [{"role": "user", "content": "a"}]}'}, ["--chat", "--tokenizer", GOLDEN],
+                    "a.jsonl: line 1: nothing that is an answer"),
+    "refused by the template": ({"a.jsonl": b'{"messages": [{"role": "tool"}]}'}, ["--chat", "--tokenizer", GOLDEN],
+                                "tokenizer.json: chat template: unknown role: tool; more than --bad 0.01"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_used_is_refused_and_named(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files, words, error = REFUSED[case]
+    write(tmp_path / "in", files)
+    given = [] if "--tokenizer" in words else ["--tokenizer", "bytes"]
+    held = [] if "--held-out" in words else ["--held-out", 0]
+    assert convert(tmp_path / "in", tmp_path / "out", "--sequence", T, *held, *given, *words) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: ") and error in told and told.count("\n") == 1, told
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--sequence", 16], "sequence 32 (now 16)"), (["--seed", 9], "seed 3 (now 9)"), (["--tokenizer", GOLDEN], "tokenizer "),
+        (["--held-out", 0.5], "held_out 0.3 (now 0.5)"),
+    ],
+)  # fmt: skip
+def test_a_folder_that_was_made_otherwise_is_refused(
+    bytes_of: Path, source: Path, capsys: pytest.CaptureFixture[str], words: list[Any], error: str
+) -> None:
+    before = content(bytes_of)
+    assert convert(source, bytes_of, "--tokenizer", "bytes", *SMALL, *words) == 2
+    told = capsys.readouterr().err
+    assert f"{bytes_of}: was made with {error}" in told and "choose a new folder" in told and content(bytes_of) == before
+
+
+def test_another_source_and_an_out_within_it_are_refused(bytes_of: Path, source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert convert(source / "a.jsonl", bytes_of, "--tokenizer", "bytes", *SMALL) == 2
+    assert "sources 32 files" in capsys.readouterr().err
+    assert convert(source, source / "out", "--tokenizer", "bytes") == 2
+    assert "OUT lies within SOURCE" in capsys.readouterr().err and not (source / "out").exists()
+
+
+def test_a_line_without_end_is_refused_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "LINE", 1000)
+    monkeypatch.setattr(documents, "BLOCK", 100)
+    write(tmp_path, {"a.jsonl": b'{"text": "a"}\n' + b"x" * 1200})
+    with pytest.raises(DataError, match="a.jsonl: the line from byte 14 on is longer than"):
+        list(documents.lines(tmp_path / "a.jsonl"))

@@ -1,0 +1,272 @@
+"""Tokenizers: bytes, trained ones, files of others; streams; templates of chats; files that are none."""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+
+from hpcai.errors import ConfigError, DataError, MissingExtraError
+from hpcai.models.llm import Tokenizer
+from tests.stored import DATA
+
+GOLDEN = DATA / "llm" / "tokenizer"
+TEXTS = ["", "plain", "naïve — “½”", "你好 Привет مرحبا", "😀👨‍👩‍👧 ok", "\0\x1f\ufeff\uffff", "a<|endoftext|>b",
+         "x = 1234567\n\n\tif y:\n"]  # fmt: skip
+SOME = [*TEXTS, *(f"for item in range({n * 37}):\n    print(item, {n})\n" for n in range(200))]
+
+
+@pytest.fixture(scope="module")
+def trained() -> Tokenizer:
+    return Tokenizer.train(SOME, 400)
+
+
+def changed(folder: Path, change: Callable[[dict[str, Any], dict[str, Any]], object]) -> Path:
+    """A copy of the golden files after ``change`` of content and settings."""
+    shutil.copytree(GOLDEN, folder)
+    content, config = (json.loads((folder / name).read_text()) for name in ("tokenizer.json", "tokenizer_config.json"))
+    change(content, config)
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def metaspace() -> Tokenizer:
+    """A vocabulary as SentencePiece has it: a space is in front of a word, and rare characters are bytes."""
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>", byte_fallback=True))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    steps = tokenizers.decoders
+    made.decoder = steps.Sequence(
+        [steps.Replace("▁", " "), steps.ByteFallback(), steps.Fuse(), steps.Strip(" ", 1, 0)]
+    )
+    special = ["<unk>", "</s>", *(f"<0x{n:02X}>" for n in range(256))]
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=320, special_tokens=special, show_progress=False)
+    made.train_from_iterator(["a few plain words, and a few more words"] * 9, trainer)
+    content = json.loads(made.to_str())
+    content["added_tokens"] = [token for token in content["added_tokens"] if not token["content"].startswith("<0x")]
+    return Tokenizer(json.dumps(content), {"eos_token": "</s>"})
+
+
+# ---- bytes
+
+
+def test_bytes_are_their_own_ids_and_a_text_comes_back() -> None:
+    one = Tokenizer.load("bytes")
+    for text in TEXTS:
+        assert one.encode(text) == list(text.encode()) and one.decode(one.encode(text)) == text
+    assert one.encode("a<|endoftext|>b", special=True) == [97, 256, 98] and one.document("hi") == [104, 105, 256]
+    assert (one.size, one.bos, one.eos, one.pad) == (257, None, 256, None)
+    assert one.decode([97, 256], skip_special=True) == "a" and one.widths.tolist() == [1] * 256 + [0]
+
+
+def test_the_file_of_bytes_means_the_same_to_the_library(tmp_path: Path) -> None:
+    one = Tokenizer.of_bytes()
+    one.save(tmp_path)
+    other = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    again = Tokenizer.load(tmp_path)
+    assert again.is_bytes and again.identity == one.identity and again.eos == 256
+    for text in TEXTS:
+        ids = one.encode(text, special=True)
+        assert ids == other.encode(text).ids and other.decode(ids, skip_special_tokens=False) == text
+
+
+def test_bytes_need_no_package_and_others_name_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    assert Tokenizer.load("bytes").document("é") == [195, 169, 256]
+    for call in (lambda: Tokenizer.load(GOLDEN), lambda: Tokenizer.train(["a"], 300)):
+        with pytest.raises(MissingExtraError, match=r"hpcai-suite\[llm\]"):
+            call()
+
+
+def test_a_template_without_jinja_names_the_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    one = Tokenizer.load(changed(tmp_path / "t", lambda content, config: config.update(chat_template="new {{ messages }}")))
+    monkeypatch.setitem(sys.modules, "jinja2.sandbox", None)
+    with pytest.raises(MissingExtraError, match=r"hpcai-suite\[llm\]"):
+        one.chat([])
+
+
+# ---- trained
+
+
+def test_the_same_texts_train_the_same_tokenizer_and_others_another(trained: Tokenizer) -> None:
+    assert trained.size == 400 and trained.eos == 0 and trained.decode([0]) == "<|endoftext|>"
+    again = Tokenizer.train(iter(SOME), 400)
+    assert again.identity == trained.identity and [again.encode(text) for text in SOME] == [trained.encode(text) for text in SOME]
+    assert Tokenizer.train(SOME[:100], 400).identity != trained.identity != Tokenizer.train(SOME, 399).identity
+
+
+def test_a_text_comes_back_and_no_token_has_more_than_three_digits(trained: Tokenizer) -> None:
+    for text in TEXTS:
+        assert trained.decode(trained.encode(text)) == text
+        assert trained.widths[trained.encode(text)].sum() == len(text.encode())
+    assert trained.encode_many(TEXTS) == [trained.encode(text) for text in TEXTS]
+    assert 0 not in trained.encode("a<|endoftext|>b") and 0 in trained.encode("a<|endoftext|>b", special=True)
+    tokens = [trained.decode([n]) for n in range(trained.size)]
+    assert max(len(token) for token in tokens if token.isdigit()) == 3
+    assert max(len(token) for token in tokens) > 5
+
+
+def test_a_tokenizer_is_kept_and_another_spelling_of_it_is_the_same(trained: Tokenizer, tmp_path: Path) -> None:
+    trained.save(tmp_path)
+    assert Tokenizer.load(tmp_path).identity == Tokenizer.load(tmp_path / "tokenizer.json").identity == trained.identity
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["model"]["merges"] = [" ".join(pair) for pair in content["model"]["merges"]]    # as older versions write it
+    del content["model"]["ignore_merges"]
+    content["truncation"] = {"max_length": 3, "direction": "Right", "strategy": "LongestFirst", "stride": 0}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    other = Tokenizer.load(tmp_path)
+    assert other.identity == trained.identity and len(other.encode(SOME[-1])) > 3
+    content["model"]["vocab"]["zzz"] = len(content["model"]["vocab"])
+    assert Tokenizer(json.dumps(content)).identity != trained.identity
+
+
+def test_a_vocabulary_without_room_for_the_bytes_is_refused() -> None:
+    with pytest.raises(ConfigError, match="256: expected 257 or more"):
+        Tokenizer.train(["a"], 256)
+    assert Tokenizer.train(["a"], 258, special=["<|user|>"]).id_of("<|user|>") == 1
+
+
+# ---- one by one
+
+
+@pytest.mark.parametrize("make", [Tokenizer.of_bytes, lambda: Tokenizer.load(GOLDEN), metaspace], ids=["bytes", "BPE", "spaces"])
+def test_a_stream_says_what_all_ids_say_at_once(make: Callable[[], Tokenizer]) -> None:
+    one = make()
+    for text in ["a few plain words, and more", "naïve 😀 words — 你好", "a\ufffdb"]:
+        stream = one.stream()
+        said = [stream.add(token) for token in one.encode(text)]
+        assert all(part == "\ufffd" or "\ufffd" not in part for part in said) or "\ufffd" in text
+        assert "".join(said) + stream.finish() == one.decode(one.encode(text)) == text
+    random = np.random.default_rng(0)
+    for _ in range(40 if one._pieces is not None else 0):       # broken characters in any order
+        ids, stream = random.integers(one.size, size=30).tolist(), one.stream(skip_special=True)
+        assert "".join([stream.add(token) for token in ids]) + stream.finish() == one.decode(ids, skip_special=True)
+
+
+def test_widths_are_the_bytes_of_a_text_for_vocabularies_with_spaces() -> None:
+    one, text = metaspace(), "a few words, and 😀"
+    assert one.decode(one.encode(text)) == text
+    assert one.widths[one.encode(text)].sum() == len(f" {text}".encode())       # the space in front of the first word
+
+
+# ---- chats
+
+
+def answering(folder: Path, template: str) -> Tokenizer:
+    return Tokenizer.load(changed(folder, lambda content, config: config.update(chat_template=template)))
+
+
+def test_templates_may_be_several_or_a_file_of_their_own(tmp_path: Path) -> None:
+    several = [{"name": "tools", "template": "no"}, {"name": "default", "template": "yes"}]
+    one = Tokenizer.load(changed(tmp_path / "t", lambda content, config: config.update(chat_template=several)))
+    assert one.decode(one.chat([])[0]) == "yes"
+    (tmp_path / "t" / "chat_template.jinja").write_text("a file{% generation %}!{% endgeneration %}")
+    one = Tokenizer.load(tmp_path / "t")
+    assert one.decode(one.chat([])[0]) == "a file!" and one.marks_answers
+    one.save(tmp_path / "kept")
+    assert Tokenizer.load(tmp_path / "kept").chat([]) == one.chat([])
+
+
+def test_a_template_may_loop_write_json_and_see_no_clock(tmp_path: Path) -> None:
+    text = "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m | tojson }}{% endfor %}"
+    one = answering(tmp_path / "t", text + "{{ strftime_now is defined }}")
+    assert one.decode(one.chat([{"role": "é<"}, {"role": "b"}])[0]) == '{"role": "é<"}False'
+
+
+def test_white_space_that_a_special_token_swallows_is_swallowed_where_another_is_plain_text(tmp_path: Path) -> None:
+    def swallow(content: dict[str, Any], config: dict[str, Any]) -> None:
+        content["added_tokens"][6]["rstrip"] = True
+        config["chat_template"] = "{{ messages[0].content }}<|end|> \n x"
+
+    one = Tokenizer.load(changed(tmp_path / "t", swallow))
+    plain, literal = (one.chat([{"content": text}])[0] for text in ("a", "<|eos|>"))
+    assert plain[-2:] == literal[-2:] == [6, one.encode("x")[0]] and one.eos not in literal
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "error"),
+    [
+        ("{{ messages[0]['content'] + 'x' }}", [{"content": None}], "chat template: unsupported operand"),
+        ("{% if %}", [], "chat template: "),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", [], "chat template: .*unsafe"),
+        ("x", "text", "messages: a str, expected a list such as"),
+        ("x", [{"role": {1}}], "messages: not what JSON holds"),
+    ],
+)
+def test_a_wrong_template_or_message_is_refused(tmp_path: Path, template: str, messages: Any, error: str) -> None:
+    with pytest.raises(DataError, match=error):
+        answering(tmp_path / "t", template).chat(messages)
+
+
+def test_chats_need_a_template() -> None:
+    with pytest.raises(DataError, match="bytes: has no template of chats"):
+        Tokenizer.of_bytes().chat([])
+
+
+# ---- files that are none
+
+
+def other_token(content: dict[str, Any], config: dict[str, Any]) -> None:
+    config["eos_token"] = {"content": "<|none|>"}
+
+
+def far_away(content: dict[str, Any], config: dict[str, Any]) -> None:
+    content["added_tokens"][0]["id"] = 1 << 20
+
+
+def beyond(content: dict[str, Any], config: dict[str, Any]) -> None:
+    content["model"]["vocab"]["zzz"] = 1 << 32
+
+
+def no_model(content: dict[str, Any], config: dict[str, Any]) -> None:
+    del content["model"]
+
+
+def odd_model(content: dict[str, Any], config: dict[str, Any]) -> None:
+    content["model"]["merges"] = [["no", "such token"]]
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (other_token, r"tokenizer_config.json: eos_token '<\|none\|>' is no token of"),
+        (far_away, "tokenizer.json: ids from 0 to 1,048,576 for 519 tokens, expected them from 0 on with few gaps"),
+        (beyond, "tokenizer.json: ids from 0 to 4,294,967,296 .* below 2\\^32"),
+        (no_model, "tokenizer.json: not a tokenizer .KeyError: 'model'"),
+        (odd_model, "tokenizer.json: .*expected a tokenizer as Hugging Face writes it"),
+    ],
+)
+def test_a_file_that_does_not_fit_itself_is_named(tmp_path: Path, change: Any, error: str) -> None:
+    with pytest.raises(DataError, match=error):
+        Tokenizer.load(changed(tmp_path / "t", change))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "error"),
+    [
+        ("tokenizer.json", b"{", "not JSON"), ("tokenizer.json", b"[]", "a JSON list, expected an object"),
+        ("tokenizer.model", b"\x0a\x0e\xff", "SentencePiece's .model is another format"), ("none", None, "No such file"),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path, name: str, content: bytes | None, error: str) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=f"{name}.*{error}"):
+        Tokenizer.load(tmp_path / name)
+
+
+def test_what_has_no_end_no_such_id_or_no_such_character_is_refused(tmp_path: Path) -> None:
+    one = Tokenizer.load(changed(tmp_path / "t", lambda content, config: config.pop("eos_token")))
+    with pytest.raises(DataError, match="names no token that ends a text; give tokenizer_config.json"):
+        one.document("a")
+    for kind in (one, Tokenizer.of_bytes()):
+        for ids in ([kind.size], [-1]):
+            with pytest.raises(DataError, match=f"no token has the id {ids[0]}; they go from 0 to {kind.size - 1}"):
+                kind.decode(ids)
+        with pytest.raises(DataError, match="character 2 is half a surrogate pair"):
+            kind.encode("a\ud800")
