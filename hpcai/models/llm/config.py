@@ -2,7 +2,7 @@
 
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from hpcai.config import Length, Positive, Rate, Settings
 from hpcai.errors import ConfigError
@@ -49,14 +49,14 @@ class LLMConfig(Settings):
     rotary: RotaryConfig | None = RotaryConfig()
     """null: learned positions, as GPT has them"""
     norm: Literal["rms", "layer"] = "rms"
-    eps: float = Field(1e-5, gt=0)
+    eps: Length = 1e-5
     feed: Literal["swiglu", "gelu"] = "swiglu"
     """gelu: by the tangent, as GPT has it"""
     bias: bool = False
     """whether linear layers add one"""
     tied: bool = False
     """whether the last layer is the embedding"""
-    deviation: float = Field(0.02, gt=0)
+    deviation: Length = 0.02
     """of the first weights"""
     dropout: Rate = 0.0
     recompute: Literal["none", "layers"] = "none"

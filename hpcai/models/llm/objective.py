@@ -17,17 +17,19 @@ class Batch(NamedTuple):
     tokens: Tensor
     """[B, T + 1] int64"""
     documents: Tensor | None = None
-    """[B, T + 1] which document of its row each token belongs to; None: tokens see all those before them"""
+    """[B, T + 1] which document of its row each token is read in; None: tokens see all those before them"""
     counted: Tensor | None = None
-    """[B, T + 1] whether a token is to be learnt, such as those of answers; None: all are"""
+    """[B, T + 1] whether a token is to be learnt, such as those of answers; None: those read in the document of the one before"""
+    bytes: Tensor | None = None
+    """[B] of the text that the counted tokens say"""
 
     @property
     def targets(self) -> Tensor:
-        """[B, T] the token that follows, where it counts and is of the same document."""
+        """[B, T] the token that follows, where it counts."""
         found = self.tokens[:, 1:]
-        if self.documents is not None:
-            found = found.where(self.documents[:, 1:] == self.documents[:, :-1], IGNORE)
-        return found if self.counted is None else found.where(self.counted[:, 1:], IGNORE)
+        if self.counted is not None:
+            return found.where(self.counted[:, 1:], IGNORE)
+        return found if self.documents is None else found.where(self.documents.diff(dim=1) == 0, IGNORE)
 
 
 def loss(model: Any, batch: Batch) -> dict[str, Any]:
@@ -38,10 +40,13 @@ def loss(model: Any, batch: Batch) -> dict[str, Any]:
 
 
 def score(model: Any, batch: Batch) -> dict[str, Any]:
-    """``loss`` in nats and ``bits`` of a token, each as (sum, count)."""
+    """``loss``, nats of a token, and where the text is known ``bits_per_byte``, each as (sum, count)."""
     entropy, targets = _entropy(model, batch)
     total, count = model.total(entropy.sum()), (targets != IGNORE).sum().to(entropy.dtype)
-    return {"loss": (total, count), "bits": (total / math.log(2), count)}
+    found = {"loss": (total, count)}
+    if batch.bytes is not None:
+        found["bits_per_byte"] = (total / math.log(2), batch.bytes.sum().to(entropy.dtype))
+    return found
 
 
 @torch.no_grad()

@@ -1,0 +1,1 @@
+"""Train language models on text."""
