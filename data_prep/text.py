@@ -393,7 +393,7 @@ def _convert(options: argparse.Namespace, sources: Sequence[Source], roots: Sequ
             "sources": _told_sources(roots, sources, weights, digests),
         })  # fmt: skip
         _tell(out)
-    return 0
+    return command.conclude("llm", options)
 
 
 def _asked(options: argparse.Namespace) -> tuple[Reading, Tokenizer | None, int]:

@@ -14,12 +14,12 @@ from hpcai import config
 
 
 def main(cfg: Config) -> None:
-    from apps.llm.data import network, started, texts
+    from apps.llm.data import completed, network, texts
     from apps.llm.texts import keep
     from hpcai import dist, train
     from hpcai.models import llm
 
-    cfg = started(cfg)
+    cfg = completed(cfg)
     with (
         dist.start(cfg.mesh) as mesh,
         train.Run("llm", cfg, mesh, BENCHMARKS.get(cfg.benchmark or "")) as run,

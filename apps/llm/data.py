@@ -15,8 +15,8 @@ from hpcai.data.sampler import Blend, Endless, Sampler
 from hpcai.data.splits import Samples, Together, by_shard, load, loaders, open_split
 from hpcai.dist import Mesh
 from hpcai.errors import ConfigError, DataError
-from hpcai.models.llm import LLM, Batch, adapt, load_later, parallelize
-from hpcai.models.llm.load import load_weights, read_config
+from hpcai.models.llm import LLM, Batch, LLMConfig, adapt, load_later, parallelize
+from hpcai.models.llm.load import load_weights, settings_of
 from hpcai.models.llm.tokens import CONTENT, Tokenizer
 from hpcai.nn.deferred import deferred
 
@@ -153,14 +153,17 @@ def _agree(cfg: Config, folders: Sequence[Path], about: Sequence[About]) -> None
             )
 
 
-def started(cfg: Config) -> Config:
-    """``cfg`` whose model has the sizes of ``start.weights`` where they are not set. Raises ConfigError where others are."""
-    folder = cfg.start.weights
+def completed(cfg: Config) -> Config:
+    """``cfg`` in whose model that of ``start.weights``, or vocabulary and positions of the data, are in place of defaults. Raises
+    ConfigError where weights have other sizes than those that are set."""
+    fields = LLMConfig.model_fields.items()
+    asked = {name: value for name, field in fields if (value := getattr(cfg.model, name)) != field.get_default()}
+    folder, free = cfg.start.weights, {"dropout", "recompute", "deviation", "positions"}
     if folder is None:
-        return cfg
-    found = read_config(folder)
-    asked = {name: getattr(cfg.model, name) for name in cfg.model.model_fields_set}
-    free = {"dropout", "recompute", "deviation", "positions"}
+        about = about_of(cfg.data.directory)
+        known = {"vocabulary": about.vocabulary, "positions": about.sequence}
+        return cfg.model_copy(update={"model": cfg.model.model_copy(update=known | asked)})
+    found = settings_of(folder)
     for name, value in asked.items():
         if name not in free and value != getattr(found, name):
             raise ConfigError(f"model.{name} is {value}, in {folder} it is {getattr(found, name)}; leave it out")

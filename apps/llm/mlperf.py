@@ -7,7 +7,7 @@ _AXES = {"tensor_parallelism": "tensor", "pipeline_parallelism": "pipeline", "co
 
 def _linear(setting: Setting) -> str:
     """The narrowest numbers of products."""
-    return {"bf16": "bfloat16", "bf16-params": "bfloat16"}.get(setting("step.precision"), setting("step.precision"))
+    return "bfloat16" if setting("step.precision").startswith("bf16") else str(setting("step.precision"))
 
 
 def _sums(setting: Setting) -> str:
@@ -45,7 +45,7 @@ BENCHMARKS = {
         name="llama2_70b_lora",
         entries=(
             *_COMMON,
-            Entry("opt_learning_rate_training_steps", "train.steps"),
+            Entry("opt_learning_rate_training_steps", "run.steps"),
             Entry("lora_rank", "lora.rank"),
             Entry("lora_alpha", "lora.alpha"),
         ),
@@ -55,7 +55,7 @@ BENCHMARKS = {
         name="llama31_8b",
         entries=(
             *_COMMON,
-            Entry("max_steps", "train.steps"),
+            Entry("max_steps", "run.steps"),
             Entry("opt_end_learning_rate", lambda setting: setting("step.lr") * setting("step.schedule.floor")),
             Entry("opt_learning_rate_decay_steps", in_steps("step.schedule.length")),
             Entry("opt_learning_rate_decay_schedule", lambda setting: {"cosine_annealing": "cosine with linear warmup"}.get(

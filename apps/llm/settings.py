@@ -40,7 +40,7 @@ class StartConfig(Settings):
     """Weights that training begins with, instead of random ones."""
 
     weights: Path | None = None
-    """folder as Hugging Face has it, such as Llama's, or a safetensors file of ours; sizes of the model that are not set are its"""
+    """folder as Hugging Face has it, such as Llama's, or a safetensors file of ours"""
 
 
 class AxesConfig(MeshConfig, Pipeline, Context, Tensor):
@@ -59,6 +59,7 @@ class Config(RunConfig):
     """A run of a language model. The defaults are Llama 2 7B, from random weights."""
 
     model: LLMConfig = LLMConfig()
+    """a default gives way to what start.weights has, and without them vocabulary and positions to those of the data"""
     lora: LoRAConfig | None = None
     """adapters, which alone are trained then"""
     data: DataConfig = DataConfig()

@@ -122,15 +122,28 @@ def _is_numpy(path: Path) -> bool:
 def _safetensors(path: Path, kind: str, settings: type[Shape]) -> tuple[dict[str, Tensor], Shape | None]:
     from safetensors import safe_open
 
+    found = settings_in(path, kind, settings)
     with safe_open(path, framework="pt") as file:
         state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 not a dict
-        about = json.loads((file.metadata() or {}).get("hpcai", "{}"))
+    return (_plain(state, path) if found is None else state), found
+
+
+def settings_in(path: Path, kind: str, settings: type[Shape]) -> Shape | None:
+    """The settings that travel with the weights of a safetensors file, if any do. Raises CheckpointError for those of another
+    model, or for no such file."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            about = json.loads((file.metadata() or {}).get("hpcai", "{}"))
+    except (OSError, SafetensorError) as problem:
+        raise CheckpointError(f"{path}: no safetensors file of weights, or damaged: {problem}") from problem
     if not about:
-        return _plain(state, path), None
+        return None
     if about.get("model") != kind:
         raise CheckpointError(f"{path}: holds a model of kind {about.get('model')!r}; expected {kind!r}")
     try:
-        return state, settings.model_validate_json(json.dumps(about["settings"]))
+        return settings.model_validate_json(json.dumps(about["settings"]))
     except ValueError as problem:
         raise ConfigError(f"{path}: settings inside the file: {problem}") from problem
 

@@ -396,8 +396,9 @@ def _boxes(step: Step, mesh: Mesh, frozen: Collection[str] = ()) -> list[Box]:
     """All that resuming needs but weights that are ``frozen``, by name and without a copy: weights in full precision, and this
     rank's boxes of those that are divided."""
     step.sums.settle()
-    first = {parameter: name for name, parameter in step.model.named_parameters()}  # a tied weight has further names
     weights, state = step.sums.idle() | step.optimizer.weights(), step.model.state_dict(keep_vars=True)
+    # A tied weight has further names. Weights that were gathered for an evaluation are other tensors before ``state_dict``.
+    first = {parameter: name for name, parameter in step.model.named_parameters()}
     parts: dict[str, dict[str, Tensor | Share]] = {
         "model": {name: weights.get(first.get(value, name), value) for name, value in state.items()
                   if first.get(value, name) not in frozen},

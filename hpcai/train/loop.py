@@ -9,12 +9,14 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hpcai import startup
 from hpcai.dist.collect import gather_objects
 from hpcai.dist.host import Collector, Gpu, warm_collectives
+from hpcai.dist.mesh import Mesh
 from hpcai.errors import CheckpointError, ConfigError, DataError, DivergedError
+from hpcai.parallel.rows import place_of
 from hpcai.settings import TrainConfig
 from hpcai.stop import REQUEUE, interrupts_put_off
 from hpcai.train.checkpoint import Saved
@@ -110,6 +112,12 @@ def fit(
             return Result(serve(step, evaluate, validation), Progress())
     loader = data if hasattr(data, "epoch") else Batches(data)
     return _Training(step, loader, cfg, validation, evaluate, run).go()
+
+
+def _parameters(model: nn.Module, mesh: Mesh) -> int:
+    """Of the whole model, of which this process may have a part."""
+    own = sum(max(parameter.numel(), math.prod(place_of(parameter).size)) for parameter in model.parameters())
+    return sum(gather_objects(own, mesh["pipeline"]))
 
 
 @dataclass
@@ -449,7 +457,7 @@ class _Training:
         self.reports.emit(
             "start", name=self.run.name, directory=str(self.run.directory or ""), settings=self.run.settings,
             world=self.mesh.world, nodes=nodes, device=str(self.mesh.device),
-            parameters=sum(parameter.numel() for parameter in self.step.model.parameters()),
+            parameters=_parameters(self.step.model, self.mesh),
             steps=self.steps, steps_per_epoch=len(self.data), epochs=self.steps / len(self.data), global_batch=self.data.size,
             train_samples=getattr(self.data, "counted", self.data.samples),  # those from which an epoch's are drawn
             validation_samples=getattr(self.validation, "samples", 0), resumed_from=resumed,

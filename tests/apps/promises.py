@@ -26,6 +26,8 @@ class Promises:
     ways: list[str]
     short: list[str] = ["train.epochs=1"]
     """words for a run that reads whole batches and ends early"""
+    rules: tuple[str, str] = ("hpc", "3.0.0")
+    """of MLPerf's checker"""
     logs: list[Log]
     """words, and the rules that a run of this size cannot keep"""
     refused: list[Refused]
@@ -74,7 +76,7 @@ class Promises:
         pytest.importorskip("mlperf_logging")
         words, cannot = log
         assert app.here(self.for_log(data, tmp_path), tmp_path / "run", "report.sinks=[mlperf]", *words) == 0
-        checker = [sys.executable, "-m", "mlperf_logging.compliance_checker", "--usage", "hpc", "--ruleset", "3.0.0"]
+        checker = [sys.executable, "-m", "mlperf_logging.compliance_checker", "--usage", self.rules[0], "--ruleset", self.rules[1]]
         done = subprocess.run([*checker, str(tmp_path / "run" / "mlperf.log")], capture_output=True, text=True, cwd=tmp_path)
         text = done.stdout + done.stderr
         failed = re.findall(r"(?:CHECK for '|Failed checks for |Required \w+ occurrence of '|Required )(\w+)", text)

@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 from hpcai import config, log
 from hpcai.cli.forks import forked
 from tests.apps import universes
-from tests.apps.five import COSMOFLOW as APP
 from tests.apps.promises import Promises
 from tests.apps.running import ROOT, resumed_from, same_weights, told
+from tests.apps.smallest import COSMOFLOW as APP
 
 MPIEXEC = Path(sys.executable).with_name("mpiexec")
 ENDLESS = ["train.epochs=300", "checkpoint.every_steps=100000"]

@@ -10,9 +10,9 @@ import pytest
 
 from hpcai import config
 from hpcai.models.deepcam import CLASSES, DeepCam
-from tests.apps.five import DEEPCAM as APP
 from tests.apps.promises import Promises
 from tests.apps.running import same_weights, told
+from tests.apps.smallest import DEEPCAM as APP
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 COSINE = "{unit: steps, warmup: 2, counted: deepcam-reference, decay: cosine, length: 6}"

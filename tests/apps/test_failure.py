@@ -20,8 +20,8 @@ from hpcai.errors import DataError
 from hpcai.train import evaluation
 from hpcai.train.failure import LAST, read
 from hpcai.train.step import Step
-from tests.apps.five import COSMOFLOW
 from tests.apps.running import told
+from tests.apps.smallest import COSMOFLOW
 
 APP = COSMOFLOW
 NO_COUNT = -2  # of particles: the logarithm that the network sees is NaN

@@ -30,7 +30,7 @@ from hpcai.data import Rows
 from hpcai.models.dimenet import DimeNet
 from hpcai.models.openfold import Alignment
 from tests import proteins
-from tests.apps import five, universes
+from tests.apps import smallest, universes
 from tests.apps.running import ROOT, told
 
 
@@ -170,7 +170,7 @@ STILL = [f"model.{part}.dropout=0" for part in ("rows", "pairs", "extra.msa", "e
 
 def planted(folder: Path) -> None:
     """Weather whose classes are bands, seen in one field each: one class everywhere would be an IoU of a seventh."""
-    five.DEEPCAM.make(folder)
+    smallest.DEEPCAM.make(folder)
     about = json.loads((folder / "statistics.json").read_text())
     most = np.array(about["splits"]["train"]["fields"]["maximum"], np.float32)
     for number, path in enumerate(sorted(folder.glob("*/*.h5"))):
@@ -206,13 +206,13 @@ SHORT = {
         last_scores, {"iou": (">", 0.5)},
     ),
     "unet3d": (
-        lambda folder: five.prepared("kits19", "--cases 24 --validation 0.25 --spacing 14 9 9 --least 16 32 32")(folder),
+        smallest.prepared("kits19", "--cases 24 --validation 0.25 --spacing 14 9 9 --least 16 32 32"),
         ["model.filters=[6,8,12]", "model.window=[16,32,32]", "model.spacing_mm=[14,9,9]", "step.lr=1e-2", "train.epochs=7",
          "train.evaluate_every=7", "step.average=0.9", "train.seed=1"],  # other seeds begin to learn later
         last_scores, {"dice_kidney": (">", 0.12)},
     ),
     "opencatalyst": (
-        lambda folder: five.prepared("opencatalyst", "--systems 6 --each 1 --validation 0.34 --size 2 2 3 --dynamics 5")(folder),
+        smallest.prepared("opencatalyst", "--systems 6 --each 1 --validation 0.34 --size 2 2 3 --dynamics 5"),
         ["model.hidden=16", "model.output=16", "model.interaction=8", "model.basis=4", "model.blocks=1", "model.cutoff=4.0",
          "data.batch=4", "step.lr=5e-3", "step.average=0.9", "train.seed=2"],
         last_scores, {"force_cosine": (">", 0.1)},
@@ -231,7 +231,7 @@ SHORT = {
 def test_an_app_learns(name: str, tmp_path: Path) -> None:
     make, words, scores, bounds = SHORT[name]
     make(tmp_path / "data")
-    app = replace(getattr(five, name.upper()), quick=["train.report_every=1", "step.precision=fp32"])
+    app = replace(getattr(smallest, name.upper()), quick=["train.report_every=1", "step.precision=fp32"])
     assert app.here(tmp_path / "data", tmp_path / "run", *words) == 0
     found = scores(tmp_path / "run")
     for score, (way, bound) in bounds.items():

@@ -12,9 +12,9 @@ from apps.opencatalyst.data import FIELDS, Frames, Ladder
 from hpcai import config, log
 from hpcai.data import Rows
 from hpcai.models.dimenet import DimeNet, DimeNetConfig
-from tests.apps.five import OPENCATALYST as APP
 from tests.apps.promises import Promises
 from tests.apps.running import damaged, same_weights, told
+from tests.apps.smallest import OPENCATALYST as APP
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -31,9 +31,9 @@ from hpcai.dist.mesh import Mesh
 from hpcai.errors import CheckpointError, DataError
 from hpcai.models.openfold import FeatureConfig, OpenFold, OpenFoldConfig, lddt
 from hpcai.models.openfold.residues import GAP, PLACE
-from tests.apps.five import OPENFOLD as APP
 from tests.apps.promises import Promises
 from tests.apps.running import complaints, damaged, told
+from tests.apps.smallest import OPENFOLD as APP
 from tests.ranks.launch import on_ranks
 
 pytest.importorskip("gemmi", reason="gemmi is not installed: the OpenFold app is NOT tested")

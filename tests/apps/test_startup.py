@@ -15,9 +15,9 @@ from hpcai.cli.report import draw
 from hpcai.data.loader import Loader
 from hpcai.models import cosmoflow
 from hpcai.train.checkpoint import Checkpoints
-from tests.apps.five import COSMOFLOW as APP
-from tests.apps.five import OPENFOLD, prepared
 from tests.apps.running import NOTHING, ROOT, App
+from tests.apps.smallest import COSMOFLOW as APP
+from tests.apps.smallest import OPENFOLD, prepared
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ALONE = {"imports", "processes", "data", "network", "checkpoint", "first batch", "first step"}

@@ -15,9 +15,9 @@ from apps.unet3d.settings import AugmentConfig, Config
 from hpcai import config, log
 from hpcai.data import Rows
 from hpcai.models.unet3d import UNet3D
-from tests.apps.five import UNET3D as APP
 from tests.apps.promises import Promises
 from tests.apps.running import same_weights, told
+from tests.apps.smallest import UNET3D as APP
 
 WINDOW = (16, 32, 32)
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -104,6 +104,7 @@ def test_cut_equals_whole(axes: dict[str, int]) -> None:
         cases = [case | {"layers": 4} for case in cases if case["model"] != "one key"]
     if "replicate" in axes:
         cases += [{"model": "llama", "packed": True, "shard": shard} for shard in ("optimizer", "weights")]
+        cases += [{"model": "tied", "shard": "weights"}]
     for case, *ranks in zip(cases, *on_ranks(axes, trained, cases)):
         right, norm, loss = by_one_rank(case)
         same(joined([rank[0] for rank in ranks]), right)

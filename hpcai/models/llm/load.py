@@ -113,6 +113,17 @@ def files(model: LLM, export: Callable[..., None]) -> dict[str, Callable[[Path],
 # ---- settings
 
 
+def settings_of(path: Path) -> LLMConfig:
+    """The settings of the model in a folder, or in a safetensors file of ours. Raises CheckpointError or ConfigError."""
+    if path.is_dir() and (path / _CONFIG).is_file():
+        return read_config(path)
+    file = path / _FILE if path.is_dir() else path
+    found = weights.settings_in(file, "llm", LLMConfig)
+    if found is None:
+        raise CheckpointError(f"{file}: weights without settings; give the folder that has {_CONFIG} beside them")
+    return found
+
+
 def read_config(folder: Path) -> LLMConfig:
     """The settings in a folder's config.json, as any version of transformers writes it."""
     path = folder / _CONFIG

@@ -1,9 +1,10 @@
-"""The five apps, each with words and data of its own kind that are as small as they may be: six steps in two epochs."""
+"""Each app, with words and data of its own kind that are as small as they may be: six steps in two epochs."""
 
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 
+from data_prep import text
 from tests.apps import universes
 from tests.apps.running import App
 
@@ -50,4 +51,24 @@ OPENFOLD = App(  # six training chains and six of validation, three of a family:
     prepared("openfold", "--chains 12 --families 4 --each 1 --length 18 22 --rows 9 --validation 0.5 --templates 2"),
     ["model.blocks=1", "model.structure.passes=2", "features.crop=16", "features.clusters=4", "features.extra=5", "data.batch=4",
      "data.epoch=12", "train.steps=6", "train.report_every=1", "data.pictures=2"],
+)  # fmt: skip
+
+
+def _texts(folder: Path) -> None:
+    """24 training rows of 32 bytes in six documents, and 6 of validation in two."""
+    source = folder.with_name("source")
+    for split, count in (("train", 6), ("held", 2)):
+        (source / split).mkdir(parents=True, exist_ok=True)
+        for number in range(count):
+            words = (f"{split} {number} is followed by {number + step}.\n" for step in range(9))
+            (source / split / f"{number}.txt").write_text("".join(words)[:128])
+    line = ["convert", str(source / "train"), str(folder), "--validation", str(source / "held"), "--tokenizer", "bytes"]
+    assert text.main([*line, "--sequence", "32", "--each", "8", "--workers", "1"]) == 0
+
+
+LLM = App(
+    "llm", _texts,
+    ["model.vocabulary=260", "model.width=16", "model.layers=2", "model.heads=2", "model.inner=24", "model.positions=32",
+     "data.batch=8", "train.report_every=1", "train.epochs=2", "data.pictures=2", "step.schedule.decay=none",
+     "step.schedule.warmup=0"],
 )  # fmt: skip

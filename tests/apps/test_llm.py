@@ -1,0 +1,163 @@
+"""The app of language models as its users start it: alone, on ranks, stopped, resumed, with adapters, and with bad input."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+from apps.llm.data import Texts, about_of, rows_of
+from apps.llm.settings import Config
+from hpcai import config, dist
+from hpcai.models import llm
+from hpcai.models.llm import LLM, LLMConfig, Tokenizer
+from tests.apps.promises import Promises
+from tests.apps.running import damaged, same_weights, told
+from tests.apps.smallest import LLM as APP
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def spoil(data: Path, kind: str) -> None:
+    def change(file: h5py.File) -> None:
+        file["tokens"][1, 3] = 300
+
+    damaged(data, kind, {"token": change})
+    about = json.loads((data / "text.json").read_text())
+    changes: dict[str, Any] = {"vocabulary": 5000, "sequence": 31, "type": "float32"}
+    if kind in changes:
+        (data / "text.json").write_text(json.dumps(about | {kind: changes[kind]}))
+    if kind == "no text.json":
+        (data / "text.json").unlink()
+
+
+class TestPromises(Promises):
+    configs = ["gpt3", "llama2-70b-lora", "llama2-7b", "llama31-405b", "llama31-8b", "small"]
+    named = ["model.rotary.theta", "lora.rank", "data.blend", "data.documents", "stages.schedule", "start.weights", "mesh.context"]
+    ways = [*(f"data.reader={way}" for way in ("direct", "memory", "hdf5")), "data.processes=true data.workers=1",
+            "data.stage=$OWN_DISK/data", "data.epoch=24"]  # fmt: skip
+    rules = "training", "6.1.0"
+    # All rules are kept but those that fix the size of data, rows and schedule, and the quality.
+    logs = [(
+        ["benchmark=llama31_8b", "train.target=0.001", "data.pictures=0", "step.schedule={decay: cosine, length: 5, warmup: 1}"],
+        ["eval_accuracy", "max_sequence_length", "opt_learning_rate_decay_steps", "opt_adamw_epsilon", "eval_samples", "max_steps"],
+    )]  # fmt: skip
+    refused = [
+        ("gone", (), "is missing, index.json says"), ("cut", (), "truncated or rewritten?"), ("token", (), "token 300"),
+        ("vocabulary", (), "has 5,000 tokens, model.vocabulary is 260"), ("sequence", (), "tokens"), ("type", (), "type: Input"),
+        ("no text.json", (), "data_prep.text python"), ("", ("data.directory=/nowhere",), "data_prep.text python"),
+        ("", ("data.reader=dali",), "take auto, direct or hdf5"), ("", ("data.epoch=4",), "less than one batch of 8"),
+        ("", ("model.positions=16",), "rows of 32 tokens, model.positions is 16"),
+        ("", ("data.learn=answers",), "convert with --chat or --answer"),
+        ("", ("lora={rank: 2}",), "start.weights is null"), ("", ("report.sinks=[mlperf]",), "say which of MLPerf's"),
+        ("", ("model.heads=3",), "width 16 is not a multiple of 3 heads"), ("", ("start.weights=/nowhere",), "/nowhere"),
+        ("", ("mesh.axial=2",), "mesh"), ("", ("data.blend={/nowhere: 1.0}",), "/nowhere/text.json"),
+    ]  # fmt: skip
+    spoil = staticmethod(spoil)
+
+    def check(self, name: str, cfg: Any) -> None:
+        presets = {"gpt3": "gpt3-175b", "llama2-70b-lora": "llama2-70b", "llama2-7b": "llama2-7b", "llama31-405b": "llama3.1-405b",
+                   "llama31-8b": "llama3.1-8b"}  # fmt: skip
+        if name in presets:
+            free = {"recompute", "positions", "dropout", "deviation"}
+            assert cfg.model.model_dump(exclude=free) == LLMConfig.preset(presets[name]).model_dump(exclude=free)
+
+
+def test_bits_per_byte_are_those_of_the_text(data: Path) -> None:
+    """All tokens of the validation rows, the first of each document too, are said from those before them in it."""
+    run, held = APP.once(data), rows_of(Config(), "validation", dist.alone(), data)
+    model, tokenizer = LLM.load(run / "model.safetensors").double(), Tokenizer.load(data)
+    tokens = np.stack([held.read(index)["tokens"] for index in range(len(held))]).astype(int)
+    text = tokenizer.decode(np.append(tokens[:, :-1].ravel(), tokens[-1, -1]).tolist(), skip_special=True)
+    nats = 0.0
+    for row in tokens.tolist():
+        begins = [0, *(place for place in range(1, 33) if row[place] == tokenizer.eos)]
+        for begin, end in zip(begins, [*begins[1:], 32]):
+            if end > begin:  # what is said after ``begin``, up to the token that ends the document
+                nats -= llm.likelihoods(model, row[begin : begin + 1], [row[begin + 1 : end + 1]])[0]
+    found = told(run, "evaluate", "bits_per_byte")[6]
+    said = len(text.encode()) - len(tokenizer.decode(tokens[0, :1].tolist()).encode())
+    assert found == pytest.approx(nats / np.log(2) / said, rel=1e-5)
+    bits = np.load(run / "text.npz")
+    assert bits["names"][-1] == "this model" and bits["counts"].sum() == 2 * 32
+    assert told(run, "evaluate", "loss")[6] == pytest.approx(nats / (tokens.size - len(tokens)), rel=1e-5)
+
+
+@pytest.mark.parametrize("how", [
+    "2 mesh.tensor=2", "2 mesh.context=2", "2 mesh.pipeline=2 step.accumulate=4", "4 mesh.tensor=2 step.shard=optimizer",
+    "4 mesh.pipeline=2 mesh.tensor=2 step.accumulate=2 stages.schedule=gpipe", "2 step.shard=weights", "3 mesh.evaluate=1",
+])  # fmt: skip
+def test_cut_models_train_as_one_process(data: Path, tmp_path: Path, how: str) -> None:
+    ranks, *more = how.split()
+    APP.on_ranks(int(ranks), data, tmp_path / "cut", *more)
+    for kind, names in (("train", ("loss",)), ("evaluate", ("loss", "bits_per_byte"))):
+        for name in names:
+            assert told(tmp_path / "cut", kind, name) == pytest.approx(told(APP.once(data), kind, name), rel=2e-5), name
+    same_weights(APP.once(data), tmp_path / "cut", rtol=1e-2, atol=3e-5)
+    one, cut = (np.load(run / "text.npz") for run in (APP.once(data), tmp_path / "cut"))
+    np.testing.assert_allclose(cut["bits"], one["bits"], rtol=2e-5)
+    np.testing.assert_allclose(cut["positions"], one["positions"], rtol=1e-3)
+
+
+def test_adapters_are_trained_alone_and_left_alone(data: Path, tmp_path: Path) -> None:
+    start, words = APP.once(data), ("lora={rank: 2, targets: [q_proj, down_proj]}", "step.decay_names=[]", "step.lr=1e-2")
+    sizes = ("vocabulary", "width", "layers", "heads", "inner", "positions")
+    run, two = tmp_path / "run", tmp_path / "two"
+    assert APP.here(data, run, f"start.weights={start}", *words) == 0
+    assert sorted(path.name for path in (run / "adapter").iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert not (run / "model.safetensors").exists()
+    model = LLM.load(start)
+    assert all(getattr(model.cfg, name) == getattr(LLM.load(start / "model.safetensors").cfg, name) for name in sizes)
+    llm.load_adapter(model, run / "adapter")
+    held = Texts(rows_of(Config(), "validation", dist.alone(), data), about_of(data), "apart", "all")
+    rows = [held.sample(index, 0) for index in range(len(held))]
+    batch = llm.Batch(*(torch.from_numpy(np.stack([row[k] for row in rows])) for k in range(4)))
+    total, count = llm.score(model, batch)["loss"]
+    assert float(total) / float(count) == pytest.approx(told(run, "evaluate")[6], rel=1e-5)
+    assert told(run, "evaluate")[6] < 0.999 * told(start, "evaluate")[6], "they learnt"
+    APP.on_ranks(2, data, two, f"start.weights={start}", *words, "mesh.tensor=2")
+    assert told(two) == pytest.approx(told(run), rel=2e-5)
+    assert APP.here(data, run, f"start.weights={start}", *words, "train.epochs=3") == 0, "it goes on"
+    assert len(told(run)) == 9
+
+
+def test_weights_of_other_sizes_and_tokenizers_are_refused(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start = APP.once(data)
+    APP.refuses(data, tmp_path / "run", [f"start.weights={start}", "model.layers=3"], "model.layers is 3, in", capsys)
+    other = tmp_path / "other"
+    other.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (other / name).write_bytes((start / name).read_bytes())
+    Tokenizer.train(["a text of another kind"] * 9, 257 + 9).save(other)
+    APP.refuses(data, tmp_path / "run", [f"start.weights={other}"], "its weights know other tokens", capsys)
+
+
+def test_a_blend_reads_its_folders_by_weight(data: Path, tmp_path: Path) -> None:
+    other, seen = tmp_path / "other", [0, 0]
+    APP.make(other)
+    from apps.llm.data import texts
+
+    words = [str(APP.small), *APP.quick, f"data.directory={data}", f"data.blend={{{other}: 0.5}}"]
+    cfg = config.load(Config, words[0], words[1:])
+    with texts(cfg, dist.alone()) as (training, _, _):
+        assert len(training) == 4 and training.size == 8, "24 rows, and half as many"
+        for epoch in range(2):
+            order = training.sampler.order(epoch)
+            seen = [count + int(part.sum()) for count, part in zip(seen, (order < 24, order >= 24))]
+    assert seen == [48, 24]
+    assert APP.here(data, tmp_path / "run", f"data.blend={{{other}: 0.5}}") == 0 and len(told(tmp_path / "run")) == 8
+
+
+def test_documents_joined_see_what_stands_before(data: Path) -> None:
+    rows, about = rows_of(Config(), "validation", dist.alone(), data), about_of(data)
+    joined, apart = (Texts(rows, about, how, "all").sample(3, 0) for how in ("joined", "apart"))
+    assert joined.documents is None and apart.documents is not None
+    np.testing.assert_array_equal(joined.tokens, apart.tokens)
+    eos = Tokenizer.load(data).eos
+    np.testing.assert_array_equal(apart.documents, np.cumsum(apart.tokens == eos))
+    assert joined.counted.all() and apart.counted.all()
