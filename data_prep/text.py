@@ -16,8 +16,8 @@
     OUT/skipped.json                documents that cannot be used: where, and why
     OUT/.work                       tokens of each part of the sources, which a run that was stopped goes on from; may be deleted
 
-What is held out is told by a hash of the group of a document: its file, for lines and rows the field that --group names, or the
-document itself. So more files move nothing from one split to the other, and copies of a line or row are in one. Documents are
+What is held out is told by a hash of the group of a document: its file, with --group folder the folder of that, for lines and rows
+the field that --group names, or the document itself. So more files move nothing from one split to the other, and copies of a line or row are in one. Documents are
 shuffled by a permutation of their index, a function of the seed: memory grows with the documents (some 100 bytes each), not with
 the text. Everything is a pure function of sources and options; ranks, processes and stops change nothing.
 """
@@ -55,7 +55,7 @@ SAMPLE = 1 << 26                                # bytes of text that a tokenizer
 MOST_PARTS = 32                                 # of a packed file, which each of them unpacks from the beginning
 FILES = 1000                                    # of a part, at most
 TOLD = 1000                                     # documents of a part that skipped.json lists, at most
-SPLITS = store.SPLITS[:2]
+SPLITS, FOLDER = store.SPLITS[:2], "folder"
 SIZES = {"units": ("int64", ()), "weight": ("int64", ()), "sha256": ("S64", ())}
 DOCUMENTS = {"tokens": ("int64", ()), "held": ("uint8", ()), "answers": ("int32", ()), "spans": ("int64", ("answers", 2))}
 # Besides what is installed and tests: tables of characters, the manual as one text, and what was made for Python 2.
@@ -186,6 +186,10 @@ class Reading:
         group = json.dumps(found if self.group is None else record[self.group], sort_keys=True, default=str)
         return [*(texts or found[:1]), group]
 
+    def of_file(self, piece: Piece) -> str:
+        """The group of what is no line or row: its file, or the folder that this is in."""
+        return piece.name.rpartition("/")[0] or piece.name if self.group == FOLDER else piece.name
+
     def split(self, group: str, piece: Piece) -> str:
         if piece.split is not None:
             return piece.split
@@ -206,7 +210,7 @@ def coded(found: Any, piece: Piece, reading: Reading, tokenizer: Tokenizer) -> t
             return values
         *texts, group = values
     else:
-        texts, group = [iter([found]) if isinstance(found, str) else found], piece.name
+        texts, group = [iter([found]) if isinstance(found, str) else found], reading.of_file(piece)
         if reading.answers:
             return Bad("no field of anything, expected .jsonl or .parquet with --chat, --prompt and --answer")
     split = reading.split(group, piece)
@@ -320,7 +324,7 @@ def _beginnings(shares: Sequence[Share], part: float, reading: Reading) -> Itera
 
 def _said(item: Any, piece: Piece, reading: Reading) -> Iterator[str]:
     """The texts of a document for training; none where it cannot be used."""
-    group = piece.name
+    group = reading.of_file(piece)
     if isinstance(item, Mapping):
         values = reading.values(item)
         item, group = (values[:-1], values[-1]) if isinstance(values, list) else ([], "")
@@ -661,7 +665,7 @@ def parser() -> argparse.ArgumentParser:
     shared(one, 1024, None, "fraction of the groups for validation; without it 0.02")
     one.add_argument("--only", metavar="GLOB", action="append", default=[], help="files of folders, such as '*.md'; more than once")
     one.add_argument("--field", metavar="NAME", help="of lines and rows; without it text, with --chat messages")
-    one.add_argument("--group", metavar="NAME", help="field of what is held out together; without it each document alone")
+    one.add_argument("--group", metavar="NAME", help=f"field of what is held out together, or {FOLDER}: files of one are")
     one.add_argument("--chat", action="store_true", help="the field holds messages, of which what the assistant says is learned")
     one.add_argument("--prompt", metavar="NAME", help="field of a question, which is not learned")
     one.add_argument("--answer", metavar="NAME", help="field of its answer, which is")

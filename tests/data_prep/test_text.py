@@ -196,6 +196,15 @@ def test_more_files_move_nothing_between_splits(source: Path, bytes_of: Path, tm
         assert not set(said(bytes_of, split)[:-1]) & set(said(tmp_path / "out", other)[:-1])
 
 
+def test_files_of_a_folder_are_held_out_together(tmp_path: Path) -> None:
+    kinds = {f"family{n}/{name}.a3m": f">a\nMKV{letter}\n>b\nMRV{letter}\n".encode()
+             for n, letter in enumerate("ACDEFGHIKLMN") for name in ("one", "two")}  # fmt: skip
+    folder, out = write(tmp_path / "in", kinds), tmp_path / "out"
+    assert convert(folder, out, "--tokenizer", "bytes", "--sequence", 4, "--held-out", 0.4, "--group", "folder") == 0
+    held, seen = ({one[3] for one in said(out, split)[:-1]} for split in ("validation", "train"))
+    assert held and seen and not held & seen
+
+
 def test_families_and_groups_are_held_out_together(tmp_path: Path) -> None:
     families = {f"{n}.a3m": "".join(f">{k}\nM{'KV' * n}{'A' * k}\n" for k in range(9)).encode() for n in range(12)}
     folder = write(tmp_path / "in", {**families, "g.jsonl": b"".join(
