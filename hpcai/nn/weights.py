@@ -109,6 +109,17 @@ def read(path: Path, kind: str, settings: type[Shape]) -> tuple[dict[str, Tensor
         raise CheckpointError(f"{path}: no safetensors, torch or numpy file of weights, or damaged: {reason}") from problem
 
 
+def read_settings(path: Path, kind: str, settings: type[Shape]) -> Shape | None:
+    """The settings that travelled with the weights of a safetensors file, if any did; no weight is read. Raises CheckpointError."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            return _told(path, file.metadata(), kind, settings)
+    except (OSError, SafetensorError) as problem:
+        raise CheckpointError(f"{path}: no safetensors file, or damaged: {problem}") from problem
+
+
 def _is_numpy(path: Path) -> bool:
     with zipfile.ZipFile(path) as file:
         return all(name.endswith(".npy") for name in file.namelist())
@@ -119,13 +130,18 @@ def _safetensors(path: Path, kind: str, settings: type[Shape]) -> tuple[dict[str
 
     with safe_open(path, framework="pt") as file:
         state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 not a dict
-        about = json.loads((file.metadata() or {}).get("hpcai", "{}"))
+        found = _told(path, file.metadata(), kind, settings)
+    return (_plain(state, path), None) if found is None else (state, found)
+
+
+def _told(path: Path, metadata: Mapping[str, str] | None, kind: str, settings: type[Shape]) -> Shape | None:
+    about = json.loads((metadata or {}).get("hpcai", "{}"))
     if not about:
-        return _plain(state, path), None
+        return None
     if about.get("model") != kind:
         raise CheckpointError(f"{path}: holds a model of kind {about.get('model')!r}; expected {kind!r}")
     try:
-        return state, settings.model_validate_json(json.dumps(about["settings"]))
+        return settings.model_validate_json(json.dumps(about["settings"]))
     except ValueError as problem:
         raise ConfigError(f"{path}: settings inside the file: {problem}") from problem
 

@@ -1,10 +1,10 @@
-"""Shape of a decoder-only language model: Llama's and GPT's families, by their published sizes. No torch here."""
+"""Shape of a decoder-only language model (Llama's and GPT's families), and how its next token is chosen. No torch here."""
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
-from hpcai.config import Length, Positive, Rate, Settings
+from hpcai.config import Length, Positive, Rate, Settings, Share, Weight
 from hpcai.errors import ConfigError
 
 
@@ -101,6 +101,23 @@ class LLMConfig(Settings):
         if name not in PRESETS:
             raise ConfigError(f"there is no language model {name!r}; expected one of {', '.join(PRESETS)}")
         return cls(**PRESETS[name] | changes)
+
+
+class SamplingConfig(Settings):
+    """How the next token is chosen, in this order; the likeliest one where nothing is said."""
+
+    most: Positive = 256
+    """tokens that are made at most"""
+    repetition: Length = 1.0
+    """by how much tokens that were there, also in the prompt, are less likely (Keskar et al. 2019)"""
+    temperature: Weight = 0.0
+    """0: the likeliest token"""
+    top_k: Positive | None = None
+    """so many of the likeliest tokens, and those as likely as the last of them"""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """the likeliest tokens that together have this probability (Holtzman et al. 2020)"""
+    min_p: Share = 0.0
+    """those that have at least this share of the likeliest one's"""
 
 
 _LLAMA31 = {

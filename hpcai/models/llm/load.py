@@ -27,12 +27,14 @@ _AROUND = {"wte.weight": "model.embed_tokens.weight", "wpe.weight": "model.add_p
 
 
 def load_weights(path: str | Path, cfg: LLMConfig | None = None) -> LLM:
-    """A model in evaluation mode from a folder of Llama or GPT-2 as Hugging Face has it, or from a safetensors file of ours.
+    """A model in evaluation mode from a folder of Llama or GPT-2 as Hugging Face has it, from a safetensors file of ours, or from
+    the folder of a run, which holds one.
 
-    Settings are those of the folder or file; ``cfg`` must agree with them where it is given. Raises CheckpointError for weights
+    Settings are those of the folder or file; ``cfg`` must agree with them where it is given. A tokenizer beside the weights is the
+    model's. Raises CheckpointError for weights
     that are missing, superfluous, damaged, not finite or of other sizes, ConfigError for a model of another kind.
     """
-    path = Path(path)
+    path = of_run(Path(path))
     if not path.is_dir():
         state, found = weights.read(path, "llm", LLMConfig)
         if found is None:
@@ -59,15 +61,19 @@ def load_weights(path: str | Path, cfg: LLMConfig | None = None) -> LLM:
     if found.tied:
         model.lm_head.weight = model.model.embed_tokens.weight
     weights.taken_from(model, path)
+    model.home = path if path.is_dir() else path.parent
     return model.eval()
 
 
 def load_later(model: LLM, folder: str | Path) -> LLM:
-    """Have the parameters of ``model``, which is built in ``hpcai.nn.deferred`` and may be cut, read from a folder of Llama when
-    they are made: of each the part that is held. Raises CheckpointError for weights that do not fit, before any is read."""
-    folder = Path(folder)
-    _names(folder, model.cfg)
-    source = folder if (folder / _INDEX).exists() else folder / _FILE
+    """Have the parameters of ``model``, which is built in ``hpcai.nn.deferred`` and may be cut, read from a folder of Llama, or from
+    a file of ours or the folder of a run that holds one, when they are made: of each the part that is held. Raises CheckpointError
+    for weights that do not fit, before any is read."""
+    folder = of_run(Path(folder))
+    if folder.is_dir():
+        _names(folder, model.cfg)
+    source = folder / _FILE if folder.is_dir() and not (folder / _INDEX).exists() else folder
+    model.home = folder if folder.is_dir() else folder.parent
     read_later(model, source, lambda name: "model.embed_tokens.weight" if model.cfg.tied and name == "lm_head.weight" else name)
     return model
 
@@ -98,6 +104,20 @@ def save_folder(state: Mapping[str, Tensor], cfg: LLMConfig, folder: str | Path,
 
 
 # ---- settings
+
+
+def of_run(path: Path) -> Path:
+    """The file that has settings of its own in a folder that has none beside it, as a run leaves; else the path itself."""
+    return path / _FILE if path.is_dir() and not (path / _CONFIG).exists() and (path / _FILE).exists() else path
+
+
+def read_settings(path: str | Path) -> LLMConfig:
+    """The settings of what ``load_weights`` reads, without its weights."""
+    path = of_run(Path(path))
+    found = read_config(path) if path.is_dir() else weights.read_settings(path, "llm", LLMConfig)
+    if found is None:
+        raise CheckpointError(f"{path}: weights without settings; give the folder that has {_CONFIG} beside them")
+    return found
 
 
 def read_config(folder: Path) -> LLMConfig:
