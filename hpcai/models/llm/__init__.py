@@ -1,7 +1,7 @@
 """Language models: text to tokens, decoders of tokens, tokens to text."""
 
 from hpcai.lazy import lazy
-from hpcai.models.llm.config import LLMConfig, SamplingConfig
+from hpcai.models.llm.config import LLMConfig, LoRAConfig, SamplingConfig
 
 __getattr__, _names = lazy(
     __name__,
@@ -9,7 +9,7 @@ __getattr__, _names = lazy(
         ".generation": ["complete", "generate"],
         ".likelihood": ["likelihoods", "log_likelihoods"],
         ".load": ["load_weights", "load_later", "save_folder"],
-        ".lora": ["LoRAConfig", "adapt", "load_adapter", "merge", "save_adapter"],
+        ".lora": ["adapt", "load_adapter", "merge", "save_adapter"],
         ".model": ["LLM"],
         ".objective": ["Batch", "loss", "score"],
         ".parallel": ["parallelize", "stages"],
@@ -17,4 +17,4 @@ __getattr__, _names = lazy(
         ".tokens": ["Stream", "Tokenizer"],
     },
 )
-__all__ = ["LLMConfig", "SamplingConfig", *_names]
+__all__ = ["LLMConfig", "LoRAConfig", "SamplingConfig", *_names]

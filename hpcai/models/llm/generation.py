@@ -147,7 +147,7 @@ class Generation(Iterator[list[int | None]]):
         self.positions.add_(1)
 
     def _span(self, count: int) -> int:
-        """How many places attention looks at, where ``count`` hold tokens: so many, or one of few numbers where steps are recorded."""
+        """Places that attention looks at, of which ``count`` hold tokens: where steps are recorded one of few numbers."""
         if self.graph is None:
             return count
         span, room = _BLOCK, -(-(self.longest + self.most) // _BLOCK) * _BLOCK
@@ -322,14 +322,19 @@ def filtered(logits: Tensor, seen: Tensor, cfg: SamplingConfig) -> Tensor:
     return logits
 
 
-def check(prompts: Sequence[Sequence[int]], vocabulary: int, positions: int) -> None:
-    """Raises DataError for prompts of which one is empty, has a number that is no word, or leaves no position for a token."""
+def check(
+    prompts: Sequence[Sequence[int]], vocabulary: int, positions: int, names: Callable[[int], str] = "prompt {}".format
+) -> None:
+    """Raises DataError for prompts of which one is empty, has a number that is no word, or leaves no position for a token.
+    ``names``: what one is called, by its number."""
     if not prompts:
         raise DataError("there is no prompt; give one at least")
     for number, prompt in enumerate(prompts):
         if not prompt:
-            raise DataError(f"prompt {number} has no token; give at least one, such as the token that begins a text")
+            raise DataError(f"{names(number)} has no token; give at least one, such as the token that begins a text")
         if wrong := [token for token in prompt if not 0 <= token < vocabulary]:
-            raise DataError(f"prompt {number} has token {wrong[0]}, but the model knows {vocabulary}; is it of another tokenizer?")
+            raise DataError(
+                f"{names(number)} has token {wrong[0]}, but the model knows {vocabulary}; is it of another tokenizer?"
+            )
         if len(prompt) >= positions:
-            raise DataError(f"prompt {number} has {len(prompt)} tokens, the model {positions} positions in all; shorten it")
+            raise DataError(f"{names(number)} has {len(prompt)} tokens, the model {positions} positions in all; shorten it")

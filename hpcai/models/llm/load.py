@@ -66,8 +66,8 @@ def load_weights(path: str | Path, cfg: LLMConfig | None = None) -> LLM:
 
 
 def load_later(model: LLM, folder: str | Path) -> LLM:
-    """Have the parameters of ``model``, which is built in ``hpcai.nn.deferred`` and may be cut, read from a folder of Llama, or from
-    a file of ours or the folder of a run that holds one, when they are made: of each the part that is held. Raises CheckpointError
+    """Have the parameters of ``model``, which is built in ``hpcai.nn.deferred`` and may be cut, read from a folder of Llama, a
+    file of ours or the folder of a run, which holds one, when they are made: of each the part that is held. Raises CheckpointError
     for weights that do not fit, before any is read."""
     folder = of_run(Path(folder))
     if folder.is_dir():

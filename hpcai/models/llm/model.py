@@ -169,7 +169,7 @@ class LLM(Portable):
 
     def generate(self, prompts: str | Sequence[str], *, stop: str | Sequence[str] = (), seed: int = 0, **sampling: Any) -> Any:
         """How a text goes on: ``print`` it, or iterate for its pieces as they come; for a list of prompts a list of texts.
-        ``sampling`` is what ``SamplingConfig`` has (most, temperature, top_k, top_p, ...), ``hpcai.models.llm.speech`` says more."""
+        ``sampling`` is what ``SamplingConfig`` has (most, temperature, top_k, ...), ``hpcai.models.llm.speech`` the rest."""
         return import_module(f"{self.package}.speech").go_on(self, prompts, stop=stop, seed=seed, **sampling)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], *, stop: str | Sequence[str] = (), seed: int = 0, **sampling: Any) -> Any:

@@ -48,7 +48,7 @@ def go_on(model: LLM, prompts: str | Sequence[str], **words: Any) -> Any:
     ``words``: those of ``SamplingConfig``; ``stop``, texts of which the first that is said ends the text and is not part of it;
     ``seed``, to which the number of the prompt is added; ``act``, the ``stages`` of a model that is cut into some, all of whose
     ranks call this together. A text also ends with a token that ends texts. Raises DataError for a prompt that is too long for the
-    model, or that is nothing where no token begins or ends a text.
+    model, or has no token.
     """
     if isinstance(prompts, str):
         return speak(model, [tokens_of(model, prompts)], **words)
@@ -65,16 +65,19 @@ def reply(model: LLM, messages: Sequence[Mapping[str, Any]], **words: Any) -> An
 
 
 def tokens_of(model: LLM, prompt: str) -> list[int]:
-    """The tokens of a text that is to go on, after those that begin one. Where nothing is written, what ends a text before it."""
-    tokenizer: Tokenizer = model.tokenizer
-    found = [*tokenizer.before, *tokenizer.encode(prompt)]
-    alone = tokenizer.eos if tokenizer.bos is None else tokenizer.bos
-    return found or ([] if alone is None else [alone])
+    """The tokens of a text that is to go on, behind what a text of its own begins with (``begin``)."""
+    return [*begin(model.tokenizer), *model.tokenizer.encode(prompt)]
+
+
+def begin(tokenizer: Tokenizer) -> list[int]:
+    """What stands before a text: what the tokenizer's files put there, or else the end of the one before, as in rows of texts."""
+    named = [token for token in (tokenizer.bos, tokenizer.eos) if token is not None]
+    return tokenizer.before or named[:1]
 
 
 def speak(model: LLM, prompts: Sequence[Sequence[int]], **words: Any) -> Text:
     """The ``Text`` that follows the tokens of one prompt."""
-    return Text("".join(pieces) for (pieces,) in _pieces(model, prompts, **words))
+    return Text(piece for (piece,) in _pieces(model, prompts, **words) if piece)
 
 
 def collected(model: LLM, prompts: Sequence[Sequence[int]], **words: Any) -> list[str]:
@@ -85,8 +88,8 @@ def collected(model: LLM, prompts: Sequence[Sequence[int]], **words: Any) -> lis
 
 
 def _pieces(
-    model: LLM, prompts: Sequence[Sequence[int]], stop: str | Sequence[str] = (), seed: int | Sequence[int] = 0, fresh: bool = False,
-    act: Any = None, capture: bool = True, **sampling: Any,
+    model: LLM, prompts: Sequence[Sequence[int]], stop: str | Sequence[str] = (), seed: int | Sequence[int] = 0,
+    fresh: bool = False, act: Any = None, capture: bool = True, **sampling: Any,
 ) -> Iterator[list[str]]:  # fmt: skip
     """A piece of each text, perhaps none, again and again. ``fresh``: what is said does not go on with a word of the prompt."""
     tokenizer, ends, stops = model.tokenizer, ends_of(model), [stop] if isinstance(stop, str) else [*stop]
@@ -106,8 +109,8 @@ def _read(given: Generation, rows: list["Saying"]) -> Iterator[list[str]]:
 
 
 class Saying:
-    """Tokens of one text as whole characters, up to the first of ``stops``, which may lie across tokens. ``before``: the tokens that
-    it goes on from, since a tokenizer may leave out the space before the first word of a text."""
+    """Tokens of one text as whole characters, up to the first of ``stops``, which may lie across tokens. ``before``: the tokens
+    that it goes on from, since a tokenizer may leave out the space before the first word of a text."""
 
     def __init__(self, tokenizer: Tokenizer, ends: Collection[int], stops: Sequence[str], before: Sequence[int] = ()) -> None:
         self._stream, self._ends, self._stops, self._held, self.ended = tokenizer.stream(True), ends, stops, "", False
@@ -148,12 +151,16 @@ def _begun(text: str, stop: str) -> int:
 def tokenizer_of(model: LLM) -> Tokenizer:
     """That which was attached, or else lies beside the weights. Raises DataError where there is none."""
     if (found := vars(model).get("_tokenizer")) is None:
-        if model.home is None or not (model.home / CONTENT).is_file():
+        if not has_tokenizer(model) or model.home is None:
             where = "the model was not loaded from a folder" if model.home is None else f"{model.home}: holds no {CONTENT}"
             raise DataError(f"{where}, so the model has no tokenizer; set model.tokenizer = Tokenizer.load(FOLDER)")
         found = Tokenizer.load(model.home)
         attach(model, found)
     return found
+
+
+def has_tokenizer(model: LLM) -> bool:
+    return "_tokenizer" in vars(model) or (model.home is not None and (model.home / CONTENT).is_file())
 
 
 def attach(model: LLM, tokenizer: Tokenizer) -> None:
