@@ -1,8 +1,9 @@
-"""The MLPerf log: ``:::MLLOG {...}`` lines, as the compliance checkers of MLPerf HPC 3.0 and MLPerf Training 4.0 want them.
+"""The MLPerf log: ``:::MLLOG {...}`` lines, as the compliance checkers of MLPerf HPC 3.0 and MLPerf Training 4.0 and 6.1 want them.
 
 The training loop knows nothing of it. An app declares its benchmark in apps/NAME/mlperf.py: which setting, found by its dotted path
 in the `start` event, is logged under which key, and which metric of an `evaluate` event is the benchmark's own. Keys and rules: the
-files ``hpc_3.0.0/*.yaml`` and ``training_4.0.0/*.yaml`` of mlcommons/logging, and the rules of mlcommons/training_policies.
+files of ``hpc_3.0.0``, ``training_4.0.0`` and ``training_6.1.0`` of mlcommons/logging, and the rules of
+mlcommons/training_policies.
 """
 
 import json
@@ -41,6 +42,8 @@ class Benchmark(NamedTuple):
     entries: tuple[Entry, ...]
     metric: str
     metric_key: str
+    samples: bool = False
+    """whether its lines tell how many samples were seen, too"""
 
 
 # Paths that begin with "run" name what the start of the run tells, such as run.parameters.
@@ -122,7 +125,7 @@ class MlperfLog:
         self.path, self.benchmark, self.echo = path, benchmark, echo
         self._lines: Lines | None = None
         self._began: float | None = None                 # time of the first event of any kind: the program is up
-        self._per_epoch = 1
+        self._per_epoch = self._batch = 1
         self._open = 0                                   # the epoch that has started and not stopped, or 0
         self._runs = False
         self._last = 0                                   # step of the last event
@@ -144,6 +147,8 @@ class MlperfLog:
 
     def _line(self, at: float, kind: str, key: str, value: Any = None, **metadata: Any) -> None:
         # NaN stays Python's NaN here: the checker reads with Python's json and compares numbers
+        if self.benchmark.samples and "step_num" in metadata:
+            metadata["samples_count"] = metadata["step_num"] * self._batch
         record = {"namespace": "", "time_ms": round(at * 1000), "event_type": kind, "key": key, "value": value}
         line = PREFIX + json.dumps(record | {"metadata": metadata})
         assert self._lines is not None
@@ -156,7 +161,7 @@ class MlperfLog:
         get, at = event.fields.get, event.time
         settings = {**(get("settings") or {}), "run": event.fields}
         values = {entry.key: value_of(entry, settings) for entry in (*SUBMISSION, *self.benchmark.entries)}
-        self._per_epoch = max(1, int(get("steps_per_epoch") or 1))
+        self._per_epoch, self._batch = (max(1, int(get(name) or 1)) for name in ("steps_per_epoch", "global_batch"))
         goes_on = get("resumed_from") is not None and self.path.exists()
         self._lines = resumed(self.path, get("resumed_from"), self._later, PREFIX)
         self._runs, self._last = True, get("resumed_from") or 0

@@ -5,7 +5,6 @@ Of rows of text, as ``data_prep.text`` makes them: nats of a token (loss), perpl
 one that is likeliest by its length in bytes is (accuracy_norm).
 """
 
-import json
 import math
 import sys
 from collections.abc import Sequence
@@ -73,17 +72,20 @@ def score(cfg: ScoreConfig, mesh: Any) -> dict[str, float]:
 
 
 def of_rows(cfg: ScoreConfig, mesh: Any, model: Any, act: Any) -> dict[str, float]:
+    import numpy as np
     import torch
 
     from hpcai.dist.collect import sum_in_place
     from hpcai.models import llm
 
-    texts, copies = Texts(cfg, model), mesh["replicate"]
+    texts, copies = rows_of(cfg, model), mesh["replicate"]
     sums = torch.zeros(4, dtype=torch.float64, device=mesh.device)
     mine = range(copies.rank, len(texts), copies.size)
     with torch.no_grad():
         for at in range(0, len(mine), cfg.batch):
-            batch = texts.batch([*mine[at : at + cfg.batch]], mesh.device)
+            fields = zip(*(texts.sample(number, 0) for number in mine[at : at + cfg.batch]))
+            stacked = [None if each[0] is None else torch.from_numpy(np.stack(each)).to(mesh.device) for each in fields]
+            batch = llm.Batch(*stacked)
             found = llm.score(model, batch) if act is None else act.forward(llm.score, batch, torch.no_grad)
             if found is not None and mesh["tensor"].rank == mesh["context"].rank == 0:
                 pair = (*found["loss"], *found.get("bits_per_byte", (0.0, 0.0)))
@@ -96,63 +98,25 @@ def of_rows(cfg: ScoreConfig, mesh: Any, model: Any, act: Any) -> dict[str, floa
     return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), **per_byte, "tokens": int(tokens), "rows": len(texts)}
 
 
-class Texts:
-    """Validation rows of a folder as batches. Raises DataError for a folder that is none, ConfigError for one of another tokenizer
-    than the model's, or whose rows are too long for it."""
+def rows_of(cfg: ScoreConfig, model: Any) -> Any:
+    """Validation rows of a folder as samples. Raises DataError for a folder that is none, ConfigError for one of another tokenizer
+    than the model's, whose rows are too long for it, or that lacks answers where they are to be judged."""
+    from apps.llm.data import Texts, about_of
+    from hpcai.data import Rows
+    from hpcai.models.llm.speech import has_tokenizer
 
-    def __init__(self, cfg: ScoreConfig, model: Any) -> None:
-        from hpcai.data import Rows
-        from hpcai.models.llm.speech import has_tokenizer
-
-        assert cfg.data is not None
-        self.cfg, remedy = cfg, f"make rows with: python -m data_prep.text convert SOURCE {cfg.data} --tokenizer FILE"
-        try:
-            about = json.loads((cfg.data / "text.json").read_bytes())
-            self.begins, self.answers = bool(about["before"]), bool(about["answers"])
-            kind, sequence, identity, vocabulary = (about[name] for name in ("type", "sequence", "tokenizer", "vocabulary"))
-        except (OSError, ValueError, LookupError, TypeError) as problem:
-            raise DataError(f"{cfg.data / 'text.json'}: no rows of text ({problem!r}); {remedy}") from problem
-        if cfg.judge == "answers" and not self.answers:
-            raise ConfigError(f"{cfg.data}: its rows have no answers, but judge is answers; set it to all")
-        if sequence > model.cfg.positions or vocabulary > model.cfg.vocabulary:
-            told = f"rows of {sequence} tokens of {vocabulary}, the model has {model.cfg.positions} positions"
-            raise ConfigError(f"{cfg.data}: {told} and knows {model.cfg.vocabulary} tokens; make other rows")
-        if has_tokenizer(model) and (own := model.tokenizer.identity) != identity:
-            raise ConfigError(f"{cfg.data}: rows of the tokenizer {identity[:12]}, the model has {own[:12]}; take rows of that one")
-        spans: dict[str, Any] = {"answers": ("int32", ()), "spans": ("int32", ("answers", 2))} if self.answers else {}
-        fields: dict[str, Any] = {"tokens": (kind, (sequence + 1,)), "bytes": ("int32", ()), "documents": ("int32", ())}
-        fields |= {"ends": ("int32", ("documents",)), **spans}
-        self.rows = Rows(cfg.data / "validation", fields, remedy, reader="buffered")
-
-    def __len__(self) -> int:
-        return min(len(self.rows), self.cfg.rows or len(self.rows))
-
-    def batch(self, numbers: Sequence[int], device: Any) -> Any:
-        """A token that ends a document is read in the next one, which begins with it, unless the tokenizer has a token for that,
-        which then nobody has to say."""
-        import numpy as np
-        import torch
-
-        from hpcai.models.llm import Batch
-
-        found = [self.rows.read(number) for number in numbers]
-        tokens = np.stack([row["tokens"].astype(np.int64) for row in found])
-        places, counted, documents = np.arange(tokens.shape[1]), np.ones(tokens.shape, bool), np.zeros(tokens.shape, np.int64)
-        for row, values in enumerate(found):
-            ends = values["ends"]
-            documents[row] = np.searchsorted(ends if self.begins else ends - 1, places, side="right")
-            if self.cfg.judge == "answers":
-                counted[row] = False
-                for begin, end in values["spans"]:
-                    counted[row, begin:end] = True
-            if self.begins:
-                counted[row] &= ~np.isin(places, ends)
-        known = self.answers == (self.cfg.judge == "answers")
-        of_bytes = torch.tensor([float(values["bytes"]) for values in found], device=device) if known else None
-        return Batch(
-            torch.from_numpy(tokens).to(device), torch.from_numpy(documents).to(device) if self.cfg.documents == "apart" else None,
-            torch.from_numpy(counted).to(device), of_bytes,
-        )  # fmt: skip
+    assert cfg.data is not None
+    about = about_of(cfg.data)
+    if cfg.judge == "answers" and not about.answers:
+        raise ConfigError(f"{cfg.data}: its rows have no answers, but judge is answers; set it to all")
+    if about.sequence > model.cfg.positions or about.vocabulary > model.cfg.vocabulary:
+        told = f"rows of {about.sequence} tokens of {about.vocabulary}, the model has {model.cfg.positions} positions"
+        raise ConfigError(f"{cfg.data}: {told} and knows {model.cfg.vocabulary} tokens; make other rows")
+    if has_tokenizer(model) and (own := model.tokenizer.identity) != about.tokenizer:
+        told = f"rows of the tokenizer {about.tokenizer[:12]}, the model has {own[:12]}"
+        raise ConfigError(f"{cfg.data}: {told}; take rows of that one")
+    remedy = f"make rows with: python -m data_prep.text convert SOURCE {cfg.data} --tokenizer FILE"
+    return Texts(Rows(cfg.data / "validation", about.fields, remedy, reader="buffered"), about, cfg.documents, cfg.judge, cfg.rows)
 
 
 # ---- questions

@@ -333,3 +333,75 @@ def test_the_checker_passes_openfold(tmp_path: Path) -> None:
     run = subprocess.run([sys.executable, "-m", "mlperf_logging.compliance_checker", *words], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert "closed_openfold.yaml" in run.stderr and "SUCCESS" in run.stderr
+
+
+# ---- MLPerf Training: language models
+
+LANGUAGE = {
+    "llama31_8b": ("llama31-8b", [4.0, 3.31, 3.29], {
+        "global_batch_size": 32, "eval_samples": 1024, "max_sequence_length": 8192, "opt_name": "adamw", "max_steps": 1_200_000,
+        "opt_learning_rate_warmup_steps": 512, "opt_learning_rate_decay_steps": 1_199_488, "opt_end_learning_rate": 5e-5,
+        "gradient_accumulation_steps": 4, "micro_batch_size": 1, "tensor_parallelism": 1,
+        "lowest_numerical_precision_in_linear": "bfloat16",
+    }),
+    "llama2_70b_lora": ("llama2-70b-lora", [1.1, 0.94, 0.924], {
+        "global_batch_size": 8, "eval_samples": 173, "lora_rank": 16, "lora_alpha": 32.0, "opt_base_learning_rate": 4e-4,
+        "opt_learning_rate_training_steps": 1024, "opt_gradient_clip_norm": 0.3, "tensor_parallelism": 2, "micro_batch_size": 1,
+    }),
+}  # fmt: skip
+
+# What the checker does not look for in any of them, and in the second.
+NOT_ASKED = {"accelerators_per_node", "number_of_nodes", "number_of_ranks", "seed", "submission_status", "target_accuracy"}
+OF_LORA = {"max_sequence_length", "opt_learning_rate_warmup_steps", "opt_name"}
+
+
+def said(path: Path, name: str, losses: list[float]) -> None:
+    """The run of a benchmark on eight GPUs, which is evaluated once in an epoch."""
+    from apps.llm.mlperf import BENCHMARKS
+    from apps.llm.settings import Config
+
+    cfg = config.load(Config, APPS / f"llm/configs/{LANGUAGE[name][0]}.yaml", [])
+    assert cfg.benchmark == name and cfg.data.epoch is not None and cfg.data.validation_rows is not None
+    steps, batch = cfg.data.epoch // cfg.data.batch, cfg.data.batch
+    start = {"name": "llm", "settings": cfg.model_dump(mode="json"), "steps": cfg.train.steps, "steps_per_epoch": steps,
+             "global_batch": batch, "train_samples": 3901, "validation_samples": cfg.data.validation_rows}  # fmt: skip
+    log, now = MlperfLog(path, BENCHMARKS[name]), 1000.0
+    log.write(Event("start", now, START | start))
+    for epoch, loss in enumerate(losses):
+        log.write(Event("epoch", now, {"epoch": epoch, "step": steps * epoch}))
+        now += 10
+        where = {"step": steps * (epoch + 1), "epoch": epoch + 1.0, "samples": 9, "seconds": 1.0}
+        log.write(Event("evaluate", now, where | {"loss": loss}))
+    assert cfg.train.target is not None
+    reached = losses[-1] <= cfg.train.target
+    log.write(Event("stop", now, {"step": steps * len(losses), "reason": "x", "seconds": 1.0, "target_reached": reached}))
+    log.close()
+
+
+def complies_with_language(path: Path) -> bool:
+    checker = compliance.make_checker("training", "6.1.0", True, False)
+    return bool(compliance.main(str(path), "training_6.1.0/common.yaml", checker)[0])
+
+
+@pytest.mark.parametrize("name", LANGUAGE)
+def test_the_training_checker_passes_language_models(name: str, tmp_path: Path) -> None:
+    path, (_, losses, expected) = tmp_path / "mlperf.log", LANGUAGE[name]
+    said(path, name, losses)
+    words = ["--usage", "training", "--ruleset", "6.1.0", "--werror", "--log_output", str(tmp_path / "checker.log"), str(path)]
+    run = subprocess.run([sys.executable, "-m", "mlperf_logging.compliance_checker", *words], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert f"closed_{name}.yaml" in run.stderr and "SUCCESS" in run.stderr
+    found = records(path)
+    points = {record["key"]: record["value"] for record in found if record["event_type"] == "POINT_IN_TIME"}
+    assert {key: points[key] for key in expected} == pytest.approx(expected)
+    samples = [record["metadata"]["samples_count"] for record in found if record["key"] == "eval_accuracy"]
+    each = {"llama31_8b": 12_288, "llama2_70b_lora": 384}[name]
+    assert samples == [each, 2 * each, 3 * each]
+
+    said(path.with_name("missed.log"), name, losses[:-1])
+    assert not complies_with_language(path.with_name("missed.log"))
+    keys = {record["key"] for record in found} - NOT_ASKED - (OF_LORA if name == "llama2_70b_lora" else set())
+    for key in sorted(keys):
+        left = [line for line in path.read_text().splitlines() if f'"key": "{key}"' not in line]
+        path.with_name("less.log").write_text("\n".join(left))
+        assert not complies_with_language(path.with_name("less.log")), key

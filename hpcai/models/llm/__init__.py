@@ -11,7 +11,7 @@ __getattr__, _names = lazy(
         ".load": ["load_weights", "load_later", "save_folder"],
         ".lora": ["adapt", "load_adapter", "merge", "save_adapter"],
         ".model": ["LLM"],
-        ".objective": ["Batch", "loss", "score"],
+        ".objective": ["Batch", "entropies", "loss", "score"],
         ".parallel": ["parallelize", "stages"],
         ".speech": ["Text"],
         ".tokens": ["Stream", "Tokenizer"],

@@ -168,7 +168,7 @@ class Generation(Iterator[list[int | None]]):
         if tokens.shape[1] > 1 and isinstance(model.lm_head, Head):
             hook = model.lm_head.register_forward_pre_hook(_last_alone)
         try:
-            with holding(self._aside):
+            with holding(self._aside), nullcontext() if self.graph is None else _uncached(tokens.device.type):
                 found: Tensor | None = ask(model, tokens) if self.act is None else self.act.forward(ask, tokens, nullcontext)
                 return found
         finally:
@@ -267,10 +267,17 @@ def _last_alone(head: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
     return (given[0][:, -1:], *given[1:])
 
 
+def _uncached(kind: str) -> torch.autocast:
+    """Autocast as it is, but without weights that it keeps: a graph would read them when they are gone."""
+    return torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False)
+
+
 def _recorder(model: LLM, act: Pipeline | None, device: torch.device) -> Callable[[], Graph] | None:
     """What records steps on this device; None where it cannot."""
+    if device.type != "cuda" or act is not None or any(hasattr(part, "unshard") for part in model.modules()):  # fully sharded
+        return None
     axes = [axis for part in model.modules() if isinstance(axis := getattr(part, "axis", None), Axis)]
-    if device.type != "cuda" or act is not None or any(backend(device, axis) not in ("nccl", "none") for axis in axes):
+    if any(backend(device, axis) not in ("nccl", "none") for axis in axes):
         return None
     return partial(CudaGraph, torch.cuda.graph_pool_handle(), torch.cuda.Stream())
 

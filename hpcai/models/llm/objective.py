@@ -47,6 +47,14 @@ def score(model: Any, batch: Batch) -> dict[str, Any]:
     return found
 
 
+def entropies(model: Any, batch: Batch) -> dict[str, Tensor]:
+    """Rows for reports: tokens [B, T + 1]; of each that follows the cross entropy in nats [B, T], and whether it counts."""
+    entropy, targets = _entropy(model, batch)
+    whole = torch.zeros(targets.shape, dtype=entropy.dtype, device=entropy.device)
+    whole[:, model.own(torch.arange(targets.shape[1], device=entropy.device)[None])[0]] = entropy
+    return {"tokens": batch.tokens, "nats": model.total(whole), "counted": targets != IGNORE}
+
+
 def _entropy(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     targets, documents = batch.targets, None if batch.documents is None else batch.documents[:, :-1]
     positions = None if documents is None else within(documents)
