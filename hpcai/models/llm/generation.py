@@ -45,9 +45,13 @@ class Generation(Iterator[list[int | None]]):
         self.lengths, self.longest = [*map(len, prompts)], max(map(len, prompts))
         self.most = min(cfg.most, model.cfg.positions - min(self.lengths))
         self.ended, self.given, self.launched = [False] * len(prompts), 0, 0
+        kind = device.type  # what is computed narrowly stays so, wherever the next token is asked for
+        self._narrow: dict[str, Any] = {
+            "device_type": kind, "dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind),
+        }  # fmt: skip
         self.graph = graph or (_recorder(model, act, device) if capture else None)
-        self._graphs: dict[int, Graph | None] = {}
-        self._warm: dict[int, Graph] = {}
+        self._warm: dict[int, Graph] = {}  # by places that attention looks at
+        self._graphs: dict[int, Graph] = {}  # those of them that are recorded
         self._sent: deque[tuple[Tensor, Any]] = deque()
         self._ahead = int(device.type == "cuda")  # of the host, which reads a token while the next one is computed
         self._hosts = [torch.empty(len(prompts), dtype=torch.int64, pin_memory=True) for _ in range(2 * self._ahead)]
@@ -89,11 +93,10 @@ class Generation(Iterator[list[int | None]]):
     def close(self) -> None:
         """End all texts, and give back memory. A graph that holds messages must go before its group of processes."""
         self.ended, self._aside, self.graph = [True] * len(self.ended), [], None
-        if self._ahead and (self._graphs or self._warm):
+        if self._ahead and self._warm:
             torch.cuda.synchronize()  # a graph may be running
-        for graph in (*self._graphs.values(), *self._warm.values()):
-            if graph is not None:
-                graph.reset()
+        for graph in self._warm.values():
+            graph.reset()
         self._graphs.clear()
         self._warm.clear()
         self._sent.clear()
@@ -101,7 +104,7 @@ class Generation(Iterator[list[int | None]]):
     # ---- one token of each text
 
     def _launch(self) -> None:
-        with torch.no_grad():
+        with torch.no_grad(), torch.cuda.device(self.next.device) if self._ahead else nullcontext():
             if self.launched == 0:
                 self._begin()
             else:
@@ -168,7 +171,8 @@ class Generation(Iterator[list[int | None]]):
         if tokens.shape[1] > 1 and isinstance(model.lm_head, Head):
             hook = model.lm_head.register_forward_pre_hook(_last_alone)
         try:
-            with holding(self._aside), nullcontext() if self.graph is None else _uncached(tokens.device.type):
+            # A graph would read weights that autocast keeps when they are gone.
+            with holding(self._aside), torch.autocast(**self._narrow, cache_enabled=self.graph is None):
                 found: Tensor | None = ask(model, tokens) if self.act is None else self.act.forward(ask, tokens, nullcontext)
                 return found
         finally:
@@ -267,11 +271,6 @@ def _last_alone(head: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
     return (given[0][:, -1:], *given[1:])
 
 
-def _uncached(kind: str) -> torch.autocast:
-    """Autocast as it is, but without weights that it keeps: a graph would read them when they are gone."""
-    return torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False)
-
-
 def _recorder(model: LLM, act: Pipeline | None, device: torch.device) -> Callable[[], Graph] | None:
     """What records steps on this device; None where it cannot."""
     if device.type != "cuda" or act is not None or any(hasattr(part, "unshard") for part in model.modules()):  # fully sharded
@@ -279,7 +278,7 @@ def _recorder(model: LLM, act: Pipeline | None, device: torch.device) -> Callabl
     axes = [axis for part in model.modules() if isinstance(axis := getattr(part, "axis", None), Axis)]
     if any(backend(device, axis) not in ("nccl", "none") for axis in axes):
         return None
-    return partial(CudaGraph, torch.cuda.graph_pool_handle(), torch.cuda.Stream())
+    return partial(CudaGraph, torch.cuda.graph_pool_handle(), torch.cuda.Stream(device))
 
 
 _open: "weakref.WeakSet[Generation]" = weakref.WeakSet()

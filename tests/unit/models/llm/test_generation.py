@@ -78,10 +78,16 @@ def test_remembering_and_recording_change_no_token(kind: str, cfg: SamplingConfi
 
 
 def test_a_host_that_is_one_token_behind_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Nowhere:
+        def __init__(self, device: object) -> None: ...
+        def __enter__(self) -> None: ...
+        def __exit__(self, *_: object) -> None: ...
+
     class Event:
         def record(self) -> None: ...
         def synchronize(self) -> None: ...
 
+    monkeypatch.setattr(torch.cuda, "device", Nowhere)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(generation, "_BLOCK", 8)
