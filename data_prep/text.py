@@ -17,9 +17,10 @@
     OUT/.work                       tokens of each part of the sources, which a run that was stopped goes on from; may be deleted
 
 What is held out is told by a hash of the group of a document: its file, with --group folder the folder of that, for lines and rows
-the field that --group names, or the document itself. So more files move nothing from one split to the other, and copies of a line or row are in one. Documents are
-shuffled by a permutation of their index, a function of the seed: memory grows with the documents (some 100 bytes each), not with
-the text. Everything is a pure function of sources and options; ranks, processes and stops change nothing.
+the field that --group names, or the document itself. So more files move nothing from one split to the other, and copies of a line
+or row are in one. Documents are shuffled by a permutation of their index, a function of the seed: memory grows with the documents
+(some 100 bytes each), not with the text. Everything is a pure function of sources and options; ranks, processes and stops change
+nothing.
 """
 
 import argparse

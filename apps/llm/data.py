@@ -16,7 +16,7 @@ from hpcai.data.splits import Samples, Together, by_shard, load, loaders, open_s
 from hpcai.dist import Mesh
 from hpcai.errors import ConfigError, DataError
 from hpcai.models.llm import LLM, Batch, LLMConfig, adapt, load_later, parallelize
-from hpcai.models.llm.load import load_weights, settings_of
+from hpcai.models.llm.load import load_weights, read_settings
 from hpcai.models.llm.tokens import CONTENT, Tokenizer
 from hpcai.nn.deferred import deferred
 
@@ -163,7 +163,7 @@ def completed(cfg: Config) -> Config:
         about = about_of(cfg.data.directory)
         known = {"vocabulary": about.vocabulary, "positions": about.sequence}
         return cfg.model_copy(update={"model": cfg.model.model_copy(update=known | asked)})
-    found = settings_of(folder)
+    found = read_settings(folder)
     for name, value in asked.items():
         if name not in free and value != getattr(found, name):
             raise ConfigError(f"model.{name} is {value}, in {folder} it is {getattr(found, name)}; leave it out")

@@ -32,18 +32,19 @@ def keep(run: train.Run, cfg: Config, step: train.Step, rows: dict[str, Tensor])
     some = rows["tokens"][:: max(1, len(rows["tokens"]) // _TEXTS)][:_TEXTS].tolist()
     given = min(_GIVEN, len(some[0]) // 2)
     with step.average.applied(), step.autocast():
-        made = complete(step.model, [row[:given] for row in some], _SAMPLING, stop=[] if tokenizer.eos is None else [tokenizer.eos])
+        ends = [] if tokenizer.eos is None else [tokenizer.eos]
+        made = complete(step.model, [row[:given] for row in some], _SAMPLING, ends, words=tokenizer.size, act=step.act)
     texts = [list(map(tokenizer.decode, (row[:given], new, row[given : given + _MADE]))) for row, new in zip(some, made)]
     run.keep("text.npz", lambda path: write(path, rows, codes(rows, tokenizer), texts))
 
 
 def codes(rows: dict[str, Tensor], tokenizer: Tokenizer) -> dict[str, float]:
     """Bits per byte of the text of rows by the model, by compressors, and by its tokens' frequencies alone; nothing where only some
-    of its tokens count. The rows follow one another: of each but the last the last token is the first of the next."""
+    of its tokens count."""
     tokens, nats = rows["tokens"].numpy(), rows["nats"].double()
     if not rows["counted"].all():
         return {}
-    said = np.append(tokens[:, 1:-1], tokens[:, -1:], 1).ravel()
+    said = tokens[:, 1:].ravel()
     text = tokenizer.decode(said.tolist(), skip_special=True).encode()
     count = int(tokenizer.widths[said].sum())
     return {

@@ -114,6 +114,17 @@ def read(path: Path, kind: str, settings: type[Shape]) -> tuple[dict[str, Tensor
         raise CheckpointError(f"{path}: no safetensors, torch or numpy file of weights, or damaged: {reason}") from problem
 
 
+def read_settings(path: Path, kind: str, settings: type[Shape]) -> Shape | None:
+    """The settings that travelled with the weights of a safetensors file, if any did; no weight is read. Raises CheckpointError."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            return _told(path, file.metadata(), kind, settings)
+    except (OSError, SafetensorError) as problem:
+        raise CheckpointError(f"{path}: no safetensors file, or damaged: {problem}") from problem
+
+
 def _is_numpy(path: Path) -> bool:
     with zipfile.ZipFile(path) as file:
         return all(name.endswith(".npy") for name in file.namelist())
@@ -122,22 +133,14 @@ def _is_numpy(path: Path) -> bool:
 def _safetensors(path: Path, kind: str, settings: type[Shape]) -> tuple[dict[str, Tensor], Shape | None]:
     from safetensors import safe_open
 
-    found = settings_in(path, kind, settings)
     with safe_open(path, framework="pt") as file:
         state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 not a dict
-    return (_plain(state, path) if found is None else state), found
+        found = _told(path, file.metadata(), kind, settings)
+    return (_plain(state, path), None) if found is None else (state, found)
 
 
-def settings_in(path: Path, kind: str, settings: type[Shape]) -> Shape | None:
-    """The settings that travel with the weights of a safetensors file, if any do. Raises CheckpointError for those of another
-    model, or for no such file."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            about = json.loads((file.metadata() or {}).get("hpcai", "{}"))
-    except (OSError, SafetensorError) as problem:
-        raise CheckpointError(f"{path}: no safetensors file of weights, or damaged: {problem}") from problem
+def _told(path: Path, metadata: Mapping[str, str] | None, kind: str, settings: type[Shape]) -> Shape | None:
+    about = json.loads((metadata or {}).get("hpcai", "{}"))
     if not about:
         return None
     if about.get("model") != kind:

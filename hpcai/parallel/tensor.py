@@ -89,8 +89,7 @@ def cut_head(head: Head, axis: Axis, sequence: int | None = None) -> None:
 @contextmanager
 def tokens_whole(model: nn.Module) -> Iterator[None]:
     """Inside, all ranks have all tokens between the layers of ``model``, however few: for its use without gradients."""
-    parts: list[Any] = [part for part in model.modules() if hasattr(part, "sequence")]
-    parts += [part.words for part in model.modules() if isinstance(part, Head) and isinstance(part.words, _Words)]
+    parts = parts_with_tokens(model)
     kept = [part.sequence for part in parts]
     for part in parts:
         part.sequence = None
@@ -99,6 +98,12 @@ def tokens_whole(model: nn.Module) -> Iterator[None]:
     finally:
         for part, sequence in zip(parts, kept):
             part.sequence = sequence
+
+
+def parts_with_tokens(model: nn.Module) -> list[Any]:
+    """What of ``model`` says by ``sequence`` along which dim tokens are cut between its layers."""
+    parts: list[Any] = [part for part in model.modules() if hasattr(part, "sequence")]
+    return parts + [part.words for part in model.modules() if isinstance(part, Head) and isinstance(part.words, _Words)]
 
 
 def heads(axis: Axis, size: int, queries: int, keys: int | None = None) -> tuple[int, int, int]:

@@ -4,16 +4,15 @@ What is recorded may depend on nothing that changes on the host: inputs lie in t
 counters and the scale of the gradient are device tensors; random numbers come from the generator that the graph advances.
 """
 
-import gc
 import linecache
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,63 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hpcai.data.assemble import tree_map
 from hpcai.dist.watch import before_groups_end
 from hpcai.errors import ConfigError
+from hpcai.nn.graph import CudaGraph, Graph, no_collection
 from hpcai.train import rng
 
 _WARM = 2  # steps of a shape in which libraries choose their algorithms, and collectives connect, before it is recorded
 _READS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique", "_unique2", "unique_dim", "unique_consecutive")
-
-
-class Graph(Protocol):
-    """Records what a function does on the device, and does it again."""
-
-    def warm(self, function: Callable[[], Any]) -> None:
-        """Do it once, where it will be recorded."""
-
-    def record(self, function: Callable[[], Any]) -> Any:
-        """What ``function`` returns, whose memory ``replay`` fills. Nothing is done on the device."""
-
-    def replay(self) -> None: ...
-
-    def reset(self) -> None:
-        """Forget what was recorded."""
-
-
-class CudaGraph:
-    """One ``torch.cuda.CUDAGraph``. Those of one ``Capture`` share a pool of memory and are never replayed at the same time."""
-
-    def __init__(self, pool: Any, stream: Any) -> None:
-        self._pool, self._stream, self.graph = pool, stream, torch.cuda.CUDAGraph()
-
-    def warm(self, function: Callable[[], Any]) -> None:
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            function()
-        torch.cuda.current_stream().wait_stream(self._stream)
-
-    def record(self, function: Callable[[], Any]) -> Any:
-        torch.cuda.synchronize()
-        before, here = torch.cuda.current_stream(), torch.cuda.current_device()
-        generator = torch.cuda.default_generators[here]
-        numbers = generator.clone_state()
-        try:
-            # thread_local: the loader's threads go on allocating and copying meanwhile.
-            with torch.cuda.graph(self.graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                return function()
-        except BaseException:
-            # A capture that cannot end leaves its stream current, its pool in use and the generator within it (torch 2.13).
-            torch.cuda.set_stream(before)
-            with suppress(RuntimeError):  # it did end
-                torch._C._cuda_endAllocateToPool(here, self._pool)
-                torch._C._cuda_releasePool(here, self._pool)
-            self.reset()
-            generator.graphsafe_set_state(numbers)
-            raise
-
-    def replay(self) -> None:
-        self.graph.replay()
-
-    def reset(self) -> None:
-        self.graph.reset()
 
 
 @dataclass
@@ -177,7 +124,7 @@ class Capture:
         """The slot with its graph; None where there can be none."""
         static, last, numbers, began = tree_map(batch, self._room), _Last(), rng.state(), time.perf_counter()
         try:
-            with _no_collection():
+            with no_collection():
                 slot.values = slot.graph.record(lambda: self._run(static, last if self.traced else nullcontext()))
         except (RuntimeError, NotImplementedError) as error:
             by, first = f" by {last}" if last.function else "", next(iter(str(error).strip().splitlines()), "")
@@ -278,19 +225,6 @@ def _line() -> tuple[str, int] | None:
 
 def _shown(line: tuple[str, int] | None) -> str:
     return f"{line[0]}:{line[1]} ({linecache.getline(*line).strip()})" if line else "an unknown place"
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """A collection in the middle of a capture could free CUDA memory, which ends it."""
-    was = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
 
 
 def _copied(values: Any) -> Any:

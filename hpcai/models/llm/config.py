@@ -1,10 +1,11 @@
-"""Shape of a decoder-only language model: Llama's and GPT's families, by their published sizes. No torch here."""
+"""Shape of a decoder-only language model (Llama's and GPT's families), of its adapters, and how it speaks. No torch here."""
 
-from typing import Any, Literal, Self
+import math
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
-from hpcai.config import Length, Positive, Rate, Settings
+from hpcai.config import Length, Positive, Rate, Settings, Share, Weight
 from hpcai.errors import ConfigError
 
 
@@ -101,6 +102,40 @@ class LLMConfig(Settings):
         if name not in PRESETS:
             raise ConfigError(f"there is no language model {name!r}; expected one of {', '.join(PRESETS)}")
         return cls(**PRESETS[name] | changes)
+
+
+class LoRAConfig(Settings):
+    """Adapters of the layers whose names end with one of ``targets``: by default MLPerf's for Llama 2 70B."""
+
+    rank: Positive = 16
+    alpha: Length = 32.0
+    """the scale is alpha / rank"""
+    stabilised: bool = False
+    """the scale is alpha / sqrt(rank) (Kalajdzievski 2023)"""
+    dropout: Rate = 0.0
+    """of what goes into A"""
+    targets: Annotated[tuple[str, ...], Field(min_length=1)] = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (math.sqrt(self.rank) if self.stabilised else self.rank)
+
+
+class SamplingConfig(Settings):
+    """How the next token is chosen, in this order; the likeliest one where nothing is said."""
+
+    most: Positive = 256
+    """tokens that are made at most"""
+    repetition: Length = 1.0
+    """by how much tokens that were there, also in the prompt, are less likely (Keskar et al. 2019)"""
+    temperature: Weight = 0.0
+    """0: the likeliest token"""
+    top_k: Positive | None = None
+    """so many of the likeliest tokens, and those as likely as the last of them"""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """the likeliest tokens that together have this probability (Holtzman et al. 2020)"""
+    min_p: Share = 0.0
+    """those that have at least this share of the likeliest one's"""
 
 
 _LLAMA31 = {

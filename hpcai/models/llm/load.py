@@ -27,12 +27,14 @@ _AROUND = {"wte.weight": "model.embed_tokens.weight", "wpe.weight": "model.add_p
 
 
 def load_weights(path: str | Path, cfg: LLMConfig | None = None) -> LLM:
-    """A model in evaluation mode from a folder of Llama or GPT-2 as Hugging Face has it, or from a safetensors file of ours.
+    """A model in evaluation mode from a folder of Llama or GPT-2 as Hugging Face has it, from a safetensors file of ours, or from
+    the folder of a run, which holds one.
 
-    Settings are those of the folder or file; ``cfg`` must agree with them where it is given. Raises CheckpointError for weights
-    that are missing, superfluous, damaged, not finite or of other sizes, ConfigError for a model of another kind.
+    Settings are those of the folder or file; ``cfg`` must agree with them where it is given. A tokenizer beside the weights is the
+    model's. Raises CheckpointError for weights that are missing, superfluous, damaged, not finite or of other sizes, ConfigError
+    for a model of another kind.
     """
-    path, origins = Path(path), dict[str, Path]()
+    path, origins = of_run(Path(path)), dict[str, Path]()
     if not path.is_dir():
         state, found = weights.read(path, "llm", LLMConfig)
         if found is None:
@@ -61,16 +63,18 @@ def load_weights(path: str | Path, cfg: LLMConfig | None = None) -> LLM:
         model.lm_head.weight = model.model.embed_tokens.weight
     for name, parameter in model.named_parameters():
         parameter.origin = str(origins.get(name, path).resolve())  # type: ignore[attr-defined]
+    model.home = path if path.is_dir() else path.parent
     return model.eval()
 
 
 def load_later(model: LLM, folder: str | Path) -> LLM:
-    """Have the parameters of ``model``, which is built in ``hpcai.nn.deferred`` and may be cut, read from a folder of Llama or a
-    safetensors file of ours when they are made: of each the part that is held. Raises CheckpointError for weights that do not fit,
-    before any is read."""
-    folder = Path(folder)
+    """Have the parameters of ``model``, which is built in ``hpcai.nn.deferred`` and may be cut, read from a folder of Llama, a
+    file of ours or the folder of a run, which holds one, when they are made: of each the part that is held. Raises CheckpointError
+    for weights that do not fit, before any is read."""
+    folder = of_run(Path(folder))
     there = _names(folder, model.cfg) if folder.is_dir() else stored(folder)
     source = folder if (folder / _INDEX).exists() or not folder.is_dir() else folder / _FILE
+    model.home = folder if folder.is_dir() else folder.parent
     read_later(model, source, lambda name: "model.embed_tokens.weight" if model.cfg.tied and name == "lm_head.weight" else name)
     for name, parameter in model.named_parameters():
         parameter.origin = str(there[name].path.resolve())  # type: ignore[attr-defined]
@@ -113,14 +117,17 @@ def files(model: LLM, export: Callable[..., None]) -> dict[str, Callable[[Path],
 # ---- settings
 
 
-def settings_of(path: Path) -> LLMConfig:
-    """The settings of the model in a folder, or in a safetensors file of ours. Raises CheckpointError or ConfigError."""
-    if path.is_dir() and (path / _CONFIG).is_file():
-        return read_config(path)
-    file = path / _FILE if path.is_dir() else path
-    found = weights.settings_in(file, "llm", LLMConfig)
+def of_run(path: Path) -> Path:
+    """The file that has settings of its own in a folder that has none beside it, as a run leaves; else the path itself."""
+    return path / _FILE if path.is_dir() and not (path / _CONFIG).exists() and (path / _FILE).exists() else path
+
+
+def read_settings(path: str | Path) -> LLMConfig:
+    """The settings of what ``load_weights`` reads, without its weights."""
+    path = of_run(Path(path))
+    found = read_config(path) if path.is_dir() else weights.read_settings(path, "llm", LLMConfig)
     if found is None:
-        raise CheckpointError(f"{file}: weights without settings; give the folder that has {_CONFIG} beside them")
+        raise CheckpointError(f"{path}: weights without settings; give the folder that has {_CONFIG} beside them")
     return found
 
 

@@ -5,7 +5,7 @@ n the size of the axis tensor, 1 outside a cluster.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
@@ -146,6 +146,7 @@ class LLM(Portable):
     def __init__(self, cfg: LLMConfig | None = None) -> None:
         super().__init__()
         self.cfg = cfg = cfg or LLMConfig.preset("llama2-7b")
+        self.home: Path | None = None  # the folder that weights came from
         self.own: nn.Module = Seam()  # a process may have some of the tokens
         self.model, self.lm_head = Body(cfg), Head(cfg.width, cfg.vocabulary)
         self.total: nn.Module = Seam()  # and what it has counted of them is a part
@@ -157,6 +158,25 @@ class LLM(Portable):
                 nn.init.normal_(parameter, std=cfg.deviation / (math.sqrt(2 * cfg.layers) if last else 1.0))
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
+
+    @property
+    def tokenizer(self) -> Any:
+        """What makes tokens of text: the one that lies beside the weights, or that was set. Raises DataError where there is none,
+        and when one is set that has more tokens than the model."""
+        return import_module(f"{self.package}.speech").tokenizer_of(self)
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: Any) -> None:
+        import_module(f"{self.package}.speech").attach(self, tokenizer)
+
+    def generate(self, prompts: str | Sequence[str], *, stop: str | Sequence[str] = (), seed: int = 0, **sampling: Any) -> Any:
+        """How a text goes on: ``print`` it, or iterate for its pieces as they come; for a list of prompts a list of texts.
+        ``sampling`` is what ``SamplingConfig`` has (most, temperature, top_k, ...), ``hpcai.models.llm.speech`` the rest."""
+        return import_module(f"{self.package}.speech").go_on(self, prompts, stop=stop, seed=seed, **sampling)
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], *, stop: str | Sequence[str] = (), seed: int = 0, **sampling: Any) -> Any:
+        """What the assistant says next in a conversation of {"role": ..., "content": ...}, by the template of the tokenizer."""
+        return import_module(f"{self.package}.speech").reply(self, messages, stop=stop, seed=seed, **sampling)
 
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None, documents: Tensor | None = None

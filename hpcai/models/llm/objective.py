@@ -1,13 +1,11 @@
 """What a language model learns and is measured by."""
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hpcai.errors import DataError
 from hpcai.nn.head import IGNORE
 
 
@@ -55,22 +53,6 @@ def entropies(model: Any, batch: Batch) -> dict[str, Tensor]:
     whole = torch.zeros(targets.shape, dtype=entropy.dtype, device=entropy.device)
     whole[:, model.own(torch.arange(targets.shape[1], device=entropy.device)[None])[0]] = entropy
     return {"tokens": batch.tokens, "nats": model.total(whole), "counted": targets != IGNORE}
-
-
-@torch.no_grad()
-def likelihoods(model: Any, context: Sequence[int], choices: Sequence[Sequence[int]]) -> list[float]:
-    """The logarithm of the probability that each of ``choices`` follows ``context``: the sum over its tokens, in nats. Raises
-    DataError where one of them is empty."""
-    if not context or not all(choices):
-        raise DataError("a context and each choice need at least one token; a context begins with the token that begins a text")
-    longest = len(context) + max(map(len, choices))
-    rows = [[*context, *choice, *[0] * (longest - len(context) - len(choice))] for choice in choices]
-    ends = torch.tensor([len(context) + len(choice) for choice in choices])[:, None]
-    places, device = torch.arange(longest), next(model.parameters()).device
-    counted = (places >= len(context)) & (places < ends)
-    entropy, _ = _entropy(model, Batch(torch.tensor(rows, device=device), counted=counted.to(device)))
-    found: list[float] = (-entropy.double().sum(1)).tolist()
-    return found
 
 
 def _entropy(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:

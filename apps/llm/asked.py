@@ -1,0 +1,85 @@
+"""A trained model over the mesh that is asked for texts, or how likely texts are."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from apps.llm.settings import AxesConfig
+from hpcai.config import Positive, Settings
+from hpcai.errors import DataError
+
+
+class AskConfig(Settings):
+    """Which model is asked, and where it computes."""
+
+    weights: Path = Path("runs/llm")
+    """folder as Hugging Face has it, folder of a run, or safetensors file of ours"""
+    adapter: Path | None = None
+    """folder of an adapter, as peft or a run leaves it; null: none"""
+    tokenizer: Path | None = None
+    """tokenizer.json or the folder that holds it; null: the one beside the weights"""
+    batch: Positive = 8
+    """texts that go through a copy of the model together"""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """of weights and of what is computed; auto: bf16 on a GPU that is fast with it"""
+    mesh: AxesConfig = AxesConfig()
+
+
+def asked(cfg: AskConfig, mesh: Any) -> tuple[Any, Any]:
+    """The model, cut over ``mesh``, with its tokenizer, and its stages where it has some. Where weights are cut, each process reads
+    its part of them; those of GPT-2's own files, and of a model in stages that is given an adapter, are read whole and cut."""
+    import torch
+
+    from hpcai.models.llm import LLM, Tokenizer, load_adapter, load_later, merge, parallelize, stages
+    from hpcai.models.llm.load import of_run, read_settings
+    from hpcai.nn.deferred import deferred, make
+    from hpcai.train.choices import fast_bf16
+
+    settings = read_settings(cfg.weights)
+    narrow = cfg.precision == "bf16" or (cfg.precision == "auto" and mesh.device.type == "cuda" and fast_bf16(mesh.device))
+    where: dict[str, Any] = {"device": mesh.device, "dtype": torch.bfloat16 if narrow else torch.float32}
+    is_cut, in_stages = mesh["tensor"].size * mesh["pipeline"].size > 1, mesh["pipeline"].size > 1
+    same_names = settings.rotary is not None or of_run(cfg.weights).is_file()
+    by_parts = is_cut and same_names and not (in_stages and cfg.adapter is not None)
+    if by_parts:
+        with deferred():
+            model = parallelize(LLM(settings), mesh)
+        act = stages(model, mesh)
+        make(load_later(model, cfg.weights), **where)
+    else:
+        model = LLM.load(cfg.weights).to(where["dtype"])
+    if cfg.adapter is not None:
+        load_adapter(model, cfg.adapter)
+        merge(model)
+    if not by_parts:
+        act = stages(parallelize(model, mesh), mesh)
+        model.to(**where)
+    if cfg.tokenizer is not None:
+        model.tokenizer = Tokenizer.load(cfg.tokenizer)
+    return model.eval(), act
+
+
+def json_lines(path: Path, expected: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Number and object of each line that is not blank. Raises DataError, which names the line, for one that is no JSON object."""
+    try:
+        lines = path.read_bytes().decode("utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise DataError(f"{path}: cannot be read as text ({problem})") from problem
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            found = json.loads(line)
+        except (ValueError, RecursionError) as problem:
+            raise DataError(f"{path}: line {number}: not JSON ({problem}); expected {expected}") from problem
+        if not isinstance(found, dict):
+            raise DataError(f"{path}: line {number}: a JSON {type(found).__name__}, expected {expected}")
+        yield number, found
+
+
+def say(text: str, end: str = "\n") -> None:
+    import sys
+
+    sys.stdout.write(text + end)
+    sys.stdout.flush()

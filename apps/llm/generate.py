@@ -1,0 +1,179 @@
+"""Continue texts:  python -m apps.llm generate weights=FOLDER prompt="Once upon a time" [temperature=0.8 mesh.tensor=2 ...]
+
+What ``prompt=`` says is a text as it stands; without it and without ``file=`` the prompt is read from standard input. One text is
+shown while it is written. Many come from a file, a prompt on each line, or in each line of .jsonl {"text": "..."} or {"messages":
+[{"role": "...", "content": "..."}, ...]}, and go into ``out=`` as lines of JSON; where that file is there, what it lacks is added.
+Copies of the model (``mesh.replicate``) share prompts out among them.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+from pydantic import model_validator
+
+from apps.llm.asked import AskConfig, asked, json_lines, say
+from hpcai import config
+from hpcai.errors import DataError
+from hpcai.models.llm import SamplingConfig
+
+EXPECTED = 'a line such as {"text": "Once upon"} or {"messages": [{"role": "user", "content": "Hello"}]}'
+
+
+class GenerateConfig(AskConfig, SamplingConfig):
+    """Texts that a model is to continue."""
+
+    prompt: str | None = None
+    """one text"""
+    file: Path | None = None
+    """texts, each a line of a file; of .jsonl in each line an object with a text, or with the messages of a chat"""
+    out: Path | None = None
+    """file of JSON lines for what is made of `file`; null: standard output"""
+    stop: tuple[str, ...] = ()
+    """texts of which the first that is said ends a text, and is left out"""
+    seed: int = 0
+    """of the choice of tokens; the text of each line of a file has a seed of its own"""
+    capture: bool = True
+    """whether a GPU is told of a token in one call (a CUDA graph)"""
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> Self:
+        if self.prompt is not None and self.file is not None:
+            raise ValueError("prompt and file are both given; give one of them")
+        if self.out is not None and self.file is None:
+            raise ValueError("out is given, but file is not: one text goes to standard output; give file, or leave out")
+        if not all(self.stop):
+            raise ValueError("stop has a text without letters, which would end every text at once; leave it out")
+        return self
+
+    @property
+    def words(self) -> dict[str, Any]:
+        """What generation is told."""
+        return {"stop": self.stop, "capture": self.capture, **{name: getattr(self, name) for name in SamplingConfig.model_fields}}
+
+
+class Prompt(NamedTuple):
+    line: int
+    given: dict[str, Any]
+
+
+def run(words: Sequence[str]) -> None:
+    """Continue what the words of a command line say."""
+    # A prompt may look like any YAML; in JSON's quotes it is text.
+    sys.argv[1:] = [f"prompt={json.dumps(word[7:])}" if word.startswith("prompt=") else word for word in words]
+    config.run(GenerateConfig, main)
+
+
+def main(cfg: GenerateConfig) -> None:
+    from hpcai import dist
+
+    with dist.start(cfg.mesh) as mesh:
+        if cfg.file is None:
+            continue_one(cfg, mesh)
+        else:
+            continue_all(cfg, mesh)
+
+
+def continue_one(cfg: GenerateConfig, mesh: Any) -> None:
+    """Show how one text goes on, while it does. Copies beside the first have nothing to do."""
+    from hpcai.dist.collect import agree
+    from hpcai.models.llm.speech import go_on
+
+    text = cfg.prompt if cfg.prompt is not None else agree(sys.stdin.read() if mesh.is_first else "", mesh.everyone)
+    if mesh["replicate"].rank == 0:
+        model, act = asked(cfg, mesh)
+        for piece in go_on(model, text, seed=cfg.seed, act=act, **cfg.words):
+            if mesh.is_first:
+                say(piece, end="")
+        if mesh.is_first:
+            say("")
+
+
+def continue_all(cfg: GenerateConfig, mesh: Any) -> None:
+    """Write how each text of a file goes on that has no line in ``out`` yet. Raises DataError for a line that is no prompt, or is
+    too long for the model, and for an ``out`` that is of other prompts, before any text is made."""
+    from hpcai.dist.collect import agree, gather_objects
+    from hpcai.models.llm.generation import check
+    from hpcai.models.llm.speech import collected, tokens_of
+
+    assert cfg.file is not None
+    prompts = agree(read_prompts(cfg.file) if mesh.is_first else [], mesh.everyone)
+    done = agree(finished(cfg.out, cfg.file, prompts) if mesh.is_first else set(), mesh.everyone)
+    model, act = asked(cfg, mesh)
+
+    def tokens(prompt: Prompt) -> list[int]:
+        if "messages" in prompt.given:
+            return list(model.tokenizer.chat(prompt.given["messages"], True)[0])
+        return tokens_of(model, prompt.given["text"])
+
+    found: list[tuple[Prompt, list[int]]] = []
+    for prompt in prompts:
+        try:
+            found.append((prompt, tokens(prompt)))
+        except DataError as problem:
+            raise DataError(f"{cfg.file}: line {prompt.line}: {problem}") from problem
+    check([ids for _, ids in found], model.cfg.vocabulary, model.cfg.positions, lambda n: f"{cfg.file}: line {found[n][0].line}")
+    todo = [each for each in found if each[0].line not in done]
+    if mesh.is_first:
+        sys.stderr.write(f"{len(todo)} of {len(prompts)} texts to continue\n")
+    runs = [list(some) for _, some in groupby(todo, lambda each: "messages" in each[0].given)]
+    batches = [each[at : at + cfg.batch] for each in runs for at in range(0, len(each), cfg.batch)]
+    copies = mesh["replicate"]
+    for first in range(0, len(batches), copies.size):
+        mine = batches[first + copies.rank] if first + copies.rank < len(batches) else []
+        seeds, fresh = [cfg.seed + prompt.line for prompt, _ in mine], any("messages" in prompt.given for prompt, _ in mine)
+        texts = collected(model, [ids for _, ids in mine], seed=seeds, fresh=fresh, act=act, **cfg.words)
+        told = [{"line": prompt.line, **prompt.given, "completion": text} for (prompt, _), text in zip(mine, texts)]
+        every = gather_objects(told if mesh.copy.rank == 0 else [], mesh.everyone)
+        if mesh.is_first:
+            _write(cfg.out, [line for some in every for line in some])
+
+
+def _write(out: Path | None, lines: Sequence[dict[str, Any]]) -> None:
+    text = "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines)
+    if out is None:
+        say(text, end="")
+        return
+    with out.open("a", encoding="utf-8", newline="") as file:
+        file.write(text)
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """The prompts of a file. Raises DataError, which names the line, for one that is none."""
+    if path.suffix != ".jsonl":
+        try:
+            lines = path.read_bytes().decode("utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as problem:
+            raise DataError(f"{path}: cannot be read as text ({problem})") from problem
+        found = [Prompt(number, {"text": line}) for number, line in enumerate(lines, 1) if line.strip()]
+    else:
+        found = []
+        for number, given in json_lines(path, EXPECTED):
+            if isinstance(given.get("text"), str) == isinstance(given.get("messages"), list):
+                raise DataError(f"{path}: line {number}: has {', '.join(given) or 'nothing'}, expected {EXPECTED}")
+            found.append(Prompt(number, given))
+    if not found:
+        raise DataError(f"{path}: holds no prompt, expected one on each line")
+    return found
+
+
+def finished(out: Path | None, path: Path, prompts: Sequence[Prompt]) -> set[int]:
+    """The lines of ``path`` that have a text in ``out`` already; half a line at its end, where a run was stopped, is cut off.
+    Raises DataError for a file that was not made of these prompts."""
+    if out is None:
+        return set()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if not out.exists():
+        return set()
+    with out.open("r+b") as file:
+        file.truncate(file.read().rfind(b"\n") + 1)
+    given, done = {prompt.line: prompt.given for prompt in prompts}, set[int]()
+    for number, line in json_lines(out, "what this command writes; choose another out"):
+        told = {name: value for name, value in line.items() if name not in ("line", "completion")}
+        if given.get(line.get("line", 0)) != told:
+            raise DataError(f"{out}: line {number}: is of another prompt than those of {path}; choose another out")
+        done.add(line["line"])
+    return done

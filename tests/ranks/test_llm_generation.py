@@ -1,0 +1,97 @@
+"""A language model that is cut says what one process says, token by token, and finds texts as likely."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from hpcai.dist.mesh import Mesh
+from hpcai.errors import ConfigError
+from hpcai.models import llm
+from hpcai.models.llm import LLM, LLMConfig, SamplingConfig, Tokenizer, complete
+from hpcai.nn.deferred import deferred, make
+from tests.ranks.launch import on_ranks
+
+LLAMA = {"vocabulary": 260, "width": 16, "layers": 4, "heads": 4, "key_heads": 2, "inner": 24, "positions": 40}
+GPT = {**LLAMA, "key_heads": 4, "rotary": None, "norm": "layer", "feed": "gelu", "bias": True, "tied": True}
+SOME = {"vocabulary": 25}
+MESHES = [
+    {"tensor": 2}, {"tensor": 4}, {"pipeline": 2}, {"pipeline": 4}, {"pipeline": 2, "tensor": 2}, {"context": 2}, {"context": 4},
+    {"context": 2, "tensor": 2}, {"pipeline": 2, "context": 2}, {"replicate": 2, "pipeline": 2},
+]  # fmt: skip
+PROMPTS = [[1, 2, 3], [7], [4, 4, 9, 0, 11, 13, 5]]
+WAYS = [SamplingConfig(most=12), SamplingConfig(most=12, temperature=1.2, top_k=12, top_p=0.95, repetition=1.1)]
+PAIRS = [([1, 2], [3]), ([5], [6, 7, 8, 9]), ([3, 4, 5, 6, 7], [1, 2]), ([0], [0])]
+
+
+def built(mesh: Mesh, sizes: dict[str, Any]) -> tuple[LLM, Any]:
+    with deferred(3):
+        model = llm.parallelize(LLM(LLMConfig(**sizes)), mesh)
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.3)
+    act = llm.stages(model, mesh)
+    make(model, "cpu", dtype=torch.float64)
+    return model, act
+
+
+def said(mesh: Mesh) -> list[Any]:
+    found: list[Any] = []
+    for sizes in (LLAMA | SOME, GPT | SOME):
+        model, act = built(mesh, sizes)
+        assert model.training
+        for cfg in WAYS:
+            found.append(complete(model, PROMPTS, cfg, stop=[3], seed=5, act=act))
+        found.append(llm.log_likelihoods(model, PAIRS, rows=3, act=act))
+        found.append(llm.likelihoods(model, [1], [[2], [3, 4]], act=act))
+        assert model.training and all(part.training for part in model.modules())
+    model, act = built(mesh, LLAMA)
+    model.tokenizer = Tokenizer.of_bytes()
+    found.append(model.generate(["ab", "abc"], most=9, temperature=1.5, act=act))
+    found.append(str(model.generate("ab", most=9, act=act)))
+    return found
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_a_cut_model_says_what_a_whole_one_says(axes: dict[str, int]) -> None:
+    right = said(Mesh({}))
+    for found in on_ranks(axes, said):
+        for own, whole in zip(found, right, strict=True):
+            if isinstance(own[0], float):
+                np.testing.assert_allclose(own, whole, rtol=0, atol=1e-11)
+            else:
+                assert own == whole
+
+
+def trained_after(mesh: Mesh) -> tuple[float, float]:
+    """The loss before and after a text was said: seams are where they were."""
+    model, act = built(mesh, LLAMA | SOME)
+    batch = llm.Batch(torch.arange(34).view(2, 17) % 25)
+    losses = []
+    for _ in range(2):
+        with torch.no_grad():
+            found = llm.loss(model, batch) if act is None else act.forward(llm.loss, batch, torch.no_grad)
+        losses.append(0.0 if found is None else float(found["loss"][0]))
+        complete(model, PROMPTS, WAYS[0], act=act)
+    return losses[0], losses[1]
+
+
+@pytest.mark.parametrize("axes", [{"context": 2, "tensor": 2}, {"pipeline": 2, "context": 2}], ids=str)
+def test_a_model_is_cut_as_before_once_a_text_is_said(axes: dict[str, int]) -> None:
+    (right, _), = on_ranks({}, trained_after)  # fmt: skip
+    for before, after in on_ranks(axes, trained_after):
+        assert before == after and before in (0.0, pytest.approx(right, abs=1e-10))
+
+
+def without_stages(mesh: Mesh) -> str:
+    model, _ = built(mesh, LLAMA | SOME)
+    try:
+        complete(model, PROMPTS)
+    except ConfigError as problem:
+        return str(problem)
+    return ""
+
+
+def test_stages_that_nobody_named_are_refused() -> None:
+    assert all("give act=stages(model, mesh)" in told for told in on_ranks({"pipeline": 2}, without_stages))

@@ -1,0 +1,220 @@
+"""Tokens one by one: as by the whole text each time, at a small part of the cost, and as by one call that was recorded."""
+
+import gc
+import time
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from hpcai.errors import ConfigError, DataError
+from hpcai.models.llm import LLM, LLMConfig, SamplingConfig, complete, generate, generation, likelihoods, log_likelihoods
+from hpcai.models.llm.generation import choose
+from tests.tape import Tape
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+LLAMA: dict[str, Any] = {
+    "vocabulary": 25, "width": 16, "layers": 2, "heads": 4, "key_heads": 2, "inner": 24, "positions": 40, "dropout": 0.5,
+}  # fmt: skip
+GPT: dict[str, Any] = {**LLAMA, "key_heads": 4, "rotary": None, "norm": "layer", "feed": "gelu", "bias": True, "tied": True}
+MODELS = {"llama": LLAMA, "gpt": GPT}
+PROMPTS = [[1, 2, 3], [7], [4, 4, 9, 0, 11, 13, 5], [3, 3, 3]]
+GREEDY = SamplingConfig(most=20)
+DRAWN = SamplingConfig(most=20, temperature=1.2, top_k=12, top_p=0.95, min_p=0.01, repetition=1.1)
+
+
+@cache
+def model_of(kind: str) -> LLM:
+    torch.manual_seed(0)
+    model = LLM(LLMConfig(**MODELS[kind])).double()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.4)
+    return model
+
+
+def without_memory(model: LLM, prompt: list[int], cfg: SamplingConfig, seed: int, stop: int) -> list[int]:
+    """All of the text through the model for every token of it."""
+    random, said, seen = torch.Generator().manual_seed(seed), list[int](), torch.zeros(1, 25, dtype=torch.bool)
+    seen[0, prompt] = True
+    model.eval()
+    while len(said) < cfg.most and stop not in said and len(prompt) + len(said) < model.cfg.positions:
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *said]]))[:, -1]
+        said.append(int(choose(logits, seen, cfg, torch.rand(1, generator=random))))
+        seen[0, said[-1]] = True
+    model.train()
+    return said
+
+
+@pytest.mark.parametrize("cfg", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_remembering_and_recording_change_no_token(kind: str, cfg: SamplingConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of(kind)
+    free = [without_memory(model, prompt, cfg, 5 + row, -1) for row, prompt in enumerate(PROMPTS)]
+    assert all(len(text) == 20 for text in free) and len({*map(tuple, free)}) > 1
+    stop = free[0][5]
+    right = [text[: text.index(stop) + 1] if stop in text else text for text in free]
+    assert complete(model, PROMPTS, cfg, stop=[stop], seed=5) == right and complete(model, PROMPTS, cfg, seed=5) == free
+    monkeypatch.setattr(generation, "_BLOCK", 8)
+    made: list[Tape] = []
+
+    def tape() -> Tape:
+        made.append(Tape())
+        return made[-1]
+
+    steps, recorded = [], []
+    for row in generate(model, PROMPTS, cfg, seed=5, graph=tape):
+        steps.append(row)
+        recorded.append([bool(each.operations) for each in made])
+    assert [list(text) for text in zip(*steps)] == free
+    # After the first token one step looks at 8 places, the next at 16 or fewer, the others at all.
+    assert recorded[-1] == [False, True, True] and recorded[1] == [False] and recorded[3] == [False, True]
+    assert not any(each.operations for each in made), "graphs go with the last token"
+    alone = [complete(model, [prompt], cfg, stop=[stop], seed=5 + row, graph=Tape)[0] for row, prompt in enumerate(PROMPTS)]
+    assert alone == right
+
+
+def test_a_host_that_is_one_token_behind_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Nowhere:
+        def __init__(self, device: object) -> None: ...
+        def __enter__(self) -> None: ...
+        def __exit__(self, *_: object) -> None: ...
+
+    class Event:
+        def record(self) -> None: ...
+        def synchronize(self) -> None: ...
+
+    monkeypatch.setattr(torch.cuda, "device", Nowhere)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(generation, "_BLOCK", 8)
+    model, seen = model_of("llama"), []
+    right = list(generate(model, PROMPTS, DRAWN, stop=[21], seed=5))
+    given = generate(model, PROMPTS, DRAWN, stop=[21], seed=5, graph=Tape)
+    given._ahead, given._hosts = 1, [torch.empty(len(PROMPTS), dtype=torch.int64) for _ in range(2)]
+    for row, expected in zip(given, right, strict=True):
+        seen.append(given.launched - given.given)
+        assert row == expected
+    assert seen == [1] * (len(right) - 1) + [int(len(right) < DRAWN.most)]
+
+
+def test_texts_that_take_turns_do_not_disturb_one_another() -> None:
+    model = model_of("llama")
+    right = [list(generate(model, [prompt], DRAWN, seed=1)) for prompt in PROMPTS]
+    both = [generate(model, [prompt], DRAWN, seed=1) for prompt in PROMPTS]
+    assert list(zip(*both)) == list(zip(*right))
+    given = generate(model, PROMPTS, DRAWN)
+    attends = [layer.self_attn.attend for layer in model.model.layers]  # type: ignore[union-attr]
+    next(given)
+    assert model.training and [layer.self_attn.attend for layer in model.model.layers] == attends  # type: ignore[union-attr]
+    assert all(layer.self_attn.remember is None for layer in model.model.layers)  # type: ignore[union-attr]
+
+
+def test_who_asks_can_end_a_text() -> None:
+    given, rows = generate(model_of("llama"), PROMPTS, GREEDY), []
+    for row in given:
+        rows.append(row)
+        given.ended[1] = True
+        if len(rows) == 3:
+            given.ended[:] = [True] * 4
+    assert [[token is None for token in row] for row in rows] == [[False] * 4] + [[False, True, False, False]] * 2
+    assert next(given, "none") == "none" and next(given, "none") == "none"
+
+
+def test_tokens_beyond_those_of_a_tokenizer_are_never_chosen() -> None:
+    model = model_of("llama")
+    for cfg in (GREEDY, SamplingConfig(most=20, temperature=100.0)):
+        assert max(max(text) for text in complete(model, PROMPTS, cfg)) > 12
+        assert max(max(text) for text in complete(model, PROMPTS, cfg, words=13)) <= 12
+
+
+def test_logits_of_a_prompt_are_computed_for_its_last_token_alone() -> None:
+    model, sizes = model_of("gpt"), []
+    hook = model.lm_head.register_forward_hook(lambda part, given, found: sizes.append(tuple(found.shape)))
+    complete(model, PROMPTS, SamplingConfig(most=2))
+    hook.remove()
+    assert sizes == [(4, 1, 25)] * 2 and not model.lm_head._forward_pre_hooks
+
+
+def test_memory_makes_256_tokens_at_less_than_a_tenth_of_the_work() -> None:
+    model, most = LLM(LLMConfig(vocabulary=4096, width=320, layers=6, heads=5, inner=864, positions=512)).eval(), 256
+    assert 9e6 < sum(p.numel() for p in model.parameters()) < 11e6
+    with FlopCounterMode(display=False) as with_memory:
+        (said,) = complete(model, [[1] * 8], SamplingConfig(most=most))
+    counted = []
+    with torch.no_grad():
+        for length in (8, 8 + most // 2, 8 + most):
+            with FlopCounterMode(display=False) as counter:
+                model(torch.ones(1, length, dtype=torch.int64))
+            counted.append(counter.get_total_flops())
+    assert len(said) == most
+    first, middle, last = counted  # of a polynomial of second degree, whose mean Simpson's rule gives
+    assert with_memory.get_total_flops() * 10 < most * (first + 4 * middle + last) / 6
+
+
+@pytest.mark.timing
+def test_memory_makes_256_tokens_in_a_tenth_of_the_time() -> None:
+    model = LLM(LLMConfig(vocabulary=4096, width=320, layers=6, heads=5, inner=864, positions=513)).eval()
+    prompt, most = [1] * 256, 256
+
+    def without() -> None:
+        said = [*prompt]
+        with torch.no_grad():
+            for _ in range(most):
+                said.append(int(model(torch.tensor([said]))[0, -1].argmax()))
+
+    def seconds(work: Any) -> float:
+        began = time.process_time()
+        work()
+        return time.process_time() - began
+
+    with_memory = min(seconds(lambda: complete(model, [prompt], SamplingConfig(most=most))) for _ in range(3))
+    assert seconds(without) > 10 * with_memory
+
+
+class Unable(Tape):
+    def record(self, function: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+
+def test_a_step_that_cannot_be_recorded_is_told() -> None:
+    given = generate(model_of("llama"), PROMPTS, GREEDY, graph=Unable)
+    with pytest.raises(ConfigError, match="cannot be recorded: operation not permitted when .* capturing; give capture=False"):
+        list(given)
+
+
+def test_graphs_go_before_the_processes_part() -> None:
+    given = generate(model_of("llama"), PROMPTS, GREEDY, graph=Tape)
+    for _ in range(4):
+        next(given)
+    gc.collect()
+    (tape,) = given._graphs.values()
+    assert tape.operations  # type: ignore[union-attr]
+    generation.close_all()
+    assert not tape.operations and list(given) == []  # type: ignore[union-attr]
+
+
+def test_prompts_that_are_none_are_refused_at_once() -> None:
+    model = model_of("llama")
+    for prompts, text in (([], "there is no prompt"), ([[1], []], "prompt 1 has no token"), ([[25]], "the model knows 25"),
+                          ([[1] * 40], "40 tokens, the model 40 positions in all")):  # fmt: skip
+        with pytest.raises(DataError, match=text):
+            generate(model, prompts)
+
+
+def test_how_likely_texts_are_does_not_depend_on_those_beside_them() -> None:
+    model = model_of("llama")
+    pairs = [([1, 2], [3]), ([5], [6, 7, 8, 9]), ([3, 4, 5, 6, 7], [1, 2]), ([0], [0])]
+    right = []
+    model.eval()
+    for first, second in pairs:
+        with torch.no_grad():
+            logs = model(torch.tensor([[*first, *second]]))[0].log_softmax(-1)
+        right.append(sum(float(logs[len(first) - 1 + n, token]) for n, token in enumerate(second)))
+    model.train()
+    for rows in (1, 3, 9):
+        assert log_likelihoods(model, pairs, rows) == pytest.approx(right, abs=1e-12)
+    assert likelihoods(model, [5], [[6, 7, 8, 9], [1]])[0] == pytest.approx(right[1], abs=1e-12) and model.training
