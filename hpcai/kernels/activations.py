@@ -10,7 +10,7 @@ from torch import Tensor
 from hpcai.kernels import compiler
 from hpcai.kernels.room import several
 
-_CPU = 1 << 18  # bytes of one tensor that a CPU computes with at a time: four of them stay in its cache
+_CPU = 1 << 18  # bytes of one tensor that a CPU computes with at a time, in its cache
 _A, _B = 2 * math.sqrt(2 / math.pi), 2 * math.sqrt(2 / math.pi) * 0.044715  # gelu(x) = x sigmoid(a x + b x^3)
 
 
@@ -32,7 +32,7 @@ def plain_swiglu(gate: Tensor, up: Tensor) -> Tensor:
 def gelu(x: Tensor) -> Tensor:
     """x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) / 2 (Hendrycks and Gimpel 2016).
 
-    On a GPU torch's own; on a CPU, whose tangent in torch 2.13 takes half as long again as this, x times a sigmoid, which is the same.
+    On a GPU torch's own; on a CPU x times a sigmoid, which is the same and takes two thirds of the time of torch's (2.13).
     """
     if torch.compiler.is_compiling() or not compiler.on_cpu(x) or x.dtype not in (torch.float32, torch.float64):
         return F.gelu(x, approximate="tanh")
@@ -56,30 +56,13 @@ class _GELU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        y, a = torch.empty_like(x, memory_format=torch.contiguous_format), _like(x, _A)
-        for own, out in _parts(x, y):
+        y, a = torch.empty_like(x, memory_format=torch.contiguous_format), torch.full((), _A, dtype=x.dtype)
+        step = several(x, x.element_size(), _CPU)
+        for own, out in zip(x.contiguous().view(-1).split(step), y.view(-1).split(step)):
             torch.addcmul(a, own, own, value=_B, out=out).mul_(own).sigmoid_().mul_(own)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         (x,) = ctx.saved_tensors
-        d, a = torch.empty_like(x, memory_format=torch.contiguous_format), _like(x, _A)
-        parts = list(_parts(x, grad, d))
-        room = x.new_empty(max((len(own) for own, *_ in parts), default=0))
-        for own, above, out in parts:
-            s = torch.addcmul(a, own, own, value=_B, out=room[: len(own)]).mul_(own).sigmoid_()
-            torch.addcmul(a, own, own, value=3 * _B, out=out).mul_(own)
-            torch.ops.aten.sigmoid_backward.grad_input(out, s, grad_input=out)  # out s (1 - s)
-            out.add_(s).mul_(above)
-        return d
-
-
-def _like(x: Tensor, value: float) -> Tensor:
-    return torch.full((), value, dtype=x.dtype, device=x.device)
-
-
-def _parts(*tensors: Tensor) -> Any:
-    """The same stretches of each."""
-    step = several(tensors[0], tensors[0].element_size(), _CPU)
-    return zip(*(x.contiguous().view(-1).split(step) for x in tensors))
+        return torch.ops.aten.gelu_backward(grad, x, approximate="tanh")

@@ -62,14 +62,11 @@ class _RMSNorm(torch.autograd.Function):
         d, factor = torch.empty_like(rows), weight.to(rstd.dtype)
         by_weight = torch.zeros_like(factor)
         for own, above, r, out in _parts(rows, grad.reshape(rows.shape), rstd, d):
-            hat = own * r
-            g = above * hat
+            hat, g = own * r, above * factor
             if learns:
-                by_weight += g.sum(0)
-            along = (g @ factor)[:, None].div_(-x.shape[-1])
-            torch.mul(above, factor, out=g).addcmul_(hat, along)
-            torch.mul(g, r, out=g)
-            out.copy_(g)
+                by_weight += (above * hat).sum(0)
+            along = (g * hat).sum(-1, keepdim=True).div_(-x.shape[-1])
+            out.copy_(g.addcmul_(hat, along).mul_(r))
         return d.view(x.shape), by_weight.to(weight.dtype) if learns else None, None, None
 
 
