@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hpcai.errors import DataError
 from hpcai.kernels.activations import gelu, swiglu
+from hpcai.kernels.documents import attend
 from hpcai.kernels.rmsnorm import rms_norm
 from hpcai.kernels.rotary import rotated
 from hpcai.models.llm.config import LLMConfig, RotaryConfig
@@ -42,10 +43,10 @@ class Causal(nn.Module):
     """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
-        mask, new, before = None, q.shape[2], k.shape[2] - q.shape[2]
         if documents is not None:
-            mask = (documents[:, None, before:, None] == documents[:, None, None, :]).tril(before)
-        elif before and new > 1:
+            return attend(q, k, v, documents)
+        mask, new, before = None, q.shape[2], k.shape[2] - q.shape[2]
+        if before and new > 1:
             mask = torch.ones(new, before + new, dtype=torch.bool, device=q.device).tril(before)
         causal = mask is None and new > 1
         return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=k.shape[1] != q.shape[1])
