@@ -1,4 +1,4 @@
-"""What is between the linear layers of a feed-forward part. Both keep for the backward pass what they are given, and nothing else."""
+"""What is between the linear layers of a feed-forward part. For the backward pass both keep what they are given, nothing else."""
 
 import math
 from typing import Any

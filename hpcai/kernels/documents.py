@@ -1,10 +1,13 @@
 """Attention of rows that hold several documents one behind another: each token to those before it in its own, and itself.
 
-On a GPU in 16 bits it is torch's attention of sequences of any lengths, which makes no mask of T x T; on a CPU one attention for each
-document; elsewhere torch's with a mask.   B rows, H heads, T queries, the last of S keys, D channels of a head.
+On a GPU in 16 bits it is torch's attention of sequences of any lengths, which makes no mask of T x T and, unlike FlexAttention,
+needs no compiler, so that it can be recorded and planned as it is; on a CPU one attention for each document, which takes a third
+of the time of a mask's; elsewhere torch's with a mask.   B rows, H heads, T queries, the last of S keys, D channels of a head.
 """
 
-import inspect
+from importlib import import_module
+from importlib.util import find_spec
+from inspect import signature
 from typing import Any
 
 import torch
@@ -14,6 +17,9 @@ from torch import Tensor
 from hpcai.kernels import compiler
 
 _ROOM, _TOKENS = 256, 64  # documents of a row on a GPU: as many as this, or one for so many tokens
+_VARLEN: Any = find_spec("torch.nn.attention.varlen") and import_module("torch.nn.attention.varlen").varlen_attn
+_KNOWN = signature(_VARLEN).parameters if _VARLEN else {}
+_WORDS: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in _KNOWN else {"is_causal": True}
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
@@ -25,7 +31,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
     if q.shape[2] == k.shape[2] > 1 and not torch.compiler.is_compiling():
         if compiler.on_cpu(q) and not k.is_meta and documents.device.type == "cpu":
             return _one_by_one(q, k, v, documents)
-        if compiler.on_gpu(q) and q.dtype in (torch.bfloat16, torch.float16) and q.shape[3] % 8 == 0 and _VARLEN is not None:
+        if compiler.on_gpu(q) and q.dtype in (torch.bfloat16, torch.float16) and q.shape[3] % 8 == 0 and _VARLEN:
             return _together(q, k, v, documents)
     return plain(q, k, v, documents)
 
@@ -46,14 +52,18 @@ def _one_by_one(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
     lengths = torch.diff(_begins(documents).flatten().nonzero()[:, 0], append=torch.full((1,), documents.numel())).tolist()
     parts = zip(*(_side_by_side(x)[None].transpose(1, 2).split(lengths, 2) for x in (q, k, v)))
     grouped = k.shape[1] != q.shape[1]
-    outs = [F.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=grouped).transpose(1, 2) for part in parts]
+    outs = [
+        F.scaled_dot_product_attention(own, keys, values, is_causal=True, enable_gqa=grouped).transpose(1, 2)
+        for own, keys, values in parts
+    ]
     return torch.cat(outs, 1).view(q.shape[0], q.shape[2], *outs[0].shape[2:]).transpose(1, 2)
 
 
 def _together(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
     tokens = q.shape[2]
     ends, fits = _ends(documents, len(documents) * room(tokens))
-    out = _VARLEN(*map(_side_by_side, (q, k, v)), ends, ends, tokens, tokens, **_WORDS, **_grouped(q, k))
+    grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+    out = _VARLEN(_side_by_side(q), _side_by_side(k), _side_by_side(v), ends, ends, tokens, tokens, **_WORDS, **grouped)
     return out.where(fits, torch.nan).view(q.shape[0], tokens, *out.shape[1:]).transpose(1, 2)
 
 
@@ -70,7 +80,7 @@ def _begins(documents: Tensor) -> Tensor:
 
 
 def _ends(documents: Tensor, places: int) -> tuple[Tensor, Tensor]:
-    """Where ``places`` documents begin, the last ones empty, and where all end [places + 1] int32; and whether there are no more."""
+    """Where ``places`` documents begin, the last ones empty, and all end, [places + 1] int32; and whether there are no more."""
     begins = _begins(documents).flatten()
     number = begins.cumsum(0) - begins.long()  # of the document that begins here
     ends = torch.full((places + 2,), len(begins), dtype=torch.int32, device=documents.device)
@@ -80,13 +90,3 @@ def _ends(documents: Tensor, places: int) -> tuple[Tensor, Tensor]:
     return whole, whole[-1] == len(begins)
 
 
-def _grouped(q: Tensor, k: Tensor) -> dict[str, Any]:
-    return {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
-
-
-try:
-    from torch.nn.attention.varlen import varlen_attn as _VARLEN  # noqa: N812
-except ImportError:
-    _VARLEN = None  # type: ignore[assignment]
-_KNOWN = inspect.signature(_VARLEN).parameters if _VARLEN is not None else {}
-_WORDS: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in _KNOWN else {"is_causal": True}

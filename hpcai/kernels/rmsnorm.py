@@ -18,8 +18,8 @@ _CPU = 1 << 18  # bytes of one tensor that a CPU computes with at a time: four o
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5, narrow: bool = False) -> Tensor:
-    """x [..., C], weight [C] -> [..., C], contiguous, of the dtype of ``x``; with ``narrow`` inside autocast of autocast's, for what
-    only products read. float64 stays float64."""
+    """x [..., C], weight [C] -> [..., C], contiguous, of the dtype of ``x``; inside autocast with ``narrow`` of autocast's, for
+    what only products read. float64 stays float64."""
     dtype = _narrow(x) if narrow else x.dtype
     if torch.compiler.is_compiling():
         return plain(x, weight, eps).to(dtype)

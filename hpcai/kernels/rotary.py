@@ -1,7 +1,7 @@
 """Rotations of queries and keys by their positions (Su et al. 2021): each channel with the one half of the channels on.
 
-On CUDA one Triton kernel turns both (``rotary_triton``); elsewhere the twin in this file. The gradient is turned back, so nothing is
-kept but cosines and sines, which all layers share.   B texts, T tokens, H heads, D channels of a head.
+On CUDA one Triton kernel turns both (``rotary_triton``); elsewhere the twin in this file. The gradient is turned back, so nothing
+is kept but cosines and sines, which all layers share.   B texts, T tokens, H heads, D channels of a head.
 """
 
 from typing import Any
@@ -43,7 +43,8 @@ class _Rotation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _turned(grad, *ctx.saved_tensors, -1), None, None
+        cosines, sines = ctx.saved_tensors
+        return _turned(grad, cosines, sines, -1), None, None
 
 
 def _turned(x: Tensor, cosines: Tensor, sines: Tensor, sign: int) -> Tensor:

@@ -78,7 +78,8 @@ class _Rotation(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, by_q: Tensor, by_k: Tensor) -> Any:
-        return *_turned(by_q, by_k, *ctx.saved_tensors, -1), None, None
+        cosines, sines = ctx.saved_tensors
+        return *_turned(by_q, by_k, cosines, sines, -1), None, None
 
 
 def rotated(q: Tensor, k: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,8 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[Tensor, ...
     "gelu": (activations.gelu, tanh, (3 * draw(4, 11).T,)),
     "queries": (
         lambda q, k: rotary.rotated(q, k, ANGLE.cos(), ANGLE.sin()),
-        lambda q, k: tuple(rotary.plain(x, ANGLE.cos(), ANGLE.sin()) for x in (q, k)), (draw(2, 3, 5, 6), draw(2, 5, 1, 6).transpose(1, 2)),
+        lambda q, k: tuple(rotary.plain(x, ANGLE.cos(), ANGLE.sin()) for x in (q, k)),
+        (draw(2, 3, 5, 6), draw(2, 5, 1, 6).transpose(1, 2)),
     ),
 }  # fmt: skip
 
