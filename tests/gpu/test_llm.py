@@ -1,54 +1,114 @@
-"""Text from a language model on a GPU: recorded steps say what others say, and the host waits for nothing but tokens."""
+"""One GPU: kernels of language models, their training step captured and not, and rows of several documents."""
 
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor
 
-from hpcai.models.llm import LLM, LLMConfig, SamplingConfig, complete, generate
-from tests.gpu.machine import DEVICE, GRAPH, nothing_waits
+from hpcai import dist
+from hpcai.kernels import activations, compiler, documents, rmsnorm, rotary
+from hpcai.models import llm
+from hpcai.models.llm import LLM, Batch, LLMConfig
+from hpcai.settings import StepConfig
+from hpcai.train.step import Step
+from tests.gpu.machine import DEVICE, GPU, GRAPH, ON_GPU, cuda_alone, nothing_waits, precisely
 
-LLAMA: dict[str, Any] = {
-    "vocabulary": 320, "width": 128, "layers": 2, "heads": 4, "key_heads": 2, "inner": 192, "positions": 400,
-}  # fmt: skip
-GPT: dict[str, Any] = {**LLAMA, "key_heads": 4, "rotary": None, "norm": "layer", "feed": "gelu", "bias": True, "tied": True}
-PROMPTS = [[1, 2, 3], [7], [4, 4, 9, 0, 11, 13, 5] * 3]
-WAYS = [
-    SamplingConfig(most=200), SamplingConfig(most=200, temperature=1.2, top_k=50, top_p=0.95, min_p=0.01, repetition=1.1),
-]  # fmt: skip
+pytestmark = pytest.mark.skipif(ON_GPU and compiler.MISSING is not None, reason=f"kernels cannot be made: {compiler.MISSING}")
+LLAMA: dict[str, Any] = {"vocabulary": 90, "width": 64, "layers": 2, "heads": 4, "key_heads": 2, "inner": 96, "positions": 64}
+GPT = {**LLAMA, "key_heads": 4, "rotary": None, "norm": "layer", "feed": "gelu", "bias": True, "tied": True}
+MODELS = {"llama": LLAMA, "gpt": GPT}
 
 
-def model_of(sizes: dict[str, Any]) -> LLM:
+@cuda_alone  # elsewhere Triton's interpreter has run these cases
+def test_the_kernels_are_their_formulas() -> None:
+    from tests.slow import formulas
+
+    for shape, (x, y), learns in product(formulas.ROOTS, formulas.KINDS, (True, False)):
+        formulas.root(shape, x, y, GPU, learns)
+    for shape, kind in product(((3, 7, 88), (5, 77), (1,), (0, 8), (64, 4096)), formulas.ULP):
+        formulas.swiglu(shape, kind, GPU)
+    for case, kind, of, each in product(formulas.TURNS, formulas.ULP, formulas.ULP, (True, False)):
+        formulas.rotation(case, kind, of, each, GPU)
+
+
+def computed() -> list[Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    x, up, weight = (torch.randn(shape, generator=draw).to(DEVICE).requires_grad_() for shape in ((3, 40, 64), (3, 40, 64), (64,)))
+    q, k = (torch.randn(3, 40, heads, 16, generator=draw).to(DEVICE).transpose(1, 2).requires_grad_() for heads in (4, 2))
+    angle = torch.randn(1, 40, 8, generator=draw).repeat(1, 1, 2).to(DEVICE)
+    y = activations.gelu(activations.swiglu(rmsnorm.rms_norm(x, weight), up))
+    turned = rotary.rotated(q, k, angle.cos(), angle.sin())
+    total = y.square().sum() + sum(one.pow(3).sum() for one in turned)
+    return [y, *turned, *torch.autograd.grad(total, (x, up, weight, q, k))]
+
+
+def test_without_a_compiler_the_twins_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    precisely()
+    by_kernels = computed()
+    monkeypatch.setattr(compiler, "MISSING", "there is no gcc")
+    for found, expected in zip(computed(), by_kernels, strict=True):
+        assert float((found - expected).detach().norm()) <= 4e-5 * float(expected.detach().norm())
+
+
+def batch(seed: int, packed: bool = False) -> Batch:
+    draw = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, LLAMA["vocabulary"], (2, 65), generator=draw)
+    rows = (torch.rand(2, 65, generator=draw) < 0.1).cumsum(1)
+    return Batch(tokens.to(DEVICE), rows.to(DEVICE) if packed else None)
+
+
+def new_step(model: str, recompute: str = "none", **words: Any) -> Step:
     torch.manual_seed(0)
-    model = LLM(LLMConfig(**sizes))
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.1)
-    return model.to(DEVICE)
+    cfg = LLMConfig(**MODELS[model], recompute=recompute)
+    return Step(LLM(cfg), llm.loss, StepConfig(lr=1e-3, clip=1.0, **words), dist.alone(DEVICE), graph=GRAPH)
 
 
-@pytest.mark.parametrize("cfg", WAYS, ids=["greedy", "drawn"])
-@pytest.mark.parametrize("sizes", [LLAMA, GPT], ids=["llama", "gpt"])
-def test_recorded_steps_say_what_others_say(sizes: dict[str, Any], cfg: SamplingConfig) -> None:
-    model = model_of(sizes).double()
-    right = complete(model, PROMPTS, cfg, seed=3, capture=False)
-    assert complete(model, PROMPTS, cfg, seed=3, graph=GRAPH) == right
-    assert complete(model.cpu(), PROMPTS, cfg, seed=3) == right
+def mean(values: dict[str, Any]) -> float:
+    total, count = values["loss"]
+    return float(total) / float(count)
 
 
-@pytest.mark.parametrize("narrow", ["weights", "autocast"])
-def test_a_step_that_is_recorded_waits_for_nothing(narrow: str) -> None:
-    model = model_of(LLAMA)
-    if narrow == "weights":
-        model.bfloat16()
-    with torch.autocast(DEVICE.type, torch.bfloat16, enabled=narrow == "autocast"):
-        given = generate(model, PROMPTS, WAYS[1], seed=3, graph=GRAPH)
-        next(given)
-    for _ in range(9):
-        next(given)
-    assert any(given._graphs.values()) and given._span(given.longest + given.launched) in given._graphs
+@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=cuda_alone)], ids=["texts", "documents"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-params"])
+@pytest.mark.parametrize("model", MODELS)
+def test_captured_is_eager_whatever_is_computed_again(model: str, precision: str, packed: bool) -> None:
+    precisely()
+    steps = [new_step(model, precision=precision), *(
+        new_step(model, again, precision=precision, capture="whole") for again in ("none", "selective", "layers")
+    )]  # fmt: skip
+    for i in range(5):
+        losses = [mean(step(batch(i, packed))) for step in steps]
+        assert losses[1:] == pytest.approx(losses[:1] * 3, rel=1e-4 if precision == "fp32" else 1e-2)
+    assert all(step._capture is not None and step._capture.recorded() == 1 for step in steps[1:])
+
+
+@cuda_alone
+def test_documents_wait_for_nothing_and_are_those_of_a_mask() -> None:
+    draw = torch.Generator(GPU).manual_seed(0)
+    leaves = [
+        torch.randn(3, 500, heads, 64, device=GPU, generator=draw, dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
+        for heads in (8, 2, 2)
+    ]  # fmt: skip
+    rows = (torch.rand(3, 500, device=GPU, generator=draw) < 0.03).cumsum(1)
+    weight = torch.randn(3, 8, 500, 64, device=GPU, generator=draw, dtype=torch.bfloat16)
     with nothing_waits():
-        given._launch()
-    rest = list(given)
-    assert len(rest) == 190 and all(token is not None and 0 <= token < 320 for row in rest for token in row)
-    assert not given._graphs and all(given.ended)
+        found = documents.attend(*leaves, rows)
+        found = [found, *torch.autograd.grad(found, leaves, weight)]
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    expected = documents.plain(*wide, rows)
+    for ours, theirs in zip(found, [expected, *torch.autograd.grad(expected, wide, weight.double())], strict=True):
+        assert float((ours.double() - theirs).detach().norm()) <= 1e-2 * float(theirs.detach().norm())
+    many = torch.arange(500, device=GPU).expand(3, -1)
+    assert documents.attend(*leaves, many).isnan().all(), "more documents than there is room for"
+
+
+@cuda_alone
+def test_documents_make_no_mask() -> None:
+    leaves = [torch.randn(1, 8192, 4, 64, device=GPU, dtype=torch.bfloat16).transpose(1, 2).requires_grad_() for _ in range(3)]
+    rows = (torch.arange(8192, device=GPU) // 700)[None]
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    documents.attend(*leaves, rows).sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < 8192 * 8192 // 2, "half of one byte for each pair of tokens"

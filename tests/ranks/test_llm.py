@@ -30,7 +30,8 @@ STEPS = 2
 LLAMA = {"vocabulary": 25, "width": 16, "layers": 4, "heads": 4, "key_heads": 2, "inner": 24, "positions": 16}
 GPT = {**LLAMA, "key_heads": 4, "rotary": None, "norm": "layer", "feed": "gelu", "bias": True, "tied": True}
 MODELS: dict[str, dict[str, Any]] = {
-    "llama": LLAMA, "tied": {**LLAMA, "tied": True, "recompute": "layers"}, "gpt": GPT, "one key": {**LLAMA, "key_heads": 1},
+    "llama": LLAMA, "tied": {**LLAMA, "tied": True, "recompute": "layers"}, "gpt": {**GPT, "recompute": "selective"},
+    "one key": {**LLAMA, "key_heads": 1, "recompute": "selective"},
 }  # fmt: skip
 MESHES = [
     {"tensor": 2}, {"tensor": 4}, {"replicate": 2, "tensor": 2}, {"context": 2}, {"context": 4}, {"context": 2, "tensor": 2},

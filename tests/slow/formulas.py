@@ -1,4 +1,4 @@
-"""What the Triton kernels of layer norms and gates must be, from float64: cases of a table, on a GPU or in Triton's interpreter.
+"""What the Triton kernels of norms, gates, activations and rotations must be, from float64, on a GPU or in Triton's interpreter.
 
 ``norm(case, x, y, device)`` and ``gates(case, kind, device)`` raise AssertionError; the cases are keys of ``NORMS`` and ``GATES``,
 ``KINDS`` the dtypes of a norm's input and result. They call the kernels themselves, not what chooses them.
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpcai.kernels import gates_triton, layernorm_triton
+from hpcai.kernels import activations_triton, gates_triton, layernorm_triton, rmsnorm_triton, rotary_triton
 
 ULP = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7}  # the interpreter truncates to bfloat16
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -167,3 +167,72 @@ def halves(kind: torch.dtype, device: str) -> None:
         assert out.is_contiguous() and torch.equal(out, expected)
         (found,) = torch.autograd.grad(out, xg, dy)
         assert found.is_contiguous() and torch.equal(found, torch.cat(torch.autograd.grad(expected, (x, g), dy), 1))
+
+
+ROOTS = (3, 33, 128), (128, 64), (5, 384), (2, 19, 23), (70, 1), (2,), (0, 16), (3, 8192), (9, 5120)
+
+
+def root(shape: tuple[int, ...], x: torch.dtype, y: torch.dtype, device: str, learns: bool = True) -> None:
+    """A norm by the root of the mean square, of a weight that is learnt or not."""
+    draw = _draw(device)
+    given, weight, dy = (3 * draw(*shape)).to(x), draw(shape[-1]), draw(*shape).to(y)
+
+    def learnt() -> list[Tensor]:
+        leaves = [given.detach().requires_grad_(), weight.detach().requires_grad_(learns)]
+        out = rmsnorm_triton.rms_norm(*leaves, 1e-5, y)
+        return [out.detach(), *torch.autograd.grad(out, leaves[: 1 + learns], dy)]
+
+    found = learnt()
+    assert all(torch.equal(one, other) for one, other in zip(found, learnt(), strict=True)), "the same bits twice"
+    out, dx, *by_weight = found
+    assert out.dtype == y and dx.dtype == x and out.is_contiguous() and dx.is_contiguous()
+    with torch.no_grad():
+        assert torch.equal(rmsnorm_triton.rms_norm(given, weight, 1e-5, y), out), "nothing kept, the same result"
+    X, W, D = (t.double() for t in (given, weight, dy))
+    rstd = (X.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+    N, G = X * rstd, D * W
+    _near("y", out, W * N, (W * N).abs())
+    sizes = G.abs() + N.abs() * (G * N).abs().mean(-1, keepdim=True)
+    _near("dx", dx, rstd * (G - N * (G * N).mean(-1, keepdim=True)), rstd * sizes)
+    if learns:
+        N, D = N.reshape(-1, shape[-1]), D.view(-1, shape[-1])
+        _near("by weight", by_weight[0], (D * N).sum(0), (D * N).abs().sum(0))
+
+
+def swiglu(shape: tuple[int, ...], kind: torch.dtype, device: str) -> None:
+    draw = _draw(device)
+    g, x, dy = (3 * draw(*shape).to(kind) for _ in range(3))
+    leaves = [t.requires_grad_() for t in (g, x)]
+    out = activations_triton.swiglu(*leaves)
+    found = [out.detach(), *torch.autograd.grad(out, leaves, dy)]
+    assert all(t.is_contiguous() and t.dtype == kind for t in found)
+    X, G, D = (t.detach().double() for t in (x, g, dy))
+    S = G.sigmoid()
+    for name, ours, theirs in zip(("y", "dg", "dx"), found, (X * G * S, D * X * S * (1 + G * (1 - S)), D * G * S)):
+        _near(name, ours, theirs, theirs.abs() + (D * X * S * (1 + G.abs())).abs() * (name == "dg"))
+
+
+# B texts, H heads of queries and of keys, T tokens, D channels; whether the heads of a token are beside each other.
+TURNS = (2, 4, 2, 37, 16, True), (1, 3, 3, 70, 64, False), (3, 2, 1, 1, 6, True), (2, 1, 1, 129, 128, True), (1, 2, 1, 9, 2, False)
+
+
+def rotation(case: tuple[int, int, int, int, int, bool], kind: torch.dtype, of: torch.dtype, each: bool, device: str) -> None:
+    """Angles in ``of``, of ``each`` text or the same for all; the gradient is turned back."""
+    B, Q, K, T, D, beside = case
+    draw = _draw(device)
+
+    def heads(count: int) -> Tensor:
+        return draw(B, T, count, D).transpose(1, 2).to(kind) if beside else draw(B, count, T, D).to(kind)
+
+    q, k, dq, dk = heads(Q), heads(K), heads(Q), heads(K)
+    angle = draw(B if each else 1, T, D // 2).repeat(1, 1, 2)
+    cosines, sines = angle.cos().to(of), angle.sin().to(of)
+    leaves = [t.detach().requires_grad_() for t in (q, k)]
+    out = rotary_triton.rotated(*leaves, cosines, sines)
+    gradients = torch.autograd.grad(out, leaves, (dq, dk))
+    C, S = cosines.double()[:, None], sines.double()[:, None]
+    for given, found, sign in ((q, out[0], 1), (k, out[1], 1), (dq, gradients[0], -1), (dk, gradients[1], -1)):
+        first, second = given.double().chunk(2, -1)
+        crossed = torch.cat((-second, first), -1)
+        assert found.dtype == kind and found.transpose(1, 2).is_contiguous()
+        _near("turned", found.detach(), given.double() * C + sign * crossed * S, (given.double() * C).abs() + (crossed * S).abs())

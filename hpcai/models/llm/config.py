@@ -60,8 +60,9 @@ class LLMConfig(Settings):
     deviation: Length = 0.02
     """of the first weights"""
     dropout: Rate = 0.0
-    recompute: Literal["none", "layers"] = "none"
-    """layers: each keeps its input alone until the backward pass"""
+    recompute: Literal["none", "selective", "layers"] = "none"
+    """what is computed again for the backward pass instead of kept. selective: norms, rotations and activations; layers: all of
+    each, which keeps its input alone"""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

@@ -16,7 +16,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hpcai.errors import DataError
+from hpcai.kernels.activations import gelu, swiglu
+from hpcai.kernels.documents import attend
+from hpcai.kernels.rmsnorm import rms_norm
+from hpcai.kernels.rotary import rotated
 from hpcai.models.llm.config import LLMConfig, RotaryConfig
+from hpcai.nn.again import again, cheap
 from hpcai.nn.head import Head
 from hpcai.nn.layernorm import LayerNorm
 from hpcai.nn.seam import Seam
@@ -24,15 +29,14 @@ from hpcai.nn.weights import Portable
 
 
 class RMSNorm(nn.Module):
-    """w x / sqrt(mean(x^2) + eps) in float32 at least (Zhang and Sennrich 2019).   x [..., C] -> the same"""
+    """w x / sqrt(mean(x^2) + eps) (Zhang and Sennrich 2019), as products read it.   x [..., C] -> the same"""
 
     def __init__(self, channels: int, eps: float) -> None:
         super().__init__()
         self.eps, self.weight = eps, nn.Parameter(torch.ones(channels))
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return (self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps))).to(x.dtype)
+        return rms_norm(x, self.weight, self.eps, narrow=True)
 
 
 class Causal(nn.Module):
@@ -42,10 +46,10 @@ class Causal(nn.Module):
     """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
-        mask, new, before = None, q.shape[2], k.shape[2] - q.shape[2]
         if documents is not None:
-            mask = (documents[:, None, before:, None] == documents[:, None, None, :]).tril(before)
-        elif before and new > 1:
+            return attend(q, k, v, documents)
+        mask, new, before = None, q.shape[2], k.shape[2] - q.shape[2]
+        if before and new > 1:
             mask = torch.ones(new, before + new, dtype=torch.bool, device=q.device).tril(before)
         causal = mask is None and new > 1
         return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=k.shape[1] != q.shape[1])
@@ -67,7 +71,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, turn: tuple[Tensor, Tensor] | None, documents: Tensor | None = None) -> Tensor:
         q, k, v = (part(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for part in (self.q_proj, self.k_proj, self.v_proj))
         if turn is not None:
-            q, k = rotated(q, *turn), rotated(k, *turn)
+            q, k = cheap(rotated, q, k, *turn)
         if self.remember is not None:
             k, v = self.remember(k, v)
         return self.o_proj(self.attend(q, k, v, documents).transpose(1, 2).flatten(2))
@@ -82,7 +86,7 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(cfg.inner, cfg.width, cfg.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(cheap(swiglu, self.gate_proj(x), self.up_proj(x)))
 
 
 class GELU(nn.Module):
@@ -93,7 +97,7 @@ class GELU(nn.Module):
         self.up_proj, self.down_proj = nn.Linear(cfg.width, cfg.inner, cfg.bias), nn.Linear(cfg.inner, cfg.width, cfg.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.gelu(self.up_proj(x), approximate="tanh"))
+        return self.down_proj(cheap(gelu, self.up_proj(x)))
 
 
 class Layer(nn.Module):
@@ -106,8 +110,8 @@ class Layer(nn.Module):
         self.drop = nn.Dropout(cfg.dropout)
 
     def forward(self, x: Tensor, turn: tuple[Tensor, Tensor] | None, documents: Tensor | None = None) -> Tensor:
-        x = x + self.drop(self.self_attn(self.input_layernorm(x), turn, documents))
-        return x + self.drop(self.mlp(self.post_attention_layernorm(x)))
+        x = x + self.drop(self.self_attn(cheap(self.input_layernorm, x), turn, documents))
+        return x + self.drop(self.mlp(cheap(self.post_attention_layernorm, x)))
 
 
 class Positions(nn.Embedding):
@@ -194,7 +198,8 @@ class LLM(Portable):
         for layer in self.model.layers:
             if self.cfg.recompute == "layers" and torch.is_grad_enabled():
                 x = checkpoint(layer, x, turn, documents, use_reentrant=False)
-            else:
+                continue
+            with again(self.cfg.recompute == "selective"):
                 x = layer(x, turn, documents)
         return self.lm_head(self.model.norm(x), targets)
 
@@ -230,11 +235,5 @@ def angles(cfg: RotaryConfig, size: int, positions: Tensor, dtype: torch.dtype) 
         return turned.cos().to(dtype), turned.sin().to(dtype)
 
 
-def rotated(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Each channel turned with that half of the channels on.   x [B, H, T, D]"""
-    first, second = x.chunk(2, -1)
-    return x * cosines[:, None].to(x.dtype) + torch.cat((-second, first), -1) * sines[:, None].to(x.dtype)
-
-
 def _norm(cfg: LLMConfig) -> nn.Module:
-    return RMSNorm(cfg.width, cfg.eps) if cfg.norm == "rms" else LayerNorm(cfg.width, eps=cfg.eps)
+    return RMSNorm(cfg.width, cfg.eps) if cfg.norm == "rms" else LayerNorm(cfg.width, eps=cfg.eps, narrow=True)

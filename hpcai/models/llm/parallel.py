@@ -48,7 +48,7 @@ def parallelize(model: LLM, mesh: Mesh) -> LLM:
     if context.size > 1:
         model.own, model.total = Own(context, 1), Total(context)
         for layer in layers:
-            layer.self_attn.attend = CausalContext(context, again=cfg.recompute == "none")
+            layer.self_attn.attend = CausalContext(context, again=cfg.recompute != "layers")
         sum_over(model, context)
     return model
 

@@ -1,0 +1,85 @@
+# mypy: disable-error-code="no-untyped-def"
+"""The Triton kernels behind ``swiglu``, in float32 arithmetic: one each way, which read and write every value once.
+
+Of 8,192 tokens of 14,336 channels in bf16 the forward pass moves 672 MiB and the backward pass 1,120; operations of torch, with a
+tensor between them, move 1,120 and 1,792, and keep silu(gate) besides.
+"""
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+TILE, WARPS = 4096, 8  # 16 values a thread of each tensor, as in gates_triton
+
+_jit = triton.jit(do_not_specialize=["count"])
+
+
+@triton.jit
+def _tile(count, UNIT: tl.constexpr, TILE: tl.constexpr):
+    """``count`` is in units, so that the compiler knows of which number of values loads are multiples."""
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    return at, at < count.to(tl.int64) * UNIT
+
+
+@_jit
+def _forward(x_, g_, y_, count, UNIT: tl.constexpr, TILE: tl.constexpr):
+    at, exists = _tile(count, UNIT, TILE)
+    x = tl.load(x_ + at, exists, other=0.0).to(tl.float32)
+    g = tl.load(g_ + at, exists, other=0.0).to(tl.float32)
+    tl.store(y_ + at, (x * g * tl.sigmoid(g)).to(y_.dtype.element_ty), exists)
+
+
+@_jit
+def _backward(dy_, x_, g_, dx_, dg_, count, UNIT: tl.constexpr, TILE: tl.constexpr):
+    at, exists = _tile(count, UNIT, TILE)
+    x = tl.load(x_ + at, exists, other=0.0).to(tl.float32)
+    g = tl.load(g_ + at, exists, other=0.0).to(tl.float32)
+    dy = tl.load(dy_ + at, exists, other=0.0).to(tl.float32)
+    s = tl.sigmoid(g)
+    tl.store(dx_ + at, (dy * g * s).to(dx_.dtype.element_ty), exists)
+    tl.store(dg_ + at, (dy * x * s * (1.0 + g * (1.0 - s))).to(dg_.dtype.element_ty), exists)
+
+
+def _words(x: Tensor) -> dict[str, Any]:
+    unit = 8 if x.numel() % 8 == 0 else 1  # 16 bytes of a 16-bit type
+    return {"count": x.numel() // unit, "UNIT": unit, "TILE": TILE, "num_warps": WARPS}
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        y = torch.empty_like(up)
+        with torch.cuda.device_of(up):
+            _forward[(triton.cdiv(up.numel(), TILE),)](up, gate, y, **_words(up))
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        gate, up = ctx.saved_tensors
+        by_gate, by_up = torch.empty_like(gate), torch.empty_like(up)
+        with torch.cuda.device_of(up):
+            _backward[(triton.cdiv(up.numel(), TILE),)](grad.contiguous(), up, gate, by_up, by_gate, **_words(up))
+        return by_gate, by_up
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up, contiguous, of two tensors of one shape."""
+    if gate.shape != up.shape:  # a kernel would read past the end
+        raise ValueError(f"gate has shape {list(gate.shape)}, up {list(up.shape)}; expected the same")
+    return _SwiGLU.apply(gate.contiguous(), up.contiguous())
+
+
+def variants() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any], dict[str, Any]]]:
+    """(name, kernel, signature, constexprs, options) of what language models launch, for compilation ahead of time."""
+    for kernel, kind in product((_forward, _backward), ("bf16", "fp32")):
+        fixed = {"UNIT": 8, "TILE": TILE}
+        types = {n: f"*{kind}" if n[-1] == "_" else "i32" for n in kernel.arg_names}
+        yield f"{kernel.fn.__name__} {kind}", kernel, types | dict.fromkeys(fixed, "constexpr"), fixed, {"num_warps": WARPS}

@@ -1,0 +1,62 @@
+"""The Triton kernels of language models (root norms, rotations, SwiGLU): in Triton's interpreter they are the formulas, and they
+compile for A100, H100 and B200."""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed: the CUDA kernels are NOT tested")
+
+from tests.slow.programs import ARCHITECTURES, run
+from tests.slow.test_layernorm_triton import COMPILED
+
+pytestmark = pytest.mark.slow
+
+FORMULAS = """
+import torch, triton
+from hpcai.kernels import activations_triton, rmsnorm_triton, rotary_triton
+from tests.slow import formulas
+for number, shape in enumerate(formulas.ROOTS):
+    rmsnorm_triton.PROGRAMS = (2, 528, 3)[number % 3]
+    rmsnorm_triton.TILE = (256, 4096)[number % 2]
+    for x, y in (formulas.KINDS[number % 3], formulas.KINDS[3]):
+        formulas.root(shape, x, y, "cpu", learns=number % 4 != 3)
+rotary_triton.PAIRS = 512
+for number, case in enumerate(formulas.TURNS):
+    for kind, of in ((torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32)):
+        formulas.rotation(case, kind, of, number % 2 == 0, "cpu")
+activations_triton.TILE = 512
+for shape in ((3, 7, 88), (5, 77), (1,), (0, 8)):
+    for kind in (torch.float32, torch.bfloat16):
+        formulas.swiglu(shape, kind, "cpu")
+q, a = torch.ones(2, 3, 5, 4), torch.ones(1, 5, 4)
+for wrong in (
+    lambda: rmsnorm_triton.rms_norm(torch.ones(3, 8), torch.ones(9), 1e-5, torch.float32),
+    lambda: activations_triton.swiglu(torch.ones(3, 8), torch.ones(4, 8)),
+    lambda: rotary_triton.rotated(q, q[:, :, :4], a, a),
+    lambda: rotary_triton.rotated(q, q, a[:, :4], a[:, :4]),
+):
+    try:
+        wrong()
+    except ValueError as error:
+        assert "expected" in str(error)
+    else:
+        raise AssertionError("a kernel read past an end")
+print("all formulas")
+"""
+
+
+def test_kernels_are_the_formulas_over_shapes_strides_and_types() -> None:
+    assert "all formulas" in run(FORMULAS, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+
+
+@pytest.mark.parametrize("module, most, count", [
+    ("rmsnorm_triton", ("64", "128"), 24), ("rotary_triton", ("0", "0", "96"), 6), ("activations_triton", ("64", "80"), 4),
+])  # fmt: skip
+@pytest.mark.parametrize("arch, name", ARCHITECTURES)
+def test_every_kernel_compiles_without_spills_and_atomics_and_moves_vectors(
+    tmp_path: Path, arch: str, name: str, module: str, most: tuple[str, ...], count: int,
+) -> None:  # fmt: skip
+    words = str(tmp_path / "cubin"), f"hpcai.kernels.{module}", arch, *most
+    print(made := run(COMPILED, *words, TRITON_CACHE_DIR=str(tmp_path)))
+    assert made.count(f"{name}|") == count

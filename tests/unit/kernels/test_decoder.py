@@ -1,0 +1,180 @@
+"""What a decoder of text is made of: the twins are the formulas, which form runs where, and what is kept."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hpcai import kernels
+from hpcai.kernels import activations, compiler, documents, rmsnorm, rotary
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def draw(*shape: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(shape)))
+
+
+def tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+ANGLE = draw(2, 5, 3).repeat(1, 1, 2)
+CASES: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[Tensor, ...]]] = {
+    "root norm": (rmsnorm.rms_norm, rmsnorm.plain, (draw(3, 4, 7).transpose(0, 1), draw(7))),
+    "swiglu": (activations.swiglu, activations.plain_swiglu, (draw(3, 9), draw(3, 9) + 1)),
+    "gelu": (activations.gelu, tanh, (3 * draw(4, 11).T,)),
+    "queries": (
+        lambda q, k: rotary.rotated(q, k, ANGLE.cos(), ANGLE.sin()),
+        lambda q, k: tuple(rotary.plain(x, ANGLE.cos(), ANGLE.sin()) for x in (q, k)),
+        (draw(2, 3, 5, 6), draw(2, 5, 1, 6).transpose(1, 2)),
+    ),
+}  # fmt: skip
+
+
+def every(found: Any) -> list[Tensor]:
+    return list(found) if isinstance(found, tuple) else [found]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_twin_is_the_formula_in_value_and_gradient(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (activations, rmsnorm):
+        monkeypatch.setattr(module, "_CPU", 64)  # several parts, of which the last is shorter
+    ours, theirs, given = CASES[case]
+    leaves = [x.detach().requires_grad_() for x in given]
+    for found, expected in zip(every(ours(*leaves)), every(theirs(*leaves)), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
+    assert torch.autograd.gradcheck(ours, leaves)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_half_precision_keeps_its_type_and_little_else(case: str) -> None:
+    ours, theirs, given = CASES[case]
+    leaves, kept = [x.bfloat16().requires_grad_() for x in given], []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):  # type: ignore[func-returns-value]
+        found = every(ours(*leaves))
+    gradients = torch.autograd.grad(sum(x.float().square().sum() for x in found), leaves)  # type: ignore[arg-type]
+    for one, expected in zip(found, every(theirs(*(x.detach().double() for x in leaves))), strict=True):
+        assert one.dtype == torch.bfloat16
+        torch.testing.assert_close(one.double(), expected, rtol=1.6e-2, atol=2e-2)
+    assert all(gradient.dtype == torch.bfloat16 for gradient in gradients)
+    given_it = {x.untyped_storage().data_ptr() for x in leaves}
+    new = {"root norm": 4 * 4 * 3, "queries": 2 * 8 * 2 * ANGLE.numel()}.get(case, 0)  # one number of each row; cosines and sines
+    assert sum(x.numel() * x.element_size() for x in kept if x.untyped_storage().data_ptr() not in given_it) <= new
+
+
+def test_norms_for_products_have_the_dtype_of_autocast() -> None:
+    x, weight = torch.ones(2, 6), torch.ones(6)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert rmsnorm.rms_norm(x, weight).dtype == torch.float32
+        assert rmsnorm.rms_norm(x, weight, narrow=True).dtype == torch.bfloat16
+        assert rmsnorm.rms_norm(x.double(), weight, narrow=True).dtype == torch.float64
+    assert rmsnorm.rms_norm(x, weight, narrow=True).dtype == torch.float32
+
+
+def test_a_weight_that_is_not_learnt_has_no_gradient() -> None:
+    x, weight = draw(3, 4).requires_grad_(), draw(4)
+    (found,) = torch.autograd.grad(rmsnorm.rms_norm(x, weight).sum(), x)
+    torch.testing.assert_close(found, torch.autograd.grad(rmsnorm.plain(x, weight).sum(), x)[0])
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Which kernels are asked for, as if every tensor lay on a GPU."""
+    found: list[str] = []
+
+    class Recorder:
+        @staticmethod
+        def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+            found.append("norm")
+            return rmsnorm.plain(x, weight, eps).to(dtype)
+
+        @staticmethod
+        def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+            found.append("swiglu")
+            return gate
+
+        @staticmethod
+        def rotated(q: Tensor, k: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor]:
+            found.append("rotation")
+            return q, k
+
+    monkeypatch.setattr(compiler, "takes", lambda x: True)
+    for name in ("rmsnorm_triton", "activations_triton", "rotary_triton"):
+        monkeypatch.setattr(kernels, name, Recorder, raising=False)
+    return found
+
+
+def test_kernels_get_what_they_have(asked: list[str]) -> None:
+    def all_of(dtype: torch.dtype, channels: int = 6) -> None:
+        x = torch.ones(1, 1, 2, channels, dtype=dtype)
+        rmsnorm.rms_norm(x, x[0, 0, 0]), activations.swiglu(x, x), rotary.rotated(x, x, x[0], x[0])
+
+    all_of(torch.float64), all_of(torch.float16)
+    rmsnorm.rms_norm(torch.ones(2, 8193), torch.ones(8193))
+    one = torch.ones(1, 1, 2, 6)
+    activations.swiglu(one, one.bfloat16()), rotary.rotated(one, one.bfloat16(), one[0], one[0])
+    assert not asked, "the twin's"
+    all_of(torch.float32), all_of(torch.bfloat16)
+    assert asked == ["norm", "swiglu", "rotation"] * 2
+
+
+def test_a_compiler_sees_operations_of_torch(asked: list[str]) -> None:
+    def run(x: Tensor, angle: Tensor) -> Tensor:
+        x = activations.swiglu(rmsnorm.rms_norm(x, x[0, 0, 0]), activations.gelu(x))
+        return torch.cat(rotary.rotated(x, x, angle.cos(), angle.sin()))
+
+    x, angle = torch.randn(1, 2, 3, 4), torch.randn(1, 3, 2).repeat(1, 1, 2)
+    expected = activations.plain_swiglu(rmsnorm.plain(x, x[0, 0, 0]), tanh(x))
+    expected = torch.cat([rotary.plain(expected, angle.cos(), angle.sin())] * 2)
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, angle), expected)
+    assert not asked
+
+
+ROWS = torch.tensor([[0, 0, 0, 1, 1, 4, 4, 4, 4], [2, 3, 3, 3, 3, 3, 3, 3, 3], [5, 5, 5, 5, 5, 5, 5, 5, 5]])
+
+
+@pytest.mark.parametrize("keys", [4, 2])
+@pytest.mark.parametrize("beside", [True, False])
+def test_documents_one_by_one_are_those_of_a_mask(keys: int, beside: bool) -> None:
+    q, k, v = (draw(3, 9, heads, 8).transpose(1, 2) + n for n, heads in enumerate((4, keys, keys)))
+    leaves = [(x if beside else x.contiguous()).detach().requires_grad_() for x in (q, k, v)]
+    found, expected = documents.attend(*leaves, ROWS), documents.plain(*leaves, ROWS)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    weight = draw(*found.shape)
+    for ours, theirs in zip(*(torch.autograd.grad(x, leaves, weight) for x in (found, expected)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_the_last_queries_of_more_keys_have_a_mask() -> None:
+    q, k, v = (draw(3, 2, 9, 4) + n for n in range(3))
+    torch.testing.assert_close(documents.attend(q[:, :, 6:], k, v, ROWS), documents.plain(q, k, v, ROWS)[:, :, 6:])
+
+
+def test_sequences_of_a_gpu_are_the_documents_and_too_many_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a double of torch's attention of sequences, which CUDA alone has."""
+    ends, fits = documents._ends(ROWS, 9)
+    assert ends.tolist() == [0, 3, 5, 9, 10, 18, 27, 27, 27, 27] and ends.dtype == torch.int32 and fits
+    assert documents._ends(ROWS, 6)[0].tolist() == [0, 3, 5, 9, 10, 18, 27] and documents._ends(ROWS, 6)[1]
+    assert not documents._ends(ROWS, 5)[1] and not documents._ends(ROWS, 3)[1]
+
+    def sequences(q: Tensor, k: Tensor, v: Tensor, begin: Tensor, same: Tensor, most: int, also: int, enable_gqa: bool = False,
+                  **words: Any) -> Tensor:  # fmt: skip
+        assert begin is same and most == also == 9 and words == {"window_size": (-1, 0)}
+        lengths = [*begin.diff().tolist(), len(q) - int(begin[-1])]
+        parts = zip(*(x.transpose(0, 1)[None].split(lengths, 2) for x in (q, k, v)))
+        outs = [F.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=enable_gqa) for part in parts if part[0].numel()]
+        return torch.cat(outs, 2)[0].transpose(0, 1)
+
+    monkeypatch.setattr(documents, "_VARLEN", sequences)
+    monkeypatch.setattr(compiler, "PLANNED", True)
+    q, k, v = (draw(3, 9, heads, 8).transpose(1, 2).bfloat16() + n for n, heads in enumerate((4, 2, 2)))
+    expected = documents.plain(*(x.double() for x in (q, k, v)), ROWS)
+    torch.testing.assert_close(documents.attend(q, k, v, ROWS).double(), expected, rtol=2e-2, atol=2e-2)
+    monkeypatch.setattr(documents, "room", lambda tokens: 1)
+    assert documents.attend(q, k, v, ROWS).isnan().all()
+    assert torch.equal(documents.attend(q.double(), k.double(), v.double(), ROWS), expected), "16 bits alone"

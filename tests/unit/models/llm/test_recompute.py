@@ -1,0 +1,70 @@
+"""What a layer of a language model keeps for the backward pass, and that gradients do not depend on it."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hpcai.models.llm import LLM, LLMConfig
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+LLAMA: dict[str, Any] = {"vocabulary": 11, "width": 32, "heads": 4, "key_heads": 2, "inner": 48, "positions": 16}
+GPT = {**LLAMA, "key_heads": 4, "rotary": None, "norm": "layer", "feed": "gelu", "bias": True, "tied": True, "inner": 128}
+WAYS = ("none", "selective", "layers")
+
+
+def learnt(changes: dict[str, Any], recompute: str, layers: int, packed: bool = True, **autocast: Any) -> tuple[list[Tensor], int]:
+    """Gradients, and bytes of what is kept but parameters."""
+    torch.manual_seed(0)
+    model, kept = LLM(LLMConfig(**changes, layers=layers, recompute=recompute)), dict[int, int]()
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    tokens = torch.randint(0, 11, (3, 17), generator=torch.Generator().manual_seed(1))
+    documents = (torch.arange(17) // 6).expand(3, -1)
+    every, inside = torch.autograd.graph.saved_tensors_hooks, list[Tensor]()
+
+    def note(x: Any) -> Any:
+        of = [x] if isinstance(x, Tensor) else [t for t in x[0].given if isinstance(t, Tensor)]  # of what a result is made
+        for tensor in of:
+            if tensor.untyped_storage().data_ptr() not in own:
+                inside.append(tensor)
+                kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        return x
+
+    class Noted(every):
+        """Those of the code under test, which hide the ones around them."""
+
+        def __init__(self, pack: Any, unpack: Any) -> None:
+            super().__init__(lambda x: note(pack(x)), unpack)
+
+    torch.autograd.graph.saved_tensors_hooks = Noted  # type: ignore[assignment,misc]
+    try:
+        with every(note, lambda x: x), torch.autocast("cpu", **{"enabled": False, **autocast}):
+            cost = model(tokens[:, :-1], tokens[:, 1:], documents=documents[:, :-1] if packed else None)
+    finally:
+        torch.autograd.graph.saved_tensors_hooks = every  # type: ignore[misc]
+    cost.sum().backward()
+    return [p.grad for p in model.parameters() if p.grad is not None], sum(kept.values())
+
+
+@pytest.mark.parametrize("autocast", [{}, {"enabled": True, "dtype": torch.bfloat16}], ids=["wide", "narrow"])
+@pytest.mark.parametrize("changes", [LLAMA, GPT, {**GPT, "dropout": 0.1}], ids=["llama", "gpt", "dropout"])
+def test_gradients_are_the_same_to_the_bit(changes: dict[str, Any], autocast: dict[str, Any]) -> None:
+    expected, _ = learnt(changes, "none", 2, **autocast)
+    for way in WAYS[1:]:
+        assert all(map(torch.equal, learnt(changes, way, 2, **autocast)[0], expected)), way
+
+
+@pytest.mark.parametrize("changes", [LLAMA, GPT], ids=["llama", "gpt"])
+def test_bytes_that_a_layer_keeps(changes: dict[str, Any]) -> None:
+    """In units of the channels of its tokens, beside some numbers of each row: means, deviations, sums of exponentials."""
+    found = {}
+    for way in WAYS:
+        two, three = (learnt(changes, way, layers, packed=False)[1] for layers in (2, 3))
+        found[way] = (three - two) / (3 * 16 * 32 * 4)
+    cfg = LLMConfig(**changes)
+    inner, keys = cfg.inner / cfg.width, cfg.keys * cfg.size / cfg.width
+    products = 2 + 1 + 2 * keys + 1 + inner * (2 if cfg.feed == "swiglu" else 1)  # sums; queries, keys, values; attention; gate, up
+    assert found["layers"] == 1
+    assert products <= found["selective"] <= products + 0.3
+    assert found["none"] - found["selective"] == pytest.approx(2 + inner), "two norms, and what the last product reads"

@@ -1,0 +1,98 @@
+"""Results that are made again: the same gradients to the bit, from less that is kept."""
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hpcai.nn.again import again, cheap
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def squashed(x: Tensor) -> Tensor:
+    squashed.calls += 1  # type: ignore[attr-defined]
+    return x * x.sigmoid()
+
+
+def turned(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    return x + y, x - y
+
+
+class Net(nn.Module):
+    """Three layers that read one cheap result, and one that reads two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.parts = nn.Linear(4, 6), nn.ModuleList(nn.Linear(6, 3) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = cheap(squashed, self.up(x))
+        a, b, c = (part(y) for part in self.parts)
+        a, b = cheap(turned, a, b)
+        return (a * b).tanh() @ c.T
+
+
+def learnt(wanted: bool, **autocast: Any) -> tuple[list[Tensor], int]:
+    squashed.calls = 0  # type: ignore[attr-defined]
+    net, x = Net(), torch.arange(20.0).view(5, 4) / 10
+    with torch.autocast("cpu", **{"enabled": False, **autocast}), again(wanted):
+        y = net(x)
+    y.float().square().sum().backward()
+    return [y.detach(), *(p.grad for p in net.parameters() if p.grad is not None)], squashed.calls  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("autocast", [{}, {"enabled": True, "dtype": torch.bfloat16}], ids=["wide", "narrow"])
+def test_gradients_are_the_same_to_the_bit_and_each_result_is_made_again_once(autocast: dict[str, Any]) -> None:
+    (found, calls), (expected, once) = learnt(True, **autocast), learnt(False, **autocast)
+    assert len(found) == 9 and all(map(torch.equal, found, expected))
+    assert calls == 2 and once == 1, "three layers read it"
+
+
+def test_a_result_is_neither_held_after_the_forward_pass_nor_after_the_backward_pass() -> None:
+    net, made = nn.Linear(4, 4), []
+
+    def noted(x: Tensor) -> Tensor:
+        y = x * 2
+        made.append(weakref.ref(y.untyped_storage()))
+        return y
+
+    up = nn.Linear(4, 4)
+    with again():
+        y = net(cheap(noted, up(torch.ones(3, 4))))
+    assert made[0]() is None, "after the forward pass"
+    y.sum().backward()
+    assert len(made) == 2 and made[1]() is None, "after the backward pass"
+
+
+def test_a_result_whose_reader_keeps_a_part_of_it() -> None:
+    x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+
+    def learnt(x: Tensor) -> Tensor:
+        with again():
+            y = cheap(torch.Tensor.mul, x, 3.0)
+            return (y[1:, ::2].T.exp() * y[0, 1]).sum() + (y * y).sum()
+
+    assert torch.autograd.gradcheck(learnt, (x,))
+
+
+def test_blocks_may_lie_within_each_other_and_nothing_outside_is_noted() -> None:
+    x = torch.randn(3, requires_grad=True)
+    with again(), again(False):
+        y = cheap(torch.sin, x)
+    with torch.no_grad(), again():
+        assert torch.equal(cheap(torch.sin, x), y) and torch.equal(cheap(torch.sin, x), y)
+
+
+def test_a_compiler_decides_by_itself() -> None:
+    net, x = Net(), torch.ones(5, 4)
+
+    def run(x: Tensor) -> Tensor:
+        with again():
+            return net(x)
+
+    compiled = torch.compile(run, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), net(x))
