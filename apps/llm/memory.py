@@ -1,0 +1,284 @@
+"""What a run of a language model needs of memory and of computation, from its settings alone. No torch here, so that it is told at
+once, and on a login node.
+
+    memory.parts(cfg, 64)       # bytes of the fullest of 64 processes, by what they are for
+    memory.refuse(cfg, mesh)    # before anything is allocated
+
+What lives is counted as it stands in the code of the layers (hpcai.models.llm), by bytes of a number and sizes; tests compare it with
+a recording of the step (hpcai.plan.paper). N tokens of a micro-batch that a process attends with, S those that it has between layers
+(fewer where ``tensor`` cuts the sequence), C channels, V words. Korthikanti et al. ("Reducing Activation Recomputation in Large
+Transformer Models", 2022) count the same for GPT's layers.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hpcai.dist.environment import place
+from hpcai.errors import LaunchError, MeshError
+
+if TYPE_CHECKING:
+    from apps.llm.settings import Config
+    from hpcai.dist import Mesh
+
+FULL = 0.92
+"""share of the room that tensors of a proposed run may take: fragments and libraries take the rest"""
+_LOGITS = 1 << 28  # bytes of float32 logits that a GPU computes at a time (hpcai.kernels.room)
+_FEW = 4  # ranks whose gradients are added up in bfloat16 (hpcai.parallel.replicate)
+_MOMENTS = {"adam": 2, "adamw": 2, "lamb": 3, "sgd": 1, "lars": 1}  # lamb's third is the direction
+
+
+class Weight(NamedTuple):
+    """A parameter of a process."""
+
+    count: int
+    ranks: int
+    """of a copy, over which its gradients are summed"""
+    layer: bool = True
+    """of a repeated layer"""
+    adapter: bool = False
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A mesh: how many processes along each axis."""
+
+    replicate: int
+    tensor: int
+    context: int
+    pipeline: int
+
+    @classmethod
+    def of(cls, cfg: "Config", world: int) -> "Sizes":
+        """Raises MeshError where the processes cannot be divided so."""
+        mesh = cfg.mesh
+        within, train = mesh.tensor * mesh.context * mesh.pipeline, world - mesh.evaluate
+        if train < within or train % within or mesh.replicate not in (-1, train // within):
+            raise MeshError(f"{world} processes cannot be mesh {mesh.model_dump()}: give a multiple of {within}, or other sizes")
+        return cls(train // within, mesh.tensor, mesh.context, mesh.pipeline)
+
+
+def parts(cfg: "Config", world: int) -> dict[str, float]:
+    """Bytes of the process that needs most, by what they are for; their sum is what lives at the fullest moment, at which the loss
+    head or a layer works. ``gathered``: weights that others hold (step.shard=weights). Buffers of CUDA's libraries are not in it.
+    """
+    sizes = Sizes.of(cfg, world)
+    return max((_of(cfg, sizes, rank) for rank in sorted({0, 1, sizes.pipeline - 1} & set(range(sizes.pipeline)))), key=_sum)
+
+
+def need(cfg: "Config", world: int) -> float:
+    """Bytes in all."""
+    return _sum(parts(cfg, world))
+
+
+def _sum(found: dict[str, float]) -> float:
+    return sum(found.values())
+
+
+# ---- what lives between steps
+
+
+def _of(cfg: "Config", sizes: Sizes, rank: int) -> dict[str, float]:
+    """``parts`` of one rank along the pipeline."""
+    own = list(_weights(cfg, sizes, rank))
+    found = _held(cfg, sizes, [one for one in own if not one.adapter], trained=cfg.lora is None)
+    found["adapters"] = _sum(_held(cfg, sizes, [one for one in own if one.adapter], trained=True))
+    moments = _moments(cfg, sizes, rank)
+    return found | max(moments, key=_sum) | _passing(cfg, sizes, own)
+
+
+def _held(cfg: "Config", sizes: Sizes, own: list[Weight], trained: bool) -> dict[str, float]:
+    """Weights, gradients in their buckets, and the optimizer's numbers (Rajbhandari et al., "ZeRO", SC20, table 1)."""
+    step, copies = cfg.step, sizes.replicate
+    narrow, wide = step.precision == "bf16-params", 8 if step.precision == "fp64" else 4
+    cut = step.shard if copies > 1 else "none"
+    share = 1 / ((step.shard_within or copies) if cut != "none" else 1)
+    count = sum(one.count for one in own)
+    weight = 2 if narrow and cut != "weights" else wide
+    updated = share if trained else 0.0
+    found = {"weights": weight * count * (share if cut == "weights" else 1), "gradients": 0.0}
+    for one in own if trained else ():
+        sums = 4 if narrow and (step.accumulate > 1 or copies * one.ranks > _FEW) else weight
+        found["gradients"] += sums * one.count * {"none": 1.0, "optimizer": 1 + share, "weights": share}[cut]
+    moment = 2 if step.moments == "bf16" else wide
+    kept = _MOMENTS[step.optimizer] - (step.optimizer in ("sgd", "lars") and not step.momentum)
+    every = wide + moment * (kept - 1) if step.optimizer == "lamb" else moment * kept
+    found["optimizer"] = count * updated * (every + (wide if weight == 2 else 0))  # with the master weights
+    found["average"] = count * updated * wide if step.average is not None else 0.0
+    return found
+
+
+def _weights(cfg: "Config", sizes: Sizes, rank: int) -> Iterator[Weight]:
+    """Parameters of a rank along the pipeline: Shoeybi et al. ("Megatron-LM", 2019) say which are cut over ``tensor``."""
+    m, n, c, bias = cfg.model, sizes.tensor, cfg.model.width, int(cfg.model.bias)
+    alone, within = sizes.context, max(n // m.keys, 1)  # ranks of a head of keys
+    whole, norm = alone * n, c * (2 if m.norm == "layer" else 1)
+    layers, first, last = _stage(cfg, sizes, rank)
+    queries, keys, inner, words = m.heads * m.size // n, m.keys * m.size * within // n, m.inner // n, -(-m.vocabulary // n)
+    linears = {"q_proj": (c, queries), "k_proj": (c, keys), "v_proj": (c, keys), "o_proj": (queries, c), "up_proj": (c, inner)}
+    linears |= {"down_proj": (inner, c)} | ({"gate_proj": (c, inner)} if m.feed == "swiglu" else {})
+    for _ in range(layers):
+        yield Weight(norm, whole)
+        yield Weight(norm, whole)
+        for name, (inputs, outputs) in linears.items():
+            shared = within if name in ("k_proj", "v_proj") else 1
+            yield Weight(inputs * outputs, alone * shared)
+            if bias:
+                yield Weight(outputs, whole if name in ("o_proj", "down_proj") else alone * shared)
+            if cfg.lora is not None and name in cfg.lora.targets:
+                into = name in ("o_proj", "down_proj")  # whose inputs are cut, others' outputs
+                yield Weight(cfg.lora.rank * inputs, alone if into else whole, adapter=True)
+                yield Weight(cfg.lora.rank * outputs, whole if into else alone * shared, adapter=True)
+    tied = 2 if m.tied and sizes.pipeline > 1 else 1  # on the first stage and the last
+    if first or (m.tied and last):
+        yield Weight(words * c, alone * tied, layer=False)
+    if first and m.rotary is None:
+        yield Weight(m.positions * c, whole, layer=False)
+    if last:
+        yield Weight(norm, whole, layer=False)
+    if last and not m.tied:
+        yield Weight(words * c, alone, layer=False)
+
+
+def _stage(cfg: "Config", sizes: Sizes, rank: int) -> tuple[int, bool, bool]:
+    """Layers of a rank along the pipeline, and whether it has the first and the last stage (hpcai.parallel.stages)."""
+    count = sizes.pipeline * (cfg.stages.per_rank if sizes.pipeline > 1 else 1)
+    fullest = sorted(range(count), key=lambda stage: (stage == count - 1, stage == 0))
+    each = [cfg.model.layers // count + (fullest.index(stage) < cfg.model.layers % count) for stage in range(count)]
+    own = [stage for stage in range(count) if _rank_of(cfg, sizes, stage) == rank]
+    return sum(each[stage] for stage in own), 0 in own, count - 1 in own
+
+
+def _rank_of(cfg: "Config", sizes: Sizes, stage: int) -> int:
+    turn, place = divmod(stage, sizes.pipeline)
+    return sizes.pipeline - 1 - place if turn % 2 and cfg.stages.schedule == "zero-bubble-v" else place
+
+
+# ---- what lives while a step goes on
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """Bytes of a number: of the hidden state, of products, of what norms and entropies compute with."""
+
+    hidden: int
+    product: int
+    wide: int
+    cast: bool
+    """whether weights are float32 and products bfloat16"""
+
+    @classmethod
+    def of(cls, cfg: "Config") -> "_Numbers":
+        hidden, product = {"fp32": (4, 4), "fp64": (8, 8), "bf16-params": (2, 2)}.get(cfg.step.precision, (4, 2))
+        return cls(hidden, product, max(hidden, 4), hidden != product)
+
+
+def _moments(cfg: "Config", sizes: Sizes, rank: int) -> list[dict[str, float]]:
+    """What lives beside weights at the moments at which most may live: forward and backward through the head, and backward through
+    the last layer."""
+    b, m, layers = _Numbers.of(cfg), cfg.model, _stage(cfg, sizes, rank)[0]
+    tokens = _rows(cfg, sizes) * tokens_of(cfg) // sizes.context
+    some = tokens // sizes.tensor
+    each, entered = _kept(cfg, sizes, tokens), b.hidden * m.width * some
+    kept = each if m.recompute == "none" else entered
+    flying = _flying(cfg, sizes, rank)
+    held = {"activations": layers * kept * flying}
+    copies = b.product * sum(w.count for w in _weights(cfg, sizes, rank) if w.layer) * b.cast
+    if sizes.pipeline > 1:  # what comes and goes between stages, for each micro-batch (torch's stages)
+        held["messages"] = entered * (2.0 * cfg.step.accumulate + 2 * flying)
+    again = 0.0 if m.recompute == "none" else each + copies / max(layers, 1)
+    back = held | {"copies": copies if m.recompute == "none" else 0.0, "layer": _backward(cfg, sizes, tokens) + again}
+    if not _stage(cfg, sizes, rank)[2]:
+        return [back]
+    forward, backward = _head(cfg, sizes, tokens)
+    return [held | {"copies": copies, "head": forward}, held | {"copies": back["copies"], "head": backward}, back]
+
+
+def tokens_of(cfg: "Config") -> int:
+    """Tokens of a row: as the data say, or where there are none here as many as the model may have."""
+    try:
+        return int(json.loads((cfg.data.directory / "text.json").read_bytes())["sequence"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return cfg.model.positions
+
+
+def _rows(cfg: "Config", sizes: Sizes) -> int:
+    return max(cfg.data.batch // (sizes.replicate * cfg.step.accumulate), 1)
+
+
+def _flying(cfg: "Config", sizes: Sizes, rank: int) -> float:
+    """Micro-batches whose activations a rank holds at a time, of all its layers: Narayanan et al., SC21, section 2.2."""
+    p, each, micro = sizes.pipeline, cfg.stages.per_rank, cfg.step.accumulate
+    if p == 1:
+        return 1.0
+    if cfg.stages.schedule == "gpipe":
+        return float(micro)
+    if each == 1:
+        return float(min(p - rank, micro))
+    if cfg.stages.schedule == "zero-bubble-v":
+        return float(min(p, micro))
+    turn = micro // max(micro // p, 1)
+    ahead = (each - 1) * turn + (1 if cfg.stages.schedule == "zero-bubble" else 2) * (p - 1 - rank)
+    return min(ahead + 1, micro * each) / each
+
+
+def _kept(cfg: "Config", sizes: Sizes, tokens: int) -> float:
+    """Activations of one layer that the backward pass reads, where none are computed again."""
+    m, n, b, trained = cfg.model, sizes.tensor, _Numbers.of(cfg), cfg.lora is None
+    some, inputs = tokens // n, trained or n > 1  # a frozen layer keeps no input, one that is cut does
+    norms = 2 * m.width * some * b.wide * (2 if m.norm == "rms" and trained else 1)
+    readers, adapted = 5 if m.feed == "swiglu" else 4, _adapted(cfg)
+    casts = b.cast or (m.norm == "layer" and cfg.step.precision == "bf16-params")  # each reader casts for itself
+    copies = (readers if casts else 2) if inputs else len(adapted & {"q_proj"}) + len(adapted & {"up_proj"})
+    between = copies * m.width * some * b.product
+    keys = m.keys * m.size * max(n // m.keys, 1) // n
+    attended = tokens * (b.product * (2 * m.heads * m.size // n + 2 * keys) + 4 * m.heads // n)
+    inner = (4 if m.feed == "swiglu" else 2) - (not trained and "down_proj" not in adapted)
+    feed = inner * tokens * b.product * m.inner // n
+    dropped = 2 * m.width * some * (m.dropout > 0)
+    if cfg.lora is not None and cfg.lora.dropout:  # what goes into A, and which of it was dropped
+        dropped += len(adapted) * (b.product + 1) * m.width * some
+    return norms + between + attended + feed + dropped + _mask(cfg, sizes, tokens)
+
+
+def _adapted(cfg: "Config") -> set[str]:
+    return set(cfg.lora.targets) if cfg.lora is not None else set()
+
+
+def _mask(cfg: "Config", sizes: Sizes, tokens: int) -> float:
+    """Which tokens see which, where documents are apart: in the type of products, for attention's own."""
+    return _Numbers.of(cfg).product * tokens * tokens_of(cfg) if cfg.data.documents == "apart" else 0.0
+
+
+def _backward(cfg: "Config", sizes: Sizes, tokens: int) -> float:
+    """What backward through a layer makes beside what was kept: gradients of its hidden states, inside its feed-forward part the
+    more where it is wide, and where weights are cut those of all tokens, which are gathered and sent."""
+    m, n, b = cfg.model, sizes.tensor, _Numbers.of(cfg)
+    stream, inner = b.hidden * m.width * tokens // n, b.product * tokens * m.inner // n
+    within = (2 if m.feed == "swiglu" else 1) * inner
+    gathered = 4 * b.product * m.width * tokens - 2 * inner if n > 1 else 0
+    return stream + max(within, gathered)
+
+
+def _head(cfg: "Config", sizes: Sizes, tokens: int) -> tuple[float, float]:
+    """The last norm, and logits of some tokens at a time, forward and backward (hpcai.nn.head)."""
+    m, n, b = cfg.model, sizes.tensor, _Numbers.of(cfg)
+    words, some = -(-m.vocabulary // n), tokens // n
+    logits = min(tokens, max(_LOGITS // (4 * words), 1)) * words
+    final = m.width * some * (b.wide * (2 if m.norm == "rms" and cfg.lora is None else 1) + b.hidden)
+    entered = b.product * m.width * (some * b.cast + tokens * (n > 1) * 2) + b.product * words * m.width * b.cast
+    backward = 2 * b.wide * logits + b.product * m.width * tokens + (b.wide + b.product) * words * m.width
+    return final + entered + (b.product + b.wide) * logits, final + entered + backward
+
+
+def _passing(cfg: "Config", sizes: Sizes, own: list[Weight]) -> dict[str, float]:
+    """Weights that are gathered layer by layer, the rest together and for the whole step, and gradients on their way to buckets."""
+    b, trained = _Numbers.of(cfg), [one.count for one in own if cfg.lora is None or one.adapter]
+    if cfg.step.shard != "weights" or sizes.replicate == 1:
+        return {"gathered": 0.0, "buckets": 0.0}
+    weight = 2 if cfg.step.precision == "bf16-params" else b.wide
+    layers = max(sum(one.count == own[0].count and one.layer for one in own) // 2, 1)
+    layer, rest = sum(one.count for one in own if one.layer) / layers, sum(one.count for one in own if not one.layer)
+    return {"gathered": weight * (2 * layer + rest), "buckets": (weight + b.wide) * (sum(trained) and layer)}
