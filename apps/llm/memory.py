@@ -77,6 +77,126 @@ def _sum(found: dict[str, float]) -> float:
     return sum(found.values())
 
 
+def notes(cfg: "Config") -> list[str]:
+    """What ``--show`` says beside the settings: memory, parameters, tokens of a step, operations of a token."""
+    try:
+        found, mesh = place().world or 1, cfg.mesh
+    except LaunchError:
+        found = 1
+    within = mesh.tensor * mesh.context * mesh.pipeline
+    world = mesh.evaluate + within * (max((found - mesh.evaluate) // within, 1) if mesh.replicate == -1 else mesh.replicate)
+    sizes, tokens = Sizes.of(cfg, world), tokens_of(cfg)
+    named = " x ".join(f"{name} {size}" for name, size in vars(sizes).items() if size > 1) or "one copy, not cut"
+    every = {name: bytes for name, bytes in parts(cfg, world).items() if bytes}
+    width = max(map(len, every))
+    told = [f"GB of the process that needs most, of {world} ({named}):"]
+    told += [f"  {name:<{width}} {bytes / 1e9:9.3f}" for name, bytes in every.items()]
+    told += [f"  {'in all':<{width}} {_sum(every) / 1e9:9.3f}"]
+    full, causal = (operations(cfg, tokens, half) for half in (False, True))
+    trained = "" if cfg.lora is None else f", {trained_of(cfg):,} of them trained"
+    return [
+        *told, f"{cfg.model.parameters + (trained_of(cfg) if cfg.lora else 0):,} parameters{trained}",
+        f"{cfg.data.batch * tokens:,} tokens a step: {cfg.data.batch} rows of {tokens}",
+        f"{full / 1e9:.2f} G multiplications and additions a token, {causal / 1e9:.2f} G where attention looks back alone",
+    ]  # fmt: skip
+
+
+def trained_of(cfg: "Config") -> int:
+    """How many numbers are trained."""
+    one = Sizes(1, 1, 1, 1)
+    return cfg.model.parameters if cfg.lora is None else sum(w.count for w in _weights(cfg, one, 0) if w.adapter)
+
+
+def operations(cfg: "Config", tokens: int, causal: bool) -> float:
+    """Multiplications and additions of a token, forward and backward: 6 of each number that multiplies it (4 where it is frozen), and
+    of each layer 12 of each channel of the heads and each token seen (Narayanan et al., SC21, appendix; NVIDIA's figures count
+    attention in full until 2025, then ``causal``)."""
+    m = cfg.model
+    around = m.vocabulary * m.width * (1 if m.tied else 2) + (0 if m.rotary else m.positions * m.width)
+    products = m.parameters - around + m.vocabulary * m.width
+    seen = 12 * m.layers * m.heads * m.size * tokens * (0.5 if causal else 1.0)
+    return seen + (6 * products if cfg.lora is None else 4 * products + 6 * trained_of(cfg))
+
+
+# ---- before anything is allocated
+
+
+def refuse(cfg: "Config", mesh: "Mesh", room: float | None = None) -> None:
+    """Raise MeshError where a process needs more than ``room`` bytes (by default this machine's), with the nearest change that fits:
+    on as many processes, else on the fewest."""
+    world, local = mesh.job.size, place().local_world or 1
+    room = _room(mesh, local) if room is None else room
+    found = parts(cfg, world)
+    if _sum(found) <= room:
+        return
+    largest = sorted(found.items(), key=lambda part: -part[1])[:4]
+    named = ", ".join(f"{name} {bytes / 1e9:.3g}" for name, bytes in largest if bytes)
+    raise MeshError(
+        f"a process needs {_sum(found) / 1e9:.4g} GB, there are {room / 1e9:.4g} ({named}); {_remedy(cfg, world, local, room)}"
+    )
+
+
+def _room(mesh: "Mesh", local: int) -> float:
+    """Bytes that a process may have: its GPU's, or its part of what the node has free."""
+    if mesh.device.type == "cuda":
+        import torch
+
+        return float(torch.cuda.mem_get_info(mesh.device)[1])
+    try:
+        with open("/proc/meminfo") as file:
+            free = next(int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return math.inf
+    return 1024.0 * free / local
+
+
+def _remedy(cfg: "Config", world: int, local: int, room: float) -> str:
+    node = max(local, 1)
+    worlds = [world] + [n for n in dict.fromkeys((*range(node, 64 * node + 1, node), *(64 * node * 2**k for k in range(8)))) if n > world]
+    for processes in worlds:
+        for words, changed in _changes(cfg, processes, 8 if processes > world and node == 1 else node):
+            try:
+                needs = need(changed, processes)
+            except MeshError:
+                continue
+            if needs <= FULL * room:
+                more = "" if processes == world else f"{processes} processes at least, with "
+                return f"take {more}{' '.join(words) or 'the same settings'}: {needs / 1e9:.4g} GB"
+    return "no mesh that the model can be cut along fits; take GPUs with more memory, or a smaller batch"
+
+
+def _changes(cfg: "Config", world: int, node: int) -> Iterator[tuple[list[str], "Config"]]:
+    """Settings for ``world`` processes, by what they cost: first those of the step, a cut of the model last."""
+    m, step, mesh, tokens = cfg.model, cfg.step, cfg.mesh, tokens_of(cfg)
+    shards = ["none", "optimizer", "weights"][["none", "optimizer", "weights"].index(step.shard) :]
+    tensors = [n for n in sorted({mesh.tensor, 1, 2, 4, 8}) if n >= mesh.tensor and (n == mesh.tensor or n <= node)]
+    pipelines = [n for n in range(mesh.pipeline, m.layers + 1) if m.layers % n == 0 or n == mesh.pipeline]
+    again = ["none", "layers"] if m.recompute == "none" else [m.recompute]
+    for pipeline, tensor in product(pipelines, tensors):
+        within = pipeline * tensor * mesh.context
+        copies = (world - mesh.evaluate) // within
+        if copies < 1 or (world - mesh.evaluate) % within or m.heads % tensor or max(m.keys, tensor) % min(m.keys, tensor):
+            continue
+        if m.inner % tensor or tokens % (mesh.context * tensor) or cfg.data.batch % copies:
+            continue
+        rows = cfg.data.batch // copies
+        least = max(step.accumulate, pipeline if pipeline > 1 else 1)
+        for parts, recompute, shard in product([n for n in range(least, rows + 1) if rows % n == 0], again, shards):
+            if shard != step.shard and copies == 1:
+                continue
+            new = {
+                "step.shard": (step.shard, shard), "model.recompute": (m.recompute, recompute),
+                "step.accumulate": (step.accumulate, parts), "mesh.tensor": (mesh.tensor, tensor),
+                "mesh.pipeline": (mesh.pipeline, pipeline),
+            }  # fmt: skip
+            changed = cfg.model_copy(update={
+                "step": step.model_copy(update={"shard": shard, "accumulate": parts}),
+                "model": m.model_copy(update={"recompute": recompute}),
+                "mesh": mesh.model_copy(update={"tensor": tensor, "pipeline": pipeline, "replicate": -1}),
+            })  # fmt: skip
+            yield [f"{name}={after}" for name, (before, after) in new.items() if before != after], changed
+
+
 # ---- what lives between steps
 
 
@@ -187,7 +307,8 @@ def _moments(cfg: "Config", sizes: Sizes, rank: int) -> list[dict[str, float]]:
     held = {"activations": layers * kept * flying}
     copies = b.product * sum(w.count for w in _weights(cfg, sizes, rank) if w.layer) * b.cast
     if sizes.pipeline > 1:  # what comes and goes between stages, for each micro-batch (torch's stages)
-        held["messages"] = entered * (2.0 * cfg.step.accumulate + 2 * flying)
+        ends = _stage(cfg, sizes, rank)[1:]
+        held["messages"] = entered * cfg.step.accumulate * (2.0 - sum(ends)) + entered * flying * (not ends[1])
     again = 0.0 if m.recompute == "none" else each + copies / max(layers, 1)
     back = held | {"copies": copies if m.recompute == "none" else 0.0, "layer": _backward(cfg, sizes, tokens) + again}
     if not _stage(cfg, sizes, rank)[2]:
@@ -266,11 +387,14 @@ def _head(cfg: "Config", sizes: Sizes, tokens: int) -> tuple[float, float]:
     """The last norm, and logits of some tokens at a time, forward and backward (hpcai.nn.head)."""
     m, n, b = cfg.model, sizes.tensor, _Numbers.of(cfg)
     words, some = -(-m.vocabulary // n), tokens // n
-    logits = min(tokens, max(_LOGITS // (4 * words), 1)) * words
+    at_once = min(tokens, max(_LOGITS // (4 * words), 1))
+    logits, weight = at_once * words, words * m.width
     final = m.width * some * (b.wide * (2 if m.norm == "rms" and cfg.lora is None else 1) + b.hidden)
-    entered = b.product * m.width * (some * b.cast + tokens * (n > 1) * 2) + b.product * words * m.width * b.cast
-    backward = 2 * b.wide * logits + b.product * m.width * tokens + (b.wide + b.product) * words * m.width
-    return final + entered + (b.product + b.wide) * logits, final + entered + backward
+    final += b.product * m.width * (some * b.cast + tokens * (n > 1) * 2) + b.product * weight * b.cast
+    slopes = logits * (2 * b.wide + ((b.wide + b.product) if at_once < tokens else 0))  # those of the part before live on
+    by_weight = logits * (b.wide + b.product) + weight * b.product
+    backward = b.product * m.width * tokens + b.wide * weight + max(slopes, by_weight)
+    return final + (b.product + b.wide) * logits, final + backward
 
 
 def _passing(cfg: "Config", sizes: Sizes, own: list[Weight]) -> dict[str, float]:

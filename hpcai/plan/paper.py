@@ -118,6 +118,8 @@ class Paper(TorchDispatchMode):
             if self._kernels:
                 held.enter_context(mock.patch.object(compiler, "PLANNED", True))
                 held.enter_context(_launched(self))
+            held.enter_context(mock.patch.object(torch_dist, "all_gather_object", _all_alike))  # whose sizes would be read
+            held.enter_context(mock.patch.object(torch_dist, "broadcast_object_list", lambda *_, **__: None))
             held.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             held.enter_context(self)
             yield
@@ -266,6 +268,10 @@ class _Group(torch_dist.ProcessGroup):
 def _joined(options: Any, _: Any) -> _Group:
     ranks = options.global_ranks_in_group or range(options.group_size)
     return _Group(options.group_rank, ranks)
+
+
+def _all_alike(values: list[Any], value: Any, **_: Any) -> None:
+    values[:] = [value] * len(values)
 
 
 @contextmanager

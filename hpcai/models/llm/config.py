@@ -1,8 +1,9 @@
 """Shape of a decoder-only language model: Llama's and GPT's families, by their published sizes. No torch here."""
 
-from typing import Any, Literal, Self
+import math
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from hpcai.config import Length, Positive, Rate, Settings
 from hpcai.errors import ConfigError
@@ -101,6 +102,23 @@ class LLMConfig(Settings):
         if name not in PRESETS:
             raise ConfigError(f"there is no language model {name!r}; expected one of {', '.join(PRESETS)}")
         return cls(**PRESETS[name] | changes)
+
+
+class LoRAConfig(Settings):
+    """Adapters of the layers whose names end with one of ``targets``: by default MLPerf's for Llama 2 70B."""
+
+    rank: Positive = 16
+    alpha: Length = 32.0
+    """the scale is alpha / rank"""
+    stabilised: bool = False
+    """the scale is alpha / sqrt(rank) (Kalajdzievski 2023)"""
+    dropout: Rate = 0.0
+    """of what goes into A"""
+    targets: Annotated[tuple[str, ...], Field(min_length=1)] = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (math.sqrt(self.rank) if self.stabilised else self.rank)
 
 
 _LLAMA31 = {

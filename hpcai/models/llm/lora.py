@@ -9,14 +9,13 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
-from hpcai.config import Length, Positive, Rate, Settings
 from hpcai.errors import CheckpointError, ConfigError
+from hpcai.models.llm.config import LoRAConfig
 from hpcai.models.llm.model import LLM
 from hpcai.nn.stored import stored
 from hpcai.parallel.replicate import sum_over
@@ -24,23 +23,6 @@ from hpcai.parallel.rows import ALONE, place_of, sum_axes
 from hpcai.parallel.tensor import CutInputs, CutOutputs, cut_inputs, cut_outputs
 
 _FILE, _CONFIG, _BEFORE = "adapter_model.safetensors", "adapter_config.json", "base_model.model."
-
-
-class LoRAConfig(Settings):
-    """Adapters of the layers whose names end with one of ``targets``: by default MLPerf's for Llama 2 70B."""
-
-    rank: Positive = 16
-    alpha: Length = 32.0
-    """the scale is alpha / rank"""
-    stabilised: bool = False
-    """the scale is alpha / sqrt(rank) (Kalajdzievski 2023)"""
-    dropout: Rate = 0.0
-    """of what goes into A"""
-    targets: Annotated[tuple[str, ...], Field(min_length=1)] = ("q_proj", "k_proj", "v_proj", "o_proj")
-
-    @property
-    def scale(self) -> float:
-        return self.alpha / (math.sqrt(self.rank) if self.stabilised else self.rank)
 
 
 class Adapter(nn.Module):
