@@ -40,9 +40,7 @@ class StartConfig(Settings):
     """Weights that training begins with, instead of random ones."""
 
     weights: Path | None = None
-    """folder as Hugging Face has it, such as Llama's, or a safetensors file of ours"""
-    sha256: str | None = None
-    """what the file, or model.safetensors.index.json of the folder, must be"""
+    """folder as Hugging Face has it, such as Llama's, or a safetensors file of ours; sizes of the model that are not set are its"""
 
 
 class AxesConfig(MeshConfig, Pipeline, Context, Tensor):
@@ -77,15 +75,15 @@ class Config(RunConfig):
     def _goes_together(self) -> Self:
         data = self.data
         if data.reader in ("dali", "gds"):
-            raise ValueError(f"data.reader is {data.reader}, which has no documents of different numbers; take auto, direct or hdf5")
+            raise ValueError(f"data.reader is {data.reader}, which has no rows with more or fewer ends; take auto, direct or hdf5")
         if data.blend and data.shards > 1:
             raise ValueError(f"data.shards is {data.shards}, but a blend is drawn from all of its folders; set it to 1")
         if data.epoch is not None and data.epoch < data.batch:
             raise ValueError(f"data.epoch is {data.epoch}, less than one batch of {data.batch} rows (data.batch)")
         if data.epoch is not None and data.shards > 1:
-            raise ValueError(f"data.epoch is {data.epoch}, but rows of {data.shards} shards are dealt by epochs; set one of them to null, 1")
+            raise ValueError(f"data.epoch is {data.epoch}, but shards are read to their ends; set it to null, or data.shards to 1")
         if self.lora is not None and self.start.weights is None:
-            raise ValueError("lora is given, but start.weights is not: adapters of random weights learn nothing; name a folder")
+            raise ValueError("lora is given, but start.weights is null: adapters of random weights; name the folder of a model")
         if "mlperf" in self.report.sinks and self.benchmark is None:
             raise ValueError("report.sinks has mlperf, but benchmark is null; say which of MLPerf's this is")
         return self

@@ -111,13 +111,15 @@ def _readable(value: Any) -> np.ndarray:
 
 
 def tree_map(tree: Any, change: Callable[[Any], Any]) -> Any:
-    """The tree of dicts, lists, tuples and named tuples with ``change`` of every leaf."""
+    """The tree of dicts, lists, tuples and named tuples with ``change`` of every leaf; None is no leaf."""
     return tree_zip([tree], lambda leaves: change(leaves[0]))
 
 
 def tree_zip(trees: Sequence[Any], join: Callable[[list[Any]], Any]) -> Any:
-    """One tree; each leaf is ``join`` of the leaves that all trees have there."""
+    """One tree; each leaf is ``join`` of the leaves that all trees have there, and None where they have none."""
     first = trees[0]
+    if first is None:
+        return None
     if isinstance(first, dict):
         return {key: tree_zip([tree[key] for tree in trees], join) for key in first}
     if isinstance(first, list | tuple):

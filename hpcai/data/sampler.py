@@ -77,10 +77,36 @@ class Endless(_Shared):
         self.count, self.samples, self.seed = count, samples, seed
 
     def order(self, epoch: int) -> np.ndarray:
-        first, end = epoch * self.samples, (epoch + 1) * self.samples
-        passes = range(first // self.count, -(-end // self.count))
-        row = np.concatenate([_generator(self.seed, number).permutation(self.count) for number in passes])
-        return row[first - passes.start * self.count :][: self.samples]
+        return _passes(self.count, epoch * self.samples, (epoch + 1) * self.samples, self.seed)
+
+
+def _passes(count: int, first: int, end: int, *seed: int) -> np.ndarray:
+    """Samples ``first`` to ``end`` of an endless row of shuffled passes over ``count`` of them."""
+    passes = range(first // count, -(-end // count))
+    row = np.concatenate([_generator(*seed, number).permutation(count) for number in passes])
+    return row[first - passes.start * count :][: end - first]
+
+
+class Blend(_Shared):
+    """Rows of several sets, which lie one behind another: of each an endless row of shuffled passes, and of all together
+    ``samples`` an epoch, shared out as ``weights`` say.
+
+    Rounding moves no row from one set to another for good: after any number of epochs each has given what its weight says, to
+    one sample. Raises DataError where an epoch is too short for a set to give one.   counts and weights [S]
+    """
+
+    def __init__(self, counts: Sequence[int], weights: Sequence[float], samples: int, seed: int = 0) -> None:
+        self.counts, self.samples, self.seed = list(counts), samples, seed
+        parts = _row("weights", weights)
+        self._ends = np.cumsum(parts) / parts.sum()
+        if min(counts) < 1 or parts.min() / parts.sum() * samples < 1:
+            raise DataError(f"an epoch of {samples} samples has none of the set of weight {parts.min():g}; take longer epochs")
+
+    def order(self, epoch: int) -> np.ndarray:
+        first, end = (np.diff(np.floor(at * self.samples * self._ends + 0.5), prepend=0).astype(int) for at in (epoch, epoch + 1))
+        begins = np.cumsum([0, *self.counts])
+        rows = [begins[s] + _passes(n, int(first[s]), int(end[s]), self.seed, s) for s, n in enumerate(self.counts)]
+        return _generator(self.seed, len(self.counts), epoch).permutation(np.concatenate(rows))
 
 
 class Weighted(_Shared):

@@ -54,6 +54,38 @@ class Samples:
         self.rows.close()
 
 
+class Together:
+    """Several sources, one behind another."""
+
+    def __init__(self, parts: Sequence[Samples]) -> None:
+        self.parts = list(parts)
+        self._ends = np.cumsum([len(part) for part in parts])
+        self.whole = all(part.whole for part in parts)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    @property
+    def identity(self) -> str:
+        return "; ".join(part.identity for part in self.parts)
+
+    def sample(self, index: int, epoch: int) -> Any:
+        part, own = self._place(index)
+        return part.sample(own, epoch)
+
+    def describe(self, index: int) -> str:
+        part, own = self._place(index)
+        return part.describe(own)
+
+    def close(self) -> None:
+        for part in self.parts:
+            part.close()
+
+    def _place(self, index: int) -> tuple[Samples, int]:
+        number = int(np.searchsorted(self._ends, index, side="right"))
+        return self.parts[number], index - int(self._ends[number]) + len(self.parts[number])
+
+
 def open_split(
     folder: Path, fields: Fields, remedy: str, cfg: LoaderConfig, mesh: Mesh,
     shards: int = 1,

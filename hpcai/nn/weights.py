@@ -4,7 +4,7 @@ import json
 import pickle
 import re
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -38,6 +38,11 @@ class Portable(nn.Module):
         """What a file of weights says of the network: its kind and settings."""
         settings = self.cfg.model_dump(mode="json")
         return {"hpcai": json.dumps({"model": self.package.rpartition(".")[2], "settings": settings})}
+
+    def files(self, export: Callable[..., None]) -> dict[str, Callable[[Path], Any]]:
+        """What a run leaves for people: functions that write a file, by its name. ``export(path)`` writes the weights of the last
+        checkpoint (``hpcai.train.saved``)."""
+        return {"model.safetensors": export}
 
     @classmethod
     def load(cls, path: str | Path, cfg: Any = None) -> Self:

@@ -87,15 +87,17 @@ class Run:
         self, step: Step, result: "Result", function: RowsOf | None = None, batches: Any = None,
         keep: Callable[[dict[str, Tensor]], Any] = lambda rows: None,
     ) -> None:  # fmt: skip
-        """Leave ``model.safetensors`` for people, from the last checkpoint, and ``keep`` the rows that ``function`` gives for
-        ``batches``, if there are any. A run that was asked to stop leaves nothing: it goes on later. All processes call this
-        together."""
+        """Leave the model's ``files`` for people, such as model.safetensors of the last checkpoint, and ``keep`` the rows that
+        ``function`` gives for ``batches``, if there are any. A run that was asked to stop leaves nothing: it goes on later. All
+        processes call this together."""
         if result.reason == "signal":
             return
         checkpoints = self.checkpoints
         if checkpoints is not None and isinstance(step.model, Portable):
             load = type(step.model).load
-            self.keep("model.safetensors", lambda path: export(checkpoints.found()[-1], path, load))
+            files = step.model.files(lambda path, **words: export(checkpoints.found()[-1], path, load, **words))
+            for name, write in files.items():
+                self.keep(name, write)
         if function is not None and batches is not None:
             keep(predict(step, function, batches))
 

@@ -194,19 +194,23 @@ def read_tensors(checkpoint: Path) -> dict[str, Tensor]:
     return {box.name: box.tensor for box in state}
 
 
-def export(checkpoint: Path, path: Path, load: Callable[[str], nn.Module] | None = None) -> None:
+def export(
+    checkpoint: Path, path: Path, load: Callable[[str], nn.Module] | None = None, names: Callable[[str], str | None] | None = None,
+) -> None:  # fmt: skip
     """Write the weights of a checkpoint (their average, where there is one) as a safetensors file that ``load`` of the model reads:
     on one process, some tensors at a time. Weights that were not trained are ``load``ed from their own file; None: by the model of
-    ours that the checkpoint names. Raises CheckpointError."""
+    ours that the checkpoint names. ``names`` gives the name of a weight in the file, and None for one that was trained and is to be
+    left out; with it none that was not trained is written. Raises CheckpointError."""
     damage, run, index = opened(checkpoint)
     if run is None or index is None:
         raise CheckpointError(f"{checkpoint}: {damage}")
     if not run.about:
         raise CheckpointError(f"{checkpoint}: does not say which model its weights are of; go on with the run, which leaves them")
     known = index.tensors
-    names = [name.removeprefix("model/") for name in known if name.startswith("model/")]
-    source = {name: f"average/{name}" if f"average/{name}" in known else f"model/{name}" for name in names}
-    others = _of_files(checkpoint, run, load)
+    own = [name.removeprefix("model/") for name in known if name.startswith("model/")]
+    called = {name: name if names is None else names(name) for name in own}
+    source = {told: f"average/{name}" if f"average/{name}" in known else f"model/{name}" for name, told in called.items() if told}
+    others = _of_files(checkpoint, run, load) if names is None else {}
     sizes = {name: (getattr(torch, known[key].dtype), known[key].size) for name, key in source.items()}
     sizes |= {name: (tensor.dtype, list(tensor.shape)) for name, tensor in others.items()}
     ordered = sorted(sizes, key=lambda name: (name in others, -sizes[name][0].itemsize, name))

@@ -4,7 +4,7 @@ import base64
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from html import escape
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -47,6 +47,7 @@ td:last-child { overflow-wrap: anywhere }
 .n { text-align: right; white-space: nowrap }
 .n:last-child { padding-right: 0 }
 .words td:last-child { width: 100% }
+.texts { table-layout: fixed } .texts td { font: 12px/1.4 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere }
 ul { margin: 6px 0 0; padding-left: 20px }
 summary { cursor: pointer; font-weight: 600; font-size: 17px }
 pre { font-size: 12.5px; line-height: 1.45; overflow-x: auto; margin: 12px 0 0 }
@@ -67,16 +68,15 @@ def _date(time: float) -> str:
     return datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[Any]], numbers: bool = False) -> str:
-    """An HTML table of plain text. Where it is one of ``numbers``, all columns but the first are right-aligned."""
+def _table(head: Sequence[str], rows: Iterable[Sequence[Any]], kind: Literal["words", "numbers", "texts"] = "words") -> str:
+    """An HTML table. All columns but the first of ``numbers`` are right-aligned; ``texts`` keep their lines."""
 
     def cells(row: Sequence[Any], tag: str) -> str:
-        marks = ["", *(' class="n"' if numbers else "" for _ in row[1:])]
+        marks = ["", *(' class="n"' if kind == "numbers" else "" for _ in row[1:])]
         return "<tr>" + "".join(f"<{tag}{mark}>{escape(str(cell))}</{tag}>" for cell, mark in zip(row, marks)) + "</tr>"
 
     top = cells(head, "th") if any(head) else ""
-    mark = "" if numbers else ' class="words"'
-    return f"<table{mark}>{top}{''.join(cells(row, 'td') for row in rows)}</table>"
+    return f'<table class="{kind}">{top}{"".join(cells(row, "td") for row in rows)}</table>'
 
 
 def _card(title: str, body: str, note: str = "") -> str:
@@ -126,13 +126,14 @@ def _results(run: Record) -> str:
         best, target = run.best(name), run.target(name)
         first = (name, number(best[1]), f"{best[0]:,}") if best else (name, "none", "")
         rows.append((*first, number(values[-1]), f"{steps[-1]:,}", number(target) if target is not None else ""))
-    return _card("Evaluations", _table(("metric", "best", "at step", "last", "at step", "target"), rows, True)) if rows else ""
+    return _card("Evaluations", _table(("metric", "best", "at step", "last", "at step", "target"), rows, "numbers")) if rows else ""
 
 
 def _predicted(run: Record) -> str:
     if run.table is None:
         return ""
-    return _card(run.table.title, _table(run.table.head, run.table.rows, True), run.table.note)
+    found = run.table
+    return _card(found.title, _table(found.head, found.rows, "texts" if found.text else "numbers"), found.note)
 
 
 def _facts(run: Record) -> str:
@@ -159,7 +160,7 @@ def _checkpoints(run: Record) -> str:
     if not rows:
         return ""
     note = f"{len(rows)} written" + (f", the last {MOST} shown" if len(rows) > MOST else "") + "; a run keeps the newest ones"
-    return _card("Checkpoints", _table(("path", "step", "size", "took", "when"), rows[-MOST:], numbers=True), note)
+    return _card("Checkpoints", _table(("path", "step", "size", "took", "when"), rows[-MOST:], "numbers"), note)
 
 
 def page(run: Record, drawn: Mapping[Plot, tuple[bytes, bytes]]) -> str:

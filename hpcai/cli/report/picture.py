@@ -31,12 +31,14 @@ CELLS = 110                                              # of a histogram along 
 
 
 class Table(NamedTuple):
-    """A table under the pictures, as plain text. Numbers fill all columns but the first; ``note`` stands under the title."""
+    """A table under the pictures. Numbers fill all columns but the first, or ``text`` all of them, whose lines stay as they are;
+    ``note`` stands under the title."""
 
     title: str
     note: str
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
+    text: bool = False
 
 
 class Picture(Protocol):

@@ -10,7 +10,7 @@ __getattr__, _names = lazy(
         ".load": ["load_weights", "load_later", "save_folder"],
         ".lora": ["adapt", "load_adapter", "merge", "save_adapter"],
         ".model": ["LLM"],
-        ".objective": ["Batch", "likelihoods", "loss", "score"],
+        ".objective": ["Batch", "entropies", "likelihoods", "loss", "score"],
         ".parallel": ["parallelize", "stages"],
         ".tokens": ["Stream", "Tokenizer"],
     },

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ def load_weights(path: str | Path, cfg: LLMConfig | None = None) -> LLM:
     Settings are those of the folder or file; ``cfg`` must agree with them where it is given. Raises CheckpointError for weights
     that are missing, superfluous, damaged, not finite or of other sizes, ConfigError for a model of another kind.
     """
-    path = Path(path)
+    path, origins = Path(path), dict[str, Path]()
     if not path.is_dir():
         state, found = weights.read(path, "llm", LLMConfig)
         if found is None:
@@ -40,7 +40,8 @@ def load_weights(path: str | Path, cfg: LLMConfig | None = None) -> LLM:
     else:
         found, state = read_config(path), {}
         for name, tensor in _names(path, found).items():
-            state |= _converted(name, tensor[tuple(slice(None) for _ in tensor.size)], found)
+            more = _converted(name, tensor[tuple(slice(None) for _ in tensor.size)], found)
+            state, origins = state | more, origins | dict.fromkeys(more, tensor.path)
         if found.tied and "model.embed_tokens.weight" in state:
             state["lm_head.weight"] = state["model.embed_tokens.weight"]
     if bad := next((name for name, tensor in state.items() if not tensor.isfinite().all()), None):
@@ -58,17 +59,21 @@ def load_weights(path: str | Path, cfg: LLMConfig | None = None) -> LLM:
     model.load_state_dict(state, assign=True)
     if found.tied:
         model.lm_head.weight = model.model.embed_tokens.weight
-    weights.taken_from(model, path)
+    for name, parameter in model.named_parameters():
+        parameter.origin = str(origins.get(name, path).resolve())  # type: ignore[attr-defined]
     return model.eval()
 
 
 def load_later(model: LLM, folder: str | Path) -> LLM:
-    """Have the parameters of ``model``, which is built in ``hpcai.nn.deferred`` and may be cut, read from a folder of Llama when
-    they are made: of each the part that is held. Raises CheckpointError for weights that do not fit, before any is read."""
+    """Have the parameters of ``model``, which is built in ``hpcai.nn.deferred`` and may be cut, read from a folder of Llama or a
+    safetensors file of ours when they are made: of each the part that is held. Raises CheckpointError for weights that do not fit,
+    before any is read."""
     folder = Path(folder)
-    _names(folder, model.cfg)
-    source = folder if (folder / _INDEX).exists() else folder / _FILE
+    there = _names(folder, model.cfg) if folder.is_dir() else stored(folder)
+    source = folder if (folder / _INDEX).exists() or not folder.is_dir() else folder / _FILE
     read_later(model, source, lambda name: "model.embed_tokens.weight" if model.cfg.tied and name == "lm_head.weight" else name)
+    for name, parameter in model.named_parameters():
+        parameter.origin = str(there[name].path.resolve())  # type: ignore[attr-defined]
     return model
 
 
@@ -95,6 +100,14 @@ def save_folder(state: Mapping[str, Tensor], cfg: LLMConfig, folder: str | Path,
         where = {name: file for file, tensors in zip(names, files) for name in tensors}
         (folder / _INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2) + "\n")
     (folder / _CONFIG).write_text(json.dumps(about, indent=2) + "\n")
+
+
+def files(model: LLM, export: Callable[..., None]) -> dict[str, Callable[[Path], Any]]:
+    """What a run leaves: weights as a file of ours, which is also that of a Llama, and then its config.json."""
+    if model.cfg.rotary is None:  # GPT-2's weights have other names there
+        return {_FILE: export}
+    about = json.dumps(hub_config(model.cfg, torch.float32), indent=2) + "\n"
+    return {_FILE: export, _CONFIG: lambda path: path.write_text(about)}
 
 
 # ---- settings

@@ -7,7 +7,7 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,7 @@ def adapt(model: LLM, cfg: LoRAConfig) -> LLM:
         if name.rpartition(".")[2] in cfg.targets:
             linear.adapter = Adapter(linear, cfg).train(model.training)
             linear.register_forward_hook(_added)
+    model.adapters = cfg
     return model
 
 
@@ -84,6 +85,7 @@ def merge(model: LLM) -> LLM:
             (number, hook) for number, hook in linear._forward_hooks.items() if hook is not _added
         )
         del linear.adapter
+    model.adapters = None
     return model.requires_grad_(True)
 
 
@@ -96,12 +98,26 @@ def save_adapter(model: LLM, cfg: LoRAConfig, folder: str | Path, base: str = ""
     found = {_theirs(name): tensor.detach().cpu().contiguous() for name, tensor in _tensors(model).items()}
     save_file(found, folder / _FILE, metadata={"format": "pt"})
     (folder / _FILE).chmod(0o644)
-    about = {
+    (folder / _CONFIG).write_text(json.dumps(_told(cfg, base), indent=2) + "\n")
+
+
+def _told(cfg: LoRAConfig, base: str) -> dict[str, Any]:
+    return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": cfg.rank, "lora_alpha": cfg.alpha,
         "lora_dropout": cfg.dropout, "use_rslora": cfg.stabilised, "target_modules": sorted(cfg.targets), "bias": "none",
         "fan_in_fan_out": False, "inference_mode": True, "modules_to_save": None,
     }  # fmt: skip
-    (folder / _CONFIG).write_text(json.dumps(about, indent=2) + "\n")
+
+
+def files(model: LLM, export: Callable[..., None]) -> dict[str, Callable[[Path], Any]]:
+    """What a run leaves: the adapters alone, in a folder as ``save_adapter`` writes it."""
+    origin = next((o for p in model.parameters() if (o := getattr(p, "origin", None))), "")
+    about = json.dumps(_told(model.adapters, str(Path(origin).parent) if origin else ""), indent=2) + "\n"
+
+    def write(path: Path) -> None:
+        export(path, names=lambda name: _theirs(name) if ".adapter.lora_" in name else None)
+
+    return {f"adapter/{_FILE}": write, f"adapter/{_CONFIG}": lambda path: path.write_text(about)}
 
 
 def load_adapter(model: LLM, folder: str | Path) -> LoRAConfig:

@@ -5,7 +5,10 @@ n the size of the axis tensor, 1 outside a cluster.
 """
 
 import math
-from typing import Any
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -137,6 +140,8 @@ class LLM(Portable):
     """
 
     package = __package__
+    adapters: Any = None
+    """settings of its adapters (``hpcai.models.llm.lora``), if it has some"""
 
     def __init__(self, cfg: LLMConfig | None = None) -> None:
         super().__init__()
@@ -172,6 +177,11 @@ class LLM(Portable):
             else:
                 x = layer(x, turn, documents)
         return self.lm_head(self.model.norm(x), targets)
+
+    def files(self, export: Callable[..., None]) -> dict[str, Callable[[Path], Any]]:
+        """The folder that Hugging Face's libraries read where they know such a model, or that of its adapters, as peft has it."""
+        other = import_module(f"{__package__}.{'lora' if self.adapters else 'load'}")
+        return cast("dict[str, Callable[[Path], Any]]", other.files(self, export))
 
 
 def frequencies(cfg: RotaryConfig, size: int, device: torch.device | str | None = None) -> Tensor:

@@ -49,6 +49,14 @@ def score(model: Any, batch: Batch) -> dict[str, Any]:
     return found
 
 
+def entropies(model: Any, batch: Batch) -> dict[str, Tensor]:
+    """Rows for reports: tokens [B, T + 1]; of each that follows the cross entropy in nats [B, T], and whether it counts."""
+    entropy, targets = _entropy(model, batch)
+    whole = torch.zeros(targets.shape, dtype=entropy.dtype, device=entropy.device)
+    whole[:, model.own(torch.arange(targets.shape[1], device=entropy.device)[None])[0]] = entropy
+    return {"tokens": batch.tokens, "nats": model.total(whole), "counted": targets != IGNORE}
+
+
 @torch.no_grad()
 def likelihoods(model: Any, context: Sequence[int], choices: Sequence[Sequence[int]]) -> list[float]:
     """The logarithm of the probability that each of ``choices`` follows ``context``: the sum over its tokens, in nats. Raises

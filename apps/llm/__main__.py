@@ -1,0 +1,46 @@
+"""Train a language model:  python -m apps.llm apps/llm/configs/small.yaml [step.lr=2e-3 ...]
+Continue texts:         python -m apps.llm generate weights=FOLDER prompt="..." [temperature=0.8 ...]
+Judge a model:          python -m apps.llm score weights=FOLDER data=FOLDER|tasks=FILE.jsonl
+
+The same lines run alone, or behind mpiexec, srun or torchrun.
+"""
+
+import sys
+from functools import partial
+
+from apps.llm.mlperf import BENCHMARKS
+from apps.llm.settings import Config
+from hpcai import config
+
+
+def main(cfg: Config) -> None:
+    from apps.llm.data import network, started, texts
+    from apps.llm.texts import keep
+    from hpcai import dist, train
+    from hpcai.models import llm
+
+    cfg = started(cfg)
+    with (
+        dist.start(cfg.mesh) as mesh,
+        train.Run("llm", cfg, mesh, BENCHMARKS.get(cfg.benchmark or "")) as run,
+        texts(cfg, mesh) as (training, validation, pictures),
+    ):
+        with train.seeds(cfg.train.seed):
+            model = network(cfg, mesh)
+        step = train.Step(model, llm.loss, cfg.step, mesh, act=llm.stages(model, mesh, **cfg.stages.model_dump()))
+        result = train.fit(step, training, cfg.train, validation=validation, evaluate=llm.score, run=run)
+        run.finish(step, result, llm.entropies, pictures, partial(keep, run, cfg, step))
+    raise SystemExit(result.exit_code)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["generate"]:
+        from apps.llm.generate import run
+
+        run(sys.argv[2:])
+    elif sys.argv[1:2] == ["score"]:
+        from apps.llm.score import run
+
+        run(sys.argv[2:])
+    else:
+        config.run(Config, main)

@@ -1,0 +1,180 @@
+"""Rows of tokens as samples: of one folder, or a blend of several.   T targets of a row"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import BaseModel, PositiveInt, ValidationError
+
+from apps.llm.settings import Config
+from hpcai.data import Rows
+from hpcai.data.hdf5 import Fields
+from hpcai.data.sampler import Blend, Endless, Sampler
+from hpcai.data.splits import Samples, Together, by_shard, load, loaders, open_split
+from hpcai.dist import Mesh
+from hpcai.errors import ConfigError, DataError
+from hpcai.models.llm import LLM, Batch, adapt, load_later, parallelize
+from hpcai.models.llm.load import load_weights, read_config
+from hpcai.models.llm.tokens import CONTENT, Tokenizer
+from hpcai.nn.deferred import deferred
+
+ABOUT = "text.json"
+
+
+class About(BaseModel):
+    """What ``text.json`` tells of a folder of rows."""
+
+    sequence: PositiveInt
+    vocabulary: PositiveInt
+    tokenizer: str
+    type: Literal["uint16", "uint32"]
+    answers: bool
+    before: list[int]
+
+    @property
+    def fields(self) -> Fields:
+        """Datasets of a file."""
+        answers: Fields = {"answers": ("int32", ()), "spans": ("int32", ("answers", 2))} if self.answers else {}
+        return {"tokens": (self.type, (self.sequence + 1,)), "bytes": ("int32", ()), "documents": ("int32", ()),
+                "ends": ("int32", ("documents",)), **answers}  # fmt: skip
+
+
+@contextmanager
+def texts(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any]]:
+    """Loaders for training (None on processes that only evaluate), validation and pictures."""
+    data, folders = cfg.data, [cfg.data.directory, *map(Path, cfg.data.blend)]
+    about = [about_of(folder) for folder in folders]
+    _agree(cfg, folders, about)
+    parts = [Texts(rows_of(cfg, "train", mesh, each, told), told, data.documents, data.learn) for each, told in zip(folders, about)]
+    validation = rows_of(cfg, "validation", mesh, folders[0], about[0])
+    train = Together(parts) if len(parts) > 1 else parts[0]
+    words: dict[str, Any] = {"name": "train", "seed": cfg.train.seed, "accumulate": cfg.step.accumulate, **_sampler(cfg, parts)}
+    held: dict[str, Any] = {"shuffle": False, "last": "keep"}
+
+    def first(count: int | None) -> Texts:
+        return Texts(validation, about[0], data.documents, data.judge, count)
+
+    with loaders(
+        mesh,
+        lambda: load(train, data.batch, data, mesh, **words),
+        lambda: load(first(data.validation_rows), data.evaluation_batch, data, mesh, name="validation", **held),
+        (lambda: load(first(data.pictures), data.evaluation_batch, data, mesh, name="pictures", **held)) if data.pictures else None,
+    ) as found:
+        yield found
+
+
+def _sampler(cfg: Config, parts: Sequence["Texts"]) -> dict[str, Sampler]:
+    data, seed, counts = cfg.data, cfg.train.seed, [len(part) for part in parts]
+    if data.blend:
+        weights = [1.0, *data.blend.values()]
+        return {"sampler": Blend(counts, weights, data.epoch or round(counts[0] * sum(weights)), seed)}
+    return {"sampler": Endless(counts[0], data.epoch, seed)} if data.epoch else by_shard(parts[0].rows, data, data.batch, seed)
+
+
+class Texts(Samples):
+    """Rows of one split as ``Batch`` without its first dim; ``count``: the first of them only.
+
+    A token that ends a document is read in the next one, so that it is what a text of its own begins with; where the tokenizer
+    puts a token of its own before a text, that one is, and is not learnt. ``counts``: all tokens, or those of answers.
+    """
+
+    whole = True
+
+    def __init__(self, rows: Rows, about: About, documents: str, counts: str, count: int | None = None) -> None:
+        super().__init__(rows)
+        self.about, self.apart, self.counts = about, documents == "apart", counts
+        self._count = len(rows) if count is None else min(count, len(rows))
+
+    def __len__(self) -> int:
+        return self._count
+
+    def make(self, values: dict[str, Any], index: int, epoch: int) -> Batch:
+        about, tokens, ends = self.about, np.asarray(values["tokens"], np.int64), np.asarray(values["ends"])
+        if tokens.max() >= about.vocabulary:
+            raise DataError(f"{self.describe(index)}: token {tokens.max()}, the vocabulary has {about.vocabulary}; make it again")
+        places = np.arange(len(tokens), dtype=np.int32)
+        documents = np.searchsorted(ends if about.before else ends - 1, places, side="right").astype(np.int32)
+        counted = np.ones(len(tokens), bool)
+        if self.counts == "answers":
+            counted[:] = False
+            for begin, end in values["spans"]:
+                counted[begin:end] = True
+        if about.before:
+            counted &= ~np.isin(places, ends)
+        said = np.float32(values["bytes"]) if about.answers == (self.counts == "answers") else None
+        return Batch(tokens, documents if self.apart else None, counted, said)
+
+
+def about_of(folder: Path) -> About:
+    """What ``text.json`` says. Raises DataError where there is none."""
+    path = folder / ABOUT
+    try:
+        return About.model_validate_json(path.read_bytes())
+    except OSError as problem:
+        text = f"{path}: {problem.strerror}; make data with: python -m data_prep.text python {folder}, or set data.directory"
+        raise DataError(text) from problem
+    except ValidationError as problem:
+        first = problem.errors()[0]
+        raise DataError(f"{path}: {'.'.join(map(str, first['loc'])) or 'JSON'}: {first['msg']}; make the rows again") from problem
+
+
+def rows_of(cfg: Config, split: str, mesh: Mesh, folder: Path | None = None, about: About | None = None) -> Rows:
+    folder = folder or cfg.data.directory
+    fields = (about or about_of(folder)).fields
+    remedy = f"make rows with: python -m data_prep.text convert SOURCE {folder} --tokenizer FILE, or set data.directory"
+    return open_split(folder / split, fields, remedy, cfg.data, mesh, cfg.data.shards if split == "train" else 1)
+
+
+def _agree(cfg: Config, folders: Sequence[Path], about: Sequence[About]) -> None:
+    """Raise where folders are not of one kind, not for this model, or not of the tokenizer that weights were trained with."""
+    first, model, data = about[0], cfg.model, cfg.data
+    for folder, other in zip(folders[1:], about[1:]):
+        for name in ("tokenizer", "sequence", "type", "answers"):
+            ours, theirs = (str(getattr(one, name))[:12] for one in (first, other))
+            if ours != theirs:
+                raise ConfigError(f"{folder}: {name} is {theirs}, that of {folders[0]} is {ours}; a blend has one for all")
+    if first.vocabulary > model.vocabulary:
+        raise ConfigError(
+            f"{folders[0]}: its tokenizer has {first.vocabulary:,} tokens, model.vocabulary is {model.vocabulary:,}; set it to as "
+            "many or more, or make rows with the tokenizer of the model"
+        )
+    if first.sequence > model.positions:
+        raise ConfigError(f"{folders[0]}: rows of {first.sequence} tokens, model.positions is {model.positions}; make shorter rows")
+    if "answers" in (data.learn, data.judge) and not first.answers:
+        raise ConfigError(f"{folders[0]}: has no answers, but data.learn or data.judge is answers; convert with --chat or --answer")
+    if cfg.start.weights is not None and (cfg.start.weights / CONTENT).is_file():
+        theirs = Tokenizer.load(cfg.start.weights).identity
+        if theirs != first.tokenizer:
+            raise ConfigError(
+                f"{folders[0]}: rows made with the tokenizer {first.tokenizer[:12]}, start.weights {cfg.start.weights} has "
+                f"{theirs[:12]}: its weights know other tokens; convert with --tokenizer {cfg.start.weights}"
+            )
+
+
+def started(cfg: Config) -> Config:
+    """``cfg`` whose model has the sizes of ``start.weights`` where they are not set. Raises ConfigError where others are."""
+    folder = cfg.start.weights
+    if folder is None:
+        return cfg
+    found = read_config(folder)
+    asked = {name: getattr(cfg.model, name) for name in cfg.model.model_fields_set}
+    free = {"dropout", "recompute", "deviation", "positions"}
+    for name, value in asked.items():
+        if name not in free and value != getattr(found, name):
+            raise ConfigError(f"model.{name} is {value}, in {folder} it is {getattr(found, name)}; leave it out")
+    return cfg.model_copy(update={"model": found.model_copy(update={name: asked[name] for name in free & set(asked)})})
+
+
+def network(cfg: Config, mesh: Mesh) -> LLM:
+    """The model over the mesh, of random weights, which no process makes whole, or those that are named."""
+    folder = cfg.start.weights
+    if folder is not None and cfg.model.rotary is None and folder.is_dir():  # GPT-2's files have other tensors
+        model = parallelize(load_weights(folder, cfg.model), mesh)
+    else:
+        with deferred(cfg.train.seed):
+            model = parallelize(LLM(cfg.model), mesh)
+        if folder is not None:
+            load_later(model, folder)
+    return model if cfg.lora is None else adapt(model, cfg.lora)

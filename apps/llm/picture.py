@@ -1,0 +1,87 @@
+"""The picture of a run: bits per byte of held-out text beside those of compressors, loss by position, and texts that it continues.
+
+K codes, M texts, T positions
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from hpcai.cli.report.picture import Table, arrays, panels
+from hpcai.cli.report.theme import WIDTH, Theme, head
+from hpcai.errors import DataError
+
+FILE = "text.npz"
+TITLE = "Held-out text"
+BINS = 24                                                # of positions
+
+
+@dataclass
+class Texts:
+    """What a model says of rows that it has not seen."""
+
+    names: list[str]                                     # of codes, the model last
+    bits: np.ndarray                                     # [K] per byte
+    positions: np.ndarray                                # [T] nats of a token, by how many tokens stand before it in its row
+    counts: np.ndarray                                   # [T] tokens
+    texts: list[list[str]]                               # [M] of three: what is given, made, and true
+
+
+def read(path: Path) -> Texts:
+    found = arrays(path, {"positions": "real T", "counts": "whole T"}, ("names", "bits", "texts"))
+    if not found["counts"].sum() > 0 or not np.isfinite(found["positions"]).all():
+        raise DataError("no token counts, or a loss is not finite")
+    names, bits, texts = found["names"].astype(str).tolist(), found["bits"].astype(float), found["texts"].astype(str)
+    if bits.shape != (len(names),) or texts.ndim != 2 or texts.shape[1] != 3:
+        raise DataError(f"bits is {bits.shape}, texts {texts.shape}; expected ({len(names)},) and [M, 3]")
+    return Texts(names, bits, found["positions"].astype(float), found["counts"], texts.tolist())
+
+
+def caption(found: Texts) -> str:
+    tokens = f"{int(found.counts.sum()):,} tokens of validation rows."
+    if not found.names:
+        return tokens + " Only some of them count, so that no compressor can be compared."
+    return (f"{tokens} Whatever gives each token a probability is a compressor. gzip, xz and the frequencies begin with nothing, on"
+            " all of this very text at once; the model knows other texts of its kind, and sees a row at a time.")
+
+
+def draw(found: Texts, theme: Theme) -> Figure:
+    figure = Figure(figsize=(WIDTH, 4.2))
+    left, right = panels(figure, 2, 2)
+    _codes(left, found, theme)
+    _positions(right, found, theme)
+    return figure
+
+
+def _codes(axes: Axes, found: Texts, theme: Theme) -> None:
+    rows = np.arange(len(found.names))
+    axes.barh(rows, found.bits, height=0.6, color=[theme.main if row == len(rows) - 1 else theme.faint for row in rows])
+    for row, bits in zip(rows, found.bits):
+        axes.text(float(bits), float(row), f" {bits:.2f}", va="center", color=theme.ink)
+    axes.set_yticks(rows, found.names, color=theme.ink)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(False, axis="y")
+    axes.set(xlabel="bits per byte", xlim=(0, 1.2 * found.bits.max(initial=1.0)), ylim=(len(rows) - 0.4, -0.6))
+    head(axes, "Bits per byte", "lower is better", theme)
+
+
+def _positions(axes: Axes, found: Texts, theme: Theme) -> None:
+    count = len(found.positions)
+    edges = np.unique(np.geomspace(1, count + 1, BINS + 1).astype(int)) - 1
+    sums, total = (np.add.reduceat(each, edges[:-1]) for each in (found.positions * found.counts, found.counts))
+    middle = np.sqrt((edges[:-1] + 1) * edges[1:])
+    axes.plot(middle, sums / np.maximum(total, 1), color=theme.main, marker="o", markersize=4)
+    axes.set_xscale("log")
+    axes.set(xlabel="position in the row [tokens]", ylabel="loss [nats per token]")
+    mean = float((found.positions * found.counts).sum() / found.counts.sum())
+    head(axes, "Loss by position", f"mean {mean:.3f} nats; what stands before a token helps", theme)
+
+
+def table(found: Texts) -> Table | None:
+    if not found.texts:
+        return None
+    note = "The beginnings of held-out rows; what the model makes of them at temperature 0.8 and top_p 0.95; how they go on."
+    return Table("Texts that it continues", note, ("given", "made", "true"), found.texts, text=True)

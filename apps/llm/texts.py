@@ -1,0 +1,74 @@
+"""What a run keeps for people to see: bits per byte beside those of compressors, loss by position, texts that it continues.
+
+N rows of T targets
+"""
+
+import gzip
+import lzma
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from apps.llm.settings import Config
+from hpcai import train
+from hpcai.models.llm import SamplingConfig, Tokenizer, complete
+from hpcai.models.llm.tokens import CONFIG, CONTENT
+
+_TEXTS, _GIVEN, _MADE = 6, 64, 128  # texts that are continued, tokens of each that are given, and that are made
+_SAMPLING = SamplingConfig(most=_MADE, temperature=0.8, top_p=0.95)
+
+
+def keep(run: train.Run, cfg: Config, step: train.Step, rows: dict[str, Tensor]) -> None:
+    """Keep the files of the tokenizer, and ``text.npz`` of the rows that ``entropies`` gives. All processes call this together."""
+    tokenizer = Tokenizer.load(cfg.data.directory)
+    for name in (CONTENT, CONFIG):
+        if (source := cfg.data.directory / name).is_file():
+            run.keep(name, lambda path, source=source: shutil.copyfile(source, path))
+    some = rows["tokens"][:: max(1, len(rows["tokens"]) // _TEXTS)][:_TEXTS].tolist()
+    given = min(_GIVEN, len(some[0]) // 2)
+    with step.average.applied(), step.autocast():
+        made = complete(step.model, [row[:given] for row in some], _SAMPLING, stop=[] if tokenizer.eos is None else [tokenizer.eos])
+    texts = [list(map(tokenizer.decode, (row[:given], new, row[given : given + _MADE]))) for row, new in zip(some, made)]
+    run.keep("text.npz", lambda path: write(path, rows, codes(rows, tokenizer), texts))
+
+
+def codes(rows: dict[str, Tensor], tokenizer: Tokenizer) -> dict[str, float]:
+    """Bits per byte of the text of rows by the model, by compressors, and by its tokens' frequencies alone; nothing where only some
+    of its tokens count. The rows follow one another: of each but the last the last token is the first of the next."""
+    tokens, nats = rows["tokens"].numpy(), rows["nats"].double()
+    if not rows["counted"].all():
+        return {}
+    said = np.append(tokens[:, 1:-1], tokens[:, -1:], 1).ravel()
+    text = tokenizer.decode(said.tolist(), skip_special=True).encode()
+    count = int(tokenizer.widths[said].sum())
+    return {
+        "tokens' frequencies": adaptive(said, tokenizer.size) / count,
+        "gzip -9": 8 * len(gzip.compress(text, 9)) / len(text),
+        "xz -9e": 8 * len(lzma.compress(text, preset=9 | lzma.PRESET_EXTREME)) / len(text),
+        "this model": float(nats.sum()) / math.log(2) / count,
+    }
+
+
+def adaptive(tokens: np.ndarray, size: int) -> float:
+    """Bits of ``tokens`` where each costs by how often it came before: the probability of the n-th is (count + 1/2) / (n + size/2)
+    (Krichevsky and Trofimov 1981).   [N]"""
+    counts = torch.from_numpy(np.bincount(tokens, minlength=size)).double()
+    half = torch.full((), 0.5).double()
+    together = torch.lgamma(counts + half).sum() - size * torch.lgamma(half)
+    return float(torch.lgamma(counts.sum() + size / 2) - torch.lgamma(size * half) - together) / math.log(2)
+
+
+def write(path: Path, rows: dict[str, Tensor], codes: dict[str, float], texts: list[list[str]]) -> None:
+    """Mean loss of each position [T] in nats, names and bits per byte of codes [K], and texts [M, 3]: given, made, true."""
+    counted = rows["counted"].double()
+    by_position: Any = rows["nats"].double().sum(0) / counted.sum(0).clamp(min=1)
+    with path.open("wb") as file:
+        np.savez_compressed(
+            file, positions=by_position.numpy(), counts=counted.sum(0).long().numpy(), names=np.array([*codes], str),
+            bits=np.array([*codes.values()]), texts=np.array(texts, str).reshape(-1, 3),
+        )  # fmt: skip
