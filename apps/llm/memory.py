@@ -205,8 +205,9 @@ def _of(cfg: "Config", sizes: Sizes, rank: int) -> dict[str, float]:
     own = list(_weights(cfg, sizes, rank))
     found = _held(cfg, sizes, [one for one in own if not one.adapter], trained=cfg.lora is None)
     found["adapters"] = _sum(_held(cfg, sizes, [one for one in own if one.adapter], trained=True))
-    moments = _moments(cfg, sizes, rank)
-    return found | max(moments, key=_sum) | _passing(cfg, sizes, own)
+    head, layer = _gathered(cfg, sizes, own)
+    moments = [moment | (layer if "layer" in moment else head) for moment in _moments(cfg, sizes, rank)]
+    return found | max(moments, key=_sum)
 
 
 def _held(cfg: "Config", sizes: Sizes, own: list[Weight], trained: bool) -> dict[str, float]:
@@ -391,18 +392,21 @@ def _head(cfg: "Config", sizes: Sizes, tokens: int) -> tuple[float, float]:
     logits, weight = at_once * words, words * m.width
     final = m.width * some * (b.wide * (2 if m.norm == "rms" and cfg.lora is None else 1) + b.hidden)
     final += b.product * m.width * (some * b.cast + tokens * (n > 1) * 2) + b.product * weight * b.cast
-    slopes = logits * (2 * b.wide + ((b.wide + b.product) if at_once < tokens else 0))  # those of the part before live on
-    by_weight = logits * (b.wide + b.product) + weight * b.product
+    slope = b.wide + (b.product if b.product != b.wide else 0)  # of a logit, in the type of products too
+    slopes = logits * (2 * b.wide + (slope if at_once < tokens else 0))  # those of the part before live on
+    by_weight = logits * slope + weight * b.product
     backward = b.product * m.width * tokens + b.wide * weight + max(slopes, by_weight)
     return final + (b.product + b.wide) * logits, final + backward
 
 
-def _passing(cfg: "Config", sizes: Sizes, own: list[Weight]) -> dict[str, float]:
-    """Weights that are gathered layer by layer, the rest together and for the whole step, and gradients on their way to buckets."""
-    b, trained = _Numbers.of(cfg), [one.count for one in own if cfg.lora is None or one.adapter]
+def _gathered(cfg: "Config", sizes: Sizes, own: list[Weight]) -> tuple[dict[str, float], dict[str, float]]:
+    """Weights that others hold, while the head works and while a layer does: that one and the next (torch's fully_shard), the rest for
+    the whole step; and gradients of a layer on their way to those who hold it."""
     if cfg.step.shard != "weights" or sizes.replicate == 1:
-        return {"gathered": 0.0, "buckets": 0.0}
-    weight = 2 if cfg.step.precision == "bf16-params" else b.wide
-    layers = max(sum(one.count == own[0].count and one.layer for one in own) // 2, 1)
-    layer, rest = sum(one.count for one in own if one.layer) / layers, sum(one.count for one in own if not one.layer)
-    return {"gathered": weight * (2 * layer + rest), "buckets": (weight + b.wide) * (sum(trained) and layer)}
+        return {}, {}
+    weight, wide = (2 if cfg.step.precision == "bf16-params" else _Numbers.of(cfg).wide), _Numbers.of(cfg).wide
+    layers = max(_stage(cfg, sizes, 0)[0], 1)
+    layer, rest = (sum(one.count for one in own if one.layer == of) for of in (True, False))
+    trained = sum(one.count for one in own if one.layer and (cfg.lora is None or one.adapter))
+    passing = (weight + wide) * trained / layers
+    return {"gathered": weight * rest}, {"gathered": weight * (rest + 2 * layer / layers), "buckets": passing}
