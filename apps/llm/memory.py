@@ -11,6 +11,7 @@ Transformer Models", 2022) count the same for GPT's layers.
 """
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -31,9 +32,9 @@ _MOMENTS = {"adam": 2, "adamw": 2, "lamb": 3, "sgd": 1, "lars": 1}  # lamb's thi
 
 
 class Weight(NamedTuple):
-    """A parameter of a process."""
+    """A parameter of a process: how many numbers."""
 
-    count: int
+    size: int
     ranks: int
     """of a copy, over which its gradients are summed"""
     layer: bool = True
@@ -104,7 +105,7 @@ def notes(cfg: "Config") -> list[str]:
 def trained_of(cfg: "Config") -> int:
     """How many numbers are trained."""
     one = Sizes(1, 1, 1, 1)
-    return cfg.model.parameters if cfg.lora is None else sum(w.count for w in _weights(cfg, one, 0) if w.adapter)
+    return cfg.model.parameters if cfg.lora is None else sum(w.size for w in _weights(cfg, one, 0) if w.adapter)
 
 
 def operations(cfg: "Config", tokens: int, causal: bool) -> float:
@@ -216,13 +217,13 @@ def _held(cfg: "Config", sizes: Sizes, own: list[Weight], trained: bool) -> dict
     narrow, wide = step.precision == "bf16-params", 8 if step.precision == "fp64" else 4
     cut = step.shard if copies > 1 else "none"
     share = 1 / ((step.shard_within or copies) if cut != "none" else 1)
-    count = sum(one.count for one in own)
+    count = sum(one.size for one in own)
     weight = 2 if narrow and cut != "weights" else wide
     updated = share if trained else 0.0
     found = {"weights": weight * count * (share if cut == "weights" else 1), "gradients": 0.0}
     for one in own if trained else ():
         sums = 4 if narrow and (step.accumulate > 1 or copies * one.ranks > _FEW) else weight
-        found["gradients"] += sums * one.count * {"none": 1.0, "optimizer": 1 + share, "weights": share}[cut]
+        found["gradients"] += sums * one.size * {"none": 1.0, "optimizer": 1 + share, "weights": share}[cut]
     moment = 2 if step.moments == "bf16" else wide
     kept = _MOMENTS[step.optimizer] - (step.optimizer in ("sgd", "lars") and not step.momentum)
     every = wide + moment * (kept - 1) if step.optimizer == "lamb" else moment * kept
@@ -306,12 +307,14 @@ def _moments(cfg: "Config", sizes: Sizes, rank: int) -> list[dict[str, float]]:
     kept = each if m.recompute == "none" else entered
     flying = _flying(cfg, sizes, rank)
     held = {"activations": layers * kept * flying}
-    copies = b.product * sum(w.count for w in _weights(cfg, sizes, rank) if w.layer) * b.cast
+    copies = b.product * sum(w.size for w in _weights(cfg, sizes, rank) if w.layer) * b.cast
     if sizes.pipeline > 1:  # what comes and goes between stages, for each micro-batch (torch's stages)
         ends = _stage(cfg, sizes, rank)[1:]
         held["messages"] = entered * cfg.step.accumulate * (2.0 - sum(ends)) + entered * flying * (not ends[1])
     again = 0.0 if m.recompute == "none" else each + copies / max(layers, 1)
     back = held | {"copies": copies if m.recompute == "none" else 0.0, "layer": _backward(cfg, sizes, tokens) + again}
+    if m.tied and sizes.pipeline == 1 and cfg.lora is None:  # the head's gradient waits for that of the embedding
+        back["layer"] += -(-m.vocabulary // sizes.tensor) * m.width * (b.hidden if cfg.step.precision == "bf16-params" else b.wide)
     if not _stage(cfg, sizes, rank)[2]:
         return [back]
     forward, backward = _head(cfg, sizes, tokens)
@@ -379,9 +382,10 @@ def _backward(cfg: "Config", sizes: Sizes, tokens: int) -> float:
     more where it is wide, and where weights are cut those of all tokens, which are gathered and sent."""
     m, n, b = cfg.model, sizes.tensor, _Numbers.of(cfg)
     stream, inner = b.hidden * m.width * tokens // n, b.product * tokens * m.inner // n
-    within = (2 if m.feed == "swiglu" else 1) * inner
+    first = b.product * m.width * (tokens + m.inner) // n + inner  # through the last of its layers, with the gradient of a weight
+    within = 2 * inner if m.feed == "swiglu" else 0
     gathered = 4 * b.product * m.width * tokens - 2 * inner if n > 1 else 0
-    return stream + max(within, gathered)
+    return stream + max(first, within, gathered)
 
 
 def _head(cfg: "Config", sizes: Sizes, tokens: int) -> tuple[float, float]:
@@ -406,7 +410,7 @@ def _gathered(cfg: "Config", sizes: Sizes, own: list[Weight]) -> tuple[dict[str,
         return {}, {}
     weight, wide = (2 if cfg.step.precision == "bf16-params" else _Numbers.of(cfg).wide), _Numbers.of(cfg).wide
     layers = max(_stage(cfg, sizes, 0)[0], 1)
-    layer, rest = (sum(one.count for one in own if one.layer == of) for of in (True, False))
-    trained = sum(one.count for one in own if one.layer and (cfg.lora is None or one.adapter))
+    layer, rest = (sum(one.size for one in own if one.layer == of) for of in (True, False))
+    trained = sum(one.size for one in own if one.layer and (cfg.lora is None or one.adapter))
     passing = (weight + wide) * trained / layers
     return {"gathered": weight * rest}, {"gathered": weight * (rest + 2 * layer / layers), "buckets": passing}

@@ -96,7 +96,7 @@ class Polled(Paper):
 
 @contextmanager
 def job(cfg: Config, world: int) -> Iterator[Paper]:
-    """The first of ``world`` processes, on paper. What reads numbers, or is not to be had on a CPU, is replaced by what it gives."""
+    """The first of ``world`` processes, on paper; what reads numbers, or a CPU has not, is replaced by what it gives."""
     micro = cfg.data.batch // (memory.Sizes.of(cfg, world).replicate * cfg.step.accumulate)
     size = micro, TOKENS // (cfg.mesh.tensor * cfg.mesh.context), cfg.model.width
     dtype = torch.bfloat16 if cfg.step.precision == "bf16-params" else torch.float32
@@ -264,7 +264,8 @@ def test_what_fits_is_not_refused() -> None:
 
 def test_settings_are_shown_with_what_they_need_and_can_be_run(tmp_path: Path) -> None:
     words = ["data.directory=nowhere", "--show", "mesh.replicate=2", "mesh.tensor=4", "step.shard=optimizer"]
-    code = f"import sys; from apps.llm import __main__ as m; m.config.run(m.Config, m.main, {words}); print('# torch', 'torch' in sys.modules)"
+    code = f"import sys; from apps.llm import __main__ as m; m.config.run(m.Config, m.main, {words})"
+    code += "; print('# torch', 'torch' in sys.modules)"
     told = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     lines = [line for line in told.splitlines() if line.startswith("# ")]
     assert lines[0] == "# GB of the process that needs most, of 8 (replicate 2 x tensor 4):"
