@@ -4,10 +4,10 @@ once, and on a login node.
     memory.parts(cfg, 64)       # bytes of the fullest of 64 processes, by what they are for
     memory.refuse(cfg, mesh)    # before anything is allocated
 
-What lives is counted as it stands in the code of the layers (hpcai.models.llm), by bytes of a number and sizes; tests compare it with
-a recording of the step (hpcai.plan.paper). N tokens of a micro-batch that a process attends with, S those that it has between layers
-(fewer where ``tensor`` cuts the sequence), C channels, V words. Korthikanti et al. ("Reducing Activation Recomputation in Large
-Transformer Models", 2022) count the same for GPT's layers.
+What lives is counted as it stands in the code of the layers (hpcai.models.llm), by bytes of a number and sizes; tests compare it
+with a recording of the step (hpcai.plan.paper). Korthikanti et al. ("Reducing Activation Recomputation in Large Transformer
+Models", 2022) count the same for GPT's layers. Gradients count in full, as in their buckets on a GPU: one CPU process without micro-batches
+needs somewhat less.
 """
 
 import json
@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from hpcai.dist.environment import place
 from hpcai.errors import LaunchError, MeshError
@@ -109,8 +109,8 @@ def trained_of(cfg: "Config") -> int:
 
 
 def operations(cfg: "Config", tokens: int, causal: bool) -> float:
-    """Multiplications and additions of a token, forward and backward: 6 of each number that multiplies it (4 where it is frozen), and
-    of each layer 12 of each channel of the heads and each token seen (Narayanan et al., SC21, appendix; NVIDIA's figures count
+    """Multiplications and additions of a token, forward and backward: 6 of each number that multiplies it (4 where it is frozen),
+    and of each layer 12 of each channel of the heads and each token seen (Narayanan et al., SC21, appendix; NVIDIA's figures count
     attention in full until 2025, then ``causal``)."""
     m = cfg.model
     around = m.vocabulary * m.width * (1 if m.tied else 2) + (0 if m.rotary else m.positions * m.width)
@@ -123,8 +123,8 @@ def operations(cfg: "Config", tokens: int, causal: bool) -> float:
 
 
 def refuse(cfg: "Config", mesh: "Mesh", room: float | None = None) -> None:
-    """Raise MeshError where a process needs more than ``room`` bytes (by default this machine's), with the nearest change that fits:
-    on as many processes, else on the fewest."""
+    """Raise MeshError where a process needs more than ``room`` bytes (by default this machine's), with the nearest change that
+    fits: on as many processes, else on the fewest."""
     world, local = mesh.job.size, place().local_world or 1
     room = _room(mesh, local) if room is None else room
     found = parts(cfg, world)
@@ -153,8 +153,8 @@ def _room(mesh: "Mesh", local: int) -> float:
 
 def _remedy(cfg: "Config", world: int, local: int, room: float) -> str:
     node = max(local, 1)
-    worlds = [world] + [n for n in dict.fromkeys((*range(node, 64 * node + 1, node), *(64 * node * 2**k for k in range(8)))) if n > world]
-    for processes in worlds:
+    worlds = (*range(node, 64 * node + 1, node), *(64 * node * 2**k for k in range(1, 8)))
+    for processes in (world, *(n for n in worlds if n > world)):
         for words, changed in _changes(cfg, processes, 8 if processes > world and node == 1 else node):
             try:
                 needs = need(changed, processes)
@@ -404,8 +404,8 @@ def _head(cfg: "Config", sizes: Sizes, tokens: int) -> tuple[float, float]:
 
 
 def _gathered(cfg: "Config", sizes: Sizes, own: list[Weight]) -> tuple[dict[str, float], dict[str, float]]:
-    """Weights that others hold, while the head works and while a layer does: that one and the next (torch's fully_shard), the rest for
-    the whole step; and gradients of a layer on their way to those who hold it."""
+    """Weights that others hold, while the head works and while a layer does: that one and the next (torch's fully_shard), the rest
+    for the whole step; and gradients of a layer on their way to those who hold it."""
     if cfg.step.shard != "weights" or sizes.replicate == 1:
         return {}, {}
     weight, wide = (2 if cfg.step.precision == "bf16-params" else _Numbers.of(cfg).wide), _Numbers.of(cfg).wide

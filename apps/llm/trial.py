@@ -1,6 +1,6 @@
 """A language model to be measured:  hpcai bench llm | hpcai ablate llm [model.width=512 ...]
 
-The plain form makes all logits, and takes their cross entropy by torch. Rows are random tokens of a few documents each, all as long as
+The plain form makes all logits, and takes their cross entropy by torch. Rows are random tokens of a few documents each, as long as
 the model may read.
 """
 
@@ -24,6 +24,7 @@ from hpcai.models.llm.load import hub_config
 from hpcai.nn.head import IGNORE, Head
 
 _GPU = torch.cuda.is_available()
+_ROWS = 4 if _GPU else 2
 _DOCUMENTS, _BYTES = 4, 4  # of a row, of a token
 
 _SMALL = LLMConfig(vocabulary=2048, width=256, layers=4, heads=4, inner=704, positions=256)
@@ -39,7 +40,7 @@ class TrialConfig(Config):
     """A language model of a size that is measured in minutes."""
 
     model: LLMConfig = _LARGE if _GPU else _SMALL
-    data: DataConfig = DataConfig(batch=4 if _GPU else 2, evaluation_batch=4 if _GPU else 2, workers=1, documents="joined", pictures=0)
+    data: DataConfig = DataConfig(batch=_ROWS, evaluation_batch=_ROWS, workers=1, documents="joined", pictures=0)
 
 
 class Trial(Subject):
@@ -117,8 +118,8 @@ class _AllLogits(Head):
 
 def _transformers(cfg: Any, batch: Batch) -> Form:
     package: Any = import_module("transformers")
-    words = {name: value for name, value in hub_config(cfg.model, torch.float32).items() if name not in ("architectures", "model_type")}
-    theirs = package.LlamaForCausalLM(package.LlamaConfig(**words))
+    words, kinds = hub_config(cfg.model, torch.float32), ("architectures", "model_type")
+    theirs = package.LlamaForCausalLM(package.LlamaConfig(**{name: words[name] for name in words if name not in kinds}))
 
     def mean(model: Any, batch: Batch) -> dict[str, Any]:
         logits, targets = model(batch.tokens[:, :-1]).logits, batch.targets

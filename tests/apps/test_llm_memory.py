@@ -1,4 +1,4 @@
-"""What a language model's run needs, before anything is allocated: against a recording of its step, by each cut and each setting."""
+"""What a language model's run needs, before anything is allocated: against a recording of its step, each cut and setting."""
 
 import gc
 import subprocess
