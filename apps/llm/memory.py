@@ -4,10 +4,9 @@ once, and on a login node.
     memory.parts(cfg, 64)       # bytes of the fullest of 64 processes, by what they are for
     memory.refuse(cfg, mesh)    # before anything is allocated
 
-What lives is counted as it stands in the code of the layers (hpcai.models.llm), by bytes of a number and sizes; tests compare it
-with a recording of the step (hpcai.plan.paper). Korthikanti et al. ("Reducing Activation Recomputation in Large Transformer
-Models", 2022) count the same for GPT's layers. Gradients count in full, as in their buckets on a GPU: one CPU process without micro-batches
-needs somewhat less.
+What lives is counted as it stands in the code of the layers (hpcai.models.llm); tests compare it with a recording of the step
+(hpcai.plan.paper). Korthikanti et al. ("Reducing Activation Recomputation in Large Transformer Models", 2022) count the same for
+GPT's layers. Gradients count in full, as in their buckets on a GPU: one CPU process without micro-batches needs somewhat less.
 """
 
 import json

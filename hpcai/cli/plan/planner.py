@@ -84,7 +84,8 @@ class Planner:
 
     def settings(self, *words: str) -> Any:
         subject = self.workload.subject
-        plain = [word for word in _PLAIN if _has(subject.published, key := word.partition("=")[0]) and key not in self.workload.keeps]
+        keys = {word: word.partition("=")[0] for word in _PLAIN}
+        plain = [word for word, key in keys.items() if _has(subject.published, key) and key not in self.workload.keeps]
         return subject.known(config.load(subject.published, self.yaml, [*self.words, *words, *plain]))
 
     def recorded(self, ways: int, copies: int, each: int, words: Words) -> list[tuple[float, Record]]:
