@@ -71,6 +71,10 @@ class Settings(pydantic.BaseModel):
         frozen=True, extra="forbid", strict=True, validate_default=True, use_attribute_docstrings=True, ser_json_inf_nan="constants"
     )
 
+    def notes(self) -> list[str]:
+        """What ``--show`` says beside the settings, line by line, as comments: what follows from them, such as memory."""
+        return []
+
 
 def load(schema: type[T], path: str | Path | None = None, words: Sequence[str] = ()) -> T:
     """``schema`` from its defaults, then the YAML file ``path``, then ``key=value`` words.
@@ -121,7 +125,8 @@ def _run(schema: type[T], main: Callable[[T], None], files: Sequence[str], words
             sys.stderr.write("\n  ".join([f"{count} in the settings (--help lists every key):", *lines]) + "\n")
             raise SystemExit(2) from None
         if show:
-            show_to_reader(lambda: sys.stdout.write(dump(settings)))
+            told = settings.notes() if isinstance(settings, Settings) else []
+            show_to_reader(lambda: sys.stdout.write(dump(settings) + "".join(f"# {line}\n" for line in told)))
         else:
             main(settings)
     except HpcaiError as problem:

@@ -94,6 +94,8 @@ class Case:
     figure: Figure | None = None
     asked: float | None = None
     """samples per second that we ask of one H200"""
+    always: Sequence[str] = ()
+    """key=value words that all variants begin with, such as a precision without which the model does not fit"""
 
 
 class Subject:

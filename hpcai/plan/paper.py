@@ -55,12 +55,28 @@ def _added(_: Any, a: Any, b: Any, *__: Any, **___: Any) -> int:
     return 2 * math.prod(a) * b[-1]
 
 
+def _attended(q: Any, k: Any, v: Any, _: float = 0.0, causal: bool = False, **__: Any) -> float:
+    return 2 * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1]) * _looked(q, k, causal)
+
+
+def _attended_back(_: Any, q: Any, k: Any, v: Any, *rest: Any, **__: Any) -> float:
+    # out, logsumexp, dropout, causal; scores again, and gradients of scores, of q, k and v
+    return 2 * math.prod(q[:-1]) * k[-2] * (3 * q[-1] + 2 * v[-1]) * _looked(q, k, rest[3])
+
+
+def _looked(q: Any, k: Any, causal: bool) -> float:
+    """The part of the scores that a kernel computes."""
+    return 0.5 if causal and q[-2] == k[-2] else 1.0
+
+
 PRODUCTS = {
     torch.ops.aten.addmm_: _added, torch.ops.aten.baddbmm_: _added, torch.ops.aten.convolution: _convolved,
     torch.ops.aten._convolution: _convolved, torch.ops.aten.convolution_backward: _convolved_back,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attended,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attended_back,
 }  # fmt: skip
 """What torch's counter does not know, or takes for more than it is: the weights of a convolution in groups, by which it counts all
-channels. Multiplications and additions from the shapes of the arguments."""
+channels; attention of a CPU, in whose place a GPU has its own. Multiplications and additions from the shapes of the arguments."""
 
 
 class Run(NamedTuple):
@@ -118,6 +134,8 @@ class Paper(TorchDispatchMode):
             if self._kernels:
                 held.enter_context(mock.patch.object(compiler, "PLANNED", True))
                 held.enter_context(_launched(self))
+            held.enter_context(mock.patch.object(torch_dist, "all_gather_object", _all_alike))  # whose sizes would be read
+            held.enter_context(mock.patch.object(torch_dist, "broadcast_object_list", lambda *_, **__: None))
             held.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             held.enter_context(self)
             yield
@@ -266,6 +284,10 @@ class _Group(torch_dist.ProcessGroup):
 def _joined(options: Any, _: Any) -> _Group:
     ranks = options.global_ranks_in_group or range(options.group_size)
     return _Group(options.group_rank, ranks)
+
+
+def _all_alike(values: list[Any], value: Any, **_: Any) -> None:
+    values[:] = [value] * len(values)
 
 
 @contextmanager

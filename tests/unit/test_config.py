@@ -581,6 +581,18 @@ def test_what_is_shown_runs_again(app):
     assert app("again.yaml").stdout == "ran 1e-05\n"
 
 
+class Told(Settings):
+    rows: int = 3
+
+    def notes(self) -> list[str]:
+        return [f"{self.rows} rows:", "  more"]
+
+
+def test_what_follows_from_settings_is_shown_as_comments(capsys):
+    config.run(Told, print, ["rows=5", "--show"])
+    assert capsys.readouterr().out == "rows: 5\n# 5 rows:\n#   more\n"
+
+
 def test_help_lists_every_key(app):
     done = app("--help", "step.lr=wrong", COLUMNS="90")
     assert (done.returncode, done.stderr) == (0, "")

@@ -125,7 +125,7 @@ class Bench:
     def settings(self, variant: Variant, turn: Sequence[str] = ()) -> Any:
         tiny = (*_TINY, *self.app.tiny) if self.words.tiny else ()
         path = Path(inspect.getfile(type(self.app))).parent / "configs" / self.case.yaml
-        words = (*self.case.words, *tiny, *_PLAIN, *variant.words, *turn)
+        words = (*self.case.words, *tiny, *_PLAIN, *self.case.always, *variant.words, *turn)
         return self.app.known(config.load(self.app.published, path, words))
 
     @cached_property

@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from hpcai.train import Step
 Words = Sequence[str]
 _FULL = 0.92  # of a GPU's memory that tensors may take: fragments, graphs and libraries take the rest
 _WARM, _STEPS = 20, 100  # of the loader that are simulated: at the start nothing is ready yet
+_FEW, _MORE = 2, 4  # layers of which steps of deep models are recorded
 _COPIES = 16  # of the job on paper: what concerns all of them concerns all of a larger job
 # A divided optimizer sends what an all-reduce does.
 _PLAIN = (
@@ -82,7 +84,8 @@ class Planner:
 
     def settings(self, *words: str) -> Any:
         subject = self.workload.subject
-        plain = [word for word in _PLAIN if word.split(".")[0] in subject.published.model_fields]
+        keys = {word: word.partition("=")[0] for word in _PLAIN}
+        plain = [word for word, key in keys.items() if _has(subject.published, key) and key not in self.workload.keeps]
         return subject.known(config.load(subject.published, self.yaml, [*self.words, *words, *plain]))
 
     def recorded(self, ways: int, copies: int, each: int, words: Words) -> list[tuple[float, Record]]:
@@ -114,6 +117,15 @@ class Planner:
 
     def step(self, ways: int, copies: int, each: int, on: Machine, words: Words = ()) -> Fit:
         """The mean step of ``copies``, as large as it may be."""
+        depth = self.workload.depth
+        layers = 0 if depth is None else attrgetter(depth)(self.settings(*words))
+        if depth is None or layers <= _MORE:
+            return self._step(ways, copies, each, on, words)
+        few, more = (self._step(ways, copies, each, on, (*words, f"{depth}={n}")) for n in (_FEW, _MORE))
+        times = (layers - _FEW) / (_MORE - _FEW)
+        return Fit(few.step + (more.step + few.step.times(-1)).times(times), few.peak + times * (more.peak - few.peak), words)
+
+    def _step(self, ways: int, copies: int, each: int, on: Machine, words: Words) -> Fit:
         at_once = next(n for n in range(min(each, self.workload.most), 0, -1) if each % n == 0)
         few, found, peak = min(copies, _COPIES), Price(0, 0, 0, 0, 0, 0, 0), 0.0
         for weight, record in self.recorded(ways, few, at_once, words):
@@ -140,12 +152,19 @@ class Planner:
         loader = self._loader(copies, ways, batch // copies, fit.step.seconds)
         samples, known = self.workload.needs(batch), self.workload.evaluation
         steps = samples / batch
-        alone = self.fitting(1, 1, 1, on, words).step.seconds
+        alone = self._alone(gpus, batch, fit, on, words)
         score = known.samples * known.cost * alone / (evaluating or gpus)
         train, every = steps * (fit.step.seconds + loader), known.times(samples, batch) * score
         # Apart, the last one is waited for; one that takes longer than what it follows delays all others.
         more = max(every - train, 0.0) + score if evaluating else every
         return Job(gpus, ways, batch, fit, loader, steps, (train + more) / 60, more / 60)
+
+    def _alone(self, gpus: int, batch: int, fit: Fit, on: Machine, words: Words) -> float:
+        """Seconds of a sample on one GPU, or where that has no room for the model those of all GPUs together."""
+        try:
+            return self.fitting(1, 1, 1, on, words).step.seconds
+        except UnfitError:
+            return fit.step.seconds * gpus / batch
 
     def _loader(self, copies: int, ways: int, each: int, step: float) -> float:
         prepare, workers = self.workload.preparation, self.workload.workers
@@ -192,6 +211,11 @@ class Planner:
         on = machines.find(point.machine, slower=slower)
         found = self.job(point.gpus, point.ways, point.batch, on, point.evaluating, point.words)
         return found.seconds if point.what == "step" else found.minutes
+
+
+def _has(schema: Any, key: str) -> bool:
+    section, _, name = key.partition(".")
+    return section in schema.model_fields and name in schema.model_fields[section].annotation.model_fields
 
 
 def _update(paper: Paper, step: Step) -> None:

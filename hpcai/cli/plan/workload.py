@@ -68,6 +68,10 @@ class Workload:
     """key=value words of the kinds of step, and how much each weighs in the mean step"""
     lean: Sequence[Sequence[str]] = ((),)
     """key=value words, the fastest first, that take ever less memory"""
+    depth: str | None = None
+    """setting of the number of repeated layers: a deep model is recorded with few of them, and each further one takes as much"""
+    keeps: Sequence[str] = ()
+    """settings that a plan leaves as they are, though others could be recorded more simply"""
     most: int = 1
     """samples that a process takes at a time; more are micro-batches"""
     samples: Mapping[int, float]

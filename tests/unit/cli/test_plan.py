@@ -1,12 +1,14 @@
 """Plans of whole trainings: `hpcai plan`."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
 
+import apps.llm.trial as llm
 from apps.openfold.trial import Trial
 from hpcai.cli import apps, main
 from hpcai.cli.plan import show
@@ -15,7 +17,7 @@ from hpcai.cli.plan.workload import find
 from hpcai.errors import ConfigError
 from hpcai.plan.machines import find as machine
 
-PLANNED = ["cosmoflow", "deepcam", "openfold", "unet3d"]
+PLANNED = ["cosmoflow", "deepcam", "llm", "openfold", "unet3d"]
 
 
 def planned(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
@@ -93,6 +95,29 @@ def test_the_command_draws_and_says_what_it_found(
     assert "no batch that is known to reach the target" in told and "messages that nothing hides" in told
 
 
+def test_a_deep_model_is_planned_from_few_layers_as_from_all() -> None:
+    # In rows of their own weights are sent one by one, and so as often as there are layers.
+    words = [*llm.Trial.tiny, "model.layers=8", "data.batch=8", "step.bucket_mb=1e-6", "data.documents=joined"]
+    few, every = Planner("llm", words), Planner("llm", words)
+    every.workload.depth = None
+    for ways, more in ((1, ("lora=null", 'step.decay_names=["*_proj.weight"]')), (2, ("model.recompute=layers",))):
+        found = (each.step(ways, 4, 1, machine("h100"), (*more, "step.accumulate=1")) for each in (few, every))
+        (step, peak, _), (whole, most, _) = found
+        for part in ("products", "memory", "launches", "sent", "messages"):
+            assert getattr(step, part) == pytest.approx(getattr(whole, part), rel=1e-9)
+        assert whole.memory > 0 and whole.messages > 30
+        assert peak == pytest.approx(most, rel=1e-9) and step.seconds == pytest.approx(whole.seconds, rel=1e-2)
+    assert any("model.layers=4" in key[3] for key in few._recorded) and len(every._recorded) == 2
+
+
+def test_a_model_that_one_gpu_has_no_room_for_is_evaluated_by_all() -> None:
+    planner = Planner("llm", [*llm.Trial.tiny, "data.batch=8"])
+    on = machine("h100")
+    cut = planner.fitting(2, 4, 2, on)
+    assert planner._alone(8, 8, cut, on, ()) == planner.fitting(1, 1, 1, on).step.seconds
+    assert planner._alone(8, 16, cut, replace(on, room=1.0), ()) == cut.step.seconds / 2
+
+
 @pytest.mark.parametrize("name", ["cosmoflow", "unet3d"])
 def test_published_runs_are_planned_and_what_is_wrong_is_printed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     rows = planned(capsys, name, "--check")["check"]
@@ -106,7 +131,7 @@ def test_published_runs_are_planned_and_what_is_wrong_is_printed(name: str, caps
 def test_what_cannot_be_planned_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     for words, text in (
         (["openfold", "--machine", "abacus"], "there is no machine 'abacus'; expected one of"),
-        (["nothing"], "there is no app 'nothing'; expected one of cosmoflow, deepcam, openfold, unet3d"),
+        (["nothing"], "there is no app 'nothing'; expected one of cosmoflow, deepcam, llm, openfold, unet3d"),
         (["opencatalyst"], "apps/opencatalyst has no file plan.py; expected one of"),
         (["openfold", "model.blocks=many"], "model.blocks"),
     ):

@@ -59,6 +59,23 @@ def test_products_of_a_convolution_are_those_of_its_weights(layer: Any) -> None:
     assert counter.get_total_flops() == 2 * 2 * layer.weight.numel() * 2 * places
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_products_of_attention_are_those_of_the_scores_that_are_looked_at(causal: bool) -> None:
+    q, k = torch.randn(2, 4, 16, 8, requires_grad=True), torch.randn(2, 2, 16, 8, requires_grad=True)
+    counter = FlopCounterMode(display=False, custom_mapping=PRODUCTS)
+    with counter:
+        nn.functional.scaled_dot_product_attention(q, k, k, is_causal=causal, enable_gqa=True).sum().backward()
+    product = 2 * 2 * 4 * 16 * 16 * 8
+    assert counter.get_total_flops() == (2 + 5) * product / (2 if causal else 1)
+
+
+def test_objects_that_processes_tell_one_another_are_alike() -> None:
+    with on_paper(4) as made:
+        everyone = Mesh({"replicate": 4}, 4).everyone
+        with made.sizes():
+            assert gather_objects("word", everyone) == ["word"] * 4 and agree("word", everyone) == "word"
+
+
 def test_memory_is_what_lives_at_a_time() -> None:
     def step(x: Tensor) -> Tensor:
         for _ in range(8):

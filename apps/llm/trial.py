@@ -1,0 +1,131 @@
+"""A language model to be measured:  hpcai bench llm | hpcai ablate llm [model.width=512 ...]
+
+The plain form makes all logits, and takes their cross entropy by torch. Rows are random tokens of a few documents each, as long as
+the model may read.
+"""
+
+import json
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from apps.llm.data import ABOUT, About, Texts, about_of, rows_of
+from apps.llm.settings import Config, DataConfig
+from hpcai.cli.trial import Case, Figure, Form, On, Peer, Subject, Switch, exchange
+from hpcai.data.splits import load
+from hpcai.dist import Mesh
+from hpcai.models.llm import LLM, Batch, LLMConfig, adapt, loss, parallelize, score
+from hpcai.models.llm.load import hub_config
+from hpcai.nn.head import IGNORE, Head
+
+_GPU = torch.cuda.is_available()
+_ROWS = 4 if _GPU else 2
+_DOCUMENTS, _BYTES = 4, 4  # of a row, of a token
+
+_SMALL = LLMConfig(vocabulary=2048, width=256, layers=4, heads=4, inner=704, positions=256)
+_LARGE = LLMConfig(vocabulary=32_000, width=2048, layers=16, heads=16, inner=5632, positions=4096)
+
+_NEMO = Figure(
+    16_934 / 4096, "H100", "8 GPUs, 16 rows each, FP8",
+    "NVIDIA NeMo 24.12, Llama 2 7B: tokens per second and GPU (docs.nvidia.com/nemo-framework, performance summary)",
+)  # fmt: skip
+
+
+class TrialConfig(Config):
+    """A language model of a size that is measured in minutes."""
+
+    model: LLMConfig = _LARGE if _GPU else _SMALL
+    data: DataConfig = DataConfig(batch=_ROWS, evaluation_batch=_ROWS, workers=1, documents="joined", pictures=0)
+
+
+class Trial(Subject):
+    settings, batch, fields = TrialConfig, Batch, ("tokens", "bytes", "documents", "ends")
+    flat, metric = frozenset({"ends"}), staticmethod(score)
+    unit, published, compiled, compiles_long = "rows", Config, "blocks", True
+    tiny = (
+        "model.width=64", "model.heads=4", "model.key_heads=2", "model.inner=128", "model.layers=2", "model.vocabulary=512",
+        "model.positions=128", "data.batch=2", "step.accumulate=1",
+    )  # fmt: skip
+    gpu = (
+        Case(
+            "llama2-7b", "llama2-7b.yaml", ("data.batch=8", "step.accumulate=8", "data.documents=joined"), figure=_NEMO,
+            asked=10_500 / 4096, always=("step.precision=bf16-params",),
+        ),
+    )  # fmt: skip
+
+    def loss(self, model: Any, batch: Any) -> dict[str, Any]:
+        """The mean, as other apps give it: all rows have as many tokens that count."""
+        total, count = loss(model, batch)["loss"]
+        return {"loss": total / count}
+
+    def switches(self, cfg: Any, mesh: Mesh) -> list[Switch]:
+        cut = "words are cut, and their entropy has one form" if mesh["tensor"].size > 1 else None
+        return [Switch("logits", "cross entropy of some tokens at a time, not of all logits together", cut)]
+
+    def cases(self, on_gpu: bool) -> Sequence[Sequence[str]]:
+        return [(), ("data.documents=apart",)]
+
+    def build(self, cfg: Any, mesh: Mesh, on: On) -> nn.Module:
+        model = parallelize(LLM(cfg.model), mesh)
+        if "logits" not in on and mesh["tensor"].size == 1:
+            exchange(model, {Head: _AllLogits})
+        return model if cfg.lora is None else adapt(model, cfg.lora)
+
+    def random(self, cfg: Any, random: np.random.Generator) -> tuple[Any, ...]:
+        about = _about(cfg)
+        tokens = random.integers(0, about.vocabulary, about.sequence + 1).astype(about.type)
+        ends = np.sort(random.choice(np.arange(2, about.sequence), _DOCUMENTS, replace=False)).astype(np.int32)
+        return tokens, np.asarray(_BYTES * about.sequence, np.int32), np.asarray(_DOCUMENTS, np.int32), ends
+
+    def together(self, cfg: Any, samples: list[tuple[Any, ...]]) -> Any:
+        source = Texts(cast(Any, samples), _about(cfg), cfg.data.documents, "all")
+        rows = [source.make(dict(zip(self.fields, values)), number, 0) for number, values in enumerate(samples)]
+        return Batch(*(None if column[0] is None else torch.from_numpy(np.stack(column)) for column in zip(*rows)))
+
+    def loader(self, cfg: Any, mesh: Mesh, split: str, **words: Any) -> Any:
+        about = about_of(cfg.data.directory)
+        source = Texts(rows_of(cfg, split, mesh, about=about), about, cfg.data.documents, "all")
+        return load(source, cfg.data.batch, cfg.data, mesh, **words)
+
+    def in_files(self, cfg: Any, rows: int, splits: Sequence[str] = ("train", "validation")) -> Any:
+        cfg = super().in_files(cfg, rows, splits)
+        (cfg.data.directory / ABOUT).write_text(json.dumps(_about(cfg).model_dump()))
+        return cfg
+
+
+def _about(cfg: Any) -> About:
+    """Rows of random tokens."""
+    model = cfg.model
+    kind: Any = "uint16" if model.vocabulary <= 1 << 16 else "uint32"
+    return About(
+        sequence=model.positions, vocabulary=model.vocabulary, tokenizer="random", type=kind, answers=False, before=[],
+    )  # fmt: skip
+
+
+class _AllLogits(Head):
+    def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
+        logits = F.linear(hidden, self.weight)
+        if targets is None:
+            return logits
+        found = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction="none")
+        return found.view(targets.shape)
+
+
+def _transformers(cfg: Any, batch: Batch) -> Form:
+    package: Any = import_module("transformers")
+    words, kinds = hub_config(cfg.model, torch.float32), ("architectures", "model_type")
+    theirs = package.LlamaForCausalLM(package.LlamaConfig(**{name: words[name] for name in words if name not in kinds}))
+
+    def mean(model: Any, batch: Batch) -> dict[str, Any]:
+        logits, targets = model(batch.tokens[:, :-1]).logits, batch.targets
+        return {"loss": F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE)}
+
+    return Form(theirs.to(batch.tokens.device), mean)
+
+
+Trial.peers = {"transformers": Peer("transformers", _transformers)}

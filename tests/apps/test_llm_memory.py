@@ -1,0 +1,303 @@
+"""What a language model's run needs, before anything is allocated: against a recording of its step, each cut and setting."""
+
+import gc
+import subprocess
+import sys
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor
+
+from apps.llm import memory
+from apps.llm.settings import Config
+from hpcai import config
+from hpcai.dist import Mesh
+from hpcai.errors import MeshError
+from hpcai.models.llm import LLM, Batch, LLMConfig, LoRAConfig, adapt, loss, parallelize, stages
+from hpcai.nn.deferred import deferred
+from hpcai.parallel import pipeline
+from hpcai.parallel.replicate import GradientSums
+from hpcai.plan.paper import Paper, on_paper
+from hpcai.train import Step
+from tests.apps.running import ROOT
+
+TOKENS = 2048
+MODEL = ("model.width=2048", "model.heads=16", "model.inner=5504", "model.layers=4", "model.vocabulary=32000", "step.clip=1.0",
+         f"model.positions={TOKENS}", "data.batch=4", "data.documents=joined", "step.precision=bf16-params",
+         "data.directory=nowhere")  # fmt: skip
+LORA = ("lora={rank: 16}", "start.weights=there", 'step.decay_names=["*lora*"]')
+GPT = ("model={rotary: null, norm: layer, feed: gelu, bias: true, tied: true, inner: 8192}", "step.precision=fp32")
+AGAIN = "model.recompute=layers"
+PIPELINE = ("mesh.pipeline=2", "step.accumulate=4")
+CASES: dict[str, tuple[int, Sequence[str]]] = {
+    "whole": (1, ()),
+    "whole, again": (1, (AGAIN,)),
+    "float32": (1, ("step.precision=fp32",)),
+    "float32, again": (1, ("step.precision=fp32", AGAIN)),
+    "float64": (1, ("step.precision=fp64", "data.batch=2")),
+    "autocast": (1, ("step.precision=bf16",)),
+    "autocast, again": (1, ("step.precision=bf16", AGAIN)),
+    "micro-batches": (1, ("step.accumulate=2", "step.moments=bf16", "step.average=0.99")),
+    "momentum": (1, ("step.optimizer=sgd",)),
+    "documents": (1, ("data.documents=apart",)),
+    "GPT": (1, GPT),
+    "GPT, again": (1, (*GPT, AGAIN)),
+    "copies": (8, ("data.batch=32",)),
+    "optimizer divided": (2, ("data.batch=8", "step.shard=optimizer")),
+    "optimizer divided within": (8, ("data.batch=32", "step.shard=optimizer", "step.shard_within=2")),
+    "weights divided": (2, ("data.batch=8", "step.shard=weights")),
+    "weights divided, again": (2, ("data.batch=8", "step.shard=weights", AGAIN)),
+    "tensor": (4, ("mesh.tensor=4",)),
+    "tensor, again": (4, ("mesh.tensor=4", AGAIN)),
+    "fewer keys than ranks": (8, ("mesh.tensor=8", "model.key_heads=4")),
+    "GPT, tensor": (4, (*GPT, "mesh.tensor=4")),
+    "context": (2, ("mesh.context=2",)),
+    "tensor and context": (4, ("mesh.tensor=2", "mesh.context=2")),
+    "1F1B": (2, PIPELINE),
+    "1F1B, again": (2, (*PIPELINE, AGAIN)),
+    "GPipe": (2, (*PIPELINE, "stages.schedule=gpipe")),
+    "interleaved": (2, (*PIPELINE, "stages.per_rank=2")),
+    "pipeline and tensor": (4, (*PIPELINE, "mesh.tensor=2")),
+    "pipeline and divided optimizer": (4, (*PIPELINE, "step.shard=optimizer", "data.batch=8")),
+    "adapters": (1, LORA),
+    "adapters, again": (1, (*LORA, AGAIN)),
+    "adapters with dropout": (1, (*LORA, "lora.dropout=0.1")),
+    "adapters, tensor": (4, (*LORA, AGAIN, "mesh.tensor=4")),
+}  # fmt: skip
+
+
+def settings(*words: str) -> Config:
+    return config.load(Config, None, [*MODEL, *words])
+
+
+class Polled(Paper):
+    """Memory of tensors whose storages grow and shrink, as torch's ``fully_shard`` has it."""
+
+    def __init__(self) -> None:
+        super().__init__(kernels=True)
+        self.seen: dict[int, Any] = {}
+
+    def _hold(self, tensor: Tensor) -> None:
+        memory = tensor.untyped_storage()
+        self.seen[memory._cdata] = weakref.ref(memory)
+        live = [storage for one in self.seen.values() if (storage := one()) is not None]
+        self.seen = {storage._cdata: weakref.ref(storage) for storage in live}
+        self._bytes = sum(storage.nbytes() for storage in live)
+        self._record.peak = max(self._record.peak, self._bytes)
+
+
+@contextmanager
+def job(cfg: Config, world: int) -> Iterator[Paper]:
+    """The first of ``world`` processes, on paper; what reads numbers, or a CPU has not, is replaced by what it gives."""
+    micro = cfg.data.batch // (memory.Sizes.of(cfg, world).replicate * cfg.step.accumulate)
+    size = micro, TOKENS // (cfg.mesh.tensor * cfg.mesh.context), cfg.model.width
+    dtype = torch.bfloat16 if cfg.step.precision == "bf16-params" else torch.float32
+
+    def fixed(*args: Any, **words: Any) -> GradientSums:
+        return GradientSums(*args, **words | {"fixed": True})  # buckets, as on a GPU
+
+    def learned(self: Any, *_: Any) -> list[Any]:
+        return [pipeline._Kind(size, dtype)] * (self.count - 1) + [pipeline._Kind((1,), torch.float32)]
+
+    def known(self: Any, chain: Any, *_: Any) -> None:
+        from torch.distributed.pipelining.stage import InferenceMode
+
+        for stage in chain:
+            stage._inference_mode = InferenceMode.STATIC
+
+    with ExitStack() as held:
+        for place, function in {
+            "hpcai.train.choices.GradientSums": fixed,
+            "hpcai.parallel.context.causal_lower_right": lambda *_: None,
+            "hpcai.parallel.pipeline.Pipeline._learned": learned,
+            "hpcai.parallel.pipeline.Pipeline._told": lambda *_: [{}],
+            "hpcai.parallel.pipeline._Stage.forward": lambda stage, *hidden, number: stage._act(0, hidden[0] if hidden else None),
+            "torch.distributed.pipelining.schedules._PipelineSchedule._warmup_p2p": known,
+            "hpcai.train.step._mean": lambda every: {},
+        }.items():
+            held.enter_context(mock.patch(place, function))
+        if cfg.step.shard != "weights":
+            yield held.enter_context(on_paper(world))
+            return
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        torch_dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+        held.callback(torch_dist.destroy_process_group)
+        yield Polled()
+
+
+@contextmanager
+def _of_type(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    yield
+    torch.set_default_dtype(before)
+
+
+def recorded(cfg: Config, world: int) -> tuple[float, float, float]:
+    """Bytes of weights, gradients and the optimizer; of all that is held between steps; of the fullest moment."""
+    with job(cfg, world) as paper:
+        names = ("pipeline", "context", "tensor")
+        mesh = Mesh({"replicate": -1, **{name: getattr(cfg.mesh, name) for name in names}}, world)
+        if cfg.step.shard == "weights":
+            mesh.device_mesh(mesh["replicate"])  # which nothing on paper can make
+        with deferred(0), _of_type(torch.float64 if cfg.step.precision == "fp64" else torch.float32):
+            model = parallelize(LLM(cfg.model), mesh)
+            act = stages(model, mesh, **cfg.stages.model_dump())
+            model = model if cfg.lora is None else adapt(model, cfg.lora)
+        with paper.sizes():
+            step = Step(paper.fill(model), loss, cfg.step, mesh, act=act)
+            gc.collect()
+            between = paper._bytes
+            tokens = torch.empty(cfg.data.batch // mesh["replicate"].size, TOKENS + 1, dtype=torch.int64)
+            with paper.recording() as record:
+                step._gradients(Batch(tokens, tokens.clone() if cfg.data.documents == "apart" else None))
+            found = sum(p.nbytes for p in step.model.parameters() if not p.requires_grad)
+            for state in step.optimizer.states:
+                rest = (state._master, state.average, getattr(state, "direction", None), *state.moments.values())
+                found += sum(x.nbytes for x in (state.row.weights, state.row.gradient(), *rest) if x is not None)
+            for bucket in step.sums.buckets:
+                if hasattr(bucket, "own"):  # of weights and gradients all is there, and the row has a share
+                    found += bucket.weights.nbytes - bucket.own.numel() * bucket.weights.element_size() + bucket.flat.nbytes
+    return found, between, record.peak
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_memory_is_that_of_a_recorded_step(name: str) -> None:
+    world, words = CASES[name]
+    cfg = settings(*words)
+    exact, between, peak = recorded(cfg, world)
+    found = memory._of(cfg, memory.Sizes.of(cfg, world), 0)  # the one that is on paper
+    held = sum(found[part] for part in ("weights", "gradients", "optimizer", "average", "adapters"))
+    assert held == pytest.approx(exact, rel=1e-5)  # rows begin on multiples of 32 numbers
+    moving = sum(found.values()) - held
+    print(f"{name}: {100 * (moving / (peak - between) - 1):+.1f} % of what moves")
+    assert held + moving == pytest.approx(peak - between + held, rel=0.05)
+    assert moving == pytest.approx(peak - between, rel=0.1)
+
+
+def test_what_a_run_needs_is_a_matter_of_few_numbers() -> None:
+    """Llama 2 7B with 16 bytes a parameter, and its activations by the formula of its layers."""
+    found = memory.parts(config.load(Config, None, ["step.precision=bf16-params", "data.batch=1", "data.directory=nowhere"]), 1)
+    count = LLMConfig().parameters
+    assert [found[part] for part in ("weights", "gradients", "optimizer")] == [2 * count, 2 * count, 12 * count]
+    tokens, c = 4096, 4096
+    layer = (16 + 4) * c + 2 * 4 * c + 4 * 32 + 8 * 11_008  # norms and what they give; q, k, v and what comes of them; feed-forward
+    assert found["activations"] == 32 * tokens * (layer + 2 * tokens)  # and which tokens see which
+
+
+def test_the_fullest_process_of_a_pipeline_counts() -> None:
+    cfg = settings(*PIPELINE, "step.accumulate=2", "data.batch=2", "model.vocabulary=128000")
+    sizes = memory.Sizes.of(cfg, 2)
+    first, last = (sum(memory._of(cfg, sizes, rank).values()) for rank in (0, 1))
+    assert last > first and memory.need(cfg, 2) == last
+
+
+def test_operations_of_a_token_are_those_that_others_count() -> None:
+    cfg = config.load(Config, None, ["data.directory=nowhere"])
+    assert [memory.operations(cfg, 4096, half) / 1e9 for half in (False, True)] == pytest.approx([46.09, 42.87], abs=0.01)
+    cfg = cfg.model_copy(update={"model": LLMConfig.preset("llama3.1-8b")})
+    assert [memory.operations(cfg, 8192, half) / 1e9 for half in (False, True)] == pytest.approx([57.91, 51.47], abs=0.01)
+    adapted = cfg.model_copy(update={"lora": LoRAConfig()})
+    assert memory.operations(adapted, 8192, False) < 0.76 * memory.operations(cfg, 8192, False)
+
+
+# ---- what does not fit
+
+
+def refused(room: float, world: int, *words: str) -> str:
+    mesh: Any = SimpleNamespace(job=SimpleNamespace(size=world), device=torch.device("cpu"))
+    cfg = config.load(Config, None, ["data.directory=nowhere", "step.precision=bf16-params", *words])
+    with pytest.raises(MeshError, match="a process needs") as found:
+        memory.refuse(cfg, mesh, room)
+    return str(found.value)
+
+
+@pytest.fixture
+def node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "place", lambda: SimpleNamespace(local_world=8, world=8))
+
+
+@pytest.mark.usefixtures("node")
+def test_what_does_not_fit_is_refused_with_the_nearest_change_that_does() -> None:
+    one, many = "data.batch=8", "data.batch=64"
+    assert "take step.shard=optimizer:" in refused(110e9, 8, one)
+    assert "take step.shard=weights:" in refused(60e9, 8, one)
+    assert "take step.shard=weights model.recompute=layers:" in refused(40e9, 8, one)
+    assert "take model.recompute=layers:" in refused(110e9, 8, "data.batch=32", "step.shard=optimizer")
+    assert "take step.shard=optimizer model.recompute=layers:" in refused(80e9, 8, many)
+    assert "step.accumulate=" in refused(110e9, 1, "data.batch=64", "step.moments=bf16", AGAIN)
+    assert "take mesh.tensor=2:" in refused(100e9, 2, "data.batch=1")  # two copies have no row each
+    told = refused(80e9, 8, one, "model={width: 8192, layers: 80, heads: 64, key_heads: 8, inner: 28672}")
+    assert "processes at least, with" in told and "mesh.tensor=" in told
+    assert "no mesh that the model can be cut along fits" in refused(1e8, 8, one)
+
+
+@pytest.mark.usefixtures("node")
+def test_what_is_proposed_fits_and_what_costs_less_does_not() -> None:
+    told = refused(30e9, 8, "data.batch=64")
+    words = told.rpartition("take ")[2].partition(":")[0].split()
+    cfg = config.load(Config, None, ["data.directory=nowhere", "step.precision=bf16-params", "data.batch=64", *words])
+    assert memory.need(cfg, 8) <= memory.FULL * 30e9
+    for word in words:
+        fewer = [other for other in words if other != word]
+        assert memory.need(config.load(Config, None, ["data.directory=nowhere", "data.batch=64", *fewer]), 8) > memory.FULL * 30e9
+    assert "activations" in told and "there are 30" in told
+
+
+def test_what_fits_is_not_refused() -> None:
+    mesh: Any = SimpleNamespace(job=SimpleNamespace(size=1), device=torch.device("cpu"))
+    memory.refuse(config.load(Config, ROOT / "apps/llm/configs/small.yaml"), mesh)
+    memory.refuse(settings(), mesh, 20e9)
+
+
+# ---- what is shown
+
+
+def test_settings_are_shown_with_what_they_need_and_can_be_run(tmp_path: Path) -> None:
+    words = ["data.directory=nowhere", "--show", "mesh.replicate=2", "mesh.tensor=4", "step.shard=optimizer"]
+    code = f"import sys; from apps.llm import __main__ as m; m.config.run(m.Config, m.main, {words})"
+    code += "; print('# torch', 'torch' in sys.modules)"
+    told = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    lines = [line for line in told.splitlines() if line.startswith("# ")]
+    assert lines[0] == "# GB of the process that needs most, of 8 (replicate 2 x tensor 4):"
+    assert any(line.startswith("#   weights ") for line in lines) and "# 6,738,415,616 parameters" in lines
+    assert "# 524,288 tokens a step: 128 rows of 4096" in lines and lines[-2].startswith("# 46.09 G multiplications")
+    assert lines[-1] == "# torch False"
+    (tmp_path / "again.yaml").write_text(told)
+    assert config.load(Config, tmp_path / "again.yaml").mesh.tensor == 4
+
+
+def test_rows_are_as_long_as_the_data_have_them(tmp_path: Path) -> None:
+    cfg = config.load(Config, None, [f"data.directory={tmp_path}"])
+    assert memory.tokens_of(cfg) == 4096
+    (tmp_path / "text.json").write_text('{"sequence": 512}')
+    assert memory.tokens_of(cfg) == 512 and "65,536 tokens a step: 128 rows of 512" in memory.notes(cfg)
+
+
+# ---- published configurations
+
+PUBLISHED = {
+    "llama2-7b": ("llama2-7b", 1, 141e9), "llama31-8b": ("llama3.1-8b", 8, 141e9), "llama2-70b-lora": ("llama2-70b", 8, 141e9),
+    "llama31-405b": ("llama3.1-405b", 576, 80e9), "gpt3": ("gpt3-175b", 512, 80e9),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_configuration_has_the_model_of_its_name_and_fits(name: str) -> None:
+    preset, world, room = PUBLISHED[name]
+    cfg = config.load(Config, ROOT / f"apps/llm/configs/{name}.yaml", ["data.directory=nowhere"])
+    free = {name: getattr(cfg.model, name) for name in ("positions", "recompute", "deviation")}
+    assert cfg.model == LLMConfig.preset(preset, **free)
+    assert memory.need(cfg, world) <= memory.FULL * room
+    sizes = memory.Sizes.of(cfg, world)
+    assert cfg.data.batch % (sizes.replicate * cfg.step.accumulate) == 0 and cfg.model.layers % sizes.pipeline == 0
+    assert memory.tokens_of(cfg) % (sizes.tensor * sizes.context) == 0
