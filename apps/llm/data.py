@@ -180,4 +180,5 @@ def network(cfg: Config, mesh: Mesh) -> LLM:
             model = parallelize(LLM(cfg.model), mesh)
         if folder is not None:
             load_later(model, folder)
-    return model if cfg.lora is None else adapt(model, cfg.lora)
+    with deferred(cfg.train.seed):
+        return model if cfg.lora is None else adapt(model, cfg.lora)

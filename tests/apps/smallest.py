@@ -69,6 +69,6 @@ def _texts(folder: Path) -> None:
 LLM = App(
     "llm", _texts,
     ["model.vocabulary=260", "model.width=16", "model.layers=2", "model.heads=2", "model.inner=24", "model.positions=32",
-     "data.batch=8", "train.report_every=1", "train.epochs=2", "data.pictures=2", "step.schedule.decay=none",
+     "data.batch=8", "train.report_every=1", "train.epochs=2", "train.steps=null", "data.pictures=2", "step.schedule.decay=none",
      "step.schedule.warmup=0"],
 )  # fmt: skip
