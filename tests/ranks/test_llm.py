@@ -42,7 +42,8 @@ def new_step(mesh: Mesh, case: dict[str, Any], seed: int = 0) -> Step:
     with deferred(seed):  # each rank draws its part of the same numbers
         model = llm.parallelize(LLM(LLMConfig(**MODELS[case["model"]] | {"layers": case.get("layers", 2)})), mesh)
         if case.get("adapted"):
-            llm.adapt(model, LoRAConfig(rank=3, targets=("q_proj", "k_proj", "o_proj", "up_proj", "down_proj")))
+            targets = ("q_proj", "k_proj", "o_proj", "up_proj", "down_proj")
+            llm.adapt(model, LoRAConfig(rank=3, targets=targets, frozen=case.get("frozen", "as they are")))
         for parameter in model.parameters():
             nn.init.normal_(parameter, std=0.3)
     words: dict[str, Any] = {"precision": "fp64", "optimizer": "adamw", "weight_decay": 0.1, "clip": 0.5, "average": 0.9}
@@ -100,10 +101,13 @@ def test_cut_equals_whole(axes: dict[str, int]) -> None:
     cases: list[dict[str, Any]] = [{"model": name} for name in MODELS if not (name == "one key" and "tensor" not in axes)]
     cases += [{"model": name, "packed": True} for name in ("llama", "gpt")]
     cases += [{"model": name, "adapted": True} for name in ("llama", "gpt")]
+    cases += [{"model": name, "adapted": True, "frozen": "8bit"} for name in ("llama", "gpt")]
+    cases += [{"model": "llama", "adapted": True, "frozen": "bf16"}]
     if "pipeline" in axes:
         cases = [case | {"layers": 4} for case in cases if case["model"] != "one key"]
     if "replicate" in axes:
         cases += [{"model": "llama", "packed": True, "shard": shard} for shard in ("optimizer", "weights")]
+        cases += [{"model": "llama", "adapted": True, "frozen": "8bit", "shard": "optimizer"}]
     for case, *ranks in zip(cases, *on_ranks(axes, trained, cases)):
         right, norm, loss = by_one_rank(case)
         same(joined([rank[0] for rank in ranks]), right)
