@@ -101,13 +101,10 @@ def test_cut_equals_whole(axes: dict[str, int]) -> None:
     cases: list[dict[str, Any]] = [{"model": name} for name in MODELS if not (name == "one key" and "tensor" not in axes)]
     cases += [{"model": name, "packed": True} for name in ("llama", "gpt")]
     cases += [{"model": name, "adapted": True} for name in ("llama", "gpt")]
-    cases += [{"model": name, "adapted": True, "frozen": "8bit"} for name in ("llama", "gpt")]
-    cases += [{"model": "llama", "adapted": True, "frozen": "bf16"}]
     if "pipeline" in axes:
         cases = [case | {"layers": 4} for case in cases if case["model"] != "one key"]
     if "replicate" in axes:
         cases += [{"model": "llama", "packed": True, "shard": shard} for shard in ("optimizer", "weights")]
-        cases += [{"model": "llama", "adapted": True, "frozen": "8bit", "shard": "optimizer"}]
     for case, *ranks in zip(cases, *on_ranks(axes, trained, cases)):
         right, norm, loss = by_one_rank(case)
         same(joined([rank[0] for rank in ranks]), right)

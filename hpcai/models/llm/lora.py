@@ -64,8 +64,8 @@ class Adapter(nn.Module):
         for axis in summed:
             sum_over(self, axis if not axis.of else ALONE)  # those of a part of an axis come with the cut
         if isinstance(linear, CutOutputs):
-            over = place.axes[0]
-            groups = (over, next(axis for axis in summed if axis.of == over.of)) if over.of else None
+            within = next((axis for axis in summed if axis.of == linear.axis.name), None)  # ranks that have the same outputs
+            groups = (place.axes[0] if place.axes else ALONE, within) if within else None
             cut_outputs(self.lora_B, linear.axis, sequence=linear.sequence, groups=groups)
         elif isinstance(linear, CutInputs):
             cut_inputs(self.lora_A, linear.axis, linear.sequence)
