@@ -64,8 +64,10 @@ class Adapter(nn.Module):
         for axis in summed:
             sum_over(self, axis if not axis.of else ALONE)  # those of a part of an axis come with the cut
         if isinstance(linear, CutOutputs):
-            within = next((axis for axis in summed if axis.of == linear.axis.name), None)  # ranks that have the same outputs
-            groups = (place.axes[0] if place.axes else ALONE, within) if within else None
+            over, groups = place.axes[0] if place.axes else ALONE, None
+            if over.of or over is ALONE:  # some ranks, or all, have the same outputs
+                same = (axis for axis in summed if axis.of == over.of and (axis.of or axis.name) == linear.axis.name)
+                groups = over, next(same)
             cut_outputs(self.lora_B, linear.axis, sequence=linear.sequence, groups=groups)
         elif isinstance(linear, CutInputs):
             cut_inputs(self.lora_A, linear.axis, linear.sequence)
