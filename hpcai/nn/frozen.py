@@ -39,6 +39,8 @@ class Frozen(nn.Linear):
     @torch.no_grad()
     def weights_made(self) -> None:
         """``deferred.make`` calls this when the weight has numbers, before that of the next layer is made."""
+        if self.weight.dtype == torch.int8:  # one that was real when it was frozen, and within ``deferred`` is made again
+            return
         scale = None
         if self.bits == "8bit":
             scale = scales(self._greatest(self.weight.abs().amax(1)))
