@@ -196,7 +196,8 @@ def tell_names(model: nn.Module) -> None:
 @torch.no_grad()
 def make(model: nn.Module, device: torch.device | str, seed: int | None = None, *, dtype: torch.dtype | None = None) -> nn.Module:
     """Give each parameter of ``model`` that has no memory its numbers on ``device``: the part that its ``place`` says, where it
-    has one. Parameters that modules share stay one, and attributes stay. All else is moved as by ``.to``.
+    has one. Parameters that modules share stay one, and attributes stay. All else is moved as by ``.to``. A method ``weights_made``
+    of a module is called as soon as its own parameters have numbers, and may replace them.
 
     ``seed``: in place of that of ``deferred``. ``dtype``: what all floating numbers are converted to. Raises ConfigError for a
     tensor whose numbers are not known, CheckpointError for a file that cannot be read.
@@ -206,11 +207,14 @@ def make(model: nn.Module, device: torch.device | str, seed: int | None = None, 
         tell_names(model)
         made: dict[nn.Parameter, nn.Parameter] = {}
         for path, module in model.named_modules():
-            for name, parameter in list(module._parameters.items()):
-                if parameter is not None and parameter.is_meta:
-                    if parameter not in made:
-                        made[parameter] = _made(parameter, f"{path}.{name}".lstrip("."), torch.device(device), seed)
-                    module._parameters[name] = made[parameter]
+            own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None and parameter.is_meta}
+            for name, parameter in own.items():
+                if parameter not in made:
+                    made[parameter] = _made(parameter, f"{path}.{name}".lstrip("."), torch.device(device), seed)
+                module._parameters[name] = made[parameter]
+            if own and (then := getattr(module, "weights_made", None)) is not None:
+                then()
+                made.update((parameter, module._parameters[name]) for name, parameter in own.items())
         _move(model, device, dtype)
     finally:
         _tapes[:] = running

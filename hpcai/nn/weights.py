@@ -35,9 +35,10 @@ class Portable(nn.Module):
 
     @property
     def about(self) -> dict[str, str]:
-        """What a file of weights says of the network: its kind and settings."""
+        """What a file of weights says of the network: its kind and settings, and the word for tensors of torch without which some
+        libraries refuse it."""
         settings = self.cfg.model_dump(mode="json")
-        return {"hpcai": json.dumps({"model": self.package.rpartition(".")[2], "settings": settings})}
+        return {"format": "pt", "hpcai": json.dumps({"model": self.package.rpartition(".")[2], "settings": settings})}
 
     def files(self, export: Callable[..., None]) -> dict[str, Callable[[Path], Any]]:
         """What a run leaves for people: functions that write a file, by its name. ``export(path)`` writes the weights of the last

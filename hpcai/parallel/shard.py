@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from hpcai.dist.collect import Scattered, gather_shares
 from hpcai.dist.mesh import Axis, Mesh
 from hpcai.errors import ConfigError
+from hpcai.nn.frozen import Frozen
 from hpcai.parallel.replicate import Bucket, GradientSums, start_equal
 from hpcai.parallel.rows import ALONE, Part, Row, Share, alike, place_of, row_of, sum_axes, within
 
@@ -140,6 +141,9 @@ class FullySharded:
         self.buckets: list[Bucket] = []
         self.between, self.cut = axes or (ALONE, mesh["replicate"])
         named = dict(model.named_parameters())
+        if held := next((name for name, part in model.named_modules() if isinstance(part, Frozen)), None):
+            why = f"step.shard is weights, but {held} holds weights that are not trained in fewer bits (lora.frozen)"
+            raise ConfigError(f"{why}; set step.shard=optimizer or none")
         start_equal(model, mesh)
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.data = tensor.data.contiguous()  # fully_shard takes no other order

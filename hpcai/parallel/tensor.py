@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 from hpcai.dist.collect import Scattered, gather_shares, sum_in_place
 from hpcai.dist.mesh import Axis
 from hpcai.errors import ConfigError, MeshError
+from hpcai.nn.frozen import Frozen, Kind, Product, computed, product, product_back
 from hpcai.nn.head import Head, Words
 from hpcai.parallel.replicate import sum_over
 from hpcai.parallel.rows import cut
@@ -84,6 +85,28 @@ def cut_head(head: Head, axis: Axis, sequence: int | None = None) -> None:
         return
     cut(head.weight, 0, axis)
     head.words = _Words(axis.meet(), head.out_features, sequence)
+
+
+def freeze(linear: nn.Linear, kind: Kind) -> None:
+    """Hold the weight of ``linear``, in place, in the bits of ``kind``, without gradients; one that was cut stays cut. Ranks that
+    hold parts of its inputs call this together, or, where it has no numbers yet, ``make`` (``hpcai.nn.deferred``). Raises
+    ConfigError where the layer is of another kind."""
+    found = next((frozen for frozen, before in _FROZEN.items() if type(linear).forward is before.forward), None)
+    if found is None:
+        raise ConfigError(f"a {type(linear).__name__} cannot be frozen in {kind}: expected an nn.Linear, whole or cut")
+    for parameter in linear.parameters(recurse=False):
+        parameter.requires_grad_(False)
+    _turn(linear, found, bits=kind)
+    linear.register_parameter("scale", None)
+    if linear.weight.device.type != "meta":
+        linear.weights_made()  # type: ignore[operator]
+
+
+def thaw(linear: Frozen, dtype: torch.dtype) -> None:
+    """Make of ``linear``, in place, what it was before ``freeze``, with the weights that it has computed with."""
+    linear.widen(dtype)
+    linear.__class__ = _FROZEN[type(linear)]  # type: ignore[assignment]
+    del linear.bits
 
 
 @contextmanager
@@ -148,6 +171,32 @@ class CutInputs(nn.Linear):
         """x [T, C/n] -> [T, C'] or, with a sequence that is cut, [T/n, C']"""
         y = _Leave.apply(F.linear(x, self.weight), self.axis, self.sequence)
         return y if self.bias is None else y + self.bias.to(y.dtype)
+
+
+class FrozenOutputs(Frozen, CutOutputs):
+    """``freeze`` after ``cut_outputs``"""
+
+    @torch.compiler.disable
+    def forward(self, x: Tensor) -> Tensor:
+        y = _EnterFrozen.apply(x, self.weight, self.scale, self.axis, self.sequence)
+        y = y if self.bias is None else y + self.bias.to(y.dtype)
+        return y if self.joined is None else _Join.apply(y, self.joined)
+
+
+class FrozenInputs(Frozen, CutInputs):
+    """``freeze`` after ``cut_inputs``: scales are those of all ranks' inputs"""
+
+    @torch.compiler.disable
+    def forward(self, x: Tensor) -> Tensor:
+        y = _Leave.apply(Product.apply(x, self.weight, self.scale), self.axis, self.sequence)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def _greatest(self, top: Tensor) -> Tensor:
+        torch_dist.all_reduce(top, torch_dist.ReduceOp.MAX, group=self.axis.group)
+        return top
+
+
+_FROZEN: dict[type[Frozen], type[nn.Linear]] = {Frozen: nn.Linear, FrozenOutputs: CutOutputs, FrozenInputs: CutInputs}
 
 
 class CutWords(nn.Embedding):
@@ -276,6 +325,23 @@ class _Enter(torch.autograd.Function):
         if wants_weight:
             dweight = rows.T @ (again.wait() if again else x).reshape(-1, weight.shape[1])
         return dx and dx.wait(), dweight, rows.sum(0) if wants_bias else None, None, None
+
+
+class _EnterFrozen(torch.autograd.Function):
+    """``_Enter`` of a weight that is not trained (``hpcai.nn.frozen``)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, scale: Tensor | None, axis: Axis, dim: int | None) -> Tensor:
+        ctx.save_for_backward(weight, scale)
+        ctx.axis, ctx.dim, ctx.dtype = axis, dim, x.dtype
+        x = computed(x)
+        return product(x if dim is None else _Gathering(x, axis, dim).wait(), weight, scale)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        dx = _Summing(product_back(dy, *ctx.saved_tensors), ctx.axis, ctx.dim) if ctx.needs_input_grad[0] else None
+        return dx and dx.wait().to(ctx.dtype), None, None, None, None
 
 
 class _Leave(torch.autograd.Function):

@@ -98,6 +98,7 @@ def narrow(model: nn.Module) -> None:
         return
     if not any(buffer.is_floating_point() for buffer in model.buffers(recurse=False)):
         for parameter in model.parameters(recurse=False):
-            parameter.data = parameter.data.bfloat16()
+            if parameter.is_floating_point():  # frozen weights may have 8 bits
+                parameter.data = parameter.data.bfloat16()
     for child in model.children():
         narrow(child)

@@ -43,7 +43,8 @@ def new_step(mesh: Mesh, case: dict[str, Any], seed: int = 0) -> Step:
     with deferred(seed):  # each rank draws its part of the same numbers
         model = llm.parallelize(LLM(LLMConfig(**MODELS[case["model"]] | {"layers": case.get("layers", 2)})), mesh)
         if case.get("adapted"):
-            llm.adapt(model, LoRAConfig(rank=3, targets=("q_proj", "k_proj", "o_proj", "up_proj", "down_proj")))
+            targets = ("q_proj", "k_proj", "o_proj", "up_proj", "down_proj")
+            llm.adapt(model, LoRAConfig(rank=3, targets=targets, frozen=case.get("frozen", "as they are")))
         for parameter in model.parameters():
             nn.init.normal_(parameter, std=0.3)
     words: dict[str, Any] = {"precision": "fp64", "optimizer": "adamw", "weight_decay": 0.1, "clip": 0.5, "average": 0.9}

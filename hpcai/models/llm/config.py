@@ -105,6 +105,9 @@ class LLMConfig(Settings):
         return cls(**PRESETS[name] | changes)
 
 
+Frozenness = Literal["as they are", "bf16", "8bit"]
+
+
 class LoRAConfig(Settings):
     """Adapters of the layers whose names end with one of ``targets``: by default MLPerf's for Llama 2 70B."""
 
@@ -116,6 +119,8 @@ class LoRAConfig(Settings):
     dropout: Rate = 0.0
     """of what goes into A"""
     targets: Annotated[tuple[str, ...], Field(min_length=1)] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    frozen: Frozenness = "as they are"
+    """in which bits the weights of all linear layers but the last lie in memory; computed with is what the step says"""
 
     @property
     def scale(self) -> float:

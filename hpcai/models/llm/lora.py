@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from hpcai.errors import CheckpointError, ConfigError
-from hpcai.models.llm.config import LoRAConfig
+from hpcai.models.llm.config import Frozenness, LoRAConfig
 from hpcai.models.llm.model import LLM
+from hpcai.nn.frozen import Frozen
 from hpcai.nn.stored import stored
 from hpcai.parallel.replicate import sum_over
 from hpcai.parallel.rows import ALONE, place_of, sum_axes
-from hpcai.parallel.tensor import CutInputs, CutOutputs, cut_inputs, cut_outputs
+from hpcai.parallel.tensor import CutInputs, CutOutputs, cut_inputs, cut_outputs, freeze, thaw
 
 _FILE, _CONFIG, _BEFORE = "adapter_model.safetensors", "adapter_config.json", "base_model.model."
 
@@ -41,8 +42,10 @@ class Adapter(nn.Module):
         for axis in summed:
             sum_over(self, axis if not axis.of else ALONE)  # those of a part of an axis come with the cut
         if isinstance(linear, CutOutputs):
-            over = place.axes[0]
-            groups = (over, next(axis for axis in summed if axis.of == over.of)) if over.of else None
+            over, groups = place.axes[0] if place.axes else ALONE, None
+            if over.of or over is ALONE:  # some ranks, or all, have the same outputs
+                same = (axis for axis in summed if axis.of == over.of and (axis.of or axis.name) == linear.axis.name)
+                groups = over, next(same)
             cut_outputs(self.lora_B, linear.axis, sequence=linear.sequence, groups=groups)
         elif isinstance(linear, CutInputs):
             cut_inputs(self.lora_A, linear.axis, linear.sequence)
@@ -58,8 +61,9 @@ class Adapter(nn.Module):
 
 
 def adapt(model: LLM, cfg: LoRAConfig) -> LLM:
-    """``model``, in place, whose layers named in ``cfg.targets`` have adapters; nothing else is trained any more. Raises
-    ConfigError for a target that no layer is called, and for a model that has adapters."""
+    """``model``, in place, whose layers named in ``cfg.targets`` have adapters; nothing else is trained any more, and lies in
+    memory as ``cfg.frozen`` says. All ranks of a cut model call this together. Raises ConfigError for a target that no layer is
+    called, and for a model that has adapters."""
     if any(True for _ in _adapted(model)):
         raise ConfigError("the model has adapters; merge them before it gets others")
     linears = {name: part for name, part in model.named_modules() if isinstance(part, nn.Linear) and part is not model.lm_head}
@@ -72,12 +76,22 @@ def adapt(model: LLM, cfg: LoRAConfig) -> LLM:
         if name.rpartition(".")[2] in cfg.targets:
             linear.adapter = Adapter(linear, cfg).train(model.training)
             linear.register_forward_hook(_added)
+        if cfg.frozen != "as they are":
+            freeze(linear, cfg.frozen)
     model.adapters = cfg
     return model
 
 
 def merge(model: LLM) -> LLM:
-    """Add the adapters to the weights that they belong to, and take them away: an ordinary model, all of it to be trained."""
+    """Add the adapters to the weights that they belong to, and take them away: an ordinary model, all of it to be trained.
+
+    Frozen weights that were rounded to fewer bits become wide again, and stay the rounded ones: those that adapters were trained
+    beside. ``load_adapter`` adds them to others.
+    """
+    dtypes = {adapter.lora_A.weight.dtype for _, _, adapter in _adapted(model)}
+    for part in model.modules():
+        if isinstance(part, Frozen):
+            thaw(part, *dtypes)
     for _, linear, adapter in list(_adapted(model)):
         with torch.no_grad():
             linear.weight.copy_(linear.weight.to(adapter.product.dtype) + adapter.product)
@@ -120,11 +134,11 @@ def files(model: LLM, export: Callable[..., None]) -> dict[str, Callable[[Path],
     return {f"adapter/{_FILE}": write, f"adapter/{_CONFIG}": lambda path: path.write_text(about)}
 
 
-def load_adapter(model: LLM, folder: str | Path) -> LoRAConfig:
-    """Give ``model`` the adapters of a folder that peft or ``save_adapter`` wrote -> their settings. Raises CheckpointError for
-    adapters of another model or kind, or that are damaged; the model then is as it was."""
+def load_adapter(model: LLM, folder: str | Path, frozen: Frozenness = "as they are") -> LoRAConfig:
+    """Give ``model`` the adapters of a folder that peft or ``save_adapter`` wrote -> their settings, with ``frozen``. Raises
+    CheckpointError for adapters of another model or kind, or that are damaged; the model then is as it was."""
     folder = Path(folder)
-    cfg = read_adapter_config(folder)
+    cfg = read_adapter_config(folder).model_copy(update={"frozen": frozen})
     there = stored(folder / _FILE)
     names = {name for name, part in model.named_modules() if isinstance(part, nn.Linear) and name.rpartition(".")[2] in cfg.targets}
     wanted = {_theirs(f"{name}.adapter.{half}.weight") for name in names for half in ("lora_A", "lora_B")}

@@ -1,0 +1,175 @@
+"""Weights that are not trained, in 8 or 16 bits."""
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hpcai import dist
+from hpcai.errors import ConfigError
+from hpcai.models import llm
+from hpcai.models.llm import LLM, LLMConfig, LoRAConfig
+from hpcai.nn import deferred as deferring
+from hpcai.nn.deferred import deferred, make
+from hpcai.nn.frozen import Frozen, rounded, scales
+from hpcai.parallel.tensor import freeze, thaw
+from hpcai.settings import StepConfig
+from hpcai.train.choices import narrow
+from hpcai.train.step import Step
+from tests.stored import DATA, arrays
+
+SIZES: dict[str, Any] = {"vocabulary": 40, "width": 128, "layers": 3, "heads": 4, "key_heads": 2, "inner": 192, "positions": 32}
+
+
+def linear(bits: Any, dtype: torch.dtype = torch.float64) -> Any:
+    torch.manual_seed(0)
+    made = nn.Linear(96, 40, dtype=dtype)
+    freeze(made, bits)
+    return made
+
+
+@pytest.mark.parametrize("bits", ["8bit", "bf16"])
+def test_the_product_and_its_gradient_are_those_of_the_wide_weight(bits: str) -> None:
+    made, x = linear(bits), torch.randn(2, 5, 96, dtype=torch.float64, requires_grad=True)
+    wide = nn.Linear(96, 40, dtype=torch.float64)
+    with torch.no_grad():
+        wide.weight.copy_(made.weight.double() if bits == "bf16" else made.weight.double() * made.scale[:, None])
+        wide.bias.copy_(made.bias)
+    found, right = made(x), wide(x)
+    torch.testing.assert_close(found, right, rtol=0, atol=1e-13)
+    slope = torch.randn_like(found)
+    torch.testing.assert_close(*(torch.autograd.grad(y, x, slope)[0] for y in (found, right)), rtol=0, atol=1e-13)
+    assert made.weight.dtype == {"8bit": torch.int8, "bf16": torch.bfloat16}[bits]
+    thaw(made, torch.float64)
+    assert type(made) is nn.Linear and torch.equal(made.weight, wide.weight) and [*made.state_dict()] == ["weight", "bias"]
+
+
+def test_weights_are_off_by_half_a_scale_at_most() -> None:
+    weight = torch.randn(50, 300) * torch.logspace(-6, 3, 50)[:, None]
+    weight[7] = 0
+    scale = scales(weight.abs().amax(1))
+    found = rounded(weight, scale)
+    assert torch.equal(scale, scale.bfloat16().float()) and found.abs().amax() <= 127 and not found[7].any()
+    assert ((found * scale[:, None] - weight).abs() <= scale[:, None] * 0.5001).all()
+    few = torch.arange(50) != 7
+    assert (scale[few] * 127 >= weight.abs().amax(1)[few]).all() and (scale[few] * 125.5 <= weight.abs().amax(1)[few]).all()
+
+
+def test_a_weight_that_is_not_finite_shows() -> None:
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        made = nn.Linear(8, 3)
+        made.weight.data[1, 2] = bad
+        freeze(made, "8bit")
+        assert made(torch.ones(1, 8)).isfinite().tolist() == [[True, False, True]]
+
+
+@pytest.mark.parametrize("bits", ["8bit", "bf16"])
+def test_under_autocast_it_computes_as_others_do(bits: str) -> None:
+    made, x = linear(bits, torch.float32), torch.randn(4, 96, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = made(x)
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y.float(), made(x), rtol=0.02, atol=0.02)
+    y.sum().backward()
+    assert x.grad is not None and x.grad.dtype == torch.float32
+
+
+def test_no_wide_weight_is_kept_for_the_backward_pass() -> None:
+    made, x, kept = linear("8bit", torch.float32), torch.randn(4, 96, requires_grad=True), list[Tensor]()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+        made(x)
+    assert {t.data_ptr() for t in kept} <= {made.weight.data_ptr(), made.scale.data_ptr()} and kept
+
+
+def frozen_model(**words: Any) -> LLM:
+    with deferred(0):
+        model = LLM(LLMConfig(**SIZES))
+    return llm.adapt(model, LoRAConfig(rank=2, **words))
+
+
+def test_one_wide_weight_at_a_time_is_made_and_little_more_than_a_byte_of_each_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = frozen_model(frozen="8bit")
+    names = {f"{name}.weight" for name, part in model.named_modules() if isinstance(part, Frozen)}
+    assert len(names) == 7 * 3
+    alive: list[weakref.ref[Any]] = []
+    ordinary = deferring._made
+
+    def made(parameter: Any, name: str, *others: Any) -> Any:
+        assert not [one for one in alive if one() is not None], name
+        found = ordinary(parameter, name, *others)
+        if name in names:
+            alive.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(deferring, "_made", made)
+    make(model, "cpu")
+    assert len(alive) == len(names) and not any(one() is not None for one in alive)
+    parts = [part for part in model.modules() if isinstance(part, Frozen)]
+    held = sum(parameter.nbytes for part in parts for parameter in part.parameters(recurse=False))
+    count = sum(part.weight.numel() for part in parts)
+    assert 1 < held / count <= 1.1, held / count
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+
+
+def test_when_it_is_made_does_not_matter() -> None:
+    with deferred(0):
+        wide = LLM(LLMConfig(**SIZES))
+    later, now = make(frozen_model(frozen="8bit"), "cpu"), llm.adapt(make(wide, "cpu"), LoRAConfig(rank=2, frozen="8bit"))  # type: ignore[arg-type]
+    one, other = ({n: p for n, p in model.named_parameters() if "lora" not in n} for model in (later, now))
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    for name, parameter in one.items():
+        assert parameter.dtype == (torch.int8 if name.endswith("_proj.weight") else torch.float32), name
+
+
+@pytest.mark.parametrize("bits", ["8bit", "bf16"])
+def test_what_is_merged_is_what_was_trained(bits: Any) -> None:
+    model = make(frozen_model(frozen=bits, targets=("q_proj", "down_proj")), "cpu").double()
+    for name, parameter in model.named_parameters():
+        if "lora" in name:
+            nn.init.normal_(parameter, std=0.3)
+    tokens = torch.arange(20)[None]
+    with torch.no_grad():
+        before = model(tokens)
+        llm.merge(model)  # type: ignore[arg-type]
+        torch.testing.assert_close(model(tokens), before, rtol=0, atol=1e-11)
+    assert not any(isinstance(part, Frozen) for part in model.modules())
+    assert all(p.requires_grad and p.dtype == torch.float64 for p in model.parameters())
+
+
+def trained(bits: Any) -> tuple[float, float]:
+    """The loss in bfloat16 before and after adapters were trained for 30 steps."""
+    model = llm.load_weights(DATA / "llm" / "llama31_tiny" / "hf").train()
+    with deferred(0):
+        llm.adapt(model, LoRAConfig(rank=4, frozen=bits, targets=("q_proj", "v_proj", "o_proj", "down_proj")))
+    step = Step(model, llm.loss, StepConfig(precision="bf16", lr=0.02, optimizer="adamw", capture="none"), dist.alone())
+    rows = llm.Batch(torch.from_numpy(arrays("llm/llama31_tiny/io")["ids"]))
+    losses = [float(total) / float(count) for total, count in (step(rows)["loss"] for _ in range(30))]
+    return losses[0], losses[-1]
+
+
+def test_adapters_learn_beside_8_bits_as_beside_16() -> None:
+    (first, last), (first16, last16) = trained("8bit"), trained("bf16")
+    assert abs(first - first16) < 0.002 * first16, (first, first16)
+    assert first16 - last16 > 5 and abs((first - last) / (first16 - last16) - 1) < 0.03, (first, first16, last, last16)
+
+
+def test_narrow_parameters_leave_8_bits_and_scales_as_they_are() -> None:
+    model: Any = make(frozen_model(frozen="8bit"), "cpu")
+    layer = model.model.layers[0].self_attn.q_proj
+    weight, scale = layer.weight.clone(), layer.scale.clone()
+    narrow(model)
+    assert torch.equal(layer.weight, weight) and layer.weight.dtype == torch.int8
+    assert layer.scale.dtype == torch.bfloat16 and torch.equal(layer.scale.float(), scale)
+
+
+def test_other_layers_are_refused() -> None:
+    class Own(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    with pytest.raises(ConfigError, match="a Own cannot be frozen in 8bit"):
+        freeze(Own(2, 2), "8bit")
+    with pytest.raises(ConfigError, match="a Frozen cannot be frozen"):
+        freeze(linear("8bit"), "8bit")
