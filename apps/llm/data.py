@@ -16,9 +16,8 @@ from hpcai.data.splits import Samples, Together, by_shard, load, loaders, open_s
 from hpcai.dist import Mesh
 from hpcai.errors import ConfigError, DataError
 from hpcai.models.llm import LLM, Batch, LLMConfig, adapt, load_later, parallelize
-from hpcai.models.llm.load import load_weights, read_settings
+from hpcai.models.llm.load import load_weights, of_run, read_settings
 from hpcai.models.llm.tokens import CONTENT, Tokenizer
-from hpcai.nn.deferred import deferred
 
 ABOUT = "text.json"
 
@@ -171,14 +170,11 @@ def completed(cfg: Config) -> Config:
 
 
 def network(cfg: Config, mesh: Mesh) -> LLM:
-    """The model over the mesh, of random weights, which no process makes whole, or those that are named."""
+    """The model over the mesh, of random weights or those that are named, to be built within ``train.seeds``: then no process makes
+    it whole, but for one of GPT-2's files, which have other tensors."""
     folder = cfg.start.weights
-    if folder is not None and cfg.model.rotary is None and folder.is_dir():  # GPT-2's files have other tensors
-        model = parallelize(load_weights(folder, cfg.model), mesh)
-    else:
-        with deferred(cfg.train.seed):
-            model = parallelize(LLM(cfg.model), mesh)
-        if folder is not None:
-            load_later(model, folder)
-    with deferred(cfg.train.seed):
-        return model if cfg.lora is None else adapt(model, cfg.lora)
+    is_gpt = folder is not None and cfg.model.rotary is None and of_run(folder).is_dir()
+    model = parallelize(load_weights(folder, cfg.model) if folder and is_gpt else LLM(cfg.model), mesh)
+    if folder and not is_gpt:
+        load_later(model, folder)
+    return model if cfg.lora is None else adapt(model, cfg.lora)

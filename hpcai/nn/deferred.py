@@ -282,7 +282,7 @@ def read_later(model: nn.Module, source: str | Path, names: Callable[[str], str]
         raise CheckpointError(f"{source}: not the weights of this {type(model).__name__}: {'; '.join(wrong[:10])}{more}")
     for tensor, one in found.items():
         record = Record(0, one.size, one)
-        if tensor.is_meta:
+        if tensor.device.type == "meta":  # ``is_meta`` says otherwise inside of deferred
             tensor.deferred = record  # type: ignore[attr-defined]
         else:
             record.write(tensor.detach(), _place(tensor)[1], None)

@@ -14,6 +14,7 @@ from apps.llm.settings import Config
 from hpcai import config, dist
 from hpcai.models import llm
 from hpcai.models.llm import LLM, LLMConfig, Tokenizer
+from hpcai.models.llm.load import save_folder
 from tests.apps.promises import Promises
 from tests.apps.running import damaged, same_weights, told
 from tests.apps.smallest import LLM as APP
@@ -115,13 +116,29 @@ def test_adapters_are_trained_alone_and_left_alone(data: Path, tmp_path: Path) -
     held = Texts(rows_of(Config(), "validation", dist.alone(), data), about_of(data), "apart", "all")
     rows = [held.sample(index, 0) for index in range(len(held))]
     batch = llm.Batch(*(torch.from_numpy(np.stack([row[k] for row in rows])) for k in range(4)))
-    total, count = llm.score(model, batch)["loss"]
+    with torch.no_grad():
+        total, count = llm.score(model, batch)["loss"]
     assert float(total) / float(count) == pytest.approx(told(run, "evaluate")[6], rel=1e-5)
     assert told(run, "evaluate")[6] < 0.999 * told(start, "evaluate")[6], "they learnt"
     APP.on_ranks(2, data, two, f"start.weights={start}", *words, "mesh.tensor=2")
     assert told(two) == pytest.approx(told(run), rel=2e-5)
     assert APP.here(data, run, f"start.weights={start}", *words, "train.epochs=3") == 0, "it goes on"
     assert len(told(run)) == 9
+
+
+GPT = ["model.rotary=null", "model.norm=layer", "model.feed=gelu", "model.bias=true"]
+
+
+def test_training_goes_on_from_a_folder_of_gpt2(data: Path, tmp_path: Path) -> None:
+    """As Hugging Face has it, and as a run leaves it: on any number of processes the same."""
+    first = APP.once(data, *GPT)
+    model = LLM.load(first)
+    save_folder(model.state_dict(), model.cfg, tmp_path / "folder")
+    ways = {"one": (1, tmp_path / "folder"), "cut": (2, tmp_path / "folder", "mesh.tensor=2"), "ours": (2, first, "mesh.context=2")}
+    for name, (ranks, start, *more) in ways.items():
+        APP.on_ranks(ranks, data, tmp_path / name, f"start.weights={start}", *GPT, *more)
+        assert told(tmp_path / name) == pytest.approx(told(tmp_path / "one"), rel=2e-5)
+    assert told(tmp_path / "one")[1] < 0.99 * told(first)[1]
 
 
 def test_weights_of_other_sizes_and_tokenizers_are_refused(
