@@ -23,7 +23,7 @@ from ase.constraints import FixAtoms
 from ase.optimize import BFGS
 
 from apps.opencatalyst.data import FIELDS
-from data_prep import chains
+from data_prep import chains, text
 from data_prep import proteins as made_up
 from hpcai import log
 from hpcai.data import Rows
@@ -58,6 +58,12 @@ def guesses_beaten(run: Path) -> dict[str, float]:
     pairs = np.load(run / "predictions.npz", allow_pickle=False)
     rmse = np.sqrt(np.square(pairs["predicted"] - pairs["true"]).mean(0))
     return dict(zip(pairs["names"], pairs["true"].std(0) / rmse))
+
+
+def bits(run: Path) -> dict[str, float]:
+    """Bits per byte of held-out text, by code."""
+    found = np.load(run / "text.npz", allow_pickle=False)
+    return dict(zip(found["names"].tolist(), found["bits"].tolist()))
 
 
 def last_scores(run: Path) -> dict[str, float]:
@@ -121,6 +127,16 @@ def folded(folder: Path, *words: str) -> tuple[Path, float]:
     ran("apps.openfold", "apps/openfold/configs/small.yaml", *where, *words)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return folder / "run", after.ru_utime - before.ru_utime
+
+
+@claim
+def test_the_source_of_python_is_learned(tmp_path: Path) -> None:
+    """Fewer bits per byte of files that were held out than gzip -9 and xz -9e take for all of them in one piece."""
+    ran("data_prep.text", "python", str(tmp_path / "data"))
+    ran("apps.llm", "apps/llm/configs/small.yaml", f"data.directory={tmp_path / 'data'}", f"report.directory={tmp_path / 'run'}")
+    found = bits(tmp_path / "run")
+    print({name: round(float(value), 3) for name, value in found.items()})
+    assert found["this model"] < found["xz -9e"] < found["gzip -9"], found
 
 
 @claim
@@ -192,6 +208,19 @@ def cosmology(run: Path) -> dict[str, float]:
     return {name: float(factor) for name, factor in guesses_beaten(run).items()}
 
 
+def told_about(folder: Path) -> None:
+    """Sentences of a small language, other ones to be held out."""
+    draw = np.random.default_rng(0)
+    nouns, verbs = ("cat", "dog", "fox", "owl"), ("sees", "likes", "hears")
+    for split, count in (("train", 60), ("held", 6)):
+        (folder.parent / split).mkdir()
+        for number in range(count):
+            said = (f"the {draw.choice(nouns)} {draw.choice(verbs)} the {draw.choice(nouns)}.\n" for _ in range(9))
+            (folder.parent / split / f"{number}.txt").write_text("".join(said))
+    line = ["convert", str(folder.parent / "train"), str(folder), "--validation", str(folder.parent / "held")]
+    assert text.main([*line, "--tokenizer", "bytes", "--sequence", "48", "--workers", "1"]) == 0
+
+
 SHORT = {
     "cosmoflow": (
         lambda folder: universes.make(folder, size=16, train=96, validation=24, rows=1),
@@ -222,6 +251,11 @@ SHORT = {
         ["model.blocks=1", "features.crop=24", "features.clusters=4", "features.extra=5", "features.recycles=0",
          "features.clamped=0", "data.batch=1", "data.epoch=40", "train.steps=40", "step.lr=1e-2", "step.average=null", *STILL],
         last_scores, {"masked_msa": ("<", 2.6), "distogram": ("<", 3.6), "lddt": (">", 0.1)},
+    ),
+    "llm": (
+        told_about,
+        ["model.width=32", "model.layers=2", "model.heads=2", "model.inner=48", "data.batch=8", "train.steps=150", "step.lr=1e-2"],
+        bits, {"this model": ("<", 0.9), "gzip -9": (">", 1.1)},
     ),
 }  # fmt: skip
 

@@ -1,6 +1,11 @@
 """The app of language models as its users start it: alone, on ranks, stopped, resumed, with adapters, and with bad input."""
 
 import json
+import re
+import shlex
+import sys
+import sysconfig
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +16,13 @@ import torch
 
 from apps.llm.data import Texts, about_of, rows_of
 from apps.llm.settings import Config
+from data_prep import text
 from hpcai import config, dist
 from hpcai.models import llm
 from hpcai.models.llm import LLM, LLMConfig, Tokenizer
 from hpcai.models.llm.load import save_folder
 from tests.apps.promises import Promises
-from tests.apps.running import damaged, same_weights, told
+from tests.apps.running import ROOT, damaged, same_weights, told
 from tests.apps.smallest import LLM as APP
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -72,7 +78,7 @@ def test_bits_per_byte_are_those_of_the_text(data: Path) -> None:
     run, held = APP.once(data), rows_of(Config(), "validation", dist.alone(), data)
     model, tokenizer = LLM.load(run / "model.safetensors").double(), Tokenizer.load(data)
     tokens = np.stack([held.read(index)["tokens"] for index in range(len(held))]).astype(int)
-    text = tokenizer.decode(np.append(tokens[:, :-1].ravel(), tokens[-1, -1]).tolist(), skip_special=True)
+    whole = tokenizer.decode(np.append(tokens[:, :-1].ravel(), tokens[-1, -1]).tolist(), skip_special=True)
     nats = 0.0
     for row in tokens.tolist():
         begins = [0, *(place for place in range(1, 33) if row[place] == tokenizer.eos)]
@@ -80,7 +86,7 @@ def test_bits_per_byte_are_those_of_the_text(data: Path) -> None:
             if end > begin:  # what is said after ``begin``, up to the token that ends the document
                 nats -= llm.likelihoods(model, row[begin : begin + 1], [row[begin + 1 : end + 1]])[0]
     found = told(run, "evaluate", "bits_per_byte")[6]
-    said = len(text.encode()) - len(tokenizer.decode(tokens[0, :1].tolist()).encode())
+    said = len(whole.encode()) - len(tokenizer.decode(tokens[0, :1].tolist()).encode())
     assert found == pytest.approx(nats / np.log(2) / said, rel=1e-5)
     bits = np.load(run / "text.npz")
     assert bits["names"][-1] == "this model" and bits["counts"].sum() == 2 * 32
@@ -168,6 +174,41 @@ def test_a_blend_reads_its_folders_by_weight(data: Path, tmp_path: Path) -> None
             seen = [count + int(part.sum()) for count, part in zip(seen, (order < 24, order >= 24))]
     assert seen == [48, 24]
     assert APP.here(data, tmp_path / "run", f"data.blend={{{other}: 0.5}}") == 0 and len(told(tmp_path / "run")) == 8
+
+
+def commands(page: str) -> list[list[str]]:
+    """The lines of its first block of commands."""
+    block = re.findall(r"```sh\n(.*?)```", page, re.S)[0]
+    return [shlex.split(line, comments=True) for line in block.splitlines()]
+
+
+def test_three_commands_go_from_a_folder_of_text_to_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of the page, on a library of a few files and with a smaller model, and then its cell for a notebook."""
+    page = (ROOT / "apps/llm/README.md").read_text()
+    prepare, fit, say = commands(page)
+    for words, module in ((prepare, "data_prep.text"), (fit, "apps.llm"), (say, "apps.llm")):
+        assert words[:3] == ["python", "-m", module]
+    (tmp_path / "lib").mkdir()
+    for number in range(40):
+        (tmp_path / f"lib/part{number}.py").write_text(f"def main(value):\n    return value + {number}\n" * 20)
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "lib"))
+    monkeypatch.chdir(tmp_path)
+    assert text.main([*prepare[3:], "--sequence", "32", "--tokenizer", "train:300", "--held-out", "0.2", "--workers", "1"]) == 0
+    tiny = ["model.width=16", "model.layers=1", "model.heads=2", "model.inner=24", "train.steps=4"]
+    with pytest.raises(SystemExit) as ended:
+        config.run(Config, import_module("apps.llm.__main__").main, [str(ROOT / fit[3]), *fit[4:], *tiny])
+    assert ended.value.code == 0
+    capsys.readouterr()
+    monkeypatch.setattr(sys, "argv", ["apps.llm", *say[3:]])
+    assert say[3] == "generate"
+    import_module("apps.llm.generate").run([*say[4:], "most=12"])
+    assert len(capsys.readouterr().out.strip()) > 5
+    (cell,) = re.findall(r"```python\n(.*?)```", page, re.S)
+    names: dict[str, Any] = {}
+    exec(cell.replace("most=100", "most=9"), names)
+    assert str(names["model"].generate("def main(", temperature=0.8, top_p=0.95, most=9)) in capsys.readouterr().out
 
 
 def test_documents_joined_see_what_stands_before(data: Path) -> None:

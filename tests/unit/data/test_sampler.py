@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpcai.data.sampler import Balanced, Endless, InOrder, Sampler, Sharded, Shuffled, Weighted, share
+from hpcai.data.sampler import Balanced, Blend, Endless, InOrder, Sampler, Sharded, Shuffled, Weighted, share
 from hpcai.errors import DataError
 
 
@@ -58,6 +58,25 @@ def test_an_endless_row_has_no_seam(count: int, samples: int, seed: int) -> None
         assert sorted(row[first : first + count]) == list(range(count)), "each pass is whole, wherever epochs begin"
     whole = Endless(count, 6 * samples, seed).order(0)
     assert np.array_equal(row, whole)
+
+
+@given(st.lists(st.tuples(st.integers(1, 30), st.integers(1, 9)), min_size=1, max_size=4), st.integers(40, 200), st.integers(0, 9))
+@settings(max_examples=30)
+def test_a_blend_gives_each_set_its_share_in_whole_passes(sets: list[tuple[int, int]], samples: int, seed: int) -> None:
+    counts, weights = zip(*sets)
+    begins, epochs = np.cumsum([0, *counts]), 5
+    blend = Blend(counts, weights, samples, seed)
+    orders = [blend.order(epoch) for epoch in range(epochs)]
+    assert all(len(order) == samples for order in orders)
+    row = np.concatenate(orders)
+    for number, (count, weight) in enumerate(sets):
+        own = row[(row >= begins[number]) & (row < begins[number + 1])] - begins[number]
+        assert abs(len(own) - epochs * samples * weight / sum(weights)) <= 1
+        seen = np.bincount(own, minlength=count)
+        assert seen.max() - seen.min() <= 1, "no sample comes again before all others of its set have come"
+    assert np.array_equal(blend.order(3), orders[3])
+    with pytest.raises(DataError, match="has none of the set of weight 1"):
+        Blend([5, 5], [1, 1000], 100)
 
 
 def test_weighted_draws_follow_the_weights() -> None:
