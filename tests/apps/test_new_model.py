@@ -1,4 +1,4 @@
-"""docs/new_model.md is true: its files, in a folder of their own, are a sixth app with all that the others have."""
+"""docs/new_model.md is true: its files, in a folder of their own, are one more app, with all that the others have."""
 
 import json
 import re
