@@ -86,10 +86,12 @@ def test_the_cell_of_the_data_page_runs(tmp_path: Path, monkeypatch) -> None:  #
 
 
 def test_the_data_page_names_settings_that_there_are() -> None:
+    from apps.llm.settings import DataConfig
+
     page = (ROOT / "docs/data.md").read_text()
     fields = LoaderConfig.model_fields
     for name in re.findall(r"data\.(\w+)=", page + README):
-        assert name in fields or name == "batch", name
+        assert name in DataConfig.model_fields, name
     ways = set(re.findall(r"^\| `(\w+)` \|", page, re.M))
     assert ways == set(get_args(fields["reader"].annotation))
 
@@ -131,6 +133,7 @@ def test_no_document_installs_somebody_elses_package() -> None:
 
 def test_every_setting_that_the_documents_name_can_be_set() -> None:
     from apps.cosmoflow.settings import Config
+    from apps.llm.settings import Config as Texts
     from apps.opencatalyst.settings import Config as Atoms
     from apps.openfold.settings import Config as Proteins
     from hpcai import config
@@ -143,7 +146,8 @@ def test_every_setting_that_the_documents_name_can_be_set() -> None:
     assert len(named) > 25
     for key, value in sorted(named):
         word = f"{key}={value.replace('FOLDER', 'x').replace('N', '2')}"
-        settings = {"data.balance": Atoms, "mesh.axial": Proteins}.get(key, Config)
+        texts = dict.fromkeys(("mesh.context", "mesh.tensor", "mesh.pipeline", "data.blend"), Texts)
+        settings = {"data.balance": Atoms, "mesh.axial": Proteins, **texts}.get(key, Config)
         if value:
             config.load(settings, None, [word, *([together[word]] if word in together else [])])
             continue
