@@ -27,6 +27,7 @@ FULL = 0.92
 """share of the room that tensors of a proposed run may take: fragments and libraries take the rest"""
 _LOGITS = 1 << 28  # bytes of float32 logits that a GPU computes at a time (hpcai.kernels.room)
 _FEW = 4  # ranks whose gradients are added up in bfloat16 (hpcai.parallel.replicate)
+_READ, _FED = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")  # layers that read a norm's result
 _MOMENTS = {"adam": 2, "adamw": 2, "lamb": 3, "sgd": 1, "lars": 1}  # lamb's third is the direction
 
 
@@ -301,17 +302,15 @@ def _moments(cfg: "Config", sizes: Sizes, rank: int) -> list[dict[str, float]]:
     the last layer."""
     b, m, layers = _Numbers.of(cfg), cfg.model, _stage(cfg, sizes, rank)[0]
     tokens = _rows(cfg, sizes) * tokens_of(cfg) // sizes.context
-    some = tokens // sizes.tensor
-    each, entered = _kept(cfg, sizes, tokens), b.hidden * m.width * some
-    kept = each if m.recompute == "none" else entered
+    kept, entered = (_kept(cfg, sizes, tokens, recompute) for recompute in (m.recompute, "layers"))
     flying = _flying(cfg, sizes, rank)
     held = {"activations": layers * kept * flying}
     copies = b.product * sum(w.size for w in _weights(cfg, sizes, rank) if w.layer) * b.cast
     if sizes.pipeline > 1:  # what comes and goes between stages, for each micro-batch (torch's stages)
         ends = _stage(cfg, sizes, rank)[1:]
         held["messages"] = entered * cfg.step.accumulate * (2.0 - sum(ends)) + entered * flying * (not ends[1])
-    again = 0.0 if m.recompute == "none" else each + copies / max(layers, 1)
-    back = held | {"copies": copies if m.recompute == "none" else 0.0, "layer": _backward(cfg, sizes, tokens) + again}
+    again = _kept(cfg, sizes, tokens, "none") + copies / max(layers, 1) if m.recompute == "layers" else 0.0
+    back = held | {"copies": copies if m.recompute != "layers" else 0.0, "layer": _backward(cfg, sizes, tokens) + again}
     if m.tied and sizes.pipeline == 1 and cfg.lora is None:  # the head's gradient waits for that of the embedding
         back["layer"] += -(-m.vocabulary // sizes.tensor) * m.width * (b.hidden if cfg.step.precision == "bf16-params" else b.wide)
     if not _stage(cfg, sizes, rank)[2]:
@@ -348,32 +347,26 @@ def _flying(cfg: "Config", sizes: Sizes, rank: int) -> float:
     return min(ahead + 1, micro * each) / each
 
 
-def _kept(cfg: "Config", sizes: Sizes, tokens: int) -> float:
-    """Activations of one layer that the backward pass reads, where none are computed again."""
-    m, n, b, trained = cfg.model, sizes.tensor, _Numbers.of(cfg), cfg.lora is None
-    some, inputs = tokens // n, trained or n > 1  # a frozen layer keeps no input, one that is cut does
-    norms = 2 * m.width * some * b.wide * (2 if m.norm == "rms" and trained else 1)
-    readers, adapted = 5 if m.feed == "swiglu" else 4, _adapted(cfg)
-    casts = b.cast or (m.norm == "layer" and cfg.step.precision == "bf16-params")  # each reader casts for itself
-    copies = (readers if casts else 2) if inputs else len(adapted & {"q_proj"}) + len(adapted & {"up_proj"})
-    between = copies * m.width * some * b.product
+def _kept(cfg: "Config", sizes: Sizes, tokens: int, recompute: str) -> float:
+    """Activations of one layer that the backward pass reads."""
+    m, n, b, trained, adapted = cfg.model, sizes.tensor, _Numbers.of(cfg), cfg.lora is None, set(cfg.lora.targets if cfg.lora else ())
+    some = tokens // n
+    if recompute == "layers":
+        return b.hidden * m.width * some
+    narrow = b.product * m.width * some
+    kept = 2.0 * b.hidden * m.width * some
+    if recompute != "selective":  # what norms give; a frozen layer keeps no input, one that is cut does
+        kept += narrow * sum(trained or n > 1 or not adapted.isdisjoint(names) for names in (_READ, _FED))
+    varlen = cfg.data.documents == "apart" and b.product == 2 and sizes.context == 1
     keys = m.keys * m.size * max(n // m.keys, 1) // n
-    attended = tokens * (b.product * (2 * m.heads * m.size // n + 2 * keys) + 4 * m.heads // n)
-    inner = (4 if m.feed == "swiglu" else 2) - (not trained and "down_proj" not in adapted)
-    feed = inner * tokens * b.product * m.inner // n
-    dropped = 2 * m.width * some * (m.dropout > 0)
+    kept += tokens * (b.product * ((2 + varlen) * m.heads * m.size // n + 2 * keys) + 4 * m.heads // n)
+    kept += 0 if varlen or cfg.data.documents == "joined" else b.product * tokens * tokens_of(cfg)  # the mask, as attention has it
+    inner = (2 if m.feed == "swiglu" else 1) + (recompute == "none" and (trained or "down_proj" in adapted))
+    kept += inner * tokens * b.product * m.inner // n
+    kept += 2 * m.width * some * (m.dropout > 0)
     if cfg.lora is not None and cfg.lora.dropout:  # what goes into A, and which of it was dropped
-        dropped += len(adapted) * (b.product + 1) * m.width * some
-    return norms + between + attended + feed + dropped + _mask(cfg, sizes, tokens)
-
-
-def _adapted(cfg: "Config") -> set[str]:
-    return set(cfg.lora.targets) if cfg.lora is not None else set()
-
-
-def _mask(cfg: "Config", sizes: Sizes, tokens: int) -> float:
-    """Which tokens see which, where documents are apart: in the type of products, for attention's own."""
-    return _Numbers.of(cfg).product * tokens * tokens_of(cfg) if cfg.data.documents == "apart" else 0.0
+        kept += len(adapted) * (b.product + 1) * m.width * some
+    return kept
 
 
 def _backward(cfg: "Config", sizes: Sizes, tokens: int) -> float:
@@ -391,15 +384,11 @@ def _head(cfg: "Config", sizes: Sizes, tokens: int) -> tuple[float, float]:
     """The last norm, and logits of some tokens at a time, forward and backward (hpcai.nn.head)."""
     m, n, b = cfg.model, sizes.tensor, _Numbers.of(cfg)
     words, some = -(-m.vocabulary // n), tokens // n
-    at_once = min(tokens, max(_LOGITS // (4 * words), 1))
-    logits, weight = at_once * words, words * m.width
-    final = m.width * some * (b.wide * (2 if m.norm == "rms" and cfg.lora is None else 1) + b.hidden)
-    final += b.product * m.width * (some * b.cast + tokens * (n > 1) * 2) + b.product * weight * b.cast
-    slope = b.wide + (b.product if b.product != b.wide else 0)  # of a logit, in the type of products too
-    slopes = logits * (2 * b.wide + (slope if at_once < tokens else 0))  # those of the part before live on
-    by_weight = logits * slope + weight * b.product
-    backward = b.product * m.width * tokens + b.wide * weight + max(slopes, by_weight)
-    return final + (b.product + b.wide) * logits, final + backward
+    logits, weight = min(tokens, max(_LOGITS // (4 * words), 1)) * words, words * m.width
+    narrow = b.product * (b.product != b.wide)
+    final = m.width * (some * (b.hidden + b.product) + tokens * b.product * (n > 1) * 2) + b.product * weight * b.cast
+    backward = b.product * m.width * tokens + b.wide * weight + max(logits * (b.wide + narrow), (logits + weight) * b.product)
+    return final + 2 * b.wide * logits, final + backward
 
 
 def _gathered(cfg: "Config", sizes: Sizes, own: list[Weight]) -> tuple[dict[str, float], dict[str, float]]:

@@ -35,7 +35,7 @@ MODEL = ("model.width=2048", "model.heads=16", "model.inner=5504", "model.layers
          "data.directory=nowhere")  # fmt: skip
 LORA = ("lora={rank: 16}", "start.weights=there", 'step.decay_names=["*lora*"]')
 GPT = ("model={rotary: null, norm: layer, feed: gelu, bias: true, tied: true, inner: 8192}", "step.precision=fp32")
-AGAIN = "model.recompute=layers"
+AGAIN, SELECTIVE = "model.recompute=layers", "model.recompute=selective"
 PIPELINE = ("mesh.pipeline=2", "step.accumulate=4")
 CASES: dict[str, tuple[int, Sequence[str]]] = {
     "whole": (1, ()),
@@ -47,9 +47,17 @@ CASES: dict[str, tuple[int, Sequence[str]]] = {
     "autocast, again": (1, ("step.precision=bf16", AGAIN)),
     "micro-batches": (1, ("step.accumulate=2", "step.moments=bf16", "step.average=0.99")),
     "momentum": (1, ("step.optimizer=sgd",)),
+    "selective": (1, (SELECTIVE,)),
+    "float32, selective": (1, ("step.precision=fp32", SELECTIVE)),
+    "autocast, selective": (1, ("step.precision=bf16", SELECTIVE)),
     "documents": (1, ("data.documents=apart",)),
+    "documents in float32": (1, ("data.documents=apart", "step.precision=fp32")),
+    "documents, selective": (1, ("data.documents=apart", "step.precision=bf16", SELECTIVE)),
+    "documents over context": (2, ("data.documents=apart", "mesh.context=2")),
     "GPT": (1, GPT),
     "GPT, again": (1, (*GPT, AGAIN)),
+    "GPT, selective": (1, (*GPT, SELECTIVE)),
+    "GPT in bfloat16": (1, (*GPT, "step.precision=bf16-params")),
     "copies": (8, ("data.batch=32",)),
     "optimizer divided": (2, ("data.batch=8", "step.shard=optimizer")),
     "optimizer divided within": (8, ("data.batch=32", "step.shard=optimizer", "step.shard_within=2")),
@@ -57,18 +65,21 @@ CASES: dict[str, tuple[int, Sequence[str]]] = {
     "weights divided, again": (2, ("data.batch=8", "step.shard=weights", AGAIN)),
     "tensor": (4, ("mesh.tensor=4",)),
     "tensor, again": (4, ("mesh.tensor=4", AGAIN)),
+    "tensor, selective": (4, ("mesh.tensor=4", SELECTIVE)),
     "fewer keys than ranks": (8, ("mesh.tensor=8", "model.key_heads=4")),
     "GPT, tensor": (4, (*GPT, "mesh.tensor=4")),
     "context": (2, ("mesh.context=2",)),
     "tensor and context": (4, ("mesh.tensor=2", "mesh.context=2")),
     "1F1B": (2, PIPELINE),
     "1F1B, again": (2, (*PIPELINE, AGAIN)),
+    "1F1B, selective": (2, (*PIPELINE, SELECTIVE)),
     "GPipe": (2, (*PIPELINE, "stages.schedule=gpipe")),
     "interleaved": (2, (*PIPELINE, "stages.per_rank=2")),
     "pipeline and tensor": (4, (*PIPELINE, "mesh.tensor=2")),
     "pipeline and divided optimizer": (4, (*PIPELINE, "step.shard=optimizer", "data.batch=8")),
     "adapters": (1, LORA),
     "adapters, again": (1, (*LORA, AGAIN)),
+    "adapters, selective": (1, (*LORA, SELECTIVE)),
     "adapters with dropout": (1, (*LORA, "lora.dropout=0.1")),
     "adapters, tensor": (4, (*LORA, AGAIN, "mesh.tensor=4")),
 }  # fmt: skip
