@@ -307,8 +307,8 @@ def _moments(cfg: "Config", sizes: Sizes, rank: int) -> list[dict[str, float]]:
     held = {"activations": layers * kept * flying}
     copies = b.product * sum(w.size for w in _weights(cfg, sizes, rank) if w.layer) * b.cast
     if sizes.pipeline > 1:  # what comes and goes between stages, for each micro-batch (torch's stages)
-        ends = _stage(cfg, sizes, rank)[1:]
-        held["messages"] = entered * cfg.step.accumulate * (2.0 - sum(ends)) + entered * flying * (not ends[1])
+        (first, last), own = _stage(cfg, sizes, rank)[1:], cfg.stages.per_rank
+        held["messages"] = entered * (cfg.step.accumulate * (2.0 * own - first - last) + flying * (own - last))
     again = _kept(cfg, sizes, tokens, "none") + copies / max(layers, 1) if m.recompute == "layers" else 0.0
     back = held | {"copies": copies if m.recompute != "layers" else 0.0, "layer": _backward(cfg, sizes, tokens) + again}
     if m.tied and sizes.pipeline == 1 and cfg.lora is None:  # the head's gradient waits for that of the embedding
@@ -385,14 +385,14 @@ def _head(cfg: "Config", sizes: Sizes, tokens: int) -> tuple[float, float]:
     m, n, b = cfg.model, sizes.tensor, _Numbers.of(cfg)
     words, some = -(-m.vocabulary // n), tokens // n
     logits, weight = min(tokens, max(_LOGITS // (4 * words), 1)) * words, words * m.width
-    narrow = b.product * (b.product != b.wide)
-    final = m.width * (some * (b.hidden + b.product) + tokens * b.product * (n > 1) * 2) + b.product * weight * b.cast
-    backward = b.product * m.width * tokens + b.wide * weight + max(logits * (b.wide + narrow), (logits + weight) * b.product)
-    return final + 2 * b.wide * logits, final + backward
+    at_once = logits * (b.wide + b.product * (b.product != b.wide))
+    final = m.width * (some * (b.hidden + b.product) + tokens * b.product * (n > 1)) + b.product * weight * b.cast
+    backward = b.product * m.width * tokens + b.wide * weight + max(at_once, (logits + weight) * b.product)
+    return final + at_once, final + backward
 
 
 def _gathered(cfg: "Config", sizes: Sizes, own: list[Weight]) -> tuple[dict[str, float], dict[str, float]]:
-    """Weights that others hold, while the head works and while a layer does: that one and the next (torch's fully_shard), the rest
+    """Weights that others hold, while the head works, and the next layer's come, and while a layer does: that one and the next (torch's fully_shard), the rest
     for the whole step; and gradients of a layer on their way to those who hold it."""
     if cfg.step.shard != "weights" or sizes.replicate == 1:
         return {}, {}
@@ -401,4 +401,5 @@ def _gathered(cfg: "Config", sizes: Sizes, own: list[Weight]) -> tuple[dict[str,
     layer, rest = (sum(one.size for one in own if one.layer == of) for of in (True, False))
     trained = sum(one.size for one in own if one.layer and (cfg.lora is None or one.adapter))
     passing = (weight + wide) * trained / layers
-    return {"gathered": weight * rest}, {"gathered": weight * (rest + 2 * layer / layers), "buckets": passing}
+    head = {"gathered": weight * (rest + layer / layers)}
+    return head, {"gathered": weight * (rest + 2 * layer / layers), "buckets": passing}

@@ -73,8 +73,9 @@ class _Entropy(torch.autograd.Function):
         for some in _parts(rows, weight):
             logits = F.linear(rows[some], weight).to(wide)
             at, is_own = _placed(own[some], weight)
-            torch.logsumexp(logits, -1, out=logs[some])
             target[some] = logits.gather(-1, at)[:, 0].where(is_own, 0)
+            top = logits.amax(-1)
+            logs[some] = logits.sub_(top[:, None]).exp_().sum(-1).log_().add_(top)  # logsumexp, which would need as much again
             del logits  # or it lives while the next are made
         logs, target = words.agree(logs, target)
         ctx.save_for_backward(hidden, weight, targets, logs)
