@@ -172,7 +172,7 @@ def _changes(cfg: "Config", world: int, node: int) -> Iterator[tuple[list[str], 
     shards = ["none", "optimizer", "weights"][["none", "optimizer", "weights"].index(step.shard) :]
     tensors = [n for n in sorted({mesh.tensor, 1, 2, 4, 8}) if n >= mesh.tensor and (n == mesh.tensor or n <= node)]
     pipelines = [n for n in range(mesh.pipeline, m.layers + 1) if m.layers % n == 0 or n == mesh.pipeline]
-    again = ["none", "layers"] if m.recompute == "none" else [m.recompute]
+    again = ["none", "selective", "layers"][["none", "selective", "layers"].index(m.recompute) :]
     for pipeline, tensor in product(pipelines, tensors):
         within = pipeline * tensor * mesh.context
         copies = (world - mesh.evaluate) // within
@@ -218,7 +218,7 @@ def _held(cfg: "Config", sizes: Sizes, own: list[Weight], trained: bool) -> dict
     cut = step.shard if copies > 1 else "none"
     share = 1 / ((step.shard_within or copies) if cut != "none" else 1)
     count = sum(one.size for one in own)
-    weight = 2 if narrow and cut != "weights" else wide
+    weight = 2 if narrow and not (trained and cut == "weights") else wide
     updated = share if trained else 0.0
     found = {"weights": weight * count * (share if cut == "weights" else 1), "gradients": 0.0}
     for one in own if trained else ():

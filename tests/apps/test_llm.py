@@ -1,6 +1,7 @@
 """The app of language models as its users start it: alone, on ranks, stopped, resumed, with adapters, and with bad input."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from apps.llm.settings import Config
 from hpcai import config, dist
 from hpcai.models import llm
 from hpcai.models.llm import LLM, LLMConfig, Tokenizer
+from hpcai.train.optim import decayed
 from tests.apps.promises import Promises
 from tests.apps.running import damaged, same_weights, told
 from tests.apps.smallest import LLM as APP
@@ -103,7 +105,7 @@ def test_cut_models_train_as_one_process(data: Path, tmp_path: Path, how: str) -
 
 
 def test_adapters_are_trained_alone_and_left_alone(data: Path, tmp_path: Path) -> None:
-    start, words = APP.once(data), ("lora={rank: 2, targets: [q_proj, down_proj]}", "step.decay_names=[]", "step.lr=1e-2")
+    start, words = APP.once(data), ("lora={rank: 2, targets: [q_proj, down_proj]}", "step.lr=1e-2")
     sizes = ("vocabulary", "width", "layers", "heads", "inner", "positions")
     run, two = tmp_path / "run", tmp_path / "two"
     assert APP.here(data, run, f"start.weights={start}", *words) == 0
@@ -122,6 +124,22 @@ def test_adapters_are_trained_alone_and_left_alone(data: Path, tmp_path: Path) -
     assert told(two) == pytest.approx(told(run), rel=2e-5)
     assert APP.here(data, run, f"start.weights={start}", *words, "train.epochs=3") == 0, "it goes on"
     assert len(told(run)) == 9
+
+
+def test_what_cannot_fit_is_refused_before_anything_is_made(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("apps.llm.data.network", lambda *_: pytest.fail("a model was made"))
+    monkeypatch.setattr("apps.llm.data.texts", lambda *_: pytest.fail("data were read"))
+    words, begin = ["model.width=65536", "model.layers=512", "model.heads=512", "model.inner=262144"], time.perf_counter()
+    APP.refuses(data, tmp_path / "run", words, "a process needs", capsys)
+    assert time.perf_counter() - begin < 10 and not (tmp_path / "run").exists()
+
+
+def test_the_weights_of_all_layers_decay_and_those_of_adapters_where_they_are_trained() -> None:
+    words, model = Config().step, LLM(LLMConfig(vocabulary=9, width=8, layers=1, heads=2, inner=8, positions=4))
+    assert decayed(model, words) == {name for name, _ in model.named_parameters() if name.endswith("_proj.weight")}
+    assert len(decayed(llm.adapt(model, llm.LoRAConfig(rank=2)), words)) == 2 * len(llm.LoRAConfig().targets)
 
 
 def test_weights_of_other_sizes_and_tokenizers_are_refused(
