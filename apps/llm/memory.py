@@ -27,6 +27,7 @@ FULL = 0.92
 """share of the room that tensors of a proposed run may take: fragments and libraries take the rest"""
 _LOGITS = 1 << 28  # bytes of float32 logits that a GPU computes at a time (hpcai.kernels.room)
 _FEW = 4  # ranks whose gradients are added up in bfloat16 (hpcai.parallel.replicate)
+_AGAIN, _SHARDS = ("none", "selective", "layers"), ("none", "optimizer", "weights")  # the more, the slower
 _READ, _FED = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")  # layers that read a norm's result
 _MOMENTS = {"adam": 2, "adamw": 2, "lamb": 3, "sgd": 1, "lars": 1}  # lamb's third is the direction
 
@@ -169,10 +170,10 @@ def _remedy(cfg: "Config", world: int, local: int, room: float) -> str:
 def _changes(cfg: "Config", world: int, node: int) -> Iterator[tuple[list[str], "Config"]]:
     """Settings for ``world`` processes, by what they cost: first those of the step, a cut of the model last."""
     m, step, mesh, tokens = cfg.model, cfg.step, cfg.mesh, tokens_of(cfg)
-    shards = ["none", "optimizer", "weights"][["none", "optimizer", "weights"].index(step.shard) :]
+    shards = _SHARDS[_SHARDS.index(step.shard) :]
     tensors = [n for n in sorted({mesh.tensor, 1, 2, 4, 8}) if n >= mesh.tensor and (n == mesh.tensor or n <= node)]
     pipelines = [n for n in range(mesh.pipeline, m.layers + 1) if m.layers % n == 0 or n == mesh.pipeline]
-    again = ["none", "selective", "layers"][["none", "selective", "layers"].index(m.recompute) :]
+    again = _AGAIN[_AGAIN.index(m.recompute) :]
     for pipeline, tensor in product(pipelines, tensors):
         within = pipeline * tensor * mesh.context
         copies = (world - mesh.evaluate) // within
@@ -349,8 +350,8 @@ def _flying(cfg: "Config", sizes: Sizes, rank: int) -> float:
 
 def _kept(cfg: "Config", sizes: Sizes, tokens: int, recompute: str) -> float:
     """Activations of one layer that the backward pass reads."""
-    m, n, b, trained, adapted = cfg.model, sizes.tensor, _Numbers.of(cfg), cfg.lora is None, set(cfg.lora.targets if cfg.lora else ())
-    some = tokens // n
+    m, n, b, some = cfg.model, sizes.tensor, _Numbers.of(cfg), tokens // sizes.tensor
+    trained, adapted = cfg.lora is None, set(cfg.lora.targets if cfg.lora else ())
     if recompute == "layers":
         return b.hidden * m.width * some
     narrow = b.product * m.width * some
@@ -363,10 +364,9 @@ def _kept(cfg: "Config", sizes: Sizes, tokens: int, recompute: str) -> float:
     kept += 0 if varlen or cfg.data.documents == "joined" else b.product * tokens * tokens_of(cfg)  # the mask, as attention has it
     inner = (2 if m.feed == "swiglu" else 1) + (recompute == "none" and (trained or "down_proj" in adapted))
     kept += inner * tokens * b.product * m.inner // n
-    kept += 2 * m.width * some * (m.dropout > 0)
     if cfg.lora is not None and cfg.lora.dropout:  # what goes into A, and which of it was dropped
         kept += len(adapted) * (b.product + 1) * m.width * some
-    return kept
+    return kept + 2 * m.width * some * (m.dropout > 0)
 
 
 def _backward(cfg: "Config", sizes: Sizes, tokens: int) -> float:
@@ -392,8 +392,8 @@ def _head(cfg: "Config", sizes: Sizes, tokens: int) -> tuple[float, float]:
 
 
 def _gathered(cfg: "Config", sizes: Sizes, own: list[Weight]) -> tuple[dict[str, float], dict[str, float]]:
-    """Weights that others hold, while the head works, and the next layer's come, and while a layer does: that one and the next (torch's fully_shard), the rest
-    for the whole step; and gradients of a layer on their way to those who hold it."""
+    """Weights that others hold (torch's fully_shard): of the layer that works and the next, while the head works of the last one,
+    the rest for the whole step; and gradients of a layer on their way to those who hold it."""
     if cfg.step.shard != "weights" or sizes.replicate == 1:
         return {}, {}
     weight, wide = (2 if cfg.step.precision == "bf16-params" else _Numbers.of(cfg).wide), _Numbers.of(cfg).wide

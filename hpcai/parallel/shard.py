@@ -124,8 +124,9 @@ class FullySharded:
     """torch's ``fully_shard`` behind the interface of ``GradientSums``: weights, gradients and optimizer state are all cut, and a
     block's weights are gathered when it runs. For models whose weights do not fit; ``ShardedSums`` is faster where they do.
 
-    ``blocks`` are gathered one by one, the rest of the model together. ``narrow``: it computes in bfloat16, except for modules that
-    say they are ``wide``, and sums are float32; frozen weights are held so too. Of parameters without memory (``nn.deferred``) each process draws its share alone.
+    ``blocks`` are gathered one by one, the rest of the model together. ``narrow``: it computes in bfloat16, and frozen weights are
+    held so, except for modules that say they are ``wide``; sums are float32. Of parameters without memory (``nn.deferred``) each
+    process draws its share alone.
     """
 
     last = True  # gradients are summed after each backward pass, since there is no room for whole ones

@@ -244,8 +244,10 @@ def test_what_does_not_fit_is_refused_with_the_nearest_change_that_does() -> Non
     one, many = "data.batch=8", "data.batch=64"
     assert "take step.shard=optimizer:" in refused(110e9, 8, one)
     assert "take step.shard=weights:" in refused(60e9, 8, one)
-    assert "take step.shard=weights model.recompute=layers:" in refused(40e9, 8, one)
-    assert "take model.recompute=layers:" in refused(110e9, 8, "data.batch=32", "step.shard=optimizer")
+    assert "take step.shard=weights model.recompute=selective:" in refused(36e9, 8, one)
+    assert "take step.shard=weights model.recompute=layers:" in refused(30e9, 8, one)
+    assert "take model.recompute=selective:" in refused(90e9, 8, "data.batch=32", "step.shard=weights")
+    assert "take model.recompute=layers:" in refused(60e9, 8, "data.batch=32", "step.shard=weights", SELECTIVE)
     assert "take step.shard=optimizer model.recompute=layers:" in refused(80e9, 8, many)
     assert "step.accumulate=" in refused(110e9, 1, "data.batch=64", "step.moments=bf16", AGAIN)
     assert "take mesh.tensor=2:" in refused(100e9, 2, "data.batch=1")  # two copies have no row each
