@@ -37,7 +37,7 @@ def spoil(data: Path, kind: str) -> None:
 
 
 class TestPromises(Promises):
-    configs = ["gpt3", "llama2-70b-lora", "llama2-7b", "llama31-405b", "llama31-8b", "small"]
+    configs = ["gpt3", "llama2-70b-lora", "llama2-7b", "llama31-405b", "llama31-8b", "proteins", "small"]
     named = ["model.rotary.theta", "lora.rank", "data.blend", "data.documents", "stages.schedule", "start.weights", "mesh.context"]
     ways = [*(f"data.reader={way}" for way in ("direct", "memory", "hdf5")), "data.processes=true data.workers=1",
             "data.stage=$OWN_DISK/data", "data.epoch=24"]  # fmt: skip
