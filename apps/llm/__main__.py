@@ -15,21 +15,21 @@ from hpcai import config
 
 def main(cfg: Config) -> None:
     from apps.llm.data import completed, network, texts
+    from apps.llm.memory import refuse
     from apps.llm.texts import keep
     from hpcai import dist, train
     from hpcai.models import llm
 
     cfg = completed(cfg)
-    with (
-        dist.start(cfg.mesh) as mesh,
-        train.Run("llm", cfg, mesh, BENCHMARKS.get(cfg.benchmark or "")) as run,
-        texts(cfg, mesh) as (training, validation, pictures),
-    ):
-        with train.seeds(cfg.train.seed):
-            model = network(cfg, mesh)
-        step = train.Step(model, llm.loss, cfg.step, mesh, act=llm.stages(model, mesh, **cfg.stages.model_dump()))
-        result = train.fit(step, training, cfg.train, validation=validation, evaluate=llm.score, run=run)
-        run.finish(step, result, llm.entropies, pictures, partial(keep, run, cfg, step))
+    with dist.start(cfg.mesh) as mesh:
+        refuse(cfg, mesh)
+        benchmark = BENCHMARKS.get(cfg.benchmark or "")
+        with train.Run("llm", cfg, mesh, benchmark) as run, texts(cfg, mesh) as (training, validation, pictures):
+            with train.seeds(cfg.train.seed):
+                model = network(cfg, mesh)
+            step = train.Step(model, llm.loss, cfg.step, mesh, act=llm.stages(model, mesh, **cfg.stages.model_dump()))
+            result = train.fit(step, training, cfg.train, validation=validation, evaluate=llm.score, run=run)
+            run.finish(step, result, llm.entropies, pictures, partial(keep, run, cfg, step))
     raise SystemExit(result.exit_code)
 
 

@@ -27,6 +27,8 @@ FULL = 0.92
 """share of the room that tensors of a proposed run may take: fragments and libraries take the rest"""
 _LOGITS = 1 << 28  # bytes of float32 logits that a GPU computes at a time (hpcai.kernels.room)
 _FEW = 4  # ranks whose gradients are added up in bfloat16 (hpcai.parallel.replicate)
+_AGAIN, _SHARDS = ("none", "selective", "layers"), ("none", "optimizer", "weights")  # the more, the slower
+_READ, _FED = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")  # layers that read a norm's result
 _MOMENTS = {"adam": 2, "adamw": 2, "lamb": 3, "sgd": 1, "lars": 1}  # lamb's third is the direction
 
 
@@ -168,10 +170,10 @@ def _remedy(cfg: "Config", world: int, local: int, room: float) -> str:
 def _changes(cfg: "Config", world: int, node: int) -> Iterator[tuple[list[str], "Config"]]:
     """Settings for ``world`` processes, by what they cost: first those of the step, a cut of the model last."""
     m, step, mesh, tokens = cfg.model, cfg.step, cfg.mesh, tokens_of(cfg)
-    shards = ["none", "optimizer", "weights"][["none", "optimizer", "weights"].index(step.shard) :]
+    shards = _SHARDS[_SHARDS.index(step.shard) :]
     tensors = [n for n in sorted({mesh.tensor, 1, 2, 4, 8}) if n >= mesh.tensor and (n == mesh.tensor or n <= node)]
     pipelines = [n for n in range(mesh.pipeline, m.layers + 1) if m.layers % n == 0 or n == mesh.pipeline]
-    again = ["none", "layers"] if m.recompute == "none" else [m.recompute]
+    again = _AGAIN[_AGAIN.index(m.recompute) :]
     for pipeline, tensor in product(pipelines, tensors):
         within = pipeline * tensor * mesh.context
         copies = (world - mesh.evaluate) // within
@@ -217,7 +219,7 @@ def _held(cfg: "Config", sizes: Sizes, own: list[Weight], trained: bool) -> dict
     cut = step.shard if copies > 1 else "none"
     share = 1 / ((step.shard_within or copies) if cut != "none" else 1)
     count = sum(one.size for one in own)
-    weight = 2 if narrow and cut != "weights" else wide
+    weight = 2 if narrow and not (trained and cut == "weights") else wide
     updated = share if trained else 0.0
     found = {"weights": weight * count * (share if cut == "weights" else 1), "gradients": 0.0}
     for one in own if trained else ():
@@ -301,17 +303,15 @@ def _moments(cfg: "Config", sizes: Sizes, rank: int) -> list[dict[str, float]]:
     the last layer."""
     b, m, layers = _Numbers.of(cfg), cfg.model, _stage(cfg, sizes, rank)[0]
     tokens = _rows(cfg, sizes) * tokens_of(cfg) // sizes.context
-    some = tokens // sizes.tensor
-    each, entered = _kept(cfg, sizes, tokens), b.hidden * m.width * some
-    kept = each if m.recompute == "none" else entered
+    kept, entered = (_kept(cfg, sizes, tokens, recompute) for recompute in (m.recompute, "layers"))
     flying = _flying(cfg, sizes, rank)
     held = {"activations": layers * kept * flying}
     copies = b.product * sum(w.size for w in _weights(cfg, sizes, rank) if w.layer) * b.cast
     if sizes.pipeline > 1:  # what comes and goes between stages, for each micro-batch (torch's stages)
-        ends = _stage(cfg, sizes, rank)[1:]
-        held["messages"] = entered * cfg.step.accumulate * (2.0 - sum(ends)) + entered * flying * (not ends[1])
-    again = 0.0 if m.recompute == "none" else each + copies / max(layers, 1)
-    back = held | {"copies": copies if m.recompute == "none" else 0.0, "layer": _backward(cfg, sizes, tokens) + again}
+        (first, last), own = _stage(cfg, sizes, rank)[1:], cfg.stages.per_rank
+        held["messages"] = entered * (cfg.step.accumulate * (2.0 * own - first - last) + flying * (own - last))
+    again = _kept(cfg, sizes, tokens, "none") + copies / max(layers, 1) if m.recompute == "layers" else 0.0
+    back = held | {"copies": copies if m.recompute != "layers" else 0.0, "layer": _backward(cfg, sizes, tokens) + again}
     if m.tied and sizes.pipeline == 1 and cfg.lora is None:  # the head's gradient waits for that of the embedding
         back["layer"] += -(-m.vocabulary // sizes.tensor) * m.width * (b.hidden if cfg.step.precision == "bf16-params" else b.wide)
     if not _stage(cfg, sizes, rank)[2]:
@@ -348,32 +348,25 @@ def _flying(cfg: "Config", sizes: Sizes, rank: int) -> float:
     return min(ahead + 1, micro * each) / each
 
 
-def _kept(cfg: "Config", sizes: Sizes, tokens: int) -> float:
-    """Activations of one layer that the backward pass reads, where none are computed again."""
-    m, n, b, trained = cfg.model, sizes.tensor, _Numbers.of(cfg), cfg.lora is None
-    some, inputs = tokens // n, trained or n > 1  # a frozen layer keeps no input, one that is cut does
-    norms = 2 * m.width * some * b.wide * (2 if m.norm == "rms" and trained else 1)
-    readers, adapted = 5 if m.feed == "swiglu" else 4, _adapted(cfg)
-    casts = b.cast or (m.norm == "layer" and cfg.step.precision == "bf16-params")  # each reader casts for itself
-    copies = (readers if casts else 2) if inputs else len(adapted & {"q_proj"}) + len(adapted & {"up_proj"})
-    between = copies * m.width * some * b.product
+def _kept(cfg: "Config", sizes: Sizes, tokens: int, recompute: str) -> float:
+    """Activations of one layer that the backward pass reads."""
+    m, n, b, some = cfg.model, sizes.tensor, _Numbers.of(cfg), tokens // sizes.tensor
+    trained, adapted = cfg.lora is None, set(cfg.lora.targets if cfg.lora else ())
+    if recompute == "layers":
+        return b.hidden * m.width * some
+    narrow = b.product * m.width * some
+    kept = 2.0 * b.hidden * m.width * some
+    if recompute != "selective":  # what norms give; a frozen layer keeps no input, one that is cut does
+        kept += narrow * sum(trained or n > 1 or not adapted.isdisjoint(names) for names in (_READ, _FED))
+    varlen = cfg.data.documents == "apart" and b.product == 2 and sizes.context == 1
     keys = m.keys * m.size * max(n // m.keys, 1) // n
-    attended = tokens * (b.product * (2 * m.heads * m.size // n + 2 * keys) + 4 * m.heads // n)
-    inner = (4 if m.feed == "swiglu" else 2) - (not trained and "down_proj" not in adapted)
-    feed = inner * tokens * b.product * m.inner // n
-    dropped = 2 * m.width * some * (m.dropout > 0)
+    kept += tokens * (b.product * ((2 + varlen) * m.heads * m.size // n + 2 * keys) + 4 * m.heads // n)
+    kept += 0 if varlen or cfg.data.documents == "joined" else b.product * tokens * tokens_of(cfg)  # the mask, as attention has it
+    inner = (2 if m.feed == "swiglu" else 1) + (recompute == "none" and (trained or "down_proj" in adapted))
+    kept += inner * tokens * b.product * m.inner // n
     if cfg.lora is not None and cfg.lora.dropout:  # what goes into A, and which of it was dropped
-        dropped += len(adapted) * (b.product + 1) * m.width * some
-    return norms + between + attended + feed + dropped + _mask(cfg, sizes, tokens)
-
-
-def _adapted(cfg: "Config") -> set[str]:
-    return set(cfg.lora.targets) if cfg.lora is not None else set()
-
-
-def _mask(cfg: "Config", sizes: Sizes, tokens: int) -> float:
-    """Which tokens see which, where documents are apart: in the type of products, for attention's own."""
-    return _Numbers.of(cfg).product * tokens * tokens_of(cfg) if cfg.data.documents == "apart" else 0.0
+        kept += len(adapted) * (b.product + 1) * m.width * some
+    return kept + 2 * m.width * some * (m.dropout > 0)
 
 
 def _backward(cfg: "Config", sizes: Sizes, tokens: int) -> float:
@@ -391,20 +384,16 @@ def _head(cfg: "Config", sizes: Sizes, tokens: int) -> tuple[float, float]:
     """The last norm, and logits of some tokens at a time, forward and backward (hpcai.nn.head)."""
     m, n, b = cfg.model, sizes.tensor, _Numbers.of(cfg)
     words, some = -(-m.vocabulary // n), tokens // n
-    at_once = min(tokens, max(_LOGITS // (4 * words), 1))
-    logits, weight = at_once * words, words * m.width
-    final = m.width * some * (b.wide * (2 if m.norm == "rms" and cfg.lora is None else 1) + b.hidden)
-    final += b.product * m.width * (some * b.cast + tokens * (n > 1) * 2) + b.product * weight * b.cast
-    slope = b.wide + (b.product if b.product != b.wide else 0)  # of a logit, in the type of products too
-    slopes = logits * (2 * b.wide + (slope if at_once < tokens else 0))  # those of the part before live on
-    by_weight = logits * slope + weight * b.product
-    backward = b.product * m.width * tokens + b.wide * weight + max(slopes, by_weight)
-    return final + (b.product + b.wide) * logits, final + backward
+    logits, weight = min(tokens, max(_LOGITS // (4 * words), 1)) * words, words * m.width
+    at_once = logits * (b.wide + b.product * (b.product != b.wide))
+    final = m.width * (some * (b.hidden + b.product) + tokens * b.product * (n > 1)) + b.product * weight * b.cast
+    backward = b.product * m.width * tokens + b.wide * weight + max(at_once, (logits + weight) * b.product)
+    return final + at_once, final + backward
 
 
 def _gathered(cfg: "Config", sizes: Sizes, own: list[Weight]) -> tuple[dict[str, float], dict[str, float]]:
-    """Weights that others hold, while the head works and while a layer does: that one and the next (torch's fully_shard), the rest
-    for the whole step; and gradients of a layer on their way to those who hold it."""
+    """Weights that others hold (torch's fully_shard): of the layer that works and the next, while the head works of the last one,
+    the rest for the whole step; and gradients of a layer on their way to those who hold it."""
     if cfg.step.shard != "weights" or sizes.replicate == 1:
         return {}, {}
     weight, wide = (2 if cfg.step.precision == "bf16-params" else _Numbers.of(cfg).wide), _Numbers.of(cfg).wide
@@ -412,4 +401,5 @@ def _gathered(cfg: "Config", sizes: Sizes, own: list[Weight]) -> tuple[dict[str,
     layer, rest = (sum(one.size for one in own if one.layer == of) for of in (True, False))
     trained = sum(one.size for one in own if one.layer and (cfg.lora is None or one.adapter))
     passing = (weight + wide) * trained / layers
-    return {"gathered": weight * rest}, {"gathered": weight * (rest + 2 * layer / layers), "buckets": passing}
+    head = {"gathered": weight * (rest + layer / layers)}
+    return head, {"gathered": weight * (rest + 2 * layer / layers), "buckets": passing}

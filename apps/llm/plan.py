@@ -9,7 +9,7 @@ from hpcai.cli.plan.workload import Evaluation, Published, Workload
 
 _LLAMA31 = "width: 4096, layers: 32, heads: 32, key_heads: 8, inner: 14336, vocabulary: 128256"
 _ADAPTED = (f"model={{{_LLAMA31}, positions: 4096}}", "lora.dropout=0.0")
-_TRAINED = (f"model={{{_LLAMA31}, positions: 8192}}", "lora=null", "step.shard=optimizer", "step.decay_names=['*_proj.weight']")
+_TRAINED = (f"model={{{_LLAMA31}, positions: 8192}}", "lora=null", "step.shard=optimizer")
 
 
 class Plan(Workload):

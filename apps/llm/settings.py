@@ -66,7 +66,7 @@ class Config(RunConfig):
     mesh: AxesConfig = AxesConfig()
     stages: StagesConfig = StagesConfig()
     start: StartConfig = StartConfig()
-    step: StepConfig = StepConfig(lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, decay_names=("*_proj.weight",), clip=1.0)
+    step: StepConfig = StepConfig(lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, decay_names=("*_proj.*weight",), clip=1.0)
     train: TrainConfig = TrainConfig(steps=1000, metric="loss")
     report: ReportConfig = ReportConfig(directory=Path("runs/llm"))
     benchmark: Literal["llama2_70b_lora", "llama31_8b"] | None = None

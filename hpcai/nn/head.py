@@ -73,8 +73,10 @@ class _Entropy(torch.autograd.Function):
         for some in _parts(rows, weight):
             logits = F.linear(rows[some], weight).to(wide)
             at, is_own = _placed(own[some], weight)
-            torch.logsumexp(logits, -1, out=logs[some])
             target[some] = logits.gather(-1, at)[:, 0].where(is_own, 0)
+            top = logits.amax(-1)
+            logs[some] = logits.sub_(top[:, None]).exp_().sum(-1).log_().add_(top)  # logsumexp, which would need as much again
+            del logits  # or it lives while the next are made
         logs, target = words.agree(logs, target)
         ctx.save_for_backward(hidden, weight, targets, logs)
         ctx.words = words
@@ -90,12 +92,13 @@ class _Entropy(torch.autograd.Function):
         scale = grad.reshape(-1).where(targets.reshape(-1) != IGNORE, 0)
         by_rows, by_weight = torch.empty_like(rows), torch.zeros_like(weight, dtype=logs.dtype)
         for some in _parts(rows, weight):
-            slope = (F.linear(rows[some], weight).to(logs.dtype) - logs[some, None]).exp_()
+            slope = F.linear(rows[some], weight).to(logs.dtype).sub_(logs[some, None]).exp_()
             at, is_own = _placed(own[some], weight)
             slope.scatter_add_(-1, at, -is_own[:, None].to(slope.dtype))
-            narrow = slope.mul_(scale[some, None]).to(weight.dtype)
-            torch.mm(narrow, weight, out=by_rows[some])
-            by_weight += narrow.T @ rows[some]
+            slope = slope.mul_(scale[some, None]).to(weight.dtype)
+            torch.mm(slope, weight, out=by_rows[some])
+            by_weight += slope.T @ rows[some]
+            del slope
         return words.leave(by_rows.view(whole.shape)), by_weight.to(weight.dtype), None, None
 
 

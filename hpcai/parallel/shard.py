@@ -125,8 +125,9 @@ class FullySharded:
     """torch's ``fully_shard`` behind the interface of ``GradientSums``: weights, gradients and optimizer state are all cut, and a
     block's weights are gathered when it runs. For models whose weights do not fit; ``ShardedSums`` is faster where they do.
 
-    ``blocks`` are gathered one by one, the rest of the model together. ``narrow``: it computes in bfloat16, except for modules that
-    say they are ``wide``, and sums are float32. Of parameters without memory (``nn.deferred``) each process draws its share alone.
+    ``blocks`` are gathered one by one, the rest of the model together. ``narrow``: it computes in bfloat16, and frozen weights are
+    held so, except for modules that say they are ``wide``; sums are float32. Of parameters without memory (``nn.deferred``) each
+    process draws its share alone.
     """
 
     last = True  # gradients are summed after each backward pass, since there is no room for whole ones
@@ -149,6 +150,10 @@ class FullySharded:
             tensor.data = tensor.data.contiguous()  # fully_shard takes no other order
         if own := [name for name, p in named.items() if "replicate" in place_of(p).directions]:
             raise ConfigError(f"step.shard is weights, but each copy has a {own[0]} of its own; set step.shard=optimizer or none")
+        full = {p for part in _wide(model) for p in part.parameters()}
+        for parameter in model.parameters():
+            if narrow and not parameter.requires_grad and parameter not in full:  # there is no update that would need more
+                parameter.data = parameter.data.bfloat16()
         devices = mesh.device_mesh(*(axis for axis in (self.between, self.cut) if axis.size > 1))
         dtypes: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if narrow else {}
         policies = {each: MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False) for each in blocks}

@@ -5,6 +5,7 @@ import re
 import shlex
 import sys
 import sysconfig
+import time
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from hpcai import config, dist
 from hpcai.models import llm
 from hpcai.models.llm import LLM, LLMConfig, Tokenizer
 from hpcai.models.llm.load import save_folder
+from hpcai.train.optim import decayed
 from tests.apps.promises import Promises
 from tests.apps.running import ROOT, damaged, same_weights, told
 from tests.apps.smallest import LLM as APP
@@ -110,7 +112,7 @@ def test_cut_models_train_as_one_process(data: Path, tmp_path: Path, how: str) -
 
 
 def test_adapters_are_trained_alone_and_left_alone(data: Path, tmp_path: Path) -> None:
-    start, words = APP.once(data), ("lora={rank: 2, targets: [q_proj, down_proj]}", "step.decay_names=[]", "step.lr=1e-2")
+    start, words = APP.once(data), ("lora={rank: 2, targets: [q_proj, down_proj]}", "step.lr=1e-2")
     sizes = ("vocabulary", "width", "layers", "heads", "inner", "positions")
     run, two = tmp_path / "run", tmp_path / "two"
     assert APP.here(data, run, f"start.weights={start}", *words) == 0
@@ -145,6 +147,22 @@ def test_training_goes_on_from_a_folder_of_gpt2(data: Path, tmp_path: Path) -> N
         APP.on_ranks(ranks, data, tmp_path / name, f"start.weights={start}", *GPT, *more)
         assert told(tmp_path / name) == pytest.approx(told(tmp_path / "one"), rel=2e-5)
     assert told(tmp_path / "one")[1] < 0.99 * told(first)[1]
+
+
+def test_what_cannot_fit_is_refused_before_anything_is_made(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("apps.llm.data.network", lambda *_: pytest.fail("a model was made"))
+    monkeypatch.setattr("apps.llm.data.texts", lambda *_: pytest.fail("data were read"))
+    words, begin = ["model.width=65536", "model.layers=512", "model.heads=512", "model.inner=262144"], time.perf_counter()
+    APP.refuses(data, tmp_path / "run", words, "a process needs", capsys)
+    assert time.perf_counter() - begin < 10 and not (tmp_path / "run").exists()
+
+
+def test_the_weights_of_all_layers_decay_and_those_of_adapters_where_they_are_trained() -> None:
+    words, model = Config().step, LLM(LLMConfig(vocabulary=9, width=8, layers=1, heads=2, inner=8, positions=4))
+    assert decayed(model, words) == {name for name, _ in model.named_parameters() if name.endswith("_proj.weight")}
+    assert len(decayed(llm.adapt(model, llm.LoRAConfig(rank=2)), words)) == 2 * len(llm.LoRAConfig().targets)
 
 
 def test_weights_of_other_sizes_and_tokenizers_are_refused(

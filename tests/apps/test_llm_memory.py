@@ -33,9 +33,9 @@ TOKENS = 2048
 MODEL = ("model.width=2048", "model.heads=16", "model.inner=5504", "model.layers=4", "model.vocabulary=32000", "step.clip=1.0",
          f"model.positions={TOKENS}", "data.batch=4", "data.documents=joined", "step.precision=bf16-params",
          "data.directory=nowhere")  # fmt: skip
-LORA = ("lora={rank: 16}", "start.weights=there", 'step.decay_names=["*lora*"]')
+LORA = ("lora={rank: 16}", "start.weights=there")
 GPT = ("model={rotary: null, norm: layer, feed: gelu, bias: true, tied: true, inner: 8192}", "step.precision=fp32")
-AGAIN = "model.recompute=layers"
+AGAIN, SELECTIVE = "model.recompute=layers", "model.recompute=selective"
 PIPELINE = ("mesh.pipeline=2", "step.accumulate=4")
 CASES: dict[str, tuple[int, Sequence[str]]] = {
     "whole": (1, ()),
@@ -47,9 +47,17 @@ CASES: dict[str, tuple[int, Sequence[str]]] = {
     "autocast, again": (1, ("step.precision=bf16", AGAIN)),
     "micro-batches": (1, ("step.accumulate=2", "step.moments=bf16", "step.average=0.99")),
     "momentum": (1, ("step.optimizer=sgd",)),
+    "selective": (1, (SELECTIVE,)),
+    "float32, selective": (1, ("step.precision=fp32", SELECTIVE)),
+    "autocast, selective": (1, ("step.precision=bf16", SELECTIVE)),
     "documents": (1, ("data.documents=apart",)),
+    "documents in float32": (1, ("data.documents=apart", "step.precision=fp32")),
+    "documents, selective": (1, ("data.documents=apart", "step.precision=bf16", SELECTIVE)),
+    "documents over context": (2, ("data.documents=apart", "mesh.context=2")),
     "GPT": (1, GPT),
     "GPT, again": (1, (*GPT, AGAIN)),
+    "GPT, selective": (1, (*GPT, SELECTIVE)),
+    "GPT in bfloat16": (1, (*GPT, "step.precision=bf16-params")),
     "copies": (8, ("data.batch=32",)),
     "optimizer divided": (2, ("data.batch=8", "step.shard=optimizer")),
     "optimizer divided within": (8, ("data.batch=32", "step.shard=optimizer", "step.shard_within=2")),
@@ -57,19 +65,24 @@ CASES: dict[str, tuple[int, Sequence[str]]] = {
     "weights divided, again": (2, ("data.batch=8", "step.shard=weights", AGAIN)),
     "tensor": (4, ("mesh.tensor=4",)),
     "tensor, again": (4, ("mesh.tensor=4", AGAIN)),
+    "tensor, selective": (4, ("mesh.tensor=4", SELECTIVE)),
     "fewer keys than ranks": (8, ("mesh.tensor=8", "model.key_heads=4")),
     "GPT, tensor": (4, (*GPT, "mesh.tensor=4")),
     "context": (2, ("mesh.context=2",)),
+    "context, selective": (2, ("mesh.context=2", SELECTIVE)),
     "tensor and context": (4, ("mesh.tensor=2", "mesh.context=2")),
     "1F1B": (2, PIPELINE),
     "1F1B, again": (2, (*PIPELINE, AGAIN)),
+    "1F1B, selective": (2, (*PIPELINE, SELECTIVE)),
     "GPipe": (2, (*PIPELINE, "stages.schedule=gpipe")),
     "interleaved": (2, (*PIPELINE, "stages.per_rank=2")),
     "pipeline and tensor": (4, (*PIPELINE, "mesh.tensor=2")),
     "pipeline and divided optimizer": (4, (*PIPELINE, "step.shard=optimizer", "data.batch=8")),
     "adapters": (1, LORA),
     "adapters, again": (1, (*LORA, AGAIN)),
+    "adapters, selective": (1, (*LORA, SELECTIVE)),
     "adapters with dropout": (1, (*LORA, "lora.dropout=0.1")),
+    "adapters, weights divided": (2, (*LORA, AGAIN, "data.batch=8", "step.shard=weights")),
     "adapters, tensor": (4, (*LORA, AGAIN, "mesh.tensor=4")),
 }  # fmt: skip
 
@@ -160,7 +173,7 @@ def recorded(cfg: Config, world: int) -> tuple[float, float, float]:
             tokens = torch.empty(cfg.data.batch // mesh["replicate"].size, TOKENS + 1, dtype=torch.int64)
             with paper.recording() as record:
                 step._gradients(Batch(tokens, tokens.clone() if cfg.data.documents == "apart" else None))
-            found = sum(p.nbytes for p in step.model.parameters() if not p.requires_grad)
+            found = sum(getattr(p, "_local_tensor", p).nbytes for p in step.model.parameters() if not p.requires_grad)
             for state in step.optimizer.states:
                 rest = (state._master, state.average, getattr(state, "direction", None), *state.moments.values())
                 found += sum(x.nbytes for x in (state.row.weights, state.row.gradient(), *rest) if x is not None)
@@ -190,8 +203,8 @@ def test_what_a_run_needs_is_a_matter_of_few_numbers() -> None:
     count = LLMConfig().parameters
     assert [found[part] for part in ("weights", "gradients", "optimizer")] == [2 * count, 2 * count, 12 * count]
     tokens, c = 4096, 4096
-    layer = (16 + 4) * c + 2 * 4 * c + 4 * 32 + 8 * 11_008  # norms and what they give; q, k, v and what comes of them; feed-forward
-    assert found["activations"] == 32 * tokens * (layer + 2 * tokens)  # and which tokens see which
+    layer = (4 + 4) * c + 2 * 5 * c + 4 * 32 + 6 * 11_008  # norms and what they give; q, k, v and what comes of them; feed-forward
+    assert found["activations"] == 32 * tokens * layer
 
 
 def test_the_fullest_process_of_a_pipeline_counts() -> None:
@@ -231,8 +244,10 @@ def test_what_does_not_fit_is_refused_with_the_nearest_change_that_does() -> Non
     one, many = "data.batch=8", "data.batch=64"
     assert "take step.shard=optimizer:" in refused(110e9, 8, one)
     assert "take step.shard=weights:" in refused(60e9, 8, one)
-    assert "take step.shard=weights model.recompute=layers:" in refused(40e9, 8, one)
-    assert "take model.recompute=layers:" in refused(110e9, 8, "data.batch=32", "step.shard=optimizer")
+    assert "take step.shard=weights model.recompute=selective:" in refused(36e9, 8, one)
+    assert "take step.shard=weights model.recompute=layers:" in refused(30e9, 8, one)
+    assert "take model.recompute=selective:" in refused(90e9, 8, "data.batch=32", "step.shard=weights")
+    assert "take model.recompute=layers:" in refused(60e9, 8, "data.batch=32", "step.shard=weights", SELECTIVE)
     assert "take step.shard=optimizer model.recompute=layers:" in refused(80e9, 8, many)
     assert "step.accumulate=" in refused(110e9, 1, "data.batch=64", "step.moments=bf16", AGAIN)
     assert "take mesh.tensor=2:" in refused(100e9, 2, "data.batch=1")  # two copies have no row each

@@ -158,6 +158,22 @@ def test_each_rank_holds_its_part_of_the_state(scheme: dict[str, Any]) -> None:
         assert local <= 1.2 * 8 * numel / 4
 
 
+def dtypes(mesh: Mesh) -> set[tuple[bool, torch.dtype]]:
+    """Whether a parameter is trained, and in which type its share is, after a step."""
+    model = Network()
+    for parameter in (*model.conv.parameters(), *model.blocks[0].parameters(), model.blocks[1].linear.weight):
+        parameter.requires_grad_(False)
+    step = Step(model, loss, StepConfig(precision="bf16-params", shard="weights", lr=0.05), mesh)
+    x, y = batch(0)
+    step((x.bfloat16(), y.float()), 0.05)
+    return {(p.requires_grad, p.dtype) for p in step.model.parameters()}
+
+
+def test_frozen_weights_that_are_divided_are_narrow() -> None:
+    for found in on_ranks({"replicate": 2}, dtypes):
+        assert found == {(True, torch.float32), (False, torch.bfloat16)}
+
+
 def written(mesh: Mesh, folder: Path, words: dict[str, Any]) -> tuple[dict[str, Any], float]:
     step = new_step(mesh, **words)
     train(step)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hpcai.nn import head as heads
 from hpcai.nn.head import IGNORE, Head
+from hpcai.plan.paper import on_paper
 
 
 def whole(head: Head, hidden: Tensor, targets: Tensor) -> Tensor:
@@ -66,6 +67,28 @@ def kept(run: Callable[[], Tensor]) -> int:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         run()
     return sum(saved.values())
+
+
+def most(run: Callable[[], object]) -> int:
+    """Bytes of all tensors at the fullest moment."""
+    with on_paper(1, kernels=False) as paper, paper.sizes():
+        before = paper._bytes
+        with paper.recording() as record:
+            run()
+        return record.peak - before
+
+
+def test_one_part_of_the_logits_lives_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four parts in bfloat16: one in float32 and in bfloat16, forward and backward, and no other one."""
+    monkeypatch.setattr(heads, "_CPU", 4 * 64 * 1000)
+    part = 64 * 1000 * (4 + 2)
+
+    def forward() -> Tensor:
+        hidden, weight = (torch.empty(n, 8, dtype=torch.bfloat16, requires_grad=True) for n in (256, 1000))
+        return heads._Entropy.apply(hidden, weight, torch.empty(256, dtype=torch.int64), heads.Words())
+
+    assert part < most(forward) < 1.2 * part
+    assert part < most(lambda: forward().sum().backward()) < 1.4 * part
 
 
 def test_logits_are_not_kept() -> None:
