@@ -11,10 +11,10 @@ from inspect import signature
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hpcai.kernels import compiler
+from hpcai.kernels.grouped import grouped_attention
 
 _ROOM, _TOKENS = 256, 64  # documents of a row on a GPU: as many as this, or one for so many tokens
 _VARLEN: Any = find_spec("torch.nn.attention.varlen") and import_module("torch.nn.attention.varlen").varlen_attn
@@ -40,7 +40,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
     """The same with a mask [B, 1, T, S]."""
     before = k.shape[2] - q.shape[2]
     mask = (documents[:, None, before:, None] == documents[:, None, None, :]).tril(before)
-    return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=k.shape[1] != q.shape[1])
+    return grouped_attention(q, k, v, mask)
 
 
 def room(tokens: int) -> int:
@@ -51,11 +51,7 @@ def room(tokens: int) -> int:
 def _one_by_one(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
     lengths = torch.diff(_begins(documents).flatten().nonzero()[:, 0], append=torch.full((1,), documents.numel())).tolist()
     parts = zip(*(_side_by_side(x)[None].transpose(1, 2).split(lengths, 2) for x in (q, k, v)))
-    grouped = k.shape[1] != q.shape[1]
-    outs = [
-        F.scaled_dot_product_attention(own, keys, values, is_causal=True, enable_gqa=grouped).transpose(1, 2)
-        for own, keys, values in parts
-    ]
+    outs = [grouped_attention(*part, causal=True).transpose(1, 2) for part in parts]
     return torch.cat(outs, 1).view(q.shape[0], q.shape[2], *outs[0].shape[2:]).transpose(1, 2)
 
 

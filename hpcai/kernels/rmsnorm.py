@@ -27,6 +27,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5, narrow: bool = False)
         from hpcai.kernels import rmsnorm_triton
 
         return rmsnorm_triton.rms_norm(x, weight, eps, dtype)
+    if not torch.is_grad_enabled() and several(x, 4, _CPU) >= x.numel():  # a few tokens, which a function of autograd would delay
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return (x * _rstd(x, eps, wide)).mul_(weight).to(dtype)
     return _RMSNorm.apply(x, weight, eps, dtype)
 
 
@@ -50,7 +53,7 @@ class _RMSNorm(torch.autograd.Function):
         y = torch.empty(rows.shape, dtype=dtype, device=x.device)
         rstd, factor = torch.empty(len(rows), 1, dtype=wide, device=x.device), weight.to(wide)
         for own, r, out in _parts(rows, rstd, y):
-            torch.linalg.vector_norm(own, dim=-1, keepdim=True, dtype=wide, out=r).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+            _rstd(own, eps, wide, r)
             out.copy_((own * r).mul_(factor))
         ctx.save_for_backward(x, weight, rstd)
         return y.view(x.shape)
@@ -68,6 +71,11 @@ class _RMSNorm(torch.autograd.Function):
             along = (g * hat).sum(-1, keepdim=True).div_(-x.shape[-1])
             out.copy_(g.addcmul_(hat, along).mul_(r))
         return d.view(x.shape), by_weight.to(weight.dtype) if learns else None, None, None
+
+
+def _rstd(x: Tensor, eps: float, wide: torch.dtype, out: Tensor | None = None) -> Tensor:
+    found = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide, out=out)
+    return found.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
 
 
 def _parts(rows: Tensor, *others: Tensor) -> Any:
