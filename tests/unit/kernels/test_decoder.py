@@ -196,6 +196,10 @@ def test_without_gradients_a_few_tokens_are_the_same(case: str) -> None:
     with torch.no_grad():
         for found, expected in zip(every(ours(*given)), every(theirs(*given)), strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
+    leaves = [x.detach().requires_grad_() for x in given]
+    with torch.no_grad():
+        again = every(ours(*leaves))
+    assert all(map(torch.equal, again, every(ours(*leaves)))), "layers that are made again depend on it"
 
 
 def test_one_token_is_turned_without_gradients() -> None:
