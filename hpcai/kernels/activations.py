@@ -22,7 +22,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
         from hpcai.kernels import activations_triton
 
         return activations_triton.swiglu(gate, up)
-    return _SwiGLU.apply(gate, up)
+    return _SwiGLU.apply(gate, up) if torch.is_grad_enabled() else F.silu(gate).mul_(up)
 
 
 def plain_swiglu(gate: Tensor, up: Tensor) -> Tensor:

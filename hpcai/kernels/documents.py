@@ -11,12 +11,13 @@ from inspect import signature
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from hpcai.kernels import compiler
+from hpcai.kernels.grouped import grouped_attention
 
 _ROOM, _TOKENS = 256, 64  # documents of a row on a GPU: as many as this, or one for so many tokens
+_SIZES = range(8, 257, 8)  # channels of a head that FlashAttention has
 _VARLEN: Any = find_spec("torch.nn.attention.varlen") and import_module("torch.nn.attention.varlen").varlen_attn
 _KNOWN = signature(_VARLEN).parameters if _VARLEN else {}
 _WORDS: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in _KNOWN else {"is_causal": True}
@@ -28,10 +29,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
     On a GPU a row of more documents than ``room(T)`` gives NaN: how many there are is not known on the host, so the sequences have
     a fixed number of places, of which the empty ones cost a little.
     """
-    if q.shape[2] == k.shape[2] > 1 and not torch.compiler.is_compiling():
+    if len(q) and q.shape[2] == k.shape[2] > 1 and not torch.compiler.is_compiling():
         if compiler.on_cpu(q) and not k.is_meta and documents.device.type == "cpu":
             return _one_by_one(q, k, v, documents)
-        if compiler.on_gpu(q) and q.dtype in (torch.bfloat16, torch.float16) and q.shape[3] % 8 == 0 and _VARLEN:
+        if compiler.on_gpu(q) and q.dtype in (torch.bfloat16, torch.float16) and q.shape[3] in _SIZES and _VARLEN:
             return _together(q, k, v, documents)
     return plain(q, k, v, documents)
 
@@ -40,7 +41,7 @@ def plain(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
     """The same with a mask [B, 1, T, S]."""
     before = k.shape[2] - q.shape[2]
     mask = (documents[:, None, before:, None] == documents[:, None, None, :]).tril(before)
-    return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=k.shape[1] != q.shape[1])
+    return grouped_attention(q, k, v, mask)
 
 
 def room(tokens: int) -> int:
@@ -51,11 +52,7 @@ def room(tokens: int) -> int:
 def _one_by_one(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
     lengths = torch.diff(_begins(documents).flatten().nonzero()[:, 0], append=torch.full((1,), documents.numel())).tolist()
     parts = zip(*(_side_by_side(x)[None].transpose(1, 2).split(lengths, 2) for x in (q, k, v)))
-    grouped = k.shape[1] != q.shape[1]
-    outs = [
-        F.scaled_dot_product_attention(own, keys, values, is_causal=True, enable_gqa=grouped).transpose(1, 2)
-        for own, keys, values in parts
-    ]
+    outs = [grouped_attention(own, keys, values, causal=True).transpose(1, 2) for own, keys, values in parts]
     return torch.cat(outs, 1).view(q.shape[0], q.shape[2], *outs[0].shape[2:]).transpose(1, 2)
 
 
@@ -63,6 +60,8 @@ def _together(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
     tokens = q.shape[2]
     ends, fits = _ends(documents, len(documents) * room(tokens))
     grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+    if grouped and "enable_gqa" not in _KNOWN:
+        k, v, grouped = *(x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v)), {}
     out = _VARLEN(_side_by_side(q), _side_by_side(k), _side_by_side(v), ends, ends, tokens, tokens, **_WORDS, **grouped)
     return out.where(fits, torch.nan).view(q.shape[0], tokens, *out.shape[1:]).transpose(1, 2)
 

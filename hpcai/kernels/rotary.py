@@ -21,7 +21,12 @@ def rotated(q: Tensor, k: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tenso
         from hpcai.kernels import rotary_triton
 
         return rotary_triton.rotated(q, k, cosines, sines)
-    return _Rotation.apply(q, cosines, sines), _Rotation.apply(k, cosines, sines)
+    if torch.is_grad_enabled():
+        return _Rotation.apply(q, cosines, sines), _Rotation.apply(k, cosines, sines)
+    if q.shape[2] == 1:  # a token after those remembered: few operations are what counts
+        both = _turned(torch.cat((q, k), 1), cosines, sines, 1)
+        return both[:, : q.shape[1]], both[:, q.shape[1] :]
+    return _turned(q, cosines, sines, 1), _turned(k, cosines, sines, 1)
 
 
 def plain(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
@@ -48,7 +53,7 @@ class _Rotation(torch.autograd.Function):
 
 
 def _turned(x: Tensor, cosines: Tensor, sines: Tensor, sign: int) -> Tensor:
-    y, (sines, _) = x * cosines[:, None].to(x.dtype), sines[:, None].to(x.dtype).chunk(2, -1)
+    y, sines = x * cosines.unsqueeze(1).to(x.dtype), sines.unsqueeze(1)[..., : x.shape[-1] // 2].to(x.dtype)
     (first, second), (own, other) = x.chunk(2, -1), y.chunk(2, -1)
     own.addcmul_(second, sines, value=-sign)
     other.addcmul_(first, sines, value=sign)

@@ -23,8 +23,8 @@ _open: ContextVar[_Notes | None] = ContextVar("again", default=None)
 def cheap(function: Callable[..., Any], *given: Any) -> Any:
     """``function(*given)``, a tensor or a tuple of them, made again in the backward pass if this is inside ``again``. The function
     draws no random numbers, and its own backward pass does not want its results."""
-    found, notes = function(*given), _open.get()
-    if notes is not None and not torch.compiler.is_compiling():
+    found = function(*given)
+    if not torch.compiler.is_compiling() and (notes := _open.get()) is not None:
         made = _Made(function, given)
         for place, x in enumerate(found if isinstance(found, tuple) else (found,)):
             notes[x.untyped_storage()._cdata] = x, made, place

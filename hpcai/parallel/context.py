@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.attention.bias import causal_lower_right
@@ -22,6 +21,7 @@ from torch.nn.attention.bias import causal_lower_right
 from hpcai.dist.collect import Scattered, gather_shares, sum_with_adjoint
 from hpcai.dist.mesh import Axis
 from hpcai.errors import DataError
+from hpcai.kernels.grouped import grouped_attention
 
 
 class Own(nn.Module):
@@ -88,7 +88,7 @@ class CausalContext(nn.Module):
                 mask: Any = causal_lower_right(part.shape[2], end)
                 if documents is not None:
                     mask = (documents[:, None, first:end, None] == documents[:, None, None, :end]).tril(first)
-                outs.append(F.scaled_dot_product_attention(part, keys, values, mask, enable_gqa=keys.shape[1] != q.shape[1]))
+                outs.append(grouped_attention(part, keys, values, mask))
         return torch.cat(outs, 2)
 
 

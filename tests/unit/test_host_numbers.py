@@ -21,7 +21,7 @@ ALLOWED = {
     "models/dimenet/formats.py: _tensors": "reads files",
     "models/dimenet/graph.py: join": "joins samples, before a batch goes to the device",
     "models/llm/generation.py: choose": "tokens are given to the host one by one",
-    "models/llm/likelihood.py: _rows": "questions come from the host",
+    "models/llm/likelihood.py: _rows": "takes the texts of a person",
     "models/llm/tokens.py: widths": "numpy",
     "models/openfold/folding.py: read": "takes the arrays of a person",
     "models/openfold/geometry.py: _tables": "numpy",

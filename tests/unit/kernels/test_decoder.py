@@ -7,9 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 from hpcai import kernels
 from hpcai.kernels import activations, compiler, documents, rmsnorm, rotary
+from hpcai.kernels.grouped import grouped_attention
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -150,12 +152,18 @@ def test_documents_one_by_one_are_those_of_a_mask(keys: int, beside: bool) -> No
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
+def test_no_row_has_no_document() -> None:
+    q, k = torch.ones(0, 4, 9, 8), torch.ones(0, 2, 9, 8)
+    assert documents.attend(q, k, k, ROWS[:0]).shape == q.shape
+
+
 def test_the_last_queries_of_more_keys_have_a_mask() -> None:
     q, k, v = (draw(3, 2, 9, 4) + n for n in range(3))
     torch.testing.assert_close(documents.attend(q[:, :, 6:], k, v, ROWS), documents.plain(q, k, v, ROWS)[:, :, 6:])
 
 
-def test_sequences_of_a_gpu_are_the_documents_and_too_many_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("knows_groups", [True, False])
+def test_sequences_of_a_gpu_are_the_documents_and_too_many_are_told(knows_groups: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a double of torch's attention of sequences, which CUDA alone has."""
     ends, fits = documents._ends(ROWS, 9)
     assert ends.tolist() == [0, 3, 5, 9, 10, 18, 27, 27, 27, 27] and ends.dtype == torch.int32 and fits
@@ -165,12 +173,14 @@ def test_sequences_of_a_gpu_are_the_documents_and_too_many_are_told(monkeypatch:
     def sequences(q: Tensor, k: Tensor, v: Tensor, begin: Tensor, same: Tensor, most: int, also: int, enable_gqa: bool = False,
                   **words: Any) -> Tensor:  # fmt: skip
         assert begin is same and most == also == 9 and words == {"window_size": (-1, 0)}
+        assert enable_gqa == knows_groups
         lengths = [*begin.diff().tolist(), len(q) - int(begin[-1])]
         parts = zip(*(x.transpose(0, 1)[None].split(lengths, 2) for x in (q, k, v)))
         outs = [F.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=enable_gqa) for part in parts if part[0].numel()]
         return torch.cat(outs, 2)[0].transpose(0, 1)
 
     monkeypatch.setattr(documents, "_VARLEN", sequences)
+    monkeypatch.setattr(documents, "_KNOWN", {"enable_gqa"} if knows_groups else set())
     monkeypatch.setattr(compiler, "PLANNED", True)
     q, k, v = (draw(3, 9, heads, 8).transpose(1, 2).bfloat16() + n for n, heads in enumerate((4, 2, 2)))
     expected = documents.plain(*(x.double() for x in (q, k, v)), ROWS)
@@ -178,3 +188,46 @@ def test_sequences_of_a_gpu_are_the_documents_and_too_many_are_told(monkeypatch:
     monkeypatch.setattr(documents, "room", lambda tokens: 1)
     assert documents.attend(q, k, v, ROWS).isnan().all()
     assert torch.equal(documents.attend(q.double(), k.double(), v.double(), ROWS), expected), "16 bits alone"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_without_gradients_a_few_tokens_are_the_same(case: str) -> None:
+    ours, theirs, given = CASES[case]
+    with torch.no_grad():
+        for found, expected in zip(every(ours(*given)), every(theirs(*given)), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
+    leaves = [x.detach().requires_grad_() for x in given]
+    with torch.no_grad():
+        again = every(ours(*leaves))
+    assert all(map(torch.equal, again, every(ours(*leaves)))), "layers that are made again depend on it"
+
+
+def test_one_token_is_turned_without_gradients() -> None:
+    q, k, angle = draw(2, 3, 1, 6), draw(2, 1, 1, 6), ANGLE[:, 2:3]
+    with torch.no_grad():
+        found = rotary.rotated(q, k, angle.cos(), angle.sin())
+    for one, x in zip(found, (q, k), strict=True):
+        torch.testing.assert_close(one, rotary.plain(x, angle.cos(), angle.sin()), rtol=1e-13, atol=1e-13)
+
+
+CAUSAL, NUMBERS = causal_lower_right(5, 5), torch.ones(5, 5, dtype=torch.bool).tril()
+
+
+@pytest.mark.parametrize("kind, mask, repeated", [
+    (torch.bfloat16, None, False), (torch.bfloat16, CAUSAL, False), (torch.bfloat16, NUMBERS, True), (torch.float32, None, True),
+    (torch.float32, NUMBERS, True),
+])  # fmt: skip
+def test_keys_of_several_heads_are_repeated_where_a_gpu_would_make_all_logits(
+    kind: torch.dtype, mask: Any, repeated: bool, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    q, k, v = (draw(2, heads, 5, 8).to(kind) + n for n, heads in enumerate((4, 2, 2)))
+    expected, torchs, asked = grouped_attention(q, k, v, mask, mask is None), F.scaled_dot_product_attention, []
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, mask: Any, **words: Any) -> Tensor:
+        asked.append((k.shape[1], words["enable_gqa"]))
+        return torchs(q, k, v, NUMBERS if mask is CAUSAL else mask, **words)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
+    monkeypatch.setattr(compiler, "PLANNED", True)
+    torch.testing.assert_close(grouped_attention(q, k, v, mask, mask is None), expected)
+    assert asked == [(4, False) if repeated else (2, True)]
