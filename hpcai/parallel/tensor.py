@@ -10,8 +10,7 @@ gradients of its own, and ``sum_over(model, axis)`` adds those of weights that a
 Names and places of parameters stay. T tokens, C channels, V words, n the size of an axis.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -107,20 +106,6 @@ def thaw(linear: Frozen, dtype: torch.dtype) -> None:
     linear.widen(dtype)
     linear.__class__ = _FROZEN[type(linear)]  # type: ignore[assignment]
     del linear.bits
-
-
-@contextmanager
-def tokens_whole(model: nn.Module) -> Iterator[None]:
-    """Inside, all ranks have all tokens between the layers of ``model``, however few: for its use without gradients."""
-    parts = parts_with_tokens(model)
-    kept = [part.sequence for part in parts]
-    for part in parts:
-        part.sequence = None
-    try:
-        yield
-    finally:
-        for part, sequence in zip(parts, kept):
-            part.sequence = sequence
 
 
 def parts_with_tokens(model: nn.Module) -> list[Any]:

@@ -23,7 +23,7 @@ from hpcai.dist.watch import before_groups_end
 from hpcai.errors import ConfigError, DataError
 from hpcai.models.llm.config import SamplingConfig
 from hpcai.models.llm.model import LLM, Causal
-from hpcai.models.llm.parallel import attentions, holding, last_stage, undivided
+from hpcai.models.llm.undivided import attentions, holding, last_stage, undivided
 from hpcai.nn.graph import CudaGraph, Graph, no_collection
 from hpcai.nn.head import Head
 from hpcai.parallel.pipeline import Pipeline

@@ -9,7 +9,7 @@ import torch.distributed as torch_dist
 from torch import Tensor
 
 from hpcai.errors import DataError
-from hpcai.models.llm.parallel import holding, last_stage, undivided
+from hpcai.models.llm.undivided import holding, last_stage, undivided
 from hpcai.nn.head import IGNORE
 
 

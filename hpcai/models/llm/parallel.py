@@ -3,21 +3,18 @@
 With ``tensor`` what lies between two cut layers has its tokens cut over the same processes, so that nothing is computed twice.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from hpcai.dist.mesh import Axis, Mesh
-from hpcai.errors import ConfigError, MeshError
-from hpcai.models.llm.model import LLM, Attention, Causal
+from hpcai.errors import MeshError
+from hpcai.models.llm.model import LLM
 from hpcai.nn.seam import Seam
 from hpcai.parallel.context import CausalContext, Own, Total
 from hpcai.parallel.pipeline import Pipeline
 from hpcai.parallel.replicate import sum_over
-from hpcai.parallel.stages import Passed
-from hpcai.parallel.tensor import cut_head, cut_inputs, cut_outputs, cut_words, parts_with_tokens
+from hpcai.parallel.tensor import cut_head, cut_inputs, cut_outputs, cut_words
 
 
 def parallelize(model: LLM, mesh: Mesh) -> LLM:
@@ -60,54 +57,6 @@ def stages(model: LLM, mesh: Mesh, **words: Any) -> Pipeline | None:
         return None
     first = ["model.embed_tokens", *(["model.add_positions"] if model.cfg.rotary is None else [])]
     return Pipeline(model, mesh, blocks="model.layers", first=first, last=("model.norm", "lm_head"), **words)
-
-
-Change = tuple[Any, str, Any]  # an object, one of its attributes, and another value of that
-
-
-def undivided(model: LLM, act: Pipeline | None = None) -> list[Change]:
-    """What lets each rank of ``tensor`` and ``context`` have all tokens of its texts, however few, where no gradients are wanted:
-    with ``context``, along which weights are whole, all ranks do the same."""
-    seen = [model] + ([act.stages.module(stage) for stage in act.stages.own] if act is not None else [])
-    changes: list[Change] = [(part, "sequence", None) for part in parts_with_tokens(model)]
-    changes += [(each, "own", Seam()) for each in seen]
-    return changes + [(attention, "attend", Causal()) for attention in attentions(model)]
-
-
-@contextmanager
-def holding(changes: list[Change]) -> Iterator[None]:
-    """Inside, attributes have other values."""
-    kept = [getattr(one, name) for one, name, _ in changes]
-    try:
-        for one, name, value in changes:
-            _set(one, name, value)
-        yield
-    finally:
-        for (one, name, _), value in zip(reversed(changes), reversed(kept)):
-            _set(one, name, value)
-
-
-def _set(one: Any, name: str, value: Any) -> None:
-    """As ``setattr``, in a tenth of the time for a part of a module: it is done for each token."""
-    if isinstance(one, nn.Module) and name in one._modules:
-        one._modules[name] = value
-    else:
-        setattr(one, name, value)
-
-
-def attentions(model: LLM) -> list[Attention]:
-    """Of the layers that this process has."""
-    layers: Any = model.model.layers
-    return [layer.self_attn for layer in layers if not isinstance(layer, Passed)]
-
-
-def last_stage(model: LLM, act: Any) -> Pipeline | None:
-    """``act`` where a model is cut into stages, else None. Raises ConfigError where such a model comes without."""
-    if isinstance(act, Pipeline) and act.axis.size > 1:
-        return act
-    if any(isinstance(part, Passed) for part in model.modules()):
-        raise ConfigError("the model is cut into stages, and this process has one of them; give act=stages(model, mesh)")
-    return None
 
 
 class _Own(Seam):
