@@ -95,6 +95,8 @@ def notes(cfg: "Config") -> list[str]:
     told += [f"  {name:<{width}} {bytes / 1e9:9.3f}" for name, bytes in every.items()]
     told += [f"  {'in all':<{width}} {_sum(every) / 1e9:9.3f}"]
     full, causal = (operations(cfg, tokens, half) for half in (False, True))
+    if mesh.replicate == -1 and found == 1:
+        told.append("mesh.replicate=N tells of N copies")
     trained = "" if cfg.lora is None else f", {trained_of(cfg):,} of them trained"
     return [
         *told, f"{cfg.model.parameters + (trained_of(cfg) if cfg.lora else 0):,} parameters{trained}",
