@@ -26,7 +26,7 @@ def test_a_cut_block_keeps_half_and_sends_what_the_formula_says() -> None:
     assert half["forward"] == half["backward"] == half["formula"]
     assert half["messages"] == 2 * (4 + 4 + 4), "moves of alignment and pairs, of two products, and gathers, each way"
     assert whole["kept_share"] == 1 and 0.5 < half["kept_share"] < 0.6 and 0 < half["kept_mb"] < whole["kept_mb"]
-    assert min(row["cpu_s"] for row in (whole, half)) > 0 < half["cpu_share"] < 3
+    assert min(row["cpu_s"] for row in (whole, half)) > 0 < half["cpu_share"]
     early = 32 * 4 * 13 + 4 * 16 // 2 * 13 * 25 + (2 + 2 * 2) * 13 * 25 + 8 * 7 * 13  # the alignment back, a and b, all gathers
     assert half["hidden_share"] == round(4 * early / half["formula"], 3) and whole["hidden_share"] == whole["waited_s"] == 0
     assert 0 < half["waited_share"] < 1 and min(half["waited_s"], half["unhidden_waited_s"]) > 0
