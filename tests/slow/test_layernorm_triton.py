@@ -42,7 +42,7 @@ COMPILED = """
 import importlib, re, subprocess, sys, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-KERNELS = "_forward", "_backward", "_rotate"
+KERNELS = "_forward", "_backward", "_rotate", "_most", "_cast"
 cubin, module, arch, most = sys.argv[1], sys.argv[2], int(sys.argv[3]), dict(zip(KERNELS, map(int, sys.argv[4:])))
 tool = triton.__path__[0] + "/backends/nvidia/bin/cuobjdump"
 print("architecture|registers|stack|local|shared|loads and stores|of single values|kernel")
