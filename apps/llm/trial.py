@@ -51,11 +51,12 @@ class Trial(Subject):
         "model.width=64", "model.heads=4", "model.key_heads=2", "model.inner=128", "model.layers=2", "model.vocabulary=512",
         "model.positions=128", "data.batch=2", "step.accumulate=1",
     )  # fmt: skip
-    gpu = (
+    gpu = tuple(
         Case(
-            "llama2-7b", "llama2-7b.yaml", ("data.batch=8", "step.accumulate=8", "data.documents=joined"), figure=_NEMO,
-            asked=10_500 / 4096, always=("step.precision=bf16-params",),
-        ),
+            f"llama2-7b{name}", "llama2-7b.yaml", ("data.batch=8", "step.accumulate=8", "data.documents=joined"), figure=_NEMO,
+            asked=tokens / 4096, always=("step.precision=bf16-params", *words),
+        )
+        for name, tokens, words in (("", 10_500, ()), ("-fp8", 16_900, ("step.products=fp8",)))
     )  # fmt: skip
 
     def loss(self, model: Any, batch: Any) -> dict[str, Any]:

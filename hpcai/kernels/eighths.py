@@ -112,13 +112,13 @@ def _scale(most: Tensor, halvings: int) -> Tensor:
 
 def _fused(x: Tensor) -> bool:
     """Whether the kernels take it: on a GPU that has the formats, in a type that they have, and with numbers."""
-    return compiler.takes(x) and _has_eighths(x) and x.dtype in (torch.bfloat16, torch.float32) and x.numel() > 0
+    return compiler.takes(x) and multiplies(x.device) and x.dtype in (torch.bfloat16, torch.float32) and x.numel() > 0
 
 
 def _multiplied(x: Tensor) -> bool:
-    return compiler.on_gpu(x) and _has_eighths(x)
+    return compiler.on_gpu(x) and multiplies(x.device)
 
 
-def _has_eighths(x: Tensor) -> bool:
+def multiplies(device: torch.device) -> bool:
     """Whether a GPU casts to and multiplies 8 bits."""
-    return compiler.PLANNED or torch.cuda.get_device_capability(x.device) >= (8, 9)
+    return compiler.PLANNED or torch.cuda.get_device_capability(device) >= (8, 9)

@@ -6,13 +6,15 @@ x goes the same way back, and q and s have none. On average a weight is off by 0
 for each 64 inputs, after which no product of q alone would be left. C inputs, C' outputs, T tokens
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+
+from hpcai.nn.products import Joint, Operands, Products
 
 Kind = Literal["bf16", "8bit"]
 
@@ -20,21 +22,37 @@ _MOST = 127
 _BLOCK = 1 << 20  # weights that are rounded at a time
 
 
-class Frozen(nn.Linear):
+class Rounded(Products):
+    """With weights of 8 or 16 bits that have no gradients: two operands of a layer, weight [C', C] and scale [C'] or None. Of the
+    weight is kept what lies in memory anyway."""
+
+    def of(self, linear: Any) -> tuple[Tensor | None, ...]:
+        return linear.weight, linear.scale
+
+    def outputs(self, x: Tensor, operands: Operands) -> tuple[list[Tensor], list[Tensor]]:
+        return [_product(x, weight, scale) for weight, scale in _pairs(operands)], []
+
+    def by_input(self, slopes: Sequence[Any], operands: Operands, kept: Sequence[Tensor]) -> Tensor:
+        found: Tensor | None = None
+        for slope, (weight, scale) in zip(slopes, _pairs(operands)):
+            slope = slope if scale is None else slope * scale.to(slope.dtype)
+            found = slope @ weight.to(slope.dtype) if found is None else found.addmm_(slope, weight.to(slope.dtype))
+        assert found is not None
+        return found
+
+
+class Frozen(Joint):
     """A linear layer without gradients of its own.   x [T, C] -> [T, C']
 
     ``weights_made`` turns its weight to what ``bits`` says; until then it is that of an ordinary layer, or has no numbers
     (``hpcai.nn.deferred``).
     """
 
+    products: Products = Rounded()
     bits: Kind
     weight: nn.Parameter
     scale: nn.Parameter | None
     """of each output [C'] where weights have 8 bits"""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = Product.apply(x, self.weight, self.scale)
-        return y if self.bias is None else y + self.bias.to(y.dtype)
 
     @torch.no_grad()
     def weights_made(self) -> None:
@@ -62,37 +80,13 @@ class Frozen(nn.Linear):
         del self.scale
 
 
-class Product(torch.autograd.Function):
-    """x [T, C], weight [C', C] and scale [C'] or None -> [T, C'], in autocast's dtype where there is one; nothing is kept of x, and
-    of the weight what lies in memory anyway."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
-        ctx.save_for_backward(weight, scale)
-        ctx.dtype = x.dtype
-        return product(computed(x), weight, scale)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        return product_back(dy, *ctx.saved_tensors).to(ctx.dtype), None, None
-
-
-def product(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
+def _product(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
     y = F.linear(x, weight.to(x.dtype))
     return y if scale is None else y.mul_(scale.to(y.dtype))
 
 
-def product_back(dy: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
-    """The gradient of the input of ``product`` from that of its output."""
-    dy = dy if scale is None else dy * scale.to(dy.dtype)
-    return dy @ weight.to(dy.dtype)
-
-
-def computed(x: Tensor) -> Tensor:
-    """``x`` in the dtype that autocast gives a product, which does not see an autograd function."""
-    is_on = torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
-    return x.to(torch.get_autocast_dtype(x.device.type)) if is_on else x
+def _pairs(operands: Operands) -> Any:
+    return zip(operands[::2], operands[1::2])
 
 
 def scales(top: Tensor) -> Tensor:

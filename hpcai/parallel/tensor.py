@@ -22,8 +22,9 @@ from torch.autograd.function import once_differentiable
 from hpcai.dist.collect import Scattered, gather_shares, sum_in_place
 from hpcai.dist.mesh import Axis
 from hpcai.errors import ConfigError, MeshError
-from hpcai.nn.frozen import Frozen, Kind, Product, computed, product, product_back
+from hpcai.nn.frozen import Frozen, Kind
 from hpcai.nn.head import Head, Words
+from hpcai.nn.products import Here, Joint, Tokens, Waiting
 from hpcai.parallel.replicate import sum_over
 from hpcai.parallel.rows import cut
 
@@ -90,7 +91,7 @@ def freeze(linear: nn.Linear, kind: Kind) -> None:
     """Hold the weight of ``linear``, in place, in the bits of ``kind``, without gradients; one that was cut stays cut. Ranks that
     hold parts of its inputs call this together, or, where it has no numbers yet, ``make`` (``hpcai.nn.deferred``). Raises
     ConfigError where the layer is of another kind."""
-    found = next((frozen for frozen, before in _FROZEN.items() if type(linear).forward is before.forward), None)
+    found = next((frozen for frozen, before in _FROZEN.items() if type(linear) is before), None)
     if found is None:
         raise ConfigError(f"a {type(linear).__name__} cannot be frozen in {kind}: expected an nn.Linear, whole or cut")
     for parameter in linear.parameters(recurse=False):
@@ -131,50 +132,38 @@ def heads(axis: Axis, size: int, queries: int, keys: int | None = None) -> tuple
     return queries * size, keys * size, keys * size
 
 
-class CutOutputs(nn.Linear):
-    """``cut_outputs``"""
+class CutOutputs(Joint):
+    """``cut_outputs``: x [T, C] or, with a sequence that is cut, [T/n, C] -> [T, C'/n]"""
 
     axis: Axis
     sequence: int | None
     joined: "_Joined | None"
 
-    @torch.compiler.disable
-    def forward(self, x: Tensor) -> Tensor:
-        """x [T, C] or, with a sequence that is cut, [T/n, C] -> [T, C'/n]. Messages are not for a compiler's graph."""
-        y = _Enter.apply(*_narrowed(x, self.weight, self.bias), self.axis, self.sequence)
+    @property
+    def tokens(self) -> Tokens:
+        return _Tokens(self.axis, self.sequence)
+
+    def finish(self, y: Tensor) -> Tensor:
+        y = super().finish(y)
         return y if self.joined is None else _Join.apply(y, self.joined)
 
 
-class CutInputs(nn.Linear):
-    """``cut_inputs``"""
+class CutInputs(Joint):
+    """``cut_inputs``: x [T, C/n] -> [T, C'] or, with a sequence that is cut, [T/n, C']"""
 
     axis: Axis
     sequence: int | None
 
-    @torch.compiler.disable
-    def forward(self, x: Tensor) -> Tensor:
-        """x [T, C/n] -> [T, C'] or, with a sequence that is cut, [T/n, C']"""
-        y = _Leave.apply(F.linear(x, self.weight), self.axis, self.sequence)
-        return y if self.bias is None else y + self.bias.to(y.dtype)
+    def finish(self, y: Tensor) -> Tensor:
+        return super().finish(_Leave.apply(y, self.axis, self.sequence))
 
 
 class FrozenOutputs(Frozen, CutOutputs):
     """``freeze`` after ``cut_outputs``"""
 
-    @torch.compiler.disable
-    def forward(self, x: Tensor) -> Tensor:
-        y = _EnterFrozen.apply(x, self.weight, self.scale, self.axis, self.sequence)
-        y = y if self.bias is None else y + self.bias.to(y.dtype)
-        return y if self.joined is None else _Join.apply(y, self.joined)
-
 
 class FrozenInputs(Frozen, CutInputs):
     """``freeze`` after ``cut_inputs``: scales are those of all ranks' inputs"""
-
-    @torch.compiler.disable
-    def forward(self, x: Tensor) -> Tensor:
-        y = _Leave.apply(Product.apply(x, self.weight, self.scale), self.axis, self.sequence)
-        return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def _greatest(self, top: Tensor) -> Tensor:
         torch_dist.all_reduce(top, torch_dist.ReduceOp.MAX, group=self.axis.group)
@@ -288,45 +277,17 @@ class _Summing:
         return self._sum
 
 
-class _Enter(torch.autograd.Function):
-    """A product with this rank's outputs of a weight: the gradient of the input is a sum over the ranks, which travels while that
-    of the weight is computed."""
+class _Tokens(Tokens):
+    """Where outputs are cut, and tokens between layers with ``dim``."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, dim: int | None) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.axis, ctx.dim = axis, dim
-        return F.linear(x if dim is None else _Gathering(x, axis, dim).wait(), weight, bias)
+    def __init__(self, axis: Axis, dim: int | None) -> None:
+        self._axis, self._dim = axis, dim
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
-        again = _Gathering(x, ctx.axis, ctx.dim) if wants_weight and ctx.dim is not None else None
-        rows, dx, dweight = dy.reshape(-1, dy.shape[-1]), None, None
-        if wants_x:
-            dx = _Summing((rows @ weight).view(*dy.shape[:-1], -1), ctx.axis, ctx.dim)
-        if wants_weight:
-            dweight = rows.T @ (again.wait() if again else x).reshape(-1, weight.shape[1])
-        return dx and dx.wait(), dweight, rows.sum(0) if wants_bias else None, None, None
+    def gather(self, x: Tensor) -> Waiting:
+        return Here(x) if self._dim is None else _Gathering(x, self._axis, self._dim)
 
-
-class _EnterFrozen(torch.autograd.Function):
-    """``_Enter`` of a weight that is not trained (``hpcai.nn.frozen``)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, scale: Tensor | None, axis: Axis, dim: int | None) -> Tensor:
-        ctx.save_for_backward(weight, scale)
-        ctx.axis, ctx.dim, ctx.dtype = axis, dim, x.dtype
-        x = computed(x)
-        return product(x if dim is None else _Gathering(x, axis, dim).wait(), weight, scale)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        dx = _Summing(product_back(dy, *ctx.saved_tensors), ctx.axis, ctx.dim) if ctx.needs_input_grad[0] else None
-        return dx and dx.wait().to(ctx.dtype), None, None, None, None
+    def sum(self, gradient: Tensor) -> Waiting:
+        return _Summing(gradient, self._axis, self._dim)
 
 
 class _Leave(torch.autograd.Function):
@@ -409,15 +370,6 @@ class _Entropy(torch.autograd.Function):
 def _own(words: int, axis: Axis) -> tuple[int, int]:
     """The first and last + 1 of this rank's words, as ``rows.cut`` cuts them."""
     return words * axis.rank // axis.size, words * (axis.rank + 1) // axis.size
-
-
-def _narrowed(*tensors: Tensor | None) -> list[Tensor | None]:
-    """What autocast would make of the inputs of a product; an autograd function of ours is not seen by it."""
-    kind = next(tensor.device.type for tensor in tensors if tensor is not None)
-    if not torch.is_autocast_enabled(kind):
-        return list(tensors)
-    dtype = torch.get_autocast_dtype(kind)
-    return [tensor if tensor is None or tensor.dtype == torch.float64 else tensor.to(dtype) for tensor in tensors]
 
 
 def _check(layer: nn.Module, kind: type[nn.Module]) -> None:

@@ -1,5 +1,6 @@
 """What settings mean for a step: what ``auto`` chooses on this machine, and how gradients are summed."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -8,7 +9,8 @@ from torch import nn
 from hpcai.dist.collect import backend
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import ConfigError
-from hpcai.kernels import compiler
+from hpcai.kernels import compiler, eighths
+from hpcai.nn.products import multiply_in_eighths
 from hpcai.parallel.replicate import GradientSums
 from hpcai.parallel.shard import FullySharded, ShardedSums
 from hpcai.settings import StepConfig
@@ -34,6 +36,33 @@ def chosen(cfg: StepConfig, mesh: Mesh, captures: bool = False) -> tuple[StepCon
     elif cfg.capture != "none" and cannot:
         raise ConfigError(f"step.capture is {cfg.capture}, but {cannot}; set step.capture=auto or none")
     return cfg.model_copy(update=changes), notes
+
+
+def narrow_products(model: nn.Module, cfg: StepConfig, device: torch.device) -> list[str]:
+    """Let the linear layers of parts that say they have ``eighths``, less those of parts within that deny it, multiply as
+    ``cfg.products`` says -> a sentence about that. Raises ConfigError for a model that names none, and for a GPU that cannot."""
+    if cfg.products == "precision":
+        return []
+    if device.type == "cuda" and not eighths.multiplies(device):
+        raise ConfigError(
+            f"step.products is fp8, but {torch.cuda.get_device_name(device)} does not multiply 8 bits, as those of compute "
+            "capability 8.9 and more do; set it to precision"
+        )
+    found = [(name, part) for name, part, named in _parts(model, "eighths") if named and isinstance(part, nn.Linear)]
+    if not found:
+        raise ConfigError(f"step.products is fp8, but {type(model).__name__} names no layers for it; set it to precision")
+    for name, linear in found:
+        multiply_in_eighths(linear, name)
+    slow = "" if device.type == "cuda" else f"; {device.type} rounds as a GPU does, and is not faster for it"
+    return [f"step.products: {len(found)} linear layers multiply in 8 bits of floating point{slow}"]
+
+
+def _parts(model: nn.Module, what: str, name: str = "", named: bool = False) -> Iterator[tuple[str, nn.Module, bool]]:
+    """Every part, and whether it says ``what`` of itself, or is within one that does."""
+    named = getattr(model, what, named)
+    yield name, model, named
+    for child, part in model.named_children():
+        yield from _parts(part, what, f"{name}.{child}".lstrip("."), named)
 
 
 def tune(cfg: StepConfig, device: torch.device) -> list[str]:

@@ -21,7 +21,7 @@ from hpcai.train import rng
 from hpcai.train.agreement import NEVER, Agreement
 from hpcai.train.average import Average
 from hpcai.train.capture import Capture, Graph
-from hpcai.train.choices import chosen, gradient_sums, tune
+from hpcai.train.choices import chosen, gradient_sums, narrow_products, tune
 from hpcai.train.compiling import Compiled
 from hpcai.train.measure import Value, finishes
 from hpcai.train.optim import Optimizer
@@ -71,6 +71,7 @@ class Step:
             tell_names(model.to(dtype) if dtype else model)  # no process makes it whole
         else:
             make(model, mesh.device, dtype=dtype)
+        self.notes += narrow_products(self.model, cfg, mesh.device)
         self._compiled = Compiled(self.model, cfg, mesh) if cfg.compile != "none" else None
         self.notes += [self._compiled.note] if self._compiled else []
         self.sums = gradient_sums(self.model, mesh, cfg)

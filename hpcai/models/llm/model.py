@@ -24,6 +24,7 @@ from hpcai.models.llm.config import LLMConfig, RotaryConfig
 from hpcai.nn.again import again, cheap
 from hpcai.nn.head import Head
 from hpcai.nn.layernorm import LayerNorm
+from hpcai.nn.products import together
 from hpcai.nn.seam import Seam
 from hpcai.nn.weights import Portable
 
@@ -69,7 +70,8 @@ class Attention(nn.Module):
         self.remember: Any = None  # seam: what generation keeps of the tokens before, (k, v) -> (k, v) of all
 
     def forward(self, x: Tensor, turn: tuple[Tensor, Tensor] | None, documents: Tensor | None = None) -> Tensor:
-        q, k, v = (part(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for part in (self.q_proj, self.k_proj, self.v_proj))
+        found = together(x, self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (y.unflatten(-1, (-1, self.size)).transpose(1, 2) for y in found)
         if turn is not None:
             q, k = rotated(q, k, *turn)  # not ``cheap``: nothing else keeps what they are made of
         if self.remember is not None:
@@ -86,7 +88,7 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(cfg.inner, cfg.width, cfg.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(cheap(swiglu, self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(cheap(swiglu, *together(x, self.gate_proj, self.up_proj)))
 
 
 class GELU(nn.Module):
@@ -102,6 +104,8 @@ class GELU(nn.Module):
 
 class Layer(nn.Module):
     """x [B, T, C] -> the same"""
+
+    eighths = True  # its linear layers may multiply in 8 bits
 
     def __init__(self, cfg: LLMConfig) -> None:
         super().__init__()

@@ -143,7 +143,7 @@ def trained(bits: Any) -> tuple[float, float]:
     model = llm.load_weights(DATA / "llm" / "llama31_tiny" / "hf").train()
     with deferred(0):
         llm.adapt(model, LoRAConfig(rank=4, frozen=bits, targets=("q_proj", "v_proj", "o_proj", "down_proj")))
-    step = Step(model, llm.loss, StepConfig(precision="bf16", lr=0.02, optimizer="adamw", capture="none"), dist.alone())
+    step = Step(model, llm.loss, StepConfig(precision="bf16", lr=0.005, optimizer="adamw", capture="none"), dist.alone())
     rows = llm.Batch(torch.from_numpy(arrays("llm/llama31_tiny/io")["ids"]))
     losses = [float(total) / float(count) for total, count in (step(rows)["loss"] for _ in range(30))]
     return losses[0], losses[-1]
@@ -152,7 +152,7 @@ def trained(bits: Any) -> tuple[float, float]:
 def test_adapters_learn_beside_8_bits_as_beside_16() -> None:
     (first, last), (first16, last16) = trained("8bit"), trained("bf16")
     assert abs(first - first16) < 0.002 * first16, (first, first16)
-    assert first16 - last16 > 5 and abs((first - last) / (first16 - last16) - 1) < 0.03, (first, first16, last, last16)
+    assert first16 - last16 > 5 and abs((first - last) / (first16 - last16) - 1) < 0.01, (first, first16, last, last16)
 
 
 def test_narrow_parameters_leave_8_bits_and_scales_as_they_are() -> None:

@@ -1,0 +1,162 @@
+"""Layers of one input that are cut: messages once for all of them, and products in 8 bits that are those of whole layers."""
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hpcai.dist.mesh import Mesh
+from hpcai.errors import ConfigError
+from hpcai.models import llm
+from hpcai.models.llm import LLM, Batch, LLMConfig, LoRAConfig
+from hpcai.nn.deferred import deferred
+from hpcai.nn.products import together
+from hpcai.parallel import tensor
+from hpcai.parallel.tensor import cut_inputs, cut_outputs
+from hpcai.settings import StepConfig
+from hpcai.train.step import Step
+from tests.ranks.launch import on_ranks
+from tests.ranks.pieces import Pieces, joined, pieces
+
+MESHES: list[dict[str, int]] = [{"tensor": 2}, {"tensor": 4}, {"replicate": 2, "tensor": 2}]
+
+
+class Feed(nn.Module):
+    eighths = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(32, 64), nn.Linear(32, 128), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = together(x, self.gate, self.up)
+        return self.down(gate * up.unflatten(-1, (-1, 2)).sum(-1))
+
+
+def squares(model: nn.Module, x: Tensor) -> dict[str, Any]:
+    """Their mean over all tokens, of which ``x`` has some."""
+    return {"loss": model(x).square().sum() / (8 * 32 * len(x))}
+
+
+def fed(mesh: Mesh, sequence: bool) -> Pieces:
+    """What two steps make of numbers that are positive and alike in size: no scale decides whether one vanishes."""
+    torch.manual_seed(0)
+    model = Feed()
+    for parameter in model.parameters():
+        nn.init.uniform_(parameter, 0.5, 1.0)
+    axis, dim = mesh["tensor"], 1 if sequence else None
+    for linear in (model.gate, model.up):
+        cut_outputs(linear, axis, sequence=dim)
+    cut_inputs(model.down, axis, dim)
+    if sequence:
+        tensor.sum_over(model, axis)
+    words: dict[str, Any] = {"precision": "fp64", "products": "fp8", "lr": 0.01, "capture": "none"}
+    step = Step(model, squares, StepConfig(**words, accumulate=2 // mesh["replicate"].size), mesh)
+    for number in range(2):
+        x = 0.5 + torch.rand(2, 8, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(number))
+        x = x.chunk(mesh["replicate"].size)[mesh["replicate"].rank]
+        step(x.chunk(axis.size, 1)[axis.rank] if sequence else x)
+    return pieces(step)
+
+
+def test_whole_in_eighths_is_not_whole_without() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        right = joined([fed(Mesh({}), False)])
+        patch.setattr("hpcai.train.step.narrow_products", lambda *_: [])
+        wide = joined([fed(Mesh({}), False)])
+    assert all(np.abs(right[name] / wide[name] - 1).max() > 1e-4 for name in right if name.endswith("gradient"))
+
+
+@cache
+def whole() -> dict[str, Any]:
+    return joined([fed(Mesh({}), False)])
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_cut_equals_whole_in_eighths(axes: dict[str, int], sequence: bool) -> None:
+    found = joined(on_ranks(axes, fed, sequence))
+    assert found.keys() == whole().keys()
+    for name, right in whole().items():
+        np.testing.assert_allclose(found[name], right, rtol=1e-12, err_msg=name)
+
+
+def read(mesh: Mesh, products: str) -> tuple[Pieces, list[float]]:
+    """A language model after three steps, and its losses."""
+    with deferred(0):
+        sizes: dict[str, Any] = {"vocabulary": 61, "width": 64, "layers": 2, "heads": 4, "inner": 128, "positions": 32}
+        model = llm.parallelize(LLM(LLMConfig(**sizes, recompute="selective")), mesh)
+    words: dict[str, Any] = {"precision": "fp64", "products": products, "optimizer": "sgd", "lr": 0.1, "capture": "none"}
+    step = Step(model, llm.loss, StepConfig(**words, accumulate=2), mesh, act=llm.stages(model, mesh))
+    rows = torch.randint(0, 61, (4, 33), generator=torch.Generator().manual_seed(0))
+    found = [step(Batch(rows))["loss"] for _ in range(3)]
+    return pieces(step), [float(total) / float(count) for total, count in found]
+
+
+@pytest.mark.parametrize("axes", [{"tensor": 2}, {"tensor": 4}, {"context": 2, "tensor": 2}, {"pipeline": 2, "tensor": 2}], ids=str)
+def test_a_cut_language_model_learns_in_eighths_as_the_whole_one(axes: dict[str, int]) -> None:
+    """The smallest numbers of a part vanish by the scale of that part, so this is not to the last bit."""
+    (right, losses), (_, wide) = read(Mesh({}), "fp8"), read(Mesh({}), "precision")
+    found = on_ranks(axes, read, "fp8")
+    off = max(abs(one - other) for one, other in zip(found[0][1], losses))
+    assert off < 0.02 * max(abs(one - other) for one, other in zip(wide, losses)) < 1e-3, (found[0][1], losses, wide)
+    weights = joined([[piece for piece in rank[0] if piece[0].endswith(" weight")] for rank in found])
+    for name, value in joined([[piece for piece in right if piece[0].endswith(" weight")]]).items():
+        assert np.abs(weights[name] - value).max() < 1e-4, name
+
+
+def messages(mesh: Mesh, lora: LoRAConfig | None) -> list[str]:
+    """What a layer sends, forward and backward."""
+    done: list[str] = []
+    with deferred(0):
+        sizes: dict[str, Any] = {"vocabulary": 32, "width": 32, "layers": 1, "heads": 4, "inner": 64, "positions": 8}
+        model = llm.parallelize(LLM(LLMConfig(**sizes)), mesh)
+        if lora is not None:
+            llm.adapt(model, lora)
+    step = Step(model, llm.loss, StepConfig(capture="none"), mesh)
+    layer = step.model.model.layers[0]  # type: ignore[union-attr, index]
+    patch = pytest.MonkeyPatch()
+    for kind, name in ((tensor._Gathering, "gather"), (tensor._Summing, "sum")):
+        patch.setattr(kind, "__init__", _told(kind.__init__, done, name))
+    with patch.context():
+        x = torch.randn(1, 4, 32, requires_grad=True)
+        y = layer(x, (torch.ones(1, 8, 8), torch.zeros(1, 8, 8)))
+        done.append("back")
+        y.sum().backward()
+    return done
+
+
+def _told(begin: Any, done: list[str], name: str) -> Any:
+    def told(self: Any, *given: Any) -> None:
+        done.append(name)
+        begin(self, *given)
+
+    return told
+
+
+def test_layers_of_one_input_send_once() -> None:
+    around = ["gather", "sum"]  # before and after attention, and the same for what follows it
+    back = ["gather", "gather", "sum"]  # the gradient, the input again, and its gradient
+    for found in on_ranks({"tensor": 2}, messages, None):
+        assert found == [*around, *around, "back", *back, *back]
+    frozen = LoRAConfig(rank=2, targets=("q_proj", "v_proj"), frozen="8bit")
+    for found in on_ranks({"tensor": 2}, messages, frozen):
+        small = ["gather"] * 2  # adapters' middles
+        assert found[: found.index("back")] == ["gather", *small, "sum", *around]
+
+
+def odd(mesh: Mesh) -> str:
+    try:
+        step = StepConfig(products="fp8", capture="none")
+        Step(llm.parallelize(LLM(LLMConfig(width=32, heads=2, layers=1, inner=80, vocabulary=16)), mesh), llm.loss, step, mesh)
+    except ConfigError as problem:
+        return str(problem)
+    return ""
+
+
+def test_parts_that_a_gpu_does_not_multiply_are_refused() -> None:
+    for told in on_ranks({"tensor": 2}, odd):
+        assert "mlp.gate_proj has a weight of [40, 32] on this process: expected multiples of 16" in told

@@ -1,0 +1,127 @@
+"""Layers that read one input compute together, and in 8 bits of floating point where they are asked to."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hpcai import dist
+from hpcai.errors import ConfigError
+from hpcai.kernels.eighths import eighth
+from hpcai.models import llm
+from hpcai.models.llm import LLM, LLMConfig, LoRAConfig
+from hpcai.nn.products import EIGHTHS, Joint, multiply_in_eighths, together
+from hpcai.settings import StepConfig
+from hpcai.train.step import Step
+
+SIZES: dict[str, Any] = {"vocabulary": 61, "width": 32, "layers": 2, "heads": 2, "inner": 48, "positions": 32}
+
+
+def rounded(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
+    found = eighth(x.reshape(-1, x.shape[-1]), dtype)
+    assert found.rows is not None
+    return (found.rows.to(x.dtype) * found.scale.to(x.dtype)).view(x.shape)
+
+
+def layers(count: int = 3, bias: bool = True) -> list[nn.Linear]:
+    torch.manual_seed(0)
+    found = [nn.Linear(32, 16 * (n + 1), bias, dtype=torch.float64) for n in range(count)]
+    for number, linear in enumerate(found):
+        multiply_in_eighths(linear, f"layer {number}")
+    return found
+
+
+def test_in_eighths_the_product_and_both_gradients_are_those_of_rounded_factors() -> None:
+    made, x = layers(), torch.randn(2, 5, 32, dtype=torch.float64, requires_grad=True)
+    ys = together(x, *made)
+    slopes = [torch.randn_like(y) for y in ys]
+    found = torch.autograd.grad(ys, [x, *(linear.weight for linear in made), *(linear.bias for linear in made)], slopes)
+    by_x = torch.zeros_like(x)
+    for number, (linear, y, slope) in enumerate(zip(made, ys, slopes)):
+        torch.testing.assert_close(y, F.linear(rounded(x), rounded(linear.weight), linear.bias), rtol=1e-13, atol=1e-13)
+        narrow = rounded(slope, torch.float8_e5m2)
+        by_x += narrow @ rounded(linear.weight)
+        by_weight = narrow.flatten(0, 1).T @ rounded(x).flatten(0, 1)
+        torch.testing.assert_close(found[1 + number], by_weight, rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(found[1 + len(made) + number], slope.sum((0, 1)))
+    torch.testing.assert_close(found[0], by_x, rtol=1e-13, atol=1e-13)
+
+
+def test_together_is_each_by_itself() -> None:
+    made, x = layers(), torch.randn(7, 32, dtype=torch.float64, requires_grad=True)
+    linears = [*made, nn.Linear(32, 16, dtype=torch.float64)]
+    for some in (made, linears):
+        ys, alone = together(x, *some), [linear(x) for linear in some]
+        assert all(torch.equal(one, other) for one, other in zip(ys, alone))
+        one, other = (torch.autograd.grad([y.square().sum() for y in found], x)[0] for found in (ys, alone))
+        torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-13)
+
+
+def test_of_weights_that_are_not_trained_no_input_is_kept() -> None:
+    (linear,), x = layers(1), torch.randn(64, 32, dtype=torch.float64, requires_grad=True)
+    linear.requires_grad_(False)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        y = linear(x)
+    assert sum(tensor.numel() for tensor in kept) <= linear.weight.numel() + 2
+    y.sum().backward()
+    assert x.grad is not None and linear.weight.grad is None
+
+
+def test_what_is_not_finite_is_seen() -> None:
+    for bad in (torch.inf, torch.nan):
+        (linear,), x = layers(1), torch.randn(4, 32, dtype=torch.float64)
+        x[1, 2] = bad
+        assert linear(x).isnan().any()
+
+
+def step(products: str, lora: LoRAConfig | None = None, **words: Any) -> Step:
+    torch.manual_seed(0)
+    model = LLM(LLMConfig(**SIZES | words))
+    if lora is not None:
+        llm.adapt(model, lora)
+    return Step(model, llm.loss, StepConfig(products=products, lr=0.003, capture="none"), dist.alone())  # type: ignore[arg-type]
+
+
+def losses(made: Step, steps: int) -> list[float]:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(0, 61, (4, 33), generator=generator)
+    return [float(total) / float(count) for total, count in (made(llm.Batch(rows))["loss"] for _ in range(steps))]
+
+
+def test_a_model_learns_in_eighths_as_without() -> None:
+    wide, narrow = step("precision"), step("fp8")
+    one, other = losses(wide, 40), losses(narrow, 40)
+    assert one != other and abs(other[0] / one[0] - 1) < 0.002
+    assert one[0] - one[-1] > 1 and abs((other[0] - other[-1]) / (one[0] - one[-1]) - 1) < 0.02, (one[-1], other[-1])
+    (note,) = [note for note in narrow.notes if note.startswith("step.products")]
+    assert "14 linear layers multiply in 8 bits of floating point; cpu rounds as a GPU does" in note
+    assert {name for name, part in narrow.model.named_modules() if isinstance(part, Joint)} == {
+        f"model.layers.{n}.{part}_proj" for n in range(2)
+        for part in ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.gate", "mlp.up", "mlp.down")
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("recompute", ["selective", "layers"])
+def test_what_is_computed_again_changes_nothing(recompute: str) -> None:
+    assert losses(step("fp8", recompute=recompute), 3) == losses(step("fp8"), 3)
+
+
+def test_adapters_stay_wide_beside_frozen_weights_in_eighths() -> None:
+    for frozen in ("as they are", "bf16"):
+        made = step("fp8", LoRAConfig(rank=2, frozen=frozen))
+        found = losses(made, 20)
+        assert found[-1] < found[0]
+        kinds = {name.rpartition(".")[2]: getattr(part, "products", None) for name, part in made.model.named_modules()}
+        assert kinds["lora_A"] is None and kinds["q_proj"] is EIGHTHS
+
+
+def test_what_cannot_multiply_so_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"step.products is fp8, but model.layers.0.self_attn.q_proj is a weight of int8"):
+        step("fp8", LoRAConfig(rank=2, frozen="8bit"))
+    with pytest.raises(ConfigError, match=r"gate_proj has a weight of \[40, 32\] on this process: expected .* 16, found 40"):
+        step("fp8", inner=40)
+    with pytest.raises(ConfigError, match="step.products is fp8, but Linear names no layers for it"):
+        Step(nn.Linear(2, 2), llm.loss, StepConfig(products="fp8"), dist.alone())
