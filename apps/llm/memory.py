@@ -308,7 +308,7 @@ def _moments(cfg: "Config", sizes: Sizes, rank: int) -> list[dict[str, float]]:
     kept, entered = (_kept(cfg, sizes, tokens, recompute) for recompute in (m.recompute, "layers"))
     flying = _flying(cfg, sizes, rank)
     held = {"activations": layers * kept * flying}
-    copies = b.product * sum(w.size for w in _weights(cfg, sizes, rank) if w.layer) * b.cast
+    copies = b.product * sum(w.size for w in _weights(cfg, sizes, rank) if w.layer) * (b.cast and cfg.step.products != "fp8")
     if sizes.pipeline > 1:  # what comes and goes between stages, for each micro-batch (torch's stages)
         (first, last), own = _stage(cfg, sizes, rank)[1:], cfg.stages.per_rank
         held["messages"] = entered * (cfg.step.accumulate * (2.0 * own - first - last) + flying * (own - last))

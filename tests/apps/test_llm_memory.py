@@ -35,7 +35,7 @@ MODEL = ("model.width=2048", "model.heads=16", "model.inner=5504", "model.layers
          "data.directory=nowhere")  # fmt: skip
 LORA = ("lora={rank: 16}", "start.weights=there")
 GPT = ("model={rotary: null, norm: layer, feed: gelu, bias: true, tied: true, inner: 8192}", "step.precision=fp32")
-AGAIN, SELECTIVE = "model.recompute=layers", "model.recompute=selective"
+AGAIN, SELECTIVE, EIGHTHS = "model.recompute=layers", "model.recompute=selective", "step.products=fp8"
 PIPELINE = ("mesh.pipeline=2", "step.accumulate=4")
 CASES: dict[str, tuple[int, Sequence[str]]] = {
     "whole": (1, ()),
@@ -50,6 +50,15 @@ CASES: dict[str, tuple[int, Sequence[str]]] = {
     "selective": (1, (SELECTIVE,)),
     "float32, selective": (1, ("step.precision=fp32", SELECTIVE)),
     "autocast, selective": (1, ("step.precision=bf16", SELECTIVE)),
+    "fp8": (1, (EIGHTHS,)),
+    "fp8, autocast, selective": (1, (EIGHTHS, "step.precision=bf16", SELECTIVE)),
+    "fp8, again": (1, (EIGHTHS, AGAIN)),
+    "fp8, tensor": (4, (EIGHTHS, "mesh.tensor=4")),
+    "fp8, small head": (1, (EIGHTHS, "model.vocabulary=512")),
+    "fp8, autocast, small head": (1, (EIGHTHS, "step.precision=bf16", "model.vocabulary=512")),
+    "fp8, tensor, small head": (4, (EIGHTHS, "mesh.tensor=4", "model.vocabulary=512")),
+    "small head": (1, ("model.vocabulary=512",)),
+    "tensor, small head": (4, ("mesh.tensor=4", "model.vocabulary=512")),
     "documents": (1, ("data.documents=apart",)),
     "documents in float32": (1, ("data.documents=apart", "step.precision=fp32")),
     "documents, selective": (1, ("data.documents=apart", "step.precision=bf16", SELECTIVE)),

@@ -39,6 +39,7 @@ OURS: dict[str, dict[str, Any]] = {
     "llama3, tied": {"tied": True, "head": 10, "rotary": {"theta": 7e4, "scaling": {"factor": 4.0, "original": 16}}},
     "linear": {"key_heads": 1, "rotary": {"scaling": {"kind": "linear", "factor": 3.0}}},
     "gpt2": {"rotary": None, "norm": "layer", "feed": "gelu", "bias": True, "tied": True},
+    "gelu by erf": {"rotary": None, "norm": "layer", "feed": "gelu_erf", "bias": True, "tied": True},
 }  # fmt: skip
 
 
@@ -82,6 +83,7 @@ def their_gpt2(seed: int) -> nn.Module:
     cfg = transformers.GPT2Config(
         vocab_size=40 + seed, n_embd=12, n_layer=2, n_head=3, n_inner=None if seed % 2 else 20, n_positions=24,
         layer_norm_epsilon=1e-3, bos_token_id=0, eos_token_id=0, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        activation_function=("gelu_new", "gelu")[seed % 2],
     )  # fmt: skip
     return spread(transformers.GPT2LMHeadModel(cfg), seed)
 

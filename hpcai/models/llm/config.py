@@ -51,8 +51,8 @@ class LLMConfig(Settings):
     """null: learned positions, as GPT has them"""
     norm: Literal["rms", "layer"] = "rms"
     eps: Length = 1e-5
-    feed: Literal["swiglu", "gelu"] = "swiglu"
-    """gelu: by the tangent, as GPT has it"""
+    feed: Literal["swiglu", "gelu", "gelu_erf"] = "swiglu"
+    """gelu: by the tangent, as GPT has it; gelu_erf: by the error function, as some that follow it have"""
     bias: bool = False
     """whether linear layers add one"""
     tied: bool = False

@@ -175,12 +175,13 @@ def _llama(found: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 def _gpt2(found: Mapping[str, Any], path: Path) -> dict[str, Any]:
     act = found.get("activation_function", "gelu_new")
-    if act not in ("gelu_new", "gelu_pytorch_tanh") or found.get("scale_attn_by_inverse_layer_idx"):
-        raise ConfigError(f"{path}: a GPT-2 with activation {act!r} or with scaled layers; expected gelu_new alone")
+    feed = {"gelu_new": "gelu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_erf"}.get(act)
+    if feed is None or found.get("scale_attn_by_inverse_layer_idx"):
+        raise ConfigError(f"{path}: a GPT-2 with activation {act!r} or with scaled layers; expected gelu_new or gelu alone")
     return {
         "vocabulary": found["vocab_size"], "width": found["n_embd"], "layers": found["n_layer"], "heads": found["n_head"],
         "inner": found.get("n_inner") or 4 * found["n_embd"], "positions": found["n_positions"], "rotary": None, "norm": "layer",
-        "feed": "gelu", "bias": True, "tied": found.get("tie_word_embeddings", True),
+        "feed": feed, "bias": True, "tied": found.get("tie_word_embeddings", True),
         "eps": found.get("layer_norm_epsilon", 1e-5), "deviation": found.get("initializer_range", 0.02),
     }  # fmt: skip
 
@@ -188,12 +189,12 @@ def _gpt2(found: Mapping[str, Any], path: Path) -> dict[str, Any]:
 def hub_config(cfg: LLMConfig, dtype: torch.dtype) -> dict[str, Any]:
     """``cfg`` as config.json has it, in the words of all versions of transformers. Raises CheckpointError."""
     kind = str(dtype).removeprefix("torch.")
-    if (cfg.rotary, cfg.norm, cfg.feed, cfg.bias) == (None, "layer", "gelu", True):
+    if (cfg.rotary, cfg.norm, cfg.bias) == (None, "layer", True) and cfg.feed != "swiglu":
         return {
             "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": cfg.vocabulary, "n_embd": cfg.width,
             "n_layer": cfg.layers, "n_head": cfg.heads, "n_inner": cfg.inner, "n_positions": cfg.positions,
-            "layer_norm_epsilon": cfg.eps, "activation_function": "gelu_new", "initializer_range": cfg.deviation,
-            "tie_word_embeddings": cfg.tied, "torch_dtype": kind,
+            "layer_norm_epsilon": cfg.eps, "activation_function": "gelu_new" if cfg.feed == "gelu" else "gelu",
+            "initializer_range": cfg.deviation, "tie_word_embeddings": cfg.tied, "torch_dtype": kind,
         }  # fmt: skip
     if cfg.rotary is None or (cfg.norm, cfg.feed, cfg.bias) != ("rms", "swiglu", False):
         raise CheckpointError("neither a Llama nor a GPT-2, whose weights have names elsewhere; save it as a file of ours")

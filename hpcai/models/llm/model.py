@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -92,14 +93,15 @@ class SwiGLU(nn.Module):
 
 
 class GELU(nn.Module):
-    """down(gelu(up(x))), by the tangent.   x [B, T, C] -> the same"""
+    """down(gelu(up(x))) (Hendrycks and Gimpel 2016).   x [B, T, C] -> the same"""
 
     def __init__(self, cfg: LLMConfig) -> None:
         super().__init__()
         self.up_proj, self.down_proj = nn.Linear(cfg.width, cfg.inner, cfg.bias), nn.Linear(cfg.inner, cfg.width, cfg.bias)
+        self.activation = gelu if cfg.feed == "gelu" else F.gelu
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(cheap(gelu, self.up_proj(x)))
+        return self.down_proj(cheap(self.activation, self.up_proj(x)))
 
 
 class Layer(nn.Module):
