@@ -12,18 +12,22 @@ from tests.slow.test_layernorm_triton import COMPILED
 
 pytestmark = pytest.mark.slow
 
-# The interpreter cuts off what a cast to 8 bits has to round, so here torch's own cast takes its place.
+# The interpreter cuts off what a cast to 8 bits has to round, and takes the smallest numbers of bfloat16 for 0. Here torch's own
+# casts are in that place.
 TWIN = """
-import torch, triton.language as tl
+import numpy as np, torch, triton.language as tl
 from triton.runtime import interpreter
-cast, formats = interpreter._convert_float, {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
-rounded = lambda x, to: torch.from_numpy(x).to(formats[to]).view(torch.uint8).numpy()
-interpreter._convert_float = lambda x, kind, to, how: rounded(x, to) if to in formats else cast(x, kind, to, how)
+theirs, formats = interpreter._convert_float, {tl.float8e4nv: torch.float8_e4m3fn, tl.float8e5: torch.float8_e5m2}
+def cast(x, kind, to, how):
+    if to in formats:
+        return torch.from_numpy(x).to(formats[to]).view(torch.uint8).numpy()
+    return x.astype(np.uint32) << 16 if (kind, to) == (tl.bfloat16, tl.float32) else theirs(x, kind, to, how)
+interpreter._convert_float = cast
 from hpcai.kernels import eighths_triton
 from tests.slow import formulas
 count = 0
 for number, shape in enumerate(formulas.MATRICES):
-    eighths_triton.TILE, eighths_triton.PROGRAMS = (64, 8192)[number % 2], (2, 512, 3)[number % 3]
+    eighths_triton.TILE, eighths_triton.PROGRAMS = (512, 8192)[number % 2], (2, 512, 3)[number % 3]
     for dtype in formulas.HALVINGS:
         for kind in (torch.float32, torch.bfloat16):
             formulas.eighth(shape, dtype, kind, "cpu")
@@ -47,7 +51,7 @@ for name, kernel, signature, constexprs, options in importlib.import_module(modu
 
 
 def test_kernels_are_the_twin_bit_for_bit() -> None:
-    assert "28 cases" in run(TWIN, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+    assert "24 cases" in run(TWIN, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
 
 
 @pytest.mark.parametrize("arch, name", [x for x in ARCHITECTURES if "sm_80" not in str(x)])
