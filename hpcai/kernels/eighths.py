@@ -1,9 +1,9 @@
 """Matrices in 8 bits of floating point, for the products of training (Micikevicius et al., "FP8 Formats for Deep Learning", 2022):
 half the bytes of bfloat16, and on GPUs from Ada and Hopper on twice as many products a second.
 
-Each matrix has one scale, found anew each time from its greatest absolute value. It is a power of two, so a number is rounded as the
-format rounds it, whatever the scale is; it matters to the smallest alone, which fall below the format's range. So a matrix that is
-cut over processes is rounded as the whole one, and no message is sent for it.
+Each matrix has one scale, found anew each time from its greatest absolute value. It is a power of two, so a number is rounded as
+the format rounds it, whatever the scale is; it matters to the smallest alone, which fall below the format's range. So a matrix that
+is cut over processes is rounded as the whole one, and no message is sent for it.
 """
 
 from typing import NamedTuple
@@ -35,8 +35,8 @@ def eighth(
 ) -> Eighth:  # fmt: skip
     """x [T, C] in 8 bits, without gradients. ``scale``: one that was found for the same matrix, which saves a pass over it.
 
-    The scale found is the smallest power of two that brings every number into the format's range, 2^-126 at least; 1 for zeros alone.
-    It is NaN where a number is not finite, which the format itself would hide: so whatever is made of the product shows it.
+    The scale found is the smallest power of two that brings every number into the format's range, 2^-126 at least; 1 for zeros
+    alone. It is NaN where a number is not finite, which the format itself would hide: so whatever is made of the product shows it.
     Raises ConfigError for another ``dtype``.
     """
     if dtype not in HALVINGS:
@@ -77,8 +77,8 @@ def product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch
     (M, K), N = a.shape, len(b)
     if K % UNIT or N % UNIT:
         raise ConfigError(
-            f"a product in 8 bits of [{M}, {K}] and [{N}, {K}] transposed: {K} and {N} must be multiples of {UNIT}; choose the sizes "
-            "of the layer so (where it is cut, those of each part), or leave it in 16 bits"
+            f"a product in 8 bits of [{M}, {K}] and [{N}, {K}] transposed: {K} and {N} must be multiples of {UNIT}; choose the "
+            "sizes of the layer so (where it is cut, those of each part), or leave it in 16 bits"
         )
     if dtype != torch.float64 and compiler.on_gpu(a) and _has_eighths(a):
         return torch._scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=dtype, use_fast_accum=not exact)

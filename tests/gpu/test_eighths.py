@@ -28,6 +28,20 @@ def test_the_kernels_of_matrices_in_8_bits_are_their_twin(dtype: torch.dtype) ->
     formulas.scales(GPU)
 
 
+@new
+@cuda_alone
+def test_a_matrix_of_more_than_two_thousand_million_numbers_has_its_last_row() -> None:
+    if torch.cuda.get_device_properties(DEVICE).total_memory < 16e9:
+        pytest.skip("needs 9 GB of the GPU")
+    x = torch.zeros((1 << 17) + 3, 1 << 14, dtype=torch.bfloat16, device=DEVICE)
+    x[-1].normal_()
+    found, alone = eighth(x, columns=True), eighth(x[-1:])
+    assert found.rows is not None and found.columns is not None and alone.rows is not None
+    assert torch.equal(found.scale, alone.scale) and not found.columns[:, len(x) :].float().any()
+    for last in (found.rows[-1], found.columns[:, len(x) - 1]):
+        assert torch.equal(last.float(), alone.rows[0].float())
+
+
 @pytest.mark.parametrize("dtype", HALVINGS)
 def test_a_cast_of_the_gpu_is_that_of_the_cpu(dtype: torch.dtype) -> None:
     """From where two numbers of the format meet, and from all in between."""

@@ -27,7 +27,7 @@ from hpcai.kernels import eighths_triton
 from tests.slow import formulas
 count = 0
 for number, shape in enumerate(formulas.MATRICES):
-    eighths_triton.TILE, eighths_triton.PROGRAMS = (512, 8192)[number % 2], (2, 512, 3)[number % 3]
+    eighths_triton.TILE, eighths_triton.PROGRAMS = ((512, 2), (8192, 512), (512, 3))[number % 3]
     for dtype in formulas.HALVINGS:
         for kind in (torch.float32, torch.bfloat16):
             formulas.eighth(shape, dtype, kind, "cpu")

@@ -97,6 +97,12 @@ def test_every_number_becomes_the_nearest_of_the_format(dtype: torch.dtype, kind
     assert torch.equal((whole(x, dtype) - x.double()).abs() / scale, near)
 
 
+def test_half_precision_is_not_rounded_on_its_way() -> None:
+    x = torch.full((2, 2), 60000.0, dtype=torch.float16)
+    x[0, 0] = 2.0**-16 + 2.0**-24  # over the scale of 2 it lies beyond the middle of 0 and 2^-16, by less than float16 tells there
+    assert float(whole(x, E5)[0, 0]) == 2.0**-15
+
+
 @pytest.mark.parametrize("power", [-90, -1, 0, 1, 40])
 @pytest.mark.parametrize(("dtype", "small"), [(E4, 2.0**-4), (E5, 2.0**-3)])
 def test_rounding_is_that_of_the_format_alone(dtype: torch.dtype, small: float, power: int) -> None:
