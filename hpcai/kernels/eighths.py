@@ -1,11 +1,9 @@
 """Matrices in 8 bits of floating point, for the products of training (Micikevicius et al., "FP8 Formats for Deep Learning", 2022):
-a quarter of the bytes of float32, multiplied twice as fast as bfloat16 on GPUs from Ada and Hopper on.
+half the bytes of bfloat16, and on GPUs from Ada and Hopper on twice as many products a second.
 
-Each matrix has one scale, found anew each time from its greatest absolute value. It is a power of two, so a number is rounded as the
-format rounds it, whatever the scale is; only the smallest, which the scale takes out of the format's range, depend on it. So a matrix
-that is cut over processes is rounded as the whole one, and no message is sent for it.
-
-On CUDA Triton kernels find the scale and cast (``eighths_triton``), and tensor cores multiply; elsewhere the twins in this file.
+Each matrix has one scale, found anew each time from its greatest absolute value. It is a power of two, so a number is rounded as
+the format rounds it, whatever the scale is; it matters to the smallest alone, which fall below the format's range. So a matrix that
+is cut over processes is rounded as the whole one, and no message is sent for it.
 """
 
 from typing import NamedTuple
@@ -16,18 +14,18 @@ from torch import Tensor
 from hpcai.errors import ConfigError
 from hpcai.kernels import compiler
 
-UNIT = 16  # tensor cores add up so many products of 8 bits at a time, and read them in as many bytes
+UNIT = 16  # tensor cores read rows of 8 bits in so many bytes
 HALVINGS = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
 """The greatest number of each format is 1.75 times 2 to this power: 448, 57,344."""
 
 
 class Eighth(NamedTuple):
-    """A matrix in 8 bits, and its transpose, which products by the other dim read. No process reads what it did not ask for."""
+    """A matrix in 8 bits, as it is, transposed, or both: a product reads both of its matrices along the dim that it sums over."""
 
     rows: Tensor | None
     """[T, C], contiguous"""
     columns: Tensor | None
-    """[C, T'], contiguous; T' is the next multiple of 16 of T, and zeros follow"""
+    """[C, T'], contiguous; T' is the next multiple of 16 of T, and zeros follow what was there"""
     scale: Tensor
     """[] float32: the matrix is about ``rows * scale``"""
 
@@ -35,10 +33,10 @@ class Eighth(NamedTuple):
 def eighth(
     x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn, *, rows: bool = True, columns: bool = False, scale: Tensor | None = None,
 ) -> Eighth:  # fmt: skip
-    """x [T, C] in 8 bits, without gradients. ``scale`` is one that was found for the same matrix before, which saves a pass over it.
+    """x [T, C] in 8 bits, without gradients. ``scale``: one that was found for the same matrix, which saves a pass over it.
 
-    The scale found is the smallest power of two of which the greatest number of the format reaches every |x|, but not below 2^-126;
-    1 for zeros alone, and NaN where a number is not finite: the format would hide an infinity, and so the product shows it.
+    The scale found is the smallest power of two that brings every number into the format's range, 2^-126 at least; 1 for zeros
+    alone. It is NaN where a number is not finite, which the format itself would hide: so whatever is made of the product shows it.
     Raises ConfigError for another ``dtype``.
     """
     if dtype not in HALVINGS:
@@ -53,13 +51,11 @@ def eighth(
 def plain(x: Tensor, dtype: torch.dtype, rows: bool, columns: bool, scale: Tensor | None) -> Eighth:
     """The same by operations of torch."""
     T, C = x.shape
-    if scale is None:
-        scale = _scale(_most(x), HALVINGS[dtype])
+    scale = _scale(_most(x), HALVINGS[dtype]) if scale is None else scale
     wide = torch.promote_types(x.dtype, torch.float32)
-    cast = (x * scale.reciprocal().to(wide)).to(dtype).contiguous()
-    turned = None
+    cast, turned = (x.to(wide) * scale.reciprocal()).to(dtype).contiguous(), None
     if columns:
-        turned = cast.new_zeros(C, width(T))
+        turned = torch.zeros(C, width(T), dtype=dtype, device=x.device)
         turned[:, :T] = cast.t()
     return Eighth(cast if rows else None, turned, scale)
 
@@ -77,14 +73,14 @@ def product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch
     ``float8_e5m2``, K or N that are no multiples of 16.
     """
     if a.dtype == b.dtype == torch.float8_e5m2:
-        raise ConfigError("a product of two matrices in float8_e5m2 is made by no GPU; cast one of them to float8_e4m3fn")
+        raise ConfigError("a product of two matrices in float8_e5m2: no GPU multiplies them; cast one of them to float8_e4m3fn")
     (M, K), N = a.shape, len(b)
     if K % UNIT or N % UNIT:
         raise ConfigError(
-            f"a product in 8 bits of [{M}, {K}] and [{N}, {K}] transposed: {K} and {N} must be multiples of {UNIT}; choose such sizes "
-            "for the layer (of a cut layer: for each part), or leave it in 16 bits"
+            f"a product in 8 bits of [{M}, {K}] and [{N}, {K}] transposed: {K} and {N} must be multiples of {UNIT}; choose the "
+            "sizes of the layer so (where it is cut, those of each part), or leave it in 16 bits"
         )
-    if dtype != torch.float64 and _multiplied(a):
+    if dtype != torch.float64 and compiler.on_gpu(a) and multiplies(a.device):
         return torch._scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=dtype, use_fast_accum=not exact)
     return plain_product(a, b, scale_a, scale_b, dtype)
 
@@ -98,13 +94,13 @@ def plain_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype:
 def _most(x: Tensor) -> Tensor:
     """The greatest absolute value [] float32, NaN where there is one."""
     if x.numel() == 0:
-        return x.new_zeros((), dtype=torch.float32)
+        return torch.zeros((), dtype=torch.float32, device=x.device)
     low, high = torch.aminmax(x)
-    return torch.maximum(-low, high).float()
+    return torch.maximum(-low, high).abs().float()
 
 
 def _scale(most: Tensor, halvings: int) -> Tensor:
-    """From the bits of float32: a fraction beyond 1.75 is reached by the next power of two alone."""
+    """From the bits of float32: the exponent, one more for a fraction beyond 1.75, and less what the format has."""
     bits = most.view(torch.int32)
     exponent = (((bits + 0x1FFFFF) >> 23) - halvings).clamp(min=1).masked_fill(bits == 0, 127)
     return (exponent << 23).view(torch.float32).masked_fill(~most.isfinite(), torch.nan)
@@ -112,13 +108,12 @@ def _scale(most: Tensor, halvings: int) -> Tensor:
 
 def _fused(x: Tensor) -> bool:
     """Whether the kernels take it: on a GPU that has the formats, in a type that they have, and with numbers."""
-    return compiler.takes(x) and multiplies(x.device) and x.dtype in (torch.bfloat16, torch.float32) and x.numel() > 0
-
-
-def _multiplied(x: Tensor) -> bool:
-    return compiler.on_gpu(x) and multiplies(x.device)
+    return compiler.takes(x) and x.dtype in (torch.bfloat16, torch.float32) and x.numel() > 0 and multiplies(x.device)
 
 
 def multiplies(device: torch.device) -> bool:
-    """Whether a GPU casts to and multiplies 8 bits."""
-    return compiler.PLANNED or torch.cuda.get_device_capability(device) >= (8, 9)
+    """Whether a GPU casts to 8 bits and multiplies them: compute capability 8.9."""
+    if compiler.PLANNED:
+        return True
+    gpu = torch.cuda.get_device_properties(device)  # a constant to torch.compile, as the capability by itself is not
+    return (gpu.major, gpu.minor) >= (8, 9)

@@ -3,8 +3,8 @@
 bits, as it is, transposed, or both.
 
 Of 8,192 tokens of 4,096 channels in bfloat16 the first reads 64 MiB, the second reads 64 and writes 32 or 64. The greatest value is
-found in parts of a fixed number of programs, as a whole number: bits of float32 without the sign are ordered as the numbers are, with
-NaN above all. Every program of the second kernel finds the scale in those parts itself, so nothing runs between the two.
+found in parts of a fixed number of programs, as a whole number: the bits of float32 without the sign are in the order of the
+numbers, with NaN above all. Every program of the second kernel finds the scale in those parts, so nothing runs between the two.
 """
 
 from collections.abc import Iterator

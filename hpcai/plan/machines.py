@@ -27,7 +27,8 @@ class Machine:
 
     name: str
     products: dict[int, float]
-    """multiplications and additions of products, by the bytes of a number: 2 bfloat16, 4 float32 (TF32 where there is one)"""
+    """multiplications and additions of products, by the bytes of a number: 1 where it has such, 2 bfloat16, 4 float32 (TF32
+    where there is one)"""
     memory: float
     """bytes read and written"""
     room: float
@@ -57,10 +58,15 @@ class Machine:
         return link.latency * (1 + math.log2(nodes)) + sent / rate, sent
 
 
-def _gpu(name: str, tera: float, wide: float, bandwidth: float, room: float, node: int, inside: float, outside: float) -> Machine:
-    """From the sheets: dense products in bfloat16 and TF32 (10^12 / s), memory (GB/s), memory (GB), links of a GPU (GB/s)."""
+def _gpu(
+    name: str, eighths: float | None, tera: float, wide: float, bandwidth: float, room: float, node: int, inside: float,
+    outside: float,
+) -> Machine:  # fmt: skip
+    """From the sheets: dense products in 8 bits, bfloat16 and TF32 (10^12 / s), memory (GB/s), memory (GB), links of a GPU
+    (GB/s)."""
+    sheet = {1: eighths, 2: tera, 4: wide, 8: 60}
     return Machine(
-        name, {2: _PRODUCTS * tera * 1e12, 4: _PRODUCTS * wide * 1e12, 8: _PRODUCTS * 60e12}, _MEMORY * bandwidth * 1e9, room * 1e9,
+        name, {width: _PRODUCTS * rate * 1e12 for width, rate in sheet.items() if rate}, _MEMORY * bandwidth * 1e9, room * 1e9,
         node, Link(15e-6, _WIRE * inside * 1e9), Link(20e-6, _WIRE * outside * 1e9), host=8e-6,
     )  # fmt: skip
 
@@ -68,12 +74,12 @@ def _gpu(name: str, tera: float, wide: float, bandwidth: float, room: float, nod
 MACHINES = {
     machine.name: machine
     for machine in (
-        _gpu("a100-40", 312, 156, 1555, 40, 4, 300, 25),  # Perlmutter: one Slingshot 11 of 200 Gb/s for each GPU
-        _gpu("a100", 312, 156, 2039, 80, 4, 300, 25),
-        _gpu("h100", 989, 495, 3352, 80, 8, 450, 50),  # Eos: one InfiniBand of 400 Gb/s for each GPU
-        _gpu("h200", 989, 495, 4800, 141, 8, 450, 50),
-        _gpu("gh200", 989, 495, 4000, 96, 4, 450, 25),  # Alps: one Slingshot 11 of 200 Gb/s for each module
-        _gpu("b200", 2250, 1125, 8000, 180, 8, 900, 50),
+        _gpu("a100-40", None, 312, 156, 1555, 40, 4, 300, 25),  # Perlmutter: one Slingshot 11 of 200 Gb/s for each GPU
+        _gpu("a100", None, 312, 156, 2039, 80, 4, 300, 25),
+        _gpu("h100", 1979, 989, 495, 3352, 80, 8, 450, 50),  # Eos: one InfiniBand of 400 Gb/s for each GPU
+        _gpu("h200", 1979, 989, 495, 4800, 141, 8, 450, 50),
+        _gpu("gh200", 1979, 989, 495, 4000, 96, 4, 450, 25),  # Alps: one Slingshot 11 of 200 Gb/s for each module
+        _gpu("b200", 4500, 2250, 1125, 8000, 180, 8, 900, 50),
     )
 }
 

@@ -188,7 +188,8 @@ class Paper(TorchDispatchMode):
         read = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         read = read[1:] if name in _WRITES else read
         products = self._products(function.overloadpacket, args, kwargs, found)
-        self.ran(name, sum(map(_bytes, (*read, *written))), products, max(x.element_size() for x in read or written))
+        wide = [x for x in read if x.dim()] or read or written  # a scale of what is multiplied is no part of it
+        self.ran(name, sum(map(_bytes, (*read, *written))), products, max(x.element_size() for x in wide))
         return found
 
     def _products(self, operation: Any, args: Any, words: Any, found: Any) -> float:

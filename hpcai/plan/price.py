@@ -40,7 +40,8 @@ def price(events: Sequence[Event], machine: Machine, captured: bool = True) -> P
     there: dict[int, float] = {}
     for event in events:
         if isinstance(event, Run):
-            multiply, move = event.products / machine.products[max(2, min(8, event.width))], event.bytes / machine.memory
+            width = max(min(machine.products), min(8, event.width))
+            multiply, move = event.products / machine.products[width], event.bytes / machine.memory
             took, beside = machine.slower * max(multiply, move), machine.launch
             if not captured:
                 host += machine.host

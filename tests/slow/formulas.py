@@ -1,4 +1,5 @@
-"""What the Triton kernels of norms, gates, activations and rotations must be, from float64, on a GPU or in Triton's interpreter.
+"""What the Triton kernels of norms, gates, activations and rotations must be, from float64, on a GPU or in Triton's interpreter;
+those of matrices in 8 bits must have the bits of their twin.
 
 ``norm(case, x, y, device)`` and ``gates(case, kind, device)`` raise AssertionError; the cases are keys of ``NORMS`` and ``GATES``,
 ``KINDS`` the dtypes of a norm's input and result. They call the kernels themselves, not what chooses them.
@@ -10,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpcai.kernels import activations_triton, gates_triton, layernorm_triton, rmsnorm_triton, rotary_triton
+from hpcai.kernels import activations_triton, eighths, eighths_triton, gates_triton, layernorm_triton, rmsnorm_triton, rotary_triton
+from hpcai.kernels.eighths import HALVINGS
 
 ULP = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7}  # the interpreter truncates to bfloat16
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -236,3 +238,39 @@ def rotation(case: tuple[int, int, int, int, int, bool], kind: torch.dtype, of: 
         crossed = torch.cat((-second, first), -1)
         assert found.dtype == kind and found.transpose(1, 2).is_contiguous()
         _near("turned", found.detach(), given.double() * C + sign * crossed * S, (given.double() * C).abs() + (crossed * S).abs())
+
+
+MATRICES = (37, 24), (128, 64), (1, 1), (150, 80), (16, 5), (129, 65)
+
+
+def eighth(shape: tuple[int, int], dtype: torch.dtype, kind: torch.dtype, device: str) -> None:
+    """A matrix in 8 bits, bit for bit as the twin makes it, of numbers of all sizes."""
+    draw = _draw(device)
+    x = (draw(*shape) * (4 * draw(*shape)).exp()).to(kind)
+    x[-1, -1] = 2 * x.abs().max()  # which the last tile has
+    for given in (x, x * 2.0**-110, x * 2.0**90, draw(*shape[::-1]).to(kind).t()):
+        _is_twin(given, dtype)
+    for bad in (torch.inf, -torch.inf, torch.nan):
+        x[-1, -1] = bad
+        rows, columns, scale = eighths_triton.eighth(x, dtype, True, True, None)
+        assert scale.isnan() and rows.double().isnan().all() and columns[:, : len(x)].double().isnan().all(), bad
+
+
+def scales(device: str) -> None:
+    """At the ends of float32, and where one scale gives way to the next."""
+    for dtype in HALVINGS:
+        for most in (0.0, -0.0, 1e-45, 1e-40, 2.0**-126, 2.0**-118, 448.0, 448.0001, 57344.0, 57345.0, 1.0, 1.7499999, 3.3e38):
+            _is_twin(torch.full((1, 16), most, device=device), dtype)
+            _is_twin(torch.full((1, 16), -most, device=device).bfloat16(), dtype)
+
+
+def _is_twin(x: Tensor, dtype: torch.dtype) -> None:
+    expected = eighths.plain(x, dtype, True, True, None)
+    known = expected.scale
+    for rows, columns, scale in ((True, True, None), (True, False, known), (False, True, None), (True, True, known)):
+        found = eighths_triton.eighth(x, dtype, rows, columns, scale)
+        for ours, theirs, wanted in zip(found, expected, (rows, columns, True), strict=True):
+            assert (ours is not None) is wanted
+            if wanted:
+                assert ours.is_contiguous() and ours.shape == theirs.shape and ours.dtype == theirs.dtype
+                assert torch.equal(ours.flatten().view(torch.uint8), theirs.flatten().view(torch.uint8)), (x.shape, x.dtype, dtype)

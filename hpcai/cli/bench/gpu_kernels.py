@@ -31,7 +31,7 @@ from hpcai import dist
 from hpcai.cli.bench import gpu_clocks as clocks
 from hpcai.cli.bench.timing import Row
 from hpcai.errors import HpcaiError
-from hpcai.kernels import attention, gates, layernorm, outer, philox, triangle, update
+from hpcai.kernels import attention, eighths, gates, layernorm, outer, philox, triangle, update
 from hpcai.nn import BatchNorm, GroupNorm, InstanceNorm
 from hpcai.train.capture import CudaGraph
 
@@ -311,6 +311,29 @@ OUTER = Kernel(
 )  # fmt: skip
 
 
+# ---- matrices in 8 bits: x [T, C]
+
+
+def _matrix(size: Size, draw: Draw) -> list[Any]:
+    return [draw(size["rows"], size["channels"], fixed=True)]
+
+
+def _both_ways(cast: Callable[..., eighths.Eighth], x: Tensor) -> Tensor:
+    found = cast(x, torch.float8_e4m3fn, rows=True, columns=True, scale=None).columns
+    assert found is not None
+    return found
+
+
+EIGHTHS = Kernel(
+    "eighths",
+    {"tokens": {"rows": 8192, "channels": 4096}, "activations": {"rows": 8192, "channels": 14336},
+     "weight": {"rows": 4096, "channels": 4096}},
+    {"rows": 40, "channels": 24}, _matrix, partial(_both_ways, eighths.eighth), partial(_both_ways, eighths.plain),
+    bytes=lambda inputs, both: 2 * inputs[0].nbytes + 2 * inputs[0].numel(),  # read for the scale, and to be cast
+    learns=False, exact=True,
+)  # fmt: skip
+
+
 # ---- updates: weights, gradient [n] float32, moments [n] of the measured type
 
 
@@ -417,7 +440,7 @@ def _random(name: str, ours: Function, torchs: Function) -> Kernel:
 
 
 KERNELS = [
-    ATTENTION, LAYER_NORM, BATCH_NORM, INSTANCE_NORM, GROUP_NORM, GATE, HALVES, TRIANGLE, OUTER,
+    ATTENTION, LAYER_NORM, BATCH_NORM, INSTANCE_NORM, GROUP_NORM, GATE, HALVES, TRIANGLE, OUTER, EIGHTHS,
     _optimizer("adam", _adam, 2, 93, torch=_torch_adam), _optimizer("lamb", _lamb, 2, 56, passes=2),
     _optimizer("sgd", _sgd, 1, 31, torch=_torch_sgd),
     _random("philox-uniform", _uniform, lambda out: out.uniform_()), _random("philox-normal", _normal, lambda out: out.normal_()),
@@ -488,7 +511,7 @@ def _timed(kernel: Kernel, function: Function, sets: Sequence[list[Any]], words:
     """Milliseconds of a call, and the share of the copy rate."""
     with torch.no_grad():
         result = function(*sets[0])
-        grad = torch.randn_like(result)
+        grad = torch.randn_like(result) if kernel.learns else result
 
     def forward(i: int) -> Any:
         with torch.no_grad():

@@ -1,0 +1,278 @@
+"""Matrices in 8 bits: one scale, rounding that does not depend on it, numbers that are not finite, and their products."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hpcai import kernels
+from hpcai.errors import ConfigError
+from hpcai.kernels import compiler, eighths
+from hpcai.kernels.eighths import eighth, product
+from hpcai.plan.machines import find
+from hpcai.plan.paper import Run, on_paper
+from hpcai.plan.price import price
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2
+KINDS = torch.bfloat16, torch.float16, torch.float32, torch.float64
+NONE = torch.finfo(torch.float32).smallest_normal
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def values(dtype: torch.dtype) -> Tensor:
+    """Every finite number of a format, in order."""
+    found = torch.arange(256, dtype=torch.uint8).view(dtype).double()
+    return found[found.isfinite()].unique()
+
+
+def same(a: Any, b: Any) -> bool:
+    return bool(torch.equal(a.view(torch.uint8), b.view(torch.uint8)))
+
+
+def whole(x: Tensor, dtype: torch.dtype) -> Tensor:
+    found = eighth(x, dtype)
+    assert found.rows is not None
+    return found.rows.double() * found.scale
+
+
+# ---- the scale
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(E4, 448.0), (E5, 57344.0)])
+@pytest.mark.parametrize("greatest", [1.0, 448.0, 448.0001, 447.9, 57344.0, 57345.0, 3e38, 1e-20, 2.0**-100])
+def test_the_scale_is_the_smallest_power_of_two_that_is_enough(greatest: float, dtype: torch.dtype, most: float) -> None:
+    x = torch.zeros(3, 5)
+    x[1, 2], x[2, 3] = -greatest, greatest / 3
+    found, given = eighth(x, dtype).scale, float(x.abs().max())
+    assert found.shape == () and found.dtype == torch.float32 and math.frexp(float(found))[0] == 0.5
+    assert given <= most * float(found) and given > most * float(found) / 2
+
+
+@pytest.mark.parametrize("dtype", [E4, E5])
+def test_nothing_and_next_to_nothing_have_a_scale(dtype: torch.dtype) -> None:
+    for x in (torch.zeros(3, 5), -torch.zeros(3, 5), torch.zeros(0, 5), torch.zeros(3, 0)):
+        found = eighth(x, dtype, columns=True)
+        assert float(found.scale) == 1 and found.rows is not None and found.columns is not None
+        assert found.rows.shape == x.shape and found.columns.shape == (x.shape[1], 16 * (len(x) > 0))
+        assert not found.rows.double().any() and not found.columns.double().any()
+    for tiny in (1e-45, 1e-40, NONE):
+        found = eighth(torch.full((2, 2), tiny), dtype)
+        assert float(found.scale) == NONE and found.rows is not None and found.rows.double().isfinite().all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
+def test_what_is_not_finite_shows_in_the_product(bad: float, kind: torch.dtype) -> None:
+    x, w = draw(16, 32).to(kind), eighth(draw(16, 32))
+    x[3, 4] = bad
+    for dtype in (E4, E5):
+        found = eighth(x, dtype)
+        assert found.scale.isnan() and found.rows is not None and w.rows is not None
+        assert product(found.rows, w.rows, found.scale, w.scale, torch.float32).isnan().all()
+
+
+def test_a_scale_that_is_given_is_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = draw(5, 7).float()
+    expected = eighth(x, columns=True)
+    monkeypatch.setattr(eighths, "_most", None)
+    found = eighth(x, columns=True, scale=expected.scale)
+    assert found.scale is expected.scale and same(found.rows, expected.rows) and same(found.columns, expected.columns)
+
+
+# ---- rounding
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [E4, E5])
+def test_every_number_becomes_the_nearest_of_the_format(dtype: torch.dtype, kind: torch.dtype) -> None:
+    table, x = values(dtype), (draw(64, 48) * (3 * draw(64, 48, seed=1)).exp()).to(kind)
+    scale = eighth(x, dtype).scale.double()
+    near = (x.double().flatten() / scale)[:, None].sub(table).abs().amin(1).view_as(x)
+    assert torch.equal((whole(x, dtype) - x.double()).abs() / scale, near)
+
+
+def test_half_precision_is_not_rounded_on_its_way() -> None:
+    x = torch.full((2, 2), 60000.0, dtype=torch.float16)
+    x[0, 0] = 2.0**-16 + 2.0**-24  # over the scale of 2 it lies beyond the middle of 0 and 2^-16, by less than float16 tells there
+    assert float(whole(x, E5)[0, 0]) == 2.0**-15
+
+
+@pytest.mark.parametrize("power", [-90, -1, 0, 1, 40])
+@pytest.mark.parametrize(("dtype", "small"), [(E4, 2.0**-4), (E5, 2.0**-3)])
+def test_rounding_is_that_of_the_format_alone(dtype: torch.dtype, small: float, power: int) -> None:
+    x = draw(40, 48).float()
+    x = torch.where(x.abs() < 0.01, 0.01, x)  # 2^-9 of the greatest: far from what vanishes
+    found = whole(x, dtype)
+    assert ((found - x).abs() <= small * x.abs()).all() and ((found - x).abs() > small / 2 * x.abs()).any()
+    assert torch.equal(whole(x * 2.0**power, dtype), found * 2.0**power)
+    for dim in (0, 1):
+        parts = [whole(part, dtype) for part in x.mul(torch.arange(1.0, 49)).split(8, dim)]
+        assert torch.equal(torch.cat(parts, dim), whole(x.mul(torch.arange(1.0, 49)), dtype)), "cut is whole"
+
+
+# ---- rows and columns
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("T", "C"), [(32, 16), (37, 24), (1, 5), (16, 1)])
+def test_columns_are_the_rows_transposed_with_zeros_behind(T: int, C: int, kind: torch.dtype) -> None:
+    x = draw(C, T).to(kind).t()
+    assert T == 1 or C == 1 or not x.is_contiguous()
+    found = eighth(x.requires_grad_(), columns=True)
+    assert found.rows is not None and found.columns is not None and not found.rows.requires_grad
+    assert found.rows.is_contiguous() and found.columns.is_contiguous() and found.columns.shape == (C, -(-T // 16) * 16)
+    assert same(found.columns[:, :T], found.rows.t()) and not found.columns[:, T:].double().any()
+    assert same(found.rows, eighth(x.contiguous()).rows)
+    alone = eighth(x, rows=False, columns=True)
+    assert alone.rows is None and same(alone.columns, found.columns) and eighth(x).columns is None
+
+
+def test_another_type_is_refused() -> None:
+    with pytest.raises(ConfigError, match="cast to torch.int8; expected one of torch.float8_e4m3fn, torch.float8_e5m2"):
+        eighth(torch.ones(2, 2), torch.int8)
+
+
+# ---- products
+
+
+def matrices(M: int = 5, N: int = 32, K: int = 48, first: torch.dtype = E4, second: torch.dtype = E4) -> tuple[Any, ...]:
+    a, b = eighth(3 * draw(M, K), first), eighth(0.1 * draw(N, K, seed=1), second)
+    return a.rows, b.rows, a.scale, b.scale
+
+
+@pytest.mark.parametrize("kinds", [(E4, E4), (E5, E4), (E4, E5)])
+def test_a_product_is_that_of_torch(kinds: tuple[torch.dtype, torch.dtype]) -> None:
+    a, b, *scales = matrices(first=kinds[0], second=kinds[1])
+    exact = (a.double() * scales[0]) @ (b.double() * scales[1]).t()
+    torch.testing.assert_close(product(a, b, *scales, torch.float64), exact, rtol=1e-14, atol=1e-14)
+    for dtype, rough in ((torch.float32, 1e-6), (torch.bfloat16, 2.0**-7), (torch.float16, 2.0**-10)):
+        found = product(a, b, *scales, dtype)
+        assert found.dtype == dtype and ((found.double() - exact).abs() <= rough * (exact.abs() + 1)).all()
+    theirs = torch._scaled_mm(a, b.t(), *scales, out_dtype=torch.float32)
+    torch.testing.assert_close(product(a, b, *scales, torch.float32), theirs, rtol=2e-6, atol=2e-6)
+    theirs = torch._scaled_mm(a, b.t(), *scales, out_dtype=torch.bfloat16)
+    torch.testing.assert_close(product(a, b, *scales, torch.bfloat16), theirs, rtol=2.0**-7, atol=1e-5)
+
+
+def test_a_product_over_tokens_reads_the_columns() -> None:
+    """As a gradient by a weight does, for a number of tokens that is no multiple of 16."""
+    x, grad = draw(21, 32), draw(21, 16, seed=1)
+    a, b = eighth(grad, E5, rows=False, columns=True), eighth(x, rows=False, columns=True)
+    assert a.columns is not None and b.columns is not None
+    found = product(a.columns, b.columns, a.scale, b.scale, torch.float64)
+    torch.testing.assert_close(found, whole(grad, E5).t() @ whole(x, E4), rtol=1e-13, atol=1e-13)
+
+
+def test_scales_far_apart_do_not_vanish_on_the_way() -> None:
+    a, b, *_ = matrices()
+    far = torch.full((), 2.0**-126), torch.full((), 2.0**119)
+    found, expected = product(a, b, *far, torch.float32), product(a, b, *(torch.ones(()) for _ in far), torch.float32)
+    assert torch.equal(found, expected * 2.0**-7)
+
+
+def test_what_no_tensor_core_multiplies_is_refused_everywhere() -> None:
+    with pytest.raises(ConfigError, match="two matrices in float8_e5m2: .* cast one"):
+        product(*matrices(first=E5, second=E5), torch.float32)
+    for odd in ({"K": 40}, {"N": 24}):
+        with pytest.raises(ConfigError, match=rf"\[5, {odd.get('K', 48)}\] and \[{odd.get('N', 32)}, .*multiples of 16; choose"):
+            product(*matrices(**odd), torch.float32)
+
+
+# ---- which form runs where
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
+    """What the kernels are asked for, as if every tensor lay on a GPU."""
+    found: list[torch.dtype] = []
+
+    class Recorder:
+        @staticmethod
+        def eighth(x: Tensor, *words: Any) -> eighths.Eighth:
+            found.append(x.dtype)
+            return eighths.plain(x, *words)
+
+    monkeypatch.setattr(compiler, "takes", lambda x: True)
+    monkeypatch.setattr(kernels, "eighths_triton", Recorder, raising=False)
+    return found
+
+
+def test_kernels_get_what_they_have(asked: list[torch.dtype], monkeypatch: pytest.MonkeyPatch) -> None:
+    capability = [8, 9]
+
+    class Gpu:
+        major, minor = property(lambda self: capability[0]), property(lambda self: capability[1])
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Gpu())
+    for shape, dtype in (((2, 3), torch.float16), ((2, 3), torch.float64), ((0, 3), torch.float32)):
+        eighth(torch.ones(shape, dtype=dtype))
+    assert not asked, "the twin's"
+    eighth(torch.ones(2, 3)), eighth(torch.ones(2, 3).bfloat16())
+    capability[:] = 9, 0
+    eighth(torch.ones(2, 3))
+    capability[:] = 8, 6
+    eighth(torch.ones(2, 3))
+    assert asked == [torch.float32, torch.bfloat16, torch.float32], "an older GPU has no such numbers"
+
+
+def test_a_gpu_multiplies_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    given, torchs, asked = matrices(), torch._scaled_mm, []
+
+    def multiply(*args: Any, **words: Any) -> Tensor:
+        asked.append(words)
+        return torchs(*args, **words)
+
+    monkeypatch.setattr(torch, "_scaled_mm", multiply)
+    expected = product(*given, torch.float32)
+    monkeypatch.setattr(compiler, "PLANNED", True)
+    torch.testing.assert_close(product(*given, torch.float32), expected)
+    product(*given, torch.bfloat16, exact=False)
+    assert asked == [{"out_dtype": torch.float32, "use_fast_accum": False}, {"out_dtype": torch.bfloat16, "use_fast_accum": True}]
+    product(*given, torch.float64)
+    monkeypatch.setattr(compiler, "PLANNED", False)
+    product(*given, torch.bfloat16)
+    assert len(asked) == 2, "float64, and a CPU, have the twin"
+
+
+def test_a_compiler_sees_operations_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(x: Tensor, w: Tensor) -> Any:
+        a, b = eighth(x, columns=True), eighth(w)
+        assert a.rows is not None and b.rows is not None
+        return product(a.rows, b.rows, a.scale, b.scale, torch.float32), a.columns
+
+    x, w = draw(5, 32).float(), draw(16, 32, seed=1).float()
+    expected = run(x, w)
+    monkeypatch.setattr(compiler, "takes", None)
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)(x, w)
+    assert torch.equal(compiled[0], expected[0]) and same(compiled[1], expected[1])
+
+
+# ---- on paper
+
+
+@pytest.mark.skipif(compiler.MISSING is not None, reason=f"kernels cannot be made: {compiler.MISSING}")
+def test_a_plan_counts_what_a_gpu_would_do() -> None:
+    T, C, N = 1000, 64, 32
+    with on_paper(1) as made, made.sizes():
+        x, w = torch.empty(T, C, dtype=torch.bfloat16), torch.empty(N, C, dtype=E4)
+        with made.recording() as record:
+            found = eighth(x, columns=True)
+            assert found.rows is not None
+            y = product(found.rows, w, found.scale, found.scale, torch.bfloat16)
+        assert y.shape == (T, N) and y.dtype == torch.bfloat16
+        with made.recording() as beside:
+            torch.mm(torch.empty(T, C, dtype=torch.bfloat16), torch.empty(C, N, dtype=torch.bfloat16))
+    first, second, third = record.events
+    assert isinstance(first, Run) and (first.name, first.bytes) == ("_most", T * C * 2 + 8 * 4), "8 programs, a number each"
+    assert isinstance(second, Run) and (second.name, second.bytes) == ("_cast", T * C * 3 + C * 1008 + 8 * 4 + 4)
+    assert third == Run("_scaled_mm", 2 * T * C * N, T * C + N * C + T * N * 2 + 8, 1)
+    for gpu, faster in (("h100", 2.0), ("b200", 2.0), ("a100", 1.0)):
+        machine = find(gpu, memory=1e30, launch=0.0)
+        took = [price([event], machine).seconds for event in (third, *beside.events)]
+        assert took[0] * faster == pytest.approx(took[1], rel=1e-3)
