@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from hpcai import dist
-from hpcai.kernels import activations, compiler, documents, rmsnorm, rotary
+from hpcai.kernels import activations, compiler, documents, eighths, rmsnorm, rotary
 from hpcai.models import llm
 from hpcai.models.llm import LLM, Batch, LLMConfig
 from hpcai.settings import StepConfig
+from hpcai.train.choices import narrow_products
 from hpcai.train.step import Step
 from tests.gpu.machine import DEVICE, GPU, GRAPH, ON_GPU, cuda_alone, nothing_waits, precisely
 
@@ -112,3 +113,20 @@ def test_documents_make_no_mask() -> None:
     before = torch.cuda.memory_allocated()
     documents.attend(*leaves, rows).sum().backward()
     assert torch.cuda.max_memory_allocated() - before < 8192 * 8192 // 2, "half of one byte for each pair of tokens"
+
+
+@pytest.mark.skipif(ON_GPU and torch.cuda.get_device_capability() < (8, 9), reason="no products in 8 bits on this GPU")
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-params"])
+@pytest.mark.parametrize("model", MODELS)
+def test_in_eighths_a_captured_step_is_that_of_the_twins(model: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    precisely()
+    steps = [new_step(model, precision=precision, products="fp8", capture=how) for how in ("none", "whole")]
+    found = [[mean(step(batch(i))) for step in steps] for i in range(5)]
+    monkeypatch.setattr(eighths, "multiplies", lambda device: False)
+    twin, wide = new_step(model, precision=precision, products="precision"), new_step(model, precision=precision)
+    narrow_products(twin.model, twin.cfg.model_copy(update={"products": "fp8"}), torch.device("cpu"))
+    for i, losses in enumerate(found):
+        assert losses[1] == pytest.approx(losses[0], rel=1e-4 if precision == "fp32" else 1e-2)
+        assert losses[0] == pytest.approx(mean(twin(batch(i))), rel=1e-3 if precision == "fp32" else 1e-2)
+        assert losses[0] == pytest.approx(mean(wide(batch(i))), rel=2e-2)
+    assert steps[1]._capture is not None and steps[1]._capture.recorded() == 1
