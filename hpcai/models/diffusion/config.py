@@ -1,0 +1,228 @@
+"""Shapes of networks that take noise away, what they are trained to say, and how samples are drawn with them. No torch here."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from hpcai.config import Length, Natural, Positive, Rate, Settings, Weight
+
+Levels = Annotated[tuple[Positive, ...], Field(min_length=1)]
+
+
+class UNetConfig(Settings):
+    """A U-Net of residual blocks: Stable Diffusion 2's by default, 865,910,724 parameters (Rombach et al. 2022)."""
+
+    inputs: Positive = 4
+    """channels of a noisy sample, without those of a field that it is conditioned on"""
+    outputs: Positive = 4
+    dims: Literal[2, 3] = 2
+    """of space: maps or volumes"""
+    channels: Levels = (320, 640, 1280, 1280)
+    """of each level, each half as large as the one before"""
+    blocks: Positive = 2
+    """residual blocks of a level on the way down; one more on the way up"""
+    attention: tuple[Literal["none", "self", "cross"], ...] = ("cross", "cross", "cross", "none")
+    """after each block of a level. self: of all places to each other; cross: that, to tokens, and a feed-forward part"""
+    middle: Literal["none", "self", "cross"] = "cross"
+    heads: Levels = (5, 10, 20, 20)
+    """of the attention of each level; of the middle: as on the lowest level"""
+    tokens: Positive | None = 1024
+    """channels of tokens that it is conditioned on; null: none"""
+    classes: Positive | None = None
+    parameters: Natural = 0
+    """physical parameters that it is conditioned on"""
+    field: Natural = 0
+    """channels of a field that it is conditioned on, such as one of low resolution, beside those of the noisy sample"""
+    groups: Positive = 32
+    """of group norms"""
+    attention_groups: Positive | None = None
+    """of group norms before attention; null: as many. MLPerf's Stable Diffusion: groups 16, and these 32"""
+    eps: Length = 1e-5
+    """of group norms in residual blocks"""
+    dropout: Rate = 0.0
+    periodic: tuple[bool, ...] = ()
+    """whether each dim of space comes back to its beginning: a simulation's box, longitude; empty: none does"""
+    zero: bool = True
+    """first weights of the last layer of each block are zero, as published ones were trained (a fresh one of diffusers has none)"""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        levels = len(self.channels)
+        for name in ("attention", "heads"):
+            if len(getattr(self, name)) != levels:
+                raise ValueError(f"{name} has {len(getattr(self, name))} values, channels {levels}; give one for each level")
+        if self.periodic and len(self.periodic) != self.dims:
+            raise ValueError(f"periodic has {len(self.periodic)} values for {self.dims} dims; give one for each, or none")
+        kinds = (*self.attention, self.middle)
+        if ("cross" in kinds) != (self.tokens is not None):
+            raise ValueError("attention to tokens (cross) needs tokens, their channels, and tokens need attention to them")
+        for channels, kind, heads in zip((*self.channels, self.channels[-1]), kinds, (*self.heads, self.heads[-1])):
+            if channels % self.groups or (kind != "none" and channels % (self.attention_groups or self.groups)):
+                raise ValueError(f"{channels} channels cannot make {self.groups} groups; give a divisor of all channels")
+            if kind != "none" and channels % heads:
+                raise ValueError(f"{channels} channels are not a multiple of {heads} heads; give other heads")
+        return self
+
+
+class DiTConfig(Settings):
+    """A transformer over patches of a sample (Peebles and Xie 2023): DiT-XL/2 by default."""
+
+    inputs: Positive = 4
+    outputs: Positive = 8
+    """twice the inputs where it also says a variance"""
+    size: Positive = 32
+    """places along each dim of a sample"""
+    patch: Positive = 2
+    layers: Positive = 28
+    heads: Positive = 16
+    head: Positive = 72
+    """channels of a head"""
+    classes: Positive = 1000
+    dropout: Rate = 0.0
+    """share of samples whose class is left out"""
+    zero: bool = True
+    """first weights of modulations and of the last layer are zero, as published"""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.size % self.patch:
+            raise ValueError(f"a sample of {self.size} places cannot be cut into patches of {self.patch}; give a divisor")
+        if self.heads * self.head % 4:
+            raise ValueError(f"{self.heads} heads of {self.head} channels: positions of two dims need a multiple of 4 channels")
+        return self
+
+
+class FluxConfig(Settings):
+    """A transformer over tokens of a text and of an image together: Flux.1 schnell by default, 11,891,178,560 parameters."""
+
+    inputs: Positive = 64
+    """channels of a token of the image: 2 x 2 places of a latent of 16"""
+    double: Natural = 19
+    """layers in which text and image have weights of their own"""
+    single: Natural = 38
+    """and in which they share them"""
+    heads: Positive = 24
+    head: Positive = 128
+    """channels of a head"""
+    tokens: Positive = 4096
+    """channels of a token of the text (T5)"""
+    pooled: Positive = 768
+    """channels of the whole text (CLIP)"""
+    guidance: bool = False
+    """whether it is told how much guidance it stands for (dev)"""
+    turned: tuple[Positive, Positive, Positive] = (16, 56, 56)
+    """channels of a head that are rotated by which number of a token: its kind, row, column"""
+    theta: Length = 10_000.0
+    zero: bool = True
+    """first weights of modulations and of the last layer are zero"""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if sum(self.turned) != self.head or any(n % 2 for n in self.turned):
+            raise ValueError(f"turned {list(self.turned)} must be even and add up to a head's {self.head} channels")
+        return self
+
+
+class VAEConfig(Settings):
+    """An autoencoder of images (Kingma and Welling 2014): Stable Diffusion's by default, 83,653,863 parameters."""
+
+    inputs: Positive = 3
+    outputs: Positive = 3
+    latents: Positive = 4
+    """channels of a latent"""
+    channels: Levels = (128, 256, 512, 512)
+    blocks: Positive = 2
+    groups: Positive = 32
+    quantised: bool = True
+    """whether a convolution of 1 x 1 stands on both sides of a latent (not in Flux.1's)"""
+    attention: bool = True
+    """in the middle"""
+    scale: Length = 0.18215
+    shift: float = 0.0
+    """what a diffusion model sees is (latent - shift) * scale"""
+
+
+class ObjectiveConfig(Settings):
+    """What a network is trained to say of a noisy sample x_t = alpha x0 + sigma eps."""
+
+    says: Literal["epsilon", "v", "x0", "edm", "flow"] = "v"
+    """epsilon: the noise (Ho et al. 2020); v: alpha eps - sigma x0 (Salimans and Ho 2022); x0: the sample; edm: what Karras et al.
+    2022 leave for it to say; flow: eps - x0, on a straight way (Liu et al. 2022)"""
+    schedule: Literal["linear", "scaled_linear", "cosine"] = "scaled_linear"
+    """of epsilon, v and x0: how the noise's variance grows; scaled_linear: linear in its root (Stable Diffusion)"""
+    levels: Positive = 1000
+    """of that schedule"""
+    first: Length = 0.00085
+    last: Length = 0.012
+    """its first and last step"""
+    zero_snr: bool = False
+    """whether nothing of the sample is left at its last level (Lin et al. 2024)"""
+    min_snr: Length | None = None
+    """of epsilon, v and x0: the signal-to-noise ratio from which a level counts no more (Hang et al. 2023); null: all count alike"""
+    times: Literal["uniform", "logit_normal"] = "uniform"
+    """of flow: which times are trained"""
+    mean: float = 0.0
+    """of logit-normal times; of edm's logarithm of sigma, usually -1.2"""
+    deviation: Length = 1.0
+    """the same; of edm usually 1.2"""
+    sigma_data: Length = 0.5
+    """of edm: the standard deviation of samples"""
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> Self:
+        if self.min_snr is not None and self.says in ("edm", "flow"):
+            raise ValueError(f"min_snr is for epsilon, v and x0; says is {self.says}")
+        if self.times == "logit_normal" and self.says != "flow":
+            raise ValueError(f"times logit_normal is for flow; says is {self.says}")
+        return self
+
+
+class SamplerConfig(Settings):
+    """How a sample is drawn."""
+
+    method: Literal["ddim", "ddpm", "dpm++", "euler", "heun"] = "dpm++"
+    """ddim: Song et al. 2020; ddpm: Ho et al. 2020; dpm++: second order, Lu et al. 2022; euler and heun: Karras et al. 2022, and
+    along flows"""
+    steps: Positive = 25
+    spacing: Literal["leading", "trailing", "linspace", "karras"] = "trailing"
+    """which of a schedule's levels are visited; karras: powers of sigma, also between them"""
+    eta: Weight = 0.0
+    """of ddim: noise that is added again, 1 as much as by ddpm"""
+    guidance: Weight = 1.0
+    """what a condition changes counts so many times (Ho and Salimans 2022)"""
+    rescale: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """share of the guided prediction that gets the deviation of the one with the condition (Lin et al. 2024)"""
+    clip: Length | None = None
+    """the greatest absolute value of x0 on the way"""
+    low: Length = 0.002
+    high: Length = 80.0
+    rho: Length = 7.0
+    """of edm and karras: the sigmas that are visited (Karras et al. 2022, eq. 5)"""
+    churn: Weight = 0.0
+    """of heun with edm: S_churn; between churn_low and churn_high noise is added, churn_noise times as much"""
+    churn_low: Weight = 0.0
+    churn_high: Length = 1e9
+    churn_noise: Length = 1.0
+    shift: Length = 1.0
+    """of flow: how much more steps are made where there is much noise (Esser et al. 2024, eq. 23)"""
+
+
+class DiffusionConfig(Settings):
+    """A network, one of three kinds, and what it says."""
+
+    unet: UNetConfig | None = UNetConfig()
+    dit: DiTConfig | None = None
+    flux: FluxConfig | None = None
+    objective: ObjectiveConfig = ObjectiveConfig()
+
+    @model_validator(mode="after")
+    def _one(self) -> Self:
+        named = [name for name in ("unet", "dit", "flux") if getattr(self, name) is not None]
+        if len(named) != 1:
+            raise ValueError(f"expected one of unet, dit and flux, found {', '.join(named) or 'none'}; set the others to null")
+        return self
+
+    @property
+    def network(self) -> Any:
+        """The settings of the network."""
+        return self.unet or self.dit or self.flux
