@@ -191,7 +191,7 @@ class SamplerConfig(Settings):
     guidance: Weight = 1.0
     """what a condition changes counts so many times (Ho and Salimans 2022)"""
     rescale: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """share of the guided prediction that gets the deviation of the one with the condition (Lin et al. 2024)"""
+    """share of the guided prediction that has the deviation of the one with the condition (Lin et al. 2024)"""
     clip: Length | None = None
     """the greatest absolute value of x0 on the way"""
     low: Length = 0.002
