@@ -30,13 +30,13 @@ from hpcai.train import Step
 from tests.apps.running import ROOT
 
 TOKENS = 2048
-MODEL = ("model.width=2048", "model.heads=16", "model.inner=5504", "model.layers=2", "model.vocabulary=32000", "step.clip=1.0",
+MODEL = ("model.width=2048", "model.heads=16", "model.inner=5504", "model.layers=4", "model.vocabulary=32000", "step.clip=1.0",
          f"model.positions={TOKENS}", "data.batch=4", "data.documents=joined", "step.precision=bf16-params",
          "data.directory=nowhere")  # fmt: skip
 LORA = ("lora={rank: 16}", "start.weights=there")
 GPT = ("model={rotary: null, norm: layer, feed: gelu, bias: true, tied: true, inner: 8192}", "step.precision=fp32")
 AGAIN, SELECTIVE = "model.recompute=layers", "model.recompute=selective"
-PIPELINE = ("mesh.pipeline=2", "step.accumulate=4", "model.layers=4")
+PIPELINE = ("mesh.pipeline=2", "step.accumulate=4")
 CASES: dict[str, tuple[int, Sequence[str]]] = {
     "whole": (1, ()),
     "whole, again": (1, (AGAIN,)),

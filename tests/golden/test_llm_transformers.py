@@ -172,7 +172,7 @@ def trained(model: LLM) -> Step:
 @pytest.mark.parametrize("kind", OURS)
 def test_what_bench_llm_compares_with_has_the_same_loss(kind: str, documents: str) -> None:
     subject, ours = Trial(), ours_of(kind).double().train()
-    rows = DataConfig(batch=2, evaluation_batch=2, workers=1, documents=documents)  # type: ignore[arg-type]
+    rows = DataConfig(batch=2, evaluation_batch=2, workers=1, documents=documents)
     cfg = TrialConfig(model=ours.cfg, data=rows)
     batch: Any = subject.random_batch(cfg, range(2), torch.device("cpu"))
     assert (batch.documents is not None) == (documents == "apart")
