@@ -21,6 +21,7 @@ from hpcai.data.splits import load
 from hpcai.dist import Mesh
 from hpcai.models.llm import LLM, Batch, LLMConfig, adapt, loss, parallelize, score
 from hpcai.models.llm.load import hub_config
+from hpcai.models.llm.objective import within
 from hpcai.nn.head import IGNORE, Head
 
 _GPU = torch.cuda.is_available()
@@ -119,14 +120,17 @@ class _AllLogits(Head):
 
 def _transformers(cfg: Any, batch: Batch) -> Form:
     package: Any = import_module("transformers")
-    words, kinds = hub_config(cfg.model, torch.float32), ("architectures", "model_type")
-    theirs = package.LlamaForCausalLM(package.LlamaConfig(**{name: words[name] for name in words if name not in kinds}))
+    words, cached = hub_config(cfg.model, torch.float32), {"use_cache": False}  # with one it reads no positions for documents
+    if words["model_type"] == "gpt2":  # which drops a tenth in three places
+        words |= {"resid_pdrop": cfg.model.dropout, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    theirs = package.AutoModelForCausalLM.from_config(package.AutoConfig.for_model(**words))
 
     def mean(model: Any, batch: Batch) -> dict[str, Any]:
-        logits, targets = model(batch.tokens[:, :-1]).logits, batch.targets
+        places = None if batch.documents is None else within(batch.documents[:, :-1])
+        logits, targets = model(batch.tokens[:, :-1], position_ids=places, **cached).logits, batch.targets
         return {"loss": F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE)}
 
-    return Form(theirs.to(batch.tokens.device), mean)
+    return Form(theirs.train().to(batch.tokens.device), mean)
 
 
 Trial.peers = {"transformers": Peer("transformers", _transformers)}

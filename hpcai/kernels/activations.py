@@ -6,11 +6,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from hpcai.kernels import compiler
 from hpcai.kernels.room import several
 
 _CPU = 1 << 18  # bytes of one tensor that a CPU computes with at a time, in its cache
+_MANY = 4  # times that: fewer bytes gain less by parts than the calls for them cost
+_WIDE = (torch.float32, torch.float64)
 _A, _B = 2 * math.sqrt(2 / math.pi), 2 * math.sqrt(2 / math.pi) * 0.044715  # gelu(x) = x sigmoid(a x + b x^3)
 
 
@@ -34,7 +37,7 @@ def gelu(x: Tensor) -> Tensor:
 
     On a GPU torch's own; on a CPU x times a sigmoid, which is the same and takes two thirds of the time of torch's (2.13).
     """
-    if torch.compiler.is_compiling() or not compiler.on_cpu(x) or x.dtype not in (torch.float32, torch.float64):
+    if torch.compiler.is_compiling() or not compiler.on_cpu(x) or x.dtype not in _WIDE:
         return F.gelu(x, approximate="tanh")
     return _GELU.apply(x)
 
@@ -46,10 +49,21 @@ class _SwiGLU(torch.autograd.Function):
         return F.silu(gate).mul_(up)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         gate, up = ctx.saved_tensors
-        by_up = F.silu(gate).mul_(grad)
-        return torch.ops.aten.silu_backward(grad * up, gate), by_up
+        large = gate.nbytes > _MANY * _CPU and compiler.on_cpu(gate)
+        if not large or gate.dtype not in _WIDE or not gate.dtype == up.dtype == grad.dtype:
+            by_up = F.silu(gate).mul_(grad)
+            return torch.ops.aten.silu_backward(grad * up, gate), by_up
+        by_gate, by_up = (torch.empty_like(gate, memory_format=torch.contiguous_format) for _ in range(2))
+        step = several(gate, gate.element_size(), _CPU)
+        given = (x.contiguous().view(-1).split(step) for x in (gate, up, grad, by_gate, by_up))
+        for a, b, d, first, second in zip(*given):
+            share = torch.sigmoid(a, out=first)
+            torch.mul(a, share, out=second).mul_(d)
+            torch.lerp(second, d, share, out=first).mul_(b)  # silu' = y + s (1 - y), and second = y d
+        return by_gate, by_up
 
 
 class _GELU(torch.autograd.Function):

@@ -315,7 +315,8 @@ class Checkpoints:
         if kept := {name for name in frozen if f"model/{name}" in index.tensors}:
             self._frozen = step, {name: seal for name, seal in frozen.items() if name not in kept}, origins
         for name, seal in frozen.items():
-            if name not in kept and run.frozen.get(name) != seal:
+            made = name not in run.frozen and seal in run.origins  # of that file, such as scales where weights now have 8 bits
+            if name not in kept and not made and run.frozen.get(name) != seal:
                 was = run.frozen.get(name, "none")
                 raise CheckpointError(
                     f"{path}: {name} is not trained and was that of {run.origins.get(was, 'no file')} (SHA-256 {was}); now it is "

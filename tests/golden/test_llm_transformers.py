@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from apps.llm.settings import DataConfig
+from apps.llm.trial import Trial, TrialConfig
 from hpcai import dist
 from hpcai.models import llm
 from hpcai.models.llm import LLM, Batch, LLMConfig, LoRAConfig, SamplingConfig, complete
@@ -166,6 +168,27 @@ def trained(model: LLM) -> Step:
         step(Batch(tokens_for(model.cfg.vocabulary)))
     model.eval()
     return step
+
+
+@pytest.mark.parametrize("documents", ["joined", "apart"])
+@pytest.mark.parametrize("kind", OURS)
+def test_what_bench_llm_compares_with_has_the_same_loss(kind: str, documents: str) -> None:
+    subject, ours = Trial(), ours_of(kind).double().train()
+    rows = DataConfig(batch=2, evaluation_batch=2, workers=1, documents=documents)
+    cfg = TrialConfig(model=ours.cfg, data=rows)
+    batch: Any = subject.random_batch(cfg, range(2), torch.device("cpu"))
+    assert (batch.documents is not None) == (documents == "apart")
+    with patch.object(modeling_llama, "torch", torch):  # frequencies are in float32 everywhere
+        form = subject.peers["transformers"].form(cfg, batch)
+    told: Any = form.model.double().load_state_dict(_for_others(dict(ours.state_dict()), ours.cfg), strict=False)
+    assert not told.unexpected_keys and told.missing_keys == ["lm_head.weight"] * ours.cfg.tied
+    losses = [subject.loss(ours, batch)["loss"], form.loss(form.model, batch)["loss"]]
+    for value in losses:
+        value.backward()
+    torch.testing.assert_close(losses[1].double(), losses[0], rtol=1e-6, atol=0)  # their entropy is in float32
+    found = _for_others({name: p.grad for name, p in ours.named_parameters()}, ours.cfg)
+    for name, parameter in form.model.named_parameters():
+        torch.testing.assert_close(parameter.grad, found[name], rtol=1e-4, atol=1e-6 * found[name].abs().max().item())
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama3, tied"])

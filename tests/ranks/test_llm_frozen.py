@@ -1,6 +1,6 @@
 """Adapters beside frozen weights of 8 or 16 bits: the same bits, and the same training, however a language model is cut."""
 
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from hpcai.models.llm.load import read_config
 from hpcai.nn.deferred import deferred, make
 from hpcai.parallel.rows import place_of
 from hpcai.settings import CheckpointConfig, StepConfig
+from hpcai.train import compiling
 from hpcai.train.checkpoint import Checkpoints
 from hpcai.train.saved import Progress
 from hpcai.train.step import Step
@@ -50,6 +51,8 @@ def frozen(mesh: Mesh, case: dict[str, Any]) -> tuple[Pieces, list[str]]:
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_cut_equals_whole(axes: dict[str, int]) -> None:
     cases: list[dict[str, Any]] = [EIGHT]
+    if axes == {"context": 2, "tensor": 2}:
+        cases += [EIGHT | {"model": "tied"}]  # whose layers are computed again
     if axes == {"tensor": 4}:
         cases += [EIGHT | {"model": "one key"}]  # whose keys several ranks have
     if "replicate" in axes:
@@ -64,11 +67,12 @@ def test_cut_equals_whole(axes: dict[str, int]) -> None:
     assert all(rank[1] == ["torch.int8"] for rank in ranks) and "model.layers.0.self_attn.o_proj.scale" in right
 
 
-def from_folder(mesh: Mesh, seed: int = 0, shard: str = "none") -> Step:
+def from_folder(mesh: Mesh, seed: int = 0, shard: str = "none", frozen: Any = "8bit", recompute: str = "none", **more: Any) -> Step:
+    torch.manual_seed(seed)
     with deferred(seed):
-        model = llm.parallelize(LLM(read_config(HOME)), mesh)
-    llm.adapt(llm.load_later(model, HOME), LoRAConfig(rank=2, frozen="8bit"))
-    return Step(model, llm.loss, StepConfig(lr=0.1, capture="none", shard=shard), mesh)  # type: ignore[arg-type]
+        model = llm.parallelize(LLM(read_config(HOME).model_copy(update={"recompute": recompute})), mesh)
+    llm.adapt(llm.load_later(model, HOME), LoRAConfig(rank=2, frozen=frozen))
+    return Step(model, llm.loss, StepConfig(lr=0.1, capture="none", shard=shard, **more), mesh)  # type: ignore[arg-type]
 
 
 def rows(mesh: Mesh, number: int) -> Batch:
@@ -97,6 +101,65 @@ def test_a_run_goes_on_to_the_last_bit_from_the_same_file(shard: str, tmp_path: 
         for one, other in zip(before, after):
             assert one[:3] == other[:3] and np.array_equal(one[3], other[3]), one[0]
         assert names and all(".adapter." in name for name in names), "frozen weights are those of the file"
+
+
+KINDS: dict[str, set[torch.dtype]] = {
+    "as they are": {torch.float32}, "bf16": {torch.float32, torch.bfloat16}, "8bit": {torch.float32, torch.int8},
+}  # fmt: skip
+
+
+def changed(mesh: Mesh, folder: Path, before: str, after: str) -> tuple[Pieces, Pieces, Pieces, Pieces, set[torch.dtype]]:
+    """What a run has after two steps, and what goes on from there; frozen weights of that, and as they are made at a start."""
+    step = from_folder(mesh, frozen=before)
+    for number in range(2):
+        step(rows(mesh, number))
+    Checkpoints(folder, CheckpointConfig(), mesh).save(step, Progress(step=2))
+    again, new = from_folder(mesh, 7, frozen=after), from_folder(mesh, frozen=after)
+    Checkpoints(folder, CheckpointConfig(), mesh).resume(again)
+    kinds, read = {parameter.dtype for parameter in again.model.parameters()}, pieces(again)
+    again(rows(mesh, 2))
+    again.check()
+    return [piece for piece in pieces(step) if "gradient" not in piece[0]], read, held(again.model), held(new.model), kinds
+
+
+@pytest.mark.parametrize(("before", "after"), [
+    ("as they are", "8bit"), ("bf16", "8bit"), ("8bit", "as they are"), ("8bit", "bf16"),
+])  # fmt: skip
+def test_a_run_goes_on_with_frozen_weights_of_other_bits(before: str, after: str, tmp_path: Path) -> None:
+    for saved, read, now, new, kinds in on_ranks({"tensor": 2}, changed, tmp_path, before, after):
+        found = {name: value for name, *_, value in read}
+        assert len(saved) > 10 and all(np.array_equal(found[name], value) for name, *_, value in saved)
+        assert len(now) == len(new) and all(np.array_equal(one[3], other[3]) for one, other in zip(now, new))
+        assert kinds == KINDS[after]
+
+
+@pytest.mark.parametrize("frozen", KINDS)
+def test_layers_that_are_computed_again_learn_the_same(frozen: str) -> None:
+    found = []
+    for recompute in ("none", "layers", "selective"):
+        step = from_folder(Mesh({}), frozen=frozen, recompute=recompute)
+        for number in range(2):
+            step(rows(step.mesh, number))
+        found.append(pieces(step))
+    for other in found[1:]:
+        assert len(other) == len(found[0]) > 10
+        assert all(one[0] == again[0] and np.array_equal(one[3], again[3]) for one, again in zip(found[0], other))
+
+
+@pytest.mark.parametrize("frozen", ["bf16", "8bit"])
+def test_compiled_layers_learn_the_same(frozen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced forward and backward; the code that Inductor makes of it takes half a minute."""
+    monkeypatch.setattr(compiling, "compile_model", partial(compiling.compile_model, backend="aot_eager"))
+    found = []
+    for recompute, compiled in (("none", "none"), ("none", "blocks"), ("layers", "blocks")):
+        torch._dynamo.reset()
+        step = from_folder(Mesh({}), frozen=frozen, recompute=recompute, compile=compiled, precision="fp64")
+        for number in range(2):
+            step(rows(step.mesh, number))
+        found.append(joined([pieces(step)]))
+        assert compiled == "none" or "0 graph breaks" in step.news()[0]
+    for other in found[1:]:
+        same(other, found[0])
 
 
 def drawn(mesh: Mesh, folder: Path, seed: int) -> tuple[Pieces, Pieces]:

@@ -27,7 +27,9 @@ def tanh(x: Tensor) -> Tensor:
 ANGLE = draw(2, 5, 3).repeat(1, 1, 2)
 CASES: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[Tensor, ...]]] = {
     "root norm": (rmsnorm.rms_norm, rmsnorm.plain, (draw(3, 4, 7).transpose(0, 1), draw(7))),
-    "swiglu": (activations.swiglu, activations.plain_swiglu, (draw(3, 9), draw(3, 9) + 1)),
+    "swiglu": (activations.swiglu, activations.plain_swiglu, (draw(5, 9), draw(5, 9) + 1)),
+    "swiglu, small": (activations.swiglu, activations.plain_swiglu, (draw(3, 9), draw(3, 9) + 1)),
+    "swiglu of others' strides": (activations.swiglu, activations.plain_swiglu, (30 * draw(9, 5).T, draw(5, 9) + 1)),
     "gelu": (activations.gelu, tanh, (3 * draw(4, 11).T,)),
     "queries": (
         lambda q, k: rotary.rotated(q, k, ANGLE.cos(), ANGLE.sin()),
@@ -50,6 +52,15 @@ def test_a_twin_is_the_formula_in_value_and_gradient(case: str, monkeypatch: pyt
     for found, expected in zip(every(ours(*leaves)), every(theirs(*leaves)), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
     assert torch.autograd.gradcheck(ours, leaves)
+
+
+def test_gradients_of_swiglu_are_made_in_their_own_memory() -> None:
+    gate, up, grad = (torch.randn(600, 512) for _ in range(3))
+    out = activations.swiglu(gate.requires_grad_(), up.requires_grad_())
+    with torch.profiler.profile(profile_memory=True) as trace:
+        torch.autograd.grad(out, (gate, up), grad)
+    made = sum(max(event.self_cpu_memory_usage, 0) for event in trace.key_averages())
+    assert made <= 2 * gate.nbytes + 4096, made
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -140,8 +140,7 @@ def test_logits_of_a_prompt_are_computed_for_its_last_token_alone() -> None:
 
 
 def test_memory_makes_256_tokens_at_less_than_a_tenth_of_the_work() -> None:
-    model, most = LLM(LLMConfig(vocabulary=4096, width=320, layers=6, heads=5, inner=864, positions=512)).eval(), 256
-    assert 9e6 < sum(p.numel() for p in model.parameters()) < 11e6
+    model, most = LLM(LLMConfig(vocabulary=512, width=64, layers=1, heads=2, inner=160, positions=512)).eval(), 256
     with FlopCounterMode(display=False) as with_memory:
         (said,) = complete(model, [[1] * 8], SamplingConfig(most=most))
     counted = []

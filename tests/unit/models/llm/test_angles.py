@@ -1,0 +1,81 @@
+"""Angles of positions: what is kept of them between calls is right for whoever asks next."""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hpcai.kernels import compiler
+from hpcai.models.llm import LLM, LLMConfig
+from hpcai.models.llm import model as llm
+from hpcai.models.llm.config import RotaryConfig
+
+CFG = RotaryConfig.model_validate({"theta": 500.0, "scaling": {"factor": 4.0, "original": 16}})
+WAYS: dict[str, AbstractContextManager[object]] = {
+    "as usual": nullcontext(), "fake": FakeTensorMode(), "inference": torch.inference_mode(), "meta": torch.device("meta"),
+    "autocast": torch.autocast("cpu", torch.bfloat16),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The devices that frequencies are made on."""
+    found, real = [], llm.frequencies
+
+    def frequencies(cfg: RotaryConfig, size: int, device: torch.device | str | None = None) -> Tensor:
+        found.append(str(device))
+        return real(cfg, size, device)
+
+    monkeypatch.setattr(llm, "frequencies", frequencies)
+    llm._frequencies.cache_clear()
+    yield found
+    llm._frequencies.cache_clear()
+
+
+def found(positions: Tensor, size: int = 6) -> tuple[Tensor, Tensor]:
+    return llm.angles(CFG, size, positions, torch.float64)
+
+
+@pytest.mark.parametrize("first", WAYS)
+def test_angles_are_the_same_whoever_asked_first(first: str) -> None:
+    turned = torch.arange(9)[:, None].double() * llm.frequencies(CFG, 6).double()
+    right = torch.cat((turned, turned), -1)[None]
+    for way in (first, *WAYS):
+        with WAYS[way]:
+            given = torch.arange(9, device="cpu")[None]
+            cosines, sines = found(given)
+        assert type(cosines) is type(given) and cosines.device == given.device and cosines.shape == (1, 9, 6), way
+        if type(given) is Tensor:
+            assert torch.equal(cosines, right.cos()) and torch.equal(sines, right.sin()), way
+    x = torch.ones(9, 6, dtype=torch.float64, requires_grad=True)
+    (x * found(torch.arange(9)[None])[0]).sum().backward()  # not inference tensors, which autograd refuses
+
+
+def test_frequencies_are_made_once_for_settings_and_size(made: list[str]) -> None:
+    for size in (6, 6, 8, 6):
+        assert found(torch.arange(3)[None], size)[0].shape == (1, 3, size)
+    assert made == ["cpu"] * 2
+
+
+def test_on_a_gpu_each_call_makes_its_own(made: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph would read memory that others have by then, or they what is made when it is replayed."""
+    monkeypatch.setattr(compiler, "PLANNED", True)
+    for _ in range(2):
+        found(torch.arange(3)[None])
+    assert len(made) == 2 and llm._frequencies.cache_info().currsize == 0
+
+
+@pytest.mark.filterwarnings("error")  # it tells of a cache that it does not see
+def test_a_compiler_sees_how_they_are_made() -> None:
+    angles = torch.compile(found, backend="eager", fullgraph=True)
+    torch.testing.assert_close(angles(torch.arange(3)[None]), found(torch.arange(3)[None]))
+
+
+def test_what_is_kept_is_no_part_of_a_model() -> None:
+    model = LLM(LLMConfig(vocabulary=5, width=8, layers=1, heads=2, inner=8, positions=4))
+    before = list(model.state_dict())
+    model(torch.zeros(1, 3, dtype=torch.long))
+    assert list(model.state_dict()) == before and not list(model.buffers())
