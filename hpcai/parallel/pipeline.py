@@ -87,6 +87,29 @@ class Pipeline:
         every, self._step = self._step.values, _Step()
         return self._told(every)
 
+    def alone(self, measure: Measure, part: Any, around: Around) -> Callable[[int, Any], Tensor]:
+        """``part`` without a schedule: what each of this rank's stages makes of a hidden state (the first: of none)."""
+        self._step = _Step(measure, [part], [call_of(measure, self.model, part, around)], around, [{}])
+        return lambda stage, hidden: self._micro(stage, 0, hidden)
+
+    def order(self, parts: int) -> list[list[tuple[str, int, int]]]:
+        """What each rank does with ``parts`` micro-batches, one after another: a pass, its stage, its micro-batch. Passes are F
+        (forward) and B (backward), or I and W (the gradients of inputs and of weights apart). Raises ConfigError as ``backward``."""
+        made = self._scheduled(parts, [_Kind((1,), torch.float32)] * self.count)
+        if self.schedule == "gpipe" and self.count == self.axis.size:  # of which torch has no order before 2.9
+            return [[(kind, rank, n) for kind in "FB" for n in range(parts)] for rank in range(self.count)]
+        if self.schedule == "1f1b" and self.count == self.axis.size:
+            ahead = [min(self.count - 1 - rank, parts) for rank in range(self.count)]
+            return [
+                [("F", rank, n) for n in range(first)]
+                + [(kind, rank, n + first * (kind == "F")) for n in range(parts - first) for kind in "FB"]
+                + [("B", rank, n) for n in range(parts - first, parts)]
+                for rank, first in enumerate(ahead)
+            ]
+        every = [[one for one in made.pipeline_order[rank] if one is not None] for rank in range(self.axis.size)]
+        passes = [[(str(one.computation_type), one.stage_index, one.microbatch_index) for one in own] for own in every]
+        return [[one for one in own if one[0] in ("F", "B", "I", "W")] for own in passes]
+
     def _run(self, stage: int, call: Call, hidden: Any, around: Around) -> Any:
         with around():
             output = self.stages.module(stage)(hidden if stage else call.args[0], *call.args[1:], **call.words)

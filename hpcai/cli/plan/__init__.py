@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
             on = machines.find(words.machine)
             slower = words.slower or (planner.measured(words.measured, on) if words.measured else planner.slower)
             found |= {"machine": on.name, "slower": slower}
-            on, ways = replace(on, slower=slower), words.ways or ([1, 2, 4, 8] if planner.workload.cut else [1])
+            on, ways = replace(on, slower=slower), words.ways or planner.ways
             found["jobs"] = {gpus: [row(job, on) for job in best(planner, gpus, ways, on, words.evaluate)] for gpus in words.gpus}
     if words.directory is not None:
         from hpcai.cli.plan.picture import draw
