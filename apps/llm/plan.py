@@ -2,8 +2,8 @@
 
 Another training is planned for the steps that its settings have:  hpcai plan llm apps/llm/configs/gpt3.yaml --gpus 512 1024
 
-Cut over ``tensor``, and over pipeline and context as the settings have it; a row of a batch is a micro-batch. Steps are planned uncompiled and in bfloat16: what NVIDIA published was
-compiled by hand, and its runs multiplied in FP8.
+Cut over ``tensor``, and over pipeline and context as the settings have it; a row of a batch is a micro-batch. Steps are planned
+uncompiled and in bfloat16: what NVIDIA published was compiled by hand, and its runs multiplied in FP8.
 """
 
 from typing import Any

@@ -94,7 +94,7 @@ class Pipeline:
 
     def order(self, parts: int) -> list[list[tuple[str, int, int]]]:
         """What each rank does with ``parts`` micro-batches, one after another: a pass, its stage, its micro-batch. Passes are F
-        (forward) and B (backward), or I and W (the gradients of inputs and of weights apart). Raises ConfigError as ``backward``."""
+        (forward) and B (backward), or I and W (gradients of inputs and of weights apart). Raises ConfigError as ``backward``."""
         made = self._scheduled(parts, [_Kind((1,), torch.float32)] * self.count)
         if self.schedule == "gpipe" and self.count == self.axis.size:  # of which torch has no order before 2.9
             return [[(kind, rank, n) for kind in "FB" for n in range(parts)] for rank in range(self.count)]

@@ -27,8 +27,8 @@ from unittest import mock
 import torch
 import torch.distributed as torch_dist
 from torch import Tensor, nn
-from torch.nn.attention.bias import CausalBias
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.nn.attention.bias import CausalBias
 from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -320,7 +320,7 @@ def _joined(options: Any, _: Any) -> _Group:
 def _bias(kind: type[CausalBias], *_: Any) -> CausalBias:
     """A bias is no tensor of the step, and FakeTensorMode can make none."""
     with unset_fake_temporarily():
-        return Tensor._make_subclass(kind, torch.empty(0))  # type: ignore[return-value]
+        return Tensor._make_subclass(kind, torch.empty(0))
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, mask: CausalBias, *_: Any, **__: Any) -> Tensor:

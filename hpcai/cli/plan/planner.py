@@ -30,7 +30,7 @@ Words = Sequence[str]
 _FULL = 0.92  # of a GPU's memory that tensors may take: fragments, graphs and libraries take the rest
 _WARM, _STEPS = 20, 100  # of the loader that are simulated: at the start nothing is ready yet
 _FEW, _MORE = 2, 4  # layers of which steps of deep models are recorded
-_COPIES = 16  # of the job on paper: what concerns all of them concerns all of a larger job
+_COPIES = 8  # of the job on paper, which divide nothing: what concerns all of them concerns all of a larger job
 # A divided optimizer sends what an all-reduce does.
 _PLAIN = (
     "step.capture=none", "step.compile=none", "step.compile_cache=null", "step.shard=none", "step.shard_within=null",
@@ -97,26 +97,39 @@ class Planner:
         self.yaml = yaml or self._yaml
         self._sent: Any = None  # what a stage sends
         self._recorded: dict[Any, list[tuple[float, Recorded]]] = {}
-        cfg = self.settings()
-        self.workload.learn(cfg)
-        known = {"replicate", "evaluate", self.workload.cut}
-        self.axes = {name: size for name, size in cfg.mesh if name not in known and size > 1}
-        """along which a sample is cut as the settings say"""
-        self.around = math.prod(self.axes.values())
-        self.own = getattr(cfg.mesh, self.workload.cut or "", 1)
+        self._settings: dict[Words, Any] = {}
+        self.workload.learn(self.settings())
 
     def settings(self, *words: str) -> Any:
         subject = self.workload.subject
-        keys = {word: word.partition("=")[0] for word in _PLAIN}
-        plain = [word for word, key in keys.items() if _has(subject.published, key) and key not in self.workload.keeps]
-        return subject.known(config.load(subject.published, self.yaml, [*self.words, *words, *plain]))
+        if words not in self._settings:
+            keys = {word: word.partition("=")[0] for word in _PLAIN}
+            plain = [word for word, key in keys.items() if _has(subject.published, key) and key not in self.workload.keeps]
+            self._settings[words] = subject.known(config.load(subject.published, self.yaml, [*self.words, *words, *plain]))
+        return self._settings[words]
+
+    def axes(self, words: Words = ()) -> dict[str, int]:
+        """Axes along which a sample is cut as the settings say, not as the plan tries."""
+        others = {"replicate", "evaluate", self.workload.cut}
+        return {name: size for name, size in self.settings(*words).mesh if name not in others and size > 1}
+
+    def around(self, words: Words = ()) -> int:
+        """Processes along these axes."""
+        return math.prod(self.axes(words).values())
+
+    def few(self, copies: int, words: Words) -> int:
+        """Of how many copies the job is that stands for one of ``copies``."""
+        return min(copies, _COPIES) if getattr(self.settings(*words).step, "shard", "none") == "none" else copies
 
     @property
     def ways(self) -> list[int]:
         """In which a sample is cut along the axis ``Workload.cut``, where nobody says how."""
-        return [self.own] if self.axes else [1, 2, 4, 8] if self.workload.cut else [1]
+        cut = self.workload.cut
+        return [1] if cut is None else [getattr(self.settings().mesh, cut)] if self.axes() else [1, 2, 4, 8]
 
-    def recorded(self, ways: int, copies: int, each: int, words: Words, place: int = 0, parts: int = 1) -> list[tuple[float, "Recorded"]]:
+    def recorded(
+        self, ways: int, copies: int, each: int, words: Words, place: int = 0, parts: int = 1,
+    ) -> list[tuple[float, Recorded]]:  # fmt: skip
         """The kinds of step, by how much each weighs, of a process of ``copies``, each of ``ways``, with ``each`` samples; along
         the axis pipeline it is at ``place``, with ``parts`` times as many."""
         key = ways, copies, each, tuple(words), place, parts
@@ -124,16 +137,16 @@ class Planner:
             self._recorded[key] = [(weight, self._on_paper(*key, turn)) for turn, weight in self.workload.turns.items()]
         return self._recorded[key]
 
-    def _on_paper(self, ways: int, copies: int, each: int, words: Words, place: int, parts: int, turn: Words) -> "Recorded":
+    def _on_paper(self, ways: int, copies: int, each: int, words: Words, place: int, parts: int, turn: Words) -> Recorded:
         load, cut = self.workload, self.workload.cut
         if ways > 1 and cut is None:
             raise ConfigError(f"samples of {self.name} are planned whole; plan them in one way")
         cfg = self.settings(f"data.batch={copies * each}", *words, *turn)
         optimizer = _KEEPS_LIKE.get(cfg.step.optimizer, cfg.step.optimizer)
-        world = copies * ways * self.around
-        rank = place * ways * self.around // self.axes.get("pipeline", 1)
+        axes, within = self.axes(words), ways * self.around(words)
+        world, rank = copies * within, place * within // axes.get("pipeline", 1)
         with on_paper(world, self.kernels, rank) as paper:
-            mesh = Mesh({"replicate": copies, **self.axes, **({cut: ways} if cut else {})}, world, rank)
+            mesh = Mesh({"replicate": copies, **axes, **({cut: ways} if cut else {})}, world, rank)
             with deferred(0):
                 model = load.build(cfg, mesh)
                 pipeline = load.act(cfg, model, mesh)
@@ -157,7 +170,7 @@ class Planner:
 
     def step(self, ways: int, copies: int, each: int, on: Machine, words: Words = ()) -> Fit:
         """The mean step of ``copies``, as large as it may be."""
-        if "pipeline" in self.axes:
+        if "pipeline" in self.axes(words):
             return self._in_stages(ways, copies, each, on, words)
         depth = self.workload.depth
         layers = 0 if depth is None else attrgetter(depth)(self.settings(*words))
@@ -170,9 +183,10 @@ class Planner:
 
     def _step(self, ways: int, copies: int, each: int, on: Machine, words: Words) -> Fit:
         at_once = next(n for n in range(min(each, self.workload.most), 0, -1) if each % n == 0)
-        few, found, peak, held = min(copies, _COPIES), Price(0, 0, 0, 0, 0, 0, 0), 0.0, 0.0
-        for weight, (record, _) in self.recorded(ways, few, at_once, words):
-            whole, again = (price(_spread(some, ways * self.around, few, copies), on) for some in (record.events, record.again))
+        few, within = self.few(copies, words), ways * self.around(words)
+        found, peak, held = Price(0, 0, 0, 0, 0, 0, 0), 0.0, 0.0
+        for weight, (record, *_) in self.recorded(ways, few, at_once, words):
+            whole, again = (price(_spread(some, within, few, copies), on) for some in (record.events, record.again))
             found += (whole + again.times(each / at_once - 1)).times(weight)
             peak, held = max(peak, record.peak), max(held, record.before)
         return Fit(found, peak, words, held)
@@ -202,7 +216,7 @@ class Planner:
 
     def job(self, gpus: int, ways: int, batch: int, on: Machine, evaluating: int = 0, words: Words = ()) -> Job:
         """A training on ``gpus``, and ``evaluating`` more that only evaluate (0: all of them do, and nobody trains meanwhile)."""
-        within = ways * self.around
+        within = ways * self.around(words)
         copies = gpus // within
         if gpus % within or batch % copies:
             raise UnfitError(f"{gpus} GPUs cut {within} ways are {gpus / within:g} copies, which do not divide a batch of {batch}")
@@ -220,8 +234,8 @@ class Planner:
     def _alone(self, gpus: int, batch: int, fit: Fit, on: Machine, words: Words) -> float:
         """Seconds of a sample on one GPU, or where that has no room for the model those of all GPUs together."""
         try:
-            if self.axes:
-                raise UnfitError("samples are not whole")
+            if self.axes(words):
+                return fit.step.seconds * gpus / batch
             return self.fitting(1, 1, 1, on, words).step.seconds
         except UnfitError:
             return fit.step.seconds * gpus / batch
@@ -238,11 +252,11 @@ class Planner:
         low, high = min(self.workload.samples), max(self.workload.samples)
         found = []
         for cut in ways:
-            copies = gpus // (cut * self.around)
+            copies = gpus // (cut * self.around())
             each = {-(-low // copies), high // copies, *(2**n for n in range(high.bit_length()))} if copies else set()
             for n in sorted(n for n in each if low <= n * copies <= high):
                 try:
-                    found.append(self.job(copies * cut * self.around, cut, n * copies, on, evaluating))
+                    found.append(self.job(copies * cut * self.around(), cut, n * copies, on, evaluating))
                 except UnfitError:
                     continue
         return sorted(found, key=lambda job: job.minutes)
@@ -251,9 +265,9 @@ class Planner:
     def slower(self) -> float:
         """How much longer the kernels of the first published step took than the machine's rates allow."""
         first = self.workload.published[0]
-        if self.axes or self.yaml != self._yaml:
+        if self.axes() or self.yaml != self._yaml:
             return Planner(self.name, kernels=self.kernels).slower
-        copies = first.gpus // first.ways
+        copies = first.gpus // (first.ways * self.around(first.words))
         return self._slower(first.value, first.ways, copies, first.batch // copies, machines.find(first.machine), first.words)
 
     def measured(self, seconds: float, on: Machine) -> float:
@@ -286,19 +300,17 @@ class _Stages:
         self, planner: Planner, ways: int, copies: int, at_once: int, parts: int, on: Machine, words: Words,
     ) -> None:  # fmt: skip
         self.on, self.parts, self.planner = on, parts, planner
-        self.within, self.ranks, self.copies = ways * planner.around, planner.axes["pipeline"], copies
+        self.within, self.ranks = ways * planner.around(words), planner.axes(words)["pipeline"]
         cfg, depth = planner.settings(*words), planner.workload.depth
         self.count = planner.workload.stages(cfg)
         layers = 0 if depth is None else attrgetter(depth)(cfg)
         self.layers = evenly(layers, self.count)
         deep = layers > _MORE * self.count
         depths: list[Words] = [(f"{depth}={n * self.count}",) for n in (_FEW, _MORE)] if deep else [()]
-        few = min(copies, _COPIES)
         self.recorded = {
-            place: [planner.recorded(ways, few, at_once, (*words, *more), place, parts)[0][1] for more in depths]
+            place: [planner.recorded(ways, copies, at_once, (*words, *more), place, parts)[0][1] for more in depths]
             for place in sorted({0, 1, self.ranks - 1})
         }
-        self.few = few
         self.orders = self.recorded[0][0].orders
         self.own = [sorted({stage for _, stage, _ in order}) for order in self.orders]
         self.rank_of = [next(rank for rank, own in enumerate(self.own) if stage in own) for stage in range(self.count)]
@@ -324,8 +336,7 @@ class _Stages:
 
         def numbers(found: Recorded) -> list[float]:
             record = found.record
-            events = _spread(record.events, self.within, self.few, self.copies)
-            return [*vars(price(events, self.on)).values(), record.before, record.peak - record.before]
+            return [*vars(price(record.events, self.on)).values(), record.before, record.peak - record.before]
 
         layers = np.mean([self.layers[stage] for stage in self.own[rank]])
         *every, held, more = self._along(numbers, rank, float(layers)).tolist()
