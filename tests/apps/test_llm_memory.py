@@ -19,12 +19,14 @@ from torch import Tensor
 from apps.llm import memory
 from apps.llm.settings import Config
 from hpcai import config
+from hpcai.cli.plan.planner import Planner
 from hpcai.dist import Mesh
 from hpcai.errors import MeshError
 from hpcai.models.llm import LLM, Batch, LLMConfig, LoRAConfig, adapt, loss, parallelize, stages
 from hpcai.nn.deferred import deferred
 from hpcai.parallel import pipeline
 from hpcai.parallel.replicate import GradientSums
+from hpcai.plan.machines import find as machine
 from hpcai.plan.paper import Paper, on_paper
 from hpcai.train import Step
 from tests.apps.running import ROOT
@@ -129,7 +131,6 @@ def job(cfg: Config, world: int) -> Iterator[Paper]:
     with ExitStack() as held:
         for place, function in {
             "hpcai.train.choices.GradientSums": fixed,
-            "hpcai.parallel.context.causal_lower_right": lambda *_: None,
             "hpcai.parallel.pipeline.Pipeline._learned": learned,
             "hpcai.parallel.pipeline.Pipeline._told": lambda *_: [{}],
             "hpcai.parallel.pipeline._Stage.forward": lambda stage, *hidden, number: stage._act(0, hidden[0] if hidden else None),
@@ -212,6 +213,23 @@ def test_the_fullest_process_of_a_pipeline_counts() -> None:
     sizes = memory.Sizes.of(cfg, 2)
     first, last = (sum(memory._of(cfg, sizes, rank).values()) for rank in (0, 1))
     assert last > first and memory.need(cfg, 2) == last
+
+
+@pytest.mark.parametrize(
+    "words",
+    [(), (AGAIN,), ("mesh.pipeline=4", "mesh.tensor=2", "step.shard=optimizer"), ("stages.schedule=gpipe",),
+     ("stages.per_rank=2",), ("model.vocabulary=128000", AGAIN)],
+    ids=["1F1B", "again", "divided optimizer", "GPipe", "interleaved", "many words"],
+)  # fmt: skip
+def test_a_planned_stage_has_the_memory_of_the_fullest_process(words: Sequence[str], tmp_path: Path) -> None:
+    words = [*MODEL, "model.layers=24", "step.bucket_mb=1e-6", "mesh.pipeline=2", "step.accumulate=8", "data.batch=16", *words]
+    (tmp_path / "plain.yaml").write_text("{}")
+    planner, cfg = Planner("llm", words, tmp_path / "plain.yaml"), config.load(Config, None, words)
+    mesh = cfg.mesh
+    found = planner.step(mesh.tensor, 2, 8, machine("h100"), ("step.accumulate=1",)).peak
+    need = memory.need(cfg, 2 * mesh.pipeline * mesh.tensor)
+    print(f"planned {found / 1e9:.3f} GB, counted {need / 1e9:.3f}")
+    assert found == pytest.approx(need, rel=0.02)
 
 
 def test_operations_of_a_token_are_those_that_others_count() -> None:

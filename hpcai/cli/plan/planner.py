@@ -17,6 +17,7 @@ from hpcai.cli.plan.workload import Published, find
 from hpcai.dist import Mesh
 from hpcai.errors import ConfigError
 from hpcai.nn.deferred import deferred
+from hpcai.parallel.replicate import FEW
 from hpcai.parallel.stages import evenly
 from hpcai.plan import machines
 from hpcai.plan.loader import room, waits
@@ -152,9 +153,10 @@ class Planner:
                 pipeline = load.act(cfg, model, mesh)
             real = load.batch(cfg, mesh, each)
             with paper.sizes():
-                settings = cfg.step.model_copy(update={"optimizer": optimizer})
+                settings = cfg.step.model_copy(update={"optimizer": optimizer, "accumulate": min(parts, 2)})
                 act = OneByOne(paper, pipeline, self._sent if place else None) if pipeline else None
                 step = Step(paper.fill(model), load.subject.loss, settings, mesh, counts=load.subject.counted, act=act)
+                step.cfg = step.cfg.model_copy(update={"accumulate": 1})  # one is recorded, though sums are as of several
                 batch = paper.fake(real)
                 _once(paper, step)
                 with paper.recording() as record:
@@ -166,7 +168,10 @@ class Planner:
             if act is None:
                 return Recorded(record, [], [])
             self._sent = act.sent
-            return Recorded(record, act.stages, act.pipeline.order(parts))
+            try:
+                return Recorded(record, act.stages, act.pipeline.order(parts))
+            except ConfigError as error:
+                raise UnfitError(str(error)) from None
 
     def step(self, ways: int, copies: int, each: int, on: Machine, words: Words = ()) -> Fit:
         """The mean step of ``copies``, as large as it may be."""
@@ -185,7 +190,8 @@ class Planner:
         at_once = next(n for n in range(min(each, self.workload.most), 0, -1) if each % n == 0)
         few, within = self.few(copies, words), ways * self.around(words)
         found, peak, held = Price(0, 0, 0, 0, 0, 0, 0), 0.0, 0.0
-        for weight, (record, *_) in self.recorded(ways, few, at_once, words):
+        parts = 2 if each > at_once or copies > FEW else 1  # which make the sums of gradients wide, and are else the same
+        for weight, (record, *_) in self.recorded(ways, few, at_once, words, parts=parts):
             whole, again = (price(_spread(some, within, few, copies), on) for some in (record.events, record.again))
             found += (whole + again.times(each / at_once - 1)).times(weight)
             peak, held = max(peak, record.peak), max(held, record.before)
