@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from hpcai import config
 from hpcai.cli.plan.workload import Published, find
@@ -37,7 +38,7 @@ _PLAIN = (
     "step.capture=none", "step.compile=none", "step.compile_cache=null", "step.shard=none", "step.shard_within=null",
     "start.weights=null", "start.sha256=null",
 )  # fmt: skip
-# Their tables are computed, which nothing on paper can be, and what they keep is what these keep.
+# Their tables are computed, which nothing on paper can be, and their moments are those of these.
 _KEEPS_LIKE = {"lamb": "adamw", "lars": "sgd"}
 
 
@@ -157,6 +158,7 @@ class Planner:
                 act = OneByOne(paper, pipeline, self._sent if place else None) if pipeline else None
                 step = Step(paper.fill(model), load.subject.loss, settings, mesh, counts=load.subject.counted, act=act)
                 step.cfg = step.cfg.model_copy(update={"accumulate": 1})  # one is recorded, though sums are as of several
+                directions = cfg.step.optimizer == "lamb" and [torch.zeros_like(state.weights) for state in step.optimizer.states]
                 batch = paper.fake(real)
                 _once(paper, step)
                 with paper.recording() as record:
@@ -165,6 +167,7 @@ class Planner:
                         step.sums.settle()
                     step._gradients(batch)
                     paper.once(lambda: _update(paper, step))()
+            del directions  # which lamb keeps beside
             if act is None:
                 return Recorded(record, [], [])
             self._sent = act.sent

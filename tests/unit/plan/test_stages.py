@@ -129,6 +129,20 @@ def test_attention_over_context_multiplies_as_much_in_all_as_on_one_process() ->
         assert [attended(ranks, rank)[0] for rank in range(ranks)] == [whole / ranks] * ranks
 
 
+def test_attention_over_context_keeps_its_queries_and_its_own_keys() -> None:
+    def kept(again: bool) -> int:
+        with on_paper(4) as paper, paper.sizes():
+            attend = CausalContext(Mesh({"context": 4}, 4)["context"], again)
+            q, k, v = (torch.empty(1, heads, 16, 16, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2))
+            before = paper.bytes
+            out = attend(q * 2, k * 2, v * 2)
+            return paper.bytes - before - out.nbytes
+
+    own, whole = 2 * 2 * 2 * 16 * 16, 2 * 2 * 2 * 64 * 16
+    queries = outs = 2 * 4 * 16 * 16
+    assert (kept(True), kept(False)) == (queries + own + outs + 4 * 4 * 16, queries + own + outs + 4 * 4 * 16 + whole)
+
+
 def test_messages_of_attention_over_context_are_counted() -> None:
     keys = 2 * 2 * 2 * 16 * 16  # bytes of keys and values, 16 tokens of 2 heads
     for again, names in ((True, ["all-gather"] * 2 + ["reduce-scatter"]), (False, ["all-gather", "reduce-scatter"])):
@@ -146,13 +160,19 @@ def test_a_step_over_context_is_planned() -> None:
 
 def test_micro_batches_send_and_update_once_in_a_step() -> None:
     planner = Planner("llm", [*TINY, "model.layers=2"])
-    one, four = (planner.step(1, 4, each, machine("h100"), ("step.accumulate=1",)).step for each in (1, 4))
-    assert (one.sent, one.messages) == (four.sent, four.messages) and one.messages > 0
-    assert 2 * one.memory < four.memory < 4 * one.memory
-    assert four.products == pytest.approx(4 * one.products)
+    one, two, four = (planner.step(1, 4, each, machine("h100"), ("step.accumulate=1",)).step for each in (1, 2, 4))
+    assert (two.sent, two.messages) == (four.sent, four.messages) and two.messages > 0
+    assert two.sent == 2 * one.sent  # in float32, not bfloat16
+    assert 1.2 * two.memory < four.memory < 2 * two.memory and four.products == pytest.approx(2 * two.products)
 
 
 def test_settings_say_the_mesh_and_the_steps_of_another_training() -> None:
     planner = Planner("llm", [word for word in llm.Trial.tiny if "data.batch" not in word], "apps/llm/configs/gpt3.yaml")
     assert planner.axes() == {"pipeline": 8} and planner.ways == [4] and planner.workload.samples == {2304: 2304 * 72_401}
     assert Planner("llm").axes() == {} and Planner("llm").ways == [1, 2, 4, 8]
+
+
+def test_lamb_keeps_a_direction_beside_its_moments() -> None:
+    planner = Planner("llm", [*TINY, "model.layers=2", "step.precision=fp32"])
+    adam, lamb = (planner.step(1, 1, 1, machine("h100"), (f"step.optimizer={name}",)).held for name in ("adamw", "lamb"))
+    assert lamb - adam == pytest.approx(4 * planner.settings("model.layers=2").model.parameters, rel=0.01)
