@@ -319,6 +319,11 @@ def test_a_remedy_cuts_what_can_be_cut(model: str, words: Sequence[str], world: 
     assert found.startswith(told)
 
 
+def test_one_copy_is_not_told_to_divide_what_it_holds() -> None:
+    alone, four = ([word for words, _ in memory._changes(settings(), n, 1) for word in words] for n in (1, 4))
+    assert any("step.shard" in word for word in four) and alone and not any("step.shard" in word for word in alone)
+
+
 @pytest.mark.parametrize("narrow", [False, True])
 @pytest.mark.parametrize("name", ["lamb", "adamw", "sgd", "lars"])
 def test_an_optimizer_keeps_what_is_counted(name: Any, narrow: bool) -> None:

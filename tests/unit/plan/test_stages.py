@@ -1,5 +1,6 @@
 """Stages of a pipeline and tokens over context, planned."""
 
+import json
 from collections import Counter
 from typing import Any
 
@@ -8,6 +9,8 @@ import torch
 from torch import nn
 
 import apps.llm.trial as llm
+from hpcai.cli import main
+from hpcai.cli.plan import show
 from hpcai.cli.plan.planner import Planner, UnfitError
 from hpcai.dist.mesh import Mesh
 from hpcai.parallel.context import CausalContext
@@ -176,3 +179,22 @@ def test_lamb_keeps_a_direction_beside_its_moments() -> None:
     planner = Planner("llm", [*TINY, "model.layers=2", "step.precision=fp32"])
     adam, lamb = (planner.step(1, 1, 1, machine("h100"), (f"step.optimizer={name}",)).held for name in ("adamw", "lamb"))
     assert lamb - adam == pytest.approx(4 * planner.settings("model.layers=2").model.parameters, rel=0.01)
+
+
+def test_the_command_plans_the_mesh_of_the_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*llm.Trial.tiny, "apps/llm/configs/gpt3.yaml", "data.batch=16", "mesh.pipeline=2", "mesh.tensor=2", "mesh.context=2"]
+    assert main(["plan", "llm", *words, "--gpus", "4", "16", "--slower", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    (row,) = found["jobs"]["16"]
+    parts = ("kernels_s", "launches_s", "messages_s", "idle_s", "loader_s")
+    assert row["step_s"] == pytest.approx(sum(row[part] for part in parts)) and row["idle_s"] > 0
+    assert (row["ways"], row["batch"], found["axes"], found["jobs"]["4"]) == (2, 16, {"pipeline": 2, "context": 2}, [])
+    show(found)
+    assert "each of them over context 2 x pipeline 2" in capsys.readouterr().out
+
+
+def test_weights_of_a_divided_optimizer_are_sent_back() -> None:
+    planner = Planner("llm", [*TINY, "model.layers=2", "step.precision=fp32"])
+    kinds = ("none", "optimizer")
+    none, divided = (planner.step(1, 4, 1, machine("h100"), ("step.accumulate=1", f"step.shard={kind}")).step for kind in kinds)
+    assert divided.sent == pytest.approx(none.sent, rel=0.01)
