@@ -1,21 +1,31 @@
 """Fine-tuning of Llama 2 70B to be planned:  hpcai plan llm --gpus 8 64 | hpcai plan llm --check
 
-Cut over ``tensor``; a row of a batch is a micro-batch. Steps are planned uncompiled and in bfloat16: what NVIDIA published was
-compiled by hand, and its runs multiplied in FP8.
+Another training is planned for the steps that its settings have:  hpcai plan llm apps/llm/configs/gpt3.yaml --gpus 512 1024
+
+Cut over ``tensor``, and over pipeline and context as the settings have it; a row of a batch is a micro-batch. Steps are planned
+uncompiled: what NVIDIA published was compiled by hand.
 """
+
+from typing import Any
+
+from torch import nn
 
 from apps.llm.trial import Trial
 from hpcai.cli.plan.workload import Evaluation, Published, Workload
+from hpcai.dist import Mesh
+from hpcai.models.llm import LLM, stages
+from hpcai.parallel.pipeline import Pipeline
 
 _LLAMA31 = "width: 4096, layers: 32, heads: 32, key_heads: 8, inner: 14336, vocabulary: 128256"
 _ADAPTED = (f"model={{{_LLAMA31}, positions: 4096}}", "lora.dropout=0.0")
+_EIGHTHS = ("step.products=fp8",)
 _TRAINED = (f"model={{{_LLAMA31}, positions: 8192}}", "lora=null", "step.shard=optimizer")
 
 
 class Plan(Workload):
     subject, yaml, cut, depth = Trial(), "llama2-70b-lora.yaml", "tensor", "model.layers"
-    keeps = ("step.shard", "start.weights")  # adapters are of some weights, which are not read
-    lean = (("step.accumulate=1", "model.recompute=none"), ("step.accumulate=1", "model.recompute=layers"))
+    keeps = ("step.shard", "step.products", "start.weights")  # adapters are of some weights, which are not read
+    lean = tuple(("step.accumulate=1", f"model.recompute={what}") for what in ("none", "selective", "layers"))
     samples = {8: 3264, 128: 11_100}
     source = "reference convergence of MLPerf: 3,072 to 3,456 rows at a batch of 8, about 11,100 at 128"
     evaluation = Evaluation(samples=173, every=384, cost=1 / 2)  # forward alone; backward finds no gradients of weights
@@ -24,6 +34,20 @@ class Plan(Workload):
         Published("step", 128 * 8192 / (8 * 10_682), "h100", 8, 128, words=_TRAINED, of="NVIDIA, bf16"),
         Published("step", 8 * 4096 / (8 * 17_809), "h100", 8, 8, words=_ADAPTED, of="NVIDIA, bf16"),
         Published("run", 116.1, "h100", 8, 8, ways=4, of="Juniper, DeepSpeed"),
-        Published("run", 24.69, "h200", 8, 8, ways=2, of="NVIDIA, FP8"),
-        Published("run", 28.07, "h100", 8, 8, ways=4, of="NVIDIA, FP8"),
+        Published("run", 24.69, "h200", 8, 8, ways=4, words=_EIGHTHS, of="NVIDIA, FP8"),
+        Published("run", 28.07, "h100", 8, 8, ways=4, words=_EIGHTHS, of="NVIDIA, FP8"),
     )
+
+    def act(self, cfg: Any, model: nn.Module, mesh: Mesh) -> Pipeline | None:
+        assert isinstance(model, LLM)
+        return stages(model, mesh, **cfg.stages.model_dump())
+
+    def stages(self, cfg: Any) -> int:
+        return int(cfg.mesh.pipeline * cfg.stages.per_rank)
+
+    def learn(self, cfg: Any) -> None:
+        if cfg.benchmark == "llama2_70b_lora":
+            return
+        batch, rows = cfg.data.batch, cfg.data.validation_rows or cfg.data.evaluation_batch
+        self.samples, self.source = {batch: batch * cfg.train.steps}, "the steps of its settings"
+        self.evaluation = Evaluation(samples=rows, every=cfg.data.epoch or batch * cfg.train.steps, cost=1 / 3)

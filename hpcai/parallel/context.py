@@ -116,10 +116,10 @@ class _Gathered:
 
     def left_out(self, whole: Tensor) -> AbstractContextManager[Any]:
         """Inside, views of ``whole`` that the backward pass wants are not kept: all are gathered again when it asks for one."""
-        memory = whole.untyped_storage().data_ptr()  # and not the tensor: autograd holds the functions below
+        memory = whole.untyped_storage()._cdata  # and not the tensor: autograd holds the functions below
 
         def pack(tensor: Tensor) -> Any:
-            is_view = tensor.untyped_storage().data_ptr() == memory
+            is_view = tensor.untyped_storage()._cdata == memory
             return (tensor.size(), tensor.stride(), tensor.storage_offset()) if is_view else tensor
 
         def unpack(kept: Any) -> Tensor:

@@ -4,6 +4,7 @@ GPipe: Huang et al., NeurIPS 2019; with several stages on a rank, breadth first:
 form: Narayanan et al., SC21. Zero bubble and its V form, for two stages on a rank: Qi et al., ICLR 2024.
 """
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ _SCHEDULES = {  # with one stage on a rank, and with several
     "gpipe": ("ScheduleGPipe", "ScheduleLoopedBFS"), "1f1b": ("Schedule1F1B", "ScheduleInterleaved1F1B"),
     "zero-bubble": ("ScheduleInterleavedZeroBubble",) * 2, "zero-bubble-v": ("", "ScheduleZBVZeroBubble"),
 }  # fmt: skip
+_PASS = re.compile(r"(\d+)([FBIW])(\d+)")  # as torch writes it: 2F0
 _KEPT = 4  # shapes of micro-batches whose schedules keep their buffers
 
 
@@ -86,6 +88,28 @@ class Pipeline:
         self._schedules[key].step(number=numbers, target=numbers)
         every, self._step = self._step.values, _Step()
         return self._told(every)
+
+    def alone(self, measure: Measure, part: Any, around: Around) -> Callable[[int, Any], Tensor]:
+        """``part`` without a schedule: what each of this rank's stages makes of a hidden state (the first: of none)."""
+        self._step = _Step(measure, [part], [call_of(measure, self.model, part, around)], around, [{}])
+        return lambda stage, hidden: self._micro(stage, 0, hidden)
+
+    def order(self, parts: int) -> list[list[tuple[str, int, int]]]:
+        """What each rank does with ``parts`` micro-batches, one after another: a pass, its stage, its micro-batch. Passes are F
+        (forward) and B (backward), or I and W (gradients of inputs and of weights apart). Raises ConfigError as ``backward``."""
+        made = self._scheduled(parts, [_Kind((1,), torch.float32)] * self.count)
+        if self.schedule == "gpipe" and self.count == self.axis.size:  # torch's orders of these two are drawings
+            return [[(kind, rank, n) for kind in "FB" for n in range(parts)] for rank in range(self.count)]
+        if self.schedule == "1f1b" and self.count == self.axis.size:
+            ahead = [min(self.count - 1 - rank, parts) for rank in range(self.count)]
+            return [
+                [("F", rank, n) for n in range(first)]
+                + [(kind, rank, n + first * (kind == "F")) for n in range(parts - first) for kind in "FB"]
+                + [("B", rank, n) for n in range(parts - first, parts)]
+                for rank, first in enumerate(ahead)
+            ]
+        every = [[_PASS.fullmatch(str(one)) for one in made.pipeline_order[rank]] for rank in range(self.axis.size)]
+        return [[(one[2], int(one[1]), int(one[3])) for one in own if one] for own in every]
 
     def _run(self, stage: int, call: Call, hidden: Any, around: Around) -> Any:
         with around():

@@ -13,9 +13,10 @@ import torch.distributed as torch_dist
 from torch import Tensor, nn
 
 from hpcai.dist.mesh import Axis, Mesh
+from hpcai.kernels import compiler
 from hpcai.parallel.rows import Part, Row, Share, alike, check_dense, loose, place_of, sum_axes
 
-_FEW = 4  # ranks whose gradients are added up in bfloat16: sums of 8 are off by 0.3 %, of 2,048 by a quarter
+FEW = 4  # ranks whose gradients are added up in bfloat16: sums of 8 are off by 0.3 %, of 2,048 by a quarter
 _ALIGN = 32  # elements: every gradient starts on a cache line and on a vector register
 
 
@@ -118,7 +119,7 @@ class GradientSums:
         check_dense(named)
         axes = {p: _axes(p, mesh) for p in named.values()}
         start_equal(model, mesh)
-        free = {n for n, p in named.items() if p.device.type == "cpu" and not (axes[p] or fixed) and self._dtype(p, ()) == p.dtype}
+        free = {n for n, p in named.items() if compiler.on_cpu(p) and not (axes[p] or fixed) and self._dtype(p, ()) == p.dtype}
         bound = {name: p for name, p in named.items() if name not in free}
         groups = _group(bound, axes, bucket_mb * 1e6, decays)
         self.buckets = [self._bucket({n: named[n] for n in group}, axes[named[group[0]]], group[0] in decays) for group in groups]
@@ -132,7 +133,7 @@ class GradientSums:
 
     def _dtype(self, parameter: nn.Parameter, axes: tuple[Axis, ...]) -> torch.dtype:
         narrow = parameter.dtype in (torch.bfloat16, torch.float16)
-        wide = self.wide or math.prod(axis.size for axis in axes) > _FEW
+        wide = self.wide or math.prod(axis.size for axis in axes) > FEW
         return torch.float32 if wide and narrow else parameter.dtype
 
     def _bucket(self, parameters: dict[str, nn.Parameter], axes: tuple[Axis, ...], decays: bool) -> Bucket:

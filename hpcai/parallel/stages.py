@@ -83,11 +83,15 @@ class Stages:
                 tensor.sum_axes = (*getattr(tensor, "sum_axes", ()), shared)  # type: ignore[attr-defined]
 
 
+def evenly(blocks: int, stages: int) -> list[int]:
+    """Blocks of each stage where nobody says how many: the last one has fewest, then the first."""
+    fullest = sorted(range(stages), key=lambda stage: (stage == stages - 1, stage == 0))
+    return [blocks // stages + (fullest.index(stage) < blocks % stages) for stage in range(stages)]
+
+
 def _sizes(sizes: Sequence[int] | None, blocks: int, stages: int, first: bool, last: bool) -> list[int]:
     """Blocks of each stage."""
-    if sizes is None:
-        fullest = sorted(range(stages), key=lambda stage: (stage == stages - 1, stage == 0))
-        sizes = [blocks // stages + (fullest.index(stage) < blocks % stages) for stage in range(stages)]
+    sizes = evenly(blocks, stages) if sizes is None else sizes
     least = [0 if (stage == 0 and first) or (stage == stages - 1 and last) else 1 for stage in range(stages)]
     if len(sizes) != stages or sum(sizes) != blocks or any(n < m for n, m in zip(sizes, least)):
         raise ConfigError(

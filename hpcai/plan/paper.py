@@ -27,7 +27,8 @@ from unittest import mock
 import torch
 import torch.distributed as torch_dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.nn.attention.bias import CausalBias
 from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -65,8 +66,8 @@ def _attended_back(_: Any, q: Any, k: Any, v: Any, *rest: Any, **__: Any) -> flo
 
 
 def _looked(q: Any, k: Any, causal: bool) -> float:
-    """The part of the scores that a kernel computes."""
-    return 0.5 if causal and q[-2] == k[-2] else 1.0
+    """The part of the scores that a kernel computes, where the queries are those of the last keys."""
+    return 1 - 0.5 * q[-2] / k[-2] if causal else 1.0
 
 
 PRODUCTS = {
@@ -112,6 +113,15 @@ class Record:
 
     events: list[Event] = field(default_factory=list)
     peak: int = 0
+    before: int = 0
+    """bytes at its beginning"""
+    once: set[int] = field(default_factory=set)
+    """places of the events that another micro-batch does not have again"""
+
+    @property
+    def again(self) -> list[Event]:
+        """Events of one more micro-batch."""
+        return [event for place, event in enumerate(self.events) if place not in self.once]
 
 
 class Paper(TorchDispatchMode):
@@ -136,17 +146,36 @@ class Paper(TorchDispatchMode):
                 held.enter_context(_launched(self))
             held.enter_context(mock.patch.object(torch_dist, "all_gather_object", _all_alike))  # whose sizes would be read
             held.enter_context(mock.patch.object(torch_dist, "broadcast_object_list", lambda *_, **__: None))
+            held.enter_context(mock.patch.object(CausalBias, "__new__", _bias))
+            held.enter_context(mock.patch.object(CausalBias, "_dispatch", _causal))
             held.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             held.enter_context(self)
             yield
 
     @contextmanager
     def recording(self) -> Iterator[Record]:
-        before, self._record = self._record, Record(peak=self._bytes)
+        """Events and memory until its end, which the recording around it, if any, does not have."""
+        before, self._record = self._record, Record(peak=self._bytes, before=self._bytes)
         try:
             yield self._record
         finally:
             self._record = before
+
+    def once(self, function: Callable[[], Any]) -> Callable[[], Any]:
+        """``function``, whose events are those of a whole step and not of each micro-batch."""
+
+        def noted() -> Any:
+            first = len(self._record.events)
+            found = function()
+            self._record.once.update(range(first, len(self._record.events)))
+            return found
+
+        return noted
+
+    @property
+    def bytes(self) -> int:
+        """Of all tensors that there are."""
+        return self._bytes
 
     def fake(self, batch: Any) -> Any:
         """Tensors of the sizes of those in ``batch``."""
@@ -188,8 +217,9 @@ class Paper(TorchDispatchMode):
         read = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         read = read[1:] if name in _WRITES else read
         products = self._products(function.overloadpacket, args, kwargs, found)
-        wide = [x for x in read if x.dim()] or read or written  # a scale of what is multiplied is no part of it
-        self.ran(name, sum(map(_bytes, (*read, *written))), products, max(x.element_size() for x in wide))
+        widths = [x.element_size() for x in read or written if x.is_floating_point() or not products]
+        # Beside what is multiplied there may be wider sums: of attention, and those that a product is added to.
+        self.ran(name, sum(map(_bytes, (*read, *written))), products, (min if products else max)(widths))
         return found
 
     def _products(self, operation: Any, args: Any, words: Any, found: Any) -> float:
@@ -234,7 +264,7 @@ class _Work(torch_dist.Work):
 
 
 class _Group(torch_dist.ProcessGroup):
-    """Ranks of which the first alone is there. All others give what it gives."""
+    """Ranks of which one alone is there. All others give what it gives."""
 
     paper: Paper
 
@@ -287,13 +317,24 @@ def _joined(options: Any, _: Any) -> _Group:
     return _Group(options.group_rank, ranks)
 
 
+def _bias(kind: type[CausalBias], *_: Any) -> CausalBias:
+    """A bias is no tensor of the step, and FakeTensorMode can make none."""
+    with unset_fake_temporarily():
+        return Tensor._make_subclass(kind, torch.empty(0))
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor, mask: CausalBias, *_: Any, **__: Any) -> Tensor:
+    """Attention of the queries of the last keys: CausalBias looks into tensors to choose the kernel that a GPU has for it."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, is_causal=True)[0]
+
+
 def _all_alike(values: list[Any], value: Any, **_: Any) -> None:
     values[:] = [value] * len(values)
 
 
 @contextmanager
-def on_paper(world: int, kernels: bool = True) -> Iterator[Paper]:
-    """A job of ``world`` processes, of which this is the first. ``kernels``: what is computed counts as done on a GPU. Raises
+def on_paper(world: int, kernels: bool = True, rank: int = 0) -> Iterator[Paper]:
+    """A job of ``world`` processes, of which this is ``rank``. ``kernels``: what is computed counts as done on a GPU. Raises
     MeshError within another job."""
     if torch_dist.is_initialized():
         raise MeshError("a plan needs a process that belongs to no job; end the job first, or plan in another process")
@@ -301,7 +342,7 @@ def on_paper(world: int, kernels: bool = True) -> Iterator[Paper]:
         torch_dist.Backend.register_backend("paper", _joined, extended_api=True, devices=["cpu", "cuda"])
     paper = Paper(kernels)
     with mock.patch.object(_Group, "paper", paper, create=True):
-        torch_dist.init_process_group("paper", rank=0, world_size=world, store=torch_dist.HashStore())
+        torch_dist.init_process_group("paper", rank=rank, world_size=world, store=torch_dist.HashStore())
         try:
             yield paper
         finally:

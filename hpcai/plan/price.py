@@ -23,6 +23,8 @@ class Price:
     sent: float
     """bytes"""
     messages: float
+    idle: float = 0.0
+    """in which a stage of a pipeline has nothing to do"""
 
     def __add__(self, other: "Price") -> "Price":
         return Price(*(a + b for a, b in zip(vars(self).values(), vars(other).values())))
@@ -56,6 +58,6 @@ def price(events: Sequence[Event], machine: Machine, captured: bool = True) -> P
             there[event.number] = free[way] = start + took
             sent, messages = sent + bytes, messages + 1
         else:
-            late = max(0.0, there[event.number] - now)
+            late = max(0.0, there.get(event.number, now) - now)  # or it was sent before these events
             now, waiting = now + late, waiting + late
     return Price(now, products, memory, launches, waiting, sent, messages)

@@ -19,14 +19,18 @@ from torch import Tensor
 from apps.llm import memory
 from apps.llm.settings import Config
 from hpcai import config
+from hpcai.cli.plan.planner import Planner
 from hpcai.dist import Mesh
 from hpcai.errors import MeshError
 from hpcai.models.llm import LLM, Batch, LLMConfig, LoRAConfig, adapt, loss, parallelize, stages
 from hpcai.nn.deferred import deferred
 from hpcai.parallel import pipeline
 from hpcai.parallel.replicate import GradientSums
+from hpcai.parallel.rows import loose
+from hpcai.plan.machines import find as machine
 from hpcai.plan.paper import Paper, on_paper
 from hpcai.train import Step
+from hpcai.train.optim import Optimizer
 from tests.apps.running import ROOT
 
 TOKENS = 2048
@@ -138,7 +142,6 @@ def job(cfg: Config, world: int) -> Iterator[Paper]:
     with ExitStack() as held:
         for place, function in {
             "hpcai.train.choices.GradientSums": fixed,
-            "hpcai.parallel.context.causal_lower_right": lambda *_: None,
             "hpcai.parallel.pipeline.Pipeline._learned": learned,
             "hpcai.parallel.pipeline.Pipeline._told": lambda *_: [{}],
             "hpcai.parallel.pipeline._Stage.forward": lambda stage, *hidden, number: stage._act(0, hidden[0] if hidden else None),
@@ -223,6 +226,23 @@ def test_the_fullest_process_of_a_pipeline_counts() -> None:
     assert last > first and memory.need(cfg, 2) == last
 
 
+@pytest.mark.parametrize(
+    "words",
+    [(), (AGAIN,), ("mesh.pipeline=4", "mesh.tensor=2", "step.shard=optimizer"), ("stages.schedule=gpipe",),
+     ("stages.per_rank=2",), ("model.vocabulary=128000", AGAIN)],
+    ids=["1F1B", "again", "divided optimizer", "GPipe", "interleaved", "many words"],
+)  # fmt: skip
+def test_a_planned_stage_has_the_memory_of_the_fullest_process(words: Sequence[str], tmp_path: Path) -> None:
+    words = [*MODEL, "model.layers=24", "step.bucket_mb=1e-6", "mesh.pipeline=2", "step.accumulate=32", "data.batch=64", *words]
+    (tmp_path / "plain.yaml").write_text("{}")
+    planner, cfg = Planner("llm", words, tmp_path / "plain.yaml"), config.load(Config, None, words)
+    mesh = cfg.mesh
+    found = planner.step(mesh.tensor, 2, 32, machine("h100"), ("step.accumulate=1",)).peak
+    need = memory.need(cfg, 2 * mesh.pipeline * mesh.tensor)
+    print(f"planned {found / 1e9:.3f} GB, counted {need / 1e9:.3f}")
+    assert found == pytest.approx(need, rel=0.005)
+
+
 def test_operations_of_a_token_are_those_that_others_count() -> None:
     cfg = config.load(Config, None, ["data.directory=nowhere"])
     assert [memory.operations(cfg, 4096, half) / 1e9 for half in (False, True)] == pytest.approx([46.09, 42.87], abs=0.01)
@@ -275,6 +295,54 @@ def test_what_is_proposed_fits_and_what_costs_less_does_not() -> None:
         fewer = [other for other in words if other != word]
         assert memory.need(config.load(Config, None, ["data.directory=nowhere", "data.batch=64", *fewer]), 8) > memory.FULL * 30e9
     assert "activations" in told and "there are 30" in told
+
+
+ALONE = "heads: 1, head: 128, key_heads: 1, positions: 1024, vocabulary: 32000"  # one head cannot be cut
+
+
+WIDE, DEEP = f"layers: 1, width: 8192, inner: 28672, {ALONE}", f"layers: 8, width: 2048, inner: 8192, {ALONE}"
+
+
+@pytest.mark.parametrize(
+    ("model", "words", "world", "fits", "told"),
+    [
+        # One layer of one head: only who holds it can change, and each holder needs a row.
+        (WIDE, ("step.shard=weights", "data.batch=8"), 8, 0.9, "no mesh that the model can be cut along fits;"),
+        (WIDE, ("step.shard=weights", "data.batch=16"), 8, 16, "take 16 processes at least, with the same settings:"),
+        (WIDE, ("step.shard=weights", "data.batch=64"), 8, 0.7, "take 32 processes at least, with step.accumulate=2:"),
+        # One copy has nobody to divide its optimizer with.
+        (DEEP, ("data.batch=3", "step.accumulate=3"), 1, 0.97, "take 2 processes at least, with mesh.pipeline=2:"),
+        # Three rows are not for two copies; stages have as many micro-batches at least.
+        (DEEP, ("data.batch=3",), 2, 0.7, "take step.accumulate=3 mesh.pipeline=2:"),
+        (DEEP, ("data.batch=3", "step.accumulate=3", "mesh.context=2"), 2, 0.7, "take 4 processes at least, with mesh.pipeline=2:"),
+        (DEEP, ("data.batch=3", "mesh.evaluate=2"), 4, 0.7, "take step.accumulate=3 mesh.pipeline=2:"),
+    ],
+)  # fmt: skip
+def test_a_remedy_cuts_what_can_be_cut(model: str, words: Sequence[str], world: int, fits: float, told: str) -> None:
+    """``fits``: what part of the memory there is, or on how many processes there is enough."""
+    every = ["data.directory=nowhere", "step.precision=bf16-params", f"model={{{model}, recompute: layers}}", *words]
+    cfg = config.load(Config, None, every)
+    room = fits * memory.need(cfg, world) if fits < 1 else 1.0001 * memory.need(cfg, int(fits))
+    found = memory._remedy(cfg, world, world, room / memory.FULL)
+    print(found)
+    assert found.startswith(told)
+
+
+def test_one_copy_is_not_told_to_divide_what_it_holds() -> None:
+    alone, four = ([word for words, _ in memory._changes(settings(), n, 1) for word in words] for n in (1, 4))
+    assert any("step.shard" in word for word in four) and alone and not any("step.shard" in word for word in alone)
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize("name", ["lamb", "adamw", "sgd", "lars"])
+def test_an_optimizer_keeps_what_is_counted(name: Any, narrow: bool) -> None:
+    words = [f"step.optimizer={name}", f"step.precision={'bf16-params' if narrow else 'fp32'}", "step.moments=bf16"]
+    cfg = settings(*words, "step.momentum=0.9")
+    model = torch.nn.Linear(64, 32, bias=False, dtype=torch.bfloat16 if narrow else torch.float32)
+    states = Optimizer([loose("weight", model.weight, True, ())], cfg.step).states
+    kept = [x for s in states for x in (s._master, getattr(s, "direction", None), *s.moments.values()) if x is not None]
+    found = memory._held(cfg, memory.Sizes(1, 1, 1, 1), [memory.Weight(64 * 32, 1)], trained=True)
+    assert found["optimizer"] == sum(x.nbytes for x in kept) > 0
 
 
 def test_what_fits_is_not_refused() -> None:

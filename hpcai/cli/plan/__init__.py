@@ -4,7 +4,8 @@ The app's own step runs on paper: the code that a GPU would be given, as one pro
 sizes and no numbers. That gives its kernels, the bytes that they move, its messages and where they are waited for, and its memory.
 Rates are those of the GPU's sheet (hpcai.plan.machines). How much slower kernels are than these is taken from one published step of
 the app; `--measured` takes it from a step of yours, and `--slower 1` plans what no code can beat. Steps to the target are those
-that the benchmark's reference needs at each batch.
+that the benchmark's reference needs at each batch. Along other axes than the one of `--ways` a sample is cut as the settings say
+(mesh.pipeline, mesh.context), and then by default in one way.
 
     --check    plan what others have published, and print how wrong that is
 """
@@ -39,7 +40,8 @@ def main(argv: Sequence[str]) -> int:
             on = machines.find(words.machine)
             slower = words.slower or (planner.measured(words.measured, on) if words.measured else planner.slower)
             found |= {"machine": on.name, "slower": slower}
-            on, ways = replace(on, slower=slower), words.ways or ([1, 2, 4, 8] if planner.workload.cut else [1])
+            on, ways = replace(on, slower=slower), words.ways or planner.ways
+            found["axes"] = planner.axes()
             found["jobs"] = {gpus: [row(job, on) for job in best(planner, gpus, ways, on, words.evaluate)] for gpus in words.gpus}
     if words.directory is not None:
         from hpcai.cli.plan.picture import draw
@@ -58,7 +60,7 @@ def _parsed(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("words", nargs="*", metavar="CONFIG.yaml|key=value", help="settings of the app")
     parser.add_argument("--machine", default="h100", help=f"one of {', '.join(MACHINES)}")
     parser.add_argument("--gpus", type=int, nargs="+", default=[8, 64, 512, 2048], metavar="N", help="GPUs that train")
-    parser.add_argument("--ways", type=int, nargs="+", metavar="N", help="processes that one sample is cut over (1 2 4 8)")
+    parser.add_argument("--ways", type=int, nargs="+", metavar="N", help="processes that a sample is cut over, along one axis")
     parser.add_argument("--evaluate", type=int, default=0, metavar="N", help="more GPUs that only evaluate")
     parser.add_argument("--slower", type=float, metavar="FACTOR", help="than the machine's rates allow")
     parser.add_argument("--measured", type=float, metavar="SECONDS", help="of a step of one sample on one GPU of this machine")
@@ -78,11 +80,11 @@ def best(planner: Planner, gpus: int, ways: Sequence[int], on: Machine, evaluati
 
 
 def row(job: Job, on: Machine) -> Row:
-    step, peak, lean = job.fit
+    step, peak, lean, _ = job.fit
     return {
         "gpus": job.gpus, "ways": job.ways, "batch": job.batch, "memory_gb": peak / 1e9, "of_gb": on.room / 1e9, "lean": list(lean),
         "step_s": job.seconds, "kernels_s": step.products + step.memory, "launches_s": step.launches, "messages_s": step.waiting,
-        "loader_s": job.loader, "sent_gb": step.sent / 1e9, "steps": job.steps, "minutes": job.minutes,
+        "idle_s": step.idle, "loader_s": job.loader, "sent_gb": step.sent / 1e9, "steps": job.steps, "minutes": job.minutes,
         "evaluation_minutes": job.evaluation,
     }  # fmt: skip
 
@@ -102,7 +104,7 @@ def check(planner: Planner) -> list[Row]:
 
 def show(found: Row) -> None:
     console = Console()
-    console.width = max(console.width, 120)
+    console.width = max(console.width, 132)
     show_to_reader(lambda: _checked(found, console) if "check" in found else _jobs(found, console))
 
 
@@ -122,19 +124,22 @@ def _checked(found: Row, console: Console) -> None:
 def _jobs(found: Row, console: Console) -> None:
     slower = f"kernels {found['slower']:.2f} times slower than its rates"
     console.print(f"{found['plan']} on {found['machine']}; {slower}; {found['source']}", soft_wrap=True)
-    caption = "ms of a step: kernels, their starts, messages that nothing hides, the loader; minutes in which training waits"
+    if found["axes"]:
+        console.print("each of them over " + " x ".join(f"{name} {size}" for name, size in found["axes"].items()))
+    caption = "ms of a step: kernels, their starts, messages that nothing hides, stages with nothing to do, the loader; minutes in"
+    caption += " which training waits"
     table = Table(caption=caption, caption_justify="left")
-    heads = "GPUs", "ways", "batch", "GB", "ms a step", "kernels", "starts", "messages", "loader", "steps", "minutes", "evaluating"
-    for name in heads:
+    parts = "kernels", "starts", "messages", "idle", "loader"
+    for name in ("GPUs", "ways", "batch", "GB", "ms a step", *parts, "steps", "minutes", "evaluating"):
         table.add_column(name, justify="right")
     for rows in found["jobs"].values():
         least = min((one["minutes"] for one in rows), default=0)
         for one in rows:
-            parts = (_number(1e3 * one[key]) for key in ("step_s", "kernels_s", "launches_s", "messages_s", "loader_s"))
+            took = (_number(1e3 * one[key]) for key in ("step_s", "kernels_s", "launches_s", "messages_s", "idle_s", "loader_s"))
             style = "bold" if one["minutes"] == least else None
             ends = f"{one['steps']:,.0f}", _number(one["minutes"]), _number(one["evaluation_minutes"])
             sizes = f"{one['gpus']:,}", str(one["ways"]), str(one["batch"]), _number(one["memory_gb"])
-            table.add_row(*sizes, *parts, *ends, style=style)
+            table.add_row(*sizes, *took, *ends, style=style)
         table.add_section()
     console.print(table)
     for gpus in [gpus for gpus, rows in found["jobs"].items() if not rows]:

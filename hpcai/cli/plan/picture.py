@@ -13,7 +13,7 @@ _INK, _FAINT, _GRID = "#1c2430", "#6b7685", "#e6e9ee"
 _SHADES = ("#7db8da", "#2458d3", "#6d3bef", "#1c2430")  # darker: cut over more processes
 _PARTS = (
     ("kernels_s", "kernels", "#2458d3"), ("launches_s", "their starts", "#9ec1e6"), ("messages_s", "messages", PALETTE[0]),
-    ("loader_s", "loader", PALETTE[2]),
+    ("idle_s", "idle stages", _FAINT), ("loader_s", "loader", PALETTE[2]),
 )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from hpcai.cli import apps
 from hpcai.cli.trial import Subject
 from hpcai.dist import Mesh
 from hpcai.errors import ConfigError
+from hpcai.parallel.pipeline import Pipeline
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Workload:
     yaml: str
     """file in apps/<name>/configs"""
     cut: str | None = None
-    """axis of the mesh over which one sample is cut"""
+    """axis of the mesh over which one sample is cut, in several ways; along others as the settings say (mesh.pipeline)"""
     turns: Mapping[Sequence[str], float] = {(): 1.0}
     """key=value words of the kinds of step, and how much each weighs in the mean step"""
     lean: Sequence[Sequence[str]] = ((),)
@@ -86,6 +87,17 @@ class Workload:
 
     def build(self, cfg: Any, mesh: Mesh) -> nn.Module:
         return self.subject.build(cfg, mesh, self.subject.whole(cfg, mesh))
+
+    def act(self, cfg: Any, model: nn.Module, mesh: Mesh) -> Pipeline | None:
+        """The stages of ``model``, where the mesh has the axis pipeline."""
+        return None
+
+    def stages(self, cfg: Any) -> int:
+        """How many these are in all."""
+        return int(getattr(cfg.mesh, "pipeline", 1))
+
+    def learn(self, cfg: Any) -> None:
+        """Take over what the settings say of ``samples``, ``source`` and ``evaluation``, where they are of another training."""
 
     def batch(self, cfg: Any, mesh: Mesh, count: int) -> Any:
         """Tensors as this process gets them for ``count`` samples; their numbers do not count."""

@@ -102,7 +102,7 @@ def test_a_deep_model_is_planned_from_few_layers_as_from_all() -> None:
     every.workload.depth = None
     for ways, more in ((1, ("lora=null",)), (2, ("model.recompute=layers",))):
         found = (each.step(ways, 4, 1, machine("h100"), (*more, "step.accumulate=1")) for each in (few, every))
-        (step, peak, _), (whole, most, _) = found
+        (step, peak, *_), (whole, most, *_) = found
         for part in ("products", "memory", "launches", "sent", "messages"):
             assert getattr(step, part) == pytest.approx(getattr(whole, part), rel=1e-9)
         assert whole.memory > 0 and whole.messages > 30

@@ -42,7 +42,7 @@ def error(ranks: int, monkeypatch: pytest.MonkeyPatch, **words: Any) -> float:
 def test_the_error_of_narrow_gradients_does_not_grow_with_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     errors = [error(ranks, monkeypatch) for ranks in (2, 4, 8, 128)]
     assert errors[0] < errors[1] < 0.004 and max(errors[2:]) < 1e-5
-    monkeypatch.setattr(replicate, "_FEW", 1000)
+    monkeypatch.setattr(replicate, "FEW", 1000)
     assert error(128, monkeypatch) > 0.005, "in bfloat16"
     assert error(128, monkeypatch, wide=True) < 1e-5
 

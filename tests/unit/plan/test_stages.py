@@ -1,0 +1,200 @@
+"""Stages of a pipeline and tokens over context, planned."""
+
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import apps.llm.trial as llm
+from hpcai.cli import main
+from hpcai.cli.plan import show
+from hpcai.cli.plan.planner import Planner, UnfitError
+from hpcai.dist.mesh import Mesh
+from hpcai.parallel.context import CausalContext
+from hpcai.parallel.pipeline import Pipeline
+from hpcai.plan.machines import Link
+from hpcai.plan.machines import find as machine
+from hpcai.plan.paper import Run, Send, on_paper
+from hpcai.plan.stages import most, passes
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(8))
+
+
+def order(schedule: Any, ranks: int, parts: int, per_rank: int = 1) -> list[list[tuple[str, int, int]]]:
+    with on_paper(ranks):
+        pipeline = Pipeline(Chain(), Mesh({"pipeline": ranks}, ranks), first=(), last=(), schedule=schedule, per_rank=per_rank)
+        return pipeline.order(parts)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize(("ranks", "parts"), [(2, 2), (2, 5), (4, 4), (4, 9)])
+def test_a_schedule_fills_and_empties_in_as_many_passes_as_there_are_other_stages(schedule: Any, ranks: int, parts: int) -> None:
+    found = order(schedule, ranks, parts)
+    ends = passes(found, ranks - 1, lambda kind, _: {"F": 1.0, "B": 2.0}[kind], lambda *_: 0.0)
+    assert max(ends) == 3 * (parts + ranks - 1)
+    assert max(passes(found, ranks - 1, lambda *_: 1.0, lambda *_: 0.25)) >= 2 * (parts + ranks - 1) + 2 * (ranks - 1) * 0.25
+
+
+@pytest.mark.parametrize(("schedule", "per_rank"), [("1f1b", 1), ("gpipe", 1), ("1f1b", 2), ("gpipe", 2), ("zero-bubble-v", 2)])
+def test_each_rank_passes_each_micro_batch_through_its_stages_once(schedule: Any, per_rank: int) -> None:
+    found = order(schedule, 2, 4, per_rank)
+    for rank, own in enumerate(found):
+        stages = [rank, 3 - rank if schedule.endswith("v") else rank + 2][:per_rank]
+        kinds = {"B": {"B"}, "W": {"I", "W"}}
+        seen = Counter(own)
+        assert max(seen.values()) == 1 and {stage for _, stage, _ in own} == set(stages)
+        for stage in stages:
+            for micro in range(4):
+                did = {kind for kind, at, n in own if (at, n) == (stage, micro)}
+                assert did in ({"F"} | kinds["B"], {"F"} | kinds["W"])
+    last = 2 * per_rank - 1
+    took = max(passes(found, last, lambda kind, _: {"F": 1.0, "B": 2.0}.get(kind, 1.0), lambda *_: 0.0))
+    assert 3 * 4 * per_rank <= took <= 3 * (4 * per_rank + 2)
+
+
+def test_more_stages_on_a_rank_wait_less() -> None:
+    def share(schedule: str, per_rank: int) -> float:
+        every = order(schedule, 4, 8, per_rank)
+        return max(passes(every, 4 * per_rank - 1, lambda kind, _: {"F": 1.0, "B": 2.0}.get(kind, 1.0), lambda *_: 0.0)) / per_rank
+
+    assert share("1f1b", 1) > share("1f1b", 2) > share("zero-bubble-v", 2) > 3 * 8
+
+
+def test_ranks_that_wait_for_one_another_are_told() -> None:
+    with pytest.raises(ValueError, match="2 ranks wait for one another"):
+        passes([[("B", 0, 0), ("F", 0, 0)], [("F", 1, 0), ("B", 1, 0)]], 1, lambda *_: 1.0, lambda *_: 0.0)
+
+
+def test_a_stage_holds_the_micro_batches_that_are_under_way() -> None:
+    bytes = {0: (12.0, 5.0, 10.0, 3.0)}
+    first, second = ([one for one in each if one[1] == 0] for each in (order("1f1b", 2, 6)[0], order("gpipe", 2, 6)[0]))
+    assert most(first, bytes) == 2 * 10 + 5 + 3 and most(second, bytes) == 6 * 10 + 5
+    assert most([("F", 0, 0), ("B", 0, 0)], bytes) == 15  # before the gradients are there
+
+
+# ---- of a language model
+
+TINY = (*llm.Trial.tiny, "lora=null", "data.documents=joined", "model.layers=256", "data.batch=8", "step.bucket_mb=1e-6")
+
+
+def test_a_planned_pipeline_takes_as_many_passes_as_micro_batches_and_other_stages() -> None:
+    on = machine("h100", inside=Link(0, 1e15))
+    words = ("model.recompute=none", "step.accumulate=1")
+    whole, two = (Planner("llm", [*TINY, "step.bucket_mb=25", f"mesh.pipeline={n}"]) for n in (1, 2))
+    few, many = (two.step(1, 1, parts, on, words).step for parts in (2, 16))
+    one = (many.seconds - few.seconds) / 14
+    for parts, found in ((2, few), (16, many)):
+        assert found.seconds == pytest.approx((parts + 1) * one, rel=0.04)
+        assert found.idle == pytest.approx(one, rel=0.2)  # and the last stage has more to do
+        assert found.seconds == pytest.approx(sum(v for k, v in vars(found).items() if k not in ("seconds", "sent", "messages")))
+    assert one == pytest.approx(whole.step(1, 1, 1, on, words).step.seconds / 2, rel=0.05)  # of both stages, one behind the other
+
+
+def test_layers_of_stages_are_planned_from_few_as_from_all() -> None:
+    words = [*TINY, "model.layers=11", "mesh.pipeline=2", "mesh.tensor=2"]
+    few, every = Planner("llm", words), Planner("llm", words)
+    every.workload.depth = None
+    for lean in ("none", "layers"):
+        found = [each.step(2, 2, 4, machine("h100"), ("step.accumulate=1", f"model.recompute={lean}")) for each in (few, every)]
+        assert found[0].peak == pytest.approx(found[1].peak, rel=1e-9)
+        assert found[0].step.seconds == pytest.approx(found[1].step.seconds, rel=1e-2)
+        assert found[0].step.sent == pytest.approx(found[1].step.sent, rel=1e-9)
+
+
+def test_what_a_schedule_cannot_do_is_no_plan() -> None:
+    with pytest.raises(UnfitError, match="step.accumulate is 5"):
+        Planner("llm", [*TINY, "mesh.pipeline=2", "stages.per_rank=2"]).step(1, 1, 5, machine("h100"))
+
+
+def attended(ranks: int, rank: int, again: bool = True) -> tuple[float, list[Send]]:
+    """Products of attention to 64 tokens by one of ``ranks``, forward and backward, and its messages."""
+    with on_paper(ranks, rank=rank) as paper:
+        attend = CausalContext(Mesh({"context": ranks}, ranks, rank)["context"], again)
+        with paper.sizes(), paper.recording() as record:
+            q, k, v = (torch.empty(1, heads, 64 // ranks, 16, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2))
+            attend(q, k, v).sum().backward()
+    runs = [event for event in record.events if isinstance(event, Run) and event.products]
+    assert {run.width for run in runs} == {2}  # the sums of exponentials beside them are wider
+    return sum(run.products for run in runs), [event for event in record.events if isinstance(event, Send)]
+
+
+def test_attention_over_context_multiplies_as_much_in_all_as_on_one_process() -> None:
+    whole = attended(1, 0)[0]
+    assert whole == (2 + 5) * 2 * 4 * 64 * 64 * 16 / 2
+    for ranks in (2, 4):
+        assert [attended(ranks, rank)[0] for rank in range(ranks)] == [whole / ranks] * ranks
+
+
+def test_attention_over_context_keeps_its_queries_and_its_own_keys() -> None:
+    def kept(again: bool) -> int:
+        with on_paper(4) as paper, paper.sizes():
+            attend = CausalContext(Mesh({"context": 4}, 4)["context"], again)
+            q, k, v = (torch.empty(1, heads, 16, 16, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2))
+            before = paper.bytes
+            out = attend(q * 2, k * 2, v * 2)
+            return paper.bytes - before - out.nbytes
+
+    own, whole = 2 * 2 * 2 * 16 * 16, 2 * 2 * 2 * 64 * 16
+    queries = outs = 2 * 4 * 16 * 16
+    assert (kept(True), kept(False)) == (queries + own + outs + 4 * 4 * 16, queries + own + outs + 4 * 4 * 16 + whole)
+
+
+def test_messages_of_attention_over_context_are_counted() -> None:
+    keys = 2 * 2 * 2 * 16 * 16  # bytes of keys and values, 16 tokens of 2 heads
+    for again, names in ((True, ["all-gather"] * 2 + ["reduce-scatter"]), (False, ["all-gather", "reduce-scatter"])):
+        found = attended(4, 1, again)[1]
+        assert [(send.name, send.bytes) for send in found] == [(name, keys) for name in names]
+    assert not attended(1, 0)[1]
+
+
+def test_a_step_over_context_is_planned() -> None:
+    words = ("model.recompute=none", "step.accumulate=1")
+    whole, cut = (Planner("llm", [*TINY, f"mesh.context={n}"]).step(1, 1, 1, machine("h100"), words) for n in (1, 2))
+    more = 256 * 3 + 1  # gathered forward and backward, their gradients, and the count
+    assert cut.step.messages >= more > whole.step.messages and cut.peak < whole.peak
+
+
+def test_micro_batches_send_and_update_once_in_a_step() -> None:
+    planner = Planner("llm", [*TINY, "model.layers=2"])
+    one, two, four = (planner.step(1, 4, each, machine("h100"), ("step.accumulate=1",)).step for each in (1, 2, 4))
+    assert (two.sent, two.messages) == (four.sent, four.messages) and two.messages > 0
+    assert two.sent == 2 * one.sent  # in float32, not bfloat16
+    assert 1.2 * two.memory < four.memory < 2 * two.memory and four.products == pytest.approx(2 * two.products)
+
+
+def test_settings_say_the_mesh_and_the_steps_of_another_training() -> None:
+    planner = Planner("llm", [word for word in llm.Trial.tiny if "data.batch" not in word], "apps/llm/configs/gpt3.yaml")
+    assert planner.axes() == {"pipeline": 8} and planner.ways == [4] and planner.workload.samples == {2304: 2304 * 72_401}
+    assert Planner("llm").axes() == {} and Planner("llm").ways == [1, 2, 4, 8]
+
+
+def test_lamb_keeps_a_direction_beside_its_moments() -> None:
+    planner = Planner("llm", [*TINY, "model.layers=2", "step.precision=fp32"])
+    adam, lamb = (planner.step(1, 1, 1, machine("h100"), (f"step.optimizer={name}",)).held for name in ("adamw", "lamb"))
+    assert lamb - adam == pytest.approx(4 * planner.settings("model.layers=2").model.parameters, rel=0.01)
+
+
+def test_the_command_plans_the_mesh_of_the_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*llm.Trial.tiny, "apps/llm/configs/gpt3.yaml", "data.batch=16", "mesh.pipeline=2", "mesh.tensor=2", "mesh.context=2"]
+    assert main(["plan", "llm", *words, "--gpus", "4", "16", "--slower", "2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    (row,) = found["jobs"]["16"]
+    parts = ("kernels_s", "launches_s", "messages_s", "idle_s", "loader_s")
+    assert row["step_s"] == pytest.approx(sum(row[part] for part in parts)) and row["idle_s"] > 0
+    assert (row["ways"], row["batch"], found["axes"], found["jobs"]["4"]) == (2, 16, {"pipeline": 2, "context": 2}, [])
+    show(found)
+    assert "each of them over context 2 x pipeline 2" in capsys.readouterr().out
+
+
+def test_weights_of_a_divided_optimizer_are_sent_back() -> None:
+    planner = Planner("llm", [*TINY, "model.layers=2", "step.precision=fp32"])
+    kinds = ("none", "optimizer")
+    none, divided = (planner.step(1, 4, 1, machine("h100"), ("step.accumulate=1", f"step.shard={kind}")).step for kind in kinds)
+    assert divided.sent == pytest.approx(none.sent, rel=0.01)
