@@ -389,7 +389,8 @@ def _head(cfg: "Config", sizes: Sizes, tokens: int) -> tuple[float, float]:
     logits, weight = min(tokens, max(_LOGITS // (4 * words), 1)) * words, words * m.width
     at_once = logits * (b.wide + b.product * (b.product != b.wide))
     final = m.width * (some * (b.hidden + b.product) + tokens * b.product * (n > 1)) + b.product * weight * b.cast
-    backward = b.product * m.width * tokens + b.wide * weight + max(at_once, (logits + weight) * b.product)
+    learns = weight if cfg.lora is None else 0
+    backward = b.product * m.width * tokens + b.wide * learns + max(at_once, (logits + learns) * b.product)
     return final + at_once, final + backward
 
 

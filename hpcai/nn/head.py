@@ -90,16 +90,18 @@ class _Entropy(torch.autograd.Function):
         whole = words.enter(hidden)
         rows, own = whole.reshape(-1, whole.shape[-1]), targets.reshape(-1) - words.first
         scale = grad.reshape(-1).where(targets.reshape(-1) != IGNORE, 0)
-        by_rows, by_weight = torch.empty_like(rows), torch.zeros_like(weight, dtype=logs.dtype)
+        by_rows = torch.empty_like(rows)
+        by_weight = torch.zeros_like(weight, dtype=logs.dtype) if ctx.needs_input_grad[1] else None
         for some in _parts(rows, weight):
             slope = F.linear(rows[some], weight).to(logs.dtype).sub_(logs[some, None]).exp_()
             at, is_own = _placed(own[some], weight)
             slope.scatter_add_(-1, at, -is_own[:, None].to(slope.dtype))
             slope = slope.mul_(scale[some, None]).to(weight.dtype)
             torch.mm(slope, weight, out=by_rows[some])
-            by_weight += slope.T @ rows[some]
+            if by_weight is not None:
+                by_weight += slope.T @ rows[some]
             del slope
-        return words.leave(by_rows.view(whole.shape)), by_weight.to(weight.dtype), None, None
+        return words.leave(by_rows.view(whole.shape)), None if by_weight is None else by_weight.to(weight.dtype), None, None
 
 
 def _parts(rows: Tensor, weight: Tensor) -> Iterator[slice]:

@@ -346,7 +346,7 @@ LANGUAGE = {
     }),
     "llama2_70b_lora": ("llama2-70b-lora", [1.1, 0.94, 0.924], {
         "global_batch_size": 8, "eval_samples": 173, "lora_rank": 16, "lora_alpha": 32.0, "opt_base_learning_rate": 4e-4,
-        "opt_learning_rate_training_steps": 1024, "opt_gradient_clip_norm": 0.3, "tensor_parallelism": 2, "micro_batch_size": 1,
+        "opt_learning_rate_training_steps": 1024, "opt_gradient_clip_norm": 0.3, "tensor_parallelism": 4, "micro_batch_size": 1,
     }),
 }  # fmt: skip
 

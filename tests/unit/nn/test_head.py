@@ -98,3 +98,16 @@ def test_logits_are_not_kept() -> None:
     own, right = kept(lambda: head(hidden, targets)), kept(lambda: whole(head, hidden, targets))
     weights = head.weight.untyped_storage().nbytes() + hidden.untyped_storage().nbytes()
     assert own - weights < 0.01 * (right - weights)
+
+
+def test_a_weight_that_is_not_trained_has_no_gradient_nor_memory_for_one() -> None:
+    head, hidden, targets, above = given()
+    right = torch.autograd.grad(head(hidden, targets), hidden, above)[0]
+    head.requires_grad_(False)
+    with on_paper(1) as paper, paper.sizes():
+        wide, rows = Head(64, 4096).requires_grad_(False), torch.empty(8, 64, requires_grad=True)
+        with paper.recording() as record:
+            before = paper._bytes
+            wide(rows, torch.zeros(8, dtype=torch.int64)).sum().backward()
+    assert record.peak - before < wide.weight.nbytes // 2
+    assert torch.equal(torch.autograd.grad(head(hidden, targets), hidden, above)[0], right)
