@@ -115,6 +115,7 @@ class Joint(nn.Linear):
     """A linear layer whose product is of some kind, and which computes together with others of its kind.   x [T, C] -> [T, C']"""
 
     products: Products = Products()
+    sends = False  # messages are not for a compiler's graph
 
     @property
     def tokens(self) -> Tokens:
@@ -124,26 +125,16 @@ class Joint(nn.Linear):
         """The output, from the product."""
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
-    @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
-        """Messages, and numbers of 8 bits, are not for a compiler's graph."""
-        return self.finish(_multiplied(x, [self])[0])
+        return _outputs(x, (self,))[0]
 
 
 def together(x: Tensor, *linears: nn.Linear) -> tuple[Tensor, ...]:
     """Outputs of several layers of one input."""
-    if any(type(linear) is nn.Linear for linear in linears):
-        return tuple(linear(x) for linear in linears)
-    return _together(x, linears)
-
-
-@torch.compiler.disable
-def _together(x: Tensor, linears: Sequence[Any]) -> tuple[Tensor, ...]:
-    if len({(type(linear), linear.products) for linear in linears}) > 1:
+    if not isinstance(linears[0], Joint) or len({(type(linear), getattr(linear, "products", None)) for linear in linears}) > 1:
         return tuple(linear(x) for linear in linears)
     found = []
-    for linear, y in zip(linears, _multiplied(x, linears)):
-        y = linear.finish(y)
+    for linear, y in zip(linears, _outputs(x, linears)):
         for hook in linear._forward_hooks.values():  # adapters
             changed = hook(linear, (x,), y)
             y = y if changed is None else changed
@@ -174,11 +165,18 @@ def computed(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(x.device.type)) if is_on else x
 
 
-def _multiplied(x: Tensor, linears: Sequence[Joint]) -> tuple[Tensor, ...]:
+def _outputs(x: Tensor, linears: Sequence[Any]) -> tuple[Tensor, ...]:
+    return _untraced(x, linears) if linears[0].sends else _multiplied(x, linears)
+
+
+def _multiplied(x: Tensor, linears: Sequence[Any]) -> tuple[Tensor, ...]:
     how = linears[0].products
     operands = [operand for linear in linears for operand in how.of(linear)]
-    found: tuple[Tensor, ...] = _Multiplied.apply(computed(x), how, linears[0].tokens, *operands)
-    return found
+    ys = _Multiplied.apply(computed(x), how, linears[0].tokens, *operands)
+    return tuple(linear.finish(y) for linear, y in zip(linears, ys))
+
+
+_untraced = torch.compiler.disable(_multiplied)
 
 
 class _Multiplied(torch.autograd.Function):

@@ -135,6 +135,7 @@ def heads(axis: Axis, size: int, queries: int, keys: int | None = None) -> tuple
 class CutOutputs(Joint):
     """``cut_outputs``: x [T, C] or, with a sequence that is cut, [T/n, C] -> [T, C'/n]"""
 
+    sends = True
     axis: Axis
     sequence: int | None
     joined: "_Joined | None"
@@ -151,6 +152,7 @@ class CutOutputs(Joint):
 class CutInputs(Joint):
     """``cut_inputs``: x [T, C/n] -> [T, C'] or, with a sequence that is cut, [T/n, C']"""
 
+    sends = True
     axis: Axis
     sequence: int | None
 

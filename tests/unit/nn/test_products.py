@@ -1,5 +1,6 @@
 """Layers that read one input compute together, and in 8 bits of floating point where they are asked to."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from hpcai.models import llm
 from hpcai.models.llm import LLM, LLMConfig, LoRAConfig
 from hpcai.nn.products import EIGHTHS, Joint, multiply_in_eighths, together
 from hpcai.settings import StepConfig
+from hpcai.train import compiling
 from hpcai.train.step import Step
 
 SIZES: dict[str, Any] = {"vocabulary": 61, "width": 32, "layers": 2, "heads": 2, "inner": 48, "positions": 32}
@@ -77,12 +79,13 @@ def test_what_is_not_finite_is_seen() -> None:
         assert linear(x).isnan().any()
 
 
-def step(products: str, lora: LoRAConfig | None = None, **words: Any) -> Step:
+def step(products: str, lora: LoRAConfig | None = None, compiled: str = "none", **words: Any) -> Step:
     torch.manual_seed(0)
     model = LLM(LLMConfig(**SIZES | words))
     if lora is not None:
         llm.adapt(model, lora)
-    return Step(model, llm.loss, StepConfig(products=products, lr=0.003, capture="none"), dist.alone())  # type: ignore[arg-type]
+    cfg = StepConfig(products=products, lr=0.003, capture="none", compile=compiled)  # type: ignore[arg-type]
+    return Step(model, llm.loss, cfg, dist.alone())
 
 
 def losses(made: Step, steps: int) -> list[float]:
@@ -107,6 +110,14 @@ def test_a_model_learns_in_eighths_as_without() -> None:
 @pytest.mark.parametrize("recompute", ["selective", "layers"])
 def test_what_is_computed_again_changes_nothing(recompute: str) -> None:
     assert losses(step("fp8", recompute=recompute), 3) == losses(step("fp8"), 3)
+
+
+def test_compiled_layers_are_traced_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "compile_model", partial(compiling.compile_model, backend="aot_eager"))
+    torch._dynamo.reset()
+    made = step("fp8", compiled="blocks")
+    assert losses(made, 3) == pytest.approx(losses(step("fp8"), 3), rel=1e-6)
+    assert "0 graph breaks" in made.news()[0]
 
 
 def test_adapters_stay_wide_beside_frozen_weights_in_eighths() -> None:
