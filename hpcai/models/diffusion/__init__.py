@@ -1,0 +1,15 @@
+"""Diffusion and flow matching: networks that take noise away, and autoencoders of what they see."""
+
+from hpcai.lazy import lazy
+from hpcai.models.diffusion.config import DiffusionConfig, ObjectiveConfig, SamplerConfig, UNetConfig, VAEConfig
+
+__getattr__, _names = lazy(
+    __name__,
+    {
+        ".condition": ["NOTHING", "Condition"],
+        ".load": ["load_network", "read_folder", "save_folder"],
+        ".unet": ["UNet"],
+        ".vae": ["VAE", "Latents"],
+    },
+)
+__all__ = ["DiffusionConfig", "ObjectiveConfig", "SamplerConfig", "UNetConfig", "VAEConfig", *_names]
