@@ -185,19 +185,29 @@ class SamplerConfig(Settings):
     along flows"""
     steps: Positive = 25
     spacing: Literal["leading", "trailing", "linspace", "karras"] = "trailing"
-    """which of a schedule's levels are visited; karras: powers of sigma, also between them"""
+    """which of a schedule's levels are visited; karras: powers of sigma, also between them (edm's only way). Of flow's times:
+    trailing: 1 to 1/steps, then shifted, which is what users of Flux.1 get; linspace: the default list of diffusers' schedulers for
+    flows, 1 to 1/levels, of which the last is shifted twice"""
+    offset: Natural = 0
+    """of leading: added to each level; Stable Diffusion: 1"""
+    clean: bool = True
+    """of ddim and dpm++: whether the last step leaves no noise at all, or as much as the schedule's lowest level has. Stable
+    Diffusion with ddim: false"""
     eta: Weight = 0.0
     """of ddim: noise that is added again, 1 as much as by ddpm"""
     guidance: Weight = 1.0
     """what a condition changes counts so many times (Ho and Salimans 2022)"""
     rescale: Annotated[float, Field(ge=0, le=1)] = 0.0
     """share of the guided prediction that has the deviation of the one with the condition (Lin et al. 2024)"""
+    together: bool = True
+    """whether samples with and without the condition are one batch of twice the size; false: one after the other, in less memory"""
     clip: Length | None = None
     """the greatest absolute value of x0 on the way"""
     low: Length = 0.002
     high: Length = 80.0
     rho: Length = 7.0
-    """of edm and karras: the sigmas that are visited (Karras et al. 2022, eq. 5)"""
+    """of edm and karras: the sigmas that are visited (Karras et al. 2022, eq. 5); of a schedule, sigma / alpha, and no others than
+    its own: the defaults are the whole of Stable Diffusion's"""
     churn: Weight = 0.0
     """of heun with edm: S_churn; between churn_low and churn_high noise is added, churn_noise times as much"""
     churn_low: Weight = 0.0
