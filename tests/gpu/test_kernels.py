@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hpcai.kernels import attention, batchnorm, compiler, philox, update
+from hpcai.models.diffusion import noise
 from hpcai.nn import BatchNorm
 from hpcai.nn.deferred import make
 from tests.gpu.machine import DEVICE, GPU, ON_GPU, cuda_alone, precisely
@@ -142,6 +143,29 @@ def test_numbers_of_the_gpu_are_those_of_the_cpu(key: int, first: int, count: in
     starts = torch.tensor([first, first + 17, 2])
     found = philox.bits(torch.tensor(key, device=DEVICE), starts.to(DEVICE), 33)
     assert torch.equal(found.cpu(), philox.bits(key, starts, 33))
+
+
+@cuda_alone
+def test_noise_of_samples_is_that_of_the_cpu_also_by_a_graph_whose_samples_change() -> None:
+    size, box = (3, 9, 10, 7), (slice(None), slice(2, 5), slice(4, 9))
+    index, epoch = torch.tensor([3, 2**33, 5]), torch.tensor([0, 1, 70])
+    at, when = index.to(DEVICE), epoch.to(DEVICE)
+
+    def drawn(index: Tensor, epoch: Tensor) -> list[Tensor]:
+        whole, part = (noise.numbers(7, noise.NOISE, index, epoch, size, box=x) for x in (None, box))
+        return [whole, part, noise.uniforms(7, noise.TIMES, index, epoch)]
+
+    found = drawn(at, when)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = drawn(at, when)
+    for _ in range(2):
+        at.copy_(index)
+        when.copy_(epoch)
+        graph.replay()
+        for ours, right in zip(found, drawn(index, epoch)):
+            torch.testing.assert_close(ours.cpu(), right, rtol=1e-5, atol=1e-5)
+        index, epoch = index + 1, epoch.flip(0)
 
 
 def test_weights_drawn_on_the_gpu_are_those_of_the_cpu() -> None:
