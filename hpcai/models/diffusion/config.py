@@ -217,6 +217,29 @@ class SamplerConfig(Settings):
     """of flow: how much more steps are made where there is much noise (Esser et al. 2024, eq. 23)"""
 
 
+class FieldsConfig(Settings):
+    """What samples are in physical units, and the coarse fields that they are conditioned on."""
+
+    names: tuple[str, ...]
+    """of the channels"""
+    units: tuple[str, ...]
+    mean: tuple[float, ...]
+    deviation: tuple[Length, ...]
+    """a network sees (field - mean) / deviation"""
+    floor: Length | None = None
+    """where it sees logarithms: what is added to a field before"""
+    factor: Natural = 0
+    """places of a sample along one of the coarse field; 0: there is none"""
+    box: tuple[Length, ...] = ()
+    """how long each dim is"""
+    box_units: str = ""
+    parameters: tuple[str, ...] = ()
+    """physical parameters that samples are conditioned on, each in [-1, 1] of its range"""
+    low: tuple[float, ...] = ()
+    high: tuple[float, ...] = ()
+    parameter_units: tuple[str, ...] = ()
+
+
 class DiffusionConfig(Settings):
     """A network, one of three kinds, and what it says."""
 
@@ -224,6 +247,14 @@ class DiffusionConfig(Settings):
     dit: DiTConfig | None = None
     flux: FluxConfig | None = None
     objective: ObjectiveConfig = ObjectiveConfig()
+    sampler: SamplerConfig = SamplerConfig()
+    """how samples are drawn where nothing else is said"""
+    unconditional: Rate = 0.0
+    """share of training samples whose condition is left out, for guidance: zeros in place of fields and parameters, no class"""
+    size: tuple[Positive, ...] = ()
+    """channels and places of a sample that it was trained on; empty: the data say it"""
+    fields: FieldsConfig | None = None
+    """null: the data say it, or samples have no physical units"""
 
     @model_validator(mode="after")
     def _one(self) -> Self:
