@@ -33,6 +33,8 @@ class UNetConfig(Settings):
     """physical parameters that it is conditioned on"""
     field: Natural = 0
     """channels of a field that it is conditioned on, such as one of low resolution, beside those of the noisy sample"""
+    patch: Positive = 1
+    """places along each dim that are one for the network, which then has their channels beside one another"""
     groups: Positive = 32
     """of group norms"""
     attention_groups: Positive | None = None

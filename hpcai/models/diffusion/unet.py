@@ -121,7 +121,8 @@ class UNet(nn.Module):
         shapes, levels = _Shapes(cfg), list(zip(cfg.channels, cfg.attention, cfg.heads))
         first, last = cfg.channels[0], cfg.channels[-1]
         self.space = shapes.space
-        self.conv_in = convolution(self.space, cfg.inputs + cfg.field, first)
+        cells = cfg.patch**cfg.dims
+        self.conv_in = convolution(self.space, cells * (cfg.inputs + cfg.field), first)
         self.time_embedding = TimeEmbedding(first, shapes.time)
         self.class_embedding = nn.Embedding(cfg.classes, shapes.time) if cfg.classes else None
         self.parameter_embedding = TimeEmbedding(cfg.parameters, shapes.time) if cfg.parameters else None
@@ -138,17 +139,18 @@ class UNet(nn.Module):
             self.up_blocks.append(UpLevel(shapes, inputs, width, kind, heads, level == len(levels)))
             channels = width
         self.conv_norm_out = GroupNorm(cfg.groups, first, "silu", eps=cfg.eps)
-        self.conv_out = convolution(self.space, first, cfg.outputs)
+        self.conv_out = convolution(self.space, first, cells * cfg.outputs)
         if cfg.zero:
             zeroed(self.conv_out)
         self.to(memory_format=FORMATS[cfg.dims])  # type: ignore[call-overload]
 
     def forward(self, x: Tensor, time: Tensor, condition: Condition = NOTHING) -> Tensor:
+        cfg = self.cfg
         self._check(x, time, condition)
         embedded = F.silu(self.embed(x, time, condition))
         if condition.field is not None:
             x = torch.cat((x, resized(condition.field.to(x.dtype), x.shape[2:], self.space.wrapped)), 1)
-        x = self.conv_in(places_last(x))
+        x = self.conv_in(places_last(folded(x, cfg.patch)))
         kept = [x]
         for level in self.down_blocks:
             x, found = level(x, embedded, condition.tokens)
@@ -156,7 +158,7 @@ class UNet(nn.Module):
         x = self.mid_block(x, embedded, condition.tokens)
         for level in self.up_blocks:
             x = level(x, kept, embedded, condition.tokens)
-        return self.conv_out(self.conv_norm_out(x))
+        return unfolded(self.conv_out(self.conv_norm_out(x)), cfg.patch)
 
     def embed(self, x: Tensor, time: Tensor, condition: Condition) -> Tensor:
         """What all blocks are told: the time, a class and physical parameters.   [B, T]"""
@@ -173,7 +175,10 @@ class UNet(nn.Module):
         cfg, batch = self.cfg, len(x)
         if x.ndim != cfg.dims + 2 or x.shape[1] != cfg.inputs:
             raise DataError(f"the sample has shape {list(x.shape)}; expected [B, {cfg.inputs}" + ", places" * cfg.dims + "]")
-        halved = 2 ** (len(cfg.channels) - 1)
+        halved = cfg.patch * 2 ** (len(cfg.channels) - 1)
+        if any(n % cfg.patch for n in x.shape[2:]):
+            sides = " x ".join(map(str, x.shape[2:]))
+            raise DataError(f"the sample has {sides} places; expected multiples of patch, {cfg.patch}")
         if odd := [x.shape[dim] for dim in self.space.wrapped if x.shape[dim] % halved]:
             sides = " x ".join(map(str, x.shape[2:]))
             raise DataError(f"the sample has {sides} places, {odd[0]} along a periodic dim; expected a multiple of {halved} there")
@@ -189,6 +194,25 @@ class UNet(nn.Module):
         field = condition.field
         if field is not None and any(few > many for few, many in zip(field.shape[2:], x.shape[2:])):
             raise DataError(f"condition.field has {list(field.shape[2:])} places, the sample {list(x.shape[2:])}; expected no more")
+
+
+def folded(x: Tensor, patch: int) -> Tensor:
+    """Neighbouring places as channels of one.   [B, C, S...] -> [B, C P^D, S/P...]"""
+    if patch == 1:
+        return x
+    dims = x.ndim - 2
+    cut = x.reshape(*x.shape[:2], *(k for n in x.shape[2:] for k in (n // patch, patch)))
+    return cut.permute(0, 1, *range(3, 3 + 2 * dims, 2), *range(2, 2 + 2 * dims, 2)).flatten(1, 1 + dims)
+
+
+def unfolded(x: Tensor, patch: int) -> Tensor:
+    """And back.   [B, C P^D, S/P...] -> [B, C, S...]"""
+    if patch == 1:
+        return x
+    dims, places = x.ndim - 2, x.shape[2:]
+    cut = x.unflatten(1, (-1, *(patch,) * dims))
+    turned = cut.permute(0, 1, *(k for dim in range(dims) for k in (2 + dims + dim, 2 + dim)))
+    return turned.reshape(*turned.shape[:2], *(patch * n for n in places))
 
 
 def _fits(name: str, given: Tensor | None, shape: tuple[int | None, ...] | None) -> None:
