@@ -49,7 +49,7 @@ def sample(
     """The state after each of n steps [B, C, ...], the last of which is the sample; no gradients are kept.
 
     ``noise``: of the normal distribution [B, C, ...]; states are in its dtype, float32 at least, whatever the network computes in.
-    ``nothing``: the condition of a sample that none is asked of, [B, ...] or [1, ...] for all; guidance other than 1 needs it.
+    ``condition``: [B, ...], or [1, ...] for all. ``nothing``: the same, where nothing is asked; guidance other than 1 needs it.
     ``fresh``: the noise that step i = 0, 1, ... adds [B, C, ...]; ddpm, eta and churn need it. A sample depends on its own noise
     and condition alone. States of euler and heun along a schedule are x / alpha, in which these methods work. ConfigError, at the
     call and before the first step: settings do not go together, or what they need is not given.
@@ -80,7 +80,8 @@ def guided(said: Tensor, without: Tensor, guidance: float, rescale: float = 0.0)
     if not rescale:
         return far
     dims = tuple(range(1, said.ndim))
-    return far * (rescale * said.std(dims, keepdim=True) / far.std(dims, keepdim=True) + (1 - rescale))
+    own, wide = said.std(dims, keepdim=True), far.std(dims, keepdim=True)  # 0 of a fresh network, whose last layer is zero
+    return far * (rescale * own / wide.clamp(min=torch.finfo(far.dtype).tiny) + (1 - rescale))
 
 
 def karras(low: float, high: float, rho: float, steps: int) -> np.ndarray:
@@ -207,12 +208,17 @@ class _Denoiser:
 
     def __init__(self, network: Network, objective: Objective, cfg: SamplerConfig, condition: Condition,
                  nothing: Condition | None, count: int) -> None:  # fmt: skip
-        self.network, self.objective, self.cfg, self.condition, self.nothing = network, objective, cfg, condition, None
+        self.network, self.objective, self.cfg, self.nothing = network, objective, cfg, None
+        self.condition = _of_each(condition, "condition", count)
         if cfg.guidance != 1 and nothing is not None:
-            self.nothing = _like(nothing, condition, count)
+            self.nothing = _of_each(nothing, "nothing", count)
+            pairs = dict(zip(Condition._fields, zip(self.condition, self.nothing)))
+            for name, (a, b) in pairs.items():
+                if (a is None) != (b is None):
+                    lacks = "condition" if a is None else "nothing"
+                    raise ConfigError(f"guidance: {lacks} has no {name}, the other one has; give it to both or to neither")
             if cfg.together:
-                pairs = zip(condition, self.nothing)
-                self.condition = Condition(*(None if a is None or b is None else torch.cat([a, b]) for a, b in pairs))
+                self.condition = Condition(*(None if a is None or b is None else torch.cat([a, b]) for a, b in pairs.values()))
 
     def says(self, x: Tensor, time: float, sigma: float) -> Tensor:
         """Of the noisy samples x [B, C, ...], in their dtype."""
@@ -234,15 +240,12 @@ class _Denoiser:
         return said[:, : x.shape[1]].to(x.dtype)  # without a variance that it may also say
 
 
-def _like(nothing: Condition, condition: Condition, count: int) -> Condition:
-    """``nothing`` for as many samples. ConfigError where one has what the other lacks."""
-    found = []
-    for name, own, other in zip(Condition._fields, condition, nothing):
-        if (own is None) != (other is None):
-            which = ("condition", "nothing") if other is None else ("nothing", "condition")
-            raise ConfigError(f"guidance: {which[0]} has {name}, {which[1]} has none; give them to both or to neither")
-        found.append(other if other is None or len(other) == count else other.expand(count, *other.shape[1:]))
-    return Condition(*found)
+def _of_each(condition: Condition, which: str, count: int) -> Condition:
+    """What one condition asks of all samples, asked of each."""
+    for name, part in zip(Condition._fields, condition):
+        if part is not None and len(part) not in (1, count):
+            raise ConfigError(f"{which} has {name} of {len(part)} samples, noise is of {count}; give one for each, or one for all")
+    return Condition(*(part if part is None else part.expand(count, *part.shape[1:]) for part in condition))
 
 
 def _none(step: int) -> Tensor:
