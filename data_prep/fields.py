@@ -255,7 +255,7 @@ class Weather(Recipe):
         yield from super().mistakes()
         spacing = 240 / self.size / FINER
         if spacing > 2:
-            yield f"--size {self.size} is made of cells of {spacing:g} degrees, expected 2 or less: a cyclone's radius is about 1 degree"
+            yield f"--size {self.size} is made of cells of {spacing:g} degrees, expected 2 or less: cyclones are 1 degree wide"
         if not self.channels or len({*self.channels}) < len(self.channels) or {*self.channels} - {*VARIABLES}:
             yield f"--channels {','.join(self.channels)}: expected different ones of {', '.join(VARIABLES)}"
 
@@ -324,7 +324,8 @@ def _asked(options: argparse.Namespace) -> Recipe:
     slabs, thickness = (0, 0) if kind == "volumes" else (options.slabs, options.thickness)
     low, high = cosmoflow.ends(options)
     return Matter(
-        *shared, options.voxel, options.redshift, slabs, thickness, options.particles_per_cell, options.floor, options.omega_b, low, high,
+        *shared, options.voxel, options.redshift, slabs, thickness, options.particles_per_cell, options.floor, options.omega_b,
+        low, high,
     )  # fmt: skip
 
 
