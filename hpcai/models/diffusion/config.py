@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from hpcai.config import Length, Natural, Positive, Rate, Settings, Weight
 
+Recompute = Literal["none", "selective", "layers"]
 Levels = Annotated[tuple[Positive, ...], Field(min_length=1)]
 
 
@@ -84,6 +85,9 @@ class DiTConfig(Settings):
     """share of samples whose class is left out"""
     zero: bool = True
     """first weights of modulations and of the last layer are zero, as published"""
+    recompute: Recompute = "none"
+    """what is computed again for the backward pass instead of kept. selective: norms, rotations and activations; layers: all of
+    each, which keeps its input alone"""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -92,6 +96,11 @@ class DiTConfig(Settings):
         if self.heads * self.head % 4:
             raise ValueError(f"{self.heads} heads of {self.head} channels: positions of two dims need a multiple of 4 channels")
         return self
+
+    @property
+    def width(self) -> int:
+        """Channels of a token between layers."""
+        return self.heads * self.head
 
 
 class FluxConfig(Settings):
@@ -117,12 +126,22 @@ class FluxConfig(Settings):
     theta: Length = 10_000.0
     zero: bool = True
     """first weights of modulations and of the last layer are zero"""
+    recompute: Recompute = "none"
+    """what is computed again for the backward pass instead of kept. selective: norms, rotations and activations; layers: all of
+    each, which keeps its input alone"""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
+        if self.inputs % 4:
+            raise ValueError(f"a token of {self.inputs} channels cannot hold 2 x 2 places; give a multiple of 4")
         if sum(self.turned) != self.head or any(n % 2 for n in self.turned):
             raise ValueError(f"turned {list(self.turned)} must be even and add up to a head's {self.head} channels")
         return self
+
+    @property
+    def width(self) -> int:
+        """Channels of a token between layers."""
+        return self.heads * self.head
 
 
 class VAEConfig(Settings):
