@@ -17,6 +17,9 @@ from hpcai.errors import DataError
 from hpcai.models.diffusion import Batch, DiffusionConfig, FieldsConfig
 
 
+_HELD: dict[str, Any] = {"shuffle": False, "last": "keep"}
+
+
 class Fields(Samples):
     """Fields of one split: high [C, *S], and of low [C, *s] and parameters [P] what the model is conditioned on, float32. ``turn``
     seeds a random shift and turn of each, a pure function of (seed, epoch, index). ``count``: the first of them only."""
@@ -61,12 +64,13 @@ def fields(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any, DiffusionCo
     what the data know."""
     train, validation = rows_of(cfg, "train", mesh), rows_of(cfg, "validation", mesh)
     seed, data = cfg.train.seed, cfg.data
-    words: dict[str, Any] = {"name": "train", "seed": seed, "accumulate": cfg.step.accumulate} | by_shard(train, data, data.batch, seed)
-    turn, held = seed if data.turn else None, {"shuffle": False, "last": "keep"}
+    words: dict[str, Any] = {"name": "train", "seed": seed, "accumulate": cfg.step.accumulate}
+    words |= by_shard(train, data, data.batch, seed)
+    turn = seed if data.turn else None
     with loaders(
         mesh,
         lambda: load(Fields(train, turn), data.batch, data, mesh, **words),
-        lambda: load(Fields(validation, None), data.evaluation_batch, data, mesh, name="validation", **held),
+        lambda: load(Fields(validation, None), data.evaluation_batch, data, mesh, **_HELD, name="validation"),
         (lambda: _spread(Fields(validation, None, data.drawn), cfg, mesh)) if data.drawn else None,
     ) as (training, held_out, drawn):
         yield training, held_out, drawn, completed(cfg, train)
@@ -74,13 +78,13 @@ def fields(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any, DiffusionCo
 
 def _spread(source: Fields, cfg: Config, mesh: Mesh) -> Loader:
     """A sample at a time for each copy: an ensemble of it is a batch."""
-    return load(source, mesh["replicate"].size, cfg.data, mesh, name="drawn", shuffle=False, last="keep")
+    return load(source, mesh["replicate"].size, cfg.data, mesh, **_HELD, name="drawn")
 
 
 def rows_of(cfg: Config, split: str, mesh: Mesh) -> Rows:
     """Of the fields those that the model is conditioned on."""
     data, network = cfg.data, cfg.model.network
-    remedy = f"make data with: python -m data_prep.fields simulate {data.directory} --kind matter, or set data.directory to what is there"
+    remedy = f"make data with: python -m data_prep.fields simulate {data.directory} --kind matter, or set data.directory"
     dims = getattr(network, "dims", 2)
     layouts: dict[str, Any] = {"high": ("float32", (network.inputs, *(None,) * dims))}
     if getattr(network, "field", 0):
@@ -95,7 +99,8 @@ def completed(cfg: Config, rows: Rows) -> DiffusionConfig:
     than the data."""
     model, about, size = cfg.model, rows.about, tuple(rows.shape(0, "high"))
     if model.size and model.size != size:
-        raise DataError(f"{rows.folder}: samples are {list(size)}, model.size is {list(model.size)}; leave it out, or set data.directory")
+        found, asked = list(size), list(model.size)
+        raise DataError(f"{rows.folder}: samples are {found}, model.size is {asked}; leave it out, or set data.directory")
     wraps = tuple(about["periodic"])
     if model.unet is not None and (model.unet.periodic or (False,) * len(wraps)) != wraps:
         told = [str(wrap).lower() for wrap in wraps]
@@ -114,7 +119,7 @@ def completed(cfg: Config, rows: Rows) -> DiffusionConfig:
 def write_ensembles(path: Path, rows: dict[str, torch.Tensor], model: DiffusionConfig) -> None:
     """Ensembles for conditions of validation samples, as the model sees them, and how to undo that.   truth [N, C, *S], members
     [N, M, C, *S], field [N, C, *s], parameters [N, P]"""
-    about = {} if model.fields is None else {name: np.array(value) for name, value in model.fields.model_dump().items() if value is not None}
+    about = {} if model.fields is None else model.fields.model_dump()
+    arrays: dict[str, Any] = {f"about_{name}": np.array(value) for name, value in about.items() if value is not None}
     with path.open("wb") as file:
-        arrays: dict[str, Any] = {f"about_{name}": value for name, value in about.items()}
-        np.savez(file, **arrays, **{name: value.numpy() for name, value in rows.items()})
+        np.savez_compressed(file, **arrays, **{name: value.numpy() for name, value in rows.items()})

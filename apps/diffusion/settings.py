@@ -20,8 +20,7 @@ class DataConfig(LoaderConfig):
     evaluation_batch: Positive = 64
     """samples per evaluation batch, over all processes"""
     turn: bool = True
-    """shift each sample at random along periodic dims, anew in every epoch; where all dims are periodic and alike, mirror and turn it
-    too"""
+    """shift each sample at random along periodic dims, anew in every epoch; where all dims are periodic and alike also turn it"""
     drawn: Annotated[int, Field(ge=0)] = 16
     """validation samples for whose conditions the trained model draws ensembles"""
     members: Annotated[int, Field(ge=2)] = 16

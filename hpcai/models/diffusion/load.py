@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from hpcai.config import Settings
 from hpcai.errors import CheckpointError, ConfigError
-from hpcai.models.diffusion.config import UNetConfig, VAEConfig
+from hpcai.models.diffusion.config import DiffusionConfig, UNetConfig, VAEConfig
 from hpcai.models.diffusion.unet import UNet
 from hpcai.models.diffusion.vae import VAE
+from hpcai.nn import weights
 from hpcai.nn.stored import store, stored
 
 CONFIG, FILE = "config.json", "diffusion_pytorch_model.safetensors"
@@ -338,3 +339,20 @@ KINDS: dict[str, Kind] = {
     "UNet2DModel": Kind(UNet, _from_plain, _to_plain, dict),
     "AutoencoderKL": Kind(VAE, _from_vae, _to_vae, _newer),
 }
+
+
+def load_weights(path: str | Path, cfg: DiffusionConfig | None = None) -> Any:
+    """A ``Diffusion`` in evaluation mode from a file of ours, or from the folder of a run, which holds one; ``cfg`` must agree with
+    the settings in it where it is given. Raises CheckpointError for weights that are damaged, not finite or without settings."""
+    from hpcai.models.diffusion.model import Diffusion
+
+    path = Path(path)
+    path = path / "model.safetensors" if path.is_dir() else path
+    state, found = weights.read(path, "diffusion", DiffusionConfig)
+    if found is None:
+        raise CheckpointError(f"{path}: weights without settings; expected a file that hpcai has written")
+    if bad := next((name for name, tensor in state.items() if not tensor.isfinite().all()), None):
+        raise CheckpointError(f"{path}: {bad} has numbers that are not finite; fetch or save it again")
+    if cfg is not None:
+        weights.agree(path, found.model_dump(exclude={"sampler", "unconditional", "objective"}), cfg.model_dump())
+    return weights.filled(Diffusion(cfg or found), state, path)

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from hpcai.errors import ConfigError, DataError
 from hpcai.models.diffusion.condition import NOTHING, Condition
-from hpcai.models.diffusion.config import DiffusionConfig, FieldsConfig, SamplerConfig, UNetConfig
+from hpcai.models.diffusion.config import DiffusionConfig, DiTConfig, FieldsConfig, FluxConfig, SamplerConfig, UNetConfig
+from hpcai.models.diffusion.dit import DiT
+from hpcai.models.diffusion.flux import Flux
 from hpcai.models.diffusion.noise import START, STEPS, numbers
 from hpcai.models.diffusion.objectives import Objective
 from hpcai.models.diffusion.samplers import sample
@@ -19,7 +21,7 @@ from hpcai.models.diffusion.unet import UNet
 from hpcai.nn.weights import Portable
 
 _AT_ONCE = 64  # samples that are drawn together, where nothing else is said
-_NETWORKS: dict[type, Callable[[Any], nn.Module]] = {UNetConfig: UNet}
+_NETWORKS: dict[type, Callable[[Any], nn.Module]] = {UNetConfig: UNet, DiTConfig: DiT, FluxConfig: Flux}
 
 
 class Diffusion(Portable):
