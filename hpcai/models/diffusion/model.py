@@ -16,7 +16,7 @@ from hpcai.models.diffusion.dit import DiT
 from hpcai.models.diffusion.flux import Flux
 from hpcai.models.diffusion.noise import START, STEPS, numbers
 from hpcai.models.diffusion.objectives import Objective
-from hpcai.models.diffusion.samplers import sample
+from hpcai.models.diffusion.samplers import plan, sample
 from hpcai.models.diffusion.unet import UNet
 from hpcai.nn.weights import Portable
 
@@ -35,7 +35,9 @@ class Diffusion(Portable):
     def __init__(self, cfg: DiffusionConfig | None = None, seed: int = 0) -> None:
         super().__init__()
         self.cfg, self.seed = cfg or DiffusionConfig(), seed
-        self.objective, self.network = Objective(self.cfg.objective), _NETWORKS[type(self.cfg.network)](self.cfg.network)
+        self.objective = Objective(self.cfg.objective)
+        plan(self.objective, self.cfg.sampler)  # which says at once what does not go together
+        self.network = _NETWORKS[type(self.cfg.network)](self.cfg.network)
 
     def forward(self, x: Tensor, time: Tensor, condition: Condition = NOTHING) -> Tensor:
         found: Tensor = self.network(x, time, condition)
