@@ -193,6 +193,24 @@ def test_states_stay_wide_in_volumes_while_a_network_is_narrow_and_says_a_varian
     assert all(time.shape == (2,) and time.dtype == torch.float32 for time in times)
 
 
+@pytest.mark.parametrize("way, more", [(("v", "ddpm", "leading"), {}), (("v", "ddim", "trailing"), {"eta": 1.0})])
+def test_the_last_step_asks_for_no_noise(way: Way, more: dict[str, float]) -> None:
+    asked = list[int]()
+    drawn(mixing, objective(), cfg(way, steps=4, **more), some(*SHAPE), fresh=lambda i: (asked.append(i), fresh(i))[1])
+    assert asked == [0, 1, 2]
+
+
+@pytest.mark.parametrize("steps, first_order", [(14, True), (15, False)])
+def test_the_last_of_fewer_than_15_steps_is_of_first_order(steps: int, first_order: bool) -> None:
+    of, said = objective("x0"), list[Tensor]()
+    settings = SamplerConfig(steps=steps, clean=False)
+    *_, before, last = sample(lambda *words: (said.append(Normal(of)(*words)), said[-1])[1], of, settings, some(*SHAPE))
+    end = plan(of, settings)[-1]
+    part = end.next_sigma / end.sigma
+    alone = part * before + (end.next_alpha - part * end.alpha) * said[-1]
+    assert torch.allclose(last, alone, rtol=0, atol=1e-12) == first_order
+
+
 def test_steps_come_one_by_one_and_the_last_is_what_is_drawn() -> None:
     of, calls = objective("flow"), list[float]()
 
