@@ -110,11 +110,12 @@ class DiT(Portable):
         classes: Tensor = condition.classes  # type: ignore[assignment]
         if self.training and cfg.dropout:
             classes = classes.where(torch.rand(len(x), device=x.device) >= cfg.dropout, cfg.classes)
-        wave, y, told = waves(time, WAVES // 2 - 1, x.dtype), self.pos_embed(x), list[Tensor]()
+        wave, y = waves(time, WAVES // 2 - 1, x.dtype), self.pos_embed(x)
+        told: list[Tensor] = []
         for block in self.transformer_blocks:
             y, c = run(block, cfg.recompute, y, wave, classes)
             told.append(c)
-        shift, scale = self.proj_out_1(F.silu(told[0])).chunk(2, -1)
+        shift, scale = self.proj_out_1(F.silu(told[0])).chunk(2, -1)  # by the first block's
         return self._joined(self.proj_out_2(modulated(y, shift, scale)))
 
     def _joined(self, y: Tensor) -> Tensor:
