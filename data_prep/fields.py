@@ -16,7 +16,7 @@ put through the same logarithm, mean and deviation. The index states all of thes
 
 Mean and deviation are those of the first 16 universes (or moments) of the training split, rounded to 4 digits: so they do not
 change when a set grows, and any machine finds the same. All maps of one universe are in one split. Maps of one universe are not
-independent: slabs along one axis are neighbours, and slabs along two axes share the matter where they cross.
+independent: all share the parameters, and slabs along two axes the matter where they cross.
 
 A file is a pure function of the recipe and the universes it holds, so that ranks, cores and stops change nothing in it.
 
