@@ -16,7 +16,7 @@ put through the same logarithm, mean and deviation. The index states all of thes
 
 Mean and deviation are those of the first 16 universes (or moments) of the training split, rounded to 4 digits: so they do not
 change when a set grows, and any machine finds the same. All maps of one universe are in one split. Maps of one universe are not
-independent: slabs along one axis are neighbours, and slabs along two axes share the matter where they cross.
+independent: all share the parameters, and slabs along two axes the matter where they cross.
 
 A file is a pure function of the recipe and the universes it holds, so that ranks, cores and stops change nothing in it.
 
@@ -440,7 +440,6 @@ class Spectra:
                     self.power[name] = self.power.get(name, np.zeros_like(power)) + power / self.samples
 
     def _shells(self, values: NDArray[np.float32]) -> tuple[Array, Array]:
-        """Power in shells of one wave per box."""
         density, box = self.recipe.undone(values), self.recipe.header()["box"][0]
         return shells(density / density.mean() - 1, box)
 
@@ -453,15 +452,14 @@ class Spectra:
 
 
 def shells(contrast: Array, box: float) -> tuple[Array, Array]:
-    """Wavenumbers [B] and power [C, B] of a periodic field in shells as wide as the longest wave's number, up to Nyquist's.
-    [C, *S]"""
+    """Wavenumbers [B] and power [C, B] of a periodic field in shells of one wave per box, up to Nyquist's.   [C, *S]"""
     cells, dims = contrast.shape[1], contrast.ndim - 1
     modes = np.fft.fftn(contrast, axes=range(1, dims + 1))
     square = (modes.real**2 + modes.imag**2) * (box / cells**2) ** dims
     number = np.fft.fftfreq(cells, 1 / cells)
     length = np.sqrt(sum(axis**2 for axis in np.meshgrid(*[number] * dims, indexing="ij"))).ravel()
     shell, most = np.round(length).astype(int), cells // 2
-    inside = (shell >= 1) & (shell < most)
+    inside = shell < most
     modes_of = np.bincount(shell[inside], minlength=most)[1:]
     k = np.bincount(shell[inside], length[inside], most)[1:] / modes_of * 2 * np.pi / box
     power = [np.bincount(shell[inside], one.ravel()[inside], most)[1:] / modes_of for one in square]

@@ -8,8 +8,9 @@ import h5py
 import numpy as np
 import pytest
 
-from data_prep import cosmoflow, fields, store, universe
+from data_prep import cosmoflow, fields, scenes, store, universe
 from data_prep.atmosphere import VARIABLES
+from data_prep.sphere import Grid
 from hpcai import dist
 from hpcai.data.splits import open_split
 from hpcai.settings import LoaderConfig
@@ -67,7 +68,8 @@ def test_maps_are_slabs_of_a_universe_and_low_is_the_mean_of_its_density(made):
     with h5py.File(made / "train" / "fields_000001.h5") as file:
         number, rows = int(file.attrs["numbers"][2]), {name: file[name][12:18] for name in file}
         assert json.loads(file.attrs["recipe"]) == json.loads(recipe.text)
-    density = cosmoflow.matter(recipe.universes, number)[0]
+    ends = (0.1, 0.6, 0.864, 63.0), (0.5, 1.0, 1.056, 77.0)
+    density = cosmoflow.matter(cosmoflow.Recipe(1, 16, 1, 4.0, (0.0,), 4, 16.0, 0.045, *ends, 0.1, 0.0), number)[0]
     assert density.shape == (16, 16, 16) and density.mean() == pytest.approx(1, rel=1e-9)
     slabs = [density[:4].mean(0), density[8:12].mean(0), density[:, :4].mean(1), density[:, 8:12].mean(1),
              density[..., :4].mean(2), density[..., 8:12].mean(2)]  # fmt: skip
@@ -105,7 +107,8 @@ class TestPromises(Promises):
     run, small = staticmethod(run), SMALL
     wrong = {
         "--seed 2": "seed 1 (now 2)", "--samples 6": "none is left for", "--size 18": "--size 18: expected a multiple of 4",
-        "--factor 3": "--factor 3: expected 2 or more that divides 16", "--factor 16": "--factor 16", "--slabs 5": "more than the 16",
+        "--factor 3": "--factor 3: expected 2 or more that divides 16", "--factor 16": "--factor 16",
+        "--slabs 5": "more than the 16 cells of --size",
         "--redshift -1": "--redshift is -1", "--floor 0": "--floor is 0.0", "--omega-b 0.2": "--omega-b is 0.2",
         "--validation 0.6 --test 0.4": "sum to less than 1", "--kind weather": "is made of cells of 7.5 degrees",
         "--kind weather --size 64 --channels TMQ,X": "--channels TMQ,X: expected different ones",
@@ -178,13 +181,19 @@ def test_weather_is_periodic_in_longitude_alone_and_names_its_channels(tmp_path,
     assert run("simulate", tmp_path, *words) == 0
     assert (tmp_path / "fields.png").read_bytes().startswith(b"\x89PNG") and "TMQ: power" in capsys.readouterr().out
     index, rows = loaded(tmp_path / "train" / "index.json"), whole(tmp_path / "train")
-    assert index["channels"] == ["TMQ", "V850"] and index["channel_units"] == ["kg/m2", "m/s"] and "no weather model" in index["note"]
+    assert index["channels"] == ["TMQ", "V850"] and index["channel_units"] == ["kg/m2", "m/s"]
+    assert "no weather model" in index["note"]
     assert index["periodic"] == [False, True] and index["parameters"] == [] and sorted(rows) == ["high", "low"]
     assert rows["high"].shape == (8, 2, 64, 96) and rows["low"].shape == (8, 2, 16, 24)
     for channel, name in enumerate(index["channels"]):
         values = index["mean"][channel] + index["deviation"][channel] * rows["high"][:, channel].astype(float)
         assert VARIABLES[name].least < values.min() and VARIABLES[name].reach < values.max() < VARIABLES[name].most
         assert rows["low"][2, channel] == pytest.approx(blocks(rows["high"][2, channel], 4), abs=1e-5)
+    with h5py.File(tmp_path / "train" / "fields_000000.h5") as file:
+        number = int(file.attrs["numbers"][2])
+    grid = Grid((np.arange(128) + 0.5) * 180 / 128 - 90, np.arange(0.5, 192) * 360 / 192, True)
+    water = blocks(scenes.sample(grid, store.generator(1, 1, number))[..., 0].astype(float), 2)
+    assert index["mean"][0] + index["deviation"][0] * rows["high"][2, 0] == pytest.approx(water, rel=1e-5, abs=1e-4)
     asked = {"high": ("float32", (2, 64, 96)), "low": ("float32", (2, 16, 24))}
     split = open_split(tmp_path / "train", asked, "", LoaderConfig(), dist.alone())
     assert sorted(split.read(0)) == ["high", "low"]
@@ -243,7 +252,8 @@ def test_the_check_passes_and_draws_and_finds_edges_that_do_not_meet(made, tmp_p
     assert "wrong: dim 0 is said to be periodic" in text and text.count("wrong: ") == 1
 
 
-def test_the_check_of_another_set_says_so(made, tmp_path, capsys):
+@pytest.mark.parametrize("kind", ["convert", "simulate"])
+def test_the_check_of_another_set_says_so(made, tmp_path, capsys, kind):
     out = shutil.copytree(made, tmp_path / "other")
-    (out / "recipe.json").write_text(json.dumps({"kind": "convert"}))
+    (out / "recipe.json").write_text(json.dumps({"kind": kind, "size": 8}))
     assert run("check", out) == 2 and "was not made by data_prep.fields" in capsys.readouterr().err
