@@ -10,12 +10,10 @@ import torch
 
 from apps.diffusion.settings import Config
 from hpcai.data import Loader, Rows
-from hpcai.data.hdf5 import Where
 from hpcai.data.splits import Samples, by_shard, load, loaders, open_split
 from hpcai.dist import Mesh
 from hpcai.errors import DataError
 from hpcai.models.diffusion import Batch, DiffusionConfig, FieldsConfig
-
 
 _HELD: dict[str, Any] = {"shuffle": False, "last": "keep"}
 
@@ -27,14 +25,13 @@ class Fields(Samples):
     def __init__(self, rows: Rows, turn: int | None, count: int | None = None) -> None:
         super().__init__(rows)
         self.turn, self._count = turn, len(rows) if count is None else min(count, len(rows))
-        self._periodic, self._factor = rows.about["periodic"], rows.about["factor"]
-        self._alike = all(self._periodic) and len({*rows.about["box"]}) == 1 and len(rows.about["channels"]) == 1
+        if turn is not None:
+            about = rows.about
+            self._periodic, self._factor = about["periodic"], about["factor"]
+            self._alike = all(self._periodic) and len({*about["box"]}) == 1 and len(about["channels"]) == 1
 
     def __len__(self) -> int:
         return self._count
-
-    def where(self, index: int, epoch: int) -> Where | None:
-        return None
 
     def make(self, values: dict[str, Any], index: int, epoch: int) -> Batch:
         high, low = values["high"], values.get("low")
@@ -110,16 +107,17 @@ def completed(cfg: Config, rows: Rows) -> DiffusionConfig:
     fields = FieldsConfig(
         names=tuple(about["channels"]), units=tuple(about["channel_units"]), mean=tuple(about["mean"]),
         deviation=tuple(about["deviation"]), floor=about.get("floor"), factor=about["factor"], box=tuple(about["box"]),
-        box_units=about["box_units"], parameters=tuple(about["parameters"]), low=tuple(about["low"]), high=tuple(about["high"]),
-        parameter_units=tuple(about["units"]),
+        box_units=about["box_units"], periodic=wraps, parameters=tuple(about["parameters"]), low=tuple(about["low"]),
+        high=tuple(about["high"]), parameter_units=tuple(about["units"]),
     )  # fmt: skip
     return model.model_copy(update={"size": size, "fields": fields})
 
 
 def write_ensembles(path: Path, rows: dict[str, torch.Tensor], model: DiffusionConfig) -> None:
-    """Ensembles for conditions of validation samples, as the model sees them, and how to undo that.   truth [N, C, *S], members
-    [N, M, C, *S], field [N, C, *s], parameters [N, P]"""
+    """Ensembles for conditions of validation samples, as the model sees them, and how to undo that.
+    truth [N, C, *S], members [N, M, C, *S], field [N, C, *s], parameters [N, P]"""
     about = {} if model.fields is None else model.fields.model_dump()
     arrays: dict[str, Any] = {f"about_{name}": np.array(value) for name, value in about.items() if value is not None}
     with path.open("wb") as file:
-        np.savez_compressed(file, **arrays, **{name: value.numpy() for name, value in rows.items()})
+        arrays |= {name: value.numpy() for name, value in rows.items()}
+        np.savez_compressed(file, **arrays)

@@ -253,6 +253,8 @@ class FieldsConfig(Settings):
     """places of a sample along one of the coarse field; 0: there is none"""
     box: tuple[Length, ...] = ()
     """how long each dim is"""
+    periodic: tuple[bool, ...] = ()
+    """whether it comes back to its beginning"""
     box_units: str = ""
     parameters: tuple[str, ...] = ()
     """physical parameters that samples are conditioned on, each in [-1, 1] of its range"""
@@ -272,6 +274,9 @@ class DiffusionConfig(Settings):
     """how samples are drawn where nothing else is said"""
     unconditional: Rate = 0.0
     """share of training samples whose condition is left out, for guidance: zeros in place of fields and parameters, no class"""
+    residual: Length | None = None
+    """deviation of samples from the coarse field that they are conditioned on: the network then makes this difference, in units of
+    it (Mardani et al. 2025); null: it makes samples"""
     size: tuple[Positive, ...] = ()
     """channels and places of a sample that it was trained on; empty: the data say it"""
     fields: FieldsConfig | None = None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hpcai.errors import ConfigError, DataError
+from hpcai.models.diffusion.blocks import resized
 from hpcai.models.diffusion.condition import NOTHING, Condition
 from hpcai.models.diffusion.config import DiffusionConfig, DiTConfig, FieldsConfig, FluxConfig, SamplerConfig, UNetConfig
 from hpcai.models.diffusion.dit import DiT
@@ -77,15 +78,29 @@ class Diffusion(Portable):
                 def fresh(step: int, row: Tensor = row, member: Tensor = member) -> Tensor:
                     return numbers(seed, STEPS + step, number[row], member, shape, dtype=dtype)
 
-                x = noise
-                for x in sample(self, self.objective, cfg, noise, own, nothing, fresh):
-                    done += 1
+                states = sample(self, self.objective, cfg, noise, own, nothing, fresh)
+                while (state := next(states, None)) is not None:
+                    x, done = state, done + 1
                     if progress is not None:
                         progress(done, rounds * cfg.steps)
-                found.append(x)
+                found.append(self.drawn_from(x, own))
         finally:
             self.train(was)
         return torch.cat(found).view(members, count, *shape)
+
+    def drawn_from(self, x: Tensor, condition: Condition) -> Tensor:
+        """A sample, from what the network makes of noise.   [B, C, *S] -> the same"""
+        return x if self.cfg.residual is None else x * self.cfg.residual + self._coarse(condition, x)
+
+    def drawn_to(self, sample: Tensor, condition: Condition) -> Tensor:
+        """And back."""
+        return sample if self.cfg.residual is None else (sample - self._coarse(condition, sample)) / self.cfg.residual
+
+    def _coarse(self, condition: Condition, x: Tensor) -> Tensor:
+        network: Any = self.network
+        if condition.field is None:
+            raise DataError("the model makes differences from a coarse field; give condition.field")
+        return resized(condition.field.to(x.dtype), x.shape[2:], network.space.wrapped)
 
     def physical(self, x: Tensor) -> Tensor:
         """Fields in the units that the settings name, from what the network sees.   [..., C, *S] -> the same, float64"""

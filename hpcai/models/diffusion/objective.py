@@ -67,10 +67,10 @@ def ensemble(model: Any, batch: Batch, sampler: SamplerConfig | None = None, mem
 
 def _error(model: Any, batch: Batch, drawn: tuple[int, Tensor | int], time: Tensor, condition: Condition) -> Tensor:
     """[B] at these times, with the noise of a use and an epoch."""
-    (what, epoch), x0 = drawn, batch.sample
-    dtype = torch.promote_types(next(model.parameters()).dtype, torch.float32)
+    (what, epoch), dtype = drawn, torch.promote_types(next(model.parameters()).dtype, torch.float32)
+    x0 = model.drawn_to(batch.sample.to(dtype), batch.condition)
     noise = numbers(model.seed, what, batch.number, epoch, x0.shape[1:], dtype=dtype)
-    noised = model.objective.noised(x0.to(dtype), noise, time)
+    noised = model.objective.noised(x0, noise, time)
     found: Tensor = model.objective.loss(model(noised.input, noised.time, condition), noised)
     return found
 
