@@ -173,8 +173,8 @@ def test_bytes_that_a_layer_keeps(kind: str) -> None:
     for way in WAYS:
         two, three = (learnt(kind, way, layers)[1] for layers in (2, 3))
         found[way] = (three - two) / (SAMPLES * tokens * 32 * 4)
-    # A sum, q, k, v, attention, its product, up; of a DiT also the second sum and product. A Flux turns q and k, which both ways keep
-    # as they were; again are made the norms, what the last product reads, and the turned.
+    # A sum, q, k, v, attention, its product, up; of a DiT also the second sum and product. A Flux turns q and k, which both ways
+    # keep as they were; again are made the norms, what the last product reads, and the turned.
     products = 5 + 4 + (3 if kind == "dit" else 1)
     again = (2 + 4) if kind == "dit" else (1 + 5 + 2)
     assert found["layers"] < 1.6
@@ -212,7 +212,7 @@ def test_a_compiler_takes_a_whole_network(kind: str) -> None:
 
 X, TIME = samples()
 WRONG: dict[str, tuple[str, tuple[Any, ...], str]] = {
-    "odd sides": ("flux", (X[:, :, :7], TIME, ASKED), r"samples are \[3, 2, 7, 8\], expected \[B, 2, H, W\] with even H and W; pad"),
+    "odd sides": ("flux", (X[:, :, :7], TIME, ASKED), r"samples are \[3, 2, 7, 8\], expected \[B, 2, H, W\] with even H and W"),
     "other channels": ("flux", (X[:, :1], TIME, ASKED), r"samples are \[3, 1, 8, 8\], expected \[B, 2, H, W\]"),
     "tokens of other channels": (
         "flux", (X, TIME, ASKED._replace(tokens=torch.ones(3, 4, 6))),
@@ -238,11 +238,11 @@ def test_wrong_input_is_refused(case: str) -> None:
 
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
     "another class": ({"_class_name": "UNet2DModel"}, "class 'UNet2DModel'; expected one of DiTTransformer2DModel, Flux"),
-    "a norm": ({"_class_name": "DiTTransformer2DModel", "norm_eps": 1e-6, "dropout": 0.1}, "dropout is 0.1, expected 0.0; norm_eps"),
+    "a norm": ({"_class_name": "DiTTransformer2DModel", "norm_eps": 1e-6, "dropout": 0.1}, "dropout is 0.1, expected 0.0; norm"),
     "patches": ({"_class_name": "FluxTransformer2DModel", "patch_size": 2}, "patch_size is 2, expected 1"),
     "other outputs": ({"_class_name": "FluxTransformer2DModel", "out_channels": 3}, "out_channels is 3, expected None"),
     "something new": ({"_class_name": "FluxTransformer2DModel", "experts": 4}, "experts is 4, which is not known"),
-    "of another kind": ({"_class_name": "FluxTransformer2DModel", "num_layers": "two"}, "(?s)settings of a FluxTransformer2DModel: .*valid integer"),
+    "of another kind": ({"_class_name": "FluxTransformer2DModel", "num_layers": "two"}, "(?s)a Flux.*: .*valid integer"),
     "angles": ({"_class_name": "FluxTransformer2DModel", "axes_dims_rope": [2, 2, 2]}, "must be even and add up to a head's 128"),
     "an old one of another kind": ({"_class_name": "Transformer2DModel"}, "norm_type is 'layer_norm', expected 'ada_norm_zero'"),
 }  # fmt: skip
