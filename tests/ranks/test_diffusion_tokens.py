@@ -15,7 +15,7 @@ from hpcai.models.diffusion.condition import Condition
 from hpcai.models.diffusion.config import DiTConfig, FluxConfig
 from hpcai.models.diffusion.dit import DiT
 from hpcai.models.diffusion.flux import Flux
-from hpcai.models.diffusion.parallel_tokens import parallelize
+from hpcai.models.diffusion.parallel import parallelize
 from hpcai.nn.deferred import deferred
 from hpcai.settings import StepConfig
 from hpcai.train.step import Step
