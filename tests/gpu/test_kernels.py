@@ -119,11 +119,10 @@ def test_the_kernel_is_its_twin(kind: str) -> None:
     for device in ("cpu", GPU):
         own = {name: row.clone().to(device) for name, row in rows.items()}
         low = own["weights"].bfloat16()
-        scalars = {
-            name: torch.tensor(value, device=device) for name, value in (("lr", 1e-3), ("step", 3.0), ("scale", 0.5), ("skip", 0.0))
-        }
+        given = {"lr": 1e-3, "step": 3.0, "scale": 0.5, "skip": 0.0, "take": 0.1}
+        scalars = {name: torch.tensor(value, device=device) for name, value in given.items()}
         update.adam_(own["weights"], own["gradient"], own["first"], own["second"], **scalars, betas=(0.9, 0.99), eps=1e-8,
-                     weight_decay=0.1, low=low, average=own["average"], keep=0.9, seed=torch.tensor(7, device=device))  # fmt: skip
+                     weight_decay=0.1, low=low, average=own["average"], seed=torch.tensor(7, device=device))  # fmt: skip
         found.append({name: row.cpu().float() for name, row in {**own, "low": low}.items()})
     for name, row in found[0].items():
         rough = name == "low" or (kind == "bf16 moments" and name in ("first", "second"))
@@ -182,9 +181,9 @@ def adam() -> list[Tensor]:
     rows = [torch.randn(n, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
     weights, gradient, first, second = (row.to(DEVICE) for row in rows)
     second, average = second.square(), weights.clone()
-    numbers = {"lr": 1e-3, "step": 3.0, "scale": 0.5, "skip": 0.0}
+    numbers = {"lr": 1e-3, "step": 3.0, "scale": 0.5, "skip": 0.0, "take": 0.1}
     update.adam_(weights, gradient, first, second, **{name: torch.tensor(x, device=DEVICE) for name, x in numbers.items()},
-                 betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, average=average, keep=0.9)  # fmt: skip
+                 betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, average=average)  # fmt: skip
     return [weights, first, second, average]
 
 
