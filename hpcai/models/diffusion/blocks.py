@@ -20,6 +20,7 @@ from hpcai.nn.layernorm import LayerNorm
 from hpcai.nn.products import together
 
 FORMATS = {2: torch.channels_last, 3: torch.channels_last_3d}
+_WORTH = 2  # places for each channel from which an ``Up`` gains more than sums of its weights take (256 channels at 8 x 8: 4 maps do not)
 _TRANSFORMER_EPS = 1e-6  # of the group norm before a transformer, whatever that of residual blocks is
 
 
@@ -174,7 +175,7 @@ class Up(nn.Module):
     def forward(self, x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
         doubled = tuple(2 * n for n in x.shape[2:])
         sizes = doubled if sizes is None else tuple(sizes)
-        if sizes != doubled or not self.joined:
+        if sizes != doubled or not self.joined or x.numel() < _WORTH * x.shape[1] ** 2:
             return self.conv(places_last(F.interpolate(x, size=sizes, mode="nearest")))
         if self.wrapped:
             x = around(x, self.wrapped)
@@ -186,13 +187,16 @@ class Up(nn.Module):
 def spread_weight(weight: Any) -> Tensor:
     """The weights of a transposed convolution of stride 2 that doubles a map or a volume and convolves it.
 
-    [C', C, 3, ...] -> [C, C', 4, ...]; along each dim (a, b, c) becomes (c, b + c, a + b, a).
+    [C', C, 3, ...] -> [C, C', 4, ...] in channels-last memory; along each dim (a, b, c) becomes (c, b + c, a + b, a).
     """
-    found: Tensor = weight.transpose(0, 1).flip(list(range(2, weight.ndim)))
-    for dim in range(2, found.ndim):
-        ends = [0, 0] * (found.ndim - 1 - dim)
-        found = F.pad(found, (*ends, 0, 1)) + F.pad(found, (*ends, 1, 0))
-    return places_last(found)
+    dims = weight.ndim - 2
+    with torch.autocast(weight.device.type, enabled=False):  # rounded once, when they are sums
+        ends = torch.arange(4, device=weight.device)[:, None] + torch.arange(3, device=weight.device)
+        sums = every = ((ends == 2) | (ends == 3)).to(weight.dtype)
+        for _ in range(dims - 1):
+            every = torch.kron(every, sums)
+        taps = weight.movedim((0, 1), (-1, 0)).flatten(1, -2)  # [C, 3 * 3, C']
+        return (every @ taps).unflatten(1, (4,) * dims).movedim(-1, 1)
 
 
 class ResBlock(nn.Module):
@@ -257,8 +261,7 @@ class SelfAttention(Heads):
 
     def forward(self, x: Tensor, others: Tensor | None = None) -> Tensor:
         y = super().forward(to_tokens(self.group_norm(x)))
-        y += to_tokens(x)
-        return to_places(y, x.shape[2:])
+        return to_places(y + to_tokens(x), x.shape[2:])
 
 
 class GEGLU(nn.Module):
@@ -318,9 +321,7 @@ class CrossAttention(nn.Module):
         y = self.proj_in(to_tokens(self.norm(x)))
         for layer in self.transformer_blocks:
             y = layer(y, tokens)
-        y = self.proj_out(y)
-        y += to_tokens(x)
-        return to_places(y, x.shape[2:])
+        return to_places(self.proj_out(y) + to_tokens(x), x.shape[2:])
 
 
 # ---- time
