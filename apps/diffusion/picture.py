@@ -12,6 +12,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, NullFormatter
 
 from hpcai.cli.report.picture import Table, arrays
 from hpcai.cli.report.theme import WIDTH, Theme, bare, head
@@ -103,23 +104,28 @@ def _power(axes: Axes, found: Ensembles, theme: Theme) -> None:
     floor = float(true.mean(0).min()) / 30
     axes.set(xscale="log", yscale="log", xlabel=f"wave number [radians per {found.unit}]", ylabel=f"power of {found.names[0]}")
     axes.set_ylim(bottom=floor)
+    axes.xaxis.set_minor_formatter(NullFormatter())
     axes.legend()
     head(axes, "Power by scale", "what is not in the coarse field must be made", theme)
 
 
 def _spectra(fields: np.ndarray, box: list[float]) -> tuple[np.ndarray, np.ndarray]:
     """Wave numbers [K] and power of each field [..., K], without the mean."""
-    k, power = scores.power_spectrum(torch.from_numpy(fields).double(), box)
-    return k[1:].numpy(), power[..., 1:].numpy()
+    sizes = fields.shape[-len(box) :]
+    at = scores.shells(sizes, box)
+    power = scores.spectrum(torch.from_numpy(fields).reshape(-1, *sizes), at).numpy()
+    return at.center[1:].numpy(), power[:, 1:].reshape(*fields.shape[: -len(box)], -1)
 
 
 def _ranks(axes: Axes, found: Ensembles, theme: Theme) -> None:
     members = torch.from_numpy(found.members[:, :, 0]).transpose(0, 1)
-    counts = scores.rank_histogram(members, torch.from_numpy(found.truth[:, 0])).numpy()
+    (sums, *_), _ = scores.rank_sums(members, torch.from_numpy(found.truth[:, 0]))
+    counts = sums.numpy()
     share = counts / counts.sum() * len(counts)
     axes.bar(np.arange(len(share)), share, width=0.9, color=theme.main)
     axes.axhline(1.0, color=theme.ink, linewidth=1)
     axes.grid(False, axis="x")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set(xlabel="members below the truth", ylabel="share, 1 where level")
     head(axes, "Rank of the truth", "high at both ends: members are too much alike", theme)
 
@@ -127,10 +133,10 @@ def _ranks(axes: Axes, found: Ensembles, theme: Theme) -> None:
 def table(found: Ensembles) -> Table:
     rows = []
     for channel, name in enumerate(found.names):
-        members = torch.from_numpy(found.members[:, :, channel]).transpose(0, 1).double()
-        truth, smooth = (torch.from_numpy(x[:, channel]).double() for x in (found.truth, found.smooth))
-        crps, plain = float(scores.crps(members, truth, fair=True).mean()), float((smooth - truth).abs().mean())
-        skill = float(scores.spread_over_skill(members, truth))
+        members = torch.from_numpy(found.members[:, :, channel]).transpose(0, 1)
+        sums, finish = scores.ensemble_sums(members, torch.from_numpy(found.truth[:, channel]))
+        known, plain = finish(*sums), float(np.abs(found.smooth[:, channel] - found.truth[:, channel]).mean())
+        crps, skill = known["crps_fair"], known["spread_over_skill_corrected"]
         rows.append([name, f"{crps:.3f}", f"{plain:.3f}", f"{crps / plain:.2f}", f"{skill:.2f}"])
     note = ("CRPS: how far members are from the truth, less how far from one another, in units of the field's deviation; of one"
             " field it is the mean absolute error. Spread over skill: 1 where members differ as much as their mean errs.")

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import h5py
 import numpy as np
@@ -57,7 +56,8 @@ def test_a_run_leaves_everything_that_its_users_want(data: Path) -> None:
     assert sorted(p.name for p in run.iterdir() if p.name not in ("report.html", "plots")) == files
     assert config.load(APP.settings, run / "settings.yaml") == config.load(APP.settings, APP.small, APP.words(data, run)[1:])
     drawn = np.load(run / "ensembles.npz", allow_pickle=False)
-    assert drawn["truth"].shape == (3, 1, 16, 16) and drawn["members"].shape == (3, 4, 1, 16, 16) and drawn["field"].shape == (3, 1, 4, 4)
+    shapes = {"truth": (3, 1, 16, 16), "members": (3, 4, 1, 16, 16), "field": (3, 1, 4, 4)}
+    assert {name: drawn[name].shape for name in shapes} == shapes
     with h5py.File(data / "validation/fields_000000.h5") as file:
         assert np.array_equal(drawn["truth"], file["high"][:3]) and np.array_equal(drawn["field"], file["low"][:3])
     assert set(told(run, "evaluate", "loss_8")) and 0 < told(run, "evaluate", "loss").popitem()[1] < 3
@@ -75,7 +75,8 @@ def test_a_run_leaves_everything_that_its_users_want(data: Path) -> None:
 
     from hpcai.cli.report import draw
 
-    assert "loss" in draw(run).read_text()
+    page = draw(run).read_text()
+    assert "Ensembles of unseen fields" in page and "Ensembles beside a smooth field" in page and "no picture" not in page
 
 
 def test_copies_train_as_one_process(data: Path, tmp_path: Path) -> None:
