@@ -80,6 +80,7 @@ def test_a_wave_along_one_dim_is_in_its_shell() -> None:
     power = scores.spectrum(wave[None], at)[0]
     assert power.argmax() == 5 and power[5] * at.modes[5] / at.volume == pytest.approx(0.5)
     assert at.modes.tolist() == [1, *[2] * 15, 1]
+    assert len(scores.shells((5, 20), (1.0, 4.0)).modes) == 9, "5 cells have waves of number 2 at most, not of 2.5"
 
 
 def test_one_point_distributions_are_those_of_numpy_and_scipy() -> None:
