@@ -157,7 +157,7 @@ def shells(sizes: Sequence[int], lengths: Sequence[float] | float = 1.0, device:
     times = times.expand(square.shape)
     wave, width = 2 * math.pi * square.sqrt(), 2 * math.pi / max(sides)
     # Exact numbers of widths that rounding put below one would lose a shell.
-    many = int(min(math.pi * n / side for n, side in zip(sizes, sides)) / width + 1e-9) + 1
+    many = int(min(math.pi * 2 * (n // 2) / side for n, side in zip(sizes, sides)) / width + 1e-9) + 1
     which = (wave / width + 0.5).floor().long().clamp(max=many)
     count, total = (_by_shell(x[None], which, many)[0] for x in (times, times * wave))
     center = torch.arange(many, **words) * width
