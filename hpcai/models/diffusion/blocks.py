@@ -20,7 +20,7 @@ from hpcai.nn.layernorm import LayerNorm
 from hpcai.nn.products import together
 
 FORMATS = {2: torch.channels_last, 3: torch.channels_last_3d}
-# Places for each channel from which an ``Up`` gains more than sums of its weights take: 8 maps of 8 x 8 do for 256 channels, 4 do not.
+# Places for each channel from which an ``Up`` gains more than sums of its weights take: 8 maps of 8 x 8 for 256 channels, not 4.
 _WORTH = 2
 _TRANSFORMER_EPS = 1e-6  # of the group norm before a transformer, whatever that of residual blocks is
 

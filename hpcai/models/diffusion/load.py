@@ -194,7 +194,8 @@ def _unet(found: Mapping[str, Any], path: Path, kind: str) -> dict[str, Any]:
     return {
         "inputs": found["in_channels"] - field, "field": field, "outputs": found["out_channels"], "channels": channels,
         "blocks": blocks, "attention": tuple(words[name] for name in down), "middle": kind,
-        "classes": found.get("num_class_embeds"), "groups": groups, "eps": found.get("norm_eps", 1e-5), "dropout": found.get("dropout", 0.0),
+        "classes": found.get("num_class_embeds"), "groups": groups, "eps": found.get("norm_eps", 1e-5),
+        "dropout": found.get("dropout", 0.0),
     }  # fmt: skip
 
 
