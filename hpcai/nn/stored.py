@@ -45,8 +45,8 @@ def stored(source: Path) -> dict[str, Stored]:
 
 
 def store(tensors: Mapping[str, Tensor], folder: Path, name: str, most: int) -> None:
-    """Tensors as safetensors files of at most ``most`` bytes in ``folder``, as Hugging Face's libraries read them: ``name``, such as
-    model.safetensors, or several that bear their numbers, with an index. Each file is there when it is whole."""
+    """Tensors as safetensors files of at most ``most`` bytes in ``folder``, as Hugging Face's libraries read them: ``name``, such
+    as model.safetensors, or several that bear their numbers, with an index. Each file is there when it is whole."""
     from safetensors.torch import save_file
 
     files: list[dict[str, Tensor]] = [{}]

@@ -20,7 +20,8 @@ from hpcai.nn.layernorm import LayerNorm
 from hpcai.nn.products import together
 
 FORMATS = {2: torch.channels_last, 3: torch.channels_last_3d}
-_WORTH = 2  # places for each channel from which an ``Up`` gains more than sums of its weights take (256 channels at 8 x 8: 4 maps do not)
+# Places for each channel from which an ``Up`` gains more than sums of its weights take: 8 maps of 8 x 8 for 256 channels, not 4.
+_WORTH = 2
 _TRANSFORMER_EPS = 1e-6  # of the group norm before a transformer, whatever that of residual blocks is
 
 
@@ -143,8 +144,8 @@ def convolution(space: Space, inputs: int, outputs: int, kernel: int = 3, stride
 class Down(nn.Module):
     """Half as many places along each dim.   [B, C, ...] -> [B, C, .../2]
 
-    ``centred``: the middle of a kernel lies on every other place, and an odd side is halved upwards; otherwise its beginning does, as
-    in autoencoders, and downwards.
+    ``centred``: the middle of a kernel lies on every other place, and an odd side is halved upwards; otherwise its beginning
+    does, as in autoencoders, and downwards.
     """
 
     def __init__(self, space: Space, channels: int, centred: bool = True) -> None:
@@ -161,8 +162,8 @@ class Down(nn.Module):
 class Up(nn.Module):
     """Twice as many places along each dim, or one less, each with the value of the nearest, and a convolution of them.
 
-    [B, C, ...] -> [B, C, ...] of ``sizes``, or twice as large. Where all sides are doubled the two are one transposed convolution, of
-    4 x 4 weights that are sums of the 3 x 3: 16 products for each place before instead of 36, in a volume 64 instead of 216.
+    [B, C, ...] -> [B, C, ...] of ``sizes``, or twice as large. Where all sides are doubled the two are one transposed convolution,
+    of 4 x 4 weights that are sums of the 3 x 3: 16 products for each place before instead of 36, in a volume 64 instead of 216.
     """
 
     joined = True

@@ -46,8 +46,8 @@ class Kind(NamedTuple):
 def read_folder(path: str | Path) -> tuple[Settings, State]:
     """Settings and weights, by the names that our networks have, from a folder of diffusers.
 
-    Raises CheckpointError for weights that are missing, superfluous, damaged, not finite, no floating numbers or of other sizes than the
-    settings say, ConfigError for a network of another kind or with settings that ours does not honour.
+    Raises CheckpointError for weights that are missing, superfluous, damaged, not finite, no floating numbers or of other sizes
+    than the settings say, ConfigError for a network of another kind or with settings that ours does not honour.
     """
     path = Path(path)
     kind, cfg = _settings(path)
@@ -122,7 +122,8 @@ def _same(path: Path, found: Mapping[str, list[int]], known: Mapping[str, list[i
         said += [f"has {_some(unknown)}, for which the settings have no place"] if unknown else []
         raise CheckpointError(f"{where}: {', and '.join(said)}; is {CONFIG} that of these weights?")
     if other := next((name for name in known if found[name] != known[name]), None):
-        raise CheckpointError(f"{where}: {other} is {found[other]}, the settings make it {known[other]}; is {CONFIG} that of these weights?")
+        sizes = f"{other} is {found[other]}, the settings make it {known[other]}"
+        raise CheckpointError(f"{where}: {sizes}; is {CONFIG} that of these weights?")
 
 
 def _some(names: Sequence[str]) -> str:
@@ -130,8 +131,8 @@ def _some(names: Sequence[str]) -> str:
 
 
 def honour(found: Mapping[str, Any], path: Path, known: Mapping[str, Any], read: Sequence[str]) -> None:
-    """Raises ConfigError for settings of config.json at ``path`` that are neither ``read`` nor as ``known``, the only value that the
-    network honours; one that nobody knows must be null."""
+    """Raises ConfigError for settings of config.json at ``path`` that are neither ``read`` nor as ``known``, the only value that
+    the network honours; one that nobody knows must be null."""
     for name, value in found.items():
         if name.startswith("_") or name in read or name in _OF_NO_USE:
             continue
@@ -193,8 +194,9 @@ def _unet(found: Mapping[str, Any], path: Path, kind: str) -> dict[str, Any]:
         blocks = blocks[0]
     return {
         "inputs": found["in_channels"] - field, "field": field, "outputs": found["out_channels"], "channels": channels,
-        "blocks": blocks, "attention": tuple(words[name] for name in down), "middle": kind, "classes": found.get("num_class_embeds"),
-        "groups": groups, "eps": found.get("norm_eps", 1e-5), "dropout": found.get("dropout", 0.0),
+        "blocks": blocks, "attention": tuple(words[name] for name in down), "middle": kind,
+        "classes": found.get("num_class_embeds"), "groups": groups, "eps": found.get("norm_eps", 1e-5),
+        "dropout": found.get("dropout", 0.0),
     }  # fmt: skip
 
 

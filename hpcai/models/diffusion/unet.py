@@ -12,7 +12,18 @@ from torch import Tensor, nn
 
 from hpcai.errors import DataError
 from hpcai.models.diffusion.blocks import (
-    CrossAttention, Down, FORMATS, ResBlock, SelfAttention, Space, TimeEmbedding, Up, convolution, places_last, resized, sinusoidal,
+    FORMATS,
+    CrossAttention,
+    Down,
+    ResBlock,
+    SelfAttention,
+    Space,
+    TimeEmbedding,
+    Up,
+    convolution,
+    places_last,
+    resized,
+    sinusoidal,
     zeroed,
 )  # fmt: skip
 from hpcai.models.diffusion.condition import NOTHING, Condition
@@ -76,7 +87,7 @@ class DownLevel(Level):
 
 
 class UpLevel(Level):
-    """x [B, C, ...] and outputs of the way down, the last of which each block takes -> [B, C', ...], then of the places of the next of
+    """x [B, C, ...] and outputs of the way down, the last of which each block takes -> [B, C', ...], of the places of the next of
     these outputs"""
 
     def __init__(self, shapes: _Shapes, inputs: Sequence[int], channels: int, kind: str, heads: int, last: bool) -> None:
@@ -110,9 +121,9 @@ class Middle(Level):
 class UNet(nn.Module):
     """network(x [B, C, ...], time [B], condition) -> [B, C', ...] in channels-last memory.
 
-    Sides may be odd where a dim is not periodic; along a periodic one each level but the last halves them. Raises DataError for an
-    input that does not fit, and for a condition that the settings do not name, or that is missing; a sample whose class is the number
-    of classes has none.
+    Sides may be odd where a dim is not periodic; along a periodic one each level but the last halves them. A sample whose class is
+    the number of classes has none. Raises DataError for an input that does not fit, and for a condition that is missing or that
+    the settings do not name.
     """
 
     def __init__(self, cfg: UNetConfig | None = None) -> None:
