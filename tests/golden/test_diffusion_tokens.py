@@ -15,6 +15,7 @@ from hpcai.models.diffusion.condition import Condition
 from hpcai.models.diffusion.config import DiTConfig, FluxConfig
 from hpcai.models.diffusion.dit import DiT, positions
 from hpcai.models.diffusion.flux import Flux, angles, packed, unpacked
+from hpcai.models.diffusion.load import load_network, read_folder, save_folder
 from hpcai.models.diffusion.others import from_config, to_config
 from hpcai.models.diffusion.tokens import waves
 from tests.stored import DATA, arrays, told
@@ -30,12 +31,16 @@ _WHY = "diffusers is not installed: DiT and Flux are NOT compared with it; pip i
 
 
 def network(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    from safetensors.torch import load_file
+    return load_network(folder).to(dtype)
 
-    cfg = from_config(json.loads((folder / "config.json").read_text()))
-    model = (DiT(cfg) if isinstance(cfg, DiTConfig) else Flux(cfg)).to(dtype)
-    model.load_state_dict(load_file(folder / "diffusion_pytorch_model.safetensors"))
-    return model.eval()
+
+@pytest.mark.parametrize("folder", sorted({folder for folder, _ in CASES.values()}))
+def test_what_is_written_is_read_again(folder: str, tmp_path: Path) -> None:
+    model = network(HOME / folder)
+    save_folder(model.state_dict(), model.cfg, tmp_path)
+    cfg, state = read_folder(tmp_path)
+    assert cfg == model.cfg and state.keys() == model.state_dict().keys()
+    assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
 
 
 def given(case: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor, Condition]]:

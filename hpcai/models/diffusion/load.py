@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +12,10 @@ from torch import Tensor, nn
 
 from hpcai.config import Settings
 from hpcai.errors import CheckpointError, ConfigError
-from hpcai.models.diffusion.config import DiffusionConfig, UNetConfig, VAEConfig
+from hpcai.models.diffusion.config import DiffusionConfig, DiTConfig, FluxConfig, UNetConfig, VAEConfig
+from hpcai.models.diffusion.dit import DiT
+from hpcai.models.diffusion.flux import Flux
+from hpcai.models.diffusion.others import from_config, to_config
 from hpcai.models.diffusion.unet import UNet
 from hpcai.models.diffusion.vae import VAE
 from hpcai.nn import weights
@@ -273,8 +277,8 @@ def _reason(cfg: Any) -> str:
         return f"heads {list(cfg.heads)}, which have other numbers of channels at other levels"
     if cfg.attention_groups not in (None, cfg.groups) and kinds:
         return f"attention_groups {cfg.attention_groups} beside groups {cfg.groups}"
-    if cfg.dims != 2:
-        return f"dims {cfg.dims}"
+    if cfg.dims != 2 or cfg.patch != 1:
+        return f"dims {cfg.dims}, patch {cfg.patch}"
     return "parameters" if cfg.parameters else "periodic" if any(cfg.periodic) else ""
 
 
@@ -336,10 +340,27 @@ def _newer(state: State) -> State:
     return found
 
 
+# ---- networks of tokens
+
+
+def _from_tokens(found: Mapping[str, Any], path: Path) -> DiTConfig | FluxConfig:
+    try:
+        return from_config(found)
+    except ConfigError as problem:
+        raise ConfigError(f"{path}: {problem}") from problem
+
+
+def _to_tokens(kind: Any, cfg: Any) -> dict[str, Any] | None:
+    return {**to_config(cfg), "_diffusers_version": _VERSION} if isinstance(cfg, kind) else None
+
+
 KINDS: dict[str, Kind] = {
     "UNet2DConditionModel": Kind(UNet, _from_conditioned, _to_conditioned, _products),
     "UNet2DModel": Kind(UNet, _from_plain, _to_plain, dict),
     "AutoencoderKL": Kind(VAE, _from_vae, _to_vae, _newer),
+    "DiTTransformer2DModel": Kind(DiT, _from_tokens, partial(_to_tokens, DiTConfig), dict),
+    "Transformer2DModel": Kind(DiT, _from_tokens, lambda cfg: None, dict),  # DiT in older files
+    "FluxTransformer2DModel": Kind(Flux, _from_tokens, partial(_to_tokens, FluxConfig), dict),
 }
 
 
