@@ -30,18 +30,19 @@ class Ensembles:
     """Fields as the model sees them, and what follows from them."""
 
     names: list[str]                                     # of the channels
-    field: np.ndarray                                    # [N, C, *s]
+    field: np.ndarray | None                             # [N, C, *s]
     truth: np.ndarray                                    # [N, C, *S]
     members: np.ndarray                                  # [N, M, C, *S]
-    smooth: np.ndarray                                   # [N, C, *S] the coarse field between its cells
+    smooth: np.ndarray                                   # [N, C, *S] the coarse field between its cells, or the truth's mean
     box: list[float]                                     # how long each dim is
     unit: str
 
 
 def read(path: Path) -> Ensembles:
     with np.load(path, allow_pickle=False) as file:
-        dims = " ".join(f"S{n}" for n in range(file["truth"].ndim - 2)) if "truth" in file else "S0"
-    legend = {"truth": f"real N C {dims}", "members": f"real N M C {dims}", "field": "real N C " + dims.replace("S", "s")}
+        dims, given = " ".join(f"S{n}" for n in range(file["truth"].ndim - 2)) if "truth" in file else "S0", "field" in file
+    legend = {"truth": f"real N C {dims}", "members": f"real N M C {dims}"}
+    legend |= {"field": "real N C " + dims.replace("S", "s")} if given else {}
     found = arrays(path, legend, ("about_names", "about_box", "about_box_units", "about_periodic"))
     if not all(np.isfinite(found[name]).all() for name in legend):
         raise DataError("some numbers are not finite")
@@ -49,10 +50,14 @@ def read(path: Path) -> Ensembles:
     names = found.get("about_names", np.array([f"channel {n}" for n in range(channels)])).astype(str).tolist()
     wraps = found.get("about_periodic", np.zeros(dims_, bool))
     wrapped = [dim for dim, wraps_ in enumerate(wraps.tolist(), 2) if wraps_]
-    smooth = resized(torch.from_numpy(found["field"]), found["truth"].shape[2:], wrapped).numpy()
+    truth = found["truth"]
+    if given:
+        smooth = resized(torch.from_numpy(found["field"]), truth.shape[2:], wrapped).numpy()
+    else:
+        smooth = np.broadcast_to(truth.mean((0, *range(2, truth.ndim)), keepdims=True), truth.shape)
     box = found.get("about_box", np.array(found["truth"].shape[2:])).astype(float).tolist()
     unit = str(found.get("about_box_units", "cells"))
-    return Ensembles(names, found["field"], found["truth"], found["members"], smooth, box, unit)
+    return Ensembles(names, found.get("field"), truth, found["members"], smooth, box, unit)
 
 
 def caption(found: Ensembles) -> str:
@@ -75,11 +80,13 @@ def draw(found: Ensembles, theme: Theme) -> Figure:
 
 def _fields(figure: Any, found: Ensembles, shown: int, theme: Theme) -> None:
     members = min(COLUMNS, found.members.shape[1])
-    every = np.atleast_2d(figure.subplots(shown, 2 + members, squeeze=False))
+    titles = [*(["given"] if found.field is not None else []), "truth", *(f"member {m + 1}" for m in range(members))]
+    every = figure.subplots(shown, len(titles), squeeze=False)
     for n in range(shown):
-        planes = [_plane(field) for field in (found.field[n, 0], found.truth[n, 0], *found.members[n, :members, 0])]
+        given = [] if found.field is None else [found.field[n, 0]]
+        planes = [_plane(field) for field in (*given, found.truth[n, 0], *found.members[n, :members, 0])]
         limits = Normalize(float(found.truth[n, 0].min()), float(found.truth[n, 0].max()))
-        for axes, plane, title in zip(every[n], planes, ("given", "truth", *(f"member {m + 1}" for m in range(members)))):
+        for axes, plane, title in zip(every[n], planes, titles):
             bare(axes)
             axes.imshow(plane, origin="lower", cmap=theme.values, norm=limits)
             if n == 0:
@@ -100,7 +107,8 @@ def _power(axes: Axes, found: Ensembles, theme: Theme) -> None:
     axes.fill_between(scale, low, high, color=theme.main, alpha=0.25, linewidth=0)
     axes.plot(scale, every.mean((0, 1)), color=theme.main, label="members")
     axes.plot(scale, true.mean(0), color=theme.ink, linestyle="--", label="truth")
-    axes.plot(scale, smooth.mean(0), color=theme.faint, label="the coarse field, made smooth")
+    if found.field is not None:
+        axes.plot(scale, smooth.mean(0), color=theme.faint, label="the coarse field, made smooth")
     floor = float(true.mean(0).min()) / 30
     axes.set(xscale="log", yscale="log", xlabel=f"wave number [radians per {found.unit}]", ylabel=f"power of {found.names[0]}")
     axes.set_ylim(bottom=floor)
@@ -140,4 +148,5 @@ def table(found: Ensembles) -> Table:
         rows.append([name, f"{crps:.3f}", f"{plain:.3f}", f"{crps / plain:.2f}", f"{skill:.2f}"])
     note = ("CRPS: how far members are from the truth, less how far from one another, in units of the field's deviation; of one"
             " field it is the mean absolute error. Spread over skill: 1 where members differ as much as their mean errs.")
-    return Table("Ensembles beside a smooth field", note, ("", "CRPS", "of the smooth field", "ratio", "spread / skill"), rows)
+    plainly = "of their mean" if found.field is None else "of the smooth field"
+    return Table("Ensembles beside one field", note, ("", "CRPS", plainly, "ratio", "spread / skill"), rows)

@@ -37,7 +37,7 @@ def spoil(data: Path, kind: str) -> None:
 
 
 class TestPromises(Promises):
-    configs = ["small"]
+    configs = ["parameters", "small", "small3d", "weather"]
     named = ["model.unet.channels", "model.objective.says", "model.sampler.method", "data.turn", "data.members"]
     ways = [f"data.reader={way}" for way in ("direct", "buffered", "memory", "hdf5")]
     test_the_mlperf_log_of_a_run_keeps_the_rules = None  # type: ignore[assignment]  # fields are no benchmark of MLPerf's
@@ -76,7 +76,7 @@ def test_a_run_leaves_everything_that_its_users_want(data: Path) -> None:
     from hpcai.cli.report import draw
 
     page = draw(run).read_text()
-    assert "Ensembles of unseen fields" in page and "Ensembles beside a smooth field" in page and "no picture" not in page
+    assert "Ensembles of unseen fields" in page and "Ensembles beside one field" in page and "no picture" not in page
 
 
 def test_copies_train_as_one_process(data: Path, tmp_path: Path) -> None:
