@@ -226,7 +226,10 @@ class Operands:
                 squares += torch.dot(w, w), torch.dot(u, u)
             if bits is not None:
                 bits.store(place, moments, m)
-            if average is not None:
+            if average is not None and dtype == torch.float64:  # on a GPU, torch's fused operations read a rate as float32
+                assert self.skip is not None
+                average.copy_(torch.where(self.skip == 1, average, average.lerp(w, self.take)))
+            elif average is not None:
                 # a += take*(w - a): ascent of a along w at weight decay 1, which knows how to skip.
                 _sgd(average, w, [], self.take, 0.0, 1.0, self.skip, up=True)
             if low is not None:

@@ -102,14 +102,14 @@ def half_life_take(half_life: float, ramp: float | None, batch: int, seen: int) 
 
 
 def power_take(deviation: float, step: int) -> float:
-    """What the average takes of the weights after 1-based ``step`` (Karras et al. 2024, eq. 127); all after the first."""
+    """What the average takes of the weights after 1-based ``step`` (Karras et al. 2024, appendix C); all after the first."""
     return 1.0 if step == 1 else -math.expm1((exponent(deviation) + 1) * math.log1p(-1 / step))
 
 
 @cache
 def exponent(deviation: float) -> float:
     """The power by which weights count whose steps have this standard deviation over the last one (sigma_rel; Karras et al. 2024,
-    eq. 126): the root gamma of (gamma + 1) / ((gamma + 2)^2 (gamma + 3)) = deviation^2. Raises ConfigError where there is none."""
+    appendix C): the root gamma of (gamma + 1) / ((gamma + 2)^2 (gamma + 3)) = deviation^2. Raises ConfigError if there is none."""
     if not 0 < deviation <= 12**-0.5:
         raise ConfigError(f"an average of deviation {deviation:g} is no power; give more than 0, and 0.288 at most")
     low, high = 0.0, 1 / deviation**2
@@ -131,7 +131,7 @@ class Snapshot(NamedTuple):
 
 def coefficients(kept: Sequence[tuple[float, float]], wanted: tuple[float, float]) -> Tensor:
     """How much of each average by a power that was ``kept`` makes up, as well as it can, one that is ``wanted``: pairs (step,
-    deviation) of each. Of sum 1 (Karras et al. 2024, algorithm 3).   [N] float64"""
+    deviation) of each. Of sum 1 (Karras et al. 2024, appendix C).   [N] float64"""
     if not kept or len(set(kept)) < len(kept):
         raise ConfigError(f"averages of (step, deviation) {', '.join(map(str, kept)) or 'none'}; give at least one, and none twice")
     steps, powers = (torch.tensor(x, dtype=torch.float64) for x in zip(*((t, exponent(d)) for t, d in (*kept, wanted))))

@@ -26,7 +26,7 @@ _QUANTILES = (0.5, 0.9)
 
 def crps(members: Tensor, observed: Tensor, fair: bool = False) -> Tensor:
     """Continuous ranked probability score of each place, in the unit of the field: mean |x - y| - sum |x - x'| / (2 M^2) (Gneiting
-    and Raftery 2007, eq. 21); ``fair``: with 2 M (M - 1), as if of endless members (Ferro 2014).   [M, B, P], [B, P] -> [B, P]"""
+    and Raftery 2007); ``fair``: with 2 M (M - 1), as if of endless members (Ferro 2014).   [M, B, P], [B, P] -> [B, P]"""
     x, y = _pair(members, observed, 2 if fair else 1)
     m = len(x)
     # The sum over pairs is twice that of (2 i - m - 1) times member i in order of size.
@@ -36,8 +36,8 @@ def crps(members: Tensor, observed: Tensor, fair: bool = False) -> Tensor:
 
 
 def energy_score(members: Tensor, observed: Tensor, weights: Tensor | None = None, fair: bool = False) -> Tensor:
-    """The same for whole fields, whose distance is the root of the weighted sum of squares over places (Gneiting and Raftery 2007,
-    eq. 22).   [M, B, P], [B, P], weights that broadcast to P -> [B]"""
+    """The same for whole fields, whose distance is the root of the weighted sum of squares over places (Gneiting and Raftery
+    2007).   [M, B, P], [B, P], weights that broadcast to P -> [B]"""
     x, y = _pair(members, observed, 2 if fair else 1)
     root = _spread_out(weights, y).sqrt().flatten()
     x, y = x.flatten(2) * root, y.flatten(1) * root
