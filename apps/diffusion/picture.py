@@ -54,7 +54,7 @@ def read(path: Path) -> Ensembles:
     if given:
         smooth = resized(torch.from_numpy(found["field"]), truth.shape[2:], wrapped).numpy()
     else:
-        smooth = np.broadcast_to(truth.mean((0, *range(2, truth.ndim)), keepdims=True), truth.shape)
+        smooth = np.zeros_like(truth) + truth.mean((0, *range(2, truth.ndim)), keepdims=True)
     box = found.get("about_box", np.array(found["truth"].shape[2:])).astype(float).tolist()
     unit = str(found.get("about_box_units", "cells"))
     return Ensembles(names, found.get("field"), truth, found["members"], smooth, box, unit)

@@ -1,6 +1,7 @@
 """The diffusion app as its users start it: alone, on ranks, resumed, with every way to read, and with bad input."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import h5py
@@ -11,8 +12,9 @@ import torch
 from hpcai import config
 from hpcai.models.diffusion import Condition, Diffusion
 from tests.apps.promises import Promises
-from tests.apps.running import same_weights, told
+from tests.apps.running import ROOT, same_weights, told
 from tests.apps.smallest import DIFFUSION as APP
+from tests.apps.smallest import prepared
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -77,6 +79,37 @@ def test_a_run_leaves_everything_that_its_users_want(data: Path) -> None:
 
     page = draw(run).read_text()
     assert "Ensembles of unseen fields" in page and "Ensembles beside one field" in page and "no picture" not in page
+
+
+KINDS = {
+    "small3d": ("volumes --size 8", ["model.unet.channels=[8,16]", "model.unet.heads=[1,2]", "model.unet.groups=4"]),
+    "weather": ("weather --size 64 --channels TMQ,U850", [
+        "model.unet.inputs=2", "model.unet.outputs=2", "model.unet.field=2", "model.unet.channels=[8,8,8]", "model.unet.groups=4",
+        "model.unet.heads=[1,1,1]",
+    ]),
+    "parameters": ("matter --size 16 --slabs 1", [
+        "model.unet.channels=[8,8,8]", "model.unet.groups=4", "model.unet.heads=[1,1,1]", "step.precision=fp32",
+    ]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_volumes_weather_and_parameters_alone(name: str, tmp_path: Path) -> None:
+    kind, words = KINDS[name]
+    prepared("fields", f"--samples 12 --validation 0.4 --rows 6 --kind {kind}")(tmp_path / "data")
+    few = ["data.batch=2", "data.evaluation_batch=4", "data.drawn=2", "data.members=2", "model.sampler.steps=2", "train.steps=2"]
+    app = replace(APP, quick=[*words, *few, "step.schedule.decay=none", "step.schedule.warmup=0", "data.workers=1"])
+    run = tmp_path / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(app), "small", property(lambda self: ROOT / f"apps/diffusion/configs/{name}.yaml"))
+        assert app.here(tmp_path / "data", run) == 0
+    drawn, model = np.load(run / "ensembles.npz"), Diffusion.load(run)
+    assert np.isfinite(drawn["members"]).all() and drawn["members"].shape[2:] == model.cfg.size
+    assert ("field" in drawn) == (name != "parameters") == ("parameters" not in drawn)
+
+    from hpcai.cli.report import draw
+
+    assert "Ensembles beside one field" in draw(run).read_text()
 
 
 def test_copies_train_as_one_process(data: Path, tmp_path: Path) -> None:
