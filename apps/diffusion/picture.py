@@ -18,7 +18,6 @@ from hpcai.cli.report.picture import Table, arrays
 from hpcai.cli.report.theme import WIDTH, Theme, bare, head
 from hpcai.errors import DataError
 from hpcai.models.diffusion import scores
-from hpcai.models.diffusion.blocks import resized
 
 FILE = "ensembles.npz"
 TITLE = "Ensembles of unseen fields"
@@ -33,7 +32,7 @@ class Ensembles:
     field: np.ndarray | None                             # [N, C, *s]
     truth: np.ndarray                                    # [N, C, *S]
     members: np.ndarray                                  # [N, M, C, *S]
-    smooth: np.ndarray                                   # [N, C, *S] the coarse field between its cells, or the truth's mean
+    smooth: np.ndarray                                   # [N, C, *S] cubic interpolation of that, or the truth's mean
     box: list[float]                                     # how long each dim is
     unit: str
 
@@ -52,12 +51,29 @@ def read(path: Path) -> Ensembles:
     wrapped = [dim for dim, wraps_ in enumerate(wraps.tolist(), 2) if wraps_]
     truth = found["truth"]
     if given:
-        smooth = resized(torch.from_numpy(found["field"]), truth.shape[2:], wrapped).numpy()
+        smooth = found["field"]
+        for dim, size in enumerate(truth.shape[2:], 2):
+            smooth = cubic(smooth, dim, size, dim in wrapped)
     else:
         smooth = np.zeros_like(truth) + truth.mean((0, *range(2, truth.ndim)), keepdims=True)
     box = found.get("about_box", np.array(found["truth"].shape[2:])).astype(float).tolist()
     unit = str(found.get("about_box_units", "cells"))
     return Ensembles(names, found.get("field"), truth, found["members"], smooth, box, unit)
+
+
+def cubic(field: np.ndarray, dim: int, size: int, wraps: bool) -> np.ndarray:
+    """``field`` at ``size`` places along ``dim``, by the cubic convolution of four neighbours (Keys 1981, a = -0.75 as torch)."""
+    have = field.shape[dim]
+    at = (np.arange(size) + 0.5) * have / size - 0.5
+    first = np.floor(at).astype(int)
+    found = np.zeros((), field.dtype)
+    for step in (-1, 0, 1, 2):
+        x, place = np.abs(at - first - step), first + step
+        near, far = (1.25 * x - 2.25) * x * x + 1, ((-0.75 * x + 3.75) * x - 6) * x + 3
+        weight = np.where(x <= 1, near, far).astype(field.dtype)
+        part = np.take(field, place % have if wraps else place.clip(0, have - 1), dim)
+        found = found + part * weight.reshape(-1, *(1,) * (field.ndim - dim - 1))
+    return found
 
 
 def caption(found: Ensembles) -> str:
@@ -100,15 +116,15 @@ def _plane(field: np.ndarray) -> np.ndarray:
 
 
 def _power(axes: Axes, found: Ensembles, theme: Theme) -> None:
-    scale, true = _spectra(found.truth[:, 0], found.box)
-    _, every = _spectra(found.members[:, :, 0], found.box)  # [N, M, K]
-    _, smooth = _spectra(found.smooth[:, 0], found.box)
+    scale, true = spectra(found.truth[:, 0], found.box)
+    _, every = spectra(found.members[:, :, 0], found.box)  # [N, M, K]
+    _, smooth = spectra(found.smooth[:, 0], found.box)
     low, high = np.quantile(every.mean(0), (0.05, 0.95), axis=0)
     axes.fill_between(scale, low, high, color=theme.main, alpha=0.25, linewidth=0)
     axes.plot(scale, every.mean((0, 1)), color=theme.main, label="members")
     axes.plot(scale, true.mean(0), color=theme.ink, linestyle="--", label="truth")
     if found.field is not None:
-        axes.plot(scale, smooth.mean(0), color=theme.faint, label="the coarse field, made smooth")
+        axes.plot(scale, smooth.mean(0), color=theme.faint, label="cubic interpolation of it")
     floor = float(true.mean(0).min()) / 30
     axes.set(xscale="log", yscale="log", xlabel=f"wave number [radians per {found.unit}]", ylabel=f"power of {found.names[0]}")
     axes.set_ylim(bottom=floor)
@@ -117,7 +133,7 @@ def _power(axes: Axes, found: Ensembles, theme: Theme) -> None:
     head(axes, "Power by scale", "what is not in the coarse field must be made", theme)
 
 
-def _spectra(fields: np.ndarray, box: list[float]) -> tuple[np.ndarray, np.ndarray]:
+def spectra(fields: np.ndarray, box: list[float]) -> tuple[np.ndarray, np.ndarray]:
     """Wave numbers [K] and power of each field [..., K], without the mean."""
     sizes = fields.shape[-len(box) :]
     at = scores.shells(sizes, box)
@@ -148,5 +164,5 @@ def table(found: Ensembles) -> Table:
         rows.append([name, f"{crps:.3f}", f"{plain:.3f}", f"{crps / plain:.2f}", f"{skill:.2f}"])
     note = ("CRPS: how far members are from the truth, less how far from one another, in units of the field's deviation; of one"
             " field it is the mean absolute error. Spread over skill: 1 where members differ as much as their mean errs.")
-    plainly = "of their mean" if found.field is None else "of the smooth field"
+    plainly = "of their mean" if found.field is None else "of the cubic field"
     return Table("Ensembles beside one field", note, ("", "CRPS", plainly, "ratio", "spread / skill"), rows)
