@@ -158,7 +158,7 @@ class ObjectiveConfig(Settings):
     zero_snr: bool = False
     """whether nothing of the sample is left at its last level (Lin et al. 2024)"""
     min_snr: Length | None = None
-    """of epsilon, v and x0: the signal-to-noise ratio from which a level counts no more (Hang et al. 2023); null: all count alike"""
+    """of epsilon, v and x0: the signal-to-noise ratio from which a level counts no more (Hang et al. 2023); null: all are alike"""
     times: Literal["uniform", "logit_normal"] = "uniform"
     """of flow: which times are trained"""
     mean: float = 0.0
