@@ -106,7 +106,7 @@ def _settings(folder: Path) -> tuple[Kind, Settings]:
         name = found["_class_name"]
     except (OSError, ValueError, LookupError, TypeError) as problem:
         raise CheckpointError(f"{path}: no settings of a network: {problem!r}; expected JSON with a _class_name") from problem
-    if name not in KINDS:
+    if not isinstance(name, str) or name not in KINDS:
         raise ConfigError(f"{path}: _class_name is {name!r}; expected one of {', '.join(KINDS)}")
     try:
         return KINDS[name], KINDS[name].from_config(found, path)

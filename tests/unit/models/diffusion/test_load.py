@@ -75,6 +75,8 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], type[Exception], tuple[str, ...]]
     "another type": (configured(in_channels=4.5), ConfigError, (CONFIG, "inputs")),
     "a setting that is missing": (configured(in_channels=...), CheckpointError, (CONFIG, "has no 'in_channels'")),
     "another class": (configured(_class_name="UNet3DConditionModel"), ConfigError, (CONFIG, "UNet3DConditionModel", "UNet2DModel")),
+    "a class that is no word": (configured(_class_name=[1]), ConfigError, (CONFIG, "_class_name is [1]")),
+    "channels that are no list": (configured(block_out_channels=4), ConfigError, (CONFIG,)),
     "not finite": (weighed(not_finite), CheckpointError, (FILE, CONV, "not finite")),
     "integers": (
         weighed(lambda x: x.update({"conv_out.bias": torch.ones(4, dtype=torch.int32)})), CheckpointError,
