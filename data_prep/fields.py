@@ -322,9 +322,11 @@ def _asked(options: argparse.Namespace) -> Recipe:
     if kind == "weather":
         return Weather(*shared, tuple(options.channels))
     slabs, thickness = (0, 0) if kind == "volumes" else (options.slabs, options.thickness)
+    voxel = (1.0 if slabs else 4.0) if options.voxel is None else options.voxel
+    particles = options.particles_per_cell or (8 if slabs else 4)
     low, high = cosmoflow.ends(options)
     return Matter(
-        *shared, options.voxel, options.redshift, slabs, thickness, options.particles_per_cell, options.floor, options.omega_b,
+        *shared, voxel, options.redshift, slabs, thickness, particles, options.floor, options.omega_b,
         low, high,
     )  # fmt: skip
 
@@ -533,11 +535,11 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--factor", metavar="N", type=command.positive, default=4, help="cells of high along a cell of low")
     command.add_fractions(one, 0.12, 0.0, "the universes, or moments of weather")
     one.add_argument("--rows", metavar="N", type=command.positive, default=48, help="samples per file, of whole universes")
-    one.add_argument("--voxel", metavar="X", type=float, default=4.0, help="width of a cell in Mpc/h")
+    one.add_argument("--voxel", metavar="X", type=float, help="width of a cell in Mpc/h: 1, of volumes 4")
     one.add_argument("--redshift", metavar="Z", type=float, default=0.0, help="of matter")
     one.add_argument("--slabs", metavar="N", type=command.positive, default=2, help="maps along each axis of a universe")
-    one.add_argument("--thickness", metavar="N", type=command.positive, default=8, help="cells of a slab")
-    one.add_argument("--particles-per-cell", type=int, choices=sorted(universe.LATTICES), default=4, help="that are moved")
+    one.add_argument("--thickness", metavar="N", type=command.positive, default=16, help="cells of a slab")
+    one.add_argument("--particles-per-cell", type=int, choices=sorted(universe.LATTICES), help="that are moved: 8, of volumes 4")
     one.add_argument("--floor", metavar="X", type=float, default=0.05, help="mean densities added before the logarithm")
     one.add_argument("--omega-b", metavar="X", type=float, default=0.045, help="baryon density, the same in every universe")
     cosmoflow.add_ranges(one, RANGES)

@@ -34,8 +34,6 @@ from tests import proteins
 from tests.apps import smallest, universes
 from tests.apps.running import ROOT, told
 
-FIELDS_SMALL = ["--kind", "matter", "--voxel", "1", "--thickness", "16", "--particles-per-cell", "8"]
-
 
 def claim(test: Callable[..., None]) -> Callable[..., None]:
     return pytest.mark.claim(pytest.mark.slow(pytest.mark.timeout(1500)(test)))
@@ -145,7 +143,7 @@ def folded(folder: Path, *words: str) -> tuple[Path, float]:
 @claim
 def test_ensembles_of_unseen_universes_are_calibrated(tmp_path: Path) -> None:
     """Members of fine maps for coarse ones of universes that the network has not seen."""
-    run = small_run("diffusion", "fields", FIELDS_SMALL, tmp_path)
+    run = small_run("diffusion", "fields", ["--kind", "matter"], tmp_path)
     found = ensembles(run)
     print(found)
     assert found["crps"] < 0.66 and 0.8 < found["spread"] < 1.2 and found["power"] < 0.15, found

@@ -16,7 +16,8 @@ from hpcai.data.splits import open_split
 from hpcai.settings import LoaderConfig
 from tests.data_prep.making import Promises, content, harm, loaded, runner, whole
 
-SMALL = ["--kind", "matter", "--size", "16", "--thickness", "4", "--samples", "96", "--rows", "24", "--no-check"]
+SMALL = ["--kind", "matter", "--size", "16", "--thickness", "4", "--samples", "96", "--rows", "24", "--no-check", "--voxel", "4",
+         "--particles-per-cell", "4"]  # fmt: skip
 
 run = runner(fields)
 
