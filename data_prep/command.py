@@ -166,13 +166,13 @@ def work(
 
 def simulate(
     app: str, options: argparse.Namespace, recipe: Settings, jobs: Sequence[store.Job], header: dict[str, Any], what: str,
-    check: Callable[[Path], int], beside: Sequence[store.Job] = (),
+    check: Callable[[Path], int], beside: Sequence[store.Job] = (), config: str = "small",
 ) -> int:  # fmt: skip
-    """Makes the files of a recipe; ``what`` names the option that tells how many of it there are."""
+    """Makes the files of a recipe; ``what`` names the option that tells how many of it there are, ``config`` the app's settings."""
     advice = f"ask for at least as many as it holds (--{what} is {getattr(options, what)}), or choose a new folder"
     known = [replace(job, recipe=recipe.text) for job in jobs]
     work(options, known, {"kind": "simulate", **settings_of(recipe)}, header, advice, beside)
-    return conclude(app, options, check if options.check else None)
+    return conclude(app, options, check if options.check else None, config)
 
 
 def refuse_empty(splits: Sequence[str], options: argparse.Namespace, asked: str) -> None:
@@ -181,14 +181,16 @@ def refuse_empty(splits: Sequence[str], options: argparse.Namespace, asked: str)
             raise ConfigError(f"{asked}: none is left for {split}; ask for more, or change the fractions")
 
 
-def conclude(app: str, options: argparse.Namespace, check: Callable[[Path], int | None] | None = None) -> int:
+def conclude(
+    app: str, options: argparse.Namespace, check: Callable[[Path], int | None] | None = None, config: str = "small",
+) -> int:  # fmt: skip
     """Looks at the whole on rank 0, and says how to go on."""
     if store.launched()[0] != 0:
         return 0
     verdict = check(options.out) or 0 if check else 0
     if verdict == 0:
         folder = shlex.quote(str(options.out))
-        print(f"next: python -m apps.{app} apps/{app}/configs/small.yaml data.directory={folder}", flush=True)
+        print(f"next: python -m apps.{app} apps/{app}/configs/{config}.yaml data.directory={folder}", flush=True)
     return verdict
 
 

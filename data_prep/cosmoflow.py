@@ -14,11 +14,12 @@ A universe is a pure function of (seed, index), so that ranks, cores, stops and 
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import h5py
@@ -159,14 +160,19 @@ def _mesh(cells: int, width: float) -> universe.Mesh:
     return universe.Mesh(cells, width)
 
 
-def evolve(recipe: Recipe, index: int) -> tuple[NDArray[np.int16], NDArray[np.float64]]:
-    """Counts of the whole universe [N, N, N, Z], and the variance of their rounding [Z]."""
+def matter(recipe: Recipe, index: int) -> NDArray[np.float64]:
+    """Matter per cell of the whole universe in units of the mean, [Z, N, N, N]."""
     omega_m, sigma_8, n_s, hubble = (float(value) for value in recipe.physical(index))
     cosmology = universe.Cosmology(omega_m, sigma_8, n_s, hubble, recipe.omega_b)
     mesh = _mesh(recipe.cells, recipe.voxel)
     noise = recipe.generator(FIELD_STREAM, index).standard_normal((recipe.cells,) * 3, dtype=np.float32)
     modes = universe.linear_modes(mesh, universe.Spectrum(cosmology), noise)
-    mass = universe.density(mesh, modes, omega_m, recipe.redshifts, recipe.particles)
+    return universe.density(mesh, modes, omega_m, recipe.redshifts, recipe.particles)
+
+
+def evolve(recipe: Recipe, index: int) -> tuple[NDArray[np.int16], NDArray[np.float64]]:
+    """Counts of the whole universe [N, N, N, Z], and the variance of their rounding [Z]."""
+    mass = matter(recipe, index)
     try:
         counts, variance = universe.whole_counts(mass, recipe.mean_count, recipe.generator(ROUNDING_STREAM, index))
     except OverflowError as error:
@@ -210,13 +216,13 @@ def _header(low: Sequence[float], high: Sequence[float]) -> dict[str, Any]:
     return {"parameters": list(PARAMETERS), "low": list(low), "high": list(high), "units": list(UNITS)}
 
 
-def _ends(options: argparse.Namespace) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def ends(options: argparse.Namespace) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Low and high ends of the ranges, in the order of the parameters."""
     return tuple(options.ranges[name][0] for name in PARAMETERS), tuple(options.ranges[name][1] for name in PARAMETERS)
 
 
 def simulate(options: argparse.Namespace) -> int:
-    low, high = _ends(options)
+    low, high = ends(options)
     recipe = Recipe(
         options.seed, options.size, options.cut, options.voxel, tuple(options.redshifts), options.particles_per_cell,
         options.mean_count, options.omega_b, low, high, options.validation, options.test,
@@ -345,7 +351,7 @@ def _sources(options: argparse.Namespace) -> dict[str, list[str]]:
 def convert(options: argparse.Namespace) -> int:
     sources = _sources(options)
     command.refuse_same(options.source, options.out)
-    low, high = _ends(options)
+    low, high = ends(options)
     # The public voxel is H_0/70 Mpc/h: 512 cells in a box that is the same in Mpc for every universe.
     about = {**_header(low, high), "redshifts": np.array((0.0, 0.5, 1.5, 3.0))[: options.channels], "voxel_mpc_h": 1.0}
     jobs: list[store.Job] = []
@@ -372,9 +378,9 @@ def convert(options: argparse.Namespace) -> int:
 # ---- command line
 
 
-def _ranges(text: str) -> dict[str, tuple[float, float]]:
+def _ranges(text: str, usual: Mapping[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
     """The usual ranges, changed by what the text names."""
-    ranges = dict(RANGES)
+    ranges = dict(usual)
     for part in text.split(","):
         name, _, ends = part.strip().partition("=")
         low, _, high = ends.partition(":")
@@ -385,15 +391,16 @@ def _ranges(text: str) -> dict[str, tuple[float, float]]:
 
 
 numbers = command.taking("list such as 0,0.5,1.5,3", lambda text: [float(part) for part in text.split(",")])
-ranges = command.taking("list such as Omega_m=0.27:0.33,H_0=63:77", _ranges)
+
+
+def add_ranges(made: argparse.ArgumentParser, usual: Mapping[str, tuple[float, float]] = MappingProxyType(RANGES)) -> None:
+    text = ",".join(f"{name}={low:g}:{high:g}" for name, (low, high) in usual.items())
+    ranges = command.taking("list such as Omega_m=0.27:0.33,H_0=63:77", partial(_ranges, usual=usual))
+    made.add_argument("--ranges", metavar="NAME=LOW:HIGH,...", type=ranges, default=text, help="change some of them")
 
 
 def parser() -> argparse.ArgumentParser:
     top, add = command.parser("cosmoflow", "CosmoFlow data: simulate universes, check them, or convert the public sets.")
-
-    def add_ranges(made: argparse.ArgumentParser) -> None:
-        usual = ",".join(f"{name}={low:g}:{high:g}" for name, (low, high) in RANGES.items())
-        made.add_argument("--ranges", metavar="NAME=LOW:HIGH,...", type=ranges, default=usual, help="change some of them")
 
     one = add("simulate", "Universes of cold dark matter, from their four numbers to particle counts.", simulate)
     command.add_out(one)

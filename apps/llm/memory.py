@@ -231,7 +231,7 @@ def _held(cfg: "Config", sizes: Sizes, own: list[Weight], trained: bool) -> dict
     kept = _MOMENTS[step.optimizer] - (step.optimizer in ("sgd", "lars") and not step.momentum)
     every = wide + moment * (kept - 1) if step.optimizer == "lamb" else moment * kept
     found["optimizer"] = count * updated * (every + (wide if weight == 2 else 0))  # with the master weights
-    found["average"] = count * updated * wide if step.average is not None else 0.0
+    found["average"] = count * updated * wide if step.averages else 0.0
     return found
 
 

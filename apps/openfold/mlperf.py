@@ -36,7 +36,7 @@ BENCHMARK = Benchmark(
         Entry("opt_amsgrad", lambda setting: False),
         Entry("opt_gradient_clipping", lambda setting: setting("step.clip") is not None),
         Entry("opt_gradient_clip_norm", "step.clip", None),
-        Entry("swa_enabled", lambda setting: setting("step.average") is not None),
+        Entry("swa_enabled", lambda setting: any(setting(f"step.average{x}") for x in ("", "_half_life", "_power")), None),
         Entry("swa_decay_rate", "step.average", None),
         Entry("opt_base_learning_rate", "step.lr"),
         Entry("opt_learning_rate_warmup_init", "step.schedule.start"),

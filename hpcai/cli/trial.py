@@ -380,7 +380,7 @@ class ByTorch(Step):
         self.by_torch.step()
         averages: Any = self.optimizer.averages()  # none without step.average
         for name, parameter in self.model.named_parameters() if averages else ():
-            averages[name].lerp_(parameter, 1 - (self.cfg.average or 0))
+            averages[name].lerp_(parameter, self.optimizer.take.to(parameter.dtype))
 
 
 # ---- samples in files

@@ -32,6 +32,19 @@ def plain_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def geglu(x: Tensor) -> Tensor:
+    """value * gelu(gate) (Shazeer 2020) by the error function, where the last dim of ``x`` holds one beside the other.
+
+    [..., 2C] -> [..., C]
+    """
+    return plain_geglu(x) if torch.compiler.is_compiling() else _GEGLU.apply(x)
+
+
+def plain_geglu(x: Tensor) -> Tensor:
+    value, gate = x.chunk(2, -1)
+    return value * F.gelu(gate)
+
+
 def gelu(x: Tensor) -> Tensor:
     """x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) / 2 (Hendrycks and Gimpel 2016).
 
@@ -64,6 +77,24 @@ class _SwiGLU(torch.autograd.Function):
             torch.mul(a, share, out=second).mul_(d)
             torch.lerp(second, d, share, out=first).mul_(b)  # silu' = y + s (1 - y), and second = y d
         return by_gate, by_up
+
+
+class _GEGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        value, gate = x.chunk(2, -1)
+        return F.gelu(gate).mul_(value)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        (value, gate), found = x.chunk(2, -1), torch.empty_like(x)
+        by_value, by_gate = found.chunk(2, -1)
+        torch.mul(F.gelu(gate), grad, out=by_value)
+        torch.ops.aten.gelu_backward.grad_input(grad * value, gate, grad_input=by_gate)
+        return found
 
 
 class _GELU(torch.autograd.Function):

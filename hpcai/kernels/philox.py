@@ -4,14 +4,15 @@
 Number i of a stream depends on the key of the stream and on i alone, in whatever order, on whatever process and device it is asked
 for. On CUDA each call is one Triton kernel (``philox_triton``); elsewhere it is the plain-torch twin in this file, which works in
 int64 and in blocks that stay in cache. On one device a number is always the same to the bit; on another a normal one may differ by
-rounding. A counter, the 64-bit number j followed by 64 zeros, gives four words of 32 bits: number i of a float32 stream is made of
-word i % 4 of counter i // 4, number i of a float64 stream of two words of counter i // 2. Streams of one key and another dtype or
-distribution use the same words: take a key for each use.
+rounding. A counter, the 64-bit number j followed by the 64 bits of ``upper``, gives four words of 32 bits: number i of a float32
+stream is made of word i % 4 of counter i // 4, number i of a float64 stream of two words of counter i // 2. Streams of one key and
+another dtype or distribution use the same words: take a key, or an ``upper``, for each use.
 
 ``key``: 64 bits, as an int or an int64 tensor. ``first``: where to begin, an int, and then ``count`` numbers [count]; or places in
-an int64 tensor [*], and then one number for each [*], or with ``count`` as many from each place on [*, count]. ``key`` may then
-have a value for each place. Places count from 0. ``out``: a contiguous tensor to write to, whose device and dtype count; otherwise
-those of ``first`` count, or ``device`` and ``dtype``. bfloat16 and float16 are float32 numbers, rounded.
+an int64 tensor [*], and then one number for each [*], or with ``count`` as many from each place on [*, count]. ``key`` and
+``upper``, 64 bits too, may then have a value for each place. Places count from 0. ``out``: a contiguous tensor to write to, whose
+device and dtype count; otherwise those of ``first`` count, or ``device`` and ``dtype``. bfloat16 and float16 are float32 numbers,
+rounded.
 """
 
 import math
@@ -36,27 +37,29 @@ _ROUNDS = 10
 _BLOCK = 1 << 15
 
 
-def bits(key: int | Tensor, first: int | Tensor, count: int | None = None, *, device: torch.device | str | None = None,
-         out: Tensor | None = None) -> Tensor:  # fmt: skip
+def bits(key: int | Tensor, first: int | Tensor, count: int | None = None, *, upper: int | Tensor = 0,
+         device: torch.device | str | None = None, out: Tensor | None = None) -> Tensor:  # fmt: skip
     """Words of 32 bits, from 0 to 2^32 - 1, as int64."""
-    return _drawn("bits", key, first, count, device, torch.int64, out)
+    return _drawn("bits", key, first, count, upper, device, torch.int64, out)
 
 
-def uniform(key: int | Tensor, first: int | Tensor, count: int | None = None, *, device: torch.device | str | None = None,
-            dtype: torch.dtype = torch.float32, out: Tensor | None = None) -> Tensor:  # fmt: skip
+def uniform(key: int | Tensor, first: int | Tensor, count: int | None = None, *, upper: int | Tensor = 0,
+            device: torch.device | str | None = None, dtype: torch.dtype = torch.float32,
+            out: Tensor | None = None) -> Tensor:  # fmt: skip
     """Numbers of [0, 1): multiples of 2^-24 in float32, of 2^-53 in float64. 0 is one of them, 1 is not (bfloat16 and float16 may
     round to it)."""
-    return _drawn("uniform", key, first, count, device, dtype, out)
+    return _drawn("uniform", key, first, count, upper, device, dtype, out)
 
 
-def normal(key: int | Tensor, first: int | Tensor, count: int | None = None, *, device: torch.device | str | None = None,
-           dtype: torch.dtype = torch.float32, out: Tensor | None = None) -> Tensor:  # fmt: skip
+def normal(key: int | Tensor, first: int | Tensor, count: int | None = None, *, upper: int | Tensor = 0,
+           device: torch.device | str | None = None, dtype: torch.dtype = torch.float32,
+           out: Tensor | None = None) -> Tensor:  # fmt: skip
     """Numbers of the normal distribution of mean 0 and deviation 1, two and two of one counter (Box and Muller 1958). None is
     beyond 6.8 in float32 (one of 10^11 would be), 8.7 in float64.
 
     On a CPU this takes as long as the inverse of the distribution, which in float32 ends at 5.4: 1 ns beside 8 for the words.
     """
-    return _drawn("normal", key, first, count, device, dtype, out)
+    return _drawn("normal", key, first, count, upper, device, dtype, out)
 
 
 def words(counter: Sequence[Tensor | int], key: int | Tensor) -> list[Tensor]:
@@ -66,8 +69,8 @@ def words(counter: Sequence[Tensor | int], key: int | Tensor) -> list[Tensor]:
     return _words(rows, [torch.empty_like(some) for _ in range(2)], _halves(key))
 
 
-def _drawn(kind: Kind, key: int | Tensor, first: int | Tensor, count: int | None, device: torch.device | str | None,
-           dtype: torch.dtype, out: Tensor | None) -> Tensor:  # fmt: skip
+def _drawn(kind: Kind, key: int | Tensor, first: int | Tensor, count: int | None, upper: int | Tensor,
+           device: torch.device | str | None, dtype: torch.dtype, out: Tensor | None) -> Tensor:  # fmt: skip
     if isinstance(first, int) and count is None:
         raise ConfigError(f"philox.{kind}: first is {first} and count is None; say how many numbers, or give places in a tensor")
     shape = (*(first.shape if isinstance(first, Tensor) else ()), *(() if count is None else (count,)))
@@ -81,11 +84,15 @@ def _drawn(kind: Kind, key: int | Tensor, first: int | Tensor, count: int | None
         first = first.to(out.device, torch.int64)
     if isinstance(key, Tensor):
         key = key.item() if key.numel() == 1 and key.device.type == "cpu" else key.to(out.device, torch.int64)  # type: ignore[assignment]
+    if isinstance(upper, Tensor):
+        upper = upper.to(out.device, torch.int64)
+    if isinstance(first, int) and isinstance(upper, Tensor):
+        raise ConfigError(f"philox.{kind}: first is {first} and upper a tensor; give places in a tensor, too")
     made = out if out.dtype in (torch.int64, torch.float32, torch.float64) else torch.empty_like(out, dtype=torch.float32)
     if compiler.takes(out):
-        _triton().run(kind, key, first, made)
+        _triton().run(kind, key, first, upper, made)
     else:
-        _plain(kind, key, first, count, made)
+        _plain(kind, key, first, count, upper, made)
     return out if made is out else out.copy_(made)
 
 
@@ -94,7 +101,7 @@ def _triton() -> Any:
     return import_module("hpcai.kernels.philox_triton")
 
 
-def _plain(kind: Kind, key: int | Tensor, first: int | Tensor, count: int | None, out: Tensor) -> None:
+def _plain(kind: Kind, key: int | Tensor, first: int | Tensor, count: int | None, upper: int | Tensor, out: Tensor) -> None:
     each = 2 if out.dtype == torch.float64 else 4  # numbers that a counter gives
     flat, threads = out.view(-1), torch.get_num_threads()
     room = _Room(_BLOCK * threads, kind, out)  # torch gives a thread 2^15 numbers, or more
@@ -104,17 +111,18 @@ def _plain(kind: Kind, key: int | Tensor, first: int | Tensor, count: int | None
         while at < len(flat):
             size = min(room.size, -(-(skipped + len(flat) - at) // each))
             counters = torch.arange(begin, begin + size, out=room.rows[0][:size])
-            found = room.numbers(counters, k)[skipped : skipped + len(flat) - at]
+            found = room.numbers(counters, k, _halves(upper))[skipped : skipped + len(flat) - at]
             flat[at : at + len(found)] = found
             at, begin, skipped = at + len(found), begin + size, 0
         return
     starts, wanted = first.reshape(-1, 1), 1 if count is None else count
-    keys = key.expand(first.shape).reshape(-1, 1) if isinstance(key, Tensor) and key.numel() > 1 else key
+    keys, uppers = (x.expand(first.shape).reshape(-1, 1) if isinstance(x, Tensor) else x for x in (key, upper))
     into = flat.view(len(starts), wanted)
     for rows, columns in _tiles(len(starts), wanted, room.size, each):
         begin, width = starts[rows] + columns.start, columns.stop - columns.start
         counters = begin.div(each, rounding_mode="floor") + torch.arange((width + each - 2) // each + 1, device=out.device)
-        found = room.numbers(counters, _halves(keys[rows] if isinstance(keys, Tensor) and keys.numel() > 1 else keys))
+        key, upper = (x[rows] if isinstance(x, Tensor) else x for x in (keys, uppers))
+        found = room.numbers(counters, _halves(key), _halves(upper))
         at = begin.remainder(each) + torch.arange(width, device=out.device)
         into[rows, columns] = found.view(len(begin), -1).gather(1, at)
 
@@ -154,13 +162,15 @@ class _Room:
         self.made = torch.empty(4 * self.size, dtype=out.dtype, device=out.device)
         self.reals = [torch.empty(self.size, dtype=out.dtype, device=out.device) for _ in range(3)]
 
-    def numbers(self, counters: Tensor, key: tuple[Any, Any]) -> Tensor:
-        """All numbers of these counters [n] or [r, n], one after another."""
+    def numbers(self, counters: Tensor, key: tuple[Any, Any], upper: tuple[Any, Any]) -> Tensor:
+        """All numbers of these counters [n] or [r, n], one after another. What is of keys and upper bits is a number or [r, 1]."""
         n = counters.numel()
         a, b, c, d, p, q = (row[:n].view(counters.shape) for row in self.rows)
         torch.bitwise_right_shift(counters, 32, out=b)
         a.copy_(counters).bitwise_and_(WORD)
-        found = [word.view(-1) for word in _words([a, b, c.zero_(), d.zero_()], [p, q], key)]
+        for row, half in zip((c, d), upper):
+            row.copy_(half) if isinstance(half, Tensor) else row.fill_(half)
+        found = [word.view(-1) for word in _words([a, b, c, d], [p, q], key)]
         if self.made.dtype == torch.float64:
             for high, low in (found[:2], found[2:]):
                 high.bitwise_left_shift_(32).bitwise_or_(low).bitwise_right_shift_(11).bitwise_and_((1 << 53) - 1)

@@ -53,16 +53,23 @@ def _numbers(a, b, c, d, KIND: tl.constexpr, WIDE: tl.constexpr):
     return w, x, y, z
 
 
-@triton.jit(do_not_specialize=["first", "key"])
-def draw(out_, key_, first, key, n, KIND: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit
+def _words(key, counter, upper):
+    """The four words of counters of 128 bits."""
+    high, top = (counter >> 32).to(tl.uint32), (upper >> 32).to(tl.uint32)
+    return tl.philox(key, counter.to(tl.uint32), high, upper.to(tl.uint32), top)
+
+
+@triton.jit(do_not_specialize=["first", "key", "upper"])
+def draw(out_, key_, first, key, upper, n, KIND: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):
     """Numbers ``first`` to ``first + n`` of one stream, whose key is ``key`` or lies at ``key_``."""
     key = key.to(tl.int64) if key_ is None else tl.load(key_)
     each: tl.constexpr = 2 if WIDE else 4
     start = tl.program_id(0).to(tl.int64) * BLOCK
     first = first.to(tl.int64)
     counter = first // each + start + tl.arange(0, BLOCK)
-    zero = counter.to(tl.uint32) * 0
-    a, b, c, d = tl.philox(key, counter.to(tl.uint32), (counter >> 32).to(tl.uint32), zero, zero)
+    upper = tl.zeros((BLOCK,), tl.int64) + upper.to(tl.int64)
+    a, b, c, d = _words(key, counter, upper)
     w, x, y, z = _numbers(a, b, c, d, KIND, WIDE)
     if WIDE:
         row = tl.interleave(w, x)
@@ -73,41 +80,58 @@ def draw(out_, key_, first, key, n, KIND: tl.constexpr, WIDE: tl.constexpr, BLOC
 
 
 @triton.jit
-def draw_at(out_, places_, keys_, n, KIND: tl.constexpr, WIDE: tl.constexpr, EACH_KEY: tl.constexpr, BLOCK: tl.constexpr):
-    """One number for each place, of one stream or of one for each place."""
+def draw_at(
+    out_, places_, keys_, uppers_, rows, count, per, KIND: tl.constexpr, WIDE: tl.constexpr, EACH_KEY: tl.constexpr,
+    EACH_UPPER: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``count`` numbers from each of ``rows`` places on, of one stream or of one for each place; ``per`` lanes have a counter each
+    for a row, which is enough wherever it begins."""
     lane = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = lane < n
-    place = tl.load(places_ + lane, mask, other=0)
-    key = tl.load(keys_ + lane, mask, other=0) if EACH_KEY else tl.load(keys_)
+    row, lane = lane // per, lane % per
+    mask = row < rows
+    place = tl.load(places_ + row, mask, other=0)
+    key = tl.load(keys_ + row, mask, other=0) if EACH_KEY else tl.load(keys_)
+    upper = tl.load(uppers_ + row, mask, other=0) if EACH_UPPER else tl.zeros((BLOCK,), tl.int64) + tl.load(uppers_)
     each: tl.constexpr = 2 if WIDE else 4
-    counter, which = place // each, place % each
-    zero = counter.to(tl.uint32) * 0
-    a, b, c, d = tl.philox(key, counter.to(tl.uint32), (counter >> 32).to(tl.uint32), zero, zero)
+    a, b, c, d = _words(key, place // each + lane, upper)
     w, x, y, z = _numbers(a, b, c, d, KIND, WIDE)
-    tl.store(out_ + lane, tl.where(which == 0, w, tl.where(which == 1, x, tl.where(which == 2, y, z))), mask)
+    at = lane * each - place % each
+    out_ += row * count
+    tl.store(out_ + at, w, mask & (at >= 0) & (at < count))
+    tl.store(out_ + at + 1, x, mask & (at + 1 >= 0) & (at + 1 < count))
+    if not WIDE:
+        tl.store(out_ + at + 2, y, mask & (at + 2 >= 0) & (at + 2 < count))
+        tl.store(out_ + at + 3, z, mask & (at + 3 < count))
 
 
-def run(kind: str, key: int | Tensor, first: int | Tensor, out: Tensor) -> None:
+def run(kind: str, key: int | Tensor, first: int | Tensor, upper: int | Tensor, out: Tensor) -> None:
     """Fill ``out`` [n] or, where ``first`` has places [*], out [*] or [*, n] from each on."""
     words: dict[str, Any] = {"KIND": kind, "WIDE": out.dtype == torch.float64, "BLOCK": BLOCK, "num_warps": WARPS}
     n, each = out.numel(), 2 if words["WIDE"] else 4
     with torch.cuda.device_of(out):
         if isinstance(first, int):
+            assert isinstance(upper, int)
             programs = triton.cdiv(n + first % each, BLOCK * each)
-            if isinstance(key, Tensor):
-                draw[(programs,)](out, key, first, 0, n, **words)
-            else:
-                draw[(programs,)](out, None, first, (key + (1 << 63)) % (1 << 64) - (1 << 63), n, **words)
+            given = (key, first, 0) if isinstance(key, Tensor) else (None, first, _signed(key))
+            draw[(programs,)](out, *given, _signed(upper), n, **words)
             return
-        wide = first[..., None] if out.ndim > first.ndim else first
-        places = wide + torch.arange(out.shape[-1], device=out.device) if out.ndim > first.ndim else wide.contiguous()
-        if isinstance(key, Tensor) and key.numel() > 1:
-            keys = key.expand(first.shape)
-            keys = (keys[..., None] if out.ndim > first.ndim else keys).expand(out.shape).contiguous()
-        else:
-            value = key if isinstance(key, Tensor) else (key + (1 << 63)) % (1 << 64) - (1 << 63)
-            keys = value.reshape(1) if isinstance(value, Tensor) else torch.full((1,), value, device=out.device)
-        draw_at[(triton.cdiv(n, BLOCK),)](out, places, keys, n, EACH_KEY=keys.numel() > 1, **words)
+        count = out.shape[-1] if out.ndim > first.ndim else 1
+        per = (count + each - 2) // each + 1
+        keys, uppers = (_rows(x, first) for x in (key, upper))
+        each_one = {"EACH_KEY": keys.numel() > 1, "EACH_UPPER": uppers.numel() > 1}
+        programs = triton.cdiv(first.numel() * per, BLOCK)
+        draw_at[(programs,)](out, first.contiguous(), keys, uppers, first.numel(), count, per, **each_one, **words)
+
+
+def _rows(number: int | Tensor, first: Tensor) -> Tensor:
+    """One number, or one for each place, on its device."""
+    if isinstance(number, int):
+        return torch.full((1,), _signed(number), device=first.device)
+    return number.expand(first.shape).contiguous() if number.numel() > 1 else number.reshape(1)
+
+
+def _signed(number: int) -> int:
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def variants() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any]]]:
@@ -115,8 +139,10 @@ def variants() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any]]]:
     for kind, wide in (("bits", False), ("uniform", False), ("uniform", True), ("normal", False), ("normal", True)):
         fixed = {"KIND": kind, "WIDE": wide, "BLOCK": BLOCK}
         out = "*i64" if kind == "bits" else "*fp64" if wide else "*fp32"
-        types = {"out_": out, "key_": "constexpr", "first": "i64", "key": "i64", "n": "i64"} | dict.fromkeys(fixed, "constexpr")
+        types = {"out_": out, "key_": "constexpr"} | dict.fromkeys(("first", "key", "upper", "n"), "i64")
+        types |= dict.fromkeys(fixed, "constexpr")
         name = f"{kind} {'float64' if wide else 'int64' if kind == 'bits' else 'float32'}"
         yield f"draw {name}", draw, types, {"key_": None, **fixed}
-        at = {"out_": out, "places_": "*i64", "keys_": "*i64", "n": "i64"} | dict.fromkeys((*fixed, "EACH_KEY"), "constexpr")
-        yield f"draw_at {name}", draw_at, at, {"EACH_KEY": True, **fixed}
+        every = {"EACH_KEY": True, "EACH_UPPER": True, **fixed}
+        at = {"out_": out} | dict.fromkeys(("places_", "keys_", "uppers_"), "*i64") | dict.fromkeys(("rows", "count", "per"), "i64")
+        yield f"draw_at {name}", draw_at, at | dict.fromkeys(every, "constexpr"), every

@@ -8,10 +8,10 @@ master weights. ``gradient`` [n]: float32, bfloat16 or float64, read only; what 
 Moments (``first``, ``second``, ``velocity``) [n]: of the dtype of the weights, or bfloat16, then rounded stochastically with bits
 that depend on ``seed`` (int64, another at every step) and on ``offset`` + i modulo 2^32, so that a shard of a row draws what the
 whole row draws. ``low`` [n]: bfloat16, the weights rounded to nearest even. ``average`` [n]: of the dtype of the weights,
-a = keep*a + (1 - keep)*w. ``lr``, ``step`` (counts from 1), ``scale``, ``skip`` and ``seed`` are scalars on the device, and nothing
-is read from it: every call can be captured in a CUDA graph. ``skip`` 1 leaves weights, moments, low and average as they are, to
-the bit, whatever the gradient holds. ``after`` stands for low, average, keep, seed and offset. Rows that do not fit together raise
-ConfigError.
+a += take*(w - a). ``lr``, ``take``, ``step`` (counts from 1), ``scale``, ``skip`` and ``seed`` are scalars on the device, and
+nothing is read from it: every call can be captured in a CUDA graph. ``skip`` 1 leaves weights, moments, low and average as they
+are, to the bit, whatever the gradient holds. ``after`` stands for low, average, take, seed and offset. Rows that do not fit
+together raise ConfigError.
 """
 
 from bisect import bisect_right
@@ -169,11 +169,11 @@ class Operands:
     """What one call reads and writes, checked."""
 
     def __init__(self, weights: Tensor, gradient: Tensor, moments: tuple[Any, ...], scale: Tensor | None, skip: Tensor | None,
-                 low: Tensor | None = None, average: Tensor | None = None, keep: float = 0.0, seed: Tensor | None = None,
+                 low: Tensor | None = None, average: Tensor | None = None, take: Tensor | None = None, seed: Tensor | None = None,
                  offset: int = 0, segments: Segments | None = None, ratio: Tensor | None = None,
                  direction: Tensor | None = None) -> None:  # fmt: skip
         self.weights, self.gradient, self.moments, self.scale, self.skip = weights, gradient, moments, scale, skip
-        self.low, self.average, self.keep, self.seed, self.offset = low, average, keep, seed, offset
+        self.low, self.average, self.take, self.seed, self.offset = low, average, take, seed, offset
         self.segments, self.ratio, self.direction = segments, ratio, direction
         w, n, real, half = weights.dtype, weights.numel(), (torch.float32, torch.float64), torch.bfloat16
         allowed = {"weights": real, "gradient": (*real, half), "low": (half,), "average": (w,), "direction": (w,)}
@@ -186,6 +186,8 @@ class Operands:
                 raise ConfigError(f"{name} is {found}, expected a contiguous row of {n} of {' or '.join(map(str, dtypes))}")
         if seed is None and any(m.dtype != w for m in moments):
             raise ConfigError("moments in bfloat16 are rounded stochastically and need a seed, but seed is None")
+        if average is not None and take is None:
+            raise ConfigError("an average takes a share of the weights, but take is None")
         if segments is not None and segments.size != n:
             raise ConfigError(f"the row has {n} elements, its segments were made for {segments.size}; give them its size")
         if segments is not None and ratio is not None and ratio.shape != (segments.count,):
@@ -224,9 +226,12 @@ class Operands:
                 squares += torch.dot(w, w), torch.dot(u, u)
             if bits is not None:
                 bits.store(place, moments, m)
-            if average is not None:
-                # a += (1 - keep)*(w - a): ascent of a along w at weight decay 1, which knows how to skip.
-                _sgd(average, w, [], 1.0 - self.keep, 0.0, 1.0, self.skip, up=True)
+            if average is not None and dtype == torch.float64:  # on a GPU, torch's fused operations read a rate as float32
+                assert self.skip is not None
+                average.copy_(torch.where(self.skip == 1, average, average.lerp(w, self.take)))
+            elif average is not None:
+                # a += take*(w - a): ascent of a along w at weight decay 1, which knows how to skip.
+                _sgd(average, w, [], self.take, 0.0, 1.0, self.skip, up=True)
             if low is not None:
                 # Bit by bit: new where chosen, otherwise old (torch.where takes three times as long).
                 old, new = low.view(torch.int16), room16[: w.numel()].copy_(w).view(torch.int16)

@@ -43,19 +43,19 @@ def _complement(x):
 
 
 @triton.jit
-def _follow(low_, average_, take, w, at, mask):
+def _follow(low_, average_, take_, w, at, mask):
     """Store what follows the weights: their narrow copy and their average."""
     if low_ is not None:
         tl.store(low_ + at, w.to(tl.bfloat16), mask)
     if average_ is not None:
         a = tl.load(average_ + at, mask, other=0.0)
-        tl.store(average_ + at, a + take * (w - a), mask)
+        tl.store(average_ + at, a + tl.load(take_) * (w - a), mask)
 
 
 @triton.jit
 def update(
-    w_, g_, m_, v_, low_, average_, direction_, ratio_, table_, sums_, lr_, step_, scale_, skip_, seed_, n, offset,
-    log1, take1, log2, beta2, take2, eps, mu, decay, take, KIND: tl.constexpr, NESTEROV: tl.constexpr, ALIGN: tl.constexpr,
+    w_, g_, m_, v_, low_, average_, direction_, ratio_, table_, sums_, lr_, take_, step_, scale_, skip_, seed_, n,
+    offset, log1, take1, log2, beta2, take2, eps, mu, decay, KIND: tl.constexpr, NESTEROV: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     block, lane = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
@@ -111,7 +111,7 @@ def update(
         tl.store(sums_ + 2 * block + 1, tl.sum(tl.where(kept, u * u, 0.0)))
     else:
         tl.store(w_ + first + lane, w, mask)
-        _follow(low_, average_, take, w, first + lane, mask)
+        _follow(low_, average_, take_, w, first + lane, mask)
 
 
 @triton.jit
@@ -138,8 +138,8 @@ def run(
     with torch.cuda.device_of(w):
         update[(blocks,)](
             w, given.gradient, m, v, given.low, given.average, given.direction, given.ratio, None if s is None else s.table, sums,
-            lr, step, given.scale, given.skip, given.seed, n, given.offset, log1, 1 - betas[0], log2, betas[1], 1 - betas[1], eps,
-            mu, decay, 1 - given.keep, KIND=kind, NESTEROV=nesterov, ALIGN=align, BLOCK=block, num_warps=block // 256,
+            lr, given.take, step, given.scale, given.skip, given.seed, n, given.offset, log1, 1 - betas[0], log2, betas[1],
+            1 - betas[1], eps, mu, decay, KIND=kind, NESTEROV=nesterov, ALIGN=align, BLOCK=block, num_warps=block // 256,
         )  # fmt: skip
         if s is None or sums is None:
             return None
@@ -151,12 +151,12 @@ def run(
 def variants() -> Iterator[tuple[str, Any, dict[str, str], dict[str, Any]]]:
     """(name, kernel, signature, constexprs) of what training launches, for compilation ahead of time."""
     for kind, given, rounded in (
-        ("adam", "m_ v_ average_ low_ lr_ step_ scale_ skip_", "g_"),
-        ("adamw", "m_ v_ average_ low_ lr_ step_ scale_ skip_ seed_", "g_ m_ v_"),
+        ("adam", "m_ v_ average_ take_ low_ lr_ step_ scale_ skip_", "g_"),
+        ("adamw", "m_ v_ average_ take_ low_ lr_ step_ scale_ skip_ seed_", "g_ m_ v_"),
         ("lamb", "m_ v_ direction_ table_ sums_ step_ scale_ skip_ seed_", "g_ m_ v_"),
-        ("inside", "low_ average_ ratio_ table_ lr_ skip_", ""),
-        ("inside", "m_ low_ average_ ratio_ table_ lr_ scale_ skip_", "g_"),
-        ("outside", "m_ low_ average_ lr_ scale_ skip_ seed_", "g_ m_"),
+        ("inside", "low_ average_ take_ ratio_ table_ lr_ skip_", ""),
+        ("inside", "m_ low_ average_ take_ ratio_ table_ lr_ scale_ skip_", "g_"),
+        ("outside", "m_ low_ average_ take_ lr_ scale_ skip_ seed_", "g_ m_"),
         ("norms", "table_ sums_ scale_", "g_"),
     ):
         names, present, half = update.arg_names, ["w_", "g_", *given.split()], rounded.split()

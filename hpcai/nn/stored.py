@@ -1,7 +1,7 @@
-"""Tensors in safetensors files, of which parts are read."""
+"""Tensors in safetensors files, of which parts are read, and folders of such files with an index."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,19 +26,53 @@ class Stored:
 
 
 def stored(source: Path) -> dict[str, Stored]:
-    """All tensors of a file, or of a folder with ``model.safetensors.index.json``. Raises CheckpointError."""
-    files = [source]
-    if source.is_dir():
-        index = source / "model.safetensors.index.json"
-        try:
-            files = sorted({source / name for name in json.loads(index.read_text())["weight_map"].values()})
-        except (OSError, ValueError, LookupError, AttributeError, TypeError) as problem:
-            raise CheckpointError(f"{index}: no index of safetensors files: {problem!r}; expected a weight_map") from problem
+    """All tensors of a file, of the files that an index (.json) names, or of a folder with ``model.safetensors.index.json``. Raises
+    CheckpointError, also where a tensor is not where the index says."""
+    index = source / "model.safetensors.index.json" if source.is_dir() else source
+    if index.suffix != ".json":
+        return _inside(source)
+    try:
+        where = {str(name): index.parent / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+    except (OSError, ValueError, LookupError, AttributeError, TypeError) as problem:
+        raise CheckpointError(f"{index}: no index of safetensors files: {problem!r}; expected a weight_map") from problem
     found: dict[str, Stored] = {}
-    for path in files:
-        with _opened(path) as file:
-            found |= {key: Stored(path, key, tuple(file.get_slice(key).get_shape())) for key in file.keys()}  # noqa: SIM118 not a dict
+    for path in sorted(set(where.values())):
+        found |= _inside(path)
+    for name, path in where.items():
+        if name not in found or found[name].path != path:
+            raise CheckpointError(f"{index}: {name} is not in {path.name}, as the index says; fetch or save the folder again")
     return found
+
+
+def store(tensors: Mapping[str, Tensor], folder: Path, name: str, most: int) -> None:
+    """Tensors as safetensors files of at most ``most`` bytes in ``folder``, as Hugging Face's libraries read them: ``name``, such
+    as model.safetensors, or several that bear their numbers, with an index. Each file is there when it is whole."""
+    from safetensors.torch import save_file
+
+    files: list[dict[str, Tensor]] = [{}]
+    for key, tensor in tensors.items():
+        if files[-1] and sum(x.nbytes for x in files[-1].values()) + tensor.nbytes > most:
+            files.append({})
+        files[-1][key] = tensor.detach().cpu().contiguous()
+    stem, many = name.removesuffix(".safetensors"), len(files)
+    names = [name] if many == 1 else [f"{stem}-{n:05}-of-{many:05}.safetensors" for n in range(1, many + 1)]
+    for file, inside in zip(names, files):
+        partial = folder / f".{file}.partial"
+        save_file(inside, partial, metadata={"format": "pt"})
+        partial.chmod(0o644)  # safetensors makes a file for its owner only
+        partial.replace(folder / file)
+    index = folder / f"{name}.index.json"
+    if many == 1:
+        index.unlink(missing_ok=True)  # of what was here before
+    else:
+        total = sum(tensor.nbytes for inside in files for tensor in inside.values())
+        where = {key: file for file, inside in zip(names, files) for key in inside}
+        index.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2) + "\n")
+
+
+def _inside(path: Path) -> dict[str, Stored]:
+    with _opened(path) as file:
+        return {key: Stored(path, key, tuple(file.get_slice(key).get_shape())) for key in file.keys()}  # noqa: SIM118 not a dict
 
 
 @contextmanager
@@ -49,4 +83,12 @@ def _opened(path: Path) -> Iterator[Any]:
         with safe_open(path, framework="pt") as file:
             yield file
     except (OSError, SafetensorError) as problem:
-        raise CheckpointError(f"{path}: no safetensors file, or damaged: {problem}") from problem
+        why = "a pointer of Git LFS in place of the file; fetch it by git lfs pull" if _is_pointer(path) else problem
+        raise CheckpointError(f"{path}: no safetensors file, or damaged: {why}") from problem
+
+
+def _is_pointer(path: Path) -> bool:
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(24).startswith(b"version https://git-lfs")

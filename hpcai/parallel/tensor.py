@@ -54,14 +54,14 @@ def cut_outputs(
     _turn(linear, CutOutputs, axis=axis.meet(), sequence=sequence, joined=joined)
 
 
-def cut_inputs(linear: nn.Linear, axis: Axis, sequence: int | None = None) -> None:
+def cut_inputs(linear: nn.Linear, axis: Axis, sequence: int | None = None, parts: Sequence[int] = ()) -> None:
     """Leave of ``linear``, in place, this rank's inputs: [T, C/n] -> [T, C'], the sum over the ranks, or with ``sequence`` a part
-    of it along that dim. The bias is not cut, and is added to the sum. Raises ConfigError where the layer is of another kind or
-    cannot be cut."""
+    of it along that dim. The bias is not cut, and is added to the sum. ``parts``: sizes of inputs that lie one behind another and
+    are each cut by itself. Raises ConfigError where the layer is of another kind or cannot be cut."""
     if axis.size == 1:
         return
     _check(linear, nn.Linear)
-    cut(linear.weight, 1, axis)
+    cut(linear.weight, 1, axis, parts)
     _turn(linear, CutInputs, axis=axis.meet(), sequence=sequence)
 
 

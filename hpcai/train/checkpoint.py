@@ -301,7 +301,7 @@ class Checkpoints:
             return problem
         step.optimizer.refresh()
         step.sums.spread()
-        step.count = run.progress.step
+        step.count, step.average.seen = run.progress.step, run.progress.seen
         if not counted:
             step.optimizer.count.fill_(run.progress.step)
         return ""

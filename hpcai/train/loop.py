@@ -139,6 +139,7 @@ class _Training:
         self.gpu, self._energy = Gpu(self.mesh.device), 0.0
         self._scored: Position | None = None  # where the target was reached
         self.run, self.reports, self.checkpoints = run, run.reports, run.checkpoints
+        step.average.batch = data.size
         self.steps = cfg.steps if cfg.steps is not None else (cfg.epochs or 1) * len(data)
         self.rate: Callable[[int], float] = rate(step.cfg.schedule, step.cfg.lr, len(data), self.steps)
         self.measured = Measured()

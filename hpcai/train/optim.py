@@ -33,8 +33,8 @@ class _State:
         kept = torch.bfloat16 if cfg.moments == "bf16" else self.weights.dtype
         names = _MOMENTS[cfg.optimizer] if cfg.optimizer not in ("sgd", "lars") or cfg.momentum else ()
         self.moments = {name: torch.zeros_like(self.weights, dtype=kept) for name in names}
-        self.average = self.weights.clone() if cfg.average is not None else None
-        self.keep, self.decay = cfg.average or 0.0, cfg.weight_decay if row.decays else 0.0
+        self.average = self.weights.clone() if cfg.averages else None
+        self.decay = cfg.weight_decay if row.decays else 0.0
 
     @property
     def weights(self) -> Tensor:
@@ -45,15 +45,10 @@ class _State:
     def low(self) -> Tensor | None:
         return None if self._master is None else self.row.weights
 
-    @property
-    def copies(self) -> dict[str, Any]:
-        """What the pass that updates the weights also writes: narrow weights and their average."""
-        return {"low": self.low, "average": self.average, "keep": self.keep}
-
 
 class Optimizer:
     """``step(scale, skip)`` updates the rows by ``scale`` times their gradients (None: 1) at the rate that ``set_rate`` set, unless
-    ``skip`` is 1; all three are device scalars.
+    ``skip`` is 1; all three are device scalars. An average of the weights takes the share of them that ``set_take`` set.
 
     sgd: the learning rate is inside the momentum, v = mu v + lr (g + wd w), w -= v (Keras; MLPerf HPC CosmoFlow), or outside it
     (torch). adamw: Loshchilov and Hutter 2019; adam: its weight decay is part of the gradient. lamb: You et al., ICLR 2020; lars:
@@ -68,6 +63,7 @@ class Optimizer:
         self.states = [_State(row, cfg) for row in rows]
         first = self.states[0].weights
         self.lr = torch.zeros((), dtype=first.dtype, device=first.device)
+        self.take = torch.full_like(self.lr, 1.0 - (cfg.average or 0.0))
         self.count = torch.zeros((), device=first.device)  # updates made
         self._seed = torch.zeros((), dtype=torch.int64, device=first.device)
         if cfg.optimizer in ("lamb", "lars"):  # a line per parameter in a table that is the same on all ranks that have parts of it
@@ -87,6 +83,9 @@ class Optimizer:
     def set_rate(self, lr: float) -> None:
         self.lr.fill_(lr)
 
+    def set_take(self, take: float) -> None:
+        self.take.fill_(take)
+
     @torch.no_grad()
     def step(self, scale: Tensor | None, skip: Tensor) -> None:
         cfg = self.cfg
@@ -101,14 +100,18 @@ class Optimizer:
                 update.sgd_(
                     state.weights, gradient, state.moments.get("momentum_buffer"), lr=self.lr, scale=scale, skip=skip,
                     momentum=cfg.momentum, weight_decay=state.decay, lr_in_momentum=cfg.lr_in_momentum, nesterov=cfg.nesterov,
-                    seed=self._seed, offset=state.row.first, **state.copies,
+                    seed=self._seed, offset=state.row.first, **self._copies(state),
                 )  # fmt: skip
             else:
                 update.adam_(
                     state.weights, gradient, state.moments["exp_avg"], state.moments["exp_avg_sq"], lr=self.lr, step=self.count,
                     scale=scale, skip=skip, betas=cfg.betas, eps=cfg.eps, weight_decay=state.decay,
-                    decoupled=cfg.optimizer == "adamw", seed=self._seed, offset=state.row.first, **state.copies,
+                    decoupled=cfg.optimizer == "adamw", seed=self._seed, offset=state.row.first, **self._copies(state),
                 )  # fmt: skip
+
+    def _copies(self, state: _State) -> dict[str, Any]:
+        """What the pass that updates the weights also writes: narrow weights and their average."""
+        return {"low": state.low, "average": state.average, "take": self.take}
 
     def _adapted(self, present: list[tuple[_State, Tensor]], scale: Tensor | None, skip: Tensor) -> None:
         """Update parameters at rates that their norms decide: a share's sums are added over the ranks that hold the others."""
@@ -133,10 +136,10 @@ class Optimizer:
                 update.lars_(
                     state.weights, gradient, state.moments.get("momentum_buffer"), state.segments, ratio, lr=self.lr, scale=scale,
                     skip=skip, momentum=cfg.momentum, weight_decay=state.decay, seed=self._seed, offset=state.row.first,
-                    **state.copies,
+                    **self._copies(state),
                 )  # fmt: skip
             else:
-                update.trust_(state.weights, state.direction, state.segments, ratio, lr=self.lr, skip=skip, **state.copies)
+                update.trust_(state.weights, state.direction, state.segments, ratio, lr=self.lr, skip=skip, **self._copies(state))
 
     @staticmethod
     def _lines(rows: list[Row], axis: Axis, line: dict[str, int]) -> Tensor:

@@ -80,7 +80,7 @@ class Step:
         for row in self.sums.rows:
             kinds.setdefault((row.others, row.counts), []).append(row)
         self._alike = list(kinds.values())  # rows whose other parts lie along the same axes
-        self.average = Average(self.model, self.optimizer, self.sums, cfg.average)
+        self.average = Average(self.model, self.optimizer, self.sums, cfg)
         self.agreement = Agreement(self.sums, self.optimizer, mesh)
         each = cfg.clip_per == "sample"
         if each and mesh.copy.size > 1:
@@ -102,6 +102,7 @@ class Step:
     def __call__(self, batch: Any, lr: float | None = None) -> dict[str, Value]:
         startup.now("first step")
         self.optimizer.set_rate(self.cfg.lr if lr is None else lr)
+        self.average.begin(self._steps, lambda: samples_in(batch) * self.mesh["replicate"].size)
         rng.seed_step(self._seed, self.mesh["replicate"].rank, self._steps)
         with span("step"):
             values = (self._capture or self._gradients)(batch)

@@ -72,3 +72,11 @@ LLM = App(
      "data.batch=8", "train.report_every=1", "train.epochs=2", "train.steps=null", "data.pictures=2", "step.schedule.decay=none",
      "step.schedule.warmup=0"],
 )  # fmt: skip
+DIFFUSION = App(  # 24 training maps of 16 x 16 cells, and those of a few other universes
+    "diffusion",
+    prepared("fields", "--kind matter --samples 36 --size 16 --slabs 1 --thickness 4 --validation 0.34 --test 0 --rows 6"
+             " --particles-per-cell 1"),
+    ["model.unet.channels=[8,16]", "model.unet.heads=[1,2]", "model.unet.groups=4", "model.sampler.steps=2", "data.batch=8",
+     "data.evaluation_batch=4", "data.drawn=3", "data.members=4", "train.report_every=1", "train.epochs=2", "train.steps=null",
+     "step.schedule.decay=none", "step.schedule.warmup=0"],
+)  # fmt: skip

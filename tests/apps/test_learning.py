@@ -22,6 +22,7 @@ from ase.calculators.emt import EMT
 from ase.constraints import FixAtoms
 from ase.optimize import BFGS
 
+from apps.diffusion import picture
 from apps.opencatalyst.data import FIELDS
 from data_prep import chains, text
 from data_prep import proteins as made_up
@@ -64,6 +65,16 @@ def bits(run: Path) -> dict[str, float]:
     """Bits per byte of held-out text, by code."""
     found = np.load(run / "text.npz", allow_pickle=False)
     return dict(zip(found["names"].tolist(), found["bits"].tolist()))
+
+
+def ensembles(run: Path) -> dict[str, float]:
+    """CRPS beside the error of cubic interpolation, spread over skill, and how far members' power is off at most, up to half of the
+    Nyquist number."""
+    found = picture.read(run / picture.FILE)
+    (_, _, _, ratio, spread), = picture.table(found).rows  # fmt: skip
+    (_, true), (_, members) = (picture.spectra(fields[..., 0, :, :], found.box) for fields in (found.truth, found.members))
+    power = members.mean((0, 1)) / true.mean(0)
+    return {"crps": float(ratio), "spread": float(spread), "power": float(np.abs(power - 1)[: len(power) // 2].max())}
 
 
 def last_scores(run: Path) -> dict[str, float]:
@@ -127,6 +138,15 @@ def folded(folder: Path, *words: str) -> tuple[Path, float]:
     ran("apps.openfold", "apps/openfold/configs/small.yaml", *where, *words)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return folder / "run", after.ru_utime - before.ru_utime
+
+
+@claim
+def test_ensembles_of_unseen_universes_are_calibrated(tmp_path: Path) -> None:
+    """Members of fine maps for coarse ones of universes that the network has not seen."""
+    run = small_run("diffusion", "fields", ["--kind", "matter"], tmp_path)
+    found = ensembles(run)
+    print(found)
+    assert found["crps"] < 0.66 and 0.8 < found["spread"] < 1.2 and found["power"] < 0.15, found
 
 
 @claim
@@ -251,6 +271,13 @@ SHORT = {
         ["model.blocks=1", "features.crop=24", "features.clusters=4", "features.extra=5", "features.recycles=0",
          "features.clamped=0", "data.batch=1", "data.epoch=40", "train.steps=40", "step.lr=1e-2", "step.average=null", *STILL],
         last_scores, {"masked_msa": ("<", 2.6), "distogram": ("<", 3.6), "lddt": (">", 0.1)},
+    ),
+    "diffusion": (
+        smallest.prepared("fields", "--kind matter --samples 240 --size 16 --slabs 1 --thickness 4 --voxel 2 --validation 0.1"
+                          " --particles-per-cell 2"),
+        ["model.unet.channels=[16,24]", "data.batch=16", "data.drawn=12", "data.members=8", "model.sampler.steps=6",
+         "train.epochs=null", "train.steps=120", "step.lr=5e-3", "step.average=0.97"],
+        ensembles, {"crps": ("<", 0.85), "spread": (">", 0.6)},
     ),
     "llm": (
         told_about,

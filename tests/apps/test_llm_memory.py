@@ -49,7 +49,7 @@ CASES: dict[str, tuple[int, Sequence[str]]] = {
     "float64": (1, ("step.precision=fp64", "data.batch=2")),
     "autocast": (1, ("step.precision=bf16",)),
     "autocast, again": (1, ("step.precision=bf16", AGAIN)),
-    "micro-batches": (1, ("step.accumulate=2", "step.moments=bf16", "step.average=0.99")),
+    "micro-batches": (1, ("step.accumulate=2", "step.moments=bf16", "step.average_power=0.1")),
     "momentum": (1, ("step.optimizer=sgd",)),
     "selective": (1, (SELECTIVE,)),
     "float32, selective": (1, ("step.precision=fp32", SELECTIVE)),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hpcai.kernels import attention, batchnorm, compiler, philox, update
+from hpcai.models.diffusion import noise
 from hpcai.nn import BatchNorm
 from hpcai.nn.deferred import make
 from tests.gpu.machine import DEVICE, GPU, ON_GPU, cuda_alone, precisely
@@ -118,11 +119,10 @@ def test_the_kernel_is_its_twin(kind: str) -> None:
     for device in ("cpu", GPU):
         own = {name: row.clone().to(device) for name, row in rows.items()}
         low = own["weights"].bfloat16()
-        scalars = {
-            name: torch.tensor(value, device=device) for name, value in (("lr", 1e-3), ("step", 3.0), ("scale", 0.5), ("skip", 0.0))
-        }
+        given = {"lr": 1e-3, "step": 3.0, "scale": 0.5, "skip": 0.0, "take": 0.1}
+        scalars = {name: torch.tensor(value, device=device) for name, value in given.items()}
         update.adam_(own["weights"], own["gradient"], own["first"], own["second"], **scalars, betas=(0.9, 0.99), eps=1e-8,
-                     weight_decay=0.1, low=low, average=own["average"], keep=0.9, seed=torch.tensor(7, device=device))  # fmt: skip
+                     weight_decay=0.1, low=low, average=own["average"], seed=torch.tensor(7, device=device))  # fmt: skip
         found.append({name: row.cpu().float() for name, row in {**own, "low": low}.items()})
     for name, row in found[0].items():
         rough = name == "low" or (kind == "bf16 moments" and name in ("first", "second"))
@@ -144,6 +144,29 @@ def test_numbers_of_the_gpu_are_those_of_the_cpu(key: int, first: int, count: in
     assert torch.equal(found.cpu(), philox.bits(key, starts, 33))
 
 
+@cuda_alone
+def test_noise_of_samples_is_that_of_the_cpu_also_by_a_graph_whose_samples_change() -> None:
+    size, box = (3, 9, 10, 7), (slice(None), slice(2, 5), slice(4, 9))
+    index, epoch = torch.tensor([3, 2**33, 5]), torch.tensor([0, 1, 70])
+    at, when = index.to(DEVICE), epoch.to(DEVICE)
+
+    def drawn(index: Tensor, epoch: Tensor) -> list[Tensor]:
+        whole, part = (noise.numbers(7, noise.NOISE, index, epoch, size, box=x) for x in (None, box))
+        return [whole, part, noise.uniforms(7, noise.TIMES, index, epoch)]
+
+    found = drawn(at, when)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = drawn(at, when)
+    for _ in range(2):
+        at.copy_(index)
+        when.copy_(epoch)
+        graph.replay()
+        for ours, right in zip(found, drawn(index, epoch)):
+            torch.testing.assert_close(ours.cpu(), right, rtol=1e-5, atol=1e-5)
+        index, epoch = index + 1, epoch.flip(0)
+
+
 def test_weights_drawn_on_the_gpu_are_those_of_the_cpu() -> None:
     whole = values(made())
     for name, x in make(built(), GPU).named_parameters():
@@ -158,9 +181,9 @@ def adam() -> list[Tensor]:
     rows = [torch.randn(n, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
     weights, gradient, first, second = (row.to(DEVICE) for row in rows)
     second, average = second.square(), weights.clone()
-    numbers = {"lr": 1e-3, "step": 3.0, "scale": 0.5, "skip": 0.0}
+    numbers = {"lr": 1e-3, "step": 3.0, "scale": 0.5, "skip": 0.0, "take": 0.1}
     update.adam_(weights, gradient, first, second, **{name: torch.tensor(x, device=DEVICE) for name, x in numbers.items()},
-                 betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, average=average, keep=0.9)  # fmt: skip
+                 betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, average=average)  # fmt: skip
     return [weights, first, second, average]
 
 

@@ -30,8 +30,8 @@ def test_the_kernels_are_their_formulas() -> None:
         formulas.root(shape, x, y, GPU, learns)
     for shape, kind in product(((3, 7, 88), (5, 77), (1,), (0, 8), (64, 4096)), formulas.ULP):
         formulas.swiglu(shape, kind, GPU)
-    for case, kind, of, each in product(formulas.TURNS, formulas.ULP, formulas.ULP, (True, False)):
-        formulas.rotation(case, kind, of, each, GPU)
+    for case, kind, of, each, neighbours in product(formulas.TURNS, formulas.ULP, formulas.ULP, (True, False), (True, False)):
+        formulas.rotation(case, kind, of, each, GPU, neighbours)
 
 
 def computed() -> list[Tensor]:

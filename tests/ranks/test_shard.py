@@ -124,6 +124,20 @@ def test_cut_equals_whole(axes: dict[str, int], scheme: dict[str, Any], optimize
         same(found[1], mean)
 
 
+@pytest.mark.parametrize("axes", [{"replicate": 2}, {"replicate": 2, "depth": 2}], ids=str)
+@pytest.mark.parametrize("scheme", [{}, *SCHEMES], ids=str)
+@pytest.mark.parametrize("kind", [{"average_half_life": 12.0, "average_ramp": 2.0}, {"average_power": 0.1}], ids=str)
+def test_an_average_that_changes_with_the_step_is_that_of_one_rank(
+    axes: dict[str, int], scheme: dict[str, Any], kind: dict[str, Any]
+) -> None:
+    words = {"average": None, "bucket_mb": 2e-3, **kind}
+    live, mean, _ = by_one_rank(**words)
+    assert any(not np.allclose(live[name], mean[name], atol=1e-4) for name in live)
+    for found in on_ranks(axes, trained, words | scheme):
+        same(found[0], live)
+        same(found[1], mean)
+
+
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 @pytest.mark.parametrize("words", [{"accumulate": 2}, {"clip": None, "average": None}, {"shard_within": 2}], ids=str)
 def test_groups_within_nodes_micro_batches_and_no_clipping_change_nothing(scheme: dict[str, Any], words: dict[str, Any]) -> None:

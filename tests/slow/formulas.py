@@ -218,7 +218,10 @@ def swiglu(shape: tuple[int, ...], kind: torch.dtype, device: str) -> None:
 TURNS = (2, 4, 2, 37, 16, True), (1, 3, 3, 70, 64, False), (3, 2, 1, 1, 6, True), (2, 1, 1, 129, 128, True), (1, 2, 1, 9, 2, False)
 
 
-def rotation(case: tuple[int, int, int, int, int, bool], kind: torch.dtype, of: torch.dtype, each: bool, device: str) -> None:
+def rotation(
+    case: tuple[int, int, int, int, int, bool], kind: torch.dtype, of: torch.dtype, each: bool, device: str,
+    neighbours: bool = False,
+) -> None:  # fmt: skip
     """Angles in ``of``, of ``each`` text or the same for all; the gradient is turned back."""
     B, Q, K, T, D, beside = case
     draw = _draw(device)
@@ -230,13 +233,15 @@ def rotation(case: tuple[int, int, int, int, int, bool], kind: torch.dtype, of: 
     angle = draw(B if each else 1, T, D // 2).repeat(1, 1, 2)
     cosines, sines = angle.cos().to(of), angle.sin().to(of)
     leaves = [t.detach().requires_grad_() for t in (q, k)]
-    out = rotary_triton.rotated(*leaves, cosines, sines)
+    out = rotary_triton.rotated(*leaves, cosines, sines, neighbours)
     gradients = torch.autograd.grad(out, leaves, (dq, dk))
     C, S = cosines.double()[:, None], sines.double()[:, None]
     for given, found, sign in ((q, out[0], 1), (k, out[1], 1), (dq, gradients[0], -1), (dk, gradients[1], -1)):
+        assert found.dtype == kind and found.transpose(1, 2).is_contiguous()
+        if neighbours:  # then halves, as they were told in the other form
+            given, found = (torch.cat((x[..., ::2], x[..., 1::2]), -1) for x in (given, found))
         first, second = given.double().chunk(2, -1)
         crossed = torch.cat((-second, first), -1)
-        assert found.dtype == kind and found.transpose(1, 2).is_contiguous()
         _near("turned", found.detach(), given.double() * C + sign * crossed * S, (given.double() * C).abs() + (crossed * S).abs())
 
 

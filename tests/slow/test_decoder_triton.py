@@ -25,6 +25,7 @@ rotary_triton.PAIRS = 512
 for number, case in enumerate(formulas.TURNS):
     for kind, of in ((torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32)):
         formulas.rotation(case, kind, of, number % 2 == 0, "cpu")
+        formulas.rotation(case, kind, of, number % 2 == 1, "cpu", True)
 activations_triton.TILE = 512
 for shape in ((3, 7, 88), (5, 77), (1,), (0, 8)):
     for kind in (torch.float32, torch.bfloat16):
@@ -62,4 +63,4 @@ def test_kernels_are_the_formulas_over_shapes_strides_and_types() -> None:
 @pytest.mark.parametrize("arch, name", ARCHITECTURES)
 def test_every_kernel_compiles_without_spills_and_atomics_and_moves_vectors(tmp_path: Path, arch: str, name: str) -> None:
     print(made := run(EACH, COMPILED, str(tmp_path / "cubin"), arch, TRITON_CACHE_DIR=str(tmp_path)))
-    assert made.count(f"{name}|") == 24 + 6 + 4
+    assert made.count(f"{name}|") == 24 + 12 + 4

@@ -27,17 +27,21 @@ for kind, dtypes in DTYPES.items():
             for first in (0, 1, 6, 2**34 - 3):  # the last goes on where the low word of a counter ends
                 for n in (1, 5, 2100):
                     found = torch.empty(n, dtype=dtype)
-                    philox_triton.run(kind, key, first, found)
-                    same(kind, found, make(key, first, n, **words))
+                    upper = (0, 5, 2**64 - 3)[n % 3]
+                    philox_triton.run(kind, key, first, upper, found)
+                    same(kind, found, make(key, first, n, upper=upper, **words))
             places = torch.randint(0, 2**40, (37, 3))
-            found, rows = torch.empty(37, 3, dtype=dtype), torch.empty(37, 3, 9, dtype=dtype)
-            philox_triton.run(kind, key, places, found)
+            found = torch.empty(37, 3, dtype=dtype)
+            philox_triton.run(kind, key, places, 0, found)
             same(kind, found, make(key, places, **words))
-            philox_triton.run(kind, key, places, rows)
-            same(kind, rows, make(key, places, 9, **words))
+            for count in (1, 2, 3, 9, 530):
+                rows = torch.empty(37, 3, count, dtype=dtype)
+                philox_triton.run(kind, key, places, 7, rows)
+                same(kind, rows, make(key, places, count, upper=7, **words))
         keys = torch.randint(-(2**63), 2**63 - 1, (37, 1))
-        philox_triton.run(kind, keys, places, rows)
-        same(kind, rows, make(keys, places, 9, **words))
+        uppers = torch.randint(-(2**63), 2**63 - 1, (3,))
+        philox_triton.run(kind, keys, places, uppers, rows)
+        same(kind, rows, make(keys, places, 530, upper=uppers, **words))
 print("the same")
 """
 

@@ -43,12 +43,12 @@ def example(r):
     seed, offset = torch.tensor(r.choice([-5, 0, 7, 1 << 40])), r.choice([0, 5, 1 << 31, (1 << 33) + 3])
     decay, momentum, betas = r.choice([0.0, 0.1]), r.choice([0.0, 0.9]), r.choice([(0.9, 0.999), (0.0, 0.5)])
     ahead = r.choice([True, False])
-    keep, ratio = r.choice([0.0, 0.3, 0.5, 0.999]), torch.linspace(0.5, 2, segments.count)
+    take, ratio = torch.tensor(r.choice([1.0, 0.7, 0.5, 0.001])), torch.linspace(0.5, 2, segments.count)
 
     def run(row_class):
         update.Operands = row_class
         x = {k: None if t is None else t.clone() for k, t in rows.items()}
-        after, rounding = dict(low=x["low"], average=x["average"], keep=keep), dict(seed=seed, offset=offset)
+        after, rounding = dict(low=x["low"], average=x["average"], take=take), dict(seed=seed, offset=offset)
         w, g, m, v, moments = *list(x.values())[:4], dict(scale=scale, skip=skip, weight_decay=decay)
         if kind in ("adam", "adamw"):
             adam_(w, g, m, v, lr=lr, step=step, betas=betas, eps=1e-8, decoupled=kind == "adamw", **moments, **after, **rounding)

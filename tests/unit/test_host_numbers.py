@@ -20,6 +20,7 @@ ALLOWED = {
     "models/deepcam/model.py: segment": "takes the arrays of a person",
     "models/dimenet/formats.py: _tensors": "reads files",
     "models/dimenet/graph.py: join": "joins samples, before a batch goes to the device",
+    "models/diffusion/model.py: _each": "gives a person what the network made",
     "models/llm/generation.py: choose": "tokens are given to the host one by one",
     "models/llm/likelihood.py: _rows": "takes the texts of a person",
     "models/llm/tokens.py: widths": "numpy",

@@ -260,7 +260,7 @@ def plainly(form: Form, cfg: Any, batch: Any, device: torch.device) -> Callable[
     except ConfigError:  # the names of a peer's parameters are others
         decays = set()
     optimizer = torch_optimizer(model, cfg.step, decays)
-    means = [p.detach().clone() for p in model.parameters()] if cfg.step.average else []
+    means = [p.detach().clone() for p in model.parameters()] if cfg.step.averages else []
 
     def run() -> Tensor:
         optimizer.zero_grad()
@@ -273,7 +273,7 @@ def plainly(form: Form, cfg: Any, batch: Any, device: torch.device) -> Callable[
         optimizer.step()
         with torch.no_grad():
             for mean, parameter in zip(means, model.parameters()):
-                mean.lerp_(parameter, 1 - cfg.step.average)
+                mean.lerp_(parameter, 1 - (cfg.step.average or 0.999))
         return value.detach()
 
     return run

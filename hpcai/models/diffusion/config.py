@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from hpcai.config import Length, Natural, Positive, Rate, Settings, Weight
 
+Recompute = Literal["none", "selective", "layers"]
 Levels = Annotated[tuple[Positive, ...], Field(min_length=1)]
 
 
@@ -33,6 +34,8 @@ class UNetConfig(Settings):
     """physical parameters that it is conditioned on"""
     field: Natural = 0
     """channels of a field that it is conditioned on, such as one of low resolution, beside those of the noisy sample"""
+    patch: Positive = 1
+    """places along each dim that are one for the network, which then has their channels beside one another"""
     groups: Positive = 32
     """of group norms"""
     attention_groups: Positive | None = None
@@ -82,6 +85,9 @@ class DiTConfig(Settings):
     """share of samples whose class is left out"""
     zero: bool = True
     """first weights of modulations and of the last layer are zero, as published"""
+    recompute: Recompute = "none"
+    """what is computed again for the backward pass instead of kept. selective: norms, rotations and activations; layers: all of
+    each, which keeps its input alone"""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -90,6 +96,11 @@ class DiTConfig(Settings):
         if self.heads * self.head % 4:
             raise ValueError(f"{self.heads} heads of {self.head} channels: positions of two dims need a multiple of 4 channels")
         return self
+
+    @property
+    def width(self) -> int:
+        """Channels of a token between layers."""
+        return self.heads * self.head
 
 
 class FluxConfig(Settings):
@@ -115,12 +126,22 @@ class FluxConfig(Settings):
     theta: Length = 10_000.0
     zero: bool = True
     """first weights of modulations and of the last layer are zero"""
+    recompute: Recompute = "none"
+    """what is computed again for the backward pass instead of kept. selective: norms, rotations and activations; layers: all of
+    each, which keeps its input alone"""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
+        if self.inputs % 4:
+            raise ValueError(f"a token of {self.inputs} channels cannot hold 2 x 2 places; give a multiple of 4")
         if sum(self.turned) != self.head or any(n % 2 for n in self.turned):
             raise ValueError(f"turned {list(self.turned)} must be even and add up to a head's {self.head} channels")
         return self
+
+    @property
+    def width(self) -> int:
+        """Channels of a token between layers."""
+        return self.heads * self.head
 
 
 class VAEConfig(Settings):
@@ -185,19 +206,29 @@ class SamplerConfig(Settings):
     along flows"""
     steps: Positive = 25
     spacing: Literal["leading", "trailing", "linspace", "karras"] = "trailing"
-    """which of a schedule's levels are visited; karras: powers of sigma, also between them"""
+    """which of a schedule's levels are visited; karras: powers of sigma, also between them (edm's only way). Of flow's times:
+    trailing: 1 to 1/steps, then shifted, which is what users of Flux.1 get; linspace: the default list of diffusers' schedulers for
+    flows, 1 to 1/levels, of which the last is shifted twice"""
+    offset: Natural = 0
+    """of leading: added to each level; Stable Diffusion: 1"""
+    clean: bool = True
+    """of ddim and dpm++: whether the last step leaves no noise at all, or as much as the schedule's lowest level has. Stable
+    Diffusion with ddim: false"""
     eta: Weight = 0.0
     """of ddim: noise that is added again, 1 as much as by ddpm"""
     guidance: Weight = 1.0
     """what a condition changes counts so many times (Ho and Salimans 2022)"""
     rescale: Annotated[float, Field(ge=0, le=1)] = 0.0
     """share of the guided prediction that has the deviation of the one with the condition (Lin et al. 2024)"""
+    together: bool = True
+    """whether samples with and without the condition are one batch of twice the size; false: one after the other, in less memory"""
     clip: Length | None = None
     """the greatest absolute value of x0 on the way"""
     low: Length = 0.002
     high: Length = 80.0
     rho: Length = 7.0
-    """of edm and karras: the sigmas that are visited (Karras et al. 2022, eq. 5)"""
+    """of edm and karras: the sigmas that are visited (Karras et al. 2022, eq. 5); of a schedule, sigma / alpha, and no others than
+    its own: the defaults are the whole of Stable Diffusion's"""
     churn: Weight = 0.0
     """of heun with edm: S_churn; between churn_low and churn_high noise is added, churn_noise times as much"""
     churn_low: Weight = 0.0
@@ -207,6 +238,31 @@ class SamplerConfig(Settings):
     """of flow: how much more steps are made where there is much noise (Esser et al. 2024, eq. 23)"""
 
 
+class FieldsConfig(Settings):
+    """What samples are in physical units, and the coarse fields that they are conditioned on."""
+
+    names: tuple[str, ...]
+    """of the channels"""
+    units: tuple[str, ...]
+    mean: tuple[float, ...]
+    deviation: tuple[Length, ...]
+    """a network sees (field - mean) / deviation"""
+    floor: Length | None = None
+    """where it sees logarithms: what is added to a field before"""
+    factor: Natural = 0
+    """places of a sample along one of the coarse field; 0: there is none"""
+    box: tuple[Length, ...] = ()
+    """how long each dim is"""
+    periodic: tuple[bool, ...] = ()
+    """whether it comes back to its beginning"""
+    box_units: str = ""
+    parameters: tuple[str, ...] = ()
+    """physical parameters that samples are conditioned on, each in [-1, 1] of its range"""
+    low: tuple[float, ...] = ()
+    high: tuple[float, ...] = ()
+    parameter_units: tuple[str, ...] = ()
+
+
 class DiffusionConfig(Settings):
     """A network, one of three kinds, and what it says."""
 
@@ -214,6 +270,17 @@ class DiffusionConfig(Settings):
     dit: DiTConfig | None = None
     flux: FluxConfig | None = None
     objective: ObjectiveConfig = ObjectiveConfig()
+    sampler: SamplerConfig = SamplerConfig()
+    """how samples are drawn where nothing else is said"""
+    unconditional: Rate = 0.0
+    """share of training samples whose condition is left out, for guidance: zeros in place of fields and parameters, no class"""
+    residual: Length | None = None
+    """deviation of samples from the coarse field that they are conditioned on: the network then makes this difference, in units of
+    it (Mardani et al. 2025); null: it makes samples"""
+    size: tuple[Positive, ...] = ()
+    """channels and places of a sample that it was trained on; empty: the data say it"""
+    fields: FieldsConfig | None = None
+    """null: the data say it, or samples have no physical units"""
 
     @model_validator(mode="after")
     def _one(self) -> Self:

@@ -14,7 +14,7 @@ from hpcai.models.llm.config import LLMConfig
 from hpcai.models.llm.model import LLM
 from hpcai.nn import weights
 from hpcai.nn.deferred import read_later
-from hpcai.nn.stored import Stored, stored
+from hpcai.nn.stored import Stored, store, stored
 
 _INDEX, _FILE, _CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
 _USELESS = re.compile(r".*rotary_emb\.inv_freq|.*\.attn\.(masked_)?bias")  # what older files hold beside weights
@@ -84,25 +84,9 @@ def load_later(model: LLM, folder: str | Path) -> LLM:
 def save_folder(state: Mapping[str, Tensor], cfg: LLMConfig, folder: str | Path, shard: int = _SHARD) -> None:
     """Weights by name and settings as a folder that Hugging Face's libraries read: config.json, and safetensors files of at most
     ``shard`` bytes with their index. Raises CheckpointError for a model that they have no name for."""
-    from safetensors.torch import save_file
-
     folder, about = Path(folder), hub_config(cfg, next(iter(state.values())).dtype)
     folder.mkdir(parents=True, exist_ok=True)
-    files: list[dict[str, Tensor]] = [{}]
-    for name, tensor in _for_others(state, cfg).items():
-        if files[-1] and sum(x.nbytes for x in files[-1].values()) + tensor.nbytes > shard:
-            files.append({})
-        files[-1][name] = tensor.detach().cpu().contiguous()
-    names = [_FILE] if len(files) == 1 else [f"model-{n:05}-of-{len(files):05}.safetensors" for n in range(1, len(files) + 1)]
-    for name, tensors in zip(names, files):
-        partial = folder / f".{name}.partial"
-        save_file(tensors, partial, metadata={"format": "pt"})
-        partial.chmod(0o644)
-        partial.replace(folder / name)
-    if len(files) > 1:
-        total = sum(tensor.nbytes for tensors in files for tensor in tensors.values())
-        where = {name: file for file, tensors in zip(names, files) for name in tensors}
-        (folder / _INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2) + "\n")
+    store(_for_others(state, cfg), folder, _FILE, shard)
     (folder / _CONFIG).write_text(json.dumps(about, indent=2) + "\n")
 
 
@@ -219,12 +203,7 @@ def hub_config(cfg: LLMConfig, dtype: torch.dtype) -> dict[str, Any]:
 
 def _names(folder: Path, cfg: LLMConfig) -> dict[str, Stored]:
     """The tensors of a folder that are weights of the model. Raises CheckpointError where there are others, or a wrong index."""
-    index, file = folder / _INDEX, folder / _FILE
-    there = stored(folder if index.exists() else file)
-    if index.exists():
-        for name, where in json.loads(index.read_text())["weight_map"].items():
-            if name not in there or there[name].path.name != where:
-                raise CheckpointError(f"{index}: {name} is not in {where}, as the index says; fetch or save the folder again")
+    there = stored(folder if (folder / _INDEX).exists() else folder / _FILE)
     found = {name: tensor for name, tensor in there.items() if not _USELESS.fullmatch(name)}
     with torch.device("meta"):
         known = _for_others(LLM(cfg).state_dict(), cfg)

@@ -21,26 +21,15 @@ from hpcai.kernels.activations import gelu, swiglu
 from hpcai.kernels.compiler import on_cpu
 from hpcai.kernels.documents import attend
 from hpcai.kernels.grouped import grouped_attention
-from hpcai.kernels.rmsnorm import rms_norm
 from hpcai.kernels.rotary import rotated
 from hpcai.models.llm.config import LLMConfig, RotaryConfig
 from hpcai.nn.again import again, cheap
 from hpcai.nn.head import Head
 from hpcai.nn.layernorm import LayerNorm
 from hpcai.nn.products import together
+from hpcai.nn.rmsnorm import RMSNorm
 from hpcai.nn.seam import Seam
 from hpcai.nn.weights import Portable
-
-
-class RMSNorm(nn.Module):
-    """w x / sqrt(mean(x^2) + eps) (Zhang and Sennrich 2019), as products read it.   x [..., C] -> the same"""
-
-    def __init__(self, channels: int, eps: float) -> None:
-        super().__init__()
-        self.eps, self.weight = eps, nn.Parameter(torch.ones(channels))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps, narrow=True)
 
 
 class Causal(nn.Module):

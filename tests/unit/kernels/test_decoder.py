@@ -36,7 +36,18 @@ CASES: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[Tensor, ...
         lambda q, k: tuple(rotary.plain(x, ANGLE.cos(), ANGLE.sin()) for x in (q, k)),
         (draw(2, 3, 5, 6), draw(2, 5, 1, 6).transpose(1, 2)),
     ),
+    "neighbours": (
+        lambda q, k: rotary.rotated(q, k, ANGLE.cos(), ANGLE.sin(), True),
+        lambda q, k: tuple(by_complex_numbers(x) for x in (q, k)),
+        (draw(2, 3, 5, 6), draw(2, 5, 1, 6).transpose(1, 2)),
+    ),
 }  # fmt: skip
+
+
+def by_complex_numbers(x: Tensor) -> Tensor:
+    """Neighbours are the real and the imaginary part."""
+    turn = torch.polar(torch.ones_like(ANGLE), ANGLE)[:, None, :, :3]
+    return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (3, 2)).contiguous()) * turn).flatten(-2)
 
 
 def every(found: Any) -> list[Tensor]:
@@ -75,7 +86,8 @@ def test_half_precision_keeps_its_type_and_little_else(case: str) -> None:
         torch.testing.assert_close(one.double(), expected, rtol=1.6e-2, atol=2e-2)
     assert all(gradient.dtype == torch.bfloat16 for gradient in gradients)
     given_it = {x.untyped_storage().data_ptr() for x in leaves}
-    new = {"root norm": 4 * 4 * 3, "queries": 2 * 8 * 2 * ANGLE.numel()}.get(case, 0)  # one number of each row; cosines and sines
+    angles = 2 * 8 * 2 * ANGLE.numel()  # cosines and sines
+    new = {"root norm": 4 * 4 * 3, "queries": angles, "neighbours": angles}.get(case, 0)  # of a norm one number of each row
     assert sum(x.numel() * x.element_size() for x in kept if x.untyped_storage().data_ptr() not in given_it) <= new
 
 
@@ -111,7 +123,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             return gate
 
         @staticmethod
-        def rotated(q: Tensor, k: Tensor, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor]:
+        def rotated(q: Tensor, k: Tensor, cosines: Tensor, sines: Tensor, neighbours: bool) -> tuple[Tensor, Tensor]:
             found.append("rotation")
             return q, k
 

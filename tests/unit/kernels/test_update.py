@@ -118,15 +118,16 @@ def test_lamb_and_lars_follow_their_formulas_with_padding_and_empty_segments(dty
 def test_average_low_copy_and_scale_follow_the_weights(n: int, keep: float, half: bool) -> None:
     g = rand(n, 2, torch.bfloat16 if half else torch.float32)
     before, w, average, expected, low = g.clone(), rand(n), rand(n, 5), rand(n, 5), torch.zeros(n, dtype=torch.bfloat16)
-    sgd_(w, g, None, momentum=0.0, weight_decay=0.0, lr_in_momentum=False, low=low, average=average, keep=keep, **scalars(0.1, 0.3))
+    sgd_(w, g, None, momentum=0.0, weight_decay=0.0, lr_in_momentum=False, low=low, average=average, take=torch.tensor(1 - keep),
+         **scalars(0.1, 0.3))  # fmt: skip
     torch.testing.assert_close(w, rand(n) - 0.1 * 0.3 * g.float(), rtol=1e-6, atol=3e-7)
     assert torch.equal(low, w.bfloat16()) and torch.equal(g, before)
     torch.testing.assert_close(average, expected.lerp_(w, 1 - keep), rtol=1e-6, atol=5e-7)
 
 
-def every_update(x: dict[str, Tensor], g: Tensor, s: dict[str, Tensor], keep: float) -> None:
+def every_update(x: dict[str, Tensor], g: Tensor, s: dict[str, Tensor], take: Tensor) -> None:
     n, step, fixed, rounds = len(g), torch.tensor(2.0), {"weight_decay": 0.1}, {"seed": torch.tensor(7)}
-    after, quiet = {"low": x["low"], "average": x["average"], "keep": keep}, {"scale": s["scale"], "skip": s["skip"]}
+    after, quiet = {"low": x["low"], "average": x["average"], "take": take}, {"scale": s["scale"], "skip": s["skip"]}
     segments = Segments([(0, n // 2), (n // 2 + 1, 3)], "cpu", n)
     with Trap():
         for decoupled in (True, False):
@@ -141,18 +142,28 @@ def every_update(x: dict[str, Tensor], g: Tensor, s: dict[str, Tensor], keep: fl
 
 @pytest.mark.parametrize("keep", [0.3, 0.999])
 def test_a_skipped_update_changes_no_bit_and_the_host_reads_nothing(keep: float) -> None:
-    n = 300_000
+    n, take = 300_000, torch.tensor(1 - keep)
     x = {name: rand(n, k) for k, name in enumerate(("w", "average", "direction"))}  # no two agree: any write shows
     x |= {name: rand(n, k).abs().bfloat16() for k, name in enumerate(("m", "v", "low"), 3)}
     for row in x.values():
         row[:3] = torch.tensor([-0.0, torch.inf, torch.nan])
     before = copy.deepcopy(x)
-    every_update(x, torch.full((n,), torch.nan), scalars(scale=torch.inf, skip=1.0), keep)
+    every_update(x, torch.full((n,), torch.nan), scalars(scale=torch.inf, skip=1.0), take)
     for name, row in x.items():
         assert torch.equal(row.view(torch.int16), before[name].view(torch.int16)), name
-    every_update(x, rand(n, 9), scalars(), keep)
+    every_update(x, rand(n, 9), scalars(), take)
     for name in ("w", "average", "m", "v", "low"):
         assert (x[name] != before[name]).float().mean() > 0.2, f"{name} is written when not skipped"
+
+
+def test_an_average_in_float64_follows_to_all_places_unless_skipped() -> None:
+    w, average = rand(1000, 1, torch.float64), rand(1000, 2, torch.float64)
+    before, words = average.clone(), {"momentum": 0.0, "weight_decay": 0.0, "lr_in_momentum": False}
+    take = torch.tensor(1e-4, dtype=torch.float64)
+    sgd_(w, torch.full_like(w, torch.nan), None, average=average, take=take, **words, **scalars(skip=1.0))
+    assert torch.equal(average, before)
+    sgd_(w, torch.zeros_like(w), None, average=average, take=take, **words, **scalars())
+    torch.testing.assert_close(average, before + 1e-4 * (w - before), rtol=1e-14, atol=1e-16)
 
 
 @given(cut=st.integers(1, 299_999), seed=st.sampled_from([0, 1, -3, 1 << 50]), start=st.sampled_from([0, 5, (1 << 32) - 1000]))
@@ -196,6 +207,7 @@ def test_what_does_not_fit_is_refused() -> None:
         r"needs a row for the velocity": lambda: sgd_(w, w, None, **s),
         r"gradient is torch.float32 \[3\]": lambda: sgd_(w, rand(3), w.clone(), **s),
         r"average is torch.float64": lambda: sgd_(w, w, w.clone(), average=w.double(), **s),
+        r"takes a share of the weights, but take is None": lambda: sgd_(w, w, w.clone(), average=w.clone(), **s),
     }.items():
         with pytest.raises(ConfigError, match=match):
             call()

@@ -1,0 +1,1 @@
+"""Train diffusion and flow matching on fields."""

@@ -1,0 +1,20 @@
+"""Diffusion and flow matching: networks that take noise away, and autoencoders of what they see."""
+
+from hpcai.lazy import lazy
+from hpcai.models.diffusion.config import DiffusionConfig, FieldsConfig, ObjectiveConfig, SamplerConfig, UNetConfig, VAEConfig
+
+__getattr__, _names = lazy(
+    __name__,
+    {
+        ".condition": ["NOTHING", "Condition"],
+        ".load": ["load_network", "read_folder", "save_folder"],
+        ".model": ["Diffusion"],
+        ".objective": ["Batch", "ensemble", "loss", "score"],
+        ".objectives": ["Objective"],
+        ".parallel": ["parallelize"],
+        ".samplers": ["drawn", "sample"],
+        ".unet": ["UNet"],
+        ".vae": ["VAE", "Latents"],
+    },
+)
+__all__ = ["DiffusionConfig", "FieldsConfig", "ObjectiveConfig", "SamplerConfig", "UNetConfig", "VAEConfig", *_names]

@@ -1,0 +1,137 @@
+"""A network that takes noise away, what it says of a noisy sample, and samples that are drawn with it.
+
+B samples, M members of an ensemble, C channels, S and s places along each dim of a sample and of a coarse field
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hpcai.errors import ConfigError, DataError
+from hpcai.models.diffusion.blocks import resized
+from hpcai.models.diffusion.condition import NOTHING, Condition
+from hpcai.models.diffusion.config import DiffusionConfig, DiTConfig, FieldsConfig, FluxConfig, SamplerConfig, UNetConfig
+from hpcai.models.diffusion.dit import DiT
+from hpcai.models.diffusion.flux import Flux
+from hpcai.models.diffusion.noise import START, STEPS, numbers
+from hpcai.models.diffusion.objectives import Objective
+from hpcai.models.diffusion.samplers import plan, sample
+from hpcai.models.diffusion.unet import UNet
+from hpcai.nn.weights import Portable
+
+_AT_ONCE = 64  # samples that are drawn together, where nothing else is said
+_NETWORKS: dict[type, Callable[[Any], nn.Module]] = {UNetConfig: UNet, DiTConfig: DiT, FluxConfig: Flux}
+
+
+class Diffusion(Portable):
+    """network(x [B, C, ...], time [B], condition) -> what ``objective`` says that it says [B, C', ...].
+
+    ``seed``: of the random numbers of training, which are counted (``hpcai.models.diffusion.noise``).
+    """
+
+    package = __package__
+
+    def __init__(self, cfg: DiffusionConfig | None = None, seed: int = 0) -> None:
+        super().__init__()
+        self.cfg, self.seed = cfg or DiffusionConfig(), seed
+        self.objective = Objective(self.cfg.objective)
+        plan(self.objective, self.cfg.sampler)  # which says at once what does not go together
+        self.network = _NETWORKS[type(self.cfg.network)](self.cfg.network)
+
+    def forward(self, x: Tensor, time: Tensor, condition: Condition = NOTHING) -> Tensor:
+        found: Tensor = self.network(x, time, condition)
+        return found
+
+    def sample(
+        self, condition: Condition = NOTHING, members: int = 1, *, seed: int = 0, sampler: SamplerConfig | None = None,
+        size: Sequence[int] = (), number: Tensor | None = None, nothing: Condition | None = None, at_once: int = _AT_ONCE,
+        progress: Callable[[int, int], Any] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """``members`` samples for each of B conditions, as the network sees them (``physical`` makes fields of them).
+        [M, B, C, *S]
+
+        ``sampler``: by default that of the settings. ``size``: (C, *S) of a sample, where the settings do not know it.
+        ``number`` [B]: those of the conditions, by default 0, 1, ...: a member depends on the seed, this number and the number of
+        the member, not on what is drawn beside it. ``nothing``: the condition of a sample that none is asked of, for guidance.
+        ``progress(done, of)`` is called after each step. Raises ConfigError for settings that do not go together or a size that is
+        not known, DataError for a condition that does not fit.
+        """
+        given = [x for x in condition if x is not None]
+        count, weight = len(given[0]) if given else 1, next(self.network.parameters())
+        number = torch.arange(count) if number is None else number
+        if any(len(x) != count for x in given) or len(number) != count:
+            counts = [len(x) for x in (*given, number)]
+            raise DataError(f"conditions and their numbers are of {counts} samples; expected as many of each")
+        shape, cfg = self._size(condition, size), sampler or self.cfg.sampler
+        pairs = torch.cartesian_prod(torch.arange(members), torch.arange(count)).view(-1, 2).to(weight.device)
+        number, dtype = number.to(weight.device), torch.promote_types(weight.dtype, torch.float32)
+        parts, was, done, rounds = pairs.split(at_once), self.training, 0, -(-len(pairs) // at_once)
+        found = []
+        self.eval()
+        try:
+            for member, row in (part.unbind(1) for part in parts):
+                own = Condition(*(None if x is None else x.to(weight.device)[row] for x in condition))
+                noise = numbers(seed, START, number[row], member, shape, dtype=dtype)
+
+                def fresh(step: int, row: Tensor = row, member: Tensor = member) -> Tensor:
+                    return numbers(seed, STEPS + step, number[row], member, shape, dtype=dtype)
+
+                states = sample(self, self.objective, cfg, noise, own, nothing, fresh)
+                while (state := next(states, None)) is not None:
+                    x, done = state, done + 1
+                    if progress is not None:
+                        progress(done, rounds * cfg.steps)
+                found.append(self.drawn_from(x, own))
+        finally:
+            self.train(was)
+        return torch.cat(found).view(members, count, *shape)
+
+    def drawn_from(self, x: Tensor, condition: Condition) -> Tensor:
+        """A sample, from what the network makes of noise.   [B, C, *S] -> the same"""
+        return x if self.cfg.residual is None else x * self.cfg.residual + self._coarse(condition, x)
+
+    def drawn_to(self, sample: Tensor, condition: Condition) -> Tensor:
+        """And back."""
+        return sample if self.cfg.residual is None else (sample - self._coarse(condition, sample)) / self.cfg.residual
+
+    def _coarse(self, condition: Condition, x: Tensor) -> Tensor:
+        network: Any = self.network
+        if condition.field is None:
+            raise DataError("the model makes differences from a coarse field; give condition.field")
+        return resized(condition.field.to(x.dtype), x.shape[2:], network.space.wrapped)
+
+    def physical(self, x: Tensor) -> Tensor:
+        """Fields in the units that the settings name, from what the network sees.   [..., C, *S] -> the same, float64"""
+        fields = self._fields
+        values = self._each(fields.mean, x) + self._each(fields.deviation, x) * x.double()
+        return values if fields.floor is None else values.exp() - fields.floor
+
+    def standard(self, x: Tensor) -> Tensor:
+        """What the network sees of fields in the units that the settings name, such as a coarse one to be refined."""
+        fields, values = self._fields, x.double()
+        values = values if fields.floor is None else (values + fields.floor).log()
+        return ((values - self._each(fields.mean, x)) / self._each(fields.deviation, x)).float()
+
+    @property
+    def _fields(self) -> FieldsConfig:
+        if self.cfg.fields is None:
+            raise ConfigError("the model does not know what its samples are in physical units: its settings have no fields")
+        return self.cfg.fields
+
+    def _each(self, values: Sequence[float], x: Tensor) -> Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=x.device).view(-1, *(1,) * self._dims)
+
+    @property
+    def _dims(self) -> int:
+        return len(self.cfg.size) - 1 or 2
+
+    def _size(self, condition: Condition, size: Sequence[int]) -> tuple[int, ...]:
+        if size or self.cfg.size:
+            shape = tuple(size) or self.cfg.size
+            coarse, factor = condition.field, self.cfg.fields.factor if self.cfg.fields else 0
+            if not size and coarse is not None and factor:  # of a larger or smaller region than those of the training
+                shape = (shape[0], *(factor * n for n in coarse.shape[2:]))
+            return shape
+        raise ConfigError("what is the size of a sample? The settings have none; give size=(channels, places, ...)")

@@ -1,0 +1,355 @@
+"""How good drawn fields are, as members of an ensemble, in their spectra and in their distribution.
+
+Scores of ensembles, spectra, histograms and features are sums over samples that may lie on many processes. Functions that end in
+``_sums`` give (sums, finish), as an evaluation takes them (``train.measure``): sums are added over batches and processes, and
+``finish(*sums)`` makes the scores, by name. Everything is computed in float64.
+
+M members of an ensemble, B samples, P places (any dims), S shells of wave numbers, K bins, N rows of D features
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hpcai.errors import DataError
+
+Total = tuple[tuple[Tensor, ...], Callable[..., Any]]
+_QUANTILES = (0.5, 0.9)
+
+
+# ---- ensembles
+
+
+def crps(members: Tensor, observed: Tensor, fair: bool = False) -> Tensor:
+    """Continuous ranked probability score of each place, in the unit of the field: mean |x - y| - sum |x - x'| / (2 M^2) (Gneiting
+    and Raftery 2007); ``fair``: with 2 M (M - 1), as if of endless members (Ferro 2014).   [M, B, P], [B, P] -> [B, P]"""
+    x, y = _pair(members, observed, 2 if fair else 1)
+    m = len(x)
+    # The sum over pairs is twice that of (2 i - m - 1) times member i in order of size.
+    rank = torch.arange(1 - m, m, 2, dtype=x.dtype, device=x.device).view(-1, *[1] * y.ndim)
+    pairs = (rank * x.sort(0).values).sum(0)
+    return (x - y).abs().mean(0) - pairs / (m * (m - 1) if fair else m * m)
+
+
+def energy_score(members: Tensor, observed: Tensor, weights: Tensor | None = None, fair: bool = False) -> Tensor:
+    """The same for whole fields, whose distance is the root of the weighted sum of squares over places (Gneiting and Raftery
+    2007).   [M, B, P], [B, P], weights that broadcast to P -> [B]"""
+    x, y = _pair(members, observed, 2 if fair else 1)
+    root = _spread_out(weights, y).sqrt().flatten()
+    x, y = x.flatten(2) * root, y.flatten(1) * root
+    m = len(x)
+    pairs = sum(torch.linalg.vector_norm(x[i + 1 :] - x[i], dim=2).sum(0) for i in range(m - 1)) if m > 1 else 0.0
+    return torch.linalg.vector_norm(x - y, dim=2).mean(0) - pairs / (m * (m - 1) if fair else m * m)
+
+
+def ensemble_sums(members: Tensor, observed: Tensor, weights: Tensor | None = None) -> Total:
+    """Scores of M members against what was observed, means over samples and weighted places: ``crps`` and ``crps_fair``, ``mae``
+    and ``rmse`` of the members' mean, ``spread``, the root of the mean variance (of M - 1), ``spread_over_skill``, and
+    ``spread_over_skill_corrected``, times sqrt((M + 1) / M), which is 1 where members and observation come from one distribution
+    (Fortin et al. 2014), the unweighted shares of places ``coverage_50`` and ``coverage_90`` that lie between members' quantiles,
+    and means over samples of ``energy_score`` and ``energy_score_fair``.   [M, B, P], [B, P], weights that broadcast to P
+
+    Raises DataError for one member, or shapes that do not fit.
+    """
+    x, y = _pair(members, observed, 2)
+    w = _spread_out(weights, y).expand(y.shape)
+    mean, variance = x.mean(0), x.var(0)
+    off = mean - y
+    inside = [_inside(x, y, share) for share in _QUANTILES]
+    each = [crps(x, y), crps(x, y, fair=True), off.abs(), off.square(), variance, torch.ones_like(y)]
+    scores = [energy_score(x, y, weights, fair).sum() for fair in (False, True)]
+    places = torch.stack([(value * w).sum() for value in each])
+    sizes = [y.new_full((), len(y)), y.new_full((), y.numel())]
+    return (places, torch.stack([*scores, *[part.sum().to(y) for part in inside], *sizes])), partial(_ensemble, len(x))
+
+
+def _ensemble(m: int, places: Tensor, others: Tensor) -> dict[str, float]:
+    mean, fair, mae, square, variance = (places[:5] / places[5]).tolist()
+    energies, covered = (others[:2] / others[4]).tolist(), (others[2:4] / others[5]).tolist()
+    rmse, spread = math.sqrt(square), math.sqrt(variance)
+    ratio = spread / rmse if rmse else math.inf
+    found = {"crps": mean, "crps_fair": fair, "energy_score": energies[0], "energy_score_fair": energies[1]}
+    found |= {"mae": mae, "rmse": rmse}
+    found |= {"spread": spread, "spread_over_skill": ratio, "spread_over_skill_corrected": ratio * math.sqrt((m + 1) / m)}
+    return found | {f"coverage_{100 * share:.0f}": value for share, value in zip(_QUANTILES, covered)}
+
+
+def _inside(x: Tensor, y: Tensor, share: float) -> Tensor:
+    """Whether y lies between the quantiles of the members, interpolated linearly, that leave out the same share on both sides."""
+    ordered, bounds = x.sort(0).values, []
+    for at in ((1 - share) / 2, (1 + share) / 2):
+        place = at * (len(x) - 1)
+        low = min(int(place), len(x) - 2)
+        bounds.append(torch.lerp(ordered[low], ordered[low + 1], place - low))
+    return (bounds[0] <= y) & (y <= bounds[1])
+
+
+def rank_sums(members: Tensor, observed: Tensor) -> Total:
+    """Rank histogram (Hamill 2001): how often so many members lie below what was observed. A place where t members are equal to it
+    counts 1 / (t + 1) in each of the ranks that it may have. ``rank_<k>`` are shares of places, flat where members and observation
+    come from one distribution.   [M, B, P], [B, P]; sums [M + 1] float64"""
+    x, y = _pair(members, observed, 1)
+    below, equal = ((x < y).sum(0).flatten(), (x == y).sum(0).flatten())
+    ranks = torch.arange(len(x) + 1, device=x.device)[:, None]
+    part = ((ranks >= below) & (ranks <= below + equal)).to(x.dtype) / (equal + 1)
+    return (part.sum(1),), _shares
+
+
+def _shares(counts: Tensor) -> dict[str, float]:
+    return {f"rank_{k}": value for k, value in enumerate((counts / counts.sum()).tolist())}
+
+
+def _pair(members: Tensor, observed: Tensor, least: int) -> tuple[Tensor, Tensor]:
+    if members.shape[1:] != observed.shape or len(members) < least or observed.ndim < 1:
+        found = f"members are {list(members.shape)}, observed is {list(observed.shape)}"
+        raise DataError(f"scores of an ensemble: {found}; expected [M, B, ...] with {least} members at least, and [B, ...]")
+    return members.double(), observed.double()
+
+
+def _spread_out(weights: Tensor | None, y: Tensor) -> Tensor:
+    """Weights of each place.   [P]"""
+    given = y.new_ones(()) if weights is None else weights.to(y)
+    return given.expand(y.shape[1:])
+
+
+# ---- spectra
+
+
+class Shells(NamedTuple):
+    """Shells of wave numbers of a periodic box, as wide as its smallest wave number; the last one ends below the smallest Nyquist
+    number of its dims."""
+
+    center: Tensor
+    """[S] in radians over the unit of the box's lengths"""
+    mean: Tensor
+    """of the wave numbers of its modes [S]"""
+    modes: Tensor
+    """how many it has [S]"""
+    which: Tensor
+    """of each mode, as ``torch.fft.rfftn`` has them; S: beyond the last"""
+    times: Tensor
+    """how many modes each of these stands for: itself, and the one of opposite sign"""
+    sizes: tuple[int, ...]
+    """cells along each dim"""
+    volume: float
+    """of the box"""
+
+
+def shells(sizes: Sequence[int], lengths: Sequence[float] | float = 1.0, device: torch.device | str | None = None) -> Shells:
+    """Shells of fields of ``sizes`` cells along 1 to 3 dims of a box of ``lengths``. Raises DataError for other dims or lengths."""
+    sides = [float(lengths)] * len(sizes) if isinstance(lengths, int | float) else [float(x) for x in lengths]
+    if not 1 <= len(sizes) <= 3 or len(sides) != len(sizes) or min(sizes) < 2 or min(sides) <= 0:
+        raise DataError(f"spectrum: {list(sizes)} cells in a box of {sides}; expected 1 to 3 dims of 2 cells, and their lengths")
+    words: dict[str, Any] = {"dtype": torch.float64, "device": device}
+    last = len(sizes) - 1
+    square, times = torch.zeros((), **words), torch.ones((), **words)
+    for dim, (n, side) in enumerate(zip(sizes, sides)):
+        number = (torch.fft.rfftfreq if dim == last else torch.fft.fftfreq)(n, 1 / n, **words) / side
+        square = square[..., None] + number.square()
+    times = torch.full((sizes[last] // 2 + 1,), 2.0, **words)
+    times[0] = 1.0
+    if sizes[last] % 2 == 0:
+        times[-1] = 1.0
+    times = times.expand(square.shape)
+    wave, width = 2 * math.pi * square.sqrt(), 2 * math.pi / max(sides)
+    # Exact numbers of widths that rounding put below one would lose a shell.
+    many = int(min(math.pi * 2 * (n // 2) / side for n, side in zip(sizes, sides)) / width + 1e-9) + 1
+    which = (wave / width + 0.5).floor().long().clamp(max=many)
+    count, total = (_by_shell(x[None], which, many)[0] for x in (times, times * wave))
+    center = torch.arange(many, **words) * width
+    return Shells(center, total / count.clamp(min=1), count.round().long(), which, times, tuple(sizes), math.prod(sides))
+
+
+def spectrum(fields: Tensor, at: Shells) -> Tensor:
+    """Power P(k) of each field, the volume times the mean over a shell's modes of the square of their amplitudes; shell 0 is the
+    mean's. The sum over a shell's modes is P count / volume.   [B, P] -> [B, S] in squares of the field's unit times volume"""
+    modes = _modes(fields, at)
+    return _by_shell(modes, at.which, len(at.modes)) * (at.volume / at.modes.double().clamp(min=1))
+
+
+def spectrum_sums(drawn: Tensor, true: Tensor, at: Shells) -> Total:
+    """Mean spectra of drawn and of true fields: ``power_<k>`` and ``true_power_<k>`` of shell k; ``spectrum_error``, the mean over
+    shells but the first of |ln(drawn / true)|; ``mean_square`` and ``true_mean_square`` of the fields, which is that of all modes.
+    [B, P] twice, B may differ; sums [S + 2] twice"""
+    return (_spectrum_sums(drawn, at), _spectrum_sums(true, at)), _spectra
+
+
+def _spectrum_sums(fields: Tensor, at: Shells) -> Tensor:
+    power = spectrum(fields, at)
+    squares = fields.double().square().flatten(1).mean(1).sum()
+    return torch.cat((power.sum(0), squares[None], power.new_full((1,), len(fields))))
+
+
+def _spectra(drawn: Tensor, true: Tensor) -> dict[str, float]:
+    (p, v), (q, w) = (((x[:-2] / x[-1]), (x[-2] / x[-1]).item()) for x in (drawn, true))
+    error = (p / q).log().abs()[1:].mean().item()
+    found = {"spectrum_error": error, "mean_square": v, "true_mean_square": w}
+    for name, power in (("power", p), ("true_power", q)):
+        found |= {f"{name}_{k}": value for k, value in enumerate(power.tolist())}
+    return found
+
+
+def _modes(fields: Tensor, at: Shells) -> Tensor:
+    """Squares of amplitudes, with those of opposite sign.   [B, modes]"""
+    dims = list(range(1, fields.ndim))
+    if fields.shape[1:] != at.sizes:
+        raise DataError(f"spectrum: fields are {list(fields.shape)}, but the shells were made for samples of {list(at.sizes)}")
+    amplitudes = torch.fft.rfftn(fields.double(), dim=dims, norm="forward")
+    return amplitudes.abs().square() * at.times
+
+
+def _by_shell(values: Tensor, which: Tensor, many: int) -> Tensor:
+    """Sums over shells.   [B, modes] -> [B, S]"""
+    found = values.new_zeros(len(values), many + 1)
+    return found.index_add_(1, which.flatten(), values.flatten(1))[:, :many]
+
+
+# ---- one-point distributions
+
+
+def histogram(values: Tensor, edges: Tensor) -> Tensor:
+    """Numbers of values below the first edge, in each bin and above the last edge; a bin has its lower edge, the last bin its upper
+    one, too.   [*], [K + 1] -> [K + 2] int64"""
+    x, at = values.double().flatten(), edges.to(values.device, torch.float64)
+    place = torch.bucketize(x, at, right=True) - (x == at[-1]).long()
+    return place.new_zeros(len(at) + 1).index_add_(0, place, torch.ones_like(place))
+
+
+def one_point_sums(drawn: Tensor, true: Tensor, edges: Tensor) -> Total:
+    """Histograms of the values of drawn and of true fields, and what they say of the distributions: ``ks``, the largest difference
+    between shares of values below an edge, and ``wasserstein_1``, the area between these shares, drawn straight from edge to edge;
+    both come from below to those of all values (``wasserstein_and_ks``) as bins become small. ``density_<k>`` and
+    ``true_density_<k>``: shares of all values, over the width of the bin.   sums [K + 2] int64, twice"""
+    sums = histogram(drawn, edges), histogram(true, edges)
+    return sums, partial(_one_point, edges)
+
+
+def _one_point(edges: Tensor, drawn: Tensor, true: Tensor) -> dict[str, float]:
+    shares = [x / x.sum() for x in (drawn.double(), true.double())]
+    width = edges.double().cpu().diff()
+    apart = (shares[0] - shares[1]).cumsum(0)[:-1]
+    a, b = apart[:-1], apart[1:]
+    crossed = (a * a + b * b) / (2 * (a.abs() + b.abs()).clamp(min=1e-300))  # of a line from a to b that changes sign
+    area = torch.where(a * b < 0, crossed, (a + b).abs() / 2)
+    found = {"ks": apart.abs().max().item(), "wasserstein_1": (area * width).sum().item()}
+    for name, share in zip(("density", "true_density"), shares):
+        found |= {f"{name}_{k}": value for k, value in enumerate((share[1:-1] / width).tolist())}
+    return found
+
+
+def wasserstein_and_ks(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """First Wasserstein distance, in the unit of the values, and the statistic of Kolmogorov and Smirnov of two sets of values.
+    [*], [*'] -> [], []"""
+    a, b = (x.double().flatten().sort().values for x in (a, b))
+    every = torch.cat((a, b)).sort().values
+    below = [torch.searchsorted(x, every, right=True).double() / len(x) for x in (a, b)]
+    apart = (below[0] - below[1]).abs()
+    return (apart[:-1] * every.diff()).sum(), apart.max()
+
+
+# ---- features
+
+
+def fid_sums(drawn: Tensor, true: Tensor) -> Total:
+    """Frechet distance between two sets of features as normal distributions, ``fid`` (Heusel et al. 2017), with covariances of
+    N - 1; of features that a network of the user's gives.   [N, D], [N', D]; sums [D + 1, D + 1] twice
+
+    ``finish`` raises DataError for fewer than two rows of either set.
+    """
+    _rows("FID", drawn, true)
+    with_one = [torch.cat((x.double(), x.new_ones(len(x), 1).double()), 1) for x in (drawn, true)]
+    return (with_one[0].T @ with_one[0], with_one[1].T @ with_one[1]), _fid
+
+
+def _fid(drawn: Tensor, true: Tensor) -> dict[str, float]:
+    moments = []
+    for products in (drawn, true):
+        n = products[-1, -1]
+        if n < 2:
+            raise DataError(f"FID: {n:.0f} rows of features; give two at least, and better thousands")
+        mean = products[-1, :-1] / n
+        moments.append((mean, (products[:-1, :-1] - n * torch.outer(mean, mean)) / (n - 1)))
+    (a, s), (b, t) = moments
+    values, vectors = torch.linalg.eigh(s)
+    root = vectors * values.clamp(min=0).sqrt() @ vectors.T
+    middle = torch.linalg.eigvalsh(root @ t @ root)  # those of s t, whose root is asked for, and symmetric
+    distance = (a - b).square().sum() + s.trace() + t.trace() - 2 * middle.clamp(min=0).sqrt().sum()
+    return {"fid": distance.item()}
+
+
+def kid(drawn: Tensor, true: Tensor) -> Tensor:
+    """Kernel distance of two sets of features, the unbiased square of the maximum mean discrepancy by the kernel (x.y / D + 1)^3
+    (Binkowski et al. 2018).   [..., N, D], [..., N', D] -> [...]"""
+    _rows("KID", drawn, true)
+    x, y = drawn.double(), true.double()
+    own = []
+    for z in (x, y):
+        kernel, n = _cubic(z, z), z.shape[-2]
+        own.append((kernel.sum((-1, -2)) - kernel.diagonal(dim1=-2, dim2=-1).sum(-1)) / (n * (n - 1)))
+    return own[0] + own[1] - 2 * _cubic(x, y).mean((-1, -2))
+
+
+def kid_sums(drawn: Tensor, true: Tensor) -> Total:
+    """``kid`` and ``kid_std``, mean and standard deviation over subsets of features, each of which one process has whole.
+    [subsets, N, D], [subsets, N', D]"""
+    each = kid(drawn, true)
+    return (torch.stack((each.sum(), each.square().sum(), each.new_full((), each.numel()))),), _kid
+
+
+def _kid(sums: Tensor) -> dict[str, float]:
+    mean, square = (sums[:2] / sums[2]).tolist()
+    return {"kid": mean, "kid_std": math.sqrt(max(square - mean * mean, 0.0))}
+
+
+def _cubic(x: Tensor, y: Tensor) -> Tensor:
+    return (x @ y.mT / x.shape[-1] + 1).pow(3)
+
+
+def _rows(name: str, *sets: Tensor) -> None:
+    if any(x.ndim < 2 or x.shape[-1] != sets[0].shape[-1] for x in sets):
+        raise DataError(f"{name}: features are {' and '.join(str(list(x.shape)) for x in sets)}; expected rows of as many numbers")
+
+
+def clip_sums(images: Tensor, texts: Tensor) -> Total:
+    """Agreement of images with their texts by the cosine between a CLIP model's embeddings of both: ``clip_cosine``, its mean,
+    which MLPerf calls CLIP score; ``clip_score``, the mean of max(100 cos, 0); ``clip_score_of_mean``, max(100 mean, 0);
+    ``clip_s``, the mean of 2.5 max(cos, 0) (Hessel et al. 2021).   [N, D] twice"""
+    if images.shape != texts.shape or images.ndim != 2:
+        raise DataError(f"CLIP: images are {list(images.shape)} and texts {list(texts.shape)}; expected [N, D] of both")
+    x, y = (torch.nn.functional.normalize(z.double(), dim=1) for z in (images, texts))
+    cosine = (x * y).sum(1)
+    return (torch.stack((cosine.sum(), cosine.clamp(min=0).sum(), cosine.new_full((), len(cosine)))),), _clip
+
+
+def _clip(sums: Tensor) -> dict[str, float]:
+    mean, positive = (sums[:2] / sums[2]).tolist()
+    return {"clip_cosine": mean, "clip_score": 100 * positive, "clip_score_of_mean": max(100 * mean, 0.0), "clip_s": 2.5 * positive}
+
+
+# ---- MLPerf
+
+
+def loss_by_time_sums(losses: Tensor, times: Tensor, count: int = 8) -> Total:
+    """``loss``, the mean over times of the mean loss at each, and ``loss_<time>``: the validation of MLPerf Training's Flux.1, in
+    which the sample at place j has the time (j mod 8) / 8. Samples whose time is below 0, such as those that fill a batch up, do
+    not count.
+    losses [B]; times [B] from 0 to count - 1; sums [count] float64 and [count] int64
+
+    ``finish`` raises DataError for a time without a sample.
+    """
+    kept = times >= 0
+    at = times.clamp(min=0).long()
+    sums = torch.zeros(count, dtype=torch.float64, device=losses.device).index_add_(0, at, losses.double().where(kept, 0.0))
+    counts = torch.zeros(count, dtype=torch.int64, device=losses.device).index_add_(0, at, kept.long())
+    return (sums, counts), _loss_by_time
+
+
+def _loss_by_time(sums: Tensor, counts: Tensor) -> dict[str, float]:
+    if missing := (counts == 0).nonzero().flatten().tolist():
+        raise DataError(f"validation has no sample at time {missing[0]} of {len(counts)}; give samples at all times")
+    means = (sums / counts).tolist()
+    return {"loss": sum(means) / len(means), **{f"loss_{k}": value for k, value in enumerate(means)}}

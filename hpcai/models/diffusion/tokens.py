@@ -1,0 +1,162 @@
+"""What transformers over the tokens of a sample are made of (Peebles and Xie 2023, Esser et al. 2024).
+
+Parameters bear the names that the files of diffusers have. B samples, T tokens of each, C channels, H heads, D channels of a head.
+"""
+
+import math
+import re
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from hpcai.errors import DataError
+from hpcai.kernels.activations import gelu
+from hpcai.kernels.layernorm import _narrow
+from hpcai.models.diffusion.condition import Condition
+from hpcai.nn.again import again, cheap
+
+WAVES = 256  # numbers that say a time
+_LAST, _TOLD = re.compile(r"(.*\.)?norm\w*\.linear\.|proj_out"), re.compile(r"time_text_embed|norm1\.emb")
+
+
+def waves(time: Tensor, last: int, dtype: torch.dtype, per: float = 1.0) -> Tensor:
+    """Cosines, then sines, of per time 10000^(-i / last), i = 0, 1, ... (Vaswani et al. 2017), computed in float32 at least.
+    time [B] -> [B, 256]"""
+    with torch.autocast(time.device.type, enabled=False):
+        wide = torch.promote_types(dtype, torch.float32)
+        slower = torch.exp(torch.arange(WAVES // 2, device=time.device, dtype=wide) * (-math.log(10_000) / last))
+        turned = time.to(wide)[:, None] * per * slower
+        return torch.cat((turned.cos(), turned.sin()), -1).to(dtype)
+
+
+def modulated(x: Tensor, shift: Tensor, scale: Tensor, eps: float = 1e-6) -> Tensor:
+    """(1 + scale) (x - mean) / sqrt(variance + eps) + shift (Perez et al. 2018), as products read it; of the tokens ``x`` alone is
+    kept.   x [B, T, C], shift and scale [B, C] -> [B, T, C]"""
+    shift, scale = shift[:, None], scale[:, None]
+    if torch.compiler.is_compiling():
+        return (F.layer_norm(x, x.shape[-1:], eps=eps) * (1 + scale) + shift).to(_narrow(x))
+    found: Tensor = _Modulated.apply(x, shift, scale, eps, _narrow(x))
+    return found
+
+
+class _Modulated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shift: Tensor, scale: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            y, mean, rstd = torch.native_layer_norm(x, x.shape[-1:], None, None, eps)
+            ctx.save_for_backward(x, scale, mean, rstd)
+            ctx.dtypes = shift.dtype, scale.dtype
+            # A small scale is not lost in a sum with 1.
+            return y.addcmul_(y, scale.to(y.dtype)).add_(shift).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, scale, mean, rstd = ctx.saved_tensors
+        grad = grad.to(x.dtype)
+        by_norm, none = torch.addcmul(grad, grad, scale.to(x.dtype)), [True, False, False]
+        dx, _, _ = torch.ops.aten.native_layer_norm_backward(by_norm, x, x.shape[-1:], mean, rstd, None, None, none)
+        hat = ((x - mean) * rstd).mul_(grad)
+        by_shift, by_scale = (g.sum(1, keepdim=True, dtype=rstd.dtype).to(d) for g, d in zip((grad, hat), ctx.dtypes))
+        return dx, by_shift, by_scale, None, None
+
+
+class Modulation(nn.Module):
+    """``parts`` shifts, scales and gates of all tokens, by what a sample is asked to be.   c [B, C] -> parts of [B, C]
+
+    ``emb`` makes that, where a block makes it for itself.
+    """
+
+    eighths = False  # its products are too small to gain from it
+
+    def __init__(self, channels: int, parts: int, emb: nn.Module | None = None) -> None:
+        super().__init__()
+        self.parts, self.emb, self.linear = parts, emb or nn.Identity(), nn.Linear(channels, parts * channels)
+
+    def forward(self, c: Tensor) -> tuple[Tensor, ...]:
+        return self.linear(F.silu(c)).chunk(self.parts, -1)
+
+
+class Embedder(nn.Module):
+    """[B, J] -> [B, C]"""
+
+    def __init__(self, inputs: int, channels: int) -> None:
+        super().__init__()
+        self.linear_1, self.linear_2 = nn.Linear(inputs, channels), nn.Linear(channels, channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear_2(F.silu(self.linear_1(x)))
+
+
+class Up(nn.Module):
+    """gelu(up(x))   x [B, T, C] -> [B, T, 4 C]"""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(channels, 4 * channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cheap(gelu, self.proj(x))
+
+
+class Feed(nn.Module):
+    """x [B, T, C] -> the same"""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.net = nn.Sequential(Up(channels), nn.Identity(), nn.Linear(4 * channels, channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attention of all tokens to each other.   three of [B, H, T, D] -> [B, T, H D]"""
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+def in_heads(x: Tensor, size: int) -> Tensor:
+    """[B, T, H D] -> [B, H, T, D]"""
+    return x.unflatten(-1, (-1, size)).transpose(1, 2)
+
+
+def run(block: nn.Module, recompute: str, *given: Any) -> Any:
+    """``block(*given)``, which keeps for the backward pass what ``recompute`` leaves."""
+    if recompute == "layers" and torch.is_grad_enabled():
+        return checkpoint(block, *given, use_reentrant=False)
+    with again(recompute == "selective"):
+        return block(*given)
+
+
+def start(model: nn.Module, zero: bool) -> None:
+    """First weights as published: uniform by the sums of inputs and outputs (Glorot and Bengio 2010), those that embed times,
+    classes and whole texts normal with 0.02, biases zero; and with ``zero`` modulations and the last layer too."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias") or (zero and _LAST.match(name)):
+            nn.init.zeros_(parameter)
+        elif parameter.ndim > 1:
+            bound = math.sqrt(6 / (len(parameter) + math.prod(parameter.shape[1:])))
+            _ = nn.init.normal_(parameter, std=0.02) if _TOLD.search(name) else nn.init.uniform_(parameter, -bound, bound)
+
+
+def check(model: nn.Module, x: Tensor, time: Tensor, condition: Condition, needs: dict[str, tuple[int | str, ...]]) -> None:
+    """Raises DataError for a time or a condition of another size than ``needs`` says (words: any), for one that is missing, and for
+    one that a network has no use for."""
+    kind, sizes = type(model).__name__, {"time": (), **needs}
+    given = {"time": time} | {name: value for name, value in condition._asdict().items() if value is not None}
+    for name in given | sizes:
+        if name not in sizes:
+            raise DataError(f"a {kind} of these settings has no use for condition.{name}; leave it out, or change its settings")
+        size = (len(x), *sizes[name])
+        if name not in given:
+            raise DataError(f"a {kind} of these settings needs condition.{name} {_shown(size)}; give it")
+        found = given[name].shape
+        if len(found) != len(size) or any(isinstance(n, int) and n != m for n, m in zip(size, found)):
+            what = "time" if name == "time" else f"condition.{name}"
+            raise DataError(f"{kind}: {what} is {_shown(found)}, expected {_shown(size)} for samples {_shown(x.shape)}")
+
+
+def _shown(size: Any) -> str:
+    return f"[{', '.join(map(str, size))}]"

@@ -1,0 +1,237 @@
+"""A U-Net that takes noise away from maps and volumes (Ronneberger et al. 2015, Ho et al. 2020, Rombach et al. 2022).
+
+Parameters bear the names that the files of diffusers have: those of its UNet2DConditionModel where there is attention to tokens, of
+its UNet2DModel where there is none. Names follow ``hpcai.models.diffusion.blocks``; T channels of the embedded time
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hpcai.errors import DataError
+from hpcai.models.diffusion.blocks import (
+    FORMATS,
+    CrossAttention,
+    Down,
+    ResBlock,
+    SelfAttention,
+    Space,
+    TimeEmbedding,
+    Up,
+    convolution,
+    places_last,
+    resized,
+    sinusoidal,
+    zeroed,
+)  # fmt: skip
+from hpcai.models.diffusion.condition import NOTHING, Condition
+from hpcai.models.diffusion.config import UNetConfig
+from hpcai.nn.groupnorm import GroupNorm
+
+
+class _Shapes:
+    """The parts of a level, by what the settings say."""
+
+    def __init__(self, cfg: UNetConfig) -> None:
+        self.cfg, self.time = cfg, 4 * cfg.channels[0]
+        self.space = Space(cfg.dims, cfg.periodic)
+
+    def block(self, inputs: int, outputs: int) -> ResBlock:
+        cfg = self.cfg
+        return ResBlock(self.space, inputs, outputs, self.time, cfg.groups, cfg.eps, cfg.dropout, cfg.zero)
+
+    def attention(self, kind: str, channels: int, heads: int) -> nn.Module:
+        cfg, groups = self.cfg, self.cfg.attention_groups or self.cfg.groups
+        if kind == "cross":
+            assert cfg.tokens is not None
+            return CrossAttention(channels, heads, cfg.tokens, groups, cfg.zero)
+        return SelfAttention(channels, heads, groups, cfg.eps, cfg.zero)
+
+
+class Level(nn.Module):
+    """Residual blocks of one resolution, attention after each, and a change of the resolution.
+
+    ``inputs``: channels that each block gets.
+    """
+
+    def __init__(self, shapes: _Shapes, inputs: Sequence[int], channels: int, kind: str, heads: int) -> None:
+        super().__init__()
+        self.resnets = nn.ModuleList(shapes.block(n, channels) for n in inputs)
+        if kind != "none":
+            self.attentions = nn.ModuleList(shapes.attention(kind, channels, heads) for _ in inputs)
+
+    def parts(self) -> Iterator[tuple[nn.Module, nn.Module | None]]:
+        """Blocks, each with the attention after it."""
+        yield from zip(self.resnets, getattr(self, "attentions", [None] * len(self.resnets)))
+
+
+class DownLevel(Level):
+    """x [B, C, ...] -> [B, C', .../2], and the outputs on the way"""
+
+    def __init__(self, shapes: _Shapes, inputs: Sequence[int], channels: int, kind: str, heads: int, last: bool) -> None:
+        super().__init__(shapes, inputs, channels, kind, heads)
+        self.downsamplers = None if last else nn.ModuleList([Down(shapes.space, channels)])
+
+    def forward(self, x: Tensor, time: Tensor, tokens: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+        found = []
+        for block, attention in self.parts():
+            x = block(x, time)
+            x = x if attention is None else attention(x, tokens)
+            found.append(x)
+        for down in self.downsamplers or ():
+            x = down(x)
+            found.append(x)
+        return x, found
+
+
+class UpLevel(Level):
+    """x [B, C, ...] and outputs of the way down, the last of which each block takes -> [B, C', ...], of the places of the next of
+    these outputs"""
+
+    def __init__(self, shapes: _Shapes, inputs: Sequence[int], channels: int, kind: str, heads: int, last: bool) -> None:
+        super().__init__(shapes, inputs, channels, kind, heads)
+        self.upsamplers = None if last else nn.ModuleList([Up(shapes.space, channels)])
+
+    def forward(self, x: Tensor, before: list[Tensor], time: Tensor, tokens: Tensor | None) -> Tensor:
+        for block, attention in self.parts():
+            x = block(torch.cat((x, before.pop()), 1), time)
+            x = x if attention is None else attention(x, tokens)
+        for up in self.upsamplers or ():
+            x = up(x, before[-1].shape[2:])
+        return x
+
+
+class Middle(Level):
+    """Two blocks, attention between them.   [B, C, ...] -> the same"""
+
+    def __init__(self, shapes: _Shapes, channels: int, kind: str, heads: int) -> None:
+        super().__init__(shapes, (channels, channels), channels, "none", heads)
+        if kind != "none":
+            self.attentions = nn.ModuleList([shapes.attention(kind, channels, heads)])
+
+    def forward(self, x: Tensor, time: Tensor, tokens: Tensor | None) -> Tensor:
+        x = self.resnets[0](x, time)
+        for attention in getattr(self, "attentions", ()):
+            x = attention(x, tokens)
+        return self.resnets[1](x, time)
+
+
+class UNet(nn.Module):
+    """network(x [B, C, ...], time [B], condition) -> [B, C', ...] in channels-last memory.
+
+    Sides may be odd where a dim is not periodic; along a periodic one each level but the last halves them. A sample whose class is
+    the number of classes has none. Raises DataError for an input that does not fit, and for a condition that is missing or that
+    the settings do not name.
+    """
+
+    def __init__(self, cfg: UNetConfig | None = None) -> None:
+        super().__init__()
+        self.cfg = cfg = cfg or UNetConfig()
+        shapes, levels = _Shapes(cfg), list(zip(cfg.channels, cfg.attention, cfg.heads))
+        first, last = cfg.channels[0], cfg.channels[-1]
+        self.space = shapes.space
+        cells = cfg.patch**cfg.dims
+        self.conv_in = convolution(self.space, cells * (cfg.inputs + cfg.field), first)
+        self.time_embedding = TimeEmbedding(first, shapes.time)
+        self.class_embedding = nn.Embedding(cfg.classes, shapes.time) if cfg.classes else None
+        self.parameter_embedding = TimeEmbedding(cfg.parameters, shapes.time) if cfg.parameters else None
+        self.down_blocks, kept, channels = nn.ModuleList(), [first], first
+        for level, (width, kind, heads) in enumerate(levels, 1):
+            inputs, is_last = [channels] + [width] * (cfg.blocks - 1), level == len(levels)
+            self.down_blocks.append(DownLevel(shapes, inputs, width, kind, heads, is_last))
+            kept += [width] * (cfg.blocks + (not is_last))
+            channels = width
+        self.mid_block = Middle(shapes, last, cfg.middle, cfg.heads[-1])
+        self.up_blocks = nn.ModuleList()
+        for level, (width, kind, heads) in enumerate(reversed(levels), 1):
+            inputs = [n + kept.pop() for n in (channels, *[width] * cfg.blocks)]
+            self.up_blocks.append(UpLevel(shapes, inputs, width, kind, heads, level == len(levels)))
+            channels = width
+        self.conv_norm_out = GroupNorm(cfg.groups, first, "silu", eps=cfg.eps)
+        self.conv_out = convolution(self.space, first, cells * cfg.outputs)
+        if cfg.zero:
+            zeroed(self.conv_out)
+        self.to(memory_format=FORMATS[cfg.dims])  # type: ignore[call-overload]
+
+    def forward(self, x: Tensor, time: Tensor, condition: Condition = NOTHING) -> Tensor:
+        cfg = self.cfg
+        self._check(x, time, condition)
+        embedded = F.silu(self.embed(x, time, condition))
+        if condition.field is not None:
+            x = torch.cat((x, resized(condition.field.to(x.dtype), x.shape[2:], self.space.wrapped)), 1)
+        x = self.conv_in(places_last(folded(x, cfg.patch)))
+        kept = [x]
+        for level in self.down_blocks:
+            x, found = level(x, embedded, condition.tokens)
+            kept += found
+        x = self.mid_block(x, embedded, condition.tokens)
+        for level in self.up_blocks:
+            x = level(x, kept, embedded, condition.tokens)
+        return unfolded(self.conv_out(self.conv_norm_out(x)), cfg.patch)
+
+    def embed(self, x: Tensor, time: Tensor, condition: Condition) -> Tensor:
+        """What all blocks are told: the time, a class and physical parameters.   [B, T]"""
+        found = self.time_embedding(sinusoidal(time, self.cfg.channels[0], x.dtype))
+        if self.class_embedding is not None and condition.classes is not None:
+            classes, count = condition.classes, self.class_embedding.num_embeddings
+            row = self.class_embedding(classes.clamp(max=count - 1))
+            found = found + row.masked_fill((classes == count)[:, None], 0.0)
+        if self.parameter_embedding is not None and condition.parameters is not None:
+            found = found + self.parameter_embedding(condition.parameters.to(x.dtype))
+        return found
+
+    def _check(self, x: Tensor, time: Tensor, condition: Condition) -> None:
+        cfg, batch = self.cfg, len(x)
+        if x.ndim != cfg.dims + 2 or x.shape[1] != cfg.inputs:
+            raise DataError(f"the sample has shape {list(x.shape)}; expected [B, {cfg.inputs}" + ", places" * cfg.dims + "]")
+        halved = cfg.patch * 2 ** (len(cfg.channels) - 1)
+        if any(n % cfg.patch for n in x.shape[2:]):
+            sides = " x ".join(map(str, x.shape[2:]))
+            raise DataError(f"the sample has {sides} places; expected multiples of patch, {cfg.patch}")
+        if odd := [x.shape[dim] for dim in self.space.wrapped if x.shape[dim] % halved]:
+            sides = " x ".join(map(str, x.shape[2:]))
+            raise DataError(f"the sample has {sides} places, {odd[0]} along a periodic dim; expected a multiple of {halved} there")
+        expected: dict[str, tuple[int | None, ...] | None] = {
+            "classes": (batch,) if cfg.classes else None,
+            "parameters": (batch, cfg.parameters) if cfg.parameters else None,
+            "tokens": (batch, None, cfg.tokens) if cfg.tokens else None,
+            "field": (batch, cfg.field, *[None] * cfg.dims) if cfg.field else None,
+        }
+        _fits("time", time, (batch,))
+        for name, given in condition._asdict().items():
+            _fits(f"condition.{name}", given, expected.get(name))
+        field = condition.field
+        if field is not None and any(few > many for few, many in zip(field.shape[2:], x.shape[2:])):
+            raise DataError(f"condition.field has {list(field.shape[2:])} places, the sample {list(x.shape[2:])}; expected no more")
+
+
+def folded(x: Tensor, patch: int) -> Tensor:
+    """Neighbouring places as channels of one.   [B, C, S...] -> [B, C P^D, S/P...]"""
+    if patch == 1:
+        return x
+    dims = x.ndim - 2
+    cut = x.reshape(*x.shape[:2], *(k for n in x.shape[2:] for k in (n // patch, patch)))
+    return cut.permute(0, 1, *range(3, 3 + 2 * dims, 2), *range(2, 2 + 2 * dims, 2)).flatten(1, 1 + dims)
+
+
+def unfolded(x: Tensor, patch: int) -> Tensor:
+    """And back.   [B, C P^D, S/P...] -> [B, C, S...]"""
+    if patch == 1:
+        return x
+    dims, places = x.ndim - 2, x.shape[2:]
+    cut = x.unflatten(1, (-1, *(patch,) * dims))
+    turned = cut.permute(0, 1, *(k for dim in range(dims) for k in (2 + dims + dim, 2 + dim)))
+    return turned.reshape(*turned.shape[:2], *(patch * n for n in places))
+
+
+def _fits(name: str, given: Tensor | None, shape: tuple[int | None, ...] | None) -> None:
+    if given is None and shape is None:
+        return
+    if given is None or shape is None:
+        what = "is missing" if given is None else "was given, which this network is not conditioned on"
+        raise DataError(f"{name} {what}; give what the settings name, and nothing else")
+    if given.ndim != len(shape) or any(n not in (None, m) for n, m in zip(shape, given.shape)):
+        wanted = ", ".join("any" if n is None else str(n) for n in shape)
+        raise DataError(f"{name} has shape {list(given.shape)}; expected [{wanted}]")

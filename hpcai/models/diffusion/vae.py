@@ -1,0 +1,162 @@
+"""An autoencoder of images whose latents follow a normal distribution (Kingma and Welling 2014, Rombach et al. 2022).
+
+Parameters bear the names that the files of diffusers' AutoencoderKL have. B images, L channels of a latent, h w its places
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hpcai.errors import DataError
+from hpcai.models.diffusion.blocks import FORMATS, Down, ResBlock, SelfAttention, Space, Up, convolution, places_last
+from hpcai.models.diffusion.config import VAEConfig
+from hpcai.nn.groupnorm import GroupNorm
+
+EPS = 1e-6  # of all group norms
+_MAPS = Space(2)
+
+
+class Latents(NamedTuple):
+    """The distribution of the latents of images."""
+
+    moments: Tensor
+    """mean, and logarithm of the variance [B, 2L, h, w], as the encoder says it"""
+
+    @property
+    def mean(self) -> Tensor:
+        """[B, L, h, w]"""
+        return self.moments.chunk(2, 1)[0]
+
+    @property
+    def logvar(self) -> Tensor:
+        """[B, L, h, w], from -30 to 20"""
+        return self.moments.chunk(2, 1)[1].clamp(-30.0, 20.0)
+
+    def sample(self, noise: Tensor | None = None, generator: torch.Generator | None = None) -> Tensor:
+        """A draw, by standard normal ``noise`` [B, L, h, w] or numbers of ``generator``."""
+        mean = self.mean
+        if noise is None:
+            noise = torch.randn(mean.shape, generator=generator, dtype=mean.dtype, device=mean.device)
+        return mean + (0.5 * self.logvar).exp() * noise
+
+    def divergence(self) -> Tensor:
+        """Kullback and Leibler's, of each image from a standard normal distribution.   [B]"""
+        mean, logvar = self.mean, self.logvar
+        return 0.5 * (mean.square() + logvar.exp() - 1.0 - logvar).flatten(1).sum(1)
+
+
+class Level(nn.Module):
+    """[B, C, H, W] -> [B, C', H/2, W/2] on the way down, [B, C', 2H, 2W] on the way up, [B, C', H, W] on the last level"""
+
+    def __init__(self, cfg: VAEConfig, inputs: int, outputs: int, blocks: int, down: bool = False, up: bool = False) -> None:
+        super().__init__()
+        widths = [inputs] + [outputs] * (blocks - 1)
+        self.resnets = nn.ModuleList(ResBlock(_MAPS, n, outputs, None, cfg.groups, EPS) for n in widths)
+        self.downsamplers = nn.ModuleList([Down(_MAPS, outputs, centred=False)]) if down else None
+        self.upsamplers = nn.ModuleList([Up(_MAPS, outputs)]) if up else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in (*self.resnets, *(self.downsamplers or ()), *(self.upsamplers or ())):
+            x = part(x)
+        return x
+
+
+class Middle(nn.Module):
+    """[B, C, H, W] -> the same"""
+
+    def __init__(self, cfg: VAEConfig, channels: int) -> None:
+        super().__init__()
+        self.resnets = nn.ModuleList(ResBlock(_MAPS, channels, channels, None, cfg.groups, EPS) for _ in range(2))
+        self.attentions = nn.ModuleList([SelfAttention(channels, 1, cfg.groups, EPS)] if cfg.attention else [])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in (self.resnets[0], *self.attentions, self.resnets[1]):
+            x = part(x)
+        return x
+
+
+class Encoder(nn.Module):
+    """[B, 3, H, W] -> [B, 2L, h, w]"""
+
+    def __init__(self, cfg: VAEConfig) -> None:
+        super().__init__()
+        widths, count = (cfg.channels[0], *cfg.channels), len(cfg.channels)
+        self.conv_in = convolution(_MAPS, cfg.inputs, widths[0])
+        self.down_blocks = nn.ModuleList(
+            Level(cfg, widths[n], widths[n + 1], cfg.blocks, down=n < count - 1) for n in range(count)
+        )
+        self.mid_block = Middle(cfg, widths[-1])
+        self.conv_norm_out = GroupNorm(cfg.groups, widths[-1], "silu", eps=EPS)
+        self.conv_out = convolution(_MAPS, widths[-1], 2 * cfg.latents)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _through(self, (*self.down_blocks, self.mid_block), x)
+
+
+class Decoder(nn.Module):
+    """[B, L, h, w] -> [B, 3, H, W]"""
+
+    def __init__(self, cfg: VAEConfig) -> None:
+        super().__init__()
+        widths, count = (cfg.channels[-1], *reversed(cfg.channels)), len(cfg.channels)
+        self.conv_in = convolution(_MAPS, cfg.latents, widths[0])
+        self.mid_block = Middle(cfg, widths[0])
+        self.up_blocks = nn.ModuleList(
+            Level(cfg, widths[n], widths[n + 1], cfg.blocks + 1, up=n < count - 1) for n in range(count)
+        )
+        self.conv_norm_out = GroupNorm(cfg.groups, widths[-1], "silu", eps=EPS)
+        self.conv_out = convolution(_MAPS, widths[-1], cfg.outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _through(self, (self.mid_block, *self.up_blocks), x)
+
+
+def _through(coder: Encoder | Decoder, parts: Sequence[nn.Module], x: Tensor) -> Tensor:
+    x = coder.conv_in(places_last(x))
+    for part in parts:
+        x = part(x)
+    return coder.conv_out(coder.conv_norm_out(x))
+
+
+class VAE(nn.Module):
+    """images [B, 3, H, W] in [-1, 1] -> images, from the means of their latents. All is in channels-last memory.
+
+    A diffusion model sees ``vae.scaled(vae.encode(images).sample())``, and ``vae.decode(vae.unscaled(x))`` is what it draws.
+    Raises DataError for another number of channels, and for images that the encoder cannot halve.
+    """
+
+    def __init__(self, cfg: VAEConfig | None = None) -> None:
+        super().__init__()
+        self.cfg = cfg = cfg or VAEConfig()
+        self.encoder, self.decoder = Encoder(cfg), Decoder(cfg)
+        self.quant_conv = convolution(_MAPS, 2 * cfg.latents, 2 * cfg.latents, 1) if cfg.quantised else None
+        self.post_quant_conv = convolution(_MAPS, cfg.latents, cfg.latents, 1) if cfg.quantised else None
+        self.to(memory_format=FORMATS[2])  # type: ignore[call-overload]
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.decode(self.encode(images).mean)
+
+    def encode(self, images: Tensor) -> Latents:
+        """[B, 3, H, W] -> the distribution of latents, not scaled"""
+        least = 2 ** (len(self.cfg.channels) - 1)
+        if images.ndim != 4 or images.shape[1] != self.cfg.inputs or min(images.shape[2:]) < least:
+            wanted = f"[B, {self.cfg.inputs}, H, W] with sides of at least {least}"
+            raise DataError(f"images have shape {list(images.shape)}; expected {wanted}")
+        moments = self.encoder(images)
+        return Latents(moments if self.quant_conv is None else self.quant_conv(moments))
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """[B, L, h, w], not scaled -> [B, 3, H, W]"""
+        if latents.ndim != 4 or latents.shape[1] != self.cfg.latents:
+            raise DataError(f"latents have shape {list(latents.shape)}; expected [B, {self.cfg.latents}, h, w]")
+        return self.decoder(latents if self.post_quant_conv is None else self.post_quant_conv(places_last(latents)))
+
+    def scaled(self, latents: Tensor) -> Tensor:
+        """(latents - shift) * scale, of about unit size: what a diffusion model sees.   [B, L, h, w] -> the same"""
+        return (latents - self.cfg.shift) * self.cfg.scale
+
+    def unscaled(self, x: Tensor) -> Tensor:
+        """[B, L, h, w] -> the same"""
+        return x / self.cfg.scale + self.cfg.shift

@@ -1,0 +1,123 @@
+"""The diffusion app as its users start it: alone, on ranks, resumed, with every way to read, and with bad input."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+from hpcai import config
+from hpcai.models.diffusion import Condition, Diffusion
+from tests.apps.promises import Promises
+from tests.apps.running import ROOT, same_weights, told
+from tests.apps.smallest import DIFFUSION as APP
+from tests.apps.smallest import prepared
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def spoil(data: Path, kind: str) -> None:
+    index = data / "train/index.json"
+    if kind == "periodic":
+        about = json.loads(index.read_text())
+        about["periodic"] = [False, True]
+        index.write_text(json.dumps(about))
+    elif kind in ("nan", "shape"):
+        for file in (data / "train").glob("*.h5"):
+            with h5py.File(file, "r+") as opened:
+                high = opened["high"][:]
+                if kind == "nan":
+                    opened["high"][-1, 0, 3, 4] = np.nan
+                    continue
+                del opened["high"]
+                opened["high"] = high[:, :, :12]
+        if kind == "shape":
+            index.unlink()
+
+
+class TestPromises(Promises):
+    configs = ["parameters", "small", "small3d", "weather"]
+    named = ["model.unet.channels", "model.objective.says", "model.sampler.method", "data.turn", "data.members"]
+    ways = [f"data.reader={way}" for way in ("direct", "buffered", "memory", "hdf5")]
+    test_the_mlperf_log_of_a_run_keeps_the_rules = None  # type: ignore[assignment]  # fields are no benchmark of MLPerf's
+    refused = [
+        ("periodic", (), "its dims are periodic as [false, true], model.unet.periodic says otherwise"),
+        ("nan", (), "fields_00000"), ("", ("data.batch=100",), "100"),
+        ("", ("model.size=[1, 8, 8]",), "samples are [1, 16, 16], model.size is [1, 8, 8]"),
+        ("", ("model.unet.parameters=3",), "parameters"), ("", ("model.sampler.method=ddim",), "ddim goes along a schedule"),
+    ]  # fmt: skip
+    spoil = staticmethod(spoil)
+
+
+def test_a_run_leaves_everything_that_its_users_want(data: Path) -> None:
+    run = APP.once(data)
+    files = ["checkpoints", "ensembles.npz", "metrics.jsonl", "model.safetensors", "settings.yaml"]
+    assert sorted(p.name for p in run.iterdir() if p.name not in ("report.html", "plots")) == files
+    assert config.load(APP.settings, run / "settings.yaml") == config.load(APP.settings, APP.small, APP.words(data, run)[1:])
+    drawn = np.load(run / "ensembles.npz", allow_pickle=False)
+    shapes = {"truth": (3, 1, 16, 16), "members": (3, 4, 1, 16, 16), "field": (3, 1, 4, 4)}
+    assert {name: drawn[name].shape for name in shapes} == shapes
+    with h5py.File(data / "validation/fields_000000.h5") as file:
+        assert np.array_equal(drawn["truth"], file["high"][:3]) and np.array_equal(drawn["field"], file["low"][:3])
+    assert set(told(run, "evaluate", "loss_8")) and 0 < told(run, "evaluate", "loss").popitem()[1] < 3
+
+    model = Diffusion.load(run)
+    assert model.cfg.size == (1, 16, 16) and model.cfg.fields is not None and model.cfg.fields.names == ("density",)
+    low = torch.from_numpy(drawn["field"])
+    members = model.sample(Condition(field=low), 4)
+    np.testing.assert_allclose(members.transpose(0, 1).numpy(), drawn["members"], atol=1e-5)
+    one = model.sample(Condition(field=low[1:2]), 4, number=torch.tensor([1]))
+    torch.testing.assert_close(one[:, 0], members[:, 1], rtol=0, atol=1e-5)
+    density = model.physical(torch.from_numpy(drawn["truth"]))
+    torch.testing.assert_close(model.standard(density), torch.from_numpy(drawn["truth"]), rtol=1e-4, atol=1e-5)
+    assert density.min() > -0.05 and 0.5 < float(density.mean()) < 2
+
+    from hpcai.cli.report import draw
+
+    page = draw(run).read_text()
+    assert "Ensembles of unseen fields" in page and "Ensembles beside one field" in page and "no picture" not in page
+
+
+KINDS = {
+    "small3d": ("volumes --size 8", ["model.unet.channels=[8,16]", "model.unet.heads=[1,2]", "model.unet.groups=4"]),
+    "weather": ("weather --size 64 --channels TMQ,U850", [
+        "model.unet.inputs=2", "model.unet.outputs=2", "model.unet.field=2", "model.unet.channels=[8,8,8]", "model.unet.groups=4",
+        "model.unet.heads=[1,1,1]",
+    ]),
+    "parameters": ("matter --size 16 --slabs 1", [
+        "model.unet.channels=[8,8,8]", "model.unet.groups=4", "model.unet.heads=[1,1,1]", "step.precision=fp32",
+    ]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_volumes_weather_and_parameters_alone(name: str, tmp_path: Path) -> None:
+    kind, words = KINDS[name]
+    prepared("fields", f"--samples 12 --validation 0.4 --rows 6 --kind {kind}")(tmp_path / "data")
+    few = ["data.batch=2", "data.evaluation_batch=4", "data.drawn=2", "data.members=2", "model.sampler.steps=2", "train.steps=2"]
+    app = replace(APP, quick=[*words, *few, "step.schedule.decay=none", "step.schedule.warmup=0", "data.workers=1"])
+    run = tmp_path / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(app), "small", property(lambda self: ROOT / f"apps/diffusion/configs/{name}.yaml"))
+        assert app.here(tmp_path / "data", run) == 0
+    drawn, model = np.load(run / "ensembles.npz"), Diffusion.load(run)
+    assert np.isfinite(drawn["members"]).all() and drawn["members"].shape[2:] == model.cfg.size
+    assert ("field" in drawn) == (name != "parameters") == ("parameters" not in drawn)
+
+    from hpcai.cli.report import draw
+
+    assert "Ensembles beside one field" in draw(run).read_text()
+
+
+def test_copies_train_as_one_process(data: Path, tmp_path: Path) -> None:
+    words = ["step.precision=fp64", "train.epochs=1"]
+    alone, two = APP.once(data, *words), tmp_path / "two"
+    APP.on_ranks(2, data, two, *words)
+    assert told(two) == pytest.approx(told(alone), rel=1e-9)
+    assert told(two, "evaluate", "loss") == pytest.approx(told(alone, "evaluate", "loss"), rel=1e-9)
+    same_weights(alone, two, rtol=1e-6, atol=1e-9)
+    shown, expected = (np.load(folder / "ensembles.npz")["members"] for folder in (two, alone))
+    np.testing.assert_allclose(shown, expected, atol=1e-4)

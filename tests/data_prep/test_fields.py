@@ -1,0 +1,260 @@
+"""Files of fields and their coarse counterparts: the same from any number of processes, resumable, checked, and from physics."""
+
+import json
+import shutil
+from functools import partial
+
+import h5py
+import numpy as np
+import pytest
+
+from data_prep import cosmoflow, fields, scenes, store, universe
+from data_prep.atmosphere import VARIABLES
+from data_prep.sphere import Grid
+from hpcai import dist
+from hpcai.data.splits import open_split
+from hpcai.settings import LoaderConfig
+from tests.data_prep.making import Promises, content, harm, loaded, runner, whole
+
+SMALL = ["--kind", "matter", "--size", "16", "--thickness", "4", "--samples", "96", "--rows", "24", "--no-check", "--voxel", "4",
+         "--particles-per-cell", "4"]  # fmt: skip
+
+run = runner(fields)
+
+
+def recipe_of(out):
+    settings = loaded(out / "recipe.json")
+    del settings["kind"]
+    return fields.KINDS[settings["field"]](**settings)
+
+
+def blocks(values, factor):
+    """Means of blocks of a map, cell by cell."""
+    low = [[values[i : i + factor, j : j + factor].mean() for j in range(0, values.shape[1], factor)]
+           for i in range(0, values.shape[0], factor)]  # fmt: skip
+    return np.array(low)
+
+
+def test_the_files_are_as_promised_to_the_loader(made):
+    index = loaded(made / "train" / "index.json")
+    assert index["kind"] == "matter" and index["channels"] == ["density"] and index["shape"] == [1, 16, 16]
+    assert index["box"] == [64, 64] and index["periodic"] == [True, True] and index["thickness"] == 16 and index["redshift"] == 0
+    assert index["parameters"] == ["Omega_m", "sigma_8", "n_s", "H_0"] and index["units"] == ["", "", "", "km/s/Mpc"]
+    assert index["low"] == [0.1, 0.6, 0.864, 63] and index["high"] == [0.5, 1.0, 1.056, 77]
+    assert index["fields"]["low"] == {"dtype": "float32", "shape": [1, 4, 4]}
+    assert index["fields"]["parameters"] == {"dtype": "float32", "shape": [4], "low": -1, "high": 1}
+    asked = {"high": ("float32", (1, 16, 16)), "low": ("float32", (1, 4, 4)), "parameters": ("float32", (4,))}
+    split, written = open_split(made / "train", asked, "", LoaderConfig(), dist.alone()), whole(made / "train")
+    assert len(split) == 84 and split.about["mean"] == index["mean"]
+    for name, values in split.read(50).items():
+        assert (np.asarray(values) == written[name][50]).all()
+    split.close()
+    for path in made.glob("*/*.h5"):
+        with h5py.File(path) as file:
+            assert file.attrs["undo"] == index["undo"] and list(file.attrs["deviation"]) == index["deviation"]
+
+
+def test_all_maps_of_a_universe_are_in_one_split(made):
+    numbers = {}
+    for split in ("train", "validation"):
+        files = [h5py.File(path) for path in sorted((made / split).glob("*.h5"))]
+        numbers[split] = [int(number) for file in files for number in file.attrs["numbers"]]
+        parameters = whole(made / split)["parameters"].reshape(len(numbers[split]), 6, 4)
+        assert (parameters == parameters[:, :1]).all() and len(np.unique(parameters[:, 0], axis=0)) == len(numbers[split])
+    assert sorted(numbers["train"] + numbers["validation"]) == list(range(16)) and len(numbers["validation"]) == 2
+
+
+def test_maps_are_slabs_of_a_universe_and_low_is_the_mean_of_its_density(made):
+    recipe, about = recipe_of(made), loaded(made / "train" / "index.json")
+    with h5py.File(made / "train" / "fields_000001.h5") as file:
+        number, rows = int(file.attrs["numbers"][2]), {name: file[name][12:18] for name in file}
+        assert json.loads(file.attrs["recipe"]) == json.loads(recipe.text)
+    ends = (0.1, 0.6, 0.864, 63.0), (0.5, 1.0, 1.056, 77.0)
+    density = cosmoflow.matter(cosmoflow.Recipe(1, 16, 1, 4.0, (0.0,), 4, 16.0, 0.045, *ends, 0.1, 0.0), number)[0]
+    assert density.shape == (16, 16, 16) and density.mean() == pytest.approx(1, rel=1e-9)
+    slabs = [density[:4].mean(0), density[8:12].mean(0), density[:, :4].mean(1), density[:, 8:12].mean(1),
+             density[..., :4].mean(2), density[..., 8:12].mean(2)]  # fmt: skip
+    mean, deviation, floor = about["mean"][0], about["deviation"][0], about["floor"]
+    for slab, high, low in zip(slabs, rows["high"], rows["low"]):
+        assert np.exp(mean + deviation * high[0].astype(float)) - floor == pytest.approx(slab, rel=1e-5, abs=1e-6)
+        expected = (np.log(blocks(slab, 4) + floor) - mean) / deviation
+        assert low[0] == pytest.approx(expected, abs=1e-5) and abs(expected - blocks(high[0], 4)).max() > 0.05
+    low, high = np.array(about["low"]), np.array(about["high"])
+    assert low + (rows["parameters"][0] + 1) / 2 * (high - low) == pytest.approx(recipe.universes.physical(number), rel=1e-6)
+
+
+def test_mean_and_deviation_are_those_of_the_first_training_universes(made, tmp_path):
+    recipe = recipe_of(made)
+    first = [number for number in range(30) if recipe.split(number) == "train"][:16]
+    values = np.log(np.concatenate([recipe.made(number) for number in first]) + 0.05)
+    assert recipe.mean == [pytest.approx(values.mean(), rel=2e-3)] and recipe.deviation == [pytest.approx(values.std(), rel=2e-3)]
+    assert all(float(f"{value:.4g}") == value for value in (*recipe.mean, *recipe.deviation))
+    written, statistics = whole(made / "train"), loaded(made / "statistics.json")["splits"]["train"]
+    assert statistics["rows"] == 84 and statistics["high"]["mean"] == pytest.approx([written["high"].mean()], abs=1e-6)
+    assert statistics["high"]["deviation"] == pytest.approx([written["high"].std()], rel=1e-5)
+    assert statistics["low"]["maximum"] == [written["low"].max()]
+    assert abs(statistics["high"]["mean"][0]) < 0.05 and abs(statistics["high"]["deviation"][0] - 1) < 0.05
+
+
+def test_a_folder_goes_on_with_the_mean_that_it_was_begun_with(made, tmp_path, monkeypatch):
+    out = shutil.copytree(made, tmp_path / "same")
+    min(out.glob("train/*.h5")).unlink()
+    monkeypatch.setattr(fields, "PILOT", 1)                                     # another machine, which would find another mean
+    assert run("simulate", out, *SMALL) == 0 and content(out) == content(made)
+    assert run("simulate", tmp_path / "new", *SMALL) == 0 and recipe_of(tmp_path / "new").mean != recipe_of(made).mean
+
+
+class TestPromises(Promises):
+    run, small = staticmethod(run), SMALL
+    wrong = {
+        "--seed 2": "seed 1 (now 2)", "--samples 6": "none is left for", "--size 18": "--size 18: expected a multiple of 4",
+        "--factor 3": "--factor 3: expected 2 or more that divides 16", "--factor 16": "--factor 16",
+        "--slabs 5": "more than the 16 cells of --size",
+        "--redshift -1": "--redshift is -1", "--floor 0": "--floor is 0.0", "--omega-b 0.2": "--omega-b is 0.2",
+        "--validation 0.6 --test 0.4": "sum to less than 1", "--kind weather": "is made of cells of 7.5 degrees",
+        "--kind weather --size 64 --channels TMQ,X": "--channels TMQ,X: expected different ones",
+        "--kind volumes": "field matter (now volumes)", "--samples 60": "ask for at least as many",
+    }  # fmt: skip
+    test_a_set_grows_and_does_not_shrink = None
+
+
+def test_a_set_grows_and_does_not_shrink(made, tmp_path):
+    out = shutil.copytree(made, tmp_path / "more")
+    assert run("simulate", out, *SMALL, "--samples", "145") == 0                # 25 universes
+    assert sum(len(whole(out / split)["high"]) for split in ("train", "validation")) == 150
+    for split in ("train", "validation"):
+        before, after = whole(made / split), whole(out / split)
+        assert all((after[name][: len(values)] == values).all() for name, values in before.items())
+
+
+# ---- physics
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+def test_power_is_that_of_a_wave_of_known_amplitude(dims):
+    x = np.arange(16) / 16
+    wave = 0.3 * np.cos(2 * np.pi * 3 * x).reshape(-1, *[1] * (dims - 1)) * np.ones((16,) * dims)
+    k, power = fields.shells(wave[None], 80.0)
+    number = np.sqrt(sum(axis**2 for axis in np.meshgrid(*[np.fft.fftfreq(16, 1 / 16)] * dims, indexing="ij")))
+    inside = np.round(number) == 3
+    assert k[2] == pytest.approx(2 * np.pi / 80 * number[inside].mean()) and len(k) == 7
+    assert power[0, 2] * inside.sum() / 80**dims == pytest.approx(0.3**2 / 2)   # the variance, by Parseval
+    assert np.delete(power[0], 2) == pytest.approx(0, abs=1e-20)
+
+
+def test_projected_matter_has_the_power_that_linear_theory_gives():
+    """The mean over a whole box of length L has the power P(k) / L; at redshift 10 nearly all is linear."""
+    recipe = fields.Matter("matter", 3, 32, 4, 1, 0.1, 0.0, (0.0,), (1.0,), 8.0, 10.0, 1, 32, 1, 0.05, 0.045,
+                           (0.2, 0.7, 0.9, 65.0), (0.4, 0.9, 1.0, 75.0))  # fmt: skip
+    ratio = []
+    for number in range(24):
+        omega_m, sigma_8, n_s, hubble = (float(value) for value in recipe.universes.physical(number))
+        linear = universe.Spectrum(universe.Cosmology(omega_m, sigma_8, n_s, hubble, 0.045))
+        for density in recipe.made(number):
+            k, power = fields.shells(density / density.mean() - 1, recipe.header()["box"][0])
+            ratio.append(power[0, :4] / (linear(k[:4]) * universe.growth(10, omega_m) ** 2 / 256))
+    modes = np.array([8, 12, 16, 32]) / 2 * len(ratio)                          # independent ones of each shell
+    assert (abs(np.mean(ratio, 0) - 1) < 0.03 + 4 / np.sqrt(modes)).all() and (4 / np.sqrt(modes) < 0.25).all(), np.mean(ratio, 0)
+
+
+def test_volumes_are_whole_cubes_whose_check_weighs_their_matter(tmp_path, capsys):
+    words = ["--kind", "volumes", "--size", "8", "--samples", "32", "--factor", "2"]
+    assert run("simulate", tmp_path, *words) == 0
+    text = capsys.readouterr().out
+    assert "configs/small3d.yaml" in text and text.count(" periodic: a step is") == 3 and "power of high and low" in text
+    index, rows = loaded(tmp_path / "train" / "index.json"), whole(tmp_path / "train")
+    assert index["shape"] == [1, 8, 8, 8] and index["box"] == [32] * 3 and "thickness" not in index
+    assert rows["low"].shape[1:] == (1, 4, 4, 4) and len(rows["high"]) == len(np.unique(rows["parameters"], axis=0))
+
+    def heavier(file):
+        recipe = recipe_of(tmp_path)
+        values = 1.01 * recipe.undone(file["high"][0])
+        file["high"][0], file["low"][0] = recipe.standard(values), recipe.low(values)
+
+    harm(tmp_path, heavier)
+    assert run("check", tmp_path, "--no-picture") == 1
+    assert "the mean density is off by 0.01" in (text := capsys.readouterr().out) and text.count("wrong: ") == 1
+
+
+def test_weather_is_periodic_in_longitude_alone_and_names_its_channels(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(fields, "PILOT", 4)
+    words = ["--kind", "weather", "--samples", "10", "--channels", "TMQ,V850", "--rows", "8"]
+    assert run("simulate", tmp_path, *words) == 0
+    assert (tmp_path / "fields.png").read_bytes().startswith(b"\x89PNG") and "TMQ: power" in capsys.readouterr().out
+    index, rows = loaded(tmp_path / "train" / "index.json"), whole(tmp_path / "train")
+    assert index["channels"] == ["TMQ", "V850"] and index["channel_units"] == ["kg/m2", "m/s"]
+    assert "no weather model" in index["note"]
+    assert index["periodic"] == [False, True] and index["parameters"] == [] and sorted(rows) == ["high", "low"]
+    assert rows["high"].shape == (8, 2, 64, 96) and rows["low"].shape == (8, 2, 16, 24)
+    for channel, name in enumerate(index["channels"]):
+        values = index["mean"][channel] + index["deviation"][channel] * rows["high"][:, channel].astype(float)
+        assert VARIABLES[name].least < values.min() and VARIABLES[name].reach < values.max() < VARIABLES[name].most
+        assert rows["low"][2, channel] == pytest.approx(blocks(rows["high"][2, channel], 4), abs=1e-5)
+    with h5py.File(tmp_path / "train" / "fields_000000.h5") as file:
+        number = int(file.attrs["numbers"][2])
+    grid = Grid((np.arange(128) + 0.5) * 180 / 128 - 90, np.arange(0.5, 192) * 360 / 192, True)
+    water = blocks(scenes.sample(grid, store.generator(1, 1, number))[..., 0].astype(float), 2)
+    assert index["mean"][0] + index["deviation"][0] * rows["high"][2, 0] == pytest.approx(water, rel=1e-5, abs=1e-4)
+    asked = {"high": ("float32", (2, 64, 96)), "low": ("float32", (2, 16, 24))}
+    split = open_split(tmp_path / "train", asked, "", LoaderConfig(), dist.alone())
+    assert sorted(split.read(0)) == ["high", "low"]
+    split.close()
+    recipe = recipe_of(tmp_path)
+    jumps, turned = fields.Edges(recipe), fields.Edges(recipe)
+    for row in rows["high"]:
+        jumps.add(row + np.linspace(0, 2, 96, dtype=np.float32))                # a trend along the parallel, which jumps at its end
+        turned.add(row + np.linspace(0, 2, 64, dtype=np.float32)[:, None])      # a trend from pole to pole, which may
+    assert "dim 1 is said to be periodic" in next(jumps.mistakes()) and not list(turned.mistakes())
+
+
+# ---- check
+
+
+def _set(name, row, change, file):
+    values = file[name][row]
+    file[name][row] = change(values)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (partial(_set, "high", 5, lambda values: values * np.nan), "row 5: holds NaN"),
+        (partial(_set, "low", 7, lambda values: values + 0.001), "row 7: 'low' is 0.001 deviations off"),
+        (partial(_set, "parameters", 3, lambda values: values + 2), "parameters outside [-1, 1]"),
+        (partial(_set, "parameters", 3, lambda values: values * np.nan), "parameters outside [-1, 1]"),
+    ],
+)  # fmt: skip
+def test_the_check_finds_harm(made, tmp_path, capsys, change, words):
+    out = shutil.copytree(made, tmp_path / "harmed")
+    harm(out, change)
+    assert run("check", out, "--no-picture") == 1
+    text = capsys.readouterr().out
+    assert words in text and "fields_000000.h5" in text and text.count("wrong: ") == 1
+
+
+def test_the_check_passes_and_draws_and_finds_edges_that_do_not_meet(made, tmp_path, capsys):
+    out = shutil.copytree(made, tmp_path / "drawn")
+    assert run("check", out) == 0 and (out / "fields.png").read_bytes().startswith(b"\x89PNG")
+    text = capsys.readouterr().out
+    assert "96 samples against index.json: equal" in text and "train: 84 samples of 14 universes" in text
+    assert "power of high and low, mean of 48 samples" in text
+    recipe = recipe_of(made)
+    for path in sorted(out.glob("*/*.h5")):
+        index = loaded(path.parent / "index.json")
+        with h5py.File(path, "r+") as file:
+            for row, high in enumerate(file["high"][...]):
+                rising = high + np.linspace(0, 2, 16, dtype=np.float32)[:, None]
+                file["high"][row], file["low"][row] = rising, recipe.low(recipe.undone(rising))
+        entry = next(entry for entry in index["files"] if entry["name"] == path.name)
+        entry |= {"sha256": store.digest(path), "bytes": path.stat().st_size}
+        (path.parent / "index.json").write_text(json.dumps(index))
+    assert run("check", out, "--no-picture") == 1
+    text = capsys.readouterr().out
+    assert "wrong: dim 0 is said to be periodic" in text and text.count("wrong: ") == 1
+
+
+@pytest.mark.parametrize("kind", ["convert", "simulate"])
+def test_the_check_of_another_set_says_so(made, tmp_path, capsys, kind):
+    out = shutil.copytree(made, tmp_path / "other")
+    (out / "recipe.json").write_text(json.dumps({"kind": kind, "size": 8}))
+    assert run("check", out) == 2 and "was not made by data_prep.fields" in capsys.readouterr().err

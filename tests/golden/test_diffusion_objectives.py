@@ -1,0 +1,141 @@
+"""What networks are trained to say of noisy samples, against formulas in float64 (tests/data/diffusion/objectives)."""
+
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from hpcai.models.diffusion.config import ObjectiveConfig
+from hpcai.models.diffusion.objectives import Noised, Objective, kept, weights
+from hpcai.models.diffusion.samplers import flux_shift, guided, karras, shifted
+from tests.stored import arrays, check_thinned, told
+
+FOLDER = "diffusion/objectives"
+Says = Literal["epsilon", "v", "x0"]
+SAYS: list[Says] = ["epsilon", "v", "x0"]
+
+
+def numbers(name: str) -> dict[str, Tensor]:
+    """As float64, also what is stored in float32 since nothing is lost by it."""
+    return {key: torch.from_numpy(value).double() for key, value in arrays(f"{FOLDER}/{name}").items()}
+
+
+def schedule(name: str, **more: Any) -> ObjectiveConfig:
+    known = told(f"{FOLDER}/settings")["schedules"][name]
+    kind = {"squaredcos_cap_v2": "cosine"}.get(known["beta_schedule"], known["beta_schedule"])
+    return ObjectiveConfig(
+        schedule=kind, first=known["beta_start"], last=known["beta_end"], levels=known["num_train_timesteps"],
+        zero_snr=known["rescale_betas_zero_snr"], **more,
+    )  # fmt: skip
+
+
+def close(found: Tensor | np.ndarray, known: Tensor | np.ndarray, tolerance: float = 1e-11) -> None:
+    np.testing.assert_allclose(np.asarray(found), np.asarray(known), rtol=0, atol=tolerance * max(1, abs(np.asarray(known)).max()))
+
+
+@pytest.mark.parametrize("name", ["sd2", "linear", "cosine", "sd2_zero_snr", "linear_zero_snr"])
+def test_schedules(name: str) -> None:
+    close(kept(schedule(name)), arrays(f"{FOLDER}/schedules")[f"{name}_kept"], 1e-12)
+
+
+@pytest.mark.parametrize("says", SAYS)
+@pytest.mark.parametrize("gamma", [1, 5])
+@pytest.mark.parametrize("name", ["sd2", "sd2_zero_snr"])
+def test_min_snr_weights_of_all_levels(name: str, gamma: int, says: Says) -> None:
+    found = weights(schedule(name, says=says, min_snr=float(gamma)))
+    check_thinned(found, arrays(f"{FOLDER}/schedules"), f"{name}_min_snr_{gamma}_{says}", 1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("says", SAYS)
+def test_on_a_schedule_input_target_weight_and_loss(says: Says, dtype: torch.dtype) -> None:
+    known, tolerance = numbers("vp"), 1e-11 if dtype == torch.float64 else 1e-6
+    for gamma in (None, told(f"{FOLDER}/settings")["vp"]["min_snr_gamma"]):
+        objective = Objective(schedule("sd2", says=says, min_snr=gamma))
+        noised = objective.noised(known["x0"].to(dtype), known["noise"].to(dtype), known["timesteps"].float())
+        assert all(part.dtype == dtype for part in noised)
+        wanted = Noised(
+            known["x_t"], known["timesteps"], known["alpha"], known["sigma"],
+            {"epsilon": known["noise"], "v": known["v"], "x0": known["x0"]}[says],
+            known[f"min_snr_weight_{says}"] if gamma else torch.ones(len(known["x0"])),
+        )  # fmt: skip
+        for found, other in zip(noised, wanted):
+            close(found, other, tolerance)
+        loss = objective.loss(known["pred"].to(dtype), noised)
+        close(loss, known[f"mse_{says}"] * wanted.weight, tolerance)
+        close(loss.mean(), known[f"loss_{'min_snr' if gamma else 'plain'}_{says}"][0], tolerance)
+
+
+@pytest.mark.parametrize("each", [True, False], ids=["of_each_sample", "host_numbers"])
+@pytest.mark.parametrize("says", SAYS)
+def test_what_is_said_as_sample_as_noise_and_as_v(says: Says, each: bool) -> None:
+    known, objective = numbers("vp"), Objective(schedule("sd2", says=says))
+    alpha, sigma = objective.at(known["timesteps"])
+    some = [slice(None)] if each else [slice(i, i + 1) for i in range(len(alpha))]
+    for at in some:
+        said, x = known["pred"][at], known["x_t"][at]
+        a, s = (alpha[at], sigma[at]) if each else (alpha[at].item(), sigma[at].item())
+        x0, noise = objective.sample_of(said, x, a, s), objective.noise_of(said, x, a, s)
+        close(x0, said if says == "x0" else known[f"x0_from_{says}"][at])
+        close(noise, said if says == "epsilon" else known[f"epsilon_from_{says}"][at])
+        close(Objective(schedule("sd2", says="v")).target(x0, noise, a, s), said if says == "v" else known[f"v_from_{says}"][at])
+
+
+def test_edm() -> None:
+    known, cfg = numbers("edm"), told(f"{FOLDER}/settings")["edm"]
+    objective = Objective(ObjectiveConfig(says="edm", sigma_data=cfg["sigma_data"], mean=cfg["P_mean"], deviation=cfg["P_std"]))
+    noised = objective.noised(known["x0"], known["noise"], known["sigma"])
+    close(noised.input, known["network_input"])
+    close(noised.time, known["c_noise"])
+    close(noised.target, known["network_target"])
+    said, x = known["network_output"], known["x"]
+    loss = objective.loss(said, noised)
+    close(loss, known["loss_per_sample"])
+    close(loss.mean(), known["loss"][0])
+    denoised = objective.sample_of(said, x, noised.alpha, noised.sigma)
+    close(denoised, known["denoised"])
+    close(known["weight"] * (denoised - known["x0"]).square().mean((1, 2, 3)), loss)
+    close(objective.noise_of(said, x, noised.alpha, noised.sigma), (x - denoised) / known["sigma"].view(-1, 1, 1, 1), 1e-10)
+    close(objective.drawn(known["normal"], known["normal"]), known["sigma_sampled"])
+
+
+def test_flow() -> None:
+    known, objective = numbers("flow"), Objective(ObjectiveConfig(says="flow"))
+    noised = objective.noised(known["x0"], known["noise"], known["t"])
+    close(noised.input, known["x_t"])
+    close(noised.time, known["t"])
+    close(noised.target, known["target"])
+    close(objective.loss(known["pred"], noised), known["mse"])
+    close(objective.sample_of(known["pred"], known["x_t"], noised.alpha, noised.sigma), known["x0_from_pred"])
+    close(objective.noise_of(known["pred"], known["x_t"], noised.alpha, noised.sigma), known["noise_from_pred"])
+
+
+def test_logit_normal_times() -> None:
+    known = numbers("flow")
+    for i, (mean, deviation) in enumerate(told(f"{FOLDER}/settings")["flow"]["logit_normal"]):
+        objective = Objective(ObjectiveConfig(says="flow", times="logit_normal", mean=mean, deviation=deviation))
+        close(objective.drawn(known["normal"], known["normal"]), known[f"logit_normal_sample_{i}"])
+
+
+def test_shifted_times() -> None:
+    known = arrays(f"{FOLDER}/flow")
+    times = known["weight_sigma"].astype(np.float64)
+    for shift in told(f"{FOLDER}/settings")["flow"]["sd3_shifts"]:
+        close(shifted(times, shift), known[f"sd3_shift_{shift:g}"])
+    for tokens, mu, other in zip(known["flux_seq_len"], known["flux_mu"], known["flux_shifted"]):
+        assert np.log(flux_shift(int(tokens))) == pytest.approx(mu, rel=1e-12)
+        close(shifted(times, flux_shift(int(tokens))), other)
+
+
+def test_sigmas_of_karras() -> None:
+    for case in told(f"{FOLDER}/settings")["karras"]:
+        found = karras(case["sigma_min"], case["sigma_max"], case["rho"], case["steps"])
+        close(found, arrays(f"{FOLDER}/karras")[case["key"]])
+
+
+def test_guidance() -> None:
+    known, cfg = numbers("guidance"), told(f"{FOLDER}/settings")["guidance"]
+    close(guided(known["cond"], known["uncond"], cfg["scale"]), known["guided"])
+    close(guided(known["cond"], known["uncond"], cfg["scale"], cfg["rescale"]), known["guided_rescaled"])

@@ -1,0 +1,128 @@
+"""DiT and Flux cut over ``tensor``, and their weights and optimizer over copies: the same training as on one process."""
+
+import json
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hpcai.dist.mesh import Mesh
+from hpcai.errors import MeshError
+from hpcai.models.diffusion.condition import Condition
+from hpcai.models.diffusion.config import DiTConfig, FluxConfig
+from hpcai.models.diffusion.dit import DiT
+from hpcai.models.diffusion.flux import Flux
+from hpcai.models.diffusion.parallel import parallelize
+from hpcai.nn.deferred import deferred
+from hpcai.settings import StepConfig
+from hpcai.train.step import Step
+from tests.ranks.launch import on_ranks
+from tests.ranks.pieces import Pieces, joined, pieces
+
+STEPS = 2
+DIT: dict[str, Any] = {"inputs": 2, "outputs": 2, "size": 4, "layers": 2, "heads": 4, "head": 3, "classes": 3}
+FLUX: dict[str, Any] = {
+    "inputs": 8, "double": 2, "single": 2, "heads": 4, "head": 6, "tokens": 5, "pooled": 3, "turned": (2, 2, 2),
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "dit": DIT, "dit, classes left out": {**DIT, "dropout": 0.4, "recompute": "layers"}, "flux": FLUX,
+    "flux, guided": {**FLUX, "guidance": True, "recompute": "selective"}, "flux, again": {**FLUX, "recompute": "layers"},
+}  # fmt: skip
+MESHES = [{"tensor": 2}, {"tensor": 4}, {"replicate": 2, "tensor": 2}, {"replicate": 4}]
+
+
+class Batch(NamedTuple):
+    x: Tensor
+    time: Tensor
+    target: Tensor
+    classes: Tensor | None = None
+    tokens: Tensor | None = None
+    pooled: Tensor | None = None
+    guidance: Tensor | None = None
+
+
+def batch(mesh: Mesh, step: int, cfg: Any) -> Batch:
+    """What a copy gets of four samples."""
+    draw, axis = torch.Generator().manual_seed(step), mesh["replicate"]
+
+    def own(values: Tensor) -> Tensor:
+        return values.chunk(axis.size)[axis.rank]
+
+    def numbers(*shape: int) -> Tensor:
+        return own(torch.randn(4, *shape, generator=draw, dtype=torch.float64))
+
+    x, target, time = numbers(2, 4, 4), numbers(2, 4, 4), own(torch.rand(4, generator=draw, dtype=torch.float64))
+    if isinstance(cfg, DiTConfig):
+        return Batch(x, 1000 * time, target, own(torch.randint(0, cfg.classes, (4,), generator=draw)))
+    return Batch(x, time, target, None, numbers(3, cfg.tokens), numbers(cfg.pooled), time + 1 if cfg.guidance else None)
+
+
+def loss(model: nn.Module, given: Batch) -> dict[str, Tensor]:
+    asked = Condition(classes=given.classes, tokens=given.tokens, pooled=given.pooled, guidance=given.guidance)
+    return {"loss": (model(given.x, given.time, asked) - given.target).square().mean()}
+
+
+def new_model(name: str) -> Any:
+    words = MODELS[name]
+    return DiT(DiTConfig(**words)) if name.startswith("dit") else Flux(FluxConfig(**words))
+
+
+def trained(mesh: Mesh, cases: list[dict[str, Any]]) -> list[tuple[Pieces, float, float]]:
+    found = []
+    for case in cases:
+        torch.manual_seed(5)  # classes are left out alike
+        with deferred(0):  # each rank draws its part of the same numbers
+            model = parallelize(new_model(case["model"]), mesh)
+            for parameter in model.parameters():
+                nn.init.normal_(parameter, std=0.2)
+        words: dict[str, Any] = {"precision": "fp64", "optimizer": "adamw", "weight_decay": 0.1, "clip": 0.5, "average": 0.9}
+        words |= {"eps": 1e-3, "capture": "none", "shard": case.get("shard", "none")}
+        step = Step(model, loss, StepConfig(**words), mesh)
+        for i in range(STEPS):
+            values = step(batch(mesh, i, model.cfg), 0.05 / (i + 1))
+        step.check()
+        found.append((pieces(step), step._norm().item(), float(values["loss"])))
+        assert step.first_bad(compare=True)[1] > STEPS, "what copies hold is the same"
+    return found
+
+
+@cache
+def by_one_rank(case: str) -> tuple[dict[str, Any], float, float]:
+    (rank, norm, value), = trained(Mesh({}), [json.loads(case)])  # fmt: skip
+    return joined([rank]), norm, value
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_cut_equals_whole(axes: dict[str, int]) -> None:
+    cases: list[dict[str, Any]] = [{"model": name} for name in MODELS]
+    if "replicate" in axes:  # whose copies leave out other classes
+        shards = ("none", "optimizer", "weights") if "tensor" in axes else ("weights",)
+        cases = [{"model": name, "shard": shard} for name in ("dit", "flux, guided") for shard in shards]
+        cases += [{"model": "flux, again", "shard": "weights"}]
+    for case, *ranks in zip(cases, *on_ranks(axes, trained, cases)):
+        right, norm, value = by_one_rank(json.dumps({"model": case["model"]}))
+        found = joined([rank[0] for rank in ranks])
+        assert found.keys() == right.keys()
+        for name, expected in right.items():
+            most = 1e-12 * max(1.0, np.abs(expected).max())
+            np.testing.assert_allclose(found[name], expected, rtol=0, atol=most, err_msg=f"{case} {name}")
+        assert all(abs(rank[1] - norm) < 1e-11 * norm for rank in ranks), case
+        assert abs(sum(rank[2] for rank in ranks) / len(ranks) - value) < 1e-11, case
+
+
+def refused(mesh: Mesh) -> list[str]:
+    found = []
+    for name, changes in (("dit", {"heads": 3, "head": 4}), ("flux", {"heads": 3})):
+        try:
+            parallelize(DiT(DiTConfig(**DIT | changes)) if name == "dit" else Flux(FluxConfig(**FLUX | changes)), mesh)
+        except MeshError as problem:
+            found.append(str(problem))
+    return found
+
+
+def test_heads_that_do_not_divide_are_refused() -> None:
+    for told in on_ranks({"tensor": 2}, refused):
+        assert told == ["mesh.tensor is 2, which does not divide 3 heads; take a divisor of them"] * 2

@@ -1,0 +1,228 @@
+"""Folders as diffusers has them: what is wrong with one is told, what is written is read again."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from hpcai.errors import CheckpointError, ConfigError
+from hpcai.models.diffusion import VAE, Condition, UNet, UNetConfig, VAEConfig, load_network, read_folder, save_folder
+from tests.stored import DATA, arrays
+
+HOME = DATA / "diffusion" / "broken"
+FILE, CONFIG = "diffusion_pytorch_model.safetensors", "config.json"
+CONV = "mid_block.resnets.0.conv1.weight"
+
+
+def configured(**words: Any) -> Callable[[Path], None]:
+    """Changes settings of a folder; ... takes one away."""
+
+    def change(folder: Path) -> None:
+        found = json.loads((folder / CONFIG).read_text()) | words
+        (folder / CONFIG).write_text(json.dumps({key: value for key, value in found.items() if value is not ...}))
+
+    return change
+
+
+def weighed(change: Callable[[dict[str, Tensor]], Any]) -> Callable[[Path], None]:
+    """Changes weights of a folder."""
+
+    def write(folder: Path) -> None:
+        state = load_file(folder / FILE)
+        change(state)
+        save_file(state, folder / FILE, {"format": "pt"})
+
+    return write
+
+
+def written(change: Callable[[bytes], bytes], name: str = FILE) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes())) and None
+
+
+def not_finite(state: dict[str, Tensor]) -> None:
+    state[CONV].view(-1)[7] = float("nan")
+
+
+def renamed(state: dict[str, Tensor]) -> None:
+    state["conv_norm_ou.weight"] = state.pop("conv_norm_out.weight")
+
+
+FAULTS: dict[str, tuple[Callable[[Path], Any], type[Exception], tuple[str, ...]]] = {
+    "a missing tensor": (weighed(lambda x: x.pop(CONV)), CheckpointError, (FILE, f"has no {CONV}")),
+    "a tensor too many": (weighed(lambda x: x.update(conv3=torch.ones(4))), CheckpointError, (FILE, "has conv3, for which")),
+    "a misspelt name": (weighed(renamed), CheckpointError, (FILE, "no conv_norm_out.weight", "has conv_norm_ou.weight")),
+    "another shape": (
+        weighed(lambda x: x.update({"conv_in.weight": x["conv_in.weight"][:, :3].clone()})), CheckpointError,
+        (FILE, "conv_in.weight is [4, 3, 3, 3]", "[4, 4, 3, 3]"),
+    ),
+    "other channels": (configured(block_out_channels=[6]), CheckpointError, (FILE, "the settings make it [6, 4, 3, 3]")),
+    "other inputs": (configured(in_channels=5), CheckpointError, (FILE, "conv_in.weight", "the settings make it [4, 5, 3, 3]")),
+    "other tokens": (configured(cross_attention_dim=6), CheckpointError, (FILE, "attn2.to_k.weight is [4, 4]", "[4, 6]")),
+    "levels of two numbers": (
+        configured(down_block_types=["CrossAttnDownBlock2D", "DownBlock2D"]), ConfigError,
+        (CONFIG, "down_block_types has 2 values, block_out_channels 1"),
+    ),
+    "groups": (configured(norm_num_groups=3), ConfigError, (CONFIG, "norm_num_groups is 3", "does not divide 4")),
+    "heads": (configured(attention_head_dim=[3]), ConfigError, (CONFIG, "attention_head_dim is 3", "does not divide 4")),
+    "no number": (configured(norm_num_groups="2"), ConfigError, (CONFIG, "norm_num_groups is 2")),
+    "another type": (configured(in_channels=4.5), ConfigError, (CONFIG, "inputs")),
+    "a setting that is missing": (configured(in_channels=...), CheckpointError, (CONFIG, "has no 'in_channels'")),
+    "another class": (configured(_class_name="UNet3DConditionModel"), ConfigError, (CONFIG, "UNet3DConditionModel", "UNet2DModel")),
+    "a class that is no word": (configured(_class_name=[1]), ConfigError, (CONFIG, "_class_name is [1]")),
+    "channels that are no list": (configured(block_out_channels=4), ConfigError, (CONFIG,)),
+    "not finite": (weighed(not_finite), CheckpointError, (FILE, CONV, "not finite")),
+    "integers": (
+        weighed(lambda x: x.update({"conv_out.bias": torch.ones(4, dtype=torch.int32)})), CheckpointError,
+        (FILE, "conv_out.bias holds int32"),
+    ),
+    "data cut off": (written(lambda data: data[:-100]), CheckpointError, (FILE, "damaged")),
+    "a header cut off": (written(lambda data: data[:9032]), CheckpointError, (FILE, "damaged")),
+    "an absurd header": (written(lambda data: (1 << 60).to_bytes(8, "little") + data[8:]), CheckpointError, (FILE, "damaged")),
+    "a header that is no JSON": (written(lambda data: data[:8] + b"#" + data[9:]), CheckpointError, (FILE, "damaged")),
+    "an empty file": (written(lambda data: b""), CheckpointError, (FILE, "damaged")),
+    "a pointer": (
+        written(lambda data: b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 36760\n"), CheckpointError,
+        (FILE, "git lfs pull"),
+    ),
+    "no settings": (lambda folder: (folder / CONFIG).unlink(), CheckpointError, (CONFIG, "no settings of a network")),
+    "settings cut off": (written(lambda text: text[: len(text) // 2], CONFIG), CheckpointError, (CONFIG, "no settings")),
+    "no weights": (lambda folder: (folder / FILE).unlink(), CheckpointError, (FILE, "No such file")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_wrong_with_a_folder_is_told(fault: str, tmp_path: Path) -> None:
+    damage, kind, texts = FAULTS[fault]
+    folder = shutil.copytree(HOME / "ok", tmp_path / "net")
+    damage(folder)
+    for read in (read_folder, load_network):
+        with pytest.raises(kind) as told:
+            read(folder)
+        assert all(text in str(told.value) for text in (str(folder), *texts)), told.value
+
+
+@pytest.mark.parametrize("folder", ["ok", "ok_sharded"])
+def test_good_folders_are_read(folder: str) -> None:
+    io = {name: torch.from_numpy(array) for name, array in arrays("diffusion/broken/ok_io").items()}
+    net = load_network(HOME / folder)
+    with torch.no_grad():
+        y = net(io["sample"], io["timestep"], Condition(tokens=io["encoder_hidden_states"]))
+    np.testing.assert_allclose(y, io["out_f32"], rtol=0, atol=2e-5)
+    assert not net.training and net.conv_in.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_what_is_wrong_with_several_files_is_told(tmp_path: Path) -> None:
+    folder = shutil.copytree(HOME / "ok_sharded", tmp_path / "net")
+    index = folder / f"{FILE}.index.json"
+    whole = json.loads(index.read_text())
+    files = sorted(set(whole["weight_map"].values()))
+    index.write_text(json.dumps({"weight_map": whole["weight_map"] | {"conv_in.bias": files[1]}}))
+    with pytest.raises(CheckpointError, match=rf"index.json: conv_in.bias is not in {files[1]}, as the index says"):
+        read_folder(folder)
+    index.write_text("[]")
+    with pytest.raises(CheckpointError, match="expected a weight_map"):
+        read_folder(folder)
+    index.write_text(json.dumps(whole))
+    (folder / files[1]).unlink()
+    with pytest.raises(CheckpointError, match=files[1]):
+        read_folder(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("act_fn", "gelu"), ("center_input_sample", True), ("class_embed_type", "timestep"), ("downsample_padding", 0),
+        ("flip_sin_to_cos", False), ("freq_shift", 1), ("resnet_time_scale_shift", "scale_shift"), ("only_cross_attention", [True]),
+        ("transformer_layers_per_block", 2), ("time_embedding_dim", 64), ("mid_block_type", "UNetMidBlock2D"),
+        ("addition_embed_type", "text_time"), ("num_attention_heads", 2), ("of_a_later_version", "something"),
+        ("up_block_types", ["UpBlock2D"]), ("down_block_types", ["AttnDownBlock2D"]),
+    ],
+)  # fmt: skip
+def test_settings_that_no_network_here_honours_are_named(name: str, value: Any, tmp_path: Path) -> None:
+    folder = shutil.copytree(HOME / "ok", tmp_path / "net")
+    configured(**{name: value})(folder)
+    with pytest.raises(ConfigError, match=rf"config.json: {name} "):
+        read_folder(folder)
+
+
+def test_settings_that_say_nothing_new_are_read(tmp_path: Path) -> None:
+    folder = shutil.copytree(HOME / "ok", tmp_path / "net")
+    words = {"of_a_later_version": None, "_name_or_path": "x", "layers_per_block": [1], "cross_attention_dim": [4], "act_fn": ...}
+    configured(only_cross_attention=[False], upcast_attention=True, attention_head_dim=2, **words)(folder)
+    assert read_folder(folder)[0] == read_folder(HOME / "ok")[0]
+
+
+SMALL: dict[str, Any] = {"channels": (8, 12), "groups": 4, "blocks": 1}
+NETS = {
+    "cross": UNetConfig(**SMALL, attention=("none", "cross"), heads=(2, 3), tokens=6, classes=3),
+    "self": UNetConfig(**SMALL, attention=("none", "self"), middle="self", heads=(1, 3), tokens=None, field=2, dropout=0.1),
+    "none": UNetConfig(**SMALL, attention=("none", "none"), middle="none", heads=(1, 1), tokens=None),
+    "vae": VAEConfig(**SMALL, latents=2, shift=0.5, scale=0.3, quantised=False, attention=False),
+}
+
+
+@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("shard", [10**9, 5000])
+def test_what_is_written_is_read_again(name: str, shard: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    cfg = NETS[name]
+    net = UNet(cfg) if isinstance(cfg, UNetConfig) else VAE(cfg)
+    save_folder(net.state_dict(), cfg, tmp_path, shard)
+    again = load_network(tmp_path)
+    assert again.cfg.model_dump(exclude={"zero"}) == cfg.model_dump(exclude={"zero"}) and type(again) is type(net)
+    assert all(torch.equal(own, net.state_dict()[key]) for key, own in again.state_dict().items())
+    assert len(list(tmp_path.glob("*.safetensors"))) == 1 if shard == 10**9 else (tmp_path / f"{FILE}.index.json").exists()
+
+
+def test_a_folder_is_written_over_whole(tmp_path: Path) -> None:
+    net = UNet(NETS["none"])  # type: ignore[arg-type]
+    save_folder(net.state_dict(), net.cfg, tmp_path, 5000)
+    with torch.no_grad():
+        net.conv_in.bias.add_(1.0)  # type: ignore[union-attr, operator]
+    save_folder(net.state_dict(), net.cfg, tmp_path)
+    assert torch.equal(load_network(tmp_path).conv_in.bias, net.conv_in.bias)
+
+
+def test_attention_as_convolutions_and_under_older_names_is_read(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    unet = UNet(NETS["cross"])  # type: ignore[arg-type]
+    save_folder(unet.state_dict(), unet.cfg, tmp_path / "unet")
+    weighed(lambda x: x.update({n: w[..., None, None] for n, w in x.items() if n.endswith(("proj_in.weight", "proj_out.weight"))}))(
+        tmp_path / "unet"
+    )
+    configured(use_linear_projection=...)(tmp_path / "unet")
+    vae = VAE(VAEConfig(**SMALL))
+    save_folder(vae.state_dict(), vae.cfg, tmp_path / "vae")
+    older = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
+
+    def rename(state: dict[str, Tensor]) -> None:
+        for name in [name for name in state if "attentions" in name]:
+            part = next((new for new in older if new in name), None)
+            if part is not None:
+                tensor = state.pop(name)
+                state[name.replace(part, older[part])] = tensor[..., None, None] if tensor.ndim == 2 else tensor
+
+    weighed(rename)(tmp_path / "vae")
+    for net, folder in ((unet, "unet"), (vae, "vae")):
+        state: Any = net.state_dict()
+        assert all(torch.equal(own, state[name]) for name, own in load_network(tmp_path / folder).state_dict().items())
+
+
+def test_networks_that_diffusers_has_no_class_for_are_not_written(tmp_path: Path) -> None:
+    words: dict[str, Any] = {**SMALL, "attention": ("none", "self"), "middle": "self", "heads": (1, 3), "tokens": None}
+    for change, text in (
+        ({"dims": 3}, "dims 3"), ({"periodic": (True, False)}, "periodic"), ({"parameters": 2}, "parameters"),
+        ({"attention_groups": 2}, "attention_groups 2 beside groups 4"), ({"attention": ("self", "self")}, "heads"),
+        ({"attention": ("none", "cross"), "tokens": 4}, "in the middle"),
+    ):  # fmt: skip
+        cfg = UNetConfig(**(words | change))
+        with pytest.raises(CheckpointError, match=text):
+            save_folder(UNet(cfg).state_dict(), cfg, tmp_path / "net")
+        assert not (tmp_path / "net").exists()
