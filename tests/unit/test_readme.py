@@ -12,6 +12,7 @@ import torch
 
 from hpcai.models.cosmoflow import CosmoFlow, CosmoFlowConfig
 from hpcai.models.deepcam import VARIABLES, DeepCam, DeepCamConfig
+from hpcai.models.diffusion import Diffusion, DiffusionConfig
 from hpcai.models.openfold import OpenFold, OpenFoldConfig
 from hpcai.models.openfold.structures import write_structure
 from hpcai.models.unet3d import UNet3D, UNet3DConfig
@@ -59,6 +60,19 @@ def test_the_cells_of_pages_run(runs: Path) -> None:
     assert run_cells("apps/deepcam/README.md", 1, {"fields": fields})["masks"]["tropical cyclone"].shape == (40, 50)
     scan = np.random.default_rng(0).normal(0, 100, (8, 30, 30))
     assert run_cells("apps/unet3d/README.md", 1, {"scan": scan})["organs"]["kidney"].shape == scan.shape
+
+
+def test_the_cell_of_the_diffusion_page_runs(runs: Path) -> None:
+    network = {"inputs": 1, "outputs": 1, "field": 1, "tokens": None, "channels": (8,), "blocks": 1, "attention": ("none",)}
+    about = {"names": ("density",), "units": ("mean",), "mean": (-0.3,), "deviation": (1.2,), "floor": 0.05, "factor": 4}
+    cfg = DiffusionConfig.model_validate({
+        "unet": {**network, "middle": "none", "heads": (1,), "groups": 4}, "size": (1, 64, 64), "fields": about,
+        "objective": {"says": "flow"}, "sampler": {"method": "euler", "steps": 2},
+    })  # fmt: skip
+    (runs / "diffusion-small").mkdir()
+    Diffusion(cfg).save(runs / "diffusion-small/model.safetensors")
+    names = run_cells("apps/diffusion/README.md", 1, {"coarse": torch.rand(2, 1, 16, 16) + 0.5})
+    assert names["density"].shape == (16, 2, 1, 64, 64)
 
 
 def test_the_cell_of_the_openfold_page_runs(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
