@@ -1,0 +1,95 @@
+"""One GPU: steps of diffusion models captured and not, with noise that is counted, in channels-last memory; and samples."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from hpcai import dist
+from hpcai.models import diffusion
+from hpcai.models.diffusion import Batch, Condition, Diffusion, DiffusionConfig
+from hpcai.settings import StepConfig
+from hpcai.train.step import Step
+from tests.gpu.machine import DEVICE, GRAPH, cuda_alone, nothing_waits, precisely
+
+UNET: dict[str, Any] = {
+    "inputs": 2, "outputs": 2, "field": 2, "tokens": None, "channels": (16, 32), "blocks": 1, "attention": ("none", "self"),
+    "middle": "self", "heads": (1, 2), "groups": 4, "periodic": (True, False), "zero": False,
+}  # fmt: skip
+NETWORKS: dict[str, dict[str, Any]] = {
+    "maps": {"unet": UNET},
+    "volumes": {"unet": {**UNET, "dims": 3, "periodic": (True,) * 3, "attention": ("none", "none"), "patch": 2}},
+    "dit": {"unet": None, "dit": {"inputs": 2, "outputs": 2, "size": 16, "layers": 2, "heads": 2, "head": 16, "classes": 5}},
+    "flux": {
+        "unet": None,
+        "flux": {"inputs": 8, "double": 1, "single": 1, "heads": 2, "head": 16, "tokens": 16, "pooled": 16, "turned": (4, 6, 6)},
+    },
+}  # fmt: skip
+FLOW = {"objective": {"says": "flow", "times": "logit_normal"}, "sampler": {"method": "heun", "steps": 3}}
+
+
+def model(network: str) -> Diffusion:
+    torch.manual_seed(0)
+    return Diffusion(DiffusionConfig.model_validate({**NETWORKS[network], **FLOW}), seed=5)
+
+
+def batch(network: str, number: int) -> Batch:
+    draw = torch.Generator().manual_seed(number)
+    sides = (16,) * (3 if network == "volumes" else 2)
+    sample = torch.randn(4, 2, *sides, generator=draw)
+    counted = torch.arange(4) + 4 * number
+    parts: dict[str, Any] = {
+        "maps": {"field": torch.randn(4, 2, 4, 4, generator=draw)},
+        "volumes": {"field": torch.randn(4, 2, 4, 4, 4, generator=draw)},
+        "dit": {"classes": torch.arange(4)},
+        "flux": {"tokens": torch.randn(4, 5, 16, generator=draw), "pooled": torch.randn(4, 16, generator=draw)},
+    }[network]
+    whole = Batch(sample, counted, torch.full((4,), number), **parts)
+    return Batch(*(None if x is None else x.to(DEVICE) for x in whole))
+
+
+def new_step(network: str, **words: Any) -> Step:
+    return Step(model(network), diffusion.loss, StepConfig(lr=1e-3, clip=1.0, **words), dist.alone(DEVICE), graph=GRAPH)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-params"])
+@pytest.mark.parametrize("network", NETWORKS)
+def test_captured_is_eager(network: str, precision: str) -> None:
+    precisely()
+    steps = [new_step(network, precision=precision, capture=how, average_half_life=100.0) for how in ("none", "whole")]
+    for number in range(5):
+        one, other = (float(step(batch(network, number))["loss"]) for step in steps)
+        assert other == pytest.approx(one, rel=1e-4 if precision == "fp32" else 2e-2)
+    assert steps[1]._capture is not None and steps[1]._capture.recorded() == 1
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_a_step_is_that_of_a_cpu(network: str) -> None:
+    precisely()
+    step = new_step(network)
+    alone = Step(model(network), diffusion.loss, StepConfig(lr=1e-3, clip=1.0), dist.alone(torch.device("cpu")))
+    for number in range(3):
+        own = batch(network, number)
+        there = Batch(*(None if x is None else x.cpu() for x in own))
+        assert float(step(own)["loss"]) == pytest.approx(float(alone(there)["loss"]), rel=1e-3)
+
+
+@cuda_alone
+@pytest.mark.parametrize("network", NETWORKS)
+def test_a_step_waits_for_nothing(network: str) -> None:
+    step, given = new_step(network, precision="bf16"), batch(network, 0)
+    for _ in range(3):
+        step(given)
+    with nothing_waits():
+        step(given)
+
+
+@pytest.mark.parametrize("network", ["maps", "volumes"])
+def test_members_are_those_of_a_cpu(network: str) -> None:
+    precisely()
+    own, there = model(network).to(DEVICE), model(network)
+    field = batch(network, 1).field
+    assert field is not None
+    size = tuple(batch(network, 1).sample.shape[1:])
+    found = own.sample(Condition(field=field), 2, size=size).cpu()
+    torch.testing.assert_close(found, there.sample(Condition(field=field.cpu()), 2, size=size), rtol=0, atol=2e-3)
