@@ -84,14 +84,16 @@ def test_cut_equals_whole_in_eighths(axes: dict[str, int], sequence: bool) -> No
         np.testing.assert_allclose(found[name], right, rtol=1e-12, err_msg=name)
 
 
-def read(mesh: Mesh, products: str) -> tuple[Pieces, list[float]]:
+def read(mesh: Mesh, products: str, shard: str = "none") -> tuple[Pieces, list[float]]:
     """A language model after three steps, and its losses."""
     with deferred(0):
         sizes: dict[str, Any] = {"vocabulary": 61, "width": 64, "layers": 2, "heads": 4, "inner": 128, "positions": 32}
         model = llm.parallelize(LLM(LLMConfig(**sizes, recompute="selective")), mesh)
     words: dict[str, Any] = {"precision": "fp64", "products": products, "optimizer": "sgd", "lr": 0.1, "capture": "none"}
+    words["shard"] = shard
     step = Step(model, llm.loss, StepConfig(**words, accumulate=2), mesh, act=llm.stages(model, mesh))
     rows = torch.randint(0, 61, (4, 33), generator=torch.Generator().manual_seed(0))
+    rows = rows.chunk(mesh["replicate"].size)[mesh["replicate"].rank]
     found = [step(Batch(rows))["loss"] for _ in range(3)]
     return pieces(step), [float(total) / float(count) for total, count in found]
 
@@ -106,6 +108,15 @@ def test_a_cut_language_model_learns_in_eighths_as_the_whole_one(axes: dict[str,
     weights = joined([[piece for piece in rank[0] if piece[0].endswith(" weight")] for rank in found])
     for name, value in joined([[piece for piece in right if piece[0].endswith(" weight")]]).items():
         assert np.abs(weights[name] - value).max() < 1e-4, name
+
+
+def test_divided_weights_multiply_in_eighths_as_whole_ones() -> None:
+    whole, *divided = (on_ranks({"replicate": 2}, read, "fp8", shard) for shard in ("none", "optimizer", "weights"))
+    right = joined([rank[0] for rank in whole])
+    for ranks in divided:
+        found = joined([rank[0] for rank in ranks])
+        assert found.keys() == right.keys()
+        assert all(np.abs(found[name] - value).max() < 1e-12 for name, value in right.items() if name.endswith(" weight"))
 
 
 def messages(mesh: Mesh, lora: LoRAConfig | None) -> list[str]:
