@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hpcai.models.diffusion.condition import Condition
 from hpcai.models.diffusion.config import ObjectiveConfig, SamplerConfig
-from hpcai.models.diffusion.objectives import Objective
+from hpcai.models.diffusion.prediction import Objective
 from hpcai.models.diffusion.samplers import drawn, plan, sample
 from tests.stored import arrays, told
 

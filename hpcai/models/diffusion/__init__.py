@@ -10,7 +10,7 @@ __getattr__, _names = lazy(
         ".load": ["load_network", "read_folder", "save_folder"],
         ".model": ["Diffusion"],
         ".objective": ["Batch", "ensemble", "loss", "score"],
-        ".objectives": ["Objective"],
+        ".prediction": ["Objective"],
         ".parallel": ["parallelize"],
         ".samplers": ["drawn", "sample"],
         ".unet": ["UNet"],

@@ -16,7 +16,7 @@ from hpcai.models.diffusion.config import DiffusionConfig, DiTConfig, FieldsConf
 from hpcai.models.diffusion.dit import DiT
 from hpcai.models.diffusion.flux import Flux
 from hpcai.models.diffusion.noise import START, STEPS, numbers
-from hpcai.models.diffusion.objectives import Objective
+from hpcai.models.diffusion.prediction import Objective
 from hpcai.models.diffusion.samplers import plan, sample
 from hpcai.models.diffusion.unet import UNet
 from hpcai.nn.weights import Portable

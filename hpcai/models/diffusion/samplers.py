@@ -19,7 +19,7 @@ from torch import Tensor
 from hpcai.errors import ConfigError
 from hpcai.models.diffusion.condition import NOTHING, Condition
 from hpcai.models.diffusion.config import SamplerConfig
-from hpcai.models.diffusion.objectives import Objective
+from hpcai.models.diffusion.prediction import Objective
 
 Network = Callable[[Tensor, Tensor, Condition], Tensor]
 Fresh = Callable[[int], Tensor]

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hpcai.errors import ConfigError
 from hpcai.models.diffusion.condition import NOTHING, Condition
 from hpcai.models.diffusion.config import ObjectiveConfig, SamplerConfig
-from hpcai.models.diffusion.objectives import Objective
+from hpcai.models.diffusion.prediction import Objective
 from hpcai.models.diffusion.samplers import SPACINGS, drawn, plan, sample
 
 SHAPE = (3, 2, 4, 5)

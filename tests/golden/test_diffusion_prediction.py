@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hpcai.models.diffusion.config import ObjectiveConfig
-from hpcai.models.diffusion.objectives import Noised, Objective, kept, weights
+from hpcai.models.diffusion.prediction import Noised, Objective, kept, weights
 from hpcai.models.diffusion.samplers import flux_shift, guided, karras, shifted
 from tests.stored import arrays, check_thinned, told
 

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hpcai.config import load
 from hpcai.errors import ConfigError
 from hpcai.models.diffusion.config import ObjectiveConfig
-from hpcai.models.diffusion.objectives import Objective
+from hpcai.models.diffusion.prediction import Objective
 
 SAYS = ["epsilon", "v", "x0", "edm", "flow"]
 
