@@ -44,12 +44,8 @@ class Maps(Samples):
     ``part``: the box of each map that this process holds."""
 
     def __init__(self, rows: Rows, count: int | None = None, part: Sequence[slice] = ()) -> None:
-        super().__init__(rows)
+        super().__init__(rows, count)
         self._part = part
-        self._count = len(rows) if count is None else min(count, len(rows))
-
-    def __len__(self) -> int:
-        return self._count
 
     def where(self, index: int, epoch: int) -> Where | None:
         return {"fields": self._part, "mask": self._part} if self._part else None

@@ -10,17 +10,17 @@ from hpcai import config
 
 
 def main(cfg: Config) -> None:
-    from apps.diffusion.data import fields, write_ensembles
+    from apps.diffusion.data import network, samples, write_ensembles
     from hpcai import dist, train
     from hpcai.models import diffusion
 
     with (
         dist.start(cfg.mesh) as mesh,
         train.Run("diffusion", cfg, mesh) as run,
-        fields(cfg, mesh) as (training, validation, drawn, shape),
+        samples(cfg, mesh) as (training, validation, drawn, shape),
     ):
         with train.seeds(cfg.train.seed):
-            model = diffusion.parallelize(diffusion.Diffusion(shape, cfg.train.seed), mesh)
+            model = network(cfg, shape, mesh)
         step = train.Step(model, diffusion.loss, cfg.step, mesh)
         result = train.fit(step, training, cfg.train, validation=validation, evaluate=diffusion.score, run=run)
         members = partial(diffusion.ensemble, members=cfg.data.members)

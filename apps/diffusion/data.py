@@ -1,19 +1,25 @@
-"""Fields as samples, each with its coarse counterpart.   B samples, C channels, S and s places along each dim, P parameters"""
+"""Fields as samples, each with its coarse counterpart, and the loaders of a run.
+
+B samples, C channels, S and s places along each dim, P parameters
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from apps.diffusion import latents
 from apps.diffusion.settings import Config
 from hpcai.data import Loader, Rows
+from hpcai.data.loader import Source
 from hpcai.data.splits import Samples, by_shard, load, loaders, open_split
 from hpcai.dist import Mesh
 from hpcai.errors import DataError
-from hpcai.models.diffusion import Batch, DiffusionConfig, FieldsConfig
+from hpcai.models.diffusion import Batch, Diffusion, DiffusionConfig, FieldsConfig, load_later, parallelize
 
 _HELD: dict[str, Any] = {"shuffle": False, "last": "keep"}
 
@@ -22,16 +28,13 @@ class Fields(Samples):
     """Fields of one split: high [C, *S], and of low [C, *s] and parameters [P] what the model is conditioned on, float32. ``turn``
     seeds a random shift and turn of each, a pure function of (seed, epoch, index). ``count``: the first of them only."""
 
-    def __init__(self, rows: Rows, turn: int | None, count: int | None = None) -> None:
-        super().__init__(rows)
-        self.turn, self._count = turn, len(rows) if count is None else min(count, len(rows))
+    def __init__(self, rows: Rows, turn: int | None = None, count: int | None = None) -> None:
+        super().__init__(rows, count)
+        self.turn = turn
         if turn is not None:
             about = rows.about
             self._periodic, self._factor = about["periodic"], about["factor"]
             self._alike = all(self._periodic) and len({*about["box"]}) == 1 and len(about["channels"]) == 1
-
-    def __len__(self) -> int:
-        return self._count
 
     def make(self, values: dict[str, Any], index: int, epoch: int) -> Batch:
         high, low = values["high"], values.get("low")
@@ -56,31 +59,35 @@ class Fields(Samples):
 
 
 @contextmanager
-def fields(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any, DiffusionConfig]]:
+def samples(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any, DiffusionConfig]]:
     """Loaders for training (None on processes that only evaluate), validation and ensembles, and the model's settings completed by
     what the data know."""
+    encoded = latents.about(cfg.data.directory / "train")
     train, validation = rows_of(cfg, "train", mesh), rows_of(cfg, "validation", mesh)
+    source: Any = latents.Encoded if encoded else Fields
     seed, data = cfg.train.seed, cfg.data
     words: dict[str, Any] = {"name": "train", "seed": seed, "accumulate": cfg.step.accumulate}
     words |= by_shard(train, data, data.batch, seed)
-    turn = seed if data.turn else None
+    turned = {} if encoded or not data.turn else {"turn": seed}
     with loaders(
         mesh,
-        lambda: load(Fields(train, turn), data.batch, data, mesh, **words),
-        lambda: load(Fields(validation, None), data.evaluation_batch, data, mesh, **_HELD, name="validation"),
-        (lambda: _spread(Fields(validation, None, data.drawn), cfg, mesh)) if data.drawn else None,
+        lambda: load(source(train, **turned), data.batch, data, mesh, **words),
+        lambda: load(source(validation), data.evaluation_batch, data, mesh, **_HELD, name="validation"),
+        (lambda: _spread(source(validation, count=data.drawn), cfg, mesh)) if data.drawn else None,
     ) as (training, held_out, drawn):
-        yield training, held_out, drawn, completed(cfg, train)
+        yield training, held_out, drawn, latents.completed(cfg, train) if encoded else completed(cfg, train)
 
 
-def _spread(source: Fields, cfg: Config, mesh: Mesh) -> Loader:
+def _spread(source: Source, cfg: Config, mesh: Mesh) -> Loader:
     """A sample at a time for each copy: an ensemble of it is a batch."""
     return load(source, mesh["replicate"].size, cfg.data, mesh, **_HELD, name="drawn")
 
 
 def rows_of(cfg: Config, split: str, mesh: Mesh) -> Rows:
-    """Of the fields those that the model is conditioned on."""
-    data, network = cfg.data, cfg.model.network
+    """Of the fields those that the model is conditioned on, or of latents their texts."""
+    data, network, shards = cfg.data, cfg.model.network, cfg.data.shards if split == "train" else 1
+    if latents.about(data.directory / split):
+        return open_split(data.directory / split, latents.layouts(cfg, data.directory / split), latents.REMEDY, data, mesh, shards)
     remedy = f"make data with: python -m data_prep.fields simulate {data.directory} --kind matter, or set data.directory"
     dims = getattr(network, "dims", 2)
     layouts: dict[str, Any] = {"high": ("float32", (network.inputs, *(None,) * dims))}
@@ -88,7 +95,7 @@ def rows_of(cfg: Config, split: str, mesh: Mesh) -> Rows:
         layouts["low"] = ("float32", (network.field, *(None,) * dims))
     if getattr(network, "parameters", 0):
         layouts["parameters"] = ("float32", (network.parameters,))
-    return open_split(data.directory / split, layouts, remedy, data, mesh, data.shards if split == "train" else 1)
+    return open_split(data.directory / split, layouts, remedy, data, mesh, shards)
 
 
 def completed(cfg: Config, rows: Rows) -> DiffusionConfig:
@@ -111,6 +118,14 @@ def completed(cfg: Config, rows: Rows) -> DiffusionConfig:
         high=tuple(about["high"]), parameter_units=tuple(about["units"]),
     )  # fmt: skip
     return model.model_copy(update={"size": size, "fields": fields})
+
+
+def network(cfg: Config, shape: DiffusionConfig, mesh: Mesh) -> Diffusion:
+    """The model over the mesh, of random weights or those that ``cfg.start`` names, to be built within ``train.seeds``."""
+    model = Diffusion(shape, cfg.train.seed)
+    latents.tell_nothing(model, cfg.data.directory)
+    cut = partial(parallelize, mesh=mesh)
+    return cut(model) if cfg.start.weights is None else load_later(model, cfg.start.weights, cut)
 
 
 def write_ensembles(path: Path, rows: dict[str, torch.Tensor], model: DiffusionConfig) -> None:

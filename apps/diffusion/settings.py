@@ -5,13 +5,13 @@ from typing import Annotated
 
 from pydantic import Field
 
-from hpcai.config import Positive
+from hpcai.config import Positive, Settings
 from hpcai.models.diffusion import DiffusionConfig
-from hpcai.settings import LoaderConfig, MeshConfig, ReportConfig, RunConfig, ScheduleConfig, StepConfig, TrainConfig
+from hpcai.settings import LoaderConfig, MeshConfig, ReportConfig, RunConfig, ScheduleConfig, StepConfig, Tensor, TrainConfig
 
 
 class DataConfig(LoaderConfig):
-    """Fields on disk, as ``data_prep.fields`` makes them, and how they are read."""
+    """Fields on disk, as ``data_prep.fields`` makes them, or latents, as ``data_prep.latents`` does, and how they are read."""
 
     directory: Path = Path("datasets/fields")
     """folder with train/ and validation/"""
@@ -20,23 +20,33 @@ class DataConfig(LoaderConfig):
     evaluation_batch: Positive = 64
     """samples per evaluation batch, over all processes"""
     turn: bool = True
-    """shift each sample at random along periodic dims, anew in every epoch; where all dims are periodic and alike also turn it"""
+    """shift each field at random along periodic dims, anew in every epoch; where all dims are periodic and alike also turn it"""
     drawn: Annotated[int, Field(ge=0)] = 16
     """validation samples for whose conditions the trained model draws ensembles"""
     members: Annotated[int, Field(ge=2)] = 16
     """of each ensemble"""
+    vae: Path | None = None
+    """folder of the autoencoder that made latents, with which the report shows images"""
 
 
-class AxesConfig(MeshConfig):
-    """Copies of the model."""
+class StartConfig(Settings):
+    """Weights that training begins with, instead of random ones."""
+
+    weights: Path | None = None
+    """folder of a network as diffusers has it, such as a U-Net's, or a file or folder of ours"""
+
+
+class AxesConfig(MeshConfig, Tensor):
+    """Copies of the model, cut over ``tensor`` where it is a transformer."""
 
 
 class Config(RunConfig):
-    """A diffusion run on fields."""
+    """A diffusion run on fields or latents."""
 
     model: DiffusionConfig = DiffusionConfig()
     data: DataConfig = DataConfig()
     mesh: AxesConfig = AxesConfig()
+    start: StartConfig = StartConfig()
     step: StepConfig = StepConfig(
         optimizer="adamw", lr=1e-3, betas=(0.9, 0.99), clip=1.0, average=0.999,
         schedule=ScheduleConfig(unit="steps", warmup=100, decay="cosine", floor=0.02),

@@ -82,12 +82,8 @@ class Texts(Samples):
     whole = True
 
     def __init__(self, rows: Rows, about: About, documents: str, counts: str, count: int | None = None) -> None:
-        super().__init__(rows)
+        super().__init__(rows, count)
         self.about, self.apart, self.counts = about, documents == "apart", counts
-        self._count = len(rows) if count is None else min(count, len(rows))
-
-    def __len__(self) -> int:
-        return self._count
 
     def make(self, values: dict[str, Any], index: int, epoch: int) -> Batch:
         about, tokens, ends = self.about, np.asarray(values["tokens"], np.int64), np.asarray(values["ends"])

@@ -82,12 +82,8 @@ class Frames(Samples):
     def __init__(
         self, rows: Rows, model: DimeNetConfig, parts: int = 1, ladder: Ladder | None = None, count: int | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(rows)
+        super().__init__(rows, count)
         self.model, self.parts, self.ladder = model, parts, ladder
-        self._count = len(rows) if count is None else min(count, len(rows))
-
-    def __len__(self) -> int:
-        return self._count
 
     def make(self, values: dict[str, Any], index: int, epoch: int) -> Frame:
         return frame(values, self.model, self.rows.describe(index))

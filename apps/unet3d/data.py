@@ -174,16 +174,9 @@ class Unchanged(NamedTuple):
 
 
 class Volumes(Samples):
-    """Whole volumes, of any sizes; a batch is a list of them. ``count``: the first of them only."""
+    """Whole volumes, of any sizes; a batch is a list of them."""
 
     whole = True  # a cut copy gives each process its part of a window later
-
-    def __init__(self, rows: Rows, count: int | None = None) -> None:
-        super().__init__(rows)
-        self._count = len(rows) if count is None else min(count, len(rows))
-
-    def __len__(self) -> int:
-        return self._count
 
     def windows(self, index: int, model: UNet3DConfig) -> int:
         """How many windows it takes to see a volume."""

@@ -22,15 +22,16 @@ logger = logging.getLogger(__name__)
 
 class Samples:
     """A split as samples: a row's values by name, or what a subclass makes of them. What it reads of a row may depend on index and
-    epoch, and on the place of this process in a cut copy of the model, unless a subclass says that it is ``whole``."""
+    epoch, and on the place of this process in a cut copy of the model, unless a subclass says that it is ``whole``. ``count``: the
+    first of them only."""
 
     whole = False
 
-    def __init__(self, rows: Rows) -> None:
-        self.rows = rows
+    def __init__(self, rows: Rows, count: int | None = None) -> None:
+        self.rows, self._count = rows, len(rows) if count is None else min(count, len(rows))
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return self._count
 
     @property
     def identity(self) -> str:

@@ -1,13 +1,21 @@
 """Diffusion and flow matching: networks that take noise away, and autoencoders of what they see."""
 
 from hpcai.lazy import lazy
-from hpcai.models.diffusion.config import DiffusionConfig, FieldsConfig, ObjectiveConfig, SamplerConfig, UNetConfig, VAEConfig
+from hpcai.models.diffusion.config import (
+    DiffusionConfig,
+    FieldsConfig,
+    LatentsConfig,
+    ObjectiveConfig,
+    SamplerConfig,
+    UNetConfig,
+    VAEConfig,
+)
 
 __getattr__, _names = lazy(
     __name__,
     {
         ".condition": ["NOTHING", "Condition"],
-        ".load": ["load_network", "read_folder", "save_folder"],
+        ".load": ["load_later", "load_network", "read_folder", "save_folder"],
         ".model": ["Diffusion"],
         ".objective": ["Batch", "ensemble", "loss", "score"],
         ".prediction": ["Objective"],
@@ -17,4 +25,6 @@ __getattr__, _names = lazy(
         ".vae": ["VAE", "Latents"],
     },
 )
-__all__ = ["DiffusionConfig", "FieldsConfig", "ObjectiveConfig", "SamplerConfig", "UNetConfig", "VAEConfig", *_names]
+__all__ = [
+    "DiffusionConfig", "FieldsConfig", "LatentsConfig", "ObjectiveConfig", "SamplerConfig", "UNetConfig", "VAEConfig", *_names,
+]  # fmt: skip

@@ -263,6 +263,22 @@ class FieldsConfig(Settings):
     parameter_units: tuple[str, ...] = ()
 
 
+class LatentsConfig(Settings):
+    """What latents are that a network sees in place of images, and the texts that it is conditioned on."""
+
+    scale: Length = 0.18215
+    shift: float = 0.0
+    """it sees (latent - shift) * scale"""
+    vae: str = ""
+    """which autoencoder made them"""
+    tokens: tuple[Positive, Positive] | None = None
+    """how many tokens a text has, and their channels"""
+    pooled: Positive | None = None
+    """channels of a whole text"""
+    encoders: tuple[str, ...] = ()
+    """which networks made texts"""
+
+
 class DiffusionConfig(Settings):
     """A network, one of three kinds, and what it says."""
 
@@ -273,7 +289,8 @@ class DiffusionConfig(Settings):
     sampler: SamplerConfig = SamplerConfig()
     """how samples are drawn where nothing else is said"""
     unconditional: Rate = 0.0
-    """share of training samples whose condition is left out, for guidance: zeros in place of fields and parameters, no class"""
+    """share of training samples whose condition is left out, for guidance: zeros in place of fields and parameters, no class, and
+    the empty text"""
     residual: Length | None = None
     """deviation of samples from the coarse field that they are conditioned on: the network then makes this difference, in units of
     it (Mardani et al. 2025); null: it makes samples"""
@@ -281,6 +298,8 @@ class DiffusionConfig(Settings):
     """channels and places of a sample that it was trained on; empty: the data say it"""
     fields: FieldsConfig | None = None
     """null: the data say it, or samples have no physical units"""
+    latents: LatentsConfig | None = None
+    """null: the data say it, or samples are no latents"""
 
     @model_validator(mode="after")
     def _one(self) -> Self:

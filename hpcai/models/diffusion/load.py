@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +19,16 @@ from hpcai.models.diffusion.others import from_config, to_config
 from hpcai.models.diffusion.unet import UNet
 from hpcai.models.diffusion.vae import VAE
 from hpcai.nn import weights
+from hpcai.nn.deferred import read_later
 from hpcai.nn.stored import store, stored
+
+if TYPE_CHECKING:
+    from hpcai.models.diffusion.model import Diffusion
 
 CONFIG, FILE = "config.json", "diffusion_pytorch_model.safetensors"
 _INDEX = f"{FILE}.index.json"
 _SHARD = 10_000_000_000  # bytes of a file
+_FREE = {"dropout", "recompute", "zero"}  # settings that a run may have otherwise than the weights that it begins with
 _VERSION = "0.42.1"  # of diffusers, whose words these are
 _OLDER = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}  # in older autoencoders
 _OLD_PART = re.compile(r"(.*\.attentions\.\d+)\.(query|key|value|proj_attn)\.(weight|bias)")
@@ -84,6 +89,26 @@ def load_network(path: str | Path) -> Any:
         tensor.copy_(state.pop(name))
     network.load_state_dict(lying, assign=True)
     return network.eval()
+
+
+def load_later(model: "Diffusion", path: str | Path, cut: Callable[["Diffusion"], Any]) -> "Diffusion":
+    """``model``, which is built in ``hpcai.nn.deferred``, cut by ``cut``, with weights that are read when they are made: those of
+    its network from a folder of diffusers, or all from a file of ours or the folder of a run. Of transformers each process reads
+    the part that it holds. Raises CheckpointError for weights that do not fit, before any is read."""
+    path = Path(path)
+    if not (path / CONFIG).is_file():
+        cut(model)
+        read_later(model, _file(path))
+        return model
+    found, asked = _settings(path)[1].model_dump(exclude=_FREE), model.cfg.network.model_dump()
+    weights.agree(path, found, asked)
+    if isinstance(model.network, UNet):  # some files have its products as convolutions
+        model.network = load_network(path).train()
+        cut(model)
+    else:
+        cut(model)
+        read_later(model.network, path / _INDEX if (path / _INDEX).exists() else path / FILE)
+    return model
 
 
 def save_folder(state: Mapping[str, Tensor], cfg: Settings, folder: str | Path, shard: int = _SHARD) -> None:
@@ -369,8 +394,7 @@ def load_weights(path: str | Path, cfg: DiffusionConfig | None = None) -> Any:
     the settings in it where it is given. Raises CheckpointError for weights that are damaged, not finite or without settings."""
     from hpcai.models.diffusion.model import Diffusion
 
-    path = Path(path)
-    path = path / "model.safetensors" if path.is_dir() else path
+    path = _file(path)
     state, found = weights.read(path, "diffusion", DiffusionConfig)
     if found is None:
         raise CheckpointError(f"{path}: weights without settings; expected a file that hpcai has written")
@@ -379,3 +403,8 @@ def load_weights(path: str | Path, cfg: DiffusionConfig | None = None) -> Any:
     if cfg is not None:
         weights.agree(path, found.model_dump(exclude={"sampler", "unconditional", "objective"}), cfg.model_dump())
     return weights.filled(Diffusion(cfg or found), state, path)
+
+
+def _file(path: str | Path) -> Path:
+    """That of a run's folder, or the path itself."""
+    return Path(path) / "model.safetensors" if Path(path).is_dir() else Path(path)

@@ -19,6 +19,7 @@ from hpcai.models.diffusion.noise import START, STEPS, numbers
 from hpcai.models.diffusion.prediction import Objective
 from hpcai.models.diffusion.samplers import plan, sample
 from hpcai.models.diffusion.unet import UNet
+from hpcai.models.diffusion.vae import Latents
 from hpcai.nn.weights import Portable
 
 _AT_ONCE = 64  # samples that are drawn together, where nothing else is said
@@ -39,6 +40,10 @@ class Diffusion(Portable):
         self.objective = Objective(self.cfg.objective)
         plan(self.objective, self.cfg.sampler)  # which says at once what does not go together
         self.network = _NETWORKS[type(self.cfg.network)](self.cfg.network)
+        latents = self.cfg.latents
+        for name in ("tokens", "pooled"):
+            size = getattr(latents, name, None)
+            self.register_buffer(f"no_{name}", None if size is None else torch.zeros(size))
 
     def forward(self, x: Tensor, time: Tensor, condition: Condition = NOTHING) -> Tensor:
         found: Tensor = self.network(x, time, condition)
@@ -54,9 +59,9 @@ class Diffusion(Portable):
 
         ``sampler``: by default that of the settings. ``size``: (C, *S) of a sample, where the settings do not know it.
         ``number`` [B]: those of the conditions, by default 0, 1, ...: a member depends on the seed, this number and the number of
-        the member, not on what is drawn beside it. ``nothing``: the condition of a sample that none is asked of, for guidance.
-        ``progress(done, of)`` is called after each step. Raises ConfigError for settings that do not go together or a size that is
-        not known, DataError for a condition that does not fit.
+        the member, not on what is drawn beside it. ``nothing``: the condition of a sample that none is asked of, for guidance; by
+        default what ``self.nothing`` says. ``progress(done, of)`` is called after each step. Raises ConfigError for settings that
+        do not go together or a size that is not known, DataError for a condition that does not fit.
         """
         given = [x for x in condition if x is not None]
         count, weight = len(given[0]) if given else 1, next(self.network.parameters())
@@ -67,6 +72,7 @@ class Diffusion(Portable):
         shape, cfg = self._size(condition, size), sampler or self.cfg.sampler
         pairs = torch.cartesian_prod(torch.arange(members), torch.arange(count)).view(-1, 2).to(weight.device)
         number, dtype = number.to(weight.device), torch.promote_types(weight.dtype, torch.float32)
+        compares = nothing is None and cfg.guidance != 1 and given
         parts, was, done, rounds = pairs.split(at_once), self.training, 0, -(-len(pairs) // at_once)
         found = []
         self.eval()
@@ -74,11 +80,12 @@ class Diffusion(Portable):
             for member, row in (part.unbind(1) for part in parts):
                 own = Condition(*(None if x is None else x.to(weight.device)[row] for x in condition))
                 noise = numbers(seed, START, number[row], member, shape, dtype=dtype)
+                none = self.nothing(own) if compares else nothing
 
                 def fresh(step: int, row: Tensor = row, member: Tensor = member) -> Tensor:
                     return numbers(seed, STEPS + step, number[row], member, shape, dtype=dtype)
 
-                states = sample(self, self.objective, cfg, noise, own, nothing, fresh)
+                states = sample(self, self.objective, cfg, noise, own, none, fresh)
                 while (state := next(states, None)) is not None:
                     x, done = state, done + 1
                     if progress is not None:
@@ -87,6 +94,32 @@ class Diffusion(Portable):
         finally:
             self.train(was)
         return torch.cat(found).view(members, count, *shape)
+
+    def seen(self, sample: Tensor, fresh: Callable[[torch.Size], Tensor] | None = None) -> Tensor:
+        """What the network sees of a sample of the data: of latents (draw - shift) * scale.   [B, 2C, h, w] -> [B, C, h, w]
+
+        ``fresh(size)``: numbers of the normal distribution [B, *size], by which latents are drawn; None: their means.
+        """
+        cfg = self.cfg.latents
+        if cfg is None:
+            return sample
+        latents = Latents(sample)
+        mean = latents.mean
+        return ((mean if fresh is None else latents.sample(fresh(mean.shape[1:]))) - cfg.shift) * cfg.scale
+
+    def nothing(self, condition: Condition) -> Condition:
+        """In place of each thing that is asked what says nothing, for guidance: zeros for fields and parameters, the class that is
+        none, the empty text."""
+        none: dict[str, Tensor] = {}
+        for name, x in condition._asdict().items():
+            if name in ("tokens", "pooled") and x is not None:
+                empty = getattr(self, f"no_{name}")
+                if empty is None:
+                    raise ConfigError(f"the model knows no empty text: its settings have no latents.{name}; give nothing")
+                none[name] = empty.to(x.dtype).expand_as(x)
+            elif x is not None and name != "guidance":
+                none[name] = torch.full_like(x, self.cfg.network.classes) if name == "classes" else torch.zeros_like(x)
+        return condition._replace(**none)
 
     def drawn_from(self, x: Tensor, condition: Condition) -> Tensor:
         """A sample, from what the network makes of noise.   [B, C, *S] -> the same"""

@@ -1,15 +1,15 @@
 """What a diffusion model learns and is measured by.   B samples, C channels"""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hpcai.errors import ConfigError
 from hpcai.models.diffusion.condition import Condition
 from hpcai.models.diffusion.config import SamplerConfig
-from hpcai.models.diffusion.noise import DROPPED, HELD_NOISE, NOISE, TIMES, numbers, uniforms
+from hpcai.models.diffusion.noise import DROPPED, HELD_LATENTS, HELD_NOISE, LATENTS, NOISE, TIMES, numbers, uniforms
 
 LEVELS = 8  # of noise, at which samples that are held out are measured
 
@@ -18,7 +18,7 @@ class Batch(NamedTuple):
     """Samples, what they are conditioned on, and what their random numbers are counted by."""
 
     sample: Tensor
-    """[B, C, ...]"""
+    """[B, C, ...]; of latents what the encoder says of them [B, 2C, ...] (``Latents``)"""
     number: Tensor
     """[B] int64 of each in its split"""
     epoch: Tensor
@@ -40,16 +40,19 @@ def loss(model: Any, batch: Batch) -> dict[str, Tensor]:
     the sample and the epoch: they are the same for any number of processes, and after any resume."""
     uniform = uniforms(model.seed, TIMES, batch.number, batch.epoch, (2,), dtype=torch.float64)
     time = model.objective.drawn(uniform[:, 0], _normal(uniform[:, 1]))
-    return {"loss": _error(model, batch, (NOISE, batch.epoch), time, _less(model, batch)).mean()}
+    return {"loss": _error(model, batch, (NOISE, LATENTS, batch.epoch), time, _less(model, batch)).mean()}
 
 
-def score(model: Any, batch: Batch) -> dict[str, Any]:
+def score(model: Any, batch: Batch, place: float = 0.5) -> dict[str, Any]:
     """``loss`` of samples that are held out, each with the noise of its index at one of eight levels, in turns: always the same, so
-    that evaluations differ by the network alone; and the loss of each of the levels, ``loss_1`` with least noise."""
+    that evaluations differ by the network alone; and the loss of each of the levels, ``loss_1`` with least noise.
+
+    ``place``: where each eighth of the times is measured: in its middle, or at its beginning, 0, as MLPerf Training's Flux.1 is.
+    """
     level = batch.number % LEVELS
-    uniform = (level.double() + 0.5) / LEVELS
+    uniform = (level.double() + place) / LEVELS
     time = model.objective.drawn(uniform, _normal(uniform))
-    error = _error(model, batch, (HELD_NOISE, 0), time, batch.condition).double()
+    error = _error(model, batch, (HELD_NOISE, HELD_LATENTS, 0), time, batch.condition).double()
     at = level[:, None] == torch.arange(LEVELS, device=level.device)
     sums = (error[:, None] * at).sum(0), at.sum(0)
     return {"loss": (error.sum(), float(len(error))), "levels": (sums, _by_level)}
@@ -58,18 +61,23 @@ def score(model: Any, batch: Batch) -> dict[str, Any]:
 def ensemble(model: Any, batch: Batch, sampler: SamplerConfig | None = None, members: int = 8) -> dict[str, Tensor]:
     """Rows for reports: ``truth`` [B, C, ...], ``members`` that the model draws for the condition of each [B, M, C, ...], and of
     this ``field`` and ``parameters``, where there are some."""
-    size = tuple(batch.sample.shape[1:])
+    size = tuple(model.seen(batch.sample).shape[1:])
     drawn = model.sample(batch.condition, members, seed=model.seed, sampler=sampler, size=size, number=batch.number)
-    rows = {"truth": batch.sample, "members": drawn.transpose(0, 1).contiguous()}
+    truth = model.seen(batch.sample)
+    rows = {"truth": truth, "members": drawn.transpose(0, 1).contiguous()}
     given = {"field": batch.field, "parameters": batch.parameters}
     return rows | {name: value for name, value in given.items() if value is not None}
 
 
-def _error(model: Any, batch: Batch, drawn: tuple[int, Tensor | int], time: Tensor, condition: Condition) -> Tensor:
-    """[B] at these times, with the noise of a use and an epoch."""
-    (what, epoch), dtype = drawn, torch.promote_types(next(model.parameters()).dtype, torch.float32)
-    x0 = model.drawn_to(batch.sample.to(dtype), batch.condition)
-    noise = numbers(model.seed, what, batch.number, epoch, x0.shape[1:], dtype=dtype)
+def _error(model: Any, batch: Batch, drawn: tuple[int, int, Tensor | int], time: Tensor, condition: Condition) -> Tensor:
+    """[B] at these times, with the numbers of a use for noise, another for latents, and an epoch."""
+    (what, latents, epoch), dtype = drawn, torch.promote_types(next(model.parameters()).dtype, torch.float32)
+
+    def fresh(use: int, size: torch.Size) -> Tensor:
+        return numbers(model.seed, use, batch.number, epoch, size, dtype=dtype)
+
+    x0 = model.drawn_to(model.seen(batch.sample.to(dtype), partial(fresh, latents)), batch.condition)
+    noise = fresh(what, x0.shape[1:])
     noised = model.objective.noised(x0, noise, time)
     found: Tensor = model.objective.loss(model(noised.input, noised.time, condition), noised)
     return found
@@ -80,13 +88,10 @@ def _less(model: Any, batch: Batch) -> Condition:
     rate, condition = model.cfg.unconditional, batch.condition
     if not rate:
         return condition
-    if batch.tokens is not None or batch.pooled is not None:
-        raise ConfigError(f"unconditional is {rate:g}, but tokens have none that says nothing; put such samples into the data")
     out = uniforms(model.seed, DROPPED, batch.number, batch.epoch, (1,))[:, 0] < rate
-    classes = None if condition.classes is None else condition.classes.masked_fill(out, model.cfg.network.classes)
-    known = {"field": condition.field, "parameters": condition.parameters}
-    zero = {n: None if x is None else x.masked_fill(out.view(-1, *(1,) * (x.ndim - 1)), 0.0) for n, x in known.items()}
-    return condition._replace(classes=classes, **zero)
+    nothing = model.nothing(condition)
+    pairs = {name: (x, getattr(nothing, name)) for name, x in condition._asdict().items() if x is not None}
+    return Condition(**{name: torch.where(out.view(-1, *(1,) * (x.ndim - 1)), none, x) for name, (x, none) in pairs.items()})
 
 
 def _normal(uniform: Tensor) -> Tensor:

@@ -161,14 +161,15 @@ class UNet(nn.Module):
         embedded = F.silu(self.embed(x, time, condition))
         if condition.field is not None:
             x = torch.cat((x, resized(condition.field.to(x.dtype), x.shape[2:], self.space.wrapped)), 1)
+        tokens = None if condition.tokens is None else condition.tokens.to(x.dtype)
         x = self.conv_in(places_last(folded(x, cfg.patch)))
         kept = [x]
         for level in self.down_blocks:
-            x, found = level(x, embedded, condition.tokens)
+            x, found = level(x, embedded, tokens)
             kept += found
-        x = self.mid_block(x, embedded, condition.tokens)
+        x = self.mid_block(x, embedded, tokens)
         for level in self.up_blocks:
-            x = level(x, kept, embedded, condition.tokens)
+            x = level(x, kept, embedded, tokens)
         return unfolded(self.conv_out(self.conv_norm_out(x)), cfg.patch)
 
     def embed(self, x: Tensor, time: Tensor, condition: Condition) -> Tensor:
