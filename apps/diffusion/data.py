@@ -16,6 +16,7 @@ from apps.diffusion import latents
 from apps.diffusion.settings import Config
 from hpcai.data import Loader, Rows
 from hpcai.data.loader import Source
+from hpcai.data.sampler import Endless
 from hpcai.data.splits import Samples, by_shard, load, loaders, open_split
 from hpcai.dist import Mesh
 from hpcai.errors import DataError
@@ -67,7 +68,7 @@ def samples(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any, DiffusionC
     source: Any = latents.Encoded if encoded else Fields
     seed, data = cfg.train.seed, cfg.data
     words: dict[str, Any] = {"name": "train", "seed": seed, "accumulate": cfg.step.accumulate}
-    words |= by_shard(train, data, data.batch, seed)
+    words |= {"sampler": Endless(len(train), data.epoch, seed)} if data.epoch else by_shard(train, data, data.batch, seed)
     turned = {} if encoded or not data.turn else {"turn": seed}
     with loaders(
         mesh,

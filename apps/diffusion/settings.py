@@ -1,9 +1,9 @@
 """Settings of a diffusion run. No torch here."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from hpcai.config import Positive, Settings
 from hpcai.models.diffusion import DiffusionConfig
@@ -19,6 +19,8 @@ class DataConfig(LoaderConfig):
     """samples per optimizer step, over all processes"""
     evaluation_batch: Positive = 64
     """samples per evaluation batch, over all processes"""
+    epoch: Positive | None = None
+    """samples between two evaluations; null: as many as there are"""
     turn: bool = True
     """shift each field at random along periodic dims, anew in every epoch; where all dims are periodic and alike also turn it"""
     drawn: Annotated[int, Field(ge=0)] = 16
@@ -53,3 +55,12 @@ class Config(RunConfig):
     )  # fmt: skip
     train: TrainConfig = TrainConfig(steps=100_000, metric="loss")
     report: ReportConfig = ReportConfig(directory=Path("runs/diffusion"))
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> Self:
+        data = self.data
+        if data.epoch is not None and data.epoch < data.batch:
+            raise ValueError(f"data.epoch is {data.epoch}, less than one batch of {data.batch} samples (data.batch)")
+        if data.epoch is not None and data.shards > 1:
+            raise ValueError(f"data.epoch is {data.epoch}, but shards are read to their ends; set it to null, or data.shards to 1")
+        return self
