@@ -39,7 +39,7 @@ def spoil(data: Path, kind: str) -> None:
 
 
 class TestPromises(Promises):
-    configs = ["flux", "parameters", "sd2", "sd2-64gpus", "sd2-node", "small", "small3d", "weather"]
+    configs = ["flux", "parameters", "sd2-64gpus", "sd2-node", "sd2", "small", "small3d", "weather"]
     named = ["model.unet.channels", "model.objective.says", "model.sampler.method", "data.turn", "data.members"]
     ways = [f"data.reader={way}" for way in ("direct", "buffered", "memory", "hdf5")]
     test_the_mlperf_log_of_a_run_keeps_the_rules = None  # type: ignore[assignment]  # fields are no benchmark of MLPerf's

@@ -96,13 +96,19 @@ def load_later(model: "Diffusion", path: str | Path, cut: Callable[["Diffusion"]
     its network from a folder of diffusers, or all from a file of ours or the folder of a run. Of transformers each process reads
     the part that it holds. Raises CheckpointError for weights that do not fit, before any is read."""
     path = Path(path)
-    if not (path / CONFIG).is_file():
+    of_others = (path / CONFIG).is_file()
+    known: Any = _settings(path)[1] if of_others else weights.read_settings(_file(path), "diffusion", DiffusionConfig)
+    if known is None:
+        raise CheckpointError(f"{path}: weights without settings; expected a file that hpcai has written")
+    found = known if of_others else known.network
+    if type(found) is not type(model.cfg.network):
+        kinds = [type(one).__name__.removesuffix("Config") for one in (found, model.cfg.network)]
+        raise CheckpointError(f"{path}: the weights are of a {kinds[0]}, the settings of model name a {kinds[1]}; change either")
+    weights.agree(path, found.model_dump(exclude=_FREE), model.cfg.network.model_dump())
+    if not of_others:
         cut(model)
         read_later(model, _file(path))
-        return model
-    found, asked = _settings(path)[1].model_dump(exclude=_FREE), model.cfg.network.model_dump()
-    weights.agree(path, found, asked)
-    if isinstance(model.network, UNet):  # some files have its products as convolutions
+    elif isinstance(model.network, UNet):  # some files have its products as convolutions
         model.network = load_network(path).train()
         cut(model)
     else:
