@@ -15,6 +15,7 @@ __getattr__, _names = lazy(
     __name__,
     {
         ".condition": ["NOTHING", "Condition"],
+        ".ensembles": ["measure"],
         ".load": ["load_later", "load_network", "read_folder", "save_folder"],
         ".model": ["Diffusion"],
         ".objective": ["Batch", "ensemble", "loss", "score"],
