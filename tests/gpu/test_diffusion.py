@@ -24,6 +24,10 @@ NETWORKS: dict[str, dict[str, Any]] = {
         "unet": None,
         "flux": {"inputs": 8, "double": 1, "single": 1, "heads": 2, "head": 16, "tokens": 16, "pooled": 16, "turned": (4, 6, 6)},
     },
+    "latents": {
+        "unet": {**UNET, "field": 0, "periodic": (), "tokens": 16, "attention": ("none", "cross"), "middle": "cross"},
+        "latents": {"tokens": (5, 16)}, "unconditional": 0.3,
+    },
 }  # fmt: skip
 FLOW = {"objective": {"says": "flow", "times": "logit_normal"}, "sampler": {"method": "heun", "steps": 3}}
 
@@ -36,12 +40,13 @@ def model(network: str) -> Diffusion:
 def batch(network: str, number: int) -> Batch:
     draw = torch.Generator().manual_seed(number)
     sides = (16,) * (3 if network == "volumes" else 2)
-    sample = torch.randn(4, 2, *sides, generator=draw)
+    sample = torch.randn(4, 4 if network == "latents" else 2, *sides, generator=draw)
     counted = torch.arange(4) + 4 * number
     parts: dict[str, Any] = {
         "maps": {"field": torch.randn(4, 2, 4, 4, generator=draw)},
         "volumes": {"field": torch.randn(4, 2, 4, 4, 4, generator=draw)},
         "dit": {"classes": torch.arange(4)},
+        "latents": {"tokens": torch.randn(4, 5, 16, generator=draw).half()},
         "flux": {"tokens": torch.randn(4, 5, 16, generator=draw), "pooled": torch.randn(4, 16, generator=draw)},
     }[network]
     whole = Batch(sample, counted, torch.full((4,), number), **parts)
