@@ -42,6 +42,7 @@ STATE = "state.json"
 PICTURES = ("png", "jpg", "jpeg", "webp", "npy")
 METADATA = ("metadata.jsonl", "metadata.csv")
 CHUNK = 4096                                    # images of a folder that are listed together
+PARQUET = 64                                    # rows in memory
 AGAIN = "copy or make it again, or leave it out"
 COLUMNS = {"mean": "mean", "logvar": "logvar", "t5_encodings": "tokens", "clip_encodings": "pooled"}
 MEMBERS = {"mean.bytes": "mean", "logvar.bytes": "logvar", "t5.bytes": "tokens", "clip.bytes": "pooled"}
@@ -152,11 +153,9 @@ def _entries(shard: Shard) -> Iterator[Entry]:
     if shard.kind == "tar":
         yield from _of_tar(shard.path)
     elif shard.kind == "table":
-        row = 0
-        for batch in _batches(shard.path, ("__key__",)):
-            for name in batch.column(0).to_pylist():
+        for begin, batch in _batches(shard.path, ("__key__",)):
+            for row, name in enumerate(batch.column(0).to_pylist(), begin):
                 yield {"name": name, "row": row, "caption": False}
-                row += 1
     else:
         texts: Sequence[str | None] = shard.captions or (None,) * len(shard.names)
         for name, text in zip(shard.names, texts):
@@ -177,6 +176,8 @@ def _of_tar(path: Path) -> Iterator[Entry]:
                 if not member.isfile():
                     continue
                 folder, _, name = member.name.removeprefix("./").rpartition("/")
+                if name.startswith("."):
+                    continue
                 key, _, ending = name.partition(".")
                 members = found.setdefault(f"{folder}/{key}" if folder else key, {})
                 if members.setdefault(ending.lower(), [member.offset_data, member.size])[0] != member.offset_data:
@@ -256,31 +257,37 @@ def _of_members(file: IO[bytes], path: Path, entry: Entry) -> Sample:
 
 
 def _of_table(path: Path, entries: Sequence[Entry]) -> Iterator[Sample]:
-    wanted, at, begin = [entry["row"] for entry in entries], 0, 0
-    for batch in _batches(path, ("__key__", *COLUMNS, "timestep")):
+    wanted, at = [entry["row"] for entry in entries], 0
+    for begin, batch in _batches(path, ("__key__", *COLUMNS, "timestep"), wanted[0]):
         while at < len(wanted) and wanted[at] < begin + batch.num_rows:
             row = {name: batch.column(name)[wanted[at] - begin].as_py() for name in batch.schema.names}
             sample = Sample(f"{path}: {row['__key__']}", level=row.get("timestep"))
             yield _encoded(sample, {part: (row[name], f"{sample.name}: {name}") for name, part in COLUMNS.items() if name in row})
             at += 1
-        begin += batch.num_rows
         if at == len(wanted):
             return
 
 
-def _batches(path: Path, columns: Sequence[str]) -> Iterator[Any]:
-    """Parts of a table, of the columns that are there; the first must be."""
+def _batches(path: Path, columns: Sequence[str], row: int = 0) -> Iterator[tuple[int, Any]]:
+    """Parts of a table, each after its first row, of the columns that are there; they may begin with the part that has ``row``."""
     arrow = needed("pyarrow", f"{path.suffix} of {path}", "latents")
     with _arrow(path):
         if path.suffix == ".parquet":
             with needed("pyarrow.parquet", "Parquet", "latents").ParquetFile(path) as table:
                 names = _named(path, table.schema_arrow.names, columns)
-                yield from (batch.select(names) for batch in table.iter_batches(64, columns=names))
+                ends = np.cumsum([table.metadata.row_group(n).num_rows for n in range(table.num_row_groups)])
+                first = int(np.searchsorted(ends, row, side="right"))
+                begin = int(ends[first - 1]) if first else 0
+                for batch in table.iter_batches(PARQUET, range(first, len(ends)), names):
+                    yield begin, batch.select(names)
+                    begin += batch.num_rows
             return
+        # What is passed over in a mapped stream is not read.
         with arrow.memory_map(str(path)) as mapped, needed("pyarrow.ipc", "Arrow", "latents").open_stream(mapped) as stream:
-            names = _named(path, stream.schema.names, columns)
+            names, begin = _named(path, stream.schema.names, columns), 0
             for batch in stream:
-                yield batch.select(names)
+                yield begin, batch.select(names)
+                begin += batch.num_rows
 
 
 def _named(path: Path, has: Sequence[str], columns: Sequence[str]) -> list[str]:

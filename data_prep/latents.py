@@ -523,7 +523,7 @@ def _sides(text: str) -> tuple[int, ...]:
 
 
 size = command.taking("height and width such as 512 or 512x768", _sides, lambda value: len(value) == 2)
-share = command.taking("number of samples, or fraction below 1", float, lambda value: 0 <= value < 1 or value.is_integer())
+share = command.taking("number of samples, or fraction below 1", float, lambda value: 0 <= value < 1 or value in range(1, 1 << 48))
 
 
 def parser() -> argparse.ArgumentParser:
