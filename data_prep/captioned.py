@@ -167,12 +167,10 @@ def _of_tar(path: Path) -> Iterator[Entry]:
     """Places of the members of each sample."""
     found: dict[str, dict[str, list[int]]] = {}
     try:
-        size, end = path.stat().st_size, 0
+        end = 0
         with tarfile.open(path, "r:") as tar:
             for member in tar:
                 end = member.offset_data + -(-member.size // 512) * 512
-                if end > size:
-                    raise tarfile.ReadError(f"{member.name} is cut off")
                 if not member.isfile():
                     continue
                 folder, _, name = member.name.removeprefix("./").rpartition("/")
@@ -184,7 +182,7 @@ def _of_tar(path: Path) -> Iterator[Entry]:
                     raise tarfile.ReadError(f"{member.name} is there twice")
         with path.open("rb") as file:
             file.seek(end)
-            # tarfile takes damage after the first member for the end, and so it does a file that stops between two members.
+            # tarfile takes damage after the first member for the end, and so it does where a file stops.
             if (rest := file.read(512)) != bytes(512):
                 raise tarfile.ReadError("cut off" if not rest else f"what is at byte {end:,} is no member")
     except (tarfile.TarError, OSError, EOFError) as problem:

@@ -26,6 +26,7 @@ R rows of a file   L channels of a latent   h w its places   N tokens of J numbe
 
 import argparse
 import math
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -285,7 +286,8 @@ def convert(options: argparse.Namespace) -> int:
         _tell(out)
         if making.size is not None:
             _compare(files[0])
-        print(f"next: python -m data_prep.latents check {out} --vae {asked.vae or 'DIR'}", flush=True)
+        folder, network = (shlex.quote(str(one)) for one in (out, asked.vae or "DIR"))
+        print(f"next: python -m data_prep.latents check {folder} --vae {network}", flush=True)
     return 0
 
 

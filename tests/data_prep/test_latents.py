@@ -320,6 +320,8 @@ def test_images_lie_as_they_are_seen_and_fill_the_size(tmp_path: Path) -> None:
     seen[:15] = 255                                                             # light above
     Image.fromarray(np.rot90(seen).copy()).save(path, exif=exif, quality=95)
     found = captioned.fitted(captioned.Sample("x", image=path), (20, 16), False)
+    larger = captioned.fitted(captioned.Sample("x", image=path), (60, 40), True)
+    assert larger.shape == (3, 60, 40) and larger[:, :26].min() > 0.8 and larger[:, 34:].max() < -0.8
     assert found.shape == (3, 20, 16) and found[:, :8].min() > 0.8 and found[:, -8:].max() < -0.8
     gray = Image.fromarray(np.full((16, 16), 200, np.uint8))
     gray.save(tmp_path / "gray.webp", lossless=True)
@@ -427,7 +429,7 @@ def flux_folders(root: Path, way: Callable[[Path, Sequence[dict[str, Any]]], Pat
 
 @pytest.mark.parametrize("way", [arrow, parquet, energon])
 def test_flux_of_mlperf_is_taken_as_it_is(way: Any, tmp_path: Path) -> None:
-    assert convert(flux_folders(tmp_path / "in", way), tmp_path / "out", "--rows", 4, "--workers", 1) == 0
+    assert convert(flux_folders(tmp_path / "in", way), tmp_path / "out", "--rows", 4, "--workers", 2 if way is parquet else 1) == 0
     for split, first, count in (("train", 0, 9), ("validation", 100, 16)):
         rows = whole(tmp_path / "out" / split)
         for n in range(count):
@@ -446,6 +448,16 @@ def test_flux_of_mlperf_is_taken_as_it_is(way: Any, tmp_path: Path) -> None:
     rows = open_split(tmp_path / "out" / "validation", asked, "", LoaderConfig(), dist.alone())
     assert rows.read(11)["level"] == 3
     rows.close()
+
+
+def test_times_are_of_validation_alone_and_a_limit_takes_the_first(tmp_path: Path) -> None:
+    folder = arrow(tmp_path / "in", [flux(n, n % 8)[0] for n in range(20)])
+    assert convert(folder, tmp_path / "out", "--validation", 0.3, "--limit", 15, "--workers", 1) == 0
+    train, held = (whole(tmp_path / "out" / split) for split in ("train", "validation"))
+    assert "level" not in train and len(train["moments"]) == 10
+    these = np.flatnonzero(latents.held_out(15, 0.3, 0))
+    assert held["level"].tolist() == (these % 8).tolist() and len(these) == 5
+    assert all((row == flux(int(n), None)[1]["tokens"]).all() for row, n in zip(held["tokens"], these))
 
 
 # ---- what cannot be used
