@@ -173,7 +173,7 @@ def _of_tar(path: Path) -> Iterator[Entry]:
                 end = member.offset_data + -(-member.size // 512) * 512
                 if not member.isfile():
                     continue
-                folder, _, name = member.name.removeprefix("./").rpartition("/")
+                folder, _, name = member.name.rpartition("/")
                 if name.startswith("."):
                     continue
                 key, _, ending = name.partition(".")

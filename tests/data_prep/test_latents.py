@@ -263,7 +263,7 @@ def metadata(folder: Path, ending: str) -> Path:
 
 def webdataset(folder: Path) -> Path:
     for part in range(2):
-        members: dict[str, bytes | str] = {}
+        members: dict[str, bytes | str] = {"./._00.png": b"of another system, not read"}
         for n in range(part * 5, part * 5 + 5):
             members |= {f"./{n:02}.json": "{}", f"./{n:02}.txt": caption(n), f"./{n:02}.png": encoded(picture(n))}
         tar(folder / f"{part:05}.tar", members)
