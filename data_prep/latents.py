@@ -78,8 +78,14 @@ def _merge(records: Sequence[store.Record]) -> dict[str, Any]:
             "means": moments.summary(record["sums"]["means"] for record in records)}  # fmt: skip
 
 
+def _fields(layouts: store.Layouts, shape: list[int], header: dict[str, Any]) -> dict[str, Any]:
+    """Samples are told apart by their latents: many may have one caption."""
+    also: dict[str, dict[str, Any]] = {"moments": {"key": True}, "level": {"low": 0}}
+    return {name: {"dtype": dtype, "shape": list(row), **also.get(name, {})} for name, (dtype, row) in layouts.items()}
+
+
 def _contents(layouts: store.Layouts) -> store.Contents:
-    return store.Contents("moments", store.fields_of(layouts, {"level": (0, None)}), _sums, _merge)
+    return store.Contents("moments", partial(_fields, layouts), _sums, _merge)
 
 
 # ---- sources

@@ -20,6 +20,7 @@ from PIL import Image
 
 from data_prep import captioned, encoders, latents, store
 from hpcai import dist
+from hpcai.cli.check import Options, examine
 from hpcai.data.splits import open_split
 from hpcai.errors import MissingExtraError
 from hpcai.models.diffusion import VAE, VAEConfig, load_network, save_folder
@@ -213,7 +214,7 @@ def test_the_index_says_all_that_a_model_needs(made: Path, pipeline: Path) -> No
              "tokens": [N, J], "pooled": POOLED, "vae": vae, "encoders": [tokens, pooled]}  # fmt: skip
     assert {name: index[name] for name in about} == about and loaded(made / "validation" / "index.json")["vae"] == vae
     assert vae == f"vae {store.digest(pipeline / 'vae' / 'diffusion_pytorch_model.safetensors')[:12]}"
-    assert index["fields"]["moments"] == {"dtype": "float16", "shape": [2 * L, SIDE, SIDE]}
+    assert index["fields"]["moments"] == {"dtype": "float16", "shape": [2 * L, SIDE, SIDE], "key": True}
     part = loaded(made / "statistics.json")["splits"]["train"]
     means = whole(made / "train")["moments"][:, :L].astype(float)
     assert part["means"]["mean"] == pytest.approx(means.mean((0, 2, 3)), abs=1e-6)
@@ -609,6 +610,15 @@ def test_an_encoder_without_some_of_its_weights_is_refused(source: Path, pipelin
 
 
 # ---- check
+
+
+def test_the_check_of_any_data_set_finds_no_fault_where_samples_have_one_caption(pipeline: Path, tmp_path: Path) -> None:
+    write(plain(tmp_path / "in"), {f"{n:02}.txt": "a cat" for n in range(IMAGES)})
+    words = ["--vae", pipeline / "vae", "--tokens", pipeline / "text_encoder", *SMALL, "--length", PLACES]
+    assert convert(tmp_path / "in", tmp_path / "out", *words) == 0
+    rows = whole(tmp_path / "out" / "train")
+    assert rows["tokens"][0].size > rows["moments"][0].size and (rows["tokens"] == rows["tokens"][0]).all()
+    assert examine(tmp_path / "out", Options(seconds=0.0)).findings == ()
 
 
 def test_the_check_decodes_rows_and_finds_harm(made: Path, pipeline: Path, tmp_path: Path, capsys: Any) -> None:
