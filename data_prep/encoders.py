@@ -121,6 +121,7 @@ class Text:
     def __init__(self, folder: Path, tokenizer: Path, pooled: bool, asked: Networks) -> None:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         transformers = needed("transformers", f"encoding captions by {folder}", "latents")
+        transformers.logging.set_verbosity_error()          # it lists what a whole CLIP has besides the encoder; we ask what lacks
         self.folder, self.pooled, self.cut, self.device = folder, pooled, asked.cut, asked.device
         kind = json.loads((folder / "config.json").read_text())["model_type"]
         try:
