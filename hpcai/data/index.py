@@ -1,7 +1,8 @@
 """The index of a folder of samples, which readers, copies and checks go by, and the one place that writes it.
 
 index.json    {"format": 1, "files": [{"name", "rows", "bytes", "sha256", ...}], "fields": {NAME: {"dtype", "shape", "low",
-              "high", "blank"}}, ...}; all keys but "files" and "name" may be absent; null in a shape allows any length
+              "high", "blank", "key"}}, ...}; all keys but "files" and "name" may be absent; null in a shape allows any length;
+              "key": true says by which field samples are told apart, where others, such as vectors of captions, may be alike
 """
 
 import json

@@ -174,12 +174,12 @@ class _Examination:
         return self.options.ranges.get(name, (want.get("low"), want.get("high")))
 
     def _tallied(self, file: SetFile) -> list[tuple[Field, Tally]]:
-        """Each dataset whose rows can be read with a new tally, that of the largest with keys of its rows."""
-        largest = file.largest
+        """Each dataset whose rows can be read with a new tally, that by which samples are told apart with keys of its rows."""
+        key = file.key
         found = [data for data in file.fields if data.readable and data.width and data.shape[0]]
         for data in found:
             blank = file.split.wanted.get(data.name, {}).get("blank")
-            file.tallies[data.name] = Tally(data.type, data.shape[1:], self._bounds(file, data.name), data is largest, blank)
+            file.tallies[data.name] = Tally(data.type, data.shape[1:], self._bounds(file, data.name), data is key, blank)
         return [(data, file.tallies[data.name]) for data in found]
 
     def _content(self, file: SetFile) -> None:
@@ -300,7 +300,7 @@ class _Examination:
                         self.found(f"{code}/splits", split.path, name, name=name, first=first.name, found=mine, want=theirs)
 
     def _duplicates(self, files: list[SetFile]) -> None:
-        """Rows of the largest field that are there twice, of each pair of files the first of them."""
+        """Samples that are there twice, of each pair of files the first of them."""
         keyed = [(number, tally.keys) for number, file in enumerate(files) for tally in file.tallies.values() if tally.keys]
         if not keyed:
             return
@@ -321,7 +321,7 @@ class _Examination:
         for (a, b), rows in pairs.items():
             one, two, (there, here) = files[a], files[b], min(rows, key=lambda pair: pair[1])
             more = f", and {len(rows) - 1:,} more rows of these two" if len(rows) > 1 else ""
-            name, place = two.largest.name if two.largest else None, f"{one.split.name}/{one.path.name} row {there}"
+            name, place = two.key.name if two.key else None, f"{one.split.name}/{one.path.name} row {there}"
             self.found("duplicate" if one.split is two.split else "leak", two.path, name, row=here, place=place, more=more)
 
     # ---- splits and the whole

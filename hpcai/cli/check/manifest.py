@@ -116,6 +116,12 @@ class SetFile:
         rows = [f for f in self.fields if f.readable and f.width] if not self.flat else []
         return max(rows, key=lambda f: (f.width, f.name)) if rows else None
 
+    @property
+    def key(self) -> Field | None:
+        """The dataset by which samples are told apart: which the index says is it, otherwise the largest."""
+        named = (f for f in self.fields if f.readable and f.width and self.split.wanted.get(f.name, {}).get("key"))
+        return self.largest if self.flat else next(named, self.largest)
+
 
 @dataclass
 class Split:
@@ -202,8 +208,10 @@ def _read_index(split: Split) -> Iterator[Finding]:
 
 def _wanted(told: Any) -> dict[str, Any]:
     if not isinstance(told, dict):
-        raise ValueError(f"is a {type(told).__name__}, expected an object with dtype, shape, low, high, blank")
-    found: dict[str, Any] = {}
+        raise ValueError(f"is a {type(told).__name__}, expected an object with dtype, shape, low, high, blank, key")
+    found: dict[str, Any] = {"key": told.get("key", False)}
+    if not isinstance(found["key"], bool):
+        raise ValueError(f"key is {str(found['key'])[:50]!r}, expected true or false")
     if told.get("dtype") is not None:
         found["dtype"] = np.dtype(told["dtype"])
     if told.get("shape") is not None:

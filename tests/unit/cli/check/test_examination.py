@@ -239,6 +239,19 @@ def test_wide_rows_are_put_together_from_blocks(tmp_path: Path, monkeypatch: pyt
         assert "a.h5 row 3" in outcome.findings[1].text
 
 
+def test_samples_are_told_apart_by_the_field_that_the_index_names(tmp_path: Path) -> None:
+    """Many samples may have the same caption, whose vectors are larger than they are."""
+    data, wide = np.random.default_rng(0).normal(size=(7, 50)), np.random.default_rng(1).normal(size=(7, 90))
+    data[6], wide[5] = data[2], wide[1]
+    put(tmp_path / "a.h5", {"data": data, "wide": wide})
+    assert [(f.code, f.dataset, f.row) for f in look(tmp_path).findings] == [("duplicate", "wide", 5)]
+    index(tmp_path, fields={"data": {"key": True}})
+    for options in ({}, {"sample": 7}):
+        assert [(f.code, f.dataset, f.row) for f in look(tmp_path, **options).findings] == [("duplicate", "data", 6)]
+    index(tmp_path, fields={"data": {"key": "yes"}})
+    assert "key is 'yes', expected true or false" in look(tmp_path).findings[0].text
+
+
 def test_a_leak_is_found_through_compression_and_in_a_sample(made: Path) -> None:
     same = {"counts": values(500)["counts"][[2, 1]], "target": np.ones((2, 3), np.float32)}
     put(made / "validation" / "u0.h5", same, **PACKED)
