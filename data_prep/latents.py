@@ -57,6 +57,7 @@ FILE = 1 << 26                                  # bytes of a file, about
 CUT = {"tokens": "tokens_cut", "pooled": "pooled_cut"}     # attributes of a file: how many captions were cut
 MOST = float(np.finfo(np.float16).max)
 LOW_LOGVAR, HIGH_LOGVAR = -30.0, 20.0
+LEVELS = 8                                      # of noise, at which samples that are held out are measured
 POOR = 15.0                                     # dB: what is decoded is another picture
 COMPARED = 4                                    # images that are decoded again after a conversion
 
@@ -80,7 +81,7 @@ def _merge(records: Sequence[store.Record]) -> dict[str, Any]:
 
 def _fields(layouts: store.Layouts, shape: list[int], header: dict[str, Any]) -> dict[str, Any]:
     """Samples are told apart by their latents: many may have one caption."""
-    also: dict[str, dict[str, Any]] = {"moments": {"key": True}, "level": {"low": 0}}
+    also: dict[str, dict[str, Any]] = {"moments": {"key": True}, "level": {"low": 0, "high": LEVELS - 1}}
     return {name: {"dtype": dtype, "shape": list(row), **also.get(name, {})} for name, (dtype, row) in layouts.items()}
 
 
@@ -231,7 +232,7 @@ def _encoded(
 
 def _given(sample: Sample, name: str, shape: tuple[int, ...]) -> Array:
     values = getattr(sample, name)
-    if values is None or (name == "level" and (not isinstance(values, int) or values < 0)):
+    if values is None or (name == "level" and (not isinstance(values, int) or not 0 <= values < LEVELS)):
         found = "no latents" if name == "moments" else f"{name} {values}"
         raise DataError(f"{sample.name}: {found}, where others have one; {captioned.AGAIN}")
     if np.shape(values) != shape:
@@ -294,6 +295,8 @@ def convert(options: argparse.Namespace) -> int:
             _compare(files[0])
         folder, network = (shlex.quote(str(one)) for one in (out, asked.vae or "DIR"))
         print(f"next: python -m data_prep.latents check {folder} --vae {network}", flush=True)
+        config = f"apps/diffusion/configs/{'flux' if header['pooled'] else 'sd2'}.yaml"
+        print(f"then: python -m apps.diffusion {config} data.directory={folder}", flush=True)
     return 0
 
 
@@ -484,8 +487,8 @@ def _wrong_values(path: Path) -> Iterator[str]:
         logvar = file["moments"][:, file["moments"].shape[1] // 2 :]
         if not (np.abs(logvar - (LOW_LOGVAR + HIGH_LOGVAR) / 2) <= (HIGH_LOGVAR - LOW_LOGVAR) / 2).all():
             yield f"logarithms of variances outside {LOW_LOGVAR:g} to {HIGH_LOGVAR:g}; make the file again"
-        if "level" in file and (file["level"][...] < 0).any():
-            yield "a level below 0; make the file again"
+        if "level" in file and not np.isin(file["level"][...], range(LEVELS)).all():
+            yield f"a level that is not one of 0 to {LEVELS - 1}; make the file again"
 
 
 def _wrong_nothing(out: Path, about: dict[str, Any]) -> Iterator[str]:

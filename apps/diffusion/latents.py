@@ -26,7 +26,8 @@ class Encoded(Samples):
 
     def make(self, values: dict[str, Any], index: int, epoch: int) -> Batch:
         number, when = (np.asarray(value, np.int64) for value in (index, epoch))
-        return Batch(values["moments"], number, when, tokens=values.get("tokens"), pooled=values.get("pooled"))
+        tokens, pooled, level = (values.get(name) for name in ("tokens", "pooled", "level"))
+        return Batch(values["moments"], number, when, tokens=tokens, pooled=pooled, level=level)
 
 
 def about(folder: Path) -> dict[str, Any] | None:
@@ -55,7 +56,7 @@ def layouts(cfg: Config, folder: Path) -> dict[str, Any]:
         found[name] = ("float16", tuple(held) if isinstance(held, list) else (held,))
     if getattr(network, "field", 0) or getattr(network, "parameters", 0) or getattr(network, "classes", None):
         raise DataError(f"{folder}: latents with texts; the network of model also sees fields, parameters or classes")
-    return found
+    return found | ({"level": ("int64", ())} if "level" in known.get("fields", {}) else {})
 
 
 def channels_of(model: DiffusionConfig) -> int:

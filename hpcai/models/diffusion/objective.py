@@ -29,6 +29,8 @@ class Batch(NamedTuple):
     tokens: Tensor | None = None
     pooled: Tensor | None = None
     """as ``Condition`` has them"""
+    level: Tensor | None = None
+    """[B] of eight, of the noise at which a sample is measured that is held out; None: its number says it"""
 
     @property
     def condition(self) -> Condition:
@@ -49,7 +51,7 @@ def score(model: Any, batch: Batch, place: float = 0.5) -> dict[str, Any]:
 
     ``place``: where each eighth of the times is measured: in its middle, or at its beginning, 0, as MLPerf Training's Flux.1 is.
     """
-    level = batch.number % LEVELS
+    level = batch.number % LEVELS if batch.level is None else batch.level
     uniform = (level.double() + place) / LEVELS
     time = model.objective.drawn(uniform, _normal(uniform))
     error = _error(model, batch, (HELD_NOISE, HELD_LATENTS, 0), time, batch.condition).double()
