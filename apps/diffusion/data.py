@@ -3,11 +3,11 @@
 B samples, C channels, S and s places along each dim, P parameters
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,48 +15,93 @@ import torch
 from apps.diffusion import latents
 from apps.diffusion.settings import Config
 from hpcai.data import Loader, Rows
+from hpcai.data.hdf5 import Where
 from hpcai.data.loader import Source
 from hpcai.data.sampler import Endless
 from hpcai.data.splits import Samples, by_shard, load, loaders, open_split
 from hpcai.dist import Mesh
 from hpcai.errors import DataError
-from hpcai.models.diffusion import Batch, Diffusion, DiffusionConfig, FieldsConfig, load_later, parallelize
+from hpcai.models.diffusion import Batch, Diffusion, DiffusionConfig, FieldsConfig, Slabs, load_later, parallelize
 
 _HELD: dict[str, Any] = {"shuffle": False, "last": "keep"}
 
 
+class Turn(NamedTuple):
+    """What becomes of a field: it is moved along each dim by so many places, its dims are put in an order, and some mirrored."""
+
+    shift: tuple[int, ...]
+    order: tuple[int, ...]
+    flips: tuple[int, ...] = ()
+
+    def of(self, x: Any, moves: Sequence[int]) -> Any:
+        """``x`` [C, *S], moved by ``moves`` in place of ``shift``: a view of it, or a copy where it is moved."""
+        dims = tuple(range(1, x.ndim))
+        moved = np.roll(x, moves, dims) if any(moves) else x
+        return np.flip(moved.transpose(0, *(1 + dim for dim in self.order)), tuple(1 + dim for dim in self.flips))
+
+    def before(self, box: Sequence[slice], size: Sequence[int]) -> list[tuple[int, int]]:
+        """Where a box of the turned field lies in the moved one, along each dim of ``size``."""
+        found = []
+        for dim, n in enumerate(size):
+            first, end, _ = box[self.order.index(dim)].indices(n)
+            found.append((n - end, n - first) if self.order.index(dim) in self.flips else (first, end))
+        return found
+
+
 class Fields(Samples):
     """Fields of one split: high [C, *S], and of low [C, *s] and parameters [P] what the model is conditioned on, float32. ``turn``
-    seeds a random shift and turn of each, a pure function of (seed, epoch, index). ``count``: the first of them only."""
+    seeds a random shift and turn of each, a pure function of (seed, epoch, index). ``count``: the first of them only. ``box``: the
+    places of high that this process holds, a slice of each dim; of the first dim as a rule no others are read."""
 
-    def __init__(self, rows: Rows, turn: int | None = None, count: int | None = None) -> None:
+    def __init__(self, rows: Rows, turn: int | None = None, count: int | None = None, box: Sequence[slice] = ()) -> None:
         super().__init__(rows, count)
-        self.turn = turn
-        if turn is not None:
-            about = rows.about
-            self._periodic, self._factor = about["periodic"], about["factor"]
-            self._alike = all(self._periodic) and len({*about["box"]}) == 1 and len(about["channels"]) == 1
+        self.turn, self.box, self.whole = turn, box, not box
+        about = rows.about
+        self._size, self._periodic, self._factor = rows.shape(0, "high")[1:], about["periodic"], about["factor"]
+        self._alike = all(self._periodic) and len({*about["box"]}) == 1 and len(about["channels"]) == 1
+
+    def where(self, index: int, epoch: int) -> Where | None:
+        part = self._part(self.turned(index, epoch)) if self.box else None
+        return None if part is None else {"high": (slice(None), slice(*part))}
 
     def make(self, values: dict[str, Any], index: int, epoch: int) -> Batch:
-        high, low = values["high"], values.get("low")
-        if self.turn is not None:
-            high, low = self._turned(high, low, np.random.default_rng([self.turn, epoch, index]))
+        high, low, turn = values["high"], values.get("low"), self.turned(index, epoch)
+        if self.box:
+            high = self._own(high, turn)
+        elif self.turn is not None:
+            high = self._copied(turn.of(high, turn.shift))
+        if low is not None and self.turn is not None:
+            low = self._copied(turn.of(low, [by // self._factor for by in turn.shift]))
         number, when = (np.asarray(value, np.int64) for value in (index, epoch))
         return Batch(high, number, when, low, values.get("parameters"))
 
-    def _turned(self, high: Any, low: Any, random: np.random.Generator) -> tuple[Any, Any]:
-        """Moved by whole cells of ``low``, so that these stay the means of theirs."""
-        dims, factor = high.ndim - 1, self._factor
-        cells = [n // factor for n in high.shape[1:]]
-        shift = [int(random.integers(n)) if periodic else 0 for n, periodic in zip(cells, self._periodic)]
-        order = 1 + (random.permutation(dims) if self._alike else np.arange(dims))
-        flips = tuple(1 + dim for dim in range(dims) if self._alike and random.integers(2))
+    def turned(self, index: int, epoch: int) -> Turn:
+        """By whole cells of ``low``, so that these stay the means of theirs."""
+        dims = len(self._size)
+        if self.turn is None:
+            return Turn((0,) * dims, tuple(range(dims)))
+        random, cell = np.random.default_rng([self.turn, epoch, index]), self._factor or 1
+        shift = [int(random.integers(n // cell)) * cell if wraps else 0 for n, wraps in zip(self._size, self._periodic)]
+        order = random.permutation(dims).tolist() if self._alike else range(dims)
+        return Turn(tuple(shift), tuple(order), tuple(dim for dim in range(dims) if self._alike and random.integers(2)))
 
-        def turned(x: Any, by: int) -> Any:
-            moved = np.roll(x, [by * n for n in shift], tuple(range(1, dims + 1)))
-            return self.rows.reader.memory.copy(np.flip(moved.transpose(0, *order), flips))
+    def _part(self, turn: Turn) -> tuple[int, int] | None:
+        """The rows of the file that this process needs; None where they are not in one piece."""
+        (first, end), n = turn.before(self.box, self._size)[0], self._size[0]
+        begin = (first - turn.shift[0]) % n
+        return None if begin + end - first > n else (begin, begin + end - first)
 
-        return turned(high, factor), None if low is None else turned(low, 1)
+    def _own(self, high: Any, turn: Turn) -> Any:
+        part, ranges = self._part(turn), turn.before(self.box, self._size)
+        moves = turn.shift if part is None else (0, *turn.shift[1:])
+        kept = [slice(*range_) for range_ in ranges]
+        if part is not None:
+            kept[0] = slice(None)
+        moved = np.roll(high, moves, tuple(range(1, high.ndim))) if any(moves) else high
+        return self._copied(turn.of(moved[(slice(None), *kept)], ()))
+
+    def _copied(self, x: Any) -> Any:
+        return self.rows.reader.memory.copy(x)
 
 
 @contextmanager
@@ -65,18 +110,25 @@ def samples(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any, DiffusionC
     what the data know."""
     encoded = latents.about(cfg.data.directory / "train")
     train, validation = rows_of(cfg, "train", mesh), rows_of(cfg, "validation", mesh)
-    source: Any = latents.Encoded if encoded else Fields
     seed, data = cfg.train.seed, cfg.data
     words: dict[str, Any] = {"name": "train", "seed": seed, "accumulate": cfg.step.accumulate}
     words |= {"sampler": Endless(len(train), data.epoch, seed)} if data.epoch else by_shard(train, data, data.batch, seed)
-    turned = {} if encoded or not data.turn else {"turn": seed}
+    turned: dict[str, Any] = {} if encoded or not data.turn else {"turn": seed}
+    shape = latents.completed(cfg, train) if encoded else completed(cfg, train)
+    source: Any = partial(latents.Encoded if encoded else Fields, box=box_of(shape, mesh))
     with loaders(
         mesh,
         lambda: load(source(train, **turned), data.batch, data, mesh, **words),
         lambda: load(source(validation), data.evaluation_batch, data, mesh, **_HELD, name="validation"),
         (lambda: _spread(source(validation, count=data.drawn), cfg, mesh)) if data.drawn else None,
     ) as (training, held_out, drawn):
-        yield training, held_out, drawn, latents.completed(cfg, train) if encoded else completed(cfg, train)
+        yield training, held_out, drawn, shape
+
+
+def box_of(shape: DiffusionConfig, mesh: Mesh) -> Sequence[slice]:
+    """The places of a sample that this process holds; empty where it holds all."""
+    grid = None if shape.unet is None else Slabs(shape.unet, mesh)
+    return grid.box(shape.size[1:]) if grid is not None and grid.cut.axes else ()
 
 
 def _spread(source: Source, cfg: Config, mesh: Mesh) -> Loader:

@@ -3,6 +3,7 @@
 L channels of a latent, h w its places, N tokens of a text, J channels of one
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from apps.diffusion.settings import Config
 from hpcai.data import Rows
+from hpcai.data.hdf5 import Where
 from hpcai.data.index import INDEX, read_index
 from hpcai.data.splits import Samples
 from hpcai.errors import DataError
@@ -22,7 +24,14 @@ _NOTHING = "nothing.npz"
 
 class Encoded(Samples):
     """What an autoencoder says of an image, means and logarithms of variances, [2L, h, w], and of its text tokens [N, J] and
-    pooled [J], float16."""
+    pooled [J], float16. ``count``: the first of them only. ``box``: the places of the image that this process holds."""
+
+    def __init__(self, rows: Rows, count: int | None = None, box: Sequence[slice] = ()) -> None:
+        super().__init__(rows, count)
+        self.box, self.whole = box, not box
+
+    def where(self, index: int, epoch: int) -> Where | None:
+        return {"moments": (slice(None), *self.box)} if self.box else None
 
     def make(self, values: dict[str, Any], index: int, epoch: int) -> Batch:
         number, when = (np.asarray(value, np.int64) for value in (index, epoch))

@@ -7,7 +7,18 @@ from pydantic import Field, model_validator
 
 from hpcai.config import Positive, Settings
 from hpcai.models.diffusion import DiffusionConfig
-from hpcai.settings import LoaderConfig, MeshConfig, ReportConfig, RunConfig, ScheduleConfig, StepConfig, Tensor, TrainConfig
+from hpcai.settings import (
+    Depth,
+    Height,
+    LoaderConfig,
+    MeshConfig,
+    ReportConfig,
+    RunConfig,
+    ScheduleConfig,
+    StepConfig,
+    Tensor,
+    TrainConfig,
+)
 
 
 class DataConfig(LoaderConfig):
@@ -38,8 +49,8 @@ class StartConfig(Settings):
     """folder of a network as diffusers has it, such as a U-Net's, or a file or folder of ours"""
 
 
-class AxesConfig(MeshConfig, Tensor):
-    """Copies of the model, cut over ``tensor`` where it is a transformer."""
+class AxesConfig(MeshConfig, Depth, Height, Tensor):
+    """Copies of the model; samples of a U-Net are cut over ``depth`` (volumes) and ``height``, a transformer over ``tensor``."""
 
 
 class Config(RunConfig):

@@ -39,7 +39,8 @@ def _fused(x: Tensor) -> bool:
 
 def _narrow(x: Tensor) -> torch.dtype:
     device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) and x.dtype != torch.float64 else x.dtype
+    narrows = not x.is_meta and torch.is_autocast_enabled(device) and x.dtype != torch.float64  # meta knows no autocast
+    return torch.get_autocast_dtype(device) if narrows else x.dtype
 
 
 def _usual(x: Tensor) -> torch.dtype:

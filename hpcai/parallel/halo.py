@@ -2,7 +2,8 @@
 
 A dim of S places is cut into the ranges that the ranks of an axis hold. Each rank says which range it needs; what it lacks comes
 from the ranks that hold it: a slice from a neighbour, slabs of several ranks where they are thinner than the halo, or all slabs.
-Gradients go back the same way and are added on the rank that holds the places.
+Gradients go back the same way and are added on the rank that holds the places. What a rank needs of a dim that comes back to its
+beginning may go beyond the ends: place -1 is the last one.
 """
 
 from collections.abc import Sequence
@@ -31,7 +32,8 @@ def shared(one: Range, other: Range) -> Range:
 @dataclass(frozen=True)
 class Route:
     """What each rank of ``axis`` holds and needs of ``dim``, in places of the whole. ``before`` and ``after``: how many places of
-    fill this rank puts around what it needs, beyond the ends of the whole."""
+    fill this rank puts around what it needs, beyond the ends of the whole. ``period``: how many places the whole has, where it
+    comes back to its beginning, otherwise 0; a rank then needs at most as many beyond either end."""
 
     dim: int
     axis: Axis
@@ -39,6 +41,7 @@ class Route:
     need: tuple[Range, ...]
     before: int = 0
     after: int = 0
+    period: int = 0
 
     @property
     def own(self) -> Range:
@@ -55,16 +58,33 @@ class Route:
 
     def _gets(self, rank: int) -> list[tuple[int, Range]]:
         need, held = self.need[rank], self.have[rank]
-        if held[0] <= need[0] and need[1] <= held[1]:
+        if (self.period and held == (0, self.period)) or (held[0] <= need[0] and need[1] <= held[1]):
             return []
-        parts = [(r, shared(need, self.have[r])) for r in range(self.axis.size) if r != rank]
-        return [(r, part) for r, part in parts if part[1] > part[0]]
+        parts = [(r, part) for r in range(self.axis.size) if r != rank for part in self._held(need, self.have[r])]
+        return sorted(parts, key=lambda part: part[1])
+
+    def _held(self, need: Range, have: Range, beyond: bool = False) -> list[Range]:
+        """Which places of ``need`` are among ``have``, also one period away; or those alone (``beyond``)."""
+        away = [-self.period, self.period] if self.period else []
+        parts = [shared(need, (have[0] + by, have[1] + by)) for by in (away if beyond else [0, *away])]
+        return [part for part in parts if part[1] > part[0]]
+
+    def at_home(self, part: Range) -> Range:
+        """The same places within the whole."""
+        by = part[0] // self.period * self.period if self.period else 0
+        return part[0] - by, part[1] - by
+
+    @cached_property
+    def returned(self) -> list[Range]:
+        """What this rank needs beyond the ends of the whole and holds itself."""
+        return self._held(self.wanted, self.own, beyond=True)
 
     @cached_property
     def gives(self) -> list[tuple[int, Range]]:
         """What this rank gives, as (to which rank, which places)."""
         me = self.axis.rank
-        return [(r, part) for r in range(self.axis.size) if r != me for giver, part in self._gets(r) if giver == me]
+        others = [r for r in range(self.axis.size) if r != me]
+        return [(r, self.at_home(part)) for r in others for giver, part in self._gets(r) if giver == me]
 
     @property
     def is_local(self) -> bool:
@@ -153,12 +173,12 @@ def around(x: Tensor, slices: Sequence[Tensor], route: Route, fill: float = 0.0,
             parts.append(_like(x, dim, count).fill_(fill))
 
     filled(min(route.wanted[0], end) - first)
-    mine = shared(route.own, route.wanted)
-    pieces = sorted([(part, tensor) for (_, part), tensor in zip(route.gets, slices)] + [(mine, x)], key=lambda piece: piece[0])
-    for (a, b), tensor in pieces:
-        low, high = shared((a, b), (first, end))
+    mine = [(route.own[0], shared(route.own, route.wanted), x)]
+    mine += [(part[0] + route.own[0] - route.at_home(part)[0], part, x) for part in route.returned]
+    pieces = [(part[0], part, tensor) for (_, part), tensor in zip(route.gets, slices)] + mine
+    for origin, part, tensor in sorted(pieces, key=lambda piece: piece[1]):
+        low, high = shared(part, (first, end))
         if high > low:
-            origin = route.own[0] if tensor is x else a
             whole = low == origin and high - low == tensor.shape[dim]
             parts.append(tensor if whole else tensor.narrow(dim, low - origin, high - low))
     filled(end - max(route.wanted[1], first))
@@ -178,7 +198,8 @@ class Exchange(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
-        return bring_back([(0, dy.clone() if ctx.route.gives else dy)], ctx.route, ctx.traffic), None, None, None
+        route = ctx.route
+        return bring_back([(0, dy.clone() if route.gives or route.returned else dy)], route, ctx.traffic), None, None, None
 
 
 def bring_back(pieces: Sequence[tuple[int, Tensor]], route: Route, traffic: Traffic, flight: Flight | None = None) -> Tensor:
@@ -194,10 +215,17 @@ def bring_back(pieces: Sequence[tuple[int, Tensor]], route: Route, traffic: Traf
         rest = [item for item in pieces if item[1] is not piece]
     else:
         dx, rest = _like(piece, dim, own[1] - own[0]).zero_(), list(pieces)
-    for first, piece in rest:
-        low, high = shared(own, (start + first, start + first + piece.shape[dim]))
+    def add(place: int, piece: Tensor, first: int, part: Range) -> None:
+        low, high = shared(part, (start + first, start + first + piece.shape[dim]))
         if high > low:
-            dx.narrow(dim, low - own[0], high - low).add_(piece.narrow(dim, low - start - first, high - low))
+            to = low - part[0] + place - own[0]
+            dx.narrow(dim, to, high - low).add_(piece.narrow(dim, low - start - first, high - low))
+
+    for first, piece in rest:
+        add(own[0], piece, first, own)
+    for part in route.returned:
+        for first, piece in pieces:
+            add(route.at_home(part)[0], piece, first, part)
     for (_, (a, b)), tensor in zip(route.gives, flight.wait()):
         dx.narrow(dim, a - own[0], b - a).add_(tensor)
     return dx

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from hpcai.dist.mesh import Axis
 from hpcai.errors import MeshError
 from hpcai.kernels.compiler import on_gpu
 from hpcai.nn.batchnorm import BatchNorm
+from hpcai.nn.doubled import Doubled
 from hpcai.nn.groupnorm import GroupNorm
 from hpcai.nn.instancenorm import InstanceNorm
 from hpcai.parallel.batchnorm import SumInPlace, use_ours
@@ -33,6 +35,7 @@ from hpcai.parallel.halo import Convolution, Exchange, How, Range, Route, Traffi
 from hpcai.parallel.replicate import sum_over
 
 Sizes = tuple[int, ...]  # of the whole, by dim: D, H, W
+Inputs = Callable[[Sequence[int]], tuple[Any, ...]]
 
 NAMES = ("depth", "height", "width")  # of the dims of a volume; a map has the last two
 
@@ -163,54 +166,61 @@ def part(size: int, rank: int, count: int) -> Range:
 
 
 def spatial(
-    model: nn.Module, axes: Mapping[str, Axis], size: Sequence[int], *, channels: int | None = None, least: int = 2,
-    apart: bool | None = None,
+    model: nn.Module, axes: Mapping[str, Axis], size: Sequence[int], *, channels: int | None = None, inputs: Inputs | None = None,
+    kinds: Mapping[type[nn.Module], type["Layer"]] = MappingProxyType({}), least: int = 2, apart: bool | None = None,
 ) -> Cut:  # fmt: skip
     """Cut what ``model`` computes of a volume of ``size`` (D, H, W), or of a map (H, W), over the processes of ``axes``, in place.
 
     ``axes`` names the dims: depth, height, width. Afterwards the model takes this rank's part of its input and gives this rank's
     part of its output, equal to those of one process in value and gradient. Convolutions of any kernel, stride, dilation and zero
-    padding, transposed ones too, pooling and upsampling exchange the slices that they lack; instance, group and batch norms add
-    up their moments. Parameters and their names stay; ``sum_axes`` says over which axes gradients are added. ``channels``: those of
-    the input, where the first convolution has others. ``least``, ``apart``: see ``Cut``. The processes of a cut need the same
-    random numbers where all of them hold a whole level.
+    or circular padding, transposed ones too, pooling and upsampling exchange the slices that they lack; instance, group and batch
+    norms add up their moments. Parameters and their names stay; ``sum_axes`` says over which axes gradients are added.
+    ``channels``: those of the input, where the first convolution has others. ``inputs(size)``: all that the model is called with,
+    on the meta device, where that is more than a volume. ``kinds``: layers of the model's own, by class, and how each is cut.
+    ``least``, ``apart``: see ``Cut``. The processes of a cut need the same random numbers where all of them hold a whole level.
 
     Raises MeshError for a size that cannot be cut so, for unknown layers, and for operations outside layers that mix places.
     """
     cut = Cut.over(axes, len(size), least=least, apart=apart)
     cut.check(size)
     if cut.axes:
-        _swap(model, cut)
-        plan(model, cut, size, channels)
+        _swap(model, cut, {**_KINDS, **kinds})
+        plan(model, cut, size, channels, inputs)
         for axis in cut.axes.values():
             sum_over(model, axis.meet())  # a rank whose layers exchange nothing would not come to its first use
     return cut
 
 
-def plan(model: nn.Module, cut: Cut, size: Sequence[int], channels: int | None = None) -> None:
+def plan(
+    model: nn.Module, cut: Cut, size: Sequence[int], channels: int | None = None, inputs: Inputs | None = None
+) -> None:
     """Tell a cut model that volumes of ``size`` will come: it runs once, without memory or arithmetic, and each layer notes what
     it sees."""
     if not cut.axes:
         return
-    inputs = [getattr(m, "in_channels", 0) for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd)]
-    if channels is None and not inputs:
-        raise MeshError("spatial: the model has no convolution that tells the channels of its input; give channels")
-    x = torch.empty((1, channels or inputs[0], *size), device="meta", dtype=next(model.parameters()).dtype)
+    given = (_volume(model, size, channels),) if inputs is None else inputs(size)
     state = {name: t.to("meta", copy=True) for name, t in (*model.named_parameters(), *model.named_buffers())}
     watch = _Watch()
     handles = []
     for name, layer in model.named_modules():
-        if isinstance(layer, _Layer):
+        if isinstance(layer, Layer):
             handles += [layer.register_forward_pre_hook(watch.enter(name, cut)), layer.register_forward_hook(watch.leave)]
     training = {module: module.training for module in model.modules()}
     try:
         with cut.off(), torch.no_grad(), watch:
-            torch.func.functional_call(model.eval(), state, (x,))
+            torch.func.functional_call(model.eval(), state, given)
     finally:
         for handle in handles:
             handle.remove()
         for module, value in training.items():
             module.training = value
+
+
+def _volume(model: nn.Module, size: Sequence[int], channels: int | None) -> Tensor:
+    known = [getattr(m, "in_channels", 0) for m in model.modules() if isinstance(m, nn.modules.conv._ConvNd)]
+    if channels is None and not known:
+        raise MeshError("spatial: the model has no convolution that tells the channels of its input; give channels")
+    return torch.empty((1, channels or known[0], *size), device="meta", dtype=next(model.parameters()).dtype)
 
 
 _MIXING = ("convolution", "pool", "upsample", "norm", "roll", "flip", "fft", "grid_sampler", "im2col", "cumsum")
@@ -226,8 +236,8 @@ class _Watch(TorchDispatchMode):
         self._last = "its input"
 
     def enter(self, name: str, cut: Cut) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-            cut.note(name, tuple(args[0].shape[2:]))
+        def hook(module: Any, args: tuple[Any, ...]) -> None:
+            cut.note(name, tuple(module.places(*args)))
             self._inside.append(name)
 
         return hook
@@ -254,7 +264,7 @@ class _Watch(TorchDispatchMode):
 # ---- the layers
 
 
-class _Layer(nn.Module):
+class Layer(nn.Module):
     """What each layer of a cut model has beside its own class."""
 
     cut: Cut
@@ -268,9 +278,13 @@ class _Layer(nn.Module):
     @torch.compiler.disable
     def _apart(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Messages between processes are not for a compiler's graph."""
-        return self.over(x, self.cut.whole(self.name, x.shape[2:]), *args, **kwargs)
+        return self.over(x, self.cut.whole(self.name, self.places(x, *args, **kwargs)), *args, **kwargs)
 
-    def over(self, x: Tensor, size: Sizes) -> Tensor:
+    def places(self, x: Tensor, *args: Any, **kwargs: Any) -> Sequence[int]:
+        """How many places of its input there are along each dim."""
+        return x.shape[2:]
+
+    def over(self, x: Tensor, size: Sizes, *args: Any, **kwargs: Any) -> Tensor:
         """This rank's output, from its part ``x`` of a whole of ``size``."""
         raise NotImplementedError
 
@@ -297,9 +311,12 @@ class _Layer(nn.Module):
         return x
 
 
-def _route(cut: Cut, dim: int, size: int, out: int, reach: Callable[[Range], Range]) -> tuple[Route, int] | None:
+def _route(
+    cut: Cut, dim: int, size: int, out: int, reach: Callable[[Range], Range], wraps: bool = False
+) -> tuple[Route, int] | None:
     """What ranks need along ``dim`` of ``size`` places to compute their part of ``out`` places, and how many of these this rank
-    computes; None where nothing is cut. ``reach``: what a range of the output needs, which may go beyond the ends."""
+    computes; None where nothing is cut. ``reach``: what a range of the output needs, which may go beyond the ends; ``wraps``:
+    there it comes back at the other end."""
     axis = cut.axes.get(dim)
     if axis is None or not (cut.is_cut(dim, size) or cut.is_cut(dim, out)):
         return None
@@ -307,6 +324,10 @@ def _route(cut: Cut, dim: int, size: int, out: int, reach: Callable[[Range], Ran
     # rank, and a smaller message than joining the input.
     outs = [part(out, r, axis.size) if out >= axis.size else (0, out) for r in range(axis.size)]
     reached = [reach(each) for each in outs]
+    if wraps:
+        have = tuple(cut.range_of(dim, size, r) for r in range(axis.size))
+        first, end = outs[axis.rank]
+        return Route(dim, axis, have, tuple(reached), period=size), end - first
     need = tuple((min(max(a, 0), size), max(min(b, size), 0)) for a, b in reached)
     have = tuple(cut.range_of(dim, size, r) for r in range(axis.size))
     a, b = reached[axis.rank]
@@ -334,27 +355,38 @@ def _settled(cut: Cut, y: Tensor, out: Sizes) -> Tensor:
     return y
 
 
-class _Convolution(_Layer):
+class _Convolution(Layer):
+    """Also one that is given its weights in a call."""
+
     kernel_size: tuple[int, ...]
     stride: tuple[int, ...]
     padding: Any
     output_padding: tuple[int, ...]
     dilation: tuple[int, ...]
     groups: int
+    transposed: bool
     padding_mode: str
     weight: Tensor
     bias: Tensor | None
 
     def check(self) -> str | None:
-        if self.padding_mode != "zeros":
-            return f"padding_mode {self.padding_mode}; only zeros can be cut"
+        if self.padding_mode not in ("zeros", "circular"):
+            return f"padding_mode {self.padding_mode}; only zeros and circular can be cut"
         return f"padding {self.padding!r}; give numbers" if isinstance(self.padding, str) else None
 
-    def over(self, x: Tensor, size: Sizes) -> Tensor:
-        routes, how, out = self.planned(size)
-        if all(route.is_local for route in routes) and how.padding == tuple(self.padding) and not how.kept:
-            return _settled(self.cut, super(_Layer, self).forward(x), out)
-        weight, bias = self.weight, self.bias
+    def wraps(self, dim: int) -> int:
+        """How many places of the other end it sees beyond each end of ``dim``."""
+        if self.padding_mode == "circular":
+            return int(self.padding[dim - 2])
+        return 1 if dim in getattr(self, "wrapped", ()) else 0
+
+    def over(self, x: Tensor, size: Sizes, *given: Any) -> Tensor:
+        routes, around, how, out = self.planned(size)
+        if not routes:
+            return _settled(self.cut, super(Layer, self).forward(x, *given), out)
+        weight, bias = given or (self.weight, self.bias)
+        for dim, count in around:
+            x = torch.cat((x.narrow(dim, -count, count), x, x.narrow(dim, 0, count)), dim)
         if torch.is_autocast_enabled(x.device.type):
             narrow = torch.get_autocast_dtype(x.device.type)
             x, weight, bias = x.to(narrow), weight.to(narrow), None if bias is None else bias.to(narrow)
@@ -362,16 +394,20 @@ class _Convolution(_Layer):
         y = Convolution.apply(x, weight, bias, routes, how, self.cut.traffic, apart)
         return _settled(self.cut, y, out)
 
-    def plan(self, size: Sizes) -> tuple[tuple[Route, ...], How, Sizes]:
-        transposed = isinstance(self, nn.modules.conv._ConvTransposeNd)
-        routes, kept, out = [], [], []
+    def plan(self, size: Sizes) -> tuple[tuple[Route, ...], list[tuple[int, int]], How, Sizes]:
+        """What travels where, which ends are put around what is there, the convolution, and the sizes of the whole output."""
+        transposed, routes, around, kept, out = self.transposed, [], [], [], []
         padding, more = [int(p) for p in self.padding], [int(p) for p in self.output_padding]
         for i, n in enumerate(size):
-            k, s, p, d = self.kernel_size[i], self.stride[i], padding[i], self.dilation[i]
+            k, s, d, wraps = self.kernel_size[i], self.stride[i], self.dilation[i], self.wraps(i + 2)
+            p = padding[i] if transposed else max(padding[i], wraps)
             o, reach = _transposed(n, k, s, p, d, more[i]) if transposed else _windows(n, k, s, p, d)
             out.append(o)
-            found = _route(self.cut, i + 2, n, o, reach)
+            found = _route(self.cut, i + 2, n, o, reach, wraps > 0)
             if found is None:
+                if wraps:
+                    around.append((i + 2, wraps))
+                    padding[i] = p + wraps * s if transposed else 0
                 continue
             route, count = found
             routes.append(route)
@@ -386,10 +422,12 @@ class _Convolution(_Layer):
         how = How(
             tuple(self.stride), tuple(padding), tuple(self.dilation), self.groups, tuple(more) if transposed else None, tuple(kept)
         )
-        return tuple(routes), how, tuple(out)
+        if all(route.is_local for route in routes) and not kept and not around and how.padding == tuple(self.padding):
+            routes = []  # as without a cut
+        return tuple(routes), around, how, tuple(out)
 
 
-class _Pool(_Layer):
+class _Pool(Layer):
     """Pooling over windows: the largest value or the mean."""
 
     def check(self) -> str | None:
@@ -430,7 +468,7 @@ class _Pool(_Layer):
         return routes, tuple(padding), tuple(out)
 
 
-class _Upsample(_Layer):
+class _Upsample(Layer):
     size: Any
     scale_factor: Any
     mode: str
@@ -471,7 +509,7 @@ class _Upsample(_Layer):
         return routes, kept, tuple(n * s for n, s in zip(size, scale))
 
 
-class _GlobalMean(_Layer):
+class _GlobalMean(Layer):
     def check(self) -> str | None:
         size: Any = self.output_size
         return None if set(size if isinstance(size, tuple) else (size,)) == {1} else f"output_size {size}; only 1 can be cut"
@@ -481,7 +519,7 @@ class _GlobalMean(_Layer):
         return sum_with_adjoint(own, *self.cut.cut_axes(size)) / torch.Size(size).numel()
 
 
-class _Norm(_Layer):
+class _Norm(Layer):
     """Instance, group and batch norms, whose ``total`` adds up moments over the axes over which the level is cut."""
 
     def over(self, x: Tensor, size: Sizes, *args: Any, **kwargs: Any) -> Tensor:
@@ -489,7 +527,7 @@ class _Norm(_Layer):
         whole = layer.total
         layer.total = SumInPlace(*whole.axes, *self.cut.cut_axes(size))  # one for this pass: its backward adds over the same axes
         try:
-            return super(_Layer, self).forward(x, *args, **kwargs)
+            return super(Layer, self).forward(x, *args, **kwargs)
         finally:
             layer.total = whole
 
@@ -501,7 +539,7 @@ class Join(nn.Module):
         return x
 
 
-class _Join(_Layer, Join):
+class _Join(Layer, Join):
     def over(self, x: Tensor, size: Sizes) -> Tensor:
         return self.cut.join(x, size)
 
@@ -541,23 +579,25 @@ class Whole(nn.Module):
         return self.cut.join(x, self.size) if self.cut.active else x
 
 
-_KINDS: dict[type[nn.Module], type[_Layer]] = {
+_KINDS: dict[type[nn.Module], type[Layer]] = {
     **dict.fromkeys((nn.MaxPool2d, nn.MaxPool3d, nn.AvgPool2d, nn.AvgPool3d), _Pool),
     **dict.fromkeys((nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d), _GlobalMean),
     **dict.fromkeys((BatchNorm, InstanceNorm, GroupNorm), _Norm),
     nn.Upsample: _Upsample,
+    Doubled: _Convolution,
     Join: _Join,
 }
 # Layers of torch that leave places where they are.
 _LOCAL = (
-    nn.Identity, nn.Dropout, nn.Dropout2d, nn.Dropout3d, nn.Linear, nn.Flatten, nn.Sequential, nn.ModuleList, nn.ModuleDict,
+    nn.Identity, nn.Dropout, nn.Dropout2d, nn.Dropout3d, nn.Linear, nn.Embedding, nn.Flatten, nn.Sequential, nn.ModuleList,
+    nn.ModuleDict,
 )  # fmt: skip
 
 
-def _swap(model: nn.Module, cut: Cut) -> None:
+def _swap(model: nn.Module, cut: Cut, kinds: Mapping[type[nn.Module], type[Layer]]) -> None:
     use_ours(model)
     for name, layer in model.named_modules():
-        kind = _Convolution if isinstance(layer, nn.modules.conv._ConvNd) else _KINDS.get(type(layer))
+        kind = _Convolution if isinstance(layer, nn.modules.conv._ConvNd) else kinds.get(type(layer))
         if kind is None:
             _refuse(name, layer)
             continue
@@ -571,7 +611,7 @@ def _swap(model: nn.Module, cut: Cut) -> None:
 
 
 @cache
-def _joined(kind: type[_Layer], was: type[nn.Module]) -> type:
+def _joined(kind: type[Layer], was: type[nn.Module]) -> type:
     """A class of layers that are still of the class that they were, so that they can do as before (``Cut.off``)."""
     return type(f"Cut{was.__name__}", (kind, was), {"__module__": __name__})
 

@@ -121,3 +121,36 @@ def test_copies_train_as_one_process(data: Path, tmp_path: Path) -> None:
     same_weights(alone, two, rtol=1e-6, atol=1e-9)
     shown, expected = (np.load(folder / "ensembles.npz")["members"] for folder in (two, alone))
     np.testing.assert_allclose(shown, expected, atol=1e-4)
+
+
+def test_cut_fields_train_and_are_drawn_as_on_one_process(data: Path, tmp_path: Path) -> None:
+    words = ["step.precision=fp64", "train.epochs=1"]
+    alone, two = APP.once(data, *words), tmp_path / "two"
+    APP.on_ranks(2, data, two, *words, "mesh.height=2")
+    assert told(two) == pytest.approx(told(alone), rel=1e-9)
+    assert told(two, "evaluate", "loss") == pytest.approx(told(alone, "evaluate", "loss"), rel=1e-9)
+    same_weights(alone, two, rtol=1e-6, atol=1e-9)
+    shown, expected = (np.load(folder / "ensembles.npz") for folder in (two, alone))
+    assert np.array_equal(shown["truth"], expected["truth"])
+    np.testing.assert_allclose(shown["members"], expected["members"], atol=1e-4)
+
+
+def test_a_part_of_a_turned_field_is_that_of_the_whole_and_little_else_is_read(tmp_path: Path) -> None:
+    from apps.diffusion.data import Fields
+    from hpcai.data import Rows
+
+    prepared("fields", "--samples 4 --validation 0.5 --rows 2 --kind volumes --size 8")(tmp_path)
+    fields: dict[str, tuple] = {"high": ("float32", (1, 8, 8, 8)), "low": ("float32", (1, 2, 2, 2))}
+    rows, all_of = Rows(tmp_path / "train", fields, "make them"), slice(0, 8)
+    every, read, boxes = Fields(rows, 7), 0, [(all_of, slice(2, 5), all_of), (slice(3, 8), slice(0, 4), all_of)]
+    for box in boxes:
+        part = Fields(rows, 7, box=box)
+        for index, epoch in ((index, epoch) for index in range(2) for epoch in range(20)):
+            own, whole = part.sample(index, epoch), every.sample(index, epoch)
+            assert np.array_equal(own.sample, whole.sample[(slice(None), *box)]) and np.array_equal(own.field, whole.field)
+            where = part.where(index, epoch)
+            read += where is not None and where["high"][1].stop - where["high"][1].start < 8
+    assert read > 20, "and often that alone is read"
+    plain = Fields(rows, box=boxes[1])
+    assert plain.where(1, 0) == {"high": (slice(None), slice(3, 8))}
+    assert np.array_equal(plain.sample(1, 0).sample, Fields(rows).sample(1, 3).sample[:, 3:8, 0:4])

@@ -122,6 +122,9 @@ CONVOLUTIONS = [
     {"kernel_size": (7, 1, 3), "padding": (3, 0, 1)}, {"kernel_size": 3}, {"kernel_size": 1, "stride": 2},
     {"kernel_size": 3, "padding": 3},
     {"kernel_size": 9, "padding": 4, "groups": 2}, {"kernel_size": 3, "dilation": 5, "padding": 5, "stride": 2},
+    {"kernel_size": 3, "padding": 1, "padding_mode": "circular"},
+    {"kernel_size": 3, "padding": 1, "stride": 2, "padding_mode": "circular"},
+    {"kernel_size": (5, 7, 3), "padding": (2, 4, 0), "padding_mode": "circular"},
 ]  # fmt: skip
 TRANSPOSED = [
     {"kernel_size": 2, "stride": 2}, {"kernel_size": 3, "stride": 2, "padding": 1, "output_padding": 1},
@@ -268,7 +271,7 @@ def why_not(mesh: Mesh) -> list[str]:
 
     axes = {"depth": mesh["depth"]}
     layers = [
-        nn.Conv3d(2, 4, 3, padding=1, padding_mode="circular"), nn.Conv3d(2, 4, 3, padding="same"), nn.MaxPool3d(2, ceil_mode=True),
+        nn.Conv3d(2, 4, 3, padding=1, padding_mode="reflect"), nn.Conv3d(2, 4, 3, padding="same"), nn.MaxPool3d(2, ceil_mode=True),
         nn.AvgPool3d(3, padding=1, count_include_pad=False), nn.Upsample(size=(9, 9, 9)), nn.AdaptiveAvgPool3d(2), nn.LayerNorm(8),
         nn.Upsample(scale_factor=2, mode="trilinear", align_corners=True),
     ]  # fmt: skip
@@ -295,8 +298,9 @@ def test_what_cannot_be_cut_is_told_before_anything_is_computed() -> None:
     first, second = on_ranks({"depth": 2}, why_not)
     assert first == second, "all ranks refuse the same"
     expected = [
-        "spatial: 1 has padding_mode circular; only zeros can be cut", "1 has padding 'same'; give numbers", "ceil_mode",
-        "count_include_pad=False", "a size or a broken scale_factor", "output_size 2; only 1", "is a LayerNorm, and how to cut",
+        "spatial: 1 has padding_mode reflect; only zeros and circular can be cut", "1 has padding 'same'; give numbers",
+        "ceil_mode", "count_include_pad=False", "a size or a broken scale_factor", "output_size 2; only 1",
+        "is a LayerNorm, and how to cut",
         "align_corners True", "after conv the model calls max_pool3d", "calls mean itself", "calls flip itself", "calls upsample",
         "softmax itself", "calls amax itself",
         "conv got a part of 8 x 8 x 8 places; this rank holds 4 x 8 x 8 there of the volumes whose sizes were told",

@@ -20,7 +20,7 @@ __getattr__, _names = lazy(
         ".model": ["Diffusion"],
         ".objective": ["Batch", "ensemble", "loss", "score"],
         ".prediction": ["Objective"],
-        ".parallel": ["parallelize"],
+        ".parallel": ["Slabs", "parallelize"],
         ".samplers": ["drawn", "sample"],
         ".unet": ["UNet"],
         ".vae": ["VAE", "Latents"],

@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from hpcai.kernels.activations import geglu
-from hpcai.nn.conv import Conv2d, Conv3d, conv_transpose3d
+from hpcai.nn.conv import Conv2d, Conv3d
+from hpcai.nn.doubled import Doubled, spread_weight
 from hpcai.nn.groupnorm import GroupNorm
 from hpcai.nn.layernorm import LayerNorm
+from hpcai.nn.periodic import PeriodicConv2d, PeriodicConv3d
 from hpcai.nn.products import together
 
 FORMATS = {2: torch.channels_last, 3: torch.channels_last_3d}
@@ -55,51 +56,15 @@ def to_places(x: Tensor, sizes: Sequence[int]) -> Tensor:
     return x.unflatten(1, tuple(sizes)).movedim(-1, 1)
 
 
-def around(x: Tensor, dims: Sequence[int]) -> Tensor:
-    """``x`` [B, C, ...] with one more place on both sides of each of these dims, the one at its other end, in channels-last memory
-    (``F.pad`` with circular would lose that)."""
-    found: Tensor = _Around.apply(x, tuple(dims))
-    return found
-
-
-class _Around(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dims: tuple[int, ...]) -> Tensor:
-        ctx.dims = dims
-        sizes = [n + 2 * (dim in dims) for dim, n in enumerate(x.shape)]
-        y = torch.empty(sizes, dtype=x.dtype, device=x.device, memory_format=FORMATS[x.ndim - 2])
-        _within(y, dims).copy_(x)
-        for dim in dims:  # one after the other, so that the last fills the corners
-            n = x.shape[dim]
-            y.narrow(dim, 0, 1).copy_(y.narrow(dim, n, 1))
-            y.narrow(dim, n + 1, 1).copy_(y.narrow(dim, 1, 1))
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        dy = dy.clone(memory_format=FORMATS[dy.ndim - 2])
-        for dim in reversed(ctx.dims):
-            n = dy.shape[dim] - 2
-            dy.narrow(dim, n, 1).add_(dy.narrow(dim, 0, 1))
-            dy.narrow(dim, 1, 1).add_(dy.narrow(dim, n + 1, 1))
-        return places_last(_within(dy, ctx.dims)), None
-
-
-def _within(y: Tensor, dims: Sequence[int]) -> Tensor:
-    for dim in dims:
-        y = y.narrow(dim, 1, y.shape[dim] - 2)
-    return y
-
-
-def resized(field: Tensor, sizes: Sequence[int], wrapped: Sequence[int] = ()) -> Tensor:
+def resized(field: Tensor, sizes: Sequence[int], wrapped: Sequence[int] = (), box: Sequence[slice] = ()) -> Tensor:
     """``field`` [B, C, ...] at the places of a finer grid over the same space, linear between its own, as ``F.interpolate`` with
-    ``align_corners=False``, but around the ends of the dims in ``wrapped``."""
+    ``align_corners=False``, but around the ends of the dims in ``wrapped``. ``box``: those places that are wanted, of each dim."""
     for dim, size in enumerate(sizes, 2):
-        have = field.shape[dim]
+        have, (first, end, _) = field.shape[dim], (box[dim - 2] if box else slice(None)).indices(size)
         if have == size:
+            field = field.narrow(dim, first, end - first)
             continue
-        at = (torch.arange(size, device=field.device, dtype=torch.float64) + 0.5) * (have / size) - 0.5
+        at = (torch.arange(first, end, device=field.device, dtype=torch.float64) + 0.5) * (have / size) - 0.5
         if dim not in wrapped:
             at = at.clamp(0, have - 1)
         low = at.floor()
@@ -113,31 +78,14 @@ def resized(field: Tensor, sizes: Sequence[int], wrapped: Sequence[int] = ()) ->
 # ---- convolutions
 
 
-class _Wrapped:
-    """A convolution of whose dims some are periodic: 3 places wide, and without padding along these."""
-
-    wrapped: tuple[int, ...] = ()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(around(x, self.wrapped))  # type: ignore[misc]
-
-
-class _Wrapped2d(_Wrapped, Conv2d):
-    pass
-
-
-class _Wrapped3d(_Wrapped, Conv3d):
-    pass
-
-
 def convolution(space: Space, inputs: int, outputs: int, kernel: int = 3, stride: int = 1) -> nn.Module:
     """A convolution that keeps the sides of its input, or halves them (an odd one upwards).   [B, C, ...] -> [B, C', ...]"""
     wrapped = space.wrapped if kernel > 1 else ()
     padding = tuple(0 if dim in wrapped else kernel // 2 for dim in range(2, space.dims + 2))
-    if not wrapped:
-        return (Conv2d if space.dims == 2 else Conv3d)(inputs, outputs, kernel, stride, padding)  # type: ignore[arg-type]
-    found = (_Wrapped2d if space.dims == 2 else _Wrapped3d)(inputs, outputs, kernel, stride, padding)  # type: ignore[arg-type]
-    found.wrapped = wrapped
+    kinds: Any = (PeriodicConv2d, PeriodicConv3d) if wrapped else (Conv2d, Conv3d)
+    found: Any = kinds[space.dims - 2](inputs, outputs, kernel, stride, padding)
+    if wrapped:
+        found.wrapped = wrapped
     return found
 
 
@@ -162,42 +110,23 @@ class Down(nn.Module):
 class Up(nn.Module):
     """Twice as many places along each dim, or one less, each with the value of the nearest, and a convolution of them.
 
-    [B, C, ...] -> [B, C, ...] of ``sizes``, or twice as large. Where all sides are doubled the two are one transposed convolution,
-    of 4 x 4 weights that are sums of the 3 x 3: 16 products for each place before instead of 36, in a volume 64 instead of 216.
+    [B, C, ...] -> [B, C, ...] of ``sizes``, or twice as large. Where all sides are doubled the two may be one (``Doubled``).
     """
 
-    joined = True
-    """False where ``conv`` was replaced by one that needs all places"""
+    is_cut = False
+    """whether places lie on several processes, and all sides are doubled"""
 
     def __init__(self, space: Space, channels: int) -> None:
         super().__init__()
-        self.wrapped, self.conv = space.wrapped, convolution(space, channels, channels)
+        self.conv = convolution(space, channels, channels)
+        self.doubled = Doubled(space.dims, space.wrapped)
 
     def forward(self, x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
-        doubled = tuple(2 * n for n in x.shape[2:])
-        sizes = doubled if sizes is None else tuple(sizes)
-        if sizes != doubled or not self.joined or x.numel() < _WORTH * x.shape[1] ** 2:
-            return self.conv(places_last(F.interpolate(x, size=sizes, mode="nearest")))
-        if self.wrapped:
-            x = around(x, self.wrapped)
-        padding = tuple(3 if dim in self.wrapped else 1 for dim in range(2, x.ndim))
-        transposed: Any = F.conv_transpose2d if x.ndim == 4 else conv_transpose3d
-        return transposed(x, spread_weight(self.conv.weight), self.conv.bias, (2,) * (x.ndim - 2), padding)
-
-
-def spread_weight(weight: Any) -> Tensor:
-    """The weights of a transposed convolution of stride 2 that doubles a map or a volume and convolves it.
-
-    [C', C, 3, ...] -> [C, C', 4, ...] in channels-last memory; along each dim (a, b, c) becomes (c, b + c, a + b, a).
-    """
-    dims = weight.ndim - 2
-    with torch.autocast(weight.device.type, enabled=False):  # rounded once, when they are sums
-        ends = torch.arange(4, device=weight.device)[:, None] + torch.arange(3, device=weight.device)
-        sums = every = ((ends == 2) | (ends == 3)).to(weight.dtype)
-        for _ in range(dims - 1):
-            every = torch.kron(every, sums)
-        taps = weight.movedim((0, 1), (-1, 0)).flatten(1, -2)  # [C, 3 * 3, C']
-        return (every @ taps).unflatten(1, (4,) * dims).movedim(-1, 1)
+        twice = tuple(2 * n for n in x.shape[2:])
+        sizes = twice if sizes is None else tuple(sizes)
+        if self.is_cut or (sizes == twice and x.numel() >= _WORTH * x.shape[1] ** 2):
+            return self.doubled(x, spread_weight(self.conv.weight), self.conv.bias)
+        return self.conv(places_last(F.interpolate(x, size=sizes, mode="nearest")))
 
 
 class ResBlock(nn.Module):
@@ -231,24 +160,43 @@ class ResBlock(nn.Module):
 # ---- attention
 
 
+class Attend(nn.Module):
+    """Attention of so many heads of q [B, N, C] to k and v [B, N', C].   -> [B, N, C]"""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+class AttendPlaces(Attend):
+    """The same of all places of a map or a volume of these ``sizes``; a seam: places may lie on several processes."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, sizes: Sequence[int]) -> Tensor:  # type: ignore[override]
+        return super().forward(q, k, v)
+
+
 class Heads(nn.Module):
-    """Attention of tokens to themselves, or to others.   x [B, N, C], others [B, N', J] -> [B, N, C]"""
+    """Attention of places to one another, or to given tokens.
+
+    x [B, N, C], places of ``sizes``, others [B, N', J] -> [B, N, C]
+    """
 
     def __init__(self, channels: int, heads: int, others: int | None = None, bias: bool = False) -> None:
         super().__init__()
-        self.heads = heads
         self.to_q = nn.Linear(channels, channels, bias)
         self.to_k = nn.Linear(others or channels, channels, bias)
         self.to_v = nn.Linear(others or channels, channels, bias)
         self.to_out = nn.ModuleList([nn.Linear(channels, channels)])
+        self.attend = AttendPlaces(heads) if others is None else Attend(heads)
 
-    def forward(self, x: Tensor, others: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, sizes: Sequence[int], others: Tensor | None = None) -> Tensor:
         if others is None:
-            found = together(x, self.to_q, self.to_k, self.to_v)
-        else:
-            found = (self.to_q(x), *together(others, self.to_k, self.to_v))
-        q, k, v = (y.unflatten(-1, (self.heads, -1)).transpose(1, 2) for y in found)
-        return self.to_out[0](F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+            return self.to_out[0](self.attend(*together(x, self.to_q, self.to_k, self.to_v), sizes))
+        return self.to_out[0](self.attend(self.to_q(x), *together(others, self.to_k, self.to_v)))
 
 
 class SelfAttention(Heads):
@@ -260,9 +208,10 @@ class SelfAttention(Heads):
         if zero:
             zeroed(self.to_out[0])
 
-    def forward(self, x: Tensor, others: Tensor | None = None) -> Tensor:
-        y = super().forward(to_tokens(self.group_norm(x)))
-        return to_places(y + to_tokens(x), x.shape[2:])
+    def forward(self, x: Tensor, tokens: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        sizes = x.shape[2:]
+        y = super().forward(to_tokens(self.group_norm(x)), sizes)
+        return to_places(y + to_tokens(x), sizes)
 
 
 class GEGLU(nn.Module):
@@ -288,7 +237,10 @@ class FeedForward(nn.Module):
 
 
 class TransformerLayer(nn.Module):
-    """Attention of places to each other and to tokens, and a feed-forward part.   x [B, N, C], tokens [B, N', J] -> [B, N, C]"""
+    """Attention of places to each other and to tokens, and a feed-forward part.
+
+    x [B, N, C], places of ``sizes``, tokens [B, N', J] -> [B, N, C]
+    """
 
     eighths = True  # its linear layers may multiply in 8 bits
 
@@ -298,9 +250,9 @@ class TransformerLayer(nn.Module):
         self.norm2, self.attn2 = LayerNorm(channels, narrow=True), Heads(channels, heads, tokens)
         self.norm3, self.ff = LayerNorm(channels, narrow=True), FeedForward(channels)
 
-    def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
-        x = x + self.attn1(self.norm1(x))
-        x = x + self.attn2(self.norm2(x), tokens)
+    def forward(self, x: Tensor, sizes: Sequence[int], tokens: Tensor) -> Tensor:
+        x = x + self.attn1(self.norm1(x), sizes)
+        x = x + self.attn2(self.norm2(x), sizes, tokens)
         return x + self.ff(self.norm3(x))
 
 
@@ -319,10 +271,10 @@ class CrossAttention(nn.Module):
             zeroed(self.proj_out)
 
     def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
-        y = self.proj_in(to_tokens(self.norm(x)))
+        y, sizes = self.proj_in(to_tokens(self.norm(x))), x.shape[2:]
         for layer in self.transformer_blocks:
-            y = layer(y, tokens)
-        return to_places(self.proj_out(y) + to_tokens(x), x.shape[2:])
+            y = layer(y, sizes, tokens)
+        return to_places(self.proj_out(y) + to_tokens(x), sizes)
 
 
 # ---- time

@@ -15,6 +15,7 @@ from hpcai.models.diffusion.condition import NOTHING, Condition
 from hpcai.models.diffusion.config import DiffusionConfig, DiTConfig, FieldsConfig, FluxConfig, SamplerConfig, UNetConfig
 from hpcai.models.diffusion.dit import DiT
 from hpcai.models.diffusion.flux import Flux
+from hpcai.models.diffusion.grid import WHOLE, Grid
 from hpcai.models.diffusion.noise import START, STEPS, numbers
 from hpcai.models.diffusion.prediction import Objective
 from hpcai.models.diffusion.samplers import plan, sample
@@ -45,6 +46,11 @@ class Diffusion(Portable):
             size = getattr(latents, name, None)
             self.register_buffer(f"no_{name}", None if size is None else torch.zeros(size))
 
+    @property
+    def grid(self) -> Grid:
+        """Which places of a sample this process holds."""
+        return getattr(self.network, "grid", WHOLE)
+
     def forward(self, x: Tensor, time: Tensor, condition: Condition = NOTHING) -> Tensor:
         found: Tensor = self.network(x, time, condition)
         return found
@@ -69,7 +75,9 @@ class Diffusion(Portable):
         if any(len(x) != count for x in given) or len(number) != count:
             counts = [len(x) for x in (*given, number)]
             raise DataError(f"conditions and their numbers are of {counts} samples; expected as many of each")
-        shape, cfg = self._size(condition, size), sampler or self.cfg.sampler
+        shape, cfg, grid = self._size(condition, size), sampler or self.cfg.sampler, self.grid
+        grid.expect(shape[1:])
+        box = (slice(None), *grid.box(shape[1:]))
         pairs = torch.cartesian_prod(torch.arange(members), torch.arange(count)).view(-1, 2).to(weight.device)
         number, dtype = number.to(weight.device), torch.promote_types(weight.dtype, torch.float32)
         compares = nothing is None and cfg.guidance != 1 and given
@@ -79,18 +87,18 @@ class Diffusion(Portable):
         try:
             for member, row in (part.unbind(1) for part in parts):
                 own = Condition(*(None if x is None else x.to(weight.device)[row] for x in condition))
-                noise = numbers(seed, START, number[row], member, shape, dtype=dtype)
+                noise = numbers(seed, START, number[row], member, shape, box=box, dtype=dtype)
                 none = self.nothing(own) if compares else nothing
 
                 def fresh(step: int, row: Tensor = row, member: Tensor = member) -> Tensor:
-                    return numbers(seed, STEPS + step, number[row], member, shape, dtype=dtype)
+                    return numbers(seed, STEPS + step, number[row], member, shape, box=box, dtype=dtype)
 
-                states = sample(self, self.objective, cfg, noise, own, none, fresh)
+                states = sample(self, self.objective, cfg, noise, own, none, fresh, grid)
                 while (state := next(states, None)) is not None:
                     x, done = state, done + 1
                     if progress is not None:
                         progress(done, rounds * cfg.steps)
-                found.append(self.drawn_from(x, own))
+                found.append(grid.join(self.drawn_from(x, own)))
         finally:
             self.train(was)
         return torch.cat(found).view(members, count, *shape)
@@ -133,7 +141,8 @@ class Diffusion(Portable):
         network: Any = self.network
         if condition.field is None:
             raise DataError("the model makes differences from a coarse field; give condition.field")
-        return resized(condition.field.to(x.dtype), x.shape[2:], network.space.wrapped)
+        size = self.grid.whole(x.shape[2:])
+        return resized(condition.field.to(x.dtype), size, network.space.wrapped, self.grid.box(size))
 
     def physical(self, x: Tensor) -> Tensor:
         """Fields in the units that the settings name, from what the network sees.   [..., C, *S] -> the same, float64"""

@@ -63,9 +63,9 @@ def score(model: Any, batch: Batch, place: float = 0.5) -> dict[str, Any]:
 def ensemble(model: Any, batch: Batch, sampler: SamplerConfig | None = None, members: int = 8) -> dict[str, Tensor]:
     """Rows for reports: ``truth`` [B, C, ...], ``members`` that the model draws for the condition of each [B, M, C, ...], and of
     this ``field`` and ``parameters``, where there are some."""
-    size = tuple(model.seen(batch.sample).shape[1:])
+    truth = model.grid.join(model.seen(batch.sample))
+    size = tuple(truth.shape[1:])
     drawn = model.sample(batch.condition, members, seed=model.seed, sampler=sampler, size=size, number=batch.number)
-    truth = model.seen(batch.sample)
     rows = {"truth": truth, "members": drawn.transpose(0, 1).contiguous()}
     given = {"field": batch.field, "parameters": batch.parameters}
     return rows | {name: value for name, value in given.items() if value is not None}
@@ -75,13 +75,15 @@ def _error(model: Any, batch: Batch, drawn: tuple[int, int, Tensor | int], time:
     """[B] at these times, with the numbers of a use for noise, another for latents, and an epoch."""
     (what, latents, epoch), dtype = drawn, torch.promote_types(next(model.parameters()).dtype, torch.float32)
 
-    def fresh(use: int, size: torch.Size) -> Tensor:
-        return numbers(model.seed, use, batch.number, epoch, size, dtype=dtype)
+    def fresh(use: int, held: torch.Size) -> Tensor:
+        size = model.grid.whole(held[1:])
+        box = (slice(None), *model.grid.box(size))
+        return numbers(model.seed, use, batch.number, epoch, (held[0], *size), box=box, dtype=dtype)
 
     x0 = model.drawn_to(model.seen(batch.sample.to(dtype), partial(fresh, latents)), batch.condition)
     noise = fresh(what, x0.shape[1:])
     noised = model.objective.noised(x0, noise, time)
-    found: Tensor = model.objective.loss(model(noised.input, noised.time, condition), noised)
+    found: Tensor = model.objective.loss(model(noised.input, noised.time, condition), noised, model.grid)
     return found
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hpcai.models.diffusion.config import ObjectiveConfig
+from hpcai.models.diffusion.grid import WHOLE, Grid
 
 Number = float | Tensor  # of all samples, or of each [B]
 
@@ -112,11 +113,10 @@ class Objective:
         told = (time.double().log() / 4 if self.cfg.says == "edm" else time).to(dtype)
         return Noised(self.given(x, sigma), told, alpha, sigma, self.target(x0, noise, alpha, sigma), weight)
 
-    def loss(self, said: Tensor, noised: Noised) -> Tensor:
+    def loss(self, said: Tensor, noised: Noised, grid: Grid = WHOLE) -> Tensor:
         """The mean squared error of each sample times its weight [B], in float32 at least. Channels that a network says beyond the
         target's, such as a variance, do not count."""
-        error = (said[:, : noised.target.shape[1]] - noised.target).square()
-        return error.mean(tuple(range(1, error.ndim))) * noised.weight
+        return grid.mean((said[:, : noised.target.shape[1]] - noised.target).square()) * noised.weight
 
     def given(self, x: Tensor, sigma: Number) -> Tensor:
         """What the network is given of a noisy sample x [B, C, ...]."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from hpcai.errors import ConfigError
 from hpcai.models.diffusion.condition import NOTHING, Condition
 from hpcai.models.diffusion.config import SamplerConfig
+from hpcai.models.diffusion.grid import WHOLE, Grid
 from hpcai.models.diffusion.prediction import Objective
 
 Network = Callable[[Tensor, Tensor, Condition], Tensor]
@@ -44,15 +45,16 @@ class Step(NamedTuple):
 
 def sample(
     network: Network, objective: Objective, cfg: SamplerConfig, noise: Tensor, condition: Condition = NOTHING,
-    nothing: Condition | None = None, fresh: Fresh | None = None,
+    nothing: Condition | None = None, fresh: Fresh | None = None, grid: Grid = WHOLE,
 ) -> Iterator[Tensor]:  # fmt: skip
     """The state after each of n steps [B, C, ...], the last of which is the sample; no gradients are kept.
 
     ``noise``: of the normal distribution [B, C, ...]; states are in its dtype, float32 at least, whatever the network computes in.
     ``condition``: [B, ...], or [1, ...] for all. ``nothing``: the same, where nothing is asked; guidance other than 1 needs it.
     ``fresh``: the noise that step i = 0, 1, ... adds [B, C, ...]; ddpm, eta and churn need it. A sample depends on its own noise
-    and condition alone. States of euler and heun along a schedule are x / alpha, in which these methods work. ConfigError, at the
-    call and before the first step: settings do not go together, or what they need is not given.
+    and condition alone. States of euler and heun along a schedule are x / alpha, in which these methods work. ``grid``: which
+    places this process holds. ConfigError, at the call and before the first step: settings do not go together, or what they
+    need is not given.
     """
     steps = plan(objective, cfg)
     if cfg.guidance != 1 and nothing is None:
@@ -61,7 +63,7 @@ def sample(
     if adds and fresh is None:
         raise ConfigError(f"method {cfg.method} with eta {cfg.eta:g} and churn {cfg.churn:g} adds noise on the way; give fresh")
     x = noise.to(torch.promote_types(noise.dtype, torch.float32))
-    ask = _Denoiser(network, objective, cfg, condition, nothing, len(x))
+    ask = _Denoiser(network, objective, cfg, condition, nothing, len(x), grid)
     return _METHODS[cfg.method](ask, steps, cfg, x, fresh or _none)
 
 
@@ -73,14 +75,13 @@ def drawn(
     return deque(sample(network, objective, cfg, noise, condition, nothing, fresh), maxlen=1).pop()
 
 
-def guided(said: Tensor, without: Tensor, guidance: float, rescale: float = 0.0) -> Tensor:
+def guided(said: Tensor, without: Tensor, guidance: float, rescale: float = 0.0, grid: Grid = WHOLE) -> Tensor:
     """What a network said with a condition [B, C, ...], taken ``guidance`` times as far from what it said without (Ho and Salimans
     2022). ``rescale``: the share of that which gets the deviation of ``said``, each sample alone (Lin et al. 2024, eq. 15, 16)."""
     far = torch.lerp(without, said, guidance)
     if not rescale:
         return far
-    dims = tuple(range(1, said.ndim))
-    own, wide = said.std(dims, keepdim=True), far.std(dims, keepdim=True)  # 0 of a fresh network, whose last layer is zero
+    own, wide = grid.deviation(said), grid.deviation(far)  # 0 of a fresh network, whose last layer is zero
     return far * (rescale * own / wide.clamp(min=torch.finfo(far.dtype).tiny) + (1 - rescale))
 
 
@@ -207,8 +208,8 @@ class _Denoiser:
     """A network that is guided, and what its words mean."""
 
     def __init__(self, network: Network, objective: Objective, cfg: SamplerConfig, condition: Condition,
-                 nothing: Condition | None, count: int) -> None:  # fmt: skip
-        self.network, self.objective, self.cfg, self.nothing = network, objective, cfg, None
+                 nothing: Condition | None, count: int, grid: Grid) -> None:  # fmt: skip
+        self.network, self.objective, self.cfg, self.nothing, self.grid = network, objective, cfg, None, grid
         self.condition = _of_each(condition, "condition", count)
         if cfg.guidance != 1 and nothing is not None:
             self.nothing = _of_each(nothing, "nothing", count)
@@ -229,7 +230,7 @@ class _Denoiser:
             said, without = self._ask(torch.cat([given, given]), time, self.condition).chunk(2)
         else:
             said, without = self._ask(given, time, self.condition), self._ask(given, time, self.nothing)
-        return guided(said, without, self.cfg.guidance, self.cfg.rescale)
+        return guided(said, without, self.cfg.guidance, self.cfg.rescale, self.grid)
 
     def sample(self, said: Tensor, x: Tensor, alpha: float, sigma: float) -> Tensor:
         x0 = self.objective.sample_of(said, x, alpha, sigma)

@@ -28,6 +28,7 @@ from hpcai.models.diffusion.blocks import (
 )  # fmt: skip
 from hpcai.models.diffusion.condition import NOTHING, Condition
 from hpcai.models.diffusion.config import UNetConfig
+from hpcai.models.diffusion.grid import Grid
 from hpcai.nn.groupnorm import GroupNorm
 
 
@@ -131,7 +132,7 @@ class UNet(nn.Module):
         self.cfg = cfg = cfg or UNetConfig()
         shapes, levels = _Shapes(cfg), list(zip(cfg.channels, cfg.attention, cfg.heads))
         first, last = cfg.channels[0], cfg.channels[-1]
-        self.space = shapes.space
+        self.space, self.grid = shapes.space, Grid()  # a seam: places may lie on several processes
         cells = cfg.patch**cfg.dims
         self.conv_in = convolution(self.space, cells * (cfg.inputs + cfg.field), first)
         self.time_embedding = TimeEmbedding(first, shapes.time)
@@ -156,11 +157,11 @@ class UNet(nn.Module):
         self.to(memory_format=FORMATS[cfg.dims])  # type: ignore[call-overload]
 
     def forward(self, x: Tensor, time: Tensor, condition: Condition = NOTHING) -> Tensor:
-        cfg = self.cfg
-        self._check(x, time, condition)
+        cfg, size = self.cfg, self.grid.whole(x.shape[2:])
+        self._check(x, size, time, condition)
         embedded = F.silu(self.embed(x, time, condition))
         if condition.field is not None:
-            x = torch.cat((x, resized(condition.field.to(x.dtype), x.shape[2:], self.space.wrapped)), 1)
+            x = torch.cat((x, resized(condition.field.to(x.dtype), size, self.space.wrapped, self.grid.box(size))), 1)
         tokens = None if condition.tokens is None else condition.tokens.to(x.dtype)
         x = self.conv_in(places_last(folded(x, cfg.patch)))
         kept = [x]
@@ -183,16 +184,14 @@ class UNet(nn.Module):
             found = found + self.parameter_embedding(condition.parameters.to(x.dtype))
         return found
 
-    def _check(self, x: Tensor, time: Tensor, condition: Condition) -> None:
-        cfg, batch = self.cfg, len(x)
+    def _check(self, x: Tensor, size: Sequence[int], time: Tensor, condition: Condition) -> None:
+        cfg, batch, sides = self.cfg, len(x), " x ".join(map(str, size))
         if x.ndim != cfg.dims + 2 or x.shape[1] != cfg.inputs:
             raise DataError(f"the sample has shape {list(x.shape)}; expected [B, {cfg.inputs}" + ", places" * cfg.dims + "]")
         halved = cfg.patch * 2 ** (len(cfg.channels) - 1)
-        if any(n % cfg.patch for n in x.shape[2:]):
-            sides = " x ".join(map(str, x.shape[2:]))
+        if any(n % cfg.patch for n in size):
             raise DataError(f"the sample has {sides} places; expected multiples of patch, {cfg.patch}")
-        if odd := [x.shape[dim] for dim in self.space.wrapped if x.shape[dim] % halved]:
-            sides = " x ".join(map(str, x.shape[2:]))
+        if odd := [size[dim - 2] for dim in self.space.wrapped if size[dim - 2] % halved]:
             raise DataError(f"the sample has {sides} places, {odd[0]} along a periodic dim; expected a multiple of {halved} there")
         expected: dict[str, tuple[int | None, ...] | None] = {
             "classes": (batch,) if cfg.classes else None,
@@ -204,8 +203,8 @@ class UNet(nn.Module):
         for name, given in condition._asdict().items():
             _fits(f"condition.{name}", given, expected.get(name))
         field = condition.field
-        if field is not None and any(few > many for few, many in zip(field.shape[2:], x.shape[2:])):
-            raise DataError(f"condition.field has {list(field.shape[2:])} places, the sample {list(x.shape[2:])}; expected no more")
+        if field is not None and any(few > many for few, many in zip(field.shape[2:], size)):
+            raise DataError(f"condition.field has {list(field.shape[2:])} places, the sample {list(size)}; expected no more")
 
 
 def folded(x: Tensor, patch: int) -> Tensor:

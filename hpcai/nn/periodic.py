@@ -1,0 +1,70 @@
+"""Convolutions of maps and volumes that come back to their beginning along some dims: periodic boxes, the longitude of a globe.
+
+B samples, C channels, ... the places of a map (H, W) or a volume (D, H, W)
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from hpcai.nn.conv import Conv2d, Conv3d
+
+_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def around(x: Tensor, dims: Sequence[int]) -> Tensor:
+    """``x`` [B, C, ...] with one more place on both sides of each of these dims, the one at its other end, in channels-last memory
+    (``F.pad`` with circular would lose that)."""
+    found: Tensor = _Around.apply(x, tuple(dims)) if dims else x
+    return found
+
+
+class _Around(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dims: tuple[int, ...]) -> Tensor:
+        ctx.dims = dims
+        sizes = [n + 2 * (dim in dims) for dim, n in enumerate(x.shape)]
+        y = torch.empty(sizes, dtype=x.dtype, device=x.device, memory_format=_FORMATS[x.ndim])
+        _within(y, dims).copy_(x)
+        for dim in dims:  # one after the other, so that the last fills the corners
+            n = x.shape[dim]
+            y.narrow(dim, 0, 1).copy_(y.narrow(dim, n, 1))
+            y.narrow(dim, n + 1, 1).copy_(y.narrow(dim, 1, 1))
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        dy = dy.clone(memory_format=_FORMATS[dy.ndim])
+        for dim in reversed(ctx.dims):
+            n = dy.shape[dim] - 2
+            dy.narrow(dim, n, 1).add_(dy.narrow(dim, 0, 1))
+            dy.narrow(dim, 1, 1).add_(dy.narrow(dim, n + 1, 1))
+        return _within(dy, ctx.dims).contiguous(memory_format=_FORMATS[dy.ndim]), None
+
+
+def _within(y: Tensor, dims: Sequence[int]) -> Tensor:
+    for dim in dims:
+        y = y.narrow(dim, 1, y.shape[dim] - 2)
+    return y
+
+
+class _Periodic:
+    """A convolution of whose dims some are periodic: 3 places wide, and without padding along these."""
+
+    wrapped: tuple[int, ...] = ()
+    """dims of its input [B, C, ...]"""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(around(x, self.wrapped))  # type: ignore[misc]
+
+
+class PeriodicConv2d(_Periodic, Conv2d):
+    """``hpcai.nn.Conv2d`` of a map that is periodic along the dims ``wrapped``.   [B, C, H, W] -> [B, O, H', W']"""
+
+
+class PeriodicConv3d(_Periodic, Conv3d):
+    """``hpcai.nn.Conv3d`` of a volume that is periodic along the dims ``wrapped``.   [B, C, D, H, W] -> [B, O, D', H', W']"""

@@ -1,0 +1,181 @@
+"""A U-Net whose samples are cut is the U-Net of one process: in value, gradient, keys, training and what it draws."""
+
+from copy import deepcopy
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hpcai.dist.collect import sum_in_place
+from hpcai.dist.launch import alone
+from hpcai.dist.mesh import Mesh
+from hpcai.errors import MeshError
+from hpcai.models import diffusion
+from hpcai.models.diffusion import Batch, Condition, Diffusion, DiffusionConfig, UNetConfig
+from hpcai.models.diffusion.unet import UNet
+from hpcai.settings import StepConfig
+from hpcai.train.step import Step
+from tests.ranks.launch import on_ranks
+
+SMALL: dict[str, Any] = {"inputs": 2, "outputs": 2, "tokens": None, "blocks": 1, "groups": 2, "zero": False, "middle": "self"}
+MAPS = UNetConfig(
+    **SMALL, field=1, channels=(8, 8, 12), attention=("self", "none", "self"), heads=(2, 2, 3), patch=2, periodic=(True, True)
+)
+GLOBE = UNetConfig(
+    **SMALL | {"tokens": 5, "middle": "cross"}, channels=(8, 12), attention=("cross", "cross"), heads=(2, 3), periodic=(False, True)
+)
+VOLUMES = UNetConfig(
+    **SMALL, dims=3, field=2, parameters=3, channels=(6, 8), attention=("none", "self"), heads=(2, 2), periodic=(True, False, True)
+)
+OPEN = UNetConfig(**SMALL | {"middle": "none"}, dims=3, classes=4, channels=(6, 8), attention=("none", "none"), heads=(2, 2))
+SIZES = {MAPS: (32, 16), GLOBE: (24, 8), VOLUMES: (16, 8, 4), OPEN: (8, 12, 4)}
+
+
+def normal(seed: int, *size: int) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def condition(cfg: UNetConfig, count: int, seed: int = 5) -> Condition:
+    few = [n // 4 for n in SIZES[cfg]]
+    return Condition(
+        torch.arange(count) % (cfg.classes + 1) if cfg.classes else None,
+        normal(seed, count, cfg.parameters) if cfg.parameters else None,
+        normal(seed + 1, count, 3, cfg.tokens) if cfg.tokens else None,
+        None,
+        normal(seed + 2, count, cfg.field, *few) if cfg.field else None,
+    )
+
+
+def network(cfg: UNetConfig) -> UNet:
+    made = UNet(cfg)
+    with torch.no_grad():
+        for number, parameter in enumerate(made.parameters()):
+            parameter.copy_(normal(number, *parameter.shape) * 0.2)
+    return made.double()
+
+
+def compare(mesh: Mesh, cfg: UNetConfig) -> None:
+    whole, size = network(cfg), SIZES[cfg]
+    model = diffusion.parallelize(deepcopy(whole), mesh, size)
+    assert list(model.state_dict()) == list(whole.state_dict())
+    for count in (2, 1):
+        x, time, asked = normal(7, count, cfg.inputs, *size), torch.linspace(10, 500, count).double(), condition(cfg, count)
+        own = model.grid.own(x).clone().requires_grad_()
+        x.requires_grad_()
+        y_whole, y = whole(x, time, asked), model(own, time, asked)
+        torch.testing.assert_close(y, model.grid.own(y_whole), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(model.grid.join(y), y_whole, rtol=1e-10, atol=1e-10)
+        slope = normal(9, *y_whole.shape)
+        for model_ in (whole, model):
+            model_.zero_grad()
+        (y_whole * slope).sum().backward()
+        (y * model.grid.own(slope)).sum().backward()
+        assert own.grad is not None and x.grad is not None
+        torch.testing.assert_close(own.grad, model.grid.own(x.grad), rtol=1e-9, atol=1e-10)
+        largest = max(float(p.grad.abs().max()) for p in whole.parameters() if p.grad is not None)
+        for (name, a), b in zip(whole.named_parameters(), model.parameters()):
+            assert a.grad is not None and b.grad is not None
+            gradient = sum_in_place(b.grad.clone(), *getattr(b, "sum_axes", ()))
+            assert float((gradient - a.grad).abs().max()) < 1e-10 * largest, name
+
+
+CASES = [
+    (MAPS, {"height": 1}), (MAPS, {"height": 2}), (MAPS, {"height": 4}), (MAPS, {"height": 3}), (GLOBE, {"height": 4}),
+    (GLOBE, {"replicate": 2, "height": 2}), (VOLUMES, {"depth": 2}), (VOLUMES, {"depth": 4}), (VOLUMES, {"depth": 2, "height": 2}),
+    (OPEN, {"height": 3}),
+]  # fmt: skip
+NAMES = {MAPS: "maps", GLOBE: "globe", VOLUMES: "volumes", OPEN: "open"}
+
+
+def told(value: Any) -> str:
+    return NAMES[value] if isinstance(value, UNetConfig) else str(value)
+
+
+@pytest.mark.parametrize(("cfg", "axes"), CASES, ids=told)
+def test_a_network_whose_samples_are_cut_is_the_network(cfg: UNetConfig, axes: dict[str, int]) -> None:
+    on_ranks(axes, compare, cfg)
+
+
+def model_of(cfg: UNetConfig, mesh: Mesh) -> Diffusion:
+    size = (cfg.inputs, *SIZES[cfg])
+    shape = DiffusionConfig(
+        unet=cfg, size=size, objective={"says": "flow"}, sampler={"method": "heun", "steps": 3, "guidance": 2.0, "rescale": 0.7},
+        residual=0.5 if cfg.field else None, unconditional=0.3 if cfg.field else 0.0,
+    )  # fmt: skip
+    model = Diffusion(shape, seed=3)
+    model.network = network(cfg)
+    return diffusion.parallelize(model, mesh)
+
+
+def batch(mesh: Mesh, cfg: UNetConfig, model: Diffusion, step: int) -> Batch:
+    axis, count = mesh["replicate"], 2
+    mine = slice(count * axis.rank // axis.size, count * (axis.rank + 1) // axis.size)
+    asked = Condition(*(None if x is None else x[mine] for x in condition(cfg, count, 20 + step)))
+    sample, number = normal(40 + step, count, cfg.inputs, *SIZES[cfg]), torch.arange(count) + 2 * step
+    given = {name: getattr(asked, name) for name in ("field", "parameters", "classes", "tokens")}
+    return Batch(model.grid.own(sample[mine]), number[mine], torch.zeros(count, dtype=torch.long)[mine], **given)
+
+
+def trained(mesh: Mesh, cfg: UNetConfig) -> tuple[list[float], dict[str, Any], dict[str, Any]]:
+    model = model_of(cfg, mesh)
+    words: dict[str, Any] = {"precision": "fp64", "lr": 0.01, "clip": 1.0, "average": 0.9, "shard": "none", "eps": 1e-3}
+    step = Step(model, diffusion.loss, StepConfig(**words), mesh)
+    losses = [step(batch(mesh, cfg, model, number))["loss"].item() for number in range(2)]
+    held = batch(mesh, cfg, model, 9)
+    with torch.no_grad():
+        score = diffusion.score(model, held)
+        rows = {"loss": score["loss"][0], **(diffusion.ensemble(model, held, members=2) if cfg.field else {})}
+        wider = [2 * n for n in SIZES[cfg]]
+        asked = Condition(*(None if x is None else x[:1] for x in condition(cfg, 1)))
+        rows["wider"] = model.sample(asked, 2, size=(cfg.inputs, *wider), sampler={MAPS: None}.get(cfg, PLAIN))
+    state = {name: tensor.detach().double().numpy() for name, tensor in model.state_dict().items()}
+    return losses, state, {name: value.double().numpy() for name, value in rows.items()}
+
+
+PLAIN = diffusion.SamplerConfig(method="euler", steps=2)
+
+
+@cache
+def whole(cfg: UNetConfig) -> Any:
+    return trained(alone(), cfg)
+
+
+TRAINED = [(MAPS, {"height": 2}), (MAPS, {"replicate": 2, "height": 2}), (VOLUMES, {"depth": 2, "height": 2}), (OPEN, {"depth": 4})]
+
+
+@pytest.mark.parametrize(("cfg", "axes"), TRAINED, ids=told)
+def test_cut_samples_train_and_are_drawn_as_on_one_process(cfg: UNetConfig, axes: dict[str, int]) -> None:
+    losses, weights, rows = whole(cfg)
+    ranks = on_ranks(axes, trained, cfg)
+    copies = {"loss", "truth", "members", "field", "parameters"} if "replicate" in axes else set()
+    for own_losses, own_weights, own_rows in ranks:
+        if not copies:
+            assert own_losses == pytest.approx(losses, rel=1e-9)
+        for name, tensor in weights.items():
+            assert own_weights[name] == pytest.approx(tensor, rel=1e-8, abs=1e-9), name
+        for name in rows.keys() - copies:
+            assert own_rows[name] == pytest.approx(rows[name], rel=1e-7, abs=1e-9), name
+
+
+def refusals(mesh: Mesh) -> list[str]:
+    found = []
+    drops = MAPS.model_copy(update={"dropout": 0.1})
+    for cfg, size in ((MAPS, (36, 16)), (MAPS, ()), (drops, (32, 16)), (MAPS, (8, 16)), (VOLUMES, (16, 4, 4))):
+        with pytest.raises(MeshError) as told:
+            diffusion.parallelize(UNet(cfg), mesh, size)
+        found.append(str(told.value))
+    model = diffusion.parallelize(UNet(GLOBE), mesh, (24, 8))
+    with pytest.raises(MeshError) as told:
+        model.grid.expect((26, 7))
+    return [*found, str(told.value)]
+
+
+def test_samples_that_cannot_be_cut_are_told() -> None:
+    expected = [
+        "mesh.height is 4, and samples have 36 x 16 places; a cut needs multiples of 8", "give the size of the samples",
+        "model.unet.dropout 0.1", "4 places along height are fewer than 2 for each rank", "4 places", "26 x 7 places",
+    ]  # fmt: skip
+    for found in on_ranks({"height": 4}, refusals):
+        assert all(part in text for part, text in zip(expected, found, strict=True)), found
