@@ -125,8 +125,8 @@ def test_copies_train_as_one_process(data: Path, tmp_path: Path) -> None:
 
 def test_cut_fields_train_and_are_drawn_as_on_one_process(data: Path, tmp_path: Path) -> None:
     words = ["step.precision=fp64", "train.epochs=1"]
-    alone, two = APP.once(data, *words), tmp_path / "two"
-    APP.on_ranks(2, data, two, *words, "mesh.height=2")
+    alone, two = APP.once(data, *words), tmp_path / "four"
+    APP.on_ranks(4, data, two, *words, "mesh.height=2")
     assert told(two) == pytest.approx(told(alone), rel=1e-9)
     assert told(two, "evaluate", "loss") == pytest.approx(told(alone, "evaluate", "loss"), rel=1e-9)
     same_weights(alone, two, rtol=1e-6, atol=1e-9)

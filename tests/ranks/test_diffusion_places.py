@@ -179,3 +179,33 @@ def test_samples_that_cannot_be_cut_are_told() -> None:
     ]  # fmt: skip
     for found in on_ranks({"height": 4}, refusals):
         assert all(part in text for part, text in zip(expected, found, strict=True)), found
+
+
+LARGE = UNetConfig(
+    **SMALL, dims=3, field=1, channels=(8, 16), attention=("none", "self"), heads=(2, 2), periodic=(True, True, True)
+)  # fmt: skip
+
+
+def kept(mesh: Mesh) -> tuple[int, int]:
+    """Bytes that a process keeps for the backward pass, and sends to others."""
+    size, found = (32, 16, 16), dict[int, int]()
+    model = diffusion.parallelize(UNet(LARGE), mesh, size)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+    def pack(x: Tensor) -> Tensor:
+        memory = x.untyped_storage()
+        if memory.data_ptr() not in weights:
+            found[memory.data_ptr()] = memory.nbytes()
+        return x
+
+    asked = Condition(field=torch.zeros(1, 1, 8, 4, 4))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        model(model.grid.own(torch.zeros(1, 2, *size)), torch.zeros(1), asked).sum().backward()
+    return sum(found.values()), getattr(model.grid, "cut").traffic.sent if mesh.copy.size > 1 else 0
+
+
+def test_a_process_keeps_little_more_than_its_part() -> None:
+    whole, _ = kept(alone())
+    for axes, share in (({"depth": 2}, 0.54), ({"depth": 2, "height": 2}, 0.3)):
+        for own, sent in on_ranks(axes, kept):
+            assert own < share * whole and sent < own, (axes, own / whole, sent / own)

@@ -3,7 +3,8 @@
 B samples, M members of an ensemble, C channels, S and s places along each dim of a sample and of a coarse field
 """
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from hpcai.models.diffusion.unet import UNet
 from hpcai.models.diffusion.vae import Latents
 from hpcai.nn.weights import Portable
 
+logger = logging.getLogger(__name__)
+_SLACK = 1e-3  # of a parameter's range, half of which is 1
 _AT_ONCE = 64  # samples that are drawn together, where nothing else is said
 _NETWORKS: dict[type, Callable[[Any], nn.Module]] = {UNetConfig: UNet, DiTConfig: DiT, FluxConfig: Flux}
 
@@ -67,7 +70,8 @@ class Diffusion(Portable):
         ``number`` [B]: those of the conditions, by default 0, 1, ...: a member depends on the seed, this number and the number of
         the member, not on what is drawn beside it. ``nothing``: the condition of a sample that none is asked of, for guidance; by
         default what ``self.nothing`` says. ``progress(done, of)`` is called after each step. Raises ConfigError for settings that
-        do not go together or a size that is not known, DataError for a condition that does not fit.
+        do not go together or a size that is not known, DataError for a condition that does not fit; parameters outside of the
+        range that the model was trained on are told, and taken.
         """
         given = [x for x in condition if x is not None]
         count, weight = len(given[0]) if given else 1, next(self.network.parameters())
@@ -76,6 +80,7 @@ class Diffusion(Portable):
             counts = [len(x) for x in (*given, number)]
             raise DataError(f"conditions and their numbers are of {counts} samples; expected as many of each")
         shape, cfg, grid = self._size(condition, size), sampler or self.cfg.sampler, self.grid
+        self._look_at(condition, shape)
         grid.expect(shape[1:])
         box = (slice(None), *grid.box(shape[1:]))
         pairs = torch.cartesian_prod(torch.arange(members), torch.arange(count)).view(-1, 2).to(weight.device)
@@ -155,6 +160,33 @@ class Diffusion(Portable):
         fields, values = self._fields, x.double()
         values = values if fields.floor is None else (values + fields.floor).log()
         return ((values - self._each(fields.mean, x)) / self._each(fields.deviation, x)).float()
+
+    def standard_parameters(self, values: Mapping[str, float | Sequence[float]]) -> Tensor:
+        """What the network sees of physical parameters in the units that the settings name: a number of each, or one for each
+        sample.   [B, P]. Raises DataError for names that the settings do not have."""
+        fields = self._fields
+        if set(values) != set(fields.parameters):
+            found, known = (", ".join(names) or "none" for names in (values, fields.parameters))
+            raise DataError(f"parameters {found}; the model was trained on {known}; give each of these")
+        columns = [torch.atleast_1d(torch.as_tensor(values[name], dtype=torch.float64)) for name in fields.parameters]
+        low, high = (torch.tensor(ends, dtype=torch.float64) for ends in (fields.low, fields.high))
+        return (2 * (torch.stack(torch.broadcast_tensors(*columns), 1) - low) / (high - low) - 1).float()
+
+    def _look_at(self, condition: Condition, shape: tuple[int, ...]) -> None:
+        """Raise DataError for a coarse field that does not lie under a sample of ``shape``, and tell parameters out of range."""
+        fields, coarse, asked = self.cfg.fields, condition.field, condition.parameters
+        if fields is None:
+            return
+        if coarse is not None and fields.factor and [fields.factor * n for n in coarse.shape[2:]] != list(shape[1:]):
+            found, sides = list(coarse.shape[2:]), list(shape[1:])
+            raise DataError(f"condition.field has {found} places and the sample {sides}; expected {fields.factor} times as many")
+        if asked is not None:
+            for column in (asked.abs() > 1 + _SLACK).any(0).nonzero()[:, 0].tolist():
+                low, high = fields.low[column], fields.high[column]
+                found = asked[:, column].double().cpu()
+                worst = low + (float(found[found.abs().argmax()]) + 1) / 2 * (high - low)
+                name = f"{fields.parameters[column]} is {worst:g}"
+                logger.warning("%s, outside of %g to %g, the range that the model was trained on", name, low, high)
 
     @property
     def _fields(self) -> FieldsConfig:

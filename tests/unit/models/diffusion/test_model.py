@@ -128,6 +128,23 @@ def test_physical_units_and_sizes() -> None:
         made.sample(Condition(field=torch.zeros(2, 1, 2, 2)), number=torch.arange(3))
 
 
+def test_parameters_by_name_and_what_does_not_fit(caplog: pytest.LogCaptureFixture) -> None:
+    known = {"parameters": ["Omega_m", "sigma_8"], "low": [0.1, 0.6], "high": [0.5, 1.0], "parameter_units": ["", ""]}
+    words = {"size": [1, 8, 8], "fields": {**FIELDS, **known}}
+    made = Diffusion(DiffusionConfig.model_validate({"unet": {**UNET, "parameters": 2}, **WAYS["flow"], **words}, strict=False))
+    asked = made.standard_parameters({"sigma_8": [0.6, 0.9], "Omega_m": 0.3})
+    torch.testing.assert_close(asked, torch.tensor([[0.0, -1.0], [0.0, 0.5]]))
+    field = torch.zeros(2, 1, 2, 2)
+    made.sample(Condition(field=field, parameters=asked), 1)
+    assert not caplog.messages
+    made.sample(Condition(field=field, parameters=made.standard_parameters({"sigma_8": [0.8, 0.5], "Omega_m": 0.3})), 1)
+    assert caplog.messages == ["sigma_8 is 0.5, outside of 0.6 to 1, the range that the model was trained on"]
+    with pytest.raises(DataError, match="parameters Omega_m; the model was trained on Omega_m, sigma_8"):
+        made.standard_parameters({"Omega_m": 0.3})
+    with pytest.raises(DataError, match=r"condition.field has \[2, 3\] places and the sample \[8, 8\]; expected 4 times as many"):
+        made.sample(Condition(field=torch.zeros(2, 1, 2, 3), parameters=asked), size=(1, 8, 8))
+
+
 @pytest.mark.parametrize(
     "words",
     [{"dit": {"inputs": 2, "outputs": 2, "size": 8, "layers": 1, "heads": 2, "head": 8, "classes": 5}},
