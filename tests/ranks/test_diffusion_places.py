@@ -2,7 +2,7 @@
 
 from copy import deepcopy
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -201,11 +201,11 @@ def kept(mesh: Mesh) -> tuple[int, int]:
     asked = Condition(field=torch.zeros(1, 1, 8, 4, 4))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         model(model.grid.own(torch.zeros(1, 2, *size)), torch.zeros(1), asked).sum().backward()
-    return sum(found.values()), getattr(model.grid, "cut").traffic.sent if mesh.copy.size > 1 else 0
+    return sum(found.values()), cast(diffusion.Slabs, model.grid).cut.traffic.sent if mesh.copy.size > 1 else 0
 
 
-def test_a_process_keeps_little_more_than_its_part() -> None:
+def test_a_process_keeps_no_more_than_its_part() -> None:
     whole, _ = kept(alone())
-    for axes, share in (({"depth": 2}, 0.54), ({"depth": 2, "height": 2}, 0.3)):
+    for axes, share in (({"depth": 2}, 0.45), ({"depth": 2, "height": 2}, 0.27)):
         for own, sent in on_ranks(axes, kept):
             assert own < share * whole and sent < own, (axes, own / whole, sent / own)

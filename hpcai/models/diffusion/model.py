@@ -183,8 +183,8 @@ class Diffusion(Portable):
         if asked is not None:
             for column in (asked.abs() > 1 + _SLACK).any(0).nonzero()[:, 0].tolist():
                 low, high = fields.low[column], fields.high[column]
-                found = asked[:, column].double().cpu()
-                worst = low + (float(found[found.abs().argmax()]) + 1) / 2 * (high - low)
+                given = asked[:, column].double().cpu()
+                worst = low + (float(given[given.abs().argmax()]) + 1) / 2 * (high - low)
                 name = f"{fields.parameters[column]} is {worst:g}"
                 logger.warning("%s, outside of %g to %g, the range that the model was trained on", name, low, high)
 
