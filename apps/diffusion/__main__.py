@@ -22,7 +22,8 @@ def main(cfg: Config) -> None:
         with train.seeds(cfg.train.seed):
             model = network(cfg, shape, mesh)
         step = train.Step(model, diffusion.loss, cfg.step, mesh)
-        result = train.fit(step, training, cfg.train, validation=validation, evaluate=diffusion.score, run=run)
+        evaluate = partial(diffusion.measure, members=cfg.data.scored) if cfg.data.scored else diffusion.score
+        result = train.fit(step, training, cfg.train, validation=validation, evaluate=evaluate, run=run)
         members = partial(diffusion.ensemble, members=cfg.data.members)
         run.finish(step, result, members, drawn, run.writer("ensembles.npz", write_ensembles, shape))
     raise SystemExit(result.exit_code)

@@ -38,6 +38,9 @@ class DataConfig(LoaderConfig):
     """validation samples for whose conditions the trained model draws ensembles"""
     members: Annotated[int, Field(ge=2)] = 16
     """of each ensemble"""
+    scored: Annotated[int, Field(ge=2)] | None = None
+    """members that every evaluation draws for each validation sample, for the CRPS, spread over skill, power and values; null: it
+    measures the loss alone, and costs a forward pass"""
     vae: Path | None = None
     """folder of the autoencoder that made latents, with which the report shows images"""
 

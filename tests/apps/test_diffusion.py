@@ -81,6 +81,7 @@ def test_a_run_leaves_everything_that_its_users_want(data: Path) -> None:
     assert "Ensembles of unseen fields" in page and "Ensembles beside one field" in page and "no picture" not in page
 
 
+SCORED = ("loss", "crps", "spread_over_skill", "spectrum_error", "ks")
 KINDS = {
     "small3d": ("volumes --size 8", ["model.unet.channels=[8,16]", "model.unet.heads=[1,2]", "model.unet.groups=4"]),
     "weather": ("weather --size 64 --channels TMQ,U850", [
@@ -133,6 +134,13 @@ def test_cut_fields_train_and_are_drawn_as_on_one_process(data: Path, tmp_path: 
     shown, expected = (np.load(folder / "ensembles.npz") for folder in (two, alone))
     assert np.array_equal(shown["truth"], expected["truth"])
     np.testing.assert_allclose(shown["members"], expected["members"], atol=1e-4)
+
+
+def test_ensembles_are_scored_beside_the_loss(data: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert APP.here(data, run, "data.scored=2", "train.epochs=1", "train.metric=crps") == 0
+    found = {name: told(run, "evaluate", name).popitem()[1] for name in SCORED}
+    assert all(np.isfinite(value) and value > 0 for value in found.values()), found
 
 
 def test_a_part_of_a_turned_field_is_that_of_the_whole_and_little_else_is_read(tmp_path: Path) -> None:
