@@ -8,6 +8,7 @@
 # make install   the part that both share        make slurm    Slurm for tests/cluster (Debian, as root)
 # make lint      style, types, floors            make bench    speed and memory of steps, of reading samples; tests that measure time
 # make fio       the disk benchmark that ours is compared with (Debian, as root)
+# make site      the pages as a site in build/site, which needs no network to be read
 # make clean     removes .venv, datasets/ and runs/
 
 PYTHON ?= python3
@@ -19,7 +20,7 @@ DATA   := datasets/cosmoflow-small
 RUN    := runs/cosmoflow-small
 SHELL  := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
-.PHONY: train test claims fuzz originals install lint slurm fio bench gpu wheels clean
+.PHONY: train test claims fuzz originals install lint slurm fio bench gpu wheels site clean
 
 train: install
 	@echo "== simulate universes -> $(DATA)"
@@ -111,5 +112,10 @@ gpu:
 wheels:
 	@$(GPU) --collect $(if $(OUT),$(OUT),wheels)
 
+site: $(VENV)/.tested
+	@rm -rf build/pages && mkdir -p build/pages
+	@git ls-files -z '*.md' 'docs/*.png' 'docs/*.svg' | tar -c --null -T - | tar -x -C build/pages
+	@$(BIN)/mkdocs build -q --strict && echo "== build/site/index.html"
+
 clean:
-	rm -rf $(VENV) datasets runs
+	rm -rf $(VENV) build datasets runs
