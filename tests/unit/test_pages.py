@@ -18,7 +18,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = ["README.md", "CHANGELOG.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
 PAGES += [f"apps/{p.parent.name}/README.md" for p in (ROOT / "apps").glob("*/README.md")]
 LAUNCHERS = re.compile(r"^(\w+=\S+ +)*((mpiexec|srun|torchrun|nice)( +-\S+( +\d+)?)*? +)?(?=python|hpcai|-m )")
-OTHERS = ("git", "cd", "source", "sbatch", "qsub", "make", "pip", "apptainer", "export", "scancel", "scontrol", "unshare", "bash", "tar")
+OTHERS = (
+    "git", "cd", "source", "sbatch", "qsub", "make", "pip", "apptainer", "export", "scancel", "scontrol", "unshare", "bash", "tar",
+)  # fmt: skip
 
 
 def commands(page: str) -> Iterator[tuple[str, list[str]]]:
