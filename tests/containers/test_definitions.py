@@ -1,0 +1,49 @@
+"""Definitions of images: read strictly, alike but for torch, of files that are there. ``make containers`` builds one and runs it."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.containers.definition import DefinitionError, stages
+
+ROOT = Path(__file__).resolve().parents[2]
+BACKENDS = {"cpu": "cpu", "cuda": "cu130", "rocm": "rocm7.2"}
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_definition_is_whole(name: str) -> None:
+    build, final = stages(ROOT / f"containers/{name}.def")
+    for line in build.sections["files"].split("\n")[:-2]:
+        source, target = line.split()
+        assert (ROOT / source).exists() and target == "/opt/hpcai/src/", line
+    assert final.source == "build" and {"environment", "runscript", "test", "help"} <= set(final.sections)
+    assert all(re.fullmatch(r"debian:bookworm-\d{8}-slim", stage.header["from"]) for stage in (build, final)), "a dated image"
+    assert "pip install" not in "".join(build.sections.values()), "packages come by their hashes, from requirements.lock"
+    assert f"make -C /opt/hpcai/src container VENV=/opt/hpcai/venv BACKEND={BACKENDS[name]}\n" in build.sections["post"]
+
+
+def test_definitions_differ_in_torch_alone() -> None:
+    cpu, *others = ((ROOT / f"containers/{name}.def").read_text().splitlines() for name in BACKENDS)
+    for other in others:
+        differ = [line for line, own in zip(other, cpu, strict=True) if line != own]
+        assert len(differ) == 3 and differ[0].startswith("# hpcai with torch for") and "BACKEND=" in differ[1], differ
+
+
+GOOD = "Bootstrap: docker\nFrom: a\nStage: one\n%post\n true\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (GOOD.replace("%post", "%psot"), "unknown section %psot"), (GOOD.replace("Stage: one\n", ""), "a stage has no stage"),
+        (GOOD.replace("From: a", "From: {{ BASE }}"), "BASE }} is not among %arguments"), (GOOD + " if\n", "%post: "),
+        (GOOD + GOOD.replace("one", "two") + "%files from three\n x /\n", r"expected 'from' and one of \['one'\]"),
+        (GOOD + "%post\n", "%post stands twice"), ("words\n" + GOOD, "'words' is neither a header"),
+        (GOOD.replace("From", "Form"), "unknown header Form"),
+    ],
+)  # fmt: skip
+def test_what_apptainer_would_pass_over_is_told(text: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / "some.def").write_text(text)
+    with pytest.raises(DefinitionError, match=told):
+        stages(tmp_path / "some.def")
