@@ -1,4 +1,4 @@
-"""Definitions of images: read strictly, alike but for torch, of files that are there. ``make containers`` builds one and runs it."""
+"""Definitions of images: read strictly, alike but for torch, of files that are there. ``make containers`` builds and runs one."""
 
 import re
 from pathlib import Path
