@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
+from hpcai.config import mistake
 from hpcai.errors import CheckpointError, ConfigError
 from hpcai.models.llm.config import LLMConfig
 from hpcai.models.llm.model import LLM
@@ -130,10 +132,8 @@ def read_config(folder: Path) -> LLMConfig:
         return LLMConfig(**readers[kind](found, path))
     except KeyError as problem:
         raise CheckpointError(f"{path}: has no {problem}") from problem
-    except ConfigError:
-        raise
-    except ValueError as problem:
-        raise ConfigError(f"{path}: {problem}") from problem
+    except ValidationError as problem:
+        raise ConfigError(f"{path}: {mistake(problem)}") from problem
 
 
 def _llama(found: Mapping[str, Any], path: Path) -> dict[str, Any]:
