@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hpcai.dist.mesh import Mesh
-from hpcai.errors import MeshError
+from hpcai.errors import ConfigError, MeshError
 from hpcai.models import llm
 from hpcai.models.llm import LLM, Batch, LLMConfig, LoRAConfig, SamplingConfig, complete
 from hpcai.models.llm.load import read_config
@@ -183,8 +183,8 @@ def test_a_cut_model_gives_the_same_text(case: str, ranks: int) -> None:
 
 def refused(mesh: Mesh, changes: dict[str, Any]) -> str:
     try:
-        llm.parallelize(LLM(LLMConfig(**LLAMA | changes)), mesh)
-    except MeshError as problem:
+        llm.stages(llm.parallelize(LLM(LLMConfig(**LLAMA | changes)), mesh), mesh)
+    except (MeshError, ConfigError) as problem:
         return str(problem)
     return ""
 
@@ -194,3 +194,10 @@ def test_heads_that_do_not_divide_are_refused() -> None:
     assert all("does not divide 3 heads" in told for told in on_ranks({"tensor": 2}, refused, odd))
     told = on_ranks({"tensor": 2}, refused, {"heads": 6, "key_heads": 3, "head": 4})
     assert all("neither divides 3 heads of keys nor is a multiple" in text for text in told)
+
+
+def test_layers_that_do_not_fill_the_pipeline_are_refused() -> None:
+    """The first stage and the last have words besides, those between them nothing but layers."""
+    told = on_ranks({"pipeline": 4}, refused, {"layers": 1})
+    assert all("pipeline: 1 blocks cannot be divided among 4 stages" in text and "choose fewer stages" in text for text in told)
+    assert on_ranks({"pipeline": 4}, refused, {"layers": 2}) == [""] * 4
