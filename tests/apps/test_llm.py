@@ -203,6 +203,28 @@ def test_a_blend_reads_its_folders_by_weight(data: Path, tmp_path: Path) -> None
     assert APP.here(data, tmp_path / "run", f"data.blend={{{other}: 0.5}}") == 0 and len(told(tmp_path / "run")) == 8
 
 
+def test_answers_alone_are_learnt_and_judged(tmp_path: Path) -> None:
+    """Of packed questions with answers: what an answer costs is said after its question, and nothing of another one."""
+    lines = [{"q": f"{number}+{number}?", "a": f" {2 * number}."} for number in range(60)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data, run = tmp_path / "data", tmp_path / "run"
+    words = ["--tokenizer", "bytes", "--sequence", "32", "--held-out", "0.3", "--prompt", "q", "--answer", "a", "--workers", "1"]
+    assert text.main(["convert", str(tmp_path / "sums.jsonl"), str(data), *words]) == 0
+    asked = ("data.learn=answers", "data.judge=answers", "data.batch=1", "step.lr=1e-2", "train.epochs=1")
+    assert APP.here(data, run, *asked, "data.evaluation_batch=2") == 0
+    opened = [rows_of(Config(), split, dist.alone(), data) for split in ("train", "validation")]
+    sets = [[rows.read(n) for n in range(len(rows))] for rows in opened]
+    placed = [[[n for begin, end in row["spans"] for n in range(max(begin, 1), end)] for row in rows] for rows in sets]
+    assert sum(told(run, name="tokens").values()) == sum(map(len, placed[0])) < 0.6 * 32 * len(sets[0])
+    model, nats, eos = LLM.load(run).double(), 0.0, Tokenizer.load(data).eos
+    for row, places in zip(sets[1], placed[1]):
+        tokens = row["tokens"].tolist()
+        for n in places:
+            begin = max([0, *(k for k in range(n) if tokens[k] == eos)])
+            nats -= llm.likelihoods(model, tokens[begin:n], [[tokens[n]]])[0]
+    assert told(run, "evaluate")[len(sets[0])] == pytest.approx(nats / sum(map(len, placed[1])), rel=1e-5)
+
+
 def commands(page: str, number: int = 0) -> list[list[str]]:
     """The lines of a block of commands, by its number."""
     block = re.findall(r"```sh\n(.*?)```", page, re.S)[number]

@@ -36,6 +36,7 @@ MODELS: dict[str, dict[str, Any]] = {
 MESHES = [
     {"tensor": 2}, {"tensor": 4}, {"replicate": 2, "tensor": 2}, {"context": 2}, {"context": 4}, {"context": 2, "tensor": 2},
     {"pipeline": 2}, {"pipeline": 4}, {"pipeline": 2, "tensor": 2}, {"pipeline": 2, "context": 2}, {"replicate": 2, "context": 2},
+    {"replicate": 2}, {"replicate": 2, "pipeline": 2},
 ]  # fmt: skip
 
 
@@ -134,11 +135,14 @@ def read(mesh: Mesh, folder: Path) -> tuple[Pieces, Pieces]:
 
 
 def test_a_checkpoint_goes_from_one_cut_to_others(tmp_path: Path) -> None:
-    saved = joined(on_ranks({"pipeline": 2, "tensor": 2}, written, tmp_path))
+    saved, gone_on = joined(on_ranks({"pipeline": 2, "tensor": 2}, written, tmp_path)), dict[str, Any]()
     for axes in ({}, {"tensor": 4}, {"context": 2, "tensor": 2}):
         ranks = on_ranks(axes, read, tmp_path)
         found = joined([rank[0] for rank in ranks])
         assert found.keys() == saved.keys() and all(np.array_equal(found[name], value) for name, value in saved.items())
+        after = joined([rank[1] for rank in ranks])
+        gone_on = gone_on or after
+        same(after, gone_on)
 
 
 def parts_of_a_folder(mesh: Mesh, case: str) -> Pieces:
