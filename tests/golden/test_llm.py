@@ -276,6 +276,9 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(config | change))
         with pytest.raises(ConfigError, match=text):
             read_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"rope_scaling": "linear"}))
+    with pytest.raises(CheckpointError, match=r"config.json: 'str' object is not a mapping; expected settings as transformers"):
+        read_config(tmp_path)
     mixed = LLMConfig.preset("llama2-7b", layers=1, width=16, heads=2, inner=8, vocabulary=10, norm="layer")
     with pytest.raises(CheckpointError, match="neither a Llama nor a GPT-2"):
         llm.save_folder(LLM(mixed).state_dict(), mixed, tmp_path)

@@ -130,10 +130,12 @@ def read_config(folder: Path) -> LLMConfig:
         raise ConfigError(f"{path}: a model of type {kind!r}; expected one of {', '.join(readers)}")
     try:
         return LLMConfig(**readers[kind](found, path))
-    except KeyError as problem:
-        raise CheckpointError(f"{path}: has no {problem}") from problem
     except ValidationError as problem:
         raise ConfigError(f"{path}: {mistake(problem)}") from problem
+    except KeyError as problem:
+        raise CheckpointError(f"{path}: has no {problem}") from problem
+    except (TypeError, AttributeError) as problem:
+        raise CheckpointError(f"{path}: {problem}; expected settings as transformers writes them") from problem
 
 
 def _llama(found: Mapping[str, Any], path: Path) -> dict[str, Any]:
