@@ -89,6 +89,13 @@ def load(schema: type[T], path: str | Path | None = None, words: Sequence[str] =
     return cast(T, given.validate())
 
 
+def mistake(problem: pydantic.ValidationError) -> str:
+    """The first mistake in settings that are no run's, such as those beside someone's weights, in one line."""
+    first = problem.errors(include_url=False)[0]
+    rule = (first.get("ctx") or {}).get("error")  # of a rule of ours, without the words that pydantic puts before it
+    return (f"{dotted_name(first['loc'])}: " if first["loc"] else "") + str(rule or first["msg"])
+
+
 def dump(settings: pydantic.BaseModel | Mapping[str, Any]) -> str:
     """YAML of every key, defaults included, that ``load`` reads back as an equal object."""
     tree = to_jsonable_python(settings, inf_nan_mode="constants")

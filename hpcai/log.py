@@ -453,7 +453,7 @@ class Terminal:
         words += [f"{get('parameters'):,} parameters"] if get("parameters") else []
         words += [f"{get('world', 1)} x {get('device')}"] if get("device") else []
         words += [f"{self._steps:,} steps"] if self._steps else []
-        words += [f"{get('epochs')} epochs of {get('steps_per_epoch')}"] if get("epochs") and get("steps_per_epoch") else []
+        words += [f"{number(get('epochs'))} epochs of {get('steps_per_epoch')}"] if get("epochs") and get("steps_per_epoch") else []
         words += [f"global batch {get('global_batch')}"] if get("global_batch") else []
         words += [f"resumed from step {get('resumed_from')}"] if get("resumed_from") is not None else []
         return words[0] + " " + ", ".join(words[1:]) + (f" -> {get('directory')}" if get("directory") else "")

@@ -16,7 +16,7 @@ from hpcai import config
 def main(cfg: Config) -> None:
     from apps.llm.data import completed, network, texts
     from apps.llm.memory import refuse
-    from apps.llm.texts import keep
+    from apps.llm.texts import keep, keep_tokenizer
     from hpcai import dist, train
     from hpcai.models import llm
 
@@ -29,6 +29,8 @@ def main(cfg: Config) -> None:
                 model = network(cfg, mesh)
             step = train.Step(model, llm.loss, cfg.step, mesh, act=llm.stages(model, mesh, **cfg.stages.model_dump()))
             result = train.fit(step, training, cfg.train, validation=validation, evaluate=llm.score, run=run)
+            if result.reason != "signal":
+                keep_tokenizer(run, cfg)
             run.finish(step, result, llm.entropies, pictures, partial(keep, run, cfg, step))
     raise SystemExit(result.exit_code)
 

@@ -14,6 +14,7 @@ from hpcai.data.hdf5 import Fields
 from hpcai.data.sampler import Blend, Endless, Sampler
 from hpcai.data.splits import Samples, Together, by_shard, load, loaders, open_split
 from hpcai.dist import Mesh
+from hpcai.dist.collect import agree
 from hpcai.errors import ConfigError, DataError
 from hpcai.models.llm import LLM, Batch, LLMConfig, adapt, load_later, parallelize
 from hpcai.models.llm.load import load_weights, of_run, read_settings
@@ -46,6 +47,7 @@ def texts(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any]]:
     data, folders = cfg.data, [cfg.data.directory, *map(Path, cfg.data.blend)]
     about = [about_of(folder) for folder in folders]
     _agree(cfg, folders, about)
+    _has_tokenizer(folders[0], about[0], mesh)
     parts = [Texts(rows_of(cfg, "train", mesh, each, told), told, data.documents, data.learn) for each, told in zip(folders, about)]
     validation = rows_of(cfg, "validation", mesh, folders[0], about[0])
     train = Together(parts) if len(parts) > 1 else parts[0]
@@ -146,6 +148,23 @@ def _agree(cfg: Config, folders: Sequence[Path], about: Sequence[About]) -> None
                 f"{folders[0]}: rows made with the tokenizer {first.tokenizer[:12]}, start.weights {cfg.start.weights} has "
                 f"{theirs[:12]}: its weights know other tokens; convert with --tokenizer {cfg.start.weights}"
             )
+
+
+def _has_tokenizer(folder: Path, about: About, mesh: Mesh) -> None:
+    """Raise on all processes where the tokenizer beside the rows, which the run's own will be, is not the one that made them."""
+    problem = ""
+    if mesh.is_first:
+        try:
+            found = Tokenizer.load(folder).identity
+            if found != about.tokenizer:
+                problem = (
+                    f"{folder / CONTENT}: is the tokenizer {found[:12]}, the rows were made with {about.tokenizer[:12]} ({ABOUT}); "
+                    "put that one there, or make the rows again"
+                )
+        except DataError as error:
+            problem = str(error)
+    if problem := agree(problem, mesh.everyone):
+        raise DataError(problem)
 
 
 def completed(cfg: Config) -> Config:

@@ -17,18 +17,22 @@ from torch import Tensor
 from apps.llm.settings import Config
 from hpcai import train
 from hpcai.models.llm import SamplingConfig, Tokenizer, complete
-from hpcai.models.llm.tokens import CONFIG, CONTENT
+from hpcai.models.llm.tokens import CONFIG, CONTENT, TEMPLATE
 
 _TEXTS, _GIVEN, _MADE = 6, 64, 128  # texts that are continued, tokens of each that are given, and that are made
 _SAMPLING = SamplingConfig(most=_MADE, temperature=0.8, top_p=0.95)
 
 
-def keep(run: train.Run, cfg: Config, step: train.Step, rows: dict[str, Tensor]) -> None:
-    """Keep the files of the tokenizer, and ``text.npz`` of the rows that ``entropies`` gives. All processes call this together."""
-    tokenizer = Tokenizer.load(cfg.data.directory)
-    for name in (CONTENT, CONFIG):
+def keep_tokenizer(run: train.Run, cfg: Config) -> None:
+    """Keep the tokenizer of the rows, so that the folder of the run speaks."""
+    for name in (CONTENT, CONFIG, TEMPLATE):
         if (source := cfg.data.directory / name).is_file():
             run.keep(name, lambda path, source=source: shutil.copyfile(source, path))
+
+
+def keep(run: train.Run, cfg: Config, step: train.Step, rows: dict[str, Tensor]) -> None:
+    """Keep ``text.npz`` of the rows that ``entropies`` gives. All processes call this together."""
+    tokenizer = Tokenizer.load(cfg.data.directory)
     some = rows["tokens"][:: max(1, len(rows["tokens"]) // _TEXTS)][:_TEXTS].tolist()
     given = min(_GIVEN, len(some[0]) // 2)
     with step.average.applied(), step.autocast():

@@ -82,6 +82,8 @@ def _opened(path: Path) -> Iterator[Any]:
     try:
         with safe_open(path, framework="pt") as file:
             yield file
+    except FileNotFoundError as problem:
+        raise CheckpointError(f"{path}: is not there; fetch or save the folder again") from problem
     except (OSError, SafetensorError) as problem:
         why = "a pointer of Git LFS in place of the file; fetch it by git lfs pull" if _is_pointer(path) else problem
         raise CheckpointError(f"{path}: no safetensors file, or damaged: {why}") from problem

@@ -12,9 +12,10 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 
-from hpcai.config import Settings
+from hpcai.config import Settings, mistake
 from hpcai.errors import CheckpointError, ConfigError
 
 Shape = TypeVar("Shape", bound=Settings)
@@ -148,8 +149,8 @@ def _told(path: Path, metadata: Mapping[str, str] | None, kind: str, settings: t
         raise CheckpointError(f"{path}: holds a model of kind {about.get('model')!r}; expected {kind!r}")
     try:
         return settings.model_validate_json(json.dumps(about["settings"]))
-    except ValueError as problem:
-        raise ConfigError(f"{path}: settings inside the file: {problem}") from problem
+    except ValidationError as problem:
+        raise ConfigError(f"{path}: settings inside the file: {mistake(problem)}") from problem
 
 
 def _plain(found: Any, path: Path) -> dict[str, Tensor]:

@@ -39,8 +39,10 @@ def spoil(data: Path, kind: str) -> None:
     changes: dict[str, Any] = {"vocabulary": 5000, "sequence": 31, "type": "float32"}
     if kind in changes:
         (data / "text.json").write_text(json.dumps(about | {kind: changes[kind]}))
-    if kind == "no text.json":
-        (data / "text.json").unlink()
+    if kind in ("no text.json", "no tokenizer.json"):
+        (data / kind.removeprefix("no ")).unlink()
+    if kind == "tokenizer":
+        Tokenizer.train(["a text of another kind"] * 9, 257 + 9).save(data)
 
 
 class TestPromises(Promises):
@@ -57,7 +59,8 @@ class TestPromises(Promises):
     refused = [
         ("gone", (), "is missing, index.json says"), ("cut", (), "truncated or rewritten?"), ("token", (), "token 300"),
         ("vocabulary", (), "has 5,000 tokens, model.vocabulary is 260"), ("sequence", (), "tokens"), ("type", (), "type: Input"),
-        ("no text.json", (), "data_prep.text python"), ("", ("data.directory=/nowhere",), "data_prep.text python"),
+        ("no text.json", (), "data_prep.text python"), ("no tokenizer.json", (), "tokenizer.json: cannot be read"),
+        ("tokenizer", (), "the rows were made with"), ("", ("data.directory=/nowhere",), "data_prep.text python"),
         ("", ("data.reader=dali",), "take auto, direct or hdf5"), ("", ("data.epoch=4",), "less than one batch of 8"),
         ("", ("model.positions=16",), "rows of 32 tokens, model.positions is 16"),
         ("", ("data.learn=answers",), "convert with --chat or --answer"),
@@ -134,6 +137,12 @@ def test_adapters_are_trained_alone_and_left_alone(data: Path, tmp_path: Path) -
     assert len(told(run)) == 9
 
 
+def test_a_run_without_pictures_leaves_a_folder_that_speaks(data: Path, tmp_path: Path) -> None:
+    assert APP.here(data, tmp_path / "run", "data.pictures=0", "train.epochs=1") == 0
+    assert not (tmp_path / "run/text.npz").exists()
+    assert LLM.load(tmp_path / "run").tokenizer.identity == Tokenizer.load(data).identity
+
+
 GPT = ["model.rotary=null", "model.norm=layer", "model.feed=gelu", "model.bias=true"]
 
 
@@ -194,9 +203,31 @@ def test_a_blend_reads_its_folders_by_weight(data: Path, tmp_path: Path) -> None
     assert APP.here(data, tmp_path / "run", f"data.blend={{{other}: 0.5}}") == 0 and len(told(tmp_path / "run")) == 8
 
 
-def commands(page: str) -> list[list[str]]:
-    """The lines of its first block of commands."""
-    block = re.findall(r"```sh\n(.*?)```", page, re.S)[0]
+def test_answers_alone_are_learnt_and_judged(tmp_path: Path) -> None:
+    """Of packed questions with answers: what an answer costs is said after its question, and nothing of another one."""
+    lines = [{"q": f"{number}+{number}?", "a": f" {2 * number}."} for number in range(60)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data, run = tmp_path / "data", tmp_path / "run"
+    words = ["--tokenizer", "bytes", "--sequence", "32", "--held-out", "0.3", "--prompt", "q", "--answer", "a", "--workers", "1"]
+    assert text.main(["convert", str(tmp_path / "sums.jsonl"), str(data), *words]) == 0
+    asked = ("data.learn=answers", "data.judge=answers", "data.batch=1", "step.lr=1e-2", "train.epochs=1")
+    assert APP.here(data, run, *asked, "data.evaluation_batch=2") == 0
+    opened = [rows_of(Config(), split, dist.alone(), data) for split in ("train", "validation")]
+    sets = [[rows.read(n) for n in range(len(rows))] for rows in opened]
+    placed = [[[n for begin, end in row["spans"] for n in range(max(begin, 1), end)] for row in rows] for rows in sets]
+    assert sum(told(run, name="tokens").values()) == sum(map(len, placed[0])) < 0.6 * 32 * len(sets[0])
+    model, nats, eos = LLM.load(run).double(), 0.0, Tokenizer.load(data).eos
+    for row, places in zip(sets[1], placed[1]):
+        tokens = row["tokens"].tolist()
+        for n in places:
+            begin = max([0, *(k for k in range(n) if tokens[k] == eos)])
+            nats -= llm.likelihoods(model, tokens[begin:n], [[tokens[n]]])[0]
+    assert told(run, "evaluate")[len(sets[0])] == pytest.approx(nats / sum(map(len, placed[1])), rel=1e-5)
+
+
+def commands(page: str, number: int = 0) -> list[list[str]]:
+    """The lines of a block of commands, by its number."""
+    block = re.findall(r"```sh\n(.*?)```", page, re.S)[number]
     return [shlex.split(line, comments=True) for line in block.splitlines()]
 
 
@@ -227,6 +258,22 @@ def test_three_commands_go_from_a_folder_of_text_to_text(
     names: dict[str, Any] = {}
     exec(cell.replace("most=100", "most=9"), names)
     assert str(names["model"].generate("def main(", temperature=0.8, top_p=0.95, most=9)) in capsys.readouterr().out
+
+
+def test_a_folder_of_ones_own_takes_the_place_of_the_first_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the page says, with a smaller model."""
+    convert, fit = commands((ROOT / "apps/llm/README.md").read_text(), 1)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "FOLDER").mkdir()
+    for number in range(40):
+        (tmp_path / f"FOLDER/letter{number}.txt").write_text(f"Dear {number}, the weather on day {number * 7} was fine.\n" * 20)
+    assert text.main([*convert[3:], "--tokenizer", "train:300", "--workers", "1"]) == 0
+    tiny = ["model.width=16", "model.layers=1", "model.heads=2", "model.inner=24", "train.steps=2"]
+    with pytest.raises(SystemExit) as ended:
+        config.run(Config, import_module("apps.llm.__main__").main, [str(ROOT / fit[3]), *fit[4:], *tiny])
+    assert ended.value.code == 0
+    model = LLM.load("runs/mine")
+    assert model.cfg.positions == 256 and model.tokenizer.identity == Tokenizer.load("datasets/mine").identity
 
 
 def test_documents_joined_see_what_stands_before(data: Path) -> None:

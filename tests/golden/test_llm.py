@@ -212,12 +212,42 @@ def test_new_adapters_change_nothing_yet() -> None:
         llm.adapt(LLM.load(home("llama31_tiny")), LoRAConfig(targets=("query",)))
 
 
-@pytest.mark.parametrize("fault", ["adapter_of_another_model", "adapter_for_absent_modules", "adapter_of_unknown_kind"])
+SAID = {
+    "adapter_of_another_model": "layers.0.self_attn.q_proj.lora_A.weight is [2, 10], expected [2, 8]; it is of another model",
+    "adapter_for_absent_modules": "query_key_value.lora_A.weight is there for no layer of the model; is it an adapter",
+    "adapter_of_unknown_kind": "adapter_config.json: an adapter of kind 'IA3'; expected a plain LORA",
+    "missing_shard": "model-00002-of-00002.safetensors: is not there; fetch or save the folder again",
+    "truncated_shard": "model-00002-of-00002.safetensors: no safetensors file, or damaged",
+    "truncated_header": "model-00002-of-00002.safetensors: no safetensors file, or damaged",
+    "empty_shard": "model-00002-of-00002.safetensors: no safetensors file, or damaged",
+    "index_names_unneeded_tensor": "layers.2.self_attn.q_proj.weight is not in model-00001-of-00002.safetensors, as the index says",
+    "index_names_absent_tensor": "layers.1.self_attn.v_proj.weight is not in model-00002-of-00002.safetensors, as the index says",
+    "tensor_absent": "has no model.layers.1.mlp.up_proj.weight",
+    "extra_tensor": "has model.layers.1.self_attn.q_proj.bias, for which settings have no place",
+    "heads_do_not_divide": "config.json: width 8 is not a multiple of 3 heads; give head, or other sizes",
+    "kv_heads_do_not_divide": "config.json: 4 heads of queries cannot share 3 heads of keys; give a divisor of 4",
+    "wrong_vocabulary": "model.embed_tokens.weight is [16, 8], the settings make it [17, 8]",
+    "unknown_model_type": "config.json: a model of type 'nosuchmodel'; expected one of llama, gpt2",
+    "unknown_rope_type": "config.json: rope_type is 'spiral'; expected default, linear or llama3",
+    "config_not_json": "config.json: no settings of a model: JSONDecodeError",
+    "no_config": "config.json: no settings of a model: FileNotFoundError",
+    "nan_weight": "model.layers.0.mlp.down_proj.weight has numbers that are not finite",
+}
+
+
+def said(problem: Exception, fault: str, folder: Path) -> None:
+    """In one line, which names the file or folder."""
+    text = str(problem)
+    assert text.startswith(str(folder)) and SAID[fault] in text and "\n" not in text, text
+
+
+@pytest.mark.parametrize("fault", [name for name in told("llm/broken/broken") if name.startswith("adapter")])
 def test_other_adapters_are_refused_and_change_nothing(fault: str) -> None:
     folder, model = DATA / "llm" / "broken" / fault, LLM.load(DATA / "llm" / "broken" / "good")
     with pytest.raises(CheckpointError) as told_of:
         llm.load_adapter(model, folder)
-    assert str(folder) in str(told_of.value) and all(p.requires_grad for p in model.parameters())
+    said(told_of.value, fault, folder)
+    assert all(p.requires_grad for p in model.parameters())
     assert not any("adapter" in name for name, _ in model.named_modules())
 
 
@@ -233,7 +263,7 @@ def test_what_is_wrong_with_a_folder_is_told(fault: str) -> None:
         return
     with pytest.raises(HpcaiError) as told_of:
         LLM.load(folder)
-    assert str(folder) in str(told_of.value)
+    said(told_of.value, fault, folder)
 
 
 def test_other_models_are_refused(tmp_path: Path) -> None:
@@ -241,10 +271,14 @@ def test_other_models_are_refused(tmp_path: Path) -> None:
     for change, text in (
         ({"model_type": "mamba"}, "expected one of llama, gpt2"), ({"attention_bias": True}, "with biases"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "expected default, linear or llama3"),
+        ({"hidden_size": "wide"}, "config.json: width: Input should be a valid integer$"),
     ):  # fmt: skip
         (tmp_path / "config.json").write_text(json.dumps(config | change))
         with pytest.raises(ConfigError, match=text):
             read_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"rope_scaling": "linear"}))
+    with pytest.raises(CheckpointError, match=r"config.json: 'str' object is not a mapping; expected settings as transformers"):
+        read_config(tmp_path)
     mixed = LLMConfig.preset("llama2-7b", layers=1, width=16, heads=2, inner=8, vocabulary=10, norm="layer")
     with pytest.raises(CheckpointError, match="neither a Llama nor a GPT-2"):
         llm.save_folder(LLM(mixed).state_dict(), mixed, tmp_path)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hpcai.dist.mesh import Mesh
-from hpcai.errors import MeshError
+from hpcai.errors import ConfigError, MeshError
 from hpcai.models import llm
 from hpcai.models.llm import LLM, Batch, LLMConfig, LoRAConfig, SamplingConfig, complete
 from hpcai.models.llm.load import read_config
@@ -36,6 +36,7 @@ MODELS: dict[str, dict[str, Any]] = {
 MESHES = [
     {"tensor": 2}, {"tensor": 4}, {"replicate": 2, "tensor": 2}, {"context": 2}, {"context": 4}, {"context": 2, "tensor": 2},
     {"pipeline": 2}, {"pipeline": 4}, {"pipeline": 2, "tensor": 2}, {"pipeline": 2, "context": 2}, {"replicate": 2, "context": 2},
+    {"replicate": 2}, {"replicate": 2, "pipeline": 2},
 ]  # fmt: skip
 
 
@@ -134,11 +135,14 @@ def read(mesh: Mesh, folder: Path) -> tuple[Pieces, Pieces]:
 
 
 def test_a_checkpoint_goes_from_one_cut_to_others(tmp_path: Path) -> None:
-    saved = joined(on_ranks({"pipeline": 2, "tensor": 2}, written, tmp_path))
+    saved, gone_on = joined(on_ranks({"pipeline": 2, "tensor": 2}, written, tmp_path)), dict[str, Any]()
     for axes in ({}, {"tensor": 4}, {"context": 2, "tensor": 2}):
         ranks = on_ranks(axes, read, tmp_path)
         found = joined([rank[0] for rank in ranks])
         assert found.keys() == saved.keys() and all(np.array_equal(found[name], value) for name, value in saved.items())
+        after = joined([rank[1] for rank in ranks])
+        gone_on = gone_on or after
+        same(after, gone_on)
 
 
 def parts_of_a_folder(mesh: Mesh, case: str) -> Pieces:
@@ -183,8 +187,8 @@ def test_a_cut_model_gives_the_same_text(case: str, ranks: int) -> None:
 
 def refused(mesh: Mesh, changes: dict[str, Any]) -> str:
     try:
-        llm.parallelize(LLM(LLMConfig(**LLAMA | changes)), mesh)
-    except MeshError as problem:
+        llm.stages(llm.parallelize(LLM(LLMConfig(**LLAMA | changes)), mesh), mesh)
+    except (MeshError, ConfigError) as problem:
         return str(problem)
     return ""
 
@@ -194,3 +198,10 @@ def test_heads_that_do_not_divide_are_refused() -> None:
     assert all("does not divide 3 heads" in told for told in on_ranks({"tensor": 2}, refused, odd))
     told = on_ranks({"tensor": 2}, refused, {"heads": 6, "key_heads": 3, "head": 4})
     assert all("neither divides 3 heads of keys nor is a multiple" in text for text in told)
+
+
+def test_layers_that_do_not_fill_the_pipeline_are_refused() -> None:
+    """The first stage and the last have words besides, those between them nothing but layers."""
+    told = on_ranks({"pipeline": 4}, refused, {"layers": 1})
+    assert all("pipeline: 1 blocks cannot be divided among 4 stages" in text and "choose fewer stages" in text for text in told)
+    assert on_ranks({"pipeline": 4}, refused, {"layers": 2}) == [""] * 4

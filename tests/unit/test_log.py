@@ -201,6 +201,12 @@ def test_a_job_log_and_a_notebook_get_one_plain_line_per_event(notebook: bool) -
     assert stream.getvalue() == LINES
 
 
+def test_a_part_of_an_epoch_is_told_in_few_digits() -> None:
+    stream = io.StringIO()
+    Terminal(stream).write(Event("start", 0.0, START | {"steps": 100, "steps_per_epoch": 523, "epochs": 100 / 523}))
+    assert "100 steps, 0.1912 epochs of 523, global" in stream.getvalue()
+
+
 def test_a_terminal_gets_a_passing_bar_and_lasting_evaluations() -> None:
     stream = io.StringIO()
     terminal = Terminal(stream, Console(file=stream, force_terminal=True, width=150))

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
+from hpcai.config import mistake
 from hpcai.errors import CheckpointError, ConfigError
 from hpcai.models.llm.config import LLMConfig
 from hpcai.models.llm.model import LLM
@@ -128,12 +130,12 @@ def read_config(folder: Path) -> LLMConfig:
         raise ConfigError(f"{path}: a model of type {kind!r}; expected one of {', '.join(readers)}")
     try:
         return LLMConfig(**readers[kind](found, path))
+    except ValidationError as problem:
+        raise ConfigError(f"{path}: {mistake(problem)}") from problem
     except KeyError as problem:
         raise CheckpointError(f"{path}: has no {problem}") from problem
-    except ConfigError:
-        raise
-    except ValueError as problem:
-        raise ConfigError(f"{path}: {problem}") from problem
+    except (TypeError, AttributeError) as problem:
+        raise CheckpointError(f"{path}: {problem}; expected settings as transformers writes them") from problem
 
 
 def _llama(found: Mapping[str, Any], path: Path) -> dict[str, Any]:

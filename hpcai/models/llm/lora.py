@@ -142,7 +142,7 @@ def load_adapter(model: LLM, folder: str | Path, frozen: Frozenness = "as they a
     folder = Path(folder)
     cfg = read_adapter_config(folder).model_copy(update={"frozen": frozen})
     there = stored(folder / _FILE)
-    names = {name for name, part in model.named_modules() if isinstance(part, nn.Linear) and name.rpartition(".")[2] in cfg.targets}
+    names = [name for name, part in model.named_modules() if isinstance(part, nn.Linear) and name.rpartition(".")[2] in cfg.targets]
     wanted = {_theirs(f"{name}.adapter.{half}.weight") for name in names for half in ("lora_A", "lora_B")}
     if wrong := sorted(wanted ^ set(there)) or ([] if wanted else ["no adapter of a layer that is here"]):
         what = "is there for no layer of the model" if wrong[0] in there else "is missing"

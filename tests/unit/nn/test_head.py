@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hpcai.kernels import room
 from hpcai.nn import head as heads
 from hpcai.nn.head import IGNORE, Head
 from hpcai.plan.paper import on_paper
@@ -89,6 +90,19 @@ def test_one_part_of_the_logits_lives_at_a_time(monkeypatch: pytest.MonkeyPatch)
 
     assert part < most(forward) < 1.2 * part
     assert part < most(lambda: forward().sum().backward()) < 1.4 * part
+
+
+@pytest.mark.parametrize("bytes", [heads._CPU, room._GPU])
+def test_at_128k_words_a_fifth_of_the_memory_of_whole_logits_is_enough(bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward, with the gradients, at the fullest moment: less than a fifth of one copy of all logits in float32."""
+    monkeypatch.setattr(heads, "_CPU", bytes)  # parts of a CPU, and of a GPU
+    words, tokens, channels = 128_256, 4096, 64
+
+    def step() -> None:
+        hidden, head = torch.empty(tokens, channels, requires_grad=True), Head(channels, words)
+        head(hidden, torch.zeros(tokens, dtype=torch.int64)).sum().backward()
+
+    assert most(step) < 0.2 * 4 * words * tokens
 
 
 def test_logits_are_not_kept() -> None:
