@@ -151,7 +151,7 @@ class Text:
         long = [number for number, length in enumerate(lengths) if length > self.length]
         if long and not self.cut:
             found = f"a caption of {lengths[long[0]]} tokens, {self.folder} takes {self.length}"
-            raise DataError(f"{names[long[0]]}: {found}; shorten it, or give --long cut")
+            raise DataError(f"{names[long[0]]}: {found}; shorten it, or have such be cut (long)")
         words: dict[str, Any] = {"padding": "max_length", "max_length": self.length, "truncation": True, "return_tensors": "pt"}
         ids = self.tokenizer(list(captions), **words)["input_ids"].to(self.device)
         with torch.inference_mode():

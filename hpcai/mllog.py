@@ -1,8 +1,8 @@
-"""The MLPerf log: ``:::MLLOG {...}`` lines, as the compliance checkers of MLPerf HPC 3.0 and MLPerf Training 4.0 and 6.1 want them.
+"""The MLPerf log: ``:::MLLOG {...}`` lines, as the compliance checkers of MLPerf HPC 3.0 and MLPerf Training 4.0 to 6.1 want them.
 
 The training loop knows nothing of it. An app declares its benchmark in apps/NAME/mlperf.py: which setting, found by its dotted path
 in the `start` event, is logged under which key, and which metric of an `evaluate` event is the benchmark's own. Keys and rules: the
-files of ``hpc_3.0.0``, ``training_4.0.0`` and ``training_6.1.0`` of mlcommons/logging, and the rules of
+files of ``hpc_3.0.0``, ``training_4.0.0``, ``training_5.0.0`` and ``training_6.1.0`` of mlcommons/logging, and the rules of
 mlcommons/training_policies.
 """
 
@@ -10,11 +10,12 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from hpcai.errors import ConfigError
+from hpcai.errors import ConfigError, DataError
 from hpcai.log import Event, Lines, resumed
 
 PREFIX = ":::MLLOG "
@@ -34,6 +35,19 @@ class Entry(NamedTuple):
     otherwise: Any = REQUIRED
 
 
+class Goal(NamedTuple):
+    """One of several metrics by which checkpoints are judged after the training: its name, what MLPerf calls it, and what is good
+    enough."""
+
+    metric: str
+    label: str
+    target: float
+    higher: bool = False
+
+    def reached(self, value: float) -> bool:
+        return value >= self.target if self.higher else value <= self.target
+
+
 class Benchmark(NamedTuple):
     """What one benchmark logs beside the common lines; ``name`` is what MLPerf calls it, ``metric`` its own among those of an
     `evaluate` event."""
@@ -44,6 +58,8 @@ class Benchmark(NamedTuple):
     metric_key: str
     samples: bool = False
     """whether its lines tell how many samples were seen, too"""
+    goals: tuple[Goal, ...] = ()
+    """what ``judge`` tells in place of ``metric``: a run succeeds with a checkpoint that reaches all of them"""
 
 
 # Paths that begin with "run" name what the start of the run tells, such as run.parameters.
@@ -99,6 +115,42 @@ def factor(setting: Setting) -> Any:
 def where_decay(kinds: tuple[str, ...], rule: Rule) -> Rule:
     """What ``rule`` gives where the decay is one of ``kinds``, otherwise nothing."""
     return lambda setting: rule(setting) if setting("step.schedule.decay") in kinds else None
+
+
+def _of_activations(setting: Setting) -> str:
+    """Also of attention's products."""
+    return "bfloat16" if setting("step.precision").startswith("bf16") else str(setting("step.precision"))
+
+
+def _of_linear(setting: Setting) -> str:
+    return "fp8" if setting("step.products") == "fp8" else _of_activations(setting)
+
+
+def _of_messages(setting: Setting) -> str:
+    """Activations between cut layers, or gradients."""
+    return _of_activations(setting) if _ways(setting) > 1 or setting("step.precision") == "bf16-params" else "fp32"
+
+
+def _ways(setting: Setting) -> int:
+    """Processes that hold a copy of the model together."""
+    return math.prod(size for axis, size in setting("mesh").items() if axis not in ("replicate", "evaluate"))
+
+
+def _micro_batch(setting: Setting) -> int:
+    copies = setting("run.world") // _ways(setting)
+    return int(setting("run.global_batch") // (copies * setting("step.accumulate")))
+
+
+# What Training 6.1 wants to know of every run.
+DISCLOSED = (
+    Entry("lowest_numerical_precision_in_linear", _of_linear),
+    Entry("lowest_numerical_precision_in_attn", _of_activations),
+    Entry("lowest_numerical_precision_in_comm", _of_messages),
+    *(Entry(f"{axis}_parallelism", f"mesh.{axis}", 1) for axis in ("tensor", "pipeline", "context")),
+    Entry("expert_parallelism", lambda setting: 1),
+    Entry("micro_batch_size", _micro_batch),
+    Entry("config_filename", lambda setting: "settings.yaml"),               # beside the log
+)
 
 
 def value_of(entry: Entry, settings: Mapping[str, Any]) -> Any:
@@ -160,7 +212,7 @@ class MlperfLog:
     def _start(self, event: Event) -> None:
         get, at = event.fields.get, event.time
         settings = {**(get("settings") or {}), "run": event.fields}
-        values = {entry.key: value_of(entry, settings) for entry in (*SUBMISSION, *self.benchmark.entries)}
+        values, own = ({entry.key: value_of(entry, settings) for entry in some} for some in (SUBMISSION, self.benchmark.entries))
         self._per_epoch, self._batch = (max(1, int(get(name) or 1)) for name in ("steps_per_epoch", "global_batch"))
         goes_on = get("resumed_from") is not None and self.path.exists()
         self._lines = resumed(self.path, get("resumed_from"), self._later, PREFIX)
@@ -178,7 +230,7 @@ class MlperfLog:
             "global_batch_size": get("global_batch"),
             "train_samples": get("train_samples"),
             "eval_samples": get("validation_samples"),
-        }
+        } | own                                          # after what the checker compares it with
         # False: this program drops no page cache; a job script that does so logs its own line
         self._line(self._began or at, "POINT_IN_TIME", "cache_clear", False)
         self._line(self._began or at, "INTERVAL_START", "init_start")
@@ -211,7 +263,7 @@ class MlperfLog:
 
     def _stop(self, event: Event) -> None:
         self._end_epoch(event.time, event.fields["step"])
-        status = "success" if event.fields.get("target_reached") else "aborted"
+        status = "success" if event.fields.get("target_reached") and not self.benchmark.goals else "aborted"
         where = {"epoch_num": math.ceil(event.fields["step"] / self._per_epoch), "step_num": event.fields["step"]}
         self._line(event.time, "INTERVAL_END", "run_stop", status=status, **where)
         self._runs = False
@@ -222,3 +274,61 @@ class MlperfLog:
         at, epoch = (record["metadata"].get(name, 0) for name in ("step_num", "epoch_num"))
         unfinished = record["key"] in ("epoch_start", "epoch_stop") and epoch > step // self._per_epoch
         return at > step or unfinished or record["key"] == "run_stop"
+
+
+def judge(path: Path, benchmark: Benchmark, step: int, saved: float, values: Mapping[str, float], samples: int) -> bool:
+    """Add to the log of a run that has ended what ``samples`` samples say of its checkpoint of ``step``, which was whole at the
+    time ``saved`` -> whether it reaches all goals. The first one that does is a success, and its time the end of the run.
+
+    Raises DataError where there is no such log, or none of this benchmark.
+    """
+    lines = _lines_of(path)
+    last = next((line for line in reversed(lines) if line["key"] == "run_stop"), None)
+    batch = next((line["value"] for line in lines if line["key"] == "global_batch_size"), None)
+    named = any(line["key"] == "submission_benchmark" and line["value"] == benchmark.name for line in lines)
+    if last is None or batch is None or not named:
+        raise DataError(f"{path}: not the log of a run of {benchmark.name} that has ended; give the folder of such a run")
+    epochs = sum(line["key"] == "epoch_start" and line["metadata"]["step_num"] < step for line in lines)
+    where = {"epoch_num": epochs, "step_num": step, "samples_count": step * batch}
+    kept = [line for line in lines if line is not last and (line["key"] != benchmark.metric_key or _step_of(line) != step)]
+    for line in kept:
+        line |= {"value": samples} if line["key"] == "eval_samples" else {}
+    blank = {"namespace": "", "time_ms": round(time.time() * 1000), "event_type": "POINT_IN_TIME", "key": benchmark.metric_key}
+    for goal in benchmark.goals:
+        metadata = where | {"metric": goal.label, "saved_ms": round(saved * 1000)}
+        kept.append(blank | {"value": values[goal.metric], "metadata": metadata})
+    new = path.with_name(f".partial.{path.name}")
+    new.write_text("".join(f"{PREFIX}{json.dumps(line)}\n" for line in [*kept, _end(kept, last, benchmark)]))
+    new.replace(path)
+    return all(goal.reached(values[goal.metric]) for goal in benchmark.goals)
+
+
+def _end(lines: list[dict[str, Any]], last: dict[str, Any], benchmark: Benchmark) -> dict[str, Any]:
+    """``run_stop``, with the first checkpoint that reaches all goals; ``last`` is as it was."""
+    goals = {goal.label: goal for goal in benchmark.goals}
+    judged: dict[int, list[dict[str, Any]]] = {}
+    for line in lines:
+        if line["key"] == benchmark.metric_key and goals[line["metadata"]["metric"]].reached(line["value"]):
+            judged.setdefault(_step_of(line), []).append(line)
+    first = min((step for step, reached in judged.items() if len(reached) == len(goals)), default=None)
+    if first is None:
+        return last | {"metadata": last["metadata"] | {"status": "aborted"}}
+    told = judged[first][0]["metadata"]
+    where = {name: told[name] for name in ("epoch_num", "step_num", "samples_count")}
+    return last | {"time_ms": told["saved_ms"], "metadata": {"status": "success", **where}}
+
+
+def _lines_of(path: Path) -> list[dict[str, Any]]:
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as problem:
+        raise DataError(f"{path}: {problem.strerror}; a run keeps it where report.sinks has mlperf") from problem
+    found = []
+    for line in text.splitlines():
+        with suppress(ValueError, RecursionError):                             # torn by a crash
+            found.append(json.loads(line.removeprefix(PREFIX)))
+    return [line for line in found if isinstance(line, dict) and {"key", "value", "metadata"} <= line.keys()]
+
+
+def _step_of(line: Mapping[str, Any]) -> Any:
+    return line["metadata"].get("step_num")

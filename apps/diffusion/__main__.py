@@ -1,10 +1,13 @@
 """Train a diffusion model:  python -m apps.diffusion apps/diffusion/configs/small.yaml [step.lr=2e-3 ...]
+Judge its images:        python -m apps.diffusion score weights=FOLDER captions=FILE model=FOLDER clip=FOLDER ...
 
-The same line runs alone, or behind mpiexec, srun or torchrun.
+The same lines run alone, or behind mpiexec, srun or torchrun.
 """
 
+import sys
 from functools import partial
 
+from apps.diffusion.mlperf import BENCHMARKS
 from apps.diffusion.settings import Config
 from hpcai import config
 
@@ -16,18 +19,24 @@ def main(cfg: Config) -> None:
 
     with (
         dist.start(cfg.mesh) as mesh,
-        train.Run("diffusion", cfg, mesh) as run,
+        train.Run("diffusion", cfg, mesh, BENCHMARKS.get(cfg.benchmark or "")) as run,
         samples(cfg, mesh) as (training, validation, drawn, shape),
     ):
         with train.seeds(cfg.train.seed):
             model = network(cfg, shape, mesh)
         step = train.Step(model, diffusion.loss, cfg.step, mesh)
-        evaluate = partial(diffusion.measure, members=cfg.data.scored) if cfg.data.scored else diffusion.score
-        result = train.fit(step, training, cfg.train, validation=validation, evaluate=evaluate, run=run)
+        metric = partial(diffusion.measure, members=cfg.data.scored) if cfg.data.scored else diffusion.score
+        metric = partial(metric, place=cfg.data.evaluation_place)
+        result = train.fit(step, training, cfg.train, validation=validation, evaluate=metric, run=run)
         members = partial(diffusion.ensemble, members=cfg.data.members)
         run.finish(step, result, members, drawn, run.writer("ensembles.npz", write_ensembles, shape))
     raise SystemExit(result.exit_code)
 
 
 if __name__ == "__main__":
-    config.run(Config, main)
+    if sys.argv[1:2] == ["score"]:
+        from apps.diffusion.score import run
+
+        run(sys.argv[2:])
+    else:
+        config.run(Config, main)

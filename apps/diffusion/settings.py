@@ -1,7 +1,7 @@
 """Settings of a diffusion run. No torch here."""
 
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -30,6 +30,8 @@ class DataConfig(LoaderConfig):
     """samples per optimizer step, over all processes"""
     evaluation_batch: Positive = 64
     """samples per evaluation batch, over all processes"""
+    evaluation_place: Annotated[float, Field(ge=0, lt=1)] = 0.5
+    """where in each eighth of the times validation samples are measured: in its middle, or at its beginning (0, MLPerf's Flux.1)"""
     epoch: Positive | None = None
     """samples between two evaluations; null: as many as there are"""
     turn: bool = True
@@ -69,6 +71,8 @@ class Config(RunConfig):
     )  # fmt: skip
     train: TrainConfig = TrainConfig(steps=100_000, metric="loss")
     report: ReportConfig = ReportConfig(directory=Path("runs/diffusion"))
+    benchmark: Literal["stable_diffusion", "flux1"] | None = None
+    """the benchmark of MLPerf whose log is written where report.sinks has mlperf"""
 
     @model_validator(mode="after")
     def _goes_together(self) -> Self:
@@ -77,4 +81,8 @@ class Config(RunConfig):
             raise ValueError(f"data.epoch is {data.epoch}, less than one batch of {data.batch} samples (data.batch)")
         if data.epoch is not None and data.shards > 1:
             raise ValueError(f"data.epoch is {data.epoch}, but shards are read to their ends; set it to null, or data.shards to 1")
+        if "mlperf" in self.report.sinks and self.benchmark is None:
+            raise ValueError("report.sinks has mlperf, but benchmark is null; say which of MLPerf's this is")
+        if self.benchmark == "flux1" and data.evaluation_place != 0:
+            raise ValueError(f"data.evaluation_place is {data.evaluation_place:g}, but MLPerf's flux1 has 0; set it to 0")
         return self

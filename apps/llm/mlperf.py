@@ -1,26 +1,6 @@
 """What the MLPerf logs of language models say beside the common lines. No torch here."""
 
-from hpcai.mllog import Benchmark, Entry, Setting, in_steps, scheduler
-
-_AXES = {"tensor_parallelism": "tensor", "pipeline_parallelism": "pipeline", "context_parallelism": "context"}
-
-
-def _linear(setting: Setting) -> str:
-    """The narrowest numbers of products."""
-    return "bfloat16" if setting("step.precision").startswith("bf16") else str(setting("step.precision"))
-
-
-def _sums(setting: Setting) -> str:
-    """Those of messages: activations between cut layers, which are as products are, and otherwise gradients."""
-    cut = any(setting(f"mesh.{axis}") > 1 for axis in _AXES.values())
-    return _linear(setting) if cut or setting("step.precision") == "bf16-params" else "fp32"
-
-
-def _micro_batch(setting: Setting) -> int:
-    ways = [setting(f"mesh.{axis}") for axis in _AXES.values()]
-    copies = setting("run.world") // (ways[0] * ways[1] * ways[2])
-    return int(setting("data.batch") // (copies * setting("step.accumulate")))
-
+from hpcai.mllog import DISCLOSED, Benchmark, Entry, in_steps, scheduler
 
 _COMMON = (
     Entry("seed", "train.seed"),
@@ -32,13 +12,7 @@ _COMMON = (
     Entry("opt_gradient_clip_norm", "step.clip"),
     Entry("max_sequence_length", "model.positions"),
     Entry("target_accuracy", "train.target", None),
-    Entry("lowest_numerical_precision_in_linear", _linear),
-    Entry("lowest_numerical_precision_in_attn", _linear),
-    Entry("lowest_numerical_precision_in_comm", _sums),
-    *(Entry(key, f"mesh.{axis}") for key, axis in _AXES.items()),
-    Entry("expert_parallelism", lambda setting: 1),
-    Entry("micro_batch_size", _micro_batch),
-    Entry("config_filename", lambda setting: "settings.yaml"),               # beside the log
+    *DISCLOSED,
 )
 BENCHMARKS = {
     "llama2_70b_lora": Benchmark(

@@ -25,30 +25,18 @@ from hpcai.data.splits import open_split
 from hpcai.errors import MissingExtraError
 from hpcai.models.diffusion import VAE, VAEConfig, load_network, save_folder
 from hpcai.settings import LoaderConfig
+from tests.captions import WORDS, tokenizer
 from tests.data_prep.making import content, harm, loaded, whole
 
 _WHY = "transformers is not installed: captions are NOT tested; pip install hpcai-suite[latents]"
 transformers: Any = pytest.importorskip("transformers", reason=_WHY)
 
-WORDS = ["red", "green", "blue", "a", "cat", "dog", "on", "the", "moon"]
 SIZE, SIDE, L, N = 16, 4, 2, 7
 IMAGES, PLACES, J, POOLED = 10, 9, 8, 12
 SMALL = ["--size", SIZE, "--validation", 3, "--rows", 3, "--batch", 2, "--length", N, "--workers", 2, "--device", "cpu"]
 
 
 # ---- networks
-
-
-def tokenizer(folder: Path, begins: bool) -> None:
-    """One that knows words, with an end, and perhaps a beginning."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
-
-    made = Tokenizer(models.WordLevel({word: n for n, word in enumerate(["<pad>", "<s>", "</s>", "?", *WORDS])}, "?"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    single = "<s> $A </s>" if begins else "$A </s>"
-    made.post_processor = processors.TemplateProcessing(single=single, special_tokens=[("<s>", 1), ("</s>", 2)])
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="</s>", unk_token="?")
-    fast.save_pretrained(folder)
 
 
 @pytest.fixture(scope="module", autouse=True)

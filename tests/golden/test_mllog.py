@@ -1,4 +1,4 @@
-"""The MLPerf log of a run passes the compliance checkers of MLPerf HPC 3.0 and Training 4.0, which notice what is missing."""
+"""The MLPerf log of a run passes the checkers of MLPerf HPC 3.0 and Training 4.0 to 6.1, which notice what is missing."""
 
 import io
 import json
@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from hpcai import config
-from hpcai.errors import ConfigError
+from hpcai.errors import ConfigError, DataError
 from hpcai.log import Event
-from hpcai.mllog import PREFIX, Benchmark, MlperfLog, value_of
+from hpcai.mllog import PREFIX, Benchmark, MlperfLog, judge, value_of
 
 APPS = Path(__file__).resolve().parents[2] / "apps"
 compliance = pytest.importorskip("mlperf_logging.compliance_checker.mlp_compliance")
@@ -405,3 +405,134 @@ def test_the_training_checker_passes_language_models(name: str, tmp_path: Path) 
         left = [line for line in path.read_text().splitlines() if f'"key": "{key}"' not in line]
         path.with_name("less.log").write_text("\n".join(left))
         assert not complies_with_language(path.with_name("less.log")), key
+
+
+# ---- MLPerf Training: diffusion
+
+PICTURES = {  # settings, rules, what is evaluated in turn, what the log says, and what the checker does not look for
+    "flux1": ("flux", "6.1.0", [0.7, 0.5861, 0.586], {
+        "global_batch_size": 1024, "eval_samples": 29_696, "evaluation_frequency": 262_144, "opt_name": "adamw",
+        "opt_base_learning_rate": 2.5e-4, "opt_learning_rate_warmup_steps": 800, "opt_adamw_beta_2": 0.95, "micro_batch_size": 128,
+        "opt_adamw_weight_decay": 0.1, "opt_gradient_clip_norm": 1.0, "lowest_numerical_precision_in_comm": "bfloat16",
+    }, NOT_ASKED),
+    "stable_diffusion": ("sd2-node", "5.0.0", [0.3, 0.25, 0.2], {
+        "global_batch_size": 512, "eval_samples": 30_000, "opt_name": "adamw", "opt_base_learning_rate": 1.25e-7,
+        "opt_learning_rate_warmup_steps": 1000, "opt_adamw_beta_1": 0.9, "opt_adamw_epsilon": 1e-8, "opt_adamw_weight_decay": 0.01,
+    }, NOT_ASKED | {"submission_org", "submission_platform"}),
+}  # fmt: skip
+MARKS = [{"fid": 120.0, "clip_cosine": 0.1}, {"fid": 90.0, "clip_cosine": 0.15}, {"fid": 70.0, "clip_cosine": 0.17}]
+
+
+def drawn(path: Path, name: str, losses: list[float], *words: str) -> tuple[Benchmark, int]:
+    """The run of a benchmark on eight GPUs, an evaluation and a checkpoint in each epoch; steps of one."""
+    from apps.diffusion.mlperf import BENCHMARKS
+    from apps.diffusion.settings import Config
+
+    cfg = config.load(Config, APPS / f"diffusion/configs/{PICTURES[name][0]}.yaml", words)
+    assert cfg.benchmark == name and cfg.data.epoch is not None
+    steps = cfg.data.epoch // cfg.data.batch
+    start = {"name": "diffusion", "settings": cfg.model_dump(mode="json"), "steps": cfg.train.steps, "steps_per_epoch": steps,
+             "global_batch": cfg.data.batch, "train_samples": 1_099_776, "validation_samples": 29_696}  # fmt: skip
+    log, now = MlperfLog(path, BENCHMARKS[name]), 1000.0
+    log.write(Event("start", now, START | start))
+    for epoch, loss in enumerate(losses):
+        log.write(Event("epoch", now, {"epoch": epoch, "step": steps * epoch}))
+        now += 10
+        where = {"step": steps * (epoch + 1), "epoch": epoch + 1.0, "samples": 9, "seconds": 1.0}
+        log.write(Event("evaluate", now, where | {"loss": loss, "loss_1": 0.1}))
+        log.write(Event("checkpoint", now + 1, {"step": where["step"], "path": "x", "seconds": 1.0, "bytes": 1}))
+    reached = cfg.train.target is not None and losses[-1] <= cfg.train.target
+    log.write(Event("stop", now, {"step": steps * len(losses), "reason": "x", "seconds": 1.0, "target_reached": reached}))
+    log.close()
+    return BENCHMARKS[name], steps
+
+
+def judged(path: Path, marks: list[dict[str, float]]) -> list[bool]:
+    """A run of Stable Diffusion, whose checkpoints are then judged in turn."""
+    own, steps = drawn(path, "stable_diffusion", [0.3, 0.25, 0.2])
+    return [judge(path, own, steps * n, 1001.0 + 10 * n, found, 30_000) for n, found in enumerate(marks, 1)]
+
+
+def complies_with(path: Path, rules: str) -> bool:
+    checker = compliance.make_checker("training", rules, True, False)
+    return bool(compliance.main(str(path), f"training_{rules}/common.yaml", checker)[0])
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_the_training_checker_passes_diffusion(name: str, tmp_path: Path) -> None:
+    path, (_, rules, losses, expected, not_asked) = tmp_path / "mlperf.log", PICTURES[name]
+    if name == "flux1":
+        drawn(path, name, losses)
+    else:
+        assert judged(path, MARKS) == [False, True, True]
+    words = ["--usage", "training", "--ruleset", rules, "--werror", "--log_output", str(tmp_path / "checker.log"), str(path)]
+    run = subprocess.run([sys.executable, "-m", "mlperf_logging.compliance_checker", *words], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert f"closed_{name}.yaml" in run.stderr and "SUCCESS" in run.stderr
+    found = records(path)
+    points = {record["key"]: record["value"] for record in found if record["event_type"] == "POINT_IN_TIME"}
+    assert {key: points[key] for key in expected} == pytest.approx(expected)
+    each = {"flux1": 262_144, "stable_diffusion": 512_000}[name]
+    samples = [record["metadata"]["samples_count"] for record in found if record["key"] == "eval_accuracy"]
+    assert sorted({*samples}) == [each, 2 * each, 3 * each]
+    rcp = import_module("mlperf_logging.rcp_checker.rcp_checker")  # which compares with the reference's convergence
+    converged = {"flux1": 3 * each, "stable_diffusion": 2 * each}[name]
+    assert rcp.read_submission_file(str(path), rules, False) == (0, converged, expected["global_batch_size"], name)
+
+    for key in sorted({record["key"] for record in found} - not_asked):
+        left = [line for line in path.read_text().splitlines() if f'"key": "{key}"' not in line]
+        path.with_name("less.log").write_text("\n".join(left))
+        assert not complies_with(path.with_name("less.log"), rules), key
+
+
+def test_the_training_checker_sees_a_missed_loss(tmp_path: Path) -> None:
+    drawn(tmp_path / "mlperf.log", "flux1", [0.7, 0.5861])
+    assert not complies_with(tmp_path / "mlperf.log", "6.1.0")
+
+
+def test_the_first_checkpoint_that_reaches_all_goals_ends_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "mlperf.log"
+    own, steps = drawn(path, "stable_diffusion", [0.3, 0.25, 0.2], "train.target=0.2")  # a loss makes no success
+    before = records(path)
+    assert not any(record["key"] == "eval_accuracy" for record in before) and not complies_with(path, "5.0.0")
+    assert before[-1]["metadata"]["status"] == "aborted"
+
+    def ends(n: int, found: dict[str, float]) -> tuple[bool, tuple[str, int, int]]:
+        reached = judge(path, own, steps * n, 1001.0 + 10 * n, found, 30_000)
+        last = [record for record in records(path) if record["key"] == "run_stop"]
+        assert len(last) == 1 and records(path)[-1] == last[0]
+        return reached, (last[0]["metadata"]["status"], last[0]["metadata"]["step_num"], last[0]["time_ms"])
+
+    assert ends(1, {"fid": 60.0, "clip_cosine": 0.1499}) == (False, ("aborted", 3 * steps, 1_030_000))
+    assert ends(3, MARKS[2]) == (True, ("success", 3 * steps, 1_031_000))
+    assert ends(2, MARKS[1]) == (True, ("success", 2 * steps, 1_021_000))
+    assert ends(3, MARKS[2]) == (True, ("success", 2 * steps, 1_021_000))  # again: its lines are there once
+    assert ends(2, {"fid": 90.1, "clip_cosine": 0.2}) == (False, ("success", 3 * steps, 1_031_000))
+    assert ends(3, {"fid": 90.0, "clip_cosine": 0.149})[1][0] == "aborted"
+    found = [(r["metadata"]["step_num"], r["metadata"]["epoch_num"], r["metadata"]["metric"], r["value"])
+             for r in records(path) if r["key"] == "eval_accuracy"]  # fmt: skip
+    assert sorted(found) == [
+        (steps, 1, "CLIP", 0.1499), (steps, 1, "FID", 60.0), (2 * steps, 2, "CLIP", 0.2), (2 * steps, 2, "FID", 90.1),
+        (3 * steps, 3, "CLIP", 0.149), (3 * steps, 3, "FID", 90.0),
+    ]  # fmt: skip
+    assert not complies_with(path, "5.0.0")
+
+
+@pytest.mark.parametrize("marks", [
+    MARKS[1:2], [MARKS[0], {"fid": 90.5, "clip_cosine": 0.3}], [MARKS[0], {"fid": 9.0, "clip_cosine": 0.1}],
+])
+def test_the_training_checker_sees_too_few_or_too_bad_checkpoints(marks: list[dict[str, float]], tmp_path: Path) -> None:
+    judged(tmp_path / "mlperf.log", marks)
+    assert not complies_with(tmp_path / "mlperf.log", "5.0.0")
+
+
+def test_only_the_log_of_a_run_that_has_ended_is_judged(tmp_path: Path) -> None:
+    path = tmp_path / "mlperf.log"
+    own, steps = drawn(path, "stable_diffusion", [0.3])
+    with pytest.raises(DataError, match=r"mlperf\.log: No such file or directory; .* where report\.sinks has mlperf"):
+        judge(tmp_path / "other" / "mlperf.log", own, steps, 1.0, MARKS[0], 3)
+    whole = path.read_text()
+    for broken in (whole.replace('"run_stop"', '"epoch_stop"'), whole.replace('"stable_diffusion"', '"flux1"')):
+        path.write_text(broken)
+        with pytest.raises(DataError, match="not the log of a run of stable_diffusion that has ended"):
+            judge(path, own, steps, 1.0, MARKS[0], 3)

@@ -15,7 +15,9 @@ _SPECTRA, _VALUES = {"spectrum_error": "spectrum_error"}, {"ks": "ks"}
 _EDGES = -6.0, 6.0, 240  # first and last edge of a histogram of standard values, and its bins
 
 
-def measure(model: Any, batch: Batch, members: int = 8, sampler: SamplerConfig | None = None) -> dict[str, Any]:
+def measure(
+    model: Any, batch: Batch, members: int = 8, sampler: SamplerConfig | None = None, place: float = 0.5
+) -> dict[str, Any]:
     """``score``, and scores of ``members`` that are drawn for the condition of each sample, in the units that the network sees:
     ``crps``, ``rmse`` of their mean, ``spread_over_skill``, which is 1 for an ensemble that knows its error, ``coverage_90``,
     ``spectrum_error``, by how much power differs from the truth's, as a logarithm and on average over scales, and ``ks``, by how
@@ -27,7 +29,7 @@ def measure(model: Any, batch: Batch, members: int = 8, sampler: SamplerConfig |
     edges = torch.linspace(*_EDGES, dtype=torch.float64, device=truth.device)
     every, true = drawn.reshape(-1, *sizes), truth.reshape(-1, *sizes)
     return {
-        **score(model, batch),
+        **score(model, batch, place),
         "ensemble": _some(_ENSEMBLE, scores.ensemble_sums(drawn, truth)),
         "spectra": _some(_SPECTRA, scores.spectrum_sums(every, true, at)),
         "values": _some(_VALUES, scores.one_point_sums(every, true, edges)),

@@ -265,20 +265,37 @@ def fid_sums(drawn: Tensor, true: Tensor) -> Total:
     return (with_one[0].T @ with_one[0], with_one[1].T @ with_one[1]), _fid
 
 
+def fid_to_sums(drawn: Tensor, mean: Tensor, covariance: Tensor) -> Total:
+    """The same of drawn features, to a distribution that is known by its moments.   [N, D], [D], [D, D]; sums [D + 1, D + 1]"""
+    if drawn.ndim != 2 or mean.shape != drawn.shape[1:] or covariance.shape != 2 * mean.shape:
+        found = f"features are {list(drawn.shape)}, their mean is {list(mean.shape)} and covariance {list(covariance.shape)}"
+        raise DataError(f"FID: {found}; expected [N, D], [D] and [D, D]")
+    with_one = torch.cat((drawn.double(), drawn.new_ones(len(drawn), 1).double()), 1)
+    return (with_one.T @ with_one,), lambda products: {"fid": frechet(*_moments(products), mean, covariance)}
+
+
 def _fid(drawn: Tensor, true: Tensor) -> dict[str, float]:
-    moments = []
-    for products in (drawn, true):
-        n = products[-1, -1]
-        if n < 2:
-            raise DataError(f"FID: {n:.0f} rows of features; give two at least, and better thousands")
-        mean = products[-1, :-1] / n
-        moments.append((mean, (products[:-1, :-1] - n * torch.outer(mean, mean)) / (n - 1)))
-    (a, s), (b, t) = moments
+    return {"fid": frechet(*_moments(drawn), *_moments(true))}
+
+
+def _moments(products: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and covariance."""
+    n = products[-1, -1]
+    if n < 2:
+        raise DataError(f"FID: {n:.0f} rows of features; give two at least, and better thousands")
+    mean = products[-1, :-1] / n
+    return mean, (products[:-1, :-1] - n * torch.outer(mean, mean)) / (n - 1)
+
+
+def frechet(a: Tensor, s: Tensor, b: Tensor, t: Tensor) -> float:
+    """Frechet distance of two normal distributions by their means and covariances (Dowson and Landau 1982).
+    [D], [D, D], [D], [D, D]"""
+    a, s, b, t = (x.to(s.device, torch.float64) for x in (a, s, b, t))
     values, vectors = torch.linalg.eigh(s)
     root = vectors * values.clamp(min=0).sqrt() @ vectors.T
     middle = torch.linalg.eigvalsh(root @ t @ root)  # those of s t, whose root is asked for, and symmetric
     distance = (a - b).square().sum() + s.trace() + t.trace() - 2 * middle.clamp(min=0).sqrt().sum()
-    return {"fid": distance.item()}
+    return distance.item()
 
 
 def kid(drawn: Tensor, true: Tensor) -> Tensor:

@@ -26,6 +26,8 @@ def test_ensembles_are_measured_beside_the_loss() -> None:
     assert set(told) == {"crps", "rmse", "spread_over_skill", "coverage_90", "spectrum_error", "ks"} | set(
         finished({"levels": score(made, whole)["levels"]})
     )
+    low = finished(measure(made, whole, members=2, place=0.0))
+    assert low["loss_3"] == finished({"levels": score(made, whole, 0.0)["levels"]})["loss_3"] != told["loss_3"]
     for name, value in finished(*parts).items():
         torch.testing.assert_close(value, told[name], rtol=1e-8, atol=1e-10, msg=name)
     rows = ensemble(made, whole, members=4)

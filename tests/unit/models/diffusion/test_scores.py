@@ -113,6 +113,9 @@ def test_distances_of_features_are_those_of_the_formulas() -> None:
     a, b = SETS["features_a"], SETS["features_b"]
     near(finished(scores.fid_sums(a, b))["fid"], SETS["fid"], 1e-9)
     near(finished(scores.fid_sums(a, a))["fid"], torch.zeros(()), 1e-9)
+    moments = b.mean(0), b.T.cov()
+    near(finished(scores.fid_to_sums(a, *moments))["fid"], SETS["fid"], 1e-9)
+    near(scores.frechet(a.mean(0), a.T.cov(), *moments), SETS["fid"], 1e-9)
     near(scores.kid(a, b), SETS["kid"], 1e-9)
     sets = a[SETS["subsets_a"]], b[SETS["subsets_b"]]
     near(scores.kid(*sets), SETS["kid_subsets"], 1e-9)
@@ -155,6 +158,7 @@ def test_sums_over_four_parts_are_those_of_the_whole() -> None:
         (partial(scores.spectrum_sums, at=at), (members[0], truth), (0, 0)),
         (partial(scores.one_point_sums, edges=edges), (members[0], truth), (0, 0)),
         (scores.fid_sums, (torch.randn(40, 6), torch.randn(24, 6)), (0, 0)),
+        (partial(scores.fid_to_sums, mean=torch.zeros(6), covariance=torch.eye(6)), (torch.randn(40, 6),), (0,)),
         (scores.kid_sums, (torch.randn(8, 10, 6), torch.randn(8, 7, 6)), (0, 0)),
         (scores.clip_sums, (torch.randn(20, 6), torch.randn(20, 6)), (0, 0)),
         (scores.loss_by_time_sums, (torch.rand(40), torch.arange(40) % 8), (0, 0)),
@@ -174,6 +178,7 @@ def test_what_does_not_fit_is_refused() -> None:
         (lambda: scores.spectrum(torch.zeros(2, 5, 4), at), r"but the shells were made for samples of \[4, 4\]"),
         (lambda: scores.spectrum(torch.zeros(2, 4, 5), at), r"but the shells were made for samples of \[4, 4\]"),
         (lambda: scores.kid(torch.zeros(4, 3), torch.zeros(4, 2)), r"KID: features are \[4, 3\] and \[4, 2\]"),
+        (lambda: scores.fid_to_sums(torch.zeros(4, 3), torch.zeros(2), torch.eye(3)), r"mean is \[2\] and covariance \[3, 3\]"),
         (lambda: finished(scores.fid_sums(torch.zeros(1, 3), torch.zeros(4, 3))), "FID: 1 rows"),
         (lambda: scores.clip_sums(torch.zeros(4, 3), torch.zeros(5, 3)), "expected .N, D. of both"),
         (lambda: finished(scores.loss_by_time_sums(torch.zeros(7), torch.arange(7))), "no sample at time 7 of 8"),

@@ -1,0 +1,441 @@
+"""``python -m apps.diffusion score``: FID and CLIP by networks that a user brings, of a run's weights and of its checkpoints."""
+
+import csv
+import io
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from apps.diffusion import score
+from apps.diffusion.score import Judging, ScoreConfig, captions_of
+from data_prep import encoders
+from hpcai import config
+from hpcai.dist.mesh import Mesh
+from hpcai.errors import CheckpointError, ConfigError, DataError
+from hpcai.log import read_metrics
+from hpcai.models.diffusion import (
+    VAE,
+    Condition,
+    Diffusion,
+    DiffusionConfig,
+    LatentsConfig,
+    ObjectiveConfig,
+    SamplerConfig,
+    UNetConfig,
+    VAEConfig,
+    load_network,
+    save_folder,
+)
+from hpcai.models.diffusion.config import FluxConfig
+from tests.captions import WORDS, tokenizer
+from tests.ranks.launch import on_ranks
+
+_WHY = "transformers is not installed: FID and CLIP of images are NOT tested; pip install hpcai-suite[latents]"
+transformers: Any = pytest.importorskip("transformers", reason=_WHY)
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+PLACES, J, SIDE, FEATURES = 9, 8, 8, 5  # tokens of a caption and their channels, the side of an image for the CLIP
+CAPTIONS = ["a red cat", "the moon on a dog", "green green dog", "blue", "a cat on the moon"]
+MODULE = """
+import torch
+
+class Net(torch.nn.Module):
+    def forward(self, x):
+        assert x.shape[1:] == (3, 16, 16) and 0 <= x.min() and x.max() <= 1 and (255 * x - (255 * x).round()).abs().max() < 1e-3
+        rows = x.flatten(1)
+        return torch.stack([rows.mean(1), rows.std(1), x[:, 0].mean((1, 2)), x[:, :, 3, 4].mean(1), (9 * rows).sin().mean(1)], 1)
+
+def flat():
+    return torch.nn.Identity()
+
+def broken():
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Threshold(2.0, float("nan")))
+
+def number():
+    return 3
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quiet() -> Iterator[None]:
+    level = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    yield
+    transformers.logging.set_verbosity(level)
+
+
+def small(**more: Any) -> Any:
+    return dict(hidden_size=J, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2, **more)
+
+
+def words(**more: Any) -> Any:
+    return small(vocab_size=20, max_position_embeddings=PLACES, eos_token_id=2, bos_token_id=1, pad_token_id=0, **more)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run, a pipeline of the networks that made its data, a CLIP, statistics, and a module with features."""
+    home = tmp_path_factory.mktemp("home")
+    torch.manual_seed(0)
+    cfg = VAEConfig(latents=2, channels=(8, 8), blocks=1, groups=2, scale=0.5, shift=0.1)
+    vae = VAE(cfg)
+    for parameter in vae.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    save_folder(vae.state_dict(), cfg, home / "pipeline/vae")
+    transformers.CLIPTextModel(transformers.CLIPTextConfig(**words())).save_pretrained(home / "pipeline/text_encoder")
+    tokenizer(home / "pipeline/tokenizer", True)
+    kept = {"vae": encoders.identity(home / "pipeline/vae"), "encoders": (encoders.identity(home / "pipeline/text_encoder"),)}
+    sizes: Any = {"inputs": 2, "outputs": 2, "channels": (4, 8), "heads": (1, 2), "tokens": J, "groups": 2}
+    unet = UNetConfig(**sizes, attention=("cross", "none"), zero=False)
+    latents = LatentsConfig(scale=0.5, shift=0.1, tokens=(PLACES, J), **kept)
+    drawing = SamplerConfig(steps=3, guidance=2.0)
+    model = Diffusion(DiffusionConfig(unet=unet, size=(2, 8, 8), latents=latents, sampler=drawing), seed=3)
+    model.no_tokens.copy_(torch.randn(PLACES, J))
+    (home / "run").mkdir()
+    model.save(home / "run/model.safetensors")
+    clip = transformers.CLIPConfig(
+        text_config=words(), vision_config=small(image_size=SIDE, patch_size=4), projection_dim=6
+    )
+    judge = transformers.CLIPModel(clip)
+    for half in (judge.vision_model.post_layernorm, judge.text_model.final_layer_norm):
+        half.bias.data += 0.5  # so that images and texts agree somewhat
+    judge.visual_projection.weight.data.copy_(judge.text_projection.weight)
+    judge.save_pretrained(home / "clip")
+    tokenizer(home / "clip", True)
+    seen = {"size": {"shortest_edge": SIDE}, "image_mean": [0.4, 0.5, 0.6], "image_std": [0.2, 0.3, 0.4]}
+    (home / "clip/preprocessor_config.json").write_text(json.dumps(seen))
+    rng = np.random.default_rng(0)
+    many = rng.normal(size=(40, FEATURES))
+    np.savez(home / "true.npz", mu=many.mean(0), sigma=np.cov(many, rowvar=False))
+    (home / "some_features.py").write_text(MODULE)
+    (home / "captions.txt").write_text("\n".join(CAPTIONS) + "\n")
+    return home
+
+
+@pytest.fixture(autouse=True)
+def there(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the user stands."""
+    monkeypatch.chdir(home)
+    monkeypatch.syspath_prepend(str(home))
+
+
+def asked(**more: Any) -> ScoreConfig:
+    given: dict[str, Any] = {
+        "weights": "run", "captions": "captions.txt", "model": "pipeline", "features": "some_features:Net",
+        "statistics": "true.npz", "clip": "clip", "batch": 2, "precision": "fp32",
+    }  # fmt: skip
+    return config.load(ScoreConfig, None, [f"{name}={'null' if x is None else x}" for name, x in (given | more).items()])
+
+
+def scored(mesh: Mesh, cfg: ScoreConfig) -> dict[str, float]:
+    return Judging(cfg, mesh).score(cfg.weights)
+
+
+@torch.no_grad()
+def by_hand(home: Path, seed: int = 0) -> dict[str, float]:
+    """All images at once, by the networks themselves; features in numpy, the distance by scipy's root."""
+    from scipy.linalg import sqrtm
+
+    vae, model = load_network(home / "pipeline/vae"), Diffusion.load(home / "run")
+    encoder = transformers.CLIPTextModel.from_pretrained(home / "pipeline/text_encoder")
+    words = transformers.AutoTokenizer.from_pretrained(home / "pipeline/tokenizer")
+    ids = words(CAPTIONS, padding="max_length", max_length=PLACES, return_tensors="pt").input_ids
+    drawn = model.sample(Condition(tokens=encoder(input_ids=ids).last_hidden_state), seed=seed)[0]
+    images = (vae.decode(drawn / 0.5 + 0.1).clamp(-1, 1) / 2 + 0.5).mul(255).round() / 255
+    features = sys.modules["some_features"].Net()(images).double().numpy()
+    true = np.load(home / "true.npz")
+    mean, covariance = features.mean(0), np.cov(features, rowvar=False)
+    root = sqrtm(covariance @ true["sigma"]).real
+    fid = ((mean - true["mu"]) ** 2).sum() + np.trace(covariance + true["sigma"] - 2 * root)
+
+    clip = transformers.CLIPModel.from_pretrained(home / "clip")
+    words = transformers.AutoTokenizer.from_pretrained(home / "clip")
+    smaller = nn.functional.interpolate(images, (SIDE, SIDE), mode="bicubic", antialias=True).clamp(0, 1)
+    pixels = (smaller - torch.tensor([0.4, 0.5, 0.6]).view(3, 1, 1)) / torch.tensor([0.2, 0.3, 0.4]).view(3, 1, 1)
+    told = words(CAPTIONS, padding=True, return_tensors="pt")
+    both = clip(input_ids=told.input_ids, attention_mask=told.attention_mask, pixel_values=pixels)
+    return {"fid": float(fid), "clip_cosine": float((both.image_embeds * both.text_embeds).sum(1).mean())}
+
+
+def test_scores_are_what_the_networks_say_themselves(home: Path) -> None:
+    found = scored(Mesh({}), asked())
+    expected = by_hand(home)
+    assert found["fid"] == pytest.approx(expected["fid"], rel=1e-4)
+    assert found["clip_cosine"] == pytest.approx(expected["clip_cosine"], rel=1e-4) and found["captions"] == 5
+    assert expected["clip_cosine"] != pytest.approx(0, abs=1e-3) and expected["fid"] > 0.1
+    other = scored(Mesh({}), asked(seed=4))["fid"]
+    assert other != pytest.approx(found["fid"], rel=1e-3) and other == pytest.approx(by_hand(home, 4)["fid"], rel=1e-4)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_any_number_of_ranks_finds_the_same(ranks: int) -> None:
+    cfg = asked(count=3)  # of which one of four ranks has none
+    alone = scored(Mesh({}), cfg)
+    for each in on_ranks({"replicate": ranks}, scored, cfg, fresh=True):
+        assert each == pytest.approx(alone, rel=1e-3)
+
+
+def test_one_kind_of_judge_is_enough() -> None:
+    assert set(scored(Mesh({}), asked(features=None, statistics=None))) >= {"clip_cosine", "captions"}
+    assert set(scored(Mesh({}), asked(clip=None))) == {"fid", "captions"}
+
+
+def test_a_transformer_that_is_cut_draws_the_same(home: Path) -> None:
+    """Flux.1's, with a pooled text beside tokens, and the networks named one by one."""
+    flux = FluxConfig(inputs=8, double=1, single=1, heads=2, head=8, turned=(2, 2, 4), tokens=J, pooled=J, zero=False)
+    latents = LatentsConfig(vae="mlperf", tokens=(PLACES, J), pooled=J, encoders=("mlperf",))
+    torch.manual_seed(1)
+    says = ObjectiveConfig(says="flow")
+    sampler = SamplerConfig(method="euler", steps=2)
+    cfg = DiffusionConfig(unet=None, flux=flux, objective=says, sampler=sampler, size=(2, 8, 8), latents=latents)
+    Diffusion(cfg).save(home / "flux.safetensors")
+    text = "pipeline/text_encoder"
+    given = asked(weights="flux.safetensors", model=None, vae="pipeline/vae", tokens=text, pooled=text, count=3)
+    alone = scored(Mesh({}), given)
+    for each in on_ranks({"tensor": 2}, scored, given, fresh=True):
+        assert each == pytest.approx(alone, rel=1e-3)
+
+
+def test_bfloat16_draws_nearly_the_same() -> None:
+    wide, narrow = (scored(Mesh({}), asked(precision=name)) for name in ("fp32", "bf16"))
+    assert narrow["clip_cosine"] == pytest.approx(wide["clip_cosine"], abs=0.05) and narrow["fid"] != wide["fid"]
+
+
+# ---- a run and its checkpoints
+
+
+@pytest.fixture(scope="module")
+def trained(home: Path) -> Path:
+    """A run on latents of images that the pipeline makes, with a log of MLPerf's Stable Diffusion: four steps, two checkpoints."""
+    from apps.diffusion.__main__ import main
+    from apps.diffusion.settings import Config
+    from data_prep import latents
+
+    (home / "images").mkdir()
+    for number in range(12):
+        pixels = np.random.default_rng(number).integers(0, 256, (16, 16, 3), np.uint8)
+        np.save(home / f"images/{number:02}.npy", pixels)
+        (home / f"images/{number:02}.txt").write_text(CAPTIONS[number % 5])
+    line = ["convert", home / "images", home / "latents", "--model", home / "pipeline", "--size", 16, "--validation", 4]
+    assert latents.main([*map(str, line), "--workers", "1", "--device", "cpu"]) == 0
+    unet = "{inputs: 2, outputs: 2, channels: [4, 8], attention: [cross, none], heads: [1, 2], groups: 2, zero: false, tokens: 8}"
+    given = [
+        f"model.unet={unet}", "model.sampler={method: ddim, steps: 2, guidance: 2.0}", f"data.directory={home}/latents",
+        "data.batch=4", "data.evaluation_batch=4", "data.drawn=0", "data.workers=1", "train.epochs=2",
+        "train.steps=null", "train.collect_every=null", "step.schedule={unit: steps, warmup: 1}",
+        "step.betas=[0.9, 0.999]", "step.weight_decay=0.01",
+        f"report.directory={home}/trained", "report.sinks=[mlperf]", "benchmark=stable_diffusion",
+    ]  # fmt: skip
+    with pytest.raises(SystemExit) as end:
+        config.run(Config, main, given)
+    assert not end.value.code
+    return home / "trained"
+
+
+def complies(path: Path) -> bool:
+    compliance = pytest.importorskip("mlperf_logging.compliance_checker.mlp_compliance")
+    checker = compliance.make_checker("training", "5.0.0", True, False)
+    return bool(compliance.main(str(path), "training_5.0.0/common.yaml", checker)[0])
+
+
+def test_checkpoints_are_judged_and_the_log_is_told(trained: Path, tmp_path: Path, command: Any) -> None:
+    """The log of a run, which alone misses its quality, then passes the checker: it ends with the first checkpoint."""
+    run = Path(shutil.copytree(trained, tmp_path / "run"))
+    assert not complies(run / "mlperf.log")
+    told = [line.split() for line in command(*CALL, f"weights={run}", "checkpoints=true")[0].splitlines()]
+    assert not list(run.glob(".judged*"))
+    last, first = ({words[2]: float(words[3]) for words in told if words[1] == step} for step in ("4", "2"))
+    assert len(told) == 2 * len(first) and first != last and first["captions"] == 5 and 0 < first["fid"] < 90
+    plain = dict(line.split() for line in command(*CALL, f"weights={run}")[0].splitlines())
+    assert {name: float(value) for name, value in plain.items()} == pytest.approx(last, rel=1e-4)
+
+    lines = [json.loads(line[9:]) for line in (run / "mlperf.log").read_text().splitlines()]
+    marks = [(line["metadata"]["samples_count"], line["metadata"]["metric"], line["value"]) for line in lines
+             if line["key"] == "eval_accuracy"]  # fmt: skip
+    names = {"FID": "fid", "CLIP": "clip_cosine"}
+    assert [mark[:2] for mark in marks] == [(8, "FID"), (8, "CLIP"), (16, "FID"), (16, "CLIP")]
+    found = [(first if samples == 8 else last)[names[name]] for samples, name, _ in marks]
+    assert [mark[2] for mark in marks] == pytest.approx(found, rel=1e-5)
+    assert {line["key"]: line["value"] for line in lines}["eval_samples"] == 5
+    assert lines[-1]["metadata"] == {"status": "success", "epoch_num": 1, "step_num": 2, "samples_count": 8}
+    saved = [event for event in read_metrics(run / "metrics.jsonl") if event["kind"] == "checkpoint"]
+    assert lines[-1]["time_ms"] == round(1000 * saved[0]["time"])
+    assert complies(run / "mlperf.log")
+
+
+def test_a_log_that_cannot_be_told_is_left(trained: Path, tmp_path: Path, command: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Of a run that goes on, and where a metric is not asked for."""
+    run = Path(shutil.copytree(trained, tmp_path / "run"))
+    shutil.rmtree(run / "checkpoints/step-00000002")
+    log = run / "mlperf.log"
+    log.write_text("".join(line for line in log.read_text().splitlines(True) if "run_stop" not in line))
+    before = log.read_text()
+    for more, text in (("count=2", "a run of stable_diffusion that has ended"), ("clip=null", "for which CLIP is not known")):
+        told = command(*CALL, f"weights={run}", "checkpoints=true", more)[0]
+        assert "fid" in told and text in caplog.text and log.read_text() == before
+
+
+def test_weights_without_a_run_have_no_checkpoints(home: Path, trained: Path, tmp_path: Path, command: Any) -> None:
+    told = command(*CALL, "weights=run", "checkpoints=true", code=1)[1]
+    assert "run/metrics.jsonl: No such file" in told
+    (tmp_path / "checkpoints").mkdir()
+    shutil.copy(trained / "metrics.jsonl", tmp_path)
+    told = command(*CALL, f"weights={tmp_path}", "checkpoints=true", code=1)[1]
+    assert "has no checkpoint; give weights=RUN of a run that has kept some" in told
+    shutil.copytree(trained / "checkpoints/step-00000004", tmp_path / "checkpoints/step-00000005")
+    assert "step-00000005: not in metrics.jsonl" in command(*CALL, f"weights={tmp_path}", "checkpoints=true", code=1)[1]
+    broken = tmp_path / "checkpoints/step-00000004"
+    (tmp_path / "checkpoints/step-00000005").rename(broken)
+    (broken / "index.json").write_text("{}")
+    told = command(*CALL, f"weights={tmp_path}", "checkpoints=true", code=1)[1]
+    assert "index.json has changed since it was written" in told and not list(tmp_path.glob(".judged*"))
+
+
+# ---- bad input
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """What a command says on its two outputs; with ``code`` it ends with that."""
+
+    def run(*words: str, code: int | None = None) -> tuple[str, str]:
+        monkeypatch.setattr(sys, "argv", ["python"])
+        if code is None:
+            score.run(words)
+        else:
+            with pytest.raises(SystemExit) as ended:
+                score.run(words)
+            assert ended.value.code == code
+        out, err = capsys.readouterr()
+        assert "Traceback" not in err
+        return out, err
+
+    return run
+
+
+CALL = (
+    "captions=captions.txt", "model=pipeline", "features=some_features:Net", "statistics=true.npz", "clip=clip", "precision=fp32",
+)  # fmt: skip
+REFUSED = [
+    ({"captions": None}, "captions is null"), ({"model": None}, "neither model nor vae is given"),
+    ({"vae": "pipeline/vae"}, "name a whole pipeline, or its parts"),
+    ({"statistics": None}, "features and statistics go together"),
+    ({"features": None, "statistics": None, "clip": None}, "nothing judges the images"),
+    ({"features": "Net"}, "expected package.module:name"),
+]  # fmt: skip
+WRONG = [
+    ({"features": "nowhere:Net"}, ConfigError, r"'nowhere:Net', which is not there \(No module named 'nowhere'\)"),
+    ({"features": "some_features:Other"}, ConfigError, "has no attribute 'Other'"),
+    ({"features": "some_features:number"}, ConfigError, r"number\(\) is a int; expected a torch module"),
+    ({"features": "some_features:flat"}, DataError, r"makes \[2, 3, 16, 16\] of 2 images; expected \[2, F\]"),
+    ({"features": "some_features:broken"}, DataError, "not finite"),
+    ({"statistics": "wide.npz"}, DataError, r"features are \[2, 5\], their mean is \[6\] and covariance \[6, 6\]"),
+    ({"statistics": "odd.npz"}, DataError, r"mu is \[5\] and sigma \[5, 6\]; expected \[F\] and \[F, F\]"),
+    ({"statistics": "nan.npz"}, DataError, "no finite floating number"), ({"statistics": "none.npz"}, DataError, "No such file"),
+    ({"statistics": "objects.npz"}, DataError, "no statistics of features .*pickle"),
+    ({"statistics": "captions.txt"}, DataError, "captions.txt: no"),
+    ({"statistics": "cut.npz"}, DataError, r"cut\.npz: no \.npz, or damaged"),
+    ({"clip": "pipeline/text_encoder"}, ConfigError, "'clip_text_model', without projections .* name a whole CLIP"),
+    ({"clip": "half"}, DataError, "half: has no text_projection.weight, one of 1 weights of a CLIP"),
+    ({"clip": "pickled"}, DataError, "pickled: cannot be read as a CLIP"),
+    ({"clip": "nowhere"}, ConfigError, "nowhere/config.json"),
+    ({"clip": "unprepared"}, ConfigError, "preprocessor_config.json: cannot be read"),
+    ({"clip": "unsized"}, DataError, "preprocessor_config.json: no size, image_mean and image_std of three channels"),
+    ({"clip": "larger"}, DataError, "makes images of 9, config.json wants 8"),
+    ({"weights": "fields.safetensors"}, ConfigError, "its samples are no latents, of which images are made"),
+    ({"weights": "wider.safetensors"}, ConfigError, "latents of 2 channels; wider.safetensors makes latents of 3"),
+    ({"weights": "other.safetensors"}, ConfigError, r"with vae 0123456789ab, found are vae \w{12}, text_encoder \w{12}"),
+    ({"weights": "longer.safetensors"}, ConfigError, r"tokens \[9, 8\]; longer.safetensors was trained with \[9, 16\] of some"),
+    ({"weights": "nan.safetensors"}, DataError, "images have numbers that are not finite"),
+    ({"model": None, "vae": "pipeline/vae"}, ConfigError, r"no encoder of tokens; run/model.safetensors was trained with \[9, 8\]"),
+    ({"model": None, "vae": "pipeline/text_encoder"}, CheckpointError, "_class_name"),
+    ({"captions": "long.txt"}, DataError, "long.txt: caption 2: a caption of 11 tokens, .*text_encoder takes 9"),
+    ({"captions": "one.txt"}, DataError, "FID: 1 rows of features; give two at least"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def bad(home: Path) -> Path:
+    """Files of which each has something wrong."""
+    rng = np.random.default_rng(1)
+    good = {"mu": rng.normal(size=5), "sigma": np.eye(5)}
+    np.savez(home / "wide.npz", mu=np.zeros(6), sigma=np.eye(6))
+    np.savez(home / "odd.npz", mu=good["mu"], sigma=rng.normal(size=(5, 6)))
+    np.savez(home / "nan.npz", mu=good["mu"], sigma=np.full((5, 5), np.nan))
+    np.savez(home / "objects.npz", mu=np.array([None] * 5), sigma=good["sigma"])
+    (home / "cut.npz").write_bytes((home / "true.npz").read_bytes()[:300])
+    (home / "long.txt").write_text("a cat\n" + " ".join(WORDS) + "\n")
+    (home / "one.txt").write_text("a cat\n")
+    for name in ("half", "pickled", "unprepared", "unsized", "larger"):
+        shutil.copytree(home / "clip", home / name)
+    state = load_file(home / "clip/model.safetensors")
+    most = {name: x for name, x in state.items() if name != "text_projection.weight"}
+    save_file(most, home / "half/model.safetensors", {"format": "pt"})
+    (home / "pickled/model.safetensors").unlink()
+    torch.save(state, home / "pickled/pytorch_model.bin")
+    (home / "unprepared/preprocessor_config.json").unlink()
+    seen = json.loads((home / "clip/preprocessor_config.json").read_text())
+    (home / "unsized/preprocessor_config.json").write_text(json.dumps(seen | {"image_mean": [0.5]}))
+    (home / "larger/preprocessor_config.json").write_text(json.dumps(seen | {"size": 9}))
+    model = Diffusion.load(home / "run")
+    cfg, unet = model.cfg, model.cfg.network
+    assert cfg.latents is not None
+
+    def kept(name: str, **changes: Any) -> None:
+        Diffusion(cfg.model_copy(update=changes)).save(home / f"{name}.safetensors")
+
+    kept("fields", latents=None)
+    kept("wider", size=(3, 8, 8), unet=unet.model_copy(update={"inputs": 3, "outputs": 3}))
+    kept("other", latents=cfg.latents.model_copy(update={"vae": "vae 0123456789ab"}))
+    more = cfg.latents.model_copy(update={"tokens": (PLACES, 16), "encoders": ("some",), "vae": "mlperf"})
+    kept("longer", latents=more, unet=unet.model_copy(update={"tokens": 16}))
+    next(iter(model.parameters())).data.fill_(float("nan"))
+    model.save(home / "nan.safetensors")
+    return home
+
+
+@pytest.mark.parametrize("given, text", REFUSED)
+def test_settings_that_do_not_go_together_are_refused(given: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        asked(**given)
+
+
+@pytest.mark.usefixtures("bad")
+@pytest.mark.parametrize("given, error, text", WRONG)
+def test_bad_input_is_told(given: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        scored(Mesh({}), asked(**given))
+
+
+@pytest.mark.parametrize("name, content, text", [
+    ("a.txt", b"a\n\nb\n", "row 2 has no caption"), ("a.txt", b"", "there is no caption"),
+    ("a.txt", b"\xff\xfe", "cannot be read as text"), ("a.csv", b"caption,id\na,1\n,2\n", "row 2 has no"),
+    ("a.tsv", b"id\ttext\n1\ta\n", "columns are id, text; expected one named caption"),
+])  # fmt: skip
+def test_files_that_hold_no_captions_are_told(name: str, content: bytes, text: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=text):
+        captions_of(tmp_path / name)
+
+
+def test_captions_of_tables_are_those_of_lines(tmp_path: Path) -> None:
+    """MLPerf's are a table of COCO's."""
+    texts = ['a "red" cat', "one, two", "the moon"]
+    (tmp_path / "a.txt").write_text("\n".join(texts))
+    for name, parted in (("a.tsv", "\t"), ("a.csv", ",")):
+        held = io.StringIO()
+        writer = csv.writer(held, delimiter=parted)
+        writer.writerows([["image_id", "id", "caption"], *([n, n + 5, text] for n, text in enumerate(texts))])
+        (tmp_path / name).write_text(held.getvalue())
+        assert captions_of(tmp_path / name) == captions_of(tmp_path / "a.txt") == texts
+    assert captions_of(tmp_path / "a.tsv", 2) == texts[:2]
