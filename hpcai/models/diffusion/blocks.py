@@ -20,8 +20,8 @@ from hpcai.nn.layernorm import LayerNorm
 from hpcai.nn.products import together
 
 FORMATS = {2: torch.channels_last, 3: torch.channels_last_3d}
-# Places for each channel from which an ``Up`` gains more than sums of its weights take: 4 maps of 8 x 8 for 256 channels (25 ms, not
-# 36); of 2 only where freed memory is kept.
+# Places for each channel from which an ``Up`` gains more than sums of its weights take: 4 maps of 8 x 8 for 256 channels (25 ms
+# instead of 36); of 2 only where freed memory is kept.
 _WORTH = 1
 _TRANSFORMER_EPS = 1e-6  # of the group norm before a transformer, whatever that of residual blocks is
 
