@@ -56,22 +56,22 @@ class Fields(Samples):
     def __init__(self, rows: Rows, turn: int | None = None, count: int | None = None, box: Sequence[slice] = ()) -> None:
         super().__init__(rows, count)
         self.turn, self.box, self.whole = turn, box, not box
-        about = rows.about
-        self._size, self._periodic, self._factor = rows.shape(0, "high")[1:], about["periodic"], about["factor"]
-        self._alike = all(self._periodic) and len({*about["box"]}) == 1 and len(about["channels"]) == 1
+        if turn is not None or box:
+            about = rows.about
+            self._size, self._periodic, self._factor = rows.shape(0, "high")[1:], about["periodic"], about["factor"]
+            self._alike = all(self._periodic) and len({*about["box"]}) == 1 and len(about["channels"]) == 1
 
     def where(self, index: int, epoch: int) -> Where | None:
         part = self._part(self.turned(index, epoch)) if self.box else None
         return None if part is None else {"high": (slice(None), slice(*part))}
 
     def make(self, values: dict[str, Any], index: int, epoch: int) -> Batch:
-        high, low, turn = values["high"], values.get("low"), self.turned(index, epoch)
-        if self.box:
-            high = self._own(high, turn)
-        elif self.turn is not None:
-            high = self._copied(turn.of(high, turn.shift))
-        if low is not None and self.turn is not None:
-            low = self._copied(turn.of(low, [by // self._factor for by in turn.shift]))
+        high, low = values["high"], values.get("low")
+        if self.turn is not None or self.box:
+            turn = self.turned(index, epoch)
+            high = self._own(high, turn) if self.box else self._copied(turn.of(high, turn.shift))
+            if low is not None and self.turn is not None:
+                low = self._copied(turn.of(low, [by // self._factor for by in turn.shift]))
         number, when = (np.asarray(value, np.int64) for value in (index, epoch))
         return Batch(high, number, when, low, values.get("parameters"))
 

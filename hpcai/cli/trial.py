@@ -176,6 +176,10 @@ class Subject:
         none: On = frozenset()
         return {"plain": lambda: Form(self.build(cfg, mesh, none), self.loss, lambda: self.around(none))}
 
+    def datasets(self, cfg: Any) -> Sequence[str]:
+        """``fields``, where they differ with the settings."""
+        return self.fields
+
     # ---- what follows from it
 
     def whole(self, cfg: Any, mesh: Mesh) -> On:
@@ -400,7 +404,7 @@ def _files(app: Subject, cfg: Any, rows: int, splits: Sequence[str]) -> Path:
         (folder / split).mkdir()
         with h5py.File(folder / split / _FILE, "w", alignment_threshold=1 << 16, alignment_interval=4096) as file:
             for i in range(rows):
-                for name, sample in zip(app.fields, app.random(cfg, np.random.default_rng(i))):
+                for name, sample in zip(app.datasets(cfg), app.random(cfg, np.random.default_rng(i))):
                     part = sample if name in app.flat else sample[None]
                     whole = file.require_dataset(name, (rows * len(part), *part.shape[1:]), part.dtype)
                     whole[i * len(part) : (i + 1) * len(part)] = part
@@ -408,12 +412,12 @@ def _files(app: Subject, cfg: Any, rows: int, splits: Sequence[str]) -> Path:
 
 
 class _Plain(Dataset):
-    def __init__(self, path: Path, app: Subject, rows: int) -> None:
-        self.path, self.app, self.rows, self.file = path, app, rows, cast(Any, None)
+    def __init__(self, path: Path, app: Subject, cfg: Any, rows: int) -> None:
+        self.path, self.app, self.names, self.rows, self.file = path, app, app.datasets(cfg), rows, cast(Any, None)
 
     def __getitem__(self, index: int) -> Any:
         self.file = self.file or h5py.File(self.path, "r")  # by each worker
-        return tuple(self._part(self.file[name], index, name in self.app.flat) for name in self.app.fields)
+        return tuple(self._part(self.file[name], index, name in self.app.flat) for name in self.names)
 
     def _part(self, values: Any, index: int, flat: bool) -> Any:
         each = len(values) // self.rows
@@ -427,7 +431,7 @@ class _ByDataLoader:
         mine = range(copies.rank, rows, copies.size)
         order = RandomSampler(range(rows), replacement=True, num_samples=count * batch) if split == "train" else mine
         words = {"persistent_workers": True, "pin_memory": self.device.type == "cuda"}
-        data = _Plain(cfg.data.directory / split / _FILE, app, rows)
+        data = _Plain(cfg.data.directory / split / _FILE, app, cfg, rows)
         join = partial(app.together, cfg)
         self.loader: Any = DataLoader(data, batch, sampler=order, num_workers=cfg.data.workers, collate_fn=join, **words)
 

@@ -206,15 +206,20 @@ class Operands:
         whole = _chunk(self.weights), repeat(0), self.weights
         lengths, owners, counts = self.segments.pieces if self.segments else whole
         room = torch.empty_like(self.weights[: max(lengths, default=0) if isinstance(lengths, list) else lengths])
-        room16 = torch.empty_like(room, dtype=torch.bfloat16)
+        low = self.low is not None  # rows may be many and short: nothing is made that none of them needs
+        room16 = torch.empty_like(room, dtype=torch.bfloat16) if low else room
         wide = [room if m.dtype == dtype else torch.empty_like(room) for m in self.moments]
         bits = _Bits(self.seed, room) if self.seed is not None and any(x is not room for x in wide) else None
-        chosen = (self.skip != 1).to(torch.int16).neg_() if self.skip is not None else room  # all bits, or none when skipped
+        # All bits, or none when skipped.
+        chosen = (self.skip != 1).to(torch.int16).neg_() if low and self.skip is not None else room
         rows = (self.weights, self.gradient, owners, self.low, self.average, self.direction, *self.moments)
-        split: list = [repeat(x) if x is None else x.split(lengths) if isinstance(x, Tensor) else x for x in rows]
+        one = not isinstance(lengths, list) and n <= lengths
+        split: list = [
+            repeat(x) if x is None else x if not isinstance(x, Tensor) else (x,) if one else x.split(lengths) for x in rows
+        ]
         scale = self.scale.to(dtype).view(1) if self.scale is not None else None  # [1]: with [] a bf16 product would be rounded
-        squares, place = [room.new_zeros(())] * 2, self.offset
-        for w, gradient, k, low, average, direction, *moments in zip(*split) if n else ():
+        squares, place = [room.new_zeros(())] * 2 if norms else [], self.offset
+        for w, gradient, k, narrow, average, direction, *moments in zip(*split) if n else ():
             scratch = room[: w.numel()]
             if scale is not None:
                 g = torch.mul(gradient, scale, out=scratch)
@@ -232,13 +237,15 @@ class Operands:
             elif average is not None:
                 # a += take*(w - a): ascent of a along w at weight decay 1, which knows how to skip.
                 _sgd(average, w, [], self.take, 0.0, 1.0, self.skip, up=True)
-            if low is not None:
+            if narrow is not None:
                 # Bit by bit: new where chosen, otherwise old (torch.where takes three times as long).
-                old, new = low.view(torch.int16), room16[: w.numel()].copy_(w).view(torch.int16)
+                old, new = narrow.view(torch.int16), room16[: w.numel()].copy_(w).view(torch.int16)
                 old.bitwise_xor_(new.bitwise_xor_(old).bitwise_and_(chosen))
             place += w.numel()
+        if not norms:
+            return None
         pairs = torch.stack(squares).view(-1, 2)[1:].double()
-        return torch.segment_reduce(pairs, "sum", lengths=counts, axis=0, unsafe=True).to(dtype) if norms else None
+        return torch.segment_reduce(pairs, "sum", lengths=counts, axis=0, unsafe=True).to(dtype)
 
 
 class _Bits:

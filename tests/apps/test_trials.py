@@ -22,6 +22,7 @@ from hpcai.data import Loader
 from hpcai.data.assemble import tree_map
 from hpcai.dist import Mesh
 from hpcai.errors import ConfigError, DataError
+from hpcai.models.diffusion import UNet
 from hpcai.models.dimenet import loss
 from hpcai.models.openfold import attention, evoformer, layers, objective
 from hpcai.nn import BatchNorm, Conv2d, layernorm
@@ -34,6 +35,10 @@ from tests.ranks.launch import on_ranks
 SMALL = {
     "cosmoflow": ["model.size=32", "model.filters=4", "data.batch=1", "data.workers=1"],
     "deepcam": ["model.divide=8", "model.middle=1", "height=64", "width=96", "data.batch=1", "data.workers=1"],
+    "diffusion": [
+        "model.unet.channels=[8, 16]", "model.unet.attention=[cross, none]", "model.unet.heads=[1, 2]", "model.unet.blocks=1",
+        "model.unet.groups=4", "model.unet.tokens=12", "side=8", "text=3", "data.batch=2", "data.workers=1",
+    ],
     "llm": ["model.width=64", "model.heads=4", "model.inner=96", "model.layers=2", "model.vocabulary=96", "model.positions=64"],
     "unet3d": ["model.filters=[4, 8]", "model.window=[16, 16, 16]", "data.workers=1"],
     "opencatalyst": ["model.hidden=8", "model.output=8", "model.interaction=4", "model.blocks=1", "model.cutoff=3.6"],
@@ -44,7 +49,9 @@ SMALL = {
 }  # fmt: skip
 # Tolerance of the gradient. DeepCAM's batch norms amplify rounding: torch's own is up to 1e-3 away from that in float64, and some
 # processors differ from others by 1.2e-2.
-TOLERANCE = {"cosmoflow": 1e-5, "llm": 1e-4, "deepcam": 3e-2, "unet3d": 1e-2, "opencatalyst": 1e-3, "openfold": 1e-3}
+TOLERANCE = {
+    "cosmoflow": 1e-5, "diffusion": 1e-5, "llm": 1e-4, "deepcam": 3e-2, "unet3d": 1e-2, "opencatalyst": 1e-3, "openfold": 1e-3,
+}  # fmt: skip
 LOOP = {"fused optimizer", "garbage collection", "direct I/O", "async evaluation"}
 MESH = dist.alone(torch.device("cpu"))
 PLACES: set[tuple[Any, str]] = {
@@ -104,7 +111,7 @@ def _note(seen: list[bool], module: nn.Module, inputs: tuple[torch.Tensor, ...])
         seen.append(inputs[0].is_contiguous())
 
 
-@pytest.mark.parametrize("app", ["cosmoflow", "deepcam", "unet3d"])
+@pytest.mark.parametrize("app", ["cosmoflow", "deepcam", "diffusion", "unet3d"])
 def test_plain_is_plain_and_all_is_ours(app: str) -> None:
     subject, cfg = made(app)
     own = subject.whole(subject.known(cfg), MESH)
@@ -222,6 +229,55 @@ def test_a_plain_convolution_of_strided_maps_ends_no_process(tmp_path: Path) -> 
     with forked(_strided, tmp_path / "said") as forks:
         codes, said = forks.ended()
     assert codes == [0], said
+
+
+FIELDS = [
+    "model.unet={inputs: 2, outputs: 2, field: 1, tokens: null, channels: [8, 16], blocks: 1, attention: [none, none]}",
+    "model.unet={middle: self, heads: [1, 2], groups: 4, patch: 2, periodic: [true, true]}", "model.objective.says=flow",
+    "model.sampler.method=heun", "side=16", "data.batch=2", "data.workers=1",
+]  # fmt: skip
+VOLUMES = [*FIELDS, "model.unet={dims: 3, periodic: [true, false, true]}", "side=8"]
+
+
+@pytest.mark.parametrize("words", [SMALL["diffusion"], FIELDS, VOLUMES])
+def test_forms_of_a_unet_are_one_function_in_float64_and_diffusers_has_it_too(words: list[str]) -> None:
+    pytest.importorskip("diffusers")
+    subject = trial.find("diffusion")
+    cfg: Any = subject.known(config.load(subject.settings, None, words))
+    batch: Any = subject.random_batch(cfg, range(2), MESH.device)
+    torch.manual_seed(0)
+    own = subject.whole(cfg, MESH)
+    whole: Any = subject.build(cfg, MESH, own).double()
+    arrangements = [frozenset({name}) for name in own] + [NONE]
+    forms = [(whole, own), *((subject.build(cfg, MESH, on).double(), on) for on in arrangements)]
+    if cfg.model.unet.dims == 2:
+        forms.append((subject.peers["diffusers"].form(cfg, batch).model.double(), own))
+    values = []
+    for model, on in forms:
+        inner: Any = getattr(model.network, "net", model.network)
+        inner.load_state_dict(whole.network.state_dict())
+        with subject.around(on):
+            value = subject.loss(model, batch)["loss"]
+            value.backward()
+        values.append((value.detach(), {name: p.grad for name, p in inner.named_parameters()}))
+    for (value, gradients), (model, _) in zip(values[1:], forms[1:]):
+        near = 1e-12 if isinstance(model.network, UNet) else 1e-6  # diffusers embeds times in float32
+        torch.testing.assert_close(value, values[0][0], rtol=near, atol=0)
+        for name, gradient in values[0][1].items():
+            assert gradient.norm() > 0 or name.endswith("to_k.bias")
+            torch.testing.assert_close(gradients[name], gradient, rtol=1e4 * near, atol=near, check_stride=False)
+
+
+def test_fields_are_measured_too_and_other_networks_are_refused() -> None:
+    subject = trial.find("diffusion")
+    cfg: Any = config.load(subject.settings, None, FIELDS)
+    with subject.trial(cfg, MESH, subject.whole(cfg, MESH) | LOOP) as training, training.around():
+        training.run(1)
+        assert training.step.count == 2
+    for case in subject.cases(False):
+        assert len(subject.random(subject.known(config.load(subject.settings, None, case)), np.random.default_rng(0))) == 2
+    with pytest.raises(ConfigError, match="model.unet is null; a U-Net is measured here"):
+        config.load(subject.settings, None, ["model.unet=null", "model.dit={}"])
 
 
 @pytest.mark.parametrize("angles", ["detached", "conservative"])

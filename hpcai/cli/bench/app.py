@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -237,9 +238,9 @@ class Bench:
 
 
 def columns(case: Sequence[str]) -> Row:
-    """The settings of a case as the first column of its row."""
+    """The settings of a case as the first column of its row, of which mappings of many keys are cut off."""
     pairs = (word.partition("=") for word in case)
-    return {"case": ", ".join(f"{name.rpartition('.')[2]} {value}" for name, _, value in pairs) or "usual"}
+    return {"case": ", ".join(f"{name.rpartition('.')[2]} {shorten(value, 32)}" for name, _, value in pairs) or "usual"}
 
 
 def timed(spent: dict[str, float | str], on_gpu: bool) -> Row:

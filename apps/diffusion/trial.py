@@ -1,0 +1,242 @@
+"""A U-Net for diffusion to be measured:  hpcai bench diffusion | hpcai ablate diffusion [model.unet.channels='[64, 128]' ...]
+
+The plain form has torch's layers one after the other in contiguous memory: a norm, then its activation; maps doubled, then
+convolved; around periodic ends ``F.pad``. Noise and times are counted in all forms, so that all have the same loss.
+Samples are random: moments of latents with a text each, or fields with their coarse counterparts.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import yaml
+from pydantic import model_validator
+from torch import Tensor, nn
+
+from apps.diffusion.data import Fields, rows_of
+from apps.diffusion.latents import Encoded
+from apps.diffusion.settings import Config, DataConfig
+from hpcai.cli.trial import Case, Figure, Form, On, Peer, Subject, Switch, exchange
+from hpcai.config import Positive
+from hpcai.data.index import write_index
+from hpcai.data.splits import load
+from hpcai.dist import Mesh
+from hpcai.errors import ConfigError
+from hpcai.models.diffusion import (
+    Batch,
+    Diffusion,
+    DiffusionConfig,
+    LatentsConfig,
+    UNetConfig,
+    blocks,
+    loss,
+    parallelize,
+    score,
+    unet,
+)
+from hpcai.models.diffusion.condition import Condition
+from hpcai.models.diffusion.load import KINDS
+from hpcai.nn import Conv2d, GroupNorm, LayerNorm, doubled, periodic
+from hpcai.nn.conv import Conv3d
+
+_GPU = torch.cuda.is_available()
+_FACTOR = 4  # places of a field along one of the coarse one
+_MLPERF = "MLPerf Training v4.0, NVIDIA: images between logged steps (github.com/mlcommons/training_results_v4.0)"
+_CONDITIONS = "float16, moments and texts made before, loader included"
+_NODE = Figure(128.4, "H200", f"8 GPUs, 64 images each, {_CONDITIONS}", _MLPERF)
+_NODES = Figure(110.5, "H100", f"64 GPUs, 16 images each, {_CONDITIONS}", _MLPERF)
+
+
+class RandomConfig(Config):
+    """A run of a U-Net, and how large random samples are."""
+
+    side: Positive = 64
+    """places along each dim"""
+    text: Positive = 77
+    """tokens"""
+
+    @model_validator(mode="after")
+    def _has_a_unet(self) -> Self:
+        if self.model.unet is None:
+            raise ValueError("model.unet is null; a U-Net is measured here, other networks are not")
+        return self
+
+
+class TrialConfig(RandomConfig):
+    """A run of a size that is measured in minutes."""
+
+    side: Positive = 64 if _GPU else 32
+    model: DiffusionConfig = DiffusionConfig() if _GPU else DiffusionConfig(
+        unet=UNetConfig(channels=(64, 128, 256), attention=("cross", "cross", "none"), heads=(1, 2, 4), tokens=256)
+    )  # fmt: skip
+    data: DataConfig = DataConfig(batch=16 if _GPU else 4, workers=4 if _GPU else 1)
+
+
+class Trial(Subject):
+    settings, batch = TrialConfig, Batch
+    loss, metric = staticmethod(loss), staticmethod(score)
+    unit, published, compiled, compiles_long = "images", RandomConfig, "blocks", True
+    tiny = (
+        "model.unet.channels=[32, 64]", "model.unet.attention=[cross, none]", "model.unet.heads=[1, 2]", "model.unet.blocks=1",
+        "model.unet.tokens=32", "side=8", "text=5", "data.batch=2",
+    )  # fmt: skip
+    gpu = tuple(
+        Case(f"sd2-batch-{batch}", yaml, (f"data.batch={batch}",), figure=figure, asked=150.0)
+        for batch, yaml, figure in ((64, "sd2.yaml", _NODE), (16, "sd2-64gpus.yaml", _NODES))
+    )
+
+    def known(self, cfg: Any) -> Any:
+        """With the size of a sample, and random first weights throughout: of zeros all gradients before them would be zeros."""
+        net = cfg.model.unet.model_copy(update={"zero": False})
+        found = {"unet": net, "size": (net.inputs, *[cfg.side] * net.dims)}
+        if net.tokens:
+            found["latents"] = LatentsConfig(tokens=(cfg.text, net.tokens))
+        return cfg.model_copy(update={"model": cfg.model.model_copy(update=found)})
+
+    def switches(self, cfg: Any, mesh: Mesh) -> list[Switch]:
+        ends = "; periodic ends without a copy" if any(cfg.model.unet.periodic) else ""
+        return [
+            Switch("kernels", "group norms with their SiLU, GEGLU and layer norms that keep only what they are given"),
+            Switch("products", "convolutions of one place as products (on a CPU)"),
+            Switch("up", "maps doubled and convolved in one, with a transposed convolution"),
+            Switch("channels-last", f"weights and activations in channels-last memory from end to end{ends}"),
+        ]
+
+    def cases(self, on_gpu: bool) -> Sequence[Sequence[str]]:
+        """Latents, and the fields of small.yaml, whose sides are 64."""
+        found = yaml.safe_load((Path(__file__).parent / "configs/small.yaml").read_text())
+        return [(), ("side=64", f"data.batch={found['data']['batch']}", f"model={json.dumps(found['model'])}")]
+
+    def around(self, on: On) -> AbstractContextManager[Any]:
+        return nullcontext() if "channels-last" in on else _contiguous()
+
+    def build(self, cfg: Any, mesh: Mesh, on: On) -> nn.Module:
+        model = parallelize(Diffusion(cfg.model, cfg.train.seed), mesh)
+        if "kernels" not in on:
+            exchange(model, {GroupNorm: _Norm, LayerNorm: nn.LayerNorm, blocks.GEGLU: _GEGLU})
+        if "products" not in on:
+            exchange(model, {Conv2d: nn.Conv2d, Conv3d: nn.Conv3d})
+        for part in model.modules():
+            if isinstance(part, blocks.Up):
+                part.joined = "up" in on
+        return model if "channels-last" in on else model.to(memory_format=torch.contiguous_format)
+
+    def datasets(self, cfg: Any) -> Sequence[str]:
+        net = cfg.model.unet
+        if net.tokens:
+            return "moments", "tokens"
+        return "high", *(["low"] if net.field else []), *(["parameters"] if net.parameters else [])
+
+    def random(self, cfg: Any, random: np.random.Generator) -> tuple[Any, ...]:
+        net = cfg.model.unet
+        sizes = {
+            "moments": (2 * net.inputs, *[cfg.side] * net.dims), "tokens": (cfg.text, net.tokens),
+            "high": cfg.model.size, "low": (net.field, *[cfg.side // _FACTOR] * net.dims), "parameters": (net.parameters,),
+        }  # fmt: skip
+        kind = np.float16 if net.tokens else np.float32
+        return tuple(random.standard_normal(sizes[name], np.float32).astype(kind) for name in self.datasets(cfg))
+
+    def together(self, cfg: Any, samples: list[tuple[Any, ...]]) -> Any:
+        source = _source(cfg, samples)
+        rows = [source.make(dict(zip(self.datasets(cfg), values)), number, 0) for number, values in enumerate(samples)]
+        return Batch(*(None if column[0] is None else torch.from_numpy(np.stack(column)) for column in zip(*rows)))
+
+    def in_files(self, cfg: Any, rows: int, splits: Sequence[str] = ("train", "validation")) -> Any:
+        cfg = super().in_files(cfg, rows, splits)
+        net = cfg.model.unet
+        about = {"kind": "latents", "latents": net.inputs, "size": [cfg.side] * net.dims, "tokens": [cfg.text, net.tokens]}
+        for folder in (cfg.data.directory / split for split in splits if net.tokens):
+            files = [{"name": path.name, "rows": rows, "bytes": path.stat().st_size} for path in folder.glob("*.h5")]
+            write_index(folder, {"files": files, **about})
+        return cfg
+
+    def loader(self, cfg: Any, mesh: Mesh, split: str, **words: Any) -> Any:
+        return load(_source(cfg, rows_of(cfg, split, mesh)), cfg.data.batch, cfg.data, mesh, **words)
+
+
+def _source(cfg: Any, rows: Any) -> Any:
+    return (Encoded if cfg.model.unet.tokens else Fields)(rows)
+
+
+# ---- plain forms
+
+
+class _Norm(GroupNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.group_norm(x, self.num_groups, self.weight, self.bias, self.eps)
+        return F.silu(y) if self.activation else y
+
+
+class _GEGLU(blocks.GEGLU):
+    def forward(self, x: Tensor) -> Tensor:
+        value, gate = self.proj(x).chunk(2, -1)
+        return value * F.gelu(gate)
+
+
+def _padded(x: Tensor, dims: Sequence[int]) -> Tensor:
+    sides = [int(dim in dims) for dim in range(2, x.ndim) for _ in range(2)]
+    return F.pad(x, sides[::-1], mode="circular")
+
+
+@contextmanager
+def _contiguous() -> Iterator[None]:
+    """Inside, nothing makes channels-last memory of what lies in contiguous memory."""
+    copied = ("to_places", "spread_weight")
+    every: list[tuple[Any, str, Any]] = [(blocks, name, partial(_copied, getattr(blocks, name))) for name in copied]
+    every += [(module, "places_last", Tensor.contiguous) for module in (blocks, unet)]
+    every += [(module, "around", _padded) for module in (doubled, periodic)]
+    ours = [(module, name, getattr(module, name)) for module, name, _ in every]
+    try:
+        for module, name, function in every:
+            setattr(module, name, function)
+        yield
+    finally:
+        for module, name, function in ours:
+            setattr(module, name, function)
+
+
+def _copied(function: Callable[..., Tensor], *given: Any) -> Tensor:
+    return function(*given).contiguous()
+
+
+# ---- the same network in diffusers
+
+
+class _Theirs(nn.Module):
+    """What diffusers has no word for is around its network: fields, patches and periodic ends."""
+
+    def __init__(self, cfg: UNetConfig) -> None:
+        super().__init__()
+        self.cfg, self.space, cells = cfg, blocks.Space(cfg.dims, cfg.periodic), cfg.patch**cfg.dims
+        inputs, outputs = cells * (cfg.inputs + cfg.field), cells * cfg.outputs
+        same = cfg.model_copy(update={"inputs": inputs, "outputs": outputs, "field": 0, "patch": 1, "periodic": ()})
+        name, words = next(((name, words) for name, kind in KINDS.items() if (words := kind.to_config(same))), (None, None))
+        if name is None or len({*cfg.periodic}) > 1:
+            raise ConfigError(f"diffusers has no network for model.unet {cfg!r}; leave --peers out")
+        self.net = getattr(import_module("diffusers"), name).from_config(words)
+        for part in self.net.modules() if any(cfg.periodic) else ():
+            if isinstance(part, nn.Conv2d):
+                part.padding_mode = "circular"
+
+    def forward(self, x: Tensor, time: Tensor, condition: Condition) -> Tensor:
+        if condition.field is not None:
+            x = torch.cat((x, blocks.resized(condition.field, x.shape[2:], self.space.wrapped)), 1)
+        texts = {} if condition.tokens is None else {"encoder_hidden_states": condition.tokens.to(x.dtype)}
+        return unet.unfolded(self.net(unet.folded(x, self.cfg.patch), time, **texts).sample, self.cfg.patch)
+
+
+def _diffusers(cfg: Any, batch: Batch) -> Form:
+    least = UNetConfig(channels=(32,), attention=("none",), middle="none", heads=(1,), tokens=None, blocks=1)
+    model: Any = Diffusion(cfg.model.model_copy(update={"unet": least}), cfg.train.seed)
+    model.cfg, model.network = cfg.model, _Theirs(cfg.model.unet)
+    return Form(model.to(batch.sample.device), loss)
+
+
+Trial.peers = {"diffusers": Peer("diffusers", _diffusers)}
