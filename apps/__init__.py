@@ -1,1 +1,1 @@
-"""One folder per run that this package knows how to make; run them from a checkout."""
+"""One folder per run that this package knows how to make; `hpcai run NAME` finds them in a checkout or a wheel."""

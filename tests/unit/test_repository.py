@@ -1,6 +1,11 @@
 """The repository as a clone and as a wheel: what tests compare with is in it, small and explained."""
 
+import contextlib
+import os
 import shutil
+import subprocess
+import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -10,6 +15,8 @@ import pytest
 from tests.stored import DATA, check_thinned, thinned
 
 ROOT = DATA.parents[1]
+BUILT = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")
+SUITE = ("apps", "data_prep", "slurm")
 
 
 def test_what_tests_compare_with_is_small_and_each_folder_explains_itself() -> None:
@@ -23,18 +30,90 @@ def test_git_takes_what_is_binary_as_such() -> None:
     assert {path.suffix for path in DATA.rglob("*") if path.is_file()} - {".json", ".md"} <= binary
 
 
-def test_the_wheel_holds_the_library_alone(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel of a copy of this tree, built by setuptools without a network."""
     from setuptools.build_meta import build_wheel
 
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, tmp_path)
-    for name in ("hpcai", "apps", "data_prep"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.chdir(tmp_path)
-    wheel = tmp_path / build_wheel(str(tmp_path))
+    copy = tmp_path_factory.mktemp("checkout")
+    for name in BUILT:
+        shutil.copy(ROOT / name, copy)
+    for name in ("hpcai", *SUITE):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (copy / "apps/cosmoflow/__pycache__").mkdir()
+    (copy / "apps/cosmoflow/__pycache__/old.pyc").touch()
+    (copy / "build/lib/hpcai/suite/apps/gone").mkdir(parents=True)
+    (copy / "build/lib/hpcai/suite/apps/gone/__init__.py").touch()
+    with contextlib.chdir(copy):
+        return copy / build_wheel(str(copy))
+
+
+def test_the_wheel_holds_library_and_suite_and_nothing_beside_them(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0].split("-")[0] for name in names} == {"hpcai", "hpcai_suite"}
-    assert wheel.stat().st_size < 1e6
+    tracked = subprocess.run(["git", "ls-files", *SUITE], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    held = {name.removeprefix("hpcai/suite/") for name in names if name.startswith("hpcai/suite/")}
+    assert held >= {name for name in tracked if (ROOT / name).is_file()}
+    assert not [name for name in held if name.endswith(".pyc") or name.startswith("apps/gone/")]
+    assert wheel.stat().st_size < 2e6
+
+
+def test_a_source_distribution_holds_what_a_wheel_is_built_of(tmp_path: Path, wheel: Path) -> None:
+    from setuptools.build_meta import build_sdist
+
+    with contextlib.chdir(wheel.parent):
+        archive = tmp_path / build_sdist(str(tmp_path))
+    with tarfile.open(archive) as file:
+        names = {name.partition("/")[2] for name in file.getnames()}
+    assert names >= {*BUILT, "apps/cosmoflow/configs/small.yaml", "apps/cosmoflow/__main__.py", "data_prep/store.py", "slurm/job.sh"}
+    assert not [name for name in names if name.endswith(".pyc")]
+
+
+@pytest.fixture(scope="module")
+def unpacked(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    zipfile.ZipFile(wheel).extractall(folder)
+    return folder
+
+
+def hpcai(site: Path, cwd: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """The command of an unpacked wheel, started elsewhere; of this checkout it sees nothing."""
+    code = f"import sys; sys.path.insert(0, {str(site)!r}); from hpcai.cli import main; sys.exit(main())"
+    environ = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"PYTHONPATH": str(site)}
+    return subprocess.run([sys.executable, "-P", "-c", code, *words], cwd=cwd, env=environ, capture_output=True, text=True)
+
+
+def test_a_wheel_runs_apps_and_prepares_their_data_outside_of_a_checkout(unpacked: Path, tmp_path: Path) -> None:
+    (tmp_path / "apps").mkdir()  # somebody else's
+    (tmp_path / "apps/__init__.py").touch()
+    for words, expected in (
+        (("run", "cosmoflow", "--help"), "step.lr"),
+        (("prepare", "cosmoflow", "--help"), "simulate"),
+        (("run", "cosmoflow", "small", "--show"), "directory: datasets/cosmoflow-small"),
+    ):
+        done = hpcai(unpacked, tmp_path, *words)
+        assert done.returncode == 0 and expected in done.stdout, done.stderr
+    words = "--universes 6 --size 32 --validation 0.34 --test 0 --workers 1 --no-check".split()
+    done = hpcai(unpacked, tmp_path, "prepare", "cosmoflow", "simulate", "data", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    words = "data.directory=data data.batch=2 data.workers=1 train.epochs=null train.steps=2 model.filters=2 report.sinks=[]".split()
+    done = hpcai(unpacked, tmp_path, "run", "cosmoflow", "small.yaml", "report.directory=run", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "run/model.safetensors").is_file() and str(ROOT) not in done.stdout + done.stderr
+
+
+def test_what_hpcai_run_and_prepare_refuse_is_told_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from hpcai.cli import apps, main
+
+    for words, expected in (
+        (["run", "cosmoflwo", "small"], "there is no app 'cosmoflwo'; expected one of cosmoflow, deepcam"),
+        (["run", "cosmoflow", "smal.yaml"], "there is no file smal.yaml, and cosmoflow has none of that name; its own are"),
+        (["prepare", "store"], "nothing is made by the name 'store'; expected one of cosmoflow, deepcam"),
+    ):
+        assert main(words) == 2
+        told = capsys.readouterr().err
+        assert expected in told and told.count("\n") == 1
+    assert set(apps.every()) <= set(os.listdir(ROOT / "apps"))
 
 
 def test_what_is_stored_thinned_finds_one_value_far_off_and_a_region_slightly_off() -> None:
