@@ -19,7 +19,6 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check
 HASHED  = $(PIP) --no-deps --require-hashes
-CUDA_SIZE := about 3 GB
 DATA   := datasets/cosmoflow-small
 RUN    := runs/cosmoflow-small
 SHELL  := /bin/bash
@@ -54,7 +53,7 @@ $(VENV)/.torch:
 	    echo "== torch $(TORCH) for CPUs"; \
 	    $(PIP) torch==$(TORCH)+cpu 2>/dev/null \
 	    || { $(PIP) uv && $(BIN)/uv pip install -q --python $(BIN)/python --torch-backend cpu torch==$(TORCH); } 2>/dev/null \
-	    || { echo "== the builds for CPUs cannot be reached: torch $(TORCH) of the package index, for GPUs ($(CUDA_SIZE))"; \
+	    || { echo "== the builds for CPUs cannot be reached: torch $(TORCH) of the package index, for GPUs (4.5 GB installed)"; \
 	         $(PIP) torch==$(TORCH); }; \
 	  fi; \
 	fi

@@ -1,7 +1,7 @@
 """Finding what apps declare: the file ``apps/<name>/<part>.py`` is the module ``apps.<name>.<part>``.
 
 The packages ``apps`` and ``data_prep`` are those that Python finds by itself, in the current folder, or in the checkout. A wheel
-holds its own in ``hpcai/suite``: they come first, for they fit the ``hpcai`` beside them, and those of the current folder are added.
+holds its own in ``hpcai/suite``: they come first, as they fit the ``hpcai`` beside them, and those of the current folder are added.
 """
 
 import sys
@@ -42,8 +42,8 @@ def roots(package: str) -> list[str]:
     """The folders of ``apps`` or ``data_prep``, which can be imported from now on; none where there is no such package."""
     suite = Path(hpcai.__file__).with_name("suite")
     if find_spec(package) is None:                       # the command's own path has neither the current folder nor the checkout
-        places = (str(suite),) if suite.is_dir() else ()
-        places += str(Path.cwd()), str(Path(hpcai.__file__).parents[1])
+        places = [str(suite)] if suite.is_dir() else []
+        places += [str(Path.cwd()), str(Path(hpcai.__file__).parents[1])]
         sys.path += [place for place in places if place not in sys.path]
     if find_spec(package) is None:
         return []

@@ -65,7 +65,7 @@ def test_a_source_distribution_holds_what_a_wheel_is_built_of(tmp_path: Path, wh
         archive = tmp_path / build_sdist(str(tmp_path))
     with tarfile.open(archive) as file:
         names = {name.partition("/")[2] for name in file.getnames()}
-    assert names >= {*BUILT, "apps/cosmoflow/configs/small.yaml", "apps/cosmoflow/__main__.py", "data_prep/store.py", "slurm/job.sh"}
+    assert names >= {*BUILT, "apps/cosmoflow/configs/small.yaml", "apps/cosmoflow/data.py", "data_prep/store.py", "slurm/job.sh"}
     assert not [name for name in names if name.endswith(".pyc")]
 
 
@@ -93,11 +93,11 @@ def test_a_wheel_runs_apps_and_prepares_their_data_outside_of_a_checkout(unpacke
     ):
         done = hpcai(unpacked, tmp_path, *words)
         assert done.returncode == 0 and expected in done.stdout, done.stderr
-    words = "--universes 6 --size 32 --validation 0.34 --test 0 --workers 1 --no-check".split()
+    words = ["--universes", "6", "--size", "32", "--validation", "0.34", "--test", "0", "--workers", "1", "--no-check"]
     done = hpcai(unpacked, tmp_path, "prepare", "cosmoflow", "simulate", "data", *words)
     assert done.returncode == 0, done.stdout + done.stderr
-    words = "data.directory=data data.batch=2 data.workers=1 train.epochs=null train.steps=2 model.filters=2 report.sinks=[]".split()
-    done = hpcai(unpacked, tmp_path, "run", "cosmoflow", "small.yaml", "report.directory=run", *words)
+    words = ["data.directory=data", "data.batch=2", "data.workers=1", "train.epochs=null", "train.steps=2", "report.sinks=[]"]
+    done = hpcai(unpacked, tmp_path, "run", "cosmoflow", "small.yaml", "report.directory=run", "model.filters=2", *words)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "run/model.safetensors").is_file() and str(ROOT) not in done.stdout + done.stderr
 
