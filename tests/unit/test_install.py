@@ -1,4 +1,4 @@
-"""`make install` asks for the right things in the right order: a stand-in for Python notes what it is asked for, and fails where told."""
+"""`make install` asks for what it should, in that order: a stand-in for Python notes what it is asked, and fails when told."""
 
 import os
 import re
@@ -80,4 +80,11 @@ def test_locked_installs_by_hashes_alone(checkout: Path) -> None:
 def test_a_python_that_is_not_supported_is_refused_before_anything_is_made(checkout: Path) -> None:
     done, asked = make(checkout, "install", OLD="1")
     assert done.returncode != 0 and not asked and not (checkout / ".venv").exists()
-    assert "hpcai needs Python 3.11 to 3.14, and standin is Python 3.10.4; name another: make install PYTHON=python3.12" in done.stdout
+    assert "hpcai needs Python 3.11 to 3.14, and standin is Python 3.10.4; name another: make install PYTHON=" in done.stdout
+
+
+def test_the_bill_of_materials_is_made_of_the_lock(checkout: Path) -> None:
+    done, asked = make(checkout, "sbom", "OUT=bill.json")
+    assert done.returncode == 0 and asked[-1] == "--target .venv/sbom cyclonedx-bom", done.stderr
+    last = (checkout / "calls").read_text().splitlines()[-1]
+    assert last.endswith("--output-format JSON --output-file bill.json --pyproject pyproject.toml requirements.lock")

@@ -45,8 +45,8 @@ def asked() -> list[Requirement]:
 
 def test_the_lock_has_all_that_pyproject_asks_for_in_range() -> None:
     found, stale = pins("requirements.lock"), []
-    further = [Requirement(line.partition("#")[0]) for line in (ROOT / "requirements.in").read_text().splitlines() if line[0] != "#"]
-    for need, machine in product([*asked(), *further], MACHINES):
+    further = [line.partition("#")[0].strip() for line in (ROOT / "requirements.in").read_text().splitlines()]
+    for need, machine in product([*asked(), *map(Requirement, filter(None, further))], MACHINES):
         pinned = version(found, canonicalize_name(need.name), machine)
         if (need.marker is None or need.marker.evaluate(machine)) and (pinned is None or not need.specifier.contains(pinned)):
             stale.append(f"{need} for Python {machine['python_version']}, {machine['platform_machine']}: found {pinned}")
@@ -86,7 +86,7 @@ def test_what_torch_asks_for_is_locked() -> None:
         if need.name.startswith(("nvidia-", "cuda-")) or (need.marker and not need.marker.evaluate(machine)):
             continue
         pinned = version(found, canonicalize_name(need.name), machine)
-        assert pinned is not None and need.specifier.contains(pinned), f"{need} of torch, found {pinned}: requirements.in, make lock"
+        assert pinned is not None and need.specifier.contains(pinned), f"{need}, found {pinned}: requirements.in, make lock"
 
 
 def test_the_pythons_are_said_alike_everywhere() -> None:

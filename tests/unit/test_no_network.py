@@ -36,10 +36,12 @@ sys.addaudithook(refuse)
 IMPORTS = """
 import importlib, pkgutil
 import apps, data_prep, hpcai
-found = [one.name for package in (hpcai, apps, data_prep) for one in pkgutil.walk_packages(package.__path__, package.__name__ + ".")]
-for name in found:
-    importlib.import_module(name)
-print(len(found))
+count = 0
+for package in hpcai, apps, data_prep:
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        importlib.import_module(module.name)
+        count += 1
+print(count)
 """
 RUN = """
 import sys
