@@ -13,6 +13,7 @@ from types import ModuleType
 
 import hpcai
 from hpcai.errors import ConfigError
+from hpcai.programs import SUITE
 
 
 def find(name: str, part: str) -> ModuleType | None:
@@ -40,9 +41,8 @@ def folder(name: str) -> Path:
 
 def roots(package: str) -> list[str]:
     """The folders of ``apps`` or ``data_prep``, which can be imported from now on; none where there is no such package."""
-    suite = Path(hpcai.__file__).with_name("suite")
     if find_spec(package) is None:                       # the command's own path has neither the current folder nor the checkout
-        places = [str(suite)] if suite.is_dir() else []
+        places = [str(SUITE)] if SUITE.is_dir() else []
         places += [str(Path.cwd()), str(Path(hpcai.__file__).parents[1])]
         sys.path += [place for place in places if place not in sys.path]
     if find_spec(package) is None:
@@ -50,8 +50,8 @@ def roots(package: str) -> list[str]:
     found = import_module(package)
     if not hasattr(found, "__path__"):
         raise ConfigError(f"{found.__file__}: another module has the name {package}; start from another folder, or rename it")
-    if suite.is_dir():
-        own = [str(place / package) for place in (suite, Path.cwd()) if (place / package).is_dir()]
+    if SUITE.is_dir():
+        own = [str(place / package) for place in (SUITE, Path.cwd()) if (place / package).is_dir()]
         found.__path__[:] = dict.fromkeys([own[0], *found.__path__, *own])
     return list(found.__path__)
 

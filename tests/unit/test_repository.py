@@ -4,7 +4,6 @@ import contextlib
 import os
 import shutil
 import subprocess
-import sys
 import tarfile
 import zipfile
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.offline import child
 from tests.stored import DATA, check_thinned, thinned
 
 ROOT = DATA.parents[1]
@@ -76,30 +76,23 @@ def unpacked(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def hpcai(site: Path, cwd: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """The command of an unpacked wheel, started elsewhere; of this checkout it sees nothing."""
-    code = f"import sys; sys.path.insert(0, {str(site)!r}); from hpcai.cli import main; sys.exit(main())"
-    environ = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"PYTHONPATH": str(site)}
-    return subprocess.run([sys.executable, "-P", "-c", code, *words], cwd=cwd, env=environ, capture_output=True, text=True)
-
-
-def test_a_wheel_runs_apps_and_prepares_their_data_outside_of_a_checkout(unpacked: Path, tmp_path: Path) -> None:
+def test_a_wheel_prepares_data_and_trains_outside_of_a_checkout_and_without_a_network(unpacked: Path, tmp_path: Path) -> None:
     (tmp_path / "apps").mkdir()  # somebody else's
     (tmp_path / "apps/__init__.py").touch()
-    for words, expected in (
-        (("run", "cosmoflow", "--help"), "step.lr"),
-        (("prepare", "cosmoflow", "--help"), "simulate"),
-        (("run", "cosmoflow", "small", "--show"), "directory: datasets/cosmoflow-small"),
-    ):
-        done = hpcai(unpacked, tmp_path, *words)
-        assert done.returncode == 0 and expected in done.stdout, done.stderr
+
+    def hpcai(*words: str) -> str:
+        code = "import sys; from hpcai.cli import main; sys.exit(main())"
+        done = child(code, *words, cwd=tmp_path, path=unpacked)
+        assert done.returncode == 0 and str(ROOT) not in done.stdout + done.stderr, done.stdout + done.stderr
+        return done.stdout
+
+    assert "step.lr" in hpcai("run", "cosmoflow", "--help") and "simulate" in hpcai("prepare", "cosmoflow", "--help")
+    assert "directory: datasets/cosmoflow-small" in hpcai("run", "cosmoflow", "small", "--show")
     words = ["--universes", "6", "--size", "32", "--validation", "0.34", "--test", "0", "--workers", "1", "--no-check"]
-    done = hpcai(unpacked, tmp_path, "prepare", "cosmoflow", "simulate", "data", *words)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert "next: hpcai run cosmoflow small data.directory=data" in hpcai("prepare", "cosmoflow", "simulate", "data", *words)
     words = ["data.directory=data", "data.batch=2", "data.workers=1", "train.epochs=null", "train.steps=2", "report.sinks=[]"]
-    done = hpcai(unpacked, tmp_path, "run", "cosmoflow", "small.yaml", "report.directory=run", "model.filters=2", *words)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert (tmp_path / "run/model.safetensors").is_file() and str(ROOT) not in done.stdout + done.stderr
+    hpcai("run", "cosmoflow", "small.yaml", "report.directory=run", "model.filters=2", *words)
+    assert (tmp_path / "run/model.safetensors").is_file()
 
 
 def test_what_hpcai_run_and_prepare_refuse_is_told_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
