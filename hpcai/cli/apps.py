@@ -40,19 +40,17 @@ def folder(name: str) -> Path:
 
 
 def roots(package: str) -> list[str]:
-    """The folders of ``apps`` or ``data_prep``, which can be imported from now on; none where there is no such package."""
-    if find_spec(package) is None:                       # the command's own path has neither the current folder nor the checkout
-        places = [str(SUITE)] if SUITE.is_dir() else []
-        places += [str(Path.cwd()), str(Path(hpcai.__file__).parents[1])]
-        sys.path += [place for place in places if place not in sys.path]
+    """The folders of ``apps`` or ``data_prep``, which can be imported from now on, also by processes that are given this path of
+    modules; none where there is no such package."""
+    if SUITE.is_dir():
+        sys.path[:] = dict.fromkeys([str(SUITE), *sys.path, str(Path.cwd())])
+    elif find_spec(package) is None:                     # the command's own path has neither the current folder nor the checkout
+        sys.path[:] = dict.fromkeys([*sys.path, str(Path.cwd()), str(Path(hpcai.__file__).parents[1])])
     if find_spec(package) is None:
         return []
     found = import_module(package)
     if not hasattr(found, "__path__"):
         raise ConfigError(f"{found.__file__}: another module has the name {package}; start from another folder, or rename it")
-    if SUITE.is_dir():
-        own = [str(place / package) for place in (SUITE, Path.cwd()) if (place / package).is_dir()]
-        found.__path__[:] = dict.fromkeys([own[0], *found.__path__, *own])
     return list(found.__path__)
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import shutil
 import subprocess
 import tarfile
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from tests.offline import child
 from tests.stored import DATA, check_thinned, thinned
@@ -25,9 +27,36 @@ def test_what_tests_compare_with_is_small_and_each_folder_explains_itself() -> N
     assert all((folder / "README.md").is_file() for folder in (DATA, *DATA.iterdir()) if folder.is_dir())
 
 
+def test_what_strangers_look_for_says_what_the_repository_has() -> None:
+    from hpcai import __version__
+
+    pages = {name: (ROOT / name).read_text() for name in ("SECURITY.md", "CONTRIBUTING.md", "docs/install.md")}
+    for name, text in pages.items():
+        for path in re.findall(r"`((?:tests|apps|hpcai|docs)/[a-z_./-]*)[` ]", text):
+            assert (ROOT / path).exists(), f"{name} names {path}"
+        for target in re.findall(r"make ([a-z]+)", text):
+            assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M), f"{name} names make {target}"
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == __version__
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    lint = re.search(r"^lint:.*?\n\n", (ROOT / "Makefile").read_text(), re.M | re.S)
+    assert lint is not None
+    for entry in (hook["entry"].removeprefix(".venv/bin/") for hook in hooks):
+        assert f"$(BIN)/{entry}" in lint[0]
+    assert len(hooks) == lint[0].count("$(BIN)/")
+    steps = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]["test"]["steps"]
+    assert steps[-1] == {"run": ".ci/run"}
+
+
 def test_git_takes_what_is_binary_as_such() -> None:
     binary = {line.split()[0].removeprefix("*") for line in (ROOT / ".gitattributes").read_text().splitlines()}
     assert {path.suffix for path in DATA.rglob("*") if path.is_file()} - {".json", ".md"} <= binary
+
+# An app of the user's, whose workers find it and those of the wheel by the path of modules that they are given.
+MINE = """
+import subprocess, sys
+code = "import sys; sys.path[:] = sys.argv[1:]; import apps.mine, apps.cosmoflow as ours; print(ours.__file__.split('/')[-4])"
+sys.stdout.write(subprocess.run([sys.executable, "-P", "-c", code, *sys.path], check=True, capture_output=True, text=True).stdout)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +106,10 @@ def unpacked(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_wheel_prepares_data_and_trains_outside_of_a_checkout_and_without_a_network(unpacked: Path, tmp_path: Path) -> None:
-    (tmp_path / "apps").mkdir()  # somebody else's
-    (tmp_path / "apps/__init__.py").touch()
+    (tmp_path / "apps/mine").mkdir(parents=True)  # an app of the user's
+    for name in ("apps/__init__.py", "apps/mine/__init__.py"):
+        (tmp_path / name).touch()
+    (tmp_path / "apps/mine/__main__.py").write_text(MINE)
 
     def hpcai(*words: str) -> str:
         code = "import sys; from hpcai.cli import main; sys.exit(main())"
@@ -86,6 +117,7 @@ def test_a_wheel_prepares_data_and_trains_outside_of_a_checkout_and_without_a_ne
         assert done.returncode == 0 and str(ROOT) not in done.stdout + done.stderr, done.stdout + done.stderr
         return done.stdout
 
+    assert hpcai("run", "mine") == "suite\n"
     assert "step.lr" in hpcai("run", "cosmoflow", "--help") and "simulate" in hpcai("prepare", "cosmoflow", "--help")
     assert "directory: datasets/cosmoflow-small" in hpcai("run", "cosmoflow", "small", "--show")
     words = ["--universes", "6", "--size", "32", "--validation", "0.34", "--test", "0", "--workers", "1", "--no-check"]
