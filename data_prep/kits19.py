@@ -39,6 +39,7 @@ from data_prep.extras import needed
 from hpcai.errors import ConfigError
 from hpcai.models.unet3d import volume
 from hpcai.models.unet3d.volume import CLASSES
+from hpcai.programs import start
 
 PICTURE = "kidneys.png"
 PUBLIC, LABELLED = 300, 210     # cases of the public set; those from 210 on have no label
@@ -176,7 +177,7 @@ def simulate(options: argparse.Namespace) -> int:
         cases = [(index, options.out / name) for index, name in enumerate(names)][rank::size]
         store.make(cases, partial(write_nifti, recipe), options.workers, options.command)
         folder = shlex.quote(str(options.out))
-        command.print_once(f"{options.cases} NIfTI cases; next: python -m data_prep.kits19 convert {folder} OUT")
+        command.print_once(f"{options.cases} NIfTI cases; next: {start('data_prep.kits19')} convert {folder} OUT")
         return 0
     splits = [recipe.split(index) for index in range(options.cases)]
     command.refuse_empty(splits, options, f"--cases {options.cases}")

@@ -47,6 +47,7 @@ from data_prep.captioned import Array, Entry, Sample, Shard
 from data_prep.encoders import Networks, opened
 from hpcai.data.index import settle
 from hpcai.errors import ConfigError, DataError
+from hpcai.programs import start, start_app
 
 WORK, NOTHING, PICTURE = ".work", "nothing.npz", "latents.png"
 FOLDERS = {"train": ("train", "cc12m_preprocessed"), "validation": ("validation", "val", "coco_preprocessed")}
@@ -294,9 +295,9 @@ def convert(options: argparse.Namespace) -> int:
         if making.size is not None:
             _compare(files[0])
         folder, network = (shlex.quote(str(one)) for one in (out, asked.vae or "DIR"))
-        print(f"next: python -m data_prep.latents check {folder} --vae {network}", flush=True)
-        config = f"apps/diffusion/configs/{'flux' if header['pooled'] else 'sd2'}.yaml"
-        print(f"then: python -m apps.diffusion {config} data.directory={folder}", flush=True)
+        print(f"next: {start('data_prep.latents')} check {folder} --vae {network}", flush=True)
+        trained = start_app("diffusion", "flux" if header["pooled"] else "sd2")
+        print(f"then: {trained} data.directory={folder}", flush=True)
     return 0
 
 

@@ -19,6 +19,8 @@ import pydantic
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined, to_jsonable_python
 
+from hpcai.programs import start
+
 Key = tuple[str | int, ...]
 Options = list[tuple[Any, tuple[Any, ...]]]  # the alternatives of a type hint, each with the rules that bound it
 NUMBER = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")  # as YAML 1.2 writes it
@@ -267,7 +269,7 @@ Defaults give way to the file, the file to the words. Values are written as in Y
 def write_help(schema: type[pydantic.BaseModel]) -> None:
     """Every key with its type, default and description, by section."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    program = f"python -m {spec.name.removesuffix('.__main__')}" if spec else f"python {Path(sys.argv[0]).name}"
+    program = start(spec.name.removesuffix(".__main__")) if spec else f"python {Path(sys.argv[0]).name}"
     about = textwrap.dedent(schema.__dict__.get("__doc__") or "").strip()
     sys.stdout.write(_USAGE.format(program, f"\n{about}\n" if about else ""))
     groups: dict[Key, list[tuple[str, ...]]] = {(): []}

@@ -22,6 +22,7 @@ from hpcai.data.splits import Samples, by_shard, load, loaders, open_split
 from hpcai.dist import Mesh
 from hpcai.errors import DataError
 from hpcai.models.diffusion import Batch, Diffusion, DiffusionConfig, FieldsConfig, Slabs, load_later, parallelize
+from hpcai.programs import start
 
 _HELD: dict[str, Any] = {"shuffle": False, "last": "keep"}
 
@@ -141,7 +142,7 @@ def rows_of(cfg: Config, split: str, mesh: Mesh) -> Rows:
     data, network, shards = cfg.data, cfg.model.network, cfg.data.shards if split == "train" else 1
     if latents.about(data.directory / split):
         return open_split(data.directory / split, latents.layouts(cfg, data.directory / split), latents.REMEDY, data, mesh, shards)
-    remedy = f"make data with: python -m data_prep.fields simulate {data.directory} --kind matter, or set data.directory"
+    remedy = f"make data with: {start('data_prep.fields')} simulate {data.directory} --kind matter, or set data.directory"
     dims = getattr(network, "dims", 2)
     layouts: dict[str, Any] = {"high": ("float32", (network.inputs, *(None,) * dims))}
     if getattr(network, "field", 0):

@@ -19,6 +19,7 @@ from hpcai.errors import ConfigError, DataError
 from hpcai.models.llm import LLM, Batch, LLMConfig, adapt, load_later, parallelize
 from hpcai.models.llm.load import load_weights, of_run, read_settings
 from hpcai.models.llm.tokens import CONTENT, Tokenizer
+from hpcai.programs import start
 
 ABOUT = "text.json"
 
@@ -110,7 +111,7 @@ def about_of(folder: Path) -> About:
     try:
         return About.model_validate_json(path.read_bytes())
     except OSError as problem:
-        text = f"{path}: {problem.strerror}; make data with: python -m data_prep.text python {folder}, or set data.directory"
+        text = f"{path}: {problem.strerror}; make data with: {start('data_prep.text')} python {folder}, or set data.directory"
         raise DataError(text) from problem
     except ValidationError as problem:
         first = problem.errors()[0]
@@ -120,7 +121,7 @@ def about_of(folder: Path) -> About:
 def rows_of(cfg: Config, split: str, mesh: Mesh, folder: Path | None = None, about: About | None = None) -> Rows:
     folder = folder or cfg.data.directory
     fields = (about or about_of(folder)).fields
-    remedy = f"make rows with: python -m data_prep.text convert SOURCE {folder} --tokenizer FILE, or set data.directory"
+    remedy = f"make rows with: {start('data_prep.text')} convert SOURCE {folder} --tokenizer FILE, or set data.directory"
     return open_split(folder / split, fields, remedy, cfg.data, mesh, cfg.data.shards if split == "train" else 1)
 
 

@@ -17,6 +17,7 @@ from apps.llm.asked import AskConfig, asked, json_lines, say
 from hpcai import config
 from hpcai.config import Positive
 from hpcai.errors import ConfigError, DataError
+from hpcai.programs import start
 
 EXPECTED = '{"context": "The sky is", "choices": [" blue", " green"], "answer": 0}'
 
@@ -115,7 +116,7 @@ def rows_of(cfg: ScoreConfig, model: Any) -> Any:
     if has_tokenizer(model) and (own := model.tokenizer.identity) != about.tokenizer:
         told = f"rows of the tokenizer {about.tokenizer[:12]}, the model has {own[:12]}"
         raise ConfigError(f"{cfg.data}: {told}; take rows of that one")
-    remedy = f"make rows with: python -m data_prep.text convert SOURCE {cfg.data} --tokenizer FILE"
+    remedy = f"make rows with: {start('data_prep.text')} convert SOURCE {cfg.data} --tokenizer FILE"
     return Texts(Rows(cfg.data / "validation", about.fields, remedy, reader="buffered"), about, cfg.documents, cfg.judge, cfg.rows)
 
 

@@ -15,6 +15,7 @@ from hpcai.data.sampler import Balanced, Sampler, Shuffled
 from hpcai.errors import DataError, MissingExtraError
 from hpcai.models.dimenet.periodic import neighbours as neighbours_of
 from hpcai.models.dimenet.periodic_batch import neighbours_of_batch
+from hpcai.programs import start
 
 _COPIES, _FRAMES = (8, 64), 16  # a copy
 _BATCHES = 64  # of an epoch, at most
@@ -81,13 +82,13 @@ def triplets(directory: Path | None, synthetic: int = _SYNTHETIC) -> tuple[Any, 
     paths = sorted((directory / "train" if (directory / "train").is_dir() else directory).glob("*.h5"))
     if not paths:
         raise DataError(
-            f"{directory}: no train/*.h5 with triplets; make them with: python -m data_prep.opencatalyst simulate {directory}"
+            f"{directory}: no train/*.h5 with triplets; make them with: {start('data_prep.opencatalyst')} simulate {directory}"
         )
     columns = []
     for path in paths:
         with h5py.File(path, "r") as file:
             if "triplets" not in file:
-                raise DataError(f"{path}: no dataset 'triplets'; remake it with: python -m data_prep.opencatalyst")
+                raise DataError(f"{path}: no dataset 'triplets'; remake it with: {start('data_prep.opencatalyst')}")
             columns.append(file["triplets"][:])
     return np.concatenate(columns), str(directory)
 

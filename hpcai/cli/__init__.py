@@ -9,6 +9,8 @@ from hpcai.errors import HpcaiError
 from hpcai.stop import show_to_reader
 
 COMMANDS = {
+    "run": "APP CONFIG ...     train an app, as python -m apps.APP does, also without a checkout",
+    "prepare": "NAME ...        make the files that an app reads, as python -m data_prep.NAME does",
     "report": "RUN [--open]   draw a run's directory as one page, RUN/report.html, and its plots",
     "data": "check | stage   look a data set over, or copy it to node-local disks",
     "checkpoint": "show | export   what is in a run's checkpoints and whether it is whole, or their weights for people",
@@ -39,7 +41,7 @@ def dispatch(name: str, commands: Mapping[str, str], words: Sequence[str]) -> in
     if not words or words[0] in ("-h", "--help", "help"):
         print(f"hpcai {__version__}: scientific AI training for supercomputers\n\nusage: {name} COMMAND ...\n")
         print("\n".join(f"  {command:<13} {text}" for command, text in commands.items()) + "\n")
-        print(f"{name} COMMAND --help says more. An app is trained with python -m apps.NAME CONFIG.yaml key=value ...")
+        print(f"{name} COMMAND --help says more. An app is trained with hpcai run APP CONFIG key=value ...")
         return 0
     if words[0] not in commands:
         print(f"{name}: there is no command {words[0]!r}; expected one of {', '.join(commands)}", file=sys.stderr)

@@ -1,4 +1,8 @@
-"""Finding what apps declare: the file ``apps/<name>/<part>.py`` is the module ``apps.<name>.<part>``."""
+"""Finding what apps declare: the file ``apps/<name>/<part>.py`` is the module ``apps.<name>.<part>``.
+
+The packages ``apps`` and ``data_prep`` are those that Python finds by itself, in the current folder, or in the checkout. A wheel
+holds its own in ``hpcai/suite``: they come first, as they fit the ``hpcai`` beside them, and those of the current folder are added.
+"""
 
 import sys
 from importlib import import_module
@@ -8,6 +12,8 @@ from pkgutil import iter_modules
 from types import ModuleType
 
 import hpcai
+from hpcai.errors import ConfigError
+from hpcai.programs import SUITE
 
 
 def find(name: str, part: str) -> ModuleType | None:
@@ -19,7 +25,7 @@ def find(name: str, part: str) -> ModuleType | None:
 
 
 def every() -> list[str]:
-    """All apps, in alphabetical order; none where there is no checkout."""
+    """All apps, in alphabetical order; none where there are neither a checkout nor those of a wheel."""
     return sorted(_folders())
 
 
@@ -28,11 +34,27 @@ def names(part: str) -> list[str]:
     return sorted(app for app, folder in _folders().items() if part in {module.name for module in iter_modules([folder])})
 
 
+def folder(name: str) -> Path:
+    """Where the files of an app are. Raises KeyError where there is no such app."""
+    return Path(_folders()[name])
+
+
+def roots(package: str) -> list[str]:
+    """The folders of ``apps`` or ``data_prep``, which can be imported from now on, also by processes that are given this path of
+    modules; none where there is no such package."""
+    if SUITE.is_dir():
+        sys.path[:] = dict.fromkeys([str(SUITE), *sys.path, str(Path.cwd())])
+    elif find_spec(package) is None:                     # the command's own path has neither the current folder nor the checkout
+        sys.path[:] = dict.fromkeys([*sys.path, str(Path.cwd()), str(Path(hpcai.__file__).parents[1])])
+    if find_spec(package) is None:
+        return []
+    found = import_module(package)
+    if not hasattr(found, "__path__"):
+        raise ConfigError(f"{found.__file__}: another module has the name {package}; start from another folder, or rename it")
+    return list(found.__path__)
+
+
 def _folders() -> dict[str, str]:
-    """The folder of each app by the app's name."""
-    if find_spec("apps") is None:                        # the command's own path has neither the current folder nor the checkout
-        places = str(Path.cwd()), str(Path(hpcai.__file__).parents[1])
-        sys.path += [place for place in places if place not in sys.path]
-    roots = import_module("apps").__path__ if find_spec("apps") else []
-    found = ((app, f"{root}/{app.name}") for root in roots for app in iter_modules([root]))
-    return {app.name: folder for app, folder in found if app.ispkg and app.name.isidentifier()}
+    """The folder of each app by the app's name; the first of two with one name, as an import has it."""
+    found = [(app, f"{root}/{app.name}") for root in roots("apps") for app in iter_modules([root])]
+    return {app.name: folder for app, folder in reversed(found) if app.ispkg and app.name.isidentifier()}

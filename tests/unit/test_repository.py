@@ -1,15 +1,24 @@
 """The repository as a clone and as a wheel: what tests compare with is in it, small and explained."""
 
+import contextlib
+import os
+import re
 import shutil
+import subprocess
+import tarfile
 import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
+from tests.offline import child
 from tests.stored import DATA, check_thinned, thinned
 
 ROOT = DATA.parents[1]
+BUILT = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")
+SUITE = ("apps", "data_prep", "slurm")
 
 
 def test_what_tests_compare_with_is_small_and_each_folder_explains_itself() -> None:
@@ -18,23 +27,118 @@ def test_what_tests_compare_with_is_small_and_each_folder_explains_itself() -> N
     assert all((folder / "README.md").is_file() for folder in (DATA, *DATA.iterdir()) if folder.is_dir())
 
 
+def test_what_strangers_look_for_says_what_the_repository_has() -> None:
+    from hpcai import __version__
+
+    pages = {name: (ROOT / name).read_text() for name in ("SECURITY.md", "CONTRIBUTING.md", "docs/install.md")}
+    for name, text in pages.items():
+        for path in re.findall(r"`((?:tests|apps|hpcai|docs)/[a-z_./-]*)[` ]", text):
+            assert (ROOT / path).exists(), f"{name} names {path}"
+        for target in re.findall(r"make ([a-z]+)", text):
+            assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M), f"{name} names make {target}"
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == __version__
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    lint = re.search(r"^lint:.*?\n\n", (ROOT / "Makefile").read_text(), re.M | re.S)
+    assert lint is not None
+    for entry in (hook["entry"].removeprefix(".venv/bin/") for hook in hooks):
+        assert f"$(BIN)/{entry}" in lint[0]
+    assert len(hooks) == lint[0].count("$(BIN)/")
+    steps = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]["test"]["steps"]
+    assert steps[-1] == {"run": ".ci/run"}
+
+
 def test_git_takes_what_is_binary_as_such() -> None:
     binary = {line.split()[0].removeprefix("*") for line in (ROOT / ".gitattributes").read_text().splitlines()}
     assert {path.suffix for path in DATA.rglob("*") if path.is_file()} - {".json", ".md"} <= binary
 
+# An app of the user's, whose workers find it and those of the wheel by the path of modules that they are given.
+MINE = """
+import subprocess, sys
+code = "import sys; sys.path[:] = sys.argv[1:]; import apps.mine, apps.cosmoflow as ours; print(ours.__file__.split('/')[-4])"
+sys.stdout.write(subprocess.run([sys.executable, "-P", "-c", code, *sys.path], check=True, capture_output=True, text=True).stdout)
+"""
 
-def test_the_wheel_holds_the_library_alone(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel of a copy of this tree, built by setuptools without a network."""
     from setuptools.build_meta import build_wheel
 
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, tmp_path)
-    for name in ("hpcai", "apps", "data_prep"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    monkeypatch.chdir(tmp_path)
-    wheel = tmp_path / build_wheel(str(tmp_path))
+    copy = tmp_path_factory.mktemp("checkout")
+    for name in BUILT:
+        shutil.copy(ROOT / name, copy)
+    for name in ("hpcai", *SUITE):
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    (copy / "apps/cosmoflow/__pycache__").mkdir()
+    (copy / "apps/cosmoflow/__pycache__/old.pyc").touch()
+    (copy / "build/lib/hpcai/suite/apps/gone").mkdir(parents=True)
+    (copy / "build/lib/hpcai/suite/apps/gone/__init__.py").touch()
+    with contextlib.chdir(copy):
+        return copy / build_wheel(str(copy))
+
+
+def test_the_wheel_holds_library_and_suite_and_nothing_beside_them(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0].split("-")[0] for name in names} == {"hpcai", "hpcai_suite"}
-    assert wheel.stat().st_size < 1e6
+    tracked = subprocess.run(["git", "ls-files", *SUITE], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    held = {name.removeprefix("hpcai/suite/") for name in names if name.startswith("hpcai/suite/")}
+    assert held >= {name for name in tracked if (ROOT / name).is_file()}
+    assert not [name for name in held if name.endswith(".pyc") or name.startswith("apps/gone/")]
+    assert wheel.stat().st_size < 2e6
+
+
+def test_a_source_distribution_holds_what_a_wheel_is_built_of(tmp_path: Path, wheel: Path) -> None:
+    from setuptools.build_meta import build_sdist
+
+    with contextlib.chdir(wheel.parent):
+        archive = tmp_path / build_sdist(str(tmp_path))
+    with tarfile.open(archive) as file:
+        names = {name.partition("/")[2] for name in file.getnames()}
+    assert names >= {*BUILT, "apps/cosmoflow/configs/small.yaml", "apps/cosmoflow/data.py", "data_prep/store.py", "slurm/job.sh"}
+    assert not [name for name in names if name.endswith(".pyc")]
+
+
+@pytest.fixture(scope="module")
+def unpacked(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    zipfile.ZipFile(wheel).extractall(folder)
+    return folder
+
+
+def test_a_wheel_prepares_data_and_trains_outside_of_a_checkout_and_without_a_network(unpacked: Path, tmp_path: Path) -> None:
+    (tmp_path / "apps/mine").mkdir(parents=True)  # an app of the user's
+    for name in ("apps/__init__.py", "apps/mine/__init__.py"):
+        (tmp_path / name).touch()
+    (tmp_path / "apps/mine/__main__.py").write_text(MINE)
+
+    def hpcai(*words: str) -> str:
+        code = "import sys; from hpcai.cli import main; sys.exit(main())"
+        done = child(code, *words, cwd=tmp_path, path=unpacked)
+        assert done.returncode == 0 and str(ROOT) not in done.stdout + done.stderr, done.stdout + done.stderr
+        return done.stdout
+
+    assert hpcai("run", "mine") == "suite\n"
+    assert "step.lr" in hpcai("run", "cosmoflow", "--help") and "simulate" in hpcai("prepare", "cosmoflow", "--help")
+    assert "directory: datasets/cosmoflow-small" in hpcai("run", "cosmoflow", "small", "--show")
+    words = ["--universes", "6", "--size", "32", "--validation", "0.34", "--test", "0", "--workers", "1", "--no-check"]
+    assert "next: hpcai run cosmoflow small data.directory=data" in hpcai("prepare", "cosmoflow", "simulate", "data", *words)
+    words = ["data.directory=data", "data.batch=2", "data.workers=1", "train.epochs=null", "train.steps=2", "report.sinks=[]"]
+    hpcai("run", "cosmoflow", "small.yaml", "report.directory=run", "model.filters=2", *words)
+    assert (tmp_path / "run/model.safetensors").is_file()
+
+
+def test_what_hpcai_run_and_prepare_refuse_is_told_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from hpcai.cli import apps, main
+
+    for words, expected in (
+        (["run", "cosmoflwo", "small"], "there is no app 'cosmoflwo'; expected one of cosmoflow, deepcam"),
+        (["run", "cosmoflow", "smal.yaml"], "there is no file smal.yaml, and cosmoflow has none of that name; its own are"),
+        (["prepare", "store"], "nothing is made by the name 'store'; expected one of cosmoflow, deepcam"),
+    ):
+        assert main(words) == 2
+        told = capsys.readouterr().err
+        assert expected in told and told.count("\n") == 1
+    assert set(apps.every()) <= set(os.listdir(ROOT / "apps"))
 
 
 def test_what_is_stored_thinned_finds_one_value_far_off_and_a_region_slightly_off() -> None:

