@@ -164,7 +164,7 @@ sbom: $(VENV)/.installed
 	@echo "== $(BILL)"
 
 bundle: $(VENV)/.installed
-	@$(BIN)/python install/bundle.py $(if $(OUT),$(OUT),bundle)
+	@$(BIN)/python containers/bundle.py $(if $(OUT),$(OUT),bundle)
 
 # What an image holds (containers/*.def): torch of BACKEND, as uv names it, packages by hash, and both MPIs.
 container:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from install import bundle
+from containers import bundle
 from tests.offline import without_a_network
 
 FILES = {
