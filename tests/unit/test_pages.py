@@ -19,7 +19,8 @@ PAGES = ["README.md", "CHANGELOG.md", *(f"docs/{p.name}" for p in (ROOT / "docs"
 PAGES += [f"apps/{p.parent.name}/README.md" for p in (ROOT / "apps").glob("*/README.md")]
 LAUNCHERS = re.compile(r"^(\w+=\S+ +)*((mpiexec|srun|torchrun|nice)( +-\S+( +\d+)?)*? +)?(?=python|hpcai|-m )")
 OTHERS = (
-    "git", "cd", "source", "sbatch", "qsub", "make", "pip", "apptainer", "export", "scancel", "scontrol", "unshare", "bash", "tar",
+    "git", "cd", "source", ".", "sbatch", "qsub", "make", "pip", "apptainer", "export", "module", "squeue", "scancel", "scontrol",
+    "unshare", "bash", "tar",
 )  # fmt: skip
 
 
@@ -42,11 +43,16 @@ def look(words: list[str]) -> None:
     name = module(words)
     if name is None and words[0] == "hpcai":
         assert words[1] in cli.COMMANDS
+        if words[1] == "run" and len(words) > 3:
+            named = f"apps/{words[2]}/configs/{words[3]}.yaml"
+            settings(words[2], [named if (ROOT / named).is_file() else words[3], *words[4:]])
     elif name is None:
         assert words[0] in OTHERS, f"{words[0]} is no command that a page may name"
         if words[0] == "make":
             targets = [word for word in words[1:] if "=" not in word]
             assert all(re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M) for target in targets)
+    elif name in ("pip", "venv"):
+        pass
     elif name.startswith("data_prep."):
         given = words[words.index(name) + 1 :]
         if "..." not in given:
@@ -59,7 +65,7 @@ def settings(app: str, given: list[str]) -> None:
     """A YAML file and words are settings of the app; another first word is one of its own commands."""
     if given and given[0].endswith(".yaml"):
         config.load(import_module(f"apps.{app}.settings").Config, ROOT / given[0], given[1:])
-    elif given and given[0] != "...":
+    elif given and given[0] not in ("...", "--help", "--show"):
         assert (ROOT / f"apps/{app}/{given[0]}.py").is_file() and f'"{given[0]}"' in (ROOT / f"apps/{app}/__main__.py").read_text()
 
 
