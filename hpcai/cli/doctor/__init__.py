@@ -25,7 +25,7 @@ from hpcai.kernels import compiler
 DISTRIBUTION = "hpcai-suite"
 EXTRAS = ("mpich", "tensorboard", "nvidia-dali-cuda130", "kvikio-cu13", "nvidia-ml-py", "triton", "mlperf-logging")
 
-LEAST = 10.0
+LEAST = 5.0
 """Seconds of a limit within which the ranks of a job can be looked at."""
 
 # Each probe is a process of its own: a library that cannot be loaded may take its process down

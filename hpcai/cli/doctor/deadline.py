@@ -7,12 +7,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hpcai.dist.watch import Answer
 
-STAGES = ("imports", "meeting", "looking around", "clocks", "links", "sums", "folders", "telling")
 _GRACE = 4.0  # seconds that the other ranks leave rank 0 to speak
 _PATIENCE = 1.5  # seconds for an answer
 
@@ -26,16 +26,17 @@ class Deadline:
         self.tell: Callable[[str], object] = lambda text: None
         self.clean: Callable[[], object] = lambda: None
         self.until = time.monotonic() + seconds
-        self._stage, self._since = STAGES[0], time.monotonic()
+        self._stage, self._number, self._since = "imports", 0, time.monotonic()
         self._over = threading.Event()
         threading.Thread(target=self._guard, name="hpcai-deadline", daemon=True).start()
 
     def at(self, stage: str) -> None:
-        """This rank begins ``stage``."""
-        self._stage, self._since = stage, time.monotonic()
+        """This rank begins ``stage``: all ranks begin the same ones in the same order, so that who is behind is seen."""
+        self._stage, self._number, self._since = stage, self._number + 1, time.monotonic()
 
     def doing(self) -> str:
-        return f"{self._stage} since {time.monotonic() - self._since:.0f} s"
+        """What this rank answers: how many stages it has begun, and the last of them."""
+        return f"{self._number} {self._stage} for {time.monotonic() - self._since:.0f} s"
 
     def left(self) -> float:
         """Seconds."""
@@ -50,14 +51,16 @@ class Deadline:
 
     def _end(self) -> None:
         text = f"not done after {self.seconds:.0f} s: "
-        if self._stage == STAGES[0]:  # the main thread may hold the lock of an import that is needed here
-            os.write(2, f"hpcai doctor: {text}{self.name} is at {self.doing()}; {_alone(self._stage)}\n".encode())
+        mine = self.doing().partition(" ")[2]
+        if not self._number:  # the main thread may hold the lock of an import that is needed here
+            os.write(2, f"hpcai doctor: {text}{self.name} is at {mine}; {_alone(self._stage)}\n".encode())
             os._exit(1)
         from hpcai.dist import watch
 
         answers = watch.answers(_PATIENCE) if self.rank == 0 else {}
-        text += who_lags(answers, self.world) if answers else f"{self.name} is at {self.doing()}; {_alone(self._stage)}"
-        self.tell(text)
+        text += who_lags(answers, self.world) if answers else f"{self.name} is at {mine}; {_alone(self._stage)}"
+        with suppress(Exception):  # a page that cannot be made of half of what was asked keeps nobody
+            self.tell(text)
         self.clean()
         watch.end_job(text, f"hpcai doctor: {text}")
 
@@ -80,15 +83,18 @@ def who_lags(answers: "Mapping[int, Answer]", world: int | None = None) -> str:
     if silent := [rank for rank, answer in answers.items() if answer.doing is None]:
         named = ", ".join(answers[rank].name for rank in sorted(silent))
         lines.append(f"{named} {_do(silent)} not answer: stopped, or held by a driver or a file system; look at these nodes")
-    stages = {rank: STAGES.index(answer.doing.split(" since ")[0]) for rank, answer in answers.items() if answer.doing}
-    behind = sorted(rank for rank, stage in stages.items() if stage < max(stages.values()))
+    told = {rank: (int(number), text) for rank, answer in answers.items() for number, _, text in [_parts(answer.doing)]}
+    behind = sorted(rank for rank, (number, _) in told.items() if 0 <= number < max(number for number, _ in told.values()))
     if behind and not silent:
-        lines += [f"{answers[rank].name} is still at {answers[rank].doing}" for rank in behind[:8]]
+        lines += [f"{answers[rank].name} is still at {told[rank][1]}, and the others wait for it" for rank in behind[:8]]
         lines += [f"and {len(behind) - 8} more"] if len(behind) > 8 else []
     if not lines:
-        first = answers[min(answers)]
-        lines.append(f"all ranks are at {first.doing}: no one lags; give more time (--limit)")
+        lines.append(f"all ranks are at {told[min(told)][1]}, and no one lags; give more time (--limit)")
     return "; ".join(lines)
+
+
+def _parts(doing: str | None) -> tuple[str, str, str]:
+    return (doing or "-1 ").partition(" ")
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -46,7 +46,7 @@ KINDS: dict[str, tuple[Level, str]] = {
     "folder/scratch": ("wrong", "{path} cannot be written: {why}; set TMPDIR to a folder of the node"),
     "shared": ("wrong", "{path} does not show the file that rank 0 wrote in {first}; expected one folder of all nodes: name one on "
                         "a file system that they share with --directory, and in report.directory"),
-    "direct": ("warning", "{path} ({kind}) refuses O_DIRECT ({why}): reads go through the page cache, which is slower for sets "
+    "direct": ("warning", "{path} ({system}) refuses O_DIRECT ({why}): reads go through the page cache, which is slower for sets "
                           "larger than memory; use another file system for data"),
     "free": ("warning", "{path}: {found} are free, expected {want} or more; delete what is not needed, or name another"),
     "rate": ("warning", "{path}: {found} when all nodes {do} at once, the others {want}; look at this node's link to the file "
@@ -126,7 +126,7 @@ def judge(visit: Visit) -> list[Finding]:
     return sorted(every, key=lambda finding: (finding.level != "wrong", CODES.index(finding.code)))
 
 
-def _finding(visit: Visit, kind: str, ranks: Sequence[int], **words: Any) -> Finding:
+def _finding(visit: Visit, kind: str, ranks: Sequence[int], /, **words: Any) -> Finding:
     level, text = KINDS[kind]
     return Finding(level, kind.partition("/")[0], where(ranks, visit.nodes), text.format(**words), tuple(ranks))
 
@@ -256,7 +256,7 @@ def _folders(visit: Visit) -> Iterator[Finding]:
         facts = {rank: (folder.path, folder.kind, folder.direct) for rank, folder in folders.items()}
         for (path, file_system, refused), ranks in groups(facts):
             if refused:
-                yield _finding(visit, "direct", ranks, path=path, kind=file_system or "unknown", why=refused)
+                yield _finding(visit, "direct", ranks, path=path, system=file_system or "unknown", why=refused)
         short = {rank: (folder.path, folder.free) for rank, folder in folders.items() if folder.free < FREE and not folder.problem}
         for (path, free), ranks in groups(short):
             if folders[ranks[0]].kind or free:  # those that have not looked have neither

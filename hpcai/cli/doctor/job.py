@@ -6,7 +6,7 @@ import signal
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -68,6 +68,7 @@ def _examine(words: Namespace, deadline: Deadline, here: Place, mesh: Mesh, visi
     deadline.at("looking around")
     app = needs(words.app, words.settings) if words.app else None
     mine = look(here, imports, app)
+    deadline.at("waiting for all to look around")
     members = to_first(mine, job)
     if members is not None:
         visit.members = members
@@ -77,8 +78,7 @@ def _examine(words: Namespace, deadline: Deadline, here: Place, mesh: Mesh, visi
     measured = _network(plan, deadline, mine, mesh)
     if (each := to_first(measured, job)) is not None:
         _join(visit.network, each)
-    deadline.at("folders")
-    found = _storage(plan, words.directory, job)
+    found = _storage(plan, words.directory, job, deadline)
     if (folders := to_first(found, job)) is not None:
         visit.storage.run = {rank: run for rank, (run, _) in enumerate(folders)}
         visit.storage.scratch = {rank: scratch for rank, (_, scratch) in enumerate(folders) if scratch is not None}
@@ -95,7 +95,7 @@ def to_first(value: T, axis: Axis) -> list[T] | None:
 
 def make_plan(members: list[Member], left: float) -> Plan:
     """``left``: seconds to the limit."""
-    left = max(left - _RESERVE, 0.0)
+    left -= min(_RESERVE, left / 3)
     owners = {(member.machine, member.gpu.uuid or member.gpu.pci) for member in members if member.gpu is not None}
     on_gpus = len(owners) == len(members) and torch_dist.is_nccl_available()
     seconds = {part: min(share * left, _AT_MOST[part]) for part, share in _SHARES.items()}
@@ -133,11 +133,14 @@ def _network(plan: Plan, deadline: Deadline, mine: Member, mesh: Mesh) -> _Own:
     clock = network.skew(wire, rank, hosts) if rank in hosts and len(hosts) > 1 else None
     deadline.at("links")
     wire.meet()
+    deadline.at("links of this rank")
     links, played = network.links(wire, rank, plan.nodes, plan.seconds["links"])
     rounds = sum(1 for _ in network.schedule(rank, plan.nodes))
-    deadline.at("sums")
+    deadline.at("waiting for all to measure links")
     wire.meet()
+    deadline.at("pace")
     pace = network.pace(where)
+    deadline.at("sums")
     sums = network.sums(wire, plan.seconds["sums"])
     pace = replace(pace, small=network.small_sum(wire))
     return _Own("nccl" if where.type == "cuda" else "gloo", clock, tuple(links), played, rounds, sums, pace)
@@ -151,41 +154,45 @@ def _join(into: network.Network, each: list[_Own]) -> None:
     into.rounds, into.played = max(own.rounds for own in each), min(own.played for own in each)
 
 
-def _storage(plan: Plan, folder: Path, job: Axis) -> tuple[storage.Folder, storage.Folder | None]:
+def _storage(plan: Plan, folder: Path, job: Axis, deadline: Deadline) -> tuple[storage.Folder, storage.Folder | None]:
     """The folder of the run, and on the first rank of each node the scratch folder."""
     first, rank = network.firsts(plan.nodes), job.rank
-    seen = _shared(plan, folder, job)
+    seen = _shared(plan, folder, job, deadline)
     seconds = plan.seconds["folders"] / (8 if len(first) > 1 else 4)  # two folders, writing and reading, alone and at once
     run, scratch = storage.Folder(str(folder), seen=seen), None
     if rank in first:
         run = replace(storage.describe(folder, plan.token, rank), seen=seen)
         scratch = storage.describe(storage.scratch(), plan.token, rank)
-    for name in ("alone", "at_once") if len(first) > 1 else ("alone",):
-        measures = rank == 0 if name == "alone" else rank in first
-        _meet(job)
-        run = replace(run, **{name: storage.speed(run, plan.token, rank, seconds)}) if measures else run
-        _meet(job)
-        if measures and scratch is not None:
-            scratch = replace(scratch, **{name: storage.speed(scratch, plan.token, rank, seconds)})
-    return run, scratch
+
+    def speed(of: storage.Folder | None, ranks: Sequence[int]) -> storage.Speed | None:
+        _meet(job, deadline)
+        return storage.speed(of, plan.token, rank, seconds) if of is not None and rank in ranks else None
+
+    both = len(first) > 1
+    run = replace(run, alone=speed(run, [0]), at_once=speed(run, first if both else []))
+    found = speed(scratch, [0]), speed(scratch, first if both else [])
+    _meet(job, deadline)
+    return run, None if scratch is None else replace(scratch, alone=found[0], at_once=found[1])
 
 
-def _shared(plan: Plan, folder: Path, job: Axis) -> bool | None:
+def _shared(plan: Plan, folder: Path, job: Axis, deadline: Deadline) -> bool | None:
     """Whether rank 0's file is seen; None where it could not be written."""
     if job.rank == 0:
         with storage.mark(folder, plan.token) as problem:
             agree(problem, job)
-            _meet(job)
+            _meet(job, deadline)
         return None if problem else True
     problem = agree("", job)
     seen = None if problem else storage.sees(folder, plan.token)
-    _meet(job)
+    _meet(job, deadline)
     return seen
 
 
-def _meet(job: Axis) -> None:
+def _meet(job: Axis, deadline: Deadline) -> None:
+    deadline.at("waiting for all at the folders")
     if job.size > 1:
         torch_dist.all_reduce(torch.zeros(1), group=job.group)
+    deadline.at("folders")
 
 
 # ---- telling
@@ -200,15 +207,15 @@ class _Telling:
     def expired(self, text: str) -> None:
         """The limit is over: what is known by now."""
         self.visit.silent = text
-        if self.visit.members:
-            self.ended()
+        self.ended()
 
     def ended(self) -> int:
         """The exit code."""
         visit = self.visit
         visit.seconds = time.monotonic() - self.began
         findings = judge(visit)
-        show_to_reader(lambda: print(*map(_printable, page.lines(visit, findings)), sep="\n"))
+        if visit.members:
+            show_to_reader(lambda: print(*map(_printable, page.lines(visit, findings)), sep="\n"))
         written = self._write(self.words.json, lambda: json.dumps(page.as_json(visit, findings), indent=1) + "\n")
         written &= self._write(self.words.html, lambda: page.html(visit, findings))
         return int(not written or any(finding.level == "wrong" for finding in findings))

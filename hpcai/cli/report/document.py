@@ -11,7 +11,7 @@ import numpy as np
 from hpcai import startup
 from hpcai.cli.report.run import Record
 from hpcai.cli.report.theme import Plot
-from hpcai.log import duration, number, per_second, size
+from hpcai.log import duration, energy, number, per_second, size
 
 MOST = 12                                                # checkpoints in the table
 
@@ -150,8 +150,21 @@ def _facts(run: Record) -> str:
         ("lives", f"{len(run.of('start'))}" + "".join(f", resumed from step {life['resumed_from']:,}" for life in run.of("start")
                                                      if life.get("resumed_from") is not None)),
     ]
+    rows += [("energy", text)] if (text := _energy(run)) else []
     rows += [("start", startup.describe(event.get("parts") or {})) for event in run.of("startup")[-1:]]
     return card("The run", table(("", ""), rows))
+
+
+def _energy(run: Record) -> str:
+    """Over all lives of the run that have told it."""
+    lives = run.of("energy")
+    if not lives:
+        return ""
+    total = {key: sum(life[key] for life in lives if key in life) for key in dict.fromkeys(key for life in lives for key in life)
+             if key == "samples" or key.endswith("joules")}
+    each = {"joules_per_sample": total["joules"] / max(total.get("samples", 0), 1)}
+    told = len(run.of("start"))
+    return energy({**lives[-1], **total, **each}) + (f"; {len(lives)} of {told} lives" if len(lives) < told else "")
 
 
 def _checkpoints(run: Record) -> str:

@@ -1,0 +1,20 @@
+"""`hpcai doctor --ranks`, of which one rank is another than it should be: FAULT RANK WORDS..."""
+
+import os
+import sys
+import time
+
+from hpcai import cli
+from hpcai.cli.doctor import job, member, network
+
+fault, rank, *words = sys.argv[1:]
+if os.environ["RANK"] == rank:
+    if fault == "other":
+        member.platform.python_version = lambda: "3.9.0"
+        skew = network.skew
+        job.network.skew = lambda wire, rank, ranks: skew(wire, rank, ranks, clock=lambda: time.time() + 90)
+    elif fault == "stuck":
+        job.network.pace = lambda device: time.sleep(60)
+if fault == "other":
+    member.machine = lambda root: os.environ["RANK"]  # each rank is a computer of its own
+sys.exit(cli.main(["doctor", "--ranks", *words]))
