@@ -3,13 +3,15 @@
 import json
 import os
 import re
+import socket
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.ranks.test_launch_mpi import MPICH, Ended, mpich, run, run_forked
+from tests import forked
+from tests.ranks.test_launch_mpi import MPICH, PROGRAMS, Ended, mpich, run, run_forked
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -50,16 +52,32 @@ def test_another_version_and_a_clock_that_is_ahead_are_named(tmp_path: Path) -> 
     assert re.search(r"^wrong: rank 1 on \S+: clock is (89|90)\.\d+ s ahead of rank 0's \(known to 0\.\d+ ", text, re.MULTILINE)
 
 
-def test_a_rank_that_hangs_is_named_at_the_limit(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fault", "text"),
+    [("stuck", r"rank 1 on \S+ is still at pace for \d+ s, and the others wait for it$"),
+     ("held", r"rank 1 on \S+ does not answer: stopped, or held by a driver or a file system; look at these nodes$")],
+)  # fmt: skip
+def test_a_rank_that_hangs_is_named_at_the_limit(fault: str, text: str, tmp_path: Path) -> None:
     told = tmp_path / "told.json"
     began = time.monotonic()
-    ended = run_forked(2, "doctor.py", "stuck", "1", "--directory", str(tmp_path), "--limit", "6", "--json", str(told))
+    ended = run_forked(2, "doctor.py", fault, "1", "--directory", str(tmp_path), "--limit", "6", "--json", str(told))
     assert time.monotonic() - began < 20
-    text = page(ended, 1)
-    found = re.search(r"^wrong: the job: not done after 6 s: (.*)$", text, re.MULTILINE)
-    assert found and re.match(r"rank 1 on \S+ is still at pace for \d+ s, and the others wait for it$", found[1])
+    shown = page(ended, 1)
+    found = re.search(r"^wrong: the job: not done after 6 s: (.*)$", shown, re.MULTILINE)
+    assert found and re.match(text, found[1])
     assert json.loads(told.read_text())["findings"][0]["code"] == "silent"
-    assert text.startswith("hpcai doctor: 2 ranks"), "what is known by then is shown"
+    assert shown.startswith("hpcai doctor: 2 ranks"), "what is known by then is shown"
+
+
+def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1"}
+    out, err, words = tmp_path / "out", tmp_path / "err", ("none", "0", "--limit", "5")
+    process = forked.script(PROGRAMS / "doctor.py", *words, out=out, err=err, **place, MASTER_PORT=port)
+    process.join(60)
+    assert process.exitcode == 1
+    assert "hpcai doctor: not done after 5 s: ranks 1-2 did not come; look whether they run, and at their nodes" in err.read_text()
 
 
 @pytest.mark.mpi
@@ -72,7 +90,7 @@ def test_mpiexec_a_rank_with_other_packages_that_does_not_see_the_folder(tmp_pat
         folder.mkdir(parents=True)
     (packages / "h5py-1.0.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: h5py\nVersion: 1.0.0\n")
     root = Path(__file__).parents[2]
-    code = "import sys; from hpcai.cli import main; sys.exit(main(['doctor', '--ranks']))"
+    code = "import sys; from hpcai.cli import main; sys.exit(main(['doctor', '--ranks', '--limit', '30']))"
     other = ["-n", "1", "-wdir", elsewhere, "-env", "PYTHONPATH", f"{packages}:{root}", sys.executable, "-c", code]
     ended = run([*mpich(1), "-wdir", here, sys.executable, "-c", code, ":", *other], "doctor.py")
     assert ended.code == 1

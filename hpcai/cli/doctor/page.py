@@ -135,8 +135,9 @@ def _network(visit: Visit) -> Iterator[tuple[str, str]]:
     small = {rank: pace.small for rank, pace in net.paces.items() if pace.small}
     if small:
         least, most = min(small, key=lambda rank: small[rank]), max(small, key=lambda rank: small[rank])
-        waits = f"{_short(small[least])} at rank {least} (which comes last) to {_short(small[most])} at rank {most}"
-        yield "a sum of 8 B", waits
+        waits = f"{_short(small[least])} at rank {least} to {_short(small[most])} at rank {most}"
+        late = f": the others wait for rank {least}" if small[most] > 2 * small[least] else ""
+        yield "a sum of 8 B", waits + late
     if net.paces:
         rates = [pace.rate / 1e9 for pace in net.paces.values()]
         yield "pace", f"{statistics.median(rates):,.1f} GFLOP/s of a rank ({min(rates):,.1f} to {max(rates):,.1f})"

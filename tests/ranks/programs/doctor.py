@@ -1,5 +1,6 @@
 """`hpcai doctor --ranks`, of which one rank is another than it should be: FAULT RANK WORDS..."""
 
+import ctypes
 import os
 import sys
 import time
@@ -15,6 +16,8 @@ if os.environ["RANK"] == rank:
         job.network.skew = lambda wire, rank, ranks: skew(wire, rank, ranks, clock=lambda: time.time() + 90)
     elif fault == "stuck":
         job.network.pace = lambda device: time.sleep(60)
+    elif fault == "held":
+        job.network.pace = lambda device: ctypes.PyDLL(None).sleep(9)  # and no other thread runs meanwhile
 if fault == "other":
     member.machine = lambda root: os.environ["RANK"]  # each rank is a computer of its own
 sys.exit(cli.main(["doctor", "--ranks", *words]))

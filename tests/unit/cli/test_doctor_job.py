@@ -5,6 +5,7 @@ import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from hpcai import cli
 from hpcai.cli.doctor import deadline, member, network, page, scheduler, storage
 from hpcai.cli.doctor.findings import CODES, KINDS, Finding, Visit, judge
+from hpcai.cli.doctor.job import make_plan
 from hpcai.cli.doctor.member import Gpu, Member, Needs
 from hpcai.cli.doctor.network import Link, Pace
 from hpcai.cli.doctor.storage import Folder, Speed
@@ -301,6 +303,33 @@ def test_a_rank_is_read_from_the_kernel(tmp_path: Path, monkeypatch: pytest.Monk
     assert found.versions["NVIDIA driver"] == "570.86.15" and found.gpu_problem.startswith("the NVIDIA driver is there")
     assert found.shared["NCCL_ALGO"] == "Ring" and not {"HPCAI_TOKEN", "UCX_NET_DEVICES"} & set(found.shared)
     assert member.driver(tmp_path / "none") == "" and member.told(found).startswith("3 of 16 CPUs (6-8), NUMA 0-1, ")
+
+
+def test_a_gpu_is_found_with_its_address_and_numa_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {"name": "A100", "uuid": "aaaa-bbbb", "total_memory": 40 << 30}
+    known |= {"pci_domain_id": 0, "pci_bus_id": 0xC1, "pci_device_id": 0}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda where: SimpleNamespace(**known))
+    folder = tmp_path / "sys/bus/pci/devices/0000:c1:00.0"
+    folder.mkdir(parents=True)
+    (folder / "numa_node").write_text("3\n")
+    assert member.find_gpu(Place("srun", 6, 8, 2, 4), tmp_path) == (Gpu(2, "A100", "aaaa-bbbb", "0000:c1:00.0", 40.0, 3), "")
+    (folder / "numa_node").write_text("-1\n")
+    found, _ = member.find_gpu(Place("srun", 6, 8, 2, 4), tmp_path)
+    assert found is not None and found.node is None
+    found, problem = member.find_gpu(Place("srun", 6, 8, 5, 6), tmp_path)
+    assert found is None and problem.startswith("local rank 5 finds only 4 visible GPUs")
+
+
+def test_ranks_measure_on_gpus_where_each_has_one_of_its_own() -> None:
+    visit = job()
+    for rank, uuid in enumerate("abcd"):
+        change(visit, rank, gpu=gpu(uuid))
+    assert make_plan(visit.members, 60.0).on_gpus == torch.distributed.is_nccl_available()
+    assert not make_plan(change(visit, 1, gpu=gpu("a")).members, 60.0).on_gpus
+    plan = make_plan(job().members, 60.0)
+    assert not plan.on_gpus and plan.nodes == ("n1", "n1", "n2", "n2") and sum(plan.seconds.values()) < 55
 
 
 def test_the_commit_is_read_without_git(tmp_path: Path) -> None:
