@@ -223,9 +223,9 @@ def _clocks(visit: Visit) -> Iterator[Finding]:
 
 def _links(visit: Visit) -> Iterator[Finding]:
     """Links of one node and links between nodes are judged apart, latency and rate too."""
-    net = visit.network
+    net, nodes = visit.network, visit.nodes
     for within in (True, False):
-        those = [link for link in net.links if (visit.nodes[link.one] == visit.nodes[link.other]) == within]
+        those = [link for link in net.links if (nodes[link.one] == nodes[link.other]) == within]
         for name, times in (
             ("latency", {(link.one, link.other): link.latency for link in those}),
             ("rate", {(link.one, link.other): 1 / link.rate for link in those}),
@@ -237,7 +237,7 @@ def _links(visit: Visit) -> Iterator[Finding]:
                 words = {"found": _time(name, statistics.median(own)), "want": _time(name, statistics.median(others))}
                 yield _finding(visit, "links/rank", [rank], **words)
             for pair in pairs:
-                other, want = where([pair[1]], visit.nodes), _time(name, statistics.median(times.values()))
+                other, want = where([pair[1]], nodes), _time(name, statistics.median(times.values()))
                 yield _finding(visit, "links", [pair[0]], other=other, found=_time(name, times[pair]), want=want)
     if net.played < net.rounds:
         yield _finding(visit, "links/time", (), played=net.played, rounds=net.rounds)

@@ -125,6 +125,7 @@ def _network(plan: Plan, deadline: Deadline, mine: Member, mesh: Mesh) -> _Own:
         torch.cuda.set_device(where)
     if mesh.world == 1:
         return _Own(pace=network.pace(where))
+    deadline.at("connections")
     group = torch_dist.new_group(backend="nccl") if where.type == "cuda" else mesh.job.group
     wire, rank = network.Wire(where, group, mesh.job.group), mesh.rank
     wire.sum(torch.zeros(1, device=where))  # NCCL wants all ranks to begin together

@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from html import escape
+from itertools import groupby
 from typing import Any
 
 from hpcai.cli.doctor.findings import CODES, Finding, Visit, groups, where
@@ -14,6 +15,7 @@ from hpcai.log import duration, size
 
 _SHOWN = 8  # ranks of a matrix on a terminal
 _WIDTH = 16
+_ALIKE = 8  # findings of one code on a terminal
 
 
 def lines(visit: Visit, findings: Sequence[Finding]) -> Iterator[str]:
@@ -28,8 +30,11 @@ def lines(visit: Visit, findings: Sequence[Finding]) -> Iterator[str]:
         for row in matrix(visit, ranks):
             yield "".join(f"{cell:>9}" for cell in row)
     yield ""
-    for finding in findings:
-        yield f"{finding.level}: {finding.where}: {finding.text}"
+    for _, same in groupby(findings, lambda finding: (finding.level, finding.code)):
+        some = list(same)
+        yield from (f"{finding.level}: {finding.where}: {finding.text}" for finding in some[:_ALIKE])
+        if len(some) > _ALIKE:
+            yield f"and {len(some) - _ALIKE} more findings of {some[0].code}; --json FILE names all"
     yield verdict(visit, findings)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -125,6 +126,14 @@ def test_an_outlier_is_above_twice_the_median_and_five_deviations_of_the_others(
     assert network.slow({}, 2.0) == []
 
 
+@pytest.mark.parametrize("count", [4, 5, 9, 10])
+def test_the_median_without_one_is_that_of_the_others(count: int) -> None:
+    order = [float(number**2) for number in range(count)]
+    for place in range(count):
+        others = order[:place] + order[place + 1 :]
+        assert network._median_without(order, place) == statistics.median(others)
+
+
 def links(slow: Callable[[int, int], bool], ranks: int = 4) -> list[Link]:
     pairs = [(one, other) for one in range(ranks) for other in range(one + 1, ranks)]
     return [Link(*pair, 50e-6 if slow(*pair) else 10e-6 + 1e-8 * sum(pair), 2e9) for pair in pairs]
@@ -227,6 +236,8 @@ def test_a_page_folds_nodes_that_are_alike_and_begins_with_what_is_wrong() -> No
     assert "all 8 ranks, 4 on each node: 2 of 8 CPUs each (0-1 | 2-3 | 4-5 | 6-7), 2 threads each" in text
     assert text.splitlines()[-1].startswith("WRONG: 1 wrong, 1 warning; fine: environment, cores")
     assert text.splitlines()[-3].startswith("wrong: rank 5 on n2: torch")
+    many = [replace(findings[-1], where=f"rank {rank}") for rank in range(20)]
+    assert "and 12 more findings of signals; --json FILE names all" in list(page.lines(visit, many))
     told = json.loads(json.dumps(page.as_json(visit, findings)))
     assert told["findings"][0]["ranks"] == [5] and told["wrong"] is True
     assert "rank 5 on n2" in page.html(visit, findings)
