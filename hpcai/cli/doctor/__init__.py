@@ -172,9 +172,12 @@ def _job(words: argparse.Namespace) -> int:
     words.directory = words.directory.absolute()
     os.environ.setdefault("HPCAI_TIMEOUT", f"{words.limit + 30:g}")
     deadline = Deadline(words.limit, here.rank, f"rank {here.rank} on {platform.node()}", here.world)
-    from hpcai.cli.doctor import job  # torch, which may take long
+    try:
+        from hpcai.cli.doctor import job  # torch, which may take long
 
-    return job.examine(words, deadline, here, time.monotonic() - began)
+        return job.examine(words, deadline, here, time.monotonic() - began)
+    finally:
+        deadline.over()
 
 
 def version(distribution: str) -> str:

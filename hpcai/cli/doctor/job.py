@@ -48,7 +48,7 @@ def examine(words: Namespace, deadline: Deadline, here: Place, imports: float) -
     telling = _Telling(words, visit, began)
     deadline.tell, deadline.clean = telling.expired, storage.clean
     watch.say_doing(deadline.doing)
-    watch.last_words.append(lambda reason: storage.clean())
+    watch.last_words.append(_clean)
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # files of ours are deleted on the way
     deadline.at("meeting")
     try:
@@ -57,10 +57,14 @@ def examine(words: Namespace, deadline: Deadline, here: Place, imports: float) -
             _examine(words, deadline, replace(here, rank=mesh.rank, world=mesh.world), mesh, visit, imports)
             deadline.at("telling")
             code = agree(telling.ended() if mesh.is_first else 0, mesh.job)
-        deadline.over()
     finally:
         signal.signal(signal.SIGTERM, before)
+        watch.last_words.remove(_clean)
     return code
+
+
+def _clean(reason: str) -> None:
+    storage.clean()
 
 
 def _examine(words: Namespace, deadline: Deadline, here: Place, mesh: Mesh, visit: Visit, imports: float) -> None:

@@ -3,6 +3,7 @@
 import json
 import signal
 import statistics
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -383,11 +384,18 @@ def test_what_an_app_needs_is_read_from_its_settings(tmp_path: Path, monkeypatch
     assert member.needs("cosmoflow", []).missing == ("protobuf",)
 
 
-def test_what_makes_no_sense_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_makes_no_sense_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HPCAI_TIMEOUT", "60")  # which it sets otherwise
     assert cli.main(["doctor", "--ranks", "--limit", "1"]) == 2
     assert capsys.readouterr().err == "hpcai doctor: --limit is 1 s, expected 5 or more\n"
     assert cli.main(["doctor", "--ranks", "data.batch=1"]) == 2
     assert "'data.batch=1' is a setting, of which app? Add --app NAME" in capsys.readouterr().err
+    assert cli.main(["doctor", "--ranks", "--app", "no-such"]) == 2
+    assert "--app no-such: there is no such app; expected one of cosmoflow, " in capsys.readouterr().err
+    for thread in threading.enumerate():
+        if thread.name == "hpcai-deadline":
+            thread.join(5)
+            assert not thread.is_alive(), "it would end this process later"
 
 
 # -------------------------------------------------------------------------------------- folders, schedulers, limits
