@@ -202,13 +202,18 @@ def _cores(visit: Visit) -> Iterator[Finding]:
             yield _finding(visit, "cores", sorted(mixed), cpus="partly")
 
 
+def _crowded(visit: Visit) -> set[int]:
+    """Ranks whose cores are asked for by several: they wait for each other, which is told once, as what it comes from."""
+    return {rank for finding in _cores(visit) for rank in finding.ranks}
+
+
 def _paces(visit: Visit) -> Iterator[Finding]:
     paces = visit.network.paces
     for rank in slow({rank: 1 / pace.rate for rank, pace in paces.items()}, 1.5):
         others = statistics.median(pace.rate for other, pace in paces.items() if other != rank)
         yield _finding(visit, "pace", [rank], found=f"{paces[rank].rate / 1e9:,.1f} GFLOP", want=f"{others / 1e9:,.1f}")
-    many = {rank for finding in _cores(visit) for rank in finding.ranks}  # whose cores are known to be asked for by several
-    starved = [rank for rank, pace in paces.items() if pace.share < SHARE and rank not in many]
+    crowded = _crowded(visit)
+    starved = [rank for rank, pace in paces.items() if pace.share < SHARE and rank not in crowded]
     if starved:
         yield _finding(visit, "share", starved, found=min(paces[rank].share for rank in starved))
 
@@ -223,9 +228,10 @@ def _clocks(visit: Visit) -> Iterator[Finding]:
 
 def _links(visit: Visit) -> Iterator[Finding]:
     """Links of one node and links between nodes are judged apart, latency and rate too."""
-    net, nodes = visit.network, visit.nodes
+    net, nodes, crowded = visit.network, visit.nodes, _crowded(visit)
     for within in (True, False):
         those = [link for link in net.links if (nodes[link.one] == nodes[link.other]) == within]
+        those = [link for link in those if not {link.one, link.other} <= crowded]
         for name, times in (
             ("latency", {(link.one, link.other): link.latency for link in those}),
             ("rate", {(link.one, link.other): 1 / link.rate for link in those}),

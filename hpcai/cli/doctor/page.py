@@ -72,7 +72,8 @@ def rows(visit: Visit) -> Iterator[tuple[str, str]]:
         return
     for number, text in enumerate(places(visit)):
         yield ("ranks" if number == 0 else "", text)
-    yield "versions", ", ".join(f"{name} {value[:12] if 'commit' in name else value}" for name, value in _most(visit, "versions"))
+    short = {name: value[:12] if "commit" in name else value.split(",")[0] for name, value in _most(visit, "versions")}
+    yield "versions", ", ".join(f"{name} {value}" for name, value in short.items())
     yield from _network(visit)
     for label, folders in (("directory", visit.storage.run), ("scratch", visit.storage.scratch)):
         for number, text in enumerate(_folders(folders)):

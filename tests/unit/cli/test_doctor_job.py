@@ -155,6 +155,13 @@ def test_a_slow_link_is_named_with_both_ends() -> None:
     starts(visit, "warning: rank 1 on n1: to rank 4 on n1: 50 us, other links 10 us; look at cables")
 
 
+def test_of_ranks_that_share_a_core_only_that_is_told() -> None:
+    visit = job(4, 4, cpus=(0, 1), online=2, threads=1)
+    visit.network.links = links(lambda one, other: 2 in (one, other))
+    visit.network.paces = {rank: Pace(1e11, 0.3) for rank in range(4)}
+    starts(visit, "warning: all 4 ranks: are 4 ranks on 2 CPUs")
+
+
 def test_links_between_nodes_are_compared_with_their_like() -> None:
     visit = job(8, 4)
     visit.network.links = links(lambda one, other: one // 4 != other // 4, 8)
