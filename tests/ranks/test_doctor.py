@@ -52,21 +52,18 @@ def test_another_version_and_a_clock_that_is_ahead_are_named(tmp_path: Path) -> 
     assert re.search(r"^wrong: rank 1 on \S+: clock is (89|90)\.\d+ s ahead of rank 0's \(known to 0\.\d+ ", text, re.MULTILINE)
 
 
-@pytest.mark.parametrize(
-    ("fault", "text"),
-    [("stuck", r"rank 1 on \S+ is still at pace for \d+ s, and the others wait for it$"),
-     ("held", r"rank 1 on \S+ does not answer: stopped, or held by a driver or a file system; look at these nodes$")],
-)  # fmt: skip
-def test_a_rank_that_hangs_is_named_at_the_limit(fault: str, text: str, tmp_path: Path) -> None:
+def test_ranks_that_hang_are_named_at_the_limit(tmp_path: Path) -> None:
+    """Rank 1 holds its interpreter, rank 2 only its main thread."""
     told = tmp_path / "told.json"
     began = time.monotonic()
-    ended = run_forked(2, "doctor.py", fault, "1", "--directory", str(tmp_path), "--limit", "6", "--json", str(told))
-    assert time.monotonic() - began < 20
+    ended = run_forked(3, "doctor.py", "hang", "1", "--directory", str(tmp_path), "--limit", "8", "--json", str(told))
+    assert time.monotonic() - began < 40
     shown = page(ended, 1)
-    found = re.search(r"^wrong: the job: not done after 6 s: (.*)$", shown, re.MULTILINE)
-    assert found and re.match(text, found[1])
+    held = r"rank 1 on \S+ does not answer: stopped, or held by a driver or a file system; look at these nodes"
+    stuck = r"rank 2 on \S+ is still at pace for \d+ s, and the others wait for it"
+    assert re.search(rf"^wrong: the job: not done after 8 s: {held}; {stuck}$", shown, re.MULTILINE)
     assert json.loads(told.read_text())["findings"][0]["code"] == "silent"
-    assert shown.startswith("hpcai doctor: 2 ranks"), "what is known by then is shown"
+    assert shown.startswith("hpcai doctor: 3 ranks"), "what is known by then is shown"
 
 
 def test_ranks_that_do_not_come_are_named(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def who_lags(answers: "Mapping[int, Answer]", world: int | None = None) -> str:
         lines.append(f"{named} {_do(silent)} not answer: stopped, or held by a driver or a file system; look at these nodes")
     told = {rank: (int(number), text) for rank, answer in answers.items() for number, _, text in [_parts(answer.doing)]}
     behind = sorted(rank for rank, (number, _) in told.items() if 0 <= number < max(number for number, _ in told.values()))
-    if behind and not silent:
+    if behind:
         lines += [f"{answers[rank].name} is still at {told[rank][1]}, and the others wait for it" for rank in behind[:8]]
         lines += [f"and {len(behind) - 8} more"] if len(behind) > 8 else []
     if not lines:

@@ -14,10 +14,10 @@ if os.environ["RANK"] == rank:
         member.platform.python_version = lambda: "3.9.0"
         skew = network.skew
         job.network.skew = lambda wire, rank, ranks: skew(wire, rank, ranks, clock=lambda: time.time() + 90)
-    elif fault == "stuck":
-        job.network.pace = lambda device: time.sleep(60)
-    elif fault == "held":
-        job.network.pace = lambda device: ctypes.PyDLL(None).sleep(9)  # and no other thread runs meanwhile
+    elif fault == "hang":
+        job.network.pace = lambda device: ctypes.PyDLL(None).sleep(11)  # and no other thread runs meanwhile
+if fault == "hang" and os.environ["RANK"] == "2":
+    job.network.pace = lambda device: time.sleep(60)
 if fault == "other":
     member.machine = lambda root: os.environ["RANK"]  # each rank is a computer of its own
 sys.exit(cli.main(["doctor", "--ranks", *words]))
