@@ -14,6 +14,8 @@ train       step, epoch (with its fraction), samples (so far), seconds (so far),
 evaluate    step, epoch, samples, seconds (this evaluation), metrics
 checkpoint  step, path, seconds, bytes
 note        text, step (optional)
+energy      step, joules, joules_per_sample, samples: of this life of the run, over all processes that train; gpu_joules,
+            cpu_joules, memory_joules (what has counters); gpus (counted) of world, nodes_counted (processors) of nodes
 stop        step, epoch, samples, reason ("finished", "target", "signal", "diverged"), seconds, target_reached
 ========== ===========================================================================================================
 
@@ -341,6 +343,25 @@ def size(count: float) -> str:
     return f"{count:.4g} TB"
 
 
+def energy(fields: Mapping[str, Any]) -> str:
+    """What an `energy` event says, for people."""
+    kinds = [f"{name} {joules(fields[key])}" for name, key in
+             (("GPUs", "gpu_joules"), ("processors", "cpu_joules"), ("memory", "memory_joules")) if key in fields]
+    counted = [f"{fields['gpus']} of {fields.get('world')} GPUs"] if fields.get("gpus") else []
+    counted += [f"processors of {fields['nodes_counted']} of {fields.get('nodes')} nodes"] if fields.get("nodes_counted") else []
+    each = f"{number(fields.get('joules_per_sample', math.nan))} J a sample"
+    return f"{joules(fields.get('joules', math.nan))}, {each} ({', '.join(kinds)}; counted: {', '.join(counted)})"
+
+
+def joules(count: float) -> str:
+    """An energy in decimal units; 3.6 MJ are one kWh."""
+    for unit in ("J", "kJ", "MJ"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.4g} GJ"
+
+
 def number(value: Any) -> str:
     """A metric for people: four digits that mean something."""
     return f"{value:.4g}" if isinstance(value, (int, float)) else str(value)
@@ -478,6 +499,9 @@ class Terminal:
     def _note(self, event: Event) -> str:
         where = f" at {self._at(event.fields)}" if event.fields.get("step") is not None else ""
         return f"note{where}: {event.fields.get('text', '')}"
+
+    def _energy(self, event: Event) -> str:
+        return f"energy: {energy(event.fields)}"
 
     def _stop(self, event: Event) -> str:
         get = event.fields.get

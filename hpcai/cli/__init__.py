@@ -19,7 +19,7 @@ COMMANDS = {
     "plan": "APP ...           what a training will take on GPUs that are not here: minutes, memory, messages",
     "verify-resume": "APP ...  kill an app's run at random instants and compare it with one that nobody killed",
     "replay": "RUN/failure-... make the step in which a run failed again, and name the first module that is not finite",
-    "doctor": "[--packages]   show what this installation finds: torch, GPUs, MPI, HDF5, launcher",
+    "doctor": "[--ranks]      show what this installation finds, or behind srun what a whole job does: ranks, links, file systems",
 }
 
 

@@ -86,7 +86,7 @@ def bind(device: torch.device, local_rank: int = 0, local_world: int = 1, root: 
     if "OMP_NUM_THREADS" not in os.environ:  # torch counted the cores of the whole machine
         torch.set_num_threads(min(torch.get_num_threads(), cores))
     gpu = f", next to GPU {peers[rank]}" if peers[rank] else ""
-    return f"bound to {len(cpus)} CPUs ({cores} cores) of {where}{gpu}: {_ranges(cpus)}"
+    return f"bound to {len(cpus)} CPUs ({cores} cores) of {where}{gpu}: {ranges(cpus)}"
 
 
 def plan_cpus(root: Path, allowed: set[int], rank: int, peers: Sequence[str | None]) -> tuple[set[int], int, str] | None:
@@ -96,7 +96,7 @@ def plan_cpus(root: Path, allowed: set[int], rank: int, peers: Sequence[str | No
     use now. Hyper-threads of a core stay together; no CPU goes to two peers, unless a node has more peers than cores.
     """
     system = root / "sys/devices/system"
-    every = {int(p.name[4:]): _cpus(p / "cpulist") for p in system.glob("node/node*") if p.name[4:].isdigit()}
+    every = {int(p.name[4:]): cpu_list(p / "cpulist") for p in system.glob("node/node*") if p.name[4:].isdigit()}
     nodes = {node: cpus & allowed for node, cpus in sorted(every.items()) if cpus & allowed}
     if not nodes or (allowed < set().union(*every.values()) and len(nodes) == 1):
         return None
@@ -108,13 +108,13 @@ def plan_cpus(root: Path, allowed: set[int], rank: int, peers: Sequence[str | No
     home = homes[rank] or ()
     sharing = [i for i, other in enumerate(homes) if other == home]
     cpus = set().union(*(nodes[node] for node in home))
-    siblings = {cpu: _cpus(system / f"cpu/cpu{cpu}/topology/thread_siblings_list") & cpus or {cpu} for cpu in cpus}
+    siblings = {cpu: cpu_list(system / f"cpu/cpu{cpu}/topology/thread_siblings_list") & cpus or {cpu} for cpu in cpus}
     cores = sorted({tuple(sorted(threads)) for threads in siblings.values()})
     if len(cores) >= len(sharing):
         i, n = sharing.index(rank), len(sharing)
         cores = cores[i * len(cores) // n : (i + 1) * len(cores) // n]
     cpus = {cpu for core in cores for cpu in core}
-    return None if cpus == allowed else (cpus, len(cores), f"NUMA node {_ranges(set(home))}")
+    return None if cpus == allowed else (cpus, len(cores), f"NUMA node {ranges(set(home))}")
 
 
 def _home(root: Path, gpu: str | None, nodes: dict[int, set[int]]) -> tuple[int, ...] | None:
@@ -153,13 +153,14 @@ def _address(device: torch.device) -> str | None:
     return f"{domain:04x}:{bus:02x}:{slot:02x}.0" if slot >= 0 else None
 
 
-def _cpus(path: Path) -> set[int]:
+def cpu_list(path: Path) -> set[int]:
     """``0-3,8`` -> {0, 1, 2, 3, 8}; empty where there is no such file."""
     text = path.read_text() if path.exists() else ""
     return {cpu for first, last in re.findall(r"(\d+)(?:-(\d+))?", text) for cpu in range(int(first), int(last or first) + 1)}
 
 
-def _ranges(numbers: set[int]) -> str:
+def ranges(numbers: set[int]) -> str:
+    """{0, 1, 2, 3, 8} -> ``0-3,8``."""
     starts = [n for n in sorted(numbers) if n - 1 not in numbers]
     ends = [n for n in sorted(numbers) if n + 1 not in numbers]
     return ",".join(f"{a}-{b}" if b > a else str(a) for a, b in zip(starts, ends))

@@ -75,8 +75,10 @@ def alone(device: torch.device | None = None) -> Mesh:
 
 
 @contextmanager
-def start(axes: Any) -> Iterator[Mesh]:
+def start(axes: Any, on: torch.device | None = None) -> Iterator[Mesh]:
     """Meet the other processes of the job and give the mesh; ``axes`` maps names to sizes or is a settings object.
+
+    ``on``: the device to be used, such as the CPU, instead of the GPU that is this process's by its place; no GPU is touched then.
 
     An exception on one rank ends all ranks within seconds (see hpcai.dist.watch). With one process there is neither process
     group nor watch, and exceptions pass through. Raises LaunchError, and MeshError when the axes do not fit the processes.
@@ -87,10 +89,10 @@ def start(axes: Any) -> Iterator[Mesh]:
     _check_unannounced(here)
     if torch_dist.is_initialized():
         raise LaunchError("torch.distributed is initialised already; start() makes the process group itself")
-    here, watch = (here, None) if here.world == 1 else _meet(here)
+    here, watch = (here, None) if here.world == 1 else _meet(here, on)
     assert here.world is not None
     with watch or nullcontext():
-        where = _device(here)
+        where = on if on is not None else _device(here)
         _settle(where, here)
         if watch is not None:
             backend = "gloo"
@@ -120,12 +122,12 @@ class _MPIError(LaunchError):
     """There is no MPI library, or it belongs to another launcher: the same on every rank of a node."""
 
 
-def _meet(here: Place) -> tuple[Place, Watch | None]:
+def _meet(here: Place, on: torch.device | None) -> tuple[Place, Watch | None]:
     """Reach the other ranks. Until then they cannot hear one another, so a refusal must end this process by itself."""
     comm = None
     try:
         if here.mpi:
-            if here.local_rank is not None:
+            if here.local_rank is not None and on is None:
                 with suppress(LaunchError):  # it is raised again once the ranks hear one another
                     _device(here)  # before MPI, which may otherwise open a context on the first GPU for every rank
             here, comm = _join_mpi(here)

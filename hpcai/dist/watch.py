@@ -28,7 +28,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as torch_dist
@@ -46,6 +46,7 @@ _LAST_RESORT = 2.0  # from that word until the other ranks end by themselves, so
 _LONGEST_WORD = 1 << 18  # of a rank
 _LONGEST_TEXT = 1 << 15  # of the reason for a failure
 _LONGEST_GREETING = 1 << 12  # of a connection that has not shown the token
+_LONGEST_DOING = 200  # of what a rank says that it does
 _STRANGERS = 256  # connections without a token that are held at a time
 
 
@@ -77,8 +78,9 @@ class Watch:
         self._spare, self.losing = False, threading.Event()
         self._stop: dict[str, Any] | None = None
         self._hub: threading.Thread | None = None
+        self.hub: _Hub | None = None
         if rank == 0:
-            hub = _Hub(world, token, "127.0.0.1" if address == "127.0.0.1" else "")
+            self.hub = hub = _Hub(world, token, "127.0.0.1" if address == "127.0.0.1" else "")
             self._hub = threading.Thread(target=hub.serve, name="hpcai-hub", daemon=True)
             self._hub.start()
             store.set("hub", str(hub.port))
@@ -167,6 +169,8 @@ class Watch:
                 shout(self._words + others)
                 self._printed = True
                 _send(self._line, printed=True)
+            elif "ask" in message:
+                _send(self._line, doing=_doing[-1]()[:_LONGEST_DOING])
             elif "lost" in message:
                 self.lost = message["lost"]
                 self.losing.set()
@@ -214,6 +218,7 @@ class _Word(BaseModel):
     code: int = Field(1, ge=1, le=255)
     ours: bool = False
     printed: bool = False
+    doing: str | None = Field(None, max_length=_LONGEST_DOING)
 
 
 @dataclass(eq=False)
@@ -224,6 +229,7 @@ class _Member:
     left: bool = False
     spare: bool = False
     code: int | None = None  # its exit code, once it has left
+    doing: str | None = None  # its answer, when it was asked
     rest: bytes = b""
 
 
@@ -329,11 +335,23 @@ class _Hub:
             self._strangers.remove(member)
             self._members.append(member)
         member.spare |= word.spare
+        member.doing = word.doing if word.doing is not None else member.doing
         if word.left is not None:
             member.left, member.code = True, word.left
         if word.failed is not None:
             self._failures.append(_Failure(member, word.failed, word.code, word.ours))
         return True
+
+    def answers(self, patience: float) -> "dict[int, Answer]":
+        """Asked from another thread than that which serves."""
+        members = list(self._members)
+        for member in members:
+            member.doing = None
+            _send(member.line, ask=True)
+        until = time.monotonic() + patience
+        while time.monotonic() < until and any(member.doing is None for member in members):
+            time.sleep(0.02)
+        return {member.rank: Answer(member.name, member.doing) for member in members}
 
     def _stop_all(self) -> None:
         first = next((failure for failure in self._failures if failure.dead), self._failures[0])
@@ -362,6 +380,33 @@ def lost(patience: float = 0.0) -> str:
         watch.losing.wait(patience)
         return watch.lost
     return ""
+
+
+class Answer(NamedTuple):
+    """A rank that has met the others: ``name`` tells its host, and ``doing`` what it does, None where it does not answer."""
+
+    name: str
+    doing: str | None
+
+
+_doing: list[Callable[[], str]] = [lambda: ""]
+
+
+def say_doing(tell: Callable[[], str]) -> None:
+    """From now on this rank answers with ``tell()`` when rank 0 asks what it does."""
+    _doing[:] = [tell]
+
+
+def answers(patience: float) -> dict[int, Answer]:
+    """What the ranks do that have met, asked on rank 0, for a program that takes too long; nothing where no job is under way.
+
+    A rank does not answer within ``patience`` seconds where its process is stopped, or a long C call holds its interpreter; it
+    does while it waits in a collective.
+    """
+    for watch in _joined:
+        if watch.hub is not None:
+            return watch.hub.answers(patience)
+    return {}
 
 
 def shout(text: str) -> None:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from hpcai import startup
-from hpcai.dist.collect import gather_objects
+from hpcai.dist.collect import gather_objects, sum_in_place
+from hpcai.dist.energy import Processors
 from hpcai.dist.host import Collector, Gpu, warm_collectives
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import CheckpointError, ConfigError, DataError, DivergedError
@@ -29,6 +30,9 @@ from hpcai.train.saved import Progress
 from hpcai.train.schedule import rate
 from hpcai.train.signals import StopSignals
 from hpcai.train.step import Step, samples_in
+
+ENERGY = ("gpu", "cpu", "memory")
+"""What energy is counted of: GPUs by their processes, processors and their memory by the first process of each node."""
 
 
 @dataclass
@@ -137,6 +141,8 @@ class _Training:
         self.validation, self.metric = validation, metric
         self.scores = scoring(step, metric, validation, cfg.evaluate)
         self.gpu, self._energy = Gpu(self.mesh.device), 0.0
+        self.processors: Processors | None = None  # of the node, on the first process there
+        self._nodes = self._seen_before = 0
         self._scored: Position | None = None  # where the target was reached
         self.run, self.reports, self.checkpoints = run, run.reports, run.checkpoints
         step.average.batch = data.size
@@ -157,6 +163,7 @@ class _Training:
             resumed = self.checkpoints.resume(self.step) if self.checkpoints else None
         self.progress = self.result.progress = resumed or self.progress
         self._reported = self._saved = self._compared = self.progress.step
+        self._seen_before = self.progress.seen
         self._start(self.progress.step if resumed else None)
         self.step.model.train()
         ended = self.progress.ended
@@ -181,6 +188,8 @@ class _Training:
                 self._save(final=True)
         if reason == "signal":
             self.reports.emit("note", step=self.progress.step, text=f"stopped by {signals.received or 'a signal on another rank'}")
+        if not done:
+            self._tell_energy()
         at = self._scored or self._position()
         self.reports.emit("stop", **at, reason=reason, seconds=self.progress.seconds, target_reached=reason == "target")
         if self.scores is not None:
@@ -232,6 +241,8 @@ class _Training:
         """Do what follows each step: sums, counters, and the reports and checkpoints that are due."""
         self._tell()
         PULSE.beats += 1
+        if self.processors is not None:
+            self.processors.keep()
         self.measured.add(values, 1)  # every copy's part of a step counts alike, however many samples balancing gave it
         self.progress.step += 1
         self.progress.sample += self.data.size
@@ -328,6 +339,23 @@ class _Training:
             spent, self._energy = readings["energy_j"] - self._energy, readings["energy_j"]
             readings |= {"samples_per_joule": samples / self.mesh.world / spent} if spent > 0 else {}
         return {f"gpu_{name}": value for name, value in readings.items()}
+
+    def _tell_energy(self) -> None:
+        """Tell once, at the end, what the run has taken since its start: sums over all processes, as far as there are counters."""
+        own = {"gpu": self.gpu.readings().get("energy_j")}
+        own |= self.processors.joules() if self.processors else {}
+        each = [own.get(kind) for kind in ENERGY]
+        flat = torch.tensor([*(joules or 0.0 for joules in each), *(joules is not None for joules in each)], dtype=torch.float64)
+        sums = sum_in_place(flat.to(self.mesh.device), self.mesh.everyone).tolist()
+        counted = {kind: int(count) for kind, count in zip(ENERGY, sums[len(ENERGY) :]) if count}
+        if not counted:
+            return
+        joules = {f"{kind}_joules": total for kind, total in zip(ENERGY, sums) if kind in counted}
+        samples, total = self.progress.seen - self._seen_before, sum(joules.values())
+        self.reports.emit(
+            "energy", step=self.progress.step, joules=total, joules_per_sample=total / max(samples, 1), samples=samples, **joules,
+            gpus=counted.get("gpu", 0), world=self.mesh.world, nodes_counted=counted.get("cpu", 0), nodes=self._nodes,
+        )  # fmt: skip
 
     def _tell_news(self, of: Any) -> None:
         for text in of.news() if hasattr(of, "news") else ():  # a list of batches has none
@@ -454,7 +482,10 @@ class _Training:
 
     def _start(self, resumed: int | None) -> None:
         self.run.begin()
-        nodes = len(set(gather_objects(socket.gethostname(), self.mesh.everyone)))
+        hosts = gather_objects(socket.gethostname(), self.mesh.everyone)
+        nodes = self._nodes = len(set(hosts))
+        if hosts.index(socket.gethostname()) == self.mesh.everyone.rank:
+            self.processors = Processors()
         self.reports.emit(
             "start", name=self.run.name, directory=str(self.run.directory or ""), settings=self.run.settings,
             world=self.mesh.world, nodes=nodes, device=str(self.mesh.device),
@@ -464,6 +495,9 @@ class _Training:
             validation_samples=getattr(self.validation, "samples", 0), resumed_from=resumed,
         )  # fmt: skip
         for text in (*(self.checkpoints.notes if self.checkpoints else ()), *self.step.notes):
+            self.reports.emit("note", step=self.progress.step, text=text)
+        if self.processors is not None and self.processors.closed:
+            text = f"energy of processors is not counted where this user may not read it: {self.processors.closed}"
             self.reports.emit("note", step=self.progress.step, text=text)
         if resumed is not None:
             self.reports.emit("note", step=self.progress.step, text=f"resumed from step {resumed}")

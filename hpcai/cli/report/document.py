@@ -11,7 +11,7 @@ import numpy as np
 from hpcai import startup
 from hpcai.cli.report.run import Record
 from hpcai.cli.report.theme import Plot
-from hpcai.log import duration, number, per_second, size
+from hpcai.log import duration, energy, number, per_second, size
 
 MOST = 12                                                # checkpoints in the table
 
@@ -68,7 +68,7 @@ def _date(time: float) -> str:
     return datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[Any]], kind: Literal["words", "numbers", "texts"] = "words") -> str:
+def table(head: Sequence[str], rows: Iterable[Sequence[Any]], kind: Literal["words", "numbers", "texts"] = "words") -> str:
     """An HTML table. All columns but the first of ``numbers`` are right-aligned; ``texts`` keep their lines."""
 
     def cells(row: Sequence[Any], tag: str) -> str:
@@ -79,7 +79,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[Any]], kind: Literal["wo
     return f'<table class="{kind}">{top}{"".join(cells(row, "td") for row in rows)}</table>'
 
 
-def _card(title: str, body: str, note: str = "") -> str:
+def card(title: str, body: str, note: str = "") -> str:
     faint = f'<div class="faint">{escape(note)}</div>' if note else ""
     return f'<section class="card"><h2>{escape(title)}</h2>{faint}{body}</section>'
 
@@ -126,14 +126,14 @@ def _results(run: Record) -> str:
         best, target = run.best(name), run.target(name)
         first = (name, number(best[1]), f"{best[0]:,}") if best else (name, "none", "")
         rows.append((*first, number(values[-1]), f"{steps[-1]:,}", number(target) if target is not None else ""))
-    return _card("Evaluations", _table(("metric", "best", "at step", "last", "at step", "target"), rows, "numbers")) if rows else ""
+    return card("Evaluations", table(("metric", "best", "at step", "last", "at step", "target"), rows, "numbers")) if rows else ""
 
 
 def _predicted(run: Record) -> str:
     if run.table is None:
         return ""
     found = run.table
-    return _card(found.title, _table(found.head, found.rows, "texts" if found.text else "numbers"), found.note)
+    return card(found.title, table(found.head, found.rows, "texts" if found.text else "numbers"), found.note)
 
 
 def _facts(run: Record) -> str:
@@ -150,8 +150,21 @@ def _facts(run: Record) -> str:
         ("lives", f"{len(run.of('start'))}" + "".join(f", resumed from step {life['resumed_from']:,}" for life in run.of("start")
                                                      if life.get("resumed_from") is not None)),
     ]
+    rows += [("energy", text)] if (text := _energy(run)) else []
     rows += [("start", startup.describe(event.get("parts") or {})) for event in run.of("startup")[-1:]]
-    return _card("The run", _table(("", ""), rows))
+    return card("The run", table(("", ""), rows))
+
+
+def _energy(run: Record) -> str:
+    """Over all lives of the run that have told it."""
+    lives = run.of("energy")
+    if not lives:
+        return ""
+    total = {key: sum(life[key] for life in lives if key in life) for key in dict.fromkeys(key for life in lives for key in life)
+             if key == "samples" or key.endswith("joules")}
+    each = {"joules_per_sample": total["joules"] / max(total.get("samples", 0), 1)}
+    told = len(run.of("start"))
+    return energy({**lives[-1], **total, **each}) + (f"; {len(lives)} of {told} lives" if len(lives) < told else "")
 
 
 def _checkpoints(run: Record) -> str:
@@ -160,7 +173,7 @@ def _checkpoints(run: Record) -> str:
     if not rows:
         return ""
     note = f"{len(rows)} written" + (f", the last {MOST} shown" if len(rows) > MOST else "") + "; a run keeps the newest ones"
-    return _card("Checkpoints", _table(("path", "step", "size", "took", "when"), rows[-MOST:], "numbers"), note)
+    return card("Checkpoints", table(("path", "step", "size", "took", "when"), rows[-MOST:], "numbers"), note)
 
 
 def page(run: Record, drawn: Mapping[Plot, tuple[bytes, bytes]]) -> str:
@@ -183,8 +196,8 @@ def page(run: Record, drawn: Mapping[Plot, tuple[bytes, bytes]]) -> str:
     parts = [
         _header(run), _tiles(run), f'<div class="plots">{figures}</div>',
         _predicted(run), f'<div class="plots">{_facts(run)}{_results(run)}</div>', _checkpoints(run),
-        _card("Notes", _table(("when", "step", "what"), notes)) if notes else "",
-        _card("Left out", gaps) if run.left_out else "",
+        card("Notes", table(("when", "step", "what"), notes)) if notes else "",
+        card("Left out", gaps) if run.left_out else "",
         f'<section class="card screen">{settings}</section>' if run.settings_text else "",
     ]
     return (f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'

@@ -156,6 +156,12 @@ def test_timeout_is_checked(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
         launch._timeout()
 
 
+def test_a_program_that_names_its_device_touches_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_device", lambda here: pytest.fail("looked for a GPU"))
+    with launch.start({}, on=torch.device("cpu")) as mesh:
+        assert mesh.device.type == "cpu"
+
+
 def test_import_starts_neither_mpi_nor_cuda() -> None:
     code = "import sys, torch, hpcai.dist.launch; assert 'mpi4py.MPI' not in sys.modules and not torch.cuda.is_initialized()"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

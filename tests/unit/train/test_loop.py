@@ -21,6 +21,7 @@ from hpcai.settings import CheckpointConfig, ReportConfig, StepConfig, TrainConf
 from hpcai.train import loop, tensorfile
 from hpcai.train.checkpoint import Checkpoints
 from hpcai.train.saved import read_tensors
+from tests.ranks.launch import on_ranks
 
 
 def loss(model: nn.Module, batch: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -341,6 +342,61 @@ def test_readings_of_a_gpu_are_in_the_reports_with_what_a_joule_bought(tmp_path:
     assert all(row["gpu_samples_per_joule"] == pytest.approx(each) for row in rows)
     assert "gpu_power_w" not in result.reports[0].values and "gpu_power_w" not in log.metrics(rows[0])
     assert report([str(tmp_path)]) in (0, None) and "Power" in (tmp_path / "report.html").read_text()
+
+
+class Watts:
+    """Processors that have taken 30 J."""
+
+    closed = "energy_uj: Permission denied"
+
+    def keep(self) -> None:
+        pass
+
+    def joules(self) -> dict[str, float]:
+        return {"cpu": 30.0}
+
+
+def test_the_energy_of_a_run_is_told_at_its_end_and_summed_over_its_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "Processors", Watts)
+    for epochs in (1, 2):
+        with new_run(tmp_path) as run:
+            train.fit(new_step(), batches(), TrainConfig(epochs=epochs), run=run)
+    lives = [event for event in events(tmp_path) if event["kind"] == "energy"]
+    samples = len(batches()) * len(batches()[0])
+    assert [(life["joules"], life["cpu_joules"], life["samples"]) for life in lives] == [(30.0, 30.0, samples)] * 2
+    assert all("gpu_joules" not in life and life["joules_per_sample"] == 30.0 / samples for life in lives)
+    assert [(life["gpus"], life["nodes_counted"], life["nodes"]) for life in lives] == [(0, 1, 1)] * 2
+    notes = [event["text"] for event in events(tmp_path) if event["kind"] == "note"]
+    assert sum("not counted where this user may not read it: energy_uj: Permission denied" in text for text in notes) == 2
+    assert report([str(tmp_path)]) in (0, None)
+    assert f"60 J, {60 / (2 * samples):.4g} J a sample (processors 60 J; counted: processors of 1 of 1 nodes)" in (
+        tmp_path / "report.html").read_text()
+
+
+def _train_on_nodes(mesh: Any, directory: str) -> None:
+    """Three processes on two nodes, the last of which has no counters, and a GPU's meter on each of the first two."""
+    class Meter:
+        def __init__(self, device: torch.device) -> None:
+            pass
+
+        def readings(self) -> dict[str, float]:
+            return {"energy_j": 100.0 + mesh.rank} if mesh.rank < 2 else {}
+
+    loop.Gpu, loop.Processors = Meter, Watts  # type: ignore[assignment,misc]
+    Watts.joules = lambda self: {"cpu": 7.0, "memory": 1.0} if mesh.rank < 2 else {}  # type: ignore[method-assign]
+    loop.socket.gethostname = lambda: "b" if mesh.rank == 2 else "a"
+    run = train.Run("x", Config(report=ReportConfig(directory=Path(directory), sinks=())), mesh)
+    step = train.Step(nn.Linear(3, 1), loss, StepConfig(optimizer="sgd", lr=0.05), mesh)
+    train.fit(step, batches(), TrainConfig(epochs=1), run=run)
+    run.reports.close()
+
+
+def test_energy_is_summed_over_gpus_and_nodes(tmp_path: Path) -> None:
+    on_ranks({"replicate": 3}, _train_on_nodes, str(tmp_path), fresh=True)
+    (found,) = [event for event in events(tmp_path) if event["kind"] == "energy"]
+    told = {"gpu_joules": 201.0, "cpu_joules": 7.0, "memory_joules": 1.0, "joules": 209.0}
+    told |= {"gpus": 2, "world": 3, "nodes_counted": 1, "nodes": 2}
+    assert {key: found[key] for key in told} == told
 
 
 def slow_metric(model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:

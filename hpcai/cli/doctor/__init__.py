@@ -1,4 +1,8 @@
-"""`hpcai doctor`: what this installation and this machine offer. It starts no MPI and reserves no GPU."""
+"""`hpcai doctor`: what this installation and this machine offer. It starts no MPI and reserves no GPU.
+
+`srun hpcai doctor --ranks` (or behind mpiexec or torchrun) looks at a whole job within a minute: where its ranks are, what differs
+between them, clocks, links, file systems. Exit code 0: nothing is wrong; 1: something is, on all ranks alike; 2: refused.
+"""
 
 import argparse
 import json
@@ -6,18 +10,23 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from hpcai.errors import DataError
+from hpcai.errors import ConfigError, DataError
 from hpcai.kernels import compiler
 
 DISTRIBUTION = "hpcai-suite"
 EXTRAS = ("mpich", "tensorboard", "nvidia-dali-cuda130", "kvikio-cu13", "nvidia-ml-py", "triton", "mlperf-logging")
+
+LEAST = 5.0
+"""Seconds of a limit within which the ranks of a job can be looked at."""
 
 # Each probe is a process of its own: a library that cannot be loaded may take its process down
 PROBES = {
@@ -117,9 +126,10 @@ def packages(distribution: str = DISTRIBUTION) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="hpcai doctor", description=__doc__)
-    parser.add_argument("--packages", action="store_true", help="print how many packages a plain install resolves to, and no more")
-    if parser.parse_args(argv).packages:
+    words = _parser().parse_intermixed_args(argv)
+    if words.ranks:
+        return _job(words)
+    if words.packages:
         print(packages())
         return 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -134,6 +144,40 @@ def main(argv: Sequence[str]) -> int:
     except DataError as error:
         show({"packages": str(error)})
     return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="hpcai doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--packages", action="store_true", help="print how many packages a plain install resolves to, and no more")
+    parser.add_argument("--ranks", action="store_true", help="look at the job that this is a rank of")
+    job = parser.add_argument_group("with --ranks")
+    job.add_argument("--directory", type=Path, default=Path(), metavar="DIR", help="the folder of a run (the current one)")
+    job.add_argument("--app", metavar="NAME", help="also what this app needs, with the settings that follow")
+    job.add_argument("settings", nargs="*", metavar="CONFIG.yaml|key=value", help="settings of the app")
+    job.add_argument("--json", type=Path, metavar="FILE", help="write everything as JSON")
+    job.add_argument("--html", type=Path, metavar="FILE", help="write a page")
+    job.add_argument("--limit", type=float, default=60.0, metavar="SECONDS", help="end by then, whatever a rank does (60)")
+    return parser
+
+
+def _job(words: argparse.Namespace) -> int:
+    from hpcai.cli.doctor.deadline import Deadline
+    from hpcai.dist.environment import place
+
+    if not words.limit >= LEAST:
+        raise ConfigError(f"--limit is {words.limit:g} s, expected {LEAST:g} or more")
+    if words.settings and not words.app:
+        raise ConfigError(f"{words.settings[0]!r} is a setting, of which app? Add --app NAME")
+    began, here = time.monotonic(), place()
+    words.directory = words.directory.absolute()
+    os.environ.setdefault("HPCAI_TIMEOUT", f"{words.limit + 30:g}")
+    deadline = Deadline(words.limit, here.rank, f"rank {here.rank} on {platform.node()}", here.world)
+    try:
+        from hpcai.cli.doctor import job  # torch, which may take long
+
+        return job.examine(words, deadline, here, time.monotonic() - began)
+    finally:
+        deadline.over()
 
 
 def version(distribution: str) -> str:

@@ -1,0 +1,43 @@
+"""`hpcai doctor --ranks` on GPUs: links, sums and pace of each pair, over NCCL."""
+
+import json
+import os
+from pathlib import Path
+
+import torch.distributed as torch_dist
+
+from hpcai import cli
+from hpcai.cli.doctor import network
+from hpcai.dist.mesh import Mesh
+from tests.gpu.gpus import needs, on_gpus
+from tests.gpu.machine import DEVICE, ON_GPU
+
+
+def measure(mesh: Mesh) -> tuple[list[network.Link], int, dict[int, float], float]:
+    group = torch_dist.new_group(backend="nccl" if ON_GPU else "gloo")
+    wire = network.Wire(mesh.device, group, mesh.job.group)
+    wire.meet()
+    links, played = network.links(wire, mesh.rank, ["n"] * mesh.world, 20.0)
+    return links, played, network.sums(wire, 5.0), network.pace(mesh.device, 0.2).rate
+
+
+@needs(2)
+def test_pairs_of_gpus_are_measured() -> None:
+    every = on_gpus({"replicate": 2}, measure)
+    ((link,), played, sums, _), _ = every
+    assert (link.one, link.other, played) == (0, 1, 1) and 0 < link.latency < 0.1 and link.rate > 1e6
+    assert {8, 1 << 16} <= set(sums) and all(seconds > 0 for seconds in sums.values())
+    assert all(rate > (1e13 if ON_GPU else 1e8) for *_, rate in every)
+
+
+def test_a_gpu_is_told(tmp_path: Path) -> None:
+    before = dict(os.environ)
+    try:
+        words = ["--directory", str(tmp_path), "--json", str(tmp_path / "o.json"), "--limit", "40"]
+        assert cli.main(["doctor", "--ranks", *words]) == 0
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    found = json.loads((tmp_path / "o.json").read_text())
+    assert (found["members"][0]["gpu"] is not None) == (DEVICE.type == "cuda")
+    assert found["network"]["paces"]["0"]["rate"] > (1e13 if ON_GPU else 1e8)
