@@ -28,6 +28,11 @@ def names(part: str) -> list[str]:
     return sorted(app for app, folder in _folders().items() if part in {module.name for module in iter_modules([folder])})
 
 
+def root() -> str:
+    """The folder that holds `apps`, which Python must find to run one."""
+    return str(Path(next(iter(_folders().values()))).parents[1])
+
+
 def _folders() -> dict[str, str]:
     """The folder of each app by the app's name."""
     if find_spec("apps") is None:                        # the command's own path has neither the current folder nor the checkout
