@@ -100,7 +100,7 @@ def runs_as(text: str, tmp_path: Path, **environ: str) -> list[list[str]]:
     fake.mkdir(exist_ok=True)
     log.write_text("")
     for name in ("srun", "mpiexec", "scontrol", "qsub", "apptainer"):
-        end = 'exit "${CODE:-0}"' if name == "srun" else ""
+        end = 'exit "${CODE:-0}"' if name in ("srun", "mpiexec") else ""
         (fake / name).write_text(f'#!/bin/bash\nprintf "%s\\0" {name} "$@" >> {log}; echo >> {log}\n{end}\n')
         (fake / name).chmod(0o755)
     (tmp_path / "job").write_text(text)
@@ -144,6 +144,8 @@ def test_an_array_gives_each_run_its_words_and_its_directory(tmp_path: Path, cap
     pbs = written(capsys, *words, "--site", "pbs", "--time", "60")
     (train, *_) = runs_as(pbs, tmp_path, HPCAI_TASK="1", PBS_NODEFILE=str(ROOT / "LICENSE"))
     assert train[-2:] == ["train.seed=2", f"report.directory={tmp_path / 'run/seed-2'}"]
+    again = runs_as(pbs, tmp_path, HPCAI_TASK="1", PBS_NODEFILE=str(ROOT / "LICENSE"), CODE="85")[-1]
+    assert again == ["qsub", "-v", "HPCAI_TASK=1", str(tmp_path / "run/job.pbs")]
 
 
 def test_times_are_read_as_slurm_writes_them() -> None:
