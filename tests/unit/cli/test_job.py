@@ -4,8 +4,10 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -289,44 +291,69 @@ def qsub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return home
 
 
-def finish(qsub: Path, number: int) -> int:
+def started(qsub: Path, number: int) -> subprocess.Popen[str]:
     job = json.loads((qsub / f"{number}.job").read_text())
     about = {"PBS_NODEFILE": str(qsub / "nodes"), "PBS_JOBID": str(number), "OMP_NUM_THREADS": "1", "HOME": str(qsub)}
     about |= {"PATH": os.environ["PATH"], **job["environ"]}
-    done = subprocess.run(["bash", job["script"]], env=about, capture_output=True, text=True)
-    print(done.stdout, done.stderr)
-    return done.returncode
+    return subprocess.Popen(["bash", job["script"]], env=about, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def ended(job: subprocess.Popen[str]) -> tuple[int, str]:
+    said, _ = job.communicate(timeout=240)
+    print(said)
+    return job.returncode, said
+
+
+@pytest.mark.mpi
+def test_under_pbs_every_process_of_a_real_mpiexec_has_a_clock(qsub: Path, tmp_path: Path) -> None:
+    """PBS warns nobody before the time is up. The worker of a process is not asked to stop."""
+    program = """
+import os, signal, sys, time
+def stop(number, frame):
+    print("asked", os.getpid(), flush=True)
+    sys.exit(85)
+signal.signal(signal.SIGUSR1, stop)
+if os.fork() == 0:
+    signal.signal(signal.SIGUSR1, lambda number, frame: print("a worker was asked", flush=True))
+    time.sleep(3)
+    os._exit(0)
+time.sleep(60)
+"""
+    asked = ["--site", "pbs", "--nodes", "1", "--per-node", "2", "--time", "10:00", "--stop-before", "598", "--any-directory"]
+    assert main([*small(tmp_path / "run", f"data.directory={tmp_path}"), *asked, "--submit"]) == 0
+    (tmp_path / "waits.py").write_text(program)
+    change(tmp_path / "run/job.pbs", "apps.cosmoflow", "waits")
+    change(tmp_path / "run/job.pbs", "set -- waits", f"export PYTHONPATH={tmp_path}; set -- waits")
+    began = time.monotonic()
+    code, said = ended(started(qsub, 1))
+    assert code == 0 and said.count("asked") == 2 and "worker" not in said and time.monotonic() - began < 30
+    assert json.loads((qsub / "2.job").read_text()) == {"script": str(tmp_path / "run/job.pbs"), "environ": {}, "waits": []}
 
 
 @pytest.mark.mpi
 @pytest.mark.slow
-def test_under_pbs_a_run_is_asked_to_stop_submits_itself_again_and_finishes(
-    qsub: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Two processes of a real mpiexec, each with its clock. If it goes off before training begins, the run starts again, too."""
+def test_under_pbs_a_run_that_is_asked_to_stop_submits_itself_again_and_finishes(qsub: Path, tmp_path: Path) -> None:
     run, data = tmp_path / "run", make(tmp_path / "data")
     words = [
         f"data.directory={data}", "data.batch=8", "model.filters=2", "model.dropout=0", "train.epochs=null", "train.steps=100000",
         "step.schedule.decay=none", "train.evaluate_every=100000", "report.sinks=[]", "checkpoint.every_steps=100000",
+        "train.report_every=1",
     ]  # fmt: skip
-    asked = ["--site", "pbs", "--nodes", "1", "--per-node", "2", "--time", "10:00", "--stop-before", "590"]
-    asked += ["--any-directory", "--submit"]
+    asked = ["--site", "pbs", "--nodes", "1", "--per-node", "2", "--time", "1:00:00", "--any-directory", "--submit"]
     assert main([*small(run, *words), *asked]) == 0
-    assert capsys.readouterr().out.split() == ["1.stand-in"]
-    stopped: list[int] = []
-    for number in range(1, 5):
-        assert finish(qsub, number) == 0
-        assert json.loads((qsub / f"{number + 1}.job").read_text())["script"] == str(run / "job.pbs")
-        if (run / "metrics.jsonl").exists():
-            stopped = [event["step"] for event in log.read_metrics(run / "metrics.jsonl") if event["kind"] == "stop"]
-        if stopped:
-            break
-        change(run / "job.pbs", f"HPCAI_STOP_BEFORE={600 - 10 * number}", f"HPCAI_STOP_BEFORE={590 - 10 * number}")
-    change(run / "job.pbs", "train.steps=100000", f"train.steps={stopped[0] + 3}")
-    change(run / "job.pbs", "HPCAI_SECONDS=600", "HPCAI_SECONDS=0")
-    assert finish(qsub, number + 1) == 0 and not (qsub / f"{number + 2}.job").exists()
+    job = started(qsub, 1)
+    while not (run / "metrics.jsonl").exists() or all(e["kind"] != "train" for e in log.read_metrics(run / "metrics.jsonl")):
+        assert job.poll() is None, ended(job)
+        time.sleep(0.1)
+    owner = re.search(r"process (\d+) ", (run / ".owner").read_text())
+    assert owner
+    os.kill(int(owner[1]), signal.SIGUSR1)  # one process is asked, and all stop
+    assert ended(job)[0] == 0
+    stopped = log.read_metrics(run / "metrics.jsonl")[-1]["step"]
+    change(run / "job.pbs", "train.steps=100000", f"train.steps={stopped + 3}")
+    assert ended(started(qsub, 2))[0] == 0 and not (qsub / "3.job").exists()
     events = log.read_metrics(run / "metrics.jsonl")
-    assert [event["resumed_from"] for event in events if event["kind"] == "start"] == [None, stopped[0]]
+    assert [event["resumed_from"] for event in events if event["kind"] == "start"] == [None, stopped]
     assert [event["reason"] for event in events if event["kind"] == "stop"] == ["signal", "finished"]
     assert (run / "report.html").exists()
 
