@@ -1,6 +1,7 @@
-# JSC JUWELS Booster: two AMD EPYC 7402 (48 cores), 4 NVIDIA A100, 4 HDR200 InfiniBand ports.
-# https://apps.fz-juelich.de/jsc/hps/juwels/configuration.html, batchsystem.html and affinity.html (read in November 2026). Not run there
-# by us. The node daemon is ParaStation's, not slurmd. Before: jutil env activate -p PROJECT, which sets $PROJECT and $SCRATCH.
+# JSC JUWELS Booster: 48 cores of AMD EPYC, 4 NVIDIA A100, InfiniBand.
+# https://apps.fz-juelich.de/jsc/hps/juwels/batchsystem.html, /jsc/hps/jureca/affinity.html for the hint; cores, partition, GPUs and network
+# as batch scripts that users have published have them (read in November 2026). Not run there by us. The node daemon is ParaStation's, not
+# slurmd. Before: jutil env activate -p PROJECT, which sets $PROJECT and $SCRATCH.
 #: account required
 #: local /tmp /dev/shm
 #: container none

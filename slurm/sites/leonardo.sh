@@ -1,5 +1,6 @@
 # CINECA Leonardo, Booster: one Intel Xeon of 32 cores, 4 NVIDIA A100 of 64 GB, HDR InfiniBand.
-# https://docs.hpc.cineca.it/hpc/leonardo.html (read in November 2026). Not run there by us. $SCRATCH and $WORK are shared.
+# https://docs.hpc.cineca.it/hpc/leonardo.html; partition and GPUs as batch scripts that users have published have them (read in November
+# 2026). Not run there by us.
 #: account required
 #: local /tmp /dev/shm
 #: container none

@@ -142,13 +142,14 @@ def test_a_lost_node_costs_the_steps_since_the_last_checkpoint_and_fewer_nodes_g
 
 
 def test_runs_of_an_array_have_directories_of_their_own(slurm: OneMachineSlurm, submit: Submit, tmp_path: Path) -> None:
-    runs = [tmp_path / f"sweep/seed-{seed}" for seed in (3, 4)]
-    (number,) = submit(tmp_path / "sweep", "--nodes", "1", "--array", "seed=3-4", "train.steps=4")
+    sweep = tmp_path / "a 50% sweep"
+    runs = [sweep / f"seed-{seed}" for seed in (3, 4)]
+    (number,) = submit(sweep, "--nodes", "1", "--array", "seed=3-4", "train.steps=4")
     for task in (0, 1):
         assert slurm.wait_for(f"{number}_{task}", "COMPLETED", "FAILED", timeout=90) == "COMPLETED"
     assert all(list(losses(run)) == [1, 2, 3, 4] and (run / "report.html").exists() for run in runs)
     assert losses(runs[0]) != losses(runs[1])
-    assert len(list((tmp_path / "sweep").glob(f"job-{number}_[01].out"))) == 2
+    assert sorted(path.name for path in sweep.glob("job-*.out")) == [f"job-{number}_{task}.out" for task in (0, 1)]
 
 
 def test_a_chain_goes_on_where_a_job_stopped_and_ends_with_the_run(slurm: OneMachineSlurm, submit: Submit, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -96,7 +97,7 @@ def test_what_was_asked_for_takes_the_place_of_the_site_and_the_template(
     }
 
 
-def runs_as(text: str, tmp_path: Path, **environ: str) -> list[list[str]]:
+def runs_as(text: str, tmp_path: Path, *words: str, **environ: str) -> list[list[str]]:
     """What the script starts: srun, mpiexec, scontrol and qsub are there in name only."""
     fake, log = tmp_path / "fake", tmp_path / "calls"
     fake.mkdir(exist_ok=True)
@@ -107,7 +108,7 @@ def runs_as(text: str, tmp_path: Path, **environ: str) -> list[list[str]]:
         (fake / name).chmod(0o755)
     (tmp_path / "job").write_text(text)
     about = {"PATH": f"{fake}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", **environ}
-    subprocess.run(["bash", str(tmp_path / "job")], env=about, check=False, capture_output=True)
+    subprocess.run(["bash", str(tmp_path / "job"), *words], env=about, check=False, capture_output=True)
     return [line.rstrip("\0").split("\0") for line in log.read_text().splitlines()]
 
 
@@ -133,6 +134,40 @@ def test_the_script_copies_trains_draws_and_is_requeued(
     assert len(runs_as(chain, tmp_path, CODE="85")) == 1
     inside = written(capsys, *small(run), "--site", "generic", "--nodes", "1", "--container", "my image.sif")
     assert runs_as(inside, tmp_path)[0][2:7] == ["apptainer", "exec", str(tmp_path / "my image.sif"), "python", "-m"]
+
+
+def test_the_template_takes_a_site_and_words_by_hand(tmp_path: Path) -> None:
+    (tmp_path / "mine.sh").write_text("srun=(--gpu-bind=closest)\ncontainer=(apptainer exec image.sif)\n")
+    text = (ROOT / "slurm/job.sh").read_text()
+    about = {"HPCAI_SITE": str(tmp_path / "mine.sh"), "HPCAI_SRUN": "--mpi=pmi2 -l", "SLURM_CPUS_PER_TASK": "7"}
+    (train,) = runs_as(text, tmp_path, "apps.cosmoflow", "a file.yaml", **about)
+    words = [
+        "--gpu-bind=closest",
+        "--mpi=pmi2",
+        "-l",
+        "apptainer",
+        "exec",
+        "image.sif",
+        "python",
+        "-m",
+        "apps.cosmoflow",
+        "a file.yaml",
+    ]
+    assert train == ["srun", "--kill-on-bad-exit=0", *words]
+    assert runs_as(text, tmp_path, "apps.cosmoflow")[0] == ["srun", "--kill-on-bad-exit=0", "python", "-m", "apps.cosmoflow"]
+
+
+def test_the_page_names_every_site_and_its_commands_write_scripts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    page = (ROOT / "docs/cluster.md").read_text()
+    assert sorted(re.findall(r"^\| `(\w[\w-]*)` \|", page, re.M)) == SITES
+    commands = re.findall(r"^(?:\.venv/bin/)?hpcai job (.*?)(?: +#.*)?$", page, re.M)
+    assert len(commands) >= 6
+    for command in commands:
+        words = [CONFIG if word == "CONFIG.yaml" else word for word in shlex.split(command) if word not in ("--submit", "...")]
+        written(capsys, *words, *([] if "generic" in words else FULL))
 
 
 def test_an_array_gives_each_run_its_words_and_its_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
