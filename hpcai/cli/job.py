@@ -20,7 +20,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -396,8 +396,8 @@ def submit(job: Job, text: str) -> list[str]:
     return numbers
 
 
-def _submit(words: Sequence[str], environ: Mapping[str, str] = os.environ) -> str:
-    done = subprocess.run(words, capture_output=True, text=True, env=dict(environ), stdin=subprocess.DEVNULL)
+def _submit(words: Sequence[str]) -> str:
+    done = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if done.returncode:
         raise HpcaiError(f"{shlex.join(words)} refused the job: {done.stderr.strip() or done.stdout.strip()}")
     return done.stdout.strip().partition(";")[0]
