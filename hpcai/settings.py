@@ -1,16 +1,48 @@
 """Settings that every app shares: mesh, step, training, checkpoints, reports. No torch here."""
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from hpcai.config import Settings
+from hpcai.errors import MeshError
 
 Positive = Annotated[int, Field(ge=1)]
 
 AXES = ("replicate", "pipeline", "context", "axial", "depth", "height", "tensor", "evaluate")
 """The axes of every mesh, from outermost to innermost; inner ones exchange more. `evaluate` stands beside the others."""
+
+
+def mesh_shape(sizes: Mapping[str, int], world: int) -> tuple[dict[str, int], int]:
+    """The size of each axis of those of ``world`` processes that train, -1 filled in, and how many these are.
+
+    Raises MeshError when the sizes do not multiply to the number of processes.
+    """
+    evaluate = sizes.get("evaluate", 0)
+    if evaluate >= world and evaluate:
+        raise MeshError(f"mesh.evaluate is {evaluate}, which leaves no process to train; {world} were started")
+    train = world - evaluate
+    shape = _fill({name: sizes.get(name, 1) for name in AXES[:-1]}, train)
+    within = math.prod(size for name, size in shape.items() if name != "replicate")
+    if evaluate % within:
+        raise MeshError(f"mesh.evaluate is {evaluate}, but a copy of the model takes {within}; give a multiple of {within}")
+    return shape, train
+
+
+def _fill(sizes: Mapping[str, int], world: int) -> dict[str, int]:
+    fixed = math.prod(size for size in sizes.values() if size > 0)
+    free = [name for name, size in sizes.items() if size < 0]
+    if len(free) > 1:
+        raise MeshError(f"mesh: {' and '.join(free)} are both -1; only one axis can take the rest of the processes")
+    if world % fixed or (not free and world != fixed):
+        shape = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "of size 1"
+        need = f"a multiple of {fixed} processes" if free else f"{fixed} process{'es' if fixed > 1 else ''}"
+        verb = "was" if world == 1 else "were"
+        raise MeshError(f"mesh {shape} needs {need}, but {world} {verb} started")
+    return {name: (world // fixed if size < 0 else size) for name, size in sizes.items()}
 
 
 class MeshConfig(Settings):

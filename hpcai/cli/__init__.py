@@ -16,6 +16,7 @@ COMMANDS = {
     "checkpoint": "show | export   what is in a run's checkpoints and whether it is whole, or their weights for people",
     "bench": "NAME ...        measure one part on this machine",
     "ablate": "APP ...         measure what each optimisation brings an app on this machine",
+    "job": "APP ...            the batch script of a training for a cluster, to read or to submit",
     "plan": "APP ...           what a training will take on GPUs that are not here: minutes, memory, messages",
     "verify-resume": "APP ...  kill an app's run at random instants and compare it with one that nobody killed",
     "replay": "RUN/failure-... make the step in which a run failed again, and name the first module that is not finite",

@@ -54,6 +54,11 @@ def roots(package: str) -> list[str]:
     return list(found.__path__)
 
 
+def root() -> str:
+    """The folder that holds `apps`, which Python must find to run one."""
+    return str(Path(next(iter(_folders().values()))).parents[1])
+
+
 def _folders() -> dict[str, str]:
     """The folder of each app by the app's name; the first of two with one name, as an import has it."""
     found = [(app, f"{root}/{app.name}") for root in roots("apps") for app in iter_modules([root])]

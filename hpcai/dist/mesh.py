@@ -16,7 +16,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch.distributed.constants import default_pg_timeout
 
 from hpcai.errors import MeshError
-from hpcai.settings import AXES
+from hpcai.settings import AXES, mesh_shape
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -138,14 +138,9 @@ class Mesh:
         self.device = device if device is not None else torch.device("cpu")
         if self.device.type == "cuda" and self.device.index is None:  # its number: a thread begins with the first GPU
             self.device = torch.device("cuda", torch.cuda.current_device())
-        cut = {name: sizes.get(name, 1) for name in _CUT}
         evaluate = sizes.get("evaluate", 0)
-        if evaluate >= world and evaluate:
-            raise MeshError(f"mesh.evaluate is {evaluate}, which leaves no process to train; {world} were started")
-        shape, train = _fill(cut, world - evaluate), world - evaluate
+        shape, train = mesh_shape(sizes, world)
         within = math.prod(size for name, size in shape.items() if name != "replicate")
-        if evaluate % within:
-            raise MeshError(f"mesh.evaluate is {evaluate}, but a copy of the model takes {within}; give a multiple of {within}")
         self.trains = rank < train
         if not self.trains:
             shape |= {"replicate": evaluate // within}
@@ -288,16 +283,3 @@ class Mesh:
 
     def __repr__(self) -> str:
         return "Mesh(" + ", ".join(f"{n} {s}" for n, s in self.sizes.items() if s > (n != "evaluate")) + ")"
-
-
-def _fill(sizes: dict[str, int], world: int) -> dict[str, int]:
-    fixed = math.prod(size for size in sizes.values() if size > 0)
-    free = [name for name, size in sizes.items() if size < 0]
-    if len(free) > 1:
-        raise MeshError(f"mesh: {' and '.join(free)} are both -1; only one axis can take the rest of the processes")
-    if world % fixed or (not free and world != fixed):
-        shape = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "of size 1"
-        need = f"a multiple of {fixed} processes" if free else f"{fixed} process{'es' if fixed > 1 else ''}"
-        verb = "was" if world == 1 else "were"
-        raise MeshError(f"mesh {shape} needs {need}, but {world} {verb} started")
-    return {name: (world // fixed if size < 0 else size) for name, size in sizes.items()}

@@ -1,0 +1,16 @@
+# CSCS Alps, Clariden and Daint: 4 NVIDIA GH200 (72 cores and one GPU each), 4 Slingshot ports.
+# https://docs.cscs.ch/running/slurm, /clusters/clariden, /software/communication/nccl and /software/ml/pytorch, as of 2026-08-20. Not run
+# there by us. --container takes an environment definition file (EDF); its hook com.hooks.aws_ofi_nccl brings the plugin of NCCL.
+#: account required
+#: local /tmp /dev/shm
+#SBATCH --ntasks-per-node=4
+#SBATCH --cpus-per-task=72
+
+ulimit -c 0
+export NCCL_NET="AWS Libfabric" NCCL_NET_GDR_LEVEL=PHB NCCL_CROSS_NIC=1 NCCL_PROTO=^LL128
+export FI_CXI_DEFAULT_CQ_SIZE=131072 FI_CXI_DEFAULT_TX_SIZE=16384 FI_CXI_DISABLE_HOST_REGISTER=1
+export FI_CXI_RX_MATCH_MODE=software FI_MR_CACHE_MONITOR=userfaultfd
+export MPICH_GPU_SUPPORT_ENABLED=0 CUDA_CACHE_DISABLE=1
+if [ -n "${HPCAI_IMAGE:-}" ]; then
+  srun=("--environment=$HPCAI_IMAGE")
+fi

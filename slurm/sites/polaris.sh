@@ -1,0 +1,22 @@
+# ALCF Polaris (PBS): one AMD EPYC 7543P (32 cores, 64 threads), 4 NVIDIA A100, Slingshot 11.
+# https://docs.alcf.anl.gov/polaris/running-jobs/, /polaris/data-science/frameworks/pytorch/, /polaris/applications-and-libraries/libraries/nccl/
+# and /polaris/containers/containers/, as of 2026-08-19. Not run there by us.
+#: account required
+#: queue required
+#: time required
+#: select system=polaris
+#: local /tmp /dev/shm /local/scratch
+#PBS -l place=scatter
+#PBS -l filesystems=home:eagle
+
+per_node=4
+mpiexec=(--depth=16 --cpu-bind depth)
+export NCCL_NET_GDR_LEVEL=PHB NCCL_CROSS_NIC=1 NCCL_COLLNET_ENABLE=1 NCCL_NET="AWS Libfabric"
+export LD_LIBRARY_PATH=/soft/libraries/aws-ofi-nccl/v1.9.1-aws/lib:/soft/libraries/hwloc/lib/:${LD_LIBRARY_PATH:-}
+export FI_CXI_DISABLE_HOST_REGISTER=1 FI_MR_CACHE_MONITOR=userfaultfd FI_CXI_DEFAULT_CQ_SIZE=131072
+if [ -n "${HPCAI_IMAGE:-}" ]; then
+  module use /soft/modulefiles
+  module load spack-pe-base apptainer cray-mpich-abi || exit
+  export APPTAINERENV_LD_LIBRARY_PATH=$CRAY_LD_LIBRARY_PATH:$LD_LIBRARY_PATH:/opt/cray/pe/pals/1.2.12/lib
+  container=(apptainer exec --nv --fakeroot -B /opt -B /var/run/palsd/ "$HPCAI_IMAGE")
+fi

@@ -1,0 +1,167 @@
+"""What ``hpcai job --site generic --submit`` does under real Slurm: limits of time, lost nodes, arrays, chains, fewer nodes."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from one_machine_slurm import OneMachineSlurm
+
+from hpcai import log
+from hpcai.train.saved import found as checkpoints
+from tests.apps.universes import make
+
+ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+
+# Without a schedule or an evaluation a loss depends on its step alone, however many steps there will be.
+ENDLESS = [
+    "data.batch=8", "model.filters=2", "model.dropout=0", "train.epochs=null", "train.steps=1000000", "train.report_every=1",
+    "train.evaluate_every=1000000", "checkpoint.every_steps=1000000", "step.schedule.decay=none", "report.sinks=[]",
+]  # fmt: skip
+Submit = Callable[..., list[str]]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("universes"))
+
+
+@pytest.fixture
+def submit(slurm: OneMachineSlurm, data: Path) -> Submit:
+    def submit(run: Path, *words: str) -> list[str]:
+        command = [
+            sys.executable, "-m", "hpcai.cli", "job", "cosmoflow", "apps/cosmoflow/configs/small.yaml", *ENDLESS,
+            f"data.directory={data}", f"report.directory={run}", "--site", "generic", "--any-directory", "--submit", *words,
+        ]  # fmt: skip
+        done = subprocess.run(command, env=slurm.env, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split()
+
+    return submit
+
+
+def of(run: Path, kind: str) -> list[dict[str, Any]]:
+    return [e for e in log.read_metrics(run / "metrics.jsonl") if e["kind"] == kind] if (run / "metrics.jsonl").exists() else []
+
+
+def losses(run: Path) -> Mapping[int, float]:
+    """By step; where a step was made again, the last."""
+    return {event["step"]: event["loss"] for event in of(run, "train")}
+
+
+def wait_for_step(run: Path, step: int, timeout: float = 90) -> None:
+    end = time.monotonic() + timeout
+    while max(losses(run), default=0) < step:
+        assert time.monotonic() < end, f"no step {step} within {timeout} s: {[p.read_text() for p in run.glob('job-*.out')]}"
+        time.sleep(0.1)
+
+
+def start_again(slurm: OneMachineSlurm, number: str) -> None:
+    """A requeued job waits for two minutes; here it need not. In the second of its end it cannot be started again."""
+    slurm.wait_for(number, "PENDING", timeout=120)
+    time.sleep(2.5)
+    slurm.command("scontrol", "update", f"JobId={number}", "StartTime=now")
+
+
+def vanish(number: str, node: str) -> None:
+    """The processes of a job on one node are there no more, and nobody was told."""
+    ranks = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            about = (process / "environ").read_bytes().split(b"\0")
+            if f"SLURM_JOB_ID={number}".encode() in about and f"SLURMD_NODENAME={node}".encode() in about:
+                ranks.append(process)
+    assert ranks
+    for process in ranks:
+        parent = int((process / "stat").read_text().rpartition(") ")[2].split()[1])
+        for pid in ([parent] if "slurmstepd" in Path(f"/proc/{parent}/comm").read_text() else []) + [int(process.name)]:
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_the_limit_of_time_ends_in_a_checkpoint_and_the_curve_of_a_run_without_one(
+    slurm: OneMachineSlurm, submit: Submit, tmp_path: Path
+) -> None:
+    """Slurm asks the run to stop before its minute is over; the script requeues it, and scancel leaves a whole checkpoint, too."""
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    (number,) = submit(run, "--nodes", "2", "--time", "1", "--stop-before", "10")
+    (endless,) = submit(whole, "--nodes", "2")
+    wait_for_step(run, 1)
+    start_again(slurm, number)
+    first = of(run, "stop")[0]
+    assert first["reason"] == "signal" and [path.name for path in checkpoints(run / "checkpoints")] == [f"step-{first['step']:08d}"]
+    wait_for_step(run, first["step"] + 5)
+    slurm.command("scancel", number)
+    assert slurm.wait_for(number, "CANCELLED", "COMPLETED") == "CANCELLED"
+    second = of(run, "stop")[1]
+    assert second["reason"] == "signal"
+    assert [e["resumed_from"] for e in of(run, "start")] == [None, first["step"]]
+    assert checkpoints(run / "checkpoints")[-1].name == f"step-{second['step']:08d}"
+    wait_for_step(whole, second["step"])
+    slurm.command("scancel", endless)
+    found = losses(run)
+    assert list(found) == list(range(1, second["step"] + 1))
+    assert found == {step: loss for step, loss in losses(whole).items() if step <= second["step"]}
+
+
+def test_a_lost_node_costs_the_steps_since_the_last_checkpoint_and_fewer_nodes_go_on(
+    slurm: OneMachineSlurm, submit: Submit, tmp_path: Path
+) -> None:
+    """Meanwhile a second job in the same directory is refused, and changes nothing there."""
+    run = tmp_path / "run"
+    (number,) = submit(run, "--nodes", "2", "checkpoint.every_steps=5")
+    wait_for_step(run, 12)
+    (other,) = submit(run, "--nodes", "1")
+    assert slurm.wait_for(other, "FAILED", "COMPLETED") == "FAILED"
+    assert "another run uses this directory" in (run / f"job-{other}.out").read_text()
+    assert len(of(run, "start")) == 1
+    vanish(number, "n2")
+    slurm.command("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=test")
+    slurm.wait_for(number, "PENDING")
+    reached = max(losses(run))
+    while "DOWN" in slurm.command("sinfo", "--noheader", "--nodes=n2", "--format=%T").upper():  # it comes back by itself
+        time.sleep(0.2)
+    start_again(slurm, number)
+    wait_for_step(run, reached + 1)
+    resumed = of(run, "start")[1]["resumed_from"]
+    assert reached - 10 <= resumed <= reached and resumed % 5 == 0
+    slurm.command("scancel", number)
+    slurm.wait_for(number, "CANCELLED")
+
+    saved = of(run, "stop")[-1]["step"]
+    (number,) = submit(run, "--nodes", "1", f"train.steps={saved + 5}")
+    assert slurm.wait_for(number, "COMPLETED", "FAILED", timeout=90) == "COMPLETED"
+    assert of(run, "start")[-1]["resumed_from"] == saved and of(run, "stop")[-1]["step"] == saved + 5
+    assert (run / "report.html").exists()
+
+
+def test_runs_of_an_array_have_directories_of_their_own(slurm: OneMachineSlurm, submit: Submit, tmp_path: Path) -> None:
+    sweep = tmp_path / "a 50% sweep"
+    runs = [sweep / f"seed-{seed}" for seed in (3, 4)]
+    (number,) = submit(sweep, "--nodes", "1", "--array", "seed=3-4", "train.steps=4")
+    for task in (0, 1):
+        assert slurm.wait_for(f"{number}_{task}", "COMPLETED", "FAILED", timeout=90) == "COMPLETED"
+    assert all(list(losses(run)) == [1, 2, 3, 4] and (run / "report.html").exists() for run in runs)
+    assert losses(runs[0]) != losses(runs[1])
+    assert sorted(path.name for path in sweep.glob("job-*.out")) == [f"job-{number}_{task}.out" for task in (0, 1)]
+
+
+def test_a_chain_goes_on_where_a_job_stopped_and_ends_with_the_run(slurm: OneMachineSlurm, submit: Submit, tmp_path: Path) -> None:
+    """The data are copied to a folder of the node first."""
+    run, disk = tmp_path / "run", tmp_path / "disk"
+    first, second, third = submit(run, "--nodes", "1", "--chain", "3", "train.steps=150", "--stage", f"{disk}/$SLURM_JOB_ID")
+    wait_for_step(run, 3)
+    slurm.command("scancel", "--signal=USR1", first)
+    assert slurm.wait_for(first, "FAILED", "COMPLETED", "PENDING") == "FAILED"
+    assert slurm.wait_for(second, "FAILED", "COMPLETED", timeout=120) == "COMPLETED"
+    assert slurm.wait_for(third, "CANCELLED", "COMPLETED") == "CANCELLED"
+    stopped = [e["step"] for e in of(run, "stop")]
+    assert [e["resumed_from"] for e in of(run, "start")] == [None, stopped[0]] and stopped[1] == 150
+    assert sorted(path.name for path in disk.iterdir()) == [first, second]
+    assert str(disk / second) in (run / "settings.yaml").read_text()

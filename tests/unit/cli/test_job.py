@@ -1,0 +1,418 @@
+"""Batch scripts as they are written and refused, by shells, shellcheck, and a stand-in for PBS that runs them with real mpiexec."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hpcai import cli, log
+from hpcai.cli import script
+from hpcai.cli.job import main, seconds_of
+from hpcai.errors import ConfigError
+from tests.apps.universes import make
+
+ROOT = Path(__file__).parents[3]
+CONFIG = "apps/cosmoflow/configs/small.yaml"
+SITES = ["alps", "frontier", "generic", "jupiter", "juwels-booster", "leonardo", "pbs", "perlmutter", "polaris"]
+FULL = ["--account", "project", "--queue", "somewhere", "--time", "1:00:00"]
+
+
+def written(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """What is printed: a script that bash can read."""
+    assert cli.main(["job", *words]) == 0
+    text = capsys.readouterr().out
+    assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
+    return text
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert cli.main(["job", *words]) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    return err.removeprefix("hpcai job: ")
+
+
+def small(run: Path, *words: str) -> list[str]:
+    return ["cosmoflow", str(ROOT / CONFIG), f"report.directory={run}", *words]
+
+
+def test_every_site_is_short_names_its_page_and_holds_no_setting() -> None:
+    assert script.sites() == SITES
+    for name in SITES:
+        text = (ROOT / f"slurm/sites/{name}.sh").read_text()
+        assert len(text.splitlines()) <= 30
+        assert name in ("generic", "pbs") or (re.search(r"https://\S+", text) and re.search(r"202\d", text)), name
+        assert name in ("generic", "pbs") or "Not run there by us" in " ".join(text.replace("#", "").split()), name
+        assert not re.search(r"\b(step|train|data|model|mesh)\.\w+=", text)
+        site = script.find_site(name)
+        assert all(site.pbs or re.fullmatch(r"--[a-z-]+=\S+", option) for option in site.options)
+    assert [script.find_site(name).per_node for name in SITES] == [4, 8, 1, 4, 4, 4, 1, 4, 4]
+
+
+@pytest.mark.parametrize("name", SITES)
+@pytest.mark.parametrize("form", ["plain", "full"])
+def test_the_script_of_every_site_is_read_by_bash_and_shellcheck(
+    name: str, form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ["--stage", "$TMPDIR/a folder", "--array", "seed=0-2"] if form == "full" else []
+    if form == "full" and script.find_site(name).facts.get("container") != "none":
+        more += ["--container", str(tmp_path / "an image.sif")]
+    text = written(capsys, *small(tmp_path / "a run"), "--site", name, "--nodes", "2", *FULL, *more)
+    head = text.partition("\n\n")[0].splitlines()
+    mark = "#PBS " if script.find_site(name).pbs else "#SBATCH "
+    assert head[0].startswith("#!/bin/bash") and head[1].startswith("# hpcai job cosmoflow")
+    assert all(line.startswith(mark) for line in head[2:]), "the scheduler reads no option after the first command"
+    assert all(line in text for line in script.find_site(name).lines.splitlines())
+    if shutil.which("shellcheck") is None:
+        pytest.skip("shellcheck is not installed: apt-get install shellcheck")
+    found = subprocess.run(
+        ["shellcheck", "--severity=warning", "--exclude=SC2054", "-"], input=text, text=True, capture_output=True
+    )
+    assert found.returncode == 0, found.stdout
+
+
+def test_what_was_asked_for_takes_the_place_of_the_site_and_the_template(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--site", "juwels-booster", "--nodes", "3", *FULL, "--per-node", "2", "--option=--gres=gpu:2", "--stop-before", "600"]
+    text = written(capsys, *small(tmp_path / "run"), *words)
+    head = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")]
+    assert len({line.partition("=")[0] for line in head}) == len(head)
+    assert {"--partition=somewhere", "--gres=gpu:2", "--ntasks-per-node=2", "--signal=USR1@600", "--nodes=3", "--requeue"} <= set(
+        head
+    )
+    assert {"--time=01:00:00", "--account=project", f"--output={tmp_path}/run/job-%j.out", "--hint=nomultithread"} <= set(head)
+    assert "--qos=somewhere" in written(capsys, *small(tmp_path / "run"), "--site", "perlmutter", "--nodes", "1", *FULL)
+    pbs = written(capsys, *small(tmp_path / "run"), "--site", "polaris", "--nodes", "3", *FULL)
+    assert {"-l select=3:system=polaris", "-l walltime=01:00:00", "-l filesystems=home:eagle", "-A project", "-q somewhere"} <= {
+        line.removeprefix("#PBS ") for line in pbs.splitlines()
+    }
+
+
+def runs_as(text: str, tmp_path: Path, *words: str, **environ: str) -> list[list[str]]:
+    """What the script starts: srun, mpiexec, scontrol and qsub are there in name only."""
+    fake, log = tmp_path / "fake", tmp_path / "calls"
+    fake.mkdir(exist_ok=True)
+    log.write_text("")
+    for name in ("srun", "mpiexec", "scontrol", "qsub", "apptainer"):
+        end = 'exit "${CODE:-0}"' if name in ("srun", "mpiexec") else ""
+        (fake / name).write_text(f'#!/bin/bash\nprintf "%s\\0" {name} "$@" >> {log}; echo >> {log}\n{end}\n')
+        (fake / name).chmod(0o755)
+    (tmp_path / "job").write_text(text)
+    about = {"PATH": f"{fake}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", **environ}
+    subprocess.run(["bash", str(tmp_path / "job"), *words], env=about, check=False, capture_output=True)
+    return [line.rstrip("\0").split("\0") for line in log.read_text().splitlines()]
+
+
+def test_the_script_copies_trains_draws_and_is_requeued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every word arrives as it was given, spaces and all; and the job goes on in the folder that it was asked for in."""
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "it's a run"
+    asked = ["--site", "generic", "--nodes", "1", "--stage", "$DISK/my data", "data.directory=over there"]
+    text = written(capsys, *small(run), *asked)
+    stage, train, draw = runs_as(text, tmp_path, DISK="/disk")
+    python = [sys.executable, "-m"]
+    assert stage == ["srun", *python, "hpcai.cli", "data", "stage", "over there", "/disk/my data"]
+    words = ["apps.cosmoflow", str(ROOT / CONFIG), f"report.directory={run}", "data.directory=over there"]
+    assert train == ["srun", "--kill-on-bad-exit=0", *python, *words, "data.directory=/disk/my data"]
+    assert draw[-4:] == ["-m", "hpcai.cli", "report", str(run)]
+    assert runs_as(text, tmp_path) == [], "a variable that is not set ends the script before anything is copied to /"
+    plain = written(capsys, *small(run), "--site", "generic", "--nodes", "1")
+    assert runs_as(plain, tmp_path, CODE="85")[1:] == [["scontrol", "requeue", "7"]]
+    assert len(runs_as(plain, tmp_path, CODE="1")) == 1
+    chain = written(capsys, *small(run), "--site", "generic", "--nodes", "1", "--chain", "2")
+    assert len(runs_as(chain, tmp_path, CODE="85")) == 1
+    inside = written(capsys, *small(run), "--site", "generic", "--nodes", "1", "--container", "my image.sif")
+    assert runs_as(inside, tmp_path)[0][2:7] == ["apptainer", "exec", str(tmp_path / "my image.sif"), "python", "-m"]
+
+
+def test_the_template_takes_a_site_and_words_by_hand(tmp_path: Path) -> None:
+    (tmp_path / "mine.sh").write_text("srun=(--gpu-bind=closest)\ncontainer=(apptainer exec image.sif)\n")
+    text = (ROOT / "slurm/job.sh").read_text()
+    about = {"HPCAI_SITE": str(tmp_path / "mine.sh"), "HPCAI_SRUN": "--mpi=pmi2 -l", "SLURM_CPUS_PER_TASK": "7"}
+    (train,) = runs_as(text, tmp_path, "apps.cosmoflow", "a file.yaml", **about)
+    words = [
+        "--gpu-bind=closest",
+        "--mpi=pmi2",
+        "-l",
+        "apptainer",
+        "exec",
+        "image.sif",
+        "python",
+        "-m",
+        "apps.cosmoflow",
+        "a file.yaml",
+    ]
+    assert train == ["srun", "--kill-on-bad-exit=0", *words]
+    assert runs_as(text, tmp_path, "apps.cosmoflow")[0] == ["srun", "--kill-on-bad-exit=0", "python", "-m", "apps.cosmoflow"]
+
+
+def test_the_page_names_every_site_and_its_commands_write_scripts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    page = (ROOT / "docs/cluster.md").read_text()
+    assert sorted(re.findall(r"^\| `(\w[\w-]*)` \|", page, re.M)) == SITES
+    commands = re.findall(r"^(?:\.venv/bin/)?hpcai job (.*?)(?: +#.*)?$", page, re.M)
+    assert len(commands) >= 6
+    for command in commands:
+        words = [CONFIG if word == "CONFIG.yaml" else word for word in shlex.split(command) if word not in ("--submit", "...")]
+        written(capsys, *words, *([] if "generic" in words else FULL))
+
+
+def test_an_array_gives_each_run_its_words_and_its_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A setting may be named by its last part where there is one of that name."""
+    words = small(tmp_path / "run", "--nodes", "1", "--array", "seed=1-2")
+    text = written(capsys, *words, "--site", "generic", "--array", "step.betas=[0.9,0.99],[0.8,0.9]")
+    assert "--array=0-3\n" in text
+    (train, *_) = runs_as(text, tmp_path, SLURM_ARRAY_TASK_ID="2")
+    where = tmp_path / "run/seed-2_betas--0.9-0.99-"
+    assert train[-3:] == ["train.seed=2", "step.betas=[0.9,0.99]", f"report.directory={where}"]
+    pbs = written(capsys, *words, "--site", "pbs", "--time", "60")
+    (train, *_) = runs_as(pbs, tmp_path, HPCAI_TASK="1", PBS_NODEFILE=str(ROOT / "LICENSE"))
+    assert train[-2:] == ["train.seed=2", f"report.directory={tmp_path / 'run/seed-2'}"]
+    again = runs_as(pbs, tmp_path, HPCAI_TASK="1", PBS_NODEFILE=str(ROOT / "LICENSE"), CODE="85")[-1]
+    assert again == ["qsub", "-v", "HPCAI_TASK=1", str(tmp_path / "run/job.pbs")]
+
+
+def test_times_are_read_as_slurm_writes_them() -> None:
+    found = {text: seconds_of(text) for text in ("30", "1:30", "4:00:00", "1-0", "1-12", "1-12:30", "2-01:02:03")}
+    assert list(found.values()) == [1800, 90, 14400, 86400, 129600, 131400, 176523]
+    for text in ("", "0", "soon", "1h", "1:2:3:4", "-5", "0:00", "1-"):
+        with pytest.raises(ConfigError, match="is no time; expected minutes"):
+            seconds_of(text)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--site", "summit", "--nodes", "1"], "there is no site 'summit'; expected one of alps, frontier, generic"),
+        (["--site", "./mine.sh", "--nodes", "1"], "mine.sh: cannot be read"),
+        (["--site", "alps", "--nodes", "1"], "site alps takes no job without --account; give a project's name"),
+        (["--site", "polaris", "--nodes", "1", "--account", "x"], "site polaris takes no job without --time"),
+        (["--site", "generic", "--nodes", "0"], "--nodes is 0; expected a whole number from 1"),
+        (["--site", "generic", "--nodes", "1", "--time", "soon"], "--time soon is no time; expected minutes"),
+        (["--site", "generic", "--nodes", "1", "--time", "2", "--stop-before", "120"], "expected 1 to 119"),
+        (["--site", "generic", "--nodes", "3", "mesh.depth=2"], "--nodes 3 with 1 process on each: mesh depth 2 needs"),
+        (["--site", "generic", "--nodes", "1", "step.lrr=1"], "step.lrr: no such key; did you mean step.lr?"),
+        (["--site", "generic", "--nodes", "1", "report.directory=null"], "report.directory is null"),
+        (["--site", "generic", "--nodes", "1", "--array", "sead=0-3"], "no setting is called sead; did you mean train.seed"),
+        (["--site", "generic", "--nodes", "1", "--array", "seed"], "expected KEY=FIRST-LAST or KEY=VALUE,VALUE"),
+        (["--site", "generic", "--nodes", "1", "--array", "evaluate=1,2"], "several settings are called evaluate; did you mean"),
+        (["--site", "generic", "--nodes", "1", "--array", "seed=3-1"], "write seed=1-3"),
+        (["--site", "generic", "--nodes", "1", "--array", "report.directory=x,y"], "each run gets a directory of its own"),
+        (["--site", "generic", "--nodes", "1", "--array", "seed=0-9999"], "expected at most 1000"),
+        (["--site", "generic", "--nodes", "1", "--array", "lr=1e-3,fast"], "step.lr: found 'fast'"),
+        (["--site", "generic", "--nodes", "1", "--array", "lr=1e-3,1e-3"], "two runs would write to"),
+        (["--site", "generic", "--nodes", "1", "--array", "seed=0-1", "--chain", "2"], "--chain and --array are both given"),
+        (["--site", "leonardo", "--nodes", "1", "--account", "x", "--container", "x.sif"], "has no flags for containers"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_said_before_anything_is_submitted(
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("SBATCH_ACCOUNT", raising=False)
+    found = refused(capsys, *small(tmp_path / "run"), *words)
+    if said.startswith("step.lr: found"):  # what a setting takes is said by hpcai.config
+        assert "step.lr" in found and "fast" in found
+    else:
+        assert said in found
+    assert not (tmp_path / "run").exists()
+
+
+def test_every_mistake_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    found = refused(capsys, "cosmoflow", CONFIG, "--site", "polaris", "--nodes", "-1", "--time", "now")
+    assert len(found.splitlines()) == 4
+    told = refused(capsys, "cosmology", "--site", "generic", "--nodes", "1")
+    assert told.startswith("there is no app 'cosmology'; expected one of cosmo")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("#: acount required\n#SBATCH --nodes=1\n", "mine.sh:1: '#: acount required' is no fact of a site"),
+        ("#: queue prod\n#PBS -r y\n", "mine.sh:1:"),
+        ("module load x\n", "found neither"),
+        ("#PBS -r y\n#SBATCH --a=b\n", "found both"),
+    ],
+)
+def test_a_site_file_of_ones_own_is_checked(text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.sh").write_text(text)
+    assert said in refused(capsys, *small(tmp_path / "run"), "--site", str(tmp_path / "mine.sh"), "--nodes", "1")
+
+
+def test_files_and_folders_are_looked_at_before_submitting_and_remarked_on_when_printing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A script may be written on another machine than it is for."""
+    (tmp_path / "file").write_text("")
+    (tmp_path / "mine.sh").write_text(f"#: local {tmp_path}/disk\n#SBATCH --ntasks-per-node=1\n")
+    site = ["--site", str(tmp_path / "mine.sh"), "--nodes", "1", "--container", str(tmp_path / "no.sif")]
+    found = {
+        tmp_path / "disk/run": "is each node's own, where no other node finds the checkpoints",
+        tmp_path / "file/run": f"{tmp_path / 'file'} cannot be written to; name a folder of yours",
+    }
+    for run, said in found.items():
+        told = refused(capsys, *small(run, "data.directory=nowhere"), *site, "--submit")
+        assert said in told and "data.directory nowhere is not there" in told and "no.sif: there is no such file" in told
+        assert cli.main(["job", *small(run), *site]) == 0
+        assert said in capsys.readouterr().err
+    told = refused(capsys, *small(tmp_path / "disk/run"), *site[:-2], f"data.directory={tmp_path}", "--any-directory", "--submit")
+    assert "sbatch is not on this machine" in told or "sbatch" in told
+    monkeypatch.setenv("PATH", str(tmp_path))
+    told = refused(capsys, *small(tmp_path / "run"), *site[:-2], f"data.directory={tmp_path}", "--submit")
+    assert told.startswith("sbatch is not on this machine; run this on a login node")
+
+
+def test_the_templates_are_found_beside_or_within_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert script.folder() == ROOT / "slurm"
+    package = tmp_path / "lib/hpcai"
+    package.mkdir(parents=True)
+    monkeypatch.setattr(script.hpcai, "__file__", str(package / "__init__.py"))
+    with pytest.raises(ConfigError, match=r"expected job.sh in .*lib/slurm \(a checkout\) or .*lib/hpcai/slurm"):
+        script.folder()
+    shutil.copytree(ROOT / "slurm", package / "slurm")
+    assert script.folder() == package / "slurm" and script.sites() == SITES
+
+
+def test_apps_that_lie_elsewhere_are_found_by_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert "PYTHONPATH" not in written(capsys, *small(tmp_path / "run"), "--site", "generic", "--nodes", "1")
+    monkeypatch.chdir(tmp_path)
+    text = written(capsys, *small(tmp_path / "run"), "--site", "generic", "--nodes", "1")
+    assert f"export PYTHONPATH={ROOT}${{PYTHONPATH" in text
+
+
+def test_help_and_a_refusal_cost_no_torch(tmp_path: Path) -> None:
+    code = "import sys; from hpcai.cli import main\ntry: main(sys.argv[1:])\nexcept SystemExit: pass\nprint('torch' in sys.modules)"
+    for words in (["--help"], [*small(tmp_path / "run"), "--site", "generic", "--nodes", "1"]):
+        done = subprocess.run([sys.executable, "-c", code, "job", *words], capture_output=True, text=True, cwd=ROOT)
+        assert done.stdout.splitlines()[-1] == "False", done.stderr
+
+
+PBS = """#!{python}
+import json, os, pathlib, subprocess, sys
+home = pathlib.Path({home!r})
+number = len(list(home.glob("*.job"))) + 1
+words = sys.argv[1:]
+environ = dict(pair.split("=", 1) for at, word in enumerate(words) if word == "-v" for pair in [words[at + 1]])
+waits = [word for word in words if word.startswith("depend=")]
+(home / f"{{number}}.job").write_text(json.dumps({{"script": words[-1], "environ": environ, "waits": waits}}))
+print(f"{{number}}.stand-in")
+"""
+
+
+@pytest.fixture
+def qsub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A stand-in: it notes each job and numbers it. ``finish`` then runs one, as PBS would."""
+    home = tmp_path / "pbs"
+    home.mkdir()
+    (home / "qsub").write_text(PBS.format(python=sys.executable, home=str(home)))
+    (home / "qsub").chmod(0o755)
+    (home / "nodes").write_text("localhost\n" * 2)
+    monkeypatch.setenv("PATH", f"{home}:{Path(sys.executable).parent}:{os.environ['PATH']}")
+    return home
+
+
+def started(qsub: Path, number: int) -> subprocess.Popen[str]:
+    job = json.loads((qsub / f"{number}.job").read_text())
+    about = {"PBS_NODEFILE": str(qsub / "nodes"), "PBS_JOBID": str(number), "OMP_NUM_THREADS": "1", "HOME": str(qsub)}
+    about |= {"PATH": os.environ["PATH"], **job["environ"]}
+    return subprocess.Popen(["bash", job["script"]], env=about, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def ended(job: subprocess.Popen[str]) -> tuple[int, str]:
+    said, _ = job.communicate(timeout=240)
+    print(said)
+    return job.returncode, said
+
+
+@pytest.mark.mpi
+def test_under_pbs_every_process_of_a_real_mpiexec_has_a_clock(qsub: Path, tmp_path: Path) -> None:
+    """PBS warns nobody before the time is up. The worker of a process is not asked to stop."""
+    program = """
+import os, signal, sys, time
+def stop(number, frame):
+    print("asked", os.getpid(), flush=True)
+    sys.exit(85)
+signal.signal(signal.SIGUSR1, stop)
+if os.fork() == 0:
+    signal.signal(signal.SIGUSR1, lambda number, frame: print("a worker was asked", flush=True))
+    time.sleep(3)
+    os._exit(0)
+time.sleep(60)
+"""
+    asked = ["--site", "pbs", "--nodes", "1", "--per-node", "2", "--time", "10:00", "--stop-before", "598", "--any-directory"]
+    assert main([*small(tmp_path / "run", f"data.directory={tmp_path}"), *asked, "--submit"]) == 0
+    (tmp_path / "waits.py").write_text(program)
+    change(tmp_path / "run/job.pbs", "apps.cosmoflow", "waits")
+    change(tmp_path / "run/job.pbs", "set -- waits", f"export PYTHONPATH={tmp_path}; set -- waits")
+    began = time.monotonic()
+    code, said = ended(started(qsub, 1))
+    assert code == 0 and said.count("asked") == 2 and "worker" not in said and time.monotonic() - began < 30
+    assert json.loads((qsub / "2.job").read_text()) == {"script": str(tmp_path / "run/job.pbs"), "environ": {}, "waits": []}
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+def test_under_pbs_a_run_that_is_asked_to_stop_submits_itself_again_and_finishes(qsub: Path, tmp_path: Path) -> None:
+    run, data = tmp_path / "run", make(tmp_path / "data")
+    words = [
+        f"data.directory={data}", "data.batch=8", "model.filters=2", "model.dropout=0", "train.epochs=null", "train.steps=100000",
+        "step.schedule.decay=none", "train.evaluate_every=100000", "report.sinks=[]", "checkpoint.every_steps=100000",
+        "train.report_every=1",
+    ]  # fmt: skip
+    asked = ["--site", "pbs", "--nodes", "1", "--per-node", "2", "--time", "1:00:00", "--any-directory", "--submit"]
+    assert main([*small(run, *words), *asked]) == 0
+    job = started(qsub, 1)
+    while not (run / "metrics.jsonl").exists() or all(e["kind"] != "train" for e in log.read_metrics(run / "metrics.jsonl")):
+        assert job.poll() is None, ended(job)
+        time.sleep(0.1)
+    owner = re.search(r"process (\d+) ", (run / ".owner").read_text())
+    assert owner
+    os.kill(int(owner[1]), signal.SIGUSR1)  # one process is asked, and all stop
+    assert ended(job)[0] == 0
+    stopped = log.read_metrics(run / "metrics.jsonl")[-1]["step"]
+    change(run / "job.pbs", "train.steps=100000", f"train.steps={stopped + 3}")
+    assert ended(started(qsub, 2))[0] == 0 and not (qsub / "3.job").exists()
+    events = log.read_metrics(run / "metrics.jsonl")
+    assert [event["resumed_from"] for event in events if event["kind"] == "start"] == [None, stopped]
+    assert [event["reason"] for event in events if event["kind"] == "stop"] == ["signal", "finished"]
+    assert (run / "report.html").exists()
+
+
+def change(file: Path, old: str, new: str) -> None:
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+
+
+def test_chains_and_arrays_of_pbs(qsub: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An array is a job for each run, since one of a PBS array could not submit itself again."""
+    common = ["--site", "pbs", "--nodes", "1", "--time", "30", "--any-directory", "--submit"]
+    assert main([*small(tmp_path / "chain", f"data.directory={tmp_path}"), *common, "--chain", "3"]) == 0
+    assert main([*small(tmp_path / "array", f"data.directory={tmp_path}"), *common, "--array", "seed=4-5"]) == 0
+    assert capsys.readouterr().out.split() == [f"{number}.stand-in" for number in range(1, 6)]
+    jobs = [json.loads((qsub / f"{number}.job").read_text()) for number in range(1, 6)]
+    assert [job["waits"] for job in jobs] == [[], ["depend=afternotok:1.stand-in"], ["depend=afternotok:2.stand-in"], [], []]
+    assert [job["environ"] for job in jobs[3:]] == [{"HPCAI_TASK": "0"}, {"HPCAI_TASK": "1"}]
+
+
+def test_a_scheduler_that_refuses_is_quoted(qsub: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (qsub / "qsub").write_text("#!/bin/sh\necho 'qsub: would exceed the allocation' >&2; exit 1\n")
+    words = small(
+        tmp_path / "run", f"data.directory={tmp_path}", "--site", "pbs", "--nodes", "1", "--time", "30", "--any-directory"
+    )
+    assert "refused the job: qsub: would exceed the allocation" in refused(capsys, *words, "--submit")
