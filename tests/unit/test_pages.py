@@ -30,7 +30,7 @@ def commands(page: str) -> Iterator[tuple[str, list[str]]]:
         for line in block.replace("\\\n", " ").splitlines():
             for part in re.split(r"\s+&&\s+", re.sub(r"(^|\s)#.*", "", line).strip()):
                 if part:
-                    yield part, shlex.split(LAUNCHERS.sub("", part, count=1))
+                    yield part, shlex.split(LAUNCHERS.sub("", part.replace(".venv/bin/", ""), count=1))
 
 
 def module(words: list[str]) -> str | None:
@@ -46,6 +46,8 @@ def look(words: list[str]) -> None:
         if words[1] == "run" and len(words) > 3:
             named = f"apps/{words[2]}/configs/{words[3]}.yaml"
             settings(words[2], [named if (ROOT / named).is_file() else words[3], *words[4:]])
+    elif name is None and words[0] == "python":
+        assert (ROOT / words[1]).is_file()
     elif name is None:
         assert words[0] in OTHERS, f"{words[0]} is no command that a page may name"
         if words[0] == "make":

@@ -279,10 +279,11 @@ def test_the_templates_are_found_beside_or_within_the_package(tmp_path: Path, mo
     package = tmp_path / "lib/hpcai"
     package.mkdir(parents=True)
     monkeypatch.setattr(script.hpcai, "__file__", str(package / "__init__.py"))
-    with pytest.raises(ConfigError, match=r"expected job.sh in .*lib/slurm \(a checkout\) or .*lib/hpcai/slurm"):
+    monkeypatch.setattr(script, "SUITE", package / "suite")
+    with pytest.raises(ConfigError, match=r"expected job.sh in .*lib/slurm \(a checkout\) or .*lib/hpcai/suite/slurm"):
         script.folder()
-    shutil.copytree(ROOT / "slurm", package / "slurm")
-    assert script.folder() == package / "slurm" and script.sites() == SITES
+    shutil.copytree(ROOT / "slurm", package / "suite/slurm")
+    assert script.folder() == package / "suite/slurm" and script.sites() == SITES
 
 
 def test_apps_that_lie_elsewhere_are_found_by_the_job(
