@@ -20,7 +20,7 @@ PAGES += [f"apps/{p.parent.name}/README.md" for p in (ROOT / "apps").glob("*/REA
 LAUNCHERS = re.compile(r"^(\w+=\S+ +)*((mpiexec|srun|torchrun|nice)( +-\S+( +\d+)?)*? +)?(?=python|hpcai|-m )")
 OTHERS = (
     "git", "cd", "source", ".", "sbatch", "qsub", "make", "pip", "apptainer", "export", "module", "squeue", "scancel", "scontrol",
-    "unshare", "bash", "tar",
+    "unshare", "bash", "tar", "tail",
 )  # fmt: skip
 
 
