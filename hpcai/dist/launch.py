@@ -94,6 +94,8 @@ def start(axes: Any, on: torch.device | None = None) -> Iterator[Mesh]:
     with watch or nullcontext():
         where = on if on is not None else _device(here)
         _settle(where, here)
+        if on is None and here.rank == 0 and (lack := no_gpu(where)):
+            logger.warning("%s", lack)
         if watch is not None:
             backend = "gloo"
             if where.type == "cuda":
@@ -273,6 +275,19 @@ def _settle(where: torch.device, here: Place) -> None:
         done = bind(where, here.local_rank or 0, here.local_world or 1)
         if done:
             logger.info("rank %d: %s", here.rank, done)
+
+
+def no_gpu(where: torch.device) -> str | None:
+    """What to say where torch is built for GPUs, finds none, and nobody has hidden them."""
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}" if torch.version.hip else None
+    hidden = any(os.environ.get(f"{name}_VISIBLE_DEVICES") == "" for name in ("CUDA", "ROCR", "HIP"))
+    if where.type != "cpu" or build is None or hidden:
+        return None
+    flag = "--nv" if torch.version.cuda else "--rocm"
+    return (
+        f"torch is built for {build} and finds no GPU: this runs on the CPU. Ask the scheduler for a GPU; in a container give "
+        f"{flag}, which brings the driver; CUDA_VISIBLE_DEVICES= says that it is meant"
+    )
 
 
 def _share_gpu() -> bool:

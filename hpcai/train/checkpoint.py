@@ -22,6 +22,7 @@ import torch
 import torch.distributed as torch_dist
 from torch import Tensor
 
+from hpcai import __version__
 from hpcai.dist.collect import agree, gather_objects, sum_in_place
 from hpcai.dist.mesh import Axis, Mesh
 from hpcai.durable import flush
@@ -34,6 +35,8 @@ from hpcai.train.aside import later
 from hpcai.train.saved import FORMAT, INDEX, MANIFEST, RUN, Index, Progress, RunFile, found, opened, read_packed, sealed, step_of
 from hpcai.train.step import Step
 from hpcai.train.tensorfile import Box, Contents
+
+VERSIONS = {"hpcai": __version__, "torch": torch.__version__}
 
 _COUNT = "optimizer/step"
 _PATIENCE = 600.0  # seconds that the end of a failed run waits for a save
@@ -131,7 +134,7 @@ class Checkpoints:
         final = self.directory / f"step-{progress.step:08d}"
         run = {"format": FORMAT, "world": self.mesh.world, "progress": asdict(progress), "settings": self.settings}
         run |= {"frozen": frozen, "origins": origins}
-        run["data"] = self.data
+        run |= {"data": self.data, "versions": dict(VERSIONS)}
         if isinstance(step.model, Portable):
             run["about"] = step.model.about
         saved = Saved(progress.step, final, 0.0, self._own.bytes)
@@ -354,6 +357,8 @@ class Checkpoints:
             if not self.cfg.other_data:
                 raise CheckpointError(f"{path.parent}: {text}; set checkpoint.other_data=true if that is meant")
             self.notes.append(text)
+        others = {name: was for name, was in run.versions.items() if VERSIONS.get(name, was) != was}
+        self.notes += [f"{name}: {was} then, {VERSIONS[name]} now" for name, was in others.items()]
         told = {name for name in run.settings.keys() & self.settings.keys() if name not in (*self.frozen, "report")}
         self.notes += [text for name in sorted(told) for text in _changes(run.settings[name], self.settings[name], name)]
 

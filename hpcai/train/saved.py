@@ -68,6 +68,8 @@ class RunFile(BaseModel):
     progress: Progress
     settings: dict[str, Any]
     data: str = ""
+    versions: dict[str, str] = {}
+    """what wrote it; empty in older checkpoints"""
     frozen: dict[str, str] = {}
     """by name: SHA-256 of the file with weights that are not trained, and so not in the checkpoint"""
     origins: dict[str, str] = {}

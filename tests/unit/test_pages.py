@@ -17,7 +17,9 @@ from hpcai import cli, config
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ["README.md", "CHANGELOG.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
 PAGES += [f"apps/{p.parent.name}/README.md" for p in (ROOT / "apps").glob("*/README.md")]
-LAUNCHERS = re.compile(r"^(\w+=\S+ +)*((mpiexec|srun|torchrun|nice)( +-\S+( +\d+)?)*? +)?(?=python|hpcai|-m )")
+LAUNCHERS = re.compile(
+    r"^(\w+=\S+ +)+(?=sbatch)|^(\w+=\S+ +)*((mpiexec|srun|torchrun|nice)( +-\S+( +\d+)?)*? +)?(?=python|hpcai|-m )"
+)
 OTHERS = (
     "git", "cd", "source", ".", "sbatch", "qsub", "make", "pip", "apptainer", "export", "module", "squeue", "scancel", "scontrol",
     "unshare", "bash", "tar", "tail",

@@ -162,6 +162,18 @@ def test_a_program_that_names_its_device_touches_no_gpu(monkeypatch: pytest.Monk
         assert mesh.device.type == "cpu"
 
 
+def test_a_torch_for_gpus_that_finds_none_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert launch.no_gpu(cpu) is None
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert "torch is built for CUDA 13.0 and finds no GPU" in str(launch.no_gpu(cpu)) and "--nv" in str(launch.no_gpu(cpu))
+    assert launch.no_gpu(torch.device("cuda")) is None
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert launch.no_gpu(cpu) is None
+
+
 def test_import_starts_neither_mpi_nor_cuda() -> None:
     code = "import sys, torch, hpcai.dist.launch; assert 'mpi4py.MPI' not in sys.modules and not torch.cuda.is_initialized()"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

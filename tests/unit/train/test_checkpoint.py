@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from hpcai import dist
+from hpcai import __version__, dist
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import CheckpointError, DivergedError
 from hpcai.parallel.replicate import sum_over
 from hpcai.settings import CheckpointConfig, StepConfig
 from hpcai.train import checkpoint, rng, saved
-from hpcai.train.checkpoint import Checkpoints
+from hpcai.train.checkpoint import VERSIONS, Checkpoints
 from hpcai.train.saved import Progress, read_tensors
 from hpcai.train.step import Step
 from tests.ranks.launch import on_ranks
@@ -371,18 +371,20 @@ def test_a_resume_notes_every_other_difference_and_refuses_another_data_set(tmp_
     step, settings = new_step(), {"model": {"size": 8}, "step": {"lr": 0.1}, "data": {"batch": 4}, "report": {"directory": "a"}}
     kept = keeper(tmp_path, settings=settings)
     kept.data = "six files, 1f2e"
-    kept.save(step, Progress(step=1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(VERSIONS, "hpcai", "0.0.1")
+        kept.save(step, Progress(step=1))
     changed = settings | {"step": {"lr": 0.2}, "data": {"batch": 8}, "report": {"directory": "b"}}
     again = keeper(tmp_path, settings=changed)
     again.data = "six files, 1f2e"
     assert again.resume(step).step == 1
-    assert again.notes == ["data.batch: 4 then, 8 now", "step.lr: 0.1 then, 0.2 now"]
+    assert again.notes == [f"hpcai: 0.0.1 then, {__version__} now", "data.batch: 4 then, 8 now", "step.lr: 0.1 then, 0.2 now"]
     again.data = "seven files, 77aa"
     with pytest.raises(CheckpointError, match=r"another data set \(six files, 1f2e then, seven files, 77aa now\); set checkpoint"):
         again.resume(step)
     meant = keeper(tmp_path, settings=settings, other_data=True)
     meant.data = again.data
-    assert meant.resume(step).step == 1 and len(meant.notes) == 1
+    assert meant.resume(step).step == 1 and len(meant.notes) == 2
 
 
 def two_sizes(mesh: Mesh, path: str) -> tuple[int, list[str], int]:
