@@ -249,7 +249,8 @@ class _Hub:
         self._world, self._token = world, token
         both = not interface and socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET
-        self._door = socket.create_server((interface, 0), family=family, backlog=min(world, 4096), dualstack_ipv6=both)
+        queue = min(world + _STRANGERS, 4096)  # where it is full a connection is tried again after seconds, at last after a minute
+        self._door = socket.create_server((interface, 0), family=family, backlog=queue, dualstack_ipv6=both)
         self.port: int = self._door.getsockname()[1]
         self._members: list[_Member] = []
         self._strangers: list[_Member] = []
