@@ -33,7 +33,7 @@ SHORT: dict[str, Names] = {
 
 # What has been learnt when the cells have run as they are, beside what is had for nothing, which the notebook prints.
 LEARNT: dict[str, Callable[[Names], bool]] = {
-    "cosmoflow": lambda names: names["sharper"]["Omega_m"] > 1.5 and names["sharper"]["sigma_8"] > 3,
+    "cosmoflow": lambda names: names["sharper"]["Omega_m"] > 4 and names["sharper"]["sigma_8"] > 3,
     "deepcam": lambda names: names["scores"]["iou"] > names["nothing"] + 0.05 and names["scores"]["recall_tropical_cyclone"] > 0.5,
     "diffusion": lambda names: names["found"]["crps"] < min(0.97 * names["dressed"], 0.68 * names["plain"]),
     "llm": lambda names: names["bits"]["this model"] < 0.75 * names["bits"]["tokens by their frequency"] and names["right"] >= 4,
