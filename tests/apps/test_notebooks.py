@@ -34,12 +34,12 @@ SHORT: dict[str, Names] = {
 # What has been learnt when the cells have run as they are, beside what is had for nothing, which the notebook prints.
 LEARNT: dict[str, Callable[[Names], bool]] = {
     "cosmoflow": lambda names: names["sharper"]["Omega_m"] > 4 and names["sharper"]["sigma_8"] > 3,
-    "deepcam": lambda names: names["scores"]["iou"] > names["nothing"] + 0.05 and names["scores"]["recall_tropical_cyclone"] > 0.5,
+    "deepcam": lambda names: names["scores"]["iou"] > names["nothing"] + 0.08 and names["scores"]["recall_tropical_cyclone"] > 0.8,
     "diffusion": lambda names: names["found"]["crps"] < min(0.97 * names["dressed"], 0.68 * names["plain"]),
     "llm": lambda names: names["bits"]["this model"] < 0.75 * names["bits"]["tokens by their frequency"] and names["right"] >= 4,
     "opencatalyst": lambda names: names["scores"]["force_mae"] < 0.4 * names["scores"]["force_zero"] and names["alike"] > 0.9,
     "openfold": lambda names: names["after"] > 0.6 > 0.2 > names["before"],
-    "unet3d": lambda names: names["scores"]["dice_kidney"] > max(0.6, 10 * names["everything"]),
+    "unet3d": lambda names: names["scores"]["dice_kidney"] > max(0.7, 10 * names["everything"]) and names["scores"]["dice_tumour"] > 0.2,
 }
 
 
