@@ -39,7 +39,7 @@ LEARNT: dict[str, Callable[[Names], bool]] = {
     "llm": lambda names: names["bits"]["this model"] < 0.75 * names["bits"]["tokens by their frequency"] and names["right"] >= 4,
     "opencatalyst": lambda names: names["scores"]["force_mae"] < 0.4 * names["scores"]["force_zero"] and names["alike"] > 0.9,
     "openfold": lambda names: names["after"] > 0.6 > 0.2 > names["before"],
-    "unet3d": lambda names: names["scores"]["dice_kidney"] > 0.7 > 9 * names["everything"] and names["scores"]["dice_tumour"] > .2,
+    "unet3d": lambda names: names["scores"]["dice_kidney"] > 0.7 and names["scores"]["dice_tumour"] > 0.2 > names["everything"],
 }
 
 
