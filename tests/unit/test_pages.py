@@ -15,7 +15,7 @@ import yaml
 from hpcai import cli, config
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ["README.md", "CHANGELOG.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
+PAGES = ["README.md", "CHANGELOG.md", *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs").rglob("*.md")))]
 PAGES += [f"apps/{p.parent.name}/README.md" for p in (ROOT / "apps").glob("*/README.md")]
 LAUNCHERS = re.compile(
     r"^(\w+=\S+ +)+(?=sbatch)|^(\w+=\S+ +)*((mpiexec|srun|torchrun|nice)( +-\S+( +\d+)?)*? +)?(?=python|hpcai|-m )"
