@@ -1,5 +1,6 @@
-"""``python -m hpcai.cli``: the `hpcai` command where its script is not on the path, as in a batch job."""
+"""The `hpcai` command of this Python: python -m hpcai.cli COMMAND ..."""
 
 from hpcai.cli import main
 
-raise SystemExit(main())
+if __name__ == "__main__":
+    raise SystemExit(main())

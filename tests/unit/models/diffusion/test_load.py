@@ -93,7 +93,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], type[Exception], tuple[str, ...]]
     ),
     "no settings": (lambda folder: (folder / CONFIG).unlink(), CheckpointError, (CONFIG, "no settings of a network")),
     "settings cut off": (written(lambda text: text[: len(text) // 2], CONFIG), CheckpointError, (CONFIG, "no settings")),
-    "no weights": (lambda folder: (folder / FILE).unlink(), CheckpointError, (FILE, "No such file")),
+    "no weights": (lambda folder: (folder / FILE).unlink(), CheckpointError, (FILE, "is not there")),
 }  # fmt: skip
 
 
