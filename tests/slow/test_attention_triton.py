@@ -118,8 +118,8 @@ for name, kernel, signature, constexprs, options in variants():
     moves = re.findall(r"(?:ld|st)\\.global\\S*?(?:\\.(v[248]))?\\.b\\d+", made.asm["ptx"])
     architecture = made.asm["ptx"].split(".target ")[1].split()[0].rstrip(",")
     print(architecture, registers, stack, local, made.metadata.shared, len(moves), moves.count(""), name, sep="|")
-    # Triton 3.7, which torch 2.13 brings, keeps two words of one kernel on the stack and moves up to 16 values of a bias one by one;
-    # 3.9 none, and 6.
+    # Triton 3.7, which torch 2.13 brings, keeps two words of one kernel on the stack, and moves up to 16 values of a bias one by
+    # one; 3.9 none, and 6.
     assert stack <= 8 and local == 0, f"{name} on {architecture} spills"
     assert made.metadata.shared <= 48 << 10, f"{name} on {architecture}: few programs fit a multiprocessor"
     assert len(moves) >= 4 and moves.count("") <= 16, f"{name} on {architecture} moves more than its masks and norms one by one"

@@ -57,7 +57,8 @@ for name, kernel, signature, constexprs, options in importlib.import_module(modu
     architecture = made.asm["ptx"].split(".target ")[1].split()[0].rstrip(",")
     print(architecture, registers, stack, local, made.metadata.shared, len(moves), moves.count(""), name, sep="|")
     # Triton 3.7, which torch 2.13 brings, keeps two to four words of the widest rows on the stack; 3.9 none.
-    assert stack <= 16 and local == 0 and registers <= most[name.split()[0]], f"{name} on {architecture} spills, or few programs fit"
+    few = stack <= 16 and local == 0 and registers <= most[name.split()[0]]
+    assert few, f"{name} on {architecture} spills, or few programs fit"
     assert made.metadata.shared <= 16 << 10, f"{name} on {architecture}: few programs fit a multiprocessor"
     found = re.findall(r"(?:ld|st)\\.global\\S*?\\.v([48])\\.b32", made.asm["ptx"])
     vectors = sum(4 * int(n) for n in found)
