@@ -110,6 +110,7 @@ def test_the_limit_of_time_ends_in_a_checkpoint_and_the_curve_of_a_run_without_o
     assert found == {step: loss for step, loss in losses(whole).items() if step <= second["step"]}
 
 
+@pytest.mark.claim
 def test_a_lost_node_costs_the_steps_since_the_last_checkpoint_and_fewer_nodes_go_on(
     slurm: OneMachineSlurm, submit: Submit, tmp_path: Path
 ) -> None:
@@ -152,6 +153,7 @@ def test_runs_of_an_array_have_directories_of_their_own(slurm: OneMachineSlurm, 
     assert sorted(path.name for path in sweep.glob("job-*.out")) == [f"job-{number}_{task}.out" for task in (0, 1)]
 
 
+@pytest.mark.claim
 def test_a_chain_goes_on_where_a_job_stopped_and_ends_with_the_run(slurm: OneMachineSlurm, submit: Submit, tmp_path: Path) -> None:
     """The data are copied to a folder of the node first."""
     run, disk = tmp_path / "run", tmp_path / "disk"

@@ -366,6 +366,7 @@ time.sleep(60)
     assert json.loads((qsub / "2.job").read_text()) == {"script": str(tmp_path / "run/job.pbs"), "environ": {}, "waits": []}
 
 
+@pytest.mark.claim
 @pytest.mark.mpi
 @pytest.mark.slow
 def test_under_pbs_a_run_that_is_asked_to_stop_submits_itself_again_and_finishes(qsub: Path, tmp_path: Path) -> None:
