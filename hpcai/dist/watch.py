@@ -4,6 +4,8 @@ Every rank keeps one connection to a hub, a thread on rank 0. A rank that fails 
 its connection closes. The hub lets the first one print its traceback and then tells all others to stop. No rank polls and no
 heartbeat is missed while a long C call holds the interpreter.
 
+A rank may ask that all stop at the same place (``boundary``): the hub hears how far each has come and says where.
+
 A rank may say that the others can do without it (``spare``), such as one that only evaluates. When such a one is killed the others
 hear of it (``lost``) and go on; all that are spare then end, as they work together.
 
@@ -25,7 +27,8 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn
@@ -34,6 +37,7 @@ import torch
 import torch.distributed as torch_dist
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from hpcai.dist.boundary import PAST, Boundary
 from hpcai.errors import ConfigError, HpcaiError, LaunchError, MeshError
 
 # All in seconds
@@ -47,6 +51,7 @@ _LONGEST_WORD = 1 << 18  # of a rank
 _LONGEST_TEXT = 1 << 15  # of the reason for a failure
 _LONGEST_GREETING = 1 << 12  # of a connection that has not shown the token
 _LONGEST_DOING = 200  # of what a rank says that it does
+_LONGEST_ASKED = 40  # of the name of a signal
 _STRANGERS = 256  # connections without a token that are held at a time
 
 
@@ -77,6 +82,8 @@ class Watch:
         self._words = self.lost = ""
         self._spare, self.losing = False, threading.Event()
         self._stop: dict[str, Any] | None = None
+        self._boundaries: dict[int, Boundary] = {}
+        self._begun = 0  # boundaries that the main thread has come to
         self._hub: threading.Thread | None = None
         self.hub: _Hub | None = None
         if rank == 0:
@@ -144,6 +151,17 @@ class Watch:
         self._spare = True
         _send(self._line, spare=True)
 
+    def next_boundary(self) -> Boundary:
+        """One for the main thread, which comes to all of them in the same order on all ranks."""
+        self._begun += 1
+        return self._boundary(self._begun)
+
+    def _boundary(self, number: int) -> Boundary:
+        with self._lock:
+            if number not in self._boundaries:
+                self._boundaries[number] = Boundary(partial(_send, self._line, boundary=number), alone=False)
+            return self._boundaries[number]
+
     def _declare(self, text: str, code: int, ours: bool) -> dict[str, Any]:
         """Tell the hub of a failure -> its word to stop; nothing where it does not answer."""
         with self._lock:
@@ -171,6 +189,11 @@ class Watch:
                 _send(self._line, printed=True)
             elif "ask" in message:
                 _send(self._line, doing=_doing[-1]()[:_LONGEST_DOING])
+            elif "hold" in message:
+                number = message["hold"]
+                _send(self._line, boundary=number, passed=self._boundary(number).hold())
+            elif "stop_at" in message:
+                self._boundary(message["boundary"]).agreed(message["stop_at"], message["by"])
             elif "lost" in message:
                 self.lost = message["lost"]
                 self.losing.set()
@@ -219,6 +242,9 @@ class _Word(BaseModel):
     ours: bool = False
     printed: bool = False
     doing: str | None = Field(None, max_length=_LONGEST_DOING)
+    boundary: int = Field(0, ge=0, le=PAST)
+    asked: str | None = Field(None, max_length=_LONGEST_ASKED)
+    passed: int | None = Field(None, ge=0, le=PAST)
 
 
 @dataclass(eq=False)
@@ -231,6 +257,15 @@ class _Member:
     code: int | None = None  # its exit code, once it has left
     doing: str | None = None  # its answer, when it was asked
     rest: bytes = b""
+
+
+@dataclass(eq=False)
+class _Held:
+    """A boundary at which all ranks are to stop: who asked, and how often each rank has passed, as far as it has answered."""
+
+    by: str
+    passed: dict[int, int] = field(default_factory=dict)
+    told: bool = False
 
 
 @dataclass(frozen=True)
@@ -255,6 +290,7 @@ class _Hub:
         self._members: list[_Member] = []
         self._strangers: list[_Member] = []
         self._failures: list[_Failure] = []
+        self._held: dict[int, _Held] = {}
         self._lost = False
 
     def serve(self) -> None:
@@ -285,6 +321,7 @@ class _Hub:
                         self._strangers.remove(key.data)
                         key.data.line.close()
             self._do_without()
+            self._say_where()
             if not self._failures:
                 decide_at = None
                 continue
@@ -306,6 +343,15 @@ class _Hub:
                     _send(member.line, lost=f"{killed.member.name} is lost: {killed.text}")
         if self._lost:
             self._failures = [failure for failure in self._failures if not failure.member.spare]
+
+    def _say_where(self) -> None:
+        """Tell all ranks at which pass they stop, once each has answered that is still there."""
+        there = {member.rank for member in self._members if not member.left}
+        for number, held in self._held.items():
+            if not held.told and len(self._members) == self._world and there <= held.passed.keys():
+                held.told = True
+                for member in self._members:
+                    _send(member.line, boundary=number, stop_at=max(held.passed.values(), default=0) + 1, by=held.by)
 
     def _hear(self, member: _Member) -> bool:
         """Take in what a rank says; False when its connection is closed, or it is none of ours."""
@@ -335,8 +381,16 @@ class _Hub:
             member.rank, member.name = word.rank, word.name
             self._strangers.remove(member)
             self._members.append(member)
+            for number in self._held:
+                _send(member.line, hold=number)
         member.spare |= word.spare
         member.doing = word.doing if word.doing is not None else member.doing
+        if word.asked is not None and word.boundary not in self._held:
+            self._held[word.boundary] = _Held(f"{word.asked} on {member.name}")
+            for other in self._members:
+                _send(other.line, hold=word.boundary)
+        if word.passed is not None and word.boundary in self._held:
+            self._held[word.boundary].passed[member.rank] = word.passed
         if word.left is not None:
             member.left, member.code = True, word.left
         if word.failed is not None:
@@ -381,6 +435,20 @@ def lost(patience: float = 0.0) -> str:
         watch.losing.wait(patience)
         return watch.lost
     return ""
+
+
+def boundary(ranks: int) -> Boundary:
+    """The next boundary, at which all ``ranks`` of the job come to stop once one asks; all come to each in the same order.
+
+    Where it has not been ``start`` that let several ranks meet, they cannot agree: one that asks raises LaunchError.
+    """
+    for watch in _joined if ranks > 1 else ():
+        return watch.next_boundary()
+    return Boundary(_unheard, alone=ranks == 1)
+
+
+def _unheard(asked: str) -> NoReturn:
+    raise LaunchError(f"{asked} asks this rank to stop, and no other rank hears of it; let them meet by hpcai.dist.start")
 
 
 class Answer(NamedTuple):

@@ -187,7 +187,7 @@ class _Training:
                 self._report()
                 self._save(final=True)
         if reason == "signal":
-            self.reports.emit("note", step=self.progress.step, text=f"stopped by {signals.received or 'a signal on another rank'}")
+            self.reports.emit("note", step=self.progress.step, text=f"stopped by {signals.cause}")
         if not done:
             self._tell_energy()
         at = self._scored or self._position()

@@ -2,25 +2,21 @@
 
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any
-
-import torch
-import torch.distributed as torch_dist
 
 from hpcai import stop
+from hpcai.dist import watch
 from hpcai.dist.mesh import Mesh
 
 
 class StopSignals:
     """Within the context, SIGTERM, SIGUSR1 and SIGUSR2 ask the run to stop; ``agreed()`` tells all processes in the same step.
 
-    The vote of one step is a sum of one integer between the hosts. It is counted while the next step runs, so that none waits.
+    Processes say nothing to each other until one is asked. All of the job enter one context after another together.
     """
 
     def __init__(self, mesh: Mesh) -> None:
-        self.everyone = mesh.everyone
         self.received: str | None = None
-        self._vote: tuple[torch.Tensor, Any] | None = None
+        self._boundary = watch.boundary(mesh.job.size)
         self._noting: AbstractContextManager[None] = stop.noting(self._note)
 
     def __enter__(self) -> "StopSignals":
@@ -28,22 +24,17 @@ class StopSignals:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._vote is not None and kind is None:
-            self._vote[1].wait()
+        self._boundary.left()
         self._noting.__exit__(kind, error, trace)
 
     def _note(self, name: str) -> None:
         self.received = name
 
+    @property
+    def cause(self) -> str:
+        """Which signal it was, and of another process on which."""
+        return self.received or self._boundary.by
+
     def agreed(self) -> bool:
-        """Whether any process had been asked to stop by the last call, the same answer on every process."""
-        if self.everyone.size == 1:
-            return self.received is not None
-        stop = False
-        if self._vote is not None:
-            votes, work = self._vote
-            work.wait()
-            stop = bool(votes.item())  # a tensor of the host: no device is waited for
-        votes = torch.tensor([int(self.received is not None)], dtype=torch.int32)
-        self._vote = votes, torch_dist.all_reduce(votes, group=self.everyone.group, async_op=True)
-        return stop
+        """Whether all processes stop here, since one was asked to: the same answer on each, which calls it after every step."""
+        return self._boundary.passed(self.received)

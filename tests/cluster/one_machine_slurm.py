@@ -148,7 +148,7 @@ class OneMachineSlurm:
         memory = int(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**20 / self._nodes * 0.9)
         settings = {
             "ClusterName": "test",
-            # MPICH names its shared memory by the step, and a rank that was killed leaves it: another Slurm here must not come to the same
+            # MPICH names its shared memory by the step, and a rank that is killed leaves it to the next step of that name
             "FirstJobId": random.randrange(1_000, 60_000_000),
             "SlurmctldHost": f"{host}(127.0.0.1)",
             "SlurmctldPort": ports[0],
