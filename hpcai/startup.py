@@ -9,11 +9,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 Part = Literal[
     "imports", "processes", "data", "network", "other", "checkpoint", "connections", "first batch", "compile", "first step"
 ]
+
+PARTS: tuple[Part, ...] = get_args(Part)
 
 # What a process does by itself, and what follows up to the next place where all meet.
 _STRETCHES: dict[tuple[Part, ...], tuple[Part, ...]] = {
@@ -98,8 +100,8 @@ def end(compiled: float) -> dict[Part, float]:
 
 
 def slowest(every: Sequence[Mapping[Part, float]]) -> dict[Part, float]:
-    """Seconds of each part for a job, from those of its processes: between two places where all meet, the process counts that came
-    last to the second one."""
+    """Seconds of each of ``PARTS`` for a job, from those of its processes: between two places where all meet, that process counts
+    which came last to the second one."""
     found: dict[Part, float] = {}
     for own, then in _STRETCHES.items():
         last = max(every, key=lambda parts: sum(parts.get(part, 0.0) for part in own))

@@ -1,5 +1,7 @@
 """Collective operations over an axis of the mesh. Over an axis of size 1 each does nothing."""
 
+import hashlib
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -117,6 +119,43 @@ def gather_objects(value: T, axis: Axis) -> list[T]:
     values: list[Any] = [None] * axis.size
     torch_dist.all_gather_object(values, value, group=axis.group)
     return values
+
+
+def gather_numbers(values: Sequence[float], axis: Axis, dtype: torch.dtype = torch.float64) -> Tensor:
+    """As many numbers from every process of ``axis``, by rank, on the CPU.   [K] -> [ranks, K]"""
+    own = torch.tensor([list(values)], dtype=dtype)
+    if axis.size == 1:
+        return own
+    whole = own.new_empty((axis.size, own.shape[1]))
+    gather_shares(whole, own, axis).wait()
+    return whole
+
+
+def distinct(value: T | None, axis: Axis) -> dict[int, T]:
+    """What the processes of ``axis`` have, by rank, but None: of the first one alone where all others have the same. Only where
+    they differ are objects gathered; ``repr`` tells whether they do."""
+    if axis.size == 1:
+        return {} if value is None else {0: value}
+    lacks = value is None
+    own = _NONE if lacks else digest(repr(value))
+    # The greatest x has the least ~x.
+    seen = torch.tensor([own, _NONE if lacks else ~own, _NONE if lacks else axis.rank, int(not lacks)])
+    low, high, first, all_have = least(seen, axis).tolist()
+    if first == _NONE:
+        return {}
+    if low != ~high:
+        return {rank: each for rank, each in enumerate(gather_objects(value, axis)) if each is not None}
+    found = value if all_have else agree(value, axis, first)
+    assert found is not None
+    return {first: found}
+
+
+_NONE = 2**62
+
+
+def digest(text: str) -> int:
+    """A number of 56 bits that stands for ``text``, the same on all processes."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
 
 
 def agree(value: T, axis: Axis, source: int = 0) -> T:

@@ -97,6 +97,7 @@ def start(axes: Any, on: torch.device | None = None) -> Iterator[Mesh]:
         if on is None and here.rank == 0 and (lack := no_gpu(where)):
             logger.warning("%s", lack)
         if watch is not None:
+            os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # two hosts connect when they first talk, and most pairs never do
             backend = "gloo"
             if where.type == "cuda":
                 _claim(where, here, watch.store)

@@ -23,7 +23,7 @@ import torch.distributed as torch_dist
 from torch import Tensor
 
 from hpcai import __version__
-from hpcai.dist.collect import agree, gather_objects, sum_in_place
+from hpcai.dist.collect import agree, distinct, gather_objects, sum_in_place
 from hpcai.dist.mesh import Axis, Mesh
 from hpcai.durable import flush
 from hpcai.errors import CheckpointError
@@ -179,7 +179,7 @@ class Checkpoints:
         if self._frozen is None or self._frozen[0] is not step:
             named = ((name, getattr(p, "origin", None)) for name, p in step.model.named_parameters() if not p.requires_grad)
             own = {name: origin for name, origin in named if origin}
-            every = {name: origin for part in gather_objects(own, self.mesh.everyone) for name, origin in part.items()}
+            every = {name: origin for part in distinct(own or None, self.mesh.everyone).values() for name, origin in part.items()}
             seals, problem = dict[str, str](), ""
             try:
                 seals = {path: sealed(Path(path))["sha256"] for path in sorted(set(every.values())) if self.mesh.rank == 0}

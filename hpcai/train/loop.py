@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hpcai import startup
-from hpcai.dist.collect import gather_objects, sum_in_place
+from hpcai.dist.collect import digest, gather_numbers, sum_in_place
 from hpcai.dist.energy import Processors
 from hpcai.dist.host import Collector, Gpu, warm_collectives
 from hpcai.dist.mesh import Mesh
@@ -121,7 +121,7 @@ def fit(
 def _parameters(model: nn.Module, mesh: Mesh) -> int:
     """Of the whole model, of which this process may have a part."""
     own = sum(max(parameter.numel(), math.prod(place_of(parameter).size)) for parameter in model.parameters())
-    return sum(gather_objects(own, mesh["pipeline"]))
+    return int(sum_in_place(torch.tensor(own), mesh["pipeline"]).item())
 
 
 @dataclass
@@ -267,7 +267,9 @@ class _Training:
         """Tell once how long each part took up to the end of the first step."""
         if self.mesh.device.type == "cuda":
             torch.cuda.synchronize(self.mesh.device)
-        parts = startup.slowest(gather_objects(startup.end(self.step.compiled), self.mesh.everyone))
+        own = startup.end(self.step.compiled)
+        every = gather_numbers([own.get(part, 0.0) for part in startup.PARTS], self.mesh.everyone).tolist()
+        parts = startup.slowest([dict(zip(startup.PARTS, seconds)) for seconds in every])
         self.reports.emit("startup", step=self.progress.step, seconds=sum(parts.values()), parts=parts)
 
     def _save_is_due(self, end_of_epoch: bool = False) -> bool:
@@ -482,9 +484,10 @@ class _Training:
 
     def _start(self, resumed: int | None) -> None:
         self.run.begin()
-        hosts = gather_objects(socket.gethostname(), self.mesh.everyone)
+        here = digest(socket.gethostname())
+        hosts = gather_numbers([here], self.mesh.everyone, torch.int64).flatten().tolist()
         nodes = self._nodes = len(set(hosts))
-        if hosts.index(socket.gethostname()) == self.mesh.everyone.rank:
+        if hosts.index(here) == self.mesh.everyone.rank:
             self.processors = Processors()
         self.reports.emit(
             "start", name=self.run.name, directory=str(self.run.directory or ""), settings=self.run.settings,

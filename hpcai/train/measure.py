@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hpcai.dist.collect import gather_objects, sum_in_place
+from hpcai.dist.collect import agree, distinct, sum_in_place
 from hpcai.dist.mesh import Axis
 from hpcai.errors import ConfigError
 
@@ -59,10 +59,10 @@ class Measured:
         ``uneven``: a process may have added nothing at all, and learns the names and shapes from the others. Raises ConfigError
         where processes have sums of unlike shapes, two metrics give one name, or ``finish`` gives no number.
         """
-        own = self.names, {name: _kinds(whole) for name, (whole, _) in self._totals.items()}
-        every = gather_objects(own, axis) if uneven else [own]
-        names = sorted(set().union(*(counted for counted, _ in every)))
-        kinds = _agreed([totals for _, totals in every])
+        own = self.names, {name: _kinds(whole) for name, (whole, _) in sorted(self._totals.items())}
+        every = distinct(own if any(own) else None, axis) if uneven else {0: own}
+        names = sorted(set().union(*(counted for counted, _ in every.values())))
+        kinds = _agreed({rank: totals for rank, (_, totals) in every.items()})
         owns, self._totals = self._totals, {}
         flat = [self._flat(names, device)]
         for name, (_, kind) in kinds.items():
@@ -72,7 +72,7 @@ class Measured:
         sums = {name: [next(left) for _ in kind] for name, (_, kind) in kinds.items()}
         # One process makes a number and tells it, so that all decide by the same one.
         mine = [_finished(name, owns[name][1], sums[name]) for name, (rank, _) in kinds.items() if rank == axis.rank]
-        found += chain.from_iterable(gather_objects(mine, axis) if kinds else [])
+        found += chain.from_iterable(agree(mine, axis, rank) for rank in sorted({rank for rank, _ in kinds.values()}))
         return _once(found)
 
     def pack(self, names: list[str], axis: Axis, device: torch.device) -> Tensor:
@@ -119,10 +119,10 @@ def _same(name: str, before: _Kinds, now: _Kinds) -> None:
         raise ConfigError(f"metric {name!r}: its sums are {found} in one batch and {was} in another; give the same shapes in all")
 
 
-def _agreed(every: list[dict[str, _Kinds]]) -> dict[str, tuple[int, _Kinds]]:
+def _agreed(every: Mapping[int, dict[str, _Kinds]]) -> dict[str, tuple[int, _Kinds]]:
     """By name of a metric: the first rank that has its sums, and their kinds, which are the same on all that have them."""
     agreed: dict[str, tuple[int, _Kinds]] = {}
-    for rank, totals in enumerate(every):
+    for rank, totals in every.items():
         for name in sorted(totals):
             _same(name, agreed.setdefault(name, (rank, totals[name]))[1], totals[name])
     return agreed

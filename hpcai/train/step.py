@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hpcai import startup
-from hpcai.dist.collect import gather_objects, least, sum_in_place
+from hpcai.dist.collect import distinct, gather_objects, least, sum_in_place
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import ConfigError, DataError, DivergedError
 from hpcai.nn.deferred import make, tell_names
@@ -230,9 +230,9 @@ class Step:
         if not self._capture.tries:
             return told
         own, self._capture.news = self._capture.news, []
-        every = gather_objects(own, self.mesh.everyone)
-        alike = all(texts == every[0] for texts in every)
-        return every[0] + told if alike else [f"rank {n}: {text}" for n, texts in enumerate(every) for text in texts] + told
+        every = distinct(own, self.mesh.everyone)
+        alike = len(every) == 1
+        return every[0] + told if alike else [f"rank {n}: {text}" for n, texts in every.items() for text in texts] + told
 
     def first_bad(self, compare: bool = False) -> Tensor:
         """On the device, the least on any process: 0-based step with the first loss or gradient that is not finite, and, with

@@ -113,7 +113,7 @@ def test_sums_of_tensors_are_those_of_one_process(sizes: tuple[int, ...]) -> Non
         assert [found[f"cov_{i}{j}"] for i in range(3) for j in range(i + 1)] == pytest.approx(every[np.tril_indices(3)], rel=1e-12)
         assert sum(len(done) for _, _, done in ranks) == len(ranks) // axes["replicate"], "finished once in each line of copies"
         if axes["replicate"] > 1:
-            assert all(sent == ["torch.float64", "torch.int64"] for _, sent, _ in ranks), "a message for each dtype"
+            assert all(sent == ["torch.int64", "torch.float64", "torch.int64"] for _, sent, _ in ranks), "names, each dtype"
 
 
 def unlike(mesh: Mesh, values: list[dict[str, Any]]) -> str:
