@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from apps.llm.settings import Config
-from hpcai import train
+from hpcai import dist, train
 from hpcai.models.llm import SamplingConfig, Tokenizer, complete
 from hpcai.models.llm.tokens import CONFIG, CONTENT, TEMPLATE
 
@@ -31,13 +31,16 @@ def keep_tokenizer(run: train.Run, cfg: Config) -> None:
 
 
 def keep(run: train.Run, cfg: Config, step: train.Step, rows: dict[str, Tensor]) -> None:
-    """Keep ``text.npz`` of the rows that ``entropies`` gives. All processes call this together."""
+    """Keep ``text.npz`` of the rows that ``entropies`` gives, which the first process has. All processes call this together."""
     tokenizer = Tokenizer.load(cfg.data.directory)
-    some = rows["tokens"][:: max(1, len(rows["tokens"]) // _TEXTS)][:_TEXTS].tolist()
+    some = rows["tokens"][:: max(1, len(rows["tokens"]) // _TEXTS)][:_TEXTS].tolist() if rows else []
+    some = dist.agree(some, step.mesh.everyone)
     given = min(_GIVEN, len(some[0]) // 2)
     with step.average.applied(), step.autocast():
         ends = [] if tokenizer.eos is None else [tokenizer.eos]
         made = complete(step.model, [row[:given] for row in some], _SAMPLING, ends, words=tokenizer.size, act=step.act)
+    if not rows:
+        return
     texts = [list(map(tokenizer.decode, (row[:given], new, row[given : given + _MADE]))) for row, new in zip(some, made)]
     run.keep("text.npz", lambda path: write(path, rows, codes(rows, tokenizer), texts))
 

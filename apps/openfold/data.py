@@ -234,6 +234,8 @@ def network(cfg: Config) -> OpenFold:
 
 def keep_structures(run: Run, data: DataConfig, found: dict[str, torch.Tensor]) -> None:
     """``structures.npz`` for the report, and each predicted chain as structures/NAME.cif with its confidence for B-factors."""
+    if not found:  # another process has them
+        return
     rows = Rows(data.directory / "validation", FIELDS, reader="buffered")
     names = [name.decode() for name in rows.column("name")[found["index"].numpy()]]
     rows.close()

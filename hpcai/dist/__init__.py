@@ -8,6 +8,6 @@ __getattr__, __all__ = lazy(
         ".environment": ["Place", "place"],
         ".launch": ["start", "alone", "communicator"],
         ".mesh": ["Mesh", "Axis"],
-        ".collect": ["sum_in_place", "agree", "gather_rows"],
+        ".collect": ["sum_in_place", "agree", "rows_to_first"],
     },
 )

@@ -1,6 +1,9 @@
 """Collective operations over an axis of the mesh. Over an axis of size 1 each does nothing."""
 
 import hashlib
+import math
+import mmap
+import tempfile
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -167,13 +170,33 @@ def agree(value: T, axis: Axis, source: int = 0) -> T:
     return box[0]
 
 
-def gather_rows(value: Tensor, axis: Axis) -> Tensor:
-    """Rows of all processes of ``axis`` in rank order; the numbers of rows may differ.   [N_r, ...] -> [sum N_r, ...]"""
-    if axis.size == 1:
-        return value
-    counts = gather_objects(value.shape[0], axis)
-    padded = value.new_zeros((max(counts), *value.shape[1:]))
-    padded[: value.shape[0]] = value
-    parts = [torch.empty_like(padded) for _ in counts]
-    torch_dist.all_gather(parts, padded, group=axis.group)
-    return torch.cat([part[:count] for part, count in zip(parts, counts)])
+def rows_to_first(own: Tensor, axis: Axis) -> Tensor:
+    """Rows of all processes of ``axis`` in rank order, on its first one, and none elsewhere. They come in pieces, so that no other
+    process holds more than its own. Where they are many, they lie in an unnamed temporary file.   [N_r, ...] -> [sum N_r, ...]"""
+    counts = gather_numbers([len(own)], axis, torch.int64).flatten().tolist()
+    raw = own.contiguous().flatten().view(torch.uint8)
+    if axis.rank:
+        for piece in raw.split(_PIECE) if len(raw) else ():
+            torch_dist.send(piece, group=axis.group, group_dst=0)
+        return own[:0]
+    of_row = own.dtype.itemsize * math.prod(own.shape[1:])
+    whole = _room(sum(counts) * of_row)
+    for rank, part in enumerate(whole.split([count * of_row for count in counts])):
+        if rank == 0:
+            part.copy_(raw)
+            continue
+        for piece in part.split(_PIECE) if len(part) else ():
+            torch_dist.recv(piece, group=axis.group, group_src=rank)
+    return whole.view(own.dtype).view(sum(counts), *own.shape[1:])
+
+
+_PIECE = 64 << 20
+_MAPPED = 1 << 30  # bytes from which on rows are kept in a file
+
+
+def _room(size: int) -> Tensor:
+    if size < _MAPPED:
+        return torch.empty(size, dtype=torch.uint8)
+    with tempfile.TemporaryFile() as file:
+        file.truncate(size)
+        return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)

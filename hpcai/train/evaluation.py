@@ -16,9 +16,10 @@ import torch.distributed as torch_dist
 from torch import Tensor, nn
 
 from hpcai.dist import watch
-from hpcai.dist.collect import agree, gather_objects, gather_rows, least
+from hpcai.dist.collect import agree, distinct, least, rows_to_first
 from hpcai.dist.mesh import Axis, Mesh
 from hpcai.errors import ConfigError
+from hpcai.settings import AXES
 from hpcai.train.aside import later
 from hpcai.train.failure import PULSE, resting
 from hpcai.train.measure import Measured, Total, Value
@@ -57,19 +58,22 @@ def _told(found: T, step: Step) -> T:
 
 @torch.no_grad()
 def predict(step: Step, function: RowsOf, batches: Any) -> dict[str, Tensor]:
-    """Rows that ``function(model, batch)`` gives for every sample, gathered from all copies, on the CPU of every process."""
+    """Rows that ``function(model, batch)`` gives for every sample, from all copies, on the CPU of the first process; nothing on all
+    others, which keep no more than what they have made until it is fetched."""
     parts: dict[str, list[Tensor]] = {}
     with step.average.applied():
         for batch in _batches(step.model, batches):
             for name, value in (step.act.forward(function, batch, step.autocast) or {}).items():
-                parts.setdefault(name, []).append(value)
-    axis, device = step.mesh["replicate"], step.mesh.device
-    shapes = max(gather_objects({n: (v[0].shape[1:], v[0].dtype) for n, v in parts.items()}, axis), key=len)
-    whole: dict[str, Tensor] = {}
-    for name, (shape, dtype) in shapes.items():
-        own = torch.cat(parts[name]) if name in parts else torch.empty((0, *shape), dtype=dtype, device=device)
-        whole[name] = gather_rows(own, axis).cpu()
-    return _told(whole, step)
+                parts.setdefault(name, []).append(value.cpu())
+    mesh, rows = step.mesh, dict[str, Tensor]()
+    if any(mesh[name].rank for name in AXES if name not in ("replicate", "pipeline", "evaluate")):
+        return rows  # another process has the same
+    copies = mesh.over("replicate", "pipeline")
+    own = {name: torch.cat(values) for name, values in parts.items()}
+    kinds = distinct({name: (value.shape[1:], value.dtype) for name, value in own.items()} or None, copies)
+    for name, (shape, dtype) in max(kinds.values(), key=len, default={}).items():
+        rows[name] = rows_to_first(own.get(name, torch.empty((0, *shape), dtype=dtype)), copies)
+    return rows if mesh.rank == 0 else {}
 
 
 class Kept:

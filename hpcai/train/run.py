@@ -88,8 +88,8 @@ class Run:
         keep: Callable[[dict[str, Tensor]], Any] = lambda rows: None,
     ) -> None:  # fmt: skip
         """Leave the model's ``files`` for people, such as model.safetensors of the last checkpoint, and ``keep`` the rows that
-        ``function`` gives for ``batches``, if there are any. A run that was asked to stop leaves nothing: it goes on later. All
-        processes call this together."""
+        ``function`` gives for ``batches``, if there are any: all processes call it, and the first alone has rows. A run that was
+        asked to stop leaves nothing: it goes on later. All processes call this together."""
         if result.reason == "signal":
             return
         checkpoints = self.checkpoints

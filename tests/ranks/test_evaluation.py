@@ -10,6 +10,8 @@ import torch.distributed as torch_dist
 from torch import nn
 
 from hpcai.data import Loader
+from hpcai.dist import collect
+from hpcai.dist.collect import distinct, rows_to_first
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import ConfigError
 from hpcai.settings import StepConfig
@@ -29,7 +31,7 @@ def measured(mesh: Mesh, count: int, batch: int) -> tuple[dict[str, float], list
     step = Step(nn.Linear(3, 2), lambda m, b: {"loss": m(b).mean()}, StepConfig(precision="fp64"), mesh)
     loader = Loader(Rows(count), batch, mesh, name="v", shuffle=False, last="keep")
     values = evaluate(step, lambda m, b: {"mean": m(b).mean(), "rms": (m(b).square().sum(), 2 * len(b))}, loader)
-    return values, predict(step, lambda m, b: {"y": m(b)}, loader)["y"].tolist()
+    return values, predict(step, lambda m, b: {"y": m(b)}, loader).get("y", torch.zeros(0)).tolist()
 
 
 @pytest.mark.parametrize("count, batch", [(13, 4), (5, 8), (17, 16), (8, 2)])
@@ -37,10 +39,9 @@ def test_cut_equals_whole(count: int, batch: int) -> None:
     values, rows = on_ranks({"replicate": 1}, measured, count, batch)[0]
     assert len(rows) == count
     for axes in ({"replicate": 2}, {"replicate": 4}, {"replicate": 2, "depth": 2}):
-        for found, again in on_ranks(axes, measured, count, batch):
+        for rank, (found, again) in enumerate(on_ranks(axes, measured, count, batch)):
             assert found == pytest.approx(values, rel=1e-12)
-            if batch >= axes["replicate"]:
-                assert np.allclose(sorted(again), sorted(rows), rtol=1e-12)
+            assert np.allclose(sorted(again), [] if rank else sorted(rows), rtol=1e-12), "only the first process has rows"
 
 
 # ---- sums of tensors
@@ -114,6 +115,38 @@ def test_sums_of_tensors_are_those_of_one_process(sizes: tuple[int, ...]) -> Non
         assert sum(len(done) for _, _, done in ranks) == len(ranks) // axes["replicate"], "finished once in each line of copies"
         if axes["replicate"] > 1:
             assert all(sent == ["torch.int64", "torch.float64", "torch.int64"] for _, sent, _ in ranks), "names, each dtype"
+
+
+def fetched(mesh: Mesh, kind: str) -> tuple[str, list[Any]]:
+    counts = [0, 3, 5, 0]
+    first = sum(counts[: mesh.rank])
+    values = torch.arange(2 * first, 2 * (first + counts[mesh.rank])).view(-1, 2).to(getattr(torch, kind))
+    found = rows_to_first(values, mesh["replicate"])
+    return str(found.dtype), found.tolist()
+
+
+@pytest.mark.parametrize("mapped", [False, True], ids=["in memory", "in a file"])
+@pytest.mark.parametrize("kind", ["float64", "bfloat16", "int32", "bool"])
+def test_rows_of_all_come_to_the_first_in_pieces(kind: str, mapped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collect, "_PIECE", 7)
+    monkeypatch.setattr(collect, "_MAPPED", 1 if mapped else 1 << 30)
+    (dtype, rows), *others = on_ranks({"replicate": 4}, fetched, kind, fresh=True)
+    assert dtype == f"torch.{kind}" and rows == torch.arange(16).view(8, 2).to(getattr(torch, kind)).tolist()
+    assert others == [(dtype, [])] * 3
+
+
+def told_apart(mesh: Mesh, values: list[Any]) -> dict[int, Any]:
+    with mock.patch.object(torch_dist, "all_gather_object", wraps=torch_dist.all_gather_object) as gathered:
+        found = distinct(values[mesh.rank], mesh.everyone)
+    return found | {-1: gathered.call_count}
+
+
+@pytest.mark.parametrize(
+    ("values", "found", "gathered"),
+    [(["a", "a", "a"], {0: "a"}, 0), ([None, "a", "a"], {1: "a"}, 0), ([None] * 3, {}, 0), (["a", None, "b"], {0: "a", 2: "b"}, 1)],
+)
+def test_what_all_have_is_told_once(values: list[Any], found: dict[int, Any], gathered: int) -> None:
+    assert on_ranks({"replicate": 3}, told_apart, values) == [found | {-1: gathered}] * 3
 
 
 def unlike(mesh: Mesh, values: list[dict[str, Any]]) -> str:
