@@ -162,7 +162,9 @@ def _energy(run: Record) -> str:
         return ""
     total = {key: sum(life[key] for life in lives if key in life) for key in dict.fromkeys(key for life in lives for key in life)
              if key == "samples" or key.endswith("joules")}
-    each = {"joules_per_sample": total["joules"] / max(total.get("samples", 0), 1)}
+    each: dict[str, Any] = {"joules_per_sample": total["joules"] / max(total.get("samples", 0), 1)}
+    if limits := [watts for life in lives for watts in life.get("gpu_limits_w") or ()]:
+        each["gpu_limits_w"] = [min(limits), max(limits)]
     told = len(run.of("start"))
     return energy({**lives[-1], **total, **each}) + (f"; {len(lives)} of {told} lives" if len(lives) < told else "")
 
