@@ -4,7 +4,8 @@ The training loop says once, in plain numbers and text, what happened; every sin
 
 ========== ===========================================================================================================
 start       name, directory, settings (nested), world, device, parameters, steps (planned), steps_per_epoch, epochs,
-            global_batch, train_samples, validation_samples, resumed_from (a step, or None), nodes (optional, 1)
+            global_batch, train_samples, validation_samples, resumed_from (a step, or None), nodes (optional, 1),
+            versions (optional: of packages, by name)
 startup     step (the first one of this life), seconds (to its end, from the start of the program), parts (seconds by name, of the
             slowest process)
 epoch       epoch (from 0), step: an epoch begins, or goes on after a resume

@@ -21,7 +21,7 @@ from hpcai.errors import CheckpointError, ConfigError, DataError, DivergedError
 from hpcai.parallel.rows import place_of
 from hpcai.settings import TrainConfig
 from hpcai.stop import REQUEUE, interrupts_put_off
-from hpcai.train.checkpoint import Saved
+from hpcai.train.checkpoint import VERSIONS, Saved
 from hpcai.train.evaluation import Kept, Metric, Position, Scored, scoring, serve
 from hpcai.train.failure import PULSE
 from hpcai.train.measure import Measured, Value, means
@@ -493,7 +493,7 @@ class _Training:
             self.processors = Processors()
         self.reports.emit(
             "start", name=self.run.name, directory=str(self.run.directory or ""), settings=self.run.settings,
-            world=self.mesh.world, nodes=nodes, device=str(self.mesh.device),
+            world=self.mesh.world, nodes=nodes, device=str(self.mesh.device), versions=dict(VERSIONS),
             parameters=_parameters(self.step.model, self.mesh),
             steps=self.steps, steps_per_epoch=len(self.data), epochs=self.steps / len(self.data), global_batch=self.data.size,
             train_samples=getattr(self.data, "counted", self.data.samples),  # those from which an epoch's are drawn
