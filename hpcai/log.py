@@ -4,18 +4,20 @@ The training loop says once, in plain numbers and text, what happened; every sin
 
 ========== ===========================================================================================================
 start       name, directory, settings (nested), world, device, parameters, steps (planned), steps_per_epoch, epochs,
-            global_batch, train_samples, validation_samples, resumed_from (a step, or None), nodes (optional, 1)
+            global_batch, train_samples, validation_samples, resumed_from (a step, or None), nodes (optional, 1),
+            versions (optional: of packages, by name)
 startup     step (the first one of this life), seconds (to its end, from the start of the program), parts (seconds by name, of the
             slowest process)
 epoch       epoch (from 0), step: an epoch begins, or goes on after a resume
 train       step, epoch (with its fraction), samples (so far), seconds (so far), samples_per_second, lr, loss, metrics;
-            gpu_power_w, gpu_energy_j, gpu_samples_per_joule, gpu_sm_clock_mhz, gpu_temperature_c, gpu_memory_gb, ... of the
-            first process's GPU, where there is one
+            gpu_power_w, gpu_power_limit_w, gpu_energy_j, gpu_samples_per_joule, gpu_sm_clock_mhz, gpu_temperature_c,
+            gpu_memory_gb, ... of the first process's GPU, where there is one
 evaluate    step, epoch, samples, seconds (this evaluation), metrics
 checkpoint  step, path, seconds, bytes
 note        text, step (optional)
 energy      step, joules, joules_per_sample, samples: of this life of the run, over all processes that train; gpu_joules,
-            cpu_joules, memory_joules (what has counters); gpus (counted) of world, nodes_counted (processors) of nodes
+            cpu_joules, memory_joules (what has counters); gpus (counted) of world, nodes_counted (processors) of nodes;
+            gpu_limits_w (lowest and highest limit on the power of a GPU at the end)
 stop        step, epoch, samples, reason ("finished", "target", "signal", "diverged"), seconds, target_reached
 ========== ===========================================================================================================
 
@@ -350,7 +352,9 @@ def energy(fields: Mapping[str, Any]) -> str:
     counted = [f"{fields['gpus']} of {fields.get('world')} GPUs"] if fields.get("gpus") else []
     counted += [f"processors of {fields['nodes_counted']} of {fields.get('nodes')} nodes"] if fields.get("nodes_counted") else []
     each = f"{number(fields.get('joules_per_sample', math.nan))} J a sample"
-    return f"{joules(fields.get('joules', math.nan))}, {each} ({', '.join(kinds)}; counted: {', '.join(counted)})"
+    limits = sorted({number(watts) for watts in fields.get("gpu_limits_w") or ()}, key=float)
+    limit = f"; GPUs limited to {' to '.join(limits)} W" if limits else ""
+    return f"{joules(fields.get('joules', math.nan))}, {each} ({', '.join(kinds)}; counted: {', '.join(counted)}{limit})"
 
 
 def joules(count: float) -> str:

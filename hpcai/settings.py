@@ -325,6 +325,8 @@ class TrainConfig(Settings):
     hang_after: Annotated[float, Field(gt=0)] | None = 1800.0
     """seconds without a finished step (or batch of an evaluation) after which the run ends and says where each process stands; four
     times as many for the first step, which may compile; null: wait for ever"""
+    power_cap: Positive | None = None
+    """watts that each GPU of the run draws at most, set for its time where the system allows it; null: what the system has set"""
     profile: tuple[Positive, Positive] | None = None
     """first and last step of a trace, in report.directory/profile"""
 

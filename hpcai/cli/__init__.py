@@ -11,7 +11,7 @@ from hpcai.stop import show_to_reader
 COMMANDS = {
     "run": "APP CONFIG ...     train an app, as python -m apps.APP does, also without a checkout",
     "prepare": "NAME ...        make the files that an app reads, as python -m data_prep.NAME does",
-    "report": "RUN [--open]   draw a run's directory as one page, RUN/report.html, and its plots",
+    "report": "RUN [RUN ...]  draw a run's directory as one page, RUN/report.html, and its plots; or several runs on one page",
     "data": "check | stage   look a data set over, or copy it to node-local disks",
     "checkpoint": "show | export   what is in a run's checkpoints and whether it is whole, or their weights for people",
     "bench": "NAME ...        measure one part on this machine",

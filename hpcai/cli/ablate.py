@@ -5,6 +5,9 @@ another one on, so that a busy machine slows all alike; one run of each is not c
 repeat, against plain and against all, with 95 % intervals (bootstrap). Differences of loss and gradient (L2) are relative to plain,
 at the same weights and batch. Arrangements stay in memory where they leave half of it free; otherwise each is built anew in each
 repeat.
+
+With --caps all switches are on, and what differs is the limit on the power of each GPU: samples a second and a joule at each.
+Without numbers five are measured, from the limit that is found to the lowest that the GPU takes.
 """
 
 import argparse
@@ -17,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +31,8 @@ from rich.console import Console
 from rich.table import Table
 
 from hpcai import config, dist
-from hpcai.cli.bench.timing import machine, wait
+from hpcai.cli import caps
+from hpcai.cli.bench.timing import interval, machine, orders, wait
 from hpcai.cli.trial import On, Switch, find
 from hpcai.data.readers import available_memory
 from hpcai.dist.collect import gather_objects
@@ -43,8 +48,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, help="steps of a run, with an evaluation among them (4; on a GPU 8)")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these switches; the others stay off")
+    parser.add_argument("--caps", nargs="*", type=int, metavar="W", help="what samples take of energy at several caps on power")
     parser.add_argument("--json", action="store_true", help="print JSON alone")
-    parser.add_argument("--directory", type=Path, metavar="OUT", help="folder for ablation.json and ablation.png")
+    parser.add_argument("--directory", type=Path, metavar="OUT", help="folder for ablation.json and ablation.png, or caps.json")
     words = parser.parse_intermixed_args(argv)
     if words.repeats < 1 or words.steps == 0:
         parser.error("--repeats and --steps are at least 1")
@@ -59,18 +65,28 @@ def main(argv: Sequence[str]) -> int:
         found: dict[str, Any] = {"ablate": words.app, **machine(), "steps": steps, "repeats": words.repeats}
         found |= {"threads": torch.get_num_threads(), "processes": mesh.world}
         found["switches"] = [{**vars(switch), "on": switch.name in names} for switch in switches]
-        bench = Bench(lambda on: app.trial(cfg, mesh, on), names, mesh, steps)
         with Console(stderr=True, quiet=not mesh.is_first).status("") as status:
-            bench.go(words.repeats, status.update)
-        found |= {**bench.rows(), "kept": bench.keeps, "load_after": machine()["load"]}
-        found["settings"] = cfg.model_dump(mode="json")
-    if mesh.is_first and words.directory is not None:
-        words.directory.mkdir(parents=True, exist_ok=True)
-        (words.directory / "ablation.json").write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")
-        draw(found, words.directory / "ablation.png")
+            if words.caps is None:
+                bench = Bench(lambda on: app.trial(cfg, mesh, on), names, mesh, steps)
+                bench.go(words.repeats, status.update)
+                found |= {**bench.rows(), "kept": bench.keeps}
+            else:
+                trial = partial(app.trial, cfg, mesh, frozenset(names))
+                found |= caps.measured(trial, mesh, words.caps, words.repeats, steps, status.update)
+        found |= {"load_after": machine()["load"], "settings": cfg.model_dump(mode="json")}
     if mesh.is_first:
-        print(json.dumps(found, allow_nan=False)) if words.json else show(found)
+        _tell(found, words)
     return 0
+
+
+def _tell(found: dict[str, Any], words: argparse.Namespace) -> None:
+    name, shows, draws = ("ablation", show, draw) if words.caps is None else ("caps", caps.show, None)
+    if words.directory is not None:
+        words.directory.mkdir(parents=True, exist_ok=True)
+        (words.directory / f"{name}.json").write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")
+        if draws is not None:
+            draws(found, words.directory / f"{name}.png")
+    print(json.dumps(found, allow_nan=False)) if words.json else shows(found)
 
 
 def chosen(switches: Sequence[Switch], only: Sequence[str]) -> list[str]:
@@ -87,20 +103,6 @@ def chosen(switches: Sequence[Switch], only: Sequence[str]) -> list[str]:
 
 def _key(name: str) -> str:
     return name.lower().replace(" ", "-").replace("_", "-")
-
-
-def orders(count: int, repeats: int) -> list[list[int]]:
-    """The order of ``count`` arrangements in each repeat, rotated so that the repeats begin evenly spread over them."""
-    firsts = [repeat * count // repeats for repeat in range(repeats)]
-    return [[*range(first, count), *range(first)] for first in firsts]
-
-
-def interval(ratios: Sequence[float], draws: int = 2000) -> dict[str, float]:
-    """Median and its 95 % interval by the percentile bootstrap (Efron 1979): the same for the same ratios."""
-    values = np.asarray(ratios)
-    picks = np.random.default_rng(0).integers(0, len(values), (draws, len(values)))
-    low, high = np.percentile(np.median(values[picks], 1), (2.5, 97.5))
-    return {"median": float(np.median(values)), "low": float(low), "high": float(high)}
 
 
 @dataclass

@@ -7,6 +7,7 @@ scheduler, modules, binding and network of the site, and the run. Keep it, edit 
     ... --array seed=0-7              eight runs, each with a directory of its own below report.directory
     ... --array lr=1e-3,2e-3 --array seed=0-2        six runs
     ... --chain 5                     where jobs may not be requeued: five, one after another, until the run has finished
+    ... --power-cap 300               watts of each GPU at most: train.power_cap, and the site's own option where it has one
     ... --stage /local/scratch/data   data.directory is copied there first, on every node
 
 A run that is asked to stop saves itself and leaves with exit code 85, and the script has it started again.
@@ -108,6 +109,7 @@ def _parsed(argv: Sequence[str]) -> argparse.Namespace:
     add("--account", metavar="A", help="project that pays")
     add("--partition", "--queue", dest="queue", metavar="Q")
     add("--option", action="append", default=[], metavar="TEXT", help="another option of the scheduler: --option=--reservation=x")
+    add("--power-cap", type=int, metavar="W", help="watts that each GPU of the job draws at most")
     add("--container", metavar="FILE", help="image to run in")
     add("--stage", metavar="FOLDER", help="on every node's own disk, to which data.directory is copied first ('$TMPDIR/data')")
     add("--chain", type=int, metavar="N", help="jobs that follow one another, instead of one that is requeued")
@@ -126,6 +128,7 @@ def check(asked: argparse.Namespace) -> Job:
         raise ConfigError(f"there is no app {name!r}; expected one of {', '.join(apps.names('settings'))}")
     files = [word for word in asked.words if word.endswith((".yaml", ".yml"))]
     rest = [word for word in asked.words if word not in files[:1]]
+    rest += [f"train.power_cap={asked.power_cap}"] if asked.power_cap is not None else []
     file = files[0] if files else None
     settings = load(declared.Config, file, rest)
     per_node = site.per_node if asked.per_node is None else asked.per_node
@@ -142,6 +145,11 @@ def check(asked: argparse.Namespace) -> Job:
     if problems:
         raise ConfigError("\n".join(problems))
     tasks = _tasks(declared.Config, file, rest, settings, asked.array)
+    if "power" in site.facts and any(word.startswith("train.power_cap=") for task in tasks for word in task.words):
+        option = site.facts["power"]
+        raise ConfigError(
+            f"--array over train.power_cap: site {site.name} caps a whole job ({option}); submit one for each, with --power-cap"
+        )
     return Job(name, [*files[:1], *rest], settings, site, per_node, seconds, tasks, asked)
 
 
@@ -294,6 +302,8 @@ def _options(job: Job) -> list[str]:
     found += [f"--account={asked.account}"] if asked.account else []
     queue = job.site.facts.get("queue", "required")
     found += [f"{'--partition' if queue == 'required' else queue}={asked.queue}"] if asked.queue else []
+    cap, option = job.settings.train.power_cap, job.site.facts.get("power")
+    found += [f"{option}={cap}"] if cap and option else []
     found += [f"--array=0-{len(job.tasks) - 1}"] if job.tasks else []
     return found + asked.option
 
@@ -369,6 +379,11 @@ def _hints(job: Job) -> list[str]:
     found = []
     if not job.directory.is_dir():
         found.append(f"the job's output goes to {job.directory}; before submitting: mkdir -p {shlex.quote(str(job.directory))}")
+    if job.settings.train.power_cap and "power" not in job.site.facts:
+        found.append(
+            f"site {job.site.name} has no option for power: each process sets the limit of its GPU itself, which most systems let "
+            "root alone do; the run ends at its start where it is refused"
+        )
     if job.site.pbs:
         found.append(f"the script submits itself again from {job.script}; keep it there")
     return found

@@ -7,6 +7,7 @@ that the script takes over, and facts that only ``hpcai job`` reads:
     #: queue --qos           what --queue is for this scheduler (--partition; -q of PBS)
     #: select system=name    what PBS asks of each node
     #: local /tmp /scratch   folders that each node has for itself
+    #: power --gpu-power     the scheduler's own option for a cap on the power of the job's GPUs, in watts
     #: container name        --container names an image (``name``) and no file (``file``), or there are no flags for one (``none``)
 """
 
@@ -21,7 +22,7 @@ from hpcai.errors import ConfigError
 from hpcai.programs import SUITE
 
 _FACTS = {"account": "required", "time": "required", "queue": r"required|--[a-z-]+", "select": r"\S+", "local": r"/.*",
-          "container": "file|name|none"}  # fmt: skip
+          "power": "--[a-z-]+", "container": "file|name|none"}  # fmt: skip
 _HERE = "# hpcai job: the lines of the site stand here\n"
 
 

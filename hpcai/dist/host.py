@@ -169,32 +169,45 @@ def ranges(numbers: set[int]) -> str:
 _HELD_BACK = 0x04 | 0x08 | 0x20 | 0x40 | 0x80  # power cap, slowdown, heat (driver), heat (hardware), power brake: nvml.h
 
 
-class Gpu:
-    """NVML's counters of one GPU, read without waiting for it. What the driver does not tell is left out; without NVML that is all.
+def nvml_gpu(device: torch.device) -> tuple[Any, Any, str]:
+    """NVML, its handle of the GPU ``device``, and the name by which it is found.
 
-    The GPU is found by its UUID, because NVML knows neither CUDA_VISIBLE_DEVICES nor torch's numbers.
+    That is its UUID, because NVML knows neither CUDA_VISIBLE_DEVICES nor torch's numbers. Raises ImportError without the package,
+    NVMLError without a driver, and LookupError.
     """
+    if device.type != "cuda":
+        raise LookupError(f"this process computes on {device.type}")
+    import pynvml
+
+    pynvml.nvmlInit()
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    for name in (uuid, f"GPU-{uuid}", f"MIG-{uuid}"):
+        if (gpu := _try(pynvml.nvmlDeviceGetHandleByUUID, name)) is not None:
+            return pynvml, gpu, name
+    raise LookupError(f"NVML knows no GPU {uuid}")
+
+
+class Gpu:
+    """NVML's counters of one GPU, read without waiting for it. What the driver does not tell is left out; without NVML that is
+    all."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self._handle = device, None
+        self.device = device
+        self._nvml: Any = None
+        self._handle: Any = None
         self._joules = 0.0  # the integral of the power, where the GPU has no meter
         self._before: tuple[float, float] | None = None
         if device.type != "cuda":
             return
         with suppress(Exception):  # without package, driver or permission a run goes on without these numbers
-            import pynvml
-
-            pynvml.nvmlInit()
-            self._nvml: Any = pynvml
-            uuid = str(torch.cuda.get_device_properties(device).uuid)
-            names = (uuid, f"GPU-{uuid}", f"MIG-{uuid}")
-            self._handle = next((gpu for name in names if (gpu := _try(pynvml.nvmlDeviceGetHandleByUUID, name))), None)
+            self._nvml, self._handle, _ = nvml_gpu(device)
         self._began = self._meter()
         self.readings()
 
     def readings(self) -> dict[str, float]:
-        """The counters now: power_w, energy_j since construction, sm_clock_mhz, temperature_c, memory_gb (this process's peak),
-        memory_used_gb (by all processes), throttled (1.0 while heat or power hold the clocks back)."""
+        """The counters now: power_w, power_limit_w (as enforced, whoever has set it), energy_j since construction, sm_clock_mhz,
+        temperature_c, memory_gb (this process's peak), memory_used_gb (by all processes), throttled (1.0 while heat or power hold
+        the clocks back)."""
         if self._handle is None:
             return {}
         nvml, gpu = self._nvml, self._handle
@@ -204,6 +217,7 @@ class Gpu:
         power = _try(lambda: nvml.nvmlDeviceGetPowerUsage(gpu) / 1e3)
         found = {
             "power_w": power,
+            "power_limit_w": _try(lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1e3),
             "energy_j": self._energy(power),
             "sm_clock_mhz": _try(lambda: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM)),
             "temperature_c": _try(lambda: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU)),

@@ -16,11 +16,12 @@ from hpcai.dist.collect import digest, gather_numbers, sum_in_place
 from hpcai.dist.energy import Processors
 from hpcai.dist.host import Collector, Gpu, warm_collectives
 from hpcai.dist.mesh import Mesh
+from hpcai.dist.power import capped
 from hpcai.errors import CheckpointError, ConfigError, DataError, DivergedError
 from hpcai.parallel.rows import place_of
 from hpcai.settings import TrainConfig
 from hpcai.stop import REQUEUE, interrupts_put_off
-from hpcai.train.checkpoint import Saved
+from hpcai.train.checkpoint import VERSIONS, Saved
 from hpcai.train.evaluation import Kept, Metric, Position, Scored, scoring, serve
 from hpcai.train.failure import PULSE
 from hpcai.train.measure import Measured, Value, means
@@ -110,12 +111,13 @@ def fit(
     if cfg.keep_validation and validation is not None:
         validation = Kept(validation if hasattr(validation, "epoch") else Batches(validation))
     run = run or Run("", None, step.mesh)
-    if not step.mesh.trains and evaluate is not None:
-        run.failures.arm()
-        with StopSignals(step.mesh), run.failures.watching(cfg.hang_after):  # the others stop when they have agreed to
-            return Result(serve(step, evaluate, validation), Progress())
-    loader = data if hasattr(data, "epoch") else Batches(data)
-    return _Training(step, loader, cfg, validation, evaluate, run).go()
+    with capped(step.mesh.device, cfg.power_cap):
+        if not step.mesh.trains and evaluate is not None:
+            run.failures.arm()
+            with StopSignals(step.mesh), run.failures.watching(cfg.hang_after):  # the others stop when they have agreed to
+                return Result(serve(step, evaluate, validation), Progress())
+        loader = data if hasattr(data, "epoch") else Batches(data)
+        return _Training(step, loader, cfg, validation, evaluate, run).go()
 
 
 def _parameters(model: nn.Module, mesh: Mesh) -> int:
@@ -344,7 +346,9 @@ class _Training:
 
     def _tell_energy(self) -> None:
         """Tell once, at the end, what the run has taken since its start: sums over all processes, as far as there are counters."""
-        own = {"gpu": self.gpu.readings().get("energy_j")}
+        readings = self.gpu.readings()
+        limits = [watts for watts in gather_objects(readings.get("power_limit_w"), self.mesh.everyone) if watts is not None]
+        own = {"gpu": readings.get("energy_j")}
         own |= self.processors.joules() if self.processors else {}
         each = [own.get(kind) for kind in ENERGY]
         flat = torch.tensor([*(joules or 0.0 for joules in each), *(joules is not None for joules in each)], dtype=torch.float64)
@@ -353,7 +357,8 @@ class _Training:
         if not counted:
             return
         joules = {f"{kind}_joules": total for kind, total in zip(ENERGY, sums) if kind in counted}
-        samples, total = self.progress.seen - self._seen_before, sum(joules.values())
+        joules |= {"gpu_limits_w": [min(limits), max(limits)]} if limits else {}
+        samples, total = self.progress.seen - self._seen_before, sum(sums[: len(ENERGY)])
         self.reports.emit(
             "energy", step=self.progress.step, joules=total, joules_per_sample=total / max(samples, 1), samples=samples, **joules,
             gpus=counted.get("gpu", 0), world=self.mesh.world, nodes_counted=counted.get("cpu", 0), nodes=self._nodes,
@@ -491,7 +496,7 @@ class _Training:
             self.processors = Processors()
         self.reports.emit(
             "start", name=self.run.name, directory=str(self.run.directory or ""), settings=self.run.settings,
-            world=self.mesh.world, nodes=nodes, device=str(self.mesh.device),
+            world=self.mesh.world, nodes=nodes, device=str(self.mesh.device), versions=dict(VERSIONS),
             parameters=_parameters(self.step.model, self.mesh),
             steps=self.steps, steps_per_epoch=len(self.data), epochs=self.steps / len(self.data), global_batch=self.data.size,
             train_samples=getattr(self.data, "counted", self.data.samples),  # those from which an epoch's are drawn

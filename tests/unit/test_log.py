@@ -179,7 +179,7 @@ EVENTS = [
     Event("checkpoint", 121.0, {"step": 160, "path": "runs/small/checkpoints/160", "seconds": 0.4, "bytes": 106_890_672}),
     Event("note", 122.0, {"text": "rank 1 [slow]"}),
     Event("energy", 9.5, {"step": 640, "joules": 5.3e6, "gpu_joules": 5e6, "cpu_joules": 3e5, "joules_per_sample": 259.4,
-                          "gpus": 8, "world": 8, "nodes_counted": 1, "nodes": 2}),
+                          "gpu_limits_w": [300.0, 300.0], "gpus": 8, "world": 8, "nodes_counted": 1, "nodes": 2}),
     Event("stop", 130.0, {"step": 640, "samples": 20480, "reason": "finished", "seconds": 3725.0, "target_reached": True}),
 ]
 LINES = """\
@@ -189,7 +189,8 @@ step 130/640  epoch 1.62  loss nan  mae 0.199  lr 1.0e-02  8.25 samples/s  ETA 0
 evaluation at step 160/640  epoch 2  mae 0.1523  2.1 s
 checkpoint at step 160/640  107 MB in 0.40 s  runs/small/checkpoints/160
 note: rank 1 [slow]
-energy: 5.3 MJ, 259.4 J a sample (GPUs 5 MJ, processors 300 kJ; counted: 8 of 8 GPUs, processors of 1 of 2 nodes)
+energy: 5.3 MJ, 259.4 J a sample (GPUs 5 MJ, processors 300 kJ; counted: 8 of 8 GPUs, processors of 1 of 2 nodes; \
+GPUs limited to 300 W)
 finished, target reached at step 640/640 after 1:02:05, 20,480 samples
 """
 

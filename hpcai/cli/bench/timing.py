@@ -17,6 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as torch_dist
 
@@ -34,6 +35,20 @@ def wait() -> None:
     """Return when the GPU has done what it was asked to; at once where there is none."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def orders(count: int, repeats: int) -> list[list[int]]:
+    """The order of ``count`` arrangements in each repeat, rotated so that the repeats begin evenly spread over them."""
+    firsts = [repeat * count // repeats for repeat in range(repeats)]
+    return [[*range(first, count), *range(first)] for first in firsts]
+
+
+def interval(ratios: Sequence[float], draws: int = 2000) -> dict[str, float]:
+    """Median and its 95 % interval by the percentile bootstrap (Efron 1979): the same for the same ratios."""
+    values = np.asarray(ratios)
+    picks = np.random.default_rng(0).integers(0, len(values), (draws, len(values)))
+    low, high = np.percentile(np.median(values[picks], 1), (2.5, 97.5))
+    return {"median": float(np.median(values)), "low": float(low), "high": float(high)}
 
 
 def alternate(

@@ -28,7 +28,7 @@ def _axes(run: Record, theme: Theme, label: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _zoom(axes: Axes, values: np.ndarray) -> None:
+def zoom(axes: Axes, values: np.ndarray) -> None:
     """A logarithmic axis where the values span more than a factor of 20."""
     finite = values[np.isfinite(values)]
     if len(finite) and finite.min() > 0 and finite.max() / finite.min() > 20:
@@ -55,7 +55,7 @@ def _loss(run: Record, theme: Theme) -> Figure:
     at, evaluated = run.series("evaluate", "loss")
     if len(at):
         axes.plot(at, evaluated, color=theme.second, linewidth=1.6, marker="o", markersize=4, label="validation")
-    _zoom(axes, np.concatenate([values, evaluated]))
+    zoom(axes, np.concatenate([values, evaluated]))
     axes.legend()
     return figure
 
@@ -84,7 +84,7 @@ def _metric(run: Record, name: str, members: Sequence[str], theme: Theme) -> Fig
         axes.plot(*best, marker="o", markersize=11, markerfacecolor="none", markeredgecolor=main, markeredgewidth=1.4,
                   linestyle="none", label=f"best {number(best[1])}")
     if not run.higher(name):  # the last steps to a high score are the ones to be seen
-        _zoom(axes, np.concatenate([values, evaluated]))
+        zoom(axes, np.concatenate([values, evaluated]))
     axes.legend(ncols=2 if len(members) > 3 else 1)
     return figure
 

@@ -13,6 +13,8 @@ from hpcai.cli.report.run import Record
 from hpcai.cli.report.theme import Plot
 from hpcai.log import duration, energy, number, per_second, size
 
+Drawn = Mapping[Plot, tuple[bytes, bytes]]               # the light and the dark PNG of each plot
+
 MOST = 12                                                # checkpoints in the table
 
 STYLE = """
@@ -84,15 +86,18 @@ def card(title: str, body: str, note: str = "") -> str:
     return f'<section class="card"><h2>{escape(title)}</h2>{faint}{body}</section>'
 
 
+def state(run: Record) -> tuple[str, str]:
+    """How the run ended, or that it has not, and the mark of that."""
+    stop = run.stop
+    if not stop:
+        return f"still running, last heard of {_date(run.events[-1]['time'])}", "live"
+    text, mark = STATES.get(str(stop.get("reason")), (str(stop.get("reason")), "warn"))
+    return text + (", target reached" if stop.get("target_reached") and stop.get("reason") != "target" else ""), mark
+
+
 def _header(run: Record) -> str:
-    stop, last = run.stop, run.events[-1]
-    if stop:
-        text, mark = STATES.get(str(stop.get("reason")), (str(stop.get("reason")), "warn"))
-        if stop.get("target_reached") and stop.get("reason") != "target":
-            text += ", target reached"
-    else:
-        text, mark = f"still running, last heard of {_date(last['time'])}", "live"
-    when = f"{_date(run.events[0]['time'])} to {_date(last['time'])}"
+    text, mark = state(run)
+    when = f"{_date(run.events[0]['time'])} to {_date(run.events[-1]['time'])}"
     return (f'<header><h1>{escape(run.name)}</h1><span class="state {mark}">{escape(text)}</span></header>'
             f'<div class="faint">{escape(str(run.directory))} · {escape(when)}</div>')
 
@@ -157,14 +162,10 @@ def _facts(run: Record) -> str:
 
 def _energy(run: Record) -> str:
     """Over all lives of the run that have told it."""
-    lives = run.of("energy")
-    if not lives:
+    if not run.energy:
         return ""
-    total = {key: sum(life[key] for life in lives if key in life) for key in dict.fromkeys(key for life in lives for key in life)
-             if key == "samples" or key.endswith("joules")}
-    each = {"joules_per_sample": total["joules"] / max(total.get("samples", 0), 1)}
-    told = len(run.of("start"))
-    return energy({**lives[-1], **total, **each}) + (f"; {len(lives)} of {told} lives" if len(lives) < told else "")
+    lives, told = len(run.of("energy")), len(run.of("start"))
+    return energy(run.energy) + (f"; {lives} of {told} lives" if lives < told else "")
 
 
 def _checkpoints(run: Record) -> str:
@@ -176,9 +177,21 @@ def _checkpoints(run: Record) -> str:
     return card("Checkpoints", table(("path", "step", "size", "took", "when"), rows[-MOST:], "numbers"), note)
 
 
-def page(run: Record, drawn: Mapping[Plot, tuple[bytes, bytes]]) -> str:
-    """The whole page; ``drawn`` has the light and the dark PNG of each plot."""
+def page(run: Record, drawn: Drawn) -> str:
+    """The whole page of a run."""
+    notes = [(_date(event["time"]), f"{event['step']:,}" if event.get("step") is not None else "", event.get("text", ""))
+             for event in run.of("note")]
+    settings = f"<details><summary>Settings</summary><pre>{escape(run.settings_text)}</pre></details>"
+    return html(run.name, [
+        _header(run), _tiles(run), figures(drawn),
+        _predicted(run), f'<div class="plots">{_facts(run)}{_results(run)}</div>', _checkpoints(run),
+        card("Notes", table(("when", "step", "what"), notes)) if notes else "",
+        left_out(run.left_out),
+        f'<section class="card screen">{settings}</section>' if run.settings_text else "",
+    ])
 
+
+def figures(drawn: Drawn) -> str:
     def uri(png: bytes) -> str:
         return "data:image/png;base64," + base64.b64encode(png).decode()
 
@@ -188,18 +201,16 @@ def page(run: Record, drawn: Mapping[Plot, tuple[bytes, bytes]]) -> str:
                 f'<picture><source media="screen and (prefers-color-scheme: dark)" srcset="{uri(dark)}">'
                 f'<img src="{uri(light)}" alt="{escape(plot.title)}"></picture></figure>')
 
-    figures = "".join(figure(plot, *pair) for plot, pair in drawn.items())
-    notes = [(_date(event["time"]), f"{event['step']:,}" if event.get("step") is not None else "", event.get("text", ""))
-             for event in run.of("note")]
-    gaps = "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in run.left_out) + "</ul>"
-    settings = f"<details><summary>Settings</summary><pre>{escape(run.settings_text)}</pre></details>"
-    parts = [
-        _header(run), _tiles(run), f'<div class="plots">{figures}</div>',
-        _predicted(run), f'<div class="plots">{_facts(run)}{_results(run)}</div>', _checkpoints(run),
-        card("Notes", table(("when", "step", "what"), notes)) if notes else "",
-        card("Left out", gaps) if run.left_out else "",
-        f'<section class="card screen">{settings}</section>' if run.settings_text else "",
-    ]
+    return f'<div class="plots">{"".join(figure(plot, *pair) for plot, pair in drawn.items())}</div>'
+
+
+def left_out(lines: Sequence[str]) -> str:
+    """A card of what the page lacks, and why; none where it has all."""
+    return card("Left out", "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in lines) + "</ul>") if lines else ""
+
+
+def html(title: str, parts: Iterable[str]) -> str:
+    """A page of these parts, of which some may be empty."""
     return (f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-            f"<title>{escape(run.name)}</title><style>{STYLE}</style></head>\n<body><main>\n" + "\n".join(filter(None, parts))
+            f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n<body><main>\n" + "\n".join(filter(None, parts))
             + "\n</main></body></html>\n")

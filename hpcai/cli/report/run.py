@@ -107,15 +107,36 @@ class Record:
         return (max if self.higher(name) else min)(pairs, key=lambda pair: pair[1], default=None)
 
     @property
-    def seconds(self) -> float:
-        """Training time over all lives of the run, whether the clock went on after a resume or began again."""
+    def clock(self) -> Series:
+        """Training time at each step that told it, over all lives of the run, whether the clock went on after a resume or not."""
         total = last = 0.0
+        found = {0: 0.0}
         for event in self.events:
             if event["kind"] in ("train", "stop") and isinstance(event.get("seconds"), (int, float)):
                 now = event["seconds"]
                 total += now - last if now >= last else now
                 last = now
-        return total
+                step = event.get("step") or 0
+                found[max(step, *found) if event["kind"] == "stop" else step] = total  # a target was met before the last step
+        return np.array(sorted(found)), np.array([found[step] for step in sorted(found)], dtype=float)
+
+    @property
+    def seconds(self) -> float:
+        """Training time over all lives of the run."""
+        return float(self.clock[1].max())
+
+    @property
+    def energy(self) -> dict[str, Any]:
+        """The `energy` events of all lives of the run that have told it, as one; nothing where there is none."""
+        lives = self.of("energy")
+        if not lives:
+            return {}
+        keys = dict.fromkeys(key for life in lives for key in life if key == "samples" or key.endswith("joules"))
+        total = {key: sum(life[key] for life in lives if key in life) for key in keys}
+        each: dict[str, Any] = {"joules_per_sample": total["joules"] / max(total.get("samples", 0), 1)}
+        if limits := [watts for life in lives for watts in life.get("gpu_limits_w") or ()]:
+            each["gpu_limits_w"] = [min(limits), max(limits)]
+        return {**lives[-1], **total, **each}
 
 
 def stem(metric: str) -> str:

@@ -13,9 +13,11 @@ import pytest
 from matplotlib.image import imread
 
 import apps
-from hpcai.cli import ablate, trial
+from hpcai.cli import ablate, caps, trial
 from hpcai.cli import apps as declared
+from hpcai.cli.bench import timing
 from hpcai.errors import ConfigError
+from tests.nvml import Driver
 
 APP = """
 import time
@@ -93,16 +95,16 @@ def result(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
 def test_an_interval_covers_the_true_ratio_and_is_always_the_same() -> None:
     rng = np.random.default_rng(7)
     rows = [1.5 * np.exp(0.1 * rng.standard_normal(15)) for _ in range(300)]
-    found = [ablate.interval(row) for row in rows]
+    found = [timing.interval(row) for row in rows]
     assert 0.9 <= np.mean([f["low"] <= 1.5 <= f["high"] for f in found]) < 1, "about 95 % of them"
     assert all(f["low"] < f["median"] < f["high"] for f in found) and found[0]["median"] == np.median(rows[0])
-    assert ablate.interval(rows[0]) == found[0]
-    assert ablate.interval([2.0]) == {"median": 2.0, "low": 2.0, "high": 2.0}
+    assert timing.interval(rows[0]) == found[0]
+    assert timing.interval([2.0]) == {"median": 2.0, "low": 2.0, "high": 2.0}
 
 
 def test_each_repeat_goes_over_all_from_another_one_on() -> None:
-    assert ablate.orders(4, 2) == [[0, 1, 2, 3], [2, 3, 0, 1]]
-    orders = ablate.orders(7, 5)
+    assert timing.orders(4, 2) == [[0, 1, 2, 3], [2, 3, 0, 1]]
+    orders = timing.orders(7, 5)
     assert all(sorted(order) == list(range(7)) for order in orders)
     assert [order[0] for order in orders] == [0, 1, 2, 4, 5]
 
@@ -174,6 +176,39 @@ def test_only_some_switches(fake: Any, capsys: pytest.CaptureFixture[str]) -> No
         ablate.main(["fake", "--only", "quarter"])
     with pytest.raises(ConfigError, match="'warp_drive' cannot be switched on here: there is no dilithium"):
         ablate.main(["fake", "--only", "warp_drive"])
+
+
+def test_samples_a_joule_at_several_caps(
+    fake: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="a cap on power is set by NVML, which cannot be used here: this process computes on cpu"):
+        ablate.main(["fake", "--caps"])
+    driver = Driver(tmp_path / "driver", monkeypatch)
+    driver.serves_cpu(monkeypatch)
+    monkeypatch.setattr(caps, "MEASURED", 0.1)
+    driver["limit"] = 600_000
+    driver["refuses"] = "Insufficient Permissions"
+    with pytest.raises(ConfigError, match="a cap of 300 W was refused by NVML .*: Insufficient Permissions"):
+        ablate.main(["fake", "--caps", "300"])
+    driver["refuses"] = ""
+    with pytest.raises(ConfigError, match="a cap of 50 W: .* takes 200 to 700 W"):
+        ablate.main(["fake", "--caps", "300", "50"])
+    assert driver.watts == 600 and not fake.seen, "refused before anything is built, and set again"
+
+    found = result(capsys, "--repeats", "2", "--steps", "2", "--caps", "300", "200", "--directory", str(tmp_path / "out"))
+    rows = found["caps"]
+    assert [row["cap_w"] for row in rows] == [600, 300, 200] and driver.watts == 600 and fake.ALIVE == []
+    assert set(fake.seen) == {ALL} and found["runs"] > 5
+    for row in rows:  # the driver's GPU draws all it may, and is always as fast
+        assert row["watts"] == pytest.approx(row["cap_w"], rel=0.15)
+        assert row["samples_per_joule"] == pytest.approx(row["samples_per_second"] / row["watts"], rel=1e-3)
+        assert row["energy"]["median"] == pytest.approx(600 / row["cap_w"], rel=0.25) and len(row["each"]) == 2
+        assert row["speed"]["median"] == pytest.approx(1, abs=0.25)
+    assert json.loads((tmp_path / "out/caps.json").read_text())["caps"] == rows
+
+    assert ablate.main(["fake", "--caps", "--repeats", "1", "--steps", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f" {watts} " in shown for watts in (600, 500, 400, 300, 200)) and "at 600 W, the limit that was found" in shown
 
 
 def test_apps_without_a_trial_are_refused_with_those_that_have_one(fake: Any) -> None:

@@ -97,6 +97,25 @@ def test_what_was_asked_for_takes_the_place_of_the_site_and_the_template(
     }
 
 
+def test_a_cap_on_power_goes_to_the_run_and_to_the_scheduler_that_has_an_option_for_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*small(tmp_path / "run"), "--nodes", "1", *FULL]
+    for asked in (["--power-cap", "300"], ["train.power_cap=300"]):
+        assert cli.main(["job", *words, "--site", "perlmutter", *asked]) == 0
+        text, err = capsys.readouterr()
+        assert "#SBATCH --gpu-power=300\n" in text and "train.power_cap=300" in text and "site perlmutter" not in err
+        assert cli.main(["job", *words, "--site", "generic", *asked]) == 0
+        text, err = capsys.readouterr()
+        assert "--gpu-power" not in text and "\n  train.power_cap=300" in text
+        assert "site generic has no option for power: each process sets the limit of its GPU itself, which most systems" in err
+    assert "gpu-power" not in written(capsys, *words, "--site", "perlmutter")
+    assert "train.power_cap" in refused(capsys, *words, "--site", "perlmutter", "--power-cap", "0")
+    told = refused(capsys, *words, "--site", "perlmutter", "--array", "power_cap=200,300")
+    assert "site perlmutter caps a whole job (--gpu-power); submit one for each" in told
+    assert "train.power_cap=200" in written(capsys, *words, "--site", "generic", "--array", "power_cap=200,300")
+
+
 def runs_as(text: str, tmp_path: Path, *words: str, **environ: str) -> list[list[str]]:
     """What the script starts: srun, mpiexec, scontrol and qsub are there in name only."""
     fake, log = tmp_path / "fake", tmp_path / "calls"

@@ -209,6 +209,7 @@ class Nvml(ModuleType):
     def __getattr__(self, name: str) -> Any:
         answers = {"Init": None, "HandleByUUID": "handle", "PowerUsage": self.watts * 1e3, "ClockInfo": 1980, "Temperature": 61}
         answers |= {"TotalEnergyConsumption": self.joules * 1e3, "MemoryInfo": SimpleNamespace(used=7e9)}
+        answers["EnforcedPowerLimit"] = 350e3
         answers |= dict.fromkeys(("CurrentClocksEventReasons", "CurrentClocksThrottleReasons"), self.mask)
 
         def call(*given: Any) -> Any:
@@ -231,7 +232,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, nvml: Nvml | None) -> Gpu:
 def test_the_counters_of_a_gpu_come_in_units_for_people(monkeypatch: pytest.MonkeyPatch) -> None:
     counters = gpu(monkeypatch, nvml := Nvml())
     nvml.joules += 42
-    known = {"power_w": 300, "energy_j": 42, "sm_clock_mhz": 1980, "temperature_c": 61, "throttled": 0}
+    known = {"power_w": 300, "power_limit_w": 350, "energy_j": 42, "sm_clock_mhz": 1980, "temperature_c": 61, "throttled": 0}
     assert counters.readings() == pytest.approx({**known, "memory_gb": 3, "memory_used_gb": 7})
 
 

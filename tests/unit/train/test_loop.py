@@ -21,6 +21,7 @@ from hpcai.settings import CheckpointConfig, ReportConfig, StepConfig, TrainConf
 from hpcai.train import loop, tensorfile
 from hpcai.train.checkpoint import Checkpoints
 from hpcai.train.saved import read_tensors
+from tests.nvml import Driver
 from tests.ranks.launch import on_ranks
 
 
@@ -380,7 +381,7 @@ def _train_on_nodes(mesh: Any, directory: str) -> None:
             pass
 
         def readings(self) -> dict[str, float]:
-            return {"energy_j": 100.0 + mesh.rank} if mesh.rank < 2 else {}
+            return {"energy_j": 100.0 + mesh.rank, "power_limit_w": 700.0 - 100 * mesh.rank} if mesh.rank < 2 else {}
 
     loop.Gpu, loop.Processors = Meter, Watts  # type: ignore[assignment,misc]
     Watts.joules = lambda self: {"cpu": 7.0, "memory": 1.0} if mesh.rank < 2 else {}  # type: ignore[method-assign]
@@ -395,8 +396,35 @@ def test_energy_is_summed_over_gpus_and_nodes(tmp_path: Path) -> None:
     on_ranks({"replicate": 3}, _train_on_nodes, str(tmp_path), fresh=True)
     (found,) = [event for event in events(tmp_path) if event["kind"] == "energy"]
     told = {"gpu_joules": 201.0, "cpu_joules": 7.0, "memory_joules": 1.0, "joules": 209.0}
-    told |= {"gpus": 2, "world": 3, "nodes_counted": 1, "nodes": 2}
+    told |= {"gpus": 2, "world": 3, "nodes_counted": 1, "nodes": 2, "gpu_limits_w": [600.0, 700.0]}
     assert {key: found[key] for key in told} == told
+
+
+def test_a_cap_on_power_holds_while_a_run_trains_and_a_run_without_it_does_not_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cfg, seen = TrainConfig(epochs=1, power_cap=300), list[float]()
+
+    def watching(model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
+        seen.append(driver.watts)
+        return loss(model, batch)
+
+    step = train.Step(nn.Linear(3, 1), watching, StepConfig(), dist.alone())
+    with new_run(tmp_path / "run") as run, pytest.raises(ConfigError, match="by NVML, which cannot be used here: this"):
+        train.fit(step, batches(), cfg, run=run)
+    driver = Driver(tmp_path / "driver", monkeypatch)
+    driver.serves_cpu(monkeypatch)
+    driver["refuses"] = "Insufficient Permissions"
+    with new_run(tmp_path / "run") as run, pytest.raises(ConfigError, match="300 W was refused by NVML .*: Insufficient"):
+        train.fit(step, batches(), cfg, run=run)
+    assert not seen and not list((tmp_path / "run").iterdir())
+    driver["refuses"] = ""
+    monkeypatch.setattr(loop.Gpu, "readings", lambda self: {"energy_j": 9.0, "power_limit_w": driver.watts})
+    with new_run(tmp_path / "run") as run:
+        train.fit(step, batches(), cfg, run=run)
+    assert set(seen) == {300.0} and driver.watts == 700.0
+    assert next(event for event in events(tmp_path / "run") if event["kind"] == "train")["gpu_power_limit_w"] == 300.0
+    assert report([str(tmp_path / "run")]) == 0 and "GPUs limited to 300 W)" in (tmp_path / "run/report.html").read_text()
 
 
 def slow_metric(model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
