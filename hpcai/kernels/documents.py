@@ -5,6 +5,7 @@ needs no compiler, so that it can be recorded and planned as it is; on a CPU one
 of the time of a mask's; elsewhere torch's with a mask.   B rows, H heads, T queries, the last of S keys, D channels of a head.
 """
 
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from inspect import signature
@@ -18,9 +19,7 @@ from hpcai.kernels.grouped import grouped_attention
 
 _ROOM, _TOKENS = 256, 64  # documents of a row on a GPU: as many as this, or one for so many tokens
 _SIZES = range(8, 257, 8)  # channels of a head that FlashAttention has
-_VARLEN: Any = find_spec("torch.nn.attention.varlen") and import_module("torch.nn.attention.varlen").varlen_attn
-_KNOWN = signature(_VARLEN).parameters if _VARLEN else {}
-_WORDS: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in _KNOWN else {"is_causal": True}
+_HAS_VARLEN = find_spec("torch.nn.attention.varlen") is not None
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
@@ -32,7 +31,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
     if len(q) and q.shape[2] == k.shape[2] > 1 and not torch.compiler.is_compiling():
         if compiler.on_cpu(q) and not k.is_meta and documents.device.type == "cpu":
             return _one_by_one(q, k, v, documents)
-        if compiler.on_gpu(q) and q.dtype in (torch.bfloat16, torch.float16) and q.shape[3] in _SIZES and _VARLEN:
+        if compiler.on_gpu(q) and q.dtype in (torch.bfloat16, torch.float16) and q.shape[3] in _SIZES and _HAS_VARLEN:
             return _together(q, k, v, documents)
     return plain(q, k, v, documents)
 
@@ -57,13 +56,24 @@ def _one_by_one(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
 
 
 def _together(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
+    attention, known = _varlen()
     tokens = q.shape[2]
     ends, fits = _ends(documents, len(documents) * room(tokens))
-    grouped = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
-    if grouped and "enable_gqa" not in _KNOWN:
-        k, v, grouped = *(x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v)), {}
-    out = _VARLEN(_side_by_side(q), _side_by_side(k), _side_by_side(v), ends, ends, tokens, tokens, **_WORDS, **grouped)
+    words: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    if q.shape[1] != k.shape[1]:
+        if "enable_gqa" in known:
+            words["enable_gqa"] = True
+        else:
+            k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    out = attention(_side_by_side(q), _side_by_side(k), _side_by_side(v), ends, ends, tokens, tokens, **words)
     return out.where(fits, torch.nan).view(q.shape[0], tokens, *out.shape[1:]).transpose(1, 2)
+
+
+@cache
+def _varlen() -> tuple[Any, frozenset[str]]:
+    """torch's attention of sequences of any lengths, and the words that it knows. Importing it imports torch's compiler."""
+    function = import_module("torch.nn.attention.varlen").varlen_attn
+    return function, frozenset(signature(function).parameters)
 
 
 def _side_by_side(x: Tensor) -> Tensor:

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.attention.bias import causal_lower_right
 
 from hpcai.dist.collect import Scattered, gather_shares, sum_with_adjoint
 from hpcai.dist.mesh import Axis
 from hpcai.errors import DataError
 from hpcai.kernels.grouped import grouped_attention
+from hpcai.untraced import untraced
 
 
 class Own(nn.Module):
@@ -72,8 +72,10 @@ class CausalContext(nn.Module):
         super().__init__()
         self.axis, self.again = axis.meet(), again
 
-    @torch.compiler.disable
+    @untraced
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
+        from torch.nn.attention.bias import causal_lower_right  # it imports torch's compiler
+
         n, rank, tokens = self.axis.size, self.axis.rank, q.shape[2]
         own = torch.stack((k, v))
         if torch.is_autocast_enabled(q.device.type):  # attention with this mask would not; and half as much travels

@@ -33,6 +33,7 @@ from hpcai.nn.instancenorm import InstanceNorm
 from hpcai.parallel.batchnorm import SumInPlace, use_ours
 from hpcai.parallel.halo import Convolution, Exchange, How, Range, Route, Traffic
 from hpcai.parallel.replicate import sum_over
+from hpcai.untraced import untraced
 
 Sizes = tuple[int, ...]  # of the whole, by dim: D, H, W
 Inputs = Callable[[Sequence[int]], tuple[Any, ...]]
@@ -275,7 +276,7 @@ class Layer(nn.Module):
             return super().forward(x, *args, **kwargs)
         return self._apart(x, *args, **kwargs)
 
-    @torch.compiler.disable
+    @untraced
     def _apart(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Messages between processes are not for a compiler's graph."""
         return self.over(x, self.cut.whole(self.name, self.places(x, *args, **kwargs)), *args, **kwargs)

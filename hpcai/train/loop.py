@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hpcai import startup
-from hpcai.dist.collect import digest, gather_numbers, sum_in_place
+from hpcai.dist.collect import digest, distinct, gather_numbers, sum_in_place
 from hpcai.dist.energy import Processors
 from hpcai.dist.host import Collector, Gpu, warm_collectives
 from hpcai.dist.mesh import Mesh
@@ -347,7 +347,7 @@ class _Training:
     def _tell_energy(self) -> None:
         """Tell once, at the end, what the run has taken since its start: sums over all processes, as far as there are counters."""
         readings = self.gpu.readings()
-        limits = [watts for watts in gather_objects(readings.get("power_limit_w"), self.mesh.everyone) if watts is not None]
+        limits = list(distinct(readings.get("power_limit_w"), self.mesh.everyone).values())
         own = {"gpu": readings.get("energy_j")}
         own |= self.processors.joules() if self.processors else {}
         each = [own.get(kind) for kind in ENERGY]
