@@ -9,6 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from hpcai.kernels import batchnorm
 from hpcai.kernels.compiler import on_gpu
+from hpcai.nn.untraced import untraced
 
 
 def is_alone(total: nn.Module) -> bool:
@@ -43,7 +44,7 @@ class BatchNorm(nn.modules.batchnorm._BatchNorm):
         y = y if plus is None else y.add_(plus)
         return y.relu_() if self.relu else y
 
-    @torch.compiler.disable
+    @untraced
     def _untraced(self, x: Tensor, plus: Tensor | None) -> Tensor:
         """Messages between processes are not for a compiler's graph."""
         return self._fused(x, plus)

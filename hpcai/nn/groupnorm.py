@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from hpcai.kernels.batchnorm import ACTIVATIONS, activated, in_channels_last
 from hpcai.kernels.compiler import on_gpu
 from hpcai.nn.batchnorm import Normalise, is_alone
+from hpcai.nn.untraced import untraced
 
 
 class PerSample(nn.Module):
@@ -55,7 +56,7 @@ class PerSample(nn.Module):
             return not on_gpu(x)
         return self.group > 1 and x.dtype.itemsize >= 4 and x.shape[2:].numel() <= 2**15
 
-    @torch.compiler.disable
+    @untraced
     def _untraced(self, x: Tensor) -> Tensor:
         """Messages between processes are not for a compiler's graph."""
         return self._fused(x)

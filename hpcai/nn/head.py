@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from hpcai.kernels.room import several
+from hpcai.nn.untraced import untraced
 
 IGNORE = -1  # a target that does not count
 _CPU = 8 << 20  # bytes of logits that a CPU computes at a time
@@ -54,7 +55,7 @@ class Head(nn.Linear):
             return self.words.join(F.linear(self.words.enter(hidden), self.weight))
         return self._entropy(hidden, targets)
 
-    @torch.compiler.disable
+    @untraced
     def _entropy(self, hidden: Tensor, targets: Tensor) -> Tensor:
         kind, weight = hidden.device.type, self.weight
         if torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64:  # which does not see a function of ours

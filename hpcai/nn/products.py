@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from hpcai.errors import ConfigError
 from hpcai.kernels.eighths import eighth, product
+from hpcai.nn.untraced import untraced
 
 Operands = Sequence[Any]  # tensors, of which some kinds of products have None
 
@@ -176,7 +177,7 @@ def _multiplied(x: Tensor, linears: Sequence[Any]) -> tuple[Tensor, ...]:
     return tuple(linear.finish(y) for linear, y in zip(linears, ys))
 
 
-_untraced = torch.compiler.disable(_multiplied)
+_untraced = untraced(_multiplied)
 
 
 class _Multiplied(torch.autograd.Function):

@@ -31,6 +31,7 @@ from hpcai.dist.collect import Scattered, backend, gather_shares, once, swap_sha
 from hpcai.dist.mesh import Axis
 from hpcai.errors import DataError
 from hpcai.nn.seam import Seam
+from hpcai.nn.untraced import untraced
 from hpcai.parallel.halo import Traffic
 
 
@@ -65,16 +66,16 @@ class _Crossed(_Seam):
     def _ways(self, x: Tensor, *sizes: int) -> tuple["Way", "Way"]:
         raise NotImplementedError
 
-    @torch.compiler.disable
+    @untraced
     def forward(self, x: Tensor, *sizes: int) -> Tensor:
         return self.finish(self.begin(x, *sizes))
 
-    @torch.compiler.disable
+    @untraced
     def begin(self, x: Tensor, *sizes: int) -> "Passing":
         crossing = Crossing(*self._ways(x, *sizes))
         return Passing(_Begin.apply(x, crossing), crossing)
 
-    @torch.compiler.disable
+    @untraced
     def finish(self, passing: "Passing") -> Tensor:
         return _Finish.apply(*passing)
 
@@ -116,11 +117,11 @@ class ToChannels(Move):
     def parts(self) -> int:  # type: ignore[override]
         return self.axis.size
 
-    @torch.compiler.disable
+    @untraced
     def begin(self, x: Tensor, *sizes: int) -> "Passing":
         return super().begin(x.unflatten(1, (2, -1)), 2, x.shape[1] // 2, x.shape[3], x.shape[3])
 
-    @torch.compiler.disable
+    @untraced
     def finish(self, passing: "Passing") -> Tensor:
         return super().finish(passing).flatten(1, 2)
 
@@ -131,7 +132,7 @@ class ToRows(Move):
     def __init__(self, axis: Axis, traffic: Traffic) -> None:
         super().__init__(axis, traffic, 2, 1)
 
-    @torch.compiler.disable
+    @untraced
     def begin(self, x: Tensor, *sizes: int) -> "Passing":
         return super().begin(x, x.shape[1] * self.axis.size)
 

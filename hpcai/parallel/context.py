@@ -22,6 +22,7 @@ from hpcai.dist.collect import Scattered, gather_shares, sum_with_adjoint
 from hpcai.dist.mesh import Axis
 from hpcai.errors import DataError
 from hpcai.kernels.grouped import grouped_attention
+from hpcai.nn.untraced import untraced
 
 
 class Own(nn.Module):
@@ -72,7 +73,7 @@ class CausalContext(nn.Module):
         super().__init__()
         self.axis, self.again = axis.meet(), again
 
-    @torch.compiler.disable
+    @untraced
     def forward(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None = None) -> Tensor:
         n, rank, tokens = self.axis.size, self.axis.rank, q.shape[2]
         own = torch.stack((k, v))

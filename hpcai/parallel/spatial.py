@@ -30,6 +30,7 @@ from hpcai.nn.batchnorm import BatchNorm
 from hpcai.nn.doubled import Doubled
 from hpcai.nn.groupnorm import GroupNorm
 from hpcai.nn.instancenorm import InstanceNorm
+from hpcai.nn.untraced import untraced
 from hpcai.parallel.batchnorm import SumInPlace, use_ours
 from hpcai.parallel.halo import Convolution, Exchange, How, Range, Route, Traffic
 from hpcai.parallel.replicate import sum_over
@@ -275,7 +276,7 @@ class Layer(nn.Module):
             return super().forward(x, *args, **kwargs)
         return self._apart(x, *args, **kwargs)
 
-    @torch.compiler.disable
+    @untraced
     def _apart(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Messages between processes are not for a compiler's graph."""
         return self.over(x, self.cut.whole(self.name, self.places(x, *args, **kwargs)), *args, **kwargs)

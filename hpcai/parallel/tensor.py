@@ -25,6 +25,7 @@ from hpcai.errors import ConfigError, MeshError
 from hpcai.nn.frozen import Frozen, Kind
 from hpcai.nn.head import Head, Words
 from hpcai.nn.products import Here, Joint, Tokens, Waiting
+from hpcai.nn.untraced import untraced
 from hpcai.parallel.replicate import sum_over
 from hpcai.parallel.rows import cut
 
@@ -181,7 +182,7 @@ class CutWords(nn.Embedding):
     axis: Axis
     sequence: int | None
 
-    @torch.compiler.disable
+    @untraced
     def forward(self, words: Tensor) -> Tensor:
         """words [T] -> [T, C] or, with a sequence that is cut, [T/n, C]"""
         first, end = _own(self.num_embeddings, self.axis)
@@ -201,7 +202,7 @@ class Entropy(nn.Module):
         super().__init__()
         self.axis, self.words, self.ignore = axis.meet(), words, ignore
 
-    @torch.compiler.disable
+    @untraced
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         """logits [.., V/n], targets [..] -> [..] in float32 or wider"""
         first, end = _own(self.words, self.axis)

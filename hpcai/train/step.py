@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from hpcai import startup
 from hpcai.dist.collect import gather_objects, least, sum_in_place
@@ -212,7 +211,7 @@ class Step:
     def snapshot(self) -> dict[str, Tensor]:
         """A copy of the weights that are evaluated (the average, where there is one), whole, under the names of the model."""
         with self.average.applied():
-            state = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in self.model.state_dict().items()}
+            state = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in self.model.state_dict().items()}
             return {name: tensor.detach().clone() for name, tensor in state.items()}
 
     @property

@@ -11,6 +11,8 @@ import pytest
 from hpcai import startup
 from hpcai.startup import Part
 
+ROOT = Path(__file__).parents[2]
+
 
 def test_parts_follow_one_another_and_add_up() -> None:
     began = time.perf_counter()
@@ -70,3 +72,15 @@ def test_the_clock_starts_with_the_process(monkeypatch: pytest.MonkeyPatch) -> N
     assert 0.3 <= float(done.stdout) <= time.perf_counter() - began + 0.02
     monkeypatch.setattr(startup, "Path", lambda name: Path("/nowhere"))
     assert 0 < startup.age() <= time.perf_counter() - startup._IMPORTED, "a system without /proc"
+
+
+def test_a_start_brings_no_compiler() -> None:
+    """Its import costs each process a second, whether it compiles or not; so does that of DTensor. Language models need torch's
+    causal biases, which bring it.
+    """
+    networks = ("cosmoflow", "deepcam", "diffusion", "dimenet", "openfold", "unet3d")
+    code = "import sys, hpcai.dist.launch, hpcai.train.loop, hpcai.train.step\n"
+    code += "".join(f"import hpcai.models.{name}.model, hpcai.models.{name}.parallel\n" for name in networks)
+    code += "print([name for name in ('torch._dynamo', 'torch.distributed.tensor', 'sympy') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stdout + done.stderr
