@@ -18,8 +18,14 @@ python=${HPCAI_PYTHON:-python}
 if [ -n "${SLURM_CPUS_PER_TASK:-}" ]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi
 # Ranks know one another by this (hpcai/dist/watch.py); srun hands it on.
 export HPCAI_TOKEN=${HPCAI_TOKEN:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')}
+# Apptainer shows a container the folder that it starts in, and what the site lets it; here are the other folders of the run.
+if [ -n "${HPCAI_FOLDERS:-}" ]; then export APPTAINER_BIND=$HPCAI_FOLDERS${APPTAINER_BIND:+,$APPTAINER_BIND}; fi
 app=$1; shift
 if [ -n "${HPCAI_STAGE:-}" ]; then
+  if [ -n "${HPCAI_IMAGE:-}" ]; then
+    srun mkdir -p "$HPCAI_STAGE" || exit
+    export APPTAINER_BIND=$HPCAI_STAGE${APPTAINER_BIND:+,$APPTAINER_BIND}
+  fi
   # shellcheck disable=SC2086
   srun "${srun[@]}" ${HPCAI_SRUN:-} "${container[@]}" "$python" -m hpcai.cli data stage "$HPCAI_DATA" "$HPCAI_STAGE" || exit
   set -- "$@" "data.directory=$HPCAI_STAGE"

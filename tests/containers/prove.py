@@ -71,8 +71,9 @@ def build(stage: Stage, base: Path, root: Path, roots: dict[str, Path], lent: Se
             (root / target.lstrip("/")).mkdir(parents=True, exist_ok=True)
             subprocess.run(["cp", "-a", within, root / target.lstrip("/")], check=True)
     meta = root / ".singularity.d"
-    meta.mkdir(exist_ok=True)
+    (meta / "env").mkdir(parents=True, exist_ok=True)
     environment = stage.sections.get("environment", "")
+    (meta / "env/90-environment.sh").write_text(environment)
     for name in ("post", "test", "runscript"):
         head = "#!/bin/sh\nset -e\n" if name == "post" else f"#!/bin/sh\n{environment}\nset -e\n"
         (meta / name).write_text(head + stage.sections.get(name, ""))

@@ -1,5 +1,6 @@
 """What docs/benchmarks.md and the README claim of speed and memory, measured here."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -11,7 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from hpcai import log
+from hpcai.cli import apps
 from hpcai.train.choices import fast_bf16
+from tests.apps.universes import make
 from tests.slow.trying import ROOT, bench, until
 
 pytestmark = pytest.mark.timing
@@ -144,11 +148,21 @@ def test_importing_costs_little(code: str, limit: float) -> None:
     assert best < limit
 
 
-def test_help_is_there_within_a_second() -> None:
+@pytest.mark.parametrize("app", apps.names("settings"))
+def test_help_is_there_within_a_second(app: str) -> None:
     best = 9.0
     for _ in range(3):
         began = time.perf_counter()
-        done = subprocess.run([sys.executable, "-m", "apps.cosmoflow", "--help"], cwd=ROOT, capture_output=True, text=True)
+        done = subprocess.run([sys.executable, "-m", f"apps.{app}", "--help"], cwd=ROOT, capture_output=True, text=True)
         best = min(best, time.perf_counter() - began)
         assert done.returncode == 0 and "step.lr" in done.stdout
     assert best < 1.0
+
+
+def test_four_processes_make_their_first_step_within_fifteen_seconds(tmp_path: Path) -> None:
+    words = [f"data.directory={make(tmp_path / 'data')}", "data.batch=8", "train.epochs=null", "train.steps=2"]
+    words += ["apps/cosmoflow/configs/small.yaml", f"report.directory={tmp_path / 'run'}"]
+    program = [Path(sys.executable).with_name("mpiexec"), "-n", "4", sys.executable, "-m", "apps.cosmoflow", *words]
+    subprocess.run(program, cwd=ROOT, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    (start,) = [event for event in log.read_metrics(tmp_path / "run/metrics.jsonl") if event["kind"] == "startup"]
+    assert start["step"] == 1 and start["seconds"] < 15, start

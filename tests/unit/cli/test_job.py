@@ -155,6 +155,25 @@ def test_the_script_copies_trains_draws_and_is_requeued(
     assert runs_as(inside, tmp_path)[0][2:7] == ["apptainer", "exec", str(tmp_path / "my image.sif"), "python", "-m"]
 
 
+def test_a_container_is_shown_the_folders_that_the_settings_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those outside the folder of the job, which Apptainer shows by itself; of one that is not there yet the one above it."""
+    for name in ("here/data", "disk", "far"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "here/link").symlink_to(tmp_path / "far")
+    monkeypatch.chdir(tmp_path / "here")
+    site = ["--site", "generic", "--nodes", "1", "--container", "x.sif"]
+    words = [*small(tmp_path / "disk/runs/one"), "data.directory=data", "step.compile=whole", "step.compile_cache=link/cache"]
+    text = written(capsys, *words, *site)
+    assert f"\nHPCAI_FOLDERS={ROOT / CONFIG},{tmp_path / 'here/link'},{tmp_path / 'disk'}\n" in text
+    assert "HPCAI_FOLDERS=''\n" in written(capsys, "cosmoflow", "report.directory=run", "data.directory=data", *site)
+    (tmp_path / "a:b").mkdir()
+    told = refused(capsys, *small(tmp_path / "a:b/run"), *site)
+    assert told.startswith(f"{tmp_path / 'a:b'}: a container cannot be shown a path with ':'")
+    assert "HPCAI_IMAGE=" in written(capsys, *small(tmp_path / "a:b/run"), *site[:-2])
+
+
 def test_the_template_takes_a_site_and_words_by_hand(tmp_path: Path) -> None:
     (tmp_path / "mine.sh").write_text("srun=(--gpu-bind=closest)\ncontainer=(apptainer exec image.sif)\n")
     text = (ROOT / "slurm/job.sh").read_text()

@@ -1,0 +1,114 @@
+"""``hpcai job --container`` under real Slurm: what a run in an image sees, and who starts it again.
+
+The image and Apptainer are stand-ins (stand_in_apptainer.py), its %environment is that of containers/cpu.def. With
+HPCAI_TEST_ROOT=FOLDER it is the root of an image that ``make containers`` left, and nothing of this machine.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from one_machine_slurm import OneMachineSlurm
+from runs import ENDLESS, Submit, losses, of, start_again, wait_for_step
+
+from hpcai.train.saved import found as checkpoints
+from tests.apps.running import App
+from tests.apps.universes import make
+from tests.containers.definition import stages
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+SLURM = ("sbatch", "scontrol", "squeue", "srun", "scancel", "sinfo")
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An image made of this machine's system, the environment that runs the tests, and this checkout. It has no Slurm."""
+    folder = tmp_path_factory.mktemp("image")
+    file = folder / "hpcai.sif"
+    if unpacked := os.environ.get("HPCAI_TEST_ROOT"):
+        file.write_text(json.dumps({"root": str(Path(unpacked).resolve())}))
+        return file
+    meta = folder / "root/.singularity.d/env"
+    meta.mkdir(parents=True)
+    (meta / "90-environment.sh").write_text(stages(ROOT / "containers/cpu.def")[-1].sections["environment"])
+    system = [f"/{name}" for name in ("usr", "bin", "sbin", "lib", "lib64", "etc") if Path(f"/{name}").exists()]
+    lent = [[path, path] for path in dict.fromkeys([*system, sys.base_prefix])]
+    lent += [[str(ROOT / name), f"/opt/hpcai/src/{name}"] for name in ("hpcai", "apps", "data_prep", "slurm")]
+    lent += [[sys.prefix, "/opt/hpcai/venv"]]
+    hidden = [path for path in map(shutil.which, SLURM) if path]
+    file.write_text(json.dumps({"root": str(folder / "root"), "lent": lent, "hidden": hidden}))
+    return file
+
+
+@pytest.fixture
+def apptainer(slurm: OneMachineSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The program that jobs find as ``apptainer``."""
+    program = tmp_path / "bin/apptainer"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -SEs {HERE / "stand_in_apptainer.py"} "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setitem(slurm.env, "PATH", f"{program.parent}:{os.environ['PATH']}")
+    return program
+
+
+def inside(apptainer: Path, image: Path, script: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    words = [apptainer, "exec", *flags, image, "sh", "-c", script]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_the_stand_in_shows_an_image_and_what_is_bound_and_nothing_else(apptainer: Path, image: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    seen = f"command -v {' '.join(SLURM)}; command -v python; ls {tmp_path}; touch /opt/x; touch {tmp_path}/y; exit 7"
+    bare = inside(apptainer, image, seen)
+    assert bare.stdout == "/opt/hpcai/venv/bin/python\n" and bare.returncode == 7
+    assert "Read-only file system" in bare.stderr and not (tmp_path / "y").exists()
+    bound = inside(apptainer, image, seen, "--nv", "--bind", str(tmp_path))
+    assert "file" in bound.stdout and (tmp_path / "y").exists()
+    for words, code, said in (
+        (["--gpus"], 2, "unrecognized arguments: --gpus"),
+        (["--bind", "/nowhere"], 255, "mount source /nowhere doesn't exist"),
+    ):
+        found = inside(apptainer, image, "true", *words)
+        assert found.returncode == code and said in found.stderr
+    assert "could not open image" in inside(apptainer, tmp_path / "no.sif", "true").stderr
+
+
+def test_a_job_in_an_image_finds_its_files_and_is_the_job_without(
+    slurm: OneMachineSlurm, submit: Submit, data: Path, image: Path, apptainer: Path, tmp_path: Path
+) -> None:
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    (number,) = submit(run, "--nodes", "2", "--container", str(image), "train.steps=3")
+    App("cosmoflow", make, ENDLESS).on_ranks(2, data, whole, "train.steps=3")
+    state = slurm.wait_for(number, "COMPLETED", "FAILED", timeout=90)
+    assert state == "COMPLETED", (run / f"job-{number}.out").read_text()
+    assert of(run, "start")[0]["world"] == 2
+    assert list(losses(run)) == [1, 2, 3] and losses(run) == losses(whole)
+    assert (run / "report.html").exists()
+
+
+@pytest.mark.claim
+def test_a_run_in_an_image_that_is_asked_to_stop_is_started_again_from_outside(
+    slurm: OneMachineSlurm, submit: Submit, data: Path, image: Path, apptainer: Path, tmp_path: Path
+) -> None:
+    """It reads its data from a folder of the node. The curve is that of a run that nobody stopped, without a container."""
+    run, whole, disk = tmp_path / "run", tmp_path / "whole", tmp_path / "disk"
+    words = ["--nodes", "2", "--container", str(image), "--stage", f"{disk}/$SLURM_JOB_ID", "train.steps=100"]
+    (number,) = submit(run, *words)
+    wait_for_step(run, 3)
+    slurm.command("scancel", "--signal=USR1", number)
+    start_again(slurm, number)
+    (stopped,) = of(run, "stop")
+    assert stopped["reason"] == "signal"
+    assert [path.name for path in checkpoints(run / "checkpoints")] == [f"step-{stopped['step']:08d}"]
+    App("cosmoflow", make, ENDLESS).on_ranks(2, data, whole, "train.steps=100")
+    assert slurm.wait_for(number, "COMPLETED", "FAILED", timeout=150) == "COMPLETED", (run / f"job-{number}.out").read_text()
+    assert [e["resumed_from"] for e in of(run, "start")] == [None, stopped["step"]]
+    assert list(losses(run)) == list(range(1, 101)) and losses(run) == losses(whole)
+    assert f"directory: {disk / number}" in (run / "settings.yaml").read_text()
+    assert (run / "report.html").exists()
