@@ -202,8 +202,8 @@ def test_sequences_of_a_gpu_are_the_documents_and_too_many_are_told(knows_groups
         outs = [F.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=enable_gqa) for part in parts if part[0].numel()]
         return torch.cat(outs, 2)[0].transpose(0, 1)
 
-    monkeypatch.setattr(documents, "_VARLEN", sequences)
-    monkeypatch.setattr(documents, "_KNOWN", {"enable_gqa"} if knows_groups else set())
+    known = {"window_size", "enable_gqa"} if knows_groups else {"window_size"}
+    monkeypatch.setattr(documents, "_varlen", lambda: (sequences, known))
     monkeypatch.setattr(compiler, "PLANNED", True)
     q, k, v = (draw(3, 9, heads, 8).transpose(1, 2).bfloat16() + n for n, heads in enumerate((4, 2, 2)))
     expected = documents.plain(*(x.double() for x in (q, k, v)), ROWS)
