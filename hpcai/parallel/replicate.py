@@ -5,7 +5,10 @@ sum per full bucket, and gradients that are views of their bucket, so that nothi
 """
 
 import math
-from collections.abc import Callable, Collection
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,6 +21,7 @@ from hpcai.parallel.rows import Part, Row, Share, alike, check_dense, loose, pla
 
 FEW = 4  # ranks whose gradients are added up in bfloat16: sums of 8 are off by 0.3 %, of 2,048 by a quarter
 _ALIGN = 32  # elements: every gradient starts on a cache line and on a vector register
+_BLOCK = 25_000_000  # bytes that are sent at a time
 
 
 def sum_over(module: nn.Module, axis: Axis) -> None:
@@ -217,19 +221,39 @@ def _group(
 ) -> list[list[str]]:  # fmt: skip
     """Buckets of about ``size`` bytes in the order of the backward pass, of one dtype, one set of axes and one decay each."""
     open_groups: dict[tuple, list[str]] = {}
+    filled: Counter[tuple] = Counter()
     closed: list[list[str]] = []
     for name, parameter in reversed(parameters.items()):
         place, dtype = place_of(parameter), parameter.dtype
         key = (dtype, parameter.device, axes[parameter], place.axes, place.apart, sum_axes(parameter), name in decays)
-        group = open_groups.setdefault(key, [])
-        group.append(name)
-        if sum(parameters[n].numel() * parameters[n].element_size() for n in group) >= size:
+        open_groups.setdefault(key, []).append(name)
+        filled[key] += parameter.nbytes
+        if filled[key] >= size:
             closed.append(open_groups.pop(key))
+            del filled[key]
     return closed + list(open_groups.values())
 
 
 def start_equal(model: nn.Module, mesh: Mesh) -> None:
-    """Give each parameter and buffer that has memory, on all ranks that hold the same of it, the values of the first."""
+    """Give each parameter and buffer that has memory, on all ranks that hold the same of it, the values of the first: those of the
+    same kind together, in messages of some size, for a message costs more than a small tensor."""
+    kinds: dict[Any, list[Tensor]] = {}
     for tensor in (*model.parameters(), *model.buffers()):
-        for axis in alike(tensor, mesh) if not tensor.is_meta else ():
-            torch_dist.broadcast(tensor.detach(), group=axis.group, group_src=0)
+        if not tensor.is_meta and (axes := alike(tensor, mesh)):
+            kinds.setdefault((axes, tensor.dtype, tensor.device), []).append(tensor.detach())
+    for (axes, *_), tensors in kinds.items():
+        for block in _blocks(tensors):
+            raw = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in block])
+            for axis in axes:
+                torch_dist.broadcast(raw, group=axis.group, group_src=0)
+            for tensor, part in zip(block, raw.split([tensor.nbytes for tensor in block])):
+                tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
+
+
+def _blocks(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors one behind another, in lists of at most ``_BLOCK`` bytes or of a single one."""
+    ends, first = [0, *accumulate(tensor.nbytes for tensor in tensors)], 0
+    while first < len(tensors):
+        last = max(first + 1, bisect_right(ends, ends[first] + _BLOCK) - 1)
+        yield tensors[first:last]
+        first = last

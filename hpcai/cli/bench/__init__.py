@@ -6,7 +6,8 @@ NAME is an app, which is measured against its plain form (``hpcai bench APP --he
     spatial   one volume cut over processes: time, bytes against the formula, memory of each
     data      reading samples, against fio, torch's DataLoader, h5py and DALI
     gpu       the published training step of each app and each kernel beside its peers, on one GPU
-    all       each of them but gpu briefly, in ten minutes
+    growth    what grows with ranks, files, tensors and steps: messages, sockets, file operations, time, memory
+    all       each of them but gpu and growth briefly, in ten minutes
 """
 
 import json
@@ -17,7 +18,7 @@ from typing import Any
 
 from hpcai.cli import apps
 
-SHARED = ("step", "spatial", "data", "gpu")
+SHARED = ("step", "spatial", "data", "gpu", "growth")
 _BRIEFLY = {"step": ["--repeats", "5"], "data": ["direct", "peers", "--repeats", "1", "--gib", "1"], "spatial": []}
 
 
