@@ -1,5 +1,6 @@
 """Collective operations over an axis of the mesh. Over an axis of size 1 each does nothing."""
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hpcai.dist.mesh import Axis
+from hpcai.errors import HpcaiError
 
 T = TypeVar("T")
 
@@ -126,6 +128,24 @@ def agree(value: T, axis: Axis, source: int = 0) -> T:
     box = [value]
     torch_dist.broadcast_object_list(box, group=axis.group, group_src=source)
     return box[0]
+
+
+def by_first(work: Callable[[], T], axis: Axis) -> T:
+    """What ``work`` gives on the first process of ``axis``, which does it for all; it is pickled on the way. All of them call this
+    together, and where it fails all raise the error."""
+    if axis.size == 1:
+        return work()
+    value, problem = None, None
+    if axis.rank == 0:
+        try:
+            value = work()
+        except Exception as error:
+            problem = error
+    told = problem if problem is None or isinstance(problem, HpcaiError) else HpcaiError(f"{type(problem).__name__}: {problem}")
+    value, told = agree((value, told), axis)
+    if told is not None:
+        raise problem or told
+    return value  # type: ignore[return-value]
 
 
 def gather_rows(value: Tensor, axis: Axis) -> Tensor:
