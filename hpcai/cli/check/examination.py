@@ -153,13 +153,17 @@ class _Examination:
         if table is None or name not in file.split.numbers:
             return
         number = file.split.numbers[name]
-        with file.path.open("rb") as start:
-            same = int(table.head[number]) in (-1, head_of(start.read(HEAD)))
-        for data in file.fields:
-            places = table.fields.get(data.name)
-            if places is not None and places.ways[number] == PLAIN:
-                told = places.layout(number, file.path)
-                same = same and (told.shape, told.dtype.itemsize, told.offset) == (data.shape, data.item, data.offset)
+        with file.path.open("rb") as there:
+            same = int(table.head[number]) in (-1, head_of(there.read(HEAD)))
+            for data in file.fields:
+                places = table.fields.get(data.name)
+                if not same or places is None or places.ways[number] != PLAIN:
+                    continue
+                told, part = places.layout(number, file.path), table.part(data.name, number)
+                same = (told.shape, told.dtype.itemsize, told.offset) == (data.shape, data.item, data.offset)
+                if same and part is not None:
+                    there.seek(data.offset)
+                    same = there.read(data.nbytes) == part.astype(told.dtype).tobytes()
         if not same:
             advice = "" if file.verified else " if it is right"  # otherwise these bytes are meant
             self.found("table", file.path, repairable=file.verified, advice=f", or --index{advice}")
