@@ -70,7 +70,10 @@ class Rows:
         self.way = reader if isinstance(reader, str) else "direct"
         self.local = dict(local or {})
         self._begin()
-        self._take(by_first(self._surveyed, axis))
+        catalog = by_first(self._surveyed, axis)
+        if axis.rank:
+            self._list(catalog)
+        self._take(catalog)
         self.reader = reader if isinstance(reader, Reader) else open_reader(reader, self.bytes, str(self.folder), device)
         self.gds: GdsReader | None = None
         if self.way == "gds":
@@ -94,6 +97,7 @@ class Rows:
     def _surveyed(self) -> Catalog:
         """The catalog of the folder, with what its files tell: the shapes of the first, and rows where no index does."""
         catalog = read_catalog(self.folder, {*self.fields, *self._counted.values()}, self.remedy)
+        self._list(catalog)
         self._take(catalog)
         self._compare_table()
         if catalog.rows is None:
@@ -102,11 +106,13 @@ class Rows:
             return replace(catalog, shapes={name: self._places[name].shape(0)[1:] for name in self.fields})
         return replace(catalog, shapes={name: layout.shape[1:] for name, layout in self._asked(self.paths[0]).layouts.items()})
 
+    def _list(self, catalog: Catalog) -> None:
+        self.paths = [self.folder / name for name in catalog.names]
+        self._numbers = {path: number for number, path in enumerate(self.paths)}
+
     def _take(self, catalog: Catalog) -> None:
         self.catalog, self.about, self.shapes = catalog, catalog.about, catalog.shapes or {}
         self._places: Mapping[str, Places] = catalog.table.fields if catalog.table is not None else {}
-        self.paths = [self.folder / name for name in catalog.names]
-        self._numbers = {path: number for number, path in enumerate(self.paths)}
         self._ends = np.cumsum(catalog.rows if catalog.rows is not None else np.zeros_like(catalog.sizes))
 
     def __len__(self) -> int:
@@ -120,7 +126,7 @@ class Rows:
     @property
     def bytes(self) -> int:
         """Bytes of all files."""
-        return int(self.catalog.sizes.sum())
+        return sum(self.catalog.sizes.tolist())
 
     def locate(self, index: int) -> tuple[Path, int]:
         """File and row of sample ``index``."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from hpcai.durable import flush
 from hpcai.errors import DataError
@@ -23,6 +23,7 @@ INDEX = "index.json"
 FORMAT = 1
 TABLE = "index-{}.safetensors"
 _SHA256 = r"^[0-9a-f]{64}$"
+_Size = Annotated[int, Field(ge=0, lt=1 << 53)]
 
 Described = Callable[[Path, int], Mapping[str, Any] | None]
 """Gives what the table is to say of a file of so many rows, or None where it cannot be described."""
@@ -33,14 +34,14 @@ class Entry(BaseModel):
 
     name: Annotated[str, Field(pattern=r"^[^/\x00]*[^/\x00.][^/\x00]*$", max_length=255)]
     rows: Annotated[int, Field(ge=1, lt=1 << 48)]
-    bytes: NonNegativeInt
+    bytes: _Size
 
 
 class TableEntry(BaseModel):
     """The table of the folder."""
 
     name: Annotated[str, Field(pattern=r"^index-[0-9a-f]{8}\.safetensors$")]
-    bytes: NonNegativeInt
+    bytes: _Size
     sha256: Annotated[str, Field(pattern=_SHA256)]
 
 

@@ -209,6 +209,7 @@ INDEXES = [
         ({"name": "../other.h5"}, "files.0.name: String should match"), ({"name": "/etc/passwd"}, "files.0.name"),
         ({"name": ".."}, "files.0.name"), ({"name": "x" * 300}, "at most 255 characters"), ({"rows": 0}, "files.0.rows: .* 1"),
         ({"rows": 10**30}, "files.0.rows"), ({"rows": -1}, "files.0.rows"), ({"bytes": -1}, "files.0.bytes"),
+        ({"bytes": 10**30}, "files.0.bytes"),
     ]),
 ]  # fmt: skip
 
