@@ -91,8 +91,9 @@ def open_split(
     folder: Path, fields: Fields, remedy: str, cfg: LoaderConfig, mesh: Mesh,
     shards: int = 1,
 ) -> Rows:  # fmt: skip
-    """The rows of a split. Where ``cfg.stage`` names a folder, its files, or this node's of ``shards`` parts of them, are first
-    copied to the node's own disk."""
+    """The rows of a split, which the processes of ``mesh.everyone`` open together: the first of them reads what is known of the
+    files for all. Where ``cfg.stage`` names a folder, its files, or this node's of ``shards`` parts of them, are first copied to
+    the node's own disk."""
     local = {}
     if cfg.stage is not None and folder.is_dir():  # otherwise Rows says what to do
         found, unset = on_this_node(cfg.stage)
@@ -100,8 +101,8 @@ def open_split(
             raise DataError(f"data.stage={cfg.stage}: {unset[0]} on this node; set it, or name a folder without it")
         own_disk = Path(found) / folder.name
         logger.info("%s: %s", folder.name, stage_in(folder, own_disk, mesh, shards=shards))
-        local = holds(own_disk, folder)
-    return Rows(folder, fields, remedy, reader=cfg.reader, device=mesh.device, local=local)
+        local = holds(own_disk, folder, look=False)  # it was looked at right now
+    return Rows(folder, fields, remedy, reader=cfg.reader, device=mesh.device, local=local, axis=mesh.everyone)
 
 
 def by_shard(rows: Rows, cfg: LoaderConfig, batch: int, seed: int) -> dict[str, Any]:
