@@ -69,6 +69,7 @@ class Rows:
         self._counted = {name: shape[0] for name, (_, shape) in self.fields.items() if shape and isinstance(shape[0], str)}
         self.way = reader if isinstance(reader, str) else "direct"
         self.local = dict(local or {})
+        self.axis = axis
         self._begin()
         catalog = by_first(self._surveyed, axis)
         if axis.rank:
@@ -88,7 +89,7 @@ class Rows:
 
     def __getstate__(self) -> dict[str, Any]:
         """The state that worker processes get, without open files and what was read."""
-        return {key: value for key, value in self.__dict__.items() if key not in ("_lock", "_files", "_seen", "_kept")}
+        return {key: value for key, value in self.__dict__.items() if key not in ("axis", "_lock", "_files", "_seen", "_kept")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

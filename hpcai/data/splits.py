@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,6 +14,7 @@ from hpcai.data.hdf5 import Fields, Rows, Where
 from hpcai.data.loader import Loader, Source
 from hpcai.data.sampler import Sharded
 from hpcai.data.stage import holds, on_this_node, shard_of, stage_in
+from hpcai.dist.collect import by_first
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import DataError
 from hpcai.settings import LoaderConfig
@@ -106,8 +108,9 @@ def open_split(
 
 
 def by_shard(rows: Rows, cfg: LoaderConfig, batch: int, seed: int) -> dict[str, Any]:
-    """The sampler that a loader is given where each group of nodes trains on a shard of its own (``cfg.shards``)."""
-    return {"sampler": Sharded(shards_of(rows, cfg.shards), batch, seed)} if cfg.shards > 1 else {}
+    """The sampler that a loader is given where each group of nodes trains on a shard of its own (``cfg.shards``). All processes
+    that opened ``rows`` together call it."""
+    return {"sampler": Sharded(by_first(partial(shards_of, rows, cfg.shards), rows.axis), batch, seed)} if cfg.shards > 1 else {}
 
 
 def shards_of(rows: Rows, shards: int) -> np.ndarray:
