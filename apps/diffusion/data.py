@@ -20,6 +20,7 @@ from hpcai.data.loader import Source
 from hpcai.data.sampler import Endless
 from hpcai.data.splits import Samples, by_shard, load, loaders, open_split
 from hpcai.dist import Mesh
+from hpcai.dist.collect import by_first
 from hpcai.errors import DataError
 from hpcai.models.diffusion import Batch, Diffusion, DiffusionConfig, FieldsConfig, Slabs, load_later, parallelize
 from hpcai.programs import start
@@ -109,7 +110,7 @@ class Fields(Samples):
 def samples(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any, DiffusionConfig]]:
     """Loaders for training (None on processes that only evaluate), validation and ensembles, and the model's settings completed by
     what the data know."""
-    encoded = latents.about(cfg.data.directory / "train")
+    encoded = by_first(partial(latents.about, cfg.data.directory / "train"), mesh.everyone)
     train, validation = rows_of(cfg, "train", mesh), rows_of(cfg, "validation", mesh)
     seed, data = cfg.train.seed, cfg.data
     words: dict[str, Any] = {"name": "train", "seed": seed, "accumulate": cfg.step.accumulate}
@@ -140,8 +141,9 @@ def _spread(source: Source, cfg: Config, mesh: Mesh) -> Loader:
 def rows_of(cfg: Config, split: str, mesh: Mesh) -> Rows:
     """Of the fields those that the model is conditioned on, or of latents their texts."""
     data, network, shards = cfg.data, cfg.model.network, cfg.data.shards if split == "train" else 1
-    if latents.about(data.directory / split):
-        return open_split(data.directory / split, latents.layouts(cfg, data.directory / split), latents.REMEDY, data, mesh, shards)
+    folder = data.directory / split
+    if encoded := by_first(partial(latents.about, folder), mesh.everyone):
+        return open_split(folder, latents.layouts(cfg, folder, encoded), latents.REMEDY, data, mesh, shards)
     remedy = f"make data with: {start('data_prep.fields')} simulate {data.directory} --kind matter, or set data.directory"
     dims = getattr(network, "dims", 2)
     layouts: dict[str, Any] = {"high": ("float32", (network.inputs, *(None,) * dims))}
@@ -149,7 +151,7 @@ def rows_of(cfg: Config, split: str, mesh: Mesh) -> Rows:
         layouts["low"] = ("float32", (network.field, *(None,) * dims))
     if getattr(network, "parameters", 0):
         layouts["parameters"] = ("float32", (network.parameters,))
-    return open_split(data.directory / split, layouts, remedy, data, mesh, shards)
+    return open_split(folder, layouts, remedy, data, mesh, shards)
 
 
 def completed(cfg: Config, rows: Rows) -> DiffusionConfig:

@@ -3,7 +3,7 @@
 L channels of a latent, h w its places, N tokens of a text, J channels of one
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +46,9 @@ def about(folder: Path) -> dict[str, Any] | None:
     return content if content.get("kind") == "latents" else None
 
 
-def layouts(cfg: Config, folder: Path) -> dict[str, Any]:
-    """Of the values of a row those that the network of ``cfg`` is trained on. Raises DataError where the data are for another."""
-    known = about(folder) or {}
+def layouts(cfg: Config, folder: Path, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the values of a row those that the network of ``cfg`` is trained on, by what the index says (``known``). Raises DataError
+    where the data are for another."""
     network, channels = cfg.model.network, channels_of(cfg.model)
     if known["latents"] != channels:
         has = f"latents of {known['latents']} channels, made by {known['vae']}"

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +15,7 @@ from hpcai.data.hdf5 import Fields
 from hpcai.data.sampler import Blend, Endless, Sampler
 from hpcai.data.splits import Samples, Together, by_shard, load, loaders, open_split
 from hpcai.dist import Mesh
-from hpcai.dist.collect import agree
+from hpcai.dist.collect import agree, by_first
 from hpcai.errors import ConfigError, DataError
 from hpcai.models.llm import LLM, Batch, LLMConfig, adapt, load_later, parallelize
 from hpcai.models.llm.load import load_weights, of_run, read_settings
@@ -46,7 +47,7 @@ class About(BaseModel):
 def texts(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any]]:
     """Loaders for training (None on processes that only evaluate), validation and pictures."""
     data, folders = cfg.data, [cfg.data.directory, *map(Path, cfg.data.blend)]
-    about = [about_of(folder) for folder in folders]
+    about = [by_first(partial(about_of, folder), mesh.everyone) for folder in folders]
     _agree(cfg, folders, about)
     _has_tokenizer(folders[0], about[0], mesh)
     parts = [Texts(rows_of(cfg, "train", mesh, each, told), told, data.documents, data.learn) for each, told in zip(folders, about)]
@@ -120,7 +121,7 @@ def about_of(folder: Path) -> About:
 
 def rows_of(cfg: Config, split: str, mesh: Mesh, folder: Path | None = None, about: About | None = None) -> Rows:
     folder = folder or cfg.data.directory
-    fields = (about or about_of(folder)).fields
+    fields = (about or by_first(partial(about_of, folder), mesh.everyone)).fields
     remedy = f"make rows with: {start('data_prep.text')} convert SOURCE {folder} --tokenizer FILE, or set data.directory"
     return open_split(folder / split, fields, remedy, cfg.data, mesh, cfg.data.shards if split == "train" else 1)
 

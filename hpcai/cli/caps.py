@@ -1,9 +1,8 @@
 """`hpcai ablate APP --caps W W ...`: what an app's samples take of energy at several limits on the power of its GPUs.
 
-Every repeat goes over
-all caps, each time from another one on; each is set, a run that is not counted settles clocks and heat, and runs of two seconds at
-least are measured by the meters of the GPUs. Factors are medians of the ratios, within a repeat, to the limit that was found, with
-95 % intervals (bootstrap). The limit that was found is set again at the end.
+Every repeat goes over all caps, each time from another one on; each is set, a run that is not counted settles clocks and heat, and
+runs of two seconds at least are measured by the meters of the GPUs. Factors are medians of the ratios, within a repeat, to the
+limit that was found, with 95 % intervals (bootstrap). The limit that was found is set again at the end.
 """
 
 import math

@@ -228,6 +228,11 @@ class Reader:
                 jobs += [job for o, edge in edges if edge.size for job in self._cut_through(path, o, edge)]
         self._run(jobs, sum(into.size for _, _, into in parts))
 
+    def size(self, path: Path) -> int:
+        """Bytes of a file, which stays open for the reads that follow."""
+        with self._files.use(path) as file:
+            return os.fstat(file.descriptor).st_size
+
     def close(self) -> None:
         """Give back threads and files. Arrays that were fetched stay."""
         self._pool.shutdown(wait=True, cancel_futures=True)

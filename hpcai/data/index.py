@@ -1,24 +1,32 @@
 """The index of a folder of samples, which readers, copies and checks go by, and the one place that writes it.
 
 index.json    {"format": 1, "files": [{"name", "rows", "bytes", "sha256", ...}], "fields": {NAME: {"dtype", "shape", "low",
-              "high", "blank", "key"}}, ...}; all keys but "files" and "name" may be absent; null in a shape allows any length;
-              "key": true says by which field samples are told apart, where others, such as vectors of captions, may be alike
+              "high", "blank", "key"}}, "table": {"name", "bytes", "sha256"}, ...}; all keys but "files" and "name" may be absent;
+              null in a shape allows any length; "key": true says by which field samples are told apart, where others, such as
+              vectors of captions, may be alike; "table" names the file that tells where all values lie (see hpcai.data.table)
 """
 
+import hashlib
 import json
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from hpcai.durable import flush
 from hpcai.errors import DataError
 
 INDEX = "index.json"
 FORMAT = 1
+TABLE = "index-{}.safetensors"
+_SHA256 = r"^[0-9a-f]{64}$"
+_Size = Annotated[int, Field(ge=0, lt=1 << 53)]
+
+Described = Callable[[Path, int], Mapping[str, Any] | None]
+"""Gives what the table is to say of a file of so many rows, or None where it cannot be described."""
 
 
 class Entry(BaseModel):
@@ -26,38 +34,77 @@ class Entry(BaseModel):
 
     name: Annotated[str, Field(pattern=r"^[^/\x00]*[^/\x00.][^/\x00]*$", max_length=255)]
     rows: Annotated[int, Field(ge=1, lt=1 << 48)]
-    bytes: NonNegativeInt
+    bytes: _Size
+
+
+class TableEntry(BaseModel):
+    """The table of the folder."""
+
+    name: Annotated[str, Field(pattern=r"^index-[0-9a-f]{8}\.safetensors$")]
+    bytes: _Size
+    sha256: Annotated[str, Field(pattern=_SHA256)]
 
 
 class _Content(BaseModel):
     files: list[Entry]
+    table: TableEntry | None = None
 
 
-def read_index(path: Path, remedy: str = "") -> tuple[dict[str, Any], list[Entry]]:
-    """All that an index says, and its files. Raises DataError for what is no index, or names files outside of its folder."""
+def read_index(path: Path, remedy: str = "") -> tuple[dict[str, Any], list[Entry], TableEntry | None]:
+    """All that an index says, its files, and its table. Raises DataError for what is no index, or names files outside of its
+    folder."""
     try:
         text = path.read_bytes()
-        entries = _Content.model_validate_json(text).files
+        content = _Content.model_validate_json(text)
     except OSError as problem:
         raise DataError(f"{path}: cannot be read ({problem.strerror}){remedy}") from problem
     except ValidationError as problem:
         first = problem.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise DataError(f"{path}: cannot be read as an index of files ({where or 'JSON'}: {first['msg']}){remedy}") from problem
-    return json.loads(text), entries
+    return json.loads(text), content.files, content.table
 
 
-def write_index(folder: Path, content: Mapping[str, Any]) -> None:
-    """Replaces the index of ``folder`` in one act; ``content`` is all but the format."""
-    write_json(folder / INDEX, {"format": FORMAT, **content})
+def write_index(folder: Path, content: Mapping[str, Any], described: Described | None = None, table: bool = True) -> None:
+    """Replaces the index of ``folder`` in one act; ``content`` is all but the format. Where all its files are HDF5, their table
+    comes first, by ``described`` or by opening each here, and those of before go last. Without ``table`` the index has none."""
+    told = {key: value for key, value in content.items() if key != "table"}
+    if table and (entry := _write_table(folder, told, described)) is not None:
+        told["table"] = entry.model_dump()
+    write_json(folder / INDEX, {"format": FORMAT, **told})
+    for other in folder.glob(TABLE.format("[0-9a-f]" * 8)):
+        if other.name != told.get("table", {}).get("name"):
+            other.unlink(missing_ok=True)
+
+
+def _write_table(folder: Path, content: Mapping[str, Any], described: Described | None) -> TableEntry | None:
+    from hpcai.data.table import describe, table_of  # an index is also written where nobody needs HDF5
+
+    try:
+        files = _Content.model_validate(content).files
+    except ValidationError:  # readers and checks say so
+        return None
+    if not files or not all(file.name.endswith(".h5") for file in files):
+        return None
+    told = ((described or describe)(folder / file.name, file.rows) for file in files)
+    raw = table_of(files, [one if one and one["bytes"] == file.bytes else None for one, file in zip(told, files)])
+    digest = hashlib.sha256(raw).hexdigest()
+    name = TABLE.format(digest[:8])
+    replace(folder / name, raw)
+    return TableEntry(name=name, bytes=len(raw), sha256=digest)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Replaces the file in one act, with the permissions that it had."""
+    replace(path, (json.dumps(content, indent=1) + "\n").encode())
+
+
+def replace(path: Path, content: bytes) -> None:
+    """Replaces the file in one act, with the permissions that it had."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")  # ranks may write the same recipe at once
     try:
-        partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        partial.write_bytes(content)
         if path.exists():
             shutil.copymode(path, partial)
         settle(partial, path)

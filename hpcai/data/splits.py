@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,6 +14,7 @@ from hpcai.data.hdf5 import Fields, Rows, Where
 from hpcai.data.loader import Loader, Source
 from hpcai.data.sampler import Sharded
 from hpcai.data.stage import holds, on_this_node, shard_of, stage_in
+from hpcai.dist.collect import by_first
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import DataError
 from hpcai.settings import LoaderConfig
@@ -91,8 +93,9 @@ def open_split(
     folder: Path, fields: Fields, remedy: str, cfg: LoaderConfig, mesh: Mesh,
     shards: int = 1,
 ) -> Rows:  # fmt: skip
-    """The rows of a split. Where ``cfg.stage`` names a folder, its files, or this node's of ``shards`` parts of them, are first
-    copied to the node's own disk."""
+    """The rows of a split, which the processes of ``mesh.everyone`` open together: the first of them reads what is known of the
+    files for all. Where ``cfg.stage`` names a folder, its files, or this node's of ``shards`` parts of them, are first copied to
+    the node's own disk."""
     local = {}
     if cfg.stage is not None and folder.is_dir():  # otherwise Rows says what to do
         found, unset = on_this_node(cfg.stage)
@@ -100,13 +103,14 @@ def open_split(
             raise DataError(f"data.stage={cfg.stage}: {unset[0]} on this node; set it, or name a folder without it")
         own_disk = Path(found) / folder.name
         logger.info("%s: %s", folder.name, stage_in(folder, own_disk, mesh, shards=shards))
-        local = holds(own_disk, folder)
-    return Rows(folder, fields, remedy, reader=cfg.reader, device=mesh.device, local=local)
+        local = holds(own_disk, folder, look=False)  # it was looked at right now
+    return Rows(folder, fields, remedy, reader=cfg.reader, device=mesh.device, local=local, axis=mesh.everyone)
 
 
 def by_shard(rows: Rows, cfg: LoaderConfig, batch: int, seed: int) -> dict[str, Any]:
-    """The sampler that a loader is given where each group of nodes trains on a shard of its own (``cfg.shards``)."""
-    return {"sampler": Sharded(shards_of(rows, cfg.shards), batch, seed)} if cfg.shards > 1 else {}
+    """The sampler that a loader is given where each group of nodes trains on a shard of its own (``cfg.shards``). All processes
+    that opened ``rows`` together call it."""
+    return {"sampler": Sharded(by_first(partial(shards_of, rows, cfg.shards), rows.axis), batch, seed)} if cfg.shards > 1 else {}
 
 
 def shards_of(rows: Rows, shards: int) -> np.ndarray:

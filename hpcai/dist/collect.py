@@ -4,7 +4,7 @@ import hashlib
 import math
 import mmap
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hpcai.dist.mesh import Axis
+from hpcai.errors import HpcaiError
 
 T = TypeVar("T")
 
@@ -168,6 +169,24 @@ def agree(value: T, axis: Axis, source: int = 0) -> T:
     box = [value]
     torch_dist.broadcast_object_list(box, group=axis.group, group_src=source)
     return box[0]
+
+
+def by_first(work: Callable[[], T], axis: Axis) -> T:
+    """What ``work`` gives on the first process of ``axis``, which does it for all; it is pickled on the way. All of them call this
+    together, and where it fails all raise the error."""
+    if axis.size == 1:
+        return work()
+    value, problem = None, None
+    if axis.rank == 0:
+        try:
+            value = work()
+        except Exception as error:
+            problem = error
+    told = problem if problem is None or isinstance(problem, HpcaiError) else HpcaiError(f"{type(problem).__name__}: {problem}")
+    value, told = agree((value, told), axis)
+    if told is not None:
+        raise problem or told
+    return value  # type: ignore[return-value]
 
 
 def rows_to_first(own: Tensor, axis: Axis) -> Tensor:

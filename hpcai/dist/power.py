@@ -40,7 +40,7 @@ class Limit:
         except Exception as problem:  # no GPU, no package, no driver, or a GPU that is not NVIDIA's
             raise ConfigError(
                 f"a cap on power is set by NVML, which cannot be used here: {problem}; it needs an NVIDIA GPU, its driver and "
-                "pip install 'hpcai[gpu]'; or ask for no cap"
+                "pip install 'hpcai-suite[gpu]'; or ask for no cap"
             ) from None
         self.former = self.enforced
         self._keeper: subprocess.Popen[str] | None = None

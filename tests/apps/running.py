@@ -1,5 +1,6 @@
 """An app run in this process, or in forks of it that have torch already, as its command line would."""
 
+import json
 import runpy
 import shutil
 import sys
@@ -18,6 +19,7 @@ from safetensors.torch import load_file
 
 from hpcai import config, log
 from hpcai.cli.forks import forked
+from hpcai.data.index import INDEX, write_index
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTHING = ["train.collect_every=null"]  # a full collection costs more than these runs, and the collector has tests of its own
@@ -98,7 +100,7 @@ class App:
 
 
 def damaged(data: Path, kind: str, changes: Mapping[str, Callable[[h5py.File], object]]) -> None:
-    """The first training file of ``data`` is gone, cut or changed."""
+    """The first training file of ``data`` is gone, cut or changed, then as its maker wrote it: the index has a table of it."""
     path = next((data / "train").glob("*.h5"))
     if kind == "gone":
         path.unlink()
@@ -107,6 +109,7 @@ def damaged(data: Path, kind: str, changes: Mapping[str, Callable[[h5py.File], o
     elif kind in changes:
         with h5py.File(path, "r+") as file:
             changes[kind](file)
+        write_index(path.parent, json.loads((path.parent / INDEX).read_text()))
 
 
 def complaints(folder: Path, *severities: str) -> set[str]:

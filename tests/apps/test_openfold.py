@@ -1,6 +1,7 @@
 """The OpenFold app: what it draws, how many passes a step has, what it leaves behind, and what it refuses."""
 
 import itertools
+import json
 import os
 import pickle
 import re
@@ -25,6 +26,7 @@ from apps.openfold.settings import Config, FoldConfig
 from hpcai import config, log
 from hpcai.cli.forks import forked
 from hpcai.data import Rows
+from hpcai.data.index import INDEX, write_index
 from hpcai.data.sampler import Weighted
 from hpcai.dist.launch import alone
 from hpcai.dist.mesh import Mesh
@@ -368,6 +370,7 @@ def dated(data: Path, folder: Path, split: str, days: list[date]) -> Path:
     for path in sorted((folder / split).glob("*.h5")):
         with h5py.File(path, "r+") as file:
             file["release"][...] = [(next(rows) - since).days for _ in range(len(file["release"]))]
+    write_index(folder / split, json.loads((folder / split / INDEX).read_text()))
     return folder
 
 

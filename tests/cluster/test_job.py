@@ -33,9 +33,9 @@ def vanish(number: str, node: str) -> None:
 def test_the_limit_of_time_ends_in_a_checkpoint_and_the_curve_of_a_run_without_one(
     slurm: OneMachineSlurm, submit: Submit, tmp_path: Path
 ) -> None:
-    """Slurm asks the run to stop before its minute is over; the script requeues it, and scancel leaves a whole checkpoint, too."""
+    """Slurm asks the run to stop 30 s before its minute is over and the script requeues it; scancel leaves a checkpoint, too."""
     run, whole = tmp_path / "run", tmp_path / "whole"
-    (number,) = submit(run, "--nodes", "2", "--time", "1", "--stop-before", "10")
+    (number,) = submit(run, "--nodes", "2", "--time", "1", "--stop-before", "30")
     (endless,) = submit(whole, "--nodes", "2")
     wait_for_step(run, 1)
     start_again(slurm, number)

@@ -12,7 +12,7 @@ from hpcai import log
 from tests.apps.universes import make
 
 ROOT = Path(__file__).parents[2]
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slurm, pytest.mark.claim, pytest.mark.timeout(300)]
 
 
 def events(run: Path) -> list[dict]:

@@ -19,6 +19,7 @@ from hpcai import config, dist, log, train
 from hpcai.cli.report import run as report
 from hpcai.data import layout
 from hpcai.data.hdf5 import Rows
+from hpcai.data.index import write_index
 from hpcai.models.cosmoflow import CosmoFlow, CosmoFlowConfig
 from hpcai.models.llm import Tokenizer
 from hpcai.models.openfold import OpenFold, OpenFoldConfig
@@ -103,6 +104,9 @@ def alphafold_weights(folder: Path) -> Path:
 FIELDS = {"counts": ("int16", (4, 4, 4, 4)), "target": ("float32", (4,))}
 
 
+OF_TABLE = {**FIELDS, "cut": ("int16", (12, 40)), "flat": ("int16", ("count", 600)), "count": ("int16", ())}
+
+
 def rows_file(folder: Path) -> Path:
     with h5py.File(folder / "rows.h5", "w") as file:
         for name, (dtype, shape) in FIELDS.items():
@@ -118,8 +122,36 @@ def rows_index(folder: Path) -> Path:
     return folder / "index.json"
 
 
-def read_rows(path: Path) -> None:
-    rows = Rows(path.parent, FIELDS)
+def rows_table(folder: Path) -> Path:
+    """Of datasets in one piece and in chunks, small and large ones, in so many files that its arrays are longer than its header."""
+    made = rows_file(folder)
+    with h5py.File(made, "a") as file:
+        file.create_dataset("cut", data=np.arange(3 * 12 * 40, dtype=np.int16).reshape(3, 12, 40), chunks=(2, 5, 40))
+        file["flat"], file["count"] = np.arange(5 * 600, dtype=np.int16).reshape(5, 600), np.array([2, 0, 3], np.int16)
+    files = [made, *(folder / f"rows {number}.h5" for number in range(40))]
+    for path in files[1:]:
+        shutil.copy(made, path)
+    write_index(folder, {"files": [{"name": path.name, "rows": 3, "bytes": path.stat().st_size} for path in files]})
+    return next(folder.glob("index-*"))
+
+
+def read_table(path: Path) -> None:
+    read_rows(path, OF_TABLE)
+
+
+def read_table_resealed(path: Path) -> None:
+    """The index says what the damaged table is, as who forges one would let it."""
+    import hashlib
+
+    data = path.read_bytes()
+    told = json.loads((path.parent / "index.json").read_text())
+    told["table"] = {"name": path.name, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    (path.parent / "index.json").write_text(json.dumps(told))
+    read_table(path)
+
+
+def read_rows(path: Path, fields: Any = FIELDS) -> None:
+    rows = Rows(path.parent, fields)
     try:
         for row in range(min(len(rows), 5)):
             rows.read(row)
@@ -288,6 +320,10 @@ READERS = [
     Reader("AlphaFold npz", alphafold_weights, OpenFold.load),
     Reader("HDF5 rows", rows_file, read_rows),
     Reader("index.json", rows_index, read_rows, names=("rows.h5",)),
+    Reader("index.json with a table", lambda folder: rows_table(folder).with_name("index.json"), read_table,
+           names=("rows", "index-")),
+    Reader("table of index.json", rows_table, read_table),
+    Reader("table of index.json, resealed", rows_table, read_table_resealed, names=("rows",)),
     Reader("npy", npy, layout.npy),
     Reader("TFRecord", bytes_of("u.tfrecord", next((DATA / "cosmoflow/tfrecord").glob("*.tfrecord")).read_bytes()),
            lambda path: all_of(tfrecord.samples(path, 4)), reseal_tfrecord),

@@ -20,7 +20,7 @@ MOST = {1: 1.0, 2: 0.53, 4: 0.30, 8: 0.2}
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("ranks", [(1, 2, 4), pytest.param((1, 8), marks=pytest.mark.claim)], ids=str)
+@pytest.mark.parametrize("ranks", [(1, 2), pytest.param((1, 4, 8), marks=pytest.mark.claim)], ids=str)
 def test_ranks_send_what_the_formula_says_and_keep_their_share(ranks: tuple[int, ...], capsys: pytest.CaptureFixture[str]) -> None:
     rows = measured(capsys, "--size", "64", "--divide", "8", "--ranks", *map(str, ranks), "--repeats", "1")
     assert tuple(rows) == ranks

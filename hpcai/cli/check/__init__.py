@@ -7,7 +7,7 @@
 Each file is read once, in blocks, past the page cache: its SHA-256 and the checks of its rows see the same bytes. No file is
 believed. The HDF5 library, which a damaged file can crash or hang, runs in child processes that may die; what they say of offsets
 and shapes is compared with the size of the file before anything is allocated. ``command`` holds what the shell calls,
-``examination`` the check itself, ``findings`` all that it can find, and ``remedies`` what ``--repair`` puts right.
+``examination`` the check itself, ``findings`` all that it can find, and ``remedies`` what ``--repair`` and ``--index`` write.
 
 R rows of a file   V values of a row
 """
@@ -20,6 +20,6 @@ __getattr__, __all__ = lazy(
         ".command": ["main"],
         ".findings": ["Finding", "Options", "Outcome"],
         ".examination": ["examine"],
-        ".remedies": ["repair"],
+        ".remedies": ["repair", "tabulate"],
     },
 )

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import count
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import h5py
@@ -18,6 +19,7 @@ from hpcai.cli.check.copying import boxes_of, copied, is_elsewhere, opened
 from hpcai.cli.check.tally import Tally
 from hpcai.data import layout
 from hpcai.data.direct import ALIGN
+from hpcai.data.table import describe
 from hpcai.errors import DataError
 
 _OBJECTS = 100_000
@@ -41,7 +43,7 @@ def serve(descriptor: int) -> None:
         signal.alarm(int(patience) + 60)  # an orphan in an endless loop ends itself
         line.send_bytes(json.dumps(answer).encode())
 
-    acts: dict[str, Callable[..., Iterator[Any]]] = {"describe": _described, "values": _values, "copy": copied}
+    acts: dict[str, Callable[..., Iterator[Any]]] = {"describe": _described, "values": _values, "copy": copied, "table": _tabled}
     with suppress(EOFError):
         while True:
             request = json.loads(line.recv_bytes())
@@ -70,6 +72,10 @@ def _described(path: str) -> Iterator[Any]:
         file.visititems(note)
         for name in names:
             yield _description(file, name, file[name], os.stat(path).st_size)
+
+
+def _tabled(path: str, rows: int) -> Iterator[Any]:
+    yield describe(Path(path), rows)
 
 
 def _description(file: h5py.File, name: str, data: h5py.Dataset, size: int) -> dict[str, Any]:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from hpcai.cli.check.findings import Finding, Outcome, Summary
 
 SHOWN = 5
+_NO_OPTIONS = ("directory", "strict", "json", "repair", "index")
 INTERRUPTED = 130
 
 
@@ -29,9 +30,9 @@ def main(argv: Sequence[str]) -> int:
     words = _parser().parse_args(argv)
     out: TextIO = sys.stderr if words.json == "-" else sys.stdout
     try:
-        from hpcai.cli.check import Options, examine, repair  # help and mistakes cost no numpy
+        from hpcai.cli.check import Options, examine, repair, tabulate  # help and mistakes cost no numpy
 
-        given = {name: value for name, value in vars(words).items() if name not in ("directory", "strict", "json", "repair")}
+        given = {name: value for name, value in vars(words).items() if name not in _NO_OPTIONS}
         options = Options(**given | {"ranges": dict(words.ranges)})
         with shown() as progress:
             outcome = examine(words.directory, options, progress=progress)
@@ -40,6 +41,11 @@ def main(argv: Sequence[str]) -> int:
                 for line in done or ["nothing to repair"]:
                     print(_printable(f"repair: {line}"), file=out)
                 if done:
+                    outcome = examine(words.directory, options, progress=progress)
+            if words.index:
+                for line in tabulate(words.directory, outcome, progress=progress):
+                    print(_printable(f"index: {line}"), file=out)
+                if any(finding.code == "table" or (finding.code == "index" and finding.repairable) for finding in outcome.findings):
                     outcome = examine(words.directory, options, progress=progress)
     except HpcaiError as problem:
         print(f"hpcai data check: {_printable(str(problem))}", file=sys.stderr)
@@ -85,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="of the random rows (0)")
     add("--strict", action="store_true", help="warnings count as errors")
     add("--json", metavar="FILE", help="findings and figures as JSON; - is standard output")
+    add("--index", action="store_true", help="then write where all values lie beside index.json, so that jobs open no file for it")
     add("--repair", action="store_true", help="align and unpack files, make index.json where there is none; then check again")
     return parser
 

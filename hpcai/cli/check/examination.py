@@ -23,6 +23,7 @@ from hpcai.cli.check.tally import Tally
 from hpcai.cli.check.work import Work
 from hpcai.cli.progress import Progress
 from hpcai.data.index import INDEX
+from hpcai.data.table import HEAD, PLAIN, head_of
 from hpcai.errors import DataError
 
 EXTRA = 0.05  # of the bytes of a row, read only for its place in the file, is worth a rewrite
@@ -108,6 +109,7 @@ class _Examination:
         if self.options.whole:
             self._content(file)
         self._rows(file)
+        self._tabled(file)
         self._layouts(file)
         for data in file.fields:
             self._judge(file, data)
@@ -144,6 +146,27 @@ class _Examination:
             sure = file.verified and len(counts) == 1  # these bytes are meant, so the index miscounts them
             advice = ", or --repair the index" if sure else ""
             self.found("rows/index", file.path, repairable=sure, found=file.rows, want=said, advice=advice)
+
+    def _tabled(self, file: SetFile) -> None:
+        """The file against the table of the index."""
+        table, name = file.split.table, file.path.name
+        if table is None or name not in file.split.numbers:
+            return
+        number = file.split.numbers[name]
+        with file.path.open("rb") as there:
+            same = int(table.head[number]) in (-1, head_of(there.read(HEAD)))
+            for data in file.fields:
+                places = table.fields.get(data.name)
+                if not same or places is None or places.ways[number] != PLAIN:
+                    continue
+                told, part = places.layout(number, file.path), table.part(data.name, number)
+                same = (told.shape, told.dtype.itemsize, told.offset) == (data.shape, data.item, data.offset)
+                if same and part is not None:
+                    there.seek(data.offset)
+                    same = there.read(data.nbytes) == part.astype(told.dtype).tobytes()
+        if not same:
+            advice = "" if file.verified else " if it is right"  # otherwise these bytes are meant
+            self.found("table", file.path, repairable=file.verified, advice=f", or --index{advice}")
 
     def _layouts(self, file: SetFile) -> None:
         movable = not any(data.kind in ("elsewhere", "userblock") for data in file.fields) and not file.path.is_symlink()

@@ -22,6 +22,7 @@ KINDS: dict[str, tuple[Severity, str]] = {
     "index/files": ("error", f"is {{found}}, expected an object with a list 'files'; {_LOST}"),
     "index/entry": ("error", "entry {number} of 'files' {why}; correct it by hand"),
     "index/fields": ("error", "'fields' {why}; correct it by hand"),
+    "index/table": ("error", "{why}: jobs refuse to start; --index writes it again"),
     "stranger": ("warning", "is not in index.json, so a loader may leave it out; move it away, or enter it there by hand"),
     "missing": ("error", "is in index.json and not in the folder; copy it again from its source, or take its entry out by hand"),
     "leftover": ("warning", "was left by a process that ended early, or is being written; delete it when nothing writes here"),
@@ -34,6 +35,8 @@ KINDS: dict[str, tuple[Severity, str]] = {
     "overlong": ("error", "is too long: has {found:,} bytes, the manifest says {want:,}; copy it again from its source"),
     "bit-flip": ("error", "its SHA-256 is {found:.16}..., the manifest says {want:.16}...: bits were flipped, or it was written "
                           "again; copy it from its source, or if it is right as it is, correct the manifest by hand"),
+    "table": ("error", "is not the file of which the table beside index.json was made: it was written again; compare it with its "
+                       "source{advice}"),
     "changing": ("warning", "was written to during the check, which may have seen half of it; repeat the check when nobody writes"),
     "unreadable": ("error", "{why}; copy or make it again"),
     "unreadable/overlap": ("error", "lies over '{other}': one ends at byte {end:,}, the other begins at {start:,}; copy or make it "

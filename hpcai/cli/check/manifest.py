@@ -14,7 +14,8 @@ import numpy as np
 from hpcai.cli.check.findings import Finding, finding
 from hpcai.cli.check.tally import Tally
 from hpcai.data.direct import ALIGN
-from hpcai.data.index import INDEX
+from hpcai.data.index import INDEX, read_index
+from hpcai.data.table import Table, read_table
 from hpcai.errors import DataError
 
 SPLITS = ("train", "validation", "test")
@@ -131,6 +132,8 @@ class Split:
     index: dict[str, Any] | None = None
     entries: dict[str, Entry] = field(default_factory=dict)
     wanted: dict[str, dict[str, Any]] = field(default_factory=dict)
+    table: Table | None = None
+    numbers: dict[str, int] = field(default_factory=dict)  # of files in the table
 
     def open_shape(self, data: Field) -> tuple[int | None, ...]:
         """The shape of a row, with None where the index allows any length."""
@@ -195,6 +198,7 @@ def _read_index(split: Split) -> Iterator[Finding]:
             split.entries[name] = entry
         except ValueError as problem:
             yield finding("index/entry", path, number=number, why=problem)
+    yield from _read_table(split)
     fields = index.get("fields", {})
     if not isinstance(fields, dict):
         yield finding("index/fields", path, why=f"is a {type(fields).__name__}, expected an object by dataset")
@@ -204,6 +208,18 @@ def _read_index(split: Split) -> Iterator[Finding]:
             split.wanted[name] = _wanted(want)
         except (ValueError, TypeError) as problem:
             yield finding("index/fields", path, name, why=f"of '{name}': {str(problem)[:200]}")
+
+
+def _read_table(split: Split) -> Iterator[Finding]:
+    path = split.path / INDEX
+    try:
+        _, files, told = read_index(path)
+        split.table = read_table(split.path, told, files) if told is not None else None
+        split.numbers = {file.name: number for number, file in enumerate(files)}
+    except DataError as problem:
+        if split.index and "table" in split.index:
+            why = str(problem).removeprefix(f"{path}: ").removeprefix(f"{split.path}/").partition("; write it with")[0]
+            yield finding("index/table", path, repairable=True, why=why)
 
 
 def _wanted(told: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
     a file whose values lie packed, in chunks or off the pages   written in one piece, aligned; its values are compared bit for bit
     index.json that is not there, or is no JSON                  made from the files; one that its record contradicts stays wrong
     rows that index.json miscounts of a file with its SHA-256    counted
+    the table of index.json, where it is not of these files      written anew, as it is whenever the index changes
     a repair that was stopped                                    its copy takes its place, where it has the SHA-256 of index.json
 
 People decide which of two samples is too many, what a value should have been, and whether a file belongs to the set.
@@ -19,7 +20,7 @@ from typing import Any
 
 from hpcai import log
 from hpcai.cli.check.child import SPARE
-from hpcai.cli.check.findings import Outcome
+from hpcai.cli.check.findings import Finding, Outcome
 from hpcai.cli.check.manifest import Field, SetFile, Split, json_of, record_of, splits_in
 from hpcai.cli.check.work import Work
 from hpcai.cli.progress import Progress
@@ -27,6 +28,7 @@ from hpcai.data.index import INDEX, settle, write_index, write_json
 from hpcai.durable import flush
 from hpcai.errors import DataError
 
+_UNFIT = ("index", "missing", "truncated", "overlong", "bit-flip", "unreadable", "rows", "empty")
 _LAYOUTS = ("compressed", "chunked", "layout", "unaligned")
 
 
@@ -40,11 +42,30 @@ def repair(directory: Path, outcome: Outcome, *, progress: Callable[[Progress], 
         return _Repair(Path(directory), outcome, work).run()
 
 
+def tabulate(directory: Path, outcome: Outcome, *, progress: Callable[[Progress], None] | None = None) -> list[str]:
+    """Writes the table of every index that has HDF5 files alone, and says what was done and what was refused, a line each: a split
+    in which a file is not whole keeps what it has."""
+    with Work(outcome.options.threads, progress) as work:
+        one = _Repair(Path(directory), outcome, work)
+        for split in splits_in(one.directory)[0]:
+            path, wrong = split.path / INDEX, one.unfit(split)
+            if split.index is None:
+                one.say(path, "refused: no table without an index; make it with --repair")
+            elif wrong:
+                one.say(path, f"refused: no table while files are not as the index says ({wrong[0].path.name}: {wrong[0].text})")
+            elif one.table(split):
+                one.say(path, f"has a table of {len(split.files):,} files now")
+            else:
+                one.say(path, "refused: a table is of HDF5 files alone")
+        return one.said
+
+
 class _Repair:
     def __init__(self, directory: Path, outcome: Outcome, work: Work) -> None:
         self.directory, self.work = directory, work
         self.said: list[str] = []
-        self._lock = threading.Lock()
+        self._lock, self._changed = threading.Lock(), set[Path]()
+        self._findings = outcome.findings
         self._wanted = {(f.code, f.path) for f in outcome.findings if f.repairable}
 
     def say(self, path: Path, text: str) -> None:
@@ -67,7 +88,32 @@ class _Repair:
                 if ("rows", file.path) in self._wanted:
                     self._note(file, {"rows": _rows(self.work.describe(file.path))})
                     self.say(file.path, f"its rows are counted in {INDEX}")
+            places = [("index", split.path / INDEX), *(("table", file.path) for file in split.files)]
+            if split.index is not None and self._wanted & {*places} and not self.unfit(split) and self.table(split):
+                self.say(split.path / INDEX, "its table is written anew")
+        for split in splits_in(self.directory)[0]:
+            if split.path in self._changed:
+                self.table(split)
         return self.said
+
+    def unfit(self, split: Split) -> list[Finding]:
+        """What keeps a split from having a table: its index is wrong, or files are not as it says."""
+        found = (f for f in self._findings if f.severity == "error" and split.path in (f.path, f.path.parent))
+        return [f for f in found if f.code in _UNFIT and (f.code != "index" or not f.repairable)]
+
+    def table(self, split: Split) -> bool:
+        """Writes the table of an index; False where it has none."""
+        told: dict[Path, dict[str, Any] | None] = {}
+
+        def describe(file: SetFile) -> None:
+            told[file.path] = self.work.tabled(file.path, file.entry.rows or 0)
+            self.work.advance(1)
+
+        files = [file for file in split.files if file.path.name in split.entries]
+        self.work.each(describe, files, "tables", len(files), "files")
+        write_index(split.path, split.index or {}, lambda path, rows: told.get(path))
+        self._changed.discard(split.path)
+        return "table" in json_of(split.path / INDEX)
 
     def _resume(self, file: SetFile, partial: Path) -> None:
         """A copy that the index already tells of takes the place of its source."""
@@ -141,7 +187,8 @@ class _Repair:
                 if isinstance(entry, dict) and entry.get("name") == file.path.name:
                     was = dict(entry)
                     entry.update(told)
-                    write_index(file.split.path, index)
+                    write_index(file.split.path, index, table=False)
+                    self._changed.add(file.split.path)
                     return was
         return {}
 
@@ -174,7 +221,8 @@ class _Repair:
         if path.exists():
             path.replace(path.with_name(f"{INDEX}.damaged"))
             self.say(path, f"damaged; kept as {INDEX}.damaged")
-        write_index(split.path, {"files": [entries[name] for name in sorted(entries)]})
+        write_index(split.path, {"files": [entries[name] for name in sorted(entries)]}, table=False)
+        self._changed.add(split.path)
         self.say(path, f"made from {len(entries)} files")
 
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +95,13 @@ class Work(ExitStack):
             return [_npy(path, rows)]
         with self.inspectors.one() as inspector:
             return [Field(**told) for told in inspector.ask("describe", path=str(path))]
+
+    def tabled(self, path: Path, rows: int) -> dict[str, Any] | None:
+        """What the table of an index is to say of a file of so many rows; None where it cannot be described."""
+        with suppress(DataError), self.inspectors.one() as inspector:
+            (told,) = inspector.ask("table", path=str(path), rows=rows)
+            return dict(told)
+        return None
 
 
 def _npy(path: Path, rows: int | None) -> Field:

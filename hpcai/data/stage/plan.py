@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hpcai.data.index import TABLE
 from hpcai.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 RECORD = ".stage.json"
 DATA = (".h5", ".npy", ".tfrecord")
 LARGE = 1 << 20
-"""Bytes. A file that an index lists, of one of these names or of this size (and no JSON: a long index) is data and goes to one
+"""Bytes. A file that an index lists, of one of these names or of this size (and no long index or its table) is data and goes to one
 shard; any other goes to all nodes."""
 
 _CIRCLES = 16  # circles of a lane: an MPI library has some thousand communicators
@@ -67,19 +68,19 @@ def _deal(sizes: Sequence[int], parts: int, by_bytes: bool) -> np.ndarray:
     return found
 
 
-def holds(target: str | Path, source: str | Path) -> dict[Path, Path]:
+def holds(target: str | Path, source: str | Path, look: bool = True) -> dict[Path, Path]:
     """Files of ``source`` that are whole at ``target``, each with its local copy: ``holds(...).get(path, path)`` is what to read.
 
     The paths begin with ``source`` as it is given. The record is read once; while a run is under way, a later call finds more. A
-    copy that was deleted or touched since is left out. Raises DataError where nothing was staged, and for a record of another
-    source.
+    copy that was deleted or touched since is left out, unless the record is believed without a ``look``. Raises DataError where
+    nothing was staged, and for a record of another source.
     """
     target, source = Path(target), Path(source)
     whole, entries = recorded(target)
     if whole is None:
         raise DataError(f"{target / RECORD}: not there; run hpcai data stage {source} {target} on this node, or read {source}")
     check_source(target, whole["source"], str(source.resolve()))
-    found = {source / name: target / name for name, entry in entries.items() if untouched(target / name, entry)}
+    found = {source / name: target / name for name, entry in entries.items() if not look or untouched(target / name, entry)}
     if len(found) < len(entries):
         logger.warning("%s: %d of %d staged files are gone or were changed", target, len(entries) - len(found), len(entries))
     return found
@@ -198,9 +199,14 @@ def scan(source: Path, shards: int) -> list[SourceFile]:
     files = [
         SourceFile(n, about.st_size, listed.get(n, (0, None))[1], about.st_mtime_ns, None) for n, about in sorted(found.items())
     ]
-    data = [f for f in files if f.name in listed or f.name.endswith(DATA) or (f.bytes >= LARGE and not f.name.endswith(".json"))]
+    data = [f for f in files if f.name in listed or f.name.endswith(DATA) or (f.bytes >= LARGE and not _about(f.name))]
     shard = _shards({file.name: file.bytes for file in data}, shards)
     return [file._replace(shard=shard.get(file.name)) for file in files]
+
+
+def _about(name: str) -> bool:
+    """Whether a file says something of others: JSON, or the table of an index."""
+    return name.endswith(".json") or PurePosixPath(name).match(TABLE.format("*"))
 
 
 def _walk(source: Path, inside: str, parents: tuple[tuple[int, int], ...]) -> Iterator[tuple[str, os.stat_result]]:

@@ -62,16 +62,20 @@ def test_bad_files(tmp_path: Path, spoil, text: str) -> None:  # type: ignore[no
         Rows(tmp_path, FIELDS, "make it so")
 
 
-def test_the_index_finds_truncated_and_missing_files_without_opening_them(tmp_path: Path) -> None:
+def test_the_index_finds_missing_files_at_once_and_truncated_ones_when_they_are_read(tmp_path: Path) -> None:
     for i in range(3):
         write(tmp_path / f"u{i}.h5")
     index(tmp_path)
     whole = (tmp_path / "u2.h5").read_bytes()
     (tmp_path / "u2.h5").write_bytes(whole[:-1])
-    with pytest.raises(DataError, match=r"u2.h5: has [\d,]+ bytes \(truncated or rewritten\?\), index.json says"):
-        Rows(tmp_path, FIELDS)
+    rows = Rows(tmp_path, FIELDS)
+    assert rows.read(3)["target"][0] == 0.5
+    with pytest.raises(DataError, match=r"u2.h5: has [\d,]+ bytes \(truncated or rewritten\?\), index.json says [\d,]+ bytes and"):
+        rows.read(4)
     (tmp_path / "u2.h5").unlink()
-    with pytest.raises(DataError, match=r"u2.h5: is missing"):
+    with pytest.raises(DataError, match=r"u2.h5: is missing \(moved or deleted since the start\?\), index.json says"):
+        rows.read(5)
+    with pytest.raises(DataError, match=r"u2.h5: is missing, index.json says"):
         Rows(tmp_path, FIELDS)
     (tmp_path / "index.json").write_text("{")
     with pytest.raises(DataError, match=r"index.json: cannot be read"):
@@ -205,6 +209,7 @@ INDEXES = [
         ({"name": "../other.h5"}, "files.0.name: String should match"), ({"name": "/etc/passwd"}, "files.0.name"),
         ({"name": ".."}, "files.0.name"), ({"name": "x" * 300}, "at most 255 characters"), ({"rows": 0}, "files.0.rows: .* 1"),
         ({"rows": 10**30}, "files.0.rows"), ({"rows": -1}, "files.0.rows"), ({"bytes": -1}, "files.0.bytes"),
+        ({"bytes": 10**30}, "files.0.bytes"),
     ]),
 ]  # fmt: skip
 

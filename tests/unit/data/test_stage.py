@@ -212,10 +212,12 @@ def test_long_name(source: Path, target: Path) -> None:
 
 
 def test_small_files_go_everywhere_and_data_to_shards(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "LARGE", 30)  # the indexes are longer, as those of many files are
+    monkeypatch.setattr(plan, "LARGE", 30)  # the indexes are longer, as those of many files are, and so is the table of one
+    (source / "train/index-0123abcd.safetensors").write_bytes(bytes(99))
     found = {file.name: file.shard for file in plan.scan(source, 2)}
     assert {name for name, shard in found.items() if shard is None} == {
-        "train/index.json", "validation/index.json", "recipe.json", "deep/er/README", "nothing", "tab\tand\nnewline.txt",
+        "train/index.json", "train/index-0123abcd.safetensors", "validation/index.json", "recipe.json", "deep/er/README", "nothing",
+        "tab\tand\nnewline.txt",
     }  # fmt: skip
     (source / "deep/er/README").write_bytes(bytes(30))
     assert {file.name: file.shard for file in plan.scan(source, 2)}["deep/er/README"] is not None

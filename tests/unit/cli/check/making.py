@@ -10,6 +10,7 @@ import h5py
 import numpy as np
 
 from hpcai.cli.check import Finding, Options, Outcome, examine, repair
+from hpcai.data.index import write_index
 
 ALIGNED = {"alignment_threshold": 1 << 16, "alignment_interval": 4096}
 SHAPE = (16, 16, 16, 4)  # 32 KiB of int16
@@ -92,3 +93,25 @@ def look(folder: Path, **options: Any) -> Outcome:
 
 def mend(folder: Path) -> list[str]:
     return repair(folder, look(folder))
+
+
+def table_of(folder: Path) -> list[str]:
+    """Names of the tables beside an index; there should be one at most."""
+    return [path.name for path in folder.glob("index-*")]
+
+
+def without_its_table(folder: Path) -> None:
+    write_index(folder, json.loads((folder / "index.json").read_text()))
+    (name,) = table_of(folder)
+    (folder / name).unlink()
+
+
+def written_again(path: Path) -> None:
+    """Another file of as many bytes as the one of which the table was made; the index knows it."""
+    folder, size, data = path.parent, path.stat().st_size, values(77)
+    write_index(folder, json.loads((folder / "index.json").read_text()))
+    table = json.loads((folder / "index.json").read_text())["table"]
+    write(path, {name: data[name] for name in reversed(data)})
+    with path.open("r+b") as file:
+        file.truncate(size)
+    index(folder, table=table)

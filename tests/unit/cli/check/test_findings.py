@@ -19,7 +19,22 @@ from hpcai.cli.check import Options, disk, manifest, work
 from hpcai.cli.check.findings import KINDS, Division
 from hpcai.data.direct import Reader
 from hpcai.errors import ConfigError
-from tests.unit.cli.check.making import ALIGNED, PACKED, ROWS, SHAPE, change, flip, index, look, put, reword, values, write
+from tests.unit.cli.check.making import (
+    ALIGNED,
+    PACKED,
+    ROWS,
+    SHAPE,
+    change,
+    flip,
+    index,
+    look,
+    put,
+    reword,
+    values,
+    without_its_table,
+    write,
+    written_again,
+)
 
 
 @dataclass
@@ -142,6 +157,8 @@ FAULTS = [
     Fault("index/entry", on("train", lambda p: reword(p, lambda e: e.append({"name": "../u"}))), "train/index.json",
           text="entry 4 of 'files' name '../u' is not that of a file in this folder; correct it by hand"),
     Fault("index/fields", fields(counts={"low": "0"}), "train/index.json", "counts", text="low is '0', expected a number or null"),
+    Fault("index/table", on("train", without_its_table), "train/index.json", text="jobs refuse to start; --index writes it again",
+          repairable=True),
     Fault("stranger", on("train/x.h5", lambda p: write(p, values(7))), "train/x.h5", text="a loader may leave it out"),
     Fault("missing", on("train/u2.h5", Path.unlink), "train/u2.h5", text="copy it again from its source, or take its entry out"),
     Fault("leftover", on("train/.u2.h5.partial", lambda p: p.write_bytes(b"x")), "train/.u2.h5.partial", text="delete it when"),
@@ -153,6 +170,7 @@ FAULTS = [
     Fault("truncated", on("train/u2.h5", lambda p: os.truncate(p, 5000)), "train/u2.h5", text="has 5,000 bytes, the manifest says"),
     Fault("overlong", on("train/u2.h5", lambda p: os.truncate(p, 1 << 20)), "train/u2.h5", text="has 1,048,576 bytes, the"),
     Fault("bit-flip", on("train/u2.h5", lambda p: flip(p, 9000, 3)), "train/u2.h5", text="copy it from its source, or if it"),
+    Fault("table", on("train/u2.h5", written_again), "train/u2.h5", text="compare it with its source, or --index", repairable=True),
     Fault("changing", lambda made, patch: described(made, patch, lambda path, _: os.utime(path, (0, 0))), "train/u3.h5"),
     Fault("unreadable", on("train/u2.h5", lambda p: [p.write_text("no HDF5"), index(p.parent)]), "train/u2.h5", text="cannot be"),
     Fault("unreadable/overlap", lambda made, patch: described(made, patch, overlap), "train/u3.h5", "counts", text="over 'target'"),

@@ -24,6 +24,7 @@ from tests.unit.cli.check.making import (
     one,
     put,
     reword,
+    table_of,
     told,
     values,
     write,
@@ -96,7 +97,7 @@ def test_repair_keeps_all_but_the_layout(tmp_path: Path) -> None:
     after = look(tmp_path)
     assert {f.code for f in after.findings} <= {"nan", "layout", "constant", "rows"}
     assert {f.code for f in after.findings if f.repairable} == set() and after.splits[0].verified == 1
-    assert everything(tmp_path).keys() == {"odd.h5", "index.json"}
+    assert everything(tmp_path).keys() == {"odd.h5", "index.json", *table_of(tmp_path)}
 
 
 def test_repair_of_a_set_is_clean_aligned_and_done_once(made: Path) -> None:

@@ -1,0 +1,65 @@
+"""What is known of the HDF5 files of a folder before one of them is opened.   F files"""
+
+import os
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpcai.data.index import INDEX, read_index
+from hpcai.data.table import Table, read_table, signature
+from hpcai.errors import DataError
+
+
+@dataclass(frozen=True)
+class Catalog:
+    """The files of a folder with their sizes and rows, which are None where no index tells them. ``about``: all that the index
+    says; ``table``: where its values lie, where it has one; ``shapes``: those of a row of the first file, once it was looked at."""
+
+    names: list[str]
+    sizes: np.ndarray  # [F]
+    rows: np.ndarray | None  # [F]
+    about: dict[str, Any]
+    table: Table | None = None
+    shapes: dict[str, tuple[int, ...]] | None = None
+
+    @property
+    def identity(self) -> str:
+        """The same for the same files, wherever they lie: their number and rows, and a hash of names, rows and sizes."""
+        rows = (np.zeros_like(self.sizes) if self.rows is None else self.rows).tolist()
+        found = signature(zip(self.names, rows, self.sizes.tolist()))
+        return f"{len(rows)} files, {sum(rows)} rows, {found.hexdigest()[:12]}"
+
+
+def read_catalog(folder: Path, wanted: Collection[str], remedy: str = "") -> Catalog:
+    """The catalog of a folder, by its index and one listing, or by a listing with sizes where there is no index. Of the table only
+    what concerns the datasets ``wanted`` is kept. Raises DataError for a file that is missing, and for a folder without any."""
+    try:
+        there = set(os.listdir(folder))
+    except OSError as problem:
+        why = "no such folder" if isinstance(problem, FileNotFoundError | NotADirectoryError) else problem.strerror
+        raise DataError(f"{folder}: {why}{remedy}") from problem
+    about, files, table = read_index(folder / INDEX, remedy) if INDEX in there else ({}, [], None)
+    if not files:
+        names = sorted(name for name in there if name.endswith(".h5"))
+        if not names:
+            raise DataError(f"{folder}: holds no *.h5 file{remedy}")
+        return Catalog(names, np.array([_size(folder / name, remedy) for name in names], np.int64), None, about)
+    for file in files:
+        if file.name not in there:
+            said = f"{INDEX} says {file.bytes:,} bytes and {file.rows} rows"
+            raise DataError(f"{folder / file.name}: is missing, {said}{remedy}")
+    return Catalog(
+        [file.name for file in files], np.array([file.bytes for file in files], np.int64),
+        np.array([file.rows for file in files], np.int64), about,
+        read_table(folder, table, files, wanted) if table is not None else None,
+    )  # fmt: skip
+
+
+def _size(path: Path, remedy: str) -> int:
+    try:
+        return path.stat().st_size
+    except OSError as problem:
+        raise DataError(f"{path}: cannot be read: {problem.strerror}{remedy}") from problem
