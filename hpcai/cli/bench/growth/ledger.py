@@ -46,7 +46,7 @@ class Ledger:
     """Counts for the process that makes it, from then on. It is made once in a process, and belongs to its main thread."""
 
     def __init__(self, trace: Path | None = None) -> None:
-        self.found: dict[str, Counter[str]] = {}
+        self.found: dict[str, dict[str, float]] = {}
         self.held: dict[str, dict[str, float]] = {}
         self.times: Counter[str] = Counter()
         self._acts, self._counts, self._looks = [_NONE], Counter[str](), False
@@ -92,9 +92,9 @@ class Ledger:
         if self._acts[-1] != _NONE:
             os.access(_MARK + _NONE, os.F_OK)
         act, now = self._acts[-1], self._read()
-        spent = self.found.setdefault(act, Counter())
-        for name in SPENT:
-            spent[name] += max(now[name] - self._last[name], 0)  # who closes a socket forgets what it has sent
+        spent = self.found.setdefault(act, dict.fromkeys(SPENT, 0.0))
+        for name in SPENT:  # who closes a socket forgets what it has sent
+            spent[name] += max(now[name] - self._last[name], 0.0)
         self.held[act] = {name: now[name] for name in HELD}
         self._last = now | {"cpu seconds": time.process_time()}
 
@@ -152,7 +152,8 @@ def can_trace() -> bool:
     """Whether strace is there and may look at a process here."""
     if shutil.which("strace") is None:
         return False
-    return subprocess.run(["strace", "-qq", "-o", os.devnull, "-e", "trace=none", "true"], check=False, capture_output=True).returncode == 0
+    command = ["strace", "-qq", "-o", os.devnull, "-e", "trace=none", "true"]
+    return subprocess.run(command, check=False, capture_output=True).returncode == 0
 
 
 def _traced(into: Path) -> "subprocess.Popen[bytes]":

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hpcai import dist
-from hpcai.cli.bench.growth.ledger import Found, Ledger, can_trace
+from hpcai.cli.bench.growth.ledger import Found, Ledger
 from hpcai.cli.bench.timing import processes
 from hpcai.data.index import write_index
 from hpcai.data.loader import Loader
@@ -28,6 +28,7 @@ from hpcai.train import Step, fit
 from hpcai.train.checkpoint import Checkpoints
 from hpcai.train.loop import _Training
 from hpcai.train.run import Run
+from hpcai.train.signals import StopSignals
 
 ACTS = ("start", "step", "report", "evaluation", "save", "resume", "end")
 _FIELDS: Any = {"x": ("float32", (8,))}
@@ -99,10 +100,10 @@ def make_data(folder: Path, files: int) -> Path:
     return split
 
 
-def measured(job: Job, split: Path, trace: bool | None = None) -> Measured:
-    """What ``job`` takes. File operations are those that strace sees (``trace``; None: where it is there), in a run of their own."""
+def measured(job: Job, split: Path, trace: bool = False) -> Measured:
+    """What ``job`` takes. With ``trace`` file operations are those that strace sees, in a run of its own: it costs time."""
     plain = _on_ranks(job, split, trace=False)
-    if trace is False or (trace is None and not can_trace()):
+    if not trace:
         return plain
     traced = _on_ranks(job, split, trace=True)
     for ours, theirs in ((plain.first, traced.first), (plain.last, traced.last)):
@@ -174,10 +175,10 @@ def _seams(ledger: Ledger) -> Iterator[None]:
     """Within, the loop's acts are told apart; a save is waited for, so that what its thread does counts as its own."""
     before = _Training._epochs, _Training._save
 
-    def epochs(self: _Training, *given: Any) -> str:
+    def epochs(self: _Training, signals: StopSignals) -> str:
         ledger.now("step", times=self.steps)
         try:
-            return before[0](self, *given)
+            return before[0](self, signals)
         finally:
             ledger.now("end")
 
