@@ -1,10 +1,10 @@
-"""``hpcai bench growth``: what grows with ranks, files, tensors and steps, act by act, and what that means at 2,048 ranks and more.
+"""``hpcai bench growth``: what grows with ranks, files, tensors and steps, act by act, and what that means at 2,048 ranks.
 
-Light processes of this machine (gloo, one thread each) start, train, report, evaluate, save, resume and end, as a run does. For each
-act, of the first and of the last rank: sockets and memory at its end, and what one time of it takes: messages (calls of process
-groups, and words to the hub), KB that TCP sent, file operations (those that strace sees, where it is there; otherwise Python's audit
-events, stat and what HDF5 opens), KB that came from the disk, CPU milliseconds. Then the simplest law that fits: a, a + c log n,
-a + b n, or both; "about" where none does; "!" where a rank other than the first has work that grows with n.
+Light processes of this machine (gloo, one thread each) start, train, report, evaluate, save, resume and end, as a run does. For
+each act, of the first and of the last rank: sockets and memory at its end, and what one time of it takes: messages (calls of
+process groups, and words to the hub), KB that TCP sent, file operations (those that strace sees, where it is there; otherwise
+Python's audit events, stat, and what HDF5 opens), KB that came from the disk, CPU milliseconds. Then the simplest law that fits:
+a, a + c log n, a + b n, or both; "about" where none does; "!" where a rank other than the first has work that grows with n.
 
 Files, tensors and steps vary at two ranks. Of time and memory a growth is not seen that is within their noise; counts are exact.
 `hpcai bench all` leaves this out.
@@ -14,7 +14,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -102,15 +102,17 @@ def _told(name: str, quantity: Quantity, values: dict[int, float]) -> Row:
     """One process alone has nobody to talk to: a law of ranks begins at two."""
     counted = {n: value for n, value in values.items() if name != "ranks" or n > 1 or len(values) == 1}
     law = fit(list(counted), list(counted.values()), quantity.part, quantity.units)
-    told = {"text": str(law), "base": law.base, "line": law.line, "log": law.log, "holds": law.holds, "falls": law.falls}
-    return {"values": {str(n): value for n, value in values.items()}, "law": told, "ahead": {str(n): law.at(n) for n in AHEAD[name]}}
+    told = {"text": str(law), **asdict(law)}
+    ahead = {str(n): law.at(n) for n in AHEAD[name]}
+    return {"values": {str(n): value for n, value in values.items()}, "law": told, "ahead": ahead}
 
 
 def _show(told: Row, found: dict[str, list[Row]]) -> None:
     """A table for each act by ranks, and one for each other number with what grows."""
     shown: Row = dict(told)
     for act in ACTS:
-        shown[f"{act}, by ranks"] = [_line(row) for row in found.get("ranks", ()) if row["act"] == act and any(row["values"].values())]
+        rows = [row for row in found.get("ranks", ()) if row["act"] == act and any(row["values"].values())]
+        shown[f"{act}, by ranks"] = [_line(row) for row in rows]
     for name, rows in found.items():
         if name != "ranks":
             grown = [row for row in rows if row["law"]["line"] or row["law"]["log"]]
@@ -120,7 +122,7 @@ def _show(told: Row, found: dict[str, list[Row]]) -> None:
 
 
 def _line(row: Row) -> Row:
-    grows = row["rank"] == "last" and row["law"]["line"] > 0
+    law = row["law"]["text"] + (" !" if row["rank"] == "last" and row["law"]["line"] > 0 else "")
     values = {f"{int(n):,}": short(value) for n, value in row["values"].items()}
     ahead = {f"at {int(n):,}": short(value) for n, value in row["ahead"].items()}
-    return {"quantity": row["quantity"], "rank": row["rank"], **values, "law": row["law"]["text"] + (" !" if grows else ""), **ahead}
+    return {"quantity": row["quantity"], "rank": row["rank"], **values, "law": law, **ahead}

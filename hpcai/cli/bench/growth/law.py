@@ -1,4 +1,4 @@
-"""How a number grows with n: the simplest of a, a + c log2 n, a + b n and a + b n + c log2 n that fits, with b and c not below 0."""
+"""How a number grows with n: the simplest of a, a + c log2 n, a + b n, a + b n + c log2 n that fits. Neither b nor c is below 0."""
 
 import math
 from collections.abc import Sequence
@@ -11,8 +11,8 @@ _CHOICES = ((), ("log",), ("line",), ("line", "log"))  # simplest first
 
 @dataclass(frozen=True)
 class Law:
-    """``base + line n + log log2 n``. ``holds``: whether all numbers are within what they may be off. ``falls``: they fell, and what
-    follows is taken for the last one."""
+    """``base + line n + log log2 n``. ``holds``: all numbers are within what they may be off. ``falls``: they fell, and those that
+    follow are taken to be as the last one."""
 
     base: float
     line: float = 0.0
@@ -40,7 +40,7 @@ def fit(ns: Sequence[int], values: Sequence[float], part: float = 0.0, units: fl
         found = _least_squares(ns, given, allowed, terms)
         if found.holds:
             return found
-    falls = given[-1] < given[0] - allowed[0] and not (found.line or found.log)
+    falls = given[-1] < given[0] - allowed[0] and bool((np.diff(given) <= allowed[1:]).all())
     return Law(float(given[-1]), falls=True) if falls else found
 
 
@@ -52,6 +52,7 @@ def _least_squares(ns: Sequence[int], given: np.ndarray, allowed: np.ndarray, te
     for term, factor in zip(terms, factors[1:]):
         if factor < 0:
             return _least_squares(ns, given, allowed, [other for other in terms if other != term])
+    factors[np.abs(factors) < 1e-9 * np.abs(given).max()] = 0.0
     off = np.abs(np.stack(columns, 1) @ factors - given)
     named = dict(zip(terms, factors[1:].tolist()))
     return Law(float(factors[0]), **named, holds=bool((off <= allowed).all()))

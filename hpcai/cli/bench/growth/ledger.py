@@ -36,7 +36,9 @@ _CALLS = (
     "reduce_scatter_single", "reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced", "alltoall", "alltoall_base",
     "all_to_all_single", "gather", "scatter", "send", "recv", "recv_anysource", "barrier", "monitored_barrier",
 )  # fmt: skip
-_EVENTS = {"open", "os.listdir", "os.scandir", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.link", "os.symlink"}
+_EVENTS = {
+    "open", "os.listdir", "os.scandir", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.link", "os.symlink",
+}  # fmt: skip
 _MARK = "/hpcai-bench-growth/"  # a file that is asked for at the beginning of each act, for who reads the trace
 _NONE = "none"  # what is done there is the bench's own
 _PR_SET_PTRACER, _ANY = 0x59616D61, ctypes.c_ulong(-1)

@@ -1,0 +1,107 @@
+"""No rank but the first has work that grows with the ranks of a job, and none has messages or file operations that grow with files
+or tensors: counts of `hpcai bench growth`, whose light ranks live through whole runs."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpcai.cli.bench.growth.ledger import Found
+from hpcai.cli.bench.growth.life import ACTS, Job, Measured, make_data, measured
+from hpcai.data.hdf5 import Rows
+from hpcai.dist.collect import gather_objects
+from hpcai.train import Step
+
+RANKS = (1, 2, 4, 8)
+FEW = 8  # file operations of a run that differ from one to the next: who reads a sample first, whose folder is there already
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def split(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_data(tmp_path_factory.mktemp("growth"), 10)
+
+
+@pytest.fixture(scope="module")
+def by_ranks(split: Path) -> dict[int, Measured]:
+    return {ranks: measured(Job(ranks, 10, tensors=20), split) for ranks in RANKS}
+
+
+def numbers(found: Found, what: str) -> dict[str, float]:
+    return {act: found[act][what] for act in ACTS}
+
+
+def test_one_process_has_nobody_to_talk_to(by_ranks: dict[int, Measured]) -> None:
+    alone = by_ranks[1].last
+    assert alone == by_ranks[1].first and set(ACTS) <= set(alone)
+    assert set(numbers(alone, "messages").values()) == {0.0} and set(numbers(alone, "sockets").values()) == {0}
+
+
+@pytest.mark.parametrize("ranks", RANKS[1:])
+def test_a_step_sends_sums_of_gradients_and_nothing_else(by_ranks: dict[int, Measured], ranks: int) -> None:
+    found = by_ranks[ranks]
+    assert found.sums > 0
+    assert found.first["step"]["messages"] == found.last["step"]["messages"] == found.sums
+
+
+@pytest.mark.parametrize("ranks", RANKS[2:])
+def test_messages_of_a_rank_are_as_many_whatever_the_ranks(by_ranks: dict[int, Measured], ranks: int) -> None:
+    few, many = numbers(by_ranks[2].last, "messages"), numbers(by_ranks[ranks].last, "messages")
+    assert many.pop("resume") - few.pop("resume") <= 8 - 2  # one for each file, and of these there are eight at most
+    assert many == few
+
+
+def test_of_messages_to_the_first_rank_there_are_as_many_as_writers(by_ranks: dict[int, Measured]) -> None:
+    """Eight write; who they are is told once, to and by the first, which then hears each."""
+    few, many = (numbers(by_ranks[ranks].first, "messages") for ranks in (2, 8))
+    assert 0 < many.pop("save") - few.pop("save") <= 2 * (8 - 2) and many.pop("resume") - few.pop("resume") <= 8 - 2
+    assert many == few
+
+
+@pytest.mark.parametrize("ranks", RANKS[2:])
+def test_a_rank_connects_to_few_others(by_ranks: dict[int, Measured], ranks: int) -> None:
+    few, many = (max(numbers(by_ranks[n].last, "sockets").values()) for n in (2, ranks))
+    assert many - few <= 2 * math.log2(ranks / 2) + 3
+
+
+@pytest.mark.parametrize("ranks", RANKS[2:])
+def test_file_operations_of_a_rank_are_as_many_whatever_the_ranks(by_ranks: dict[int, Measured], ranks: int) -> None:
+    few, many = numbers(by_ranks[2].last, "file operations"), numbers(by_ranks[ranks].last, "file operations")
+    assert all(many[act] <= few[act] + FEW for act in ACTS), (few, many)
+
+
+def test_neither_files_nor_tensors_make_a_rank_do_more(by_ranks: dict[int, Measured], tmp_path: Path) -> None:
+    few, many = by_ranks[2].last, measured(Job(2, 300, tensors=400), make_data(tmp_path, 300)).last
+    assert numbers(many, "messages") == numbers(few, "messages") and numbers(many, "sockets") == numbers(few, "sockets")
+    before, after = numbers(few, "file operations"), numbers(many, "file operations")
+    assert all(after[act] <= before[act] + FEW for act in ACTS), (before, after)
+
+
+@pytest.fixture
+def spoiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What this bench is to find: in each step a word of everybody to everybody, and each rank asks about each file."""
+    call, taken = Step.__call__, Rows._take
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "0")
+
+    def gathers(self: Step, *given: Any) -> Any:
+        gather_objects("all is well", self.mesh.everyone)
+        return call(self, *given)
+
+    def asks(self: Rows, *given: Any) -> None:
+        taken(self, *given)
+        for path in 10 * self.paths:
+            path.stat()
+
+    monkeypatch.setattr(Step, "__call__", gathers)
+    monkeypatch.setattr(Rows, "_take", asks)
+    yield
+
+
+@pytest.mark.usefixtures("spoiled")
+def test_growth_would_be_seen(by_ranks: dict[int, Measured], split: Path) -> None:
+    found, sound = measured(Job(8, 10, tensors=20), split), by_ranks[8]
+    assert found.last["step"]["messages"] == found.sums + 2
+    assert found.last["step"]["sockets"] - by_ranks[2].last["step"]["sockets"] > 2 * math.log2(8 / 2) + 3
+    assert found.last["start"]["file operations"] >= sound.last["start"]["file operations"] + 10 * 10 - FEW
