@@ -28,7 +28,7 @@ RANKS = (2, 4, 8, 16, 32)
 ])  # fmt: skip
 def test_a_law_is_found_with_its_factors(law: Any, text: str) -> None:
     found = fit(RANKS, [law(n) for n in RANKS], units=1e-6)
-    assert found.holds and not found.falls
+    assert found.holds and not found.level
     assert str(found) == text
     assert found.at(16384) == pytest.approx(law(16384), rel=1e-6, abs=1e-6)
 
@@ -44,7 +44,9 @@ def test_the_simplest_law_that_fits_is_taken() -> None:
 def test_what_follows_no_law_is_told_so() -> None:
     assert str(fit(RANKS, [4, 9, 4, 9, 30], units=1)).startswith("about ")
     falls = fit(RANKS, [64, 32, 16, 8, 4], units=1)
-    assert falls.falls and str(falls) == "falls to 4" and falls.at(2048) == 4
+    assert falls.level and str(falls) == "levels off at 4" and falls.at(2048) == 4
+    bounded = fit(RANKS, [8, 10.5, 15.5, 15.5, 15.5], part=0.02, units=1)
+    assert bounded.level and str(bounded) == "levels off at 15.5", "eight writers at most"
     square = fit(RANKS, [n * n for n in RANKS], units=1)
     assert not square.holds and square.line > 0
 

@@ -4,7 +4,8 @@ Light processes of this machine (gloo, one thread each) start, train, report, ev
 each act, of the first and of the last rank: sockets and memory at its end, and what one time of it takes: messages (calls of
 process groups, and words to the hub), KB that TCP sent, file operations (those that strace sees, where it is there; otherwise
 Python's audit events, stat, and what HDF5 opens), KB that came from the disk, CPU milliseconds. Then the simplest law that fits:
-a, a + c log n, a + b n, or both; "about" where none does; "!" where a rank other than the first has work that grows with n.
+a, one that levels off, a + c log n, a + b n, or both; "about" where none does; "!" where a rank other than the first has work that
+grows with n.
 
 Files, tensors and steps vary at two ranks. Of time and memory a growth is not seen that is within their noise; counts are exact.
 `hpcai bench all` leaves this out.
@@ -37,7 +38,7 @@ class Quantity(NamedTuple):
 QUANTITIES = (
     Quantity("sockets", "sockets", part=0.0, units=2.0),
     Quantity("messages", "messages"),
-    Quantity("KB sent", "bytes sent", 1e-3, part=0.1, units=0.3),
+    Quantity("KB sent", "bytes sent", 1e-3, part=0.2, units=0.3),
     Quantity("file ops", "file operations", part=0.05, units=5.0),
     Quantity("KB of disk", "bytes from disk", 1e-3, part=0.1, units=64.0),
     Quantity("CPU ms", "cpu seconds", 1e3, part=0.25, units=2.0),
@@ -118,6 +119,8 @@ def _show(told: Row, found: dict[str, list[Row]]) -> None:
             grown = [row for row in rows if row["law"]["line"] or row["law"]["log"]]
             shown[f"what grows with {name}"] = [{"act": row["act"], **_line(row)} for row in grown]
     print_tables(shown, [part for part in shown if part not in told])
+    for name in (name for name, rows in found.items() if name != "ranks" and not shown[f"what grows with {name}"]):
+        print(f"Nothing grows with {name} ({', '.join(f'{int(n):,}' for n in found[name][0]['values'])}).")
     print(f"File operations are those that {told['files_by']} saw. !: grows on a rank other than the first.")
 
 

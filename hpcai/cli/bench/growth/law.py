@@ -11,28 +11,29 @@ _CHOICES = ((), ("log",), ("line",), ("line", "log"))  # simplest first
 
 @dataclass(frozen=True)
 class Law:
-    """``base + line n + log log2 n``. ``holds``: all numbers are within what they may be off. ``falls``: they fell, and those that
-    follow are taken to be as the last one."""
+    """``base + line n + log log2 n``. ``holds``: all numbers are within what they may be off. ``level``: of those only that they no
+    longer change is believed."""
 
     base: float
     line: float = 0.0
     log: float = 0.0
     holds: bool = True
-    falls: bool = False
+    level: bool = False
 
     def at(self, n: float) -> float:
         return self.base + self.line * n + self.log * math.log2(n)
 
     def __str__(self) -> str:
-        if self.falls:
-            return f"falls to {short(self.base)}"
+        if self.level:
+            return f"levels off at {short(self.base)}"
         terms = [short(self.base)] if self.base or not (self.line or self.log) else []
         terms += [f"{short(factor)} {name}" for factor, name in ((self.line, "n"), (self.log, "log n")) if factor]
         return ("" if self.holds else "about ") + " + ".join(terms)
 
 
 def fit(ns: Sequence[int], values: Sequence[float], part: float = 0.0, units: float = 0.5) -> Law:
-    """The law of ``values`` at ``ns``, each of which may be off by ``units`` and ``part`` of itself."""
+    """The law of ``values`` at ``ns``, each of which may be off by ``units`` and ``part`` of itself. Where the first terms do not
+    fit, and the last two numbers are within half of that of one another, or never rose, they are taken to stay where they are."""
     given = np.asarray(values, float)
     allowed = units + part * np.abs(given)
     found = Law(float(given.mean()))
@@ -40,8 +41,15 @@ def fit(ns: Sequence[int], values: Sequence[float], part: float = 0.0, units: fl
         found = _least_squares(ns, given, allowed, terms)
         if found.holds:
             return found
-    falls = given[-1] < given[0] - allowed[0] and bool((np.diff(given) <= allowed[1:]).all())
-    return Law(float(given[-1]), falls=True) if falls else found
+        if not terms and len(given) > 2 and _levels(given, allowed):
+            return Law(float(given[-1]), level=True)
+    return found
+
+
+def _levels(given: np.ndarray, allowed: np.ndarray) -> bool:
+    rises = np.diff(given)
+    falls = bool((rises <= allowed[1:]).all()) and given[-1] < given[0] - allowed[0]
+    return falls or bool(abs(rises[-1]) <= allowed[-1] / 2)
 
 
 def _least_squares(ns: Sequence[int], given: np.ndarray, allowed: np.ndarray, terms: Sequence[str]) -> Law:
