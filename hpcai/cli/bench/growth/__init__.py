@@ -1,11 +1,11 @@
 """``hpcai bench growth``: what grows with ranks, files, tensors and steps, act by act, and what that means at 2,048 ranks.
 
 Light processes of this machine (gloo, one thread each) start, train, report, evaluate, save, resume and end, as a run does. For
-each act, of the first and of the last rank: sockets and memory at its end, and what one time of it takes: messages (calls of
-process groups, and words to the hub), KB that TCP sent, file operations (those that strace sees, where it is there; otherwise
-Python's audit events, stat, and what HDF5 opens), KB that came from the disk, CPU milliseconds. Then the simplest law that fits:
-a, one that levels off, a + c log n, a + b n, or both; "about" where none does; "!" where a rank other than the first has work that
-grows with n.
+each act, of the first and of the last rank: sockets (in place of the last, the rank that has most) and memory at its end, and what
+one time of it takes: messages (calls of process groups, and words to the hub), KB that TCP sent, file operations (those that strace
+sees, where it is there; otherwise Python's audit events, stat, and what HDF5 opens), KB that came from the disk, CPU milliseconds.
+Then the simplest law that fits: a, one that levels off, a + c log n, a + b n, or both; "about" where none does; "!" where a rank
+other than the first has work that grows with n.
 
 Files, tensors and steps vary at two ranks. Of time and memory a growth is not seen that is within their noise; counts are exact.
 `hpcai bench all` leaves this out.

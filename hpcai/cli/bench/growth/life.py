@@ -61,7 +61,8 @@ class Job:
 
 @dataclass(frozen=True)
 class Measured:
-    """What each act took on the first and the last rank, and messages that sums of gradients need in a step."""
+    """What each act took on the first and the last rank, and messages that sums of gradients need in a step. Sockets of the last
+    are the most of any but the first: ranks that write checkpoints, and those in the middle of a tree, have more of them."""
 
     first: Found
     last: Found
@@ -120,7 +121,10 @@ def _on_ranks(job: Job, split: Path, trace: bool) -> Measured:
         with processes(job.ranks, fresh=False) as pool:
             ranks = [pool.submit(live, rank, job, split, Path(name), port, trace) for rank in range(job.ranks)]
             found = [rank.result() for rank in ranks]
-    return Measured(found[0][0], found[-1][0], found[0][1])
+    first, last = found[0][0], found[-1][0]
+    for act, each in last.items():
+        each["sockets"] = max(other[act]["sockets"] for other, _ in found[1:] or found)
+    return Measured(first, last, found[0][1])
 
 
 def live(rank: int, job: Job, split: Path, folder: Path, port: int, trace: bool) -> tuple[Found, int]:
