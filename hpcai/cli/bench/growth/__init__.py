@@ -36,7 +36,7 @@ class Quantity(NamedTuple):
 
 
 QUANTITIES = (
-    Quantity("sockets", "sockets", part=0.0, units=2.0),
+    Quantity("sockets", "sockets", part=0.0, units=2.5),
     Quantity("messages", "messages"),
     Quantity("KB sent", "bytes sent", 1e-3, part=0.2, units=0.3),
     Quantity("file ops", "file operations", part=0.05, units=5.0),

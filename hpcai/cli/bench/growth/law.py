@@ -32,8 +32,8 @@ class Law:
 
 
 def fit(ns: Sequence[int], values: Sequence[float], part: float = 0.0, units: float = 0.5) -> Law:
-    """The law of ``values`` at ``ns``, each of which may be off by ``units`` and ``part`` of itself. Where the first terms do not
-    fit, and the last two numbers are within half of that of one another, or never rose, they are taken to stay where they are."""
+    """The law of ``values`` at ``ns``, each of which may be off by ``units`` and ``part`` of itself. Where these are not all
+    alike, but the last two are (within a tenth of that), or they never rose, they are taken to stay where they are."""
     given = np.asarray(values, float)
     allowed = units + part * np.abs(given)
     found = Law(float(given.mean()))
@@ -49,7 +49,7 @@ def fit(ns: Sequence[int], values: Sequence[float], part: float = 0.0, units: fl
 def _levels(given: np.ndarray, allowed: np.ndarray) -> bool:
     rises = np.diff(given)
     falls = bool((rises <= allowed[1:]).all()) and given[-1] < given[0] - allowed[0]
-    return falls or bool(abs(rises[-1]) <= allowed[-1] / 2)
+    return falls or bool(abs(rises[-1]) <= allowed[-1] / 10)
 
 
 def _least_squares(ns: Sequence[int], given: np.ndarray, allowed: np.ndarray, terms: Sequence[str]) -> Law:
