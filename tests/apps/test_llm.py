@@ -163,9 +163,9 @@ def test_what_cannot_fit_is_refused_before_anything_is_made(
 ) -> None:
     monkeypatch.setattr("apps.llm.data.network", lambda *_: pytest.fail("a model was made"))
     monkeypatch.setattr("apps.llm.data.texts", lambda *_: pytest.fail("data were read"))
-    words, begin = ["model.width=65536", "model.layers=512", "model.heads=512", "model.inner=262144"], time.perf_counter()
+    words, begin = ["model.width=65536", "model.layers=512", "model.heads=512", "model.inner=262144"], time.process_time()
     APP.refuses(data, tmp_path / "run", words, "a process needs", capsys)
-    assert time.perf_counter() - begin < 10 and not (tmp_path / "run").exists()
+    assert time.process_time() - begin < 10 and not (tmp_path / "run").exists()
 
 
 def test_the_weights_of_all_layers_decay_and_those_of_adapters_where_they_are_trained() -> None:
