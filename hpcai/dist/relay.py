@@ -576,7 +576,8 @@ def _locked(folder: Path) -> Iterator[None]:
 def _rename(partial: Path, folder: Path, digest: str) -> None:
     """Where another job, or another node of this disk, was faster, theirs is kept. Raises DataError."""
     if os.path.lexists(folder) and unpacked(folder) == "":  # files are missing: nobody can work with it
-        folder.rename(partial / ".damaged")
+        with tempfile.TemporaryDirectory(prefix=f"{folder.name}.partial-", dir=folder.parent) as old, suppress(FileNotFoundError):
+            folder.rename(Path(old, "damaged"))
     try:
         partial.rename(folder)
     except OSError:
