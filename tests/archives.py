@@ -1,4 +1,4 @@
-"""A very small environment, for tests of what carries it: its Python is a shell script that says where it is and what it is given."""
+"""A very small environment, for tests of what carries it: its Python is a shell script that says where it is and what it gets."""
 
 import random
 from pathlib import Path

@@ -252,7 +252,7 @@ def _write(archive: _Archive, target: BinaryIO) -> dict[str, Any]:
     hashed, files, size, links = _Hashed(target), 0, 0, set[str]()
     with tarfile.open(fileobj=hashed, mode="w", format=tarfile.GNU_FORMAT, copybufsize=1 << 20) as tar:  # type: ignore[call-overload]
         for name in sorted({*archive.entries, *archive.links}):
-            tar.members = []  # type: ignore[attr-defined]
+            tar.members = []
             info = tarfile.TarInfo(name)
             if name in archive.links:
                 info.type, info.linkname = tarfile.SYMTYPE, archive.links[name]

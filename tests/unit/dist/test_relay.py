@@ -1,9 +1,10 @@
-"""An archive on several "nodes", which are processes with folders of their own: who reads, what arrives, and what ends all of them."""
+"""An archive on several "nodes", processes with folders of their own: who reads, what arrives, and what ends all of them."""
 
 import io
 import os
 import re
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -130,8 +131,8 @@ def test_a_full_disk_ends_all_and_is_named(nodes: Nodes, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("killed", [0, 1, 3])
 def test_a_node_that_is_killed_ends_all_and_is_named(killed: int, nodes: Nodes, tmp_path: Path) -> None:
-    """While it stands still the others wait for it: more lies ahead than fits between them. What it left is removed the next time."""
-    file = tiny(tmp_path / "tiny.tar", 160_000_000)
+    """While it stands still the others wait for it: more lies ahead than fits between them. What it left goes the next time."""
+    file = tiny(tmp_path / "tiny.tar", 80_000_000)
     nodes.start(file, 4, lambda _: {"HPCAI_TIMEOUT": "60"})
     process = nodes.running[killed]
     end = time.monotonic() + 20
@@ -239,9 +240,9 @@ def tar(*members: tuple[str, str]) -> io.BytesIO:
 
 HOSTILE: Sequence[Sequence[tuple[str, str]]] = [
     [("/etc/x", "text")], [("../x", "text")], [("a/../../x", "text")], [("a//x", "text")], [("./x", "text")],
-    [("a", "->/etc"), ("a/x", "text")], [("a", "->/etc/passwd")], [("a", "->..")], [("d/a", "->../../x")], [("d/a", "->b/../../..")],
-    [("d/e", "->."), ("d/e/x", "text")], [("a", "->b"), ("a", "text")], [("a", "text"), ("b", "1")], [("fifo", "6")], [("dev", "3")],
-    [("d", "5")],
+    [("a", "->/etc"), ("a/x", "text")], [("a", "->/etc/passwd")], [("a", "->..")], [("d/a", "->../../x")], [("a", "->b/../..")],
+    [("d/e", "->."), ("d/e/x", "text")], [("a", "->b"), ("a", "text")], [("a", "text"), ("b", "1")], [("fifo", "6")],
+    [("device", "3")], [("folder", "5")],
 ]  # fmt: skip
 
 
@@ -260,8 +261,8 @@ def test_links_that_stay_inside_are_made(tmp_path: Path) -> None:
 
 def test_it_runs_on_an_old_python_of_the_system(tmp_path: Path) -> None:
     """Without hpcai, its packages, or what Python learnt since 3.9, if there is such a one."""
-    old = next((name for name in ("python3.9", "python3.10", "/usr/bin/python3") if Path(name).is_absolute() and Path(name).exists()
-                or subprocess.run(["sh", "-c", f"{name} -c ''"], capture_output=True).returncode == 0), None)  # fmt: skip
+    found = (shutil.which(name) for name in ("python3.9", "python3.10", "python3.11", "python3.12", "python3"))
+    old = next((name for name in found if name and subprocess.run([name, "-c", ""], capture_output=True).returncode == 0), None)
     if old is None:
         pytest.skip("there is no other Python on this machine")
     file = tiny(tmp_path / "tiny.tar")
