@@ -170,5 +170,5 @@ def test_this_environment_trains_at_another_place(tmp_path: Path) -> None:
     config = ROOT / "apps/cosmoflow/configs/small.yaml"
     done = run(new / "bin/python", "-c", TRAIN, config, *words, PYTHONSAFEPATH="1", PYTHONNOUSERSITE="1", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
-    files = json.loads(done.stdout.splitlines()[-1])
+    files = [path for path in json.loads(done.stdout.splitlines()[-1]) if path.startswith("/")]  # torch.ops calls itself _ops.py
     assert any(path.endswith("/torch/__init__.py") for path in files) and all(path.startswith(str(new)) for path in files)
