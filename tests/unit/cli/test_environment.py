@@ -30,9 +30,11 @@ print(json.dumps({"prefix": sys.prefix, "base": sys.base_prefix, "path": sys.pat
 """
 
 TRAIN = """
-import json, runpy, sys
+import atexit, json, runpy, sys
+def look():
+    print(json.dumps([m.__file__ for m in list(sys.modules.values()) if getattr(m, "__file__", None)]))
+atexit.register(look)
 runpy.run_module("apps.cosmoflow", run_name="__main__", alter_sys=True)
-print(json.dumps([m.__file__ for m in list(sys.modules.values()) if getattr(m, "__file__", None)]))
 """
 
 
