@@ -464,6 +464,18 @@ def change(file: Path, old: str, new: str) -> None:
     file.write_text(text.replace(old, new))
 
 
+@pytest.mark.mpi
+def test_under_pbs_a_real_mpiexec_unpacks_the_environment_and_starts_in_it(qsub: Path, tmp_path: Path) -> None:
+    file, at = tiny(tmp_path / "tiny.tar"), tmp_path / "node's own"
+    asked = ["--site", "pbs", "--nodes", "1", "--per-node", "2", "--time", "10:00", "--any-directory"]
+    asked += ["--environment", str(file), "--environment-at", str(at)]
+    assert main([*small(tmp_path / "run", f"data.directory={tmp_path}"), *asked, "--submit"]) == 0
+    code, said = ended(started(qsub, 1))
+    assert code == 0 and "9 files on 1 node in" in said
+    assert said.count(f"started {at}/bin/python -m apps.cosmoflow") == 2
+    assert f"started {at}/bin/python -m hpcai.cli report" in said
+
+
 def test_chains_and_arrays_of_pbs(qsub: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An array is a job for each run, since one of a PBS array could not submit itself again."""
     common = ["--site", "pbs", "--nodes", "1", "--time", "30", "--any-directory", "--submit"]
