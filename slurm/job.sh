@@ -21,6 +21,15 @@ export HPCAI_TOKEN=${HPCAI_TOKEN:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
 # Apptainer shows a container the folder that it starts in, and what the site lets it; here are the other folders of the run.
 if [ -n "${HPCAI_FOLDERS:-}" ]; then export APPTAINER_BIND=$HPCAI_FOLDERS${APPTAINER_BIND:+,$APPTAINER_BIND}; fi
 app=$1; shift
+# One process on each node unpacks the environment there; from here on it is the job's Python, and nothing else is in its path.
+if [ -n "${HPCAI_ENVIRONMENT:-}" ]; then
+  # shellcheck disable=SC2086
+  srun --kill-on-bad-exit=1 "${srun[@]}" ${HPCAI_SRUN:-} --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 "$python" -I -S \
+    "${HPCAI_RELAY:-hpcai/dist/relay.py}" "$HPCAI_ENVIRONMENT" "$HPCAI_AT" || exit
+  python=$HPCAI_AT/bin/python
+  unset PYTHONPATH PYTHONHOME
+  export PYTHONSAFEPATH=1 PYTHONNOUSERSITE=1
+fi
 if [ -n "${HPCAI_STAGE:-}" ]; then
   if [ -n "${HPCAI_IMAGE:-}" ]; then
     srun mkdir -p "$HPCAI_STAGE" || exit

@@ -9,6 +9,7 @@ scheduler, modules, binding and network of the site, and the run. Keep it, edit 
     ... --chain 5                     where jobs may not be requeued: five, one after another, until the run has finished
     ... --power-cap 300               watts of each GPU at most: train.power_cap, and the site's own option where it has one
     ... --stage /local/scratch/data   data.directory is copied there first, on every node
+    ... --environment /scratch/mine.tar   from `hpcai environment pack`: unpacked on every node, where the run then starts
 
 A run that is asked to stop saves itself and leaves with exit code 85, and the script has it started again.
 """
@@ -32,6 +33,7 @@ import pydantic
 from hpcai.cli import apps
 from hpcai.cli.script import Site, assign, find_site, render, sites, words_line
 from hpcai.config import load
+from hpcai.dist import relay
 from hpcai.errors import ConfigError, HpcaiError, MeshError
 from hpcai.schema import list_names, nearest_words
 from hpcai.settings import RunConfig, mesh_shape
@@ -112,6 +114,8 @@ def _parsed(argv: Sequence[str]) -> argparse.Namespace:
     add("--power-cap", type=int, metavar="W", help="watts that each GPU of the job draws at most")
     add("--container", metavar="FILE", help="image to run in")
     add("--stage", metavar="FOLDER", help="on every node's own disk, to which data.directory is copied first ('$TMPDIR/data')")
+    add("--environment", metavar="FILE", help="archive of `hpcai environment pack`, which is read once and unpacked on every node")
+    add("--environment-at", metavar="FOLDER", help="on every node's own disk, to which (the site's first, by user and content)")
     add("--chain", type=int, metavar="N", help="jobs that follow one another, instead of one that is requeued")
     add("--array", action="append", default=[], metavar="KEY=VALUES", help="a run for each value: seed=0-7, step.lr=1e-3,2e-3")
     add("--any-directory", action="store_true", help="the run's directory is shared, though its path is a node's own as a rule")
@@ -173,6 +177,10 @@ def _sizes(asked: argparse.Namespace, site: Site, per_node: int, settings: RunCo
         found.append("--chain and --array are both given; give one: each run of an array is started again by itself")
     if asked.stage and getattr(settings.data, "directory", None) is None:
         found.append(f"--stage {asked.stage} copies data.directory, which is not set; give data.directory=FOLDER")
+    if asked.environment_at and not asked.environment:
+        found.append(f"--environment-at {asked.environment_at} is for --environment FILE, which is not given")
+    if asked.container and asked.environment:
+        found.append("--container and --environment are both given; in a container the environment is in the image: nothing to do")
     if asked.container and site.facts.get("container") == "none":
         found.append(
             f"--container {asked.container}: the file of site {site.name} has no flags for containers; add them to a copy of it "
@@ -325,7 +333,7 @@ def _lines(job: Job) -> list[str]:
     else:
         none = job.site.facts.get("container") == "none"
         found += [*_path(here), *([] if none else ["HPCAI_IMAGE="]), assign("HPCAI_PYTHON", sys.executable)]
-    found += ["HPCAI_STAGE="]
+    found += [*_environment(job), "HPCAI_STAGE="]
     if asked.stage:
         source = job.settings.data.directory  # type: ignore[attr-defined]
         found[-1:] = [assign("HPCAI_DATA", str(source)), f'HPCAI_STAGE="{_expanded_there(asked.stage)}"']
@@ -340,6 +348,21 @@ def _lines(job: Job) -> list[str]:
             found += [f'  {number}) {assign("HPCAI_RUN", str(task.directory))}; set -- "$@" {shlex.join(task.words)} ;;']
         found += ["esac"]
     return found
+
+
+def _environment(job: Job) -> list[str]:
+    """Which archive, and where each node unpacks it: with user and content in the name, so that what the last job left is kept.
+    Raises DataError."""
+    if not job.asked.environment:
+        return ["HPCAI_ENVIRONMENT="]
+    file = Path(job.asked.environment).absolute()
+    disk = next(iter(job.site.facts.get("local", "").split()), "/tmp")
+    at = job.asked.environment_at or f"{disk}/hpcai-environment-$UID-{relay.manifest(file)['digest'][:12]}"
+    return [
+        assign("HPCAI_ENVIRONMENT", str(file)),
+        assign("HPCAI_RELAY", str(Path(relay.__file__).absolute())),
+        f'HPCAI_AT="{_expanded_there(at)}"',
+    ]
 
 
 def _path(here: Path) -> list[str]:

@@ -11,6 +11,7 @@ from one_machine_slurm import OneMachineSlurm
 from runs import Submit, losses, of, start_again, wait_for_step
 
 from hpcai.train.saved import found as checkpoints
+from tests.archives import tiny
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
 
@@ -112,3 +113,18 @@ def test_a_chain_goes_on_where_a_job_stopped_and_ends_with_the_run(slurm: OneMac
     assert [e["resumed_from"] for e in of(run, "start")] == [None, stopped[0]] and stopped[1] == 150
     assert sorted(path.name for path in disk.iterdir()) == [first, second]
     assert str(disk / second) in (run / "settings.yaml").read_text()
+
+
+def test_the_environment_is_read_once_and_the_run_starts_where_it_was_unpacked(
+    slurm: OneMachineSlurm, submit: Submit, tmp_path: Path
+) -> None:
+    """Both nodes are this machine: the slower one finds the folder and keeps it. The second job reads nothing."""
+    file, run, at = tiny(tmp_path / "tiny.tar", 2_000_000), tmp_path / "run", tmp_path / "disk/env"
+    for said in (" on 2 nodes in ", ", as before on 2 nodes; nothing was read"):
+        (number,) = submit(run, "--nodes", "2", "--environment", str(file), "--environment-at", str(at))
+        state = slurm.wait_for(number, "COMPLETED", "FAILED", timeout=90)
+        text = (run / f"job-{number}.out").read_text()
+        assert state == "COMPLETED" and said in text, text
+        assert text.count(f"started {at}/bin/python -m apps.cosmoflow ") == 2
+        assert f"started {at}/bin/python -m hpcai.cli report {run}" in text
+    assert [path.name for path in at.parent.iterdir()] == ["env"]

@@ -16,8 +16,10 @@ import pytest
 from hpcai import cli, log
 from hpcai.cli import script
 from hpcai.cli.job import main, seconds_of
+from hpcai.dist import relay
 from hpcai.errors import ConfigError
 from tests.apps.universes import make
+from tests.archives import tiny
 
 ROOT = Path(__file__).parents[3]
 CONFIG = "apps/cosmoflow/configs/small.yaml"
@@ -65,6 +67,8 @@ def test_the_script_of_every_site_is_read_by_bash_and_shellcheck(
     more = ["--stage", "$TMPDIR/a folder", "--array", "seed=0-2"] if form == "full" else []
     if form == "full" and script.find_site(name).facts.get("container") != "none":
         more += ["--container", str(tmp_path / "an image.sif")]
+    elif form == "full":
+        more += ["--environment", str(tiny(tmp_path / "an env.tar"))]
     text = written(capsys, *small(tmp_path / "a run"), "--site", name, "--nodes", "2", *FULL, *more)
     head = text.partition("\n\n")[0].splitlines()
     mark = "#PBS " if script.find_site(name).pbs else "#SBATCH "
@@ -153,6 +157,24 @@ def test_the_script_copies_trains_draws_and_is_requeued(
     assert len(runs_as(chain, tmp_path, CODE="85")) == 1
     inside = written(capsys, *small(run), "--site", "generic", "--nodes", "1", "--container", "my image.sif")
     assert runs_as(inside, tmp_path)[0][2:7] == ["apptainer", "exec", str(tmp_path / "my image.sif"), "python", "-m"]
+
+
+def test_the_environment_is_unpacked_on_every_node_before_anything_starts_in_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tiny(tmp_path / "my env.tar")
+    asked = [*small(tmp_path / "run"), "--site", "generic", "--nodes", "3", "--stage", "/disk/data", "data.directory=far"]
+    text = written(capsys, *asked, "--environment", str(file))
+    unpack, stage, train, draw = runs_as(text, tmp_path, SLURM_JOB_NUM_NODES="3")
+    at = f"/tmp/hpcai-environment-{os.getuid()}-{relay.manifest(file)['digest'][:12]}"
+    assert unpack == ["srun", "--kill-on-bad-exit=1", "--ntasks=3", "--ntasks-per-node=1", sys.executable, "-I", "-S",
+                      relay.__file__, str(file), at]  # fmt: skip
+    assert stage[1] == draw[-5] == train[2] == f"{at}/bin/python"
+    assert len(runs_as(text, tmp_path, SLURM_JOB_NUM_NODES="3", CODE="1")) == 1
+    there = written(capsys, *asked, "--environment", str(file), "--environment-at", "$DISK/my env")
+    assert runs_as(there, tmp_path, SLURM_JOB_NUM_NODES="3", DISK="/disk")[2][2] == "/disk/my env/bin/python"
+    plain = written(capsys, *asked)
+    assert runs_as(plain, tmp_path, HPCAI_ENVIRONMENT="left/over.tar")[0][1] == sys.executable
 
 
 def test_a_container_is_shown_the_folders_that_the_settings_name(
@@ -254,6 +276,9 @@ def test_times_are_read_as_slurm_writes_them() -> None:
         (["--site", "generic", "--nodes", "1", "--array", "lr=1e-3,1e-3"], "two runs would write to"),
         (["--site", "generic", "--nodes", "1", "--array", "seed=0-1", "--chain", "2"], "--chain and --array are both given"),
         (["--site", "leonardo", "--nodes", "1", "--account", "x", "--container", "x.sif"], "has no flags for containers"),
+        (["--site", "generic", "--nodes", "1", "--container", "x.sif", "--environment", "x.tar"], "is in the image: nothing to do"),
+        (["--site", "generic", "--nodes", "1", "--environment", "x.tar"], "no archive of an environment"),
+        (["--site", "generic", "--nodes", "1", "--environment-at", "/x"], "is for --environment FILE, which is not given"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_said_before_anything_is_submitted(
@@ -437,6 +462,18 @@ def change(file: Path, old: str, new: str) -> None:
     text = file.read_text()
     assert old in text
     file.write_text(text.replace(old, new))
+
+
+@pytest.mark.mpi
+def test_under_pbs_a_real_mpiexec_unpacks_the_environment_and_starts_in_it(qsub: Path, tmp_path: Path) -> None:
+    file, at = tiny(tmp_path / "tiny.tar"), tmp_path / "node's own"
+    asked = ["--site", "pbs", "--nodes", "1", "--per-node", "2", "--time", "10:00", "--any-directory"]
+    asked += ["--environment", str(file), "--environment-at", str(at)]
+    assert main([*small(tmp_path / "run", f"data.directory={tmp_path}"), *asked, "--submit"]) == 0
+    code, said = ended(started(qsub, 1))
+    assert code == 0 and "9 files on 1 node in" in said
+    assert said.count(f"started {at}/bin/python -m apps.cosmoflow") == 2
+    assert f"started {at}/bin/python -m hpcai.cli report" in said
 
 
 def test_chains_and_arrays_of_pbs(qsub: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
