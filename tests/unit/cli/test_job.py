@@ -218,15 +218,16 @@ def test_the_template_takes_a_site_and_words_by_hand(tmp_path: Path) -> None:
 
 
 def test_the_page_names_every_site_and_its_commands_write_scripts(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
+    stands_for = {"CONFIG.yaml": CONFIG, "/scratch/mine.tar": str(tiny(tmp_path / "mine.tar"))}
     page = (ROOT / "docs/cluster.md").read_text()
     assert sorted(re.findall(r"^\| `(\w[\w-]*)` \|", page, re.M)) == SITES
     commands = re.findall(r"^(?:\.venv/bin/)?hpcai job (.*?)(?: +#.*)?$", page, re.M)
     assert len(commands) >= 6
     for command in commands:
-        words = [CONFIG if word == "CONFIG.yaml" else word for word in shlex.split(command) if word not in ("--submit", "...")]
+        words = [stands_for.get(word, word) for word in shlex.split(command) if word not in ("--submit", "...")]
         written(capsys, *words, *([] if "generic" in words else FULL))
 
 
@@ -353,7 +354,7 @@ def test_apps_that_lie_elsewhere_are_found_by_the_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
-    assert "PYTHONPATH" not in written(capsys, *small(tmp_path / "run"), "--site", "generic", "--nodes", "1")
+    assert "export PYTHONPATH" not in written(capsys, *small(tmp_path / "run"), "--site", "generic", "--nodes", "1")
     monkeypatch.chdir(tmp_path)
     text = written(capsys, *small(tmp_path / "run"), "--site", "generic", "--nodes", "1")
     assert f"export PYTHONPATH={ROOT}${{PYTHONPATH" in text

@@ -55,6 +55,7 @@ class Ledger:
         self._tracer, self._trace = None if trace is None else _traced(trace), trace
         self._count_messages()
         self._count_files()
+        self._inherited = _sockets()  # a process that was forked has those of the other one
         self._last = self._read()
 
     def now(self, act: str, times: int = 1) -> None:
@@ -105,11 +106,10 @@ class Ledger:
 
     def _read(self) -> dict[str, float]:
         self._looks, cpu = True, time.process_time()
-        sockets = sum(_link(name).startswith("socket:") for name in os.listdir("/proc/self/fd"))
         disk = re.search(r"^read_bytes: (\d+)", Path("/proc/self/io").read_text(), re.M)
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         found = {
-            "sockets": sockets, "memory": pages * os.sysconf("SC_PAGESIZE"), "bytes sent": bytes_sent(),
+            "sockets": _sockets() - self._inherited, "memory": pages * os.sysconf("SC_PAGESIZE"), "bytes sent": bytes_sent(),
             "bytes from disk": int(disk[1]) if disk else 0, "cpu seconds": cpu, **self._counts,
         }  # fmt: skip
         self._looks = False
@@ -141,6 +141,10 @@ class Ledger:
                 self._counts["file operations"] += 1
 
         sys.addaudithook(hook)
+
+
+def _sockets() -> int:
+    return sum(_link(name).startswith("socket:") for name in os.listdir("/proc/self/fd"))
 
 
 def _link(name: str) -> str:
