@@ -73,8 +73,8 @@ class ShardedSums(GradientSums):
     """``GradientSums`` whose rows are this rank's shares; ``spread()`` gathers the new weights.
 
     ``axes``: replicate as two axes, (between, within); the ranks of the second hold the shares (``Mesh.split``). None: all copies
-    hold them. ``overlap``: each module waits for its own weights when its forward pass begins, so that a parameter must be used by
-    the module that holds it; otherwise ``spread()`` returns when all are there.
+    hold them. ``overlap``: each module waits for its own weights when its forward pass begins, or when its state dict is made,
+    so that a parameter must be used by the module that holds it; otherwise ``spread()`` returns when all are there.
     """
 
     def __init__(
@@ -89,7 +89,9 @@ class ShardedSums(GradientSums):
             for module in model.modules():
                 needed = {bucket_of[p] for p in module.parameters(recurse=False) if p in bucket_of}
                 if needed:
-                    module.register_forward_pre_hook(_arrival([b for b in self._cut if b in needed]))
+                    arrival = _arrival([b for b in self._cut if b in needed])
+                    module.register_forward_pre_hook(arrival)
+                    module.register_state_dict_pre_hook(arrival)
 
     def _bucket(self, parameters: dict[str, nn.Parameter], axes: tuple[Axis, ...], decays: bool) -> Bucket:
         first = next(iter(parameters.values()))
@@ -113,7 +115,7 @@ class ShardedSums(GradientSums):
 
 
 def _arrival(buckets: Sequence[Any]) -> Callable[[nn.Module, Any], None]:
-    def wait(module: nn.Module, inputs: Any) -> None:
+    def wait(module: nn.Module, *_: Any) -> None:
         for bucket in buckets:
             bucket.arrive()
 

@@ -343,7 +343,7 @@ def _twin(model: nn.Module, mesh: Mesh) -> nn.Module:
     """A copy of ``model`` with memory and channels of its own, and without the hooks of the step on its modules."""
     twin = mesh.beside(model)
     for module in twin.modules():
-        hooks = module._forward_pre_hooks
-        for key in [key for key, hook in hooks.items() if getattr(hook, "waits_for_weights", False)]:
-            del hooks[key]
+        for hooks in (module._forward_pre_hooks, module._state_dict_pre_hooks):
+            for key in [key for key, hook in hooks.items() if getattr(hook, "waits_for_weights", False)]:
+                del hooks[key]
     return twin.requires_grad_(False)

@@ -5,6 +5,7 @@ import json
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -13,8 +14,10 @@ import torch.distributed as torch_dist
 from torch import nn
 
 from hpcai.cli.bench.step import bytes_sent
-from hpcai.dist.mesh import Mesh
+from hpcai.dist.collect import gather_shares
+from hpcai.dist.mesh import Axis, Mesh
 from hpcai.errors import MeshError
+from hpcai.parallel import shard
 from hpcai.parallel.batchnorm import group_batch_norm
 from hpcai.parallel.replicate import sum_over
 from hpcai.parallel.rows import Part, Place, Share
@@ -283,6 +286,28 @@ def test_sums_hide_behind_the_backward_pass_and_gathers_behind_the_next_forward_
     second = seen[over + 1 :]
     assert "arrive" not in first and second.count("arrive") == 4
     assert second.index("layer 0") < len(second) - 1 - second[::-1].index("arrive"), "later weights come after layer 0"
+
+
+class Late:
+    """A gather that has not begun before it is waited for."""
+
+    def __init__(self, whole: torch.Tensor, own: torch.Tensor, axis: Axis) -> None:
+        self.wait = lambda: gather_shares(whole, own.clone(), axis).wait()
+
+
+def read_late(mesh: Mesh) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The weights right after training with late gathers, and those after all have come."""
+    with patch.object(shard, "gather_shares", Late):
+        step = new_step(mesh, shard="optimizer", bucket_mb=2e-3)
+        train(step)
+        found = {name: whole(tensor) for name, tensor in step.model.state_dict().items()}
+        step.sums.settle()
+    return found, {name: whole(tensor) for name, tensor in step.model.named_parameters()}
+
+
+def test_a_state_dict_waits_for_weights_that_are_on_their_way() -> None:
+    for found, right in on_ranks({"replicate": 2}, read_late):
+        assert all(np.array_equal(found[name], value) for name, value in right.items())
 
 
 def refused(mesh: Mesh) -> list[str]:
