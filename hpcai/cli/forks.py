@@ -4,12 +4,14 @@ import faulthandler
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as torch_dist
@@ -20,9 +22,10 @@ class Forks:
 
     def __init__(self, call: Callable[[], object], output: Path, ranks: int) -> None:
         meeting: dict[str, str] = {}
-        if ranks > 1:  # a store of this process, as torchrun's agent has one
-            self.store = torch_dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
-            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.store.port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+        if ranks > 1:
+            door = socket.create_server(("127.0.0.1", 0), backlog=ranks)
+            port = door.getsockname()[1]
+            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
                        "TORCHELASTIC_RUN_ID": "tests", "WORLD_SIZE": str(ranks)}  # fmt: skip
         self.output = output
         self.processes = []
@@ -30,6 +33,9 @@ class Forks:
             place = meeting and {**meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             self.processes.append(multiprocessing.get_context("fork").Process(target=_enter, args=(call, output, place)))
             self.processes[-1].start()
+        if ranks > 1:  # a store of this process, as torchrun's agent has one: last, for a fork may inherit a lock of its thread
+            words: Any = {"wait_for_workers": False, "master_listen_fd": door.detach()}
+            self.store = torch_dist.TCPStore("127.0.0.1", port, None, True, timedelta(seconds=60), **words)
 
     def ended(self, timeout: float = 120) -> tuple[list[int | None], str]:
         """Exit codes, and what was said. A process that has not ended after ``timeout`` seconds has none, and says where it

@@ -6,7 +6,7 @@ forward pass begins. On the wire: 2 (G-1)/G of the parameters per step and rank,
 With ``within`` (the ranks of one node) shares are held within that group and summed between the groups.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -73,8 +73,8 @@ class ShardedSums(GradientSums):
     """``GradientSums`` whose rows are this rank's shares; ``spread()`` gathers the new weights.
 
     ``axes``: replicate as two axes, (between, within); the ranks of the second hold the shares (``Mesh.split``). None: all copies
-    hold them. ``overlap``: each module waits for its own weights when its forward pass begins, or when its state dict is made,
-    so that a parameter must be used by the module that holds it; otherwise ``spread()`` returns when all are there.
+    hold them. ``overlap``: who asks a module for a weight waits until it has come; otherwise ``spread()`` returns when all are
+    there.
     """
 
     def __init__(
@@ -87,11 +87,9 @@ class ShardedSums(GradientSums):
         if overlap:
             bucket_of = {p: bucket for bucket in self._cut for p in bucket.parameters}
             for module in model.modules():
-                needed = {bucket_of[p] for p in module.parameters(recurse=False) if p in bucket_of}
-                if needed:
-                    arrival = _arrival([b for b in self._cut if b in needed])
-                    module.register_forward_pre_hook(arrival)
-                    module.register_state_dict_pre_hook(arrival)
+                own = module.named_parameters(recurse=False, remove_duplicate=False)
+                if needed := {name: bucket_of[p] for name, p in own if p in bucket_of}:
+                    module._parameters = _Arriving(module._parameters, needed)
 
     def _bucket(self, parameters: dict[str, nn.Parameter], axes: tuple[Axis, ...], decays: bool) -> Bucket:
         first = next(iter(parameters.values()))
@@ -114,13 +112,29 @@ class ShardedSums(GradientSums):
             bucket.arrive()
 
 
-def _arrival(buckets: Sequence[Any]) -> Callable[[nn.Module, Any], None]:
-    def wait(module: nn.Module, *_: Any) -> None:
-        for bucket in buckets:
-            bucket.arrive()
+class _Arriving(dict[str, Any]):
+    """A module's parameters, by name: who asks for one waits until its numbers have come. ``module.weight`` asks here."""
 
-    wait.waits_for_weights = True  # type: ignore[attr-defined]
-    return wait
+    def __init__(self, parameters: dict[str, Any], buckets: dict[str, _CutBucket]) -> None:
+        super().__init__(parameters)
+        self._buckets = buckets
+
+    def __getitem__(self, name: str) -> Any:
+        if bucket := self._buckets.get(name):
+            bucket.arrive()
+        return super().__getitem__(name)
+
+    def values(self) -> Any:
+        return self._all().values()
+
+    def items(self) -> Any:
+        return self._all().items()
+
+    def _all(self) -> dict[str, Any]:
+        return {name: self[name] for name in self}
+
+    def __reduce__(self) -> Any:  # a copy has numbers of its own, which do not come from elsewhere
+        return dict, (self._all(),)
 
 
 class FullySharded:

@@ -212,7 +212,7 @@ class Background(Beside):
             )
         if step.mesh["pipeline"].size > 1:
             raise ConfigError("train.evaluate is background, but a pipeline has one schedule: set mesh.evaluate, or wait")
-        self.model = _twin(step.model, step.mesh)
+        self.model = step.mesh.beside(step.model).requires_grad_(False)
         self.axis, self.everyone = step.mesh.aside("replicate"), step.mesh.aside("everyone")
 
     @torch.no_grad()
@@ -337,13 +337,3 @@ def serve(step: Step, metric: Metric, validation: Any) -> str:
             tensor.copy_(part.clone().view(kind).view(tensor.shape))  # a clone is aligned
         values = score(step, step.act, metric, validation, mesh["replicate"], mesh.device)
         agree((values, time.perf_counter() - began), mesh.link, source=1)
-
-
-def _twin(model: nn.Module, mesh: Mesh) -> nn.Module:
-    """A copy of ``model`` with memory and channels of its own, and without the hooks of the step on its modules."""
-    twin = mesh.beside(model)
-    for module in twin.modules():
-        for hooks in (module._forward_pre_hooks, module._state_dict_pre_hooks):
-            for key in [key for key, hook in hooks.items() if getattr(hook, "waits_for_weights", False)]:
-                del hooks[key]
-    return twin.requires_grad_(False)

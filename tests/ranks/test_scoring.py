@@ -15,7 +15,7 @@ from hpcai.errors import ConfigError, MeshError
 from hpcai.models import cosmoflow
 from hpcai.parallel.replicate import sum_over
 from hpcai.settings import StepConfig, TrainConfig
-from hpcai.train.evaluation import _twin, scoring
+from hpcai.train.evaluation import scoring
 from hpcai.train.loop import Result, fit
 from hpcai.train.step import Step
 from tests.ranks.launch import on_ranks
@@ -242,16 +242,17 @@ def test_validation_samples_are_read_once_when_they_are_kept() -> None:
     assert found[0] == found[1]
 
 
-def hooks(mesh: Mesh) -> tuple[int, int, bool]:
+def waits(mesh: Mesh) -> tuple[int, int, bool]:
+    """How many modules of the model, and of its copy for another thread, wait for weights; whether the copy has its own."""
     step = Step(Network(), loss, StepConfig(shard="optimizer"), mesh)
-    twin = _twin(step.model, mesh)
-    counts = [sum(len(module._forward_pre_hooks) for module in model.modules()) for model in (step.model, twin)]
+    twin = mesh.beside(step.model)
+    counts = [sum(type(module._parameters) is not dict for module in model.modules()) for model in (step.model, twin)]
     apart = all(a.data_ptr() != b.data_ptr() for a, b in zip(step.model.parameters(), twin.parameters()))
     return counts[0], counts[1], apart
 
 
 def test_the_model_that_is_scored_beside_waits_for_no_weights_of_the_one_that_trains() -> None:
-    assert on_ranks({"replicate": 2}, hooks)[0] == (3, 0, True)
+    assert on_ranks({"replicate": 2}, waits)[0] == (3, 0, True)
 
 
 def test_the_thread_beside_the_training_never_clears_the_cache_of_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
