@@ -5,8 +5,8 @@ import gc
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -49,6 +49,19 @@ class Collector:
                 gc.unfreeze()
             if self._was_on:
                 gc.enable()
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Within it Python's garbage collector rests, for work that makes many objects and no cycles: it would look at all that there
+    is, again and again."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h of the GNU C library

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from hpcai import __version__
 from hpcai.dist.collect import agree, distinct, gather_objects, sum_in_place
+from hpcai.dist.host import uncollected
 from hpcai.dist.mesh import Axis, Mesh
 from hpcai.durable import flush
 from hpcai.errors import CheckpointError
@@ -256,6 +257,7 @@ class Checkpoints:
     def found(self) -> list[Path]:
         return found(self.directory)
 
+    @uncollected()
     def resume(self, step: Step) -> Progress | None:
         """Load the newest whole checkpoint into ``step``; None when there is none. Damaged ones are named in ``notes``; the next
         ``save`` sets them aside as ``damaged-...``.

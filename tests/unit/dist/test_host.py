@@ -15,7 +15,7 @@ import torch
 
 from hpcai import dist
 from hpcai.dist import host
-from hpcai.dist.host import Collector, Gpu, bind, plan_cpus
+from hpcai.dist.host import Collector, Gpu, bind, plan_cpus, uncollected
 from hpcai.errors import ConfigError
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -127,6 +127,23 @@ class Knot:  # only the collector can free it
 
     def __del__(self) -> None:
         Knot.alive -= 1
+
+
+def test_the_collector_rests_for_a_while_and_is_as_before_after_an_error(nothing_frozen: None) -> None:
+    before = Knot.alive
+    with pytest.raises(KeyError), uncollected():
+        with uncollected():
+            Knot()
+        assert not gc.isenabled() and Knot.alive > before
+        raise KeyError
+    assert gc.isenabled()
+    gc.collect()
+    assert Knot.alive == before
+    gc.disable()
+    with uncollected():
+        pass
+    assert not gc.isenabled(), "who keeps it off keeps it off"
+    gc.enable()
 
 
 PAGES = """
