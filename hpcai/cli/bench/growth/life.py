@@ -33,17 +33,17 @@ from hpcai.train.signals import StopSignals
 ACTS = ("start", "step", "report", "evaluation", "save", "resume", "end")
 _FIELDS: Any = {"x": ("float32", (8,))}
 _ROWS = 16  # of a file
-_RESUMES = 3
 
 
 @dataclass(frozen=True)
 class Job:
-    """So many ranks train a model of so many tensors for so many steps, on samples of so many files."""
+    """So many ranks train a model of so many tensors for so many steps, on samples of so many files; then they resume, some times."""
 
     ranks: int = 2
     files: int = 64
     tensors: int = 1000
     steps: int = 8
+    resumes: int = 3
 
     @property
     def epoch(self) -> int:
@@ -138,7 +138,7 @@ def live(rank: int, job: Job, split: Path, folder: Path, port: int, trace: bool)
     with dist.start(cfg.mesh, torch.device("cpu")) as mesh:
         with _seams(ledger):
             sums = _trained(job, cfg, split, mesh)
-        for _ in range(_RESUMES):
+        for _ in range(job.resumes):
             ledger.now("again")
             if rank == 0:
                 _forget(folder)
