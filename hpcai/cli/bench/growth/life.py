@@ -37,7 +37,7 @@ _ROWS = 16  # of a file
 
 @dataclass(frozen=True)
 class Job:
-    """So many ranks train a model of so many tensors for so many steps, on samples of so many files; then they resume, some times."""
+    """So many ranks train a model of so many tensors for so many steps, on samples of so many files, and resume so often."""
 
     ranks: int = 2
     files: int = 64
