@@ -1,6 +1,8 @@
 """For all tests: the same examples every time, no time limit on one example, nothing written beside the tests, and at the end what
 this machine could not run."""
 
+import contextlib
+import ctypes
 import gc
 from collections import Counter
 from collections.abc import Iterator
@@ -50,8 +52,11 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def ranks_of_this_file() -> Iterator[None]:
+    """Its processes end with it, and memory that it has freed goes back: each fork would copy the tables of its pages."""
     yield
     launch.end()
+    with contextlib.suppress(AttributeError):  # the GNU C library has it
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 @pytest.fixture
