@@ -7,7 +7,7 @@ import pytest
 from tests.fuzz.attack import GOOD, Reader, attack
 from tests.fuzz.readers import READERS
 
-FEW, MANY = 100, 10_000
+FEW, MANY = 40, 10_000
 
 
 def bad(reader: Reader, folder: Path, count: int) -> str:

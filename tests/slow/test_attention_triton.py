@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.slow.programs import ARCHITECTURES, run
+from tests.slow.programs import FORMED, run
 
 pytest.importorskip("triton", reason="triton is not installed: the CUDA kernels are NOT tested")
 pytestmark = pytest.mark.slow
@@ -44,7 +44,7 @@ times = []
        st.sampled_from([0.0, -300.0, 300.0]), st.sampled_from(["all", "some", "none in a row"]), st.sampled_from([64, 128]),
        st.sampled_from([1, 24, 528]), st.booleans())
 @example((1, 1, 1000, 1, 8), "lines", "rows", 0.0, "some", 512, 528, False)
-@example((2, 5, 37, 3, 8), "turned", "columns", 0.0, "none in a row", 64, 48, True)
+@example((1, 5, 37, 3, 8), "turned", "columns", 0.0, "none in a row", 64, 24, True)
 def in_float32(shape, how, biased, far, present, tile, programs, spread):
     torch.manual_seed(len(times))
     times.append(0)
@@ -104,14 +104,16 @@ COMPILED = """
 import re, subprocess, sys, triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from tests.slow.programs import forms
 from hpcai.kernels.attention_triton import variants
 tool = triton.__path__[0] + "/backends/nvidia/bin/cuobjdump"
 print("architecture|registers|stack|local|shared|loads and stores|of single values|kernel")
-for name, kernel, signature, constexprs, options in variants():
+few = [x for x in variants() if " bf16 " in x[0]]
+for name, kernel, signature, constexprs, options in forms(few if sys.argv[2] == "ends" else variants(), sys.argv[2]):
     even = [i for i, x in enumerate(kernel.arg_names) if x not in constexprs and (x[-1] == "_" or x == "N")]
     attrs = {(i,): [["tt.divisibility", 16]] for i in even}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attrs)
-    made = triton.compile(source, target=GPUTarget("cuda", int(sys.argv[2]), 32), options=options)
+    made = triton.compile(source, target=GPUTarget("cuda", int(sys.argv[3]), 32), options=options)
     open(sys.argv[1], "wb").write(made.asm["cubin"])
     usage = subprocess.run([tool, "-res-usage", sys.argv[1]], capture_output=True, text=True, check=True).stdout
     registers, stack, local = (int(re.search(rf"\\b{x}:(\\d+)", usage)[1]) for x in ("REG", "STACK", "LOCAL"))
@@ -127,12 +129,14 @@ for name, kernel, signature, constexprs, options in variants():
 """
 
 
-@pytest.mark.parametrize("examples", [7, pytest.param(150, marks=pytest.mark.claim)])
+@pytest.mark.parametrize("examples", [4, pytest.param(150, marks=pytest.mark.claim)])
 def test_kernels_are_the_twin_over_random_shapes_strides_and_masks(examples: int) -> None:
     assert f"{examples + 2} examples" in run(TWIN, str(examples), TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
 
 
-@pytest.mark.parametrize(("arch", "name"), ARCHITECTURES)
-def test_every_kernel_compiles_without_spills_and_atomics_and_moves_vectors(tmp_path: Path, arch: str, name: str) -> None:
-    print(made := run(COMPILED, str(tmp_path / "cubin"), arch, TRITON_CACHE_DIR=str(tmp_path)))
-    assert made.count(f"{name}|") == 36
+@pytest.mark.parametrize(("arch", "name", "which"), FORMED)
+def test_every_kernel_compiles_without_spills_and_atomics_and_moves_vectors(
+    tmp_path: Path, arch: str, name: str, which: str
+) -> None:
+    print(made := run(COMPILED, str(tmp_path / "cubin"), which, arch, TRITON_CACHE_DIR=str(tmp_path)))
+    assert made.count(f"{name}|") == {"ends": 10, "all": 36}[which]

@@ -95,19 +95,21 @@ def test_the_command_draws_and_says_what_it_found(
     assert "no batch that is known to reach the target" in told and "messages that nothing hides" in told
 
 
-def test_a_deep_model_is_planned_from_few_layers_as_from_all() -> None:
+@pytest.mark.parametrize(
+    ("ways", "more"), [(1, "lora=null"), pytest.param(2, "model.recompute=layers", marks=pytest.mark.claim)], ids=["alone", "cut"]
+)
+def test_a_deep_model_is_planned_from_few_layers_as_from_all(ways: int, more: str) -> None:
     # In rows of their own weights are sent one by one, and so as often as there are layers.
     words = [*llm.Trial.tiny, "model.layers=8", "data.batch=8", "step.bucket_mb=1e-6", "data.documents=joined"]
     few, every = Planner("llm", words), Planner("llm", words)
     every.workload.depth = None
-    for ways, more in ((1, ("lora=null",)), (2, ("model.recompute=layers",))):
-        found = (each.step(ways, 4, 1, machine("h100"), (*more, "step.accumulate=1")) for each in (few, every))
-        (step, peak, *_), (whole, most, *_) = found
-        for part in ("products", "memory", "launches", "sent", "messages"):
-            assert getattr(step, part) == pytest.approx(getattr(whole, part), rel=1e-9)
-        assert whole.memory > 0 and whole.messages > 30
-        assert peak == pytest.approx(most, rel=1e-9) and step.seconds == pytest.approx(whole.seconds, rel=1e-2)
-    assert any("model.layers=4" in key[3] for key in few._recorded) and len(every._recorded) == 2
+    found = (each.step(ways, 4, 1, machine("h100"), (more, "step.accumulate=1")) for each in (few, every))
+    (step, peak, *_), (whole, most, *_) = found
+    for part in ("products", "memory", "launches", "sent", "messages"):
+        assert getattr(step, part) == pytest.approx(getattr(whole, part), rel=1e-9)
+    assert whole.memory > 0 and whole.messages > 30
+    assert peak == pytest.approx(most, rel=1e-9) and step.seconds == pytest.approx(whole.seconds, rel=1e-2)
+    assert any("model.layers=4" in key[3] for key in few._recorded) and len(every._recorded) == 1
 
 
 def test_a_model_that_one_gpu_has_no_room_for_is_evaluated_by_all() -> None:
@@ -118,7 +120,7 @@ def test_a_model_that_one_gpu_has_no_room_for_is_evaluated_by_all() -> None:
     assert planner._alone(8, 16, cut, replace(on, room=1.0), ()) == cut.step.seconds / 2
 
 
-@pytest.mark.parametrize("name", ["cosmoflow", "unet3d"])
+@pytest.mark.parametrize("name", ["cosmoflow", pytest.param("unet3d", marks=pytest.mark.claim)])
 def test_published_runs_are_planned_and_what_is_wrong_is_printed(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     rows = planned(capsys, name, "--check")["check"]
     assert rows[0]["error_percent"] is None and rows[0]["planned"] == pytest.approx(rows[0]["published"], rel=2e-3)
