@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import h5py
 import numpy as np
 import pytest
 
-from tests.ranks.test_launch_mpi import SOON, mpich, run
+from tests.ranks.test_launch_mpi import SOON, Ended, mpich, run, run_forked
 
 OF_OTHERS = ("mpich_shm", "sm_segment", "vader_segment", "sem.mp-")  # an MPI library keeps its own of ranks that were killed
 
@@ -25,28 +26,43 @@ def volumes(folder: Path) -> Path:
     return folder
 
 
+def under_mpiexec(*words: str) -> Ended:
+    return run(mpich(2), "read.py", *words)
+
+
+def forked(*words: str) -> Ended:
+    ended = run_forked(2, "read.py", *words)
+    (code,) = {bool(each.code) for each in ended}
+    return Ended(code, "", "".join(each.err for each in ended), ended[0].after)
+
+
+FAULTS = {
+    "vanished": ["v08.h5", "no such file", "train, rank "],
+    "truncated": ["v0", "truncated", "train, rank "],
+    "EIO": ["train, rank 1, sample ", ".h5: bytes ", "Input/output error (EIO)"],
+    "NaN": ["train, rank 1, sample 43: ", "v10.h5: row 3 of 'counts' holds NaN or infinity; make it again"],
+    "killed": ["was killed by signal 9 (SIGKILL)", "train, rank 1, sample 43"],
+    "vanished tensor": ["v08.h5", "no such file", "train, rank "],
+    "EIO tensor": ["train, rank 1, sample ", ".h5: bytes ", "Input/output error (EIO)"],
+    "killed tensor": ["was killed by signal 9 (SIGKILL)", "train, rank 1, sample 43"],
+}
+LAUNCHED = ("EIO", "killed tensor")  # these behind a launcher, and as a claim all of them
+
+
 @pytest.mark.parametrize(
-    "what, texts",
-    [
-        ("vanished", ["v08.h5", "no such file", "train, rank "]),
-        ("truncated", ["v0", "truncated", "train, rank "]),
-        ("EIO", ["train, rank 1, sample ", ".h5: bytes ", "Input/output error (EIO)"]),
-        ("NaN", ["train, rank 1, sample 43: ", "v10.h5: row 3 of 'counts' holds NaN or infinity; make it again"]),
-        ("killed", ["was killed by signal 9 (SIGKILL)", "train, rank 1, sample 43"]),
-        ("vanished tensor", ["v08.h5", "no such file", "train, rank "]),
-        ("EIO tensor", ["train, rank 1, sample ", ".h5: bytes ", "Input/output error (EIO)"]),
-        ("killed tensor", ["was killed by signal 9 (SIGKILL)", "train, rank 1, sample 43"]),
-    ],
+    ("ranks", "what"),
+    [(forked, what) for what in FAULTS if what not in LAUNCHED]
+    + [pytest.param(under_mpiexec, what, marks=[] if what in LAUNCHED else pytest.mark.claim) for what in FAULTS],
 )
-def test_all_ranks_end_within_seconds(tmp_path: Path, what: str, texts: list[str]) -> None:
+def test_all_ranks_end_within_seconds(tmp_path: Path, ranks: Callable[..., Ended], what: str) -> None:
     folder = volumes(tmp_path / "train")
     if what == "NaN":
         with h5py.File(folder / "v10.h5", "r+") as file:
             file["counts"][3, 2, 1, 0] = np.nan
     shared = set(os.listdir("/dev/shm"))
-    ended = run(mpich(2), "read.py", str(folder), *what.split())
+    ended = ranks(str(folder), *what.split())
     assert ended.code != 0 and ended.after < SOON + (20 if what == "NaN" else 0)  # this one counts from the start
-    assert all(text in ended.err for text in texts), ended.err
+    assert all(text in ended.err for text in FAULTS[what]), ended.err
     new = {name for name in set(os.listdir("/dev/shm")) - shared if not name.startswith(OF_OTHERS)}
     until = time.monotonic() + 5  # another test's processes may be about to use what they have made
     while (left := [name for name in new if not in_use(name)]) and time.monotonic() < until:
@@ -64,6 +80,7 @@ def in_use(name: str) -> bool:
 
 
 @pytest.mark.parametrize("axis", ["replicate", "tensor"])
-def test_without_a_fault_all_is_read(tmp_path: Path, axis: str) -> None:
-    ended = run(mpich(2), "read.py", str(volumes(tmp_path / "train")), "nothing", axis)
+@pytest.mark.parametrize("ranks", [forked, pytest.param(under_mpiexec, marks=pytest.mark.claim)])
+def test_without_a_fault_all_is_read(tmp_path: Path, ranks: Callable[..., Ended], axis: str) -> None:
+    ended = ranks(str(volumes(tmp_path / "train")), "nothing", axis)
     assert ended.code == 0 and "Error" not in ended.err

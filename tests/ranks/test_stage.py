@@ -23,7 +23,7 @@ from hpcai.data.stage import Staged, exchange, holds, plan, stage_in
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import DataError
 from tests.ranks.launch import on_ranks
-from tests.ranks.test_launch_mpi import MPICH, OF_LAUNCHERS, ROOT, SOON, mpich, run
+from tests.ranks.test_launch_mpi import MPICH, OF_LAUNCHERS, ROOT, SOON, mpich, run, run_forked
 
 BLOCK = 16384
 SIZES = [5 * BLOCK + 1, 20 * BLOCK, 7 * BLOCK - 1, 11 * BLOCK + 4097, 3, 30 * BLOCK]
@@ -336,19 +336,20 @@ def differs(mesh: Mesh, source: Path, target: Path) -> str:
 # ---- real launchers
 
 
-def command(launch: list[Any], folder: Path, words: str) -> "subprocess.CompletedProcess[str]":
-    """``hpcai data stage`` on four ranks that play two nodes."""
+def command(ranks: int, folder: Path, words: str) -> "subprocess.CompletedProcess[str]":
+    """``hpcai data stage`` on ranks that play two nodes."""
     script = folder / "stage.sh"
-    script.write_text(f"#!/bin/sh\nexport NODE=node$((PMI_RANK / 2))\nexec {MPICH.parent}/hpcai data stage {words}\n")
+    script.write_text(f"#!/bin/sh\nexport NODE=node$((PMI_RANK * 2 / {ranks}))\nexec {MPICH.parent}/hpcai data stage {words}\n")
     script.chmod(0o755)
     mine = {name: value for name, value in os.environ.items() if not OF_LAUNCHERS.match(name)}
     mine |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HPCAI_TIMEOUT": "60"}
-    return subprocess.run([*launch, script], env=mine, capture_output=True, text=True, timeout=60)
+    return subprocess.run([*mpich(ranks), script], env=mine, capture_output=True, text=True, timeout=60)
 
 
 @pytest.mark.mpi
-def test_command_behind_mpiexec(source: Path, tmp_path: Path) -> None:
-    ended = command(mpich(4), tmp_path, f"'{source}' '{tmp_path}/target/$NODE' --node '$NODE' --json --block 1")
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.claim)])
+def test_command_behind_mpiexec(source: Path, tmp_path: Path, ranks: int) -> None:
+    ended = command(ranks, tmp_path, f"'{source}' '{tmp_path}/target/$NODE' --node '$NODE' --json --block 1")
     assert ended.returncode == 0, ended.stderr
     (line,) = [line for line in ended.stdout.splitlines() if line.startswith("{")]
     found = json.loads(line)
@@ -361,15 +362,23 @@ def test_command_behind_mpiexec(source: Path, tmp_path: Path) -> None:
     assert size <= found["read"] <= 1.05 * size + 4096 * len(whole)
 
 
+def test_refusal_is_one_line(source: Path) -> None:
+    ended = run_forked(2, str(MPICH.with_name("hpcai")), "data", "stage", str(source), str(source / "x"))
+    assert [each.code for each in ended] == [2, 2]
+    text = "".join(each.err for each in ended)
+    assert text.count("hpcai data stage: ") == 1 and "holds or lies in the source" in text
+
+
+@pytest.mark.claim
 @pytest.mark.mpi
 def test_refusal_behind_mpiexec_is_one_line(source: Path, tmp_path: Path) -> None:
-    ended = command(mpich(2), tmp_path, f"'{source}' '{source}/x'")
+    ended = command(2, tmp_path, f"'{source}' '{source}/x'")
     assert ended.returncode == 2
     assert ended.stderr.count("hpcai data stage: ") == 1 and "holds or lies in the source" in ended.stderr
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("how", ["full", "kill"])
+@pytest.mark.parametrize("how", ["full", pytest.param("kill", marks=pytest.mark.claim)])
 def test_failure_over_mpi_ends_all(source: Path, tmp_path: Path, how: str) -> None:
     ended = run(mpich(2), "stage.py", str(source), str(tmp_path / "target"), "1", how, "1")
     assert ended.after < SOON

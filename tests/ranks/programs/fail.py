@@ -29,7 +29,7 @@ def come_to_grief(rank: int) -> None:
 
 with dist.start({"replicate": -1}) as mesh:
     torch_dist.all_reduce(torch.ones(1))
-    time.sleep(0.5 if who != "all" else 0)
+    time.sleep(0.2 if who != "all" else 0)
     if who in ("all", str(mesh.rank)):
         come_to_grief(mesh.rank)
     if meanwhile == "collective":

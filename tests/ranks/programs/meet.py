@@ -1,4 +1,4 @@
-"""Every rank says its place and what it computed with the others, one JSON line each."""
+"""Every rank says its place and what it computed with the others, one JSON line each, and ends with a code: meet.py SIZES CODE"""
 
 import json
 import os
@@ -33,8 +33,9 @@ with dist.start(sizes) as mesh:
         "along": along,
         "mpi": "mpi4py.MPI" in sys.modules,
     }
+threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+os.write(1, (json.dumps(said | {"threads": threads, "group": torch_dist.is_initialized()}) + "\n").encode())
 with dist.start(sizes) as mesh:  # the same processes may meet again, and have groups anew
     for axis in (mesh["replicate"], mesh["depth"], mesh.everyone):
         assert sum_in_place(torch.ones(1), axis).item() == axis.size
-threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
-os.write(1, (json.dumps(said | {"threads": threads, "group": torch_dist.is_initialized()}) + "\n").encode())
+    sys.exit(int(sys.argv[2]) if len(sys.argv) > 2 else 0)
