@@ -125,11 +125,15 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("axes", CUTS, ids=str)
-def test_cut_equals_whole(axes: dict[str, int]) -> None:
-    shards = ("none", "optimizer", "weights") if "replicate" in axes else ("none",)
-    cases = [case | {"shard": shard} for shard in shards for case in CASES]
-    cases += [] if "replicate" in axes else [CASES[1] | {"shard": shard} for shard in ("optimizer", "weights")]
+@pytest.mark.parametrize(
+    ("axes", "every"), [*((axes, False) for axes in CUTS), pytest.param(CUTS[-1], True, marks=pytest.mark.claim)], ids=str
+)
+def test_cut_equals_whole(axes: dict[str, int], every: bool) -> None:
+    """Copies divide the state of a case in one way, or in ``every``."""
+    ways = ("none", "optimizer", "weights")
+    cases: list[dict[str, Any]] = [case | {"shard": "none"} for case in CASES] + [CASES[1] | {"shard": way} for way in ways[1:]]
+    if "replicate" in axes:
+        cases = [case | {"shard": way} for n, case in enumerate(CASES) for way in (ways if every else ways[n % 3 : n % 3 + 1])]
     for case, *ranks in zip(cases, *on_ranks(axes, trained, cases)):
         right, norm, loss = by_one_rank(case)
         same(joined([rank[0] for rank in ranks]), right)
