@@ -146,12 +146,18 @@ def test_layers_that_are_computed_again_learn_the_same(frozen: str) -> None:
         assert all(one[0] == again[0] and np.array_equal(one[3], again[3]) for one, again in zip(found[0], other))
 
 
-@pytest.mark.parametrize("frozen", ["bf16", "8bit"])
-def test_compiled_layers_learn_the_same(frozen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+COMPILED = [("layers", "blocks"), ("none", "blocks")]  # what is computed again, and what is compiled
+
+
+@pytest.mark.parametrize(
+    ("frozen", "ways"),
+    [("8bit", COMPILED[:1]), *(pytest.param(kind, COMPILED, marks=pytest.mark.claim) for kind in ("8bit", "bf16"))],
+)
+def test_compiled_layers_learn_the_same(frozen: str, ways: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Traced forward and backward; the code that Inductor makes of it takes half a minute."""
     monkeypatch.setattr(compiling, "compile_model", partial(compiling.compile_model, backend="aot_eager"))
     found = []
-    for recompute, compiled in (("none", "none"), ("none", "blocks"), ("layers", "blocks")):
+    for recompute, compiled in (("none", "none"), *ways):
         torch._dynamo.reset()
         step = from_folder(Mesh({}), frozen=frozen, recompute=recompute, compile=compiled, precision="fp64")
         for number in range(2):

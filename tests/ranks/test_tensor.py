@@ -125,11 +125,15 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("axes", CUTS, ids=str)
-def test_cut_equals_whole(axes: dict[str, int]) -> None:
-    shards = ("none", "optimizer", "weights") if "replicate" in axes else ("none",)
-    cases = [case | {"shard": shard} for shard in shards for case in CASES]
-    cases += [] if "replicate" in axes else [CASES[1] | {"shard": shard} for shard in ("optimizer", "weights")]
+@pytest.mark.parametrize(
+    ("axes", "every"), [*((axes, False) for axes in CUTS), pytest.param(CUTS[-1], True, marks=pytest.mark.claim)], ids=str
+)
+def test_cut_equals_whole(axes: dict[str, int], every: bool) -> None:
+    """Copies divide the state of a case in one way, or in ``every``."""
+    ways = ("none", "optimizer", "weights")
+    cases: list[dict[str, Any]] = [case | {"shard": "none"} for case in CASES] + [CASES[1] | {"shard": way} for way in ways[1:]]
+    if "replicate" in axes:
+        cases = [case | {"shard": way} for n, case in enumerate(CASES) for way in (ways if every else ways[n % 3 : n % 3 + 1])]
     for case, *ranks in zip(cases, *on_ranks(axes, trained, cases)):
         right, norm, loss = by_one_rank(case)
         same(joined([rank[0] for rank in ranks]), right)
@@ -167,17 +171,20 @@ PLACES: list[tuple[dict[str, int], dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-def test_a_checkpoint_goes_from_every_cut_to_every_other(tmp_path: Path) -> None:
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.claim)])
+def test_a_checkpoint_goes_from_every_cut_to_every_other(tmp_path: Path, every: bool) -> None:
+    """Or from each to the one after it."""
     places = [(axes, {"optimizer": "adamw", "keys": 2, **TIED, **case}) for axes, case in PLACES]
     folders = [tmp_path / str(number) for number in range(len(places))]
     before = [joined(on_ranks(axes, written, folder, case)) for (axes, case), folder in zip(places, folders)]
     after: dict[str, Any] = {}
-    for axes, case in places:
-        ranks = on_ranks(axes, read, folders, case)
-        for number, right in enumerate(before):
-            same(joined([rank[number][0] for rank in ranks]), right, exactly=True)
-            after = after or joined([rank[number][1] for rank in ranks])
-            same(joined([rank[number][1] for rank in ranks]), after)
+    for place, (axes, case) in enumerate(places):
+        given = range(len(places)) if every else [place - 1]
+        ranks = on_ranks(axes, read, [folders[number] for number in given], case)
+        for k, number in enumerate(given):
+            same(joined([rank[k][0] for rank in ranks]), before[number], exactly=True)
+            after = after or joined([rank[k][1] for rank in ranks])
+            same(joined([rank[k][1] for rank in ranks]), after)
     newest = [folder / f"step-{STEPS:08d}" for folder in folders]
     sizes = [{n: tuple(t.shape) for n, t in read_tensors(path).items() if not n.startswith("rng")} for path in newest]
     assert all(each == sizes[0] for each in sizes)
