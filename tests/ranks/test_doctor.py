@@ -57,12 +57,12 @@ def test_ranks_that_hang_are_named_at_the_limit(tmp_path: Path) -> None:
     """Rank 1 holds its interpreter, rank 2 only its main thread."""
     told = tmp_path / "told.json"
     began = time.monotonic()
-    ended = run_forked(3, "doctor.py", "hang", "1", "--directory", str(tmp_path), "--limit", "6", "--json", str(told))
+    ended = run_forked(3, "doctor.py", "hang", "1", "--directory", str(tmp_path), "--limit", "8", "--json", str(told))
     assert time.monotonic() - began < 40
     shown = page(ended, 1)
     held = r"rank 1 on \S+ does not answer: stopped, or held by a driver or a file system; look at these nodes"
     stuck = r"rank 2 on \S+ is still at pace for \d+ s, and the others wait for it"
-    assert re.search(rf"^wrong: the job: not done after 6 s: {held}; {stuck}$", shown, re.MULTILINE)
+    assert re.search(rf"^wrong: the job: not done after 8 s: {held}; {stuck}$", shown, re.MULTILINE)
     assert json.loads(told.read_text())["findings"][0]["code"] == "silent"
     assert shown.startswith("hpcai doctor: 3 ranks"), "what is known by then is shown"
 

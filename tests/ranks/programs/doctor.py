@@ -15,7 +15,7 @@ if os.environ["RANK"] == rank:
         skew = network.skew
         job.network.skew = lambda wire, rank, ranks: skew(wire, rank, ranks, clock=lambda: time.time() + 90)
     elif fault == "hang":
-        job.network.pace = lambda device: ctypes.PyDLL(None).sleep(9)  # and no other thread runs meanwhile
+        job.network.pace = lambda device: ctypes.PyDLL(None).sleep(11)  # and no other thread runs meanwhile
 if fault == "hang" and os.environ["RANK"] == "2":
     job.network.pace = lambda device: time.sleep(60)
 if fault == "other":
