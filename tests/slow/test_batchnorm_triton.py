@@ -51,9 +51,9 @@ def example(r, k):
     M, P, Q, I = (t.double().view(over) for t in (mean, a, b, (variance + 1e-5).rsqrt()))
     W, B = (t.double().view(1, *over[1:]) for t in (weight, bias))
     N, added = (x.double() - M) * I, 0.0 if plus is None else plus.double()
-    z, terms, both = W * N + B, (W * N).abs() + B.abs() + abs(added), (rule, rule._replace(act=None))
+    z, terms, both = W * N + B, (W * N).abs() + B.abs(), (rule, rule._replace(act=None))
     y_ = fused.normalise(x, rule, plus)
-    near("y", y_, batchnorm.activated(z + added, act, slope), terms * max(slope, 1))
+    near("y", y_, batchnorm.activated(z + added, act, slope), (terms + abs(added)) * max(slope, 1))
     if act in ("relu", "leaky_relu") and y is None:
         side = fused.normalise(x, both[1], None)
         z = torch.where((side <= 0) == (z <= 0), z, side.double())  # forward and backward have a value near 0 on the same side
