@@ -16,7 +16,7 @@ from hpcai.errors import CheckpointError
 from hpcai.log import size
 
 if TYPE_CHECKING:
-    from hpcai.train.saved import File, Index
+    from hpcai.train.saved import File, Held
 
 
 def main(argv: Sequence[str]) -> int:
@@ -62,27 +62,29 @@ def give(folder: Path, file: Path) -> int:
 
 def show(folder: Path, tensors: bool, console: Console) -> int:
     """Print what is there -> 1 where a checkpoint is damaged. Raises CheckpointError where there is none."""
-    from hpcai.train.saved import damage, opened
+    from hpcai.train.saved import DamagedError, damage, opened
 
     every = _checkpoints(folder)
     steps = Table(Column("checkpoint", no_wrap=True), "step", "epoch", "processes", "tensors", "bytes", "files", "is")
-    bad = 0
+    bad, held = 0, None
     for path in every:
-        problem, run, index = opened(path)
-        problem = problem or damage(path)
-        bad += bool(problem)
-        if run is None or index is None:
-            steps.add_row(path.name, *["?"] * 6, problem)
+        try:
+            held = opened(path)
+            problem = damage(held)
+        except DamagedError as error:
+            steps.add_row(path.name, *["?"] * 6, str(error))
+            bad += 1
             continue
-        files = sorted({box.file for entry in index.tensors.values() for box in entry.boxes})
-        count = sum((path / name).stat().st_size for name in files if (path / name).is_file())
-        where = path.name, f"{run.progress.step:,}", str(run.progress.epoch), str(run.world)
-        steps.add_row(*where, f"{len(index.tensors):,}", size(count), str(len(files)), problem or "whole")
+        bad += bool(problem)
+        files = {part.file for parts in held.tensors.values() for part in parts}
+        count = sum((path / name).stat().st_size for name in files)
+        where = path.name, f"{held.run.progress.step:,}", str(held.run.progress.epoch), str(held.run.world)
+        steps.add_row(*where, f"{len(held.tensors):,}", size(count), str(len(files)), problem or "whole")
     console.print(steps)
-    if index is not None and (every == [folder] or tensors):
-        console.print(_files(index.files))
+    if held is not None and (every == [folder] or tensors):
+        console.print(_files(held.index.files))
         if tensors:
-            console.print(_tensors(index))
+            console.print(_tensors(held))
     return 1 if bad else 0
 
 
@@ -95,11 +97,11 @@ def _files(files: "dict[str, File]") -> Table:
     return table
 
 
-def _tensors(index: "Index") -> Table:
+def _tensors(held: "Held") -> Table:
     table = Table("tensor", "dtype", "size", "box", "file", "at")
-    for name, entry in index.tensors.items():
-        for number, box in enumerate(entry.boxes):
-            about = (name, entry.dtype, str(entry.size)) if not number else ("", "", "")
-            whole = "whole" if box.sizes == entry.size else f"{box.sizes} from {box.offsets}"
-            table.add_row(*about, whole, box.file, f"{box.at:,}")
+    for name, parts in held.tensors.items():
+        for number, part in enumerate(parts):
+            about = ("", "", "") if number else (name, str(part.dtype).removeprefix("torch."), str(list(held.sizes[name])))
+            whole = "whole" if part.sizes == held.sizes[name] else f"{list(part.sizes)} from {list(part.offsets)}"
+            table.add_row(*about, whole, part.file, f"{part.at:,}")
     return table

@@ -171,6 +171,19 @@ def agree(value: T, axis: Axis, source: int = 0) -> T:
     return box[0]
 
 
+def to_first(value: T, axis: Axis) -> list[T]:
+    """``value`` of every process of ``axis``, by rank, on its first one, and nothing elsewhere: small Python objects of ours, which
+    are pickled on the way. Nobody talks but to the first."""
+    if axis.rank:
+        torch_dist.send_object_list([value], group=axis.group, group_dst=0)
+        return []
+    values = [value]
+    for rank in range(1, axis.size):
+        torch_dist.recv_object_list(box := [value], group=axis.group, group_src=rank)
+        values.append(box[0])
+    return values
+
+
 def by_first(work: Callable[[], T], axis: Axis) -> T:
     """What ``work`` gives on the first process of ``axis``, which does it for all; it is pickled on the way. All of them call this
     together, and where it fails all raise the error."""

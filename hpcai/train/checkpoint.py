@@ -14,16 +14,16 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as torch_dist
 from torch import Tensor
 
 from hpcai import __version__
-from hpcai.dist.collect import agree, distinct, gather_objects, sum_in_place
+from hpcai.dist.collect import agree, by_first, distinct, gather_objects, sum_in_place, to_first
 from hpcai.dist.host import uncollected
 from hpcai.dist.mesh import Axis, Mesh
 from hpcai.durable import flush
@@ -33,7 +33,7 @@ from hpcai.parallel.rows import Share, alike, place_of
 from hpcai.settings import CheckpointConfig
 from hpcai.train import tensorfile
 from hpcai.train.aside import later
-from hpcai.train.saved import FORMAT, INDEX, MANIFEST, RUN, Index, Progress, RunFile, found, opened, read_packed, sealed, step_of
+from hpcai.train.saved import FORMAT, INDEX, MANIFEST, RUN, DamagedError, Held, Progress, RunFile, found, opened, sealed, step_of
 from hpcai.train.step import Step
 from hpcai.train.tensorfile import Box, Contents
 
@@ -195,18 +195,19 @@ class Checkpoints:
     def _meet(self) -> None:
         """Agree once on who writes where: the first process hears what each has. Those that write get a channel for threads."""
         own, everyone = self._own, self.mesh.everyone
-        entries = _to_first(json.dumps([box.entry() for box in own.boxes]).encode() if own.boxes else b"", everyone)
-        places: dict[int, tuple[str, int]] = {}
-        if everyone.rank == 0:
-            told = {rank: json.loads(text) for rank, text in entries.items() if text}
-            self._contents = Contents(told, self.cfg.writers)
-            places = {each.writer: (each.file, each.at) for each in self._contents.stretches}
-        places = agree(places, everyone)
-        own.place = places.get(everyone.rank)
-        own.bytes = int(sum_in_place(torch.tensor(len(own.host)), everyone).item())
-        if own.place is not None or everyone.rank == 0:
-            own.ranks = sorted({0, *places})
+        told = torch.zeros(everyone.size + 1, dtype=torch.int64)
+        told[everyone.rank], told[-1] = bool(own.boxes), len(own.host)
+        *writes, own.bytes = sum_in_place(told, everyone).tolist()
+        own.ranks = [rank for rank, has in enumerate(writes) if has or rank == 0]
+        own.place, own.writers = None, None
+        if everyone.rank in own.ranks:
             own.writers = self.mesh.among("checkpoint", own.ranks)
+            entries = zip(own.ranks, to_first([box.entry() for box in own.boxes], own.writers))
+            places: dict[int, tuple[str, int]] = {}
+            if own.writers.rank == 0:
+                self._contents = Contents({rank: each for rank, each in entries if each}, self.cfg.writers)
+                places = {each.writer: (each.file, each.at) for each in self._contents.stretches}
+            own.place = agree(places, own.writers).get(everyone.rank)
 
     def _write(self, final: Path, run: dict[str, Any], number: int) -> str:
         """What the thread of each process does -> why it failed, or nothing. The first one hears of all others' failures."""
@@ -225,11 +226,11 @@ class Checkpoints:
                 hashes = tensorfile.write(partial / own.place[0], own.place[1], own.host)
 
         problem = _tried(write)
-        told = _to_first(problem.encode() or b"\0" + hashes, own.writers)
+        told = dict(zip(own.ranks, to_first((problem, hashes), own.writers)))
         if first:
-            failed = [text.decode() for text in told.values() if text[0]]
-            found = {own.ranks[place]: text[1:] for place, text in told.items()}
-            problem = failed[0] if failed else _tried(lambda: self._commit(partial, final, found, run, number))
+            problem = next((text for text, _ in told.values() if text), "")
+            found = {rank: each for rank, (_, each) in told.items()}
+            problem = problem or _tried(lambda: self._commit(partial, final, found, run, number))
             if problem:
                 shutil.rmtree(partial, ignore_errors=True)
         return problem
@@ -241,7 +242,7 @@ class Checkpoints:
                 file.write(header)
             flush(partial / name)
         _write(partial / RUN, json.dumps(run, indent=1))
-        _write(partial / INDEX, json.dumps({"format": FORMAT, **self._contents.index(hashes)}))
+        _write(partial / INDEX, json.dumps({"format": FORMAT, "block": tensorfile.BLOCK, "files": self._contents.files(hashes)}))
         files = {name: sealed(partial / name) for name in (INDEX, RUN)}
         _write(partial / MANIFEST, json.dumps({"format": FORMAT, "files": files}, indent=1))
         flush(partial)
@@ -272,14 +273,13 @@ class Checkpoints:
         if self.mesh.is_first and self.directory.is_dir():
             self.notes += [f"{p.name} was not finished and is ignored" for p in self.directory.glob(".step-*.partial")]
         for path in reversed(agree(self.found(), self.mesh.everyone)):
-            damage, run, index = agree(opened(path) if self.mesh.rank == 0 else ("", None, None), self.mesh.everyone)
-            if not damage:
-                assert run is not None and index is not None
-                damage = self._load(path, run, index, step)
-                if not damage:
-                    return run.progress
-            self.notes.append(f"{path.name} is passed over: {damage}")
-            self._refused.append(path)
+            try:
+                held = by_first(partial(opened, path), self.mesh.everyone)
+                self._load(held, step)
+                return held.run.progress
+            except DamagedError as damage:
+                self.notes.append(f"{path.name} is passed over: {damage}")
+                self._refused.append(path)
         if self._refused:
             raise CheckpointError(
                 f"{self.directory}: no checkpoint is whole ({'; '.join(self.notes)}); training would begin anew: if that is meant, "
@@ -287,37 +287,34 @@ class Checkpoints:
             )
         return None
 
-    def _load(self, path: Path, run: RunFile, index: Index, step: Step) -> str:
-        """Put a checkpoint into ``step`` -> what is damaged, or nothing."""
-        self._compare(path, run)
-        wanted = _boxes(step, self.mesh, self._still_frozen(path, run, index, step))
-        counted = _COUNT in index.tensors  # not when each parameter had a count of its own, and sgd none
+    def _load(self, held: Held, step: Step) -> None:
+        """Put a checkpoint into ``step``. Raises DamagedError."""
+        self._compare(held.path, held.run)
+        wanted = _boxes(step, self.mesh, self._still_frozen(held, step))
+        counted = _COUNT in held.tensors  # not when each parameter had a count of its own, and sgd none
         state = [box for box in wanted if counted or box.name != _COUNT]
-        self._check_names(path, state, index)
-        problem = ""
+        self._check_names(held, state)
         try:
-            if index.format == 1:
-                read_packed(path, state, index)
-            else:
-                problem = tensorfile.read(path, index.blocks(), [(box, index.stored(box.name)) for box in state])
+            problem = held.fill(state)
         except Exception as error:
             problem = _reason(error)
         if problem := self._first_of(problem):
-            return problem
+            raise DamagedError(problem)
+        progress = held.run.progress
         step.optimizer.refresh()
         step.sums.spread()
-        step.count, step.average.seen = run.progress.step, run.progress.seen
+        step.count, step.average.seen = progress.step, progress.seen
         if not counted:
-            step.optimizer.count.fill_(run.progress.step)
-        return ""
+            step.optimizer.count.fill_(progress.step)
 
-    def _still_frozen(self, path: Path, run: RunFile, index: Index, step: Step) -> set[str]:
+    def _still_frozen(self, held: Held, step: Step) -> set[str]:
         """Weights that the checkpoint has not, since they are those of a file. One that it has is read, and saved from then on."""
         frozen, origins = self._not_saved(step)
+        run, path = held.run, held.path
         for name, parameter in step.model.named_parameters():
-            if name in frozen and f"model/{name}" in index.tensors:
+            if name in frozen and f"model/{name}" in held.tensors:
                 del parameter.origin  # type: ignore[attr-defined]
-        if kept := {name for name in frozen if f"model/{name}" in index.tensors}:
+        if kept := {name for name in frozen if f"model/{name}" in held.tensors}:
             self._frozen = step, {name: seal for name, seal in frozen.items() if name not in kept}, origins
         for name, seal in frozen.items():
             made = name not in run.frozen and seal in run.origins  # of that file, such as scales where weights now have 8 bits
@@ -329,16 +326,16 @@ class Checkpoints:
                 )
         return set(frozen) - kept
 
-    def _check_names(self, path: Path, state: Sequence[Box], index: Index) -> None:
+    def _check_names(self, held: Held, state: Sequence[Box]) -> None:
         """Refuse a checkpoint that lacks a tensor of the run, or has it in another size."""
-        wrong = [(box.name, f"no {box.name!r}") for box in state if box.name not in index.tensors]
+        wrong = [(box.name, f"no {box.name!r}") for box in state if box.name not in held.tensors]
         if not wrong:
-            pairs = ((box, tuple(index.tensors[box.name].size)) for box in state)
+            pairs = ((box, held.sizes[box.name]) for box in state)
             wrong = [(box.name, f"{box.name!r} as {list(n)}, not {list(box.size)}") for box, n in pairs if n != box.size]
         names = list(dict.fromkeys(text for _, text in wrong))
         text = ", ".join(names[:10]) + (f" (and {len(names) - 10} more)" if len(names) > 10 else "")
         if text := self._first_of(f"{text}; it belongs to another {wrong[0][0].partition('/')[0]}" if wrong else ""):
-            raise CheckpointError(f"{path}: holds {text}")
+            raise CheckpointError(f"{held.path}: holds {text}")
 
     def _first_of(self, problem: str) -> str:
         """The problem of the first process that has one, or nothing."""
@@ -369,26 +366,6 @@ class Checkpoints:
         for left in partial.parent.glob(".step-*.partial"):
             shutil.rmtree(left)
         partial.mkdir()
-
-
-def _to_first(own: bytes, axis: Axis) -> dict[int, bytes]:
-    """What each process of ``axis`` has, by rank, on the first. Those that have nothing send nothing but that."""
-    if axis.size == 1:
-        return {0: own}
-    lengths = torch.zeros(axis.size, dtype=torch.int64)
-    lengths[axis.rank] = len(own)
-    sum_in_place(lengths, axis)
-    found = {0: own}
-    if axis.rank:
-        if own:
-            torch_dist.send(torch.frombuffer(bytearray(own), dtype=torch.uint8), group=axis.group, group_dst=0)
-        return {}
-    for rank, length in enumerate(lengths.tolist()):
-        if rank and length:
-            into = torch.empty(length, dtype=torch.uint8)
-            torch_dist.recv(into, group=axis.group, group_src=rank)
-            found[rank] = into.numpy().tobytes()
-    return found
 
 
 def _tried(action: Callable[[], None]) -> str:

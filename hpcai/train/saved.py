@@ -5,7 +5,7 @@ import io
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import torch
-from pydantic import AfterValidator, AliasChoices, BaseModel, Field, PositiveInt, ValidationError
+from pydantic import BaseModel, Field, PositiveInt, ValidationError
 from torch import Tensor, nn
 
 from hpcai.errors import CheckpointError
@@ -22,11 +22,11 @@ from hpcai.train import tensorfile
 from hpcai.train.tensorfile import BLOCK, Block, Box, Stored
 
 INDEX, RUN, MANIFEST = "index.json", "run.json", "manifest.json"
-FORMAT: Literal[2] = 2
+FORMAT: Literal[3] = 3
 _NAME = re.compile(r"step-(\d{8,})")
-_FILE = r"^\w[\w.-]*$"
 
 Count = Annotated[int, Field(ge=0, lt=1 << 53)]
+FileName = Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
 
 
 @dataclass
@@ -46,24 +46,18 @@ class Progress:
 # What the JSON files of a checkpoint hold.
 
 
-def _is_dtype(name: str) -> str:
-    if not isinstance(getattr(torch, name, None), torch.dtype):
-        raise ValueError(f"torch has no type {name!r}")
-    return name
-
-
 class _Seal(BaseModel):
     bytes: Count
     sha256: str
 
 
 class _Manifest(BaseModel):
-    format: Literal[1, 2]
-    files: dict[Annotated[str, Field(pattern=_FILE)], _Seal]
+    format: Literal[1, 2, 3]
+    files: dict[FileName, _Seal]
 
 
 class RunFile(BaseModel):
-    format: Literal[1, 2]
+    format: Literal[1, 2, 3]
     world: PositiveInt
     progress: Progress
     settings: dict[str, Any]
@@ -78,18 +72,17 @@ class RunFile(BaseModel):
     """which model the weights are of, as the files of weights say it"""
 
 
-class StoredBox(BaseModel):
+class _Chunk(BaseModel):
     offsets: list[Count]
     sizes: list[Count]
-    file: str
+    file: FileName
     at: Count
-    bytes: Count = 0  # of format 1, where each box was packed by itself
+    bytes: Count
 
 
-class Entry(BaseModel):
-    dtype: Annotated[str, AfterValidator(_is_dtype)]
-    size: list[Count]
-    boxes: list[StoredBox] = Field(validation_alias=AliasChoices("boxes", "chunks"))
+class _Chunks(BaseModel):
+    dtype: str
+    chunks: list[_Chunk] = []
 
 
 class _Stretch(BaseModel):
@@ -107,12 +100,12 @@ class File(BaseModel):
 
 
 class Index(BaseModel):
-    """Where each box of each tensor lies. Its files are not in the index of format 1, whose manifest has them."""
+    """The files and the SHA-256 of their blocks. Of format 1, whose manifest has the files: where each box is, packed by torch."""
 
-    format: Literal[1, 2]
+    format: Literal[1, 2, 3]
     block: Annotated[int, Field(ge=8, le=1 << 30, multiple_of=8)] = BLOCK
-    files: dict[Annotated[str, Field(pattern=_FILE)], File] = {}
-    tensors: dict[str, Entry]
+    files: dict[FileName, File] = {}
+    tensors: dict[str, _Chunks] = {}
 
     def blocks(self) -> dict[str, list[Block]]:
         """By file, in order."""
@@ -125,55 +118,55 @@ class Index(BaseModel):
                     found[name].append(Block(name, at, min(self.block, stretch.at + stretch.bytes - at), seal))
         return found
 
-    def stored(self, name: str) -> list[Stored]:
-        entry = self.tensors[name]
-        dtype = getattr(torch, entry.dtype)
-        return [Stored(dtype, tuple(box.offsets), tuple(box.sizes), box.file, box.at) for box in entry.boxes]
 
-    def misplaced(self, folder: Path) -> str | None:
-        """What does not fit together: a file of another size, or a tensor where no file of it is."""
-        for name, file in self.files.items():
-            try:
-                size = (folder / name).stat().st_size
-            except OSError:
-                return f"{name} is missing"
-            if size != file.bytes:
-                return f"{name} has changed since it was written (size)"
-            with (folder / name).open("rb") as stream:
-                if hashlib.sha256(stream.read(min(file.header, size))).hexdigest() != file.sha256:
-                    return f"{name} has changed since it was written (SHA-256 of its header)"
-            for stretch in file.stretches:
-                if stretch.at + stretch.bytes > size or len(stretch.sha256) != -(-stretch.bytes // self.block):
-                    return f"{INDEX} gives {name} stretches that it has not"
-        for name, entry in self.tensors.items():
-            width = getattr(torch, entry.dtype).itemsize
-            for box in entry.boxes:
-                end = box.at + math.prod(box.sizes) * width
-                stretches = self.files[box.file].stretches if box.file in self.files else ()
-                inside = any(stretch.at <= box.at and end <= stretch.at + stretch.bytes for stretch in stretches)
-                within = len(box.offsets) == len(box.sizes) == len(entry.size) and all(
-                    o + n <= whole for o, n, whole in zip(box.offsets, box.sizes, entry.size)
-                )
-                if not (inside and within and box.at % width == 0):
-                    return f"{INDEX} places {name!r} where no file of it is"
-            if sum(math.prod(box.sizes) for box in entry.boxes) != math.prod(entry.size):
-                return f"{INDEX} has only parts of {name!r}"
-        return None
+class DamagedError(CheckpointError):
+    """A checkpoint is not what was written. The words say what of it."""
+
+
+@dataclass
+class Held:
+    """What a checkpoint holds: its run, its files, the boxes of each tensor and where they lie, and the size of each tensor."""
+
+    path: Path
+    run: RunFile
+    index: Index
+    tensors: dict[str, list[Stored]] = field(default_factory=dict)
+    sizes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def fill(self, wanted: Sequence[Box]) -> str:
+        """Read the numbers of each box -> what is damaged, or nothing. Ranks that hold the same boxes call this together."""
+        if self.index.format > 1:
+            return tensorfile.read(self.path, self.index.blocks(), [(box, self.tensors[box.name]) for box in wanted])
+        for box, part in ((each, part) for each in wanted for part in self.tensors[each.name]):
+            with (self.path / part.file).open("rb") as file:
+                file.seek(part.at)
+                numbers = torch.load(io.BytesIO(file.read(part.end - part.at)), weights_only=True)
+            if tuple(numbers.shape) != part.sizes:
+                return f"{part.file} holds {box.name} as {list(numbers.shape)}, {INDEX} says {list(part.sizes)}"
+            tensorfile.put(box, part.offsets, numbers)
+        return ""
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Some tensors, whole, on one process. Raises CheckpointError for damaged ones."""
+        pairs = [(name, torch.empty(self.sizes[name], dtype=self.tensors[name][0].dtype)) for name in names]
+        if damage := self.fill([Box(name, tuple(tensor.shape), (0,) * tensor.ndim, tensor) for name, tensor in pairs]):
+            raise CheckpointError(f"{self.path}: {damage}")
+        return dict(pairs)
 
 
 J = TypeVar("J", bound=BaseModel)
 
 
 def _told(file: Path, kind: type[J]) -> J:
-    """The content of a JSON file. Raises CheckpointError where it cannot be read or is not of its kind."""
+    """The content of a JSON file. Raises DamagedError where it cannot be read or is not of its kind."""
     try:
         return kind.model_validate_json(file.read_bytes())
     except OSError as problem:
-        raise CheckpointError(f"{file.name} cannot be read ({type(problem).__name__})") from problem
+        raise DamagedError(f"{file.name} cannot be read ({type(problem).__name__})") from problem
     except ValidationError as problem:
         first = problem.errors()[0]
         where = ".".join(map(str, first["loc"][:3]))
-        raise CheckpointError(f"{file.name} cannot be read ({where + ': ' if where else ''}{first['msg']})") from problem
+        raise DamagedError(f"{file.name} cannot be read ({where + ': ' if where else ''}{first['msg']})") from problem
 
 
 def found(directory: Path) -> list[Path]:
@@ -184,16 +177,8 @@ def found(directory: Path) -> list[Path]:
 
 def read_tensors(checkpoint: Path) -> dict[str, Tensor]:
     """All tensors of a checkpoint, whole, by name: on one process, without the model. Raises CheckpointError for a damaged one."""
-    damage, _, index = opened(checkpoint)
-    if index is not None:
-        state = [_room(name, entry) for name, entry in index.tensors.items()]
-        if index.format == 1:
-            read_packed(checkpoint, state, index)
-        else:
-            damage = tensorfile.read(checkpoint, index.blocks(), [(box, index.stored(box.name)) for box in state])
-    if damage:
-        raise CheckpointError(f"{checkpoint}: {damage}")
-    return {box.name: box.tensor for box in state}
+    held = _whole(checkpoint)
+    return held.read(held.tensors)
 
 
 def export(
@@ -203,17 +188,15 @@ def export(
     on one process, some tensors at a time. Weights that were not trained are ``load``ed from their own file; None: by the model of
     ours that the checkpoint names. ``names`` gives the name of a weight in the file, and None for one that was trained and is to be
     left out; with it none that was not trained is written. Raises CheckpointError."""
-    damage, run, index = opened(checkpoint)
-    if run is None or index is None:
-        raise CheckpointError(f"{checkpoint}: {damage}")
+    held = _whole(checkpoint)
+    known, run = held.tensors, held.run
     if not run.about:
         raise CheckpointError(f"{checkpoint}: does not say which model its weights are of; go on with the run, which leaves them")
-    known = index.tensors
     own = [name.removeprefix("model/") for name in known if name.startswith("model/")]
     called = {name: name if names is None else names(name) for name in own}
     source = {told: f"average/{name}" if f"average/{name}" in known else f"model/{name}" for name, told in called.items() if told}
     others = _of_files(checkpoint, run, load) if names is None else {}
-    sizes = {name: (getattr(torch, known[key].dtype), known[key].size) for name, key in source.items()}
+    sizes = {name: (known[key][0].dtype, list(held.sizes[key])) for name, key in source.items()}
     sizes |= {name: (tensor.dtype, list(tensor.shape)) for name, tensor in others.items()}
     ordered = sorted(sizes, key=lambda name: (name in others, -sizes[name][0].itemsize, name))
     ends = list(accumulate(math.prod(size) * dtype.itemsize for dtype, size in map(sizes.__getitem__, ordered)))
@@ -223,11 +206,8 @@ def export(
     with path.open("wb") as file:
         file.write(tensorfile.head(entries))
         for some in _some(ordered[: len(source)], ends):
-            state = [_room(source[name], known[source[name]]) for name in some]
-            if damage := tensorfile.read(checkpoint, index.blocks(), [(box, index.stored(box.name)) for box in state]):
-                raise CheckpointError(f"{checkpoint}: {damage}")
-            for box in state:
-                file.write(_bytes(box.tensor))
+            for tensor in held.read(source[name] for name in some).values():
+                file.write(_bytes(tensor))
         for name in ordered[len(source) :]:
             file.write(_bytes(others[name]))
 
@@ -256,54 +236,74 @@ def _some(names: list[str], ends: list[int], most: int = 1 << 28) -> Iterator[li
     return ([name for name, _ in part] for _, part in parts)
 
 
-def _room(name: str, entry: Entry) -> Box:
-    return Box(name, tuple(entry.size), (0,) * len(entry.size), torch.empty(entry.size, dtype=getattr(torch, entry.dtype)))
-
-
-def opened(path: Path) -> tuple[str, RunFile | None, Index | None]:
-    """What is wrong with a checkpoint as far as its JSON files and the sizes of the others tell, or nothing; its run and index."""
+def _whole(checkpoint: Path) -> Held:
     try:
-        manifest = _told(path / MANIFEST, _Manifest)
-        for name in sorted({*manifest.files, RUN, INDEX}):
-            if name not in manifest.files or not (path / name).is_file():
-                return f"{name} is missing", None, None
-            if sealed(path / name) != manifest.files[name].model_dump():
-                return f"{name} has changed since it was written (size or SHA-256)", None, None
-        run, index = _told(path / RUN, RunFile), _told(path / INDEX, Index)
-        if index.format == 1:
-            ends = {name: seal.bytes for name, seal in manifest.files.items()}
-            packed = ((name, box) for name, entry in index.tensors.items() for box in entry.boxes)
-            stray = [name for name, box in packed if box.at + box.bytes > ends.get(box.file, -1)]
-            wrong = f"{INDEX} places {stray[0]!r} where no file of it is" if stray else None
-        else:
-            wrong = index.misplaced(path)
-    except CheckpointError as problem:
-        return str(problem), None, None
-    return (wrong, None, None) if wrong else ("", run, index)
+        return opened(checkpoint)
+    except DamagedError as problem:
+        raise CheckpointError(f"{checkpoint}: {problem}") from problem
 
 
-def damage(checkpoint: Path) -> str:
-    """What is wrong with any byte of a checkpoint, or nothing."""
-    problem, _, index = opened(checkpoint)
-    blocks = [block for file in index.blocks().values() for block in file] if index else []
-    return problem or tensorfile.wrong(checkpoint, blocks)
+def opened(path: Path) -> Held:
+    """A checkpoint as far as its JSON files, the sizes of the others and their headers tell. Raises DamagedError."""
+    manifest = _told(path / MANIFEST, _Manifest)
+    for name in sorted({*manifest.files, RUN, INDEX}):
+        if name not in manifest.files or not (path / name).is_file():
+            raise DamagedError(f"{name} is missing")
+        if sealed(path / name) != manifest.files[name].model_dump():
+            raise DamagedError(f"{name} has changed since it was written (size or SHA-256)")
+    held = Held(path, _told(path / RUN, RunFile), _told(path / INDEX, Index))
+    spans = {name: [(0, seal.bytes)] for name, seal in manifest.files.items()}
+    for name, file in held.index.files.items():
+        spans[name] = [(stretch.at, stretch.at + stretch.bytes) for stretch in file.stretches]
+    packed = held.index.format == 1
+    for name, part in _parts(path, held.index):
+        width = part.dtype.itemsize
+        fits = packed or (math.prod(part.sizes) * width == part.end - part.at and part.at % width == 0)
+        inside = any(first <= part.at and part.end <= last for first, last in spans.get(part.file, ()))
+        if not (fits and inside and len(part.offsets) == len(part.sizes)):
+            raise DamagedError(f"{name!r} is placed where no file of it is")
+        held.tensors.setdefault(name, []).append(part)
+    for name, parts in held.tensors.items():
+        size = held.sizes[name] = tuple(map(max, zip(*([o + n for o, n in zip(part.offsets, part.sizes)] for part in parts))))
+        if sum(math.prod(part.sizes) for part in parts) != math.prod(size):
+            raise DamagedError(f"only parts of {name!r} are there")
+    if not held.tensors:
+        raise DamagedError(f"{INDEX} names no file of tensors")
+    return held
 
 
-def read_packed(path: Path, wanted: Sequence[Box], index: Index) -> None:
-    """Fill each box from a checkpoint of format 1, in which torch packed each by itself."""
-    for box in wanted:
-        for part in index.tensors[box.name].boxes:
-            low = [max(a, b) for a, b in zip(box.offsets, part.offsets)]
-            high = [min(a + n, b + m) for a, n, b, m in zip(box.offsets, box.tensor.shape, part.offsets, part.sizes)]
-            if any(a >= b for a, b in zip(low, high)):
-                continue
-            with (path / part.file).open("rb") as file:
-                file.seek(part.at)
-                found = torch.load(io.BytesIO(file.read(part.bytes)), weights_only=True)
-            if list(found.shape) != part.sizes:
-                raise CheckpointError(f"{part.file} holds {box.name} as {list(found.shape)}, {INDEX} says {part.sizes}")
-            into, of = (tuple(slice(a - o, b - o) for a, b, o in zip(low, high, at)) for at in (box.offsets, part.offsets))
-            box.tensor[into].copy_(found[of])
+def _parts(path: Path, index: Index) -> Iterator[tuple[str, Stored]]:
+    """The boxes of all tensors. Raises DamagedError."""
+    try:
+        for name, entry in index.tensors.items() if index.format == 1 else ():
+            if (dtype := getattr(torch, entry.dtype, None)) not in tensorfile.KINDS:
+                raise DamagedError(f"torch has no type {entry.dtype!r}")
+            for box in entry.chunks:
+                yield name, Stored(dtype, tuple(box.offsets), tuple(box.sizes), box.file, box.at, box.at + box.bytes)
+        for name, file in index.files.items():
+            yield from tensorfile.listed(name, _header(path / name, file, index.block))
+    except ValueError as problem:
+        raise DamagedError(f"a header cannot be read ({problem})") from problem
+
+
+def _header(path: Path, file: File, block: int) -> bytes:
+    try:
+        with path.open("rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
+            header = stream.read(min(file.header, size))
+    except OSError as problem:
+        raise DamagedError(f"{path.name} is missing") from problem
+    if size != file.bytes or hashlib.sha256(header).hexdigest() != file.sha256:
+        raise DamagedError(f"{path.name} has changed since it was written (size, or SHA-256 of its header)")
+    for stretch in file.stretches:
+        if stretch.at + stretch.bytes > size or len(stretch.sha256) != -(-stretch.bytes // block):
+            raise DamagedError(f"{INDEX} gives {path.name} stretches that it has not")
+    return header
+
+
+def damage(held: Held) -> str:
+    """What is wrong with any byte of a checkpoint's tensors, or nothing."""
+    return tensorfile.wrong(held.path, [block for file in held.index.blocks().values() for block in file])
 
 
 def step_of(path: Path) -> int:

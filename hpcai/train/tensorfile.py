@@ -9,11 +9,13 @@ import hashlib
 import json
 import math
 import os
+import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as torch_dist
@@ -29,6 +31,8 @@ KINDS = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
+_TYPES = {kind: dtype for dtype, kind in KINDS.items()}
+_PART = re.compile(r"(.+)\[(\d+:\d+(?:,\d+:\d+)*)\]", re.DOTALL)  # of a tensor: its name, and from where to where in each dim
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,9 +52,9 @@ class Box:
         parts = [f"{first}:{first + count}" for first, count in zip(self.offsets, self.tensor.shape)]
         return self.name if tuple(self.tensor.shape) == self.size else f"{self.name}[{','.join(parts)}]"
 
-    def entry(self) -> list[Any]:
-        dtype = str(self.tensor.dtype).removeprefix("torch.")
-        return [self.name, self.key, dtype, list(self.size), list(self.offsets), list(self.tensor.shape)]
+    def entry(self) -> tuple[str, str, tuple[int, ...], int]:
+        """What a header says of it, and its bytes."""
+        return self.key, KINDS[self.tensor.dtype], tuple(self.tensor.shape), self.tensor.nbytes
 
 
 def dealt(found: Sequence[Box], most: int) -> list[Box]:
@@ -90,36 +94,29 @@ class Stretch:
 
 
 class Contents:
-    """What is in which file, from the entries of all boxes by writer: at most ``most`` files, whose names begin with ``stem``."""
+    """What is in which file, from the entries of all boxes by writer: at most ``most`` files."""
 
-    def __init__(self, entries: Mapping[int, list[list[Any]]], most: int, stem: str = "tensors") -> None:
+    def __init__(self, entries: Mapping[int, Sequence[tuple[str, str, Sequence[int], int]]], most: int) -> None:
         self.stretches: list[Stretch] = []
         self.headers: dict[str, bytes] = {}
-        self.tensors: dict[str, dict[str, Any]] = {}
         writers, files = sorted(entries), min(most, len(entries))
         for number in range(files):
-            name, at, header, places = f"{stem}-{number:03d}.safetensors", 0, {}, []
+            name, at, told, own = f"tensors-{number:03d}.safetensors", 0, dict[str, Any](), list[Stretch]()
             for writer in (w for i, w in enumerate(writers) if i * files // len(writers) == number):
                 if gap := -at % _ALIGN:
-                    header[f"gap {at}"] = {"dtype": "U8", "shape": [gap], "data_offsets": [at, at + gap]}
-                    at += gap
-                self.stretches.append(Stretch(writer, name, at, 0))
-                for tensor, key, dtype, size, offsets, sizes in entries[writer]:
-                    length = math.prod(sizes) * getattr(torch, dtype).itemsize
-                    kind = KINDS[getattr(torch, dtype)]
-                    header[key] = {"dtype": kind, "shape": sizes, "data_offsets": [at, at + length]}
-                    places.append((tensor, dtype, size, {"offsets": offsets, "sizes": sizes, "file": name, "at": at}))
+                    told[f"gap {at}"] = {"dtype": "U8", "shape": [gap], "data_offsets": [at, at + gap]}
+                first = at = at + gap
+                for key, kind, sizes, length in entries[writer]:
+                    told[key] = {"dtype": kind, "shape": sizes, "data_offsets": [at, at + length]}
                     at += length
-                self.stretches[-1].length = at - self.stretches[-1].at
-            self.headers[name] = head(header)
-            for stretch in (s for s in self.stretches if s.file == name):
+                own.append(Stretch(writer, name, first, at - first))
+            self.headers[name] = head(told)
+            for stretch in own:
                 stretch.at += len(self.headers[name])
-            for tensor, dtype, size, box in places:
-                box["at"] += len(self.headers[name])
-                self.tensors.setdefault(tensor, {"dtype": dtype, "size": size, "boxes": []})["boxes"].append(box)
+            self.stretches += own
 
-    def index(self, hashes: Mapping[int, bytes]) -> dict[str, Any]:
-        """The files and tensors, with the SHA-256 of each block that each writer wrote."""
+    def files(self, hashes: Mapping[int, bytes]) -> dict[str, dict[str, Any]]:
+        """Size, header and stretches of each file, with the SHA-256 of each block that each writer wrote."""
         files: dict[str, dict[str, Any]] = {
             name: {"bytes": len(text), "header": len(text), "sha256": hashlib.sha256(text).hexdigest(), "stretches": []}
             for name, text in self.headers.items()
@@ -130,7 +127,7 @@ class Contents:
             entry = {"writer": stretch.writer, "at": stretch.at, "bytes": stretch.length, "sha256": seals}
             files[stretch.file]["stretches"].append(entry)
             files[stretch.file]["bytes"] = stretch.at + stretch.length
-        return {"block": BLOCK, "files": files, "tensors": self.tensors}
+        return files
 
 
 def head(entries: Mapping[str, Any]) -> bytes:
@@ -160,23 +157,18 @@ def write(path: Path, at: int, numbers: Tensor) -> bytes:
 # ---- reading
 
 
-@dataclass(frozen=True)
-class Stored:
-    """A box of a tensor in a file: where its numbers begin, and their type."""
+class Stored(NamedTuple):
+    """A box of a tensor in a file, from ``at`` to ``end``."""
 
     dtype: torch.dtype
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     file: str
     at: int
-
-    @property
-    def end(self) -> int:
-        return self.at + math.prod(self.sizes) * self.dtype.itemsize
+    end: int
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(NamedTuple):
     """Bytes of a file that have a SHA-256 together."""
 
     file: str
@@ -185,15 +177,32 @@ class Block:
     sha256: str
 
 
+def listed(file: str, header: bytes) -> Iterator[tuple[str, Stored]]:
+    """The names of tensors, and the boxes of them that ``file`` has. Raises ValueError where the header is none of ours."""
+    try:
+        for key, told in json.loads(header[8:]).items():
+            if not key.startswith("gap "):
+                begin, end = told["data_offsets"]
+                sizes, part = tuple(told["shape"]), _PART.fullmatch(key)
+                offsets = tuple(int(dim.partition(":")[0]) for dim in part[2].split(",")) if part else (0,) * len(sizes)
+                if {*map(type, (begin, *sizes))} != {int} or min((begin, *sizes)) < 0:
+                    raise TypeError(f"{key!r} is no box")
+                at = len(header)
+                yield part[1] if part else key, Stored(_TYPES[told["dtype"]], offsets, sizes, file, at + begin, at + end)
+    except (LookupError, TypeError, AttributeError, RecursionError) as problem:
+        raise ValueError(f"{type(problem).__name__}: {problem}") from problem
+
+
 def read(folder: Path, blocks: Mapping[str, Sequence[Block]], wanted: Sequence[tuple[Box, Sequence[Stored]]]) -> str:
     """Fill each box from those stored of its tensor -> what is wrong with the files, or nothing. Ranks that hold the same boxes
     call this together and share the reading; ``blocks`` are by file and in order."""
-    problem = ""
+    problem, starts = "", {file: [block.at for block in some] for file, some in blocks.items()}
     for copies in dict.fromkeys(box.copies for box, _ in wanted):
         jobs: dict[Block, list[tuple[Box, Stored]]] = {}
         for box, stored in ((box, each) for box, all_stored in wanted if box.copies == copies for each in all_stored):
-            if math.prod(stored.sizes) and (span := _span(box, stored)):
-                for block in _within(blocks[stored.file], *span):
+            if stored.at < stored.end and (span := _span(box, stored)):
+                at = starts[stored.file]
+                for block in blocks[stored.file][bisect_right(at, span[0]) - 1 : bisect_left(at, span[1])]:
                     jobs.setdefault(block, []).append((box, stored))
         ordered = sorted(jobs, key=lambda block: (block.file, block.at))
         for block, content in _passed_on(folder, ordered, copies):
@@ -231,16 +240,6 @@ def _strides(sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(sizes[d + 1 :]) for d in range(len(sizes)))
 
 
-def _within(blocks: Sequence[Block], begin: int, end: int) -> Iterator[Block]:
-    low, high = 0, len(blocks)
-    while low < high:  # the first that ends behind begin
-        middle = (low + high) // 2
-        low, high = (middle + 1, high) if blocks[middle].at + blocks[middle].length <= begin else (low, middle)
-    while low < len(blocks) and blocks[low].at < end:
-        yield blocks[low]
-        low += 1
-
-
 def _fill(box: Box, stored: Stored, content: Tensor, block: Block) -> None:
     """Copy what ``content``, the bytes of ``block``, has of ``stored`` into ``box``."""
     width = stored.dtype.itemsize
@@ -254,10 +253,15 @@ def _fill(box: Box, stored: Stored, content: Tensor, block: Block) -> None:
         start = sum(o * s for o, s in zip(at, stride)) - first
         piece = numbers[start : start + math.prod(sizes)].view(sizes)
         where = [o + a for o, a in zip(stored.offsets, at)]
-        low, high = _common(box.offsets, box.tensor.shape, where, sizes)
-        if all(a < b for a, b in zip(low, high)):
-            into = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, box.offsets))
-            box.tensor[into].copy_(piece[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, where))])
+        put(box, where, piece)
+
+
+def put(box: Box, offsets: Sequence[int], numbers: Tensor) -> None:
+    """Copy what ``box`` has of ``numbers``, which begin at ``offsets`` of the same tensor."""
+    low, high = _common(box.offsets, box.tensor.shape, offsets, numbers.shape)
+    if all(a < b for a, b in zip(low, high)):
+        into, of = (tuple(slice(a - o, b - o) for a, b, o in zip(low, high, at)) for at in (box.offsets, offsets))
+        box.tensor[into].copy_(numbers[of])
 
 
 def _passed_on(folder: Path, ordered: Sequence[Block], copies: tuple[Axis, ...]) -> Iterator[tuple[Block, Tensor | str]]:

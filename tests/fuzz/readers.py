@@ -300,8 +300,20 @@ def resume_resealed(path: Path, into: Callable[[], train.Step] = step) -> None:
     resume(path, into)
 
 
+def resume_header(path: Path) -> None:
+    """The index says what the damaged header is, too."""
+    import hashlib
+
+    index = path.with_name("index.json")
+    told, data = json.loads(index.read_text()), path.read_bytes()
+    file = told["files"][path.name]
+    file |= {"bytes": len(data), "sha256": hashlib.sha256(data[: file["header"]]).hexdigest()}
+    index.write_text(json.dumps(told))
+    resume_resealed(index)
+
+
 def packed_checkpoint(folder: Path) -> Path:
-    return next(Path(shutil.copytree(DATA / "checkpoint", folder / "checkpoints")).rglob("*.distcp"))
+    return next(Path(shutil.copytree(DATA / "checkpoint/format-1", folder / "checkpoints")).rglob("*.distcp"))
 
 
 def resume_packed(path: Path) -> None:
@@ -352,5 +364,6 @@ READERS = [
       for name in ("manifest.json", "run.json", "index.json", "*.safetensors")),
     *(Reader(f"checkpoint, {name}, resealed", checkpoint_of(name), resume_resealed, names=("step-",))
       for name in ("run.json", "index.json")),
+    Reader("checkpoint, *.safetensors, resealed", checkpoint_of("*.safetensors"), resume_header, names=("step-",)),
     Reader("checkpoint of format 1, resealed", packed_checkpoint, resume_packed, names=("step-",)),
 ]  # fmt: skip

@@ -1,6 +1,5 @@
 """The tokens of a sample cut over processes: the same loss, gradients, updates and checkpoints as on one process."""
 
-import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from hpcai.parallel.context import CausalContext, Own, Total, _Gathered
 from hpcai.parallel.replicate import sum_over
 from hpcai.settings import CheckpointConfig, StepConfig
 from hpcai.train.checkpoint import Checkpoints
-from hpcai.train.saved import Progress
+from hpcai.train.saved import Progress, opened
 from hpcai.train.step import Step
 from tests.ranks.launch import on_ranks
 from tests.ranks.transformer import Transformer, batch, mean_loss
@@ -47,8 +46,8 @@ def numbers(tensor: Any) -> np.ndarray:
 
 def entries(folder: Path) -> dict[str, Any]:
     """Names, kinds and sizes of what a checkpoint holds."""
-    index = json.loads((folder / f"step-{STEPS:08d}" / "index.json").read_text())["tensors"]
-    return {name: (entry["dtype"], entry["size"]) for name, entry in index.items() if not name.startswith("rng")}
+    held = opened(folder / f"step-{STEPS:08d}")
+    return {name: (parts[0].dtype, held.sizes[name]) for name, parts in held.tensors.items()}
 
 
 def trained(mesh: Mesh, folder: Path, words: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """The optimizer, or the weights too, divided among the copies of a model: the same training as with none divided, the same
 checkpoints, 1/G of the state, 2 (G-1)/G of the parameters on the wire."""
 
-import json
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
@@ -24,7 +23,7 @@ from hpcai.parallel.replicate import sum_over
 from hpcai.parallel.rows import Part, Place, Share
 from hpcai.settings import CheckpointConfig, StepConfig
 from hpcai.train.checkpoint import Checkpoints
-from hpcai.train.saved import Progress
+from hpcai.train.saved import Progress, opened
 from hpcai.train.step import Step
 from tests.ranks.launch import on_ranks
 
@@ -229,8 +228,8 @@ def test_a_checkpoint_has_the_same_entries_and_goes_from_every_division_to_every
         for found, counted in (each for rank in on_ranks(axes, read, folders, words) for each in rank):
             assert counted == count
             same(found, right)
-    indices = [json.loads((folder / f"step-{STEPS:08d}" / "index.json").read_text())["tensors"] for folder in folders]
-    entries = [{n: (e["dtype"], e["size"]) for n, e in index.items() if not n.startswith("rng")} for index in indices]
+    every = [opened(folder / f"step-{STEPS:08d}") for folder in folders]
+    entries = [{name: (parts[0].dtype, held.sizes[name]) for name, parts in held.tensors.items()} for held in every]
     assert all(each == entries[0] for each in entries)
 
 

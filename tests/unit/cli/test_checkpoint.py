@@ -41,7 +41,7 @@ def test_a_run_one_checkpoint_and_its_tensors_are_shown_and_damage_is_found(tmp_
 
 def test_a_checkpoint_of_format_1_is_shown(tmp_path: Path) -> None:
     console = Console(width=200, record=True)
-    assert show(Path(__file__).parents[2] / "data/checkpoint", True, console) == 0
+    assert show(Path(__file__).parents[2] / "data/checkpoint/format-1", True, console) == 0
     assert "__0_0.distcp" in console.export_text()
 
 

@@ -1,6 +1,7 @@
 """A checkpoint is whole or not there; resuming puts everything back."""
 
 import errno
+import hashlib
 import json
 import os
 import random
@@ -227,7 +228,7 @@ def test_anything_that_reads_safetensors_opens_a_checkpoint_and_nothing_in_it_is
     for name, tensor in step.model.state_dict().items():
         assert torch.equal(found[f"model/{name}"], tensor)
     assert sum(tensor.nbytes for tensor in found.values()) == size
-    assert found.keys() == json.loads((path / "index.json").read_text())["tensors"].keys() == read_tensors(path).keys()
+    assert found.keys() == read_tensors(path).keys()
 
 
 def write_or_read(mesh: Mesh, path: str, write: bool) -> tuple[list[float], list[float], list[str]]:
@@ -272,8 +273,9 @@ def test_a_disk_that_is_full_on_one_rank_stops_the_save_on_all(tmp_path: Path) -
     assert not list(tmp_path.iterdir())
 
 
-def test_a_checkpoint_of_before_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Format 1: written by torch.distributed.checkpoint after three steps, in which random numbers followed one another."""
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_checkpoint_of_before_is_read(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written after three steps, in which random numbers followed one another."""
     step = new_step()
     torch.manual_seed(0)
     nn.Conv3d(2, 4, 3), nn.Linear(4, 3)
@@ -281,7 +283,7 @@ def test_a_checkpoint_of_before_is_read(monkeypatch: pytest.MonkeyPatch) -> None
     for _ in range(3):
         step(torch.randn(4, 2, 3, 3, 3))
     other = new_step(seed=5)
-    kept = keeper(Path(__file__).parents[2] / "data" / "checkpoint")
+    kept = keeper(Path(__file__).parents[2] / f"data/checkpoint/format-{number}")
     assert kept.resume(other) == Progress(step=3, epoch=1, sample=12, seen=44, seconds=1.5)
     for name, tensor in contents(step).items():
         torch.testing.assert_close(contents(other)[name], tensor)
@@ -327,11 +329,11 @@ def resealed(path: Path, name: str, text: str) -> None:
 
 
 DEEP = "[" * 100_000
-STRANGE = '{"format": 2, "tensors": {"x": {"dtype": "int64", "size": [1], "boxes": [%s]}}}'
+STRANGE = '{"format": 1, "tensors": {"x": {"dtype": "int64", "chunks": [%s]}}}'
 WRONG = [
     ("manifest.json", '{"format": 1, "files": {}}', "index.json is missing"),
     ("manifest.json", "[]", "manifest.json cannot be read"),
-    ("manifest.json", '{"format": 99, "files": {}}', "format: Input should be 1 or 2"),
+    ("manifest.json", '{"format": 99, "files": {}}', "format: Input should be 1, 2 or 3"),
     ("manifest.json", DEEP, "manifest.json cannot be read"),
     ("manifest.json", '{"format": 1, "files": {"../../x": {"bytes": 1, "sha256": ""}}}', "manifest.json cannot be read"),
     ("run.json", "123", "run.json cannot be read"),
@@ -339,7 +341,9 @@ WRONG = [
     ("run.json", '{"format": 1, "world": 0, "progress": {}, "settings": {}}', "world: Input should be greater than 0"),
     ("run.json", f'{{"format": 1, "world": 1, "progress": {{"step": {10**30}}}, "settings": {{}}}}', "progress.step"),
     ("index.json", STRANGE.replace("int64", "load") % "", "torch has no type 'load'"),
-    ("index.json", STRANGE % '{"offsets": [0], "sizes": [1], "file": "/etc/passwd", "at": 0, "bytes": 1}', "no file of it is"),
+    ("index.json", STRANGE % '{"offsets": [0], "sizes": [1], "file": "/etc/passwd", "at": 0, "bytes": 1}', "index.json cannot be"),
+    ("index.json", STRANGE % '{"offsets": [0], "sizes": [1], "file": "passwd", "at": 0, "bytes": 1}', "no file of it is"),
+    ("index.json", '{"format": 3}', "names no file of tensors"),
 ]  # fmt: skip
 
 
@@ -354,17 +358,46 @@ def test_a_file_of_another_shape_is_damage(tmp_path: Path, name: str, text: str,
     assert len(again.notes) == 1 and again.notes[0].startswith("step-00000001 is passed over: ") and message in again.notes[0]
 
 
+def forged(path: Path, change: Any) -> None:
+    """A checkpoint after ``change`` to the header of its file and to its index, which says that this is the header."""
+    index = json.loads((path / "index.json").read_text())
+    (name, file), whole = next(iter(index["files"].items())), next(path.glob("*.safetensors")).read_bytes()
+    length = file["header"] - 8
+    told = json.loads(whole[8 : 8 + length])
+    change(told, index)
+    text = json.dumps(told).encode().ljust(length)
+    assert len(text) == length
+    (path / name).write_bytes(whole[:8] + text + whole[8 + len(text) :])
+    file["sha256"] = hashlib.sha256(whole[:8] + text).hexdigest()
+    resealed(path, "index.json", json.dumps(index))
+
+
+FORGED = {
+    "header": lambda told, index, n: index["files"]["tensors-000.safetensors"].update(header=n),
+    "at": lambda told, index, n: index["files"]["tensors-000.safetensors"]["stretches"][0].update(at=n),
+    "bytes": lambda told, index, n: index["files"]["tensors-000.safetensors"]["stretches"][0].update(bytes=n),
+    "seals": lambda told, index, n: index["files"]["tensors-000.safetensors"]["stretches"][0].update(sha256=[]),
+    "shape": lambda told, index, n: told["model/0.weight"].update(shape=[n]),
+    "offsets": lambda told, index, n: told["model/0.weight"].update(data_offsets=[n, n + 864]),
+    "part": lambda told, index, n: told.update({f"model/0.bias[{n}:{n + 4}]": told.pop("model/0.bias")}),
+    "kind": lambda told, index, n: told["model/0.weight"].update(dtype=n),
+    "negative": lambda told, index, n: told["model/0.weight"].update(shape=[-4, -2, 3, 3, n % 4 + 3]),
+}
+
+
 @pytest.mark.parametrize("huge", [2**80, 2**52])
-@pytest.mark.parametrize("what", ["header", "at", "size"])
-def test_a_huge_number_in_an_index_is_damage(tmp_path: Path, what: str, huge: int) -> None:
+@pytest.mark.parametrize("what", FORGED)
+def test_a_strange_number_in_an_index_or_a_header_is_damage(tmp_path: Path, what: str, huge: int) -> None:
     step = new_step()
     path = keeper(tmp_path).save(step, Progress(step=1)).path
-    index = json.loads((path / "index.json").read_text())
-    file, entry = next(iter(index["files"].values())), next(iter(index["tensors"].values()))
-    {"header": file, "at": file["stretches"][0], "size": entry}[what][what] = [huge] if what == "size" else huge
-    resealed(path, "index.json", json.dumps(index))
+    before = (path / "index.json").read_text()
+    forged(path, lambda told, index: None)
+    assert keeper(tmp_path).resume(step) == Progress(step=1) and (path / "index.json").read_text() != before
+    forged(path, lambda told, index: FORGED[what](told, index, huge))
+    again = keeper(tmp_path)
     with pytest.raises(CheckpointError, match="no checkpoint is whole"):
-        keeper(tmp_path).resume(step)
+        again.resume(step)
+    assert "step-00000001 is passed over: " in again.notes[0]
 
 
 def test_a_resume_notes_every_other_difference_and_refuses_another_data_set(tmp_path: Path) -> None:
