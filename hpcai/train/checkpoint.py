@@ -6,6 +6,7 @@ that seals both. It is written as ``.step-00000120.partial``, flushed, and renam
 ones removed. Which rank writes what follows from how the weights are cut, so that no plan is gathered. Nothing is a pickle.
 """
 
+import functools
 import json
 import os
 import shutil
@@ -14,7 +15,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from hpcai import __version__
-from hpcai.dist.collect import agree, by_first, distinct, gather_objects, sum_in_place, to_first
+from hpcai.dist.collect import agree, by_first, distinct, sum_in_place, to_first
 from hpcai.dist.host import uncollected
 from hpcai.dist.mesh import Axis, Mesh
 from hpcai.durable import flush
@@ -181,14 +181,15 @@ class Checkpoints:
             named = ((name, getattr(p, "origin", None)) for name, p in step.model.named_parameters() if not p.requires_grad)
             own = {name: origin for name, origin in named if origin}
             every = {name: origin for part in distinct(own or None, self.mesh.everyone).values() for name, origin in part.items()}
-            seals, problem = dict[str, str](), ""
-            try:
-                seals = {path: sealed(Path(path))["sha256"] for path in sorted(set(every.values())) if self.mesh.rank == 0}
-            except OSError as error:
-                problem = f"{error.filename}: {error.strerror}, but weights that are not trained were read from it; put it back"
-            seals, problem = agree((seals, problem), self.mesh.everyone)
-            if problem:
-                raise CheckpointError(problem)
+
+            def sealed_once() -> dict[str, str]:
+                try:
+                    return {path: sealed(Path(path))["sha256"] for path in sorted(set(every.values()))}
+                except OSError as error:
+                    text = f"{error.filename}: {error.strerror}, but weights that are not trained were read from it; put it back"
+                    raise CheckpointError(text) from error
+
+            seals = by_first(sealed_once, self.mesh.everyone)
             self._frozen = step, {n: seals[path] for n, path in every.items()}, {seal: path for path, seal in seals.items()}
         return self._frozen[1:]
 
@@ -274,7 +275,7 @@ class Checkpoints:
             self.notes += [f"{p.name} was not finished and is ignored" for p in self.directory.glob(".step-*.partial")]
         for path in reversed(agree(self.found(), self.mesh.everyone)):
             try:
-                held = by_first(partial(opened, path), self.mesh.everyone)
+                held = by_first(functools.partial(opened, path), self.mesh.everyone)
                 self._load(held, step)
                 return held.run.progress
             except DamagedError as damage:
@@ -339,9 +340,7 @@ class Checkpoints:
 
     def _first_of(self, problem: str) -> str:
         """The problem of the first process that has one, or nothing."""
-        if not sum_in_place(torch.tensor(int(bool(problem))), self.mesh.everyone).item():
-            return ""
-        return next(text for text in gather_objects(problem, self.mesh.everyone) if text)
+        return next(iter(distinct(problem or None, self.mesh.everyone).values()), "")
 
     def _compare(self, path: Path, run: RunFile) -> None:
         """Refuse what may not differ between a run and the checkpoint that it goes on from, and note what else does."""
