@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hpcai import dist
-from hpcai.cli.bench.timing import Row, alternate, on_ranks
+from hpcai.cli.bench.timing import Row, alternate, doublings, on_ranks
 from hpcai.dist import Mesh
 from hpcai.dist.host import keep_memory
 from hpcai.errors import ConfigError
@@ -75,8 +75,8 @@ def axial_step(cfg: Any, repeats: int) -> list[Row]:
 def _rows(cfg: Any, repeats: int, kind: "type[_Block]") -> list[Row]:
     if cfg.features.crop is None:
         raise ConfigError("features.crop is null, but what is measured has a number of residues; give one, such as 64")
-    most, found = cfg.mesh.axial if cfg.mesh.axial > 1 else 4, []
-    for ranks in sorted({2**power for power in range(most.bit_length()) if 2**power < most} | {most}):
+    found = []
+    for ranks in doublings(cfg.mesh.axial if cfg.mesh.axial > 1 else 4):
         every = on_ranks(ranks, _measure, (cfg, repeats, kind), {"replicate": 1, "axial": ranks})
         worst = {what: max(one[what] for one in every) for what in every[0]}
         found.append({

@@ -3,7 +3,6 @@
 NAME is an app, which is measured against its plain form (``hpcai bench APP --help``), or one of the parts that every app uses:
 
     step      ways to make a step faster: the update, capture, a divided optimizer, evaluation beside the training
-    spatial   one volume cut over processes: time, bytes against the formula, memory of each
     data      reading samples, against fio, torch's DataLoader, h5py and DALI
     gpu       the published training step of each app and each kernel beside its peers, on one GPU
     growth    what grows with ranks, files, tensors and steps: messages, sockets, file operations, time, memory
@@ -18,8 +17,8 @@ from typing import Any
 
 from hpcai.cli import apps
 
-SHARED = ("step", "spatial", "data", "gpu", "growth")
-_BRIEFLY = {"step": ["--repeats", "5"], "data": ["direct", "peers", "--repeats", "1", "--gib", "1"], "spatial": []}
+SHARED = ("step", "data", "gpu", "growth")
+_BRIEFLY = {"step": ["--repeats", "5"], "data": ["direct", "peers", "--repeats", "1", "--gib", "1"]}
 
 
 def main(argv: Sequence[str]) -> int:

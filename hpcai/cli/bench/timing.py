@@ -105,6 +105,11 @@ def _last(said: str) -> Row:
     return {}
 
 
+def doublings(most: int) -> list[int]:
+    """1, 2, 4, ... and ``most``."""
+    return sorted({2**power for power in range(most.bit_length()) if 2**power < most} | {most})
+
+
 def processes(count: int, fresh: bool = True) -> ProcessPoolExecutor:
     """Processes of this machine, where an error or the end of one ends what is waited for. ``fresh`` ones share nothing with us."""
     return ProcessPoolExecutor(count, multiprocessing.get_context("spawn" if fresh else "fork"))

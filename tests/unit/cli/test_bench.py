@@ -39,7 +39,7 @@ def test_names_are_those_of_apps_and_of_what_they_share(capsys: pytest.CaptureFi
     assert bench.main(["--help"]) == 0
     shown = capsys.readouterr().out
     names = apps.names("trial")
-    assert f"step, spatial, data, gpu, growth, {', '.join(names)}, all" in shown and {"cosmoflow", "llm"} < {*names}
+    assert f"step, data, gpu, growth, {', '.join(names)}, all" in shown and {"cosmoflow", "llm"} < {*names}
     assert bench.main(["chess"]) == 2 and "there is no 'chess'; expected one of step" in capsys.readouterr().err
 
 

@@ -1,92 +1,70 @@
-"""``hpcai bench spatial``: a training step of the 3D U-Net whose volume is cut along its depth over processes of this machine.
-
-Each number of ranks runs in processes of its own, one thread each (a GPU each where there are enough), in turns. A row has wall
-seconds of a step and how much faster than one rank that is; CPU seconds of the rank that needs most, as a share of those of one
-rank, beside the share by the cost model (docs/performance.md); the bytes that ranks send to one another, beside those by the
-formula; and the bytes that a rank keeps for its backward pass, as a share of those of one rank. On a machine with fewer cores (or
-GPUs) than ranks wall seconds mean nothing and are left out.
-"""
+"""What cutting a volume along its depth costs and gains:  hpcai bench unet3d spatial [mesh.depth=8 step.precision=bf16 ...]"""
 
 import math
 import os
 import socket
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from hpcai import dist, train
-from hpcai.cli.bench.timing import Row, finish, machine, parser, processes, wait
+from hpcai.cli.bench.timing import Row, doublings, processes, wait
 from hpcai.dist.collect import gather_objects
-from hpcai.models import unet3d
-from hpcai.settings import StepConfig
+from hpcai.models.unet3d import Batch, UNet3D, loss, parallelize
 
 
-def main(argv: Sequence[str]) -> int:
-    made = parser("spatial", __doc__)
-    made.add_argument("--size", type=int, default=64, help="edge of the volume, voxels; 128 is that of MLPerf")
-    made.add_argument("--divide", type=int, default=1, help="all widths by this, for a quick look")
-    made.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
-    made.add_argument("--repeats", type=int, default=3, help="measured steps of each")
-    made.add_argument("--rounds", type=int, default=1, help="turns of all numbers of ranks")
-    made.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
-    words = made.parse_args(argv)
-    runs: dict[int, list[Row]] = {ranks: [] for ranks in words.ranks}
-    for _ in range(words.rounds):
-        for ranks in words.ranks:
-            runs[ranks].append(_launch(ranks, words))
-    found: Row = {"bench": "spatial", "precision": words.precision, "size": words.size, **machine()}
-    found["ranks"] = [_row(ranks, runs) for ranks in words.ranks]
-    return finish(found, ("ranks",), words.json)
+def spatial(cfg: Any, repeats: int) -> list[Row]:
+    """A training step of one volume of ``model.window``, cut over 1, 2 and 4 processes of this machine (1, 2, ... ``mesh.depth``
+    where that is given), each with a thread of its own, and a GPU of its own where there are enough.
+
+    Wall seconds of a step and how much faster than one rank that is; CPU seconds of the rank that needs most, as a share of those
+    of one rank, beside the share by the cost model (docs/performance.md); the bytes that ranks send to one another, beside those
+    by the formula; and the bytes that a rank keeps for its backward pass, also as a share of those of one rank. On a machine with
+    fewer cores (or GPUs) than ranks wall seconds mean nothing and are left out.
+    """
+    found = {ranks: _launch(ranks, cfg, repeats) for ranks in doublings(cfg.mesh.depth if cfg.mesh.depth > 1 else 4)}
+    places = torch.cuda.device_count() if torch.cuda.is_available() else len(os.sched_getaffinity(0))
+    return [_row(ranks, found[ranks], found[1], ranks <= places) for ranks in found]
 
 
-def _row(ranks: int, runs: dict[int, list[Row]]) -> Row:
-    enough = ranks <= (torch.cuda.device_count() if torch.cuda.is_available() else len(os.sched_getaffinity(0)))
-    seconds, cpu = (
-        {n: statistics.median(s for run in each for s in run[clock]) for n, each in runs.items()} for clock in ("seconds", "cpu")
-    )
-    first = runs[ranks][0]
-    kept = runs[1][0]["kept"] if 1 in runs else None
+def _row(ranks: int, own: Row, alone: Row, enough: bool) -> Row:
     return {
-        "ranks": ranks, "step_s": round(seconds[ranks], 3) if enough else None,
-        "faster": round(seconds[1] / seconds[ranks], 3) if enough and 1 in runs else None,
-        "cpu_share": round(cpu[ranks] / cpu[1], 3) if 1 in runs else None, "model": round(first["work"], 3),
-        "sent_mb": round(first["sent"] / 1e6, 3), "formula_mb": round(first["formula"] / 1e6, 3), "messages": first["messages"],
-        "kept_mb": round(first["kept"] / 1e6, 1), "share": round(first["kept"] / kept, 3) if kept else None,
+        "ranks": ranks, "step_s": round(own["seconds"], 3) if enough else None,
+        "faster": round(alone["seconds"] / own["seconds"], 3) if enough else None,
+        "cpu_share": round(own["cpu"] / alone["cpu"], 3), "model": round(own["work"], 3),
+        "sent_mb": round(own["sent"] / 1e6, 3), "formula_mb": round(own["formula"] / 1e6, 3), "messages": own["messages"],
+        "kept_mb": round(own["kept"] / 1e6, 1), "share": round(own["kept"] / alone["kept"], 3),
     }  # fmt: skip
 
 
-def _launch(ranks: int, words: Any) -> Row:
+def _launch(ranks: int, cfg: Any, repeats: int) -> Row:
     """What the ranks found: their slowest times, the sum of what they sent, the most that one keeps."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         place = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": probe.getsockname()[1]}
     with processes(ranks) as pool:
-        started = [pool.submit(_measure, place | {"RANK": rank, "LOCAL_RANK": rank}, words) for rank in range(ranks)]
+        started = [pool.submit(_measure, place | {"RANK": rank, "LOCAL_RANK": rank}, cfg, repeats) for rank in range(ranks)]
         found = [rank.result() for rank in started]
-    return {
-        **found[0], **{clock: [max(times) for times in zip(*(one[clock] for one in found))] for clock in ("seconds", "cpu")},
-        "sent": sum(one["sent"] for one in found), **{what: max(one[what] for one in found) for what in ("kept", "messages")},
-    }  # fmt: skip
+    slowest = {clock: statistics.median(map(max, zip(*(one[clock] for one in found)))) for clock in ("seconds", "cpu")}
+    most = {what: max(one[what] for one in found) for what in ("kept", "messages")}
+    return {**found[0], **slowest, **most, "sent": sum(one["sent"] for one in found)}
 
 
-def _measure(place: dict[str, Any], words: Any) -> Row:
+def _measure(place: dict[str, Any], cfg: Any, repeats: int) -> Row:
     os.environ.update({name: str(value) for name, value in place.items()})
     torch.set_num_threads(1)
-    widths = tuple(n // words.divide for n in unet3d.UNet3DConfig().filters)
-    cfg = unet3d.UNet3DConfig(filters=widths, window=(words.size,) * 3)
-    world = place["WORLD_SIZE"]
+    world, shape = place["WORLD_SIZE"], cfg.model
     with dist.start({"replicate": 1, "depth": world}) as mesh:
         torch.manual_seed(0)
-        model: Any = unet3d.parallelize(unet3d.UNet3D(cfg), mesh)
-        cut = model.total.cut
-        step = train.Step(model, unet3d.loss, StepConfig.model_validate({"optimizer": "sgd", "precision": words.precision}), mesh)
-        part = cut.part(cfg.window)
-        image = torch.randn(1, *cfg.window, generator=torch.Generator().manual_seed(1))[(slice(None), *part)]
-        label = torch.randint(0, 3, (1, *cfg.window), generator=torch.Generator().manual_seed(2), dtype=torch.uint8)
-        batch = unet3d.Batch(image.to(mesh.device), label[(slice(None), *part)].to(mesh.device))
+        model: Any = parallelize(UNet3D(shape), mesh)
+        cut, step = model.total.cut, train.Step(model, loss, cfg.step, mesh)
+        part, random = (slice(None), *cut.part(shape.window)), torch.Generator().manual_seed(1)
+        image = torch.randn(1, *shape.window, generator=random)[part]
+        label = torch.randint(0, len(shape.classes), (1, *shape.window), generator=random, dtype=torch.uint8)[part]
+        batch = Batch(image.to(mesh.device), label.to(mesh.device))
         kept: dict[int, int] = {}
         weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
 
@@ -97,7 +75,7 @@ def _measure(place: dict[str, Any], words: Any) -> Row:
             return tensor
 
         seconds, cpu = [], []
-        for repeat in range(words.repeats + 1):
+        for repeat in range(repeats + 1):
             before = cut.traffic.sent, cut.traffic.messages
             gather_objects(0, mesh.everyone)
             began, used = time.perf_counter(), time.process_time()
@@ -110,9 +88,9 @@ def _measure(place: dict[str, Any], words: Any) -> Row:
                 with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                     step(batch)
             sent, messages = cut.traffic.sent - before[0], cut.traffic.messages - before[1]
-        size = 2 if words.precision == "bf16" else 4
+        size = 4 if cfg.step.precision == "fp32" else 2
         return {"seconds": seconds, "cpu": cpu, "sent": sent, "messages": messages, "kept": sum(kept.values()),
-                "formula": formula(cfg, world, cut.least) * size, "work": work(cfg, world, cut.least)}  # fmt: skip
+                "formula": formula(shape, world, cut.least) * size, "work": work(shape, world, cut.least)}  # fmt: skip
 
 
 def _layers(cfg: Any) -> Iterator[tuple[str, int, int, int]]:
