@@ -169,13 +169,14 @@ class ScheduleConfig(Settings):
     """factors of the learning rate, one per entry of `decay_at`"""
     floor: Annotated[float, Field(ge=0, le=1)] = 0.0
     """last factor of a linear or cosine decay"""
-    counted: Literal[
-        "plainly", "cosmoflow-reference", "cosmoflow-nvidia", "deepcam-reference", "unet3d-reference", "unet3d-nvidia"
-    ] = "plainly"
-    """how steps are counted: plainly, from 0 and with fractions of epochs, or as an MLPerf code does. Both codes of CosmoFlow hold
-    the rate for a whole epoch, and the reference's factors begin one epoch late; DeepCAM's reference counts steps from 1, decay_at
-    from the end of the warm-up and one step late, and its peak is the rate of the warm-up's last step; the codes of the 3D U-Net
-    count from 1, and the reference holds the rate for an epoch"""
+    first_step: Literal[0, 1] = 0
+    """number of the first step: 0, at `start`, or 1, one step up the warm-up"""
+    held: bool = False
+    """the rate stays the same for a whole epoch; otherwise it follows the fraction of it"""
+    late: bool = False
+    """a factor begins one epoch (or step) after the one that `decay_at` names"""
+    after_warmup: bool = False
+    """`decay_at` counts from the end of the warm-up, and the peak is the rate of its last step"""
 
     @model_validator(mode="after")
     def _steps_fit(self) -> Self:
@@ -189,8 +190,8 @@ class ScheduleConfig(Settings):
             raise ValueError("decay: steps needs decay_at and decay_to, and they need decay: steps")
         if self.length is not None and self.decay not in ("linear", "cosine"):
             raise ValueError(f"length is {self.length:g}, but decay is {self.decay}; only linear and cosine have a length")
-        if self.unit == "steps" and self.counted in ("cosmoflow-reference", "cosmoflow-nvidia", "unet3d-reference"):
-            raise ValueError(f"counted {self.counted} holds the rate for an epoch, so that unit is epochs, not steps")
+        if self.unit == "steps" and self.held:
+            raise ValueError("held is true, which holds the rate for an epoch, but unit is steps; expected epochs, or held: false")
         return self
 
 

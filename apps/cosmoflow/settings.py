@@ -42,7 +42,7 @@ class Config(RunConfig):
         momentum=0.9,
         decay_names=("dense1.weight", "dense2.weight"),
         schedule=ScheduleConfig(
-            warmup=4, start=1e-3, decay="steps", decay_at=(32, 64), decay_to=(0.25, 0.125), counted="cosmoflow-reference"
+            warmup=4, start=1e-3, decay="steps", decay_at=(32, 64), decay_to=(0.25, 0.125), held=True, late=True
         ),
     )
     train: TrainConfig = TrainConfig(epochs=128, metric="mae", target=0.124)

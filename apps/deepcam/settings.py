@@ -43,7 +43,7 @@ class Config(RunConfig):
         weight_decay=0.01,
         decay_names=("*",),
         clip=1.0,
-        schedule=ScheduleConfig(unit="steps", decay="cosine", length=9000, counted="deepcam-reference"),
+        schedule=ScheduleConfig(unit="steps", decay="cosine", length=9000, first_step=1, late=True, after_warmup=True),
     )
     train: TrainConfig = TrainConfig(epochs=16, metric="iou", target=0.82, better="higher")
     report: ReportConfig = ReportConfig(directory=Path("runs/deepcam"))

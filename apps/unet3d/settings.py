@@ -83,7 +83,7 @@ class Config(RunConfig):
         lr=2.0,
         nesterov=True,
         lr_in_momentum=False,
-        schedule=ScheduleConfig(unit="epochs", warmup=1000, start=1e-4, counted="unet3d-reference"),
+        schedule=ScheduleConfig(unit="epochs", warmup=1000, start=1e-4, first_step=1, held=True),
     )
     train: TrainConfig = TrainConfig(
         epochs=10_000, evaluate_from=1000, evaluate_every=20, metric="mean_dice", target=0.908, better="higher", hopeless=0.1

@@ -2,58 +2,32 @@
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 from hpcai.settings import ScheduleConfig
-
-
-class _Habit(NamedTuple):
-    """How a code counts its steps."""
-
-    first: int = 0
-    """number of the first step: 0, at ``start``, or 1, one step up the warm-up"""
-    held: bool = False
-    """whether the rate stays the same for a whole epoch"""
-    late: bool = False
-    """whether a factor begins one epoch (or step) after the one that is named"""
-    after_warmup: bool = False
-    """whether the factors' epochs are counted from the end of the warm-up, and the peak is the rate of its last step"""
-
-
-# The text of `ScheduleConfig.counted` explains each.
-_HABITS = {
-    "plainly": _Habit(),
-    "cosmoflow-reference": _Habit(held=True, late=True),
-    "cosmoflow-nvidia": _Habit(held=True),
-    "deepcam-reference": _Habit(first=1, late=True, after_warmup=True),
-    "unet3d-reference": _Habit(first=1, held=True),
-    "unet3d-nvidia": _Habit(first=1),
-}
 
 
 def rate(cfg: ScheduleConfig, lr: float, steps_per_epoch: int, steps: int) -> Callable[[int], float]:
     """Learning rate by 0-based global optimizer step, for a run of ``steps`` steps.
 
     The warm-up is linear in the epoch, from ``cfg.start`` to ``lr``. The epoch is a fraction, or a whole number where the rate is
-    held for an epoch (``cfg.counted``). With ``unit: steps`` an epoch is one step long.
+    held for an epoch (``cfg.held``). With ``unit: steps`` an epoch is one step long.
     """
-    habit = _HABITS[cfg.counted]
     unit = 1 if cfg.unit == "steps" else steps_per_epoch
     last = max(steps - 1, 1) / unit
     peak = lr
-    if habit.after_warmup and cfg.warmup:
+    if cfg.after_warmup and cfg.warmup:
         peak = cfg.start + (lr - cfg.start) * (cfg.warmup - 1 / unit) / cfg.warmup
 
     def at(step: int) -> float:
-        number = step + habit.first
-        epoch = number // unit if habit.held else number / unit
+        number = step + cfg.first_step
+        epoch = number // unit if cfg.held else number / unit
         if epoch < cfg.warmup:
             return cfg.start + (lr - cfg.start) * epoch / cfg.warmup
         if cfg.decay == "none":
             return peak
         if cfg.decay == "steps":
-            since = (number // unit if habit.late else epoch) - (cfg.warmup if habit.after_warmup else 0)
-            begun = [to for named, to in zip(cfg.decay_at, cfg.decay_to) if since > named or (since == named and not habit.late)]
+            since = (number // unit if cfg.late else epoch) - (cfg.warmup if cfg.after_warmup else 0)
+            begun = [to for named, to in zip(cfg.decay_at, cfg.decay_to) if since > named or (since == named and not cfg.late)]
             return peak * (begun[-1] if begun else 1.0)
         done = max((epoch - cfg.warmup) / (cfg.length or max(last - cfg.warmup, 1e-12)), 0.0)
         done = done if cfg.length and cfg.decay == "cosine" else min(done, 1.0)

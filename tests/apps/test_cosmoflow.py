@@ -56,7 +56,7 @@ class TestPromises(Promises):
             "data.processes=true data.workers=1", "data.workers=5 data.prefetch=0.0001", "data.stage=$OWN_DISK/data"]  # fmt: skip
     logs = [(
         ["train.target=9", "step.optimizer=sgd", "model.dropout=0.5",
-         "step.schedule={decay: steps, decay_at: [1], decay_to: [0.25], counted: cosmoflow-nvidia, warmup: 1, start: 1e-4}"],
+         "step.schedule={decay: steps, decay_at: [1], decay_to: [0.25], held: true, late: false, warmup: 1, start: 1e-4}"],
         ["eval_error"],  # three steps do not reach 0.124
     )]  # fmt: skip
     refused = [

@@ -15,8 +15,9 @@ from tests.apps.running import same_weights, told
 from tests.apps.smallest import DEEPCAM as APP
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-COSINE = "{unit: steps, warmup: 2, counted: deepcam-reference, decay: cosine, length: 6}"
-STEPS = "{unit: steps, warmup: 2, counted: deepcam-reference, decay: steps, length: null, decay_at: [3], decay_to: [0.1]}"
+COUNTED = "unit: steps, warmup: 2, first_step: 1, late: true, after_warmup: true"
+COSINE = f"{{{COUNTED}, decay: cosine, length: 6}}"
+STEPS = f"{{{COUNTED}, decay: steps, length: null, decay_at: [3], decay_to: [0.1]}}"
 
 
 def spoil(data: Path, kind: str) -> None:
@@ -53,7 +54,7 @@ def _rewrite(path: Path, change: Any) -> None:
 
 class TestPromises(Promises):
     configs = ["batch128", "batch2048", "node", "small"]
-    named = ["batchnorm_group", "model.skip", "model.init", "data.pictures", "step.schedule.counted"]
+    named = ["batchnorm_group", "model.skip", "model.init", "data.pictures", "step.schedule.after_warmup"]
     ways = [f"data.reader={way}" for way in ("direct", "buffered", "memory", "hdf5", "dali")]
     # All rules are kept but those that twelve maps cannot: the size of the set, and 0.82 in three steps.
     logs = [

@@ -111,7 +111,7 @@ def test_keras_weights_give_keras_outputs(tmp_path: Path) -> None:
             assert torch.equal(loaded.state_dict()[name], tensor), (layout, name)
 
 
-REFERENCE = {"warmup": 4, "start": 1e-3, "decay_at": (32, 64), "decay_to": (0.25, 0.125), "counted": "cosmoflow-reference"}
+REFERENCE = {"warmup": 4, "start": 1e-3, "decay_at": (32, 64), "decay_to": (0.25, 0.125), "late": True}
 SCHEDULES = {
     "reference_default_gbs64": (1e-3, REFERENCE),
     "reference_default_gbs256": (4e-3, REFERENCE),
@@ -130,6 +130,6 @@ def test_the_learning_rate_of_every_epoch(name: str) -> None:
     expected = told("cosmoflow/lr_schedules")[name]
     lr, words = SCHEDULES[name]
     steps = 7
-    at = rate(train.ScheduleConfig(**{"decay": "steps", "counted": "cosmoflow-nvidia"} | words), lr, steps, steps * len(expected))
+    at = rate(train.ScheduleConfig(**{"decay": "steps", "held": True} | words), lr, steps, steps * len(expected))
     for epoch, value in enumerate(expected):
         assert [at(epoch * steps), at(epoch * steps + steps - 1)] == pytest.approx([value, value], rel=1e-12), epoch

@@ -175,7 +175,7 @@ def test_schedules_are_the_references_step_by_step() -> None:
         about, base = case["args"], case["lr_base"]
         words: dict[str, Any] = {
             "unit": "steps", "warmup": about["warmup_steps"], "start": 0.0 if about["warmup_factor"] == 1 else base,
-            "counted": "deepcam-reference",
+            "first_step": 1, "late": True, "after_warmup": True,
         }  # fmt: skip
         if "milestones" in about:
             factors = tuple(about["gamma"] ** (i + 1) for i in range(len(about["milestones"])))

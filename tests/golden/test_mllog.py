@@ -279,7 +279,7 @@ def test_the_rate_of_a_3d_unet_drops_in_epochs_or_not_at_all(tmp_path: Path) -> 
     assert not any(record["key"].startswith("opt_learning_rate_decay") for record in records(tmp_path / "cosine.log"))
     assert not complies_with_training(tmp_path / "cosine.log")
     with pytest.raises(ConfigError, match=r"counts step\.schedule\.warmup in epochs; set step\.schedule\.unit=epochs"):
-        trained(tmp_path / "unit.log", [0.91], "step.schedule={unit: steps, counted: plainly}")
+        trained(tmp_path / "unit.log", [0.91], "step.schedule={unit: steps, held: false}")
 
 
 def test_a_run_that_an_error_ends_is_aborted_and_may_be_resumed(tmp_path: Path) -> None:

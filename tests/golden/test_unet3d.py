@@ -184,7 +184,7 @@ WARM_UPS = [("reference", 0.8, 200), ("nvidia_gbs56", 2.0, 1000), ("nvidia_gbs84
 @pytest.mark.parametrize(("which", "lr", "warmup"), WARM_UPS)
 def test_the_warm_up_is_the_references(which: str, lr: float, warmup: int) -> None:
     """By epoch, counted from 1."""
-    cfg = ScheduleConfig(unit="epochs", warmup=warmup, start=1e-4, counted="unet3d-reference")
+    cfg = ScheduleConfig(unit="epochs", warmup=warmup, start=1e-4, first_step=1, held=True)
     rates = rate(cfg, lr, 1, 10_000)
     for epoch, value in read("lr_schedules")["lr"][which].items():
         assert rates(int(epoch) - 1) == pytest.approx(value, rel=1e-6), epoch

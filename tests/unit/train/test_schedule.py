@@ -15,7 +15,7 @@ def test_per_step_warm_up_and_cosine() -> None:
 
 
 def test_per_epoch_holds_within_an_epoch() -> None:
-    at = rate(ScheduleConfig(warmup=3, start=0.0, counted="cosmoflow-nvidia"), 0.3, 5, 50)
+    at = rate(ScheduleConfig(warmup=3, start=0.0, held=True), 0.3, 5, 50)
     assert [at(s) for s in (0, 4, 5, 9, 10, 15, 49)] == pytest.approx([0, 0, 0.1, 0.1, 0.2, 0.3, 0.3])
 
 
