@@ -104,7 +104,11 @@ def open_split(
         own_disk = Path(found) / folder.name
         logger.info("%s: %s", folder.name, stage_in(folder, own_disk, mesh, shards=shards))
         local = holds(own_disk, folder, look=False)  # it was looked at right now
-    return Rows(folder, fields, remedy, reader=cfg.reader, device=mesh.device, local=local, axis=mesh.everyone)
+    rows = Rows(folder, fields, remedy, reader=cfg.reader, device=mesh.device, local=local, axis=mesh.everyone)
+    if rows.catalog.table is None and mesh.world > 1:
+        text = "%s: no table of its %d files, so each process opens all that it asks about; hpcai data check %s --index writes one"
+        logger.info(text, folder.name, len(rows.paths), folder)
+    return rows
 
 
 def by_shard(rows: Rows, cfg: LoaderConfig, batch: int, seed: int) -> dict[str, Any]:

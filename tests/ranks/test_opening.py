@@ -15,6 +15,7 @@ import h5py
 import numpy as np
 import pytest
 
+from hpcai.data import splits
 from hpcai.data.index import write_index
 from hpcai.data.splits import open_split
 from hpcai.dist.mesh import Mesh
@@ -81,8 +82,11 @@ def opened(mesh: Mesh, home: Path, kind: str, own: Path) -> tuple[Any, ...]:
 
 def without_columns(mesh: Mesh, home: Path, kind: str, own: Path) -> tuple[Any, ...]:
     with chdir(own if mesh.rank else home / kind):
-        rows = open_split(Path("set"), FIELDS, "make it so", LoaderConfig(reader="buffered"), mesh)
-        return len(rows), rows.identity, rows.about.get("units"), rows.shapes
+        said: list[str] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(splits.logger, "info", lambda text, *words: said.append(text % words))
+            rows = open_split(Path("set"), FIELDS, "make it so", LoaderConfig(reader="buffered"), mesh)
+        return len(rows), rows.identity, rows.about.get("units"), rows.shapes, said
 
 
 @pytest.mark.parametrize("axes", [{"replicate": 2}, {"depth": 2}], ids=str)
@@ -102,6 +106,8 @@ def test_the_second_rank_touches_only_files_that_it_reads(made: Path, tmp_path: 
 def test_without_a_table_the_second_rank_opens_a_split_by_what_it_is_told(made: Path, tmp_path: Path, kind: str) -> None:
     first, second = on_ranks({"replicate": 2}, without_columns, made, kind, tmp_path)
     assert first == second and first[0] == FILES * ROWS and first[2] == (None if kind == "none" else "a")
+    advice = "set: no table of its 200 files, so each process opens all that it asks about; hpcai data check set --index writes one"
+    assert first[4] == ([] if kind == "table" else [advice])
     assert first[1] == on_ranks({}, without_columns, made, "table", tmp_path)[0][1]
 
 
