@@ -1,9 +1,9 @@
 """Checkpoints to resume from: whole or not there.
 
 A checkpoint is a folder ``step-00000120`` of a few files of tensors (``train/tensorfile``: anything that reads safetensors opens
-them), an index that says where each box of each tensor lies and what SHA-256 each block has, the state of the run, and a manifest
-that seals both. It is written as ``.step-00000120.partial``, flushed, and renamed once the manifest is there; only then are old
-ones removed. Which rank writes what follows from how the weights are cut, so that no plan is gathered. Nothing is a pickle.
+them), an index that says who wrote what of them and what SHA-256 each block has, the state of the run, and a manifest that seals
+both. It is written as ``.step-00000120.partial``, flushed, and renamed once the manifest is there; only then are old ones removed.
+Which rank writes what follows from how the weights are cut, so that no plan is gathered. Nothing is a pickle.
 """
 
 import functools

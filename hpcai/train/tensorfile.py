@@ -1,8 +1,9 @@
 """Files of tensors in the safetensors layout, which processes write together, and read together, in blocks.
 
-A file has a header (JSON: dtype, shape and place of each tensor) and then their numbers, row by row. Each process writes one
-stretch of it through a buffer of one block, and keeps the SHA-256 of each block. Where several ranks need the same numbers, each
-block is read by one of them, checked, and passed on: it leaves the disk once.
+A file has a header (JSON: dtype, shape and place of each tensor) and then their numbers, row by row. Of a tensor that is divided it
+has parts, whose names say which: ``name[0:4,8:16]``. Each process writes one stretch of it through a buffer of one block, and keeps
+the SHA-256 of each block. Where several ranks need the same numbers, each block is read by one of them, checked, and passed on: it
+leaves the disk once.
 """
 
 import hashlib
