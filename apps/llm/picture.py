@@ -73,11 +73,13 @@ def _positions(axes: Axes, found: Texts, theme: Theme) -> None:
     edges = np.unique(np.geomspace(1, count + 1, BINS + 1).astype(int)) - 1
     sums, total = (np.add.reduceat(each, edges[:-1]) for each in (found.positions * found.counts, found.counts))
     middle = np.sqrt((edges[:-1] + 1) * edges[1:])
-    axes.plot(middle, sums / np.maximum(total, 1), color=theme.main, marker="o", markersize=4)
+    means = sums / np.maximum(total, 1)
+    axes.plot(middle, means, color=theme.main, marker="o", markersize=4)
     axes.set_xscale("log")
     axes.set(xlabel="position in the row [tokens]", ylabel="loss [nats per token]")
     mean = float((found.positions * found.counts).sum() / found.counts.sum())
-    head(axes, "Loss by position", f"mean {mean:.3f} nats; what stands before a token helps", theme)
+    known = means[total > 0]
+    head(axes, "Loss by position", f"mean {mean:.3f} nats; {known[-1] - known[0]:+.2f} from the first positions to the last", theme)
 
 
 def table(found: Texts) -> Table | None:

@@ -44,8 +44,9 @@ def test_what_is_drawn_is_what_the_file_holds(tmp_path: Path, theme: Any) -> Non
     left, right = picture.draw(found, theme).axes
     assert [bar.get_width() for bar in left.patches] == list(CODES.values())
     assert [label.get_text() for label in left.get_yticklabels()] == list(CODES)
-    assert subtitle(right) == f"mean {float(given['nats'].mean()):.3f} nats; what stands before a token helps"
     places, losses = right.get_lines()[0].get_data()
+    change = f"{losses[-1] - losses[0]:+.2f} from the first positions to the last"
+    assert subtitle(right) == f"mean {float(given['nats'].mean()):.3f} nats; {change}"
     assert losses[0] == pytest.approx(float(given["nats"][:, 0].mean())) and places[0] == 1
     assert picture.table(found) is not None and picture.table(found).rows == TEXTS  # type: ignore[union-attr]
 
