@@ -264,8 +264,11 @@ def opened(path: Path) -> Held:
             raise DamagedError(f"{name!r} is placed where no file of it is")
         held.tensors.setdefault(name, []).append(part)
     for name, parts in held.tensors.items():
-        size = held.sizes[name] = tuple(map(max, zip(*([o + n for o, n in zip(part.offsets, part.sizes)] for part in parts))))
-        if sum(math.prod(part.sizes) for part in parts) != math.prod(size):
+        held.sizes[name] = parts[0].sizes
+        if len(parts) > 1 or any(parts[0].offsets):
+            ends = ([o + n for o, n in zip(part.offsets, part.sizes)] for part in parts)
+            held.sizes[name] = tuple(map(max, zip(*ends)))
+        if sum(math.prod(part.sizes) for part in parts) != math.prod(held.sizes[name]):
             raise DamagedError(f"only parts of {name!r} are there")
     if not held.tensors:
         raise DamagedError(f"{INDEX} names no file of tensors")
