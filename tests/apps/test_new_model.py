@@ -48,7 +48,6 @@ def run(*words: str) -> int:
 def _errors(mesh: object, folder: str) -> float:
     from apps.ringdown.data import signals  # type: ignore[import-not-found]
     from apps.ringdown.settings import Config
-
     from hpcai import train
     from hpcai.models import ringdown  # type: ignore[attr-defined]
 

@@ -7,12 +7,9 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from one_machine_slurm import OneMachineSlurm, missing
-from runs import ENDLESS, Submit
-
 from tests.apps.universes import make
+from tests.cluster.one_machine_slurm import OneMachineSlurm, missing
+from tests.cluster.submitted import ENDLESS, Submit
 
 ROOT = Path(__file__).parents[2]
 

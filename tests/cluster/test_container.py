@@ -12,12 +12,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from one_machine_slurm import OneMachineSlurm
-from runs import ENDLESS, Submit, losses, of, start_again, wait_for_step
 
 from hpcai.train.saved import found as checkpoints
 from tests.apps.running import App
 from tests.apps.universes import make
+from tests.cluster.one_machine_slurm import OneMachineSlurm
+from tests.cluster.submitted import ENDLESS, Submit, losses, of, start_again, wait_for_step
 from tests.containers.definition import stages
 
 HERE = Path(__file__).parent

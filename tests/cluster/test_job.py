@@ -7,11 +7,11 @@ import time
 from pathlib import Path
 
 import pytest
-from one_machine_slurm import OneMachineSlurm
-from runs import Submit, losses, of, start_again, wait_for_step
 
 from hpcai.train.saved import found as checkpoints
 from tests.archives import tiny
+from tests.cluster.one_machine_slurm import OneMachineSlurm
+from tests.cluster.submitted import Submit, losses, of, start_again, wait_for_step
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
 

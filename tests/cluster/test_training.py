@@ -6,10 +6,10 @@ import time
 from pathlib import Path
 
 import pytest
-from one_machine_slurm import OneMachineSlurm
 
 from hpcai import log
 from tests.apps.universes import make
+from tests.cluster.one_machine_slurm import OneMachineSlurm
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.slurm, pytest.mark.claim, pytest.mark.timeout(300)]

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tarfile
 import zipfile
 from pathlib import Path
@@ -45,6 +46,20 @@ def test_what_strangers_look_for_says_what_the_repository_has() -> None:
     assert len(hooks) == lint[0].count("$(BIN)/")
     steps = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]["test"]["steps"]
     assert steps[-1] == {"run": ".ci/run"}
+
+
+def test_no_folder_that_a_command_leaves_changes_the_linter(tmp_path: Path) -> None:
+    """`make train` once left runs/, which the linter of `make test` then took for a package that a test imports."""
+    left = [line.strip("/") for line in (ROOT / ".gitignore").read_text().splitlines() if line.strip("/").isidentifier()]
+    assert {"runs", "datasets", "build"} <= set(left)
+    (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
+    imports = (f"from {name} import it\n" for name in sorted((*left, "numpy")))
+    (tmp_path / "test_it.py").write_text(f"{''.join(imports)}\nfrom hpcai import log\nfrom tests import atoms\n")
+    for name in ("", *left):
+        (tmp_path / name).mkdir(exist_ok=True)
+        command = [sys.executable, "-m", "ruff", "check", "--no-cache", "--select=I"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, f"with a folder {name}: {done.stdout}"
 
 
 def test_git_takes_what_is_binary_as_such() -> None:

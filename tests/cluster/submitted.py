@@ -5,9 +5,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from one_machine_slurm import OneMachineSlurm
-
 from hpcai import log
+from tests.cluster.one_machine_slurm import OneMachineSlurm
 
 # Without a schedule or an evaluation a loss depends on its step alone, however many steps there will be.
 ENDLESS = [
