@@ -4,6 +4,7 @@ this machine could not run."""
 import contextlib
 import ctypes
 import gc
+import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,17 @@ from tests.ranks import launch
 
 settings.register_profile("house", deadline=None, derandomize=True, database=None, max_examples=40)
 settings.load_profile("house")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide GPUs from all tests but those of tests/gpu, run by themselves (make gpu). Autograd then counts no GPU, and starts no
+    threads for GPUs: no fork could run a backward pass beside them. Later, a fake tensor of a CUDA build would count as one."""
+    gpu = Path(__file__).parent / "gpu"
+    alone = all(Path(word.partition("::")[0]).resolve().is_relative_to(gpu) for word in config.args)
+    if alone and os.environ.get("HPCAI_TEST_DEVICE") != "cpu":
+        return
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    torch.ones((), requires_grad=True).backward()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

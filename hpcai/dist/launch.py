@@ -95,7 +95,7 @@ def start(axes: Any, on: torch.device | None = None) -> Iterator[Mesh]:
         where = on if on is not None else _device(here)
         _settle(where, here)
         if on is None and here.rank == 0 and (lack := no_gpu(where)):
-            logger.warning("%s", lack)
+            logger.info("%s", lack)
         if watch is not None:
             os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # two hosts connect when they first talk, and most pairs never do
             backend = "gloo"
@@ -285,10 +285,7 @@ def no_gpu(where: torch.device) -> str | None:
     if where.type != "cpu" or build is None or hidden:
         return None
     flag = "--nv" if torch.version.cuda else "--rocm"
-    return (
-        f"torch is built for {build} and finds no GPU: this runs on the CPU. Ask the scheduler for a GPU; in a container give "
-        f"{flag}, which brings the driver; CUDA_VISIBLE_DEVICES= says that it is meant"
-    )
+    return f"torch, built for {build}, finds no GPU: this runs on the CPU (a container needs {flag} to see the host's GPUs)"
 
 
 def _share_gpu() -> bool:

@@ -209,11 +209,11 @@ def _sums(dz: Tensor, x: Tensor, mean: Tensor, invstd: Tensor) -> Tensor:
 
 def _by_input(dz: Tensor, x: Tensor, mean: Tensor, slope: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     """scale*dz + slope*(x - mean) + shift, in one pass or two."""
-    one = torch.ones_like(scale)
-    dx = F.batch_norm(x, mean, one, slope, shift, eps=0.0)
+    half = torch.full_like(scale, 0.5)  # and eps, which torch 2.11 wants above 0: the root of their sum is exactly 1
+    dx = F.batch_norm(x, mean, half, slope, shift, eps=0.5)
     if dx.dtype == scale.dtype:
         return dx.addcmul_(dz, scale.view(1, -1, *[1] * (x.ndim - 2)))
-    return dx.add_(F.batch_norm(dz, torch.zeros_like(scale), one, scale, eps=0.0))
+    return dx.add_(F.batch_norm(dz, torch.zeros_like(scale), half, scale, eps=0.5))
 
 
 def _parts(x: Tensor, samples: int) -> tuple[tuple[Tensor, ...], int]:

@@ -82,7 +82,7 @@ class Frozen(Joint):
 
 def _product(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
     y = F.linear(x, weight.to(x.dtype))
-    return y if scale is None else y.mul_(scale.to(y.dtype))
+    return y if scale is None else y * scale.to(y.dtype)  # torch 2.11 traces what a function changes in place and returns wrongly
 
 
 def _pairs(operands: Operands) -> Any:

@@ -47,7 +47,7 @@ class CudaGraph:
         except BaseException:
             # A capture that cannot end leaves its stream current, its pool in use and the generator within it (torch 2.13).
             torch.cuda.set_stream(before)
-            with suppress(RuntimeError):  # it did end
+            with suppress(RuntimeError, AttributeError):  # it did end, or this torch has other names
                 torch._C._cuda_endAllocateToPool(here, self._pool)
                 torch._C._cuda_releasePool(here, self._pool)
             self.reset()

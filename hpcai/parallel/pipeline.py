@@ -147,6 +147,8 @@ class Pipeline:
             )
             for stage in self.stages.own
         ]  # fmt: skip
+        for each in stages:
+            _greets_others(each)
         try:
             made: Any = getattr(pipelining, name)
             one = issubclass(made, pipelining.schedules.PipelineScheduleSingle)
@@ -292,6 +294,12 @@ class _Value:
 
 def _given(output: Tensor, number: Tensor) -> Tensor:
     return output
+
+
+def _greets_others(stage: Any) -> None:
+    """Leave out the message with which a stage of torch before 2.13 greets a neighbour on its own rank: gloo has no way to it."""
+    greetings = getattr(stage, "_get_init_p2p_neighbors_ops", list)
+    stage._get_init_p2p_neighbors_ops = lambda: [each for each in greetings() if each.group_peer != stage.group_rank]
 
 
 def _flat(value: Any) -> tuple[Any, ...]:

@@ -248,10 +248,10 @@ class FullySharded:
 
 def _sum_what_is_left(module: nn.Module) -> None:
     """Add the gradients of backward passes without sums, as torch's own pipeline schedules do at their end."""
-    from torch.distributed.pipelining.stage import _PipelineStageBase
+    from torch.distributed.pipelining import PipelineStage
 
     stage: Any = SimpleNamespace(submod=module)
-    _PipelineStageBase.perform_reduce_grad(stage, grad_scale_factor=1)
+    PipelineStage.perform_reduce_grad(stage, grad_scale_factor=1)
 
 
 def _wide(module: nn.Module) -> list[nn.Module]:

@@ -311,6 +311,12 @@ class _Group(torch_dist.ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802
         return "paper"
 
+    def _get_backend(self, device: torch.device) -> Any:
+        return self  # torch 2.14 asks it whether it sends several tensors as one message
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return "paper " + " ".join(map(str, self.ranks))
+
 
 def _joined(options: Any, _: Any) -> _Group:
     ranks = options.global_ranks_in_group or range(options.group_size)

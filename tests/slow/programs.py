@@ -17,6 +17,17 @@ _ALL = ("90", "sm_90a", "all"), ("80", "sm_80", "all"), ("100", "sm_100a", "all"
 FORMED = [("90", "sm_90a", "ends"), *(pytest.param(*x, marks=pytest.mark.claim) for x in _ALL)]
 
 
+# The interpreter of Triton 3.6 makes a bound of a loop of an array with one number in it, which numpy 2.4 does not convert.
+_INTERPRETER = """
+import triton.runtime.interpreter as inside
+if patched := getattr(inside, "_patch_lang_tensor", None):
+    def patch(tensor, scope):
+        patched(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+    inside._patch_lang_tensor = patch
+"""
+
+
 def forms(variants: Iterable[Any], which: str) -> list[Any]:
     """All ``variants`` of a module's kernels, or at their "ends": the first and the last of each kernel."""
     every = list(variants)
@@ -27,7 +38,8 @@ def forms(variants: Iterable[Any], which: str) -> list[Any]:
 def run(program: str, *words: str, **environment: str) -> str:
     """What a program prints."""
     env = {**{name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}, **environment}
-    command = [sys.executable, "-W", "ignore", "-c", program, *words]
+    before = _INTERPRETER if "TRITON_INTERPRET" in environment else ""
+    command = [sys.executable, "-W", "ignore", "-c", before + program, *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

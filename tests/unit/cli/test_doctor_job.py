@@ -312,6 +312,7 @@ def test_a_rank_is_read_from_the_kernel(tmp_path: Path, monkeypatch: pytest.Monk
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(member.os, "sched_getaffinity", lambda pid: {6, 7, 8})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("SLURMD_NODENAME", "nid7")
     monkeypatch.setenv("HPCAI_TOKEN", "secret")
     monkeypatch.setenv("UCX_NET_DEVICES", "mlx5_0")

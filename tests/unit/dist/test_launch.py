@@ -168,7 +168,7 @@ def test_a_torch_for_gpus_that_finds_none_is_told(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.version, "cuda", None)
     assert launch.no_gpu(cpu) is None
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert "torch is built for CUDA 13.0 and finds no GPU" in str(launch.no_gpu(cpu)) and "--nv" in str(launch.no_gpu(cpu))
+    assert "built for CUDA 13.0, finds no GPU" in str(launch.no_gpu(cpu)) and "--nv" in str(launch.no_gpu(cpu))
     assert launch.no_gpu(torch.device("cuda")) is None
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert launch.no_gpu(cpu) is None
