@@ -1,19 +1,20 @@
 # make train     sets up .venv, simulates small universes, trains CosmoFlow on them, leaves a report to look at
 # make test      sets up .venv, checks style and types, passes the tests
+# make test-oldest   the same promises with the lowest versions that pyproject.toml allows, and torch as it is built for CUDA
 # make claims    the long proofs of what the README promises, and what was learnt in them
 # make fuzz      ten thousand damaged files for each reader
 # make originals FROM=DIR   readers against files as they are published (tests/data/README.md)
 # make gpu [PART="tests kernels apps data"] [WHEELS=DIR] [OUT=DIR] [BUDGET=SECONDS]   what needs a GPU, on any machine that has one
 # make wheels OUT=DIR   packages for a machine with a GPU and no network
-# make install   the part that both share        make slurm    Slurm for tests/cluster (Debian, as root)
+# make install   the part that both share
+# make test-cluster   what needs Slurm or fio, after make slurm and make fio (Debian, as root)
 # make install LOCKED=1, make test LOCKED=1      with the packages that requirements.lock names, by their hashes
 # make lock [UPGRADE=1]      requirements.lock anew   make sbom [OUT=FILE]   what is in it, as CycloneDX
 # make bundle OUT=DIR        a folder from which a machine without a network installs all (docs/install.md)
 # make lint      style, types, floors            make bench    speed and memory of steps, of reading samples; tests that measure time
-# make fio       the disk benchmark that ours is compared with (Debian, as root)
 # make containers OUT=DIR [LEND="PATH ..."]   the image for CPUs built and run without Apptainer (Debian, as root; docs/containers.md)
 # make site      the pages as a site in build/site, which needs no network to be read
-# make clean     removes .venv, datasets/ and runs/
+# make clean     removes .venv, .venv-oldest, datasets/ and runs/
 
 PYTHON ?= python3
 TORCH  ?= 2.13.0
@@ -21,13 +22,14 @@ BUILD   = $(or $(BACKEND),cpu)
 LOCK   ?= requirements.lock
 VENV   := .venv
 BIN    := $(VENV)/bin
+OLDEST := .venv-oldest
 PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check
 HASHED  = $(PIP) --no-deps --require-hashes
 DATA   := datasets/cosmoflow-small
 RUN    := runs/cosmoflow-small
 SHELL  := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
-.PHONY: train test claims fuzz originals install lint slurm fio bench gpu wheels lock sbom bundle container containers site clean
+.PHONY: train test test-cluster test-oldest claims fuzz originals install lint slurm fio bench gpu wheels lock sbom bundle container containers site clean
 
 train: install
 	@echo "== simulate universes -> $(DATA)"
@@ -96,18 +98,48 @@ lint: $(VENV)/.tested
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache | tail -n 9
 
+PYTEST = OMP_NUM_THREADS=1 $(1)/python -m pytest -q
+EVERY  = -n 2 --dist worksteal -m "not timing and not claim and not originals and not fuzz"
+
 test: lint
 	@echo "== tests"
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not timing and not claim and not originals and not fuzz" --durations=10
+	@$(call PYTEST,$(BIN)) $(EVERY) --durations=10
+
+test-cluster: slurm fio $(VENV)/.tested
+	@echo "== tests with Slurm and fio"
+	@$(call PYTEST,$(BIN)) $(EVERY) tests/cluster tests/slow/test_bench.py
+
+# No sources: a machine may lack what compiles them.
+$(OLDEST)/.made: pyproject.toml
+	@echo "== $(OLDEST): the lowest versions that pyproject.toml allows; torch for CUDA (4.5 GB installed)"
+	@$(PYTHON) -m venv --clear $(OLDEST)
+	@$(OLDEST)/bin/python -m pip install -qq --disable-pip-version-check uv
+	@$(OLDEST)/bin/uv pip install -q --python $(OLDEST)/bin/python --resolution lowest-direct --only-binary :all: \
+	  --no-binary hpcai-suite --editable '.[dev]'
+	@$(OLDEST)/bin/hpcai doctor --packages
+	@touch $@
+
+# Kernels, networks, the loop and the parallel forms; each kernel compiled for an H100, with what it takes of one; all that waits for a
+# GPU, at tiny sizes.
+FORMS = $(foreach form,replicate shard spatial tensor context pipeline batchnorm openfold llm llm_frozen deferred evaluation,tests/ranks/test_$(form).py)
+test-oldest: $(OLDEST)/.made
+	@echo "== tests with the lowest versions"
+	@$(call PYTEST,$(OLDEST)/bin) $(EVERY) tests/golden tests/slow tests/unit/kernels tests/unit/nn tests/unit/train \
+	  tests/unit/test_private_names.py $(FORMS)
+	@echo "== kernels for sm_90a: registers, words on the stack, spills, shared memory"
+	@$(call PYTEST,$(OLDEST)/bin) -n 2 -rP -m claim -k "compiles and sm_90a" tests/slow
+	@echo "== rungs for a GPU, without one"
+	@rm -rf runs/rungs
+	@HPCAI_TEST_DEVICE=cpu OMP_NUM_THREADS=1 $(OLDEST)/bin/python tests/gpu/run.py --out runs/rungs --rung R{1..10}
 
 claims: $(VENV)/.tested
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -s -m claim --durations=0
+	@$(call PYTEST,$(BIN)) -s -m claim --durations=0
 
 fuzz: $(VENV)/.tested
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -s -m fuzz
+	@$(call PYTEST,$(BIN)) -s -m fuzz
 
 originals: $(VENV)/.tested
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m originals --originals $(FROM)
+	@$(call PYTEST,$(BIN)) -m originals --originals $(FROM)
 
 slurm:
 	@if command -v slurmctld slurmd munged >/dev/null; then echo "== Slurm is installed"; \
@@ -129,7 +161,7 @@ bench: $(VENV)/.tested
 	@$(BIN)/hpcai bench cosmoflow
 	@$(BIN)/hpcai bench step
 	@$(BIN)/hpcai bench data
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m timing
+	@$(call PYTEST,$(BIN)) -m timing
 
 # With the Python at hand: such a machine may have no network, and cut off commands that are long.
 GPU = $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) tests/gpu/run.py
@@ -175,4 +207,4 @@ containers: $(VENV)/.installed
 	@$(BIN)/python -m tests.containers.prove containers/cpu.def --base $(OUT)/base --out $(OUT)/image $(if $(LEND),--lend $(LEND))
 
 clean:
-	rm -rf $(VENV) build datasets runs
+	rm -rf $(VENV) $(OLDEST) build datasets runs

@@ -13,6 +13,7 @@ and then flips the wrong dims; a slice with a negative step gives wrong values a
 import io
 import math
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -471,6 +472,7 @@ class _Graph:
                 raise DataError(f"{self._name}, batch of samples {names}: {problem}") from problem
             # DALI's reader is ahead, and may have failed with a later one: then DALI names the file.
             where = f", in or after the batch of samples {names}" if names else ""
+            traceback.clear_frames(problem.__traceback__)  # variables of DALI's functions, which hold its threads
             raise DataError(f"{self._name}{where}: DALI stops: {_short(problem)}") from problem
 
     def close(self) -> None:

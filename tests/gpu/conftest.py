@@ -21,7 +21,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.gpu)
             if missing:
-                item.add_marker(pytest.mark.skip(reason="no GPU on this machine"))
+                item.add_marker(pytest.mark.skip(reason="needs a GPU: make gpu"))
 
 
 @pytest.fixture(autouse=True)

@@ -1,17 +1,25 @@
 """`make gpu`: what only a GPU can prove and measure, one process after another, on a machine that may have little else.
 
-    python3 tests/gpu/run.py [--part tests kernels apps data] [--wheels DIR] [--out DIR] [--only NAME ...] [--budget SECONDS]
+    python3 tests/gpu/run.py [--rung R1 ...] [--wheels DIR] [--out DIR] [--resume DIR] [--pack]
+    python3 tests/gpu/run.py [--part tests kernels apps data training ncu] [--only NAME ...] [--budget SECONDS] ...
     python3 tests/gpu/run.py --collect DIR      # on a machine with a network: the wheels that another one may lack
 
 First it looks at the machine. What is missing there is told with what to do about it, and what needs it is skipped by name.
-Then each file of tests, each case of `hpcai bench gpu` and each part of `hpcai bench data` is a process with a time limit: one
-that fails or hangs ends nothing but itself. OUT/results.json is written after each of them, so that another call goes on where
-this one stopped, was stopped, or ran out of its ``--budget``; OUT/index.md is the page to read.
+Then each file of tests, each case of `hpcai bench gpu`, each part of `hpcai bench data` and each training is a process with a time
+limit: one that fails or hangs ends nothing but itself. OUT/results.json is written after each of them, so that another call goes
+on where this one stopped, was stopped, or ran out of its ``--budget``; OUT/index.md is the page to read. A row says which commit
+it is of: another commit runs again what failed, and keeps what passed.
+
+A rung is a list of jobs for a GPU that is lent for minutes. With ``--pack`` OUT has four files, whenever the call is cut off:
+results, page, logs, and the caches of torch's and Triton's compilers. ``--resume OUT`` gives them to the next machine.
+HPCAI_TEST_DEVICE=cpu runs the same jobs without a GPU, at tiny sizes.
 
 The exit code is 0 when all that could run has passed. This file needs nothing but Python's own library, and never installs torch.
 """
 
 import argparse
+import csv
+import functools
 import json
 import os
 import platform
@@ -38,7 +46,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-PARTS = ("tests", "kernels", "apps", "data")
+PARTS = ("tests", "kernels", "apps", "data", "training", "ncu")
+ON_CPU = os.environ.get("HPCAI_TEST_DEVICE") == "cpu"
 HPCAI = ("-c", "import sys; from hpcai.cli import main; sys.exit(main())")
 NEEDED = (
     "pytest",
@@ -65,8 +74,39 @@ _WORDS = {
     "nccl": "NCCL",
     "several": "one GPU",
     "disk": "disk",
+    "ncu": "Nsight Compute",
 }
 Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Rung:
+    """The question of a few minutes on a GPU; the jobs by part and by words of their names; seconds of one process."""
+
+    question: str
+    jobs: Mapping[str, tuple[str, ...]]
+    limit: float = 150.0
+
+
+_KERNELS = "test_kernels", "test_capture", "test_one_rank", "test_doctor"
+_RUNTIME = "test_step", "test_together", "test_data", "test_eighths"
+_MODELS = "test_cosmoflow", "test_deepcam", "test_unet3d", "test_dimenet", "test_openfold", "test_llm", "test_diffusion"
+_SCIENCE = "cosmoflow", "deepcam", "opencatalyst", "openfold-crop-256", "unet3d"
+_FULL = {"tests": ("test_full",), "apps": ("cosmoflow-batch-4", "unet3d-batch-7")}
+RUNGS = {
+    "R1": Rung("do kernels compile, and can a step be captured?", {"tests": _KERNELS}),
+    "R2": Rung("does the runtime do on a GPU what it does on a CPU?", {"tests": _RUNTIME}),
+    "R3": Rung("is each model on a GPU what it is on a CPU?", {"tests": _MODELS}),
+    "R4": Rung("is a step of each published size finite, and does it fit?", _FULL, 250.0),
+    "R5": Rung("how fast are the scientific models?", {"apps": _SCIENCE}),
+    "R6": Rung("how fast are language models and diffusion?", {"apps": ("llm", "diffusion")}),
+    "R7": Rung("how fast are kernels beside their peers?", {"kernels": ("",)}, 60.0),
+    "R8": Rung("what limits the longest kernels of the slowest step?", {"ncu": ("",)}, 250.0),
+    "R9": Rung("do files feed the GPU?", {"data": ("",)}),
+    "R10": Rung("does a training on a GPU learn as on a CPU?", {"training": ("",)}, 300.0),
+}
+_BUDGET = 330.0  # seconds of a rung
+_TIMED = ("--variants", "eager", "captured", "compiled-captured", "--seconds", "4", "--repeats", "3")
 
 
 @dataclass(frozen=True)
@@ -93,6 +133,8 @@ MORE: dict[str, tuple[str, ...]] = {
 LONGER = {"test_full.py": 500.0, "test_several.py": 500.0}
 LONGER |= dict.fromkeys(("test_step.py", "test_dimenet.py", "test_openfold.py"), 400.0)  # they compile
 DATA = ("direct", "late", "cut", "utilisation", "larger", "peers")
+TRAINING = ("cosmoflow-small", "llm-small", "cosmoflow-128")
+_WHEELS, _CACHES = 16e6, 16e6  # bytes of wheels that travel to another machine, and of an archive of caches that comes back
 
 
 # ---- the machine
@@ -136,7 +178,7 @@ _SMI = ("name", "driver_version", "memory.total", "clocks.sm", "clocks.max.sm", 
 def look(python: str, environ: Mapping[str, str], out: Path) -> Row:
     """What the machine has; ``missing`` says, for what parts may need, what is not there and what to do."""
     found: Row = {"machine": platform.node(), "system": platform.platform(), "cores": len(os.sched_getaffinity(0)),
-                  "python": f"{platform.python_version()} in {sys.prefix}", "memory_gib": _memory(), "driver": _driver(),
+                  "python": f"{platform.python_version()} in {sys.prefix}", "memory_gib": _memory(), "driver": driver(),
                   "disk_gib": round(shutil.disk_usage(out).free / 2**30, 1), "shm_gib": _shm()}  # fmt: skip
     seen = _ask([python, "-c", _LOOK, str(ROOT), *NEEDED], environ)
     found |= seen
@@ -165,6 +207,10 @@ def look(python: str, environ: Mapping[str, str], out: Path) -> Row:
             missing["nccl"] = "this torch has no NCCL; install the build for CUDA on Linux"
         if len(seen["gpus"]) < 2:
             missing["several"] = "there is one GPU, and this needs two or more"
+    if ON_CPU:
+        missing = {name: why for name, why in missing.items() if name == "packages"}
+    if shutil.which("ncu") is None:
+        missing["ncu"] = "there is no ncu here; it is a package of CUDA's toolkit (nsight-compute)"
     if found["disk_gib"] < 8:
         missing["disk"] = (
             f"{out} has {found['disk_gib']} GiB free, and the benchmark of reading makes files of 2; give --out on a larger disk"
@@ -184,7 +230,9 @@ def _ask(command: Sequence[str], environ: Mapping[str, str], what: str = "torch"
     return {"error": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:_TEXT]}
 
 
-def _driver() -> Any:
+@functools.cache
+def driver() -> Any:
+    """A row of what nvidia-smi says for each GPU, or why it says nothing."""
     if shutil.which("nvidia-smi") is None:
         return "no nvidia-smi: there is no NVIDIA driver here"
     try:
@@ -305,12 +353,15 @@ def _installed(name: str) -> bool:
 # ---- what there is to do
 
 
-def jobs(parts: Sequence[str], place: "Place") -> Iterator[Job]:
-    """All processes of the parts. A part whose cases cannot be listed is one job by its name, which says why."""
+def jobs(parts: Sequence[str], place: "Place", results: Row | None = None, timed: Sequence[str] = ()) -> Iterator[Job]:
+    """All processes of the parts; ``timed``: more words for those that take times. A part whose cases cannot be listed is one job
+    by its name, which says why."""
+    sizes = ("--seconds", "1", "--repeats", "2") if ON_CPU else ()
+    command: tuple[str, ...]
     for part in parts:
         if part == "tests":
             for path in sorted(place.tests.glob("test_*.py")):
-                xml = place.out / "junit" / f"{path.stem}.xml"
+                xml = place.work / "junit" / f"{path.stem}.xml"
                 limit = LONGER.get(path.name, place.limit or 300.0)
                 command = (place.python, "-m", "pytest", "-q", "--color=no", f"--junitxml={xml}", "-o", "junit_logging=no",
                            "-o", f"faulthandler_timeout={0.8 * limit:.0f}", f"--rootdir={ROOT}", str(path))  # fmt: skip
@@ -318,18 +369,46 @@ def jobs(parts: Sequence[str], place: "Place") -> Iterator[Job]:
                     f"tests/{path.name}", part, command, ("packages", "gpu", *MORE.get(path.name, ())), place.limit or limit, 60.0
                 )
         elif part == "data":
-            scratch = place.out / "scratch"
+            little = ("--gib", "0.02", "--repeats", "1") if ON_CPU else ()
             for name in DATA:
-                command = (*place.hpcai, "bench", "data", name, "--json", "--directory", str(scratch))
+                command = (*place.hpcai, "bench", "data", name, "--json", "--directory", str(place.scratch), *little)
                 yield Job(f"data/{name}", part, command, ("packages", "disk"), place.limit or 400.0, 120.0)
+        elif part == "training":
+            for name in TRAINING:
+                command = (place.python, str(ROOT / "tests/gpu/programs/training.py"), name, str(place.scratch / name))
+                command += ("--tiny",) if ON_CPU else ()
+                yield Job(f"training/{name}", part, command, ("packages", "gpu", "disk"), place.limit or 300.0, 200.0)
+        elif part == "ncu":
+            case, kernels = slowest(results or {"jobs": {}})
+            # Kernels that run once a step are past their warm-up after forty of all five.
+            command = ("ncu", "--csv", "--section", "SpeedOfLight", "--section", "LaunchStats", "--section", "Occupancy",
+                       "--kernel-name", f"regex:^({'|'.join(kernels)})", "--launch-skip", "40", "--launch-count", "20",
+                       *place.hpcai, "bench", "gpu", "apps", "--case", case, "--variants", "eager", "--json", "--seconds", "1",
+                       "--repeats", "1")  # fmt: skip
+            yield Job(f"ncu/{case}", part, command, ("packages", "gpu", "ncu"), place.limit or 250.0, 120.0)
         else:
             needs = ("packages", "gpu", *(("compiler",) if part == "kernels" else ()))
             command = (*place.hpcai, "bench", "gpu")
             cases = _cases((*command, "--list", part), place, needs)
             for case in cases if isinstance(cases, list) else ():
-                yield Job(f"{part}/{case}", part, (*command, part, "--case", case, "--json"), needs, place.limit or 300.0, 60.0)
+                more = (*(timed if part == "apps" else ()), *sizes)
+                yield Job(
+                    f"{part}/{case}", part, (*command, part, "--case", case, "--json", *more), needs, place.limit or 300.0, 60.0
+                )
             if isinstance(cases, str):
                 yield Job(part, part, (), (*needs, f"list: {cases}"), 0.0, 0.0)
+
+
+def slowest(results: Row) -> tuple[str, list[str]]:
+    """Of the measured cases of apps the slowest against what is published, or against this GPU's rate: its five longest kernels."""
+    rows = [row for job in results["jobs"].values() if job["part"] == "apps" for row in job.get("found", {}).get("rows", ())]
+    rows = [row for row in rows if row.get("costly")]
+    if not rows:
+        return "cosmoflow-batch-4", [".*"]
+    row = min(rows, key=lambda row: row.get("over") or row.get("of_rate") or 1.0)
+    names = (re.sub(r"\(anonymous namespace\)::|^void ", "", name) for name, *_ in row["costly"])
+    bases = dict.fromkeys(re.split(r"[<(]", name)[0].rpartition("::")[2] for name in names)
+    return row["case"], [re.escape(base) for base in bases if base.isidentifier()][:5] or [".*"]
 
 
 def _cases(command: Sequence[str], place: "Place", needs: Sequence[str]) -> list[str] | str:
@@ -348,12 +427,19 @@ class Place:
     """Where and by what all of it runs."""
 
     out: Path
+    work: Path
+    """logs, reports of pytest, and files that last as long as the call"""
     python: str
     environ: dict[str, str]
     missing: Mapping[str, str]
     tests: Path
     hpcai: tuple[str, ...]
     limit: float | None = None
+    pack: bool = False
+
+    @property
+    def scratch(self) -> Path:
+        return self.work / "scratch"
 
 
 # ---- doing it
@@ -361,7 +447,7 @@ class Place:
 
 def act(job: Job, place: Place, seconds: float) -> Row:
     """Run the process for so many seconds at most -> what became of it. Its whole process group ends with it."""
-    log, xml = place.out / "logs" / f"{job.file}.txt", place.out / "junit" / f"{Path(job.name).stem}.xml"
+    log, xml = place.work / "logs" / f"{job.file}.txt", place.work / "junit" / f"{Path(job.name).stem}.xml"
     xml.unlink(missing_ok=True)
     began = time.monotonic()
     with tempfile.TemporaryFile("w+b") as said, tempfile.TemporaryFile("w+b") as errors:
@@ -383,11 +469,12 @@ def act(job: Job, place: Place, seconds: float) -> Row:
         spent = time.monotonic() - began
         lines, texts = _end(said), _end(errors)
     log.write_text(lines + (f"\n---- stderr\n{texts}" if texts.strip() else ""))
-    found: Row = {"part": job.part, "seconds": round(spent, 1), "code": process.returncode, "log": str(log.relative_to(place.out))}
+    found: Row = {"part": job.part, "seconds": round(spent, 1), "code": process.returncode, "log": str(log.relative_to(place.work))}
     if late:
         found |= {"state": "failed", "late": True, "why": f"did not end within {seconds:.0f} s, and was killed"}
-    found |= _of_tests(xml, found) if job.part == "tests" else _of_bench(lines, texts, found)
-    return found
+    if job.part == "tests":
+        return found | _of_tests(xml, found)
+    return found | (_of_counters(lines, texts, found) if job.part == "ncu" else _of_bench(lines, texts, found))
 
 
 def _end(file: Any) -> str:
@@ -422,32 +509,88 @@ def _of_tests(xml: Path, found: Row) -> Row:
 
 
 def _of_bench(lines: str, errors: str, found: Row) -> Row:
+    """State, and what the last line of JSON says: a bench prints all that it knows after every row."""
+    rows = {"found": told} if (told := _last_object(lines)) else {}
     if "state" in found:
-        return {}
-    last = (errors.strip().splitlines() or lines.strip().splitlines() or ["it said nothing"])[-1][:_TEXT]
+        return rows
+    last = _last_line(lines, errors)
     if found["code"]:
-        return {"state": "failed", "why": last}
-    try:
-        told = json.loads(lines.strip().splitlines()[-1])
-    except (IndexError, ValueError):
-        return {"state": "failed", "why": f"the last line is no JSON: {last}"}
-    return {"state": "passed", "found": told}
+        return {"state": "failed", "why": last, **rows}
+    if not rows or not lines.rstrip().endswith("}"):
+        return {"state": "failed", "why": f"the last line is no JSON: {last}", **rows}
+    return {"state": "passed", **rows}
+
+
+def _last_object(lines: str) -> Row | None:
+    for line in reversed(lines.splitlines()):
+        with suppress(ValueError):
+            if isinstance(told := json.loads(line), dict):
+                return told
+    return None
+
+
+def _last_line(lines: str, errors: str) -> str:
+    return (errors.strip().splitlines() or lines.strip().splitlines() or ["it said nothing"])[-1][:_TEXT]
+
+
+_METRICS = ("Duration", "Compute (SM) Throughput", "DRAM Throughput", "L2 Cache Throughput", "Achieved Occupancy",
+            "Registers Per Thread")  # fmt: skip
+
+
+def _of_counters(lines: str, errors: str, found: Row) -> Row:
+    """A row for each kernel that Nsight Compute has measured: means over its launches."""
+    table = [line for line in lines.splitlines() if line.startswith('"')]
+    values: dict[str, dict[str, list[float]]] = {}
+    for row in csv.DictReader(table):
+        if row.get("Metric Name") in _METRICS:
+            label = f"{row['Metric Name']} {row['Metric Unit']}".strip()
+            with suppress(ValueError):
+                value = float(row["Metric Value"].replace(",", ""))
+                values.setdefault(row["Kernel Name"][:120], {}).setdefault(label, []).append(value)
+    rows = [{"kernel": kernel, **{label: round(sum(each) / len(each), 3) for label, each in every.items()}}
+            for kernel, every in values.items()]  # fmt: skip
+    told = {"found": {"bench": "ncu", "rows": rows}} if rows else {}
+    if "state" in found:
+        return told
+    refused = [line for line in lines.splitlines() if "==ERROR==" in line]
+    if found["code"] or not rows:
+        return {"state": "failed", "why": refused[0][:_TEXT] if refused else _last_line(lines, errors), **told}
+    return {"state": "passed", **told}
 
 
 # ---- what is told
 
 
-def save(out: Path, results: Row, pack: bool = False) -> None:
+def save(place: Place, results: Row) -> None:
+    """All that is known so far, in the folder that comes back."""
     for name, text in (("results.json", json.dumps(results, indent=1)), ("index.md", page(results))):
-        (out / f".{name}").write_text(text)
-        os.replace(out / f".{name}", out / name)
-    if pack:
-        with tarfile.open(out / ".logs.tar.gz", "w:gz") as archive:
-            for name in ("logs", "junit"):
-                archive.add(out / name, name)
-        os.replace(out / ".logs.tar.gz", out / "logs.tar.gz")
-        for name in ("logs", "junit"):
-            shutil.rmtree(out / name)
+        (place.out / f".{name}").write_text(text)
+        os.replace(place.out / f".{name}", place.out / name)
+    if place.pack:
+        _pack(place.out / "logs.tar.gz", place.work, [place.work / "logs", place.work / "junit"])
+        pack_caches(place.out / "caches.tar.gz", place.work.parent)
+
+
+def pack_caches(archive: Path, folder: Path) -> None:
+    """Entries of the compilers' caches, the newest first, as many as an archive of 16 MB takes; nothing where none is new."""
+    entries = {path.parent for name in ("triton", "inductor") for path in (folder / name).rglob("*") if path.is_file()}
+    newest = sorted(entries, key=lambda entry: entry.stat().st_mtime, reverse=True)
+    if newest and not (archive.exists() and archive.stat().st_mtime > newest[0].stat().st_mtime):
+        _pack(archive, folder, newest, _CACHES)
+
+
+def _pack(archive: Path, folder: Path, entries: Sequence[Path], most: float = float("inf")) -> None:
+    """Files below the ``entries`` of a folder, to about so many bytes."""
+    part = archive.with_name(f".{archive.name}")
+    with part.open("wb") as raw, tarfile.open(fileobj=raw, mode="w:gz", compresslevel=4) as packed:
+        for entry in entries:
+            if raw.tell() > 0.9 * most:
+                print(f"{archive.name} is full: it holds the newest entries", flush=True)
+                break
+            for path in sorted(entry.glob("*")):
+                if path.is_file():
+                    packed.add(path, str(path.relative_to(folder)))
+    os.replace(part, archive)
 
 
 def page(results: Row) -> str:
@@ -471,7 +614,8 @@ def page(results: Row) -> str:
         if not mine:
             continue
         rows = [{"name": name.removeprefix(f"{part}/"), "state": entry["state"], **entry.get("tests", {}),
-                 "seconds": entry.get("seconds", ""), "why": entry.get("why", "")} for name, entry in mine.items()]  # fmt: skip
+                 "seconds": entry.get("seconds", ""), "commit": entry.get("commit", ""), "why": entry.get("why", "")}
+                for name, entry in mine.items()]  # fmt: skip
         lines += [f"## {part}", "", *_table(rows), ""]
         for name, entry in mine.items():
             for failure in entry.get("failures", ()):
@@ -533,81 +677,127 @@ def main(argv: Sequence[str] | None = None, tests: Path = ROOT / "tests/gpu", hp
             raise SystemExit(f"pip cannot collect the wheels: {_said(problem)}") from problem
         size = sum(path.stat().st_size for path in words.collect.glob("*.whl"))
         print(f"{len(chosen)} wheels, {size / 1e6:.0f} MB in {words.collect}: {', '.join(chosen)}")
+        if size > _WHEELS:
+            raise SystemExit(f"they are more than the {_WHEELS / 1e6:.0f} MB that may travel to another machine")
         return 0
+    place, results = _prepared(words, tests, hpcai)
+    for name, why in place.missing.items():
+        print(f"missing: {_WORDS.get(name, name)}: {why}", flush=True)
+    try:
+        timed = _TIMED if words.rung else ()
+        _go(list(jobs(words.part, place, results, timed)), place, results, words, began)
+    finally:
+        shutil.rmtree(place.scratch, ignore_errors=True)
+        save(place, results)
+    entries = [entry for name, entry in results["jobs"].items() if entry["part"] in words.part and _in_rung(name, words)]
+    print(f"{_sums(results['jobs'])}; {place.out / 'index.md'}")
+    return int(any(entry["state"] in ("failed", "cut") for entry in entries) or bool(results["left"]))
+
+
+def _prepared(words: Any, tests: Path, hpcai: Sequence[str]) -> tuple[Place, Row]:
+    """The folders, the environment, and the results of earlier calls; says at once what machine this is."""
+    cores = len(os.sched_getaffinity(0))
+    print(f"{platform.node()}: {cores} cores, {_memory():.0f} GiB, Python {platform.python_version()}", flush=True)
+    print(said if isinstance(said := driver(), str) else "; ".join(" ".join(gpu.values()) for gpu in said), flush=True)
     out = words.out.resolve()
-    out.mkdir(parents=True, exist_ok=True)
-    if (out / "logs.tar.gz").exists():
-        with tarfile.open(out / "logs.tar.gz") as archive:
-            archive.extractall(out, filter="data")
-    for name in ("logs", "junit", "scratch"):
-        (out / name).mkdir(exist_ok=True)
     folder = Path(tempfile.gettempdir(), f"hpcai-gpu-{os.getuid()}") if words.pack else out / "environment"
+    work = folder / "work" if words.pack else out
+    out.mkdir(parents=True, exist_ok=True)
+    if words.pack:
+        shutil.rmtree(work, ignore_errors=True)
+    for name in ("logs", "junit", "scratch"):
+        (work / name).mkdir(parents=True, exist_ok=True)
+        if words.pack and (out / name).exists():  # of a call without it
+            shutil.copytree(out / name, work / name, dirs_exist_ok=True)
+            shutil.rmtree(out / name)
+    earlier = next((path for path in (out, words.resume) if path and (path / "results.json").exists()), out)
+    for name, where in (("logs.tar.gz", work), ("caches.tar.gz", folder)):
+        if (earlier / name).exists():
+            with tarfile.open(earlier / name) as archive:
+                archive.extractall(where, filter="data")
     try:
         python, environ = prepare(folder, words.wheels)
     except subprocess.CalledProcessError as problem:
         raise SystemExit(f"the wheels of {words.wheels} cannot be installed: {_said(problem)}") from problem
     machine = look(python, environ, out)
-    place = Place(out, python, environ, machine["missing"], tests, tuple(hpcai) or (python, *HPCAI), words.limit)
-    results = _begun(out, machine)
-    for name, why in machine["missing"].items():
-        print(f"missing: {_WORDS.get(name, name)}: {why}", flush=True)
-    try:
-        _go(list(jobs(words.part, place)), place, results, words, began)
-    finally:
-        shutil.rmtree(out / "scratch", ignore_errors=True)
-        save(out, results, words.pack)
-    entries = [entry for entry in results["jobs"].values() if entry["part"] in words.part]
-    print(f"{_sums(results['jobs'])}; {out / 'index.md'}")
-    return int(any(entry["state"] in ("failed", "cut") for entry in entries) or bool(results["left"]))
+    hpcai = tuple(hpcai) or (python, *HPCAI)
+    place = Place(out, work, python, environ, machine["missing"], tests, hpcai, words.limit, words.pack)
+    return place, _begun(earlier, machine, words.commit)
 
 
 def _words(argv: Sequence[str] | None) -> Any:
     made = argparse.ArgumentParser(
         prog="tests/gpu/run.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
+    questions = "; ".join(f"{name}: {rung.question}" for name, rung in RUNGS.items())
+    made.add_argument("--rung", nargs="+", choices=RUNGS, help=questions)
+    made.add_argument("--part", nargs="+", choices=PARTS, help="whole parts; all of them without --rung and --part")
     made.add_argument(
         "--only", nargs="+", metavar="NAME", help="processes with one of these in their name, such as test_step or kernels/"
     )
     made.add_argument("--wheels", type=Path, metavar="DIR", help="packages that may be missing here")
     made.add_argument("--out", type=Path, default=Path("runs/gpu"), metavar="DIR")
-    made.add_argument("--budget", type=float, metavar="SECONDS", help="end within so many; another call does what is left")
+    made.add_argument("--resume", type=Path, metavar="DIR", help="the OUT of an earlier call: its results and its caches")
+    made.add_argument("--budget", type=float, metavar="SECONDS",
+                      help=f"end within so many (with rungs {_BUDGET:.0f} each); another call does what is left")  # fmt: skip
     made.add_argument("--limit", type=float, metavar="SECONDS", help="of one process, in place of its own")
     made.add_argument("--again", nargs="?", const="all", choices=("all", "failed"), help="once more what was done, or what failed")
-    made.add_argument("--pack", action="store_true", help="leave three files: results.json, index.md, and logs.tar.gz of all logs")
+    made.add_argument("--pack", action="store_true", help="leave four files: results, the page, all logs, caches of compilers")
     made.add_argument("--collect", type=Path, metavar="DIR", help="download the wheels, and nothing else")
-    return made.parse_args(argv)
+    made.add_argument("--commit", metavar="NAME", help="what the rows are of, where this copy has no history")
+    words = made.parse_args(argv)
+    if words.rung and words.part:
+        made.error("--rung names its parts; give one of --rung and --part")
+    rungs = [RUNGS[name] for name in words.rung or ()]
+    words.part = words.part or [part for part in PARTS if not rungs or any(part in rung.jobs for rung in rungs)]
+    if rungs:
+        words.budget = words.budget or _BUDGET * len(rungs)
+        words.limit = words.limit or max(rung.limit for rung in rungs)
+    return words
 
 
-def _begun(out: Path, machine: Row) -> Row:
-    """Results so far, of the same commit."""
-    commit = "unknown"
-    with suppress(OSError, subprocess.CalledProcessError):  # no git, or a copy without its history
-        command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
-        commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    before: Row = {}
+def _in_rung(name: str, words: Any) -> bool:
+    part = name.partition("/")[0]
+    return not words.rung or any(one in name for rung in words.rung for one in RUNGS[rung].jobs.get(part, ()))
+
+
+def _begun(earlier: Path, machine: Row, commit: str | None) -> Row:
+    """Results so far. Each says which commit it is of."""
+    if commit is None:
+        commit = "unknown"
+        with suppress(OSError, subprocess.CalledProcessError):  # no git, or a copy without its history
+            command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+            commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    kept: Row = {}
     with suppress(OSError, ValueError):
-        before = json.loads((out / "results.json").read_text())
-    kept = before.get("jobs", {}) if before.get("commit") == commit else {}
+        kept = json.loads((earlier / "results.json").read_text())["jobs"]
     return {"commit": commit, "date": time.strftime("%Y-%m-%d %H:%M"), "machine": machine, "left": [], "jobs": kept}
 
 
 def _go(every: Sequence[Job], place: Place, results: Row, words: Any, began: float) -> None:
     done, started, left = results["jobs"], 0, []
+    stamp = {"commit": results["commit"], "date": results["date"]}
+
+    def asked(job: Job) -> bool:
+        """Neither passed nor failed, or failed at another commit, or to be done again."""
+        before = done.get(job.name, {})
+        mended = before.get("state") == "failed" and before.get("commit") != results["commit"]
+        again = words.again == "all" or (words.again == "failed" and before.get("state") == "failed")
+        return before.get("state") not in ("passed", "failed") or mended or again
+
     chosen = [job for job in every if not words.only or any(name in job.name for name in words.only)]
-    repeated = {None: (), "failed": ("failed",), "all": ("passed", "failed")}[words.again]
-    chosen = [job for job in chosen if done.get(job.name, {}).get("state") not in {"passed", "failed"}.difference(repeated)]
+    chosen = [job for job in chosen if _in_rung(job.name, words) and asked(job)]
     if part_names := {job.name for job in every}:
         for name in [name for name in done if name in PARTS and name not in part_names]:
             del done[name]  # a part that could not be listed before
     for job in sorted(chosen, key=lambda job: done.get(job.name, {}).get("state") != "cut"):
         lacks = [place.missing[need] for need in job.needs if need in place.missing]
         if lacks:
-            done[job.name] = {"part": job.part, "state": "skipped", "why": lacks[0]}
+            done[job.name] = {"part": job.part, "state": "skipped", "why": lacks[0], **stamp}
             print(f"{job.name}: skipped: {lacks[0]}", flush=True)
             continue
         if not job.command:
-            done[job.name] = {"part": job.part, "state": "failed", "why": job.needs[-1].removeprefix("list: ")}
+            done[job.name] = {"part": job.part, "state": "failed", "why": job.needs[-1].removeprefix("list: "), **stamp}
             continue
         rest = words.budget - _SPARE - (time.monotonic() - began) if words.budget else float("inf")
         before = done.get(job.name, {})
@@ -620,10 +810,10 @@ def _go(every: Sequence[Job], place: Place, results: Row, words: Any, began: flo
         if found.pop("late", False) and rest < job.limit and before.get("state") != "cut":
             found |= {"state": "cut", "why": f"the budget ended after {found['seconds']} s of it; the next call begins with it"}
             left.append(job.name)
-        done[job.name] = found
+        done[job.name] = found | stamp
         print(f"{found['state']} in {found['seconds']} s" + (f": {found['why']}" if found.get("why") else ""), flush=True)
         results["left"] = left
-        save(place.out, results)
+        save(place, results)
     results["left"] = left
     if left:
         print(f"left for another call: {', '.join(left)}", flush=True)
