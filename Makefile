@@ -126,7 +126,7 @@ CLIMB = HPCAI_TEST_DEVICE=cpu OMP_NUM_THREADS=1 $(OLDEST)/bin/python tests/gpu/r
 test-oldest: $(OLDEST)/.made
 	@echo "== tests with the lowest versions"
 	@$(call PYTEST,$(OLDEST)/bin) $(EVERY) tests/golden tests/slow tests/unit/kernels tests/unit/nn tests/unit/train \
-	  tests/unit/test_private_names.py $(FORMS)
+	  tests/unit/test_torch.py $(FORMS)
 	@echo "== kernels for sm_90a: registers, words on the stack, spills, shared memory"
 	@$(call PYTEST,$(OLDEST)/bin) -n 2 -rP -m claim -k "compiles and sm_90a" tests/slow
 	@echo "== rungs for a GPU, without one"

@@ -1,8 +1,10 @@
-"""Private names of torch that we use: each is in every torch that we promise, or has a test of its presence and a fall-back."""
+"""Whatever torch is installed, of those that we promise, and for whatever it was built."""
 
 import ast
 import importlib
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,6 +55,38 @@ def present(name: str) -> bool:
             found = getattr(found, part)
         return True
     return False
+
+
+FORKED = """
+import os, sys
+from types import SimpleNamespace
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+if sys.argv[1] == "as tests begin":
+    from tests import conftest
+    conftest.pytest_configure(SimpleNamespace(args=["tests/unit"]))
+def learn():
+    (x := torch.ones(3, requires_grad=True)).square().sum().backward()
+    return x.grad.sum().item()
+with FakeTensorMode():
+    torch.ones(2)
+learn()
+if (child := os.fork()) == 0:
+    try:
+        os._exit(int(learn()))
+    except RuntimeError:
+        os._exit(1)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_fork_of_the_tests_can_learn_whatever_torch_is_built_for() -> None:
+    def ends(how: str) -> str:
+        command = [sys.executable, "-W", "ignore", "-c", FORKED, how]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+    assert ends("as tests begin") == "6"
+    assert ends("without") == ("1" if torch.version.cuda else "6"), "torch no longer needs this"
 
 
 def test_every_private_name_of_torch_is_there_or_has_a_fall_back() -> None:
