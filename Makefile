@@ -4,17 +4,17 @@
 # make claims    the long proofs of what the README promises, and what was learnt in them
 # make fuzz      ten thousand damaged files for each reader
 # make originals FROM=DIR   readers against files as they are published (tests/data/README.md)
-# make gpu [PART="tests kernels apps data"] [WHEELS=DIR] [OUT=DIR] [BUDGET=SECONDS]   what needs a GPU, on any machine that has one
+# make gpu [PART="tests kernels apps data training ncu"] [WHEELS=DIR] [OUT=DIR] [BUDGET=SECONDS] [WORDS="--rung R1"]   what needs a GPU, on any machine that has one
 # make wheels OUT=DIR   packages for a machine with a GPU and no network
 # make install   the part that both share
-# make test-cluster   what needs Slurm or fio, after make slurm and make fio (Debian, as root)
+# make test-cluster   installs Slurm and fio (make slurm fio: Debian, as root), and passes the tests that need them
 # make install LOCKED=1, make test LOCKED=1      with the packages that requirements.lock names, by their hashes
 # make lock [UPGRADE=1]      requirements.lock anew   make sbom [OUT=FILE]   what is in it, as CycloneDX
 # make bundle OUT=DIR        a folder from which a machine without a network installs all (docs/install.md)
 # make lint      style, types, floors            make bench    speed and memory of steps, of reading samples; tests that measure time
 # make containers OUT=DIR [LEND="PATH ..."]   the image for CPUs built and run without Apptainer (Debian, as root; docs/containers.md)
 # make site      the pages as a site in build/site, which needs no network to be read
-# make clean     removes .venv, .venv-oldest, datasets/ and runs/
+# make clean     removes virtual environments, datasets/ and runs/
 
 PYTHON ?= python3
 TORCH  ?= 2.13.0
@@ -131,7 +131,7 @@ test-oldest: $(OLDEST)/.made
 	@$(call PYTEST,$(OLDEST)/bin) -n 2 -rP -m claim -k "compiles and sm_90a" tests/slow
 	@echo "== rungs for a GPU, without one"
 	@rm -rf runs/rungs-*
-	@$(call CLIMB,1) R1 R2 R10 & $(call CLIMB,2) R4 R5 R6 R7 R8 R9 || failed=1; wait $$! && [ -z "$${failed:-}" ]
+	@$(call CLIMB,1) R1 R2 R3 R10 & $(call CLIMB,2) R4 R5 R6 R7 R8 R9 || failed=1; wait $$! && [ -z "$${failed:-}" ]
 
 claims: $(VENV)/.tested
 	@$(call PYTEST,$(BIN)) -s -m claim --durations=0
@@ -208,4 +208,4 @@ containers: $(VENV)/.installed
 	@$(BIN)/python -m tests.containers.prove containers/cpu.def --base $(OUT)/base --out $(OUT)/image $(if $(LEND),--lend $(LEND))
 
 clean:
-	rm -rf $(VENV) $(OLDEST) build datasets runs
+	rm -rf $(VENV) $(OLDEST) .venv-locked build datasets runs

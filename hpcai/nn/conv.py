@@ -1,6 +1,6 @@
 """Convolutions of maps and volumes.   B batch, C channels, O output channels, D H W the volume, P voxels of it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
@@ -36,9 +36,7 @@ def conv3d(x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: Triple
     [B, C, D, H, W] -> [B, O, D', H', W']
     """
     if _would_lose_gradients(x, weight):
-        with torch.autocast("cpu", enabled=False):
-            wide = None if bias is None else bias.float()
-            return F.conv3d(x.float(), weight.float(), wide, stride, padding, dilation, groups).bfloat16()
+        return _in_float32(F.conv3d, x, weight, bias, stride, padding, dilation, groups)
     if on_cpu(x) and x.ndim == 5 and groups == 1 and not torch.compiler.is_compiling():
         if weight.shape[2:].numel() == 1 and not any(padding) and x.is_contiguous(memory_format=torch.channels_last_3d):
             down, up, across = stride
@@ -83,12 +81,18 @@ def _would_lose_gradients(x: Tensor, weight: Tensor) -> bool:
     """Whether oneDNN's gradient of the weights would hold unwritten memory, as it does in bfloat16 on a CPU where a volume is less
     deep than the kernel (torch 2.13: depth 2 with a kernel of 3, 3 and 4 with one of 5). So small a volume costs little in
     float32."""
-    return on_cpu(x) and x.shape[-3] < weight.shape[2] and _narrow(weight)
+    return on_cpu(x) and x.shape[-3] < weight.shape[2] and _in_bfloat16(weight)
 
 
-def _narrow(weight: Tensor) -> bool:
+def _in_bfloat16(weight: Tensor) -> bool:
     autocast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16
     return autocast or weight.dtype == torch.bfloat16
+
+
+def _in_float32(convolve: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None, *sizes: Any) -> Tensor:
+    """A convolution of bfloat16, computed in float32 and rounded."""
+    with torch.autocast("cpu", enabled=False):
+        return convolve(x.float(), weight.float(), None if bias is None else bias.float(), *sizes).bfloat16()
 
 
 def _would_be_unrolled(x: Tensor, weight: Tensor) -> bool:
@@ -201,9 +205,7 @@ class Conv3d(nn.Conv3d):
         if self.padding_mode == "zeros" and not isinstance(self.padding, str):
             return conv3d(x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
         if _would_lose_gradients(x, self.weight):
-            with torch.autocast("cpu", enabled=False):
-                bias = None if self.bias is None else self.bias.float()
-                return self._conv_forward(x.float(), self.weight.float(), bias).bfloat16()
+            return _in_float32(self._conv_forward, x, self.weight, self.bias)
         return super().forward(x)
 
 
@@ -222,17 +224,15 @@ class Conv2d(nn.Conv2d):
     """``nn.Conv2d``, whose 1 x 1 form is a matrix product on a CPU in channels-last memory.
 
     torch unrolls that form where there is one thread, and oneDNN's gradient of strided weights ends the process for some widths
-    (torch 2.13: 8 channels to 16 in two maps of 48 x 72). Values and gradients are those of ``nn.Conv2d``. On a CPU a dilated form
-    of several groups is computed in float32 where it would be in bfloat16: oneDNN leaves the gradient of its weights unwritten
-    (torch 2.11 to 2.14).
+    (torch 2.13: 8 channels to 16 in two maps of 48 x 72). Values and gradients are those of ``nn.Conv2d``. A dilated
+    depthwise convolution in bfloat16 is computed in float32 on a CPU: oneDNN leaves the gradient of its weights unwritten (torch
+    2.11 to 2.14).
     """
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, C, H, W] -> [B, O, H', W']"""
-        if self.groups > 1 and self.dilation != (1, 1) and on_cpu(x) and _narrow(self.weight):
-            with torch.autocast("cpu", enabled=False):
-                wide = None if self.bias is None else self.bias.float()
-                return self._conv_forward(x.float(), self.weight.float(), wide).bfloat16()
+        if self.groups > 1 and self.dilation != (1, 1) and on_cpu(x) and _in_bfloat16(self.weight):
+            return _in_float32(self._conv_forward, x, self.weight, self.bias)
         if not self._is_product(x):
             return _Apart.of(self, x) if self.dilation != (1, 1) and _slow_weights(self, x) else super().forward(x)
         down, across = self.stride

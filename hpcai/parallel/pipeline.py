@@ -148,7 +148,7 @@ class Pipeline:
             for stage in self.stages.own
         ]  # fmt: skip
         for each in stages:
-            _greets_others(each)
+            _skip_sends_to_self(each)
         try:
             made: Any = getattr(pipelining, name)
             one = issubclass(made, pipelining.schedules.PipelineScheduleSingle)
@@ -296,10 +296,10 @@ def _given(output: Tensor, number: Tensor) -> Tensor:
     return output
 
 
-def _greets_others(stage: Any) -> None:
-    """Leave out the message with which a stage of torch before 2.13 greets a neighbour on its own rank: gloo has no way to it."""
-    greetings = getattr(stage, "_get_init_p2p_neighbors_ops", list)
-    stage._get_init_p2p_neighbors_ops = lambda: [each for each in greetings() if each.group_peer != stage.group_rank]
+def _skip_sends_to_self(stage: Any) -> None:
+    """Before its first step a stage of torch < 2.13 sends to each neighbour, also to one on its own rank, which gloo cannot."""
+    if first := getattr(stage, "_get_init_p2p_neighbors_ops", None):
+        stage._get_init_p2p_neighbors_ops = lambda: [op for op in first() if op.group_peer != stage.group_rank]
 
 
 def _flat(value: Any) -> tuple[Any, ...]:

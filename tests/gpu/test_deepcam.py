@@ -42,7 +42,9 @@ def test_captured_is_eager(precision: str) -> None:
     eager, captured = (new_step(GPU, precision=precision, capture=how, **LAMB) for how in ("none", "whole"))
     assert losses(captured, GPU) == pytest.approx(losses(eager, GPU), rel=1e-3 if precision == "fp32" else 2e-2)
     for name, tensor in eager.model.state_dict().items():
-        torch.testing.assert_close(captured.model.state_dict()[name].float(), tensor.float(), rtol=5e-2, atol=5e-3, msg=name)
+        # Two forms of the update round differently, and each step in bfloat16 makes more of it: 2e-10, then 2 % of a statistic.
+        near = 5e-3 if precision == "fp32" else max(5e-3, 3e-2 * tensor.abs().max().item())
+        torch.testing.assert_close(captured.model.state_dict()[name].float(), tensor.float(), rtol=5e-2, atol=near, msg=name)
 
 
 def test_a_step_reads_nothing_from_the_gpu() -> None:

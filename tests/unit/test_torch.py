@@ -16,15 +16,15 @@ HELD = {
     "torch._C.DisableTorchFunction", "torch._foreach_add", "torch._foreach_add_", "torch._foreach_lerp_", "torch._foreach_mul",
     "torch._foreach_norm", "torch._foreach_sub", "torch._fused_adam_", "torch._fused_adamw_", "torch._fused_sgd_",
     "torch._scaled_mm", "torch._dynamo.config.recompile_limit", "torch._dynamo.reset", "torch._dynamo.utils",
-    "torch._inductor.config",
-    "torch._subclasses.fake_tensor", "torch.ops.aten._convolution", "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",
-    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward", "torch.ops.aten._softmax_backward_data",
-    "torch.ops.aten._unsafe_view", "torch.utils._python_dispatch", "torch.utils._pytree",
+    "torch._inductor.config", "torch._subclasses.fake_tensor", "torch.ops.aten._convolution",
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu",
+    "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward",
+    "torch.ops.aten._softmax_backward_data", "torch.ops.aten._unsafe_view", "torch.utils._python_dispatch", "torch.utils._pytree",
 }  # fmt: skip
 # Behind a test of their presence, or an exception: what is done without them is there.
 TESTED = {
-    "torch._C._cuda_endAllocateToPool": "nn/graph.py", "torch._C._cuda_releasePool": "nn/graph.py",
-    "torch._C._dynamo.eval_frame": "untraced.py", "torch._dynamo": "sys.modules", "torch._dynamo.convert_frame": "getattr",
+    "torch._C._cuda_endAllocateToPool", "torch._C._cuda_releasePool", "torch._C._dynamo.eval_frame", "torch._dynamo",
+    "torch._dynamo.convert_frame",
 }  # fmt: skip
 _PRIVATE = re.compile(r"\._(?!_)")
 

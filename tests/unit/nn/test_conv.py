@@ -262,7 +262,7 @@ def test_gradients_in_two_memory_formats_are_those_of_one(kind: str, bias: bool)
 
 
 @pytest.mark.parametrize("how", ["autocast", "bf16"])
-def test_gradients_of_dilated_channels_apart_in_bf16_hold_nothing_that_nobody_wrote(how: str) -> None:
+def test_gradients_of_dilated_depthwise_convolutions_in_bf16_hold_nothing_that_nobody_wrote(how: str) -> None:
     """Of 16 maps of 48 x 72, oneDNN's gradient of the weights in channels-last memory is infinite or not a number."""
     torch.manual_seed(0)
     conv, x = Conv2d(16, 16, 3, 1, 2, 2, groups=16, bias=False), torch.randn(2, 16, 48, 72)

@@ -149,7 +149,8 @@ def test_numbers_are_of_the_kind_of_an_ordinary_models(name: str) -> None:
             heavy = (p - p.mean()).pow(4).mean().item() / spread**4
             assert abs(p.mean() - q.mean()) < 7 * spread * math.sqrt(2 / n), key
             assert abs(q.std().item() / spread - 1) < 7 * math.sqrt(max(heavy - 1, 0.1) / 2 / n) + 1e-6, key
-            assert (p == 0).sum() == (q == 0).sum() or key == "narrow", key  # in bfloat16 torch 2.11 also draws zeros
+            zeros = 0 if key == "narrow" else (p == 0).sum()  # in bfloat16 torch 2.11 draws some
+            assert (q == 0).sum() == zeros, key
             reach = (p - p.mean()).abs().max()
             assert 0.5 * reach < (q - q.mean()).abs().max() < 2 * reach or heavy > 5, key
 
