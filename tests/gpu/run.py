@@ -379,11 +379,11 @@ def jobs(parts: Sequence[str], place: "Place", results: Row | None = None, timed
                 command += ("--tiny",) if ON_CPU else ()
                 yield Job(f"training/{name}", part, command, ("packages", "gpu", "disk"), place.limit or 300.0, 200.0)
         elif part == "ncu":
-            case, kernels = slowest(results or {"jobs": {}})
+            case, variant, kernels = slowest(results or {"jobs": {}})
             # Kernels that run once a step are past their warm-up after forty of all five.
             command = ("ncu", "--csv", "--section", "SpeedOfLight", "--section", "LaunchStats", "--section", "Occupancy",
                        "--kernel-name", f"regex:^({'|'.join(kernels)})", "--launch-skip", "40", "--launch-count", "20",
-                       *place.hpcai, "bench", "gpu", "apps", "--case", case, "--variants", "eager", "--json", "--seconds", "1",
+                       *place.hpcai, "bench", "gpu", "apps", "--case", case, "--variants", variant, "--json", "--seconds", "1",
                        "--repeats", "1")  # fmt: skip
             yield Job(f"ncu/{case}", part, command, ("packages", "gpu", "ncu"), place.limit or 250.0, 120.0)
         else:
@@ -401,16 +401,18 @@ def jobs(parts: Sequence[str], place: "Place", results: Row | None = None, timed
                 yield Job(part, part, (), (*needs, f"list: {cases}"), 0.0, 0.0)
 
 
-def slowest(results: Row) -> tuple[str, list[str]]:
-    """Of the measured cases of apps the slowest against what is published, or against this GPU's rate: its five longest kernels."""
+def slowest(results: Row) -> tuple[str, str, list[str]]:
+    """Of the measured cases of apps the slowest against what is published, or against this GPU's rate; the variant that launches
+    its kernels one by one, for a graph hides them; its five longest kernels."""
     rows = [row for job in results["jobs"].values() if job["part"] == "apps" for row in job.get("found", {}).get("rows", ())]
     rows = [row for row in rows if row.get("costly")]
     if not rows:
-        return "cosmoflow-batch-4", [".*"]
+        return "cosmoflow-batch-4", "eager", [".*"]
     row = min(rows, key=lambda row: row.get("over") or row.get("of_rate") or 1.0)
     names = (re.sub(r"\(anonymous namespace\)::|^void ", "", name) for name, *_ in row["costly"])
     bases = dict.fromkeys(re.split(r"[<(]", name)[0].rpartition("::")[2] for name in names)
-    return row["case"], [re.escape(base) for base in bases if base.isidentifier()][:5] or [".*"]
+    variant = "compiled" if row["variant"].startswith("compiled") else "eager"
+    return row["case"], variant, [base for base in bases if base.isidentifier()][:5] or [".*"]
 
 
 def _cases(command: Sequence[str], place: "Place", needs: Sequence[str]) -> list[str] | str:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.gpu import run
+from tests.gpu.programs import training
 
 PASSES = "def test_it():\n    assert True\n"
 FAILS = """
@@ -221,6 +222,7 @@ def test_the_rungs_name_every_file_of_tests_and_every_case() -> None:
     from hpcai.cli.bench import gpu_steps
 
     names = {"tests": [path.name for path in Path(run.__file__).parent.glob("test_*.py")], "apps": gpu_steps.cases()}
+    assert set(run.TRAINING) == set(training.TRAININGS)
     names |= {"kernels": ["kernels/"], "data": ["data/"], "training": ["training/"], "ncu": ["ncu/"]}
     for part, every in names.items():
         asked = [word for rung in run.RUNGS.values() for word in rung.jobs.get(part, ())]
@@ -253,10 +255,12 @@ def test_rows_of_a_bench_that_is_killed_are_kept(stand: Stand, monkeypatch: pyte
 def test_the_longest_kernels_of_the_slowest_step_are_measured_by_nsight(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
     names = "void at::native::(anonymous namespace)::grid<float>(int)", "triton_poi_fused_add_0", "void b::b<4>()"
     costly = [[name, 1.0, 2] for name in names]
-    rows = [{"case": "fast", "over": 2.0, "costly": costly[:1]}, {"case": "slow", "over": 0.5, "costly": costly}, {"case": "none"}]
+    both = {"variant": "compiled-captured", "costly": costly}
+    rows: list[dict[str, Any]] = [{"case": "fast", "over": 2.0, **both}, {"case": "slow", "over": 0.5, **both}]
+    rows.append({"case": "none", "left_out": "there is no GPU"})
     results = {"jobs": {"apps/it": {"part": "apps", "found": {"rows": rows}}}}
-    assert run.slowest(results) == ("slow", ["grid", "triton_poi_fused_add_0", "b"])
-    assert run.slowest({"jobs": {}}) == ("cosmoflow-batch-4", [".*"])
+    assert run.slowest(results) == ("slow", "compiled", ["grid", "triton_poi_fused_add_0", "b"])
+    assert run.slowest({"jobs": {}}) == ("cosmoflow-batch-4", "eager", [".*"])
     program = stand.tests.parent / "ncu"
     program.write_text(f"#!/bin/sh\ncat <<'END'\n{NCU}END\n")
     program.chmod(0o700)
