@@ -20,6 +20,7 @@ The exit code is 0 when all that could run has passed. This file needs nothing b
 import argparse
 import csv
 import functools
+import itertools
 import json
 import os
 import platform
@@ -39,10 +40,12 @@ import venv
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -130,6 +133,7 @@ class Job:
 MORE: dict[str, tuple[str, ...]] = {
     "test_kernels.py": ("compiler",), "test_one_rank.py": ("nccl",), "test_several.py": ("nccl", "several"),
 }  # fmt: skip
+ALONE = "test_full.py", "test_several.py"  # they fill a GPU, or take times
 LONGER = {"test_full.py": 500.0, "test_several.py": 500.0}
 LONGER |= dict.fromkeys(("test_step.py", "test_dimenet.py", "test_openfold.py"), 400.0)  # they compile
 DATA = ("direct", "late", "cut", "utilisation", "larger", "peers")
@@ -381,8 +385,9 @@ def jobs(parts: Sequence[str], place: "Place", results: Row | None = None, timed
         elif part == "ncu":
             case, variant, kernels = slowest(results or {"jobs": {}})
             # Kernels that run once a step are past their warm-up after forty of all five.
-            command = ("ncu", "--csv", "--section", "SpeedOfLight", "--section", "LaunchStats", "--section", "Occupancy",
-                       "--kernel-name", f"regex:^({'|'.join(kernels)})", "--launch-skip", "40", "--launch-count", "20",
+            command = ("ncu", "--csv", "--clock-control", "none", "--section", "SpeedOfLight", "--section", "LaunchStats",
+                       "--section", "Occupancy", "--kernel-name", f"regex:^({'|'.join(kernels)})",
+                       "--launch-skip", "40", "--launch-count", "20",
                        *place.hpcai, "bench", "gpu", "apps", "--case", case, "--variants", variant, "--json", "--seconds", "1",
                        "--repeats", "1")  # fmt: skip
             yield Job(f"ncu/{case}", part, command, ("packages", "gpu", "ncu"), place.limit or 250.0, 120.0)
@@ -440,10 +445,18 @@ class Place:
     hpcai: tuple[str, ...]
     limit: float | None = None
     pack: bool = False
+    running: set[subprocess.Popen[bytes]] = field(default_factory=set)
+    stopped: bool = False
 
     @property
     def scratch(self) -> Path:
         return self.work / "scratch"
+
+    def stop(self) -> None:
+        """End all processes, and begin no other."""
+        self.stopped = True
+        for process in tuple(self.running):
+            _kill(process)
 
 
 # ---- doing it
@@ -458,6 +471,7 @@ def act(job: Job, place: Place, seconds: float) -> Row:
         process = subprocess.Popen(
             job.command, stdout=said, stderr=errors, stdin=subprocess.DEVNULL, env=place.environ, cwd=ROOT, process_group=0
         )
+        place.running.add(process)
         late = False
         try:
             process.wait(seconds)
@@ -467,9 +481,9 @@ def act(job: Job, place: Place, seconds: float) -> Row:
                 process.send_signal(signal.SIGABRT)  # on which Python writes the stacks of its threads
                 process.wait(3)
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # also what it may have left behind
+            _kill(process)
             process.wait()
+            place.running.discard(process)
         spent = time.monotonic() - began
         lines, texts = _end(said), _end(errors)
     log.write_text(lines + (f"\n---- stderr\n{texts}" if texts.strip() else ""))
@@ -479,6 +493,12 @@ def act(job: Job, place: Place, seconds: float) -> Row:
     if job.part == "tests":
         return found | _of_tests(xml, found)
     return found | (_of_counters(lines, texts, found) if job.part == "ncu" else _of_bench(lines, texts, found))
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """The process, and all that it may have left behind."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _end(file: Any) -> str:
@@ -745,6 +765,7 @@ def _words(argv: Sequence[str] | None) -> Any:
     made.add_argument("--budget", type=float, metavar="SECONDS",
                       help=f"end within so many (with rungs {_BUDGET:.0f} each); another call does what is left")  # fmt: skip
     made.add_argument("--limit", type=float, metavar="SECONDS", help="of one process, in place of its own")
+    made.add_argument("--at-once", type=int, metavar="N", help="files of tests at once; one for each four cores, four at most")
     made.add_argument("--again", nargs="?", const="all", choices=("all", "failed"), help="once more what was done, or what failed")
     made.add_argument("--pack", action="store_true", help="leave four files: results, the page, all logs, caches of compilers")
     made.add_argument("--collect", type=Path, metavar="DIR", help="download the wheels, and nothing else")
@@ -794,30 +815,48 @@ def _go(every: Sequence[Job], place: Place, results: Row, words: Any, began: flo
     if part_names := {job.name for job in every}:
         for name in [name for name in done if name in PARTS and name not in part_names]:
             del done[name]  # a part that could not be listed before
-    for job in sorted(chosen, key=lambda job: done.get(job.name, {}).get("state") != "cut"):
-        lacks = [place.missing[need] for need in job.needs if need in place.missing]
-        if lacks:
-            done[job.name] = {"part": job.part, "state": "skipped", "why": lacks[0], **stamp}
-            print(f"{job.name}: skipped: {lacks[0]}", flush=True)
-            continue
-        if not job.command:
-            done[job.name] = {"part": job.part, "state": "failed", "why": job.needs[-1].removeprefix("list: "), **stamp}
-            continue
-        rest = words.budget - _SPARE - (time.monotonic() - began) if words.budget else float("inf")
-        before = done.get(job.name, {})
-        need = job.limit if before.get("state") == "cut" else min(job.limit, 1.5 * before.get("seconds", job.usual))
-        if rest < need and (started or rest <= 0):
-            left.append(job.name)
-            continue
-        print(f"{job.name} ...", end=" ", flush=True)
-        found, started = act(job, place, min(job.limit, rest)), started + 1
-        if found.pop("late", False) and rest < job.limit and before.get("state") != "cut":
-            found |= {"state": "cut", "why": f"the budget ended after {found['seconds']} s of it; the next call begins with it"}
-            left.append(job.name)
-        done[job.name] = found | stamp
-        print(f"{found['state']} in {found['seconds']} s" + (f": {found['why']}" if found.get("why") else ""), flush=True)
-        results["left"] = left
-        save(place, results)
+    lock, at_once = Lock(), words.at_once or max(1, min(4, len(os.sched_getaffinity(0)) // 4))
+
+    def do(job: Job) -> None:
+        nonlocal started
+        with lock:
+            lacks = [place.missing[need] for need in job.needs if need in place.missing]
+            if lacks:
+                done[job.name] = {"part": job.part, "state": "skipped", "why": lacks[0], **stamp}
+                print(f"{job.name}: skipped: {lacks[0]}", flush=True)
+                return
+            if not job.command:
+                done[job.name] = {"part": job.part, "state": "failed", "why": job.needs[-1].removeprefix("list: "), **stamp}
+                return
+            rest = words.budget - _SPARE - (time.monotonic() - began) if words.budget else float("inf")
+            before = done.get(job.name, {})
+            need = job.limit if before.get("state") == "cut" else min(job.limit, 1.5 * before.get("seconds", job.usual))
+            if place.stopped or (rest < need and (started or rest <= 0)):
+                left.append(job.name)
+                return
+            started += 1
+            print(f"{job.name} ...", flush=True)
+        found = act(job, place, min(job.limit, rest))
+        with lock:
+            if place.stopped:
+                return
+            if found.pop("late", False) and rest < job.limit and before.get("state") != "cut":
+                found |= {"state": "cut", "why": f"the budget ended after {found['seconds']} s of it; the next call begins with it"}
+                left.append(job.name)
+            done[job.name] = found | stamp
+            why = f": {found['why']}" if found.get("why") else ""
+            print(f"{job.name}: {found['state']} in {found['seconds']} s{why}", flush=True)
+            results["left"] = left
+            save(place, results)
+
+    chosen = sorted(chosen, key=lambda job: done.get(job.name, {}).get("state") != "cut")
+    for shared, some in itertools.groupby(chosen, lambda job: job.part == "tests" and Path(job.name).name not in ALONE):
+        with ThreadPoolExecutor(at_once if shared else 1) as pool:
+            try:
+                list(pool.map(do, some))
+            except BaseException:
+                place.stop()
+                raise
     results["left"] = left
     if left:
         print(f"left for another call: {', '.join(left)}", flush=True)

@@ -4,10 +4,12 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
 import tempfile
+import threading
 import time
 import zipfile
 from pathlib import Path
@@ -104,6 +106,36 @@ def test_what_passes_fails_and_hangs_is_told_and_the_rest_goes_on(stand: Stand, 
     assert stand("--part", "tests") == 1 and stand.states["tests/test_a.py"] == "failed"
     assert stand("--part", "tests", "--again", "failed", "--pack") == 0 and set(stand.states.values()) == {"passed"}
     assert {path.name for path in stand.out.iterdir()} - {"environment"} == {"index.md", "logs.tar.gz", "results.json"}
+
+
+WAITS = """
+import pathlib, time
+def test_waits():
+    mine = pathlib.Path(__file__)
+    mine.with_suffix(".began").touch()
+    end = time.monotonic() + 20
+    while len(list(mine.parent.glob("*.began"))) < 2 and time.monotonic() < end:
+        time.sleep(0.05)
+    assert time.monotonic() < end
+"""
+
+
+def test_files_of_tests_run_at_once_and_end_together(stand: Stand) -> None:
+    for name in ("test_a.py", "test_b.py"):
+        stand.file(name, WAITS)
+    assert stand("--part", "tests", "--at-once", "2") == 0 and set(stand.states.values()) == {"passed"}
+    (stand.tests / "test_a.py").write_text(HANGS)
+    stand.file("test_b.py", HANGS)
+    stand.file("test_c.py", PASSES)
+    before = signal.signal(signal.SIGTERM, run._stop)
+    threading.Timer(3.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            stand("--part", "tests", "--at-once", "2", "--again")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not alive("sleep", "61.25")
+    assert set(stand.states.values()) == {"passed"}, "of the call before: what was stopped says nothing"
 
 
 def alive(*words: str) -> bool:
