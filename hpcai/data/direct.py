@@ -87,7 +87,9 @@ class Memory:
         if block is None:
             block = _map(whole)
             if self.pin is not None:
-                pin(block.ctypes.data, block.size, self.pin)
+                pin(block.ctypes.data, whole, self.pin)
+                # Before it is unmapped, wherever its last array goes: the kernel gives the address to another block.
+                weakref.finalize(block, unpin, block.ctypes.data, whole, self.pin).atexit = False
         lease = _Lease(block.ctypes.data, whole)
         weakref.finalize(lease, self._back.put, block).atexit = False
         return np.asarray(lease)[:size]
@@ -121,10 +123,8 @@ class Memory:
         while self._unused > max(self.keep, 3 * self._largest):
             size, blocks = next(iter(self._free.items()))
             if blocks:
-                block = blocks.pop()
+                blocks.pop()
                 self._unused -= size
-                if self.pin is not None:
-                    unpin(block.ctypes.data, block.size, self.pin)
             if not blocks:
                 del self._free[size]
 
@@ -149,6 +149,9 @@ def pin(address: int, size: int, device: "torch.device") -> None:
 
     with torch.cuda.device(device):  # a thread begins with the first GPU of the node, where this would open a context
         failed = int(torch.cuda.cudart().cudaHostRegister(address, size, 0))
+        if failed:
+            with suppress(RuntimeError):  # CUDA keeps the error, and the next kernel of anyone would raise it
+                torch.zeros(1, device=device)
     if failed:
         raise DataError(f"{size:,} bytes of memory cannot be pinned (CUDA error {failed}); lower data.prefetch, or raise ulimit -l")
 

@@ -5,6 +5,7 @@ sum per full bucket, and gradients that are views of their bucket, so that nothi
 """
 
 import math
+import weakref
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
@@ -131,9 +132,9 @@ class GradientSums:
         self.rows += [loose(name, named[name], name in decays, alike(named[name], mesh)) for name in sorted(free)]
         self._free = [named[name] for name in sorted(free)]
         self._launched = 0
-        for bucket in self.buckets:
+        for number, bucket in enumerate(self.buckets):
             for index, parameter in enumerate(bucket.parameters):
-                parameter.register_post_accumulate_grad_hook(self._hook(bucket, index))
+                parameter.register_post_accumulate_grad_hook(self._hook(number, index))
 
     def _dtype(self, parameter: nn.Parameter, axes: tuple[Axis, ...]) -> torch.dtype:
         narrow = parameter.dtype in (torch.bfloat16, torch.float16)
@@ -161,12 +162,16 @@ class GradientSums:
         for parameter in self._free:
             parameter.grad = None
 
-    def _hook(self, bucket: Bucket, index: int) -> Callable[[Tensor], None]:
+    def _hook(self, number: int, index: int) -> Callable[[Tensor], None]:
+        mine = weakref.ref(self)  # parameters hold their hooks where no collection of garbage looks
+
         def ready(parameter: Tensor) -> None:
-            bucket.take(index)
-            if self.last:
-                bucket.missing -= 1
-                self._launch_in_order()
+            if (sums := mine()) is None:
+                return
+            sums.buckets[number].take(index)
+            if sums.last:
+                sums.buckets[number].missing -= 1
+                sums._launch_in_order()
 
         return ready
 

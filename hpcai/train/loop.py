@@ -352,7 +352,7 @@ class _Training:
         own |= self.processors.joules() if self.processors else {}
         each = [own.get(kind) for kind in ENERGY]
         flat = torch.tensor([*(joules or 0.0 for joules in each), *(joules is not None for joules in each)], dtype=torch.float64)
-        sums = sum_in_place(flat.to(self.mesh.device), self.mesh.everyone).tolist()
+        sums = sum_in_place(flat, self.mesh.everyone).tolist()
         counted = {kind: int(count) for kind, count in zip(ENERGY, sums[len(ENERGY) :]) if count}
         if not counted:
             return

@@ -92,7 +92,7 @@ class Rung:
 
 
 _KERNELS = "test_kernels", "test_capture", "test_one_rank", "test_doctor"
-_RUNTIME = "test_step", "test_together", "test_data", "test_eighths"
+_RUNTIME = "test_step", "test_together", "test_data", "test_eighths", "timing"
 _MODELS = "test_cosmoflow", "test_deepcam", "test_unet3d", "test_dimenet", "test_openfold", "test_llm", "test_diffusion"
 _SCIENCE = "cosmoflow", "deepcam", "opencatalyst", "openfold-crop-256", "unet3d"
 _FULL = {"tests": ("test_full",), "apps": ("cosmoflow-batch-4", "unet3d-batch-7")}
@@ -133,7 +133,7 @@ class Job:
 MORE: dict[str, tuple[str, ...]] = {
     "test_kernels.py": ("compiler",), "test_one_rank.py": ("nccl",), "test_several.py": ("nccl", "several"),
 }  # fmt: skip
-ALONE = "test_full.py", "test_several.py"  # they fill a GPU, or take times
+ALONE = "test_full.py", "test_several.py", "timing"  # they fill a GPU, or take times
 LONGER = {"test_full.py": 500.0, "test_several.py": 500.0}
 LONGER |= dict.fromkeys(("test_step.py", "test_dimenet.py", "test_openfold.py"), 400.0)  # they compile
 DATA = ("direct", "late", "cut", "utilisation", "larger", "peers")
@@ -299,13 +299,14 @@ def _venv(folder: Path) -> None:
 
 
 def requirements(pyproject: Path) -> list[str]:
-    """What the library, its readings of a GPU and its tests ask for, without what a machine with a GPU has in its own form."""
+    """What library, readings of a GPU, neighbour lists and tests ask for, but what a machine with a GPU has in its own form."""
     project = tomllib.loads(pyproject.read_text())["project"]
     extras = project["optional-dependencies"]
     lines = [
         *project["dependencies"],
         *extras["gpu"],
         *(line for line in extras["dev"] if line.startswith(("pytest", "hypothesis"))),
+        *(line for line in extras["opencatalyst"] if line.startswith("vesin")),
     ]
     lines = [line for line in lines if not line.startswith(("matplotlib", "pytest-xdist"))]  # no report, and one test at a time
     return [line for line in lines if not THEIRS.match(_canonical(re.split(r"[^\w.-]", line)[0]))]
@@ -364,14 +365,15 @@ def jobs(parts: Sequence[str], place: "Place", results: Row | None = None, timed
     command: tuple[str, ...]
     for part in parts:
         if part == "tests":
-            for path in sorted(place.tests.glob("test_*.py")):
-                xml = place.work / "junit" / f"{path.stem}.xml"
-                limit = LONGER.get(path.name, place.limit or 300.0)
+            files = sorted(place.tests.glob("test_*.py"))
+            timings = [path for path in files if "mark.timing" in path.read_text()]
+            for name, paths in [*((path.name, [path]) for path in files), *([("timing", timings)] if timings else [])]:
+                xml = place.work / "junit" / f"{Path(name).stem}.xml"
+                limit = LONGER.get(name, place.limit or 300.0)
                 command = (place.python, "-m", "pytest", "-q", "--color=no", f"--junitxml={xml}", "-o", "junit_logging=no",
-                           "-o", f"faulthandler_timeout={0.8 * limit:.0f}", f"--rootdir={ROOT}", str(path))  # fmt: skip
-                yield Job(
-                    f"tests/{path.name}", part, command, ("packages", "gpu", *MORE.get(path.name, ())), place.limit or limit, 60.0
-                )
+                           "-o", f"faulthandler_timeout={0.8 * limit:.0f}", f"--rootdir={ROOT}",
+                           "-m", "timing" if name == "timing" else "not timing", *map(str, paths))  # fmt: skip
+                yield Job(f"tests/{name}", part, command, ("packages", "gpu", *MORE.get(name, ())), place.limit or limit, 60.0)
         elif part == "data":
             little = ("--gib", "0.25", "--repeats", "1") if ON_CPU else ()
             for name in DATA:
@@ -849,8 +851,11 @@ def _go(every: Sequence[Job], place: Place, results: Row, words: Any, began: flo
             results["left"] = left
             save(place, results)
 
-    chosen = sorted(chosen, key=lambda job: done.get(job.name, {}).get("state") != "cut")
-    for shared, some in itertools.groupby(chosen, lambda job: job.part == "tests" and Path(job.name).name not in ALONE):
+    def shares(job: Job) -> bool:
+        return job.part == "tests" and Path(job.name).name not in ALONE
+
+    chosen = sorted(chosen, key=lambda job: (done.get(job.name, {}).get("state") != "cut", job.part == "tests" and not shares(job)))
+    for shared, some in itertools.groupby(chosen, shares):
         with ThreadPoolExecutor(at_once if shared else 1) as pool:
             try:
                 list(pool.map(do, some))

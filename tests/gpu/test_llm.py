@@ -108,12 +108,13 @@ def test_documents_wait_for_nothing_and_are_those_of_a_mask() -> None:
 
 @cuda_alone
 def test_documents_make_no_mask() -> None:
-    leaves = [torch.randn(1, 8192, 4, 64, device=GPU, dtype=torch.bfloat16).transpose(1, 2).requires_grad_() for _ in range(3)]
-    rows = (torch.arange(8192, device=GPU) // 700)[None]
+    tokens = 32_768
+    leaves = [torch.randn(1, tokens, 4, 64, device=GPU, dtype=torch.bfloat16).transpose(1, 2).requires_grad_() for _ in range(3)]
+    rows = (torch.arange(tokens, device=GPU) // 700)[None]
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     documents.attend(*leaves, rows).sum().backward()
-    assert torch.cuda.max_memory_allocated() - before < 8192 * 8192 // 2, "half of one byte for each pair of tokens"
+    assert torch.cuda.max_memory_allocated() - before < tokens * tokens // 2, "half of one byte for each pair of tokens"
 
 
 @pytest.mark.skipif(OLD, reason="this GPU does not multiply 8 bits")
@@ -128,6 +129,6 @@ def test_in_eighths_a_captured_step_is_that_of_the_twins(model: str, precision: 
     narrow_products(twin.model, twin.cfg.model_copy(update={"products": "fp8"}), torch.device("cpu"))
     for i, losses in enumerate(found):
         assert losses[1] == pytest.approx(losses[0], rel=1e-4 if precision == "fp32" else 1e-2)
-        assert losses[0] == pytest.approx(mean(twin(batch(i))), rel=1e-3 if precision == "fp32" else 1e-2)
+        assert losses[0] == pytest.approx(mean(twin(batch(i))), rel=1e-2)  # Hopper's fast sums keep 13 bits of a fraction
         assert losses[0] == pytest.approx(mean(wide(batch(i))), rel=2e-2)
     assert steps[1]._capture is not None and steps[1]._capture.recorded() == 1

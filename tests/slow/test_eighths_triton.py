@@ -44,10 +44,15 @@ for name, kernel, signature, constexprs, options in forms(importlib.import_modul
     if name.startswith("_cast"):
         attrs = {(i,): [["tt.divisibility", 16]] for i, x in enumerate(kernel.arg_names) if signature[x][0] == "*"}
         source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attrs)
-        ptx = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options).asm["ptx"]
+        made = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+        ptx = made.asm["ptx"]
         form = "e4m3" if "fp8e4nv" in name else "e5m2"
         assert set(re.findall(r"cvt\\.\\S*e[45]m[0-9]\\S*", ptx)) == {f"cvt.rn.satfinite.{form}x2.f32"}, name
         assert ".ftz" not in ptx, f"{name}: numbers below the normal ones are no zeros"
+        open(cubin, "wb").write(made.asm["cubin"])
+        code = subprocess.run([tool, "-sass", cubin], capture_output=True, text=True, check=True).stdout
+        pointer = re.findall(r"ST[GS]\\S* [^;]*, R1 *;", code)
+        assert not pointer, f"{name} stores the stack pointer: {pointer[0]}"
         print("rounds to nearest:", name)
 """
 

@@ -253,7 +253,7 @@ def test_caches_larger_than_what_comes_back_are_cut_to_the_newest(tmp_path: Path
 def test_the_rungs_name_every_file_of_tests_and_every_case() -> None:
     from hpcai.cli.bench import gpu_steps
 
-    names = {"tests": [path.name for path in Path(run.__file__).parent.glob("test_*.py")], "apps": gpu_steps.cases()}
+    names = {"tests": [*(path.name for path in Path(run.__file__).parent.glob("test_*.py")), "timing"], "apps": gpu_steps.cases()}
     assert set(run.TRAINING) == set(training.TRAININGS)
     names |= {"kernels": ["kernels/"], "data": ["data/"], "training": ["training/"], "ncu": ["ncu/"]}
     for part, every in names.items():
@@ -343,7 +343,7 @@ def test_this_machine_without_a_gpu_runs_to_the_end(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "results.json").read_text())
     files = {f"tests/{path.name}" for path in Path(run.__file__).parent.glob("test_*.py")}
-    assert set(results["jobs"]) == files | {"kernels", "apps"}
+    assert set(results["jobs"]) == files | {"tests/timing", "kernels", "apps"}
     assert {entry["state"] for entry in results["jobs"].values()} == {"skipped"}
     assert all("no nvidia-smi" in entry["why"] for entry in results["jobs"].values())
     assert results["machine"]["torch"] and results["machine"]["absent"] == [] and results["machine"]["disk_gib"] > 0

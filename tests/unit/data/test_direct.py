@@ -1,6 +1,7 @@
 """Any range of any file, right to the byte, past the page cache; what cannot be read is named; nothing leaks."""
 
 import copy
+import ctypes
 import errno
 import gc
 import os
@@ -292,6 +293,7 @@ def test_a_reader_goes_to_another_process_without_its_files(file: Path) -> None:
 
 def test_memory_is_pinned_and_given_back_with_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[Any] = []
+    registered: dict[int, int] = {}
 
     @contextmanager
     def on(device: Any) -> Any:
@@ -301,10 +303,13 @@ def test_memory_is_pinned_and_given_back_with_its_gpu(monkeypatch: pytest.Monkey
 
     class Runtime:
         def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+            assert all(address + size <= other or other + its <= address for other, its in registered.items())
+            registered[address] = size
             events.append("pinned")
             return 0
 
         def cudaHostUnregister(self, address: int) -> None:  # noqa: N802
+            ctypes.string_at(address, registered.pop(address))  # still mapped
             events.append("unpinned")
 
     monkeypatch.setattr(torch.cuda, "device", on)
@@ -317,3 +322,10 @@ def test_memory_is_pinned_and_given_back_with_its_gpu(monkeypatch: pytest.Monkey
     assert events[:3] == [gpu, "pinned", "left"]
     memory._largest = 0
     assert memory.unused == 0 and events[-3:] == [gpu, "unpinned", "left"]
+    for _ in range(20):  # the kernel maps each at the address of the one before
+        memory = Memory(pin=gpu)
+        kept = memory.take(1 << 16), memory.take(1 << 20)
+        del memory
+        assert len(registered) == 2
+        del kept
+        assert not registered

@@ -1,7 +1,9 @@
 """A captured step is the eager one. The graph here is a tape of operations on fixed memory; tests/gpu has the real one."""
 
+import gc
 import os
 import re
+import weakref
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -53,6 +55,15 @@ def new_step(capture: str, dropout: float = 0.0, loss: Any = loss, **words: Any)
 
 def steps(step: Step, count: int, samples: int = 8) -> list[dict[str, Any]]:
     return [step(batch(seed, samples)) for seed in range(count)]
+
+
+def test_a_step_that_is_gone_leaves_no_memory() -> None:
+    step = new_step("whole")
+    steps(step, 4)
+    weights = [weakref.ref(parameter) for parameter in step.model.parameters()]
+    del step
+    gc.collect()
+    assert not any(weight() is not None for weight in weights)
 
 
 def contents(step: Step) -> dict[str, torch.Tensor]:
