@@ -854,7 +854,7 @@ def _go(every: Sequence[Job], place: Place, results: Row, words: Any, began: flo
     def shares(job: Job) -> bool:
         return job.part == "tests" and Path(job.name).name not in ALONE
 
-    chosen = sorted(chosen, key=lambda job: (done.get(job.name, {}).get("state") != "cut", job.part == "tests" and not shares(job)))
+    chosen = sorted(chosen, key=lambda job: (done.get(job.name, {}).get("state") != "cut", not shares(job)))
     for shared, some in itertools.groupby(chosen, shares):
         with ThreadPoolExecutor(at_once if shared else 1) as pool:
             try:
