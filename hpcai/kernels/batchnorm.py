@@ -68,8 +68,8 @@ def agreed(mean: Tensor, variance: Tensor, count: int, total: Total | None) -> t
 
 
 def spread(value: Tensor, group: int) -> Tensor:
-    """What ``group`` neighbouring channels share, for each of them.   [..., C/group] -> [..., C]"""
-    return value if group == 1 else value.unsqueeze(-1).expand(*value.shape, group).flatten(-2)
+    """What ``group`` neighbouring channels share, for each of them.   [..., C/group] -> [..., C] contiguous"""
+    return value if group == 1 else value.unsqueeze(-1).expand(*value.shape, group).flatten(-2).contiguous()
 
 
 def activated(z: Tensor, act: str | None, slope: float, inplace: bool = False) -> Tensor:

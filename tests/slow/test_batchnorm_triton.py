@@ -25,7 +25,7 @@ def example(r, k):
     fused.PROGRAMS, fused.PARTS, fused.SECTOR = r.choice([1, 3, 12, 24]), r.choice([2, 256]), r.choice([8, 64, 64])
     channels, whole = [1, 6, 8, 38, 48, 91, 160, 728][k % 8], [torch.float32, torch.bfloat16, torch.float16][k % 3]
     batch, *more = r.choice([(1, 1, 1), (7, 1, 1), (3, 5, 7), (2, 22, 25), (1, 1, 1, 1), (3, 3, 4, 5), (2, 7, 8, 9)])
-    samples, group = r.choice([1, batch]), r.choice([n for n in (1, 1, 2, 7, 16) if channels % n == 0])
+    samples, group = r.choice([1, batch]), r.choice([n for n in (1, 1, 2, 7, 16, channels) if channels % n == 0])
     shape, dims, scale = (batch, channels, *more), [*[0] * (samples == 1), *range(2, 2 + len(more))], 10 ** r.uniform(-1, 1)
     away = scale * r.choice([0.0, 1.0, 1000.0 if whole == torch.float32 else 3.0])
     apart = away * (1 + torch.rand(channels, *[1] * len(more)))

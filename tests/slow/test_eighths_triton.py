@@ -51,8 +51,8 @@ for name, kernel, signature, constexprs, options in forms(importlib.import_modul
         assert ".ftz" not in ptx, f"{name}: numbers below the normal ones are no zeros"
         open(cubin, "wb").write(made.asm["cubin"])
         code = subprocess.run([tool, "-sass", cubin], capture_output=True, text=True, check=True).stdout
-        pointer = re.findall(r"ST[GS]\\S* [^;]*, R1 *;", code)
-        assert not pointer, f"{name} stores the stack pointer: {pointer[0]}"
+        pointer = re.findall(r"LOP3\\S* R\\d+, R1\\b[^;]*|ST[GS]\\S* [^;]*, R1 *;", code)
+        assert not pointer, f"{name} writes the stack pointer: {pointer[0]}"
         print("rounds to nearest:", name)
 """
 
@@ -69,5 +69,5 @@ def test_every_kernel_compiles_without_spills_moves_vectors_and_rounds_to_neares
     most = "120" if metadata.version("triton").startswith("3.6.") else "64"  # there a cast to rows and columns takes 118
     words = str(tmp_path / "cubin"), which, "hpcai.kernels.eighths_triton", arch, "0", "0", "0", "64", most
     print(made := run(COMPILED + ROUNDED, *words, TRITON_CACHE_DIR=str(tmp_path)))
-    casts = {"ends": 2, "all": 24}[which]
+    casts = {"ends": 2, "all": 20}[which]
     assert made.count(f"{name}|") == 2 + casts and made.count("rounds to nearest: ") == casts
