@@ -44,8 +44,9 @@ def test_every_run_has_the_same_bits() -> None:
 
 
 def losses(**words: Any) -> tuple[list[float], train.Step]:
-    step = train.Step(network(CFG, dtype=torch.float32), loss, StepConfig(lr=1e-4, **words), dist.alone(DEVICE), graph=GRAPH)
-    return [step(batch(GPU, seed))["loss"].item() for seed in range(6)], step
+    dtype = torch.float64 if words["precision"] == "fp64" else torch.float32
+    step = train.Step(network(CFG, dtype=dtype), loss, StepConfig(lr=1e-4, **words), dist.alone(DEVICE), graph=GRAPH)
+    return [step(batch(GPU, seed, dtype))["loss"].item() for seed in range(6)], step
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-params"])
@@ -63,10 +64,11 @@ def test_bf16_is_close() -> None:
 
 
 @cuda_alone
-def test_compiled_is_close() -> None:
-    wide, _ = losses(precision="fp32")
-    compiled, _ = losses(precision="fp32", compile="whole")
-    assert compiled == pytest.approx(wide, rel=1e-3)
+@pytest.mark.parametrize("precision", ["fp64", "fp32"])
+def test_compiled_is_close(precision: str) -> None:
+    eager, _ = losses(precision=precision)
+    compiled, _ = losses(precision=precision, compile="whole")
+    assert compiled == pytest.approx(eager, rel=1e-9 if precision == "fp64" else 1e-3)
 
 
 def test_neighbours_are_those_of_the_cpu() -> None:

@@ -23,11 +23,10 @@ import torch.distributed as torch_dist
 from torch import nn
 
 from hpcai import dist
+from hpcai.cli.bench import gpu_clocks
 from hpcai.cli.bench.timing import Row, alternate, finish, machine, on_ranks, parse, parser
 from hpcai.settings import StepConfig, TrainConfig
 from hpcai.train import Step, fit
-
-_PAUSE = 20.0  # us: a shorter one lies between two kernels of a graph
 
 
 def main(argv: Sequence[str]) -> int:
@@ -120,6 +119,7 @@ def _recorded(run: Callable[[], None]) -> Callable[[], None]:
 
 def small_operations(blocks: int = 24, channels: int = 64) -> Any:
     """A stack of normalisations, gates and small products, such as batch 1 of OpenFold: a GPU waits for the host between them."""
+
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -155,25 +155,13 @@ def _capture(words: Any) -> list[Row]:
     row: Row = {f"{how}_ms": _ms(value) for how, value in seconds.items()}
     row |= {"forward_over_none": round(seconds["none"] / seconds["forward"], 2)}
     row |= {"whole_over_none": round(seconds["none"] / seconds["whole"], 2)}
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as trace:
-        runs["whole"]()
-        torch.cuda.synchronize()
-    return [row | {"host_gaps_percent": round(100 * _gaps(trace), 2)}]
+    trace = gpu_clocks.traced(lambda i: runs["whole"](), 1)
+    return [row | {name: trace[name] for name in ("gaps_percent", "idle_percent", "launches", "left_out_trace") if name in trace}]
 
 
 def _several(step: Any, batch: Any, count: int) -> None:
     for _ in range(count):
         step(batch)
-
-
-def _gaps(trace: Any) -> float:
-    """The part of the time between the first and the last kernel in which none ran, and the host was waited for."""
-    spans = sorted((e.time_range.start, e.time_range.end) for e in trace.events() if e.device_type.name == "CUDA")
-    idle, end = 0.0, spans[0][0]
-    for first, last in spans:
-        idle += first - end if first - end > _PAUSE else 0.0
-        end = max(end, last)
-    return idle / (end - spans[0][0])
 
 
 def _sharded(words: Any) -> list[Row]:

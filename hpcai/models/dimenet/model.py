@@ -119,16 +119,13 @@ class Around(nn.Module):
     """
 
     order: Tensor  # [S]
-    order_of: Tensor  # [S * S] of each moment
 
     def __init__(self, cfg: DimeNetConfig) -> None:
         super().__init__()
         self.orders, self.radial = cfg.spherical, cfg.radial
         # On the device before the first step: a captured one takes nothing from the host. Whole numbers stay what they are in a
         # model of any precision.
-        order = torch.arange(cfg.spherical)
-        self.register_buffer("order", order, persistent=False)
-        self.register_buffer("order_of", order.repeat_interleave(2 * order + 1), persistent=False)
+        self.register_buffer("order", torch.arange(cfg.spherical), persistent=False)
 
     def forward(self, x: Tensor, graph: Graph, functions: Functions, weight: Tensor) -> Tensor:
         with torch.autocast(x.device.type, enabled=False):  # sums over fifty neighbours that cancel
@@ -137,7 +134,8 @@ class Around(nn.Module):
             weight = weight.to(x.dtype).unflatten(1, (self.orders, self.radial)) * angular_factor(order)  # [I, S, R]
             came = place(x, graph.incoming, graph.into)  # [N, K, I]
             gathered = (functions.moments @ came).unflatten(1, (-1, self.radial))  # [N, S * S, R, I]
-            each = weight.permute(1, 2, 0).index_select(0, self.order_of)  # [S * S, R, I]
+            parts = weight.permute(1, 2, 0).split(1)  # an order n has 2 n + 1 moments; an index would add gradients in any order
+            each = torch.cat([part.expand(2 * n + 1, -1, -1) for n, part in enumerate(parts)])  # [S * S, R, I]
             moments = (gathered * each).sum(2)
             found = unplace(functions.angular @ moments, graph.out_of, graph.outgoing)
             back = x * (functions.spherical @ (weight * (1 - 2 * (order % 2))).flatten(1).T)  # P_l(-1) = (-1)^l

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hpcai.cli import apps, bench
-from hpcai.cli.bench import app, step, timing
+from hpcai.cli.bench import app, timing
 from hpcai.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -126,18 +126,3 @@ def test_runs_take_turns_and_the_first_ones_do_not_count() -> None:
     seen: list[str] = []
     spent = timing.alternate({"a": lambda: seen.append("a"), "b": lambda: seen.append("b")}, 2)
     assert seen == ["b", "a", "a", "b"] * 2 and set(spent) == {"a", "b"}
-
-
-def test_gaps_are_the_time_in_which_no_kernel_ran(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Event:
-        def __init__(self, first: float, last: float, kind: str = "CUDA") -> None:
-            self.time_range = type("Range", (), {"start": first, "end": last})
-            self.device_type = type("Kind", (), {"name": kind})
-
-    class Trace:
-        def events(self) -> list[Event]:
-            return [Event(0, 40), Event(20, 50), Event(0, 999, "CPU"), Event(75, 80), Event(70, 76), Event(99, 100)]
-
-    assert step._gaps(Trace()) == pytest.approx(0.0)
-    monkeypatch.setattr(step, "_PAUSE", 19.0)
-    assert step._gaps(Trace()) == pytest.approx(0.2)
