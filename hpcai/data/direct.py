@@ -160,7 +160,9 @@ def unpin(address: int, size: int, device: "torch.device") -> None:
     import torch
 
     with torch.cuda.device(device):
-        torch.cuda.cudart().cudaHostUnregister(address)
+        failed = int(torch.cuda.cudart().cudaHostUnregister(address) or 0)
+    if failed:  # the GPU goes on reading what was there, whoever is given the address next
+        logger.error("%s bytes of pinned memory at %x were not given back (CUDA error %d)", f"{size:,}", address, failed)
 
 
 @dataclass(eq=False, slots=True)

@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hpcai.data.assemble import tree_map
 from hpcai.dist.watch import before_groups_end
 from hpcai.errors import ConfigError
-from hpcai.nn.graph import CudaGraph, Graph, no_collection
+from hpcai.nn.graph import Graph, graphs_of, no_collection
 from hpcai.train import rng
 
 _WARM = 2  # steps of a shape in which libraries choose their algorithms, and collectives connect, before it is recorded
@@ -54,8 +53,7 @@ class Capture:
         self.function, self.limit, self.traced, self.tries = function, limit, traced, tries
         self._slots: dict[Any, _Slot] = {}
         self._copies = torch.cuda.Stream() if graph is None else None
-        # A pool of its own: one that outlives its graphs, and of which a block is in use, can record no more.
-        self.graph = graph or partial(CudaGraph, torch.cuda.graph_pool_handle(), torch.cuda.Stream())
+        self.graph = graph or graphs_of(self)
         self.device = torch.device("cpu" if graph else "cuda")
         self.news: list[str] = []
         self.made: list[str] = []  # what there is to tell of graphs, which only this process may have recorded

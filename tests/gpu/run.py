@@ -138,7 +138,7 @@ LONGER = {"test_full.py": 500.0, "test_several.py": 500.0}
 LONGER |= dict.fromkeys(("test_step.py", "test_dimenet.py", "test_openfold.py"), 400.0)  # they compile
 DATA = ("direct", "late", "cut", "utilisation", "larger", "peers")
 TRAINING = ("cosmoflow-small", "llm-small", "cosmoflow-128")
-_WHEELS, _CACHES = 16e6, 16e6  # bytes of wheels that travel to another machine, and of an archive of caches that comes back
+_WHEELS, _CACHES = 16e6, 12e6  # bytes of wheels that travel to another machine, and of an archive of caches that comes back
 
 
 # ---- the machine
@@ -598,7 +598,7 @@ def save(place: Place, results: Row) -> None:
 
 
 def pack_caches(archive: Path, folder: Path) -> None:
-    """Entries of the compilers' caches, the newest first, as many as an archive of 16 MB takes; nothing where none is new."""
+    """Entries of the compilers' caches, the newest first, as many as an archive of 12 MB takes; nothing where none is new."""
     entries = {path.parent for name in ("triton", "inductor") for path in (folder / name).rglob("*") if path.is_file()}
     newest = sorted(entries, key=lambda entry: entry.stat().st_mtime, reverse=True)
     if newest and not (archive.exists() and archive.stat().st_mtime > newest[0].stat().st_mtime):

@@ -1,6 +1,8 @@
 """One GPU: what arrives there is what lies in the files, in order with a busy stream, and the host waits for nothing."""
 
+import random
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from hpcai.data.direct import Memory, Reader
 from hpcai.data.gds import GdsReader
 from hpcai.data.layout import Layout, hdf5, npy
 from hpcai.data.loader import Loader
+from hpcai.nn.graph import graphs_of
 from tests.gpu.machine import DEVICE, ON_GPU, busy, nothing_waits, wait
 
 COUNT, SHAPE = 48, (16, 32, 32, 4)
@@ -68,6 +71,31 @@ def test_direct_reads_into_pinned_memory_are_right_after_the_upload(files: list[
                 del read
                 expected = npy(path).read(plain, slice(index % 5, 12))
                 assert np.array_equal(there.cpu(), expected) and np.array_equal(expected, value(index)[index % 5 : 12]), turn
+
+
+def test_pinned_memory_comes_and_goes_in_threads_while_graphs_are_recorded(caplog: pytest.LogCaptureFixture) -> None:
+    def turns(seed: int) -> None:
+        memory, draw = Memory(keep=1 << 16, pin=DEVICE if ON_GPU else None), random.Random(seed)
+        kept: list[np.ndarray] = []
+        for turn in range(300):
+            block = memory.take(draw.randrange(1, 1 << 18))
+            block[:] = turn % 251
+            there = torch.from_numpy(block).to(DEVICE, non_blocking=True)
+            assert bool((there == turn % 251).all())
+            kept = [block, *kept][: draw.randrange(4)]
+            if draw.random() < 0.05:
+                memory = Memory(keep=draw.choice([0, 1 << 20]), pin=memory.pin)
+
+    with ThreadPoolExecutor(6) as pool:
+        under_way = [pool.submit(turns, seed) for seed in range(6)]
+        x, new_graph = torch.ones(1 << 16, device=DEVICE), graphs_of(pool) if ON_GPU else None
+        while new_graph is not None and not all(one.done() for one in under_way):
+            graph = new_graph()
+            graph.record(lambda: x.add(1))
+            graph.replay()
+        for one in under_way:
+            one.result()
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("order", ["strict", "ready"])

@@ -33,7 +33,7 @@ from hpcai.cli.bench.timing import Row
 from hpcai.errors import HpcaiError
 from hpcai.kernels import attention, eighths, gates, layernorm, outer, philox, triangle, update
 from hpcai.nn import BatchNorm, GroupNorm, InstanceNorm
-from hpcai.train.capture import CudaGraph
+from hpcai.nn.graph import CudaGraph
 
 Size = Mapping[str, int]
 Function = Callable[..., Tensor]

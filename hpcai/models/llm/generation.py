@@ -24,7 +24,7 @@ from hpcai.errors import ConfigError, DataError
 from hpcai.models.llm.config import SamplingConfig
 from hpcai.models.llm.model import LLM, Causal
 from hpcai.models.llm.undivided import attentions, holding, last_stage, undivided
-from hpcai.nn.graph import CudaGraph, Graph, no_collection
+from hpcai.nn.graph import Graph, graphs_of, no_collection
 from hpcai.nn.head import Head
 from hpcai.parallel.pipeline import Pipeline
 
@@ -49,7 +49,7 @@ class Generation(Iterator[list[int | None]]):
         self._narrow: dict[str, Any] = {
             "device_type": kind, "dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind),
         }  # fmt: skip
-        self.graph = graph or (_recorder(model, act, device) if capture else None)
+        self.graph = graph or (graphs_of(self, device) if capture and _can_record(model, act, device) else None)
         self._warm: dict[int, Graph] = {}  # by places that attention looks at
         self._graphs: dict[int, Graph] = {}  # those of them that are recorded
         self._sent: deque[tuple[Tensor, Any]] = deque()
@@ -271,14 +271,12 @@ def _last_alone(head: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
     return (given[0][:, -1:], *given[1:])
 
 
-def _recorder(model: LLM, act: Pipeline | None, device: torch.device) -> Callable[[], Graph] | None:
-    """What records steps on this device; None where it cannot."""
+def _can_record(model: LLM, act: Pipeline | None, device: torch.device) -> bool:
+    """Whether steps can be recorded on this device."""
     if device.type != "cuda" or act is not None or any(hasattr(part, "unshard") for part in model.modules()):  # fully sharded
-        return None
+        return False
     axes = [axis for part in model.modules() if isinstance(axis := getattr(part, "axis", None), Axis)]
-    if any(backend(device, axis) not in ("nccl", "none") for axis in axes):
-        return None
-    return partial(CudaGraph, torch.cuda.graph_pool_handle(), torch.cuda.Stream(device))
+    return all(backend(device, axis) in ("nccl", "none") for axis in axes)
 
 
 _open: "weakref.WeakSet[Generation]" = weakref.WeakSet()
@@ -339,8 +337,6 @@ def check(
         if not prompt:
             raise DataError(f"{names(number)} has no token; give at least one, such as the token that begins a text")
         if wrong := [token for token in prompt if not 0 <= token < vocabulary]:
-            raise DataError(
-                f"{names(number)} has token {wrong[0]}, but the model knows {vocabulary}; is it of another tokenizer?"
-            )
+            raise DataError(f"{names(number)} has token {wrong[0]}, but the model knows {vocabulary}; is it of another tokenizer?")
         if len(prompt) >= positions:
             raise DataError(f"{names(number)} has {len(prompt)} tokens, the model {positions} positions in all; shorten it")
