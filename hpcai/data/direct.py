@@ -147,7 +147,9 @@ def pin(address: int, size: int, device: "torch.device") -> None:
     """Register memory with a GPU, so that copies to it come straight from there. Raises DataError where that is not granted."""
     import torch
 
-    with torch.cuda.device(device):  # a thread begins with the first GPU of the node, where this would open a context
+    from hpcai.nn.graph import recording
+
+    with recording, torch.cuda.device(device):  # a thread begins with the first GPU of the node, where this would open a context
         failed = int(torch.cuda.cudart().cudaHostRegister(address, size, 0))
         if failed:
             with suppress(RuntimeError):  # CUDA keeps the error, and the next kernel of anyone would raise it
@@ -159,7 +161,9 @@ def pin(address: int, size: int, device: "torch.device") -> None:
 def unpin(address: int, size: int, device: "torch.device") -> None:
     import torch
 
-    with torch.cuda.device(device):
+    from hpcai.nn.graph import recording
+
+    with recording, torch.cuda.device(device):
         failed = int(torch.cuda.cudart().cudaHostUnregister(address) or 0)
     if failed:  # the GPU goes on reading what was there, whoever is given the address next
         logger.error("%s bytes of pinned memory at %x were not given back (CUDA error %d)", f"{size:,}", address, failed)

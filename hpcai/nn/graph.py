@@ -1,6 +1,7 @@
 """What a GPU does, recorded once and started by one call."""
 
 import gc
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -8,6 +9,10 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
+
+recording = threading.RLock()
+"""held while a graph is recorded: memory that another thread registers with the GPU then, or gives back, waits for all streams of
+the process, which is refused"""
 
 
 class Graph(Protocol):
@@ -38,6 +43,10 @@ class CudaGraph:
         torch.cuda.current_stream().wait_stream(self._stream)
 
     def record(self, function: Callable[[], Any]) -> Any:
+        with recording:
+            return self._record(function)
+
+    def _record(self, function: Callable[[], Any]) -> Any:
         torch.cuda.synchronize()
         before, here = torch.cuda.current_stream(), torch.cuda.current_device()
         generator = torch.cuda.default_generators[here]
