@@ -12,6 +12,7 @@ import logging
 import mmap
 import os
 import queue
+import sys
 import threading
 import weakref
 from collections import OrderedDict
@@ -85,11 +86,7 @@ class Memory:
             if block is not None:
                 self._unused -= whole
         if block is None:
-            block = _map(whole)
-            if self.pin is not None:
-                pin(block.ctypes.data, whole, self.pin)
-                # Before it is unmapped, wherever its last array goes: the kernel gives the address to another block.
-                weakref.finalize(block, unpin, block.ctypes.data, whole, self.pin).atexit = False
+            block = _map(whole, self.pin)
         lease = _Lease(block.ctypes.data, whole)
         weakref.finalize(lease, self._back.put, block).atexit = False
         return np.asarray(lease)[:size]
@@ -135,12 +132,27 @@ def _class(size: int) -> int:
     return -(-max(size, 1) // step) * step
 
 
-def _map(size: int) -> np.ndarray:
-    block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+class _Mapping(mmap.mmap):
+    """Anonymous memory that is given back to a GPU before it is unmapped, wherever its last array goes: the kernel gives the
+    address to another mapping. A finalizer of the array would come too late: numpy 2.5 calls it after that."""
+
+    unpin: Callable[[], None] | None = None
+
+    def __del__(self) -> None:
+        if self.unpin is not None and not sys.is_finalizing():
+            self.unpin()
+
+
+def _map(size: int, gpu: "torch.device | None" = None) -> np.ndarray:
+    mapping = _Mapping(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if size >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # the kernel has no huge pages
-            block.madvise(mmap.MADV_HUGEPAGE)  # a direct read looks up every page that it fills
-    return np.frombuffer(block, np.uint8)
+            mapping.madvise(mmap.MADV_HUGEPAGE)  # a direct read looks up every page that it fills
+    block = np.frombuffer(mapping, np.uint8)
+    if gpu is not None:
+        pin(block.ctypes.data, size, gpu)
+        mapping.unpin = partial(unpin, block.ctypes.data, size, gpu)
+    return block
 
 
 def pin(address: int, size: int, device: "torch.device") -> None:
