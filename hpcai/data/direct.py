@@ -133,8 +133,8 @@ def _class(size: int) -> int:
 
 
 class _Mapping(mmap.mmap):
-    """Anonymous memory that is given back to a GPU before it is unmapped, wherever its last array goes: the kernel gives the
-    address to another mapping. A finalizer of the array would come too late: numpy 2.5 calls it after that."""
+    """Anonymous memory that is unregistered from a GPU before it is unmapped, in the thread that drops its last array: the kernel
+    reuses the address. A finalizer of the array would be too late: numpy 2.5 calls it after the unmapping."""
 
     unpin: Callable[[], None] | None = None
 
@@ -159,9 +159,7 @@ def pin(address: int, size: int, device: "torch.device") -> None:
     """Register memory with a GPU, so that copies to it come straight from there. Raises DataError where that is not granted."""
     import torch
 
-    from hpcai.nn.graph import recording
-
-    with recording, torch.cuda.device(device):  # a thread begins with the first GPU of the node, where this would open a context
+    with torch.cuda.device(device):  # a thread begins with the first GPU of the node, where this would open a context
         failed = int(torch.cuda.cudart().cudaHostRegister(address, size, 0))
         if failed:
             with suppress(RuntimeError):  # CUDA keeps the error, and the next kernel of anyone would raise it
@@ -173,12 +171,10 @@ def pin(address: int, size: int, device: "torch.device") -> None:
 def unpin(address: int, size: int, device: "torch.device") -> None:
     import torch
 
-    from hpcai.nn.graph import recording
-
-    with recording, torch.cuda.device(device):
-        failed = int(torch.cuda.cudart().cudaHostUnregister(address) or 0)
-    if failed:  # the GPU goes on reading what was there, whoever is given the address next
-        logger.error("%s bytes of pinned memory at %x were not given back (CUDA error %d)", f"{size:,}", address, failed)
+    with torch.cuda.device(device):
+        failed = int(torch.cuda.cudart().cudaHostUnregister(address))
+    if failed:  # the address stays registered to pages that are no longer there
+        logger.error("%s bytes of pinned memory at %#x cannot be unregistered (CUDA error %d)", f"{size:,}", address, failed)
 
 
 @dataclass(eq=False, slots=True)

@@ -88,8 +88,8 @@ def eighth(
         tiles = triton.cdiv(width(T), ROWS) * triton.cdiv(C, CHANNELS)
         # Of casts that are packed for one form and taken apart for the other, ptxas 12.8 and 12.9 may write the stack pointer.
         # Their code is right where rows of bfloat16 are whole vectors; other matrices are cast twice.
-        at_once = None in (cast, turned) or (whole == UNIT and x.dtype == torch.bfloat16)
-        for forms in [(cast, turned)] if at_once else [(cast, None), (None, turned)]:
+        single_pass = None in (cast, turned) or (whole == UNIT and x.dtype == torch.bfloat16)
+        for forms in [(cast, turned)] if single_pass else [(cast, None), (None, turned)]:
             _cast[(tiles,)](x, most, scale, *forms, T, C // whole, width(T) // UNIT, programs, **_shape(dtype, whole))
     return cast, turned, scale
 

@@ -1,7 +1,6 @@
 """What a GPU does, recorded once and started by one call."""
 
 import gc
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -9,10 +8,6 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-
-recording = threading.RLock()
-"""held while a graph is recorded: memory that another thread registers with the GPU then, or gives back, waits for all streams of
-the process, which is refused"""
 
 
 class Graph(Protocol):
@@ -43,10 +38,6 @@ class CudaGraph:
         torch.cuda.current_stream().wait_stream(self._stream)
 
     def record(self, function: Callable[[], Any]) -> Any:
-        with recording:
-            return self._record(function)
-
-    def _record(self, function: Callable[[], Any]) -> Any:
         torch.cuda.synchronize()
         before, here = torch.cuda.current_stream(), torch.cuda.current_device()
         generator = torch.cuda.default_generators[here]
@@ -72,15 +63,15 @@ class CudaGraph:
         self.graph.reset()
 
 
-_idle: dict[torch.device | None, list[Any]] = {}
+_idle_streams: dict[torch.device | None, list[Any]] = {}
 
 
-def graphs_of(owner: Any, device: torch.device | None = None) -> Callable[[], CudaGraph]:
-    """What makes graphs that share a pool of memory and a stream, as long as ``owner`` lives.
+def graph_factory(owner: Any, device: torch.device | None = None) -> Callable[[], CudaGraph]:
+    """A constructor of graphs that share a memory pool and a capture stream while ``owner`` lives.
 
-    Then the stream goes to the next owner: cuBLAS keeps 64 MiB for each stream that it was ever used on.
+    The next owner reuses the stream: cuBLAS keeps a workspace for every stream that it was called on.
     """
-    idle = _idle.setdefault(device, [])
+    idle = _idle_streams.setdefault(device, [])
     stream = idle.pop() if idle else torch.cuda.Stream(device)
     weakref.finalize(owner, idle.append, stream).atexit = False
     # A pool of its own: one that outlives its graphs, and of which a block is in use, can record no more.

@@ -163,10 +163,10 @@ class GradientSums:
             parameter.grad = None
 
     def _hook(self, number: int, index: int) -> Callable[[Tensor], None]:
-        mine = weakref.ref(self)  # parameters hold their hooks where no collection of garbage looks
+        ref = weakref.ref(self)  # Python's garbage collector does not see the cycle from a parameter to its hook and back
 
         def ready(parameter: Tensor) -> None:
-            if (sums := mine()) is None:
+            if (sums := ref()) is None:
                 return
             sums.buckets[number].take(index)
             if sums.last:

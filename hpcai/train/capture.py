@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hpcai.data.assemble import tree_map
 from hpcai.dist.watch import before_groups_end
 from hpcai.errors import ConfigError
-from hpcai.nn.graph import Graph, graphs_of, no_collection
+from hpcai.nn.graph import Graph, graph_factory, no_collection
 from hpcai.train import rng
 
 _WARM = 2  # steps of a shape in which libraries choose their algorithms, and collectives connect, before it is recorded
@@ -53,7 +53,7 @@ class Capture:
         self.function, self.limit, self.traced, self.tries = function, limit, traced, tries
         self._slots: dict[Any, _Slot] = {}
         self._copies = torch.cuda.Stream() if graph is None else None
-        self.graph = graph or graphs_of(self)
+        self.graph = graph or graph_factory(self)
         self.device = torch.device("cpu" if graph else "cuda")
         self.news: list[str] = []
         self.made: list[str] = []  # what there is to tell of graphs, which only this process may have recorded

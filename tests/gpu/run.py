@@ -133,7 +133,7 @@ class Job:
 MORE: dict[str, tuple[str, ...]] = {
     "test_kernels.py": ("compiler",), "test_one_rank.py": ("nccl",), "test_several.py": ("nccl", "several"),
 }  # fmt: skip
-ALONE = "test_full.py", "test_several.py", "timing"  # they fill a GPU, or take times
+EXCLUSIVE = "test_full.py", "test_several.py", "timing"  # they fill a GPU, or take times
 LONGER = {"test_full.py": 500.0, "test_several.py": 500.0}
 LONGER |= dict.fromkeys(("test_step.py", "test_dimenet.py", "test_openfold.py"), 400.0)  # they compile
 DATA = ("direct", "late", "cut", "utilisation", "larger", "peers")
@@ -767,7 +767,7 @@ def _words(argv: Sequence[str] | None) -> Any:
     made.add_argument("--budget", type=float, metavar="SECONDS",
                       help=f"end within so many (with rungs {_BUDGET:.0f} each); another call does what is left")  # fmt: skip
     made.add_argument("--limit", type=float, metavar="SECONDS", help="of one process, in place of its own")
-    made.add_argument("--at-once", type=int, metavar="N", help="files of tests at once; one for each four cores, four at most")
+    made.add_argument("--workers", type=int, metavar="N", help="files of tests in parallel; one for each four cores, four at most")
     made.add_argument("--again", nargs="?", const="all", choices=("all", "failed"), help="once more what was done, or what failed")
     made.add_argument("--pack", action="store_true", help="leave four files: results, the page, all logs, caches of compilers")
     made.add_argument("--collect", type=Path, metavar="DIR", help="download the wheels, and nothing else")
@@ -817,7 +817,7 @@ def _go(every: Sequence[Job], place: Place, results: Row, words: Any, began: flo
     if part_names := {job.name for job in every}:
         for name in [name for name in done if name in PARTS and name not in part_names]:
             del done[name]  # a part that could not be listed before
-    lock, at_once = Lock(), words.at_once or max(1, min(4, len(os.sched_getaffinity(0)) // 4))
+    lock, workers = Lock(), words.workers or max(1, min(4, len(os.sched_getaffinity(0)) // 4))
 
     def do(job: Job) -> None:
         nonlocal started
@@ -851,12 +851,12 @@ def _go(every: Sequence[Job], place: Place, results: Row, words: Any, began: flo
             results["left"] = left
             save(place, results)
 
-    def shares(job: Job) -> bool:
-        return job.part == "tests" and Path(job.name).name not in ALONE
+    def in_parallel(job: Job) -> bool:
+        return job.part == "tests" and Path(job.name).name not in EXCLUSIVE
 
-    chosen = sorted(chosen, key=lambda job: (done.get(job.name, {}).get("state") != "cut", not shares(job)))
-    for shared, some in itertools.groupby(chosen, shares):
-        with ThreadPoolExecutor(at_once if shared else 1) as pool:
+    chosen = sorted(chosen, key=lambda job: (done.get(job.name, {}).get("state") != "cut", not in_parallel(job)))
+    for parallel, some in itertools.groupby(chosen, in_parallel):
+        with ThreadPoolExecutor(workers if parallel else 1) as pool:
             try:
                 list(pool.map(do, some))
             except BaseException:

@@ -129,6 +129,6 @@ def test_in_eighths_a_captured_step_is_that_of_the_twins(model: str, precision: 
     narrow_products(twin.model, twin.cfg.model_copy(update={"products": "fp8"}), torch.device("cpu"))
     for i, losses in enumerate(found):
         assert losses[1] == pytest.approx(losses[0], rel=1e-4 if precision == "fp32" else 1e-2)
-        assert losses[0] == pytest.approx(mean(twin(batch(i))), rel=1e-2)  # Hopper's fast sums keep 13 bits of a fraction
+        assert losses[0] == pytest.approx(mean(twin(batch(i))), rel=1e-3 if precision == "fp32" else 1e-2)
         assert losses[0] == pytest.approx(mean(wide(batch(i))), rel=2e-2)
     assert steps[1]._capture is not None and steps[1]._capture.recorded() == 1

@@ -120,10 +120,10 @@ def test_waits():
 """
 
 
-def test_files_of_tests_run_at_once_and_end_together(stand: Stand) -> None:
+def test_files_of_tests_run_in_parallel_and_end_together(stand: Stand) -> None:
     for name in ("test_a.py", "test_b.py"):
         stand.file(name, WAITS)
-    assert stand("--part", "tests", "--at-once", "2") == 0 and set(stand.states.values()) == {"passed"}
+    assert stand("--part", "tests", "--workers", "2") == 0 and set(stand.states.values()) == {"passed"}
     (stand.tests / "test_a.py").write_text(HANGS)
     stand.file("test_b.py", HANGS)
     stand.file("test_c.py", PASSES)
@@ -131,7 +131,7 @@ def test_files_of_tests_run_at_once_and_end_together(stand: Stand) -> None:
     threading.Timer(3.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
     try:
         with pytest.raises(KeyboardInterrupt):
-            stand("--part", "tests", "--at-once", "2", "--again")
+            stand("--part", "tests", "--workers", "2", "--again")
     finally:
         signal.signal(signal.SIGTERM, before)
     assert not alive("sleep", "61.25")

@@ -24,7 +24,7 @@ from hpcai.errors import ConfigError, DataError
 from hpcai.models.llm.config import SamplingConfig
 from hpcai.models.llm.model import LLM, Causal
 from hpcai.models.llm.undivided import attentions, holding, last_stage, undivided
-from hpcai.nn.graph import Graph, graphs_of, no_collection
+from hpcai.nn.graph import Graph, graph_factory, no_collection
 from hpcai.nn.head import Head
 from hpcai.parallel.pipeline import Pipeline
 
@@ -49,7 +49,7 @@ class Generation(Iterator[list[int | None]]):
         self._narrow: dict[str, Any] = {
             "device_type": kind, "dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind),
         }  # fmt: skip
-        self.graph = graph or (graphs_of(self, device) if capture and _can_record(model, act, device) else None)
+        self.graph = graph or (graph_factory(self, device) if capture and _can_capture(model, act, device) else None)
         self._warm: dict[int, Graph] = {}  # by places that attention looks at
         self._graphs: dict[int, Graph] = {}  # those of them that are recorded
         self._sent: deque[tuple[Tensor, Any]] = deque()
@@ -271,8 +271,8 @@ def _last_alone(head: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
     return (given[0][:, -1:], *given[1:])
 
 
-def _can_record(model: LLM, act: Pipeline | None, device: torch.device) -> bool:
-    """Whether steps can be recorded on this device."""
+def _can_capture(model: LLM, act: Pipeline | None, device: torch.device) -> bool:
+    """Whether steps can be captured on this device."""
     if device.type != "cuda" or act is not None or any(hasattr(part, "unshard") for part in model.modules()):  # fully sharded
         return False
     axes = [axis for part in model.modules() if isinstance(axis := getattr(part, "axis", None), Axis)]

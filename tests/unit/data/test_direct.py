@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 from hpcai.data import direct
 from hpcai.data.direct import ALIGN, Memory, Reader
 from hpcai.errors import DataError
-from hpcai.nn.graph import recording
 from tests.page_cache import resident
 from tests.unit.data.conftest import held
 
@@ -309,9 +308,10 @@ def test_memory_is_pinned_and_given_back_with_its_gpu(monkeypatch: pytest.Monkey
             events.append("pinned")
             return 0
 
-        def cudaHostUnregister(self, address: int) -> None:  # noqa: N802
+        def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
             ctypes.string_at(address, registered.pop(address))  # still mapped
             events.append("unpinned")
+            return 0
 
     monkeypatch.setattr(torch.cuda, "device", on)
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
@@ -323,13 +323,6 @@ def test_memory_is_pinned_and_given_back_with_its_gpu(monkeypatch: pytest.Monkey
     assert events[:3] == [gpu, "pinned", "left"]
     memory._largest = 0
     assert memory.unused == 0 and events[-3:] == [gpu, "unpinned", "left"]
-    with recording:
-        thread = threading.Thread(target=Memory(pin=gpu).take, args=(1,))
-        thread.start()
-        thread.join(0.1)
-        assert thread.is_alive() and not registered, "CUDA refuses it while a graph is recorded"
-    thread.join()
-    assert not registered
     for _ in range(20):  # the kernel maps each at the address of the one before
         memory = Memory(pin=gpu)
         kept = memory.take(1 << 16), memory.take(1 << 20)

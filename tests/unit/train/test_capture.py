@@ -15,7 +15,7 @@ from hpcai import dist
 from hpcai.dist import watch
 from hpcai.errors import ConfigError, DivergedError
 from hpcai.nn import graph
-from hpcai.nn.graph import CudaGraph, graphs_of
+from hpcai.nn.graph import CudaGraph, graph_factory
 from hpcai.settings import CheckpointConfig, StepConfig
 from hpcai.train.capture import _WARM as WARM
 from hpcai.train.capture import Capture, shapes
@@ -397,13 +397,13 @@ def test_each_capture_has_a_pool_of_its_own_for_all_its_graphs(monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(pools))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device=None: object())
-    monkeypatch.setattr(graph, "_idle", {})
+    monkeypatch.setattr(graph, "_idle_streams", {})
     captures = [Capture(lambda part: part, 4) for _ in range(2)]
     assert [capture.graph()._pool for capture in (*captures, *captures)] == ["a", "b", "a", "b"]  # type: ignore[attr-defined]
     first, second = (capture.graph()._stream for capture in captures)  # type: ignore[attr-defined]
     assert first is not second
     del captures[0]
-    assert graphs_of(captures[0])()._stream is first, "what a stream has of cuBLAS is used again"
+    assert graph_factory(captures[0])()._stream is first, "the workspaces of cuBLAS are reused"
 
 
 @pytest.mark.parametrize("error", [None, DivergedError("step 3: the loss is not finite", 3)], ids=str)
