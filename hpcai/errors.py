@@ -1,7 +1,5 @@
 """The one exception family. A message says where, what was found, what was expected and what to do."""
 
-from __future__ import annotations  # hpcai/dist/relay.py runs on any Python from 3.9
-
 
 class HpcaiError(Exception):
     """Anything that this package refuses or cannot do; the text is meant for the person at the terminal."""

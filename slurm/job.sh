@@ -21,12 +21,21 @@ export HPCAI_TOKEN=${HPCAI_TOKEN:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
 # Apptainer shows a container the folder that it starts in, and what the site lets it; here are the other folders of the run.
 if [ -n "${HPCAI_FOLDERS:-}" ]; then export APPTAINER_BIND=$HPCAI_FOLDERS${APPTAINER_BIND:+,$APPTAINER_BIND}; fi
 app=$1; shift
-# One process on each node unpacks the environment there; from here on it is the job's Python, and nothing else is in its path.
+run=("$python" -m "$app")
+# An archive of a Python environment is read once, sent to the nodes, and unpacked to a new folder on each; then its Python is the job's.
+remove() { :; }
 if [ -n "${HPCAI_ENVIRONMENT:-}" ]; then
-  # shellcheck disable=SC2086
-  srun --kill-on-bad-exit=1 "${srun[@]}" ${HPCAI_SRUN:-} --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1 "$python" -I -S \
-    "${HPCAI_RELAY:-hpcai/dist/relay.py}" "$HPCAI_ENVIRONMENT" "$HPCAI_AT" || exit
+  # shellcheck disable=SC2206
+  each=(srun --kill-on-bad-exit=1 "${srun[@]}" ${HPCAI_SRUN:-} --ntasks="$SLURM_JOB_NUM_NODES" --ntasks-per-node=1)
+  "${each[@]}" mkdir -m 700 "$HPCAI_AT" || exit
+  remove() { "${each[@]}" rm -rf "$HPCAI_AT"; }
+  trap remove EXIT
+  sbcast "$HPCAI_ENVIRONMENT" "$HPCAI_AT/packed.tar" || exit
+  # shellcheck disable=SC2016
+  unpack='cd "$0" && tar -xf packed.tar && rm packed.tar && { [ ! -x bin/conda-unpack ] || bin/conda-unpack; }'
+  "${each[@]}" sh -c "$unpack" "$HPCAI_AT" || exit
   python=$HPCAI_AT/bin/python
+  run=("$python" -m hpcai.cli run "${app#apps.}")
   unset PYTHONPATH PYTHONHOME
   export PYTHONSAFEPATH=1 PYTHONNOUSERSITE=1
 fi
@@ -42,10 +51,11 @@ fi
 # Ranks leave with 85 one after the other: Slurm must not take the first for a failure and kill the rest. A rank that does fail ends
 # the others itself (hpcai/dist/watch.py).
 # shellcheck disable=SC2086
-srun --kill-on-bad-exit=0 "${srun[@]}" ${HPCAI_SRUN:-} "${container[@]}" "$python" -m "$app" "$@"
+srun --kill-on-bad-exit=0 "${srun[@]}" ${HPCAI_SRUN:-} "${container[@]}" "${run[@]}" "$@"
 code=$?
 # 85: the run was asked to stop, has saved itself and wants to be started again. Here, outside of any container, scontrol exists.
 if [ "$code" = 85 ] && [ "${HPCAI_REQUEUE:-1}" = 1 ]; then
+  remove
   scontrol requeue "$SLURM_JOB_ID" && exit 0
 fi
 if [ "$code" = 0 ] && [ -n "${HPCAI_RUN:-}" ]; then

@@ -17,7 +17,6 @@ COMMANDS = {
     "bench": "NAME ...        measure one part on this machine",
     "ablate": "APP ...         measure what each optimisation brings an app on this machine",
     "job": "APP ...            the batch script of a training for a cluster, to read or to submit",
-    "environment": "pack | unpack   this Python and all its packages, on each node's own disk, read once a job",
     "plan": "APP ...           what a training will take on GPUs that are not here: minutes, memory, messages",
     "verify-resume": "APP ...  kill an app's run at random instants and compare it with one that nobody killed",
     "replay": "RUN/failure-... make the step in which a run failed again, and name the first module that is not finite",

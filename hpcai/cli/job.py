@@ -9,7 +9,7 @@ scheduler, modules, binding and network of the site, and the run. Keep it, edit 
     ... --chain 5                     where jobs may not be requeued: five, one after another, until the run has finished
     ... --power-cap 300               watts of each GPU at most: train.power_cap, and the site's own option where it has one
     ... --stage /local/scratch/data   data.directory is copied there first, on every node
-    ... --environment /scratch/mine.tar   from `hpcai environment pack`: unpacked on every node, where the run then starts
+    ... --environment /scratch/mine.tar.gz   a Python environment, from conda-pack for one: unpacked on every node first
 
 A run that is asked to stop saves itself and leaves with exit code 85, and the script has it started again.
 """
@@ -33,7 +33,6 @@ import pydantic
 from hpcai.cli import apps
 from hpcai.cli.script import Site, assign, find_site, render, sites, words_line
 from hpcai.config import load
-from hpcai.dist import relay
 from hpcai.errors import ConfigError, HpcaiError, MeshError
 from hpcai.schema import list_names, nearest_words
 from hpcai.settings import RunConfig, mesh_shape
@@ -114,8 +113,8 @@ def _parsed(argv: Sequence[str]) -> argparse.Namespace:
     add("--power-cap", type=int, metavar="W", help="watts that each GPU of the job draws at most")
     add("--container", metavar="FILE", help="image to run in")
     add("--stage", metavar="FOLDER", help="on every node's own disk, to which data.directory is copied first ('$TMPDIR/data')")
-    add("--environment", metavar="FILE", help="archive of `hpcai environment pack`, which is read once and unpacked on every node")
-    add("--environment-at", metavar="FOLDER", help="on every node's own disk, to which (the site's first, by user and content)")
+    add("--environment", metavar="FILE", help="archive of a Python environment: sent to every node by sbcast")
+    add("--environment-at", metavar="FOLDER", help="a new folder there, to which it is unpacked (one of the job)")
     add("--chain", type=int, metavar="N", help="jobs that follow one another, instead of one that is requeued")
     add("--array", action="append", default=[], metavar="KEY=VALUES", help="a run for each value: seed=0-7, step.lr=1e-3,2e-3")
     add("--any-directory", action="store_true", help="the run's directory is shared, though its path is a node's own as a rule")
@@ -179,6 +178,8 @@ def _sizes(asked: argparse.Namespace, site: Site, per_node: int, settings: RunCo
         found.append(f"--stage {asked.stage} copies data.directory, which is not set; give data.directory=FOLDER")
     if asked.environment_at and not asked.environment:
         found.append(f"--environment-at {asked.environment_at} is for --environment FILE, which is not given")
+    if asked.environment and site.pbs:
+        found.append(f"--environment is sent by Slurm's sbcast, and site {site.name} is PBS; give an image: --container FILE")
     if asked.container and asked.environment:
         found.append("--container and --environment are both given; in a container the environment is in the image: nothing to do")
     if asked.container and site.facts.get("container") == "none":
@@ -351,18 +352,14 @@ def _lines(job: Job) -> list[str]:
 
 
 def _environment(job: Job) -> list[str]:
-    """Which archive, and where each node unpacks it: with user and content in the name, so that what the last job left is kept.
-    Raises DataError."""
+    """The archive, and the folder to which each node unpacks it: one of this start of this job, unless another was asked for."""
     if not job.asked.environment:
-        return ["HPCAI_ENVIRONMENT="]
-    file = Path(job.asked.environment).absolute()
+        return [] if job.site.pbs else ["HPCAI_ENVIRONMENT="]
     disk = next(iter(job.site.facts.get("local", "").split()), "/tmp")
-    at = job.asked.environment_at or f"{disk}/hpcai-environment-$UID-{relay.manifest(file)['digest'][:12]}"
-    return [
-        assign("HPCAI_ENVIRONMENT", str(file)),
-        assign("HPCAI_RELAY", str(Path(relay.__file__).absolute())),
-        f'HPCAI_AT="{_expanded_there(at)}"',
-    ]
+    at = f"{disk}/hpcai-$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}"
+    if job.asked.environment_at:
+        at = _expanded_there(job.asked.environment_at)
+    return [assign("HPCAI_ENVIRONMENT", str(Path(job.asked.environment).absolute())), f'HPCAI_AT="{at}"']
 
 
 def _path(here: Path) -> list[str]:
@@ -412,6 +409,8 @@ def places(job: Job) -> list[str]:
         found.append(f"data.directory {source} is not there; make or name it (hpcai data check looks one over)")
     if asked.container and job.site.facts.get("container") != "name" and not Path(asked.container).is_file():
         found.append(f"--container {asked.container}: there is no such file; expected an image, made with apptainer build")
+    if asked.environment and not Path(asked.environment).is_file():
+        found.append(f"--environment {asked.environment}: there is no such file; expected an archive (docs/cluster.md)")
     return found
 
 

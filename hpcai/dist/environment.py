@@ -1,7 +1,5 @@
 """The place of this process in its job, read from its launcher's variables, without torch, network, MPI or GPU."""
 
-from __future__ import annotations  # hpcai/dist/relay.py runs on any Python from 3.9
-
 import os
 import re
 from collections.abc import Mapping

@@ -3,13 +3,13 @@
 import contextlib
 import os
 import signal
+import tarfile
 import time
 from pathlib import Path
 
 import pytest
 
 from hpcai.train.saved import found as checkpoints
-from tests.archives import tiny
 from tests.cluster.one_machine_slurm import OneMachineSlurm
 from tests.cluster.submitted import Submit, losses, of, start_again, wait_for_step
 
@@ -115,16 +115,20 @@ def test_a_chain_goes_on_where_a_job_stopped_and_ends_with_the_run(slurm: OneMac
     assert str(disk / second) in (run / "settings.yaml").read_text()
 
 
-def test_the_environment_is_read_once_and_the_run_starts_where_it_was_unpacked(
+def test_an_environment_is_sent_to_the_node_where_the_run_starts_in_it_and_goes_when_it_ends(
     slurm: OneMachineSlurm, submit: Submit, tmp_path: Path
 ) -> None:
-    """Both nodes are this machine: the slower one finds the folder and keeps it. The second job reads nothing."""
-    file, run, at = tiny(tmp_path / "tiny.tar", 2_000_000), tmp_path / "run", tmp_path / "disk/env"
-    for said in (" on 2 nodes in ", ", as before on 2 nodes; nothing was read"):
-        (number,) = submit(run, "--nodes", "2", "--environment", str(file), "--environment-at", str(at))
-        state = slurm.wait_for(number, "COMPLETED", "FAILED", timeout=90)
-        text = (run / f"job-{number}.out").read_text()
-        assert state == "COMPLETED" and said in text, text
-        assert text.count(f"started {at}/bin/python -m apps.cosmoflow ") == 2
-        assert f"started {at}/bin/python -m hpcai.cli report {run}" in text
-    assert [path.name for path in at.parent.iterdir()] == ["env"]
+    """The environment's Python is a shell script, which says what it is started with."""
+    run, disk, small = tmp_path / "run", tmp_path / "disk", tmp_path / "small/bin"
+    small.mkdir(parents=True)
+    disk.mkdir()
+    (small / "python").write_text('#!/bin/sh\necho "started $0 $*"\n')
+    (small / "python").chmod(0o755)
+    with tarfile.open(tmp_path / "small.tar.gz", "w:gz") as archive:
+        archive.add(small, "bin")
+    words = ["--environment", str(tmp_path / "small.tar.gz"), "--environment-at", f"{disk}/$SLURM_JOB_ID"]
+    (number,) = submit(run, "--nodes", "1", *words)
+    state = slurm.wait_for(number, "COMPLETED", "FAILED", timeout=90)
+    text = (run / f"job-{number}.out").read_text()
+    assert state == "COMPLETED" and text.count(f"started {disk}/{number}/bin/python -m hpcai.cli run cosmoflow ") == 1, text
+    assert f"started {disk}/{number}/bin/python -m hpcai.cli report {run}" in text and not any(disk.iterdir())

@@ -7,7 +7,9 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +48,18 @@ def test_what_strangers_look_for_says_what_the_repository_has() -> None:
     assert len(hooks) == lint[0].count("$(BIN)/")
     steps = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]["test"]["steps"]
     assert steps[-1] == {"run": ".ci/run"}
+
+
+def test_lines_stay_within_their_budget() -> None:
+    lines = {path: len(path.read_bytes().splitlines()) for name in (*SUITE, "hpcai", "tests") for path in (ROOT / name).rglob("*.py")}
+    packages: Counter[str] = Counter()
+    for path, number in lines.items():
+        packages["/".join(path.relative_to(ROOT).parts[: -1 if len(path.relative_to(ROOT).parts) < 3 else 2])] += number
+    print(*(f"{number:7,} {name}" for name, number in sorted(packages.items())), sep="\n")
+    tests = sum(number for name, number in packages.items() if name.split("/")[0] == "tests")
+    found = {"code": sum(packages.values()) - tests, "tests": tests}
+    budget = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hpcai"]["lines"]
+    assert all(found[name] <= most for name, most in budget.items()), f"{found} lines, expected at most {budget}; make room first"
 
 
 def test_no_folder_that_a_command_leaves_changes_the_linter(tmp_path: Path) -> None:

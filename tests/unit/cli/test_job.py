@@ -16,11 +16,9 @@ import pytest
 from hpcai import cli, log
 from hpcai.cli import script
 from hpcai.cli.job import main, seconds_of
-from hpcai.dist import relay
 from hpcai.errors import ConfigError
 from tests import shellcheck
 from tests.apps.universes import make
-from tests.archives import tiny
 
 ROOT = Path(__file__).parents[3]
 CONFIG = "apps/cosmoflow/configs/small.yaml"
@@ -69,7 +67,7 @@ def test_the_script_of_every_site_is_read_by_bash_and_shellcheck(
     if form == "full" and script.find_site(name).facts.get("container") != "none":
         more += ["--container", str(tmp_path / "an image.sif")]
     elif form == "full":
-        more += ["--environment", str(tiny(tmp_path / "an env.tar"))]
+        more += ["--environment", str(tmp_path / "an env.tar")]
     text = written(capsys, *small(tmp_path / "a run"), "--site", name, "--nodes", "2", *FULL, *more)
     head = text.partition("\n\n")[0].splitlines()
     mark = "#PBS " if script.find_site(name).pbs else "#SBATCH "
@@ -119,12 +117,12 @@ def test_a_cap_on_power_goes_to_the_run_and_to_the_scheduler_that_has_an_option_
 
 
 def runs_as(text: str, tmp_path: Path, *words: str, **environ: str) -> list[list[str]]:
-    """What the script starts: srun, mpiexec, scontrol and qsub are there in name only."""
+    """What the script starts: srun, mpiexec, scontrol and others are there in name only; a training ends with exit code CODE."""
     fake, log = tmp_path / "fake", tmp_path / "calls"
     fake.mkdir(exist_ok=True)
     log.write_text("")
-    for name in ("srun", "mpiexec", "scontrol", "qsub", "apptainer"):
-        end = 'exit "${CODE:-0}"' if name in ("srun", "mpiexec") else ""
+    for name in ("srun", "mpiexec", "scontrol", "qsub", "apptainer", "sbcast"):
+        end = 'case "$*" in *" apps."*|*"hpcai.cli run"*) exit "${CODE:-0}" ;; esac' if name in ("srun", "mpiexec") else ""
         (fake / name).write_text(f'#!/bin/bash\nprintf "%s\\0" {name} "$@" >> {log}; echo >> {log}\n{end}\n')
         (fake / name).chmod(0o755)
     (tmp_path / "job").write_text(text)
@@ -157,22 +155,22 @@ def test_the_script_copies_trains_draws_and_is_requeued(
     assert runs_as(inside, tmp_path)[0][2:7] == ["apptainer", "exec", str(tmp_path / "my image.sif"), "python", "-m"]
 
 
-def test_the_environment_is_unpacked_on_every_node_before_anything_starts_in_it(
+def test_an_archive_of_an_environment_is_sent_to_every_node_and_the_run_starts_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tiny(tmp_path / "my env.tar")
     asked = [*small(tmp_path / "run"), "--site", "generic", "--nodes", "3", "--stage", "/disk/data", "data.directory=far"]
-    text = written(capsys, *asked, "--environment", str(file))
-    unpack, stage, train, draw = runs_as(text, tmp_path, SLURM_JOB_NUM_NODES="3")
-    at = f"/tmp/hpcai-environment-{os.getuid()}-{relay.manifest(file)['digest'][:12]}"
-    assert unpack == ["srun", "--kill-on-bad-exit=1", "--ntasks=3", "--ntasks-per-node=1", sys.executable, "-I", "-S",
-                      relay.__file__, str(file), at]  # fmt: skip
-    assert stage[1] == draw[-5] == train[2] == f"{at}/bin/python"
-    assert len(runs_as(text, tmp_path, SLURM_JOB_NUM_NODES="3", CODE="1")) == 1
-    there = written(capsys, *asked, "--environment", str(file), "--environment-at", "$DISK/my env")
-    assert runs_as(there, tmp_path, SLURM_JOB_NUM_NODES="3", DISK="/disk")[2][2] == "/disk/my env/bin/python"
-    plain = written(capsys, *asked)
-    assert runs_as(plain, tmp_path, HPCAI_ENVIRONMENT="left/over.tar")[0][1] == sys.executable
+    text, job = written(capsys, *asked, "--environment", "my env.tar"), {"SLURM_JOB_NUM_NODES": "3", "SLURM_JOB_ID": "7"}
+    make, send, unpack, stage, train, draw, remove = runs_as(text, tmp_path, **job)
+    at, each = "/tmp/hpcai-7-0", ["srun", "--kill-on-bad-exit=1", "--ntasks=3", "--ntasks-per-node=1"]
+    assert make == [*each, "mkdir", "-m", "700", at] and send == ["sbcast", str(Path.cwd() / "my env.tar"), f"{at}/packed.tar"]
+    assert unpack[:6] == [*each, "sh", "-c"] and unpack[-1] == at and remove == [*each, "rm", "-rf", at]
+    assert train[2:7] == [f"{at}/bin/python", "-m", "hpcai.cli", "run", "cosmoflow"] and stage[1] == draw[-5] == train[2]
+    assert runs_as(text, tmp_path, **job, CODE="1")[-2:] == [train, remove]
+    *_, last, requeue, again = runs_as(text, tmp_path, **job, CODE="85", SLURM_RESTART_COUNT="2")
+    assert requeue == ["scontrol", "requeue", "7"] and last == again == [*remove[:-1], "/tmp/hpcai-7-2"]
+    there = written(capsys, *asked, "--environment", "x.tar", "--environment-at", "$DISK/my env")
+    assert runs_as(there, tmp_path, **job, DISK="/disk")[4][2] == "/disk/my env/bin/python"
+    assert runs_as(written(capsys, *asked), tmp_path, HPCAI_ENVIRONMENT="left/over.tar")[0][1] == sys.executable
 
 
 def test_a_container_is_shown_the_folders_that_the_settings_name(
@@ -216,10 +214,10 @@ def test_the_template_takes_a_site_and_words_by_hand(tmp_path: Path) -> None:
 
 
 def test_the_page_names_every_site_and_its_commands_write_scripts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
-    stands_for = {"CONFIG.yaml": CONFIG, "/scratch/mine.tar": str(tiny(tmp_path / "mine.tar"))}
+    stands_for = {"CONFIG.yaml": CONFIG}
     page = (ROOT / "docs/cluster.md").read_text()
     assert sorted(re.findall(r"^\| `(\w[\w-]*)` \|", page, re.M)) == SITES
     commands = re.findall(r"^(?:\.venv/bin/)?hpcai job (.*?)(?: +#.*)?$", page, re.M)
@@ -276,7 +274,7 @@ def test_times_are_read_as_slurm_writes_them() -> None:
         (["--site", "generic", "--nodes", "1", "--array", "seed=0-1", "--chain", "2"], "--chain and --array are both given"),
         (["--site", "leonardo", "--nodes", "1", "--account", "x", "--container", "x.sif"], "has no flags for containers"),
         (["--site", "generic", "--nodes", "1", "--container", "x.sif", "--environment", "x.tar"], "is in the image: nothing to do"),
-        (["--site", "generic", "--nodes", "1", "--environment", "x.tar"], "no archive of an environment"),
+        (["--site", "pbs", "--nodes", "1", "--time", "9", "--environment", "x.tar"], "is sent by Slurm's sbcast"),
         (["--site", "generic", "--nodes", "1", "--environment-at", "/x"], "is for --environment FILE, which is not given"),
     ],
 )  # fmt: skip
@@ -461,18 +459,6 @@ def change(file: Path, old: str, new: str) -> None:
     text = file.read_text()
     assert old in text
     file.write_text(text.replace(old, new))
-
-
-@pytest.mark.mpi
-def test_under_pbs_a_real_mpiexec_unpacks_the_environment_and_starts_in_it(qsub: Path, tmp_path: Path) -> None:
-    file, at = tiny(tmp_path / "tiny.tar"), tmp_path / "node's own"
-    asked = ["--site", "pbs", "--nodes", "1", "--per-node", "2", "--time", "10:00", "--any-directory"]
-    asked += ["--environment", str(file), "--environment-at", str(at)]
-    assert main([*small(tmp_path / "run", f"data.directory={tmp_path}"), *asked, "--submit"]) == 0
-    code, said = ended(started(qsub, 1))
-    assert code == 0 and "9 files on 1 node in" in said
-    assert said.count(f"started {at}/bin/python -m apps.cosmoflow") == 2
-    assert f"started {at}/bin/python -m hpcai.cli report" in said
 
 
 def test_chains_and_arrays_of_pbs(qsub: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
