@@ -49,18 +49,16 @@ class Report:
 
 @dataclass
 class Result:
-    """How a run ended: ``finished``, ``target`` or ``signal``, and whether the processes that evaluate were lost (``blind``).
-    Iterating gives its training reports."""
+    """How a run ended: ``finished``, ``target`` or ``signal``. Iterating gives its training reports."""
 
     reason: str
     progress: Progress
     reports: list[Report] = field(default_factory=list)
     evaluations: list[Report] = field(default_factory=list)
-    blind: bool = False
 
     @property
     def exit_code(self) -> int:
-        return REQUEUE if self.reason == "signal" else int(self.blind)
+        return REQUEUE if self.reason == "signal" else 0
 
     def __iter__(self) -> Iterator[Report]:
         return iter(self.reports)
@@ -196,7 +194,6 @@ class _Training:
         self.reports.emit("stop", **at, reason=reason, seconds=self.progress.seconds, target_reached=reason == "target")
         if self.scores is not None:
             self.scores.close(reason)
-            self.result.blind = self.scores.gone
         return self.result
 
     @contextmanager
@@ -405,7 +402,6 @@ class _Training:
             return False  # looked at with the reports, when the host waits anyway
         began = time.perf_counter()
         found = self.scores.results(wait)
-        self._tell_news(self.scores)
         self._since = (self._since[0] + time.perf_counter() - began, self._since[1])
         reached = [self._judge(scored) for scored in found]
         return any(reached)
