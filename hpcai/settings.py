@@ -352,7 +352,7 @@ class CheckpointConfig(Settings):
     keep: Positive = 2
     """newest checkpoints that are kept"""
     writers: Positive = 8
-    """files of a checkpoint, at most, and processes that write what several hold alike: those of one node"""
+    """processes that write, and read, what several hold alike: those of one node. Each that writes has a file of its own"""
     resume: Literal["auto", "never"] = "auto"
     """auto: go on from the newest whole checkpoint of the run's directory, if there is one"""
     other_data: bool = False

@@ -41,7 +41,7 @@ class Run:
         self.reports = log.Reports()
         if cfg is not None:
             mlperf = None if benchmark is None else lambda path, echo: MlperfLog(path, benchmark, echo)
-            self.reports = log.reports(cfg.report, mesh, mlperf)
+            self.reports = log.reports(self.directory, cfg.report.sinks, mesh.is_first, mlperf)
         self.checkpoints: Checkpoints | None = None
         self.failures = Failures(name, self.directory, self.settings, mesh)
         self._cfg = cfg
