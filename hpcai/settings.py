@@ -7,10 +7,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from hpcai.config import Settings
+from hpcai.config import Positive, Settings
 from hpcai.errors import MeshError
-
-Positive = Annotated[int, Field(ge=1)]
 
 AXES = ("replicate", "pipeline", "context", "axial", "depth", "height", "tensor", "evaluate")
 """The axes of every mesh, from outermost to innermost; inner ones exchange more. `evaluate` stands beside the others."""

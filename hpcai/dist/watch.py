@@ -186,7 +186,8 @@ class Watch:
                 return
             self._stopping = True
         began = time.monotonic()
-        _say_last_words(message["stop"])
+        for speak in list(last_words):
+            within(_LAST_RESORT, partial(speak, message["stop"]))
         time.sleep(0 if message["dead"] else max(0.0, began + _LAST_RESORT - time.monotonic()))
         leave_now(message["code"])
 
@@ -413,12 +414,11 @@ def end_job(text: str, words: str) -> NoReturn:
     leave_now(1)
 
 
-def _say_last_words(reason: str) -> None:
-    """A file system that hangs does not keep this process."""
-    for speak in list(last_words):
-        thread = threading.Thread(target=speak, args=(reason,), daemon=True)
-        thread.start()
-        thread.join(_LAST_RESORT)
+def within(seconds: float, act: Callable[[], object]) -> None:
+    """Wait for ``act()`` in another thread, but not for ever: a file system may hang, or a thread hold a stream."""
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    thread.join(seconds)
 
 
 def leave_now(code: int) -> NoReturn:
@@ -459,10 +459,7 @@ def _let_gloo_rest() -> None:
 
 
 def _flush() -> None:
-    """Flush what was printed, for a second at most: another thread may hold a stream for ever."""
-    thread = threading.Thread(target=lambda: (sys.stdout.flush(), sys.stderr.flush()), daemon=True)
-    thread.start()
-    thread.join(1)
+    within(1, lambda: (sys.stdout.flush(), sys.stderr.flush()))
 
 
 def _send(write: Callable[[bytes], object], **message: Any) -> None:
