@@ -56,7 +56,8 @@ CASES = {
         "eval_error": 0.123,
     }, {"number_of_ranks", "seed", "opt_weight_decay", "dropout", "target_quality"}),
     "openfold": Case("hpc 3.0.0", "openfold/configs/batch128.yaml", 40, [0.7, 0.78, 0.801], {"submission_benchmark": "openfold"},
-                     {"number_of_ranks", "seed", "gradient_accumulation_steps"}, {"train_samples": 594_595, "validation_samples": 180, "parameters": 93_229_082}),
+                     {"number_of_ranks", "seed", "gradient_accumulation_steps"},
+                     {"train_samples": 594_595, "validation_samples": 180, "parameters": 93_229_082}),
     "unet3d": Case("training 4.0.0", "unet3d/configs/node.yaml", 3, [0.5, 0.9, 0.9081], {
         "submission_benchmark": "unet3d", "global_batch_size": 56, "train_samples": 168, "eval_samples": 42, "seed": 0,
         "gradient_accumulation_steps": 1, "opt_name": "sgd", "opt_base_learning_rate": 2.0, "opt_momentum": 0.9,
@@ -271,7 +272,8 @@ def test_every_table_is_well_formed() -> None:
         words = [[], steps] if app == "deepcam" else [[]]
         runs = [config.load(import_module(f"apps.{app}.settings").Config, yaml, each).model_dump(mode="json") for each in words]
         for entry in entries:  # LAMB's lines and those of one decay are for runs with them
-            assert any(value_of(entry, run | {"run": START | {"global_batch": 32, "steps_per_epoch": 2}}) is not None for run in runs), entry.key
+            told = {"run": START | {"global_batch": 32, "steps_per_epoch": 2}}
+            assert any(value_of(entry, run | told) is not None for run in runs), entry.key
 
 
 def test_the_rate_of_a_3d_unet_drops_in_epochs_or_not_at_all(tmp_path: Path) -> None:
