@@ -203,6 +203,9 @@ def test_a_failure_never_ends_a_job_with_code_0_and_steers_no_terminal(capfd: py
     hub = _Hub(2, "secret", "127.0.0.1")
     assert hub._door.getsockname()[0] == "127.0.0.1"
     threading.Thread(target=hub.serve, daemon=True).start()
+    with socket.create_connection(("127.0.0.1", hub.port), timeout=10) as stranger:
+        stranger.sendall(b'{"token": "guess", "rank": 1, "name": "me"}\n')
+        assert stranger.recv(1) == b"", "who does not know the token is sent away, and takes no rank's place"
     ranks = [socket.create_connection(("127.0.0.1", hub.port)) for _ in range(2)]
     for rank, line in enumerate(ranks):
         line.sendall(json.dumps({"token": "secret", "rank": rank, "name": f"rank {rank}"}).encode() + b"\n")

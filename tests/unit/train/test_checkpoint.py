@@ -317,7 +317,7 @@ def spoil(path: Path, how: str) -> None:
     data = next(path.glob("*.safetensors"))
     if how == "bit":
         raw = bytearray(data.read_bytes())
-        raw[len(raw) // 2] ^= 1
+        raw[-1] ^= 1
         data.write_bytes(raw)
     elif how == "truncated":
         data.write_bytes(data.read_bytes()[:-10])
