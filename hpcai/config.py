@@ -10,9 +10,9 @@
     run(Config, main)                    # python -m apps.x [small.yaml] [step.lr=2e-3 ...] [--show] [--help]
 
 Files and words are YAML 1.2 (core schema), so only ``true`` and ``false`` are booleans: ``no`` and ``on`` stay text. ``1e-3`` is a
-number and ``010`` is ten; ``1_000``, ``1:30`` and dates are text. A word replaces only its key, and a mapping stands for its keys:
-``step={lr: 1}`` means ``step.lr=1``. A list is replaced whole; a file replaces the default of a ``dict`` whole. The later of two
-words for one key counts. One answer tells every mistake, those of the file first.
+number and ``010`` is ten; ``1_000``, ``1:30`` and dates are text. There are no aliases. A word replaces only its key, and a mapping
+stands for its keys: ``step={lr: 1}`` means ``step.lr=1``. A list is replaced whole, and so is the default of a ``dict``. The later
+of two words for one key counts. One answer tells every mistake, those of the file first.
 """
 
 import json
@@ -20,7 +20,6 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeVar, cast
 
@@ -30,23 +29,7 @@ from pydantic_core import to_jsonable_python
 
 from hpcai import startup
 from hpcai.errors import ConfigError, HpcaiError, LaunchError, MeshError
-from hpcai.schema import (
-    NUMBER,
-    Key,
-    Options,
-    complaint,
-    complete,
-    describe,
-    dotted_name,
-    find_sections,
-    list_names,
-    lookup,
-    nearest_keys,
-    nearest_words,
-    show_value,
-    unknown_keys,
-    write_help,
-)
+from hpcai.schema import NUMBER, Key, Schema, dotted_name, list_names, nearest_words, show_value
 from hpcai.stop import heard, show_to_reader
 
 T = TypeVar("T", bound=pydantic.BaseModel)
@@ -110,7 +93,7 @@ def run(schema: type[T], main: Callable[[T], None], argv: Sequence[str] | None =
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if "--help" in words or "-h" in words:
-        show_to_reader(lambda: write_help(schema))
+        show_to_reader(Schema(schema).write_help)
         return
     show = "--show" in words
     words = [word for word in words if word != "--show"]
@@ -143,24 +126,6 @@ def _run(schema: type[T], main: Callable[[T], None], files: Sequence[str], words
         raise SystemExit(130) from None
 
 
-_MOST_VALUES = 100_000
-
-
-def _bounded(node: yaml.Node | None) -> yaml.Node | None:
-    """``node``, unless its aliases stand for more values than any settings have. Raises YAMLError."""
-    sizes: dict[int, int] = {}
-
-    def size(one: yaml.Node) -> int:
-        if id(one) not in sizes:
-            below = list(chain(*one.value)) if isinstance(one, yaml.MappingNode) else one.value
-            sizes[id(one)] = 1 + (0 if isinstance(one, yaml.ScalarNode) else sum(map(size, below)))
-        return sizes[id(one)]
-
-    if node is not None and size(node) > _MOST_VALUES:
-        raise yaml.YAMLError(f"its aliases stand for {size(node):.3g} values, expected at most {_MOST_VALUES:,}")
-    return node
-
-
 # ---- YAML ---------------------------------------------------------------------------------------------------------------------
 
 _TAG = "tag:yaml.org,2002:"
@@ -174,6 +139,12 @@ _SCALARS = [  # YAML 1.2, section 10.3.2
 
 class _Reader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, Any] = {}
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):  # a few lines of them may stand for more values than fit into memory
+            mark = self.peek_event().start_mark
+            raise yaml.MarkedYAMLError(problem="settings have no aliases: write the value again", problem_mark=mark)
+        return super().compose_node(parent, index)
 
 
 class _Writer(yaml.SafeDumper):
@@ -224,9 +195,8 @@ class _Origin(NamedTuple):
 class _Given:
     """The tree of all that was given, where each key of it was written, and what is wrong with it."""
 
-    def __init__(self, schema: type[pydantic.BaseModel], path: str | Path | None) -> None:
-        self.schema, self.path = schema, path
-        self.root: Options = [(schema, ())]
+    def __init__(self, kind: type[pydantic.BaseModel], path: str | Path | None) -> None:
+        self.kind, self.schema, self.path = kind, Schema(kind), path
         self.tree: dict[str, Any] = {}
         self.origins: dict[Key, _Origin] = {(): _Origin(0, 0, str(path)) if path is not None else _Origin(1, -1, "command line")}
         self.problems: list[tuple[_Origin, str]] = []
@@ -236,14 +206,12 @@ class _Given:
     def read(self, path: Path) -> None:
         """Take in the file. One that cannot be read is a mistake like any other, so that the words are still checked."""
         place = self.origins[()]
-        origins: dict[Key, _Origin] = {}
         try:
-            node = _bounded(yaml.compose(path.read_text(encoding="utf-8"), Loader=_Reader))
-            tree = {} if node is None else self.plain(node, (), origins, self.line)
-            if isinstance(tree, dict):
-                self.merge(tree, origins, self.tree)
+            node = yaml.compose(path.read_text(encoding="utf-8"), Loader=_Reader)
+            if node is None or isinstance(node, yaml.MappingNode):
+                self.merge({} if node is None else self.plain(node, (), self.line), self.tree)
                 return
-            why = f"found {show_value(tree)}, expected key: value lines"
+            why = f"found {show_value(self.plain(node, (), self.line))}, expected key: value lines"
         except FileNotFoundError:
             why = f"no such file; {_near_file(path)}"
         except OSError as problem:
@@ -253,7 +221,7 @@ class _Given:
                 place = _Origin(0, mark.line + 1, f"{self.path}:{mark.line + 1}:{mark.column + 1}")
             why = f"not YAML: {problem.problem}" + ("; indent with spaces, not tabs" if "'\\t'" in str(problem.problem) else "")
         except RecursionError:
-            why = "nested too deeply, or an alias that contains itself"
+            why = "nested too deeply"
         except (UnicodeDecodeError, yaml.YAMLError) as problem:
             why = f"not YAML: {' '.join(str(problem).split())}"
         self.readable = False
@@ -282,30 +250,32 @@ class _Given:
     def assign(self, name: str, text: str, origin: _Origin) -> str:
         """Put ``text``, read as YAML, at the dotted ``name``; return what is wrong with it, or nothing."""
         key: Key = tuple(name.split("."))
-        origins = {key[:length]: origin for length in range(1, len(key) + 1)}
         tree: Any = None
         why = ""
+        for length in range(1, len(key) + 1):
+            self.origins.setdefault(key[:length], origin)
         try:
-            node = _bounded(yaml.compose(text, Loader=_Reader))
+            node = yaml.compose(text, Loader=_Reader)
             if node is None:
                 why = f"{name}={text} has no value; write {name}=null for none, or '{name}=\"\"' for empty text"
             else:
-                tree = self.plain(node, key, origins, lambda node: origin)
+                tree = self.plain(node, key, lambda node: origin)
         except (yaml.YAMLError, RecursionError) as problem:
             reason = getattr(problem, "problem", None) or " ".join(str(problem).split())
             why = f"{name}={text} is not YAML ({reason}); text is put in quotes: '{name}=\"{text}\"'"
         if why:
             self.refused.add(key)
+        if not isinstance(tree, dict):
+            self.origins[key] = origin
         for part in reversed(key):
             tree = {part: tree}
-        self.merge(tree, origins, self.tree)
+        self.merge(tree, self.tree)
         return why
 
-    def plain(self, node: yaml.Node, key: Key, origins: dict[Key, _Origin], at: Callable[[yaml.Node], _Origin]) -> Any:
+    def plain(self, node: yaml.Node, key: Key, at: Callable[[yaml.Node], _Origin]) -> Any:
         """The value of a YAML node; ``at`` says where a node was written."""
         if isinstance(node, yaml.ScalarNode):
-            options = lookup(self.root, key)
-            if node.value == "" and node.style is None and options and len(find_sections(options)) == len(options):
+            if node.value == "" and node.style is None and [*map(self.schema.section, self.schema.at(key))] not in ([], [None]):
                 return {}  # a section whose every line is commented out
             try:
                 return _scalar(node)
@@ -313,36 +283,28 @@ class _Given:
                 self.problems.append((at(node), f"{dotted_name(key)}: {problem}; write a plain value"))
                 self.refused.add(key)
                 return None
-        if isinstance(node, yaml.SequenceNode):
-            items = []
-            for index, child in enumerate(node.value):
-                origins[(*key, index)] = at(child)
-                items.append(self.plain(child, (*key, index), origins, at))
-            return items
-        tree: dict[str, Any] = {}
-        for name, child in node.value:
-            below = (*key, str(name.value))
-            if not isinstance(name, yaml.ScalarNode):
-                self.problems.append((at(name), f"{dotted_name(key)}: a key must be a plain name"))
-            elif name.value in tree:
-                first = origins[below]
+        pairs = enumerate(node.value) if isinstance(node, yaml.SequenceNode) else node.value
+        tree: dict[Any, Any] = {}
+        for name, child in pairs:
+            word = name if isinstance(name, int) else str(name.value)
+            below, origin = (*key, word), at(child if isinstance(name, int) else name)
+            if isinstance(name, yaml.CollectionNode):
+                self.problems.append((origin, f"{dotted_name(key)}: a key must be a plain name"))
+            elif word in tree:
+                first = self.origins[below]
                 twice = f"written twice, first in {first.text}" if first.rank == 0 else "written twice"
-                self.problems.append((at(name), f"{dotted_name(below)} is {twice}; keep one"))
+                self.problems.append((origin, f"{dotted_name(below)} is {twice}; keep one"))
             else:
-                origins[below] = at(name)
-                tree[name.value] = self.plain(child, below, origins, at)
-        return tree
+                self.origins[below] = origin
+                tree[word] = self.plain(child, below, at)
+        return list(tree.values()) if isinstance(node, yaml.SequenceNode) else tree
 
-    def merge(self, tree: dict[str, Any], origins: dict[Key, _Origin], into: dict[str, Any], key: Key = ()) -> None:
+    def merge(self, tree: dict[str, Any], into: dict[str, Any]) -> None:
         for name, value in tree.items():
-            at, old = (*key, name), into.get(name)
-            if isinstance(value, dict) and isinstance(old, dict):
-                self.merge(value, origins, old, at)
-                continue
-            if isinstance(value, dict) and old is not None and find_sections(lookup(self.root, at)):
-                self.problems.append((self.origins[at], complaint(at, old, lookup(self.root, at))))
-            into[name] = value
-            self.origins |= {k: o for k, o in origins.items() if k[: len(at)] == at}
+            if isinstance(value, dict) and isinstance(old := into.get(name), dict):
+                self.merge(value, old)
+            else:
+                into[name] = value
 
     def origin(self, key: Key) -> _Origin:
         while key not in self.origins:
@@ -351,18 +313,16 @@ class _Given:
 
     def validate(self) -> pydantic.BaseModel:
         meant: set[Key] = set()
-        tree = complete(self.root, self.tree, {key for key, origin in self.origins.items() if origin.rank == 1})
-        for key in list(unknown_keys(self.root, tree)):
-            parent = _value(tree, key[:-1])
-            sections = find_sections(lookup(self.root, key[:-1]), parent)
-            names = [name for section in sections for name in section.model_fields]
-            near = nearest_keys(self.schema, key, names)
+        for key in list(self.schema.unknown(self.tree)):
+            near, parent = self.schema.nearest(key), _value(self.tree, key[:-1])
             meant |= set(near)
+            names = [name for option in self.schema.at(key[:-1]) for name in option.get("properties", ())]
             hint = f"did you mean {' or '.join(map(dotted_name, near))}?" if near else f"the keys here are {list_names(names)}"
             self.problems.append((self.origin(key), f"{dotted_name(key)}: no such key; {hint}"))
             del parent[key[-1]]
+        tree = self.schema.complete(self.tree)
         try:
-            settings = self.schema.model_validate_json(json.dumps(tree), strict=True)
+            settings = self.kind.model_validate_json(json.dumps(tree), strict=True)
         except pydantic.ValidationError as problem:
             self.explain(problem.errors(include_url=False), tree, meant)
         if self.problems:
@@ -370,13 +330,12 @@ class _Given:
         return settings
 
     def explain(self, errors: Sequence[Any], tree: Any, meant: set[Key]) -> None:
-        """Say pydantic's errors in our words: one for each key, and none for a key with another wrong one below it."""
+        """Say pydantic's errors in our words, one for each key."""
         found: dict[tuple[Key, str], Any] = {}
         for error in errors:
-            found.setdefault(_key(error, tree, self.root), error)
-        keys = {key for key, _ in found}
+            found.setdefault(_key(error, tree), error)
         for (key, kind), error in found.items():
-            origin, options = self.origin(key), lookup(self.root, key)
+            origin = self.origin(key)
             if key in self.refused or (kind in ("rule", "missing") and not self.readable):
                 continue  # complained of already, or the unreadable file may have the answer
             if kind == "rule":
@@ -384,14 +343,11 @@ class _Given:
                     origin = origin._replace(text=f"{origin.text}, command line")
                 sentence = " ".join(str(error["ctx"]["error"]).split())
                 self.problems.append((origin, f"{dotted_name(key)}: {sentence}" if key else sentence))
-            elif kind == "missing" and key not in meant:
-                self.problems.append((origin, f"{dotted_name(key)} is missing, expected {describe(options)}"))
-            elif kind == "wrong" and not any(other[: len(key)] == key and other != key for other in keys):
-                wrong = complaint(key, _value(tree, key), options)
-                default = _Origin(-1, 0, self.schema.__name__), f"the default of {wrong}"
-                self.problems.append((origin, wrong) if key in self.origins else default)
-        if not self.problems:
-            self.problems = [(self.origins[()], f"{dotted_name(_key(e, tree, self.root)[0])}: {e['msg']}") for e in errors]
+            elif kind == "wrong":
+                self.problems.append((origin, self.schema.complaint(key, _value(tree, key))))
+            elif key not in meant:
+                expected = self.schema.describe(self.schema.at(key))
+                self.problems.append((origin, f"{dotted_name(key)} is missing, expected {expected}"))
 
 
 def _value(tree: Any, key: Key) -> Any:
@@ -400,25 +356,16 @@ def _value(tree: Any, key: Key) -> Any:
     return tree
 
 
-def _key(error: Any, tree: Any, options: Options) -> tuple[Key, str]:
-    """The key that a pydantic error is about (its ``loc`` also names branches of unions), and the kind of mistake.
-
-    ``branch``: the mistake is in a section of a union that was not meant.
-    """
+def _key(error: Any, tree: Any) -> tuple[Key, str]:
+    """The key that a pydantic error is about (its ``loc`` also names branches of unions), and the kind of mistake."""
     key: Key = ()
-    kind, loc = error["type"], error["loc"]
-    for name in loc:
-        if name in (tree if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else ()):
-            key, tree, options = (*key, name), tree[name], lookup(options, (name,))
-        elif isinstance(tree, dict):
-            sections, words = find_sections(options), re.split(r"\W+", str(name))
-            if any(s.__name__ in words for s in sections if s not in find_sections(options, tree)):
-                return key, "branch"
-    if kind.startswith("union_tag_"):
-        return (*key, error["ctx"]["discriminator"].strip("'")), "missing" if kind == "union_tag_not_found" else "wrong"
-    if kind == "missing" and not isinstance(tree, list):
-        return (*key, loc[-1]), "missing"
-    return key, {"value_error": "rule", "assertion_error": "rule", "extra_forbidden": "branch"}.get(kind, "wrong")
+    for name in error["loc"]:
+        if not (name in tree if isinstance(tree, dict) else isinstance(tree, list) and name in range(len(tree))):
+            break
+        key, tree = (*key, name), tree[name]
+    if error["type"] == "missing" and isinstance(tree, dict):
+        return (*key, error["loc"][-1]), "missing"
+    return key, "rule" if error["type"] in ("value_error", "assertion_error") else "wrong"
 
 
 def _is_file(word: str) -> bool:

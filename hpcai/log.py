@@ -24,6 +24,7 @@ stop        step, epoch, samples, reason ("finished", "target", "signal", "diver
 A sink that cannot write (a full disk, a closed terminal) warns once and never ends a run.
 """
 
+import errno
 import importlib.util
 import json
 import logging
@@ -49,21 +50,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
-SINKS = ("terminal", "jsonl", "tensorboard", "mlperf")
 
 
 # ---------------------------------------------------------------------------------------------------------- logging
 
 
-class _ToStderr(logging.Handler):
+class _ToStderr(logging.StreamHandler[TextIO]):
     """Looks ``sys.stderr`` up per record: a progress bar, a notebook or a test may have put its own there."""
 
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            sys.stderr.write(self.format(record) + "\n")
-            sys.stderr.flush()
-        except Exception:                                # a closed terminal is no reason to end a run
-            self.handleError(record)
+    @property
+    def stream(self) -> TextIO:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, stream: TextIO) -> None: ...
 
 
 def setup(rank: int = 0, world: int = 1) -> None:
@@ -124,7 +124,7 @@ class Reports:
         except OSError as error:
             if id(sink) not in self._failed:
                 self._failed.add(id(sink))
-                logger.warning("%s cannot write (%s); the run goes on without it", type(sink).__name__, error)
+                logger.warning("%s cannot write (%s); the run goes on, and what does not fit is lost", type(sink).__name__, error)
 
     def __enter__(self) -> Self:
         return self
@@ -133,57 +133,36 @@ class Reports:
         self.close()
 
 
-class ReportSettings(Protocol):
-    """What ``reports`` reads of a run's settings."""
-
-    @property
-    def directory(self) -> Path | None: ...
-
-    @property
-    def sinks(self) -> Sequence[str]: ...
-
-
-class Ranks(Protocol):
-    """What ``reports`` asks of a mesh."""
-
-    @property
-    def is_first(self) -> bool: ...
-
-
-def reports(cfg: ReportSettings, mesh: Ranks, mlperf: Callable[[Path, TextIO | None], Sink] | None = None) -> Reports:
-    """The sinks that ``cfg`` asks for on the first rank of ``mesh``, and none on the others.
+def reports(
+    directory: Path | None, sinks: Sequence[str], first: bool, mlperf: Callable[[Path, TextIO | None], Sink] | None = None,
+) -> Reports:  # fmt: skip
+    """The ``sinks`` of a run (``report.sinks``) on its ``first`` process, and none on the others.
 
     JSON lines are always written where there is a directory. ``mlperf(path, echo)`` makes the sink of a benchmark; its lines also
-    go to stdout where no progress for people does. Refusals come on every rank alike: ConfigError, or MissingExtraError where
+    go to stdout where no progress for people does. Refusals come on every process alike: ConfigError, or MissingExtraError where
     TensorBoard is not installed.
     """
-    _check(cfg, mlperf is not None)
-    if not mesh.is_first:
-        return Reports((), cfg.directory)
-    sinks: list[Sink] = [Terminal()] if "terminal" in cfg.sinks else []
-    if cfg.directory is not None:
-        try:
-            cfg.directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"report.directory {cfg.directory} cannot be made ({error.strerror}); name another") from error
-        sinks.append(JsonLines(cfg.directory / METRICS))
-        if "tensorboard" in cfg.sinks:
-            sinks.append(TensorBoard(cfg.directory / "tensorboard"))
-        if "mlperf" in cfg.sinks and mlperf is not None:
-            sinks.append(mlperf(cfg.directory / "mlperf.log", None if "terminal" in cfg.sinks else sys.stdout))
-    return Reports(sinks, cfg.directory)
-
-
-def _check(cfg: ReportSettings, has_benchmark: bool) -> None:
-    if unknown := [name for name in cfg.sinks if name not in SINKS]:
-        raise ConfigError(f"report.sinks has {', '.join(map(repr, unknown))}, expected some of {', '.join(SINKS)}")
     for name in ("tensorboard", "mlperf"):
-        if name in cfg.sinks and cfg.directory is None:
+        if name in sinks and directory is None:
             raise ConfigError(f"report.sinks has '{name}', which writes files, but report.directory is not set; set it")
-    if "tensorboard" in cfg.sinks and importlib.util.find_spec("tensorboard") is None:
+    if "tensorboard" in sinks and importlib.util.find_spec("tensorboard") is None:
         raise MissingExtraError("report.sinks has 'tensorboard', which is not installed: pip install 'hpcai-suite[tensorboard]'")
-    if "mlperf" in cfg.sinks and not has_benchmark:
+    if "mlperf" in sinks and mlperf is None:
         raise ConfigError("report.sinks has 'mlperf', but this app has no benchmark of MLPerf (apps/NAME/mlperf.py); leave it out")
+    if not first:
+        return Reports((), directory)
+    made: list[Sink] = [Terminal()] if "terminal" in sinks else []
+    if directory is not None:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"report.directory {directory} cannot be made ({error.strerror}); name another") from error
+        made.append(JsonLines(directory / METRICS))
+        if "tensorboard" in sinks:
+            made.append(TensorBoard(directory / "tensorboard"))
+        if "mlperf" in sinks and mlperf is not None:
+            made.append(mlperf(directory / "mlperf.log", None if "terminal" in sinks else sys.stdout))
+    return Reports(made, directory)
 
 
 # ------------------------------------------------------------------------------------------------------- JSON lines
@@ -239,25 +218,22 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 class Lines:
-    """A text file that grows by whole lines. On a full disk it loses lines and says so once; it takes up again when it can."""
+    """A text file that grows by whole lines. On a full disk it loses lines, and takes up again when it can."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
         self._file: BinaryIO = open(path, "ab", buffering=0)
         self._size = os.fstat(self._file.fileno()).st_size
-        self._warned = False
 
     def append(self, line: str) -> None:
+        """Write a line. Raises OSError, and then nothing of the line is in the file."""
         data = line.encode() + b"\n"
         try:
             if self._file.write(data) != len(data):
-                raise OSError("no space for a whole line")
+                raise OSError(errno.ENOSPC, "no space for a whole line")
             self._size += len(data)
         except OSError as error:
-            os.ftruncate(self._file.fileno(), self._size)                      # never half a line between two others
-            if not self._warned:
-                self._warned = True
-                logger.warning("%s: %s; the run goes on, and what does not fit is lost", self.path, error.strerror or error)
+            os.ftruncate(self._file.fileno(), self._size)
+            raise OSError(error.errno, error.strerror, self._file.name) from error
 
     def close(self) -> None:
         self._file.close()
@@ -300,26 +276,22 @@ class JsonLines:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lines: Lines | None = None
-        self._early: list[str] = []                      # before `start` it is not known whether the run goes on or is new
-        self._start: Event | None = None
+        self._waiting: list[str] = []                    # before `start` it is not known whether the run goes on or is new
 
     def write(self, event: Event) -> None:
-        self._early.append(json.dumps(plain({"kind": event.kind, "time": event.time, **event.fields}), allow_nan=False))
-        if event.kind == "start" and self._start is None:
-            self._start = event
-        if self._start is not None:
-            self._flush(self._start.fields.get("resumed_from"))
+        self._waiting.append(json.dumps(plain({"kind": event.kind, "time": event.time, **event.fields}), allow_nan=False))
+        if event.kind == "start" or self._lines is not None:
+            self._flush(event.fields.get("resumed_from"))
 
     def _flush(self, step: int | None) -> None:
         if self._lines is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._lines = resumed(self.path, step, _later)
-        for line in self._early:
-            self._lines.append(line)
-        self._early.clear()
+        while self._waiting:
+            self._lines.append(self._waiting.pop(0))
 
     def close(self) -> None:
-        if self._early:
+        if self._waiting:
             self._flush(None)
         if self._lines is not None:
             self._lines.close()
@@ -338,11 +310,17 @@ def duration(seconds: float) -> str:
 
 def size(count: float) -> str:
     """A number of bytes in decimal units, as disks and networks are sold."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.4g} TB"
+    return _decimal(count, "B", "kB", "MB", "GB", "TB")
+
+
+def joules(count: float) -> str:
+    """An energy in decimal units; 3.6 MJ are one kWh."""
+    return _decimal(count, "J", "kJ", "MJ", "GJ")
+
+
+def _decimal(count: float, *units: str) -> str:
+    power = next((power for power in range(len(units) - 1) if count < 1000 ** (power + 1)), len(units) - 1)
+    return f"{count / 1000**power:.{4 if power == len(units) - 1 else 3}g} {units[power]}"
 
 
 def energy(fields: Mapping[str, Any]) -> str:
@@ -355,15 +333,6 @@ def energy(fields: Mapping[str, Any]) -> str:
     limits = sorted({number(watts) for watts in fields.get("gpu_limits_w") or ()}, key=float)
     limit = f"; GPUs limited to {' to '.join(limits)} W" if limits else ""
     return f"{joules(fields.get('joules', math.nan))}, {each} ({', '.join(kinds)}; counted: {', '.join(counted)}{limit})"
-
-
-def joules(count: float) -> str:
-    """An energy in decimal units; 3.6 MJ are one kWh."""
-    for unit in ("J", "kJ", "MJ"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.4g} GJ"
 
 
 def number(value: Any) -> str:
@@ -429,18 +398,12 @@ class Terminal:
 
         if self._bar is None:
             text = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis"))
-            bar = BarColumn(24 if self._wide() else 12)
-            self._bar = Progress(bar, text, console=self._console, transient=True, refresh_per_second=4)
+            self._bar = Progress(BarColumn(24), text, console=self._console, transient=True, refresh_per_second=4)
             self._bar.add_task("", total=self._steps or None)
             self._bar.start()
         words = ["waiting for the first step"] if event.kind == "start" else [*self._numbers(event), self._evaluation]
-        if not self._wide():  # what a glance wants: step, loss, speed and the time left
-            words = [word for word in words if word.startswith(("waiting", "step", "loss", "ETA")) or word.endswith("/s")]
         done = event.fields.get("step", event.fields.get("resumed_from")) or 0
         self._bar.update(self._bar.task_ids[0], completed=done, description="  ".join(words))
-
-    def _wide(self) -> bool:
-        return self._console is None or self._console.width >= 110
 
     def _at(self, fields: Mapping[str, Any]) -> str:
         return f"step {fields.get('step', 0)}/{self._steps}" if self._steps else f"step {fields.get('step', 0)}"

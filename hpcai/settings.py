@@ -7,10 +7,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from hpcai.config import Settings
+from hpcai.config import Positive, Settings
 from hpcai.errors import MeshError
-
-Positive = Annotated[int, Field(ge=1)]
 
 AXES = ("replicate", "pipeline", "context", "axial", "depth", "height", "tensor", "evaluate")
 """The axes of every mesh, from outermost to innermost; inner ones exchange more. `evaluate` stands beside the others."""
@@ -352,7 +350,7 @@ class CheckpointConfig(Settings):
     keep: Positive = 2
     """newest checkpoints that are kept"""
     writers: Positive = 8
-    """files of a checkpoint, at most, and processes that write what several hold alike: those of one node"""
+    """processes that write, and read, what several hold alike: those of one node. Each that writes has a file of its own"""
     resume: Literal["auto", "never"] = "auto"
     """auto: go on from the newest whole checkpoint of the run's directory, if there is one"""
     other_data: bool = False

@@ -14,14 +14,15 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from hpcai.dist.environment import place
 from hpcai.errors import LaunchError, MeshError
 
 if TYPE_CHECKING:
-    from apps.llm.settings import Config
     from hpcai.dist import Mesh
+
+Config = Any  # of apps.llm.settings, which imports this module
 
 FULL = 0.92
 """share of the room that tensors of a proposed run may take: fragments and libraries take the rest"""
@@ -53,7 +54,7 @@ class Sizes:
     pipeline: int
 
     @classmethod
-    def of(cls, cfg: "Config", world: int) -> "Sizes":
+    def of(cls, cfg: Config, world: int) -> "Sizes":
         """Raises MeshError where the processes cannot be divided so."""
         mesh = cfg.mesh
         within, train = mesh.tensor * mesh.context * mesh.pipeline, world - mesh.evaluate
@@ -62,7 +63,7 @@ class Sizes:
         return cls(train // within, mesh.tensor, mesh.context, mesh.pipeline)
 
 
-def parts(cfg: "Config", world: int) -> dict[str, float]:
+def parts(cfg: Config, world: int) -> dict[str, float]:
     """Bytes of the process that needs most, by what they are for; their sum is what lives at the fullest moment, at which the loss
     head or a layer works. ``gathered``: weights that others hold (step.shard=weights). Buffers of CUDA's libraries are not in it.
     """
@@ -70,7 +71,7 @@ def parts(cfg: "Config", world: int) -> dict[str, float]:
     return max((_of(cfg, sizes, rank) for rank in sorted({0, 1, sizes.pipeline - 1} & set(range(sizes.pipeline)))), key=_sum)
 
 
-def need(cfg: "Config", world: int) -> float:
+def need(cfg: Config, world: int) -> float:
     """Bytes in all."""
     return _sum(parts(cfg, world))
 
@@ -79,7 +80,7 @@ def _sum(found: dict[str, float]) -> float:
     return sum(found.values())
 
 
-def notes(cfg: "Config") -> list[str]:
+def notes(cfg: Config) -> list[str]:
     """What ``--show`` says beside the settings: memory, parameters, tokens of a step, operations of a token."""
     try:
         found, mesh = place().world or 1, cfg.mesh
@@ -105,13 +106,13 @@ def notes(cfg: "Config") -> list[str]:
     ]  # fmt: skip
 
 
-def trained_of(cfg: "Config") -> int:
+def trained_of(cfg: Config) -> int:
     """How many numbers are trained."""
     one = Sizes(1, 1, 1, 1)
     return cfg.model.parameters if cfg.lora is None else sum(w.size for w in _weights(cfg, one, 0) if w.adapter)
 
 
-def operations(cfg: "Config", tokens: int, causal: bool) -> float:
+def operations(cfg: Config, tokens: int, causal: bool) -> float:
     """Multiplications and additions of a token, forward and backward: 6 of each number that multiplies it (4 where it is frozen),
     and of each layer 12 of each channel of the heads and each token seen (Narayanan et al., SC21, appendix; NVIDIA's figures count
     attention in full until 2025, then ``causal``)."""
@@ -125,7 +126,7 @@ def operations(cfg: "Config", tokens: int, causal: bool) -> float:
 # ---- before anything is allocated
 
 
-def refuse(cfg: "Config", mesh: "Mesh", room: float | None = None) -> None:
+def refuse(cfg: Config, mesh: "Mesh", room: float | None = None) -> None:
     """Raise MeshError where a process needs more than ``room`` bytes (by default this machine's), with the nearest change that
     fits: on as many processes, else on the fewest."""
     world, local = mesh.job.size, place().local_world or 1
@@ -154,7 +155,7 @@ def _room(mesh: "Mesh", local: int) -> float:
     return 1024.0 * free / local
 
 
-def _remedy(cfg: "Config", world: int, local: int, room: float) -> str:
+def _remedy(cfg: Config, world: int, local: int, room: float) -> str:
     node = max(local, 1)
     worlds = (*range(node, 64 * node + 1, node), *(64 * node * 2**k for k in range(1, 8)))
     for processes in (world, *(n for n in worlds if n > world)):
@@ -169,7 +170,7 @@ def _remedy(cfg: "Config", world: int, local: int, room: float) -> str:
     return "no mesh that the model can be cut along fits; take GPUs with more memory, or a smaller batch"
 
 
-def _changes(cfg: "Config", world: int, node: int) -> Iterator[tuple[list[str], "Config"]]:
+def _changes(cfg: Config, world: int, node: int) -> Iterator[tuple[list[str], Config]]:
     """Settings for ``world`` processes, by what they cost: first those of the step, a cut of the model last."""
     m, step, mesh, tokens = cfg.model, cfg.step, cfg.mesh, tokens_of(cfg)
     shards = _SHARDS[_SHARDS.index(step.shard) :]
@@ -204,7 +205,7 @@ def _changes(cfg: "Config", world: int, node: int) -> Iterator[tuple[list[str], 
 # ---- what lives between steps
 
 
-def _of(cfg: "Config", sizes: Sizes, rank: int) -> dict[str, float]:
+def _of(cfg: Config, sizes: Sizes, rank: int) -> dict[str, float]:
     """``parts`` of one rank along the pipeline."""
     own = list(_weights(cfg, sizes, rank))
     found = _held(cfg, sizes, [one for one in own if not one.adapter], trained=cfg.lora is None)
@@ -214,7 +215,7 @@ def _of(cfg: "Config", sizes: Sizes, rank: int) -> dict[str, float]:
     return found | max(moments, key=_sum)
 
 
-def _held(cfg: "Config", sizes: Sizes, own: list[Weight], trained: bool) -> dict[str, float]:
+def _held(cfg: Config, sizes: Sizes, own: list[Weight], trained: bool) -> dict[str, float]:
     """Weights, gradients in their buckets, and the optimizer's numbers (Rajbhandari et al., "ZeRO", SC20, table 1)."""
     step, copies = cfg.step, sizes.replicate
     narrow, wide = step.precision == "bf16-params", 8 if step.precision == "fp64" else 4
@@ -235,7 +236,7 @@ def _held(cfg: "Config", sizes: Sizes, own: list[Weight], trained: bool) -> dict
     return found
 
 
-def _weights(cfg: "Config", sizes: Sizes, rank: int) -> Iterator[Weight]:
+def _weights(cfg: Config, sizes: Sizes, rank: int) -> Iterator[Weight]:
     """Parameters of a rank along the pipeline: Shoeybi et al. ("Megatron-LM", 2019) say which are cut over ``tensor``."""
     m, n, c, bias = cfg.model, sizes.tensor, cfg.model.width, int(cfg.model.bias)
     alone, within = sizes.context, max(n // m.keys, 1)  # ranks of a head of keys
@@ -267,7 +268,7 @@ def _weights(cfg: "Config", sizes: Sizes, rank: int) -> Iterator[Weight]:
         yield Weight(words * c, alone, layer=False)
 
 
-def _stage(cfg: "Config", sizes: Sizes, rank: int) -> tuple[int, bool, bool]:
+def _stage(cfg: Config, sizes: Sizes, rank: int) -> tuple[int, bool, bool]:
     """Layers of a rank along the pipeline, and whether it has the first and the last stage (hpcai.parallel.stages)."""
     count = sizes.pipeline * (cfg.stages.per_rank if sizes.pipeline > 1 else 1)
     fullest = sorted(range(count), key=lambda stage: (stage == count - 1, stage == 0))
@@ -276,7 +277,7 @@ def _stage(cfg: "Config", sizes: Sizes, rank: int) -> tuple[int, bool, bool]:
     return sum(each[stage] for stage in own), 0 in own, count - 1 in own
 
 
-def _rank_of(cfg: "Config", sizes: Sizes, stage: int) -> int:
+def _rank_of(cfg: Config, sizes: Sizes, stage: int) -> int:
     turn, place = divmod(stage, sizes.pipeline)
     return sizes.pipeline - 1 - place if turn % 2 and cfg.stages.schedule == "zero-bubble-v" else place
 
@@ -295,12 +296,12 @@ class _Numbers:
     """whether weights are float32 and products bfloat16"""
 
     @classmethod
-    def of(cls, cfg: "Config") -> "_Numbers":
+    def of(cls, cfg: Config) -> "_Numbers":
         hidden, product = {"fp32": (4, 4), "fp64": (8, 8), "bf16-params": (2, 2)}.get(cfg.step.precision, (4, 2))
         return cls(hidden, product, max(hidden, 4), hidden != product)
 
 
-def _moments(cfg: "Config", sizes: Sizes, rank: int) -> list[dict[str, float]]:
+def _moments(cfg: Config, sizes: Sizes, rank: int) -> list[dict[str, float]]:
     """What lives beside weights at the moments at which most may live: forward and backward through the head, and backward through
     the last layer."""
     b, m, layers = _Numbers.of(cfg), cfg.model, _stage(cfg, sizes, rank)[0]
@@ -322,7 +323,7 @@ def _moments(cfg: "Config", sizes: Sizes, rank: int) -> list[dict[str, float]]:
     return [held | {"copies": copies, "head": forward}, held | {"copies": back["copies"], "head": backward}, back]
 
 
-def tokens_of(cfg: "Config") -> int:
+def tokens_of(cfg: Config) -> int:
     """Tokens of a row: as the data say, or where there are none here as many as the model may have."""
     try:
         return int(json.loads((cfg.data.directory / "text.json").read_bytes())["sequence"])
@@ -330,11 +331,11 @@ def tokens_of(cfg: "Config") -> int:
         return cfg.model.positions
 
 
-def _rows(cfg: "Config", sizes: Sizes) -> int:
+def _rows(cfg: Config, sizes: Sizes) -> int:
     return max(cfg.data.batch // (sizes.replicate * cfg.step.accumulate), 1)
 
 
-def _flying(cfg: "Config", sizes: Sizes, rank: int) -> float:
+def _flying(cfg: Config, sizes: Sizes, rank: int) -> float:
     """Micro-batches whose activations a rank holds at a time, of all its layers: Narayanan et al., SC21, section 2.2."""
     p, each, micro = sizes.pipeline, cfg.stages.per_rank, cfg.step.accumulate
     if p == 1:
@@ -350,7 +351,7 @@ def _flying(cfg: "Config", sizes: Sizes, rank: int) -> float:
     return min(ahead + 1, micro * each) / each
 
 
-def _kept(cfg: "Config", sizes: Sizes, tokens: int, recompute: str) -> float:
+def _kept(cfg: Config, sizes: Sizes, tokens: int, recompute: str) -> float:
     """Activations of one layer that the backward pass reads."""
     m, n, b, some = cfg.model, sizes.tensor, _Numbers.of(cfg), tokens // sizes.tensor
     trained, adapted = cfg.lora is None, set(cfg.lora.targets if cfg.lora else ())
@@ -371,7 +372,7 @@ def _kept(cfg: "Config", sizes: Sizes, tokens: int, recompute: str) -> float:
     return kept + 2 * m.width * some * (m.dropout > 0)
 
 
-def _backward(cfg: "Config", sizes: Sizes, tokens: int) -> float:
+def _backward(cfg: Config, sizes: Sizes, tokens: int) -> float:
     """What backward through a layer makes beside what was kept: gradients of its hidden states, inside its feed-forward part the
     more where it is wide, and where weights are cut those of all tokens, which are gathered and sent."""
     m, n, b = cfg.model, sizes.tensor, _Numbers.of(cfg)
@@ -382,7 +383,7 @@ def _backward(cfg: "Config", sizes: Sizes, tokens: int) -> float:
     return stream + max(first, within, gathered)
 
 
-def _head(cfg: "Config", sizes: Sizes, tokens: int) -> tuple[float, float]:
+def _head(cfg: Config, sizes: Sizes, tokens: int) -> tuple[float, float]:
     """The last norm, and logits of some tokens at a time, forward and backward (hpcai.nn.head)."""
     m, n, b = cfg.model, sizes.tensor, _Numbers.of(cfg)
     words, some = -(-m.vocabulary // n), tokens // n
@@ -394,7 +395,7 @@ def _head(cfg: "Config", sizes: Sizes, tokens: int) -> tuple[float, float]:
     return final + at_once, final + backward
 
 
-def _gathered(cfg: "Config", sizes: Sizes, own: list[Weight]) -> tuple[dict[str, float], dict[str, float]]:
+def _gathered(cfg: Config, sizes: Sizes, own: list[Weight]) -> tuple[dict[str, float], dict[str, float]]:
     """Weights that others hold (torch's fully_shard): of the layer that works and the next, while the head works of the last one,
     the rest for the whole step; and gradients of a layer on their way to those who hold it."""
     if cfg.step.shard != "weights" or sizes.replicate == 1:

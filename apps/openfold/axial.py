@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hpcai import dist
+from hpcai.cli.apps import find
 from hpcai.cli.bench.timing import Row, alternate, doublings, on_ranks
 from hpcai.dist import Mesh
 from hpcai.dist.host import keep_memory
@@ -171,9 +172,8 @@ class _Block:
         self.above = [torch.randn_like(part) for part in self.given]
 
     def _built(self, cfg: Any, mesh: Mesh) -> Any:
-        from apps.openfold.trial import Trial
-
-        self.subject = Trial()
+        trial: Any = find("openfold", "trial")  # which imports this module
+        self.subject = trial.Trial()
         model: Any = self.subject.build(cfg, mesh, frozenset({"kernels"}))
         self.traffic = next((part.traffic for part in model.modules() if isinstance(part, Move)), Traffic())
         return model

@@ -71,7 +71,7 @@ def fold(cfg: FoldConfig, mesh: Any) -> list[str]:
         try:
             if len(chain.sequence) < axial:
                 raise DataError(f"{len(chain.sequence)} residues for {axial} processes; fold it with a smaller mesh.axial")
-            features = folding.read(model, chain.sequence, home, recycles=cfg.recycles, seed=cfg.seed, cfg=cfg.features)  # type: ignore[arg-type]
+            features = folding.read(model, chain.sequence, home, recycles=cfg.recycles, seed=cfg.seed, cfg=cfg.features)
         except DataError as problem:
             why = str(problem)
         return features, next(filter(None, gather_objects(why, mesh.copy)), "")
@@ -82,7 +82,7 @@ def fold(cfg: FoldConfig, mesh: Any) -> list[str]:
         try:
             if not why:
                 with torch.autocast(mesh.device.type, torch.bfloat16, enabled=narrow):
-                    found = folding.predict(model, chain.sequence, features)  # type: ignore[arg-type]
+                    found = folding.predict(model, chain.sequence, features)
         except DataError as problem:
             if mesh.copy.size > 1:  # another process of this copy is in the middle of it
                 raise DataError(f"{chain.name}: {problem}") from problem

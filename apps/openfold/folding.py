@@ -13,6 +13,7 @@ import torch
 
 from apps.openfold.synthetic import alignment, chain
 from hpcai import dist
+from hpcai.cli.apps import find
 from hpcai.cli.bench.timing import Row, high_water, wait
 from hpcai.models.openfold.features import TEMPLATES, FeatureConfig, featurize
 
@@ -62,16 +63,15 @@ def _apart(cfg: Any, kind: str, residues: int) -> Row:
 
 def fold(kind: str, residues: int, settings: str) -> None:
     """Fold one chain in this process and print what it took."""
-    from apps.openfold.trial import Trial, TrialConfig, plainly
-
+    trial: Any = find("openfold", "trial")  # which imports this module
     torch.set_num_threads(1)
-    cfg = TrialConfig.model_validate_json(settings)
+    cfg = trial.TrialConfig.model_validate_json(settings)
     cfg = cfg.model_copy(update={"features": cfg.features.model_copy(update={"crop": residues})})
-    subject, mesh = Trial(), dist.alone()
+    subject, mesh = trial.Trial(), dist.alone()
     features = subject.random_batch(cfg, [0], mesh.device)
     model = subject.build(cfg, mesh, frozenset({"kernels"})).eval().to(mesh.device)
     cpu, wall = time.process_time(), time.perf_counter()
-    with torch.no_grad(), plainly() if kind == "plain" else nullcontext():
+    with torch.no_grad(), trial.plainly() if kind == "plain" else nullcontext():
         model(features)
     wait()
     spent = {"cpu_s": round(time.process_time() - cpu, 2), "wall_s": round(time.perf_counter() - wall, 2)}

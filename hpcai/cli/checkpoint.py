@@ -7,16 +7,12 @@ FOLDER is a run's directory, its ``checkpoints``, or one ``step-...``. Every byt
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Column, Table
 
 from hpcai.errors import CheckpointError
 from hpcai.log import size
-
-if TYPE_CHECKING:
-    from hpcai.train.saved import File, Held
 
 
 def main(argv: Sequence[str]) -> int:
@@ -25,13 +21,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("action", choices=["show", "export"])
     parser.add_argument("folder", type=Path, metavar="FOLDER")
     parser.add_argument("file", type=Path, nargs="?", metavar="FILE", help="where export writes, such as model.safetensors")
-    parser.add_argument("--tensors", action="store_true", help="list every tensor, its boxes and where they lie")
     words = parser.parse_args(argv)
     if (words.file is None) != (words.action == "show"):
         parser.error("export takes a FILE to write, and show takes none")
     if words.file is not None:
         return give(words.folder, words.file)
-    return show(words.folder, words.tensors, Console())
+    return show(words.folder, Console())
 
 
 def _checkpoints(folder: Path) -> list[Path]:
@@ -60,48 +55,24 @@ def give(folder: Path, file: Path) -> int:
     return 0
 
 
-def show(folder: Path, tensors: bool, console: Console) -> int:
+def show(folder: Path, console: Console) -> int:
     """Print what is there -> 1 where a checkpoint is damaged. Raises CheckpointError where there is none."""
-    from hpcai.train.saved import DamagedError, damage, opened
+    from hpcai.train.saved import DamagedError, opened
 
-    every = _checkpoints(folder)
     steps = Table(Column("checkpoint", no_wrap=True), "step", "epoch", "processes", "tensors", "bytes", "files", "is")
-    bad, held = 0, None
-    for path in every:
+    bad = 0
+    for path in _checkpoints(folder):
         try:
             held = opened(path)
-            problem = damage(held)
         except DamagedError as error:
             steps.add_row(path.name, *["?"] * 6, str(error))
             bad += 1
             continue
-        bad += bool(problem)
+        problem, run = held.damage(), held.run
         files = {part.file for parts in held.tensors.values() for part in parts}
-        count = sum((path / name).stat().st_size for name in files)
-        where = path.name, f"{held.run.progress.step:,}", str(held.run.progress.epoch), str(held.run.world)
-        steps.add_row(*where, f"{len(held.tensors):,}", size(count), str(len(files)), problem or "whole")
+        count = size(sum((path / name).stat().st_size for name in files))
+        where = f"{run.progress.step:,}", str(run.progress.epoch), str(run.world), f"{len(held.tensors):,}", count, str(len(files))
+        steps.add_row(path.name, *where, problem or "whole")
+        bad += bool(problem)
     console.print(steps)
-    if held is not None and (every == [folder] or tensors):
-        console.print(_files(held.index.files))
-        if tensors:
-            console.print(_tensors(held))
     return 1 if bad else 0
-
-
-def _files(files: "dict[str, File]") -> Table:
-    table = Table(Column("file", no_wrap=True), "bytes", "rank that wrote", "from", "bytes it wrote", title="who wrote what")
-    for name, file in files.items():
-        for number, stretch in enumerate(file.stretches):
-            about = (name, f"{file.bytes:,}") if not number else ("", "")
-            table.add_row(*about, str(stretch.writer), f"{stretch.at:,}", f"{stretch.bytes:,}")
-    return table
-
-
-def _tensors(held: "Held") -> Table:
-    table = Table("tensor", "dtype", "size", "box", "file", "at")
-    for name, parts in held.tensors.items():
-        for number, part in enumerate(parts):
-            about = ("", "", "") if number else (name, str(part.dtype).removeprefix("torch."), str(list(held.sizes[name])))
-            whole = "whole" if part.sizes == held.sizes[name] else f"{list(part.sizes)} from {list(part.offsets)}"
-            table.add_row(*about, whole, part.file, f"{part.at:,}")
-    return table

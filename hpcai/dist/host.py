@@ -5,7 +5,7 @@ import gc
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -80,83 +80,28 @@ def keep_memory() -> bool:
     return bool(mallopt and mallopt(_M_MMAP_MAX, 0) and mallopt(_M_TRIM_THRESHOLD, -1))
 
 
-def bind(device: torch.device, local_rank: int = 0, local_world: int = 1, root: str | Path = "/") -> str | None:
-    """Bind all threads of this process to the CPUs next to its GPU, or without a GPU to its share of the machine's CPUs.
+def bind(device: torch.device, local_world: int = 1, root: str | Path = "/") -> str | None:
+    """Bind all threads of this process to the CPUs of the NUMA node that its GPU is next to, as far as it may use them.
 
-    Processes next to the same GPUs divide the physical cores among them. The kernel's map is read below ``root``. Returns what
-    was done, for the log, or None where a launcher has bound the process already or there is nothing to choose.
+    The kernel's map is read below ``root``. Returns what was done, for the log, or None where the node is not known (-1 in most
+    virtual machines) or there is nothing to choose.
     """
-    if not hasattr(os, "sched_getaffinity"):
+    if device.type != "cuda" or not hasattr(os, "sched_getaffinity"):
         return None
-    rank, peers = _peers(Path(root), device, local_rank, local_world)
-    plan = plan_cpus(Path(root), os.sched_getaffinity(0), rank, peers)
-    if plan is None:
+    gpu, allowed = _address(device) or "none", os.sched_getaffinity(0)
+    try:
+        node = int((Path(root, "sys/bus/pci/devices") / gpu / "numa_node").read_text())
+    except (OSError, ValueError):
         return None
-    cpus, cores, where = plan
+    cpus = cpu_list(Path(root, f"sys/devices/system/node/node{node}/cpulist")) & allowed
+    if not cpus or cpus == allowed:
+        return None
     for thread in os.listdir("/proc/self/task"):
         with suppress(OSError):  # a thread that has ended, or one of the driver's
             os.sched_setaffinity(int(thread), cpus)
     if "OMP_NUM_THREADS" not in os.environ:  # torch counted the cores of the whole machine
-        torch.set_num_threads(min(torch.get_num_threads(), cores))
-    gpu = f", next to GPU {peers[rank]}" if peers[rank] else ""
-    return f"bound to {len(cpus)} CPUs ({cores} cores) of {where}{gpu}: {ranges(cpus)}"
-
-
-def plan_cpus(root: Path, allowed: set[int], rank: int, peers: Sequence[str | None]) -> tuple[set[int], int, str] | None:
-    """The CPUs, number of physical cores and NUMA nodes for process ``rank`` of ``peers``, or None to leave it alone.
-
-    ``peers`` has one entry per process of the machine: the PCI address of its GPU, or None. ``allowed`` is what the process may
-    use now. Hyper-threads of a core stay together; no CPU goes to two peers, unless a node has more peers than cores.
-    """
-    system = root / "sys/devices/system"
-    every = {int(p.name[4:]): cpu_list(p / "cpulist") for p in system.glob("node/node*") if p.name[4:].isdigit()}
-    nodes = {node: cpus & allowed for node, cpus in sorted(every.items()) if cpus & allowed}
-    if not nodes or (allowed < set().union(*every.values()) and len(nodes) == 1):
-        return None
-    homes = [_home(root, gpu, nodes) for gpu in peers]
-    if None in homes:  # a GPU without a known place could be anywhere: count processes instead
-        n, h = len(nodes), len(peers)
-        parts = [range(i * n // h, max((i + 1) * n // h, i * n // h + 1)) for i in range(h)]
-        homes = [tuple(list(nodes)[i] for i in part) for part in parts]
-    home = homes[rank] or ()
-    sharing = [i for i, other in enumerate(homes) if other == home]
-    cpus = set().union(*(nodes[node] for node in home))
-    siblings = {cpu: cpu_list(system / f"cpu/cpu{cpu}/topology/thread_siblings_list") & cpus or {cpu} for cpu in cpus}
-    cores = sorted({tuple(sorted(threads)) for threads in siblings.values()})
-    if len(cores) >= len(sharing):
-        i, n = sharing.index(rank), len(sharing)
-        cores = cores[i * len(cores) // n : (i + 1) * len(cores) // n]
-    cpus = {cpu for core in cores for cpu in core}
-    return None if cpus == allowed else (cpus, len(cores), f"NUMA node {ranges(set(home))}")
-
-
-def _home(root: Path, gpu: str | None, nodes: dict[int, set[int]]) -> tuple[int, ...] | None:
-    """The NUMA node of a GPU; None where the kernel says -1 (most virtual machines) or none of the node's CPUs is allowed."""
-    try:
-        node = int((root / "sys/bus/pci/devices" / (gpu or "none") / "numa_node").read_text())
-    except (OSError, ValueError):
-        return None
-    return (node,) if node in nodes else None
-
-
-def _peers(root: Path, device: torch.device, local_rank: int, local_world: int) -> tuple[int, list[str | None]]:
-    """This process's number among its peers on the machine, and the PCI address of each peer's GPU.
-
-    Peers take the visible GPUs in turn. A process that sees only one of several cannot know those of its peers: then every NVIDIA
-    GPU of the machine stands for a peer.
-    """
-    if device.type != "cuda":
-        return local_rank, [None] * local_world
-    mine, visible = _address(device), torch.cuda.device_count()
-    if visible > 1 or local_world == 1:
-        gpus = [_address(torch.device("cuda", i % visible)) for i in range(local_world)]
-        return local_rank, [*gpus[:local_rank], mine, *gpus[local_rank + 1 :]]
-    found: list[str | None] = []
-    for path in sorted((root / "sys/bus/pci/devices").glob("*")):
-        with suppress(OSError):
-            if (path / "vendor").read_text().strip() == "0x10de" and (path / "class").read_text().startswith("0x03"):
-                found.append(path.name)
-    return (found.index(mine), found) if mine in found else (local_rank, [None] * local_world)
+        torch.set_num_threads(max(1, min(torch.get_num_threads(), len(cpus), len(allowed) // local_world)))
+    return f"bound to {len(cpus)} CPUs of NUMA node {node}, next to GPU {gpu}: {ranges(cpus)}"
 
 
 def _address(device: torch.device) -> str | None:
@@ -172,10 +117,10 @@ def cpu_list(path: Path) -> set[int]:
     return {cpu for first, last in re.findall(r"(\d+)(?:-(\d+))?", text) for cpu in range(int(first), int(last or first) + 1)}
 
 
-def ranges(numbers: set[int]) -> str:
+def ranges(numbers: Iterable[int]) -> str:
     """{0, 1, 2, 3, 8} -> ``0-3,8``."""
-    starts = [n for n in sorted(numbers) if n - 1 not in numbers]
-    ends = [n for n in sorted(numbers) if n + 1 not in numbers]
+    every = set(numbers)
+    starts, ends = ([n for n in sorted(every) if n + step not in every] for step in (-1, 1))
     return ",".join(f"{a}-{b}" if b > a else str(a) for a, b in zip(starts, ends))
 
 

@@ -273,7 +273,7 @@ def _settle(where: torch.device, here: Place) -> None:
     if where.type == "cpu":
         keep_memory()
     elif os.environ.get("HPCAI_BIND") != "0":
-        done = bind(where, here.local_rank or 0, here.local_world or 1)
+        done = bind(where, here.local_world or 1)
         if done:
             logger.info("rank %d: %s", here.rank, done)
 

@@ -1,25 +1,22 @@
-"""When one rank fails, all ranks stop, with the traceback of the rank that failed first.
+"""When one rank fails, all ranks stop, and rank 0 prints the traceback of the rank that failed first.
 
-Every rank keeps one connection to a hub, a thread on rank 0. A rank that fails says so; a rank that is killed says nothing, but
-its connection closes. The hub lets the first one print its traceback and then tells all others to stop. No rank polls and no
-heartbeat is missed while a long C call holds the interpreter.
+Every rank keeps one connection to a hub, a thread on rank 0. A rank that fails says why; a rank that is killed says nothing, but
+its connection closes. The hub prints the first failure and tells all ranks to stop. No rank polls, and no heartbeat is missed while
+a long C call holds the interpreter.
 
 A rank may ask that all stop at the same place (``boundary``): the hub hears how far each has come and says where.
-
-A rank may say that the others can do without it (``spare``), such as one that only evaluates. When such a one is killed the others
-hear of it (``lost``) and go on; all that are spare then end, as they work together.
 
 A rank whose main thread is inside a collective or a long computation cannot be asked to leave, so it is ended where it is.
 Losing the hub counts as a failure of rank 0; rank 0 therefore leaves last.
 
 The hub listens on the loopback interface where all ranks share a node. It hears a connection only once that has shown the token of
-the job, and drops one that says anything but our few words, each of bounded length.
+the job.
 """
 
+import asyncio
 import hmac
 import json
 import os
-import selectors
 import socket
 import sys
 import threading
@@ -35,9 +32,8 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as torch_dist
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from hpcai.dist.boundary import PAST, Boundary
+from hpcai.dist.boundary import Boundary
 from hpcai.errors import ConfigError, HpcaiError, LaunchError, MeshError
 
 # All in seconds
@@ -46,14 +42,10 @@ _SETTLE_OURS = 2.0  # for all ranks to report a refusal, which is mostly the sam
 _PATIENCE = 8.0  # that a failing rank waits for the hub
 _LAST_WORDS = 0.5  # from the word to stop until the rank that failed first ends the job with its exit code
 _LAST_RESORT = 2.0  # from that word until the other ranks end by themselves, so that the launcher sees the cause first
-# In bytes
-_LONGEST_WORD = 1 << 18  # of a rank
-_LONGEST_TEXT = 1 << 15  # of the reason for a failure
-_LONGEST_GREETING = 1 << 12  # of a connection that has not shown the token
-_LONGEST_DOING = 200  # of what a rank says that it does
-_LONGEST_ASKED = 40  # of the name of a signal
-_STRANGERS = 256  # connections without a token that are held at a time
-
+_GREETING = 60.0  # for a connection to show the token
+_LONGEST_LINE = 1 << 18  # bytes, of a message
+_LONGEST_TEXT = 1 << 12  # letters, of the reason for a failure
+_STRANGERS = 256  # connections without a token that are held at a time, beside one for each rank
 
 last_words: list[Callable[[str], object]] = []
 """Called with the reason on a rank that is ended because another failed, for two seconds at most."""
@@ -78,10 +70,8 @@ class Watch:
         self._rank, self._name = rank, f"rank {rank} on {socket.gethostname()}"
         self.store, self._abort = store, abort
         self._lock, self._answered = threading.Lock(), threading.Event()
-        self._failing = self._stopping = self._leaving = self._printed = False
-        self._words = self.lost = ""
-        self._spare, self.losing = False, threading.Event()
-        self._stop: dict[str, Any] | None = None
+        self._failing = self._stopping = self._leaving = False
+        self._stop: dict[str, Any] = {}
         self._boundaries: dict[int, Boundary] = {}
         self._begun = 0  # boundaries that the main thread has come to
         self._hub: threading.Thread | None = None
@@ -95,7 +85,8 @@ class Watch:
         self._line = socket.create_connection(("127.0.0.1" if rank == 0 else address, port), timeout=60)
         self._line.settimeout(None)
         _keep_alive(self._line)
-        _send(self._line, token=token, rank=rank, name=self._name)
+        self._say = partial(_send, self._line.sendall)
+        self._say(token=token, rank=rank, name=self._name)
         self._ear = threading.Thread(target=self._listen, name="hpcai-watch", daemon=True)
         self._ear.start()
 
@@ -116,7 +107,7 @@ class Watch:
     def _leave(self, code: Any) -> None:
         _release()
         self._leaving = True
-        _send(self._line, left=code if isinstance(code, int) else bool(code))
+        self._say(left=code if isinstance(code, int) else int(bool(code)))
         while self._hub is not None and self._hub.is_alive():
             self._hub.join(0.5)
         self._hang_up()
@@ -124,32 +115,40 @@ class Watch:
     def _fail(self, error: BaseException) -> NoReturn:
         ours = isinstance(error, HpcaiError)
         code = 2 if isinstance(error, ConfigError | MeshError | LaunchError) else 130 if isinstance(error, KeyboardInterrupt) else 1
-        text = "".join(traceback.format_exception_only(error)).strip()
-        if ours:
-            text = f"{type(error).__name__}: {error}"
-        quiet = ours or code == 130
-        trace = error.__traceback__ and (error.__traceback__.tb_next or error.__traceback__)  # without start() itself
-        whole = "".join(traceback.format_exception(type(error), error, trace))
-        self._words = f"{self._name}: {text}" if quiet else f"{self._name} failed:\n{whole}"
-        stop = self._declare(text, code, ours)
-        if stop.get("alike"):
-            if self._rank == 0:
-                shout(text)
+        text = f"{type(error).__name__}: {error}" if ours else "".join(traceback.format_exception_only(error)).strip()
+        words = text
+        if not ours and code != 130:
+            trace = error.__traceback__ and (error.__traceback__.tb_next or error.__traceback__)  # without start() itself
+            words = "".join(traceback.format_exception(type(error), error, trace))
+        self._end(text, words, code, ours)
+
+    def end(self, text: str, words: str) -> NoReturn:
+        """Fail in a thread, while the main one cannot: ``words`` are printed once, and all ranks hear ``text``."""
+        self._end(text, words, 1, ours=False)
+
+    def _end(self, text: str, words: str, code: int, ours: bool) -> NoReturn:
+        """Tell the hub of a failure, and leave as it says."""
+        text, words = text[:_LONGEST_TEXT], words[-_LONGEST_LINE // 8 :]  # JSON takes up to six bytes for a letter
+        with self._lock:
+            self._failing = not self._stopping
+        if self._stopping:
+            time.sleep(2 * _LAST_RESORT)  # this is a consequence, and _stopped ends this process meanwhile
+        self._say(failed=text, words=words, code=code, ours=ours)
+        self._answered.wait(_PATIENCE)
+        if self._stop.get("alike"):
             self._hang_up()
             with suppress(RuntimeError):  # of a device that has failed: the cause is told
                 _release()
             raise SystemExit(code)
-        self._leave_failed(text, code, stop)
-
-    def end(self, text: str, words: str) -> NoReturn:
-        """Fail in a thread, while the main one cannot: ``words`` are printed once, and all ranks hear ``text``."""
-        self._words = f"{self._name}: {words}"
-        self._leave_failed(text, 1, self._declare(text, 1, ours=False))
-
-    def be_spare(self) -> None:
-        """The others can do without this rank from now on."""
-        self._spare = True
-        _send(self._line, spare=True)
+        first = self._stop.get("first", self._rank) == self._rank
+        if not self._stop:  # the hub does not answer
+            shout(_printed(self._name, words))
+        elif self._stop["text"] != text:
+            shout(f"{self._name} failed as well: {text}")
+        time.sleep(_LAST_WORDS if first else _LAST_RESORT)
+        _flush()
+        self._abort(code)
+        leave_now(code)
 
     def next_boundary(self) -> Boundary:
         """One for the main thread, which comes to all of them in the same order on all ranks."""
@@ -159,52 +158,24 @@ class Watch:
     def _boundary(self, number: int) -> Boundary:
         with self._lock:
             if number not in self._boundaries:
-                self._boundaries[number] = Boundary(partial(_send, self._line, boundary=number), alone=False)
+                self._boundaries[number] = Boundary(partial(self._say, boundary=number), alone=False)
             return self._boundaries[number]
-
-    def _declare(self, text: str, code: int, ours: bool) -> dict[str, Any]:
-        """Tell the hub of a failure -> its word to stop; nothing where it does not answer."""
-        with self._lock:
-            self._failing = not self._stopping
-        if self._stopping:
-            time.sleep(2 * _LAST_RESORT)  # this is a consequence, and _stopped ends this process meanwhile
-        _send(self._line, failed=text[:_LONGEST_TEXT], code=code, ours=ours)
-        self._answered.wait(_PATIENCE)
-        return self._stop or {}
-
-    def _leave_failed(self, text: str, code: int, stop: dict[str, Any]) -> NoReturn:
-        if not self._printed and stop.get("text") != text:  # it stands there once already
-            shout(f"{self._name} failed as well: {text}" if stop else self._words)
-        time.sleep(_LAST_WORDS if self._printed or not stop else _LAST_RESORT)
-        _flush()
-        self._abort(code)
-        leave_now(code)
 
     def _listen(self) -> None:
         for message in _messages(self._line):
-            if "print" in message:
-                others = f"\n{message['print']} other ranks failed alike" if message["print"] else ""
-                shout(self._words + others)
-                self._printed = True
-                _send(self._line, printed=True)
-            elif "ask" in message:
-                _send(self._line, doing=_doing[-1]()[:_LONGEST_DOING])
+            if "ask" in message:
+                self._say(doing=_doing[-1]())
             elif "hold" in message:
                 number = message["hold"]
-                _send(self._line, boundary=number, passed=self._boundary(number).hold())
+                self._say(boundary=number, passed=self._boundary(number).hold())
             elif "stop_at" in message:
                 self._boundary(message["boundary"]).agreed(message["stop_at"], message["by"])
-            elif "lost" in message:
-                self.lost = message["lost"]
-                self.losing.set()
-                if self._spare:
-                    leave_now(1)
-                if self._rank == 0:
-                    shout(f"{self.lost}; training goes on without evaluation")
             elif "stop" in message:
                 return self._stopped(message)
         if not self._leaving:
-            self._stopped({"stop": "the connection to rank 0 is lost", "code": 1, "dead": True})
+            shout(f"the connection to rank 0 is lost; this is {self._name}, stopping")
+            text = "the connection to rank 0 is lost"
+            self._stopped({"stop": text, "text": text, "code": 1, "first": 0, "dead": True})
         return None
 
     def _stopped(self, message: dict[str, Any]) -> None:
@@ -214,9 +185,9 @@ class Watch:
                 self._answered.set()
                 return
             self._stopping = True
-        shout(f"{message['stop']}; this is {self._name}, stopping")
         began = time.monotonic()
-        _say_last_words(message["stop"])
+        for speak in list(last_words):
+            within(_LAST_RESORT, partial(speak, message["stop"]))
         time.sleep(0 if message["dead"] else max(0.0, began + _LAST_RESORT - time.monotonic()))
         leave_now(message["code"])
 
@@ -227,36 +198,15 @@ class Watch:
         self._line.close()
 
 
-class _Word(BaseModel):
-    """What a rank may say to the hub."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-    token: str = ""
-    rank: int = -1
-    name: str = Field("", max_length=300)
-    left: bool | int | None = None
-    spare: bool = False
-    failed: str | None = Field(None, max_length=_LONGEST_TEXT)
-    code: int = Field(1, ge=1, le=255)
-    ours: bool = False
-    printed: bool = False
-    doing: str | None = Field(None, max_length=_LONGEST_DOING)
-    boundary: int = Field(0, ge=0, le=PAST)
-    asked: str | None = Field(None, max_length=_LONGEST_ASKED)
-    passed: int | None = Field(None, ge=0, le=PAST)
-
-
 @dataclass(eq=False)
 class _Member:
-    line: socket.socket
-    rank: int = -1  # until it has shown the token
-    name: str = ""
-    left: bool = False
-    spare: bool = False
-    code: int | None = None  # its exit code, once it has left
+    """A rank that has shown the token."""
+
+    rank: int
+    name: str
+    say: Callable[..., None]
+    left: int | None = None  # its exit code
     doing: str | None = None  # its answer, when it was asked
-    rest: bytes = b""
 
 
 @dataclass(eq=False)
@@ -272,169 +222,139 @@ class _Held:
 class _Failure:
     member: _Member
     text: str
+    words: str
     code: int = 1
     ours: bool = False
     dead: bool = False
 
 
 class _Hub:
-    """Hears all ranks; ends when all have left, or when it has stopped them. It listens on ``interface``, "" for all of them."""
+    """Hears all ranks until all have left, or until it has stopped them. It listens on ``interface``, "" for all of them."""
 
     def __init__(self, world: int, token: str, interface: str = "") -> None:
         self._world, self._token = world, token
         both = not interface and socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET
-        queue = min(world + _STRANGERS, 4096)  # where it is full a connection is tried again after seconds, at last after a minute
-        self._door = socket.create_server((interface, 0), family=family, backlog=queue, dualstack_ipv6=both)
+        self._queue = min(world + _STRANGERS, 4096)  # where it is full a connection is tried again after seconds
+        self._door = socket.create_server((interface, 0), family=family, backlog=self._queue, dualstack_ipv6=both)
         self.port: int = self._door.getsockname()[1]
-        self._members: list[_Member] = []
-        self._strangers: list[_Member] = []
+        self._members: dict[int, _Member] = {}
         self._failures: list[_Failure] = []
         self._held: dict[int, _Held] = {}
-        self._lost = False
+        self._strangers = 0
+        self._loop = asyncio.new_event_loop()
+        self._over = asyncio.Event()
 
     def serve(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:  # it ends all connections, which the ranks notice
+            runner.run(self._serve())
+
+    async def _serve(self) -> None:
+        server = await asyncio.start_server(self._hear, sock=self._door, limit=_LONGEST_LINE, backlog=self._queue)
+        await self._over.wait()
+        server.close()
+
+    async def _hear(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Hear one connection from its greeting to its end."""
+        _keep_alive(writer.get_extra_info("socket"))
         try:
-            with selectors.DefaultSelector() as ready:
-                ready.register(self._door, selectors.EVENT_READ, None)
-                self._attend(ready)
-        finally:  # whatever happened, ranks that are still there notice the end
-            for member in self._members + self._strangers:
-                member.line.close()
-            self._door.close()
+            if (member := await self._greeted(reader, writer)) is None:
+                return
+            with suppress(OSError, ValueError, LookupError, TypeError):  # it ends, or says what no rank of ours does
+                while line := await reader.readline():
+                    self._take(member, json.loads(line))
+            if member.left is None and all(failure.member is not member for failure in self._failures):
+                text = "it ended without a word: killed by a signal, by the scheduler or for want of memory"
+                self._failed(_Failure(member, text, f"{member.name} failed: {text}", dead=True))
+        except asyncio.CancelledError:  # the hub has ended; asyncio of Python 3.11 would print it
+            pass
+        finally:
+            writer.close()
 
-    def _attend(self, ready: selectors.BaseSelector) -> None:
-        decide_at: float | None = None
-        while sum(member.left for member in self._members) < self._world:
-            for key, _ in ready.select(None if decide_at is None else max(0.0, decide_at - time.monotonic())):
-                if key.data is None:
-                    line, _ = self._door.accept()
-                    _keep_alive(line)
-                    self._strangers.append(_Member(line))
-                    ready.register(line, selectors.EVENT_READ, self._strangers[-1])
-                    if len(self._strangers) > max(_STRANGERS, self._world):
-                        ready.unregister(self._strangers[0].line)
-                        self._strangers.pop(0).line.close()
-                elif not self._hear(key.data):
-                    ready.unregister(key.data.line)
-                    if key.data in self._strangers:
-                        self._strangers.remove(key.data)
-                        key.data.line.close()
-            self._do_without()
-            self._say_where()
-            if not self._failures:
-                decide_at = None
-                continue
-            first, complete = self._failures[0], len(self._failures) == self._world
-            wait = 0.0 if complete else _SETTLE_OURS if first.ours else _SETTLE
-            decide_at = min(decide_at or float("inf"), time.monotonic() + wait)
-            if any(failure.dead for failure in self._failures) or time.monotonic() >= decide_at:
-                return self._stop_all()
-        return None
+    async def _greeted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> _Member | None:
+        """The rank that a connection is of; None where it does not show the token."""
+        self._strangers += 1
+        try:
+            if self._strangers > self._world + _STRANGERS:
+                return None
+            told = json.loads(await asyncio.wait_for(reader.readline(), _GREETING))
+            rank, name = told["rank"], str(told["name"])
+            known = hmac.compare_digest(told["token"].encode(), self._token.encode())
+            if not known or type(rank) is not int or rank not in range(self._world) or rank in self._members:
+                return None
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, TimeoutError):
+            return None
+        finally:
+            self._strangers -= 1
+        member = self._members[rank] = _Member(rank, name, partial(_send, writer.write))
+        for number in self._held:
+            member.say(hold=number)
+        return member
 
-    def _do_without(self) -> None:
-        """Once a spare rank is killed, all of them count as having left, and what they say of it as its consequence."""
-        killed = next((failure for failure in self._failures if failure.member.spare and failure.dead), None)
-        if killed is not None and not self._lost:
-            self._lost = True
-            for member in self._members:
-                member.left |= member.spare
-                if member is not killed.member:
-                    _send(member.line, lost=f"{killed.member.name} is lost: {killed.text}")
-        if self._lost:
-            self._failures = [failure for failure in self._failures if not failure.member.spare]
+    def _take(self, member: _Member, word: dict[str, Any]) -> None:
+        if "failed" in word:
+            words = _printed(member.name, word["words"])
+            self._failed(_Failure(member, word["failed"], words, word["code"] or 1, word["ours"]))
+        elif "doing" in word:
+            member.doing = word["doing"]
+        elif "asked" in word and word["boundary"] not in self._held:
+            self._held[word["boundary"]] = _Held(f"{word['asked']} on {member.name}")
+            for other in self._members.values():
+                other.say(hold=word["boundary"])
+        elif "passed" in word:
+            self._held[word["boundary"]].passed[member.rank] = word["passed"]
+        elif "left" in word:
+            member.left = word["left"]
+        self._say_where()
+        if sum(member.left is not None for member in self._members.values()) == self._world:
+            self._over.set()
 
     def _say_where(self) -> None:
         """Tell all ranks at which pass they stop, once each has answered that is still there."""
-        there = {member.rank for member in self._members if not member.left}
+        there = {member.rank for member in self._members.values() if member.left is None}
         for number, held in self._held.items():
             if not held.told and len(self._members) == self._world and there <= held.passed.keys():
                 held.told = True
-                for member in self._members:
-                    _send(member.line, boundary=number, stop_at=max(held.passed.values(), default=0) + 1, by=held.by)
+                for member in self._members.values():
+                    member.say(boundary=number, stop_at=max(held.passed.values(), default=0) + 1, by=held.by)
 
-    def _hear(self, member: _Member) -> bool:
-        """Take in what a rank says; False when its connection is closed, or it is none of ours."""
-        try:
-            data = member.line.recv(65536)
-        except OSError:
-            data = b""
-        *lines, member.rest = (member.rest + data).split(b"\n")
-        longest = _LONGEST_GREETING if member.rank < 0 else _LONGEST_WORD
-        bounded = max(map(len, [*lines, member.rest])) <= longest
-        heard = bool(data) and bounded and all(self._take(member, line) for line in lines)
-        if not heard and member.rank >= 0 and not member.left and all(failure.member is not member for failure in self._failures):
-            text = "it ended without a word: killed by a signal, by the scheduler or for want of memory"
-            self._failures.append(_Failure(member, text, dead=True))
-        return heard
-
-    def _take(self, member: _Member, line: bytes) -> bool:
-        """Whether a line is a word of ours, which then counts."""
-        try:
-            word = _Word.model_validate_json(line)
-        except ValidationError:
-            return False
-        if member.rank < 0:
-            known = hmac.compare_digest(word.token.encode(), self._token.encode())
-            if not known or word.rank not in range(self._world) or any(other.rank == word.rank for other in self._members):
-                return False
-            member.rank, member.name = word.rank, word.name
-            self._strangers.remove(member)
-            self._members.append(member)
-            for number in self._held:
-                _send(member.line, hold=number)
-        member.spare |= word.spare
-        member.doing = word.doing if word.doing is not None else member.doing
-        if word.asked is not None and word.boundary not in self._held:
-            self._held[word.boundary] = _Held(f"{word.asked} on {member.name}")
-            for other in self._members:
-                _send(other.line, hold=word.boundary)
-        if word.passed is not None and word.boundary in self._held:
-            self._held[word.boundary].passed[member.rank] = word.passed
-        if word.left is not None:
-            member.left, member.code = True, word.left
-        if word.failed is not None:
-            self._failures.append(_Failure(member, word.failed, word.code, word.ours))
-        return True
-
-    def answers(self, patience: float) -> "dict[int, Answer]":
-        """Asked from another thread than that which serves."""
-        members = list(self._members)
+    async def answers(self, patience: float) -> "dict[int, Answer]":
+        members = list(self._members.values())
         for member in members:
             member.doing = None
-            _send(member.line, ask=True)
+            member.say(ask=True)
         until = time.monotonic() + patience
         while time.monotonic() < until and any(member.doing is None for member in members):
-            time.sleep(0.02)
+            await asyncio.sleep(0.02)
         return {member.rank: Answer(member.name, member.doing) for member in members}
 
+    def asked(self, patience: float) -> "dict[int, Answer]":
+        """``answers``, from another thread than that of the hub."""
+        return asyncio.run_coroutine_threadsafe(self.answers(patience), self._loop).result(2 * patience)
+
+    def _failed(self, failure: _Failure) -> None:
+        self._failures.append(failure)
+        decided = failure.dead or len(self._failures) == self._world
+        self._loop.call_later(0 if decided else _SETTLE_OURS if self._failures[0].ours else _SETTLE, self._stop_all)
+
     def _stop_all(self) -> None:
+        if self._over.is_set():
+            return
         first = next((failure for failure in self._failures if failure.dead), self._failures[0])
-        alike = len(self._failures) == self._world and first.ours and len({failure.text for failure in self._failures}) == 1
-        if not alike and not first.dead:
-            first.member.line.settimeout(3)
-            _send(first.member.line, print=sum(failure.text == first.text for failure in self._failures) - 1)
-            self._hear(first.member)  # it has printed; only now may any rank leave, because launchers then end the rest
+        same = sum(failure.text == first.text for failure in self._failures)
+        alike = same == self._world and first.ours
+        shout(first.text if alike else first.words + (f"\n{same - 1} other ranks failed alike" if same > 1 else ""))
         text = f"{first.member.name} failed: {first.text}"
-        early = [member for member in self._members if member.code]
-        if early:
-            text += f" ({early[0].name} had left with exit code {early[0].code})"
-        for member in sorted(self._members, key=lambda member: -member.rank):  # this process, rank 0, last
-            _send(member.line, stop=text, text=first.text, code=first.code, alike=alike, dead=first.dead)
+        if early := [member for member in self._members.values() if member.left]:
+            text += f" ({early[0].name} had left with exit code {early[0].left})"
+        for member in sorted(self._members.values(), key=lambda member: -member.rank):  # this process, rank 0, last
+            member.say(stop=text, text=first.text, code=first.code, first=first.member.rank, alike=alike, dead=first.dead)
+        self._over.set()
 
 
-def spare() -> None:
-    """This rank is one that the others can do without: where it is killed from now on, they go on."""
-    for watch in _joined:
-        watch.be_spare()
-
-
-def lost(patience: float = 0.0) -> str:
-    """What is known of a spare rank that was killed, "" for none. Within ``patience`` seconds it may come to be known."""
-    for watch in _joined:
-        watch.losing.wait(patience)
-        return watch.lost
-    return ""
+def _printed(name: str, words: str) -> str:
+    """What is printed of a failure."""
+    return f"{name} failed:\n{words}" if "\n" in words.strip() else f"{name}: {words}"
 
 
 def boundary(ranks: int) -> Boundary:
@@ -474,7 +394,7 @@ def answers(patience: float) -> dict[int, Answer]:
     """
     for watch in _joined:
         if watch.hub is not None:
-            return watch.hub.answers(patience)
+            return watch.hub.asked(patience)
     return {}
 
 
@@ -494,12 +414,11 @@ def end_job(text: str, words: str) -> NoReturn:
     leave_now(1)
 
 
-def _say_last_words(reason: str) -> None:
-    """A file system that hangs does not keep this process."""
-    for speak in list(last_words):
-        thread = threading.Thread(target=speak, args=(reason,), daemon=True)
-        thread.start()
-        thread.join(_LAST_RESORT)
+def within(seconds: float, act: Callable[[], object]) -> None:
+    """Wait for ``act()`` in another thread, but not for ever: a file system may hang, or a thread hold a stream."""
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    thread.join(seconds)
 
 
 def leave_now(code: int) -> NoReturn:
@@ -540,15 +459,12 @@ def _let_gloo_rest() -> None:
 
 
 def _flush() -> None:
-    """Flush what was printed, for a second at most: another thread may hold a stream for ever."""
-    thread = threading.Thread(target=lambda: (sys.stdout.flush(), sys.stderr.flush()), daemon=True)
-    thread.start()
-    thread.join(1)
+    within(1, lambda: (sys.stdout.flush(), sys.stderr.flush()))
 
 
-def _send(line: socket.socket, **message: Any) -> None:
+def _send(write: Callable[[bytes], object], **message: Any) -> None:
     with suppress(OSError):  # the thread that reads here notices a closed connection
-        line.sendall(json.dumps(message).encode() + b"\n")
+        write(json.dumps(message).encode() + b"\n")
 
 
 def _messages(line: socket.socket) -> Iterator[dict[str, Any]]:

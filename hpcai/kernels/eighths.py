@@ -13,10 +13,7 @@ from torch import Tensor
 
 from hpcai.errors import ConfigError
 from hpcai.kernels import compiler
-
-UNIT = 16  # tensor cores read rows of 8 bits in so many bytes
-HALVINGS = {torch.float8_e4m3fn: 8, torch.float8_e5m2: 15}
-"""The greatest number of each format is 1.75 times 2 to this power: 448, 57,344."""
+from hpcai.kernels.fp8 import HALVINGS, UNIT, width
 
 
 class Eighth(NamedTuple):
@@ -58,11 +55,6 @@ def plain(x: Tensor, dtype: torch.dtype, rows: bool, columns: bool, scale: Tenso
         turned = torch.zeros(C, width(T), dtype=dtype, device=x.device)
         turned[:, :T] = cast.t()
     return Eighth(cast if rows else None, turned, scale)
-
-
-def width(T: int) -> int:
-    """Of the transpose of T rows."""
-    return -(-T // UNIT) * UNIT
 
 
 def product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, exact: bool = True) -> Tensor:

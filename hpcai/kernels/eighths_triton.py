@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hpcai.kernels.eighths import HALVINGS, UNIT, width
+from hpcai.kernels.fp8 import HALVINGS, UNIT, width
 
 TILE = 8192  # values that a program looks at together: 32 for each thread, as many in flight as keep memory busy
 PROGRAMS = 512  # of the first kernel, at most: an H100 holds four on each multiprocessor, and all of these at once

@@ -6,8 +6,8 @@ __getattr__, __all__ = lazy(
     __name__,
     {
         ".step": ["Step", "MicroBatches"],
-        ".loop": ["fit", "Result"],
-        ".run": ["Run"],
+        ".loop": ["fit"],
+        ".run": ["Result", "Run"],
         ".checkpoint": ["Checkpoints"],
         ".rng": ["seed_all", "seeds"],
         ".evaluation": ["evaluate", "predict"],

@@ -8,14 +8,12 @@ Which rank writes what follows from how the weights are cut, so that no plan is 
 
 import functools
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +33,7 @@ from hpcai.train import tensorfile
 from hpcai.train.aside import later
 from hpcai.train.saved import FORMAT, INDEX, MANIFEST, RUN, DamagedError, Held, Progress, RunFile, found, opened, sealed, step_of
 from hpcai.train.step import Step
-from hpcai.train.tensorfile import Box, Contents
+from hpcai.train.tensorfile import Box
 
 VERSIONS = {"hpcai": __version__, "torch": torch.__version__}
 
@@ -59,7 +57,6 @@ class _Own:
     def __init__(self) -> None:
         self.boxes: list[Box] = []
         self.host = torch.empty(0, dtype=torch.uint8)
-        self.place: tuple[str, int] | None = None  # file and offset; None: it writes nothing
         self.ranks: list[int] = []  # of all that write, and the first process
         self.writers: Axis | None = None  # a channel for them
         self.bytes = 0  # of all processes
@@ -75,12 +72,8 @@ class _Own:
         made = (step, *(getattr(tensor, "_local_tensor", tensor).data_ptr() for tensor in tensors))
         if made == self._made:
             return False
-        self._made, self.boxes = made, tensorfile.dealt(_boxes(step, step.mesh, frozen), writers)
-        size = sum(box.tensor.nbytes for box in self.boxes)
-        self.host = torch.empty(size, dtype=torch.uint8, pin_memory=step.mesh.device.type == "cuda")
-        ends = list(accumulate((box.tensor.nbytes for box in self.boxes), initial=0))
-        raw = (self.host[a:b].view(box.tensor.dtype) for a, b, box in zip(ends, ends[1:], self.boxes))
-        self._room = [part.view(box.tensor.shape) for part, box in zip(raw, self.boxes)]
+        self._made, self.boxes = made, tensorfile.own(_boxes(step, step.mesh, frozen), writers)
+        self.host, self._room = tensorfile.room(self.boxes, step.mesh.device.type == "cuda")
         return True
 
     @torch.no_grad()
@@ -113,7 +106,6 @@ class Checkpoints:
         self._own = _Own()
         self._frozen: tuple[Step, dict[str, str], dict[str, str]] | None = None
         self._under_way: Future[Saved | CheckpointError] | None = None
-        self._contents: Contents | None = None  # of all files of a checkpoint, on the first process
 
     def save(self, step: Step, progress: Progress) -> Saved:
         """Write a checkpoint. After a CheckpointError nothing has changed and older ones are whole."""
@@ -194,25 +186,17 @@ class Checkpoints:
         return self._frozen[1:]
 
     def _meet(self) -> None:
-        """Agree once on who writes where: the first process hears what each has. Those that write get a channel for threads."""
+        """Find out once who writes. Those that do get a channel for threads, and so does the first process."""
         own, everyone = self._own, self.mesh.everyone
         told = torch.zeros(everyone.size + 1, dtype=torch.int64)
         told[everyone.rank], told[-1] = bool(own.boxes), len(own.host)
         *writes, own.bytes = sum_in_place(told, everyone).tolist()
         own.ranks = [rank for rank, has in enumerate(writes) if has or rank == 0]
-        own.place, own.writers = None, None
-        if everyone.rank in own.ranks:
-            own.writers = self.mesh.among("checkpoint", own.ranks)
-            entries = zip(own.ranks, to_first([box.entry() for box in own.boxes], own.writers))
-            places: dict[int, tuple[str, int]] = {}
-            if own.writers.rank == 0:
-                self._contents = Contents({rank: each for rank, each in entries if each}, self.cfg.writers)
-                places = {each.writer: (each.file, each.at) for each in self._contents.stretches}
-            own.place = agree(places, own.writers).get(everyone.rank)
+        own.writers = self.mesh.among("checkpoint", own.ranks) if everyone.rank in own.ranks else None
 
     def _write(self, final: Path, run: dict[str, Any], number: int) -> str:
         """What the thread of each process does -> why it failed, or nothing. The first one hears of all others' failures."""
-        own, partial, hashes = self._own, self.directory / f".{final.name}.partial", b""
+        own, partial, seal = self._own, self.directory / f".{final.name}.partial", dict[str, Any]()
         if own.writers is None:
             return ""
         first = own.writers.rank == 0
@@ -221,31 +205,27 @@ class Checkpoints:
             return problem
 
         def write() -> None:
-            nonlocal hashes
-            if own.place is not None:
+            nonlocal seal
+            if own.boxes:
                 own.wait()
-                hashes = tensorfile.write(partial / own.place[0], own.place[1], own.host)
+                seal = {name: tensorfile.write(partial / name, own.boxes, own.host, self.mesh.everyone.rank)}
 
+        name = f"tensors-{own.writers.rank:03d}.safetensors"
         problem = _tried(write)
-        told = dict(zip(own.ranks, to_first((problem, hashes), own.writers)))
+        told = to_first((problem, seal), own.writers)
         if first:
-            problem = next((text for text, _ in told.values() if text), "")
-            found = {rank: each for rank, (_, each) in told.items()}
-            problem = problem or _tried(lambda: self._commit(partial, final, found, run, number))
+            problem = next((text for text, _ in told if text), "")
+            files = {name: each for _, seals in told for name, each in seals.items()}
+            problem = problem or _tried(lambda: self._commit(partial, final, files, run, number))
             if problem:
                 shutil.rmtree(partial, ignore_errors=True)
         return problem
 
-    def _commit(self, partial: Path, final: Path, hashes: dict[int, bytes], run: dict[str, Any], number: int) -> None:
-        assert self._contents is not None
-        for name, header in self._contents.headers.items():
-            with open(os.open(partial / name, os.O_WRONLY | os.O_CREAT, 0o666), "wb") as file:
-                file.write(header)
-            flush(partial / name)
+    def _commit(self, partial: Path, final: Path, files: dict[str, Any], run: dict[str, Any], number: int) -> None:
         _write(partial / RUN, json.dumps(run, indent=1))
-        _write(partial / INDEX, json.dumps({"format": FORMAT, "block": tensorfile.BLOCK, "files": self._contents.files(hashes)}))
-        files = {name: sealed(partial / name) for name in (INDEX, RUN)}
-        _write(partial / MANIFEST, json.dumps({"format": FORMAT, "files": files}, indent=1))
+        _write(partial / INDEX, json.dumps({"format": FORMAT, "block": tensorfile.BLOCK, "files": files}))
+        seals = {name: sealed(partial / name) for name in (INDEX, RUN)}
+        _write(partial / MANIFEST, json.dumps({"format": FORMAT, "files": seals}, indent=1))
         flush(partial)
         for path in {*self._refused, final}:
             _set_aside(path)
@@ -290,17 +270,19 @@ class Checkpoints:
 
     def _load(self, held: Held, step: Step) -> None:
         """Put a checkpoint into ``step``. Raises DamagedError."""
+        everyone = self.mesh.everyone
         self._compare(held.path, held.run)
         wanted = _boxes(step, self.mesh, self._still_frozen(held, step))
         counted = _COUNT in held.tensors  # not when each parameter had a count of its own, and sgd none
         state = [box for box in wanted if counted or box.name != _COUNT]
         self._check_names(held, state)
-        try:
-            problem = held.fill(state)
-        except Exception as error:
-            problem = _reason(error)
-        if problem := self._first_of(problem):
-            raise DamagedError(problem)
+        for act in (lambda: held.damage(everyone.rank, everyone.size), lambda: held.fill(state, self.cfg.writers)):
+            try:
+                problem = act()
+            except Exception as error:
+                problem = _reason(error)
+            if problem := self._first_of(problem):
+                raise DamagedError(problem)
         progress = held.run.progress
         step.optimizer.refresh()
         step.sums.spread()

@@ -7,7 +7,6 @@ weights are those of the step at which ``start`` was called, and the metrics are
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -15,7 +14,6 @@ import torch
 import torch.distributed as torch_dist
 from torch import Tensor, nn
 
-from hpcai.dist import watch
 from hpcai.dist.collect import agree, distinct, least, rows_to_first
 from hpcai.dist.mesh import Axis, Mesh
 from hpcai.errors import ConfigError
@@ -30,7 +28,6 @@ Metric = Callable[[nn.Module, Any], Mapping[str, Value | Total]]
 RowsOf = Callable[[nn.Module, Any], dict[str, Tensor]]
 Position = dict[str, Any]
 Found = tuple[dict[str, float], float]  # metrics, and the seconds that it took to find them
-_HEARS = 5.0  # seconds within which a process hears that another one was killed, whose connection it has lost
 _WAITING = 2  # at most so many evaluations are under way; the next one waits, for each holds a copy of the weights
 
 
@@ -145,13 +142,6 @@ class Here:
     def close(self, reason: str) -> None:
         """No evaluation follows."""
 
-    gone = False
-    """whether nothing can be evaluated any more"""
-
-    def news(self) -> list[str]:
-        """What is to be told of the evaluation itself since this was last asked."""
-        return []
-
 
 class Beside(Here):
     """Evaluation of a copy of the weights in a thread, while training goes on. Subclasses say which processes do it."""
@@ -228,18 +218,7 @@ class Background(Beside):
 
 
 class Elsewhere(Beside):
-    """Evaluation by processes set apart for it, which get the weights from the first copy of the model; see ``serve``. Where one of
-    them is killed training goes on without evaluation."""
-
-    def __init__(self, step: Step, metric: Metric, validation: Any) -> None:
-        super().__init__(step, metric, validation)
-        self._news: list[str] = []
-
-    def start(self, position: Position) -> None:
-        if len(self._under_way) >= _WAITING:
-            self._done += self._take(1)
-        if not self.gone:
-            super().start(position)
+    """Evaluation by processes set apart for it, which get the weights from the first copy of the model; see ``serve``."""
 
     def _scored(self, weights: dict[str, Tensor]) -> Found:
         link = self.step.mesh.link
@@ -252,56 +231,20 @@ class Elsewhere(Beside):
         return answer
 
     def _agreed(self, count: int) -> int:
-        count = agree(-1 if not count and watch.lost() else count, self.step.mesh.everyone)
-        if count < 0:
-            self._give_up()
-        return max(count, 0)
+        return agree(count, self.step.mesh.everyone)
 
     def _take(self, count: int) -> list[Scored]:
-        if not count:
-            return []
         taken, self._under_way = self._under_way[:count], self._under_way[count:]
         with resting():
-            own = [found for _, future in taken if (found := _answer(future)) is not None]
-        # What the first process has counts: another one may have missed the end of it.
-        told = agree(own, self.step.mesh.everyone)
-        if len(told) < count:  # those after a lost one are lost, too
-            self._give_up()
+            own = [future.result() for _, future in taken]
+        told = agree(own, self.step.mesh.everyone) if taken else []  # the first copy alone has heard
         return [Scored(position, *found) for (position, _), found in zip(taken, told)]
-
-    def _give_up(self) -> None:
-        self.gone, self._under_way = True, []
-        lost = agree(watch.lost(), self.step.mesh.everyone)
-        self._news.append(f"{lost}; training goes on without evaluation, and no target can be reached")
-
-    def news(self) -> list[str]:
-        told, self._news = self._news, []
-        return told
 
     def close(self, reason: str) -> None:
         for _, future in self._under_way:  # these are not asked for any more, but end before the others hear of the end
-            _answer(future, failed=False)
-        if self.step.mesh.link.size > 1 and not self.gone and not watch.lost():
-            try:
-                agree({"end": reason}, self.step.mesh.link)
-            except RuntimeError:
-                if not watch.lost(_HEARS):
-                    raise
-
-
-def _answer(future: "Future[Found]", failed: bool = True) -> Found | None:
-    """What the processes that evaluate have found; None where one of them is killed. Raises what else went wrong, if it counts as
-    ``failed``."""
-    while True:
-        with suppress(TimeoutError):
-            problem = future.exception(_HEARS)
-            if problem is None:
-                return future.result()
-            if not watch.lost(_HEARS) and failed:
-                raise problem
-            return None
-        if watch.lost():  # its host is gone, and no connection was closed
-            return None
+            future.exception()
+        if self.step.mesh.link.size > 1:
+            agree({"end": reason}, self.step.mesh.link)
 
 
 def scoring(step: Step, metric: Metric | None, validation: Any, how: Literal["wait", "background"]) -> Here | None:
@@ -319,7 +262,6 @@ def scoring(step: Step, metric: Metric | None, validation: Any, how: Literal["wa
 
 def serve(step: Step, metric: Metric, validation: Any) -> str:
     """Evaluate the weights that come, on the processes of ``mesh.evaluate``, until the training ends -> why it ended."""
-    watch.spare()
     mesh: Mesh = step.mesh
     state = list(step.model.state_dict().values())
     word: dict[str, Any] = {}

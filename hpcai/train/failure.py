@@ -31,6 +31,7 @@ from safetensors.torch import save_file
 
 from hpcai import __version__, log
 from hpcai.dist import watch
+from hpcai.dist.host import ranges
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import DataError, DivergedError
 from hpcai.train import rng
@@ -110,7 +111,7 @@ class Failures(logging.Handler):
             except Exception as problem:
                 watch.shout(f"rank {self.job.rank}: no failure bundle in {self.directory}: {problem}")
 
-        _within(_WRITING, act)
+        watch.within(_WRITING, act)
 
     def _write(self, kind: str, step: int | None, error: BaseException | None, reason: str) -> None:
         now = time.time()
@@ -197,7 +198,7 @@ class Failures(logging.Handler):
                 with suppress(OSError):
                     sizes.append(file.stat().st_size)
 
-        _within(_WRITING, act)
+        watch.within(_WRITING, act)
         return sum(sizes)
 
     def _end(self, patience: float) -> None:
@@ -241,18 +242,7 @@ def standing(told: list[dict[str, Any]], world: int) -> str:
     if silent := sorted(set(range(world)) - {one["rank"] for one in told}):
         places["wrote nothing: its node is gone, its disk full, or a call holds the interpreter"] = silent
     lines = sorted(places.items(), key=lambda place: len(place[1]))
-    return "\n".join(f"  rank{'s' * (len(ranks) > 1)} {_ranges(ranks)}: {place}" for place, ranks in lines)
-
-
-def _ranges(numbers: list[int]) -> str:
-    """0-3, 7"""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and parts[-1][-1] == number - 1:
-            parts[-1][1:] = [number]
-        else:
-            parts.append([number])
-    return ", ".join("-".join(map(str, part)) for part in parts)
+    return "\n".join(f"  rank{'s' * (len(ranks) > 1)} {ranges(ranks)}: {place}" for place, ranks in lines)
 
 
 def _stacks() -> list[dict[str, Any]]:
@@ -289,10 +279,3 @@ def _tried(act: Callable[[], Any]) -> Any:
         return act()
     except Exception as problem:
         return f"not known: {problem!r}"
-
-
-def _within(seconds: float, act: Callable[[], None]) -> None:
-    """Wait for ``act()`` in another thread, but not for ever: a file system may hang."""
-    thread = threading.Thread(target=act, name="hpcai-failure", daemon=True)
-    thread.start()
-    thread.join(seconds)

@@ -5,7 +5,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -20,13 +20,13 @@ from hpcai.dist.power import capped
 from hpcai.errors import CheckpointError, ConfigError, DataError, DivergedError
 from hpcai.parallel.rows import place_of
 from hpcai.settings import TrainConfig
-from hpcai.stop import REQUEUE, interrupts_put_off
+from hpcai.stop import interrupts_put_off
 from hpcai.train.checkpoint import VERSIONS, Saved
 from hpcai.train.evaluation import Kept, Metric, Position, Scored, scoring, serve
 from hpcai.train.failure import PULSE
 from hpcai.train.measure import Measured, Value, means
 from hpcai.train.profile import Profile
-from hpcai.train.run import Run
+from hpcai.train.run import Report, Result, Run
 from hpcai.train.saved import Progress
 from hpcai.train.schedule import rate
 from hpcai.train.signals import StopSignals
@@ -34,36 +34,6 @@ from hpcai.train.step import Step, samples_in
 
 ENERGY = ("gpu", "cpu", "memory")
 """What energy is counted of: GPUs by their processes, processors and their memory by the first process of each node."""
-
-
-@dataclass
-class Report:
-    """What was measured up to ``step``. ``report["loss"]`` and the other names are means since the report before."""
-
-    step: int
-    values: dict[str, float]
-
-    def __getitem__(self, name: str) -> float:
-        return self.values[name]
-
-
-@dataclass
-class Result:
-    """How a run ended: ``finished``, ``target`` or ``signal``, and whether the processes that evaluate were lost (``blind``).
-    Iterating gives its training reports."""
-
-    reason: str
-    progress: Progress
-    reports: list[Report] = field(default_factory=list)
-    evaluations: list[Report] = field(default_factory=list)
-    blind: bool = False
-
-    @property
-    def exit_code(self) -> int:
-        return REQUEUE if self.reason == "signal" else int(self.blind)
-
-    def __iter__(self) -> Iterator[Report]:
-        return iter(self.reports)
 
 
 class Batches:
@@ -196,7 +166,6 @@ class _Training:
         self.reports.emit("stop", **at, reason=reason, seconds=self.progress.seconds, target_reached=reason == "target")
         if self.scores is not None:
             self.scores.close(reason)
-            self.result.blind = self.scores.gone
         return self.result
 
     @contextmanager
@@ -405,7 +374,6 @@ class _Training:
             return False  # looked at with the reports, when the host waits anyway
         began = time.perf_counter()
         found = self.scores.results(wait)
-        self._tell_news(self.scores)
         self._since = (self._since[0] + time.perf_counter() - began, self._since[1])
         reached = [self._judge(scored) for scored in found]
         return any(reached)

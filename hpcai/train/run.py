@@ -1,10 +1,11 @@
 """The folder of one run: settings.yaml, metrics.jsonl, checkpoints/, and what an app leaves there for people."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from torch import Tensor
 
@@ -15,14 +16,40 @@ from hpcai.durable import claim, release
 from hpcai.errors import CheckpointError
 from hpcai.mllog import Benchmark, MlperfLog
 from hpcai.nn.weights import Portable
+from hpcai.stop import REQUEUE
 from hpcai.train.checkpoint import Checkpoints
 from hpcai.train.evaluation import RowsOf, predict
 from hpcai.train.failure import Failures
-from hpcai.train.saved import export
+from hpcai.train.saved import Progress, export
 from hpcai.train.step import Step
 
-if TYPE_CHECKING:
-    from hpcai.train.loop import Result
+
+@dataclass
+class Report:
+    """What was measured up to ``step``. ``report["loss"]`` and the other names are means since the report before."""
+
+    step: int
+    values: dict[str, float]
+
+    def __getitem__(self, name: str) -> float:
+        return self.values[name]
+
+
+@dataclass
+class Result:
+    """How a run ended: ``finished``, ``target`` or ``signal``. Iterating gives its training reports."""
+
+    reason: str
+    progress: Progress
+    reports: list[Report] = field(default_factory=list)
+    evaluations: list[Report] = field(default_factory=list)
+
+    @property
+    def exit_code(self) -> int:
+        return REQUEUE if self.reason == "signal" else 0
+
+    def __iter__(self) -> Iterator[Report]:
+        return iter(self.reports)
 
 
 class Run:
@@ -41,7 +68,7 @@ class Run:
         self.reports = log.Reports()
         if cfg is not None:
             mlperf = None if benchmark is None else lambda path, echo: MlperfLog(path, benchmark, echo)
-            self.reports = log.reports(cfg.report, mesh, mlperf)
+            self.reports = log.reports(self.directory, cfg.report.sinks, mesh.is_first, mlperf)
         self.checkpoints: Checkpoints | None = None
         self.failures = Failures(name, self.directory, self.settings, mesh)
         self._cfg = cfg
@@ -84,7 +111,7 @@ class Run:
         return lambda found: self.keep(name, lambda path: write(path, found, *words))
 
     def finish(
-        self, step: Step, result: "Result", function: RowsOf | None = None, batches: Any = None,
+        self, step: Step, result: Result, function: RowsOf | None = None, batches: Any = None,
         keep: Callable[[dict[str, Tensor]], Any] = lambda rows: None,
     ) -> None:  # fmt: skip
         """Leave the model's ``files`` for people, such as model.safetensors of the last checkpoint, and ``keep`` the rows that

@@ -107,15 +107,14 @@ class Index(BaseModel):
     files: dict[FileName, File] = {}
     tensors: dict[str, _Chunks] = {}
 
-    def blocks(self) -> dict[str, list[Block]]:
-        """By file, in order."""
-        found: dict[str, list[Block]] = {}
+    def blocks(self) -> list[Block]:
+        """Those of all files."""
+        found: list[Block] = []
         for name, file in self.files.items():
-            found[name] = []
-            for stretch in sorted(file.stretches, key=lambda each: each.at):
+            for stretch in file.stretches:
                 for number, seal in enumerate(stretch.sha256):
                     at = stretch.at + number * self.block
-                    found[name].append(Block(name, at, min(self.block, stretch.at + stretch.bytes - at), seal))
+                    found.append(Block(name, at, min(self.block, stretch.at + stretch.bytes - at), seal))
         return found
 
 
@@ -133,10 +132,15 @@ class Held:
     tensors: dict[str, list[Stored]] = field(default_factory=dict)
     sizes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
-    def fill(self, wanted: Sequence[Box]) -> str:
+    def damage(self, part: int = 0, parts: int = 1) -> str:
+        """What is wrong with any byte of the tensors, or nothing; only in the one with number ``part`` of so many ``parts``."""
+        every = self.index.blocks()
+        return tensorfile.wrong(self.path, every[len(every) * part // parts : len(every) * (part + 1) // parts])
+
+    def fill(self, wanted: Sequence[Box], readers: int = 1) -> str:
         """Read the numbers of each box -> what is damaged, or nothing. Ranks that hold the same boxes call this together."""
         if self.index.format > 1:
-            return tensorfile.read(self.path, self.index.blocks(), [(box, self.tensors[box.name]) for box in wanted])
+            return tensorfile.read(self.path, [(box, self.tensors[box.name]) for box in wanted], readers)
         for box, part in ((each, part) for each in wanted for part in self.tensors[each.name]):
             with (self.path / part.file).open("rb") as file:
                 file.seek(part.at)
@@ -147,7 +151,7 @@ class Held:
         return ""
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Some tensors, whole, on one process. Raises CheckpointError for damaged ones."""
+        """Some tensors, whole, on one process. Raises CheckpointError where they cannot be read."""
         pairs = [(name, torch.empty(self.sizes[name], dtype=self.tensors[name][0].dtype)) for name in names]
         if damage := self.fill([Box(name, tuple(tensor.shape), (0,) * tensor.ndim, tensor) for name, tensor in pairs]):
             raise CheckpointError(f"{self.path}: {damage}")
@@ -237,10 +241,14 @@ def _some(names: list[str], ends: list[int], most: int = 1 << 28) -> Iterator[li
 
 
 def _whole(checkpoint: Path) -> Held:
+    """A checkpoint of which every byte was compared with its SHA-256."""
     try:
-        return opened(checkpoint)
-    except DamagedError as problem:
-        raise CheckpointError(f"{checkpoint}: {problem}") from problem
+        held = opened(checkpoint)
+        if problem := held.damage():
+            raise DamagedError(problem)
+        return held
+    except DamagedError as damage:
+        raise CheckpointError(f"{checkpoint}: {damage}") from damage
 
 
 def opened(path: Path) -> Held:
@@ -302,11 +310,6 @@ def _header(path: Path, file: File, block: int) -> bytes:
         if stretch.at + stretch.bytes > size or len(stretch.sha256) != -(-stretch.bytes // block):
             raise DamagedError(f"{INDEX} gives {path.name} stretches that it has not")
     return header
-
-
-def damage(held: Held) -> str:
-    """What is wrong with any byte of a checkpoint's tensors, or nothing."""
-    return tensorfile.wrong(held.path, [block for file in held.index.blocks().values() for block in file])
 
 
 def step_of(path: Path) -> int:

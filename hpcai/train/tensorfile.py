@@ -1,9 +1,8 @@
-"""Files of tensors in the safetensors layout, which processes write together, and read together, in blocks.
+"""Files of tensors in the safetensors layout, each written by one process, which processes read together.
 
 A file has a header (JSON: dtype, shape and place of each tensor) and then their numbers, row by row. Of a tensor that is divided it
-has parts, whose names say which: ``name[0:4,8:16]``. Each process writes one stretch of it through a buffer of one block, and keeps
-the SHA-256 of each block. Where several ranks need the same numbers, each block is read by one of them, checked, and passed on: it
-leaves the disk once.
+has parts, whose names say which: ``name[0:4,8:16]``. Each block of it has a SHA-256. What several ranks hold alike is written by a
+few of them, and read by a few and passed on: it leaves the disk once.
 """
 
 import hashlib
@@ -11,10 +10,10 @@ import json
 import math
 import os
 import re
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,11 +22,10 @@ import torch.distributed as torch_dist
 from torch import Tensor
 
 from hpcai.dist.mesh import Axis
-from hpcai.parallel.rows import boxes
 
 BLOCK = 16 << 20
 """Bytes of which each has a SHA-256 of its own"""
-_ALIGN = 4096  # a stretch begins on a page, so that no two hosts write into one
+_ALIGN = 4096  # a header fills whole pages
 KINDS = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -53,24 +51,32 @@ class Box:
         parts = [f"{first}:{first + count}" for first, count in zip(self.offsets, self.tensor.shape)]
         return self.name if tuple(self.tensor.shape) == self.size else f"{self.name}[{','.join(parts)}]"
 
-    def entry(self) -> tuple[str, str, tuple[int, ...], int]:
-        """What a header says of it, and its bytes."""
-        return self.key, KINDS[self.tensor.dtype], tuple(self.tensor.shape), self.tensor.nbytes
 
-
-def dealt(found: Sequence[Box], most: int) -> list[Box]:
-    """Those of ``found`` that this process writes. What several ranks hold alike is dealt by bytes, along the list, among the first
-    ``most`` of them. Numbers of wide types come first, so that each lies at a multiple of its own size."""
-    own: list[Box] = []
+def dealt(found: Sequence[Box], most: int) -> Iterator[tuple[tuple[Axis, ...], list[list[Box]]]]:
+    """By the axes along which ranks hold the same: what each of the first ``most`` of these ranks has to do, dealt by bytes.
+    Numbers of wide types come first, so that each lies at a multiple of its own size."""
     for copies in dict.fromkeys(box.copies for box in found):
-        alike = [box for box in found if box.copies == copies]
-        writers, place, done = min(most, math.prod(axis.size for axis in copies)), _place(copies), 0
-        total = sum(box.tensor.nbytes for box in alike)
+        alike = sorted((box for box in found if box.copies == copies), key=lambda box: -box.tensor.itemsize)
+        parts: list[list[Box]] = [[] for _ in range(min(most, math.prod(axis.size for axis in copies)))]
+        total, done = sum(box.tensor.nbytes for box in alike), 0
         for box in alike:
-            if min((done + box.tensor.nbytes // 2) * writers // max(total, 1), writers - 1) == place:
-                own.append(box)
+            parts[min((done + box.tensor.nbytes // 2) * len(parts) // max(total, 1), len(parts) - 1)].append(box)
             done += box.tensor.nbytes
-    return sorted(own, key=lambda box: -box.tensor.itemsize)
+        yield copies, parts
+
+
+def own(found: Sequence[Box], most: int) -> list[Box]:
+    """Those of ``found`` that this process writes."""
+    mine = [box for copies, parts in dealt(found, most) if _place(copies) < len(parts) for box in parts[_place(copies)]]
+    return sorted(mine, key=lambda box: -box.tensor.itemsize)
+
+
+def room(boxes: Sequence[Box], pinned: bool = False) -> tuple[Tensor, list[Tensor]]:
+    """Memory for the numbers of ``boxes``, one behind another, and the part of each."""
+    ends = list(accumulate((box.tensor.nbytes for box in boxes), initial=0))
+    memory = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=pinned)
+    parts = [memory[a:b].view(box.tensor.dtype).view(box.tensor.shape) for a, b, box in zip(ends, ends[1:], boxes)]
+    return memory, parts
 
 
 def _place(axes: Sequence[Axis]) -> int:
@@ -84,53 +90,6 @@ def _place(axes: Sequence[Axis]) -> int:
 # ---- writing
 
 
-@dataclass
-class Stretch:
-    """What one process writes: ``length`` bytes of ``file`` from ``at`` on."""
-
-    writer: int
-    file: str
-    at: int
-    length: int
-
-
-class Contents:
-    """What is in which file, from the entries of all boxes by writer: at most ``most`` files."""
-
-    def __init__(self, entries: Mapping[int, Sequence[tuple[str, str, Sequence[int], int]]], most: int) -> None:
-        self.stretches: list[Stretch] = []
-        self.headers: dict[str, bytes] = {}
-        writers, files = sorted(entries), min(most, len(entries))
-        for number in range(files):
-            name, at, told, own = f"tensors-{number:03d}.safetensors", 0, dict[str, Any](), list[Stretch]()
-            for writer in (w for i, w in enumerate(writers) if i * files // len(writers) == number):
-                if gap := -at % _ALIGN:
-                    told[f"gap {at}"] = {"dtype": "U8", "shape": [gap], "data_offsets": [at, at + gap]}
-                first = at = at + gap
-                for key, kind, sizes, length in entries[writer]:
-                    told[key] = {"dtype": kind, "shape": sizes, "data_offsets": [at, at + length]}
-                    at += length
-                own.append(Stretch(writer, name, first, at - first))
-            self.headers[name] = head(told)
-            for stretch in own:
-                stretch.at += len(self.headers[name])
-            self.stretches += own
-
-    def files(self, hashes: Mapping[int, bytes]) -> dict[str, dict[str, Any]]:
-        """Size, header and stretches of each file, with the SHA-256 of each block that each writer wrote."""
-        files: dict[str, dict[str, Any]] = {
-            name: {"bytes": len(text), "header": len(text), "sha256": hashlib.sha256(text).hexdigest(), "stretches": []}
-            for name, text in self.headers.items()
-        }
-        for stretch in self.stretches:
-            found = hashes[stretch.writer]
-            seals = [found[i : i + 32].hex() for i in range(0, len(found), 32)]
-            entry = {"writer": stretch.writer, "at": stretch.at, "bytes": stretch.length, "sha256": seals}
-            files[stretch.file]["stretches"].append(entry)
-            files[stretch.file]["bytes"] = stretch.at + stretch.length
-        return files
-
-
 def head(entries: Mapping[str, Any]) -> bytes:
     """What a file begins with: a length, and JSON of ``entries`` that fills whole pages."""
     text = json.dumps(entries, separators=(",", ":")).encode()
@@ -138,21 +97,25 @@ def head(entries: Mapping[str, Any]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def write(path: Path, at: int, numbers: Tensor) -> bytes:
-    """Write bytes from ``at`` on, and wait for the disk -> the SHA-256 of each block.   numbers [n] uint8"""
-    hashes, memory = bytearray(), numbers.numpy().data
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        for first in range(0, len(memory), BLOCK):
-            block: Any = memory[first : first + BLOCK]
-            hashes.extend(hashlib.sha256(block).digest())
-            while block:
-                count = os.pwrite(descriptor, block, at)
-                at, block = at + count, block[count:]
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    return bytes(hashes)
+def write(path: Path, boxes: Sequence[Box], memory: Tensor, writer: int) -> dict[str, Any]:
+    """Write a file of ``boxes``, whose numbers are in ``memory``, and wait for the disk -> what the index says of the file."""
+    ends = list(accumulate((box.tensor.nbytes for box in boxes), initial=0))
+    header = head({
+        box.key: {"dtype": KINDS[box.tensor.dtype], "shape": tuple(box.tensor.shape), "data_offsets": span}
+        for box, *span in zip(boxes, ends, ends[1:])
+    })  # fmt: skip
+    seals, numbers = [], memory.numpy().data
+    with path.open("wb") as file:
+        file.write(header)
+        for first in range(0, len(numbers), BLOCK):
+            block: Any = numbers[first : first + BLOCK]
+            seals.append(hashlib.sha256(block).hexdigest())
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+    stretch = {"writer": writer, "at": len(header), "bytes": len(numbers), "sha256": seals}
+    seal = hashlib.sha256(header).hexdigest()
+    return {"bytes": len(header) + len(numbers), "header": len(header), "sha256": seal, "stretches": [stretch]}
 
 
 # ---- reading
@@ -194,111 +157,86 @@ def listed(file: str, header: bytes) -> Iterator[tuple[str, Stored]]:
         raise ValueError(f"{type(problem).__name__}: {problem}") from problem
 
 
-def read(folder: Path, blocks: Mapping[str, Sequence[Block]], wanted: Sequence[tuple[Box, Sequence[Stored]]]) -> str:
-    """Fill each box from those stored of its tensor -> what is wrong with the files, or nothing. Ranks that hold the same boxes
-    call this together and share the reading; ``blocks`` are by file and in order."""
-    problem, starts = "", {file: [block.at for block in some] for file, some in blocks.items()}
-    for copies in dict.fromkeys(box.copies for box, _ in wanted):
-        jobs: dict[Block, list[tuple[Box, Stored]]] = {}
-        for box, stored in ((box, each) for box, all_stored in wanted if box.copies == copies for each in all_stored):
-            if stored.at < stored.end and (span := _span(box, stored)):
-                at = starts[stored.file]
-                for block in blocks[stored.file][bisect_right(at, span[0]) - 1 : bisect_left(at, span[1])]:
-                    jobs.setdefault(block, []).append((box, stored))
-        ordered = sorted(jobs, key=lambda block: (block.file, block.at))
-        for block, content in _passed_on(folder, ordered, copies):
-            if isinstance(content, str):
-                problem = problem or content
-            elif not problem:
-                for box, stored in jobs[block]:
-                    _fill(box, stored, content, block)
-    return problem
+class _Files(ExitStack):
+    """Files of a folder, each of which is opened once."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder, self._open = folder, dict[str, Any]()
+
+    def read(self, file: str, at: int, into: Tensor) -> None:
+        """Fill ``into`` [n] uint8 with the bytes of ``file`` from ``at`` on."""
+        if file not in self._open:
+            self._open[file] = self.enter_context((self._folder / file).open("rb", buffering=0))
+        view: Any = into.numpy().data
+        self._open[file].seek(at)
+        while view:
+            if not (count := self._open[file].readinto(view)):
+                raise OSError(None, "ends too early", file)
+            view = view[count:]
 
 
 def wrong(folder: Path, blocks: Sequence[Block]) -> str:
-    """What is wrong with the first block that is not what was written, or nothing."""
-    return next((content for _, content in _passed_on(folder, blocks, ()) if isinstance(content, str)), "")
+    """What is wrong with the first of ``blocks`` that is not what was written, or nothing."""
+    memory = torch.empty(max((block.length for block in blocks), default=0), dtype=torch.uint8)
+    with _Files(folder) as files:
+        for block in blocks:
+            content = memory[: block.length]
+            with suppress(OSError):
+                files.read(block.file, block.at, content)
+                if hashlib.sha256(content.numpy().data).hexdigest() == block.sha256:
+                    continue
+            return f"{block.file} has changed since it was written, or cannot be read: bytes {block.at:,} on lack their SHA-256"
+    return ""
 
 
-def _span(box: Box, stored: Stored) -> tuple[int, int] | None:
-    """Bytes of the file among which is what ``box`` needs of ``stored``."""
-    if tuple(box.tensor.shape) == stored.sizes and box.offsets == stored.offsets:
-        return stored.at, stored.end
-    low, high = _common(box.offsets, box.tensor.shape, stored.offsets, stored.sizes)
-    if any(a >= b for a, b in zip(low, high)):
-        return None
-    stride = _strides(stored.sizes)
-    first = sum((a - o) * s for a, o, s in zip(low, stored.offsets, stride))
-    last = sum((b - 1 - o) * s for b, o, s in zip(high, stored.offsets, stride))
-    return stored.at + first * stored.dtype.itemsize, stored.at + (last + 1) * stored.dtype.itemsize
+def read(folder: Path, wanted: Sequence[tuple[Box, Sequence[Stored]]], readers: int) -> str:
+    """Fill each box from those stored of its tensor -> why a file cannot be read, or nothing. Ranks that hold the same boxes call
+    this together: at most ``readers`` of them read, each its part, and pass it on."""
+    stored, problem = {id(box): parts for box, parts in wanted}, ""
+    for copies, dealt_out in dealt([box for box, _ in wanted], readers):
+        place, alone = _place(copies), math.prod(axis.size for axis in copies) == 1
+        own = dealt_out[place] if place < len(dealt_out) else []
+        memory, parts = room([] if alone else own)
+        parts = [box.tensor for box in own] if alone else parts
+        try:
+            with _Files(folder) as files:
+                for box, part in zip(own, parts):
+                    for each in stored[id(box)]:
+                        _fill(replace(box, tensor=part), each, files)
+        except OSError as error:
+            problem = f"{error.filename}: {error.strerror}"
+        for number, boxes in enumerate(() if alone else dealt_out):
+            content, parts_of = (memory, parts) if number == place else room(boxes)
+            _broadcast(content, copies, number)
+            for box, part in zip(boxes, parts_of):
+                box.tensor.copy_(part)
+    return problem
 
 
-def _common(a: Sequence[int], sizes: Sequence[int], b: Sequence[int], others: Sequence[int]) -> tuple[list[int], list[int]]:
-    return [max(x, y) for x, y in zip(a, b)], [min(x + n, y + m) for x, n, y, m in zip(a, sizes, b, others)]
-
-
-def _strides(sizes: Sequence[int]) -> tuple[int, ...]:
-    return tuple(math.prod(sizes[d + 1 :]) for d in range(len(sizes)))
-
-
-def _fill(box: Box, stored: Stored, content: Tensor, block: Block) -> None:
-    """Copy what ``content``, the bytes of ``block``, has of ``stored`` into ``box``."""
-    width = stored.dtype.itemsize
-    begin, end = max(stored.at, block.at), min(stored.end, block.at + block.length)
-    numbers = content[begin - block.at : end - block.at].view(stored.dtype)
-    if end - begin == stored.end - stored.at and tuple(box.tensor.shape) == stored.sizes and box.offsets == stored.offsets:
-        box.tensor.copy_(numbers.view(stored.sizes))
+def _fill(box: Box, stored: Stored, files: _Files) -> None:
+    """Read what ``box`` needs of ``stored``: the rows of the first dim that both have."""
+    low, high = _common(box, stored.offsets, stored.sizes)
+    if stored.at == stored.end or any(a >= b for a, b in zip(low, high)):
         return
-    stride, first = _strides(stored.sizes), (begin - stored.at) // width
-    for at, sizes in boxes(stored.sizes, stride, first, (end - stored.at) // width):
-        start = sum(o * s for o, s in zip(at, stride)) - first
-        piece = numbers[start : start + math.prod(sizes)].view(sizes)
-        where = [o + a for o, a in zip(stored.offsets, at)]
-        put(box, where, piece)
+    first = (low[0] - stored.offsets[0]) * math.prod(stored.sizes[1:]) * stored.dtype.itemsize if low else 0
+    numbers = torch.empty((high[0] - low[0], *stored.sizes[1:]) if low else (), dtype=stored.dtype)
+    files.read(stored.file, stored.at + first, numbers.view(-1).view(torch.uint8))
+    put(box, [*low[:1], *stored.offsets[1:]], numbers)
+
+
+def _common(box: Box, offsets: Sequence[int], sizes: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Where what ``box`` has of a box at ``offsets`` begins and ends, in each dim."""
+    ends = zip(box.offsets, box.tensor.shape, offsets, sizes)
+    return [max(pair) for pair in zip(box.offsets, offsets)], [min(x + n, y + m) for x, n, y, m in ends]
 
 
 def put(box: Box, offsets: Sequence[int], numbers: Tensor) -> None:
     """Copy what ``box`` has of ``numbers``, which begin at ``offsets`` of the same tensor."""
-    low, high = _common(box.offsets, box.tensor.shape, offsets, numbers.shape)
+    low, high = _common(box, offsets, numbers.shape)
     if all(a < b for a, b in zip(low, high)):
         into, of = (tuple(slice(a - o, b - o) for a, b, o in zip(low, high, at)) for at in (box.offsets, offsets))
         box.tensor[into].copy_(numbers[of])
-
-
-def _passed_on(folder: Path, ordered: Sequence[Block], copies: tuple[Axis, ...]) -> Iterator[tuple[Block, Tensor | str]]:
-    """Each block with its bytes, or with what is wrong. The ranks along ``copies`` read in turn, each ahead of its turns."""
-    count, place = math.prod(axis.size for axis in copies), _place(copies)
-    mine = [block for number, block in enumerate(ordered) if number % count == place]
-    room = [torch.empty(max((block.length for block in ordered), default=0) + 1, dtype=torch.uint8) for _ in range(3)]
-    with ThreadPoolExecutor(1, "checkpoint") as thread:
-        ahead = [thread.submit(_checked, folder, block, room[0]) for block in mine[:1]]
-        for number, block in enumerate(ordered):
-            turn, whose = divmod(number, count)
-            content = room[2][: block.length + 1]
-            if whose == place:
-                content = ahead.pop().result()
-                ahead += [thread.submit(_checked, folder, each, room[(turn + 1) % 2]) for each in mine[turn + 1 :][:1]]
-            _broadcast(content, copies, whose)
-            wrong = f"{block.file} has changed since it was written, or cannot be read: bytes {block.at:,} on lack their SHA-256"
-            yield block, content[:-1] if content[-1] else wrong
-
-
-def _checked(folder: Path, block: Block, room: Tensor) -> Tensor:
-    """The bytes of a block in ``room``, and one more: 1 where they are those that were written."""
-    content = room[: block.length + 1]
-    view: Any = content.numpy().data[:-1]
-    content[-1] = done = 0
-    try:
-        descriptor = os.open(folder / block.file, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            while done < block.length and (count := os.preadv(descriptor, [view[done:]], block.at + done)):
-                done += count
-        finally:
-            os.close(descriptor)
-    except OSError:
-        return content
-    content[-1] = done == block.length and hashlib.sha256(view).hexdigest() == block.sha256
-    return content
 
 
 def _broadcast(content: Tensor, copies: tuple[Axis, ...], source: int) -> None:

@@ -16,8 +16,8 @@ from hpcai.data.layout import npy
 from hpcai.data.loader import Loader
 from hpcai.settings import CheckpointConfig, StepConfig, TrainConfig
 from hpcai.train.checkpoint import Checkpoints
-from hpcai.train.loop import Result, fit
-from hpcai.train.run import Run
+from hpcai.train.loop import fit
+from hpcai.train.run import Result, Run
 from hpcai.train.saved import Progress
 from hpcai.train.step import Step
 from tests.gpu.machine import DEVICE, GRAPH, ON_GPU, nothing_waits, precisely

@@ -146,7 +146,7 @@ def test_ranks_meet_in_one_world_and_end_with_one_code(launch: Launch, ranks: in
     """85 means: put me into the queue again. torchrun itself ends with 1."""
     ended = run(launch(ranks), "meet.py", f'{{"replicate": {ranks // 2}, "axial": 2}}', str(code))
     said, every = ended.said(), range(ranks)
-    assert ended.code == (code if mpi else bool(code)) and "failed as" not in ended.err and "this is rank" not in ended.err
+    assert ended.code == (code if mpi else bool(code)) and " failed" not in ended.err.partition("torch/distributed")[0]
     assert mpi or not code or f"exitcode  : {code}" in ended.err
     assert tracebacks(ended.err) == (not mpi and bool(code)), "torchrun adds one of its own"
     assert [line["rank"] for line in said] == sorted(line["local_rank"] for line in said) == list(every)
@@ -190,8 +190,7 @@ def test_axes_that_do_not_fit_are_one_line() -> None:
 def failed(text: str, rank: int) -> bool:
     """Rank's traceback is there, at the start of a line: mpiexec passes on what ranks write in no fixed order."""
     start = rf"^rank {rank} on \S+ failed:\nTraceback \(most recent call last\):\n(.*\n)*?.*fail.py"
-    said = f"failed: ValueError: no good at rank {rank}; this is rank 0" in text or rank == 0
-    return said and re.search(start, text, re.MULTILINE) is not None
+    return re.search(start, text, re.MULTILINE) is not None
 
 
 @pytest.mark.parametrize(
@@ -213,10 +212,9 @@ def test_exception_on_one_rank_ends_all(launch: Launch, rank: int, meanwhile: st
 )  # fmt: skip
 def test_exception_on_one_rank_ends_all_whatever_they_do(rank: int, meanwhile: str) -> None:
     ended = run_forked(4, "fail.py", "raise", str(rank), meanwhile)
-    text = "".join(each.err for each in ended)
     assert all(each.code for each in ended) or (meanwhile == "end" and ended[rank].code), "those that are done may be gone"
     assert ended[0].after < SOON
-    assert failed(text, rank) and tracebacks(text) == 1
+    assert failed(ended[0].err, rank) and tracebacks("".join(each.err for each in ended)) == 1, "rank 0 prints it for all"
 
 
 @pytest.mark.parametrize("launch", [pytest.param(mpich, marks=pytest.mark.claim), openmpi])

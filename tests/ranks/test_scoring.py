@@ -16,7 +16,8 @@ from hpcai.models import cosmoflow
 from hpcai.parallel.replicate import sum_over
 from hpcai.settings import StepConfig, TrainConfig
 from hpcai.train.evaluation import scoring
-from hpcai.train.loop import Result, fit
+from hpcai.train.loop import fit
+from hpcai.train.run import Result
 from hpcai.train.step import Step
 from tests.ranks.launch import on_ranks
 

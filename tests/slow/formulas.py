@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hpcai.kernels import activations_triton, eighths, eighths_triton, gates_triton, layernorm_triton, rmsnorm_triton, rotary_triton
-from hpcai.kernels.eighths import HALVINGS
+from hpcai.kernels.fp8 import HALVINGS
 
 ULP = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7}  # the interpreter truncates to bfloat16
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -15,7 +15,6 @@ from hpcai.errors import DataError
 from hpcai.models.openfold.alignments import Alignment, encode, read_alignments
 from hpcai.models.openfold.features import FeatureConfig, collate, featurize
 from hpcai.models.openfold.heads import plddt
-from hpcai.models.openfold.model import OpenFold
 from hpcai.models.openfold.residues import PLACE
 from hpcai.models.openfold.structures import write_structure
 
@@ -67,7 +66,7 @@ class Fold:
 
 
 def fold(
-    model: OpenFold, sequence: str, alignments: Alignment | str | Path | Sequence[str | Path] | None = None,
+    model: Any, sequence: str, alignments: Alignment | str | Path | Sequence[str | Path] | None = None,
     templates: Mapping[str, Any] | None = None, *, recycles: int = 3, seed: int = 0, cfg: FeatureConfig | None = None,
 ) -> Fold:  # fmt: skip
     """The structure of a sequence. ``alignments``: those of the sequence, the folder or the files where they are, or none.
@@ -79,7 +78,7 @@ def fold(
 
 
 def read(
-    model: OpenFold, sequence: str, alignments: Alignment | str | Path | Sequence[str | Path] | None = None,
+    model: Any, sequence: str, alignments: Alignment | str | Path | Sequence[str | Path] | None = None,
     templates: Mapping[str, Any] | None = None, *, recycles: int = 3, seed: int = 0, cfg: FeatureConfig | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
     """The first half of ``fold``: what the network reads, where it is. Each process of a cut network does it alone."""
@@ -97,7 +96,7 @@ def read(
     return {name: x.to(kind) if x.is_floating_point() else x for name, x in batch.items()}
 
 
-def predict(model: OpenFold, sequence: str, features: Mapping[str, Tensor]) -> Fold:
+def predict(model: Any, sequence: str, features: Mapping[str, Tensor]) -> Fold:
     """The second half of ``fold``, which all processes of a cut network do together."""
     weight, was = model.to_single.weight, model.training
     with torch.no_grad():

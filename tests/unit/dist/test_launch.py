@@ -21,7 +21,7 @@ from hpcai import dist
 from hpcai.dist import launch
 from hpcai.dist.environment import ALONE, Place, expand, place
 from hpcai.dist.launch import device
-from hpcai.dist.watch import Watch, _Hub, shout
+from hpcai.dist.watch import Watch, _Hub
 from hpcai.errors import LaunchError, MeshError
 
 CASES = yaml.safe_load((Path(__file__).parent / "environments.yaml").read_text())
@@ -203,14 +203,16 @@ def test_a_failure_never_ends_a_job_with_code_0_and_steers_no_terminal(capfd: py
     hub = _Hub(2, "secret", "127.0.0.1")
     assert hub._door.getsockname()[0] == "127.0.0.1"
     threading.Thread(target=hub.serve, daemon=True).start()
+    with socket.create_connection(("127.0.0.1", hub.port), timeout=10) as stranger:
+        stranger.sendall(b'{"token": "guess", "rank": 1, "name": "me"}\n')
+        assert stranger.recv(1) == b"", "who does not know the token is sent away, and takes no rank's place"
     ranks = [socket.create_connection(("127.0.0.1", hub.port)) for _ in range(2)]
     for rank, line in enumerate(ranks):
         line.sendall(json.dumps({"token": "secret", "rank": rank, "name": f"rank {rank}"}).encode() + b"\n")
-    ranks[1].sendall(b'{"failed": "text", "code": 0}\n')
-    told = ranks[0].makefile().readline()
-    assert json.loads(told)["code"] == 1 and "rank 1 failed: it ended without a word" in told
-    shout("\x1b[2J\x1b]0;title\x07red\r\nnext")
-    assert capfd.readouterr().err == "?[2J?]0;title?red?\nnext\n"
+    ranks[1].sendall(b'{"failed": "text", "words": "\\u001b[2J\\u001b]0;title\\u0007red", "code": 0, "ours": false}\n')
+    told = json.loads(ranks[0].makefile().readline())
+    assert (told["code"], told["first"], told["stop"]) == (1, 1, "rank 1 failed: text")
+    assert capfd.readouterr().err == "rank 1: ?[2J?]0;title?red\n"
 
 
 def test_the_store_of_one_node_listens_on_its_loopback_alone() -> None:

@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 import random
-import subprocess
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,45 +91,6 @@ def test_narrow_weights_are_those_of_their_masters_again(tmp_path: Path) -> None
         assert one.dtype == torch.bfloat16 and torch.equal(one, again)
 
 
-def spoil(path: Path, how: str) -> None:
-    data = next(path.glob("*.safetensors"))
-    if how == "bit":
-        raw = bytearray(data.read_bytes())
-        raw[len(raw) // 2] ^= 1
-        data.write_bytes(raw)
-    elif how == "truncated":
-        data.write_bytes(data.read_bytes()[:-10])
-    elif how == "missing":
-        data.unlink()
-    else:
-        (path / how).write_text("{")
-
-
-@pytest.mark.parametrize(
-    "how, text",
-    [
-        ("bit", "tensors-000.safetensors has changed since it was written"),
-        ("truncated", "tensors-000.safetensors has changed since it was written"),
-        ("missing", "tensors-000.safetensors is missing"),
-        ("manifest.json", "manifest.json cannot be read"),
-        ("index.json", "index.json has changed"),
-        ("run.json", "run.json has changed"),
-    ],
-)
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path, how: str, text: str) -> None:
-    step, kept = new_step(), keeper(tmp_path, keep=3)
-    for count in (1, 2):
-        train(step, 1)
-        kept.save(step, Progress(step=count))
-    spoil(tmp_path / "step-00000002", how)
-    again = keeper(tmp_path, keep=3)
-    progress = again.resume(new_step(seed=1))
-    assert progress is not None and progress.step == 1
-    assert len(again.notes) == 1 and "step-00000002 is passed over: " in again.notes[0] and text in again.notes[0]
-    again.save(step, Progress(step=2))  # the damaged one is replaced
-    assert keeper(tmp_path).resume(new_step()).step == 2
-
-
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path: Path) -> None:
     step, kept = new_step(), keeper(tmp_path)
     for count in (1, 2):
@@ -180,28 +141,6 @@ def test_a_full_disk_is_told_and_nothing_is_lost(tmp_path: Path, monkeypatch: py
         assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000001"]
     assert keeper(tmp_path).resume(new_step()).step == 1
     kept.save(step, Progress(step=2))
-
-
-def test_a_really_full_disk(tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=160k", "none", disk], capture_output=True).returncode:
-        pytest.skip("a small file system cannot be mounted here (not root?)")
-    try:
-        torch.manual_seed(0)
-        step = Step(nn.Linear(10, 150), loss, StepConfig(), dist.alone())
-        kept = keeper(disk / "checkpoints")
-        step(torch.randn(4, 10))
-        kept.save(step, Progress(step=1))
-        with pytest.raises(
-            CheckpointError, match="cannot be written: No space left on device; step-0000000[12] is the newest whole"
-        ):
-            for count in range(2, 12):
-                (disk / f"fill{count}").write_bytes(b"x" * 10_000)
-                kept.save(step, Progress(step=2))
-        assert keeper(disk / "checkpoints").resume(step).step in (1, 2)
-    finally:
-        subprocess.run(["umount", disk], check=True)
 
 
 def test_other_settings_or_another_model_are_refused(tmp_path: Path) -> None:
@@ -347,17 +286,6 @@ WRONG = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "text", "message"), WRONG, ids=lambda value: str(value)[:40])
-def test_a_file_of_another_shape_is_damage(tmp_path: Path, name: str, text: str, message: str) -> None:
-    step = new_step()
-    path = keeper(tmp_path).save(step, Progress(step=1)).path
-    resealed(path, name, text)
-    again = keeper(tmp_path)
-    with pytest.raises(CheckpointError, match="no checkpoint is whole"):
-        again.resume(step)
-    assert len(again.notes) == 1 and again.notes[0].startswith("step-00000001 is passed over: ") and message in again.notes[0]
-
-
 def forged(path: Path, change: Any) -> None:
     """A checkpoint after ``change`` to the header of its file and to its index, which says that this is the header."""
     index = json.loads((path / "index.json").read_text())
@@ -385,19 +313,49 @@ FORGED = {
 }
 
 
-@pytest.mark.parametrize("huge", [2**80, 2**52])
-@pytest.mark.parametrize("what", FORGED)
-def test_a_strange_number_in_an_index_or_a_header_is_damage(tmp_path: Path, what: str, huge: int) -> None:
-    step = new_step()
-    path = keeper(tmp_path).save(step, Progress(step=1)).path
+def spoil(path: Path, how: str) -> None:
+    data = next(path.glob("*.safetensors"))
+    if how == "bit":
+        raw = bytearray(data.read_bytes())
+        raw[-1] ^= 1
+        data.write_bytes(raw)
+    elif how == "truncated":
+        data.write_bytes(data.read_bytes()[:-10])
+    elif how == "missing":
+        data.unlink()
+    else:
+        (path / how).write_text("{")
+
+
+DAMAGE: list[tuple[Any, tuple[Any, ...], str]] = [
+    (spoil, ("bit",), "tensors-000.safetensors has changed since it was written"),
+    (spoil, ("truncated",), "tensors-000.safetensors has changed since it was written"),
+    (spoil, ("missing",), "tensors-000.safetensors is missing"), (spoil, ("manifest.json",), "manifest.json cannot be read"),
+    (spoil, ("index.json",), "index.json has changed"), (spoil, ("run.json",), "run.json has changed"),
+    *((resealed, (name, text), message) for name, text, message in WRONG),
+    *((forged, (partial(change, n=huge),), "") for change in FORGED.values() for huge in (2**80, 2**52)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("act", "words", "message"), DAMAGE, ids=lambda value: str(value)[:40])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path, act: Any, words: Any, message: str) -> None:
+    step, kept = new_step(), keeper(tmp_path, keep=3)
+    for count in (1, 2):
+        path = kept.save(step, Progress(step=count)).path
+    act(path, *words)
+    again = keeper(tmp_path, keep=3)
+    assert again.resume(step) == Progress(step=1)
+    (note,) = again.notes
+    assert note.startswith("step-00000002 is passed over: ") and message in note
+    again.save(step, Progress(step=2))  # the damaged one is replaced
+    assert keeper(tmp_path).resume(new_step()) == Progress(step=2)
+
+
+def test_a_forged_checkpoint_without_a_change_is_read(tmp_path: Path) -> None:
+    path = keeper(tmp_path).save(step := new_step(), Progress(step=1)).path
     before = (path / "index.json").read_text()
     forged(path, lambda told, index: None)
     assert keeper(tmp_path).resume(step) == Progress(step=1) and (path / "index.json").read_text() != before
-    forged(path, lambda told, index: FORGED[what](told, index, huge))
-    again = keeper(tmp_path)
-    with pytest.raises(CheckpointError, match="no checkpoint is whole"):
-        again.resume(step)
-    assert "step-00000001 is passed over: " in again.notes[0]
 
 
 def test_a_resume_notes_every_other_difference_and_refuses_another_data_set(tmp_path: Path) -> None:
@@ -420,36 +378,37 @@ def test_a_resume_notes_every_other_difference_and_refuses_another_data_set(tmp_
     assert meant.resume(step).step == 1 and len(meant.notes) == 2
 
 
-def two_sizes(mesh: Mesh, path: str) -> tuple[int, list[str], int]:
-    """Writes and resumes in blocks of 96 bytes: how many files there are, who wrote, how many blocks this process read."""
-    checkpoint.tensorfile.BLOCK = 96
-    read, count = checkpoint.tensorfile._checked, 0
+def writes_and_reads(mesh: Mesh, path: str) -> tuple[dict[str, list[tuple[int, int]]], int, int]:
+    """Writes and resumes in blocks of 96 bytes: who wrote each file, in how many blocks; how many blocks this process has compared,
+    and how many bytes it has read after that."""
+    usual, fill, reads = checkpoint.tensorfile._Files.read, saved.Held.fill, [[]]
 
-    def counted(*words: Any) -> torch.Tensor:
-        nonlocal count
-        count += 1
-        return read(*words)
+    def read(files: Any, file: str, at: int, into: torch.Tensor) -> None:
+        reads[-1].append(len(into))
+        usual(files, file, at, into)
 
-    checkpoint.tensorfile._checked = counted
-    try:
+    def filled(*words: Any) -> str:
+        reads.append([])
+        return fill(*words)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint.tensorfile, "BLOCK", 96)
+        patch.setattr(checkpoint.tensorfile._Files, "read", read)
+        patch.setattr(saved.Held, "fill", filled)
         step, kept = new_step(mesh), keeper(Path(path), mesh, writers=2)
         folder = kept.save(step, Progress(step=1)).path
-        assert keeper(Path(path), mesh).resume(step) == Progress(step=1)
-    finally:
-        checkpoint.tensorfile._checked, checkpoint.tensorfile.BLOCK = read, 16 << 20
-    index = json.loads((folder / "index.json").read_text())
-    writers = [f"{s['writer']}: {s['bytes'] // 1000} kB" for f in index["files"].values() for s in f["stretches"]]
-    blocks = sum(len(s["sha256"]) for f in index["files"].values() for s in f["stretches"])
-    assert all(seal for f in index["files"].values() for s in f["stretches"] for seal in s["sha256"]) and count < blocks
-    return len(index["files"]), writers, count
+        assert keeper(Path(path), mesh, writers=2).resume(step) == Progress(step=1)
+    index = json.loads((folder / "index.json").read_text())["files"]
+    files = {name: [(s["writer"], len(s["sha256"])) for s in f["stretches"]] for name, f in index.items()}
+    return files, len(reads[0]), sum(reads[1])
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_few_files_and_each_block_is_read_by_one_process(tmp_path: Path, ranks: int) -> None:
-    """What all ranks hold alike is written by two of them and read once for all."""
-    found = on_ranks({"replicate": ranks}, two_sizes, str(tmp_path))
-    files, writers, _ = found[0]
-    assert files == 2 and [text.partition(":")[0] for text in writers] == ["0", "1"]
-    index = json.loads(next(tmp_path.glob("step-*/index.json")).read_text())
-    blocks = sum(len(s["sha256"]) for f in index["files"].values() for s in f["stretches"])
-    assert sum(count for _, _, count in found) <= blocks + 3 * ranks, "a block with numbers of two kinds may be read twice"
+def test_what_all_hold_alike_is_written_by_two_and_each_byte_is_read_by_one(tmp_path: Path, ranks: int) -> None:
+    found = on_ranks({"replicate": ranks}, writes_and_reads, str(tmp_path))
+    files = found[0][0]
+    assert [writer for each in files.values() for writer, _ in each] == [0, 1]
+    counts = [blocks for _, blocks, _ in found]
+    assert sum(counts) == sum(count for each in files.values() for _, count in each) and max(counts) - min(counts) <= 1
+    size = sum(tensor.nbytes for tensor in read_tensors(next(tmp_path.glob("step-*"))).values())
+    assert sum(read for *_, read in found) == size and all(read for *_, read in found[:2]) and not any(r for *_, r in found[2:])

@@ -105,8 +105,8 @@ def test_processes_that_stand_alike_share_a_line_and_the_rarest_comes_first() ->
     told = [one for one in told if one["rank"] != 7]
     assert standing(told, 10).splitlines() == [
         "  rank 5: step 4, in sleep (b.py:2: s)",
-        "  ranks 7, 9: wrote nothing: its node is gone, its disk full, or a call holds the interpreter",
-        "  ranks 0-4, 6, 8: step 4, in wait (a.py:1: w)",
+        "  ranks 7,9: wrote nothing: its node is gone, its disk full, or a call holds the interpreter",
+        "  ranks 0-4,6,8: step 4, in wait (a.py:1: w)",
     ]
 
 
