@@ -2,20 +2,29 @@
 
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from hpcai import log
+from hpcai import config, dist, log
 from hpcai.cli import apps
+from hpcai.cli.bench.timing import alternate
+from hpcai.cli.trial import find
+from hpcai.settings import StepConfig, TrainConfig
+from hpcai.train import Step, fit
 from hpcai.train.choices import fast_bf16
 from tests.apps.universes import make
+from tests.ranks.launch import on_ranks
 from tests.slow.trying import ROOT, bench, until
 
 pytestmark = pytest.mark.timing
@@ -65,7 +74,8 @@ def test_the_loop_costs_less_than_2_percent() -> None:
 
 
 def test_auto_precision_is_no_slower_than_a_plain_loop() -> None:
-    until(lambda row: row["auto_over_plain"] >= 1.0, lambda: bench("cosmoflow", "precision", "model.size=32")["precision"][0])
+    words = ("cosmoflow", "steps", "model.size=32", "--precision", "auto")
+    until(lambda row: row["plain_over_ours"] >= 1.0, lambda: bench(*words)["steps"][0])
 
 
 def test_batch_norm_over_a_group_costs_less_than_as_syncbatchnorm_does_it() -> None:
@@ -73,27 +83,99 @@ def test_batch_norm_over_a_group_costs_less_than_as_syncbatchnorm_does_it() -> N
     until(lambda row: row["group_overhead"] < row["sync_overhead"], lambda: bench("deepcam", "group")["group"][0])
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_the_network_of_opencatalyst_is_there_in_a_second() -> None:
-    until(lambda row: row["ours_s"] < 1, lambda: bench("opencatalyst", "build", "model.angles=detached")["build"][0])
+    subject, mesh = find("opencatalyst"), dist.alone()
+    cfg: Any = config.load(subject.settings, None, ["model.angles=detached"])
+
+    def build() -> float:
+        began = time.process_time()
+        subject.build(cfg, mesh, subject.whole(cfg, mesh))
+        return time.process_time() - began
+
+    until(lambda seconds: seconds < 1, build)
 
 
 # ---- the parts of a step
 
 
-def tries(part: str, good: Callable[[Rows], bool], *words: str) -> None:
-    until(good, lambda: bench("step", part, *words)[part])
+def layers(millions: float = 10.0) -> nn.ParameterList:
+    """Parameters in the sizes of five convolutions and three dense layers, about that many in all."""
+    shares = (0.0004, 0.006, 0.023, 0.09, 0.36, 0.5, 0.02)
+    return nn.ParameterList([torch.randn(size) for share in shares for size in (int(share * millions * 1e6), 64)])
 
 
+def updated(mesh: dist.Mesh, **settings: Any) -> Callable[[], None]:
+    """Our update of a step, its gradients being there."""
+    step = Step(layers(), lambda model, batch: {}, StepConfig(average=0.999, **settings), mesh)
+    step.sums.zero()
+    for parameter in step.model.parameters():
+        parameter.grad = torch.randn_like(parameter) if parameter.grad is None else parameter.grad.normal_()
+    step.optimizer.set_rate(1e-3)
+    return partial(step.optimizer.step, None, torch.zeros(()))
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_update_and_average_in_one_pass_are_twice_as_fast_as_one_after_the_other() -> None:
-    tries("optimizer", lambda rows: rows[0]["ratio"] >= 2.0)
+    plain = layers()
+    means = [parameter.detach().clone() for parameter in plain]
+    for parameter in plain:
+        parameter.grad = torch.randn_like(parameter)
+    adam = torch.optim.Adam(plain, lr=1e-3, foreach=False)
+
+    def theirs() -> None:
+        adam.step()
+        with torch.no_grad():
+            for mean, parameter in zip(means, plain):
+                mean.lerp_(parameter, 0.001)
+
+    ours = updated(dist.alone(), optimizer="adam")
+    until(lambda spent: spent["torch"] >= 2.0 * spent["ours"], lambda: alternate({"torch": theirs, "ours": ours}, 7))
 
 
-def test_a_divided_update_takes_a_third_of_the_time_on_four_ranks_and_sends_what_an_all_reduce_would() -> None:
-    tries("sharded", lambda rows: rows[0]["ratio"] <= 0.35 and abs(rows[0]["sent_over_parameters"] - 1.5) < 0.03)
+def update_seconds(mesh: dist.Mesh, shard: str) -> float:
+    update, spent = updated(mesh, shard=shard), []
+    for _ in range(9):
+        torch.distributed.barrier()
+        began = time.thread_time()
+        update()
+        spent.append(time.thread_time() - began)
+    return statistics.median(spent[2:])
 
 
-def test_steps_are_as_long_as_without_any_evaluation() -> None:
-    tries("evaluation", lambda rows: all(row["over_none"] <= 1.02 for row in rows if row["evaluation"] != "wait"))
+def test_a_divided_update_takes_a_third_of_the_time_on_four_ranks() -> None:
+    def measure() -> dict[str, float]:
+        return {shard: statistics.median(on_ranks({"replicate": 4}, update_seconds, shard)) for shard in ("none", "optimizer")}
+
+    until(lambda found: found["optimizer"] <= 0.35 * found["none"], measure)
+
+
+def step_seconds(mesh: dist.Mesh, evaluate: str | None) -> float:
+    """The median wall seconds between steps, on an accelerator that is emulated: it computes 50 ms while the host sleeps."""
+    times: list[float] = []
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
+        times.append(time.perf_counter())
+        time.sleep(0.05)
+        return {"loss": model(batch).square().mean()}
+
+    def metric(model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
+        time.sleep(0.05)
+        return {"error": (model(batch).square().sum(), len(batch))}
+
+    given: Any = {} if evaluate is None else {"validation": [torch.randn(8, 512)] * 5, "evaluate": metric}
+    cfg = TrainConfig.model_validate({"steps": 40, "evaluate": evaluate or "wait"})
+    fit(Step(nn.Linear(512, 512), loss, StepConfig(), mesh), [torch.randn(8, 512)] * 10, cfg, **given)
+    return statistics.median(b - a for a, b in pairwise(times)) if times else 0.0
+
+
+@pytest.mark.parametrize(("evaluate", "axes"), [("background", {"replicate": 1}), ("wait", {"replicate": 1, "evaluate": 1})])
+def test_steps_are_as_long_as_without_any_evaluation(evaluate: str, axes: dict[str, int]) -> None:
+    def measure() -> tuple[float, float]:
+        runs = [(on_ranks({"replicate": 1}, step_seconds, None)[0], on_ranks(axes, step_seconds, evaluate)[0]) for _ in range(3)]
+        return min(none for none, _ in runs), min(beside for _, beside in runs)
+
+    until(lambda found: found[1] <= 1.02 * found[0], measure)
 
 
 # ---- reading samples: CPU seconds and refaults hold on any machine
@@ -111,17 +193,12 @@ def test_the_direct_reader_gives_what_the_disk_gives_to_fio(tmp_path: Path) -> N
 
 
 def test_a_set_larger_than_the_memory_is_read_faster_than_through_the_page_cache(tmp_path: Path) -> None:
-    rows = read(tmp_path, "larger", "--gib", "1")
+    rows = read(tmp_path, "larger", "--gib", "2")
     if "left out" in rows[0]:
         pytest.skip(rows[0]["left out"])
     torch, ours = rows
     assert ours["refaults"] == 0 < torch["refaults"]
     assert ours["cpu_ratio"] <= 1 / 3 and ours["ratio"] >= 1.8, rows
-
-
-def test_a_late_sample_costs_nothing(tmp_path: Path) -> None:
-    words = ("late", "--repeats", "1", "--gib", "0.5")
-    until(lambda rows: rows[0]["throughput_kept"] >= 0.98, lambda: read(tmp_path, *words))
 
 
 def test_samples_come_no_slower_than_by_anything_else(tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ def test_cases_of_the_benchmark_and_their_tables(stand: Stand) -> None:
     assert stand("--part", "kernels", "data") == 1
     told = {name: entry.get("why") for name, entry in stand.results["jobs"].items()}
     assert told["kernels/attention-256"] is told["data/direct"] is None
-    assert told["kernels/broken"] == "out of memory" and told["data/late"] == "the last line is no JSON: no JSON"
+    assert told["kernels/broken"] == "out of memory" and told["data/peers"] == "the last line is no JSON: no JSON"
     assert "| attention-256 | 1.5 |" in (stand.out / "index.md").read_text()
     assert stand("--only", "direct") == 1, "what failed before still counts"
     assert stand("--only", "direct", "--part", "tests") == 0, "but not for another part"
