@@ -131,7 +131,7 @@ def test_calls_of_a_kernel_are_timed_in_a_graph_that_takes_long_enough(fails: bo
         monkeypatch.setattr(torch.cuda, name, lambda: None)
     monkeypatch.setattr(gpu_kernels, "CudaGraph", Graph)
     monkeypatch.setattr(gpu_kernels.clocks, "window", lambda run, count: [4e-5] * count)
-    seconds, captured = gpu_kernels._per_call(called.append, 3, 2)
+    seconds, captured = gpu_kernels.per_call(called.append, 3, 2)
     if fails:
         assert seconds == pytest.approx(4e-5) and not captured
     else:

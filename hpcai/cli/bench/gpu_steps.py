@@ -228,7 +228,8 @@ class Bench:
             "spread_percent": round(100 * (max(means) - min(means)) / s, 2), "windows": len(each),
         }  # fmt: skip
         if turns > 1:
-            row["each_ms"] = [clocks.median([1e3 * one for window in each for one in window[t::turns]]) for t in range(turns)]
+            turned = ([1e3 * one for window in each for one in window[turn::turns]] for turn in range(turns))
+            row["each_ms"] = [round(statistics.median(some), 4) for some in turned]
         if isinstance(work, str):
             row["tflop"] = work
         else:
