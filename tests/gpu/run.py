@@ -136,7 +136,7 @@ MORE: dict[str, tuple[str, ...]] = {
 EXCLUSIVE = "test_full.py", "test_several.py", "timing"  # they fill a GPU, or take times
 LONGER = {"test_full.py": 500.0, "test_several.py": 500.0}
 LONGER |= dict.fromkeys(("test_step.py", "test_dimenet.py", "test_openfold.py"), 400.0)  # they compile
-DATA = ("direct", "larger", "peers")
+DATA = ("direct", "peers")
 TRAINING = ("cosmoflow-small", "llm-small", "cosmoflow-128")
 _WHEELS, _CACHES = 16e6, 12e6  # bytes of wheels that travel to another machine, and of an archive of caches that comes back
 

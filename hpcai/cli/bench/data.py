@@ -2,7 +2,6 @@
 
     direct    our reader against fio: the same file, blocks and reads in flight
     peers     our Loader, torch's DataLoader over h5py, and h5py alone, with samples of 16.8 MB and of 56.6 MB
-    larger    our Loader and torch's DataLoader in a memory too small for the samples, which needs root and a memory cgroup
 
 Caches are cold at the beginning of each run. Runs of ours and of others alternate; medians.
 """
@@ -16,8 +15,8 @@ import subprocess
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import BrokenExecutor, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -29,7 +28,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from hpcai import dist
-from hpcai.cli.bench.timing import Row, finish, machine, parse, parser, processes
+from hpcai.cli.bench.timing import Row, finish, machine, parse, parser
 from hpcai.cli.check.disk import evict
 from hpcai.data import Loader, Reader, Rows
 from hpcai.data.splits import Samples
@@ -37,9 +36,7 @@ from hpcai.errors import HpcaiError
 
 GIB, MIB = 1 << 30, 1 << 20
 Shape = tuple[int, ...]
-Epoch = Callable[[int], Iterator[Any]]
 _SAMPLES: Sequence[tuple[Shape, str]] = (((128, 128, 128, 4), "int16"), ((768, 1152, 16), "float32"))
-_EPOCHS = 4  # of ``larger``
 
 
 def main(argv: Sequence[str]) -> int:
@@ -48,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     made.add_argument("--gib", type=float, default=2.0, help="size of the data that are made there, and deleted after")
     made.add_argument("--repeats", type=int, default=3)
     made.add_argument("--threads", type=int, default=4, help="reads in flight, and workers of the others")
-    measure = {"direct": _direct, "peers": _peers, "larger": _larger}
+    measure = {"direct": _direct, "peers": _peers}
     words = parse(made, list(measure), argv)
     words.bytes = int(words.gib * GIB)
     torch.set_num_threads(1)
@@ -173,27 +170,27 @@ class _H5py(Dataset[Any]):
 
 
 @contextmanager
-def _by_ours(folder: Path, shape: Shape, dtype: str, batch: int, threads: int, reader: str = "direct") -> Iterator[Epoch]:
-    rows = Rows(folder, {"values": (dtype, shape)}, reader=reader)
-    words: Any = {"workers": threads, "last": "keep", "prefetch": max(64 * MIB, 4 * batch * math.prod(shape))}
-    with Loader(Samples(rows, len(rows)), batch, dist.alone(), name="bench", **words) as loader:
-        yield loader.epoch
+def _by_ours(folder: Path, shape: Shape, dtype: str, threads: int) -> Iterator[Iterable[Any]]:
+    rows = Rows(folder, {"values": (dtype, shape)}, reader="direct")
+    words: Any = {"workers": threads, "last": "keep", "prefetch": 64 * MIB}
+    with Loader(Samples(rows, len(rows)), 1, dist.alone(), name="bench", **words) as loader:
+        yield loader.epoch(0)
     rows.close()
 
 
 @contextmanager
-def _by_torch(folder: Path, shape: Shape, dtype: str, batch: int, threads: int) -> Iterator[Epoch]:
+def _by_torch(folder: Path, shape: Shape, dtype: str, threads: int) -> Iterator[Iterable[Any]]:
     warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
     random = torch.Generator().manual_seed(0)
-    loader = DataLoader(_H5py(folder), batch, shuffle=True, num_workers=threads, generator=random)
-    yield lambda epoch: iter(loader)
+    loader = DataLoader(_H5py(folder), 1, shuffle=True, num_workers=threads, generator=random)
+    yield loader
 
 
 @contextmanager
-def _by_h5py(folder: Path, shape: Shape, dtype: str, batch: int, threads: int) -> Iterator[Epoch]:
+def _by_h5py(folder: Path, shape: Shape, dtype: str, threads: int) -> Iterator[Iterable[Any]]:
     """Arrays in order, and no batches."""
     data = _H5py(folder)
-    yield lambda epoch: (data[index] for index in range(len(data)))
+    yield (data[index] for index in range(len(data)))
 
 
 _LOADERS = {"ours": _by_ours, "torch DataLoader": _by_torch, "h5py alone": _by_h5py}
@@ -208,8 +205,8 @@ def _peers(folder: Path, words: Any) -> list[Row]:
         with _volumes(folder, count, shape, dtype) as data:
             for name in [*_LOADERS] * words.repeats:
                 _forget(data)
-                with _Clock(count * size) as clock, _LOADERS[name](data, shape, dtype, 1, words.threads) as epoch:
-                    seen = sum(1 for _ in epoch(0))
+                with _Clock(count * size) as clock, _LOADERS[name](data, shape, dtype, words.threads) as batches:
+                    seen = sum(1 for _ in batches)
                 if seen != count:
                     raise HpcaiError(f"{name} gave {seen} batches of one sample, expected {count}")
                 clocks[name].append(clock)
@@ -217,79 +214,3 @@ def _peers(folder: Path, words: Any) -> list[Row]:
             ratio = statistics.median(ours.mb_s / other.mb_s for ours, other in zip(clocks["ours"], each))
             rows.append({"sample_mb": round(size / 1e6, 1), "loader": name, **_medians(each), "ours_over_it": round(ratio, 2)})
     return rows
-
-
-# ---- more samples than memory
-
-
-def _larger(folder: Path, words: Any) -> list[Row]:
-    """Each loader in a process of its own within a memory cgroup of half of 2 GiB of data."""
-    shape = (64, 64, 64, 4)
-    size = 2 * math.prod(shape)
-    count = max(words.bytes // size, 64)
-    limit = count * size // 4 + 500 * MIB  # workers need some memory of their own; the rest is the page cache
-    rows = []
-    with _volumes(folder, count, shape, "int16") as data, _memory_group(limit) as group:
-        if group is None:
-            return [{"left out": "needs root and a memory cgroup, /sys/fs/cgroup/memory or /sys/fs/cgroup"}]
-        for name in ("torch DataLoader", "ours"):
-            _forget(data)
-            try:
-                with processes(1) as pool:
-                    epochs = pool.submit(_within, group, name, data, shape, words.threads).result()
-            except (BrokenExecutor, HpcaiError, OSError, RuntimeError) as problem:
-                return [{"failed": str(problem)}]
-            rows.append({
-                "loader": name, "data_mib": count * size // MIB, "memory_mib": limit // MIB,
-                **_medians([clock for clock, _ in epochs[1:]]),  # the first one opens the files
-                "each": [round(clock.mb_s) for clock, _ in epochs], "refaults": max(pages for _, pages in epochs[1:]),
-            })  # fmt: skip
-    theirs, ours = rows
-    ours |= {"ratio": round(ours["mb_s"] / theirs["mb_s"], 2), "cpu_ratio": round(ours["cpu_s_gib"] / theirs["cpu_s_gib"], 2)}
-    return rows
-
-
-@contextmanager
-def _memory_group(limit: int) -> Iterator[Path | None]:
-    """The folder of a new memory cgroup; None where none can be made."""
-    for base, name in ((Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"), (Path("/sys/fs/cgroup"), "memory.max")):
-        group = base / f"hpcai-bench-{os.getpid()}"
-        try:
-            group.mkdir()
-            (group / name).write_text(str(limit))
-        except OSError:
-            if group.exists():
-                group.rmdir()
-            continue
-        try:
-            yield group
-        finally:
-            for _ in range(50):
-                try:
-                    group.rmdir()
-                    break
-                except OSError:  # its last process is being reaped
-                    time.sleep(0.1)
-        return
-    yield None
-
-
-def _within(group: Path, name: str, folder: Path, shape: Shape, threads: int) -> list[tuple[Any, float]]:
-    """Epochs of a loader in the cgroup: the clock of each, and pages that came back to the page cache of the group."""
-    (group / "cgroup.procs").write_text(str(os.getpid()))
-    torch.set_num_threads(1)
-    size, found = sum(path.stat().st_size for path in folder.glob("*.h5")), []
-    more = {"reader": "auto"} if name == "ours" else {}
-    with _LOADERS[name](folder, shape, "int16", 4, threads, **more) as epoch:
-        for number in range(_EPOCHS):
-            before = _refaults(group)
-            with _Clock(size) as clock:
-                for batch in epoch(number):
-                    batch["values"][:, 0, 0, 0, 0].sum()
-            found.append((clock, _refaults(group) - before))
-    return found
-
-
-def _refaults(group: Path) -> float:
-    stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    return float(stat.get("workingset_refault_file", stat.get("workingset_refault", 0)))
