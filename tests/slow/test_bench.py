@@ -6,7 +6,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -68,9 +69,37 @@ def test_training_needs_no_more_memory_than_the_plain_form(app: str, most: float
     assert row["ours_over_plain"] <= most, row
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_the_loop_costs_less_than_2_percent() -> None:
-    words = ("cosmoflow", "loop", "model.size=64", "--repeats", "5")
-    until(lambda row: row["overhead_percent"] < 2.0, lambda: bench(*words)["loop"][0])
+    """``fit`` against clearing gradients, forward, backward and update within the same steps: two loops differ by 5 % by
+    themselves, with the luck of the page tables."""
+    subject, mesh = find("cosmoflow"), dist.alone()
+    cfg: Any = subject.known(config.load(subject.settings, None, ["model.size=64"]))
+    batch = subject.random_batch(cfg, range(cfg.data.batch), mesh.device)
+    step = Step(subject.build(cfg, mesh, subject.whole(cfg, mesh)), subject.loss, cfg.step, mesh)
+    spent = [0.0]
+
+    @contextmanager
+    def clock() -> Iterator[None]:
+        began = time.process_time()
+        yield
+        spent[0] += time.process_time() - began
+
+    def bare(model: Any, part: Any) -> Any:
+        values = subject.loss(model, part)
+        values["loss"].backward()
+        return values
+
+    step.sums.zero, step.forward_backward = clock()(step.sums.zero), clock()(bare)  # type: ignore[method-assign]
+    step.optimizer.step = clock()(step.optimizer.step)  # type: ignore[method-assign]
+
+    def overhead() -> float:
+        spent[0], began = 0.0, time.process_time()
+        fit(step, [batch], TrainConfig(steps=25, report_every=25, collect_every=None))  # collects garbage at its start
+        return (time.process_time() - began) / spent[0] - 1
+
+    overhead()
+    until(lambda found: found < 0.02, lambda: statistics.median(overhead() for _ in range(5)))
 
 
 def test_auto_precision_is_no_slower_than_a_plain_loop() -> None:

@@ -2,9 +2,8 @@
 
     steps      a step of each form, in turns: ours, and the same network as one would write it first, trained by torch alone
     memory     the peak of some steps of each form, in a process of its own
-    loop       what ``fit`` costs around what a bare loop does
 
-Without a PART: all of them, and what the app adds. Times are CPU seconds of one thread (wall milliseconds on a GPU, where our
+Without a PART: both, and what the app adds. Times are CPU seconds of one thread (wall milliseconds on a GPU, where our
 captured step is a form too), medians. key=value words are settings of the app, measured in place of its usual cases.
 ``--precision auto`` is what an app takes; the plain form is then measured in float32, as somebody who writes it first would run it.
 ``--peers`` also measures the same network in public packages, where these are installed (pip install 'hpcai-suite[peers]').
@@ -12,10 +11,7 @@ captured step is a form too), medians. key=value words are settings of the app, 
 
 import gc
 import json
-import statistics
-import time
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
 from importlib.util import find_spec
 from textwrap import shorten
 from typing import Any
@@ -27,11 +23,10 @@ from hpcai import config, dist
 from hpcai.cli.bench.timing import Row, alternate, apart, finish, high_water, machine, parser, wait
 from hpcai.cli.trial import Form, Subject, find, torch_optimizer
 from hpcai.errors import ConfigError
-from hpcai.settings import TrainConfig
-from hpcai.train import Step, fit, rng
+from hpcai.train import Step, rng
 from hpcai.train.optim import decayed
 
-PARTS = ("steps", "memory", "loop")
+PARTS = ("steps", "memory")
 _CAPTURED = {"captured": ("step.capture=whole",)}
 
 
@@ -150,40 +145,6 @@ class Bench:
             run()
         wait()
         return {"mb": high_water()}
-
-    def _loop(self, case: Sequence[str]) -> list[Row]:
-        """CPU seconds of a step by ``fit``, and those of a bare loop within it: clearing gradients, forward, backward, update.
-
-        Both are measured in the same steps: two separate loops differ by 5 % and more, with the luck of the page tables.
-        """
-        if case is not self.cases[0]:
-            return []
-        cfg = self.settings(case)
-        batch, step = self.subject.random_batch(cfg, range(cfg.data.batch), self.mesh.device), self.step(cfg)
-        spent = [0.0]
-
-        @contextmanager
-        def clock() -> Any:
-            began = time.process_time()
-            yield
-            spent[0] += time.process_time() - began
-
-        def bare(model: Any, part: Any) -> Any:
-            values = self.subject.loss(model, part)
-            values["loss"].backward()
-            return values
-
-        step.sums.zero, step.forward_backward = clock()(step.sums.zero), clock()(bare)
-        step.optimizer.step = clock()(step.optimizer.step)
-        steps, rows = 25, []
-        for repeat in range(self.words.repeats + 1):
-            spent[0], began = 0.0, time.process_time()
-            fit(step, [batch], TrainConfig(steps=steps, report_every=steps, collect_every=None))  # collects garbage at its start
-            if repeat:
-                rows.append((spent[0] / steps, (time.process_time() - began) / steps))
-        inside, whole = (statistics.median(row[i] for row in rows) for i in (0, 1))
-        ratio = statistics.median(w / i for i, w in rows)
-        return [{"inside_cpu_s": round(inside, 5), "fit_cpu_s": round(whole, 5), "overhead_percent": round(100 * (ratio - 1), 2)}]
 
 
 def columns(case: Sequence[str]) -> Row:

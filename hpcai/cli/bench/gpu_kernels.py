@@ -88,8 +88,10 @@ class Kernel:
     dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float32)
 
     def forms(self) -> dict[str, Function]:
-        alone = {} if self.plain is self.ours else {"plain": self.plain, "compiled": partial(_compiled, self.plain)}
-        return {"ours": self.ours, **alone, **self.peers}
+        found = {"ours": self.ours}
+        if self.plain is not self.ours:
+            found |= {"plain": self.plain, "compiled": partial(_compiled, self.plain)}
+        return {**found, **self.peers}
 
 
 @cache
