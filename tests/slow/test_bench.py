@@ -107,11 +107,6 @@ def test_auto_precision_is_no_slower_than_a_plain_loop() -> None:
     until(lambda row: row["plain_over_ours"] >= 1.0, lambda: bench(*words)["steps"][0])
 
 
-def test_batch_norm_over_a_group_costs_less_than_as_syncbatchnorm_does_it() -> None:
-    # The large layer; for a small one both cost what their messages do.
-    until(lambda row: row["group_overhead"] < row["sync_overhead"], lambda: bench("deepcam", "group")["group"][0])
-
-
 @pytest.mark.usefixtures("one_thread")
 def test_the_network_of_opencatalyst_is_there_in_a_second() -> None:
     subject, mesh = find("opencatalyst"), dist.alone()
