@@ -295,12 +295,6 @@ def _run(command: Sequence[str], environ: Mapping[str, str]) -> None:
     subprocess.run(command, check=True, capture_output=True, text=True, env=dict(environ), timeout=600)
 
 
-def _said(problem: Exception) -> str:
-    said = getattr(problem, "stderr", None)
-    said = said.decode() if isinstance(said, bytes) else said
-    return (said.strip().splitlines() or [str(problem)])[-1] if said else str(problem)
-
-
 def _canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
@@ -645,7 +639,7 @@ def main(argv: Sequence[str] | None = None, tests: Path = ROOT / "tests/gpu", hp
         try:
             chosen = collect(words.collect)
         except subprocess.CalledProcessError as problem:
-            raise SystemExit(f"pip cannot collect the wheels: {_said(problem)}") from problem
+            raise SystemExit(f"pip cannot collect the wheels: {_last_line('', problem.stderr)}") from problem
         size = sum(path.stat().st_size for path in words.collect.glob("*.whl"))
         print(f"{len(chosen)} wheels, {size / 1e6:.0f} MB in {words.collect}: {', '.join(chosen)}")
         if size > _WHEELS:

@@ -3,15 +3,15 @@
     steps      a step of each form, in turns: ours, and the same network as one would write it first, trained by torch alone
     memory     the peak of some steps of each form, in a process of its own
 
-Without a PART: both, and what the app adds. Times are CPU seconds of one thread (wall milliseconds on a GPU, where our
-captured step is a form too), medians. key=value words are settings of the app, measured in place of its usual cases.
+Without a PART: both, and what the app adds. Times are CPU seconds of one thread, wall seconds on a GPU (whose captured steps are
+measured by ``hpcai bench gpu``); medians. key=value words are settings of the app, measured in place of its usual cases.
 ``--precision auto`` is what an app takes; the plain form is then measured in float32, as somebody who writes it first would run it.
 ``--peers`` also measures the same network in public packages, where these are installed (pip install 'hpcai-suite[peers]').
 """
 
 import gc
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from textwrap import shorten
 from typing import Any
@@ -27,7 +27,6 @@ from hpcai.train import Step, rng
 from hpcai.train.optim import decayed
 
 PARTS = ("steps", "memory")
-_CAPTURED = {"captured": ("step.capture=whole",)}
 
 
 def main(name: str, argv: Sequence[str]) -> int:
@@ -80,11 +79,11 @@ class Bench:
         """Names of all forms, ours the last of them."""
         plain = self.subject.forms(self.settings(case), None, self.mesh)
         peers = [name for name, peer in self.subject.peers.items() if self.words.peers and find_spec(peer.package)]
-        return [*plain, *peers, *(_CAPTURED if self.on_gpu else ()), *self.subject.variants, "ours"]
+        return [*plain, *peers, *self.subject.variants, "ours"]
 
     def form(self, name: str, case: Sequence[str], precision: str = "fp32") -> Callable[[], Tensor]:
         """A training step of a form, which returns the loss."""
-        changes = (*_CAPTURED.get(name, ()), *self.subject.variants.get(name, ()))
+        changes = self.subject.variants.get(name, ())
         cfg = self.settings(case, f"step.precision={precision}", *changes)
         batch = self.subject.random_batch(cfg, range(cfg.data.batch), self.mesh.device)
         torch.manual_seed(cfg.train.seed)
@@ -110,24 +109,11 @@ class Bench:
     def _steps(self, case: Sequence[str]) -> list[Row]:
         rows = []
         for precision in self.words.precision:
-            names = [name for name in self.forms(case) if self.on_gpu or name not in self.subject.variants]
-            if self.on_gpu:
-                spent = {name: self._alone(name, case, precision) for name in names}
-            else:
-                spent = dict(alternate({name: self.form(name, case, precision) for name in names}, self.words.repeats))
-            rows.append({"precision": precision, **timed(spent, self.on_gpu)})
+            names = [name for name in self.forms(case) if name not in self.subject.variants]
+            spent = alternate({name: self.form(name, case, precision) for name in names}, self.words.repeats)
+            rows.append({"precision": precision, **timed(spent)})
             gc.collect()
         return rows
-
-    def _alone(self, name: str, case: Sequence[str], precision: str) -> float | str:
-        """Seconds, or why there are none. Not in turns with the others on a GPU: a graph would keep its memory."""
-        try:
-            return alternate({name: self.form(name, case, precision)}, self.words.repeats, warm=4)[name]  # a graph is recorded
-        except (torch.OutOfMemoryError, ConfigError) as problem:  # a capture says either by the latter
-            return "out of memory" if "out of memory" in str(problem) else str(problem)
-        finally:
-            gc.collect()
-            torch.cuda.empty_cache()
 
     def _memory(self, case: Sequence[str]) -> list[Row]:
         words, peers = ["memory", *case], ["--peers"] if self.words.peers else []
@@ -153,14 +139,10 @@ def columns(case: Sequence[str]) -> Row:
     return {"case": ", ".join(f"{name.rpartition('.')[2]} {shorten(value, 32)}" for name, _, value in pairs) or "usual"}
 
 
-def timed(spent: dict[str, float | str], on_gpu: bool) -> Row:
-    """Times of all forms, and how many times slower than ours, or the best of ours, the others are."""
-    unit, scale = ("ms", 1e3) if on_gpu else ("s", 1.0)
-    found: Row = {f"{name}_{unit}": s if isinstance(s, str) else round(scale * s, 4) for name, s in spent.items()}
-    known = {name: s for name, s in spent.items() if not isinstance(s, str)}
-    best = min((known[name] for name in (*_CAPTURED, "ours") if name in known), default=None)
-    others = {name: s for name, s in known.items() if name not in (*_CAPTURED, "ours")}
-    return found | {f"{name}_over_ours": round(s / best, 3) for name, s in others.items() if best}
+def timed(spent: Mapping[str, float]) -> Row:
+    """Seconds of all forms, and how many times slower than ours the others are."""
+    ratios = {f"{name}_over_ours": round(s / spent["ours"], 3) for name, s in spent.items() if name != "ours"}
+    return {f"{name}_s": round(s, 6) for name, s in spent.items()} | ratios
 
 
 def plainly(form: Form, cfg: Any, batch: Any, device: torch.device) -> Callable[[], Tensor]:

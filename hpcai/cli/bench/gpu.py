@@ -1,7 +1,7 @@
 """``hpcai bench gpu [PART ...]``: one GPU at the real work, at published configurations; on a CPU the same lines at tiny sizes.
 
     apps      the training step of each app, eager, captured and compiled, beside what others have published
-    kernels   each kernel beside its peers, forward and backward, and how far it is from float64
+    kernels   each kernel beside its peers, forward and backward
 
 Each case is measured in a process of its own, so that one that fails or hangs takes no other with it. ``--case`` measures here, and
 prints what is known after every row: a process that is ended early has told what it found. Of a GPU the first that is visible is
@@ -23,7 +23,7 @@ from hpcai.cli.bench.timing import Row, apart, parser, print_tables
 PARTS = {"apps": "gpu_steps", "kernels": "gpu_kernels"}
 _SHOWN = (  # of a row in a table; the JSON has all
     "variant", "form", "dtype", "samples_s", "ms", "each_ms", "over", "asked", "of_rate", "gaps_percent", "host_ms", "peak_gb",
-    "joules_per_sample", "loader_lost_percent", "forward_ms", "both_ms", "over_ours", "of_copy", "error",
+    "joules_per_sample", "loader_lost_percent", "forward_ms", "both_ms", "over_ours", "of_copy",
 )  # fmt: skip
 
 

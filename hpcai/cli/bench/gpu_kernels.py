@@ -8,9 +8,6 @@ A row is one form at one size in one type:
     of_copy              the bytes that must be moved at least (each input and output once; in a backward pass inputs, result and
                          their gradients) over the time of the last of these, as a share of the rate at which this GPU copies
     over_ours            the time of the last of these over that of ours
-    error                the largest difference from the plain form in float64, of the result and of each gradient, over the
-                         largest value there: at a small size, from the same rounded inputs. Behind a rectifier a single value
-                         that rounds to the other side of zero counts with all of its gradient
 
 A new kernel is one more ``Kernel`` in ``KERNELS``.
 """
@@ -66,14 +63,14 @@ class Draw:
 
 @dataclass(frozen=True)
 class Kernel:
-    """``ours`` and its ``peers`` are functions of the same ``inputs``, and return what is compared with ``plain`` in float64."""
+    """``ours``, ``plain`` and the ``peers`` are functions of the same ``inputs``, and return the same."""
 
     name: str
     inputs: Callable[..., list[Any]]
     """(draw, *size) -> tensors, or None"""
     sizes: Mapping[str, tuple[int, ...]]
     small: tuple[int, ...]
-    """at which errors are measured, and on a CPU all"""
+    """what is measured on a CPU"""
     ours: Function
     plain: Function
     peers: Mapping[str, Function] = field(default_factory=dict)
@@ -81,10 +78,6 @@ class Kernel:
     """(inputs, whether also backward) -> bytes that must be moved, where it is not each tensor once"""
     learns: bool = True
     """whether there is a backward pass; a kernel without one may change its inputs"""
-    exact: bool = False
-    """whether ``plain`` computes in the measured type on a CPU, and not in float64"""
-    random: frozenset[str] = frozenset()
-    """peers that give other numbers each time"""
     dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float32)
 
     def forms(self) -> dict[str, Function]:
@@ -310,7 +303,7 @@ def _random(name: str, draws: Any, torchs: Function) -> Kernel:
 
     return Kernel(
         name, lambda draw, n: [torch.empty(n, device=draw.device)], {"64-million": (1 << 26,)}, (1003,), ours, ours,
-        {"torch": torchs}, lambda inputs, both: inputs[0].nbytes, learns=False, exact=True, random=frozenset({"torch"}),
+        {"torch": torchs}, lambda inputs, both: inputs[0].nbytes, learns=False,
         dtypes=(torch.float32,),
     )  # fmt: skip
 
@@ -358,7 +351,7 @@ KERNELS = [
         {"tokens": (8192, 4096), "activations": (8192, 14336), "weight": (4096, 4096)}, (40, 24),
         partial(_both_ways, eighths.eighth), partial(_both_ways, eighths.plain),
         bytes=lambda inputs, both: 2 * inputs[0].nbytes + 2 * inputs[0].numel(),  # read for the scale, and to be cast
-        learns=False, exact=True,
+        learns=False,
     ),
     _optimizer("adam", _adam, 2, 93, torch=_torch_adam),
     _optimizer("lamb", _lamb, 2, 56, passes=2),
@@ -402,8 +395,6 @@ def compared(
             continue
         row: Row = {"case": name, "form": form, "dtype": str(dtype).removeprefix("torch."), "size": size}
         try:
-            if form not in kernel.random:
-                row["error"] = float(f"{error(kernel, function, dtype, device):.3g}")
             row |= _timed(kernel, function, sets, words)
             ours = row[last] if form == "ours" else ours
             row["over_ours"] = round(row[last] / ours, 3) if ours else None
@@ -487,29 +478,3 @@ def per_call(call: Callable[[int], Any], sets: int, repeats: int) -> tuple[float
         return statistics.median(s for _ in range(repeats) for s in clocks.window(lambda i: graph.replay(), 5)) / count, True
     finally:
         graph.reset()
-
-
-def error(kernel: Kernel, function: Function, dtype: torch.dtype, device: torch.device) -> float:
-    """The largest difference of result and gradients from the plain form in float64, each over the largest value there."""
-    inputs = kernel.inputs(Draw(device, dtype, 99), *kernel.small)
-    exact = [_exact(x, kernel.exact) if isinstance(x, Tensor) else x for x in inputs]
-    found, true = _values(kernel, function, inputs), _values(kernel, kernel.plain, exact)
-    pairs = [(a.cpu().double(), b.double()) for a, b in zip(found, true)]
-    return max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-30)) for a, b in pairs)
-
-
-def _exact(x: Tensor, as_it_is: bool) -> Tensor:
-    wide = x.dtype if as_it_is or not x.is_floating_point() else torch.float64
-    made = x.detach().to("cpu", wide, copy=True)
-    return made.requires_grad_(x.requires_grad)
-
-
-def _values(kernel: Kernel, function: Function, inputs: list[Any]) -> list[Tensor]:
-    """The result, and gradients of its product with waves, which are the same whatever computes it."""
-    if not kernel.learns:
-        with torch.no_grad():
-            return [function(*inputs)]
-    result = function(*inputs)
-    wave = torch.arange(result.numel(), dtype=torch.float64).sin().view(result.shape).to(result.device, result.dtype)
-    learnt = [x for x in _tensors(inputs) if x.requires_grad]
-    return [result.detach(), *torch.autograd.grad(result, learnt, wave)]

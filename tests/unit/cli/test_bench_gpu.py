@@ -206,23 +206,6 @@ def test_of_a_case_that_was_ended_the_rows_that_it_told_are_kept(
     ]  # fmt: skip
 
 
-def test_an_error_of_a_kernel_is_that_of_its_worst_result() -> None:
-    def wrong(x: torch.Tensor) -> torch.Tensor:
-        return x * torch.where(x == x.max(), 1.01, 1.0)
-
-    def with_wrong_slope(x: torch.Tensor) -> torch.Tensor:
-        return x.detach() + 0.5 * (x - x.detach())
-
-    kernel = gpu_kernels.Kernel("copy", lambda draw, n: [draw(n)], {"one": (9,)}, (9,), wrong, lambda x: 1.0 * x)
-    device = torch.device("cpu")
-    assert gpu_kernels.error(kernel, kernel.plain, torch.float32, device) < 1e-7
-    assert 0.001 < gpu_kernels.error(kernel, wrong, torch.float32, device) < 0.011
-    assert gpu_kernels.error(kernel, with_wrong_slope, torch.float32, device) == pytest.approx(0.5)
-    rows = list(gpu_kernels.compared("copy-one", kernel, kernel.small, torch.float32, device, words(rates={"copy_gb_s": 1.0})))
-    assert [row["form"] for row in rows] == ["ours", "plain", "compiled"] and rows[1]["over_ours"] > 0
-    assert rows[2]["left_out"].startswith("there is no GPU")
-
-
 def test_bytes_are_those_of_each_tensor_once() -> None:
     x = torch.randn(10, requires_grad=True)
     assert gpu_kernels.once(x, [x], False) == 80 and gpu_kernels.once(x, [x], True) == 80 + 40 + 80 + 40
