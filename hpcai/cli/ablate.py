@@ -11,13 +11,10 @@ import argparse
 import gc
 import json
 import math
-import multiprocessing
-import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -83,10 +80,10 @@ def _key(name: str) -> str:
 
 @dataclass
 class Measured:
-    """One arrangement of switches: wall and CPU seconds of a step in each repeat, and how far its numbers are from plain."""
+    """One arrangement of switches: seconds of a step in each repeat, and how far its numbers are from plain."""
 
     on: On
-    times: list[tuple[float, float]] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
     samples: int = 0
     differences: dict[str, float | None] = field(default_factory=dict)
     peak: int | None = None  # bytes on the GPU
@@ -164,15 +161,15 @@ class Bench:
             self._timed(one)
         one.times.append(self._timed(one))
 
-    def _timed(self, one: Measured) -> tuple[float, float]:
+    def _timed(self, one: Measured) -> float:
+        """Seconds of a step of the rank that needs most."""
         with one.trial.around():
             self._wait()
-            cpu, wall = _cpu_seconds(), time.perf_counter()
+            began = time.perf_counter()
             one.trial.run(self.steps)
             self._wait()
-            spent = (time.perf_counter() - wall) / self.steps, (_cpu_seconds() - cpu) / self.steps
-        every = gather_objects(spent, self.mesh.everyone)
-        return max(wall for wall, _ in every), sum(cpu for _, cpu in every)
+            spent = (time.perf_counter() - began) / self.steps
+        return float(max(gather_objects(spent, self.mesh.everyone)))
 
     def _wait(self) -> None:
         wait()
@@ -196,24 +193,12 @@ class Bench:
         row: dict[str, Any] = {"name": name, "on": [n for n in self.names if n in on], "error": one.error}
         if one.error is not None:
             return row
-        for i, kind in enumerate(("", "cpu_")):
-            own, others = [times[i] for times in one.times], [times[i] for times in base.times]
-            ratios = [b / a if against == self.added[0] else a / b for a, b in zip(own, others) if a and b]
-            row |= {f"{kind}seconds": float(np.median(own)), f"{kind}each": [round(value, 6) for value in own]}
-            row[f"{kind}factor"] = interval(ratios) if ratios and base.error is None else None
-        row |= {"samples_per_second": one.samples / row["seconds"], "peak_bytes": one.peak}
+        pairs = list(zip(one.times, base.times))
+        ratios = [b / a if against == self.added[0] else a / b for a, b in pairs] if base.error is None else []
+        seconds = float(np.median(one.times))
+        row |= {"seconds": seconds, "each": [round(value, 6) for value in one.times]}
+        row |= {"factor": interval(ratios) if ratios else None, "samples_per_second": one.samples / seconds, "peak_bytes": one.peak}
         return row | {f"{of}_difference": one.differences.get(of) for of in ("loss", "gradient")}
-
-
-def _cpu_seconds() -> float:
-    """CPU seconds of this process, of those it started (a DataLoader's workers) and of those that have ended."""
-    ended, ticks = os.times(), os.sysconf("SC_CLK_TCK")
-    spent = time.process_time() + ended.children_user + ended.children_system
-    for child in multiprocessing.active_children():
-        with suppress(OSError):
-            words = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
-            spent += (int(words[11]) + int(words[12])) / ticks
-    return spent
 
 
 def show(found: dict[str, Any]) -> None:
@@ -226,7 +211,7 @@ def show(found: dict[str, Any]) -> None:
         console.print(f"  {switch['name']}: {switch['what']}{reason}", soft_wrap=True, markup=False)
     on_gpu = any(row.get("peak_bytes") is not None for row in found["cumulative"])
     table = Table(caption="+ added to those above, times faster than plain; - left out alone, times slower than all")
-    for name in ("", "s a step", "times", *(["peak MB"] if on_gpu else ["CPU s", "times, CPU"]), "samples/s", "loss", "gradient"):
+    for name in ("", "s a step", "times", *(["peak MB"] if on_gpu else []), "samples/s", "loss", "gradient"):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
     for sign, kind in (("+", "cumulative"), ("-", "left_out")):
         for row in found[kind]:
@@ -235,7 +220,7 @@ def show(found: dict[str, Any]) -> None:
                 table.add_row(name, "failed")
                 console.print(f"{name} failed: {row['error']}", soft_wrap=True, markup=False)
                 continue
-            cells = [f"{row['peak_bytes'] / 1e6:,.0f}"] if on_gpu else [f"{row['cpu_seconds']:.4g}", _factor(row["cpu_factor"])]
+            cells = [f"{row['peak_bytes'] / 1e6:,.0f}"] if on_gpu else []
             far = ["" if (value := row[f"{of}_difference"]) is None else f"{value:.0e}" for of in ("loss", "gradient")]
             table.add_row(name, f"{row['seconds']:.4g}", _factor(row["factor"]), *cells, f"{row['samples_per_second']:.4g}", *far)
         table.add_section()
