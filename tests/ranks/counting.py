@@ -9,9 +9,9 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
@@ -65,64 +65,62 @@ class Counts:
     """Counts in the process that makes it, until this ends."""
 
     def __init__(self) -> None:
-        self.found: dict[str, Counter[str]] = {}
+        self.found: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self.times: Counter[str] = Counter()
-        self._acts = [_OWN]
+        self.acts = ["start"]
         self._inherited = _sockets()  # a process that was forked has those of the other one
         group: Any = torch_dist.ProcessGroup
-        for name in (name for name in _CALLS if hasattr(group, name)):
-            self._count("messages", group, name)
-        self._count("messages", watch, "_send")
-        for owner, name in ((os, "stat"), (os, "lstat"), (h5py.File, "__init__")):
-            self._count("file operations", owner, name)
-        sys.addaudithook(self._hook)
+        named = [("messages", group, name) for name in _CALLS if hasattr(group, name)] + [("messages", watch, "_send")]
+        named += [("file operations", owner, name) for owner, name in ((os, "stat"), (os, "lstat"), (h5py.File, "__init__"))]
+        for what, owner, name in named:
+            self._count(what, owner, name)
+        sys.addaudithook(lambda event, given: self._note("file operations") if _names_a_file(event, given) else None)
 
-    def now(self, act: str, times: int = 1) -> None:
+    def now(self, act: str) -> None:
         """From here on all belongs to ``act``, but for what is within others."""
-        self._turn()
-        self._acts[0] = act
-        self.times[act] += times
+        self._sockets()
+        self.acts[0] = act
 
     @contextmanager
     def act(self, name: str, times: int = 1) -> Iterator[None]:
         """What is done within belongs to ``name``."""
-        self._turn()
-        self._acts.append(name)
+        self._sockets()
+        self.acts.append(name)
         self.times[name] += times
         try:
             yield
         finally:
-            self._turn()
-            self._acts.pop()
+            self._sockets()
+            self.acts.pop()
 
-    def seam(self, owner: type, name: str, act: str, times: int = 1, due: Callable[..., bool] = lambda *_, **__: True) -> None:
-        """From here on the method ``name`` of ``owner`` is an act where it is ``due``."""
+    def seam(self, owner: type, name: str, act: str, times: int = 1, due: Callable[..., bool] = lambda *_, **__: True,
+             then: str | None = None) -> None:  # fmt: skip
+        """From here on the method ``name`` of ``owner`` is an act where it is ``due``; another one begins when it ends."""
         before = getattr(owner, name)
 
         @wraps(before)
         def counted(*given: Any, **kwargs: Any) -> Any:
-            if not due(*given, **kwargs):
-                return before(*given, **kwargs)
-            with self.act(act, times):
-                return before(*given, **kwargs)
+            try:
+                with self.act(act, times) if due(*given, **kwargs) else nullcontext():
+                    return before(*given, **kwargs)
+            finally:
+                self.now(then or self.acts[0])
 
         setattr(owner, name, counted)
 
     def close(self) -> Found:
-        self._turn()
-        acts = {act: counts for act, counts in self.found.items() if self.times[act] and act != _OWN}
+        self._sockets()
         spent = ("messages", "file operations")
-        return {act: {**{what: counts[what] / self.times[act] for what in spent}, "sockets": counts["sockets"]}
-                for act, counts in acts.items()}  # fmt: skip
+        return {act: {**{what: self.found[act][what] / max(self.times[act], 1) for what in spent},
+                      "sockets": self.found[act]["sockets"]} for act in ACTS}  # fmt: skip
 
-    def _turn(self) -> None:
-        act = self._acts[-1]
-        self._acts.append(_OWN)  # to count sockets is to ask for files
-        self.found.setdefault(act, Counter())["sockets"] = _sockets() - self._inherited
-        self._acts.pop()
+    def _sockets(self) -> None:
+        self.acts.append(_OWN)  # to count them is to ask for files
+        self.found[self.acts[-2]]["sockets"] = _sockets() - self._inherited
+        self.acts.pop()
 
     def _note(self, what: str) -> None:
-        self.found.setdefault(self._acts[-1], Counter())[what] += 1
+        self.found[self.acts[-1]][what] += 1
 
     def _count(self, what: str, owner: Any, name: str) -> None:
         function = getattr(owner, name)
@@ -134,9 +132,9 @@ class Counts:
 
         setattr(owner, name, noted)
 
-    def _hook(self, event: str, given: tuple[Any, ...]) -> None:
-        if event in _EVENTS and not isinstance(given[0], int):
-            self._note("file operations")
+
+def _names_a_file(event: str, given: tuple[Any, ...]) -> bool:
+    return event in _EVENTS and not isinstance(given[0], int)
 
 
 def _sockets() -> int:
@@ -205,36 +203,25 @@ def _live(rank: int, ranks: int, split: Path, tensors: int, folder: Path, port: 
         "data": {"reader": "buffered", "workers": 1}, "train": {"steps": _STEPS, "report_every": 2, "evaluate_every": 1},
         "checkpoint": {"every_steps": 2}, "report": {"directory": folder / "run", "sinks": ()},
     })  # fmt: skip
-    counts = Counts()
-    counts.now("start")
-    epochs, save = _Training._epochs, _Training._save
-    with dist.start(cfg.mesh, torch.device("cpu")) as mesh, ExitStack() as undo:
-        for name in ("_epochs", "_save", "_read", "_tell", "_evaluate", "_judge"):
-            undo.callback(setattr, _Training, name, getattr(_Training, name))
-        counts.seam(_Training, "_read", "report", 0, due=lambda training, report, compare: report or compare)
-        counts.seam(_Training, "_tell", "report", due=lambda training: training._reading is not None)
-        counts.seam(_Training, "_evaluate", "evaluation")
-        counts.seam(_Training, "_judge", "evaluation", 0)
+    counts, save = Counts(), _Training._save
 
-        def counted_epochs(self: _Training, signals: Any) -> str:
-            counts.now("step", times=self.steps)
-            try:
-                return epochs(self, signals)
-            finally:
-                counts.now("end")
+    def finished_save(self: _Training, final: bool = False) -> None:
+        """A save that is waited for, so that what its thread does counts as its own."""
+        save(self, final=True)
 
-        def finished_save(self: _Training, final: bool = False) -> None:
-            """A save that is waited for, so that what its thread does counts as its own."""
-            with counts.act("save"):
-                save(self, final=True)
-
-        _Training._epochs, _Training._save = counted_epochs, finished_save  # type: ignore[method-assign]
+    _Training._save = finished_save  # type: ignore[method-assign]
+    counts.seam(_Training, "_epochs", "step", _STEPS, then="end")
+    counts.seam(_Training, "_save", "save")
+    counts.seam(_Training, "_read", "report", 0, due=lambda training, report, compare: report or compare)
+    counts.seam(_Training, "_tell", "report", due=lambda training: training._reading is not None)
+    counts.seam(_Training, "_evaluate", "evaluation")
+    counts.seam(_Training, "_judge", "evaluation", 0)
+    with dist.start(cfg.mesh, torch.device("cpu")) as mesh:
         sums = _trained(cfg, split, tensors, mesh)
-        undo.close()
-        counts.now("again")
+        counts.now(_OWN)
         counts.seam(Checkpoints, "resume", "resume")
         _trained(cfg, split, tensors, mesh)
-        counts.now("end", times=0)
+        counts.now("end")
     return counts.close(), sums
 
 
