@@ -163,8 +163,9 @@ _SMI = ("name", "driver_version", "memory.total", "clocks.sm", "clocks.max.sm", 
 def look(python: str, environ: Mapping[str, str], out: Path) -> Row:
     """What the machine has; ``missing`` says, for what parts may need, what is not there and what to do."""
     found: Row = {"machine": platform.node(), "system": platform.platform(), "cores": len(os.sched_getaffinity(0)),
-                  "python": f"{platform.python_version()} in {sys.prefix}", "memory_gib": _memory(), "driver": driver(),
-                  "disk_gib": round(shutil.disk_usage(out).free / 2**30, 1), "shm_gib": _shm()}  # fmt: skip
+                  "python": f"{platform.python_version()} in {sys.prefix}", "driver": driver(),
+                  "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+                  "disk_gib": round(shutil.disk_usage(out).free / 2**30, 1)}  # fmt: skip
     found |= _ask([python, "-c", _LOOK, str(ROOT), *NEEDED], environ)
     found["missing"] = _missing(found, out, lambda: _ask([python, "-c", _COMPILE, str(ROOT)], environ, "kernel"))
     return found
@@ -227,14 +228,6 @@ def driver() -> Any:
     if done.returncode:
         return f"nvidia-smi: {(done.stdout + done.stderr).strip()[:_TEXT]}"
     return [dict(zip(_SMI, map(str.strip, line.split(",")))) for line in done.stdout.splitlines() if line.strip()]
-
-
-def _memory() -> float:
-    return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
-
-
-def _shm() -> float | None:
-    return round(shutil.disk_usage("/dev/shm").free / 2**30, 1) if Path("/dev/shm").is_dir() else None
 
 
 # ---- an environment, and the wheels for it
@@ -570,8 +563,8 @@ def page(results: Row) -> str:
     machine, entries = results["machine"], results["jobs"]
     gpus = machine.get("gpus") or []
     lines = [f"# {gpus[0]['name'] if gpus else 'No GPU'}: {_sums(entries)}", "",
-             f"{machine['machine']}, {machine['system']}, commit {results['commit']}, {results['date']}", "", *_table(
-                 [{"what": name, "found": value} for name, value in _facts(machine)]), ""]  # fmt: skip
+             f"commit {results['commit']}, {results['date']}", "",
+             *_table([{"what": name, "found": value} for name, value in machine.items() if name != "missing"]), ""]  # fmt: skip
     if machine["missing"]:
         told = (f"- **{_WORDS.get(name, name)}**: {why}" for name, why in machine["missing"].items())
         lines += ["## Missing here", "", *told, ""]
@@ -600,16 +593,6 @@ def _sums(entries: Row) -> str:
     counts = Counter(entry["state"] for entry in entries.values())
     told = [f"{counts[state]} {state}" for state in ("passed", "failed", "cut", "skipped") if counts[state]]
     return ", ".join(told) or "nothing was run"
-
-
-def _facts(machine: Row) -> Iterator[tuple[str, Any]]:
-    for name in ("python", "torch", "cuda", "cudnn", "nccl", "triton", "cores", "memory_gib", "disk_gib", "shm_gib"):
-        yield name, machine.get(name) or "none"
-    drivers = machine["driver"] if isinstance(machine["driver"], list) else []
-    for number, gpu in enumerate(machine.get("gpus") or ()):
-        more = drivers[number] if number < len(drivers) else {}
-        told = ", ".join(f"{name} {value}" for name, value in more.items() if name != "name")
-        yield f"GPU {number}", f"{gpu['name']}, {gpu['gib']} GiB, capability {gpu['capability']}; {told}"
 
 
 def _figures(every: Sequence[Row]) -> list[str]:
@@ -661,8 +644,7 @@ def main(argv: Sequence[str] | None = None, tests: Path = ROOT / "tests/gpu", hp
 
 def _prepared(words: Any, tests: Path, hpcai: Sequence[str]) -> tuple[Place, Row]:
     """The folders, the environment, and the results of earlier calls; says at once what machine this is."""
-    cores = len(os.sched_getaffinity(0))
-    print(f"{platform.node()}: {cores} cores, {_memory():.0f} GiB, Python {platform.python_version()}", flush=True)
+    print(f"{platform.node()}: {len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}", flush=True)
     print(said if isinstance(said := driver(), str) else "; ".join(" ".join(gpu.values()) for gpu in said), flush=True)
     out = words.out.resolve()
     folder = Path(tempfile.gettempdir(), f"hpcai-gpu-{os.getuid()}") if words.pack else out / "environment"
