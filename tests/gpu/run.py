@@ -264,28 +264,16 @@ def requirements(pyproject: Path) -> list[str]:
 
 
 def collect(folder: Path, pip: Sequence[str] = (sys.executable, "-m", "pip")) -> list[str]:
-    """Put the wheels into ``folder`` for Python 3.12 on Linux, x86-64, whatever this machine is -> their names and versions.
-
-    pip resolves all that is needed, and says what it would install; what the other machine has by itself is then left out.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in folder.glob("*.whl"):
-        path.unlink()  # two versions of one package stop an installation
-    with tempfile.TemporaryDirectory() as scratch:
-        report = Path(scratch, "report.json")
-        asked = [*QUIET, "--dry-run", "--ignore-installed", "--report", str(report), "--target", scratch, *TARGET]
-        _run([*pip, "install", *asked, *requirements(ROOT / "pyproject.toml")], os.environ)
-        every = [entry["metadata"] for entry in json.loads(report.read_text())["install"]]
-    chosen = sorted(f"{one['name']}=={one['version']}" for one in every if not THEIRS.match(_canonical(one["name"])))
-    _run([*pip, "download", *QUIET, "--no-deps", "-d", str(folder), *TARGET, *chosen], os.environ)
-    found = {_canonical(path.name.split("-")[0]) for path in folder.glob("*.whl")}
-    if lost := sorted(one for one in chosen if _canonical(one.split("==")[0]) not in found):
-        raise SystemExit(f"pip downloaded no wheel of {', '.join(lost)}; look at what {' '.join(pip)} download says")
-    return chosen
-
-
-def _run(command: Sequence[str], environ: Mapping[str, str]) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True, env=dict(environ), timeout=600)
+    """Put the wheels into ``folder`` for Python 3.12 on Linux, x86-64, whatever this machine is, but those that the other machine
+    has by itself -> their names and versions."""
+    shutil.rmtree(folder, ignore_errors=True)  # of two versions of one package the wrong one might be taken
+    asked = [*pip, "download", *QUIET, "-d", str(folder), *TARGET, *requirements(ROOT / "pyproject.toml")]
+    subprocess.run(asked, check=True, capture_output=True, text=True, timeout=600)
+    found = {path: path.name.split("-")[:2] for path in sorted(folder.glob("*.whl"))}
+    for path, (name, _) in found.items():
+        if THEIRS.match(_canonical(name)):
+            path.unlink()
+    return [f"{_canonical(name)}=={version}" for path, (name, version) in found.items() if path.exists()]
 
 
 def _canonical(name: str) -> str:
