@@ -18,7 +18,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -83,10 +83,8 @@ def linked(checkpoints: Path, scratch: Path, step: int) -> int:
             own = scratch / "checkpoints" / path.name
             own.mkdir(parents=True, exist_ok=True)
             for file in path.iterdir():
-                if not (own / file.name).is_symlink():
-                    partial = own / f".{os.getpid()}"
-                    partial.symlink_to(file)
-                    partial.replace(own / file.name)
+                with suppress(FileExistsError):
+                    (own / file.name).symlink_to(file)
         scratch.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
         raise DataError(f"{scratch}: {problem.strerror}; name another folder with --scratch") from problem

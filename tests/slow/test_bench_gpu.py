@@ -51,7 +51,7 @@ def test_batches_of_the_loader_have_the_shapes_of_those_on_the_device(name: str)
     made = gpu_steps.Bench(name, find(app), case, SimpleNamespace(tiny=True))
     known = [shapes(batch) for batch in made.batches]
     assert len(set(map(str, known))) == len(case.turns)
-    cfg = made.app.in_files(made.settings(gpu_steps.VARIANTS[0], case.turns[-1]), 4, ("train",))
+    cfg = made.app.in_files(made.settings("eager", case.turns[-1]), 4, ("train",))
     with made.app.loader(cfg, made.mesh, "train", name="train", sampler=Endless(4, 2 * cfg.data.batch)) as loader:
         assert [shapes(batch) for batch in loader.epoch(0)] == [known[len(case.turns) - 1]] * 2
 
@@ -92,6 +92,7 @@ def test_what_a_gpu_adds_to_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """The lines that only a GPU reaches, with a GPU that is emulated."""
     joules = iter(range(100))
     monkeypatch.setattr(gpu_steps, "Gpu", lambda device: SimpleNamespace(readings=lambda: {"energy_j": 8.0 * next(joules)}))
+    monkeypatch.setattr(gpu_steps, "_FED", ("eager",))
     monkeypatch.setattr(gpu_steps, "ENERGY_S", 0.05)
     monkeypatch.setattr(gpu_steps, "LOADER_S", 0.05)
     monkeypatch.setattr(gpu_steps, "WINDOW_S", 0.05)
@@ -104,7 +105,7 @@ def test_what_a_gpu_adds_to_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     given = SimpleNamespace(tiny=True, repeats=2, seconds=9.0, rates={"matrix_tflops": 0.1})
     made = gpu_steps.Bench("cosmoflow-batch-4", find(app), case, given)
     made.on_gpu = True
-    row = made._measured(gpu_steps.Variant("eager", fed=True))
+    row = made._measured("eager")
     given.tiny = False  # as of a published size, whose figure then stands beside it
     row |= made._speeds([[0.01], [0.02], [0.04]], 4, 1e9)
     assert row["peak_gb"] == 3.0 and row["graphs_gb"] == 0.5 and row["gaps_percent"] == 0.1 and row["turns"] == 3
@@ -116,7 +117,7 @@ def test_what_a_gpu_adds_to_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(made.app), "loader", None)
     given.tiny = True
     made = gpu_steps.Bench("cosmoflow-batch-4", find(app), case, given)
-    row = made._measured(gpu_steps.Variant("eager", fed=True))
+    row = made._measured("eager")
     assert row["ms"] > 0 and row["tflop"].startswith("not counted: TypeError") and row["loader"].startswith("failed: TypeError")
 
 

@@ -129,10 +129,10 @@ def test_published_configurations_are_read_as_they_stand_in_the_files(name: str)
     assert app.gpu, "an app says what is measured on a GPU"
     for case in app.gpu:
         path = Path(inspect.getfile(type(app))).parent / "configs" / case.yaml
-        for variant in gpu_steps.VARIANTS:
+        for variant, words in gpu_steps.VARIANTS.items():
             for turn in case.turns:
-                cfg: Any = config.load(app.published, path, [*case.words, *gpu_steps._PLAIN, *variant.words, *turn])
-                assert cfg.step.capture == ("whole" if "captured" in variant.name else "none")
+                cfg: Any = config.load(app.published, path, [*case.words, *gpu_steps._PLAIN, *words, *turn])
+                assert cfg.step.capture == ("whole" if "captured" in variant else "none")
         plain: Any = config.load(app.published, path)
         assert cfg.step.optimizer == plain.step.optimizer and cfg.step.lr == plain.step.lr and cfg.step.clip == plain.step.clip
         assert case.figure and case.figure.per_s > 0 and case.asked
@@ -160,9 +160,9 @@ def test_a_variant_that_raises_is_a_row_and_the_others_go_on(monkeypatch: pytest
         "compiled": ZeroDivisionError(),
     }  # fmt: skip
 
-    def measured(self: gpu_steps.Bench, variant: gpu_steps.Variant) -> dict[str, Any]:
-        if variant.name in problems:
-            raise problems[variant.name]
+    def measured(self: gpu_steps.Bench, variant: str) -> dict[str, Any]:
+        if variant in problems:
+            raise problems[variant]
         return {"ms": 1.0}
 
     app: Any = FakeApp()
@@ -173,7 +173,7 @@ def test_a_variant_that_raises_is_a_row_and_the_others_go_on(monkeypatch: pytest
     assert all(row["left_out"].startswith("there is no GPU") for row in rest)
     made.on_gpu = True
     monkeypatch.setattr(gpu_steps, "close_all", lambda: None)
-    rows = {variant.name: made.row(variant) for variant in gpu_steps.VARIANTS}
+    rows = {variant: made.row(variant) for variant in gpu_steps.VARIANTS}
     assert rows["captured"]["failed"] == "out of memory" and rows["compiled"]["failed"] == "ZeroDivisionError: no word of why"
     assert rows["tf32"] == {"case": "app-one", "variant": "tf32", "ms": 1.0}
 
