@@ -7,7 +7,7 @@ import pytest
 
 from hpcai.cli import verify_resume
 from hpcai.cli.forks import forked
-from hpcai.cli.verify_resume import Kill, Result, verify
+from hpcai.cli.verify_resume import Kill, Result, Verdict, verify
 from hpcai.errors import ConfigError
 from hpcai.train.checkpoint import Checkpoints
 from hpcai.train.saved import found
@@ -69,6 +69,14 @@ def test_a_run_that_loses_something_is_told(words: list[str], tmp_path: Path, ca
     monkeypatch.setattr(verify_resume._Killer, "strike", strike)
     assert verify_resume.main(["cosmoflow", *words, "--kills", "1"]) == 1
     assert "tensors differ" in capsys.readouterr().out
+
+
+def test_a_process_that_hangs_after_another_was_killed_fails(capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    result = Result([Kill(2, False, False, False, True), Kill(2, True, True, True, False)], [Verdict([2])])
+    monkeypatch.setattr(verify_resume, "verify", lambda *_: result)
+    assert verify_resume.main(["cosmoflow"]) == 1
+    shown = capsys.readouterr().out
+    assert "1 kills of all of 2 processes, in a save: 1 saves left half written" in shown and "after 1 kills" in shown
 
 
 def test_what_cannot_run_is_refused(tmp_path: Path) -> None:

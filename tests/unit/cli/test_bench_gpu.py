@@ -204,6 +204,8 @@ def test_of_a_case_that_was_ended_the_rows_that_it_told_are_kept(
         {"case": "a", "variant": "eager", "ms": 1.0}, {"part": "apps", "case": "a", "failed": "ended after 7 s"},
         {"part": "apps", "case": "b", "failed": "Segmentation fault"},
     ]  # fmt: skip
+    monkeypatch.setattr(gpu_steps, "cases", lambda: ["b"])
+    assert bench.main(["gpu", "apps"]) == 1 and "b Segmentation fault" in capsys.readouterr().out, "nothing was measured"
 
 
 def test_bytes_are_those_of_each_tensor_once() -> None:
