@@ -1,4 +1,4 @@
-"""`hpcai bench`: names, parts, one JSON object, and a part that fails does not take the others with it."""
+"""`hpcai bench`: names, parts, one JSON object, and turns."""
 
 import json
 from pathlib import Path
