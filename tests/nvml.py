@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-
 CODE = '''
 import time
 from pathlib import Path
