@@ -160,7 +160,6 @@ fio:
 
 bench: $(VENV)/.tested
 	@$(BIN)/hpcai bench cosmoflow
-	@$(BIN)/hpcai bench step
 	@$(BIN)/hpcai bench data
 	@$(call PYTEST,$(BIN)) -m timing
 

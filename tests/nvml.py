@@ -8,9 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from hpcai.dist import power
-from hpcai.dist.host import nvml_gpu
-
 CODE = '''
 import time
 from pathlib import Path
@@ -68,7 +65,3 @@ class Driver:
     def watts(self) -> float:
         file = self.folder / "limit"
         return int(file.read_text()) / 1e3 if file.exists() else 700.0
-
-    def serves_cpu(self, patch: pytest.MonkeyPatch) -> None:
-        """The CPU passes for the GPU of this driver."""
-        patch.setattr(power, "nvml_gpu", lambda device: nvml_gpu(torch.device("cuda", 0)))

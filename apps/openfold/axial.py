@@ -1,10 +1,6 @@
 """What cutting a protein over ``mesh.axial`` costs and gains:  hpcai bench openfold axial axial-step [mesh.axial=8 ...]"""
 
-import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +12,7 @@ from hpcai.dist import Mesh
 from hpcai.dist.host import keep_memory
 from hpcai.errors import ConfigError
 from hpcai.models.openfold import OpenFoldConfig
-from hpcai.parallel import axial as seams
-from hpcai.parallel.axial import Join, Move
+from hpcai.parallel.axial import Move
 from hpcai.parallel.halo import Traffic
 
 
@@ -55,10 +50,6 @@ def axial(cfg: Any, repeats: int) -> list[Row]:
     compute in turns with it; bytes that a rank sends forward and backward, by the formula for each of the two, and as a share of
     those of the form that gathers; exchanges of a rank; and bytes that it keeps for the backward pass, weights left out, also as a
     share of those of one process.
-
-    Also the wall seconds that a rank waits for messages, the sum of each one's median, and their share of the block's; the share of
-    bytes that are sent before they are needed, and so can hide; and, in turns with it, the seconds waited where none hides because
-    each is waited for as soon as it is sent, and CPU and wall seconds with hiding as a share of those without.
     """
     found = []
     for row in _rows(cfg, repeats, _Block):
@@ -83,10 +74,7 @@ def _rows(cfg: Any, repeats: int, kind: "type[_Block]") -> list[Row]:
         found.append({
             "ranks": ranks, "cpu_s": round(worst["cpu"], 4), "cpu_share": round(worst["share"], 3), "forward": worst["forward"],
             "backward": worst["backward"], "messages": worst["messages"], "kept_mb": round(worst["kept"] / 1e6, 1),
-            "kept_share": round(worst["of_whole"], 3), "waited_s": round(worst["waited"], 4),
-            "waited_share": round(worst["waiting"], 3), "hidden_share": round(worst["hidden"], 3),
-            "unhidden_waited_s": round(worst["unhidden"], 4), "cpu_of_unhidden": round(worst["cpu_of"], 3),
-            "wall_of_unhidden": round(worst["wall_of"], 3),
+            "kept_share": round(worst["of_whole"], 3),
         })  # fmt: skip
     return found
 
@@ -95,63 +83,9 @@ def _measure(mesh: Mesh, cfg: Any, repeats: int, kind: "type[_Block]") -> Row:
     keep_memory()
     whole, cut = kind(cfg, dist.alone(torch.device("cpu"))), kind(cfg, mesh)
     counted, kept = cut.counts()
-    times: dict[str, list[tuple[float, list[float]]]] = {"cut": [], "unhidden": []}
-
-    def run(form: str) -> None:
-        began = time.perf_counter()
-        with _waits(at_once=form == "unhidden") as waited:
-            cut.run()
-        times[form].append((time.perf_counter() - began, waited))
-
-    runs: dict[str, Callable[[], object]] = {"whole": whole.run, **{form: partial(run, form) for form in times}}
-    spent = alternate(runs, repeats, warm=1, clock=time.process_time)
-    wall, unhidden_wall = (statistics.median(one for one, _ in each[1:]) for each in times.values())
-    # Of each message, or what holds a rank up for a moment, elsewhere each time, would be all that is seen.
-    waited, unhidden = (
-        sum(statistics.median(every) for every in zip(*(one for _, one in each[1:]))) for each in times.values()
-    )
-    return {
-        "cpu": spent["cut"], "share": spent["cut"] / spent["whole"], **counted, "kept": kept,
-        "of_whole": kept / whole.counts()[1], "waited": waited, "waiting": waited / wall, "unhidden": unhidden,
-        "cpu_of": spent["cut"] / spent["unhidden"], "wall_of": wall / unhidden_wall,
-    }  # fmt: skip
-
-
-@contextmanager
-def _waits(at_once: bool) -> Iterator[list[float]]:
-    """Inside, the seconds of each wait for a message of a seam, in the order in which they are sent; ``at_once``, or when it is
-    needed."""
-    spent: list[float] = []
-
-    def send(way: Callable[..., Any], *given: Any) -> _Clocked:
-        work = _Clocked(way(*given), spent)
-        if at_once:
-            work.wait()
-        return work
-
-    ways = {name: getattr(seams, name) for name in ("gather_shares", "swap_shares", "Scattered")}
-    try:
-        for name, way in ways.items():
-            setattr(seams, name, partial(send, way))
-        yield spent
-    finally:
-        for name, way in ways.items():
-            setattr(seams, name, way)
-
-
-class _Clocked:
-    """A message whose first wait is timed, and the only one."""
-
-    def __init__(self, work: Any, spent: list[float]) -> None:
-        self.work, self.spent, self.number = work, spent, len(spent)
-        spent.append(0.0)
-
-    def wait(self) -> None:
-        if self.work is not None:
-            began = time.perf_counter()
-            self.work.wait()
-            self.spent[self.number] = time.perf_counter() - began
-            self.work = None
+    spent = alternate({"whole": whole.run, "cut": cut.run}, repeats, warm=1, clock=time.process_time)
+    of_whole = kept / whole.counts()[1]
+    return {"cpu": spent["cut"], "share": spent["cut"] / spent["whole"], **counted, "kept": kept, "of_whole": of_whole}
 
 
 class _Block:
@@ -189,7 +123,7 @@ class _Block:
         torch.autograd.backward(found, self.above)
 
     def counts(self) -> tuple[Row, int]:
-        """What it sends each way, in how many exchanges, which share of it in two halves, and the bytes kept in between."""
+        """What it sends each way, in how many exchanges, and the bytes kept in between."""
         kept: dict[int, int] = {}
         weights = {weight.untyped_storage().data_ptr() for weight in self.part.parameters()}
 
@@ -200,20 +134,13 @@ class _Block:
             return tensor
 
         messages, sent = self.traffic.messages, [self.traffic.sent]
-        at_once: list[int] = []  # hooks see a seam that is called, and none that begins and finishes
-        hooks = []
-        for seam in (part for part in self.part.modules() if isinstance(part, (Join, Move))):
-            hooks.append(seam.register_forward_pre_hook(lambda *_: at_once.append(-self.traffic.sent)))
-            hooks.append(seam.register_forward_hook(lambda *_: at_once.append(self.traffic.sent)))
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             found = self.forward()
-        for hook in hooks:
-            hook.remove()
         sent.append(self.traffic.sent)
         self.backward(found)
-        forward, backward = sent[1] - sent[0], self.traffic.sent - sent[1]
-        exchanges, hidden = self.traffic.messages - messages, 1 - sum(at_once) / forward if forward else 0.0
-        return {"forward": forward, "backward": backward, "messages": exchanges, "hidden": hidden}, sum(kept.values())
+        exchanges = self.traffic.messages - messages
+        count = {"forward": sent[1] - sent[0], "backward": self.traffic.sent - sent[1], "messages": exchanges}
+        return count, sum(kept.values())
 
 
 class _Network(_Block):

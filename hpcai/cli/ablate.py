@@ -5,40 +5,29 @@ another one on, so that a busy machine slows all alike; one run of each is not c
 repeat, against plain and against all, with 95 % intervals (bootstrap). Differences of loss and gradient (L2) are relative to plain,
 at the same weights and batch. Arrangements stay in memory where they leave half of it free; otherwise each is built anew in each
 repeat.
-
-With --caps all switches are on, and what differs is the limit on the power of each GPU: samples a second and a joule at each.
-Without numbers five are measured, from the limit that is found to the lowest that the GPU takes.
 """
 
 import argparse
 import gc
 import json
 import math
-import multiprocessing
-import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
 from hpcai import config, dist
-from hpcai.cli import caps
 from hpcai.cli.bench.timing import interval, machine, orders, wait
 from hpcai.cli.trial import On, Switch, find
 from hpcai.data.readers import available_memory
 from hpcai.dist.collect import gather_objects
 from hpcai.errors import ConfigError
-
-BLUE, ORANGE, GREY, INK = "#0072B2", "#D55E00", "#c9ced6", "#1c2430"  # told apart by the colour-blind, and by lightness in print
 
 
 def main(argv: Sequence[str]) -> int:
@@ -48,9 +37,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, help="steps of a run, with an evaluation among them (4; on a GPU 8)")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these switches; the others stay off")
-    parser.add_argument("--caps", nargs="*", type=int, metavar="W", help="what samples take of energy at several caps on power")
     parser.add_argument("--json", action="store_true", help="print JSON alone")
-    parser.add_argument("--directory", type=Path, metavar="OUT", help="folder for ablation.json and ablation.png, or caps.json")
     words = parser.parse_intermixed_args(argv)
     if words.repeats < 1 or words.steps == 0:
         parser.error("--repeats and --steps are at least 1")
@@ -66,27 +53,13 @@ def main(argv: Sequence[str]) -> int:
         found |= {"threads": torch.get_num_threads(), "processes": mesh.world}
         found["switches"] = [{**vars(switch), "on": switch.name in names} for switch in switches]
         with Console(stderr=True, quiet=not mesh.is_first).status("") as status:
-            if words.caps is None:
-                bench = Bench(lambda on: app.trial(cfg, mesh, on), names, mesh, steps)
-                bench.go(words.repeats, status.update)
-                found |= {**bench.rows(), "kept": bench.keeps}
-            else:
-                trial = partial(app.trial, cfg, mesh, frozenset(names))
-                found |= caps.measured(trial, mesh, words.caps, words.repeats, steps, status.update)
+            bench = Bench(lambda on: app.trial(cfg, mesh, on), names, mesh, steps)
+            bench.go(words.repeats, status.update)
+            found |= {**bench.rows(), "kept": bench.keeps}
         found |= {"load_after": machine()["load"], "settings": cfg.model_dump(mode="json")}
     if mesh.is_first:
-        _tell(found, words)
+        print(json.dumps(found, allow_nan=False)) if words.json else show(found)
     return 0
-
-
-def _tell(found: dict[str, Any], words: argparse.Namespace) -> None:
-    name, shows, draws = ("ablation", show, draw) if words.caps is None else ("caps", caps.show, None)
-    if words.directory is not None:
-        words.directory.mkdir(parents=True, exist_ok=True)
-        (words.directory / f"{name}.json").write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")
-        if draws is not None:
-            draws(found, words.directory / f"{name}.png")
-    print(json.dumps(found, allow_nan=False)) if words.json else shows(found)
 
 
 def chosen(switches: Sequence[Switch], only: Sequence[str]) -> list[str]:
@@ -107,10 +80,10 @@ def _key(name: str) -> str:
 
 @dataclass
 class Measured:
-    """One arrangement of switches: wall and CPU seconds of a step in each repeat, and how far its numbers are from plain."""
+    """One arrangement of switches: seconds of a step in each repeat, and how far its numbers are from plain."""
 
     on: On
-    times: list[tuple[float, float]] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
     samples: int = 0
     differences: dict[str, float | None] = field(default_factory=dict)
     peak: int | None = None  # bytes on the GPU
@@ -188,15 +161,15 @@ class Bench:
             self._timed(one)
         one.times.append(self._timed(one))
 
-    def _timed(self, one: Measured) -> tuple[float, float]:
+    def _timed(self, one: Measured) -> float:
+        """Seconds of a step of the rank that needs most."""
         with one.trial.around():
             self._wait()
-            cpu, wall = _cpu_seconds(), time.perf_counter()
+            began = time.perf_counter()
             one.trial.run(self.steps)
             self._wait()
-            spent = (time.perf_counter() - wall) / self.steps, (_cpu_seconds() - cpu) / self.steps
-        every = gather_objects(spent, self.mesh.everyone)
-        return max(wall for wall, _ in every), sum(cpu for _, cpu in every)
+            spent = (time.perf_counter() - began) / self.steps
+        return float(max(gather_objects(spent, self.mesh.everyone)))
 
     def _wait(self) -> None:
         wait()
@@ -220,24 +193,12 @@ class Bench:
         row: dict[str, Any] = {"name": name, "on": [n for n in self.names if n in on], "error": one.error}
         if one.error is not None:
             return row
-        for i, kind in enumerate(("", "cpu_")):
-            own, others = [times[i] for times in one.times], [times[i] for times in base.times]
-            ratios = [b / a if against == self.added[0] else a / b for a, b in zip(own, others) if a and b]
-            row |= {f"{kind}seconds": float(np.median(own)), f"{kind}each": [round(value, 6) for value in own]}
-            row[f"{kind}factor"] = interval(ratios) if ratios and base.error is None else None
-        row |= {"samples_per_second": one.samples / row["seconds"], "peak_bytes": one.peak}
+        pairs = list(zip(one.times, base.times))
+        ratios = [b / a if against == self.added[0] else a / b for a, b in pairs] if base.error is None else []
+        seconds = float(np.median(one.times))
+        row |= {"seconds": seconds, "each": [round(value, 6) for value in one.times]}
+        row |= {"factor": interval(ratios) if ratios else None, "samples_per_second": one.samples / seconds, "peak_bytes": one.peak}
         return row | {f"{of}_difference": one.differences.get(of) for of in ("loss", "gradient")}
-
-
-def _cpu_seconds() -> float:
-    """CPU seconds of this process, of those it started (a DataLoader's workers) and of those that have ended."""
-    ended, ticks = os.times(), os.sysconf("SC_CLK_TCK")
-    spent = time.process_time() + ended.children_user + ended.children_system
-    for child in multiprocessing.active_children():
-        with suppress(OSError):
-            words = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
-            spent += (int(words[11]) + int(words[12])) / ticks
-    return spent
 
 
 def show(found: dict[str, Any]) -> None:
@@ -250,7 +211,7 @@ def show(found: dict[str, Any]) -> None:
         console.print(f"  {switch['name']}: {switch['what']}{reason}", soft_wrap=True, markup=False)
     on_gpu = any(row.get("peak_bytes") is not None for row in found["cumulative"])
     table = Table(caption="+ added to those above, times faster than plain; - left out alone, times slower than all")
-    for name in ("", "s a step", "times", *(["peak MB"] if on_gpu else ["CPU s", "times, CPU"]), "samples/s", "loss", "gradient"):
+    for name in ("", "s a step", "times", *(["peak MB"] if on_gpu else []), "samples/s", "loss", "gradient"):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
     for sign, kind in (("+", "cumulative"), ("-", "left_out")):
         for row in found[kind]:
@@ -259,7 +220,7 @@ def show(found: dict[str, Any]) -> None:
                 table.add_row(name, "failed")
                 console.print(f"{name} failed: {row['error']}", soft_wrap=True, markup=False)
                 continue
-            cells = [f"{row['peak_bytes'] / 1e6:,.0f}"] if on_gpu else [f"{row['cpu_seconds']:.4g}", _factor(row["cpu_factor"])]
+            cells = [f"{row['peak_bytes'] / 1e6:,.0f}"] if on_gpu else []
             far = ["" if (value := row[f"{of}_difference"]) is None else f"{value:.0e}" for of in ("loss", "gradient")]
             table.add_row(name, f"{row['seconds']:.4g}", _factor(row["factor"]), *cells, f"{row['samples_per_second']:.4g}", *far)
         table.add_section()
@@ -268,47 +229,3 @@ def show(found: dict[str, Any]) -> None:
 
 def _factor(factor: dict[str, float] | None) -> str:
     return "" if factor is None else "{median:.2f} ({low:.2f} to {high:.2f})".format(**factor)
-
-
-def draw(found: dict[str, Any], path: Path) -> None:
-    """The waterfall: time of a step from plain to all, and beside it how much slower all is without each switch."""
-    figure = Figure(figsize=(9.6, 1.5 + 0.42 * len(found["cumulative"])), layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
-    shared = "processes: {processes}, threads of each: {threads}, load {load} to {load_after}, medians of {repeats}".format(**found)
-    title = f"{found['ablate']} on {found['device']}, torch {found['torch']}\n{shared}"
-    figure.suptitle(title, x=0.01, ha="left", fontsize=10)
-
-    def bar(axes: Any, y: int, begin: float, end: float, color: str) -> None:
-        marks = {"hatch": "///", "edgecolor": "white"} if color == ORANGE else {}
-        axes.barh(y, end - begin, left=begin, height=0.62, color=color, linewidth=0, **marks)
-
-    before = 0.0
-    for y, row in enumerate(found["cumulative"]):
-        if row["error"]:
-            left.text(0, y, "  failed", va="center", fontsize=9, color=ORANGE)
-            continue
-        now = 1000 * row["seconds"]
-        before = before or now
-        bar(left, y, 0, min(now, before), BLUE)
-        bar(left, y, min(now, before), max(now, before), GREY if now <= before else ORANGE)  # what this one takes away, or adds
-        factor = f"  {row['factor']['median']:.2f}×" if y and row["factor"] else ""
-        left.text(max(now, before), y, f"  {now:.4g} ms{factor}", va="center", fontsize=9)
-        before = now
-    for y, row in enumerate(found["left_out"], 1):
-        if row["error"] or not row["factor"]:
-            right.text(1, y, "  failed", va="center", fontsize=9, color=ORANGE)
-            continue
-        at, low, high = (row["factor"][key] for key in ("median", "low", "high"))
-        bar(right, y, 1, at, BLUE if at >= 1 else ORANGE)
-        right.plot((low, high), (y, y), color=INK, linewidth=1.2, marker="|")
-        right.text(max(high, 1), y, f"  {at:.2f}×", va="center", fontsize=9)
-    left.set_yticks(range(len(found["cumulative"])), ["plain", *(f"+ {row['name']}" for row in found["left_out"])])
-    left.invert_yaxis()
-    left.set_xlabel("ms a step, and times faster than plain")
-    right.set_xlabel("times slower without it alone")
-    right.axvline(1, color=INK, linewidth=0.8)
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(axis="y", length=0)
-        axes.margins(x=0.22)
-    figure.savefig(path, dpi=160, metadata={"Software": None})

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from hpcai.train.failure import read
 from hpcai.train.saved import found
 from hpcai.train.step import Step
 
+_PATIENCE = 1e6  # seconds: a run that hung is replayed until it hangs again
 AGAIN, WELL = 3, 4  # exit codes of the app: the step is not finite again; it ended well
 
 
@@ -82,10 +83,8 @@ def linked(checkpoints: Path, scratch: Path, step: int) -> int:
             own = scratch / "checkpoints" / path.name
             own.mkdir(parents=True, exist_ok=True)
             for file in path.iterdir():
-                if not (own / file.name).is_symlink():
-                    partial = own / f".{os.getpid()}"
-                    partial.symlink_to(file)
-                    partial.replace(own / file.name)
+                with suppress(FileExistsError):
+                    (own / file.name).symlink_to(file)
         scratch.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
         raise DataError(f"{scratch}: {problem.strerror}; name another folder with --scratch") from problem
@@ -114,8 +113,10 @@ def _made_again(cause: dict[str, Any], told: list[dict[str, Any]], scratch: Path
             raise ConfigError(f"the run trained on {cause['world']} processes, and this machine has fewer GPUs; start as many "
                               f"behind a launcher: srun -n {cause['world']} hpcai replay ...")  # fmt: skip
         with forked(enter, Path(folder) / "said", cause["world"]) as forks:
-            codes = _followed(forks.processes, forks.output)
-        return next((code for code in codes if code not in (AGAIN, WELL)), max(codes)) if AGAIN not in codes else AGAIN
+            codes, text = forks.ended(_PATIENCE)
+        print(text, end="")
+        other = [code if code is not None else 1 for code in codes if code not in (AGAIN, WELL)]
+        return AGAIN if AGAIN in codes else other[0] if other else WELL
 
 
 def _code(enter: Callable[[], object]) -> int:
@@ -127,21 +128,6 @@ def _code(enter: Callable[[], object]) -> int:
         traceback.print_exc()
         return 1
     return WELL
-
-
-def _followed(processes: Sequence[Any], output: Path) -> list[int]:
-    """Repeat what the processes say until they have ended -> their exit codes."""
-    at, alive = 0, True
-    while alive:
-        alive = any(process.is_alive() for process in processes)
-        for process in processes:
-            process.join(0.2 / len(processes))
-        if output.exists():
-            with output.open() as file:
-                file.seek(at)
-                print(file.read(), end="", flush=True)
-                at = file.tell()
-    return [process.exitcode for process in processes]
 
 
 @contextmanager

@@ -2,8 +2,8 @@
 
 ``apps/<name>/trial.py`` has a class ``Trial``, a ``Subject``: ``hpcai bench`` compares the app's step with its plain form, and
 ``hpcai ablate`` measures what each switch brings; ``hpcai bench gpu`` measures the published steps that the app lists. The plain
-form is what one would write first: float32, torch's layers one after the other, torch's optimizer operation by operation and
-DataLoader over h5py, and training waits for its evaluation.
+form is what one would write first: float32, torch's layers one after the other, torch's optimizer operation by operation, and
+training waits for its evaluation.
 """
 
 import os
@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
@@ -21,7 +20,6 @@ import h5py
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from hpcai.cli import apps
 from hpcai.data import Endless
@@ -187,7 +185,7 @@ class Subject:
         return frozenset(switch.name for switch in self.switches(cfg, mesh) if switch.why_not is None)
 
     def every_switch(self, cfg: Any, mesh: Mesh) -> list[Switch]:
-        every = [*self.switches(cfg, mesh), *of_the_loop(cfg, mesh, self.sample_bytes(cfg), self.compiled)]
+        every = [*self.switches(cfg, mesh), *of_the_loop(cfg, mesh, self.compiled)]
         if not self.compiles_long or mesh.device.type == "cuda" or cfg.step.compile != "none":
             return every
         minutes = f"torch.compile takes minutes for each arrangement on a CPU; ask for it with step.compile={self.compiled}"
@@ -223,8 +221,8 @@ def find(name: str) -> Subject:
     return subject
 
 
-def of_the_loop(cfg: Any, mesh: Mesh, sample: int, compiled: str) -> list[Switch]:
-    """The switches of step, loader and evaluation, which every app has; ``sample``: bytes of one in a file."""
+def of_the_loop(cfg: Any, mesh: Mesh, compiled: str) -> list[Switch]:
+    """The switches of step, loop and evaluation, which every app has."""
     kind, optimizer = mesh.device.type, cfg.step.optimizer
     asked = when_on(cfg.step, mesh, compiled)
     slow = f"this {kind} does not compute in bfloat16 at full speed" if asked["precision"] == "fp32" else None
@@ -238,7 +236,6 @@ def of_the_loop(cfg: Any, mesh: Mesh, sample: int, compiled: str) -> list[Switch
         Switch("capture", "step.capture: the step as a CUDA graph (without fused optimizer, all but the update)", no_gpu),
         Switch("sharded optimizer", "step.shard=optimizer (with fused optimizer only)", alone),
         Switch("garbage collection", f"train.collect_every={cfg.train.collect_every}, not when Python likes"),
-        Switch("direct I/O", f"our Loader with data.reader={cfg.data.reader}, not DataLoader over h5py", cannot_share(cfg, sample)),
         Switch("async evaluation", "train.evaluate=background, not wait"),
     ]
 
@@ -254,13 +251,6 @@ def _cannot_compile(kind: str) -> str | None:
         return compiler.MISSING
     found = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
     return None if found else "there is no C++ compiler, which torch.compile needs here"
-
-
-def cannot_share(cfg: Any, sample: int) -> str | None:
-    """DataLoader's workers pass batches through /dev/shm, and die where it is too small: then all arrangements use our Loader."""
-    need = 2 * (cfg.data.workers + 1) * cfg.data.batch * sample  # on one node, for all its processes
-    free = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else need
-    return f"/dev/shm has {free >> 20} MiB free, and DataLoader's workers need {need >> 20}" if free < need else None
 
 
 def exchange(model: nn.Module, classes: Mapping[type[nn.Module], type[nn.Module]]) -> None:
@@ -289,7 +279,6 @@ class Training:
 
     def __init__(self, app: Subject, cfg: Any, mesh: Mesh, on: On, held: ExitStack) -> None:
         self.app, self.cfg, self.mesh, self.on, self.held, self.samples = app, cfg, mesh, on, held, cfg.data.batch
-        self.by_torch = "direct I/O" not in on and cannot_share(cfg, app.sample_bytes(cfg)) is None
         self.collector = Collector(cfg.train.collect_every if "garbage collection" in on else None)
         self.step = _step(app, cfg, mesh, on)
         self.step.model.train()
@@ -343,8 +332,6 @@ class Training:
 
     def _batches(self, split: str, count: int) -> Any:
         cfg, batch = self.cfg, self.samples
-        if self.by_torch:
-            return self.held.enter_context(closing(_ByDataLoader(self.app, cfg, self.mesh, split, count)))
         endless = {"sampler": Endless(_EVALUATED * batch, count * batch), "accumulate": cfg.step.accumulate}
         words: Any = endless if split == "train" else {"shuffle": False, "last": "keep"}
         return self.held.enter_context(self.app.loader(cfg, self.mesh, split, name=split, **words))
@@ -409,35 +396,3 @@ def _files(app: Subject, cfg: Any, rows: int, splits: Sequence[str]) -> Path:
                     whole = file.require_dataset(name, (rows * len(part), *part.shape[1:]), part.dtype)
                     whole[i * len(part) : (i + 1) * len(part)] = part
     return _MADE.setdefault(key, folder)
-
-
-class _Plain(Dataset):
-    def __init__(self, path: Path, app: Subject, cfg: Any, rows: int) -> None:
-        self.path, self.app, self.names, self.rows, self.file = path, app, app.datasets(cfg), rows, cast(Any, None)
-
-    def __getitem__(self, index: int) -> Any:
-        self.file = self.file or h5py.File(self.path, "r")  # by each worker
-        return tuple(self._part(self.file[name], index, name in self.app.flat) for name in self.names)
-
-    def _part(self, values: Any, index: int, flat: bool) -> Any:
-        each = len(values) // self.rows
-        return values[index * each : (index + 1) * each] if flat else values[index]
-
-
-class _ByDataLoader:
-    def __init__(self, app: Subject, cfg: Any, mesh: Mesh, split: str, count: int) -> None:
-        copies, self.device = mesh["replicate"], mesh.device
-        batch, rows = cfg.data.batch // copies.size, _EVALUATED * cfg.data.batch
-        mine = range(copies.rank, rows, copies.size)
-        order = RandomSampler(range(rows), replacement=True, num_samples=count * batch) if split == "train" else mine
-        words = {"persistent_workers": True, "pin_memory": self.device.type == "cuda"}
-        data = _Plain(cfg.data.directory / split / _FILE, app, cfg, rows)
-        join = partial(app.together, cfg)
-        self.loader: Any = DataLoader(data, batch, sampler=order, num_workers=cfg.data.workers, collate_fn=join, **words)
-
-    def epoch(self, epoch: int) -> Iterator[Any]:
-        for part in self.loader:
-            yield tree_map(part, lambda tensor: tensor.to(self.device, non_blocking=True))
-
-    def close(self) -> None:
-        self.loader = None  # whose workers end with it

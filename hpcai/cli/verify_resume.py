@@ -22,8 +22,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from hpcai import log
@@ -39,12 +37,15 @@ PATIENCE = 120.0                    # seconds for the processes of a killed one 
 
 @dataclass(frozen=True)
 class Kill:
-    run: int
     ranks: int
     saving: bool                    # aimed at the writing of a checkpoint
     all: bool                       # every process was killed, not one
     torn: bool                      # a checkpoint was left half written
     hung: bool                      # the others had to be killed too
+
+    def __str__(self) -> str:
+        who = "all" if self.all else "one"
+        return f"{who} of {self.ranks} processes, {'in a save' if self.saving else 'at a random instant'}"
 
 
 @dataclass
@@ -62,6 +63,18 @@ class Result:
     runs: list[Verdict] = field(default_factory=list)
     apart: float = 0.0              # how far the references are from each other
 
+    def lines(self) -> list[str]:
+        """How many kills there were of each kind, and how the runs ended."""
+        torn, kinds = Counter(str(kill) for kill in self.kills if kill.torn), Counter(map(str, self.kills))
+        lines = [f"{count} kills of {kind}: {torn[kind]} saves left half written" for kind, count in sorted(kinds.items())]
+        lines += [f"a run on {run.ranks} processes: {run.problem}" for run in self.runs if run.problem]
+        changed, same = ([run for run in self.runs if (len(set(run.ranks)) > 1) is wanted] for wanted in (True, False))
+        lines.append(f"{len(same)} runs on one number of processes: {sum(not run.problem for run in same)} equal bit for bit")
+        if changed:
+            most = max(run.difference for run in changed)
+            lines.append(f"{len(changed)} on changing numbers: weights at most {most:.1g} off, the references {self.apart:.1g}")
+        return lines
+
 
 def main(argv: Sequence[str]) -> int:
     form = argparse.RawDescriptionHelpFormatter
@@ -76,12 +89,9 @@ def main(argv: Sequence[str]) -> int:
         parser.error("--kills and --ranks are at least 1")
     with tempfile.TemporaryDirectory(prefix="verify-resume-") as folder:
         result = verify(words.app, words.words, Path(folder), words.kills, words.ranks, words.seed, print)
-    Console().print(table(result))
-    broken = [run for run in result.runs if run.problem]
-    hung = sum(kill.hung for kill in result.kills)
-    for run in broken:
-        print(f"a run on {run.ranks} processes: {run.problem}")
-    equal = "equal to the run that nobody killed" if not broken else f"{len(broken)} of them NOT"
+    broken, hung = sum(bool(run.problem) for run in result.runs), sum(kill.hung for kill in result.kills)
+    equal = "equal to the run that nobody killed" if not broken else f"{broken} of them NOT"
+    print(*result.lines(), sep="\n")
     print(f"{len(result.kills)} kills in {len(result.runs)} runs, {equal}; after {hung} kills of one process others hung")
     return 1 if broken or hung else 0
 
@@ -103,7 +113,8 @@ def verify(
         told(f"a whole run on {count} processes: {killer.seconds[count]:.1f} s")
     result = Result(apart=max([_apart(killer.references[a], killer.references[b]) for a, b in pairwise(counts)], default=0.0))
     while len(result.kills) < kills:
-        made, verdict = killer.one_run(len(result.runs) + 1, counts, kills - len(result.kills), result.apart)
+        run = killer.folder / f"run-{len(result.runs) + 1}"
+        made, verdict = killer.one_run(run, counts, kills - len(result.kills), result.apart)
         result.kills += made
         result.runs.append(verdict)
         told(f"{len(result.kills)} kills, {len(result.runs)} runs" + (f": {verdict.problem}" if verdict.problem else ""))
@@ -135,24 +146,22 @@ class _Killer:
         self.references[ranks] = _last(run)
 
     def finish(self, run: Path, ranks: int) -> None:
-        output = run.with_name(f"{run.name}.out")
-        with forked(self.command(run), output, ranks) as forks:
+        with forked(self.command(run), run.with_name(f"{run.name}.out"), ranks) as forks:
             codes, text = forks.ended(PATIENCE + 20 * self.seconds.get(ranks, PATIENCE))
         if codes != [0] * ranks:
             raise ConfigError(f"a run of {self.app} on {ranks} processes ended with exit codes {codes}: {text[-2000:]}")
 
-    def one_run(self, number: int, counts: Sequence[int], most: int, apart: float) -> tuple[list[Kill], Verdict]:
+    def one_run(self, run: Path, counts: Sequence[int], most: int, apart: float) -> tuple[list[Kill], Verdict]:
         """A run that is killed some times and then finishes, and how it compares. Its folder is removed. Half of the runs keep the
         number of processes that they began with."""
-        run, kills, used = self.folder / f"run-{number}", [], []
         counts = [int(self.random.choice(counts))] if self.random.integers(2) else counts
-        for _ in range(min(most, int(self.random.integers(1, MOST_KILLS + 1)))):
-            used.append(int(self.random.choice(counts)))
-            kill = self.strike(number, run, used[-1])
-            if kill is None:
+        used = self.random.choice(counts, min(most, int(self.random.integers(1, MOST_KILLS + 1))) + 1).tolist()
+        kills: list[Kill] = []
+        for ranks in used[:-1]:
+            if (kill := self.strike(run, ranks)) is None:
+                used = [*used[: len(kills) + 1], used[-1]]
                 break
             kills.append(kill)
-        used.append(int(self.random.choice(counts)))
         try:
             self.finish(run, used[-1])
             verdict = self.judge(run, used, apart)
@@ -161,17 +170,20 @@ class _Killer:
         shutil.rmtree(run, ignore_errors=True)
         return kills, verdict
 
-    def strike(self, number: int, run: Path, ranks: int) -> Kill | None:
+    def strike(self, run: Path, ranks: int) -> Kill | None:
         """One start that is killed; None where it ended before."""
         saving, everyone = bool(self.random.integers(2)), ranks == 1 or bool(self.random.integers(2))
         wait = float(self.random.uniform(0, self.saves[ranks] if saving else self.seconds[ranks]))
-        victim = int(self.random.integers(ranks))
-        before = _starts(run)
+        victim, before = int(self.random.integers(ranks)), _starts(run)
+
+        def torn() -> bool:
+            return any((run / "checkpoints").glob(".step-*.partial"))
+
         with forked(self.command(run), run.with_name(f"{run.name}.out"), ranks) as forks:
             first = forks.processes[0]
             while not everyone and first.is_alive() and _starts(run) == before:  # the others can notice nothing earlier
                 time.sleep(0.01)
-            while saving and first.is_alive() and not any((run / "checkpoints").glob(".step-*.partial")):
+            while saving and first.is_alive() and not torn():
                 time.sleep(0.0005)
             time.sleep(wait)
             alive = [process for process in forks.processes if process.is_alive()]
@@ -181,18 +193,16 @@ class _Killer:
             for process in alive if everyone else [forks.processes[victim]]:
                 process.kill()
             codes, _ = forks.ended(PATIENCE)
-        return Kill(number, ranks, saving, everyone, any((run / "checkpoints").glob(".step-*.partial")), None in codes)
+        return Kill(ranks, saving, everyone, torn(), None in codes)
 
     def judge(self, run: Path, used: list[int], apart: float) -> Verdict:
-        found, same = _last(run), len(set(used)) == 1
-        expected = self.references[used[-1]]
-        if same:
-            different = [name for name in expected.keys() | found.keys() if name not in found or name not in expected
-                         or not _equal(expected[name], found[name])]  # fmt: skip
-            return Verdict(used, f"{len(different)} tensors differ, first {sorted(different)[0]}" if different else "")
-        difference, allowed = _apart(expected, found), ROUNDING * apart
-        problem = f"weights differ by {difference:.2g}, allowed {allowed:.2g}" if difference > allowed else ""
-        return Verdict(used, problem, difference)
+        """Bit for bit on one number of processes, where a NaN is equal to itself; otherwise as close as the references are."""
+        last, expected = _last(run), self.references[used[-1]]
+        if len(set(used)) == 1:
+            different = sorted(name for name in expected.keys() | last.keys() if _bits(expected.get(name)) != _bits(last.get(name)))
+            return Verdict(used, f"{len(different)} tensors differ, first {different[0]}" if different else "")
+        difference, allowed = _apart(expected, last), ROUNDING * apart
+        return Verdict(used, f"weights differ by {difference:.2g}, allowed {allowed:.2g}" * (difference > allowed), difference)
 
 
 def _starts(run: Path) -> int:
@@ -208,9 +218,8 @@ def _last(run: Path) -> dict[str, Tensor]:
     return read_tensors(made[-1])
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
-    """Bit for bit; a NaN is equal to itself."""
-    return one.dtype == other.dtype and one.shape == other.shape and one.numpy().tobytes() == other.numpy().tobytes()
+def _bits(tensor: Tensor | None) -> object:
+    return None if tensor is None else (tensor.dtype, tensor.shape, tensor.numpy().tobytes())
 
 
 def _apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
@@ -221,21 +230,3 @@ def _apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
             wide = tensor.double()
             far.append(float((wide - other[name].double()).abs().max() / wide.abs().max().clamp(min=1e-30)))
     return max(far)
-
-
-def table(result: Result) -> Table:
-    shown = Table(title="kills, by number of processes and instant")
-    for column in ("processes", "instant", "killed", "kills", "saves left half written"):
-        shown.add_column(column)
-    groups = Counter((kill.ranks, kill.saving, kill.all) for kill in result.kills)
-    for (ranks, saving, everyone), count in sorted(groups.items()):
-        torn = sum(kill.torn for kill in result.kills if (kill.ranks, kill.saving, kill.all) == (ranks, saving, everyone))
-        shown.add_row(str(ranks), "in a save" if saving else "random", "all" if everyone else "one", str(count), str(torn))
-    changed = [run for run in result.runs if len(set(run.ranks)) > 1]
-    same = [run for run in result.runs if len(set(run.ranks)) == 1]
-    text = f"{len(same)} runs on one number of processes: {sum(not run.problem for run in same)} equal bit for bit"
-    if changed:
-        most = max(run.difference for run in changed)
-        text += f"; {len(changed)} on changing numbers: weights at most {most:.1g} off, the references {result.apart:.1g}"
-    shown.caption = text
-    return shown

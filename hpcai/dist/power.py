@@ -52,11 +52,6 @@ class Limit:
         return float(self._ask("EnforcedPowerLimit")) / 1e3
 
     @property
-    def joules(self) -> float:
-        """What the GPU has drawn, by its meter. Raises ConfigError where it has none."""
-        return float(self._ask("TotalEnergyConsumption")) / 1e3
-
-    @property
     def range(self) -> tuple[float, float]:
         """Watts that the GPU takes as a limit. Raises ConfigError where it takes none."""
         low, high = self._ask("PowerManagementLimitConstraints")

@@ -77,9 +77,9 @@ def test_the_app_of_the_page_trains_and_has_report_bench_ablation_and_log(
     page = (folder / "report.html").read_text()
     assert "Predicted against true" in page and "Prediction per quantity" in page and (folder / "plots").is_dir()
 
-    assert hpcai_command(["bench", "ringdown", "steps", "loop", "--repeats", "1", "--json"]) == 0
+    assert hpcai_command(["bench", "ringdown", "steps", "--repeats", "1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert found["steps"][0]["plain_s"] > 0 and found["loop"][0]["fit_cpu_s"] > 0
+    assert found["steps"][0]["plain_s"] > 0
     assert hpcai_command(["ablate", "ringdown", "--only", "fused-optimizer", "--repeats", "1", "--steps", "1", "--json"]) == 0
     table = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [row["name"] for row in table["cumulative"]] == ["plain", "fused optimizer"] and table["left_out"][0]["error"] is None

@@ -27,10 +27,6 @@ def test_a_cut_block_keeps_half_and_sends_what_the_formula_says() -> None:
     assert half["messages"] == 2 * (4 + 4 + 4), "moves of alignment and pairs, of two products, and gathers, each way"
     assert whole["kept_share"] == 1 and 0.5 < half["kept_share"] < 0.6 and 0 < half["kept_mb"] < whole["kept_mb"]
     assert min(row["cpu_s"] for row in (whole, half)) > 0 < half["cpu_share"]
-    early = 32 * 4 * 13 + 4 * 16 // 2 * 13 * 25 + (2 + 2 * 2) * 13 * 25 + 8 * 7 * 13  # the alignment back, a and b, all gathers
-    assert half["hidden_share"] == round(4 * early / half["formula"], 3) and whole["hidden_share"] == whole["waited_s"] == 0
-    assert 0 < half["waited_share"] < 1 and min(half["waited_s"], half["unhidden_waited_s"]) > 0
-    assert min(half["cpu_of_unhidden"], half["wall_of_unhidden"]) > 0
 
 
 def test_the_whole_network_is_measured_too() -> None:
@@ -39,9 +35,7 @@ def test_the_whole_network_is_measured_too() -> None:
 
 
 def test_numbers_of_ranks_that_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    said = {"cpu": 1.0, "share": 1.0, "forward": 0, "backward": 0, "messages": 0, "kept": 0, "of_whole": 1.0} | dict.fromkeys(
-        ("waited", "waiting", "hidden", "unhidden", "cpu_of", "wall_of"), 1.0
-    )
+    said = dict.fromkeys(("cpu", "share", "forward", "backward", "messages", "kept", "of_whole"), 1)
     monkeypatch.setattr("apps.openfold.axial.on_ranks", lambda ranks, *_: [said] * ranks)
     for word, ranks in (("mesh.axial=1", [1, 2, 4]), ("mesh.axial=6", [1, 2, 4, 6]), ("mesh.axial=8", [1, 2, 4, 8])):
         assert [row["ranks"] for row in measured("axial", word)] == ranks

@@ -4,11 +4,10 @@ import time
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from hpcai.cli import verify_resume
 from hpcai.cli.forks import forked
-from hpcai.cli.verify_resume import Kill, Result, table, verify
+from hpcai.cli.verify_resume import Kill, Result, Verdict, verify
 from hpcai.errors import ConfigError
 from hpcai.train.checkpoint import Checkpoints
 from hpcai.train.saved import found
@@ -36,7 +35,7 @@ def test_ten_kills_lose_nothing(words: list[str], tmp_path: Path) -> None:
 @pytest.mark.timeout(1800)
 def test_a_hundred_kills_on_one_two_and_four_processes_lose_nothing(words: list[str], tmp_path: Path) -> None:
     result = verify("cosmoflow", words, tmp_path, 100, [1, 2, 4])
-    Console().print(table(result))
+    print(*result.lines(), sep="\n")
     kept(result, 100)
 
 
@@ -51,14 +50,14 @@ def test_a_run_that_loses_something_is_told(words: list[str], tmp_path: Path, ca
     """Moments that begin anew with a resume change what is learnt."""
     whole = Checkpoints._load
 
-    def strike(self, number, run, ranks):  # type: ignore[no-untyped-def]
+    def strike(self, run, ranks):  # type: ignore[no-untyped-def]
         with forked(self.command(run), tmp_path / "out") as forks:
             while not found(run / "checkpoints"):
                 assert forks.processes[0].is_alive()
                 time.sleep(0.001)
             forks.processes[0].kill()
             forks.ended()
-        return Kill(number, ranks, False, True, False, False)
+        return Kill(ranks, False, True, False, False)
 
     def forgets(self, held, step):  # type: ignore[no-untyped-def]
         whole(self, held, step)
@@ -70,6 +69,14 @@ def test_a_run_that_loses_something_is_told(words: list[str], tmp_path: Path, ca
     monkeypatch.setattr(verify_resume._Killer, "strike", strike)
     assert verify_resume.main(["cosmoflow", *words, "--kills", "1"]) == 1
     assert "tensors differ" in capsys.readouterr().out
+
+
+def test_a_process_that_hangs_after_another_was_killed_fails(capsys, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    result = Result([Kill(2, False, False, False, True), Kill(2, True, True, True, False)], [Verdict([2])])
+    monkeypatch.setattr(verify_resume, "verify", lambda *_: result)
+    assert verify_resume.main(["cosmoflow"]) == 1
+    shown = capsys.readouterr().out
+    assert "1 kills of all of 2 processes, in a save: 1 saves left half written" in shown and "after 1 kills" in shown
 
 
 def test_what_cannot_run_is_refused(tmp_path: Path) -> None:

@@ -28,18 +28,16 @@ import re
 import resource
 import shutil
 import signal
-import site
 import subprocess
 import sys
-import sysconfig
 import tarfile
 import tempfile
 import time
 import tomllib
-import venv
 import xml.etree.ElementTree as ElementTree
+import zipfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -52,16 +50,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("tests", "kernels", "apps", "data", "training", "ncu")
 ON_CPU = os.environ.get("HPCAI_TEST_DEVICE") == "cpu"
 HPCAI = ("-c", "import sys; from hpcai.cli import main; sys.exit(main())")
-NEEDED = (
-    "pytest",
-    "hypothesis",
-    "numpy",
-    "pydantic",
-    "h5py",
-    "yaml",
-    "rich",
-    "safetensors",
-)  # modules that tests and benches import
+NEEDED = ("pytest", "hypothesis", "numpy", "pydantic", "h5py", "yaml", "rich", "safetensors")  # what tests and benches import
 QUIET = ("-q", "--disable-pip-version-check")
 _TAGS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_17", "manylinux2014", "manylinux1")
 TARGET = ("--python-version", "3.12", "--implementation", "cp", "--only-binary=:all:",
@@ -70,15 +59,7 @@ THEIRS = re.compile(r"(torch|triton|numpy|mpich|nvidia-(?!ml-py).*|cuda-.*)$")  
 _LOG = 200_000  # bytes of a log that are kept: its end
 _TEXT = 1500  # characters of a failure that results hold
 _SPARE = 8.0  # seconds of a budget that are kept for what is written at the end
-_WORDS = {
-    "gpu": "no GPU",
-    "packages": "packages",
-    "compiler": "Triton's compiler",
-    "nccl": "NCCL",
-    "several": "one GPU",
-    "disk": "disk",
-    "ncu": "Nsight Compute",
-}
+_WORDS = {"gpu": "no GPU", "compiler": "Triton's compiler", "nccl": "NCCL", "several": "one GPU", "ncu": "Nsight Compute"}
 Row = dict[str, Any]
 
 
@@ -136,7 +117,7 @@ MORE: dict[str, tuple[str, ...]] = {
 EXCLUSIVE = "test_full.py", "test_several.py", "timing"  # they fill a GPU, or take times
 LONGER = {"test_full.py": 500.0, "test_several.py": 500.0}
 LONGER |= dict.fromkeys(("test_step.py", "test_dimenet.py", "test_openfold.py"), 400.0)  # they compile
-DATA = ("direct", "late", "cut", "utilisation", "larger", "peers")
+DATA = ("direct", "peers")
 TRAINING = ("cosmoflow-small", "llm-small", "cosmoflow-128")
 _WHEELS, _CACHES = 16e6, 12e6  # bytes of wheels that travel to another machine, and of an archive of caches that comes back
 
@@ -182,44 +163,44 @@ _SMI = ("name", "driver_version", "memory.total", "clocks.sm", "clocks.max.sm", 
 def look(python: str, environ: Mapping[str, str], out: Path) -> Row:
     """What the machine has; ``missing`` says, for what parts may need, what is not there and what to do."""
     found: Row = {"machine": platform.node(), "system": platform.platform(), "cores": len(os.sched_getaffinity(0)),
-                  "python": f"{platform.python_version()} in {sys.prefix}", "memory_gib": _memory(), "driver": driver(),
-                  "disk_gib": round(shutil.disk_usage(out).free / 2**30, 1), "shm_gib": _shm()}  # fmt: skip
-    seen = _ask([python, "-c", _LOOK, str(ROOT), *NEEDED], environ)
-    found |= seen
+                  "python": f"{platform.python_version()} in {sys.prefix}", "driver": driver(),
+                  "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+                  "disk_gib": round(shutil.disk_usage(out).free / 2**30, 1)}  # fmt: skip
+    found |= _ask([python, "-c", _LOOK, str(ROOT), *NEEDED], environ)
+    found["missing"] = _missing(found, out, lambda: _ask([python, "-c", _COMPILE, str(ROOT)], environ, "kernel"))
+    return found
+
+
+def _missing(seen: Row, out: Path, compile_one: Callable[[], Any]) -> dict[str, str]:
+    """What jobs may need and is not there, with what to do."""
     missing: dict[str, str] = {}
+    driver, disk = seen["driver"], seen["disk_gib"]
     if absent := seen.get("absent", [] if "torch" in seen else list(NEEDED)):
-        missing["packages"] = (
-            f"{', '.join(absent)} cannot be imported; make install, or carry wheels along (make wheels) and give --wheels"
-        )
-    if not seen.get("gpus"):
-        why = seen.get("error") or (
-            found["driver"] if isinstance(found["driver"], str) else "torch sees none; is this torch built for CUDA?"
-        )
-        missing["gpu"] = f"{why} (torch {seen.get('torch', 'cannot be imported')}, CUDA {seen.get('cuda')})"
-    elif not seen.get("answer"):
-        missing["gpu"] = (
-            f"a first sum on the GPU fails: {seen.get('error', 'a wrong number')}; is the driver as new as CUDA {seen.get('cuda')}?"
-        )
-    if "gpu" in missing:
-        missing["compiler"] = missing["nccl"] = missing["several"] = missing["gpu"]
-    else:
-        if seen.get("compiler"):
-            missing["compiler"] = seen["compiler"]
-        elif (tried := _ask([python, "-c", _COMPILE, str(ROOT)], environ, "kernel")) is not True:
-            missing["compiler"] = f"a first kernel cannot be made: {tried.get('error')}"
-        if not seen.get("nccl"):
-            missing["nccl"] = "this torch has no NCCL; install the build for CUDA on Linux"
-        if len(seen["gpus"]) < 2:
-            missing["several"] = "there is one GPU, and this needs two or more"
-    if ON_CPU:
-        missing = {name: why for name, why in missing.items() if name == "packages"}
+        what = "cannot be imported; make install, or carry wheels along (make wheels) and give --wheels"
+        missing["packages"] = f"{', '.join(absent)} {what}"
     if shutil.which("ncu") is None:
         missing["ncu"] = "there is no ncu here; it is a package of CUDA's toolkit (nsight-compute)"
-    if found["disk_gib"] < 8:
-        missing["disk"] = (
-            f"{out} has {found['disk_gib']} GiB free, and the benchmark of reading makes files of 2; give --out on a larger disk"
-        )
-    return found | {"missing": missing}
+    if disk < 8:
+        missing["disk"] = f"{out} has {disk} GiB free, and the benchmark of reading makes files of 2; give --out on a larger disk"
+    if ON_CPU:
+        return missing
+    why, cuda = seen.get("error"), seen.get("cuda")
+    if not seen.get("gpus"):
+        why = why or (driver if isinstance(driver, str) else "torch sees none; is this torch built for CUDA?")
+        missing["gpu"] = f"{why} (torch {seen.get('torch', 'cannot be imported')}, CUDA {cuda})"
+    elif not seen.get("answer"):
+        missing["gpu"] = f"a first sum on the GPU fails: {why or 'a wrong number'}; is the driver as new as CUDA {cuda}?"
+    if "gpu" in missing:
+        return missing | dict.fromkeys(("compiler", "nccl", "several"), missing["gpu"])
+    if seen.get("compiler"):
+        missing["compiler"] = seen["compiler"]
+    elif (tried := compile_one()) is not True:
+        missing["compiler"] = f"a first kernel cannot be made: {tried.get('error')}"
+    if not seen.get("nccl"):
+        missing["nccl"] = "this torch has no NCCL; install the build for CUDA on Linux"
+    if len(seen["gpus"]) < 2:
+        missing["several"] = "there is one GPU, and this needs two or more"
+    return missing
 
 
 def _ask(command: Sequence[str], environ: Mapping[str, str], what: str = "torch") -> Any:
@@ -249,98 +230,50 @@ def driver() -> Any:
     return [dict(zip(_SMI, map(str.strip, line.split(",")))) for line in done.stdout.splitlines() if line.strip()]
 
 
-def _memory() -> float:
-    return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
-
-
-def _shm() -> float | None:
-    return round(shutil.disk_usage("/dev/shm").free / 2**30, 1) if Path("/dev/shm").is_dir() else None
-
-
 # ---- an environment, and the wheels for it
 
 
-def prepare(folder: Path, wheels: Path | None) -> tuple[str, dict[str, str]]:
-    """The Python to use and its environment: this one's packages and, from ``wheels``, those of pyproject.toml that it lacks."""
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+def prepare(folder: Path, wheels: Path | None) -> dict[str, str]:
+    """The environment of all processes: this Python's packages and, from ``wheels``, those that it lacks."""
+    site = folder / "site"
+    paths = (str(ROOT), os.environ.get("PYTHONPATH"), str(site) if wheels else None)
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)),
                "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "4"), "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1",
                "TRITON_CACHE_DIR": str(folder / "triton"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     if wheels is None:
-        return sys.executable, environ
+        return environ
     if not any(wheels.glob("*.whl")):
-        raise SystemExit(
-            f"--wheels {wheels}: no wheel lies there; make wheels OUT={wheels} collects them on a machine with a network"
-        )
-    python, pip = folder / "venv/bin/python", ["-m", "pip", "install", *QUIET, "--no-index"]
-    try:
-        if not (folder / "venv/made").exists():
-            _venv(folder / "venv")
-            _run([str(python), *pip, "--find-links", str(wheels), *requirements(ROOT / "pyproject.toml")], environ)
-            (folder / "venv/made").touch()
-        return str(python), environ
-    except (OSError, subprocess.SubprocessError) as problem:
-        print(f"no virtual environment: {_said(problem)}; what is missing goes into {folder / 'site'}", flush=True)
-    names = {path: _canonical(path.name.split("-")[0]) for path in wheels.glob("*.whl")}
-    chosen = [str(path) for path, name in names.items() if not _installed(name)]
-    shutil.rmtree(folder / "site", ignore_errors=True)
-    if chosen:
-        _run([sys.executable, *pip, "--no-deps", "--target", str(folder / "site"), *chosen], environ)
-    environ["PYTHONPATH"] = os.pathsep.join((environ["PYTHONPATH"], str(folder / "site")))
-    return sys.executable, environ
-
-
-def _venv(folder: Path) -> None:
-    """One that also sees the packages of this Python, which may itself be a virtual environment; pip is this one's, if there is."""
-    venv.EnvBuilder(system_site_packages=True, clear=True, symlinks=True, with_pip=not _installed("pip")).create(folder)
-    own = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder), "platbase": str(folder)}))
-    lines = (f"import site; site.addsitedir({path!r})\n" for path in site.getsitepackages() if Path(path).is_dir())
-    (own / "parent.pth").write_text("".join(lines))
+        raise SystemExit(f"--wheels {wheels}: no wheel lies there; make wheels OUT={wheels} collects them where there is a network")
+    shutil.rmtree(site, ignore_errors=True)
+    for path in wheels.glob("*.whl"):
+        if not _installed(_canonical(path.name.split("-")[0])):
+            with zipfile.ZipFile(path) as wheel:
+                wheel.extractall(site)
+    return environ
 
 
 def requirements(pyproject: Path) -> list[str]:
     """What library, readings of a GPU, neighbour lists and tests ask for, but what a machine with a GPU has in its own form."""
     project = tomllib.loads(pyproject.read_text())["project"]
     extras = project["optional-dependencies"]
-    lines = [
-        *project["dependencies"],
-        *extras["gpu"],
-        *(line for line in extras["dev"] if line.startswith(("pytest", "hypothesis"))),
-        *(line for line in extras["opencatalyst"] if line.startswith("vesin")),
-    ]
+    lines = [*project["dependencies"], *extras["gpu"], *(line for line in extras["opencatalyst"] if line.startswith("vesin")),
+             *(line for line in extras["dev"] if line.startswith(("pytest", "hypothesis")))]  # fmt: skip
     lines = [line for line in lines if not line.startswith(("matplotlib", "pytest-xdist"))]  # no report, and one test at a time
     return [line for line in lines if not THEIRS.match(_canonical(re.split(r"[^\w.-]", line)[0]))]
 
 
 def collect(folder: Path, pip: Sequence[str] = (sys.executable, "-m", "pip")) -> list[str]:
-    """Put the wheels into ``folder`` for Python 3.12 on Linux, x86-64, whatever this machine is -> their names and versions.
-
-    pip resolves all that is needed, and says what it would install; what the other machine has by itself is then left out.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in folder.glob("*.whl"):
-        path.unlink()  # two versions of one package stop an installation
-    with tempfile.TemporaryDirectory() as scratch:
-        report = Path(scratch, "report.json")
-        asked = [*QUIET, "--dry-run", "--ignore-installed", "--report", str(report), "--target", scratch, *TARGET]
-        _run([*pip, "install", *asked, *requirements(ROOT / "pyproject.toml")], os.environ)
-        every = [entry["metadata"] for entry in json.loads(report.read_text())["install"]]
-    chosen = sorted(f"{one['name']}=={one['version']}" for one in every if not THEIRS.match(_canonical(one["name"])))
-    _run([*pip, "download", *QUIET, "--no-deps", "-d", str(folder), *TARGET, *chosen], os.environ)
-    found = {_canonical(path.name.split("-")[0]) for path in folder.glob("*.whl")}
-    if lost := sorted(one for one in chosen if _canonical(one.split("==")[0]) not in found):
-        raise SystemExit(f"pip downloaded no wheel of {', '.join(lost)}; look at what {' '.join(pip)} download says")
-    return chosen
-
-
-def _run(command: Sequence[str], environ: Mapping[str, str]) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True, env=dict(environ), timeout=600)
-
-
-def _said(problem: Exception) -> str:
-    said = getattr(problem, "stderr", None)
-    said = said.decode() if isinstance(said, bytes) else said
-    return (said.strip().splitlines() or [str(problem)])[-1] if said else str(problem)
+    """Put the wheels into ``folder`` for Python 3.12 on Linux, x86-64, whatever this machine is, but those that the other machine
+    has by itself -> their names and versions."""
+    shutil.rmtree(folder, ignore_errors=True)  # of two versions of one package the wrong one might be taken
+    asked = [*pip, "download", *QUIET, "-d", str(folder), *TARGET, *requirements(ROOT / "pyproject.toml")]
+    subprocess.run(asked, check=True, capture_output=True, text=True, timeout=600)
+    found = {path: path.name.split("-")[:2] for path in sorted(folder.glob("*.whl"))}
+    for path, (name, _) in found.items():
+        if THEIRS.match(_canonical(name)):
+            path.unlink()
+    return [f"{_canonical(name)}=={version}" for path, (name, version) in found.items() if path.exists()]
 
 
 def _canonical(name: str) -> str:
@@ -370,7 +303,7 @@ def jobs(parts: Sequence[str], place: "Place", results: Row | None = None, timed
             for name, paths in [*((path.name, [path]) for path in files), *([("timing", timings)] if timings else [])]:
                 xml = place.work / "junit" / f"{Path(name).stem}.xml"
                 limit = LONGER.get(name, place.limit or 300.0)
-                command = (place.python, "-m", "pytest", "-q", "--color=no", f"--junitxml={xml}", "-o", "junit_logging=no",
+                command = (sys.executable, "-m", "pytest", "-q", "--color=no", f"--junitxml={xml}", "-o", "junit_logging=no",
                            "-o", f"faulthandler_timeout={0.8 * limit:.0f}", f"--rootdir={ROOT}",
                            "-m", "timing" if name == "timing" else "not timing", *map(str, paths))  # fmt: skip
                 yield Job(f"tests/{name}", part, command, ("packages", "gpu", *MORE.get(name, ())), place.limit or limit, 60.0)
@@ -381,7 +314,7 @@ def jobs(parts: Sequence[str], place: "Place", results: Row | None = None, timed
                 yield Job(f"data/{name}", part, command, ("packages", "disk"), place.limit or 400.0, 120.0)
         elif part == "training":
             for name in TRAINING:
-                command = (place.python, str(ROOT / "tests/gpu/programs/training.py"), name, str(place.scratch / name))
+                command = (sys.executable, str(ROOT / "tests/gpu/programs/training.py"), name, str(place.scratch / name))
                 command += ("--tiny",) if ON_CPU else ()
                 yield Job(f"training/{name}", part, command, ("packages", "gpu", "disk"), place.limit or 300.0, 200.0)
         elif part == "ncu":
@@ -401,9 +334,8 @@ def jobs(parts: Sequence[str], place: "Place", results: Row | None = None, timed
                 cases = list({case.partition("-")[0]: case for case in cases}.values())
             for case in cases if isinstance(cases, list) else ():
                 more = (*(timed if part == "apps" else ()), *sizes)
-                yield Job(
-                    f"{part}/{case}", part, (*command, part, "--case", case, "--json", *more), needs, place.limit or 300.0, 60.0
-                )
+                words = (*command, part, "--case", case, "--json", *more)
+                yield Job(f"{part}/{case}", part, words, needs, place.limit or 300.0, 60.0)
             if isinstance(cases, str):
                 yield Job(part, part, (), (*needs, f"list: {cases}"), 0.0, 0.0)
 
@@ -440,7 +372,6 @@ class Place:
     out: Path
     work: Path
     """logs, reports of pytest, and files that last as long as the call"""
-    python: str
     environ: dict[str, str]
     missing: Mapping[str, str]
     tests: Path
@@ -470,9 +401,8 @@ def act(job: Job, place: Place, seconds: float) -> Row:
     xml.unlink(missing_ok=True)
     began = time.monotonic()
     with tempfile.TemporaryFile("w+b") as said, tempfile.TemporaryFile("w+b") as errors:
-        process = subprocess.Popen(
-            job.command, stdout=said, stderr=errors, stdin=subprocess.DEVNULL, env=place.environ, cwd=ROOT, process_group=0
-        )
+        about: Any = {"stdin": subprocess.DEVNULL, "env": place.environ, "cwd": ROOT, "process_group": 0}
+        process = subprocess.Popen(job.command, stdout=said, stderr=errors, **about)
         place.running.add(process)
         late = False
         try:
@@ -517,20 +447,17 @@ def _of_tests(xml: Path, found: Row) -> Row:
             bad, skip = [child for kind in ("failure", "error") for child in case.iter(kind)], case.find("skipped")
             counts["failed" if bad else "passed" if skip is None else "skipped"] += 1
             if bad:
-                text = "\n".join(
-                    line for line in (bad[0].text or bad[0].get("message") or "").splitlines() if line.startswith(("E ", ">"))
-                )
-                failures.append({"name": case.get("name"), "text": (text or bad[0].get("message") or "")[:_TEXT]})
+                text, message = bad[0].text or "", bad[0].get("message") or ""
+                lines = [line for line in (text or message).splitlines() if line.startswith(("E ", ">"))]
+                failures.append({"name": case.get("name"), "text": ("\n".join(lines) or message)[:_TEXT]})
             if skip is not None:
                 skips[(skip.get("message") or "")[:300]] += 1
     more = {"tests": dict(counts), "failures": failures, "skips": dict(skips)}
     if "state" in found:
         return more
     if found["code"] not in (0, 5) or counts["failed"]:
-        return more | {
-            "state": "failed",
-            "why": f"{counts['failed']} failed" if counts["failed"] else f"pytest ended with code {found['code']}",
-        }
+        why = f"{counts['failed']} failed" if counts["failed"] else f"pytest ended with code {found['code']}"
+        return more | {"state": "failed", "why": why}
     return more | ({"state": "passed"} if counts["passed"] else {"state": "skipped", "why": "; ".join(skips) or "it has no test"})
 
 
@@ -624,15 +551,11 @@ def page(results: Row) -> str:
     machine, entries = results["machine"], results["jobs"]
     gpus = machine.get("gpus") or []
     lines = [f"# {gpus[0]['name'] if gpus else 'No GPU'}: {_sums(entries)}", "",
-             f"{machine['machine']}, {machine['system']}, commit {results['commit']}, {results['date']}", "", *_table(
-                 [{"what": name, "found": value} for name, value in _facts(machine)]), ""]  # fmt: skip
+             f"commit {results['commit']}, {results['date']}", "",
+             *_table([{"what": name, "found": value} for name, value in machine.items() if name != "missing"]), ""]  # fmt: skip
     if machine["missing"]:
-        lines += [
-            "## Missing here",
-            "",
-            *(f"- **{_WORDS.get(name, name)}**: {why}" for name, why in machine["missing"].items()),
-            "",
-        ]
+        told = (f"- **{_WORDS.get(name, name)}**: {why}" for name, why in machine["missing"].items())
+        lines += ["## Missing here", "", *told, ""]
     if results.get("left"):
         lines += ["## Left for another call", "", ", ".join(results["left"]), ""]
     for part in PARTS:
@@ -656,21 +579,8 @@ def page(results: Row) -> str:
 
 def _sums(entries: Row) -> str:
     counts = Counter(entry["state"] for entry in entries.values())
-    return (
-        ", ".join(f"{counts[state]} {state}" for state in ("passed", "failed", "cut", "skipped") if counts[state])
-        or "nothing was run"
-    )
-
-
-def _facts(machine: Row) -> Iterator[tuple[str, Any]]:
-    for name in ("python", "torch", "cuda", "cudnn", "nccl", "triton", "cores", "memory_gib", "disk_gib", "shm_gib"):
-        yield name, machine.get(name) or "none"
-    drivers = machine["driver"] if isinstance(machine["driver"], list) else []
-    for number, gpu in enumerate(machine.get("gpus") or ()):
-        told = ", ".join(
-            f"{name} {value}" for name, value in (drivers[number] if number < len(drivers) else {}).items() if name != "name"
-        )
-        yield f"GPU {number}", f"{gpu['name']}, {gpu['gib']} GiB, capability {gpu['capability']}; {told}"
+    told = [f"{counts[state]} {state}" for state in ("passed", "failed", "cut", "skipped") if counts[state]]
+    return ", ".join(told) or "nothing was run"
 
 
 def _figures(every: Sequence[Row]) -> list[str]:
@@ -700,7 +610,7 @@ def main(argv: Sequence[str] | None = None, tests: Path = ROOT / "tests/gpu", hp
         try:
             chosen = collect(words.collect)
         except subprocess.CalledProcessError as problem:
-            raise SystemExit(f"pip cannot collect the wheels: {_said(problem)}") from problem
+            raise SystemExit(f"pip cannot collect the wheels: {_last_line('', problem.stderr)}") from problem
         size = sum(path.stat().st_size for path in words.collect.glob("*.whl"))
         print(f"{len(chosen)} wheels, {size / 1e6:.0f} MB in {words.collect}: {', '.join(chosen)}")
         if size > _WHEELS:
@@ -722,8 +632,7 @@ def main(argv: Sequence[str] | None = None, tests: Path = ROOT / "tests/gpu", hp
 
 def _prepared(words: Any, tests: Path, hpcai: Sequence[str]) -> tuple[Place, Row]:
     """The folders, the environment, and the results of earlier calls; says at once what machine this is."""
-    cores = len(os.sched_getaffinity(0))
-    print(f"{platform.node()}: {cores} cores, {_memory():.0f} GiB, Python {platform.python_version()}", flush=True)
+    print(f"{platform.node()}: {len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}", flush=True)
     print(said if isinstance(said := driver(), str) else "; ".join(" ".join(gpu.values()) for gpu in said), flush=True)
     out = words.out.resolve()
     folder = Path(tempfile.gettempdir(), f"hpcai-gpu-{os.getuid()}") if words.pack else out / "environment"
@@ -741,26 +650,20 @@ def _prepared(words: Any, tests: Path, hpcai: Sequence[str]) -> tuple[Place, Row
         if (earlier / name).exists():
             with tarfile.open(earlier / name) as archive:
                 archive.extractall(where, filter="data")
-    try:
-        python, environ = prepare(folder, words.wheels)
-    except subprocess.CalledProcessError as problem:
-        raise SystemExit(f"the wheels of {words.wheels} cannot be installed: {_said(problem)}") from problem
-    machine = look(python, environ, out)
-    hpcai = tuple(hpcai) or (python, *HPCAI)
-    place = Place(out, work, python, environ, machine["missing"], tests, hpcai, words.limit, words.pack)
+    environ = prepare(folder, words.wheels)
+    machine = look(sys.executable, environ, out)
+    hpcai = tuple(hpcai) or (sys.executable, *HPCAI)
+    place = Place(out, work, environ, machine["missing"], tests, hpcai, words.limit, words.pack)
     return place, _begun(earlier, machine, words.commit)
 
 
 def _words(argv: Sequence[str] | None) -> Any:
-    made = argparse.ArgumentParser(
-        prog="tests/gpu/run.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    form = argparse.RawDescriptionHelpFormatter
+    made = argparse.ArgumentParser(prog="tests/gpu/run.py", description=__doc__, formatter_class=form)
     questions = "; ".join(f"{name}: {rung.question}" for name, rung in RUNGS.items())
     made.add_argument("--rung", nargs="+", choices=RUNGS, help=questions)
     made.add_argument("--part", nargs="+", choices=PARTS, help="whole parts; all of them without --rung and --part")
-    made.add_argument(
-        "--only", nargs="+", metavar="NAME", help="processes with one of these in their name, such as test_step or kernels/"
-    )
+    made.add_argument("--only", nargs="+", metavar="NAME", help="processes with one of these in their name, such as test_step")
     made.add_argument("--wheels", type=Path, metavar="DIR", help="packages that may be missing here")
     made.add_argument("--out", type=Path, default=Path("runs/gpu"), metavar="DIR")
     made.add_argument("--resume", type=Path, metavar="DIR", help="the OUT of an earlier call: its results and its caches")

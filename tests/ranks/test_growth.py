@@ -1,5 +1,5 @@
 """No rank but the first has work that grows with the ranks of a job, and none has messages or file operations that grow with files
-or tensors: counts of `hpcai bench growth`, whose light ranks live through whole runs."""
+or tensors: counts of light ranks that live through whole runs."""
 
 import math
 from collections.abc import Iterator
@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from hpcai.cli.bench.growth.ledger import Found
-from hpcai.cli.bench.growth.life import ACTS, Job, Measured, make_data, measured
 from hpcai.data.hdf5 import Rows
 from hpcai.dist.collect import gather_objects
 from hpcai.train import Step
+from tests.ranks.counting import ACTS, Found, Measured, make_data, measured
 
 RANKS = (1, 2, 8)
 FEW = 8  # file operations of a run that differ from one to the next: who reads a sample first, whose folder is there already
@@ -26,11 +25,7 @@ def split(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def by_ranks(split: Path) -> dict[int, Measured]:
-    return {ranks: measured(job(ranks), split) for ranks in RANKS}
-
-
-def job(ranks: int, files: int = 10, tensors: int = 20) -> Job:
-    return Job(ranks, files, tensors, steps=4, resumes=1)
+    return {ranks: measured(ranks, split) for ranks in RANKS}
 
 
 def numbers(found: Found, what: str) -> dict[str, float]:
@@ -75,7 +70,7 @@ def test_a_rank_connects_to_few_others(by_ranks: dict[int, Measured]) -> None:
 
 @pytest.mark.claim
 def test_a_rank_of_32_has_8_sockets_more_than_one_of_2(by_ranks: dict[int, Measured], split: Path) -> None:
-    many = measured(job(32), split)
+    many = measured(32, split)
     few = max(numbers(by_ranks[2].last, "sockets").values())
     assert max(numbers(many.last, "sockets").values()) <= few + 8
     assert many.first["save"]["messages"] == by_ranks[8].first["save"]["messages"]
@@ -87,7 +82,7 @@ def test_file_operations_of_a_rank_are_as_many_whatever_the_ranks(by_ranks: dict
 
 
 def test_neither_files_nor_tensors_make_a_rank_do_more(by_ranks: dict[int, Measured], tmp_path: Path) -> None:
-    few, many = by_ranks[2].last, measured(job(2, 300, 400), make_data(tmp_path, 300)).last
+    few, many = by_ranks[2].last, measured(2, make_data(tmp_path, 300), tensors=400).last
     assert numbers(many, "messages") == numbers(few, "messages") and numbers(many, "sockets") == numbers(few, "sockets")
     before, after = numbers(few, "file operations"), numbers(many, "file operations")
     assert all(after[act] <= before[act] + FEW for act in ACTS), (before, after)
@@ -95,7 +90,7 @@ def test_neither_files_nor_tensors_make_a_rank_do_more(by_ranks: dict[int, Measu
 
 @pytest.fixture
 def spoiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What this bench is to find: in each step a word of everybody to everybody, and each rank asks about each file."""
+    """What these counts are to find: in each step a word of everybody to everybody, and each rank asks about each file."""
     call, taken = Step.__call__, Rows._take
     monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "0")
 
@@ -115,7 +110,7 @@ def spoiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("spoiled")
 def test_growth_would_be_seen(by_ranks: dict[int, Measured], split: Path) -> None:
-    found, sound = measured(job(8), split), by_ranks[8]
+    found, sound = measured(8, split), by_ranks[8]
     assert found.last["step"]["messages"] == found.sums + 2
     assert found.last["step"]["sockets"] - by_ranks[2].last["step"]["sockets"] > sockets_more(8)
     assert found.last["start"]["file operations"] >= sound.last["start"]["file operations"] + 10 * 10 - FEW

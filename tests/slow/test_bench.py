@@ -2,20 +2,30 @@
 
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from hpcai import log
+from hpcai import config, dist, log
 from hpcai.cli import apps
+from hpcai.cli.bench.timing import alternate
+from hpcai.cli.trial import find
+from hpcai.settings import StepConfig, TrainConfig
+from hpcai.train import Step, fit
 from hpcai.train.choices import fast_bf16
 from tests.apps.universes import make
+from tests.ranks.launch import on_ranks
 from tests.slow.trying import ROOT, bench, until
 
 pytestmark = pytest.mark.timing
@@ -59,41 +69,113 @@ def test_training_needs_no_more_memory_than_the_plain_form(app: str, most: float
     assert row["ours_over_plain"] <= most, row
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_the_loop_costs_less_than_2_percent() -> None:
-    words = ("cosmoflow", "loop", "model.size=64", "--repeats", "5")
-    until(lambda row: row["overhead_percent"] < 2.0, lambda: bench(*words)["loop"][0])
+    """``fit`` against clearing gradients, forward, backward and update within the same steps: two loops differ by 5 % by
+    themselves, with the luck of the page tables."""
+    subject, mesh = find("cosmoflow"), dist.alone()
+    cfg: Any = subject.known(config.load(subject.settings, None, ["model.size=64"]))
+    batch = subject.random_batch(cfg, range(cfg.data.batch), mesh.device)
+    step = Step(subject.build(cfg, mesh, subject.whole(cfg, mesh)), subject.loss, cfg.step, mesh)
+    spent = [0.0]
+
+    @contextmanager
+    def clock() -> Iterator[None]:
+        began = time.process_time()
+        yield
+        spent[0] += time.process_time() - began
+
+    def bare(model: Any, part: Any) -> Any:
+        values = subject.loss(model, part)
+        values["loss"].backward()
+        return values
+
+    step.sums.zero, step.forward_backward = clock()(step.sums.zero), clock()(bare)  # type: ignore[method-assign]
+    step.optimizer.step = clock()(step.optimizer.step)  # type: ignore[method-assign]
+
+    def overhead() -> float:
+        spent[0], began = 0.0, time.process_time()
+        fit(step, [batch], TrainConfig(steps=25, report_every=25, collect_every=None))  # collects garbage at its start
+        return (time.process_time() - began) / spent[0] - 1
+
+    overhead()
+    until(lambda found: found < 0.02, lambda: statistics.median(overhead() for _ in range(5)))
 
 
 def test_auto_precision_is_no_slower_than_a_plain_loop() -> None:
-    until(lambda row: row["auto_over_plain"] >= 1.0, lambda: bench("cosmoflow", "precision", "model.size=32")["precision"][0])
+    words = ("cosmoflow", "steps", "model.size=32", "--precision", "auto")
+    until(lambda row: row["plain_over_ours"] >= 1.0, lambda: bench(*words)["steps"][0])
 
 
-def test_batch_norm_over_a_group_costs_less_than_as_syncbatchnorm_does_it() -> None:
-    # The large layer; for a small one both cost what their messages do.
-    until(lambda row: row["group_overhead"] < row["sync_overhead"], lambda: bench("deepcam", "group")["group"][0])
-
-
+@pytest.mark.usefixtures("one_thread")
 def test_the_network_of_opencatalyst_is_there_in_a_second() -> None:
-    until(lambda row: row["ours_s"] < 1, lambda: bench("opencatalyst", "build", "model.angles=detached")["build"][0])
+    subject, mesh = find("opencatalyst"), dist.alone()
+    cfg: Any = config.load(subject.settings, None, ["model.angles=detached"])
+
+    def build() -> float:
+        began = time.process_time()
+        subject.build(cfg, mesh, subject.whole(cfg, mesh))
+        return time.process_time() - began
+
+    until(lambda seconds: seconds < 1, build)
 
 
 # ---- the parts of a step
 
 
-def tries(part: str, good: Callable[[Rows], bool], *words: str) -> None:
-    until(good, lambda: bench("step", part, *words)[part])
+def layers(millions: float = 10.0) -> nn.ParameterList:
+    """Parameters in the sizes of five convolutions and three dense layers, about that many in all."""
+    shares = (0.0004, 0.006, 0.023, 0.09, 0.36, 0.5, 0.02)
+    return nn.ParameterList([torch.randn(size) for share in shares for size in (int(share * millions * 1e6), 64)])
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_update_and_average_in_one_pass_are_twice_as_fast_as_one_after_the_other() -> None:
-    tries("optimizer", lambda rows: rows[0]["ratio"] >= 2.0)
+    step = Step(layers(), lambda model, batch: {}, StepConfig(average=0.999, optimizer="adam"), dist.alone())
+    plain = layers()
+    step.sums.zero()
+    for parameter in (*step.model.parameters(), *plain):
+        parameter.grad = torch.randn_like(parameter) if parameter.grad is None else parameter.grad.normal_()
+    means = [parameter.detach().clone() for parameter in plain]
+    adam = torch.optim.Adam(plain, lr=1e-3, foreach=False)
+
+    def theirs() -> None:
+        adam.step()
+        with torch.no_grad():
+            for mean, parameter in zip(means, plain):
+                mean.lerp_(parameter, 0.001)
+
+    step.optimizer.set_rate(1e-3)
+    runs = {"torch": theirs, "ours": partial(step.optimizer.step, None, torch.zeros(()))}
+    until(lambda spent: spent["torch"] >= 2.0 * spent["ours"], lambda: alternate(runs, 7))
 
 
-def test_a_divided_update_takes_a_third_of_the_time_on_four_ranks_and_sends_what_an_all_reduce_would() -> None:
-    tries("sharded", lambda rows: rows[0]["ratio"] <= 0.35 and abs(rows[0]["sent_over_parameters"] - 1.5) < 0.03)
+def step_seconds(mesh: dist.Mesh, evaluate: str | None) -> float:
+    """The median wall seconds between steps, on an accelerator that is emulated: it computes 50 ms while the host sleeps."""
+    times: list[float] = []
+
+    def loss(model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
+        times.append(time.perf_counter())
+        time.sleep(0.05)
+        return {"loss": model(batch).square().mean()}
+
+    def metric(model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
+        time.sleep(0.05)
+        return {"error": (model(batch).square().sum(), len(batch))}
+
+    given: Any = {} if evaluate is None else {"validation": [torch.randn(8, 512)] * 5, "evaluate": metric}
+    cfg = TrainConfig.model_validate({"steps": 40, "evaluate": evaluate or "wait"})
+    fit(Step(nn.Linear(512, 512), loss, StepConfig(), mesh), [torch.randn(8, 512)] * 10, cfg, **given)
+    return statistics.median(b - a for a, b in pairwise(times)) if times else 0.0
 
 
-def test_steps_are_as_long_as_without_any_evaluation() -> None:
-    tries("evaluation", lambda rows: all(row["over_none"] <= 1.02 for row in rows if row["evaluation"] != "wait"))
+@pytest.mark.parametrize(("evaluate", "axes"), [("background", {"replicate": 1}), ("wait", {"replicate": 1, "evaluate": 1})])
+def test_steps_are_as_long_as_without_any_evaluation(evaluate: str, axes: dict[str, int]) -> None:
+    def measure() -> tuple[float, float]:
+        runs = [(on_ranks({"replicate": 1}, step_seconds, None)[0], on_ranks(axes, step_seconds, evaluate)[0]) for _ in range(3)]
+        return min(none for none, _ in runs), min(beside for _, beside in runs)
+
+    until(lambda found: found[1] <= 1.02 * found[0], measure)
 
 
 # ---- reading samples: CPU seconds and refaults hold on any machine
@@ -110,25 +192,15 @@ def test_the_direct_reader_gives_what_the_disk_gives_to_fio(tmp_path: Path) -> N
     until(lambda rows: all(row["ours_over_fio"] >= 0.95 for row in rows), lambda: read(tmp_path, "direct", "--gib", "1"))
 
 
-def test_a_set_larger_than_the_memory_is_read_faster_than_through_the_page_cache(tmp_path: Path) -> None:
-    rows = read(tmp_path, "larger", "--gib", "1")
-    if "left out" in rows[0]:
-        pytest.skip(rows[0]["left out"])
-    torch, ours = rows
-    assert ours["refaults"] == 0 < torch["refaults"]
-    assert ours["cpu_ratio"] <= 1 / 3 and ours["ratio"] >= 1.8, rows
-
-
-def test_a_late_sample_costs_nothing(tmp_path: Path) -> None:
-    words = ("late", "--repeats", "1", "--gib", "0.5")
-    until(lambda rows: rows[0]["throughput_kept"] >= 0.98, lambda: read(tmp_path, *words))
-
-
-def test_samples_come_no_slower_than_by_anything_else(tmp_path: Path) -> None:
+def test_samples_come_no_slower_than_by_anything_else_for_a_third_of_the_cpu_time_of_torch(tmp_path: Path) -> None:
     """On a disk as fast as memory h5py alone, which hands over no batches, reaches the disk's rate too: then equal to a fifth."""
 
     def good(rows: Rows) -> bool:
-        return all(row["ours_over_it"] >= (0.8 if row["loader"] == "h5py alone" else 1) for row in rows if row["loader"] != "ours")
+        fast = all(row["ours_over_it"] >= (0.8 if row["loader"] == "h5py alone" else 1) for row in rows if row["loader"] != "ours")
+        ours, torchs = (
+            [row["cpu_s_gib"] for row in rows if row["loader"] == name] for name in ("ours", "torch DataLoader")
+        )
+        return fast and all(own <= other / 3 for own, other in zip(ours, torchs))
 
     until(good, lambda: read(tmp_path, "peers", "--gib", "0.5", "--repeats", "3"))
 

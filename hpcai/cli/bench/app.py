@@ -2,26 +2,16 @@
 
     steps      a step of each form, in turns: ours, and the same network as one would write it first, trained by torch alone
     memory     the peak of some steps of each form, in a process of its own
-    build      seconds to construct the network of each form, in a process of its own
-    loop       what ``fit`` costs around what a bare loop does
-    precision  our step in fp32, bf16, bf16-params, and as `auto` chooses, against the plain form
-    wall       wall seconds of a step on all cores: each form as a script runs it, and ours also with freed memory kept, as apps do
-    compile    seconds until the first compiled step is done, without and with the code that an earlier job left
-    profile    where the time of our step goes, by kind of operation
 
-Without a PART: steps, memory, build, loop, and what the app adds. Times are CPU seconds of one thread (wall milliseconds on a GPU,
-where our captured step is a form too), medians. key=value words are settings of the app, measured in place of its usual cases.
+Without a PART: both, and what the app adds. Times are CPU seconds of one thread, wall seconds on a GPU (whose captured steps are
+measured by ``hpcai bench gpu``); medians. key=value words are settings of the app, measured in place of its usual cases.
 ``--precision auto`` is what an app takes; the plain form is then measured in float32, as somebody who writes it first would run it.
 ``--peers`` also measures the same network in public packages, where these are installed (pip install 'hpcai-suite[peers]').
 """
 
 import gc
 import json
-import statistics
-import tempfile
-import time
-from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from textwrap import shorten
 from typing import Any
@@ -32,21 +22,17 @@ from torch import Tensor, nn
 from hpcai import config, dist
 from hpcai.cli.bench.timing import Row, alternate, apart, finish, high_water, machine, parser, wait
 from hpcai.cli.trial import Form, Subject, find, torch_optimizer
-from hpcai.dist.host import keep_memory
 from hpcai.errors import ConfigError
-from hpcai.settings import TrainConfig
-from hpcai.train import Step, fit, rng
+from hpcai.train import Step, rng
 from hpcai.train.optim import decayed
 
-PARTS = ("steps", "memory", "build", "loop", "precision", "wall", "compile", "profile")
-_USUAL = 4  # parts that are measured where none is named
-_CAPTURED = {"captured": ("step.capture=whole",)}
+PARTS = ("steps", "memory")
 
 
 def main(name: str, argv: Sequence[str]) -> int:
     bench = Bench(name, find(name), argv)
-    if bench.words.one:  # the process that another one started to measure one form
-        print(json.dumps(bench.one(bench.words.one)))
+    if bench.words.peak:  # the process that another one started to measure one form
+        print(json.dumps(bench.peak(bench.words.peak, bench.cases[0])))
         return 0
     found = {"bench": name, **machine(), **{part: bench.part(part) for part in bench.parts}}
     return finish(found | bench.left_out(), (*bench.parts, "left_out"), bench.words.json)
@@ -62,18 +48,18 @@ class Bench:
         known = (*PARTS, *subject.parts)
         made.add_argument("given", nargs="*", metavar="PART|key=value", help=f"parts are {', '.join(known)}")
         made.add_argument("--repeats", type=int, default=3, help="measured steps of each form")
-        made.add_argument("--precision", nargs="+", choices=("auto", "fp32", "bf16"), default=["bf16" if self.on_gpu else "fp32"])
+        made.add_argument("--precision", nargs="+", choices=("auto", "fp32", "bf16", "bf16-params"),
+                          default=["bf16" if self.on_gpu else "fp32"])  # fmt: skip
         made.add_argument("--peers", action="store_true", help="also public packages")
-        made.add_argument("--one", help="measure one form, or what another process asks for")
+        made.add_argument("--peak", metavar="FORM", help="the peak of memory of one form, in this process")
         self.words = made.parse_intermixed_args(argv)
         parts = [word for word in self.words.given if "=" not in word]
         if unknown := [part for part in parts if part not in known]:
             made.error(f"there is no part {unknown[0]!r}; there are {', '.join(known)}")
-        self.parts = parts or [*PARTS[:_USUAL], *subject.parts]
+        self.parts = parts or list(known)
         settings = [word for word in self.words.given if "=" in word]
         self.cases = [settings] if settings else [list(case) for case in subject.cases(self.on_gpu)]
-        if "wall" not in self.parts:
-            torch.set_num_threads(1)
+        torch.set_num_threads(1)
         self.mesh = dist.alone()
 
     def part(self, part: str) -> list[Row]:
@@ -93,18 +79,20 @@ class Bench:
         """Names of all forms, ours the last of them."""
         plain = self.subject.forms(self.settings(case), None, self.mesh)
         peers = [name for name, peer in self.subject.peers.items() if self.words.peers and find_spec(peer.package)]
-        return [*plain, *peers, *(_CAPTURED if self.on_gpu else ()), *self.subject.variants, "ours"]
+        return [*plain, *peers, *self.subject.variants, "ours"]
 
     def form(self, name: str, case: Sequence[str], precision: str = "fp32") -> Callable[[], Tensor]:
         """A training step of a form, which returns the loss."""
-        changes = (*_CAPTURED.get(name, ()), *self.subject.variants.get(name, ()))
+        changes = self.subject.variants.get(name, ())
         cfg = self.settings(case, f"step.precision={precision}", *changes)
         batch = self.subject.random_batch(cfg, range(cfg.data.batch), self.mesh.device)
         torch.manual_seed(cfg.train.seed)
         if name == "ours" or changes:
             step = self.step(cfg)
             return lambda: step(batch)["loss"]
-        run = plainly(self.made(name, cfg, batch), cfg, batch, self.mesh.device)
+        peer = self.subject.peers.get(name)
+        form = peer.form(cfg, batch) if peer else self.subject.forms(cfg, batch, self.mesh)[name]()
+        run = plainly(form, cfg, batch, self.mesh.device)
 
         def seeded() -> Tensor:
             rng.seed_step(cfg.train.seed, 0, 0)  # the dropout of our first step
@@ -112,129 +100,37 @@ class Bench:
 
         return seeded
 
-    def made(self, name: str, cfg: Any, batch: Any) -> Form:
-        """The network of a plain form, of a peer, or ours."""
-        if name == "ours":
-            return Form(self.subject.build(cfg, self.mesh, self.subject.whole(cfg, self.mesh)), self.subject.loss)
-        if name in self.subject.peers:
-            return self.subject.peers[name].form(cfg, batch)
-        return self.subject.forms(cfg, batch, self.mesh)[name]()
-
     def step(self, cfg: Any) -> Step:
-        return Step(self.made("ours", cfg, None).model, self.subject.loss, cfg.step, self.mesh, counts=self.subject.counted)
+        model = self.subject.build(cfg, self.mesh, self.subject.whole(cfg, self.mesh))
+        return Step(model, self.subject.loss, cfg.step, self.mesh, counts=self.subject.counted)
 
     # ---- parts
 
     def _steps(self, case: Sequence[str]) -> list[Row]:
         rows = []
         for precision in self.words.precision:
-            names = [name for name in self.forms(case) if self.on_gpu or name not in self.subject.variants]
-            if self.on_gpu:
-                spent = {name: self._alone(name, case, precision) for name in names}
-            else:
-                spent = dict(alternate({name: self.form(name, case, precision) for name in names}, self.words.repeats))
-            rows.append({"precision": precision, **timed(spent, self.on_gpu)})
+            names = [name for name in self.forms(case) if name not in self.subject.variants]
+            spent = alternate({name: self.form(name, case, precision) for name in names}, self.words.repeats)
+            rows.append({"precision": precision, **timed(spent)})
             gc.collect()
         return rows
 
-    def _alone(self, name: str, case: Sequence[str], precision: str) -> float | str:
-        """Seconds, or why there are none. Not in turns with the others on a GPU: a graph would keep its memory."""
-        try:
-            return alternate({name: self.form(name, case, precision)}, self.words.repeats, warm=4)[name]  # a graph is recorded
-        except (torch.OutOfMemoryError, ConfigError) as problem:  # a capture says either by the latter
-            return "out of memory" if "out of memory" in str(problem) else str(problem)
-        finally:
-            gc.collect()
-            torch.cuda.empty_cache()
-
     def _memory(self, case: Sequence[str]) -> list[Row]:
-        peak = {name: self.apart("memory", name, case).get("mb") for name in self.forms(case)}
+        words, peers = ["memory", *case], ["--peers"] if self.words.peers else []
+        peak = {}
+        for name in self.forms(case):
+            found = apart([self.name, *words, *peers, "--peak", name], environ={"OMP_NUM_THREADS": "1"})
+            peak[name] = found.get("mb")
         ratios = {f"ours_over_{name}": round(peak["ours"] / mb, 3) for name, mb in peak.items() if mb and name != "ours"}
         return [{**{f"{name}_mb": mb if mb is None else round(mb) for name, mb in peak.items()}, **ratios}]
 
-    def _build(self, case: Sequence[str]) -> list[Row]:
-        skipped = (*_CAPTURED, *self.subject.variants)
-        found = {name: self.apart("build", name, case) for name in self.forms(case) if name not in skipped}
-        return [{**found["ours"], **{f"{name}_s": said.pop("s", None) for name, said in found.items()}}]
-
-    def _wall(self, case: Sequence[str]) -> list[Row]:
-        names = [name for name in self.forms(case) if name not in (*_CAPTURED, *self.subject.variants)]
-        # In turns: what else the machine does falls on all.
-        turns = [{name: self.apart("wall", name, case) for name in (*names, "kept")} for _ in range(self.words.repeats)]
-        spent = {name: statistics.median(said[name]["s"] for said in turns) for name in turns[0]}
-        ratios = {f"{name}_over_kept": round(s / spent["kept"], 3) for name, s in spent.items() if name != "kept"}
-        return [{"threads": turns[0]["kept"]["threads"], **{f"{name}_s": round(s, 4) for name, s in spent.items()}, **ratios}]
-
-    def _precision(self, case: Sequence[str]) -> list[Row]:
-        runs = {"plain": self.form(self.forms(case)[0], case)}
-        runs |= {name: self.form("ours", case, name) for name in ("fp32", "bf16", "bf16-params", "auto")}
-        spent = alternate(runs, self.words.repeats)
-        times = {f"{name.replace('-', '_')}_ms": round(1e3 * s, 3) for name, s in spent.items()}
-        return [{**times, "auto_over_plain": round(spent["plain"] / spent["auto"], 2)}]
-
-    def _profile(self, case: Sequence[str]) -> list[Row]:
-        return [{"precision": how, **shares(self.form("ours", case, how))} for how in self.words.precision]
-
-    def _compile(self, case: Sequence[str]) -> list[Row]:
-        with tempfile.TemporaryDirectory(prefix="compiled-") as folder:
-            # Each job has a node of its own, where only what was stored is there.
-            local = (f"{folder}/{job}" for job in ("first", "second"))
-            said = [self.apart("compile", f"{folder}/kept", case, TORCHINDUCTOR_CACHE_DIR=path) for path in local]
-        if failed := [one for one in said if "failed" in one]:
-            return failed
-        first, second = (one["s"] for one in said)
-        return [{"first_job_s": round(first, 2), "second_job_s": round(second, 2), "part": round(second / first, 3)}]
-
-    def _loop(self, case: Sequence[str]) -> list[Row]:
-        return [overhead(self, case)] if case is self.cases[0] else []
-
-    # ---- in a process of its own
-
-    def apart(self, part: str, one: str, case: Sequence[str], **environ: str) -> Row:
-        threads = {} if part == "wall" else {"OMP_NUM_THREADS": "1"}
-        peers = ["--peers"] if self.words.peers else []
-        return apart([self.name, part, *case, *peers, "--one", one], environ={**threads, **environ})
-
-    def one(self, name: str) -> Row:
-        measure = {"build": self._built, "compile": self._compiled, "wall": self._clocked}
-        return measure.get(self.parts[0], self._peak)(name, self.cases[0])
-
-    def _peak(self, name: str, case: Sequence[str]) -> Row:
+    def peak(self, name: str, case: Sequence[str]) -> Row:
+        """The most memory that this process has held after three steps."""
         run = self.form(name, case, self.words.precision[0])
         for _ in range(3):
             run()
         wait()
         return {"mb": high_water()}
-
-    def _built(self, name: str, case: Sequence[str]) -> Row:
-        """The first construction in a process, whose imports are done."""
-        cfg = self.settings(case)
-        batch = self.subject.random_batch(cfg, [0], self.mesh.device)
-        began = time.process_time()
-        model = self.made(name, cfg, batch).model
-        return {"parameters": sum(p.numel() for p in model.parameters()), "s": round(time.process_time() - began, 3)}
-
-    def _clocked(self, name: str, case: Sequence[str]) -> Row:
-        """Seconds of the third step: the first ones meet pages that no tensor had."""
-        run = self.form("ours" if name == "kept" else name, case)
-        if name == "kept":
-            keep_memory()
-        for _ in range(3):
-            began = time.perf_counter()
-            run()
-            wait()
-        return {"s": time.perf_counter() - began, "threads": torch.get_num_threads()}
-
-    def _compiled(self, folder: str, case: Sequence[str]) -> Row:
-        """Seconds until the first step of a compiled network is done, and its code is stored."""
-        cfg = self.settings(case, "step.compile=whole", f"step.compile_cache={folder}")
-        batch = self.subject.random_batch(cfg, range(cfg.data.batch), self.mesh.device)
-        began = time.perf_counter()
-        step = self.step(cfg)
-        step(batch)["loss"].item()
-        seconds = time.perf_counter() - began
-        step.news()
-        return {"s": seconds}
 
 
 def columns(case: Sequence[str]) -> Row:
@@ -243,14 +139,10 @@ def columns(case: Sequence[str]) -> Row:
     return {"case": ", ".join(f"{name.rpartition('.')[2]} {shorten(value, 32)}" for name, _, value in pairs) or "usual"}
 
 
-def timed(spent: dict[str, float | str], on_gpu: bool) -> Row:
-    """Times of all forms, and how many times slower than ours, or the best of ours, the others are."""
-    unit, scale = ("ms", 1e3) if on_gpu else ("s", 1.0)
-    found: Row = {f"{name}_{unit}": s if isinstance(s, str) else round(scale * s, 4) for name, s in spent.items()}
-    known = {name: s for name, s in spent.items() if not isinstance(s, str)}
-    best = min((known[name] for name in (*_CAPTURED, "ours") if name in known), default=None)
-    others = {name: s for name, s in known.items() if name not in (*_CAPTURED, "ours")}
-    return found | {f"{name}_over_ours": round(s / best, 3) for name, s in others.items() if best}
+def timed(spent: Mapping[str, float]) -> Row:
+    """Seconds of all forms, and how many times slower than ours the others are."""
+    ratios = {f"{name}_over_ours": round(s / spent["ours"], 3) for name, s in spent.items() if name != "ours"}
+    return {f"{name}_s": round(s, 6) for name, s in spent.items()} | ratios
 
 
 def plainly(form: Form, cfg: Any, batch: Any, device: torch.device) -> Callable[[], Tensor]:
@@ -278,59 +170,3 @@ def plainly(form: Form, cfg: Any, batch: Any, device: torch.device) -> Callable[
         return value.detach()
 
     return run
-
-
-def shares(run: Callable[[], Any]) -> dict[str, str]:
-    """Shares of the time of one run, by kind of operation."""
-    from torch.profiler import ProfilerActivity, profile
-
-    kinds = {
-        "products and convolutions": ("convolution", "conv2d", "conv3d", "mm", "linear", "bmm"),
-        "norms and rectifiers": ("_norm", "relu", "threshold", "clamp_min", "_moments", "_sums", "_by_input", "_merge"),
-        "copies and casts": ("copy_", "cat", "contiguous", "fill_", "zero_", "clone"),
-    }
-    run()
-    on_gpu = torch.cuda.is_available()
-    with profile(activities=[ProfilerActivity.CUDA] if on_gpu else [ProfilerActivity.CPU]) as trace:
-        run()
-        wait()
-    parts, whole = dict.fromkeys([*kinds, "other"], 0.0), 0.0
-    for event in trace.key_averages():
-        spent = event.self_device_time_total if on_gpu else event.self_cpu_time_total
-        kind = next((kind for kind, words in kinds.items() if any(word in event.key.lower() for word in words)), "other")
-        parts[kind] += spent
-        whole += spent
-    return {kind: f"{100 * part / whole:.1f} %" for kind, part in parts.items()}
-
-
-def overhead(bench: Bench, case: Sequence[str]) -> Row:
-    """CPU seconds of a step by ``fit``, and those that a bare loop needs within it: clearing gradients, forward, backward, update.
-
-    Both are measured in the same steps: two separate loops differ by 5 % and more on their own, with the luck of the page tables.
-    """
-    cfg = bench.settings(case)
-    batch, step = bench.subject.random_batch(cfg, range(cfg.data.batch), bench.mesh.device), bench.step(cfg)
-    spent = [0.0]
-
-    @contextmanager
-    def clock() -> Any:
-        began = time.process_time()
-        yield
-        spent[0] += time.process_time() - began
-
-    def bare(model: Any, part: Any) -> Any:
-        values = bench.subject.loss(model, part)
-        values["loss"].backward()
-        return values
-
-    step.sums.zero, step.forward_backward = clock()(step.sums.zero), clock()(bare)
-    step.optimizer.step = clock()(step.optimizer.step)
-    steps, rows = 25, []
-    for repeat in range(bench.words.repeats + 1):
-        spent[0], began = 0.0, time.process_time()
-        fit(step, [batch], TrainConfig(steps=steps, report_every=steps, collect_every=None))  # collects garbage once, at its start
-        if repeat:
-            rows.append((spent[0] / steps, (time.process_time() - began) / steps))
-    inside, whole = (statistics.median(row[i] for row in rows) for i in (0, 1))
-    ratio = statistics.median(w / i for i, w in rows)
-    return {"inside_cpu_s": round(inside, 5), "fit_cpu_s": round(whole, 5), "overhead_percent": round(100 * (ratio - 1), 2)}

@@ -7,10 +7,9 @@ import gc
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 from torch.utils import flop_counter
@@ -76,15 +75,6 @@ def facts(device: torch.device) -> Row:
     return {**found, **rates(device)}
 
 
-def lost() -> str | None:
-    """Why the GPU takes no more work from this process, as after an illegal access; None where it does."""
-    try:
-        wait()
-    except RuntimeError as error:
-        return str(error).splitlines()[0]
-    return None
-
-
 def let_go() -> None:
     """Give the memory of what nobody holds any more back to the GPU."""
     gc.collect()
@@ -101,17 +91,9 @@ def graph_bytes() -> int:
 # ---- what a GPU did
 
 
-class Idle(NamedTuple):
-    """Of the time from the start of the first kernel to the end of the last."""
-
-    gaps: float
-    """share in which nothing ran, in stretches longer than ``GAP_US``"""
-    all: float
-    """share in which nothing ran"""
-
-
-def idle(spans: Iterable[tuple[float, float]], above: float = GAP_US) -> Idle:
-    """``spans``: start and end of each kernel and copy, microseconds, in any order; they may overlap."""
+def idle(spans: Iterable[tuple[float, float]], above: float = GAP_US) -> tuple[float, float]:
+    """The shares of the time from the first start to the last end in which nothing ran: in stretches longer than ``above``, and in
+    all. ``spans``: start and end of each kernel and copy, microseconds, in any order; they may overlap."""
     gaps = rest = 0.0
     ordered = sorted(spans)
     end = ordered[0][0]
@@ -121,7 +103,7 @@ def idle(spans: Iterable[tuple[float, float]], above: float = GAP_US) -> Idle:
         gaps += nothing if nothing > above else 0.0
         end = max(end, last)
     whole = end - ordered[0][0]
-    return Idle(gaps / whole, rest / whole) if whole else Idle(0.0, 0.0)
+    return (gaps / whole, rest / whole) if whole else (0.0, 0.0)
 
 
 def traced(run: Callable[[int], object], count: int, most: int = 12) -> Row:
@@ -138,13 +120,13 @@ def traced(run: Callable[[int], object], count: int, most: int = 12) -> Row:
     kernels = [e for e in every if not e.is_user_annotation()]
     if not kernels:
         return {"left_out_trace": "the profiler saw no kernel: this machine gives no access to CUPTI"}
-    found = idle((e.start_ns() / 1e3, (e.start_ns() + e.duration_ns()) / 1e3) for e in kernels)
+    gaps, rest = idle((e.start_ns() / 1e3, (e.start_ns() + e.duration_ns()) / 1e3) for e in kernels)
     spent, launches = Counter[str](), Counter[str]()
     for e in kernels:
         spent[e.name()] += e.duration_ns()
         launches[e.name()] += 1
     costly = [[name[:120], round(ns / 1e6 / count, 4), round(launches[name] / count, 1)] for name, ns in spent.most_common(most)]
-    shares = {"gaps_percent": round(100 * found.gaps, 3), "idle_percent": round(100 * found.all, 3)}
+    shares = {"gaps_percent": round(100 * gaps, 3), "idle_percent": round(100 * rest, 3)}
     return {**shares, "launches": round(len(kernels) / count), "costly": costly}
 
 
@@ -179,7 +161,3 @@ def told(problem: BaseException) -> str:
     if isinstance(problem, torch.OutOfMemoryError) or "out of memory" in str(problem):
         return "out of memory"
     return f"{type(problem).__name__}: {lines[0] if lines else 'no word of why'}"[:300]
-
-
-def median(values: Sequence[float], digits: int = 4) -> float:
-    return round(statistics.median(values), digits)

@@ -25,9 +25,8 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -45,27 +44,14 @@ from hpcai.train import Step
 from hpcai.train.agreement import NEVER
 from hpcai.train.capture import close_all
 
-
-@dataclass(frozen=True)
-class Variant:
-    """A way to run the same step."""
-
-    name: str
-    words: Sequence[str] = ()
-    fed: bool = False
-    """whether it is also fed by the loader"""
-
-
 _CAPTURED, _COMPILED = "step.capture=whole", "step.compile=blocks"
-VARIANTS = [
-    Variant("eager"),
-    Variant("captured", (_CAPTURED,), fed=True),
-    Variant("compiled", (_COMPILED,)),
-    Variant("compiled-captured", (_COMPILED, _CAPTURED), fed=True),
-    Variant("captured-tuned", (_CAPTURED, "step.cudnn_benchmark=true")),
-    Variant("tf32", ("step.precision=fp32", "step.tf32=true")),
-    Variant("fp32", ("step.precision=fp32", "step.tf32=false")),
-]
+VARIANTS: Mapping[str, Sequence[str]] = {
+    "eager": (), "captured": (_CAPTURED,), "compiled": (_COMPILED,), "compiled-captured": (_COMPILED, _CAPTURED),
+    "captured-tuned": (_CAPTURED, "step.cudnn_benchmark=true"), "tf32": ("step.precision=fp32", "step.tf32=true"),
+    "fp32": ("step.precision=fp32", "step.tf32=false"),
+}  # fmt: skip
+"""ways to run the same step, as key=value words"""
+_FED = ("captured", "compiled-captured")  # variants that are also fed by the loader
 # What the variants are about: whatever a published configuration says of it, each begins with the same.
 _PLAIN = (
     "step.precision=bf16", "step.capture=none", "step.capture_shapes=8", "step.compile=none", "step.compile_cache=null",
@@ -95,7 +81,7 @@ def measure(name: str, words: Any) -> Iterator[Row]:
     app, case = _cases()[name]
     bench = Bench(name, find(app), case, words)
     for variant in VARIANTS:
-        if variant.name in (words.variants or [each.name for each in VARIANTS]):
+        if variant in (words.variants or VARIANTS):
             yield bench.row(variant)
 
 
@@ -106,10 +92,10 @@ class Bench:
         self.name, self.app, self.case, self.words, self.mesh = name, app, case, words, dist.alone()
         self.device, self.on_gpu = self.mesh.device, self.mesh.device.type == "cuda"
 
-    def row(self, variant: Variant) -> Row:
+    def row(self, variant: str) -> Row:
         """What was found of a variant, or why nothing was."""
-        head: Row = {"case": self.name, "variant": variant.name}
-        if not self.on_gpu and variant is not VARIANTS[0]:
+        head: Row = {"case": self.name, "variant": variant}
+        if not self.on_gpu and variant != "eager":
             return {**head, "left_out": f"there is no GPU: this process computes on {self.device.type}"}
         try:
             with _own_settings():
@@ -122,16 +108,16 @@ class Bench:
                 torch._dynamo.reset()  # which keeps the code of a model, and so the model
             clocks.let_go()
 
-    def settings(self, variant: Variant, turn: Sequence[str] = ()) -> Any:
+    def settings(self, variant: str, turn: Sequence[str] = ()) -> Any:
         tiny = (*_TINY, *self.app.tiny) if self.words.tiny else ()
         path = Path(inspect.getfile(type(self.app))).parent / "configs" / self.case.yaml
-        words = (*self.case.words, *tiny, *_PLAIN, *self.case.always, *variant.words, *turn)
+        words = (*self.case.words, *tiny, *_PLAIN, *self.case.always, *VARIANTS[variant], *turn)
         return self.app.known(config.load(self.app.published, path, words))
 
     @cached_property
     def batches(self) -> list[Any]:
         """Batches on the device, all different, in turns."""
-        every = [self.settings(VARIANTS[0], turn) for turn in self.case.turns]
+        every = [self.settings("eager", turn) for turn in self.case.turns]
         count = math.lcm(len(every), BATCHES) if len(every) <= BATCHES else len(every)
         size = every[0].data.batch
         return [self.app.random_batch(every[i % len(every)], range(i * size, (i + 1) * size), self.device) for i in range(count)]
@@ -149,7 +135,7 @@ class Bench:
             clocks.let_go()
 
     def _counted(self) -> float:
-        step = self._step(self.settings(VARIANTS[0]))
+        step = self._step(self.settings("eager"))
         turns = len(self.case.turns)
         return sum(clocks.operations(partial(step._gradients, batch)) for batch in self.batches[:turns]) / turns
 
@@ -159,7 +145,7 @@ class Bench:
         model.train()
         return Step(model, self.app.loss, cfg.step, self.mesh, counts=self.app.counted)
 
-    def _measured(self, variant: Variant) -> Row:
+    def _measured(self, variant: str) -> Row:
         cfg, batches, turns, work = self.settings(variant), self.batches, len(self.case.turns), self.work
         if self.on_gpu:
             torch.cuda.reset_peak_memory_stats()
@@ -191,7 +177,7 @@ class Bench:
             if self.on_gpu:
                 peak, own = torch.cuda.max_memory_allocated(), clocks.graph_bytes() - graphs_before
                 found |= {"peak_gb": round(peak / 1e9, 3), "graphs_gb": round(own / 1e9, 3)}
-            if variant.fed or not self.on_gpu:
+            if variant in _FED or not self.on_gpu:
                 last = [s for window in each for s in window[turns - 1 :: turns]]
                 found |= self._fed(step, variant, lr, statistics.median(last))
         found |= {"finite": int(step.first_bad()[0]) == NEVER}
@@ -228,7 +214,8 @@ class Bench:
             "spread_percent": round(100 * (max(means) - min(means)) / s, 2), "windows": len(each),
         }  # fmt: skip
         if turns > 1:
-            row["each_ms"] = [clocks.median([1e3 * one for window in each for one in window[t::turns]]) for t in range(turns)]
+            turned = ([1e3 * one for window in each for one in window[turn::turns]] for turn in range(turns))
+            row["each_ms"] = [round(statistics.median(some), 4) for some in turned]
         if isinstance(work, str):
             row["tflop"] = work
         else:
@@ -242,7 +229,7 @@ class Bench:
             row |= {"published_by": f"{figure.gpu}: {figure.conditions}; {figure.source}"}
         return row | ({"asked": round(self.case.asked, 3)} if self.case.asked else {})
 
-    def _fed(self, step: Step, variant: Variant, lr: float, resident_s: float) -> Row:
+    def _fed(self, step: Step, variant: str, lr: float, resident_s: float) -> Row:
         """The same step, its batches read from files and copied to the device while it computes."""
         cfg = self.settings(variant, self.case.turns[-1])
         batch = cfg.data.batch
@@ -286,4 +273,4 @@ def _own_settings() -> Iterator[None]:
 
 
 def forms() -> list[str]:
-    return [variant.name for variant in VARIANTS]
+    return list(VARIANTS)

@@ -1,23 +1,19 @@
-"""`hpcai ablate` with an app whose trials only wait: statistics, order, table, JSON, picture and refusals."""
+"""`hpcai ablate` with an app whose trials only wait: statistics, order, table, JSON and refusals."""
 
 import json
-import multiprocessing
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from matplotlib.image import imread
 
 import apps
-from hpcai.cli import ablate, caps, trial
+from hpcai.cli import ablate, trial
 from hpcai.cli import apps as declared
 from hpcai.cli.bench import timing
 from hpcai.errors import ConfigError
-from tests.nvml import Driver
 
 APP = """
 import time
@@ -132,7 +128,6 @@ def test_the_rows_say_what_each_switch_brings(fake: Any, capsys: pytest.CaptureF
     assert 0.008 < rows["plain"]["seconds"] < 0.012, "around() is not counted"
     assert rows["plain"]["samples_per_second"] == pytest.approx(6 / rows["plain"]["seconds"])
     assert 1.6 < rows["half"]["factor"]["median"] < 2.2 and 1.1 < rows["brake"]["factor"]["median"] < 1.5, "against plain"
-    assert rows["half"]["cpu_seconds"] < rows["half"]["seconds"]
     assert rows["half"]["loss_difference"] == rows["half"]["gradient_difference"] == 0
     assert rows["brake"]["loss_difference"] == pytest.approx(0.01) and rows["brake"]["gradient_difference"] == pytest.approx(0.1)
     alone = {row["name"]: row for row in found["left_out"]}
@@ -141,19 +136,12 @@ def test_the_rows_say_what_each_switch_brings(fake: Any, capsys: pytest.CaptureF
     assert alone["half"]["each"] != rows["plain"]["each"] and alone["brake"]["each"] == rows["rounded"]["each"]
 
 
-def test_table_file_and_picture(fake: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    out = tmp_path / "new" / "out"
-    assert ablate.main(["fake", "wrong=rounded", "--repeats", "3", "--steps", "6", "--directory", str(out)]) == 0
+def test_the_table_has_all_switches_and_what_failed(fake: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ablate.main(["fake", "wrong=rounded", "--repeats", "3", "--steps", "6"]) == 0
     shown = capsys.readouterr().out
     for text in ("plain", "+ half", "- brake", "warp drive", "there is no dilithium", "RuntimeError: no room [for it]", "failed"):
         assert text in shown
     assert "+ warp drive" not in shown and "…" not in shown
-    assert json.loads((out / "ablation.json").read_text())["ablate"] == "fake"
-    image = imread(out / "ablation.png")[..., :3]
-    assert image.shape[1] > 1000
-    for color in ("0072B2", "D55E00", "c9ced6"):  # bars, what is worse or failed, what was saved
-        near = np.abs(image - [int(color[i : i + 2], 16) / 255 for i in (0, 2, 4)]).max(2) < 0.02
-        assert near.sum() > 20, color
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -178,39 +166,6 @@ def test_only_some_switches(fake: Any, capsys: pytest.CaptureFixture[str]) -> No
         ablate.main(["fake", "--only", "warp_drive"])
 
 
-def test_samples_a_joule_at_several_caps(
-    fake: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(ConfigError, match="a cap on power is set by NVML, which cannot be used here: this process computes on cpu"):
-        ablate.main(["fake", "--caps"])
-    driver = Driver(tmp_path / "driver", monkeypatch)
-    driver.serves_cpu(monkeypatch)
-    monkeypatch.setattr(caps, "MEASURED", 0.1)
-    driver["limit"] = 600_000
-    driver["refuses"] = "Insufficient Permissions"
-    with pytest.raises(ConfigError, match="a cap of 300 W was refused by NVML .*: Insufficient Permissions"):
-        ablate.main(["fake", "--caps", "300"])
-    driver["refuses"] = ""
-    with pytest.raises(ConfigError, match="a cap of 50 W: .* takes 200 to 700 W"):
-        ablate.main(["fake", "--caps", "300", "50"])
-    assert driver.watts == 600 and not fake.seen, "refused before anything is built, and set again"
-
-    found = result(capsys, "--repeats", "2", "--steps", "2", "--caps", "300", "200", "--directory", str(tmp_path / "out"))
-    rows = found["caps"]
-    assert [row["cap_w"] for row in rows] == [600, 300, 200] and driver.watts == 600 and fake.ALIVE == []
-    assert set(fake.seen) == {ALL} and found["runs"] > 5
-    for row in rows:  # the driver's GPU draws all it may, and is always as fast
-        assert row["watts"] == pytest.approx(row["cap_w"], rel=0.15)
-        assert row["samples_per_joule"] == pytest.approx(row["samples_per_second"] / row["watts"], rel=1e-3)
-        assert row["energy"]["median"] == pytest.approx(600 / row["cap_w"], rel=0.25) and len(row["each"]) == 2
-        assert row["speed"]["median"] == pytest.approx(1, abs=0.25)
-    assert json.loads((tmp_path / "out/caps.json").read_text())["caps"] == rows
-
-    assert ablate.main(["fake", "--caps", "--repeats", "1", "--steps", "1"]) == 0
-    shown = capsys.readouterr().out
-    assert all(f" {watts} " in shown for watts in (600, 500, 400, 300, 200)) and "at 600 W, the limit that was found" in shown
-
-
 def test_apps_without_a_trial_are_refused_with_those_that_have_one(fake: Any) -> None:
     every = ", ".join(sorted(["fake", *(name for name in declared.names("trial") if name != "fake")]))
     with pytest.raises(ConfigError, match=rf"there is no app 'cosmo'; expected one of {every}"):
@@ -221,20 +176,3 @@ def test_apps_without_a_trial_are_refused_with_those_that_have_one(fake: Any) ->
         ablate.main(["fake", "wrnog=half"])
     with pytest.raises(SystemExit):
         ablate.main(["fake", "--repeats", "0"])
-
-
-def _burn(ready: Any) -> None:
-    end = time.process_time() + 0.5
-    while time.process_time() < end:
-        pass
-    ready.set()
-    time.sleep(60)
-
-
-def test_cpu_seconds_are_also_those_of_living_children() -> None:
-    ready, before = multiprocessing.Event(), ablate._cpu_seconds()
-    child = multiprocessing.Process(target=_burn, args=(ready,), daemon=True)
-    child.start()
-    assert ready.wait(30)
-    assert 0.4 < ablate._cpu_seconds() - before < 2
-    child.kill()

@@ -190,7 +190,7 @@ def test_only_checkpoints_before_the_step_are_gone_on_from(tmp_path: Path) -> No
         (tmp_path / "checkpoints" / f"step-{number:08d}").mkdir(parents=True)
         (tmp_path / "checkpoints" / f"step-{number:08d}" / "index.json").write_text(str(number))
     for _ in range(2):  # several processes do so
-        assert linked(tmp_path / "checkpoints", tmp_path / "scratch", 5) == 4
+        assert linked(tmp_path / "checkpoints", tmp_path / "scratch", 6) == 4
     found = sorted((tmp_path / "scratch").rglob("index.json"))
     assert [json.loads(file.read_text()) for file in found] == [2, 4]
     assert linked(tmp_path / "none", tmp_path / "empty", 5) == 0 and (tmp_path / "empty").is_dir()
