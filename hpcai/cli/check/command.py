@@ -65,9 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("directory", metavar="DIR", type=Path, help="a data set: train, validation, test in it, or *.h5 and *.npy themselves")
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument("--quick", action="store_true", help="sizes and headers only, no content")
-    how.add_argument("--sample", type=int, metavar="N", help="read N random rows of each split, and no whole file")
+    add("--quick", action="store_true", help="sizes and headers only, no content")
     allowed = "values allowed; either may be left out"
     add("--range", dest="ranges", type=_range, action="append", default=[], metavar="FIELD=LOW:HIGH", help=allowed)
     add("--world", type=int, metavar="N", help="processes of the job")
@@ -76,7 +74,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--nodes", type=int, default=1, metavar="N", help="nodes that share the reading (1)")
     add("--seconds", type=float, default=3.0, help="time to measure each way of reading (3); 0 for none")
     add("--threads", type=int, default=4, metavar="N", help="files looked at at once (4)")
-    add("--seed", type=int, default=0, help="of the random rows (0)")
     add("--strict", action="store_true", help="warnings count as errors")
     add("--json", metavar="FILE", help="findings and figures as JSON; - is standard output")
     add("--index", action="store_true", help="then write where all values lie beside index.json, so that jobs open no file for it")
@@ -100,18 +97,16 @@ def report(outcome: "Outcome", strict: bool = False) -> Iterator[str]:
     yield from findings.grid(_splits(outcome))
     yield from findings.lines(outcome.findings)
     yield from _figures(outcome.figures)
-    figures, options, samples = outcome.figures, outcome.options, sum(split.samples for split in outcome.splits)
+    figures, samples = outcome.figures, sum(split.samples for split in outcome.splits)
     seen = f"{figures['files']:,} files, {samples:,} samples, {log.size(figures['bytes'])} in {figures['seconds']:,.1f} s"
-    part = "sizes and headers of " if options.quick else ""
-    part = f"{options.sample:,} rows of each split of " if options.sample is not None else part
+    part = "sizes and headers of " if outcome.options.quick else ""
     yield f"{findings.verdict(outcome.findings, strict)}: {part}{seen}; {findings.counts(outcome.findings)}"
 
 
 def _splits(outcome: "Outcome") -> Iterator[tuple[str, str]]:
     for split in outcome.splits:
-        aligned = "" if split.aligned is None else f", {split.aligned:.0%} of rows begin on a page"
         verified = f"SHA-256 of {split.verified:,} verified" if split.verified else "no SHA-256 verified"
-        about = f"{many(split.files, 'file')}, {many(split.samples, 'sample')}, {log.size(split.bytes)}, {verified}{aligned}"
+        about = f"{many(split.files, 'file')}, {many(split.samples, 'sample')}, {log.size(split.bytes)}, {verified}"
         yield "this folder" if split.name == "." else split.name, about
         yield from (("", f"{field}: {kind}") for field, kind in split.fields.items())
         if (parts := split.division) is not None:
@@ -121,7 +116,7 @@ def _splits(outcome: "Outcome") -> Iterator[tuple[str, str]]:
 
 def _figures(figures: Any) -> Iterator[str]:
     where = f", on {figures['file_system']}" if figures["file_system"] else ""
-    yield f"{many(figures['inodes'], 'inode')}, {figures['bytes_per_file'] / 2**20:,.2f} MiB per file{where}"
+    yield f"{figures['bytes_per_file'] / 2**20:,.2f} MiB per file{where}"
     rate = figures.get("rate") or {}
     for mode in ("direct", "buffered") if rate else ():
         found = rate[mode]

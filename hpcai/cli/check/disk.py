@@ -86,7 +86,7 @@ def rate(splits: "Sequence[Split]", options: Options) -> dict[str, Any] | None:
     for mode in MODES:
         try:
             with Reader(mode, threads=found["threads"]) as reader:
-                found[mode] = _measure(files, each, reader, options.seconds, options.seed)
+                found[mode] = _measure(files, each, reader, options.seconds)
         except DataError as problem:
             found[mode] = {"problem": str(problem)}
     if options.step_time is not None and options.batch is not None:
@@ -108,9 +108,9 @@ def too_slow(directory: Path, found: dict[str, Any], options: Options) -> Iterat
         yield finding("rate", directory, best=text(best), job=job)
 
 
-def _measure(files: "Sequence[SetFile]", each: int, reader: Reader, seconds: float, seed: int) -> dict[str, Any]:
+def _measure(files: "Sequence[SetFile]", each: int, reader: Reader, seconds: float) -> dict[str, Any]:
     """Read random samples, many at once, for a time or 2 GiB; files leave the page cache before they are read."""
-    chance, spent, size, count = random.Random(seed), 1e-9, 0, 0
+    chance, spent, size, count = random.Random(0), 1e-9, 0, 0
     group, ends = max(1, min(64, _GROUP // each)), list(accumulate(file.size for file in files))
     while spent < seconds and size < _MOST_READ:
         part = []

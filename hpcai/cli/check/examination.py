@@ -1,13 +1,9 @@
 """The check itself: each file in a child process; then what all files say together, and the rate of the disk."""
 
 import math
-import os
-import random
 import time
-from bisect import bisect
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -57,15 +53,13 @@ class _Examination:
         began, options = time.monotonic(), self.options
         every = [file for split in self.splits for file in split.files]
         files = [file for file in every if self._has_its_size(file)]
-        if options.quick or options.sample is not None:
+        if options.quick:
             found = pool.each(inspection.headers, [(file.path, file.entry.rows) for file in files], "headers")
         else:
             jobs = [(file.path, file.entry.rows, file.split.bounds(options.ranges), file.split.keys) for file in files]
             found = pool.each(inspection.content, jobs, "reading", sum(file.size for file in files))
         for file, one in zip(files, found):
             self._judge(file, one)
-        if options.sample is not None:
-            self._sample(pool, options.sample)
         for split in self.splits:
             self._schema(split)
         self._across()
@@ -113,10 +107,6 @@ class _Examination:
     def _rows(self, file: SetFile) -> None:
         """Rows of the datasets against one another and against the index."""
         flat, want = file.split.flat, file.entry.rows
-        for data in (data for data in file.fields if data.name in flat):
-            many = file.entry.lengths.get(flat[data.name])
-            if many is not None and data.shape[:1] != (many,):
-                self.found("rows", file.path, data.name, found=data.shape[0], want=many, have=f"'lengths' of {INDEX} has it")
         arrays = [data for data in file.fields if data.kind != "scalar" and data.name not in flat]
         counts = Counter(data.shape[0] for data in arrays)
         file.rows = max(counts, key=lambda rows: (counts[rows], rows == want), default=want or 0)
@@ -183,24 +173,6 @@ class _Examination:
                 rows = _named([row for row, _ in faults], tally.counts[code])
                 self.found(code, file.path, name, row=faults[0][0], rows=rows, **words)
 
-    def _sample(self, pool: Pool, most: int) -> None:
-        chance, files = random.Random(self.options.seed), list[SetFile]()
-        for split in self.splits:
-            some = [file for file in split.files if file.whole and file.rows]
-            ends = list(accumulate((file.rows for file in some), initial=0))
-            for pick in sorted(chance.sample(range(ends[-1]), min(most, ends[-1]))):
-                number = bisect(ends, pick) - 1
-                some[number].picked.append(pick - ends[number])
-            files += [file for file in some if file.picked]
-        jobs = [(f.path, f.entry.rows, f.split.bounds(self.options.ranges), f.split.keys, f.picked) for f in files]
-        for file, found in zip(files, pool.each(inspection.sample, jobs, "sampled rows")):
-            if isinstance(found, DataError):
-                file.whole = False
-                self.found("unreadable", file.path, why=f"cannot be read: {str(found)[:500]}")
-            else:
-                file.found = found
-                self._values(file)
-
     # ---- files against one another
 
     def _schema(self, split: Split) -> None:
@@ -249,7 +221,7 @@ class _Examination:
             return
         keys = np.concatenate([np.frombuffer(k, np.uint64) for _, k in keyed])
         owner = np.concatenate([np.full(len(k), number, np.int64) for number, k in keyed])
-        row = np.concatenate([np.asarray((files[n].picked or range(len(k)))[: len(k)]) for n, k in keyed])
+        row = np.concatenate([np.arange(len(k)) for _, k in keyed])
         _, which, counts = np.unique(keys, return_inverse=True, return_counts=True)
         suspects = np.flatnonzero((counts[which] > 1) & (keys != 0))  # 0: a constant row, reported as such
         first = dict[tuple[int, str], tuple[int, int]]()  # of each key and split, in their order
@@ -277,18 +249,13 @@ class _Examination:
             world = self.options.world or 1
             division = Division.of(samples, self.options.batch or world, world)
             self.findings += division.problems(split.path)
-        largest = [data for file in split.files if file.whole and (data := file.largest) is not None]
-        rows = sum(data.shape[0] for data in largest)
-        aligned = sum(data.aligned * data.shape[0] for data in largest) / rows if rows else None
         size, verified = sum(file.size for file in split.files), sum(file.verified for file in split.files)
-        return Summary(split.name, len(split.files), samples, size, verified, _usual(split), aligned, division)
+        return Summary(split.name, len(split.files), samples, size, verified, _usual(split), division)
 
     def _figures(self, files: list[SetFile]) -> dict[str, Any]:
-        inodes = 1 + sum(len(folders) + len(names) for _, folders, names in os.walk(self.directory))
         kind, size = disk.file_system(self.directory), sum(file.size for file in files)
         each = size // len(files) if files else 0
-        figures: dict[str, Any] = {"files": len(files), "bytes": size, "inodes": inodes, "bytes_per_file": each}
-        figures["file_system"] = kind
+        figures: dict[str, Any] = {"files": len(files), "bytes": size, "bytes_per_file": each, "file_system": kind}
         self.findings += disk.hints(kind, self.splits, self.directory)
         if self.options.seconds > 0:
             figures["rate"] = found = disk.rate(self.splits, self.options)

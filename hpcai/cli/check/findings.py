@@ -2,9 +2,11 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
 from hpcai.cli import findings
 from hpcai.errors import ConfigError
@@ -54,8 +56,7 @@ KINDS: findings.Kinds = {
     "shape": ("error", "has rows of {found}, expected {want}, as {have}; make it again"),
     # the job and the disk
     "batch": ("error", "a batch of {batch} samples does not divide by {world} processes; expected a multiple: {near}"),
-    "ranks": ("error", "{samples} samples for {world} processes, expected one or more for each; use at most {samples} of them"),
-    "remainder/none": ("error", "{samples} samples are less than one batch of {batch}, so 'drop' leaves none; use a smaller one"),
+    "few": ("error", "{samples} samples are less than one batch of {batch}, or than {world} processes; use a smaller one"),
     "remainder": ("note", "{samples} samples in batches of {batch}: 'drop' leaves {left} out of each epoch, 'pad' repeats {more}"),
     "inodes": ("warning", "{files:,} files of {each} on average: opening them costs more than reading, and each takes an "
                           "inode of a quota; pack rows into files of 64 MiB and more, such as {better:,}"),
@@ -86,47 +87,44 @@ def finding(
     return Finding(**about, place=place, path=path, dataset=dataset, row=row, repairable=repairable)
 
 
-@dataclass(frozen=True)
-class Options:
+Time = Annotated[float, Field(ge=0, lt=math.inf)]
+
+
+class Options(BaseModel):
     """What is checked, and against what.
 
-    ``quick`` looks at sizes and headers only, ``sample`` reads that many random rows of each split and no more. ``ranges`` are
-    the least and the most value of fields, and come before those of the index. ``batch`` counts the samples of one step over all
-    ``world`` processes, ``step_time`` is in seconds and ``nodes`` share what is read. ``seconds`` is the time to measure each way
-    of reading, 0 for not at all. Raises ConfigError with all mistakes.
+    ``quick`` looks at sizes and headers only. ``ranges`` are the least and the most value of datasets, and come before those of
+    the index. ``batch`` counts the samples of one step over all ``world`` processes, ``step_time`` is in seconds and ``nodes``
+    share what is read. ``seconds`` is the time to measure each way of reading, 0 for not at all. Raises ConfigError with all
+    mistakes.
     """
 
+    model_config = ConfigDict(frozen=True)
+
     quick: bool = False
-    sample: int | None = None
-    ranges: Mapping[str, tuple[float | None, float | None]] = field(default_factory=dict)
-    world: int | None = None
-    batch: int | None = None
-    nodes: int = 1
-    step_time: float | None = None
-    seconds: float = 3.0
-    threads: int = 4
-    seed: int = 0
+    ranges: dict[str, tuple[float | None, float | None]] = {}
+    world: PositiveInt | None = None
+    batch: PositiveInt | None = None
+    nodes: PositiveInt = 1
+    step_time: Annotated[Time, Field(gt=0)] | None = None
+    seconds: Time = 3.0
+    threads: PositiveInt = 4
 
-    def __post_init__(self) -> None:
-        if wrong := list(self._mistakes()):
-            raise ConfigError("\n".join(wrong))
+    def __init__(self, **given: Any) -> None:
+        try:
+            super().__init__(**given)
+        except ValidationError as problem:
+            lines = (f"{'.'.join(map(str, error['loc'])) or 'options'}: {error['msg']}" for error in problem.errors())
+            raise ConfigError("\n".join(lines)) from problem
 
-    def _mistakes(self) -> Iterator[str]:
-        for name in ("sample", "world", "batch", "nodes", "threads"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                yield f"{name} is {value}, expected 1 or more"
-        if self.quick and self.sample is not None:
-            yield f"quick and sample {self.sample} exclude one another: quick reads no row; leave one out"
-        if self.step_time is not None and not 0 < self.step_time < math.inf:
-            yield f"step-time is {self.step_time} s, expected a time above 0"
+    @model_validator(mode="after")
+    def _consistent(self) -> "Options":
         if self.step_time is not None and self.batch is None:
-            yield "step-time says nothing without the samples of a step; add batch, counted over all processes"
-        if not 0 <= self.seconds < math.inf:
-            yield f"seconds is {self.seconds}, expected a time, or 0 for none"
+            raise ValueError("step-time says nothing without the samples of a step; add batch, counted over all processes")
         for name, (low, high) in self.ranges.items():
             if low is not None and high is not None and not low <= high:
-                yield f"range {name}={low}:{high}: expected the least value first"
+                raise ValueError(f"range {name}={low:g}:{high:g}: expected the least value first")
+        return self
 
 
 @dataclass(frozen=True)
@@ -152,18 +150,15 @@ class Division:
         if batch % world:
             less, more = batch // world * world, -(-batch // world) * world
             yield finding("batch", path, batch=batch, world=world, near=f"{less} or {more}" if less else f"{more}")
-        if samples < world:
-            yield finding("ranks", path, samples=samples, world=world)
-        elif not self.batches:
-            yield finding("remainder/none", path, samples=samples, batch=batch)
+        if samples < max(world, batch):
+            yield finding("few", path, samples=samples, batch=batch, world=world)
         elif self.left_out:
             yield finding("remainder", path, samples=samples, batch=batch, left=self.left_out, more=self.repeated)
 
 
 @dataclass(frozen=True)
 class Summary:
-    """A split in figures. ``verified`` files have the SHA-256 that the index says; ``aligned`` is the fraction of rows that begin
-    on a page."""
+    """A split in figures. ``verified`` files have the SHA-256 that the index says."""
 
     name: str
     files: int
@@ -171,7 +166,6 @@ class Summary:
     bytes: int
     verified: int
     fields: Mapping[str, str]
-    aligned: float | None
     division: Division | None
 
 

@@ -6,7 +6,7 @@ R rows of a dataset   V values of a row
 import hashlib
 import math
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,7 +18,6 @@ from pydantic import BaseModel
 
 from hpcai.cli.check.disk import evict
 from hpcai.data import layout
-from hpcai.data.direct import ALIGN
 from hpcai.errors import DataError
 
 ARRAY = "values"
@@ -57,12 +56,6 @@ class Field:
     @property
     def readable(self) -> bool:
         return self.kind in ("contiguous", "chunked", "compressed", "header") and not self.missing and self.nbytes > 0
-
-    @property
-    def aligned(self) -> float:
-        """The fraction of rows that begin on a page."""
-        rows = np.arange(max(1, min(self.shape[0], ALIGN)))  # beyond that it repeats
-        return float(((self.offset + rows * (self.width % ALIGN)) % ALIGN == 0).mean()) if self.kind == "contiguous" else 0.0
 
 
 Number = Annotated[float, pydantic.Field(strict=True)]
@@ -191,19 +184,10 @@ def content(path: Path, rows: int | None, bounds: Mapping[str, Bounds], keys: Co
     found = Inspection([], digest.hexdigest())
     try:
         found.fields = describe(path, rows)
-        yield from _tally(path, found, bounds, keys, None)
+        yield from _tally(path, found, bounds, keys)
     except Exception as problem:  # of h5py, for a damaged file, whose SHA-256 is told all the same
         found.problem = str(problem)
     evict(path)
-    yield found
-
-
-def sample(
-    path: Path, rows: int | None, bounds: Mapping[str, Bounds], keys: Collection[str] | None, picked: Sequence[int]
-) -> Iterator[Any]:
-    """Read the rows ``picked`` of a file."""
-    found = Inspection(describe(path, rows))
-    yield from _tally(path, found, bounds, keys, picked)
     yield found
 
 
@@ -212,31 +196,24 @@ def largest(fields: Sequence[Field]) -> Field | None:
     return max((one for one in fields if one.readable), key=lambda one: (one.width, one.name), default=None)
 
 
-def _tally(
-    path: Path, found: Inspection, bounds: Mapping[str, Bounds], keys: Collection[str] | None, picked: Sequence[int] | None
-) -> Iterator[int]:
+def _tally(path: Path, found: Inspection, bounds: Mapping[str, Bounds], keys: Collection[str] | None) -> Iterator[int]:
     readable = [one for one in found.fields if one.readable]
     if keys is None or (keys and not {one.name for one in readable} & set(keys)):
         keys = {one.name for one in [largest(readable)] if one is not None}
     for one in readable:
         tally = found.tallies[one.name] = Tally(bounds.get(one.name, Bounds()), one.name in keys)
-        for first, part in _parts(path, one, _spans(one) if picked is None else [(row, row + 1) for row in picked]):
+        for first, part in _parts(path, one):
             tally.add(first, part)
             yield 0
 
 
-def _spans(one: Field) -> Iterator[tuple[int, int]]:
-    """All rows, in parts of whole chunks where these are not too large."""
+def _parts(path: Path, one: Field) -> Iterator[tuple[int, np.ndarray]]:
+    """All rows, in parts of whole chunks where these are not too large, each with the number of its first row."""
     step = max(_PART // one.width, 1)
     step -= step % one.chunk[0] if one.chunk and one.chunk[0] < step else 0
-    yield from ((begin, min(begin + step, one.shape[0])) for begin in range(0, one.shape[0], step))
-
-
-def _parts(path: Path, one: Field, spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, np.ndarray]]:
     if path.suffix == ".npy":
         values = np.memmap(path, np.dtype(one.dtype), "r", one.offset, one.shape)
-        yield from ((begin, values[begin:end]) for begin, end in spans)
+        yield from ((begin, values[begin : begin + step]) for begin in range(0, one.shape[0], step))
         return
     with h5py.File(path, "r", locking=False, rdcc_nbytes=_PART) as file:
-        data = file[one.name]
-        yield from ((begin, data[begin:end]) for begin, end in spans if begin < one.shape[0])
+        yield from ((begin, file[one.name][begin : begin + step]) for begin in range(0, one.shape[0], step))

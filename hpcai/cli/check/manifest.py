@@ -30,7 +30,6 @@ class Entry(BaseModel):
     rows: Count | None = None
     bytes: Count | None = None
     sha256: Annotated[str, Field(pattern="^[0-9a-fA-F]{64}$")] | None = None
-    lengths: dict[str, Count | None] = {}
 
 
 class Wanted(Bounds):
@@ -78,7 +77,6 @@ class SetFile:
     entry: Entry
     size: int = 0
     found: Inspection = field(default_factory=lambda: Inspection([]))
-    picked: list[int] = field(default_factory=list)
     whole: bool = False
     verified: bool = False
     rows: int = 0
@@ -107,9 +105,9 @@ class Split:
     numbers: dict[str, int] = field(default_factory=dict)
 
     @property
-    def flat(self) -> dict[str, str]:
-        """Datasets that hold the parts of all rows one after another, and the dataset that counts those of each row."""
-        return {name: want.parts for name, want in self.wanted.items() if want.parts is not None}
+    def flat(self) -> set[str]:
+        """Datasets that hold the parts of all rows one after another."""
+        return {name for name, want in self.wanted.items() if want.parts is not None}
 
     @property
     def keys(self) -> set[str] | None:
