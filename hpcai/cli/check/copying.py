@@ -26,6 +26,8 @@ def copy(source: Path, target: Path, sha256: str | None) -> Iterator[Any]:
         if digest != sha256.lower():
             raise DataError("its SHA-256 is not that of the index; copy it from its source")
     with h5py.File(source, "r", locking=False, rdcc_nbytes=_BOX) as old:
+        if old.userblock_size:
+            raise DataError("it begins with a user block, which a copy would not have")
         with h5py.File(target, "w", locking=False, track_order=_tracks(old["/"]), **_ALIGNED) as new:
             yield from _copy_group(old["/"], new["/"])
         with h5py.File(target, "r", locking=False) as new:

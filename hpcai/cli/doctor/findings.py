@@ -27,8 +27,7 @@ KINDS: findings.Kinds = {
                            "--cpu-bind=cores, mpiexec -bind-to core:N"),
     "cores": ("warning", "are bound to the same CPUs ({cpus}), expected cores of their own; srun --cpus-per-task=N "
                          "--cpu-bind=cores, mpiexec -bind-to core:N"),
-    "threads/ranks": ("warning", "are {ranks} ranks on {cpus} CPUs, expected a CPU for each; start fewer on a node"),
-    "threads": ("warning", "start {threads} threads on {cpus} CPUs, expected at most one on each; set OMP_NUM_THREADS={want}"),
+    "threads": ("warning", "start {threads} threads on {cpus} CPUs, expected at most one on each; {advice}"),
     "share": ("warning", "had its threads run {found:.0%} of the time in which they could, expected all of it; look for other "
                          "programs there, or bind ranks apart"),
     "pace": ("warning", "multiplies {found} a second, the others {want}; look at clocks, heat and other programs there"),
@@ -42,8 +41,6 @@ KINDS: findings.Kinds = {
     "folder": ("error", "{path} cannot be written: {why}; name another with --directory (report.directory), or TMPDIR"),
     "shared": ("error", "{path} does not show the file that rank 0 wrote in {first}; expected one folder of all nodes: name one on "
                         "a file system that they share with --directory, and in report.directory"),
-    "direct": ("warning", "{path} ({system}) refuses O_DIRECT: reads go through the page cache, which is slower for sets larger "
-                          "than memory; use another file system for data"),
     "free": ("warning", "{path}: {found} are free, expected {want} or more; delete what is not needed, or name another"),
     "rate": ("warning", "{path}: {do}s {found}/s when all nodes {do} at once, the others {want}/s; look at this node's link to the "
                         "file system"),
@@ -163,8 +160,9 @@ def _cores(report: Report) -> Rule:
         those = [report.members[rank] for rank in ranks]
         threads, cpus = sum(member.threads for member in those), set[int]().union(*(member.cpus for member in those))
         if len(those) > 1 and threads > len(cpus) > 0:
-            words = {"threads": threads, "cpus": len(cpus), "want": len(cpus) // len(those), "ranks": len(those)}
-            yield "threads/ranks" if len(those) > len(cpus) else "threads", ranks, words
+            fit = len(cpus) // len(those)
+            advice = f"set OMP_NUM_THREADS={fit}" if fit else f"start at most {len(cpus)} ranks there"
+            yield "threads", ranks, {"threads": threads, "cpus": len(cpus), "advice": advice}
         sets = groups({member.rank: member.cpus for member in those if bound(member)})
         for own, same in sets:
             if len(same) > 1 and len(own) == 1:
@@ -224,8 +222,6 @@ def _folders(report: Report) -> Rule:
         for (path, why), ranks in groups({rank: (one.path, one.problem) for rank, one in folders.items() if one.problem}):
             yield "folder", ranks, {"path": path, "why": why}
         usable = {rank: one for rank, one in folders.items() if one.kind and not one.problem}
-        for (path, kind), ranks in groups({rank: (one.path, one.kind) for rank, one in usable.items() if not one.direct}):
-            yield "direct", ranks, {"path": path, "system": kind}
         for (path, free), ranks in groups({rank: (one.path, one.free) for rank, one in usable.items() if one.free < FREE}):
             yield "free", ranks, {"path": path, "found": size(free), "want": size(FREE)}
         for do in ("write", "read"):

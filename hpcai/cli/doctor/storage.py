@@ -32,14 +32,13 @@ def clean() -> None:
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder as one rank sees it. ``problem``: why nothing can be written. ``direct``: whether O_DIRECT reads. ``seen``: whether
-    rank 0's file is there; None where that was not asked. ``write`` and ``read`` are bytes a second, 0 where not measured."""
+    """A folder as one rank sees it. ``problem``: why nothing can be written. ``seen``: whether rank 0's file is there; None where
+    that was not asked. ``write`` and ``read`` are bytes a second, 0 where not measured."""
 
     path: str
     kind: str = ""
     free: int = 0
     problem: str = ""
-    direct: bool = True
     seen: bool | None = None
     write: float = 0.0
     read: float = 0.0
@@ -108,19 +107,13 @@ def measure(folder: Path, token: str, rank: int, seconds: float, clock: Callable
                 os.fdatasync(file.fileno())
         found = replace(found, write=size / max(clock() - began, 1e-9))
         evict(path)
-        try:
-            return replace(found, read=_read(path, Reader("direct", threads=4), size, seconds, clock))
-        except DataError:
-            return replace(found, direct=False, read=_read(path, Reader("buffered", threads=4), size, seconds, clock))
+        done, began = 0, clock()
+        with Reader("auto", threads=4) as reader:
+            while done < size and (not done or clock() < began + seconds):
+                done += len(reader.fetch(path, done, min(_CHUNK, size - done)))
+        return replace(found, read=done / max(clock() - began, 1e-9))
     except (OSError, DataError) as problem:
         return replace(found, problem=getattr(problem, "strerror", None) or str(problem))
     finally:
         clean()
 
-
-def _read(path: Path, reader: Reader, size: int, seconds: float, clock: Callable[[], float]) -> float:
-    done, began = 0, clock()
-    with reader:
-        while done < size and (not done or clock() < began + seconds):
-            done += len(reader.fetch(path, done, min(_CHUNK, size - done)))
-    return done / max(clock() - began, 1e-9)

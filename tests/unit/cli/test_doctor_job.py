@@ -17,10 +17,8 @@ from hpcai.cli.doctor.findings import KINDS, Report, judge
 from hpcai.cli.doctor.member import Gpu, Member
 from hpcai.cli.doctor.network import Link, Network, Pace
 from hpcai.cli.doctor.storage import Folder
-from hpcai.data.direct import Reader
 from hpcai.dist import Place
 from hpcai.dist.watch import Answer
-from hpcai.errors import DataError
 from tests.ranks.launch import on_ranks
 
 # ------------------------------------------------------------------------------------------------------ fake jobs
@@ -87,12 +85,12 @@ def test_ranks_on_the_same_cores_are_named() -> None:
     found = said(ranks_of(cpus=(0,), threads=1))
     assert [line[:52] for line in found] == [
         "error: ranks 0-1 on n1: are all bound to CPU 0 of 8,", "error: ranks 2-3 on n2: are all bound to CPU 0 of 8,",
-        "warning: ranks 0-1 on n1: are 2 ranks on 1 CPUs, exp", "warning: ranks 2-3 on n2: are 2 ranks on 1 CPUs, exp"]  # fmt: skip
+        "warning: ranks 0-1 on n1: start 2 threads on 1 CPUs,", "warning: ranks 2-3 on n2: start 2 threads on 1 CPUs,"]  # fmt: skip
     starts(change(ranks_of(), 1, cpus=(1, 2, 3)), "warning: ranks 0-1 on n1: are bound to the same CPUs (partly), expected cores")
     assert judge(ranks_of(cpus=tuple(range(8)))) == [], "not bound, and there are cores for all threads"
     text = "warning: all 2 ranks: start 16 threads on 8 CPUs, expected at most one on each; set OMP_NUM_THREADS=4"
     starts(ranks_of(2, cpus=tuple(range(8)), threads=8), text)
-    starts(ranks_of(3, 3, cpus=(0, 1), online=2, threads=1), "warning: all 3 ranks: are 3 ranks on 2 CPUs, expected a CPU for each")
+    starts(ranks_of(3, 3, cpus=(0, 1), online=2, threads=1), "warning: all 3 ranks: start 3 threads on 2 CPUs, expected at most one on each; start at m")
 
 
 def test_containers_of_one_computer_with_names_of_their_own_share_its_cores() -> None:
@@ -145,7 +143,7 @@ def test_of_ranks_that_share_a_core_only_that_is_told() -> None:
     report = ranks_of(4, 4, cpus=(0, 1), online=2, threads=1)
     report.network.links = links(lambda one, other: 2 in (one, other))
     report.network.paces = {rank: Pace(1e11, 0.3) for rank in range(4)}
-    starts(report, "warning: all 4 ranks: are 4 ranks on 2 CPUs")
+    starts(report, "warning: all 4 ranks: start 4 threads on 2 CPUs")
 
 
 def test_links_between_nodes_are_compared_with_their_like() -> None:
@@ -173,9 +171,7 @@ def test_who_does_not_see_the_folder_or_cannot_write_is_named() -> None:
     starts(report, "error: rank 3 on n2: /run does not show the file that rank 0 wrote in /run; expected one folder of all nodes")
     report.storage.run = dict.fromkeys(range(4), good) | {2: replace(good, problem="Disk quota exceeded", free=0)}
     starts(report, "error: rank 2 on n2: /run cannot be written: Disk quota exceeded; name another with --directory")
-    report.storage.run = {rank: replace(good, direct=False) for rank in (0, 2)} | {1: Folder("/run", seen=True)}
-    starts(report, "warning: ranks 0,2 on 2 nodes (n1, n2): /run (lustre) refuses O_DIRECT: reads go")
-    report.storage.run = {0: replace(good, free=1 << 20)}
+    report.storage.run = {0: replace(good, free=1 << 20), 1: Folder("/run", seen=True)}
     starts(report, "warning: rank 0 on n1: /run: 1.05 MB are free, expected 10.7 GB or more; ")
 
 
@@ -346,13 +342,9 @@ def test_what_makes_no_sense_is_refused(capsys: pytest.CaptureFixture[str], monk
 # -------------------------------------------------------------------------------------- folders, schedulers, limits
 
 
-def test_a_folder_is_measured_and_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
     found = storage.measure(tmp_path, "t", 0, 0.05)
     assert found.free > 0 and found.write > 0 and found.read > 0 and found.problem == "" and found.kind
-    with monkeypatch.context() as patch:
-        patch.setattr(storage, "Reader", lambda mode, threads: Reader("buffered") if mode == "buffered" else refuse())
-        found = storage.measure(tmp_path, "t", 0, 0.05)
-    assert found.read > 0 and not found.direct
     with storage.mark(tmp_path, "t") as problem:
         assert problem == "" and storage.sees(tmp_path, "t") and not storage.sees(tmp_path, "other", 0.0)
         assert storage.entries(tmp_path) == 1 and storage.entries(tmp_path / "none") == -1
@@ -363,10 +355,6 @@ def test_a_folder_is_measured_and_left_as_it_was(tmp_path: Path, monkeypatch: py
     assert storage.measure(gone, "t", 0, 0.05).problem == "No such file or directory"
     with storage.mark(gone, "t") as problem:
         assert problem == "No such file or directory"
-
-
-def refuse() -> Reader:
-    raise DataError("no O_DIRECT here")
 
 
 def lagging(answers: Sequence[str | None], world: int | None = None) -> str:
