@@ -170,15 +170,6 @@ def test_progress_is_a_line_now_and_then_and_a_bar_on_a_terminal(
     assert "reading" in captured.err and "fine: 5 files" in captured.out
 
 
-def test_a_reader_that_has_seen_enough_is_no_error(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reading, writing = os.pipe()
-    os.close(reading)
-    with os.fdopen(writing, "w", closefd=False) as out:
-        monkeypatch.setattr(sys, "stdout", out)
-        assert run(made, "--quick") == 0
-    os.close(writing)
-
-
 def test_ctrl_c_ends_it_and_its_children(made: Path) -> None:
     code = (
         "import hpcai.cli, signal, sys\n"

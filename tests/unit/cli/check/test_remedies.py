@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,12 @@ import h5py
 import numpy as np
 import pytest
 
-from hpcai.cli.check import copying
+from hpcai import cli
+from hpcai.cli.check import copying, tabulate
+from hpcai.data import Rows
 from tests.unit.cli.check.making import (
     PACKED,
+    SHAPE,
     change,
     entries,
     everything,
@@ -21,9 +25,12 @@ from tests.unit.cli.check.making import (
     mend,
     one,
     put,
+    reword,
     table_of,
+    told,
     values,
     write,
+    written_again,
 )
 
 
@@ -200,3 +207,109 @@ def test_a_copy_that_differs_never_takes_the_place_of_its_source(
     monkeypatch.setattr(copying, "_copy_group", spoilt)
     (line,) = mend(made)
     assert f"refused: not rewritten: {text}" in line and everything(made) == before
+
+
+# ---- the table of an index
+
+FIELDS = {"counts": ("int16", SHAPE), "target": ("float32", (3,))}
+
+
+def run(*words: object) -> int:
+    return cli.main(["data", "check", *map(str, words), "--threads", "1", "--seconds", "0"])
+
+
+def row(folder: Path, number: int) -> dict[str, Any]:
+    rows = Rows(folder, FIELDS)
+    try:
+        return rows.read(number)
+    finally:
+        rows.close()
+
+
+@pytest.fixture
+def tabled(made: Path) -> Path:
+    for split in ("train", "validation"):
+        index(made / split, fields={"target": {"dtype": "float32", "shape": [3]}})
+    told = {"train": "a table of 4 files now", "validation": "a table of 2 files now"}
+    assert tabulate(made, look(made)) == [f"{made / split / 'index.json'}: has {text}" for split, text in told.items()]
+    return made
+
+
+def test_a_table_is_written_after_a_check(made: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    before, wanted = everything(made), row(made / "train", 5)
+    assert run(made, "--index") == 0
+    out = capsys.readouterr().out
+    assert f"index: {made / 'train/index.json'}: has a table of 4 files now\n" in out and "fine: 6 files" in out
+    after = everything(made)
+    assert {name for name in after if after[name] != before.get(name)} == {
+        f"{split}/{name}" for split in ("train", "validation") for name in ("index.json", *table_of(made / split))
+    }  # fmt: skip
+    about = json.loads(after["train/index.json"])
+    about.pop("table")
+    assert about == json.loads(before["train/index.json"])
+    assert run(made, "--index", "--quick") == 0 and everything(made) == after
+    monkeypatch.setattr(h5py.File, "__init__", None)
+    found = row(made / "train", 5)
+    assert all(np.array_equal(found[name], wanted[name]) for name in FIELDS)
+
+
+def test_there_is_no_table_of_a_folder_that_is_not_right(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (made / "validation" / "index.json").unlink()
+    data = bytearray((made / "train" / "u1.h5").read_bytes())
+    (made / "train" / "u1.h5").write_bytes(data[:-1])
+    before = everything(made)
+    assert run(made, "--index") == 1
+    out = capsys.readouterr().out
+    assert "train/index.json: refused: no table while files are not as the index says (u1.h5: is cut off" in out
+    assert "validation/index.json: refused: no table without an index; make it with --repair" in out
+    assert everything(made) == before
+    for folder in (made / "train", made / "validation"):
+        shutil.rmtree(folder)
+    (made / "train").mkdir()
+    np.save(made / "train" / "a.npy", np.arange(6.0))
+    index(made / "train")
+    assert run(made, "--index") == 0
+    assert "train/index.json: refused: a table is of HDF5 files alone" in capsys.readouterr().out and not table_of(made / "train")
+
+
+@pytest.mark.parametrize("how", ["gone", "damaged", "other rows"])
+def test_a_table_that_jobs_refuse_is_an_error_until_it_is_written_again(tabled: Path, how: str) -> None:
+    train = tabled / "train"
+    (name,) = table_of(train)
+    if how == "gone":
+        (train / name).unlink()
+    elif how == "damaged":
+        flip(train / name, 99, 2)
+    else:
+        reword(train, lambda files: files[0].pop("sha256"))
+        reword(train, lambda files: files[0].update(name="u9.h5"))
+        (train / "u0.h5").rename(train / "u9.h5")
+    assert told(look(tabled)) == [("error", "index", "train/index.json", None, None)]
+    finding = one(look(tabled), "index")
+    assert finding.text.startswith(f"{name}: no table of the files beside it (") and "--index writes it again" in finding.text
+    assert mend(tabled) == [f"{train / 'index.json'}: its table is written anew"]
+    assert look(tabled).findings == () and len(table_of(train)) == 1 and mend(tabled) == []
+    assert len(Rows(train, FIELDS)) == 16
+
+
+@pytest.mark.parametrize("meant", [True, False])
+def test_a_file_that_was_written_again_is_not_that_of_the_table(tabled: Path, meant: bool) -> None:
+    """With as many bytes, which the index says are right, or says nothing of."""
+    path = tabled / "train" / "u1.h5"
+    written_again(path)
+    if not meant:
+        reword(tabled / "train", lambda files: files[1].pop("sha256"))
+    finding = one(look(tabled), "table")
+    assert finding.path == path and finding.repairable == meant and "or --index if it is right" in finding.text
+    assert len(mend(tabled)) == meant
+    if not meant:
+        assert len(tabulate(tabled, look(tabled))) == 2
+    assert look(tabled).findings == ()
+
+
+def test_repair_writes_the_table_of_what_it_has_rewritten(tabled: Path) -> None:
+    train = tabled / "train"
+    put(train / "u1.h5", values(999), **PACKED)
+    (line,) = mend(tabled)
+    assert "rewritten in one piece" in line and look(tabled).findings == () and len(table_of(train)) == 1
+    assert np.array_equal(row(train, 4)["counts"], values(999)["counts"][0])
