@@ -178,7 +178,7 @@ def content(path: Path, rows: int | None, bounds: Mapping[str, Bounds], keys: Co
     evict(path)
     digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(_PART):
+        while block := file.read(16 << 20):
             digest.update(block)
             yield len(block)
     found = Inspection([], digest.hexdigest())

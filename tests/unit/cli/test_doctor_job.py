@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,99 +16,118 @@ from hpcai.cli.doctor import deadline, job, member, network, page, storage
 from hpcai.cli.doctor.findings import KINDS, Report, judge
 from hpcai.cli.doctor.member import Gpu, Member
 from hpcai.cli.doctor.network import Link, Network, Pace
-from hpcai.cli.doctor.storage import Folder
+from hpcai.cli.doctor.storage import Folder, Folders
 from hpcai.dist import Place
 from hpcai.dist.watch import Answer
 from tests.ranks.launch import on_ranks
 
-# ------------------------------------------------------------------------------------------------------ fake jobs
+# ------------------------------------------------------------------------------------------------------ the rules
 
 
-def ranks_of(ranks: int = 4, per_node: int = 2, **words: Any) -> Report:
-    """Ranks that are alike, each bound to two CPUs of its own of eight."""
-    members = []
+def ranks_of(ranks: int = 4, per_node: int = 2, but: Mapping[int, dict[str, Any]] = {}, **words: Any) -> Report:
+    """Ranks that are alike but for some, each bound to two CPUs of its own of eight; or with other parts of the report."""
+    report = Report(**{name: words.pop(name) for name in ("network", "storage", "left") if name in words})
     for rank in range(ranks):
         node, place = f"n{rank // per_node + 1}", rank % per_node
-        shared = {"cpus": (2 * place, 2 * place + 1), "online": 8, "numa": (0,), "threads": 2, "versions": {"torch": "2.13.0"}}
-        members.append(Member(rank, node, node, "srun", **shared | words))
-    return Report(members)
-
-
-def change(report: Report, rank: int, **words: Any) -> Report:
-    report.members[rank] = replace(report.members[rank], **words)
+        about = {"node": node, "machine": node, "launcher": "srun", "cpus": (2 * place, 2 * place + 1), "online": 8, "numa": (0,)}
+        about |= {"threads": 2, "versions": {"torch": "2.13.0"}, **words, **but.get(rank, {})}
+        report.members.append(Member(rank, **about))
     return report
 
 
-def gpu(uuid: str, node: int | None = None) -> Gpu:
-    return Gpu(0, "A100", uuid, "0000:c1:00.0", 40.0, node)
+def gpus(*uuids: str, **of_last: Any) -> dict[int, dict[str, Any]]:
+    known = {rank: Gpu(0, "A100", uuid, "0000:c1:00.0", 40.0) for rank, uuid in enumerate(uuids)}
+    known[len(uuids) - 1] = replace(known[len(uuids) - 1], **of_last)
+    return {rank: {"gpu": gpu} for rank, gpu in known.items()}
 
 
-def said(report: Report) -> list[str]:
-    return [f"{found.severity}: {found.place}: {found.text}" for found in judge(report)]
+def links(slow: Callable[[int, int], bool], ranks: int = 4) -> Network:
+    pairs = [(one, other) for one in range(ranks) for other in range(one + 1, ranks)]
+    every = [Link(*pair, 50e-6 if slow(*pair) else 10e-6 + 1e-8 * sum(pair), 2e9) for pair in pairs]
+    return Network("gloo", links=every, sums={8: 1e-3})
 
 
-def starts(report: Report, text: str) -> None:
-    found = said(report)
-    assert len(found) == 1 and found[0].startswith(text), found
+def clock(ahead: float) -> Network:
+    return Network(clocks={0: (0.0, 0.0), 2: (ahead, 0.2)})
 
 
-def test_ranks_that_are_alike_are_fine() -> None:
-    assert judge(ranks_of()) == [] and judge(ranks_of(1, 1)) == [] and judge(Report()) == []
+def pace(rates: Mapping[int, float] = {}, shares: Mapping[int, float] = {}) -> Network:
+    return Network(paces={rank: Pace(rates.get(rank, 1e11), shares.get(rank, 1.0)) for rank in range(4)})
 
 
-def test_the_rank_that_differs_from_most_is_named() -> None:
-    other = change(ranks_of(), 2, versions={"torch": "2.11.0"})
-    starts(other, "error: rank 2 on n2: torch is 2.11.0, expected 2.13.0 as on ranks 0-1,3 ")
-    starts(change(ranks_of(), 0, versions={}),
-           "error: rank 0 on n1: torch is missing, expected 2.13.0 as on ranks 1-3 on 2 nodes (n1, n2); ")
-    two = change(change(ranks_of(), 2, versions={"torch": "2"}), 3, versions={"torch": "2"})  # of equals rank 0's
-    starts(two, "error: ranks 2-3 on n2: torch is 2, expected 2.13.0 as on ranks 0-1 on n1; give all ranks")
-    old = ranks_of(versions={"NVIDIA driver": "550.54"})
-    starts(change(old, 3, versions={"NVIDIA driver": "535.1"}), "warning: rank 3 on n2: NVIDIA driver is 535.1, 550.54 on ra")
-    starts(change(ranks_of(), 1, variables={"NCCL_ALGO": "Ring"}), "warning: rank 1 on n1: NCCL_ALGO is Ring, expected missing as")
+def run(count: int = 4, **of_last: Any) -> Folders:
+    every = dict.fromkeys(range(count), Folder("/run", "lustre", 1 << 40, seen=True, write=1e9, read=2e9))
+    return Folders(every | {count - 1: replace(every[0], **of_last)})
 
 
-def test_two_ranks_on_one_gpu_are_named_and_the_same_number_on_another_node_is_fine() -> None:
-    report = ranks_of()
-    for rank, uuid in enumerate(("a", "b", "c", "d")):
-        change(report, rank, gpu=gpu(uuid))
-    assert judge(report) == []
-    starts(change(report, 1, gpu=gpu("a")), "error: ranks 0-1 on n1: use one GPU (a), expected one each; show every task")
-    starts(change(change(report, 1, gpu=gpu("b")), 3, gpu=None), "error: rank 3 on n2: found no GPU, but ranks 0-2 on")
-    problem = change(report, 3, gpu_problem="local rank 1 finds only 1 visible GPUs")
-    starts(problem, "error: rank 3 on n2: local rank 1 finds only 1 visible GPUs")
-    far = change(change(report, 3, gpu=gpu("d"), gpu_problem=""), 2, gpu=gpu("c", 3))
-    starts(far, "warning: rank 2 on n2: cores are on NUMA node 0, the GPU is at 3; ")
+CROWDED = {"per_node": 4, "cpus": (0, 1), "online": 2, "threads": 1}
+RULES = [
+    (ranks_of(), ""), (ranks_of(1, 1), ""), (Report(), ""),
+    (ranks_of(but={2: {"versions": {"torch": "2.11"}}}), "error: rank 2 on n2: torch is 2.11, expected 2.13.0 as on ranks 0-1,3 "),
+    (ranks_of(but={0: {"versions": {}}}), "error: rank 0 on n1: torch is missing, expected 2.13.0 as on ranks 1-3 on 2 nodes (n1"),
+    (ranks_of(but={rank: {"versions": {"torch": "2"}} for rank in (2, 3)}),  # of equals rank 0's
+     "error: ranks 2-3 on n2: torch is 2, expected 2.13.0 as on ranks 0-1 on n1; give all ranks"),
+    (ranks_of(versions={"NVIDIA driver": "550"}, but={3: {"versions": {"NVIDIA driver": "535"}}}),
+     "warning: rank 3 on n2: NVIDIA driver is 535, 550 on ra"),
+    (ranks_of(but={1: {"variables": {"NCCL_ALGO": "Ring"}}}), "warning: rank 1 on n1: NCCL_ALGO is Ring, expected missing as"),
+    (ranks_of(but=gpus("a", "b", "c", "d")), ""),
+    (ranks_of(but=gpus("a", "a", "c", "d")), "error: ranks 0-1 on n1: use one GPU (a), expected one each; show every task"),
+    (ranks_of(but=gpus("a", "b", "c")), "error: rank 3 on n2: found no GPU, but ranks 0-2 on"),
+    (ranks_of(but={**gpus("a", "b", "c"), 3: {"gpu_problem": "is lost"}}), "error: rank 3 on n2: is lost"),
+    (ranks_of(but=gpus("a", "b", "c", "d", node=3)), "warning: rank 3 on n2: cores are on NUMA node 0, the GPU is at 3; "),
+    (ranks_of(but={1: {"cpus": (1, 2, 3)}}), "warning: ranks 0-1 on n1: are bound to the same CPUs (partly), expected cores of"),
+    (ranks_of(cpus=tuple(range(8))), ""),  # not bound, and there are cores for all threads
+    (ranks_of(2, cpus=tuple(range(8)), threads=8),
+     "warning: all 2 ranks: start 16 threads on 8 CPUs, expected at most one on each; set OMP_NUM_THREADS=4"),
+    (ranks_of(**CROWDED), "warning: all 4 ranks: start 4 threads on 2 CPUs, expected at most one on each; start at most 2 ranks"),
+    (ranks_of(2, 1, but={1: {"machine": "n2"}}), ""),  # containers of one computer with names of their own share its cores
+    (ranks_of(2, 1, but={1: {"machine": "n1", "cpus": (1, 2, 3)}}), "warning: all 2 ranks: are bound to the same CPUs (partly)"),
+    (ranks_of(network=clock(0.4)), ""), (ranks_of(network=clock(0.6)), ""),  # the exchange cannot tell
+    (ranks_of(network=clock(-0.8)),
+     "warning: rank 2 on n2: clock is 0.800 s behind rank 0's (known to 0.200 s), expected within 0.5 s; "),
+    (ranks_of(network=clock(90.0)), "error: rank 2 on n2: clock is 90.000 s ahead of rank 0's"),
+    (ranks_of(4, 4, network=links(lambda one, other: 2 in (one, other))),  # a slow rank instead of its links
+     "warning: rank 2 on n1: is slow to reach for all others: 50 us, the others 10 us; look at its node's"),
+    (ranks_of(6, 6, network=links(lambda one, other: (one, other) == (1, 4), 6)),
+     "warning: rank 1 on n1: to rank 4 on n1: 50 us, other links 10 us; look at cables"),
+    (ranks_of(8, 4, network=links(lambda one, other: one // 4 != other // 4, 8)), ""),  # links between nodes are compared apart
+    (ranks_of(**CROWDED, network=links(lambda one, other: 2 in (one, other))), "warning: all 4 ranks: start 4 threads on 2 CPUs"),
+    (ranks_of(**CROWDED, network=pace(shares=dict.fromkeys(range(4), 0.3))), "warning: all 4 ranks: start 4 threads on 2 CPUs"),
+    (ranks_of(network=pace({3: 5e10})), "warning: rank 3 on n2: multiplies 50.0 GFLOP a second, the others 100.0; look at clocks"),
+    (ranks_of(network=pace(shares={1: 0.5})), "warning: rank 1 on n1: had its threads run 50% of the time"),
+    (ranks_of(storage=run(seen=False)), "error: rank 3 on n2: /run does not show the file that rank 0 wrote in /run; expected one"),
+    (ranks_of(storage=run(problem="Disk quota exceeded", free=0)),
+     "error: rank 3 on n2: /run cannot be written: Disk quota exceeded; name another with --directory"),
+    (ranks_of(storage=run(free=1 << 20)), "warning: rank 3 on n2: /run: 1.05 MB are free, expected 10.7 GB or more; "),
+    (ranks_of(storage=Folders({0: Folder("/run", seen=True)})), ""),  # a rank that does not measure
+    (ranks_of(5, 1, storage=run(5, read=5e8)),
+     "warning: rank 4 on n5: /run: reads 500 MB/s when all nodes read at once, the others 2 GB/s; look"),
+    (ranks_of(storage=Folders(data={0: 9, 1: 9, 2: 8, 3: 9})),
+     "error: rank 2 on n2: the data folder has 8 entries, expected 9 as on ranks 0-1,3"),
+    (ranks_of(storage=Folders(data={0: 9, 1: 9, 2: -1, 3: 9})), "error: rank 2 on n2: the data folder has no entries, expected 9"),
+    (ranks_of(storage=Folders(data=dict.fromkeys(range(4), -1))), "error: all 4 ranks: the data folder has no entries, expected"),
+    (ranks_of(left=100.0), "warning: the job: 0:01:40 of the job are left; "),
+    (ranks_of(shm=64 << 20), "warning: all 4 ranks: /dev/shm has 67.1 MB, expected 1.07 GB or more"),
+    (ranks_of(locked=8 << 20, rdma=True), "warning: all 4 ranks: may lock 8.39 MB of memory, expected no limit"),
+    (ranks_of(imports=45.0), "warning: all 4 ranks: torch took 45 s to import, expected less than 20 s"),
+    (ranks_of(files=1024), "warning: rank 0 on n1: may open 1,024 files, and rank 0 of 4 needs 1,056"),
+]  # fmt: skip
 
 
-def test_ranks_on_the_same_cores_are_named() -> None:
-    found = said(ranks_of(cpus=(0,), threads=1))
-    assert [line[:52] for line in found] == [
-        "error: ranks 0-1 on n1: are all bound to CPU 0 of 8,", "error: ranks 2-3 on n2: are all bound to CPU 0 of 8,",
-        "warning: ranks 0-1 on n1: start 2 threads on 1 CPUs,", "warning: ranks 2-3 on n2: start 2 threads on 1 CPUs,"]  # fmt: skip
-    starts(change(ranks_of(), 1, cpus=(1, 2, 3)), "warning: ranks 0-1 on n1: are bound to the same CPUs (partly), expected cores")
-    assert judge(ranks_of(cpus=tuple(range(8)))) == [], "not bound, and there are cores for all threads"
-    text = "warning: all 2 ranks: start 16 threads on 8 CPUs, expected at most one on each; set OMP_NUM_THREADS=4"
-    starts(ranks_of(2, cpus=tuple(range(8)), threads=8), text)
-    starts(ranks_of(3, 3, cpus=(0, 1), online=2, threads=1), "warning: all 3 ranks: start 3 threads on 2 CPUs, expected")
+@pytest.mark.parametrize(("report", "text"), RULES)
+def test_a_rule(report: Report, text: str) -> None:
+    found = [f"{found.severity}: {found.place}: {found.text}" for found in judge(report)]
+    assert [line[: len(text)] for line in found] == ([text] if text else [])
 
 
-def test_containers_of_one_computer_with_names_of_their_own_share_its_cores() -> None:
-    report = ranks_of(2, 1)
-    assert judge(change(report, 1, machine="n2")) == []
-    assert "cores" in {found.code for found in judge(change(change(report, 1, machine="n1"), 1, cpus=(1, 2, 3)))}
-
-
-@pytest.mark.parametrize(("ahead", "severity"), [(0.4, None), (-0.8, "warning"), (90.0, "error"), (0.6, None)])
-def test_clocks_count_beyond_what_the_exchange_can_tell(ahead: float, severity: str | None) -> None:
-    report = ranks_of()
-    report.network.clocks = {0: (0.0, 0.0), 2: (ahead, 0.2)}
-    assert [found.severity for found in judge(report)] == ([severity] if severity else [])
-    if ahead < 0:
-        starts(report, "warning: rank 2 on n2: clock is 0.800 s behind rank 0's (known to 0.200 s), expected within 0.5 s; ")
-
-
-# ---------------------------------------------------------------------------------------------------- who is slow
+def test_what_has_several_causes_is_told_by_each() -> None:
+    found = judge(ranks_of(cpus=(0,), threads=1))
+    assert [(one.code, one.severity, one.ranks) for one in found] == [
+        ("cores", "error", (0, 1)), ("cores", "error", (2, 3)), ("threads", "warning", (0, 1)), ("threads", "warning", (2, 3))]
+    two_of_five = links(lambda one, other: bool({2, 3} & {one, other}), 5)  # half of the links of each other rank are slow
+    assert [found.ranks for found in judge(ranks_of(5, 5, network=two_of_five))] == [(2,), (3,)]
+    left = job.time_left({"SLURM_JOB_END_TIME": str(int(time.time()) + 100)})
+    assert left is not None and 60 < left <= 100 and job.time_left({}) is None
 
 
 def test_an_outlier_is_above_twice_the_median_and_five_deviations() -> None:
@@ -116,98 +135,6 @@ def test_an_outlier_is_above_twice_the_median_and_five_deviations() -> None:
     assert network.slow({0: 1.0, 1: 1.1, 2: 0.9, 3: 1.9}, 2.0) == [], "not twice"
     assert network.slow({0: 1.0, 1: 3.0, 2: 2.0, 3: 5.1}, 2.0) == [], "the others differ as much"
     assert network.slow({0: 1.0, 1: 1.0, 2: 9.0}, 2.0) == [], "with two others nobody can say"
-    assert network.slow({}, 2.0) == []
-
-
-def links(slow: Callable[[int, int], bool], ranks: int = 4) -> list[Link]:
-    pairs = [(one, other) for one in range(ranks) for other in range(one + 1, ranks)]
-    return [Link(*pair, 50e-6 if slow(*pair) else 10e-6 + 1e-8 * sum(pair), 2e9) for pair in pairs]
-
-
-def test_a_slow_rank_is_named_instead_of_its_links() -> None:
-    report = ranks_of(4, 4)
-    report.network.links = links(lambda one, other: 2 in (one, other))
-    starts(report, "warning: rank 2 on n1: is slow to reach for all others: 50 us, the others 10 us; look at its node's")
-    report = ranks_of(5, 5)  # two of five: half of the links of each other rank are slow
-    report.network.links = links(lambda one, other: bool({2, 3} & {one, other}), 5)
-    assert [found.ranks for found in judge(report)] == [(2,), (3,)]
-
-
-def test_a_slow_link_is_named_with_both_ends() -> None:
-    report = ranks_of(6, 6)
-    report.network.links = links(lambda one, other: (one, other) == (1, 4), 6)
-    starts(report, "warning: rank 1 on n1: to rank 4 on n1: 50 us, other links 10 us; look at cables")
-
-
-def test_of_ranks_that_share_a_core_only_that_is_told() -> None:
-    report = ranks_of(4, 4, cpus=(0, 1), online=2, threads=1)
-    report.network.links = links(lambda one, other: 2 in (one, other))
-    report.network.paces = {rank: Pace(1e11, 0.3) for rank in range(4)}
-    starts(report, "warning: all 4 ranks: start 4 threads on 2 CPUs")
-
-
-def test_links_between_nodes_are_compared_with_their_like() -> None:
-    report = ranks_of(8, 4)
-    report.network.links = links(lambda one, other: one // 4 != other // 4, 8)
-    assert judge(report) == []
-
-
-def test_a_rank_that_computes_slowly_or_is_kept_from_its_core_is_named() -> None:
-    report = ranks_of()
-    report.network.paces = {rank: Pace(1e11 if rank != 3 else 5e10, 1.0) for rank in range(4)}
-    starts(report, "warning: rank 3 on n2: multiplies 50.0 GFLOP a second, the others 100.0; look at clocks")
-    report.network.paces = {rank: Pace(1e11, 1.0 if rank != 1 else 0.5) for rank in range(4)}
-    starts(report, "warning: rank 1 on n1: had its threads run 50% of the time")
-
-
-# --------------------------------------------------------------------------------------- folders and surroundings
-
-
-def test_who_does_not_see_the_folder_or_cannot_write_is_named() -> None:
-    report = ranks_of()
-    good = Folder("/run", "lustre", 1 << 40, seen=True, write=1e9, read=2e9)
-    report.storage.run = {rank: replace(good, seen=rank != 3) for rank in range(4)}
-    report.storage.scratch = {0: Folder("/tmp", "tmpfs", 1 << 40), 2: Folder("/tmp", "tmpfs", 1 << 40)}
-    starts(report, "error: rank 3 on n2: /run does not show the file that rank 0 wrote in /run; expected one folder of all nodes")
-    report.storage.run = dict.fromkeys(range(4), good) | {2: replace(good, problem="Disk quota exceeded", free=0)}
-    starts(report, "error: rank 2 on n2: /run cannot be written: Disk quota exceeded; name another with --directory")
-    report.storage.run = {0: replace(good, free=1 << 20), 1: Folder("/run", seen=True)}
-    starts(report, "warning: rank 0 on n1: /run: 1.05 MB are free, expected 10.7 GB or more; ")
-
-
-def test_a_node_that_is_slower_when_all_read_at_once_is_named() -> None:
-    report = ranks_of(5, 1)
-    run = {rank: Folder("/run", "lustre", 1 << 40, seen=True, write=1e9, read=2e9 if rank != 4 else 5e8) for rank in range(5)}
-    report.storage.run = run
-    starts(report, "warning: rank 4 on n5: /run: reads 500 MB/s when all nodes read at once, the others 2 GB/s; look")
-
-
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        ({"shm": 64 << 20}, "warning: all 4 ranks: /dev/shm has 67.1 MB, expected 1.07 GB or more"),
-        ({"locked": 8 << 20, "rdma": True}, "warning: all 4 ranks: may lock 8.39 MB of memory, expected no limit"),
-        ({"imports": 45.0}, "warning: all 4 ranks: torch took 45 s to import, expected less than 20 s"),
-        ({"files": 1024}, "warning: rank 0 on n1: may open 1,024 files, and rank 0 of 4 needs 1,056"),
-    ],
-)
-def test_limits_that_are_in_the_way_are_told_once_for_all(words: dict[str, Any], text: str) -> None:
-    starts(ranks_of(**words), text)
-
-
-def test_the_data_must_be_the_same_on_all_nodes_and_the_job_long_enough() -> None:
-    report = ranks_of()
-    report.storage.data = {0: 9, 1: 9, 2: 8, 3: 9}
-    starts(report, "error: rank 2 on n2: the data folder has 8 entries, expected 9 as on ranks 0-1,3")
-    report.storage.data[2] = -1
-    starts(report, "error: rank 2 on n2: the data folder has no entries, expected 9 as on ranks 0-1,3")
-    report.storage.data = dict.fromkeys(range(4), -1)
-    starts(report, "error: all 4 ranks: the data folder has no entries, expected some")
-    late = ranks_of()
-    late.left = 100.0
-    starts(late, "warning: the job: 0:01:40 of the job are left; ")
-    left = job.time_left({"SLURM_JOB_END_TIME": str(int(time.time()) + 100)})
-    assert left is not None and 60 < left <= 100 and job.time_left({}) is None
 
 
 def test_every_kind_of_finding_is_raised_by_a_rule() -> None:
@@ -219,9 +146,8 @@ def test_every_kind_of_finding_is_raised_by_a_rule() -> None:
 
 
 def test_a_page_folds_nodes_that_are_alike_and_ends_with_what_is_wrong() -> None:
-    report = ranks_of(8, 4)
-    report.network = Network("gloo", links=links(lambda one, other: False, 8), sums={8: 1e-3})
-    change(report, 5, versions={"torch": "2.11.0"}, imports=45.0)
+    other = {"versions": {"torch": "2.11.0"}, "imports": 45.0}
+    report = ranks_of(8, 4, but={5: other}, network=links(lambda one, other: False, 8))
     findings = judge(report)
     text = list(page.lines(report, findings))
     assert "ranks            all 8 ranks, 4 on each: 2 of 8 CPUs (0-1 | 2-3 | 4-5 | 6-7), 2 threads each, NUMA 0" in text
@@ -320,11 +246,8 @@ def test_a_gpu_is_found_with_its_address_and_numa_node(tmp_path: Path, monkeypat
 
 
 def test_ranks_measure_on_gpus_where_each_has_one_of_its_own() -> None:
-    report = ranks_of()
-    for rank, uuid in enumerate("abcd"):
-        change(report, rank, gpu=gpu(uuid))
-    assert job.make_plan(report.members, 60.0).on_gpus == torch.distributed.is_nccl_available()
-    assert not job.make_plan(change(report, 1, gpu=gpu("a")).members, 60.0).on_gpus
+    assert job.make_plan(ranks_of(but=gpus(*"abcd")).members, 60.0).on_gpus == torch.distributed.is_nccl_available()
+    assert not job.make_plan(ranks_of(but=gpus(*"aacd")).members, 60.0).on_gpus
     plan = job.make_plan(ranks_of().members, 60.0)
     assert not plan.on_gpus and plan.nodes == ("n1", "n1", "n2", "n2") and sum(plan.seconds.values()) < 55
 
