@@ -110,8 +110,8 @@ def _splits(outcome: "Outcome") -> Iterator[tuple[str, str]]:
         yield "this folder" if split.name == "." else split.name, about
         yield from (("", f"{field}: {kind}") for field, kind in split.fields.items())
         if (parts := split.division) is not None:
-            rest = f"drop leaves {parts.left_out:,} out; pad makes {parts.padded_batches:,}, repeating {parts.repeated:,}"
-            yield "", f"{parts.batches:,} batches of {parts.batch:,} per epoch; {rest}"
+            rest = "drop leaves {left_out:,} out; pad makes {padded_batches:,}, repeating {repeated:,}"
+            yield "", f"{{batches:,}} batches of {{batch:,}} per epoch; {rest}".format(**parts)
 
 
 def _figures(figures: Any) -> Iterator[str]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from hpcai import log
 from hpcai.cli.check import disk, inspection
-from hpcai.cli.check.findings import KINDS, Division, Options, Outcome, Summary, finding
+from hpcai.cli.check.findings import KINDS, Options, Outcome, Summary, divide, finding
 from hpcai.cli.check.inspection import NAMED, Bounds, Inspection
 from hpcai.cli.check.manifest import SPLITS, SetFile, Split, splits_in
 from hpcai.cli.check.pool import Pool
@@ -247,8 +247,8 @@ class _Examination:
         division = None
         if self.options.batch is not None or self.options.world is not None:
             world = self.options.world or 1
-            division = Division.of(samples, self.options.batch or world, world)
-            self.findings += division.problems(split.path)
+            division, found = divide(split.path, samples, self.options.batch or world, world)
+            self.findings += found
         size, verified = sum(file.size for file in split.files), sum(file.verified for file in split.files)
         return Summary(split.name, len(split.files), samples, size, verified, _usual(split), division)
 

@@ -1,7 +1,7 @@
 """The kinds of findings of a data check; its options, and its outcome."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -127,33 +127,20 @@ class Options(BaseModel):
         return self
 
 
-@dataclass(frozen=True)
-class Division:
-    """The samples of a split in batches: with the rest dropped, or with samples repeated to fill the last batch."""
-
-    samples: int
-    batch: int
-    world: int
-    batches: int
-    left_out: int
-    padded_batches: int
-    repeated: int
-
-    @classmethod
-    def of(cls, samples: int, batch: int, world: int) -> "Division":
-        (batches, left_out), padded = divmod(samples, batch), -(-samples // batch)
-        return cls(samples, batch, world, batches, left_out, padded, padded * batch - samples)
-
-    def problems(self, path: Path) -> Iterator[Finding]:
-        """Findings of what will deadlock or surprise."""
-        samples, batch, world = self.samples, self.batch, self.world
-        if batch % world:
-            less, more = batch // world * world, -(-batch // world) * world
-            yield finding("batch", path, batch=batch, world=world, near=f"{less} or {more}" if less else f"{more}")
-        if samples < max(world, batch):
-            yield finding("few", path, samples=samples, batch=batch, world=world)
-        elif self.left_out:
-            yield finding("remainder", path, samples=samples, batch=batch, left=self.left_out, more=self.repeated)
+def divide(path: Path, samples: int, batch: int, world: int) -> tuple[dict[str, int], list[Finding]]:
+    """Divide the samples of a split into batches, with the rest dropped, or with samples repeated to fill the last batch. Return
+    the counts, and findings of what will deadlock or surprise."""
+    (batches, left), padded, found = divmod(samples, batch), -(-samples // batch), []
+    counts = {"samples": samples, "batch": batch, "world": world, "batches": batches, "left_out": left, "padded_batches": padded}
+    counts["repeated"] = padded * batch - samples
+    if batch % world:
+        near = [count for count in (batch // world * world, -(-batch // world) * world) if count]
+        found.append(finding("batch", path, batch=batch, world=world, near=" or ".join(map(str, near))))
+    if samples < max(world, batch):
+        found.append(finding("few", path, samples=samples, batch=batch, world=world))
+    elif left:
+        found.append(finding("remainder", path, samples=samples, batch=batch, left=left, more=counts["repeated"]))
+    return counts, found
 
 
 @dataclass(frozen=True)
@@ -166,7 +153,7 @@ class Summary:
     bytes: int
     verified: int
     fields: Mapping[str, str]
-    division: Division | None
+    division: Mapping[str, int] | None
 
 
 @dataclass(frozen=True)

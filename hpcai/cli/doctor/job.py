@@ -7,8 +7,8 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from hpcai.cli.doctor.findings import Report, judge
 from hpcai.cli.doctor.member import Member, look
 from hpcai.cli.findings import printable
 from hpcai.dist import Place, start, watch
-from hpcai.dist.collect import agree, to_first
+from hpcai.dist.collect import agree, gather_objects, to_first
 from hpcai.dist.mesh import Axis, Mesh
 from hpcai.errors import DataError
 from hpcai.stop import show_to_reader
@@ -32,24 +32,14 @@ _SHARES = {"links": 0.35, "sums": 0.15, "folders": 0.4}  # of the time that is l
 _AT_MOST = {"links": 15.0, "sums": 6.0, "folders": 12.0}
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What rank 0 has decided, alike on all ranks. ``nodes`` and ``machines`` are those of every rank, ``on_gpus`` tells whether
-    each has one for itself, and ``seconds`` are those of each part."""
-
-    token: str
-    nodes: tuple[str, ...]
-    machines: tuple[str, ...]
-    on_gpus: bool
-    seconds: dict[str, float]
-
-
 def examine(words: Namespace, deadline: Deadline, here: Place, imports: float) -> int:
     """Return the exit code, the same on all ranks: 1 where something is wrong."""
     report, began = Report(), time.monotonic() - imports
 
     def expired(text: str) -> None:
         storage.clean()
+        if here.rank:
+            return
         report.silent, report.seconds = text, time.monotonic() - began
         show(words, report)
 
@@ -79,17 +69,17 @@ def _examine(words: Namespace, deadline: Deadline, here: Place, mesh: Mesh, repo
     deadline.at("looking around")
     mine = look(here, imports)
     deadline.at("waiting for all to look around")
-    report.members = to_first(mine, job)
-    report.left = time_left(os.environ)
-    plan = agree(make_plan(report.members, deadline.left()) if mesh.is_first else None, job)
-    assert plan is not None
-    own = _network(plan, deadline, mine, mesh)
+    report.members, report.left = gather_objects(mine, job), time_left(os.environ)
+    left = deadline.left()
+    token, left = agree((secrets.token_hex(6), left - min(_RESERVE, left / 3)), job)
+    seconds = {part: min(share * left, _AT_MOST[part]) for part, share in _SHARES.items()}
+    own = _network(report.members, seconds, deadline, mesh)
     report.network = network.Network(own.backend, sums=own.sums)
     for each in to_first(own, job):
         report.network.clocks |= each.clocks
         report.network.paces |= each.paces
         report.network.links += each.links
-    for folders in to_first(_storage(plan, words, job, deadline), job):
+    for folders in to_first(_storage(report.nodes, token, seconds["folders"], words, job, deadline), job):
         report.storage.run |= folders.run
         report.storage.scratch |= folders.scratch
         report.storage.data |= folders.data
@@ -101,19 +91,16 @@ def time_left(environ: Mapping[str, str]) -> float | None:
     return float(end) - time.time() if end.isdigit() else None
 
 
-def make_plan(members: list[Member], left: float) -> Plan:
-    """Plan the measurements; ``left`` are the seconds to the limit."""
-    left -= min(_RESERVE, left / 3)
+def have_own_gpus(members: Sequence[Member]) -> bool:
+    """Whether each rank has a GPU for itself, so that links are measured between GPUs."""
     owners = {(member.machine, member.gpu.uuid or member.gpu.pci) for member in members if member.gpu is not None}
-    on_gpus = len(owners) == len(members) and torch_dist.is_nccl_available()
-    seconds = {part: min(share * left, _AT_MOST[part]) for part, share in _SHARES.items()}
-    nodes, machines = tuple(member.node for member in members), tuple(member.machine for member in members)
-    return Plan(secrets.token_hex(6), nodes, machines, on_gpus, seconds)
+    return len(owners) == len(members) and torch_dist.is_nccl_available()
 
 
-def _network(plan: Plan, deadline: Deadline, mine: Member, mesh: Mesh) -> network.Network:
+def _network(members: Sequence[Member], seconds: dict[str, float], deadline: Deadline, mesh: Mesh) -> network.Network:
     """This rank's part of the network: its clock, the links that it measures, its pace."""
-    where, rank = torch.device("cuda", mine.gpu.index) if plan.on_gpus and mine.gpu else torch.device("cpu"), mesh.rank
+    rank, gpu = mesh.rank, members[mesh.rank].gpu
+    where = torch.device("cuda", gpu.index) if have_own_gpus(members) and gpu else torch.device("cpu")
     if where.type == "cuda":
         torch.cuda.set_device(where)
     if mesh.world == 1:
@@ -123,42 +110,44 @@ def _network(plan: Plan, deadline: Deadline, mine: Member, mesh: Mesh) -> networ
     wire, own = network.Wire(where, group, mesh.job.group), network.Network("nccl" if where.type == "cuda" else "gloo")
     wire.sum(torch.zeros(1, device=where))  # NCCL wants all ranks to begin together
     deadline.at("clocks")
-    hosts = network.firsts(plan.machines)
+    hosts = network.firsts([member.machine for member in members])
     if rank in hosts and len(hosts) > 1:
         own.clocks[rank] = network.skew(wire, rank, hosts)
     wire.most()
     deadline.at("links of this rank")
-    own.links = network.links(wire, rank, plan.nodes, plan.seconds["links"])
+    own.links = network.links(wire, rank, [member.node for member in members], seconds["links"])
     deadline.at("waiting for all to measure links")
     wire.most()
     deadline.at("pace")
     own.paces[rank] = network.pace(where)
     deadline.at("sums")
-    own.sums = network.sums(wire, plan.seconds["sums"])
+    own.sums = network.sums(wire, seconds["sums"])
     return own
 
 
-def _storage(plan: Plan, words: Namespace, job: Axis, deadline: Deadline) -> storage.Folders:
+def _storage(
+    nodes: Sequence[str], token: str, seconds: float, words: Namespace, job: Axis, deadline: Deadline
+) -> storage.Folders:
     """The folders as this rank sees them; the first rank of each node measures those of the run and for scratch."""
     deadline.at("folders")
     folder: Path = words.directory
     if job.rank == 0:
-        with storage.mark(folder, plan.token) as problem:
+        with storage.mark(folder, token) as problem:
             agree(problem, job)
             _meet(job, deadline)
         seen = None if problem else True
     else:
         problem = agree("", job)
-        seen = None if problem else storage.sees(folder, plan.token)
+        seen = None if problem else storage.sees(folder, token)
         _meet(job, deadline)
     found, rank = storage.Folders({job.rank: storage.Folder(str(folder), seen=seen)}), job.rank
     found.data = {} if words.data is None else {rank: storage.entries(words.data)}
-    seconds, measures = plan.seconds["folders"] / 4, rank in network.firsts(plan.nodes)  # two folders, write and read
+    measures, each = rank in network.firsts(nodes), seconds / 4  # two folders, write and read
     if measures:
-        found.run[rank] = replace(storage.measure(folder, plan.token, rank, seconds), seen=seen)
+        found.run[rank] = replace(storage.measure(folder, token, rank, each), seen=seen)
     _meet(job, deadline)
     if measures:
-        found.scratch[rank] = storage.measure(Path(tempfile.gettempdir()), plan.token, rank, seconds)
+        found.scratch[rank] = storage.measure(Path(tempfile.gettempdir()), token, rank, each)
     _meet(job, deadline)
     return found
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpcai.cli.check import Options, disk
-from hpcai.cli.check.findings import KINDS, Division
+from hpcai.cli.check.findings import KINDS, divide
 from hpcai.data.direct import Reader
 from hpcai.errors import ConfigError
 from tests.unit.cli.check.making import (
@@ -211,12 +211,13 @@ def test_every_kind_of_finding_has_a_fault() -> None:
 @settings(max_examples=30)
 @given(st.integers(0, 10**6), st.integers(1, 5000), st.integers(1, 5000))
 def test_divide_counts_every_sample(samples: int, batch: int, world: int) -> None:
-    found = Division.of(samples, batch, world)
-    assert found.batches * batch + found.left_out == samples == found.padded_batches * batch - found.repeated
-    assert 0 <= found.left_out < batch and 0 <= found.repeated < batch
-    few, rest = samples < max(batch, world), found.left_out > 0
+    found, problems = divide(Path(), samples, batch, world)
+    left, repeated = found["left_out"], found["repeated"]
+    assert found["batches"] * batch + left == samples == found["padded_batches"] * batch - repeated
+    assert 0 <= left < batch and 0 <= repeated < batch
+    few, rest = samples < max(batch, world), left > 0
     codes = ["batch"] * (batch % world > 0) + (["few"] if few else ["remainder"] * rest)
-    assert [problem.code for problem in found.problems(Path())] == codes
+    assert [problem.code for problem in problems] == codes
 
 
 def test_options_refuse_all_mistakes_at_once() -> None:
