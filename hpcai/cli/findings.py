@@ -66,7 +66,8 @@ def as_json(findings: Sequence[Finding]) -> dict[str, Any]:
     """Return counts and findings as JSON values."""
     codes = Counter(finding.code for finding in findings)
     summary = {**{f"{name}s": count(findings, name) for name in SEVERITIES}, "codes": dict(sorted(codes.items()))}
-    return {"summary": summary, "findings": [asdict(finding) for finding in findings]}
+    plain = [{name: str(value) if isinstance(value, Path) else value for name, value in asdict(one).items()} for one in findings]
+    return {"summary": summary, "findings": plain}
 
 
 def many(number: int, noun: str) -> str:
@@ -94,7 +95,7 @@ def printable(text: str) -> str:
 
 def write_json(where: Path | str, content: Mapping[str, Any]) -> None:
     """Write JSON to a file, or to standard output for ``-``."""
-    text = json.dumps(content, indent=1, allow_nan=False, default=str) + "\n"
+    text = json.dumps(content, indent=1, allow_nan=False) + "\n"
     if str(where) == "-":
         print(text, end="")
     else:

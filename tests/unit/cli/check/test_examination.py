@@ -135,6 +135,7 @@ def test_what_is_not_finite_is_found_with_its_rows(made: Path, monkeypatch: pyte
     monkeypatch.setattr(inspection, "_PART", 100_000)
     data = {"density": np.random.default_rng(3).random((30, 300, 20), dtype=np.float32)}
     data["density"][[2, *range(8, 20)], 17, 3] = np.nan
+    data["density"][2, 17, 3] = np.inf
     for how in ({}, {"chunks": (1, 300, 20), "compression": "gzip"}, {"chunks": (2, 300, 20)}):
         put(made / "train" / "u1.h5", data, **how)
         finding = one(look(made / "train"), "nan")
@@ -247,7 +248,7 @@ def test_a_damaged_file_never_gives_anything_but_an_outcome(tmp_path: Path, name
     for options in ({}, {"quick": True}):
         outcome = look(tmp_path, **options)
         assert isinstance(outcome, Outcome) and outcome.failed()
-        json.dumps(outcome.as_json(), default=str)
+        json.dumps(outcome.as_json(), allow_nan=False)
 
 
 def test_a_dataset_that_says_it_is_larger_than_its_file_could_be_is_not_read(made: Path) -> None:
