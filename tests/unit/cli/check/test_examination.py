@@ -214,6 +214,12 @@ def test_parts_of_rows_may_lie_one_after_another(made: Path) -> None:
     assert {f.code for f in look(made / "train").findings} == {"rows"}
 
 
+def test_the_same_values_in_another_order_are_another_sample(tmp_path: Path) -> None:
+    row = np.random.default_rng(0).integers(0, 99, (64, 2048), dtype=np.int16)  # 64 pages
+    put(tmp_path / "a.h5", {"counts": np.stack([row, row[::-1], np.roll(row, 3, 0), np.roll(row, 4, 1)])})
+    assert look(tmp_path).findings == ()
+
+
 # ---- damage
 
 
