@@ -78,7 +78,7 @@ else
 	@echo "== hpcai and what it needs"
 	@$(PIP) --editable '.[mpi]'
 endif
-	@$(BIN)/hpcai doctor --packages
+	@$(BIN)/hpcai doctor
 	@touch $@
 
 # Open MPI cannot stand beside MPICH in one environment: it has a folder of its own.
@@ -116,7 +116,7 @@ $(OLDEST)/.made: pyproject.toml
 	@$(OLDEST)/bin/python -m pip install -qq --disable-pip-version-check uv
 	@$(OLDEST)/bin/uv pip install -q --python $(OLDEST)/bin/python --resolution lowest-direct --only-binary :all: \
 	  --no-binary hpcai-suite --editable '.[dev]'
-	@$(OLDEST)/bin/hpcai doctor --packages
+	@$(OLDEST)/bin/hpcai doctor
 	@touch $@
 
 # Kernels, networks, the loop and the parallel forms; each kernel compiled for an H100, with what it takes of one; all that waits for a

@@ -28,5 +28,5 @@ fi
 "$folder/bin/python" -m pip install -qq --disable-pip-version-check --isolated --no-cache-dir \
   --no-index --find-links "$here/wheels" --no-deps --require-hashes -r "$here/requirements.txt"
 "$folder/bin/python" -m pip check --disable-pip-version-check
-"$folder/bin/hpcai" doctor --packages
+"$folder/bin/hpcai" doctor
 echo "installed: . $folder/bin/activate; hpcai run --help"

@@ -48,18 +48,13 @@ def _bars() -> Iterator[Callable[[Progress], None]]:
     from rich import progress as rich
     from rich.console import Console
 
-    columns = (
-        rich.TextColumn("{task.description}"), rich.BarColumn(), rich.TextColumn("{task.fields[far]}"), rich.TimeRemainingColumn(),
-    )  # fmt: skip
+    columns = (*rich.Progress.get_default_columns(), rich.TextColumn("{task.fields[far]}"))
     with rich.Progress(*columns, console=Console(stderr=True), transient=True) as bars:
-        tasks: dict[str, rich.Task] = {}
+        tasks: dict[str, rich.TaskID] = {}
 
         def show(now: Progress) -> None:
             if now.label not in tasks:
-                bars.add_task(now.label, total=now.total, far="")
-                tasks[now.label] = bars.tasks[-1]
-            task = tasks[now.label]
-            speed = f", {size(task.speed)}/s" if task.speed and now.unit == "bytes" else ""
-            bars.update(task.id, completed=now.done, total=now.total, far=f"{now}{speed}")
+                tasks[now.label] = bars.add_task(now.label, total=now.total, far="")
+            bars.update(tasks[now.label], completed=now.done, far=str(now))
 
         yield show

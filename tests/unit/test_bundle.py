@@ -46,7 +46,7 @@ def install(packed: Path, folder: Path, python: str = sys.executable) -> subproc
 def test_a_bundle_installs_from_its_folder_alone(packed: Path, tmp_path: Path) -> None:
     done = install(packed, tmp_path / "made")
     assert done.returncode == 0, done.stderr
-    assert "doctor says doctor --packages" in done.stdout and (tmp_path / "made/bin/hpcai").is_file()
+    assert "doctor says doctor" in done.stdout and (tmp_path / "made/bin/hpcai").is_file()
     again = install(packed, tmp_path / "made")
     assert again.returncode == 1 and "made is there; name a folder that is not" in again.stderr
 

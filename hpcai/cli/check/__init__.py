@@ -2,14 +2,10 @@
 
     DIR/<split>/*.h5 | *.npy        rows along dim 0 of every dataset; a .npy file is one sample
     DIR/<split>/index.json          what the files should be: see hpcai.data.index
-    DIR/<split>/.records/NAME.json  what the maker of a file noted of it, where it did; trusted where the index says nothing
 
-Each file is read once, in blocks, past the page cache: its SHA-256 and the checks of its rows see the same bytes. No file is
-believed. The HDF5 library, which a damaged file can crash or hang, runs in child processes that may die; what they say of offsets
-and shapes is compared with the size of the file before anything is allocated. ``command`` holds what the shell calls,
-``examination`` the check itself, ``findings`` all that it can find, and ``remedies`` what ``--repair`` and ``--index`` write.
-
-R rows of a file   V values of a row
+No file is believed: the HDF5 library, which a damaged file can crash or hang, runs in child processes (``pool``) that may die.
+``command`` is the program, ``examination`` the check itself, ``inspection`` what a child does with one file, ``findings`` all that
+can be found, and ``remedies`` what ``--repair`` and ``--index`` write.
 """
 
 from hpcai.lazy import lazy

@@ -2,7 +2,6 @@
 
 import os
 import random
-import shutil
 import statistics
 import subprocess
 import time
@@ -10,13 +9,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hpcai import log
 from hpcai.cli.check.findings import Finding, Options, finding
-from hpcai.cli.check.manifest import SetFile, Split
 from hpcai.data.direct import ALIGN, Mode, Reader
 from hpcai.errors import DataError
+
+if TYPE_CHECKING:
+    from hpcai.cli.check.manifest import SetFile, Split
 
 MOUNTS = Path("/proc/mounts")
 SMALL, MANY = 1 << 20, 10_000
@@ -24,10 +25,11 @@ SMALL, MANY = 1 << 20, 10_000
 NETWORK = ("nfs", "cifs", "smb", "fuse.sshfs", "9p", "afs")
 _GROUP = 32 << 20
 _MOST_READ = 2 << 30
+MODES: tuple[Mode, ...] = ("direct", "buffered")
 
 
 def file_system(path: Path) -> str | None:
-    """The type of the file system that ``path`` lies on: that of the longest mount point above it."""
+    """Return the type of the file system that ``path`` lies on: that of the longest mount point above it."""
     try:
         lines = MOUNTS.read_text(errors="surrogateescape").splitlines()
     except OSError:
@@ -40,68 +42,51 @@ def file_system(path: Path) -> str | None:
     return found
 
 
-def metadata_bound(folder: Path, files: int, size: int) -> Iterator[Finding]:
-    """A warning when there are many and small files, ``size`` bytes in all."""
-    if files > MANY and size / files < SMALL:
-        yield finding("inodes", folder, files=files, each=log.size(size // files), better=max(size // (64 << 20), 1))
+def hints(kind: str | None, splits: "Sequence[Split]", folder: Path) -> Iterator[Finding]:
+    """Advice on how the files of a set should lie: too many small ones, too few servers of Lustre, one server for all nodes."""
+    sizes = [file.size for split in splits for file in split.files]
+    if len(sizes) > MANY and sum(sizes) / len(sizes) < SMALL:
+        each, better = log.size(sum(sizes) // len(sizes)), max(sum(sizes) // (64 << 20), 1)
+        yield finding("inodes", folder, files=len(sizes), each=each, better=better)
+    if sizes and (kind or "").startswith(NETWORK):
+        yield finding("network", folder, file_system=kind)
+    for split in splits if kind == "lustre" else ():
+        if split.files:
+            largest = max(split.files, key=lambda file: file.size)
+            typical = int(statistics.median(file.size for file in split.files))
+            want, found = stripes(typical), present_stripes(largest.path)
+            if found is not None and found != -1 and (found > 1 if want == 1 else found < want // 2):
+                yield finding(
+                    "stripe", split.path, typical=log.size(typical), found=found, s="s" * (found > 1), want=want, folder=split.path
+                )
 
 
 def stripes(size: int) -> int:
-    """Servers that a file of ``size`` bytes should lie on: NERSC's stripe_small, _medium and _large."""
+    """Return on how many servers a file of ``size`` bytes should lie: NERSC's stripe_small, _medium and _large."""
     return next((count for limit, count in ((10**9, 1), (10**10, 8), (10**11, 24)) if size < limit), 72)
 
 
-def stripe_hint(kind: str | None, folder: Path, sizes: Sequence[int], present: int | None = None) -> Iterator[Finding]:
-    """How files of ``sizes`` should lie on a parallel file system of type ``kind``. ``present`` is their stripe count where it is
-    known; -1 is all servers."""
-    typical = int(statistics.median(sizes)) if sizes else 0
-    want, kind = stripes(typical), kind or ""
-    advice, enough = "", present == 1 if want == 1 else present == -1 or (present or 0) >= want // 2
-    if kind == "lustre" and not enough:
-        found = "" if present is None else f", found on {'all' if present < 0 else present}"
-        why = "each further server costs an open" if want == 1 else "many processes read them at once"
-        line = f"lfs setstripe -c {want} {'-S 4m ' if want > 1 else ''}{folder}"
-        advice = f"belong on {want} server{'s' * (want > 1)}{found}: {why}; {line}, then lfs migrate -c {want} FILE"
-    elif kind.startswith("beegfs") and want > 1:
-        line = f"beegfs-ctl --setpattern --numtargets={want} --chunksize=1m {folder}"
-        advice = f"belong on {want} targets; {line}, then copy them anew"
-    elif kind == "gpfs" and typical < SMALL:
-        advice = "are smaller than its blocks, so each comes from one server; pack samples into files of 64 MiB"
-    if sizes and advice:
-        yield finding("stripe", folder, file_system=kind, typical=log.size(typical), advice=advice)
-    elif sizes and kind.startswith(NETWORK):
-        yield finding("network", folder, file_system=kind)
-
-
 def present_stripes(path: Path) -> int | None:
-    """The stripe count of a file as ``lfs`` tells it, or None."""
-    lfs = shutil.which("lfs")
-    if lfs is None:
-        return None
-    try:
-        words = [lfs, "getstripe", "-c", str(path)]
-        run = subprocess.run(words, capture_output=True, text=True, timeout=10, stdin=subprocess.DEVNULL)
-        return int(run.stdout.split()[-1]) if run.returncode == 0 else None
-    except (OSError, ValueError, IndexError, subprocess.TimeoutExpired):
-        return None
+    """Return the stripe count of a file as ``lfs`` tells it, -1 for all servers, or None where it does not."""
+    with suppress(OSError, ValueError, IndexError, subprocess.SubprocessError):
+        run = subprocess.run(["lfs", "getstripe", "-c", path], capture_output=True, text=True, timeout=10, check=True)
+        return int(run.stdout.split()[-1])
+    return None
 
 
-# ---- the rate
-
-
-def rate(splits: Sequence[Split], options: Options) -> dict[str, Any] | None:
-    """How fast pieces of the size of a sample come from random places of the largest split, beside what the training needs."""
+def rate(splits: "Sequence[Split]", options: Options) -> dict[str, Any] | None:
+    """Measure how fast pieces of the size of a sample come from random places of the largest split, beside what the training
+    needs."""
     sets = [[file for file in split.files if file.whole and file.rows] for split in splits]
     files = max(sets, key=lambda files: sum(file.size for file in files), default=[])
     if not files:
         return None
     each = max(round(sum(file.size for file in files) / sum(file.rows for file in files)), 1)
     found: dict[str, Any] = {"bytes_per_sample": each, "threads": max(8, options.threads)}
-    modes: tuple[Mode, ...] = ("direct", "buffered")
-    for mode in modes:
+    for mode in MODES:
         try:
             with Reader(mode, threads=found["threads"]) as reader:
-                found[mode] = _measured(files, each, reader, options.seconds, options.seed)
+                found[mode] = _measure(files, each, reader, options.seconds)
         except DataError as problem:
             found[mode] = {"problem": str(problem)}
     if options.step_time is not None and options.batch is not None:
@@ -111,20 +96,22 @@ def rate(splits: Sequence[Split], options: Options) -> dict[str, Any] | None:
 
 
 def too_slow(directory: Path, found: dict[str, Any], options: Options) -> Iterator[Finding]:
+    """A finding where the training needs more samples than come."""
+
     def text(samples: float) -> str:
         return f"{samples:,.1f} samples/s ({samples * found['bytes_per_sample'] / 1e9:.3g} GB/s)"
 
-    best = max(found[mode].get("samples_per_s", 0.0) for mode in ("direct", "buffered"))
+    best = max(found[mode].get("samples_per_s", 0.0) for mode in MODES)
     need = found.get("needed_per_node", {}).get("samples_per_s", 0.0)
     if best < need:
         job = f"{options.batch} samples per {options.step_time:g} s need {text(need)} on each node ({options.nodes})"
         yield finding("rate", directory, best=text(best), job=job)
 
 
-def _measured(files: Sequence[SetFile], each: int, reader: Reader, seconds: float, seed: int) -> dict[str, Any]:
-    """Random samples, many at once, for a time or 2 GiB; files leave the page cache before they are read."""
-    chance, spent, size, count = random.Random(seed), 1e-9, 0, 0
-    group, ends = max(1, min(16, _GROUP // each)), list(accumulate(file.size for file in files))
+def _measure(files: "Sequence[SetFile]", each: int, reader: Reader, seconds: float) -> dict[str, Any]:
+    """Read random samples, many at once, for a time or 2 GiB; files leave the page cache before they are read."""
+    chance, spent, size, count = random.Random(0), 1e-9, 0, 0
+    group, ends = max(1, min(64, _GROUP // each)), list(accumulate(file.size for file in files))
     while spent < seconds and size < _MOST_READ:
         part = []
         for file in chance.choices(files, cum_weights=ends, k=group):
@@ -134,14 +121,12 @@ def _measured(files: Sequence[SetFile], each: int, reader: Reader, seconds: floa
             evict(path)
         began = time.perf_counter()
         reader.fetch_all(part)
-        took = time.perf_counter() - began
-        spent, count, size = spent + took, count + group, size + sum(length for _, _, length in part)
-        group = max(1, min(int(group * min(0.2 / max(took, 1e-6), 2)), 256, 2 * _GROUP // each))
+        spent, count, size = spent + time.perf_counter() - began, count + group, size + sum(length for _, _, length in part)
     return {"gb_per_s": size / spent / 1e9, "samples_per_s": count / spent, "bytes": size, "seconds": spent}
 
 
 def evict(path: Path) -> None:
-    """The page cache lets go of a file."""
+    """Drop a file from the page cache."""
     with suppress(OSError):
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:

@@ -1,58 +1,45 @@
-"""All that a check can find, in words; what it is asked to look at, and what it says in the end."""
+"""The kinds of findings of a data check; its options, and its outcome."""
 
 import math
-from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any
 
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
+
+from hpcai.cli import findings
 from hpcai.errors import ConfigError
 
-Severity = Literal["error", "warning", "note"]
-SEVERITIES: tuple[Severity, ...] = get_args(Severity)
-Bounds = tuple[float | None, float | None]
-_LOST = "--repair makes it again from the files; what it said of them is lost, so compare them with their source first"
-
-KINDS: dict[str, tuple[Severity, str]] = {
-    # index.json and the names of files. A kind is CODE or CODE/CASE.
+KINDS: findings.Kinds = {
+    # index.json and the names of files
     "index/none": ("warning", "is not there, so nothing tells of truncated, damaged or missing files; --repair makes it from the "
                               "files as they are"),
-    "index/json": ("error", f"cannot be read as JSON ({{why}}); {_LOST}"),
-    "index/files": ("error", f"is {{found}}, expected an object with a list 'files'; {_LOST}"),
-    "index/entry": ("error", "entry {number} of 'files' {why}; correct it by hand"),
-    "index/fields": ("error", "'fields' {why}; correct it by hand"),
+    "index/lost": ("error", "cannot be read: {why}; --repair makes it again from the files; what it said of them is lost, so "
+                            "compare them with their source first"),
+    "index": ("error", "cannot be used: {why}; correct it by hand"),
     "index/table": ("error", "{why}: jobs refuse to start; --index writes it again"),
     "stranger": ("warning", "is not in index.json, so a loader may leave it out; move it away, or enter it there by hand"),
     "missing": ("error", "is in index.json and not in the folder; copy it again from its source, or take its entry out by hand"),
     "leftover": ("warning", "was left by a process that ended early, or is being written; delete it when nothing writes here"),
-    "leftover/whole": ("warning", "has the size that index.json says of {name}, whose repair was stopped; repeat --repair"),
-    "empty/set": ("error", "holds neither *.h5 nor *.npy nor a folder with any ({splits}); make the data set first"),
-    "empty/split": ("error", "holds neither *.h5 nor *.npy; make the split or delete it"),
-    "unreadable/folder": ("error", "cannot be listed: {why}; look at its permissions"),
+    "empty": ("error", "{why}; make it again, or delete it"),
     # one file
-    "truncated": ("error", "is cut off: has {found:,} bytes, the manifest says {want:,}; copy it again from its source"),
-    "overlong": ("error", "is too long: has {found:,} bytes, the manifest says {want:,}; copy it again from its source"),
-    "bit-flip": ("error", "its SHA-256 is {found:.16}..., the manifest says {want:.16}...: bits were flipped, or it was written "
-                          "again; copy it from its source, or if it is right as it is, correct the manifest by hand"),
+    "truncated": ("error", "is cut off: has {found:,} bytes, the index says {want:,}; copy it again from its source"),
+    "overlong": ("error", "is too long: has {found:,} bytes, the index says {want:,}; copy it again from its source"),
+    "bit-flip": ("error", "its SHA-256 is {found:.16}..., expected {want:.16}...: bits were flipped, or it was written again; "
+                          "copy it from its source, or if it is right as it is, correct the index by hand"),
     "table": ("error", "is not the file of which the table beside index.json was made: it was written again; compare it with its "
-                       "source{advice}"),
-    "changing": ("warning", "was written to during the check, which may have seen half of it; repeat the check when nobody writes"),
+                       "source, or --index if it is right"),
     "unreadable": ("error", "{why}; copy or make it again"),
-    "unreadable/overlap": ("error", "lies over '{other}': one ends at byte {end:,}, the other begins at {start:,}; copy or make it "
-                                    "again"),
-    "empty/file": ("error", "{why}; delete it, or make it again"),
-    "rows": ("error", "has {found:,} rows, expected {want:,} as other datasets or the index have it; make it again"),
-    "rows/index": ("error", "has {found:,} rows, index.json says {want:,}; compare the file with its source{advice}"),
-    "rows/flat": ("error", "holds {found} {parts}, index.json says {want:,}; make the file again"),
-    "unwritten": ("error", "{missing:,} of {grid:,} parts of {shape} were never written: its maker ended early; make it again"),
+    "rows": ("error", "has {found:,} rows, expected {want:,} as {have}; make it again, or correct what is wrong"),
+    "unwritten": ("error", "{missing:,} of {chunks:,} parts of {shape} were never written: its maker ended early; make it again"),
     "compressed": ("warning", "{why} (they take {packed:.0%} of the room); each read unpacks a whole chunk of {chunk}; {advice}"),
     "layout": ("warning", "{why}; direct reads need values at one place of the file; {advice}"),
-    "layout/elsewhere": ("warning", "{why}, which are not checked; direct reads need values at one place of the file; {advice}"),
+    "layout/elsewhere": ("warning", "{why}, which are not checked; direct reads need values at one place of the file"),
     "layout/objects": ("note", "{why}; its values are not checked"),
     "chunked": ("note", "lies in chunks of {chunk}, so that a row is {pieces} reads instead of one; {advice}"),
-    "unaligned": ("note", "begins at byte {offset:,} and not on a page: direct reads of rows of {width} fetch {extra:.0%} more "
-                          "than they need; {advice}"),
+    "unaligned": ("note", "begins at byte {offset:,} and not on a page: each direct read of a row of {width} fetches a page more "
+                          "than it needs; {advice}"),
     # values
     "nan": ("error", "{rows} of {all:,} holds NaN or infinity, expected finite values; find why, or leave them out"),
     "range": ("error", "{rows} of {all:,} holds values such as {value:g}, expected {low} to {high}; correct the file or the range"),
@@ -61,24 +48,20 @@ KINDS: dict[str, tuple[Severity, str]] = {
     "duplicate": ("warning", "row {row} is the same sample as {place}{more}; it counts twice in every epoch: drop one of them"),
     "leak": ("error", "row {row} is the same sample as {place}{more}; what was learnt by heart passes for skill: drop one"),
     # files against one another, against the index, and splits against one another
-    "schema/absent": ("error", "is not in this file; expected {want}, {have}; make it again"),
+    "schema": ("error", "is not in this file; expected {want}, as {have}; make it again"),
     "schema/extra": ("error", "is in this file and not in {most:,} of {all:,} files; delete it there, or make the others again"),
     "schema/index": ("error", "'fields' names dataset '{name}', which no file has; correct it by hand, or make the files again"),
-    "schema/splits": ("warning", "'{name}' is in {one} and not in {other}; make both splits alike, or leave it out of both"),
-    "dtype": ("error", "is {found}, expected {want}, {have}; make it again"),
-    "shape": ("error", "has rows of {found}, expected {want}, {have}; make it again"),
-    "dtype/index": ("error", "is {found}, 'fields' of index.json says {want}; correct one of them"),
-    "shape/index": ("error", "has rows of {found}, 'fields' of index.json says {want}; correct one of them"),
-    "dtype/splits": ("warning", "'{name}' has a dtype of {found}, that of {first} is {want}; make both alike"),
-    "shape/splits": ("warning", "'{name}' has a shape of {found}, that of {first} is {want}; make both alike"),
+    "schema/splits": ("warning", "'{name}' is {found} here, expected {want} as in {first}; make both splits alike"),
+    "dtype": ("error", "is {found}, expected {want}, as {have}; make it again"),
+    "shape": ("error", "has rows of {found}, expected {want}, as {have}; make it again"),
     # the job and the disk
     "batch": ("error", "a batch of {batch} samples does not divide by {world} processes; expected a multiple: {near}"),
-    "ranks": ("error", "{samples} samples for {world} processes, expected one or more for each; use at most {samples} of them"),
-    "remainder/none": ("error", "{samples} samples are less than one batch of {batch}, so 'drop' leaves none; use a smaller one"),
+    "few": ("error", "{samples} samples are less than one batch of {batch}, or than {world} processes; use a smaller one"),
     "remainder": ("note", "{samples} samples in batches of {batch}: 'drop' leaves {left} out of each epoch, 'pad' repeats {more}"),
     "inodes": ("warning", "{files:,} files of {each} on average: opening them costs more than reading, and each takes an "
                           "inode of a quota; pack rows into files of 64 MiB and more, such as {better:,}"),
-    "stripe": ("note", "{file_system}: files of {typical} {advice}"),
+    "stripe": ("note", "files of {typical} lie on {found} Lustre server{s}, expected {want}; lfs setstripe -c {want} {folder}, "
+                       "then lfs migrate -c {want} FILE"),
     "network": ("note", "lies on {file_system}, one server for all nodes; copy it to local disks: hpcai data stage"),
     "rate": ("error", "random rows come at {best}, but {job}; the GPUs will wait: copy to local disks (hpcai data stage), read "
                       "with more threads, or make samples smaller"),
@@ -86,13 +69,10 @@ KINDS: dict[str, tuple[Severity, str]] = {
 
 
 @dataclass(frozen=True)
-class Finding:
-    """One thing that is wrong, or worth knowing. ``row`` is the first of the rows that ``text`` names."""
+class Finding(findings.Finding):
+    """A fault of a file or a folder. ``row`` is the first of the rows that ``text`` names."""
 
-    severity: Severity
-    code: str
     path: Path
-    text: str
     dataset: str | None = None
     row: int | None = None
     repairable: bool = False
@@ -101,94 +81,71 @@ class Finding:
 def finding(
     kind: str, path: Path, dataset: str | None = None, row: int | None = None, repairable: bool = False, **words: Any
 ) -> Finding:
-    severity, text = KINDS[kind]
-    said = text.format(row=row, **words)
-    return Finding(severity, kind.partition("/")[0], path, said, dataset, row, repairable)
+    """Make a finding of one of ``KINDS``; ``words`` are the fields of its text."""
+    place = "/".join(path.parts[-2:]) + (f" '{dataset}'" if dataset else "") + ("" if row is None else f" row {row}")
+    about = findings.described(KINDS, kind, row=row, **words)
+    return Finding(**about, place=place, path=path, dataset=dataset, row=row, repairable=repairable)
 
 
-@dataclass(frozen=True)
-class Options:
+Time = Annotated[float, Field(ge=0, lt=math.inf)]
+
+
+class Options(BaseModel):
     """What is checked, and against what.
 
-    ``quick`` looks at sizes and headers only, ``sample`` reads that many random rows of each split and no more. ``ranges`` are
-    the least and the most value of fields, and come before those of the index. ``batch`` counts the samples of one step over all
-    ``world`` processes, ``step_time`` is in seconds and ``nodes`` share what is read. ``seconds`` is the time to measure each way
-    of reading, 0 for not at all. Raises ConfigError with all mistakes.
+    ``quick`` looks at sizes and headers only. ``ranges`` are the least and the most value of datasets, and come before those of
+    the index. ``batch`` counts the samples of one step over all ``world`` processes, ``step_time`` is in seconds and ``nodes``
+    share what is read. ``seconds`` is the time to measure each way of reading, 0 for not at all. Raises ConfigError with all
+    mistakes.
     """
 
+    model_config = ConfigDict(frozen=True)
+
     quick: bool = False
-    sample: int | None = None
-    ranges: Mapping[str, Bounds] = field(default_factory=dict)
-    world: int | None = None
-    batch: int | None = None
-    nodes: int = 1
-    step_time: float | None = None
-    seconds: float = 3.0
-    threads: int = 4
-    seed: int = 0
+    ranges: dict[str, tuple[float | None, float | None]] = {}
+    world: PositiveInt | None = None
+    batch: PositiveInt | None = None
+    nodes: PositiveInt = 1
+    step_time: Annotated[Time, Field(gt=0)] | None = None
+    seconds: Time = 3.0
+    threads: PositiveInt = 4
 
-    def __post_init__(self) -> None:
-        if wrong := list(self._mistakes()):
-            raise ConfigError("\n".join(wrong))
+    def __init__(self, **given: Any) -> None:
+        try:
+            super().__init__(**given)
+        except ValidationError as problem:
+            lines = (f"{'.'.join(map(str, error['loc'])) or 'options'}: {error['msg']}" for error in problem.errors())
+            raise ConfigError("\n".join(lines)) from problem
 
-    def _mistakes(self) -> Iterator[str]:
-        for name in ("sample", "world", "batch", "nodes", "threads"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                yield f"{name} is {value}, expected 1 or more"
-        if self.quick and self.sample is not None:
-            yield f"quick and sample {self.sample} exclude one another: quick reads no row; leave one out"
-        if self.step_time is not None and not 0 < self.step_time < math.inf:
-            yield f"step-time is {self.step_time} s, expected a time above 0"
+    @model_validator(mode="after")
+    def _consistent(self) -> "Options":
         if self.step_time is not None and self.batch is None:
-            yield "step-time says nothing without the samples of a step; add batch, counted over all processes"
-        if not 0 <= self.seconds < math.inf:
-            yield f"seconds is {self.seconds}, expected a time, or 0 for none"
+            raise ValueError("step-time says nothing without the samples of a step; add batch, counted over all processes")
         for name, (low, high) in self.ranges.items():
             if low is not None and high is not None and not low <= high:
-                yield f"range {name}={low}:{high}: expected the least value first"
-
-    @property
-    def whole(self) -> bool:
-        """Whether every byte is read."""
-        return not self.quick and self.sample is None
+                raise ValueError(f"range {name}={low:g}:{high:g}: expected the least value first")
+        return self
 
 
-@dataclass(frozen=True)
-class Division:
-    """The samples of a split in batches: with the rest dropped, or with samples repeated to fill the last batch."""
-
-    samples: int
-    batch: int
-    world: int
-    batches: int
-    left_out: int
-    padded_batches: int
-    repeated: int
-
-    @classmethod
-    def of(cls, samples: int, batch: int, world: int) -> "Division":
-        (batches, left_out), padded = divmod(samples, batch), -(-samples // batch)
-        return cls(samples, batch, world, batches, left_out, padded, padded * batch - samples)
-
-    def problems(self, path: Path) -> Iterator[Finding]:
-        """Findings of what will deadlock or surprise."""
-        samples, batch, world = self.samples, self.batch, self.world
-        if batch % world:
-            less, more = batch // world * world, -(-batch // world) * world
-            yield finding("batch", path, batch=batch, world=world, near=f"{less} or {more}" if less else f"{more}")
-        if samples < world:
-            yield finding("ranks", path, samples=samples, world=world)
-        elif not self.batches:
-            yield finding("remainder/none", path, samples=samples, batch=batch)
-        elif self.left_out:
-            yield finding("remainder", path, samples=samples, batch=batch, left=self.left_out, more=self.repeated)
+def divide(path: Path, samples: int, batch: int, world: int) -> tuple[dict[str, int], list[Finding]]:
+    """Divide the samples of a split into batches, with the rest dropped, or with samples repeated to fill the last batch. Return
+    the counts, and findings of what will deadlock or surprise."""
+    (batches, left), padded, found = divmod(samples, batch), -(-samples // batch), []
+    counts = {"samples": samples, "batch": batch, "world": world, "batches": batches, "left_out": left, "padded_batches": padded}
+    counts["repeated"] = padded * batch - samples
+    if batch % world:
+        near = [count for count in (batch // world * world, -(-batch // world) * world) if count]
+        found.append(finding("batch", path, batch=batch, world=world, near=" or ".join(map(str, near))))
+    if samples < max(world, batch):
+        found.append(finding("few", path, samples=samples, batch=batch, world=world))
+    elif left:
+        found.append(finding("remainder", path, samples=samples, batch=batch, left=left, more=counts["repeated"]))
+    return counts, found
 
 
 @dataclass(frozen=True)
 class Summary:
-    """A split in figures. ``verified`` files have the SHA-256 that the manifest says; ``aligned`` is the fraction of rows that
-    begin on a page."""
+    """A split in figures. ``verified`` files have the SHA-256 that the index says."""
 
     name: str
     files: int
@@ -196,8 +153,7 @@ class Summary:
     bytes: int
     verified: int
     fields: Mapping[str, str]
-    aligned: float | None
-    division: Division | None
+    division: Mapping[str, int] | None
 
 
 @dataclass(frozen=True)
@@ -210,19 +166,10 @@ class Outcome:
     splits: tuple[Summary, ...]
     figures: Mapping[str, Any]
 
-    def count(self, severity: Severity) -> int:
-        return sum(finding.severity == severity for finding in self.findings)
-
     def failed(self, strict: bool = False) -> bool:
-        return bool(self.count("error") or (strict and self.count("warning")))
+        return findings.failed(self.findings, strict)
 
     def as_json(self) -> dict[str, Any]:
-        """The findings, splits and figures, of which JSON can be made."""
-        codes = Counter(finding.code for finding in self.findings)
-        return {
-            "directory": str(self.directory),
-            "summary": {**{f"{name}s": self.count(name) for name in SEVERITIES}, "codes": dict(sorted(codes.items()))},
-            "splits": [asdict(split) for split in self.splits],
-            "figures": dict(self.figures),
-            "findings": [{**asdict(finding), "path": str(finding.path)} for finding in self.findings],
-        }
+        """Return findings, splits and figures as JSON values."""
+        splits = [asdict(split) for split in self.splits]
+        return {"directory": str(self.directory), "splits": splits, "figures": self.figures, **findings.as_json(self.findings)}

@@ -1,20 +1,19 @@
-"""The folders of a job: whether all ranks see the same, how fast each node writes and reads, with the others idle and at once."""
+"""The folders of a job: whether all ranks see the same, and how fast each node writes and reads while the others do."""
 
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from hpcai.cli.check.disk import evict, file_system
-from hpcai.data.direct import Mode, Reader
+from hpcai.data.direct import Reader
 from hpcai.errors import DataError
 
 MARK = ".hpcai-doctor-"
-"""What the names of our files begin with."""
+"""The beginning of the names of our files."""
 MOST = 256 << 20
 _CHUNK = 16 << 20
 _LATE = 3.0  # seconds after which a file that another node has made must be seen
@@ -32,45 +31,32 @@ def clean() -> None:
 
 
 @dataclass(frozen=True)
-class Speed:
-    """Bytes a second; 0 where nothing was measured. ``problem`` tells why."""
-
-    write: float = 0.0
-    read: float = 0.0
-    problem: str = ""
-
-
-@dataclass(frozen=True)
 class Folder:
-    """A folder as one rank sees it. ``direct``: why O_DIRECT is refused there, "" where it is not. ``seen``: whether rank 0's file
-    is there; None where that was not asked."""
+    """A folder as one rank sees it. ``problem``: why nothing can be written. ``seen``: whether rank 0's file is there; None where
+    that was not asked. ``write`` and ``read`` are bytes a second, 0 where not measured."""
 
     path: str
     kind: str = ""
     free: int = 0
-    direct: str = ""
     problem: str = ""
     seen: bool | None = None
-    alone: Speed | None = None
-    at_once: Speed | None = None
+    write: float = 0.0
+    read: float = 0.0
 
 
 @dataclass
 class Folders:
-    """By rank: the folder of the run, as all ranks see it, and the scratch folder of the first rank of each node."""
+    """By rank: the folder of the run, the scratch folder of the first rank of each node, and the entries of the data folder, -1
+    where it is not there."""
 
     run: dict[int, Folder] = field(default_factory=dict)
     scratch: dict[int, Folder] = field(default_factory=dict)
-
-
-def scratch() -> Path:
-    """Where programs put what they need for a while: $TMPDIR, or what the system has instead."""
-    return Path(tempfile.gettempdir())
+    data: dict[int, int] = field(default_factory=dict)
 
 
 @contextmanager
 def mark(folder: Path, token: str) -> Iterator[str]:
-    """Within its block a file of rank 0 lies in ``folder``. Gives why it cannot be written, "" where it can."""
+    """A file of rank 0 lies in ``folder`` within the block. Yields why it cannot be written, "" where it can."""
     path, problem = folder / (MARK + token), ""
     try:
         left_over.add(path)
@@ -99,55 +85,35 @@ def sees(folder: Path, token: str, patience: float = _LATE) -> bool:
         time.sleep(0.2)
 
 
-def describe(folder: Path, token: str, rank: int) -> Folder:
-    """Kind and room of a folder, whether a file can be written there, and whether it can be read by O_DIRECT."""
-    path = folder / f"{MARK}{token}-{rank}-direct"
-    kind = file_system(folder) or ""
+def entries(folder: Path) -> int:
+    """Return how many entries a folder of data and its subfolders have, -1 where it cannot be listed."""
     try:
-        free = shutil.disk_usage(folder).free
-        left_over.add(path)
-        path.write_bytes(bytes(4096))
-    except OSError as error:
-        clean()
-        return Folder(str(folder), kind, problem=error.strerror or str(error))
-    refused = ""
-    try:
-        with Reader("direct", threads=1) as reader:
-            reader.fetch(path, 0, 4096)
-    except DataError as problem:
-        refused = str(problem).removeprefix(f"{path}: ").splitlines()[0]
-    finally:
-        clean()
-    return Folder(str(folder), kind, free, refused)
+        return sum(len(os.listdir(each)) for each in (folder, *(place for place in folder.iterdir() if place.is_dir())))
+    except OSError:
+        return -1
 
 
-def speed(folder: Folder, token: str, rank: int, seconds: float, clock: Callable[[], float] = time.monotonic) -> Speed:
+def measure(folder: Path, token: str, rank: int, seconds: float, clock: Callable[[], float] = time.monotonic) -> Folder:
     """Write a file, to the disk every 16 MiB, and read it past the page cache: each for ``seconds`` or up to 256 MiB."""
-    path = Path(folder.path) / f"{MARK}{token}-{rank}"
-    if folder.problem or folder.free < 4 * MOST:
-        return Speed(problem=folder.problem or f"only {folder.free / 2**30:.1f} GiB are free")
-    left_over.add(path)
+    path, found = folder / f"{MARK}{token}-{rank}", Folder(str(folder), file_system(folder) or "")
+    noise, size = os.urandom(_CHUNK), 0  # which no file system can squeeze
     try:
-        size, written = _write(path, seconds, clock)
+        found = replace(found, free=shutil.disk_usage(folder).free)
+        left_over.add(path)
+        began = clock()
+        with open(path, "xb", buffering=0) as file:
+            while size < min(MOST, found.free // 4) and (not size or clock() < began + seconds):
+                size += file.write(noise)
+                os.fdatasync(file.fileno())
+        found = replace(found, write=size / max(clock() - began, 1e-9))
         evict(path)
-        mode: Mode = "buffered" if folder.direct else "direct"
         done, began = 0, clock()
-        with Reader(mode, threads=4) as reader:
+        with Reader("auto", threads=4) as reader:
             while done < size and (not done or clock() < began + seconds):
                 done += len(reader.fetch(path, done, min(_CHUNK, size - done)))
-        return Speed(size / written, done / max(clock() - began, 1e-9))
+        return replace(found, read=done / max(clock() - began, 1e-9))
     except (OSError, DataError) as problem:
-        return Speed(problem=getattr(problem, "strerror", None) or str(problem))
+        return replace(found, problem=getattr(problem, "strerror", None) or str(problem))
     finally:
         clean()
 
-
-def _write(path: Path, seconds: float, clock: Callable[[], float]) -> tuple[int, float]:
-    """Bytes that no file system can squeeze, and in which time."""
-    noise, size = os.urandom(_CHUNK), 0
-    began = clock()
-    with open(path, "xb", buffering=0) as file:
-        while size < MOST and (not size or clock() < began + seconds):
-            size += file.write(noise)
-            os.fdatasync(file.fileno())
-    return size, max(clock() - began, 1e-9)

@@ -10,10 +10,12 @@ import h5py
 import numpy as np
 import pytest
 
-from hpcai.cli.check import copying, remedies
-from hpcai.errors import DataError
+from hpcai import cli
+from hpcai.cli.check import copying, tabulate
+from hpcai.data import Rows
 from tests.unit.cli.check.making import (
     PACKED,
+    SHAPE,
     change,
     entries,
     everything,
@@ -28,6 +30,7 @@ from tests.unit.cli.check.making import (
     told,
     values,
     write,
+    written_again,
 )
 
 
@@ -95,7 +98,7 @@ def test_repair_keeps_all_but_the_layout(tmp_path: Path) -> None:
         assert file["zeta"].id.get_offset() and not file["zeta"].chunks and not file["group/fixed"].chunks
         assert list(file)[:3] == ["zeta", "nan", "partly"]  # the order in which they were made
     after = look(tmp_path)
-    assert {f.code for f in after.findings} <= {"nan", "layout", "constant", "rows"}
+    assert {f.code for f in after.findings} <= {"nan", "layout", "constant", "rows"} and not after.findings[0].repairable
     assert {f.code for f in after.findings if f.repairable} == set() and after.splits[0].verified == 1
     assert everything(tmp_path).keys() == {"odd.h5", "index.json", *table_of(tmp_path)}
 
@@ -106,22 +109,17 @@ def test_repair_of_a_set_is_clean_aligned_and_done_once(made: Path) -> None:
     with h5py.File(train / "u1.h5", "w") as file:
         for name, array in values(501).items():
             file[name] = array  # on byte 2048
-    (train / ".records").mkdir()
     index(train)
-    before, record = entries(train), train / ".records" / "u0.h5.json"
-    record.write_text(json.dumps({**before[0], "sums": {"cells": 5}}))
+    before = entries(train)
     assert {f.code for f in look(made).findings} == {"compressed", "unaligned"}
     done = mend(made)
-    assert sorted(line.partition(": ")[2].partition(":")[0] for line in done) == [
-        "renewed", "rewritten in one piece, aligned", "rewritten in one piece, aligned",
-    ]  # fmt: skip
+    assert [line.partition(": ")[2].partition(":")[0] for line in done] == ["rewritten in one piece, aligned"] * 2
     assert look(made).findings == ()
     with h5py.File(train / "u0.h5") as file:
         assert file["counts"].id.get_offset() % 4096 == 0 and np.array_equal(file["counts"], data["counts"])
         assert dict(file.attrs) == {"made by": "a test"}
     about = json.loads((train / "index.json").read_text())
     assert about["units"] == ["a", "b"] and about["files"][2:] == before[2:]
-    assert json.loads(record.read_text()) == {**about["files"][0], "sums": {"cells": 5}}
     then = everything(made)
     assert mend(made) == [] and everything(made) == then
 
@@ -139,7 +137,7 @@ def test_what_is_not_certain_is_left_alone(made: Path) -> None:
     codes = {f.code for f in look(made).findings}
     assert codes == {"bit-flip", "compressed", "missing", "stranger", "duplicate", "leftover", "unreadable"}
     (line,) = mend(made)
-    assert line.startswith(f"{train / 'u0.h5'}: refused: not rewritten: its SHA-256 is not that of the manifest")
+    assert line.startswith(f"{train / 'u0.h5'}: refused: not rewritten: its SHA-256 is not that of the index")
     assert everything(made) == before
 
 
@@ -157,54 +155,12 @@ def test_the_index_is_made_from_the_files(made: Path, content: str | None) -> No
     assert damaged.read_text() == content if content else not damaged.exists()
 
 
-@pytest.mark.parametrize("more, code", [({}, "bit-flip"), ({"sha256": None, "bytes": 5}, "overlong")])
-def test_a_record_is_not_overruled_by_a_new_index(made: Path, more: dict[str, Any], code: str) -> None:
-    train = made / "train"
-    known = entries(train)[0]
-    (train / "index.json").unlink()
-    (train / ".records").mkdir()
-    (train / ".records" / "u0.h5.json").write_text(json.dumps({**known, **more}))
-    flip(train / "u0.h5", 9000, 3)
-    assert "refused: not entered into index.json: " in mend(made)[0]
-    assert told(look(made)) == [("error", code, "train/u0.h5", None, None)]
-
-
-def test_wrong_rows_in_the_index_are_corrected(made: Path) -> None:
-    reword(made / "train", lambda files: files[2].update(rows=99))
-    (made / "train" / "index.json").chmod(0o640)
-    assert mend(made) == [f"{made / 'train' / 'u2.h5'}: its rows are counted in index.json"] and look(made).findings == ()
-    assert (made / "train" / "index.json").stat().st_mode & 0o777 == 0o640
-    reword(made / "train", lambda files: [files[2].update(rows=99), files[2].pop("sha256")])
-    assert not one(look(made), "rows").repairable and mend(made) == []  # nothing says which of them is wrong
-
-
-def test_a_repair_that_was_killed_between_index_and_file_goes_on(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, kept = made / "train" / "u0.h5", made.parent / "kept"
-    put(path, values(500), **PACKED)
-
-    def killed(partial: Path, target: Path) -> None:
-        shutil.copy(partial, kept)
-        shutil.copy(target.with_name("index.json"), made.parent / "index")
-        raise OSError(5, "Input/output error")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(remedies, "settle", killed)
-        before = path.read_bytes(), entries(path.parent)
-        assert "refused: not rewritten: [Errno 5]" in mend(made)[0] and (path.read_bytes(), entries(path.parent)) == before
-    kept.rename(path.with_name(".u0.h5.partial"))
-    (made.parent / "index").rename(path.with_name("index.json"))
-    assert {(f.code, f.repairable) for f in look(made).findings} == {("truncated", False), ("leftover", True)}
-    assert mend(made) == [f"{path}: replaced by its copy, which has the SHA-256 of index.json"]
-    assert look(made).findings == ()
-
-
 @pytest.mark.parametrize(
     "spoil, text",
     [
         (lambda file: file.attrs.__setitem__("points at", file["counts"].ref), "holds references, which would point to nothing"),
         (lambda file: file.__setitem__("again", file["target"]), "has a second name, which is not rewritten"),
         (lambda file: file.__setitem__("type", np.dtype("i4,f8")), "is a type with a name"),
-        (lambda file: file.create_dataset("t", (4,), [("x", h5py.string_dtype())]), "text or lists of varying length within other"),
     ],
 )
 def test_a_file_that_would_not_be_the_same_is_not_rewritten(made: Path, spoil: Any, text: str) -> None:
@@ -215,25 +171,16 @@ def test_a_file_that_would_not_be_the_same_is_not_rewritten(made: Path, spoil: A
     assert "refused: not rewritten: " in line and text in line and everything(made) == before
 
 
-def test_links_and_full_disks(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_and_a_file_that_is_written_to_meanwhile_are_left_alone(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = made / "validation" / "u0.h5"
     write(made.parent / "elsewhere.h5", values(3), **PACKED)
     path.unlink()
     path.symlink_to(made.parent / "elsewhere.h5")
     index(path.parent)
     assert not one(look(made), "compressed").repairable and mend(made) == []
-    put(made / "train" / "u0.h5", values(500), **PACKED)
-    before = everything(made)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 1000))  # type: ignore[attr-defined]
-    with pytest.raises(DataError, match=r"to rewrite 1 files needs .* but 1 kB are free; make room"):
-        mend(made)
-    assert everything(made) == before
-
-
-def test_a_file_that_is_written_to_meanwhile_is_left_alone(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = made / "train" / "u0.h5"
     put(path, values(500), **PACKED)
-    monkeypatch.setattr(remedies, "flush", lambda partial: os.utime(path, (0, 0)))
+    monkeypatch.setattr(copying, "flush", lambda partial: os.utime(path, (0, 0)))
     (line,) = mend(made)
     assert "written to meanwhile" in line and not path.with_name(".u0.h5.partial").exists()
 
@@ -241,21 +188,128 @@ def test_a_file_that_is_written_to_meanwhile_is_left_alone(made: Path, monkeypat
 @pytest.mark.parametrize(
     "spoil, text",
     [
-        (lambda file: file["counts"].__setitem__((0, 0, 0, 0, 0), -1), "values of '/counts'"),
-        (lambda file: file.attrs.__setitem__("made by", "b test"), "attribute 'made by' of '/'"),
-        (lambda file: file.attrs.__setitem__("more", 1), "attribute 'more' of '/'|'counts' in '/'"),
-        (lambda file: file.__delitem__("target"), "'target' in '/'"),
-        (lambda file: file.__setitem__("zeta", 1), "members of '/'"),
-        (lambda file: [file.__delitem__("target"), file.__setitem__("target", np.ones((4, 3)))], "type or shape of '/target'"),
+        (lambda file: file["counts"].__setitem__((0, 0, 0, 0, 0), -1), "values of 'counts' in the copy differ"),
+        (lambda file: file["target"].attrs.__setitem__("more", 1), "'target' in the copy differs"),
+        (lambda file: file.__delitem__("target"), "'target' in the copy differs"),
+        (lambda file: [file.__delitem__("target"), file.__setitem__("target", np.ones((5, 3)))], "'target' in the copy differs"),
     ],
 )
-def test_a_copy_that_differs_never_takes_the_place_of_its_source(made: Path, spoil: Any, text: str) -> None:
-    """The comparison is the one of the child; here it runs in this process, on a copy that was spoiled."""
-    write(made / "train" / "u0.h5", values(500), **PACKED)
-    copy = made.parent / "copy.h5"
-    list(copying.copied(str(made / "train" / "u0.h5"), str(copy)))
-    with h5py.File(copy, "a") as file:
-        spoil(file)
-    refused = pytest.raises(DataError, match=f"({text}) in the copy")
-    with h5py.File(made / "train" / "u0.h5") as old, h5py.File(copy) as new, refused:
-        list(copying._compared(old["/"], new["/"]))
+def test_a_copy_that_differs_never_takes_the_place_of_its_source(
+    made: Path, monkeypatch: pytest.MonkeyPatch, spoil: Any, text: str
+) -> None:
+    put(made / "train" / "u0.h5", values(500), **PACKED)
+    before, copied = everything(made), copying._copy_group
+
+    def spoilt(old: h5py.Group, new: h5py.Group) -> Any:
+        yield from copied(old, new)
+        spoil(new.file)
+
+    monkeypatch.setattr(copying, "_copy_group", spoilt)
+    (line,) = mend(made)
+    assert f"refused: not rewritten: {text}" in line and everything(made) == before
+
+
+# ---- the table of an index
+
+FIELDS = {"counts": ("int16", SHAPE), "target": ("float32", (3,))}
+
+
+def run(*words: object) -> int:
+    return cli.main(["data", "check", *map(str, words), "--threads", "1", "--seconds", "0"])
+
+
+def row(folder: Path, number: int) -> dict[str, Any]:
+    rows = Rows(folder, FIELDS)
+    try:
+        return rows.read(number)
+    finally:
+        rows.close()
+
+
+@pytest.fixture
+def tabled(made: Path) -> Path:
+    for split in ("train", "validation"):
+        index(made / split, fields={"target": {"dtype": "float32", "shape": [3]}})
+    told = {"train": "a table of 4 files now", "validation": "a table of 2 files now"}
+    assert tabulate(made, look(made)) == [f"{made / split / 'index.json'}: has {text}" for split, text in told.items()]
+    return made
+
+
+def test_a_table_is_written_after_a_check(made: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    before, wanted = everything(made), row(made / "train", 5)
+    assert run(made, "--index") == 0
+    out = capsys.readouterr().out
+    assert f"index: {made / 'train/index.json'}: has a table of 4 files now\n" in out and "fine: 6 files" in out
+    after = everything(made)
+    assert {name for name in after if after[name] != before.get(name)} == {
+        f"{split}/{name}" for split in ("train", "validation") for name in ("index.json", *table_of(made / split))
+    }  # fmt: skip
+    about = json.loads(after["train/index.json"])
+    about.pop("table")
+    assert about == json.loads(before["train/index.json"])
+    assert run(made, "--index", "--quick") == 0 and everything(made) == after
+    monkeypatch.setattr(h5py.File, "__init__", None)
+    found = row(made / "train", 5)
+    assert all(np.array_equal(found[name], wanted[name]) for name in FIELDS)
+
+
+def test_there_is_no_table_of_a_folder_that_is_not_right(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (made / "validation" / "index.json").unlink()
+    data = bytearray((made / "train" / "u1.h5").read_bytes())
+    (made / "train" / "u1.h5").write_bytes(data[:-1])
+    before = everything(made)
+    assert run(made, "--index") == 1
+    out = capsys.readouterr().out
+    assert "train/index.json: refused: no table while files are not as the index says (u1.h5: is cut off" in out
+    assert "validation/index.json: refused: no table without an index; make it with --repair" in out
+    assert everything(made) == before
+    for folder in (made / "train", made / "validation"):
+        shutil.rmtree(folder)
+    (made / "train").mkdir()
+    np.save(made / "train" / "a.npy", np.arange(6.0))
+    index(made / "train")
+    assert run(made, "--index") == 0
+    assert "train/index.json: refused: a table is of HDF5 files alone" in capsys.readouterr().out and not table_of(made / "train")
+
+
+@pytest.mark.parametrize("how", ["gone", "damaged", "other rows"])
+def test_a_table_that_jobs_refuse_is_an_error_until_it_is_written_again(tabled: Path, how: str) -> None:
+    train = tabled / "train"
+    (name,) = table_of(train)
+    if how == "gone":
+        (train / name).unlink()
+    elif how == "damaged":
+        flip(train / name, 99, 2)
+    else:
+        reword(train, lambda files: files[0].pop("sha256"))
+        reword(train, lambda files: files[0].update(name="u9.h5"))
+        (train / "u0.h5").rename(train / "u9.h5")
+    assert told(look(tabled)) == [("error", "index", "train/index.json", None, None)]
+    finding = one(look(tabled), "index")
+    assert finding.text.startswith(f"{name}: no table of the files beside it (") and "--index writes it again" in finding.text
+    assert mend(tabled) == [f"{train / 'index.json'}: its table is written anew"]
+    assert look(tabled).findings == () and len(table_of(train)) == 1 and mend(tabled) == []
+    assert len(Rows(train, FIELDS)) == 16
+
+
+@pytest.mark.parametrize("meant", [True, False])
+def test_a_file_that_was_written_again_is_not_that_of_the_table(tabled: Path, meant: bool) -> None:
+    """With as many bytes, which the index says are right, or says nothing of."""
+    path = tabled / "train" / "u1.h5"
+    written_again(path)
+    if not meant:
+        reword(tabled / "train", lambda files: files[1].pop("sha256"))
+    finding = one(look(tabled), "table")
+    assert finding.path == path and finding.repairable == meant and "or --index if it is right" in finding.text
+    assert len(mend(tabled)) == meant
+    if not meant:
+        assert len(tabulate(tabled, look(tabled))) == 2
+    assert look(tabled).findings == ()
+
+
+def test_repair_writes_the_table_of_what_it_has_rewritten(tabled: Path) -> None:
+    train = tabled / "train"
+    put(train / "u1.h5", values(999), **PACKED)
+    (line,) = mend(tabled)
+    assert "rewritten in one piece" in line and look(tabled).findings == () and len(table_of(train)) == 1
+    assert np.array_equal(row(train, 4)["counts"], values(999)["counts"][0])
