@@ -202,7 +202,7 @@ def frames_of(ending: str) -> Callable[[Path], Path]:
 
 
 def read_frames(path: Path) -> None:
-    for item in trajectories.items(path, path.name, trust=False):
+    for item in trajectories.items(path, path.name):
         item()
 
 
