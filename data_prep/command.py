@@ -25,7 +25,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -352,7 +352,6 @@ class Maker:
         if isinstance(recipe, Recipe):
             name = options.made.count[0]
             advice = f"ask for at least as many as it holds (--{name} is {getattr(options, name)}), or {advice}"
-            jobs = [replace(job, recipe=recipe.text) for job in jobs]
             recipe = {"kind": "simulate", **recipe.told}
         (rank, size), every, begin = store.launched(), [*jobs, *plan.beside], time.monotonic()
         store.claim(options.out, recipe)

@@ -403,7 +403,7 @@ MAKER = command.Maker(
                       ("universes", 256, "how many; a later run may ask for more"), simulate, add_ranges),
      command.Convert("Public MLPerf TFRecords (plain or gzip), or public HDF5 universes.", Source, convert, add_source)),
 )  # fmt: skip
-main = MAKER.main
+main, parser = MAKER.main, MAKER.parser
 
 if __name__ == "__main__":
     sys.exit(main())

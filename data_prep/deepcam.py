@@ -212,7 +212,7 @@ MAKER = command.Maker(
                       ("samples", 400, "how many; a later run may ask for more"), simulate),
      command.Convert("The public time steps (data-*.h5) to our files.", Source, convert, add_source)),
 )  # fmt: skip
-main = MAKER.main
+main, parser = MAKER.main, MAKER.parser
 
 if __name__ == "__main__":
     sys.exit(main())

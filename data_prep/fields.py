@@ -374,7 +374,7 @@ MAKER = command.Maker(
     (command.Simulate("Density of matter in slabs or volumes, or maps of the weather, each with its coarse counterpart.", Matter,
                       ("samples", 1700, "how many, in whole universes; a later run may ask for more"), simulate, add_kind),),
 )  # fmt: skip
-main = MAKER.main
+main, parser = MAKER.main, MAKER.parser
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -299,7 +299,7 @@ MAKER = command.Maker(
                       ("cases", 96, "how many; a later run may ask for more"), simulate, add_nifti),
      command.Convert("The public cases (case_00000/imaging.nii.gz, segmentation.nii.gz).", Source, convert, add_source)),
 )  # fmt: skip
-main = MAKER.main
+main, parser = MAKER.main, MAKER.parser
 
 if __name__ == "__main__":
     sys.exit(main())

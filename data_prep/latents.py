@@ -522,7 +522,7 @@ MAKER = command.Maker(
                   ("latents.png", (12, 6.6), 100), draw, add_networks),
     (command.Convert("Images, or MLPerf's latents, with captions.", Source, convert, add_source),),
 )  # fmt: skip
-main = MAKER.main
+main, parser = MAKER.main, MAKER.parser
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -282,7 +282,7 @@ MAKER = command.Maker(
                       ("systems", 60, "how many; a later run may ask for more"), simulate),
      command.Convert(f"Files that end with {', '.join(trajectories.ENDINGS)} to ours.", Source, convert, add_source)),
 )  # fmt: skip
-main = MAKER.main
+main, parser = MAKER.main, MAKER.parser
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -582,7 +582,7 @@ MAKER = command.Maker(
                       ("families", 64, "a later run may ask for more"), simulate, add_chains),
      command.Convert("mmCIF, A3M and Stockholm files to ours.", Source, convert, add_sources)),
 )  # fmt: skip
-main = MAKER.main
+main, parser = MAKER.main, MAKER.parser
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -135,7 +135,6 @@ class Job:
     write: Callable[[Path], Refused | None]
     contents: Contents
     rows: int | None = None                     # where they are known before
-    recipe: str | None = None                   # a file that states it is not written again when its record is lost
 
 
 # ---- one file
@@ -212,8 +211,8 @@ def record_path(path: Path) -> Path:
 
 
 def make_file(job: Job) -> None:
-    """Writes the file, if it is not whole, and its record."""
-    refused = None if job.recipe is not None and _is_made(job, job.recipe) else job.write(job.path)
+    """Writes the file and its record."""
+    refused = job.write(job.path)
     with h5py.File(job.path, "r") as file:
         rows, *shape = file[job.contents.sample].shape
         record: Record = {
@@ -231,15 +230,6 @@ def finished(job: Job) -> bool:
         return False
     stated = read_json(record)
     return stated.get("bytes") == job.path.stat().st_size and job.rows in (None, stated.get("rows"))
-
-
-def _is_made(job: Job, recipe: str) -> bool:
-    """Whether a file without a fitting record is whole all the same: of this recipe, with all its rows if they are known."""
-    try:
-        with h5py.File(job.path, "r") as file:
-            return bool(file.attrs.get("recipe") == recipe and job.rows in (None, file[job.contents.sample].shape[0]))
-    except (OSError, KeyError):
-        return False
 
 
 # ---- one folder

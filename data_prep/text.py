@@ -585,7 +585,7 @@ MAKER = command.Maker(
                      add_source),
      command.Convert("The standard library of the Python that runs.", Library, python, lambda made: None, "python")),
 )  # fmt: skip
-main = MAKER.main
+main, parser = MAKER.main, MAKER.parser
 
 if __name__ == "__main__":
     sys.exit(main())

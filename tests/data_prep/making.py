@@ -70,9 +70,9 @@ def remembering(owner: object, name: str) -> Callable[[], Iterator[None]]:
 
 
 def kill_after_a_file(run: Run, folder: Path, small: Sequence[str]) -> set[Path]:
-    """The files of a simulation that is killed as soon as there is one."""
+    """The files of a simulation that is killed as soon as there is one with its record."""
     with forked(lambda: run("simulate", folder, *small), folder.with_name(f"{folder.name}.out")) as forks:
-        while not (found := set(folder.glob("[!.]*/*.h5"))) and forks.processes[0].is_alive():
+        while not (found := {path.parents[1] / path.stem for path in folder.glob("[!.]*/.records/*.json")}) and forks.processes[0].is_alive():
             time.sleep(0.002)
     return found
 
@@ -136,4 +136,4 @@ def goes_on_when_killed(run: Run, small: Sequence[str], made: Path, folder: Path
     (train / ".records" / f"{unknown.name}.json").unlink()                      # stopped between file and record
     written.clear()
     assert run("simulate", folder, *small) == 0
-    assert written == [lost, cut, *beside] and content(folder) == content(made)
+    assert written == [lost, cut, unknown, *beside] and content(folder) == content(made)

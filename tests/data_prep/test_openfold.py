@@ -242,7 +242,7 @@ SPLIT = [
 def test_a_chain_goes_where_mlperf_has_it(facts, verdict):
     facts = {"cluster": 0, **FOUND, **facts}
     held, cluster = {"1abc_A" if facts.pop("held") else "2abc_A"} if "held" in facts else set(), facts.pop("cluster")
-    options = openfold.MAKER.parser().parse_args(["convert", "--structures", "a", "--alignments", "b", "c", "--clusters", "FILE"])
+    options = openfold.parser().parse_args(["convert", "--structures", "a", "--alignments", "b", "c", "--clusters", "FILE"])
     found = openfold.Found(Path("x"), "1abc_A", "1abc_A", entity="", usable=True, atoms=b"", **facts)
     assert openfold._split(found, cluster, options, held).startswith(verdict)
 
