@@ -189,26 +189,9 @@ class Making:
     fields: tuple[tuple[str, Field], ...]
 
 
-@dataclass(frozen=True)
-class Part:
-    """The samples of a file of ours, all of one part of a source."""
-
-    making: Making
-    source: Listed
-    numbers: tuple[int, ...]
-    path: Path
-
-    def samples(self, most: int | None = None) -> tuple[Shard, list[Entry]]:
-        return self.source.shard, captioned.entries_of(self.source.path, self.numbers[:most])
-
-    @property
-    def job(self) -> store.Job:
-        return store.Job(self.path, partial(write_latents, self), store.Contents(dict(self.making.fields), _sums, _merge),
-                         len(self.numbers))  # fmt: skip
-
-
-def write_latents(part: Part, path: Path) -> None:
-    making, (shard, entries) = part.making, part.samples()
+def write_latents(making: Making, source: Listed, numbers: Sequence[int], path: Path) -> None:
+    """A file of some samples of a part of a source."""
+    shard, entries = source.shard, captioned.entries_of(source.path, numbers)
     cut = {CUT[name]: 0 for name in making.encoded}
     with store.rows_file(path, len(entries), dict(making.fields), {"origin": shard.path.name}) as file:
         begin = 0
@@ -308,7 +291,7 @@ def convert(options: argparse.Namespace) -> command.Plan:
     making, header = _planned(options, asked, found, firsts, vae, texts)
     if making.size is not None or making.encoded:
         options.workers = 1                     # networks fill a device: processes are ranks then, workers the threads that read
-    jobs = [part.job for part in _parts(out, source, making, found, firsts)]
+    jobs = list(_jobs(out, source, making, found, firsts))
     text = (f"{sum(job.rows or 0 for job in jobs)} samples of {_by(header['image'])}, latents of "
             f"{_by([header['latents'], *header['size']])}; {_named(header)}")  # fmt: skip
     return command.Plan(recipe, jobs, header, text, after=partial(_after, options, asked, making, header),
@@ -387,9 +370,9 @@ def _latents(options: argparse.Namespace, asked: Networks, first: Sample) -> tup
     return shape, [factor * side for side in shape[1:]], scale, shift
 
 
-def _parts(
+def _jobs(
     out: Path, source: Source, making: Making, found: dict[str, list[Listed]], firsts: dict[str, Sample]
-) -> Iterator[Part]:
+) -> Iterator[store.Job]:
     each = source.rows or max(1, FILE // sum(2 * math.prod(field.shape) for _, field in making.fields))
     for folder, some in found.items():
         total = min(sum(one.rows for one in some), source.limit or sys.maxsize)
@@ -405,7 +388,9 @@ def _parts(
                 rows = np.flatnonzero(of[begin : begin + one.rows]).tolist()
                 begin += one.rows
                 for part in command.parts_of(rows, each):
-                    yield Part(mine, one, part, out / split / f"latents_{number:06d}.h5")
+                    contents = store.Contents(dict(mine.fields), _sums, _merge)
+                    path = out / split / f"latents_{number:06d}.h5"
+                    yield store.Job(path, partial(write_latents, mine, one, part), contents, len(part))
                     number += 1
 
 

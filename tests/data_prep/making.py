@@ -72,9 +72,9 @@ def remembering(owner: object, name: str) -> Callable[[], Iterator[None]]:
 def kill_after_a_file(run: Run, folder: Path, small: Sequence[str]) -> set[Path]:
     """The files of a simulation that is killed as soon as there is one with its record."""
     with forked(lambda: run("simulate", folder, *small), folder.with_name(f"{folder.name}.out")) as forks:
-        while not (found := {path.parents[1] / path.stem for path in folder.glob("[!.]*/.records/*.json")}) and forks.processes[0].is_alive():
+        while not (records := [*folder.glob("[!.]*/.records/*.json")]) and forks.processes[0].is_alive():
             time.sleep(0.002)
-    return found
+    return {path.parents[1] / path.stem for path in records}
 
 
 def harm(out: Path, change: Callable[[h5py.File], object]) -> None:

@@ -207,31 +207,21 @@ def test_the_index_says_all_that_a_model_needs(made: Path, pipeline: Path) -> No
     assert part["rows"] == 7 and part["cut"] == {"tokens_cut": 0, "pooled_cut": 0}
 
 
-@pytest.mark.parametrize("way", ["direct", "buffered", "memory", "hdf5"])
-def test_readers_give_the_rows_as_they_were_written(made: Path, way: Any) -> None:
-    asked = {"moments": ("float16", (2 * L, None, None)), "tokens": ("float16", (None, J)), "pooled": ("float16", (POOLED,))}
-    rows, written = open_split(made / "train", asked, "", LoaderConfig(reader=way), dist.alone()), whole(made / "train")
-    assert rows.about["kind"] == "latents" and len(rows) == 7
-    for name, values in rows.read(5).items():
-        assert np.asarray(values).dtype == np.float16 and (np.asarray(values) == written[name][5]).all()
-    rows.close()
-
-
 def test_a_stopped_run_goes_on_and_ranks_make_the_same_bytes(
     made: Path, source: Path, pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, work = tmp_path / "again", [source, tmp_path / "again", "--model", pipeline, *SMALL]
     files, write = list[Path](), latents.write_latents
 
-    def stops(part: Any, path: Path) -> None:
+    def stops(*words: Any) -> None:
         if len(files) == 2:
             raise KeyboardInterrupt
-        files.append(path)
-        write(part, path)
+        files.append(words[-1])
+        write(*words)
 
     monkeypatch.setattr(latents, "write_latents", stops)
     assert convert(*work) == 130 and len(list(out.glob("*/*.h5"))) == 2
-    monkeypatch.setattr(latents, "write_latents", lambda part, path: files.append(path) or write(part, path))
+    monkeypatch.setattr(latents, "write_latents", lambda *words: files.append(words[-1]) or write(*words))
     assert convert(*work) == 0 and content(out) == content(made) and len(files) == len({*files}) == 4
     monkeypatch.setenv("PMI_SIZE", "2")
     shutil.copytree(out / ".work", tmp_path / "ranks" / ".work")                # of which ranks that run at once make their parts

@@ -21,14 +21,10 @@ import pytest
 import zstandard
 
 from data_prep import documents, packing, store, text
-from hpcai import dist
 from hpcai.cli.forks import forked
-from hpcai.data.sampler import Shuffled
-from hpcai.data.splits import Samples, load, open_split
 from hpcai.errors import DataError
 from hpcai.models.llm import Tokenizer
-from hpcai.settings import LoaderConfig
-from tests.data_prep.making import content, found_harm, loaded, plain
+from tests.data_prep.making import content, found_harm, loaded
 from tests.stored import DATA
 
 GOLDEN = str(DATA / "llm" / "tokenizer")
@@ -367,31 +363,6 @@ def test_an_answer_is_learned_with_its_end_and_a_question_is_not(tmp_path: Path)
     assert convert(tmp_path / "pairs.parquet", tmp_path / "out", *words) == 0
     one = Tokenizer.of_bytes()
     check_answers(tmp_path / "out", one, [([*q.encode(), *a.encode(), 256], [0] * len(q) + [1] * (len(a) + 1)) for q, a in pairs])
-
-
-# ---- read back
-
-
-@pytest.mark.parametrize("way", ["direct", "buffered", "memory", "hdf5"])
-def test_the_loader_gives_each_row_once_in_the_order_of_the_seed_also_after_a_stop(bytes_of: Path, way: Any) -> None:
-    cfg, mesh = LoaderConfig(reader=way), dist.alone()
-    rows = open_split(bytes_of / "train", plain(FIELDS), "", cfg, mesh)
-    expected, order = rows_of(bytes_of, "train"), Shuffled(len(rows), 5).order(1)
-
-    class Texts(Samples):
-        def make(self, values: dict[str, Any], index: int, epoch: int) -> Any:
-            ends = np.zeros(T + 2, np.int64)
-            ends[values["ends"]] = 1
-            return {"tokens": values["tokens"].astype(np.int64), "ends": ends, "bytes": values["bytes"]}
-
-    with load(Texts(rows), 1, cfg, mesh, name="train", seed=5) as loader:
-        whole = [*loader.epoch(1)]
-        assert len(whole) == len(expected) == len(set(order.tolist()))
-        for index, batch in zip(order, whole):
-            assert batch["tokens"][0].tolist() == expected[index]["tokens"].tolist() and batch["bytes"] == expected[index]["bytes"]
-            assert batch["ends"][0].nonzero().ravel().tolist() == expected[index]["ends"].tolist()
-        rest = [*loader.epoch(1, 5)]
-    assert [one["tokens"].tolist() for one in rest] == [one["tokens"].tolist() for one in whole[5:]]
 
 
 # ---- check
