@@ -173,7 +173,7 @@ def _rows(piece: Piece, columns: Sequence[str]) -> Iterator[Mapping[str, Any]]:
         try:
             for batch in batches:
                 yield from batch.to_pylist()
-        except OSError as problem:              # as Arrow's errors of reading are
+        except Exception as problem:            # Arrow's errors, OSError, and for some damage others
             raise DataError(f"{piece.path}: cannot be read ({str(problem)[:200]}); {AGAIN}") from problem
 
 

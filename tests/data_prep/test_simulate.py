@@ -13,7 +13,7 @@ import h5py
 import numpy as np
 import pytest
 
-from data_prep import cosmoflow, inspection, store, universe
+from data_prep import command, cosmoflow, inspection, store, universe
 from tests.data_prep.making import Promises, content, found_harm, goes_on_when_killed, loaded, runner, whole
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -111,8 +111,8 @@ def test_under_mpiexec(made, tmp_path):
     mpiexec = shutil.which("mpiexec") or shutil.which("mpiexec", path=str(Path(sys.executable).parent))
     if mpiexec is None:
         pytest.skip("no mpiexec")
-    command = [mpiexec, "-n", "2", sys.executable, "-m", "data_prep.cosmoflow", "simulate", str(tmp_path), *SMALL]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    line = [mpiexec, "-n", "2", sys.executable, "-m", "data_prep.cosmoflow", "simulate", str(tmp_path), *SMALL]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert content(tmp_path) == content(made)
     assert done.stdout.count("next: python -m apps.cosmoflow") == 1
@@ -297,3 +297,17 @@ def test_universes_held_out_cover_the_ranges_too(seed):
 def test_the_line_to_go_on_with_can_be_pasted(tmp_path, capsys):
     assert run("simulate", tmp_path / "my data", *SMALL) == 0
     assert shlex.split(capsys.readouterr().out)[-1] == f"data.directory={tmp_path / 'my data'}"
+
+
+def test_refusals_are_counted_by_their_commonest_reasons_and_listed(tmp_path, capsys):
+    some = [("a: 1", "row 3 holds 7.5"), ("b", "no energy"), ("c: 9", "row 12 holds 0.1")]
+    plan = command.Plan({}, [], {}, "", refused=some, filtered=[("x", "too old")], unlisted=2)
+    command.tell_refused(tmp_path, plan, [["d", "row 1 holds 2"]], 10)
+    filtered, refused = capsys.readouterr().out.splitlines()
+    assert filtered == "left out by the options: 1, 1 such as x: too old"
+    reasons = "3 such as a: 1: row 3 holds 7.5 | 1 such as b: no energy"
+    assert refused == f"refused: 6 of 16 items: {reasons}; listed in {tmp_path / 'skipped.json'}"
+    listed = loaded(tmp_path / "skipped.json")
+    assert listed == {"unusable": {**dict(some), "d": "row 1 holds 2"}, "filtered": {"x": "too old"}}
+    command.tell_refused(tmp_path, command.Plan({}, [], {}, ""), [], 10)
+    assert capsys.readouterr().out == "refused: none of 10 items\n"
