@@ -143,19 +143,9 @@ def _merge(records: Sequence[store.Record]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _template_sums(file: h5py.File) -> dict[str, Any]:
-    return {"residues": int(file["residues"][...].sum()), "resolved": int(file["mask"][:, CA].sum(dtype=np.int64))}
-
-
-def _template_merge(records: Sequence[store.Record]) -> dict[str, Any]:
-    total = {name: sum(record["sums"][name] for record in records) for name in ("residues", "resolved")}
-    return {"chains": sum(record["rows"] for record in records),
-            "residues": {"total": total["residues"], "with CA": total["resolved"]}}  # fmt: skip
-
-
 PARTS = ("residues", "letters", "hits", "places")
 LISTS = ("residues", "depths", "resolutions", "hits")
-TEMPLATE_CONTENTS = store.Contents(TEMPLATE_FIELDS, _template_sums, _template_merge)
+TEMPLATE_CONTENTS = store.Contents(TEMPLATE_FIELDS)
 CONTENTS = store.Contents(FIELDS, _sums, _merge)
 
 

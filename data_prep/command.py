@@ -4,16 +4,17 @@
     python -m data_prep.NAME convert SOURCE OUT ...     files of others to ours; what could not be used is counted by reason
     python -m data_prep.NAME check OUT                  files against index.json, samples looked at anew, a picture
 
-A maker is a module. It declares its datasets (``store.Field``), its settings (a dataclass of ``Settings``, each field of it an
-``option``), and functions:
+A maker is a module. It declares its datasets (``store.Field``: type, shape, range, unit), its settings (a dataclass of ``Settings``
+or ``Recipe``, whose fields are ``option``), and functions:
 
-    plan(options, settings) -> Plan         which files there are, and how each is made; one for simulate, one for convert
+    plan(options) -> Plan                   which files there are, and how each is made; one for simulate, one for convert
     look(prepared, options) -> mistakes     of some samples, made or counted again
-    draw(figure, prepared)                  the picture
+    draw(figure, prepared, options)         the picture
 
-and ends with ``main = Maker(...).main``. The frame does the rest: each file is written once and atomically, by any rank and worker;
-a stopped run goes on; index.json, statistics.json and skipped.json are written; all is checked against the declared fields by what
-``hpcai data check`` does; and the last line of a conversion says how many items were refused, with the commonest reasons.
+and puts them together as a ``Maker``, whose ``main`` is the module's. The frame does the rest: each file is written once and
+atomically, by any rank and worker; a stopped run goes on; index.json, statistics.json and skipped.json are written; all is checked
+against the declared fields by what ``hpcai data check`` does; and the last line of a conversion says how many items were refused,
+with the commonest reasons.
 """
 
 import argparse

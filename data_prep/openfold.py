@@ -1,7 +1,7 @@
 """Protein chains with their alignments (OpenFold): simulate families of them, check them, or convert mmCIF and A3M files.
 
     python -m data_prep.openfold simulate OUT       chains folded and evolved here (data_prep.proteins): like nature, not of it
-    python -m data_prep.openfold check OUT          files against their index, some chains looked at and drawn as text, a picture
+    python -m data_prep.openfold check OUT          files against their index, every chain looked at, a picture
     python -m data_prep.openfold convert --structures DIR --alignments DIR OUT
 
     OUT/{train,validation}/*.h5, R chains of A residues and L letters of alignments in all

@@ -77,6 +77,15 @@ def kill_after_a_file(run: Run, folder: Path, small: Sequence[str]) -> set[Path]
     return {path.parents[1] / path.stem for path in records}
 
 
+def put(name: str, where: Any, value: Any) -> Callable[[h5py.File], None]:
+    """A change of a dataset, for ``harm``."""
+
+    def change(file: h5py.File) -> None:
+        file[name][where] = value
+
+    return change
+
+
 def harm(out: Path, change: Callable[[h5py.File], object]) -> None:
     """Changes the first training file, and what the index says of its bytes."""
     path, index = min(out.glob("train/*.h5")), loaded(out / "train" / "index.json")

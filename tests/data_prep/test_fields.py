@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from functools import partial
 
 import h5py
 import numpy as np
@@ -14,7 +13,7 @@ from data_prep.sphere import Grid
 from hpcai import dist
 from hpcai.data.splits import open_split
 from hpcai.settings import LoaderConfig
-from tests.data_prep.making import Promises, content, found_harm, loaded, runner, whole
+from tests.data_prep.making import Promises, content, found_harm, loaded, put, runner, whole
 
 SMALL = ["--kind", "matter", "--size", "16", "--thickness", "4", "--samples", "96", "--rows", "24", "--no-check", "--voxel", "4",
          "--particles-per-cell", "4"]  # fmt: skip
@@ -167,15 +166,9 @@ def test_weather_is_periodic_in_longitude_alone_and_names_its_channels(tmp_path,
 # ---- check
 
 
-def _set(name, row, change, file):
-    values = file[name][row]
-    file[name][row] = change(values)
-
-
 @pytest.mark.parametrize("change, words", [
-    (partial(_set, "high", 5, lambda values: values * np.nan), "'high' row 5 of"),
-    (partial(_set, "low", 7, lambda values: values + 0.001), "row 7: 'low' is 0.001 deviations off"),
-    (partial(_set, "parameters", 3, lambda values: values + 2), "'parameters' row 3 of"),
+    (put("high", 5, np.nan), "'high' row 5 of"), (put("parameters", 3, 2), "'parameters' row 3 of"),
+    (lambda file: put("low", 7, file["low"][7] + 0.001)(file), "row 7: 'low' is 0.001 deviations off"),
 ])  # fmt: skip
 def test_the_check_finds_harm(made, tmp_path, change, words):
     assert found_harm(run, made, tmp_path / "harmed", change, words, "fields_000000.h5")

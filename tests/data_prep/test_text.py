@@ -8,7 +8,7 @@ import shutil
 import sysconfig
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from data_prep import documents, packing, store, text
 from hpcai.cli.forks import forked
 from hpcai.errors import DataError
 from hpcai.models.llm import Tokenizer
-from tests.data_prep.making import content, found_harm, loaded
+from tests.data_prep.making import content, found_harm, loaded, put
 from tests.stored import DATA
 
 GOLDEN = str(DATA / "llm" / "tokenizer")
@@ -379,13 +379,6 @@ def test_check_tells_counts_copies_and_a_sample(bytes_of: Path, tmp_path: Path, 
     told = capsys.readouterr().out
     assert "documents are copies of others" in told
     assert "documents of validation are in train too" in told
-
-
-def put(name: str, where: Any, value: Any) -> Callable[[h5py.File], None]:
-    def change(file: h5py.File) -> None:
-        file[name][where] = value
-
-    return change
 
 
 @pytest.mark.parametrize(("change", "error"), [
