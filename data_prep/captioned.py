@@ -1,20 +1,17 @@
 """Images or latents with their captions, in the forms in which such sets are published, each sample by itself.
 
-    a folder            NAME.png .jpg .jpeg .webp .npy at any depth; captions are NAME.txt beside them, or of metadata.jsonl or
-                        metadata.csv with file_name and text (Hugging Face's imagefolder)
-    *.tar               webdataset: members KEY.png and so on, KEY.txt, and KEY.json, of which "timestep" is read
+    a folder            NAME.png .jpg .jpeg .webp .npy at any depth; captions are NAME.txt beside them, or of metadata.jsonl with
+                        file_name and text (Hugging Face's imagefolder)
+    *.tar               webdataset: members KEY.png and so on, KEY.txt
                         KEY.npy, KEY.txt: MLPerf's Stable Diffusion, moments float32 [1, 2L, h, w]
-                        KEY.pyd: a pickle of moments ("image_embed") and tokens ("captions_embed"), as NeMo reads
-                        KEY.mean.bytes .logvar.bytes .t5.bytes .clip.bytes .json: MLPerf's Flux.1 as NVIDIA packs it for Energon
-    *.arrow *.parquet   MLPerf's Flux.1: __key__, mean, logvar [L, h, w], t5_encodings [N, J], clip_encodings [J'], timestep
+    *.arrow             MLPerf's Flux.1: __key__, mean, logvar [L, h, w], t5_encodings [N, J], clip_encodings [J'], timestep
 
 Each array of MLPerf's Flux.1 is the bytes of a .npy of uint16, the upper halves of float32: bfloat16. Arrow files are those that
-datasets.save_to_disk writes (a stream, named in state.json), Parquet files what its preprocessing leaves before that.
+datasets.save_to_disk writes: a stream, named in state.json.
 
 L channels of a latent   h w its places   N tokens of J numbers   J' numbers of a text as a whole
 """
 
-import csv
 import io
 import json
 import tarfile
@@ -24,14 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-import h5py
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from data_prep import pickled, store
+from data_prep import store
 from data_prep.extras import needed
 from hpcai.errors import ConfigError, DataError, HpcaiError
 
@@ -40,13 +36,10 @@ Entry = dict[str, Any]
 
 STATE = "state.json"
 PICTURES = ("png", "jpg", "jpeg", "webp", "npy")
-METADATA = ("metadata.jsonl", "metadata.csv")
+METADATA = "metadata.jsonl"
 CHUNK = 4096                                    # images of a folder that are listed together
-PARQUET = 64                                    # rows in memory
 AGAIN = "copy or make it again, or leave it out"
 COLUMNS = {"mean": "mean", "logvar": "logvar", "t5_encodings": "tokens", "clip_encodings": "pooled"}
-MEMBERS = {"mean.bytes": "mean", "logvar.bytes": "logvar", "t5.bytes": "tokens", "clip.bytes": "pooled"}
-LISTED: store.Layouts = {"caption": ("uint8", ()), "letters": ("int32", ()), "text": ("uint8", ("letters",))}
 
 
 @dataclass(frozen=True)
@@ -82,17 +75,17 @@ class Sample:
 def shards(folder: Path) -> list[Shard]:
     """All parts of a source, in order. Raises ConfigError for a folder that holds nothing of use."""
     if not folder.is_dir():
-        raise ConfigError(f"{folder}: no such folder; SOURCE is a folder of images, of .tar, or of .arrow or .parquet files")
+        raise ConfigError(f"{folder}: no such folder; SOURCE is a folder of images, of .tar, or of .arrow files")
     saved = [folder] if (folder / STATE).is_file() else sorted(path.parent for path in folder.glob(f"*/{STATE}"))
     if saved:
         return [Shard(one / name) for one in saved for name in _saved(one / STATE)]
-    for ending in (".tar", ".arrow", ".parquet"):       # tables beside tars tell of those
+    for ending in (".tar", ".arrow"):           # tables beside tars tell of those
         if found := sorted(path for path in folder.rglob(f"*{ending}") if not path.name.startswith(".")):
             return [Shard(path) for path in found]
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.suffix[1:].lower() in PICTURES)
     names = [name for name in names if not any(part.startswith(".") for part in name.split("/"))]
     if not names:
-        raise ConfigError(f"{folder}: holds no image ({', '.join(PICTURES)}), no .tar, .arrow or .parquet; name another SOURCE")
+        raise ConfigError(f"{folder}: holds no image ({', '.join(PICTURES)}), no .tar or .arrow; name another SOURCE")
     told = _metadata(folder)
     if told is not None and (unknown := sorted(set(told) - set(names))):
         raise DataError(f"{folder / unknown[0]}: not there, though the metadata name it; {AGAIN}")
@@ -109,44 +102,32 @@ def _saved(path: Path) -> list[str]:
 
 def _metadata(folder: Path) -> dict[str, str] | None:
     """Captions by file name, where a list of them is there."""
-    path = next((folder / name for name in METADATA if (folder / name).is_file()), None)
-    if path is None:
+    path, found = folder / METADATA, dict[str, str]()
+    if not path.is_file():
         return None
-    found: dict[str, str] = {}
-    number = 0
-    with path.open(encoding="utf-8-sig", newline="") as file:
+    for number, line in enumerate(_text(_bytes(path), str(path)).splitlines(), 1):
         try:
-            lines = (json.loads(line) for line in file if line.strip()) if path.suffix == ".jsonl" else csv.DictReader(file)
-            for row in lines:
-                name, text = row["file_name"], row["text"]
-                if not isinstance(name, str) or not isinstance(text, str) or name in found:
-                    raise ValueError("one of them is no text" if name not in found else f"{name} is there twice")
-                found[name] = text
-                number += 1
-        except (ValueError, LookupError, TypeError, csv.Error) as problem:
-            raise DataError(f"{path}: row {number + 1}: {problem!r}; expected file_name and text in each") from None
+            name, text = (json.loads(line)[key] for key in ("file_name", "text"))
+            if not isinstance(name, str) or not isinstance(text, str) or name in found:
+                raise ValueError(f"{name!r} is there twice, or one of them is no text")
+        except (ValueError, LookupError, TypeError) as problem:
+            raise DataError(f"{path}: row {number}: {problem!r}; expected file_name and text in each") from None
+        found[name] = text
     return found
 
 
-def write_listing(shard: Shard, path: Path) -> None:
-    """The samples of a shard as JSON texts, so that those who read some of them need not look for them."""
-    rows = []
-    for entry in _entries(shard):
-        text = np.frombuffer(json.dumps(entry).encode(), np.uint8)
-        rows.append({"caption": entry["caption"], "letters": len(text), "text": text})
-    if not rows:
+def listing(shard: Shard) -> dict[str, Any]:
+    """The samples of a shard, so that those who read some of them need not look for them."""
+    found = list(_entries(shard))
+    if not found:
         raise DataError(f"{shard.path}: holds no sample; leave it out")
-    store.write_rows(path, LISTED, rows, {})
+    return {"entries": found}
 
 
-def count_captions(file: h5py.File) -> dict[str, Any]:
-    return {"captions": int(file["caption"][...].sum(dtype=np.int64))}
-
-
-def entries_of(path: Path, numbers: Sequence[int] | None = None) -> list[Entry]:
-    with h5py.File(path, "r") as file:
-        rows = [row["text"] for row in store.read_rows(file, LISTED)]
-    return [json.loads(rows[number].tobytes()) for number in (range(len(rows)) if numbers is None else numbers)]
+def entries_of(path: Path, numbers: Sequence[int]) -> list[Entry]:
+    """Some samples of a listing."""
+    found = store.read_json(path)["entries"]
+    return [found[number] for number in numbers]
 
 
 def _entries(shard: Shard) -> Iterator[Entry]:
@@ -235,20 +216,10 @@ def _of_members(file: IO[bytes], path: Path, entry: Entry) -> Sample:
         return found
 
     sample = Sample(name, _text(data("txt"), f"{name}.txt") if "txt" in members else None)
-    if "json" in members:
-        try:
-            told = json.loads(data("json"))
-            sample.level = told.get("timestep") if isinstance(told, dict) else None
-        except ValueError as problem:
-            raise DataError(f"{name}.json: not JSON ({problem}); {AGAIN}") from None
-    if MEMBERS.keys() & members.keys():
-        return _encoded(sample, {part: (data(ending), f"{name}.{ending}") for ending, part in MEMBERS.items() if ending in members})
-    if "pyd" in members:
-        return _pickle(sample, data("pyd"), f"{name}.pyd")
     ending = next((one for one in PICTURES if one in members), None)
     if ending is None:
         has = ", ".join(members) or "nothing"
-        raise DataError(f"{name}: no image or moments ({', '.join(PICTURES)}, pyd, mean.bytes); it has {has}: leave it out")
+        raise DataError(f"{name}: no image or moments ({', '.join(PICTURES)}); it has {has}: leave it out")
     for key, value in _picture(data(ending), ending, f"{name}.{ending}").items():
         setattr(sample, key, value)
     return sample
@@ -256,7 +227,7 @@ def _of_members(file: IO[bytes], path: Path, entry: Entry) -> Sample:
 
 def _of_table(path: Path, entries: Sequence[Entry]) -> Iterator[Sample]:
     wanted, at = [entry["row"] for entry in entries], 0
-    for begin, batch in _batches(path, ("__key__", *COLUMNS, "timestep"), wanted[0]):
+    for begin, batch in _batches(path, ("__key__", *COLUMNS, "timestep")):
         while at < len(wanted) and wanted[at] < begin + batch.num_rows:
             row = {name: batch.column(name)[wanted[at] - begin].as_py() for name in batch.schema.names}
             sample = Sample(f"{path}: {row['__key__']}", level=row.get("timestep"))
@@ -266,26 +237,15 @@ def _of_table(path: Path, entries: Sequence[Entry]) -> Iterator[Sample]:
             return
 
 
-def _batches(path: Path, columns: Sequence[str], row: int = 0) -> Iterator[tuple[int, Any]]:
-    """Parts of a table, each after its first row, of the columns that are there; they may begin with the part that has ``row``."""
-    arrow = needed("pyarrow", f"{path.suffix} of {path}", "latents")
-    with _arrow(path):
-        if path.suffix == ".parquet":
-            with needed("pyarrow.parquet", "Parquet", "latents").ParquetFile(path) as table:
-                names = _named(path, table.schema_arrow.names, columns)
-                ends = np.cumsum([table.metadata.row_group(n).num_rows for n in range(table.num_row_groups)])
-                first = int(np.searchsorted(ends, row, side="right"))
-                begin = int(ends[first - 1]) if first else 0
-                for batch in table.iter_batches(PARQUET, range(first, len(ends)), names):
-                    yield begin, batch.select(names)
-                    begin += batch.num_rows
-            return
-        # What is passed over in a mapped stream is not read.
-        with arrow.memory_map(str(path)) as mapped, needed("pyarrow.ipc", "Arrow", "latents").open_stream(mapped) as stream:
-            names, begin = _named(path, stream.schema.names, columns), 0
-            for batch in stream:
-                yield begin, batch.select(names)
-                begin += batch.num_rows
+def _batches(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
+    """Parts of a table, each after its first row, of the columns that are there. What is passed over in a mapped stream is not
+    read."""
+    arrow, ipc = (needed(name, f"{path.suffix} of {path}", "latents") for name in ("pyarrow", "pyarrow.ipc"))
+    with _arrow(path), arrow.memory_map(str(path)) as mapped, ipc.open_stream(mapped) as stream:
+        names, begin = _named(path, stream.schema.names, columns), 0
+        for batch in stream:
+            yield begin, batch.select(names)
+            begin += batch.num_rows
 
 
 def _named(path: Path, has: Sequence[str], columns: Sequence[str]) -> list[str]:
@@ -341,16 +301,6 @@ def bfloat16(values: Array, where: str) -> Array:
 def empty(path: Path) -> Array:
     """The vectors of an empty caption.   [1, ...]"""
     return bfloat16(_array(_bytes(path), str(path)), str(path))
-
-
-def _pickle(sample: Sample, data: bytes, where: str) -> Sample:
-    try:
-        found = pickled.load(data)
-        moments, tokens = np.asarray(found["image_embed"]), np.asarray(found["captions_embed"])
-    except Exception as problem:                # a pickle may fail in any way
-        raise DataError(f"{where}: no pickle of arrays image_embed and captions_embed ({problem!r}); {AGAIN}") from problem
-    sample.moments, sample.tokens = _moments(moments, where), tokens.reshape(tokens.shape[-2:])
-    return sample
 
 
 def _picture(data: bytes, ending: str, where: str) -> dict[str, Any]:

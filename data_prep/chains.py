@@ -4,6 +4,7 @@ R chains   A residues, of all chains one after the other   L letters of all alig
 H hits of templates   P residues of the chains, once for each of their hits
 """
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -15,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep import command, store
+from data_prep.store import Field
 from hpcai.errors import DataError
 from hpcai.models.openfold.alignments import Alignment, encode
 from hpcai.models.openfold.residues import GAP, PLACE, UNKNOWN
@@ -25,19 +27,18 @@ NAME = 24                                       # bytes
 MOST_DELETIONS = 255                            # atan(d / 3) * 2 / pi, which the network sees, is 0.9925 there
 CA = PLACE["CA"]
 UNKNOWN_DAY = -1
-LAYOUTS: dict[str, tuple[str, tuple[str | int, ...]]] = {
-    "residues": ("int32", ()), "letters": ("int32", ()), "name": (f"S{NAME}", ()), "resolution": ("float32", ()),
-    "release": ("int32", ()), "cluster": ("int32", ()), "cluster_size": ("int32", ()),
-    "hits": ("int32", ()), "places": ("int32", ()),
-    "aatype": ("int8", ("residues",)), "positions": ("float32", ("residues", 37, 3)), "mask": ("uint8", ("residues", 37)),
-    "msa": ("int8", ("letters",)), "deletions": ("uint8", ("letters",)),
-    "hit_row": ("int32", ("hits",)), "hit_sum_probs": ("float32", ("hits",)), "hit_places": ("int16", ("places",)),
+FIELDS = {
+    "residues": Field("int32", (), 1), "letters": Field("int32", (), 1), "name": Field(f"S{NAME}"),
+    "resolution": Field("float32", (), 0, unit="angstrom"), "release": Field("int32", unit="days since 1970"),
+    "cluster": Field("int32"), "cluster_size": Field("int32", (), 1), "hits": Field("int32", (), 0),
+    "places": Field("int32", (), 0), "aatype": Field("int8", ("residues",), 0, UNKNOWN),
+    "positions": Field("float32", ("residues", 37, 3), unit="angstrom"),
+    "mask": Field("uint8", ("residues", 37), 0, 1), "msa": Field("int8", ("letters",), 0, GAP),
+    "deletions": Field("uint8", ("letters",)), "hit_row": Field("int32", ("hits",), 0),
+    "hit_sum_probs": Field("float32", ("hits",), 0), "hit_places": Field("int16", ("places",), -1),
 }  # fmt: skip
 TEMPLATES = "templates"                         # the folder beside the splits
-TEMPLATE_LAYOUTS = {name: LAYOUTS[name] for name in ("residues", "name", "resolution", "release", "aatype", "positions", "mask")}
-RANGES = {"residues": (1, None), "letters": (1, None), "resolution": (0, None), "cluster_size": (1, None), "aatype": (0, UNKNOWN),
-          "mask": (0, 1), "msa": (0, GAP), "hits": (0, None), "places": (0, None), "hit_row": (0, None),
-          "hit_sum_probs": (0, None), "hit_places": (-1, None)}  # fmt: skip
+TEMPLATE_FIELDS = {name: FIELDS[name] for name in ("residues", "name", "resolution", "release", "aatype", "positions", "mask")}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,12 +83,12 @@ def sample(
 
 def write(path: Path, samples: Sequence[dict[str, Any]], about: dict[str, Any]) -> None:
     """A file of chains."""
-    store.write_rows(path, LAYOUTS, samples, about)
+    store.write_rows(path, FIELDS, samples, about)
 
 
 def read(file: h5py.File, row: int) -> dict[str, Any]:
     """All of one chain, the alignment and the residues of templates as rows."""
-    (found,) = store.read_rows(file, LAYOUTS, row, row + 1)
+    (found,) = store.read_rows(file, FIELDS, row, row + 1)
     hits, residues, where = int(found["hits"]), int(found["residues"]), f"{file.filename}: row {row}"
     depth, rest = divmod(int(found["letters"]), residues)
     if rest or not depth:
@@ -116,14 +117,14 @@ def _sums(file: h5py.File) -> dict[str, Any]:
         "resolutions": [round(value, 3) for value in file["resolution"][...].tolist() if value],
         "undated": int((file["release"][...] == UNKNOWN_DAY).sum()),
         "clipped": int((file["deletions"][...] == MOST_DELETIONS).sum()),
-        "skipped": int(file.attrs.get("skipped", 0)), "hits": hits.tolist(),
+        "hits": hits.tolist(),
     }  # fmt: skip
 
 
 def _merge(records: Sequence[store.Record]) -> dict[str, Any]:
     sums = [record["sums"] for record in records]
     lists = {name: np.array([value for each in sums for value in each[name]]) for name in LISTS}
-    total = {name: sum(each[name] for each in sums) for name in ("letters", "resolved", "undated", "clipped", "skipped")}
+    total = {name: sum(each[name] for each in sums) for name in ("letters", "resolved", "undated", "clipped")}
 
     def spread(name: str) -> dict[str, float]:
         values = lists[name]
@@ -138,49 +139,36 @@ def _merge(records: Sequence[store.Record]) -> dict[str, Any]:
         "depth": {**spread("depths"), "query alone": int((lists["depths"] == 1).sum())},
         "resolution": {"known": len(lists["resolutions"]), **spread("resolutions")},
         "letters": total["letters"], "undated": total["undated"], "clipped_deletions": total["clipped"],
-        "skipped": total["skipped"],
         "templates": {"hits": int(lists["hits"].sum()), "chains with none": int((lists["hits"] == 0).sum()), **spread("hits")},
     }  # fmt: skip
 
 
-def _template_sums(file: h5py.File) -> dict[str, Any]:
-    return {"residues": int(file["residues"][...].sum()), "resolved": int(file["mask"][:, CA].sum(dtype=np.int64))}
-
-
-def _template_merge(records: Sequence[store.Record]) -> dict[str, Any]:
-    total = {name: sum(record["sums"][name] for record in records) for name in ("residues", "resolved")}
-    return {"chains": sum(record["rows"] for record in records),
-            "residues": {"total": total["residues"], "with CA": total["resolved"]}}  # fmt: skip
-
-
 PARTS = ("residues", "letters", "hits", "places")
 LISTS = ("residues", "depths", "resolutions", "hits")
-TEMPLATE_CONTENTS = store.Contents(
-    "residues", store.fields_of(TEMPLATE_LAYOUTS, RANGES), _template_sums, _template_merge, parts=("residues",))  # fmt: skip
-CONTENTS = store.Contents("residues", store.fields_of(LAYOUTS, RANGES), _sums, _merge, parts=PARTS)
+TEMPLATE_CONTENTS = store.Contents(TEMPLATE_FIELDS)
+CONTENTS = store.Contents(FIELDS, _sums, _merge)
 
 
 # ---- a picture
 
 
-def draw(path: Path, places: Sequence[tuple[Path, int]], label: str) -> None:
+def draw(figure: Any, prepared: command.Prepared, options: argparse.Namespace) -> None:
     """Four chains: how far CA atoms are from each other, and how many rows of the alignment cover each residue."""
-    with command.picture(path, (16, 7), 80) as figure:
-        grid = figure.subplots(2, 4, height_ratios=(2.2, 1), squeeze=False)
-        for part, (above, below) in enumerate(grid.T):
-            name, row = places[min(len(places) - 1, (2 * part + 1) * len(places) // 8)]
-            with h5py.File(name, "r") as file:
-                found = read(file, row)
-            seen, at = found["mask"][:, CA] > 0, found["positions"][:, CA].astype(np.float64)
-            distance = np.linalg.norm(at[:, None] - at, axis=-1)
-            distance[~(seen[:, None] & seen)] = np.nan
-            shown = above.imshow(distance, cmap="viridis_r", vmin=0, vmax=40, interpolation="nearest")
-            about = f"{name.parent.name}: {found['name'].decode()}\n{len(seen)} residues, {len(found['msa'])} rows"
-            above.set_title(about, fontsize=10)
-            covered = (found["msa"] != GAP).mean(0)
-            below.fill_between(np.arange(len(seen)), covered, step="mid", alpha=0.4)
-            below.plot(((found["msa"] == found["aatype"]) & (found["aatype"] != UNKNOWN)).mean(0), linewidth=1)
-            below.set(xlim=(-0.5, len(seen) - 0.5), ylim=(0, 1.02), xlabel="residue")
-        figure.colorbar(shown, ax=grid[0], label="CA to CA, angstrom")
-        grid[1, 0].set_ylabel("share of rows")
-        figure.suptitle(f"{label}. White: no coordinates; filled: rows that cover a residue; line: rows that have the same residue")
+    grid, places = figure.subplots(2, 4, height_ratios=(2.2, 1), squeeze=False), prepared.places
+    for part, (above, below) in enumerate(grid.T):
+        name, row = places[min(len(places) - 1, (2 * part + 1) * len(places) // 8)]
+        with h5py.File(name, "r") as file:
+            found = read(file, row)
+        seen, at = found["mask"][:, CA] > 0, found["positions"][:, CA].astype(np.float64)
+        distance = np.linalg.norm(at[:, None] - at, axis=-1)
+        distance[~(seen[:, None] & seen)] = np.nan
+        shown = above.imshow(distance, cmap="viridis_r", vmin=0, vmax=40, interpolation="nearest")
+        about = f"{name.parent.name}: {found['name'].decode()}\n{len(seen)} residues, {len(found['msa'])} rows"
+        above.set_title(about, fontsize=10)
+        below.fill_between(np.arange(len(seen)), (found["msa"] != GAP).mean(0), step="mid", alpha=0.4)
+        below.plot(((found["msa"] == found["aatype"]) & (found["aatype"] != UNKNOWN)).mean(0), linewidth=1)
+        below.set(xlim=(-0.5, len(seen) - 0.5), ylim=(0, 1.02), xlabel="residue")
+    figure.colorbar(shown, ax=grid[0], label="CA to CA, angstrom")
+    grid[1, 0].set_ylabel("share of rows")
+    label = prepared.index["label"]
+    figure.suptitle(f"{label}. White: no coordinates; filled: rows that cover a residue; line: rows that have the same residue")

@@ -1,25 +1,48 @@
-"""The command line that the data sets share: options, the making of files by ranks and workers, checks, and how errors are told."""
+"""The frame of all data sets: what a maker declares, and what it need not know of: command line, ranks, going on, checks.
+
+    python -m data_prep.NAME simulate OUT ...           Settings, whose fields are options, to files
+    python -m data_prep.NAME convert SOURCE OUT ...     files of others to ours; what could not be used is counted by reason
+    python -m data_prep.NAME check OUT                  files against index.json, samples looked at anew, a picture
+
+A maker is a module. It declares its datasets (``store.Field``: type, shape, range, unit), its settings (a dataclass of ``Settings``
+or ``Recipe``, whose fields are ``option``), and functions:
+
+    plan(options) -> Plan                   which files there are, and how each is made; one for simulate, one for convert
+    look(prepared, options) -> mistakes     of some samples, made or counted again
+    draw(figure, prepared, options)         the picture
+
+and puts them together as a ``Maker``, whose ``main`` is the module's. The frame does the rest: each file is written once and
+atomically, by any rank and worker; a stopped run goes on; index.json, statistics.json and skipped.json are written; all is checked
+against the declared fields by what ``hpcai data check`` does; and the last line of a conversion says how many items were refused,
+with the commonest reasons.
+"""
 
 import argparse
 import hashlib
 import json
+import re
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
 from data_prep import store
+from hpcai.cli.check import Options, examine
+from hpcai.data.index import write_json
 from hpcai.errors import ConfigError, HpcaiError
 from hpcai.programs import start_app
 
-Add = Callable[[str, str, Callable[[argparse.Namespace], int]], argparse.ArgumentParser]
-Check = Callable[[Path, int, bool], int]        # OUT, samples that are looked at, whether to draw
+R = TypeVar("R", bound="Recipe")
+SKIPPED = "skipped.json"
+COPIES = ("leak", "duplicate", "constant")      # findings of a check that are told, and are no mistake of a maker
+TOLD = 3                                        # reasons of a refusal that are told
 
 
 # ---- options
@@ -43,79 +66,59 @@ natural = taking("whole number of 0 or more", int, lambda value: value >= 0)
 workers = taking("whole number of 1 or more, or cores", lambda text: store.cores() if text == "cores" else positive(text))
 
 
-def parser(name: str, text: str, has: str = "simulate | check | convert") -> tuple[argparse.ArgumentParser, Add]:
-    """The parser of ``python -m data_prep.<name>``, and what adds a command to it: its name, a text, the function that it runs."""
-    top = argparse.ArgumentParser(prog=f"python -m data_prep.{name}", description=text, allow_abbrev=False)
-    commands = top.add_subparsers(dest="command", required=True, metavar=has)
-
-    def add(name: str, text: str, run: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
-        formatter = argparse.ArgumentDefaultsHelpFormatter
-        made = commands.add_parser(name, help=text, description=text, formatter_class=formatter, allow_abbrev=False)
-        made.set_defaults(run=run)
-        return made
-
-    return top, add
+def option(default: Any, text: str, name: str | None = None, **words: Any) -> Any:
+    """A field of settings that is an option of the command line, by its own name or another one."""
+    usual = {} if {"action", "choices"} & words.keys() else {"metavar": "N"}
+    return field(default=default, metadata={"words": {"help": text, **usual, **words}, "name": name})
 
 
-def add_out(made: argparse.ArgumentParser) -> None:
-    made.add_argument("out", type=Path, metavar="OUT", help="folder; what a stopped run finished there is kept")
-
-
-def add_workers(made: argparse.ArgumentParser) -> None:
-    made.add_argument("--workers", metavar="N", type=workers, default="cores", help="processes of this rank")
-
-
-def add_fractions(made: argparse.ArgumentParser, validation: float, test: float, of: str) -> None:
-    made.add_argument("--validation", metavar="F", type=float, default=validation, help=f"fraction of {of}")
-    made.add_argument("--test", metavar="F", type=float, default=test, help=f"fraction of {of}")
-
-
-def add_making(made: argparse.ArgumentParser) -> None:
-    made.add_argument("--seed", metavar="N", type=natural, default=1, help="of everything")
-    made.add_argument("--check", action=argparse.BooleanOptionalAction, default=True, help="check at the end")
-    add_workers(made)
-
-
-def add_check(add: Add, text: str, check: Check, picture: str, option: str, most: int, of_option: str) -> None:
-    """The command ``check``; ``option`` tells how many samples are looked at anew."""
-
-    def run(options: argparse.Namespace) -> int:
-        return check(options.out, options.some, options.picture)
-
-    made = add("check", f"{text}, and OUT/{picture}.", run)
-    made.add_argument("out", type=Path, metavar="OUT")
-    made.add_argument("--picture", action=argparse.BooleanOptionalAction, default=True, help=f"draw OUT/{picture}")
-    made.add_argument(option, dest="some", metavar="N", type=natural, default=most, help=of_option)
-
-
-# ---- settings
-
-
-def wrong_fractions(validation: float, test: float) -> Iterator[str]:
-    if not (validation >= 0 and test >= 0 and validation + test < 1):
-        yield f"--validation {validation} and --test {test}: expected fractions of 0 or more that sum to less than 1"
-
-
+@dataclass(frozen=True)
 class Settings:
-    """All that decides the content of a simulated file, besides its number, and where it lies. A base of frozen dataclasses, whose
-    fields are written to the files in their order. Raises ConfigError for settings that are wrong."""
+    """What decides the content of a file: fields of frozen dataclasses, which are written in their order. Raises ConfigError for
+    settings that are wrong."""
+
+    def __post_init__(self) -> None:
+        if wrong := list(self.mistakes()):
+            raise ConfigError("\n".join(wrong))
+
+    def mistakes(self) -> Iterator[str]:
+        """What is wrong."""
+        yield from ()
+
+    @classmethod
+    def add_options(cls, made: argparse.ArgumentParser) -> None:
+        for one in fields(cls):
+            if words := one.metadata.get("words"):
+                flag = one.metadata["name"] or one.name
+                made.add_argument(f"--{flag.replace('_', '-')}", dest=one.name, default=one.default, **words)
+
+    @classmethod
+    def of(cls, options: argparse.Namespace, **others: Any) -> Self:
+        """The settings that options ask for; ``others`` are of fields that are none."""
+        found = {one.name: getattr(options, one.name) for one in fields(cls) if hasattr(options, one.name)} | others
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in found.items()})
+
+    @property
+    def text(self) -> str:
+        return json.dumps(asdict(self), default=str)
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """The settings as JSON gives them back, in which tuples are lists."""
+        return dict(json.loads(self.text))
+
+
+class Recipe(Settings):
+    """Settings of a simulation, which have ``seed``, ``validation`` and ``test``. A sample is a pure function of these and its
+    number."""
 
     seed: int
     validation: float
     test: float
 
     def __post_init__(self) -> None:
-        wrong = [*wrong_fractions(self.validation, self.test), *self.mistakes()]
-        if wrong:
+        if wrong := [*wrong_fractions(self.validation, self.test), *self.mistakes()]:
             raise ConfigError("\n".join(wrong))
-
-    def mistakes(self) -> Iterator[str]:
-        """What is wrong, besides the fractions."""
-        raise NotImplementedError
-
-    @property
-    def text(self) -> str:
-        return json.dumps(asdict(self))  # type: ignore[call-overload]
 
     def generator(self, stream: int, number: int) -> np.random.Generator:
         return store.generator(self.seed, stream, number)
@@ -123,8 +126,34 @@ class Settings:
     def split(self, number: int) -> str:
         return store.split_of(number, self.seed, self.validation, self.test)
 
+    def by_split(self, count: int) -> dict[str, list[int]]:
+        """The numbers of each split."""
+        found: dict[str, list[int]] = {split: [] for split in store.SPLITS}
+        for number in range(count):
+            found[self.split(number)].append(number)
+        return found
 
-# ---- the work
+
+def seed() -> Any:
+    return option(1, "of everything", type=natural)
+
+
+def fraction(default: float, of: str) -> Any:
+    return option(default, f"fraction of {of}", metavar="F", type=float)
+
+
+def wrong_fractions(validation: float, test: float) -> Iterator[str]:
+    if not (validation >= 0 and test >= 0 and validation + test < 1):
+        yield f"--validation {validation} and --test {test}: expected fractions of 0 or more that sum to less than 1"
+
+
+def refuse_empty(splits: Iterable[str], options: argparse.Namespace, asked: str) -> None:
+    for split, share in (("train", 1.0), ("validation", options.validation), ("test", options.test)):
+        if share > 0 and split not in splits:
+            raise ConfigError(f"{asked}: none is left for {split}; ask for more, or change the fractions")
+
+
+# ---- sources
 
 
 def print_once(text: str) -> None:
@@ -137,67 +166,9 @@ def digest(names: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
 
 
-def refuse_same(source: Path, out: Path) -> None:
-    if source.resolve() == out.resolve():
-        raise ConfigError(f"{out}: SOURCE and OUT are the same folder; choose another OUT")
-
-
-def work(
-    options: argparse.Namespace, jobs: Sequence[store.Job], recipe: dict[str, Any], header: dict[str, Any],
-    advice: str = "choose a new folder", beside: Sequence[store.Job] = (),
-) -> None:  # fmt: skip
-    """Makes what is missing of this rank's share, of ``beside`` when its part of ``jobs`` is done; rank 0 then writes index and
-    statistics for all."""
-    rank, size = store.launched()
-    begin, every = time.monotonic(), [*jobs, *beside]
-    store.claim(options.out, recipe)
-    store.refuse_strangers(options.out, every, advice)
-    mine = [*jobs[rank::size], *beside[rank::size]]
-    if kept := sum(map(store.finished, mine)):
-        print_once(f"{kept} of {len(mine)} files are there and are kept")
-    for some in (jobs, beside):
-        store.make_share(some, options.workers, options.command)
-    if rank == 0:
-        store.wait_for(every)
-        size_of_all = store.finish(options.out, every, header, recipe)
-        took = time.monotonic() - begin
-        means = f"ranks: {size}, processes of each: {options.workers}"
-        print(f"{len(every)} files, {size_of_all / 1e6:,.1f} MB in {options.out}, {took:.1f} s ({means})", flush=True)
-
-
-def simulate(
-    app: str, options: argparse.Namespace, recipe: Settings, jobs: Sequence[store.Job], header: dict[str, Any], what: str,
-    check: Callable[[Path], int], beside: Sequence[store.Job] = (), config: str = "small",
-) -> int:  # fmt: skip
-    """Makes the files of a recipe; ``what`` names the option that tells how many of it there are, ``config`` the app's settings."""
-    advice = f"ask for at least as many as it holds (--{what} is {getattr(options, what)}), or choose a new folder"
-    known = [replace(job, recipe=recipe.text) for job in jobs]
-    work(options, known, {"kind": "simulate", **settings_of(recipe)}, header, advice, beside)
-    return conclude(app, options, check if options.check else None, config)
-
-
-def refuse_empty(splits: Sequence[str], options: argparse.Namespace, asked: str) -> None:
-    for split, fraction in (("train", 1.0), ("validation", options.validation), ("test", options.test)):
-        if fraction > 0 and split not in splits:
-            raise ConfigError(f"{asked}: none is left for {split}; ask for more, or change the fractions")
-
-
-def conclude(
-    app: str, options: argparse.Namespace, check: Callable[[Path], int | None] | None = None, config: str = "small",
-) -> int:  # fmt: skip
-    """Looks at the whole on rank 0, and says how to go on."""
-    if store.launched()[0] != 0:
-        return 0
-    verdict = check(options.out) or 0 if check else 0
-    if verdict == 0:
-        folder = shlex.quote(str(options.out))
-        print(f"next: {start_app(app, config)} data.directory={folder}", flush=True)
-    return verdict
-
-
-def settings_of(recipe: Any) -> dict[str, Any]:
-    """The settings as JSON gives them back, in which tuples are lists."""
-    return dict(json.loads(json.dumps(asdict(recipe))))
+def listed(names: Sequence[str], what: str = "files, names") -> str:
+    """How many names there are, and their digest."""
+    return f"{len(names)} {what} {digest(names)}"
 
 
 def source_folders(root: Path, holds: str) -> dict[str, Path]:
@@ -215,58 +186,287 @@ def parts_of(items: Sequence[Any], each: int) -> Iterator[tuple[Any, ...]]:
     return (tuple(items[start : start + each]) for start in range(0, len(items), each))
 
 
-# ---- checks
+# ---- what is made
 
 
-def against_index(out: Path, mistakes: Callable[..., Iterator[str]] = store.mistakes) -> tuple[list[Any], list[str]]:
-    """Every file as ``store.indexed`` has it, and what is wrong with them; says how many there are."""
-    files = list(store.indexed(out))
-    wrong = [f"{path}: {text}" for path, entry, index in files for text in mistakes(path, entry, index)]
-    samples = sum(entry["rows"] for _, entry, _ in files)
+@dataclass(frozen=True)
+class Plan:
+    """The files of a data set, those ``beside`` its splits too, which are made last."""
+
+    recipe: Recipe | dict[str, Any]             # settings of a simulation, or what a conversion is told apart by
+    jobs: Sequence[store.Job]
+    header: dict[str, Any]                      # what the index says besides files and fields
+    told: str                                   # is printed before the work
+    beside: Sequence[store.Job] = ()
+    refused: store.Refused = ()                 # items that went into no file
+    unlisted: int = 0                           # more of them, too many to list
+    filtered: store.Refused = ()                # items that the options leave out
+    kept: int | None = None                     # items that went into files; without it the rows of the splits
+    after: Callable[[Path], None] | None = None     # what is written and told when all files are there, on rank 0
+    config: str = "small"                       # the settings of the app that fit
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A data set that is checked."""
+
+    out: Path
+
+    @cached_property
+    def files(self) -> list[tuple[Path, dict[str, Any], dict[str, Any]]]:
+        """(path, entry, index) of each."""
+        return list(store.indexed(self.out))
+
+    @cached_property
+    def recipe(self) -> dict[str, Any]:
+        return store.read_json(self.out / "recipe.json")
+
+    @property
+    def paths(self) -> list[Path]:
+        return [path for path, _, _ in self.files]
+
+    @property
+    def places(self) -> list[tuple[Path, int]]:
+        """File and row of every sample."""
+        return [(path, row) for path, entry, _ in self.files for row in range(entry["rows"])]
+
+    @property
+    def index(self) -> dict[str, Any]:
+        return self.files[0][2]
+
+    def simulated(self, kind: type[R]) -> R | None:
+        """The settings of a simulation; None for what was converted."""
+        settings = {key: value for key, value in self.recipe.items() if key != "kind"}
+        return kind.of(argparse.Namespace(**settings)) if self.recipe.get("kind") == "simulate" else None
+
+    @property
+    def statistics(self) -> dict[str, dict[str, Any]]:
+        """Those of each split."""
+        return dict(store.read_json(self.out / "statistics.json")["splits"])
+
+
+@dataclass(frozen=True)
+class Simulate:
+    """The command that makes data; ``count`` is the option that tells how many, with its default and help. Its plan may be None:
+    all was done."""
+
+    text: str
+    settings: type[Recipe]
+    count: tuple[str, int, str]
+    plan: Callable[[argparse.Namespace], Plan | None]
+    add: Callable[[argparse.ArgumentParser], None] = lambda made: None      # options that are no settings
+    name = "simulate"
+
+
+@dataclass(frozen=True)
+class Convert:
+    """A command that makes our files of others."""
+
+    text: str
+    settings: type[Settings]
+    plan: Callable[[argparse.Namespace], Plan]
+    add: Callable[[argparse.ArgumentParser], None]          # the sources, and options that are no settings
+    name: str = "convert"
+
+
+@dataclass(frozen=True)
+class Check:
+    """The command that looks at a data set; ``option`` tells how many samples are looked at anew, with its default and help."""
+
+    text: str
+    look: Callable[[Prepared, argparse.Namespace], Iterator[str]]           # mistakes
+    option: tuple[str, int, str] | None                                     # None: all are
+    picture: tuple[str, tuple[float, float], int] | None = None             # name, inches, dots per inch
+    draw: Callable[[Any, Prepared, argparse.Namespace], None] | None = None
+    add: Callable[[argparse.ArgumentParser], None] = lambda made: None
+    name = "check"
+
+
+@dataclass(frozen=True)
+class Maker:
+    """``python -m data_prep.<name>``."""
+
+    name: str
+    text: str
+    app: str
+    check: Check
+    makes: tuple[Simulate | Convert, ...]
+
+    def parser(self) -> argparse.ArgumentParser:
+        top = argparse.ArgumentParser(prog=f"python -m data_prep.{self.name}", description=self.text, allow_abbrev=False)
+        every = (*self.makes, self.check)
+        names = " | ".join(each.name for each in every)
+        commands = top.add_subparsers(dest="command", required=True, metavar=names)
+        for each in every:
+            words: dict[str, Any] = {"formatter_class": argparse.ArgumentDefaultsHelpFormatter, "allow_abbrev": False}
+            made = commands.add_parser(each.name, help=each.text, description=each.text, **words)
+            if isinstance(each, Convert):
+                each.add(made)
+            made.add_argument("out", type=Path, metavar="OUT", help="folder; what a stopped run finished there is kept")
+            if isinstance(each, Simulate):
+                name, many, text = each.count
+                made.add_argument(f"--{name}", metavar="N", type=positive, default=many, help=text)
+                made.add_argument("--check", action=argparse.BooleanOptionalAction, default=True, help="check at the end")
+            if isinstance(each, Check):
+                made.set_defaults(run=self.run_check)
+                self._add_check(made)
+            else:
+                each.settings.add_options(made)
+                made.add_argument("--workers", metavar="N", type=workers, default="cores", help="processes of this rank")
+                made.set_defaults(run=self.run, made=each, some=self.check.option and self.check.option[1], picture=True)
+            if not isinstance(each, Convert):
+                each.add(made)
+        return top
+
+    def _add_check(self, made: argparse.ArgumentParser) -> None:
+        if self.check.option:
+            name, many, text = self.check.option
+            made.add_argument(f"--{name}", dest="some", metavar="N", type=natural, default=many, help=text)
+        if self.check.picture:
+            drawn = f"draw OUT/{self.check.picture[0]}"
+            made.add_argument("--picture", action=argparse.BooleanOptionalAction, default=True, help=drawn)
+
+    def main(self, arguments: Sequence[str] | None = None) -> int:
+        try:
+            options = self.parser().parse_args(arguments)
+            return int(options.run(options))
+        except (HpcaiError, OSError) as error:
+            print(f"error: {error}", file=sys.stderr)
+        except KeyboardInterrupt:
+            print("stopped; the same command goes on from the finished files", file=sys.stderr)
+            return 130
+        return 2
+
+    def run(self, options: argparse.Namespace) -> int:
+        """Makes what is missing of this rank's share; rank 0 then writes index and statistics for all, looks at the whole, and says
+        how to go on."""
+        simulates = isinstance(options.made, Simulate)
+        if not simulates:
+            for source in (value for value in vars(options).values() if isinstance(value, Path)):
+                if source is not options.out and source.resolve() == options.out.resolve():
+                    raise ConfigError(f"{options.out}: SOURCE and OUT are the same folder; choose another OUT")
+        plan: Plan | None = options.made.plan(options)
+        if plan is None:
+            return 0
+        print_once(plan.told)
+        advice, recipe, jobs = "choose a new folder", plan.recipe, plan.jobs
+        if isinstance(recipe, Recipe):
+            name = options.made.count[0]
+            advice = f"ask for at least as many as it holds (--{name} is {getattr(options, name)}), or {advice}"
+            recipe = {"kind": "simulate", **recipe.told}
+        (rank, size), every, begin = store.launched(), [*jobs, *plan.beside], time.monotonic()
+        store.claim(options.out, recipe)
+        store.refuse_strangers(options.out, every, advice)
+        mine = [*jobs[rank::size], *plan.beside[rank::size]]
+        if kept := sum(map(store.finished, mine)):
+            print_once(f"{kept} of {len(mine)} files are there and are kept")
+        for some in (jobs, plan.beside):
+            store.make_share(some, options.workers, options.command)
+        if rank:
+            return 0
+        store.wait_for(every)
+        bytes_of_all, rows, refused = store.finish(options.out, every, plan.header, recipe)
+        took, means = time.monotonic() - begin, f"ranks: {size}, processes of each: {options.workers}"
+        print(f"{len(every)} files, {bytes_of_all / 1e6:,.1f} MB in {options.out}, {took:.1f} s ({means})", flush=True)
+        if plan.after:
+            plan.after(options.out)
+        if simulates and options.check and (verdict := self.run_check(options)):
+            return verdict
+        if not simulates:
+            tell(Prepared(options.out))
+        print(f"next: {start_app(self.app, plan.config)} data.directory={shlex.quote(str(options.out))}", flush=True)
+        if not simulates:
+            tell_refused(options.out, plan, refused, rows)
+        return 0
+
+    def run_check(self, options: argparse.Namespace) -> int:
+        """0 when all is well, otherwise 1 with the reasons printed. Raises DataError for a folder that cannot be read at all."""
+        prepared, check = Prepared(options.out), self.check
+        wrong = examined(prepared)
+        tell(prepared)
+        if not wrong:
+            wrong += check.look(prepared, options)
+        if check.picture and check.draw and options.picture and not wrong:
+            from matplotlib.figure import Figure
+
+            name, inches, dots = check.picture
+            figure = Figure(figsize=inches, layout="constrained")
+            check.draw(figure, prepared, options)
+            partial = options.out / f".{name}.partial"
+            figure.savefig(partial, dpi=dots, format="png")
+            partial.replace(options.out / name)
+            print(f"picture: {options.out / name}")
+        for text in wrong[:20]:
+            print(f"wrong: {text}")
+        if len(wrong) > 20:
+            print(f"and {len(wrong) - 20} more")
+        return int(bool(wrong))
+
+
+# ---- what is told
+
+
+def examined(prepared: Prepared) -> list[str]:
+    """Every file against index.json and its fields: what is wrong."""
+    rows = sum(entry["rows"] for _, entry, _ in prepared.files)
+    outcome = examine(prepared.out, Options(seconds=0))
+    wrong = [each for each in outcome.findings if each.severity == "error" and each.code not in COPIES]
+    for each in [each for each in outcome.findings if each.code in COPIES][:TOLD]:
+        print(f"warning: {each.path}: {each.text}")
     verdict = f"mistakes: {len(wrong)}" if wrong else "equal"
-    print(f"{len(files)} files, {samples} samples against index.json: {verdict}", flush=True)
-    return files, wrong
+    print(f"{len(prepared.files)} files, {rows} samples against index.json: {verdict}", flush=True)
+    return [f"{each.path}: {f'{each.dataset!r} ' if each.dataset else ''}{each.text}" for each in wrong]
 
 
-def places_of(files: Sequence[Any]) -> list[tuple[Path, int]]:
-    """File and row of every sample."""
-    return [(path, row) for path, entry, _ in files for row in range(entry["rows"])]
+def tell(prepared: Prepared) -> None:
+    """The statistics of each split, a line for each dataset."""
+    for split, part in prepared.statistics.items():
+        print(f"{split}: " + ", ".join(f"{name} {_short(value)}" for name, value in part.items() if not isinstance(value, dict)))
+        for name, value in part.items():
+            if isinstance(value, dict) and value:
+                print(f"  {name}: {_short(value)}")
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_short(each)}" for name, each in value.items())
+    if isinstance(value, list):
+        return " ".join(map(_short, value[:4])) + (" ..." if len(value) > 4 else "")
+    return f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def list_refused(out: Path, unusable: store.Refused, filtered: store.Refused = ()) -> None:
+    write_json(out / SKIPPED, {"unusable": dict(unusable), "filtered": dict(filtered)})
+
+
+def tell_refused(out: Path, plan: Plan, refused: Sequence[Sequence[str]], rows: int) -> None:
+    """Lists what a conversion has left out, and counts it by reason in its last line."""
+    unusable = [(where, why) for where, why in (*plan.refused, *refused)]
+    list_refused(out, unusable, plan.filtered)
+    if plan.filtered:
+        print(f"left out by the options: {len(plan.filtered)}, {_by_reason(plan.filtered)}")
+    many, kept = len(unusable) + plan.unlisted, rows if plan.kept is None else plan.kept
+    why = f": {_by_reason(unusable)}; listed in {out / SKIPPED}" if many else ""
+    print(f"refused: {many or 'none'} of {kept + many} items{why}", flush=True)
+
+
+def _by_reason(items: store.Refused) -> str:
+    """The commonest reasons, each with its count and an example; those that differ in numbers are one."""
+    kinds = Counter(_kind(reason) for _, reason in items)
+    examples = {_kind(reason): f"{where}: {reason}" for where, reason in reversed(items)}
+    told = [f"{count} such as {examples[kind]}" for kind, count in kinds.most_common(TOLD)]
+    return " | ".join(told + ([f"and {len(kinds) - TOLD} other reasons"] if len(kinds) > TOLD else []))
+
+
+def _kind(reason: str) -> str:
+    return re.sub(r"\d[\d.,]*", "N", reason)
+
+
+def reason(problem: Exception, where: object) -> tuple[str, str]:
+    """An item that is refused."""
+    return str(where), str(problem).removeprefix(f"{where}: ")
 
 
 def spread(items: Sequence[Any], most: int) -> Sequence[Any]:
     """At most ``most`` of the items, evenly chosen."""
-    return items[:: max(1, -(-len(items) // most))]
-
-
-@contextmanager
-def picture(path: Path, size: tuple[float, float], dpi: int) -> Iterator[Any]:
-    """A figure of so many inches, which is written as a whole when it is drawn."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=size, layout="constrained")
-    yield figure
-    partial = path.with_name(f".{path.name}.partial")
-    figure.savefig(partial, dpi=dpi, format="png")
-    partial.replace(path)
-    print(f"picture: {path}")
-
-
-def told(wrong: Sequence[str]) -> int:
-    """Prints mistakes, the first twenty; 0 if there is none, otherwise 1."""
-    for text in wrong[:20]:
-        print(f"wrong: {text}")
-    if len(wrong) > 20:
-        print(f"and {len(wrong) - 20} more")
-    return 1 if wrong else 0
-
-
-def main(parser: Callable[[], argparse.ArgumentParser], arguments: Sequence[str] | None = None) -> int:
-    try:
-        options = parser().parse_args(arguments)
-        return int(options.run(options))
-    except (HpcaiError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-    except KeyboardInterrupt:
-        print("stopped; the same command goes on from the finished files", file=sys.stderr)
-        return 130
-    return 2
+    return items[:: max(1, -(-len(items) // max(1, most)))] if most else []

@@ -27,6 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep import command, inspection, store, tfrecord, universe
+from data_prep.command import option
+from data_prep.store import Field
 from hpcai.errors import ConfigError, DataError
 
 PARAMETERS = ("Omega_m", "sigma_8", "n_s", "H_0")
@@ -41,11 +43,7 @@ BESIDE = {".idx", ".lst", ".txt", ".md", ".json", ".yaml"}          # what peopl
 # ---- what the files hold
 
 
-def _fields(shape: list[int], header: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "counts": {"dtype": "int16", "shape": shape, "low": 0},
-        "target": {"dtype": "float32", "shape": [len(header["parameters"])], "low": -1, "high": 1},
-    }
+FIELDS = {"counts": Field("int16", (None, None, None, None), low=0), "target": Field("float32", (len(PARAMETERS),), low=-1, high=1)}
 
 
 def _sums(file: h5py.File) -> dict[str, Any]:
@@ -89,7 +87,6 @@ def _moments(records: Sequence[store.Record]) -> dict[str, Any]:
     rows, cells = sum(record["rows"] for record in records), float(total("cells"))
     mean, log, target = total("sum") / cells, total("log_sum") / cells, total("target_sum") / rows
     return {
-        "rows": rows,
         "counts": {
             "mean": mean.tolist(),
             "variance": (total("square") / cells - mean**2).tolist(),
@@ -100,28 +97,69 @@ def _moments(records: Sequence[store.Record]) -> dict[str, Any]:
     }
 
 
-CONTENTS = store.Contents("counts", _fields, _sums, _moments)
+CONTENTS = store.Contents(FIELDS, _sums, _moments)
+
+
+def _header(low: Sequence[float], high: Sequence[float]) -> dict[str, Any]:
+    return {"parameters": list(PARAMETERS), "low": list(low), "high": list(high), "units": list(UNITS)}
+
+
+def _shaped(*shape: int) -> store.Fields:
+    return {**FIELDS, "counts": FIELDS["counts"]._replace(shape=shape)}
+
+
+# ---- options
+
+
+numbers = command.taking("list such as 0,0.5,1.5,3", lambda text: [float(part) for part in text.split(",")])
+
+
+def _ranges(text: str, usual: Mapping[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
+    """The usual ranges, changed by what the text names."""
+    ranges = dict(usual)
+    for part in text.split(","):
+        name, _, ends = part.strip().partition("=")
+        low, _, high = ends.partition(":")
+        if name not in PARAMETERS:
+            raise argparse.ArgumentTypeError(f"'{part}': expected NAME=LOW:HIGH with NAME one of {', '.join(PARAMETERS)}")
+        ranges[name] = float(low), float(high)
+    return ranges
+
+
+def add_ranges(made: argparse.ArgumentParser, usual: Mapping[str, tuple[float, float]] = MappingProxyType(RANGES)) -> None:
+    text = ",".join(f"{name}={low:g}:{high:g}" for name, (low, high) in usual.items())
+    ranges = command.taking("list such as Omega_m=0.27:0.33,H_0=63:77", partial(_ranges, usual=usual))
+    made.add_argument("--ranges", metavar="NAME=LOW:HIGH,...", type=ranges, default=text, help="change some of them")
+
+
+def ends(options: argparse.Namespace) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Low and high ends of the ranges, in the order of the parameters."""
+    return tuple(options.ranges[name][0] for name in PARAMETERS), tuple(options.ranges[name][1] for name in PARAMETERS)
+
+
+def omega_b() -> Any:
+    return option(0.045, "baryon density, the same in every universe", metavar="X", type=float)
 
 
 # ---- simulate
 
 
 @dataclass(frozen=True)
-class Recipe(command.Settings):
+class Recipe(command.Recipe):
     """All that decides the content of a simulated universe, besides its index."""
 
-    seed: int
-    size: int                                   # cells per side of a sample
-    cut: int                                    # samples per side of a universe
-    voxel: float                                # Mpc/h
-    redshifts: tuple[float, ...]
-    particles: int                              # per cell
-    mean_count: float                           # per cell
-    omega_b: float
-    low: tuple[float, ...]
-    high: tuple[float, ...]
-    validation: float
-    test: float
+    seed: int = command.seed()
+    size: int = option(32, "cells per side of a sample", type=command.positive)
+    cut: int = option(2, "samples per side of a universe", type=command.positive)
+    voxel: float = option(8.0, "width of a cell in Mpc/h", metavar="X", type=float)
+    redshifts: tuple[float, ...] = option((0.0, 0.5, 1.5, 3.0), "one channel each", metavar="Z,Z,...", type=numbers)
+    particles: int = option(2, "that are moved", "particles-per-cell", type=int, choices=sorted(universe.LATTICES))
+    mean_count: float = option(16.0, "counts in a cell of mean density", metavar="X", type=float)
+    omega_b: float = omega_b()
+    low: tuple[float, ...] = ()                 # of the ranges
+    high: tuple[float, ...] = ()
+    validation: float = command.fraction(0.125, "the universes")
+    test: float = command.fraction(0.0, "the universes")
 
     def mistakes(self) -> Iterator[str]:
         if self.cells < 8 or self.cells % 2:
@@ -192,54 +230,46 @@ def cubes(whole: NDArray[np.int16], size: int) -> Iterator[NDArray[np.int16]]:
 def write_universe(recipe: Recipe, index: int, path: Path) -> None:
     counts, variance = evolve(recipe, index)
     attributes = {
-        **_header(recipe.low, recipe.high),
-        "rounding_variance": variance,
-        "redshifts": np.array(recipe.redshifts),
-        "voxel_mpc_h": recipe.voxel,
-        "physical": recipe.physical(index),
-        "seed": recipe.seed,
-        "universe": index,
+        **_header(recipe.low, recipe.high), "rounding_variance": variance, "redshifts": np.array(recipe.redshifts),
+        "voxel_mpc_h": recipe.voxel, "physical": recipe.physical(index), "seed": recipe.seed, "universe": index,
         "recipe": recipe.text,
-    }
+    }  # fmt: skip
     shape = (recipe.size,) * 3 + (len(recipe.redshifts),)
-    with store.rows_file(path, recipe.cut**3, _datasets(shape), attributes) as file:
+    with store.rows_file(path, recipe.cut**3, _shaped(*shape), attributes) as file:
         for row, cube in enumerate(cubes(counts, recipe.size)):
             file["counts"][row] = cube
         file["target"][...] = recipe.target(index).astype(np.float32)
 
 
-def _datasets(shape: Sequence[int]) -> dict[str, tuple[Any, Sequence[int]]]:
-    return {"counts": (np.int16, shape), "target": (np.float32, (len(PARAMETERS),))}
-
-
-def _header(low: Sequence[float], high: Sequence[float]) -> dict[str, Any]:
-    return {"parameters": list(PARAMETERS), "low": list(low), "high": list(high), "units": list(UNITS)}
-
-
-def ends(options: argparse.Namespace) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Low and high ends of the ranges, in the order of the parameters."""
-    return tuple(options.ranges[name][0] for name in PARAMETERS), tuple(options.ranges[name][1] for name in PARAMETERS)
-
-
-def simulate(options: argparse.Namespace) -> int:
+def simulate(options: argparse.Namespace) -> command.Plan:
     low, high = ends(options)
-    recipe = Recipe(
-        options.seed, options.size, options.cut, options.voxel, tuple(options.redshifts), options.particles_per_cell,
-        options.mean_count, options.omega_b, low, high, options.validation, options.test,
-    )  # fmt: skip
+    recipe, rows = Recipe.of(options, low=low, high=high), options.cut**3
     splits = [recipe.split(index) for index in range(options.universes)]
     command.refuse_empty(splits, options, f"--universes {options.universes}")
-    rows = recipe.cut**3
     jobs = [store.Job(options.out / split / f"universe_{index:06d}.h5", partial(write_universe, recipe, index), CONTENTS, rows)
             for index, split in enumerate(splits)]  # fmt: skip
-    where = f"{rows} samples of {recipe.size}^3 x {len(recipe.redshifts)} each"
     size = len(jobs) * recipe.cells**3 * len(recipe.redshifts) * 2
-    command.print_once(f"{len(jobs)} universes, {where}: {size / 1e6:,.0f} MB in {options.out}")
-    look = partial(inspection.check, spectra=64, picture=True)
-    return command.simulate("cosmoflow", options, recipe, jobs, _header(low, high), "universes", look)
+    told = f"{rows} samples of {recipe.size}^3 x {len(recipe.redshifts)} each: {size / 1e6:,.0f} MB in {options.out}"
+    return command.Plan(recipe, jobs, _header(low, high), f"{len(jobs)} universes, {told}")
 
 
 # ---- convert
+
+
+@dataclass(frozen=True)
+class Source(command.Settings):
+    """What is read of the public files, and how it is cut."""
+
+    rows_per_file: int = option(64, "TFRecord files per output file", type=command.positive)
+    channels: int = option(4, "of a TFRecord sample", type=command.positive)
+    cut_size: int = option(128, "cells per side of a cut from HDF5", type=command.positive)
+
+
+def add_source(made: argparse.ArgumentParser) -> None:
+    made.add_argument("source", type=Path, metavar="SOURCE", help="holds train, validation, test; or the files of one --split")
+    made.add_argument("--split", choices=store.SPLITS, default=None, help="only this split, or the split of a flat folder")
+    made.add_argument("--limit", metavar="N", type=command.positive, default=None, help="at most this many source files per split")
+    add_ranges(made)
 
 
 @dataclass(frozen=True)
@@ -284,7 +314,7 @@ def _convert_records(share: Share, path: Path, rows: int) -> None:
     shape, parameters = first[2].shape, len(first[3])
     if parameters != len(PARAMETERS):
         raise DataError(f"{first[1]}: {parameters} target values, expected {len(PARAMETERS)} ({', '.join(PARAMETERS)})")
-    with store.rows_file(path, rows, _datasets(shape), share.about) as file:
+    with store.rows_file(path, rows, _shaped(*shape), share.about) as file:
         for row, (source, where, counts, target) in enumerate(chain([first], samples)):
             if row >= rows:
                 raise _OtherRowsError
@@ -318,7 +348,7 @@ def _convert_universe(share: Share, out: Path) -> None:
             raise DataError(f"{path}: 'unitPar' has {len(target)} values, expected {len(PARAMETERS)} ({', '.join(PARAMETERS)})")
         tfrecord.refuse_target(target, str(path))
         rows, row = (edge // size) ** 3, 0
-        with store.rows_file(out, rows, _datasets((size, size, size, full.shape[3])), share.about) as file:
+        with store.rows_file(out, rows, _shaped(size, size, size, full.shape[3]), share.about) as file:
             for x in range(0, edge, size):
                 slab = full[x : x + size]
                 tfrecord.refuse_counts(slab, f"{path}: cells {x} to {x + size} of the first axis")
@@ -348,10 +378,8 @@ def _sources(options: argparse.Namespace) -> dict[str, list[str]]:
     return found
 
 
-def convert(options: argparse.Namespace) -> int:
-    sources = _sources(options)
-    command.refuse_same(options.source, options.out)
-    low, high = ends(options)
+def convert(options: argparse.Namespace) -> command.Plan:
+    sources, (low, high) = _sources(options), ends(options)
     # The public voxel is H_0/70 Mpc/h: 512 cells in a box that is the same in Mpc for every universe.
     about = {**_header(low, high), "redshifts": np.array((0.0, 0.5, 1.5, 3.0))[: options.channels], "voxel_mpc_h": 1.0}
     jobs: list[store.Job] = []
@@ -360,79 +388,22 @@ def convert(options: argparse.Namespace) -> int:
         for number, some in enumerate(command.parts_of(files, each)):
             share = Share(options.source, some, options.channels, options.cut_size, about)
             jobs.append(store.Job(options.out / split / f"samples_{number:06d}.h5", partial(convert_share, share), CONTENTS))
-    recipe = {
-        "kind": "convert",
-        "rows_per_file": options.rows_per_file,
-        "channels": options.channels,
-        "cut_size": options.cut_size,
-        "low": list(low),
-        "high": list(high),
-        "sources": {split: f"{len(files)} files, names {command.digest(files)}" for split, files in sources.items()},
-    }
+    recipe = {"kind": "convert", **Source.of(options).told, "low": list(low), "high": list(high),
+              "sources": {split: command.listed(files) for split, files in sources.items()}}  # fmt: skip
     total = sum((options.source / file).stat().st_size for files in sources.values() for file in files)
-    command.print_once(f"source files: {command.told_sources(sources)}, {total / 1e6:,.1f} MB in {options.source}")
-    command.work(options, jobs, recipe, _header(low, high))
-    return command.conclude("cosmoflow", options)
+    told = f"source files: {command.told_sources(sources)}, {total / 1e6:,.1f} MB in {options.source}"
+    return command.Plan(recipe, jobs, _header(low, high), told)
 
 
-# ---- command line
-
-
-def _ranges(text: str, usual: Mapping[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
-    """The usual ranges, changed by what the text names."""
-    ranges = dict(usual)
-    for part in text.split(","):
-        name, _, ends = part.strip().partition("=")
-        low, _, high = ends.partition(":")
-        if name not in PARAMETERS:
-            raise argparse.ArgumentTypeError(f"'{part}': expected NAME=LOW:HIGH with NAME one of {', '.join(PARAMETERS)}")
-        ranges[name] = float(low), float(high)
-    return ranges
-
-
-numbers = command.taking("list such as 0,0.5,1.5,3", lambda text: [float(part) for part in text.split(",")])
-
-
-def add_ranges(made: argparse.ArgumentParser, usual: Mapping[str, tuple[float, float]] = MappingProxyType(RANGES)) -> None:
-    text = ",".join(f"{name}={low:g}:{high:g}" for name, (low, high) in usual.items())
-    ranges = command.taking("list such as Omega_m=0.27:0.33,H_0=63:77", partial(_ranges, usual=usual))
-    made.add_argument("--ranges", metavar="NAME=LOW:HIGH,...", type=ranges, default=text, help="change some of them")
-
-
-def parser() -> argparse.ArgumentParser:
-    top, add = command.parser("cosmoflow", "CosmoFlow data: simulate universes, check them, or convert the public sets.")
-
-    one = add("simulate", "Universes of cold dark matter, from their four numbers to particle counts.", simulate)
-    command.add_out(one)
-    one.add_argument("--universes", metavar="N", type=command.positive, default=256, help="how many; a later run may ask for more")
-    command.add_fractions(one, 0.125, 0.0, "the universes")
-    one.add_argument("--size", metavar="N", type=command.positive, default=32, help="cells per side of a sample")
-    one.add_argument("--cut", metavar="N", type=command.positive, default=2, help="samples per side of a universe")
-    one.add_argument("--voxel", metavar="X", type=float, default=8.0, help="width of a cell in Mpc/h")
-    one.add_argument("--redshifts", metavar="Z,Z,...", type=numbers, default="0,0.5,1.5,3", help="one channel each")
-    one.add_argument("--particles-per-cell", type=int, choices=sorted(universe.LATTICES), default=2, help="that are moved")
-    one.add_argument("--mean-count", metavar="X", type=float, default=16.0, help="counts in a cell of mean density")
-    one.add_argument("--omega-b", metavar="X", type=float, default=0.045, help="baryon density, the same in every universe")
-    add_ranges(one)
-    command.add_making(one)
-
-    command.add_check(add, "Files against index.json, spectra against the linear input", inspection.check, inspection.PICTURE,
-                      "--spectra", 64, "universes whose spectra are measured")  # fmt: skip
-
-    three = add("convert", "Public MLPerf TFRecords (plain or gzip) or public HDF5 universes to our files.", convert)
-    three.add_argument("source", type=Path, metavar="SOURCE", help="holds train, validation, test; or the files of one --split")
-    command.add_out(three)
-    three.add_argument("--split", choices=store.SPLITS, default=None, help="only this split, or the split of a flat folder")
-    three.add_argument("--rows-per-file", metavar="N", type=command.positive, default=64, help="TFRecord files per output file")
-    three.add_argument("--channels", metavar="N", type=command.positive, default=4, help="of a TFRecord sample")
-    three.add_argument("--cut-size", metavar="N", type=command.positive, default=128, help="cells per side of a cut from HDF5")
-    three.add_argument("--limit", metavar="N", type=command.positive, default=None, help="at most this many source files per split")
-    add_ranges(three)
-    command.add_workers(three)
-    return top
-
-
-main = partial(command.main, parser)
+MAKER = command.Maker(
+    "cosmoflow", "CosmoFlow data: simulate universes, check them, or convert the public sets.", "cosmoflow",
+    command.Check("Files against index.json, spectra against the linear input.", inspection.look,
+                  ("spectra", 64, "universes whose spectra are measured"), ("universes.png", (15.2, 8.4), 110), inspection.draw),
+    (command.Simulate("Universes of cold dark matter, from their four numbers to particle counts.", Recipe,
+                      ("universes", 256, "how many; a later run may ask for more"), simulate, add_ranges),
+     command.Convert("Public MLPerf TFRecords (plain or gzip), or public HDF5 universes.", Source, convert, add_source)),
+)  # fmt: skip
+main, parser = MAKER.main, MAKER.parser
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -9,17 +9,15 @@ All but .parquet also end with .gz or .zst. What cannot be used is told with its
 file can still be read; a file that is cut off is an error.
 """
 
-import codecs
 import gzip
-import hashlib
 import json
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
+from data_prep import store
 from data_prep.extras import needed
 from hpcai.errors import DataError
 
@@ -56,14 +54,6 @@ class Piece:
     split: str | None = None                    # where all of it goes
 
 
-class Place:
-    """How far a piece was read."""
-
-    def __init__(self) -> None:
-        self.line = 0
-        """lines (rows of a table) that begin in the piece, up to now"""
-
-
 def kind(path: Path) -> str:
     """text, lines, table, sequences or aligned."""
     plain = path.with_suffix("") if path.suffix in PACKED else path
@@ -75,74 +65,70 @@ def size(path: Path) -> tuple[int, int, str]:
     DataError for a file that is cut off or damaged, where its format tells."""
     if kind(path) == "table":
         with _table(path) as table:
-            groups = table.metadata.num_row_groups
-            weight = sum(table.metadata.row_group(n).total_byte_size for n in range(groups))
-        return groups, weight, _digest(path)
-    if path.suffix not in PACKED:
-        return (many := _stat(path)), many, _digest(path)
-    many = sum(len(block) for block in stream(path))
-    return many, many, _digest(path)
+            groups = [table.metadata.row_group(n) for n in range(table.metadata.num_row_groups)]
+        return len(groups), sum(group.total_byte_size for group in groups), store.digest(path)
+    many = path.stat().st_size if path.suffix not in PACKED else sum(len(block) for block in stream(path))
+    return many, many, store.digest(path)
 
 
-def read(piece: Piece, place: Place, columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
+def before(piece: Piece) -> int:
+    """Lines of a file (rows of a table) that begin before a piece of it."""
+    if not piece.begin:
+        return 0
+    if kind(piece.path) == "table":
+        with _table(piece.path) as table:
+            return sum(table.metadata.row_group(n).num_rows for n in range(piece.begin))
+    return sum(at < piece.begin for at, _ in lines(piece.path))
+
+
+def read(piece: Piece, columns: Sequence[str]) -> Iterator[tuple[int, Any]]:
     """The documents that begin in a piece, each with its line (row), of which the first of the piece is 1: an iterator of parts of
     a text; the object of a line or row; a sequence; or what is Bad. ``columns`` are those of a table that are needed."""
     what = kind(piece.path)
     if what == "text":
         yield 1, texts(piece.path)
     elif what == "table":
-        yield from _rows(piece, place, columns)
+        yield from enumerate(_rows(piece, columns), 1)
     elif what == "lines":
-        for at, line in lines(piece.path, piece.begin):
+        for number, (at, line) in enumerate(lines(piece.path, piece.begin), 1):
             if at >= piece.end:
                 return
-            place.line += 1
             if line.strip():
-                yield place.line, _object(line)
+                yield number, _object(line)
     else:
-        yield from _sequences(piece, place, what == "aligned")
+        yield from _sequences(piece, what == "aligned")
 
 
 # ---- text
 
 
 def texts(path: Path) -> Iterator[str]:
-    """A text in parts of a million characters or more, cut where a line ends and another begins with no space, so that the words of
-    a tokenizer stay whole. Raises NotTextError, with the line, for what is not UTF-8."""
-    decoder, held, line = codecs.getincrementaldecoder("utf-8-sig")(), "", 1
-    for block in chain(stream(path), [b""]):
+    """A text in parts of a million characters or more, cut where a line begins with no space, so that the words of a tokenizer stay
+    whole. Raises NotTextError, with the line, for what is not UTF-8."""
+    held, many = list[str](), 0
+    for number, (_, line) in enumerate(lines(path), 1):
         try:
-            text = decoder.decode(block, not block)
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as problem:
-            # Before the block stands a character's beginning at most, which holds no end of a line.
-            line += problem.object.count(b"\n", 0, problem.start)
-            found = f"byte 0x{problem.object[problem.start]:02x} is not UTF-8; convert it (iconv -t UTF-8), or leave it out"
-            raise NotTextError(f"{path}: line {line}: {found}") from None
+            found = f"byte 0x{line[problem.start]:02x} is not UTF-8; convert it (iconv -t UTF-8), or leave it out"
+            raise NotTextError(f"{path}: line {number}: {found}") from None
         if "\0" in text:
-            line += text[: text.index("\0")].count("\n")
-            raise NotTextError(f"{path}: line {line}: a NUL byte, expected text; leave the file out")
-        line, held = line + block.count(b"\n"), held + text
-        if len(held) >= PIECE and (cut := _cut(held)):
-            yield held[:cut]
-            held = held[cut:]
+            raise NotTextError(f"{path}: line {number}: a NUL byte, expected text; leave the file out")
+        if many >= PIECE and not text[:1].isspace():
+            yield "".join(held)
+            held, many = [], 0
+        held.append(text)
+        many += len(text)
     if held:
-        yield held
-
-
-def _cut(text: str) -> int:
-    """Where to cut a long text, or 0 to wait for more of it."""
-    end = len(text) - 1
-    while (end := text.rfind("\n", 0, end)) > 0:
-        if not text[end + 1].isspace():
-            return end + 1
-    return len(text) if len(text) >= 8 * PIECE else 0       # a line without end
+        yield "".join(held)
 
 
 # ---- lines and rows
 
 
 def lines(path: Path, begin: int = 0) -> Iterator[tuple[int, bytes]]:
-    """Place and bytes of the lines that begin at byte ``begin`` or later. Raises DataError for a line above 256 MiB."""
+    """Place and bytes, with their ends, of the lines that begin at byte ``begin`` or later. Raises DataError for a line above
+    256 MiB."""
     at = max(begin - 1, 0)                      # a line may begin just at ``begin``: the byte before tells
     skip, held, many = begin > 0, list[bytes](), 0
     for block in stream(path, at):
@@ -150,10 +136,10 @@ def lines(path: Path, begin: int = 0) -> Iterator[tuple[int, bytes]]:
         held.append(first)
         many += len(first)
         if many > LINE:
-            raise DataError(f"{path}: the line from byte {at:,} on is longer than {LINE >> 20} MiB; is it JSON lines?")
+            raise DataError(f"{path}: the line from byte {at:,} on is longer than {LINE >> 20} MiB; is it text?")
         for other in others:
             if not skip:
-                yield at, b"".join(held)
+                yield at, b"".join(held) + b"\n"
             at, skip, held, many = at + many + 1, False, [other], len(other)
     if many and not skip:
         yield at, b"".join(held)
@@ -177,46 +163,38 @@ def _table(path: Path) -> Any:
         raise DataError(f"{path}: not a whole Parquet file ({str(problem)[:200]}); {AGAIN}") from problem
 
 
-def _rows(piece: Piece, place: Place, columns: Sequence[str]) -> Iterator[tuple[int, Mapping[str, Any]]]:
+def _rows(piece: Piece, columns: Sequence[str]) -> Iterator[Mapping[str, Any]]:
     with _table(piece.path) as table:
         has = table.schema_arrow.names
         for name in columns:
             if name not in has:
                 raise DataError(f"{piece.path}: no column '{name}'; it has {', '.join(has)}: name one with --field")
         batches = table.iter_batches(BATCH, row_groups=[*range(piece.begin, piece.end)], columns=list(columns))
-        while True:
-            try:
-                rows = next(batches).to_pylist()
-            except StopIteration:
-                return
-            except Exception as problem:
-                raise DataError(f"{piece.path}: cannot be read ({str(problem)[:200]}); {AGAIN}") from problem
-            for row in rows:
-                place.line += 1
-                yield place.line, row
+        try:
+            for batch in batches:
+                yield from batch.to_pylist()
+        except Exception as problem:            # Arrow's errors, OSError, and for some damage others
+            raise DataError(f"{piece.path}: cannot be read ({str(problem)[:200]}); {AGAIN}") from problem
 
 
 # ---- sequences
 
 
-def _sequences(piece: Piece, place: Place, aligned: bool) -> Iterator[tuple[int, str | Bad]]:
+def _sequences(piece: Piece, aligned: bool) -> Iterator[tuple[int, str | Bad]]:
     parts: list[bytes] | None = None
     begin = 0
-    for at, line in lines(piece.path, piece.begin):
+    for number, (at, line) in enumerate(lines(piece.path, piece.begin), 1):
         text = line.strip()
-        if at >= piece.end and parts is None:
-            return
+        if at >= piece.end and (parts is None or text.startswith(b">")):
+            break
         if text.startswith(b">"):
             if parts is not None:
                 yield begin, _letters(b"".join(parts), aligned)
-            if at >= piece.end:
-                return
-            parts, begin = [], place.line + 1
+            parts, begin = [], number
         elif text and parts is not None:
             parts.append(text)
         elif text and not piece.begin and not text.startswith((b"#", b";")):
-            yield place.line + 1, Bad(f"{text[:40].decode('utf-8', 'replace')!r} before any line with '>', expected sequences")
-        place.line += at < piece.end
+            yield number, Bad(f"{text[:40].decode('utf-8', 'replace')!r} before any line with '>', expected sequences")
     if parts is not None:
         yield begin, _letters(b"".join(parts), aligned)
 
@@ -284,18 +262,3 @@ def _unzst(file: IO[bytes], path: Path) -> Iterator[bytes]:
         raise DataError(f"{path}: cut off within a frame; {AGAIN}")
     if held:
         yield bytes(held)
-
-
-def _stat(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError as problem:
-        raise DataError(f"{path}: cannot be read ({problem.strerror}); mend that, or leave it out") from problem
-
-
-def _digest(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as problem:
-        raise DataError(f"{path}: cannot be read ({problem.strerror}); mend that, or leave it out") from problem

@@ -14,18 +14,20 @@ from numpy.typing import NDArray
 
 from data_prep import moments, store
 from data_prep.extras import needed
+from data_prep.store import Field
 from hpcai.errors import DataError
 from hpcai.models.dimenet import periodic
 
 Array = NDArray[Any]
 ELEMENTS = 119                                  # atomic numbers from 0
-LAYOUTS: dict[str, tuple[str, tuple[str | int, ...]]] = {
-    "atoms": ("int32", ()), "edges": ("int32", ()), "triplets": ("int64", ()), "energy": ("float64", ()),
-    "cell": ("float64", (3, 3)), "pbc": ("uint8", (3,)), "system": ("int64", ()), "frame": ("int32", ()), "source": ("int16", ()),
-    "positions": ("float32", ("atoms", 3)), "forces": ("float32", ("atoms", 3)), "numbers": ("uint8", ("atoms",)),
-    "tags": ("uint8", ("atoms",)), "fixed": ("uint8", ("atoms",)),
+FIELDS = {
+    "atoms": Field("int32", (), 1), "edges": Field("int32", (), 1), "triplets": Field("int64"),
+    "energy": Field("float64", unit="eV"), "cell": Field("float64", (3, 3), unit="angstrom"), "pbc": Field("uint8", (3,), 0, 1),
+    "system": Field("int64"), "frame": Field("int32"), "source": Field("int16"),
+    "positions": Field("float32", ("atoms", 3), unit="angstrom"), "forces": Field("float32", ("atoms", 3), unit="eV/angstrom"),
+    "numbers": Field("uint8", ("atoms",), 1, ELEMENTS - 1), "tags": Field("uint8", ("atoms",), 0, 2),
+    "fixed": Field("uint8", ("atoms",), 0, 1),
 }  # fmt: skip
-RANGES = {"atoms": (1, None), "edges": (1, None), "numbers": (1, ELEMENTS - 1), "tags": (0, 2), "fixed": (0, 1), "pbc": (0, 1)}
 
 
 def ase() -> Any:
@@ -77,12 +79,12 @@ def write(path: Path, frames: Sequence[Frame], counts: Sequence[tuple[int, int]]
     """A file of frames, with the edges and triplets of each."""
     rows = [{**vars(frame), "atoms": len(frame.numbers), "edges": edges, "triplets": triplets}
             for frame, (edges, triplets) in zip(frames, counts)]  # fmt: skip
-    store.write_rows(path, LAYOUTS, rows, about)
+    store.write_rows(path, FIELDS, rows, about)
 
 
 def read(file: h5py.File, row: int) -> tuple[Frame, tuple[int, int]]:
     """A frame of a file, and its edges and triplets."""
-    (found,) = store.read_rows(file, LAYOUTS, row, row + 1)
+    (found,) = store.read_rows(file, FIELDS, row, row + 1)
     _, edges, triplets = (int(found.pop(name)) for name in ("atoms", "edges", "triplets"))
     return Frame(**found), (edges, triplets)
 
@@ -103,8 +105,6 @@ def _sums(file: h5py.File) -> dict[str, Any]:
         "elements": np.bincount(file["numbers"][...], minlength=ELEMENTS).tolist(),
         "free": len(free), "square": float((free**2).sum()), "absolute": float(np.abs(free).sum()),
         "largest": float(np.sqrt((free**2).sum(1).max(initial=0.0))),
-        "sources": np.bincount(file["source"][...]).tolist(),
-        "skipped": int(file.attrs.get("skipped", 0)),
     }  # fmt: skip
 
 
@@ -129,53 +129,40 @@ def _merge(records: Sequence[store.Record]) -> dict[str, Any]:
         "energy": parts["energy"],
         "forces": named,                        # of free atoms; zero_mae: mean |component|, the error of a model that says zero
         **{f"{name}_per_frame": parts[name] for name in ("atoms", "edges", "triplets")},
-        "skipped": sum(each["skipped"] for each in sums),
     }
 
 
 def _across(out: Path, indexes: dict[str, Any], statistics: dict[str, Any]) -> None:
     """Adds how far the energies of each split are from what training tells without a network: their mean, or a sum over atoms of an
-    energy for each element. Where sources are mixed, each has an offset besides."""
+    energy for each element."""
     chemical_symbols = ase().data.chemical_symbols
+    training = statistics["splits"]["train"]
+    known = [chemical_symbols.index(symbol) for symbol in training["elements"]]
 
-    def parts(split: str) -> Iterator[tuple[Array, Array, Array]]:
-        """Atoms of each element [R, ELEMENTS], energy [R], source [R] of each file."""
+    def parts(split: str) -> Iterator[tuple[Array, Array]]:
+        """Atoms of each known element [R, E] and energy [R] of each file."""
         for entry in indexes[split]["files"]:
             with h5py.File(out / split / entry["name"], "r") as file:
                 atoms, numbers = file["atoms"][...], file["numbers"][...].astype(np.int64)
                 frame = np.repeat(np.arange(len(atoms)), atoms)
                 counts = np.bincount(frame * ELEMENTS + numbers, minlength=len(atoms) * ELEMENTS).reshape(-1, ELEMENTS)
-                yield counts, file["energy"][...], file["source"][...]
+                yield counts[:, known], file["energy"][...]
 
-    training, names = statistics["splits"]["train"], indexes["train"]["sources"]
-    many = len(names) if len(names) > 1 and statistics["settings"].get("mix") else 0
-    known = [chemical_symbols.index(symbol) for symbol in training["elements"]]
-
-    def columns(counts: Array, source: Array) -> Array:
-        return np.hstack([counts[:, known], np.eye(many)[source][:, :many] if many else counts[:, :0]])
-
-    triangle, seen = np.zeros((0, len(known) + many + 1)), set[int]()
-    for counts, energy, source in parts("train"):           # QR in parts: the digits of a direct solution, the memory of one file
-        seen |= set(np.unique(source).tolist())
-        below = np.column_stack([columns(counts, source), energy])
-        triangle = np.asarray(np.linalg.qr(np.vstack([triangle, below]), mode="r"))
+    triangle = np.zeros((0, len(known) + 1))
+    for counts, energy in parts("train"):       # QR in parts: the digits of a direct solution, the memory of one file
+        triangle = np.asarray(np.linalg.qr(np.vstack([triangle, np.column_stack([counts, energy])]), mode="r"))
     solution = np.linalg.lstsq(triangle[:, :-1], triangle[:, -1], rcond=1e-10)[0]
     mean = training["energy"]["mean"]
     for split, about in statistics["splits"].items():
-        off, linear, frames = 0.0, 0.0, about["frames"]
-        for counts, energy, source in parts(split):
-            off += float(np.abs(energy - mean).sum())
-            linear += float(np.abs(energy - columns(counts, source) @ solution).sum())
-        about["baselines"] = {"energy_of_mean": off / frames, "energy_of_linear_reference": linear / frames,
+        errors = [(np.abs(energy - mean).sum(), np.abs(energy - counts @ solution).sum()) for counts, energy in parts(split)]
+        off, linear = (np.array(errors).sum(0) / about["frames"]).tolist()
+        about["baselines"] = {"energy_of_mean": off, "energy_of_linear_reference": linear,
                               "forces_of_zero": about["forces"]["zero_mae"]}  # fmt: skip
     statistics["normaliser"] = {"energy_mean": mean, "energy_deviation": training["energy"]["deviation"],
                                 "force_rms": training["forces"]["rms"]}  # fmt: skip
     elements = {chemical_symbols[z]: float(value) for z, value in zip(known, solution)}
     residual = training["baselines"]["energy_of_linear_reference"]
     statistics["linear_reference"] = {"energy": elements, "residual_mae": residual}
-    if many:
-        offsets = [float(offset) if n in seen else None for n, offset in enumerate(solution[len(known) :])]
-        statistics["offsets"] = [{**name, "energy": offset} for name, offset in zip(names, offsets)]
 
 
-CONTENTS = store.Contents("atoms", store.fields_of(LAYOUTS, RANGES), _sums, _merge, parts=("atoms",), across=_across)
+CONTENTS = store.Contents(FIELDS, _sums, _merge, across=_across)

@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from data_prep import command, store, trajectories
 from hpcai.errors import ConfigError, DataError
 
@@ -42,46 +40,39 @@ def files(root: Path) -> dict[str, list[Path]]:
     return found
 
 
-def origin(path: Path, root: Path, options: argparse.Namespace, by_system: bool) -> Origin:
+def origin(path: Path, root: Path, by_system: bool) -> Origin:
     name = path.relative_to(root if root.is_dir() else root.parent).as_posix()
-    labels, length = None, 0
-    for item in trajectories.items(path, name, options.trust_pickle):
-        if length == 0 or (labels is None and length < 9):
+    told, labels = trajectories.systems(path), None     # OC20's lists spare a look at the atoms
+    found: list[int | None] = []
+    for number, item in enumerate(trajectories.items(path, name)):
+        system = told[number] if number < len(told) else None
+        if (labels is None and number < 9) or (by_system and not told):
             try:
-                labels = item().labels
+                frame = item()
+                labels, system = labels or frame.labels, system or frame.system
             except DataError:
-                labels = None                   # told when it is its turn
-        length += 1
-    if not length:
+                pass                            # told when it is its turn
+        found.append(system if by_system else None)
+    if not found:
         raise DataError(f"{path}: holds no frames; {trajectories.AGAIN}")
-    systems = trajectories.systems(path, name, options.trust_pickle) if by_system else [None] * length
-    return Origin(path, name, tuple(systems), labels, trajectories.has_references(path) is not None)
+    return Origin(path, name, tuple(found), labels, trajectories.has_references(path) is not None)
 
 
-def sources(origins: Sequence[Origin], options: argparse.Namespace) -> tuple[list[dict[str, str]], list[int]]:
-    """What the index says of the sources, and which of them each file belongs to. Refuses to mix labels unless it is asked to."""
+def source(origins: Sequence[Origin], options: argparse.Namespace) -> dict[str, str]:
+    """What the index says of the source. Refuses labels of several methods in one set: their energies have other zeros."""
     told = [(origin.labels or options.label, origin.relative) for origin in origins]
+    kinds, advice = list(dict.fromkeys(told)), "convert them one by one"
     silent = [origin for origin, (labels, relative) in zip(origins, told) if labels is None and not relative]
-    kinds = list(dict.fromkeys(told))
-    advice = "convert them one by one, or give --mix to have them in one set, with an offset of energy for each"
-    if not options.mix and len(kinds) > 1:
+    if len(kinds) > 1:
         one, other = (f"{origins[told.index(kind)].path.name} has {kind[0] or 'labels of unknown method'}"
                       f"{', energies less a reference' if kind[1] else ''}" for kind in kinds[:2])  # fmt: skip
         raise ConfigError(f"{options.source}: {one}, {other}; {advice}; --label names the method of files that do not tell it")
-    if not options.mix and len(silent) > 1:
+    if len(silent) > 1:
         raise ConfigError(f"{options.source}: {len(silent)} files such as {silent[0].path.name} do not tell how their labels were "
                           f"computed; if by one method, name it, as in --label 'DFT (VASP)'; otherwise {advice}")  # fmt: skip
-    name = options.source_name or options.source.name
-    if not options.mix:
-        known = options.label or told[0][0] or "not stated"
-        return [{"name": name, "labels": known, "energy": "less a reference" if told[0][1] else "total"}], [0] * len(origins)
-    groups = [origin.name if labels is None else f"{labels}{', less a reference' if relative else ''}"
-              for origin, (labels, relative) in zip(origins, told)]  # fmt: skip
-    names = list(dict.fromkeys(groups))
-    if len(names) > np.iinfo(np.int16).max:
-        raise ConfigError(f"{options.source}: {len(names)} sources, expected {np.iinfo(np.int16).max} at most; name a --label")
-    index = [{"name": name, "labels": told[groups.index(name)][0] or "not stated"} for name in names]
-    return index, [names.index(group) for group in groups]
+    labels, relative = told[0]
+    return {"name": options.source_name or options.source.name, "labels": options.label or labels or "not stated",
+            "energy": "less a reference" if relative else "total"}  # fmt: skip
 
 
 def splits(origins: dict[str, list[Origin]], options: argparse.Namespace) -> dict[str, list[tuple[Origin, list[int]]]]:

@@ -1,12 +1,14 @@
-"""Checks of a prepared CosmoFlow folder: its files against their index, its spectra against the linear input, and a picture.
+"""Checks of prepared CosmoFlow universes: their spectra against the linear input, and a picture.
 
 N cells per side of a whole universe   Z redshifts   K = N/2 + 1   B bins of wavenumber
 """
 
+import argparse
 import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,8 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from data_prep import command, store, universe
+from data_prep import command, universe
 
-PICTURE = "universes.png"
 WINDOW = 0.02           # relative error that the mesh leaves in the power at the wavenumbers compared
 THEORY = 0.05           # what is not linear there, over D1^2, as which one-loop terms grow
 SIGMAS = 4.0            # deviations; that of the power of Gaussian modes is sqrt(1/modes), a pair of conjugates counted once
@@ -62,38 +63,26 @@ class Comparison:
                    f"below k = {self.reach[channel]:.3f} h/Mpc, beyond {margin:.1%}")  # fmt: skip
 
 
-def check(out: Path, spectra: int, picture: bool) -> int:
-    """0 when all is well, otherwise 1 with the reasons printed. Raises DataError for a folder that cannot be read at all."""
-    files, wrong = command.against_index(out, _file_mistakes)
-    settings = store.read_json(out / "recipe.json")
-    if settings.get("kind") != "simulate":
+def look(prepared: command.Prepared, options: argparse.Namespace) -> Iterator[str]:
+    """What is wrong with the universes; prints how their spectra compare."""
+    if prepared.recipe.get("kind") != "simulate":
         print("not simulated here, so there is no input spectrum to compare with")
-    elif not wrong:
-        paths = [path for path, _, _ in files]
-        comparison = compare(paths, spectra) if spectra else None
-        if comparison:
-            wrong += _report(comparison)
-        if picture:
-            draw(out / PICTURE, paths, comparison)
-    return command.told(wrong)
-
-
-def _file_mistakes(path: Path, entry: dict[str, Any], index: dict[str, Any]) -> Iterator[str]:
-    found = list(store.mistakes(path, entry, index))
-    yield from found
-    if found:
         return
-    with h5py.File(path, "r") as file:
-        counts, target = file["counts"], file["target"]
-        if "recipe" not in file.attrs:
-            return
-        if not (np.abs(target[...]) <= 1).all():
-            yield f"target {target[0].tolist()} outside [-1, 1]"
-        settings = json.loads(file.attrs["recipe"])
-        mean = counts[...].mean(axis=(0, 1, 2, 3))
-        # Rounding by chance moves a cell by at most half a count in the standard deviation.
-        if (np.abs(mean - settings["mean_count"]) > 6 * 0.5 / math.sqrt(counts.size / counts.shape[-1])).any():
-            yield f"mean counts {mean.tolist()}, expected {settings['mean_count']}: matter is not conserved"
+    for path in prepared.paths:
+        with h5py.File(path, "r") as file:
+            counts, expected = file["counts"], json.loads(file.attrs["recipe"])["mean_count"]
+            mean = counts[...].mean(axis=(0, 1, 2, 3))
+            # Rounding by chance moves a cell by at most half a count in the standard deviation.
+            if (np.abs(mean - expected) > 6 * 0.5 / math.sqrt(counts.size / counts.shape[-1])).any():
+                yield f"{path}: mean counts {mean.tolist()}, expected {expected}: matter is not conserved"
+    if options.some:
+        comparison = compare(tuple(command.spread(prepared.paths, options.some)))
+        print(f"spectra of {comparison.universes} universes over the linear input, on large scales:")
+        for channel, redshift in enumerate(comparison.redshifts):
+            (mean, tolerance), reach = comparison.mean(channel), comparison.reach[channel]
+            found = f"{mean:.3f} for k < {reach:.3f} h/Mpc, tolerance {tolerance:.3f}"
+            print(f"  redshift {redshift:g}: " + ("not compared, the box holds no mode so large" if math.isnan(mean) else found))
+        yield from comparison.mistakes()
 
 
 def whole(file: h5py.File) -> NDArray[np.int16]:
@@ -104,9 +93,9 @@ def whole(file: h5py.File) -> NDArray[np.int16]:
     return parts.transpose(0, 3, 1, 4, 2, 5, 6).reshape(cut * size, cut * size, cut * size, -1)
 
 
-def compare(paths: Sequence[Path], universes: int) -> Comparison:
-    """Spectra of evenly chosen files against P(k) D1(z)^2 of their own parameters."""
-    chosen = command.spread(paths, universes)
+@lru_cache(1)
+def compare(chosen: tuple[Path, ...]) -> Comparison:
+    """Spectra of some files against P(k) D1(z)^2 of their own parameters."""
     with h5py.File(chosen[0], "r") as file:
         settings = json.loads(file.attrs["recipe"])
     cells, width, redshifts = settings["size"] * settings["cut"], settings["voxel"], tuple(settings["redshifts"])
@@ -147,49 +136,32 @@ def compare(paths: Sequence[Path], universes: int) -> Comparison:
     return Comparison(redshifts, len(chosen), mean_k, modes, measured / full, linear / full, ratio / full, reach, margin)
 
 
-def _report(comparison: Comparison) -> list[str]:
-    print(f"spectra of {comparison.universes} universes over the linear input, on large scales:")
-    for channel, redshift in enumerate(comparison.redshifts):
-        mean, tolerance = comparison.mean(channel)
-        if math.isnan(mean):
-            print(f"  redshift {redshift:g}: the box holds no mode below k = {comparison.reach[channel]:.3f} h/Mpc, not compared")
-            continue
-        print(f"  redshift {redshift:g}: {mean:.3f} for k < {comparison.reach[channel]:.3f} h/Mpc, tolerance {tolerance:.3f}")
-    return list(comparison.mistakes())
-
-
-def draw(path: Path, paths: Sequence[Path], comparison: Comparison | None) -> None:
+def draw(figure: Any, prepared: command.Prepared, options: argparse.Namespace) -> None:
     """Slices of three universes, of low, middle and high sigma_8, at every redshift; spectra beside them."""
-    shown = _spread(paths)
-    with h5py.File(shown[0], "r") as file:
-        redshifts, voxel = [float(z) for z in file.attrs["redshifts"]], float(file.attrs["voxel_mpc_h"])
-    order = np.argsort(redshifts)[::-1]                 # time runs to the right
-    columns = len(redshifts)
-    with command.picture(path, (2.5 * columns + 5.2, 2.62 * len(shown) + 0.5), 110) as figure:
-        left, right = figure.subfigures(1, 2, width_ratios=(2.5 * columns, 5.2), wspace=0.02)
-        axes = left.subplots(len(shown), columns, squeeze=False)
-        thick = max(1, round(16 / voxel))
-        bottom = top = 0.0
-        for row, name in enumerate(shown):
-            with h5py.File(name, "r") as file:
-                counts, values = whole(file), file.attrs["physical"]
-            slab = np.log1p(counts[:thick].mean(axis=0))                              # [N, N, Z]
-            if not top:                                 # one scale for all, so that growth and sigma_8 are seen
-                bottom, top = (float(q) for q in np.quantile(slab[..., int(order[-1])], (0.002, 0.998)))
-            for axis, channel in zip(axes[row], order):
-                axis.imshow(slab[..., channel].T, origin="lower", cmap="magma", vmin=bottom, vmax=top, interpolation="nearest")
-                axis.set(xticks=[], yticks=[])
-                if row == 0:
-                    axis.set_title(f"z = {redshifts[channel]:g}", fontsize=11)
-            text = f"$\\Omega_m$ {values[0]:.3f}  $\\sigma_8$ {values[1]:.3f}\n$n_s$ {values[2]:.3f}  $H_0$ {values[3]:.1f}"
-            axes[row][0].set_ylabel(text, fontsize=9)
-        side = counts.shape[0] * voxel
-        left.supxlabel(f"log(1 + mean count) of a slice {thick * voxel:g} Mpc/h thick; each side {side:g} Mpc/h", fontsize=10)
-        if comparison:
-            _draw_spectra(right, comparison, order)
+    if prepared.recipe.get("kind") != "simulate":
+        return
+    voxel, redshifts = prepared.recipe["voxel"], prepared.recipe["redshifts"]
+    shown, order = _low_to_high(prepared.paths), np.argsort(redshifts)[::-1]            # time runs to the right
+    left, right = figure.subfigures(1, 2, width_ratios=(2.5 * len(redshifts), 5.2), wspace=0.02)
+    thick = max(1, round(16 / voxel))
+    for number, (path, axes) in enumerate(zip(shown, left.subplots(len(shown), len(redshifts), squeeze=False))):
+        with h5py.File(path, "r") as file:
+            counts, values = whole(file), file.attrs["physical"]
+        slab = np.log1p(counts[:thick].mean(axis=0))                                    # [N, N, Z]
+        if not number:                          # one scale for all, so that growth and sigma_8 are seen
+            bottom, top = np.quantile(slab[..., order[-1]], (0.002, 0.998))
+        for axis, channel in zip(axes, order):
+            axis.imshow(slab[..., channel].T, origin="lower", cmap="magma", vmin=bottom, vmax=top, interpolation="nearest")
+            axis.set(xticks=[], yticks=[], title=f"z = {redshifts[channel]:g}" if not number else "")
+        text = f"$\\Omega_m$ {values[0]:.3f}  $\\sigma_8$ {values[1]:.3f}\n$n_s$ {values[2]:.3f}  $H_0$ {values[3]:.1f}"
+        axes[0].set_ylabel(text, fontsize=9)
+    text = f"log(1 + mean count) of a slice {thick * voxel:g} Mpc/h thick; each side {len(counts) * voxel:g} Mpc/h"
+    left.supxlabel(text, fontsize=10)
+    if options.some:
+        _draw_spectra(right.subplots(), compare(tuple(command.spread(prepared.paths, options.some))))
 
 
-def _spread(paths: Sequence[Path]) -> list[Path]:
+def _low_to_high(paths: Sequence[Path]) -> list[Path]:
     """Lowest, middle and highest sigma_8 of up to 64 files."""
     some = command.spread(paths, 64)
     strength = []
@@ -200,28 +172,13 @@ def _spread(paths: Sequence[Path]) -> list[Path]:
     return [some[i] for i in dict.fromkeys((int(order[0]), int(order[len(order) // 2]), int(order[-1])))]
 
 
-def _draw_spectra(panel: Any, comparison: Comparison, order: NDArray[Any]) -> None:
-    upper, lower = panel.subplots(2, 1, sharex=True, height_ratios=(2.2, 1))
+def _draw_spectra(axis: Any, comparison: Comparison) -> None:
     full = comparison.modes > 0
     k, error = comparison.k[full], 1 / np.sqrt(comparison.modes[full])
-    from matplotlib import colormaps
-
-    for place, channel in enumerate(order):
-        color = colormaps["viridis"](0.9 * (1 - place / max(1, len(order) - 1)))
-        label = f"z = {comparison.redshifts[channel]:g}"
-        upper.plot(k, comparison.linear[channel][full], color=color, linewidth=1)
+    for channel, redshift in enumerate(comparison.redshifts):
         measured = comparison.measured[channel][full]
-        upper.errorbar(k, measured, measured * error, color=color, fmt="o", markersize=3, linewidth=1, label=label)
-        ratio = comparison.ratio[channel][full]
-        lower.errorbar(k, ratio, error, color=color, fmt="o-", markersize=2.5, linewidth=0.8)
-        near = k < comparison.reach[channel]
-        lower.plot(k[near], ratio[near], "o", color=color, markersize=5, markerfacecolor="none")
-    upper.set_title(f"{comparison.universes} universes: counts and linear input", fontsize=11)
-    upper.set(xscale="log", yscale="log", ylabel="P(k)  [(Mpc/h)$^3$]")
-    upper.legend(fontsize=8, frameon=False)
-    lower.axhline(1, color="0.4", linewidth=0.8)
-    lower.set(xlabel="k  [h/Mpc]", ylabel="counts / linear", ylim=(0.75, 1.25))
-    ticks = [tick for tick in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2) if k[0] * 0.8 < tick < k[-1] * 1.2]
-    lower.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    lower.set_xticks([], minor=True)
-    lower.text(0.02, 0.06, "rings: compared", transform=lower.transAxes, fontsize=8, color="0.3")
+        axis.plot(k, comparison.linear[channel][full], color=f"C{channel}", linewidth=1)
+        axis.errorbar(k, measured, measured * error, color=f"C{channel}", fmt="o", markersize=3, label=f"z = {redshift:g}")
+    axis.set(xscale="log", yscale="log", xlabel="k  [h/Mpc]", ylabel="P(k)  [(Mpc/h)$^3$]")
+    axis.set_title(f"{comparison.universes} universes: counts and linear input (lines)", fontsize=11)
+    axis.legend(fontsize=8, frameon=False)

@@ -34,14 +34,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from data_prep import command, moments, nifti, phantom, store
+from data_prep import command, nifti, phantom, store
+from data_prep.command import option
 from data_prep.extras import needed
+from data_prep.store import Field
 from hpcai.errors import ConfigError
 from hpcai.models.unet3d import volume
 from hpcai.models.unet3d.volume import CLASSES
 from hpcai.programs import start
 
-PICTURE = "kidneys.png"
 PUBLIC, LABELLED = 300, 210     # cases of the public set; those from 210 on have no label
 # The evaluation cases of the MLPerf reference.
 EVALUATION = frozenset((
@@ -55,38 +56,24 @@ Three = tuple[float, float, float]
 # ---- what the files hold
 
 
-def _fields(shape: list[Any], header: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "image": {"dtype": "float32", "shape": shape},
-        "label": {"dtype": "uint8", "shape": shape, "low": 0, "high": len(CLASSES) - 1, "blank": 0},
-        "boxes": {"dtype": "int32", "shape": [OBJECTS, PARTS, 6], "low": 0, "blank": 0},
-    }
+FIELDS = {
+    "image": Field("float32", (None, None, None), channels=3),
+    "label": Field("uint8", (None, None, None), 0, len(CLASSES) - 1, blank=0, classes=len(CLASSES)),
+    "boxes": Field("int32", (OBJECTS, PARTS, 6), 0, blank=0),
+}
 
 
 def _sums(file: h5py.File) -> dict[str, Any]:
-    """Moments of the image, voxels of each class."""
-    slices = range(file["image"].shape[1])
-    found = moments.join(moments.measure(file["image"][0, d].reshape(-1, 1)) for d in slices)
-    classes = np.sum([np.bincount(file["label"][0, d].ravel(), minlength=len(CLASSES)) for d in slices], axis=0)
-    return {"case": str(file.attrs["case"]), **found, "classes": classes.tolist()}
+    return {"case": str(file.attrs["case"])}
 
 
-def _moments(records: Sequence[store.Record]) -> dict[str, Any]:
-    sums = [record["sums"] for record in records]
-    image = moments.summary(sums)
-    voxels = image.pop("cells")
-    classes, shapes = np.sum([each["classes"] for each in sums], axis=0), np.array([record["shape"] for record in records])
-    return {
-        "cases": len(records),
-        "voxels": voxels,
-        "image": {name: value for name, (value,) in image.items()},
-        "label": {"voxels": classes.tolist(), "frequency": (classes / voxels).tolist()},
-        "shapes": {"least": shapes.min(0).tolist(), "largest": shapes.max(0).tolist()},             # of each dim by itself
-        "without_kidney": [each["case"] for each in sums if not sum(each["classes"][1:])],
-    }
+def _merge(records: Sequence[store.Record]) -> dict[str, Any]:
+    shapes = np.array([record["shape"] for record in records])
+    bare = [record["sums"]["case"] for record in records if not sum(record["sums"]["label"][1:])]
+    return {"shapes": {"least": shapes.min(0).tolist(), "largest": shapes.max(0).tolist()}, "without_kidney": bare}    # of each dim
 
 
-CONTENTS = store.Contents("image", _fields, _sums, _moments, varies=True)
+CONTENTS = store.Contents(FIELDS, _sums, _merge, varies=True)
 
 
 def boxes(label: NDArray[np.uint8]) -> NDArray[np.int32]:
@@ -117,9 +104,9 @@ def _write(
         torch.set_num_threads(1)                                    # the workers are as many as the cores
     ready, classes = volume.prepare(image, label, spacing, target, least)
     assert classes is not None
-    datasets = {"image": (np.float32, ready.shape), "label": (np.uint8, ready.shape), "boxes": (np.int32, (OBJECTS, PARTS, 6))}
+    here = {name: field._replace(shape=ready.shape) if None in field.shape else field for name, field in FIELDS.items()}
     origin = {"original_spacing_mm": list(spacing), "original_shape": list(image.shape)}
-    with store.rows_file(path, 1, datasets, {**_header(target), **origin, **about}) as file:
+    with store.rows_file(path, 1, here, {**_header(target), **origin, **about}) as file:
         file["image"][0], file["label"][0], file["boxes"][0] = ready, classes, boxes(classes)
 
 
@@ -130,19 +117,23 @@ def _wrong_grid(spacing: Sequence[float], least: Sequence[int]) -> Iterator[str]
         yield f"--least {' '.join(map(str, least))}: expected at most 1024 voxels along D, H, W"
 
 
+SPACING: dict[str, Any] = {"text": "mm between voxels", "metavar": ("D", "H", "W"), "nargs": 3, "type": float}
+LEAST: dict[str, Any] = {"text": "smaller volumes are padded", "metavar": ("D", "H", "W"), "nargs": 3, "type": command.positive}
+
+
 # ---- simulate
 
 
 @dataclass(frozen=True)
-class Recipe(command.Settings):
+class Recipe(command.Recipe):
     """All that decides the content of a simulated case, besides its index, and where it lies."""
 
-    seed: int
-    spacing: Three                              # mm along D, H, W
-    least: tuple[int, int, int]
-    extent: float | None                        # mm of the body that are covered; None: 220 to 320 at random
-    validation: float
-    test: float
+    seed: int = command.seed()
+    spacing: tuple[float, float, float] = option((4.8, 3.6, 3.6), **SPACING)
+    least: tuple[int, int, int] = option((32, 64, 64), **LEAST)
+    extent: float | None = option(None, "of the body that is covered: 220 to 320 at random", metavar="MM", type=float)
+    validation: float = command.fraction(0.2, "the cases")
+    test: float = command.fraction(0.0, "the cases")
 
     def mistakes(self) -> Iterator[str]:
         yield from _wrong_grid(self.spacing, self.least)
@@ -166,29 +157,47 @@ def write_nifti(recipe: Recipe, case: tuple[int, Path]) -> None:
         nifti.write(folder, scan.image, scan.label, scan.spacing_mm)
 
 
-def simulate(options: argparse.Namespace) -> int:
-    recipe = Recipe(
-        options.seed, tuple(options.spacing), tuple(options.least), options.extent, options.validation, options.test
-    )  # fmt: skip
-    names = [f"case_{index:05d}" for index in range(options.cases)]
+def add_nifti(made: argparse.ArgumentParser) -> None:
+    made.add_argument("--nifti", action="store_true", help="write the public layout, at the scanner's grid, for convert")
+
+
+def simulate(options: argparse.Namespace) -> command.Plan | None:
+    recipe, names = Recipe.of(options), [f"case_{index:05d}" for index in range(options.cases)]
     if options.nifti:
-        store.claim(options.out, {"kind": "nifti", **command.settings_of(recipe)})
+        store.claim(options.out, {"kind": "nifti", **recipe.told})
         rank, size = store.launched()
         cases = [(index, options.out / name) for index, name in enumerate(names)][rank::size]
         store.make(cases, partial(write_nifti, recipe), options.workers, options.command)
         folder = shlex.quote(str(options.out))
         command.print_once(f"{options.cases} NIfTI cases; next: {start('data_prep.kits19')} convert {folder} OUT")
-        return 0
+        return None
     splits = [recipe.split(index) for index in range(options.cases)]
     command.refuse_empty(splits, options, f"--cases {options.cases}")
     jobs = [store.Job(options.out / split / f"{name}.h5", partial(write_phantom, recipe, index), CONTENTS, 1)
             for index, (name, split) in enumerate(zip(names, splits))]  # fmt: skip
-    command.print_once(f"{options.cases} cases at {' x '.join(f'{mm:g}' for mm in recipe.spacing)} mm in {options.out}")
-    look = partial(inspect, some=8, picture=True)
-    return command.simulate("unet3d", options, recipe, jobs, _header(recipe.spacing), "cases", look)
+    told = f"{options.cases} cases at {' x '.join(f'{mm:g}' for mm in recipe.spacing)} mm in {options.out}"
+    return command.Plan(recipe, jobs, _header(recipe.spacing), told)
 
 
 # ---- convert
+
+
+numbers = command.taking("list of whole numbers such as 3,7", lambda text: [command.natural(part) for part in text.split(",")])
+
+
+@dataclass(frozen=True)
+class Source(command.Settings):
+    spacing: tuple[float, float, float] = option(volume.TARGET_MM, **SPACING)
+    least: tuple[int, int, int] = option(volume.LEAST, **LEAST)
+    validation_cases: tuple[int, ...] | None = option(
+        None, "numbers of the cases held out; by default those of the MLPerf reference", metavar="N,N", type=numbers)  # fmt: skip
+
+    def mistakes(self) -> Iterator[str]:
+        yield from _wrong_grid(self.spacing, self.least)
+
+
+def add_source(made: argparse.ArgumentParser) -> None:
+    made.add_argument("source", type=Path, metavar="SOURCE", help="holds case_00000 and so on; in KiTS19 its folder data")
 
 
 def convert_case(source: Path, spacing: Three, least: tuple[int, int, int], path: Path) -> None:
@@ -197,148 +206,100 @@ def convert_case(source: Path, spacing: Three, least: tuple[int, int, int], path
     _write(path, image, label, found, spacing, least, about)
 
 
-def _cases(options: argparse.Namespace) -> dict[str, list[str]]:
-    """The labelled cases of each split."""
-    root: Path = options.source
+def cases_of(root: Path, chosen: Sequence[int] | None) -> tuple[dict[str, list[str]], list[str]]:
+    """The labelled cases of each split, by the numbers chosen for validation or those of the reference; and those without label."""
     if not root.is_dir():
         raise ConfigError(f"{root}: no such folder; SOURCE holds case_00000/{nifti.IMAGE} and {nifti.LABEL}, and so on")
     found = {int(match[1]): path.name for path in sorted(root.iterdir()) if (match := re.fullmatch(r"case_(\d+)", path.name))}
     if not found:
         raise ConfigError(f"{root}: no folder case_00000 or alike; name the folder that holds the cases (in KiTS19: data)")
     bare = [number for number in found if LABELLED <= number < PUBLIC and not (root / found[number] / nifti.LABEL).is_file()]
-    if bare:
-        command.print_once(f"{len(bare)} cases from {found[bare[0]]} on have no label in the public set and are skipped")
     labelled = {number: name for number, name in found.items() if number not in bare}
-    held = EVALUATION if options.validation_cases is None else frozenset(options.validation_cases)
-    strangers = sorted(held - labelled.keys()) if options.validation_cases is not None else []
+    held = EVALUATION if chosen is None else frozenset(chosen)
+    strangers = sorted(held - labelled.keys()) if chosen is not None else []
     if strangers:
         raise ConfigError(f"--validation-cases names {strangers[:9]}, which {root} does not hold with labels; correct the numbers")
     own = [number for number in labelled if number >= LABELLED]
-    if own and options.validation_cases is None:
+    if own and chosen is None:
         raise ConfigError(f"{root}: {found[own[0]]} is no labelled case of the public set; name yours for validation: "
                           "--validation-cases 3,7")  # fmt: skip
-    if options.validation_cases is None and len(labelled) < LABELLED:
+    if chosen is None and len(labelled) < LABELLED:
         command.print_once(f"{len(labelled)} of the {LABELLED} labelled cases of the public set are in {root}")
     splits = {"train": [name for number, name in labelled.items() if number not in held],
               "validation": [name for number, name in labelled.items() if number in held]}  # fmt: skip
     for split, names in splits.items():
         if not names:
             raise ConfigError(f"{root}: none of its {len(labelled)} labelled cases is for {split}; choose with --validation-cases")
-    return splits
+    return splits, [found[number] for number in bare]
 
 
-def convert(options: argparse.Namespace) -> int:
-    spacing, least = tuple(options.spacing), tuple(options.least)
-    for text in _wrong_grid(spacing, least):
-        raise ConfigError(text)
-    splits = _cases(options)
-    command.refuse_same(options.source, options.out)
-    jobs = [store.Job(options.out / split / f"{name}.h5", partial(convert_case, options.source / name, spacing, least), CONTENTS, 1)
+def convert(options: argparse.Namespace) -> command.Plan:
+    source = Source.of(options)
+    splits, bare = cases_of(options.source, source.validation_cases)
+    how = source.spacing, source.least
+    jobs = [store.Job(options.out / split / f"{name}.h5", partial(convert_case, options.source / name, *how), CONTENTS, 1)
             for split, names in splits.items() for name in names]  # fmt: skip
-    sources = {split: f"{len(names)} cases, names {command.digest(names)}" for split, names in splits.items()}
-    recipe = {"kind": "convert", "spacing": list(spacing), "least": list(least), "sources": sources}
-    command.print_once(f"cases: {command.told_sources(splits)}")
-    command.work(options, jobs, recipe, _header(spacing))
-    return command.conclude("unet3d", options, _tell)
+    sources = {split: command.listed(names, "cases, names") for split, names in splits.items()}
+    recipe = {"kind": "convert", "spacing": list(source.spacing), "least": list(source.least), "sources": sources}
+    refused = [(name, "has no label in the public set") for name in bare]
+    told = f"cases: {command.told_sources(splits)}"
+    return command.Plan(recipe, jobs, _header(source.spacing), told, refused=refused, after=_note)
+
+
+def _note(out: Path) -> None:
+    for split, part in command.Prepared(out).statistics.items():
+        if part["without_kidney"]:
+            print(f"note: no kidney in {', '.join(part['without_kidney'][:9])} of {split}; is the label that of the case?")
 
 
 # ---- check
 
 
-def inspect(out: Path, some: int, picture: bool) -> int:
-    """0 when all is well, otherwise 1 with the reasons printed. Raises DataError for a folder that cannot be read at all."""
-    files, wrong = command.against_index(out)
-    paths = [path for path, _, _ in files]
-    _tell(out)
-    if some and not wrong:
-        chosen = command.spread(paths, some)
-        wrong += _against_labels(chosen)
-        print(f"boxes of {len(chosen)} cases compared with their labels")
-    if picture and not wrong:
-        _draw(out / PICTURE, paths)
-    return command.told(wrong)
-
-
-def _tell(out: Path) -> None:
-    for split, part in store.read_json(out / "statistics.json")["splits"].items():
-        shares = ", ".join(f"{name} {share:.5f}" for name, share in zip(CLASSES, part["label"]["frequency"]))
-        least, largest = (" x ".join(map(str, part["shapes"][key])) for key in ("least", "largest"))
-        print(f"{split}: {part['cases']} cases of {least} to {largest} voxels; {shares}")
-        if part["without_kidney"]:
-            print(f"note: no kidney in {', '.join(part['without_kidney'][:9])} of {split}; is the label that of the case?")
-
-
-def _against_labels(paths: Sequence[Path]) -> Iterator[str]:
-    for path in paths:
+def look(prepared: command.Prepared, options: argparse.Namespace) -> Iterator[str]:
+    """Where boxes are not those of the labels."""
+    chosen = command.spread(prepared.paths, options.some)
+    for path in chosen:
         with h5py.File(path, "r") as file:
             stated, found = file["boxes"][0], boxes(file["label"][0])
         if (stated != found).any():
             yield f"{path}: boxes {stated.tolist()}, the label has {found.tolist()}; delete the file and make it again"
+    print(f"boxes of {len(chosen)} cases compared with their labels")
 
 
-def _draw(path: Path, paths: Sequence[Path]) -> None:
+def draw(figure: Any, prepared: command.Prepared, options: argparse.Namespace) -> None:
     """Two cases with a large tumour, if there are some: a slice across the body and one along it, with outlines."""
     seen: list[tuple[int, Path]] = []
-    for name in command.spread(paths, 30):
+    for name in command.spread(prepared.paths, 30):
         with h5py.File(name, "r") as file:
             start, stop = file["boxes"][0, 1, 0].reshape(2, 3)
             seen.append((int((stop - start).prod()), name))
     shown = sorted(seen, key=lambda item: -item[0])[len(seen) // 6 :][:2]
-    with command.picture(path, (13, 11), 90) as figure:
-        for row, (_, name) in zip(figure.subplots(2, 2, squeeze=False), shown):
-            with h5py.File(name, "r") as file:
-                image, label, mm = file["image"][0], file["label"][0], file.attrs["spacing_mm"]
-            kind = int(label.max()) or 1
-            d, h = ((label == kind).sum(other).argmax() for other in ((1, 2), (0, 2)))
-            across, along = (row[0], np.s_[d], mm[1], f"slice {d}"), (row[1], np.s_[:, h], mm[0], f"row {h}")
-            for axis, at, tall, text in (across, along):
-                hu = image[at] * volume.DEVIATION_HU + volume.MEAN_HU
-                axis.imshow(hu, cmap="gray", vmin=-79, vmax=250, aspect=tall / mm[2])
-                for number, color in ((1, "cyan"), (2, "red")):
-                    if (label[at] == number).any():
-                        axis.contour(label[at] == number, [0.5], colors=color, linewidths=1)
-                axis.set(xticks=[], yticks=[])
-                axis.set_title(f"{name.parent.name}/{name.name}: {text}; {', '.join(f'{n:g}' for n in mm)} mm", fontsize=9)
-        figure.suptitle("HU -79 to 250; kidney cyan, tumour red; the patient's right is on the left")
+    for row, (_, name) in zip(figure.subplots(2, 2, squeeze=False), shown):
+        with h5py.File(name, "r") as file:
+            image, label, mm = file["image"][0], file["label"][0], file.attrs["spacing_mm"]
+        kind = int(label.max()) or 1
+        d, h = ((label == kind).sum(other).argmax() for other in ((1, 2), (0, 2)))
+        across, along = (row[0], np.s_[d], mm[1], f"slice {d}"), (row[1], np.s_[:, h], mm[0], f"row {h}")
+        for axis, at, tall, text in (across, along):
+            hu = image[at] * volume.DEVIATION_HU + volume.MEAN_HU
+            axis.imshow(hu, cmap="gray", vmin=-79, vmax=250, aspect=tall / mm[2])
+            for number, color in ((1, "cyan"), (2, "red")):
+                if (label[at] == number).any():
+                    axis.contour(label[at] == number, [0.5], colors=color, linewidths=1)
+            axis.set(xticks=[], yticks=[])
+            axis.set_title(f"{name.parent.name}/{name.name}: {text}; {', '.join(f'{n:g}' for n in mm)} mm", fontsize=9)
+    figure.suptitle("HU -79 to 250; kidney cyan, tumour red; the patient's right is on the left")
 
 
-# ---- command line
-
-
-numbers = command.taking("list of whole numbers such as 3,7", lambda text: [command.natural(part) for part in text.split(",")])
-
-
-def parser() -> argparse.ArgumentParser:
-    top, add = command.parser("kits19", "Kidney tumours in CT: simulate scans, check them, or convert the public set KiTS19.")
-
-    def grid(made: argparse.ArgumentParser, spacing: Three, least: Sequence[int]) -> None:
-        made.add_argument("--spacing", metavar=("D", "H", "W"), nargs=3, type=float, default=spacing, help="mm between voxels")
-        made.add_argument("--least", metavar=("D", "H", "W"), nargs=3, type=command.positive, default=least,
-                          help="smaller volumes are padded to it")  # fmt: skip
-
-    one = add("simulate", "CT scans of made-up abdomens with kidneys and tumours.", simulate)
-    command.add_out(one)
-    one.add_argument("--cases", metavar="N", type=command.positive, default=96, help="how many; a later run may ask for more")
-    grid(one, (4.8, 3.6, 3.6), (32, 64, 64))
-    one.add_argument("--extent", metavar="MM", type=float, default=None, help="of the body that is covered: 220 to 320 at random")
-    one.add_argument("--nifti", action="store_true", help="write the public layout, at the scanner's grid, for convert")
-    command.add_fractions(one, 0.2, 0.0, "the cases")
-    command.add_making(one)
-
-    command.add_check(add, "Files against index.json, boxes against labels", inspect, PICTURE, "--boxes", 8,
-                      "cases whose boxes are made again")  # fmt: skip
-
-    three = add("convert", "The public cases (case_00000/imaging.nii.gz, segmentation.nii.gz) to our files.", convert)
-    three.add_argument("source", type=Path, metavar="SOURCE", help="holds case_00000 and so on; in KiTS19 its folder data")
-    command.add_out(three)
-    grid(three, volume.TARGET_MM, volume.LEAST)
-    three.add_argument("--validation-cases", metavar="N,N", type=numbers, default=None,
-                       help="numbers of the cases held out; by default those of the MLPerf reference")  # fmt: skip
-    command.add_workers(three)
-    return top
-
-
-main = partial(command.main, parser)
+MAKER = command.Maker(
+    "kits19", "Kidney tumours in CT: simulate scans, check them, or convert the public set KiTS19.", "unet3d",
+    command.Check("Files against index.json, boxes against labels.", look, ("boxes", 8, "cases whose boxes are made again"),
+                  ("kidneys.png", (13, 11), 90), draw),
+    (command.Simulate("CT scans of made-up abdomens with kidneys and tumours.", Recipe,
+                      ("cases", 96, "how many; a later run may ask for more"), simulate, add_nifti),
+     command.Convert("The public cases (case_00000/imaging.nii.gz, segmentation.nii.gz).", Source, convert, add_source)),
+)  # fmt: skip
+main, parser = MAKER.main, MAKER.parser
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -28,7 +28,6 @@ import argparse
 import math
 import shlex
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -44,12 +43,14 @@ from torch import Tensor
 
 from data_prep import captioned, command, encoders, moments, store
 from data_prep.captioned import Array, Entry, Sample, Shard
+from data_prep.command import option
 from data_prep.encoders import Networks, opened
+from data_prep.store import Field
 from hpcai.data.index import settle
 from hpcai.errors import ConfigError, DataError
-from hpcai.programs import start, start_app
+from hpcai.programs import start
 
-WORK, NOTHING, PICTURE = ".work", "nothing.npz", "latents.png"
+WORK, NOTHING = ".work", "nothing.npz"
 FOLDERS = {"train": ("train", "cc12m_preprocessed"), "validation": ("validation", "val", "coco_preprocessed")}
 EMPTY, EMPTIES = "empty_encodings", {"tokens": "t5_empty.npy", "pooled": "clip_empty.npy"}
 MLPERF = {4: (0.18215, 0.0), 16: (0.3611, 0.1159)}      # scale and shift by channels of a latent: Stable Diffusion's, Flux.1's
@@ -59,11 +60,57 @@ CUT = {"tokens": "tokens_cut", "pooled": "pooled_cut"}     # attributes of a fil
 MOST = float(np.finfo(np.float16).max)
 LOW_LOGVAR, HIGH_LOGVAR = -30.0, 20.0
 LEVELS = 8                                      # of noise, at which samples that are held out are measured
-POOR = 15.0                                     # dB: what is decoded is another picture
-COMPARED = 4                                    # images that are decoded again after a conversion
+
+
+# ---- options
+
+
+def _sides(text: str) -> tuple[int, ...]:
+    sides = tuple(command.positive(one) for one in text.split("x"))
+    return sides if len(sides) > 1 else sides * 2
+
+
+size = command.taking("height and width such as 512 or 512x768", _sides, lambda value: len(value) == 2)
+share = command.taking("number of samples, or fraction below 1", float, lambda value: 0 <= value < 1 or value in range(1, 1 << 48))
+
+
+@dataclass(frozen=True)
+class Source(command.Settings):
+    """How samples are encoded, and which are held out."""
+
+    size: tuple[int, int] = option((512, 512), "of images: 512, or 512x768", metavar="HxW", type=size)
+    enlarge: bool = option(False, "make smaller images larger, which are otherwise refused", action="store_true")
+    length: int | None = option(None, "tokens of a caption; without it 77 of CLIP, 256 of T5", type=command.positive)
+    long: str = option("refuse", "what is done with longer captions", choices=("refuse", "cut"))
+    precision: str = option("float32", "of the networks", choices=("float32", "bfloat16"))
+    rows: int | None = option(None, "of a file; without it 64 MB of them", type=command.positive)
+    limit: int | None = option(None, "at most so many samples, the first", type=command.positive)
+    validation: float = option(None, "samples held out, or a fraction of them; without it 0.02", type=share)
+    seed: int = option(0, "of which samples those are", type=command.natural)
+
+
+def add_networks(made: argparse.ArgumentParser) -> None:
+    made.add_argument("--model", type=Path, metavar="DIR", help="pipeline of diffusers: its folders vae, text_encoder ...")
+    made.add_argument("--vae", type=Path, metavar="DIR", help="autoencoder alone, as diffusers has it")
+    made.add_argument("--device", default="auto", metavar="NAME", help="auto: a GPU where there is one, each process its own")
+
+
+def add_source(made: argparse.ArgumentParser) -> None:
+    made.add_argument("source", type=Path, metavar="SOURCE", help="images, .tar, MLPerf's layouts, or folders of them by split")
+    add_networks(made)
+    made.add_argument("--tokens", type=Path, metavar="DIR", help="encoder whose last hidden states are wanted: CLIP or T5")
+    made.add_argument("--pooled", type=Path, metavar="DIR", help="encoder whose pooled output is wanted: CLIP")
+    made.add_argument("--nothing", type=Path, metavar="DIR", help=f"holds {' and '.join(EMPTIES.values())}; otherwise {EMPTY}")
+    made.add_argument("--batch", metavar="N", type=command.positive, default=16, help="samples that are encoded at a time")
 
 
 # ---- what the files hold
+
+
+FIELDS = {      # samples are told apart by their latents: many may have one caption
+    "moments": Field("float16", key=True), "tokens": Field("float16"), "pooled": Field("float16"),
+    "level": Field("int64", (), 0, LEVELS - 1),
+}  # fmt: skip
 
 
 def _sums(file: h5py.File) -> dict[str, Any]:
@@ -76,18 +123,7 @@ def _sums(file: h5py.File) -> dict[str, Any]:
 
 def _merge(records: Sequence[store.Record]) -> dict[str, Any]:
     cut = {name: sum(record["sums"]["cut"].get(name, 0) for record in records) for name in CUT.values()}
-    return {"rows": sum(record["rows"] for record in records), "cut": cut,
-            "means": moments.summary(record["sums"]["means"] for record in records)}  # fmt: skip
-
-
-def _fields(layouts: store.Layouts, shape: list[int], header: dict[str, Any]) -> dict[str, Any]:
-    """Samples are told apart by their latents: many may have one caption."""
-    also: dict[str, dict[str, Any]] = {"moments": {"key": True}, "level": {"low": 0, "high": LEVELS - 1}}
-    return {name: {"dtype": dtype, "shape": list(row), **also.get(name, {})} for name, (dtype, row) in layouts.items()}
-
-
-def _contents(layouts: store.Layouts) -> store.Contents:
-    return store.Contents("moments", partial(_fields, layouts), _sums, _merge)
+    return {"cut": cut, "means": moments.summary(record["sums"]["means"] for record in records)}
 
 
 # ---- sources
@@ -114,25 +150,19 @@ class Listed:
     """The samples of a part of a source."""
 
     shard: Shard
-    path: Path                                  # of what ``captioned.write_listing`` writes
+    path: Path                                  # of their listing
     rows: int
+    bare: tuple[str, ...]                       # samples without a caption, the first of them
     captions: int
 
 
 def listed(parts: Sequence[Shard], where: Path, workers: int) -> list[Listed]:
-    contents = store.Contents("letters", measure=captioned.count_captions)
-    jobs = [store.Job(where / f"{number:06d}.h5", partial(captioned.write_listing, part), contents)
-            for number, part in enumerate(parts)]  # fmt: skip
-    store.make_share(jobs, workers, "samples")
-    store.wait_for(jobs)
-    records = [store.read_json(job.path.parent / ".records" / f"{job.path.name}.json") for job in jobs]
-    return [Listed(part, job.path, record["rows"], record["sums"]["captions"])
-            for part, job, record in zip(parts, jobs, records)]  # fmt: skip
-
-
-def first_without_caption(found: Sequence[Listed]) -> str:
-    one = next(one for one in found if one.captions < one.rows)
-    return f"{one.shard.path}: {next(entry['name'] for entry in captioned.entries_of(one.path) if not entry['caption'])}"
+    tasks = {where / f"{number:06d}.json": partial(captioned.listing, part) for number, part in enumerate(parts)}
+    found = []
+    for part, path, one in zip(parts, tasks, store.gather(tasks, workers, "samples")):
+        bare = [entry["name"] for entry in one["entries"] if not entry["caption"]]
+        found.append(Listed(part, path, len(one["entries"]), tuple(bare[:1]), len(one["entries"]) - len(bare)))
+    return found
 
 
 def held_out(total: int, asked: float, seed: int) -> Array:
@@ -156,30 +186,14 @@ class Making:
     encoded: tuple[str, ...]                    # of tokens and pooled, those that are made of captions
     batch: int
     threads: int
-    layouts: tuple[tuple[str, tuple[str, tuple[int, ...]]], ...]
+    fields: tuple[tuple[str, Field], ...]
 
 
-@dataclass(frozen=True)
-class Part:
-    """The samples of a file of ours, all of one part of a source."""
-
-    making: Making
-    source: Listed
-    numbers: tuple[int, ...]
-    path: Path
-
-    def samples(self, most: int | None = None) -> tuple[Shard, list[Entry]]:
-        return self.source.shard, captioned.entries_of(self.source.path, self.numbers[:most])
-
-    @property
-    def job(self) -> store.Job:
-        return store.Job(self.path, partial(write_latents, self), _contents(dict(self.making.layouts)), len(self.numbers))
-
-
-def write_latents(part: Part, path: Path) -> None:
-    making, (shard, entries) = part.making, part.samples()
+def write_latents(making: Making, source: Listed, numbers: Sequence[int], path: Path) -> None:
+    """A file of some samples of a part of a source."""
+    shard, entries = source.shard, captioned.entries_of(source.path, numbers)
     cut = {CUT[name]: 0 for name in making.encoded}
-    with store.rows_file(path, len(entries), dict(making.layouts), {"origin": shard.path.name}) as file:
+    with store.rows_file(path, len(entries), dict(making.fields), {"origin": shard.path.name}) as file:
         begin = 0
         for samples, images in _batches(making, shard, entries):
             rows = slice(begin, begin := begin + len(samples))
@@ -217,17 +231,17 @@ def _encoded(
     making: Making, samples: Sequence[Sample], images: Sequence[Tensor | None], cut: dict[str, int],
 ) -> dict[str, Array]:  # fmt: skip
     """The rows of samples."""
-    layouts, names = dict(making.layouts), [sample.name for sample in samples]
+    fields, names = dict(making.fields), [sample.name for sample in samples]
     found: dict[str, Array] = {}
     if making.size is not None:
         found["moments"] = opened(making.networks).moments(torch.stack([image for image in images if image is not None])).numpy()
-    for name in layouts:
+    for name in fields:
         if name in making.encoded:
             captions = [sample.caption or "" for sample in samples]
             vectors, many = opened(making.networks).texts[name].encode(captions, names)
             found[name], cut[CUT[name]] = vectors.numpy(), cut[CUT[name]] + many
         elif name not in found:
-            found[name] = np.stack([_given(sample, name, layouts[name][1]) for sample in samples])
+            found[name] = np.stack([_given(sample, name, fields[name].shape) for sample in samples])
     return {name: values if name == "level" else _half(values, name, names) for name, values in found.items()}
 
 
@@ -258,47 +272,37 @@ def _half(values: Array, name: str, names: Sequence[str]) -> Array:
 # ---- convert
 
 
-def convert(options: argparse.Namespace) -> int:
+def convert(options: argparse.Namespace) -> command.Plan:
     root, out = options.source, options.out
     if root.is_dir() and out.resolve().is_relative_to(root.resolve()):
         raise ConfigError(f"{out}: OUT lies within SOURCE {root}; choose another OUT")
     parts = sources(root)
     if options.validation is not None and "" not in parts:
         raise ConfigError(f"--validation {options.validation:g}: {root} has a folder for validation; leave the option out")
-    held = 0.02 if options.validation is None else options.validation
+    source = Source.of(options, validation=0.02 if options.validation is None else options.validation)
     asked = encoders.chosen(options.model, options.vae, options.tokens, options.pooled, options.length, options.long == "cut",
                             options.precision, options.device)  # fmt: skip
     vae, texts = asked.identities()
-    recipe = {
-        "kind": "convert", "vae": vae, "encoders": texts, "size": list(options.size), "enlarge": options.enlarge,
-        "length": options.length, "long": options.long, "precision": options.precision, "rows": options.rows,
-        "limit": options.limit, "validation": held, "seed": options.seed,
-        "sources": {split or "all": told(some, root) for split, some in parts.items()},
-    }  # fmt: skip
+    recipe = {"kind": "convert", "vae": vae, "encoders": texts, **source.told,
+              "sources": {split or "all": told(some, root) for split, some in parts.items()}}  # fmt: skip
     store.claim(out, recipe)
     found = {split: listed(some, out / WORK / (split or "all"), options.workers) for split, some in parts.items()}
     firsts = {split: next(captioned.read(one[0].shard, captioned.entries_of(one[0].path, [0]))) for split, one in found.items()}
     making, header = _planned(options, asked, found, firsts, vae, texts)
-    files = list(_parts(options, making, found, firsts, held))
-    jobs = [file.job for file in files]
-    command.print_once(f"{sum(len(file.numbers) for file in files)} samples of {_by(header['image'])}, "
-                       f"latents of {_by([header['latents'], *header['size']])}; {_named(header)}")  # fmt: skip
-    networks = making.size is not None or making.encoded
-    begin, left = time.monotonic(), sum(len(file.numbers) for file, job in zip(files, jobs) if not store.finished(job))
-    # Networks fill a device: processes are ranks then, and workers the threads that read images.
-    command.work(argparse.Namespace(**{**vars(options), "workers": 1 if networks else options.workers}), jobs, recipe, header)
-    if store.launched()[0] == 0:
-        if left and networks:
-            print(f"{left / (time.monotonic() - begin):,.1f} samples a second, on {asked.device}")
-        _write_nothing(options, making, header)
-        _tell(out)
-        if making.size is not None:
-            _compare(files[0])
-        folder, network = (shlex.quote(str(one)) for one in (out, asked.vae or "DIR"))
-        print(f"next: {start('data_prep.latents')} check {folder} --vae {network}", flush=True)
-        trained = start_app("diffusion", "flux" if header["pooled"] else "sd2")
-        print(f"then: {trained} data.directory={folder}", flush=True)
-    return 0
+    if making.size is not None or making.encoded:
+        options.workers = 1                     # networks fill a device: processes are ranks then, workers the threads that read
+    jobs = list(_jobs(out, source, making, found, firsts))
+    text = (f"{sum(job.rows or 0 for job in jobs)} samples of {_by(header['image'])}, latents of "
+            f"{_by([header['latents'], *header['size']])}; {_named(header)}")  # fmt: skip
+    return command.Plan(recipe, jobs, header, text, after=partial(_after, options, asked, making, header),
+                        config="flux" if header["pooled"] else "sd2")  # fmt: skip
+
+
+def _after(options: argparse.Namespace, asked: Networks, making: Making, header: dict[str, Any], out: Path) -> None:
+    _write_nothing(options, making, header)
+    _tell(out)
+    folder, network = (shlex.quote(str(one)) for one in (out, asked.vae or "DIR"))
+    print(f"look at them: {start('data_prep.latents')} check {folder} --vae {network}", flush=True)
 
 
 def _planned(
@@ -312,8 +316,9 @@ def _planned(
     given = [name for name in ("tokens", "pooled") if getattr(first, name) is not None]
     encoded = [name for name in ("tokens", "pooled") if name not in given and getattr(asked, name) is not None]
     if 0 < captions < rows and encoded:
-        raise DataError(f"{first_without_caption(every)}: no caption, as {rows - captions} of {rows} samples; write one, which may "
-                        "be empty, or leave them out")  # fmt: skip
+        one = next(one for one in every if one.bare)
+        where, others = f"{one.shard.path}: {one.bare[0]}", f"as {rows - captions} of {rows} samples"
+        raise DataError(f"{where}: no caption, {others}; write one, which may be empty, or leave them out")
     if encoded and not captions:
         command.print_once("there are no captions: no vectors of texts are made")
         encoded = []
@@ -333,9 +338,9 @@ def _planned(
             shapes[name] = getattr(first, name).shape
         elif name in encoded:
             shapes[name] = opened(networks).texts[name].shape
-    layouts = tuple((name, ("float16", tuple(shape))) for name, shape in shapes.items())
+    fields = tuple((name, FIELDS[name]._replace(shape=tuple(shape))) for name, shape in shapes.items())
     size = None if first.moments is not None else options.size
-    making = Making(networks, size, options.enlarge, tuple(encoded), options.batch, options.workers, layouts)
+    making = Making(networks, size, options.enlarge, tuple(encoded), options.batch, options.workers, fields)
     header = {
         "kind": "latents", "scale": scale, "shift": shift, "latents": shape[0] // 2, "size": list(shape[1:]), "image": image,
         "tokens": list(shapes["tokens"]) if "tokens" in shapes else None,
@@ -365,25 +370,27 @@ def _latents(options: argparse.Namespace, asked: Networks, first: Sample) -> tup
     return shape, [factor * side for side in shape[1:]], scale, shift
 
 
-def _parts(
-    options: argparse.Namespace, making: Making, found: dict[str, list[Listed]], firsts: dict[str, Sample], held: float,
-) -> Iterator[Part]:  # fmt: skip
-    each = options.rows or max(1, FILE // sum(2 * math.prod(shape) for _, (_, shape) in making.layouts))
+def _jobs(
+    out: Path, source: Source, making: Making, found: dict[str, list[Listed]], firsts: dict[str, Sample]
+) -> Iterator[store.Job]:
+    each = source.rows or max(1, FILE // sum(2 * math.prod(field.shape) for _, field in making.fields))
     for folder, some in found.items():
-        total = min(sum(one.rows for one in some), options.limit or sys.maxsize)
-        mask = held_out(total, held, options.seed) if not folder else np.full(total, folder == "validation")
+        total = min(sum(one.rows for one in some), source.limit or sys.maxsize)
+        mask = held_out(total, source.validation, source.seed) if not folder else np.full(total, folder == "validation")
         for split in (folder,) if folder else store.SPLITS[:2]:
             mine, of = making, mask == (split == "validation")
-            if not of.any() and (split == "train" or held):
+            if not of.any() and (split == "train" or source.validation):
                 raise ConfigError(f"{total} samples: none is left for {split}; change --validation")
             if split == "validation" and firsts[folder].level is not None:
-                mine = replace(making, layouts=(*making.layouts, ("level", ("int64", ()))))
+                mine = replace(making, fields=(*making.fields, ("level", FIELDS["level"])))
             begin, number = 0, 0
             for one in some:
                 rows = np.flatnonzero(of[begin : begin + one.rows]).tolist()
                 begin += one.rows
                 for part in command.parts_of(rows, each):
-                    yield Part(mine, one, part, options.out / split / f"latents_{number:06d}.h5")
+                    contents = store.Contents(dict(mine.fields), _sums, _merge)
+                    path = out / split / f"latents_{number:06d}.h5"
+                    yield store.Job(path, partial(write_latents, mine, one, part), contents, len(part))
                     number += 1
 
 
@@ -437,59 +444,35 @@ def _tell(out: Path) -> None:
                 print(f"{split}: {count} captions were cut for {name.removesuffix('_cut')}")
 
 
-def _compare(file: Part) -> None:
-    """How near decoded latents come to the images that they were made of."""
-    making = file.making
-    samples = list(captioned.read(*file.samples(COMPARED)))
-    assert making.size is not None
-    with h5py.File(file.path, "r") as made:
-        means = torch.from_numpy(made["moments"][: len(samples)]).float().chunk(2, 1)[0]
-    images = torch.stack([captioned.fitted(sample, making.size, making.enlarge) for sample in samples])
-    errors = (opened(making.networks).decoded(means) - images).square().flatten(1).mean(1)
-    ratios = (10 * torch.log10(4 / errors)).tolist()
-    print(f"decoded against the first {len(ratios)} images: {', '.join(f'{one:.1f}' for one in ratios)} dB (peak signal to noise)")
-    if min(ratios) < POOR:
-        print(f"warning: expected more than {POOR:g} dB; is {making.networks.vae} a trained autoencoder of such images?")
-
-
 # ---- check
 
 
-def check(options: argparse.Namespace) -> int:
-    """0 when all is well, otherwise 1 with the reasons printed. Raises DataError for a folder that cannot be read at all."""
-    out: Path = options.out
-    files, wrong = command.against_index(out)
-    about = files[0][2]
+def _opened(options: argparse.Namespace) -> encoders.Opened | None:
+    """The autoencoder that is named."""
+    vae = options.model / "vae" if options.model else options.vae
+    return None if vae is None else opened(encoders.chosen(None, vae, None, None, None, False, "float32", options.device))
+
+
+def look(prepared: command.Prepared, options: argparse.Namespace) -> Iterator[str]:
+    """Values that no moments can have, and what is wrong with the empty caption."""
+    out, about = prepared.out, prepared.index
     if about.get("kind") != "latents":
         raise DataError(f"{out}: was not made by data_prep.latents; name another folder")
-    if not wrong:
-        wrong = [f"{path}: {text}" for path, _, _ in files for text in _wrong_values(path)] + list(_wrong_nothing(out, about))
+    for path in prepared.paths:
+        with h5py.File(path, "r") as file:
+            logvar = file["moments"][:, file["moments"].shape[1] // 2 :]
+        if logvar.min() < LOW_LOGVAR or logvar.max() > HIGH_LOGVAR:
+            yield f"{path}: logarithms of variances outside {LOW_LOGVAR:g} to {HIGH_LOGVAR:g}; make the file again"
+    yield from _wrong_nothing(out, about)
     _tell(out)
-    vae = options.model / "vae" if options.model else options.vae
-    if vae is None:
+    networks = _opened(options)
+    options.picture = networks is not None
+    if networks is None:
         print("nothing is decoded: name the autoencoder by --vae or --model")
-    elif not wrong:
-        asked = encoders.chosen(None, vae, None, None, None, False, "float32", options.device)
-        if about["vae"] not in ("mlperf", found := asked.identities()[0]):
-            raise ConfigError(f"{vae}: is {found}, {out} was made with {about['vae']}; name that one")
-        if encoders.settings(vae).latents != about["latents"]:
-            raise ConfigError(f"{vae}: makes latents of other channels than the {about['latents']} of {out}; name another one")
-        _draw(out / PICTURE, opened(asked), command.spread(command.places_of(files), options.rows))
-    return command.told(wrong)
-
-
-def _wrong_values(path: Path) -> Iterator[str]:
-    with h5py.File(path, "r") as file:
-        for name in file:
-            for row in range(file[name].shape[0] if name != "level" else 0):
-                if not np.isfinite(file[name][row]).all():
-                    yield f"row {row}: '{name}' holds NaN or infinity; make the file again"
-                    break
-        logvar = file["moments"][:, file["moments"].shape[1] // 2 :]
-        if not (np.abs(logvar - (LOW_LOGVAR + HIGH_LOGVAR) / 2) <= (HIGH_LOGVAR - LOW_LOGVAR) / 2).all():
-            yield f"logarithms of variances outside {LOW_LOGVAR:g} to {HIGH_LOGVAR:g}; make the file again"
-        if "level" in file and not np.isin(file["level"][...], range(LEVELS)).all():
-            yield f"a level that is not one of 0 to {LEVELS - 1}; make the file again"
+    elif about["vae"] not in ("mlperf", found := networks.asked.identities()[0]):
+        raise ConfigError(f"{networks.asked.vae}: is {found}, {out} was made with {about['vae']}; name that one")
+    elif networks.vae and networks.vae.cfg.latents != about["latents"]:
+        raise ConfigError(f"{networks.asked.vae}: makes latents of other channels than the {about['latents']} of {out}")
 
 
 def _wrong_nothing(out: Path, about: dict[str, Any]) -> Iterator[str]:
@@ -504,76 +487,27 @@ def _wrong_nothing(out: Path, about: dict[str, Any]) -> Iterator[str]:
                 yield f"{path}: {name} is {list(values.shape)}, expected finite numbers {about[name]}; convert again"
 
 
-def _draw(path: Path, networks: encoders.Opened, places: Sequence[tuple[Path, int]]) -> None:
+def draw(figure: Any, prepared: command.Prepared, options: argparse.Namespace) -> None:
     """Decoded means."""
-    images, darkest = [], 1.0
-    for name, row in places:
+    networks, places = _opened(options), command.spread(prepared.places, options.some)
+    assert networks is not None
+    columns = min(4, len(places))
+    for number, (name, row) in enumerate(places, 1):
         with h5py.File(name, "r") as file:
             means = torch.from_numpy(file["moments"][row]).float().chunk(2)[0]
-        image = networks.decoded(means[None])[0]
-        darkest = min(darkest, float(image.flatten().quantile(0.01)))
-        images.append((f"{name.parent.name}/{name.name} row {row}", image.permute(1, 2, 0).numpy() / 2 + 0.5))
-    if darkest > -0.5:
-        # As in MLPerf's Stable Diffusion (mlcommons/training, issue 721).
-        print(f"note: no decoded picture has a value below {darkest:.2f} of -1 to 1; were images from 0 to 1 encoded?")
-    columns = min(4, len(images))
-    lines = -(-len(images) // columns)
-    with command.picture(path, (3 * columns, 3.3 * lines), 100) as figure:
-        for axis, shown in zip(figure.subplots(lines, columns, squeeze=False).ravel(), [*images, *[None] * (columns * lines)]):
-            axis.set_axis_off()
-            if shown is not None:
-                axis.imshow(shown[1])
-                axis.set_title(shown[0], fontsize=8)
+        axis = figure.add_subplot(-(-len(places) // columns), columns, number)
+        axis.set_axis_off()
+        axis.imshow(networks.decoded(means[None])[0].permute(1, 2, 0).numpy() / 2 + 0.5)
+        axis.set_title(f"{name.parent.name}/{name.name} row {row}", fontsize=8)
 
 
-# ---- command line
-
-
-def _sides(text: str) -> tuple[int, ...]:
-    sides = tuple(command.positive(one) for one in text.split("x"))
-    return sides if len(sides) > 1 else sides * 2
-
-
-size = command.taking("height and width such as 512 or 512x768", _sides, lambda value: len(value) == 2)
-share = command.taking("number of samples, or fraction below 1", float, lambda value: 0 <= value < 1 or value in range(1, 1 << 48))
-
-
-def parser() -> argparse.ArgumentParser:
-    top, add = command.parser("latents", "Images with captions to moments of latents and vectors of captions.", "convert | check")
-
-    def networks(made: argparse.ArgumentParser) -> None:
-        made.add_argument("--model", type=Path, metavar="DIR", help="pipeline of diffusers: its folders vae, text_encoder ...")
-        made.add_argument("--vae", type=Path, metavar="DIR", help="autoencoder alone, as diffusers has it")
-        made.add_argument("--device", default="auto", metavar="NAME", help="auto: a GPU where there is one, each process its own")
-
-    one = add("convert", "Images, or MLPerf's latents, with captions.", convert)
-    one.add_argument("source", type=Path, metavar="SOURCE", help="images, .tar, MLPerf's layouts, or folders of them by split")
-    command.add_out(one)
-    networks(one)
-    one.add_argument("--tokens", type=Path, metavar="DIR", help="encoder whose last hidden states are wanted: CLIP or T5")
-    one.add_argument("--pooled", type=Path, metavar="DIR", help="encoder whose pooled output is wanted: CLIP")
-    one.add_argument("--size", metavar="HxW", type=size, default="512", help="of images: 512, or 512x768")
-    one.add_argument("--enlarge", action="store_true", help="make smaller images larger, which are otherwise refused")
-    one.add_argument("--length", metavar="N", type=command.positive, help="tokens of a caption; without it 77 of CLIP, 256 of T5")
-    one.add_argument("--long", choices=("refuse", "cut"), default="refuse", help="what is done with longer captions")
-    one.add_argument("--validation", metavar="N", type=share, help="samples held out, or a fraction of them; without it 0.02")
-    one.add_argument("--seed", metavar="N", type=command.natural, default=0, help="of which samples those are")
-    one.add_argument("--limit", metavar="N", type=command.positive, help="at most so many samples, the first")
-    one.add_argument("--nothing", type=Path, metavar="DIR", help=f"holds {' and '.join(EMPTIES.values())}; otherwise {EMPTY}")
-    one.add_argument("--rows", metavar="N", type=command.positive, help="of a file; without it 64 MB of them")
-    one.add_argument("--batch", metavar="N", type=command.positive, default=16, help="samples that are encoded at a time")
-    one.add_argument("--precision", choices=("float32", "bfloat16"), default="float32", help="of the networks")
-    one.add_argument("--workers", metavar="N", type=command.workers, default="cores",
-                     help="threads that read images; without networks, processes")  # fmt: skip
-
-    two = add("check", f"Files against index.json, values, and decoded rows in OUT/{PICTURE}.", check)
-    two.add_argument("out", type=Path, metavar="OUT")
-    networks(two)
-    two.add_argument("--rows", metavar="N", type=command.positive, default=8, help="that are decoded, about")
-    return top
-
-
-main = partial(command.main, parser)
+MAKER = command.Maker(
+    "latents", "Images with captions to moments of latents and vectors of captions.", "diffusion",
+    command.Check("Files against index.json, values, and decoded rows.", look, ("rows", 8, "that are decoded, about"),
+                  ("latents.png", (12, 6.6), 100), draw, add_networks),
+    (command.Convert("Images, or MLPerf's latents, with captions.", Source, convert, add_source),),
+)  # fmt: skip
+main, parser = MAKER.main, MAKER.parser
 
 if __name__ == "__main__":
     sys.exit(main())

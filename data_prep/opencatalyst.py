@@ -2,7 +2,7 @@
 
     python -m data_prep.opencatalyst simulate OUT         slabs moved by EMT (data_prep.slabs): exact labels, not DFT
     python -m data_prep.opencatalyst check OUT            files against their index, counts and labels made again, a picture
-    python -m data_prep.opencatalyst convert SOURCE OUT   extended XYZ (OC20's chunks too), ASE's .traj, .db and .aselmdb, and .lmdb
+    python -m data_prep.opencatalyst convert SOURCE OUT   extended XYZ (OC20's chunks too), ASE's .traj, .db and .aselmdb
 
     OUT/{train,validation,test}/*.h5, R frames of A atoms in all
         "atoms" int32 [R]   "edges" int32 [R]   "triplets" int64 [R]     within "cutoff", of the "most" nearest of each atom
@@ -31,13 +31,14 @@ from typing import Any
 import h5py
 import numpy as np
 
-from data_prep import command, frames, gallery, gathering, slabs, store, trajectories
+from data_prep import command, frames, gathering, slabs, store, trajectories
+from data_prep.command import option
 from data_prep.frames import CONTENTS, Frame, ase
 from hpcai.errors import ConfigError, DataError
 
-PICTURE = "frames.png"
 ENERGY_OFF, FORCE_OFF = 5e-5, 2e-4              # eV, eV/angstrom: labels again, from positions rounded to float32
-TOLD = 50                                       # bad frames whose errors a file keeps
+CUTOFF: dict[str, Any] = {"text": "angstrom, for the counts of edges and triplets", "metavar": "A", "type": float}
+MOST: dict[str, Any] = {"text": "neighbours of an atom, the nearest", "type": command.positive}
 
 
 def _wrong_graph(cutoff: float, most: int) -> Iterator[str]:
@@ -51,17 +52,18 @@ def _wrong_graph(cutoff: float, most: int) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class Recipe(command.Settings):
+class Recipe(command.Recipe):
     """All that decides the content of a simulated system, besides its number, and where it lies."""
 
-    seed: int
-    size: tuple[int, int, int]                  # atoms along the surface, layers
-    steps: int                                  # of dynamics at each temperature
-    each: int                                   # systems in a file
-    validation: float
-    test: float
-    cutoff: float
-    most: int
+    seed: int = command.seed()
+    size: tuple[int, int, int] = option((3, 3, 4), "of the slabs: atoms along the surface, layers", nargs=3, type=command.positive,
+                                        metavar=("X", "Y", "LAYERS"))  # fmt: skip
+    steps: int = option(75, "steps of 2 fs at each temperature", "dynamics", type=command.natural)
+    each: int = option(4, "systems of a file", type=command.positive)
+    validation: float = command.fraction(0.2, "the files and of the compositions")
+    test: float = command.fraction(0.0, "the files and of the compositions")
+    cutoff: float = option(6.0, **CUTOFF)
+    most: int = option(50, **MOST)
 
     def mistakes(self) -> Iterator[str]:
         yield from _wrong_graph(self.cutoff, self.most)
@@ -89,10 +91,9 @@ def write_systems(recipe: Recipe, file: int, path: Path) -> None:
     frames.write(path, every, counts, about)
 
 
-def simulate(options: argparse.Namespace) -> int:
+def simulate(options: argparse.Namespace) -> command.Plan:
     ase()
-    recipe = Recipe(options.seed, tuple(options.size), options.dynamics, options.each, options.validation, options.test,
-                    options.cutoff, options.most)  # fmt: skip
+    recipe, name = Recipe.of(options), " x ".join(map(str, options.size))
     if options.systems % options.each:
         raise ConfigError(f"--systems {options.systems}: expected a multiple of --each {options.each}, the systems of a file")
     splits = [recipe.split(file) for file in range(options.systems // options.each)]
@@ -100,11 +101,31 @@ def simulate(options: argparse.Namespace) -> int:
     jobs = [store.Job(options.out / split / f"systems_{file:06d}.h5", partial(write_systems, recipe, file), CONTENTS)
             for file, split in enumerate(splits)]  # fmt: skip
     header = {**frames.header(slabs.SOURCES, slabs.LABEL, recipe.cutoff, recipe.most), "compositions": recipe.compositions()}
-    command.print_once(f"{options.systems} systems of {' x '.join(map(str, recipe.size))} atoms in {options.out}; {slabs.LABEL}")
-    return command.simulate("opencatalyst", options, recipe, jobs, header, "systems", partial(inspect, some=8, picture=True))
+    return command.Plan(recipe, jobs, header, f"{options.systems} systems of {name} atoms in {options.out}; {slabs.LABEL}")
 
 
 # ---- convert
+
+
+@dataclass(frozen=True)
+class Source(command.Settings):
+    frames: int = option(1000, "of a file", type=command.positive)
+    cutoff: float = option(6.0, **CUTOFF)
+    most: int = option(50, **MOST)
+    seed: int = option(1, "of the split", type=command.natural)
+    validation: float = command.fraction(0.2, "the systems, where SOURCE has no folders train and val_id")
+    test: float = command.fraction(0.0, "the systems, where SOURCE has no folders train and val_id")
+    hold_last: int = option(0, "frames of one trajectory, for validation", type=command.natural)
+    skip_bad: bool = option(False, "leave out and list frames and files that cannot be used", action="store_true")
+
+    def mistakes(self) -> Iterator[str]:
+        yield from (*command.wrong_fractions(self.validation, self.test), *_wrong_graph(self.cutoff, self.most))
+
+
+def add_source(made: argparse.ArgumentParser) -> None:
+    made.add_argument("source", type=Path, metavar="SOURCE", help="a file, or a folder, perhaps with train and val_id in it")
+    made.add_argument("--source", dest="source_name", metavar="NAME", default=None, help="what index.json calls the source")
+    made.add_argument("--label", metavar="TEXT", default=None, help="the method of the labels, such as 'DFT (VASP)'")
 
 
 @dataclass(frozen=True)
@@ -114,130 +135,87 @@ class Pick:
     path: Path
     name: str                                   # in its set
     frames: tuple[int, ...]
-    source: int                                 # index into the sources
     labels: str | None
 
 
-def convert_share(picks: Sequence[Pick], cutoff: float, most: int, trust: bool, skip: bool, out: Path) -> None:
+def convert_share(picks: Sequence[Pick], source: Source, out: Path) -> store.Refused:
+    """Gives the frames that cannot be used."""
     taken: list[Frame] = []
-    counts, skipped = [], []
+    counts, refused = [], list[tuple[str, str]]()
     for pick in picks:
-        rest = set(pick.frames)
-        for index, item in enumerate(trajectories.items(pick.path, pick.name, trust)):
-            if index not in rest:
+        wanted = set(pick.frames)
+        for index, item in enumerate(trajectories.items(pick.path, pick.name)):
+            if index > max(wanted):
+                break
+            if index not in wanted:
                 continue
-            rest.remove(index)
+            where = f"{pick.path}: frame {index}"
             try:
                 frame = item()
-                where = f"{pick.path}: frame {index} (system {frame.system})"
+                where = f"{where} (system {frame.system})"
                 if frame.labels not in (None, pick.labels):
-                    others = pick.labels or "none"
-                    remedy = "give each a file of its own"
-                    raise DataError(f"{where}: labels of {frame.labels}, others of the file have {others}; {remedy}")
-                counts.append(frames.count(frame, cutoff, most, where))
-            except DataError as problem:
-                if not skip:
-                    raise
-                skipped.append(str(problem))
-            else:
-                frame.source = pick.source
+                    others = f"others of the file have {pick.labels or 'none'}; give each a file of its own"
+                    raise DataError(f"{where}: labels of {frame.labels}, {others}")
+                counts.append(frames.count(frame, source.cutoff, source.most, where))
                 taken.append(frame)
-            if not rest:
-                break
+            except DataError as problem:
+                if not source.skip_bad:
+                    raise
+                refused.append(command.reason(problem, where))
     if not taken:
-        raise DataError(f"{out}: none of its {len(skipped)} frames can be used, the first because {skipped[0]}")
-    about = {"kind": "converted", "skipped": len(skipped), "reasons": json.dumps(skipped[:TOLD])}
-    frames.write(out, taken, counts, about)
+        raise DataError(f"{out}: none of its {len(refused)} frames can be used, the first because {': '.join(refused[0])}")
+    frames.write(out, taken, counts, {"kind": "converted"})
+    return refused
 
 
-def convert(options: argparse.Namespace) -> int:
-    for text in (*command.wrong_fractions(options.validation, options.test), *_wrong_graph(options.cutoff, options.most)):
-        raise ConfigError(text)
-    files = gathering.files(options.source)
-    command.refuse_same(options.source, options.out)
-    by_system = "" in files and not options.hold_last and options.validation + options.test > 0
-    bad: list[str] = []
+def convert(options: argparse.Namespace) -> command.Plan:
+    source, root = Source.of(options), options.source
+    files = gathering.files(root)
+    by_system = "" in files and not source.hold_last and source.validation + source.test > 0
+    bad: list[tuple[str, str]] = []
     origins: dict[str, list[gathering.Origin]] = {}
     for split, paths in files.items():
         origins[split] = []
         for path in paths:
-            if trajectories.kind(path) == ".lmdb" and options.trust_pickle:
-                command.print_once(f"{path}: holds pickles; opening one can run code, of which only that of arrays is let through")
             try:
-                origins[split].append(gathering.origin(path, options.source, options, by_system))
+                origins[split].append(gathering.origin(path, root, by_system))
             except DataError as problem:
-                if not options.skip_bad or (trajectories.kind(path) == ".lmdb" and not options.trust_pickle):
+                if not source.skip_bad:
                     raise
-                bad.append(str(problem))
+                bad.append(command.reason(problem, path))
         if not origins[split]:
-            raise DataError(f"{options.source}: none of its {len(paths)} files can be read, the first because {bad[0]}")
-    sources, which = gathering.sources([origin for group in origins.values() for origin in group], options)
-    source = dict(zip((origin.path for group in origins.values() for origin in group), which))
-    how = options.cutoff, options.most, options.trust_pickle, options.skip_bad
+            raise DataError(f"{root}: none of its {len(paths)} files can be read, the first because {': '.join(bad[0])}")
+    about = gathering.source([origin for group in origins.values() for origin in group], options)
     jobs: list[store.Job] = []
     count: Counter[str] = Counter()
     for split, group in gathering.splits(origins, options).items():
         every = [(origin, n) for origin, picked in group for n in picked]
         count[split] = len(every)
-        for number, some in enumerate(command.parts_of(every, options.frames)):
+        for number, some in enumerate(command.parts_of(every, source.frames)):
             part: dict[gathering.Origin, list[int]] = {}
             for origin, n in some:
                 part.setdefault(origin, []).append(n)
-            picks = [Pick(one.path, one.name, tuple(rows), source[one.path], one.labels) for one, rows in part.items()]
+            picks = [Pick(one.path, one.name, tuple(rows), one.labels) for one, rows in part.items()]
             path = options.out / split / f"frames_{number:06d}.h5"
-            jobs.append(store.Job(path, partial(convert_share, picks, *how), CONTENTS))
+            jobs.append(store.Job(path, partial(convert_share, picks, source), CONTENTS))
     names = {split or "all": [f"{origin.name} {len(origin.systems)}" for origin in group] for split, group in origins.items()}
-    told = {split: f"{len(group)} files, names and frames {command.digest(group)}" for split, group in names.items()}
-    asked = ("frames", "cutoff", "most", "seed", "validation", "test", "hold_last", "mix", "skip_bad")
-    recipe = {"kind": "convert", **{key: getattr(options, key) for key in asked}, "origin": sources, "sources": told}
-    command.print_once("frames: " + ", ".join(f"{number} for {split}" for split, number in count.items()))
-    label = sources[0]["labels"] if len(sources) == 1 else "several: see sources"
-    header = frames.header(sources, label, options.cutoff, options.most)
-    command.work(options, jobs, recipe, header)
-    return command.conclude("opencatalyst", options, partial(_tell_all, bad))
-
-
-def _tell_all(files: Sequence[str], out: Path) -> None:
-    """What the files hold, and what was left out: ``files`` that cannot be read, and frames."""
-    _tell(out)
-    number, reasons = 0, list(files)
-    for path, _, _ in store.indexed(out):
-        with h5py.File(path, "r") as file:
-            number += int(file.attrs["skipped"])
-            reasons += json.loads(file.attrs["reasons"])
-    if number or files:
-        print(f"skipped: {number} frames, {len(files)} files")
-        for text in reasons[:TOLD]:
-            print(f"  {text}")
+    told = {split: command.listed(group, "files, names and frames") for split, group in names.items()}
+    recipe = {"kind": "convert", **source.told, "origin": about, "sources": told}
+    header = frames.header([about], about["labels"], source.cutoff, source.most)
+    text = "frames: " + ", ".join(f"{number} for {split}" for split, number in count.items())
+    return command.Plan(recipe, jobs, header, text, refused=bad)
 
 
 # ---- check
 
 
-def inspect(out: Path, some: int, picture: bool) -> int:
-    """0 when all is well, otherwise 1 with the reasons printed. Raises DataError for a folder that cannot be read at all."""
-    files, wrong = command.against_index(out)
-    places = command.places_of(files)
-    _tell(out)
-    index = files[0][2]
-    if some and not wrong:
-        chosen = places[:: max(1, len(places) // some)][:some]
-        wrong += [text for path, row in chosen for text in _again(path, row, index)]
-        labels = "labels and " if store.read_json(out / "recipe.json")["kind"] == "simulate" else ""
-        print(f"{labels}neighbours of {len(chosen)} frames made again")
-    if picture and not wrong:
-        gallery.draw(out / PICTURE, places, index["label"])
-    return command.told(wrong)
-
-
-def _tell(out: Path) -> None:
-    for split, part in store.read_json(out / "statistics.json")["splits"].items():
-        energy, forces, known = part["energy"], part["forces"], part["baselines"]
-        atoms, triplets = (part[f"{name}_per_frame"]["mean"] for name in ("atoms", "triplets"))
-        zero = "no free atoms" if forces["zero_mae"] is None else f"{forces['zero_mae']:.3f} eV/A"
-        print(f"{split}: {part['frames']} frames of {part['systems']} systems, {atoms:.1f} atoms and {triplets:,.0f} triplets each")
-        print(f"  energy {energy['mean']:.3f} +- {energy['deviation']:.3f} eV; errors before learning: force {zero}, energy "
-              f"{known['energy_of_mean']:.3f}, by elements {known['energy_of_linear_reference']:.3f} eV")  # fmt: skip
+def look(prepared: command.Prepared, options: argparse.Namespace) -> Iterator[str]:
+    """Where frames differ from their neighbours and labels when they are computed again."""
+    chosen = command.spread(prepared.places, options.some)
+    for path, row in chosen:
+        yield from _again(path, row, prepared.index)
+    labels = "labels and " if prepared.recipe["kind"] == "simulate" else ""
+    print(f"{labels}neighbours of {len(chosen)} frames made again")
 
 
 def _again(path: Path, row: int, index: dict[str, Any]) -> Iterator[str]:
@@ -262,46 +240,49 @@ def _again(path: Path, row: int, index: dict[str, Any]) -> Iterator[str]:
             yield f"{where}: the forces sum to {total:.2g} eV/angstrom, expected none; {remedy}"
 
 
-# ---- command line
+def draw(figure: Any, prepared: command.Prepared, options: argparse.Namespace) -> None:
+    """Four frames from above and from the side, and how large forces of free atoms and energies are."""
+    plot_atoms, places = frames.needed("ase.visualize.plot", "pictures of structures", "opencatalyst").plot_atoms, prepared.places
+    axes = figure.subplots(3, 4, height_ratios=(1.15, 1, 0.8))
+    for number, (above, beside, _) in enumerate(axes.T):
+        path, row = places[min(len(places) - 1, (2 * number + 1) * len(places) // 8)]
+        with h5py.File(path, "r") as file:
+            frame, _ = frames.read(file, row)
+        atoms = ase().Atoms(frame.numbers, frame.positions.astype(np.float64), cell=frame.cell, pbc=frame.pbc)
+        for axis, rotation in ((above, ""), (beside, "-90x")):
+            plot_atoms(atoms, axis, rotation=rotation)
+            axis.set_axis_off()
+        title = f"{atoms.get_chemical_formula()}, system {frame.system}, frame {frame.frame}"
+        above.set_title(f"{path.parent.name}: {title}\n{frame.energy:.3f} eV", fontsize=9)
+    for split in dict.fromkeys(path.parent.name for path in prepared.paths):
+        paths = [path for path in prepared.paths if path.parent.name == split]
+        forces, energies = zip(*map(_sizes, command.spread(paths, 40)))
+        axes[2, 0].hist(np.log10(np.concatenate(forces).clip(1e-4)), 60, density=True, histtype="step", label=split)
+        axes[2, 2].hist(np.concatenate(energies), 60, density=True, histtype="step", label=split)
+    axes[2, 0].set(xlabel="log10 of |F| of free atoms, eV/A", ylabel="density")
+    axes[2, 2].set(xlabel="energy of the target, eV")
+    axes[2, 2].legend()
+    axes[2, 1].set_axis_off()
+    axes[2, 3].set_axis_off()
+    figure.suptitle(prepared.index["label"])
 
 
-def parser() -> argparse.ArgumentParser:
-    top, add = command.parser("opencatalyst", "Energies and forces of atoms: simulate slabs, check them, or convert trajectories.")
-
-    def shared(made: argparse.ArgumentParser, of: str) -> None:
-        command.add_fractions(made, 0.2, 0.0, of)
-        made.add_argument("--cutoff", metavar="A", type=float, default=6.0, help="angstrom, for the counts of edges and triplets")
-        made.add_argument("--most", metavar="N", type=command.positive, default=50, help="neighbours of an atom, the nearest")
-
-    one = add("simulate", "Metal slabs with adsorbates: relaxed, rattled and heated by EMT.", simulate)
-    command.add_out(one)
-    one.add_argument("--systems", metavar="N", type=command.positive, default=60, help="how many; a later run may ask for more")
-    one.add_argument("--each", metavar="N", type=command.positive, default=4, help="systems of a file")
-    one.add_argument("--size", metavar=("X", "Y", "LAYERS"), nargs=3, type=command.positive, default=(3, 3, 4), help="of the slabs")
-    one.add_argument("--dynamics", metavar="N", type=command.natural, default=75, help="steps of 2 fs at each temperature")
-    shared(one, "the files and of the compositions")
-    command.add_making(one)
-
-    command.add_check(add, "Files against index.json, counts and labels made again", inspect, PICTURE, "--frames", 12,
-                      "how many are made again")  # fmt: skip
-
-    three = add("convert", f"Files that end with {', '.join(trajectories.ENDINGS)} to ours.", convert)
-    three.add_argument("source", type=Path, metavar="SOURCE", help="a file, or a folder, perhaps with train and val_id in it")
-    command.add_out(three)
-    three.add_argument("--frames", metavar="N", type=command.positive, default=1000, help="of a file")
-    shared(three, "the systems, where SOURCE has no folders train and val_id")
-    three.add_argument("--seed", metavar="N", type=command.natural, default=1, help="of the split")
-    three.add_argument("--hold-last", metavar="N", type=command.natural, default=0, help="frames of one trajectory, for validation")
-    three.add_argument("--source", dest="source_name", metavar="NAME", default=None, help="what index.json calls the source")
-    three.add_argument("--label", metavar="TEXT", default=None, help="the method of the labels, such as 'DFT (VASP)'")
-    three.add_argument("--mix", action="store_true", help="take labels of several methods into one set")
-    three.add_argument("--skip-bad", action="store_true", help="leave out and list frames and files that cannot be used")
-    three.add_argument("--trust-pickle", action="store_true", help="open pickles in .lmdb, which can run code")
-    command.add_workers(three)
-    return top
+def _sizes(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Lengths of the forces on free atoms, and energies."""
+    with h5py.File(path, "r") as file:
+        forces = file["forces"][...][file["fixed"][...] == 0].astype(np.float64)
+        return np.sqrt((forces**2).sum(1)), file["energy"][...]
 
 
-main = partial(command.main, parser)
+MAKER = command.Maker(
+    "opencatalyst", "Energies and forces of atoms: simulate slabs, check them, or convert trajectories.", "opencatalyst",
+    command.Check("Files against index.json, counts and labels made again.", look, ("frames", 12, "how many are made again"),
+                  ("frames.png", (15, 12), 80), draw),
+    (command.Simulate("Metal slabs with adsorbates: relaxed, rattled and heated by EMT.", Recipe,
+                      ("systems", 60, "how many; a later run may ask for more"), simulate),
+     command.Convert(f"Files that end with {', '.join(trajectories.ENDINGS)} to ours.", Source, convert, add_source)),
+)  # fmt: skip
+main, parser = MAKER.main, MAKER.parser
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,7 +1,7 @@
 """Protein chains with their alignments (OpenFold): simulate families of them, check them, or convert mmCIF and A3M files.
 
     python -m data_prep.openfold simulate OUT       chains folded and evolved here (data_prep.proteins): like nature, not of it
-    python -m data_prep.openfold check OUT          files against their index, some chains looked at and drawn as text, a picture
+    python -m data_prep.openfold check OUT          files against their index, every chain looked at, a picture
     python -m data_prep.openfold convert --structures DIR --alignments DIR OUT
 
     OUT/{train,validation}/*.h5, R chains of A residues and L letters of alignments in all
@@ -38,13 +38,12 @@ processes and stops change nothing in either.
 """
 
 import argparse
-import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import date, timedelta
+from datetime import date
 from functools import lru_cache, partial
 from itertools import islice, pairwise
 from pathlib import Path
@@ -54,45 +53,35 @@ import h5py
 import numpy as np
 
 from data_prep import chains, command, proteins, store
-from data_prep.chains import CONTENTS, NO_HITS, TEMPLATES, UNKNOWN_DAY, Hits, days
+from data_prep.chains import CONTENTS, NO_HITS, TEMPLATES, Hits
+from data_prep.command import option
 from hpcai.errors import ConfigError, DataError
 from hpcai.models.openfold.alignments import read_alignments, read_hhr
-from hpcai.models.openfold.residues import GAP, LETTERS
+from hpcai.models.openfold.residues import GAP
 from hpcai.models.openfold.structures import Chain, Entry, read_mmcif
 from hpcai.models.openfold.templates import Match, few_atoms, match, unusable
 
-PICTURE, SKIPPED, WORK = "chains.png", "skipped.json", ".convert"
+WORK = ".convert"
 MADE = "simulated: folded by data_prep.proteins, not nature"
 FAMILIES = 1_000_000                            # that one seed can have
 SCANNED = 64                                    # structure files of one part of the scan
-TOLD = 10                                       # reasons that are printed; all are in SKIPPED
-SCAN, FOUND_HITS = store.Contents("residues"), store.Contents("hits")
-SCANNED_CHAINS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "source": ("int32", ()), "name": (f"S{chains.NAME}", ()), "residues": ("int32", ()), "resolved": ("int32", ()),
-    "resolution": ("float32", ()), "release": ("int32", ()), "usable": ("int32", ()), "entity": ("S8", ()),
-    "sequence": ("uint8", ("residues",)), "atoms": ("uint8", ("residues",)),
-}  # fmt: skip
-HITS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "hits": ("int32", ()), "places": ("int32", ()), "name": (f"S{chains.NAME}", ("hits",)), "sum_probs": ("float32", ("hits",)),
-    "hit_places": ("int16", ("places",)),
-}  # fmt: skip
 
 
 # ---- simulate
 
 
 @dataclass(frozen=True)
-class Recipe(command.Settings):
+class Recipe(command.Recipe):
     """All that decides the content of a simulated family, besides its number, and where it lies."""
 
-    seed: int
-    members: int
-    length: tuple[int, int]
-    depth: int                                  # rows of an alignment
-    each: int                                   # families in a file
-    validation: float
-    test: float
-    templates: int = 0
+    seed: int = command.seed()
+    members: int = 4
+    length: tuple[int, int] = option((48, 96), "residues", metavar=("LEAST", "MOST"), nargs=2, type=command.positive)
+    depth: int = option(256, "of an alignment", "rows", type=command.positive)
+    each: int = option(4, "families of a file", type=command.positive)
+    validation: float = command.fraction(0.125, "the families")
+    test: float = command.fraction(0.0, "the families")
+    templates: int = option(0, "of a chain: others of its family", type=command.natural)
 
     def mistakes(self) -> Iterator[str]:
         least, most = self.length
@@ -124,16 +113,19 @@ def write_families(recipe: Recipe, number: int, path: Path) -> None:
 def write_relatives(families: Path, path: Path) -> None:
     """A file of templates: the chains of a file of families, as that has them."""
     with h5py.File(families, "r") as file:
-        rows = list(store.read_rows(file, chains.TEMPLATE_LAYOUTS))
-    store.write_rows(path, chains.TEMPLATE_LAYOUTS, rows, {"kind": "simulated", "label": MADE})
+        rows = list(store.read_rows(file, chains.TEMPLATE_FIELDS))
+    store.write_rows(path, chains.TEMPLATE_FIELDS, rows, {"kind": "simulated", "label": MADE})
 
 
-def simulate(options: argparse.Namespace) -> int:
+def add_chains(made: argparse.ArgumentParser) -> None:
+    made.add_argument("--chains", metavar="N", type=command.positive, default=256, help="of all families")
+
+
+def simulate(options: argparse.Namespace) -> command.Plan:
     if options.families > FAMILIES or options.families % options.each or options.chains % options.families:
         raise ConfigError(f"--chains {options.chains} --families {options.families} --each {options.each}: expected a multiple of "
                           f"--families for chains and of --each for families, {FAMILIES:,} families at most")  # fmt: skip
-    recipe = Recipe(options.seed, options.chains // options.families, tuple(options.length), options.rows, options.each,
-                    options.validation, options.test, options.templates)  # fmt: skip
+    recipe = Recipe.of(options, members=options.chains // options.families)
     splits = [recipe.split(file) for file in range(options.families // options.each)]
     command.refuse_empty(splits, options, f"--families {options.families} in files of {options.each}")
     rows = recipe.each * recipe.members
@@ -141,12 +133,42 @@ def simulate(options: argparse.Namespace) -> int:
             for file, split in enumerate(splits)]  # fmt: skip
     beside = [store.Job(options.out / TEMPLATES / job.path.name, partial(write_relatives, job.path), chains.TEMPLATE_CONTENTS, rows)
               for job in jobs if recipe.templates]  # fmt: skip
-    command.print_once(f"{options.families} families of {recipe.members} chains in {options.out}; {MADE}")
-    look = partial(inspect, some=3, picture=True)
-    return command.simulate("openfold", options, recipe, jobs, chains.header(MADE), "families", look, beside)
+    told = f"{options.families} families of {recipe.members} chains in {options.out}; {MADE}"
+    return command.Plan(recipe, jobs, chains.header(MADE), told, beside)
 
 
 # ---- convert: what the structures hold
+
+
+day = command.taking("day such as 2021-09-16", date.fromisoformat)
+share = command.taking("number above 0, 1 at most", float, lambda value: 0 < value <= 1)
+above_zero = command.taking("number above 0", float, lambda value: value > 0)
+
+
+@dataclass(frozen=True)
+class Source(command.Settings):
+    """Which chains are taken, and where they go."""
+
+    released_until: date = option(date(2021, 9, 16), "training", metavar="DAY", type=day)  # noqa: RUF009
+    validation_from: date = option(date(2021, 9, 17), "validation", metavar="DAY", type=day)  # noqa: RUF009
+    validation_until: date = option(date(2021, 12, 11), "validation", metavar="DAY", type=day)  # noqa: RUF009
+    validation_length: int = option(700, "residues, at most", type=command.positive)
+    resolution: float = option(9.0, "angstrom, of training below it or unknown", metavar="A", type=above_zero)
+    single: float = option(0.8, "share of one amino acid in training, at most", metavar="F", type=share)
+    apart: bool = option(False, "leave out of training what is in a cluster with a chain of validation", action="store_true")
+    most: int | None = option(None, "of an alignment, the first; without it all", metavar="ROWS", type=command.positive)
+    each: int = option(64, "chains of a file, at most", type=command.positive)
+    templates: int = option(20, "of a chain, at most; 0: none", type=command.natural)
+
+
+def add_sources(made: argparse.ArgumentParser) -> None:
+    for name, required, text in (
+        ("structures", True, ".cif and .cif.gz, at any depth"), ("alignments", True, "a folder for each chain"),
+        ("clusters", False, "a line of chains (or entities) for each cluster"),
+        ("duplicates", False, "a line for chains that share an alignment"),
+        ("validation", False, "chains of validation, instead of those between two days"),
+    ):  # fmt: skip
+        made.add_argument(f"--{name}", type=Path, metavar="DIR" if required else "FILE", required=required, help=text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,11 +178,13 @@ class Found:
     source: Path
     name: str
     key: str                                    # 5zyh_A
-    sequence: bytes
-    resolved: int
+    sequence: str
     resolution: float
-    release: int
+    release: date | None
     entity: str                                 # 5zyh_1
+    usable: bool                                # as a template
+    atoms: bytes                                # how many each residue has
+    resolved: int                               # residues with a CA
 
     def share(self) -> float:
         """The share of the most frequent residue."""
@@ -173,29 +197,29 @@ def key(name: str) -> str:
     return f"{entry.lower()}_{chain}"
 
 
-def scan(sources: Sequence[Path], entities: bool, path: Path) -> None:
-    """Looks at a part of the structures; ``entities``: clusters name these, not chains."""
-    rows: list[dict[str, Any]] = []
-    skipped = {}
-    for number, source in enumerate(sources):
+def scan(sources: Sequence[Path], entities: bool) -> dict[str, Any]:
+    """Looks at a part of the structures; ``entities``: clusters name these, not chains. Gives chains, and what is refused."""
+    found: list[dict[str, Any]] = []
+    refused = []
+    for source in sources:
         try:
             entry = read_mmcif(source)
             named = _entities(source) if entities else {}
         except DataError as problem:
-            skipped[str(source)] = str(problem)
+            refused.append((str(source), str(problem)))
             continue
         for author, chain in entry.chains.items():
             if len(chain.name.encode()) > chains.NAME or not chain.name.isascii():
-                skipped[chain.name] = f"{source}: the name of the chain is longer than {chains.NAME} letters; rename the file"
+                text = f"{source}: the name of the chain is longer than {chains.NAME} letters; rename the file"
+                refused.append((chain.name, text))
                 continue
-            rows.append({
-                "source": number, "name": chain.name.encode(), "residues": len(chain.sequence),
-                "resolved": int(chain.mask[:, chains.CA].sum()), "resolution": chain.resolution or 0,
-                "release": days(chain.release), "usable": unusable(chain) is None, "entity": named.get(author, "").encode(),
-                "sequence": np.frombuffer(chain.sequence.encode(), np.uint8), "atoms": (chain.mask > 0).sum(1),
+            found.append({
+                "source": str(source), "name": chain.name, "sequence": chain.sequence, "resolution": chain.resolution or 0,
+                "release": chain.release and chain.release.isoformat(), "usable": unusable(chain) is None,
+                "entity": f"{chain.name.rpartition('_')[0].lower()}_{named.get(author, '')}",
+                "atoms": (chain.mask > 0).sum(1).tolist(), "resolved": int(chain.mask[:, chains.CA].sum()),
             })  # fmt: skip
-    store.write_rows(path, SCANNED_CHAINS, rows, {})
-    store.write_json(path.with_suffix(".json"), skipped)
+    return {"chains": found, "refused": refused}
 
 
 def _entities(path: Path) -> dict[str, str]:
@@ -206,22 +230,10 @@ def _entities(path: Path) -> dict[str, str]:
     return {author: row.str(0) for row in rows for author in "".join(row.str(1).split()).split(",")}
 
 
-def _scanned(path: Path) -> list[dict[str, Any]]:
-    """The chains of one part of the scan."""
-    with h5py.File(path, "r") as file:
-        return list(store.read_rows(file, SCANNED_CHAINS))
-
-
-def _found(sources: Sequence[Path], path: Path) -> Iterator[Found]:
-    for one in _scanned(path):
-        name = one["name"].decode()
-        entry, number = key(name).rpartition("_")[0], one["entity"].decode()
-        yield Found(sources[one["source"]], name, key(name), one["sequence"].tobytes(), int(one["resolved"]),
-                    float(one["resolution"]), int(one["release"]), f"{entry}_{number}")  # fmt: skip
-
-
-def _noted(paths: Iterable[Path]) -> dict[str, str]:
-    return {name: text for path in paths for name, text in store.read_json(path).items()}
+def _found(one: Mapping[str, Any]) -> Found:
+    release = one["release"] and date.fromisoformat(one["release"])
+    changed = {"source": Path(one["source"]), "release": release, "atoms": bytes(one["atoms"]), "key": key(one["name"])}
+    return Found(**{**one, **changed})
 
 
 def _structures(folder: Path) -> list[Path]:
@@ -252,39 +264,25 @@ class Pick:
     cluster_size: int
 
 
-@dataclass(frozen=True, slots=True)
-class Known:
-    """What must be known of a chain that may be a template."""
-
-    sequence: str
-    release: date | None
-    usable: bool
-    atoms: bytes
-
-
 @lru_cache(1)
-def _known(work: Path) -> dict[str, Known]:
+def _known(work: Path) -> dict[str, Found]:
     """All chains of the scan, by key; once in a process."""
-    return {key(one["name"].decode()): Known(one["sequence"].tobytes().decode(), _date(one["release"]), bool(one["usable"]),
-                                             one["atoms"].tobytes())
-            for path in sorted(work.glob("structures_*.h5")) for one in _scanned(path)}  # fmt: skip
+    every = (one for path in sorted(work.glob("structures_*.json")) for one in store.read_json(path)["chains"])
+    return {one.key: one for one in map(_found, every)}
 
 
-def _date(day: int) -> date | None:
-    return None if day == UNKNOWN_DAY else date(1970, 1, 1) + timedelta(int(day))
+def search(work: Path, picks: Sequence[Pick], most: int) -> dict[str, Any]:
+    """The hits of some chains, matched with what was found in the structures, which is in the folder ``work``; and what is
+    refused."""
+    everyone, refused = _known(work), list[tuple[str, str]]()
 
-
-def search(work: Path, picks: Sequence[Pick], most: int, path: Path) -> None:
-    """The hits of some chains, matched with what was found in the structures, which is in the folder ``work``."""
-    everyone, skipped = _known(work), dict[str, str]()
-
-    def known(name: str) -> Known | None:
+    def known(name: str) -> Found | None:
         return one if (one := everyone.get(name)) and one.usable else None
 
     def refuse(one: Match) -> str | None:
         return few_atoms(np.frombuffer(everyone[one.name].atoms, np.uint8), one.places)
 
-    rows: list[dict[str, Any]] = []
+    every: list[list[Any]] = []
     for pick in picks:
         own, entry, found = everyone[key(pick.name)], key(pick.name).rpartition("_")[0], list[Match]()
         limits: dict[str, Any] = {"entry": entry, "before": own.release, "most": most, "refuse": refuse}
@@ -292,14 +290,10 @@ def search(work: Path, picks: Sequence[Pick], most: int, path: Path) -> None:
             try:
                 found += match(read_hhr(file), own.sequence, known, **limits)[0]
             except DataError as problem:
-                skipped[str(file)] = str(problem)
-        found = sorted(found, key=lambda one: -one.sum_probs)[:most]
-        rows.append({
-            "hits": len(found), "places": len(found) * len(own.sequence), "name": np.array([one.name for one in found], "S"),
-            "sum_probs": np.array([one.sum_probs for one in found]), "hit_places": np.array([one.places for one in found]),
-        })  # fmt: skip
-    store.write_json(path.with_suffix(".json"), skipped)
-    store.write_rows(path, HITS, rows, {})
+                refused.append((str(file), str(problem)))
+        best = sorted(found, key=lambda one: -one.sum_probs)[:most]
+        every.append([(one.name, float(one.sum_probs), one.places.tolist()) for one in best])
+    return {"hits": every, "refused": refused}
 
 
 def _hit_files(folder: Path | None) -> list[Path]:
@@ -316,10 +310,10 @@ def _hit_files(folder: Path | None) -> list[Path]:
 
 @dataclass(frozen=True)
 class Share:
-    """One file to be made."""
+    """The chains of one file."""
 
-    path: Path
-    skipped: Path                               # where it tells what it leaves out
+    split: str
+    name: str
     picks: tuple[Pick, ...]
     most: int | None
     hits: Path | None = None                    # what a search for these chains found
@@ -329,116 +323,115 @@ class Share:
 def convert_structures(picks: Sequence[Found], path: Path) -> None:
     entry = lru_cache(1)(read_mmcif)
     rows = [chains.template(_chain(entry(one.source), one.name)) for one in picks]
-    store.write_rows(path, chains.TEMPLATE_LAYOUTS, rows, {"kind": "converted"})
+    store.write_rows(path, chains.TEMPLATE_FIELDS, rows, {"kind": "converted"})
 
 
 def _chain(entry: Entry, name: str) -> Chain:
     return entry.chains[name.rpartition("_")[2]]
 
 
-def _hits(share: Share) -> list[Hits]:
+def _hits(share: Share) -> Iterator[Hits]:
     """The hits of each of its chains."""
-    if share.hits is None:
-        return [NO_HITS] * len(share.picks)
-    with h5py.File(share.hits, "r") as file:
-        found, rows = store.read_rows(file, HITS), iter(share.hit_rows)
-    return [Hits(np.fromiter(islice(rows, one["hits"]), np.int32), one["sum_probs"], one["hit_places"]) for one in found]
+    rows, every = iter(share.hit_rows), store.read_json(share.hits)["hits"] if share.hits else [[]] * len(share.picks)
+    for hits in every:
+        _, probs, places = zip(*hits) if hits else ((), (), ())
+        some = np.fromiter(islice(rows, len(hits)), np.int32)
+        yield Hits(some, np.array(probs), np.array(places, np.int16)) if hits else NO_HITS
 
 
-def convert_share(share: Share, path: Path) -> None:
-    taken, skipped, entry = [], {}, lru_cache(1)(read_mmcif)
+def convert_share(share: Share, path: Path) -> store.Refused:
+    """Gives the chains that cannot be used."""
+    taken, refused, entry = [], list[tuple[str, str]](), lru_cache(1)(read_mmcif)
     for pick, hits in zip(share.picks, _hits(share)):
         try:
             chain = _chain(entry(pick.source), pick.name)
             alignment = None if pick.folder is None else read_alignments(pick.folder, chain.sequence)
             taken.append(chains.sample(chain, alignment, pick.cluster, pick.cluster_size, share.most, hits))
         except DataError as problem:
-            skipped[pick.name] = str(problem)
+            refused.append((pick.name, str(problem)))
     if not taken:
-        first = next(iter(skipped.values()))
-        raise DataError(f"{path}: none of its {len(skipped)} chains can be used, the first because {first}")
-    store.write_json(share.skipped, skipped)
-    chains.write(path, taken, {"kind": "converted", "skipped": len(skipped)})
+        raise DataError(f"{path}: none of its {len(refused)} chains can be used, the first because {refused[0][1]}")
+    chains.write(path, taken, {"kind": "converted"})
+    return refused
 
 
 def _templates(
     options: argparse.Namespace, shares: Sequence[Share], found: Sequence[Found]
-) -> tuple[list[Share], list[store.Job], dict[str, str]]:
+) -> tuple[list[Share], list[store.Job], list[tuple[str, str]]]:
     """The shares with the hits of their chains, the files of the structures that these name, and what cannot be read."""
-    work, jobs = options.out / WORK, []
+    work, tasks = options.out / WORK, dict[Path, Any]()
     for share in shares:
         # Filters may still change, and with them what a share is of.
         about = [str(options.templates), *(f"{one.name} {one.folder and one.folder.relative_to(options.alignments)}"
                                            for one in share.picks)]  # fmt: skip
-        look = partial(search, work, share.picks, options.templates)
-        jobs.append(store.Job(work / f"hits_{command.digest(about)}.h5", look, FOUND_HITS))
-    store.make_share(jobs, options.workers, "hits")
+        tasks[work / f"hits_{command.digest(about)}.json"] = partial(search, work, share.picks, options.templates)
+    names, unread = list[list[str]](), list[tuple[str, str]]()          # of templates, of each share; one file in memory
+    counts: list[int] = []
+    for result in store.gather(tasks, options.workers, "hits"):
+        names.append([name for hits in result["hits"] for name, _, _ in hits])
+        counts += map(len, result["hits"])
+        unread += _refused(result)
     _known.cache_clear()
-    store.wait_for(jobs)
-    names, counts = [], list[int]()
-    for job in jobs:
-        with h5py.File(job.path, "r") as file:
-            names.append([name.decode() for name in file["name"][...].tolist()])
-            counts += file["hits"][...].tolist()
-    named, some = {name for each in names for name in each}, sum(count > 0 for count in counts)
+    named = {name for each in names for name in each}
     middle = f"{np.median(counts):g} at the median"
+    some = sum(count > 0 for count in counts)
     command.print_once(f"templates: {some} of {len(counts)} chains have some, {middle}; {len(named)} structures")
     picks = [one for one in found if one.key in named]
     rows = {one.key: row for row, one in enumerate(picks)}
     beside = [store.Job(options.out / TEMPLATES / f"templates_{number:06d}.h5", partial(convert_structures, picks[begin:end]),
                         chains.TEMPLATE_CONTENTS, end - begin)
               for number, (begin, end) in enumerate(_even(len(picks), options.each))]  # fmt: skip
-    full = [replace(share, hits=job.path, hit_rows=tuple(rows[name] for name in each))
-            for share, job, each in zip(shares, jobs, names)]  # fmt: skip
-    return full, beside, _noted(job.path.with_suffix(".json") for job in jobs)
+    full = [replace(share, hits=path, hit_rows=tuple(rows[name] for name in each))
+            for share, path, each in zip(shares, tasks, names)]  # fmt: skip
+    return full, beside, unread
 
 
-def convert(options: argparse.Namespace) -> int:
+def _refused(result: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [(where, why) for where, why in result["refused"]]
+
+
+def convert(options: argparse.Namespace) -> command.Plan:
+    source = Source.of(options)
     structures, folders = _structures(options.structures), _folders(options.alignments)
-    for source in (options.structures, options.alignments):
-        command.refuse_same(source, options.out)
-    if options.validation is None and options.validation_from <= options.released_until:
-        raise ConfigError(f"--validation-from {options.validation_from}: expected after --released-until {options.released_until}")
+    if options.validation is None and source.validation_from <= source.released_until:
+        raise ConfigError(f"--validation-from {source.validation_from}: expected after --released-until {source.released_until}")
     clusters, twins, wanted = (_lines(path) for path in (options.clusters, options.duplicates, options.validation))
     members = [name for line in clusters for name in line]
     entities = sum(bool(re.search(r"_\d+$", name)) for name in members) > len(members) / 2
     if entities:
         command.print_once(f"warning: {options.clusters}: names entities (5ZYH_1), not chains; the structures tell whose they are")
-    asked = ("released_until", "validation_from", "validation_until", "validation_length", "resolution", "single", "apart", "most",
-             "each", "templates")  # fmt: skip
     lists = {name: store.digest(path)[:16] if (path := getattr(options, name)) else None
              for name in ("clusters", "duplicates", "validation")}  # fmt: skip
-    recipe = {
-        "kind": "convert", **{name: getattr(options, name) for name in asked}, **lists,
-        "structures": _told(options.structures, structures), "alignments": _told(options.alignments, folders.values()),
-    }  # fmt: skip
-    recipe = dict(json.loads(json.dumps(recipe, default=str)))
+    told = {name: command.listed([path.relative_to(root).as_posix() for path in paths], "names") for name, root, paths in
+            (("structures", options.structures, structures), ("alignments", options.alignments, folders.values()))}  # fmt: skip
+    recipe = {"kind": "convert", **source.told, **lists, **told}
     if (options.out / "recipe.json").is_file():
         store.claim(options.out, recipe)        # refused before hours of looking at structures
-    about = {"format": 2, "structures": recipe["structures"], "entities": entities}
-    store.claim(options.out / WORK, about)      # filters may still change
-    found, skipped = _look(options, structures, entities)
+    # Filters may still change.
+    store.claim(options.out / WORK, {"format": 3, "structures": told["structures"], "entities": entities})
+    tasks = {options.out / WORK / f"structures_{number:06d}.json": partial(scan, part, entities)
+             for number, part in enumerate(command.parts_of(structures, SCANNED))}  # fmt: skip
+    every, refused = list[Found](), list[tuple[str, str]]()
+    for result in store.gather(tasks, options.workers, "scan"):
+        every += map(_found, result["chains"])
+        refused += _refused(result)
+    found = sorted(every, key=lambda one: one.key)
+    command.print_once(f"{len(structures)} structures with {len(found)} chains; cannot be used: {len(refused)}")
+    if not found:
+        raise DataError(f"{options.structures}: none of its {len(structures)} files can be used, the first because {refused[0][1]}")
     of = {name.lower() if entities else key(name): number for number, line in enumerate(clusters) for name in line}
     plan, filtered = _plan(options, found, of, [key(name) for line in wanted for name in line])
     shares = _shares(options, plan, folders, [[key(name) for name in line] for line in twins])
     there = {one.key for one in found}
     missing = [name for line in wanted for name in line if key(name) not in there]
-    if missing:
-        command.print_once(f"{len(missing)} chains named in {options.validation}, such as {missing[0]}, are in no structure")
     filtered |= dict.fromkeys(missing, f"named in {options.validation}, in no structure")
     beside: list[store.Job] = []
-    if options.templates:
+    if source.templates:
         shares, beside, unread = _templates(options, shares, found)
-        skipped |= unread
+        refused += unread
     label = "converted: clusters " + (f"of {options.clusters.name}" if clusters else "are equal sequences")
-    jobs = [store.Job(share.path, partial(convert_share, share), CONTENTS) for share in shares]
-    command.work(options, jobs, recipe, chains.header(label), beside=beside)
-    if store.launched()[0] == 0:
-        unusable = skipped | _noted(share.skipped for share in shares)
-        store.write_json(options.out / SKIPPED, {"unusable": unusable, "filtered": filtered})
-        _tell(options.out)
-        _tell_skipped(options.out, unusable)
-    return command.conclude("openfold", options)
+    jobs = [store.Job(options.out / one.split / f"{one.name}.h5", partial(convert_share, one), CONTENTS) for one in shares]
+    return command.Plan(recipe, jobs, chains.header(label), label, beside, refused, filtered=[*filtered.items()])
 
 
 def _folders(root: Path) -> dict[str, Path]:
@@ -459,27 +452,6 @@ def _lines(path: Path | None) -> list[list[str]]:
     return lines
 
 
-def _told(root: Path, paths: Iterable[Path]) -> str:
-    names = [path.relative_to(root).as_posix() for path in paths]
-    return f"{len(names)}, names {command.digest(names)}"
-
-
-def _look(options: argparse.Namespace, structures: Sequence[Path], entities: bool) -> tuple[list[Found], dict[str, str]]:
-    """The chains of all structures by name, and what cannot be read."""
-    parts = list(command.parts_of(structures, SCANNED))
-    jobs = [store.Job(options.out / WORK / f"structures_{number:06d}.h5", partial(scan, part, entities), SCAN)
-            for number, part in enumerate(parts)]  # fmt: skip
-    store.make_share(jobs, options.workers, "scan")
-    store.wait_for(jobs)
-    found = sorted((one for part, job in zip(parts, jobs) for one in _found(part, job.path)), key=lambda one: one.key)
-    skipped = _noted(job.path.with_suffix(".json") for job in jobs)
-    command.print_once(f"{len(structures)} structures with {len(found)} chains; cannot be used: {len(skipped)}")
-    if not found:
-        raise DataError(f"{options.structures}: none of its {len(structures)} files can be used, the first because "
-                        f"{next(iter(skipped.values()))}")  # fmt: skip
-    return found, skipped
-
-
 Plan = dict[str, list[tuple[Found, int, int]]]  # each with its cluster and the size of that
 
 
@@ -487,7 +459,7 @@ def _plan(
     options: argparse.Namespace, found: Sequence[Found], of: Mapping[str, int], wanted: Sequence[str],
 ) -> tuple[Plan, dict[str, str]]:  # fmt: skip
     """The chains of each split, and why the others are in none."""
-    held, sequences = set(wanted), dict[bytes, int]()
+    held, sequences = set(wanted), dict[str, int]()
     filtered: dict[str, str] = {}
     parts: dict[str, list[tuple[Found, int]]] = {"train": [], "validation": []}
     for one in found:
@@ -510,7 +482,7 @@ def _plan(
             some = next(iter(filtered.items()), ("", ""))
             advice = "change the filters" if split == "train" else "name some in a file: --validation FILE"
             raise ConfigError(f"none of {len(found)} chains is left for {split}, {some[0]} because: {some[1]}; {advice}")
-    undated = sum(one.release == UNKNOWN_DAY for one, _ in parts["train"])
+    undated = sum(one.release is None for one, _ in parts["train"])
     if undated:
         command.print_once(f"{undated} chains without a release date are taken for training")
     plan = {}
@@ -522,17 +494,16 @@ def _plan(
 
 def _split(one: Found, cluster: int, options: argparse.Namespace, held: set[str]) -> str:
     """Where a chain goes, or why nowhere. Validation has no bounds of quality, as in MLPerf HPC."""
-    until, first, last = (days(getattr(options, name)) for name in ("released_until", "validation_from", "validation_until"))
     if not one.resolved:
         return "no residue has a CA"
     if held:
         if one.key in held:
             return "validation"
-    elif one.release != UNKNOWN_DAY and first <= one.release <= last:
+    elif one.release and options.validation_from <= one.release <= options.validation_until:
         most = options.validation_length
         return "validation" if len(one.sequence) <= most else f"{len(one.sequence)} residues, --validation-length {most}"
-    if one.release > until:
-        return f"released {_date(one.release)}, --released-until {options.released_until}"
+    if one.release and one.release > options.released_until:
+        return f"released {one.release}, --released-until {options.released_until}"
     if one.resolution >= options.resolution:
         return f"{one.resolution:g} angstrom, --resolution {options.resolution:g}"
     if one.share() > options.single:
@@ -552,9 +523,7 @@ def _shares(options: argparse.Namespace, plan: Plan, folders: Mapping[str, Path]
             has["their own" if name == one.key else "a twin's" if name else "none"] += 1
             picks.append(Pick(one.source, one.name, folders[name] if name else None, cluster, size))
         for number, (begin, end) in enumerate(_even(len(picks), options.each)):
-            name = f"chains_{number:06d}"
-            paths = options.out / split / f"{name}.h5", options.out / WORK / f"{split}_{name}.json"
-            shares.append(Share(*paths, tuple(picks[begin:end]), options.most))
+            shares.append(Share(split, f"chains_{number:06d}", tuple(picks[begin:end]), options.most))
     if has["none"] == has.total():
         example = plan["train"][0][0].name
         raise ConfigError(f"--alignments {options.alignments}: holds a folder for none of {has.total()} chains, such as {example}; "
@@ -569,51 +538,17 @@ def _even(count: int, most: int) -> Iterator[tuple[int, int]]:
     return pairwise(count * number // parts for number in range(parts + 1)) if parts else iter(())
 
 
-def _tell_skipped(out: Path, unusable: Mapping[str, str]) -> None:
-    if unusable:
-        print(f"cannot be used: {len(unusable)}")
-        for name, text in [*unusable.items()][:TOLD]:
-            print(f"  {name}: {text}")
-    print(f"left out, with reasons: {out / SKIPPED}")
-
-
 # ---- check
 
 
-def inspect(out: Path, some: int, picture: bool) -> int:
-    """0 when all is well, otherwise 1 with the reasons printed. Raises DataError for a folder that cannot be read at all."""
-    files, wrong = command.against_index(out)
-    beside = list(store.indexed(out, (TEMPLATES,))) if (out / TEMPLATES).is_dir() else []
-    wrong += [f"{path}: {text}" for path, entry, index in beside for text in store.mistakes(path, entry, index)]
-    places = command.places_of(files)
-    _tell(out)
-    if not wrong:
-        lengths = [length for path, _, _ in beside for length in _lengths(path)]
-        wrong += [text for path in sorted(path for path, _, _ in files) for text in _odd(path, lengths)]
-        for path, row in places[:: max(1, len(places) // some)][:some] if some else []:
-            _show(path, row)
-    if picture and not wrong:
-        chains.draw(out / PICTURE, places, files[0][2]["label"])
-    return command.told(wrong)
-
-
-def _tell(out: Path) -> None:
-    for split, part in store.read_json(out / "statistics.json")["splits"].items():
-        residues, depth, resolution = part["residues"], part["depth"], part["resolution"]
-        known = f"{resolution['median']:.2f} angstrom" if resolution["known"] else "unknown"
-        print(f"{split}: {part['chains']} chains of {part['clusters']} clusters; {residues['minimum']:.0f} to "
-              f"{residues['maximum']:.0f} residues, {residues['with CA'] / residues['total']:.1%} with a CA")  # fmt: skip
-        templates = part["templates"]
-        print(f"  alignments of {depth['median']:.0f} rows (median; deepest {depth['maximum']:.0f}), {depth['query alone']} of the "
-              f"query alone; resolution {known} (median of {resolution['known']}), {part['undated']} without a date")  # fmt: skip
-        if templates["hits"]:
-            share = 1 - templates["chains with none"] / part["chains"]
-            print(f"  {share:.1%} of the chains have templates, {templates['median']:g} at the median")
-
-
-def _lengths(path: Path) -> list[int]:
-    with h5py.File(path, "r") as file:
-        return list(file["residues"][...].tolist())
+def look(prepared: command.Prepared, options: argparse.Namespace) -> Iterator[str]:
+    """What is in the files that no chain can have."""
+    lengths: list[int] = []
+    for path in sorted((prepared.out / TEMPLATES).glob("*.h5")):
+        with h5py.File(path, "r") as file:
+            lengths += file["residues"][...].tolist()
+    for path in sorted(prepared.paths):
+        yield from _odd(path, lengths)
 
 
 def _odd(path: Path, lengths: Sequence[int]) -> Iterator[str]:
@@ -627,15 +562,11 @@ def _odd(path: Path, lengths: Sequence[int]) -> Iterator[str]:
             unlike = int(((query != types) & (query < 20) & (types < 20)).sum())
             if unlike or (query == GAP).any():
                 yield f"{where}: the first row of the alignment differs from the chain at {unlike} residues; {again}"
-            for name, (low, high) in ((name, chains.RANGES[name]) for name in ("aatype", "mask", "msa")):
-                if found[name].min() < low or (high is not None and found[name].max() > high):
-                    at = f"{found[name].min()} to {found[name].max()}"
-                    yield f"{where}: '{name}' goes from {at}, expected {low} to {high}; {again}"
             seen = found["mask"] > 0
             if not seen[:, chains.CA].any():
                 yield f"{where}: no residue has a CA; {again}"
-            if not np.isfinite(found["positions"]).all() or found["positions"][~seen].any():
-                yield f"{where}: positions are not finite, or not 0 where 'mask' is; {again}"
+            if found["positions"][~seen].any():
+                yield f"{where}: positions are not 0 where 'mask' is; {again}"
             for hit, (at, residues) in enumerate(zip(found["hit_row"].tolist(), found["hit_places"]), 1):
                 if not 0 <= at < len(lengths):
                     yield f"{where}: hit {hit} is row {at} of {TEMPLATES}, which holds {len(lengths)}; {again}"
@@ -644,66 +575,14 @@ def _odd(path: Path, lengths: Sequence[int]) -> Iterator[str]:
                     yield f"{where}: hit {hit} {text}, expected -1 to {lengths[at] - 1}; {again}"
 
 
-def _show(path: Path, row: int) -> None:
-    """A chain in three lines: what it is, its letters, small where there is no CA, and how many rows cover them."""
-    with h5py.File(path, "r") as file:
-        found = chains.read(file, row)
-    msa, seen, wide = found["msa"], found["mask"][:, chains.CA] > 0, 100
-    letters = [(LETTERS + "X")[kind] for kind in found["aatype"][:wide]]
-    text = "".join(letter if there else letter.lower() for letter, there in zip(letters, seen))
-    bars = "".join(" .:-=+*#%@"[int(9 * covered)] for covered in (msa != GAP).mean(0)[:wide])
-    resolution = f"{found['resolution']:.2f} angstrom" if found["resolution"] else "resolution unknown"
-    print(f"{path.parent.name} {found['name'].decode()}: {len(seen)} residues, {seen.sum()} with a CA, {len(msa)} rows, "
-          f"{resolution}, cluster {found['cluster']} of {found['cluster_size']} chains")  # fmt: skip
-    print(f"  {text}{'...' if len(seen) > wide else ''}\n  {bars}")
-
-
-# ---- command line
-
-
-day = command.taking("day such as 2021-09-16", date.fromisoformat)
-share = command.taking("number above 0, 1 at most", float, lambda value: 0 < value <= 1)
-above_zero = command.taking("number above 0", float, lambda value: value > 0)
-
-
-def parser() -> argparse.ArgumentParser:
-    top, add = command.parser("openfold", "Protein chains with their alignments: simulate families, check them, or convert files.")
-    one = add("simulate", "Families of chains that share a fold, with alignments that evolved.", simulate)
-    command.add_out(one)
-    one.add_argument("--chains", metavar="N", type=command.positive, default=256, help="of all families")
-    one.add_argument("--families", metavar="N", type=command.positive, default=64, help="a later run may ask for more")
-    one.add_argument("--each", metavar="N", type=command.positive, default=4, help="families of a file")
-    one.add_argument("--length", metavar=("LEAST", "MOST"), nargs=2, type=command.positive, default=(48, 96), help="residues")
-    one.add_argument("--rows", metavar="N", type=command.positive, default=256, help="of an alignment")
-    one.add_argument("--templates", metavar="N", type=command.natural, default=0, help="of a chain: others of its family")
-    command.add_fractions(one, 0.125, 0.0, "the families")
-    command.add_making(one)
-
-    command.add_check(add, "Files against index.json, every chain looked at, some shown", inspect, PICTURE, "--chains", 6,
-                      "how many are shown")  # fmt: skip
-
-    three = add("convert", "mmCIF, A3M and Stockholm files to ours.", convert)
-    three.add_argument("--structures", type=Path, metavar="DIR", required=True, help=".cif and .cif.gz, at any depth")
-    three.add_argument("--alignments", type=Path, metavar="DIR", required=True, help="a folder for each chain")
-    command.add_out(three)
-    three.add_argument("--clusters", type=Path, metavar="FILE", help="a line of chains (or entities) for each cluster")
-    three.add_argument("--duplicates", type=Path, metavar="FILE", help="a line for chains that share an alignment")
-    three.add_argument("--most", metavar="ROWS", type=command.positive, help="of an alignment, the first; without it all")
-    three.add_argument("--templates", metavar="N", type=command.natural, default=20, help="of a chain, at most; 0: none")
-    three.add_argument("--each", metavar="N", type=command.positive, default=64, help="chains of a file, at most")
-    three.add_argument("--resolution", metavar="A", type=above_zero, default=9.0, help="angstrom, of training below it or unknown")
-    three.add_argument("--released-until", metavar="DAY", type=day, default=date(2021, 9, 16), help="training")
-    three.add_argument("--single", metavar="F", type=share, default=0.8, help="share of one amino acid in training, at most")
-    three.add_argument("--validation", type=Path, metavar="FILE", help="chains of validation, instead of those between two days")
-    three.add_argument("--validation-from", metavar="DAY", type=day, default=date(2021, 9, 17), help="validation")
-    three.add_argument("--validation-until", metavar="DAY", type=day, default=date(2021, 12, 11), help="validation")
-    three.add_argument("--validation-length", metavar="N", type=command.positive, default=700, help="residues, at most")
-    three.add_argument("--apart", action="store_true", help="leave out of training what is in a cluster with a chain of validation")
-    command.add_workers(three)
-    return top
-
-
-main = partial(command.main, parser)
+MAKER = command.Maker(
+    "openfold", "Protein chains with their alignments: simulate families, check them, or convert files.", "openfold",
+    command.Check("Files against index.json, every chain looked at.", look, None, ("chains.png", (16, 7), 80), chains.draw),
+    (command.Simulate("Families of chains that share a fold, with alignments that evolved.", Recipe,
+                      ("families", 64, "a later run may ask for more"), simulate, add_chains),
+     command.Convert("mmCIF, A3M and Stockholm files to ours.", Source, convert, add_sources)),
+)  # fmt: skip
+main, parser = MAKER.main, MAKER.parser
 
 if __name__ == "__main__":
     sys.exit(main())

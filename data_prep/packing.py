@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data_prep import store
+from data_prep.store import Field
 from hpcai.errors import DataError
 from hpcai.models.llm.tokens import Tokenizer
 
@@ -23,7 +24,8 @@ def type_of(tokenizer: Tokenizer) -> str:
 
 
 def share_path(work: Path, number: int) -> Path:
-    return work / f"share_{number:06d}.h5"
+    """What is told of the documents of a share; their tokens are beside it."""
+    return work / f"share_{number:06d}.json"
 
 
 def spans_of(mask: Array) -> Array:
@@ -31,10 +33,13 @@ def spans_of(mask: Array) -> Array:
     return np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0)).reshape(-1, 2)
 
 
-def layouts(sequence: int, kind: str, answers: bool) -> dict[str, tuple[str, tuple[Any, ...]]]:
-    told = {"answers": ("int32", ()), "spans": ("int32", ("answers", 2))} if answers else {}
-    return {"tokens": (kind, (sequence + 1,)), "bytes": ("int32", ()), "documents": ("int32", ()),
-            "ends": ("int32", ("documents",)), **told}  # fmt: skip
+def fields(sequence: int, tokenizer: Tokenizer, answers: bool) -> store.Fields:
+    found = {
+        "tokens": Field(type_of(tokenizer), (sequence + 1,), 0, tokenizer.size - 1), "bytes": Field("int32", (), 0),
+        "documents": Field("int32", (), 0), "ends": Field("int32", ("documents",), 1, sequence + 1),
+    }  # fmt: skip
+    told = {"answers": Field("int32", (), 0), "spans": Field("int32", ("answers", 2), 1, sequence + 1)}
+    return {**found, **told} if answers else found
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +75,7 @@ def pack(stretch: Stretch, tokenizer: str, answers: bool, path: Path) -> None:
         found = [spans_of(row) + 1 for row in mask[1:].reshape(rows, sequence)]
         values |= {"answers": np.array([len(one) for one in found]), "spans": np.concatenate(found)}
     lengths = {"documents": len(where), **({"answers": len(values["spans"])} if answers else {})}
-    with store.rows_file(path, rows, layouts(sequence, kind, answers), {"kind": "converted"}, lengths) as file:
+    with store.rows_file(path, rows, fields(sequence, made, answers), {"kind": "converted"}, lengths) as file:
         file["tokens"][:, :sequence] = flat[:-1].reshape(rows, sequence)
         file["tokens"][:, sequence] = flat[sequence::sequence]
         for name, array in values.items():
@@ -82,7 +87,8 @@ def _fill(flat: Array, mask: Array | None, stretch: Stretch, ends: Array, some: 
     path = share_path(stretch.work, int(stretch.share[some[0]]))
     raw = path.with_suffix(".tokens")
     try:
-        with raw.open("rb") as file, h5py.File(path, "r") as told:
+        spans = np.array([] if mask is None else store.read_json(path)["spans"], np.int64).reshape(-1, 2)
+        with raw.open("rb") as file:
             for document in some:
                 end, tokens = int(ends[document]), int(stretch.tokens[document])
                 first, last = max(end - tokens, 0), min(end, len(flat))
@@ -93,7 +99,7 @@ def _fill(flat: Array, mask: Array | None, stretch: Stretch, ends: Array, some: 
                 flat[first:last] = found
                 if mask is not None:
                     span = int(stretch.span[document])
-                    for one, other in told["spans"][span : span + int(stretch.answers[document])] + (end - tokens):
+                    for one, other in spans[span : span + int(stretch.answers[document])] + (end - tokens):
                         mask[max(one, 0) : max(other, 0)] = True
     except OSError as problem:
         raise DataError(f"{raw}: cannot be read ({problem}); delete {stretch.work} and repeat the command") from problem
@@ -116,5 +122,4 @@ def measure(file: h5py.File) -> dict[str, Any]:
 
 
 def merge(records: Sequence[store.Record]) -> dict[str, Any]:
-    return {"rows": sum(record["rows"] for record in records),
-            **{name: sum(record["sums"][name] for record in records) for name in ("tokens", "bytes", "ends")}}  # fmt: skip
+    return {name: sum(record["sums"][name] for record in records) for name in ("tokens", "bytes", "ends")}

@@ -2,14 +2,14 @@
 
     OUT/recipe.json             the settings that decide every value; a run with other settings is refused
     OUT/<split>/<name>.h5       datasets of R rows each, contiguous
-    OUT/<split>/.records/       one JSON text per finished file: rows, size, SHA-256, sums; what a resumed run trusts
+    OUT/<split>/.records/       one JSON text per finished file: rows, size, SHA-256, sums, refused items; what a resumed run trusts
     OUT/<split>/index.json      written when all files are there; where samples vary in shape, each of "files" has its "shape"
-    OUT/statistics.json         moments per split, and the settings
+    OUT/statistics.json         statistics of each split, and the settings
 
 A dataset may also be flat: the parts of all rows one after the other, where another dataset tells the length of each part. Its
 shape then begins with the name of that dataset, and each of "files" has the sum as one of its "lengths".
 
-A workload says by Contents what the datasets are and what is measured of them, and by Job how a file is made.
+A workload declares the datasets as Fields, puts them together as Contents, and says by Job how a file is made.
 
 Ranks share nothing but the folder: rank r of n makes every n-th file, and rank 0 waits for the files of the others. No MPI call
 is needed for that, so the same code runs under mpiexec, srun or alone.
@@ -27,23 +27,51 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
 
 import hpcai
+from data_prep import moments
 from hpcai.data.index import INDEX, settle, write_index, write_json
 from hpcai.dist.environment import place
 from hpcai.errors import ConfigError, DataError
 
 SPLITS = ("train", "validation", "test")
 PATIENCE = 1800.0                               # seconds without a new file from any other rank before rank 0 gives up
+LARGE = 1 << 24                                 # values of a row that are measured at once
 Record = dict[str, Any]
-Layouts = Mapping[str, tuple[Any, Sequence[Any]]]       # of datasets: type, shape of a row
+Refused = Sequence[tuple[str, str]]             # items that could not be used: where each is, and why
+
+
+class Field(NamedTuple):
+    """A dataset of the files: type and shape of a row, range, unit, and what statistics.json tells of it."""
+
+    dtype: str
+    shape: tuple[Any, ...] = ()                 # begins with the name of another dataset where it is flat; None for any length
+    low: float | None = None
+    high: float | None = None
+    blank: float | None = None                  # the value that may fill a whole row
+    key: bool = False                           # samples are told apart by it, not by the largest dataset
+    unit: str | None = None
+    channels: int | None = None                 # the dim of a row whose entries have moments each; past the last: all as one
+    classes: int = 0                            # how many there are to count
+
+    @property
+    def parts(self) -> str | None:
+        """The dataset that tells how this one is cut, where it is flat."""
+        return self.shape[0] if self.shape and isinstance(self.shape[0], str) else None
+
+    def told(self, shape: Sequence[Any]) -> dict[str, Any]:
+        """What an index says of it."""
+        about = {"low": self.low, "high": self.high, "blank": self.blank, "key": self.key or None, "unit": self.unit}
+        return {"dtype": self.dtype, "shape": list(shape), **{name: value for name, value in about.items() if value is not None}}
+
+
+Fields = Mapping[str, Field]
 
 
 def _nothing(*_: Any) -> dict[str, Any]:
@@ -52,41 +80,61 @@ def _nothing(*_: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Contents:
-    """What the files of a folder hold."""
+    """What the files of a folder hold. The first field is the sample's: where the shape of a row is left open, it is that one's."""
 
-    sample: str                                                     # the dataset whose rows have the shape of a sample
-    fields: Callable[[list[Any], dict[str, Any]], dict[str, Any]] = _nothing    # shape and header to what the index says of each
-    measure: Callable[[h5py.File], dict[str, Any]] = _nothing       # sums of a file, for its record
-    merge: Callable[[Sequence[Record]], dict[str, Any]] = _nothing  # statistics of a split, from its records
+    fields: Fields
+    measure: Callable[[h5py.File], dict[str, Any]] = _nothing       # sums of a file, besides those that the fields ask for
+    merge: Callable[[Sequence[Record]], dict[str, Any]] = _nothing  # statistics of a split from its records, likewise
     varies: bool = False                                            # each file has samples of a shape of its own
-    parts: tuple[str, ...] = ()                                     # the datasets that tell how flat ones are cut
     across: Callable[[Path, dict[str, Any], dict[str, Any]], None] | None = None    # adds to statistics what no split tells alone
 
+    @property
+    def sample(self) -> str:
+        return next(iter(self.fields))
 
-def fields_of(
-    layouts: Layouts, ranges: Mapping[str, tuple[float | None, float | None]]
-) -> Callable[[list[Any], dict[str, Any]], dict[str, Any]]:
-    """``Contents.fields`` of datasets that are alike in all files: type, shape of a row, least and greatest value where known."""
-    found: dict[str, Any] = {}
-    for name, (dtype, row) in layouts.items():
-        bounds = zip(("low", "high"), ranges.get(name, ()))
-        found[name] = {"dtype": dtype, "shape": list(row), **{side: at for side, at in bounds if at is not None}}
-    return partial(_alike, found)
+    @property
+    def parts(self) -> list[str]:
+        return list(dict.fromkeys(field.parts for field in self.fields.values() if field.parts))
+
+    def sums(self, file: h5py.File) -> dict[str, Any]:
+        """What the statistics of a split are made of."""
+        found: dict[str, Any] = {}
+        for name, field in self.fields.items():
+            if name in file and field.channels is not None:
+                found[name] = moments.join(map(moments.measure, _columns(file[name], field.channels)))
+            elif name in file and field.classes:
+                counts = (np.bincount(cells[:, 0], minlength=field.classes) for cells in _columns(file[name], len(field.shape)))
+                found[name] = np.sum(list(counts), axis=0).tolist()
+        return {**found, **self.measure(file)}
+
+    def statistics(self, records: Sequence[Record]) -> dict[str, Any]:
+        found: dict[str, Any] = {"rows": sum(record["rows"] for record in records)}
+        for name, field in self.fields.items():
+            parts = [record["sums"][name] for record in records if name in record["sums"]]
+            if parts and field.channels is not None:
+                found[name] = moments.summary(parts)
+            elif parts and field.classes:
+                cells = np.sum(parts, axis=0)
+                found[name] = {"cells": cells.tolist(), "frequency": (cells / cells.sum()).tolist()}
+        return {**found, **self.merge(records)}
 
 
-def _alike(found: dict[str, Any], shape: list[Any], header: dict[str, Any]) -> dict[str, Any]:
-    return found
+def _columns(values: h5py.Dataset, dim: int) -> Iterator[np.ndarray]:
+    """Rows, or slices of large ones, with one dim last and the others as one.   [cells, C] each"""
+    for row in range(values.shape[0]):
+        one = values[row][..., None] if dim == values.ndim - 1 else np.moveaxis(values[row], dim, -1)
+        for part in one if one.size > LARGE else [one]:
+            yield part.reshape(-1, one.shape[-1])
 
 
 @dataclass(frozen=True)
 class Job:
-    """A file to be made, perhaps by another process, to which all of this is sent."""
+    """A file to be made, perhaps by another process, to which all of this is sent. ``write`` may give items that it left out."""
 
     path: Path
-    write: Callable[[Path], object]
+    write: Callable[[Path], Refused | None]
     contents: Contents
     rows: int | None = None                     # where they are known before
-    recipe: str | None = None                   # a file that states it is not written again when its record is lost
 
 
 # ---- one file
@@ -94,17 +142,18 @@ class Job:
 
 @contextmanager
 def rows_file(
-    path: Path, rows: int, datasets: Layouts, attributes: dict[str, Any], lengths: Mapping[str, int] | None = None,
+    path: Path, rows: int, fields: Fields, attributes: dict[str, Any], lengths: Mapping[str, int] | None = None,
 ) -> Iterator[h5py.File]:  # fmt: skip
-    """A new file with room for the rows of each dataset, given as dtype and shape of a row: written beside its place, flushed to
-    the disk and renamed, or not there at all. A shape that begins with one of the named lengths is that of a flat dataset."""
+    """A new file with room for the rows of each field: written beside its place, flushed to the disk and renamed, or not there at
+    all. ``lengths`` are those of what is flat."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     try:
         # Data on a page boundary can be read past the page cache.
         with h5py.File(partial, "w", alignment_threshold=1 << 16, alignment_interval=4096) as file:
-            for name, (dtype, shape) in datasets.items():
-                file.create_dataset(name, _whole(rows, shape, lengths or {}), dtype)
+            for name, field in fields.items():
+                shape = (lengths or {})[field.parts] if field.parts else rows, *field.shape[bool(field.parts) :]
+                file.create_dataset(name, shape, field.dtype)
             file.attrs.update({**attributes, "version": hpcai.__version__})
             yield file
         settle(partial, path)
@@ -113,40 +162,31 @@ def rows_file(
         raise
 
 
-def _whole(rows: int, shape: Sequence[Any], lengths: Mapping[str, int]) -> tuple[Any, ...]:
-    """The shape of a dataset, from that of a row."""
-    return (lengths.get(shape[0]), *shape[1:]) if _is_flat(shape) else (rows, *shape)
-
-
-def _is_flat(shape: Sequence[Any]) -> bool:
-    return bool(shape) and isinstance(shape[0], str)
-
-
-def write_rows(path: Path, layouts: Layouts, rows: Sequence[Mapping[str, Any]], attributes: dict[str, Any]) -> None:
+def write_rows(path: Path, fields: Fields, rows: Sequence[Mapping[str, Any]], attributes: dict[str, Any]) -> None:
     """A file of the values of each row, which may have more of them than the file; the lengths of what is flat are among them."""
-    lengths = {shape[0]: sum(row[shape[0]] for row in rows) for _, shape in layouts.values() if _is_flat(shape)}
-    with rows_file(path, len(rows), layouts, attributes, lengths) as file:
-        for name, (dtype, shape) in layouts.items():
-            if not _is_flat(shape):
-                file[name][...] = np.array([row[name] for row in rows], dtype)
+    lengths = {field.parts: sum(row[field.parts] for row in rows) for field in fields.values() if field.parts}
+    with rows_file(path, len(rows), fields, attributes, lengths) as file:
+        for name, field in fields.items():
+            if not field.parts:
+                file[name][...] = np.array([row[name] for row in rows], field.dtype)
                 continue
             begin = 0
             for row in rows:
-                end = begin + row[shape[0]]
-                file[name][begin:end] = np.reshape(row[name], (end - begin, *shape[1:])).astype(dtype)
+                end = begin + row[field.parts]
+                file[name][begin:end] = np.reshape(row[name], (end - begin, *field.shape[1:])).astype(field.dtype)
                 begin = end
 
 
-def read_rows(file: h5py.File, layouts: Layouts, first: int = 0, end: int | None = None) -> Iterator[dict[str, Any]]:
+def read_rows(file: h5py.File, fields: Fields, first: int = 0, end: int | None = None) -> Iterator[dict[str, Any]]:
     """The rows from ``first`` to ``end`` of a file, each with its part of what is flat."""
     columns = []
-    for name, (_, shape) in layouts.items():
-        if _is_flat(shape):
-            cuts = np.append(0, np.cumsum(file[shape[0]][:end], dtype=np.int64))[first:]
+    for name, field in fields.items():
+        if field.parts:
+            cuts = np.append(0, np.cumsum(file[field.parts][:end], dtype=np.int64))[first:]
             columns.append(np.split(file[name][cuts[0] : cuts[-1]], cuts[1:-1] - cuts[0]))
         else:
             columns.append(file[name][first:end])
-    return (dict(zip(layouts, row)) for row in zip(*columns))
+    return (dict(zip(fields, row)) for row in zip(*columns))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -166,49 +206,30 @@ def digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _record_path(path: Path) -> Path:
+def record_path(path: Path) -> Path:
     return path.parent / ".records" / f"{path.name}.json"
 
 
-def write_record(path: Path, contents: Contents) -> Record:
-    """The record of a finished file, from the file."""
-    with h5py.File(path, "r") as file:
-        record: Record = {
-            "name": path.name,
-            "rows": file[contents.sample].shape[0],
-            "bytes": path.stat().st_size,
-            "sha256": digest(path),
-            "shape": list(file[contents.sample].shape[1:]),
-            "sums": contents.measure(file),
-            **({"lengths": {name: int(file[name][...].sum()) for name in contents.parts}} if contents.parts else {}),
-        }
-    write_json(_record_path(path), record)
-    return record
-
-
 def make_file(job: Job) -> None:
-    """Writes the file, if it is not whole, and its record."""
-    if job.recipe is None or not _is_made(job, job.recipe):
-        job.write(job.path)
-    write_record(job.path, job.contents)
+    """Writes the file and its record."""
+    refused = job.write(job.path)
+    with h5py.File(job.path, "r") as file:
+        rows, *shape = file[job.contents.sample].shape
+        record: Record = {
+            "name": job.path.name, "rows": rows, "bytes": job.path.stat().st_size, "sha256": digest(job.path), "shape": shape,
+            "sums": job.contents.sums(file), "refused": list(refused or ()),
+            "lengths": {name: int(file[name][...].sum()) for name in job.contents.parts},
+        }  # fmt: skip
+    write_json(record_path(job.path), record)
 
 
 def finished(job: Job) -> bool:
     """Whether the file is there, with the rows that it should have, of the size that its record states."""
-    record = _record_path(job.path)
+    record = record_path(job.path)
     if not (job.path.is_file() and record.is_file()):
         return False
     stated = read_json(record)
     return stated.get("bytes") == job.path.stat().st_size and job.rows in (None, stated.get("rows"))
-
-
-def _is_made(job: Job, recipe: str) -> bool:
-    """Whether a file without a fitting record is whole all the same: of this recipe, with all its rows if they are known."""
-    try:
-        with h5py.File(job.path, "r") as file:
-            return bool(file.attrs.get("recipe") == recipe and job.rows in (None, file[job.contents.sample].shape[0]))
-    except (OSError, KeyError):
-        return False
 
 
 # ---- one folder
@@ -254,7 +275,7 @@ def claim(out: Path, recipe: dict[str, Any]) -> None:
 def refuse_strangers(out: Path, jobs: Sequence[Job], advice: str) -> None:
     """Files that this run would not make must not end up in its folders unseen, nor rows be lost that another run made."""
     for job in jobs:
-        record = _record_path(job.path)
+        record = record_path(job.path)
         held = read_json(record).get("rows", 0) if job.rows and job.path.is_file() and record.is_file() else 0
         if job.rows and held > job.rows:
             raise ConfigError(f"{job.path}: holds {held} samples, this run would make {job.rows}; {advice}")
@@ -266,24 +287,27 @@ def refuse_strangers(out: Path, jobs: Sequence[Job], advice: str) -> None:
         raise ConfigError(f"{extra[0]}: one of {len(extra)} files that this run would not make; {advice}")
 
 
-def finish(out: Path, jobs: Sequence[Job], header: dict[str, Any], settings: dict[str, Any]) -> int:
-    """Writes the index of every folder, and statistics. Returns the bytes of all files."""
+def finish(out: Path, jobs: Sequence[Job], header: dict[str, Any], settings: dict[str, Any]) -> tuple[int, int, list[list[str]]]:
+    """Writes the index of every folder, and statistics. Returns bytes and rows of all files, and what was refused."""
     statistics: dict[str, Any] = {"format": 1, "version": hpcai.__version__, "splits": {}, "settings": settings}
     indexes: dict[str, Any] = {}
+    refused: list[list[str]] = []
     contents = {job.path.parent.name: job.contents for job in jobs}
     for folder in sorted(contents, key=[*SPLITS, *contents].index):
         one = contents[folder]
-        records = [read_json(_record_path(path)) for path in sorted(job.path for job in jobs) if path.parent.name == folder]
+        records = [read_json(record_path(path)) for path in sorted(job.path for job in jobs) if path.parent.name == folder]
         shapes = {tuple(len(record["shape"]) * [None] if one.varies else record["shape"]) for record in records}
         if len(shapes) > 1:
             raise DataError(f"{out / folder}: samples of different shapes {sorted(shapes)}, expected one; give each its own folder")
         shape = list(shapes.pop())
         told = ("name", "rows", "bytes", "sha256", *(["shape"] if one.varies else []), *(["lengths"] if one.parts else []))
-        files = [{key: record[key] for key in told} for record in records]
-        alike = {} if one.varies else {"shape": shape}
-        fields = one.fields(shape, header)  # what hpcai data check compares with
-        indexes[folder] = {"files": files, **alike, "fields": fields, **header}
-        (statistics["splits"] if folder in SPLITS else statistics)[folder] = one.merge(records)
+        indexes[folder] = {
+            "files": [{key: record[key] for key in told} for record in records], **({} if one.varies else {"shape": shape}),
+            "fields": {name: field.told(shape if None in field.shape else field.shape) for name, field in one.fields.items()},
+            **header,
+        }  # fmt: skip
+        (statistics["splits"] if folder in SPLITS else statistics)[folder] = one.statistics(records)
+        refused += [each for record in records for each in record["refused"]]
     if across := jobs[0].contents.across:
         across(out, indexes, statistics)
     write_json(out / "statistics.json", statistics)
@@ -291,44 +315,19 @@ def finish(out: Path, jobs: Sequence[Job], header: dict[str, Any], settings: dic
         write_index(out / folder, index)
         for left in (out / folder).rglob(".*.partial"):         # of files and of their records
             left.unlink(missing_ok=True)
-    return sum(file["bytes"] for index in indexes.values() for file in index["files"])
+    files = [(file["bytes"], file["rows"], folder in SPLITS) for folder, index in indexes.items() for file in index["files"]]
+    return sum(size for size, _, _ in files), sum(rows for _, rows, sample in files if sample), refused
 
 
-# ---- what a folder holds
-
-
-def indexed(out: Path, folders: Sequence[str] = SPLITS) -> Iterator[tuple[Path, dict[str, Any], dict[str, Any]]]:
-    """(path, entry, index) of every file."""
-    splits = [split for split in folders if (out / split).is_dir()]
+def indexed(out: Path) -> Iterator[tuple[Path, dict[str, Any], dict[str, Any]]]:
+    """(path, entry, index) of every file of the splits."""
+    splits = [split for split in SPLITS if (out / split).is_dir()]
     if not splits:
         raise DataError(f"{out}: holds no folder train, validation or test; simulate or convert into it first")
     for split in splits:
         index = read_json(out / split / INDEX)
         for entry in index["files"]:
             yield out / split / entry["name"], entry, index
-
-
-def mistakes(path: Path, entry: dict[str, Any], index: dict[str, Any]) -> Iterator[str]:
-    """Where a file differs from what the index says of it."""
-    if not path.is_file():
-        yield "not there; repeat the command that made the folder"
-        return
-    if path.stat().st_size != entry["bytes"]:
-        yield f"{path.stat().st_size} bytes, the index says {entry['bytes']}; delete it and repeat the command that made the folder"
-        return
-    if digest(path) != entry["sha256"]:
-        yield "its SHA-256 is not that of the index; delete it and repeat the command that made the folder"
-        return
-    with h5py.File(path, "r") as file:
-        for name, field in index["fields"].items():
-            found, shape = file[name], _whole(entry["rows"], _shape(field["shape"], entry), entry.get("lengths", {}))
-            if found.shape != shape or found.dtype != np.dtype(field["dtype"]) or found.chunks is not None:
-                yield f"'{name}' is {found.dtype} {found.shape}, expected {field['dtype']} {shape} without chunks"
-
-
-def _shape(told: Sequence[Any], entry: dict[str, Any]) -> list[Any]:
-    """The shape of a row, where the fields leave lengths open (None) as the entry of the file has them."""
-    return [here if length is None else length for length, here in zip(told, entry["shape"])] if None in told else list(told)
 
 
 # ---- the work
@@ -355,6 +354,19 @@ def make_share(jobs: Sequence[Job], workers: int, label: str) -> None:
     """Makes what is missing of this rank's share."""
     rank, size = launched()
     make([job for job in jobs[rank::size] if not finished(job)], make_file, workers, label)
+
+
+def gather(tasks: Mapping[Path, Callable[[], dict[str, Any]]], workers: int, label: str) -> Iterator[dict[str, Any]]:
+    """What each task says, one after the other, for every rank. The ranks share the tasks; each result is a file of JSON, which a
+    later run goes on from."""
+    rank, size = launched()
+    make([task for task in [*tasks.items()][rank::size] if not task[0].is_file()], _note, workers, label)
+    _wait(list(tasks), Path.is_file, str)
+    return map(read_json, tasks)
+
+
+def _note(task: tuple[Path, Callable[[], dict[str, Any]]]) -> None:
+    write_json(task[0], task[1]())
 
 
 def make(jobs: Sequence[Any], work: Callable[[Any], Any], workers: int, label: str) -> None:
@@ -403,19 +415,21 @@ def _progress(total: int, label: str) -> Iterator[Callable[[], None]]:
 
 def wait_for(jobs: Sequence[Job]) -> None:
     """Waits for the files of the other ranks. Raises DataError after ``PATIENCE`` seconds without a new one."""
-    speak = launched()[0] == 0
-    missing, last, told = [job for job in jobs if not finished(job)], time.monotonic(), 0.0
-    while missing:
-        if speak and time.monotonic() - told > 30:
-            told = time.monotonic()
-            print(f"waiting for {len(missing)} files of the other ranks", flush=True)
-        time.sleep(0.2)
-        still = [job for job in missing if not finished(job)]
+    _wait(jobs, finished, lambda job: job.path)
+
+
+def _wait(missing: Sequence[Any], there: Callable[[Any], bool], name: Callable[[Any], Any]) -> None:
+    last, told = time.monotonic(), 0.0
+    while still := [one for one in missing if not there(one)]:
         if len(still) < len(missing):
             last = time.monotonic()
         elif time.monotonic() - last > PATIENCE:
             raise DataError(
-                f"{still[0].path}: not made, and no file came from another rank for {PATIENCE:.0f} s; look whether a rank ended "
+                f"{name(still[0])}: not made, and no file came from another rank for {PATIENCE:.0f} s; look whether a rank ended "
                 "early, then repeat the command: finished files are kept"
             )
+        if launched()[0] == 0 and time.monotonic() - told > 30:
+            told = time.monotonic()
+            print(f"waiting for {len(still)} files of the other ranks", flush=True)
         missing = still
+        time.sleep(0.2)

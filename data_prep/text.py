@@ -29,9 +29,8 @@ import json
 import os
 import sys
 import sysconfig
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatch
 from functools import partial
 from itertools import pairwise
@@ -43,24 +42,95 @@ import numpy as np
 
 import hpcai
 from data_prep import command, documents, store
-from data_prep.documents import Bad, NotTextError, Piece, Place
-from data_prep.packing import Array, Stretch, layouts, loaded, measure, merge, pack, share_path, spans_of, type_of
+from data_prep.command import option
+from data_prep.documents import Bad, NotTextError, Piece
+from data_prep.packing import Array, Stretch, fields, loaded, measure, merge, pack, share_path, spans_of, type_of
 from hpcai.data.index import settle, write_json
 from hpcai.errors import ConfigError, DataError
 from hpcai.models.llm.tokens import BYTES, CONTENT, Tokenizer
 
-WORK, ABOUT, SKIPPED = ".work", "text.json", "skipped.json"
+WORK, ABOUT = ".work", "text.json"
 PART = 1 << 26                                  # bytes of text that a stop may lose, at most
 FILE = 1 << 25                                  # bytes of the tokens of a file
 SAMPLE = 1 << 26                                # bytes of text that a tokenizer is trained on, at most
 MOST_PARTS = 32                                 # of a packed file, which each of them unpacks from the beginning
 FILES = 1000                                    # of a part, at most
+LOOKED = 64                                     # files whose sizes one process looks at
 TOLD = 1000                                     # documents of a part that skipped.json lists, at most
 SPLITS, FOLDER = store.SPLITS[:2], "folder"
-SIZES = {"units": ("int64", ()), "weight": ("int64", ()), "sha256": ("S64", ())}
-DOCUMENTS = {"tokens": ("int64", ()), "held": ("uint8", ()), "answers": ("int32", ()), "spans": ("int64", ("answers", 2))}
 # Besides what is installed and tests: tables of characters, the manual as one text, and what was made for Python 2.
 NOT_PYTHON = ("site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data", "lib2to3", "turtledemo")
+
+
+# ---- options
+
+
+fraction = command.taking("fraction of 0 to 1", float, lambda value: 0 <= value <= 1)
+long = command.taking("whole number from 2 to 2^30", int, lambda value: 2 <= value <= 1 << 30)
+@dataclass(frozen=True)
+class Library(command.Settings):
+    """How rows are made of documents of the standard library."""
+
+    tokenizer: str = option("train:2048", f"tokenizer.json, its folder, {BYTES}, or train:N", metavar="FILE")
+    sequence: int = option(256, "tokens of a row that are said next", metavar="T", type=long)
+    held_out: float = option(0.05, "fraction of the files for validation", metavar="F", type=float)
+    seed: int = option(0, "of the order", type=command.natural)
+    each: int | None = option(None, "rows of a file; without it 32 MB of them", type=command.positive)
+
+
+@dataclass(frozen=True)
+class Reading(Library):
+    """What is taken of any documents."""
+
+    tokenizer: str = option(None, f"tokenizer.json, its folder, {BYTES}, or train:2048", metavar="FILE", required=True)
+    sequence: int = option(1024, "tokens of a row that are said next", metavar="T", type=long)
+    held_out: float = option(None, "fraction of the groups for validation; without it 0.02", metavar="F", type=float)
+    field: str = option(None, "of lines and rows; without it text, with --chat messages", metavar="NAME")
+    group: str | None = option(None, f"field of what is held out together, or {FOLDER}: files of one are", metavar="NAME")
+    chat: bool = option(False, "the field holds messages, of which what the assistant says is learned", action="store_true")
+    prompt: str | None = option(None, "field of a question, which is not learned", metavar="NAME")
+    answer: str | None = option(None, "field of its answer, which is", metavar="NAME")
+
+    @property
+    def answers(self) -> bool:
+        return self.chat or self.prompt is not None
+
+    @property
+    def columns(self) -> list[str]:
+        named = [self.prompt, self.answer] if self.prompt else [self.field]
+        return [name for name in dict.fromkeys([*named, self.group]) if name]
+
+    def values(self, record: Mapping[str, Any]) -> list[Any] | Bad:
+        """What a line or row says, and then what names its group."""
+        missing = [name for name in self.columns if name not in record]
+        if missing:
+            has = ", ".join(map(str, [*record][:12])) or "none"
+            option = next(key for key, value in asdict(self).items() if value == missing[0])
+            return Bad(f"no field '{missing[0]}'; it has {has}: name one with --{option}")
+        found = [record[name] for name in self.columns]
+        texts = found if self.group is None else found[:-1]
+        texts = [] if self.chat else ["" if text is None else text for text in texts]
+        if odd := [text for text in texts if not isinstance(text, str)]:
+            return Bad(f"a {type(odd[0]).__name__} in {', '.join(self.columns)}, expected text")
+        group = json.dumps(found if self.group is None else record[self.group], sort_keys=True, default=str)
+        return [*(texts or found[:1]), group]
+
+    def of_file(self, piece: Piece) -> str:
+        """The group of what is no line or row: its file, or the folder that this is in."""
+        return piece.name.rpartition("/")[0] or piece.name if self.group == FOLDER else piece.name
+
+    def split(self, group: str, piece: Piece) -> str:
+        if piece.split is not None:
+            return piece.split
+        drawn = int.from_bytes(hashlib.blake2b(group.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
+        return SPLITS[drawn < self.held_out * 2**64]
+
+
+def add_source(made: argparse.ArgumentParser) -> None:
+    made.add_argument("source", type=Path, nargs="+", metavar="SOURCE", help="files, and folders of any depth")
+    made.add_argument("--only", metavar="GLOB", action="append", default=[], help="files of folders, as '*.md'; more than once")
+    made.add_argument("--validation", metavar="PATH", type=Path, action="append", default=[], help="what is held out, not by hash")
+    made.add_argument("--bad", metavar="F", type=fraction, default=0.01, help="fraction of documents that may be unusable")
 
 
 # ---- sources
@@ -105,10 +175,9 @@ def library() -> list[Source]:
     return [Source(root / name, name.as_posix(), 0) for name in names if not set(name.parts) & set(NOT_PYTHON)]
 
 
-def look(sources: Sequence[Source], path: Path) -> None:
+def look(sources: Sequence[Source]) -> dict[str, Any]:
     """Sizes and digests of files, of which packed ones are read to their end."""
-    found = [documents.size(source.path) for source in sources]
-    store.write_rows(path, SIZES, [dict(zip(SIZES, (units, weight, digest.encode()))) for units, weight, digest in found], {})
+    return {"files": [documents.size(source.path) for source in sources]}
 
 
 @dataclass(frozen=True)
@@ -149,53 +218,6 @@ def shares_of(sources: Sequence[Source], units: Sequence[int], weights: Sequence
 
 
 # ---- documents to tokens
-
-
-@dataclass(frozen=True)
-class Reading:
-    """What is taken of documents."""
-
-    field: str
-    group: str | None
-    chat: bool
-    prompt: str | None
-    answer: str | None
-    held_out: float
-    tokenizer: str | None = None                # folder
-
-    @property
-    def answers(self) -> bool:
-        return self.chat or self.prompt is not None
-
-    @property
-    def columns(self) -> list[str]:
-        named = [self.prompt, self.answer] if self.prompt else [self.field]
-        return [name for name in dict.fromkeys([*named, self.group]) if name]
-
-    def values(self, record: Mapping[str, Any]) -> list[Any] | Bad:
-        """What a line or row says, and then what names its group."""
-        missing = [name for name in self.columns if name not in record]
-        if missing:
-            has = ", ".join(map(str, [*record][:12])) or "none"
-            option = next(key for key, value in vars(self).items() if value == missing[0])
-            return Bad(f"no field '{missing[0]}'; it has {has}: name one with --{option}")
-        found = [record[name] for name in self.columns]
-        texts = found if self.group is None else found[:-1]
-        texts = [] if self.chat else ["" if text is None else text for text in texts]
-        if odd := [text for text in texts if not isinstance(text, str)]:
-            return Bad(f"a {type(odd[0]).__name__} in {', '.join(self.columns)}, expected text")
-        group = json.dumps(found if self.group is None else record[self.group], sort_keys=True, default=str)
-        return [*(texts or found[:1]), group]
-
-    def of_file(self, piece: Piece) -> str:
-        """The group of what is no line or row: its file, or the folder that this is in."""
-        return piece.name.rpartition("/")[0] or piece.name if self.group == FOLDER else piece.name
-
-    def split(self, group: str, piece: Piece) -> str:
-        if piece.split is not None:
-            return piece.split
-        drawn = int.from_bytes(hashlib.blake2b(group.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
-        return SPLITS[drawn < self.held_out * 2**64]
 
 
 Coded = Iterator[tuple[list[int], list[int] | None]]    # ids, and which of them are an answer
@@ -247,21 +269,19 @@ def _conversation(messages: Any, tokenizer: Tokenizer) -> Coded:
         yield tokenizer.ending, [0] * len(tokenizer.ending)
 
 
-def encode(share: Share, reading: Reading, path: Path) -> None:
-    """The tokens of a share, where each document ends in them, and a note of what cannot be used."""
+def encode(share: Share, reading: Reading, raw: Path) -> dict[str, Any]:
+    """Writes the tokens of a share. Gives of each document how many they are, whether it is held out, how many answers it has and
+    where; and what cannot be used."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"          # processes are the parallelism here
-    assert reading.tokenizer is not None
     tokenizer = loaded(reading.tokenizer)
     kept: list[dict[str, Any]] = []
-    bad: list[tuple[int, int, str]] = []
-    lines, counts = list[int](), {"bad": 0, "empty": 0}
-    raw = path.with_suffix(".tokens")
+    bad: list[tuple[str, str]] = []
+    counts = {"bad": 0, "empty": 0}
     raw.parent.mkdir(parents=True, exist_ok=True)
     partial = raw.with_name(f".{raw.name}.partial")
     with partial.open("wb") as file:
-        for number, piece in enumerate(share.pieces):
-            place = Place()
-            for line, item in documents.read(piece, place, reading.columns):
+        for piece in share.pieces:
+            for line, item in documents.read(piece, reading.columns):
                 begin = file.tell()
                 found = _written(item, piece, reading, tokenizer, file)
                 if isinstance(found, dict):
@@ -271,11 +291,15 @@ def encode(share: Share, reading: Reading, path: Path) -> None:
                 file.truncate()
                 counts["bad" if found else "empty"] += 1
                 if found and len(bad) < TOLD:
-                    bad.append((number, line, found.reason))
-            lines.append(place.line)
+                    bad.append((_where(piece, line), found.reason))
     settle(partial, raw)
-    write_json(path.with_suffix(".json"), {"bad": bad, "counts": counts, "lines": lines})
-    store.write_rows(path, DOCUMENTS, kept, {})
+    columns = {name: [one[name] for one in kept] for name in ("tokens", "held", "answers")}
+    return {**columns, "spans": [span for one in kept for span in one["spans"]], "bad": bad, "counts": counts}
+
+
+def _where(piece: Piece, line: int) -> str:
+    unit = {"text": None, "table": "row"}.get(documents.kind(piece.path), "line")
+    return f"{piece.path}: {unit} {documents.before(piece) + line}" if unit else str(piece.path)
 
 
 def _written(item: Any, piece: Piece, reading: Reading, tokenizer: Tokenizer, file: IO[bytes]) -> dict[str, Any] | Bad | None:
@@ -299,7 +323,7 @@ def _written(item: Any, piece: Piece, reading: Reading, tokenizer: Tokenizer, fi
     spans = spans_of(np.array(masks, bool))
     if reading.answers and not len(spans):
         return Bad("nothing that is an answer")
-    return {"tokens": tokens, "held": split == SPLITS[1], "answers": len(spans), "spans": spans}
+    return {"tokens": tokens, "held": int(split == SPLITS[1]), "answers": len(spans), "spans": spans.tolist()}
 
 
 # ---- a tokenizer
@@ -315,7 +339,7 @@ def trained(size: int, shares: Sequence[Share], reading: Reading) -> Tokenizer:
 def _beginnings(shares: Sequence[Share], part: float, reading: Reading) -> Iterator[str]:
     for share in shares:
         left = share.weight * part
-        items = ((piece, item) for piece in share.pieces for _, item in documents.read(piece, Place(), reading.columns))
+        items = ((piece, item) for piece in share.pieces for _, item in documents.read(piece, reading.columns))
         for text in (text for piece, item in items for text in _said(item, piece, reading)):
             yield text
             left -= len(text)
@@ -341,64 +365,68 @@ def _said(item: Any, piece: Piece, reading: Reading) -> Iterator[str]:
 # ---- convert
 
 
-def convert(options: argparse.Namespace) -> int:
+def convert(options: argparse.Namespace) -> command.Plan:
     sources = gathered(options.source, options.validation, options.only, options.out)
-    return _convert(options, sources, [*options.source, *options.validation])
+    return _planned(options, sources, [*options.source, *options.validation])
 
 
-def python(options: argparse.Namespace) -> int:
-    vars(options).update(field="text", group=None, chat=False, prompt=None, answer=None, bad=0.0, validation=[], only=[])
-    return _convert(options, library(), [Path(f"Python {'.'.join(map(str, sys.version_info[:3]))}")])
+def python(options: argparse.Namespace) -> command.Plan:
+    vars(options).update(field="text", group=None, chat=False, prompt=None, answer=None, bad=0.0, validation=[])
+    return _planned(options, library(), [Path(f"Python {'.'.join(map(str, sys.version_info[:3]))}")])
 
 
-def _convert(options: argparse.Namespace, sources: Sequence[Source], roots: Sequence[Path]) -> int:
+def _planned(options: argparse.Namespace, sources: Sequence[Source], roots: Sequence[Path]) -> command.Plan:
     loaded.cache_clear()
     reading, tokenizer, size = _asked(options)
     out, work = options.out, options.out / WORK
-    asked = ("sequence", "held_out", "field", "group", "chat", "prompt", "answer", "seed", "each")
     told = [f"{source.root} {source.split} {source.name} {source.path.stat().st_size}" for source in sources]
     named = {"tokenizer": options.tokenizer if tokenizer is None else tokenizer.identity, "frame": tokenizer and _frame(tokenizer)}
-    names = f"{len(told)} files, names and sizes {command.digest(told)}"
-    recipe = {"kind": "convert", **named, **{key: getattr(options, key) for key in asked}, "sources": names}
+    recipe = {"kind": "convert", **reading.told, **named, "sources": command.listed(told, "files, names and sizes")}
     store.claim(out, recipe)
-    looks = [store.Job(work / f"sizes_{number:06d}.h5", partial(look, some), store.Contents("units"))
-             for number, some in enumerate(_together(sources))]  # fmt: skip
-    units, weights, digests = _columns(_made(looks, options, "sizes"), SIZES)
-    shares = shares_of(sources, units.tolist(), weights.tolist())
+    looks = {work / f"sizes_{number:06d}.json": partial(look, some)
+             for number, some in enumerate(command.parts_of(sources, LOOKED))}  # fmt: skip
+    sizes = [each for result in store.gather(looks, options.workers, "sizes") for each in result["files"]]
+    shares = shares_of(sources, *([size[n] for size in sizes] for n in (0, 1)))
     if tokenizer is None:
         # Other versions of the library may train another one.
         tokenizer = Tokenizer.load(out) if (out / CONTENT).is_file() else trained(size, shares, reading)
     tokenizer.save(out)
-    reading = Reading(**{**vars(reading), "tokenizer": str(out)})
-    jobs = [store.Job(share_path(work, number), partial(encode, share, reading), store.Contents("tokens"))
-            for number, share in enumerate(shares)]  # fmt: skip
-    begin, left = time.monotonic(), sum(one.weight for job, one in zip(jobs, shares) if not store.finished(job))
-    _made(jobs, options, "tokens")
-    if left:
-        took = time.monotonic() - begin
-        speed = f"{left / 1e6 / took:.1f} MB/s with {options.workers} processes of each rank"
-        command.print_once(f"{left / 1e6:,.1f} MB of text to tokens in {took:.1f} s: {speed}")
-    bad = _unusable(out, jobs, shares, options)
-    plan, about = _plan(jobs, options, tokenizer)
-    kind = type_of(tokenizer)
-    ranges = {"tokens": (0, tokenizer.size - 1), "bytes": (0, None), "documents": (0, None), "ends": (1, options.sequence + 1),
-              "answers": (0, None), "spans": (1, options.sequence + 1)}  # fmt: skip
-    parts = ("documents", "answers") if reading.answers else ("documents",)
-    layout = layouts(options.sequence, kind, reading.answers)
-    contents = store.Contents("tokens", store.fields_of(layout, ranges), measure, merge, parts=parts)
+    reading = replace(reading, tokenizer=str(out))
+    paths = [share_path(work, number) for number in range(len(shares))]
+    tasks = {path: partial(encode, share, reading, path.with_suffix(".tokens")) for path, share in zip(paths, shares)}
+    columns: list[list[Array]] = []             # of each share
+    refused, bad, empty = list[tuple[str, str]](), 0, 0
+    for one in store.gather(tasks, options.workers, "tokens"):
+        columns.append([np.array(one[name], np.int64) for name in ("tokens", "held", "answers")])
+        refused += [(where, why) for where, why in one["bad"]]
+        bad, empty = bad + one["counts"]["bad"], empty + one["counts"]["empty"]
+    good = sum(len(tokens) for tokens, _, _ in columns)
+    if bad > options.bad * (good + bad):
+        command.list_refused(out, refused)
+        where, why = refused[0]
+        raise DataError(f"{bad} of {good + bad} documents cannot be used, listed in {out / command.SKIPPED}; the first: {where}: "
+                        f"{why}; more than --bad {options.bad:g}: mend them, or allow more")  # fmt: skip
+    if empty:
+        command.print_once(f"{empty} documents are empty and left out")
+    plan, about = _plan(work, columns, options, tokenizer)
+    contents = store.Contents(fields(options.sequence, tokenizer, reading.answers), measure, merge)
     files = [store.Job(path, partial(pack, stretch, str(out), reading.answers), contents, stretch.rows) for path, stretch in plan]
     header = {"sequence": options.sequence, "vocabulary": tokenizer.size, "tokenizer": tokenizer.identity}
-    command.work(options, files, recipe, header)
-    if store.launched()[0] == 0:
-        counts = store.read_json(out / "statistics.json")["splits"]
-        splits = {split: {**found, **{key: counts[split][key] for key in ("rows", "bytes")}} for split, found in about.items()}
-        write_json(out / ABOUT, {
-            "format": 1, "version": hpcai.__version__, **header, "type": kind, "answers": reading.answers, "seed": options.seed,
-            "before": tokenizer.before, "ending": tokenizer.ending, "splits": splits, "unusable": bad,
-            "sources": _told_sources(roots, sources, weights, digests),
-        })  # fmt: skip
-        _tell(out)
-    return command.conclude("llm", options)
+    whole = {
+        "format": 1, "version": hpcai.__version__, **header, "type": type_of(tokenizer), "answers": reading.answers,
+        "seed": options.seed, "before": tokenizer.before, "ending": tokenizer.ending, "splits": about, "unusable": bad,
+        "sources": _told_sources(roots, sources, sizes),
+    }  # fmt: skip
+    told_first = f"vocabulary {tokenizer.size:,} (tokenizer {tokenizer.identity[:12]}), rows of {options.sequence} + 1 tokens"
+    return command.Plan(recipe, files, header, told_first, refused=refused, unlisted=bad - len(refused), kept=good,
+                        after=partial(_write_about, whole))  # fmt: skip
+
+
+def _write_about(whole: dict[str, Any], out: Path) -> None:
+    for split, part in command.Prepared(out).statistics.items():
+        whole["splits"][split] |= {key: part[key] for key in ("rows", "bytes")}
+        print(f"{split}: {part['bytes'] / part['tokens']:.3f} bytes of UTF-8 {'in answers ' if whole['answers'] else ''}per token")
+    write_json(out / ABOUT, whole)
 
 
 def _asked(options: argparse.Namespace) -> tuple[Reading, Tokenizer | None, int]:
@@ -413,7 +441,7 @@ def _asked(options: argparse.Namespace) -> tuple[Reading, Tokenizer | None, int]
     if not 0 <= options.held_out < 1:
         raise ConfigError(f"--held-out {options.held_out:g}: expected a fraction of 0 or more and less than 1")
     options.field = options.field or ("messages" if options.chat else "text")
-    reading = Reading(options.field, options.group, options.chat, options.prompt, options.answer, options.held_out)
+    reading = Reading.of(options)
     name, _, size = options.tokenizer.partition(":")
     if name == "train" and size:
         if not size.isdigit() or not 257 <= int(size) < 1 << 32:
@@ -435,73 +463,12 @@ def _frame(tokenizer: Tokenizer) -> list[Any]:
     return [tokenizer.before, tokenizer.ending, hashlib.sha256(template.encode()).hexdigest()[:16]]
 
 
-def _together(sources: Sequence[Source]) -> Iterator[tuple[Source, ...]]:
-    held: list[Source] = []
-    weight = 0
-    for source in sources:
-        held.append(source)
-        weight += source.path.stat().st_size
-        if weight >= 4 * PART or len(held) == FILES:
-            yield tuple(held)
-            held, weight = [], 0
-    if held:
-        yield tuple(held)
-
-
-def _made(jobs: list[store.Job], options: argparse.Namespace, label: str) -> list[store.Job]:
-    store.make_share(jobs, options.workers, label)
-    store.wait_for(jobs)
-    return jobs
-
-
-def _columns(jobs: Sequence[store.Job], names: Iterable[str]) -> list[Array]:
-    """Columns of small files, one file after the other."""
-    parts: dict[str, list[Array]] = {name: [] for name in names}
-    for job in jobs:
-        with h5py.File(job.path, "r") as file:
-            for name, found in parts.items():
-                found.append(file[name][...])
-    return [np.concatenate(found) for found in parts.values()]
-
-
-def _unusable(out: Path, jobs: Sequence[store.Job], shares: Sequence[Share], options: argparse.Namespace) -> int:
-    """Writes what cannot be used. Raises DataError where it is more than was allowed."""
-    listed: dict[str, str] = {}
-    count, good, empty = 0, 0, 0
-    path, line = None, 0
-    for job, share in zip(jobs, shares):
-        note = store.read_json(job.path.with_suffix(".json"))
-        good += store.read_json(job.path.parent / ".records" / f"{job.path.name}.json")["rows"]
-        count, empty = count + note["counts"]["bad"], empty + note["counts"]["empty"]
-        before = list[int]()
-        for piece, lines in zip(share.pieces, note["lines"]):
-            line = line if piece.path == path else 0
-            before.append(line)
-            path, line = piece.path, line + lines
-        for number, here, reason in note["bad"]:
-            where = share.pieces[number].path
-            unit = {"text": None, "table": "row"}.get(documents.kind(where), "line")
-            listed[f"{where}: {unit} {before[number] + here}" if unit else str(where)] = reason
-    if store.launched()[0] == 0:
-        write_json(out / SKIPPED, {"unusable": listed})
-    if empty:
-        command.print_once(f"{empty} documents are empty and left out")
-    if count:
-        where, reason = next(iter(listed.items()))
-        text = f"{count} of {good + count} documents cannot be used, listed in {out / SKIPPED}; the first: {where}: {reason}"
-        if count > options.bad * (good + count):
-            raise DataError(f"{text}; more than --bad {options.bad:g}: mend them, or allow more")
-        command.print_once(text)
-    return count
-
-
 def _plan(
-    jobs: Sequence[store.Job], options: argparse.Namespace, tokenizer: Tokenizer
+    work: Path, columns: Sequence[Sequence[Array]], options: argparse.Namespace, tokenizer: Tokenizer
 ) -> tuple[list[tuple[Path, Stretch]], dict[str, dict[str, int]]]:
     """The files of rows with their documents, and counts of each split."""
-    columns = [_columns([job], ("tokens", "held", "answers")) for job in jobs]
     tokens, held, answers = (np.concatenate(parts) for parts in zip(*columns))
-    share = np.repeat(np.arange(len(jobs), dtype=np.int32), [len(part[0]) for part in columns])
+    share = np.repeat(np.arange(len(columns), dtype=np.int32), [len(part[0]) for part in columns])
     begin, span = (np.concatenate([np.cumsum(part[which]) - part[which] for part in columns]) for which in (0, 2))
     sequence, files, about = options.sequence, list[tuple[Path, Stretch]](), dict[str, dict[str, int]]()
     each = options.each or max(1, FILE // ((sequence + 1) * np.dtype(type_of(tokenizer)).itemsize))
@@ -526,110 +493,81 @@ def _plan(
             some = order[part]
             before = first_token - int(ends[part.start] - tokens[some[0]])
             one, two, three, four, five = (column[some] for column in (share, begin, tokens, span, answers))
-            stretch = Stretch(jobs[0].path.parent, one, two, three, four, five, before, last - at, sequence)
+            stretch = Stretch(work, one, two, three, four, five, before, last - at, sequence)
             files.append((options.out / split / f"rows_{at // each:06d}.h5", stretch))
         command.print_once(f"{split}: {rows:,} rows of {len(of):,} documents, {about[split]['left_over']} tokens left over")
     return files, about
 
 
-def _told_sources(roots: Sequence[Path], sources: Sequence[Source], weights: Array, digests: Array) -> list[dict[str, Any]]:
+def _told_sources(roots: Sequence[Path], sources: Sequence[Source], sizes: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
     """Of each that was named: its files, bytes of text, and SHA-256, that of a folder of those of its files."""
     told = []
     for number, root in enumerate(roots):
         these = [n for n, source in enumerate(sources) if source.root == number]
-        each = [digests[n].decode() for n in these]
+        each = [sizes[n][2] for n in these]
         names = "".join(f"{one}  {sources[n].name}\n" for one, n in zip(each, these))
         whole = each[0] if len(each) == 1 and root.is_file() else hashlib.sha256(names.encode()).hexdigest()
-        told.append({"name": str(root), "files": len(these), "bytes": int(weights[these].sum()), "sha256": whole})
+        told.append({"name": str(root), "files": len(these), "bytes": sum(sizes[n][1] for n in these), "sha256": whole})
     return told
 
 
 # ---- check
 
 
-def check(options: argparse.Namespace) -> int:
-    """0 when all is well, otherwise 1 with the reasons printed. Raises DataError for a folder that cannot be read at all."""
-    out: Path = options.out
-    files, wrong = command.against_index(out)
-    about, tokenizer = store.read_json(out / ABOUT), Tokenizer.load(out)
-    for name, told in {out / ABOUT: about, **{path.parent / "index.json": index for path, _, index in files}}.items():
+def check(prepared: command.Prepared, options: argparse.Namespace) -> Iterator[str]:
+    """What is wrong with rows and tokenizer; prints documents of validation that are in train too, and some rows."""
+    out, about, tokenizer = prepared.out, store.read_json(prepared.out / ABOUT), Tokenizer.load(prepared.out)
+    for name, told in {out / ABOUT: about, **{path.parent / "index.json": index for path, _, index in prepared.files}}.items():
         if told["tokenizer"] != tokenizer.identity:
             other = f"made with the tokenizer {told['tokenizer'][:12]}, that of the folder is {tokenizer.identity[:12]}"
-            wrong.append(f"{name}: {other}; put the right one there")
-    _tell(out)
-    if not wrong:
-        seen: dict[str, Array] = {}
-        for split in [split for split in SPLITS if split in about["splits"]]:
-            paths = [path for path, _, _ in files if path.parent.name == split]
-            seen[split], found = _walk(paths, about, tokenizer)
-            wrong += found
-        if len(seen) == 2 and (both := int(np.isin(seen["validation"], seen["train"]).sum())):
-            print(f"warning: {both} documents of validation are in train too")
-        for path, row in command.spread(command.places_of(files), options.rows) if options.rows else []:
-            with h5py.File(path, "r") as file:
-                text = tokenizer.decode(file["tokens"][row].tolist())
-            print(f"{path.parent.name}/{path.name} row {row}: {text[:300]!r}")
-    return command.told(wrong)
+            yield f"{name}: {other}; put the right one there"
+    seen: dict[str, Array] = {}
+    for split in about["splits"]:
+        paths = sorted(path for path in prepared.paths if path.parent.name == split)
+        seen[split] = yield from _walk(paths, about, tokenizer)
+        if copies := len(seen[split]) - len(np.unique(seen[split])):
+            print(f"{split}: {copies} of {len(seen[split])} documents are copies of others")
+    if len(seen) == 2 and (both := int(np.isin(seen["validation"], seen["train"]).sum())):
+        print(f"warning: {both} documents of validation are in train too")
+    for path, row in command.spread(prepared.places, options.some):
+        with h5py.File(path, "r") as file:
+            text = tokenizer.decode(file["tokens"][row].tolist())
+        print(f"{path.parent.name}/{path.name} row {row}: {text[:300]!r}")
 
 
-def _tell(out: Path) -> None:
-    about = store.read_json(out / ABOUT)
-    print(f"vocabulary {about['vocabulary']:,} (tokenizer {about['tokenizer'][:12]}), rows of {about['sequence']} + 1 tokens")
-    for split, found in about["splits"].items():
-        said = found["rows"] * about["sequence"]
-        what = "in answers" if about["answers"] else f"of UTF-8, {found['bytes'] / said:.3f} per token"
-        documents = f"{found['rows']:,} rows, {found['documents']:,} documents"
-        print(f"{split}: {documents}, {said:,} tokens, {found['bytes']:,} bytes {what}")
-
-
-def _walk(paths: Sequence[Path], about: dict[str, Any], tokenizer: Tokenizer) -> tuple[Array, list[str]]:
-    """A hash of each document of a split, and what is wrong with its rows."""
+def _walk(paths: Sequence[Path], about: dict[str, Any], tokenizer: Tokenizer) -> Generator[str, None, Array]:
+    """What is wrong with the rows of a split; a hash of each document."""
     sequence, again = about["sequence"], "delete the file and make it again"
-    wrong: list[str] = []
     whole: list[int] = []
-    of_rows: list[int] = []
     last, running = None, hashlib.blake2b(digest_size=8)
-    for path in sorted(paths):
+    for path in paths:
         with h5py.File(path, "r") as file:
             tokens, told = file["tokens"][...], {name: file[name][...] for name in file if name != "tokens"}
-        if int(tokens.max()) >= tokenizer.size:
-            wrong.append(f"{path}: token {tokens.max()}, expected less than {tokenizer.size:,}; {again}")
-            continue
-        row = np.repeat(np.arange(len(tokens)), told["documents"])
-        if len(row) != len(told["ends"]):
-            wrong.append(f"{path}: {len(told['ends'])} ends, 'documents' says {len(row)}; {again}")
-            continue
         flow = np.append(tokens[:-1, -1] != tokens[1:, 0], False)
         if flow.any() or last not in (None, tokens[0, 0]):
             at = int(np.argmax(flow)) + 1 if flow.any() else 0
-            wrong.append(f"{path}: row {at} does not begin with the last token of the row before; {again}")
-        ends = told["ends"].astype(np.int64)
+            yield f"{path}: row {at} does not begin with the last token of the row before; {again}"
+        row, ends = np.repeat(np.arange(len(tokens)), told["documents"]), told["ends"].astype(np.int64)
+        if len(row) != len(ends):
+            yield f"{path}: {len(ends)} ends, 'documents' says {len(row)}; {again}"
+            continue
         rising = np.diff(row * (sequence + 2) + ends, prepend=0) > 0
-        if not (rising.all() and (ends >= 1).all() and (ends <= sequence + 1).all()):
-            wrong.append(f"{path}: row {row[np.argmin(rising)]}: ends do not rise from 1 to {sequence + 1}; {again}")
+        if not rising.all():
+            yield f"{path}: row {row[np.argmin(rising)]}: ends do not rise; {again}"
             continue
         if (odd := tokens[row, ends - 1] != about["ending"][-1]).any():
-            last_token = about["ending"][-1]
-            wrong.append(f"{path}: row {row[np.argmax(odd)]}: a document ends with another token than {last_token}; {again}")
+            yield f"{path}: row {row[np.argmax(odd)]}: a document ends with another token than {about['ending'][-1]}; {again}"
         said = tokenizer.widths[tokens[:, 1:]]
-        if about["answers"]:
-            said = said * _masks(told, sequence)
-        counts = said.sum(1)
+        counts = (said * _masks(told, sequence) if about["answers"] else said).sum(1)
         for at in np.flatnonzero(counts != told["bytes"])[:1]:
-            wrong.append(f"{path}: row {at}: 'bytes' is {told['bytes'][at]}, expected {counts[at]}; {again}")
-        last = tokens[-1, -1]
-        of_rows += [hash(one.tobytes()) for one in tokens]
-        flat, at = tokens[:, :-1].ravel(), 0
+            yield f"{path}: row {at}: 'bytes' is {told['bytes'][at]}, expected {counts[at]}; {again}"
+        last, flat, at = tokens[-1, -1], tokens[:, :-1].ravel(), 0
         for end in (row * sequence + ends)[ends <= sequence].tolist():
             running.update(flat[at:end].tobytes())
             whole.append(int.from_bytes(running.digest(), "big"))
             running, at = hashlib.blake2b(digest_size=8), end
         running.update(flat[at:].tobytes())
-    found = np.array(whole, np.uint64)
-    for name, hashes in (("documents", found), ("rows", np.array(of_rows, np.int64))):
-        if twice := len(hashes) - len(np.unique(hashes)):
-            print(f"{paths[0].parent.name}: {twice} of {len(hashes)} {name} are copies of others")
-    return found, wrong
+    return np.array(whole, np.uint64)
 
 
 def _masks(told: Mapping[str, Array], sequence: int) -> Array:
@@ -640,51 +578,14 @@ def _masks(told: Mapping[str, Array], sequence: int) -> Array:
     return mask[:, 1:]
 
 
-# ---- command line
-
-
-share = command.taking("fraction of 0 to 1", float, lambda value: 0 <= value <= 1)
-long = command.taking("whole number from 2 to 2^30", int, lambda value: 2 <= value <= 1 << 30)
-
-
-def parser() -> argparse.ArgumentParser:
-    about = "Text for language models: documents to tokens, shuffled, in rows."
-    top, add = command.parser("text", about, "convert | python | check")
-
-    def shared(made: argparse.ArgumentParser, sequence: int, held_out: float | None, told: str) -> None:
-        made.add_argument("--sequence", metavar="T", type=long, default=sequence, help="tokens of a row that are said next")
-        made.add_argument("--held-out", metavar="F", type=float, default=held_out, help=told)
-        made.add_argument("--seed", metavar="N", type=command.natural, default=0, help="of the order")
-        made.add_argument("--each", metavar="N", type=command.positive, help="rows of a file; without it 32 MB of them")
-        command.add_workers(made)
-
-    one = add("convert", f"Text, {', '.join(documents.KINDS)}, all but tables also {' or '.join(documents.PACKED)}.", convert)
-    one.add_argument("source", type=Path, nargs="+", metavar="SOURCE", help="files, and folders of any depth")
-    command.add_out(one)
-    one.add_argument("--tokenizer", metavar="FILE", required=True, help=f"tokenizer.json, its folder, {BYTES}, or train:2048")
-    # Whether it was given tells it from --validation.
-    shared(one, 1024, None, "fraction of the groups for validation; without it 0.02")
-    one.add_argument("--only", metavar="GLOB", action="append", default=[], help="files of folders, such as '*.md'; more than once")
-    one.add_argument("--field", metavar="NAME", help="of lines and rows; without it text, with --chat messages")
-    one.add_argument("--group", metavar="NAME", help=f"field of what is held out together, or {FOLDER}: files of one are")
-    one.add_argument("--chat", action="store_true", help="the field holds messages, of which what the assistant says is learned")
-    one.add_argument("--prompt", metavar="NAME", help="field of a question, which is not learned")
-    one.add_argument("--answer", metavar="NAME", help="field of its answer, which is")
-    one.add_argument("--validation", metavar="PATH", type=Path, action="append", default=[], help="what to hold out, not by a hash")
-    one.add_argument("--bad", metavar="F", type=share, default=0.01, help="fraction of documents that may be unusable")
-
-    two = add("python", "The standard library of the Python that runs.", python)
-    command.add_out(two)
-    two.add_argument("--tokenizer", metavar="FILE", default="train:2048", help=f"tokenizer.json, its folder, {BYTES}, or train:N")
-    shared(two, 256, 0.05, "fraction of the files for validation")
-
-    three = add("check", "Files against index.json, every row and document looked at.", check)
-    three.add_argument("out", type=Path, metavar="OUT")
-    three.add_argument("--rows", metavar="N", type=command.natural, default=2, help="how many are shown")
-    return top
-
-
-main = partial(command.main, parser)
+MAKER = command.Maker(
+    "text", "Text for language models: documents to tokens, shuffled, in rows.", "llm",
+    command.Check("Files against index.json, every row and document looked at.", check, ("rows", 2, "how many are shown")),
+    (command.Convert(f"Text, {', '.join(documents.KINDS)}, all but tables also {' or '.join(documents.PACKED)}.", Reading, convert,
+                     add_source),
+     command.Convert("The standard library of the Python that runs.", Library, python, lambda made: None, "python")),
+)  # fmt: skip
+main, parser = MAKER.main, MAKER.parser
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -4,7 +4,6 @@
                                         id,frame id,reference energy" of a frame, and the reference is taken from its energy
     *.traj, *.db                        ASE: trajectories, SQLite
     *.aselmdb                           ASE rows in LMDB: keys "1", "2", ..., values JSON packed by zlib
-    *.lmdb                              pickles of torch_geometric's Data in LMDB, as OC20's own scripts wrote them: only on demand
 """
 
 import bz2
@@ -26,14 +25,13 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from data_prep import pickled
 from data_prep.extras import needed
 from data_prep.frames import Array, Frame, ase
 from hpcai.errors import DataError, MissingExtraError
 
 Item = Callable[[], Frame]                      # reads one frame, or raises DataError that names it
 PACKED: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
-ENDINGS = (".extxyz", ".xyz", ".traj", ".db", ".aselmdb", ".lmdb")
+ENDINGS = (".extxyz", ".xyz", ".traj", ".db", ".aselmdb")
 AGAIN = "fetch it again, or leave it out with --skip-bad"
 LONGEST = 1 << 26                               # bytes of a line, or of a row once it is unpacked
 MOST_COLUMNS = 1000                             # of one property of extended XYZ: ASE makes memory for as many
@@ -48,17 +46,14 @@ def kind(path: Path) -> str | None:
     return ending if ending in ENDINGS and not plain and not path.name.startswith(".") else None
 
 
-def items(path: Path, name: str, trust: bool) -> Iterator[Item]:
+def items(path: Path, name: str) -> Iterator[Item]:
     """The frames of a file, in its order, each to be read by a call before the next is asked for. ``name``, the path in its set,
     tells its systems from others where they have no ids. Raises DataError for a file that cannot be opened."""
     if path.stat().st_size == 0:
         raise DataError(f"{path}: empty; {AGAIN}")
     readers: dict[str, Callable[[Path, str], Iterator[Item]]] = {".extxyz": _extxyz, ".xyz": _extxyz}
     readers |= {".traj": _traj, ".db": _db, ".aselmdb": _aselmdb}
-    found = kind(path)
-    if found == ".lmdb":
-        return _pickles(path, name, trust)
-    return readers[str(found)](path, name)
+    return readers[str(kind(path))](path, name)
 
 
 def has_references(path: Path) -> Path | None:
@@ -67,19 +62,10 @@ def has_references(path: Path) -> Path | None:
     return listed if kind(path) in (".extxyz", ".xyz") and listed.is_file() else None
 
 
-def systems(path: Path, name: str, trust: bool) -> list[int | None]:
-    """The system of every frame; None for a frame that cannot be read."""
+def systems(path: Path) -> list[int | None]:
+    """The systems that the N.txt of a file names, for each frame of it; nothing where there is none."""
     listed = has_references(path)
-    if listed:                                  # each frame of OC20 has its line, so that its atoms need not be read
-        length, lines = sum(1 for _ in items(path, name, trust)), _lines(listed)
-        return [_system(line.split(",")[0]) for line in lines[:length]] + [None] * (length - len(lines))
-    found: list[int | None] = []
-    for item in items(path, name, trust):
-        try:
-            found.append(item().system)
-        except DataError:
-            found.append(None)
-    return found
+    return [_system(line.split(",")[0]) for line in _lines(listed)] if listed else []
 
 
 # ---- extended XYZ
@@ -320,24 +306,3 @@ def _decoded(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _decoded(each) for key, each in value.items()}
     return [_decoded(each) for each in value] if isinstance(value, list) else value
-
-
-def _pickles(path: Path, name: str, trust: bool) -> Iterator[Item]:
-    if not trust:
-        raise DataError(f"{path}: holds pickles, and opening a pickle can run code that is in it; give --trust-pickle if you know "
-                        "who wrote it, or get the set as extxyz")  # fmt: skip
-
-    def take(value: bytes, index: int) -> Frame:
-        values = vars(pickled.load(value))
-        if "_store" in values:                                      # PyG 2
-            values = vars(values["_store"])["_mapping"]
-        held = {key: np.asarray(value) for key, value in values.items() if value is not None}
-        missing = [field for field in ("pos", "atomic_numbers", "cell") if field not in held]
-        if missing:
-            raise ValueError(f"has no {missing[0]}")
-        fixed = held.get("fixed", np.zeros(len(held["pos"])))
-        energy = held["y"].item() if "y" in held else None
-        return _frame(name, index, held, np.rint(held["atomic_numbers"]).astype(int).reshape(-1), held["pos"], held["cell"],
-                      held.get("pbc", np.ones(3)), energy, held.get("force"), held.get("tags"), fixed, 0.0, None)  # fmt: skip
-
-    return _lmdb(path, take)

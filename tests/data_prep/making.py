@@ -1,6 +1,8 @@
 """What every simulated data set promises: the same bytes however it is made, growth, and refusals of what is wrong."""
 
+import contextlib
 import functools
+import io
 import json
 import shutil
 import time
@@ -15,6 +17,7 @@ import pytest
 
 from data_prep import store
 from hpcai.cli.forks import forked
+from hpcai.data.index import write_index
 
 ROOT = Path(__file__).resolve().parents[2]
 Run = Callable[..., int]
@@ -33,6 +36,11 @@ def content(out: Path) -> dict[str, bytes]:
     """All files that readers see."""
     paths = [*out.glob("[!.]*/*.h5"), *out.glob("[!.]*/index.json"), *out.glob("*.json")]
     return {path.relative_to(out).as_posix(): path.read_bytes() for path in sorted(paths)}
+
+
+def plain(fields: store.Fields) -> dict[str, tuple[str, tuple[Any, ...]]]:
+    """Types and shapes of rows, as readers ask for them."""
+    return {name: (field.dtype, field.shape) for name, field in fields.items()}
 
 
 def loaded(path: Path) -> Any:
@@ -62,11 +70,20 @@ def remembering(owner: object, name: str) -> Callable[[], Iterator[None]]:
 
 
 def kill_after_a_file(run: Run, folder: Path, small: Sequence[str]) -> set[Path]:
-    """The files of a simulation that is killed as soon as there is one."""
+    """The files of a simulation that is killed as soon as there is one with its record."""
     with forked(lambda: run("simulate", folder, *small), folder.with_name(f"{folder.name}.out")) as forks:
-        while not (found := set(folder.glob("[!.]*/*.h5"))) and forks.processes[0].is_alive():
+        while not (records := [*folder.glob("[!.]*/.records/*.json")]) and forks.processes[0].is_alive():
             time.sleep(0.002)
-    return found
+    return {path.parents[1] / path.stem for path in records}
+
+
+def put(name: str, where: Any, value: Any) -> Callable[[h5py.File], None]:
+    """A change of a dataset, for ``harm``."""
+
+    def change(file: h5py.File) -> None:
+        file[name][where] = value
+
+    return change
 
 
 def harm(out: Path, change: Callable[[h5py.File], object]) -> None:
@@ -75,54 +92,33 @@ def harm(out: Path, change: Callable[[h5py.File], object]) -> None:
     with h5py.File(path, "r+") as file:
         change(file)
     index["files"][0] |= {"sha256": store.digest(path), "bytes": path.stat().st_size}
-    (out / "train" / "index.json").write_text(json.dumps(index))
+    write_index(out / "train", {name: value for name, value in index.items() if name != "format"})
+
+
+def found_harm(run: Run, made: Path, out: Path, change: Callable[[h5py.File], object], *words: str) -> bool:
+    """Whether the check of a changed copy ends with an error that it names; it draws no picture of it."""
+    harm(shutil.copytree(made, out), change)
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
+        code = run("check", out, "--no-picture")
+    assert code == 1 and all(word in told.getvalue() for word in ("wrong: ", *words)), told.getvalue()
+    return True
 
 
 class Promises:
-    """For a class of tests in a module with ``run`` and ``SMALL``."""
+    """For a class of tests in a module with ``run`` and ``SMALL``. What the frame does alike for all is tested of cosmoflow."""
 
     run: Run
     small: list[str]
-    more: tuple[list[str], int]
-    """options of a larger set, and its files"""
     wrong: dict[str, str]
     """options that the folder of ``made`` cannot have, and what is told"""
 
-    def test_workers_and_ranks_make_the_same_bytes(self, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert self.run("simulate", tmp_path / "two", *self.small, workers="2") == 0 and content(tmp_path / "two") == content(made)
-        monkeypatch.setenv("PMI_SIZE", "2")
-        for rank in "10":
-            monkeypatch.setenv("PMI_RANK", rank)
-            assert self.run("simulate", tmp_path / "ranks", *self.small) == 0
-        assert content(tmp_path / "ranks") == content(made)
-
-    def test_a_set_grows_and_does_not_shrink(self, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        out, (words, files) = shutil.copytree(made, tmp_path / "more"), self.more
-        assert self.run("simulate", out, *self.small, *words) == 0
-        before, after = content(made), content(out)
-        assert all(after[name] == data for name, data in before.items() if name.endswith(".h5"))
-        assert sum(name.endswith(".h5") for name in after) == files
-        assert self.run("simulate", out, *self.small) == 2 and "ask for at least as many" in capsys.readouterr().err
-
-    def test_a_killed_run_goes_on_with_what_is_missing(
-        self, made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        there, train = kill_after_a_file(self.run, tmp_path, self.small), tmp_path / "train"
-        written, rows_file = list[Path](), store.rows_file
-        monkeypatch.setattr(store, "rows_file", lambda path, *words: written.append(path) or rows_file(path, *words))
-        (train / ".records").mkdir(parents=True, exist_ok=True)
-        for half in (".x.h5.partial", ".records/.x.h5.json.0123.partial"):
-            (train / half).touch()
-        assert self.run("simulate", tmp_path, *self.small) == 0 and there and not there & {*written}
-        assert content(tmp_path) == content(made) and not list(tmp_path.rglob("*.partial"))
-        (lost, cut, unknown, *_), beside = sorted(train.glob("*.h5")), sorted(tmp_path.glob("templates/*.h5"))[1:2]
-        for path in (lost, *beside):
-            path.unlink()
-        cut.write_bytes(b"cut off")
-        (train / ".records" / f"{unknown.name}.json").unlink()                  # stopped between file and record
-        written.clear()
-        assert self.run("simulate", tmp_path, *self.small) == 0
-        assert written == [lost, cut, *beside] and content(tmp_path) == content(made)
+    def test_workers_make_the_same_bytes_and_the_check_draws(self, made: Path, tmp_path: Path, capsys: Any) -> None:
+        small = [word for word in self.small if word != "--no-check"]
+        assert self.run("simulate", tmp_path / "two", *small, workers="2") == 0 and content(tmp_path / "two") == content(made)
+        (picture,) = (tmp_path / "two").glob("*.png")
+        told = capsys.readouterr().out
+        assert picture.read_bytes().startswith(b"\x89PNG") and " samples against index.json: equal" in told and "next: " in told
 
     def test_a_wrong_setting_is_refused(self, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], more: str) -> None:
         out = shutil.copytree(made, tmp_path / "same")
@@ -130,3 +126,23 @@ class Promises:
         error = capsys.readouterr().err
         assert error.startswith("error: ") and error.count("\n") == 1 and self.wrong[more] in error, error
         assert content(out) == content(made)
+
+
+def goes_on_when_killed(run: Run, small: Sequence[str], made: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A killed simulation goes on with what is missing, also where files and records are lost or cut off."""
+    there, train = kill_after_a_file(run, folder, small), folder / "train"
+    written, rows_file = list[Path](), store.rows_file
+    monkeypatch.setattr(store, "rows_file", lambda path, *words: written.append(path) or rows_file(path, *words))
+    (train / ".records").mkdir(parents=True, exist_ok=True)
+    for half in (".x.h5.partial", ".records/.x.h5.json.0123.partial"):
+        (train / half).touch()
+    assert run("simulate", folder, *small) == 0 and there and not there & {*written}
+    assert content(folder) == content(made) and not list(folder.rglob("*.partial"))
+    (lost, cut, unknown, *_), beside = sorted(train.glob("*.h5")), sorted(folder.glob("templates/*.h5"))[1:2]
+    for path in (lost, *beside):
+        path.unlink()
+    cut.write_bytes(b"cut off")
+    (train / ".records" / f"{unknown.name}.json").unlink()                      # stopped between file and record
+    written.clear()
+    assert run("simulate", folder, *small) == 0
+    assert written == [lost, cut, unknown, *beside] and content(folder) == content(made)

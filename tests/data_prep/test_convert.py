@@ -108,14 +108,6 @@ def test_every_record_in_order_with_its_source(public, tmp_path):
         assert list(file.attrs["parameters"]) == ["Omega_m", "sigma_8", "n_s", "H_0"]
 
 
-def test_any_number_of_workers_makes_the_same_bytes(public, tmp_path):
-    assert convert(public, tmp_path / "one", "--rows-per-file", "2") == 0
-    assert convert(public, tmp_path / "two", "--rows-per-file", "2", workers="2") == 0
-    files = sorted(path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*.h5"))
-    assert len(files) == 4
-    assert all((tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes() for file in files)
-
-
 @pytest.mark.parametrize(
     "packed",
     [
@@ -144,17 +136,6 @@ def test_limit_takes_the_first_files(public, tmp_path):
     assert convert(public, tmp_path / "out", "--limit", "2", "--split", "train") == 0
     assert (rows(tmp_path / "out")[0] == np.stack([sample(0)[0], sample(1)[0]])).all()
     assert not (tmp_path / "out" / "validation").exists()
-
-
-def test_a_stopped_conversion_goes_on(public, tmp_path, monkeypatch):
-    assert convert(public, tmp_path / "out", "--rows-per-file", "2") == 0
-    lost = tmp_path / "out" / "train" / "samples_000001.h5"
-    before = lost.read_bytes()
-    lost.unlink()
-    shares, work = [], cosmoflow.convert_share
-    monkeypatch.setattr(cosmoflow, "convert_share", lambda share, path: shares.append(path.name) or work(share, path))
-    assert convert(public, tmp_path / "out", "--rows-per-file", "2") == 0
-    assert shares == ["samples_000001.h5"] and lost.read_bytes() == before
 
 
 def test_a_public_universe_is_cut_first_axis_slowest(tmp_path):

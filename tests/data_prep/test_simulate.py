@@ -1,6 +1,5 @@
 """Files of simulated universes: the same from any number of processes, resumable, checked, and worth learning from."""
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 
 from data_prep import command, cosmoflow, inspection, store, universe
-from tests.data_prep.making import Promises, content, loaded, runner, whole
+from tests.data_prep.making import Promises, content, found_harm, goes_on_when_killed, loaded, runner, whole
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--size", "8", "--cut", "2", "--universes", "8", "--no-check"]
@@ -69,13 +68,25 @@ def test_statistics_are_those_of_the_data(made):
 
 
 class TestPromises(Promises):
-    run, small, more = staticmethod(run), SMALL, (["--universes", "16"], 16)
+    run, small = staticmethod(run), SMALL
     wrong = {
         "--seed 2": "seed 1 (now 2); choose a new folder", "--universes 4 --validation 0": "validation 0.125 (now 0.0)",
-        "--universes 1": "none is left for", "--universes 7": "at least as many", "--size 7 --cut 1": "--size 7 times --cut 1 is 7",
+        "--universes 1": "none is left for", "--universes 7": "ask for at least as many", "--size 7 --cut 1": "--size 7 times",
         "--redshifts 0,0": "--redshifts are [0.0, 0.0], expected different", "--omega-b 0.2": "--omega-b is 0.2",
         "--ranges Omega_m=0.4:0.3": "Omega_m=0.4:0.3: expected LOW below HIGH", "--validation 0.7 --test 0.3": "sum to less than 1",
     }  # fmt: skip
+
+
+def test_a_set_grows(made, tmp_path):
+    out = shutil.copytree(made, tmp_path / "more")
+    assert run("simulate", out, *SMALL, "--universes", "16") == 0
+    before, after = content(made), content(out)
+    assert all(after[name] == data for name, data in before.items() if name.endswith(".h5"))
+    assert sum(name.endswith(".h5") for name in after) == 16
+
+
+def test_a_killed_run_goes_on(made, tmp_path, monkeypatch):
+    goes_on_when_killed(run, SMALL, made, tmp_path, monkeypatch)
 
 
 def test_new_processes_make_the_same_bytes(made, tmp_path, monkeypatch):
@@ -100,8 +111,8 @@ def test_under_mpiexec(made, tmp_path):
     mpiexec = shutil.which("mpiexec") or shutil.which("mpiexec", path=str(Path(sys.executable).parent))
     if mpiexec is None:
         pytest.skip("no mpiexec")
-    command = [mpiexec, "-n", "2", sys.executable, "-m", "data_prep.cosmoflow", "simulate", str(tmp_path), *SMALL]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    line = [mpiexec, "-n", "2", sys.executable, "-m", "data_prep.cosmoflow", "simulate", str(tmp_path), *SMALL]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert content(tmp_path) == content(made)
     assert done.stdout.count("next: python -m apps.cosmoflow") == 1
@@ -212,22 +223,20 @@ def test_the_check_fails_for_wrong_growth(tmp_path, capsys, monkeypatch):
     assert "wrong: redshift 1.5: " in text and text.count("wrong: ") == 1
 
 
-def _damage(path):
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
+@pytest.mark.parametrize("change, words", [
+    (lambda file: file["counts"].write_direct(file["counts"][...] + 9), "matter is not conserved"),
+    (lambda file: file["target"].__setitem__(0, 2), "'target'"),
+])  # fmt: skip
+def test_the_check_finds_harm(made, tmp_path, change, words):
+    assert found_harm(run, made, tmp_path / "harmed", change, words, "universe_000000.h5")
 
 
-@pytest.mark.parametrize(
-    "harm, words",
-    [
-        (_damage, "SHA-256"), (lambda path: path.unlink(), "not there"),
-        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "the index says"),
-    ],
-)
-def test_the_check_finds_harm(made, tmp_path, capsys, harm, words):
-    shutil.copytree(made, tmp_path / "harmed")
-    harm(tmp_path / "harmed" / "train" / "universe_000002.h5")
+@pytest.mark.parametrize("harm, words", [
+    (lambda path: path.write_bytes(path.read_bytes()[:-1] + b"\1"), "SHA-256"),
+    (lambda path: path.write_bytes(path.read_bytes()[:-1]), "is cut off"), (lambda path: path.unlink(), "not in the folder"),
+])  # fmt: skip
+def test_the_check_finds_files_that_are_not_those_of_the_index(made, tmp_path, capsys, harm, words):
+    harm(shutil.copytree(made, tmp_path / "harmed") / "train" / "universe_000002.h5")
     assert run("check", tmp_path / "harmed") == 1
     text = capsys.readouterr().out
     assert words in text and "universe_000002.h5" in text and "mistakes: 1" in text
@@ -285,6 +294,20 @@ def test_universes_held_out_cover_the_ranges_too(seed):
         assert np.histogram(column, 20, (-1, 1))[0].min() > 0
 
 
-def test_the_line_to_go_on_with_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.conclude("cosmoflow", argparse.Namespace(out=Path("my data/one"))) == 0
-    assert shlex.split(capsys.readouterr().out)[-1] == "data.directory=my data/one"
+def test_the_line_to_go_on_with_can_be_pasted(tmp_path, capsys):
+    assert run("simulate", tmp_path / "my data", *SMALL) == 0
+    assert shlex.split(capsys.readouterr().out)[-1] == f"data.directory={tmp_path / 'my data'}"
+
+
+def test_refusals_are_counted_by_their_commonest_reasons_and_listed(tmp_path, capsys):
+    some = [("a: 1", "row 3 holds 7.5"), ("b", "no energy"), ("c: 9", "row 12 holds 0.1")]
+    plan = command.Plan({}, [], {}, "", refused=some, filtered=[("x", "too old")], unlisted=2)
+    command.tell_refused(tmp_path, plan, [["d", "row 1 holds 2"]], 10)
+    filtered, refused = capsys.readouterr().out.splitlines()
+    assert filtered == "left out by the options: 1, 1 such as x: too old"
+    reasons = "3 such as a: 1: row 3 holds 7.5 | 1 such as b: no energy"
+    assert refused == f"refused: 6 of 16 items: {reasons}; listed in {tmp_path / 'skipped.json'}"
+    listed = loaded(tmp_path / "skipped.json")
+    assert listed == {"unusable": {**dict(some), "d": "row 1 holds 2"}, "filtered": {"x": "too old"}}
+    command.tell_refused(tmp_path, command.Plan({}, [], {}, ""), [], 10)
+    assert capsys.readouterr().out == "refused: none of 10 items\n"

@@ -202,7 +202,7 @@ def frames_of(ending: str) -> Callable[[Path], Path]:
 
 
 def read_frames(path: Path) -> None:
-    for item in trajectories.items(path, path.name, trust=False):
+    for item in trajectories.items(path, path.name):
         item()
 
 
@@ -223,7 +223,7 @@ def table(folder: Path) -> Path:
 
 def read_documents(path: Path) -> None:
     units, _, _ = documents.size(path)
-    for _, found in documents.read(documents.Piece(path, path.name, 0, units), documents.Place(), ["text"]):
+    for _, found in documents.read(documents.Piece(path, path.name, 0, units), ["text"]):
         if not isinstance(found, dict | str | documents.Bad):
             all_of(found)
 

@@ -153,7 +153,7 @@ def test_ranges_of_the_command_come_before_those_of_the_index(made: Path) -> Non
 
 def test_a_row_may_be_blank_where_the_index_says_so(tmp_path: Path) -> None:
     """Only the value that the index names may fill it; maps without an object are such rows, by what data_prep says of them."""
-    fields = deepcam.CONTENTS.fields([20, 30, 2], {})
+    fields = {"mask": deepcam.fields(20, 30)["mask"].told((20, 30))}
     rng = np.random.default_rng(0)
     mask = rng.integers(0, 3, (6, 20, 30), np.uint8)
     mask[1], mask[2], mask[4] = 0, 0, 2
