@@ -9,10 +9,8 @@ The arrays of a sample lie in anonymous shared memory (memfd: no name that could
 its largest sample takes. The parent copies them into memory of its own before it asks for the next sample.
 """
 
-import copyreg
 import faulthandler
 import fcntl
-import io
 import mmap
 import multiprocessing
 import operator
@@ -20,12 +18,10 @@ import os
 import pickle
 import select
 import signal
-import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import accumulate
 from multiprocessing import reduction, resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
@@ -33,10 +29,10 @@ from typing import Any
 import numpy as np
 
 from hpcai.data.direct import Memory, above
+from hpcai.data.pickling import flatten, starts
 from hpcai.errors import DataError, HpcaiError
 
 _SMALL = 4096  # bytes of an array that is copied into a block of its own: others share none
-_ALIGN = 64  # bytes; a cache line
 _LOOK = 0.3  # seconds between looks whether the worker lives, should a process that it forked keep the socket open
 _GRACE = 0.5  # seconds from SIGTERM to SIGKILL
 _HOPE = 5.0  # seconds to wait after SIGKILL: a file system that hangs keeps even killed processes
@@ -143,7 +139,7 @@ class Worker:
             raise self._gone(index) from problem
 
     def _copied(self, lengths: Sequence[int]) -> Iterator[Any]:
-        for start, length in zip(_starts(lengths), lengths):
+        for start, length in zip(starts(lengths), lengths):
             if length < _SMALL:  # a label that is kept must not hold a page
                 yield bytearray(self._shared[start : start + length])
             else:
@@ -190,11 +186,6 @@ def _surroundings() -> Iterator[None]:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def _starts(lengths: Sequence[int]) -> list[int]:
-    """Where each buffer begins in the shared memory, and where the last one ends, in bytes."""
-    return list(accumulate((-(-length // _ALIGN) * _ALIGN for length in lengths), initial=0))
-
-
 # ---- the worker
 
 
@@ -224,12 +215,12 @@ def _serve(line: Connection, pickled: bytes, who: str) -> None:
         try:
             if refusal:
                 raise DataError(f"{who}, sample {index}: {refusal}")
-            stream, buffers = _flatten(_made(source, index, epoch, who), index, who)
+            stream, buffers = _flattened(_made(source, index, epoch, who), index, who)
             lengths = [len(buffer) for buffer in buffers]
-            need = _starts(lengths)[-1]
+            need = starts(lengths)[-1]
             if need > len(shared):
                 fd, shared = _new(need, who)
-            for start, buffer in zip(_starts(lengths), buffers):
+            for start, buffer in zip(starts(lengths), buffers):
                 shared[start : start + len(buffer)] = buffer
             answer = (None, stream, lengths, len(shared) if fd >= 0 else 0)
             del buffers
@@ -252,6 +243,16 @@ def _made(source: Any, index: int, epoch: int, who: str) -> Any:
         raise
     except BaseException as problem:
         raise DataError(f"{who}, sample {index}: {_short(problem)}\n{_lines(problem)}") from problem
+
+
+def _flattened(sample: Any, index: int, who: str) -> tuple[bytes, list[memoryview]]:
+    try:
+        return flatten(sample)
+    except Exception as problem:
+        raise DataError(
+            f"{who}: sample {index} cannot be sent from the worker process ({_short(problem)}); a sample is a tree of arrays, "
+            "tensors on the CPU and values that can be pickled"
+        ) from problem
 
 
 def _new(need: int, who: str) -> tuple[int, mmap.mmap]:
@@ -282,50 +283,6 @@ def _die_with_parent() -> None:
     look.register(life, 0)
     if look.poll(0):  # it closed before
         os._exit(1)
-
-
-# ---- a sample as one pickle and the buffers beside it
-
-
-def _flatten(sample: Any, index: int, who: str) -> tuple[bytes, list[memoryview]]:
-    buffers: list[pickle.PickleBuffer] = []
-    stream = io.BytesIO()
-    pickler = pickle.Pickler(stream, 5, buffer_callback=buffers.append)
-    ways: dict[type, Callable[[Any], Any]] = {**copyreg.dispatch_table, np.ndarray: _reduce_array, np.memmap: _reduce_array}
-    tensor = getattr(sys.modules.get("torch"), "Tensor", None)
-    if tensor is not None:
-        ways[tensor] = _reduce_tensor
-    pickler.dispatch_table = ways
-    try:
-        pickler.dump(sample)
-        return stream.getvalue(), [buffer.raw() for buffer in buffers]
-    except Exception as problem:
-        raise DataError(
-            f"{who}: sample {index} cannot be sent from the worker process ({_short(problem)}); a sample is a tree of arrays, "
-            "tensors on the CPU and values that can be pickled"
-        ) from problem
-
-
-def _reduce_array(array: np.ndarray) -> Any:
-    array = np.asarray(array)
-    return (array if array.flags.forc else np.ascontiguousarray(array)).__reduce_ex__(5)  # pickle copies others into itself
-
-
-def _reduce_tensor(tensor: Any) -> Any:
-    import torch
-
-    if tensor.device.type != "cpu":
-        raise DataError(f"a tensor is on {tensor.device}; a worker gives tensors on the CPU")
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.requires_grad:
-        return tensor.__reduce_ex__(5)
-    flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-    return _tensor, (flat.numpy(), tensor.dtype, tuple(tensor.shape))
-
-
-def _tensor(flat: np.ndarray, dtype: Any, shape: tuple[int, ...]) -> Any:
-    import torch
-
-    return torch.from_numpy(flat).view(dtype).reshape(shape)
 
 
 def _short(problem: BaseException) -> str:
