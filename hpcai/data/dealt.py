@@ -95,7 +95,7 @@ class Dealt:
             why = str(problem) if isinstance(problem, HpcaiError) else f"{type(problem).__name__}: {problem}"
             raise DataError(f"a sample cannot be sent ({why}); set data.once to false") from problem
         head = pickle.dumps((stream, [len(buffer) for buffer in buffers]))
-        parts = [head, *buffers]
+        parts: list[bytes | memoryview] = [head, *buffers]
         places = starts([len(part) for part in parts])
         content = self._memory.take(places[-1])
         for place, part in zip(places, parts):

@@ -63,7 +63,7 @@ def _reduce_tensor(tensor: Any) -> Any:
     return _tensor, (dense.reshape(-1).view(torch.uint8).numpy(), tensor.dtype, tuple(dense.shape), _back(order))
 
 
-def _tensor(flat: np.ndarray, dtype: Any, shape: tuple[int, ...], back: Sequence[int]) -> Any:
+def _tensor(flat: np.ndarray, dtype: Any, shape: tuple[int, ...], back: list[int]) -> Any:
     import torch
 
     return torch.from_numpy(flat).view(dtype).reshape(shape).permute(back)
