@@ -223,17 +223,29 @@ def test_what_a_killed_run_left(source: Path, target: Path) -> None:
     assert tree(target) == tree(source) and clean(target)
 
 
-def test_interrupted_run_goes_on(source: Path, target: Path) -> None:
-    def stop(done: int, total: int) -> None:
-        if done > total / 2:
-            raise KeyboardInterrupt
+def stop(done: int, total: int) -> None:
+    if done > total / 2:
+        raise KeyboardInterrupt
 
+
+def test_interrupted_run_goes_on(source: Path, target: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         run(source, target, progress=stop, block=4096)
     there = tree(target)
     assert clean(target) and there and all((source / name).read_bytes() == data for name, data in there.items())
     assert run(source, target).kept == sum(map(len, there.values())) > 0
     assert tree(target) == tree(source) and clean(target)
+
+
+def test_interrupted_comparison_believes_nothing_that_it_has_not_compared(source: Path, target: Path) -> None:
+    run(source, target, verify=False)
+    damaged = target / "train/c.h5"
+    damaged.write_bytes(bytes(FILES["train/c.h5"]))
+    shutil.copystat(source / "train/c.h5", damaged)
+    with pytest.raises(KeyboardInterrupt):
+        run(source, target, progress=stop, block=4096)
+    run(source, target)
+    assert tree(target) == tree(source)
 
 
 def test_file_that_the_source_no_longer_has(source: Path, target: Path) -> None:
