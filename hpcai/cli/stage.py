@@ -7,10 +7,9 @@ srun --mpi=pmi2 --ntasks-per-node=4 hpcai data stage /scratch/universe '$SLURM_T
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,11 +40,10 @@ def main(argv: Sequence[str]) -> int:
 
     with start({"replicate": -1}) as mesh:
         try:
-            target, *node = _expand([words.target, *filter(None, [words.node])], lambda text: gather_objects(text, mesh.everyone))
             with shown() if mesh.is_first else nullcontext(lambda _: None) as show:
                 staged = stage_in(
-                    words.source, target, mesh, shards=words.shards, verify=not words.no_verify, block=words.block << 20,
-                    progress=lambda done, total: show(Progress("staged", done, total, "bytes")), node=node[0] if node else None,
+                    words.source, words.target, mesh, shards=words.shards, verify=not words.no_verify, block=words.block << 20,
+                    progress=lambda done, total: show(Progress("staged", done, total, "bytes")), node=words.node,
                 )  # fmt: skip
         except DataError as error:  # the same on all ranks
             if mesh.is_first:
@@ -53,34 +51,22 @@ def main(argv: Sequence[str]) -> int:
             return 2
         nodes = {found.node: found for found in gather_objects(staged, mesh.everyone)}
         if mesh.is_first:
-            _say(words.source, list(nodes.values()), staged.seconds, not words.no_verify, words.json)
+            _say(words.source, list(nodes.values()), not words.no_verify, words.json)
     return 0
 
 
-def _expand(texts: Sequence[str], gather: Callable[[str], list[str]]) -> list[str]:
-    """``texts`` with the variables of this node. Raises DataError on all ranks where one stands for nothing on any."""
-    from hpcai.data.stage import on_this_node
-
-    found, reasons = zip(*(on_this_node(text) for text in texts))
-    for rank, reason in enumerate(gather(next(chain(*reasons), ""))):
-        if reason:
-            raise DataError(f"{reason} on rank {rank}; set it, or name a path without it")
-    return list(found)
-
-
-def _say(source: Path, nodes: "list[Staged]", seconds: float, verified: bool, as_json: bool) -> None:
+def _say(source: Path, nodes: "list[Staged]", verified: bool, as_json: bool) -> None:
     first = nodes[0]
     read, kept, whole = (sum(getattr(node, key) for node in nodes) for key in ("read", "kept", "bytes"))
-    speed = (whole - kept) / max(seconds, 1e-9)
+    speed = (whole - kept) / max(first.seconds, 1e-9) / 1e9
     if as_json:
         found = {"source": str(source), "shards": first.shards, "exchange": first.exchange, "verified": verified}
-        found |= {"seconds": round(seconds, 3), "read": read, "kept": kept, "bytes": whole, "gb_per_s": round(speed / 1e9, 3)}
+        found |= {"seconds": round(first.seconds, 3), "read": read, "kept": kept, "bytes": whole, "gb_per_s": round(speed, 3)}
         found["nodes"] = [asdict(node) | {"directory": str(node.directory)} for node in nodes]
         print(json.dumps(found))
         return
-    count = f"{len(nodes)} node{'s' if len(nodes) > 1 else ''}"
-    cut = f" in {first.shards} shards" if first.shards > 1 else ""
+    count = f"{len(nodes)} node{'s' if len(nodes) > 1 else ''}" + (f" in {first.shards} shards" if first.shards > 1 else "")
     print(
-        f"staged {size(whole - kept)} to {count}{cut} in {seconds:.1f} s ({speed / 1e9:.2f} GB/s): read {size(read)} from "
+        f"staged {size(whole - kept)} to {count} in {first.seconds:.1f} s ({speed:.2f} GB/s): read {size(read)} from "
         f"{source} ({size(read // len(nodes))} a node), kept {size(kept)}, {'SHA-256 compared' if verified else 'not compared'}"
     )

@@ -8,7 +8,6 @@ __getattr__, __all__ = lazy(
         ".direct": ["Reader", "Memory"],
         ".layout": ["Layout"],
         ".hdf5": ["Rows"],
-        ".npy": ["Files"],
         ".readers": ["open_reader"],
         ".stage": ["stage_in"],
         ".loader": ["Loader", "Source"],

@@ -12,37 +12,21 @@ import shutil
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, ValidationError
 
+from hpcai.data.entry import Entry, TableEntry
+from hpcai.data.table import describe, table_of
 from hpcai.durable import flush
 from hpcai.errors import DataError
 
 INDEX = "index.json"
 FORMAT = 1
 TABLE = "index-{}.safetensors"
-_SHA256 = r"^[0-9a-f]{64}$"
-_Size = Annotated[int, Field(ge=0, lt=1 << 53)]
 
 Described = Callable[[Path, int], Mapping[str, Any] | None]
 """Gives what the table is to say of a file of so many rows, or None where it cannot be described."""
-
-
-class Entry(BaseModel):
-    """A file of the folder itself."""
-
-    name: Annotated[str, Field(pattern=r"^[^/\x00]*[^/\x00.][^/\x00]*$", max_length=255)]
-    rows: Annotated[int, Field(ge=1, lt=1 << 48)]
-    bytes: _Size
-
-
-class TableEntry(BaseModel):
-    """The table of the folder."""
-
-    name: Annotated[str, Field(pattern=r"^index-[0-9a-f]{8}\.safetensors$")]
-    bytes: _Size
-    sha256: Annotated[str, Field(pattern=_SHA256)]
 
 
 class _Content(BaseModel):
@@ -78,8 +62,6 @@ def write_index(folder: Path, content: Mapping[str, Any], described: Described |
 
 
 def _write_table(folder: Path, content: Mapping[str, Any], described: Described | None) -> TableEntry | None:
-    from hpcai.data.table import describe, table_of  # an index is also written where nobody needs HDF5
-
     try:
         files = _Content.model_validate(content).files
     except ValidationError:  # readers and checks say so

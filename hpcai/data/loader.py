@@ -23,7 +23,7 @@ import torch.distributed as torch_dist
 from hpcai.data.ahead import Ahead, Ready, Task
 from hpcai.data.assemble import Assembler, Made, take_device, tree_bytes
 from hpcai.data.dealt import Dealt
-from hpcai.data.direct import pin, unpin
+from hpcai.data.direct import Memory
 from hpcai.data.sampler import InOrder, LargestFirst, Sampler, Shuffled
 from hpcai.dist.collect import gather_objects
 from hpcai.dist.mesh import Axis, Mesh
@@ -111,8 +111,8 @@ class Loader:
         if processes:
             from hpcai.data.processes import Worker
 
-            pinned = {"pin": partial(pin, device=gpu), "unpin": partial(unpin, device=gpu)} if gpu is not None else {}
-            self._processes = [Worker(source, name, number, **pinned) for number in range(workers)]
+            memory = Memory(pin=gpu)
+            self._processes = [Worker(source, name, number, memory) for number in range(workers)]
 
     def _check(self, batch: int, accumulate: int, mesh: Mesh) -> None:
         name, copies, samples = self.name, self.copies.size, self.sampler.samples

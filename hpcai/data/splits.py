@@ -13,10 +13,9 @@ import numpy as np
 from hpcai.data.hdf5 import Fields, Rows, Where
 from hpcai.data.loader import Loader, Source
 from hpcai.data.sampler import Sharded
-from hpcai.data.stage import holds, on_this_node, shard_of, stage_in
+from hpcai.data.stage import holds, shard_of, stage_in
 from hpcai.dist.collect import by_first
 from hpcai.dist.mesh import Mesh
-from hpcai.errors import DataError
 from hpcai.settings import LoaderConfig
 
 logger = logging.getLogger(__name__)
@@ -98,12 +97,9 @@ def open_split(
     the node's own disk."""
     local = {}
     if cfg.stage is not None and folder.is_dir():  # otherwise Rows says what to do
-        found, unset = on_this_node(cfg.stage)
-        if unset:
-            raise DataError(f"data.stage={cfg.stage}: {unset[0]} on this node; set it, or name a folder without it")
-        own_disk = Path(found) / folder.name
-        logger.info("%s: %s", folder.name, stage_in(folder, own_disk, mesh, shards=shards))
-        local = holds(own_disk, folder, look=False)  # it was looked at right now
+        staged = stage_in(folder, Path(cfg.stage) / folder.name, mesh, shards=shards)
+        logger.info("%s: %s", folder.name, staged)
+        local = holds(staged.directory, folder, look=False)  # it was looked at right now
     rows = Rows(folder, fields, remedy, reader=cfg.reader, device=mesh.device, local=local, axis=mesh.everyone)
     if rows.catalog.table is None and mesh.world > 1:
         text = "%s: no table of its %d files, so each process opens all that it asks about; hpcai data check %s --index writes one"

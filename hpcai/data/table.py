@@ -30,7 +30,7 @@ import h5py
 import numpy as np
 
 from hpcai.data import layout
-from hpcai.data.index import Entry, TableEntry
+from hpcai.data.entry import Entry, TableEntry
 from hpcai.data.layout import Layout, UnreadableLayoutError
 from hpcai.errors import DataError, HpcaiError
 

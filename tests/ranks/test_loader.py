@@ -2,6 +2,7 @@
 no rank hangs."""
 
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -334,7 +335,7 @@ def unfit(mesh: Mesh) -> list[str]:
 
     class Odd(Mixed):
         def sample(self, index: int, epoch: int) -> Any:
-            return {"set": {1, 2}}
+            return {"lock": threading.Lock()}
 
     texts = []
     for source in (Parts(8), Odd(8)):
@@ -349,4 +350,4 @@ def unfit(mesh: Mesh) -> list[str]:
 def test_a_source_of_parts_and_a_sample_of_unknown_kind_are_refused() -> None:
     for parts, odd in on_ranks({"tensor": 2}, unfit):
         assert "a Parts does not say that it is whole: 2 processes" in parts
-        assert "a sample holds a set; expected arrays, CPU tensors, numbers, texts or None; set data.once to false" in odd
+        assert "a sample cannot be sent (TypeError: cannot pickle '_thread.lock' object); set data.once to false" in odd

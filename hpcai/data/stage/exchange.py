@@ -1,134 +1,87 @@
-"""How blocks go from node to node: MPI where the processes met over it, otherwise gloo."""
+"""Broadcasts of blocks from node to node: over MPI where the processes met over it, otherwise over gloo."""
 
-import os
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from concurrent.futures import wait as wait_for
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as torch_dist
 
-from hpcai.data.stage.plan import Circle
+from hpcai.dist.collect import sum_in_place
 from hpcai.dist.launch import communicator
 from hpcai.dist.mesh import Mesh
 
 
-class Pending(Protocol):
-    def wait(self) -> object: ...
-
-
-class _Done:
-    def wait(self) -> None:
-        pass
-
-
 class Exchange:
-    """How blocks go around: this one is for a process alone, which spreads none. All calls are made by one thread; ``open`` and
-    ``close`` by all processes of the job."""
+    """Broadcasts within a lane, and sums over the job. This one is for a process alone; all calls are made by one thread.
+
+    ``lanes`` holds the ranks of every lane, the same on all processes, which construct and close the exchange together.
+    """
 
     name = "none"
 
-    def open(self, lanes: Sequence[Sequence[Circle]], rank: int) -> None:
-        """Connect the circles."""
+    def __init__(self, mesh: Mesh, lanes: Sequence[Sequence[int]]) -> None:
+        self._everyone = mesh.everyone
 
-    def spread(self, circle: Circle, block: np.ndarray, root: int) -> Pending:
-        """Begin to broadcast ``block`` from rank ``root`` of the job to its circle.   [n] uint8"""
-        raise NotImplementedError
+    def broadcast(self, block: np.ndarray, root: int) -> None:
+        """Broadcast ``block`` from the process at position ``root`` of the lane.   [n] uint8"""
 
-    def add(self, values: np.ndarray) -> Pending:
-        """Begin to sum ``values`` over the job, in place.   [n] int64"""
-        return _Done()
-
-    def wait(self, future: "Future[None]") -> None:
-        """Wait until a thread of this process has done its work; broadcasts go on meanwhile."""
-        wait_for([future])
+    def sum(self, values: np.ndarray) -> None:
+        """Sum ``values`` over the job, in place.   [n] int64"""
+        sum_in_place(torch.from_numpy(values), self._everyone)
 
     def close(self) -> None:
-        """Disconnect the circles."""
+        """Free the communicators."""
+
+
+class _OverGloo(Exchange):
+    name = "gloo"
+
+    def __init__(self, mesh: Mesh, lanes: Sequence[Sequence[int]]) -> None:
+        super().__init__(mesh, lanes)
+        groups = [torch_dist.new_group(list(ranks), backend="gloo") if len(ranks) > 1 else None for ranks in lanes]
+        self._lane = next((group for group, ranks in zip(groups, lanes) if mesh.rank in ranks), None)
+
+    def broadcast(self, block: np.ndarray, root: int) -> None:
+        if self._lane is not None:
+            torch_dist.broadcast(torch.from_numpy(block), group=self._lane, group_src=root)
+
+    def close(self) -> None:
+        if self._lane is not None:
+            torch_dist.destroy_process_group(self._lane)
 
 
 class _OverMPI(Exchange):
-    """Nonblocking MPI broadcasts. They advance only inside MPI calls, so each wait, whatever it is for, calls MPI meanwhile."""
+    """MPI advances only inside its calls: a process must not wait for anything else while a collective is under way."""
 
     name = "MPI"
 
-    def __init__(self, world: Any) -> None:
-        self._world = world.Dup()
-        self._circles: list[Any] = []
+    def __init__(self, mesh: Mesh, lanes: Sequence[Sequence[int]]) -> None:
+        super().__init__(mesh, lanes)
+        self._world = communicator().Dup()
+        number = next((number for number, ranks in enumerate(lanes) if mesh.rank in ranks), len(lanes))
+        self._lane = self._world.Split(number, mesh.rank)
 
-    def open(self, lanes: Sequence[Sequence[Circle]], rank: int) -> None:
-        for layer in range(max((len(lane) for lane in lanes), default=0)):
-            circles = [lane[layer].ranks if layer < len(lane) else () for lane in lanes]
-            color = next((number for number, ranks in enumerate(circles, 1) if rank in ranks), 0)
-            self._circles.append(self._world.Split(color, rank))
+    def broadcast(self, block: np.ndarray, root: int) -> None:
+        if self._lane.size > 1:
+            _wait(self._lane.Ibcast(block, root))
 
-    def spread(self, circle: Circle, block: np.ndarray, root: int) -> Pending:
-        return _Request(self._circles[circle.layer].Ibcast(block, circle.ranks.index(root)))
-
-    def add(self, values: np.ndarray) -> Pending:
-        return _Request(self._world.Iallreduce(values.copy(), values))
-
-    def wait(self, future: "Future[None]") -> None:
-        def ready() -> bool:
-            self._world.Iprobe()
-            return future.done()
-
-        _poll(ready)
+    def sum(self, values: np.ndarray) -> None:
+        _wait(self._world.Iallreduce(values.copy(), values))
 
     def close(self) -> None:
-        for comm in [*self._circles, self._world]:
-            comm.Free()
+        self._lane.Free()
+        self._world.Free()
 
 
-class _Request:
-    def __init__(self, request: Any) -> None:
-        self._request = request
-
-    def wait(self) -> None:
-        _poll(self._request.Test)  # not Wait, which takes a whole core from the threads that read, hash and write
-
-
-def _poll(ready: Callable[[], bool]) -> None:
-    """A millisecond at full speed, for the many small steps of a broadcast; then mostly asleep."""
-    soon = time.perf_counter() + 1e-3
-    while not ready():
-        if time.perf_counter() < soon:
-            os.sched_yield()
-        else:
-            time.sleep(1e-4)
+def _wait(request: Any) -> None:
+    """Wait for an MPI request; MPI's own Wait takes a whole core from the threads that read, hash and write."""
+    soon = time.perf_counter() + 1e-3  # at full speed, for the many small steps of a broadcast
+    while not request.Test():
+        time.sleep(0 if time.perf_counter() < soon else 1e-4)
 
 
-class _OverTorch(Exchange):
-    """Broadcasts of torch.distributed over gloo, whose own threads carry them on."""
-
-    name = "gloo"
-
-    def __init__(self) -> None:
-        self._everyone = torch_dist.new_group(backend="gloo")
-        self._circles: dict[int, Any] = {}
-
-    def open(self, lanes: Sequence[Sequence[Circle]], rank: int) -> None:
-        for circle in (circle for lane in lanes for circle in lane if len(circle.ranks) > 1):
-            group = torch_dist.new_group(list(circle.ranks), backend="gloo")  # all ranks make it, members or not
-            if rank in circle.ranks:
-                self._circles[circle.layer] = group
-
-    def spread(self, circle: Circle, block: np.ndarray, root: int) -> Pending:
-        return torch_dist.broadcast(torch.from_numpy(block), root, group=self._circles[circle.layer], async_op=True)
-
-    def add(self, values: np.ndarray) -> Pending:
-        return torch_dist.all_reduce(torch.from_numpy(values), group=self._everyone, async_op=True)
-
-    def close(self) -> None:
-        for group in [*self._circles.values(), self._everyone]:
-            torch_dist.destroy_process_group(group)
-
-
-def open_exchange(mesh: Mesh) -> Exchange:
-    if mesh.world == 1:
-        return Exchange()
-    world = communicator()
-    return _OverMPI(world) if world is not None else _OverTorch()
+def open_exchange(mesh: Mesh, lanes: Sequence[Sequence[int]]) -> Exchange:
+    kind = Exchange if mesh.world == 1 else _OverGloo if communicator() is None else _OverMPI
+    return kind(mesh, lanes)

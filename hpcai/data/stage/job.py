@@ -1,50 +1,32 @@
-"""Staging from beginning to end, as acts that all processes go through together."""
+"""Staging from beginning to end, in steps that all processes of the job take together."""
 
 import fcntl
-import json
 import logging
 import os
 import shutil
 import socket
 import time
 import uuid
-import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from errno import EDQUOT, ENOSPC, errorcode
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from hpcai.data.direct import ALIGN, Reader, above
 from hpcai.data.index import write_json
-from hpcai.data.stage.carry import Carrier, partial_of
+from hpcai.data.stage.copy import Copying, Lane, unwritten
 from hpcai.data.stage.exchange import Exchange, open_exchange
-from hpcai.data.stage.plan import (
-    RECORD,
-    Entries,
-    SourceFile,
-    check_source,
-    is_whole,
-    lanes_of,
-    nodes_of,
-    recorded,
-    scan,
-    unchanged,
-    untouched,
-)
-from hpcai.dist.collect import agree, gather_objects
+from hpcai.data.stage.plan import RECORD, on_this_node, read_record, scan
+from hpcai.dist.collect import by_first, gather_objects, sum_in_place
 from hpcai.dist.mesh import Mesh
-from hpcai.durable import flush
 from hpcai.errors import DataError, HpcaiError, LaunchError
 
 logger = logging.getLogger(__name__)
 
-PATIENCE = 120.0
-"""Seconds for hashing what lies at the target already, since other ranks wait in a collective meanwhile. What is not hashed by
-then is copied again."""
 RESERVE = 0.05
 """Fraction of the bytes to copy that must be free on the node's disk beyond them."""
 
@@ -53,9 +35,9 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Staged:
-    """What was done on one node. ``files`` and ``bytes``: all that it is to hold; ``read``: bytes that its processes read from the
+    """The result on one node. ``files`` and ``bytes``: all that it is to hold; ``read``: bytes that its processes read from the
     source; ``received``: bytes that came from other nodes; ``kept``: bytes of files that were there already; ``exchange``: how
-    blocks went around (MPI, gloo, none)."""
+    blocks were broadcast (MPI, gloo, none)."""
 
     directory: Path
     node: str
@@ -71,57 +53,49 @@ class Staged:
 
 
 def stage_in(
-    source: str | Path, target: str | Path, mesh: Mesh, *, shards: int = 1, reader: Reader | None = None, verify: bool = True,
-    block: int = 16 << 20, progress: Progress | None = None, node: str | None = None,
-    pwrite: Callable[[int, Any, int], int] = os.pwrite,
+    source: str | Path, target: str | Path, mesh: Mesh, *, shards: int = 1, verify: bool = True, block: int = 16 << 20,
+    progress: Progress | None = None, node: str | None = None,
 ) -> Staged:  # fmt: skip
     """Copy the files of ``source`` that this node is to hold to ``target``, a folder on its own disk, together with all others.
 
     Called by all processes of the mesh alike; ``target`` is the same for the processes of a node, and another folder on every
-    node. Files that an index.json lists, and other large ones, are dealt to ``shards`` (see ``assign``): node i of N holds shard
-    i * shards // N. All others go to every node. Files that are whole at the target already are kept.
+    node. Variables of the node ($TMPDIR) are expanded in it, and in ``node``, which overrides the host name.
 
-    ``verify`` compares the SHA-256 of what came into this node's memory with that of the index, and, where no index states one,
-    of each block with that of the process that read it. So the manifest, the shared file system and the network are proved; that
-    the local disk gives back what it was given is not, since nothing is read again.
+    Data files, those that an index.json lists and other large ones, are assigned to ``shards``: node i of N holds shard
+    i * shards // N. All others go to every node. Files that an earlier run has copied and that have the size and the time of the
+    source are kept; those that it copied without ``verify`` are copied again with it.
 
+    ``verify`` compares the SHA-256 of the bytes that came into this node's memory with that of the index, where one states it.
     ``block``: bytes of a read, a broadcast and a write. ``progress`` is called on the first rank with bytes copied and to copy,
-    over all nodes. ``node`` overrides the host name. ``pwrite`` and the reader's ``preadv`` are there for tests.
+    over all nodes.
 
     Raises DataError, the same on all processes, when any of them cannot do its part: before anything is written where that can
     be known, otherwise after all have stopped, with whole files kept and no parts of files left.
     """
-    began, mine = time.monotonic(), reader is None
-    reader = reader if reader is not None else Reader()
-    job = Job(Path(source), Path(target), mesh, node if node is not None else socket.gethostname(), shards, verify, above(block))
+    began = time.monotonic()
+    job = _Job(Path(source), str(target), mesh, node or socket.gethostname(), shards, verify, above(block))
     try:
         job.meet()
-        job.survey()
         job.claim()
-        job.look()
-        job.check_room()
-        return job.copy(reader, progress, pwrite, began)
+        job.survey()
+        with Reader() as reader:
+            return job.copy(reader, progress, began)
     finally:
-        job.leave()
-        if mine:
-            reader.close()
+        job.unlock()
 
 
-class Job:
-    """The acts of staging, which all processes go through together."""
-
-    def __init__(self, source: Path, target: Path, mesh: Mesh, node: str, shards: int, verify: bool, block: int) -> None:
-        self.source, self.target, self.mesh, self.node = source, target, mesh, node
+class _Job:
+    def __init__(self, source: Path, target: str, mesh: Mesh, node: str, shards: int, verify: bool, block: int) -> None:
+        self.source, self._named, self.mesh, self.node = source, target, mesh, node
         self.shards, self.verify, self.block = shards, verify, block
-        self._made: list[Path] = []
-        self._locked = -1  # a descriptor of the target
+        self._lock = -1  # a descriptor of the target
 
-    def _together(self, work: Callable[[], Any], by_first: bool = False) -> list[Any]:
+    def _together(self, work: Callable[[], Any], by_node: bool = False) -> list[Any]:
         """Do ``work`` on each process, or on the first one of each node, and give all results by rank. Where it fails on any, all
         raise the same DataError."""
         value, cause = None, None
         try:
-            if not by_first or self.first:
+            if not by_node or self.leads:
                 value = work()
         except Exception as error:
             cause = error
@@ -136,10 +110,12 @@ class Job:
         return [value for value, _, _ in told]
 
     def meet(self) -> None:
-        """Learn which process is on which node, and see that all were told the same."""
+        """Find which process is on which node, check that all have the same settings, and list the source, by one process: a
+        listing costs a parallel file system more than reading."""
 
         def introduce() -> tuple[str, str, tuple[int, int, bool]]:
-            self.source, self.target = self.source.resolve(), self.target.resolve()
+            self.node, self.target = on_this_node(self.node), Path(on_this_node(self._named)).resolve()
+            self.source = self.source.resolve()
             if not self.source.is_dir():
                 raise DataError(f"{self.source}: no such folder on {self.node}; name a data set that every node sees")
             if self.target.is_relative_to(self.source) or self.source.is_relative_to(self.target):
@@ -151,11 +127,10 @@ class Job:
             return self.node, str(self.target), (self.shards, self.block, self.verify)
 
         told = self._together(introduce)
-        if self.shards < 1:
-            raise DataError(f"{self.shards} shards were asked for; give 1, where every node holds all, or more")
-        firsts: dict[str, int] = {}
+        ranks: dict[str, list[int]] = {}
         for rank, (node, target, settings) in enumerate(told):
-            first = firsts.setdefault(node, rank)
+            ranks.setdefault(node, []).append(rank)
+            first = ranks[node][0]
             if target != told[first][1]:
                 raise DataError(
                     f"{node}: rank {first} has the target {told[first][1]}, rank {rank} has {target}; give all of a node the same"
@@ -164,16 +139,16 @@ class Job:
                 raise DataError(
                     f"rank {rank} was told (shards, block, verify) {settings}, rank 0 {told[0][2]}; give all ranks the same"
                 )
-        self.nodes = nodes_of([node for node, _, _ in told], self.shards)
-        self.me = self.nodes.names.index(self.node)
-        self.first = self.nodes.ranks[self.me][0] == self.mesh.rank
-        self.number = self.nodes.ranks[self.me].index(self.mesh.rank)
-
-    def survey(self) -> None:
-        """List the files of the source, by one process: a listing costs a parallel file system more than reading."""
-        files: list[SourceFile] = []
-        self._together(lambda: files.extend(scan(self.source, self.shards)) if self.mesh.is_first else None)
-        self.files = agree(files, self.mesh.everyone)
+        self.ranks, nodes = ranks, len(ranks)  # by node, in the order of the lowest ranks
+        if self.shards < 1 or nodes % self.shards:
+            fit = ", ".join(str(n) for n in range(1, nodes + 1) if nodes % n == 0)
+            raise DataError(
+                f"{self.shards} shards need a multiple of {self.shards} nodes, but the job has {nodes} "
+                f"node{'s' if nodes > 1 else ''}; give --shards {fit}, or start other nodes"
+            )
+        self.leads = ranks[self.node][0] == self.mesh.rank
+        self.shard = list(ranks).index(self.node) * self.shards // nodes
+        self.files = by_first(lambda: scan(self.source, self.shards), self.mesh.everyone)
 
     def claim(self) -> None:
         """Take the target. Raises DataError where nodes share it, another job stages to it, or it holds another data set."""
@@ -181,11 +156,8 @@ class Job:
 
         def mark() -> str:
             try:
-                self._made = [folder for folder in (self.target, *self.target.parents) if not folder.exists()]
                 self.target.mkdir(parents=True, exist_ok=True)
-                whole, _ = recorded(self.target)
-                if whole is not None:
-                    check_source(self.target, whole["source"], str(self.source))
+                read_record(self.target, self.source)
                 token.touch(exist_ok=False)
             except OSError as error:
                 raise DataError(
@@ -195,16 +167,16 @@ class Job:
             return token.name
 
         def check() -> None:
-            if not (self.target / tokens[self.me]).exists():
+            if not (self.target / tokens[self.node]).exists():
                 raise DataError(f"{self.target}: is not one folder for all processes of {self.node}; name one that they share")
-            if not self.first:
+            if not self.leads:
                 return
-            for name, other in zip(self.nodes.names, tokens):
+            for name, other in tokens.items():
                 if name != self.node and (self.target / other).exists():
                     raise DataError(f"{self.target}: is one folder for {self.node} and {name}; name one on each node's own disk")
-            self._locked = os.open(self.target, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            self._lock = os.open(self.target, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
-                fcntl.flock(self._locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise DataError(
                     f"{self.target}: another job stages to it on {self.node}; wait for its end, or name another folder"
@@ -213,160 +185,103 @@ class Job:
                 logger.info("%s: its file system has no locks; see that no other job stages to it", self.target)
 
         try:
-            told = self._together(mark, by_first=True)
-            tokens = [told[ranks[0]] for ranks in self.nodes.ranks]
+            told = self._together(mark, by_node=True)
+            tokens = {node: told[ranks[0]] for node, ranks in self.ranks.items()}
             self._together(check)
         finally:
             with suppress(OSError):
                 token.unlink()
 
-    def look(self) -> None:
-        """Learn which node misses what; the processes of a node share the work."""
-        count, me = len(self.files), self.nodes.shard(self.me)
-        ranks, whole = len(self.nodes.ranks[self.me]), np.zeros(count, bool)
-        self._kept: list[dict[str, Any]] = []
+    def unlock(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
 
-        def own() -> bytes:
-            _, entries = recorded(self.target)
-            until = time.monotonic() + PATIENCE
-            wanted = [i for i, file in enumerate(self.files) if file.shard in (None, me)]
-            for i in wanted[self.number :: ranks]:
-                file = self.files[i]
-                before = entries.get(file.name, {})
-                entry = is_whole(file, self.target, before, self.verify, until)
-                whole[i] = entry is not None
-                if entry is not None and entry is not before:
-                    self._kept.append({"name": file.name, **entry})
-            return zlib.compress(np.packbits(whole).tobytes())
+    def survey(self) -> None:
+        """Find which files each node misses, and check that its disk has room for them."""
+        self.size = np.array([file.bytes for file in self.files], np.int64)
+        self.held = np.array([file.shard in (None, self.shard) for file in self.files])
 
-        told = self._together(own)
-        shard = np.array([-1 if file.shard is None else file.shard for file in self.files])
-        self.missing = np.zeros((len(self.nodes.names), count), bool)
-        for node, ranks_of in enumerate(self.nodes.ranks):
-            there = np.zeros(count, bool)
-            for rank in ranks_of:
-                there |= np.unpackbits(np.frombuffer(zlib.decompress(told[rank]), np.uint8), count=count).astype(bool)
-            self.missing[node] = ((shard < 0) | (shard == self.nodes.shard(node))) & ~there
-
-    def check_room(self) -> None:
-        """See that the disk of every node has room for what it misses."""
-
-        def measure() -> None:
-            todo = sum(above(self.files[i].bytes) for i in np.flatnonzero(self.missing[self.me]).tolist())
+        def look() -> None:
+            record = read_record(self.target, self.source)
+            kept = record is not None and (record.verified or not self.verify)
+            self.missing = self.held & ~np.array([kept and file.is_at(self.target / file.name) for file in self.files])
+            self.before = record.files if record is not None else {}
+            self.verified = self.verify or bool(record is not None and record.verified and not self.missing.any())
+            todo = sum(above(size) for size in self.size[self.missing].tolist())
             needed, free = todo + int(todo * RESERVE), shutil.disk_usage(self.target).free
-            if needed > free:
+            if self.leads and needed > free:
                 raise DataError(
                     f"{self.target}: {needed:,} bytes are needed on {self.node} ({todo:,} to copy, {RESERVE:.0%} in reserve), but "
                     f"{free:,} are free; make room, name a larger disk, or cut the set with --shards; nothing was copied"
                 )
 
-        self._together(measure, by_first=True)
+        self._together(look)
+        nodes = torch.from_numpy(self.missing * np.int64(self.leads))
+        self.lacking = sum_in_place(nodes, self.mesh.everyone).numpy()  # nodes that miss each file   [F]
 
-    def copy(self, reader: Reader, progress: Progress | None, pwrite: Callable[[int, Any, int], int], began: float) -> Staged:
-        """Bring what is missing, and note what is whole."""
-        size = np.array([file.bytes for file in self.files], np.int64)
-        total = int((self.missing * size).sum())
-        tell = progress if progress is not None and self.mesh.is_first else lambda done, total: None
+    def copy(self, reader: Reader, progress: Progress | None, began: float) -> Staged:
+        """Bring what is missing, and record what is whole."""
+        total = int((self.lacking * self.size).sum())
 
-        def sweep() -> None:
-            self._sweep()
-            tell(0, total)
+        def tell(done: int) -> None:
+            if progress is not None and self.mesh.is_first:
+                progress(done, total)
 
-        # A record from now on; what a killed run noted beside it comes into it.
-        self._together(lambda: self._save(recorded(self.target)[1]), by_first=True)
-        self._together(sweep)
-        before = reader.transferred
-        exchange = open_exchange(self.mesh) if self.missing.any() else Exchange()
-        carrier = Carrier(
-            self, lanes_of(self.files, self.nodes, self.missing), exchange, reader, pwrite, lambda done: tell(done, total)
-        )
+        def prepare() -> None:
+            for left in self.target.glob(".stage.*.partial"):  # of a run that was killed
+                left.unlink()
+            for i in np.flatnonzero(self.missing):  # from now on files of the source's size and time are those of this run
+                (self.target / self.files[i].name).unlink(missing_ok=True)
+            self._record()
+            tell(0)
+
+        def finish() -> None:
+            for name in self.before.keys() - {file.name for file in self.files}:
+                (self.target / name).unlink(missing_ok=True)
+            self._record()
+            tell(total)
+
+        self._together(prepare, by_node=True)
+        lane, lanes = self._lane()
+        exchange = open_exchange(self.mesh, lanes) if total else Exchange(self.mesh, [])
+        copying = Copying(lane, self.block, self.verify, exchange, reader)
         try:
-            carrier.carry()
+            copying.run(tell)
         except RuntimeError as error:  # from MPI or torch
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise LaunchError(f"staging on {self.node} broke off: {reason}; another rank has ended, see its message") from error
         finally:
-            carrier.close()
+            copying.close()
         exchange.close()
-
-        try:
-            told = self._together(lambda: (carrier.outcome(), reader.transferred - before))
-        except DataError:
-            with suppress(DataError):  # the reason why the copying failed matters more
-                self._together(lambda: self._write_record(whole=False), by_first=True)
-            raise
-
-        def note() -> None:
-            self._write_record(whole=True)
-            tell(total, total)
-
-        self._together(note, by_first=True)
-        here = [told[rank] for rank in self.nodes.ranks[self.me]]
-        shard = self.nodes.shard(self.me)
-        mine = np.array([file.shard in (None, shard) for file in self.files], bool)
+        told = self._together(lambda: (copying.outcome(), reader.transferred))
+        self._together(finish, by_node=True)
+        here = [told[rank] for rank in self.ranks[self.node]]
         return Staged(
-            self.target, self.node, shard, self.shards, int(mine.sum()), int(size[mine].sum()),
+            self.target, self.node, self.shard, self.shards, int(self.held.sum()), int(self.size[self.held].sum()),
             sum(read for _, read in here), sum(received for received, _ in here),
-            int(size[mine & ~self.missing[self.me]].sum()), time.monotonic() - began, exchange.name,
+            int(self.size[self.held & ~self.missing].sum()), time.monotonic() - began, exchange.name,
         )  # fmt: skip
 
-    def _sweep(self) -> None:
-        """Throw away parts of files that a killed run left; note files that were found whole by their SHA-256."""
-        try:
-            for file in self.files[self.number :: len(self.nodes.ranks[self.me])]:
-                partial_of(self.target / file.name).unlink(missing_ok=True)
-            for entry in self._kept:
-                self.note(entry)
-        except OSError as error:
-            raise self.unwritten(self.target, error) from error
+    def _lane(self) -> tuple[Lane, list[list[int]]]:
+        """The lane of this process, and the ranks of all lanes; where the nodes of a group have different numbers of processes,
+        those beyond the smallest number have none."""
+        nodes = list(self.ranks.values())
+        groups = [nodes[s * len(nodes) // self.shards : (s + 1) * len(nodes) // self.shards] for s in range(self.shards)]
+        lanes = [[ranks[j] for ranks in group] for group in groups for j in range(min(map(len, group)))]
+        mine = next((ranks for ranks in lanes if self.mesh.rank in ranks), None)
+        if mine is None:
+            return Lane(self.source, self.target, self.node), lanes
+        number, count = self.ranks[self.node].index(self.mesh.rank), min(map(len, groups[self.shard]))
+        todo = np.flatnonzero(self.held & (self.lacking > 0))
+        todo = todo[np.argsort(-self.size[todo], kind="stable")][number::count]
+        files, missing = [self.files[i] for i in todo], self.missing[todo].tolist()
+        return Lane(self.source, self.target, self.node, files, missing, len(mine), mine.index(self.mesh.rank)), lanes
 
-    def note(self, entry: dict[str, Any]) -> None:
-        """Note that a file is whole, in a line for the run that follows this one if this one is killed."""
-        with (self.target / f".stage.{self.number}.jsonl").open("ab") as lines:
-            lines.write(json.dumps(entry).encode() + b"\n")  # one system call, so that lines of two threads do not mix
-
-    def unwritten(self, path: Path, error: OSError) -> DataError:
-        todo = "look whether the disk of this node is in order"
-        if error.errno in (ENOSPC, EDQUOT):
-            todo = "make room on this node, or cut the set with --shards; whole files stay, and a second run goes on from there"
-        return DataError(
-            f"{path}: cannot be written on {self.node}: {error.strerror} ({errorcode.get(error.errno or 0, error.errno)}); {todo}"
-        )
-
-    def _write_record(self, whole: bool) -> None:
-        """List every file that is whole; with ``whole``, delete copies of files that the source has no more."""
-        known = {file.name: file for file in self.files}
-        try:
-            entries, kept = recorded(self.target)[1], {}
-            for name, entry in sorted(entries.items()):
-                if untouched(self.target / name, entry):
-                    if name in known and unchanged(known[name], entry):
-                        kept[name] = entry
-                    elif name not in known and whole:
-                        (self.target / name).unlink()
-            for folder in {(self.target / name).parent for name in kept}:
-                flush(folder)
-        except OSError as error:
-            raise self.unwritten(self.target / RECORD, error) from error
-        self._save(kept)
-
-    def _save(self, entries: Entries) -> None:
-        content = {
-            "format": 1, "source": str(self.source), "shard": self.nodes.shard(self.me), "shards": self.shards, "files": entries,
-        }  # fmt: skip
+    def _record(self) -> None:
+        """List every file that is whole. Raises DataError where that cannot be written."""
         path = self.target / RECORD
+        whole = {file.name: (file.bytes, file.mtime_ns) for file in self.files if file.is_at(self.target / file.name)}
         try:
-            write_json(path, content)
-            for pattern in (".stage.*.jsonl", ".stage.*.partial", f".{RECORD}.*.partial"):
-                for left in self.target.glob(pattern):
-                    left.unlink()
+            write_json(path, {"format": 2, "source": str(self.source), "verified": self.verified, "files": whole})
         except OSError as error:
-            raise self.unwritten(path, error) from error
-
-    def leave(self) -> None:
-        """Unlock the target; what was made for nothing goes."""
-        if self._locked >= 0:
-            os.close(self._locked)
-        for folder in self._made:
-            with suppress(OSError):  # it is not empty
-                folder.rmdir()
+            raise unwritten(path, self.node, error) from error

@@ -1,6 +1,5 @@
 """Boxes of arrays by direct reads equal what the libraries read; what does not lie plainly is refused; damage is an error."""
 
-import pickle
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 
 from hpcai.data.direct import Memory, Reader
 from hpcai.data.layout import GAP, UnreadableLayoutError, finite, hdf5, npy
-from hpcai.data.npy import Files
 from hpcai.errors import DataError
 from tests.boxes import boxes, written
 
@@ -154,53 +152,6 @@ def test_a_damaged_hdf5_is_an_error_or_within_the_file(tmp_path_factory: Any, da
                 layout.read(reader)
         except DataError as problem:
             assert str(path) in str(problem)
-
-
-# ---- sources of one file per sample
-
-
-def images(folder: Path, count: int = 3) -> Path:
-    folder.mkdir()
-    for i in range(count):
-        np.save(folder / f"case_{i:02d}_x.npy", np.full((1, 4 + i, 5), i, np.float32))
-        np.save(folder / f"case_{i:02d}_y.npy", np.full((4 + i, 5), i, np.uint8))
-    return folder
-
-
-FIELDS = {"image": ("*_x.npy", "float32", (1, None, 5)), "label": ("*_y.npy", "uint8", (None, None))}
-
-
-@pytest.mark.parametrize("reader", ["direct", "buffered", "auto"])
-def test_files_of_several_fields_and_any_size(tmp_path: Path, reader: str) -> None:
-    files = Files(images(tmp_path / "train"), FIELDS, reader=reader)
-    assert len(files) == 3 and files.names == ["case_00", "case_01", "case_02"] and files.describe(1) == "train/case_01"
-    for i in range(3):
-        sample = files.read(i)
-        assert sample["image"].shape == (1, 4 + i, 5) and (sample["image"] == i).all() and (sample["label"] == i).all()
-    again = pickle.loads(pickle.dumps(files))  # noqa: S301  (as a worker process gets it)
-    assert (again.read(2)["image"] == 2).all()
-    files.close()
-    again.close()
-
-
-@pytest.mark.parametrize(
-    "spoil, text",
-    [
-        (lambda f: (f / "case_01_y.npy").unlink(), "sample case_01 lacks case_01_y.npy; make it so"),
-        (lambda f: np.save(f / "case_01_x.npy", np.zeros((1, 4, 6), np.float32)), r"is \(1, 4, 6\), expected \(1, any, 5\); make"),
-        (lambda f: np.save(f / "case_01_x.npy", np.zeros((1, 4, 5))), "is float64, expected float32; make it so"),
-        (lambda f: np.save(f / "case_01_x.npy", np.full((1, 4, 5), np.inf, np.float32)), "case_01_x.npy: holds NaN or inf"),
-        (lambda f: (f / "case_01_x.npy").write_bytes(b"no"), "case_01_x.npy: not a .npy file"),
-        (lambda f: [p.unlink() for p in f.iterdir()], r"holds no \*_x.npy or \*_y.npy; make it so"),
-    ],
-)
-def test_bad_files_are_named(tmp_path: Path, spoil: Any, text: str) -> None:
-    folder = images(tmp_path / "train")
-    spoil(folder)
-    with pytest.raises(DataError, match=text):
-        Files(folder, FIELDS, "make it so").read(1)
-    with pytest.raises(DataError, match="no such folder"):
-        Files(tmp_path / "none", FIELDS)
 
 
 def test_finite_is_right_also_where_the_sum_overflows() -> None:
