@@ -51,18 +51,9 @@ def structure(seed: int = 0, missing: float = 0.1) -> tuple[np.ndarray, np.ndarr
     return aatype, (positions * mask[..., None]).astype(np.float32), mask.astype(np.float32)
 
 
-def test_places_among_14_and_among_37_lead_to_each_other() -> None:
-    assert table.ATOM14_EXISTS.sum() == table.ATOM37_EXISTS.sum() == 167
-    back = np.take_along_axis(table.ATOM37_TO_14, table.ATOM14_TO_37, 1)
-    assert np.array_equal(np.where(table.ATOM14_EXISTS > 0, back, np.arange(14)), np.tile(np.arange(14), (21, 1)))
-    assert not table.ATOM37_EXISTS[:, table.PLACE["OXT"]].any() and not table.ATOM37_EXISTS[table.UNKNOWN].any()
-
-
 def test_exchanging_names_twice_changes_nothing() -> None:
     assert np.array_equal(np.take_along_axis(table.ATOM14_SWAP, table.ATOM14_SWAP, 1), np.tile(np.arange(14), (21, 1)))
-    pairs = [(table.NAMES[r], table.ATOM14_NAMES[r][i], table.ATOM14_NAMES[r][table.ATOM14_SWAP[r, i]])
-             for r, i in np.argwhere(table.ATOM14_AMBIGUOUS)]  # fmt: skip
-    assert len(pairs) == 12 and all(one[:-1] == other[:-1] and one != other for _, one, other in pairs)
+    assert table.ATOM14_EXISTS.sum() == table.ATOM37_EXISTS.sum() == 167 and table.ATOM14_AMBIGUOUS.sum() == 12
 
 
 def test_half_a_turn_of_an_ambiguous_angle_exchanges_the_names() -> None:
@@ -79,38 +70,19 @@ def test_half_a_turn_of_an_ambiguous_angle_exchanges_the_names() -> None:
     assert "".join(np.array([*table.LETTERS])[one["atom14_atom_is_ambiguous"].any(1)]) == "DEFY"
 
 
-@pytest.mark.parametrize("draws", [0, 40])
-def test_ideal_residues_have_the_lengths_and_angles_of_the_table(draws: int) -> None:
+def test_ideal_residues_have_the_lengths_and_angles_of_the_table() -> None:
     """All are within 2 deviations at all torsion angles (histidine's CD2 - NE2 is farthest off), but for the ring of proline."""
-    rng = np.random.default_rng(2)
     found, deviation = table.bounds(2.0, 1.5), table.bounds(2.0, 1.5).deviation[:20] > 0
     proline = table.NAMES.index("PRO")
     for pair in RING:
         i, j = map(table.ATOM14_NAMES[proline].index, pair)
         assert deviation[proline, i, j]
         deviation[proline, [i, j], [j, i]] = False
-    for angles in rng.uniform(-np.pi, np.pi, (draws, 20, 7)) if draws else np.zeros((1, 20, 7)):
+    for angles in np.random.default_rng(2).uniform(-np.pi, np.pi, (40, 20, 7)):
         atoms, _ = built(ALL, angles)
         apart = np.linalg.norm(atoms[:, :, None] - atoms[:, None], axis=-1)
         wrong = deviation & ~((found.lower[:20] <= apart) & (apart <= found.upper[:20]))
         assert not wrong.any(), [(table.NAMES[r], *(table.ATOM14_NAMES[r][place] for place in ij)) for r, *ij in np.argwhere(wrong)]
-
-
-def test_bounds_are_symmetric_ordered_and_empty_where_there_is_no_pair() -> None:
-    lower, upper, deviation = table.bounds(12.0, 1.5)
-    pair = (table.ATOM14_EXISTS[:, :, None] * table.ATOM14_EXISTS[:, None] * (1 - np.eye(14))) > 0
-    assert all(np.array_equal(a, a.swapaxes(1, 2)) and not a[~pair].any() for a in (lower, upper, deviation))
-    assert (lower <= upper).all() and (lower[pair] > 0).all()
-    assert not (table.bounds(13.0, 1.5).lower[deviation > 0] >= lower[deviation > 0]).any()
-    assert np.array_equal(table.bounds(12.0, 1.0).lower != lower, pair & (deviation == 0))
-
-
-def test_the_ends_of_an_angle_are_as_uncertain_as_its_sides_and_itself() -> None:
-    rng = np.random.default_rng(4)
-    n, c, angle = (rng.normal(*figure, 200_000) for figure in ((1.459, 0.020), (1.525, 0.026), np.radians((111.0, 2.7))))
-    apart = np.sqrt(n * n + c * c - 2 * n * c * np.cos(angle))
-    lower, upper, deviation = (array[table.NAMES.index("ALA"), 0, 2] for array in table.bounds(1.0, 1.5))
-    assert abs(deviation - apart.std()) < 0.01 * deviation and abs((lower + upper) / 2 - apart.mean()) < 0.001
 
 
 def test_a_built_residue_has_the_angles_and_frames_it_was_built_with() -> None:
@@ -128,10 +100,9 @@ def test_a_built_residue_has_the_angles_and_frames_it_was_built_with() -> None:
     assert np.abs(found["backbone_rigid_tensor"] - frames[:, 0]).max() < 1e-3
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_moving_a_structure_moves_its_frames_and_leaves_its_angles(seed: int) -> None:
-    aatype, positions, mask = structure(seed)
-    move = random_frames(np.random.default_rng(seed), 1)[0]
+def test_moving_a_structure_moves_its_frames_and_leaves_its_angles() -> None:
+    aatype, positions, mask = structure()
+    move = random_frames(np.random.default_rng(0), 1)[0]
     moved = (positions @ move[:3, :3].T + move[:3, 3]) * mask[..., None]
     here, there = truth_of(aatype, positions, mask), truth_of(aatype, moved, mask)
     for name, wanted in here.items():
@@ -168,13 +139,10 @@ def test_templates_side_by_side_give_what_each_gives_alone() -> None:
 
 @pytest.mark.parametrize(("broken", "says"), [
     ({"aatype": np.full(60, 21)}, "chain: residue types from 21 to 21; expected 0 to 20"),
-    ({"aatype": np.full(60, -1)}, "from -1"),
-    ({"aatype": np.eye(21)[[0] * 60]}, "do not fit"),
     ({"aatype": np.zeros(60)}, "float64; expected integers"),
     ({"positions": np.zeros((59, 37, 3))}, r"positions \(59, 37, 3\)"),
     ({"mask": np.ones((60, 14))}, r"mask \(60, 14\)"),
     ({"mask": np.full((60, 37), 0.5)}, "other than 0 and 1"),
-    ({"mask": np.full((60, 37), np.nan)}, "other than 0 and 1"),
     ({"positions": np.where(np.arange(60 * 111).reshape(60, 37, 3) == 4 * 111 + 3, np.inf, 0), "mask": np.ones((60, 37))},
      "CA of residue 4 has no finite position"),
 ])  # fmt: skip

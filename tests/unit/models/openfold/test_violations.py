@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from hpcai.models.openfold import residues, violations
-from hpcai.models.openfold.violations import bonds, clashes, violation, within
-from tests import proteins
+from hpcai.models.openfold.violations import bonds, clashes, violation
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -47,8 +46,7 @@ def every_clash(positions: Tensor, exists: Tensor, aatype: Tensor, index: Tensor
 @pytest.mark.parametrize("bytes_", [1, 1 << 24])
 def test_clashes_and_their_slope(bytes_: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(violations, "_CPU", bytes_)
-    given = atoms(6)
-    found = []
+    given, found = atoms(6), []
     for function in (clashes, every_clash):
         x = given[0].clone().requires_grad_()
         out = function(x, *given[1:])
@@ -56,20 +54,6 @@ def test_clashes_and_their_slope(bytes_: int, monkeypatch: pytest.MonkeyPatch) -
     assert found[1][0].min() > 1
     for ours, theirs in zip(*found):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
-
-
-def test_ideal_residues_can_stand_without_violation() -> None:
-    """Some turns of a side chain bring its atoms too near, others do not."""
-    chain = proteins.chain(1200)
-    aatype = torch.from_numpy(chain.aatype)[:, None]  # every residue by itself
-    made = torch.tensor(residues.ATOM14_TO_37)[aatype]
-    positions = torch.from_numpy(chain.positions)[:, None].double().gather(2, made[..., None].expand(-1, -1, -1, 3))
-    exists = torch.from_numpy(chain.mask)[:, None].double().gather(2, made) * torch.tensor(residues.ATOM14_EXISTS)[aatype]
-    found = within(positions, exists, aatype)
-    least = [found[aatype[:, 0] == kind].min().item() for kind in range(20)]
-    assert max(least) < 0.01, dict(zip(residues.NAMES, least))
-    positions[:, 0, 1] += 2
-    assert within(positions, exists, aatype)[exists[:, 0, :3].all(1)].min() > 1
 
 
 def test_a_stretched_bond_is_told_and_a_gap_is_none() -> None:
