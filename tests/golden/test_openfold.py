@@ -1,6 +1,7 @@
 """OpenFold against the public code it is known by (tests/data/openfold), on positions that are not padding."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from hpcai.models.openfold.evoformer import EvoformerBlock, OuterProductMean, Te
 from hpcai.models.openfold.geometry import Frames, rotation_of
 from hpcai.models.openfold.heads import Confidence
 from hpcai.models.openfold.layers import Linear, Transition
-from hpcai.models.openfold.load import from_public, public_names
+from hpcai.models.openfold.load import from_public, load_weights, public_names, to_public
 from hpcai.models.openfold.model import OpenFold, Prediction
 from hpcai.models.openfold.objective import lddt, terms, total
 from hpcai.models.openfold.structure import Angles, PointAttention, StructureModule
@@ -222,11 +223,19 @@ def test_ten_steps_of_adam() -> None:
         optimizer.step()
 
 
-def test_weights_are_all_used_and_have_their_shapes() -> None:
-    theirs, ours = arrays("network/state_dict"), network(torch.float32).state_dict()
-    used = [each for name in ours for each in public_names(name)]
-    assert sorted(used) == sorted(theirs)
-    assert {name: value.shape for name, value in from_public(theirs, ours).items()} == {n: v.shape for n, v in ours.items()}
+def test_the_public_network_s_weights_load_by_their_names_and_predict_by_way_of_alphafold_s_shapes(tmp_path: Path) -> None:
+    theirs = arrays("network/state_dict", torch.float32)
+    torch.save(theirs, tmp_path / "public.pt")
+    model = load_weights(tmp_path / "public.pt")
+    assert model.cfg == OpenFoldConfig.preset("tiny", heads={"plddt": 16, "tm": True})
+    again = to_public(model.state_dict(), model.cfg)
+    assert again.keys() == theirs.keys() and all(torch.equal(value, theirs[name]) for name, value in again.items())
+    model.save(tmp_path / "params.npz", form="alphafold")
+    batch, wanted = arrays("network/batch", torch.float32), arrays("network/outputs_fp32")["final_atom_positions"]
+    with torch.no_grad():
+        found = load_weights(tmp_path / "params.npz")(batch).positions
+    residues = batch["seq_mask"][..., -1].bool()
+    assert (found - wanted)[residues].abs().max() <= 3e-5 * wanted[residues].abs().max()
 
 
 def test_the_full_network_has_as_many_parameters_as_published() -> None:

@@ -3,8 +3,8 @@
 import io
 import json
 import math
+import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
         out, err = capsys.readouterr()
         return out, err
 
-    return partial(run)
+    return run
 
 
 def lines(path: Path, rows: list[Any]) -> Path:
@@ -76,7 +76,7 @@ def words_of(**more: Any) -> list[str]:
 # ---- generate
 
 
-@pytest.mark.parametrize("prompt", ["Once upon: a time", "[1, 2", "7", '"quoted"', "a = b"])
+@pytest.mark.parametrize("prompt", ["[1, 2", '"quoted"', "a = b"])
 def test_a_prompt_is_text_as_it_stands(prompt: str, home: Path, command: Any) -> None:
     right = str(LLM.load(home).generate(prompt, temperature=1.3, top_k=40, most=12, seed=3))
     words = words_of(weights=home, seed=3)
@@ -100,9 +100,6 @@ def test_a_file_of_prompts_becomes_lines_and_is_gone_on_with(home: Path, tmp_pat
     assert "0 of 5 texts" in command(generate.run, *words, f"out={out}")[1] and out.read_text() == whole
     lines(path, [*PROMPTS[:2], {"text": "another"}])
     assert "out.jsonl: line 3: is of another prompt than those of" in command(generate.run, *words, f"out={out}", code=1)[1]
-    (tmp_path / "p.txt").write_text("one\n\nand two\n")
-    told = [json.loads(line) for line in command(generate.run, *words_of(weights=home, file=tmp_path / "p.txt"))[0].splitlines()]
-    assert [row["line"] for row in told] == [1, 3] and told[0] == right[0]
 
 
 def test_chats_of_a_file_are_told_by_the_template(tmp_path: Path, command: Any) -> None:
@@ -110,13 +107,10 @@ def test_chats_of_a_file_are_told_by_the_template(tmp_path: Path, command: Any) 
     LLM(LLMConfig(**SIZES | {"vocabulary": tokenizer.size + 5})).save(tmp_path / "model.safetensors")
     tokenizer.save(tmp_path)
     model, chat = LLM.load(tmp_path), [{"role": "user", "content": "Hello"}]
-    path = lines(tmp_path / "p.jsonl", [{"text": "a"}, {"messages": chat}, {"text": "b"}])
+    path = lines(tmp_path / "p.jsonl", [{"text": "a"}, {"messages": chat}])
     told = [json.loads(line) for line in command(generate.run, *words_of(weights=tmp_path, file=path))[0].splitlines()]
-    words = {"temperature": 1.3, "top_k": 40, "most": 12}
-    assert [row["line"] for row in told] == [1, 2, 3] and told[1]["messages"] == chat
-    assert told[1]["completion"] == str(model.chat(chat, seed=2, **words)) and told[2]["completion"] == str(
-        model.generate("b", seed=3, **words)
-    )
+    assert [row["line"] for row in told] == [1, 2] and told[1]["messages"] == chat
+    assert told[1]["completion"] == str(model.chat(chat, seed=2, temperature=1.3, top_k=40, most=12))
     lines(path, [{"messages": chat}, {"messages": [{"role": "system"}, {"role": "system"}]}])
     assert "p.jsonl: line 2: " in command(generate.run, *words_of(weights=tmp_path, file=path), code=1)[1]
 
@@ -133,25 +127,11 @@ def test_a_line_that_is_no_prompt_is_refused_by_number(row: str, text: str, home
 
 def test_settings_that_do_not_go_together_are_refused_before_torch(command: Any) -> None:
     for words, told in ((["prompt=a", "file=b"], "prompt and file are both given"), (["out=a"], "out is given, but file is not"),
-                        (['stop=[""]'], "stop has a text without letters"), (["temperature=-1"], "temperature")):  # fmt: skip
+                        (['stop=[""]'], "stop has a text without letters")):  # fmt: skip
         assert told in command(generate.run, *words, code=2)[1]
     assert "neither data nor tasks" in command(score.run, code=2)[1]
-    import subprocess
-
     code = "import sys, apps.llm.generate, apps.llm.score; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_an_adapter_is_added_to_the_weights(home: Path, tmp_path: Path, command: Any) -> None:
-    cfg, model = LoRAConfig(rank=2, alpha=8.0), LLM.load(home)
-    adapt(model, cfg)
-    for name, parameter in model.named_parameters():
-        if "lora_" in name:
-            nn.init.normal_(parameter, std=0.5)
-    save_adapter(model, cfg, tmp_path)
-    right = str(model.eval().generate("ab", most=12))
-    words = ["prompt=ab", "most=12", "precision=fp32", f"weights={home}"]
-    assert command(generate.run, *words, f"adapter={tmp_path}")[0] == f"{right}\n" != command(generate.run, *words)[0]
 
 
 def made(mesh: Mesh, cfg: GenerateConfig) -> str:
@@ -159,13 +139,12 @@ def made(mesh: Mesh, cfg: GenerateConfig) -> str:
     return cfg.out.read_text() if cfg.out is not None and mesh.is_first else ""
 
 
-AXES = [
-    {"replicate": 2}, {"tensor": 2}, {"pipeline": 2}, {"context": 2}, {"replicate": 2, "tensor": 2}, {"pipeline": 2, "tensor": 2},
-]  # fmt: skip
+AXES = [{"replicate": 2}, {"tensor": 2}, {"context": 2}, {"pipeline": 2, "tensor": 2}]
 
 
 @pytest.mark.parametrize("axes", AXES, ids=str)
 def test_any_cut_makes_the_same_of_a_file(axes: dict[str, int], home: Path, tmp_path: Path) -> None:
+    """Also with an adapter, which is added to the weights."""
     cfg, model = LoRAConfig(rank=2, alpha=8.0), LLM.load(home)
     adapt(model, cfg)
     nn.init.normal_(model.model.layers[1].self_attn.v_proj.adapter.lora_B.weight, std=0.5)  # type: ignore[union-attr]
@@ -176,6 +155,8 @@ def test_any_cut_makes_the_same_of_a_file(axes: dict[str, int], home: Path, tmp_
         one = GenerateConfig(**words, weights=home, adapter=adapter, out=tmp_path / f"one{number}")
         many = one.model_copy(update={"out": tmp_path / f"many{number}", "mesh": AxesConfig(**axes)})
         assert on_ranks(axes, made, many)[0] == made(Mesh({}), one)
+    told = json.loads((tmp_path / "one1").read_text().splitlines()[0])["completion"]
+    assert told == str(model.eval().generate(PROMPTS[0]["text"], most=10, temperature=1.3, seed=1))  # type: ignore[arg-type]
     assert (tmp_path / "one0").read_text() != (tmp_path / "one1").read_text()
 
 
@@ -217,9 +198,8 @@ def test_a_choice_is_what_it_adds_to_the_tokens_of_its_context(home: Path) -> No
 
 
 @pytest.mark.parametrize("row", [
-    "{", "[]", '{"context": "a", "choices": ["b", "c"]}', '{"context": "a", "choices": ["b"], "answer": 0}',
-    '{"context": "a", "choices": ["b", "c"], "answer": 2}', '{"context": "a", "choices": ["b", ""], "answer": 0}',
-    '{"context": 1, "choices": ["b", "c"], "answer": 0}', '{"context": "a", "choices": ["b", "c"], "answer": true}',
+    "{", '{"context": "a", "choices": ["b", "c"]}', '{"context": "a", "choices": ["b", "c"], "answer": 2}',
+    '{"context": "a", "choices": ["b", ""], "answer": 0}',
 ])  # fmt: skip
 def test_a_line_that_is_no_question_is_refused_by_number(row: str, home: Path, tmp_path: Path, command: Any) -> None:
     (tmp_path / "q.jsonl").write_text(f'{{"context": "a", "choices": ["b", "c"], "answer": 0}}\n\n{row}\n')
@@ -295,13 +275,14 @@ def test_any_cut_finds_the_same(axes: dict[str, int], home: Path, rows: Path, tm
 
 
 def test_rows_of_another_tokenizer_or_that_are_none_are_refused(home: Path, rows: Path, tmp_path: Path) -> None:
-    def refused(kind: type[Exception], told: str, **words: Any) -> None:
-        with pytest.raises(kind, match=told):
-            score.score(ScoreConfig(**{"weights": home, "data": rows, **words}), Mesh({}))
-
-    refused(DataError, "text.json: No such file or directory; make data with", data=tmp_path)
     Tokenizer.train(["ab"], 258).save(tmp_path)
-    refused(ConfigError, "rows of the tokenizer .*, the model has .*; take rows of that one", tokenizer=tmp_path)
     small = tmp_path / "small.safetensors"
     LLM(LLMConfig(**SIZES | {"positions": 16})).save(small)
-    refused(ConfigError, "rows of 32 tokens of 257, the model has 16 positions", weights=small)
+    refused: list[tuple[type[Exception], str, dict[str, Path]]] = [
+        (DataError, "text.json: No such file or directory; make data with", {"data": tmp_path}),
+        (ConfigError, "rows of the tokenizer .*, the model has .*; take rows of that one", {"tokenizer": tmp_path}),
+        (ConfigError, "rows of 32 tokens of 257, the model has 16 positions", {"weights": small}),
+    ]
+    for kind, told, words in refused:
+        with pytest.raises(kind, match=told):
+            score.score(ScoreConfig(**{"weights": home, "data": rows, **words}), Mesh({}))
