@@ -1,6 +1,5 @@
 """The picture of a DeepCAM run: what is drawn is what maps.npz holds."""
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ from matplotlib.contour import QuadContourSet
 
 from apps.deepcam import picture
 from apps.deepcam.picture import Maps
-from hpcai.cli.report import curves
 from hpcai.cli.report.theme import DARK, LIGHT
 from hpcai.cli.report.theme import PALETTE as CLASSES
 from hpcai.errors import DataError
@@ -65,19 +63,6 @@ def test_the_page_shows_the_maps_and_measures_them(tmp_path: Path, monkeypatch: 
         assert words in found, words
     assert pages.shows_something(picture, run.found, monkeypatch)
     assert run.higher("iou_of_rain") and picture.classes(run.found) == NAMES
-
-
-def test_iou_is_that_of_a_count_by_hand(tmp_path: Path) -> None:
-    rng, said = np.random.default_rng(1), arrays()
-    said["true"], said["predicted"] = (rng.integers(0, 3, (3, *SIZE), np.uint8) for _ in range(2))
-    found = loaded(tmp_path, said)
-    for n in (2, None):
-        true, seen = (said[name][slice(n, None)] for name in ("true", "predicted"))
-        for k in range(3):
-            both, either = ((true == k) & (seen == k)).sum(), ((true == k) | (seen == k)).sum()
-            assert found.iou(n)[k] == pytest.approx(both / either)
-    said["true"][0], said["predicted"][0] = 0, 0
-    assert loaded(tmp_path, said).iou(0).tolist() == pytest.approx([1, math.nan, math.nan], nan_ok=True)
 
 
 def test_of_many_maps_those_with_most_classes_are_drawn_and_all_are_counted(tmp_path: Path) -> None:
@@ -137,20 +122,6 @@ def test_odd_maps_are_drawn_too(tmp_path: Path) -> None:
         said = arrays() | change
         figure = picture.draw(loaded(tmp_path, {name: part[:1] if part.ndim > 1 else part for name, part in said.items()}), DARK)
         figure.draw_without_rendering()
-
-
-def test_classes_of_the_metric_have_the_colours_of_the_maps(tmp_path: Path) -> None:
-    loaded(tmp_path, arrays())
-    run = pages.evaluated(tmp_path, "deepcam", "higher", *SCORES)
-    ((name, members),) = run.families().items()
-    assert name == "iou" and len(members) == 3
-    run.settings["model"] = {"classes": NAMES}
-    for found in (run.found, None):                                             # the same without maps, by the model's settings
-        run.found = found
-        (axes,) = curves._metric(run, name, members, LIGHT).axes
-        colors = {line.get_label(): line.get_color() for line in axes.lines}
-        assert colors["tropical cyclone"] == CLASSES[0] and colors[r"atmospheric \$river"] == CLASSES[1]
-        assert colors["background"] == LIGHT.faint and colors["iou"] == LIGHT.ink
 
 
 # ---- files that cannot be used

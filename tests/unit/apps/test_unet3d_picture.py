@@ -73,27 +73,6 @@ def test_the_page_shows_the_slices_and_measures_them(tmp_path: Path, monkeypatch
     assert pages.shows_something(picture, run.found, monkeypatch)
 
 
-def test_dice_is_that_of_a_count_by_hand(tmp_path: Path) -> None:
-    rng, said = np.random.default_rng(1), tensors()
-    said["true"], said["predicted"] = (torch.tensor(rng.integers(0, 3, (3, SIDE, SIDE), np.uint8)) for _ in range(2))
-    said["true"][0], said["predicted"][0] = 0, 0
-    found, each = loaded(tmp_path, said), []
-    assert found.dice(0).tolist() == pytest.approx([1, math.nan, math.nan], nan_ok=True)
-    for n in (1, 2):
-        true, seen = (said[name].numpy()[n] for name in ("true", "predicted"))
-        each.append([2 * ((true == k) & (seen == k)).sum() / ((true == k).sum() + (seen == k).sum()) for k in range(3)])
-        assert found.dice(n).tolist() == pytest.approx(each[-1])
-    assert found.mean_dice()[1:].tolist() == pytest.approx(np.mean(each, 0)[1:].tolist())
-
-
-def test_of_many_slices_those_with_most_classes_are_drawn(tmp_path: Path) -> None:
-    found = loaded(tmp_path, tensors(9))
-    assert found.masks.shown == [0, 1, 2, 3, 5, 7] and found.masks.cells.sum() == 9 * SIDE**2
-    assert picture.caption(found).startswith("6 of 9 validation volumes (those with most classes in their slices), an axial slice")
-    heads = [axes.get_title(loc="left").split(":")[0] for axes in picture.draw(found, LIGHT).axes[:12:2]]
-    assert heads == [f"Volume {n}" for n in found.masks.shown]
-
-
 # ---- the picture
 
 
