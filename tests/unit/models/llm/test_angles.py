@@ -9,7 +9,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hpcai.kernels import compiler
-from hpcai.models.llm import LLM, LLMConfig
 from hpcai.models.llm import model as llm
 from hpcai.models.llm.config import RotaryConfig
 
@@ -66,16 +65,3 @@ def test_on_a_gpu_each_call_makes_its_own(made: list[str], monkeypatch: pytest.M
     for _ in range(2):
         found(torch.arange(3)[None])
     assert len(made) == 2 and llm._frequencies.cache_info().currsize == 0
-
-
-@pytest.mark.filterwarnings("error")  # it tells of a cache that it does not see
-def test_a_compiler_sees_how_they_are_made() -> None:
-    angles = torch.compile(found, backend="eager", fullgraph=True)
-    torch.testing.assert_close(angles(torch.arange(3)[None]), found(torch.arange(3)[None]))
-
-
-def test_what_is_kept_is_no_part_of_a_model() -> None:
-    model = LLM(LLMConfig(vocabulary=5, width=8, layers=1, heads=2, inner=8, positions=4))
-    before = list(model.state_dict())
-    model(torch.zeros(1, 3, dtype=torch.long))
-    assert list(model.state_dict()) == before and not list(model.buffers())

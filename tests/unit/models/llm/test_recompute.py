@@ -28,7 +28,7 @@ def learnt(changes: dict[str, Any], recompute: str, layers: int, packed: bool = 
 
 
 @pytest.mark.parametrize("autocast", [{}, {"enabled": True, "dtype": torch.bfloat16}], ids=["wide", "narrow"])
-@pytest.mark.parametrize("changes", [LLAMA, GPT, {**GPT, "dropout": 0.1}], ids=["llama", "gpt", "dropout"])
+@pytest.mark.parametrize("changes", [LLAMA, {**GPT, "dropout": 0.1}], ids=["llama", "gpt with dropout"])
 def test_gradients_are_the_same_to_the_bit(changes: dict[str, Any], autocast: dict[str, Any]) -> None:
     expected, _ = learnt(changes, "none", 2, **autocast)
     for way in WAYS[1:]:
