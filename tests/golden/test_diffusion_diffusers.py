@@ -17,7 +17,7 @@ diffusers: Any = pytest.importorskip("diffusers", reason=_WHY)
 
 from diffusers.models import embeddings  # noqa: E402
 
-SEEDS = range(6)
+SEEDS = range(4)
 
 
 @pytest.fixture(autouse=True)
@@ -129,12 +129,3 @@ def test_networks_that_they_made_are_read(tmp_path: Path) -> None:
     )  # fmt: skip
     made.save_pretrained(tmp_path)
     torch.testing.assert_close(*both(load_network(tmp_path), made.eval(), 0), rtol=1e-11, atol=1e-11)
-    field = UNetConfig(channels=(8,), heads=(1,), attention=("none",), middle="none", tokens=None, groups=4, field=2, zero=False)
-    net = UNet(field)
-    save_folder(net.state_dict(), field, tmp_path)
-    theirs = diffusers.UNet2DModel.from_pretrained(tmp_path)
-    x, coarse, times = torch.randn(2, 4, 8, 8), torch.randn(2, 2, 4, 4), torch.tensor([1, 2])
-    with torch.no_grad():
-        fine = torch.nn.functional.interpolate(coarse, (8, 8), mode="bilinear", align_corners=False)
-        own = net.eval().double()(x.double(), times, Condition(field=coarse.double()))
-        torch.testing.assert_close(own, theirs.double()(torch.cat((x, fine), 1).double(), times).sample, rtol=1e-6, atol=1e-6)

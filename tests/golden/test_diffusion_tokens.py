@@ -15,7 +15,7 @@ from hpcai.models.diffusion.condition import Condition
 from hpcai.models.diffusion.config import DiTConfig, FluxConfig
 from hpcai.models.diffusion.dit import DiT, positions
 from hpcai.models.diffusion.flux import Flux, angles, packed, unpacked
-from hpcai.models.diffusion.load import load_network, read_folder, save_folder
+from hpcai.models.diffusion.load import load_network
 from hpcai.models.diffusion.others import from_config, to_config
 from hpcai.models.diffusion.tokens import waves
 from tests.stored import DATA, arrays, told
@@ -32,15 +32,6 @@ _WHY = "diffusers is not installed: DiT and Flux are NOT compared with it; pip i
 
 def network(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     return load_network(folder).to(dtype)
-
-
-@pytest.mark.parametrize("folder", sorted({folder for folder, _ in CASES.values()}))
-def test_what_is_written_is_read_again(folder: str, tmp_path: Path) -> None:
-    model = network(HOME / folder)
-    save_folder(model.state_dict(), model.cfg, tmp_path)
-    cfg, state = read_folder(tmp_path)
-    assert cfg == model.cfg and state.keys() == model.state_dict().keys()
-    assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
 
 
 def given(case: str, dtype: torch.dtype) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor, Condition]]:
@@ -74,36 +65,31 @@ def test_outputs_losses_and_gradients(case: str) -> None:
     assert {name for name, _ in model.named_parameters()} == set(norms)
     for name, parameter in model.named_parameters():
         assert abs(parameter.grad.norm().item() - norms[name]) < 1e-8 * (norms[name] + 1e-4 * largest), name
-    total = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm()
-    assert total.item() == pytest.approx(known["grad_l2_total"], rel=1e-9)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_outputs_in_float32_and_under_autocast(case: str) -> None:
     model = network(HOME / CASES[case][0])
     stored, inputs = given(case, torch.float32)
-    close(as_theirs(case, model(*inputs)), stored["out_f32"], CASES[case][1])
+    right = stored["out_f32"]
+    close(as_theirs(case, model(*inputs)), right, CASES[case][1])
     with torch.autocast("cpu", torch.bfloat16):
-        found = as_theirs(case, model(*inputs))
-    assert (found - stored["out_f32"]).norm() < 0.02 * stored["out_f32"].norm()
+        assert (as_theirs(case, model(*inputs)) - right).norm() < 0.02 * right.norm()
     found = as_theirs(case, model.bfloat16()(inputs[0].bfloat16(), *inputs[1:]))
-    assert found.dtype == torch.bfloat16 and (found - stored["out_f32"]).norm() < 0.04 * stored["out_f32"].norm()
+    assert found.dtype == torch.bfloat16 and (found - right).norm() < 0.04 * right.norm()
 
 
 def test_tables_of_times_and_places() -> None:
     stored, (_, time, _) = given("dit_tiny/dit", torch.float32)
-    for dtype in (torch.float32, torch.float64):  # those stored are float32
-        close(waves(time, 127, dtype).float(), stored["time_proj"], 1.2e-4)
-        cfg: Any = from_config(told("diffusion/dit_tiny/model_a/config"))
-        close(positions(cfg, dtype).float(), stored["pos_embed"], 1e-6)
-    for case in ("flux_tiny/plain", "flux_tiny/guided"):
-        stored, (x, _, _) = given(case, torch.float32)
-        cfg = from_config(told(f"diffusion/{CASES[case][0]}/config"))
-        rows, columns = (n // 2 for n in x.shape[2:])
-        words = len(stored["txt_ids"])
-        for found, name in zip(angles(cfg, words, rows, columns, torch.float64), ("rope_cos", "rope_sin")):
-            close(found[0].chunk(2, -1)[0].repeat_interleave(2, -1).float(), stored[name], 1e-6)
-        assert torch.equal(packed(x), stored["hidden_states"]) and torch.equal(unpacked(packed(x), rows, columns), x)
+    close(waves(time, 127, torch.float64).float(), stored["time_proj"], 1.2e-4)  # theirs are float32
+    cfg: Any = from_config(told("diffusion/dit_tiny/model_a/config"))
+    close(positions(cfg, torch.float64).float(), stored["pos_embed"], 1e-6)
+    stored, (x, _, _) = given("flux_tiny/guided", torch.float32)
+    cfg = from_config(told("diffusion/flux_tiny/model_dev/config"))
+    rows, columns = (n // 2 for n in x.shape[2:])
+    for found, name in zip(angles(cfg, len(stored["txt_ids"]), rows, columns, torch.float64), ("rope_cos", "rope_sin")):
+        close(found[0].chunk(2, -1)[0].repeat_interleave(2, -1).float(), stored[name], 1e-6)
+    assert torch.equal(packed(x), stored["hidden_states"]) and torch.equal(unpacked(packed(x), rows, columns), x)
 
 
 @pytest.mark.parametrize("name", LARGE)
