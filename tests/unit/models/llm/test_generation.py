@@ -1,7 +1,6 @@
 """Tokens one by one: as by the whole text each time, at a small part of the cost, and as by one call that was recorded."""
 
 import gc
-import time
 from functools import cache
 from typing import Any
 
@@ -139,26 +138,6 @@ def test_memory_makes_256_tokens_at_less_than_a_tenth_of_the_work() -> None:
             counted.append(counter.get_total_flops())
     first, middle, last = counted  # of a polynomial of second degree, whose mean Simpson's rule gives
     assert with_memory.get_total_flops() * 10 < most * (first + 4 * middle + last) / 6
-
-
-@pytest.mark.timing
-def test_memory_makes_256_tokens_in_a_tenth_of_the_time() -> None:
-    model = LLM(LLMConfig(vocabulary=4096, width=320, layers=6, heads=5, inner=864, positions=513)).eval()
-    prompt, most = [1] * 256, 256
-
-    def without() -> None:
-        said = [*prompt]
-        with torch.no_grad():
-            for _ in range(most):
-                said.append(int(model(torch.tensor([said]))[0, -1].argmax()))
-
-    def seconds(work: Any) -> float:
-        began = time.process_time()
-        work()
-        return time.process_time() - began
-
-    with_memory = min(seconds(lambda: complete(model, [prompt], SamplingConfig(most=most))) for _ in range(3))
-    assert seconds(without) > 10 * with_memory
 
 
 class Unable(Tape):
