@@ -56,11 +56,10 @@ def test_a_sample_is_a_function_of_seed_epoch_and_index_and_its_passes_see_other
 
 
 def test_crops_begin_anywhere_and_hold_what_the_whole_chain_has_there() -> None:
-    parts = made()
+    parts, starts, small = made(), set(), SMALL.model_copy(update={"clusters": 1, "extra": 0})
     whole = featurize(*parts, SMALL.model_copy(update={"crop": None}), training=False)
-    starts = set()
     for index in range(200):
-        sample = featurize(*parts, SMALL.model_copy(update={"clusters": 1, "extra": 0}), index=index, passes=1)
+        sample = featurize(*parts, small, index=index, passes=1)
         first = int(sample["residue_index"][0, 0])
         starts.add(first)
         for name in ("aatype", "target_feat", "rigidgroups_gt_frames", "chi_angles_sin_cos", "atom14_gt_positions"):
@@ -79,23 +78,17 @@ def test_likeness_is_that_of_whole_rows_not_of_the_crop() -> None:
 
 
 def test_masks_are_drawn_in_the_shares_that_were_asked_for() -> None:
-    rng = np.random.default_rng(0)
-    msa = np.full((400, 500), 3, np.int8)
+    rng, msa = np.random.default_rng(0), np.full((400, 500), 3, np.int8)
     column = np.zeros((500, 22), np.float32)
     column[:, 7], column[:, GAP] = 0.75, 0.25
     hidden, chosen = sampling.hide(msa, column, MaskConfig(), rng)
-    count = chosen.sum()
     assert (hidden[~chosen] == 3).all()
-
-    def likely(found: Any, share: float, of: int) -> bool:
-        return abs(int(found) - of * share) < 5 * np.sqrt(of * share * (1 - share))
-
-    assert likely(count, 0.15, msa.size)
-    letters = np.bincount(hidden[chosen], minlength=23)
     wanted = np.full(23, 0.1 / 20)
     wanted[[UNKNOWN, GAP, MASKED]] = 0, 0.025, 0.7
     wanted[3], wanted[7] = 0.105, 0.08
-    assert not letters[UNKNOWN] and all(likely(letters[letter], share, count) for letter, share in enumerate(wanted) if share)
+    count, letters = chosen.sum(), np.bincount(hidden[chosen], minlength=23)
+    for found, share, of in ((count, 0.15, msa.size), *((n, share, count) for n, share in zip(letters, wanted))):
+        assert abs(int(found) - of * share) <= 5 * np.sqrt(of * share * (1 - share))
     assert np.array_equal(sampling.hide(msa, column, MaskConfig(fraction=0), rng)[0], msa)
     assert (sampling.hide(msa, column, MaskConfig(fraction=1, uniform=0, profile=0, same=0), rng)[0] == MASKED).all()
 
@@ -206,6 +199,15 @@ def test_the_best_templates_are_taken_in_evaluation_and_lie_about_zero() -> None
     assert np.abs(positions.sum((1, 2)) / mask.sum((1, 2))[:, None]).max() < 1e-4 and not positions[mask == 0].any()
     off = (positions - templates["template_all_atom_positions"][:3])[1][mask[1] > 0]
     assert np.ptp(off, 0).max() < 1e-4
+
+
+@pytest.mark.parametrize("residues", [1, 5, 254, 255, 256, 600])
+def test_the_nearest_cluster_has_the_most_letters_in_common(residues: int) -> None:
+    """More than a byte can count, too, and the first of equals."""
+    rng = np.random.default_rng(residues)
+    msa, letters = rng.integers(18, 23, (4, residues)), rng.integers(18, 22, (12, residues))
+    likeness = ((letters[:, None] == msa) & (msa <= UNKNOWN)).sum(2)
+    assert np.array_equal(sampling.nearest(msa.astype(np.int8), letters.astype(np.int8)), likeness.argmax(1))
 
 
 # ---- what is refused

@@ -16,7 +16,6 @@ from hpcai.models.openfold import objective as objectives
 from hpcai.models.openfold.config import ObjectiveConfig
 from hpcai.models.openfold.layers import Dropout
 from hpcai.models.openfold.objective import terms, total
-from hpcai.nn import LayerNorm
 from hpcai.settings import StepConfig
 from hpcai.train import Step
 from tests import proteins
@@ -51,38 +50,12 @@ def learnt(model: OpenFold, batch: dict[str, Tensor]) -> tuple[dict[str, Tensor]
     return values, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def test_norms_that_products_read_are_as_narrow_as_these_make_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under autocast as a GPU has it, where torch's layer norm gives float32: the forward pass has the same bits."""
-    original, model, batch = nn.functional.layer_norm, still(network(torch.float32)), proteins.batch([14])
-
-    def as_on_a_gpu(x: Tensor, shape: Any, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        narrow = torch.is_autocast_enabled("cpu")
-        with torch.autocast("cpu", enabled=False):
-            return original(x.float() if narrow else x, shape, weight, bias, eps)
-
-    monkeypatch.setattr(nn.functional, "layer_norm", as_on_a_gpu)
-    norms = [layer for layer in model.modules() if isinstance(layer, nn.LayerNorm)]
-    assert all(isinstance(layer, LayerNorm) for layer in norms)
-    found = []
-    for narrow in (True, False):
-        for layer in norms:
-            layer.narrow = layer.narrow and narrow
-        with torch.autocast("cpu", torch.bfloat16):
-            found.append(learnt(model, batch))
-    (values, grads), (expected, wide) = found
-    assert torch.equal(values["loss"], expected["loss"])
-    largest = max(float(gradient.norm()) for gradient in wide.values())
-    for name, gradient in wide.items():  # what two products learn is added in bfloat16
-        assert float((grads[name] - gradient).norm()) <= 0.02 * float(gradient.norm()) + 1e-3 * largest, name
-
-
 def test_a_batch_is_the_mean_of_its_proteins() -> None:
     """The published code sums periodic torsions over the batch, and takes a mean of lengths."""
-    model = still(network())
-    whole = proteins.batch([14, 14, 14])
+    model, whole = still(network()), proteins.batch([14, 14])
     whole["seq_length"][1] = 5  # a length of its own
     values, grads = learnt(model, whole)
-    parts = [learnt(model, {name: value[i : i + 1] for name, value in whole.items()}) for i in range(3)]
+    parts = [learnt(model, {name: value[i : i + 1] for name, value in whole.items()}) for i in range(2)]
     for name, value in values.items():
         assert value.item() == pytest.approx(np.mean([part[0][name].item() for part in parts]), rel=1e-9), name
     for name, grad in grads.items():
@@ -138,8 +111,7 @@ def test_dropout_is_shared(shared: int) -> None:
     torch.manual_seed(0)
     kept = Dropout(0.25, shared)(torch.ones(2, 40, 50, 8), torch.zeros(2, 40, 50, 8)) != 0
     assert (kept == kept.select(shared, 0).unsqueeze(shared)).all() and 0.7 < kept.float().mean() < 0.8
-    other = Dropout(0.25, shared).eval()
-    assert (other(torch.ones(3), torch.ones(3)) == 2).all()
+    assert (Dropout(0.25, shared).eval()(torch.ones(3), torch.ones(3)) == 2).all()
 
 
 def test_dropout_adds_in_one_operation_what_it_would_in_many() -> None:

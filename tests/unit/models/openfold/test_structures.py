@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hpcai.errors import DataError, MissingExtraError
-from hpcai.models.openfold.residues import ATOMS, LETTERS, UNKNOWN
+from hpcai.models.openfold.residues import ATOMS, LETTERS
 from hpcai.models.openfold.structures import Chain, read_mmcif, write_structure
 
 gemmi = pytest.importorskip("gemmi", reason="gemmi is not installed: structures are NOT tested")
@@ -171,16 +171,6 @@ def test_a_prediction_is_read_again_by_gemmi(tmp_path: Path, suffix: str) -> Non
         assert np.abs([[*atom.pos] for atom in residue] - positions[index][mask[index] > 0]).max() <= 0.001
         assert np.abs(np.array([atom.b_iso for atom in residue]) - plddt[index]).max() <= 0.01
         assert all(atom.element.name == atom.name[0] for atom in residue)
-
-
-def test_a_prediction_is_read_again_here(tmp_path: Path) -> None:
-    aatype, positions, mask, plddt = predicted()
-    positions[1, [NH1, NH2]], positions[1, CD] = [[1.0, 0, 0], [2.0, 0, 0]], 0.0           # otherwise they may be renamed
-    write_structure(tmp_path / "p.cif", aatype, positions, mask, plddt)
-    found = read_mmcif(tmp_path / "p.cif", "A").chains["A"]
-    assert found.sequence == LETTERS + "X" and found.aatype[-1] == UNKNOWN and np.array_equal(found.mask, mask)
-    assert np.abs(found.positions - positions * mask[..., None]).max() <= 0.001
-    assert np.abs(found.bfactors - plddt[:, None] * mask).max() <= 0.001 and found.release is None
 
 
 def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:

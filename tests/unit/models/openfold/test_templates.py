@@ -11,10 +11,10 @@ import pytest
 
 from hpcai.errors import DataError
 from hpcai.models.openfold import read_templates
-from hpcai.models.openfold.alignments import Hit, read_hhr
+from hpcai.models.openfold.alignments import Hit
 from hpcai.models.openfold.features import TEMPLATES
 from hpcai.models.openfold.residues import GAP, LETTERS, PLACE
-from hpcai.models.openfold.structures import Chain, read_mmcif, write_structure
+from hpcai.models.openfold.structures import Chain, write_structure
 from hpcai.models.openfold.templates import chain_of, features_of, match, unusable
 from tests import proteins
 
@@ -180,16 +180,13 @@ def test_features_are_those_of_the_residues_at_the_places() -> None:
     row = {"aatype": two.aatype.astype(np.int8), "positions": two.positions, "mask": two.mask.astype(np.uint8), "name": b"x"}
     places = np.array([[-1, 0, 29, -1, 7], [11, 10, -1, 0, -1]], np.int16)
     found = features_of([one, row], places, [3.5, 2.0])
-    assert tuple(found) == TEMPLATES
-    assert found["template_sum_probs"].tolist() == [[3.5], [2.0]]
+    assert tuple(found) == TEMPLATES and found["template_sum_probs"].tolist() == [[3.5], [2.0]]
+    aatype, positions, mask = (found[name] for name in TEMPLATES[:3])
     for number, chain in enumerate((one, two)):
-        for residue, at in enumerate(places[number]):
-            told = [found[name][number, residue] for name in TEMPLATES[:3]]
-            if at < 0:
-                assert told[0] == GAP and not told[1].any() and not told[2].any()
-            else:
-                assert told[0] == chain.aatype[at] and (told[2] == chain.mask[at]).all()
-                assert (told[1] == chain.positions[at] * chain.mask[at, :, None]).all()
+        there, at = places[number] >= 0, places[number][places[number] >= 0]
+        assert (aatype[number, ~there] == GAP).all() and not positions[number, ~there].any() and not mask[number, ~there].any()
+        assert (aatype[number, there] == chain.aatype[at]).all() and (mask[number, there] == chain.mask[at]).all()
+        assert (positions[number, there] == chain.positions[at] * chain.mask[at, :, None]).all()
 
 
 @pytest.mark.parametrize("places, probs", [([[0, 12]], [1]), ([[-2, 0]], [1]), ([0, 1], [1]), ([[0, 1]], [1, 2])])
@@ -264,17 +261,6 @@ def test_templates_are_read_from_files_and_the_damaged_are_told(library: Path) -
     assert not len(same["template_aatype"]) and "same entry" in why["3abc_A"] and "released 2010-01-01" in why["1abc_A"]
 
 
-def test_only_what_is_needed_is_read(library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[str] = []
-    seen = lambda path, chain: read.append(path.name) or read_mmcif(path, chain)  # noqa: E731
-    monkeypatch.setattr("hpcai.models.openfold.templates.read_mmcif", seen)
-    hits = [*read_hhr(library / "hits.hhr"), *read_hhr(library / "hits.hhr")]
-    read_templates(hits, QUERY, library / "mmcif", most=1)
-    assert read == ["3abc.cif.gz"]
-    read_templates(hits, QUERY, library / "mmcif", entry="1abc")
-    assert sorted(read[1:]) == ["2abc.cif", "2abc.cif", "3abc.cif.gz"]
-
-
 @pytest.mark.parametrize("first, taken", [(30, True), (35, True), (41, False)])
 def test_five_atoms_are_seen_at_least(library: Path, first: int, taken: bool) -> None:
     """12 residues from 35 on have 3 + 2 atoms, those from 41 on 2 + 2."""
@@ -297,6 +283,3 @@ def test_a_folder_or_hits_that_are_not_there_are_an_error(library: Path) -> None
         read_templates(library / "hits.hhr", QUERY, library / "none")
     with pytest.raises(DataError, match="is it of another chain"):
         read_templates(library / "hits.hhr", OTHER[:40], library / "mmcif")
-
-
-# ---- original files, and a network
