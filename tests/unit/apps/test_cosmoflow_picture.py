@@ -52,7 +52,3 @@ def test_many_parameters_and_samples_fill_rows_of_panels() -> None:
 def test_unusable_predictions_are_refused_with_a_reason(change: dict[str, Any], reason: str, tmp_path: Path) -> None:
     with pytest.raises((DataError, ValueError), match=reason):
         picture.read(pages.saved(tmp_path / "predictions.npz", ARRAYS | change))
-
-
-def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
-    pages.survives_damage(picture, pages.saved(tmp_path / "predictions.npz", ARRAYS))

@@ -124,9 +124,6 @@ def test_odd_maps_are_drawn_too(tmp_path: Path) -> None:
         figure.draw_without_rendering()
 
 
-# ---- files that cannot be used
-
-
 @pytest.mark.parametrize(("change", "reason"), [
     ({"classes": None}, "has no array classes"),
     ({"fields": np.zeros((3, *SIZE))}, r"fields is float64 \(3, 24, 36\), expected real \[N, H, W, V\] with V = 3"),
@@ -140,7 +137,3 @@ def test_odd_maps_are_drawn_too(tmp_path: Path) -> None:
 def test_unusable_maps_are_refused_with_a_reason(tmp_path: Path, change: dict[str, Any], reason: str) -> None:
     with pytest.raises((DataError, ValueError), match=reason):
         loaded(tmp_path, arrays() | change)
-
-
-def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
-    pages.survives_damage(picture, pages.saved(tmp_path / "maps.npz", arrays(1)))

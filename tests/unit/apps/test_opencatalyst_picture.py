@@ -144,7 +144,3 @@ def test_what_is_not_finite_is_passed_over(tmp_path: Path) -> None:
 def test_unusable_pairs_are_refused_with_a_reason(tmp_path: Path, change: dict[str, Any], reason: str) -> None:
     with pytest.raises(DataError, match=reason):
         loaded(tmp_path, arrays() | change)
-
-
-def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
-    pages.survives_damage(picture, pages.saved(tmp_path / "pairs.npz", arrays()))

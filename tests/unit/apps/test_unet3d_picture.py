@@ -105,14 +105,13 @@ def test_truth_is_outlined_and_what_is_seen_is_filled_deeply_where_it_is_wrong(t
 
 @pytest.mark.filterwarnings("error")
 def test_odd_slices_are_drawn_too(tmp_path: Path) -> None:
-    """One, nothing in it, other units, no spacing, gaps, many classes, wide, a rectangle of voxels, no "HU"."""
+    """One, nothing in it, other units, no spacing, gaps, many classes, a rectangle of voxels."""
     empty = dict.fromkeys(("true", "predicted"), np.zeros((1, SIDE, SIDE), np.uint8))
     for change in (
-        {}, empty, {"units": np.array(["$x"])}, {"spacing_mm": None}, {"spacing_mm": np.array([3, 1])},
+        {}, empty, {"units": np.array(["$x"]), "spacing_mm": None}, {"spacing_mm": np.array([3, 1])},
         {"classes": np.array([f"class number {k}" for k in range(9)])},
         {"fields": np.where(np.arange(SIDE)[:, None] < 9, np.nan, tensors(1)["fields"].numpy())},
         {name: values.numpy()[:, :5] for name, values in tensors(1).items()},
-        {"fields": np.zeros((1, SIDE, SIDE, 1)), "units": np.array([""])},
     ):  # fmt: skip
         found = loaded(tmp_path, tensors(1), **change)
         figure, said = picture.draw(found, DARK), picture.caption(found)
@@ -160,8 +159,3 @@ def test_the_classes_are_drawn_with_the_mean_in_the_colours_of_the_slices(tmp_pa
 def test_unusable_slices_are_refused_with_a_reason(tmp_path: Path, change: Any, reason: str) -> None:
     with pytest.raises(DataError, match=reason):
         loaded(tmp_path, tensors(), **change)
-
-
-def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
-    loaded(tmp_path, tensors())
-    pages.survives_damage(picture, tmp_path / "maps.npz")
