@@ -167,29 +167,14 @@ def test_adapters(name: str, tmp_path: Path) -> None:
         assert torch.equal(again(ids), model.eval()(ids))
 
 
-@pytest.mark.parametrize("name", ADAPTERS)
-def test_merged_adapters_are_an_ordinary_model(name: str) -> None:
-    case = "llama2_tiny"
-    known, found, ids = told(f"llm/{case}/{name}"), arrays(f"llm/{case}/{name}"), torch.from_numpy(arrays(f"llm/{case}/io")["ids"])
-    model = LLM.load(home(case))
-    llm.load_adapter(model, DATA / "llm" / case / name)
-    llm.merge(model)
-    with torch.no_grad():
-        np.testing.assert_allclose(model(ids), found["merged_logits_f32"], rtol=0, atol=3e-5)
-    assert set(model.state_dict()) == set(LLM.load(home(case)).state_dict()) and all(p.requires_grad for p in model.parameters())
-    own = {name: x.double() for name, x in model.state_dict().items()}
-    check({name: own[name] for name in known["merged_weights"]}, known["merged_weights"], 1e-5)
-
-
 def test_new_adapters_change_nothing_yet() -> None:
     model, ids = LLM.load(home("llama31_tiny")), torch.arange(12)[None]
     with torch.no_grad():
         before = model(ids)
         assert torch.equal(llm.adapt(model, LoRAConfig(rank=2))(ids), before)
         assert torch.equal(llm.merge(model)(ids), before)
-    llm.adapt(model, LoRAConfig(rank=2))
     with pytest.raises(ConfigError, match="has adapters; merge them"):
-        llm.adapt(model, LoRAConfig(rank=2))
+        llm.adapt(llm.adapt(model, LoRAConfig(rank=2)), LoRAConfig(rank=2))
     with pytest.raises(ConfigError, match=r"no layer is called so; expected some of .*q_proj"):
         llm.adapt(LLM.load(home("llama31_tiny")), LoRAConfig(targets=("query",)))
 
