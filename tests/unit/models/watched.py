@@ -8,15 +8,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-READS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "_unique2", "lift_fresh")
+READS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "_unique2", "lift_fresh")  # from the device, or copies to it
 
 
-class NoReads(TorchDispatchMode):
-    """Refuses what reads the device or copies to it, which no CUDA graph can hold."""
+class Without(TorchDispatchMode):
+    """Refuses operations by name, those of backward passes too; first of all those that no CUDA graph can hold."""
+
+    def __init__(self, *names: str) -> None:
+        super().__init__()
+        self.names = names or READS
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = function.overloadpacket.__name__
-        assert name not in READS, f"a step reads the device: {name}"
+        assert function.overloadpacket.__name__ not in self.names, function
         return function(*args, **(kwargs or {}))
 
 

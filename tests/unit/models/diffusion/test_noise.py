@@ -13,7 +13,7 @@ from hpcai.errors import ConfigError
 from hpcai.kernels import philox
 from hpcai.models.diffusion.noise import NOISE, STEPS, TIMES, numbers, uniforms
 from tests.stored import arrays, told
-from tests.unit.models.watched import NoReads
+from tests.unit.models.watched import Without
 
 SIZE = (3, 6, 5, 7)
 INDEX, EPOCH = torch.tensor([5, 0, 2**40 - 1, 7, 5]), torch.tensor([0, 3, 2**23 - 1, 3, 1])
@@ -73,7 +73,7 @@ def test_no_two_numbers_of_a_run_share_words(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_host_reads_nothing_and_copies_nothing_to_the_device() -> None:
     for batch in (5, 1):
-        with NoReads():
+        with Without():
             numbers(11, NOISE, INDEX[:batch], EPOCH[:batch], SIZE, box=(slice(0, 2), slice(3, 5)))
             uniforms(11, TIMES, INDEX[:batch], EPOCH[:batch])
 

@@ -10,7 +10,7 @@ from hpcai.config import load
 from hpcai.errors import ConfigError
 from hpcai.models.diffusion.config import ObjectiveConfig
 from hpcai.models.diffusion.prediction import Objective
-from tests.unit.models.watched import NoReads
+from tests.unit.models.watched import Without
 
 SAYS = ["epsilon", "v", "x0", "edm", "flow"]
 
@@ -82,7 +82,7 @@ def test_of_a_last_level_without_signal_epsilon_counts_whole_and_others_nothing(
 def test_nothing_in_a_step_reads_the_device(says: str) -> None:
     of, x0, noise = objective(says), some(4, 3, 5, 6), some(4, 3, 5, 6, seed=2)
     said = some(4, 3, 5, 6, seed=3).requires_grad_()
-    with NoReads():
+    with Without():
         of.loss(said, of.noised(x0, noise, times(of, 4))).mean().backward()
     assert said.grad is not None
 

@@ -13,7 +13,7 @@ from hpcai.models.diffusion.condition import Condition
 from hpcai.models.diffusion.config import ObjectiveConfig, SamplerConfig
 from hpcai.models.diffusion.prediction import Objective
 from hpcai.models.diffusion.samplers import SPACINGS, drawn, plan, sample
-from tests.unit.models.watched import NoReads
+from tests.unit.models.watched import Without
 
 SHAPE = (3, 2, 4, 5)
 WIDTH = 0.7  # the deviation of samples
@@ -86,7 +86,7 @@ def test_a_sample_depends_on_its_own_noise_alone_and_no_step_reads_the_device(wa
     condition, nothing = Condition(parameters=some(3, 1, seed=7)), Condition(parameters=torch.zeros(1, 1, dtype=torch.float64))
     more = {"eta": 1.0} if way[1] == "ddim" else {"churn": 8.0} if way[:2] == ("edm", "heun") else {}
     settings = cfg(way, steps=6, guidance=3.0, rescale=0.5, **more)
-    with NoReads():
+    with Without():
         whole = drawn(mixing, of, settings, noise, condition, nothing, fresh)
     assert whole.isfinite().all()
     for i in range(3):

@@ -3,11 +3,13 @@
 import json
 from collections.abc import Iterator
 from functools import cache
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from hpcai.errors import CheckpointError, ConfigError, DataError
@@ -44,13 +46,11 @@ class Scripted:
         self.texts, self.ended, self.asked = texts, [False] * len(texts), 0
 
     def __iter__(self) -> Iterator[list[int | None]]:
-        for number in range(max(map(len, self.texts))):
+        for row in zip_longest(*self.texts):
             if all(self.ended):
                 return
             self.asked += 1
-            yield [
-                None if self.ended[row] or number >= len(text) else text[number] for row, text in enumerate(self.texts)
-            ]
+            yield [None if ended else token for ended, token in zip(self.ended, row)]
 
 
 @pytest.fixture
@@ -106,18 +106,6 @@ def test_several_texts_end_each_on_its_own(scripted: Any) -> None:
         new_model(Tokenizer.of_bytes()).generate("a", stop=["x", ""])
 
 
-def test_the_space_before_the_first_word_is_said() -> None:
-    import tokenizers
-
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"▁one": 0, "▁two": 1, "<unk>": 2}, "<unk>"))
-    steps = tokenizers.decoders
-    made.decoder = steps.Sequence([steps.Replace("▁", " "), steps.Fuse(), steps.Strip(" ", 1, 0)])
-    tokenizer = Tokenizer(made.to_str())
-    for before, right in (([0], " two one"), ([], "two one")):
-        saying = Saying(tokenizer, set(), [], before)
-        assert saying.add(1) + saying.add(0) + saying.finish() == right
-
-
 # ---- a real model
 
 
@@ -138,13 +126,6 @@ def test_a_text_begins_with_what_texts_begin_with() -> None:
         model.generate("a" * 64)
 
 
-def test_padded_words_are_never_said() -> None:
-    model = new_model(Tokenizer.of_bytes())
-    with torch.no_grad():
-        model.lm_head.weight[257:] = 50 * model.lm_head.weight[:43]
-    assert all(model.generate(["a", "b"], temperature=3.0, most=40))
-
-
 def test_a_chat_is_told_by_the_template(scripted: Any) -> None:
     tokenizer = Tokenizer.load(GOLDEN)
     model, messages = new_model(tokenizer, vocabulary=tokenizer.size + 3), [{"role": "user", "content": "Hello"}]
@@ -159,15 +140,11 @@ def test_a_chat_is_told_by_the_template(scripted: Any) -> None:
 
 
 def test_further_ends_are_those_of_generation_config(tmp_path: Path) -> None:
-    model = new_model(Tokenizer.of_bytes())
-    model.save(tmp_path / "model.safetensors")
+    new_model().save(tmp_path / "model.safetensors")
     Tokenizer.of_bytes().save(tmp_path)
     for found, right in (({"eos_token_id": [5, 256]}, {5, 256}), ({"eos_token_id": 7}, {7, 256}), ({}, {256})):
         (tmp_path / "generation_config.json").write_text(json.dumps(found))
         assert speech.ends_of(LLM.load(tmp_path)) == right
-    (tmp_path / "generation_config.json").write_text("[")
-    with pytest.raises(DataError, match=r"generation_config.json: .*; expected a JSON object"):
-        LLM.load(tmp_path).generate("a")
 
 
 # ---- where the tokenizer comes from
@@ -177,28 +154,20 @@ def test_the_folder_of_a_run_is_a_model_with_its_tokenizer(tmp_path: Path) -> No
     model = new_model(tied=True, rotary=None, norm="layer", feed="gelu", bias=True)
     model.save(tmp_path / "model.safetensors")
     found = LLM.load(tmp_path)
-    assert found.cfg == model.cfg == read_settings(tmp_path) == read_settings(tmp_path / "model.safetensors")
+    assert found.cfg == model.cfg == read_settings(tmp_path)
     with pytest.raises(DataError, match=f"{tmp_path}: holds no tokenizer.json, .*set model.tokenizer = Tokenizer.load"):
         found.generate("a")
     trained().save(tmp_path)
-    for path in (tmp_path, tmp_path / "model.safetensors"):
-        assert LLM.load(path).tokenizer.identity == trained().identity
     with deferred():
         later = LLM(read_settings(tmp_path))
     make(load_later(later, tmp_path), "cpu")
     assert later.tokenizer.identity == trained().identity and later.lm_head.weight is later.model.embed_tokens.weight
-    assert all(torch.equal(own, other) for own, other in zip(later.state_dict().values(), model.state_dict().values()))
-    assert str(later.eval().generate("ab", most=9)) == str(found.generate("ab", most=9))
+    assert str(later.eval().generate("ab", most=9)) == str(LLM.load(tmp_path / "model.safetensors").generate("ab", most=9))
 
 
 def test_settings_of_files_that_have_none_are_refused(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
     save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="weights without settings"):
-        read_settings(tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(b"no")
-    with pytest.raises(CheckpointError, match="no safetensors file, or damaged"):
         read_settings(tmp_path)
 
 

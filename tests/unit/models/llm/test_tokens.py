@@ -159,16 +159,6 @@ def test_a_template_may_loop_write_json_and_see_no_clock(tmp_path: Path) -> None
     assert one.decode(one.chat([{"role": "é<"}, {"role": "b"}])[0]) == '{"role": "é<"}False'
 
 
-def test_white_space_that_a_special_token_swallows_is_swallowed_where_another_is_plain_text(tmp_path: Path) -> None:
-    def swallow(content: dict[str, Any], config: dict[str, Any]) -> None:
-        content["added_tokens"][6]["rstrip"] = True
-        config["chat_template"] = "{{ messages[0].content }}<|end|> \n x"
-
-    one = Tokenizer.load(changed(tmp_path / "t", swallow))
-    plain, literal = (one.chat([{"content": text}])[0] for text in ("a", "<|eos|>"))
-    assert plain[-2:] == literal[-2:] == [6, one.encode("x")[0]] and one.eos not in literal
-
-
 @pytest.mark.parametrize(
     ("template", "messages", "error"),
     [
