@@ -79,13 +79,8 @@ def test_labels_come_along(batched: Any) -> None:
     assert [frame.structure.pbc.tolist() for frame in found] == [[True] * 3, [True, False, True]]  # type: ignore[union-attr]
     for frame in found:
         assert np.array_equal(frame.forces, np.arange(12.0).reshape(4, 3)) and frame.free.tolist() == [0, 1, 1, 0]  # type: ignore[arg-type]
-
-
-def test_a_batch_without_numbers_of_atoms_is_divided_by_its_index() -> None:
-    both = Geometric.from_data_list([Data(z=torch.tensor([1, 8][: n + 1]), pos=torch.eye(3)[: n + 1]) for n in (1, 1)])
-    assert [len(frame.free) for frame in frames(both)] == [2, 2]
     with pytest.raises(DataError, match=r"2 structures, expected one; read several with hpcai.models.dimenet.frames"):
-        atoms(both)
+        atoms(Geometric.from_data_list(given))
 
 
 def test_ase_s_labels_are_those_that_were_computed_for_these_atoms() -> None:
