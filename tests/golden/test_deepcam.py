@@ -7,14 +7,12 @@ import pytest
 import torch
 
 from hpcai import dist, train
-from hpcai.dist.mesh import Mesh
 from hpcai.models import deepcam
 from hpcai.models.deepcam import Batch, DeepCam, DeepCamConfig
 from hpcai.models.deepcam.objective import confusion, iou
 from hpcai.settings import ScheduleConfig, StepConfig
 from hpcai.train.schedule import rate
 from tests.hashed import fill, hashed
-from tests.ranks.launch import on_ranks
 from tests.stored import arrays, check_thinned, digest, told
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -96,30 +94,6 @@ def test_seed_0_draws_the_references_weights() -> None:
     state = DeepCam().state_dict()
     for name, stats in read("div1_192x288_b2_seed0")["param_stats"].items():
         check(state[name], stats, 1e-6)
-
-
-def _gradients(mesh: Mesh, group: int) -> tuple[float, dict[str, float], dict[str, float]]:
-    model = DeepCam(DeepCamConfig(divide=8))
-    fill(model)
-    deepcam.parallelize(model, mesh, group)
-    step = train.Step(model, deepcam.loss, StepConfig(precision="fp64"), mesh)
-    mine = slice(mesh["replicate"].rank, mesh["replicate"].rank + 1)
-    batch = Batch(maps(NARROW, 96, 144)[mine], labels(96, 144, read(NARROW)["label_counts"])[mine])
-    values: Any = step._gradients(batch)
-    norms = {name: p.grad.double().norm().item() for name, p in model.named_parameters() if p.grad is not None}
-    running = {name: t.double().norm().item() for name, t in model.state_dict().items() if "running" in name}
-    return values["loss"].item(), norms, running
-
-
-def test_two_ranks_of_one_map_with_a_group_of_two_are_the_references_batch_of_two() -> None:
-    case = read(NARROW)
-    found = on_ranks({"replicate": 2}, _gradients, 2)
-    assert sum(loss for loss, _, _ in found) / 2 == pytest.approx(case["loss"], rel=1e-5)
-    for _, norms, running in found:
-        assert norms == pytest.approx(case["grad_l2"], rel=3e-3)
-        assert running == pytest.approx({n: s["l2"] for n, s in case["running_stats_after_one_train_forward"].items()}, rel=1e-5)
-    apart = on_ranks({"replicate": 2}, _gradients, 1)[0]
-    assert apart[1] != pytest.approx(case["grad_l2"], rel=5e-2)
 
 
 def test_intersection_over_union_is_counted_as_the_reference_does() -> None:

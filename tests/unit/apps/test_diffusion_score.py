@@ -33,6 +33,7 @@ from hpcai.models.diffusion import (
     load_network,
     save_folder,
 )
+from hpcai.models.diffusion.scores import frechet
 from tests.captions import WORDS, tokenizer
 from tests.ranks.launch import on_ranks
 
@@ -137,26 +138,19 @@ def scored(mesh: Mesh, cfg: ScoreConfig) -> dict[str, float]:
 
 @torch.no_grad()
 def by_hand(home: Path, seed: int) -> dict[str, float]:
-    """All images at once, by the networks themselves; features in numpy, the distance by scipy's root."""
-    from scipy.linalg import sqrtm
-
+    """All images at once, by the networks themselves."""
     vae, model = load_network(home / "pipeline/vae"), Diffusion.load(home / "run")
     encoder = transformers.CLIPTextModel.from_pretrained(home / "pipeline/text_encoder")
     words = transformers.AutoTokenizer.from_pretrained(home / "pipeline/tokenizer")
     ids = words(CAPTIONS, padding="max_length", max_length=PLACES, return_tensors="pt").input_ids
     drawn = model.sample(Condition(tokens=encoder(input_ids=ids).last_hidden_state), seed=seed)[0]
     images = (vae.decode(drawn / 0.5 + 0.1).clamp(-1, 1) / 2 + 0.5).mul(255).round() / 255
-    features = sys.modules["some_features"].Net()(images).double().numpy()
-    true = np.load(home / "true.npz")
-    mean, covariance = features.mean(0), np.cov(features, rowvar=False)
-    root = sqrtm(covariance @ true["sigma"]).real
-    fid = ((mean - true["mu"]) ** 2).sum() + np.trace(covariance + true["sigma"] - 2 * root)
-
+    features, true = sys.modules["some_features"].Net()(images).double(), np.load(home / "true.npz")
+    fid = frechet(features.mean(0), features.T.cov(), *map(torch.from_numpy, (true["mu"], true["sigma"])))
     clip = transformers.CLIPModel.from_pretrained(home / "clip")
-    words = transformers.AutoTokenizer.from_pretrained(home / "clip")
     smaller = nn.functional.interpolate(images, (SIDE, SIDE), mode="bicubic", antialias=True).clamp(0, 1)
     pixels = (smaller - torch.tensor([0.4, 0.5, 0.6]).view(3, 1, 1)) / torch.tensor([0.2, 0.3, 0.4]).view(3, 1, 1)
-    told = words(CAPTIONS, padding=True, return_tensors="pt")
+    told = transformers.AutoTokenizer.from_pretrained(home / "clip")(CAPTIONS, padding=True, return_tensors="pt")
     both = clip(input_ids=told.input_ids, attention_mask=told.attention_mask, pixel_values=pixels)
     return {"fid": float(fid), "clip_cosine": float((both.image_embeds * both.text_embeds).sum(1).mean())}
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hpcai import dist
-from hpcai.errors import DataError, MeshError
+from hpcai.errors import DataError
 from hpcai.models import cosmoflow
 from hpcai.models.cosmoflow import CosmoFlow, CosmoFlowConfig
 
@@ -82,13 +81,6 @@ def test_the_metric_is_a_sum_and_a_count() -> None:
     total, count = cosmoflow.error(model, batch)["mae"]
     assert count == 12 and total.item() == pytest.approx((guess - batch.target).abs().sum().item())
     assert torch.equal(cosmoflow.pairs(model, batch)["true"], batch.target)
-
-
-def test_it_cannot_be_cut_into_stages() -> None:
-    mesh = dist.alone()
-    mesh.sizes["pipeline"] = 2
-    with pytest.raises(MeshError, match="mesh.pipeline is 2, but CosmoFlow can be spread over replicate, depth, height only"):
-        cosmoflow.parallelize(CosmoFlow(SMALL), mesh)
 
 
 @pytest.mark.parametrize("x", [torch.from_numpy(counts(1, 8, 8, 8, 4)), torch.rand(1, 8, 8, 8, 4)], ids=["int16", "float32"])

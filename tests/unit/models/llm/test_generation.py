@@ -76,30 +76,6 @@ def test_remembering_and_recording_change_no_token(kind: str, cfg: SamplingConfi
     assert alone == right
 
 
-def test_a_host_that_is_one_token_behind_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Nowhere:
-        def __init__(self, device: object) -> None: ...
-        def __enter__(self) -> None: ...
-        def __exit__(self, *_: object) -> None: ...
-
-    class Event:
-        def record(self) -> None: ...
-        def synchronize(self) -> None: ...
-
-    monkeypatch.setattr(torch.cuda, "device", Nowhere)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(generation, "_BLOCK", 8)
-    model, seen = model_of("llama"), []
-    right = list(generate(model, PROMPTS, DRAWN, stop=[21], seed=5))
-    given = generate(model, PROMPTS, DRAWN, stop=[21], seed=5, graph=Tape)
-    given._ahead, given._hosts = 1, [torch.empty(len(PROMPTS), dtype=torch.int64) for _ in range(2)]
-    for row, expected in zip(given, right, strict=True):
-        seen.append(given.launched - given.given)
-        assert row == expected
-    assert seen == [1] * (len(right) - 1) + [int(len(right) < DRAWN.most)]
-
-
 def test_texts_that_take_turns_do_not_disturb_one_another() -> None:
     model = model_of("llama")
     right = [list(generate(model, [prompt], DRAWN, seed=1)) for prompt in PROMPTS]
