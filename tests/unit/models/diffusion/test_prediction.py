@@ -27,19 +27,6 @@ def times(of: Objective, count: int) -> Tensor:
     return of.drawn(torch.linspace(0.05, 0.9, count, dtype=torch.float64), some(count, seed=1))
 
 
-@pytest.mark.parametrize("says", SAYS)
-def test_a_sample_is_noised_and_judged_by_itself(says: str) -> None:
-    of, x0, noise, said = objective(says), some(4, 3, 5, 6), some(4, 3, 5, 6, seed=2), some(4, 3, 5, 6, seed=3)
-    time = times(of, 4)
-    whole = of.noised(x0, noise, time)
-    loss = of.loss(said, whole)
-    for i in range(4):
-        alone = of.noised(x0[i : i + 1], noise[i : i + 1], time[i : i + 1])
-        for part, other in zip(alone, whole):
-            torch.testing.assert_close(part, other[i : i + 1], rtol=0, atol=0)
-        torch.testing.assert_close(of.loss(said[i : i + 1], alone)[0], loss[i], rtol=1e-14, atol=0)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("says", SAYS)
 def test_all_is_in_the_dtype_of_samples_and_float32_at_least(says: str, dtype: torch.dtype) -> None:
@@ -69,13 +56,6 @@ def test_the_target_of_edm_loses_no_places_where_there_is_little_noise() -> None
     of, x0, noise = objective("edm"), some(1, 3, 8, 8), some(1, 3, 8, 8, seed=2)
     narrow, wide = (of.noised(x0.to(dtype), noise.to(dtype), torch.tensor([1e-3])) for dtype in (torch.float32, torch.float64))
     torch.testing.assert_close(narrow.target.double(), wide.target, rtol=0, atol=1e-6)
-
-
-def test_of_a_last_level_without_signal_epsilon_counts_whole_and_others_nothing() -> None:
-    for says, weight in (("epsilon", 1.0), ("v", 0.0), ("x0", 0.0)):
-        of = objective(says, zero_snr=True, min_snr=5.0)
-        noised = of.noised(some(1, 1, 2, 2), some(1, 1, 2, 2), torch.tensor([999.0]))
-        assert (noised.alpha.item(), noised.sigma.item(), noised.weight.item()) == (0.0, 1.0, weight)
 
 
 @pytest.mark.parametrize("says", SAYS)

@@ -141,21 +141,6 @@ def test_a_coarse_field_counts_as_the_same_field_on_all_places_and_parameters_co
     assert torch.equal(y[0], other[0]) and (y[1] - other[1]).abs().max() > 1e-4
 
 
-def test_classes_and_none_of_them() -> None:
-    net, x = made(classes=4), drawn(BATCH, 2, 8, 8)
-    without = UNet(net.cfg.model_copy(update={"classes": None})).double()
-    without.load_state_dict({name: value for name, value in net.state_dict().items() if not name.startswith("class_")})
-    with torch.no_grad():
-        y, plain = net(x, TIMES, Condition(classes=torch.tensor([0, 3, 4]))), without(x, TIMES)
-        added = net.class_embedding.weight[3]  # type: ignore[union-attr, index]
-        net.time_embedding.linear_2.bias += added
-        net.class_embedding.weight.zero_()  # type: ignore[union-attr, operator]
-        moved = net(x, TIMES, Condition(classes=torch.tensor([0, 3, 4])))
-    torch.testing.assert_close(y[2], plain[2])
-    torch.testing.assert_close(y[1], moved[1])
-    assert (y[:2] - plain[:2]).flatten(1).abs().amax(1).min() > 1e-3
-
-
 def test_a_new_network_says_nothing_and_its_blocks_pass_on_what_they_get() -> None:
     net, x = made(kind="cross", zero=True), drawn(BATCH, 2, 8, 8)
     assert not net(x, TIMES, tokens(net)).any()
