@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hpcai.models.openfold.alignments import read_alignments, read_hhr
+from hpcai.models.openfold.alignments import read_alignments
 from hpcai.models.openfold.structures import Chain, read_mmcif, write_structure
 from tests.stored import arrays
 
@@ -52,20 +52,3 @@ def test_the_original_files_of_a_chain_are_read_as_by_the_public_code(name: str,
     # Made of the .a3m files alone.
     found = read_alignments(sorted((originals / "openfold" / "alignments" / name).glob("[bn]*.a3m")), chain.sequence)
     assert np.array_equal(found.msa, golden["det.msa"]) and np.array_equal(found.deletions, golden["raw.deletion_matrix_int"])
-
-
-@needs_gemmi
-@pytest.mark.originals
-def test_the_hits_of_a_template_search(originals: Path) -> None:
-    """Letters of the hits stand where the indices say in the sequences of the entries."""
-    hits = read_hhr(originals / "openfold" / "alignments" / "query_SMBPlike" / "pdb70_hits.hhr")
-    query = (originals / "openfold" / "fasta" / "query_SMBPlike.fasta").read_text().split("\n", 1)[1].replace("\n", "")
-    assert [hit.aligned_columns for hit in hits] == [22, 20, 20, 32, 18, 17, 17, 15, 16, 17] and hits[0].sum_probs == 13.1
-    for hit in hits:
-        entry, author = hit.name.split()[0].lower().split("_")
-        path, sides = originals / "openfold" / "mmcif" / f"{entry}.cif", [(query, hit.query, hit.query_indices)]
-        if path.exists():
-            chain = read_mmcif(path, author.upper()).chains[author.upper()]
-            sides.append((chain.sequence, hit.hit, hit.hit_indices))
-        for sequence, text, indices in sides:
-            assert "".join("-" if index < 0 else sequence[index] for index in indices) == text

@@ -122,16 +122,6 @@ def test_odd_frames_are_drawn_too(tmp_path: Path) -> None:
         assert 1 <= len(figure.axes[0].get_xticks()) < 12
 
 
-def test_what_is_not_finite_is_passed_over(tmp_path: Path) -> None:
-    said = arrays()
-    said["forces"][:3, 1, 0], said["energy"][4, 1] = np.nan, np.inf
-    found = loaded(tmp_path, said)
-    assert picture.caption(found).startswith("29 validation frames, 397 free atoms in them.")
-    rest = said["forces"][3:].astype(float)
-    assert np.array_equal(found.forces, rest) and np.array_equal(found.numbers, said["numbers"][3:])
-    assert f"MAE {number(mean_abs(rest[:, 1] - rest[:, 0]))} eV/Å" in subtitle(picture.draw(found, LIGHT).axes[0])
-
-
 @pytest.mark.parametrize(("change", "reason"), [
     ({"numbers": None}, "has no array numbers"),
     ({"energy": np.zeros((30, 3))}, r"energy is float64 \(30, 3\), expected real \[B, 2\]"),

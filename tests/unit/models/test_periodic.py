@@ -125,23 +125,6 @@ def test_ties_of_a_crystal_fall_the_same_way_turned_or_in_float32(most: int | No
     assert near == sorted(near) and len(near) == 12, "equally far: by the other atom, then offset"
 
 
-@pytest.mark.parametrize("most", [None, 5])
-def test_reverse_and_triplets_against_brute_force(most: int | None) -> None:
-    lone = 0
-    for seed in range(12):
-        r, cell, pbc = random_structure(seed)
-        found = neighbours(r, cell, pbc, 4.0, most)
-        edges = [tuple(row) for row in rows(found)]
-        place = {edge: k for k, edge in enumerate(edges)}
-        back = [place.get((j, i, -a, -b, -c), -1) for i, j, a, b, c in edges]
-        assert reverse(found, len(r)).tolist() == back
-        lone += back.count(-1)
-        paths = [(e, f) for e in edges for f in edges if f[0] == e[1]]  # k -> j -> i
-        returns = [p for p in paths if p[1][1] == p[0][0] and not np.add(p[0][2:], p[1][2:]).any()]
-        assert count_triplets(found, len(r)) == len(paths) - len(returns)
-    assert (lone > 0) == (most is not None)
-
-
 def test_no_neighbours() -> None:
     alone = np.zeros((1, 3)), np.eye(3) * 9, np.ones(3, bool)
     found = neighbours(*alone, 6.0, 50)

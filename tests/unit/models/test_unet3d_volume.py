@@ -5,8 +5,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-import torch.nn.functional as F
 
 from hpcai.errors import DataError
 from hpcai.models.unet3d import volume
@@ -39,13 +37,6 @@ def test_every_dtype_stays_what_it_is(kind: str) -> None:
     if kind not in "u1?":
         assert np.abs(linear.astype(float) - ramp((17, 5, 20), float)).max() <= {"f": 0.2, "i": 1.5}[values.dtype.kind]
     assert resample(values[::-1].swapaxes(0, 2), (5, 6, 4), "linear").shape == (5, 6, 4)      # strides that torch does not take
-
-
-@pytest.mark.parametrize("new", [(17, 5, 20), (3, 30, 7), (50, 41, 33)])
-def test_nearest_is_that_of_torch(new: tuple[int, ...]) -> None:
-    label = np.random.default_rng(0).integers(0, 3, (19, 37, 11), np.uint8)
-    there = F.interpolate(torch.from_numpy(label)[None, None].float(), new, mode="nearest")[0, 0].numpy()
-    assert (resample(label, new, "nearest") == there).all()
 
 
 def test_padding_repeats_edges_with_the_odd_voxel_at_the_far_side() -> None:

@@ -155,31 +155,6 @@ def test_what_is_written_is_read_again(name: str, shard: int, tmp_path: Path) ->
     assert all(torch.equal(own, net.state_dict()[key]) for key, own in again.state_dict().items())
 
 
-def test_attention_as_convolutions_and_under_older_names_is_read(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    unet = UNet(NETS["cross"])  # type: ignore[arg-type]
-    save_folder(unet.state_dict(), unet.cfg, tmp_path / "unet")
-    weighed(lambda x: x.update({n: w[..., None, None] for n, w in x.items() if n.endswith(("proj_in.weight", "proj_out.weight"))}))(
-        tmp_path / "unet"
-    )
-    configured(use_linear_projection=...)(tmp_path / "unet")
-    vae = VAE(VAEConfig(**SMALL))
-    save_folder(vae.state_dict(), vae.cfg, tmp_path / "vae")
-    older = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
-
-    def rename(state: dict[str, Tensor]) -> None:
-        for name in [name for name in state if "attentions" in name]:
-            part = next((new for new in older if new in name), None)
-            if part is not None:
-                tensor = state.pop(name)
-                state[name.replace(part, older[part])] = tensor[..., None, None] if tensor.ndim == 2 else tensor
-
-    weighed(rename)(tmp_path / "vae")
-    for net, folder in ((unet, "unet"), (vae, "vae")):
-        state: Any = net.state_dict()
-        assert all(torch.equal(own, state[name]) for name, own in load_network(tmp_path / folder).state_dict().items())
-
-
 def test_networks_that_diffusers_has_no_class_for_are_not_written(tmp_path: Path) -> None:
     words: dict[str, Any] = {**SMALL, "attention": ("none", "self"), "middle": "self", "heads": (1, 3), "tokens": None}
     for change, text in (

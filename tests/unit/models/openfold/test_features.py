@@ -213,17 +213,6 @@ def test_the_nearest_cluster_has_the_most_letters_in_common(residues: int) -> No
 # ---- what is refused
 
 
-def _with(**changes: Any) -> Callable[..., Any]:
-    def change(chain: Chain, alignment: Alignment, templates: dict[str, np.ndarray]) -> tuple[Any, ...]:
-        return (
-            replace(chain, **{k: f(getattr(chain, k)) for k, f in changes.items() if hasattr(chain, k)}),
-            replace(alignment, **{k: f(getattr(alignment, k)) for k, f in changes.items() if hasattr(alignment, k)}),
-            {k: changes[k](a) if k in changes else a for k, a in templates.items() if changes.get(k, 0) is not None},
-        )
-
-    return change
-
-
 def _put(value: Any, *at: int) -> Callable[[np.ndarray], np.ndarray]:
     def put(array: np.ndarray) -> np.ndarray:
         array = array.copy()
@@ -234,26 +223,31 @@ def _put(value: Any, *at: int) -> Callable[[np.ndarray], np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    ("change", "text"),
+    ("name", "change", "text"),
     [
-        (_with(msa=lambda a: a[:, 1:]), r"1abc_A: an alignment of \(30, 39\).* for 40 residues"),
-        (_with(deletions=lambda a: a[:, 1:]), r"deletions of \(30, 39\) for 40 residues"),
-        (_with(msa=lambda a: _put((a[0, 6] + 1) % 20, 0, 6)(a)), "has [A-Y] at residue 7, expected [A-Y] .1 of 40 residues differ"),
-        (_with(msa=_put(MASKED, 3, 3)), "from 0 to 22 and deletions from 0 .*expected integers from 0 to 21"),
-        (_with(deletions=_put(-1, 3, 3)), "deletions from -1 in the alignment; .*0 or more"),
-        (_with(aatype=_put(21, 3)), "residue types .* to 21, expected 0 to 20"),
-        (_with(positions=_put(np.nan, 4, 1, 0), mask=_put(1, 4, 1)), "1abc_A: CA of residue 4 has no finite position"),
-        (_with(template_aatype=lambda a: a[:, 1:]), r"template_aatype of shape \(5, 39\), expected \(5, 40\) for 5 templates"),
-        (_with(template_sum_probs=None), "templates without template_sum_probs; expected template_aatype"),
-        (
-            _with(template_all_atom_positions=_put(np.inf, 4, 2, 1, 0), template_all_atom_mask=_put(1, 4, 2, 1)),
-            "1abc_A: template 5: CA of residue 2 has no finite position",
-        ),
+        ("msa", lambda a: a[:, 1:], r"1abc_A: an alignment of \(30, 39\).* for 40 residues"),
+        ("deletions", lambda a: a[:, 1:], r"deletions of \(30, 39\) for 40 residues"),
+        ("msa", lambda a: _put((a[0, 6] + 1) % 20, 0, 6)(a), "has [A-Y] at residue 7, expected [A-Y] .1 of 40 residues differ"),
+        ("msa", _put(MASKED, 3, 3), "from 0 to 22 and deletions from 0 .*expected integers from 0 to 21"),
+        ("deletions", _put(-1, 3, 3), "deletions from -1 in the alignment; .*0 or more"),
+        ("aatype", _put(21, 3), "residue types .* to 21, expected 0 to 20"),
+        ("positions", lambda a: a * np.nan, "1abc_A: [A-Z0-9]+ of residue 0 has no finite position"),
+        ("template_aatype", lambda a: a[:, 1:], r"template_aatype of shape \(5, 39\), expected \(5, 40\) for 5 templates"),
+        ("template_sum_probs", None, "templates without template_sum_probs; expected template_aatype"),
+        ("template_all_atom_positions", lambda a: a * np.nan, "1abc_A: template [1-5]: .* has no finite position"),
     ],
 )
-def test_parts_that_do_not_belong_together_are_refused(change: Callable[..., Any], text: str) -> None:
+def test_parts_that_do_not_belong_together_are_refused(name: str, change: Any, text: str) -> None:
+    chain, alignment, templates = made()
+    if name in templates:
+        templates = {each: array if each != name else change and change(array) for each, array in templates.items()}
+        templates = {each: array for each, array in templates.items() if array is not None}
+    elif hasattr(alignment, name):
+        alignment = replace(alignment, **{name: change(getattr(alignment, name))})
+    else:
+        chain = replace(chain, **{name: change(getattr(chain, name))})
     with pytest.raises(DataError, match=text):
-        featurize(*change(*made()), SMALL)
+        featurize(chain, alignment, templates, SMALL)
 
 
 def test_positions_of_atoms_that_are_not_there_may_be_anything() -> None:
