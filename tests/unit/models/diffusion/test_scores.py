@@ -14,9 +14,9 @@ from hpcai.models.diffusion import scores
 from hpcai.train.measure import Measured
 from tests.stored import arrays, told
 
-ENSEMBLE, SPECTRA, POINTS, SETS, FLUX = (
+ENSEMBLE, SPECTRA, POINTS, SETS = (
     {name: torch.from_numpy(array) for name, array in arrays(f"diffusion/{path}").items()}
-    for path in ("metrics/ensemble", "metrics/spectra", "metrics/one_point", "metrics/distribution", "mlperf_flux/validation")
+    for path in ("metrics/ensemble", "metrics/spectra", "metrics/one_point", "metrics/distribution")
 )
 X, Y, WEIGHT = ENSEMBLE["ensemble"], ENSEMBLE["observation"], ENSEMBLE["weight"][:, None]
 
@@ -88,34 +88,15 @@ def test_one_point_distributions_are_those_of_numpy_and_scipy() -> None:
 
 def test_distances_of_features_are_those_of_the_formulas() -> None:
     a, b = SETS["features_a"], SETS["features_b"]
-    near(finished(scores.fid_sums(a, b))["fid"], SETS["fid"], 1e-9)
-    near(finished(scores.fid_sums(a, a))["fid"], torch.zeros(()), 1e-9)
     moments = b.mean(0), b.T.cov()
     near(finished(scores.fid_to_sums(a, *moments))["fid"], SETS["fid"], 1e-9)
     near(scores.frechet(a.mean(0), a.T.cov(), *moments), SETS["fid"], 1e-9)
-    near(scores.kid(a, b), SETS["kid"], 1e-9)
-    sets = a[SETS["subsets_a"]], b[SETS["subsets_b"]]
-    near(scores.kid(*sets), SETS["kid_subsets"], 1e-9)
-    found = finished(scores.kid_sums(*sets))
-    near(found["kid"], SETS["kid_mean"], 1e-9)
-    near(found["kid_std"], SETS["kid_std"], 1e-9)
     found = finished(scores.clip_sums(SETS["image_embedding"], SETS["text_embedding"]))
     for name, stored in (
         ("clip_cosine", "clip_cosine_mean"), ("clip_score", "clip_score_100"), ("clip_score_of_mean", "clip_score_100_mean_first"),
         ("clip_s", "clip_s_2_5"),
     ):  # fmt: skip
         near(found[name], SETS[stored], 1e-9)
-
-
-def test_the_validation_of_flux_is_a_mean_over_times() -> None:
-    losses, times, kept = FLUX["loss"], FLUX["timestep"], FLUX["kept"]
-    (sums, counts), _ = scores.loss_by_time_sums(losses, times)
-    near(sums, FLUX["sum_per_timestep"])
-    assert torch.equal(counts, FLUX["count_per_timestep"])
-    near(finished(scores.loss_by_time_sums(losses, times))["loss"], FLUX["validation_loss"])
-    for way in (scores.loss_by_time_sums(losses[kept], times[kept]), scores.loss_by_time_sums(losses, times.where(kept, -1))):
-        near(finished(way)["loss"], FLUX["kept_validation_loss"])
-    assert abs(FLUX["kept_plain_mean"] - FLUX["kept_validation_loss"]) > 1e-6, "which is not the plain mean"
 
 
 def test_sums_over_four_parts_are_those_of_the_whole() -> None:
@@ -127,11 +108,8 @@ def test_sums_over_four_parts_are_those_of_the_whole() -> None:
         (scores.rank_sums, (members, truth), (1, 0)),
         (partial(scores.spectrum_sums, at=at), (members[0], truth), (0, 0)),
         (partial(scores.one_point_sums, edges=edges), (members[0], truth), (0, 0)),
-        (scores.fid_sums, (torch.randn(40, 6), torch.randn(24, 6)), (0, 0)),
         (partial(scores.fid_to_sums, mean=torch.zeros(6), covariance=torch.eye(6)), (torch.randn(40, 6),), (0,)),
-        (scores.kid_sums, (torch.randn(8, 10, 6), torch.randn(8, 7, 6)), (0, 0)),
         (scores.clip_sums, (torch.randn(20, 6), torch.randn(20, 6)), (0, 0)),
-        (scores.loss_by_time_sums, (torch.rand(40), torch.arange(40) % 8), (0, 0)),
     ]
     for way, given, dims in ways:
         parts = zip(*(x.chunk(4, dim) for x, dim in zip(given, dims)))
@@ -146,10 +124,7 @@ def test_what_does_not_fit_is_refused() -> None:
         (lambda: scores.ensemble_sums(X[:1], Y), "2 members at least"),
         (lambda: scores.shells((4, 4), (1.0,)), r"\[4, 4\] cells in a box of \[1.0\]"),
         (lambda: scores.spectrum(torch.zeros(2, 5, 4), at), r"but the shells were made for samples of \[4, 4\]"),
-        (lambda: scores.kid(torch.zeros(4, 3), torch.zeros(4, 2)), r"KID: features are \[4, 3\] and \[4, 2\]"),
         (lambda: scores.fid_to_sums(torch.zeros(4, 3), torch.zeros(2), torch.eye(3)), r"mean is \[2\] and covariance \[3, 3\]"),
-        (lambda: finished(scores.fid_sums(torch.zeros(1, 3), torch.zeros(4, 3))), "FID: 1 rows"),
-        (lambda: finished(scores.loss_by_time_sums(torch.zeros(7), torch.arange(7))), "no sample at time 7 of 8"),
     ):
         with pytest.raises(DataError, match=text):
             call()
