@@ -100,24 +100,6 @@ def test_of_many_chains_a_few_are_drawn_and_some_are_in_the_table(tmp_path: Path
 # ---- superposition and scores
 
 
-def superposed(points: np.ndarray, onto: np.ndarray) -> np.ndarray:
-    rest = {"beta": onto, "plddt": np.zeros(len(onto)), "lddt": np.zeros(len(onto)), "distance": np.zeros(len(onto))}
-    return Chain(name="x", predicted=points, true=onto, **rest).superposed()
-
-
-def test_a_turned_and_moved_copy_is_superposed_onto_its_original() -> None:
-    """However few they are; what is not known has no part in it but moves along."""
-    rng = np.random.default_rng(3)
-    for count in (1, 2, 3, 50):
-        points = rng.normal(0, 10, (count, 3))
-        assert np.allclose(superposed(points @ turn(rng) + rng.normal(0, 50, 3), points), points, atol=1e-8)
-    moved, gaps = points.copy(), points.copy()
-    moved[7:9] += 500
-    gaps[7:9] = np.nan
-    found = superposed(moved @ turn(rng) + 9, gaps) - points
-    assert np.allclose(np.delete(found, [7, 8], 0), 0, atol=1e-8) and np.allclose(found[7:9], 500)
-
-
 def test_scores_are_those_of_a_count_by_hand() -> None:
     """Two pairs of atoms, each drawn apart along its own axis: the best turn is none, and the middle stays."""
     true = np.array([(20.0, 0, 0), (-20, 0, 0), (0, 12, 0), (0, -12, 0), (0, 0, 5), (np.nan, np.nan, np.nan)])

@@ -93,12 +93,10 @@ def test_the_same_texts_train_the_same_tokenizer_and_others_another(trained: Tok
 def test_a_text_comes_back_and_no_token_has_more_than_three_digits(trained: Tokenizer) -> None:
     for text in TEXTS:
         assert trained.decode(trained.encode(text)) == text
-        assert trained.widths[trained.encode(text)].sum() == len(text.encode())
     assert trained.encode_many(TEXTS) == [trained.encode(text) for text in TEXTS]
     assert 0 not in trained.encode("a<|endoftext|>b") and 0 in trained.encode("a<|endoftext|>b", special=True)
     tokens = [trained.decode([n]) for n in range(trained.size)]
     assert max(len(token) for token in tokens if token.isdigit()) == 3
-    assert max(len(token) for token in tokens) > 5
 
 
 def test_a_tokenizer_is_kept_and_another_spelling_of_it_is_the_same(trained: Tokenizer, tmp_path: Path) -> None:

@@ -84,12 +84,6 @@ def test_a_chain_has_the_residues_without_atoms_too(tmp_path: Path) -> None:
     assert read_mmcif(tmp_path / "2abc.cif.gz").chains["H"].name == "2abc_H"
 
 
-@pytest.mark.parametrize(("refine", "em", "expected"), [("?", "3.2", 3.2), ("?", "?", None), ("0", "nan", None), (".", "x", None)])
-def test_the_resolution_is_the_first_that_is_a_number(tmp_path: Path, refine: str, em: str, expected: float | None) -> None:
-    text = f"_refine.ls_d_res_high {refine}\n_em_3d_reconstruction.resolution {em}"
-    assert read(tmp_path, entry(SMALL).replace("_refine.ls_d_res_high 1.95", text)).resolution == expected
-
-
 def test_of_alternate_places_the_most_occupied_then_the_first_is_taken(tmp_path: Path) -> None:
     chain = read(tmp_path, entry("""
         A H 1 ALA N  A 1 0 0 0.3 1 1 / A H 1 ALA N  B 2 0 0 0.7 2 1
@@ -139,11 +133,10 @@ def test_a_broken_file_is_refused(tmp_path: Path, text: str, chain: str | None, 
         read(tmp_path, text, chain)
 
 
-@pytest.mark.parametrize("name", ["1abc.cif.gz", "none.cif"])
-def test_a_file_that_is_not_there_and_one_that_is_cut_off_are_named(name: str, tmp_path: Path) -> None:
+def test_a_file_that_is_cut_off_is_named(tmp_path: Path) -> None:
     (tmp_path / "1abc.cif.gz").write_bytes(gzip.compress(entry(SMALL).encode())[:-20])
-    with pytest.raises(DataError, match=f"^{tmp_path}/{name}: not a whole mmCIF file"):
-        read_mmcif(tmp_path / name)
+    with pytest.raises(DataError, match=f"^{tmp_path}/1abc.cif.gz: not a whole mmCIF file"):
+        read_mmcif(tmp_path / "1abc.cif.gz")
 
 
 def test_without_gemmi_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
