@@ -93,6 +93,8 @@ def test_what_may_begin_a_stop_waits_and_is_told_when_it_is_none() -> None:
     saying = Saying(Tokenizer.of_bytes(), {256}, ["aab", "ac"])
     assert [saying.add(ord(letter)) for letter in "xaaax"] == ["x", "", "", "a", "aax"]
     assert saying.add(ord("a")) == "" and saying.finish() == "a"
+    both = Saying(Tokenizer.of_bytes(), {256}, ["b", "ab"])
+    assert both.add(ord("a")) + both.add(ord("b")) == "", "of two stops that end at once that which begins first"
     other = Saying(Tokenizer.of_bytes(), {ord("z")}, [])
     assert other.add(ord("a")) == "a" and other.add(ord("z")) == "", "also what ends a text and is no special token"
 
