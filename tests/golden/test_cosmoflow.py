@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 import torch
@@ -9,7 +10,6 @@ import torch
 from hpcai import dist, train
 from hpcai.models import cosmoflow
 from hpcai.models.cosmoflow import CosmoFlow, CosmoFlowConfig
-from hpcai.models.cosmoflow.load import from_keras
 from hpcai.train.schedule import rate
 from tests.hashed import hashed
 from tests.stored import DATA, arrays, digest, told
@@ -39,17 +39,12 @@ def check(model: CosmoFlow, case: dict, counts: torch.Tensor, rounding: float = 
 
 
 def test_a_reference_state_dict_gives_its_outputs_loss_gradients_and_steps() -> None:
-    case = told("cosmoflow/f8_s32_b2")
+    case, counts = told("cosmoflow/f8_s32_b2"), universes(32, 2)
     model = CosmoFlow.load(WEIGHTS)
     assert (model.cfg.size, model.cfg.filters, model.cfg.channels) == (32, 8, 4)
     model.cfg = model.cfg.model_copy(update={"dropout": 0.0})
-    model.train()
-    counts = universes(32, 2)
     assert digest(counts.numpy()) == case["x_sha256"], "the hash rule is not theirs"
-    check(model, case, counts)
-
-    model = CosmoFlow.load(WEIGHTS)
-    model.cfg = model.cfg.model_copy(update={"dropout": 0.0})
+    check(model.train(), case, counts)
     step = train.Step(model, cosmoflow.loss, train.StepConfig(optimizer="sgd", lr=0.01, momentum=0.9), dist.alone())
     losses = [step(cosmoflow.Batch(counts, torch.tensor(case["target"])))["loss"].item() for _ in range(3)]
     assert losses == pytest.approx(case["sgd_lr0.01_mu0.9_losses"], rel=1e-5)
@@ -76,39 +71,26 @@ def test_the_full_benchmark_network() -> None:
 
 def test_new_weights_have_the_reference_names_shapes_and_spread() -> None:
     torch.manual_seed(0)
-    made = CosmoFlow(CosmoFlowConfig(size=32, filters=8)).state_dict()
-    reference = torch.load(WEIGHTS, weights_only=True)
+    made, reference = CosmoFlow(CosmoFlowConfig(size=32, filters=8)).state_dict(), torch.load(WEIGHTS, weights_only=True)
     assert list(made) == list(reference)
-    for name, tensor in reference.items():
-        assert made[name].shape == tensor.shape, name
-        assert made[name].std().item() == pytest.approx(tensor.std().item(), rel=0.2), (
-            name
-        )  # Xavier uniform, not its random numbers
+    for name, tensor in reference.items():  # Xavier uniform, not its random numbers
+        assert made[name].shape == tensor.shape and made[name].std().item() == pytest.approx(tensor.std().item(), rel=0.2), name
 
 
-def test_keras_weights_give_keras_outputs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", ["legacy", "keras 3"])
+def test_keras_weights_give_keras_outputs(layout: str, tmp_path: Path) -> None:
     stored = arrays("cosmoflow/keras_f8_s32")
-    weights = [stored[f"w{i}"] for i in range(16)]
-    model = CosmoFlow(CosmoFlowConfig(size=32, filters=8, dropout=0.0))
-    model.load_state_dict(from_keras(weights))
+    names = ["conv3d", *(f"conv3d_{i}" for i in range(1, 5)), "dense", "dense_1", "dense_2"]
+    with h5py.File(tmp_path / "w.h5", "w") as file:
+        for i, name in enumerate(names):
+            for j, what in enumerate(("kernel:0", "bias:0")):
+                key = f"model_weights/{name}/{name}/{what}" if layout == "legacy" else f"layers/{name}/vars/{j}"
+                file[key] = stored[f"w{2 * i + j}"]
+        file["optimizer_weights/conv3d/momentum:0"] = np.zeros(3)
+    model = CosmoFlow.load(tmp_path / "w.h5")
     with torch.no_grad():
         out = model.eval()(cosmoflow.log_density(torch.from_numpy(stored["x"])))
     torch.testing.assert_close(out, torch.from_numpy(stored["y"]), atol=2e-6, rtol=0)
-
-    import h5py
-
-    names = ["conv3d", *(f"conv3d_{i}" for i in range(1, 5)), "dense", "dense_1", "dense_2"]
-    for layout in ("legacy", "keras 3"):
-        path = tmp_path / f"{layout}.h5"
-        with h5py.File(path, "w") as file:
-            for i, name in enumerate(names):
-                for j, what in enumerate(("kernel:0", "bias:0")):
-                    key = f"model_weights/{name}/{name}/{what}" if layout == "legacy" else f"layers/{name}/vars/{j}"
-                    file[key] = weights[2 * i + j]
-            file["optimizer_weights/conv3d/momentum:0"] = np.zeros(3)
-        loaded = CosmoFlow.load(path)
-        for name, tensor in model.state_dict().items():
-            assert torch.equal(loaded.state_dict()[name], tensor), (layout, name)
 
 
 REFERENCE = {"warmup": 4, "start": 1e-3, "decay_at": (32, 64), "decay_to": (0.25, 0.125), "late": True}

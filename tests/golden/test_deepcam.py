@@ -7,14 +7,12 @@ import pytest
 import torch
 
 from hpcai import dist, train
-from hpcai.dist.mesh import Mesh
 from hpcai.models import deepcam
 from hpcai.models.deepcam import Batch, DeepCam, DeepCamConfig
 from hpcai.models.deepcam.objective import confusion, iou
 from hpcai.settings import ScheduleConfig, StepConfig
 from hpcai.train.schedule import rate
 from tests.hashed import fill, hashed
-from tests.ranks.launch import on_ranks
 from tests.stored import arrays, check_thinned, digest, told
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -57,19 +55,14 @@ def test_the_narrow_network_gives_the_references_outputs_loss_gradients_and_stat
     batch = Batch(maps(NARROW, 96, 144), labels(96, 144, case["label_counts"]))
     x = model.scaled(batch.fields)
     assert digest(batch.mask.numpy()) == case["label_sha256"] and digest(x.numpy()) == case["x_sha256"]
-    model.eval()
-    with torch.no_grad():
-        out = model(x)
-    check_thinned(out, stored, "out_eval", 1e-5 * float(out.abs().max()))
-    model.train()
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with torch.no_grad():
-        check_thinned(model(x), stored, "out_train", 2e-3)
+        out = model.eval()(x)
+        check_thinned(out, stored, "out_eval", 1e-5 * float(out.abs().max()))
+        check_thinned(model.train()(x), stored, "out_train", 2e-3)
+        check_thinned(model.eval()(x), stored, "out_eval_after_train_forward", 2e-3)
     for name, stats in case["running_stats_after_one_train_forward"].items():
         check(model.state_dict()[name], stats, 1e-5)
-    model.eval()
-    with torch.no_grad():
-        check_thinned(model(x), stored, "out_eval_after_train_forward", 2e-3)
     # Batch norm over few cells multiplies rounding: torch's own layers, in channels-last float32, are 1.2e-2 from the reference's
     # contiguous ones, ours 6e-3, and ours in float64, like the reference's in float64, 1.7e-3.
     for dtype, rounding in ((torch.float32, 1.5e-2), (torch.float64, 3e-3)):
@@ -81,8 +74,6 @@ def test_the_narrow_network_gives_the_references_outputs_loss_gradients_and_stat
         for name, parameter in model.named_parameters():
             assert parameter.grad is not None
             assert parameter.grad.double().norm().item() == pytest.approx(case["grad_l2"][name], rel=rounding), name
-    model.float().load_state_dict(state)
-    model.zero_grad()
     score, count = deepcam.score(model, batch)["iou"]
     assert float(score) / count == pytest.approx(case["iou_train_logits"], abs=1e-3)
 
@@ -103,65 +94,6 @@ def test_seed_0_draws_the_references_weights() -> None:
     state = DeepCam().state_dict()
     for name, stats in read("div1_192x288_b2_seed0")["param_stats"].items():
         check(state[name], stats, 1e-6)
-
-
-@pytest.mark.parametrize("weights", ["formula", pytest.param("seed0", marks=pytest.mark.claim)])
-def test_the_full_network_gives_the_references_numbers(weights: str) -> None:
-    tag = f"div1_192x288_b2_{weights}"
-    case = read(tag)
-    torch.manual_seed(0)
-    model = DeepCam()
-    if weights == "formula":
-        fill(model)
-    for name, stats in case["param_stats"].items():  # seed 0: drawn in the reference's order
-        check(model.state_dict()[name], stats, 1e-6)
-    batch = Batch(maps(tag, 192, 288), labels(192, 288, case["label_counts"]))
-    blocks: dict[str, torch.Tensor] = {}
-    hooks = [
-        model.get_submodule(name).register_forward_hook(lambda m, i, out, name=name: blocks.__setitem__(name, out))
-        for name in case["block_output_stats_eval"] if name != "xception_features.block1"
-    ]  # fmt: skip
-    with torch.no_grad():
-        check(model.eval()(model.scaled(batch.fields)), case["out_eval_stats"], 2e-5)
-    for name, stats in case["block_output_stats_eval"].items():
-        if name in blocks:
-            check(blocks[name], stats, 2e-5)
-    for hook in hooks:
-        hook.remove()
-    model.train()
-    loss = deepcam.loss(model, batch)["loss"]
-    loss.backward()
-    assert loss.item() == pytest.approx(case["loss"], rel=1e-5)
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None
-        found = parameter.grad.double().norm().item()
-        assert found == pytest.approx(case["grad_l2"][name], rel=5e-2 if weights == "seed0" else 1.5e-2), name
-    for name, stats in case["running_stats_after_one_train_forward"].items():
-        check(model.state_dict()[name], stats, 1e-4)
-
-
-def _gradients(mesh: Mesh, group: int) -> tuple[float, dict[str, float], dict[str, float]]:
-    model = DeepCam(DeepCamConfig(divide=8))
-    fill(model)
-    deepcam.parallelize(model, mesh, group)
-    step = train.Step(model, deepcam.loss, StepConfig(precision="fp64"), mesh)
-    mine = slice(mesh["replicate"].rank, mesh["replicate"].rank + 1)
-    batch = Batch(maps(NARROW, 96, 144)[mine], labels(96, 144, read(NARROW)["label_counts"])[mine])
-    values: Any = step._gradients(batch)
-    norms = {name: p.grad.double().norm().item() for name, p in model.named_parameters() if p.grad is not None}
-    running = {name: t.double().norm().item() for name, t in model.state_dict().items() if "running" in name}
-    return values["loss"].item(), norms, running
-
-
-def test_two_ranks_of_one_map_with_a_group_of_two_are_the_references_batch_of_two() -> None:
-    case = read(NARROW)
-    found = on_ranks({"replicate": 2}, _gradients, 2)
-    assert sum(loss for loss, _, _ in found) / 2 == pytest.approx(case["loss"], rel=1e-5)
-    for _, norms, running in found:
-        assert norms == pytest.approx(case["grad_l2"], rel=3e-3)
-        assert running == pytest.approx({n: s["l2"] for n, s in case["running_stats_after_one_train_forward"].items()}, rel=1e-5)
-    apart = on_ranks({"replicate": 2}, _gradients, 1)[0]
-    assert apart[1] != pytest.approx(case["grad_l2"], rel=5e-2)
 
 
 def test_intersection_over_union_is_counted_as_the_reference_does() -> None:

@@ -1,9 +1,10 @@
-"""U-Nets and autoencoders of ours against those of diffusers, of random shapes: from one to the other and back."""
+"""Networks of ours against those of diffusers, of random shapes: from one to the other and back, outputs and gradients."""
 
-import math
+import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,25 +12,24 @@ import torch
 from torch import Tensor, nn
 
 from hpcai.models.diffusion import VAE, Condition, UNet, UNetConfig, VAEConfig, load_network, save_folder
+from hpcai.models.diffusion.config import DiTConfig, FluxConfig
+from hpcai.models.diffusion.dit import DiT
+from hpcai.models.diffusion.flux import Flux, packed
 
 _WHY = "diffusers is not installed: folders for others, and from them, are NOT tested; pip install hpcai-suite[peers]"
 diffusers: Any = pytest.importorskip("diffusers", reason=_WHY)
 
 from diffusers.models import embeddings  # noqa: E402
-
-SEEDS = range(6)
+from diffusers.models.transformers import transformer_flux  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
 def wide(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Iterator[None]:
-    """The embedding of times, which the others make in float32, is made in float64."""
-
-    def embedding(times: Tensor, channels: int, **words: Any) -> Tensor:
-        half = channels // 2
-        angles = times[:, None].double() * torch.exp(torch.arange(half, dtype=torch.float64) * (-math.log(10_000) / half))
-        return torch.cat((angles.cos(), angles.sin()), -1)
-
-    monkeypatch.setattr(embeddings, "get_timestep_embedding", lambda times, channels, *_, **words: embedding(times, channels))
+    """Sinusoids and rotations, which the others make in float32, are made in float64."""
+    double = SimpleNamespace(**vars(torch) | {"float32": torch.float64, "float": torch.float64})
+    for module in (embeddings, transformer_flux):
+        monkeypatch.setattr(module, "torch", double)
+    monkeypatch.setattr(Tensor, "float", Tensor.double)
     level = diffusers.logging.get_verbosity()
     diffusers.logging.set_verbosity_error()
     diffusers.logging.disable_progress_bar()
@@ -37,17 +37,7 @@ def wide(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> Iterator[None]:
     diffusers.logging.set_verbosity(level)
 
 
-def spread(net: nn.Module, seed: int) -> Any:
-    """``net`` with weights so large that each of them shows in what it says."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
-    return net.eval()
-
-
-def shapes(seed: int) -> dict[str, Any]:
-    draw = random.Random(seed)
+def shapes(draw: random.Random) -> dict[str, Any]:
     levels = draw.choice((1, 2, 3))
     return {
         "channels": tuple(draw.choice((8, 12, 16)) for _ in range(levels)), "blocks": draw.choice((1, 2)),
@@ -55,69 +45,98 @@ def shapes(seed: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def unets(seed: int, kind: str) -> UNetConfig:
-    draw, words = random.Random(100 + seed), shapes(seed)
-    levels = len(words["channels"])
-    attention = tuple(draw.choice((kind, "none")) for _ in range(levels))
+def unet(seed: int, kind: str) -> UNetConfig:
+    draw = random.Random(seed)
+    words = shapes(draw)
+    attention = tuple(draw.choice((kind, "none")) for _ in words["channels"])
+    heads = tuple(draw.choice((2, 4)) for _ in attention)
     if kind == "self":
         seen = [one == kind for one in (*attention[:-1], kind)]  # the middle has the heads of the lowest level
         heads = tuple(n // 4 if one else 1 for n, one in zip(words["channels"], seen))
-    else:
-        heads = tuple(draw.choice((2, 4)) for _ in range(levels))
-    tokens = 6 if kind == "cross" else None
-    more = {"classes": draw.choice((None, 5)), "eps": draw.choice((1e-5, 1e-3))}
-    return UNetConfig(**words, **more, attention=attention, middle=kind, heads=heads, tokens=tokens)
+    more = {"classes": draw.choice((None, 5)), "eps": draw.choice((1e-5, 1e-3)), "tokens": 6 if kind == "cross" else None}
+    return UNetConfig(**words, **more, attention=attention, middle=kind, heads=heads)
 
 
-def both(net: UNet, theirs: Any, seed: int) -> tuple[Tensor, Tensor]:
-    """What the two say of one sample."""
-    generator = torch.Generator().manual_seed(seed)
-    sides = (9, 12) if net.cfg.tokens else (8, 12)  # their UNet2DModel refuses odd ones
-    x = torch.randn(2, net.cfg.inputs, *sides, generator=generator, dtype=torch.float64)
-    times, classes = torch.tensor([3, 700]), torch.tensor([4, 0]) if net.cfg.classes else None
-    tokens = torch.randn(2, 5, 6, generator=generator, dtype=torch.float64) if net.cfg.tokens else None
-    words = {"encoder_hidden_states": tokens} if tokens is not None else {}
-    with torch.no_grad():
-        own = net.double()(x, times, Condition(classes=classes, tokens=tokens))
-        return own, theirs.double()(x, times, class_labels=classes, **words).sample
-
-
-@pytest.mark.parametrize("kind", ["cross", "self"])
-@pytest.mark.parametrize("seed", SEEDS)
-def test_unets_both_ways(kind: str, seed: int, tmp_path: Path) -> None:
-    cfg = unets(seed, kind)
-    net = spread(UNet(cfg), seed)
-    save_folder(net.state_dict(), cfg, tmp_path / "ours", shard=random.Random(seed).choice((10**9, 20_000)))
-    other = diffusers.UNet2DConditionModel if kind == "cross" else diffusers.UNet2DModel
-    theirs, told = other.from_pretrained(tmp_path / "ours", output_loading_info=True)
-    assert not any(told.values())
-    theirs.save_pretrained(tmp_path / "theirs")
-    own, said = both(net, theirs.eval(), seed)
-    assert own.abs().max() > 0.1
-    torch.testing.assert_close(own, said, rtol=1e-11, atol=1e-11)
-    again = load_network(tmp_path / "theirs")
-    assert again.cfg.model_dump(exclude={"zero", "heads"}) == cfg.model_dump(exclude={"zero", "heads"})
-    assert torch.equal(both(again, theirs, seed)[0], own)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_autoencoders_both_ways(seed: int, tmp_path: Path) -> None:
+def vae(seed: int) -> VAEConfig:
     draw = random.Random(seed)
     more = {"latents": draw.choice((2, 4)), "quantised": draw.random() < 0.5, "attention": draw.random() < 0.7}
-    cfg = VAEConfig(**shapes(seed), **more, shift=draw.choice((0.0, 0.1)), scale=0.4)
-    net = spread(VAE(cfg), seed)
-    save_folder(net.state_dict(), cfg, tmp_path / "ours")
-    theirs, told = diffusers.AutoencoderKL.from_pretrained(tmp_path / "ours", output_loading_info=True)
-    assert not any(told.values()) and theirs.config.scaling_factor == cfg.scale and (theirs.config.shift_factor or 0.0) == cfg.shift
-    theirs.save_pretrained(tmp_path / "theirs")
-    assert load_network(tmp_path / "theirs").cfg == cfg
-    x = torch.randn(2, cfg.inputs, 12, 20, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    with torch.no_grad():
-        net, theirs = net.double(), theirs.eval().double()
-        latents, known = net.encode(x), theirs.encode(x).latent_dist
+    return VAEConfig(**shapes(draw), **more, shift=draw.choice((0.0, 0.1)), scale=0.4)
+
+
+CONFIGS: dict[str, Any] = {
+    **{f"{kind} attention {seed}": unet(seed, kind) for kind in ("cross", "self") for seed in range(4)},
+    **{f"autoencoder {seed}": vae(seed) for seed in range(4)},
+    "dit": DiTConfig(inputs=3, outputs=3, size=6, patch=3, layers=1, heads=3, head=4, classes=5),
+    "dit of two outputs": DiTConfig(inputs=1, outputs=2, size=8, patch=1, layers=3, heads=1, head=8, classes=1),
+    "flux": FluxConfig(inputs=4, double=1, single=3, heads=3, head=8, tokens=6, pooled=5, turned=(4, 2, 2)),
+    "flux with guidance": FluxConfig(
+        inputs=8, double=3, single=1, heads=1, head=6, tokens=9, pooled=2, turned=(2, 2, 2), guidance=True
+    ),
+}  # fmt: skip
+
+
+def said(ours: Any, theirs: Any) -> tuple[Tensor, Tensor]:
+    """What the two networks say of one sample."""
+    draw, cfg = torch.Generator().manual_seed(0), ours.cfg
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw, dtype=torch.float64)
+
+    if isinstance(cfg, VAEConfig):
+        x = numbers(2, cfg.inputs, 12, 20)
+        latents, known = ours.encode(x), theirs.encode(x).latent_dist
         torch.testing.assert_close(latents.moments, known.parameters, rtol=1e-11, atol=1e-11)
         torch.testing.assert_close(latents.divergence(), known.kl(), rtol=1e-11, atol=1e-11)
-        torch.testing.assert_close(net.decode(known.mean), theirs.decode(known.mean).sample, rtol=1e-11, atol=1e-11)
+        return ours.decode(latents.mean), theirs.decode(known.mean).sample
+    if isinstance(cfg, FluxConfig):
+        x, time = numbers(2, cfg.inputs // 4, 4, 6), torch.rand(2, generator=draw, dtype=torch.float64)
+        strength = time + 1 if cfg.guidance else None
+        asked = Condition(tokens=numbers(2, 3, cfg.tokens), pooled=numbers(2, cfg.pooled), guidance=strength)
+        right = theirs(
+            hidden_states=packed(x), timestep=time, encoder_hidden_states=asked.tokens, pooled_projections=asked.pooled,
+            guidance=strength, txt_ids=torch.zeros(3, 3, dtype=torch.float64),
+            img_ids=torch.tensor([[0.0, i, j] for i in range(2) for j in range(3)], dtype=torch.float64),
+        ).sample  # fmt: skip
+        return packed(ours(x, time, asked)), right
+    times = torch.tensor([3, 700])
+    if isinstance(cfg, DiTConfig):
+        x, classes = numbers(2, cfg.inputs, cfg.size, cfg.size), torch.tensor([cfg.classes, cfg.classes - 1])
+        return ours(x, times, Condition(classes=classes)), theirs(x, timestep=times, class_labels=classes).sample
+    x = numbers(2, cfg.inputs, *((9, 12) if cfg.tokens else (8, 12)))  # their UNet2DModel refuses odd sides
+    classes, tokens = torch.tensor([4, 0]) if cfg.classes else None, numbers(2, 5, 6) if cfg.tokens else None
+    words = {"encoder_hidden_states": tokens} if cfg.tokens else {}
+    return ours(x, times, Condition(classes=classes, tokens=tokens)), theirs(x, times, class_labels=classes, **words).sample
+
+
+def compared(ours: nn.Module, theirs: nn.Module) -> None:
+    found, right = said(ours.zero_grad() or ours.double().eval(), theirs.zero_grad() or theirs.double().eval())
+    torch.testing.assert_close(found, right, rtol=0, atol=1e-10 * max(1, right.abs().max().item()))
+    weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    for value in (found, right):
+        (value * weights).sum().backward()
+    gradients = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
+    for name, parameter in ours.named_parameters():
+        if parameter.grad is not None:
+            known = gradients[name].view_as(parameter)
+            torch.testing.assert_close(parameter.grad, known, rtol=0, atol=1e-9 * max(1.0, known.abs().max().item()))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_we_and_diffusers_read_each_others_folders(name: str, tmp_path: Path) -> None:
+    cfg = CONFIGS[name]
+    torch.manual_seed(0)
+    ours: Any = {UNetConfig: UNet, VAEConfig: VAE, DiTConfig: DiT, FluxConfig: Flux}[type(cfg)](cfg)
+    for parameter in ours.parameters():
+        nn.init.normal_(parameter, 0.5 * (parameter.ndim == 1), 0.3)
+    save_folder(ours.state_dict(), cfg, tmp_path / "ours", shard=random.Random(name).choice((10**9, 20_000)))
+    kind = json.loads((tmp_path / "ours/config.json").read_text())["_class_name"]
+    theirs, told = getattr(diffusers, kind).from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not any(told.values()), told
+    compared(ours, theirs)
+    theirs.save_pretrained(tmp_path / "theirs")
+    back = load_network(tmp_path / "theirs")
+    assert back.cfg.model_dump(exclude={"zero", "heads"}) == cfg.model_dump(exclude={"zero", "heads"})
+    compared(back, theirs)
 
 
 def test_networks_that_they_made_are_read(tmp_path: Path) -> None:
@@ -128,13 +147,4 @@ def test_networks_that_they_made_are_read(tmp_path: Path) -> None:
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"), norm_num_groups=4, attention_head_dim=2, use_linear_projection=False,
     )  # fmt: skip
     made.save_pretrained(tmp_path)
-    torch.testing.assert_close(*both(load_network(tmp_path), made.eval(), 0), rtol=1e-11, atol=1e-11)
-    field = UNetConfig(channels=(8,), heads=(1,), attention=("none",), middle="none", tokens=None, groups=4, field=2, zero=False)
-    net = UNet(field)
-    save_folder(net.state_dict(), field, tmp_path)
-    theirs = diffusers.UNet2DModel.from_pretrained(tmp_path)
-    x, coarse, times = torch.randn(2, 4, 8, 8), torch.randn(2, 2, 4, 4), torch.tensor([1, 2])
-    with torch.no_grad():
-        fine = torch.nn.functional.interpolate(coarse, (8, 8), mode="bilinear", align_corners=False)
-        own = net.eval().double()(x.double(), times, Condition(field=coarse.double()))
-        torch.testing.assert_close(own, theirs.double()(torch.cat((x, fine), 1).double(), times).sample, rtol=1e-6, atol=1e-6)
+    compared(load_network(tmp_path), made)

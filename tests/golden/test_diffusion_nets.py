@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 from hpcai.models.diffusion import VAE, Condition, UNet, UNetConfig, VAEConfig, load_network
 from hpcai.models.diffusion.blocks import sinusoidal
+from hpcai.models.diffusion.config import DiTConfig, FluxConfig
+from hpcai.models.diffusion.dit import DiT
+from hpcai.models.diffusion.flux import Flux
 from hpcai.models.diffusion.load import KINDS
 from tests.hashed import fill
 from tests.stored import DATA, arrays, told
@@ -109,13 +112,18 @@ def test_logarithms_of_variances_are_clamped() -> None:
     assert wild.sample(torch.ones(1, 2, 1, 1)).flatten().tolist() == pytest.approx([np.exp(-15.0), np.exp(10.0)])
 
 
-def test_tensors_of_published_networks() -> None:
-    flux = VAEConfig(latents=16, quantised=False, scale=0.3611, shift=0.1159)
+FLUX_VAE = VAEConfig(latents=16, quantised=False, scale=0.3611, shift=0.1159)
+PUBLISHED: dict[str, tuple[Any, Any]] = {
+    "sd2_base_unet": (UNet, UNetConfig()), "sd_vae": (VAE, VAEConfig()), "flux_vae": (VAE, FLUX_VAE),
+    "dit_xl_2_256": (DiT, DiTConfig()), "flux1_schnell": (Flux, FluxConfig()), "flux1_dev": (Flux, FluxConfig(guidance=True)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_tensors_of_published_networks(name: str) -> None:
+    known, (kind, cfg) = json.loads(gzip.decompress((HOME / "names" / f"{name}.json.gz").read_bytes())), PUBLISHED[name]
     with torch.device("meta"):
-        made: dict[str, nn.Module] = {"sd2_base_unet": UNet(UNetConfig()), "sd_vae": VAE(), "flux_vae": VAE(flux)}
-    for name, net in made.items():
-        known = json.loads(gzip.decompress((HOME / "names" / f"{name}.json.gz").read_bytes()))
-        assert {key: list(x.shape) for key, x in net.state_dict().items()} == dict(known["tensors"])
-        assert sum(p.numel() for p in net.parameters()) == known["total"] and len(net.state_dict()) == known["tensor_count"]
-        kind = KINDS[known["class"]]
-        assert kind.from_config(known["config"], HOME / "names") == net.cfg
+        state = kind(cfg).state_dict()
+    assert {key: list(x.shape) for key, x in state.items()} == dict(known["tensors"]) and len(state) == known["tensor_count"]
+    assert sum(x.numel() for x in state.values()) == known["total"]
+    assert KINDS[known["class"]].from_config({"_class_name": known["class"], **known["config"]}, HOME / "names") == cfg

@@ -55,17 +55,15 @@ def test_on_a_schedule_input_target_weight_and_loss(says: Says, dtype: torch.dty
     for gamma in (None, told(f"{FOLDER}/settings")["vp"]["min_snr_gamma"]):
         objective = Objective(schedule("sd2", says=says, min_snr=gamma))
         noised = objective.noised(known["x0"].to(dtype), known["noise"].to(dtype), known["timesteps"].float())
-        assert all(part.dtype == dtype for part in noised)
         wanted = Noised(
             known["x_t"], known["timesteps"], known["alpha"], known["sigma"],
             {"epsilon": known["noise"], "v": known["v"], "x0": known["x0"]}[says],
             known[f"min_snr_weight_{says}"] if gamma else torch.ones(len(known["x0"])),
         )  # fmt: skip
         for found, other in zip(noised, wanted):
+            assert found.dtype == dtype
             close(found, other, tolerance)
-        loss = objective.loss(known["pred"].to(dtype), noised)
-        close(loss, known[f"mse_{says}"] * wanted.weight, tolerance)
-        close(loss.mean(), known[f"loss_{'min_snr' if gamma else 'plain'}_{says}"][0], tolerance)
+        close(objective.loss(known["pred"].to(dtype), noised), known[f"mse_{says}"] * wanted.weight, tolerance)
 
 
 @pytest.mark.parametrize("each", [True, False], ids=["of_each_sample", "host_numbers"])

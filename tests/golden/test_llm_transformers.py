@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from apps.llm.settings import DataConfig
@@ -35,7 +36,7 @@ ROPES: list[dict[str, Any]] = [
     {"rope_type": "default"}, {"rope_type": "linear", "factor": 2.5},
     {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 12},
 ]  # fmt: skip
-SEEDS = range(6)
+SEEDS = range(3)
 OURS: dict[str, dict[str, Any]] = {
     "llama": {"key_heads": 2},
     "llama3, tied": {"tied": True, "head": 10, "rotary": {"theta": 7e4, "scaling": {"factor": 4.0, "original": 16}}},
@@ -133,7 +134,6 @@ def test_their_files_give_the_same_model(make: str, dtype: torch.dtype, tmp_path
     kind, seed = make.split()
     model: Any = {"llama": their_llama, "gpt2": their_gpt2}[kind](int(seed))
     model.to(dtype).save_pretrained(tmp_path, max_shard_size="3KB" if int(seed) % 2 else "5GB")
-    assert len([*tmp_path.glob("*.safetensors")]) > 1 or not int(seed) % 2
     ours = LLM.load(tmp_path)
     assert ours.lm_head.weight.dtype == dtype
     same(ours.double(), theirs_from(tmp_path))
@@ -194,11 +194,8 @@ def test_what_bench_llm_compares_with_has_the_same_loss(kind: str, documents: st
 @pytest.mark.parametrize("kind", ["llama", "llama3, tied"])
 def test_they_read_what_a_run_leaves(kind: str, tmp_path: Path) -> None:
     step = trained(ours_of(kind))
-    folder, model = left(step, tmp_path), step.model.double()
-    ids = tokens_for(50)
+    folder, model, ids = left(step, tmp_path), step.model.double(), tokens_for(50)
     close(model(ids), theirs_from(folder)(ids).logits)
-    from safetensors import safe_open
-
     with safe_open(folder / "model.safetensors", "pt") as file:
         assert file.metadata()["format"] == "pt", "without which transformers 4 refuses the file"
 
@@ -221,15 +218,13 @@ def test_peft_reads_our_adapters(name: str, tmp_path: Path) -> None:
     for folder in (tmp_path / "own", left(step, tmp_path) / "adapter"):
         assert json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
         theirs = peft.PeftModel.from_pretrained(theirs_from(base), folder).double()
-        close(LLM.load(base).double()(ids) - theirs.unload()(ids).logits, torch.zeros(3, 21, 50, dtype=torch.float64))
-        theirs = peft.PeftModel.from_pretrained(theirs_from(base), folder).double()
         own = LLM.load(base).double()
+        plain = own(ids)
         assert llm.load_adapter(own, folder) == ADAPTERS[name]
         close(own(ids), theirs(ids).logits)
-        assert (own(ids) - LLM.load(base).double()(ids)).abs().max() > 1e-3, "two steps have changed something"
+        assert (own(ids) - plain).abs().max() > 1e-3, "two steps have changed something"
         llm.merge(own)
         merged = theirs.merge_and_unload()
-        close(own(ids), merged(ids).logits)
         for key, value in own.named_parameters():
             close(value, merged.get_parameter(key))
 

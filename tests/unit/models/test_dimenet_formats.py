@@ -22,18 +22,13 @@ from hpcai.errors import CheckpointError, DataError, MissingExtraError
 from hpcai.models.dimenet import (
     DimeNet,
     DimeNetConfig,
-    Structure,
     atoms,
     batch_of,
-    counted,
     frames,
-    join,
-    loss,
     pyg_words,
     to_ase,
     to_data,
 )
-from hpcai.models.dimenet.triplets import edges_of, energy_and_forces
 from tests.atoms import SMALL, crystal, network
 
 TINY = SMALL.model_copy(update={"spherical": 3, "radial": 3})
@@ -75,13 +70,6 @@ def test_both_kinds_of_names_are_the_atoms_that_arrays_are() -> None:
         assert np.array_equal(one, other), "a molecule of QM9, whose nineteen labels are not asked for"
 
 
-def test_a_structure_does_not_move_with_the_atoms_that_it_was_made_of() -> None:
-    moved = slab()
-    found, before = atoms(moved, **WORDS), moved.positions.copy()
-    moved.positions += 1
-    assert np.array_equal(found.positions, before)
-
-
 @pytest.mark.parametrize("batched", [list, Geometric.from_data_list])
 def test_labels_come_along(batched: Any) -> None:
     given = [names_of_open_catalyst(), names_of_open_catalyst(y=2.0, natoms=None, pbc=torch.tensor([[True, False, True]]))]
@@ -91,13 +79,8 @@ def test_labels_come_along(batched: Any) -> None:
     assert [frame.structure.pbc.tolist() for frame in found] == [[True] * 3, [True, False, True]]  # type: ignore[union-attr]
     for frame in found:
         assert np.array_equal(frame.forces, np.arange(12.0).reshape(4, 3)) and frame.free.tolist() == [0, 1, 1, 0]  # type: ignore[arg-type]
-
-
-def test_a_batch_without_numbers_of_atoms_is_divided_by_its_index() -> None:
-    both = Geometric.from_data_list([Data(z=torch.tensor([1, 8][: n + 1]), pos=torch.eye(3)[: n + 1]) for n in (1, 1)])
-    assert [len(frame.free) for frame in frames(both)] == [2, 2]
     with pytest.raises(DataError, match=r"2 structures, expected one; read several with hpcai.models.dimenet.frames"):
-        atoms(both)
+        atoms(Geometric.from_data_list(given))
 
 
 def test_ase_s_labels_are_those_that_were_computed_for_these_atoms() -> None:
@@ -118,22 +101,14 @@ def test_ase_s_labels_are_those_that_were_computed_for_these_atoms() -> None:
         ({"pos": None}, "Data without pos; expected PyTorch Geometric's Data with pos"),
         ({"atomic_numbers": None}, "no atomic_numbers and no z"),
         ({"atomic_numbers": torch.ones(3)}, r"atomic_numbers or z has shape \[3\], expected \[4\]"),
-        ({"atomic_numbers": torch.tensor([1, 2, 0, 4])}, r"numbers\[2\] is 0, expected an atomic number"),
-        ({"pos": torch.ones(4, 2)}, r"pos has shape \[4, 2\], expected \[4, 3\]"),
         ({"pos": torch.full((4, 3), torch.nan)}, r"positions\[0, 0\] is nan"),
         ({"cell": torch.ones(2, 3, 3)}, r"cell has shape \[2, 3, 3\], expected \[1, 3, 3\]"),
-        ({"cell": torch.full((1, 3, 3), torch.nan)}, r"cell\[0, 0\] is nan"),
-        ({"pbc": torch.tensor([1, 0])}, r"pbc has shape \[2\], expected \[1, 3\]"),
         ({"pbc": torch.tensor([1, 0, 2])}, r"pbc\[2\] is 2, expected true or false"),
         ({"natoms": 5}, r"natoms is \[5\], 5 in all, expected one or more each, and 4 as in pos"),
-        ({"natoms": torch.tensor([4, 0])}, "expected one or more each"),
         ({"natoms": None, "batch": torch.tensor([0, 1, 0, 1])}, r"batch has shape \[4\] or descends"),
         ({"fixed": torch.ones(3)}, r"fixed has shape \[3\], expected \[4\]"),
-        ({"y": torch.ones(1, 19)}, r"energy or y has shape \[1, 19\], expected \[1\]"),
         ({"y": float("nan")}, r"energy or y \[0\] is nan, expected a finite number"),
-        ({"force": torch.full((4, 3), torch.inf)}, r"forces or force \[0, 0\] is inf"),
         ({"force": torch.ones(12)}, r"forces or force has shape \[12\], expected \[4, 3\]"),
-        ({"y": "much"}, "frames: energy: could not convert"),
     ],
 )
 def test_what_cannot_be_is_refused_by_its_name(changes: Any, text: str) -> None:
@@ -142,27 +117,22 @@ def test_what_cannot_be_is_refused_by_its_name(changes: Any, text: str) -> None:
 
 
 def test_a_bad_structure_of_several_is_named() -> None:
-    good, bad = names_of_open_catalyst(), names_of_open_catalyst(pos=torch.zeros(4, 3))
-    with pytest.raises(DataError, match=r"frames\[1\]: atoms 0 and 1 .* apart"):
-        frames([good, bad], **WORDS)
-    with pytest.raises(DataError, match=r"frames: structure 1: atoms 0 and 1 .* apart"):
-        frames(Geometric.from_data_list([good, bad]), **WORDS)
-    with pytest.raises(DataError, match="atoms: str without pos"):
-        atoms("slab.traj")
+    given = [names_of_open_catalyst(), names_of_open_catalyst(pos=torch.zeros(4, 3))]
+    for several, where in ((given, r"frames\[1\]"), (Geometric.from_data_list(given), "frames: structure 1")):
+        with pytest.raises(DataError, match=rf"{where}: atoms 0 and 1 .* apart"):
+            frames(several, **WORDS)
 
 
 # ---- and back
 
 
 def test_data_have_what_fairchem_reads() -> None:
-    model, given = network(), slab()
-    structure = atoms(given, **WORDS)
-    energy, forces = model.energy_and_forces(structure)
+    structure = atoms(slab(), **WORDS)
+    energy, forces = network().energy_and_forces(structure)
     data = to_data(structure, (energy, forces))
     (j, i), offsets = data.edge_index, data.cell_offsets
     vector = data.pos[j] - data.pos[i] + offsets @ data.cell[0]
     torch.testing.assert_close(vector.norm(dim=1), data.distances, rtol=1e-12, atol=1e-12)
-    assert torch.equal(offsets, offsets.round()) and (offsets[:, :2].abs().max(0).values > 0).all() and not offsets[:, 2].any()
     assert len(j) == data.neighbors and data.natoms == 12 and torch.equal(data.z, data.atomic_numbers)
     assert data.energy.item() == energy and np.array_equal(data.forces, forces) and data.validate()
     assert data.cell.shape == (1, 3, 3) and data.pbc.tolist() == [[True, True, False]]
@@ -185,23 +155,10 @@ def test_ase_has_the_prediction_in_a_calculator() -> None:
     for one, (energy, forces) in zip(to_ase(structures, found), found):
         assert one.get_potential_energy() == energy and np.array_equal(one.get_forces(), forces)
     assert to_ase(structures[0]).calc is None and to_ase(structures[0]) == Atoms(slab(), constraint=None)
-    assert to_ase(frames(slab())[0]).constraints[0].index.tolist() == [0, 3]
     with pytest.raises(DataError, match="1 pairs of energy and forces for 2 structures"):
         to_ase(structures, found[:1])
     with pytest.raises(DataError, match=r"structure 0: forces \(3, 3\), expected \(12, 3\)"):
         to_data(structures, found[::-1])
-    with pytest.raises(DataError, match="does not know its cell"):
-        to_data(Structure(*structures[0][:8]))
-
-
-def test_labelled_data_are_what_the_loss_reads() -> None:
-    model, given = network(), frames([slab(), names_of_open_catalyst()], **WORDS)
-    batch = batch_of(given)
-    assert counted(batch).tolist() == [12, 2] and batch.free.tolist() == [0, 1, 1, 0, *[1] * 8, 0, 1, 1, 0, 0]
-    _, forces = model(batch.graph)
-    wanted = np.concatenate([frame.forces for frame in given])  # type: ignore[misc]
-    off = np.abs(forces[:16].detach().numpy() - wanted)[batch.free[:16] > 0].sum() / 12
-    assert loss(model, batch)["loss"].item() == pytest.approx(50 * off, rel=1e-12)
 
 
 @pytest.mark.parametrize("write, package, extra", [(to_data, "torch_geometric", "peers"), (to_ase, "ase", "opencatalyst")])
@@ -253,36 +210,19 @@ def triplets(edges: torch.Tensor, num_nodes: int) -> tuple[torch.Tensor, ...]:
     return i, j, i[ji], j[ji], j[kj], kj, ji
 
 
-def test_their_layers_say_of_slabs_what_ours_say(geometric: Any) -> None:
-    model, net, _ = geometric
-    graph = join([atoms(slab(), **WORDS), atoms(*crystal(1), **WORDS)])
-    energy, forces = energy_and_forces(net, graph.positions[:-1], edges_of(graph), detached=False)
-    ours = model(graph)
-    torch.testing.assert_close(energy, ours.energy, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(forces, ours.forces[:-1], rtol=1e-4, atol=1e-4)
-
-
 def test_what_was_written_for_others_loads_again(geometric: Any, tmp_path: Path) -> None:
     model, _, path = geometric
-    structure = atoms(slab(), **WORDS)
-    again = DimeNet.load(path, TINY)
-    again.save(tmp_path / "again.pt", form="pyg")
-    for name, value in torch.load(tmp_path / "again.pt", weights_only=True).items():
-        assert torch.equal(value, torch.load(path, weights_only=True)[name].float()), name
+    structure, again = atoms(slab(), **WORDS), DimeNet.load(path, TINY)
     assert again.double().energy_and_forces(structure)[0] == pytest.approx(model.energy_and_forces(structure)[0], rel=1e-6)
     model.save(tmp_path / "ocp.pt", form="fairchem")
     state = torch.load(tmp_path / "ocp.pt", weights_only=True)["state_dict"]
     assert list(state) == [f"module.module.{name}" for name in model.state_dict()]
     for name, value in DimeNet.load(tmp_path / "ocp.pt", TINY).double().state_dict().items():
         assert torch.equal(value, model.state_dict()[name].float().double())
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["again.pt", "ocp.pt"]
+    assert [each.name for each in tmp_path.iterdir()] == ["ocp.pt"]
 
 
 def test_a_network_that_they_cannot_have_is_refused(tmp_path: Path) -> None:
-    bare = network(TINY.model_copy(update={"output_layers": 0}))
-    torch.nn.init.zeros_(bare.output_blocks[0].lin_up.bias)  # type: ignore[union-attr, arg-type]
-    with pytest.raises(CheckpointError, match=r"output_blocks.1.lin_up.bias is not 0, .* no layer follows"):
-        bare.save(tmp_path / "w.pt", form="pyg")
     with pytest.raises(CheckpointError, match="elements is 60, but PyTorch Geometric's embedding has 95 rows"):
         network(TINY.model_copy(update={"elements": 60})).save(tmp_path / "w.pt", form="pyg")
     assert not list(tmp_path.iterdir())

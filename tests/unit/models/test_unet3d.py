@@ -9,7 +9,7 @@ import torch
 
 from hpcai.errors import CheckpointError, ConfigError
 from hpcai.models import unet3d
-from hpcai.models.unet3d import Batch, UNet3D, UNet3DConfig, place, sliding_window
+from hpcai.models.unet3d import Batch, UNet3D, UNet3DConfig, sliding_window
 from hpcai.models.unet3d.objective import dice
 
 SMALL = UNet3DConfig(filters=(4, 6), window=(8, 16, 16), spacing_mm=(4.0, 2.0, 2.0))
@@ -39,30 +39,23 @@ def test_a_volume_is_segmented_on_its_own_grid() -> None:
     assert (np.stack(list(same.values())).argmax(0) == logits[0].argmax(0).numpy()).all()
 
 
-def test_a_mask_does_not_depend_on_mode_precision_or_memory() -> None:
-    net = model()
-    volume = np.random.default_rng(1).normal(40, 100, (9, 33, 35))
+def test_a_mask_does_not_depend_on_mode_or_memory() -> None:
+    net, volume = model(), np.random.default_rng(1).normal(40, 100, (9, 33, 35))
     expected = net.segment(volume, (4, 2, 2))
     assert net.training is False
     net.train()
     again = net.segment(np.asfortranarray(volume), (4, 2, 2))
-    assert net.training and all(np.array_equal(again[name], expected[name]) for name in expected)
-    failing = net.register_forward_pre_hook(lambda *_: 1 // 0)
+    assert all(np.array_equal(again[name], expected[name]) for name in expected)
+    net.register_forward_pre_hook(lambda *_: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         net.segment(volume, (4, 2, 2))
-    failing.remove()
     assert net.training, "as before, though it failed"
-    double = net.double().segment(volume, (4, 2, 2))
-    assert np.mean([np.mean(double[name] == expected[name]) for name in expected]) > 0.999
 
 
-def test_what_is_no_volume_is_refused() -> None:
+def test_what_is_no_volume_or_does_not_halve_is_refused() -> None:
     for shape, spacing, text in (((1, 4, 4, 4), (1, 1, 1), "the slices first"), ((4, 4, 4), (1000, 1, 1), "check the unit")):
         with pytest.raises(ValueError, match=text):
             model().segment(np.zeros(shape), spacing)
-
-
-def test_a_window_that_does_not_halve_is_refused() -> None:
     with pytest.raises(ValueError, match="the input is 8 x 18 x 16 voxels; expected multiples of 4, the output stride"):
         model()(torch.zeros(1, 1, 8, 18, 16))
 
@@ -80,9 +73,6 @@ def test_other_classes_get_names(tmp_path: Path) -> None:
     [
         ({"window": (128, 100, 128)}, "multiples of 32"),
         ({"window": (32, 32, 32)}, "the bottleneck has one voxel, and no statistics"),
-        ({"classes": ("background",)}, "at least two"),
-        ({"filters": ()}, "give the width of at least one resolution"),
-        ({"overlap": 1.0}, "overlap"),
     ],
 )
 def test_settings_that_do_not_fit(words: dict[str, Any], text: str) -> None:
@@ -94,32 +84,20 @@ def test_windows_cover_every_voxel_and_weigh_it_once() -> None:
     """A network that gives back its input must give back the volume."""
     random = np.random.default_rng(2)
     for _ in range(40):
-        size = [int(n) for n in random.integers(3, 70, 3)]
-        window = [int(n) for n in random.choice([8, 16, 24, 32], 3)]
+        size, window = random.integers(3, 70, 3).tolist(), random.choice([8, 16, 24, 32], 3).tolist()
         overlap = float(random.choice([0.0, 0.25, 0.5, 0.75]))
         x = torch.from_numpy(random.normal(size=(1, 2, *size)))
-        y, kept = sliding_window(lambda part: part, x, window, overlap, crop=False)
-        assert kept == tuple(slice(0, n) for n in size)
-        torch.testing.assert_close(y, x, rtol=1e-11, atol=1e-11)
-        y, kept = sliding_window(lambda part: part, x, window, overlap)
-        torch.testing.assert_close(y, x[(..., *kept)], rtol=1e-11, atol=1e-11)
-        for n, w, part in zip(size, window, kept):
-            assert n - (part.stop - part.start) < int(w * (1 - overlap)) // 2 or n == part.stop - part.start
+        for crop in (False, True):
+            y, kept = sliding_window(lambda part: part, x, window, overlap, crop=crop)
+            torch.testing.assert_close(y, x[(..., *kept)], rtol=1e-11, atol=1e-11)
+            for n, w, part in zip(size, window, kept):
+                assert n - (part.stop - part.start) < max(crop * int(w * (1 - overlap)) // 2, 1)
 
 
 def test_a_volume_smaller_than_the_window_is_surrounded_by_air() -> None:
-    seen = []
-
-    def network(part: torch.Tensor) -> torch.Tensor:
-        seen.append(part)
-        return part
-
-    y, _ = sliding_window(network, torch.ones(1, 1, 5, 9, 40), (16, 16, 32), crop=False)
-    torch.testing.assert_close(y, torch.ones_like(y), rtol=1e-6, atol=0)
-    assert seen[0].shape == (1, 1, 16, 16, 32)
+    seen: list[torch.Tensor] = []
+    sliding_window(lambda part: seen.append(part) or part, torch.ones(1, 1, 5, 9, 40), (16, 16, 32), crop=False)
     assert seen[0].min() == pytest.approx(-2.2) and (seen[0] == 1).sum() == 5 * 9 * (32 - 4)
-    assert list(place(300, 128, 0.5, True).starts) == [0, 64, 128, 192] and place(300, 128, 0.5, True).before == 10
-    assert place(130, 128, 0.5, True).kept == slice(1, 129)
 
 
 def test_dice_of_a_class_that_is_nowhere_is_one() -> None:
@@ -131,19 +109,12 @@ def test_dice_of_a_class_that_is_nowhere_is_one() -> None:
     torch.testing.assert_close(found, torch.tensor([[1.0, 1.0], [8 / 9, 1.0]]).double(), rtol=1e-6, atol=0)
 
 
-def test_the_loss_has_no_background_and_the_score_is_a_mean_over_volumes() -> None:
-    net = model().double()
-    image = torch.randn(2, 8, 16, 16, generator=torch.Generator().manual_seed(3)).double()
+@torch.no_grad()
+def test_the_score_is_a_mean_over_volumes() -> None:
+    net, image = model(), torch.randn(2, 8, 16, 16, generator=torch.Generator().manual_seed(3))
     label = (image > 1).to(torch.uint8) + (image > 2).to(torch.uint8)
-    values = unet3d.loss(net, Batch(image, label))
-    guess, hot = net(image[:, None]).softmax(1), torch.nn.functional.one_hot(label.long(), 3).movedim(-1, 1).double()
-    over = (2, 3, 4)
-    soft = (2 * (guess * hot).sum(over) + 1e-6) / (guess.sum(over) + hot.sum(over) + 1e-6)
-    entropy = torch.nn.functional.cross_entropy(net(image[:, None]), label.long())
-    torch.testing.assert_close(values["loss"], ((1 - soft[:, 1:]).mean() + entropy) / 2, rtol=1e-9, atol=0)
-    with torch.no_grad():
-        both = unet3d.score(net, [Batch(image[:1], label[:1]), Batch(image[1:], label[1:])])
-        each = [unet3d.score(net, [Batch(image[b : b + 1], label[b : b + 1])]) for b in (0, 1)]
+    both = unet3d.score(net, [Batch(image[:1], label[:1]), Batch(image[1:], label[1:])])
+    each = [unet3d.score(net, [Batch(image[b : b + 1], label[b : b + 1])]) for b in (0, 1)]
     for name, (value, count) in both.items():
         assert count == 2 and float(value) == pytest.approx(sum(float(one[name][0]) for one in each))
     assert float(both["mean_dice"][0]) == pytest.approx((float(both["dice_kidney"][0]) + float(both["dice_tumour"][0])) / 2)

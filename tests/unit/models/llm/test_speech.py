@@ -3,11 +3,13 @@
 import json
 from collections.abc import Iterator
 from functools import cache
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from hpcai.errors import CheckpointError, ConfigError, DataError
@@ -44,13 +46,11 @@ class Scripted:
         self.texts, self.ended, self.asked = texts, [False] * len(texts), 0
 
     def __iter__(self) -> Iterator[list[int | None]]:
-        for number in range(max(map(len, self.texts))):
+        for row in zip_longest(*self.texts):
             if all(self.ended):
                 return
             self.asked += 1
-            yield [
-                None if self.ended[row] or number >= len(text) else text[number] for row, text in enumerate(self.texts)
-            ]
+            yield [None if ended else token for ended, token in zip(self.ended, row)]
 
 
 @pytest.fixture
@@ -73,31 +73,28 @@ def test_pieces_are_whole_characters_and_together_the_text(kind: str, scripted: 
     scripted([*tokenizer.encode(TEXT), tokenizer.eos])
     text = new_model(tokenizer).generate("a")
     pieces = list(text)
-    assert "".join(pieces) == TEXT == str(text) == repr(text) and all(pieces) and list(text) == pieces
-    assert all("\ufffd" not in piece for piece in pieces) and len(pieces) > 20
-
-
-def test_a_character_that_is_never_whole_is_told_at_the_end(scripted: Any) -> None:
-    scripted([*"ab½".encode()][:-1])
+    assert "".join(pieces) == TEXT == str(text) == repr(text) and all(pieces) and len(pieces) > 20
+    assert all("\ufffd" not in piece for piece in pieces)
+    scripted([*"ab½".encode()][:-1])  # of which the last is never whole
     assert list(new_model(Tokenizer.of_bytes()).generate("a")) == ["a", "b", "\ufffd"]
 
 
-@pytest.mark.parametrize("stop", ["\n\n", "n\n\nV", "😀👨", "Z", "über", TEXT, ["quer", "Viktor", "nowhere"]])
-def test_a_text_ends_before_the_first_stop_wherever_tokens_end(stop: str | list[str], scripted: Any) -> None:
-    right = min((TEXT.split(each)[0] for each in ([stop] if isinstance(stop, str) else stop)), key=len)
+@pytest.mark.parametrize("stop", [["\n\n"], ["n\n\nV"], ["😀👨"], [TEXT], ["quer", "Viktor", "nowhere"]])
+def test_a_text_ends_before_the_first_stop_wherever_tokens_end(stop: list[str], scripted: Any) -> None:
+    right = min((TEXT.split(each)[0] for each in stop), key=len)
     for tokenizer in (Tokenizer.of_bytes(), trained()):
         ids = tokenizer.encode(TEXT)
         made = scripted(ids)
         assert "".join(new_model(tokenizer).generate("a", stop=stop)) == right
-        assert made.asked == next(n for n in range(len(ids) + 1) if any(
-            each in tokenizer.decode(ids[:n]) for each in ([stop] if isinstance(stop, str) else stop)
-        ))  # fmt: skip
+        assert made.asked == next(n for n in range(len(ids) + 1) if any(each in tokenizer.decode(ids[:n]) for each in stop))
 
 
 def test_what_may_begin_a_stop_waits_and_is_told_when_it_is_none() -> None:
     saying = Saying(Tokenizer.of_bytes(), {256}, ["aab", "ac"])
     assert [saying.add(ord(letter)) for letter in "xaaax"] == ["x", "", "", "a", "aax"]
     assert saying.add(ord("a")) == "" and saying.finish() == "a"
+    both = Saying(Tokenizer.of_bytes(), {256}, ["b", "ab"])
+    assert both.add(ord("a")) + both.add(ord("b")) == "", "of two stops that end at once that which begins first"
     other = Saying(Tokenizer.of_bytes(), {ord("z")}, [])
     assert other.add(ord("a")) == "a" and other.add(ord("z")) == "", "also what ends a text and is no special token"
 
@@ -111,18 +108,6 @@ def test_several_texts_end_each_on_its_own(scripted: Any) -> None:
         new_model(Tokenizer.of_bytes()).generate("a", stop=["x", ""])
 
 
-def test_the_space_before_the_first_word_is_said() -> None:
-    import tokenizers
-
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"▁one": 0, "▁two": 1, "<unk>": 2}, "<unk>"))
-    steps = tokenizers.decoders
-    made.decoder = steps.Sequence([steps.Replace("▁", " "), steps.Fuse(), steps.Strip(" ", 1, 0)])
-    tokenizer = Tokenizer(made.to_str())
-    for before, right in (([0], " two one"), ([], "two one")):
-        saying = Saying(tokenizer, set(), [], before)
-        assert saying.add(1) + saying.add(0) + saying.finish() == right
-
-
 # ---- a real model
 
 
@@ -130,42 +115,26 @@ def test_one_text_many_texts_and_tokens_say_the_same() -> None:
     model = new_model(Tokenizer.of_bytes())
     words: dict[str, Any] = {"temperature": 1.5, "top_k": 50, "most": 30, "seed": 3}
     alone = str(model.generate("ab", **words))
-    assert len(alone) > 5 and model.generate(["ab", "abc"], **words)[0] == alone
-    stop = alone[4:7]
-    assert str(model.generate("ab", stop=stop, **words)) == alone.split(stop)[0] != alone
-    assert alone != str(model.generate("ab", **words | {"seed": 4}))
+    assert len(alone) > 5 and model.generate(["ab", "abc"], **words)[0] == alone != str(model.generate("ab", **words | {"seed": 4}))
     ids = speech.generate(model, [[256, *b"ab"]], speech.SamplingConfig(most=30), [256], words=257)
     assert str(model.generate("ab", most=30)) == bytes(t for (t,) in ids if t is not None and t < 256).decode("utf-8", "replace")
 
 
 def test_a_text_begins_with_what_texts_begin_with() -> None:
-    model = new_model(Tokenizer.of_bytes())
+    model, golden = new_model(Tokenizer.of_bytes()), Tokenizer.load(GOLDEN)
     assert speech.tokens_of(model, "") == [256] and speech.tokens_of(model, "a") == [256, 97]
-    golden = Tokenizer.load(GOLDEN)
     assert speech.begin(golden) == (golden.before or [golden.bos])
     with pytest.raises(DataError, match=r"prompt 0 has 65 tokens, the model 64 positions in all"):
         model.generate("a" * 64)
-    nothing = Tokenizer(json.dumps({"added_tokens": [], "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}))
-    with pytest.raises(DataError, match="prompt 0 has no token"):
-        new_model(nothing).generate("")
-
-
-def test_padded_words_are_never_said() -> None:
-    model = new_model(Tokenizer.of_bytes())
-    with torch.no_grad():
-        model.lm_head.weight[257:] = 50 * model.lm_head.weight[:43]
-    assert all(model.generate(["a", "b"], temperature=3.0, most=40))
 
 
 def test_a_chat_is_told_by_the_template(scripted: Any) -> None:
     tokenizer = Tokenizer.load(GOLDEN)
-    model = new_model(tokenizer, vocabulary=tokenizer.size + 3)
-    messages = [{"role": "user", "content": "Hello"}]
-    right = speech.generate(model, [tokenizer.chat(messages, True)[0]], speech.SamplingConfig(most=9), [tokenizer.eos])
-    ids = [token for (token,) in right if token is not None and token < tokenizer.size]
-    said = model.chat(messages, most=9)
-    assert str(said).startswith(tokenizer.decode(ids[:3], skip_special=True)[:3])
-    assert model.chat([messages, messages], most=9)[0] == str(said)
+    model, messages = new_model(tokenizer, vocabulary=tokenizer.size + 3), [{"role": "user", "content": "Hello"}]
+    prompt = tokenizer.chat(messages, True)[0]
+    said = speech.generate(model, [prompt], speech.SamplingConfig(most=9), [tokenizer.eos], words=tokenizer.size)
+    ids = [token for (token,) in said if token is not None and token != tokenizer.eos]
+    assert str(model.chat(messages, most=9)) == tokenizer.decode(ids, skip_special=True) == model.chat([messages], most=9)[0]
     scripted([*tokenizer.encode("Hi"), tokenizer.id_of("<|end|>"), *tokenizer.encode("!")])
     assert str(model.chat(messages)) == "Hi!"  # a special token is no text
     with pytest.raises(DataError, match="has no template of chats"):
@@ -173,15 +142,11 @@ def test_a_chat_is_told_by_the_template(scripted: Any) -> None:
 
 
 def test_further_ends_are_those_of_generation_config(tmp_path: Path) -> None:
-    model = new_model(Tokenizer.of_bytes())
-    model.save(tmp_path / "model.safetensors")
+    new_model().save(tmp_path / "model.safetensors")
     Tokenizer.of_bytes().save(tmp_path)
     for found, right in (({"eos_token_id": [5, 256]}, {5, 256}), ({"eos_token_id": 7}, {7, 256}), ({}, {256})):
         (tmp_path / "generation_config.json").write_text(json.dumps(found))
         assert speech.ends_of(LLM.load(tmp_path)) == right
-    (tmp_path / "generation_config.json").write_text("[")
-    with pytest.raises(DataError, match=r"generation_config.json: .*; expected a JSON object"):
-        LLM.load(tmp_path).generate("a")
 
 
 # ---- where the tokenizer comes from
@@ -191,28 +156,20 @@ def test_the_folder_of_a_run_is_a_model_with_its_tokenizer(tmp_path: Path) -> No
     model = new_model(tied=True, rotary=None, norm="layer", feed="gelu", bias=True)
     model.save(tmp_path / "model.safetensors")
     found = LLM.load(tmp_path)
-    assert found.cfg == model.cfg == read_settings(tmp_path) == read_settings(tmp_path / "model.safetensors")
+    assert found.cfg == model.cfg == read_settings(tmp_path)
     with pytest.raises(DataError, match=f"{tmp_path}: holds no tokenizer.json, .*set model.tokenizer = Tokenizer.load"):
         found.generate("a")
     trained().save(tmp_path)
-    for path in (tmp_path, tmp_path / "model.safetensors"):
-        assert LLM.load(path).tokenizer.identity == trained().identity
     with deferred():
         later = LLM(read_settings(tmp_path))
     make(load_later(later, tmp_path), "cpu")
     assert later.tokenizer.identity == trained().identity and later.lm_head.weight is later.model.embed_tokens.weight
-    assert all(torch.equal(own, other) for own, other in zip(later.state_dict().values(), model.state_dict().values()))
-    assert str(later.eval().generate("ab", most=9)) == str(found.generate("ab", most=9))
+    assert str(later.eval().generate("ab", most=9)) == str(LLM.load(tmp_path / "model.safetensors").generate("ab", most=9))
 
 
 def test_settings_of_files_that_have_none_are_refused(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
     save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="weights without settings"):
-        read_settings(tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(b"no")
-    with pytest.raises(CheckpointError, match="no safetensors file, or damaged"):
         read_settings(tmp_path)
 
 

@@ -39,20 +39,15 @@ def test_a_sequence_becomes_a_file_that_reads_again(tmp_path: Path) -> None:
     assert np.allclose(chain.bfactors[0, :2], found.plddt[0], atol=0.01)
 
 
-@pytest.mark.parametrize("residues", [1, 2, 300])
-def test_a_fold_is_a_line_and_in_a_notebook_a_picture(residues: int) -> None:
-    given = np.random.default_rng(0)
-    plddt = np.linspace(20, 95, residues, dtype=np.float32)
-    positions = given.normal(size=(residues, 37, 3)).astype(np.float32)
-    one = folding.Fold("A" * residues, np.zeros(residues, np.int64), positions, np.ones((residues, 37), np.float32), plddt)
-    assert len(repr(one)) < 80 and f"{residues} residues, mean pLDDT {plddt.mean():.1f}" in repr(one)
-    drawn = xml.etree.ElementTree.fromstring(one._repr_html_())
-    lines = drawn.findall(".//line")
-    assert len(lines) == residues - 1 and "nan" not in one._repr_html_()
-    nowhere = replace(one, mask=np.zeros((residues, 37), np.float32))
+def test_a_fold_is_a_line_and_in_a_notebook_a_picture() -> None:
+    plddt = np.linspace(20, 95, 300, dtype=np.float32)
+    positions = np.random.default_rng(0).normal(size=(300, 37, 3)).astype(np.float32)
+    one = folding.Fold("A" * 300, np.zeros(300, np.int64), positions, np.ones((300, 37), np.float32), plddt)
+    assert len(repr(one)) < 80 and f"300 residues, mean pLDDT {plddt.mean():.1f}" in repr(one)
+    lines = xml.etree.ElementTree.fromstring(one._repr_html_()).findall(".//line")
+    assert len(lines) == 299 and (lines[0].get("stroke"), lines[-1].get("stroke")) == ("#ff7d45", "#0053d6"), "doubt, and sure"
+    nowhere = replace(one, mask=np.zeros((300, 37), np.float32))
     assert "<svg" not in nowhere._repr_html_()
-    if residues == 300:
-        assert (lines[0].get("stroke"), lines[-1].get("stroke")) == ("#ff7d45", "#0053d6"), "orange is doubt, blue is sure"
 
 
 def test_nothing_is_drawn_as_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,33 +57,26 @@ def test_nothing_is_drawn_as_in_training(monkeypatch: pytest.MonkeyPatch) -> Non
     assert asked == [{"seed": 5, "passes": 3, "training": False}]
 
 
-def test_a_network_without_templates_needs_none_and_another_alignment_is_refused() -> None:
+def test_a_network_without_templates_needs_none_and_what_is_no_chain_or_another_is_refused() -> None:
     model = OpenFold(OpenFoldConfig.preset("tiny", template=None))
     assert model.fold(SEQUENCE, recycles=0, cfg=FEW).positions.shape == (10, 37, 3)
-    other = proteins.chain(10)
     with pytest.raises(DataError, match="is it of another chain"):
-        model.fold(SEQUENCE, proteins.alignment(other, 3), recycles=0, cfg=FEW)
-
-
-@pytest.mark.parametrize("sequence", ["MKVL\n", "MK VL", "", None, b"MKVL", ["MKVL"]])
-def test_what_is_no_sequence_is_not_folded(sequence: Any) -> None:
+        model.fold(SEQUENCE, proteins.alignment(proteins.chain(10), 3), recycles=0, cfg=FEW)
     with pytest.raises(DataError, match="sequence: "):
-        OpenFold(OpenFoldConfig.preset("tiny")).fold(sequence, recycles=0, cfg=FEW)
+        model.fold("MKVL\n", recycles=0, cfg=FEW)
 
 
-@pytest.mark.parametrize("kind", ["device", "host", "other"])
+@pytest.mark.parametrize("kind", ["device", "host"])
 def test_a_chain_too_long_for_the_memory_is_told_so(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = OpenFold(OpenFoldConfig.preset("tiny"))
 
     def passes(_: Any) -> Any:
         if kind == "device":
             raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
-        if kind == "host":
-            torch.empty(1 << 60)  # what torch itself says
-        raise RuntimeError("something else")
+        torch.empty(1 << 60)  # what torch itself says
 
     monkeypatch.setattr(model, "passes", passes)
     text = "a chain of 10 residues with 4 clusters and 4 extra rows does not fit into the memory"
-    with pytest.raises(RuntimeError if kind == "other" else DataError, match="something else" if kind == "other" else text):
+    with pytest.raises(DataError, match=text):
         model.fold(SEQUENCE, recycles=0, cfg=FEW)
     assert model.training

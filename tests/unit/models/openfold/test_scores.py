@@ -7,7 +7,7 @@ import torch
 
 from hpcai.models.openfold import OpenFold, OpenFoldConfig, score, structures_of
 from hpcai.models.openfold.objective import lddt
-from hpcai.models.openfold.scores import drmsd, expected, gdt, superposed
+from hpcai.models.openfold.scores import drmsd, gdt, superposed
 from tests.proteins import SMALL, batch
 
 
@@ -27,30 +27,12 @@ def chain() -> tuple[torch.Tensor, torch.Tensor]:
 def test_a_moved_chain_is_superposed_and_a_mirrored_one_is_not(chain: tuple[torch.Tensor, torch.Tensor]) -> None:
     true, mask = chain
     wild = torch.where(mask[..., None] > 0, turned(true), 1e4)  # atoms that are not known do not pull
-    fitted = superposed(wild, true, mask)
-    known = mask > 0
+    fitted, known = superposed(wild, true, mask), mask > 0
     torch.testing.assert_close(fitted[known], true[known], rtol=0, atol=1e-9)
     assert gdt(fitted, true, mask).tolist() == [1, 1]
     mirrored = turned(true, mirror=True)
     assert drmsd(mirrored, true, mask).max() < 1e-6 and lddt(mirrored, true, mask).min() > 1 - 1e-9, "distances are the same"
-    off = (superposed(mirrored, true, mask) - true)[known].norm(dim=-1)
-    assert off.mean() > 3 and gdt(superposed(mirrored, true, mask), true, mask).max() < 0.6
-
-
-def test_superposition_is_the_best(chain: tuple[torch.Tensor, torch.Tensor]) -> None:
-    true, mask = chain
-    guess = turned(true) + torch.randn_like(true)
-
-    def squares(x: torch.Tensor) -> torch.Tensor:
-        return ((x - true).square().sum(-1) * mask).sum(1)
-
-    fitted = superposed(guess, true, mask)
-    best = squares(fitted)
-    middle = (fitted * mask[..., None]).sum(1, keepdim=True) / mask.sum(1)[:, None, None]
-    for axis in torch.eye(3, dtype=torch.float64):
-        across = torch.linalg.cross(axis.expand_as(fitted), fitted - middle)
-        for small in (-1e-3, 1e-3):
-            assert (squares(fitted + small * across) > best).all() and (squares(fitted + small * axis) > best).all()
+    assert gdt(superposed(mirrored, true, mask), true, mask).max() < 0.6
 
 
 def test_limits_and_shares() -> None:
@@ -63,7 +45,6 @@ def test_limits_and_shares() -> None:
     # Distances between the four are 0: the error of each pair is how far they are apart.
     off = torch.pdist(fitted[0, :4]).square().mean().sqrt()
     assert drmsd(fitted, true, mask).item() == pytest.approx(off.item())
-    assert drmsd(fitted[:, :1], true[:, :1], mask[:, :1]).item() == 0
 
 
 def test_of_several_chains_each_counts_by_itself(chain: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -73,12 +54,6 @@ def test_of_several_chains_each_counts_by_itself(chain: tuple[torch.Tensor, torc
     for one in (drmsd, lambda *x: gdt(superposed(*x), *x[1:])):
         alone = [one(guess[i : i + 1], true[i : i + 1], mask[i : i + 1]) for i in range(2)]
         torch.testing.assert_close(one(guess, true, mask), torch.cat(alone))
-
-
-def test_expected_distances() -> None:
-    logits = torch.full((3, 64), -1e4)
-    logits[0, 0] = logits[1, 63] = logits[2, 10] = logits[2, 20] = 0
-    assert expected(logits).tolist() == pytest.approx([2.15625, 21.84375, 2.15625 + 15 * 0.3125], rel=1e-5)
 
 
 def test_scores_and_pictures_of_a_network() -> None:

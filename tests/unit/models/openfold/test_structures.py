@@ -7,11 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from hpcai.errors import DataError, MissingExtraError
-from hpcai.models.openfold.residues import ATOMS, LETTERS, UNKNOWN
+from hpcai.models.openfold.residues import ATOMS, LETTERS
 from hpcai.models.openfold.structures import Chain, read_mmcif, write_structure
 
 gemmi = pytest.importorskip("gemmi", reason="gemmi is not installed: structures are NOT tested")
@@ -86,12 +84,6 @@ def test_a_chain_has_the_residues_without_atoms_too(tmp_path: Path) -> None:
     assert read_mmcif(tmp_path / "2abc.cif.gz").chains["H"].name == "2abc_H"
 
 
-@pytest.mark.parametrize(("refine", "em", "expected"), [("?", "3.2", 3.2), ("?", "?", None), ("0", "nan", None), (".", "x", None)])
-def test_the_resolution_is_the_first_that_is_a_number(tmp_path: Path, refine: str, em: str, expected: float | None) -> None:
-    text = f"_refine.ls_d_res_high {refine}\n_em_3d_reconstruction.resolution {em}"
-    assert read(tmp_path, entry(SMALL).replace("_refine.ls_d_res_high 1.95", text)).resolution == expected
-
-
 def test_of_alternate_places_the_most_occupied_then_the_first_is_taken(tmp_path: Path) -> None:
     chain = read(tmp_path, entry("""
         A H 1 ALA N  A 1 0 0 0.3 1 1 / A H 1 ALA N  B 2 0 0 0.7 2 1
@@ -123,7 +115,6 @@ def test_the_nitrogens_of_arginine_are_named_by_their_distance(tmp_path: Path) -
 
 @pytest.mark.parametrize(("text", "chain", "message"), [
     ("", None, "empty, expected mmCIF"),
-    ("ATOM 1 N", None, "not a whole mmCIF file: 1:.*expected block header"),
     ("data_a\n_x.y 1\n", None, "no _entity_poly_seq.entity_id"),
     (entry(SMALL)[:-3], None, r"not a whole mmCIF file: \d+:.*Wrong number of values in loop _atom_site"),
     (entry(SMALL).replace("_atom_site.Cartn_y", "_atom_site.what"), None, "no _atom_site.Cartn_y"),
@@ -134,8 +125,6 @@ def test_the_nitrogens_of_arginine_are_named_by_their_distance(tmp_path: Path) -
     (entry(SMALL + "\nA H 3 GLY N . 1 2 3 1 1 1"), None, "residue 3 of chain 1abc_H has atoms, its sequence goes from 1 to 2"),
     (entry(SMALL + "\nA H 1 GLY N . 1 2 3 1 1 1"), None, "residue 1 of chain 1abc_H is GLY in _atom_site and ALA in _ent"),
     (entry(SMALL + "\nA H 1 ALA N . 1 nan 3 1 1 1"), None, r"atom N of residue 1 of chain 1abc_H is at \['1', 'nan', '3'\]"),
-    (entry(SMALL + "\nA H 1 ALA N . 1 1e99 3 1 1 1"), None, "atom N of residue 1"),
-    (entry(SMALL + "\nA H 1 ALA N . ? 2 3 1 1 1"), None, r"is at \['\?', '2', '3'\]"),
     (entry(SMALL + "\nA H one ALA N . 1 2 3 1 1 1"), None, "_atom_site.label_seq_id 'one', expected a whole number"),
     (entry(SMALL).replace("2009-12-31", "1999-99-99"), None, "revision_date '1999-99-99', expected a day"),
 ])  # fmt: skip
@@ -144,11 +133,10 @@ def test_a_broken_file_is_refused(tmp_path: Path, text: str, chain: str | None, 
         read(tmp_path, text, chain)
 
 
-def test_a_file_that_is_not_there_and_one_that_is_cut_off_are_named(tmp_path: Path) -> None:
+def test_a_file_that_is_cut_off_is_named(tmp_path: Path) -> None:
     (tmp_path / "1abc.cif.gz").write_bytes(gzip.compress(entry(SMALL).encode())[:-20])
-    for name in ("1abc.cif.gz", "none.cif"):
-        with pytest.raises(DataError, match=f"^{tmp_path}/{name}: not a whole mmCIF file"):
-            read_mmcif(tmp_path / name)
+    with pytest.raises(DataError, match=f"^{tmp_path}/1abc.cif.gz: not a whole mmCIF file"):
+        read_mmcif(tmp_path / "1abc.cif.gz")
 
 
 def test_without_gemmi_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,30 +164,6 @@ def test_a_prediction_is_read_again_by_gemmi(tmp_path: Path, suffix: str) -> Non
         assert np.abs([[*atom.pos] for atom in residue] - positions[index][mask[index] > 0]).max() <= 0.001
         assert np.abs(np.array([atom.b_iso for atom in residue]) - plddt[index]).max() <= 0.01
         assert all(atom.element.name == atom.name[0] for atom in residue)
-    text = (tmp_path / f"p{suffix}").read_text()
-    assert "_cell." not in text and "CRYST1" not in text                # a prediction is no crystal
-
-
-def test_a_prediction_is_read_again_here(tmp_path: Path) -> None:
-    aatype, positions, mask, plddt = predicted()
-    positions[1, [NH1, NH2]], positions[1, CD] = [[1.0, 0, 0], [2.0, 0, 0]], 0.0           # otherwise they may be renamed
-    write_structure(tmp_path / "p.cif", aatype, positions, mask, plddt)
-    found = read_mmcif(tmp_path / "p.cif", "A").chains["A"]
-    assert found.sequence == LETTERS + "X" and found.aatype[-1] == UNKNOWN and np.array_equal(found.mask, mask)
-    assert np.abs(found.positions - positions * mask[..., None]).max() <= 0.001
-    assert np.abs(found.bfactors - plddt[:, None] * mask).max() <= 0.001 and found.release is None
-
-
-@pytest.mark.parametrize("suffix", [".cif", ".pdb"])
-def test_a_prediction_is_read_again_by_biopython(tmp_path: Path, suffix: str) -> None:
-    bio = pytest.importorskip("Bio.PDB", reason="Biopython is not installed: what it makes of predictions is NOT tested")
-    aatype, positions, mask, plddt = predicted()
-    write_structure(tmp_path / f"p{suffix}", aatype, positions, mask, plddt)
-    parser = (bio.MMCIFParser if suffix == ".cif" else bio.PDBParser)(QUIET=True)
-    atoms = list(parser.get_structure("p", str(tmp_path / f"p{suffix}"))[0]["A"].get_atoms())
-    index, place = np.nonzero(mask)
-    assert [(atom.get_parent().id[1] - 1, atom.name) for atom in atoms] == [(i, ATOMS[p]) for i, p in zip(index, place)]
-    assert np.abs([atom.coord for atom in atoms] - positions[index, place]).max() <= 0.001
 
 
 def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
@@ -208,7 +172,7 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
         ("p.ent", {}, "ends in '.ent', expected .cif or .pdb"),
         ("p.cif", {"aatype": aatype + 1}, "expected whole numbers .N. from 0 to 20"),
         ("p.cif", {"positions": positions[:, :14]}, r"positions of shape \(21, 14, 3\), expected \(21, 37, 3\)"),
-        ("p.cif", {"bfactors": plddt[:3]}, r"bfactors of shape \(3,\)"), ("p.cif", {"mask": 0 * mask}, "no atoms"),
+        ("p.cif", {"mask": 0 * mask}, "no atoms"),
         ("p.cif", {"positions": np.where(np.arange(21)[:, None, None] == 6, np.nan, positions)}, "an atom of residue 7 has"),
         ("p.cif", {"chain": "A B"}, "a chain named 'A B'"), ("p.pdb", {"chain": "AA"}, "chain 'AA', .*; write .cif"),
         ("p.pdb", {"positions": positions * 1000}, "coordinates from -.*; PDB holds"),
@@ -217,23 +181,3 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=f"^{tmp_path}/{name}: .*{message}"):
             write_structure(tmp_path / name, **{"aatype": aatype, "positions": positions, "mask": mask, "bfactors": plddt} | change)
     assert not list(tmp_path.iterdir())
-
-
-WHOLE = entry(SMALL).encode()
-
-
-@settings(max_examples=300, deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.data())
-def test_a_damaged_file_is_read_or_refused(tmp_path: Path, data: st.DataObject) -> None:
-    begin, end = sorted(data.draw(st.tuples(*[st.integers(0, len(WHOLE))] * 2)))
-    odd = st.sampled_from([b"?", b"nan", b"\nloop_\n", b"'", b"99999999999", b"_x.y", b" . "])
-    piece = data.draw(st.one_of(st.binary(max_size=3), odd))
-    cut = data.draw(st.sampled_from([WHOLE[:begin] + piece + WHOLE[end:], WHOLE[:begin] + piece + WHOLE[begin + len(piece):]]))
-    (tmp_path / "f.cif").write_bytes(cut)
-    try:
-        chains = read_mmcif(tmp_path / "f.cif").chains
-    except DataError as problem:
-        assert str(problem).startswith(f"{tmp_path}/f.cif: ")
-        return
-    for chain in chains.values():
-        assert len(chain.sequence) == len(chain.aatype) == len(chain.positions) and np.isfinite(chain.positions).all()

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from hpcai.models.openfold import residues, violations
-from hpcai.models.openfold.violations import bonds, clashes, violation, within
-from tests import proteins
+from hpcai.models.openfold.violations import bonds, clashes, violation
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -23,53 +22,17 @@ def atoms(length: int, seed: int = 0, spread: float = 4.0) -> tuple[Tensor, Tens
     return positions, torch.tensor(residues.ATOM14_EXISTS, dtype=torch.float64)[aatype], aatype, index
 
 
-def every_clash(positions: Tensor, exists: Tensor, aatype: Tensor, index: Tensor) -> Tensor:
-    """The clashes of all pairs, one by one."""
-    sums = []
-    for x, there, types, number in zip(positions, exists, aatype, index):
-        total = torch.zeros((), dtype=positions.dtype)
-        for i in range(len(x)):
-            for j in range(len(x)):
-                if number[i] >= number[j]:
-                    continue
-                for a in range(14):
-                    for b in range(14):
-                        names = residues.ATOM14_NAMES[types[i]][a], residues.ATOM14_NAMES[types[j]][b]
-                        bonded = number[j] == number[i] + 1 and names == ("C", "N")
-                        if not (there[i, a] and there[j, b]) or bonded or names == ("SG", "SG"):
-                            continue
-                        radii = sum(residues.VAN_DER_WAALS[name[0]] for name in names)
-                        total = total + 2 * (radii - 1.5 - (x[i, a] - x[j, b]).norm()).relu()
-        sums.append(total)
-    return torch.stack(sums)
-
-
-@pytest.mark.parametrize("bytes_", [1, 1 << 24])
-def test_clashes_and_their_slope(bytes_: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(violations, "_CPU", bytes_)
-    given = atoms(6)
+def test_clashes_are_the_same_of_all_pairs_at_once_and_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    positions, *rest = atoms(6)
     found = []
-    for function in (clashes, every_clash):
-        x = given[0].clone().requires_grad_()
-        out = function(x, *given[1:])
+    for size in (1, 1 << 24):
+        monkeypatch.setattr(violations, "_CPU", size)
+        x = positions.clone().requires_grad_()
+        out = clashes(x, *rest)
         found.append((out, torch.autograd.grad((out * torch.tensor([1.0, -2.0])).sum(), [x])[0]))
     assert found[1][0].min() > 1
-    for ours, theirs in zip(*found):
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
-
-
-def test_ideal_residues_can_stand_without_violation() -> None:
-    """Some turns of a side chain bring its atoms too near, others do not."""
-    chain = proteins.chain(1200)
-    aatype = torch.from_numpy(chain.aatype)[:, None]  # every residue by itself
-    made = torch.tensor(residues.ATOM14_TO_37)[aatype]
-    positions = torch.from_numpy(chain.positions)[:, None].double().gather(2, made[..., None].expand(-1, -1, -1, 3))
-    exists = torch.from_numpy(chain.mask)[:, None].double().gather(2, made) * torch.tensor(residues.ATOM14_EXISTS)[aatype]
-    found = within(positions, exists, aatype)
-    least = [found[aatype[:, 0] == kind].min().item() for kind in range(20)]
-    assert max(least) < 0.01, dict(zip(residues.NAMES, least))
-    positions[:, 0, 1] += 2
-    assert within(positions, exists, aatype)[exists[:, 0, :3].all(1)].min() > 1
+    for few, whole in zip(*found):
+        torch.testing.assert_close(few, whole, rtol=1e-6, atol=1e-6)
 
 
 def test_a_stretched_bond_is_told_and_a_gap_is_none() -> None:
@@ -92,6 +55,17 @@ def test_a_stretched_bond_is_told_and_a_gap_is_none() -> None:
     aatype[0, 3] = residues.LETTERS.index("P")
     longer = bonds(stretched, exists, aatype, index)
     assert longer.lengths.item() == pytest.approx((1.0 - 0.012 - 12 * 0.016) / 5, rel=1e-3)
+
+
+@pytest.mark.parametrize("names, clash", [(("SG", "SG"), False), (("CB", "SG"), True), (("C", "N"), False), (("CA", "N"), True)])
+def test_bridges_and_bonds_are_no_clashes(names: tuple[str, str], clash: bool) -> None:
+    """Of one atom each of two cysteines in a row, which are 1.3 angstrom apart."""
+    aatype = torch.full((1, 2), residues.LETTERS.index("C"))
+    exists, positions = torch.zeros(1, 2, 14, dtype=torch.float64), torch.zeros(1, 2, 14, 3, dtype=torch.float64)
+    for residue, name in enumerate(names):
+        place = residues.ATOM14_NAMES[aatype[0, 0]].index(name)
+        exists[0, residue, place], positions[0, residue, place, 0] = 1, 1.3 * residue
+    assert bool(clashes(positions, exists, aatype, torch.arange(2)[None]) > 0) == clash
 
 
 def test_violations_of_no_atoms_are_none() -> None:
