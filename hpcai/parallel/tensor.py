@@ -1,6 +1,6 @@
 """Weights of linear layers and embeddings that are cut over processes, each of which computes with its part.
 
-    cut_outputs(attention.qkv, axis, parts=heads(axis, size, 8, 2))     # each rank has some heads
+    cut_outputs(attention.qkv, axis, parts=(128, 32, 32))               # queries, keys, values: each rank has some heads
     cut_inputs(attention.out, axis)                                     # and the sum over ranks is whole again
 
 Shoeybi et al., "Megatron-LM", 2019; with ``sequence``, Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
@@ -116,23 +116,6 @@ def parts_with_tokens(model: nn.Module) -> list[Any]:
     return parts + [part.words for part in model.modules() if isinstance(part, Head) and isinstance(part.words, _Words)]
 
 
-def heads(axis: Axis, size: int, queries: int, keys: int | None = None) -> tuple[int, int, int]:
-    """``parts`` for a weight that makes queries, keys and values of ``size`` channels for each head. Several queries may share a
-    head of keys and values (grouped queries): ``keys`` of them, else as many as queries. Raises ConfigError where heads do not
-    divide."""
-    keys = queries if keys is None else keys
-    for n, of in ((queries, "queries"), (keys, "keys")):
-        if n % axis.size:
-            few = "; fewer heads of keys than ranks go into layers of their own, cut over groups of ranks (cut_outputs, groups)"
-            raise ConfigError(
-                f"{n} heads of {of} cannot be cut over mesh.{axis.name}={axis.size}: expected a multiple of {axis.size}"
-                + (few if n < axis.size else "")
-            )
-    if queries % keys:
-        raise ConfigError(f"{queries} heads of queries cannot share {keys} heads of keys: expected a multiple of {keys}")
-    return queries * size, keys * size, keys * size
-
-
 class CutOutputs(Joint):
     """``cut_outputs``: x [T, C] or, with a sequence that is cut, [T/n, C] -> [T, C'/n]"""
 
@@ -192,28 +175,6 @@ class CutWords(nn.Embedding):
         y = F.embedding((words - first).where(is_own, 0), self.weight, padding)
         nothing = torch.zeros((), dtype=y.dtype, device=y.device).where(is_word, torch.nan)
         return _Leave.apply(y.where(is_own[..., None], nothing[..., None].to(y.dtype)), self.axis, self.sequence)
-
-
-class Entropy(nn.Module):
-    """Cross entropy over ``words`` that are cut over ``axis``; logits are never gathered. Targets that are ``ignore`` cost 0, and
-    those that are no word NaN."""
-
-    def __init__(self, axis: Axis, words: int, ignore: int = -1) -> None:
-        super().__init__()
-        self.axis, self.words, self.ignore = axis.meet(), words, ignore
-
-    @untraced
-    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """logits [.., V/n], targets [..] -> [..] in float32 or wider"""
-        first, end = _own(self.words, self.axis)
-        if logits.shape[-1] != end - first:
-            raise ConfigError(
-                f"entropy: this rank got logits of {logits.shape[-1]} words, expected {end - first} of {self.words} in all; cut "
-                "the last layer by cut_outputs, without gather"
-            )
-        counts, is_word = targets != self.ignore, (targets >= 0) & (targets < self.words)
-        loss = _Entropy.apply(logits, targets - first, counts, self.axis)
-        return loss.masked_fill(counts & ~is_word, torch.nan)
 
 
 class _Words(Words):
@@ -342,32 +303,6 @@ class _Join(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         return torch.cat([dy[..., a:b] for a, b in ctx.own], -1), None
-
-
-class _Entropy(torch.autograd.Function):
-    """logits [.., V/n], ``targets`` [..] counted from this rank's first word, ``counts`` [..]. Kept for the backward pass, in the
-    dtype of the logits: the softmax, less 1 at the target."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, counts: Tensor, axis: Axis) -> Tensor:
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        top = wide.amax(-1)
-        if axis.size > 1:
-            torch_dist.all_reduce(top, torch_dist.ReduceOp.MAX, group=axis.group)
-        is_own = (targets >= 0) & (targets < logits.shape[-1]) & counts
-        at = targets.where(is_own, 0)[..., None]
-        target = (wide.gather(-1, at)[..., 0] - top).where(is_own, 0)
-        softmax = (wide - top[..., None]).exp_()
-        total, target = sum_in_place(torch.stack((softmax.sum(-1), target)), axis)
-        softmax.div_(total[..., None]).scatter_add_(-1, at, -is_own[..., None].to(wide.dtype))
-        ctx.save_for_backward(softmax.to(logits.dtype), counts)
-        return (total.log() - target).where(counts, 0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dloss: Tensor) -> Any:
-        slope, counts = ctx.saved_tensors
-        return (slope * dloss.where(counts, 0)[..., None]).to(slope.dtype), None, None, None
 
 
 def _own(words: int, axis: Axis) -> tuple[int, int]:

@@ -1,12 +1,21 @@
-"""What ranks hold of a step, put together to what one process would hold."""
+"""What ranks hold of a step, put together to what one process would hold, and compared with it."""
 
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hpcai.train.step import Step
 
 Pieces = list[tuple[str, tuple[int, ...], tuple[int, ...], Any]]
+
+
+class Trained(NamedTuple):
+    """What a rank has after some steps."""
+
+    pieces: Pieces
+    norm: float
+    loss: float
 
 
 def pieces(step: Step) -> Pieces:
@@ -23,7 +32,7 @@ def pieces(step: Step) -> Pieces:
     return found
 
 
-def joined(ranks: list[Pieces]) -> dict[str, Any]:
+def joined(ranks: Sequence[Pieces]) -> dict[str, Any]:
     """The wholes; what several ranks hold is the same, bit for bit."""
     found: dict[str, Any] = {}
     for name, size, at, value in (piece for rank in ranks for piece in rank):
@@ -33,3 +42,28 @@ def joined(ranks: list[Pieces]) -> dict[str, Any]:
         whole[box] = value
     assert not any(np.isnan(whole).any() for whole in found.values())
     return found
+
+
+def same(found: dict[str, Any], right: dict[str, Any], close: float = 1e-11) -> None:
+    """With ``close`` 0, bit for bit."""
+    assert found.keys() == right.keys()
+    for name, value in right.items():
+        np.testing.assert_allclose(found[name], value, rtol=0, atol=close * max(1.0, np.abs(value).max()), err_msg=name)
+
+
+def train(step: Step, batches: Iterable[Any], first: int = 0) -> Trained:
+    """Trains on ``batches``, of which the first is that of step ``first``."""
+    for number, batch in enumerate(batches, first):
+        loss = step(batch, 0.05 / (number + 1))["loss"]
+    step.check()
+    total, count = loss if isinstance(loss, tuple) else (loss, 1.0)
+    found = Trained(pieces(step), step._norm().item(), float(total) / float(count))
+    assert step.first_bad(compare=True)[1] > step.count, "what copies hold is the same"
+    return found
+
+
+def equal(ranks: Sequence[Trained], one: Trained, case: Any, means: bool = True) -> None:
+    """Ranks have what one process has; with ``means`` the mean of their losses is its loss."""
+    same(joined([rank.pieces for rank in ranks]), joined([one.pieces]))
+    assert all(abs(rank.norm - one.norm) < 1e-11 * one.norm for rank in ranks), case
+    assert not means or abs(sum(rank.loss for rank in ranks) / len(ranks) - one.loss) < 1e-11, case
