@@ -1,21 +1,13 @@
-"""What ranks hold of a step, put together to what one process would hold, and compared with it."""
+"""What ranks hold of a step, put together to what one process would hold."""
 
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from hpcai.train.step import Step
 
 Pieces = list[tuple[str, tuple[int, ...], tuple[int, ...], Any]]
-
-
-class Trained(NamedTuple):
-    """What a rank has after some steps."""
-
-    pieces: Pieces
-    norm: float
-    loss: float
 
 
 def pieces(step: Step) -> Pieces:
@@ -49,21 +41,3 @@ def same(found: dict[str, Any], right: dict[str, Any], close: float = 1e-11) -> 
     assert found.keys() == right.keys()
     for name, value in right.items():
         np.testing.assert_allclose(found[name], value, rtol=0, atol=close * max(1.0, np.abs(value).max()), err_msg=name)
-
-
-def train(step: Step, batches: Iterable[Any], first: int = 0) -> Trained:
-    """Trains on ``batches``, of which the first is that of step ``first``."""
-    for number, batch in enumerate(batches, first):
-        loss = step(batch, 0.05 / (number + 1))["loss"]
-    step.check()
-    total, count = loss if isinstance(loss, tuple) else (loss, 1.0)
-    found = Trained(pieces(step), step._norm().item(), float(total) / float(count))
-    assert step.first_bad(compare=True)[1] > step.count, "what copies hold is the same"
-    return found
-
-
-def equal(ranks: Sequence[Trained], one: Trained, case: Any, means: bool = True) -> None:
-    """Ranks have what one process has; with ``means`` the mean of their losses is its loss."""
-    same(joined([rank.pieces for rank in ranks]), joined([one.pieces]))
-    assert all(abs(rank.norm - one.norm) < 1e-11 * one.norm for rank in ranks), case
-    assert not means or abs(sum(rank.loss for rank in ranks) / len(ranks) - one.loss) < 1e-11, case

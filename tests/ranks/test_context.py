@@ -14,8 +14,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import DataError
 from hpcai.parallel.context import CausalContext, Own, _Gathered
-from tests.ranks.language_model import Case, checkpoints_go_round, cut_equals_whole, sharded
+from tests.ranks.language_model import checkpoints_go_round, cut_equals_whole, sharded
 from tests.ranks.launch import on_ranks
+from tests.ranks.training import Case
 
 
 @pytest.mark.parametrize("axes", [{"context": 2}, {"context": 4}, {"replicate": 2, "context": 2}], ids=str)

@@ -1,6 +1,5 @@
 """DiT and Flux cut over ``tensor``, and their weights and optimizer over copies: the same training as on one process."""
 
-from functools import cache
 from typing import Any, NamedTuple
 
 import pytest
@@ -18,7 +17,7 @@ from hpcai.nn.deferred import deferred
 from hpcai.settings import StepConfig
 from hpcai.train.step import Step
 from tests.ranks.launch import on_ranks
-from tests.ranks.pieces import Trained, equal, train
+from tests.ranks.training import Case, cut_equals_whole
 
 DIT: dict[str, Any] = {"inputs": 2, "outputs": 2, "size": 4, "layers": 2, "heads": 4, "head": 3, "classes": 3}
 FLUX: dict[str, Any] = {
@@ -67,34 +66,27 @@ def new_model(name: str) -> Any:
     return DiT(DiTConfig(**words)) if name.startswith("dit") else Flux(FluxConfig(**words))
 
 
-def trained(mesh: Mesh, cases: list[dict[str, Any]]) -> list[Trained]:
-    found = []
-    for case in cases:
-        torch.manual_seed(5)  # classes are left out alike
-        with deferred(0):  # each rank draws its part of the same numbers
-            model = parallelize(new_model(case["model"]), mesh)
-            for parameter in model.parameters():
-                nn.init.normal_(parameter, std=0.2)
-        words: dict[str, Any] = {"precision": "fp64", "optimizer": "adamw", "weight_decay": 0.1, "clip": 0.5, "average": 0.9}
-        words |= {"eps": 1e-3, "capture": "none", "shard": case.get("shard", "none")}
-        step = Step(model, loss, StepConfig(**words), mesh)
-        found.append(train(step, [batch(mesh, number, model.cfg) for number in range(2)]))
-    return found
+def new_step(mesh: Mesh, case: Case, seed: int = 0) -> Step:
+    torch.manual_seed(5)  # classes are left out alike
+    with deferred(seed):  # each rank draws its part of the same numbers
+        model = parallelize(new_model(case["model"]), mesh)
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.2)
+    words: dict[str, Any] = {"precision": "fp64", "optimizer": "adamw", "weight_decay": 0.1, "clip": 0.5, "average": 0.9}
+    return Step(model, loss, StepConfig(**words, eps=1e-3, capture="none", shard=case.get("shard", "none")), mesh)
 
 
-@cache
-def by_one_rank(model: str) -> Trained:
-    return trained(Mesh({}), [{"model": model}])[0]
+def batches(mesh: Mesh, case: Case, first: int, steps: int) -> list[Batch]:
+    return [batch(mesh, number, new_model(case["model"]).cfg) for number in range(first, first + steps)]
 
 
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_cut_equals_whole(axes: dict[str, int]) -> None:
-    cases: list[dict[str, Any]] = [{"model": name} for name in MODELS]
+    cases: list[Case] = [{"model": name} for name in MODELS]
     if "replicate" in axes:  # whose copies leave out other classes
         shards = ("none", "optimizer", "weights") if "tensor" in axes else ("weights",)
         cases = [{"model": name, "shard": shard} for name in ("dit", "flux, guided") for shard in shards]
-    for case, *ranks in zip(cases, *on_ranks(axes, trained, cases)):
-        equal(ranks, by_one_rank(case["model"]), case)
+    cut_equals_whole(axes, cases, new_step, batches)
 
 
 def refused(mesh: Mesh) -> list[str]:

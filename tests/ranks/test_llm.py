@@ -15,9 +15,10 @@ from hpcai.models.llm.load import read_config
 from hpcai.nn.deferred import deferred, make
 from hpcai.settings import StepConfig
 from hpcai.train.step import Step
-from tests.ranks.language_model import LLAMA, Case, checkpoints_go_round, cut_equals_whole, sharded
+from tests.ranks.language_model import LLAMA, checkpoints_go_round, cut_equals_whole, sharded
 from tests.ranks.launch import on_ranks
 from tests.ranks.pieces import Pieces, joined, pieces
+from tests.ranks.training import Case
 from tests.stored import DATA
 
 MESHES = [

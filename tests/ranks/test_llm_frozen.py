@@ -18,9 +18,10 @@ from hpcai.train import compiling
 from hpcai.train.checkpoint import Checkpoints
 from hpcai.train.saved import Progress, opened
 from hpcai.train.step import Step
-from tests.ranks.language_model import Case, batches, cut_equals_whole, kept, new_step
+from tests.ranks.language_model import batches, cut_equals_whole, new_step
 from tests.ranks.launch import on_ranks
-from tests.ranks.pieces import Pieces, joined, pieces, same, train
+from tests.ranks.pieces import Pieces, joined, pieces, same
+from tests.ranks.training import Case, kept, train
 from tests.stored import DATA
 
 HOME = DATA / "llm" / "llama31_tiny" / "hf"
@@ -33,7 +34,7 @@ KINDS: dict[str, set[torch.dtype]] = {
 }  # fmt: skip
 
 
-def held(model: torch.nn.Module) -> Pieces:
+def still(model: torch.nn.Module) -> Pieces:
     """What this rank has of weights that are not trained."""
     found: Pieces = []
     for name, parameter in model.named_parameters():
@@ -47,7 +48,7 @@ def held(model: torch.nn.Module) -> Pieces:
 def frozen(mesh: Mesh) -> Pieces:
     model = new_step(mesh, EIGHT).model
     assert {p.dtype for name, p in model.named_parameters() if name.endswith("_proj.weight")} == {torch.int8}
-    return held(model)
+    return still(model)
 
 
 @pytest.mark.parametrize("axes", MESHES, ids=str)
@@ -90,7 +91,7 @@ def gone_on(mesh: Mesh, folder: Path, before: str, after: str) -> tuple[list[Pie
     for each in (step, again):
         now = kept(each)
         each(rows(mesh, 2))
-        found.append([now, pieces(each) + held(each.model)])
+        found.append([now, pieces(each) + still(each.model)])
     return found[0], found[1], [name for name in opened(saved).tensors if name.startswith("model/")]
 
 
@@ -126,7 +127,7 @@ def drawn(mesh: Mesh, folder: Path, seed: int) -> Pieces:
         checkpoints.save(step, Progress(step=2))
     else:
         checkpoints.resume(step)
-    return [piece for piece in pieces(step) if piece[0].endswith("weight")] + held(step.model)
+    return [piece for piece in pieces(step) if piece[0].endswith("weight")] + still(step.model)
 
 
 def test_frozen_weights_of_no_file_are_in_the_checkpoint(tmp_path: Path) -> None:
@@ -140,7 +141,7 @@ def merged(mesh: Mesh) -> Pieces:
     model: Any = llm.merge(step.model)  # type: ignore[arg-type]
     kinds = {type(part).__name__ for part in model.modules()}
     assert not any(name.startswith("Frozen") for name in kinds) and ("CutInputs" in kinds) == (mesh["tensor"].size > 1)
-    return held(model.requires_grad_(False))
+    return still(model.requires_grad_(False))
 
 
 def test_merged_parts_are_those_of_the_merged_whole() -> None:

@@ -12,8 +12,9 @@ from hpcai.dist.mesh import Mesh
 from hpcai.errors import ConfigError, MeshError
 from hpcai.parallel import tensor
 from hpcai.parallel.tensor import cut_inputs, cut_outputs, cut_words
-from tests.ranks.language_model import Case, batch, checkpoints_go_round, cut_equals_whole, new_step, sharded
+from tests.ranks.language_model import batch, checkpoints_go_round, cut_equals_whole, new_step, sharded
 from tests.ranks.launch import on_ranks
+from tests.ranks.training import Case
 
 CASES: list[Case] = [
     {"model": "tied", "optimizer": "lamb"}, {"model": "gpt", "packed": True}, {"model": "llama", "adapted": True},
