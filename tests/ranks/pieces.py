@@ -20,7 +20,7 @@ def pieces(step: Step) -> Pieces:
             for what, row in rows.items():
                 if row is not None:
                     boxes = part.boxes(row)
-                    found += [(f"{part.name} {what}", part.place.size, at, t.detach().numpy().copy()) for at, t in boxes]
+                    found += [(f"{part.name} {what}", part.place.size, at, t.detach().double().numpy().copy()) for at, t in boxes]
     return found
 
 

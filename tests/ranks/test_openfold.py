@@ -1,7 +1,6 @@
 """OpenFold cut over ``axial`` is OpenFold: outputs, losses, gradients and steps are those of one process."""
 
 import math
-import weakref
 from functools import cache, partial
 from typing import Any
 
@@ -12,12 +11,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from apps.openfold.axial import by_channels
 from hpcai.dist.collect import sum_in_place
 from hpcai.dist.launch import alone
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import DataError, MeshError
-from hpcai.kernels import attention
 from hpcai.models.openfold import ObjectiveConfig, OpenFold, OpenFoldConfig, loss, parallelize, residues
 from hpcai.models.openfold.evoformer import saving
 from hpcai.models.openfold.features import FeatureConfig
@@ -28,7 +25,7 @@ from hpcai.settings import StepConfig
 from hpcai.train.step import Step
 from tests import proteins
 from tests.ranks.launch import on_ranks
-from tests.ranks.pieces import joined, pieces
+from tests.ranks.pieces import joined, pieces, same
 
 # 7 clusters with their templates, 7 extra rows, 13 residues: none divides into 2 or 4.
 FEATURES = FeatureConfig(crop=13, clusters=5, extra=7, templates=2, recycles=2)
@@ -128,76 +125,22 @@ def test_steps_of_cut_copies_are_those_of_whole_ones(shard: str) -> None:
     for rank, (values, _) in enumerate(cut):
         assert values == pytest.approx(whole[rank // 2][0], rel=1e-10)
     expected, found = (joined([ours for _, ours in every]) for every in (whole, cut))
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        np.testing.assert_allclose(found[name], value, rtol=1e-8, atol=1e-10, err_msg=name)
+    same(found, expected, close=1e-8)
 
 
-class Live(TorchDispatchMode):
-    """The most bytes of tensors at a time, of those that are made inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.most = 0
-        self.known: set[int] = set()
-
-    def gone(self, address: int, size: int) -> None:
-        self.known.discard(address)
-        self.now -= size
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        made = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(made):
-            storage = tensor.untyped_storage() if isinstance(tensor, Tensor) else None
-            if storage is not None and storage.data_ptr() not in given | self.known:
-                self.known.add(storage.data_ptr())
-                self.now += storage.nbytes()
-                weakref.finalize(storage, self.gone, storage.data_ptr(), storage.nbytes())
-        self.most = max(self.most, self.now)
-        return made
-
-
-def folded(mesh: Mesh, length: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """Positions and confidence of a chain, and the most bytes at a time."""
+def folded(mesh: Mesh, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Positions and confidence of a chain."""
     model, sequence = parallelize(network(template=None), mesh), "".join(residues.LETTERS[i % 20] for i in range(length))
-    rows = FeatureConfig(crop=None, clusters=8, extra=8, templates=0)
-    with pytest.MonkeyPatch.context() as patch, Live() as live:
-        patch.setattr(attention, "_CPU", 1 << 18)  # logits of some rows, which are as many on each rank
-        found = model.fold(sequence, recycles=0, cfg=rows)
-    return found.positions, found.plddt, live.most
+    found = model.fold(sequence, recycles=0, cfg=FeatureConfig(crop=None, clusters=8, extra=8, templates=0))
+    return found.positions, found.plddt
 
 
-def test_a_chain_that_several_ranks_fold_is_the_same_with_their_share_of_the_memory() -> None:
-    positions, plddt, most = folded(alone(), 90)
-    for ranks, share in ((2, 0.62), (4, 0.42)):  # 150 residues: less than 0.6 and 0.35
-        for found, sure, bytes_ in on_ranks({"axial": ranks}, folded, 90):
+def test_a_chain_that_several_ranks_fold_is_the_same() -> None:
+    positions, plddt = folded(alone(), 30)
+    for ranks in (2, 4):
+        for found, sure in on_ranks({"axial": ranks}, folded, 30):
             np.testing.assert_allclose(found, positions, atol=1e-5)
             np.testing.assert_allclose(sure, plddt, atol=1e-4)
-            assert bytes_ <= share * most, (ranks, bytes_ / most)
-
-
-def sent(mesh: Mesh) -> tuple[int, int]:
-    """Bytes that a block sends forward, and backward."""
-    model = parallelize(network(template=None, extra={"blocks": 1}), mesh)
-    block, traffic = model.evoformer.blocks[0], next(m.traffic for m in model.modules() if isinstance(m, Move))
-    counted = []
-    hooks = [
-        block.register_forward_pre_hook(lambda *_: counted.append(traffic.sent)),
-        block.register_forward_hook(lambda *_: counted.append(traffic.sent)),
-    ]
-    objective(model, {name: x[:1] for name, x in protein(1).items()})
-    for hook in hooks:
-        hook.remove()
-    return counted[1] - counted[0], traffic.messages
-
-
-# 2 c_m s n + 2 c_z n n + 6 c_tri / p n 13 that move, (h_m + 2 h_z) n 13 + c_outer 5 n that are gathered; s 3 and n 7, or 2 and 4.
-@pytest.mark.parametrize(("ranks", "numbers"), [(2, 1344 + 1568 + 4368 + 728 + 280), (4, 3 * (512 + 512 + 1248 + 416 + 160))])
-def test_a_block_sends_what_the_formula_says(ranks: int, numbers: int) -> None:
-    assert by_channels(OpenFoldConfig.preset("tiny"), 5, 13, ranks) == numbers
-    for block, _ in on_ranks({"axial": ranks}, sent):
-        assert block == 8 * numbers
 
 
 class Watched(TorchDispatchMode):

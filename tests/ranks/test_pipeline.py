@@ -308,7 +308,7 @@ def remains(mesh: Mesh) -> tuple[set[str], list[str], int, list[str]]:
     rng.seed_step(step._seed, 0, 0)
     drawn = torch.rand(100).tolist().index(following)
     ran.clear()  # of the first step, which also finds out what stages send
-    step(batch(1))
+    step(batch(2))
     held = {".".join(name.split(".")[:2]) for name, _ in step.model.named_parameters()}
     return held, ran, drawn, [names[block] for block in blocks(step.model)]
 
