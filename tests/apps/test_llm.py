@@ -24,7 +24,7 @@ from hpcai.models.llm import LLM, LLMConfig, Tokenizer
 from hpcai.models.llm.load import save_folder
 from hpcai.train.optim import decayed
 from tests.apps.promises import Promises
-from tests.apps.running import ROOT, damaged, same_weights, told
+from tests.apps.running import ROOT, damaged, told
 from tests.apps.smallest import LLM as APP
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -46,6 +46,13 @@ def spoil(data: Path, kind: str) -> None:
 
 
 class TestPromises(Promises):
+    leaves = ["config.json", "text.npz", "tokenizer.json", "tokenizer_config.json"]
+    shows = "Bits"
+    exactly: list[str] = []
+    jobs = ["2 mesh.context=2", "4 mesh.tensor=2 step.shard=optimizer", "3 mesh.evaluate=1",
+            "4 mesh.pipeline=2 mesh.tensor=2 step.accumulate=2 stages.schedule=gpipe"]  # fmt: skip
+    close = 2e-5
+    compared = {"train": ("loss",), "evaluate": ("bits_per_byte",)}
     configs = ["gpt3", "llama2-70b-lora", "llama2-7b", "llama31-405b", "llama31-8b", "proteins", "small"]
     ways = ["data.reader=hdf5", "data.processes=true data.workers=1", "data.stage=$OWN_DISK/data"]
     rules = "training", "6.1.0"
@@ -94,22 +101,6 @@ def test_bits_per_byte_are_those_of_the_text(data: Path) -> None:
     bits = np.load(run / "text.npz")
     assert bits["names"][-1] == "this model" and bits["counts"].sum() == 2 * 32
     assert told(run, "evaluate", "loss")[6] == pytest.approx(nats / (tokens.size - len(tokens)), rel=1e-5)
-
-
-@pytest.mark.parametrize("how", [
-    "2 mesh.context=2", "4 mesh.tensor=2 step.shard=optimizer", "3 mesh.evaluate=1",
-    "4 mesh.pipeline=2 mesh.tensor=2 step.accumulate=2 stages.schedule=gpipe",
-])  # fmt: skip
-def test_cut_models_train_as_one_process(data: Path, tmp_path: Path, how: str) -> None:
-    ranks, *more = how.split()
-    APP.on_ranks(int(ranks), data, tmp_path / "cut", *more)
-    for kind, names in (("train", ("loss",)), ("evaluate", ("loss", "bits_per_byte"))):
-        for name in names:
-            assert told(tmp_path / "cut", kind, name) == pytest.approx(told(APP.once(data), kind, name), rel=2e-5), name
-    same_weights(APP.once(data), tmp_path / "cut", rtol=1e-2, atol=3e-5)
-    one, cut = (np.load(run / "text.npz") for run in (APP.once(data), tmp_path / "cut"))
-    np.testing.assert_allclose(cut["bits"], one["bits"], rtol=2e-5)
-    np.testing.assert_allclose(cut["positions"], one["positions"], rtol=1e-3)
 
 
 def test_adapters_are_trained_alone_and_left_alone(data: Path, tmp_path: Path) -> None:

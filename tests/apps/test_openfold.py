@@ -60,6 +60,13 @@ def spoil(data: Path, kind: str) -> None:
 
 
 class TestPromises(Promises):
+    leaves = ["structures", "structures.npz"]
+    shows = "lddt"
+    exactly = [*STILL]
+    jobs = ["2 step.shard=weights", "2 mesh.axial=2 train.evaluate=background",
+            "6 mesh.axial=2 mesh.replicate=2 mesh.evaluate=2 model.checkpoint=true step.shard=optimizer"]  # fmt: skip
+    close = 1e-6  # lDDT is counted in float32
+    compared = {"train": ("loss", "fape", "lddt"), "evaluate": ("drmsd", "gdt_ts", "distogram")}
     configs = ["batch128", "batch256", "finetune", "gpu1", "small"]
     ways = ["data.reader=hdf5"]
     short = ["train.steps=3"]
@@ -130,38 +137,6 @@ def test_a_run_leaves_weights_and_structures_that_others_read(data: Path) -> Non
     assert begin == len(found["aatype"]) and len(found["distance"]) == (found["residues"].astype(int) ** 2).sum()
     last = [e for e in log.read_metrics(run / "metrics.jsonl") if e["kind"] == "evaluate"][-1]
     assert {"lddt", "drmsd", "gdt_ts", "gdt_ha", "confidence", "distogram", "masked_msa"} <= set(last)
-
-
-@pytest.mark.parametrize("how", ["sample", "sharded"])
-def test_copies_train_as_one_process(data: Path, tmp_path: Path, how: str) -> None:
-    """With as many passes in each step on all of them, and as many chains to evaluate as there are."""
-    alone, shared = {
-        "sharded": ((), ("step.shard=weights",)),
-        "sample": (("step.clip_per=sample", "step.accumulate=4"),
-                   ("step.clip_per=sample", "step.accumulate=2", "train.evaluate=background")),
-    }[how]  # fmt: skip
-    one, two = APP.once(data, *STILL, *alone), tmp_path / "two"
-    APP.on_ranks(2, data, two, *STILL, *shared)
-    for kind, names in (("train", ("loss", "fape", "lddt")), ("evaluate", ("lddt", "drmsd", "gdt_ts", "distogram"))):
-        for name in names:  # lDDT is counted in float32
-            assert told(two, kind, name) == pytest.approx(told(one, kind, name), rel=1e-6 if name == "lddt" else 1e-9), name
-    first, second = (np.load(folder / "structures.npz") for folder in (one, two))
-    order = [list(second["names"]).index(name) for name in first["names"]]
-    assert [second["residues"][k] for k in order] == list(first["residues"])
-
-
-@pytest.mark.parametrize("how", [
-    "2 mesh.axial=2 train.evaluate=background",
-    "6 mesh.axial=2 mesh.replicate=2 mesh.evaluate=2 model.checkpoint=true step.shard=optimizer",
-])  # fmt: skip
-def test_cut_copies_train_as_one_process(data: Path, tmp_path: Path, how: str) -> None:
-    ranks, *more = how.split()
-    still = tuple(word for word in STILL if "dropout" not in word) if ranks == "2" else STILL  # one copy draws as one process
-    one, cut = APP.once(data, *still), tmp_path / "cut"
-    APP.on_ranks(int(ranks), data, cut, *still, *more)
-    for kind, names in (("train", ("loss", "fape", "lddt")), ("evaluate", ("lddt", "drmsd", "gdt_ts", "distogram"))):
-        for name in names:  # lDDT is counted in float32
-            assert told(cut, kind, name) == pytest.approx(told(one, kind, name), rel=1e-6 if name == "lddt" else 1e-9), name
 
 
 # ---- folding

@@ -1,8 +1,5 @@
 """Models that are built without memory and cut: the shares of all ranks are, joined, the numbers that one process draws alone."""
 
-import ctypes
-import resource
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,17 +7,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hpcai.cli.bench.timing import processes
 from hpcai.dist.collect import gather_objects
 from hpcai.dist.mesh import Mesh
-from hpcai.models import llm
-from hpcai.models.llm import LLM, Batch, LLMConfig
 from hpcai.parallel.rows import cut, place_of
 from hpcai.parallel.tensor import cut_inputs, cut_outputs
-from hpcai.settings import CheckpointConfig, StepConfig
+from hpcai.settings import StepConfig
 from hpcai.train import rng
-from hpcai.train.checkpoint import Checkpoints, _boxes
-from hpcai.train.saved import Progress, read_tensors
+from hpcai.train.checkpoint import _boxes
 from hpcai.train.step import Step
 from tests.ranks.launch import on_ranks
 
@@ -134,57 +127,3 @@ def test_the_shares_of_all_ranks_joined_are_what_one_process_draws(axes: dict[st
         assert found.keys() == expected.keys()
         for name, array in found.items():
             assert np.array_equal(array, expected[name].numpy()), name
-
-
-# ---- a model that no process has room for
-
-SIZES = {"vocabulary": 512, "width": 384, "layers": 29, "heads": 4, "inner": 768, "positions": 8}
-WIDE = LLMConfig(**SIZES, tied=True)  # 43 M numbers, 173 MB: a share is 43 MB, and so are its gradients
-ROOM = 163 << 20
-
-
-def limited(mesh: Mesh, words: dict[str, Any], folder: str) -> str:
-    """Two steps and a save in a process that may take ``ROOM`` bytes more than it has."""
-    libc, attributes = ctypes.CDLL(None), ctypes.create_string_buffer(64)
-    libc.mallopt(-3, 1 << 17)  # M_MMAP_THRESHOLD: what a tensor leaves goes back at once
-    libc.pthread_attr_init(attributes)
-    libc.pthread_attr_setstacksize(attributes, ctypes.c_size_t(1 << 20))  # 8 MiB for each thread would count
-    libc.pthread_setattr_default_np(attributes)
-    data = int(Path("/proc/self/status").read_text().split("VmData:")[1].split()[0]) << 10
-    resource.setrlimit(resource.RLIMIT_DATA, (data + ROOM, resource.RLIM_INFINITY))
-    try:
-        with rng.seeds(5):
-            model = llm.parallelize(LLM(WIDE), mesh)
-            act = llm.stages(model, mesh)
-        plain = {"precision": "fp32", "optimizer": "sgd", "momentum": 0, "bucket_mb": 4, "accumulate": 2}
-        cfg = StepConfig.model_validate(plain | words)
-        step = Step(model, llm.loss, cfg, mesh, act=act)
-        for _ in range(2):
-            step(Batch(torch.randint(0, 512, (cfg.accumulate, 9))), 1e-4)
-        step.check()
-        Checkpoints(folder, CheckpointConfig(), mesh).save(step, Progress(step=2))
-    except (RuntimeError, MemoryError) as problem:
-        return str(problem)
-    return ""
-
-
-LITTLE: list[tuple[dict[str, int], dict[str, Any]]] = [
-    ({"tensor": 2, "pipeline": 2}, {}), ({"replicate": 4}, {"shard": "weights", "accumulate": 1}), ({"replicate": 2}, {}),
-]
-
-
-def in_little_room(folder: Path) -> list[list[str]]:
-    torch.set_num_threads(1)
-    return [on_ranks(axes, limited, words, str(folder / str(n)), timeout=100, fresh=True) for n, (axes, words) in enumerate(LITTLE)]
-
-
-@pytest.mark.claim
-def test_a_model_that_no_process_has_room_for_is_built_trained_and_saved(tmp_path: Path) -> None:
-    """Forked from a new interpreter: what a large one has left would be room, or take it."""
-    with processes(1) as new:
-        *cut, whole = new.submit(in_little_room, tmp_path).result(timeout=400)
-    assert cut == [[""] * 4] * 2
-    assert all("memory" in text for text in whole), "what is whole has no room"
-    for n in range(2):
-        saved = read_tensors(tmp_path / str(n) / "step-00000002")
-        assert 4 * sum(t.numel() for name, t in saved.items() if name.startswith("model/")) > ROOM

@@ -242,19 +242,6 @@ def test_validation_samples_are_read_once_when_they_are_kept() -> None:
     assert found[0] == found[1]
 
 
-def waits(mesh: Mesh) -> tuple[int, int, bool]:
-    """How many modules of the model, and of its copy for another thread, wait for weights; whether the copy has its own."""
-    step = Step(Network(), loss, StepConfig(shard="optimizer"), mesh)
-    twin = mesh.beside(step.model)
-    counts = [sum(type(module._parameters) is not dict for module in model.modules()) for model in (step.model, twin)]
-    apart = all(a.data_ptr() != b.data_ptr() for a, b in zip(step.model.parameters(), twin.parameters()))
-    return counts[0], counts[1], apart
-
-
-def test_the_model_that_is_scored_beside_waits_for_no_weights_of_the_one_that_trains() -> None:
-    assert on_ranks({"replicate": 2}, waits)[0] == (3, 0, True)
-
-
 def test_the_thread_beside_the_training_never_clears_the_cache_of_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clearing it takes a lock that the training may hold while it waits for the interpreter."""
     threads: list[str] = []

@@ -102,37 +102,3 @@ def test_what_a_gpu_adds_to_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     made = gpu_steps.Bench("cosmoflow-batch-4", find(app), case, given)
     row = made._measured(gpu_steps.Variant("eager", fed=True))
     assert row["ms"] > 0 and row["tflop"].startswith("not counted: TypeError") and row["loader"].startswith("failed: TypeError")
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_calls_of_a_kernel_are_timed_in_a_graph_that_takes_long_enough(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    called: list[int] = []
-
-    class Graph:
-        def __init__(self, *given: Any) -> None:
-            pass
-
-        def warm(self, function: Any) -> None:
-            function()
-
-        def record(self, function: Any) -> None:
-            if fails:
-                raise RuntimeError("operation not permitted when stream is capturing")
-            called.clear()
-            function()
-
-        def replay(self) -> None: ...
-
-        def reset(self) -> None:
-            called.append(-1)
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for name in ("graph_pool_handle", "Stream"):
-        monkeypatch.setattr(torch.cuda, name, lambda: None)
-    monkeypatch.setattr(gpu_kernels, "CudaGraph", Graph)
-    monkeypatch.setattr(gpu_kernels.clocks, "window", lambda run, count: [4e-5] * count)
-    seconds, captured = gpu_kernels._per_call(called.append, 3, 2)
-    if fails:
-        assert seconds == pytest.approx(4e-5) and not captured
-    else:
-        assert called == [*range(51), -1] and seconds == pytest.approx(4e-5 / 51) and captured, "2 ms are 50 calls, of three sets"

@@ -18,7 +18,7 @@ MODULES: dict[str, tuple[int, int, dict[str, int], int]] = {
     "activations": (4, 4, {"_forward": 64, "_backward": 80}, 0), "attention": (10, 36, {"": 255}, 16),
     "batchnorm": (10, 33, {"": 128}, 3), "eighths": (4, 22, {"": 64}, 6), "gates": (4, 12, {"_forward": 64, "_backward": 80}, 8),
     "layernorm": (4, 32, WIDE, 12), "philox": (4, 10, {"": 128}, 99), "rmsnorm": (4, 24, WIDE, 4), "rotary": (2, 12, {"": 96}, 0),
-    "update": (4, 8, {"": 64}, 8),
+    "update": (4, 8, {"": 64}, 10),
 }  # fmt: skip
 COMPILED = """
 import importlib, re, subprocess, sys, triton
