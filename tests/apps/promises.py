@@ -1,6 +1,6 @@
-"""What every app promises: its files of settings load, a run leaves what its users want, several processes train as one, a resumed run
-is an uninterrupted one, samples are the same however they are read, its MLPerf log keeps the rules, and bad input is told in one line
-and loses nothing."""
+"""What every app promises: its files of settings load, a run leaves what its users want, several processes train as one, a resumed
+run is an uninterrupted one, samples are the same however they are read, its MLPerf log keeps the rules, and bad input is told in
+one line and loses nothing."""
 
 import re
 import shutil
