@@ -25,7 +25,6 @@ def spoil(data: Path, kind: str) -> None:
         file["cell"][...] *= 40
 
     damaged(data, kind, {
-        "nan": lambda file: file["positions"].__setitem__((3, 1), np.nan), "missing": lambda file: file.__delitem__("forces"),
         "element": lambda file: file["numbers"].__setitem__(..., 97), "apart": apart,
         "counts": lambda file: file["atoms"].__setitem__(0, file["atoms"][0] + 1),
     })  # fmt: skip
@@ -46,11 +45,9 @@ class TestPromises(Promises):
         ["eval_error"],  # 0.036 is not reached in six steps
     )]  # fmt: skip
     refused = [
-        ("gone", (), "is missing, index.json says"), ("cut", (), "truncated or rewritten?"),
-        ("nan", (), "row 0 of 'positions' holds NaN or infinity"),
         ("element", (), "has an atom of element 97; the model knows those up to 94"),
         ("apart", (), "no atom has a neighbour within 4 angstrom"),
-        ("counts", (), "'positions' holds"), ("missing", (), "no dataset 'forces'"), ("statistics", (), "statistics.json"),
+        ("counts", (), "'positions' holds"), ("statistics", (), "statistics.json"),
         ("", ("data.directory=/nowhere",), "data_prep.opencatalyst simulate"),
         ("", ("data.reader=dali",), "which has no frames of different sizes"),
         ("", ("step.capture=whole",), "needs data.shapes few"),

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 import pytest
 import torch
@@ -22,24 +21,6 @@ WINDOW = (16, 32, 32)
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def spoil(data: Path, kind: str) -> None:
-    files = sorted((data / "train").glob("*.h5"))
-    if kind == "label":
-        with h5py.File(files[0], "r+") as file:
-            values = file["label"][:]
-            del file["label"]
-            file["label"] = values.astype(np.int64)
-        (data / "train/index.json").unlink()
-    elif kind == "truncated":
-        files[1].write_bytes(files[1].read_bytes()[:5000])
-    elif kind == "missing":
-        files[2].unlink()
-    elif kind == "nan":
-        for path in files:
-            with h5py.File(path, "r+") as file:
-                file["image"][0, :, :, 20:] = np.nan
-
-
 class TestPromises(Promises):
     leaves = ["maps.npz"]
     shows = "mean_dice"
@@ -52,8 +33,6 @@ class TestPromises(Promises):
     ways = ["data.reader=direct"]
     test_the_mlperf_log_of_a_run_keeps_the_rules = None  # there is none in MLPerf HPC
     refused = [
-        ("label", (), "dataset 'label' is int64, expected uint8"), ("truncated", (), "truncated or rewritten?"),
-        ("missing", (), "is missing"), ("nan", (), "holds NaN or infinity"),
         ("", ("model.window=[32,64,64]",), "smaller than the window (model.window 32 x 64 x 64)"),
         ("", ("model.spacing_mm=[4.8,3.6,3.6]",), "voxels of 14 x 9 x 9 mm, but model.spacing_mm is 4.8 x 3.6 x 3.6"),
         ("", ("model.window=[16,20,32]",), "multiples of 8"), ("", ("data.reader=dali",), "data.reader is dali"),
@@ -63,7 +42,6 @@ class TestPromises(Promises):
         ("", ("train.hopeless=1.0", "train.epochs=1"), "train.hopeless: a run at 1 has diverged"),
         ("", ("data.directory=/nowhere",), "data_prep.kits19 simulate"),
     ]  # fmt: skip
-    spoil = staticmethod(spoil)
 
     def check(self, name: str, cfg: Any) -> None:
         assert cfg.train.better == "higher" and cfg.train.metric == "mean_dice"
