@@ -11,7 +11,7 @@ from hpcai.errors import DivergedError
 from hpcai.models import cosmoflow
 from hpcai.parallel.replicate import sum_over
 from hpcai.settings import StepConfig, TrainConfig
-from hpcai.train.agreement import fingerprint
+from hpcai.train.agreement import _BLOCK, fingerprint
 from hpcai.train.capture import _Reads
 from hpcai.train.loop import fit
 from hpcai.train.step import Step
@@ -149,5 +149,7 @@ def test_a_fingerprint_changes_with_every_bit_and_every_exchange(kind: torch.dty
             other.view(bits)[place] ^= torch.ones((), dtype=bits) << bit
             assert fingerprint(other) != whole, (place, bit)
     assert fingerprint(numbers.roll(1)) != whole == fingerprint(numbers.clone())
+    blocks = torch.randn(2 * _BLOCK, generator=torch.Generator().manual_seed(1)).to(kind)
+    assert fingerprint(blocks.roll(_BLOCK)) != fingerprint(blocks)
     nan = partial(torch.full, (4,), dtype=torch.int32)
     assert fingerprint(nan(0x7FC00000).view(torch.float32)) != fingerprint(nan(0x7FC00001).view(torch.float32))

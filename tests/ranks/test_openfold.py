@@ -1,6 +1,7 @@
 """OpenFold cut over ``axial`` is OpenFold: outputs, losses, gradients and steps are those of one process."""
 
 import math
+import weakref
 from functools import cache
 from typing import Any
 
@@ -8,11 +9,14 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hpcai.dist.collect import sum_in_place
 from hpcai.dist.launch import alone
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import DataError, MeshError
+from hpcai.kernels import attention
 from hpcai.models.openfold import ObjectiveConfig, OpenFold, OpenFoldConfig, loss, parallelize, residues
 from hpcai.models.openfold.features import FeatureConfig
 from hpcai.parallel.axial import Join, Move, Own
@@ -124,19 +128,48 @@ def test_steps_of_cut_copies_are_those_of_whole_ones(shard: str) -> None:
     same(found, expected, close=1e-8)
 
 
-def folded(mesh: Mesh, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Positions and confidence of a chain."""
+class Live(TorchDispatchMode):
+    """The most bytes of tensors at a time, of those that are made inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self.known: set[int] = set()
+
+    def gone(self, address: int, size: int) -> None:
+        self.known.discard(address)
+        self.now -= size
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        made = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            storage = tensor.untyped_storage() if isinstance(tensor, Tensor) else None
+            if storage is not None and storage.data_ptr() not in given | self.known:
+                self.known.add(storage.data_ptr())
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self.gone, storage.data_ptr(), storage.nbytes())
+        self.most = max(self.most, self.now)
+        return made
+
+
+def folded(mesh: Mesh, length: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """Positions and confidence of a chain, and the most bytes at a time."""
     model, sequence = parallelize(network(template=None), mesh), "".join(residues.LETTERS[i % 20] for i in range(length))
-    found = model.fold(sequence, recycles=0, cfg=FeatureConfig(crop=None, clusters=8, extra=8, templates=0))
-    return found.positions, found.plddt
+    rows = FeatureConfig(crop=None, clusters=8, extra=8, templates=0)
+    with pytest.MonkeyPatch.context() as patch, Live() as live:
+        patch.setattr(attention, "_CPU", 1 << 18)  # logits of some rows, which are as many on each rank
+        found = model.fold(sequence, recycles=0, cfg=rows)
+    return found.positions, found.plddt, live.most
 
 
-def test_a_chain_that_several_ranks_fold_is_the_same() -> None:
-    positions, plddt = folded(alone(), 30)
-    for ranks in (2, 4):
-        for found, sure in on_ranks({"axial": ranks}, folded, 30):
+def test_a_chain_that_several_ranks_fold_is_the_same_with_their_share_of_the_memory() -> None:
+    positions, plddt, most = folded(alone(), 90)
+    for ranks, share in ((2, 0.62), (4, 0.42)):  # 150 residues: less than 0.6 and 0.35
+        for found, sure, bytes_ in on_ranks({"axial": ranks}, folded, 90):
             np.testing.assert_allclose(found, positions, atol=1e-5)
             np.testing.assert_allclose(sure, plddt, atol=1e-4)
+            assert bytes_ <= share * most, (ranks, bytes_ / most)
 
 
 def compiled(mesh: Mesh) -> list[float]:
