@@ -15,6 +15,7 @@ from hpcai.errors import ConfigError, MeshError
 from hpcai.models import cosmoflow
 from hpcai.parallel.replicate import sum_over
 from hpcai.settings import StepConfig, TrainConfig
+from hpcai.train import evaluation
 from hpcai.train.evaluation import scoring
 from hpcai.train.loop import Result, fit
 from hpcai.train.step import Step
@@ -164,12 +165,17 @@ def test_training_does_not_stop_for_an_evaluation(tmp_path: Path, axes: dict[str
 
 
 def target(mesh: Mesh, evaluate: str) -> tuple[str, list[int], int]:
-    def slow(model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
-        time.sleep(0.005)
-        return metric(model, batch)
+    """Where beside the training one process has its results later than the other."""
+    scored = evaluation.Background._scored
 
-    cfg = {"epochs": 200, "metric": "mae", "target": 2.0, "report_every": 1}
-    result = run(mesh, evaluate, slow, cfg)
+    def late(self: Any, weights: Any) -> Any:
+        found = scored(self, weights)
+        time.sleep(0.02 * mesh.rank)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluation.Background, "_scored", late)
+        result = run(mesh, evaluate, cfg={"epochs": 200, "metric": "mae", "target": 2.0, "report_every": 1})
     return result.reason, [r.step for r in result.evaluations], result.progress.step
 
 
