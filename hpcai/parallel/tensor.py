@@ -31,28 +31,24 @@ from hpcai.untraced import untraced
 
 
 def cut_outputs(
-    linear: nn.Linear, axis: Axis, parts: Sequence[int] = (), gather: bool = False, sequence: int | None = None,
-    groups: tuple[Axis, Axis] | None = None,
-) -> None:  # fmt: skip
+    linear: nn.Linear, axis: Axis, parts: Sequence[int] = (), sequence: int | None = None, groups: tuple[Axis, Axis] | None = None
+) -> None:
     """Leave of ``linear``, in place, this rank's outputs: [T, C] -> [T, C'/n].
 
     ``parts``: sizes of outputs that lie one behind another and are each cut by itself (queries, keys, values; gate, up).
-    ``gather``: the output is made whole again. ``sequence``: the dim of the input along which it is cut; it is gathered before,
-    and again in the backward pass, so that only [T/n, C] is kept. ``groups``: the axis as two, (between, within) of ``Mesh.split``;
+    ``sequence``: the dim of the input along which it is cut; it is gathered before, and again in the backward pass, so that only
+    [T/n, C] is kept. ``groups``: the axis as two, (between, within) of ``Mesh.split``;
     outputs are cut over the first, and those along the second have the same ones, each for work of its own: heads of keys that are
     fewer than the ranks. Raises ConfigError where the layer is of another kind or cannot be cut.
     """
     if axis.size == 1:
         return
     _check(linear, nn.Linear)
-    if groups and gather:
-        raise ConfigError("outputs that several ranks have are not joined; leave out gather, or groups")
     over, within = groups or (axis, Axis("none"))
     for parameter in linear.parameters(recurse=False):
         cut(parameter, 0, over, parts)
     sum_over(linear, within)
-    joined = _Joined(axis, parts or (linear.out_features,)) if gather else None
-    _turn(linear, CutOutputs, axis=axis.meet(), sequence=sequence, joined=joined)
+    _turn(linear, CutOutputs, axis=axis.meet(), sequence=sequence)
 
 
 def cut_inputs(linear: nn.Linear, axis: Axis, sequence: int | None = None, parts: Sequence[int] = ()) -> None:
@@ -122,15 +118,10 @@ class CutOutputs(Joint):
     sends = True
     axis: Axis
     sequence: int | None
-    joined: "_Joined | None"
 
     @property
     def tokens(self) -> Tokens:
         return _Tokens(self.axis, self.sequence)
-
-    def finish(self, y: Tensor) -> Tensor:
-        y = super().finish(y)
-        return y if self.joined is None else _Join.apply(y, self.joined)
 
 
 class CutInputs(Joint):
@@ -183,7 +174,7 @@ class _Words(Words):
     def __init__(self, axis: Axis, words: int, sequence: int | None) -> None:
         self.axis, self.sequence = axis, sequence
         self.first, _ = _own(words, axis)
-        self._joined = _Joined(axis, (words,))
+        self._widths = [words * (rank + 1) // axis.size - words * rank // axis.size for rank in range(axis.size)]
 
     def enter(self, hidden: Tensor) -> Tensor:
         return hidden if self.sequence is None else _Gathering(hidden, self.axis, self.sequence).wait()
@@ -197,8 +188,9 @@ class _Words(Words):
     def join(self, logits: Tensor) -> Tensor:
         if torch.is_grad_enabled():
             raise ConfigError("logits of words that are cut are joined without gradients alone; give targets, and train by entropy")
-        found: Tensor = _Join.apply(logits, self._joined)
-        return found
+        alike = F.pad(logits, (0, max(self._widths) - logits.shape[-1]))[None]
+        whole = _Gathering(alike, self.axis, 0).wait()
+        return torch.cat([part[..., :n] for part, n in zip(whole, self._widths)], -1)
 
     def leave(self, gradient: Tensor) -> Tensor:
         return _Summing(gradient, self.axis, self.sequence).wait()
@@ -269,40 +261,6 @@ class _Leave(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         return dy if ctx.dim is None else _Gathering(dy, ctx.axis, ctx.dim).wait(), None, None
-
-
-class _Joined:
-    """How all ranks' outputs are joined, where each of ``parts`` was cut by itself."""
-
-    def __init__(self, axis: Axis, parts: Sequence[int]) -> None:
-        self.axis = axis
-        self.own: list[tuple[int, int]] = []  # which of the whole are this rank's
-        self.order: list[tuple[int, int, int]] = []  # the whole, as stretches of what a rank has
-        ends, at = [0] * axis.size, 0
-        for n in parts:
-            for rank, end in enumerate(ends):
-                a, b = n * rank // axis.size, n * (rank + 1) // axis.size
-                ends[rank] = end + b - a
-                self.order.append((rank, end, ends[rank]))
-                self.own += [(at + a, at + b)] if rank == axis.rank else []
-            at += n
-        self.width = max(ends)
-
-
-class _Join(torch.autograd.Function):
-    """[T, C/n] -> [T, C] on every rank. What follows counts once, as after a sum."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, joined: _Joined) -> Tensor:
-        ctx.own = joined.own
-        level = F.pad(y, (0, joined.width - y.shape[-1]))[None]
-        whole = _Gathering(level, joined.axis, 0).wait()
-        return torch.cat([whole[rank, ..., a:b] for rank, a, b in joined.order], -1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        return torch.cat([dy[..., a:b] for a, b in ctx.own], -1), None
 
 
 def _own(words: int, axis: Axis) -> tuple[int, int]:
