@@ -209,7 +209,7 @@ def flipped(mesh: Mesh, name: str, model: str, rank: int) -> list[str]:
 
 
 @pytest.mark.parametrize(("axes", "name", "model", "who"), [
-    ({"replicate": 2, "pipeline": 2}, "blocks.3.linear.weight", "untied", "rank 1 and rank 3"),
+    ({"replicate": 2, "pipeline": 2}, "blocks.2.norm.weight", "untied", "rank 1 and rank 3"),
     ({"pipeline": 4}, "embedding.weight", "tied", "rank 0 and rank 3"),
 ], ids=str)  # fmt: skip
 def test_a_flipped_bit_of_a_stage_is_named(axes: dict[str, int], name: str, model: str, who: str) -> None:
