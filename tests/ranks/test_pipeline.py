@@ -208,12 +208,13 @@ def flipped(mesh: Mesh, name: str, model: str, rank: int) -> list[str]:
     return told
 
 
-@pytest.mark.parametrize(("axes", "name", "model", "who"), [
-    ({"replicate": 2, "pipeline": 2}, "blocks.2.norm.weight", "untied", "rank 1 and rank 3"),
-    ({"pipeline": 4}, "embedding.weight", "tied", "rank 0 and rank 3"),
+@pytest.mark.parametrize(("axes", "name", "model", "rank", "who"), [
+    ({"replicate": 2, "pipeline": 2}, "blocks.0.linear.weight", "untied", 2, "rank 0 and rank 2"),
+    ({"replicate": 2, "pipeline": 2}, "blocks.3.linear.weight", "untied", 3, "rank 1 and rank 3"),
+    ({"pipeline": 4}, "embedding.weight", "tied", 3, "rank 0 and rank 3"),
 ], ids=str)  # fmt: skip
-def test_a_flipped_bit_of_a_stage_is_named(axes: dict[str, int], name: str, model: str, who: str) -> None:
-    for told in on_ranks(axes, flipped, name, model, 3):
+def test_a_flipped_bit_of_a_stage_is_named(axes: dict[str, int], name: str, model: str, rank: int, who: str) -> None:
+    for told in on_ranks(axes, flipped, name, model, rank):
         assert len(told) == 1 and f"the weights of {who} differ" in told[0] and f"first in {name};" in told[0]
 
 
