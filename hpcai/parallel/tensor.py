@@ -1,6 +1,6 @@
 """Weights of linear layers and embeddings that are cut over processes, each of which computes with its part.
 
-    cut_outputs(attention.qkv, axis, parts=heads(axis, size, 8, 2))     # each rank has some heads
+    cut_outputs(attention.qkv, axis, parts=(128, 32, 32))               # queries, keys, values: each rank has some heads
     cut_inputs(attention.out, axis)                                     # and the sum over ranks is whole again
 
 Shoeybi et al., "Megatron-LM", 2019; with ``sequence``, Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
@@ -31,28 +31,24 @@ from hpcai.untraced import untraced
 
 
 def cut_outputs(
-    linear: nn.Linear, axis: Axis, parts: Sequence[int] = (), gather: bool = False, sequence: int | None = None,
-    groups: tuple[Axis, Axis] | None = None,
-) -> None:  # fmt: skip
+    linear: nn.Linear, axis: Axis, parts: Sequence[int] = (), sequence: int | None = None, groups: tuple[Axis, Axis] | None = None
+) -> None:
     """Leave of ``linear``, in place, this rank's outputs: [T, C] -> [T, C'/n].
 
     ``parts``: sizes of outputs that lie one behind another and are each cut by itself (queries, keys, values; gate, up).
-    ``gather``: the output is made whole again. ``sequence``: the dim of the input along which it is cut; it is gathered before,
-    and again in the backward pass, so that only [T/n, C] is kept. ``groups``: the axis as two, (between, within) of ``Mesh.split``;
+    ``sequence``: the dim of the input along which it is cut; it is gathered before, and again in the backward pass, so that only
+    [T/n, C] is kept. ``groups``: the axis as two, (between, within) of ``Mesh.split``;
     outputs are cut over the first, and those along the second have the same ones, each for work of its own: heads of keys that are
     fewer than the ranks. Raises ConfigError where the layer is of another kind or cannot be cut.
     """
     if axis.size == 1:
         return
     _check(linear, nn.Linear)
-    if groups and gather:
-        raise ConfigError("outputs that several ranks have are not joined; leave out gather, or groups")
     over, within = groups or (axis, Axis("none"))
     for parameter in linear.parameters(recurse=False):
         cut(parameter, 0, over, parts)
     sum_over(linear, within)
-    joined = _Joined(axis, parts or (linear.out_features,)) if gather else None
-    _turn(linear, CutOutputs, axis=axis.meet(), sequence=sequence, joined=joined)
+    _turn(linear, CutOutputs, axis=axis.meet(), sequence=sequence)
 
 
 def cut_inputs(linear: nn.Linear, axis: Axis, sequence: int | None = None, parts: Sequence[int] = ()) -> None:
@@ -116,38 +112,16 @@ def parts_with_tokens(model: nn.Module) -> list[Any]:
     return parts + [part.words for part in model.modules() if isinstance(part, Head) and isinstance(part.words, _Words)]
 
 
-def heads(axis: Axis, size: int, queries: int, keys: int | None = None) -> tuple[int, int, int]:
-    """``parts`` for a weight that makes queries, keys and values of ``size`` channels for each head. Several queries may share a
-    head of keys and values (grouped queries): ``keys`` of them, else as many as queries. Raises ConfigError where heads do not
-    divide."""
-    keys = queries if keys is None else keys
-    for n, of in ((queries, "queries"), (keys, "keys")):
-        if n % axis.size:
-            few = "; fewer heads of keys than ranks go into layers of their own, cut over groups of ranks (cut_outputs, groups)"
-            raise ConfigError(
-                f"{n} heads of {of} cannot be cut over mesh.{axis.name}={axis.size}: expected a multiple of {axis.size}"
-                + (few if n < axis.size else "")
-            )
-    if queries % keys:
-        raise ConfigError(f"{queries} heads of queries cannot share {keys} heads of keys: expected a multiple of {keys}")
-    return queries * size, keys * size, keys * size
-
-
 class CutOutputs(Joint):
     """``cut_outputs``: x [T, C] or, with a sequence that is cut, [T/n, C] -> [T, C'/n]"""
 
     sends = True
     axis: Axis
     sequence: int | None
-    joined: "_Joined | None"
 
     @property
     def tokens(self) -> Tokens:
         return _Tokens(self.axis, self.sequence)
-
-    def finish(self, y: Tensor) -> Tensor:
-        y = super().finish(y)
-        return y if self.joined is None else _Join.apply(y, self.joined)
 
 
 class CutInputs(Joint):
@@ -194,35 +168,13 @@ class CutWords(nn.Embedding):
         return _Leave.apply(y.where(is_own[..., None], nothing[..., None].to(y.dtype)), self.axis, self.sequence)
 
 
-class Entropy(nn.Module):
-    """Cross entropy over ``words`` that are cut over ``axis``; logits are never gathered. Targets that are ``ignore`` cost 0, and
-    those that are no word NaN."""
-
-    def __init__(self, axis: Axis, words: int, ignore: int = -1) -> None:
-        super().__init__()
-        self.axis, self.words, self.ignore = axis.meet(), words, ignore
-
-    @untraced
-    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """logits [.., V/n], targets [..] -> [..] in float32 or wider"""
-        first, end = _own(self.words, self.axis)
-        if logits.shape[-1] != end - first:
-            raise ConfigError(
-                f"entropy: this rank got logits of {logits.shape[-1]} words, expected {end - first} of {self.words} in all; cut "
-                "the last layer by cut_outputs, without gather"
-            )
-        counts, is_word = targets != self.ignore, (targets >= 0) & (targets < self.words)
-        loss = _Entropy.apply(logits, targets - first, counts, self.axis)
-        return loss.masked_fill(counts & ~is_word, torch.nan)
-
-
 class _Words(Words):
     """Some of a head's words."""
 
     def __init__(self, axis: Axis, words: int, sequence: int | None) -> None:
         self.axis, self.sequence = axis, sequence
         self.first, _ = _own(words, axis)
-        self._joined = _Joined(axis, (words,))
+        self._widths = [words * (rank + 1) // axis.size - words * rank // axis.size for rank in range(axis.size)]
 
     def enter(self, hidden: Tensor) -> Tensor:
         return hidden if self.sequence is None else _Gathering(hidden, self.axis, self.sequence).wait()
@@ -236,8 +188,9 @@ class _Words(Words):
     def join(self, logits: Tensor) -> Tensor:
         if torch.is_grad_enabled():
             raise ConfigError("logits of words that are cut are joined without gradients alone; give targets, and train by entropy")
-        found: Tensor = _Join.apply(logits, self._joined)
-        return found
+        alike = F.pad(logits, (0, max(self._widths) - logits.shape[-1]))[None]
+        whole = _Gathering(alike, self.axis, 0).wait()
+        return torch.cat([part[..., :n] for part, n in zip(whole, self._widths)], -1)
 
     def leave(self, gradient: Tensor) -> Tensor:
         return _Summing(gradient, self.axis, self.sequence).wait()
@@ -308,66 +261,6 @@ class _Leave(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         return dy if ctx.dim is None else _Gathering(dy, ctx.axis, ctx.dim).wait(), None, None
-
-
-class _Joined:
-    """How all ranks' outputs are joined, where each of ``parts`` was cut by itself."""
-
-    def __init__(self, axis: Axis, parts: Sequence[int]) -> None:
-        self.axis = axis
-        self.own: list[tuple[int, int]] = []  # which of the whole are this rank's
-        self.order: list[tuple[int, int, int]] = []  # the whole, as stretches of what a rank has
-        ends, at = [0] * axis.size, 0
-        for n in parts:
-            for rank, end in enumerate(ends):
-                a, b = n * rank // axis.size, n * (rank + 1) // axis.size
-                ends[rank] = end + b - a
-                self.order.append((rank, end, ends[rank]))
-                self.own += [(at + a, at + b)] if rank == axis.rank else []
-            at += n
-        self.width = max(ends)
-
-
-class _Join(torch.autograd.Function):
-    """[T, C/n] -> [T, C] on every rank. What follows counts once, as after a sum."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, joined: _Joined) -> Tensor:
-        ctx.own = joined.own
-        level = F.pad(y, (0, joined.width - y.shape[-1]))[None]
-        whole = _Gathering(level, joined.axis, 0).wait()
-        return torch.cat([whole[rank, ..., a:b] for rank, a, b in joined.order], -1)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        return torch.cat([dy[..., a:b] for a, b in ctx.own], -1), None
-
-
-class _Entropy(torch.autograd.Function):
-    """logits [.., V/n], ``targets`` [..] counted from this rank's first word, ``counts`` [..]. Kept for the backward pass, in the
-    dtype of the logits: the softmax, less 1 at the target."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, counts: Tensor, axis: Axis) -> Tensor:
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        top = wide.amax(-1)
-        if axis.size > 1:
-            torch_dist.all_reduce(top, torch_dist.ReduceOp.MAX, group=axis.group)
-        is_own = (targets >= 0) & (targets < logits.shape[-1]) & counts
-        at = targets.where(is_own, 0)[..., None]
-        target = (wide.gather(-1, at)[..., 0] - top).where(is_own, 0)
-        softmax = (wide - top[..., None]).exp_()
-        total, target = sum_in_place(torch.stack((softmax.sum(-1), target)), axis)
-        softmax.div_(total[..., None]).scatter_add_(-1, at, -is_own[..., None].to(wide.dtype))
-        ctx.save_for_backward(softmax.to(logits.dtype), counts)
-        return (total.log() - target).where(counts, 0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dloss: Tensor) -> Any:
-        slope, counts = ctx.saved_tensors
-        return (slope * dloss.where(counts, 0)[..., None]).to(slope.dtype), None, None, None
 
 
 def _own(words: int, axis: Axis) -> tuple[int, int]:

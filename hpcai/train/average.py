@@ -1,12 +1,11 @@
 """Averages of the weights: with constant geometric weights (Polyak and Juditsky 1992), with a half-life in samples (Karras et al.,
 "Elucidating the design space of diffusion-based generative models", 2022), or with weights that grow as a power of the step
-(Karras et al., "Analyzing and improving the training dynamics of diffusion models", 2024), from which others can be made later."""
+(Karras et al., "Analyzing and improving the training dynamics of diffusion models", 2024)."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -117,45 +116,3 @@ def exponent(deviation: float) -> float:
         wide = (middle + 1) / ((middle + 2) ** 2 * (middle + 3)) > deviation**2
         low, high = (middle, high) if wide else (low, middle)
     return low
-
-
-class Snapshot(NamedTuple):
-    """An average by a power, as it was after a step."""
-
-    step: int
-    """from 1"""
-    deviation: float
-    """sigma_rel, ``step.average_power``"""
-    weights: Mapping[str, Tensor]
-
-
-def coefficients(kept: Sequence[tuple[float, float]], wanted: tuple[float, float]) -> Tensor:
-    """How much of each average by a power that was ``kept`` makes up, as well as it can, one that is ``wanted``: pairs (step,
-    deviation) of each. Of sum 1 (Karras et al. 2024, appendix C).   [N] float64"""
-    if not kept or len(set(kept)) < len(kept):
-        raise ConfigError(f"averages of (step, deviation) {', '.join(map(str, kept)) or 'none'}; give at least one, and none twice")
-    steps, powers = (torch.tensor(x, dtype=torch.float64) for x in zip(*((t, exponent(d)) for t, d in (*kept, wanted))))
-    (s, p), (t, q) = ((x[:, None] for x in (steps, powers)), (x[None] for x in (steps, powers)))
-    products = (p + 1) * (q + 1) * (s / t) ** torch.where(s < t, q, -p) / ((p + q + 1) * torch.maximum(s, t))
-    found = torch.linalg.solve(products[:-1, :-1], products[:-1, -1])
-    return found / found.sum()
-
-
-def rebuild(snapshots: Sequence[Snapshot], wanted: tuple[float, float]) -> dict[str, Tensor]:
-    """The average by a power that training would have had at ``wanted`` (step, deviation), nearly: best of few snapshots near that
-    step and of deviations around that one. Sums are made in float64, tensors that are no real numbers are the latest snapshot's.
-    Raises ConfigError for snapshots of other tensors than the first one's."""
-    shares = coefficients([(one.step, one.deviation) for one in snapshots], wanted).tolist()
-    latest = max(snapshots, key=lambda one: one.step)
-    for one in snapshots:
-        if unlike := sorted(one.weights.keys() ^ latest.weights.keys()):
-            raise ConfigError(f"snapshots of steps {one.step} and {latest.step} do not both have {', '.join(unlike[:5])}")
-    found: dict[str, Tensor] = {}
-    for name, last in latest.weights.items():
-        found[name] = last
-        if last.is_floating_point():
-            total = torch.zeros_like(last, dtype=torch.float64)
-            for share, one in zip(shares, snapshots):
-                total.add_(one.weights[name].to(total), alpha=share)
-            found[name] = total.to(last.dtype)
-    return found

@@ -22,7 +22,7 @@ def data(app: App, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """The rows of a class that promises: its ways to read, its logs and what it refuses."""
-    for name, rows in (("way", "ways"), ("log", "logs"), ("wrong", "refused")):
+    """The rows of a class that promises: its ways to read, its jobs of several processes, its logs and what it refuses."""
+    for name, rows in (("way", "ways"), ("job", "jobs"), ("log", "logs"), ("wrong", "refused")):
         if name in metafunc.fixturenames and metafunc.cls:
             metafunc.parametrize(name, getattr(metafunc.cls, rows), ids=lambda row: row if isinstance(row, str) else None)

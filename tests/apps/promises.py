@@ -1,5 +1,6 @@
-"""What every app promises: its files of settings load, its help names them, a resumed run is an uninterrupted one, samples are the
-same however they are read, its MLPerf log keeps the rules, and bad input is told in one line and loses nothing."""
+"""What every app promises: its files of settings load, a run leaves what its users want, several processes train as one, a resumed
+run is an uninterrupted one, samples are the same however they are read, its MLPerf log keeps the rules, and bad input is told in
+one line and loses nothing."""
 
 import re
 import shutil
@@ -21,11 +22,20 @@ Refused = tuple[str, Sequence[str], str]
 @pytest.mark.usefixtures("one_thread")
 class Promises:
     configs: list[str]
-    named: list[str]
-    """some settings of its own"""
     ways: list[str]
     short: list[str] = ["train.epochs=1"]
     """words for a run that reads whole batches and ends early"""
+    leaves: list[str]
+    """files of a run beside its settings, weights, metrics and checkpoints"""
+    shows: str
+    """what its report says"""
+    exactly: list[str] = ["step.precision=fp64", "train.epochs=1"]
+    """words for a run whose curve does not depend on the number of processes but by ``close``"""
+    jobs: list[str]
+    """numbers of processes, each with the words that say how they share the work"""
+    close: float = 1e-9
+    compared: dict[str, tuple[str, ...]] = {"train": ("loss",)}
+    """what is compared beside the metric: kinds of events and names"""
     rules: tuple[str, str] = ("hpc", "3.0.0")
     """of MLPerf's checker"""
     logs: list[Log]
@@ -46,16 +56,32 @@ class Promises:
     def check(self, name: str, cfg: Any) -> None:
         """What a file of settings must say."""
 
-    def test_help_names_every_setting(self, app: App) -> None:
-        app.names_in_help(self.named)
+    def test_a_run_leaves_everything_that_its_users_want(self, app: App, data: Path) -> None:
+        from hpcai.cli.report import draw
+
+        run = app.once(data)
+        usual = ["checkpoints", "metrics.jsonl", "model.safetensors", "settings.yaml"]
+        assert {path.name for path in run.iterdir()} - {"report.html", "plots"} == {*usual, *self.leaves}
+        assert config.load(app.settings, run / "settings.yaml") == config.load(app.settings, app.small, app.words(data, run)[1:])
+        page = draw(run).read_text()
+        assert self.shows in page and "no picture" not in page and "http" not in page.replace("http://www.w3.org", "")
+
+    def test_several_processes_train_as_one(self, app: App, data: Path, tmp_path: Path, job: str) -> None:
+        count, *words = job.split()
+        one, run = app.once(data, *self.exactly), tmp_path / "run"
+        app.on_ranks(int(count), data, run, *self.exactly, *words)
+        metric = config.load(app.settings, app.small).train.metric
+        for kind, names in {**self.compared, "evaluate": (metric, *self.compared.get("evaluate", ()))}.items():
+            for name in names:
+                assert told(run, kind, name) == pytest.approx(told(one, kind, name), rel=self.close), name
+        same_weights(one, run, rtol=1e-2, atol=1e-4)
 
     def test_resumed_is_uninterrupted(self, app: App, data: Path, tmp_path: Path) -> None:
         run = tmp_path / "cut"
         assert app.here(data, run, "train.epochs=null", f"train.steps={self.stop}") == 0 and max(told(run)) == self.stop
-        for begin in (self.stop, 6):  # a finished run can be started again
-            assert app.here(data, run) == 0 and resumed_from(run) == begin
-            same_weights(app.once(data), run)
-            assert told(run) == told(app.once(data)) and len(told(run)) == 6
+        assert app.here(data, run) == 0 and resumed_from(run) == self.stop
+        same_weights(app.once(data), run)
+        assert told(run) == told(app.once(data)) and len(told(run)) == 6
 
     def test_however_samples_are_read_the_loss_is_the_same(
         self, app: App, data: Path, tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch

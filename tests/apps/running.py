@@ -5,11 +5,10 @@ import runpy
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from subprocess import run as start
 from typing import Any
 
 import h5py
@@ -94,29 +93,14 @@ class App:
             assert self.here(data, run, *more) == 0
         return run
 
-    def names_in_help(self, names: Iterable[str]) -> None:
-        done = start([sys.executable, "-m", f"apps.{self.name}", "--help"], cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 0 and [name for name in names if name not in done.stdout] == [], done.stderr
-
 
 def damaged(data: Path, kind: str, changes: Mapping[str, Callable[[h5py.File], object]]) -> None:
-    """The first training file of ``data`` is gone, cut or changed, then as its maker wrote it: the index has a table of it."""
+    """The first training file of ``data`` is changed, as if its maker had written it so: the index has a table of it."""
     path = next((data / "train").glob("*.h5"))
-    if kind == "gone":
-        path.unlink()
-    elif kind == "cut":
-        path.write_bytes(path.read_bytes()[:5000])
-    elif kind in changes:
+    if kind in changes:
         with h5py.File(path, "r+") as file:
             changes[kind](file)
         write_index(path.parent, json.loads((path.parent / INDEX).read_text()))
-
-
-def complaints(folder: Path, *severities: str) -> set[str]:
-    """What `hpcai data check` finds."""
-    from hpcai.cli.check import Options, examine
-
-    return {finding.code for finding in examine(folder, Options(seconds=0)).findings if finding.severity in severities}
 
 
 def told(run: Path, kind: str = "train", name: str = "loss") -> dict[int, float]:

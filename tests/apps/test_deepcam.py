@@ -8,16 +8,14 @@ import h5py
 import numpy as np
 import pytest
 
-from hpcai import config
 from hpcai.models.deepcam import CLASSES, DeepCam
 from tests.apps.promises import Promises
-from tests.apps.running import same_weights, told
+from tests.apps.running import told
 from tests.apps.smallest import DEEPCAM as APP
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-COUNTED = "unit: steps, warmup: 2, first_step: 1, late: true, after_warmup: true"
-COSINE = f"{{{COUNTED}, decay: cosine, length: 6}}"
-STEPS = f"{{{COUNTED}, decay: steps, length: null, decay_at: [3], decay_to: [0.1]}}"
+STEPS = ("{unit: steps, warmup: 2, first_step: 1, late: true, after_warmup: true, decay: steps, length: null, decay_at: [3],"
+         " decay_to: [0.1]}")  # fmt: skip
 
 
 def spoil(data: Path, kind: str) -> None:
@@ -33,41 +31,31 @@ def spoil(data: Path, kind: str) -> None:
     elif kind == "size":
         for split in ("train", "validation"):
             (data / split / "index.json").unlink()
-            for file in (data / split).glob("*.h5"):
-                _rewrite(file, lambda name, values: values[:, :40])
-    elif kind == "mask":
-        for file in (data / "train").glob("*.h5"):
-            _rewrite(file, lambda name, values: values.astype(np.int64) if name == "mask" else values)
-        index.unlink()
-    elif kind == "nan":
-        with h5py.File(data / "train/samples_000000.h5", "r+") as opened:
-            opened["fields"][0, -1, :, 3] = np.nan
-
-
-def _rewrite(path: Path, change: Any) -> None:
-    with h5py.File(path, "r+") as file:
-        for name in ("fields", "mask"):
-            values = change(name, file[name][:])
-            del file[name]
-            file[name] = values
+            for path in (data / split).glob("*.h5"):
+                with h5py.File(path, "r+") as file:
+                    for name in ("fields", "mask"):
+                        values = file[name][:, :40]
+                        del file[name]
+                        file[name] = values
 
 
 class TestPromises(Promises):
+    leaves = ["maps.npz"]
+    shows = "iou"
+    jobs = ["2 batchnorm_group=2", "2 mesh.height=2"]
+    close = 1e-6
     configs = ["batch128", "batch2048", "node", "small"]
-    named = ["batchnorm_group", "model.skip", "model.init", "data.pictures", "step.schedule.after_warmup"]
-    ways = [f"data.reader={way}" for way in ("direct", "buffered", "memory", "hdf5", "dali")]
+    ways = [f"data.reader={way}" for way in ("direct", "dali")]
     # All rules are kept but those that twelve maps cannot: the size of the set, and 0.82 in three steps.
-    logs = [
-        (["train.target=0.001", "train.seed=3", "train.epochs=1", f"step.optimizer={optimizer}",
-          f"step.schedule={schedule}"], ["eval_accuracy", "eval_samples", "train_samples"])
-        for optimizer, schedule in (("lamb", STEPS), ("adamw", COSINE))
-    ]  # fmt: skip
+    logs = [(
+        ["train.target=0.001", "train.seed=3", "train.epochs=1", "step.optimizer=lamb", f"step.schedule={STEPS}"],
+        ["eval_accuracy", "eval_samples", "train_samples"],
+    )]  # fmt: skip
     refused = [
         ("names", (), "train: holds the variables ['PWAT', 'U850'"),
         ("statistics", (), "statistics.json: no statistics of the training maps"),
         ("empty class", ("model.frequencies=null",), "no training map holds a tropical cyclone"),
         ("size", (), "holds maps of 40 x 96 cells with masks of 40 x 96; expected both alike, in multiples of 16"),
-        ("mask", (), "dataset 'mask' is int64"), ("nan", (), "samples_000000.h5"), ("", ("data.batch=100",), "100"),
         ("", ("batchnorm_group=3",), "batchnorm_group"),
         ("", ("model.variables=[TMQ, U850]", "model.units=['', '']"), "expected"),
     ]  # fmt: skip
@@ -80,11 +68,8 @@ class TestPromises(Promises):
             assert f"batch{cfg.data.batch}" == name and cfg.train.target == 0.82 and cfg.step.decay_names == ("*",)
 
 
-def test_a_run_leaves_everything_that_its_users_want(data: Path) -> None:
+def test_maps_are_those_of_the_data_and_of_the_kept_weights(data: Path) -> None:
     run = APP.once(data)
-    files = ["checkpoints", "maps.npz", "metrics.jsonl", "model.safetensors", "settings.yaml"]
-    assert sorted(p.name for p in run.iterdir() if p.name != "report.html") == files
-    assert config.load(APP.settings, run / "settings.yaml") == config.load(APP.settings, APP.small, APP.words(data, run)[1:])
     maps = np.load(run / "maps.npz", allow_pickle=False)
     assert maps["fields"].shape == (2, 64, 96, 16) and maps["true"].shape == maps["predicted"].shape == (2, 64, 96)
     with h5py.File(data / "validation/samples_000000.h5") as file:
@@ -97,22 +82,3 @@ def test_a_run_leaves_everything_that_its_users_want(data: Path) -> None:
     assert list(model.cfg.low or ()) == statistics["minimum"] and list(model.cfg.high or ()) == statistics["maximum"]
     masks = model.segment({name: fields[0, ..., i] for i, name in enumerate(model.cfg.variables)})
     assert (np.stack([masks[name] for name in CLASSES]).argmax(0) == maps["predicted"][0]).mean() > 0.999
-
-    from hpcai.cli.report import draw
-
-    assert "iou" in draw(run).read_text()
-
-
-def test_batch_norm_over_all_ranks_and_maps_cut_over_them_train_as_one_process(data: Path, tmp_path: Path) -> None:
-    words = ["step.precision=fp64", "train.epochs=1"]
-    alone = APP.once(data, *words)
-    for name, more in (("two", "batchnorm_group=2"), ("cut", "mesh.height=2"), ("apart", "batchnorm_group=1")):
-        APP.on_ranks(2, data, tmp_path / name, *words, more)
-    one, apart = told(alone), told(tmp_path / "apart")
-    assert apart != pytest.approx(one, rel=1e-3)
-    for way in ("two", "cut"):
-        assert told(tmp_path / way) == pytest.approx(one, rel=1e-6)
-        assert told(tmp_path / way, "evaluate", "iou") == pytest.approx(told(alone, "evaluate", "iou"), rel=1e-6)
-        same_weights(alone, tmp_path / way, rtol=1e-5, atol=1e-7)
-        shown, expected = (np.load(folder / "maps.npz") for folder in (tmp_path / way, alone))
-        assert np.array_equal(shown["fields"], expected["fields"]) and (shown["predicted"] == expected["predicted"]).mean() > 0.999

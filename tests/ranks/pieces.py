@@ -1,5 +1,6 @@
 """What ranks hold of a step, put together to what one process would hold."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,11 +20,11 @@ def pieces(step: Step) -> Pieces:
             for what, row in rows.items():
                 if row is not None:
                     boxes = part.boxes(row)
-                    found += [(f"{part.name} {what}", part.place.size, at, t.detach().numpy().copy()) for at, t in boxes]
+                    found += [(f"{part.name} {what}", part.place.size, at, t.detach().double().numpy().copy()) for at, t in boxes]
     return found
 
 
-def joined(ranks: list[Pieces]) -> dict[str, Any]:
+def joined(ranks: Sequence[Pieces]) -> dict[str, Any]:
     """The wholes; what several ranks hold is the same, bit for bit."""
     found: dict[str, Any] = {}
     for name, size, at, value in (piece for rank in ranks for piece in rank):
@@ -33,3 +34,10 @@ def joined(ranks: list[Pieces]) -> dict[str, Any]:
         whole[box] = value
     assert not any(np.isnan(whole).any() for whole in found.values())
     return found
+
+
+def same(found: dict[str, Any], right: dict[str, Any], close: float = 1e-11) -> None:
+    """With ``close`` 0, bit for bit."""
+    assert found.keys() == right.keys()
+    for name, value in right.items():
+        np.testing.assert_allclose(found[name], value, rtol=0, atol=close * max(1.0, np.abs(value).max()), err_msg=name)

@@ -1,6 +1,5 @@
 """The tokens of a sample cut over processes: the same loss, gradients, updates and checkpoints as on one process."""
 
-from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,84 +13,26 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import DataError
-from hpcai.parallel.context import CausalContext, Own, Total, _Gathered
-from hpcai.parallel.replicate import sum_over
-from hpcai.settings import CheckpointConfig, StepConfig
-from hpcai.train.checkpoint import Checkpoints
-from hpcai.train.saved import Progress, opened
-from hpcai.train.step import Step
+from hpcai.parallel.context import CausalContext, Own, _Gathered
+from tests.ranks.language_model import checkpoints_go_round, cut_equals_whole, sharded
 from tests.ranks.launch import on_ranks
-from tests.ranks.transformer import Transformer, batch, mean_loss
-
-MESHES: list[dict[str, int]] = [{"context": 2}, {"context": 4}, {"replicate": 2, "context": 2}]
-SCHEMES = ["none", "optimizer", "weights"]
-STEPS = 2
+from tests.ranks.training import Case
 
 
-def new_step(mesh: Mesh, **words: Any) -> Step:
-    torch.manual_seed(mesh.rank)  # the processes start equal, whatever they were
-    model, axis = Transformer(), mesh["context"]
-    model.own, model.total = Own(axis, 1), Total(axis)
-    for block in model.blocks:
-        block.attention.attend = CausalContext(axis)
-    sum_over(model, axis)
-    words = {"precision": "fp64", "lr": 0.05, "weight_decay": 0.1, "clip": 0.5, "bucket_mb": 0.01} | words
-    return Step(model, mean_loss, StepConfig(**words), mesh)
+@pytest.mark.parametrize("axes", [{"context": 2}, {"context": 4}, {"replicate": 2, "context": 2}], ids=str)
+def test_cut_equals_whole(axes: dict[str, int]) -> None:
+    cases: list[Case] = [{"model": "tied"}, {"model": "gpt", "packed": True}, {"model": "llama", "adapted": True}]
+    more = sharded({"model": "llama", "packed": True}, "optimizer", "weights") if "replicate" in axes else []
+    cut_equals_whole(axes, cases + more)
 
 
-def numbers(tensor: Any) -> np.ndarray:
-    whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return whole.detach().numpy().copy()
+def test_a_checkpoint_goes_from_each_cut_to_the_next(tmp_path: Path) -> None:
+    places = [({"context": 2}, "none"), ({}, "none"), ({"replicate": 2, "context": 2}, "optimizer"), ({"context": 4}, "none")]
+    checkpoints_go_round([(axes, {"model": "llama", "shard": shard}) for axes, shard in places], tmp_path)
 
 
-def entries(folder: Path) -> dict[str, Any]:
-    """Names, kinds and sizes of what a checkpoint holds."""
-    held = opened(folder / f"step-{STEPS:08d}")
-    return {name: (parts[0].dtype, held.sizes[name]) for name, parts in held.tensors.items()}
-
-
-def trained(mesh: Mesh, folder: Path, words: dict[str, Any]) -> dict[str, Any]:
-    step, axis = new_step(mesh, **words), mesh["replicate"]
-    found: dict[str, Any] = {"losses": [], "norms": []}
-    for i in range(STEPS):
-        samples = {name: each.chunk(axis.size)[axis.rank] for name, each in batch(i, tokens=16).items()}
-        found["losses"].append(step(samples, 0.05 / (i + 1))["loss"].item())
-        found["norms"].append(step._norm().item())
-    found["gradients"] = [] if step.cfg.shard != "none" else [numbers(p.grad) for p in step.model.parameters()]
-    found["weights"] = {name: numbers(tensor) for name, tensor in step.model.state_dict().items()}
-    Checkpoints(folder, CheckpointConfig(), mesh).save(step, Progress(step=STEPS))
-    return found
-
-
-@cache
-def alone(folder: Path, parts: int) -> dict[str, Any]:
-    """On one process, for which the samples of each copy are a micro-batch: the mean is one of means."""
-    return trained(Mesh({}), folder, {"accumulate": parts})
-
-
-@pytest.mark.parametrize("shard", SCHEMES)
-@pytest.mark.parametrize("axes", MESHES, ids=str)
-def test_cut_equals_whole(axes: dict[str, int], shard: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    copies = axes.get("replicate", 1)
-    folder = tmp_path_factory.getbasetemp() / f"alone-{copies}"
-    right = alone(folder, copies)
-    ranks = on_ranks(axes, trained, tmp_path / "cut", {"shard": shard})
-    close: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-12}
-    for found in ranks:
-        np.testing.assert_allclose(found["norms"], right["norms"], **close)
-        assert list(found["weights"]) == list(right["weights"])
-        for name, value in right["weights"].items():
-            np.testing.assert_allclose(found["weights"][name], value, **close, err_msg=name)
-        for mine, value in zip(found["gradients"], right["gradients"]):
-            np.testing.assert_allclose(mine, value, **close)
-    losses = np.mean([found["losses"] for found in ranks], 0)
-    np.testing.assert_allclose(losses, right["losses"], **close)
-    assert all(found["losses"] == ranks[0]["losses"] for found in ranks[: len(ranks) // copies]), "ranks of a copy know one loss"
-    assert entries(tmp_path / "cut") == entries(folder)
-    step = new_step(Mesh({}))
-    assert Checkpoints(tmp_path / "cut", CheckpointConfig(), Mesh({})).resume(step) is not None
-    for name, tensor in step.model.state_dict().items():
-        assert np.array_equal(numbers(tensor), ranks[0]["weights"][name]), f"{name}: other bytes in the checkpoint"
+def numbers(tensor: Tensor) -> np.ndarray:
+    return tensor.detach().numpy().copy()
 
 
 # ---- attention alone

@@ -13,7 +13,6 @@ from hpcai.data import Loader
 from hpcai.dist import collect
 from hpcai.dist.collect import distinct, rows_to_first
 from hpcai.dist.mesh import Mesh
-from hpcai.errors import ConfigError
 from hpcai.settings import StepConfig
 from hpcai.train import Step, evaluate, predict
 from hpcai.train.measure import Measured
@@ -147,19 +146,3 @@ def told_apart(mesh: Mesh, values: list[Any]) -> dict[int, Any]:
 )
 def test_what_all_have_is_told_once(values: list[Any], found: dict[int, Any], gathered: int) -> None:
     assert on_ranks({"replicate": 3}, told_apart, values) == [found | {-1: gathered}] * 3
-
-
-def unlike(mesh: Mesh, values: list[dict[str, Any]]) -> str:
-    measured = Measured()
-    measured.add(values[mesh.rank], 1)
-    with pytest.raises(ConfigError) as error:
-        measured.reduce(mesh["replicate"], mesh.device, uneven=True)
-    return str(error.value)
-
-
-def test_ranks_whose_sums_do_not_fit_are_refused_on_all() -> None:
-    two, three = ({"n": (torch.ones(k), torch.sum)} for k in (2, 3))
-    expected = "metric 'n': its sums are float64 [3] in one batch and float64 [2] in another; give the same shapes in all"
-    assert on_ranks({"replicate": 2}, unlike, [two, three]) == [expected] * 2
-    expected = "n: given by more than one metric; let each give names of its own"
-    assert on_ranks({"replicate": 2}, unlike, [two, {"n": torch.tensor(1.0)}]) == [expected] * 2

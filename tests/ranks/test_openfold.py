@@ -2,7 +2,7 @@
 
 import math
 import weakref
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -12,23 +12,20 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from apps.openfold.axial import by_channels
 from hpcai.dist.collect import sum_in_place
 from hpcai.dist.launch import alone
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import DataError, MeshError
 from hpcai.kernels import attention
 from hpcai.models.openfold import ObjectiveConfig, OpenFold, OpenFoldConfig, loss, parallelize, residues
-from hpcai.models.openfold.evoformer import saving
 from hpcai.models.openfold.features import FeatureConfig
-from hpcai.parallel import axial
 from hpcai.parallel.axial import Join, Move, Own
 from hpcai.parallel.halo import Traffic
 from hpcai.settings import StepConfig
 from hpcai.train.step import Step
 from tests import proteins
 from tests.ranks.launch import on_ranks
-from tests.ranks.pieces import joined, pieces
+from tests.ranks.pieces import joined, pieces, same
 
 # 7 clusters with their templates, 7 extra rows, 13 residues: none divides into 2 or 4.
 FEATURES = FeatureConfig(crop=13, clusters=5, extra=7, templates=2, recycles=2)
@@ -128,9 +125,7 @@ def test_steps_of_cut_copies_are_those_of_whole_ones(shard: str) -> None:
     for rank, (values, _) in enumerate(cut):
         assert values == pytest.approx(whole[rank // 2][0], rel=1e-10)
     expected, found = (joined([ours for _, ours in every]) for every in (whole, cut))
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        np.testing.assert_allclose(found[name], value, rtol=1e-8, atol=1e-10, err_msg=name)
+    same(found, expected, close=1e-8)
 
 
 class Live(TorchDispatchMode):
@@ -175,94 +170,6 @@ def test_a_chain_that_several_ranks_fold_is_the_same_with_their_share_of_the_mem
             np.testing.assert_allclose(found, positions, atol=1e-5)
             np.testing.assert_allclose(sure, plddt, atol=1e-4)
             assert bytes_ <= share * most, (ranks, bytes_ / most)
-
-
-def sent(mesh: Mesh) -> tuple[int, int]:
-    """Bytes that a block sends forward, and backward."""
-    model = parallelize(network(template=None, extra={"blocks": 1}), mesh)
-    block, traffic = model.evoformer.blocks[0], next(m.traffic for m in model.modules() if isinstance(m, Move))
-    counted = []
-    hooks = [
-        block.register_forward_pre_hook(lambda *_: counted.append(traffic.sent)),
-        block.register_forward_hook(lambda *_: counted.append(traffic.sent)),
-    ]
-    objective(model, {name: x[:1] for name, x in protein(1).items()})
-    for hook in hooks:
-        hook.remove()
-    return counted[1] - counted[0], traffic.messages
-
-
-# 2 c_m s n + 2 c_z n n + 6 c_tri / p n 13 that move, (h_m + 2 h_z) n 13 + c_outer 5 n that are gathered; s 3 and n 7, or 2 and 4.
-@pytest.mark.parametrize(("ranks", "numbers"), [(2, 1344 + 1568 + 4368 + 728 + 280), (4, 3 * (512 + 512 + 1248 + 416 + 160))])
-def test_a_block_sends_what_the_formula_says(ranks: int, numbers: int) -> None:
-    assert by_channels(OpenFoldConfig.preset("tiny"), 5, 13, ranks) == numbers
-    for block, _ in on_ranks({"axial": ranks}, sent):
-        assert block == 8 * numbers
-
-
-class Watched(TorchDispatchMode):
-    """Of each message, in the order in which they are sent, the linear layers that are computed with while it is under way; None
-    where nobody has waited for it."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.names = {p.data_ptr(): name.rpartition(".")[0] for name, p in block.named_parameters() if "linear" in name}
-        self.computed: list[str] = []
-        self.behind: list[set[str] | None] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = (t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor))
-        self.computed += [self.names[place] for place in given if place in self.names]
-        return function(*args, **(kwargs or {}))
-
-    def send(self, way: Any, *given: Any) -> Any:
-        work, watched, number, since = way(*given), self, len(self.behind), len(self.computed)
-        self.behind.append(None)
-
-        class Work:
-            def wait(self) -> None:
-                if watched.behind[number] is None:
-                    watched.behind[number] = set(watched.computed[since:])
-                work.wait()
-
-        return Work()
-
-    def take(self) -> list[set[str] | None]:
-        taken, self.behind = self.behind, []
-        return taken
-
-
-def hidden(mesh: Mesh, checkpoint: bool, backend: str = "gloo") -> tuple[list[set[str] | None], list[set[str] | None]]:
-    """What the messages of a block hide behind, forward and backward."""
-    model = parallelize(network(template=None), mesh)
-    block, ones = model.evoformer.blocks[0], torch.ones(1, 13, 13, dtype=torch.float64)
-    masks = model.evoformer.masks(ones, model.own_rows(ones))
-    widths = block.msa_att_row.layer_norm_m.normalized_shape[0], block.msa_att_row.layer_norm_z.normalized_shape[0]
-    given = [model.own_rows(torch.randn(1, 13, 13, width, dtype=torch.float64)).requires_grad_() for width in widths]
-    with pytest.MonkeyPatch.context() as patch, Watched(block) as watched:
-        for name in ("gather_shares", "swap_shares", "Scattered"):
-            patch.setattr(axial, name, partial(watched.send, getattr(axial, name)))
-        patch.setattr(axial, "backend", lambda *_: backend)
-        found = saving(block, checkpoint, *given, masks)
-        forward = watched.take()
-        sum(x.square().sum() for x in found).backward()
-        return forward, watched.take()
-
-
-def test_messages_hide_behind_computation_both_ways() -> None:
-    layers = {name for name, part in network().evoformer.blocks[0].named_modules() if isinstance(part, nn.Linear)}
-    pair = {name for name in layers if name.startswith("pair.")}
-    assert len(pair) == 14
-    bias, factor = {"msa_att_row.attention.linear_qkvg"}, {"outer_product_mean.linear_1"}
-    out, into = ({f"pair.tri_mul_{which}.linear_g"} for which in ("out", "in"))
-    start, end = ({f"pair.tri_att_{which}.attention.linear_qkvg"} for which in ("start", "end"))
-    alone_: set[str] = set()
-    there = [bias, alone_, factor, pair, out, alone_, into, alone_, start, alone_, end, alone_]
-    back = [pair, alone_, end, alone_, start, alone_, into, alone_, out, factor, alone_, bias]
-    assert on_ranks({"axial": 2}, hidden, False) == [(there, back)] * 2
-    # What is computed again ends before the alignment is asked for; in a stream of NCCL its memory is kept until it has come.
-    assert on_ranks({"axial": 2}, hidden, True)[0] == (there, [layers, *there[:3], None, *there[4:], *back[1:]])
-    assert on_ranks({"axial": 2}, hidden, True, "nccl")[0][1].count(None) == 0
 
 
 def compiled(mesh: Mesh) -> list[float]:

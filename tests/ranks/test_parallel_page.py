@@ -5,24 +5,23 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks.test_launch_mpi import mpich, run
+from tests.ranks.test_launch_mpi import run_forked
 
 PAGE = (Path(__file__).parents[2] / "docs/parallel.md").read_text()
-
-pytestmark = pytest.mark.mpi
-
-
-def numbers(text: str) -> tuple[int, float, int]:
-    step, loss, count = re.findall(r"step (\d+): loss ([\d.]+), (\d+) numbers", text)[0]
-    return int(step), float(loss), int(count)
 
 
 def test_the_example_of_the_page(tmp_path: Path) -> None:
     program = tmp_path / "cut.py"
     program.write_text(re.findall(r"```python\n(.*?)```", PAGE, re.S)[0])
-    step, loss, held = numbers(run(mpich(2), str(program), str(tmp_path / "two"), "2").out)
+
+    def trained(ranks: int, folder: str) -> tuple[int, float, int]:
+        said = run_forked(ranks, str(program), str(tmp_path / folder), str(ranks))[0].out
+        step, loss, count = re.findall(r"step (\d+): loss ([\d.]+), (\d+) numbers", said)[0]
+        return int(step), float(loss), int(count)
+
+    whole = 64 * 256 + 256 + 256 * 64 + 64
+    step, loss, held = trained(2, "two")
     assert step == 20 and held == (64 * 256 + 256) // 2 + 64 * 128 + 64
-    alone = numbers(run([], str(program), str(tmp_path / "one"), "1").out)
-    assert alone == (20, pytest.approx(loss, abs=1e-4), 64 * 256 + 256 + 256 * 64 + 64)
-    _, loss, _ = numbers(run(mpich(2), str(program), str(tmp_path / "one"), "2").out)
-    assert numbers(run([], str(program), str(tmp_path / "two"), "1").out) == (40, pytest.approx(loss, abs=1e-4), alone[2])
+    assert trained(1, "one") == (20, pytest.approx(loss, abs=1e-4), whole)
+    _, loss, _ = trained(2, "one")
+    assert trained(1, "two") == (40, pytest.approx(loss, abs=1e-4), whole)

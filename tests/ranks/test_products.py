@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from hpcai.dist.mesh import Mesh
-from hpcai.errors import ConfigError
 from hpcai.models import llm
 from hpcai.models.llm import LLM, Batch, LLMConfig, LoRAConfig
 from hpcai.nn.deferred import deferred
@@ -19,7 +18,7 @@ from hpcai.parallel.tensor import cut_inputs, cut_outputs
 from hpcai.settings import StepConfig
 from hpcai.train.step import Step
 from tests.ranks.launch import on_ranks
-from tests.ranks.pieces import Pieces, joined, pieces
+from tests.ranks.pieces import Pieces, joined, pieces, same
 
 MESHES: list[dict[str, int]] = [{"tensor": 2}, {"tensor": 4}, {"replicate": 2, "tensor": 2}]
 
@@ -78,10 +77,7 @@ def whole() -> dict[str, Any]:
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("axes", MESHES, ids=str)
 def test_cut_equals_whole_in_eighths(axes: dict[str, int], sequence: bool) -> None:
-    found = joined(on_ranks(axes, fed, sequence))
-    assert found.keys() == whole().keys()
-    for name, right in whole().items():
-        np.testing.assert_allclose(found[name], right, rtol=1e-12, err_msg=name)
+    same(joined(on_ranks(axes, fed, sequence)), whole())
 
 
 def read(mesh: Mesh, products: str, shard: str = "none") -> tuple[Pieces, list[float]]:
@@ -157,17 +153,3 @@ def test_layers_of_one_input_send_once() -> None:
     for found in on_ranks({"tensor": 2}, messages, frozen):
         small = ["gather"] * 2  # adapters' middles
         assert found[: found.index("back")] == ["gather", *small, "sum", *around]
-
-
-def odd(mesh: Mesh) -> str:
-    try:
-        step = StepConfig(products="fp8", capture="none")
-        Step(llm.parallelize(LLM(LLMConfig(width=32, heads=2, layers=1, inner=80, vocabulary=16)), mesh), llm.loss, step, mesh)
-    except ConfigError as problem:
-        return str(problem)
-    return ""
-
-
-def test_parts_that_a_gpu_does_not_multiply_are_refused() -> None:
-    for told in on_ranks({"tensor": 2}, odd):
-        assert "mlp.gate_proj has a weight of [40, 32] on this process: expected multiples of 16" in told

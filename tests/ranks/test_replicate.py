@@ -7,8 +7,7 @@ from torch import nn
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import DivergedError
 from hpcai.parallel.replicate import Bucket, GradientSums, sum_over
-from hpcai.settings import ScheduleConfig, StepConfig
-from hpcai.train.schedule import rate
+from hpcai.settings import StepConfig
 from hpcai.train.step import Step
 from tests.ranks.launch import on_ranks
 
@@ -128,58 +127,29 @@ def test_a_parameter_that_one_rank_does_not_use_counts_as_zero_and_nobody_hangs(
     assert first == second != 0.0
 
 
-def trained(mesh: Mesh, steps: int) -> list[float]:
-    schedule = ScheduleConfig(warmup=2, start=0.0, decay="steps", decay_at=(3,), decay_to=(0.5,))
-    cfg = StepConfig(precision="fp64", optimizer="sgd", lr=0.05, schedule=schedule)
-    step, axis = Step(network(), loss, cfg, mesh), mesh["replicate"]
-    at = rate(schedule, cfg.lr, 2, steps)
-    part = tuple(x.chunk(axis.size)[axis.rank] for x in batch())
-    for i in range(steps):
-        step(part, at(i))
-    return [p.sum().item() for p in step.model.parameters()]
+def ill(mesh: Mesh, bad: float) -> tuple[str, bool]:
+    """What is told when rank 1 meets a NaN, or an infinite loss with finite gradients, in its second step, and whether the weights
+    stayed those of the first."""
 
+    def measure(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": model(x).square().mean() + torch.where(x.min() < 0, torch.inf, 0.0)}
 
-def test_the_schedule_counts_global_steps_on_any_number_of_ranks() -> None:
-    alone = on_ranks({"replicate": 1}, trained, 8)[0]
-    for size in (2, 4):
-        for rank in on_ranks({"replicate": size}, trained, 8):
-            assert rank == pytest.approx(alone, rel=1e-12)
-
-
-def ill(mesh: Mesh) -> tuple[str, bool]:
-    """What is told when rank 1 meets a NaN in its second step, and whether the weights stayed those of the first."""
     torch.manual_seed(0)
-    step = Step(nn.Linear(3, 1), lambda model, x: {"loss": model(x).square().mean()}, StepConfig(optimizer="sgd", lr=0.1), mesh)
+    step = Step(nn.Linear(3, 1), measure, StepConfig(optimizer="sgd", lr=0.1), mesh)
     step(torch.ones(2, 3))
     before = step.model.weight.detach().clone()
-    step(torch.full((2, 3), torch.nan if mesh.rank == 1 else 1.0))
+    step(torch.full((2, 3), bad if mesh.rank == 1 else 1.0))
     step(torch.ones(2, 3))
     with pytest.raises(DivergedError) as told:
         step.check(lambda number: f"sample {mesh.rank} of step {number}")
     return str(told.value), torch.equal(step.model.weight, before)
 
 
-def test_a_nan_on_one_rank_is_told_on_all_and_reaches_nobodys_weights() -> None:
-    for told, unharmed in on_ranks({"replicate": 2}, ill):
-        assert told.startswith("step 2: the loss is not finite on rank 1 (sample 1 of step 1)") and unharmed, told
-
-
-def infinite(mesh: Mesh) -> str:
-    """What is told when the loss of rank 1 is infinite in the second step, and every gradient is finite."""
-
-    def measure(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"loss": model(x).square().mean() + torch.where(x.min() < 0, torch.inf, 0.0)}
-
-    step = Step(nn.Linear(3, 1), measure, StepConfig(optimizer="sgd", lr=0.1), mesh)
-    for number in range(3):
-        step(torch.full((2, 3), -1.0 if (mesh.rank, number) == (1, 1) else 1.0))
-    with pytest.raises(DivergedError) as told:
-        step.check()
-    return str(told.value)
-
-
-def test_an_infinite_loss_of_one_rank_is_told_on_all() -> None:
-    assert all(told.startswith("step 2: the loss is not finite on rank 1;") for told in on_ranks({"replicate": 2}, infinite))
+@pytest.mark.parametrize("bad", [torch.nan, -1.0], ids=["a NaN", "an infinite loss"])
+def test_what_is_not_finite_on_one_rank_is_told_on_all_and_no_nan_reaches_anybodys_weights(bad: float) -> None:
+    for told, unharmed in on_ranks({"replicate": 2}, ill, bad):
+        assert told.startswith("step 2: the loss is not finite on rank 1 (sample 1 of step 1)"), told
+        assert unharmed or bad == -1.0
 
 
 def summed(mesh: Mesh) -> float:

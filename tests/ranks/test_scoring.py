@@ -15,6 +15,7 @@ from hpcai.errors import ConfigError, MeshError
 from hpcai.models import cosmoflow
 from hpcai.parallel.replicate import sum_over
 from hpcai.settings import StepConfig, TrainConfig
+from hpcai.train import evaluation
 from hpcai.train.evaluation import scoring
 from hpcai.train.loop import fit
 from hpcai.train.run import Result
@@ -165,12 +166,17 @@ def test_training_does_not_stop_for_an_evaluation(tmp_path: Path, axes: dict[str
 
 
 def target(mesh: Mesh, evaluate: str) -> tuple[str, list[int], int]:
-    def slow(model: nn.Module, batch: torch.Tensor) -> dict[str, Any]:
-        time.sleep(0.005)
-        return metric(model, batch)
+    """Where beside the training one process has its results later than the other."""
+    scored = evaluation.Background._scored
 
-    cfg = {"epochs": 200, "metric": "mae", "target": 2.0, "report_every": 1}
-    result = run(mesh, evaluate, slow, cfg)
+    def late(self: Any, weights: Any) -> Any:
+        found = scored(self, weights)
+        time.sleep(0.02 * mesh.rank)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluation.Background, "_scored", late)
+        result = run(mesh, evaluate, cfg={"epochs": 200, "metric": "mae", "target": 2.0, "report_every": 1})
     return result.reason, [r.step for r in result.evaluations], result.progress.step
 
 
@@ -241,19 +247,6 @@ def test_validation_samples_are_read_once_when_they_are_kept() -> None:
         found.append([r.values for r in fit(step, batches(6, 8, 1), cfg, validation=Counted(), evaluate=metric).evaluations])
         assert len(read) == times
     assert found[0] == found[1]
-
-
-def waits(mesh: Mesh) -> tuple[int, int, bool]:
-    """How many modules of the model, and of its copy for another thread, wait for weights; whether the copy has its own."""
-    step = Step(Network(), loss, StepConfig(shard="optimizer"), mesh)
-    twin = mesh.beside(step.model)
-    counts = [sum(type(module._parameters) is not dict for module in model.modules()) for model in (step.model, twin)]
-    apart = all(a.data_ptr() != b.data_ptr() for a, b in zip(step.model.parameters(), twin.parameters()))
-    return counts[0], counts[1], apart
-
-
-def test_the_model_that_is_scored_beside_waits_for_no_weights_of_the_one_that_trains() -> None:
-    assert on_ranks({"replicate": 2}, waits)[0] == (3, 0, True)
 
 
 def test_the_thread_beside_the_training_never_clears_the_cache_of_autocast(monkeypatch: pytest.MonkeyPatch) -> None:

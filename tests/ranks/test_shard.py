@@ -5,7 +5,6 @@ import os
 import socket
 import struct
 from copy import deepcopy
-from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -23,15 +22,13 @@ from hpcai.parallel import shard
 from hpcai.parallel.batchnorm import group_batch_norm
 from hpcai.parallel.replicate import sum_over
 from hpcai.parallel.rows import Part, Place, Share
-from hpcai.settings import CheckpointConfig, StepConfig
-from hpcai.train.checkpoint import Checkpoints
-from hpcai.train.saved import Progress, opened
+from hpcai.settings import StepConfig
 from hpcai.train.step import Step
 from tests.ranks.launch import on_ranks
+from tests.ranks.pieces import joined, same
+from tests.ranks.training import Case, Trained, checkpoints_go_round, cut_equals_whole, train, trained
 
-MESHES = [{"replicate": 1}, {"replicate": 2}, {"replicate": 4}, {"replicate": 2, "depth": 2}]
-SCHEMES = [{"shard": "optimizer"}, {"shard": "weights"}]
-STEPS = 2
+SHARDS = ("optimizer", "weights")
 
 
 class Block(nn.Module):
@@ -70,109 +67,69 @@ def loss(model: nn.Module, part: tuple[torch.Tensor, torch.Tensor]) -> dict[str,
     return {"loss": (model(part[0]) - part[1]).square().mean()}
 
 
-def new_step(mesh: Mesh, seed: int = 0, **words: Any) -> Step:
-    torch.manual_seed(seed)
+def new_step(mesh: Mesh, case: Case, seed: int = 0) -> Step:
+    torch.manual_seed(seed + mesh["replicate"].rank)  # the copies start equal, whatever they were
     model = Network()
     sum_over(model, mesh["depth"])  # as if each rank of the axis saw half of every sample: halves add up to the whole
-    words = {"precision": "fp64", "lr": 0.05, "weight_decay": 0.1, "clip": 0.5, "average": 0.9} | words
+    words = {"precision": "fp64", "lr": 0.05, "weight_decay": 0.1, "clip": 0.5, "average": 0.9, "bucket_mb": 2e-3} | case
     step = Step(model, loss, StepConfig(**words), mesh)
     step._share /= mesh["depth"].size
     return step
 
 
-def train(step: Step, first: int = 0, steps: int = STEPS) -> None:
-    axis = step.mesh["replicate"]
-    for i in range(first, first + steps):
-        x, y = batch(i)
-        dtype = next(step.model.parameters()).dtype
-        step((x.to(dtype).chunk(axis.size)[axis.rank], y.to(dtype).chunk(axis.size)[axis.rank]), 0.05 / (i + 1))
-    step.check()
+def batches(mesh: Mesh, case: Case, first: int, steps: int) -> list[Any]:
+    axis = mesh["replicate"]
+    dtype = torch.float64 if case.get("precision", "fp64") == "fp64" else torch.float32
+    return [tuple(x.to(dtype).chunk(axis.size)[axis.rank] for x in batch(i)) for i in range(first, first + steps)]
 
 
-def whole(tensor: Any) -> Any:
-    """The whole tensor as an array: a tensor would travel between processes as a file that ends with its process."""
-    full = (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach()
-    return full.double().numpy().copy()
+EVERY: list[Case] = [{"optimizer": optimizer, "shard": shard} for optimizer in ("adamw", "sgd", "lamb", "lars") for shard in SHARDS]
+FURTHER: list[Case] = [
+    {**words, "shard": shard} for shard in SHARDS
+    for words in ({"accumulate": 2}, {"clip": None, "average": None}, {"average": None, "average_power": 0.1},
+                  {"average": None, "average_half_life": 12.0, "average_ramp": 2.0})
+]  # fmt: skip
 
 
-def weights(step: Step, average: bool = False) -> dict[str, torch.Tensor]:
-    with step.average.applied():
-        mean = {name: whole(t) for name, t in step.model.state_dict().items()}
-    return mean if average else {name: whole(t) for name, t in step.model.state_dict().items()}
+@pytest.mark.parametrize(("axes", "cases"), [
+    ({"replicate": 1}, EVERY[:2]), ({"replicate": 2}, EVERY), ({"replicate": 4}, EVERY + FURTHER),
+    ({"replicate": 2, "depth": 2}, EVERY + FURTHER[-2:]),
+], ids=lambda value: str(value) if isinstance(value, dict) else "")  # fmt: skip
+def test_cut_equals_whole(axes: dict[str, int], cases: list[Case]) -> None:
+    cut_equals_whole(axes, cases, new_step, batches)
 
 
-def trained(mesh: Mesh, words: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-    step = new_step(mesh, seed=mesh["replicate"].rank, **words)  # the copies start equal, whatever they were
-    train(step)
-    return weights(step), weights(step, average=True), list(step.model.state_dict())
+def within(mesh: Mesh, shard: str) -> Trained:
+    words = {"shard": shard, **({"shard_within": 2} if mesh.world > 1 else {})}
+    return train(new_step(mesh, words), batches(mesh, {}, 0, 2))
 
 
-@cache
-def by_one_rank(**words: Any) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-    return trained(Mesh({}), words)
-
-
-def same(found: dict[str, Any], right: dict[str, Any]) -> None:
-    for name, value in right.items():
-        np.testing.assert_allclose(found[name], value, rtol=1e-10, atol=1e-13, err_msg=name)
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "lamb", "lars"])
-@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-@pytest.mark.parametrize("axes", MESHES, ids=str)
-def test_cut_equals_whole(axes: dict[str, int], scheme: dict[str, Any], optimizer: str) -> None:
-    words = {"optimizer": optimizer, "bucket_mb": 2e-3}
-    live, mean, keys = by_one_rank(**words)
-    for found in on_ranks(axes, trained, words | scheme):
-        assert found[2] == keys
-        same(found[0], live)
-        same(found[1], mean)
-
-
-@pytest.mark.parametrize("axes", [{"replicate": 2}, {"replicate": 2, "depth": 2}], ids=str)
-@pytest.mark.parametrize("scheme", [{}, *SCHEMES], ids=str)
-@pytest.mark.parametrize("kind", [{"average_half_life": 12.0, "average_ramp": 2.0}, {"average_power": 0.1}], ids=str)
-def test_an_average_that_changes_with_the_step_is_that_of_one_rank(
-    axes: dict[str, int], scheme: dict[str, Any], kind: dict[str, Any]
-) -> None:
-    words = {"average": None, "bucket_mb": 2e-3, **kind}
-    live, mean, _ = by_one_rank(**words)
-    assert any(not np.allclose(live[name], mean[name], atol=1e-4) for name in live)
-    for found in on_ranks(axes, trained, words | scheme):
-        same(found[0], live)
-        same(found[1], mean)
-
-
-@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-@pytest.mark.parametrize("words", [{"accumulate": 2}, {"clip": None, "average": None}, {"shard_within": 2}], ids=str)
-def test_groups_within_nodes_micro_batches_and_no_clipping_change_nothing(scheme: dict[str, Any], words: dict[str, Any]) -> None:
-    live, mean, _ = by_one_rank(**{name: value for name, value in words.items() if name in ("clip", "average")})
-    for found in on_ranks({"replicate": 4}, trained, words | scheme):
-        same(found[0], live)
-        same(found[1], mean)
+@pytest.mark.parametrize("shard", SHARDS)
+def test_groups_within_nodes_change_nothing(shard: str) -> None:
+    right = joined([within(Mesh({}), shard).held])
+    same(joined([rank.held for rank in on_ranks({"replicate": 4}, within, shard)]), right)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16-params"])
 def test_two_ranks_with_a_divided_adam_are_two_ranks_without_bit_for_bit(precision: str) -> None:
     words = {"precision": precision, "clip": None, "moments": "bf16" if precision == "bf16-params" else "fp32"}
-    plain = on_ranks({"replicate": 2}, trained, words)
-    divided = on_ranks({"replicate": 2}, trained, words | {"shard": "optimizer"})
-    for (a, b, _), (c, d, _) in zip(plain, divided):
-        assert all(np.array_equal(a[name], c[name]) and np.array_equal(b[name], d[name]) for name in a)
+    ranks = on_ranks({"replicate": 2}, trained, new_step, batches, [words, words | {"shard": "optimizer"}])
+    plain, divided = (joined([rank[case].held for rank in ranks]) for case in (0, 1))
+    assert all(np.array_equal(divided[name], value) for name, value in plain.items() if not name.endswith("gradient"))
 
 
-def state_size(mesh: Mesh, words: dict[str, Any]) -> tuple[int, int, int]:
+def state_size(mesh: Mesh, shard: str) -> tuple[int, int, int]:
     """Bytes of optimizer state and of weights that this rank holds, and the count of its parameters' numbers."""
-    step = new_step(mesh, **words)
-    train(step, steps=1)
+    step = new_step(mesh, {"shard": shard, "bucket_mb": 25.0})
+    train(step, batches(mesh, {}, 0, 1))
     state = sum(t.nbytes for s in step.optimizer.states for t in (*s.moments.values(), s.average))
     local = sum(s.row.weights.nbytes for s in step.optimizer.states)
     return state, local, sum(p.numel() for p in step.model.parameters())
 
 
-@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-def test_each_rank_holds_its_part_of_the_state(scheme: dict[str, Any]) -> None:
-    for state, local, numel in on_ranks({"replicate": 4}, state_size, scheme):
+@pytest.mark.parametrize("shard", SHARDS)
+def test_each_rank_holds_its_part_of_the_state(shard: str) -> None:
+    for state, local, numel in on_ranks({"replicate": 4}, state_size, shard):
         assert state <= 1.2 * 3 * 8 * numel / 4, "two moments and an average, in float64"
         assert local <= 1.2 * 8 * numel / 4
 
@@ -193,46 +150,13 @@ def test_frozen_weights_that_are_divided_are_narrow() -> None:
         assert found == {(True, torch.float32), (False, torch.bfloat16)}
 
 
-def written(mesh: Mesh, folder: Path, words: dict[str, Any]) -> tuple[dict[str, Any], float]:
-    step = new_step(mesh, **words)
-    train(step)
-    Checkpoints(folder, CheckpointConfig(), mesh).save(step, Progress(step=STEPS))
-    train(step, STEPS, 1)
-    return weights(step), step.optimizer.count.item()
-
-
-def read(mesh: Mesh, folders: list[Path], words: dict[str, Any]) -> list[tuple[dict[str, Any], float]]:
-    """What follows on the checkpoint of each folder."""
-    found = []
-    for folder in folders:
-        step = new_step(mesh, seed=7, **words)
-        progress = Checkpoints(folder, CheckpointConfig(), mesh).resume(step)
-        assert progress is not None and progress.step == step.count == STEPS
-        train(step, STEPS, 1)
-        found.append((weights(step), step.optimizer.count.item()))
-    return found
-
-
-PLACES = [
-    ({"replicate": 1}, {}),
-    ({"replicate": 2}, {"shard": "optimizer"}),
-    ({"replicate": 4}, {"shard": "optimizer", "shard_within": 2, "bucket_mb": 1e-3}),
-    ({"replicate": 2}, {"shard": "weights"}),
-]
-
-
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_a_checkpoint_has_the_same_entries_and_goes_from_every_division_to_every_other(tmp_path: Path, optimizer: str) -> None:
-    places = [(axes, words | {"optimizer": optimizer}) for axes, words in PLACES]
-    folders = [tmp_path / str(number) for number in range(len(places))]
-    (right, count), *_ = [on_ranks(axes, written, folder, words)[0] for (axes, words), folder in zip(places, folders)]
-    for axes, words in places:
-        for found, counted in (each for rank in on_ranks(axes, read, folders, words) for each in rank):
-            assert counted == count
-            same(found, right)
-    every = [opened(folder / f"step-{STEPS:08d}") for folder in folders]
-    entries = [{name: (parts[0].dtype, held.sizes[name]) for name, parts in held.tensors.items()} for held in every]
-    assert all(each == entries[0] for each in entries)
+def test_a_checkpoint_goes_from_each_division_to_the_next(tmp_path: Path, optimizer: str) -> None:
+    places: list[tuple[dict[str, int], Case]] = [
+        ({"replicate": 1}, {}), ({"replicate": 2}, {"shard": "optimizer"}),
+        ({"replicate": 4}, {"shard": "optimizer", "shard_within": 2, "bucket_mb": 1e-3}), ({"replicate": 2}, {"shard": "weights"}),
+    ]  # fmt: skip
+    checkpoints_go_round([(axes, case | {"optimizer": optimizer}) for axes, case in places], tmp_path, new_step, batches)
 
 
 def bytes_sent() -> int:
@@ -336,7 +260,7 @@ def asked(mesh: Mesh, scheme: str) -> list[dict[str, Any]]:
         found = []
         for number, ask in enumerate(ways):
             step(torch.ones(2, 4, 6).double() / (1 + number + mesh.rank), 0.1)
-            found.append({name: whole(tensor) for name, tensor in ask(step.model).items()})
+            found.append({name: tensor.detach().numpy().copy() for name, tensor in ask(step.model).items()})
         return found
 
 
@@ -344,13 +268,12 @@ def test_who_asks_for_a_weight_waits_until_it_has_come() -> None:
     right = on_ranks({"replicate": 2}, asked, "none")[0]
     for found in on_ranks({"replicate": 2}, asked, "optimizer"):
         for early, expected in zip(found, right):
-            assert early.keys() == expected.keys()
             same(early, expected)
 
 
 def refused(mesh: Mesh) -> list[str]:
     with pytest.raises(MeshError) as shard:
-        new_step(mesh, shard="optimizer", shard_within=3)
+        new_step(mesh, {"shard": "optimizer", "shard_within": 3})
     with pytest.raises(MeshError) as norm:
         group_batch_norm(Network(), mesh, 3, "model.batchnorm_group")
     return [str(error.value) for error in (shard, norm)]

@@ -1,13 +1,9 @@
 """The Triton kernels, run by Triton's interpreter on the CPU, are the plain-torch twin."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.slow.programs import run
+
 pytest.importorskip("triton", reason="triton is not installed: the CUDA kernels are NOT tested")
 
 PROGRAM = """
@@ -80,7 +76,4 @@ print(len([example(r) for k in range(int(sys.argv[2]))]), "examples")
 @pytest.mark.slow
 @pytest.mark.parametrize(("seed", "examples"), [(1, 50), pytest.param(2, 300, marks=pytest.mark.claim)])
 def test_triton_is_the_twin_over_random_rows_and_options(seed: int, examples: int) -> None:
-    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", PROGRAM, str(seed), str(examples)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env, check=False)
-    assert done.returncode == 0 and f"{examples} examples" in done.stdout, done.stderr
+    assert f"{examples} examples" in run(PROGRAM, str(seed), str(examples), TRITON_INTERPRET="1", OMP_NUM_THREADS="1")

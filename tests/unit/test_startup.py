@@ -34,13 +34,6 @@ def test_parts_follow_one_another_and_add_up() -> None:
     assert startup.slowest([parts]) == {**dict.fromkeys(startup.slowest([{}]), 0.0), **parts}, "no part is lost"
 
 
-def test_code_is_never_compiled_for_longer_than_the_first_step() -> None:
-    with startup.clock():
-        startup.now("first step")
-        parts = startup.end(compiled=9.0)  # another thread compiled meanwhile
-    assert parts["first step"] == 0 and parts["compile"] < 0.1
-
-
 def test_nothing_is_noted_without_a_clock_nor_after_its_end() -> None:
     startup.now("network")
     with startup.during("data"):

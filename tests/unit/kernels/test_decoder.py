@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from hpcai import kernels
 from hpcai.kernels import activations, compiler, documents, rmsnorm, rotary
 from hpcai.kernels.grouped import grouped_attention
 
@@ -65,15 +64,6 @@ def test_a_twin_is_the_formula_in_value_and_gradient(case: str, monkeypatch: pyt
     assert torch.autograd.gradcheck(ours, leaves)
 
 
-def test_gradients_of_swiglu_are_made_in_their_own_memory() -> None:
-    gate, up, grad = (torch.randn(600, 512) for _ in range(3))
-    out = activations.swiglu(gate.requires_grad_(), up.requires_grad_())
-    with torch.profiler.profile(profile_memory=True) as trace:
-        torch.autograd.grad(out, (gate, up), grad)
-    made = sum(max(event.self_cpu_memory_usage, 0) for event in trace.key_averages())
-    assert made <= 2 * gate.nbytes + 4096, made
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_half_precision_keeps_its_type_and_little_else(case: str) -> None:
     ours, theirs, given = CASES[case]
@@ -100,54 +90,29 @@ def test_norms_for_products_have_the_dtype_of_autocast() -> None:
     assert rmsnorm.rms_norm(x, weight, narrow=True).dtype == torch.float32
 
 
-def test_a_weight_that_is_not_learnt_has_no_gradient() -> None:
-    x, weight = draw(3, 4).requires_grad_(), draw(4)
-    (found,) = torch.autograd.grad(rmsnorm.rms_norm(x, weight).sum(), x)
-    torch.testing.assert_close(found, torch.autograd.grad(rmsnorm.plain(x, weight).sum(), x)[0])
-
-
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Which kernels are asked for, as if every tensor lay on a GPU."""
-    found: list[str] = []
-
-    class Recorder:
-        @staticmethod
-        def rms_norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-            found.append("norm")
-            return rmsnorm.plain(x, weight, eps).to(dtype)
-
-        @staticmethod
-        def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-            found.append("swiglu")
-            return gate
-
-        @staticmethod
-        def rotated(q: Tensor, k: Tensor, cosines: Tensor, sines: Tensor, neighbours: bool) -> tuple[Tensor, Tensor]:
-            found.append("rotation")
-            return q, k
-
-    monkeypatch.setattr(compiler, "takes", lambda x: True)
-    for name in ("rmsnorm_triton", "activations_triton", "rotary_triton"):
-        monkeypatch.setattr(kernels, name, Recorder, raising=False)
+def given(asked: Any) -> list[tuple[str, torch.dtype]]:
+    asked("rmsnorm", rms_norm=lambda x, weight, eps, dtype: rmsnorm.plain(x, weight, eps).to(dtype))
+    asked("activations", swiglu=lambda gate, up: gate)
+    found: list[tuple[str, torch.dtype]] = asked("rotary", rotated=lambda q, k, *_: (q, k))
     return found
 
 
-def test_kernels_get_what_they_have(asked: list[str]) -> None:
-    def all_of(dtype: torch.dtype, channels: int = 6) -> None:
-        x = torch.ones(1, 1, 2, channels, dtype=dtype)
+def test_kernels_get_what_they_have(given: list[tuple[str, torch.dtype]]) -> None:
+    def all_of(dtype: torch.dtype) -> None:
+        x = torch.ones(1, 1, 2, 6, dtype=dtype)
         rmsnorm.rms_norm(x, x[0, 0, 0]), activations.swiglu(x, x), rotary.rotated(x, x, x[0], x[0])
 
     all_of(torch.float64), all_of(torch.float16)
     rmsnorm.rms_norm(torch.ones(2, 8193), torch.ones(8193))
     one = torch.ones(1, 1, 2, 6)
     activations.swiglu(one, one.bfloat16()), rotary.rotated(one, one.bfloat16(), one[0], one[0])
-    assert not asked, "the twin's"
+    assert not given, "the twin's"
     all_of(torch.float32), all_of(torch.bfloat16)
-    assert asked == ["norm", "swiglu", "rotation"] * 2
+    assert given == [(name, kind) for kind in (torch.float32, torch.bfloat16) for name in ("rms_norm", "swiglu", "rotated")]
 
 
-def test_a_compiler_sees_operations_of_torch(asked: list[str]) -> None:
+def test_a_compiler_sees_operations_of_torch(given: list[tuple[str, torch.dtype]]) -> None:
     def run(x: Tensor, angle: Tensor) -> Tensor:
         x = activations.swiglu(rmsnorm.rms_norm(x, x[0, 0, 0]), activations.gelu(x))
         return torch.cat(rotary.rotated(x, x, angle.cos(), angle.sin()))
@@ -155,9 +120,8 @@ def test_a_compiler_sees_operations_of_torch(asked: list[str]) -> None:
     x, angle = torch.randn(1, 2, 3, 4), torch.randn(1, 3, 2).repeat(1, 1, 2)
     expected = activations.plain_swiglu(rmsnorm.plain(x, x[0, 0, 0]), tanh(x))
     expected = torch.cat([rotary.plain(expected, angle.cos(), angle.sin())] * 2)
-    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(x, angle), expected)
-    assert not asked
+    torch.testing.assert_close(torch.compile(run, backend="aot_eager", fullgraph=True)(x, angle), expected)
+    assert not given
 
 
 ROWS = torch.tensor([[0, 0, 0, 1, 1, 4, 4, 4, 4], [2, 3, 3, 3, 3, 3, 3, 3, 3], [5, 5, 5, 5, 5, 5, 5, 5, 5]])
@@ -173,16 +137,6 @@ def test_documents_one_by_one_are_those_of_a_mask(keys: int, beside: bool) -> No
     weight = draw(*found.shape)
     for ours, theirs in zip(*(torch.autograd.grad(x, leaves, weight) for x in (found, expected)), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
-
-
-def test_no_row_has_no_document() -> None:
-    q, k = torch.ones(0, 4, 9, 8), torch.ones(0, 2, 9, 8)
-    assert documents.attend(q, k, k, ROWS[:0]).shape == q.shape
-
-
-def test_the_last_queries_of_more_keys_have_a_mask() -> None:
-    q, k, v = (draw(3, 2, 9, 4) + n for n in range(3))
-    torch.testing.assert_close(documents.attend(q[:, :, 6:], k, v, ROWS), documents.plain(q, k, v, ROWS)[:, :, 6:])
 
 
 @pytest.mark.parametrize("knows_groups", [True, False])
@@ -223,14 +177,6 @@ def test_without_gradients_a_few_tokens_are_the_same(case: str) -> None:
     with torch.no_grad():
         again = every(ours(*leaves))
     assert all(map(torch.equal, again, every(ours(*leaves)))), "layers that are made again depend on it"
-
-
-def test_one_token_is_turned_without_gradients() -> None:
-    q, k, angle = draw(2, 3, 1, 6), draw(2, 1, 1, 6), ANGLE[:, 2:3]
-    with torch.no_grad():
-        found = rotary.rotated(q, k, angle.cos(), angle.sin())
-    for one, x in zip(found, (q, k), strict=True):
-        torch.testing.assert_close(one, rotary.plain(x, angle.cos(), angle.sin()), rtol=1e-13, atol=1e-13)
 
 
 CAUSAL, NUMBERS = causal_lower_right(5, 5), torch.ones(5, 5, dtype=torch.bool).tril()

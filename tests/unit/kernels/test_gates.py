@@ -1,31 +1,13 @@
 """Gates: their derivatives, which form runs where, and what a compiler sees. That fused is plain is in test_attention.py."""
 
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor
 
-from hpcai import kernels
-from hpcai.kernels import compiler, gates
+from hpcai.kernels import gates
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """What kernels are given, as if every tensor lay on a GPU."""
-
-    class Recorder:
-        found: list[Tensor] = []
-
-        @classmethod
-        def gate(cls, x: Tensor, g: Tensor, mask: Tensor | None) -> Tensor:
-            cls.found.append(x)
-            return gates.plain(x, g, mask)
-
-    Recorder.found = []
-    monkeypatch.setattr(compiler, "takes", lambda x: True)
-    monkeypatch.setattr(kernels, "gates_triton", Recorder, raising=False)
-    return Recorder.found
 
 
 @pytest.mark.parametrize("masked", [True, False])
@@ -43,16 +25,11 @@ def test_half_precision_keeps_its_type_under_a_wide_mask(dtype: torch.dtype) -> 
     assert y.dtype == dtype and all(d.dtype == dtype for d in torch.autograd.grad(y.sum(), [x, g]))
 
 
-def test_kernels_get_what_they_have(asked: list[Tensor]) -> None:
-    one, wide = torch.ones(2, 6), torch.ones(2, 6, dtype=torch.float64)
+def test_kernels_get_what_they_have_and_a_compiler_sees_operations_of_torch(asked: Any) -> None:
+    given, one, wide = asked("gates", gate=gates.plain), torch.ones(2, 6), torch.ones(2, 6, dtype=torch.float64)
     for x, g in ((wide, wide), (one.half(), one.half()), (one[:1], one), (one.bfloat16(), one)):
         gates.gate(x, g)
-    assert not asked, "the twin's"
-    gates.gate(one, one, one[:, :1]), gates.gate(one.bfloat16(), one.bfloat16())
-    assert len(asked) == 2
-
-
-def test_a_compiler_sees_operations_of_torch(asked: list[Tensor]) -> None:
-    x, g = torch.randn(2, 4, 6).unbind()
     compiled = torch.compile(gates.gate, backend="aot_eager", fullgraph=True)
-    assert torch.equal(compiled(x, g, None), gates.plain(x, g)) and not asked
+    assert torch.equal(compiled(one, 2 * one, None), gates.plain(one, 2 * one)) and not given, "the twin's"
+    gates.gate(one, one, one[:, :1]), gates.gate(one.bfloat16(), one.bfloat16())
+    assert given == [("gate", torch.float32), ("gate", torch.bfloat16)]

@@ -95,37 +95,8 @@ def test_distributions(dtype: torch.dtype) -> None:
     assert z.abs().max() > 4.5
 
 
-def test_the_ends_are_finite() -> None:
-    room = [torch.empty(4) for _ in range(3)]
-    ends, x, y = torch.tensor([0, 1, 2**32 - 2, 2**32 - 1]), torch.empty(4), torch.empty(4)
-    philox._gauss(ends, ends, 32, x, y, room)
-    assert x.isfinite().all() and y.isfinite().all() and x[0].item() == pytest.approx((66 * math.log(2)) ** 0.5)
-
-
-def test_narrow_numbers_are_float32_rounded() -> None:
-    assert torch.equal(philox.normal(1, 5, 100, dtype=torch.bfloat16), philox.normal(1, 5, 100).bfloat16())
-
-
 def test_what_cannot_be_drawn_is_refused() -> None:
     with pytest.raises(ConfigError, match="first is 3 and count is None"):
         philox.uniform(1, 3)
     with pytest.raises(ConfigError, match=r"out is torch.float32 \[4\], expected contiguous torch.float32 \[5\]"):
         philox.uniform(1, 3, 5, out=torch.empty(4))
-
-
-@pytest.mark.timing
-def test_time_beside_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    from timeit import repeat
-
-    monkeypatch.setattr(philox, "_BLOCK", 1 << 15)
-    n = 1 << 22
-    x, y, places = torch.empty(n), torch.empty(n, dtype=torch.float64), torch.randperm(n)
-    ways: dict[str, Callable[[], Any]] = {
-        "torch uniform": x.uniform_, "torch normal": x.normal_, "torch normal float64": y.normal_,
-        "uniform": lambda: philox.uniform(1, 0, n, out=x), "normal": lambda: philox.normal(1, 0, n, out=x),
-        "normal float64": lambda: philox.normal(1, 0, n, out=y), "normal at places": lambda: philox.normal(1, places, out=x),
-        "normal in runs of 256": lambda: philox.normal(1, places[: n // 256], 256, out=x.view(-1, 256)),
-    }  # fmt: skip
-    took = {name: min(repeat(way, number=1, repeat=5)) / n * 1e9 for name, way in ways.items()}
-    print(*(f"{name}: {ns:.1f} ns a number" for name, ns in took.items()), sep="\n")
-    assert took["normal"] < 8 * took["torch normal"]

@@ -156,16 +156,6 @@ def test_a_skipped_update_changes_no_bit_and_the_host_reads_nothing(keep: float)
         assert (x[name] != before[name]).float().mean() > 0.2, f"{name} is written when not skipped"
 
 
-def test_an_average_in_float64_follows_to_all_places_unless_skipped() -> None:
-    w, average = rand(1000, 1, torch.float64), rand(1000, 2, torch.float64)
-    before, words = average.clone(), {"momentum": 0.0, "weight_decay": 0.0, "lr_in_momentum": False}
-    take = torch.tensor(1e-4, dtype=torch.float64)
-    sgd_(w, torch.full_like(w, torch.nan), None, average=average, take=take, **words, **scalars(skip=1.0))
-    assert torch.equal(average, before)
-    sgd_(w, torch.zeros_like(w), None, average=average, take=take, **words, **scalars())
-    torch.testing.assert_close(average, before + 1e-4 * (w - before), rtol=1e-14, atol=1e-16)
-
-
 @given(cut=st.integers(1, 299_999), seed=st.sampled_from([0, 1, -3, 1 << 50]), start=st.sampled_from([0, 5, (1 << 32) - 1000]))
 def test_a_shard_draws_the_bits_of_its_place_in_the_row(cut: int, seed: int, start: int) -> None:
     n, fixed = 300_000, {"step": torch.tensor(1.0), "weight_decay": 0.0, "seed": torch.tensor(seed), **BETAS, **scalars()}

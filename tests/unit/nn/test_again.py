@@ -71,17 +71,6 @@ def test_a_result_is_neither_held_after_the_forward_pass_nor_after_the_backward_
     assert len(made) == 2 and made[1]() is None, "after the backward pass"
 
 
-def test_a_result_whose_reader_keeps_a_part_of_it() -> None:
-    x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
-
-    def learnt(x: Tensor) -> Tensor:
-        with again():
-            y = cheap(torch.Tensor.mul, x, 3.0)
-            return (y[1:, ::2].T.exp() * y[0, 1]).sum() + (y * y).sum()
-
-    assert torch.autograd.gradcheck(learnt, (x,))
-
-
 def test_blocks_may_lie_within_each_other_and_nothing_outside_is_noted() -> None:
     x = torch.randn(3, requires_grad=True)
     with again(), again(False):

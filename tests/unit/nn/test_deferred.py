@@ -22,7 +22,6 @@ from hpcai.cli.bench.timing import processes
 from hpcai.dist import alone
 from hpcai.dist.mesh import Axis
 from hpcai.errors import CheckpointError, ConfigError
-from hpcai.kernels import philox
 from hpcai.models import cosmoflow, deepcam, dimenet, openfold, unet3d
 from hpcai.nn import notes
 from hpcai.nn.deferred import deferred, make, read_later, tell_names
@@ -114,18 +113,14 @@ def cosmo() -> nn.Module:
     return cosmoflow.parallelize(cosmoflow.CosmoFlow(cosmoflow.CosmoFlowConfig(size=16, blocks=3, filters=8)), alone())
 
 
-def cam(init: Any = "reference") -> nn.Module:
-    return deepcam.parallelize(deepcam.DeepCam(deepcam.DeepCamConfig(divide=4, init=init)), alone())
-
-
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "everything": Everything,
     "cosmoflow": cosmo,
-    "deepcam": lambda: deepcam.parallelize(deepcam.DeepCam(deepcam.DeepCamConfig(divide=4)), alone()),
-    "deepcam, as the vendor begins": lambda: cam("vendor"),
-    "dimenet": lambda: dimenet.parallelize(dimenet.DimeNet(dimenet.DimeNetConfig(hidden=64)), alone()),
-    "openfold": lambda: openfold.parallelize(openfold.OpenFold(openfold.OpenFoldConfig.preset("tiny")), alone()),
-    "unet3d": lambda: unet3d.parallelize(unet3d.UNet3D(unet3d.UNet3DConfig(filters=(4, 8, 16))), alone(), 1),
+    "deepcam": lambda: deepcam.DeepCam(deepcam.DeepCamConfig(divide=4)),
+    "deepcam, as the vendor begins": lambda: deepcam.DeepCam(deepcam.DeepCamConfig(divide=4, init="vendor")),
+    "dimenet": lambda: dimenet.DimeNet(dimenet.DimeNetConfig(hidden=64)),
+    "openfold": lambda: openfold.OpenFold(openfold.OpenFoldConfig.preset("tiny")),
+    "unet3d": lambda: unet3d.UNet3D(unet3d.UNet3DConfig(filters=(4, 8, 16))),
 }
 
 
@@ -177,40 +172,6 @@ def test_any_part_has_the_numbers_of_the_whole_bit_for_bit(monkeypatch: pytest.M
                 assert torch.equal(parameter, box(whole[name], stretches[name])), (name, stretches[name])
 
 
-def test_a_part_of_many_blocks_has_the_numbers_of_the_whole() -> None:
-    def kind() -> nn.Module:
-        layer = nn.Linear(700, 1500)
-        nn.init.trunc_normal_(layer.weight)
-        return layer
-
-    whole, model = made(kind), built(kind)
-    placed(model.weight, [[(3, 1400)], [(1, 300), (333, 651)]])
-    assert torch.equal(make(model, "cpu").weight, box(whole.weight, [[(3, 1400)], [(1, 300), (333, 651)]]))
-
-
-@pytest.mark.parametrize("inside", [True, False])
-def test_the_shares_of_all_ranks_joined_are_the_whole(inside: bool) -> None:
-    whole, found = made(), dict[tuple[int, int], Any]()
-    for a in range(2):
-        for b in range(3):
-
-            def shared(a: int = a, b: int = b, model: Any = None) -> nn.Module:
-                model = model or Everything()
-                cut(model.normal, 1, Axis("tensor", 2, a))
-                cut(model.normal, 2, Axis("depth", 3, b))
-                cut(model.attention.in_proj_weight, 0, Axis("tensor", 2, a), (12, 12, 12))
-                cut(model.table.weight, 0, Axis("depth", 3, b))
-                return model
-
-            found[a, b] = make(built(shared) if inside else shared(model=built()), "cpu")
-    rows = [torch.cat([found[a, b].normal for b in range(3)], 2) for a in range(2)]
-    assert torch.equal(torch.cat(rows, 1), whole.normal)
-    parts = [part for piece in range(3) for part in (found[a, 0].attention.in_proj_weight.chunk(3)[piece] for a in range(2))]
-    assert torch.equal(torch.cat(parts), whole.attention.in_proj_weight)
-    assert torch.equal(torch.cat([found[0, b].table.weight for b in range(3)]), whole.table.weight)
-    assert found[1, 2].normal.place.stretches == (((0, 5),), ((65, 130),), ((4, 7),))
-
-
 def test_every_parameter_is_drawn_by_its_name_its_seed_and_its_index_alone() -> None:
     whole, other, again = values(made()), values(made(seed=2)), built()
     state = torch.get_rng_state()
@@ -227,14 +188,6 @@ def test_every_parameter_is_drawn_by_its_name_its_seed_and_its_index_alone() -> 
         assert not torch.equal(inner.get_parameter(f"a.{name}"), whole[name]), f"{name} does not depend on its name"
         assert torch.equal(outer.get_parameter(f"a.{name}"), whole[name]), f"{name} forgets the name that it was told"
     assert not torch.equal(whole["attention.in_proj_weight"][:12], whole["attention.in_proj_weight"][12:24])
-
-
-def test_the_numbers_are_those_of_the_stream_of_a_key() -> None:
-    model = built(lambda: nn.Linear(100, 50))
-    record = model.weight.deferred
-    record.name = "weight"
-    expected = philox.uniform(record.notes[0]._key(None), 0, 5000).mul_(0.2).sub_(0.1).view(50, 100)
-    torch.testing.assert_close(make(model, "cpu").weight.detach(), expected, rtol=0, atol=1e-8)
 
 
 def test_a_parameter_of_several_modules_stays_one_and_keeps_what_was_said_of_it() -> None:
@@ -404,37 +357,6 @@ def test_what_cannot_be_made_is_refused_by_its_name() -> None:
     copied = built(Twins)
     with pytest.raises(ConfigError, match="uniform_: its numbers were copied from a parameter that is not in the model"):
         make(copied.target, "cpu")
-
-
-def test_a_model_can_be_made_inside_of_the_context() -> None:
-    expected = values(made())
-    torch.manual_seed(0)
-    with deferred(1):
-        model = make(Everything(), "cpu")
-        model.extra = nn.Linear(3, 3)
-    assert all(torch.equal(x, expected[name]) for name, x in model.named_parameters() if not x.is_meta) and model.extra.bias.is_meta
-
-
-def test_after_the_context_modules_are_built_as_always() -> None:
-    with pytest.raises(ZeroDivisionError), deferred(1):
-        1 / 0  # noqa: B018
-    weight = nn.init.trunc_normal_(nn.Linear(30, 30).weight)
-    assert not weight.is_meta and type(weight) is nn.Parameter and weight.std() > 0.5
-    assert torch.empty(3, device="meta").is_meta and not torch.nn.modules.module._global_parameter_registration_hooks
-
-
-def test_what_was_cut_can_still_be_filled_as_a_whole() -> None:
-    def kind() -> nn.Module:
-        layer = nn.Linear(6, 4)
-        cut(layer.weight, 1, Axis("tensor", 2, 1))
-        nn.init.normal_(layer.weight)
-        return layer
-
-    whole = made(lambda: nn.Linear(6, 4))
-    with deferred(1):
-        other = nn.Linear(6, 4)
-        nn.init.normal_(other.weight)
-    assert torch.equal(made(kind).weight, make(other, "cpu").weight[:, 3:]) and whole.weight.shape == (4, 6)
 
 
 # ---- from files

@@ -57,19 +57,6 @@ def test_a_target_that_is_no_word_costs_nan() -> None:
     assert found[1, 1].isnan() and found[2, 2].isnan() and found.isnan().sum() == 2
 
 
-def kept(run: Callable[[], Tensor]) -> int:
-    """Bytes that a value keeps for its backward pass, but for the tensors that it was made of."""
-    saved: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        run()
-    return sum(saved.values())
-
-
 def most(run: Callable[[], object]) -> int:
     """Bytes of all tensors at the fullest moment."""
     with on_paper(1, kernels=False) as paper, paper.sizes():
@@ -77,19 +64,6 @@ def most(run: Callable[[], object]) -> int:
         with paper.recording() as record:
             run()
         return record.peak - before
-
-
-def test_one_part_of_the_logits_lives_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of four parts in bfloat16: one in float32 and in bfloat16, forward and backward, and no other one."""
-    monkeypatch.setattr(heads, "_CPU", 4 * 64 * 1000)
-    part = 64 * 1000 * (4 + 2)
-
-    def forward() -> Tensor:
-        hidden, weight = (torch.empty(n, 8, dtype=torch.bfloat16, requires_grad=True) for n in (256, 1000))
-        return heads._Entropy.apply(hidden, weight, torch.empty(256, dtype=torch.int64), heads.Words())
-
-    assert part < most(forward) < 1.2 * part
-    assert part < most(lambda: forward().sum().backward()) < 1.4 * part
 
 
 @pytest.mark.parametrize("bytes", [heads._CPU, room._GPU])
@@ -103,15 +77,6 @@ def test_at_128k_words_a_fifth_of_the_memory_of_whole_logits_is_enough(bytes: in
         head(hidden, torch.zeros(tokens, dtype=torch.int64)).sum().backward()
 
     assert most(step) < 0.2 * 4 * words * tokens
-
-
-def test_logits_are_not_kept() -> None:
-    """At 128,256 words: a few numbers for each token in place of all logits."""
-    head, hidden = Head(16, 128_256), torch.randn(1, 64, 16, requires_grad=True)
-    targets = torch.randint(0, 128_256, (1, 64))
-    own, right = kept(lambda: head(hidden, targets)), kept(lambda: whole(head, hidden, targets))
-    weights = head.weight.untyped_storage().nbytes() + hidden.untyped_storage().nbytes()
-    assert own - weights < 0.01 * (right - weights)
 
 
 def test_a_weight_that_is_not_trained_has_no_gradient_nor_memory_for_one() -> None:

@@ -44,13 +44,6 @@ def test_copies_begin_each_step_together() -> None:
     assert waits(np.stack([LATE] * 3), 2, 2, 3, "ready").tolist() == waits(LATE, 2, 2, 3, "ready").tolist()
 
 
-def test_processes_of_a_copy_make_its_samples_in_turn() -> None:
-    # 2 s a sample and 1 s a step: one worker is too slow, two processes with one each are not.
-    assert waits(np.full(8, 2.0), 1, 1, 4, "strict").tolist() == [2, 1, 1, 1, 1, 1, 1, 1]
-    assert waits(np.full(8, 2.0), 1, 1, 4, "strict", makers=2).tolist() == [2, 0, 0, 0, 0, 0, 0, 0]
-    assert waits(np.full(8, 1.0), 1, 1, 4, "ready", batch=2).tolist() == [2, 1, 1, 1]
-
-
 @pytest.mark.parametrize("order", ["strict", "ready"])
 def test_as_many_are_ahead_as_the_loader_has(order: Any) -> None:
     """Batches of 2: one is handed out, one is taken for the next step, and the others are ahead."""

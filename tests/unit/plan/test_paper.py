@@ -1,6 +1,5 @@
 """A step on paper has the operations, messages and memory of the step that runs."""
 
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -69,13 +68,6 @@ def test_products_of_attention_are_those_of_the_scores_that_are_looked_at(causal
     assert counter.get_total_flops() == (2 + 5) * product / (2 if causal else 1)
 
 
-def test_objects_that_processes_tell_one_another_are_alike() -> None:
-    with on_paper(4) as made:
-        everyone = Mesh({"replicate": 4}, 4).everyone
-        with made.sizes():
-            assert gather_objects("word", everyone) == ["word"] * 4 and agree("word", everyone) == "word"
-
-
 def test_memory_is_what_lives_at_a_time() -> None:
     def step(x: Tensor) -> Tensor:
         for _ in range(8):
@@ -133,19 +125,6 @@ def test_a_block_sends_on_paper_what_the_formula_says(ranks: int) -> None:
                 torch.autograd.backward(block(m, z, Masks(rows, columns, pairs, pairs, (sequences, residues))), (m, z))
     sent = [find("h100").message(event.name, event.bytes, event.ranks)[1] for event in record.events if isinstance(event, Send)]
     assert len(sent) == 24 and sum(sent) == 2 * 4 * by_channels(cfg, sequences, residues, ranks)
-
-
-def test_kernels_are_those_of_a_gpu() -> None:
-    pytest.importorskip("triton", reason="triton is not installed: kernels on paper are NOT tested")
-    from hpcai.nn.layernorm import LayerNorm
-
-    def names(kernels: bool) -> Counter[str]:
-        with on_paper(1, kernels) as made, made.sizes(), made.recording() as record:
-            layer = LayerNorm(64)
-            layer(torch.empty(10, 64)).sum().backward()
-        return Counter(event.name for event in record.events if isinstance(event, Run))
-
-    assert names(kernels=True)["_forward"] == names(kernels=True)["_backward"] == 1 and "_forward" not in names(kernels=False)
 
 
 def test_nothing_of_a_plan_stays() -> None:

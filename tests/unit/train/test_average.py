@@ -1,4 +1,4 @@
-"""Averages of weights with a half-life and by a power, against their papers' formulas; others made of snapshots."""
+"""Averages of weights with a half-life and by a power, against their papers' formulas."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hpcai import dist
 from hpcai.errors import ConfigError
 from hpcai.settings import CheckpointConfig, StepConfig, TrainConfig
-from hpcai.train.average import Snapshot, coefficients, exponent, half_life_take, power_take, rebuild
+from hpcai.train.average import exponent, half_life_take, power_take
 from hpcai.train.checkpoint import Checkpoints
 from hpcai.train.loop import fit
 from hpcai.train.saved import Progress
@@ -127,27 +127,3 @@ def test_the_loop_counts_samples_where_a_batch_does_not_show_them() -> None:
     for i in range(6):
         right.lerp_(torch.from_numpy(STORED["walk"][i]), half_life_take(50.0, 0.05, 5, 5 * i))
     np.testing.assert_allclose(step.average.state()["weight"].numpy(), right, **CLOSE)  # type: ignore[union-attr]
-
-
-def test_coefficients_of_snapshots_are_those_of_the_reference() -> None:
-    kept = [(t, d) for t, d in STORED["posthoc_in"].tolist()]
-    for k, (t, d) in enumerate(STORED["posthoc_wanted"].tolist()):
-        np.testing.assert_allclose(coefficients(kept, (t, d)), STORED["posthoc_coefficients"][k], rtol=0, atol=1e-9)
-        rows = [{"w": torch.from_numpy(row), "n": torch.tensor(int(s))} for row, (s, _) in zip(STORED["posthoc_snapshots"], kept)]
-        found = rebuild([Snapshot(int(s), e, row) for (s, e), row in zip(kept, rows)], (t, d))
-        np.testing.assert_allclose(found["w"].numpy(), STORED["posthoc_rebuilt"][k], rtol=0, atol=1e-9)
-        np.testing.assert_allclose(found["w"].numpy(), STORED["posthoc_direct"][k], rtol=0, atol=2e-2)
-        assert found["n"] == max(s for s, _ in kept)
-
-
-def test_snapshots_that_say_nothing_are_refused() -> None:
-    one = Snapshot(3, 0.1, {"w": torch.zeros(2)})
-    for snapshots, text in (
-        ([], r"averages of \(step, deviation\) none"),
-        ([one, one], "and none twice"),
-        ([one, Snapshot(4, 0.1, {"v": torch.zeros(2)})], "steps 3 and 4 do not both have v, w"),
-    ):
-        with pytest.raises(ConfigError, match=text):
-            rebuild(snapshots, (3, 0.05))
-    narrow = rebuild([Snapshot(3, 0.1, {"w": torch.full((2,), 1.5).bfloat16()})], (3, 0.1))
-    assert narrow["w"].dtype == torch.bfloat16 and narrow["w"].tolist() == [1.5, 1.5]

@@ -10,11 +10,9 @@ import torch
 from torch import nn
 
 from hpcai import dist
-from hpcai.errors import ConfigError
-from hpcai.settings import StepConfig, TrainConfig
+from hpcai.settings import StepConfig
 from hpcai.train import compiling
 from hpcai.train.choices import tune
-from hpcai.train.loop import fit
 from hpcai.train.step import Step
 
 
@@ -85,20 +83,6 @@ def test_a_second_start_finds_all_code_where_the_first_left_it(tmp_path: Path, m
     assert first["found"] == 0 and first["made"] == 2 and "found" not in first["news"], "forward and backward"
     assert second["found"] == 2 and second["made"] == 0 and "2 of 2 parts found ready" in second["news"]
     assert 0 < second["seconds"] < first["seconds"]
-
-
-def test_what_an_evaluation_compiles_is_kept_too(quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: list[int] = []
-    monkeypatch.setattr(compiling, "store", lambda folder, key: kept.append(len(kept)))
-    step = Step(network(), loss, StepConfig(compile="whole", compile_cache=tmp_path), dist.alone())
-    words: Any = {"validation": [torch.randn(4, 8)], "evaluate": lambda model, batch: {"error": model(batch).square().mean()}}
-    fit(step, [torch.randn(4, 8)], TrainConfig(steps=1, report_every=1), **words)
-    assert kept == [0, 1], "after the step and after its evaluation"
-
-
-def test_blocks_of_a_model_without_repeated_blocks_are_refused() -> None:
-    with pytest.raises(ConfigError, match="whole"):
-        Step(nn.Sequential(nn.Linear(8, 4), nn.Tanh()), loss, StepConfig(compile="blocks"), dist.alone())
 
 
 def test_where_nothing_can_be_divided_the_plain_form_is_used() -> None:

@@ -123,13 +123,6 @@ def test_recompiles_are_counted_with_their_reasons_and_so_is_giving_up() -> None
     assert counts.read()["recompiles"] == 0 and counts.read()["graphs"] == 1
 
 
-def test_what_this_torch_does_not_count_counts_as_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("counters", "compilation_time_metrics", "get_compilation_metrics"):
-        monkeypatch.delattr(torch._dynamo.utils, name)
-    monkeypatch.delattr(torch._dynamo.convert_frame, "FRAME_COMPILE_COUNTER")
-    assert Counts().describe() == NOTHING
-
-
 def test_the_key_names_settings_and_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     key = cache_key({"how": "blocks", "shape": (4, 8)})
     assert key == cache_key({"shape": (4, 8), "how": "blocks"}) and key.isalnum()
@@ -218,13 +211,3 @@ def test_a_folder_of_this_node_that_others_can_write_is_not_used(
         ours.chmod(0o777)
     assert not restore(tmp_path / "shared", "k") and str(ours) in caplog.text
     assert home() == before and not [*theirs.iterdir(), *ours.iterdir()]
-
-
-def test_a_sequence_of_torch_layers_alone_is_compiled_too() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
-    x = torch.randn(4, 8)
-    expected, keys = model(x), list(model.state_dict())
-    counts = Counts()
-    assert compile_model(model, "whole", backend="eager") == 1
-    assert torch.equal(model(x), expected) and counts.read()["graphs"] == 1
-    assert list(model.state_dict()) == keys

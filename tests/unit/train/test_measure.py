@@ -54,14 +54,6 @@ def test_what_a_metric_gave_is_left_as_it_is() -> None:
     assert mine.tolist() == [1, 1, 1]
 
 
-def test_sums_start_anew() -> None:
-    measured = Measured()
-    for k in (2.0, 5.0):
-        measured.add({"n": (torch.tensor([k]), torch.sum)}, 1)
-        assert measured.reduce(HERE, CPU) == {"n": k}
-    assert measured.reduce(HERE, CPU) == {}
-
-
 def test_shapes_that_change_and_what_is_no_number_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"metric 'n': its sums are float64 \[2\] in one batch and float64 \[3\] in another"):
         numbers({"n": (torch.ones(3), torch.sum)}, {"n": (torch.ones(2), torch.sum)})

@@ -61,23 +61,6 @@ def test_sgd_with_the_learning_rate_inside_or_outside_the_momentum(inside: bool,
         torch.testing.assert_close(p, expected, rtol=1e-12, atol=1e-14)
 
 
-def test_adamw() -> None:
-    cfg = StepConfig(optimizer="adamw", lr=0.1, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)
-    found = run(cfg)
-    model = network()
-    state = [(torch.zeros_like(p), torch.zeros_like(p)) for p in model.parameters()]
-    with torch.no_grad():
-        for step, lr in enumerate(RATES):
-            for (name, p), g, (m, v) in zip(model.named_parameters(), gradients(model, step), state):
-                p.mul_(1 - lr * 0.1 if name.endswith("weight") else 1.0)
-                m.mul_(0.8).add_(0.2 * g)
-                v.mul_(0.95).add_(0.05 * g * g)
-                hat = m / (1 - 0.8 ** (step + 1)), v / (1 - 0.95 ** (step + 1))
-                p.sub_(lr * hat[0] / (hat[1].sqrt() + 1e-6))
-    for p, expected in zip(found.parameters(), model.parameters()):
-        torch.testing.assert_close(p, expected, rtol=1e-10, atol=1e-12)
-
-
 @pytest.mark.parametrize(("kind", "public"), [("adam", torch.optim.Adam), ("adamw", torch.optim.AdamW)])
 def test_weight_decay_is_part_of_the_gradient_or_beside_it_as_in_torch(kind: str, public: type[torch.optim.Adam]) -> None:
     words = {"lr": 0.1, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}

@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -83,15 +82,3 @@ def test_on_a_gpu_spans_are_ranges_and_the_steps_are_marked_for_nsight(tmp_path:
     train(watch, 1, 3)
     each = [[f"forward of {n}", "pop"] for n in (1, 2, 3)]
     assert told == [*each[0], "wait", "start", *each[1], "wait", "stop", *each[2]]
-
-
-@pytest.mark.timing
-def test_a_span_outside_a_profile_costs_less_than_a_microsecond() -> None:
-    best = 1.0
-    for _ in range(20):
-        began = time.perf_counter()
-        for _ in range(10_000):
-            with span("forward"):
-                pass
-        best = min(best, (time.perf_counter() - began) / 10_000)
-    assert best < 1e-6, f"{best * 1e6:.2f} us"

@@ -1,0 +1,70 @@
+"""A small language model in training, whole and cut, for tests of the forms that cut it.
+
+A case names the model and what differs from the usual: layers, packed (several documents in a row), adapted (LoRA), frozen,
+optimizer, shard.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hpcai.dist.mesh import Mesh
+from hpcai.models import llm
+from hpcai.models.llm import LLM, Batch, LLMConfig, LoRAConfig
+from hpcai.nn.deferred import deferred
+from hpcai.settings import StepConfig
+from hpcai.train.step import Step
+from tests.ranks import training
+from tests.ranks.training import STEPS, Case
+
+LLAMA = {"vocabulary": 25, "width": 16, "layers": 2, "heads": 4, "key_heads": 2, "inner": 24, "positions": 16}
+GPT = {**LLAMA, "key_heads": 4, "rotary": None, "norm": "layer", "feed": "gelu", "bias": True, "tied": True}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": LLAMA, "tied": {**LLAMA, "tied": True, "recompute": "layers"}, "gpt": {**GPT, "recompute": "selective"},
+    "one key": {**LLAMA, "key_heads": 1, "recompute": "selective"},
+}  # fmt: skip
+TARGETS = ("q_proj", "k_proj", "o_proj", "up_proj", "down_proj")
+
+
+def new_step(mesh: Mesh, case: Case, seed: int = 0) -> Step:
+    with deferred(seed):  # each rank draws its part of the same numbers
+        sizes = MODELS[case["model"]] | {name: case[name] for name in ("layers",) if name in case}
+        model = llm.parallelize(LLM(LLMConfig(**sizes)), mesh)
+        if case.get("adapted"):
+            llm.adapt(model, LoRAConfig(rank=3, targets=TARGETS, frozen=case.get("frozen", "as they are")))
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.3)
+    words: dict[str, Any] = {"precision": "fp64", "optimizer": "adamw", "weight_decay": 0.1, "clip": 0.5, "average": 0.9}
+    words |= {"eps": 1e-5, "capture": "none"}  # biases of keys have no gradient but rounding, which a smaller one would show
+    words |= {name: case[name] for name in ("optimizer", "shard") if name in case}
+    micros = 4 // mesh["replicate"].size if mesh["pipeline"].size > 1 else 2
+    return Step(model, llm.loss, StepConfig(**words, accumulate=micros), mesh, act=llm.stages(model, mesh))
+
+
+def batch(mesh: Mesh, step: int, packed: bool) -> Batch:
+    """What a copy gets of four rows; some tokens do not count, and rows of several documents are as they come."""
+    generator, axis = torch.Generator().manual_seed(step), mesh["replicate"]
+    tokens = torch.randint(0, LLAMA["vocabulary"], (4, 17), generator=generator)
+    counted = torch.rand(4, 17, generator=generator) < 0.8
+    documents = (torch.rand(4, 17, generator=generator) < 0.2).cumsum(1)
+    found = [value.chunk(axis.size)[axis.rank] for value in (tokens, documents, counted)]
+    return Batch(found[0], found[1] if packed else None, found[2])
+
+
+def batches(mesh: Mesh, case: Case, first: int = 0, steps: int = STEPS) -> list[Batch]:
+    return [batch(mesh, step, case.get("packed", False)) for step in range(first, first + steps)]
+
+
+def cut_equals_whole(axes: dict[str, int], cases: list[Case]) -> None:
+    values = () if "replicate" in axes else ("loss",)  # a copy tells of its own samples
+    training.cut_equals_whole(axes, cases, new_step, batches, values)
+
+
+def checkpoints_go_round(places: list[tuple[dict[str, int], Case]], folder: Path) -> None:
+    training.checkpoints_go_round(places, folder, new_step, batches)
+
+
+def sharded(case: Case, *ways: str) -> list[Case]:
+    return [case | {"shard": way} for way in ways]
