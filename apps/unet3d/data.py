@@ -200,7 +200,7 @@ def write_slices(path: Path, slices: dict[str, torch.Tensor], model: UNet3DConfi
     """An axial slice of some validation volumes, with what is in it and what the model sees.   fields [N, H, W, 1], true,
     predicted [N, H, W], spacing_mm [2] of rows and columns"""
     names = {"variables": np.array(["CT"]), "units": np.array(["HU"]), "classes": np.array(model.classes)}
-    names |= {"kind": np.array("slices"), "spacing_mm": np.array(model.spacing_mm[1:])}
+    names["spacing_mm"] = np.array(model.spacing_mm[1:])
     with path.open("wb") as file:
         arrays: dict[str, Any] = {**names, **{name: values.numpy() for name, values in slices.items()}}
         np.savez_compressed(file, **arrays)

@@ -10,9 +10,8 @@ from matplotlib.colors import to_hex
 from matplotlib.contour import QuadContourSet
 
 from apps.deepcam import picture
-from apps.deepcam.picture import Maps
 from hpcai.cli.report import curves
-from hpcai.cli.report.masks import PANELS
+from hpcai.cli.report.masks import OPACITY, PANELS, WRONG, Masks
 from hpcai.cli.report.theme import DARK, LIGHT
 from hpcai.cli.report.theme import PALETTE as CLASSES
 from hpcai.errors import DataError
@@ -37,7 +36,7 @@ def arrays(count: int = 3) -> dict[str, Any]:
     return {**names, "fields": fields, "true": true, "predicted": predicted}
 
 
-def loaded(folder: Path, found: dict[str, Any]) -> Maps:
+def loaded(folder: Path, found: dict[str, Any]) -> Masks:
     return picture.read(pages.saved(folder / "maps.npz", found))
 
 
@@ -58,9 +57,9 @@ def test_the_page_shows_the_maps_and_measures_them(tmp_path: Path, monkeypatch: 
     run = pages.evaluated(tmp_path, "deepcam", "higher", *SCORES)
     found = pages.read_by_people(run)
     # Each cyclone has 4 x 4 cells, of which 12 are common to what is true and to what is seen: 12 of 20.
-    for words in ("Predicted and true maps 3 validation maps, 24 x 36 cells, north up.",
-                  "All 2,592 cells of 3 validation maps together",
-                  "class IoU cells seen as background seen as tropical cyclone seen as atmospheric $river",
+    for words in ("Predicted and true maps 3 validation maps, 24 x 36 cells, north up. Outlined: true.",
+                  "All 2,592 cells of 3 maps together",
+                  "class IoU cells predicted as background predicted as tropical cyclone predicted as atmospheric $river",
                   "background 0.9750 2,504 99.52 % 0.48 % 0.00 %", "tropical cyclone 0.6000 48 25.00 % 75.00 % 0.00 %",
                   "atmospheric $river 0.0000 40 100.00 % 0.00 % 0.00 %", "best validation iou 0.6 at step 80"):
         assert words in found, words
@@ -77,12 +76,12 @@ def test_iou_and_confusion_are_those_of_a_count_by_hand(tmp_path: Path) -> None:
         true, seen = (said[name][slice(n, None if n is None else n + 1)] for name in ("true", "predicted"))
         for k in range(3):
             both, either = ((true == k) & (seen == k)).sum(), ((true == k) | (seen == k)).sum()
-            assert found.iou(n)[k] == pytest.approx(both / either)
+            assert found.scores(picture.KIND, n)[k] == pytest.approx(both / either)
     for t in range(3):
         for p in range(3):
-            assert found.masks.cells[2, t, p] == ((said["true"][2] == t) & (said["predicted"][2] == p)).sum()
+            assert found.cells[2, t, p] == ((said["true"][2] == t) & (said["predicted"][2] == p)).sum()
     said["true"][0], said["predicted"][0] = 0, 0
-    assert loaded(tmp_path, said).iou(0).tolist() == pytest.approx([1, math.nan, math.nan], nan_ok=True)
+    assert loaded(tmp_path, said).scores(picture.KIND, 0).tolist() == pytest.approx([1, math.nan, math.nan], nan_ok=True)
 
 
 def test_of_many_maps_those_with_most_classes_are_drawn_and_all_are_counted(tmp_path: Path) -> None:
@@ -90,12 +89,12 @@ def test_of_many_maps_those_with_most_classes_are_drawn_and_all_are_counted(tmp_
     said["true"][[0, 4]], said["predicted"][[0, 4]] = 0, 0
     said["predicted"][4, 2, 2] = 1                                              # a false alarm is something to be seen
     found = loaded(tmp_path, said)
-    assert found.masks.shown == [1, 2, 3, 4, 5, 7] and len(found.colour) == PANELS
-    shown = found.masks.shown
-    assert (found.masks.true == said["true"][shown]).all() and (found.colour == said["fields"][shown, ..., 1]).all()
-    assert found.masks.cells.sum() == 9 * 24 * 36
+    shown = found.shown
+    assert shown == [1, 2, 3, 4, 5, 7] and len(shown) == PANELS
+    assert (found.true == said["true"][shown]).all() and (found.field(found.colored) == said["fields"][shown, ..., 1]).all()
+    assert found.cells.sum() == 9 * 24 * 36
     assert picture.caption(found).startswith("6 of 9 validation maps (those with most classes), 24 x 36 cells, ")
-    titles = [axes.get_title(loc="left") for axes in picture.draw(found, LIGHT).axes[:6]]
+    titles = [axes.get_title(loc="left").split(":")[0] for axes in picture.draw(found, LIGHT).axes[:6]]
     assert titles == [f"Map {n}" for n in shown]
 
 
@@ -113,23 +112,16 @@ def test_truth_is_outlined_and_what_is_seen_is_filled_in_the_colour_of_its_class
         assert corners.min(0).tolist() == [3.5, 3.5] and corners.max(0).tolist() == [7.5, 7.5]
         assert {image.origin for image in axes.get_images()} == {"lower"}
         water, seen = (image.get_array() for image in axes.get_images())
-        assert np.allclose(water, found.colour[m])
-        assert ((seen[..., 3] > 0) == (found.masks.predicted[m] == 1)).all()
-        assert to_hex(seen[6, 6, :3] / 255) == CLASSES[0]
+        assert np.allclose(water, found.field(1)[m])
+        assert ((seen[..., 3] > 0) == (found.predicted[m] == 1)).all()
+        assert to_hex(seen[6, 6, :3]) == CLASSES[0] and (seen[6, 6, 3], seen[8, 6, 3]) == (OPACITY, WRONG)  # 8: not true
         assert axes.get_ylim() == (-0.5, 23.5)                                  # the first row, the southernmost, is below
-        said = " ".join(axes.texts[-1].get_text().split())
-        assert said == f"IoU: background {('0.99', '0.94')[m]}, tropical cyclone 0.60, atmospheric \\$river {('–', '0.00')[m]}"
+        said = " ".join(axes.get_title(loc="left").split())
+        assert said == f"Map {m}: tropical cyclone 0.60, atmospheric \\$river {('–', '0.00')[m]}"
     labels = [label.get_text() for label in figure.legends[0].get_texts()]
-    assert labels == ["tropical cyclone", r"atmospheric \$river", "filled: predicted", "outlined: true",
-                      "sea-level pressure every 4 hPa, thick every 20"]  # fmt: skip
-    assert figure.axes[-1].get_xlabel() == "precipitable water (TMQ) [kg/m2]"
-
-
-def test_pressure_is_drawn_in_hectopascals(tmp_path: Path) -> None:
-    figure = picture.draw(loaded(tmp_path, arrays(1)), LIGHT)
-    (lines,) = [child for child in figure.axes[0].get_children() if isinstance(child, QuadContourSet) and len(child.levels) > 1]
-    assert lines.levels.tolist() == list(range(980, 1021, 4))
-    assert [width > 0.5 for width in lines.get_linewidth()] == [level % 20 == 0 for level in lines.levels]
+    assert labels == ["tropical cyclone", r"atmospheric \$river", "filled: predicted", "deep: predicted, but not true",
+                      "outlined: true", "PSL [Pa]"]  # fmt: skip
+    assert figure.axes[-1].get_xlabel() == "TMQ [kg/m2]"
 
 
 @pytest.mark.filterwarnings("error")
@@ -152,12 +144,13 @@ def test_odd_maps_are_drawn_too(tmp_path: Path) -> None:
         figure.draw_without_rendering()
 
 
-@pytest.mark.parametrize("change", [{"units": np.array(["", "", "furlong"])}, {"variables": np.array(["a", "b", "c"])}])
-def test_without_pressure_the_legend_does_not_name_it(tmp_path: Path, change: dict[str, Any]) -> None:
-    figure = picture.draw(loaded(tmp_path, arrays() | change), LIGHT)
+def test_without_pressure_the_legend_does_not_name_it(tmp_path: Path) -> None:
+    figure = picture.draw(loaded(tmp_path, arrays() | {"variables": np.array(["a", "b", "c"])}), LIGHT)
     assert [label.get_text() for label in figure.legends[0].get_texts()][-1] == "outlined: true"
-    label = "precipitable water (TMQ)" if "units" in change else "a [m/s]"
-    assert figure.axes[-1].get_xlabel() == label
+    assert figure.axes[-1].get_xlabel() == "a [m/s]"
+    axes = picture.draw(loaded(tmp_path, arrays()), LIGHT).axes[0]
+    lines = [each for each in axes.get_children() if isinstance(each, QuadContourSet)]
+    assert any(len(each.levels) > 3 and 98000 <= each.levels[1] <= 102000 for each in lines)
 
 
 def test_classes_of_the_metric_have_the_colours_of_the_maps(tmp_path: Path) -> None:
