@@ -19,7 +19,6 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from apps.deepcam.data import Maps, batches, rows_of
-from apps.deepcam.group import group_norms
 from apps.deepcam.settings import Config, DataConfig
 from hpcai.cli.trial import Case, Figure, On, Subject, Switch, exchange
 from hpcai.dist import Mesh
@@ -61,7 +60,6 @@ class TrialConfig(MapConfig):
 class Trial(Subject):
     settings, batch, fields = TrialConfig, Batch, Batch._fields
     loss, metric = staticmethod(loss), staticmethod(score)
-    parts = {"group": group_norms}
     unit, published, compiles_long = "maps", MapConfig, True
     tiny = ("model.divide=8", "model.middle=1", "height=64", "width=96", "data.batch=2")
     gpu = tuple(Case(f"batch-{batch}", "batch128.yaml", (f"data.batch={batch}",), figure=_EOS, asked=95.0) for batch in (8, 16))

@@ -157,7 +157,7 @@ def table(found: Ensembles) -> Table:
         truth = found.truth[:, channel]
         sums, finish = scores.ensemble_sums(found.members[:, :, channel].transpose(0, 1), truth)
         known, plain = finish(*sums), float((found.smooth[:, channel] - truth).abs().mean())
-        crps, skill = known["crps_fair"], known["spread_over_skill_corrected"]
+        crps, skill = known["crps"], known["spread_over_skill"]
         rows.append([name, f"{crps:.3f}", f"{plain:.3f}", f"{crps / plain:.2f}", f"{skill:.2f}"])
     note = ("CRPS: how far members are from the truth, less how far from one another, in units of the field's deviation; of one"
             " field it is the mean absolute error. Spread over skill: 1 where members differ as much as their mean errs.")

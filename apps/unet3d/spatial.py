@@ -2,7 +2,6 @@
 
 import math
 import os
-import socket
 import statistics
 import time
 from collections.abc import Iterator
@@ -10,87 +9,69 @@ from typing import Any
 
 import torch
 
-from hpcai import dist, train
-from hpcai.cli.bench.timing import Row, doublings, processes, wait
+from hpcai import train
+from hpcai.cli.bench.timing import Row, doublings, on_ranks
+from hpcai.dist import Mesh
 from hpcai.dist.collect import gather_objects
 from hpcai.models.unet3d import Batch, UNet3D, loss, parallelize
 
 
 def spatial(cfg: Any, repeats: int) -> list[Row]:
     """A training step of one volume of ``model.window``, cut over 1, 2 and 4 processes of this machine (1, 2, ... ``mesh.depth``
-    where that is given), each with a thread of its own, and a GPU of its own where there are enough.
+    where that is given), on one CPU thread each.
 
     Wall seconds of a step and how much faster than one rank that is; CPU seconds of the rank that needs most, as a share of those
     of one rank, beside the share by the cost model (docs/performance.md); the bytes that ranks send to one another, beside those
     by the formula; and the bytes that a rank keeps for its backward pass, also as a share of those of one rank. On a machine with
-    fewer cores (or GPUs) than ranks wall seconds mean nothing and are left out.
+    fewer cores than ranks wall seconds mean nothing and are left out.
     """
-    found = {ranks: _launch(ranks, cfg, repeats) for ranks in doublings(cfg.mesh.depth if cfg.mesh.depth > 1 else 4)}
-    places = torch.cuda.device_count() if torch.cuda.is_available() else len(os.sched_getaffinity(0))
-    return [_row(ranks, found[ranks], found[1], ranks <= places) for ranks in found]
+    rows, alone = list[Row](), dict[str, float]()
+    for ranks in doublings(cfg.mesh.depth if cfg.mesh.depth > 1 else 4):
+        every = on_ranks(ranks, _measure, (cfg, repeats), {"replicate": 1, "depth": ranks})
+        most = {what: max(one[what] for one in every) for what in ("wall", "cpu", "kept", "messages")}
+        alone, enough = alone or most, ranks <= len(os.sched_getaffinity(0))
+        rows.append({
+            "ranks": ranks, "step_s": round(most["wall"], 3) if enough else None,
+            "faster": round(alone["wall"] / most["wall"], 3) if enough else None,
+            "cpu_share": round(most["cpu"] / alone["cpu"], 3), "model": round(every[0]["work"], 3),
+            "sent_mb": round(sum(one["sent"] for one in every) / 1e6, 3), "formula_mb": round(every[0]["formula"] / 1e6, 3),
+            "messages": most["messages"], "kept_mb": round(most["kept"] / 1e6, 1), "share": round(most["kept"] / alone["kept"], 3),
+        })  # fmt: skip
+    return rows
 
 
-def _row(ranks: int, own: Row, alone: Row, enough: bool) -> Row:
+def _measure(mesh: Mesh, cfg: Any, repeats: int) -> Row:
+    shape, world = cfg.model, mesh["depth"].size
+    torch.manual_seed(0)
+    model: Any = parallelize(UNet3D(shape), mesh)
+    cut, step = model.total.cut, train.Step(model, loss, cfg.step, mesh)
+    part, random = (slice(None), *cut.part(shape.window)), torch.Generator().manual_seed(1)
+    image = torch.randn(1, *shape.window, generator=random)[part]
+    label = torch.randint(0, len(shape.classes), (1, *shape.window), generator=random, dtype=torch.uint8)[part]
+    kept: dict[int, int] = {}
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def pack(tensor: Any) -> Any:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        step(Batch(image, label))
+    clocks = []
+    for _ in range(repeats):
+        before = cut.traffic.sent, cut.traffic.messages
+        gather_objects(0, mesh.everyone)
+        began = time.perf_counter(), time.process_time()
+        step(Batch(image, label))
+        clocks.append((time.perf_counter() - began[0], time.process_time() - began[1]))
+    wall, cpu = (statistics.median(each) for each in zip(*clocks))
+    size = 4 if cfg.step.precision == "fp32" else 2
     return {
-        "ranks": ranks, "step_s": round(own["seconds"], 3) if enough else None,
-        "faster": round(alone["seconds"] / own["seconds"], 3) if enough else None,
-        "cpu_share": round(own["cpu"] / alone["cpu"], 3), "model": round(own["work"], 3),
-        "sent_mb": round(own["sent"] / 1e6, 3), "formula_mb": round(own["formula"] / 1e6, 3), "messages": own["messages"],
-        "kept_mb": round(own["kept"] / 1e6, 1), "share": round(own["kept"] / alone["kept"], 3),
+        "wall": wall, "cpu": cpu, "sent": cut.traffic.sent - before[0], "messages": cut.traffic.messages - before[1],
+        "kept": sum(kept.values()), "formula": formula(shape, world, cut.least) * size, "work": work(shape, world, cut.least),
     }  # fmt: skip
-
-
-def _launch(ranks: int, cfg: Any, repeats: int) -> Row:
-    """What the ranks found: their slowest times, the sum of what they sent, the most that one keeps."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        place = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": probe.getsockname()[1]}
-    with processes(ranks) as pool:
-        started = [pool.submit(_measure, place | {"RANK": rank, "LOCAL_RANK": rank}, cfg, repeats) for rank in range(ranks)]
-        found = [rank.result() for rank in started]
-    slowest = {clock: statistics.median(map(max, zip(*(one[clock] for one in found)))) for clock in ("seconds", "cpu")}
-    most = {what: max(one[what] for one in found) for what in ("kept", "messages")}
-    return {**found[0], **slowest, **most, "sent": sum(one["sent"] for one in found)}
-
-
-def _measure(place: dict[str, Any], cfg: Any, repeats: int) -> Row:
-    os.environ.update({name: str(value) for name, value in place.items()})
-    torch.set_num_threads(1)
-    world, shape = place["WORLD_SIZE"], cfg.model
-    with dist.start({"replicate": 1, "depth": world}) as mesh:
-        torch.manual_seed(0)
-        model: Any = parallelize(UNet3D(shape), mesh)
-        cut, step = model.total.cut, train.Step(model, loss, cfg.step, mesh)
-        part, random = (slice(None), *cut.part(shape.window)), torch.Generator().manual_seed(1)
-        image = torch.randn(1, *shape.window, generator=random)[part]
-        label = torch.randint(0, len(shape.classes), (1, *shape.window), generator=random, dtype=torch.uint8)[part]
-        batch = Batch(image.to(mesh.device), label.to(mesh.device))
-        kept: dict[int, int] = {}
-        weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-
-        def pack(tensor: Any) -> Any:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in weights:
-                kept[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        seconds, cpu = [], []
-        for repeat in range(repeats + 1):
-            before = cut.traffic.sent, cut.traffic.messages
-            gather_objects(0, mesh.everyone)
-            began, used = time.perf_counter(), time.process_time()
-            if repeat:
-                step(batch)
-                wait()
-                seconds.append(time.perf_counter() - began)
-                cpu.append(time.process_time() - used)
-            else:  # not timed: the first step, whose saved tensors are counted
-                with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                    step(batch)
-            sent, messages = cut.traffic.sent - before[0], cut.traffic.messages - before[1]
-        size = 4 if cfg.step.precision == "fp32" else 2
-        return {"seconds": seconds, "cpu": cpu, "sent": sent, "messages": messages, "kept": sum(kept.values()),
-                "formula": formula(shape, world, cut.least) * size, "work": work(shape, world, cut.least)}  # fmt: skip
 
 
 def _layers(cfg: Any) -> Iterator[tuple[str, int, int, int]]:

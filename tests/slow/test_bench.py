@@ -68,11 +68,6 @@ def test_auto_precision_is_no_slower_than_a_plain_loop() -> None:
     until(lambda row: row["auto_over_plain"] >= 1.0, lambda: bench("cosmoflow", "precision", "model.size=32")["precision"][0])
 
 
-def test_batch_norm_over_a_group_costs_less_than_as_syncbatchnorm_does_it() -> None:
-    # The large layer; for a small one both cost what their messages do.
-    until(lambda row: row["group_overhead"] < row["sync_overhead"], lambda: bench("deepcam", "group")["group"][0])
-
-
 def test_the_network_of_opencatalyst_is_there_in_a_second() -> None:
     until(lambda row: row["ours_s"] < 1, lambda: bench("opencatalyst", "build", "model.angles=detached")["build"][0])
 

@@ -18,7 +18,6 @@ from torch import Tensor
 from hpcai.errors import DataError
 
 Total = tuple[tuple[Tensor, ...], Callable[..., Any]]
-_QUANTILES = (0.5, 0.9)
 
 
 # ---- ensembles
@@ -35,47 +34,23 @@ def crps(members: Tensor, observed: Tensor, fair: bool = False) -> Tensor:
     return (x - y).abs().mean(0) - pairs / (m * (m - 1) if fair else m * m)
 
 
-def energy_score(members: Tensor, observed: Tensor, weights: Tensor | None = None, fair: bool = False) -> Tensor:
-    """The same for whole fields, whose distance is the root of the weighted sum of squares over places (Gneiting and Raftery
-    2007).   [M, B, P], [B, P], weights that broadcast to P -> [B]"""
-    x, y = _pair(members, observed, 2 if fair else 1)
-    root = _spread_out(weights, y).sqrt().flatten()
-    x, y = x.flatten(2) * root, y.flatten(1) * root
-    m = len(x)
-    pairs = sum(torch.linalg.vector_norm(x[i + 1 :] - x[i], dim=2).sum(0) for i in range(m - 1)) if m > 1 else 0.0
-    return torch.linalg.vector_norm(x - y, dim=2).mean(0) - pairs / (m * (m - 1) if fair else m * m)
-
-
-def ensemble_sums(members: Tensor, observed: Tensor, weights: Tensor | None = None) -> Total:
-    """Scores of M members against what was observed, means over samples and weighted places: ``crps`` and ``crps_fair``, ``mae``
-    and ``rmse`` of the members' mean, ``spread``, the root of the mean variance (of M - 1), ``spread_over_skill``, and
-    ``spread_over_skill_corrected``, times sqrt((M + 1) / M), which is 1 where members and observation come from one distribution
-    (Fortin et al. 2014), the unweighted shares of places ``coverage_50`` and ``coverage_90`` that lie between members' quantiles,
-    and means over samples of ``energy_score`` and ``energy_score_fair``.   [M, B, P], [B, P], weights that broadcast to P
+def ensemble_sums(members: Tensor, observed: Tensor) -> Total:
+    """Scores of M members against what was observed, means over samples and places: fair ``crps``, ``rmse`` of the members' mean,
+    ``spread_over_skill``, the root of the mean variance (of M - 1) over that, times sqrt((M + 1) / M), which is 1 where members and
+    observation come from one distribution (Fortin et al. 2014), and ``coverage_90``, the share of places that lies between the
+    members' quantiles of 5 and 95 %.   [M, B, P], [B, P]
 
     Raises DataError for one member, or shapes that do not fit.
     """
     x, y = _pair(members, observed, 2)
-    w = _spread_out(weights, y).expand(y.shape)
-    mean, variance = x.mean(0), x.var(0)
-    off = mean - y
-    inside = [_inside(x, y, share) for share in _QUANTILES]
-    each = [crps(x, y), crps(x, y, fair=True), off.abs(), off.square(), variance, torch.ones_like(y)]
-    scores = [energy_score(x, y, weights, fair).sum() for fair in (False, True)]
-    places = torch.stack([(value * w).sum() for value in each])
-    sizes = [y.new_full((), len(y)), y.new_full((), y.numel())]
-    return (places, torch.stack([*scores, *[part.sum().to(y) for part in inside], *sizes])), partial(_ensemble, len(x))
+    each = crps(x, y, fair=True), (x.mean(0) - y).square(), x.var(0), _inside(x, y, 0.9).to(y), torch.ones_like(y)
+    return (torch.stack([value.sum() for value in each]),), partial(_ensemble, len(x))
 
 
-def _ensemble(m: int, places: Tensor, others: Tensor) -> dict[str, float]:
-    mean, fair, mae, square, variance = (places[:5] / places[5]).tolist()
-    energies, covered = (others[:2] / others[4]).tolist(), (others[2:4] / others[5]).tolist()
-    rmse, spread = math.sqrt(square), math.sqrt(variance)
-    ratio = spread / rmse if rmse else math.inf
-    found = {"crps": mean, "crps_fair": fair, "energy_score": energies[0], "energy_score_fair": energies[1]}
-    found |= {"mae": mae, "rmse": rmse}
-    found |= {"spread": spread, "spread_over_skill": ratio, "spread_over_skill_corrected": ratio * math.sqrt((m + 1) / m)}
-    return found | {f"coverage_{100 * share:.0f}": value for share, value in zip(_QUANTILES, covered)}
+def _ensemble(m: int, sums: Tensor) -> dict[str, float]:
+    fair, square, variance, covered = (sums[:4] / sums[4]).tolist()
+    ratio = math.sqrt(variance / square) if square else math.inf
+    return {"crps": fair, "rmse": math.sqrt(square), "spread_over_skill": ratio * math.sqrt((m + 1) / m), "coverage_90": covered}
 
 
 def _inside(x: Tensor, y: Tensor, share: float) -> Tensor:
@@ -108,12 +83,6 @@ def _pair(members: Tensor, observed: Tensor, least: int) -> tuple[Tensor, Tensor
         found = f"members are {list(members.shape)}, observed is {list(observed.shape)}"
         raise DataError(f"scores of an ensemble: {found}; expected [M, B, ...] with {least} members at least, and [B, ...]")
     return members.double(), observed.double()
-
-
-def _spread_out(weights: Tensor | None, y: Tensor) -> Tensor:
-    """Weights of each place.   [P]"""
-    given = y.new_ones(()) if weights is None else weights.to(y)
-    return given.expand(y.shape[1:])
 
 
 # ---- spectra
@@ -172,25 +141,15 @@ def spectrum(fields: Tensor, at: Shells) -> Tensor:
 
 
 def spectrum_sums(drawn: Tensor, true: Tensor, at: Shells) -> Total:
-    """Mean spectra of drawn and of true fields: ``power_<k>`` and ``true_power_<k>`` of shell k; ``spectrum_error``, the mean over
-    shells but the first of |ln(drawn / true)|; ``mean_square`` and ``true_mean_square`` of the fields, which is that of all modes.
-    [B, P] twice, B may differ; sums [S + 2] twice"""
-    return (_spectrum_sums(drawn, at), _spectrum_sums(true, at)), _spectra
-
-
-def _spectrum_sums(fields: Tensor, at: Shells) -> Tensor:
-    power = spectrum(fields, at)
-    squares = fields.double().square().flatten(1).mean(1).sum()
-    return torch.cat((power.sum(0), squares[None], power.new_full((1,), len(fields))))
+    """``spectrum_error``, the mean over shells but the first of |ln(drawn / true)| of mean spectra.   [B, P] twice, B may differ;
+    sums [S + 1] twice"""
+    powers = (spectrum(fields, at) for fields in (drawn, true))
+    return tuple(torch.cat((power.sum(0), power.new_full((1,), len(power)))) for power in powers), _spectra
 
 
 def _spectra(drawn: Tensor, true: Tensor) -> dict[str, float]:
-    (p, v), (q, w) = (((x[:-2] / x[-1]), (x[-2] / x[-1]).item()) for x in (drawn, true))
-    error = (p / q).log().abs()[1:].mean().item()
-    found = {"spectrum_error": error, "mean_square": v, "true_mean_square": w}
-    for name, power in (("power", p), ("true_power", q)):
-        found |= {f"{name}_{k}": value for k, value in enumerate(power.tolist())}
-    return found
+    p, q = (x[:-1] / x[-1] for x in (drawn, true))
+    return {"spectrum_error": (p / q).log().abs()[1:].mean().item()}
 
 
 def _modes(fields: Tensor, at: Shells) -> Tensor:
@@ -220,62 +179,30 @@ def histogram(values: Tensor, edges: Tensor) -> Tensor:
 
 
 def one_point_sums(drawn: Tensor, true: Tensor, edges: Tensor) -> Total:
-    """Histograms of the values of drawn and of true fields, and what they say of the distributions: ``ks``, the largest difference
-    between shares of values below an edge, and ``wasserstein_1``, the area between these shares, drawn straight from edge to edge;
-    both come from below to those of all values (``wasserstein_and_ks``) as bins become small. ``density_<k>`` and
-    ``true_density_<k>``: shares of all values, over the width of the bin.   sums [K + 2] int64, twice"""
-    sums = histogram(drawn, edges), histogram(true, edges)
-    return sums, partial(_one_point, edges)
+    """``ks``, the largest difference between shares of values of drawn and of true fields below an edge: from below that of
+    Kolmogorov and Smirnov as bins become small.   sums [K + 2] int64, twice"""
+    return (histogram(drawn, edges), histogram(true, edges)), _one_point
 
 
-def _one_point(edges: Tensor, drawn: Tensor, true: Tensor) -> dict[str, float]:
+def _one_point(drawn: Tensor, true: Tensor) -> dict[str, float]:
     shares = [x / x.sum() for x in (drawn.double(), true.double())]
-    width = edges.double().cpu().diff()
-    apart = (shares[0] - shares[1]).cumsum(0)[:-1]
-    a, b = apart[:-1], apart[1:]
-    crossed = (a * a + b * b) / (2 * (a.abs() + b.abs()).clamp(min=1e-300))  # of a line from a to b that changes sign
-    area = torch.where(a * b < 0, crossed, (a + b).abs() / 2)
-    found = {"ks": apart.abs().max().item(), "wasserstein_1": (area * width).sum().item()}
-    for name, share in zip(("density", "true_density"), shares):
-        found |= {f"{name}_{k}": value for k, value in enumerate((share[1:-1] / width).tolist())}
-    return found
-
-
-def wasserstein_and_ks(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """First Wasserstein distance, in the unit of the values, and the statistic of Kolmogorov and Smirnov of two sets of values.
-    [*], [*'] -> [], []"""
-    a, b = (x.double().flatten().sort().values for x in (a, b))
-    every = torch.cat((a, b)).sort().values
-    below = [torch.searchsorted(x, every, right=True).double() / len(x) for x in (a, b)]
-    apart = (below[0] - below[1]).abs()
-    return (apart[:-1] * every.diff()).sum(), apart.max()
+    return {"ks": (shares[0] - shares[1]).cumsum(0)[:-1].abs().max().item()}
 
 
 # ---- features
 
 
-def fid_sums(drawn: Tensor, true: Tensor) -> Total:
-    """Frechet distance between two sets of features as normal distributions, ``fid`` (Heusel et al. 2017), with covariances of
-    N - 1; of features that a network of the user's gives.   [N, D], [N', D]; sums [D + 1, D + 1] twice
-
-    ``finish`` raises DataError for fewer than two rows of either set.
-    """
-    _rows("FID", drawn, true)
-    with_one = [torch.cat((x.double(), x.new_ones(len(x), 1).double()), 1) for x in (drawn, true)]
-    return (with_one[0].T @ with_one[0], with_one[1].T @ with_one[1]), _fid
-
-
 def fid_to_sums(drawn: Tensor, mean: Tensor, covariance: Tensor) -> Total:
-    """The same of drawn features, to a distribution that is known by its moments.   [N, D], [D], [D, D]; sums [D + 1, D + 1]"""
+    """Frechet distance of drawn features as a normal distribution, with a covariance of N - 1, from one that is known by its
+    moments, ``fid`` (Heusel et al. 2017); of features that a network of the user's gives.   [N, D], [D], [D, D]; sums [D + 1, D + 1]
+
+    ``finish`` raises DataError for fewer than two rows.
+    """
     if drawn.ndim != 2 or mean.shape != drawn.shape[1:] or covariance.shape != 2 * mean.shape:
         found = f"features are {list(drawn.shape)}, their mean is {list(mean.shape)} and covariance {list(covariance.shape)}"
         raise DataError(f"FID: {found}; expected [N, D], [D] and [D, D]")
     with_one = torch.cat((drawn.double(), drawn.new_ones(len(drawn), 1).double()), 1)
     return (with_one.T @ with_one,), lambda products: {"fid": frechet(*_moments(products), mean, covariance)}
-
-
-def _fid(drawn: Tensor, true: Tensor) -> dict[str, float]:
-    return {"fid": frechet(*_moments(drawn), *_moments(true))}
 
 
 def _moments(products: Tensor) -> tuple[Tensor, Tensor]:
@@ -298,39 +225,6 @@ def frechet(a: Tensor, s: Tensor, b: Tensor, t: Tensor) -> float:
     return distance.item()
 
 
-def kid(drawn: Tensor, true: Tensor) -> Tensor:
-    """Kernel distance of two sets of features, the unbiased square of the maximum mean discrepancy by the kernel (x.y / D + 1)^3
-    (Binkowski et al. 2018).   [..., N, D], [..., N', D] -> [...]"""
-    _rows("KID", drawn, true)
-    x, y = drawn.double(), true.double()
-    own = []
-    for z in (x, y):
-        kernel, n = _cubic(z, z), z.shape[-2]
-        own.append((kernel.sum((-1, -2)) - kernel.diagonal(dim1=-2, dim2=-1).sum(-1)) / (n * (n - 1)))
-    return own[0] + own[1] - 2 * _cubic(x, y).mean((-1, -2))
-
-
-def kid_sums(drawn: Tensor, true: Tensor) -> Total:
-    """``kid`` and ``kid_std``, mean and standard deviation over subsets of features, each of which one process has whole.
-    [subsets, N, D], [subsets, N', D]"""
-    each = kid(drawn, true)
-    return (torch.stack((each.sum(), each.square().sum(), each.new_full((), each.numel()))),), _kid
-
-
-def _kid(sums: Tensor) -> dict[str, float]:
-    mean, square = (sums[:2] / sums[2]).tolist()
-    return {"kid": mean, "kid_std": math.sqrt(max(square - mean * mean, 0.0))}
-
-
-def _cubic(x: Tensor, y: Tensor) -> Tensor:
-    return (x @ y.mT / x.shape[-1] + 1).pow(3)
-
-
-def _rows(name: str, *sets: Tensor) -> None:
-    if any(x.ndim < 2 or x.shape[-1] != sets[0].shape[-1] for x in sets):
-        raise DataError(f"{name}: features are {' and '.join(str(list(x.shape)) for x in sets)}; expected rows of as many numbers")
-
-
 def clip_sums(images: Tensor, texts: Tensor) -> Total:
     """Agreement of images with their texts by the cosine between a CLIP model's embeddings of both: ``clip_cosine``, its mean,
     which MLPerf calls CLIP score; ``clip_score``, the mean of max(100 cos, 0); ``clip_score_of_mean``, max(100 mean, 0);
@@ -345,28 +239,3 @@ def clip_sums(images: Tensor, texts: Tensor) -> Total:
 def _clip(sums: Tensor) -> dict[str, float]:
     mean, positive = (sums[:2] / sums[2]).tolist()
     return {"clip_cosine": mean, "clip_score": 100 * positive, "clip_score_of_mean": max(100 * mean, 0.0), "clip_s": 2.5 * positive}
-
-
-# ---- MLPerf
-
-
-def loss_by_time_sums(losses: Tensor, times: Tensor, count: int = 8) -> Total:
-    """``loss``, the mean over times of the mean loss at each, and ``loss_<time>``: the validation of MLPerf Training's Flux.1, in
-    which the sample at place j has the time (j mod 8) / 8. Samples whose time is below 0, such as those that fill a batch up, do
-    not count.
-    losses [B]; times [B] from 0 to count - 1; sums [count] float64 and [count] int64
-
-    ``finish`` raises DataError for a time without a sample.
-    """
-    kept = times >= 0
-    at = times.clamp(min=0).long()
-    sums = torch.zeros(count, dtype=torch.float64, device=losses.device).index_add_(0, at, losses.double().where(kept, 0.0))
-    counts = torch.zeros(count, dtype=torch.int64, device=losses.device).index_add_(0, at, kept.long())
-    return (sums, counts), _loss_by_time
-
-
-def _loss_by_time(sums: Tensor, counts: Tensor) -> dict[str, float]:
-    if missing := (counts == 0).nonzero().flatten().tolist():
-        raise DataError(f"validation has no sample at time {missing[0]} of {len(counts)}; give samples at all times")
-    means = (sums / counts).tolist()
-    return {"loss": sum(means) / len(means), **{f"loss_{k}": value for k, value in enumerate(means)}}
