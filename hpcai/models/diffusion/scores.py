@@ -194,7 +194,8 @@ def _one_point(drawn: Tensor, true: Tensor) -> dict[str, float]:
 
 def fid_to_sums(drawn: Tensor, mean: Tensor, covariance: Tensor) -> Total:
     """Frechet distance of drawn features as a normal distribution, with a covariance of N - 1, from one that is known by its
-    moments, ``fid`` (Heusel et al. 2017); of features that a network of the user's gives.   [N, D], [D], [D, D]; sums [D + 1, D + 1]
+    moments, ``fid`` (Heusel et al. 2017); of features that a network of the user's gives.
+    [N, D], [D], [D, D]; sums [D + 1, D + 1]
 
     ``finish`` raises DataError for fewer than two rows.
     """
