@@ -1,12 +1,11 @@
 """Factors and noise for crops, the same wherever a crop is cut and whichever processor does it.   D H W the crop, d h w a part"""
 
-import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-_WORD = 0xFFFFFFFF
+from hpcai.kernels import philox
 
 
 def vary(image: Tensor, change: Tensor, seed: Tensor, window: Sequence[int], box: Sequence[tuple[int, int]]) -> Tensor:
@@ -23,19 +22,8 @@ def vary(image: Tensor, change: Tensor, seed: Tensor, window: Sequence[int], box
 
 
 def normal(seed: Tensor, window: Sequence[int], box: Sequence[tuple[int, int]]) -> Tensor:
-    """Standard normal numbers (Box and Muller 1958) from hashes of seed and place.   [B] -> [B, d, h, w] float32"""
-    d, h, w = (torch.arange(*ends, device=seed.device) for ends in box)
-    place = (d[:, None, None] * window[1] + h[:, None]) * window[2] + w
-    low, high = (part.view(-1, 1, 1, 1) for part in (seed & _WORD, seed >> 32 & _WORD))
-    first = _hashed(_hashed(place + low) ^ high)
-    second = _hashed(first ^ 0x9E3779B9)
-    radius = (-2 * ((first + 1).double() / 2**32).log()).sqrt()
-    return (radius * torch.cos(second.double() * (2 * math.pi / 2**32))).float()
-
-
-def _hashed(x: Tensor) -> Tensor:
-    """A bijection of 32-bit words that leaves no pattern (Wellons' lowbias32)."""
-    x = x & _WORD
-    x = ((x ^ x >> 16) * 0x7FEB352D) & _WORD
-    x = ((x ^ x >> 15) * 0x846CA68B) & _WORD
-    return x ^ x >> 16
+    """Standard normal numbers, counted by seed and place.   [B] -> [B, d, h, w] float32"""
+    (d, h), (begin, end) = (torch.arange(*ends, device=seed.device) for ends in box[:2]), box[2]
+    rows = ((d[:, None] * window[1] + h) * window[2] + begin).flatten().expand(len(seed), -1)
+    found = philox.normal(0, rows, end - begin, upper=seed[:, None].expand(rows.shape))
+    return found.view(len(seed), len(d), len(h), end - begin)

@@ -183,7 +183,7 @@ def test_crops_hold_the_pieces_that_the_boxes_name(data: Path) -> None:
 
 
 def test_noise_is_normal_and_of_its_place() -> None:
-    seed = torch.tensor([5, 2**61 + 7])
+    seed = torch.tensor([4, 2**61 + 7])
     whole = normal(seed, (32, 32, 32), [(0, 32)] * 3)
     part = normal(seed, (32, 32, 32), [(3, 9), (0, 32), (30, 32)])
     assert torch.equal(part, whole[:, 3:9, :, 30:32])
