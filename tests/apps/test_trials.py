@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import apps.deepcam.trial as deepcam
-from apps.opencatalyst.neighbours import triplets, uneven
+from apps.opencatalyst.balance import triplets, uneven
 from apps.openfold.trial import Trial as Openfold
 from hpcai import config, dist
 from hpcai.cli import ablate, trial
@@ -416,8 +416,7 @@ def test_copies_have_the_same_work(tmp_path: Path) -> None:
         uneven(found, 8, told)
 
 
-def test_features_and_neighbours_are_timed() -> None:
-    from apps.opencatalyst.neighbours import neighbours
+def test_features_are_timed() -> None:
     from apps.openfold.folding import featurized
     from hpcai.models.openfold import FeatureConfig
 
@@ -425,5 +424,3 @@ def test_features_and_neighbours_are_timed() -> None:
     whole, *parts = featurized(None, 0, cfg, (100, 200, 464))
     assert whole["samples"] == 1 == sum(part["samples"] for part in parts) and parts[0]["depth"] == "100 to 200"
     assert 0 < whole["median_s"] <= whole["p90_s"] <= whole["most_s"]
-    row = neighbours(made("opencatalyst")[1], 1)[0]
-    assert row["atoms"] == 81 and 0 < row["edges"] <= row["edges_in_cutoff"] and row["ours_ms"] > 0

@@ -1,65 +1,21 @@
-"""Neighbours of atoms, and the triplets that they make:  hpcai bench opencatalyst neighbours balance"""
+"""Triplets of neighbours of the copies of a model:  hpcai bench opencatalyst balance"""
 
 import math
 import statistics
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
-import torch
 
-from hpcai.cli.bench.timing import Row, alternate
+from hpcai.cli.bench.timing import Row
 from hpcai.data.sampler import Balanced, Sampler, Shuffled
-from hpcai.errors import DataError, MissingExtraError
-from hpcai.models.dimenet.periodic import neighbours as neighbours_of
-from hpcai.models.dimenet.periodic_batch import neighbours_of_batch
+from hpcai.errors import DataError
 from hpcai.programs import start
 
 _COPIES, _FRAMES = (8, 64), 16  # a copy
 _BATCHES = 64  # of an epoch, at most
 _SYNTHETIC = 8 * 1024  # frames: 64 batches of 8 copies
-
-
-def slabs(count: int = 4) -> list[Any]:
-    """An oxygen atom on so many metals, each of five layers of 4 x 4 atoms, all moved by 0.05 angstrom."""
-    try:
-        from ase.build import add_adsorbate, fcc111
-    except ImportError as problem:
-        raise MissingExtraError("slabs need ASE: pip install 'hpcai-suite[opencatalyst]'") from problem
-    draw, found = np.random.default_rng(0), []
-    for metal in ("Cu", "Pt", "Ag", "Au")[:count]:
-        slab = fcc111(metal, (4, 4, 5), vacuum=10.0)
-        add_adsorbate(slab, "O", 1.5, "fcc")
-        slab.pbc = True
-        slab.rattle(0.05, rng=draw)
-        found.append(slab)
-    return found
-
-
-def neighbours(cfg: Any, repeats: int) -> list[Row]:
-    """Milliseconds for the neighbours of a slab: ASE's (all within the cutoff), ours (the nearest of them in their order), and ours
-    of four slabs at once on the device."""
-    given, model = slabs(), cfg.model
-    from ase.neighborlist import neighbor_list
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    counts = torch.tensor([len(slab) for slab in given])
-    arrays = np.concatenate([s.positions for s in given]), np.stack([s.cell.array for s in given]), np.stack([s.pbc for s in given])
-    index = torch.arange(len(given)).repeat_interleave(counts)
-    positions, cells, pbc = (torch.from_numpy(array).to(device) for array in arrays)
-    structure = index.to(device)
-    runs: dict[str, Callable[[], Any]] = {
-        "ase": lambda: [neighbor_list("ijS", slab, model.cutoff) for slab in given],
-        "ours": lambda: [neighbours_of(slab.positions, slab.cell.array, slab.pbc, model.cutoff, model.most) for slab in given],
-        "batch": lambda: neighbours_of_batch(positions, cells, pbc, structure, model.cutoff, model.most)[0].cpu(),
-    }  # fmt: skip
-    spent = {kind: 1e3 * s / len(given) for kind, s in alternate(runs, 3 * repeats).items()}
-    return [{
-        "structures": len(given), "atoms": int(counts[0]), "edges_in_cutoff": len(runs["ase"]()[0][0]),
-        "edges": len(runs["ours"]()[0].centre), **{f"{kind}_ms": round(value, 3) for kind, value in spent.items()},
-    }]  # fmt: skip
 
 
 def balance(cfg: Any, repeats: int) -> list[Row]:
