@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from hpcai.models.diffusion.blocks import sinusoidal
 from hpcai.models.diffusion.condition import Condition
 from hpcai.models.diffusion.config import DiTConfig, FluxConfig
 from hpcai.models.diffusion.dit import DiT, positions
 from hpcai.models.diffusion.flux import Flux, angles, packed, unpacked
 from hpcai.models.diffusion.load import load_network, read_folder, save_folder
 from hpcai.models.diffusion.others import from_config, to_config
-from hpcai.models.diffusion.tokens import waves
 from tests.stored import DATA, arrays, told
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -93,7 +93,7 @@ def test_outputs_in_float32_and_under_autocast(case: str) -> None:
 def test_tables_of_times_and_places() -> None:
     stored, (_, time, _) = given("dit_tiny/dit", torch.float32)
     for dtype in (torch.float32, torch.float64):  # those stored are float32
-        close(waves(time, 127, dtype).float(), stored["time_proj"], 1.2e-4)
+        close(sinusoidal(time, 256, dtype, 127).float(), stored["time_proj"], 1.2e-4)
         cfg: Any = from_config(told("diffusion/dit_tiny/model_a/config"))
         close(positions(cfg, dtype).float(), stored["pos_embed"], 1e-6)
     for case in ("flux_tiny/plain", "flux_tiny/guided"):
