@@ -105,15 +105,10 @@ def main(cfg: ScoreConfig) -> None:
         for one in weights_of(cfg, mesh):
             found = begun.score(one.path)
             if mesh.is_first:
-                _tell(one, found)
+                at = "" if one.step is None else f"step {one.step:<8}"
+                for name, value in found.items():
+                    print(f"{at}{name:20}{value:,}" if isinstance(value, int) else f"{at}{name:20}{value:.6g}", flush=True)
                 note(cfg.weights, one, found)
-
-
-def _tell(one: "Weights", found: dict[str, float]) -> None:
-    at = "" if one.step is None else f"step {one.step:<8}"
-    for name, value in found.items():
-        sys.stdout.write(f"{at}{name:20}{value:,}\n" if isinstance(value, int) else f"{at}{name:20}{value:.6g}\n")
-    sys.stdout.flush()
 
 
 # ---- which weights

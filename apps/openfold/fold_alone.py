@@ -24,4 +24,4 @@ def fold(kind: str, residues: int, settings: str) -> None:
         model(features)
     wait()
     spent = {"cpu_s": round(time.process_time() - cpu, 2), "wall_s": round(time.perf_counter() - wall, 2)}
-    print(json.dumps({**spent, "mb": round(high_water())}))  # noqa: T201 another process reads it
+    print(json.dumps({**spent, "mb": round(high_water())}))  # another process reads it

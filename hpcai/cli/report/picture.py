@@ -75,7 +75,7 @@ def arrays(path: Path, legend: Mapping[str, str], optional: Sequence[str] = ()) 
     for name, words in legend.items():
         kind, *dims = words.split()
         array = found[name]
-        told = ", ".join(f"{dim} = {sizes[dim]}" for dim in dims if dim in sizes)
+        told = ", ".join(f"{dim} = {sizes[dim]}" for dim in dict.fromkeys(dims) if dim in sizes)
         expected = [int(dim) if dim.isdigit() else sizes.setdefault(dim, size) for dim, size in zip(dims, array.shape)]
         if array.dtype.kind not in KINDS[kind] or array.ndim != len(dims) or [*array.shape] != expected or not array.size:
             shape = f"[{', '.join(dims)}]" + (f" with {told}" if told else "")
