@@ -16,8 +16,7 @@ from hpcai.models.diffusion.condition import Condition
 from hpcai.models.diffusion.config import DiTConfig, FluxConfig
 from hpcai.models.diffusion.dit import DiT, positions
 from hpcai.models.diffusion.flux import Flux, angles, packed, unpacked
-from hpcai.models.diffusion.load import load_network, read_folder, save_folder
-from hpcai.models.diffusion.others import from_config, to_config
+from hpcai.models.diffusion.load import from_config, load_network, read_folder, save_folder, to_config
 from tests.stored import DATA, arrays, told
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -94,11 +93,11 @@ def test_tables_of_times_and_places() -> None:
     stored, (_, time, _) = given("dit_tiny/dit", torch.float32)
     for dtype in (torch.float32, torch.float64):  # those stored are float32
         close(sinusoidal(time, 256, dtype, 127).float(), stored["time_proj"], 1.2e-4)
-        cfg: Any = from_config(told("diffusion/dit_tiny/model_a/config"))
+        cfg: Any = from_config(told("diffusion/dit_tiny/model_a/config"), HOME)[1]
         close(positions(cfg, dtype).float(), stored["pos_embed"], 1e-6)
     for case in ("flux_tiny/plain", "flux_tiny/guided"):
         stored, (x, _, _) = given(case, torch.float32)
-        cfg = from_config(told(f"diffusion/{CASES[case][0]}/config"))
+        cfg = from_config(told(f"diffusion/{CASES[case][0]}/config"), HOME)[1]
         rows, columns = (n // 2 for n in x.shape[2:])
         words = len(stored["txt_ids"])
         for found, name in zip(angles(cfg, words, rows, columns, torch.float64), ("rope_cos", "rope_sin")):
@@ -109,14 +108,14 @@ def test_tables_of_times_and_places() -> None:
 @pytest.mark.parametrize("name", LARGE)
 def test_published_sizes_have_their_names_and_totals(name: str) -> None:
     known = json.loads(gzip.decompress((HOME / "names" / f"{name}.json.gz").read_bytes()))
-    cfg = from_config({"_class_name": known["class"], **known["config"]})
+    cfg: Any = from_config({"_class_name": known["class"], **known["config"]}, HOME)[1]
     assert cfg == LARGE[name]
     with torch.device("meta"):
         model = DiT(cfg) if isinstance(cfg, DiTConfig) else Flux(cfg)
     found = {name: list(value.shape) for name, value in model.state_dict().items()}
     assert found == dict(known["tensors"]) and len(found) == known["tensor_count"]
     assert sum(parameter.numel() for parameter in model.parameters()) == known["total"]
-    assert to_config(cfg).items() <= {"_class_name": known["class"], **known["config"]}.items()
+    assert to_config(cfg)[1].items() <= {"_diffusers_version": "0.42.1", "_class_name": known["class"], **known["config"]}.items()
 
 
 # ---- diffusers itself
@@ -190,9 +189,9 @@ def test_we_and_diffusers_read_each_others_files(theirs: Any, words: dict[str, A
     from safetensors.torch import save_file
 
     ours: Any = spread((Flux(FluxConfig(**words)) if "turned" in words else DiT(DiTConfig(**words))).double())
-    (tmp_path / "config.json").write_text(json.dumps(to_config(ours.cfg)))
+    (tmp_path / "config.json").write_text(json.dumps(to_config(ours.cfg)[1]))
     save_file(ours.state_dict(), tmp_path / "diffusion_pytorch_model.safetensors", {"format": "pt"})
-    kind = getattr(theirs, to_config(ours.cfg)["_class_name"])
+    kind = getattr(theirs, to_config(ours.cfg)[1]["_class_name"])
     peer, about = kind.from_pretrained(tmp_path, torch_dtype=torch.float64, output_loading_info=True)
     assert not any(about.values()), about
     compared(ours, peer.eval(), 0)

@@ -340,7 +340,7 @@ WRONG = [
     ({"features": "some_features:flat"}, DataError, r"makes \[2, 3, 16, 16\] of 2 images; expected \[2, F\]"),
     ({"features": "some_features:broken"}, DataError, "not finite"),
     ({"statistics": "wide.npz"}, DataError, r"features are \[2, 5\], their mean is \[6\] and covariance \[6, 6\]"),
-    ({"statistics": "odd.npz"}, DataError, r"sigma is float64 \(5, 6\), expected real \[F, F\] with F = 5; expected an .npz with mu"),
+    ({"statistics": "odd.npz"}, DataError, r"sigma is float64 \(5, 6\), expected real \[F, F\] with F = 5; expected an .npz"),
     ({"statistics": "nan.npz"}, DataError, "not finite"), ({"statistics": "none.npz"}, DataError, "No such file"),
     ({"statistics": "objects.npz"}, DataError, "objects.npz: .*pickle"),
     ({"statistics": "captions.txt"}, DataError, "captions.txt: .*; expected an .npz"),
