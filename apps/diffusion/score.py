@@ -138,22 +138,18 @@ def weights_of(cfg: ScoreConfig, mesh: Any) -> Iterator[Weights]:
     path = cfg.weights / ".judged.safetensors"
     try:
         for checkpoint in every:
-            problem = agree(_exported(export, checkpoint, path) if mesh.is_first else "", mesh.everyone)
-            if problem:
+            problem = ""
+            try:
+                if mesh.is_first:
+                    export(checkpoint, path)
+            except (HpcaiError, OSError) as error:
+                problem = str(error)
+            if problem := agree(problem, mesh.everyone):
                 raise DataError(problem)
             yield Weights(path, step_of(checkpoint), times[step_of(checkpoint)])
     finally:
         if mesh.is_first:
             path.unlink(missing_ok=True)
-
-
-def _exported(export: Any, checkpoint: Path, path: Path) -> str:
-    """What went wrong, or nothing."""
-    try:
-        export(checkpoint, path)
-    except (HpcaiError, OSError) as problem:
-        return str(problem)
-    return ""
 
 
 def note(folder: Path, one: Weights, found: dict[str, float]) -> None:

@@ -1,7 +1,7 @@
 """Settings of a 3D U-Net run. No torch here."""
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Self
 
 from pydantic import model_validator
 
@@ -37,8 +37,6 @@ class AugmentConfig(Settings):
     """of the crops get Gaussian noise"""
     noise: Weight = 0.1
     """largest standard deviation of the noise"""
-    where: Literal["workers", "device"] = "workers"
-    """what changes intensities: the workers that read the crops, or the processor that trains; the values are the same"""
 
     @model_validator(mode="after")
     def _rises(self) -> Self:
