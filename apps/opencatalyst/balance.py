@@ -5,10 +5,11 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-import h5py
 import numpy as np
 
+from apps.opencatalyst.data import FIELDS
 from hpcai.cli.bench.timing import Row
+from hpcai.data import Rows
 from hpcai.data.sampler import Balanced, Sampler, Shuffled
 from hpcai.errors import DataError
 from hpcai.programs import start
@@ -26,27 +27,15 @@ def balance(cfg: Any, repeats: int) -> list[Row]:
     return [uneven(counts, copies, source) for copies in _COPIES]
 
 
-def triplets(directory: Path | None, synthetic: int = _SYNTHETIC) -> tuple[Any, str]:
+def triplets(directory: Path | None) -> tuple[Any, str]:
     """Triplets of frames, and where they come from.   [N]"""
     if directory is None:
-        draw = np.random.default_rng(0)
-        atoms = np.empty(0)
-        while len(atoms) < synthetic:
-            more = draw.lognormal(math.log(73) - 0.4**2 / 2, 0.4, synthetic)
-            atoms = np.concatenate([atoms, more[(more >= 20) & (more <= 220)].round()])[:synthetic]
+        drawn = np.random.default_rng(0).lognormal(math.log(73) - 0.4**2 / 2, 0.4, 2 * _SYNTHETIC)
+        atoms = drawn[(drawn >= 20) & (drawn <= 220)].round()[:_SYNTHETIC]
         return atoms * 46 * 46, "synthetic: log-normal like OC20's"
-    paths = sorted((directory / "train" if (directory / "train").is_dir() else directory).glob("*.h5"))
-    if not paths:
-        raise DataError(
-            f"{directory}: no train/*.h5 with triplets; make them with: {start('data_prep.opencatalyst')} simulate {directory}"
-        )
-    columns = []
-    for path in paths:
-        with h5py.File(path, "r") as file:
-            if "triplets" not in file:
-                raise DataError(f"{path}: no dataset 'triplets'; remake it with: {start('data_prep.opencatalyst')}")
-            columns.append(file["triplets"][:])
-    return np.concatenate(columns), str(directory)
+    remedy = f"make it with: {start('data_prep.opencatalyst')} simulate {directory}"
+    rows = Rows(directory / "train", {"triplets": FIELDS["triplets"]}, remedy, reader="buffered")
+    return rows.column("triplets"), str(directory)
 
 
 def uneven(counts: Any, copies: int, source: str = "") -> Row:

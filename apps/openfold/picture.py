@@ -32,7 +32,6 @@ HIGHER = ("lddt", "gdt")
 LEGEND = {"names": "text M", "residues": "whole M", "aatype": "whole R", "predicted": "real R 37 3", "true": "real R 37 3",
           "mask": "whole R 37", "plddt": "real R", "lddt": "real R", "distance": "real S"}  # fmt: skip
 ROWS = 4                                                 # chains that are drawn
-LISTED = 10                                              # chains in the table, among which are those that are drawn
 GDT_TS = np.array([1, 2, 4, 8])                          # angstrom
 NEAR, FAR = 2.0, 22.0                                    # angstrom from end to end of the scale; the distogram sees no further
 BANDS = ((90, "pLDDT above 90", "#1f6feb"), (70, "70 to 90", "#4fbdf0"), (50, "50 to 70", "#f2c200"),
@@ -109,13 +108,13 @@ def read(path: Path) -> list[Chain]:
     ]
 
 
-def spread(found: list[Chain], most: int) -> list[int]:
-    """The numbers of at most ``most`` chains, evenly from the first to the last."""
-    return [int(m) for m in np.linspace(0, len(found) - 1, min(len(found), most)).round()]
+def spread(found: list[Chain]) -> list[int]:
+    """The numbers of the chains that are drawn, evenly from the first to the last."""
+    return [int(m) for m in np.linspace(0, len(found) - 1, min(len(found), ROWS)).round()]
 
 
 def caption(found: list[Chain]) -> str:
-    total, shown = len(found), len(spread(found, ROWS))
+    total, shown = len(found), len(spread(found))
     which = f"{total:,} validation chain{'s' * (total > 1)}"
     if total > shown:
         which = f"{shown} of {which}, evenly from the first to the last"
@@ -126,23 +125,21 @@ def caption(found: list[Chain]) -> str:
 
 
 def table(found: list[Chain]) -> Table:
-    total, listed = len(found), spread(found, LISTED)
     scores = np.array([(chain.mean_lddt(), chain.plddt.mean(), chain.gdt_ts(), chain.rmsd()) for chain in found])
     means = [float(each[np.isfinite(each)].mean()) if np.isfinite(each).any() else math.nan for each in scores.T]
-    which = f"{total:,} validation chains" + (f", {len(listed)} of them shown" if total > len(listed) else "")
-    note = (f"{which}; means over all: lDDT-Cα {score(means[0], 1)}, pLDDT {score(means[1], 1)}, GDT-TS {score(means[2], 1)},"
-            f" RMSD {score(means[3])} Å. " if total > 1 else "")
-    note += ("lDDT-Cα and pLDDT are means over residues, 0 to 100; an evaluation's lddt is over distances, 0 to 1. GDT-TS is of one"
-             " superposition by all Cα, a lower bound of the official score, which seeks the best for each cutoff.")
+    note = (f"Means over {len(found):,} chains: lDDT-Cα {score(means[0], 1)}, pLDDT {score(means[1], 1)}, GDT-TS"
+            f" {score(means[2], 1)}, RMSD {score(means[3])} Å. lDDT-Cα and pLDDT are means over residues, 0 to 100; an evaluation's"
+            " lddt is over distances, 0 to 1. GDT-TS is of one superposition by all Cα, a lower bound of the official score, which"
+            " seeks the best for each cutoff.")
     head, rows = ("chain", "residues", "in the truth", "lDDT-Cα", "pLDDT", "GDT-TS", "RMSD of Cα [Å]"), []
-    for chain, (*row, rmsd) in ((found[m], scores[m]) for m in listed):
+    for chain, (*row, rmsd) in zip(found, scores):
         counts = f"{len(chain.plddt):,}", f"{chain.known.sum():,}"
         rows.append((chain.name, *counts, *(score(each, 1) for each in row), score(rmsd)))
     return Table("Prediction per chain", note, head, rows)
 
 
 def draw(found: list[Chain], theme: Theme) -> Figure:
-    chains = [found[m] for m in spread(found, ROWS)]
+    chains = [found[m] for m in spread(found)]
     figure = Figure(figsize=(WIDTH, 1.2 + 3.6 * len(chains)))
     rows = figure.subplots(len(chains), 4, squeeze=False)
     # Far residues fade into the paper.

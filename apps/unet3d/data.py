@@ -193,6 +193,4 @@ def write_slices(path: Path, slices: dict[str, torch.Tensor], model: UNet3DConfi
     predicted [N, H, W], spacing_mm [2] of rows and columns"""
     names = {"variables": np.array(["CT"]), "units": np.array(["HU"]), "classes": np.array(model.classes)}
     names["spacing_mm"] = np.array(model.spacing_mm[1:])
-    with path.open("wb") as file:
-        arrays: dict[str, Any] = {**names, **{name: values.numpy() for name, values in slices.items()}}
-        np.savez_compressed(file, **arrays)
+    np.savez_compressed(path, **names, **{name: values.numpy() for name, values in slices.items()})  # type: ignore[arg-type]
