@@ -137,7 +137,8 @@ def draw(kind: Kind, found: Masks, theme: Theme) -> Figure:
     step = max(1, width // FINE)
     for m, axes in enumerate(every):
         bare(axes)
-        place: dict[str, Any] = {"origin": kind.origin, "extent": _extent(kind, height, width), "interpolation": "nearest"}
+        rows = (-0.5, height - 0.5) if kind.origin == "lower" else (height - 0.5, -0.5)
+        place: dict[str, Any] = {"origin": kind.origin, "extent": (-0.5, width - 0.5, *rows), "interpolation": "nearest"}
         image = axes.imshow(field[m, ::step, ::step], cmap=kind.colors or theme.values, norm=scale, **place)
         axes.set_aspect(found.aspect)
         if found.lines is not None and np.isfinite(values := found.field(found.lines)[m, ::step, ::step]).any():
@@ -153,12 +154,6 @@ def draw(kind: Kind, found: Masks, theme: Theme) -> Figure:
     bar.outline.set_visible(False)
     figure.legend(handles=_legend(kind, found, theme), loc="outside upper left", ncols=6)
     return figure
-
-
-def _extent(kind: Kind, height: int, width: int) -> tuple[float, float, float, float]:
-    """Cells have whole numbers as their middles, whatever step values are drawn in."""
-    ends = (-0.5, height - 0.5)
-    return (-0.5, width - 0.5, *(ends if kind.origin == "lower" else ends[::-1]))
 
 
 def _colors(kind: Kind, found: Masks) -> list[str]:
