@@ -169,6 +169,11 @@ def test_how_often_crops_hold_foreground_and_are_changed(data: Path) -> None:
     assert all((always.sample(index, epoch).label > 0).any() for index in range(6) for epoch in range(20))
 
 
+def test_a_brighter_crop_is_the_crop_times_its_factor(data: Path) -> None:
+    plain, bright = (crops(data, flip=0, brighter=share, factor=(2.0, 2.0), noisy=0).sample(1, 2) for share in (0, 1))
+    assert np.array_equal(bright.image, 2 * plain.image) and np.array_equal(bright.label, plain.label) and plain.image.std() > 0
+
+
 def test_crops_hold_the_pieces_that_the_boxes_name(data: Path) -> None:
     source = crops(data, foreground=1.0)
     for index in range(6):

@@ -290,12 +290,11 @@ def sinusoidal(
 
     In float32 at least. ``last``: half of the channels, by default. The last channel of an odd number is 0.
     """
-    with torch.autocast(time.device.type, enabled=False):
-        wide, half = torch.promote_types(dtype, torch.float32), channels // 2
-        turns = torch.exp(torch.arange(half, dtype=wide, device=time.device) * (-math.log(10_000) / (last or half)))
-        angles = time.to(wide)[:, None] * per * turns
-        found = torch.cat((angles.cos(), angles.sin()), -1)
-        return (F.pad(found, (0, 1)) if channels % 2 else found).to(dtype)
+    wide, half = torch.promote_types(dtype, torch.float32), channels // 2
+    turns = torch.exp(torch.arange(half, dtype=wide, device=time.device) * (-math.log(10_000) / (last or half)))
+    angles = time.to(wide)[:, None] * per * turns
+    found = torch.cat((angles.cos(), angles.sin()), -1)
+    return (F.pad(found, (0, 1)) if channels % 2 else found).to(dtype)
 
 
 class TimeEmbedding(nn.Module):
