@@ -127,7 +127,4 @@ def whitening(covariance: np.ndarray) -> np.ndarray:
 def write_pairs(path: Path, pairs: dict[str, torch.Tensor], model: CosmoFlowConfig) -> None:
     """Predicted and true parameters of the validation universes, in physical units where the data name them.   [N, P]"""
     values = {name: (to_physical(rows, model) if model.low else rows).numpy() for name, rows in pairs.items()}
-    with path.open("wb") as file:
-        np.savez(
-            file, names=np.array(model.parameters), units=np.array(model.units), predicted=values["predicted"], true=values["true"]
-        )
+    np.savez(path, names=np.array(model.parameters), units=np.array(model.units), **values)  # type: ignore[arg-type]

@@ -1,14 +1,13 @@
 """Settings of a CosmoFlow run. No torch here."""
 
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
+from hpcai.config import Positive
 from hpcai.models.cosmoflow import CosmoFlowConfig
 from hpcai.settings import Depth, Height, LoaderConfig, MeshConfig, ReportConfig, RunConfig, ScheduleConfig, StepConfig, TrainConfig
-
-Positive = Annotated[int, Field(ge=1)]
 
 
 class DataConfig(LoaderConfig):

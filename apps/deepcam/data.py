@@ -109,5 +109,4 @@ def write_maps(path: Path, maps: dict[str, torch.Tensor], model: DeepCamConfig) 
     """Some validation maps, with what is in them and what the model sees.   fields [N, H, W, V], true and predicted [N, H, W]"""
     arrays = {name: values.numpy() for name, values in maps.items()}
     names = {name: np.array(getattr(model, name)) for name in ("variables", "units", "classes")}
-    with path.open("wb") as file:
-        np.savez_compressed(file, **names, **arrays)  # type: ignore[arg-type]
+    np.savez_compressed(path, **names, **arrays)  # type: ignore[arg-type]

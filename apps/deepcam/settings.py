@@ -1,14 +1,10 @@
 """Settings of a DeepCAM run. No torch here."""
 
 from pathlib import Path
-from typing import Annotated
 
-from pydantic import Field
-
+from hpcai.config import Natural, Positive
 from hpcai.models.deepcam import DeepCamConfig
 from hpcai.settings import Height, LoaderConfig, MeshConfig, ReportConfig, RunConfig, ScheduleConfig, StepConfig, TrainConfig
-
-Positive = Annotated[int, Field(ge=1)]
 
 
 class DataConfig(LoaderConfig):
@@ -20,7 +16,7 @@ class DataConfig(LoaderConfig):
     """maps per optimizer step, over all processes"""
     evaluation_batch: Positive = 128
     """maps per evaluation batch, over all processes"""
-    pictures: Annotated[int, Field(ge=0)] = 6
+    pictures: Natural = 6
     """validation maps of which the report shows what is in them and what the model sees"""
 
 

@@ -189,6 +189,4 @@ def write_ensembles(path: Path, rows: dict[str, torch.Tensor], model: DiffusionC
     truth [N, C, *S], members [N, M, C, *S], field [N, C, *s], parameters [N, P]"""
     about = {} if model.fields is None else model.fields.model_dump()
     arrays: dict[str, Any] = {f"about_{name}": np.array(value) for name, value in about.items() if value is not None}
-    with path.open("wb") as file:
-        arrays |= {name: value.numpy() for name, value in rows.items()}
-        np.savez_compressed(file, **arrays)
+    np.savez_compressed(path, **arrays, **{name: value.numpy() for name, value in rows.items()})  # type: ignore[arg-type]

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from data_prep.extras import needed
+from hpcai.cli.report.picture import arrays
 from hpcai.errors import ConfigError, DataError
-
-_ARRAYS = {"mu": 1, "sigma": 2}  # of published statistics, and their dims
 
 
 class Statistics(NamedTuple):
@@ -32,18 +31,12 @@ class Statistics(NamedTuple):
 def statistics(path: Path) -> Statistics:
     """From an .npz with mu and sigma, as MLPerf and pytorch-fid write it. Raises DataError for other contents."""
     try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: np.asarray(file[name]) for name in _ARRAYS}
-    except (OSError, ValueError, LookupError, TypeError, EOFError) as problem:
-        raise DataError(f"{path}: no statistics of features ({problem}); expected an .npz with mu and sigma") from problem
+        found = arrays(path, {"mu": "real F", "sigma": "real F F"})
+        if not all(np.isfinite(x).all() for x in found.values()):
+            raise DataError("mu or sigma has numbers that are not finite")
     except Exception as problem:  # zipfile has errors of its own for a damaged file
-        raise DataError(f"{path}: no .npz, or damaged ({problem}); fetch it again") from problem
-    sizes = [list(arrays[name].shape) for name in _ARRAYS]
-    if len(sizes[0]) != 1 or sizes[1] != 2 * sizes[0]:
-        raise DataError(f"{path}: mu is {sizes[0]} and sigma {sizes[1]}; expected [F] and [F, F]")
-    if any(x.dtype.kind != "f" or not np.isfinite(x).all() for x in arrays.values()):
-        raise DataError(f"{path}: mu or sigma has what is no finite floating number; fetch it again")
-    return Statistics(*(torch.from_numpy(arrays[name].astype(np.float64)) for name in _ARRAYS))
+        raise DataError(f"{path}: {problem}; expected an .npz with mu [F] and sigma [F, F] of features") from problem
+    return Statistics(*(torch.from_numpy(found[name].astype(np.float64)) for name in ("mu", "sigma")))
 
 
 class Features:

@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullFormatter
+from torch import Tensor
 
 from hpcai.cli.report.picture import Table, arrays
 from hpcai.cli.report.theme import WIDTH, Theme, bare, head
@@ -29,36 +30,34 @@ class Ensembles:
     """Fields as the model sees them, and what follows from them."""
 
     names: list[str]                                     # of the channels
-    field: np.ndarray | None                             # [N, C, *s]
-    truth: np.ndarray                                    # [N, C, *S]
-    members: np.ndarray                                  # [N, M, C, *S]
-    smooth: np.ndarray                                   # [N, C, *S] cubic interpolation of that, or the truth's mean
+    field: np.ndarray | None                              # [N, C, *s]
+    truth: Tensor                                        # [N, C, *S]
+    members: Tensor                                      # [N, M, C, *S]
+    smooth: Tensor                                       # [N, C, *S] cubic interpolation of that, or the truth's mean
     box: list[float]                                     # how long each dim is
     unit: str
 
 
 def read(path: Path) -> Ensembles:
     with np.load(path, allow_pickle=False) as file:
-        dims, given = " ".join(f"S{n}" for n in range(file["truth"].ndim - 2)) if "truth" in file else "S0", "field" in file
-    legend = {"truth": f"real N C {dims}", "members": f"real N M C {dims}"}
-    legend |= {"field": "real N C " + dims.replace("S", "s")} if given else {}
+        dims = " ".join(f"S{n}" for n in range(file["truth"].ndim - 2)) if "truth" in file else "S0"
+        legend = {"truth": f"real N C {dims}", "members": f"real N M C {dims}"}
+        legend |= {"field": "real N C " + dims.replace("S", "s")} if "field" in file else {}
     found = arrays(path, legend, ("about_names", "about_box", "about_box_units", "about_periodic"))
     if not all(np.isfinite(found[name]).all() for name in legend):
         raise DataError("some numbers are not finite")
-    channels, dims_ = found["truth"].shape[1], found["truth"].ndim - 2
-    names = found.get("about_names", np.array([f"channel {n}" for n in range(channels)])).astype(str).tolist()
-    wraps = found.get("about_periodic", np.zeros(dims_, bool))
-    wrapped = [dim for dim, wraps_ in enumerate(wraps.tolist(), 2) if wraps_]
-    truth = found["truth"]
-    if given:
-        smooth = found["field"]
-        for dim, size in enumerate(truth.shape[2:], 2):
-            smooth = cubic(smooth, dim, size, dim in wrapped)
+    truth, members = (torch.from_numpy(found[name]) for name in ("truth", "members"))
+    names = found.get("about_names", np.array([f"channel {n}" for n in range(truth.shape[1])])).astype(str).tolist()
+    periodic = found.get("about_periodic", np.zeros(truth.ndim - 2, bool))
+    field = found.get("field")
+    if field is None:
+        smooth = truth.mean((0, *range(2, truth.ndim)), keepdim=True).expand_as(truth)
     else:
-        smooth = np.zeros_like(truth) + truth.mean((0, *range(2, truth.ndim)), keepdims=True)
-    box = found.get("about_box", np.array(found["truth"].shape[2:])).astype(float).tolist()
-    unit = str(found.get("about_box_units", "cells"))
-    return Ensembles(names, found.get("field"), truth, found["members"], smooth, box, unit)
+        for dim, (size, wraps) in enumerate(zip(truth.shape[2:], periodic.tolist()), 2):
+            field = cubic(field, dim, size, wraps)
+        smooth = torch.from_numpy(field)
+    box = found.get("about_box", np.array(truth.shape[2:])).astype(float).tolist()
+    return Ensembles(names, found.get("field"), truth, members, smooth, box, str(found.get("about_box_units", "cells")))
 
 
 def cubic(field: np.ndarray, dim: int, size: int, wraps: bool) -> np.ndarray:
@@ -110,7 +109,7 @@ def _fields(figure: Any, found: Ensembles, shown: int, theme: Theme) -> None:
         every[n][0].set_ylabel(f"sample {n}", fontsize=9)
 
 
-def _plane(field: np.ndarray) -> np.ndarray:
+def _plane(field: Any) -> Any:
     """A map, or the middle of a volume."""
     return field if field.ndim == 2 else field[len(field) // 2]
 
@@ -119,7 +118,7 @@ def _power(axes: Axes, found: Ensembles, theme: Theme) -> None:
     scale, true = spectra(found.truth[:, 0], found.box)
     _, every = spectra(found.members[:, :, 0], found.box)  # [N, M, K]
     _, smooth = spectra(found.smooth[:, 0], found.box)
-    low, high = np.quantile(every.mean(0), (0.05, 0.95), axis=0)
+    low, high = every.mean(0).quantile(torch.tensor([0.05, 0.95], dtype=every.dtype), 0)
     axes.fill_between(scale, low, high, color=theme.main, alpha=0.25, linewidth=0)
     axes.plot(scale, every.mean((0, 1)), color=theme.main, label="members")
     axes.plot(scale, true.mean(0), color=theme.ink, linestyle="--", label="truth")
@@ -133,19 +132,17 @@ def _power(axes: Axes, found: Ensembles, theme: Theme) -> None:
     head(axes, "Power by scale", "what is not in the coarse field must be made", theme)
 
 
-def spectra(fields: np.ndarray, box: list[float]) -> tuple[np.ndarray, np.ndarray]:
+def spectra(fields: Tensor, box: list[float]) -> tuple[Tensor, Tensor]:
     """Wave numbers [K] and power of each field [..., K], without the mean."""
     sizes = fields.shape[-len(box) :]
     at = scores.shells(sizes, box)
-    power = scores.spectrum(torch.from_numpy(fields).reshape(-1, *sizes), at).numpy()
-    return at.center[1:].numpy(), power[:, 1:].reshape(*fields.shape[: -len(box)], -1)
+    power = scores.spectrum(fields.reshape(-1, *sizes), at)
+    return at.center[1:], power[:, 1:].reshape(*fields.shape[: -len(box)], -1)
 
 
 def _ranks(axes: Axes, found: Ensembles, theme: Theme) -> None:
-    members = torch.from_numpy(found.members[:, :, 0]).transpose(0, 1)
-    (sums, *_), _ = scores.rank_sums(members, torch.from_numpy(found.truth[:, 0]))
-    counts = sums.numpy()
-    share = counts / counts.sum() * len(counts)
+    (counts, *_), _ = scores.rank_sums(found.members[:, :, 0].transpose(0, 1), found.truth[:, 0])
+    share = (counts / counts.sum() * len(counts)).numpy()
     axes.bar(np.arange(len(share)), share, width=0.9, color=theme.main)
     axes.axhline(1.0, color=theme.ink, linewidth=1)
     axes.grid(False, axis="x")
@@ -157,10 +154,10 @@ def _ranks(axes: Axes, found: Ensembles, theme: Theme) -> None:
 def table(found: Ensembles) -> Table:
     rows = []
     for channel, name in enumerate(found.names):
-        members = torch.from_numpy(found.members[:, :, channel]).transpose(0, 1)
-        sums, finish = scores.ensemble_sums(members, torch.from_numpy(found.truth[:, channel]))
-        known, plain = finish(*sums), float(np.abs(found.smooth[:, channel] - found.truth[:, channel]).mean())
-        crps, skill = known["crps_fair"], known["spread_over_skill_corrected"]
+        truth = found.truth[:, channel]
+        sums, finish = scores.ensemble_sums(found.members[:, :, channel].transpose(0, 1), truth)
+        known, plain = finish(*sums), float((found.smooth[:, channel] - truth).abs().mean())
+        crps, skill = known["crps"], known["spread_over_skill"]
         rows.append([name, f"{crps:.3f}", f"{plain:.3f}", f"{crps / plain:.2f}", f"{skill:.2f}"])
     note = ("CRPS: how far members are from the truth, less how far from one another, in units of the field's deviation; of one"
             " field it is the mean absolute error. Spread over skill: 1 where members differ as much as their mean errs.")

@@ -105,15 +105,10 @@ def main(cfg: ScoreConfig) -> None:
         for one in weights_of(cfg, mesh):
             found = begun.score(one.path)
             if mesh.is_first:
-                _tell(one, found)
+                at = "" if one.step is None else f"step {one.step:<8}"
+                for name, value in found.items():
+                    print(f"{at}{name:20}{value:,}" if isinstance(value, int) else f"{at}{name:20}{value:.6g}", flush=True)
                 note(cfg.weights, one, found)
-
-
-def _tell(one: "Weights", found: dict[str, float]) -> None:
-    at = "" if one.step is None else f"step {one.step:<8}"
-    for name, value in found.items():
-        sys.stdout.write(f"{at}{name:20}{value:,}\n" if isinstance(value, int) else f"{at}{name:20}{value:.6g}\n")
-    sys.stdout.flush()
 
 
 # ---- which weights
@@ -143,22 +138,18 @@ def weights_of(cfg: ScoreConfig, mesh: Any) -> Iterator[Weights]:
     path = cfg.weights / ".judged.safetensors"
     try:
         for checkpoint in every:
-            problem = agree(_exported(export, checkpoint, path) if mesh.is_first else "", mesh.everyone)
-            if problem:
+            problem = ""
+            try:
+                if mesh.is_first:
+                    export(checkpoint, path)
+            except (HpcaiError, OSError) as error:
+                problem = str(error)
+            if problem := agree(problem, mesh.everyone):
                 raise DataError(problem)
             yield Weights(path, step_of(checkpoint), times[step_of(checkpoint)])
     finally:
         if mesh.is_first:
             path.unlink(missing_ok=True)
-
-
-def _exported(export: Any, checkpoint: Path, path: Path) -> str:
-    """What went wrong, or nothing."""
-    try:
-        export(checkpoint, path)
-    except (HpcaiError, OSError) as problem:
-        return str(problem)
-    return ""
 
 
 def note(folder: Path, one: Weights, found: dict[str, float]) -> None:

@@ -8,21 +8,28 @@ The same lines run alone, or behind mpiexec, srun or torchrun.
 import sys
 from functools import partial
 
+from apps.llm import memory
 from apps.llm.mlperf import BENCHMARKS
 from apps.llm.settings import Config
 from hpcai import config
 
 
+class Run(Config):
+    __doc__ = Config.__doc__
+
+    def notes(self) -> list[str]:
+        return memory.notes(self)
+
+
 def main(cfg: Config) -> None:
     from apps.llm.data import completed, network, texts
-    from apps.llm.memory import refuse
     from apps.llm.texts import keep, keep_tokenizer
     from hpcai import dist, train
     from hpcai.models import llm
 
     cfg = completed(cfg)
     with dist.start(cfg.mesh) as mesh:
-        refuse(cfg, mesh)
+        memory.refuse(cfg, mesh)
         benchmark = BENCHMARKS.get(cfg.benchmark or "")
         with train.Run("llm", cfg, mesh, benchmark) as run, texts(cfg, mesh) as (training, validation, pictures):
             with train.seeds(cfg.train.seed):
@@ -45,4 +52,4 @@ if __name__ == "__main__":
 
         run(sys.argv[2:])
     else:
-        config.run(Config, main)
+        config.run(Run, main)

@@ -76,10 +76,3 @@ def json_lines(path: Path, expected: str) -> Iterator[tuple[int, dict[str, Any]]
         if not isinstance(found, dict):
             raise DataError(f"{path}: line {number}: a JSON {type(found).__name__}, expected {expected}")
         yield number, found
-
-
-def say(text: str, end: str = "\n") -> None:
-    import sys
-
-    sys.stdout.write(text + end)
-    sys.stdout.flush()

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Self
 
 from pydantic import model_validator
 
-from apps.llm.asked import AskConfig, asked, json_lines, say
+from apps.llm.asked import AskConfig, asked, json_lines
 from hpcai import config
 from hpcai.errors import DataError
 from hpcai.models.llm import SamplingConfig
@@ -87,9 +87,9 @@ def continue_one(cfg: GenerateConfig, mesh: Any) -> None:
         model, act = asked(cfg, mesh)
         for piece in go_on(model, text, seed=cfg.seed, act=act, **cfg.words):
             if mesh.is_first:
-                say(piece, end="")
+                print(piece, end="", flush=True)
         if mesh.is_first:
-            say("")
+            print(flush=True)
 
 
 def continue_all(cfg: GenerateConfig, mesh: Any) -> None:
@@ -135,7 +135,7 @@ def continue_all(cfg: GenerateConfig, mesh: Any) -> None:
 def _write(out: Path | None, lines: Sequence[dict[str, Any]]) -> None:
     text = "".join(f"{json.dumps(line, ensure_ascii=False)}\n" for line in lines)
     if out is None:
-        say(text, end="")
+        print(text, end="", flush=True)
         return
     with out.open("a", encoding="utf-8", newline="") as file:
         file.write(text)

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import model_validator
 
-from apps.llm.asked import AskConfig, asked, json_lines, say
+from apps.llm.asked import AskConfig, asked, json_lines
 from hpcai import config
 from hpcai.config import Positive
 from hpcai.errors import ConfigError, DataError
@@ -56,7 +56,7 @@ def main(cfg: ScoreConfig) -> None:
         found = score(cfg, mesh)
         if mesh.is_first:
             for name, value in found.items():
-                say(f"{name:15}{value:,}" if isinstance(value, int) else f"{name:15}{value:.6g}")
+                print(f"{name:15}{value:,}" if isinstance(value, int) else f"{name:15}{value:.6g}", flush=True)
 
 
 def score(cfg: ScoreConfig, mesh: Any) -> dict[str, float]:

@@ -88,8 +88,3 @@ class Config(RunConfig):
         if "mlperf" in self.report.sinks and self.benchmark is None:
             raise ValueError("report.sinks has mlperf, but benchmark is null; say which of MLPerf's this is")
         return self
-
-    def notes(self) -> list[str]:
-        from apps.llm import memory
-
-        return memory.notes(self)

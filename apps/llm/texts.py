@@ -75,8 +75,7 @@ def write(path: Path, rows: dict[str, Tensor], codes: dict[str, float], texts: l
     """Mean loss of each position [T] in nats, names and bits per byte of codes [K], and texts [M, 3]: given, made, true."""
     counted = rows["counted"].double()
     by_position: Any = rows["nats"].double().sum(0) / counted.sum(0).clamp(min=1)
-    with path.open("wb") as file:
-        np.savez_compressed(
-            file, positions=by_position.numpy(), counts=counted.sum(0).long().numpy(), names=np.array([*codes], str),
-            bits=np.array([*codes.values()]), texts=np.array(texts, str).reshape(-1, 3),
-        )  # fmt: skip
+    np.savez_compressed(
+        path, positions=by_position.numpy(), counts=counted.sum(0).long().numpy(), names=np.array([*codes], str),
+        bits=np.array([*codes.values()]), texts=np.array(texts, str).reshape(-1, 3),
+    )  # fmt: skip

@@ -134,5 +134,4 @@ def _completed(cfg: Config, rows: Rows) -> DimeNetConfig:
 
 def write_pairs(path: Path, pairs: dict[str, torch.Tensor]) -> None:
     """What is true beside what the model says: energy [B, 2] eV; forces [A, 2, 3] eV/angstrom and numbers [A] of free atoms."""
-    with path.open("wb") as file:
-        np.savez_compressed(file, **{name: values.numpy() for name, values in pairs.items()})  # type: ignore[arg-type]
+    np.savez_compressed(path, **{name: values.numpy() for name, values in pairs.items()})  # type: ignore[arg-type]

@@ -1,14 +1,14 @@
 """Settings of an OpenCatalyst run. No torch here."""
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
+from hpcai.config import Natural, Positive
 from hpcai.models.dimenet import DimeNetConfig, ObjectiveConfig
 from hpcai.settings import LoaderConfig, ReportConfig, RunConfig, ScheduleConfig, StepConfig, TrainConfig
 
-Positive = Annotated[int, Field(ge=1)]
 STD = 2.887317180633545  # eV: of the adsorption energies of OC20's training split, and what the benchmark divides forces by
 
 
@@ -27,7 +27,7 @@ class DataConfig(LoaderConfig):
     shapes: Literal["exact", "few"] = "exact"
     """few: sizes of batches are rounded up to steps of a tenth, so that there are few of them, which compiled code and CUDA Graphs
     need"""
-    pictures: Annotated[int, Field(ge=0)] = 1000
+    pictures: Natural = 1000
     """validation frames of which the report compares energies and forces with what the model says"""
 
 

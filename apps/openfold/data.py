@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -240,12 +239,7 @@ def keep_structures(run: Run, data: DataConfig, found: dict[str, torch.Tensor]) 
     names = [name.decode() for name in rows.column("name")[found["index"].numpy()]]
     rows.close()
     arrays = {name: value.numpy() for name, value in found.items() if name != "index"}
-
-    def write(path: Path) -> None:
-        with path.open("wb") as file:
-            np.savez_compressed(file, names=np.array(names), **arrays)  # type: ignore[arg-type]
-
-    run.keep("structures.npz", write)
+    run.keep("structures.npz", lambda path: np.savez_compressed(path, names=np.array(names), **arrays))  # type: ignore[arg-type]
     ends = np.cumsum(arrays["residues"])
     for name, part in zip(names, (slice(end - count, end) for end, count in zip(ends, arrays["residues"]))):
         aatype, positions, confidence = (arrays[kind][part] for kind in ("aatype", "predicted", "plddt"))

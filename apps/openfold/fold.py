@@ -60,7 +60,7 @@ def fold(cfg: FoldConfig, mesh: Any) -> list[str]:
     missing = agree([number for number, file in enumerate(files) if not file.exists()], mesh.everyone)
     copies, problems = mesh["replicate"], []
     if mesh.is_first:
-        _say(f"{len(missing)} of {len(todo)} chains to fold, into {cfg.out}")
+        print(f"{len(missing)} of {len(todo)} chains to fold, into {cfg.out}", flush=True)
     mine = dealt([len(todo[number].sequence) for number in missing], copies.size)[copies.rank]
     model = parallelize(OpenFold.load(cfg.weights).to(mesh.device), mesh) if mine or mesh.copy.size > 1 else None
     narrow = cfg.precision == "bf16" or (cfg.precision == "auto" and mesh.device.type == "cuda" and fast_bf16(mesh.device))
@@ -97,13 +97,8 @@ def fold(cfg: FoldConfig, mesh: Any) -> list[str]:
             found.write(part, chain.name)
             os.replace(part, files[number])  # never half a file
             said = f"{len(chain.sequence):,} residues, mean pLDDT {found.plddt.mean():.1f}, {time.perf_counter() - began:.1f} s"
-            _say(f"{files[number]}: {said}")
+            print(f"{files[number]}: {said}", flush=True)
     return [problem for every in gather_objects(problems, mesh.everyone) for problem in every]
-
-
-def _say(text: str) -> None:
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
 
 
 def dealt(lengths: Sequence[int], copies: int) -> list[list[int]]:

@@ -4,17 +4,13 @@ import json
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import torch
 
 from apps.openfold.synthetic import alignment, chain
-from hpcai import dist
-from hpcai.cli.apps import find
-from hpcai.cli.bench.timing import Row, high_water, wait
+from hpcai.cli.bench.timing import Row
 from hpcai.models.openfold.features import TEMPLATES, FeatureConfig, featurize
 
 _DEPTHS, _LENGTHS = (100, 464, 2154, 10_000), (100, 700)
@@ -55,24 +51,7 @@ def folded(cfg: Any, repeats: int) -> list[Row]:
 
 
 def _apart(cfg: Any, kind: str, residues: int) -> Row:
-    code = f"from apps.openfold.folding import fold; fold({kind!r}, {residues}, {cfg.model_dump_json()!r})"
+    code = f"from apps.openfold.fold_alone import fold; fold({kind!r}, {residues}, {cfg.model_dump_json()!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     found: Row = json.loads(done.stdout.splitlines()[-1])
     return found
-
-
-def fold(kind: str, residues: int, settings: str) -> None:
-    """Fold one chain in this process and print what it took."""
-    trial: Any = find("openfold", "trial")  # which imports this module
-    torch.set_num_threads(1)
-    cfg = trial.TrialConfig.model_validate_json(settings)
-    cfg = cfg.model_copy(update={"features": cfg.features.model_copy(update={"crop": residues})})
-    subject, mesh = trial.Trial(), dist.alone()
-    features = subject.random_batch(cfg, [0], mesh.device)
-    model = subject.build(cfg, mesh, frozenset({"kernels"})).eval().to(mesh.device)
-    cpu, wall = time.process_time(), time.perf_counter()
-    with torch.no_grad(), trial.plainly() if kind == "plain" else nullcontext():
-        model(features)
-    wait()
-    spent = {"cpu_s": round(time.process_time() - cpu, 2), "wall_s": round(time.perf_counter() - wall, 2)}
-    print(json.dumps({**spent, "mb": round(high_water())}))  # noqa: T201 another process reads it

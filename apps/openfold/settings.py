@@ -2,16 +2,14 @@
 
 from datetime import date
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from hpcai.config import Settings
+from hpcai.config import Natural, Positive, Settings
 from hpcai.models.openfold import ObjectiveConfig, OpenFoldConfig
 from hpcai.models.openfold.features import FeatureConfig
 from hpcai.settings import Axial, LoaderConfig, MeshConfig, ReportConfig, RunConfig, StepConfig, TrainConfig
-
-Positive = Annotated[int, Field(ge=1)]
 
 
 class DataConfig(LoaderConfig):
@@ -34,7 +32,7 @@ class DataConfig(LoaderConfig):
     """day of release after which a chain is not evaluated"""
     validation_residues: Positive | None = None
     """residues above which a chain is not evaluated"""
-    pictures: Annotated[int, Field(ge=0)] = 4
+    pictures: Natural = 4
     """validation chains whose predicted structures are kept as mmCIF, and drawn in the report"""
 
 
@@ -72,7 +70,7 @@ class FoldConfig(Settings):
     out: Path = Path("folds")
     """folder for one structure file for each chain; a chain whose file is there is not folded again"""
     form: Literal["cif", "pdb"] = "cif"
-    recycles: Annotated[int, Field(ge=0)] = 3
+    recycles: Natural = 3
     seed: int = 0
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     features: FeatureConfig = FeatureConfig.preset("evaluation")

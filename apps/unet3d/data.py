@@ -4,12 +4,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
-from apps.unet3d.augment import vary
 from apps.unet3d.settings import AugmentConfig, Config
 from hpcai.data import Loader, Rows
 from hpcai.data.hdf5 import Where
@@ -17,6 +16,7 @@ from hpcai.data.sampler import LargestFirst
 from hpcai.data.splits import Samples, by_shard, load, loaders, open_split
 from hpcai.dist import Mesh
 from hpcai.errors import DataError
+from hpcai.kernels import philox
 from hpcai.models.unet3d import Batch, UNet3DConfig, cut_of, place
 from hpcai.programs import start
 
@@ -36,7 +36,7 @@ def volumes(cfg: Config, mesh: Mesh) -> Iterator[tuple[Any, Any, Any]]:
     few = Volumes(validation, cfg.data.pictures)
     with loaders(
         mesh,
-        lambda: load(crops, cfg.data.batch, cfg.data, mesh, then=crops.changed, **words),
+        lambda: load(crops, cfg.data.batch, cfg.data, mesh, **words),
         lambda: _held(Volumes(validation), cfg, mesh, "validation"),
         (lambda: _held(few, cfg, mesh, "pictures")) if len(few) else None,
     ) as found:
@@ -103,25 +103,18 @@ class Crops(Samples):
     def describe(self, index: int) -> str:
         return self.rows.describe(index % len(self.rows))
 
-    def sample(self, index: int, epoch: int) -> "Batch | Unchanged":
+    def sample(self, index: int, epoch: int) -> Batch:
         volume = index % len(self.rows)
         crop = self.choose(index, epoch)
         values = self.rows.read(volume, self._box(crop))
         copy = self.rows.reader.memory.copy
         image: Any = copy(np.flip(values["image"], crop.flips))
         label: Any = copy(np.flip(values["label"], crop.flips))
-        if self.cfg.where == "device":
-            return Unchanged(image, label, np.array([crop.factor, crop.noise], np.float32), np.array(crop.seed, np.int64))
-        if crop.factor != 1 or crop.noise:
-            change, seed = torch.tensor([[crop.factor, crop.noise]]), torch.tensor([crop.seed])
-            image = vary(torch.from_numpy(image)[None], change, seed, self.window, self.box)[0].numpy()
+        if crop.factor != 1:
+            image = image * np.float32(crop.factor)
+        if crop.noise:
+            image = image + normal(crop.seed, self.window, self.box) * np.float32(crop.noise)
         return Batch(image, label)
-
-    def changed(self, batch: "Batch | Unchanged", step: int) -> Batch:
-        """A batch on the device, whose intensities are changed if they still are to be."""
-        if isinstance(batch, Unchanged):
-            return Batch(vary(batch.image, batch.change, batch.seed, self.window, self.box), batch.label)
-        return batch
 
     def choose(self, index: int, epoch: int) -> Crop:
         cfg, rng = self.cfg, np.random.default_rng([self.seed, epoch, index])
@@ -162,13 +155,12 @@ class Crops(Samples):
 _NOTHING: Where = {"image": (slice(0, 0),), "label": (slice(0, 0),)}
 
 
-class Unchanged(NamedTuple):
-    """Crops whose intensities are still to be changed."""
-
-    image: Any
-    label: Any
-    change: Any  # [B, 2] factor, deviation of the noise
-    seed: Any  # [B]
+def normal(seed: int, window: Sequence[int], box: Sequence[tuple[int, int]]) -> np.ndarray:
+    """Standard normal numbers, counted by seed and place: those of the part ``box`` (first and end along each dim) of a crop of
+    ``window``.   [d, h, w] float32"""
+    (d, h), (begin, end) = (torch.arange(*ends) for ends in box[:2]), box[2]
+    rows = (d[:, None] * window[1] + h) * window[2] + begin
+    return philox.normal(0, rows, end - begin, upper=seed).numpy()
 
 
 # ---- evaluation
@@ -200,7 +192,5 @@ def write_slices(path: Path, slices: dict[str, torch.Tensor], model: UNet3DConfi
     """An axial slice of some validation volumes, with what is in it and what the model sees.   fields [N, H, W, 1], true,
     predicted [N, H, W], spacing_mm [2] of rows and columns"""
     names = {"variables": np.array(["CT"]), "units": np.array(["HU"]), "classes": np.array(model.classes)}
-    names |= {"kind": np.array("slices"), "spacing_mm": np.array(model.spacing_mm[1:])}
-    with path.open("wb") as file:
-        arrays: dict[str, Any] = {**names, **{name: values.numpy() for name, values in slices.items()}}
-        np.savez_compressed(file, **arrays)
+    names["spacing_mm"] = np.array(model.spacing_mm[1:])
+    np.savez_compressed(path, **names, **{name: values.numpy() for name, values in slices.items()})  # type: ignore[arg-type]

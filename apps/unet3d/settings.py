@@ -1,11 +1,11 @@
 """Settings of a 3D U-Net run. No torch here."""
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from hpcai.config import Settings
+from hpcai.config import Natural, Positive, Settings, Share, Weight
 from hpcai.models.unet3d import UNet3DConfig
 from hpcai.settings import (
     CheckpointConfig,
@@ -19,9 +19,6 @@ from hpcai.settings import (
     StepConfig,
     TrainConfig,
 )
-
-Positive = Annotated[int, Field(ge=1)]
-Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class AugmentConfig(Settings):
@@ -38,10 +35,8 @@ class AugmentConfig(Settings):
     multiplies by"""
     noisy: Share = 0.1
     """of the crops get Gaussian noise"""
-    noise: Annotated[float, Field(ge=0)] = 0.1
+    noise: Weight = 0.1
     """largest standard deviation of the noise"""
-    where: Literal["workers", "device"] = "workers"
-    """what changes intensities: the workers that read the crops, or the processor that trains; the values are the same"""
 
     @model_validator(mode="after")
     def _rises(self) -> Self:
@@ -63,7 +58,7 @@ class DataConfig(LoaderConfig):
     window_group: Positive = 1
     """neighbouring copies that share the windows of a validation volume out: more than 1 where there are more copies than
     volumes"""
-    pictures: Annotated[int, Field(ge=0)] = 6
+    pictures: Natural = 6
     """validation volumes of which the report shows a slice, what is in it and what the model sees"""
 
 

@@ -78,6 +78,10 @@ def settings(*words: str) -> Config:
     return config.load(Config, None, [*MODEL, *words])
 
 
+def need(cfg: Config, world: int) -> float:
+    return sum(memory.parts(cfg, world).values())
+
+
 class Polled(Paper):
     """Memory of tensors whose storages grow and shrink, as torch's ``fully_shard`` has it."""
 
@@ -179,19 +183,20 @@ def test_memory_is_that_of_a_recorded_step(name: str) -> None:
     cfg = settings(*words)
     exact, between, peak = recorded(cfg, world)
     found = memory._of(cfg, memory.Sizes.of(cfg, world), 0)  # the one that is on paper
+    every = sum(found.values())
     held = sum(found[part] for part in ("weights", "gradients", "optimizer", "average", "adapters"))
-    assert held == pytest.approx(exact, rel=1e-5)  # rows begin on multiples of 32 numbers
-    moving = sum(found.values()) - held
-    print(f"{name}: {100 * (moving / (peak - between) - 1):+.1f} % of what moves")
-    assert held + moving == pytest.approx(peak - between + held, rel=0.05)
-    assert moving == pytest.approx(peak - between, rel=0.1)
+    print(f"{name}: {100 * (every / (exact + peak - between) - 1):+.1f} %")
+    whole = cfg.mesh.tensor > 1 and (cfg.model.bias or cfg.lora is not None)  # what each rank has is counted as cut
+    assert held == pytest.approx(exact, rel=0.05 if whole else 5e-3)  # norms and biases are not counted
+    assert every == pytest.approx(exact + peak - between, rel=0.1 if cfg.step.shard == "weights" else 0.05)
 
 
 def test_what_a_run_needs_is_a_matter_of_few_numbers() -> None:
     """Llama 2 7B with 16 bytes a parameter, and its activations by the formula of its layers."""
     found = memory.parts(config.load(Config, None, ["step.precision=bf16-params", "data.batch=1", "data.directory=nowhere"]), 1)
     count = LLMConfig().parameters
-    assert [found[part] for part in ("weights", "gradients", "optimizer")] == [2 * count, 2 * count, 12 * count]
+    held = [found[part] for part in ("weights", "gradients", "optimizer")]
+    assert held == pytest.approx([2 * count, 2 * count, 12 * count], rel=1e-4)
     tokens, c = 4096, 4096
     layer = (4 + 4) * c + 2 * 5 * c + 4 * 32 + 6 * 11_008  # norms and what they give; q, k, v and what comes of them; feed-forward
     assert found["activations"] == 32 * tokens * layer
@@ -201,7 +206,7 @@ def test_the_fullest_process_of_a_pipeline_counts() -> None:
     cfg = settings(*PIPELINE, "step.accumulate=2", "data.batch=2", "model.vocabulary=128000")
     sizes = memory.Sizes.of(cfg, 2)
     first, last = (sum(memory._of(cfg, sizes, rank).values()) for rank in (0, 1))
-    assert last > first and memory.need(cfg, 2) == last
+    assert last > first and need(cfg, 2) == last
 
 
 @pytest.mark.parametrize(
@@ -215,9 +220,9 @@ def test_a_planned_stage_has_the_memory_of_the_fullest_process(words: Sequence[s
     planner, cfg = Planner("llm", words, tmp_path / "plain.yaml"), config.load(Config, None, words)
     mesh = cfg.mesh
     found = planner.step(mesh.tensor, 2, 8, machine("h100"), ("step.accumulate=1",)).peak
-    need = memory.need(cfg, 2 * mesh.pipeline * mesh.tensor)
-    print(f"planned {found / 1e9:.3f} GB, counted {need / 1e9:.3f}")
-    assert found == pytest.approx(need, rel=0.005)
+    counted = need(cfg, 2 * mesh.pipeline * mesh.tensor)
+    print(f"planned {found / 1e9:.3f} GB, counted {counted / 1e9:.3f}")
+    assert found == pytest.approx(counted, rel=0.005)
 
 
 def test_operations_of_a_token_are_those_that_others_count() -> None:
@@ -232,65 +237,15 @@ def test_operations_of_a_token_are_those_that_others_count() -> None:
 # ---- what does not fit
 
 
-def refused(room: float, world: int, *words: str) -> str:
-    mesh: Any = SimpleNamespace(job=SimpleNamespace(size=world), device=torch.device("cpu"))
-    cfg = config.load(Config, None, ["data.directory=nowhere", "step.precision=bf16-params", *words])
-    with pytest.raises(MeshError, match="a process needs") as found:
-        memory.refuse(cfg, mesh, room)
-    return str(found.value)
-
-
-@pytest.fixture
-def node(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "place", lambda: SimpleNamespace(local_world=8, world=8))
-
-
-@pytest.mark.usefixtures("node")
-def test_what_does_not_fit_is_refused_with_the_nearest_change_that_does() -> None:
-    one, many = "data.batch=8", "data.batch=64"
-    assert "take step.shard=optimizer:" in refused(110e9, 8, one)
-    assert "take step.shard=weights:" in refused(60e9, 8, one)
-    assert "take step.shard=weights model.recompute=selective:" in refused(36e9, 8, one)
-    assert "take step.shard=weights model.recompute=layers:" in refused(30e9, 8, one)
-    assert "take model.recompute=selective:" in refused(90e9, 8, "data.batch=32", "step.shard=weights")
-    assert "take model.recompute=layers:" in refused(60e9, 8, "data.batch=32", "step.shard=weights", SELECTIVE)
-    assert "take step.shard=optimizer model.recompute=layers:" in refused(80e9, 8, many)
-    assert "step.accumulate=" in refused(110e9, 1, "data.batch=64", "step.moments=bf16", AGAIN)
-    assert "take mesh.tensor=2:" in refused(100e9, 2, "data.batch=1")  # two copies have no row each
-    told = refused(80e9, 8, one, "model={width: 8192, layers: 80, heads: 64, key_heads: 8, inner: 28672}")
-    assert "processes at least, with" in told and "mesh.tensor=" in told
-    assert "no mesh that the model can be cut along fits" in refused(1e8, 8, one)
-
-
-ALONE = "heads: 1, head: 128, key_heads: 1, positions: 1024, vocabulary: 32000"  # one head cannot be cut
-
-
-WIDE, DEEP = f"layers: 1, width: 8192, inner: 28672, {ALONE}", f"layers: 8, width: 2048, inner: 8192, {ALONE}"
-
-
-@pytest.mark.parametrize(
-    ("model", "words", "world", "fits", "told"),
-    [
-        # One layer of one head: only who holds it can change, and each holder needs a row.
-        (WIDE, ("step.shard=weights", "data.batch=8"), 8, 0.9, "no mesh that the model can be cut along fits;"),
-        (WIDE, ("step.shard=weights", "data.batch=16"), 8, 16, "take 16 processes at least, with the same settings:"),
-        (WIDE, ("step.shard=weights", "data.batch=64"), 8, 0.7, "take 32 processes at least, with step.accumulate=2:"),
-        # One copy has nobody to divide its optimizer with.
-        (DEEP, ("data.batch=3", "step.accumulate=3"), 1, 0.97, "take 2 processes at least, with mesh.pipeline=2:"),
-        # Three rows are not for two copies; stages have as many micro-batches at least.
-        (DEEP, ("data.batch=3",), 2, 0.7, "take step.accumulate=3 mesh.pipeline=2:"),
-        (DEEP, ("data.batch=3", "step.accumulate=3", "mesh.context=2"), 2, 0.7, "take 4 processes at least, with mesh.pipeline=2:"),
-        (DEEP, ("data.batch=3", "mesh.evaluate=2"), 4, 0.7, "take step.accumulate=3 mesh.pipeline=2:"),
-    ],
-)  # fmt: skip
-def test_a_remedy_cuts_what_can_be_cut(model: str, words: Sequence[str], world: int, fits: float, told: str) -> None:
-    """``fits``: what part of the memory there is, or on how many processes there is enough."""
-    every = ["data.directory=nowhere", "step.precision=bf16-params", f"model={{{model}, recompute: layers}}", *words]
-    cfg = config.load(Config, None, every)
-    room = fits * memory.need(cfg, world) if fits < 1 else 1.0001 * memory.need(cfg, int(fits))
-    found = memory._remedy(cfg, world, world, room / memory.FULL)
-    print(found)
-    assert found.startswith(told)
+def test_what_surely_does_not_fit_is_refused_with_what_needs_less() -> None:
+    mesh: Any = SimpleNamespace(job=SimpleNamespace(size=8), device=torch.device("cpu"))
+    cfg = config.load(Config, None, ["data.directory=nowhere", "step.precision=bf16-params", "data.batch=8"])
+    with pytest.raises(MeshError, match=r"about 1\d\d GB, there are 80 \(optimizer 80\.9, .*step.shard=optimizer or weights"):
+        memory.refuse(cfg, mesh, 80e9)
+    counted = need(cfg, 8)
+    memory.refuse(cfg, mesh, 0.9 * counted)  # it is an estimate
+    with pytest.raises(MeshError):
+        memory.refuse(cfg, mesh, 0.85 * counted)
 
 
 @pytest.mark.parametrize("narrow", [False, True])
@@ -301,7 +256,7 @@ def test_an_optimizer_keeps_what_is_counted(name: Any, narrow: bool) -> None:
     model = torch.nn.Linear(64, 32, bias=False, dtype=torch.bfloat16 if narrow else torch.float32)
     states = Optimizer([loose("weight", model.weight, True, ())], cfg.step).states
     kept = [x for s in states for x in (s._master, getattr(s, "direction", None), *s.moments.values()) if x is not None]
-    found = memory._held(cfg, memory.Sizes(1, 1, 1, 1), [memory.Weight(64 * 32, 1)], trained=True)
+    found = memory._held(cfg, memory.Sizes(1, 1, 1, 1), 64 * 32, trained=True)
     assert found["optimizer"] == sum(x.nbytes for x in kept) > 0
 
 
@@ -316,11 +271,11 @@ def test_what_fits_is_not_refused() -> None:
 
 def test_settings_are_shown_with_what_they_need_and_can_be_run(tmp_path: Path) -> None:
     words = ["data.directory=nowhere", "--show", "mesh.replicate=2", "mesh.tensor=4", "step.shard=optimizer"]
-    code = f"import sys; from apps.llm import __main__ as m; m.config.run(m.Config, m.main, {words})"
+    code = f"import sys; from apps.llm import __main__ as m; m.config.run(m.Run, m.main, {words})"
     code += "; print('# torch', 'torch' in sys.modules)"
     told = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     lines = [line for line in told.splitlines() if line.startswith("# ")]
-    assert lines[0] == "# GB of the process that needs most, of 8 (replicate 2 x tensor 4):"
+    assert lines[0] == "# GB of the process that needs most, of 8 (replicate 2 x tensor 4), about:"
     assert any(line.startswith("#   weights ") for line in lines) and "# 6,738,415,616 parameters" in lines
     assert "# 524,288 tokens a step: 128 rows of 4096" in lines and lines[-2].startswith("# 46.09 G multiplications")
     assert lines[-1] == "# torch False"
@@ -349,7 +304,7 @@ def test_a_published_configuration_has_the_model_of_its_name_and_fits(name: str)
     cfg = config.load(Config, ROOT / f"apps/llm/configs/{name}.yaml", ["data.directory=nowhere"])
     free = {name: getattr(cfg.model, name) for name in ("positions", "recompute", "deviation")}
     assert cfg.model == LLMConfig.preset(preset, **free)
-    assert memory.need(cfg, world) <= memory.FULL * room
+    assert need(cfg, world) <= 0.92 * room
     sizes = memory.Sizes.of(cfg, world)
     assert cfg.data.batch % (sizes.replicate * cfg.step.accumulate) == 0 and cfg.model.layers % sizes.pipeline == 0
     assert memory.tokens_of(cfg) % (sizes.tensor * sizes.context) == 0

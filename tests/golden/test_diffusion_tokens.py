@@ -7,12 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from hpcai.models.diffusion.blocks import sinusoidal
 from hpcai.models.diffusion.condition import Condition
 from hpcai.models.diffusion.dit import positions
 from hpcai.models.diffusion.flux import angles, packed, unpacked
-from hpcai.models.diffusion.load import load_network
-from hpcai.models.diffusion.others import from_config
-from hpcai.models.diffusion.tokens import waves
+from hpcai.models.diffusion.load import from_config, load_network
 from tests.stored import DATA, arrays, told
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -74,11 +73,11 @@ def test_outputs_in_float32_and_under_autocast(case: str) -> None:
 
 def test_tables_of_times_and_places() -> None:
     stored, (_, time, _) = given("dit_tiny/dit", torch.float32)
-    close(waves(time, 127, torch.float64).float(), stored["time_proj"], 1.2e-4)  # theirs are float32
-    cfg: Any = from_config(told("diffusion/dit_tiny/model_a/config"))
+    close(sinusoidal(time, 256, torch.float64, 127).float(), stored["time_proj"], 1.2e-4)  # theirs are float32
+    cfg: Any = from_config(told("diffusion/dit_tiny/model_a/config"), HOME)[1]
     close(positions(cfg, torch.float64).float(), stored["pos_embed"], 1e-6)
     stored, (x, _, _) = given("flux_tiny/guided", torch.float32)
-    cfg = from_config(told("diffusion/flux_tiny/model_dev/config"))
+    cfg = from_config(told("diffusion/flux_tiny/model_dev/config"), HOME)[1]
     rows, columns = (n // 2 for n in x.shape[2:])
     for found, name in zip(angles(cfg, len(stored["txt_ids"]), rows, columns, torch.float64), ("rope_cos", "rope_sin")):
         close(found[0].chunk(2, -1)[0].repeat_interleave(2, -1).float(), stored[name], 1e-6)

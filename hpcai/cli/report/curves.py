@@ -12,7 +12,13 @@ from matplotlib.ticker import MaxNLocator
 
 from hpcai.cli.report.run import Record, stem
 from hpcai.cli.report.theme import MARKS, Plot, Theme, verbatim
-from hpcai.log import number, per_second
+from hpcai.log import number
+
+LINES = (  # of the training's reports
+    ("lr", "learning_rate", "Learning rate", "learning rate", "As the optimizer used it."),
+    ("samples_per_second", "throughput", "Throughput", "samples per second", "Whole job, between two reports."),
+    ("gpu_power_w", "power", "Power", "watts of the first GPU", "At each report, by NVML."),
+)
 
 
 def _axes(run: Record, theme: Theme, label: str) -> tuple[Figure, Axes]:
@@ -97,33 +103,16 @@ def _colors(run: Record, name: str, members: Sequence[str], theme: Theme) -> Ite
     return (known[member] if member in known else next(looks) for member in members)
 
 
-def _rate(run: Record, theme: Theme) -> Figure:
-    figure, axes = _axes(run, theme, "learning rate")
-    axes.plot(*run.series("train", "lr"), color=theme.main, linewidth=2)
-    axes.set_ylim(bottom=0)
-    axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
-    return figure
-
-
-def _throughput(run: Record, theme: Theme) -> Figure:
-    figure, axes = _axes(run, theme, "samples per second")
-    steps, values = run.series("train", "samples_per_second")
-    marks = {"marker": "o", "markersize": 2.5, "linewidth": 1.2} if len(steps) < 200 else {"linewidth": 0.7}
-    axes.plot(steps, values, color=theme.main, alpha=0.75, **marks)
-    median = float(np.nanmedian(values))
-    axes.axhline(median, color=theme.second, linewidth=1.4, linestyle=(0, (5, 3)), label=f"median {per_second(median)}")
-    axes.set_ylim(bottom=0, top=1.15 * float(np.nanmax(values)))
-    axes.legend(loc="lower right")
-    return figure
-
-
-def _power(run: Record, theme: Theme) -> Figure:
-    figure, axes = _axes(run, theme, "watts of the first GPU")
-    axes.plot(*run.series("train", "gpu_power_w"), color=theme.main, linewidth=1.2)
-    each = run.series("train", "gpu_samples_per_joule")[1]
-    if np.isfinite(each).any():
-        axes.set_title(f"median {np.nanmedian(each):.3g} samples per joule", fontsize=9, loc="right", color=theme.faint)
-    axes.set_ylim(bottom=0)
+def _line(run: Record, name: str, label: str, theme: Theme) -> Figure:
+    """What the reports of a run say of ``name``, and its median."""
+    figure, axes = _axes(run, theme, label)
+    steps, values = run.series("train", name)
+    axes.plot(steps, values, color=theme.main, linewidth=2 if name == "lr" else 1)
+    if name != "lr":
+        median = float(np.nanmedian(values))
+        axes.axhline(median, color=theme.second, linewidth=1.4, linestyle=(0, (5, 3)), label=f"median {number(median)}")
+        axes.legend(loc="lower right")
+    axes.set_ylim(bottom=0, top=1.15 * float(np.nanmax(values)) or None)
     return figure
 
 
@@ -148,12 +137,9 @@ def plots(run: Record) -> list[Plot]:
             slug = "".join(letter if letter.isalnum() else "_" for letter in name)
             caption = f"One point per evaluation.{' Thin: its parts.' if members else ''}"
             drawn.append(Plot(f"evaluate_{slug}", f"Validation {name}", caption, partial(_metric, run, name, members)))
-    if drawable("train", "lr", "learning rate"):
-        drawn.append(Plot("learning_rate", "Learning rate", "As the optimizer used it.", partial(_rate, run)))
-    if drawable("train", "samples_per_second", "throughput"):
-        drawn.append(Plot("throughput", "Throughput", "Whole job, between two reports.", partial(_throughput, run)))
-    if np.isfinite(run.series("train", "gpu_power_w")[1]).any():
-        drawn.append(Plot("power", "Power", "At each report, by NVML.", partial(_power, run)))
+    for name, slug, title, label, caption in LINES:
+        if (name != "gpu_power_w" or run.series("train", name)[1].size) and drawable("train", name, title.lower()):
+            drawn.append(Plot(slug, title, caption, partial(_line, run, name, label)))
     if run.picture is not None and run.found is not None:
         draw = partial(run.picture.draw, run.found)
         drawn.append(Plot(Path(run.picture.FILE).stem, run.picture.TITLE, run.caption, draw, wide=True))

@@ -17,17 +17,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import LinearSegmentedColormap, LogNorm
 from matplotlib.figure import Figure
 
-from hpcai.cli.report.theme import Theme, around, compare
+from hpcai.cli.report.theme import Theme
 from hpcai.errors import DataError
-
-MANY = 4000                                              # samples: more are not drawn one by one
-CELLS = 110                                              # of a histogram along each axis
 
 
 class Table(NamedTuple):
@@ -80,7 +75,7 @@ def arrays(path: Path, legend: Mapping[str, str], optional: Sequence[str] = ()) 
     for name, words in legend.items():
         kind, *dims = words.split()
         array = found[name]
-        told = ", ".join(f"{dim} = {sizes[dim]}" for dim in dims if dim in sizes)
+        told = ", ".join(f"{dim} = {sizes[dim]}" for dim in dict.fromkeys(dims) if dim in sizes)
         expected = [int(dim) if dim.isdigit() else sizes.setdefault(dim, size) for dim, size in zip(dims, array.shape)]
         if array.dtype.kind not in KINDS[kind] or array.ndim != len(dims) or [*array.shape] != expected or not array.size:
             shape = f"[{', '.join(dims)}]" + (f" with {told}" if told else "")
@@ -96,28 +91,3 @@ def panels(figure: Figure, count: int, columns: int) -> list[Axes]:
     for axes in every[count:]:
         axes.remove()
     return every[:count].tolist()
-
-
-def scatter(axes: Axes, pair: np.ndarray, what: str, naive: tuple[str, float], theme: Theme) -> None:
-    """Draws predictions over the truth, beside perfect answers and the ``naive`` one. Many samples, named ``what``, are counted.
-
-    pair [2, N], true and predicted
-    """
-    box, count = around(pair), pair.shape[1]
-    if count > MANY:
-        histogram(axes, pair, np.linspace(*box, CELLS + 1), what, theme)
-    else:
-        axes.scatter(pair[0], pair[1], s=14 if count < 500 else 8, alpha=0.55, color=theme.main, linewidths=0)
-    compare(axes, box, naive, theme)
-
-
-def histogram(axes: Axes, pair: np.ndarray, edges: np.ndarray, what: str, theme: Theme) -> None:
-    """Draws how many predictions are in each cell over the truth; pair [2, N], true and predicted."""
-    counts = np.histogram2d(pair[1], pair[0], bins=(edges, edges))[0]
-    # The palest shades are left out, so that a cell with a single point differs from the paper.
-    shades = LinearSegmentedColormap.from_list("counts", matplotlib.colormaps[theme.counts](np.linspace(0.3, 1, 64)))
-    cells = axes.pcolormesh(edges, edges, np.ma.masked_equal(counts, 0), norm=LogNorm(1, max(counts.max(), 10)), cmap=shades)
-    inset = axes.inset_axes((0.58, 0.1, 0.38, 0.025))
-    axes.figure.colorbar(cells, cax=inset, orientation="horizontal").outline.set_visible(False)
-    inset.set_title(f"{what} in a cell", fontsize=8, color=theme.faint, pad=3)
-    inset.tick_params(labelsize=8)

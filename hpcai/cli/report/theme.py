@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import matplotlib
-import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -73,24 +72,6 @@ def bare(axes: Axes) -> None:
     axes.set(xticks=[], yticks=[])
     axes.grid(False)
     axes.spines[:].set_visible(False)
-
-
-def around(values: np.ndarray) -> tuple[float, float]:
-    """The limits of an axis that shows all values, with a little room on both sides."""
-    low, high = float(values.min()), float(values.max())
-    pad = 0.04 * (high - low) or 1.0
-    return low - pad, high + pad
-
-
-def compare(axes: Axes, box: tuple[float, float], naive: tuple[str, float], theme: Theme) -> None:
-    """Makes a panel of true values (to the right) and predicted ones (upwards) a square with the limits ``box``.
-
-    The diagonal is a perfect network, the dashed line the naive one, which always gives the answer ``naive``.
-    """
-    axes.plot(box, box, color=theme.ink, linewidth=1, label="perfect")
-    axes.axhline(naive[1], color=theme.second, linewidth=1.3, linestyle=(0, (5, 3)), label=naive[0])
-    axes.set(xlim=box, ylim=box)
-    axes.set_box_aspect(1)
 
 
 def verbatim(text: str) -> str:

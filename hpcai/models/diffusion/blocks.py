@@ -283,15 +283,18 @@ class CrossAttention(nn.Module):
 # ---- time
 
 
-def sinusoidal(time: Tensor, channels: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """[cos(t f), sin(t f)] with f_i = 10000^(-i / half), half of ``channels`` of each (Vaswani et al. 2017).   [B] -> [B, C]
+def sinusoidal(
+    time: Tensor, channels: int, dtype: torch.dtype = torch.float32, last: int | None = None, per: float = 1.0
+) -> Tensor:
+    """[cos(t f), sin(t f)] with f_i = per 10000^(-i / last), half of ``channels`` of each (Vaswani et al. 2017).   [B] -> [B, C]
 
-    In float32 at least. The last channel of an odd number is 0.
+    In float32 at least. ``last``: half of the channels, by default. The last channel of an odd number is 0.
     """
     wide, half = torch.promote_types(dtype, torch.float32), channels // 2
-    turns = torch.exp(torch.arange(half, dtype=wide, device=time.device) * (-math.log(10_000) / half))
-    angles = time.to(wide)[:, None] * turns
-    return F.pad(torch.cat((angles.cos(), angles.sin()), -1), (0, channels % 2)).to(dtype)
+    turns = torch.exp(torch.arange(half, dtype=wide, device=time.device) * (-math.log(10_000) / (last or half)))
+    angles = time.to(wide)[:, None] * per * turns
+    found = torch.cat((angles.cos(), angles.sin()), -1)
+    return (F.pad(found, (0, 1)) if channels % 2 else found).to(dtype)
 
 
 class TimeEmbedding(nn.Module):

@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hpcai.errors import DataError
+from hpcai.models.diffusion.blocks import TimeEmbedding, sinusoidal
 from hpcai.models.diffusion.condition import NOTHING, Condition
 from hpcai.models.diffusion.config import DiTConfig
-from hpcai.models.diffusion.tokens import WAVES, Embedder, Feed, Modulation, attend, check, in_heads, modulated, run, start, waves
+from hpcai.models.diffusion.tokens import WAVES, Feed, Modulation, attend, check, in_heads, modulated, run, start
 from hpcai.nn.again import cheap
 from hpcai.nn.products import together
 from hpcai.nn.weights import Portable
@@ -45,7 +46,7 @@ class Told(nn.Module):
 
     def __init__(self, cfg: DiTConfig) -> None:
         super().__init__()
-        self.timestep_embedder, self.class_embedder = Embedder(WAVES, cfg.width), Classes(cfg.classes, cfg.width)
+        self.timestep_embedder, self.class_embedder = TimeEmbedding(WAVES, cfg.width), Classes(cfg.classes, cfg.width)
 
     def forward(self, time: Tensor, classes: Tensor) -> Tensor:
         return self.timestep_embedder(time) + self.class_embedder(classes)
@@ -110,7 +111,7 @@ class DiT(Portable):
         classes: Tensor = condition.classes  # type: ignore[assignment]
         if self.training and cfg.dropout:
             classes = classes.where(torch.rand(len(x), device=x.device) >= cfg.dropout, cfg.classes)
-        wave, y = waves(time, WAVES // 2 - 1, x.dtype), self.pos_embed(x)
+        wave, y = sinusoidal(time, WAVES, x.dtype, WAVES // 2 - 1), self.pos_embed(x)
         told: list[Tensor] = []
         for block in self.transformer_blocks:
             y, c = run(block, cfg.recompute, y, wave, classes)

@@ -1,28 +1,21 @@
 """Ensembles that a model draws for samples that are held out, and what they are worth.   B samples, M members, C channels"""
 
-from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
 
 from hpcai.models.diffusion import scores
-from hpcai.models.diffusion.config import SamplerConfig
 from hpcai.models.diffusion.objective import Batch, ensemble, score
 
-_ENSEMBLE = {"crps_fair": "crps", "rmse": "rmse", "spread_over_skill_corrected": "spread_over_skill", "coverage_90": "coverage_90"}
-_SPECTRA, _VALUES = {"spectrum_error": "spectrum_error"}, {"ks": "ks"}
 _EDGES = -6.0, 6.0, 240  # first and last edge of a histogram of standard values, and its bins
 
 
-def measure(
-    model: Any, batch: Batch, members: int = 8, sampler: SamplerConfig | None = None, place: float = 0.5
-) -> dict[str, Any]:
+def measure(model: Any, batch: Batch, members: int = 8, place: float = 0.5) -> dict[str, Any]:
     """``score``, and scores of ``members`` that are drawn for the condition of each sample, in the units that the network sees:
     ``crps``, ``rmse`` of their mean, ``spread_over_skill``, which is 1 for an ensemble that knows its error, ``coverage_90``,
     ``spectrum_error``, by how much power differs from the truth's, as a logarithm and on average over scales, and ``ks``, by how
     much the distributions of single values do (``hpcai.models.diffusion.scores``)."""
-    rows = ensemble(model, batch, sampler, members)
+    rows = ensemble(model, batch, members=members)
     drawn, truth = rows["members"].transpose(0, 1), rows["truth"]
     sizes, box = truth.shape[2:], model.cfg.fields.box if model.cfg.fields else ()
     at = scores.shells(sizes, box or 1.0, truth.device)
@@ -30,18 +23,7 @@ def measure(
     every, true = drawn.reshape(-1, *sizes), truth.reshape(-1, *sizes)
     return {
         **score(model, batch, place),
-        "ensemble": _some(_ENSEMBLE, scores.ensemble_sums(drawn, truth)),
-        "spectra": _some(_SPECTRA, scores.spectrum_sums(every, true, at)),
-        "values": _some(_VALUES, scores.one_point_sums(every, true, edges)),
+        "ensemble": scores.ensemble_sums(drawn, truth),
+        "spectra": scores.spectrum_sums(every, true, at),
+        "values": scores.one_point_sums(every, true, edges),
     }
-
-
-def _some(names: Mapping[str, str], total: scores.Total) -> scores.Total:
-    """Of what follows from sums those scores that have a name here."""
-    sums, finish = total
-    return sums, partial(_named, names, finish)
-
-
-def _named(names: Mapping[str, str], finish: Callable[..., dict[str, float]], *sums: torch.Tensor) -> dict[str, float]:
-    found = finish(*sums)
-    return {own: found[name] for name, own in names.items()}

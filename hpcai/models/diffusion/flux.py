@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from hpcai.errors import DataError
 from hpcai.kernels.activations import gelu
 from hpcai.kernels.rotary import rotated
+from hpcai.models.diffusion.blocks import TimeEmbedding, sinusoidal
 from hpcai.models.diffusion.condition import NOTHING, Condition
 from hpcai.models.diffusion.config import FluxConfig
-from hpcai.models.diffusion.tokens import WAVES, Embedder, Feed, Modulation, attend, check, in_heads, modulated, run, start, waves
+from hpcai.models.diffusion.tokens import WAVES, Feed, Modulation, attend, check, in_heads, modulated, run, start
 from hpcai.nn.again import cheap
 from hpcai.nn.products import together
 from hpcai.nn.rmsnorm import RMSNorm
@@ -112,8 +113,8 @@ class Told(nn.Module):
 
     def __init__(self, cfg: FluxConfig) -> None:
         super().__init__()
-        self.timestep_embedder, self.text_embedder = Embedder(WAVES, cfg.width), Embedder(cfg.pooled, cfg.width)
-        self.guidance_embedder = Embedder(WAVES, cfg.width) if cfg.guidance else None
+        self.timestep_embedder, self.text_embedder = TimeEmbedding(WAVES, cfg.width), TimeEmbedding(cfg.pooled, cfg.width)
+        self.guidance_embedder = TimeEmbedding(WAVES, cfg.width) if cfg.guidance else None
 
     def forward(self, time: Tensor, pooled: Tensor, guidance: Tensor | None) -> Tensor:
         c = self.timestep_embedder(time) + self.text_embedder(pooled)
@@ -149,7 +150,8 @@ class Flux(Portable):
         words: Tensor = condition.tokens  # type: ignore[assignment]
         pooled: Tensor = condition.pooled  # type: ignore[assignment]
         (rows, columns), count = (n // 2 for n in x.shape[2:]), words.shape[1]
-        wave, strength = (None if t is None else waves(t, WAVES // 2, x.dtype, _LEVELS) for t in (time, condition.guidance))
+        given = time, condition.guidance
+        wave, strength = (None if t is None else sinusoidal(t, WAVES, x.dtype, per=_LEVELS) for t in given)
         c = self.time_text_embed(wave, pooled.to(x.dtype), strength)
         turn = angles(cfg, count, rows, columns, x.dtype, x.device)
         y, text = self.x_embedder(packed(x)), self.context_embedder(words.to(x.dtype))

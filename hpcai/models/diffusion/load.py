@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,7 +14,6 @@ from hpcai.errors import CheckpointError, ConfigError
 from hpcai.models.diffusion.config import DiffusionConfig, DiTConfig, FluxConfig, UNetConfig, VAEConfig
 from hpcai.models.diffusion.dit import DiT
 from hpcai.models.diffusion.flux import Flux
-from hpcai.models.diffusion.others import from_config, to_config
 from hpcai.models.diffusion.unet import UNet
 from hpcai.models.diffusion.vae import VAE
 from hpcai.nn import weights
@@ -35,6 +33,7 @@ _OLD_PART = re.compile(r"(.*\.attentions\.\d+)\.(query|key|value|proj_attn)\.(we
 _OF_NO_USE = {"sample_size", "force_upcast", "upcast_attention", "addition_time_embed_dim", "addition_embed_type_num_heads"}
 
 State = dict[str, Tensor]
+Names = dict[str, tuple[str, Any]]  # of settings by diffusers': ours, and what is meant where a file does not say (...: it must)
 
 
 class Kind(NamedTuple):
@@ -120,8 +119,7 @@ def load_later(model: "Diffusion", path: str | Path, cut: Callable[["Diffusion"]
 def save_folder(state: Mapping[str, Tensor], cfg: Settings, folder: str | Path, shard: int = _SHARD) -> None:
     """Weights by name and settings as a folder that diffusers reads: config.json, and safetensors files of at most ``shard`` bytes,
     with their index where they are several. Raises CheckpointError for a network that diffusers has no class for."""
-    found = ((kind, about) for kind in KINDS.values() if (about := kind.to_config(cfg)) is not None)
-    kind, about = next(found, (None, None))
+    kind, about = to_config(cfg)
     if kind is None:
         raise CheckpointError(f"{folder}: diffusers has no class for these settings of a {type(cfg).__name__}: {_reason(cfg)}")
     folder = Path(folder)
@@ -134,9 +132,15 @@ def _settings(folder: Path) -> tuple[Kind, Settings]:
     path = folder / CONFIG
     try:
         found = json.loads(path.read_text())
-        name = found["_class_name"]
+        found["_class_name"]
     except (OSError, ValueError, LookupError, TypeError) as problem:
         raise CheckpointError(f"{path}: no settings of a network: {problem!r}; expected JSON with a _class_name") from problem
+    return from_config(found, path)
+
+
+def from_config(found: Mapping[str, Any], path: Path) -> tuple[Kind, Settings]:
+    """The class of a network and our settings of it from those of config.json at ``path``, which errors name."""
+    name = found["_class_name"]
     if not isinstance(name, str) or name not in KINDS:
         raise ConfigError(f"{path}: _class_name is {name!r}; expected one of {', '.join(KINDS)}")
     try:
@@ -147,6 +151,12 @@ def _settings(folder: Path) -> tuple[Kind, Settings]:
         raise
     except (TypeError, ValueError) as problem:
         raise ConfigError(f"{path}: {problem}") from problem
+
+
+def to_config(cfg: Settings) -> tuple[Kind | None, dict[str, Any]]:
+    """And back; None where diffusers has no class for it."""
+    found = ((kind, about) for kind in KINDS.values() if (about := kind.to_config(cfg)) is not None)
+    return next(found, (None, {}))
 
 
 def _same(path: Path, found: Mapping[str, list[int]], known: Mapping[str, list[int]]) -> None:
@@ -167,13 +177,27 @@ def _some(names: Sequence[str]) -> str:
 
 def honour(found: Mapping[str, Any], path: Path, known: Mapping[str, Any], read: Sequence[str]) -> None:
     """Raises ConfigError for settings of config.json at ``path`` that are neither ``read`` nor as ``known``, the only value that
-    the network honours; one that nobody knows must be null."""
+    the network honours; one that nobody knows must be off."""
     for name, value in found.items():
-        if name.startswith("_") or name in read or name in _OF_NO_USE:
+        if name.startswith("_") or name in read or name in _OF_NO_USE or not (value or name in known):
             continue
         only = known.get(name)
         if value != only and not (isinstance(value, list) and value and all(one == only for one in value)):
             raise ConfigError(f"{path}: {name} is {json.dumps(value)}; networks here know {json.dumps(only)} alone")
+
+
+def _renamed(found: Mapping[str, Any], path: Path, names: Names, known: Mapping[str, Any], *read: str) -> dict[str, Any]:
+    """Our settings from those of config.json by ``names``. Raises as ``honour``."""
+    honour(found, path, known, (*names, *read))
+    words = {own: found[name] if default is ... else found.get(name, default) for name, (own, default) in names.items()}
+    return {own: tuple(x) if isinstance(x, list) else x for own, x in words.items()}
+
+
+def _theirs(kind: str, cfg: Any, names: Names, known: Mapping[str, Any]) -> dict[str, Any]:
+    """And back."""
+    found = {name: getattr(cfg, own) for name, (own, _) in names.items()}
+    found = {name: list(x) if isinstance(x, tuple) else x for name, x in found.items()}
+    return {"_class_name": kind, "_diffusers_version": _VERSION} | found | dict(known)
 
 
 def _whole_levels(found: Mapping[str, Any], path: Path, names: Sequence[str], levels: int) -> None:
@@ -300,7 +324,7 @@ def _head_sizes(cfg: UNetConfig) -> set[int]:
 def _reason(cfg: Any) -> str:
     """Why diffusers has no class for a network."""
     if not isinstance(cfg, UNetConfig):
-        return "it is of another kind" if not isinstance(cfg, VAEConfig) else ""
+        return f"theta {cfg.theta:g}" if isinstance(cfg, FluxConfig) else "it is of another kind"
     kinds = {*cfg.attention, cfg.middle} - {"none"}
     if len(kinds) > 1 or ("cross" in kinds and cfg.middle != "cross"):
         return f"attention {list(cfg.attention)} with {cfg.middle} in the middle"
@@ -321,42 +345,30 @@ def _products(state: State) -> State:
 
 # ---- autoencoders
 
-_VAE = {"act_fn": "silu"}
-_VAE_READ = (
-    "block_out_channels", "down_block_types", "in_channels", "latent_channels", "layers_per_block", "mid_block_add_attention",
-    "norm_num_groups", "out_channels", "scaling_factor", "shift_factor", "up_block_types", "use_post_quant_conv", "use_quant_conv",
-)  # fmt: skip
+_VAE: Names = {
+    "in_channels": ("inputs", ...), "out_channels": ("outputs", ...), "latent_channels": ("latents", ...),
+    "block_out_channels": ("channels", ...), "layers_per_block": ("blocks", 1), "norm_num_groups": ("groups", 32),
+    "use_quant_conv": ("quantised", True), "scaling_factor": ("scale", 0.18215), "mid_block_add_attention": ("attention", True),
+    "shift_factor": ("shift", None),
+}  # fmt: skip
+_CODED = {"act_fn": "silu", "down_block_types": "DownEncoderBlock2D", "up_block_types": "UpDecoderBlock2D"}
 
 
 def _from_vae(found: Mapping[str, Any], path: Path) -> VAEConfig:
-    honour(found, path, _VAE, _VAE_READ)
-    channels, quantised = tuple(found["block_out_channels"]), found.get("use_quant_conv", True)
-    _whole_levels(found, path, ("down_block_types", "up_block_types"), len(channels))
-    for name, block in (("down_block_types", "DownEncoderBlock2D"), ("up_block_types", "UpDecoderBlock2D")):
-        if set(found[name]) != {block}:
-            raise ConfigError(f"{path}: {name} is {found[name]}; expected {block} alone")
-    if found.get("use_post_quant_conv", True) != quantised:
-        raise ConfigError(f"{path}: use_post_quant_conv is {json.dumps(not quantised)}; expected the value of use_quant_conv")
-    groups = found.get("norm_num_groups", 32)
-    _divided(path, channels, "norm_num_groups", [groups] * len(channels))
-    return VAEConfig(
-        inputs=found["in_channels"], outputs=found["out_channels"], latents=found["latent_channels"], channels=channels,
-        blocks=found.get("layers_per_block", 1), groups=groups, quantised=quantised, scale=found.get("scaling_factor", 0.18215),
-        attention=found.get("mid_block_add_attention", True), shift=found.get("shift_factor") or 0.0,
-    )  # fmt: skip
+    words = _renamed(found, path, _VAE, _CODED, "use_post_quant_conv")
+    _whole_levels(found, path, ("down_block_types", "up_block_types"), len(words["channels"]))
+    if found.get("use_post_quant_conv", True) != words["quantised"]:
+        raise ConfigError(f"{path}: use_post_quant_conv is {json.dumps(not words['quantised'])}; expected that of use_quant_conv")
+    _divided(path, words["channels"], "norm_num_groups", [words["groups"]] * len(words["channels"]))
+    return VAEConfig(**words | {"shift": words["shift"] or 0.0})
 
 
 def _to_vae(cfg: Any) -> dict[str, Any] | None:
     if not isinstance(cfg, VAEConfig):
         return None
-    levels = len(cfg.channels)
-    return {
-        "_class_name": "AutoencoderKL", "_diffusers_version": _VERSION, "in_channels": cfg.inputs, "out_channels": cfg.outputs,
-        "latent_channels": cfg.latents, "block_out_channels": list(cfg.channels), "layers_per_block": cfg.blocks,
-        "down_block_types": ["DownEncoderBlock2D"] * levels, "up_block_types": ["UpDecoderBlock2D"] * levels,
-        "norm_num_groups": cfg.groups, "scaling_factor": cfg.scale, "shift_factor": cfg.shift or None,
-        "use_quant_conv": cfg.quantised, "use_post_quant_conv": cfg.quantised, "mid_block_add_attention": cfg.attention,
-    } | _VAE  # fmt: skip
+    about = _theirs("AutoencoderKL", cfg, _VAE, _CODED)
+    blocks = {name: [_CODED[name]] * len(cfg.channels) for name in ("down_block_types", "up_block_types")}
+    return about | blocks | {"shift_factor": cfg.shift or None, "use_post_quant_conv": cfg.quantised}
 
 
 def _newer(state: State) -> State:
@@ -374,24 +386,58 @@ def _newer(state: State) -> State:
 # ---- networks of tokens
 
 
-def _from_tokens(found: Mapping[str, Any], path: Path) -> DiTConfig | FluxConfig:
-    try:
-        return from_config(found)
-    except ConfigError as problem:
-        raise ConfigError(f"{path}: {problem}") from problem
+_DIT: Names = {
+    "num_attention_heads": ("heads", 16), "attention_head_dim": ("head", 72), "in_channels": ("inputs", 4),
+    "out_channels": ("outputs", None), "num_layers": ("layers", 28), "sample_size": ("size", 32), "patch_size": ("patch", 2),
+    "num_embeds_ada_norm": ("classes", 1000),
+}  # fmt: skip
+_DIT_ALONE = {
+    "dropout": 0.0, "attention_bias": True, "activation_fn": "gelu-approximate", "upcast_attention": False,
+    "norm_type": "ada_norm_zero", "norm_elementwise_affine": False, "norm_eps": 1e-5,
+}  # fmt: skip
+_OF_OLD = {  # what is meant in older files where they do not say: a network of another kind
+    "attention_bias": False, "activation_fn": "geglu", "norm_type": "layer_norm", "norm_elementwise_affine": True,
+    "sample_size": None, "patch_size": None, "num_embeds_ada_norm": None,
+}  # fmt: skip
+_FLUX: Names = {
+    "in_channels": ("inputs", 64), "num_layers": ("double", 19), "num_single_layers": ("single", 38),
+    "attention_head_dim": ("head", 128), "num_attention_heads": ("heads", 24), "joint_attention_dim": ("tokens", 4096),
+    "pooled_projection_dim": ("pooled", 768), "guidance_embeds": ("guidance", False), "axes_dims_rope": ("turned", (16, 56, 56)),
+}  # fmt: skip
 
 
-def _to_tokens(kind: Any, cfg: Any) -> dict[str, Any] | None:
-    return {**to_config(cfg), "_diffusers_version": _VERSION} if isinstance(cfg, kind) else None
+def _from_dit(found: Mapping[str, Any], path: Path) -> DiTConfig:
+    words = _renamed(found, path, _DIT, _DIT_ALONE, "norm_num_groups")
+    return DiTConfig(**words | {"outputs": words["outputs"] or words["inputs"]})
+
+
+def _from_old(found: Mapping[str, Any], path: Path) -> DiTConfig:
+    return _from_dit({**_OF_OLD, **found}, path)
+
+
+def _from_flux(found: Mapping[str, Any], path: Path) -> FluxConfig:
+    inputs = found.get("in_channels", 64)
+    outputs = inputs if found.get("out_channels") == inputs else None
+    return FluxConfig(**_renamed(found, path, _FLUX, {"patch_size": 1, "out_channels": outputs}))
+
+
+def _to_dit(cfg: Any) -> dict[str, Any] | None:
+    return _theirs("DiTTransformer2DModel", cfg, _DIT, _DIT_ALONE) if isinstance(cfg, DiTConfig) else None
+
+
+def _to_flux(cfg: Any) -> dict[str, Any] | None:
+    if not isinstance(cfg, FluxConfig) or cfg.theta != 10_000.0:
+        return None
+    return _theirs("FluxTransformer2DModel", cfg, _FLUX, {"patch_size": 1, "out_channels": None})
 
 
 KINDS: dict[str, Kind] = {
     "UNet2DConditionModel": Kind(UNet, _from_conditioned, _to_conditioned, _products),
     "UNet2DModel": Kind(UNet, _from_plain, _to_plain, dict),
     "AutoencoderKL": Kind(VAE, _from_vae, _to_vae, _newer),
-    "DiTTransformer2DModel": Kind(DiT, _from_tokens, partial(_to_tokens, DiTConfig), dict),
-    "Transformer2DModel": Kind(DiT, _from_tokens, lambda cfg: None, dict),  # DiT in older files
-    "FluxTransformer2DModel": Kind(Flux, _from_tokens, partial(_to_tokens, FluxConfig), dict),
+    "DiTTransformer2DModel": Kind(DiT, _from_dit, _to_dit, dict),
+    "Transformer2DModel": Kind(DiT, _from_old, lambda cfg: None, dict),  # DiT in older files
+    "FluxTransformer2DModel": Kind(Flux, _from_flux, _to_flux, dict),
 }
 
 

@@ -4,6 +4,7 @@ B samples, M members of an ensemble, C channels, S and s places along each dim o
 """
 
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -61,7 +62,6 @@ class Diffusion(Portable):
     def sample(
         self, condition: Condition = NOTHING, members: int = 1, *, seed: int = 0, sampler: SamplerConfig | None = None,
         size: Sequence[int] = (), number: Tensor | None = None, nothing: Condition | None = None, at_once: int = _AT_ONCE,
-        progress: Callable[[int, int], Any] | None = None,
     ) -> Tensor:  # fmt: skip
         """``members`` samples for each of B conditions, as the network sees them (``physical`` makes fields of them).
         [M, B, C, *S]
@@ -69,7 +69,7 @@ class Diffusion(Portable):
         ``sampler``: by default that of the settings. ``size``: (C, *S) of a sample, where the settings do not know it.
         ``number`` [B]: those of the conditions, by default 0, 1, ...: a member depends on the seed, this number and the number of
         the member, not on what is drawn beside it. ``nothing``: the condition of a sample that none is asked of, for guidance; by
-        default what ``self.nothing`` says. ``progress(done, of)`` is called after each step. Raises ConfigError for settings that
+        default what ``self.nothing`` says. Raises ConfigError for settings that
         do not go together or a size that is not known, DataError for a condition that does not fit; parameters outside of the
         range that the model was trained on are told, and taken.
         """
@@ -86,7 +86,7 @@ class Diffusion(Portable):
         pairs = torch.cartesian_prod(torch.arange(members), torch.arange(count)).view(-1, 2).to(weight.device)
         number, dtype = number.to(weight.device), torch.promote_types(weight.dtype, torch.float32)
         compares = nothing is None and cfg.guidance != 1 and given
-        parts, was, done, rounds = pairs.split(at_once), self.training, 0, -(-len(pairs) // at_once)
+        parts, was = pairs.split(at_once), self.training
         found = []
         self.eval()
         try:
@@ -98,11 +98,7 @@ class Diffusion(Portable):
                 def fresh(step: int, row: Tensor = row, member: Tensor = member) -> Tensor:
                     return numbers(seed, STEPS + step, number[row], member, shape, box=box, dtype=dtype)
 
-                states = sample(self, self.objective, cfg, noise, own, none, fresh, grid)
-                while (state := next(states, None)) is not None:
-                    x, done = state, done + 1
-                    if progress is not None:
-                        progress(done, rounds * cfg.steps)
+                x = deque(sample(self, self.objective, cfg, noise, own, none, fresh, grid), maxlen=1).pop()
                 found.append(grid.join(self.drawn_from(x, own)))
         finally:
             self.train(was)

@@ -29,7 +29,7 @@ from hpcai.kernels import philox
 NOISE, TIMES, DROPPED, LATENTS, START = range(5)
 """What is added to a training sample; how much of it; which conditions are left out; a latent's draw from what the encoder says;
 what a sampler begins with."""
-HELD_NOISE, HELD_TIMES, HELD_LATENTS = range(5, 8)
+HELD_NOISE, _, HELD_LATENTS = range(5, 8)
 """The same of samples that are not trained on, whose indices may be those of training samples."""
 STEPS = 1024
 """``STEPS + i``: what a sampler adds in its step i."""

@@ -96,11 +96,6 @@ def shifted(time: np.ndarray, shift: float) -> np.ndarray:
     return shift * time / (1 + (shift - 1) * time)
 
 
-def flux_shift(tokens: int) -> float:
-    """The shift with which Flux.1 dev is sampled at so many tokens of an image: e^mu, mu linear from 0.5 at 256 to 1.15 at 4096."""
-    return math.exp(0.5 + (tokens - 256) * (1.15 - 0.5) / (4096 - 256))
-
-
 def plan(objective: Objective, cfg: SamplerConfig) -> list[Step]:
     """The n steps of a sampler. ConfigError names all settings that do not go together."""
     _check(objective, cfg)

@@ -18,7 +18,6 @@ from torch import Tensor
 from hpcai.errors import DataError
 
 Total = tuple[tuple[Tensor, ...], Callable[..., Any]]
-_QUANTILES = (0.5, 0.9)
 
 
 # ---- ensembles
@@ -35,47 +34,23 @@ def crps(members: Tensor, observed: Tensor, fair: bool = False) -> Tensor:
     return (x - y).abs().mean(0) - pairs / (m * (m - 1) if fair else m * m)
 
 
-def energy_score(members: Tensor, observed: Tensor, weights: Tensor | None = None, fair: bool = False) -> Tensor:
-    """The same for whole fields, whose distance is the root of the weighted sum of squares over places (Gneiting and Raftery
-    2007).   [M, B, P], [B, P], weights that broadcast to P -> [B]"""
-    x, y = _pair(members, observed, 2 if fair else 1)
-    root = _spread_out(weights, y).sqrt().flatten()
-    x, y = x.flatten(2) * root, y.flatten(1) * root
-    m = len(x)
-    pairs = sum(torch.linalg.vector_norm(x[i + 1 :] - x[i], dim=2).sum(0) for i in range(m - 1)) if m > 1 else 0.0
-    return torch.linalg.vector_norm(x - y, dim=2).mean(0) - pairs / (m * (m - 1) if fair else m * m)
-
-
-def ensemble_sums(members: Tensor, observed: Tensor, weights: Tensor | None = None) -> Total:
-    """Scores of M members against what was observed, means over samples and weighted places: ``crps`` and ``crps_fair``, ``mae``
-    and ``rmse`` of the members' mean, ``spread``, the root of the mean variance (of M - 1), ``spread_over_skill``, and
-    ``spread_over_skill_corrected``, times sqrt((M + 1) / M), which is 1 where members and observation come from one distribution
-    (Fortin et al. 2014), the unweighted shares of places ``coverage_50`` and ``coverage_90`` that lie between members' quantiles,
-    and means over samples of ``energy_score`` and ``energy_score_fair``.   [M, B, P], [B, P], weights that broadcast to P
+def ensemble_sums(members: Tensor, observed: Tensor) -> Total:
+    """Scores of M members against what was observed, means over samples and places: fair ``crps``, ``rmse`` of the members' mean,
+    ``spread_over_skill``, the root of the mean variance (of M - 1) over that, times sqrt((M + 1) / M), which is 1 where members and
+    observation come from one distribution (Fortin et al. 2014), and ``coverage_90``, the share of places that lies between the
+    members' quantiles of 5 and 95 %.   [M, B, P], [B, P]
 
     Raises DataError for one member, or shapes that do not fit.
     """
     x, y = _pair(members, observed, 2)
-    w = _spread_out(weights, y).expand(y.shape)
-    mean, variance = x.mean(0), x.var(0)
-    off = mean - y
-    inside = [_inside(x, y, share) for share in _QUANTILES]
-    each = [crps(x, y), crps(x, y, fair=True), off.abs(), off.square(), variance, torch.ones_like(y)]
-    scores = [energy_score(x, y, weights, fair).sum() for fair in (False, True)]
-    places = torch.stack([(value * w).sum() for value in each])
-    sizes = [y.new_full((), len(y)), y.new_full((), y.numel())]
-    return (places, torch.stack([*scores, *[part.sum().to(y) for part in inside], *sizes])), partial(_ensemble, len(x))
+    each = crps(x, y, fair=True), (x.mean(0) - y).square(), x.var(0), _inside(x, y, 0.9).to(y), torch.ones_like(y)
+    return (torch.stack([value.sum() for value in each]),), partial(_ensemble, len(x))
 
 
-def _ensemble(m: int, places: Tensor, others: Tensor) -> dict[str, float]:
-    mean, fair, mae, square, variance = (places[:5] / places[5]).tolist()
-    energies, covered = (others[:2] / others[4]).tolist(), (others[2:4] / others[5]).tolist()
-    rmse, spread = math.sqrt(square), math.sqrt(variance)
-    ratio = spread / rmse if rmse else math.inf
-    found = {"crps": mean, "crps_fair": fair, "energy_score": energies[0], "energy_score_fair": energies[1]}
-    found |= {"mae": mae, "rmse": rmse}
-    found |= {"spread": spread, "spread_over_skill": ratio, "spread_over_skill_corrected": ratio * math.sqrt((m + 1) / m)}
-    return found | {f"coverage_{100 * share:.0f}": value for share, value in zip(_QUANTILES, covered)}
+def _ensemble(m: int, sums: Tensor) -> dict[str, float]:
+    fair, square, variance, covered = (sums[:4] / sums[4]).tolist()
+    ratio = math.sqrt(variance / square) if square else math.inf
+    return {"crps": fair, "rmse": math.sqrt(square), "spread_over_skill": ratio * math.sqrt((m + 1) / m), "coverage_90": covered}
 
 
 def _inside(x: Tensor, y: Tensor, share: float) -> Tensor:
@@ -108,12 +83,6 @@ def _pair(members: Tensor, observed: Tensor, least: int) -> tuple[Tensor, Tensor
         found = f"members are {list(members.shape)}, observed is {list(observed.shape)}"
         raise DataError(f"scores of an ensemble: {found}; expected [M, B, ...] with {least} members at least, and [B, ...]")
     return members.double(), observed.double()
-
-
-def _spread_out(weights: Tensor | None, y: Tensor) -> Tensor:
-    """Weights of each place.   [P]"""
-    given = y.new_ones(()) if weights is None else weights.to(y)
-    return given.expand(y.shape[1:])
 
 
 # ---- spectra
@@ -172,25 +141,15 @@ def spectrum(fields: Tensor, at: Shells) -> Tensor:
 
 
 def spectrum_sums(drawn: Tensor, true: Tensor, at: Shells) -> Total:
-    """Mean spectra of drawn and of true fields: ``power_<k>`` and ``true_power_<k>`` of shell k; ``spectrum_error``, the mean over
-    shells but the first of |ln(drawn / true)|; ``mean_square`` and ``true_mean_square`` of the fields, which is that of all modes.
-    [B, P] twice, B may differ; sums [S + 2] twice"""
-    return (_spectrum_sums(drawn, at), _spectrum_sums(true, at)), _spectra
-
-
-def _spectrum_sums(fields: Tensor, at: Shells) -> Tensor:
-    power = spectrum(fields, at)
-    squares = fields.double().square().flatten(1).mean(1).sum()
-    return torch.cat((power.sum(0), squares[None], power.new_full((1,), len(fields))))
+    """``spectrum_error``, the mean over shells but the first of |ln(drawn / true)| of mean spectra.   [B, P] twice, B may differ;
+    sums [S + 1] twice"""
+    powers = (spectrum(fields, at) for fields in (drawn, true))
+    return tuple(torch.cat((power.sum(0), power.new_full((1,), len(power)))) for power in powers), _spectra
 
 
 def _spectra(drawn: Tensor, true: Tensor) -> dict[str, float]:
-    (p, v), (q, w) = (((x[:-2] / x[-1]), (x[-2] / x[-1]).item()) for x in (drawn, true))
-    error = (p / q).log().abs()[1:].mean().item()
-    found = {"spectrum_error": error, "mean_square": v, "true_mean_square": w}
-    for name, power in (("power", p), ("true_power", q)):
-        found |= {f"{name}_{k}": value for k, value in enumerate(power.tolist())}
-    return found
+    p, q = (x[:-1] / x[-1] for x in (drawn, true))
+    return {"spectrum_error": (p / q).log().abs()[1:].mean().item()}
 
 
 def _modes(fields: Tensor, at: Shells) -> Tensor:
@@ -220,43 +179,22 @@ def histogram(values: Tensor, edges: Tensor) -> Tensor:
 
 
 def one_point_sums(drawn: Tensor, true: Tensor, edges: Tensor) -> Total:
-    """Histograms of the values of drawn and of true fields, and what they say of the distributions: ``ks``, the largest difference
-    between shares of values below an edge, and ``wasserstein_1``, the area between these shares, drawn straight from edge to edge;
-    both come from below to those of all values (``wasserstein_and_ks``) as bins become small. ``density_<k>`` and
-    ``true_density_<k>``: shares of all values, over the width of the bin.   sums [K + 2] int64, twice"""
-    sums = histogram(drawn, edges), histogram(true, edges)
-    return sums, partial(_one_point, edges)
+    """``ks``, the largest difference between shares of values of drawn and of true fields below an edge: from below that of
+    Kolmogorov and Smirnov as bins become small.   sums [K + 2] int64, twice"""
+    return (histogram(drawn, edges), histogram(true, edges)), _one_point
 
 
-def _one_point(edges: Tensor, drawn: Tensor, true: Tensor) -> dict[str, float]:
+def _one_point(drawn: Tensor, true: Tensor) -> dict[str, float]:
     shares = [x / x.sum() for x in (drawn.double(), true.double())]
-    width = edges.double().cpu().diff()
-    apart = (shares[0] - shares[1]).cumsum(0)[:-1]
-    a, b = apart[:-1], apart[1:]
-    crossed = (a * a + b * b) / (2 * (a.abs() + b.abs()).clamp(min=1e-300))  # of a line from a to b that changes sign
-    area = torch.where(a * b < 0, crossed, (a + b).abs() / 2)
-    found = {"ks": apart.abs().max().item(), "wasserstein_1": (area * width).sum().item()}
-    for name, share in zip(("density", "true_density"), shares):
-        found |= {f"{name}_{k}": value for k, value in enumerate((share[1:-1] / width).tolist())}
-    return found
-
-
-def wasserstein_and_ks(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """First Wasserstein distance, in the unit of the values, and the statistic of Kolmogorov and Smirnov of two sets of values.
-    [*], [*'] -> [], []"""
-    a, b = (x.double().flatten().sort().values for x in (a, b))
-    every = torch.cat((a, b)).sort().values
-    below = [torch.searchsorted(x, every, right=True).double() / len(x) for x in (a, b)]
-    apart = (below[0] - below[1]).abs()
-    return (apart[:-1] * every.diff()).sum(), apart.max()
+    return {"ks": (shares[0] - shares[1]).cumsum(0)[:-1].abs().max().item()}
 
 
 # ---- features
 
 
 def fid_to_sums(drawn: Tensor, mean: Tensor, covariance: Tensor) -> Total:
-    """Frechet distance of drawn features to a distribution that is known by its moments, both as normal distributions, ``fid``
-    (Heusel et al. 2017), with covariances of N - 1; of features that a network of the user's gives.
+    """Frechet distance of drawn features as a normal distribution, with a covariance of N - 1, from one that is known by its
+    moments, ``fid`` (Heusel et al. 2017); of features that a network of the user's gives.
     [N, D], [D], [D, D]; sums [D + 1, D + 1]
 
     ``finish`` raises DataError for fewer than two rows.

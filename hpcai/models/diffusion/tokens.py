@@ -22,16 +22,6 @@ WAVES = 256  # numbers that say a time
 _LAST, _TOLD = re.compile(r"(.*\.)?norm\w*\.linear\.|proj_out"), re.compile(r"time_text_embed|norm1\.emb")
 
 
-def waves(time: Tensor, last: int, dtype: torch.dtype, per: float = 1.0) -> Tensor:
-    """Cosines, then sines, of per time 10000^(-i / last), i = 0, 1, ... (Vaswani et al. 2017), computed in float32 at least.
-    time [B] -> [B, 256]"""
-    with torch.autocast(time.device.type, enabled=False):
-        wide = torch.promote_types(dtype, torch.float32)
-        slower = torch.exp(torch.arange(WAVES // 2, device=time.device, dtype=wide) * (-math.log(10_000) / last))
-        turned = time.to(wide)[:, None] * per * slower
-        return torch.cat((turned.cos(), turned.sin()), -1).to(dtype)
-
-
 def modulated(x: Tensor, shift: Tensor, scale: Tensor, eps: float = 1e-6) -> Tensor:
     """(1 + scale) (x - mean) / sqrt(variance + eps) + shift (Perez et al. 2018), as products read it; of the tokens ``x`` alone is
     kept.   x [B, T, C], shift and scale [B, C] -> [B, T, C]"""
@@ -77,17 +67,6 @@ class Modulation(nn.Module):
 
     def forward(self, c: Tensor) -> tuple[Tensor, ...]:
         return self.linear(F.silu(c)).chunk(self.parts, -1)
-
-
-class Embedder(nn.Module):
-    """[B, J] -> [B, C]"""
-
-    def __init__(self, inputs: int, channels: int) -> None:
-        super().__init__()
-        self.linear_1, self.linear_2 = nn.Linear(inputs, channels), nn.Linear(channels, channels)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear_2(F.silu(self.linear_1(x)))
 
 
 class Up(nn.Module):

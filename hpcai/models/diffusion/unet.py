@@ -29,6 +29,7 @@ from hpcai.models.diffusion.blocks import (
 from hpcai.models.diffusion.condition import NOTHING, Condition
 from hpcai.models.diffusion.config import UNetConfig
 from hpcai.models.diffusion.grid import Grid
+from hpcai.models.diffusion.tokens import check
 from hpcai.nn.groupnorm import GroupNorm
 
 
@@ -185,7 +186,7 @@ class UNet(nn.Module):
         return found
 
     def _check(self, x: Tensor, size: Sequence[int], time: Tensor, condition: Condition) -> None:
-        cfg, batch, sides = self.cfg, len(x), " x ".join(map(str, size))
+        cfg, sides = self.cfg, " x ".join(map(str, size))
         if x.ndim != cfg.dims + 2 or x.shape[1] != cfg.inputs:
             raise DataError(f"the sample has shape {list(x.shape)}; expected [B, {cfg.inputs}" + ", places" * cfg.dims + "]")
         halved = cfg.patch * 2 ** (len(cfg.channels) - 1)
@@ -193,15 +194,9 @@ class UNet(nn.Module):
             raise DataError(f"the sample has {sides} places; expected multiples of patch, {cfg.patch}")
         if odd := [size[dim - 2] for dim in self.space.wrapped if size[dim - 2] % halved]:
             raise DataError(f"the sample has {sides} places, {odd[0]} along a periodic dim; expected a multiple of {halved} there")
-        expected: dict[str, tuple[int | None, ...] | None] = {
-            "classes": (batch,) if cfg.classes else None,
-            "parameters": (batch, cfg.parameters) if cfg.parameters else None,
-            "tokens": (batch, None, cfg.tokens) if cfg.tokens else None,
-            "field": (batch, cfg.field, *[None] * cfg.dims) if cfg.field else None,
-        }
-        _fits("time", time, (batch,))
-        for name, given in condition._asdict().items():
-            _fits(f"condition.{name}", given, expected.get(name))
+        sizes: dict[str, tuple[int | str, ...]] = {"classes": (), "parameters": (cfg.parameters,), "tokens": ("N", cfg.tokens or 0)}
+        sizes["field"] = (cfg.field, *"DHW"[3 - cfg.dims :])
+        check(self, x, time, condition, {name: size for name, size in sizes.items() if getattr(cfg, name)})
         field = condition.field
         if field is not None and any(few > many for few, many in zip(field.shape[2:], size)):
             raise DataError(f"condition.field has {list(field.shape[2:])} places, the sample {list(size)}; expected no more")
@@ -224,14 +219,3 @@ def unfolded(x: Tensor, patch: int) -> Tensor:
     cut = x.unflatten(1, (-1, *(patch,) * dims))
     turned = cut.permute(0, 1, *(k for dim in range(dims) for k in (2 + dims + dim, 2 + dim)))
     return turned.reshape(*turned.shape[:2], *(patch * n for n in places))
-
-
-def _fits(name: str, given: Tensor | None, shape: tuple[int | None, ...] | None) -> None:
-    if given is None and shape is None:
-        return
-    if given is None or shape is None:
-        what = "is missing" if given is None else "was given, which this network is not conditioned on"
-        raise DataError(f"{name} {what}; give what the settings name, and nothing else")
-    if given.ndim != len(shape) or any(n not in (None, m) for n, m in zip(shape, given.shape)):
-        wanted = ", ".join("any" if n is None else str(n) for n in shape)
-        raise DataError(f"{name} has shape {list(given.shape)}; expected [{wanted}]")

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ def log_likelihoods(
             for at in range(0, len(order), rows):
                 some = order[at : at + rows]
                 tokens, targets = (x.to(device) for x in _rows([pairs[number] for number in some]))
-                ask = _Ask(targets)
+                ask = partial(_asked, targets=targets)
                 entropy = ask(model, tokens) if stages is None else stages.forward(ask, tokens, nullcontext)
                 if entropy is not None:
                     found[torch.tensor(some, device=device)] = -entropy.double().sum(1)
@@ -51,12 +52,8 @@ def log_likelihoods(
     return values
 
 
-class _Ask:
-    def __init__(self, targets: Tensor) -> None:
-        self.targets = targets
-
-    def __call__(self, model: Any, tokens: Tensor) -> Any:
-        return model(tokens, self.targets)
+def _asked(model: Any, tokens: Tensor, targets: Tensor) -> Any:
+    return model(tokens, targets)
 
 
 def _rows(pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hpcai.errors import CheckpointError, ConfigError
-from hpcai.models.llm.config import Frozenness, LoRAConfig
+from hpcai.models.llm.config import LoRAConfig
 from hpcai.models.llm.model import LLM
 from hpcai.nn.frozen import Frozen
 from hpcai.nn.stored import stored
@@ -136,11 +136,11 @@ def files(model: LLM, export: Callable[..., None]) -> dict[str, Callable[[Path],
     return {f"adapter/{_FILE}": write, f"adapter/{_CONFIG}": lambda path: path.write_text(about)}
 
 
-def load_adapter(model: LLM, folder: str | Path, frozen: Frozenness = "as they are") -> LoRAConfig:
-    """Give ``model`` the adapters of a folder that peft or ``save_adapter`` wrote -> their settings, with ``frozen``. Raises
+def load_adapter(model: LLM, folder: str | Path) -> LoRAConfig:
+    """Give ``model`` the adapters of a folder that peft or ``save_adapter`` wrote -> their settings. Raises
     CheckpointError for adapters of another model or kind, or that are damaged; the model then is as it was."""
     folder = Path(folder)
-    cfg = read_adapter_config(folder).model_copy(update={"frozen": frozen})
+    cfg = read_adapter_config(folder)
     there = stored(folder / _FILE)
     names = [name for name, part in model.named_modules() if isinstance(part, nn.Linear) and name.rpartition(".")[2] in cfg.targets]
     wanted = {_theirs(f"{name}.adapter.{half}.weight") for name in names for half in ("lora_A", "lora_B")}

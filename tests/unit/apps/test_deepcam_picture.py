@@ -1,5 +1,6 @@
 """The picture of a DeepCAM run: what is drawn is what maps.npz holds."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ from matplotlib.colors import to_hex
 from matplotlib.contour import QuadContourSet
 
 from apps.deepcam import picture
-from apps.deepcam.picture import Maps
+from hpcai.cli.report import curves
+from hpcai.cli.report.masks import OPACITY, PANELS, WRONG, Masks
 from hpcai.cli.report.theme import DARK, LIGHT
 from hpcai.cli.report.theme import PALETTE as CLASSES
 from hpcai.errors import DataError
@@ -34,7 +36,7 @@ def arrays(count: int = 3) -> dict[str, Any]:
     return {**names, "fields": fields, "true": true, "predicted": predicted}
 
 
-def loaded(folder: Path, found: dict[str, Any]) -> Maps:
+def loaded(folder: Path, found: dict[str, Any]) -> Masks:
     return picture.read(pages.saved(folder / "maps.npz", found))
 
 
@@ -55,9 +57,9 @@ def test_the_page_shows_the_maps_and_measures_them(tmp_path: Path, monkeypatch: 
     run = pages.evaluated(tmp_path, "deepcam", "higher", *SCORES)
     found = pages.read_by_people(run)
     # Each cyclone has 4 x 4 cells, of which 12 are common to what is true and to what is seen: 12 of 20.
-    for words in ("Predicted and true maps 3 validation maps, 24 x 36 cells, north up.",
-                  "All 2,592 cells of 3 validation maps together",
-                  "class IoU cells seen as background seen as tropical cyclone seen as atmospheric $river",
+    for words in ("Predicted and true maps 3 validation maps, 24 x 36 cells, north up. Outlined: true.",
+                  "All 2,592 cells of 3 maps together",
+                  "class IoU cells predicted as background predicted as tropical cyclone predicted as atmospheric $river",
                   "background 0.9750 2,504 99.52 % 0.48 % 0.00 %", "tropical cyclone 0.6000 48 25.00 % 75.00 % 0.00 %",
                   "atmospheric $river 0.0000 40 100.00 % 0.00 % 0.00 %", "best validation iou 0.6 at step 80"):
         assert words in found, words
@@ -65,58 +67,76 @@ def test_the_page_shows_the_maps_and_measures_them(tmp_path: Path, monkeypatch: 
     assert run.higher("iou_of_rain") and picture.classes(run.found) == NAMES
 
 
+def test_iou_and_confusion_are_those_of_a_count_by_hand(tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    said = arrays()
+    said["true"], said["predicted"] = (rng.integers(0, 3, (3, *SIZE), np.uint8) for _ in range(2))
+    found = loaded(tmp_path, said)
+    for n in (0, 1, 2, None):
+        true, seen = (said[name][slice(n, None if n is None else n + 1)] for name in ("true", "predicted"))
+        for k in range(3):
+            both, either = ((true == k) & (seen == k)).sum(), ((true == k) | (seen == k)).sum()
+            assert found.scores(picture.KIND, n)[k] == pytest.approx(both / either)
+    for t in range(3):
+        for p in range(3):
+            assert found.cells[2, t, p] == ((said["true"][2] == t) & (said["predicted"][2] == p)).sum()
+    said["true"][0], said["predicted"][0] = 0, 0
+    assert loaded(tmp_path, said).scores(picture.KIND, 0).tolist() == pytest.approx([1, math.nan, math.nan], nan_ok=True)
+
+
 def test_of_many_maps_those_with_most_classes_are_drawn_and_all_are_counted(tmp_path: Path) -> None:
     said = arrays(9)
     said["true"][[0, 4]], said["predicted"][[0, 4]] = 0, 0
     said["predicted"][4, 2, 2] = 1                                              # a false alarm is something to be seen
     found = loaded(tmp_path, said)
-    assert found.masks.shown == [1, 2, 3, 4, 5, 7] and (found.masks.true == said["true"][found.masks.shown]).all()
-    assert found.masks.cells.sum() == 9 * 24 * 36
+    shown = found.shown
+    assert shown == [1, 2, 3, 4, 5, 7] and len(shown) == PANELS
+    assert (found.true == said["true"][shown]).all() and (found.field(found.colored) == said["fields"][shown, ..., 1]).all()
+    assert found.cells.sum() == 9 * 24 * 36
     assert picture.caption(found).startswith("6 of 9 validation maps (those with most classes), 24 x 36 cells, ")
-    titles = [axes.get_title(loc="left") for axes in picture.draw(found, LIGHT).axes[:6]]
-    assert titles == [f"Map {n}" for n in found.masks.shown]
+    titles = [axes.get_title(loc="left").split(":")[0] for axes in picture.draw(found, LIGHT).axes[:6]]
+    assert titles == [f"Map {n}" for n in shown]
 
 
 # ---- the picture
 
 
-def test_truth_is_outlined_and_what_is_seen_is_filled_in_the_colour_of_its_class(tmp_path: Path) -> None:
+@pytest.mark.parametrize("theme", [LIGHT, DARK])
+def test_truth_is_outlined_and_what_is_seen_is_filled_in_the_colour_of_its_class(tmp_path: Path, theme: Any) -> None:
     found = loaded(tmp_path, arrays(2))
-    figure = picture.draw(found, DARK)
+    figure = picture.draw(found, theme)
     for m, axes in enumerate(figure.axes[:2]):
         lines = outlines(axes)
         assert set(lines) == set(CLASSES[: 1 + m])
         corners = np.concatenate(lines[CLASSES[0]])
         assert corners.min(0).tolist() == [3.5, 3.5] and corners.max(0).tolist() == [7.5, 7.5]
+        assert {image.origin for image in axes.get_images()} == {"lower"}
         water, seen = (image.get_array() for image in axes.get_images())
-        assert np.allclose(water, found.colour[m])
-        assert ((seen[..., 3] > 0) == (found.masks.predicted[m] == 1)).all() and to_hex(seen[6, 6, :3] / 255) == CLASSES[0]
+        assert np.allclose(water, found.field(1)[m])
+        assert ((seen[..., 3] > 0) == (found.predicted[m] == 1)).all()
+        assert to_hex(seen[6, 6, :3]) == CLASSES[0] and (seen[6, 6, 3], seen[8, 6, 3]) == (OPACITY, WRONG)  # 8: not true
         assert axes.get_ylim() == (-0.5, 23.5)                                  # the first row, the southernmost, is below
-        said = " ".join(axes.texts[-1].get_text().split())
-        assert said == f"IoU: background {('0.99', '0.94')[m]}, tropical cyclone 0.60, atmospheric \\$river {('–', '0.00')[m]}"
+        said = " ".join(axes.get_title(loc="left").split())
+        assert said == f"Map {m}: tropical cyclone 0.60, atmospheric \\$river {('–', '0.00')[m]}"
     labels = [label.get_text() for label in figure.legends[0].get_texts()]
-    assert labels == ["tropical cyclone", r"atmospheric \$river", "filled: predicted", "outlined: true",
-                      "sea-level pressure every 4 hPa, thick every 20"]  # fmt: skip
-    assert figure.axes[-1].get_xlabel() == "precipitable water (TMQ) [kg/m2]"
-
-
-def test_pressure_is_drawn_in_hectopascals(tmp_path: Path) -> None:
-    figure = picture.draw(loaded(tmp_path, arrays(1)), LIGHT)
-    (lines,) = [child for child in figure.axes[0].get_children() if isinstance(child, QuadContourSet) and len(child.levels) > 1]
-    assert lines.levels.tolist() == list(range(980, 1021, 4))
-    figure = picture.draw(loaded(tmp_path, arrays(1) | {"units": np.array(["", "", "furlong"])}), LIGHT)
-    assert [label.get_text() for label in figure.legends[0].get_texts()][-1] == "outlined: true", "none is drawn"
+    assert labels == ["tropical cyclone", r"atmospheric \$river", "filled: predicted", "deep: predicted, but not true",
+                      "outlined: true", "PSL [Pa]"]  # fmt: skip
+    assert figure.axes[-1].get_xlabel() == "TMQ [kg/m2]"
 
 
 @pytest.mark.filterwarnings("error")
 def test_odd_maps_are_drawn_too(tmp_path: Path) -> None:
-    """Other variables, no pressure that is finite or varies; gaps; a class everywhere, many classes; wide."""
+    """No pressure, or none that is finite or varies; other variables and units; gaps; classes everywhere; wide, high and large."""
     for change in (
         {"variables": np.array(["$a", "b", "c"])},
+        {"units": np.array(["", "", "furlong"])},
         {"fields": np.where(np.arange(3) == 2, np.nan, arrays()["fields"])},
         {"fields": np.where(np.arange(SIZE[1])[:, None] < 9, np.nan, arrays()["fields"])},
-        {"fields": np.ones((3, *SIZE, 3)), "true": np.full((3, *SIZE), 2, np.int64)},
+        {"fields": np.ones((3, *SIZE, 3))},
+        {"true": np.full((3, *SIZE), 2, np.int64)},
+        {"predicted": np.full((3, *SIZE), 1, np.int16)},
         {"classes": np.array([f"class number {k}" for k in range(12)])},
+        {name: arrays(1)[name][:, :2, :9] for name in ("fields", "true", "predicted")},
         {name: np.repeat(arrays(1)[name], 12, axis=2) for name in ("fields", "true", "predicted")},
     ):
         said = arrays() | change
@@ -124,16 +144,54 @@ def test_odd_maps_are_drawn_too(tmp_path: Path) -> None:
         figure.draw_without_rendering()
 
 
+def test_without_pressure_the_legend_does_not_name_it(tmp_path: Path) -> None:
+    figure = picture.draw(loaded(tmp_path, arrays() | {"variables": np.array(["a", "b", "c"])}), LIGHT)
+    assert [label.get_text() for label in figure.legends[0].get_texts()][-1] == "outlined: true"
+    assert figure.axes[-1].get_xlabel() == "a [m/s]"
+    axes = picture.draw(loaded(tmp_path, arrays()), LIGHT).axes[0]
+    lines = [each for each in axes.get_children() if isinstance(each, QuadContourSet)]
+    assert any(len(each.levels) > 3 and 98000 <= each.levels[1] <= 102000 for each in lines)
+
+
+def test_classes_of_the_metric_have_the_colours_of_the_maps(tmp_path: Path) -> None:
+    loaded(tmp_path, arrays())
+    run = pages.evaluated(tmp_path, "deepcam", "higher", *SCORES)
+    ((name, members),) = run.families().items()
+    assert name == "iou" and len(members) == 3
+    run.settings["model"] = {"classes": NAMES}
+    for found in (run.found, None):                                             # the same without maps, by the model's settings
+        run.found = found
+        (axes,) = curves._metric(run, name, members, LIGHT).axes
+        colors = {line.get_label(): line.get_color() for line in axes.lines}
+        assert colors["tropical cyclone"] == CLASSES[0] and colors[r"atmospheric \$river"] == CLASSES[1]
+        assert colors["background"] == LIGHT.faint and colors["iou"] == LIGHT.ink
+    run.settings.clear()
+    (axes,) = curves._metric(run, name, members, LIGHT).axes
+    assert [line.get_color() for line in axes.lines[1:4]] == list(CLASSES[:3])
+
+
+# ---- files that cannot be used
+
+
 @pytest.mark.parametrize(("change", "reason"), [
     ({"classes": None}, "has no array classes"),
     ({"fields": np.zeros((3, *SIZE))}, r"fields is float64 \(3, 24, 36\), expected real \[N, H, W, V\] with V = 3"),
     ({"fields": np.zeros((2, *SIZE, 3))}, r"true is uint8 \(3, 24, 36\), expected whole \[N, H, W\] with N = 2, H = 24, W = 36"),
+    ({"predicted": np.zeros((3, 36, 24), np.uint8)}, r"predicted is uint8 \(3, 36, 24\)"),
     ({"units": np.array(["m"])}, r"units is <U1 \(1,\), expected text \[V\] with V = 3"),
+    ({"fields": np.full((3, *SIZE, 3), "x")}, "fields is <U1 .* expected real"),
     ({"fields": np.full((3, *SIZE, 3), np.nan)}, "no cell has a finite TMQ"),
     ({"true": np.full((3, *SIZE), 3, np.uint8)}, "true is 3 to 3, expected 0 to 2, one for each of classes"),
+    ({"predicted": np.full((3, *SIZE), -1)}, "predicted is -1 to -1"),
+    ({"predicted": np.zeros((3, *SIZE))}, "predicted is float64 .* expected whole"),
     ({"classes": np.array(NAMES, dtype=object)}, "allow_pickle"),
+    ({name: array[:0] for name, array in arrays().items() if array.ndim > 1}, r"fields is float32 \(0, 24, 36, 3\)"),
     ({name: array[:, :1] for name, array in arrays().items() if array.ndim > 1}, r"fields is \(3, 1, 36, 3\), expected at least 2"),
 ])  # fmt: skip
 def test_unusable_maps_are_refused_with_a_reason(tmp_path: Path, change: dict[str, Any], reason: str) -> None:
     with pytest.raises((DataError, ValueError), match=reason):
         loaded(tmp_path, arrays() | change)
+
+
+def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
+    pages.survives_damage(picture, pages.saved(tmp_path / "maps.npz", arrays(1)))

@@ -8,7 +8,6 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.colors import to_hex
-from matplotlib.patches import StepPatch
 
 from apps.openfold import picture
 from apps.openfold.picture import Chain
@@ -64,10 +63,10 @@ def loaded(folder: Path, *chains: dict[str, np.ndarray], **words: Any) -> list[C
     return picture.read(pages.saved(folder / "structures.npz", arrays(*chains, **words)))
 
 
-def pieces(axes: Axes, width: float) -> list[tuple[np.ndarray, str]]:
-    """Points and colour of each part of the trace so wide, from the first that is drawn."""
-    layers = [each for each in axes.collections if isinstance(each, LineCollection) and each.get_linewidth()[0] == width]
-    return [(part, to_hex(color)) for each in layers for part, color in zip(each.get_segments(), each.get_colors())]
+def segments(axes: Axes) -> list[tuple[np.ndarray, str]]:
+    """Ends and colour of each step of the predicted trace, from the first that is drawn."""
+    (lines,) = (each for each in axes.collections if isinstance(each, LineCollection))
+    return [(part, to_hex(color)) for part, color in zip(lines.get_segments(), lines.get_colors())]
 
 
 def test_the_page_shows_the_chains_and_measures_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +74,7 @@ def test_the_page_shows_the_chains_and_measures_them(tmp_path: Path, monkeypatch
     scores = [{"lddt": 0.4 * n, "loss": 1 / n, "gdt_ts": 0.3 * n, "drmsd": 4 / n} for n in (1, 2)]
     run = pages.evaluated(tmp_path, "openfold", "higher", *scores)
     found = pages.read_by_people(run)
-    for words in ("Predicted and true structures 2 validation chains. Left: Cα traces", "Prediction per chain 2 validation chains;",
+    for words in ("Predicted and true structures 2 validation chains. Left: Cα traces", "Prediction per chain Means over 2 chains:",
                   "chain residues in the truth lDDT-Cα pLDDT GDT-TS RMSD of Cα [Å] 0abc_A 40 36 ", " 1abc_A 25 25 ",
                   "best validation lddt 0.8 at step 80", "gdt_ts 0.6 80 0.6 80", "drmsd 2 80 2 80"):
         assert words in found, words
@@ -86,18 +85,40 @@ def test_the_page_shows_the_chains_and_measures_them(tmp_path: Path, monkeypatch
     assert pages.shows_something(picture, said, monkeypatch)
 
 
-def test_of_many_chains_a_few_are_drawn_and_some_are_in_the_table(tmp_path: Path) -> None:
+def test_of_many_chains_a_few_are_drawn_and_all_are_in_the_table(tmp_path: Path) -> None:
     found = loaded(tmp_path, *[chain(5)] * 1000, names=[f"chain_{k}" for k in range(1000)])
-    drawn = [0, 333, 666, 999]
+    drawn = picture.spread(found)
+    assert drawn == [0, 333, 666, 999]
     assert picture.caption(found).startswith("4 of 1,000 validation chains, evenly from the first to the last.")
-    table = picture.table(found)
-    assert len(table.rows) == 10 and {f"chain_{k}" for k in drawn} < {row[0] for row in table.rows}
-    assert table.note.startswith("1,000 validation chains, 10 of them shown; means over all")
+    assert [row[0] for row in picture.table(found).rows] == [f"chain_{k}" for k in range(1000)]
     heads = [axes.get_title(loc="left") for axes in picture.draw(found, LIGHT).axes[:16:4]]
     assert heads == [f"chain_{k}\n" for k in drawn]
 
 
 # ---- superposition and scores
+
+
+def superposed(points: np.ndarray, onto: np.ndarray) -> np.ndarray:
+    rest = {"beta": onto, "plddt": np.zeros(len(onto)), "lddt": np.zeros(len(onto)), "distance": np.zeros(len(onto))}
+    return Chain(name="x", predicted=points, true=onto, **rest).superposed()
+
+
+def test_a_turned_and_moved_copy_is_superposed_onto_its_original() -> None:
+    """However few or in line they are; what is not known has no part in it but moves along."""
+    rng = np.random.default_rng(3)
+    for count in (1, 2, 3, 4, 50):
+        points = rng.normal(0, 10, (count, 3))
+        moved = points @ turn(rng) + rng.normal(0, 50, 3)
+        assert np.allclose(superposed(moved, points), points, atol=1e-8)
+    line = np.outer(np.arange(9.0), (1, 2, 3))
+    assert np.allclose(superposed(line @ turn(rng) + 4, line), line)
+    assert np.isfinite(superposed(np.zeros((5, 3)), points[:5])).all()
+    moved, gaps = points.copy(), points.copy()
+    moved[7:9] += 500
+    gaps[7:9] = np.nan
+    found = superposed(moved @ turn(rng) + 9, gaps) - points
+    assert np.allclose(np.delete(found, [7, 8], 0), 0, atol=1e-8) and np.allclose(found[7:9], 500)
+    assert np.array_equal(superposed(moved, np.full_like(moved, np.nan)), moved)
 
 
 def test_scores_are_those_of_a_count_by_hand() -> None:
@@ -118,61 +139,86 @@ def test_scores_are_those_of_a_count_by_hand() -> None:
 # ---- the picture
 
 
-def test_what_is_drawn_is_what_the_file_holds(tmp_path: Path) -> None:
+@pytest.mark.parametrize("theme", [LIGHT, DARK])
+def test_what_is_drawn_is_what_the_file_holds(tmp_path: Path, theme: Any) -> None:
     said = chain(40, 0, [0, 11, 12, 14])
-    (first,) = found = loaded(tmp_path, said, names=["$odd_A"])
-    fold, predicted, true, scores = picture.draw(found, DARK).axes[:4]
+    found = loaded(tmp_path, said, chain(25, 1), names=["$odd_A", "x" * 60])
+    figure = picture.draw(found, theme)
+    first = found[0]
+    fold, predicted, true, scores = figure.axes[:4]
+    assert [axes.get_title(loc="left") for axes in figure.axes[:4]] == [
+        r"\$odd_A" + "\n", "Distances, predicted\n", "Distances, true\n", "lDDT-Cα\n"]
     lddt = np.nanmean(said["lddt"])
-    assert fold.get_title(loc="left") == r"\$odd_A" + "\n"
     assert subtitle(fold) == f"40 residues, lDDT {lddt:.1f}, GDT-TS {first.gdt_ts():.1f}, RMSD {first.rmsd():.2f} Å"
     # Both matrices on one scale; what is unknown, and only that, is blank.
     image, other = (axes.get_images()[0] for axes in (predicted, true))
     between = np.asarray(image.get_array())
-    assert np.allclose(between.ravel(), said["distance"].astype(np.float16)) and image.get_clim() == other.get_clim() == (2, 22)
+    assert np.allclose(between.ravel(), said["distance"].astype(np.float16)) and not np.ma.is_masked(image.get_array())
+    assert image.get_clim() == other.get_clim() == (2, 22) and image.cmap == other.cmap
     beta = np.where((said["aatype"] == GLYCINE)[:, None], said["true"][:, CA], said["true"][:, CB])
-    blank = said["mask"][:, CA] == 0
-    seen, expected = ~(blank[:, None] | blank), np.linalg.norm(beta[:, None] - beta, axis=2)
-    assert (np.ma.getmaskarray(other.get_array()) == ~seen).all()
+    blank = np.zeros(40, bool)
+    blank[[0, 11, 12, 14]] = True
+    assert (np.ma.getmaskarray(other.get_array()) == (blank[:, None] | blank)).all()
+    expected = np.linalg.norm(beta[:, None] - beta, axis=2)
+    seen = ~(blank[:, None] | blank)
     assert np.allclose(np.asarray(other.get_array())[seen], expected[seen], atol=1e-4)
     near = seen & (expected < 22) & ~np.eye(40, dtype=bool)
     assert subtitle(predicted) == f"MAE {np.abs(between - expected)[near].mean():.2f} Å where true is below 22"
+    assert subtitle(true) == "36 of 40 residues known"
+    # The near is dark on light paper and light on dark paper.
+    ends = [np.mean(image.cmap(value)[:3]) for value in (0.0, 1.0)]
+    assert (ends[0] < ends[1]) == (theme is LIGHT)
     # Each residue's confidence and score.
-    steps = {to_hex(each.get_edgecolor()): each.get_data() for each in scores.patches if isinstance(each, StepPatch)}
-    for color, name in ((DARK.main, "lddt"), (DARK.second, "plddt")):
-        assert np.allclose(steps[color].values, said[name], equal_nan=True, atol=1e-4)
-    assert subtitle(scores) == f"mean: true {lddt:.1f}, predicted (pLDDT) {said['plddt'].mean():.1f}"
+    for line, color, name in zip(scores.lines, (theme.main, theme.second), ("lddt", "plddt")):
+        assert line.get_color() == color and np.allclose(line.get_ydata(), said[name], equal_nan=True, atol=1e-4)
+        assert np.array_equal(line.get_xdata(), np.arange(40) + 1)
+    assert subtitle(scores) == f"mean: true {lddt:.1f}, predicted (pLDDT) {said['plddt'].mean():.1f}" and scores.get_ylim()[0] == 0
+    assert figure.axes[4].get_title(loc="left") == "x" * (picture.LETTERS - 1) + "…\n"
+    labels = [label.get_text() for label in figure.legends[0].get_texts()]
+    assert labels[1:5] == ["predicted, pLDDT above 90", "predicted, 70 to 90", "predicted, 50 to 70", "predicted, below 50"]
+    figure.draw_without_rendering()
+    assert figure.legends[0].get_window_extent().x1 < figure.bbox.x1
 
 
-def test_traces_are_broken_coloured_and_the_near_is_on_top(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(picture, "FADE", 0.0)
+def test_traces_are_coloured_and_the_near_is_on_top(tmp_path: Path) -> None:
     found = loaded(tmp_path, chain(40, 0, [0, 11, 12, 14], noise=0.0))
     fold = picture.draw(found, LIGHT).axes[0]
     predicted, true = picture._view(found[0])
-    assert np.allclose(predicted[found[0].known], true[found[0].known], atol=1e-3), "whatever frame it came in"
-    volumes = [np.linalg.det(each[4:7] - each[3]) for each in (true, found[0].true)]
-    assert volumes[0] == pytest.approx(volumes[1]) and volumes[1] > 1, "helices keep their hand"
-    narrow, wide = pieces(fold, picture.PREDICTED), pieces(fold, picture.TRUE)
-    # 39 steps of the prediction. Of the truth 1 to 10 and 15 to 39 are joined; 13 stands alone; two halves of each step.
-    assert len(narrow) == 78 and len(wide) == 2 * (9 + 24) + 1
-    for part, color in narrow:                                                  # each half begins or ends at its residue
-        near = np.linalg.norm(part[[0, -1]] - predicted[:, None, :2], axis=2).min(1)
-        assert color in {picture.BANDS[n % 4][1] for n in np.flatnonzero(near < 0.1)}
-    nearest = [np.argmin(np.linalg.norm(predicted[:, :2] - part.mean(0), axis=1)) for part, _ in narrow]
-    assert np.corrcoef(predicted[nearest, 2], np.arange(len(nearest)))[0, 1] > 0.9
-    layers = [each.get_linewidth()[0] for each in fold.collections]
-    assert layers == sorted(layers, reverse=True)                               # the prediction lies over the truth
+    drawn = segments(fold)
+    assert len(drawn) == 39 and {color for _, color in drawn} == {color for *_, color in picture.BANDS}
+    begins = [int(np.argmin(np.linalg.norm(predicted[:, :2] - part[0], axis=1))) for part, _ in drawn]
+    assert [color for _, color in drawn] == [picture.BANDS[n % 4][2] for n in begins]
+    assert (np.diff([predicted[n : n + 2, 2].mean() for n in begins]) >= 0).all()
+    assert np.allclose(fold.lines[0].get_xydata(), true[:, :2], equal_nan=True)
+    # Where nothing is wrong the prediction lies on the truth, whatever frame it came in.
+    known = found[0].known
+    assert np.allclose(predicted[known], true[known], atol=1e-3) and fold.get_aspect() == 1
+
+
+def test_right_handed_helices_stay_so(tmp_path: Path) -> None:
+    found = loaded(tmp_path, chain(40, noise=0.0))
+    predicted, true = picture._view(found[0])
+    pairs = [np.linalg.norm(each - each[:, None], axis=2) for each in (true, predicted, found[0].true)]
+    assert np.allclose(pairs[0], pairs[1], atol=1e-3) and np.allclose(pairs[0], pairs[2])
+    volumes = [np.linalg.det(each[1:4] - each[0]) for each in (true, found[0].true)]
+    assert volumes[0] == pytest.approx(volumes[1]) and volumes[1] > 1
+    spread = true.std(0)
+    assert spread[0] > spread[1] >= spread[2]
 
 
 @pytest.mark.filterwarnings("error")
 def test_odd_chains_are_drawn_too(tmp_path: Path) -> None:
-    """One residue, all in one point, flown apart, all X, nothing known, only one known, many residues."""
+    """One residue, nothing known, only one or two known, all in one point, flown apart, many residues, all X."""
     alone, point, flown, x = (chain(count) for count in (1, 20, 20, 20))
     point["predicted"][:] = 3
     flown["predicted"] = flown["predicted"] * 1e4
     x["aatype"][:] = 20
-    cases = [alone, point, flown, x, chain(30, 0, range(30)), chain(30, 0, set(range(30)) - {5}), chain(300)]
+    nothing = [chain(count, 0, range(count)) for count in (1, 30)]
+    few = [chain(30, 0, set(range(30)) - {5, *more}) for more in ((), (6,), (20,))]
+    cases = [alone, point, flown, x, *nothing, *few, chain(300)]
     found = loaded(tmp_path, *cases)
-    rows, panels = picture.table(found).rows, []
+    rows = picture.table(found).rows
+    panels = []
     for first in range(0, len(cases), picture.ROWS):
         figure = picture.draw(found[first : first + picture.ROWS], DARK)
         figure.draw_without_rendering()
@@ -180,13 +226,14 @@ def test_odd_chains_are_drawn_too(tmp_path: Path) -> None:
     for k, case in enumerate(cases):
         fold, distances, true, scores = panels[4 * k : 4 * k + 4]
         if not case["mask"].any():
-            assert subtitle(fold).endswith("no truth") and "no truth" in [each.get_text() for each in true.texts]
-            assert not pieces(fold, picture.TRUE) and subtitle(distances) == "MAE –" and "true –" in subtitle(scores)
+            assert subtitle(fold).endswith("no truth") and subtitle(true).startswith("0 of ")
+            assert subtitle(distances) == "MAE –" and "true –" in subtitle(scores)
             assert rows[k][2:4] == ("0", "–") and rows[k][5:] == ("–", "–")
         else:
-            assert "RMSD" in subtitle(fold) and pieces(fold, picture.TRUE), k
-        assert all(np.isfinite(part).all() for part, _ in pieces(fold, picture.PREDICTED))
+            assert "RMSD" in subtitle(fold), k
+        assert len(segments(fold)) == len(case["plddt"]) - 1
     assert np.ptp(panels[4 * 2].get_xlim()) < 400               # what has flown apart leaves the truth large enough to be seen
+    assert picture.caption(found[:1]).startswith("1 validation chain. ")
 
 
 # ---- files that cannot be used
@@ -200,16 +247,21 @@ def spoiled(name: str, place: Any, value: float) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize(("change", "reason"), [
     ({"plddt": None}, "has no array plddt"),
+    ({"names": np.array(["a"])}, r"residues is int32 \(2,\), expected whole \[M\] with M = 1"),
     ({"residues": np.array([65, 0], np.int32)}, r"residues is 0 to 65, .*expected whole numbers from 1 on"),
+    ({"residues": np.array([40.0, 25.0])}, "residues is float64"),
+    ({"names": np.zeros(0, "U1"), "residues": np.zeros(0, int)}, r"names is <U1 \(0,\)"),
     ({"residues": np.array([40, 24])}, "their sum 64 .* expected .* R = 65"),
     ({"residues": np.array([39, 26])}, "the sum of their squares 2197; expected .* S = 2225"),
+    ({"predicted": np.zeros((65, 14, 3))}, r"predicted is float64 \(65, 14, 3\), expected real \[R, 37, 3\] with R = 65"),
+    ({"true": np.zeros((64, 37, 3))}, r"true is float64 \(64, 37, 3\), expected real \[R, 37, 3\] with R = 65"),
+    ({"mask": np.zeros(65, int)}, r"mask is int64 \(65,\), expected whole \[R, 37\]"),
+    ({"plddt": np.zeros(64)}, r"plddt is float64 \(64,\), expected real \[R\]"),
+    ({"lddt": np.full(65, "a")}, r"lddt is <U1 \(65,\), expected real"),
     (spoiled("aatype", 3, 21), "aatype is .* to 21, expected 0 to 20"),
+    (spoiled("aatype", 3, -1), "aatype is -1 to"),
     (spoiled("mask", (3, CA), 2), "true: the mask of atoms has values other than 0 and 1"),
     (spoiled("true", (3, CA, 1), np.nan), "true: CA of residue 3 has no finite position"),
-    (spoiled("predicted", (7, 20, 1), np.nan), "predicted of residue 7 is not finite; expected angstrom"),
-    (spoiled("plddt", slice(4, 6), np.nan), "plddt of residue 4, the first of 2 such ones, is nan; expected 0 to 100"),
-    (spoiled("lddt", 11, 50), "lddt of residue 11 is 50; expected 0 to 100, and NaN where CA is not"),
-    (spoiled("distance", 9, -1), "distance is -1 to 22"),
 ])  # fmt: skip
 def test_unusable_structures_are_refused_with_a_reason(tmp_path: Path, change: dict[str, Any], reason: str) -> None:
     with pytest.raises(DataError, match=reason):
@@ -218,3 +270,10 @@ def test_unusable_structures_are_refused_with_a_reason(tmp_path: Path, change: d
 
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     pages.survives_damage(picture, pages.saved(tmp_path / "structures.npz", arrays()))
+
+
+def test_what_is_hidden_by_the_mask_is_not_looked_at(tmp_path: Path) -> None:
+    said = arrays()
+    said["true"][11], said["lddt"][3] = np.nan, np.nan
+    (first, _) = picture.read(pages.saved(tmp_path / "structures.npz", said))
+    assert not first.known[11] and first.known[3]

@@ -194,6 +194,8 @@ def test_the_target_is_drawn_only_for_the_metric_it_is_for(run: Path) -> None:
     assert "target 0.124" in labels["mae"] and "best 0.1231" in labels["mae"]
     assert not any("target" in label for label in labels["accuracy"]) and "best 0.64" in labels["accuracy"]
     assert found.best("mae") == (560, 0.1231)
+    (throughput,) = [plot for plot in curves.plots(found) if plot.name == "throughput"]
+    assert throughput.draw(LIGHT).axes[0].get_legend_handles_labels()[1] == ["median 412"]
 
 
 def test_the_best_of_a_metric_is_the_highest_where_the_settings_say_so(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """DiT and Flux: what they are asked, what they keep, what they refuse."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,12 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hpcai.errors import ConfigError, DataError
+from hpcai.errors import CheckpointError, ConfigError, DataError
 from hpcai.models.diffusion.condition import Condition
 from hpcai.models.diffusion.config import DiTConfig, FluxConfig
 from hpcai.models.diffusion.dit import DiT
 from hpcai.models.diffusion.flux import Flux
-from hpcai.models.diffusion.others import from_config, to_config
+from hpcai.models.diffusion.load import from_config, save_folder, to_config
 from hpcai.models.diffusion.tokens import modulated
 from hpcai.nn.products import Joint
 from hpcai.settings import StepConfig
@@ -167,11 +168,14 @@ def test_wrong_input_is_refused(case: str) -> None:
 
 
 OTHERS: dict[str, tuple[dict[str, Any], str]] = {
-    "another class": ({"_class_name": "UNet2DModel"}, "class 'UNet2DModel'; expected one of DiTTransformer2DModel, Flux"),
-    "a norm": ({"_class_name": "DiTTransformer2DModel", "norm_eps": 1e-6, "dropout": 0.1}, "dropout is 0.1, expected 0.0; norm"),
-    "something new": ({"_class_name": "FluxTransformer2DModel", "experts": 4}, "experts is 4, which is not known"),
-    "of another kind": ({"_class_name": "FluxTransformer2DModel", "num_layers": "two"}, "(?s)a Flux.*: .*valid integer"),
+    "another class": ({"_class_name": "UNet3DModel"}, "_class_name is 'UNet3DModel'; expected one of UNet2DConditionModel, "),
+    "a norm": ({"_class_name": "DiTTransformer2DModel", "norm_eps": 1e-6}, "norm_eps is 1e-06; networks here know 1e-05 alone"),
+    "patches": ({"_class_name": "FluxTransformer2DModel", "patch_size": 2}, "patch_size is 2; networks here know 1 alone"),
+    "other outputs": ({"_class_name": "FluxTransformer2DModel", "out_channels": 3}, "out_channels is 3; networks here know null"),
+    "something new": ({"_class_name": "FluxTransformer2DModel", "experts": 4}, "experts is 4; networks here know null alone"),
+    "of another kind": ({"_class_name": "FluxTransformer2DModel", "num_layers": "two"}, "(?s)config.json: .*valid integer"),
     "angles": ({"_class_name": "FluxTransformer2DModel", "axes_dims_rope": [2, 2, 2]}, "must be even and add up to a head's 128"),
+    "an old one of another kind": ({"_class_name": "Transformer2DModel"}, "attention_bias is false; networks here"),
 }  # fmt: skip
 
 
@@ -179,7 +183,7 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
 def test_settings_that_cannot_be_had_are_named(case: str) -> None:
     found, told = OTHERS[case]
     with pytest.raises(ConfigError, match=told):
-        from_config(found)
+        from_config(found, Path("config.json"))
 
 
 def test_settings_of_others_that_say_the_same() -> None:
@@ -189,9 +193,14 @@ def test_settings_of_others_that_say_the_same() -> None:
         "num_embeds_ada_norm": 1000, "num_vector_embeds": None, "only_cross_attention": False, "patch_size": 2, "sample_size": 32,
         "attention_head_dim": 72, "num_attention_heads": 16, "num_layers": 28, "in_channels": 4,
     }  # fmt: skip
-    assert from_config(old) == DiTConfig()
-    assert from_config({"_class_name": "FluxTransformer2DModel", "in_channels": 8, "out_channels": 8}) == FluxConfig(inputs=8)
-    with pytest.raises(ConfigError, match="theta is 500.0; files of others can only have 10000"):
-        to_config(FluxConfig(theta=500.0))
+    path = Path("config.json")
+    assert from_config(old, path)[1] == DiTConfig()
+    flux = {"_class_name": "FluxTransformer2DModel", "in_channels": 8, "out_channels": 8}
+    assert from_config(flux, path)[1] == FluxConfig(inputs=8)
+    assert from_config({"_class_name": "DiTTransformer2DModel"}, path)[1] == DiTConfig(outputs=4), "as many as there are inputs"
+    for cfg in (DiTConfig(**DIT), FluxConfig(**FLUX)):
+        assert from_config(to_config(cfg)[1], path)[1] == cfg.model_copy(update={"zero": True})
+    with pytest.raises(CheckpointError, match="no class for these settings of a FluxConfig: theta 500"):
+        save_folder({}, FluxConfig(theta=500.0), path)
     with pytest.raises(ValueError, match="a token of 6 channels cannot hold 2 x 2 places; give a multiple of 4"):
         FluxConfig(inputs=6)

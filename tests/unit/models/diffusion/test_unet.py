@@ -175,10 +175,14 @@ def test_inputs_that_do_not_fit_are_told() -> None:
     coarse = made(field=1, periodic=(True, False))
     cases: list[tuple[UNet, tuple[Any, ...], str]] = [
         (plain, (x[:, :1], TIMES), r"has shape \[3, 1, 8, 8\]; expected \[B, 2, places, places\]"),
-        (plain, (x, TIMES[:2]), r"time has shape \[2\]; expected \[3\]"),
-        (plain, (x, TIMES, given), "condition.tokens was given"),
-        (cross, (x, TIMES), "condition.tokens is missing"),
-        (cross, (x, TIMES, Condition(tokens=drawn(BATCH, 5, 7))), r"\[3, 5, 7\]; expected \[3, any, 6\]"),
+        (plain, (x[..., None], TIMES), "expected"),
+        (plain, (x, TIMES[:2]), r"UNet: time is \[2\], expected \[3\]"),
+        (plain, (x, TIMES, given), "no use for condition.tokens"),
+        (cross, (x, TIMES), r"needs condition.tokens \[3, N, 6\]; give it"),
+        (cross, (x, TIMES, Condition(tokens=drawn(BATCH, 5, 7))), r"\[3, 5, 7\], expected \[3, N, 6\]"),
+        (cross, (x, TIMES, given._replace(guidance=TIMES)), "no use for condition.guidance"),
+        (made(classes=3), (x, TIMES), "needs condition.classes"),
+        (made(parameters=3), (x, TIMES, Condition(parameters=drawn(BATCH, 2))), r"expected \[3, 3\]"),
         (coarse, (x, TIMES, Condition(field=drawn(BATCH, 1, 9, 8))), "expected no more"),
         (coarse, (x[:, :, :7], TIMES, Condition(field=drawn(BATCH, 1, 4, 4))), "7 along a periodic dim; expected a multiple of 2"),
     ]

@@ -1,0 +1,100 @@
+"""Predicted over true values, beside a constant answer: panels, and a table of errors.   N samples of a quantity"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap, LogNorm
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from hpcai.cli.report.picture import Table, panels
+from hpcai.cli.report.theme import WIDTH, Theme, head, verbatim
+from hpcai.log import number
+
+COLUMNS = 4                                              # panels in a row
+MANY = 4000                                              # samples: more are counted in cells
+CELLS = 110                                              # along each axis
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Predicted and true values of a quantity. A model that has learned nothing predicts ``constant``, or if None the mean."""
+
+    name: str
+    true: np.ndarray                                     # [N]
+    predicted: np.ndarray                                # [N]
+    unit: str = ""
+    constant: tuple[str, float] | None = None
+    linear: float | None = None                          # axes are logarithmic beyond this value; None: nowhere
+
+    @property
+    def baseline(self) -> tuple[str, float]:
+        return self.constant or ("the mean", float(self.true.mean()))
+
+    def mae(self, predicted: np.ndarray | float | None = None) -> float:
+        return float(np.abs((self.predicted if predicted is None else predicted) - self.true).mean())
+
+    def rmse(self, predicted: np.ndarray | float | None = None) -> float:
+        return float(np.sqrt(np.square((self.predicted if predicted is None else predicted) - self.true).mean()))
+
+    def r2(self) -> float:
+        """1 less the squared error as a share of that of the baseline."""
+        least = self.rmse(self.baseline[1])
+        return 1 - (self.rmse() / least) ** 2 if least > 0 else math.nan
+
+
+def draw(pairs: Sequence[Pair], theme: Theme) -> Figure:
+    columns = min(len(pairs), COLUMNS)
+    side = WIDTH / max(columns, 3)
+    figure = Figure(figsize=(side * columns, (side + 0.5) * math.ceil(len(pairs) / columns)))
+    for axes, pair in zip(panels(figure, len(pairs), columns), pairs):
+        _draw(axes, pair, theme)
+    return figure
+
+
+def _draw(axes: Axes, pair: Pair, theme: Theme) -> None:
+    unit, (name, constant) = f" [{pair.unit}]" if pair.unit else "", pair.baseline
+    both = np.concatenate((pair.true, pair.predicted))
+    low, high = float(both.min()), float(both.max())
+    pad = 0.04 * (high - low) or 1.0
+    edges = np.linspace(low - pad, high + pad, CELLS + 1)
+    if pair.linear:
+        end = 1.2 * max(-low, high) or 1.0
+        edges = pair.linear * np.sinh(np.linspace(-1, 1, CELLS + 1) * math.asinh(end / pair.linear))
+        axes.set_xscale("asinh", linear_width=pair.linear)
+        axes.set_yscale("asinh", linear_width=pair.linear)
+    if len(pair.true) > MANY or pair.linear:
+        # The palest shades are left out, so that a cell with a single sample differs from the paper.
+        shades = LinearSegmentedColormap.from_list("counts", matplotlib.colormaps[theme.counts](np.linspace(0.3, 1, 64)))
+        counts, _, _, cells = axes.hist2d(pair.true, pair.predicted, (edges, edges), cmin=1, cmap=shades)
+        cells.set_norm(LogNorm(1, max(np.nanmax(counts), 10)))
+        inset = axes.inset_axes((0.58, 0.1, 0.38, 0.025))
+        axes.figure.colorbar(cells, cax=inset, orientation="horizontal").outline.set_visible(False)
+        inset.set_title("samples in a cell", fontsize=8, color=theme.faint, pad=3)
+        inset.tick_params(labelsize=8)
+    else:
+        axes.scatter(pair.true, pair.predicted, s=14 if len(pair.true) < 500 else 8, alpha=0.55, color=theme.main, linewidths=0)
+    axes.plot(edges[[0, -1]], edges[[0, -1]], color=theme.ink, linewidth=1, label="perfect")
+    axes.axhline(constant, color=theme.second, linewidth=1.3, linestyle=(0, (5, 3)), label=name)
+    axes.set(xlim=edges[[0, -1]], ylim=edges[[0, -1]], xlabel=verbatim(f"true{unit}"), ylabel=verbatim(f"predicted{unit}"))
+    axes.set_box_aspect(1)
+    if not pair.linear:
+        axes.xaxis.set_major_locator(MaxNLocator(5, prune="both"))
+    axes.legend(loc="upper left", fontsize=8)
+    head(axes, verbatim(pair.name), f"R² {pair.r2():.3f}   MAE {pair.mae():.3g}  ({name}: {pair.mae(constant):.3g})", theme)
+
+
+def table(pairs: Sequence[Pair], note: str = "") -> Table:
+    """The errors of each quantity, and in the last columns those of the constant answer."""
+    rows = []
+    for pair in pairs:
+        constant = pair.baseline[1]
+        errors = pair.rmse(), pair.mae(), pair.rmse(constant), pair.mae(constant)
+        rows.append((f"{pair.name} [{pair.unit}]" if pair.unit else pair.name, f"{len(pair.true):,}", f"{pair.r2():.4f}",
+                     *map(number, errors)))
+    head = ("", "samples", "R²", "RMSE", "MAE", "RMSE of a constant", "MAE of a constant")
+    return Table("Prediction per quantity", note, head, rows)
