@@ -32,7 +32,6 @@ from tests.data_prep.test_trajectories import relaxation, write_rows
 from tests.fuzz.attack import Reader
 from tests.stored import DATA
 from tests.unit.models.openfold.test_alignments import A3M, HHR, STO
-from tests.unit.train.test_checkpoint import new_step
 
 ROOT = DATA.parents[1]
 
@@ -312,14 +311,6 @@ def resume_header(path: Path) -> None:
     resume_resealed(index)
 
 
-def packed_checkpoint(folder: Path) -> Path:
-    return next(Path(shutil.copytree(DATA / "checkpoint/format-1", folder / "checkpoints")).rglob("*.distcp"))
-
-
-def resume_packed(path: Path) -> None:
-    resume_resealed(path, new_step)
-
-
 READERS = [
     Reader("A3M", bytes_of("hits.a3m", A3M), read_alignment),
     Reader("A3M, gzip", bytes_of("hits.a3m.gz", gzip.compress(A3M)), read_alignment, gunzipped(bytes)),
@@ -365,5 +356,4 @@ READERS = [
     *(Reader(f"checkpoint, {name}, resealed", checkpoint_of(name), resume_resealed, names=("step-",))
       for name in ("run.json", "index.json")),
     Reader("checkpoint, *.safetensors, resealed", checkpoint_of("*.safetensors"), resume_header, names=("step-",)),
-    Reader("checkpoint of format 1, resealed", packed_checkpoint, resume_packed, names=("step-",)),
 ]  # fmt: skip
