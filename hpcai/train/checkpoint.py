@@ -283,7 +283,7 @@ class Checkpoints:
         progress = held.run.progress
         step.optimizer.refresh()
         step.sums.spread()
-        step.count, step.average.seen = progress.step, progress.seen
+        step.count = progress.step
 
     def _still_frozen(self, held: Held, step: Step) -> set[str]:
         """Weights that the checkpoint has not, since they are those of a file. One that it has is read, and saved from then on."""

@@ -283,11 +283,11 @@ def checkpoint_of(file: str) -> Callable[[Path], Path]:
     return make
 
 
-def resume(path: Path, into: Callable[[], train.Step] = step) -> None:
-    Checkpoints(path.parent.parent, train.CheckpointConfig(), dist.alone()).resume(into())
+def resume(path: Path) -> None:
+    Checkpoints(path.parent.parent, train.CheckpointConfig(), dist.alone()).resume(step())
 
 
-def resume_resealed(path: Path, into: Callable[[], train.Step] = step) -> None:
+def resume_resealed(path: Path) -> None:
     """The manifest says what the damaged file is, as who forges a checkpoint would let it."""
     import hashlib
 
@@ -296,7 +296,7 @@ def resume_resealed(path: Path, into: Callable[[], train.Step] = step) -> None:
     data = path.read_bytes()
     told["files"][path.name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     manifest.write_text(json.dumps(told))
-    resume(path, into)
+    resume(path)
 
 
 def resume_header(path: Path) -> None:
