@@ -241,13 +241,6 @@ class StepConfig(Settings):
     """parameters that decay, as shell patterns of their names"""
     average: Annotated[float, Field(gt=0, lt=1)] | None = None
     """decay of an exponential moving average of the weights, which is then what is evaluated and saved for people"""
-    average_half_life: Annotated[float, Field(gt=0)] | None = None
-    """instead of `average`: samples after which what was averaged counts half as much (Karras et al. 2022)"""
-    average_ramp: Annotated[float, Field(gt=0)] | None = 0.05
-    """a half-life is at most this share of the samples that were trained on so far; null: it is the same from the first step on"""
-    average_power: Annotated[float, Field(gt=0, lt=0.288)] | None = None
-    """instead of `average`: weights count by a power of the number of their step; this is the deviation of these numbers over the
-    last one, such as 0.05 or 0.10 (sigma_rel; Karras et al. 2024), and other ones can be made afterwards"""
     capture: Literal["none", "auto", "forward", "whole"] = "none"
     """CUDA Graphs: forward and backward with the gradient sums, or the whole step with its update, recorded once for each shape of
     the batch; auto: whole, where there is a GPU that can, and none where the step turns out to need the host"""
@@ -278,15 +271,7 @@ class StepConfig(Settings):
             raise ValueError(f"clip_per is sample, but {lacks}")
         if self.compile_cache is not None and self.compile == "none":
             raise ValueError("compile_cache is given, but nothing is compiled; set compile to blocks or whole")
-        averages = [name for name in ("average", "average_half_life", "average_power") if getattr(self, name) is not None]
-        if len(averages) > 1:
-            raise ValueError(f"{' and '.join(averages)} are given; give one of them, the others null")
         return self
-
-    @property
-    def averages(self) -> bool:
-        """Whether the weights are averaged."""
-        return any(x is not None for x in (self.average, self.average_half_life, self.average_power))
 
 
 class TrainConfig(Settings):
@@ -325,7 +310,7 @@ class TrainConfig(Settings):
     """seconds without a finished step (or batch of an evaluation) after which the run ends and says where each process stands; four
     times as many for the first step, which may compile; null: wait for ever"""
     power_cap: Positive | None = None
-    """watts that each GPU of the run draws at most, set for its time where the system allows it; null: what the system has set"""
+    """watts to which each GPU of the run must be limited, by the scheduler or `nvidia-smi -pl`; null: any limit"""
     profile: tuple[Positive, Positive] | None = None
     """first and last step of a trace, in report.directory/profile"""
 

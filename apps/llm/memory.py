@@ -197,7 +197,7 @@ def _held(cfg: Config, sizes: Sizes, count: float, trained: bool) -> dict[str, f
         "weights": weight * count * (share if cut == "weights" else 1),
         "gradients": sums * count * trained * {"none": 1.0, "optimizer": 1 + share, "weights": share}[cut],
         "optimizer": updated * (every + (wide if weight == 2 else 0)),  # with the master weights
-        "average": updated * wide if step.averages else 0.0,
+        "average": updated * wide if step.average is not None else 0.0,
     }
 
 

@@ -421,8 +421,8 @@ def _hints(job: Job) -> list[str]:
         found.append(f"the job's output goes to {job.directory}; before submitting: mkdir -p {shlex.quote(str(job.directory))}")
     if job.settings.train.power_cap and "power" not in job.site.facts:
         found.append(
-            f"site {job.site.name} has no option for power: each process sets the limit of its GPU itself, which most systems let "
-            "root alone do; the run ends at its start where it is refused"
+            f"site {job.site.name} has no option for power: set the limit of each GPU otherwise ('nvidia-smi -pl', most systems "
+            "let root alone do it); the run ends at its start where another one is enforced"
         )
     if job.site.pbs:
         found.append(f"the script submits itself again from {job.script}; keep it there")

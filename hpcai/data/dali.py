@@ -1,8 +1,7 @@
-"""Volumes and images through NVIDIA DALI: decoded, cropped, flipped and normalised by its operators, on the CPU or the GPU.
+"""Arrays through NVIDIA DALI's operators, on the CPU or the GPU: decoded, cropped, flipped, normalised.
 
-Order and random numbers are ours: each crop and flip is a pure function of (seed, epoch, position), fed to the pipeline beside
-the sample. So there is no state to save, and a resumed run gets the same batches on any number of processes. ``apply`` is the
-whole pipeline in plain numpy, but for decoding.
+Order and random numbers are ours: those of a sample are a pure function of (seed, epoch, position), fed to the pipeline beside
+it. So there is no state to save, and a resumed run gets the same batches on any number of processes. The operators are DALI's own.
 
 Found with DALI 2.4.0, and held by the tests: arrays go in without a copy (``no_copy``); what comes out has memory of its own,
 which torch takes over through DLPack: an earlier batch stays as it is while later ones are made. DALI guesses the layout of an
@@ -29,98 +28,35 @@ from hpcai.data.sampler import Sampler
 from hpcai.dist.mesh import Mesh
 from hpcai.errors import DataError, MissingExtraError
 
-_LAYOUTS = ("", "HW", "HWC", "CHW", "DHW", "DHWC", "CDHW")
-_SPATIAL = "DHW"
 _TYPES = {
     "bool": "BOOL", "uint8": "UINT8", "int8": "INT8", "uint16": "UINT16", "int16": "INT16", "uint32": "UINT32", "int32": "INT32",
     "uint64": "UINT64", "int64": "INT64", "float16": "FLOAT16", "float32": "FLOAT", "float64": "FLOAT64",
 }  # fmt: skip
-_NORMALISED = ("uint8", "int16", "uint16", "int32", "float16", "float32")  # what crop_mirror_normalize takes
-_ONE = 1 << 30
-"""A drawn number, divided by this, lies in [0, 1). DALI's constants have 32 bits."""
 _DEPTH = 2  # batches that are in DALI at a time
 
 
-# ---- operators
+# ---- samples
 
 
 @dataclass(frozen=True)
 class Field:
-    """One array of a sample, and what is done with it, in this order: decoded, cropped, flipped, normalised.
+    """One array of a sample.
 
-    ``layout`` names the dims: HW, HWC, CHW, DHW, DHWC or CDHW; an empty one leaves them without names, and then only ``mean`` and
-    ``std`` of one number are possible. ``decode``: the array is an encoded image (PNG, JPEG) [bytes] uint8; its layout is HWC, with
-    the channels it has. ``crop`` has a size for each dim but C. ``flip`` names dims, such as "HW", that are reversed at random,
-    each half of the time. All fields of a sample are cropped and flipped alike. ``mean`` and ``std`` have one number or one per
-    channel: the result is (x - mean) / std in float32. Raises DataError, naming the field, for what contradicts itself.
+    ``layout`` names its dims for DALI's operators, such as HWC or CDHW; an empty one leaves them without names.
+    ``operators(x, drawn)`` builds what is done with it: ``x`` is the array's node of the graph, on the CPU, and ``drawn`` that of
+    eight random numbers in [0, 1), the same for all fields of a sample and others in each epoch; it returns a node. For example
+    ``lambda x, drawn: fn.crop(x, crop=(64, 64), crop_pos_x=drawn[0], crop_pos_y=drawn[1])`` with ``nvidia.dali.fn``. An encoded
+    image (PNG, JPEG) is an array [bytes] uint8, or bytes.
     """
 
     name: str
     layout: str = ""
-    decode: bool = False
-    crop: tuple[int, ...] | None = None
-    crop_at: Literal["center", "random"] = "center"
-    flip: str = ""
-    mean: float | Sequence[float] | None = None
-    std: float | Sequence[float] | None = None
-
-    def __post_init__(self) -> None:
-        where = f"field '{self.name}'"
-        if self.layout not in _LAYOUTS:
-            raise DataError(f"{where}: layout {self.layout!r}, expected one of {', '.join(map(repr, _LAYOUTS))}")
-        if self.decode and self.layout != "HWC":
-            raise DataError(f"{where}: a decoded image is HWC, but layout is {self.layout!r}")
-        if self.crop_at not in ("center", "random"):
-            raise DataError(f"{where}: crop_at {self.crop_at!r}, expected center or random")
-        if self.crop is not None and (not self.layout or len(self.crop) != len(self.spatial) or min(self.crop) < 1):
-            letters = self.layout.replace("C", "") or "the dims of a layout"
-            raise DataError(f"{where}: crop {self.crop}, expected a size of at least 1 for each of {letters}")
-        if set(self.flip) - (set(self.layout) & set(_SPATIAL)):
-            raise DataError(f"{where}: flip {self.flip!r}, expected letters among D, H and W of the layout {self.layout!r}")
-        means, stds = self.normal
-        if max(means.size, stds.size) > 1 and "C" not in self.layout:
-            raise DataError(f"{where}: a mean and std per channel, but layout {self.layout!r} has no C")
-        if not np.isfinite([*means.flat, *stds.flat]).all() or 0 in stds or len({1, means.size, stds.size}) > 2:
-            found = f"mean {self.mean}, std {self.std}"
-            raise DataError(f"{where}: {found}; expected as many finite numbers of each, or one, and a std that is not 0")
-
-    @property
-    def spatial(self) -> list[int]:
-        """Dims that are cropped."""
-        return [dim for dim, letter in enumerate(self.layout) if letter != "C"]
-
-    @property
-    def normal(self) -> tuple[np.ndarray, np.ndarray]:
-        """Mean and standard deviation, which broadcast to an array of the layout."""
-        given = (0.0 if self.mean is None else self.mean, 1.0 if self.std is None else self.std)
-        pair = [np.atleast_1d(np.asarray(x, np.float32)) for x in given]
-        after = len(self.layout) - 1 - self.layout.find("C") if "C" in self.layout else 0
-        mean, std = (x.reshape(-1, *[1] * after) if x.size > 1 else x for x in pair)
-        return mean, std
-
-    @property
-    def is_normalised(self) -> bool:
-        return self.mean is not None or self.std is not None
+    operators: Callable[[Any, Any], Any] | None = None
 
 
 def draw(seed: int, epoch: int, position: int) -> np.ndarray:
-    """For D, H and W: a number in [0, 2**30) that places a crop, and a bit that flips.   [2, 3] int64"""
-    generator = np.random.Generator(np.random.PCG64([seed, epoch, position, 0xDA11]))
-    return np.stack([generator.integers(0, _ONE, 3), generator.integers(0, 2, 3)])
-
-
-def apply(field: Field, x: np.ndarray, drawn: np.ndarray) -> np.ndarray:
-    """What the pipeline makes of an array, in numpy."""
-    for dim, size in zip(field.spatial, field.crop or ()):
-        free, at = x.shape[dim] - size, int(drawn[0, _SPATIAL.index(field.layout[dim])])
-        start = free // 2 if field.crop_at == "center" else at * (free + 1) // _ONE
-        x = x.take(range(start, start + size), dim)
-    flipped = {letter for letter, bit in zip(_SPATIAL, drawn[1]) if bit and letter in field.flip}
-    x = np.flip(x, tuple(dim for dim in field.spatial if field.layout[dim] in flipped))
-    if field.is_normalised:
-        mean, std = field.normal
-        x = (x.astype(np.float32) - mean) / std
-    return np.asarray(x, order="C")
+    """Random numbers of a sample, in [0, 1).   [8] float32"""
+    return np.random.Generator(np.random.PCG64([seed, epoch, position, 0xDA11])).random(8, np.float32)
 
 
 def _array(field: Field, sample: Any) -> np.ndarray:
@@ -134,9 +70,7 @@ def _array(field: Field, sample: Any) -> np.ndarray:
     x = np.frombuffer(value, np.uint8) if isinstance(value, bytes | bytearray | memoryview) else np.asarray(value)
     if x.dtype.name not in _TYPES or not x.dtype.isnative:
         raise DataError(f"{where}: values of {x.dtype.str}, expected {', '.join(_TYPES)} in this machine's byte order: use .astype")
-    if field.decode and (x.ndim != 1 or x.dtype != np.uint8):
-        raise DataError(f"{where}: {x.dtype} of shape {x.shape}, expected an encoded image [bytes] uint8; or set decode=False")
-    if not field.decode and field.layout and x.ndim != len(field.layout):
+    if field.layout and x.ndim != len(field.layout):
         raise DataError(f"{where}: an array of shape {x.shape}, but layout {field.layout!r} has {len(field.layout)} dims")
     return np.asarray(x, order="C")
 
@@ -160,9 +94,8 @@ class _UnderWay(NamedTuple):
 class _Graph:
     """A DALI pipeline over ``fields``, with up to two batches of up to ``batch`` samples in it.
 
-    The operators are the same on the CPU and the GPU. Only crops are always made where the array lies, so that nothing else is
-    uploaded. All samples have the dtypes and dims of ``first``. Raises DataError, with ``name`` and the samples by ``describe``,
-    for what DALI refuses.
+    What its operators leave on the CPU is uploaded to a GPU at their end. All samples have the dtypes and dims of ``first``. Raises
+    DataError, with ``name`` and the samples by ``describe``, for what DALI refuses.
     """
 
     def __init__(
@@ -181,44 +114,21 @@ class _Graph:
                 batch_size=batch, num_threads=threads, device_id=index, prefetch_queue_depth=_DEPTH, exec_dynamic=True, seed=0
             )
             with self._pipe:
-                self._pipe.set_outputs(*(self._define(i, field, x) for i, (field, x) in enumerate(zip(fields, first))))
+                drawn = self._dali.fn.external_source(name="drawn", dtype=self._dali.types.FLOAT, ndim=1)
+                made = [self._define(i, field, x, drawn) for i, (field, x) in enumerate(zip(fields, first))]
+                self._pipe.set_outputs(*made, drawn)  # DALI drops a source that no output needs, and refuses to be fed for it
             self._pipe.build()
         self._pipe._first_iter = False  # otherwise the first schedule_run wants all batches before it gives one
         self._uploading: deque[tuple[torch.cuda.Event, Any]] = deque()
 
-    def _define(self, i: int, field: Field, first: np.ndarray) -> Any:
-        fn, types = self._dali.fn, self._dali.types
-        named = {"layout": field.layout} if field.layout and not field.decode else {}
-        x = fn.external_source(
-            name=f"field{i}", no_copy=True, dtype=getattr(types, _TYPES[first.dtype.name]), ndim=first.ndim, **named
-        )  # fmt: skip
-        if field.decode:
-            x = fn.decoders.image(x, device="mixed" if self._on_gpu else "cpu", output_type=types.ANY_DATA)
-        if field.crop is not None:
-            begin, size = field.spatial[0], np.array(field.crop)
-            free = x.shape(dtype=types.INT64)[begin : begin + len(size)] - types.Constant(size, dtype=types.INT64)
-            start = free // 2
-            if field.crop_at == "random":
-                start = fn.external_source(name=f"crop{i}", dtype=types.INT64, ndim=1) * (free + 1) // _ONE
-            x = fn.slice(x, start=fn.cast(start, dtype=types.INT32), shape=size.tolist(), axes=field.spatial)
-        if self._on_gpu and not field.decode:
-            x = x.gpu()
-        if field.flip:
-            without = "C" not in field.layout
-            if without:  # flip knows no others
-                x = fn.expand_dims(x, axes=[len(field.layout)], new_axis_names="C")
-            bits = fn.external_source(name=f"flip{i}", dtype=types.INT32, ndim=1)
-            x = fn.flip(x, depthwise=bits[0] if "D" in field.layout else 0, vertical=bits[1], horizontal=bits[2])
-            x = fn.squeeze(x, axes=[len(field.layout)]) if without else x
-        if field.is_normalised:
-            mean, std = (row.ravel().tolist() for row in field.normal)
-            if first.dtype.name not in _NORMALISED or "C" not in field.layout:
-                x = fn.cast(x, dtype=types.FLOAT)
-            if "C" in field.layout:  # one pass over the values
-                x = fn.crop_mirror_normalize(x, mean=mean, std=std, output_layout=field.layout, dtype=types.FLOAT)
-            else:
-                x = (x - mean[0]) / std[0]
-        return x
+    def _define(self, i: int, field: Field, first: np.ndarray, drawn: Any) -> Any:
+        named = {"layout": field.layout} if field.layout else {}
+        x = self._dali.fn.external_source(
+            name=f"field{i}", no_copy=True, dtype=getattr(self._dali.types, _TYPES[first.dtype.name]), ndim=first.ndim, **named
+        )
+        if field.operators is not None:
+            x = field.operators(x, drawn)
+        return x.gpu() if self._on_gpu and x.device == "cpu" else x
 
     @property
     def has_room(self) -> bool:
@@ -233,14 +143,9 @@ class _Graph:
         items: list[_Item] = [ready.sample for ready in found]
         self.under_way.append(_UnderWay(number, [ready.task for ready in found], items))
         with self._named(self.under_way[0].tasks):
-            for i, field in enumerate(self._fields):
+            for i in range(len(self._fields)):
                 self._pipe.feed_input(f"field{i}", [item.arrays[i] for item in items])
-                if field.crop and field.crop_at == "random":
-                    slots = [_SPATIAL.index(field.layout[dim]) for dim in field.spatial]
-                    self._pipe.feed_input(f"crop{i}", [item.drawn[0, slots] for item in items])
-                if field.flip:
-                    wanted = np.array([letter in field.flip for letter in _SPATIAL])
-                    self._pipe.feed_input(f"flip{i}", [(item.drawn[1] * wanted).astype(np.int32) for item in items])
+            self._pipe.feed_input("drawn", [item.drawn for item in items])
             self._pipe.schedule_run()
 
     def finish(self) -> tuple[int, list[Task], list[Tensor]]:

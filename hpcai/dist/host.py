@@ -145,6 +145,26 @@ def nvml_gpu(device: torch.device) -> tuple[Any, Any, str]:
     raise LookupError(f"NVML knows no GPU {uuid}")
 
 
+def check_power_cap(device: torch.device, watts: float | None) -> None:
+    """Refuse a run without the cap that it asks for: the limit that is enforced on the GPU ``device`` must be ``watts``, whoever
+    has set it; None asks for none. Raises ConfigError, also where NVML does not tell."""
+    if watts is None:
+        return
+    try:
+        nvml, gpu, name = nvml_gpu(device)
+        enforced = nvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1e3
+    except Exception as problem:  # no GPU, no package, no driver, or a GPU that is not NVIDIA's
+        raise ConfigError(
+            f"train.power_cap is {watts:g} W, but NVML does not tell what limit is enforced: {problem}; it needs an NVIDIA GPU, "
+            "its driver and pip install 'hpcai-suite[gpu]'; or set train.power_cap to null"
+        ) from None
+    if abs(enforced - watts) >= 0.5:
+        raise ConfigError(
+            f"train.power_cap is {watts:g} W, but {name} is limited to {enforced:g} W; set the limit by the scheduler's option or "
+            f"'nvidia-smi -pl {watts:g}' (docs/cluster.md), or train.power_cap to null"
+        )
+
+
 class Gpu:
     """NVML's counters of one GPU, read without waiting for it. What the driver does not tell is left out; without NVML that is
     all."""

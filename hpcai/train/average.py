@@ -1,17 +1,12 @@
-"""Averages of the weights: with constant geometric weights (Polyak and Juditsky 1992), with a half-life in samples (Karras et al.,
-"Elucidating the design space of diffusion-based generative models", 2022), or with weights that grow as a power of the step
-(Karras et al., "Analyzing and improving the training dynamics of diffusion models", 2024)."""
+"""An exponential moving average of the weights (Polyak and Juditsky 1992)."""
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 
 import torch
 from torch import Tensor, nn
 
 from hpcai.dist.collect import sum_in_place
-from hpcai.errors import ConfigError
 from hpcai.parallel.replicate import GradientSums
 from hpcai.parallel.rows import Share, placed
 from hpcai.parallel.shard import FullySharded
@@ -20,28 +15,17 @@ from hpcai.train.optim import Optimizer
 
 
 class Average:
-    """a += take*(w - a) after every step, from the first weights on; without an average in the settings the weights themselves.
+    """a += (1 - step.average)*(w - a) after every step, from the first weights on; without ``step.average`` the weights themselves.
 
-    The optimizer averages the parameters in the pass that updates them; the floating-point buffers are averaged here. What is taken
-    follows from the number of the step, and with a half-life from ``seen``, the samples before it, of all copies; a resumed run
-    sets both. ``batch``: samples of a step, of all copies, where the loop knows them.
+    The optimizer averages the parameters in the pass that updates them; the floating-point buffers are averaged here.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, sums: GradientSums | FullySharded, cfg: StepConfig) -> None:
         self.cfg, self.optimizer, self.sums = cfg, optimizer, sums
-        self.seen, self.batch = 0, 0
         kept = model.state_dict(keep_vars=True).items()
         self._live = {n: b for n, b in kept if not isinstance(b, nn.Parameter) and b.is_floating_point()}
-        self._mean = {name: placed(buffer.detach().clone(), buffer) for name, buffer in self._live.items() if cfg.averages}
-
-    def begin(self, step: int, batch: Callable[[], int]) -> None:
-        """Set what 0-based ``step`` takes, before it is made; ``batch()`` counts its samples, unless they are known."""
-        if self.cfg.average_half_life is not None:
-            size = self.batch or batch()
-            self.optimizer.set_take(half_life_take(self.cfg.average_half_life, self.cfg.average_ramp, size, self.seen))
-            self.seen += size
-        elif self.cfg.average_power is not None:
-            self.optimizer.set_take(power_take(self.cfg.average_power, step + 1))
+        live = self._live.items() if cfg.average is not None else ()
+        self._mean = {name: placed(buffer.detach().clone(), buffer) for name, buffer in live}
 
     @torch.no_grad()
     def update(self) -> None:
@@ -63,7 +47,7 @@ class Average:
         processes that train call it together. Memory stays where it is, so that captured graphs go on.
         """
         self.level()
-        rows = [(s.row.weights, s.weights, s.average) for s in self.optimizer.states] if self.cfg.averages else []
+        rows = [(s.row.weights, s.weights, s.average) for s in self.optimizer.states] if self.cfg.average is not None else []
         pairs = [(live, live.clone() if live is full else full, mean) for live, full, mean in rows]
         buffers = [(live, live.clone(), self._mean.get(name)) for name, live in self._live.items()]
         self._put([(live, mean) for live, _, mean in pairs + buffers if mean is not None], shared=bool(pairs))
@@ -91,28 +75,3 @@ class Average:
         if shared:
             self.sums.spread()
             self.sums.settle()
-
-
-def half_life_take(half_life: float, ramp: float | None, batch: int, seen: int) -> float:
-    """What the average takes of the weights after a step of ``batch`` samples that ``seen`` ones came before: all after the first
-    step where there is a ``ramp`` (Karras et al. 2022, as published code has it)."""
-    life = half_life if ramp is None else min(half_life, ramp * seen)
-    return -math.expm1(-math.log(2) * batch / max(life, 1e-8))
-
-
-def power_take(deviation: float, step: int) -> float:
-    """What the average takes of the weights after 1-based ``step`` (Karras et al. 2024, appendix C); all after the first."""
-    return 1.0 if step == 1 else -math.expm1((exponent(deviation) + 1) * math.log1p(-1 / step))
-
-
-@cache
-def exponent(deviation: float) -> float:
-    """The power by which weights count whose steps have this standard deviation over the last one (sigma_rel; Karras et al. 2024,
-    appendix C): the root gamma of (gamma + 1) / ((gamma + 2)^2 (gamma + 3)) = deviation^2. Raises ConfigError if there is none."""
-    if not 0 < deviation <= 12**-0.5:
-        raise ConfigError(f"an average of deviation {deviation:g} is no power; give more than 0, and 0.288 at most")
-    low, high = 0.0, 1 / deviation**2
-    while low < (middle := (low + high) / 2) < high:  # the left side falls where gamma >= 0
-        wide = (middle + 1) / ((middle + 2) ** 2 * (middle + 3)) > deviation**2
-        low, high = (middle, high) if wide else (low, middle)
-    return low

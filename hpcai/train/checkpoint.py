@@ -37,7 +37,6 @@ from hpcai.train.tensorfile import Box
 
 VERSIONS = {"hpcai": __version__, "torch": torch.__version__}
 
-_COUNT = "optimizer/step"
 _PATIENCE = 600.0  # seconds that the end of a failed run waits for a save
 
 
@@ -273,10 +272,8 @@ class Checkpoints:
         everyone = self.mesh.everyone
         self._compare(held.path, held.run)
         wanted = _boxes(step, self.mesh, self._still_frozen(held, step))
-        counted = _COUNT in held.tensors  # not when each parameter had a count of its own, and sgd none
-        state = [box for box in wanted if counted or box.name != _COUNT]
-        self._check_names(held, state)
-        for act in (lambda: held.damage(everyone.rank, everyone.size), lambda: held.fill(state, self.cfg.writers)):
+        self._check_names(held, wanted)
+        for act in (lambda: held.damage(everyone.rank, everyone.size), lambda: held.fill(wanted, self.cfg.writers)):
             try:
                 problem = act()
             except Exception as error:
@@ -286,9 +283,7 @@ class Checkpoints:
         progress = held.run.progress
         step.optimizer.refresh()
         step.sums.spread()
-        step.count, step.average.seen = progress.step, progress.seen
-        if not counted:
-            step.optimizer.count.fill_(progress.step)
+        step.count = progress.step
 
     def _still_frozen(self, held: Held, step: Step) -> set[str]:
         """Weights that the checkpoint has not, since they are those of a file. One that it has is read, and saved from then on."""

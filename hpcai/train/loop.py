@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from hpcai import startup
 from hpcai.dist.collect import digest, distinct, gather_numbers, sum_in_place
 from hpcai.dist.energy import Processors
-from hpcai.dist.host import Collector, Gpu, warm_collectives
+from hpcai.dist.host import Collector, Gpu, check_power_cap, warm_collectives
 from hpcai.dist.mesh import Mesh
-from hpcai.dist.power import capped
 from hpcai.errors import CheckpointError, ConfigError, DataError, DivergedError
 from hpcai.parallel.rows import place_of
 from hpcai.settings import TrainConfig
@@ -81,13 +80,13 @@ def fit(
     if cfg.keep_validation and validation is not None:
         validation = Kept(validation if hasattr(validation, "epoch") else Batches(validation))
     run = run or Run("", None, step.mesh)
-    with capped(step.mesh.device, cfg.power_cap):
-        if not step.mesh.trains and evaluate is not None:
-            run.failures.arm()
-            with StopSignals(step.mesh), run.failures.watching(cfg.hang_after):  # the others stop when they have agreed to
-                return Result(serve(step, evaluate, validation), Progress())
-        loader = data if hasattr(data, "epoch") else Batches(data)
-        return _Training(step, loader, cfg, validation, evaluate, run).go()
+    check_power_cap(step.mesh.device, cfg.power_cap)
+    if not step.mesh.trains and evaluate is not None:
+        run.failures.arm()
+        with StopSignals(step.mesh), run.failures.watching(cfg.hang_after):  # the others stop when they have agreed to
+            return Result(serve(step, evaluate, validation), Progress())
+    loader = data if hasattr(data, "epoch") else Batches(data)
+    return _Training(step, loader, cfg, validation, evaluate, run).go()
 
 
 def _parameters(model: nn.Module, mesh: Mesh) -> int:
@@ -117,7 +116,6 @@ class _Training:
         self._nodes = self._seen_before = 0
         self._scored: Position | None = None  # where the target was reached
         self.run, self.reports, self.checkpoints = run, run.reports, run.checkpoints
-        step.average.batch = data.size
         self.steps = cfg.steps if cfg.steps is not None else (cfg.epochs or 1) * len(data)
         self.rate: Callable[[int], float] = rate(step.cfg.schedule, step.cfg.lr, len(data), self.steps)
         self.measured = Measured()

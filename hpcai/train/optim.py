@@ -33,7 +33,7 @@ class _State:
         kept = torch.bfloat16 if cfg.moments == "bf16" else self.weights.dtype
         names = _MOMENTS[cfg.optimizer] if cfg.optimizer not in ("sgd", "lars") or cfg.momentum else ()
         self.moments = {name: torch.zeros_like(self.weights, dtype=kept) for name in names}
-        self.average = self.weights.clone() if cfg.averages else None
+        self.average = self.weights.clone() if cfg.average is not None else None
         self.decay = cfg.weight_decay if row.decays else 0.0
 
     @property
@@ -48,7 +48,7 @@ class _State:
 
 class Optimizer:
     """``step(scale, skip)`` updates the rows by ``scale`` times their gradients (None: 1) at the rate that ``set_rate`` set, unless
-    ``skip`` is 1; all three are device scalars. An average of the weights takes the share of them that ``set_take`` set.
+    ``skip`` is 1; all three are device scalars. An average takes the share ``take`` of the weights.
 
     sgd: the learning rate is inside the momentum, v = mu v + lr (g + wd w), w -= v (Keras; MLPerf HPC CosmoFlow), or outside it
     (torch). adamw: Loshchilov and Hutter 2019; adam: its weight decay is part of the gradient. lamb: You et al., ICLR 2020; lars:
@@ -82,9 +82,6 @@ class Optimizer:
 
     def set_rate(self, lr: float) -> None:
         self.lr.fill_(lr)
-
-    def set_take(self, take: float) -> None:
-        self.take.fill_(take)
 
     @torch.no_grad()
     def step(self, scale: Tensor | None, skip: Tensor) -> None:

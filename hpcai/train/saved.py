@@ -1,7 +1,6 @@
 """A checkpoint on disk: its JSON files, whether it is whole, and what one process reads of it without the model."""
 
 import hashlib
-import io
 import math
 import os
 import re
@@ -52,37 +51,24 @@ class _Seal(BaseModel):
 
 
 class _Manifest(BaseModel):
-    format: Literal[1, 2, 3]
+    format: Literal[3]
     files: dict[FileName, _Seal]
 
 
 class RunFile(BaseModel):
-    format: Literal[1, 2, 3]
+    format: Literal[3]
     world: PositiveInt
     progress: Progress
     settings: dict[str, Any]
     data: str = ""
     versions: dict[str, str] = {}
-    """what wrote it; empty in older checkpoints"""
+    """what wrote it"""
     frozen: dict[str, str] = {}
     """by name: SHA-256 of the file with weights that are not trained, and so not in the checkpoint"""
     origins: dict[str, str] = {}
     """by SHA-256: where these files were"""
     about: dict[str, str] = {}
     """which model the weights are of, as the files of weights say it"""
-
-
-class _Chunk(BaseModel):
-    offsets: list[Count]
-    sizes: list[Count]
-    file: FileName
-    at: Count
-    bytes: Count
-
-
-class _Chunks(BaseModel):
-    dtype: str
-    chunks: list[_Chunk] = []
 
 
 class _Stretch(BaseModel):
@@ -100,12 +86,11 @@ class File(BaseModel):
 
 
 class Index(BaseModel):
-    """The files and the SHA-256 of their blocks. Of format 1, whose manifest has the files: where each box is, packed by torch."""
+    """The files and the SHA-256 of their blocks."""
 
-    format: Literal[1, 2, 3]
+    format: Literal[3]
     block: Annotated[int, Field(ge=8, le=1 << 30, multiple_of=8)] = BLOCK
     files: dict[FileName, File] = {}
-    tensors: dict[str, _Chunks] = {}
 
     def blocks(self) -> list[Block]:
         """Those of all files."""
@@ -139,16 +124,7 @@ class Held:
 
     def fill(self, wanted: Sequence[Box], readers: int = 1) -> str:
         """Read the numbers of each box -> what is damaged, or nothing. Ranks that hold the same boxes call this together."""
-        if self.index.format > 1:
-            return tensorfile.read(self.path, [(box, self.tensors[box.name]) for box in wanted], readers)
-        for box, part in ((each, part) for each in wanted for part in self.tensors[each.name]):
-            with (self.path / part.file).open("rb") as file:
-                file.seek(part.at)
-                numbers = torch.load(io.BytesIO(file.read(part.end - part.at)), weights_only=True)
-            if tuple(numbers.shape) != part.sizes:
-                return f"{part.file} holds {box.name} as {list(numbers.shape)}, {INDEX} says {list(part.sizes)}"
-            tensorfile.put(box, part.offsets, numbers)
-        return ""
+        return tensorfile.read(self.path, [(box, self.tensors[box.name]) for box in wanted], readers)
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Some tensors, whole, on one process. Raises CheckpointError where they cannot be read."""
@@ -260,14 +236,10 @@ def opened(path: Path) -> Held:
         if sealed(path / name) != manifest.files[name].model_dump():
             raise DamagedError(f"{name} has changed since it was written (size or SHA-256)")
     held = Held(path, _told(path / RUN, RunFile), _told(path / INDEX, Index))
-    spans = {name: [(0, seal.bytes)] for name, seal in manifest.files.items()}
-    for name, file in held.index.files.items():
-        spans[name] = [(stretch.at, stretch.at + stretch.bytes) for stretch in file.stretches]
-    packed = held.index.format == 1
     for name, part in _parts(path, held.index):
         width = part.dtype.itemsize
-        fits = packed or (math.prod(part.sizes) * width == part.end - part.at and part.at % width == 0)
-        inside = any(first <= part.at and part.end <= last for first, last in spans.get(part.file, ()))
+        fits = math.prod(part.sizes) * width == part.end - part.at and part.at % width == 0
+        inside = any(s.at <= part.at and part.end <= s.at + s.bytes for s in held.index.files[part.file].stretches)
         if not (fits and inside and len(part.offsets) == len(part.sizes)):
             raise DamagedError(f"{name!r} is placed where no file of it is")
         held.tensors.setdefault(name, []).append(part)
@@ -286,11 +258,6 @@ def opened(path: Path) -> Held:
 def _parts(path: Path, index: Index) -> Iterator[tuple[str, Stored]]:
     """The boxes of all tensors. Raises DamagedError."""
     try:
-        for name, entry in index.tensors.items() if index.format == 1 else ():
-            if (dtype := getattr(torch, entry.dtype, None)) not in tensorfile.KINDS:
-                raise DamagedError(f"torch has no type {entry.dtype!r}")
-            for box in entry.chunks:
-                yield name, Stored(dtype, tuple(box.offsets), tuple(box.sizes), box.file, box.at, box.at + box.bytes)
         for name, file in index.files.items():
             yield from tensorfile.listed(name, _header(path / name, file, index.block))
     except ValueError as problem:

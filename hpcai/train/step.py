@@ -101,7 +101,6 @@ class Step:
     def __call__(self, batch: Any, lr: float | None = None) -> dict[str, Value]:
         startup.now("first step")
         self.optimizer.set_rate(self.cfg.lr if lr is None else lr)
-        self.average.begin(self._steps, lambda: samples_in(batch) * self.mesh["replicate"].size)
         rng.seed_step(self._seed, self.mesh["replicate"].rank, self._steps)
         with span("step"):
             values = (self._capture or self._gradients)(batch)

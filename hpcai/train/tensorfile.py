@@ -145,14 +145,13 @@ def listed(file: str, header: bytes) -> Iterator[tuple[str, Stored]]:
     """The names of tensors, and the boxes of them that ``file`` has. Raises ValueError where the header is none of ours."""
     try:
         for key, told in json.loads(header[8:]).items():
-            if not key.startswith("gap "):
-                begin, end = told["data_offsets"]
-                sizes, part = tuple(told["shape"]), _PART.fullmatch(key)
-                offsets = tuple(int(dim.partition(":")[0]) for dim in part[2].split(",")) if part else (0,) * len(sizes)
-                if {*map(type, (begin, *sizes))} != {int} or min((begin, *sizes)) < 0:
-                    raise TypeError(f"{key!r} is no box")
-                at = len(header)
-                yield part[1] if part else key, Stored(_TYPES[told["dtype"]], offsets, sizes, file, at + begin, at + end)
+            begin, end = told["data_offsets"]
+            sizes, part = tuple(told["shape"]), _PART.fullmatch(key)
+            offsets = tuple(int(dim.partition(":")[0]) for dim in part[2].split(",")) if part else (0,) * len(sizes)
+            if {*map(type, (begin, *sizes))} != {int} or min((begin, *sizes)) < 0:
+                raise TypeError(f"{key!r} is no box")
+            at = len(header)
+            yield part[1] if part else key, Stored(_TYPES[told["dtype"]], offsets, sizes, file, at + begin, at + end)
     except (LookupError, TypeError, AttributeError, RecursionError) as problem:
         raise ValueError(f"{type(problem).__name__}: {problem}") from problem
 

@@ -46,7 +46,7 @@ CASES: dict[str, tuple[int, Sequence[str]]] = {
     "again": (1, (AGAIN,)),
     "float32": (1, ("step.precision=fp32",)),
     "float32, again": (1, ("step.precision=fp32", AGAIN)),
-    "micro-batches": (1, ("step.accumulate=2", "step.moments=bf16", "step.average_power=0.1")),
+    "micro-batches": (1, ("step.accumulate=2", "step.moments=bf16", "step.average=0.9")),
     "selective": (1, (SELECTIVE,)),
     "fp8": (1, (EIGHTHS,)),
     "fp8, autocast, selective": (1, (EIGHTHS, "step.precision=bf16", SELECTIVE)),

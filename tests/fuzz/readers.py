@@ -32,7 +32,6 @@ from tests.data_prep.test_trajectories import relaxation, write_rows
 from tests.fuzz.attack import Reader
 from tests.stored import DATA
 from tests.unit.models.openfold.test_alignments import A3M, HHR, STO
-from tests.unit.train.test_checkpoint import new_step
 
 ROOT = DATA.parents[1]
 
@@ -284,11 +283,11 @@ def checkpoint_of(file: str) -> Callable[[Path], Path]:
     return make
 
 
-def resume(path: Path, into: Callable[[], train.Step] = step) -> None:
-    Checkpoints(path.parent.parent, train.CheckpointConfig(), dist.alone()).resume(into())
+def resume(path: Path) -> None:
+    Checkpoints(path.parent.parent, train.CheckpointConfig(), dist.alone()).resume(step())
 
 
-def resume_resealed(path: Path, into: Callable[[], train.Step] = step) -> None:
+def resume_resealed(path: Path) -> None:
     """The manifest says what the damaged file is, as who forges a checkpoint would let it."""
     import hashlib
 
@@ -297,7 +296,7 @@ def resume_resealed(path: Path, into: Callable[[], train.Step] = step) -> None:
     data = path.read_bytes()
     told["files"][path.name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     manifest.write_text(json.dumps(told))
-    resume(path, into)
+    resume(path)
 
 
 def resume_header(path: Path) -> None:
@@ -310,14 +309,6 @@ def resume_header(path: Path) -> None:
     file |= {"bytes": len(data), "sha256": hashlib.sha256(data[: file["header"]]).hexdigest()}
     index.write_text(json.dumps(told))
     resume_resealed(index)
-
-
-def packed_checkpoint(folder: Path) -> Path:
-    return next(Path(shutil.copytree(DATA / "checkpoint/format-1", folder / "checkpoints")).rglob("*.distcp"))
-
-
-def resume_packed(path: Path) -> None:
-    resume_resealed(path, new_step)
 
 
 READERS = [
@@ -365,5 +356,4 @@ READERS = [
     *(Reader(f"checkpoint, {name}, resealed", checkpoint_of(name), resume_resealed, names=("step-",))
       for name in ("run.json", "index.json")),
     Reader("checkpoint, *.safetensors, resealed", checkpoint_of("*.safetensors"), resume_header, names=("step-",)),
-    Reader("checkpoint of format 1, resealed", packed_checkpoint, resume_packed, names=("step-",)),
 ]  # fmt: skip

@@ -61,7 +61,7 @@ def new_step(network: str, **words: Any) -> Step:
 @pytest.mark.parametrize("network", NETWORKS)
 def test_captured_is_eager(network: str, precision: str) -> None:
     precisely()
-    steps = [new_step(network, precision=precision, capture=how, average_half_life=100.0) for how in ("none", "whole")]
+    steps = [new_step(network, precision=precision, capture=how, average=0.9) for how in ("none", "whole")]
     for number in range(5):
         one, other = (float(step(batch(network, number))["loss"]) for step in steps)
         assert other == pytest.approx(one, rel=1e-4 if precision == "fp32" else 2e-2)

@@ -45,7 +45,7 @@ CASES = [
     {"optimizer": "adamw", "precision": "bf16", "accumulate": 2},
     {"optimizer": "adamw", "precision": "bf16-params", "moments": "bf16", "average": 0.9},
     {"optimizer": "lamb", "average": 0.9},
-    {"optimizer": "adamw", "average_power": 0.1},
+    {"optimizer": "adamw", "average": 0.9},
     {"optimizer": "lars", "precision": "bf16-params"},
 ]
 

@@ -85,7 +85,9 @@ def test_the_cell_of_the_openfold_page_runs(tmp_path: Path, monkeypatch) -> None
     (tmp_path / "alignments/5zyh_A/hits.a3m").write_text(f">5zyh_A\n{one.sequence}\n")
     (tmp_path / "hits.hhr").write_text("Query         5zyh_A\n\n No Hit\n")
     write_structure(tmp_path / "5zyh.cif", one.aatype, one.positions, one.mask, one.bfactors, chain="A")
-    names = run_cells("apps/openfold/README.md", 1, {"sequence": one.sequence})
+    letters = np.array([["ACDEFGHIKLMNPQRSTVWY".index(letter) for letter in one.sequence]])
+    raw = {"aatype": np.eye(21)[one.aatype], "msa": letters, "deletion_matrix_int": np.zeros((1, 12), int)}
+    names = run_cells("apps/openfold/README.md", 1, {"sequence": one.sequence, "raw": raw})
     assert (tmp_path / "5zyh_A.cif").exists() and names["features"]["template_mask"].sum() == 0 and names["refused"] == {}
     assert names["features"]["aatype"].shape == (256, 4) and names["fold"].positions.shape == (12, 37, 3)
 

@@ -20,8 +20,6 @@ from hpcai.settings import LoaderConfig, ScheduleConfig, StepConfig, TrainConfig
         (StepConfig, {"compile_cache": Path("x")}, "compile_cache is given, but nothing is compiled"),
         (StepConfig, {"clip_per": "sample", "clip": None}, "clip_per is sample, but clip is null"),
         (StepConfig, {"clip_per": "sample", "clip": 0.1, "shard": "weights"}, "clip_per is sample, but shard is weights"),
-        (StepConfig, {"average": 0.9, "average_power": 0.1}, "average and average_power are given; give one of them"),
-        (StepConfig, {"average_power": 0.3}, "less than 0.288"),
         (LoaderConfig, {"once": True, "reader": "gds"}, "reader gds gives samples on the GPU of each process; set once to auto"),
         (ScheduleConfig, {"decay": "steps"}, "needs decay_at"),
         (ScheduleConfig, {"decay": "steps", "decay_at": (1.0,), "decay_to": ()}, "give one factor per epoch"),

@@ -153,7 +153,7 @@ def plainly(form: Form, cfg: Any, batch: Any, device: torch.device) -> Callable[
     except ConfigError:  # the names of a peer's parameters are others
         decays = set()
     optimizer = torch_optimizer(model, cfg.step, decays)
-    means = [p.detach().clone() for p in model.parameters()] if cfg.step.averages else []
+    means = [p.detach().clone() for p in model.parameters()] if cfg.step.average is not None else []
 
     def run() -> Tensor:
         optimizer.zero_grad()

@@ -41,11 +41,6 @@ class Latents(NamedTuple):
             noise = torch.randn(mean.shape, generator=generator, dtype=mean.dtype, device=mean.device)
         return mean + (0.5 * self.logvar).exp() * noise
 
-    def divergence(self) -> Tensor:
-        """Kullback and Leibler's, of each image from a standard normal distribution.   [B]"""
-        mean, logvar = self.mean, self.logvar
-        return 0.5 * (mean.square() + logvar.exp() - 1.0 - logvar).flatten(1).sum(1)
-
 
 class Level(nn.Module):
     """[B, C, H, W] -> [B, C', H/2, W/2] on the way down, [B, C', 2H, 2W] on the way up, [B, C', H, W] on the last level"""

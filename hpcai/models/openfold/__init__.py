@@ -15,7 +15,7 @@ __getattr__, _names = lazy(
         ".objective": ["loss", "lddt"],
         ".scores": ["score", "structures_of"],
         ".parallel": ["parallelize"],
-        ".formats": ["parts_of", "raw_of", "batch_of", "processed_of"],
+        ".formats": ["parts_of"],
         ".load": ["load_weights"],
     },
 )

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +14,7 @@ from hpcai.errors import DataError
 from hpcai.models.openfold.alignments import Alignment, encode, read_alignments
 from hpcai.models.openfold.features import FeatureConfig, collate, featurize
 from hpcai.models.openfold.heads import plddt
-from hpcai.models.openfold.residues import PLACE
 from hpcai.models.openfold.structures import write_structure
-
-_CONFIDENCE = (  # least pLDDT, and the colours of the AlphaFold database
-    (90, "#0053d6", "90 and more"), (70, "#65cbf3", "70"), (50, "#ffdb13", "50"), (0, "#ff7d45", "less"),
-)  # fmt: skip
-
-
-def _colour(plddt: float) -> str:
-    return next((colour for least, colour, _ in _CONFIDENCE if plddt >= least), _CONFIDENCE[-1][1])
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -44,25 +34,6 @@ class Fold:
     def __repr__(self) -> str:
         shown = self.sequence if len(self.sequence) <= 24 else f"{self.sequence[:12]}...{self.sequence[-9:]}"
         return f"Fold({shown}, {len(self.sequence):,} residues, mean pLDDT {self.plddt.mean():.1f})"
-
-    def _repr_html_(self) -> str:
-        """The backbone from its broadest side, coloured by confidence, for a notebook."""
-        seen = self.mask[:, PLACE["CA"]] > 0  # an unknown residue has no place
-        if not seen.any():
-            return f"<div>{escape(repr(self))}</div>"
-        trace, sure = self.positions[seen, PLACE["CA"]].astype(np.float64), self.plddt[seen]
-        trace -= trace.mean(0)
-        flat = trace @ np.linalg.eigh(trace.T @ trace)[1][:, :0:-1]
-        size = max(float(np.ptp(flat, axis=0).max(initial=0)), 1.0)
-        ends = (flat - flat.min(0)) / size * 280 + 10  # pixels
-        lines = [
-            f'<line x1="{a:.1f}" y1="{b:.1f}" x2="{c:.1f}" y2="{d:.1f}" stroke="{_colour(one)}" stroke-width="3"/>'
-            for (a, b), (c, d), one in zip(ends, ends[1:], (sure[1:] + sure[:-1]) / 2)
-        ]
-        legend = " ".join(f'<span style="color:{colour}">&#9632;</span> {words}' for _, colour, words in _CONFIDENCE)
-        height = float(ends[:, 1].max()) + 10
-        svg = f'<svg width="300" height="{height:.0f}" stroke-linecap="round">{"".join(lines)}</svg>'
-        return f"<div>{escape(repr(self))}<br/>{svg}<br/>pLDDT {legend}</div>"
 
 
 def fold(

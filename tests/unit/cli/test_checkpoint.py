@@ -39,12 +39,6 @@ def test_a_run_and_one_checkpoint_are_shown_and_damage_is_found(tmp_path: Path) 
         show(tmp_path / "elsewhere", console)
 
 
-def test_a_checkpoint_of_format_1_is_shown(tmp_path: Path) -> None:
-    console = Console(width=200, record=True)
-    assert show(Path(__file__).parents[2] / "data/checkpoint/format-1", console) == 0
-    assert "whole" in console.export_text()
-
-
 @pytest.mark.parametrize("average", [None, 0.9])
 def test_the_weights_of_a_checkpoint_are_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str], average: float | None) -> None:
     cfg = CosmoFlowConfig(size=32, filters=2)

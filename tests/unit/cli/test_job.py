@@ -108,7 +108,7 @@ def test_a_cap_on_power_goes_to_the_run_and_to_the_scheduler_that_has_an_option_
         assert cli.main(["job", *words, "--site", "generic", *asked]) == 0
         text, err = capsys.readouterr()
         assert "--gpu-power" not in text and "\n  train.power_cap=300" in text
-        assert "site generic has no option for power: each process sets the limit of its GPU itself, which most systems" in err
+        assert "site generic has no option for power: set the limit of each GPU otherwise ('nvidia-smi -pl', most" in err
     assert "gpu-power" not in written(capsys, *words, "--site", "perlmutter")
     assert "train.power_cap" in refused(capsys, *words, "--site", "perlmutter", "--power-cap", "0")
     told = refused(capsys, *words, "--site", "perlmutter", "--array", "power_cap=200,300")

@@ -1,8 +1,9 @@
-"""DALI gives what plain numpy gives, in the order of ``Loader``, on any number of processes and from any place; nothing hangs."""
+"""DALI is fed samples with their random numbers, in the order of ``Loader`` and from any place; nothing hangs."""
 
-import io
 import os
 import struct
+import subprocess
+import sys
 import threading
 import time
 import zlib
@@ -14,16 +15,15 @@ import numpy as np
 import pytest
 import torch
 
-from hpcai import dist, train
+from hpcai import dist
 from hpcai.data import dali
 from hpcai.data.ahead import Ready, Task
-from hpcai.data.dali import DaliLoader, Field, apply, draw
+from hpcai.data.dali import DaliLoader, Field, draw
 from hpcai.data.direct import Memory
 from hpcai.data.loader import Loader
 from hpcai.data.sampler import Balanced
 from hpcai.dist.mesh import Mesh
-from hpcai.errors import DataError
-from hpcai.settings import StepConfig, TrainConfig
+from hpcai.errors import DataError, MissingExtraError
 from tests.meshes import mesh_of
 
 HAS_DALI = find_spec("nvidia") is not None and find_spec("nvidia.dali") is not None
@@ -52,11 +52,23 @@ class Volumes:
         self.closed = True
 
 
-FIELDS = (
-    Field("volume", "DHWC", crop=(3, 4, 5), crop_at="random", flip="DHW", mean=1.0, std=2.0),
-    Field("label", "DHW", crop=(3, 4, 5), crop_at="random", flip="DHW"),
-    Field("index"),
-)
+def moved(x: Any, drawn: Any) -> Any:
+    """A crop at random places, a flip, and float32 as in ``moved_by_numpy``."""
+    from nvidia.dali import fn, types
+
+    x = fn.crop(x, crop_d=3, crop_h=4, crop_w=5, crop_pos_z=drawn[0], crop_pos_y=drawn[1], crop_pos_x=drawn[2])
+    x = fn.flip(x, horizontal=fn.cast(drawn[3] < 0.5, dtype=types.INT32))
+    return fn.cast(x, dtype=types.FLOAT) / 2
+
+
+def moved_by_numpy(x: np.ndarray, drawn: np.ndarray) -> np.ndarray:
+    for dim, size in enumerate((3, 4, 5)):
+        start = int(np.float32(drawn[dim]) * (x.shape[dim] - size) + 0.5)
+        x = x.take(range(start, start + size), dim)
+    return (x[:, :, ::-1] if drawn[3] < 0.5 else x).astype(np.float32) / 2
+
+
+FIELDS = (Field("volume", "DHWC", moved), Field("label", "DHW"), Field("index"))
 
 
 def new_loader(source: Any, batch: int = 4, mesh: Mesh | None = None, fields: Any = FIELDS, **words: Any) -> DaliLoader:
@@ -84,45 +96,18 @@ def native_threads(at_most: int = 0) -> int:
 
 
 def png(image: np.ndarray) -> bytes:
-    """An 8-bit PNG without any loss.   [H, W, 1 or 3]"""
+    """An 8-bit PNG without any loss.   [H, W, 3]"""
 
     def chunk(kind: bytes, body: bytes) -> bytes:
         return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
 
-    height, width, channels = image.shape
+    height, width, _ = image.shape
     rows = b"".join(b"\0" + row.tobytes() for row in image)
-    head = struct.pack(">IIBBBBB", width, height, 8, {1: 0, 3: 2}[channels], 0, 0, 0)
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
 
 
-# ---- the pipeline and its twin
-
-
-SHAPES = {"HWC": (9, 10, 3), "CHW": (3, 9, 10), "DHWC": (6, 9, 10, 3), "CDHW": (3, 6, 9, 10), "HW": (9, 10), "DHW": (6, 9, 10),
-          "": (6, 9, 3)}  # fmt: skip
-
-
-def any_field(rng: np.random.Generator) -> Field:
-    layout = str(rng.choice(list(SHAPES)))
-    shape, words = SHAPES[layout], {}
-    spatial = [dim for dim, letter in enumerate(layout) if letter != "C"]
-    if layout and rng.random() < 0.6:
-        words["crop"] = tuple(int(rng.integers(1, shape[dim] + 1)) for dim in spatial)
-        words["crop_at"] = str(rng.choice(["center", "random"]))
-    if layout and rng.random() < 0.6:
-        words["flip"] = "".join(layout[dim] for dim in spatial if rng.random() < 0.6)
-    if (r := rng.random()) < 0.3:
-        words |= {"mean": 1.5, "std": 2.5}
-    elif r < 0.6 and "C" in layout:
-        words |= {"mean": [1.0, 2.0, 3.0], "std": [2.0, 3.0, 4.0]}
-    return Field("x", layout, **words)
-
-
-def any_array(rng: np.random.Generator, field: Field) -> np.ndarray:
-    moved = field.crop is not None or field.flip  # by operators that do not know these
-    dtype = str(rng.choice([name for name in dali._TYPES if not moved or name not in ("bool", "float16")]))
-    x = rng.integers(0, 2 if dtype == "bool" else 100, SHAPES[field.layout])
-    return (x * 0.3 if dtype.startswith("float") else x).astype(dtype)
+# ---- the pipeline
 
 
 def through_dali(fields: tuple[Field, ...], samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -139,56 +124,39 @@ def new_graph(field: Field, first: np.ndarray) -> Any:
 
 
 def ready(index: int, array: np.ndarray, drawn: np.ndarray | None = None) -> Ready:
-    return Ready(Task(0, index, index), dali._Item((array,), np.zeros((2, 3), int) if drawn is None else drawn))
+    return Ready(Task(0, index, index), dali._Item((array,), np.zeros(8, np.float32) if drawn is None else drawn))
 
 
-def test_what_dali_makes_is_what_numpy_makes() -> None:
-    rng, mismatched = np.random.default_rng(0), []
-    for number in range(150):
-        field = any_field(rng)
-        arrays = [any_array(rng, field)]
-        arrays.append(arrays[0][::-1].copy())
-        graph, draws = new_graph(field, arrays[0]), [draw(number, 0, position) for position in (0, 1)]
-        graph.start(0, [ready(position, array, draws[position]) for position, array in enumerate(arrays)])
-        _, _, (got,) = graph.finish()
-        want = torch.from_numpy(np.stack([apply(field, array, drawn) for array, drawn in zip(arrays, draws)]))
-        loss = 1e-6 if got.is_floating_point() else 0
-        fits = got.dtype == want.dtype and got.shape == want.shape
-        if not fits or not torch.allclose(got.double(), want.double(), rtol=loss, atol=loss):
-            mismatched.append((field, arrays[0].dtype.name, got.dtype, got.shape, want.shape))
-    assert not mismatched, mismatched[:3]
+def test_operators_get_the_sample_and_random_numbers_that_fit_its_place() -> None:
+    data, places = Volumes(100), set()
+    with new_loader(data, 10, seed=5) as loader:
+        for number, batch in enumerate(loader.epoch(1)):
+            for row, index in enumerate(batch["index"].tolist()):
+                drawn = draw(5, 1, 10 * number + row)
+                places.add((drawn[:4] * [4, 4, 4, 2]).astype(int).tobytes())
+                assert np.array_equal(batch["volume"][row], moved_by_numpy(data.sample(index, 1)["volume"], drawn))
+    assert len(places) > 50 and len({draw(*where).tobytes() for where in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1))}) == 4
 
 
 def test_all_that_is_made_for_a_gpu_ends_there() -> None:
     """Only the definition is made, since without a driver no such graph can be built."""
+    from nvidia.dali import fn
+
     graph = object.__new__(dali._Graph)
     graph._dali, graph._device, graph._on_gpu = dali._imported(), torch.device("cuda"), True
-    rng = np.random.default_rng(3)
-    fields = [Field("image", "HWC", decode=True, crop=(4, 4), mean=1.0), Field("plain"), *(any_field(rng) for _ in range(40))]
+    decode = Field("image", "", lambda x, drawn: fn.decoders.image(x, device="mixed"))
     with graph._dali.Pipeline(batch_size=1, num_threads=1, device_id=0):
-        for i, field in enumerate(fields):
-            first = np.zeros(3, np.uint8) if field.decode else any_array(rng, field)
-            assert graph._define(i, field, first).device == "gpu", field
+        drawn = fn.external_source(name="drawn", ndim=1)
+        for i, field in enumerate((decode, *FIELDS)):
+            assert graph._define(i, field, np.zeros([1] * max(len(field.layout), 1), np.uint8), drawn).device == "gpu", field
 
 
-@pytest.mark.parametrize("channels", [1, 3])
-def test_a_png_is_decoded_exactly(channels: int) -> None:
-    images = [np.random.default_rng(i).integers(0, 256, (13 + i, 17, channels)).astype(np.uint8) for i in range(3)]
-    field = Field("x", "HWC", decode=True, crop=(12, 11), crop_at="random", flip="W")
-    made = through_dali((field,), [{"x": png(image)} for image in images])["x"]
-    expected = [apply(field, image, draw(0, 0, i)) for i, image in enumerate(images)]
-    assert made.dtype == torch.uint8 and np.array_equal(made, expected)
+def test_a_png_is_decoded_exactly() -> None:
+    from nvidia.dali import fn
 
-
-def test_a_jpeg_is_decoded_and_normalised() -> None:
-    from PIL import Image
-
-    ramp = (np.add.outer(np.arange(64), np.arange(64))[..., None] * np.array([1, 1, 2])).astype(np.uint8)
-    Image.fromarray(ramp).save(buffer := io.BytesIO(), "jpeg")
-    field = Field("x", "HWC", decode=True, mean=[120.0, 110.0, 100.0], std=[60.0, 60.0, 60.0])
-    made = through_dali((field,), [{"x": buffer.getvalue()}])["x"][0].numpy()
-    assert made.shape == (64, 64, 3)
-    assert np.abs(made - apply(field, np.asarray(Image.open(buffer)), draw(0, 0, 0))).max() < 3 / 60
+    images = [np.random.default_rng(i).integers(0, 256, (13, 17, 3)).astype(np.uint8) for i in range(3)]
+    field = Field("x", "", lambda x, drawn: fn.decoders.image(x))
+    assert np.array_equal(through_dali((field,), [{"x": png(image)} for image in images])["x"], images)
 
 
 def test_all_that_a_sample_may_be() -> None:
@@ -204,7 +172,7 @@ def test_all_that_a_sample_may_be() -> None:
     assert np.array_equal(made["z"][0], turned)
     with new_loader(Volumes(), fields=FIELDS[:2], collect=lambda batch: Pair(batch["volume"], batch["label"])) as loader:
         batch = next(loader.epoch(0))
-        assert isinstance(batch, Pair) and batch.y.shape == (4, 3, 4, 5)
+        assert isinstance(batch, Pair) and batch.y.shape == (4, 6, 7, 8)
 
 
 # ---- the order
@@ -222,9 +190,6 @@ def test_the_order_is_the_loaders_and_augmentation_does_not_depend_on_processes(
         loaders = [new_loader(data, 8, mesh_of(rank, size), seed=5) for rank in range(size)]
         ranks = [list(loader.epoch(epoch)) for loader in loaders]
         assert all(same(joined(list(parts)), batch) for parts, batch in zip(zip(*ranks), whole))
-    sample, drawn = Volumes().sample(order[0][3], 1), draw(5, 1, 3)
-    for field in FIELDS:
-        assert np.allclose(whole[0][field.name][3], apply(field, sample[field.name], drawn), rtol=1e-6)
 
 
 def test_an_epoch_goes_on_where_it_was_left() -> None:
@@ -257,43 +222,12 @@ def test_more_epochs_follow_without_a_break() -> None:
         assert same(next(loader.epoch(4, 8)), next(other.epoch(4, 8))), "not all of what was prepared"
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-@pytest.mark.parametrize("last", ["keep", "pad", "drop"])
-def test_each_sample_as_often_as_last_says(size: int, last: Any) -> None:
-    data = Volumes()
-    loaders = [new_loader(data, 20, mesh_of(r, size), last=last, shuffle=False) for r in range(size)]
-    found = sorted(index for loader in loaders for batch in numbers(loader.epoch(0)) for index in batch)
-    expected = {"keep": [*range(24)], "drop": [*range(20)], "pad": sorted([*range(24), *range(16)])}[last]
-    assert found == expected and loaders[0].samples == len(expected)
-
-
 def test_parts_of_any_size() -> None:
     data = Volumes()
     sampler = Balanced([1] * 21 + [100] * 3, 8, equal=False)
     loaders = [new_loader(data, 8, mesh_of(r, 2), sampler=sampler) for r in range(2)]
     parts = [numbers(loader.epoch(0)) for loader in loaders]
     assert sorted(sum(parts[0] + parts[1], [])) == list(range(24)) and len({len(p) for p in parts[0] + parts[1]}) > 1
-
-
-def test_a_training_cannot_tell_it_from_the_loader() -> None:
-    fields = (Field("volume", mean=25.0, std=50.0), Field("index", mean=0.0))
-
-    class Normal(Volumes):
-        def sample(self, index: int, epoch: int) -> Any:
-            sample = super().sample(index, epoch)
-            return {"volume": (sample["volume"].astype(np.float32) - 25) / 50, "index": np.float32(index)}
-
-    def loss(model: torch.nn.Module, batch: dict) -> dict:
-        return {"loss": (model(batch["volume"].flatten(1)) - batch["index"][:, None] / 24).square().mean()}
-
-    losses = []
-    for data in (new_loader(Volumes(), fields=fields, seed=2), Loader(Normal(), 4, mesh_of(0, 1), name="train", seed=2)):
-        torch.manual_seed(0)
-        step = train.Step(torch.nn.Linear(672, 1), loss, StepConfig(optimizer="sgd", lr=1e-2), dist.alone())
-        with data:
-            result = train.fit(step, data, TrainConfig(steps=14, report_every=2))
-        losses.append([report["loss"] for report in result])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[0][-1] < losses[0][0]
 
 
 # ---- memory
@@ -339,7 +273,7 @@ def test_samples_go_in_without_a_copy_and_are_let_go() -> None:
 
 def test_nothing_is_copied_on_the_way_in_and_out(monkeypatch: pytest.MonkeyPatch) -> None:
     x = np.zeros((5, 4), np.float32)
-    graph = new_graph(Field("x", mean=1.0), x)
+    graph = new_graph(Field("x"), x)
     run, outputs = graph._pipe.schedule_run, []
 
     def write_and_run() -> None:
@@ -352,7 +286,7 @@ def test_nothing_is_copied_on_the_way_in_and_out(monkeypatch: pytest.MonkeyPatch
     graph.start(0, [ready(0, x)])
     assert graph.under_way[0].items[0].arrays[0] is x, "what DALI looks at is kept"
     made = graph.finish()[2][0]
-    assert (made == 6).all() and made.data_ptr() == outputs[0].as_tensor().data_ptr()
+    assert (made == 7).all() and made.data_ptr() == outputs[0].as_tensor().data_ptr()
 
 
 def test_two_batches_are_in_dali(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -443,22 +377,18 @@ def test_what_contradicts_itself_is_refused_at_once(words: dict, text: str) -> N
 @pytest.mark.parametrize(
     "field, value, text",
     [
-        (Field("x", "HWC", crop=(5, 3)), np.zeros((4, 4, 1)), "samples 0 .*DALI stops: Slice can't be placed"),
+        (FIELDS[0], np.zeros((2, 2, 2, 1)), "samples 0 .*DALI stops: "),
         (Field("x", "HWC"), np.zeros((4, 4)), r"shape \(4, 4\), but layout 'HWC' has 3 dims"),
-        (Field("x", "HWC", mean=[1.0, 2.0]), np.zeros((4, 4, 3)), "samples 0 .*DALI stops: "),
         (Field("x"), np.zeros(3, complex), "values of <c16, expected bool"),
         (Field("x"), np.zeros(3, ">f4"), "values of >f4, .* byte order: use .astype"),
         (Field("x"), "text", "values of <U4"),
         (Field("y"), np.zeros(3), "field 'y': is not in the sample, which has x"),
-        (Field("x", "HWC", decode=True), np.zeros((4, 4, 3), np.uint8), r"expected an encoded image \[bytes\] uint8"),
-        (Field("x", "HWC", decode=True), b"no image at all", "samples 0 .*DALI stops: .*nvImageCodec"),
-        (Field("x", "HWC", decode=True, crop=(9, 9)), png(np.zeros((8, 8, 3), np.uint8)), "DALI stops: Slice can't be placed"),
     ],
 )
 def test_a_sample_that_does_not_fit_is_named(field: Field, value: Any, text: str) -> None:
     native = native_threads()
     with pytest.raises(DataError, match=text):
-        through_dali((field,), [{"x": value}] * 2)
+        through_dali((field,), [{"x": value, "volume": value}] * 2)
     assert native_threads(native) <= native
 
 
@@ -475,3 +405,20 @@ def test_samples_that_do_not_fit_together_are_named() -> None:
     with new_loader(Growing(5), 1, fields=(Field("x"),), shuffle=False) as loader:  # alone in its batch each size is right
         assert [tuple(batch["x"].shape) for batch in loader.epoch(0)] == [(1, i + 1, 2) for i in range(5)]
 
+
+
+# ---- without DALI
+
+
+def test_without_dali_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> Any:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr(dali, "import_module", absent)
+    with pytest.raises(MissingExtraError, match=r"pip install 'hpcai-suite\[dali\]', or read without it: data.reader=direct"):
+        DaliLoader(np.zeros(3), 1, dist.alone(), [Field("x")], name="train")  # type: ignore[arg-type]
+
+
+def test_importing_the_module_imports_no_dali() -> None:
+    script = "import sys, hpcai.data.dali; print([m for m in sys.modules if m.startswith(('nvidia.dali', 'PIL'))])"
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -218,6 +218,17 @@ def test_what_nvml_does_not_tell_is_left_out(monkeypatch: pytest.MonkeyPatch) ->
     assert Gpu(CPU).readings() == {}
 
 
+def test_another_limit_than_the_cap_on_power_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu(monkeypatch, Nvml())
+    for watts in (350.0, None):
+        host.check_power_cap(CUDA, watts)
+    with pytest.raises(ConfigError, match="train.power_cap is 300 W, but GPU-aaaa-bbbb is limited to 350 W; set the limit by"):
+        host.check_power_cap(CUDA, 300.0)
+    gpu(monkeypatch, Nvml("GPU-aaaa-bbbb", "PowerLimit"))
+    with pytest.raises(ConfigError, match="NVML does not tell what limit is enforced: not supported"):
+        host.check_power_cap(CUDA, 300.0)
+
+
 def test_every_line_that_has_a_group_is_summed_over_and_a_lone_process_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     seen, made = list[Any](), list[Any]()
 

@@ -87,8 +87,7 @@ OPTIMIZERS = [
     {"optimizer": "adamw", "precision": "bf16-params", "moments": "bf16", "average": 0.9},
     {"optimizer": "lamb", "clip": 1.0},
     {"optimizer": "lars", "average": 0.5},
-    {"optimizer": "adamw", "precision": "bf16-params", "average_half_life": 20.0, "average_ramp": 2.0},
-    {"optimizer": "lamb", "average_power": 0.1},
+    {"optimizer": "lamb", "average": 0.9},
 ]
 
 

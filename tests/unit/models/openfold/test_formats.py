@@ -5,47 +5,41 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from hpcai.errors import DataError
-from hpcai.models.openfold import Alignment, Chain, FeatureConfig, OpenFold, OpenFoldConfig, featurize, loss
-from hpcai.models.openfold.features import TEMPLATES, collate
-from hpcai.models.openfold.formats import batch_of, parts_of, processed_of, raw_of
+from hpcai.models.openfold import Chain
+from hpcai.models.openfold.features import TEMPLATES
+from hpcai.models.openfold.formats import parts_of
 from hpcai.models.openfold.residues import LETTERS
 
 DATA = Path(__file__).resolve().parents[3] / "data" / "openfold_features"
-SMALL = FeatureConfig(crop=24, clusters=6, extra=8, templates=2, recycles=1)
+HHBLITS = "ACDEFGHIKLMNPQRSTVWYX-"
 
 
-def golden(name: str) -> dict[str, np.ndarray]:
-    with np.load(DATA / f"{name}.npz", allow_pickle=False) as file:
+def golden() -> dict[str, np.ndarray]:
+    with np.load(DATA / "raw.npz", allow_pickle=False) as file:
         return dict(file)
 
 
-# ---- raw
-
-
-def test_raw_features_of_the_package_are_read_and_written_bit_for_bit() -> None:
-    raw = golden("raw")
+def test_raw_features_of_the_package_are_read() -> None:
+    raw = golden()
     chain, alignment, templates = parts_of(raw, "7abc_A")
-    assert isinstance(chain, Chain) and chain.name == "7abc_A" and len(chain.sequence) == 21 and templates is not None
-    again = raw_of(chain, alignment, templates)
-    for name in raw.keys() - {"use_clamped_fape", "no_recycling_iters"}:
-        assert again[name].dtype == raw[name].dtype and np.array_equal(again[name], raw[name]), name
-    assert np.array_equal(again["template_all_atom_masks"], raw["template_all_atom_mask"])
-    assert [again[name].tolist() for name in ("sequence", "domain_name")] == [[chain.sequence.encode()], [b"7abc_A"]]
+    assert isinstance(chain, Chain) and chain.name == "7abc_A" and templates is not None
+    assert np.array_equal(np.eye(21)[chain.aatype], raw["aatype"]) and np.array_equal(chain.positions, raw["all_atom_positions"])
+    for found, code in ((alignment.msa, raw["msa"]), (templates["template_aatype"], raw["template_aatype"].argmax(-1))):
+        assert np.array_equal(np.array([*LETTERS, "X", "-"])[found], np.array([*HHBLITS])[code])
+    assert np.array_equal(alignment.deletions, raw["deletion_matrix_int"])
+    assert all(np.array_equal(templates[name], raw[name]) for name in TEMPLATES[1:])
 
 
-def test_letters_are_those_of_hhblits() -> None:
-    letters = "ACDEFGHIKLMNPQRSTVWYX-"
-    raw = raw_of(LETTERS, Alignment(np.arange(20, dtype=np.int8)[None], np.zeros((1, 20), np.int32), []))
-    assert "".join(letters[code] for code in raw["msa"][0]) == LETTERS and "all_atom_positions" not in raw
-    chain, alignment, templates = parts_of(raw)
-    assert chain == LETTERS and alignment.msa[0].tolist() == list(range(20)) and templates is None
+def test_a_chain_without_positions_is_its_sequence() -> None:
+    raw = {name: golden()[name] for name in ("aatype", "msa", "deletion_matrix_int")}
+    chain, _, templates = parts_of(raw)
+    assert chain == "".join(LETTERS[code] for code in raw["aatype"].argmax(-1)) and templates is None
 
 
 def test_older_names_and_shapes_are_read_too() -> None:
-    raw = golden("raw")
+    raw = golden()
     wanted = parts_of(raw)
     renamed = raw | {"deletion_matrix": raw["deletion_matrix_int"].astype(np.float32)}
     renamed["template_sum_probs"] = raw["template_sum_probs"][:, 0]
@@ -71,59 +65,6 @@ def test_older_names_and_shapes_are_read_too() -> None:
     ],
 )
 def test_raw_features_that_do_not_fit_are_refused_by_name(changes: dict[str, Any], text: str) -> None:
-    raw = {name: value for name, value in (golden("raw") | changes).items() if value is not None}
+    raw = {name: value for name, value in (golden() | changes).items() if value is not None}
     with pytest.raises(DataError, match=text):
         parts_of(raw)
-
-
-# ---- processed
-
-
-@pytest.mark.parametrize("batched", [True, False])
-@pytest.mark.parametrize("passes", [True, False])
-def test_processed_features_are_read_with_or_without_batch_and_passes(batched: bool, passes: bool) -> None:
-    wanted = golden("processed")
-    given: dict[str, Any] = {name: array if passes else array[..., 0] for name, array in wanted.items()}
-    given = {name: array if batched else array[0] for name, array in given.items()} | {"hhblits_profile": np.ones(3)}
-    given["template_all_atom_masks"] = torch.from_numpy(np.ascontiguousarray(given.pop("template_all_atom_mask")))
-    found = batch_of(given)
-    assert found.keys() == wanted.keys() - {"no_recycling_iters"}
-    for name, value in found.items():
-        assert np.array_equal(value, wanted[name] if passes else wanted[name][..., :1]), name
-
-
-def test_the_network_and_its_losses_read_them() -> None:
-    model, batch = OpenFold(OpenFoldConfig.preset("tiny")).eval(), batch_of(golden("processed"))
-    assert loss(model, batch)["loss"].isfinite()
-    bare = {name: value for name, value in batch.items() if not name.startswith("template_")}
-    without = OpenFold(OpenFoldConfig.preset("tiny", template=None)).eval()
-    assert without(batch_of(bare)).positions.isfinite().all()
-
-
-def test_ours_are_the_package_s_names_shapes_and_types() -> None:
-    sample, wanted = featurize(*parts_of(golden("raw")), SMALL), golden("processed")
-    for given, dims in ((sample, 1), (collate([sample]), 0)):
-        found = processed_of(given)
-        assert found.keys() == wanted.keys()
-        for name, array in found.items():
-            assert array.shape == wanted[name].shape[dims:] and array.dtype == wanted[name].dtype, name
-        assert (found["no_recycling_iters"] == 1).all()
-    again = processed_of(batch_of(sample))
-    assert all(np.array_equal(again[name][0], found) for name, found in processed_of(sample).items())
-
-
-@pytest.mark.parametrize(
-    "changes, text",
-    [
-        ({"target_feat": None}, "features: no target_feat; expected aatype, residue_index, seq_mask, target_feat"),
-        ({"template_mask": None}, "no template_mask"),
-        ({"msa_feat": np.zeros((1, 6, 24, 23, 2))}, r"msa_feat has shape \[1, 6, 24, 23, 2\], expected \[B, C, N, 49, P\]"),
-        ({"seq_mask": np.zeros((1, 21, 2))}, r"seq_mask has shape \[1, 21, 2\], expected \[B, N, P\]: .*N 24 of aatype"),
-        ({"true_msa": np.zeros((1, 5, 24, 2), int)}, r"true_msa .*C 6 of msa_feat"),
-        ({"aatype": np.array([b"MKV"], object)}, "features: .*expected arrays or tensors of numbers"),
-    ],
-)
-def test_processed_features_that_do_not_fit_are_refused_by_name(changes: dict[str, Any], text: str) -> None:
-    given = {name: value for name, value in (golden("processed") | changes).items() if value is not None}
-    with pytest.raises(DataError, match=text):
-        batch_of(given)
