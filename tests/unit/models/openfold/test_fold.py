@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hpcai.errors import DataError
-from hpcai.models.openfold import FeatureConfig, OpenFold, OpenFoldConfig, featurize, folding, read_mmcif
+from hpcai.models.openfold import FeatureConfig, OpenFold, OpenFoldConfig, folding, read_mmcif
 from tests import proteins
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -48,13 +48,6 @@ def test_a_fold_is_a_line_and_in_a_notebook_a_picture() -> None:
     assert len(lines) == 299 and (lines[0].get("stroke"), lines[-1].get("stroke")) == ("#ff7d45", "#0053d6"), "doubt, and sure"
     nowhere = replace(one, mask=np.zeros((300, 37), np.float32))
     assert "<svg" not in nowhere._repr_html_()
-
-
-def test_nothing_is_drawn_as_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(folding, "featurize", lambda *_, **words: asked.append(words) or featurize(*_, **words))
-    OpenFold(OpenFoldConfig.preset("tiny")).fold(SEQUENCE, recycles=2, seed=5, cfg=FEW)
-    assert asked == [{"seed": 5, "passes": 3, "training": False}]
 
 
 def test_a_network_without_templates_needs_none_and_what_is_no_chain_or_another_is_refused() -> None:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from hpcai import dist
-from hpcai.errors import ConfigError
 from hpcai.kernels import room
 from hpcai.models.openfold import OpenFold, OpenFoldConfig, embedders, loss
 from hpcai.models.openfold import objective as objectives
@@ -98,35 +97,12 @@ def test_only_the_last_pass_learns() -> None:
     assert passes[3:] == [False] * 3
 
 
-def test_a_term_that_is_no_number_is_not_hidden() -> None:
-    model, batch = still(network()), proteins.batch([12])
-    with torch.no_grad():
-        model.heads.distogram.bias[3] = float("nan")
-    values = loss(model, batch)
-    assert values["loss"].isnan() and values["distogram"].isnan() and values["fape"].isfinite()
-
-
 @pytest.mark.parametrize("shared", [1, 2])
 def test_dropout_is_shared(shared: int) -> None:
     torch.manual_seed(0)
     kept = Dropout(0.25, shared)(torch.ones(2, 40, 50, 8), torch.zeros(2, 40, 50, 8)) != 0
     assert (kept == kept.select(shared, 0).unsqueeze(shared)).all() and 0.7 < kept.float().mean() < 0.8
     assert (Dropout(0.25, shared).eval()(torch.ones(3), torch.ones(3)) == 2).all()
-
-
-def test_dropout_adds_in_one_operation_what_it_would_in_many() -> None:
-    def added(x: Tensor, to: Tensor) -> Tensor:
-        torch.manual_seed(1)
-        return Dropout(0.25, 1)(x, to)
-
-    x, to = (torch.randn(2, 3, 4, 5, dtype=torch.float64, requires_grad=True) for _ in range(2))
-    assert torch.autograd.gradcheck(added, (x.transpose(1, 2), to.transpose(1, 2)))
-    narrow = x.detach().bfloat16().requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16):
-        found = added(narrow, to.detach().float())
-    torch.testing.assert_close(found, added(narrow.detach().double(), to.detach()).float(), rtol=1e-6, atol=1e-6)
-    found.sum().backward()
-    assert found.dtype == torch.float32 and narrow.grad is not None and narrow.grad.dtype == torch.bfloat16
 
 
 def test_distances_seen_a_few_frames_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,36 +156,6 @@ def test_terms_without_weight_are_not_computed_and_the_loss_grows_with_the_root_
     assert set(found) == {"fape", "chi", "distogram", "masked_msa", "plddt"}
     weighted = sum(getattr(cfg, name) * term for name, term in found.items())
     assert total(found, last, cfg).item() == pytest.approx(12**0.5 * weighted.item())  # type: ignore[union-attr]
-
-
-def test_what_is_not_there_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no preset 'model_6' of OpenFold; expected one of initial, finetuning, tiny, model_1, "):
-        OpenFoldConfig.preset("model_6")
-    model = OpenFold(OpenFoldConfig.preset("tiny")).double()
-    with pytest.raises(ConfigError, match="set model.heads.tm=true"):
-        loss(model, proteins.batch([12]), ALL)
-
-
-def test_pairs_are_updated_in_the_published_order_with_the_published_dropout() -> None:
-    model, batch = network(), proteins.batch([12], passes=1)
-    calls: dict[str, list[str]] = {}
-    for name, layer in model.named_modules():
-        if name.endswith(("drop_rows", "drop_columns", "tri_mul_out", "tri_mul_in", "tri_att_start", "tri_att_end")):
-            block, _, leaf = name.rpartition(".")
-            layer.register_forward_hook(lambda *_, block=block, leaf=leaf: calls.setdefault(block, []).append(leaf))
-    model(batch)
-    multiply = ["tri_mul_out", "drop_columns", "tri_mul_in", "drop_columns"]
-    attend = ["tri_att_start", "drop_columns", "tri_att_end", "drop_rows"]
-    assert calls["evoformer.blocks.1.pair"] == calls["extra_msa_stack.blocks.0.pair"] == multiply + attend
-    assert calls["template_embedder.template_pair_stack.blocks.0"] == attend + multiply
-    assert calls["evoformer.blocks.0"] == ["drop_rows"]
-
-
-def test_without_templates_pairs_are_left_alone() -> None:
-    model, batch = still(network()), proteins.batch([12])
-    now = {name: value[..., -1] for name, value in batch.items()} | {"template_mask": torch.zeros(1, 2, dtype=torch.float64)}
-    z, mask = torch.randn(1, 12, 12, 16, dtype=torch.float64), torch.ones(1, 12, 12, dtype=torch.float64)
-    assert model.template_embedder is not None and not model.template_embedder(now, z, mask).any()
 
 
 def test_only_structures_of_known_resolution_teach_confidence() -> None:
