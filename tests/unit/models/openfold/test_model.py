@@ -105,6 +105,21 @@ def test_dropout_is_shared(shared: int) -> None:
     assert (Dropout(0.25, shared).eval()(torch.ones(3), torch.ones(3)) == 2).all()
 
 
+def test_dropout_adds_in_one_operation_what_it_would_in_many() -> None:
+    def added(x: Tensor, to: Tensor) -> Tensor:
+        torch.manual_seed(1)
+        return Dropout(0.25, 1)(x, to)
+
+    x, to = (torch.randn(2, 3, 4, 5, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    assert torch.autograd.gradcheck(added, (x.transpose(1, 2), to.transpose(1, 2)))
+    narrow = x.detach().bfloat16().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = added(narrow, to.detach().float())
+    torch.testing.assert_close(found, added(narrow.detach().double(), to.detach()).float(), rtol=1e-6, atol=1e-6)
+    found.sum().backward()
+    assert found.dtype == torch.float32 and narrow.grad is not None and narrow.grad.dtype == torch.bfloat16
+
+
 def test_distances_seen_a_few_frames_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = still(network()), proteins.batch([11])
     found = []
@@ -156,6 +171,21 @@ def test_terms_without_weight_are_not_computed_and_the_loss_grows_with_the_root_
     assert set(found) == {"fape", "chi", "distogram", "masked_msa", "plddt"}
     weighted = sum(getattr(cfg, name) * term for name, term in found.items())
     assert total(found, last, cfg).item() == pytest.approx(12**0.5 * weighted.item())  # type: ignore[union-attr]
+
+
+def test_pairs_are_updated_in_the_published_order_with_the_published_dropout() -> None:
+    model, batch = network(), proteins.batch([12], passes=1)
+    calls: dict[str, list[str]] = {}
+    for name, layer in model.named_modules():
+        if name.endswith(("drop_rows", "drop_columns", "tri_mul_out", "tri_mul_in", "tri_att_start", "tri_att_end")):
+            block, _, leaf = name.rpartition(".")
+            layer.register_forward_hook(lambda *_, block=block, leaf=leaf: calls.setdefault(block, []).append(leaf))
+    model(batch)
+    multiply = ["tri_mul_out", "drop_columns", "tri_mul_in", "drop_columns"]
+    attend = ["tri_att_start", "drop_columns", "tri_att_end", "drop_rows"]
+    assert calls["evoformer.blocks.1.pair"] == calls["extra_msa_stack.blocks.0.pair"] == multiply + attend
+    assert calls["template_embedder.template_pair_stack.blocks.0"] == attend + multiply
+    assert calls["evoformer.blocks.0"] == ["drop_rows"]
 
 
 def test_only_structures_of_known_resolution_teach_confidence() -> None:
