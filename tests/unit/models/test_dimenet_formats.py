@@ -97,6 +97,18 @@ def test_what_cannot_be_is_refused_by_its_name(changes: Any, text: str) -> None:
 # ---- and back
 
 
+def test_data_have_what_fairchem_reads() -> None:
+    structure = atoms(slab(), **WORDS)
+    energy, forces = network().energy_and_forces(structure)
+    data = to_data(structure, (energy, forces))
+    (j, i), offsets = data.edge_index, data.cell_offsets
+    vector = data.pos[j] - data.pos[i] + offsets @ data.cell[0]
+    torch.testing.assert_close(vector.norm(dim=1), data.distances, rtol=1e-12, atol=1e-12)
+    assert len(j) == data.neighbors and data.natoms == 12 and torch.equal(data.z, data.atomic_numbers)
+    assert data.energy.item() == energy and np.array_equal(data.forces, forces) and data.validate()
+    assert data.cell.shape == (1, 3, 3) and data.pbc.tolist() == [[True, True, False]]
+
+
 def test_there_and_back_is_every_bit() -> None:
     first = frames([slab(), *map(molecule, ("H2O", "CH4"))], **WORDS)
     first[1:] = [frame._replace(energy=float(k), forces=np.full((len(frame.free), 3), k)) for k, frame in enumerate(first[1:])]

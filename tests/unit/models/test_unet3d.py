@@ -1,13 +1,12 @@
 """The 3D U-Net as a person meets it: a volume in, masks out; weights in and out; sizes that do not fit."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from hpcai.errors import CheckpointError, ConfigError
+from hpcai.errors import ConfigError
 from hpcai.models import unet3d
 from hpcai.models.unet3d import Batch, UNet3D, UNet3DConfig, sliding_window
 from hpcai.models.unet3d.objective import dice
@@ -50,14 +49,6 @@ def test_a_mask_does_not_depend_on_mode_or_memory() -> None:
     with pytest.raises(ZeroDivisionError):
         net.segment(volume, (4, 2, 2))
     assert net.training, "as before, though it failed"
-
-
-def test_other_classes_get_names(tmp_path: Path) -> None:
-    four = UNet3D(SMALL.model_copy(update={"classes": ("a", "b", "c", "d")}))
-    torch.save(four.state_dict(), tmp_path / "four.pt")
-    assert UNet3D.load(tmp_path / "four.pt").cfg.classes == ("background", "class_1", "class_2", "class_3")
-    with pytest.raises(CheckpointError, match="weights have outputs 4, the settings 3"):
-        UNet3D.load(tmp_path / "four.pt", SMALL)
 
 
 @pytest.mark.parametrize(
