@@ -124,6 +124,17 @@ def test_how_often_crops_hold_foreground_and_are_changed(data: Path) -> None:
     assert all((always.sample(index, epoch).label > 0).any() for index in range(6) for epoch in range(20))
 
 
+def test_crops_hold_the_pieces_that_the_boxes_name(data: Path) -> None:
+    source = crops(data, foreground=1.0)
+    for index in range(6):
+        boxes = [box for box in source.rows.read(index)["boxes"].reshape(-1, 6) if box[3] > box[0]]
+        for epoch in range(15):
+            corner = source.choose(index, epoch).corner
+            inside = [all((c <= b[d] and b[d + 3] <= c + w) or (c >= b[d] and c + w <= b[d + 3])
+                          for d, (c, w) in enumerate(zip(corner, WINDOW))) for b in boxes]  # fmt: skip
+            assert any(inside), (corner, boxes)
+
+
 def test_noise_is_normal_and_of_its_place() -> None:
     whole = np.stack([normal(seed, (32, 32, 32), [(0, 32)] * 3) for seed in (4, 2**61 + 7)])
     part = normal(4, (32, 32, 32), [(3, 9), (0, 32), (30, 32)])
