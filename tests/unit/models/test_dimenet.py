@@ -9,15 +9,11 @@ from ase import Atoms
 from ase.optimize import BFGS
 from scipy.spatial.transform import Rotation
 
-from hpcai import dist
 from hpcai.errors import ConfigError, DataError
 from hpcai.models.dimenet import Batch, DimeNet, DimeNetConfig, ObjectiveConfig, Sizes, atoms, join, loss, pairs, score, sizes
 from hpcai.models.dimenet.triplets import WithTriplets
-from hpcai.settings import StepConfig
-from hpcai.train import Step
 from hpcai.train.choices import narrow
 from tests.atoms import SMALL, crystal, network, structure
-from tests.tape import Tape
 from tests.unit.models.watched import Without
 
 DETACHED = SMALL.model_copy(update={"angles": "detached"})
@@ -146,20 +142,6 @@ def test_a_structure_is_within_when_its_energy_and_every_force_on_a_free_atom_ar
     wrong[7, 2] += 0.0101  # one direction of one atom
     assert float(score(model, right._replace(forces=wrong))["within"][0]) == 1
     assert float(score(model, right._replace(energy=right.energy + 0.01))["within"][0]) == 0
-
-
-def test_a_captured_step_is_the_eager_one() -> None:
-    """Batches padded to one shape, which the graph has recorded once."""
-    mesh, words = dist.alone(torch.device("cpu")), {"optimizer": "sgd", "lr": 1e-4}
-    steps = [Step(network(), loss, StepConfig(capture=how, **words), mesh, graph=Tape) for how in ("none", "whole")]
-    for seed in range(3):
-        graph = join([structure(seed + k, count=3 + k) for k in range(2)], Sizes(12, 900, 110, 110, 5))
-        forces, free = torch.full((12, 3), 0.2).double(), (torch.arange(12) < 7).double()
-        eager, captured = (step(Batch(torch.ones(2, dtype=torch.float64), forces, free, graph)) for step in steps)
-        assert eager["loss"].item() == pytest.approx(captured["loss"].item(), rel=1e-12)
-    for one, other in zip(steps[0].model.parameters(), steps[1].model.parameters()):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
-    assert steps[1]._capture is not None and steps[1]._capture.recorded() == 1
 
 
 # ---- for people
